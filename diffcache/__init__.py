@@ -15,9 +15,11 @@ from diffcache.api import inspect as inspect
 from diffcache.api import report as report
 from diffcache.api import reset as reset
 from diffcache.api import run as run
+from diffcache.api import save as save
 from diffcache.api import settings as settings
 from diffcache.api import stream as stream
 from diffcache.api import unwrap as unwrap
+from diffcache.api import update as update
 from diffcache.api import wrap as wrap
 from diffcache.api import wrapped as wrapped
 from diffcache.api import writing as writing
@@ -84,6 +86,7 @@ __version__ = "0.1.0"
 _LATER = {
     **places("method"),
     "calibrate": "diffcache.offline.calibrate",
+    **dict.fromkeys(("evaluate", "latency"), "diffcache.eval.live"),
     "tune": "diffcache.offline.tune.tune",
     "Call": "diffcache.attach.call",
     "Extension": "diffcache.attach.extension",
@@ -98,8 +101,8 @@ __all__ = sorted({
     *_LATER, *_PACKAGES, "AttachError", "CacheWarning", "Combine", "DiffcacheError", "Every",
     "Gate", "Held", "Listed", "Newton", "Report", "Reuse", "Site", "Step", "Table", "Tables",
     "TablesError", "Taylor", "UncalibratedError", "UnknownMethodError", "branch", "cite",
-    "expected_bytes", "inspect", "methods", "report", "reset", "run", "settings", "stream",
-    "unwrap", "wrap", "wrapped", "writing",
+    "expected_bytes", "inspect", "methods", "report", "reset", "run", "save", "settings", "stream",
+    "unwrap", "update", "wrap", "wrapped", "writing",
 })  # fmt: skip
 
 

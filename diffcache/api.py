@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,7 +24,7 @@ from diffcache.attach.handle import Handle
 from diffcache.attach.pipeline_hooks import called_elsewhere, shared_with
 from diffcache.attach.run import Stream
 from diffcache.attach.runs import ATTACHING
-from diffcache.catalog import changed, make_method, method_class
+from diffcache.catalog import changed, make_method, method_class, settings_of
 from diffcache.errors import AttachError
 from diffcache.features.base import Method, check_int
 from diffcache.features.combine import reuse_of
@@ -31,9 +32,11 @@ from diffcache.features.each import Each
 from diffcache.features.parts.hold import Form, Held
 from diffcache.foreign import is_cached, is_compiled, is_compiled_in_place
 from diffcache.memory import bytes_of, compression_of, size_of
+from diffcache.method import Configuration
 from diffcache.presets.choose import Choice, choose
 from diffcache.registry import WORDS, Kind, check_settings, find, unknown
 from diffcache.run_report import Report
+from diffcache.settings_file import is_settings_file, read_settings, save_settings
 from diffcache.step import Site
 
 if TYPE_CHECKING:
@@ -41,9 +44,17 @@ if TYPE_CHECKING:
     from diffcache.video.policy import VideoPolicy
 
 T = TypeVar("T")
-# What `wrap` takes: a name, a method or policy, a recipe, or recipes of single layers.
+# What `wrap` takes: a name, a method or policy, a configuration of another library, a recipe, or
+# recipes of single layers.
 Wrapper = Union[
-    str, Method, "Recipe", "VideoPolicy", "Sequence[Recipe | str]", "Mapping[int, Recipe | str]"
+    str,
+    "os.PathLike[str]",
+    Method,
+    Configuration,
+    "Recipe",
+    "VideoPolicy",
+    "Sequence[Recipe | str]",
+    "Mapping[int, Recipe | str]",
 ]
 _LOG = logging.getLogger("diffcache")
 _DENOISER = re.compile(r"(transformer|unet|dit|denoiser|prior)(_\d+)?")
@@ -84,8 +95,11 @@ def wrap(
             command line, `taylorseer:every=4`; or a method for each denoiser of a pipeline,
             `{"transformer": ..., "transformer_2": ...}`. A method with tables that is given by name
             and without them takes the settings that its authors published for the model, if any
-            are. None takes the preset of the model, and `taylorseer` where it has none; which and
-            why is logged by the logger `diffcache` at level INFO, and stands in the report.
+            are. `FirstBlockCacheConfig`, `MagCacheConfig` and `TaylorSeerCacheConfig` of diffusers
+            and `DBCacheConfig` of cache-dit are taken as the methods that compute the same steps,
+            and a file that `diffcache.save` wrote, `cache.yaml`, as what it says. None takes the
+            preset of the model, and `taylorseer` where it has none; which and why is logged by the
+            logger `diffcache` at level INFO, and stands in the report.
         preset: Preset to take in place of a method: `quality`, `balanced`, `fast`, or with the name
             of its model, `flux.1-dev/fast`. `diffcache presets` lists them.
         components: Name or names of the pipeline's denoisers to wrap; all of them by default.
@@ -117,7 +131,7 @@ def wrap(
 @overload
 def wrapped(
     target: Any,
-    method: str | Method | None = None,
+    method: str | Method | Configuration | None = None,
     *,
     preset: str | None = None,
     components: str | Sequence[str] | None = None,
@@ -140,6 +154,9 @@ def wrapped(
     if method is None or preset is not None:
         choice = choice_for(target, denoisers_of(target, components), method, preset, settings)
         method, settings = choice.given(denoisers_of(target, components), settings)
+    if is_settings_file(method):
+        given = {**settings, **({} if hold is None else {"hold": hold})}
+        return _wrapped_by_file(target, method, components, given)
     kind = kind_of(method)
     if kind in ("recipe", "video"):
         for name, value in {"components": components, "hold": hold}.items():
@@ -194,6 +211,66 @@ def choice_for(
             f"{error}; no method was named, so {name} was taken: name the one that is meant"
         ) from None
     return choice
+
+
+def _wrapped_by_file(
+    target: Any,
+    path: str | os.PathLike[str],
+    components: str | Sequence[str] | None,
+    settings: dict[str, Any],
+) -> Attached:
+    """Wrap with what a file of settings says.
+
+    Raises:
+        ValueError: If settings or components are given besides, or those of the file do not fit.
+    """
+    saved = read_settings(path)
+    if components is not None and saved.components is not None:
+        settings["components"] = components
+    if settings:
+        raise ValueError(
+            f"method={str(path)!r}: has settings of its own, and {sorted(settings)} are given "
+            "besides; change them in the file, or by diffcache.update when it is wrapped"
+        )
+    asked = {"components": saved.components or components, "hold": saved.hold}
+    try:
+        given = {name: value for name, value in asked.items() if value is not None}
+        handle: Attached = wrapped(target, saved.method, **given, **saved.settings)
+        return handle
+    except ValueError as error:
+        raise ValueError(f"method={str(path)!r}: {error}") from error
+
+
+def save(target: Any, path: str | os.PathLike[str]) -> None:
+    """Write the settings of what is wrapped, so that `diffcache.wrap(pipe, path)` makes it again.
+
+    Args:
+        target: A wrapped pipeline, denoiser, language model or video.
+        path: File to write, `.yaml` or `.yml`. Measured tables go beside it, into a file of the
+            same name that ends in `.safetensors`.
+
+    Raises:
+        AttachError: If the target is not wrapped.
+        ValueError: If the file cannot be written, or there is something in the method that cannot
+            be made again: a class of yours, or a recipe that was given as an object.
+
+    Example:
+        >>> diffcache.save(pipe, "cache.yaml")  # doctest: +SKIP
+        >>> pipe = diffcache.wrap(pipe, "cache.yaml")  # doctest: +SKIP
+    """
+    owner = attached_to(target)
+    if isinstance(owner, Handle):
+        names, holder = [denoiser.name for denoiser in owner.denoisers], owner.target()
+        own = names == list(denoisers_of(holder))
+        save_settings(path, owner.method, components=None if own else names)
+        return
+    recipe = getattr(owner, "recipe", None)  # as it was given, of a language model
+    if recipe is not None and not isinstance(recipe, str):
+        raise ValueError(
+            f"{described(owner)} was given as an object, which YAML cannot hold; wrap with its "
+            "name and settings, such as wrap(model, 'snapkv', budget=256)"
+        )
+    save_settings(path, recipe or owner.method, getattr(owner, "settings", None))
 
 
 def kind_of(method: object) -> Kind:
@@ -307,7 +384,7 @@ def report(target: Any) -> Report:
 
 def expected_bytes(
     target: Any,
-    method: str | Method | None = None,
+    method: str | Method | Configuration | None = None,
     *,
     preset: str | None = None,
     height: int | None = None,
@@ -315,13 +392,14 @@ def expected_bytes(
     frames: int | None = None,
     text_tokens: int | None = None,
     batch: int = 1,
+    branches: int = 1,
     **settings: Any,
 ) -> dict[str, int]:
-    """Compute the bytes that a method will hold for one guidance branch.
+    """Compute the bytes that a method will hold.
 
     A copy of each denoiser without weights, on torch's `meta` device, is called once with inputs
     of the right shapes, so that the count is that of a real run. Guidance in one batch doubles
-    `batch`; guidance in two calls doubles the bytes.
+    `batch`; guidance in two calls has two `branches`.
 
     Args:
         target: A diffusers pipeline, or a denoiser of a class in `diffcache.attach.inputs.INPUTS`.
@@ -333,6 +411,8 @@ def expected_bytes(
         text_tokens: Length of the prompt as the denoiser sees it, padding and the tokens of all
             text encoders included; None for the pipeline's default.
         batch: Samples in a call.
+        branches: Calls of a step: 2 for guidance in two calls. Features are held for each of them;
+            what a gate looks at is held once, where the first branch decides for all.
         **settings: Settings of a method given by name, such as `every=4`.
 
     Returns:
@@ -346,6 +426,7 @@ def expected_bytes(
     Example:
         >>> diffcache.expected_bytes(pipe, "taylorseer", height=1024, width=1024)  # doctest: +SKIP
     """
+    check_int("branches", branches, 1)
     denoisers = denoisers_of(target)
     if method is None or preset is not None:
         choice = choice_for(target, denoisers, method, preset, settings)
@@ -354,7 +435,8 @@ def expected_bytes(
     asked = {"height": height, "width": width, "frames": frames, "text_tokens": text_tokens}
     sizes = {n: size_of(target, m, {**asked, "batch": batch}) for n, m in denoisers.items()}
     compression = compression_of(target)
-    return {n: bytes_of(m, chosen.of(n), sizes[n], compression) for n, m in denoisers.items()}
+    found = {n: bytes_of(m, chosen.of(n), sizes[n], compression) for n, m in denoisers.items()}
+    return {name: expected.of(branches) for name, expected in found.items()}
 
 
 def reset(target: Any) -> None:
@@ -436,7 +518,46 @@ def settings(target: Any, **settings: Any) -> AbstractContextManager[None]:
         ...     image = pipe(prompt).images[0]
     """
     handle = handle_of(target)
-    return handle.choosing(changed(handle.chosen, settings))
+    return handle.choosing(_changed(handle, handle.chosen, settings))
+
+
+def update(target: T, **settings: Any) -> T:
+    """Change settings of the method that a pipeline or denoiser is wrapped with, in place.
+
+    What was learned of the model stays. Runs that are open keep their settings, as do those inside
+    `diffcache.settings`; the next ones have the new.
+
+    Args:
+        target: A wrapped pipeline or denoiser.
+        **settings: Settings of its method that tell when a step is computed or what stands in for
+            the others, such as `every=6` or `threshold=0.1`.
+
+    Returns:
+        `target` itself.
+
+    Raises:
+        AttachError: If the target is not wrapped with a method.
+        TablesError: If tables were measured on another model or scheduler.
+        ValueError: If there is no setting, one is unknown, out of its range, or says where features
+            are taken or how many steps a run has.
+
+    Example:
+        >>> pipe = diffcache.update(pipe, every=6)  # doctest: +SKIP
+    """
+    handle = handle_of(target)
+    if not settings:
+        raise ValueError(f"settings: none is given; {type(handle.method).__name__} has "
+                         f"{settings_of(type(handle.method))}")  # fmt: skip
+    handle.use(_changed(handle, handle.method, settings))
+    return target
+
+
+def _changed(handle: Handle, method: Method, settings: Mapping[str, Any]) -> Method:
+    """Return a method with other settings that fits what it is attached to."""
+    new = changed(method, settings)
+    if {"tables", "model"} & settings.keys():
+        handle.check_fits(new, handle.scheduler)
+    return new
 
 
 def stream(target: Any) -> AbstractContextManager[Stream]:
@@ -585,7 +706,7 @@ def _named(modules: dict[str, nn.Module], names: Sequence[str]) -> dict[str, nn.
 def method_for(
     target: Any,
     denoisers: dict[str, nn.Module],
-    method: str | Method | Mapping[str, str | Method],
+    method: str | Method | Configuration | Mapping[str, str | Method],
     **settings: Any,
 ) -> Method:
     """Return a method for a pipeline, as `wrap` takes it.

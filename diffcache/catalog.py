@@ -11,7 +11,9 @@ from diffcache.features.base import Method
 from diffcache.features.combine import goes_in_place
 from diffcache.features.each import Each
 from diffcache.features.parts.hold import Held
+from diffcache.method import Configuration
 from diffcache.registry import check_settings, find, read_word, rows_of, unknown
+from diffcache.settings_file import Saved, is_settings_file, read_settings
 
 
 def method_class(name: str) -> type[Method]:
@@ -28,16 +30,19 @@ def method_class(name: str) -> type[Method]:
 
 
 def make_method(
-    method: str | Method, facts: Callable[[], Mapping[str, Any]] | None = None, **settings: Any
+    method: str | Method | Configuration,
+    facts: Callable[[], Mapping[str, Any]] | None = None,
+    **settings: Any,
 ) -> Method:
-    """Return a method from its catalogue name and settings; a method object is returned as it is.
+    """Return a method from its name and settings, or from what another library calls it.
 
     `hold="int8"`, `"bf16"` or `"host"` is a setting that every method has; see `Held`. With
     `model="flux.1-dev"` the settings that are not given are those published for that model.
 
     Args:
-        method: A method, or its name; settings may follow it as on the command line,
-            `taylorseer:every=4`.
+        method: A method; its name, after which settings may follow as on the command line,
+            `taylorseer:every=4`; a file of settings, `cache.yaml`; or a configuration of diffusers
+            or cache-dit that has an equal.
         facts: Returns facts about the model that it is for, as `Method.check_model` has them;
             without tables a method then takes the settings published for that model, if any are.
         **settings: Settings of a method given by name.
@@ -45,32 +50,59 @@ def make_method(
     Raises:
         AttachError: If the model may be one of several that settings were published for.
         UnknownMethodError: If the catalogue has no such name.
-        ValueError: If a setting is unknown or out of its range.
-        TypeError: If `method` is neither a name nor a method.
+        ValueError: If a setting is unknown or out of its range, or a configuration has no equal.
+        TypeError: If `method` is nothing of the kind.
     """
     hold = settings.pop("hold", None)
     if hold is not None:
         return Held(make_method(method, facts, **settings), hold)
-    if isinstance(method, Method):
+    if is_settings_file(method):
+        saved = read_settings(method)
+        _check_none(method, settings, saved)
+        held = {} if saved.hold is None else {"hold": saved.hold}
+        return make_method(saved.method, facts, **saved.settings, **held)
+    if not isinstance(method, str):
+        made = method if isinstance(method, Method) else _of_config(method)
+        if made is None:
+            raise TypeError(
+                f"method={method!r}: must be a name, such as 'taylorseer', a method, such as "
+                "TaylorSeer(), or a configuration of diffusers or cache-dit; recipes for key-value "
+                "caches go into a language model, by diffcache.wrap or diffcache.kv.cache_for"
+            )
         if settings:
             raise ValueError(
                 f"settings {sorted(settings)} go with a method's name, not with {method!r}"
             )
-        return method
-    if not isinstance(method, str):
-        raise TypeError(
-            f"method={method!r}: must be a name, such as 'taylorseer', or a method, such as "
-            "TaylorSeer(); recipes for key-value caches go into a language model, by "
-            "diffcache.wrap or diffcache.kv.cache_for"
-        )
+        return made
     if set(method) & set(":="):
         name, own = read_word(method)
         twice = sorted(own.keys() & settings.keys())
         if twice:
             raise ValueError(f"method {method!r}: {twice[0]} is given twice")
         return make_method(name, facts, **own, **settings)
-    made: Method = _made(method_class(method), facts, settings)
-    return made
+    named: Method = _made(method_class(method), facts, settings)
+    return named
+
+
+def _check_none(path: Any, settings: Mapping[str, Any], saved: Saved) -> None:
+    """Raise ValueError if settings are given besides those of a file, or it names components."""
+    if settings:
+        raise ValueError(
+            f"settings {sorted(settings)} go with a method's name, not with {str(path)!r}; change "
+            "them in the file, or by diffcache.update when it is wrapped"
+        )
+    if saved.components is not None:
+        raise ValueError(
+            f"method={str(path)!r}: is for components={list(saved.components)!r} of a pipeline, "
+            "which diffcache.wrap alone takes"
+        )
+
+
+def _of_config(config: Configuration) -> Method | None:
+    """Return the method of another library's configuration, None if it is none."""
+    from diffcache.features.peer_configs import method_of_config  # `import diffcache` stays light
+
+    return method_of_config(config)
 
 
 def _made(cls: Any, facts: Callable[[], Mapping[str, Any]] | None, settings: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect as signatures
 import shlex
 import sys
 import warnings
@@ -262,12 +263,17 @@ def run(
     from diffcache.pipelines import load
     from diffcache.pipelines.demo import generate, inputs, saved
 
-    loading.check(model, place)
-    directory = saved.locate(model, variant=loading.variant, revision=loading.revision)
-    name, parameters = saved.pipeline_of(directory)
+    live = load.made_by(model)
+    if live is None:
+        loading.check(model, place)
+        directory = saved.locate(model, variant=loading.variant, revision=loading.revision)
+        name, parameters = saved.pipeline_of(directory)
+    else:
+        load.check_made(dtype, device, loading)
+        name, parameters = type(live).__name__, signatures.signature(live).parameters
     given = inputs.read_images(images, name, parameters)
     target = output.target_of(out, "num_frames" in parameters or "video_length" in parameters)
-    pipe, defaults = load.load(model, dtype, str(place), loading)
+    pipe, defaults = (live, {}) if live else load.load(model, dtype, str(place), loading)
     order = generate.Order(prompt, steps, seed, height, width, given)
     done = generate.run(pipe, word, order, defaults, preset=preset, compare=compare)
     _tell(done, record)
@@ -343,9 +349,11 @@ def _holds(model: str, method: str, size: tuple[int, int, int]) -> str:
     amount = bytes_of(built, parse_method(method), Size(*size), denoiser.compression)
     height, width, frames = size
     length = f", {frames} frames" if frames > 1 else ""
+    each = "sample" if amount.shared else "sample and guidance branch"
+    calls = f", {human(amount.of(2), 'B')} under guidance in two calls" if amount.shared else ""
     return (
-        f"{method} will hold {human(amount, 'B')} in bfloat16 for each sample and guidance branch "
-        f"at {width} x {height}{length}"
+        f"{method} will hold {human(amount.of(1), 'B')} in bfloat16 for each {each} "
+        f"at {width} x {height}{length}{calls}"
     )
 
 

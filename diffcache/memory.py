@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,13 +22,34 @@ from diffcache.step import Step
 _RECORDS = 8  # computed steps after which every forecast holds as many tensors as it ever will
 
 
-def expectation(handle: Handle) -> tuple[int, Size] | None:
-    """Return the bytes that a wrapped pipeline will hold in a branch at its default size.
+@dataclass(frozen=True)
+class Expected:
+    """Bytes that a method will hold.
+
+    Attributes:
+        branch: Bytes of each guidance branch.
+        shared: Bytes that all branches of a run share: what a schedule looks at, where the first
+            branch decides for all.
+    """
+
+    branch: int = 0
+    shared: int = 0
+
+    def of(self, branches: int) -> int:
+        """Return the bytes of a run with as many guidance branches, each in a call of its own."""
+        return branches * self.branch + self.shared
+
+    def __add__(self, other: Expected) -> Expected:
+        return Expected(self.branch + other.branch, self.shared + other.shared)
+
+
+def expectation(handle: Handle) -> tuple[Expected, Size] | None:
+    """Return the bytes that a wrapped pipeline will hold at its default size.
 
     Returns:
         Bytes of all denoisers, and the size; None where either is not known.
     """
-    target, total, size = handle.target(), 0, None
+    target, total, size = handle.target(), Expected(), None
     try:
         for denoiser in handle.denoisers:
             size = size_of(target, denoiser.model, {})
@@ -39,8 +61,8 @@ def expectation(handle: Handle) -> tuple[int, Size] | None:
 
 def bytes_of(
     model: nn.Module, method: Method, size: Size, compression: tuple[int, int] | None = None
-) -> int:
-    """Return the bytes of a method's features in one branch of a denoiser.
+) -> Expected:
+    """Return the bytes that a method holds of one denoiser.
 
     A copy of the denoiser without weights, on torch's `meta` device, is called once with inputs
     of the right shapes, so that the count is that of a real run.
@@ -76,18 +98,29 @@ def bytes_of(
         handle.restart(None)
         run = handle.run()
         run.ticks = 1  # the scheduler tells the steps: a timestep without a value cannot
-        empty(**floats)
+        try:
+            empty(**floats)
+        except (RuntimeError, IndexError) as error:
+            raise ValueError(
+                f"{cls.__name__} cannot be called at {size}, which is larger or smaller than it is "
+                f"made for: give another height=, width= or frames= ({error})"
+            ) from error
         denoiser = handle.denoisers[0]
         (reuse,) = denoiser.extensions
         assert isinstance(reuse, FeatureReuse)
-        for branch in run.timelines[denoiser].branches:
+        timeline = run.timelines[denoiser]
+        for branch in timeline.branches:
             for held in branch.storage[reuse].features.values():
                 for state, (shape, kind, device) in zip(held.states, held.shapes, strict=True):
                     for index in range(1, _RECORDS):
                         fresh = torch.empty(shape, dtype=kind, device=device)
                         reuse.setup.instead.record(state, Step(index), fresh)
-        _fill_gates(reuse, run.timelines[denoiser])
-        return sum(tensor.nbytes for tensor in denoiser.tensors(run))
+        _fill_gates(reuse, timeline)
+        total = sum(tensor.nbytes for tensor in denoiser.tensors(run))
+        when, state = reuse.setup.parts.when, timeline.storage[reuse].state
+        own = [] if state is None or when.by_branch else when.held(state)
+        shared = sum(tensor.nbytes for tensor in own)
+        return Expected(total - shared, shared)
 
 
 def _fill_gates(reuse: FeatureReuse, timeline: Timeline) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar, Protocol, TypeGuard
 
 
 class Ability:
@@ -73,6 +73,12 @@ class Method(ABC):
         Raises:
             AttachError: If its tables were made for another model or scheduler.
         """
+
+
+class Configuration(Protocol):
+    """Configuration of a cache as another library has it, a dataclass."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
 
 
 def check_int(name: str, value: object, least: int, hint: str = "") -> None:

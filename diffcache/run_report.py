@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from base64 import b64encode
 from collections.abc import Sequence
 from dataclasses import replace
-from io import StringIO
+from html import escape
+from io import BytesIO, StringIO
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 _DECIMAL = ("", "k", "M", "G", "T")
 SCHEMA = 2
+_HTML_COLUMNS = 160
 
 
 class Report:
@@ -116,20 +119,25 @@ class Report:
             width: Columns; those of the terminal by default, 100 without one.
             ascii_only: Use ASCII characters only.
         """
-        from rich.console import Console
-
         width = width or shutil.get_terminal_size((100, 24)).columns
-        out = StringIO()
-        console = Console(file=out, width=width, force_terminal=False, color_system=None)
-        if self.sites:
-            console.print(self.table(ascii_only))
-        text = "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+        text = text_of(self.table(ascii_only), width) if self.sites else ""
         timeline = timeline_text(self.calls, width, ascii_only)
         parts = [repr(self.method), text, "\n".join(self.summary()), timeline]
         return "\n\n".join(part.strip("\n") for part in parts if part)
 
     def __str__(self) -> str:
         return self.to_text(ascii_only=not _prints(COMPUTED + SKIPPED + PARTS))
+
+    def _repr_html_(self) -> str:
+        """Return the report as HTML, for notebooks: table, totals, and the steps as a picture."""
+        page = html_of(self.table() if self.sites else None, self.summary(), repr(self.method))
+        if not self.calls:
+            return page
+        picture = BytesIO()
+        self.timeline_image().save(picture, "PNG")
+        data = b64encode(picture.getvalue()).decode("ascii")
+        said = "steps, computed and skipped"
+        return f'{page}<img alt="{said}" src="data:image/png;base64,{data}"/>'
 
     def __repr__(self) -> str:
         return f"<Report of {self.method!r}: {self.computed} computed, {self.skipped} skipped>"
@@ -211,6 +219,40 @@ class Report:
         return lines
 
 
+def text_of(table: Any, width: int | None = None) -> str:
+    """Return a table of `rich` as plain text without colors.
+
+    Args:
+        table: The table.
+        width: Columns; those of the terminal by default, 100 without one.
+    """
+    from rich.console import Console
+
+    out = StringIO()
+    width = width or shutil.get_terminal_size((100, 24)).columns
+    Console(file=out, width=width, force_terminal=False, color_system=None).print(table)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def html_of(table: Any, lines: Sequence[str], title: str = "") -> str:
+    """Return a table of `rich` with a title and lines of text as HTML, for notebooks.
+
+    Args:
+        table: The table, None for none.
+        lines: Texts that stand below it.
+        title: Text that stands above it.
+    """
+    from rich.console import Console
+
+    parts = [f"<p><code>{escape(title)}</code></p>"] if title else []
+    if table is not None:
+        console = Console(file=StringIO(), width=_HTML_COLUMNS, record=True)
+        console.print(table)
+        parts.append(console.export_html(inline_styles=True, code_format="<pre>{code}</pre>"))
+    parts += [f"<pre>{escape(chr(10).join(lines))}</pre>"] if lines else []
+    return "\n".join(parts)
+
+
 def human(number: float, unit: str = "") -> str:
     """Return a number with three digits and a unit.
 
@@ -237,9 +279,13 @@ def _expected(handle: Handle) -> list[str]:
         return []
     amount, size = expected
     frames = f", {size.frames} frames" if size.frames > 1 else ""
-    branch = f"for each guidance branch at {size.width} x {size.height}{frames}"
-    twice = "guidance doubles it, in one batch as in two calls"
-    return [f"bytes    {human(amount, 'B')} expected {branch}; {twice}"]
+    one, two = (human(amount.of(branches), "B") for branches in (1, 2))
+    where = f"at {size.width} x {size.height}{frames}"
+    if amount.shared:
+        calls = f"guidance in one batch doubles it, guidance in two calls holds {two}"
+        return [f"bytes    {one} expected {where}; {calls}"]
+    calls = "guidance doubles it, in one batch as in two calls"
+    return [f"bytes    {one} expected for each guidance branch {where}; {calls}"]
 
 
 def _sites(calls: Sequence[CallRecord]) -> dict[str, dict[str, tuple[int, int]]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import shlex
 import sys
@@ -22,20 +21,22 @@ from diffcache.command import (
     guarded,
     print_or_write,
 )
-from diffcache.errors import MissingError
-from diffcache.eval.options import EMPTY, MODEL, NONE, Methods, Quiet, Settings, with_task
+from diffcache.eval.options import (
+    EMPTY,
+    MODEL,
+    NONE,
+    Images,
+    Methods,
+    Quiet,
+    Settings,
+    given_of,
+    with_task,
+)
 from diffcache.eval.vbench.command import app as vbench_app
 
 if TYPE_CHECKING:
     from diffcache.eval.runs.evaluate import Plan
 
-NEEDED = ("torchmetrics", "matplotlib", "jinja2", "av")
-SHOWN = (
-    "evaluations", "flops_ratio", "ratio", "cpu_ratio", "held_bytes", "psnr_db", "lpips",
-    "lpips_lite", "temporal_error", "fid", "fid_lite", "fid_lite_change", "fvd_lite",
-    "fvd_lite_change", "clip_score", "prompt_accuracy", "image_reward", "pick_score", "hps_v2",
-    "geneval", "dpg_bench",
-)  # fmt: skip
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 SCRIPTS = {
     "doctor": "Say which metrics run here, with which weights, and what is missing.",
@@ -69,6 +70,7 @@ def evaluate(
     context: typer.Context,
     task: Settings = NONE,
     methods: Methods = EMPTY,
+    images: Images = EMPTY,
     reference: Annotated[
         Path | None,
         typer.Option(help="Real pictures for FID and the like: a folder, or npz, or statistics."),
@@ -114,6 +116,8 @@ def evaluate(
         diffcache eval --model ./my-flux --method taylorseer:every=4 --method taylorseer:every=6
         --prompts drawbench.csv --samples 200 --dtype bfloat16 --call height=1024
 
+        diffcache eval --model mine:pipeline --method first-block --image cat.png --batch-size 1
+
         diffcache eval --model shapes-flux --method interval:every=4
         --method diffusers/taylorseer:cache_interval=4
 
@@ -136,7 +140,8 @@ def evaluate(
         )
         typer.echo(message, err=True)
     plan = Plan(
-        Task(**task), _rows(methods), out, reference, resize=resize,
+        Task(**task), _rows(methods), out, reference, **given_of(task["model"], images),
+        resize=resize,
         convention=convention, stages=stages.split(","), rounds=rounds, memory=memory,
         site_errors=site_errors, reward=reward, command=shlex.join(["diffcache", *sys.argv[1:]]),
     )  # fmt: skip
@@ -164,6 +169,7 @@ def latency(
     model: Annotated[str, typer.Argument(help=MODEL)],
     methods: Methods = EMPTY,
     task: Settings = NONE,
+    images: Images = EMPTY,
     rounds: Annotated[int, typer.Option(min=1, help="Timed calls of each.")] = 10,
     memory: Memory = False,
     machine: Json = "",
@@ -180,33 +186,26 @@ def latency(
     """
     check_json(machine)
     _prepare()
-    from diffcache.eval.cost.latency import measure, timed_table
+    from diffcache.eval.cost.latency import measure
+    from diffcache.eval.live import Evaluation
     from diffcache.eval.runs.evaluate import Plan
     from diffcache.eval.runs.progress import shown
     from diffcache.eval.runs.task import Task
-    from diffcache.pipelines.demo.console import console
 
     with TemporaryDirectory() as folder, shown(quiet) as progress:
         drawn = Task(model=model, samples=task["batch_size"], **task)
         plan = Plan(drawn, _rows(methods), Path(folder) / "run", rounds=rounds, memory=memory,
-                    stages=("draw", "time"),
+                    stages=("draw", "time"), **given_of(model, images),
                     command=shlex.join(["diffcache", *sys.argv[1:]]))  # fmt: skip
         record = measure(plan, progress)
-
-    def print_text() -> None:
-        console().print(timed_table(record))
-        for text in record["warnings"]:
-            typer.echo(f"note: {text}")
-
-    print_or_write(machine, record, print_text)
+    print_or_write(machine, record, Evaluation(record).print)
 
 
 def show(plan: Plan, machine: str = "", quiet_bar: bool = False) -> dict[str, Any] | None:
     """Evaluate a plan and print its table; return the record in the first process."""
-    from diffcache.eval.report.table import terminal_table
+    from diffcache.eval.live import Evaluation
     from diffcache.eval.runs.measure import evaluate as run
     from diffcache.eval.runs.progress import shown
-    from diffcache.pipelines.demo.console import console
 
     is_first = os.environ.get("RANK", "0") == "0"
     try:
@@ -218,18 +217,9 @@ def show(plan: Plan, machine: str = "", quiet_bar: bool = False) -> dict[str, An
         if is_first:
             typer.echo("drawn, not scored: the same command with --stages score,time goes on")
         return None
-    files, folder = record.pop("files"), record.pop("folder")
-
-    def print_text() -> None:
-        screen = console()
-        own = [key for key in record["metrics"] if key.startswith("reward_")]
-        screen.print(terminal_table(record, (*SHOWN, *own)))
-        for text in record["warnings"]:
-            screen.print(f"note: {text}", highlight=False, markup=False)
-        page = next((file for file in files if file.endswith(".html")), folder)
-        screen.print(f"wrote {folder}/record.json and {page}", highlight=False, soft_wrap=True)
-
-    print_or_write(machine, record, print_text)
+    files, folder = record.pop("files"), Path(record.pop("folder"))
+    page = next((Path(file) for file in files if file.endswith(".html")), None)
+    print_or_write(machine, record, Evaluation(record, folder, page).print)
     return record
 
 
@@ -239,11 +229,10 @@ def _prepare() -> None:
     Raises:
         MissingError: If a package is missing; the message says how to install it.
     """
-    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        raise MissingError(f"{', '.join(missing)} missing: pip install 'diffcache[eval]'")
+    from diffcache.eval.live import check_extra
     from diffcache.pipelines.demo.console import quiet
 
+    check_extra()
     quiet()
 
 

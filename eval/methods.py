@@ -13,6 +13,7 @@ from diffcache.features.combine import Combine
 from diffcache.features.parts.instead import Reuse
 from diffcache.features.parts.when import Listed
 from diffcache.registry import read_word
+from diffcache.settings_file import is_settings_file
 
 if TYPE_CHECKING:
     from diffcache.eval.runs.peers import Peer
@@ -77,7 +78,7 @@ def make_row(name: str, **settings: Any) -> Method | Peer:
     """Return a method of the catalogue, a cache of another library, or `even`, by name."""
     if name == EVEN:
         return even(**settings)
-    if "/" in name:
+    if "/" in name and not is_settings_file(name):
         from diffcache.eval.runs.peers import make_peer  # imports diffusers
 
         return make_peer(name, settings)

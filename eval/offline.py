@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from diffcache.command import (
     guarded,
 )
 from diffcache.eval.methods import parse_method
-from diffcache.eval.options import EMPTY, NONE, Settings, with_task
+from diffcache.eval.options import EMPTY, NONE, Images, Settings, given_of, with_task
 from diffcache.features.collect import Calibrated
 from diffcache.features.tables import Tables
 from diffcache.pipelines.demo.console import print_rows, progress, quiet
@@ -50,11 +50,16 @@ class Inputs:
     seed: int = SEEDS
 
 
-def inputs_of(task: Task) -> Inputs:
+def inputs_of(task: Task, live: Any = None, pictures: Mapping[str, Any] | None = None) -> Inputs:
     """Load a pipeline with prompts and noise to calibrate it on.
 
     They are not those that an evaluation draws by default: prompts are of a list of their own, of
     the half of a file that a hash tells, or of the scenes that shipped models were trained on.
+
+    Args:
+        task: Task that is drawn.
+        live: A loaded pipeline; None for the task's model.
+        pictures: Pictures that go to all calls, by their arguments.
 
     Raises:
         FileNotFoundError: If there is no such model or list of prompts.
@@ -68,16 +73,17 @@ def inputs_of(task: Task) -> Inputs:
     from diffcache.pipelines.demo.saved import locate
     from diffcache.pipelines.small.scenes import prompt, sample_scene
 
-    how = task.loading
-    directory = locate(task.model, variant=how.variant, revision=how.revision)
-    name = directory.resolve().name
-    if name in OWN:
+    how, name = task.loading, ""
+    if live is None:
+        directory = locate(task.model, variant=how.variant, revision=how.revision)
+        name = directory.resolve().name
+    if name in OWN and not pictures:
         if how.changes:
             raise ValueError(f"{name} is loaded as it is shipped; leave {how.changes!r} out")
         torch.set_num_threads(task.threads)
         return replace(OWN[name](task), seed=SEEDS + task.seed)
-    drawer = Drawer(task)
-    call = dict(drawer.call)
+    drawer = Drawer(task, live=live, inputs=pictures)
+    call = {**drawer.call, **drawer.inputs}
     rng = np.random.default_rng([task.seed, 77])
     if "class_labels" in drawer.parameters:
         known = [int(text) for text in drawer.prompts.texts]
@@ -90,7 +96,7 @@ def inputs_of(task: Task) -> Inputs:
         scenes = [sample_scene(rng, held=False, figures=figures) for _ in range(task.samples)]
         prompts = [prompt(scene, 0) for scene in scenes]
     else:
-        chosen = calibration_prompts(task.prompts or drawer.prompts.source)
+        chosen = calibration_prompts(str(task.prompts or drawer.prompts.source))
         prompts = [chosen[i] for i in range(task.samples)]
     return Inputs(drawer.pipe, prompts, call, SEEDS + task.seed)
 
@@ -155,6 +161,7 @@ def calibrate(
     method: Annotated[str, typer.Option(metavar=METHOD, help="Method with tables.")],
     out: Out = None,
     task: Settings = NONE,
+    images: Images = EMPTY,
     fresh: Fresh = False,
 ) -> None:
     """Measure a method's tables on a pipeline, and write them to one file.
@@ -177,7 +184,8 @@ def calibrate(
 
     file = out or Path(f"{chosen.name}.safetensors")
     check_target("--out", file)
-    inputs = inputs_of(Task(**task))
+    given = given_of(task["model"], images)
+    inputs = inputs_of(Task(**task), given["pipe"], given["inputs"])
     with progress(f"{chosen.name}") as show, _resumable(file):
         made = diffcache.calibrate(
             inputs.pipe, chosen, inputs.prompts, steps=task["steps"],
@@ -210,6 +218,7 @@ def tune(
     trials: Annotated[int, typer.Option(min=1, help="Most methods that are tried.")] = 100,
     out: Out = None,
     task: Settings = NONE,
+    images: Images = EMPTY,
     fresh: Fresh = False,
 ) -> None:
     """Search methods, settings, sites and schedules for a pipeline, and write the best to a file.
@@ -239,7 +248,8 @@ def tune(
     chosen = [parse_method(text) for text in methods] or None
     file = out or Path("tuned.safetensors")
     check_target("--out", file)
-    inputs = inputs_of(Task(**task))
+    given = given_of(task["model"], images)
+    inputs = inputs_of(Task(**task), given["pipe"], given["inputs"])
     with progress("tune") as show, _resumable(file):
         best = diffcache.tune(
             inputs.pipe, inputs.prompts, speedup=speedup, psnr=psnr, seconds=seconds,

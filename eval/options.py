@@ -10,15 +10,23 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from diffcache.command import METHOD, MODELS, Device, Dtype, Seed, Threads, parse_settings
-from diffcache.pipelines.load import OFFLOADS, QUANTIZED, Loading
+from diffcache.pipelines.load import OFFLOADS, QUANTIZED, Loading, made_by
 
 Command = TypeVar("Command", bound=Callable[..., None])
 Settings = dict[str, Any]
 AS_SAVED = Loading()
 NONE: Settings = {}
 EMPTY: list[str] = []
-MODEL = f"{MODELS[0].upper()}{MODELS[1:]}."
+MODEL = f"{MODELS[0].upper()}{MODELS[1:]}, or module:function that returns a pipeline."
 Methods = Annotated[list[str], typer.Option("--method", metavar=METHOD, help="May be repeated.")]
+Images = Annotated[
+    list[str],
+    typer.Option(
+        "--image",
+        metavar="[NAME=]FILE",
+        help="A picture that all samples are made from, of an editing pipeline. May be repeated.",
+    ),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
 
 
@@ -70,6 +78,24 @@ def _task(
     threads: Threads = 1,
 ) -> None:
     """Stand for the fields of `diffcache.eval.runs.task.Task`, whose module is slow to import."""
+
+
+def given_of(model: str, images: list[str]) -> dict[str, Any]:
+    """Return the pipeline that a function of the user's makes, if one is named, and the pictures.
+
+    Raises:
+        FileNotFoundError: If there is no such model or picture.
+        ValueError: If the pipeline takes no such picture, or lacks one.
+    """
+    from diffcache.pipelines.demo import saved
+    from diffcache.pipelines.demo.inputs import read_images
+
+    pipe, inputs = made_by(model), {}
+    if images and pipe is None:
+        inputs = read_images(images, *saved.pipeline_of(saved.locate(model, configs_only=True)))
+    elif images:
+        inputs = read_images(images, type(pipe).__name__, inspect.signature(pipe).parameters)
+    return {"pipe": pipe, "inputs": inputs}
 
 
 def with_loading(command: Command) -> Command:

@@ -75,7 +75,8 @@ class CausalVideo(Films):
         return found
 
     def check_policy(self, policy: VideoPolicy) -> None:
-        """Raise ValueError unless streams can be held under a policy."""
+        """Raise ValueError unless streams can be held under a policy, and this is still open."""
+        self._check_open()
         policy.recipe(64)  # tokens of a frame, as an example
 
     def close(self) -> None:
@@ -117,7 +118,7 @@ class CausalVideo(Films):
             recall: Latest clean latents that are kept for a re-cache, in frames.
 
         Raises:
-            ValueError: If an argument is out of its range.
+            ValueError: If an argument is out of its range, or this was closed.
         """
         session = Session(
             self, prompt, size, self._chosen(policy), seed, negative, guidance, read_once, recall
@@ -160,11 +161,7 @@ class CausalVideo(Films):
         Raises:
             ValueError: If the chunk is too large for the transformer, or this was closed.
         """
-        if self._closed:
-            raise ValueError(
-                "this CausalVideo was closed, and its transformer attends without the cache: make "
-                "another, and go on with sessions of that"
-            )
+        self._check_open()
         check_places(self.transformer.config, x.shape)
         token = _CURRENT.set(stream)
         try:
@@ -173,6 +170,14 @@ class CausalVideo(Films):
         finally:
             _CURRENT.reset(token)
         return found
+
+    def _check_open(self) -> None:
+        """Raise ValueError if this was closed."""
+        if self._closed:
+            raise ValueError(
+                "this CausalVideo was closed, and its transformer attends without the cache: make "
+                "another, CausalVideo(transformer), and go on with sessions of that"
+            )
 
     def attend(self, site: AttentionSite, call: AttentionCall) -> Tensor | None:
         """Attend over the frames that the current session holds."""

@@ -158,7 +158,7 @@ class DiffusionLM(Loop):
         """
         if owner_of(self.model) is None:
             return None
-        method = handle_of(self.model).method
+        method = handle_of(self.model).chosen
         if not isinstance(method, Policy):
             raise ValueError(
                 f"the model is wrapped with {method!r}: a diffusion language model takes a policy "

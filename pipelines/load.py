@@ -5,7 +5,11 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import json
+import os
+import re
+import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
@@ -110,6 +114,50 @@ class Loading:
                 )
         if self.loras and importlib.util.find_spec("peft") is None:
             raise MissingError(f"--lora {self.loras[0]} needs peft: pip install peft")
+
+
+def made_by(model: str) -> Any:
+    """Return the pipeline that a function of the user's makes, named as `module:function`.
+
+    Modules of the folder that a command is called in are found too.
+
+    Args:
+        model: Model that a command line names.
+
+    Returns:
+        The pipeline; None where the text is no such name.
+
+    Raises:
+        ValueError: If there is no such function, or it needs arguments or returns no pipeline.
+    """
+    if not re.fullmatch(r"[\w.]+:\w+", model) or Path(model).exists():
+        return None
+    module, _, name = model.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        function = getattr(importlib.import_module(module), name, None)
+    except ImportError as error:
+        raise ValueError(f"--model {model}: {module} cannot be imported ({error})") from error
+    if not callable(function):
+        raise ValueError(f"--model {model}: {module} has no function {name}")
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise ValueError(f"--model {model}: must need no argument ({error})") from error
+    pipe = function()
+    if not isinstance(getattr(pipe, "components", None), dict):
+        raise ValueError(f"--model {model}: returned a {type(pipe).__name__}, which is no pipeline")
+    return pipe
+
+
+def check_made(dtype: str, device: str, loading: Loading) -> None:
+    """Raise ValueError if anything is said of a loaded pipeline that loading would decide."""
+    for name, value in (("dtype", dtype), ("device", device)):
+        if value != "auto":
+            raise ValueError(f"{name}={value!r}: a loaded pipeline has its own; leave it out")
+    if loading.changes:
+        raise ValueError(f"loading={loading.changes!r}: the pipeline is loaded already")
 
 
 def load(

@@ -96,6 +96,57 @@ def test_a_report_before_a_run_says_what_will_be_held():
     assert "guidance doubles it, in one batch as in two calls" in words
 
 
+TWO_CALLS = ["FluxPipeline-true-cfg", "QwenImagePipeline", "WanPipeline", "Lumina2Pipeline"]
+
+
+@pytest.mark.parametrize("name", TWO_CALLS)
+def test_guidance_in_two_calls_holds_the_probe_of_a_gate_once(name):
+    case = pipes()[name]
+    pipe = case.build(0)
+    calls: list[dict[str, torch.Tensor]] = []
+    hook = pipe.transformer.register_forward_pre_hook(
+        lambda module, args, kwargs: calls.append(kwargs), with_kwargs=True
+    )
+    call = case.call(pipe, 0, 6)
+    pipe(**call)
+    hook.remove()
+    assert len(calls) == 12
+    given = {key: call.get(key) for key in ("height", "width")}
+    given["frames"] = call.get("num_frames")
+    given["text_tokens"] = calls[0]["encoder_hidden_states"].shape[1]
+    for method, settings in [METHODS[0], *METHODS[3:], ("dbcache", {"threshold": 1e9})]:
+        expected = diffcache.expected_bytes(pipe, method, branches=2, **given, **settings)
+        with diffcache.wrapped(pipe, method, **settings) as handle:
+            pipe(**case.call(pipe, 0, 9))
+        assert handle.last.peak_bytes == expected["transformer"], (method, settings)
+    # residuals of each branch, and one probe
+    gate = [diffcache.expected_bytes(pipe, "first-block", branches=n, **given) for n in (1, 2)]
+    reuse = diffcache.expected_bytes(pipe, "interval", **given)
+    assert gate[1]["transformer"] - gate[0]["transformer"] == reuse["transformer"]
+
+
+def test_a_report_before_a_run_says_that_a_gate_holds_one_probe():
+    pipe = pipes()["FluxPipeline"].build(0)
+    one, two = (
+        sum(diffcache.expected_bytes(pipe, "first-block", branches=n).values()) for n in (1, 2)
+    )
+    with diffcache.wrapped(pipe, "first-block"):
+        words = " ".join(str(diffcache.report(pipe)).split())
+    assert one < two < 2 * one
+    assert f"{human(one, 'B')} expected at" in words
+    assert f"doubles it, guidance in two calls holds {human(two, 'B')}" in words
+
+
+def test_a_size_that_a_model_cannot_take_is_refused_and_left_out_of_its_report():
+    pipe = pipes()["WanPipeline"].build(0)  # of 32 positions a side, which its defaults exceed
+    with pytest.raises(
+        ValueError, match=r"WanTransformer3DModel cannot be called at Size\(height=480"
+    ):
+        diffcache.expected_bytes(pipe, "interval")
+    with diffcache.wrapped(pipe, "interval"):
+        assert "expected" not in str(diffcache.report(pipe))
+
+
 def test_inspect_says_what_a_method_will_hold():
     words = ["inspect", "FluxTransformer2DModel", "--method", "taylorseer:every=4,order=0"]
     done = CliRunner().invoke(app, words)

@@ -33,6 +33,7 @@ LAYERS = [
         "memory",
         "offline",
         "run_report",
+        "settings_file",
         "timeline",
     },
     {"pipelines"},

@@ -3,9 +3,13 @@
 import json
 import math
 import warnings
+from base64 import b64decode
+from html.parser import HTMLParser
+from io import BytesIO
 
 import pytest
 import torch
+from PIL import Image
 
 import diffcache
 from diffcache import CacheWarning, Combine, Every, Interval, Listed, TaylorSeer
@@ -226,3 +230,45 @@ class TestCite:
     def test_unknown(self, flux):
         with pytest.raises(diffcache.AttachError, match="is not wrapped"):
             diffcache.cite(flux[1])
+
+
+class TestNotebook:
+    def test_shows_the_table_the_totals_and_the_steps(self, flux):
+        report = run(flux, Interval(every=3))
+        page = report._repr_html_()
+        parser = Parsed()
+        parser.feed(page)
+        assert parser.open == [] and "script" not in parser.seen
+        words = " ".join(parser.text.split())
+        assert words.startswith("Interval(every=3, warmup=1, site='stack')")
+        assert "transformer_blocks 16 32 66.7 %" in words
+        assert "steps 12: 4 computed, 8 skipped" in words
+        (source,) = parser.pictures
+        picture = Image.open(BytesIO(b64decode(source.removeprefix("data:image/png;base64,"))))
+        assert picture.tobytes() == report.timeline_image().tobytes()
+
+    def test_escapes_what_a_method_says(self):
+        record = Record([call(0), call(1)])
+        record.method = type("Odd", (Interval,), {"__repr__": lambda self: "<script>"})()
+        page = Report(record)._repr_html_()
+        assert "&lt;script&gt;" in page and "<script>" not in page
+
+
+class Parsed(HTMLParser):
+    """Tags, text and pictures of a page."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.seen, self.text, self.pictures = [], set(), "", []
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.add(tag)
+        self.open += [tag] if tag != "img" else []
+        self.pictures += [dict(attrs)["src"]] if tag == "img" else []
+
+    def handle_endtag(self, tag):
+        if tag != "img":
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data

@@ -7,6 +7,7 @@ import copy
 import threading
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 import diffcache
 from diffcache import AttachError, Interval
 from diffcache.api import handle_of
+from diffcache.attach.reuse import extension
 from tests.internals import marks
 from tests.zoo_runs import CASES, EVERY, PIPES, SEER, STEPS, in_threads, run
 
@@ -219,6 +221,45 @@ def test_a_gate_and_packed_features_have_settings_of_a_request():
     assert marks(pipe) == "Csssss"
 
 
+def test_settings_are_updated_without_learning_the_model_again():
+    name, seer = "FluxPipeline", diffcache.TaylorSeer(every=3, order=1, warmup=2)
+    pipe, own = PIPES[name].build(0), []
+    for every in (3, 2):
+        with diffcache.wrapped(pipe, replace(seer, every=every)):
+            own.append(run(pipe, name))
+    with patch.object(extension, "learn", side_effect=extension.learn) as learned:
+        diffcache.wrap(pipe, seer)
+        run(pipe, name)
+
+        def change(pipe: Any, step: int, t: Any, kwargs: Any) -> Any:
+            if step == 2:
+                assert diffcache.update(pipe, every=2) is pipe
+            return kwargs
+
+        assert torch.equal(run(pipe, name, callback_on_step_end=change), own[0])  # it was open
+        assert torch.equal(run(pipe, name), own[1])
+        assert diffcache.report(pipe).method == replace(seer, every=2)
+        with diffcache.settings(pipe, every=3):
+            diffcache.update(pipe, order=0)
+            assert torch.equal(run(pipe, name), own[0])
+        assert learned.call_count == 1
+    diffcache.unwrap(pipe)
+    with pytest.raises(AttachError, match="is not wrapped"):
+        diffcache.update(pipe, every=2)
+
+
+@pytest.mark.parametrize("change", [diffcache.settings, diffcache.update])
+def test_tables_of_another_model_are_refused_when_settings_change(change: Any):
+    """The published list of one model is refused on another, as by wrap."""
+    model = CASES["FluxTransformer2DModel"].build(0)
+    method = diffcache.MagCache(ratios=(1.0, 0.99, 0.98))
+    with diffcache.wrapped(model, method):
+        with pytest.raises(AttachError, match="ratios for wan2.1-t2v-1.3b, and this Flux"):
+            change(model, model="wan2.1-t2v-1.3b")
+        assert diffcache.report(model).method == method
+
+
+@pytest.mark.parametrize("change", [diffcache.settings, diffcache.update])
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -227,10 +268,10 @@ def test_a_gate_and_packed_features_have_settings_of_a_request():
         ({"site": "block"}, "site: must change only when TaylorSeer computes.*wrap anew"),
     ],
 )
-def test_settings_of_a_request_that_do_not_fit_are_refused(settings: Any, message: str):
+def test_settings_that_do_not_fit_are_refused(settings: Any, message: str, change: Any):
     model = CASES["FluxTransformer2DModel"].build(0)
     with (
         diffcache.wrapped(model, diffcache.TaylorSeer(every=3)),
         pytest.raises(ValueError, match=message),
     ):
-        diffcache.settings(model, **settings)
+        change(model, **settings)

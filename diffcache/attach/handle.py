@@ -13,6 +13,7 @@ from diffcache.attach.cache_context import listen, unlisten
 from diffcache.attach.denoiser import Denoiser, hook
 from diffcache.attach.fingerprint import facts_of
 from diffcache.attach.pipeline_hooks import tap_pipeline, tap_scheduler, untap
+from diffcache.attach.provenance import tables_of
 from diffcache.attach.run import Run
 from diffcache.attach.runs import ATTACHING, Runs
 from diffcache.features.base import Method
@@ -125,12 +126,22 @@ class Handle(Runs):
         if scheduler is None or not hasattr(scheduler, "set_timesteps"):
             return
         if owner_of(scheduler) is not self:
-            for denoiser in self.denoisers:
-                denoiser.method.check_model(facts_of(denoiser.model, scheduler, pipeline))
+            self.check_fits(self.method, scheduler)
             for old in self.schedulers:
                 untap(old, self)
             tap_scheduler(scheduler, self)
             self.schedulers = [scheduler]
+
+    def check_fits(self, method: Method, scheduler: Any) -> None:
+        """Raise AttachError or TablesError unless a method serves the denoisers and a scheduler."""
+        for denoiser in self.denoisers:
+            method.of(denoiser.name).check_model(facts_of(denoiser.model, scheduler, self.target()))
+
+    def use(self, method: Method) -> None:
+        """Let the runs that start from now on have another method at the same places."""
+        self.method, self.tables = method, tables_of(method)
+        for denoiser in self.denoisers:
+            denoiser.method = method.of(denoiser.name)
 
     def detach(self) -> None:
         """Leave everything as it was found; detaching twice does nothing."""

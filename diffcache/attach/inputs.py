@@ -164,6 +164,29 @@ def _sana(at: Latents) -> dict[str, Any]:
     return made | ({"guidance": at.zeros()} if at.config["guidance_embeds"] else {})
 
 
+class _Seen(Tensor):
+    """Mask of prompts without padding, whose lengths can be read on the `meta` device too."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Return the lengths for a sum over the tokens, which Lumina 2 reads; else as ever."""
+        if func is Tensor.sum:
+            return torch.full((args[0].shape[0],), args[0].shape[1])
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def _lumina2(at: Latents) -> dict[str, Any]:
+    mask = torch.ones(at.batch, at.text, dtype=torch.bool, device=at.device)
+    return {
+        "hidden_states": at.picture,
+        "encoder_hidden_states": at.prompt("cap_feat_dim"),
+        "timestep": at.zeros(),
+        "encoder_attention_mask": mask.as_subclass(_Seen),
+    }
+
+
 def _qwen(at: Latents) -> dict[str, Any]:
     return {
         "hidden_states": at.packed,
@@ -247,6 +270,7 @@ INPUTS: dict[str, Inputs] = {
     "FluxTransformer2DModel": Inputs(_flux),
     "HunyuanVideoTransformer3DModel": Inputs(_hunyuan_video, 8, 4, "patch_size"),
     "LTXVideoTransformer3DModel": Inputs(_ltx, 32, 8, 1),
+    "Lumina2Transformer2DModel": Inputs(_lumina2, patch="patch_size"),
     "PixArtTransformer2DModel": Inputs(_pixart, patch="patch_size"),
     "QwenImageTransformer2DModel": Inputs(_qwen),
     "SD3Transformer2DModel": Inputs(_sd3, patch="patch_size", more_text=77),  # of CLIP

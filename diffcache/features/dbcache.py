@@ -41,6 +41,7 @@ class Limited(When):
     skips: int | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "by_branch", self.gate.by_branch)
         for name in ("longest", "skips"):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), 1, " (None for no limit)")
@@ -80,8 +81,9 @@ class DBCache(FeatureMethod):
     added at the last computed step, `mean|new - old| / mean|old|`; below `threshold` the blocks
     after them are skipped, their residuals reused or forecast, and the last `tail` blocks run on
     the result. Reference: DBCache of cache-dit, https://github.com/vipshop/cache-dit, whose
-    `F8B0` is `lead=8, tail=0`. Differs: the first guidance branch decides for all; the comparison
-    is in float32 over all tokens; each list of blocks keeps its own residual.
+    `F8B0` is `lead=8, tail=0`. Differs: the first guidance branch decides for all, unless
+    `by_branch` is set; the comparison is in float32 over all tokens; each list of blocks keeps its
+    own residual.
 
     Args:
         threshold: Largest change still taken as none (`residual_diff_threshold`); dimensionless;
@@ -92,6 +94,7 @@ class DBCache(FeatureMethod):
         longest: Steps that are skipped in a row at most (`max_continuous_cached_steps`).
         skips: Steps that are skipped in a run at most (`max_cached_steps`).
         order: Order of the forecast of the skipped residuals, 0 (reuse) to 4 (`taylorseer_order`).
+        by_branch: Whether every guidance branch decides for itself (`cfg_diff_compute_separate`).
 
     Raises:
         ValueError: If a value is out of its range.
@@ -116,6 +119,7 @@ class DBCache(FeatureMethod):
     longest: int | None = None
     skips: int | None = None
     order: int = 0
+    by_branch: bool = False
 
     def __post_init__(self) -> None:
         check_int("lead", self.lead, 1, " (the gate looks at the lead blocks)")
@@ -123,6 +127,6 @@ class DBCache(FeatureMethod):
 
     def parts(self) -> Combine:
         """Return the limited gate on the lead's residual, and the forecast behind it."""
-        gate = Gate(self.threshold, self.warmup)
+        gate = Gate(self.threshold, self.warmup, by_branch=self.by_branch)
         when = Limited(gate, self.longest, self.skips)
         return Combine(when, Taylor(self.order), lead=self.lead, tail=self.tail)

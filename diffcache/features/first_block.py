@@ -18,16 +18,18 @@ class FirstBlock(FeatureMethod):
     computed step, `mean|new - old| / mean|old|`, stays below `threshold`, the residuals of the
     other blocks are reused. Reference: First Block Cache of ParaAttention,
     https://github.com/chengzeyi/ParaAttention. Differs: the first guidance branch decides for
-    all, the comparison is in float32, and each list of blocks keeps its own residual, so that
-    what a model adds between the lists stays exact.
+    all, unless `by_branch` is set, the comparison is in float32, and each list of blocks keeps its
+    own residual, so that what a model adds between the lists stays exact.
 
     Args:
         threshold: Largest change still taken as none; 0 turns the cache off. Dimensionless; 0.05
             to 0.2 is usual.
         warmup: First steps that are always computed, at least 1.
+        by_branch: Whether every guidance branch decides for itself, as in diffusers.
 
     Raises:
-        ValueError: If `threshold` is negative or NaN or `warmup` is below 1.
+        ValueError: If `threshold` is negative or NaN, `warmup` is below 1, or `by_branch` is no
+            bool.
 
     Example:
         >>> pipe = diffcache.wrap(pipe, FirstBlock(threshold=0.1))  # doctest: +SKIP
@@ -43,10 +45,12 @@ class FirstBlock(FeatureMethod):
 
     threshold: float = 0.1
     warmup: int = 1
+    by_branch: bool = False
 
     def __post_init__(self) -> None:
         self.parts()
 
     def parts(self) -> Combine:
         """Return a gate on the first block's residual, and reuse behind it."""
-        return Combine(Gate(self.threshold, self.warmup), Reuse(), lead=1)
+        when = Gate(self.threshold, self.warmup, by_branch=self.by_branch)
+        return Combine(when, Reuse(), lead=1)

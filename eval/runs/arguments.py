@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,13 @@ _KNOWN_RATES = {"MochiPipeline": 30.0}
 _REAL = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def check_call(pipeline: str, parameters: Parameters, task: Task, call: Mapping[str, Any]) -> None:
+def check_call(
+    pipeline: str,
+    parameters: Parameters,
+    task: Task,
+    call: Mapping[str, Any],
+    inputs: Mapping[str, Any] | None = None,
+) -> None:
     """Check that a pipeline can be called with what a run gives it.
 
     Args:
@@ -41,28 +47,33 @@ def check_call(pipeline: str, parameters: Parameters, task: Task, call: Mapping[
         parameters: Parameters of its call.
         task: Task to draw; each argument of its call must be taken.
         call: All further arguments, defaults of the model included.
+        inputs: Arguments that are no plain data, such as pictures.
 
     Raises:
         ValueError: If an argument is not taken, is set by the run, or is missing.
     """
-    for name, value in task.call.items():
+    more = dict(inputs or {})
+    for name, value in {**task.call, **more}.items():
         if name in _OWN:
             raise ValueError(f"call {name}={value!r}: set {_OWN[name]} of the task instead")
         if name in _FIXED:
             raise ValueError(f"call {name}={value!r}: the evaluation sets it; leave it out")
         if name not in parameters:
             raise ValueError(f"call {name}={value!r}: {pipeline} takes none")
+        if name in more:
+            continue
         try:
             json.dumps(value, allow_nan=False)
         except (TypeError, ValueError) as error:
             raise ValueError(f"call {name}={value!r}: must be plain data ({error})") from error
-    inputs = needed_inputs(pipeline, parameters)
+    needed = needed_inputs(pipeline, parameters)
     for name, parameter in parameters.items():
         is_needed = parameter.kind in _REAL and parameter.default is parameter.empty
-        if (is_needed or name in inputs) and name not in call and name not in _OWN:
+        if (is_needed or name in needed) and name not in {*call, *more, *_OWN}:
             raise ValueError(
-                f"{pipeline} needs {name}: only pipelines that draw from prompts or class numbers "
-                "alone can be evaluated; plain values are passed with --call KEY=VALUE"
+                f"{pipeline} needs {name}, beside prompts or class numbers: pass a picture with "
+                "--image, plain values with --call KEY=VALUE, and anything from Python: "
+                f"diffcache.evaluate(pipe, methods, prompts, {name}=...)"
             )
 
 
@@ -98,7 +109,8 @@ def frame_rate(
             value = call.get(name, parameters[name].default)
             if isinstance(value, (int, float)) and value > 0:
                 return float(value)
-    example = getattr(diffusers, pipeline).__call__.__doc__ or ""
+    known = getattr(diffusers, pipeline, None)  # a live one may be a class of the user's
+    example = (known and known.__call__.__doc__) or ""
     rates = {float(rate) for rate in re.findall(r"\bfps=(\d+(?:\.\d+)?)", example)}
     if len(rates) == 1:
         return rates.pop()
@@ -128,6 +140,8 @@ def prompts_of(task: Task, pipeline: str, parameters: Parameters, model: Any) ->
             none.
     """
     source = task.prompts
+    if not isinstance(source, str):
+        return _given(source, pipeline, parameters, model)
     if "prompt" in parameters:
         if not source:
             name = model.resolve().name if isinstance(model, Path) else task.model
@@ -145,13 +159,26 @@ def prompts_of(task: Task, pipeline: str, parameters: Parameters, model: Any) ->
         texts = tuple(map(str, range(count)))
         return Prompts("class numbers", texts, digest(texts))
     found = load_prompts(source, task.samples)
-    wrong = [text for text in found.texts if not (text.isdecimal() and int(text) < count)]
+    _check_classes(found.texts, pipeline, count)
+    return found
+
+
+def _given(texts: tuple[str, ...], pipeline: str, parameters: Parameters, model: Any) -> Prompts:
+    """Return prompts or class numbers that were given one by one."""
+    if "class_labels" in parameters:
+        _check_classes(texts, pipeline, _class_count(model))
+    elif "prompt" not in parameters:
+        raise ValueError(f"prompts={texts[0]!r}, ...: {pipeline} takes neither prompts nor classes")
+    return Prompts("given", texts, digest(list(texts)))
+
+
+def _check_classes(texts: Sequence[str], pipeline: str, count: int) -> None:
+    """Raise ValueError unless all texts are class numbers."""
+    wrong = [text for text in texts if not (text.isdecimal() and int(text) < count)]
     if wrong:
         raise ValueError(
-            f"prompts={source!r}: {pipeline} takes class numbers from 0 to {count - 1}, not "
-            f"{wrong[0]!r}"
+            f"prompts: {pipeline} takes class numbers from 0 to {count - 1}, not {wrong[0]!r}"
         )
-    return found
 
 
 def _class_count(model: Any) -> int:

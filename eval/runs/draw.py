@@ -7,6 +7,7 @@ import inspect
 import json
 import time
 import warnings
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,11 +22,19 @@ from torch import Tensor
 import diffcache
 from diffcache.api import denoisers_of
 from diffcache.command import device_of
+from diffcache.digest import content
 from diffcache.eval.runs.arguments import check_call, frame_rate, prompts_of
 from diffcache.eval.runs.folder import Batch
 from diffcache.eval.runs.peers import Peer, observed
 from diffcache.eval.runs.ranks import Ranks
-from diffcache.eval.runs.task import Case, Task, directory_sha256, versions, weights_sha256
+from diffcache.eval.runs.task import (
+    Case,
+    Task,
+    digest,
+    directory_sha256,
+    versions,
+    weights_sha256,
+)
 from diffcache.eval.samples.prompts import HELD_OUT, Prompts
 from diffcache.features.base import Method
 from diffcache.pipelines import load
@@ -57,6 +66,7 @@ class Drawer:
         ranks: This process among those of the run.
         live: A pipeline that is loaded already; the task's `model` is its name in tables then, and
             its dtype and device are those of the pipeline.
+        inputs: Arguments of the call that are no plain data; all samples share them.
 
     Raises:
         FileNotFoundError: If there is no such model.
@@ -65,8 +75,15 @@ class Drawer:
             than prompts or class numbers.
     """
 
-    def __init__(self, task: Task, ranks: Ranks | None = None, live: Any = None) -> None:
+    def __init__(
+        self,
+        task: Task,
+        ranks: Ranks | None = None,
+        live: Any = None,
+        inputs: Mapping[str, Any] | None = None,
+    ) -> None:
         self.task, self.ranks, self.live = task, ranks or Ranks(), live
+        self.inputs = dict(inputs or {})
         self.directory: Path | None = None
         if live is None:
             self.device = device_of(task.device)
@@ -78,17 +95,18 @@ class Drawer:
             self.pipeline, self.parameters = saved.pipeline_of(self.directory)
             self.dtype = saved.dtype_of(task.dtype, self.directory, self.device)
         else:
-            _check_live(task)
+            load.check_made(task.dtype, task.device, task.loading)
             self.pipeline = type(live).__name__
             self.parameters = dict(inspect.signature(type(live).__call__).parameters)
             del self.parameters["self"]
-            self.device = torch.device(live.device)
+            # of an offloaded pipeline, whose weights wait elsewhere, that of its calls
+            self.device = torch.device(getattr(live, "_execution_device", live.device))
             dtype = next(iter(denoisers_of(live).values())).dtype
             self.dtype = str(dtype).removeprefix("torch.")
         defaults = {} if self.directory is None else saved.call_defaults(self.directory)
         self.call = {name: value for name, value in defaults.items() if name in self.parameters}
         self.call |= task.call
-        check_call(self.pipeline, self.parameters, task, self.call)
+        check_call(self.pipeline, self.parameters, task, self.call, self.inputs)
         self.fps = frame_rate(self.pipeline, self.parameters, task, self.call)
 
     @property
@@ -150,7 +168,8 @@ class Drawer:
         grows = self.prompts.source == HELD_OUT
         directory, loading = self.directory, load.identity_of(task.loading)
         model = directory_sha256(directory) if directory else weights_sha256(self.live)
-        more = {"loading": loading, "fps": self.fps}
+        inputs = {name: digest(content(value)) for name, value in self.inputs.items()}
+        more = {"loading": loading, "fps": self.fps, "inputs": inputs}
         return {
             **{key: value for key, value in more.items() if value},
             "model": model, "pipeline": self.pipeline,
@@ -173,7 +192,7 @@ class Drawer:
 
     def arguments(self, batch: Batch, steps: int) -> dict[str, Any]:
         """Return the arguments of the call that draws a batch."""
-        given: dict[str, Any] = {**self.call, "num_inference_steps": steps}
+        given: dict[str, Any] = {**self.call, **self.inputs, "num_inference_steps": steps}
         if "prompt" in self.parameters:
             given["prompt"] = list(batch.prompts)
         elif "class_labels" in self.parameters:
@@ -221,15 +240,6 @@ class Drawer:
         elif count is not None:
             about["cache"] = count.summary()
         return Drawn(samples, about, torch.stack(kept) if kept else None)
-
-
-def _check_live(task: Task) -> None:
-    """Check that a task says nothing of a loaded pipeline that loading would decide."""
-    for name, value in (("dtype", task.dtype), ("device", task.device)):
-        if value != "auto":
-            raise ValueError(f"{name}={value!r}: a loaded pipeline has its own; leave it out")
-    if task.loading.changes:
-        raise ValueError(f"loading={task.loading.changes!r}: the pipeline is loaded already")
 
 
 def _keeper(kept: list[Tensor]) -> Any:

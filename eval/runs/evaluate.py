@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -66,6 +67,8 @@ class Plan:
         reward: Rewards of pictures for prompts, as `metrics.reward.load` takes them.
         command: Command that repeats the run, for the record.
         pipe: A loaded pipeline to evaluate; the task's `model` is its name in tables then.
+        inputs: Arguments of the call that are no plain data, such as a picture to edit; all samples
+            share them.
     """
 
     task: Task
@@ -81,14 +84,16 @@ class Plan:
     reward: str = ""
     command: str = ""
     pipe: Any = None
+    inputs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.rounds < 0:
             raise ValueError(f"rounds={self.rounds}: must be 0 (nothing is timed) or more")
-        if self.pipe is not None and self.memory and not torch.cuda.is_available():
+        is_live = self.pipe is not None or bool(self.inputs)
+        if is_live and self.memory and not torch.cuda.is_available():
             raise ValueError(
                 "memory=True: the memory of a CPU is measured in fresh processes, which cannot "
-                "load a live pipeline; save it, or leave memory out"
+                "be given a live pipeline or a picture; leave memory out"
             )
         if "uncached" in self.methods:
             raise ValueError("methods: 'uncached' is the name of the first row; use another")
@@ -130,7 +135,7 @@ class Run:
         """The folder of the run."""
         if self.plan.out is not None:
             return self.plan.out
-        name = self.drawer.name.replace("/", "--")
+        name = re.sub("[/:]", "--", self.drawer.name)
         return FOLDER / f"{name}-{self.identity[:8]}"
 
     @property
@@ -187,7 +192,7 @@ def start(plan: Plan, progress: Progress) -> Run:
             differ in size.
     """
     ranks = join(plan.task.device)
-    run = Run(plan, Drawer(plan.task, ranks, plan.pipe), ranks, progress)
+    run = Run(plan, Drawer(plan.task, ranks, plan.pipe, plan.inputs), ranks, progress)
     mine = {"identity": run.identity, **run.drawer.about, "steps": run.drawer.steps}
     is_new = check_claim(run.folder, mine)
     if plan.reference is not None:

@@ -6,13 +6,14 @@ import hashlib
 import importlib.metadata
 import json
 import re
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 import diffcache
 from diffcache.eval.runs.peers import Peer
@@ -37,7 +38,8 @@ class Task:
 
     Attributes:
         model: Directory of a saved pipeline, name of a shipped model, or a Hugging Face model ID.
-        prompts: Built-in list or file (`diffcache.eval.samples.prompts`); "" is the model's own.
+        prompts: Built-in list or file (`diffcache.eval.samples.prompts`); "" is the model's own; or
+            the prompts themselves.
         samples: Number of samples; sample `i` is drawn from prompt `i` (the list is repeated) and
             from noise with seed `seed + i`.
         seed: Seed of the first sample.
@@ -53,7 +55,7 @@ class Task:
     """
 
     model: str
-    prompts: str = ""
+    prompts: str | tuple[str, ...] = ""
     samples: int = 256
     seed: int = 0
     batch_size: int = 8
@@ -149,7 +151,8 @@ def code_sha256() -> str:
 def weights_sha256(pipe: Any) -> str:
     """Return a SHA-256 that tells live pipelines apart: configurations, and some of all weights.
 
-    Of every parameter and buffer the shape, the dtype, the sum and 64 values are read.
+    Of every parameter and buffer the shape, the dtype, the sum and 64 values are read. Where some
+    cannot be read it is another every time, so that nothing is taken for drawn already.
     """
     found = hashlib.sha256()
     for name, part in sorted(pipe.components.items()):
@@ -157,11 +160,21 @@ def weights_sha256(pipe: Any) -> str:
         known = config.to_dict() if hasattr(config, "to_dict") else dict(config)
         found.update(f"{name}:{type(part).__name__}:{digest(known)}".encode())
         for key, tensor in part.state_dict().items() if isinstance(part, nn.Module) else ():
-            flat = tensor.detach().flatten()
-            some = flat[:: max(1, len(flat) // _SOME_VALUES)].double()
-            values = [*some.cpu().tolist(), float(flat.double().sum())]
-            found.update(f"{key}:{tuple(tensor.shape)}:{tensor.dtype}:{values}".encode())
+            found.update(f"{key}:{tuple(tensor.shape)}:{tensor.dtype}:{_values(tensor)}".encode())
     return found.hexdigest()
+
+
+def _values(tensor: Tensor) -> list[float] | str:
+    """Return some values of a tensor; where they cannot be read, a text that is never the same.
+
+    So it is with weights that accelerate holds elsewhere, and with some that are quantized.
+    """
+    try:
+        flat = tensor.detach().flatten()
+        some = flat[:: max(1, len(flat) // _SOME_VALUES)].double()
+        return [*some.cpu().tolist(), float(flat.double().sum())]
+    except (NotImplementedError, RuntimeError, TypeError, AttributeError):
+        return uuid.uuid4().hex
 
 
 def directory_sha256(directory: Path) -> str:

@@ -69,7 +69,7 @@ def draw_suite(job: Suite, progress: Progress) -> tuple[int, float] | None:
         ValueError: The list cannot be read, the pipeline draws pictures, or something else lies in
             the folder of films.
     """
-    prompts = layout.read_info(job.task.prompts)
+    prompts = layout.read_info(str(job.task.prompts))
     texts = _texts(prompts, job.rewritten)
     ranks = join(job.task.device)
     drawer = Drawer(job.task, ranks)

@@ -38,6 +38,7 @@ from diffcache.dllm import (
 from diffcache.dllm.dllm_cache import BranchPlan
 from diffcache.errors import AttachError
 from diffcache.pipelines.diffusion_lm import DiffusionLM, _Bar
+from diffcache.registry import rows_of
 from diffcache.timeline import lanes_of, timeline_text
 from tests.dllm.toys import EOS, LAYERS, MASK, bidirectional, padded, prompts, trace
 
@@ -279,11 +280,45 @@ def test_no_layer_reads_the_device(policy: Policy, lengths: tuple[int, ...]) -> 
             assert reads.count <= looks + (plan.rows is None and valid is not None)
 
 
+def test_settings_of_a_decoding_are_those_it_was_given() -> None:
+    """Of one decoding, or from now on."""
+    model = diffcache.wrap(bidirectional(), DKVCache(every=2))
+    lm = DiffusionLM(model)
+
+    def rows() -> int:
+        return lm.generate(prompts(4), SCHEDULE).rows
+
+    often = rows()
+    with diffcache.settings(model, every=4):
+        seldom = rows()
+        assert lm.generate(prompts(4), SCHEDULE).report.method == DKVCache(every=4)
+    assert seldom < often == rows()
+    diffcache.update(model, every=4)
+    assert rows() == seldom
+    with pytest.raises(ValueError, match="DKVCache has no setting 'evry'; it has variant, every"):
+        diffcache.update(model, evry=3)
+
+
 # what is refused -------------------------------------------------------------------------------------
 
 
-def test_a_causal_model_is_never_served() -> None:
+@pytest.mark.parametrize("policy", sorted(rows_of("dllm").keys() - {"block-cache"}))
+def test_an_autoregressive_model_is_refused_when_it_is_wrapped(policy: str) -> None:
     model = bidirectional(is_causal=True)
+    del model.config.is_causal  # as a model has it that was never made for masks
+    said = r"method=\w+\(.*LlamaForCausalLM is autoregressive.*wrap\(model, 'snapkv'"
+    with pytest.raises(AttachError, match=said):
+        diffcache.wrap(model, policy)
+    with pytest.raises(AttachError, match="is not wrapped"):
+        diffcache.report(model)
+    model.config.is_causal = False
+    diffcache.unwrap(diffcache.wrap(model, policy))
+
+
+def test_a_causal_model_of_other_code_is_never_served() -> None:
+    """Masks that a class of its own makes are seen in a call alone."""
+    model = bidirectional(is_causal=True)
+    model.__class__ = type("Own", (type(model),), {"__module__": "own"})
     diffcache.wrap(model, DKVCache())
     with pytest.raises(AttachError, match=r"layers\.0\.self_attn hides tokens from each other"):
         DiffusionLM(model).generate(prompts(4), SCHEDULE)

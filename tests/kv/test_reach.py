@@ -213,6 +213,8 @@ def test_layers_of_different_recipes_are_the_masked_full_cache(model: Any) -> No
         ([kv.minicache(), Recipe()] * 2, "looks across layers .codec="),
         ([kv.h2o(12), kv.keyformer(12)] * 2, "keep statistics of their slots in different ways"),
         ([SNAP, kv.streaming_llm(12, every=64)] * 2, "layers differ in trigger"),
+        ({}, r"recipe=\{\}: names no layer.*such as \{0: 'snapkv'\}"),
+        ([], r"recipe=\[\]: names no layer; give a recipe for all layers"),
         ([SNAP] * 3, r"recipe=3 recipes: must be one for each of the 4 layers \[0, 1, 2, 3\]"),
         ({5: SNAP}, r"recipe of layers \[5\]: must be of \[0, 1, 2, 3\]"),
     ],

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffcache.errors import UnknownMethodError
+import diffcache
+from diffcache.errors import AttachError, UnknownMethodError
 from diffcache.pipelines.causal_video import CausalVideo
 from diffcache.pipelines.stream_batch import StreamBatch
 from diffcache.video import FullHistory, VideoPolicy, Window
@@ -85,6 +86,19 @@ def test_a_stream_ends_with_its_video() -> None:
     with pytest.raises(ValueError, match="this CausalVideo was closed.* make another"):
         session.next()
     assert session.frames == CHUNK
+
+
+@pytest.mark.parametrize("policy", [None, "window:window=6", "deep-forcing"])
+def test_a_closed_video_takes_neither_streams_nor_policies(policy: str | None) -> None:
+    with CausalVideo(wan(layers=1), sampler=ONE) as video:
+        pass
+    said = "this CausalVideo was closed.* make another, CausalVideo\\(transformer\\)"
+    with pytest.raises(ValueError, match=said):
+        video.session(text(), size=SIZE, policy=policy)
+    with pytest.raises(ValueError, match=said):
+        diffcache.wrap(video, policy or "window")
+    with pytest.raises(AttachError, match="is not wrapped"):
+        diffcache.unwrap(video)
 
 
 def test_two_threads_do_not_make_chunks_of_one_stream_at_once(video: CausalVideo) -> None:

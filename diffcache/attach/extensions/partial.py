@@ -381,7 +381,8 @@ def check_arguments(denoiser: Denoiser, *names: str, planned: bool = True) -> No
         planned: Whether every call brings a plan, which those of a pipeline do not.
 
     Raises:
-        AttachError: If it does not, denoises a canvas after an encoder, or is called by a pipeline.
+        AttachError: If it does not, denoises a canvas after an encoder, is called by a pipeline, or
+            is autoregressive.
     """
     name, target = denoiser.anatomy.model, denoiser.handle.target()
     if "decoder_input_ids" in denoiser.arguments:
@@ -402,6 +403,30 @@ def check_arguments(denoiser: Denoiser, *names: str, planned: bool = True) -> No
             f"{type(target).__name__} does not ask for; use BlockCache(), or wrap its model and "
             "decode with DiffusionLM"
         )
+    if planned and _is_causal(denoiser.model):
+        raise AttachError(
+            f"method={denoiser.handle.method!r}: {name} is autoregressive, each token sees only "
+            "those before it, so that a policy of diffcache.dllm would save nothing; give it a "
+            "recipe instead, such as diffcache.wrap(model, 'snapkv', budget=256), or set "
+            "model.config.is_causal = False if its weights are made to fill in masks"
+        )
+
+
+def _is_causal(model: nn.Module) -> bool:
+    """Return whether a model of transformers' own code hides later tokens from earlier ones.
+
+    Other code may make masks of its own, which only a call shows: `check_sees_all`.
+    """
+    if not type(model).__module__.startswith("transformers."):
+        return False
+    configs = [part.config for part in model.modules() if hasattr(part, "config")]
+    both_ways = any(
+        getattr(config, "is_causal", None) is False
+        or getattr(config, "use_bidirectional_attention", None)
+        for config in configs
+    )
+    marks = [getattr(part, "is_causal", None) for part in model.modules()]
+    return True in marks and False not in marks and not both_ways
 
 
 def check_sites(rows: PartialT) -> PartialT:

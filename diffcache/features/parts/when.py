@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcache.features.base import Instead, Probe, When, check_int, check_threshold
+from diffcache.features.base import Instead, Probe, When, check_bool, check_int, check_threshold
 from diffcache.features.parts.instead import Reuse
 from diffcache.kernels.distance import l1_sums
 from diffcache.step import Step
@@ -175,9 +175,11 @@ class Gate(When):
         forecast: Forecast of the probe; plain reuse compares with the last computed step.
         relative_to: Divisor of the error: the `probe` or the `forecast`.
         last: Whether the last step of the run is always computed.
+        by_branch: Whether every guidance branch decides for itself.
 
     Raises:
-        ValueError: If `threshold` is negative or NaN, or `warmup` is below 1.
+        ValueError: If `threshold` is negative or NaN, `warmup` is below 1, or `by_branch` is no
+            bool.
     """
 
     threshold: float
@@ -186,8 +188,10 @@ class Gate(When):
     forecast: Instead = field(default_factory=Reuse)
     relative_to: str = "forecast"
     last: bool = False
+    by_branch: bool = False
 
     def __post_init__(self) -> None:
+        check_bool("by_branch", self.by_branch)
         check_threshold(self.threshold, " (0 turns the cache off)")
         check_int("warmup", self.warmup, 1, " (the first step has nothing to stand in for it)")
         if self.of not in ("residual", "output", "modulated"):

@@ -160,7 +160,8 @@ def one_recipe(recipe: Recipes, owned: Sequence[int], settings: Mapping[str, Any
 
     Raises:
         UnknownMethodError: If there is no recipe of a name.
-        ValueError: If there are recipes of other layers than these, or they do not go together.
+        ValueError: If there are recipes of no layer or of others than these, or they do not go
+            together.
     """
     if isinstance(recipe, (str, Recipe)) or not isinstance(recipe, (Mapping, Sequence)):
         return make_recipe(recipe, **settings)
@@ -168,6 +169,11 @@ def one_recipe(recipe: Recipes, owned: Sequence[int], settings: Mapping[str, Any
         raise ValueError(
             f"settings {sorted(settings)} go with one name, not with recipes of layers; give "
             "recipes such as diffcache.kv.snapkv(budget=256)"
+        )
+    if not recipe:
+        raise ValueError(
+            f"recipe={recipe!r}: names no layer; give a recipe for all layers, such as 'snapkv', "
+            f"or recipes of some of {list(owned)}, such as {{{owned[0]}: 'snapkv'}}"
         )
     if not isinstance(recipe, Mapping):
         if len(recipe) != len(owned):

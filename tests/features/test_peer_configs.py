@@ -1,0 +1,196 @@
+"""Configurations of diffusers and cache-dit as methods: the same steps, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FirstBlockCacheConfig, MagCacheConfig, TaylorSeerCacheConfig
+from diffusers.hooks import PyramidAttentionBroadcastConfig
+from torch import nn
+
+import diffcache
+from diffcache import Combine, FirstBlock, Held, Taylor
+from diffcache.catalog import make_method
+from diffcache.features.dbcache import DBCache
+from diffcache.features.parts.when import steps_of
+from diffcache.features.peer_configs import DiffusersInterval, method_of_config
+from tests.zoo.pipes import pipes
+
+STEPS = 14
+RATIOS = [1.0, 1.1, 1.04, 0.98, 1.01, 0.97, 1.02, 0.99, 1.005, 0.98, 1.01, 0.95, 0.93, 0.9]
+
+
+@contextmanager
+def theirs(pipe: Any, config: Any) -> Iterator[None]:
+    pipe.transformer.enable_cache(config)
+    try:
+        yield
+    finally:
+        pipe.transformer.disable_cache()
+
+
+@contextmanager
+def ours(pipe: Any, config: Any) -> Iterator[None]:
+    with diffcache.wrapped(pipe, config):
+        yield
+
+
+def drawn(way: Any, name: str, config: Any, inside: str) -> tuple[list[list[bool]], torch.Tensor]:
+    """Return which calls ran a module, one list a branch, and what a pipeline made."""
+    case = pipes()[name]
+    pipe = case.build(0)
+    calls: list[bool] = []
+    module: nn.Module = pipe.transformer.get_submodule(inside)
+    with way(pipe, config):
+        opened = type(pipe.transformer)
+        hooks = [module.register_forward_hook(lambda *_: calls.__setitem__(-1, True))]
+        hooks.append(pipe.transformer.register_forward_pre_hook(lambda *_: calls.append(False)))
+        made = pipe(**case.call(pipe, 0, STEPS))[0]
+        assert isinstance(pipe.transformer, opened)
+        for hook in hooks:
+            hook.remove()
+    return [calls[branch :: case.branches] for branch in range(case.branches)], made
+
+
+CONFIGS = [
+    # name of the pipeline, configuration, a module inside what is skipped
+    ("FluxPipeline", FirstBlockCacheConfig(threshold=0.4), "transformer_blocks.1.attn.to_q"),
+    ("WanPipeline", FirstBlockCacheConfig(threshold=0.4), "blocks.1.attn1.to_q"),
+    ("FluxPipeline", MagCacheConfig(mag_ratios=RATIOS, num_inference_steps=STEPS, threshold=0.12,
+                                    max_skip_steps=2), "transformer_blocks.1.attn.to_q"),
+    ("WanPipeline", MagCacheConfig(mag_ratios=RATIOS[::2], num_inference_steps=STEPS,
+                                   retention_ratio=0.1), "blocks.1.attn1.to_q"),
+    ("FluxPipeline", TaylorSeerCacheConfig(cache_interval=3, max_order=2,
+                                           taylor_factors_dtype=torch.float32),
+     "transformer_blocks.1.attn.to_q"),
+    ("QwenImagePipeline", TaylorSeerCacheConfig(cache_interval=4, disable_cache_before_step=2,
+                                                disable_cache_after_step=11),
+     "transformer_blocks.1.attn.to_q"),
+    ("FluxPipeline", TaylorSeerCacheConfig(cache_interval=5, use_lite_mode=True, max_order=1,
+                                           taylor_factors_dtype=torch.float32),
+     "transformer_blocks.1.attn.to_q"),
+]  # fmt: skip
+IDS = [f"{type(config).__name__}-{name}-{n}" for n, (name, config, _) in enumerate(CONFIGS)]
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize(("name", "config", "inside"), CONFIGS, ids=IDS)
+def test_the_same_steps_are_computed_as_by_diffusers(name: str, config: Any, inside: str) -> None:
+    expected, image = drawn(theirs, name, copy.deepcopy(config), inside)
+    found, made = drawn(ours, name, config, inside)
+    assert 0 < sum(expected[0]) < STEPS
+    assert found == expected
+    assert (made - image).abs().max() < 1e-5 * image.abs().max()
+
+
+def dit_config(**changes: Any) -> Any:
+    """Return a configuration with the fields of cache-dit 1.5.3's, which need not be installed."""
+    made = dataclasses.make_dataclass(
+        "DBCacheConfig",
+        [
+            (name, Any, field(default=default))
+            for name, default in {
+                "cache_type": "DBCache", "Fn_compute_blocks": 8, "Bn_compute_blocks": 0,
+                "residual_diff_threshold": 0.08, "max_accumulated_residual_diff_threshold": None,
+                "max_warmup_steps": 8, "warmup_interval": 1, "max_cached_steps": -1,
+                "max_continuous_cached_steps": -1, "enable_separate_cfg": None,
+                "cfg_compute_first": False, "cfg_diff_compute_separate": True,
+                "num_inference_steps": None, "steps_computation_mask": None,
+                "steps_computation_policy": "dynamic", "force_refresh_step_hint": None,
+                "force_refresh_step_policy": "once",
+            }.items()
+        ],
+    )  # fmt: skip
+    made.__module__ = "cache_dit.caching.cache_contexts.cache_config"
+    return made(**changes)
+
+
+def test_dbcache_of_cache_dit_is_dbcache() -> None:
+    assert method_of_config(dit_config()) == DBCache(0.08, lead=8, warmup=8, by_branch=True)
+    config = dit_config(
+        Fn_compute_blocks=1, Bn_compute_blocks=2, residual_diff_threshold=torch.tensor(0.25),
+        max_warmup_steps=0, max_cached_steps=6, max_continuous_cached_steps=2,
+        cfg_diff_compute_separate=False, enable_separate_cfg=True, num_inference_steps=28,
+    )  # fmt: skip
+    assert make_method(config) == DBCache(0.25, lead=1, tail=2, warmup=1, longest=2, skips=6)
+
+
+@pytest.mark.usefixtures("quiet")
+def test_the_same_steps_are_computed_as_by_cache_dit() -> None:
+    cache_dit = pytest.importorskip("cache_dit")
+
+    def config() -> Any:
+        return cache_dit.DBCacheConfig(
+            Fn_compute_blocks=1, residual_diff_threshold=0.4, max_warmup_steps=3,
+            max_continuous_cached_steps=2, enable_separate_cfg=True,
+        )  # fmt: skip
+
+    @contextmanager
+    def cached(pipe: Any, config: Any) -> Iterator[None]:
+        cache_dit.enable_cache(pipe, cache_config=config)
+        try:
+            yield
+        finally:
+            cache_dit.disable_cache(pipe)
+
+    expected, _ = drawn(cached, "WanPipeline", config(), "blocks.1.attn1.to_q")
+    found, _ = drawn(ours, "WanPipeline", config(), "blocks.1.attn1.to_q")
+    assert 0 < sum(expected[0]) < STEPS
+    assert found == expected
+
+
+@dataclass
+class Newer(FirstBlockCacheConfig):
+    """A configuration of a later version, with one field more."""
+
+    warmup: int = 2
+
+
+REFUSED = [
+    (MagCacheConfig(calibrate=True), r"MagCacheConfig\(calibrate=True\): measure .*calibrate\(pipe"),
+    (TaylorSeerCacheConfig(cache_identifiers=["x"]), r"cache_identifiers=\['x'\]\).*by a site"),
+    (TaylorSeerCacheConfig(skip_predict_identifiers=["x"]), "skip_predict_identifiers"),
+    (TaylorSeerCacheConfig(disable_cache_before_step=0), "disable_cache_before_step=0.*use 1 or"),
+    (TaylorSeerCacheConfig(taylor_factors_dtype=torch.float16), "taylor_factors_dtype=torch.float16"),
+    (TaylorSeerCacheConfig(max_order=7), "order=7"),
+    (FirstBlockCacheConfig(threshold=-1), "threshold=-1"),
+    (Newer(warmup=3), r"Newer\(warmup=3\): diffcache does not know this field; leave it at 2"),
+    (PyramidAttentionBroadcastConfig(), "PyramidAttentionBroadcastConfig.*Interval.*'attention'"),
+    (dit_config(warmup_interval=2), r"DBCacheConfig\(warmup_interval=2\): all steps of a warm-up"),
+    (dit_config(max_accumulated_residual_diff_threshold=1.0), "max_accumulated.*summed changes"),
+    (dit_config(steps_computation_mask=[1, 0]), r"steps_computation_mask=\[1, 0\].*Listed"),
+    (dit_config(force_refresh_step_hint=5), "force_refresh_step_hint=5.*diffcache.run"),
+    (dit_config(cache_type="DBPrune"), "cache_type='DBPrune'"),
+    (dit_config(max_cached_steps=0), "max_cached_steps=0.*-1 for no limit"),
+    (dit_config(cfg_compute_first=True, cfg_diff_compute_separate=False), "cfg_compute_first=True"),
+    (dit_config(Fn_compute_blocks=0), "lead=0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "message"), REFUSED, ids=[message for _, message in REFUSED])
+def test_what_has_no_equal_is_refused(config: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_method(config)
+
+
+def test_configurations_are_methods_for_every_verb() -> None:
+    assert make_method(FirstBlockCacheConfig(0.1)) == FirstBlock(0.1, by_branch=True)
+    assert method_of_config(Newer(0.1)) == FirstBlock(0.1, by_branch=True)
+    held = make_method(TaylorSeerCacheConfig())
+    assert held == Held(Combine(DiffusersInterval(5, 3), Taylor(1), "attention"), "bf16")
+    assert eval(repr(held), {**vars(diffcache), "DiffusersInterval": DiffusersInterval}) == held
+    assert steps_of(DiffusersInterval(5, 3, after=11), 13) == (0, 1, 2, 4, 9, 11, 12)
+    pipe = pipes()["FluxPipeline"].build(0)
+    assert diffcache.expected_bytes(pipe, TaylorSeerCacheConfig())["transformer"] > 0
+    for other in (object(), 3, {"threshold": 0.1}.items()):
+        with pytest.raises(TypeError, match="must be a name.*or a configuration of diffusers"):
+            make_method(other)
+    with pytest.raises(ValueError, match=r"settings \['every'\] go with a method's name"):
+        make_method(FirstBlockCacheConfig(0.1), every=3)
