@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from operator import attrgetter
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
 
@@ -20,6 +21,7 @@ from diffcache.features.base import Method
 from diffcache.features.collect import Observer
 
 _BYTES = attrgetter("nbytes")
+WRAPPED: WeakSet[Handle] = WeakSet()  # changed and looked through under ATTACHING
 
 
 class Handle(Runs):
@@ -57,6 +59,8 @@ class Handle(Runs):
             if not isinstance(target, nn.Module):
                 tap_pipeline(target, self)
                 self.follow(target)
+            with ATTACHING:
+                WRAPPED.add(self)
         except BaseException:
             self.detach()
             raise
@@ -141,6 +145,7 @@ class Handle(Runs):
         with ATTACHING:
             self.reset()
             self._runs.clear()
+            WRAPPED.discard(self)
             for denoiser in self.denoisers:
                 unlisten(denoiser.model)
                 denoiser.detach()
