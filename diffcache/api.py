@@ -347,7 +347,8 @@ def expected_bytes(
         width: Pixels; None for the pipeline's default.
         frames: Frames of a video, 1 for an image; None for the pipeline's default.
         text_tokens: Length of the prompt as the denoiser sees it, padding and the tokens of all
-            text encoders included; None for the pipeline's default.
+            text encoders included (of Lumina 2, which leaves padding out, the prompt's own); None
+            for the pipeline's default.
         batch: Samples in a call.
         branches: Calls of a step: 2 for guidance in two calls. Features are held for each of them;
             what a gate looks at is held once, where the first branch decides for all.
