@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar, Union, overload
 
 from torch import Tensor, nn
@@ -20,11 +20,11 @@ from diffcache.attach.cache_context import branch as branch
 from diffcache.attach.cache_context import writing as writing
 from diffcache.attach.denoiser import Denoiser, check_alone
 from diffcache.attach.fingerprint import facts_of
-from diffcache.attach.handle import Handle
+from diffcache.attach.handle import WRAPPED, Handle
 from diffcache.attach.pipeline_hooks import called_elsewhere, shared_with
 from diffcache.attach.run import Stream
 from diffcache.attach.runs import ATTACHING
-from diffcache.catalog import changed, make_method, method_class, settings_of
+from diffcache.catalog import changed, has_settings, make_method, method_class, settings_of
 from diffcache.errors import AttachError
 from diffcache.features.base import Method, check_int
 from diffcache.features.combine import reuse_of
@@ -409,7 +409,8 @@ def expected_bytes(
         width: Pixels; None for the pipeline's default.
         frames: Frames of a video, 1 for an image; None for the pipeline's default.
         text_tokens: Length of the prompt as the denoiser sees it, padding and the tokens of all
-            text encoders included; None for the pipeline's default.
+            text encoders included (of Lumina 2, which leaves padding out, the prompt's own); None
+            for the pipeline's default.
         batch: Samples in a call.
         branches: Calls of a step: 2 for guidance in two calls. Features are held for each of them;
             what a gate looks at is held once, where the first branch decides for all.
@@ -497,19 +498,20 @@ def run(
     return handle_of(target).told(steps or len(levels) or None, levels)
 
 
-def settings(target: Any, **settings: Any) -> AbstractContextManager[None]:
+def settings(target: Any = None, **settings: Any) -> AbstractContextManager[None]:
     """Let the sampling runs that start inside have other settings, such as those of one request.
 
     Nothing is wrapped anew, so it costs nothing, and other threads and tasks go on as they are. A
     run reads its settings at its start and keeps them to its end.
 
     Args:
-        target: A wrapped pipeline or denoiser.
+        target: A wrapped pipeline or denoiser; None for all that are wrapped with a method that has
+            these settings.
         **settings: Settings of its method that tell when a step is computed or what stands in for
             the others, such as `every=6` or `threshold=0.1`.
 
     Raises:
-        AttachError: If the target is not wrapped.
+        AttachError: If the target is not wrapped, or nothing is.
         ValueError: If a setting is unknown, out of its range, or says where features are taken or
             how many steps a run has.
 
@@ -517,8 +519,35 @@ def settings(target: Any, **settings: Any) -> AbstractContextManager[None]:
         >>> with diffcache.settings(pipe, every=6):  # doctest: +SKIP
         ...     image = pipe(prompt).images[0]
     """
-    handle = handle_of(target)
-    return handle.choosing(_changed(handle, handle.chosen, settings))
+    handles = _wrapped_with(settings) if target is None else [handle_of(target)]
+    return _choosing([(each, _changed(each, each.chosen, settings)) for each in handles])
+
+
+def _wrapped_with(settings: Mapping[str, Any]) -> list[Handle]:
+    """Return all that is wrapped with a method that has some settings.
+
+    Raises:
+        AttachError: If nothing is wrapped.
+        ValueError: If no method has them.
+    """
+    with ATTACHING:
+        handles = [handle for handle in WRAPPED if handle.target() is not None]
+    if not handles:
+        raise AttachError("nothing is wrapped; call diffcache.wrap first")
+    found = [handle for handle in handles if has_settings(handle.chosen, settings)]
+    if not found:
+        wrapped = " and ".join(sorted({repr(handle.chosen) for handle in handles}))
+        raise ValueError(f"settings {sorted(settings)}: not of what is wrapped, {wrapped}")
+    return found
+
+
+@contextmanager
+def _choosing(chosen: Sequence[tuple[Handle, Method]]) -> Iterator[None]:
+    """Let the runs that start inside have other methods."""
+    with ExitStack() as stack:
+        for handle, method in chosen:
+            stack.enter_context(handle.choosing(method))
+        yield
 
 
 def update(target: T, **settings: Any) -> T:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from diffcache.features.base import Method
@@ -135,6 +135,12 @@ def changed(method: Method, settings: Mapping[str, Any]) -> Method:
             "what stands in, not where or for how many steps; wrap anew for that"
         )
     return new
+
+
+def has_settings(method: Method, names: Iterable[str]) -> bool:
+    """Return whether a method has all settings of some names."""
+    inner: Any = method.method if isinstance(method, Held) else method
+    return set(names) <= {entry.name for entry in dataclasses.fields(inner)}
 
 
 def methods() -> dict[str, str]:

@@ -9,6 +9,8 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from accelerate import cpu_offload
+from peft import LoraConfig
 from PIL import Image
 from typer.testing import CliRunner
 
@@ -17,6 +19,7 @@ from diffcache import AttachError, FirstBlock, TaylorSeer
 from diffcache.cli import app
 from diffcache.eval import live
 from diffcache.eval.live import Evaluation
+from diffcache.eval.runs.folder import RunError
 from diffcache.eval.runs.task import weights_sha256
 from diffcache.pipelines.load import load, made_by
 
@@ -62,6 +65,41 @@ def test_a_pipeline_is_evaluated_as_it_stands(pipe: Any, tmp_path: Path, capsys:
     drawn = {file: file.stat().st_mtime_ns for file in (tmp_path / "run/cases").rglob("*.png")}
     diffcache.evaluate(pipe, methods, PROMPTS, out=tmp_path / "run", **QUICK)
     assert {file: file.stat().st_mtime_ns for file in drawn} == drawn
+
+
+def adapted(pipe: Any) -> None:
+    torch.manual_seed(0)
+    pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False))
+
+
+def compiled(pipe: Any) -> None:
+    pipe.transformer.compile_repeated_blocks(backend="eager")
+
+
+def offloaded(pipe: Any) -> None:
+    cpu_offload(pipe.transformer, torch.device("cpu"))  # the weights are on `meta` between calls
+
+
+@pytest.fixture(scope="module")
+def plain(pipe: Any, tmp_path_factory: Any) -> Evaluation:
+    folder = tmp_path_factory.mktemp("plain") / "run"
+    return diffcache.evaluate(pipe, ["interval"], PROMPTS[:1], out=folder, **QUICK)
+
+
+@pytest.mark.parametrize("change", [adapted, compiled, offloaded])
+def test_adapters_compiled_blocks_and_offload_stay(
+    change: Any, plain: Evaluation, tmp_path: Path
+) -> None:
+    pipe = load("shapes-flux")[0]
+    change(pipe)
+    if change is not compiled:  # whose weights are the same
+        with pytest.raises(RunError, match="holds a run with another model"):
+            diffcache.evaluate(pipe, ["interval"], PROMPTS[:1], out=plain.folder, **QUICK)
+    found = diffcache.evaluate(pipe, ["interval"], PROMPTS[:1], out=tmp_path / "run", **QUICK)
+    before, after = (
+        cases_of(one)["interval"]["fidelity"]["psnr_db"]["value"] for one in (plain, found)
+    )
+    assert (before == after) is (change is not adapted)
 
 
 def test_pictures_go_to_the_call_of_an_editing_pipeline(

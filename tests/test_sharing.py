@@ -8,6 +8,7 @@ import threading
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -219,6 +220,47 @@ def test_a_gate_and_packed_features_have_settings_of_a_request():
     with diffcache.settings(pipe, threshold=1e9):
         run(pipe, name)
     assert marks(pipe) == "Csssss"
+
+
+def test_settings_without_a_target_are_those_of_all_that_have_them(monkeypatch: Any):
+    fresh = WeakSet()  # what other tests left wrapped is none of ours
+    for module in ("diffcache.api", "diffcache.attach.handle"):
+        monkeypatch.setattr(f"{module}.WRAPPED", fresh)
+    names = ["FluxPipeline"] * 3
+    given = [diffcache.TaylorSeer(every=3, warmup=1), Interval(every=3), diffcache.FirstBlock(9.0)]
+    pipes = [PIPES[name].build(0) for name in names]
+    with pytest.raises(AttachError, match="nothing is wrapped"):
+        diffcache.settings(every=2)
+    for pipe, method in zip(pipes, given, strict=True):
+        diffcache.wrap(pipe, method)
+
+    def all_marks() -> list[str]:
+        for pipe in pipes:
+            run(pipe, names[0])
+        return [marks(pipe) for pipe in pipes]
+
+    own = all_marks()
+    with diffcache.settings(every=2):
+        assert all_marks() == ["CsCsCs", "CsCsCs", own[2]]
+        seen: list[list[str]] = []
+        thread = threading.Thread(target=lambda: seen.append(all_marks()))
+        thread.start()
+        thread.join()
+        assert seen == [own]
+        with diffcache.settings(pipes[1], every=6):
+            assert all_marks() == ["CsCsCs", "Csssss", own[2]]
+    assert all_marks() == own
+    with pytest.raises(
+        ValueError, match=r"settings \['evry'\]: not of what is wrapped, FirstBlock"
+    ):
+        diffcache.settings(evry=2)
+    with pytest.raises(ValueError, match="every=0: must be a whole number"):
+        diffcache.settings(every=0)
+    for pipe in pipes[:2]:
+        diffcache.unwrap(pipe)
+    with pytest.raises(ValueError, match=r"settings \['every'\]: not of what is wrapped"):
+        diffcache.settings(every=2)
+    diffcache.unwrap(pipes[2])
 
 
 def test_settings_are_updated_without_learning_the_model_again():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from operator import attrgetter
 from typing import Any
+from weakref import WeakSet
 
 from torch import Tensor, nn
 
@@ -21,6 +22,7 @@ from diffcache.features.collect import Observer
 from diffcache.presets.choose import Choice
 
 _BYTES = attrgetter("nbytes")
+WRAPPED: WeakSet[Handle] = WeakSet()  # changed and looked through under ATTACHING
 
 
 class Handle(Runs):
@@ -62,6 +64,8 @@ class Handle(Runs):
             if not isinstance(target, nn.Module):
                 tap_pipeline(target, self)
                 self.follow(target)
+            with ATTACHING:
+                WRAPPED.add(self)
         except BaseException:
             self.detach()
             raise
@@ -148,6 +152,7 @@ class Handle(Runs):
         with ATTACHING:
             self.reset()
             self._runs.clear()
+            WRAPPED.discard(self)
             for denoiser in self.denoisers:
                 unlisten(denoiser.model)
                 denoiser.detach()

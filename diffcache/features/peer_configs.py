@@ -118,7 +118,11 @@ def _first_block(config: Any) -> Method:
 
 
 def _mag_cache(config: Any) -> Method:
-    """Return MagCache as `MagCacheConfig` has it, with its ratios of `num_inference_steps`."""
+    """Return MagCache as `MagCacheConfig` has it, with its ratios of `num_inference_steps`.
+
+    Departure: a run of another length takes the ratios of the nearest steps, where diffusers begins
+    anew in its midst or leaves some out.
+    """
     known = ("threshold", "max_skip_steps", "retention_ratio", "num_inference_steps",
              "mag_ratios", "calibrate")  # fmt: skip
     fields = _fields(config, known)

@@ -49,7 +49,11 @@ Use any of them by name, `diffcache.wrap(pipe, "taylorseer", every=5)`, as a cla
 command line, `--method taylorseer:every=5`. Those marked *calibrated* need tables that are
 measured on the model first: `diffcache.calibrate(pipe, method, prompts)` or `diffcache calibrate`.
 `diffcache.tune` chooses among methods and settings. Every method can hold its features as bf16,
-int8 or on the host: `hold="int8"`.
+int8 or on the host: `hold="int8"`. `diffcache.update(pipe, every=6)` changes settings of what is
+wrapped, and `diffcache.save(pipe, "cache.yaml")` keeps them for `diffcache.wrap(pipe,
+"cache.yaml")`. Configurations of other libraries are methods too, which compute the same steps:
+`FirstBlockCacheConfig`, `MagCacheConfig` and `TaylorSeerCacheConfig` of diffusers, `DBCacheConfig`
+of cache-dit.
 
 Ratios are how many times less than uncached; those of seconds are measured in turn with uncached
 runs in one process (median and quartiles of the rounds). Other ranges are 95 % intervals.
