@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from operator import attrgetter
 from types import FrameType
 from typing import Any, TypeVar
@@ -50,6 +50,27 @@ def constant(function: Function) -> Function:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+@cache
+def is_made_of_others(func: Any) -> bool:
+    """Return whether an overload has a body of other operations, in C++ or registered (torch)."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+@cache
+def has_kernel(func: Any, device: str) -> bool:
+    """Return whether an overload has a kernel of its own on a type of devices (torch)."""
+    key = torch._C._dispatch_key_for_device(device)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
+
+
+def call_body(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call the body of an overload that is made of others (torch).
+
+    `decompose` prefers bodies in Python that export uses, and these round otherwise.
+    """
+    return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -10,7 +10,8 @@ its kernel is imported at the first launch. `DIFFCACHE_KERNELS` chooses:
 - `torch`: the twin everywhere.
 
 `diffcache kernels measure` keeps what it finds in `kept_file`, which counts as long as `versions`
-stay the same. `DIFFCACHE_KERNELS_CHOICES=FILE` adds ratios that were measured elsewhere:
+stay the same; ratios of `choices.json` count with the torch and the Triton they were measured with.
+`DIFFCACHE_KERNELS_CHOICES=FILE` adds ratios that were measured elsewhere:
 `{device: {operator: ratio}}`, or a file of that command.
 `DIFFCACHE_KERNELS_OFF=taylor_predict,lse_merge` takes single kernels out. `DIFFCACHE_CHECK=1`
 compares the first launch of every operator, dtype and size with the twin and turns a kernel off
@@ -42,6 +43,7 @@ NAMESPACE = "diffcache"
 BACKENDS = ("auto", "triton", "torch")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CHOICES = Path(__file__).with_name("choices.json")
+SHIPPED_FOR = ("torch", "triton")  # versions that have to be those of `choices.json`
 # Largest norm of the difference from the twin, over the norm of the twin's result, in a check.
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-4}
 OPERATORS: dict[str, Operator] = {}
@@ -264,17 +266,30 @@ def measured(device: str) -> dict[str, float]:
     """
     own = os.environ.get("DIFFCACHE_KERNELS_CHOICES")
     more = json.loads(Path(own).read_text()) if own else {}
-    shipped = json.loads(CHOICES.read_text())
-    for choices in (more.get("choices", more), kept(device).get("choices", {}), shipped):
+    for choices in (more.get("choices", more), kept(device).get("choices", {}), shipped(device)):
         if device in choices:
             found: dict[str, float] = choices[device]
             return found
     if chosen() == "auto" and has_triton():
         _LOG.warning(
-            "no kernel was measured on %s, so plain PyTorch is used: `diffcache kernels measure` "
-            "finds in three minutes what is faster; DIFFCACHE_KERNELS=torch ends this hint", device,
+            "no kernel was measured on %s with torch %s and triton %s, so plain PyTorch is used: "
+            "`diffcache kernels measure` finds in three minutes what is faster; "
+            "DIFFCACHE_KERNELS=torch ends this hint",
+            device, *(versions()[name] for name in SHIPPED_FOR),
         )  # fmt: skip
     return {}
+
+
+def shipped(device: str) -> dict[str, dict[str, float]]:
+    """Return what comes with the library for a device; nothing for another torch or triton.
+
+    The driver of this machine may be another than where it was measured: it makes no kernel, and
+    is assumed to change no choice.
+    """
+    found = json.loads(CHOICES.read_text()).get(device, {})
+    here = versions()
+    fits = bool(found) and all(found["versions"][name] == here[name] for name in SHIPPED_FOR)
+    return {device: found["choices"]} if fits else {}
 
 
 def kept_file(device: str) -> Path:

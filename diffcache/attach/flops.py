@@ -12,7 +12,10 @@ from diffcache.foreign import (
     CPU_ATTENTION,
     INT_MM,
     DispatchMode,
+    call_body,
+    has_kernel,
     is_compiled,
+    is_made_of_others,
     packet_of,
     uses_flex_attention,
 )
@@ -22,7 +25,7 @@ from diffcache.kernels.dispatch import register_flops
 # through all arguments as trees, which takes as long as the products of a small model.
 _PRODUCTS = {
     torch.ops.aten.mm: 0, torch.ops.aten.bmm: 0, INT_MM: 0, torch.ops.aten.addmm: 1,
-    torch.ops.aten.baddbmm: 1,
+    torch.ops.aten.baddbmm: 1, torch.ops.aten.linear: 0,
 }  # fmt: skip
 _UNCOUNTED: set[Any] = set()  # operations that are not made of others and have no count
 
@@ -50,11 +53,11 @@ class _Counter(DispatchMode):
             self.total += 2 * out.numel() * args[_PRODUCTS[packet]].shape[-1]
             return out
         elif packet not in self.registry:
-            with self:  # under inference mode, operations made of others arrive whole
-                out = func.decompose(*args, **kwargs)
-            if out is not NotImplemented:
-                return out
-            _UNCOUNTED.add(func)
+            if not is_made_of_others(func):
+                _UNCOUNTED.add(func)
+            elif not _has_own_kernel(func, args, kwargs):
+                with self:  # under inference mode, operations made of others arrive whole
+                    return call_body(func, args, kwargs)
         out = func(*args, **kwargs)
         if packet in self.registry:
             self.total += self.registry[packet](*args, **kwargs, out_val=out)
@@ -81,6 +84,17 @@ def counted(
         return call(*args, **kwargs), None
     with _Counter() as counter:
         return call(*args, **kwargs), float(counter.total)
+
+
+def _has_own_kernel(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether an operation that is made of others has a kernel where its tensors are.
+
+    Such a kernel may round otherwise than what it stands for, as that of RMSNorm on CUDA devices.
+    """
+    given = [*args, *kwargs.values()]
+    given += [item for several in given if isinstance(several, (list, tuple)) for item in several]
+    devices = {item.device.type for item in given if isinstance(item, torch.Tensor)}
+    return any(has_kernel(func, device) for device in devices)
 
 
 def _refuses_modes(module: nn.Module) -> bool:

@@ -85,7 +85,7 @@ def _masses(model: str, sizes: Sizes) -> KernelCase:
     return KernelCase(
         "attn_mass", model, f"q {[1, asking, count, size]}, k {[1, heads, width, size]} bfloat16",
         _attention(sizes), ways, moved, 4 * asking * count * width * size,
-        target={"whole matrix": 5.0},
+        target={"whole matrix": 5.0}, instead="whole matrix",
     )  # fmt: skip
 
 
@@ -102,7 +102,7 @@ def _decoding() -> KernelCase:
         f"{[1, heads, width, size]} bfloat16", _attention(LLAMA), ways,
         2 * (2 * heads * width * size + 2 * asking * count * size),
         4 * asking * count * width * size,
-        target={"fused": 1.0, "repeated heads": 4.0, "limit": 0.8},
+        target={"fused": 1.0, "repeated heads": 4.0, "limit": 0.8}, instead="fused",
     )  # fmt: skip
 
 

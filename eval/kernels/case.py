@@ -32,6 +32,8 @@ class KernelCase:
         tolerance: Largest error of a way, as a norm relative to `plain`.
         target: Aims of the kernel: name of another way -> times as fast, `limit` -> share
             of the bandwidth of a copy.
+        instead: The way that the library goes where the kernel does not run; a kernel is chosen
+            where it is faster than that.
     """
 
     operator: str
@@ -43,6 +45,7 @@ class KernelCase:
     flops: int = 0
     tolerance: float = 2e-2
     target: dict[str, float] = field(default_factory=dict)
+    instead: str = "plain"
 
 
 def tensors(

@@ -119,6 +119,8 @@ def _heads(name: str) -> list[str]:
         lines.append(f"measured with other versions, so not used: {file}; run measure again")
     else:
         lines.append("not measured on this machine: diffcache kernels measure")
+    if dispatch.shipped(name) and not dispatch.kept(name):
+        lines.append("measured on another machine of this kind; its ratios come with diffcache")
     return lines
 
 

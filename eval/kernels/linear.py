@@ -71,4 +71,5 @@ def cases() -> Iterator[KernelCase]:
             "linear_of_codes", model, f"[{height}, {depth}] x [{width}, {depth}] int8", make,
             ways, (height + width) * depth + 2 * height * width,
             flops=2 * height * depth * width, target={"in steps": 1.2, "dense": 1.2},
+            instead="in steps",
         )  # fmt: skip

@@ -102,7 +102,7 @@ def _attending(bits: int) -> KernelCase:
     return KernelCase(
         "attn_decode_kivi", MODEL, f"{QUERIES}/{HEADS} heads, {SLOTS} slots of {bits} bits", make,
         ways, count * bits // 8 + 4 * count // GROUP, 4 * QUERIES * SLOTS * SIZE,
-        target={"decoded, then SDPA": 5.0},
+        target={"decoded, then SDPA": 5.0}, instead="decoded, then SDPA",
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from diffcache.eval.kernels import command, measure, timing, watch
-from diffcache.eval.kernels.case import KernelCase
+from diffcache.eval.kernels.case import KernelCase, all_cases
 from diffcache.eval.kernels.options import Built, trial
 from diffcache.kernels import configs, dispatch
 
@@ -132,6 +132,26 @@ def test_options_that_are_faster_count_in_the_choice_and_in_launches(monkeypatch
     assert configs.tuned("own", (99,), {"TILE": 1}, device) == {"TILE": 1}
 
 
+@pytest.mark.parametrize("name", [None, "driver", "torch", "triton", "diffcache"])
+def test_shipped_ratios_count_with_their_torch_and_triton_alone(
+    monkeypatch, cache, tmp_path, name: str | None
+) -> None:
+    known, forget = cache
+    file, device = tmp_path / "choices.json", torch.device("cuda", 0)
+    made_with = {key: VERSIONS[key] for key in dispatch.SHIPPED_FOR}
+    file.write_text(json.dumps({"a GPU": {"choices": {"own": 2.0}, "versions": made_with}}))
+    monkeypatch.setattr(dispatch, "CHOICES", file)
+    known.update({} if name is None else {name: "another"})
+    fits = name not in dispatch.SHIPPED_FOR
+    assert dispatch.ratio("own", device) == (2.0 if fits else 0)
+    assert any("another machine of this kind" in line for line in command._heads("a GPU")) is fits
+    dispatch.kept_file("a GPU").parent.mkdir(parents=True)
+    body = FIRST | {"versions": dict(known), "choices": {"a GPU": {"own": 0.5}}}
+    dispatch.kept_file("a GPU").write_text(json.dumps(body))
+    forget()
+    assert dispatch.ratio("own", device) == 0.5  # what this machine measured goes first
+
+
 def test_a_trial_of_options_has_no_targets_to_reach() -> None:
     tried = [Built({}, "16", {"TILE": 1}, (), ""), Built({"TILE": 2}, "16", {"TILE": 2}, (), "")]
     ways = {name: {"us": [1.0, 1.0, 1.0]} for name in trial(case("own"), tried).ways}
@@ -236,6 +256,15 @@ def test_a_kernel_has_to_be_faster_on_the_device_and_in_calls() -> None:
     assert timing.choices(rows) == {"own": 1.11}
     rows.append({"operator": "own", "ways": {"kernel": {"error": "no"}, "plain": plain}})
     assert timing.choices(rows) == {"own": 0.0}
+
+
+def test_a_kernel_has_to_be_faster_than_what_runs_in_its_place() -> None:
+    """Attention of one query, for one, is torch's fused attention where the kernel does not run."""
+    ways = {name: {"us": [0, us, 0]} for name, us in {"kernel": 4, "plain": 40, "fused": 2}.items()}
+    row = {"operator": "own", "ways": ways}
+    assert timing.choices([row]) == {"own": 10.0}
+    assert timing.choices([row | {"instead": "fused"}]) == {"own": 0.5}
+    assert all(case.instead in case.ways for case in all_cases())
 
 
 def test_the_command_says_what_is_used_and_why(monkeypatch, cache) -> None:

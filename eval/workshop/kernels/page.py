@@ -12,15 +12,19 @@ from diffcache.eval.kernels.case import KernelCase, all_cases
 from diffcache.eval.pages import keep_pages, table
 from diffcache.eval.record import ROOT
 from diffcache.files import read_json
+from diffcache.kernels.dispatch import SHIPPED_FOR
 from diffcache.registry import rows_of
 
 PAGE, RECORD, CHOICES = Path("docs/kernels.md"), "kernels.json", Path("kernels/choices.json")
 HEAD = "## Operators\n"  # what stands before is written by hand
 UNKNOWN = "not measured yet"
 EXPLAINED = """\
-*Bytes* are the least that have to be read and written, in millions. *Limit* is the time of a copy
-of as many bytes, or of the products of matrices where these take longer, on the device of the
-record. *Used by* says who calls the operator; `auto` takes the kernel where a ratio was measured.
+*Bytes* are the least that have to be read and written, in millions. Times are medians in
+microseconds: the device's own, and in brackets what passes from call to call where the device waits
+for the host. *Limit* is the time of a copy of as many bytes, or of the products of matrices where
+these take longer. *Aim* is what a kernel was to reach and did not: times as fast as another way, or
+a share of the limit, and what it reached. A dash was not timed. *Used by* says who calls the
+operator; `auto` takes the kernel where its ratio is above 1.
 """
 
 
@@ -48,22 +52,34 @@ def _line(case: KernelCase, row: Mapping[str, Any] | None, used: str) -> list[st
     if row is None:
         return [*head, UNKNOWN, UNKNOWN, ", ".join(others), used]
     ways = row["ways"]
-    kernel = ways["kernel"].get("us")
-    shown = [
-        f"{name} {ways[name]['us'][1]:.1f}" if "us" in ways[name] else f"{name}: failed"
-        for name in others
-    ]
+    shown = [f"{name} {_times(ways[name])}" if name in ways else f"{name} -" for name in others]
     missed = [target for target in row["targets"] if not target["met"]]
-    ours = f"{kernel[1]:.1f} µs" if kernel else "failed"
+    ours = _times(ways["kernel"])
     for target in missed:
         ours += f"; aim {target['wanted']:.3g} of {target['against']}, {target['got'] or 0:.3g}"
-    return [*head, f"{row['limit_us']:.1f} µs", ours, ", ".join(shown) + " µs", used]
+    limit = f"{row['limit_us']:.1f}" if row["limit_us"] >= 0.1 else "below 0.1"
+    return [*head, limit, ours, ", ".join(shown), used]
+
+
+def _times(way: Mapping[str, Any]) -> str:
+    """Return the medians of a way: the device's own, and in brackets that from call to call."""
+    if "us" not in way:
+        return "failed"
+    called = f" ({way['called_us'][1]:.1f})" if "called_us" in way else ""
+    return f"{way['us'][1]:.1f}{called}"
 
 
 def chosen(directory: Path = ROOT) -> str:
-    """Return the table of measured ratios, `{device: {operator: ratio}}`, as JSON."""
-    record = read_json(directory / "assets" / "bench" / RECORD) or {}
-    return json.dumps(record.get("choices", {}), indent=2, sort_keys=True) + "\n"
+    """Return the measured ratios, `{device: {"choices": {operator: ratio}, "versions"}}`, as JSON."""
+    record = read_json(directory / "assets" / "bench" / RECORD) or {"choices": {}}
+    found = {
+        device: {
+            "choices": ratios,
+            "versions": {name: record["versions"][name] for name in SHIPPED_FOR},
+        }
+        for device, ratios in record["choices"].items()
+    }
+    return json.dumps(found, indent=2, sort_keys=True) + "\n"
 
 
 def made(before: str) -> str:
