@@ -371,11 +371,11 @@ QUALITIES: Mapping[str, Model] = {
     ),
     "sticker-flux": Model("pictures", sticker_flux.load, _of_stickers, grid=_sticker_grid),
     "sticker-dit": Model(
-        "pictures", sticker_dit.load, _of_sticker_classes, samples=240, grid=_sticker_classes_grid
+        "pictures", sticker_dit.load, _of_sticker_classes, (28,), 240, _sticker_classes_grid
     ),
-    "sticker-unet": Model("pictures", sticker_unet.load, _of_stickers, grid=_sticker_grid),
+    "sticker-unet": Model("pictures", sticker_unet.load, _of_stickers, (28,), 128, _sticker_grid),
     "sticker-kontext": Model(
-        "edits", sticker_kontext.load, _of_sticker_edits, (28,), grid=_sticker_edits_grid
+        "edits", sticker_kontext.load, _of_sticker_edits, (28,), 128, _sticker_edits_grid
     ),
     "shapes-dit": Model("pictures", dit.load, _of_dit, (28,), 280, _dit_grid),
     "shapes-unet": Model(
