@@ -42,8 +42,7 @@ def planes(units, BITS: tl.constexpr, ASM: tl.constexpr):
     Tensor cores of V100, T4 and A100 take subnormal float16 as they are (Fasi et al., Numerical
     behavior of NVIDIA tensor cores, PeerJ Computer Science 7:e330, 2021), so that no code is ever
     converted. Their sums are aligned by the largest exponent: how many bits are kept of sums of
-    such small numbers `tests/kernels/test_gpu.py` shows. It passes on an H200; others were not
-    tried.
+    such small numbers `tests/kernels/test_gpu.py` shows: it passes on an H200, the only one tried.
     """
     if not ASM or units.dtype.primitive_bitwidth == 8:
         found = ()

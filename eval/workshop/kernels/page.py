@@ -70,7 +70,7 @@ def _times(way: Mapping[str, Any]) -> str:
 
 
 def chosen(directory: Path = ROOT) -> str:
-    """Return measured ratios, `{device: {"choices": {operator: ratio}, "versions"}}`, as JSON."""
+    """Return `{device: {"choices": {operator: ratio}, "versions": {name: version}}}` as JSON."""
     record = read_json(directory / "assets" / "bench" / RECORD) or {"choices": {}}
     found = {
         device: {
