@@ -101,7 +101,8 @@ def demo(
     method: Method = "taylorseer",
     steps: Steps = 28,
     prompt: Annotated[
-        str, typer.Option(help="What to draw; shipped models of the demo have prompts of their own.")
+        str,
+        typer.Option(help="What to draw; shipped models of the demo have prompts of their own."),
     ] = "",
     seed: Seed = 0,
     samples: Annotated[
@@ -111,7 +112,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="The figure; a .json stands beside it.")] = Path(
         "out/demo.png"
     ),
-    model: Annotated[str, typer.Option(help=MODEL)] = "sticker-flux",
+    model: Annotated[str, typer.Option(help=f"{MODELS[0].upper()}{MODELS[1:]}.")] = "sticker-flux",
     dtype: Dtype = "auto",
     device: Device = "auto",
 ) -> None:
@@ -222,7 +223,7 @@ def run(
 
     [bold]Try[/bold]
 
-        diffcache run shapes-flux "a small red ring on the left, on a yellow background"
+        diffcache run sticker-flux "a fox left of an owl on grass"
 
         diffcache run ./my-flux "a lighthouse" --preset fast
 
