@@ -98,21 +98,25 @@ def options(
 @app.command(epilog=EXIT_LINE)
 @guarded
 def demo(
-    method: Method = "taylorseer:every=6,site=stack",
-    steps: Steps = 50,
-    prompt: Annotated[str, typer.Option(help="What to draw; the default is a good one.")] = "",
+    method: Method = "taylorseer",
+    steps: Steps = 28,
+    prompt: Annotated[
+        str,
+        typer.Option(help="What to draw; shipped models of the demo have prompts of their own."),
+    ] = "",
     seed: Seed = 0,
-    samples: Annotated[int, typer.Option(min=1, max=4, help="Pictures to draw.")] = 1,
+    samples: Annotated[
+        int | None,
+        typer.Option(min=1, max=4, help="Pictures to draw, as one batch (default: one a prompt)."),
+    ] = None,
     out: Annotated[Path, typer.Option(help="The figure; a .json stands beside it.")] = Path(
         "out/demo.png"
     ),
-    model: Annotated[
-        Path | None, typer.Option(help="Another directory of a pipeline like shapes-flux.")
-    ] = None,
+    model: Annotated[str, typer.Option(help=f"{MODELS[0].upper()}{MODELS[1:]}.")] = "sticker-flux",
     dtype: Dtype = "auto",
     device: Device = "auto",
 ) -> None:
-    """Draw with the shipped model, uncached and cached, and measure both.
+    """Draw with a shipped model, uncached and cached, and measure both.
 
     The two runs take turns, from the same noise.
 
@@ -120,22 +124,24 @@ def demo(
 
         diffcache demo
 
-        diffcache demo --method taylorseer:every=4,site=module --steps 28
+        diffcache demo --method taylorseer:every=4,site=module --steps 50
 
-        diffcache demo --method first-block:threshold=0.1 --samples 4
+        diffcache demo --method first-block:threshold=0.1 --model shapes-flux
     """
     chosen = parse_method(method)
     chosen.abilities()  # raises where tables are missing
     check_target("--out", out, (".png", ".jpg", ".jpeg", ".webp"))
     quiet()
-    from diffcache.eval.demo import PROMPT, Task, compare, figure
+    from diffcache.eval.demo import Task, compare, figure, prompts_of
     from diffcache.eval.record import Setting, envelope
     from diffcache.pipelines.demo.saved import DTYPES
 
-    task = Task(prompt or PROMPT, steps, seed, samples, dtype, device)
+    task = Task(prompts_of(model, prompt, samples), steps, seed, model, dtype, device)
     with progress("drawing") as show:
-        result = compare(task, chosen, model, show)
-    typer.echo(f"{task.prompt!r}, {steps} steps, seed {seed}, {result.place}\n")
+        result = compare(task, chosen, show)
+    for number, text in enumerate(task.prompts):
+        typer.echo(f"picture {number}: {text!r}, seed {seed + number}")
+    typer.echo(f"{model}, {steps} steps, {result.place}\n")
     print_rows(("", "uncached", "cached"), result.rows())
     typer.echo(f"\n{result.report}\n")
     figure(result).save(out, optimize=True)
@@ -217,7 +223,7 @@ def run(
 
     [bold]Try[/bold]
 
-        diffcache run shapes-flux "a small red ring on the left, on a yellow background"
+        diffcache run sticker-flux "a fox left of an owl on grass"
 
         diffcache run ./my-flux "a lighthouse" --preset fast
 

@@ -35,7 +35,7 @@ DTYPES = (
     "auto (float32 on the CPU; elsewhere float16 where the denoiser was saved so, else bfloat16), "
     "float32, float16, bfloat16"
 )
-MODELS = "directory of a pipeline, a Hugging Face model ID, or a shipped model such as shapes-flux"
+MODELS = "directory of a pipeline, a Hugging Face model ID, or a shipped model such as sticker-flux"
 METHOD = "NAME[:KEY=VALUE,...]"
 
 # The options that several commands have, with one meaning.

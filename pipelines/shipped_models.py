@@ -8,11 +8,12 @@ from pathlib import Path
 from diffcache.errors import MissingError
 
 MODELS = Path(__file__).resolve().parents[1] / "assets" / "models"
-PACKED = ("shapes-classifier", "shapes-features", "shapes-flux")  # what a wheel holds
+PACKED = ("shapes-classifier", "shapes-features", "sticker-flux")  # what a wheel holds
 OTHERS = (
     "chain-guide", "chain-llada", "chain-llada-probe", "chain-llada-walk", "reach-policy",
-    "recall-llama", "shapes-causal", "shapes-dit", "shapes-kontext", "shapes-unet", "shapes-wan",
-    "sticker-dit", "sticker-flux", "sticker-judge", "sticker-kontext", "sticker-unet",
+    "recall-llama", "shapes-causal", "shapes-dit", "shapes-flux", "shapes-kontext", "shapes-unet",
+    "shapes-wan", "sticker-causal", "sticker-dit", "sticker-judge", "sticker-kontext",
+    "sticker-unet", "sticker-wan",
 )  # fmt: skip
 
 
@@ -28,7 +29,7 @@ def present(directory: str | Path) -> Path:
     path = Path(directory)
     if path.parent == MODELS and path.name in (*PACKED, *OTHERS) and not path.exists():
         raise MissingError(
-            f"{path.name}: this installation does not hold it, since a wheel carries shapes-flux "
+            f"{path.name}: this installation does not hold it, since a wheel carries sticker-flux "
             "alone; the other models come with the repository: install a clone of it "
             "(`pip install -e .`), or name the directory of a model, such as "
             f"assets/models/{path.name} of a clone"

@@ -18,6 +18,7 @@ import diffcache
 from diffcache import cli, command
 from diffcache.errors import MissingError
 from diffcache.eval import demo
+from diffcache.eval.demo import PROMPTS
 from diffcache.eval.metrics.weights import MissingWeightsError
 from diffcache.eval.samples import output
 from diffcache.eval.samples.clips import read_clip
@@ -345,8 +346,11 @@ class TestRun:
 class TestDemo:
     def test_figure_and_record(self, directory, tmp_path):
         out = tmp_path / "demo.png"
-        done = call("demo", "--model", directory, "--steps", 8, "--samples", 2, "--out", out)
+        words = ("--model", directory, "--method", "taylorseer:every=6", "--steps", 8)
+        done = call("demo", *words, "--samples", 2, "--out", out)
         assert done.exit_code == 0, done.output
+        assert f"picture 1: {PROMPTS['shapes-flux'][0]!r}, seed 1" in done.output
+        assert "picture 0 shows" in done.output and "of the prompt" in done.output
         assert "whole pipeline" in done.output and "decisions" not in done.output
         data = json.loads(out.with_suffix(".json").read_text())
         assert data["report"]["steps_computed"] == 3 and len(data["psnr_db"]) == 2
@@ -354,9 +358,9 @@ class TestDemo:
         assert Image.open(out).size[0] > 3 * 256
 
     def test_cache_that_is_off_is_identical(self, directory):
-        task = demo.Task(PROMPT, steps=3)
+        task = demo.Task((PROMPT,), steps=3, model=str(directory))
         with pytest.warns(diffcache.CacheWarning, match="skipped nothing"):
-            result = demo.compare(task, diffcache.Interval(every=1), directory)
+            result = demo.compare(task, diffcache.Interval(every=1))
         assert result.to_dict()["psnr_db"] == result.psnr_db == [100.0]
         assert ("PSNR to uncached (8 bit)", "-", "100 dB or more") in result.rows()
         assert demo.figure(result).mode == "RGB"
@@ -371,4 +375,7 @@ class TestDemo:
         out = tmp_path / "demo.png"
         done = call("demo", "--steps", 12, "--out", out)
         assert done.exit_code == 0, done.output
-        assert "picture 0 shows" in done.output
+        data = json.loads(out.with_suffix(".json").read_text())
+        assert data["task"]["prompts"] == list(PROMPTS["sticker-flux"])
+        assert data["report"]["steps_computed"] == 4 and len(data["psnr_db"]) == 4
+        assert max(data["psnr_db"]) < 100 and data["cached"]["reads"] == []

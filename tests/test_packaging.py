@@ -92,7 +92,7 @@ def files(top: str, pattern: str) -> set[str]:
     return {name if name.startswith("diffcache/") else f"diffcache/{name}" for name in shown}
 
 
-PACKED_ASSETS = (*(f"models/{name}" for name in PACKED), "prompts", "tables/shapes-flux")
+PACKED_ASSETS = (*(f"models/{name}" for name in PACKED), "prompts")
 ASSETS = set().union(*(files("assets", f"{name}/**/*") for name in PACKED_ASSETS))
 
 

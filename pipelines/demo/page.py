@@ -191,7 +191,7 @@ def build(program: Program, viewers: Viewers) -> gr.Blocks:
 
 def _about(policy: str) -> str:
     """Return what a policy holds, for a viewer to whom its name says nothing."""
-    row = find(policy, "video")
+    row = find(policy.partition(":")[0], "video")
     return _ABOUT.get(policy, "" if row is None else row.sentence)
 
 

@@ -29,7 +29,7 @@ from diffcache.pipelines.small.causal_scenes import (
     prompt,
 )
 from diffcache.pipelines.streaming_vae import WanDecoder
-from diffcache.video import FewSteps
+from diffcache.video import FewSteps, make_policy
 
 WAN_SIZE, WAN_FPS = (480, 832), 16
 WAN_PROMPTS = (
@@ -123,6 +123,8 @@ class Streaming:
         fps: Frames a second.
         prompts: Examples.
         sampler: Noise levels.
+        policy: Policy that the page begins with, and its settings, such as
+            `window:window=9,sinks=3`.
     """
 
     size: tuple[int, int] = WAN_SIZE
@@ -131,13 +133,14 @@ class Streaming:
     fps: int = WAN_FPS
     prompts: Sequence[str] = WAN_PROMPTS
     sampler: FewSteps = field(default_factory=FewSteps)
+    policy: str = "window"
 
 
 def streaming(folder: Path) -> Streaming:
     """Read how a model is streamed from `diffcache.json` in its folder.
 
     Its `call` may hold `height`, `width` and `max_sequence_length`, its `stream` the `chunk`, the
-    `fps`, `prompts`, and the settings of a `FewSteps` as `sampler`.
+    `fps`, `prompts`, the settings of a `FewSteps` as `sampler`, and the `policy` to begin with.
 
     Raises:
         ValueError: If the file is no JSON, or has something else there.
@@ -155,7 +158,8 @@ def streaming(folder: Path) -> Streaming:
                 given["timesteps"] = tuple(given["timesteps"])
             said["sampler"] = FewSteps(**given)
         found = replace(found, **said)
-    except (TypeError, ValueError) as error:
+        make_policy(found.policy)
+    except (LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{file}: stream: {error}") from error
     for name in ("words", "chunk", "fps"):
         check_int(f"{file}: {name}", getattr(found, name), 1)
@@ -184,6 +188,7 @@ def _of_wan(pipe: Any, name: str, way: Streaming) -> Served:
         way.fps,
         name,
         beside="window:sinks=0",
+        policy=way.policy,
     )
 
 

@@ -54,6 +54,7 @@ class Served:
         opening: Returns the first latents of a film, `[1, C, F, H, W]`, by prompt and seed, for a
             model that goes on with frames and does not begin; None for films made from the start.
         beside: Policy that a page compares with at first.
+        policy: Policy that a page begins with.
     """
 
     video: CausalVideo
@@ -66,6 +67,7 @@ class Served:
     name: str
     opening: Callable[[str, int], Tensor] | None = None
     beside: str = "full"
+    policy: str = POLICIES[0]
 
     def program(self, viewers: int, most_bytes: int) -> Program:
         """Return what a page can show of it.
@@ -75,8 +77,9 @@ class Served:
             most_bytes: Bytes of a film's cache at which the film ends.
         """
         patch = self.video.transformer.config.patch_size[1]
+        policies = [self.policy, *(name for name in POLICIES if name != self.policy)]
         return Program(
-            lambda asked: SessionFilm(self, asked, most_bytes), list(POLICIES), list(SWITCHES),
+            lambda asked: SessionFilm(self, asked, most_bytes), policies, list(SWITCHES),
             self.prompts, self.size, self.scale * patch, len(self.video.sampler.timesteps),
             self.fps, f"{self.name} - diffcache", viewers, self.beside, self.opening is not None,
         )  # fmt: skip

@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,9 @@ def test_a_pipeline_of_wan_is_filmed_through_its_text_encoder_and_autoencoder(
     assert (
         program.multiple == 16 and program.beside == "window:sinks=0"
     )  # full history is of gigabytes
+    chosen = "window:window=9,sinks=3"
+    assert program.policies[0] == "window"
+    assert replace(opened, policy=chosen).program(1, 1).policies == [chosen, *program.policies]
     film = SessionFilm(opened, Asked("a red ring", "full", 0, 2, (32, 48)), 10**9)
     first, second = film.next(), film.next()
     assert first.shape[1:] == second.shape[1:] == (32, 48, 3) and len(second) > len(first)
@@ -62,11 +66,12 @@ def test_a_folder_says_how_it_is_streamed(tmp_path: Path) -> None:
     file.write_text(told)
     sampler = FewSteps(shift=2.0, predicts="clean")
     assert served.streaming(tmp_path) == served.Streaming(
-        (64, 64), 8, 3, 12, ["a fox on grass"], sampler
+        (64, 64), 8, 3, 12, ["a fox on grass"], sampler, "window:window=9,sinks=3"
     )
     for wrong, words in (
         ({"chunks": 2}, "stream: .*'chunks'"), ({"chunk": 0}, "chunk=0: must be"), (3, "stream: "),
         ({"sampler": {"predicts": "x"}}, "stream: predicts='x'"), ({"prompts": []}, "prompts="),
+        ({"policy": "windw"}, "stream: .*windw"), ({"policy": "window:window=0"}, "window=0: must"),
     ):  # fmt: skip
         file.write_text(json.dumps({"stream": wrong}))
         with pytest.raises(ValueError, match=words):

@@ -53,7 +53,7 @@ STOPPED = {
 }
 # Commands that run -> words behind them that make them short.
 SHORT = {
-    "diffcache demo --method": "--model my-pipeline --samples 1 --steps 6",
+    "diffcache demo --method": "--model my-pipeline --prompt ring --samples 1 --steps 6",
     "diffcache calibrate --method": "--samples 2 --batch-size 2",
     "diffcache tune --model": "--samples 4 --batch-size 2 --steps 8 --method interval:every=8,site=model",
     "diffcache eval --model": "--samples 2 --rounds 0 --prompts pictures",
