@@ -21,6 +21,7 @@ from diffcache.eval.workshop.small.stickers import held_out
 from diffcache.eval.workshop.small.trainer import Settings
 from diffcache.pipelines.causal_video import CausalVideo
 from diffcache.pipelines.demo.served import streaming
+from diffcache.pipelines.shipped_models import MODELS
 from diffcache.video import FewSteps, FullHistory, VideoPolicy, Window
 
 
@@ -109,6 +110,8 @@ def test_a_shipped_folder_is_loaded_understands_as_in_training_and_says_how_it_i
     assert not found[1, 3:].any() and found[0, 4].any()
     way = streaming(tmp_path)
     assert (way.chunk, way.size, way.words, way.sampler) == (CHUNK, (64, 64), 8, SAMPLER)
+    assert way.policy == "window:window=9,sinks=0"  # three chunks, the most that windows had
+    assert streaming(MODELS / "sticker-causal") == way
 
 
 def test_the_loss_trains_every_part_and_histories_become_the_models_own(job: Causal):

@@ -124,7 +124,7 @@ class Streaming:
         prompts: Examples.
         sampler: Noise levels.
         policy: Policy that the page begins with, and its settings, such as
-            `window:window=9,sinks=3`.
+            `window:window=9,sinks=0`.
     """
 
     size: tuple[int, int] = WAN_SIZE

@@ -56,7 +56,8 @@ STREAM: dict[str, Any] = {
     "chunk": CHUNK,
     "fps": FPS,
     "sampler": asdict(SAMPLER),
-    "prompts": ["a fox on grass", "a rocket in space", "a butterfly", "a burger on wood"],
+    "prompts": ["a fox on grass", "a crab", "a fish", "a burger on wood"],
+    "policy": "window:window=9,sinks=0",  # keeps most objects of the windows tried
 }
 HELD = 64
 _GRID = (4, 4)
