@@ -110,7 +110,7 @@ def test_a_shipped_folder_is_loaded_understands_as_in_training_and_says_how_it_i
     assert not found[1, 3:].any() and found[0, 4].any()
     way = streaming(tmp_path)
     assert (way.chunk, way.size, way.words, way.sampler) == (CHUNK, (64, 64), 8, SAMPLER)
-    assert way.policy == "window:window=9,sinks=0"  # three chunks, the most that windows had
+    assert way.policy == "full"
     assert streaming(MODELS / "sticker-causal") == way
 
 

@@ -39,7 +39,7 @@ class Program:
 
     Attributes:
         make: Returns a film; called in the thread that films.
-        policies: Names of the policies, the first choice first, the one without a limit last.
+        policies: Names of the policies, the first choice first.
         switches: Names of what may happen to the cache at a new prompt.
         prompts: Examples.
         size: Usual height and width of the pictures.

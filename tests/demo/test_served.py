@@ -66,7 +66,7 @@ def test_a_folder_says_how_it_is_streamed(tmp_path: Path) -> None:
     file.write_text(told)
     sampler = FewSteps(shift=2.0, predicts="clean")
     assert served.streaming(tmp_path) == served.Streaming(
-        (64, 64), 8, 3, 12, ["a fox on grass"], sampler, "window:window=9,sinks=0"
+        (64, 64), 8, 3, 12, ["a fox on grass"], sampler, "full"
     )
     for wrong, words in (
         ({"chunks": 2}, "stream: .*'chunks'"), ({"chunk": 0}, "chunk=0: must be"), (3, "stream: "),

@@ -57,7 +57,7 @@ STREAM: dict[str, Any] = {
     "fps": FPS,
     "sampler": asdict(SAMPLER),
     "prompts": ["a fox on grass", "a crab", "a fish", "a burger on wood"],
-    "policy": "window:window=9,sinks=0",  # keeps most objects of the windows tried
+    "policy": "full",  # keeps most objects: films under a window fall apart after 60 chunks
 }
 HELD = 64
 _GRID = (4, 4)
