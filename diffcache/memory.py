@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from diffcache.features.base import Method
 from diffcache.features.combine import Combine
 from diffcache.step import Step
 
+_EDITORS = re.compile("FluxKontext")  # pipelines that append the tokens of a picture to edit
 _RECORDS = 8  # computed steps after which every forecast holds as many tensors as it ever will
 
 
@@ -161,6 +163,7 @@ def size_of(target: Any, model: nn.Module, given: Mapping[str, int | None]) -> S
         "frames": _default(call, "num_frames") or 1,
         "text_tokens": known.more_text + (_default(call, "max_sequence_length") or 77),
         "batch": 1,
+        "references": int(_EDITORS.match(type(target).__name__) is not None),
     }
     size = {key: defaults[key] if given.get(key) is None else given[key] for key in defaults}
     known_size = {key: value for key, value in size.items() if value is not None}

@@ -178,3 +178,21 @@ def test_held_bytes_follow_the_formula(method, tensors):
         assert handle.held_bytes() == tensors(depth, joint, joint)
         assert handle.last.peak_bytes == handle.held_bytes()
     assert handle.held_bytes() == 0
+
+
+def test_tokens_of_a_picture_to_edit_are_counted():
+    case = pipes()["FluxKontextPipeline"]
+    pipe = case.build(0)
+    call, seen = case.call(pipe, 0, 6), []
+    hook = pipe.transformer.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs), with_kwargs=True
+    )
+    pipe(**call)
+    hook.remove()
+    text = seen[0]["encoder_hidden_states"].shape[1]
+    size = {"height": call["height"], "width": call["width"], "text_tokens": text}
+    expected = diffcache.expected_bytes(pipe, "taylorseer", every=3, **size)
+    with diffcache.wrapped(pipe, "taylorseer", every=3) as handle:
+        pipe(**call)
+        branches = len(seen) // 6
+        assert handle.last.peak_bytes == branches * expected["transformer"] > 0

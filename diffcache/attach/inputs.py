@@ -22,6 +22,8 @@ class Size:
         frames: Frames of a film, 1 for a picture.
         text_tokens: Length of the prompt as the denoiser sees it, padding included.
         batch: Samples in the call; guidance in one batch doubles it.
+        references: Pictures of the same size whose tokens stand behind those of the latents, as
+            in FLUX Kontext.
     """
 
     height: int
@@ -29,6 +31,7 @@ class Size:
     frames: int = 1
     text_tokens: int = 512
     batch: int = 1
+    references: int = 0
 
     def __post_init__(self) -> None:
         for name in ("height", "width", "frames", "text_tokens", "batch"):
@@ -48,6 +51,7 @@ class Latents:
         text: Tokens of the prompt.
         batch: Samples.
         device: Device of the tensors; `meta` has shapes only.
+        references: Pictures whose tokens stand behind those of the latents.
     """
 
     config: Mapping[str, Any]
@@ -57,6 +61,7 @@ class Latents:
     text: int
     batch: int
     device: torch.device
+    references: int = 0
 
     def zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return zeros, one for each sample first."""
@@ -74,8 +79,9 @@ class Latents:
 
     @property
     def packed(self) -> Tensor:
-        """Latents as tokens of two by two, [B, T, C]."""
-        return self.zeros(self.rows // 2 * (self.columns // 2), self.config["in_channels"])
+        """Latents as tokens of two by two, and those of references, [B, T, C]."""
+        tokens = self.rows // 2 * (self.columns // 2)
+        return self.zeros((1 + self.references) * tokens, self.config["in_channels"])
 
     def prompt(self, width: str) -> Tensor:
         """Return text features, [B, text, width]; `width` is their name in the configuration."""
@@ -318,4 +324,5 @@ def inputs_of(
     frames = (size.frames - (not known.rounds_up or size.frames == 1)) // temporal + 1
     rows, columns = size.height // spatial, size.width // spatial
     where = torch.device(device)
-    return known.make(Latents(config, frames, rows, columns, size.text_tokens, size.batch, where))
+    call = (frames, rows, columns, size.text_tokens, size.batch, where, size.references)
+    return known.make(Latents(config, *call))
