@@ -436,7 +436,9 @@ def expected_bytes(
     asked = {"height": height, "width": width, "frames": frames, "text_tokens": text_tokens}
     sizes = {n: size_of(target, m, {**asked, "batch": batch}) for n, m in denoisers.items()}
     compression = compression_of(target)
-    found = {n: bytes_of(m, chosen.of(n), sizes[n], compression) for n, m in denoisers.items()}
+    found = {
+        n: bytes_of(m, chosen.for_denoiser(n), sizes[n], compression) for n, m in denoisers.items()
+    }
     return {name: expected.of(branches) for name, expected in found.items()}
 
 

@@ -56,7 +56,7 @@ class Method(ABC):
             ValueError: If a field is out of its range.
         """
 
-    def of(self, denoiser: str) -> Method:
+    def for_denoiser(self, denoiser: str) -> Method:
         """Return the method of one denoiser of a pipeline, by its name there."""
         return self
 

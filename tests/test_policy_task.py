@@ -146,9 +146,9 @@ def test_training_lowers_the_loss_and_ships_a_pipeline(tmp_path):
     job = train_reach.Reach(settings, tmp_path)
     job.measure = lambda models: {}  # its rollouts take longer than all the rest
     run = train(job, "reach", precision="float32")
-    chosen = torch.arange(640)
+    drawn = {"chosen": torch.arange(640)}
     losses = [
-        float(job.loss(models, chosen, torch.Generator().manual_seed(1)).detach())
+        float(job.loss(models, drawn, torch.Generator().manual_seed(1)).detach())
         for models in (job.build(), run.average)
     ]
     assert losses[1] < 0.8 * losses[0]

@@ -77,7 +77,7 @@ class Denoiser:
         self.arguments = list(inspect.signature(type(model).forward).parameters)[1:]
         self.is_noticed = False
         self.hooks: list[Any] = []
-        self.method = handle.method.of(name)
+        self.method = handle.method.for_denoiser(name)
         self.total, self.counts_calls = self.method.total, self.method.counts_calls
         self.extensions: list[Extension] = []
         _check_kind(model, anatomy, handle)

@@ -139,13 +139,15 @@ class Handle(Runs):
     def check_fits(self, method: Method, scheduler: Any) -> None:
         """Raise AttachError or TablesError unless a method serves the denoisers and a scheduler."""
         for denoiser in self.denoisers:
-            method.of(denoiser.name).check_model(facts_of(denoiser.model, scheduler, self.target()))
+            method.for_denoiser(denoiser.name).check_model(
+                facts_of(denoiser.model, scheduler, self.target())
+            )
 
     def use(self, method: Method) -> None:
         """Let the runs that start from now on have another method at the same places."""
         self.method, self.tables = method, tables_of(method)
         for denoiser in self.denoisers:
-            denoiser.method = method.of(denoiser.name)
+            denoiser.method = method.for_denoiser(denoiser.name)
 
     def detach(self) -> None:
         """Leave everything as it was found; detaching twice does nothing."""

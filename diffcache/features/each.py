@@ -37,7 +37,7 @@ class Each(Method):
         entries = dict.fromkeys(method.bibtex for _, method in self.methods if method.bibtex)
         object.__setattr__(self, "bibtex", "\n".join(entries))
 
-    def of(self, denoiser: str) -> Method:
+    def for_denoiser(self, denoiser: str) -> Method:
         """Return the method of a denoiser.
 
         Raises:

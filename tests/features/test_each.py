@@ -82,4 +82,4 @@ def test_names_that_are_no_denoisers_are_refused():
     with pytest.raises(ValueError, match=r"methods=\(\): name a denoiser and its method"):
         Each(())
     with pytest.raises(AttachError, match="no method for unet: there are some for transformer"):
-        Each((("transformer", Interval()),)).of("unet")
+        Each((("transformer", Interval()),)).for_denoiser("unet")

@@ -96,7 +96,7 @@ class FeatureReuse(Extension):
         self._check_split()
         parts, asked = self.setup.parts, timeline.run.record.method
         if asked is not None and asked is not self._whole:
-            chosen = reuse_of(asked.of(self._name))
+            chosen = reuse_of(asked.for_denoiser(self._name))
             assert chosen is not None
             parts = replace(parts, when=chosen.when, instead=chosen.instead)
         state = None if parts.when.by_branch else parts.when.init()

@@ -246,9 +246,9 @@ class Held(Method):
             for ability in self.method.abilities()
         )
 
-    def of(self, denoiser: str) -> Method:
+    def for_denoiser(self, denoiser: str) -> Method:
         """Return the method of one denoiser, with its features held in the same form."""
-        own = self.method.of(denoiser)
+        own = self.method.for_denoiser(denoiser)
         return self if own is self.method else Held(own, self.hold)
 
     def check_model(self, facts: Mapping[str, Any]) -> None:
