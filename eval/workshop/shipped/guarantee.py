@@ -11,6 +11,7 @@ which nothing is certified.
 from __future__ import annotations
 
 import sys
+import time
 from typing import Annotated, Any
 
 import numpy as np
@@ -19,12 +20,10 @@ import typer
 from numpy.typing import NDArray
 
 from diffcache.command import Threads, script
-from diffcache.eval.record import FOLDER, ROOT
-from diffcache.eval.record import commit as commit_of_code
+from diffcache.eval.record import FOLDER, ROOT, Setting, envelope, write
 from diffcache.eval.workshop.small import sticker_flux
 from diffcache.eval.workshop.small.stickers import caption, sample_scene
 from diffcache.features.taylorseer import TaylorSeer
-from diffcache.files import write_json
 from diffcache.offline.tune.guarantee import certify
 from diffcache.offline.tune.trial import Bench
 from diffcache.pipelines.demo.console import progress
@@ -83,7 +82,8 @@ def redrawn(
             strayed_of_other.append(float((others[:, chosen] < psnr).mean()))
     mean, error = float(np.mean(strayed)), 1.96 * float(np.std(strayed)) / DRAWS**0.5
     return {
-        "kind": kind, "psnr": psnr, "confidence": confidence, "seen": SEEN[kind], "draws": DRAWS,
+        "name": f"{kind}, {psnr:g} dB, {confidence:.0%}", "kind": kind, "psnr": psnr,
+        "confidence": confidence, "seen": SEEN[kind], "draws": DRAWS,
         "strayed": mean, "low": mean - error, "high": mean + error,
         "strayed_of_other": float(np.mean(strayed_of_other)) if strayed_of_other else None,
         "chosen": {str(k): chosen_of.count(k) for k in sorted(set(chosen_of))},
@@ -109,23 +109,28 @@ def measure(
 ) -> None:
     """Measure, draw again, and write the record."""
     torch.set_num_threads(threads)
+    begun = time.monotonic()
     values, costs = closeness(captions(prompts, 2, seed), steps, seed)
     single, _ = closeness(captions(other, 1, seed), steps, seed)
     found = {"two objects": values, "one object": single}
     rows = rows_of(found)
-    record = {
-        "model": "sticker-flux", "steps": steps, "seed": seed, "commit": commit_of_code(),
-        "settings": [repr(method) for method in LADDER], "costs": costs, "rows": rows,
+    shapes = {"device": "cpu", "model": "sticker-flux", "steps": steps}
+    body = {
+        "seed": seed, "rounds": 1, "seconds": round(time.monotonic() - begun, 1), "rows": rows,
+        "shapes": shapes, "settings": [repr(method) for method in LADDER], "costs": costs,
         "psnr": {kind: np.round(each, 3).tolist() for kind, each in found.items()},
     }  # fmt: skip
-    write_json(FOLDER / "guarantee.json", record)
+    command = (
+        f"python -m diffcache.eval.workshop.shipped.guarantee --prompts {prompts} --seed {seed}"
+    )
+    file = write(envelope("guarantee", Setting(torch.device("cpu")), command, body), FOLDER)
     for row in rows:
         print(
             f"{row['kind']}, {row['psnr']:g} dB at {row['confidence']:.0%}: {row['strayed']:.1%} "
             f"of new prompts strayed ({row['low']:.1%} to {row['high']:.1%}), "
             f"{row['strayed_of_other'] or 0:.1%} of the other kind; chosen {row['chosen']}"
         )
-    print(f"wrote {(FOLDER / 'guarantee.json').relative_to(ROOT)}")
+    print(f"wrote {file.relative_to(ROOT)}")
 
 
 main = script(measure)
