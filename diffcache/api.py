@@ -152,8 +152,9 @@ def wrapped(
     """Do as `wrap` and return the handle: `with diffcache.wrapped(pipe, method) as handle: ...`."""
     choice = None
     if method is None or preset is not None:
-        choice = choice_for(target, denoisers_of(target, components), method, preset, settings)
-        method, settings = choice.given(denoisers_of(target, components), settings)
+        denoisers = denoisers_of(target, components)
+        choice = choice_for(target, denoisers, method, preset, settings)
+        method, settings = choice.given(denoisers, settings)
     if is_settings_file(method):
         given = {**settings, **({} if hold is None else {"hold": hold})}
         return _wrapped_by_file(target, method, components, given)

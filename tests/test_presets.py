@@ -240,7 +240,7 @@ def test_bytes_are_those_of_the_preset() -> None:
 
 
 def said(*words: str) -> str:
-    """What the command line prints, on one line; its exit code before."""
+    """Return the exit code of a command, and what it prints, on one line."""
     result = CliRunner().invoke(cli.app, list(words))
     return f"{result.exit_code} {' '.join(result.output.split())}"
 
@@ -312,7 +312,7 @@ def official_magcache(method: MagCache, total: int) -> list[list[int]]:
 
 
 def rows_of(model: nn.Module, method: Any, run: Callable[[], None]) -> list[Tensor]:
-    """What official code compares at every step, of an uncached run."""
+    """Return what official code compares at every step of an uncached run."""
     rows: list[Tensor] = []
     lists = {n: m for n, m in model.named_children() if isinstance(m, nn.ModuleList)}
     block = next(m for n, m in lists.items() if "refiner" not in n)[0]

@@ -21,7 +21,8 @@ from diffcache.eval.workshop.small.sticker_edits import (
 from diffcache.eval.workshop.small.sticker_kontext import CALL, Kontext
 from diffcache.eval.workshop.small.sticker_text import Encoder, learn_words
 from diffcache.eval.workshop.small.stickers import SIDE, held_out, render
-from diffcache.eval.workshop.small.trainer import Draws, Settings, seeded
+from diffcache.eval.workshop.small.trainer import Draws, Settings, seeded, start_from
+from diffcache.pipelines.shipped_models import MODELS
 
 
 def test_all_but_one_thing_stays_as_it_is():
@@ -108,11 +109,12 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Kontext:
     folder = tmp_path_factory.mktemp("kontext")
     torch.manual_seed(0)
     torch.save({"average": build_autoencoder().state_dict()}, folder / "sticker-autoencoder.state")
-    return Kontext(Settings(steps=2, batch=4, examples=16, start="sticker-flux"), folder)
+    return Kontext(Settings(steps=2, batch=4, examples=16), folder)
 
 
 def test_the_pipeline_draws_what_training_showed(job: Kontext):
     models = job.build()
+    start_from(models, MODELS / "sticker-kontext")  # whose gates are open
     edits = job.held_edits[:2]
     texts = [edit.text for edit in edits]
     shown = job.sample(models, texts, steps=3, guidance=2.0, references=job.held_references[:2])

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from diffcache.eval.workshop.small import trainer
-from diffcache.eval.workshop.small.trainer import Job, Settings, orthogonal, pace, record, train
+from diffcache.eval.workshop.small.muon import orthogonal
+from diffcache.eval.workshop.small.trainer import Job, Settings, pace, record, train
 
 SETTINGS = Settings(
     steps=24, batch=8, examples=40, rate=1e-2, muon=0.02, muon_in="deep", warmup=2, save_every=7,
@@ -134,3 +136,22 @@ def test_settings_are_read_and_a_wrong_name_is_refused(tmp_path: Path, monkeypat
         trainer.read_settings("sticker-text")
     with pytest.raises(ValueError, match="unknown training 'mine'; use one of sticker-autoencoder"):
         trainer.load_job("mine", tmp_path)
+
+
+def test_a_run_starts_from_shipped_weights_and_refuses_those_of_another_model(
+    tmp_path: Path, monkeypatch
+):
+    monkeypatch.setattr(trainer, "MODELS", tmp_path)
+    kept = Line(SETTINGS, tmp_path).build()
+    for name, module in kept.items():
+        (tmp_path / "line" / name).mkdir(parents=True)
+        save_file(module.state_dict(), tmp_path / "line" / name / "model.safetensors")
+    run = trainer.Training(Line(replace(SETTINGS, start="line", seed=9), tmp_path), "float32")
+    for found in (run.models, run.average):
+        for one, other in zip(found.parameters(), kept.parameters(), strict=True):
+            assert torch.equal(one, other)
+    save_file({"weight": torch.zeros(3, 3)}, tmp_path / "line" / "last" / "model.safetensors")
+    with pytest.raises(ValueError, match="start='line': last has other shapes"):
+        trainer.Training(Line(replace(SETTINGS, start="line"), tmp_path), "float32")
+    with pytest.raises(ValueError, match="start='none': it ships no weights of deep"):
+        trainer.Training(Line(replace(SETTINGS, start="none"), tmp_path), "float32")

@@ -20,7 +20,7 @@ from diffcache.features.tables import Tables
 
 @dataclass(frozen=True)
 class Guarantee:
-    """What is known of a new prompt of the same kind.
+    """Certificate of how close a new prompt of the same kind stays to its uncached output.
 
     Attributes:
         psnr: PSNR to the uncached output that a sample has to reach, in dB.
@@ -115,7 +115,7 @@ class Tuned(FeatureMethod):
 
     @property
     def guarantee(self) -> Guarantee | None:
-        """What is known of a new prompt, if `tune` was given a confidence, else None."""
+        """Certificate for new prompts, if `tune` was given a confidence, else None."""
         found = self._measured.header.get("guarantee")
         return None if found is None else Guarantee(**found)
 

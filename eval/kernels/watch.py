@@ -29,7 +29,7 @@ OPTIONS = ", options"  # of what failed while options were tried: the kernel its
 
 @dataclass
 class Found:
-    """What was measured so far, and the file that it is kept in.
+    """Measurements so far, and the file that keeps them.
 
     Attributes:
         file: Where it is written after every result.

@@ -31,6 +31,4 @@ def load(dtype: torch.dtype = torch.float32, directory: str | Path = DIRECTORY) 
         dtype: Dtype of every model in it; the files hold bfloat16.
         directory: Directory of the saved pipeline.
     """
-    pipe = load_pipeline(FluxPipeline, directory, dtype)
-    pipe.default_sample_size = CALL["height"] // pipe.vae_scale_factor
-    return pipe
+    return load_pipeline(FluxPipeline, directory, dtype, side=CALL["height"])

@@ -57,8 +57,8 @@ def tune(
         speedup: The closest method that needs at most `1 / speedup` of the operations.
         psnr: The cheapest method that stays this close, in dB.
         seconds: The closest method that takes at most so long a batch.
-        confidence: With `psnr`, the probability with which every new prompt of the same kind stays
-            that close, instead of their mean: see `diffcache.offline.tune.guarantee`. Prompts have
+        confidence: Least probability with which each new prompt of the same kind stays as close as
+            `psnr`, which is then no mean: see `diffcache.offline.tune.guarantee`. Prompts have
             to differ and run one by one; 0.95 takes 19 to validate on, so 29 in all.
         methods: Methods to try, with changes of their steps, instead of the built-in space; those
             that need tables are calibrated.

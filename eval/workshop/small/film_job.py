@@ -1,4 +1,4 @@
-"""What the trainings on films share: the sentences, the films and their latents."""
+"""Share sentences, films and their latents among the trainings on films."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def build_text() -> tuple[T5TokenizerFast, UMT5EncoderModel]:
 class FilmJob(Job):
     """Train on latents of films, which are drawn and encoded once.
 
-    The folder holds `sticker-video-autoencoder.state`.
+    The autoencoder is that of `sticker-video-autoencoder.state` in the folder, or the shipped one.
 
     Args:
         settings: Settings of the training.

@@ -1,4 +1,4 @@
-"""What the trainings of sticker models on DDIM's schedule share, of DiT and of the U-Net."""
+"""Train sticker models on DDIM's schedule: the base of the DiT and of the U-Net."""
 
 from __future__ import annotations
 

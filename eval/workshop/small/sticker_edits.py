@@ -102,7 +102,7 @@ def edit_words() -> list[str]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a picture follows an instruction.
+    """Verdict on how a picture follows an instruction.
 
     Attributes:
         whole_right: Whether it shows all objects of the wanted scene, whole, in their places, no

@@ -75,9 +75,7 @@ def load(dtype: torch.dtype = torch.float32, directory: str | Path = DIRECTORY) 
         dtype: Dtype of every model in it; the files hold bfloat16.
         directory: Directory of the saved pipeline.
     """
-    pipe = load_pipeline(FluxPipeline, directory, dtype)
-    pipe.default_sample_size = CALL["height"] // pipe.vae_scale_factor
-    return pipe
+    return load_pipeline(FluxPipeline, directory, dtype, side=CALL["height"])
 
 
 def build_transformer(text_width: int = 64) -> FluxTransformer2DModel:
@@ -243,17 +241,9 @@ class Flux(Job):
         self.held = pack(kept["held"].float()).to(torch.get_default_device())
 
     def build(self) -> nn.ModuleDict:
-        """Build the denoiser, and the text encoders as their own training left them.
-
-        Where settings name a shipped model, all start from its weights; blocks that it has not
-        start as identities.
-        """
+        """Build the denoiser, and the text encoders as their own training left them."""
         models = nn.ModuleDict(load_text(self.encoder, self.folder / "sticker-text.state"))
         transformer = build_transformer()
-        if self.settings.start:
-            source = MODELS / self.settings.start / "transformer"
-            weights = load_file(source / "diffusion_pytorch_model.safetensors")
-            transformer.load_state_dict(weights, strict=False)
         if torch.get_default_device().type == "cpu":
             transformer.set_attn_processor(PlainFluxAttention())
         models["transformer"] = transformer

@@ -56,9 +56,7 @@ def load(
         dtype: Dtype of every model in it; the files hold bfloat16.
         directory: Directory of the saved pipeline.
     """
-    pipe = load_pipeline(FluxKontextPipeline, directory, dtype)
-    pipe.default_sample_size = CALL["height"] // pipe.vae_scale_factor
-    return pipe
+    return load_pipeline(FluxKontextPipeline, directory, dtype, side=CALL["height"])
 
 
 class Kontext(Flux):

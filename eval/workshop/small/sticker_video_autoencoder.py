@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from diffcache.eval.workshop.small.sticker_films import render_film, sample_film
 from diffcache.eval.workshop.small.trainer import Job, Settings
+from diffcache.pipelines.shipped_models import MODELS
 from diffcache.psnr import psnr
 
 CHANNELS = 48
@@ -53,7 +54,16 @@ def build_autoencoder() -> AutoencoderKLWan:
 
 
 def load_autoencoder(path: Path) -> AutoencoderKLWan:
-    """Load the averaged weights of a trained autoencoder from its checkpoint."""
+    """Load a trained autoencoder: averaged weights of its checkpoint, or those that are shipped.
+
+    Args:
+        path: Path of a checkpoint; where there is none, sticker-causal's autoencoder is taken.
+    """
+    if not path.exists():
+        shipped: AutoencoderKLWan = AutoencoderKLWan.from_pretrained(
+            MODELS / "sticker-causal" / "vae"
+        )
+        return shipped.eval().requires_grad_(False)
     average = torch.load(path, weights_only=True, map_location=torch.get_default_device())[
         "average"
     ]

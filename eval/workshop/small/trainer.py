@@ -34,9 +34,11 @@ from typing import Any
 
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from diffcache.eval.workshop.small.muon import Muon
 from diffcache.pipelines.shipped_models import MODELS
 
 if sys.version_info >= (3, 11):
@@ -87,7 +89,8 @@ class Settings:
         cooldown: Last share of the run, over which the learning rate falls to a fiftieth.
         save_every: Steps between two checkpoints.
         measure_every: Steps between two measurements on held-out examples.
-        start: Name of a shipped model whose weights a run starts from; none if it is empty.
+        start: Name of a shipped model whose weights a run without a checkpoint starts from; blocks
+            that it has not keep their own. None if it is empty.
         model: Name of the shipped model that the training is for, which names the file.
     """
 
@@ -189,52 +192,6 @@ class Job(ABC):
             directory: Directory of the shipped model.
         """
         del models, directory
-
-
-class Muon(torch.optim.Optimizer):
-    """Step along the nearest orthogonal matrix to the momentum, in float32.
-
-    `torch.optim.Muon` rounds to bfloat16, which is slow on processors without hardware for it,
-    and takes matrices alone; kernels of convolutions are flattened here.
-
-    Reference: Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024.
-    """
-
-    def __init__(self, groups: list[dict[str, Any]], rate: float) -> None:
-        super().__init__(groups, {"lr": rate, "momentum": 0.95, "weight_decay": 0.01})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Take one step."""
-        for group in self.param_groups:
-            alike: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
-            for weight in group["params"]:
-                if weight.grad is None:
-                    continue
-                state = self.state[weight]
-                if "momentum" not in state:
-                    state["momentum"] = torch.zeros_like(weight)
-                momentum = state["momentum"]
-                momentum.lerp_(weight.grad, 1 - group["momentum"])
-                moved = weight.grad.lerp(momentum, group["momentum"]).flatten(1)
-                alike.setdefault((moved.shape[0], moved.shape[1]), []).append((weight, moved))
-            for (rows, columns), pairs in alike.items():
-                changes = orthogonal(torch.stack([moved for _, moved in pairs]))
-                size = max(1.0, rows / columns) ** 0.5
-                for (weight, _), change in zip(pairs, changes, strict=True):
-                    weight.mul_(1 - group["lr"] * group["weight_decay"])
-                    weight.sub_(change.view_as(weight) * (group["lr"] * size))
-
-
-def orthogonal(matrices: Tensor) -> Tensor:
-    """Return about the nearest orthogonal matrices [..., M, N], by five steps of Newton-Schulz."""
-    high = matrices.shape[-2] > matrices.shape[-1]
-    wide: Tensor = matrices.mT if high else matrices
-    wide = wide / (wide.norm(dim=(-2, -1), keepdim=True) + 1e-7)
-    for _ in range(5):
-        square = wide @ wide.mT
-        wide = 3.4445 * wide + (-4.775 * square + 2.0315 * square @ square) @ wide
-    return wide.mT if high else wide
 
 
 def build_optimizers(models: nn.ModuleDict, settings: Settings) -> list[torch.optim.Optimizer]:
@@ -395,6 +352,8 @@ class Training:
         torch.manual_seed(job.settings.seed)
         self.job = job
         self.models = job.build()
+        if job.settings.start:
+            start_from(self.models, MODELS / job.settings.start)
         self.average = copy.deepcopy(self.models).requires_grad_(False)
         self.optimizers = build_optimizers(self.models, job.settings)
         self.step = 0
@@ -619,6 +578,28 @@ def commit() -> str:
     asked = ["git", "-C", str(MODELS), "describe", "--always", "--abbrev=40", "--dirty=+"]
     done = subprocess.run(asked, capture_output=True, text=True, check=False)
     return done.stdout.strip()
+
+
+def start_from(models: nn.ModuleDict, directory: Path) -> None:
+    """Load the weights of a shipped model into modules by their names; new ones keep theirs.
+
+    Args:
+        models: Modules of a training.
+        directory: Directory of the shipped model, with a folder for each module.
+
+    Raises:
+        ValueError: If a module has no file there, or has another shape or fewer weights.
+    """
+    for name, model in models.items():
+        files = sorted((directory / name).glob("*.safetensors"))
+        if len(files) != 1:
+            raise ValueError(f"start={directory.name!r}: it ships no weights of {name}")
+        try:
+            found = model.load_state_dict(load_file(files[0]), strict=False)
+        except RuntimeError as error:
+            raise ValueError(f"start={directory.name!r}: {name} has other shapes") from error
+        if found.unexpected_keys:
+            raise ValueError(f"start={directory.name!r}: {name} has no {found.unexpected_keys[0]}")
 
 
 def device_name() -> str:
