@@ -177,7 +177,7 @@ def test_two_experts_get_settings_of_their_own() -> None:
         assert handle.choice is not None and handle.choice.preset is preset
         for name, (warmup, skips) in {"transformer": (4, 8), "transformer_2": (2, 20)}.items():
             expected = DBCache(0.12, lead=1, longest=2, warmup=warmup, skips=skips)
-            assert handle.method.of(name) == expected
+            assert handle.method.for_denoiser(name) == expected
     with diffcache.wrapped(pipe, components="transformer_2", threshold=1e9, skips=3) as handle:
         assert handle.method == Each((("transformer_2", DBCache(1e9, 1, 0, 2, 3, 3)),))
     pipe.transformer.register_to_config(**tiny[0])
