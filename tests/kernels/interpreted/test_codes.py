@@ -26,6 +26,10 @@ def test_far_numbers_get_the_last_code_and_zero_gets_its_own():
         found = codes.int8_codes(values, scale, zero)
         assert torch.equal(found, codes.codes_twin(values, scale, zero, 8))
         assert found.tolist()[3:5] == [zero - 128] * 2
+    nan, rows = torch.full((2, 16), torch.nan), torch.ones(2, 1)
+    for scale, zero in ((0.1, 9), (0.1 * rows, 9 * rows.int())):
+        found = codes.int8_codes(nan, scale, zero)
+        assert found.eq(-128).all() and codes.codes_twin(nan, scale, zero, 8).eq(-128).all()
 
 
 def test_scales_that_are_not_one_a_row_are_left_to_plain_pytorch(monkeypatch):
