@@ -192,7 +192,7 @@ def test_fid_errors_name_the_file_or_the_option(
         ((real, fake, "--is", "--convention", "clean", "--backend", "real"), "--convention clean"),
         ((real, fake, "--device", "gpu", "--backend", "real"), "--device 'gpu'"),
         ((real, fake, "--json", str(corrupt / "1.png" / "x.json")), "--json"),
-    ]  # fmt: skip
+    ]
     for arguments, message in cases:
         assert message in error(capsys, 2, fid.main, *arguments)
     for words in ((real,), (real, fake, "--samples", "1"), (real, fake, "--backend", "fake")):
