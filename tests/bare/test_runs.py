@@ -19,7 +19,6 @@ from diffusers import (
     DDPMScheduler,
     DPMSolverMultistepScheduler,
     EulerAncestralDiscreteScheduler,
-    StableDiffusionPipeline,
 )
 from torch import Tensor, nn
 
@@ -27,8 +26,7 @@ import diffcache
 from diffcache import AttachError, CacheWarning, Combine, Every, Interval
 from diffcache.api import handle_of
 from diffcache.attach.branches import FEWEST, glance, goes_on
-from diffcache.eval.workshop.small.small_unet import DIRECTORY
-from diffcache.pipelines.small.shipped import load_pipeline
+from diffcache.eval.workshop.small import small_unet
 from tests.bare.toys import (
     COND,
     EVERY,
@@ -775,7 +773,7 @@ SAMPLERS = [
 
 @pytest.mark.parametrize(("kind", "options"), SAMPLERS)
 def test_a_real_trajectory_of_20_steps_is_one_run(kind: Any, options: dict[str, Any]):
-    pipe = load_pipeline(StableDiffusionPipeline, DIRECTORY, torch.float32)
+    pipe = small_unet.load()
     pipe.scheduler = kind.from_config(pipe.scheduler.config, **options)
     diffcache.wrap(pipe.unet, EVERY)
     with torch.no_grad(), warnings.catch_warnings():
