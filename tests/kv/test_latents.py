@@ -11,15 +11,7 @@ import transformers as hf
 
 from diffcache.errors import AttachError
 from diffcache.eval.workshop.kv import oracle
-from diffcache.kv import (
-    criticalkv,
-    keydiff,
-    kivi,
-    look_m,
-    quest,
-    snapkv,
-    streaming_llm,
-)
+from diffcache.kv import criticalkv, keydiff, kivi, look_m, quest, snapkv, streaming_llm
 from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.life import save as life
 from diffcache.kv.recipe import Recipe

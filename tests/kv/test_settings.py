@@ -19,7 +19,7 @@ TABLES: dict[str, Any] = {
     "scalekv": {"scales": ((1, 1), (2, 2))},
     "rematerialised": {"projections": (Projections(torch.eye(8), torch.eye(8), 1),)},
     "xquant_latent": {"bases": examples.BASES},
-}  # fmt: skip
+}
 
 
 def test_choices_flags_tables_and_objects_are_named_too() -> None:

@@ -7,9 +7,9 @@ import re
 import pytest
 
 from diffcache.kernels.gpu.machine import ARCHS, SHARED, machine
-from tests.kernels.compiled.launches import LAUNCHES
-from tests.kernels.compiled.machine import WIDE, Launch
+from tests.kernels.compiled.launches import LAUNCHES, Launch
 
+WIDE = ("LDG.E.128", "LDGSTS", "UTMALDG")  # loads of 16 bytes, asynchronous ones, whole tiles
 # Instructions of the longest loop on sm_90, with Triton 3.9, of every launch that has one.
 LOOPS = {
     "attn_decode_kivi-4-128-128-torch.bfloat16": 1069, "attn_decode_kivi-2-32-128-torch.bfloat16": 784,
