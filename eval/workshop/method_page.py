@@ -63,10 +63,15 @@ def page(directory: Path = ROOT) -> str:
     Args:
         directory: The project, for its records.
     """
+    return "\n".join(parts(directory).values()).rstrip() + "\n"
+
+
+def parts(directory: Path = ROOT) -> dict[str, str]:
+    """Return the page in parts: its head under an empty name, then a section for each method."""
     folder = directory / "assets" / "bench"
     records = [read_json(file) for file in sorted(folder.glob(RECORDS))]
-    parts = [HEAD, _overview(), *[_section(row, records) for row in rows_of("method").values()]]
-    return "\n".join(parts).rstrip() + "\n"
+    sections = {name: _section(row, records) for name, row in rows_of("method").items()}
+    return {"": f"{HEAD}\n{_overview()}", **sections}
 
 
 def _overview() -> str:
