@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import posixpath
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -208,8 +209,22 @@ def _site() -> Site:
     return Site()
 
 
+def copy_package(place: Path, root: Path = ROOT) -> None:
+    """Copy the modules of the package, as mkdocstrings follows no links and needs `__init__.py`."""
+
+    def left_out(folder: str, names: list[str]) -> list[str]:
+        files = [n for n in names if not n.endswith(".py") and Path(folder, n).is_file()]
+        return [*files, "__pycache__", "assets", "workshop"]
+
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(root / "diffcache", place / "diffcache", ignore=left_out)
+    for folder in (path for path in place.rglob("*") if path.is_dir()):
+        (folder / "__init__.py").touch()
+
+
 def on_config(config: Any) -> Any:
-    """Complete the navigation; called by mkdocs."""
+    """Complete the navigation and copy the package for the reference; called by mkdocs."""
+    copy_package(ROOT / "build" / "package")
     config.nav = nav_of(config.nav, list(_site().pages))
     return config
 
