@@ -13,10 +13,11 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.stamp
 PEERS := $(VENV)/.peers
 TRITON := $(VENV)/.triton
+SITE := $(VENV)/.site
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: help demo test test-lowest lint types fix bench figures build models docs gpu-test gpu-bench clean
+.PHONY: help demo test test-lowest lint types fix bench figures build models docs site gpu-test gpu-bench clean
 
 help: ## Show this list; ARGS="..." is passed on to the command a target runs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -94,6 +95,10 @@ models: $(READY) ## Train the shipped models again, those of shapes apart (most 
 docs: $(READY) ## Write the table of what a cache finds in every supported model
 	$(BIN)/python -m diffcache.eval.workshop.coverage --write $(ARGS)
 
+site: $(SITE) ## Build the pages as a site in build/site, without a network; a dead link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet $(ARGS)
+	@echo "build/site/index.html"
+
 gpu-test: $(READY) $(TRITON) ## Run the tests that need a CUDA device
 	HF_HUB_OFFLINE=1 $(BIN)/pytest -m gpu $(ARGS)
 
@@ -124,6 +129,10 @@ $(READY): pyproject.toml
 
 $(TRITON): $(READY)
 	@$(PIP) install 'triton>=3.5'
+	@touch $@
+
+$(SITE): $(READY)
+	@$(PIP) install --group site
 	@touch $@
 
 $(PEERS): $(READY)

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -23,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 CODE_TOPS = ("eval", "kernels", "pipelines")
 TOPS = ("assets", *CODE_TOPS)
 WORKSHOP = ROOT / "eval" / "workshop"  # comes with the repository alone
+SOURCES = ("CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "mkdocs.yml")  # not in the wheel
 MOST_LINES = 89_500  # of Python in the wheel; it only falls
 TABLE = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 
@@ -64,9 +66,9 @@ def test_top_folders_have_no_init(top: str) -> None:
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Build the sdist, and the wheel from it, in a copy of the tree."""
     source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", *SOURCES):
         shutil.copy2(ROOT / name, source)
-    for name in TABLE["package-dir"].values():
+    for name in (*TABLE["package-dir"].values(), "docs", "tests"):
         shutil.copytree(ROOT / name, source / name, symlinks=True)
     run(sys.executable, "-m", "build", "--no-isolation", source)
     (built,) = (source / "dist").glob("*.whl")
@@ -102,6 +104,17 @@ def test_wheel_holds_the_tree(wheel: Path) -> None:
     data = files("eval", "**/*.jinja") | files("pipelines", "**/*.js*") | files("kernels", "*.json")
     data |= files("diffcache/presets", "*.toml") | {"diffcache/py.typed"}
     assert held == code | ASSETS | data
+
+
+def test_the_source_distribution_holds_what_makes_and_tests_it(wheel: Path) -> None:
+    (file,) = wheel.parent.glob("*.tar.gz")
+    with tarfile.open(file) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    code = {p.relative_to(ROOT).as_posix() for top in ("eval/workshop", "tests")
+            for p in (ROOT / top).rglob("*.py")}  # fmt: skip
+    pages = {p.relative_to(ROOT).as_posix() for p in (ROOT / "docs").iterdir()}
+    assert held > code | pages | {"pyproject.toml", "README.md", "LICENSE", *SOURCES}
+    assert not any("__pycache__" in name for name in held)
 
 
 def test_wheel_is_small(wheel: Path) -> None:

@@ -1,4 +1,4 @@
-"""`docs/methods.md` and the table in the README: every method, from its row and docstring."""
+"""`docs/methods.md`: every method, from its row and docstring."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from diffcache.errors import UncalibratedError
-from diffcache.eval.pages import between, keep_pages, table
+from diffcache.eval.pages import keep_pages, table
 from diffcache.eval.record import ROOT
 from diffcache.eval.report.records import timing_of
 from diffcache.features.collect import Calibrated
@@ -19,8 +18,6 @@ from diffcache.registry import MODELS, Row, rows_of
 
 PAGE = Path("docs/methods.md")
 RECORDS = "eval-*.json"
-BEGIN = "<!-- table of methods: begin (generated, see eval/workshop/method_page.py) -->"
-END = "<!-- table of methods: end -->"
 # title, where the value lies in a row of a record, how it is written
 FIGURES = (
     ("evaluations", ("evaluations",), "{:.1f}"),
@@ -66,10 +63,15 @@ def page(directory: Path = ROOT) -> str:
     Args:
         directory: The project, for its records.
     """
+    return "\n".join(parts(directory).values()).rstrip() + "\n"
+
+
+def parts(directory: Path = ROOT) -> dict[str, str]:
+    """Return the page in parts: its head under an empty name, then a section for each method."""
     folder = directory / "assets" / "bench"
     records = [read_json(file) for file in sorted(folder.glob(RECORDS))]
-    parts = [HEAD, _overview(), *[_section(row, records) for row in rows_of("method").values()]]
-    return "\n".join(parts).rstrip() + "\n"
+    sections = {name: _section(row, records) for name, row in rows_of("method").items()}
+    return {"": f"{HEAD}\n{_overview()}", **sections}
 
 
 def _overview() -> str:
@@ -170,34 +172,7 @@ def _figure(row: dict[str, Any], place: tuple[str, ...], form: str) -> str:
     return form.format(value) if isinstance(value, (int, float)) else ""
 
 
-def _needs_tables(row: Row) -> bool:
-    """Return whether a method does nothing before it is calibrated or tuned."""
-    try:
-        row.load()().abilities()
-    except UncalibratedError:
-        return True
-    return False
-
-
-def readme(text: str) -> str:
-    """Return the README with the table of methods, and the number of recipes."""
-    rows = []
-    for name, row in rows_of("method").items():
-        mark = " *" if _needs_tables(row) else ""
-        source = re.sub(r"arXiv (\d{4}\.\d{5})", r"[arXiv \1](https://arxiv.org/abs/\1)", row.paper)
-        source = "here" if row.paper == "diffcache" else source
-        rows.append([f"`{name}`{mark}", f"`{row.load().__name__}`", row.sentence, source])
-    lines = table(["name", "class", "what it does", "source"], rows)
-    text = re.sub(r"\b\d+ recipes\b", f"{len(rows_of('recipe'))} recipes", text)
-    return between(text, BEGIN, END, "\n".join([*lines, ""]))
-
-
-def made(text: str) -> str:
-    """Return the page, or the README, whichever the text that is there is."""
-    return readme(text) if BEGIN in text else page()
-
-
-main = keep_pages(made, ROOT / PAGE, ROOT / "README.md")
+main = keep_pages(lambda before: page(), ROOT / PAGE)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 
 import torch
-from diffusers import FluxTransformer2DModel
+from diffusers import FluxPipeline, FluxTransformer2DModel
+from peft import LoraConfig
+from peft.utils import get_peft_model_state_dict
 
 from diffcache.eval.samples.clips import write_clip
 from diffcache.pipelines.small import flux
@@ -23,6 +25,7 @@ def make(folder: Path) -> Path:
     """Fill a folder with what the pages name, so that their lines run in it."""
     (folder / "assets").symlink_to(ROOT / "assets")
     small_flux(folder / "my-pipeline")
+    adapter(folder)
     for name in ("shapes-flux", "black-forest-labs/FLUX.1-dev"):
         link(folder / name, folder / "my-pipeline")
     save_with_words(folder / "my-llm")
@@ -60,6 +63,16 @@ def small_flux(folder: Path) -> None:
     pipe.register_modules(transformer=transformer)
     pipe.save_pretrained(folder)
     (folder / "diffcache.json").write_text(json.dumps({"call": CALL}))
+
+
+def adapter(folder: Path) -> None:
+    """Save a LoRA of the small pipeline."""
+    pipe = FluxPipeline.from_pretrained(folder / "my-pipeline")
+    pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False))
+    layers = get_peft_model_state_dict(pipe.transformer)
+    FluxPipeline.save_lora_weights(
+        folder, transformer_lora_layers=layers, weight_name="my-lora.safetensors"
+    )
 
 
 def language_model(folder: Path) -> None:

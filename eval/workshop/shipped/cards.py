@@ -1,4 +1,4 @@
-"""Put the measured quality of the shipped models into their cards and the README.
+"""Put the measured quality of the shipped models into their cards and `docs/models.md`.
 
     python -m diffcache.eval.workshop.shipped.cards --write
 
@@ -78,7 +78,7 @@ def _overview(folder: Path) -> str:
         row = record["rows"][0]
         whole = row["quality"][WHOLE]
         samples = f"{whole['n']:,} {_unit(row, record['shapes']['what'])}, {row['name']}"
-        link = f"[`{name}`](assets/models/{name}/README.md)"
+        link = f"[`{name}`](../assets/models/{name}/README.md)"
         rows.append([link, samples, _share(whole)])
     return "\n".join(table(["model", "samples", "right in everything (95 %)"], rows))
 
@@ -108,7 +108,8 @@ def _cell(key: str, found: Mapping[str, float]) -> str:
     return _share(found)
 
 
-main = keep_pages(filled, *(MODELS / name / "README.md" for name in QUALITIES), ROOT / "README.md")
+CARDS = [MODELS / name / "README.md" for name in QUALITIES]
+main = keep_pages(filled, *CARDS, ROOT / "docs/models.md")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,0 +1,242 @@
+"""The pages as a site: `make site`, which has mkdocs call this file as a hook (`mkdocs.yml`).
+
+The site is made from what the repository shows anyway. Pages that only it has are made here while
+it is built, and are in no commit: one for each method, from the registry, the docstring and the
+records; one for each card of a shipped model; the notebook as a page; the reference. Links are
+turned to where their targets stand on the site; one to nowhere is an error.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import diffcache
+from diffcache.eval.record import ROOT
+from diffcache.eval.workshop import method_page
+from diffcache.registry import rows_of
+
+# Title of a group of the reference -> names in `diffcache`; all others are in the last one.
+REFERENCE = {
+    "Wrap and look": (
+        "wrap", "unwrap", "wrapped", "update", "settings", "save", "reset", "report", "Report",
+        "inspect", "expected_bytes", "methods", "cite",
+    ),
+    "Measure": ("evaluate", "latency", "calibrate", "tune"),
+    "Loops of your own": ("run", "branch", "stream", "writing"),
+    "Parts of methods": (
+        "Combine", "Each", "Every", "Gate", "Listed", "Table", "Reuse", "Taylor", "Newton", "Held",
+        "Tables", "Site", "Step",
+    ),
+    "What a method is made of": (
+        "Method", "FeatureMethod", "Ability", "When", "Instead", "Call", "Extension", "Handle",
+    ),
+}  # fmt: skip
+REST = "Errors and warnings"
+# Package -> what its page begins with, besides what the package names.
+PACKAGES = {
+    "kv": (),
+    "dllm": ("diffcache.pipelines.diffusion_lm.DiffusionLM",),
+    "video": (
+        "diffcache.pipelines.causal_video.CausalVideo",
+        "diffcache.pipelines.causal_checkpoint.load_causal",
+        "diffcache.pipelines.streaming_vae.WanDecoder",
+    ),
+    "quant": (),
+}
+FENCE = r"^(?P<indent> *)```.*?^(?P=indent)```$"
+LINK = re.compile(
+    rf"{FENCE}|(?P<text>!?\[(?:[^\[\]`]|`[^`]*`)*\]\()(?P<to>[^)\s]+)\)|`[^`\n]+`",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+class Site:
+    """Pages and files of the site.
+
+    Attributes:
+        pages: Place on the site -> text, with the links of the site.
+        files: Place on the site -> file of the repository that a page shows or links to.
+
+    Raises:
+        ValueError: If a page links to what is not there.
+    """
+
+    def __init__(self, root: Path = ROOT) -> None:
+        self.root = root
+        self.files: dict[str, Path] = {}
+        texts = dict(_texts(root))
+        self._places: dict[str, str] = {}
+        for place, (source, _) in texts.items():
+            self._places.setdefault(source, place)
+        self.pages = {
+            place: self._with_links(place, source, text) if source else text
+            for place, (source, text) in texts.items()
+        }
+
+    def _with_links(self, place: str, source: str, text: str) -> str:
+        """Return the text of a page with links that hold on the site."""
+
+        def turned(found: re.Match[str]) -> str:
+            to = found["to"]
+            if to is None or re.match(r"#|[a-z]+:", to):
+                return found[0]
+            path, _, anchor = to.partition("#")
+            target = self._place(posixpath.normpath(posixpath.join(posixpath.dirname(source), path)))
+            if target is None:
+                raise ValueError(f"{source}: a link to {to}, which is not there")
+            if target == place:  # the notebook from its page
+                target = posixpath.basename(source)
+                self.files[target] = self.root / source
+            if target == "methods.md" and anchor in rows_of("method"):
+                target, anchor = f"methods/{anchor}.md", ""
+            link = posixpath.relpath(target, posixpath.dirname(place) or ".")
+            return f"{found['text']}{link}{'#' if anchor else ''}{anchor})"
+
+        return LINK.sub(turned, text)
+
+    def _place(self, source: str) -> str | None:
+        """Return where a file of the repository stands on the site, None where it is not there."""
+        if source in self._places or not (self.root / source).is_file():
+            return self._places.get(source)
+        place = source.removeprefix("docs/")
+        self.files[place] = self.root / source
+        return place
+
+
+def _texts(root: Path) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield place of each page -> its file in the repository, if it has one, and its text."""
+    named = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md",
+             "changelog.md": "CHANGELOG.md"}  # fmt: skip
+    named |= {file.name: f"docs/{file.name}" for file in sorted((root / "docs").glob("*.md"))}
+    for file in sorted((root / "assets" / "models").glob("*/README.md")):
+        named[f"models/{file.parent.name}.md"] = file.relative_to(root).as_posix()
+    for place, source in named.items():
+        text = (root / source).read_text(encoding="utf-8")
+        yield place, (source, re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL))
+    parts = dict(method_page.parts(root))
+    head = re.sub(r"\]\(#([\w-]+)\)", r"](methods.md#\1)", parts.pop(""))
+    yield "methods.md", ("docs/methods.md", head)
+    for name, text in parts.items():
+        yield f"methods/{name}.md", ("docs/methods.md", text.replace(f"## {name}", f"# {name}", 1))
+    notebook = json.loads((root / "docs" / "tour.ipynb").read_text(encoding="utf-8"))
+    yield "tour.md", ("docs/tour.ipynb", "\n\n".join(_cells(notebook)) + "\n")
+    yield from ((place, ("", text)) for place, text in _reference())
+
+
+def _cells(notebook: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the cells of a notebook and what they showed, as Markdown."""
+    for cell in notebook["cells"]:
+        text = "".join(cell["source"])
+        yield text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```"
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {})
+            if "image/png" in data:
+                png = "".join(data["image/png"]).replace("\n", "")
+                yield f'<img alt="shown by the cell above" src="data:image/png;base64,{png}">'
+            elif "text/html" in data:
+                html = "".join(data["text/html"])
+                yield f'<div class="output">{html}</div>'
+            else:
+                shown = "".join(output.get("text", data.get("text/plain", ())))
+                yield f"```text\n{shown.rstrip()}\n```"
+
+
+def _reference() -> Iterator[tuple[str, str]]:
+    """Yield place and text of the pages of the reference, as mkdocstrings reads them."""
+    methods = {row.load().__name__ for row in rows_of("method").values()}
+    grouped = {*PACKAGES, *methods, *(name for names in REFERENCE.values() for name in names)}
+    lines = ["# diffcache", "", "Methods have [pages of their own](../methods.md).", ""]
+    for title, names in {**REFERENCE, REST: sorted({*diffcache.__all__} - grouped)}.items():
+        lines += [f"## {title}", "", *(_entry(_path_of(getattr(diffcache, n)), 3) for n in names)]
+    yield "api/diffcache.md", "\n".join(lines)
+    for package, first in PACKAGES.items():
+        module = getattr(diffcache, package)
+        held = {name: value for name, value in vars(module).items() if name[0] != "_"}
+        listed = getattr(module, "__all__", sorted(held, key=str.lower))
+        paths = [
+            _path_of(getattr(module, name)) for name in listed
+            if name not in rows_of("recipe") and _is_ours(getattr(module, name))
+        ]  # fmt: skip
+        entries = [_entry(path, 2) for path in dict.fromkeys([*first, *paths])]
+        about = (module.__doc__ or "").strip()
+        yield f"api/{package}.md", "\n".join([f"# diffcache.{package}", "", about, "", *entries])
+
+
+def _is_ours(value: Any) -> bool:
+    module = getattr(value, "__module__", None) or ""
+    return hasattr(value, "__qualname__") and module.startswith("diffcache.")
+
+
+def _path_of(value: Any) -> str:
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+def _entry(path: str, level: int) -> str:
+    return f"::: {path}\n    options:\n      heading_level: {level}\n"
+
+
+def nav_of(entries: list[Any], places: list[str]) -> list[Any]:
+    """Return the navigation with `folder/*` replaced by the pages of the folder.
+
+    Args:
+        entries: `nav` of `mkdocs.yml`; a page that is `optional` is left out where it is missing.
+        places: Pages of the site.
+    """
+    found: list[Any] = []
+    for entry in entries:
+        title, value = next(iter(entry.items())) if isinstance(entry, dict) else (None, entry)
+        if isinstance(value, list):
+            found.append({title: nav_of(value, places)})
+        elif value.endswith("/*"):
+            found += [place for place in places if place.startswith(value[:-1])]
+        elif value in places or value not in OPTIONAL:
+            found.append(entry)
+    return found
+
+
+OPTIONAL = ("serving.md",)
+
+
+@cache
+def _site() -> Site:
+    return Site()
+
+
+def copy_package(place: Path, root: Path = ROOT) -> None:
+    """Copy the modules of the package, as mkdocstrings follows no links and needs `__init__.py`."""
+
+    def left_out(folder: str, names: list[str]) -> list[str]:
+        files = [n for n in names if not n.endswith(".py") and Path(folder, n).is_file()]
+        return [*files, "__pycache__", "assets", "workshop"]
+
+    shutil.rmtree(place, ignore_errors=True)
+    shutil.copytree(root / "diffcache", place / "diffcache", ignore=left_out)
+    for folder in (path for path in place.rglob("*") if path.is_dir()):
+        (folder / "__init__.py").touch()
+
+
+def on_config(config: Any) -> Any:
+    """Complete the navigation and copy the package for the reference; called by mkdocs."""
+    copy_package(ROOT / "build" / "package")
+    config.nav = nav_of(config.nav, list(_site().pages))
+    return config
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Put pages and files in the place of those of `docs/`; called by mkdocs."""
+    from mkdocs.structure.files import File
+
+    for file in list(files):
+        files.remove(file)
+    for place, text in _site().pages.items():
+        files.append(File.generated(config, place, content=text))
+    for place, path in _site().files.items():
+        files.append(File.generated(config, place, abs_src_path=str(path)))
+    return files
