@@ -87,6 +87,7 @@ _LATER = {
     **places("method"),
     "calibrate": "diffcache.offline.calibrate",
     **dict.fromkeys(("evaluate", "latency"), "diffcache.eval.live"),
+    "predict": "diffcache.eval.cost.predict",
     "tune": "diffcache.offline.tune.tune",
     "Call": "diffcache.attach.call",
     "Extension": "diffcache.attach.extension",

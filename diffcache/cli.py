@@ -1,4 +1,4 @@
-"""The command line: demo, run, calibrate, tune, presets, methods, eval, kv, kernels and more."""
+"""The command line: demo, run, calibrate, tune, predict, export, presets, eval, kv and more."""
 
 from __future__ import annotations
 
@@ -22,10 +22,13 @@ from diffcache.command import (
     MODELS,
     Device,
     Dtype,
+    Json,
     Seed,
+    check_json,
     check_target,
     device_of,
     guarded,
+    print_or_write,
     refuse,
 )
 from diffcache.eval import offline
@@ -361,6 +364,65 @@ def _holds(model: str, method: str, size: tuple[int, int, int]) -> str:
         f"{method} will hold {human(amount.of(1), 'B')} in bfloat16 for each {each} "
         f"at {width} x {height}{length}{calls}"
     )
+
+
+@app.command(epilog=EXIT_LINE)
+@guarded
+def predict(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Class of a pipeline or denoiser in diffusers, a configuration file, "
+            f"{MODELS}. Weights are not read."
+        ),
+    ],
+    method: Annotated[
+        str | None, typer.Option(metavar=METHOD, help="A method (default: the preset's).")
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option(metavar="[MODEL/]LEVEL", help="quality, balanced or fast.")
+    ] = None,
+    published: Annotated[
+        str | None,
+        typer.Option(help="Model that a class stands for; `diffcache presets` has them."),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Sampling steps.")] = None,
+    height: Annotated[int | None, typer.Option(min=1, help="Pixels.")] = None,
+    width: Annotated[int | None, typer.Option(min=1, help="Pixels.")] = None,
+    frames: Annotated[int | None, typer.Option(min=1, help="Frames of a video.")] = None,
+    text_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the prompt, padding included.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Samples.")] = 1,
+    guidance: Annotated[
+        bool | None,
+        typer.Option("--guidance/--no-guidance", help="With and without the prompt at each step."),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="h100, h200, a100, l40s, 4090, 5090 or mi300x.")
+    ] = "h100",
+    record: Json = "",
+) -> None:
+    """Predict operations, bytes and least seconds of a run from configurations alone.
+
+    What is left out is the default of the pipeline.
+
+    [bold]Try[/bold]
+
+        diffcache predict FluxPipeline --preset fast --height 1024 --steps 28 --device h100
+
+        diffcache predict WanPipeline --published wan2.1-t2v-1.3b --method taylorseer:every=4
+    """
+    check_json(record)
+    quiet()
+    from diffcache.eval.cost.predict import predict as predicted
+
+    made = predicted(
+        model, None if method is None else parse_method(method), preset=preset,
+        published=published, steps=steps, height=height, width=width, frames=frames,
+        text_tokens=text_tokens, batch=batch, guidance=guidance, device=device,
+    )  # fmt: skip
+    print_or_write(record, made.to_dict(), lambda: typer.echo("\n".join(made.lines())))
 
 
 @app.command(epilog=EXIT_LINE)
