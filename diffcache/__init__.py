@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from diffcache.features.combine import FeatureMethod as FeatureMethod
     from diffcache.features.dbcache import DBCache as DBCache
     from diffcache.features.each import Each as Each
+    from diffcache.features.easycache import EasyCache as EasyCache
     from diffcache.features.ertacache import ERTACache as ERTACache
     from diffcache.features.fitted import FittedForecast as FittedForecast
     from diffcache.features.harmonica import HarmoniCa as HarmoniCa

@@ -49,7 +49,7 @@ _FOLDERS: Mapping[Kind, str] = {
 }
 
 # Names of methods that are asked for and not here.
-_MISSING = ("easycache", "easy-cache", "lazycache", "lazy-cache", "pab", "fastercache")
+_MISSING = ("lazycache", "lazy-cache", "pab", "fastercache")
 
 # `tried` of a method -> what tests run it on: pipelines of diffusers, and others by what they are.
 TRIED: Mapping[str, tuple[str, ...]] = {
@@ -92,6 +92,7 @@ confidence-gated-taylor | confidence_gated:ConfidenceGatedTaylor | Forecasting W
 teacache | teacache:TeaCache | Timestep Embedding Tells: It's Time to Cache for Video Diffusion Model (TeaCache), arXiv 2411.19108 | tokens | threshold=1e9 | threshold=0.0 | 0 | 1 1 | tea-cache
 magcache | magcache:MagCache | MagCache: Fast Video Generation with Magnitude-Aware Cache, arXiv 2506.09045 | every | threshold=1e9,retention=0.0 | threshold=0.0 | 0 4 | 1 0 | mag-cache
 dbcache | dbcache:DBCache | DBCache: Dual Block Cache (cache-dit) | every | threshold=1e9,warmup=2,longest=2 | threshold=0.0 | 0 1 4 7 | 1 1 | db-cache, cache-dit
+easycache | easycache:EasyCache | Less is Enough: Training-Free Video Diffusion Acceleration via Runtime-Adaptive Caching (EasyCache), arXiv 2507.02860 | every | threshold=1e9,warmup=1 | threshold=0.0 | 0 1 | 2 2 | easy-cache
 seacache | seacache:SeaCache | SeaCache: Spectral-Evolution-Aware Cache for Accelerating Diffusion Models, arXiv 2602.18993 | every | threshold=1e9 | threshold=0.0 | | | sea-cache
 # Tables measured on the model
 ertacache | ertacache:ERTACache | ERTACache: Error Rectification and Timesteps Adjustment for Efficient Diffusion, arXiv 2508.21091 | flow | threshold=1e9 | threshold=0.0 | | |

@@ -127,7 +127,7 @@ class Setup:
     def __post_init__(self) -> None:
         self.instead: Instead = self.parts.instead
         self.own_sites = frozenset(self.parts.when.sites)
-        self.probe = self.parts.when.probe
+        self.probe, self.waits = self.parts.when.probe, self.parts.when.waits
         self.is_module = self.site.is_module
 
 
