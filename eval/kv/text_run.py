@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from transformers import DynamicCache
 from diffcache.eval.cost.interleave import Call, Timings, Turn, summary
 from diffcache.eval.cost.interleave import measure as take_turns
 from diffcache.eval.kv.sweep import write_rows
-from diffcache.eval.kv.text_task import Progress, TextTask, changes, measure
+from diffcache.eval.kv.text_task import FOLLOWING, Progress, TextTask, changes, measure
 from diffcache.eval.kv.texts import Windows
 from diffcache.eval.kv.words import NONE, names_tables, parse_recipe
 from diffcache.eval.record import Setting
@@ -52,15 +52,22 @@ class Measured:
 
 
 def run(
-    task: TextTask, words: list[str], out: Path | None = None, progress: Progress | None = None
+    task: TextTask,
+    words: list[str],
+    out: Path | None = None,
+    progress: Progress | None = None,
+    each: Callable[[Measured, str], None] | None = None,
 ) -> Measured:
-    """Measure recipes on texts.
+    """Measure recipes on texts; the model with an exact cache is first and says what it can answer.
+
+    The record is written after every row, so that what was measured is there if a run is cut off.
 
     Args:
         task: Task that the recipes are measured on.
         words: Recipes, see `parse_recipe`.
         out: JSON file of the record.
         progress: Callback for the progress.
+        each: Callback for what is there so far, and the word of the row that came last.
 
     Raises:
         AttachError: If no cache of ours serves the model.
@@ -75,16 +82,24 @@ def run(
     model = task.model.load()
     cache_for(model, Recipe(), mode="stock")  # raises where no cache of ours serves the model
     found, told = Measured(count=len(drawn.ids)), progress or _silent
-    total = len(recipes) * len(drawn.ids)
+    total, kinds = len(recipes) * len(drawn.ids), None
     for place, (word, recipe) in enumerate(recipes.items()):
         step = partial(_step, told, place * len(drawn.ids), total, word)
         try:
-            found.rows[word] = {**measure(model, recipe, task, drawn, step), "name": word}
+            found.rows[word] = {
+                **measure(model, recipe, task, drawn, step, kinds), "name": word
+            }  # fmt: skip
         except Exception as error:  # a row may fail in any way a model can
             if word == NONE:
                 raise
             found.failed[word] = _why(error)
-    changes(found.rows, NONE)
+            continue
+        kinds = found.rows[NONE]["able"]
+        changes(found.rows, NONE)
+        if each is not None:
+            each(found, word)
+        if out is not None:
+            _write(found, model, task, drawn, time.monotonic() - started, out)
     told(total, total, "is done, timing")
     _time(found, recipes, model, task, drawn)
     if out is not None:
@@ -176,7 +191,7 @@ def _write(
     body = {
         "shapes": {
             "device": device.type, "model": task.model.name, "context": task.context,
-            "samples": len(drawn.ids), "clock": "cpu" if device.type == "cpu" else "wall",
+            "following": FOLLOWING, "samples": len(drawn.ids), "clock": "cpu" if device.type == "cpu" else "wall",
             "parameters": sum(weight.numel() for weight in model.parameters()), **drawn.source,
         },
         "rounds": ROUNDS, "seed": task.seed, "seconds": round(seconds, 1),
