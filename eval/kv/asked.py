@@ -71,6 +71,7 @@ class Asked:
         """
         drawn = random.Random(_DRAWN + seed)
         words = text.split(" ")
+        count = len(words)
         cities, names = drawn.sample(CITIES, len(CITIES)), drawn.sample(WORDS, len(WORDS))
         put: list[tuple[float, str]] = []
         asked: list[Question] = []
@@ -114,7 +115,7 @@ class Asked:
             "Most often you are told to take the", f" {often}",
         ))  # fmt: skip
         for place, sentence in sorted(put, key=lambda one: -one[0]):
-            words.insert(round(place * len(words)), sentence)
+            words.insert(round(place * count), sentence)
         return cls(" ".join(words), tuple(asked))
 
 
