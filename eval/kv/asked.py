@@ -1,4 +1,4 @@
-"""Questions about a context: sentences hidden at depths, pairs, chains of variables, frequent words.
+"""Questions about a context: sentences at depths, pairs, chains of variables, frequent words.
 
 The kinds are those of RULER (arXiv 2404.06654), in one context that is read once and asked many
 questions, as in SCBench (arXiv 2412.10319). An answer is right when greedy generation gives the
@@ -191,9 +191,7 @@ class Spelled:
             recipe: Recipe of the cache.
         """
         found = []
-        for question, start, answer in zip(
-            self.questions, self.starts, self.answers, strict=True
-        ):
+        for question, start, answer in zip(self.questions, self.starts, self.answers, strict=True):
             cache = raw.fork()
             ids = torch.cat([self.ids[:, -1:], self.ids.new_tensor([question])], 1)
             feed(model, cache, ids.to(model.device))

@@ -23,6 +23,7 @@ from diffcache.command import (
     refuse,
 )
 from diffcache.errors import MissingError
+from diffcache.eval.kv import choose
 from diffcache.eval.kv.calibrate import calibrate
 from diffcache.eval.kv.parts import example, while_decoding
 from diffcache.kv.recipes.catalog import recipe_function, recipes
@@ -44,6 +45,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(epilog=EXIT_LINE)(calibrate)
+app.command("choose", epilog=EXIT_LINE)(choose.command)
 
 
 @app.callback(epilog=EXIT_LINE)
@@ -61,7 +63,9 @@ def kv(
     ] = NO_RECIPES,
     model: Annotated[
         str,
-        typer.Option(help="Directory of a causal model, Hugging Face model ID, recall-llama, or smollm2."),
+        typer.Option(
+            help="Directory of a causal model, Hugging Face model ID, recall-llama, or smollm2."
+        ),
     ] = MODEL,
     tasks: Annotated[
         str | None,

@@ -179,7 +179,7 @@ def spans(context: Tensor, seed: int) -> Iterator[list[int]]:
 
 def _row(found: _Found, kinds: Sequence[str] | None) -> dict[str, Any]:
     row: dict[str, Any] = {
-        "perplexity": _perplexity(mean_interval(torch.stack(found.nats))).to_dict(),
+        "perplexity": perplexity_of(mean_interval(torch.stack(found.nats))).to_dict(),
         "copy": share_interval(torch.stack(found.copies)).to_dict(),
         "whole": None, "kinds": {}, "needle_by_depth": [], "aware": None, "able": [], "hits": {},
         "bytes": sum(found.bytes) / len(found.bytes),
@@ -211,7 +211,7 @@ def hits_of(row: Mapping[str, Any]) -> Tensor:
     return torch.cat([torch.tensor(one) for one in columns], 1)
 
 
-def _perplexity(nats: Interval) -> Interval:
+def perplexity_of(nats: Interval) -> Interval:
     """Return the perplexity of a mean of nats a token, with its interval."""
     return Interval(math.exp(nats.value), math.exp(nats.low), math.exp(nats.high), nats.n)
 
@@ -227,7 +227,7 @@ def changes(rows: Mapping[str, dict[str, Any]], first: str) -> None:
     before = torch.tensor(rows[first]["nats"], dtype=torch.float64)
     for row in rows.values():
         change = mean_interval(torch.tensor(row["nats"], dtype=torch.float64) - before)
-        row["ratio"] = _perplexity(change).to_dict()
+        row["ratio"] = perplexity_of(change).to_dict()
         row["change"] = None
         if row["whole"] is not None:
             row["change"] = share_change(hits_of(rows[first]), hits_of(row)).to_dict()

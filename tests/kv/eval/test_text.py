@@ -15,9 +15,9 @@ from diffcache import cli
 from diffcache.errors import AttachError
 from diffcache.eval.kv import text_run, text_task
 from diffcache.eval.kv.asked import DEPTHS, Asked, Spelled, spells
+from diffcache.eval.kv.scoring import score
 from diffcache.eval.kv.text_task import CUE, FOLLOWING, SPAN, TextTask, measure, spans
 from diffcache.eval.kv.texts import TextModel
-from diffcache.eval.kv.scoring import score
 from diffcache.kv.hf.cache import cache_for
 from diffcache.kv.hf.questions import feed, read_context
 from diffcache.kv.recipe import Recipe
@@ -97,9 +97,9 @@ def test_what_is_asked_for_stands_in_the_text() -> None:
     }  # fmt: skip
     for one, depth in zip(by_kind["needle"], DEPTHS, strict=True):
         before, found, _ = asked.text.partition(f"{one.start}{one.answer}.")
-        assert found and sum(word[1:].isdigit() for word in before.split() if word[0] == "w") == round(
-            depth * 80
-        )
+        assert found and sum(
+            word[1:].isdigit() for word in before.split() if word[0] == "w"
+        ) == round(depth * 80)
     for one in by_kind["pair"]:
         assert f'{{{one.start}{one.answer}"}}' in asked.text
     (several,) = by_kind["values"]
@@ -119,7 +119,9 @@ def asked_words(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "recipe", [snapkv(0.5), streaming_llm(24), kivi(bits=2, group=8, residual=8)], ids=lambda r: r.name
+    "recipe",
+    [snapkv(0.5), streaming_llm(24), kivi(bits=2, group=8, residual=8)],
+    ids=lambda r: r.name,
 )
 def test_whole_answers_are_those_of_greedy_generation(reader: Path, recipe: Recipe) -> None:
     chosen = TextModel(str(reader))
@@ -181,7 +183,9 @@ def test_a_row_that_fails_is_told_and_the_others_go_on(
     assert list(rows) == ["none", "snapkv:budget=0.25"]
     assert rows["none"]["ratio"]["value"] == 1 and rows["snapkv:budget=0.25"]["share"] < 0.3
     for row in rows.values():
-        assert row["token_ratio"]["n"] == text_run.ROUNDS * min(text_run.CALLS, (FOLLOWING - 1) // 6)
+        assert row["token_ratio"]["n"] == text_run.ROUNDS * min(
+            text_run.CALLS, (FOLLOWING - 1) // 6
+        )
         assert row["token_ratio"]["median"] > 0
         assert row["able"] == rows["none"]["able"]
         for name in ("perplexity", "copy", "ratio", *(["whole"] if row["able"] else [])):
