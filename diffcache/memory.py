@@ -83,6 +83,11 @@ def bytes_of(
     cls: Any = type(model)
     config: Mapping[str, Any] = model.config  # type: ignore[assignment]
     inputs = inputs_of(cls.__name__, config, size, compression)
+    skipped = f"skip_guidance_layers={list(size.skip_layers)}"
+    if size.skip_layers and "skip_layers" not in inspect.signature(cls.forward).parameters:
+        raise ValueError(f"{skipped}: {cls.__name__} has no skip-layer guidance; leave it out")
+    if size.skip_layers and size.batch % 2:
+        raise ValueError(f"{skipped} needs guidance in one batch, an even one; batch={size.batch}")
     if not all(isinstance(ability, Combine) for ability in method.abilities()):
         raise ValueError(f"{method!r}: holds more than features, which only a run can tell")
     with torch.device("meta"):
@@ -102,6 +107,9 @@ def bytes_of(
         run.ticks = 1  # the scheduler tells the steps: a timestep without a value cannot
         try:
             empty(**floats)
+            if size.skip_layers:  # one more branch, which has half of the samples
+                half = {key: value[: size.batch // 2] for key, value in floats.items()}
+                empty(**half, skip_layers=list(size.skip_layers))
         except (RuntimeError, IndexError) as error:
             raise ValueError(
                 f"{cls.__name__} cannot be called at {size}, which is larger or smaller than it is "
