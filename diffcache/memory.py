@@ -84,10 +84,27 @@ def bytes_of(
     config: Mapping[str, Any] = model.config  # type: ignore[assignment]
     inputs = inputs_of(type(model).__name__, config, size, compression)
     check_reuse(method)
+    check_skipped_layers(model, size)
     empty = without_weights(model)
+    given = in_dtype(inputs, empty)
     with Rehearsal(empty, method) as rehearsal:
-        rehearsal.call(in_dtype(inputs, empty), size)
+        rehearsal.call(given, size)
+        if size.skip_layers:  # one more branch, which has half of the samples
+            half = {key: value[: size.batch // 2] for key, value in given.items()}
+            rehearsal.call(half | {"skip_layers": list(size.skip_layers)}, size, number=1)
         return rehearsal.held()
+
+
+def check_skipped_layers(model: nn.Module, size: Size) -> None:
+    """Raise ValueError if a denoiser has no skip-layer guidance, or the batch none in one call."""
+    if not size.skip_layers:
+        return
+    skipped = f"skip_guidance_layers={list(size.skip_layers)}"
+    if "skip_layers" not in inspect.signature(type(model).forward).parameters:
+        name = type(model).__name__
+        raise ValueError(f"{skipped}: {name} has no skip-layer guidance; leave it out")
+    if size.batch % 2:
+        raise ValueError(f"{skipped} needs guidance in one batch, an even one; batch={size.batch}")
 
 
 def check_reuse(method: Method) -> None:

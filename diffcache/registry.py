@@ -14,7 +14,7 @@ begins with `#` opens a family, and settings are written as on a command line, `
 | `tried` | methods: models that tests run it on, see `TRIED` |
 | `computed` | methods: steps of 8 that it computes with `skips`, where no pipeline is needed |
 | `holds` | methods: tensors kept of each feature, and of the probe |
-| `aliases` | names that others give |
+| `aliases` | names that others give, with settings where they are not the default |
 | `used` | kernels: callers; the family is the module of `diffcache.eval.kernels` |
 
 "-" and "_" mean the same in a name, in Python and on command lines.
@@ -84,10 +84,10 @@ _TABLES: Mapping[Kind, str] = {
     "method": """
 name | place | paper | tried | skips | off | computed | holds | aliases
 # A fixed schedule
-interval | interval:Interval | FORA: Fast-Forward Caching in Diffusion Transformer Acceleration, arXiv 2407.01425 | every, policies | every=3 | every=1 | 0 3 6 | 1 0 | fora
+interval | interval:Interval | FORA: Fast-Forward Caching in Diffusion Transformer Acceleration, arXiv 2407.01425 | every, policies | every=3 | every=1 | 0 3 6 | 1 0 | fora, deepcache:site=deep
 taylorseer | taylorseer:TaylorSeer | From Reusing to Forecasting: Accelerating Diffusion Models with TaylorSeers, arXiv 2503.06923 | every | every=3,warmup=2 | every=1 | 0 1 4 7 | 2 0 | taylor-seer
 # A gate on what changes in the sample
-first-block | first_block:FirstBlock | First Block Cache (ParaAttention) | every | threshold=1e9 | threshold=0.0 | 0 | 1 1 | fbcache, fb-cache, first-block-cache
+first-block | first_block:FirstBlock | First Block Cache (ParaAttention) | every | threshold=1e9 | threshold=0.0 | 0 | 1 1 | fbcache, first-block-cache
 confidence-gated-taylor | confidence_gated:ConfidenceGatedTaylor | Forecasting When to Forecast: Confidence-Gated Taylor, arXiv 2508.02240 | every | threshold=1e9,warmup=3 | threshold=0.0 | 0 1 2 | 2 2 |
 teacache | teacache:TeaCache | Timestep Embedding Tells: It's Time to Cache for Video Diffusion Model (TeaCache), arXiv 2411.19108 | tokens | threshold=1e9 | threshold=0.0 | 0 | 1 1 | tea-cache
 magcache | magcache:MagCache | MagCache: Fast Video Generation with Magnitude-Aware Cache, arXiv 2506.09045 | every | threshold=1e9,retention=0.0 | threshold=0.0 | 0 4 | 1 0 | mag-cache
@@ -444,10 +444,14 @@ def unknown(name: str, *kinds: Kind) -> UnknownMethodError:
         kinds: Kinds that were expected; a name of another kind gets a hint where it belongs.
     """
     noun, key = WORDS[kinds[0]].noun, _key(name).lower()
+    joined = key.replace("-", "")
     for row in rows_of("method").values():
-        if key in row.aliases:
-            return UnknownMethodError(f"unknown {noun} {name!r}; it is called {row.name!r} here")
-    if key in _MISSING:
+        for alias in row.aliases:
+            theirs, colon, own = alias.partition(":")
+            if joined == theirs.replace("-", "") and key != row.name:
+                ours = f"{row.name}{colon}{own}"
+                return UnknownMethodError(f"unknown {noun} {name!r}; it is called {ours!r} here")
+    if joined in _MISSING:
         return UnknownMethodError(f"unknown {noun} {name!r}; this method is not here yet")
     rows = [row for kind in WORDS for row in rows_of(kind).values()]
     classes = {row.place.partition(":")[2].lower(): row for row in rows}

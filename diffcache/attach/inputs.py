@@ -24,6 +24,8 @@ class Size:
         batch: Samples in the call; guidance in one batch doubles it.
         references: Pictures of the same size whose tokens stand behind those of the latents, as
             in FLUX Kontext.
+        skip_layers: Blocks that skip-layer guidance leaves out, in a call beside the one with
+            guidance in one batch.
     """
 
     height: int
@@ -32,6 +34,7 @@ class Size:
     text_tokens: int = 512
     batch: int = 1
     references: int = 0
+    skip_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("height", "width", "frames", "text_tokens", "batch"):
