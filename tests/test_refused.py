@@ -70,7 +70,7 @@ def test_a_call_is_refused(
         names.update(vars(importlib.import_module(module)))
     names.update(file=file, folder=tmp_path, patch=monkeypatch.setattr)
     exec("\n".join(section.before), names)
-    kind = getattr(errors, error, None) or getattr(builtins, error)
+    kind = getattr(errors, error, None) or getattr(builtins, error, None) or names[error]
     with pytest.raises(kind) as raised:
         eval(call, names)
     assert re.search(pattern, str(raised.value), re.DOTALL), str(raised.value)

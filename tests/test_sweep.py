@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from diffcache.eval.record import FOLDER
-from diffcache.eval.runs.compare import CompareError, changes, crossed, read_limit
+from diffcache.eval.runs.compare import changes, crossed, read_limit
 from diffcache.eval.runs.measure import evaluate
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.sweep import read_sweep, read_values
@@ -102,16 +102,6 @@ def test_changes_and_limits() -> None:
     assert not crossed(
         changes(record(), record()), [read_limit("psnr_db<-0"), read_limit("psnr_db>0")]
     )
-
-
-def test_only_one_task_is_compared() -> None:
-    with pytest.raises(CompareError, match="different tasks: steps 28 and 9"):
-        changes(record(), record(steps=9))
-
-
-def test_a_limit_of_no_metric() -> None:
-    with pytest.raises(ValueError, match="no metric 'psnr'"):
-        crossed(changes(record(), record()), [read_limit("psnr>1")])
 
 
 ROOT = Path(__file__).parents[1]

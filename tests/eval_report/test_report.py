@@ -7,6 +7,7 @@ import json
 import math
 import random
 import re
+from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,189 @@ from diffcache.eval.report.samples import Samples
 from diffcache.eval.report.table import markdown, table_of, terminal_table, to_csv
 from diffcache.eval.report.write import write_report, write_reports
 
+STEPS = 12
+EVIL = '<script>alert("x")</script> a | red *circle* & a `square` for $5 or \\frac$6'
 
-def test_wrong_records_are_refused(make_record: Any) -> None:
+
+def interval(value: float, half: float, **more: Any) -> dict[str, Any]:
+    return {"value": value, "low": value - half, "high": value + half, "n": 64, **more}
+
+
+def row(name: str, kind: str, computed: int, damage: float, matches: list[str]) -> dict[str, Any]:
+    """A row whose every number follows from the steps it computes and how much it damages."""
+    method = f"{name.title().replace('-', '')}(every={STEPS // computed})"
+    fidelity = {
+        "psnr_db": interval(40 - damage, 0.4, p5=30 - damage, pooled=39 - damage),
+        "ssim": interval(0.99 - damage / 100, 0.002, p5=0.9),
+        "lpips_lite": interval(0.01 + damage / 100, 0.004, p95=0.2),
+    }
+    quality: dict[str, Any] = {
+        "fid_lite": interval(3.0 + damage / 4, 0.3),
+        "kid_lite": {"value": 0.001 + damage / 1000, "spread": 0.0002, "n": 64},
+        "prompt_accuracy": interval(0.99 - damage / 200, 0.006),
+    }
+    if kind != "uncached":
+        quality["fid_lite_change"] = interval(damage / 4, 0.5, paired=True)
+        quality["fid_lite_to_uncached"] = {"value": damage / 3, "n": 64}
+    marks = [step % (STEPS // computed) == 0 for step in range(STEPS)]
+    return {
+        "name": name, "kind": kind, "method": method if kind == "method" else None,
+        "matches": matches, "steps": computed if kind == "fewer steps" else STEPS,
+        "hash": name.encode().hex().ljust(16, "0")[-16:],
+        "folder": f"cases/{re.sub('[^a-z0-9]+', '-', name)}",
+        "evaluations": float(computed), "computed_steps": float(computed),
+        "flops": 1e8 * computed, "flops_ratio": STEPS / computed,
+        "held_bytes": 360_448 if kind == "method" else 0,
+        "fidelity": {} if kind == "uncached" else fidelity, "quality": quality,
+        "timeline": [{"step": s, "timestep": 1000.0 - 80 * s, "computed": float(m)}
+                     for s, m in enumerate(marks)] if kind == "method" else None,
+        "latent_error": [damage * s / 1000 for s in range(STEPS)] if kind == "method" else None,
+        "site_error": {
+            "sites": [f"transformer_blocks.{n}.attn" for n in range(4)], "steps": [*range(STEPS)],
+            "values": [[None if m else damage * (n + s) / 900 for s, m in enumerate(marks)]
+                       for n in range(4)],
+        } if kind == "method" else None,
+        "samples": {"count": 64, "worst": [1, 0], "median": [2], "best": [3]},
+    }  # fmt: skip
+
+
+def make_record(**task: Any) -> dict[str, Any]:
+    """Build a record: uncached, three caches, and what they are to be compared with."""
+    lite = {"unit": "", "backend": "lite", "extractor": "shapes-features", "sha256": "ab" * 32}
+    exact = {"unit": "", "direction": "up", "backend": "exact"}
+    rows = [
+        row("uncached", "uncached", STEPS, 0.0, []),
+        row("taylorseer", "method", 3, 1.5, []),
+        row("first-block", "method", 4, 6.0, []),
+        row("interval", "method", 6, 0.5, []),
+        row("uncached, 3 steps", "fewer steps", 3, 9.0, ["taylorseer"]),
+        row("uncached, 4 steps", "fewer steps", 4, 4.0, ["first-block", "interval"]),
+    ]
+    times = {r["name"]: 0.1 * r["evaluations"] for r in rows}
+    return {
+        "schema": "diffcache.eval/1", "command": "diffcache eval --model shapes-flux",
+        "finished": True,
+        "task": {
+            "model": "shapes-flux", "model_sha256": "cd" * 32, "pipeline": "FluxPipeline",
+            "kind": "pictures", "samples": 64, "seed": 0, "batch_size": 8, "steps": STEPS,
+            "prompts": {"source": "held-out shapes", "count": 64, "sha256": "ef" * 32},
+            "call": {"height": 64, "width": 64}, "dtype": "float32", **task,
+        },
+        "metrics": {
+            "psnr_db": exact | {"title": "PSNR", "unit": "dB"}, "ssim": exact | {"title": "SSIM"},
+            "lpips_lite": lite | {"title": "LPIPS-lite", "direction": "down"},
+            "fid_lite": lite | {"title": "FID-lite", "direction": "down"},
+            "fid_lite_change": lite | {"title": "FID-lite, change", "direction": "down"},
+            "kid_lite": lite | {"title": "KID-lite", "direction": "down"},
+            "prompt_accuracy": exact | {"title": "prompt accuracy"},
+        },
+        "rows": rows,
+        "warnings": ["64 samples are few: see <b>docs</b>"],
+        "timing": {
+            "created": "2026-11-21T12:00:00+00:00", "parts_seconds": {"uncached: draw": 71.2},
+            "rows": {name: {
+                "seconds": {"median": s, "q1": s * 0.95, "q3": s * 1.1, "n": 7},
+                "ratio": {"median": times["uncached"] / s, "q1": times["uncached"] / s * 0.93,
+                          "q3": times["uncached"] / s * 1.05, "n": 7},
+                "throughput": 8 / s, "peak_bytes": 1 << 28, "joules": None,
+            } for name, s in times.items()},
+        },
+        "env": {"diffcache": "0.1.0", "python": "3.11", "torch": "2.13.0", "diffusers": "0.42.1",
+                "device": "a processor", "threads": 1, "processes": 1, "commit": "abc"},
+    }  # fmt: skip
+
+
+def picture(number: int, damage: float) -> np.ndarray:
+    """A disc on a gradient, with noise where it is damaged."""
+    y, x = np.mgrid[:32, :32]
+    disc = (x - 8 - 4 * number) ** 2 + (y - 16) ** 2 < 60
+    pixels = np.stack([x * 6, y * 5, 160 - x * 3], -1).astype(float)
+    pixels[disc] = (220, 60 + 30 * number, 40)
+    noise = np.random.default_rng(number).normal(0, damage * 2, pixels.shape)
+    return np.clip(pixels + noise, 0, 255).astype(np.uint8)
+
+
+def make_run(folder: Path, record: dict[str, Any], prompt: str = EVIL) -> Path:
+    """Write a run's folder as `diffcache eval` leaves it."""
+    for this in record["rows"]:
+        case = folder / this["folder"]
+        (case / "samples").mkdir(parents=True)
+        damage = this["quality"].get("fid_lite_to_uncached", {"value": 0})["value"] * 3
+        for number in range(4):
+            Image.fromarray(picture(number, damage)).save(case / "samples" / f"{number:05d}.png")
+        line = {"batch": 0, "ids": [0, 1, 2, 3], "prompts": [f"{prompt}, {n}" for n in range(4)]}
+        (case / "manifest.0.jsonl").write_text(json.dumps(line) + '\n{"batch": 1, "ids')
+    (folder / "record.json").write_text(json.dumps(record))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path, list[Path]]:
+    """A record, its run's folder, and the files of its report, made once."""
+    record = make_record()
+    folder = make_run(tmp_path_factory.mktemp("run"), record)
+    return record, folder, write_report(record, folder)
+
+
+def brief_record() -> dict[str, Any]:
+    """A record with one plot of every kind, so that reports of it are quickly made."""
+    record = make_record()
+    record["rows"] = [r for r in record["rows"] if "taylorseer" in (r["name"], *r["matches"], "")]
+    record["rows"].insert(0, make_record()["rows"][0])
+    for this in record["rows"]:
+        this["fidelity"] = {k: v for k, v in this["fidelity"].items() if k == "ssim"}
+        this["quality"] = {k: v for k, v in this["quality"].items() if k.startswith("fid")}
+    return record
+
+
+def cells(record: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return the cells of a column by the names of the rows."""
+    table = table_of(record)
+    place = [column.key for column in table.columns].index(key)
+    return {row.name: row.cells[place] for row in table.rows}
+
+
+def renamed(record: dict[str, Any], old: str, new: str) -> dict[str, Any]:
+    """Return a run of another method whose row has the same or another name."""
+    other = copy.deepcopy(record)
+    other["rows"] = [other["rows"][0], next(r for r in other["rows"] if r["name"] == old)]
+    other["rows"][1] |= {"name": new, "hash": "f" * 16}
+    other["timing"]["rows"][new] = other["timing"]["rows"].pop(old)
+    return other
+
+
+class Reader(HTMLParser):
+    """Collects what a page would fetch, its text, and its tags."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.text = ""
+        self.tags: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append(tag)
+        if tag not in ("meta", "img", "br"):
+            self.open.append(tag)
+        self.fetched += [v for k, v in attrs if k in ("src", "href", "srcset", "data", "poster")]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.text += data
+
+
+def read_page(file: Path) -> Reader:
+    reader = Reader()
+    reader.feed(file.read_text())
+    assert reader.open == []
+    return reader
+
+
+def test_wrong_records_are_refused() -> None:
     record = make_record()
     record["rows"][2]["name"] = "taylorseer"
     with pytest.raises(ValueError, match="names that differ"):
@@ -49,7 +231,7 @@ def test_wrong_records_are_refused(make_record: Any) -> None:
         checked(record)
 
 
-def test_runs_of_one_task_are_joined(make_record: Any, renamed: Any) -> None:
+def test_runs_of_one_task_are_joined() -> None:
     first = make_record()
     joined = join([first, renamed(first, "interval", "taylorseer"), first])
     names = [row_["name"] for row_ in joined["rows"]]
@@ -60,7 +242,7 @@ def test_runs_of_one_task_are_joined(make_record: Any, renamed: Any) -> None:
     assert join([first])["rows"] == first["rows"]
 
 
-def test_matches_follow_a_new_name(make_record: Any) -> None:
+def test_matches_follow_a_new_name() -> None:
     first, second = make_record(), make_record()
     for row_ in second["rows"][1:]:
         row_["hash"] = row_["hash"][::-1] + "x"
@@ -72,12 +254,12 @@ def test_matches_follow_a_new_name(make_record: Any) -> None:
 @pytest.mark.parametrize(
     "task", [{"model": "other"}, {"samples": 8}, {"seed": 1}, {"reference": "x"}]
 )
-def test_runs_of_different_tasks_are_never_mixed(make_record: Any, task: dict[str, Any]) -> None:
+def test_runs_of_different_tasks_are_never_mixed(task: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"different tasks.*{next(iter(task))}"):
         join([make_record(), make_record(**task)])
 
 
-def test_times_of_different_machines_are_left_out(make_record: Any, renamed: Any) -> None:
+def test_times_of_different_machines_are_left_out() -> None:
     second = renamed(make_record(), "interval", "other")
     second["env"]["device"] = "another processor"
     joined = join([make_record(), second])
@@ -102,7 +284,7 @@ def test_better_means_that_intervals_do_not_overlap(
     assert words.compare(one, other, direction) == outcome
 
 
-def test_summary_says_whether_a_cache_beats_fewer_steps(make_record: Any) -> None:
+def test_summary_says_whether_a_cache_beats_fewer_steps() -> None:
     said = "\n".join(words.summary(make_record()))
     assert "64 pictures of shapes-flux at 12 steps." in said
     assert "taylorseer against uncached, 3 steps: better in FID-lite, PSNR" in said
@@ -110,7 +292,7 @@ def test_summary_says_whether_a_cache_beats_fewer_steps(make_record: Any) -> Non
     assert "taylorseer: 3 evaluations a sample, FLOPs ratio 4, 4 times as fast" in said
 
 
-def test_rows_stand_under_what_they_are_to_be_compared_with(make_record: Any, row: Any) -> None:
+def test_rows_stand_under_what_they_are_to_be_compared_with() -> None:
     names = [row["name"] for row in ordered(make_record())]
     assert names == [
         "uncached", "taylorseer", "uncached, 3 steps", "first-block", "interval", "uncached, 4 steps",
@@ -120,7 +302,7 @@ def test_rows_stand_under_what_they_are_to_be_compared_with(make_record: Any, ro
     assert labels[5] == "↳ uncached, 4 steps (for first-block, interval)"
 
 
-def test_numbers_are_those_of_the_record(cells: Any, make_record: Any) -> None:
+def test_numbers_are_those_of_the_record() -> None:
     record = make_record()
     for row_ in record["rows"]:
         for key in ("fid_lite", "prompt_accuracy"):
@@ -134,9 +316,7 @@ def test_numbers_are_those_of_the_record(cells: Any, make_record: Any) -> None:
     assert cells(record, "held_bytes")["interval"].text == "352 KiB"
 
 
-def test_best_is_bold_and_never_the_uncached_row(
-    cells: Any, interval: Any, make_record: Any
-) -> None:
+def test_best_is_bold_and_never_the_uncached_row() -> None:
     record = make_record()
     record["rows"][0]["quality"]["fid_lite"] = interval(0.1, 0.01)
     for column in table_of(record).columns:
@@ -152,22 +332,20 @@ def test_best_is_bold_and_never_the_uncached_row(
     assert {n for n, c in cells(record, "lpips_lite").items() if c.bold} == {"interval"}
 
 
-def test_nothing_is_bold_without_a_rival(make_record: Any) -> None:
+def test_nothing_is_bold_without_a_rival() -> None:
     record = make_record()
     record["rows"] = record["rows"][:2]
     assert not any(cell.bold for row_ in table_of(record).rows for cell in row_.cells)
 
 
-def test_nothing_is_bold_where_all_are_equal(cells: Any, interval: Any, make_record: Any) -> None:
+def test_nothing_is_bold_where_all_are_equal() -> None:
     record = make_record()
     for row_ in record["rows"]:
         row_["quality"]["prompt_accuracy"] = interval(1.0, 0.0)
     assert not any(cell.bold for cell in cells(record, "prompt_accuracy").values())
 
 
-def test_dagger_stands_where_the_interval_of_the_change_holds_zero(
-    cells: Any, make_record: Any
-) -> None:
+def test_dagger_stands_where_the_interval_of_the_change_holds_zero() -> None:
     record = make_record()
     found = cells(record, "fid_lite_change")
     for row_ in record["rows"][1:]:
@@ -180,9 +358,7 @@ def test_dagger_stands_where_the_interval_of_the_change_holds_zero(
     assert not cells(record, "fid_lite_change")["taylorseer"].dagger
 
 
-def test_reference_has_a_dash_and_what_was_not_measured_says_so(
-    cells: Any, make_record: Any
-) -> None:
+def test_reference_has_a_dash_and_what_was_not_measured_says_so() -> None:
     record = make_record()
     record["rows"][2]["fidelity"]["ssim"] = {"value": None}
     del record["timing"]["rows"]["interval"]
@@ -192,7 +368,7 @@ def test_reference_has_a_dash_and_what_was_not_measured_says_so(
     assert cells(record, "seconds")["interval"].text == "n/a"
 
 
-def test_columns_follow_the_record(make_record: Any) -> None:
+def test_columns_follow_the_record() -> None:
     record = make_record()
     keys = [column.key for column in table_of(record).columns]
     assert keys == [
@@ -211,7 +387,7 @@ def test_columns_follow_the_record(make_record: Any) -> None:
     assert heads["own_score"] == "own score"
 
 
-def test_chosen_columns_come_in_their_order(make_record: Any) -> None:
+def test_chosen_columns_come_in_their_order() -> None:
     table = table_of(make_record(), ["ssim", "evaluations"])
     assert [column.key for column in table.columns] == ["ssim", "evaluations"]
     with pytest.raises(
@@ -220,7 +396,7 @@ def test_chosen_columns_come_in_their_order(make_record: Any) -> None:
         table_of(make_record(), ["sim"])
 
 
-def test_a_footnote_says_which_interval_is_which(make_record: Any) -> None:
+def test_a_footnote_says_which_interval_is_which() -> None:
     record = make_record()
     assert "[95 %]: bootstrap interval over the samples." in table_of(record).notes
     right = torch.arange(64) < 50
@@ -235,7 +411,7 @@ def test_a_footnote_says_which_interval_is_which(make_record: Any) -> None:
     assert "Bonett and Price's interval of paired shares (FID-lite, ch" in table_of(record).notes[1]
 
 
-def test_footnotes_name_back_ends_and_warnings(make_record: Any) -> None:
+def test_footnotes_name_back_ends_and_warnings() -> None:
     notes = "\n".join(table_of(make_record()).notes)
     assert (
         "FID-lite to uncached, LPIPS-lite, KID-lite: lite (shapes-features abababababab)" in notes
@@ -272,7 +448,7 @@ def test_bytes_are_readable() -> None:
     ]  # fmt: skip
 
 
-def test_csv_holds_full_precision(make_record: Any) -> None:
+def test_csv_holds_full_precision() -> None:
     record = make_record()
     record["rows"][1]["fidelity"]["psnr_db"]["value"] = 1 / 3
     read = list(csv.DictReader(io.StringIO(to_csv(record))))
@@ -287,7 +463,7 @@ def test_csv_holds_full_precision(make_record: Any) -> None:
     assert read[5]["matches"] == "first-block; interval"
 
 
-def test_markdown_has_as_many_cells_in_every_line(make_record: Any) -> None:
+def test_markdown_has_as_many_cells_in_every_line() -> None:
     record = make_record()
     record["rows"][1]["name"] = "a|b <script> *c*"
     lines_ = [line for line in markdown(table_of(record)).splitlines() if line.startswith("|")]
@@ -297,7 +473,7 @@ def test_markdown_has_as_many_cells_in_every_line(make_record: Any) -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 160])
-def test_terminal_table_fits_and_leaves_no_number_out(make_record: Any, width: int) -> None:
+def test_terminal_table_fits_and_leaves_no_number_out(width: int) -> None:
     record = make_record()
     console = Console(width=width, file=io.StringIO(), color_system=None)
     console.print(terminal_table(record))
@@ -325,7 +501,7 @@ def test_front_is_what_brute_force_finds(upward: bool) -> None:
     assert pareto.front([], upward) == []
 
 
-def test_a_method_keeps_its_color_everywhere(make_record: Any, row: Any) -> None:
+def test_a_method_keeps_its_color_everywhere() -> None:
     record = make_record()
     looks = styles(record)
     record["rows"].insert(1, row("z", "method", 2, 1.0, []) | {"method": "Taylorseer(every=9)"})
@@ -358,7 +534,7 @@ def test_every_plot_is_drawn(run: Any) -> None:
         assert min(edge[0].min(), edge[-1].min(), edge[:, 0].min(), edge[:, -1].min()) == 255
 
 
-def test_missing_data_is_said_in_words(make_record: Any) -> None:
+def test_missing_data_is_said_in_words() -> None:
     record = make_record()
     record["timing"] = {}
     for row_ in record["rows"]:
@@ -371,7 +547,7 @@ def test_missing_data_is_said_in_words(make_record: Any) -> None:
     ]  # fmt: skip
 
 
-def test_a_metric_in_which_all_rows_are_equal_is_not_plotted(make_record: Any) -> None:
+def test_a_metric_in_which_all_rows_are_equal_is_not_plotted() -> None:
     record = make_record()
     for row_ in record["rows"]:
         row_["quality"]["prompt_accuracy"] = {"value": 1.0, "low": 1.0, "high": 1.0, "n": 64}
@@ -396,9 +572,7 @@ def test_errors_of_zero_and_of_one_size_can_be_drawn() -> None:
         assert 0 < low < high and high >= max(v or 0 for v in values[0])
 
 
-def test_sheet_shows_the_pixels_and_their_difference(
-    make_record: Any, make_run: Any, picture: Any, tmp_path: Path
-) -> None:
+def test_sheet_shows_the_pixels_and_their_difference(tmp_path: Path) -> None:
     record = make_record()
     record["rows"] = record["rows"][:2]
     make_run(tmp_path, record)
@@ -420,9 +594,7 @@ def test_sheet_shows_the_pixels_and_their_difference(
         assert np.array_equal(panel, wanted)
 
 
-def test_narrow_samples_stand_side_by_side(
-    make_record: Any, make_run: Any, picture: Any, tmp_path: Path
-) -> None:
+def test_narrow_samples_stand_side_by_side(tmp_path: Path) -> None:
     record = make_record()
     record["rows"] = record["rows"][:2]
     make_run(tmp_path, record)
@@ -454,9 +626,7 @@ def test_methods_take_turns_in_the_choice_of_samples() -> None:
     assert strips.picks(methods, "best", 3) == []
 
 
-def test_damaged_and_foreign_files_are_not_shown(
-    make_record: Any, make_run: Any, tmp_path: Path
-) -> None:
+def test_damaged_and_foreign_files_are_not_shown(tmp_path: Path) -> None:
     record = make_record()
     make_run(tmp_path / "run", record)
     file = tmp_path / "run" / record["rows"][0]["folder"] / "samples" / "00000.png"
@@ -473,9 +643,7 @@ def test_damaged_and_foreign_files_are_not_shown(
     assert samples.picture(moved, 1) is not None
 
 
-def test_films_have_contact_sheets_and_previews(
-    brief_record: Any, read_page: Any, tmp_path: Path
-) -> None:
+def test_films_have_contact_sheets_and_previews(tmp_path: Path) -> None:
     pytest.importorskip("av")
     from diffcache.eval.samples.clips import write_clip, write_preview
 
@@ -537,7 +705,7 @@ def test_links_that_lead_out_of_a_run_are_not_followed(tmp_path: Path) -> None:
     assert within.prompts == {0: "secret"}
 
 
-def test_page_needs_nothing_else(read_page: Any, run: Any) -> None:
+def test_page_needs_nothing_else(run: Any) -> None:
     record, folder, _ = run
     reader = read_page(folder / "report" / "report.html")
     assert reader.fetched and all(
@@ -556,15 +724,13 @@ def test_page_needs_nothing_else(read_page: Any, run: Any) -> None:
         assert f' width="{round(0.8 * opened.width)}" src="data' in text
 
 
-def test_every_text_is_escaped(
-    brief_record: Any, make_run: Any, read_page: Any, evil: str, tmp_path: Path
-) -> None:
+def test_every_text_is_escaped(tmp_path: Path) -> None:
     record = brief_record()
-    record["command"] = record["env"]["device"] = record["task"]["prompts"]["source"] = evil
-    record["warnings"] = [evil]
-    record["metrics"]["fid_lite"]["title"] = evil
-    record["rows"][1]["name"] = evil
-    record["task"]["model"] = evil
+    record["command"] = record["env"]["device"] = record["task"]["prompts"]["source"] = EVIL
+    record["warnings"] = [EVIL]
+    record["metrics"]["fid_lite"]["title"] = EVIL
+    record["rows"][1]["name"] = EVIL
+    record["task"]["model"] = EVIL
     write_report(record, make_run(tmp_path, record), formats=["html", "md"])
     text = (tmp_path / "report" / "report.html").read_text()
     assert text.count("<script") == 1 and "alert(&#34;x&#34;)" in text
@@ -573,14 +739,14 @@ def test_every_text_is_escaped(
     assert "<script" not in plain and r"a \| red \*circle\*" in plain
 
 
-def test_prompts_stand_under_the_samples(read_page: Any, evil: str, run: Any) -> None:
+def test_prompts_stand_under_the_samples(run: Any) -> None:
     _, folder, _ = run
     assert (
-        f"sample 1, worst of taylorseer: {evil}, 1" in read_page(folder / "report/report.html").text
+        f"sample 1, worst of taylorseer: {EVIL}, 1" in read_page(folder / "report/report.html").text
     )
 
 
-def test_same_record_gives_the_same_bytes(brief_record: Any, make_run: Any, tmp_path: Path) -> None:
+def test_same_record_gives_the_same_bytes(tmp_path: Path) -> None:
     record = brief_record()
     files = write_report(record, make_run(tmp_path / "run", record))
     again = write_report(copy.deepcopy(record), tmp_path / "run", tmp_path)
@@ -590,7 +756,7 @@ def test_same_record_gives_the_same_bytes(brief_record: Any, make_run: Any, tmp_
         assert one.read_bytes() == other.read_bytes(), one.name
 
 
-def test_report_without_samples_says_so(brief_record: Any, tmp_path: Path) -> None:
+def test_report_without_samples_says_so(tmp_path: Path) -> None:
     record = brief_record()
     for this in record["rows"]:
         this |= {"quality": {}, "timeline": None, "latent_error": None, "site_error": None}
@@ -600,7 +766,7 @@ def test_report_without_samples_says_so(brief_record: Any, tmp_path: Path) -> No
     assert not list(tmp_path.glob("report/samples-*"))
 
 
-def test_only_what_was_asked_for_is_written(make_record: Any, tmp_path: Path) -> None:
+def test_only_what_was_asked_for_is_written(tmp_path: Path) -> None:
     files = write_report(make_record(), tmp_path, formats=["csv"])
     assert (
         files == [tmp_path / "report" / "table.csv"] and len(list(files[0].parent.iterdir())) == 1
@@ -609,9 +775,7 @@ def test_only_what_was_asked_for_is_written(make_record: Any, tmp_path: Path) ->
         write_report(make_record(), tmp_path, formats=["pdf"])
 
 
-def test_several_runs_share_a_plot_only_if_they_share_a_task(
-    make_record: Any, renamed: Any, tmp_path: Path
-) -> None:
+def test_several_runs_share_a_plot_only_if_they_share_a_task(tmp_path: Path) -> None:
     first = make_record()
     first["rows"] = first["rows"][:2]
     second = renamed(make_record(), "interval", "other")
@@ -644,7 +808,7 @@ def make_document(folder: Path, record: dict[str, Any]) -> tuple[Path, Path]:
     return file, folder / "speed.json"
 
 
-def test_document_is_filled_and_a_typed_change_is_found(make_record: Any, tmp_path: Path) -> None:
+def test_document_is_filled_and_a_typed_change_is_found(tmp_path: Path) -> None:
     file, record = make_document(tmp_path, make_record())
     assert docs.update(file, [record], check=True) is True and "old" in file.read_text()
     assert docs.update(file, [record]) is True
@@ -668,14 +832,12 @@ def test_document_is_filled_and_a_typed_change_is_found(make_record: Any, tmp_pa
         ("<!-- diffcache.eval: speed columns=x -->\n", r"columns=\['x'\]"),
     ],
 )
-def test_wrong_marks_are_named(make_record: Any, text: str, message: str) -> None:
+def test_wrong_marks_are_named(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         docs.filled(text, {"speed": make_record()}, "doc.md")
 
 
-def test_command_line(
-    make_record: Any, run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_line(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, folder, _ = run
     assert main([str(folder), "--format", "csv", "--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "table.csv")

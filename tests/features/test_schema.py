@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import diffcache
-from diffcache import CacheQuant, Combine, FittedForecast, RegionE, Tuned
+from diffcache import CacheQuant, Combine, FittedForecast, Tuned
 from diffcache.catalog import make_method, method_class
 from diffcache.errors import TablesError, UncalibratedError
 from diffcache.features.collect import Calibrated
@@ -241,11 +241,6 @@ def test_products_that_are_none_are_refused():
             TablesError, match="'products' is float64 .* must be .*, inner products"
         ):
             use("fitted-forecast", header, tensors | {"products": wrong}, {})
-
-
-def test_ratios_of_a_run_of_one_step_are_of_its_length():
-    with pytest.raises(TablesError, match=r"'gamma' is float32 \[2\]; must be \[0\]"):
-        RegionE(tables=Tables({"method": "regione", "steps": 1}, {"gamma": torch.ones(2)}))
 
 
 LINE = {

@@ -470,21 +470,6 @@ def test_keys_of_bfloat16_models_come_back_within_rounding():
 
 
 class TestRefusals:
-    def test_latents(self):
-        model = _model(
-            "deepseek_v3",
-            kv_lora_rank=16,
-            q_lora_rank=None,
-            qk_rope_head_dim=8,
-            qk_nope_head_dim=8,
-            v_head_dim=16,
-            n_routed_experts=8,
-            moe_intermediate_size=16,
-            first_k_dense_replace=2,
-        )
-        with pytest.raises(AttachError, match="values turn too, as where a cache holds latents"):
-            rotary_of(*_parts(model))
-
     def test_an_unknown_layout(self):
         attention, embedding = _parts(_llama("default"))
         module = sys.modules[type(attention).__module__]
@@ -513,11 +498,6 @@ class TestRefusals:
         embedding.forward = lambda *a: tuple(2 * t for t in forward(embedding, *a))
         with pytest.raises(AttachError, match="cos at position 0 is"):
             rotary_of(attention, embedding)
-
-    def test_halves_of_a_pair_along_different_axes(self):
-        model = _qwen("hunyuan_vl_text", [2, 2, 2, 2])
-        with pytest.raises(AttachError, match="do not each turn along one of 4 axes"):
-            rotary_of(*_parts(model))
 
     def test_positions_that_end(self):
         attention, embedding = _parts(_llama("default"))

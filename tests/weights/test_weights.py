@@ -108,11 +108,6 @@ def test_a_hash_is_computed_once_and_again_after_a_change(tmp_path: Path) -> Non
     assert weights.sha256(tmp_path / "folder") != before
 
 
-def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"unknown weights 'alexnett'.*alexnet.*inception"):
-        find("alexnett")
-
-
 ROOT = Path(__file__).parents[2]
 
 
