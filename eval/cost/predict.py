@@ -209,15 +209,15 @@ def predict(
     pipe, model = _resolved(target, published, preset)
     remarks: list[str] = []
     cls, name = type(model).__name__, next(iter(denoisers_of(pipe)))
-    films = INPUTS[cls].temporal > 1 if cls in INPUTS else False
-    if not films:  # a picture of one side is a square
+    if cls in INPUTS and INPUTS[cls].temporal == 1:  # a picture of one side is a square
         height, width = height or width, width or height
     asked = {"height": height, "width": width, "frames": frames, "text_tokens": text_tokens}
-    size = size_of(pipe, model, {**asked, "batch": batch})
+    size = size_of(pipe, model, {**_saved_size(pipe, cls), **_given(asked), "batch": batch})
     usual = INPUTS[cls].guidance
-    guided = usual != "none" if guidance is None else guidance
-    branches = 2 if guided and usual != "batch" else 1
-    size = replace(size, batch=2 * batch) if guided and branches == 1 else size
+    if guidance is None:
+        guidance = usual != "none" and getattr(pipe, "call", {}).get("guidance_scale", 2) > 1
+    branches = 2 if guidance and usual != "batch" else 1
+    size = replace(size, batch=2 * batch) if guidance and branches == 1 else size
     total = _steps(pipe, steps)
     choice = None
     if method is None or preset is not None:
@@ -264,7 +264,7 @@ def _resolved(
         model = _built(resolve(target))
         return model, model
     from diffcache.pipelines.demo.describe import directory_of
-    from diffcache.pipelines.demo.saved import pipeline_of
+    from diffcache.pipelines.demo.saved import call_defaults, pipeline_of
 
     path = Path(target)
     path = path if path.is_file() else directory_of(str(target))
@@ -275,7 +275,9 @@ def _resolved(
     parts = ("transformer", "transformer_2")
     _check_one([one for one in parts if (path / one / "config.json").exists()])
     name, _ = pipeline_of(path)
-    return _stand_in(getattr(diffusers, name, None), name, model, denoiser.compression), model
+    pipe = _stand_in(getattr(diffusers, name, None), name, model, denoiser.compression)
+    pipe.call = call_defaults(path)
+    return pipe, model
 
 
 def _check_one(denoisers: Any) -> None:
@@ -339,6 +341,19 @@ def _stand_in(cls: Any, name: str, model: nn.Module, compression: Any) -> Any:
     return type(name, (), facts)()
 
 
+def _given(asked: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def _saved_size(pipe: Any, cls: str) -> dict[str, int]:
+    """Return the size of a call as the folder of a saved pipeline says it."""
+    call = getattr(pipe, "call", {})
+    words = call.get("max_sequence_length")
+    text = None if words is None or cls not in INPUTS else INPUTS[cls].more_text + words
+    size = {"height": call.get("height"), "width": call.get("width")}
+    return _given({**size, "frames": call.get("num_frames"), "text_tokens": text})
+
+
 def _sizes_of(pipe: Any) -> str:
     known = getattr(pipe, "published", None)
     return f" ({known})" if isinstance(known, str) else ""
@@ -352,6 +367,7 @@ def _steps(pipe: Any, steps: int | None) -> int:
     call = getattr(type(pipe), "__call__", None)
     known = {} if isinstance(pipe, nn.Module) or call is None else inspect.signature(call).parameters
     default = known["num_inference_steps"].default if "num_inference_steps" in known else None
+    default = getattr(pipe, "call", {}).get("num_inference_steps", default)
     if not isinstance(default, int):
         raise ValueError("steps=None: there is no pipeline whose default it is; give steps=")
     return default
