@@ -56,7 +56,9 @@ def settings_of(made):
 # diffusers -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", [str(MAG), FirstBlock(0.12, by_branch=True)], ids=["ratios", "gate"])
+@pytest.mark.parametrize(
+    "method", [str(MAG), FirstBlock(0.12, by_branch=True)], ids=["ratios", "gate"]
+)
 def test_diffusers_reads_back_the_same_method(method):
     found = settings_of(export(method, "diffusers"))
     again = method_of_config(getattr(diffusers, found.pop("class"))(**found))
@@ -146,9 +148,13 @@ def test_sglang_reads_a_polynomial():
     cls = class_of("sglang", file, "TeaCacheParams", CacheParams=object, Callable=Callable)
     made = cls(**settings_of(export(str(TEA), "sglang", warmup=3)))
     assert made.teacache_thresh == 0.35 and len(made.get_coefficients()) == 5
-    assert made.get_skip_boundaries(10, do_cfg=False) == (3, 9)
     later = cls(**settings_of(export(str(TEA), "sglang", last=False)))
-    assert later.get_skip_boundaries(10, do_cfg=False) == (1, 10)
+    new = hasattr(made, "get_skip_boundaries")  # the main branch calls it so, 0.5.23 otherwise
+    spans = [
+        one.get_skip_boundaries(10, do_cfg=False) if new else one.get_skip_step_range(10)
+        for one in (made, later)
+    ]
+    assert spans == [(3, 9), (1, 10)]
 
 
 # TensorRT-LLM has no package that installs here: its fields, as its public source names them

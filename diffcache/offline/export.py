@@ -4,14 +4,14 @@
 |---|---|---|
 | `diffusers` | JSON: `class` and its arguments | `getattr(diffusers, kind)(**arguments)` |
 | `cache-dit` | YAML | `cache_dit.load_configs(file)` |
-| `sglang` | YAML of cache-dit; of TeaCache JSON | `--cache-dit-config file`; `TeaCacheParams(**arguments)` |
+| `sglang` | cache-dit's; JSON of TeaCache | `--cache-dit-config`; `TeaCacheParams(**arguments)` |
 | `vllm-omni` | JSON: `cache_backend`, `cache_config` | `Omni(**arguments)` |
 | `tensorrt-llm` | YAML: `cache_config` | `VisualGenArgs.from_yaml(file)` |
 | `comfyui` | JSON of the API: a node | `DiffcacheModel` of diffcache's own nodes |
 
-Sources, read and not copied: cache-dit 1.5.3 `caching/load_configs.py`; SGLang 18ae017
-`multimodal_gen/configs/sample/teacache.py`; vLLM-Omni 0.30.0 `diffusion/data.py` and
-`diffusion/cache`; TensorRT-LLM `visual_gen/args.py` and aaedbf9 `_torch/visual_gen/cache/teacache.py`.
+Sources, read and not copied: cache-dit 1.5.3 `caching/load_configs.py`; SGLang 0.5.23
+`multimodal_gen/configs/sample/teacache.py`; vLLM-Omni 0.30.0 `diffusion/data.py` and `cache`;
+TensorRT-LLM `visual_gen/args.py` and aaedbf9 `_torch/visual_gen/cache/teacache.py`.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def export(method: str | Method, to: str, *, steps: int | None = None, **setting
     """Write a method in the form that another engine reads.
 
     Args:
-        method: A method or its name, as `diffcache.wrap` takes it, or a file of tables, which brings
-            the settings that it was measured with.
+        method: A method or its name, as `diffcache.wrap` takes it, or a file of tables, which
+            brings the settings that it was measured with.
         to: Key of `ENGINES`.
         steps: Steps of the runs, for forms that list them; None for those of the tables.
         **settings: Settings of the method, over those of the file.

@@ -1,26 +1,16 @@
 """What `predict` says before a run, against runs: operations, steps and bytes of every model."""
 
-import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 import diffcache
-from diffcache import Combine, Every, Reuse, Table
 from diffcache.attach.inputs import INPUTS, Size, inputs_of
-from diffcache.cli import app
-from diffcache.eval.cost import flops, formula, roofline
-from diffcache.eval.cost.predict import kinds_of
+from diffcache.eval.cost import flops, formula
 from diffcache.eval.options import AS_SAVED
-from diffcache.features.first_block import FirstBlock
-from diffcache.features.magcache import MagCache
 from diffcache.pipelines.load import load
-from diffcache.presets.published import models
 from tests.zoo.catalog import cases
-from tests.zoo.pipes import pipes
 
 TABLES = Path(__file__).parents[2] / "assets" / "tables"
 STEPS = 6
@@ -103,7 +93,9 @@ def test_every_class_is_counted_as_a_real_run(cls):
     text = model.config.get("max_text_seq_length", 6)
     frames = 1 + known.temporal * (known.temporal > 1)
     size = Size(8 * known.spatial, 4 * known.spatial, frames, text, batch=2)
-    asked = {key: getattr(size, key) for key in ("height", "width", "frames", "text_tokens", "batch")}
+    asked = {
+        key: getattr(size, key) for key in ("height", "width", "frames", "text_tokens", "batch")
+    }
     said = diffcache.predict(model, "first-block", steps=7, guidance=False, **asked)
     real = formula.count_call(model, inputs_of(cls, model.config, size, device="cpu"))
     assert said.uncached.flops == said.most.flops == 7 * real.total
