@@ -215,7 +215,7 @@ def predict(
     size = size_of(pipe, model, {**_saved_size(pipe, cls), **_given(asked), "batch": batch})
     usual = INPUTS[cls].guidance
     if guidance is None:
-        guidance = usual != "none" and getattr(pipe, "call", {}).get("guidance_scale", 2) > 1
+        guidance = _guides(usual, getattr(pipe, "call", {}))
     branches = 2 if guidance and usual != "batch" else 1
     size = replace(size, batch=2 * batch) if guidance and branches == 1 else size
     total = _steps(pipe, steps)
@@ -355,6 +355,13 @@ def _saved_size(pipe: Any, cls: str) -> dict[str, int]:
     text = None if words is None or cls not in INPUTS else INPUTS[cls].more_text + words
     size = {"height": call.get("height"), "width": call.get("width")}
     return _given({**size, "frames": call.get("num_frames"), "text_tokens": text})
+
+
+def _guides(usual: str, call: Mapping[str, Any]) -> bool:
+    """Return whether pipelines of a class guide, by default or by what a saved one's folder says."""
+    if usual == "none":  # that scale is an input of the model
+        return bool(call.get("true_cfg_scale", 1) > 1)
+    return bool(call.get("true_cfg_scale", call.get("guidance_scale", 2)) > 1)
 
 
 def _sizes_of(pipe: Any) -> str:
