@@ -358,7 +358,7 @@ def _saved_size(pipe: Any, cls: str) -> dict[str, int]:
 
 
 def _guides(usual: str, call: Mapping[str, Any]) -> bool:
-    """Return whether pipelines of a class guide, by default or by what a saved one's folder says."""
+    """Return whether a step computes with and without a prompt, as a saved call says or usual."""
     if usual == "none":  # that scale is an input of the model
         return bool(call.get("true_cfg_scale", 1) > 1)
     return bool(call.get("true_cfg_scale", call.get("guidance_scale", 2)) > 1)

@@ -109,6 +109,7 @@ def test_every_class_is_counted_as_a_real_run(cls):
 
 # records of longer runs ------------------------------------------------------------------------
 
+WAN = "tables=assets/tables/shapes-wan"
 ROWS = {
     "shapes-flux": (
         "taylorseer:every=5,warmup=1,order=2,site=stack",
@@ -116,15 +117,12 @@ ROWS = {
     ),
     "shapes-unet": ("interval:every=4",),
     "shapes-kontext": ("interval:every=3",),
-    "shapes-wan": (
-        "magcache:threshold=0.3,longest=4,retention=0.05,"
-        "tables=assets/tables/shapes-wan/magcache.safetensors",
-    ),
+    "shapes-wan": (f"magcache:threshold=0.3,longest=4,retention=0.05,{WAN}/magcache.safetensors",),
 }
 GATES = {
     "shapes-wan": (
         "first-block:threshold=0.5",
-        "teacache:threshold=0.35,tables=assets/tables/shapes-wan/teacache.safetensors",
+        f"teacache:threshold=0.35,{WAN}/teacache.safetensors",
     )
 }
 
@@ -231,8 +229,8 @@ def test_methods_and_lengths_that_do_not_fit_are_refused(folder):
 
 def test_the_command_line_prints_and_writes(folder, tmp_path):
     file = tmp_path / "said.json"
-    words = "--method interval:every=2 --height 64 --steps 5 --text-tokens 8 --device 4090".split()
-    done = CliRunner().invoke(app, ["predict", str(folder), *words, "--json", str(file)])
+    words = "--method interval:every=2 --height 64 --steps 5 --text-tokens 8 --device 4090"
+    done = CliRunner().invoke(app, ["predict", str(folder), *words.split(), "--json", str(file)])
     assert done.exit_code == 0, done.output
     said = json.loads(file.read_text())
     assert said["most"]["steps"] == 3 and said["device"]["title"] == "GeForce RTX 4090"
