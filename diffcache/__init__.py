@@ -88,6 +88,7 @@ _LATER = {
     **places("method"),
     "calibrate": "diffcache.offline.calibrate",
     **dict.fromkeys(("evaluate", "latency"), "diffcache.eval.live"),
+    "export": "diffcache.offline.export",
     "predict": "diffcache.eval.cost.predict",
     "tune": "diffcache.offline.tune.tune",
     "Call": "diffcache.attach.call",

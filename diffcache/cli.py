@@ -28,8 +28,10 @@ from diffcache.command import (
     check_target,
     device_of,
     guarded,
+    parse_settings,
     print_or_write,
     refuse,
+    warn,
 )
 from diffcache.eval import offline
 from diffcache.eval.cli import app as eval_app
@@ -423,6 +425,53 @@ def predict(
         text_tokens=text_tokens, batch=batch, guidance=guidance, device=device,
     )  # fmt: skip
     print_or_write(record, made.to_dict(), lambda: typer.echo("\n".join(made.lines())))
+
+
+@app.command(epilog=EXIT_LINE)
+@guarded
+def export(
+    tables: Annotated[
+        str,
+        typer.Argument(
+            metavar="TABLES|METHOD",
+            help="File that calibrate or tune wrote, or a method with its settings.",
+        ),
+    ],
+    to: Annotated[
+        str,
+        typer.Option(help="sglang, vllm-omni, tensorrt-llm, comfyui, diffusers or cache-dit."),
+    ],
+    changes: Annotated[
+        list[str],
+        typer.Option("--set", metavar="KEY=VALUE", help="Setting over that of the file."),
+    ] = NO_IMAGES,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps of the runs, where the tables do not tell.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write (default: print it).")] = None,
+) -> None:
+    """Write what was measured in the form that another engine reads.
+
+    What its form cannot express is refused; differences that remain are told as warnings.
+
+    [bold]Try[/bold]
+
+        diffcache export magcache.safetensors --to vllm-omni --out cache.json
+
+        diffcache export dbcache:threshold=0.12,warmup=4 --to cache-dit
+    """
+    from diffcache.offline.export import export as exported
+
+    if out is not None:
+        check_target("--out", out)
+    settings = parse_settings(changes, "--set")
+    made = exported(tables, to, steps=steps, **settings)
+    warn(*made.notes)
+    if out is None:
+        typer.echo(made.text(), nl=False)
+        return
+    out.write_text(made.text(), encoding="utf-8")
+    typer.echo(f"wrote {out}")
 
 
 @app.command(epilog=EXIT_LINE)

@@ -159,7 +159,9 @@ class Rehearsal(Handle):
             ValueError: If the denoiser cannot be called at this size.
         """
         model = self.denoisers[0].model
-        self.run().ticks = step + 1  # the scheduler tells the steps: a timestep without a value cannot
+        self.run().ticks = (
+            step + 1
+        )  # the scheduler tells the steps: a timestep without a value cannot
         try:
             with torch.no_grad(), branch(f"branch {number}"):
                 model(**inputs)
@@ -254,4 +256,7 @@ def compression_of(target: Any) -> tuple[int, int] | None:
     temporal = [getattr(target, f"vae_{name}", None) for name in
                 ("temporal_compression_ratio", "scale_factor_temporal")]  # fmt: skip
     rows = next((value for value in spatial if value), None)
+    config = getattr(getattr(target, "vae", None), "config", {})
+    if rows is None and "block_out_channels" in config:  # as pipelines compute it, DiT's in place
+        rows = 2 ** (len(config["block_out_channels"]) - 1)
     return None if rows is None else (rows, next((value for value in temporal if value), 1))

@@ -18,7 +18,6 @@ from diffcache.api import choice_for, denoisers_of, method_for
 from diffcache.attach.anatomy import anatomy_of
 from diffcache.attach.fingerprint import facts_of
 from diffcache.attach.inputs import INPUTS, Size, inputs_of
-from diffcache.errors import AttachError
 from diffcache.eval.cost.formula import Denoiser, resolve
 from diffcache.eval.cost.roofline import ASSUMPTIONS, DEVICES, Device, Repeats
 from diffcache.features.base import Method, When, check_int
@@ -112,17 +111,17 @@ class Prediction:
         film = f", {size.frames} frames" if size.frames > 1 else ""
         skipped = [share(max(whole.flops - c.flops, 0), c.flops) for c in (most, least)]
         spent = [f"{cost.seconds:.3g}" for cost in (most, least)]
+        flops = f"{_range(human(least.flops), human(most.flops))} of {human(whole.flops)}"
+        held, weights = human(self.held_bytes, "B"), human(self.weight_bytes, "B")
+        seconds = f"at least {_range(*spent[::-1])} instead of {whole.seconds:.3g}"
         lines = [
             textwrap.shorten(repr(self.method), 100, placeholder=" ..."),
-            f"on {self.model}, {size.width} x {size.height}{film}, {size.text_tokens} tokens of "
-            f"text, batch {size.batch}, {calls} a step",
+            f"on {self.model}, {size.width} x {size.height}{film}",
+            f"calls    {calls} a step, batch {size.batch}, {size.text_tokens} tokens of text",
             f"steps    {self.steps}: {_range(f'{least.steps}', f'{most.steps}')} computed",
-            f"FLOPs    {_range(human(least.flops), human(most.flops))} of {human(whole.flops)}, "
-            f"{_range(*skipped)} skipped, {_times(self.flops_ratio)} fewer",
-            f"bytes    {human(self.held_bytes, 'B')} held, beside {human(self.weight_bytes, 'B')} "
-            "of weights",
-            f"seconds  at least {_range(*spent[::-1])} instead of {whole.seconds:.3g}, "
-            f"{_times(self.seconds_ratio)} fewer, on {self.device}",
+            f"FLOPs    {flops}, {_range(*skipped)} skipped, {_times(self.flops_ratio)} fewer",
+            f"bytes    {held} held, beside {weights} of weights",
+            f"seconds  {seconds}, {_times(self.seconds_ratio)} fewer, on {self.device}",
         ]
         if not self.is_exact:
             lines.append(
@@ -138,7 +137,8 @@ class Prediction:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data that JSON can hold."""
-        return {**asdict(replace(self, method=None)), "method": repr(self.method)}  # type: ignore[arg-type]
+        plain: Any = replace(self, method=None)  # type: ignore[arg-type]
+        return {**asdict(plain), "method": repr(self.method)}
 
 
 def _range(low: str, high: str) -> str:
@@ -209,15 +209,15 @@ def predict(
     pipe, model = _resolved(target, published, preset)
     remarks: list[str] = []
     cls, name = type(model).__name__, next(iter(denoisers_of(pipe)))
-    films = INPUTS[cls].temporal > 1 if cls in INPUTS else False
-    if not films:  # a picture of one side is a square
+    if cls in INPUTS and INPUTS[cls].temporal == 1:  # a picture of one side is a square
         height, width = height or width, width or height
     asked = {"height": height, "width": width, "frames": frames, "text_tokens": text_tokens}
-    size = size_of(pipe, model, {**asked, "batch": batch})
+    size = size_of(pipe, model, {**_saved_size(pipe, cls), **_given(asked), "batch": batch})
     usual = INPUTS[cls].guidance
-    guided = usual != "none" if guidance is None else guidance
-    branches = 2 if guided and usual != "batch" else 1
-    size = replace(size, batch=2 * batch) if guided and branches == 1 else size
+    if guidance is None:
+        guidance = _guides(usual, getattr(pipe, "call", {}))
+    branches = 2 if guidance and usual != "batch" else 1
+    size = replace(size, batch=2 * batch) if guidance and branches == 1 else size
     total = _steps(pipe, steps)
     choice = None
     if method is None or preset is not None:
@@ -227,7 +227,9 @@ def predict(
     chosen.check_model(facts_of(model, getattr(pipe, "scheduler", None), pipe))
     if choice is not None and choice.preset is not None:
         known = choice.preset
-        remarks += [f"measured {known.measured} (all of a run, by their code)"] if known.measured else []
+        remarks += (
+            [f"measured {known.measured} (all of a run, by their code)"] if known.measured else []
+        )
         if known.steps != total:
             remarks.append(f"preset   it holds for {known.steps} steps, and these are {total}")
     cost = _Costs(model, chosen, (size, compression_of(pipe), total, branches), place)
@@ -241,9 +243,7 @@ def predict(
 # the model -------------------------------------------------------------------------------------
 
 
-def _resolved(
-    target: Any, published: str | None, preset: str | None
-) -> tuple[Any, nn.Module]:
+def _resolved(target: Any, published: str | None, preset: str | None) -> tuple[Any, nn.Module]:
     """Return a pipeline, or what stands for one, and its denoiser."""
     if not isinstance(target, (str, Path, Mapping)):
         denoisers = denoisers_of(target)
@@ -264,7 +264,7 @@ def _resolved(
         model = _built(resolve(target))
         return model, model
     from diffcache.pipelines.demo.describe import directory_of
-    from diffcache.pipelines.demo.saved import pipeline_of
+    from diffcache.pipelines.demo.saved import call_defaults, pipeline_of
 
     path = Path(target)
     path = path if path.is_file() else directory_of(str(target))
@@ -275,7 +275,9 @@ def _resolved(
     parts = ("transformer", "transformer_2")
     _check_one([one for one in parts if (path / one / "config.json").exists()])
     name, _ = pipeline_of(path)
-    return _stand_in(getattr(diffusers, name, None), name, model, denoiser.compression), model
+    pipe = _stand_in(getattr(diffusers, name, None), name, model, denoiser.compression)
+    pipe.call = call_defaults(path)
+    return pipe, model
 
 
 def _check_one(denoisers: Any) -> None:
@@ -313,7 +315,9 @@ def _of_class(cls: Any, published: str | None, preset: str | None) -> tuple[Any,
         told = f"say which: published={' or '.join(map(repr, fit or known))}"
         told = told if known else "name the directory of a model, or a configuration file"
         about = f"{name}, published={wanted!r}" if wanted else name
-        raise ValueError(f"{about}: stands for {'several models' if fit else 'no known model'}; {told}")
+        raise ValueError(
+            f"{about}: stands for {'several models' if fit else 'no known model'}; {told}"
+        )
     chosen, entry = next(iter(fit.items()))
     model = _built(Denoiser(entry.model, entry.built))
     pipe = _stand_in(cls, name, model, entry.compression)
@@ -327,16 +331,37 @@ def _built(denoiser: Denoiser) -> nn.Module:
 
 
 def _stand_in(cls: Any, name: str, model: nn.Module, compression: Any) -> Any:
-    """Return what stands for a pipeline: its denoiser, the defaults of its call, its class's name."""
+    """Return what stands for a pipeline: its denoiser, its call's defaults, its class's name."""
     key = "unet" if "UNet" in type(model).__name__ else "transformer"
     rows, frames = compression or (None, None)
     config: Any = model.config
     facts = {
-        "components": {key: model}, key: model, "__call__": getattr(cls, "__call__", None),
+        "components": {key: model}, key: model,
+        "__call__": object.__init__ if cls is None else cls.__call__,
         "vae_scale_factor_spatial": rows, "vae_scale_factor_temporal": frames,
         "default_sample_size": config.get("sample_size"),
     }  # fmt: skip
     return type(name, (), facts)()
+
+
+def _given(asked: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in asked.items() if value is not None}
+
+
+def _saved_size(pipe: Any, cls: str) -> dict[str, int]:
+    """Return the size of a call as the folder of a saved pipeline says it."""
+    call = getattr(pipe, "call", {})
+    words = call.get("max_sequence_length")
+    text = None if words is None or cls not in INPUTS else INPUTS[cls].more_text + words
+    size = {"height": call.get("height"), "width": call.get("width")}
+    return _given({**size, "frames": call.get("num_frames"), "text_tokens": text})
+
+
+def _guides(usual: str, call: Mapping[str, Any]) -> bool:
+    """Return whether a step computes with and without a prompt, as a saved call says or usual."""
+    if usual == "none":  # that scale is an input of the model
+        return bool(call.get("true_cfg_scale", 1) > 1)
+    return bool(call.get("true_cfg_scale", call.get("guidance_scale", 2)) > 1)
 
 
 def _sizes_of(pipe: Any) -> str:
@@ -349,9 +374,9 @@ def _steps(pipe: Any, steps: int | None) -> int:
     if steps is not None:
         check_int("steps", steps, 1)
         return steps
-    call = getattr(type(pipe), "__call__", None)
-    known = {} if isinstance(pipe, nn.Module) or call is None else inspect.signature(call).parameters
+    known = {} if isinstance(pipe, nn.Module) else inspect.signature(type(pipe).__call__).parameters
     default = known["num_inference_steps"].default if "num_inference_steps" in known else None
+    default = getattr(pipe, "call", {}).get("num_inference_steps", default)
     if not isinstance(default, int):
         raise ValueError("steps=None: there is no pipeline whose default it is; give steps=")
     return default

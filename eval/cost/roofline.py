@@ -47,13 +47,16 @@ class Device:
 _EMPTY = {torch.ops.aten.empty, torch.ops.aten.empty_like, torch.ops.aten.empty_strided}
 # Sheets that print the rate "with sparsity" alone are halved here.
 DEVICES: dict[str, Device] = {
-    "h100": Device("H100 SXM 80GB", 989.4, 3350, "NVIDIA H100 Tensor Core GPU data sheet: 1,979 TFLOPS with sparsity, 3.35 TB/s"),
-    "h200": Device("H200 SXM 141GB", 989.4, 4800, "NVIDIA H200 Tensor Core GPU data sheet: 1,979 TFLOPS with sparsity, 4.8 TB/s"),
-    "a100": Device("A100 SXM 80GB", 312, 2039, "NVIDIA A100 Tensor Core GPU data sheet: 312 TFLOPS, 2,039 GB/s"),
-    "l40s": Device("L40S", 362.05, 864, "NVIDIA L40S data sheet: 362.05 TFLOPS, 864 GB/s"),
-    "4090": Device("GeForce RTX 4090", 165.2, 1008, "NVIDIA Ada GPU architecture, appendix A: 165.2 TFLOPS, 1,008 GB/s"),
-    "5090": Device("GeForce RTX 5090", 209.5, 1792, "NVIDIA RTX Blackwell GPU architecture, appendix A: 209.5 TFLOPS, 1,792 GB/s"),
-    "mi300x": Device("Instinct MI300X", 1307.4, 5300, "AMD Instinct MI300X data sheet: 1,307.4 TFLOPS, 5.3 TB/s"),
+    name: Device(title, tflops, gbps, source)
+    for name, title, tflops, gbps, source in (
+        ("h100", "H100 SXM 80GB", 989.4, 3350, "NVIDIA H100 data sheet: 1,979 sparse, 3.35 TB/s"),
+        ("h200", "H200 SXM 141GB", 989.4, 4800, "NVIDIA H200 data sheet: 1,979 sparse, 4.8 TB/s"),
+        ("a100", "A100 SXM 80GB", 312, 2039, "NVIDIA A100 data sheet: 312, 2,039 GB/s"),
+        ("l40s", "L40S", 362.05, 864, "NVIDIA L40S data sheet: 362.05, 864 GB/s"),
+        ("4090", "GeForce RTX 4090", 165.2, 1008, "NVIDIA Ada GPU architecture, appendix A"),
+        ("5090", "GeForce RTX 5090", 209.5, 1792, "NVIDIA RTX Blackwell architecture, appendix A"),
+        ("mi300x", "Instinct MI300X", 1307.4, 5300, "AMD MI300X data sheet: 1,307.4, 5.3 TB/s"),
+    )
 }  # fmt: skip
 
 

@@ -26,9 +26,9 @@ from diffcache.registry import rows_of
 REFERENCE = {
     "Wrap and look": (
         "wrap", "unwrap", "wrapped", "update", "settings", "save", "reset", "report", "Report",
-        "inspect", "expected_bytes", "methods", "cite",
+        "inspect", "expected_bytes", "predict", "methods", "cite",
     ),
-    "Measure": ("evaluate", "latency", "calibrate", "tune"),
+    "Measure": ("evaluate", "latency", "calibrate", "tune", "export"),
     "Loops of your own": ("run", "branch", "stream", "writing"),
     "Parts of methods": (
         "Combine", "Each", "Every", "Gate", "Listed", "Table", "Reuse", "Taylor", "Newton", "Held",
