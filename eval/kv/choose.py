@@ -220,7 +220,8 @@ def command(
 
     Half of the contexts decide, by the questions answered whole and then by perplexity; the other
     half say what the choice is worth on texts that it was not made by. "held" is the share of exact
-    keys and values, of 16 bits where the model is of more. A record that was written before goes on.
+    keys and values, of 16 bits where the model is of more. A run that was cut off goes on from
+    --out.
 
     [bold]Try[/bold]
 

@@ -210,7 +210,8 @@ def _write(
     body = {
         "shapes": {
             "device": device.type, "model": task.model.name, "context": task.context,
-            "following": FOLLOWING, "samples": len(drawn.ids), "clock": "cpu" if device.type == "cpu" else "wall",
+            "following": FOLLOWING, "samples": len(drawn.ids),
+            "clock": "cpu" if device.type == "cpu" else "wall",
             "parameters": sum(weight.numel() for weight in model.parameters()), **drawn.source,
         },
         "rounds": ROUNDS, "seed": task.seed, "seconds": round(seconds, 1),
