@@ -32,7 +32,7 @@ from diffcache.kv.recipe import Recipe
 
 BENCHMARK = "kv-text"
 STOCK = "DynamicCache"
-ROUNDS, WARMUP, CALLS = 5, 1, 8  # turns of each cache, untimed ones before, tokens of a turn
+ROUNDS, WARMUP, CALLS = 5, 1, 4  # turns of each cache, untimed ones before, tokens of a turn
 
 
 @dataclass
