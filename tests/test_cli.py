@@ -60,7 +60,19 @@ class TestPlain:
 
     @pytest.mark.parametrize(
         "name",
-        ["demo", "run", "inspect", "presets", "methods", "cite", "calibrate", "tune", "eval", "kv"],
+        [
+            "demo",
+            "run",
+            "inspect",
+            "presets",
+            "methods",
+            "cite",
+            "calibrate",
+            "tune",
+            "eval",
+            "kv",
+            "fetch",
+        ],
     )
     def test_help_has_an_example_and_the_exit_codes(self, name):
         text = " ".join(call(name, "--help").output.split())
