@@ -60,7 +60,7 @@ class TestPlain:
 
     @pytest.mark.parametrize(
         "name",
-        ["demo", "run", "inspect", "predict", "presets", "methods", "cite", "calibrate", "tune", "export", "eval", "kv"],
+        "demo run inspect predict presets methods cite calibrate tune export eval kv fetch".split(),
     )
     def test_help_has_an_example_and_the_exit_codes(self, name):
         text = " ".join(call(name, "--help").output.split())

@@ -11,7 +11,6 @@ import torch
 import typer
 
 from diffcache.command import FAILED, Device, Seed, check_target, device_of, fail, guarded
-from diffcache.eval.kv.words import NONE, parse_recipe
 from diffcache.eval.metrics.bootstrap import Interval, mean_interval
 from diffcache.eval.metrics.intervals import share_change
 from diffcache.kv.recipe import Recipe
@@ -85,6 +84,8 @@ class Choice:
     @property
     def recipe(self) -> Recipe:
         """The recipe, for `cache_for` and `wrap`."""
+        from diffcache.eval.kv.words import parse_recipe
+
         return parse_recipe(self.word)
 
     @property
@@ -159,6 +160,7 @@ def pick(
         ValueError: If there are fewer than four windows, or no row fits.
     """
     from diffcache.eval.kv.text_plot import held_share
+    from diffcache.eval.kv.words import NONE
 
     count = len(rows[NONE]["nats"])
     if count < 4:
@@ -220,7 +222,8 @@ def command(
 
     Half of the contexts decide, by the questions answered whole and then by perplexity; the other
     half say what the choice is worth on texts that it was not made by. "held" is the share of exact
-    keys and values, of 16 bits where the model is of more. A record that was written before goes on.
+    keys and values, of 16 bits where the model is of more. A run that was cut off goes on from
+    --out.
 
     [bold]Try[/bold]
 

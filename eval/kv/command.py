@@ -163,14 +163,11 @@ def kv(
     if call.invoked_subcommand is not None:
         return
     if show:
-        rows = [(name, what, while_decoding(example(recipe_function(name))))
-                for name, what in recipes().items()]  # fmt: skip
-        print_rows(("recipe", "what it does", "what it holds"), rows)
+        _list()
         return
     if tasks is None:
         tasks = RECALL if model == MODEL and texts is None else TEXT
-    if not recipe and sweep is None and tasks == TEXT:
-        recipe = list(FIRST)
+    recipe = recipe or list(FIRST if sweep is None and tasks == TEXT else ())
     if (sweep is None) == (not recipe):
         raise ValueError("give --recipe (may be repeated), --sweep FILE, or --list")
     if out is not None:
@@ -198,6 +195,13 @@ def kv(
     refuse(shape | {"sweep": sweep}, "is for --tasks recall alone")
     asked = {"limit": limit, "include_path": include_path, "batch": 1 if batch is None else batch}
     _harness(recipe, out, model, tasks, device=device, seed=seed, **asked)
+
+
+def _list() -> None:
+    """Print all recipes."""
+    rows = [(name, what, while_decoding(example(recipe_function(name))))
+            for name, what in recipes().items()]  # fmt: skip
+    print_rows(("recipe", "what it does", "what it holds"), rows)
 
 
 def _text(

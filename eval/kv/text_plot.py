@@ -1,4 +1,4 @@
-"""Plot of recipes on texts: whole answers against the bytes held and against the time of a token."""
+"""Plot of recipes on texts: whole answers against bytes held and against the time of a token."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def draw(record: Mapping[str, Any], picture: Path) -> None:
         what, said = "ratio", "perplexity by that of the exact cache, 95 % interval"
     figure, axes = new_figure(10.0, 4.6, 2)
     methods = list(dict.fromkeys(method_of(row["name"]) for row in rows if row["name"] != NONE))
-    for axis, title in zip(axes, ("bytes held, share of an exact cache of 16 bits",
-                                  "time of a token, DynamicCache with sdpa = 1"), strict=True):  # fmt: skip
+    titles = "bytes held, share of an exact cache of 16 bits", "time of a token, DynamicCache = 1"
+    for axis, title in zip(axes, titles, strict=True):
         first = rows[0][what]
         axis.axhspan(first["low"], first["high"], color=GREY, alpha=0.12, linewidth=0)
         axis.axhline(first["value"], color=INK, linewidth=1, linestyle="--")

@@ -32,7 +32,7 @@ from diffcache.kv.recipe import Recipe
 
 BENCHMARK = "kv-text"
 STOCK = "DynamicCache"
-ROUNDS, WARMUP, CALLS = 5, 1, 8  # turns of each cache, untimed ones before, tokens of a turn
+ROUNDS, WARMUP, CALLS = 5, 1, 4  # turns of each cache, untimed ones before, tokens of a turn
 
 
 @dataclass
@@ -210,7 +210,8 @@ def _write(
     body = {
         "shapes": {
             "device": device.type, "model": task.model.name, "context": task.context,
-            "following": FOLLOWING, "samples": len(drawn.ids), "clock": "cpu" if device.type == "cpu" else "wall",
+            "following": FOLLOWING, "samples": len(drawn.ids),
+            "clock": "cpu" if device.type == "cpu" else "wall",
             "parameters": sum(weight.numel() for weight in model.parameters()), **drawn.source,
         },
         "rounds": ROUNDS, "seed": task.seed, "seconds": round(seconds, 1),

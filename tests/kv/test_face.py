@@ -30,7 +30,7 @@ def test_every_recipe_and_door_is_there_and_nothing_else() -> None:
         "time_to_live",
         "choose_level",
     }
-    doors |= {"Piece", "chunks_of", "cut", "joined", "lay_out", *rows_of("reuse")}
+    doors |= {"choose", "Piece", "chunks_of", "cut", "joined", "lay_out", *rows_of("reuse")}
     assert set(dir(kv)) == set(kv.__all__) == doors | set(kv.recipe_names())
     for name in kv.__all__:
         assert getattr(kv, name) is not None
