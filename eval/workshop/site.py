@@ -48,7 +48,12 @@ PACKAGES = {
         "diffcache.pipelines.causal_checkpoint.load_causal",
         "diffcache.pipelines.streaming_vae.WanDecoder",
     ),
-    "quant": (),
+    "quant": (
+        "diffcache.quant.linear.QuantizedLinear",
+        "diffcache.quant.conv.QuantizedConv2d",
+        "diffcache.quant.plan.LayerPlan",
+        "diffcache.quant.plan.QuantPlan",
+    ),
 }
 FENCE = r"^(?P<indent> *)```.*?^(?P=indent)```$"
 LINK = re.compile(
@@ -88,7 +93,8 @@ class Site:
             if to is None or re.match(r"#|[a-z]+:", to):
                 return found[0]
             path, _, anchor = to.partition("#")
-            target = self._place(posixpath.normpath(posixpath.join(posixpath.dirname(source), path)))
+            beside = posixpath.join(posixpath.dirname(source), path)
+            target = self._place(posixpath.normpath(beside))
             if target is None:
                 raise ValueError(f"{source}: a link to {to}, which is not there")
             if target == place:  # the notebook from its page
@@ -222,9 +228,13 @@ def copy_package(place: Path, root: Path = ROOT) -> None:
         (folder / "__init__.py").touch()
 
 
-def on_config(config: Any) -> Any:
-    """Complete the navigation and copy the package for the reference; called by mkdocs."""
+def on_startup(command: str, dirty: bool) -> None:
+    """Copy the package for the reference; called by mkdocs."""
     copy_package(ROOT / "build" / "package")
+
+
+def on_config(config: Any) -> Any:
+    """Complete the navigation; called by mkdocs."""
     config.nav = nav_of(config.nav, list(_site().pages))
     return config
 
@@ -233,7 +243,7 @@ def on_files(files: Any, config: Any) -> Any:
     """Put pages and files in the place of those of `docs/`; called by mkdocs."""
     from mkdocs.structure.files import File
 
-    for file in list(files):
+    for file in [file for file in files if file.src_dir == config.docs_dir]:  # not the theme's
         files.remove(file)
     for place, text in _site().pages.items():
         files.append(File.generated(config, place, content=text))
