@@ -49,7 +49,7 @@ _FOLDERS: Mapping[Kind, str] = {
 }
 
 # Names of methods that are asked for and not here.
-_MISSING = ("lazycache", "lazy-cache", "pab", "fastercache")
+_MISSING = ("pab", "fastercache")
 
 # `tried` of a method -> what tests run it on: pipelines of diffusers, and others by what they are.
 TRIED: Mapping[str, tuple[str, ...]] = {
@@ -86,6 +86,9 @@ name | place | paper | tried | skips | off | computed | holds | aliases
 # A fixed schedule
 interval | interval:Interval | FORA: Fast-Forward Caching in Diffusion Transformer Acceleration, arXiv 2407.01425 | every, policies | every=3 | every=1 | 0 3 6 | 1 0 | fora
 taylorseer | taylorseer:TaylorSeer | From Reusing to Forecasting: Accelerating Diffusion Models with TaylorSeers, arXiv 2503.06923 | every | every=3,warmup=2 | every=1 | 0 1 4 7 | 2 0 | taylor-seer
+spectrum | spectrum:Spectrum | Adaptive Spectral Feature Forecasting for Diffusion Sampling Acceleration (Spectrum), arXiv 2603.01623 | every | warmup=2 | window=1.0,growth=0.0 | 0 1 3 5 | 6 0 | chebyshev
+foca | foca:FoCa | Forecast then Calibrate: Feature Caching as ODE for Efficient Diffusion Transformers (FoCa), arXiv 2508.16211 | every | every=3,warmup=2 | every=1 | 0 1 4 7 | 3 0 | fo-ca
+dmd | dmd:DMD | Dynamic mode decomposition, doi 10.1017/S0022112010001217; DMD calibrator (cache-dit) | every | every=3,warmup=2 | every=1 | 0 1 4 7 | 4 0 | prony
 # A gate on what changes in the sample
 first-block | first_block:FirstBlock | First Block Cache (ParaAttention) | every | threshold=1e9 | threshold=0.0 | 0 | 1 1 | fbcache, fb-cache, first-block-cache
 confidence-gated-taylor | confidence_gated:ConfidenceGatedTaylor | Forecasting When to Forecast: Confidence-Gated Taylor, arXiv 2508.02240 | every | threshold=1e9,warmup=3 | threshold=0.0 | 0 1 2 | 2 2 |
@@ -93,6 +96,8 @@ teacache | teacache:TeaCache | Timestep Embedding Tells: It's Time to Cache for 
 magcache | magcache:MagCache | MagCache: Fast Video Generation with Magnitude-Aware Cache, arXiv 2506.09045 | every | threshold=1e9,retention=0.0 | threshold=0.0 | 0 4 | 1 0 | mag-cache
 dbcache | dbcache:DBCache | DBCache: Dual Block Cache (cache-dit) | every | threshold=1e9,warmup=2,longest=2 | threshold=0.0 | 0 1 4 7 | 1 1 | db-cache, cache-dit
 easycache | easycache:EasyCache | Less is Enough: Training-Free Video Diffusion Acceleration via Runtime-Adaptive Caching (EasyCache), arXiv 2507.02860 | every | threshold=1e9,warmup=1 | threshold=0.0 | 0 1 | 2 2 | easy-cache
+lazycache | lazycache:LazyCache | LazyCache (ComfyUI) | flow | threshold=1e9,warmup=1 | threshold=0.0 | | | lazy-cache
+step-reuse | step_reuse:StepReuse | Step reuse (SGLang Diffusion) | every | threshold=1e9,longest=2 | threshold=0.0 | 0 1 4 7 | 2 0 | step-skip
 seacache | seacache:SeaCache | SeaCache: Spectral-Evolution-Aware Cache for Accelerating Diffusion Models, arXiv 2602.18993 | every | threshold=1e9 | threshold=0.0 | | | sea-cache
 # Tables measured on the model
 ertacache | ertacache:ERTACache | ERTACache: Error Rectification and Timesteps Adjustment for Efficient Diffusion, arXiv 2508.21091 | flow | threshold=1e9 | threshold=0.0 | | |
