@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from diffcache.features.combine import FeatureMethod as FeatureMethod
     from diffcache.features.dbcache import DBCache as DBCache
     from diffcache.features.dmd import DMD as DMD
+    from diffcache.features.dpcache import DPCache as DPCache
     from diffcache.features.each import Each as Each
     from diffcache.features.easycache import EasyCache as EasyCache
     from diffcache.features.ertacache import ERTACache as ERTACache
@@ -75,10 +76,12 @@ if TYPE_CHECKING:
     from diffcache.features.harmonica import HarmoniCa as HarmoniCa
     from diffcache.features.lazycache import LazyCache as LazyCache
     from diffcache.features.magcache import MagCache as MagCache
+    from diffcache.features.pab import PAB as PAB
     from diffcache.features.profilingdit import ProfilingDiT as ProfilingDiT
     from diffcache.features.regione import RegionE as RegionE
     from diffcache.features.seacache import SeaCache as SeaCache
     from diffcache.features.spectrum import Spectrum as Spectrum
+    from diffcache.features.step_mask import StepMask as StepMask
     from diffcache.features.teacache import TeaCache as TeaCache
     from diffcache.features.temporal_table import TemporalTable as TemporalTable
     from diffcache.features.tuned import Tuned as Tuned

@@ -151,8 +151,9 @@ class DMD(FeatureMethod):
     Features that follow a linear equation are sums of damped and oscillating exponentials, of which
     polynomials are but the beginning. Reference: the `DMDCalibrator` of cache-dit (dynamic mode
     decomposition, Schmid 2010, doi 10.1017/S0022112010001217; for one exponential, Prony's method),
-    its window of 6 and its line below 4 evenly spaced features. Differs: the fit is made from inner
-    products, without a decomposition of whole features.
+    its window of 6 and a line below 4 evenly spaced features. Differs: the fit is made from inner
+    products, without a decomposition of whole features; the line is that through the last two
+    features, where cache-dit 1.5 divides the change since the last but two by their distance.
 
     Args:
         every: Interval in steps; 1 turns the cache off.
