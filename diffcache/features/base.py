@@ -37,11 +37,14 @@ class When(ABC):
         total: Length in steps of the runs it is made for, None for any; other runs are refused.
         by_branch: Whether every guidance branch decides for itself, with a state of its own.
         reads_output: Whether `returned` is to be called.
+        by_kind: Whether modules decide apart by their kind (`self`, `temporal` or `cross`
+            attention), which `computes_at` is then given for their names.
     """
 
     total: int | None = None
     by_branch: bool = False
     reads_output: bool = False
+    by_kind: bool = False
 
     @property
     def probe(self) -> Probe | None:

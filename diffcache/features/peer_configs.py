@@ -233,8 +233,8 @@ _MAKERS: dict[str, dict[str, Callable[[Any], Method]]] = {
 _REFUSED = {
     "SeaCacheConfig": "it filters the latents of videos, where SeaCache of diffcache filters the "
     "input of the first block as its paper does; use diffcache.SeaCache(threshold=...)",
-    "PyramidAttentionBroadcastConfig": "there is no equal here; use "
-    "diffcache.Interval(every=..., site='attention'), which reuses attention in an interval",
+    "PyramidAttentionBroadcastConfig": "its ranges are of timesteps, and shares of the steps here; "
+    "use diffcache.PAB(self_every=..., cross_every=..., start=..., end=...)",
     "FasterCacheConfig": "there is no equal here; use diffcache.Interval(every=..., "
     "site='attention'), which reuses attention in an interval",
     "TextKVCacheConfig": "it holds the keys and values of a prompt exactly, and skips no steps; "

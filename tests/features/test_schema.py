@@ -41,6 +41,12 @@ GOOD = {
     "magcache": ("shapes-flux/magcache", {}),
     "ertacache": ("shapes-flux/ertacache", {}),
     "fitted-forecast": ("shapes-dit/fitted-forecast-7", {}),
+    "dpcache": (
+        lambda: Tables(
+            {"method": "dpcache", "steps": 12, "site": "stack"}, {"errors": torch.ones(12, 12, 12)}
+        ),
+        {},
+    ),
     "bac": ("shapes-dit/bac", {}),
     "cachequant": ("shapes-unet/cachequant-4-w4a8", {"every": 4, "bits": "w4a8"}),
     "harmonica": ("../models/shapes-dit/harmonica-20", {}),

@@ -123,7 +123,8 @@ class Frame:
         if not self.per_site or not self.computes:
             return bool(self.computes)
         when = self.decision.parts.when
-        return site not in self.setup.own_sites or when.computes_at(self.step, site)
+        kind = self.setup.kinds.get(site, site)
+        return site not in self.setup.own_sites or when.computes_at(self.step, kind)
 
     def decide(self, probe: Tensor | None) -> None:
         """Take the decision of this step, for all its branches or for this one."""
