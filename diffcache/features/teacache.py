@@ -95,7 +95,7 @@ class TeaCache(Calibrated):
     schema: ClassVar[Schema] = Schema(
         {
             "coefficients": Entry(("degree+1",), low=-1e12, high=1e12),
-            "range": Entry((2,), low=0, high=1e6),
+            "range": Entry((2,), low=0, high=1e6, ascending=True),
             "points": Entry(("pairs", 2), low=0, high=1e6),
         },
         header={"degree": "count"},
