@@ -220,6 +220,9 @@ def test_tables_by_which_nothing_would_be_computed_are_refused():
         wrong = {"coefficients": tensors["coefficients"].double() * 0 + factor}
         with pytest.raises(TablesError, match="polynomial is nowhere above 0 from .*calibrate"):
             use("teacache", header, tensors | wrong, {})
+    for wrong in (0 * tensors["range"], tensors["range"].flip(0)):  # one change for all
+        with pytest.raises(TablesError, match=r"range=\[.*\]: no change; calibrate again"):
+            use("teacache", header, tensors | {"range": wrong}, {})
     source = Tables.load(SHIPPED / "shapes-flux/cachequant-5.safetensors")
     tensors = {name: source[name] for name in source.names()}
     CacheQuant(tables=Tables(source.header, tensors))
@@ -242,7 +245,8 @@ def test_a_header_nested_without_end_and_what_is_no_file_are_refused(tmp_path):
 
 def test_products_that_are_none_are_refused():
     header, tensors, _ = good("fitted-forecast")
-    for wrong in (-tensors["products"], torch.randn(20, 20, dtype=torch.float64)):
+    products = tensors["products"]
+    for wrong in (-products, 0 * products, torch.randn(20, 20, dtype=torch.float64)):
         with pytest.raises(
             TablesError, match="'products' is float64 .* must be .*, inner products"
         ):
