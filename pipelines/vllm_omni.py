@@ -54,7 +54,8 @@ class DiffcacheBackend(CacheBackend):  # type: ignore[misc]
             follow, `taylorseer:every=4`, which is also the default.
 
     Raises:
-        ValueError: If there is no such method, or a setting is unknown or out of its range.
+        UnknownMethodError: If there is no such method.
+        ValueError: If a setting is unknown or out of its range.
     """
 
     def __init__(self, config: Any) -> None:

@@ -25,8 +25,8 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 from torch import nn
 
 import diffcache
-from diffcache.errors import AttachError
-from tests.zoo import cases
+from diffcache.errors import AttachError, UnknownMethodError
+from tests.zoo.catalog import cases
 
 WHEEL = os.environ.get("VLLM_OMNI", "")
 PAGE = Path(__file__).parents[1] / "docs" / "serving.md"
@@ -85,7 +85,7 @@ class Pipeline(nn.Module):
         self.scheduler = FlowMatchEulerDiscreteScheduler()
 
     def forward(self, seed: int, steps: int = 8) -> torch.Tensor:
-        inputs = self.case.inputs(0)
+        inputs = self.case.kwargs(self.transformer, 0)
         other = {**inputs, "encoder_hidden_states": -inputs["encoder_hidden_states"]}
         sample = torch.randn(
             inputs["hidden_states"].shape, generator=torch.Generator().manual_seed(seed)
@@ -164,7 +164,7 @@ def test_zero_steps_another_pipeline_and_other_weights_are_taken(omni: Any) -> N
 
 
 def test_what_cannot_be_cached_is_refused(omni: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="unknown method 'nonsense'"):
+    with pytest.raises(UnknownMethodError, match="unknown method .nonsense."):
         backend_of(omni, "nonsense")
     with pytest.raises(AttachError, match="none of transformer, transformer_2, unet"):
         backend_of(omni, "interval").enable(nn.Linear(1, 1))

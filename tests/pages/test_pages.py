@@ -38,6 +38,7 @@ from tests.real_models import as_real
 # Blocks that do not run -> why.
 NOT_RUN = {
     "CONTRIBUTING.md": {"kernels <- step": "the order of imports: tests/test_layers.py holds it"},
+    "docs/serving.md": {"from fastapi": "servers: tests/test_serving.py asks them"},
     "docs/evaluation.md": {"runs/shapes-flux-<hash>/": "files: tests/test_runs.py looks for them"},
 }
 # Commands that take longer than a test may, or need what is not here -> where they are stopped: a
