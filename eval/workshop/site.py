@@ -192,7 +192,7 @@ def nav_of(entries: list[Any], places: list[str]) -> list[Any]:
     """Return the navigation with `folder/*` replaced by the pages of the folder.
 
     Args:
-        entries: `nav` of `mkdocs.yml`; a page that is `optional` is left out where it is missing.
+        entries: `nav` of `mkdocs.yml`.
         places: Pages of the site.
     """
     found: list[Any] = []
@@ -202,12 +202,9 @@ def nav_of(entries: list[Any], places: list[str]) -> list[Any]:
             found.append({title: nav_of(value, places)})
         elif value.endswith("/*"):
             found += [place for place in places if place.startswith(value[:-1])]
-        elif value in places or value not in OPTIONAL:
+        else:
             found.append(entry)
     return found
-
-
-OPTIONAL = ("serving.md",)
 
 
 @cache

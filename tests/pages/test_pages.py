@@ -38,7 +38,6 @@ from tests.real_models import as_real
 # Blocks that do not run -> why.
 NOT_RUN = {
     "CONTRIBUTING.md": {"kernels <- step": "the order of imports: tests/test_layers.py holds it"},
-    "docs/serving.md": {"from fastapi": "servers: tests/test_serving.py asks them"},
     "docs/evaluation.md": {"runs/shapes-flux-<hash>/": "files: tests/test_runs.py looks for them"},
 }
 # Commands that take longer than a test may, or need what is not here -> where they are stopped: a
@@ -165,8 +164,11 @@ def test_what_does_not_run_is_there() -> None:
 # python ------------------------------------------------------------------------------------------
 
 
-# tests/pages/test_contributing.py writes the blocks of CONTRIBUTING.md into files.
-@pytest.mark.parametrize("page", [page for page in PAGES if page != "CONTRIBUTING.md" and any(
+# Pages whose blocks tests/pages/test_contributing.py and tests/test_serving.py write into files.
+FILES = ("CONTRIBUTING.md", "docs/serving.md")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in FILES and any(
     block.language == "python" for block in blocks(page))])  # fmt: skip
 def test_python_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Block after block, in one module."""
