@@ -16,7 +16,7 @@ LOOPS = {
     "attn_decode_kivi-8-32-128-torch.bfloat16": 927, "attn_decode_kivi-4-64-256-torch.float16": 905,
     "attn_decode_kivi-2-32-128-torch.float32": 1096,
     "attn_decode-torch.bfloat16-128-1-False": 364, "attn_decode-torch.bfloat16-128-16-True": 762,
-    "attn_decode-torch.float32-128-1-True": 948,
+    "attn_decode-torch.float32-128-1-True": 948, "attn_decode-torch.bfloat16-256-1-False": 361,
     "attn_lse-torch.bfloat16-128-1-False": 430, "attn_mass-torch.bfloat16-128-1-False": 349,
     "attn_lse-torch.bfloat16-128-4-True": 498, "attn_mass-torch.bfloat16-128-4-True": 602,
     "attn_lse-torch.bfloat16-256-2-True": 392, "attn_mass-torch.bfloat16-256-2-True": 495,
