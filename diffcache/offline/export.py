@@ -128,13 +128,13 @@ class _Run:
 # the methods, as arguments ---------------------------------------------------------------------
 
 
-def _polynomial(method: TeaCache, run: _Run) -> tuple[list[float], list[str]]:
+def _polynomial(method: TeaCache, run: _Run) -> tuple[list[float], tuple[str, ...]]:
     """Return coefficients, highest power first, and notes."""
     if method.by_branch:
         raise run.refuse(method, "by_branch=True; measure it without")
     if method.coefficients is not None:
-        return list(method.coefficients), []
-    return [float(value) for value in method.measured()["coefficients"].tolist()], [_CLAMPED]
+        return list(method.coefficients), ()
+    return [float(value) for value in method.measured()["coefficients"].tolist()], (_CLAMPED,)
 
 
 def _of_five(values: list[float], method: Method, run: _Run) -> list[float]:
@@ -273,8 +273,8 @@ def _tensorrt_llm(method: Method, run: _Run) -> Exported:
         config, notes = _without_branches(method, run)
         return Exported({"cache_config": {"cache_backend": "cache_dit", **config}}, "yaml", notes)
     values, more = _polynomial(method, run)
-    modes = {(1, True): False, (5, False): True}
-    mode = modes.get((method.warmup, method.last))  # type: ignore[call-overload]
+    modes: dict[tuple[float, bool], bool] = {(1, True): False, (5, False): True}
+    mode = modes.get((method.warmup, method.last))
     if mode is None:
         raise run.refuse(
             method, f"warmup={method.warmup}, last={method.last}; it has 1 and True, or 5 and False"
@@ -308,9 +308,8 @@ def _comfyui(method: Method, run: _Run) -> Exported:
     notes: tuple[str, ...] = ()
     if own.pop("tables", None) is not None:  # the node reads no files
         if isinstance(method, TeaCache):
-            values, more = _polynomial(method, run)
+            values, notes = _polynomial(method, run)
             own |= {"coefficients": tuple(values), "input": method.compared()}
-            notes = tuple(more)
         elif isinstance(method, MagCache):
             own["ratios"] = tuple(method.measured()["ratios"].tolist())
     settings = word_of("", own).removeprefix(":")

@@ -215,7 +215,7 @@ def predict(
     size = size_of(pipe, model, {**_saved_size(pipe, cls), **_given(asked), "batch": batch})
     usual = INPUTS[cls].guidance
     if guidance is None:
-        guidance = _guides(usual, getattr(pipe, "call", {}))
+        guidance = _guides(usual, getattr(pipe, "saved_call", {}))
     branches = 2 if guidance and usual != "batch" else 1
     size = replace(size, batch=2 * batch) if guidance and branches == 1 else size
     total = _steps(pipe, steps)
@@ -276,7 +276,7 @@ def _resolved(target: Any, published: str | None, preset: str | None) -> tuple[A
     _check_one([one for one in parts if (path / one / "config.json").exists()])
     name, _ = pipeline_of(path)
     pipe = _stand_in(getattr(diffusers, name, None), name, model, denoiser.compression)
-    pipe.call = call_defaults(path)
+    pipe.saved_call = call_defaults(path)
     return pipe, model
 
 
@@ -350,7 +350,7 @@ def _given(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 def _saved_size(pipe: Any, cls: str) -> dict[str, int]:
     """Return the size of a call as the folder of a saved pipeline says it."""
-    call = getattr(pipe, "call", {})
+    call = getattr(pipe, "saved_call", {})
     words = call.get("max_sequence_length")
     text = None if words is None or cls not in INPUTS else INPUTS[cls].more_text + words
     size = {"height": call.get("height"), "width": call.get("width")}
@@ -376,7 +376,7 @@ def _steps(pipe: Any, steps: int | None) -> int:
         return steps
     known = {} if isinstance(pipe, nn.Module) else inspect.signature(type(pipe).__call__).parameters
     default = known["num_inference_steps"].default if "num_inference_steps" in known else None
-    default = getattr(pipe, "call", {}).get("num_inference_steps", default)
+    default = getattr(pipe, "saved_call", {}).get("num_inference_steps", default)
     if not isinstance(default, int):
         raise ValueError("steps=None: there is no pipeline whose default it is; give steps=")
     return default

@@ -162,7 +162,7 @@ class Repeats:
 
     def __enter__(self) -> Repeats:
         for module in self._modules:
-            module.forward = self._stand_in(module)  # type: ignore[method-assign]
+            module.forward = self._stand_in(module)
         return self
 
     def __exit__(self, *_: Any) -> None:
