@@ -183,6 +183,14 @@ def _share_of_16_bits(cache: KVCache, recipe: Recipe, tokens: int) -> float | No
     return store.nbytes / exact
 
 
+def spans(context: Tensor, seed: int) -> Iterator[list[int]]:
+    """Draw spans of a context, int64 [T]: the tokens that ask, then those that answer."""
+    generator = torch.Generator().manual_seed(_DRAWN + seed)
+    starts = torch.randint(1, len(context) - CUE - SPAN + 1, (SPANS,), generator=generator)
+    for start in starts.tolist():
+        yield context[start : start + CUE + SPAN].tolist()
+
+
 def _row(found: _Found, kinds: Sequence[str] | None) -> dict[str, Any]:
     row: dict[str, Any] = {
         "perplexity": perplexity_of(mean_interval(torch.stack(found.nats))).to_dict(),
