@@ -156,7 +156,7 @@ class Spelled:
             start = tokens_of(tokenizer, one.text + after + one.start)[0].tolist()
             whole = tokens_of(tokenizer, one.text + after + one.start + one.answer)[0].tolist()
             alike = _alike(start, whole)  # a tokenizer may join letters across the border
-            shared = _alike(question, whole)
+            shared = min(_alike(question, whole), alike - 1)  # something is left to begin with
             questions.append(whole[:shared])
             starts.append(whole[shared:alike])
             answers.append(whole[alike:])

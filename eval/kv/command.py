@@ -364,12 +364,12 @@ def text_tables(rows: Mapping[str, dict[str, Any]]) -> tuple[Table, Table]:
     known: list[tuple[str, ...]] = []
     takes: list[tuple[str, ...]] = []
     for word, row in rows.items():
-        name, places = broken(word), {"places": 2}
+        name = broken(word)
         asked = ["" if row[key] is None else spread(row[key], sign, 2)
                  for key, sign in (("whole", ""), ("change", "+"), ("aware", ""))]  # fmt: skip
         known.append((
-            name, *asked, spread(row["perplexity"], **places), spread(row["ratio"]),
-            spread(row["copy"], **places),
+            name, *asked, spread(row["perplexity"], places=2), spread(row["ratio"]),
+            spread(row["copy"], places=2),
         ))  # fmt: skip
         milliseconds = 1e3 * row["token_seconds"]["median"]
         ratio = "{median:.2f} ({q1:.2f} to {q3:.2f})".format(**row["token_ratio"])

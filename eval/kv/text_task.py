@@ -111,7 +111,7 @@ def measure(
         `aware` where each question was known to what compresses; None where the tokenizer cannot
         write them or the recipe looks at no queries. `nats` of each window, `hits` by kind, `bytes`
         held for a context, `share` of those of exact keys and values, `share_16` the same if these
-        were of 16 bits (None where random keys cannot tell), `mode`.
+        were of 16 bits (None where nothing is coded, or random keys cannot tell), `mode`.
 
     Raises:
         AttachError: If the recipe cannot serve the model.
@@ -154,19 +154,33 @@ def _weigh(found: _Found, cache: KVCache, recipe: Recipe, tokens: int) -> None:
     found.bytes.append(float(cache.nbytes))
     found.exact.append(float(exact_bytes(cache, tokens)))
     found.mode = cache.mode
-    if len(found.bytes) > 1 or recipe.rotates:
-        return
-    shapes = [layer.read().k.shape for layer in cache.store.layers]
-    store, drawn = KVStore(len(shapes), recipe), torch.Generator().manual_seed(0)
+    coded = recipe.codec is not None or bool(recipe.ladder)
+    if len(found.bytes) == 1 and coded and not (recipe.rotates or recipe.wants_out):
+        found.in_16_bits = _share_of_16_bits(cache, recipe, tokens)
+
+
+def _share_of_16_bits(cache: KVCache, recipe: Recipe, tokens: int) -> float | None:
+    """Return the share of exact bytes that a recipe holds of so many random tokens in 16 bits."""
+    held = [layer.read() for layer in cache.store.layers]
+    if cache.store.layers[0].latent:
+        return None
+    store, drawn = KVStore(len(held), recipe), torch.Generator().manual_seed(0)
     exact = 0
     store.begin(tokens)
-    for place, (_, heads, _, size) in enumerate(shapes):
-        k, v = torch.randn(2, 1, heads, tokens, size, generator=drawn).half()
-        exact += 4 * k.numel()
+    for place, slots in enumerate(held):
+        heads = slots.k.shape[1]
+        asking = getattr(cache.setup.config, "num_attention_heads", heads)
+        k, v, q = (
+            torch.randn(1, count, tokens, size, generator=drawn).half()
+            for count, size in (
+                (heads, slots.k.shape[3]), (heads, slots.v.shape[3]), (asking, slots.k.shape[3])
+            )
+        )  # fmt: skip
+        exact += 2 * (k.numel() + v.numel())
         store.layers[place].write(k, v)
-        store.attend(place, Query(k, 0, size**-0.5))
+        store.attend(place, Query(q, 0, k.shape[3] ** -0.5))
     store.settle()
-    found.in_16_bits = store.nbytes / exact
+    return store.nbytes / exact
 
 
 def spans(context: Tensor, seed: int) -> Iterator[list[int]]:
