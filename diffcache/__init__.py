@@ -66,6 +66,7 @@ if TYPE_CHECKING:
     from diffcache.features.cachequant import CacheQuant as CacheQuant
     from diffcache.features.combine import FeatureMethod as FeatureMethod
     from diffcache.features.dbcache import DBCache as DBCache
+    from diffcache.features.dbprune import DBPrune as DBPrune
     from diffcache.features.dmd import DMD as DMD
     from diffcache.features.dpcache import DPCache as DPCache
     from diffcache.features.each import Each as Each

@@ -96,6 +96,7 @@ confidence-gated-taylor | confidence_gated:ConfidenceGatedTaylor | Forecasting W
 teacache | teacache:TeaCache | Timestep Embedding Tells: It's Time to Cache for Video Diffusion Model (TeaCache), arXiv 2411.19108 | tokens | threshold=1e9 | threshold=0.0 | 0 | 1 1 | tea-cache
 magcache | magcache:MagCache | MagCache: Fast Video Generation with Magnitude-Aware Cache, arXiv 2506.09045 | every | threshold=1e9,retention=0.0 | threshold=0.0 | 0 4 | 1 0 | mag-cache
 dbcache | dbcache:DBCache | DBCache: Dual Block Cache (cache-dit) | every | threshold=1e9,warmup=2,longest=2 | threshold=0.0 | 0 1 4 7 | 1 1 | db-cache, cache-dit
+dbprune | dbprune:DBPrune | DBPrune: Dynamic Block Prune (cache-dit) | every | threshold=1e9,warmup=2 | threshold=0.0 | | | db-prune
 easycache | easycache:EasyCache | Less is Enough: Training-Free Video Diffusion Acceleration via Runtime-Adaptive Caching (EasyCache), arXiv 2507.02860 | every | threshold=1e9,warmup=1 | threshold=0.0 | 0 1 | 2 2 | easy-cache
 lazycache | lazycache:LazyCache | LazyCache (ComfyUI) | flow | threshold=1e9,warmup=1 | threshold=0.0 | | | lazy-cache
 step-reuse | step_reuse:StepReuse | Step reuse (SGLang Diffusion) | every | threshold=1e9,longest=2 | threshold=0.0 | 0 1 4 7 | 2 0 | step-skip

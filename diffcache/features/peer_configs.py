@@ -239,8 +239,7 @@ _REFUSED = {
     "site='attention'), which reuses attention in an interval",
     "TextKVCacheConfig": "it holds the keys and values of a prompt exactly, and skips no steps; "
     "leave it to diffusers",
-    "DBPruneConfig": "it skips single blocks, each by its own input, and has no equal here; use "
-    "diffcache.DBCache(threshold=...)",
+    "DBPruneConfig": "use diffcache.DBPrune(threshold=..., lead=..., tail=..., warmup=...)",
     "BasicCacheConfig": "is the base of cache-dit's configurations; give a DBCacheConfig",
     **dict.fromkeys(
         ("CalibratorConfig", "TaylorSeerCalibratorConfig", "FoCaCalibratorConfig",

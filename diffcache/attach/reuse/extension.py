@@ -14,6 +14,7 @@ from diffcache.attach.extension import Extension
 from diffcache.attach.reuse.deep import split
 from diffcache.attach.reuse.frame import FRAME, Frame, Random
 from diffcache.attach.reuse.gated import gated_items
+from diffcache.attach.reuse.layout import work_of
 from diffcache.attach.reuse.learn import learn, verify
 from diffcache.attach.reuse.modulated_probe import Peek
 from diffcache.attach.reuse.output import keep_output, stand_in
@@ -267,6 +268,8 @@ class FeatureReuse(Extension):
         if layout is None:
             counts, record.flops = _of_modules(frame, setup.costs.recall(call.signature))
         else:
+            if frame.left_out:
+                frame.mixed, frame.per_site = work_of(layout.costs, frame.left_out), True
             if frame.mixed is not None:
                 work = frame.mixed
             elif frame.computes:

@@ -16,6 +16,7 @@ from diffcache.attach.reuse.rerun import again, leave_loose, reach_of
 from diffcache.attach.reuse.setup import Setup, use_sites
 from diffcache.attach.reuse.trace import Trace
 from diffcache.attach.signature import writes_cache
+from diffcache.attach.tap import Tap
 from diffcache.attach.tree import leaves
 from diffcache.errors import AttachError
 from diffcache.features.combine import Combine
@@ -57,6 +58,12 @@ def learn(frame: Frame, trace: Trace, call: tuple[Any, Any]) -> None:
         probe = again(frame, items, call, setup.peek.look)
         if frame.decides:
             frame.decide(probe)
+    elif frame.decides and setup.probe == "input":
+        frame.decide(None)
+        for traced in trace.calls:
+            argument = main_stream(layout, traced.list_key)[0]
+            if isinstance(layout.skip[traced.list_key][traced.index], Tap):
+                frame.asks_block(f"{traced.list_key}.{traced.index}", traced.arguments[argument])
     elif frame.decides and setup.waits:
         places = {(traced.list_key, traced.index): traced for traced in trace.calls}
         first, last = places[layout.lead_calls[0]], places[layout.lead_calls[-1]]
