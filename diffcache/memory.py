@@ -236,7 +236,7 @@ def size_of(target: Any, model: nn.Module, given: Mapping[str, int | None]) -> S
         "references": int(_EDITORS.match(type(target).__name__) is not None),
     }
     size = {key: defaults[key] if given.get(key) is None else given[key] for key in defaults}
-    known_size = {key: value for key, value in size.items() if value is not None}
+    known_size: dict[str, Any] = {key: value for key, value in size.items() if value is not None}
     missing = [key for key in size if key not in known_size]
     if missing:
         raise ValueError(f"{missing[0]}=None: {cls} has no default size; give height= and width=")
