@@ -183,7 +183,7 @@ def method_for(
     made = make_method(method, lambda: facts, **given)
     made.check_model(facts)
     if getattr(made, "model", ""):
-        made = dataclasses.replace(made, model="")  # type: ignore[call-arg]
+        made = dataclasses.replace(made, model="")  # type: ignore[type-var]
     return (made if hold == AS_COMPUTED else make_held(made, hold)), why
 
 

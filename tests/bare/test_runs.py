@@ -476,6 +476,22 @@ def test_samples_at_one_timestep_can_be_named():
     assert marks(model, "part 9") == "CssCss"
 
 
+def test_a_step_that_is_said_goes_before_the_timestep(caught: Any):
+    """As of a solver that comes to one timestep twice, and back to another."""
+    model = diffcache.wrap(Toy(), EVERY)
+    with diffcache.run(model):
+        for step, time in enumerate((9.0, 8.0, 8.0, 7.0, 9.0, 6.0)):
+            with diffcache.branch("only", step):
+                model(sample(step), time)
+    assert marks(model) == "CssCss" and not caught
+
+
+@pytest.mark.parametrize("step", [-1, 1.5, "2"])
+def test_a_step_is_a_whole_number(step: Any):
+    with pytest.raises(ValueError, match="step="):
+        diffcache.branch("only", step)
+
+
 def test_two_calls_that_look_alike_are_computed_and_said_once(caught: Any):
     """Something outside the arguments may differ, such as a layer that is switched off."""
     model = diffcache.wrap(Toy(), EVERY)
