@@ -370,7 +370,8 @@ class TestDemo:
             [34.1514, 100], abs=1e-3
         )
 
-    def test_shipped_model(self, tmp_path):
+    def test_shipped_model(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(demo, "ROUNDS", 1)
         out = tmp_path / "demo.png"
         done = call("demo", "--steps", 12, "--out", out)
         assert done.exit_code == 0, done.output

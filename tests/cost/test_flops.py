@@ -30,11 +30,34 @@ MODULES = Combine(Every(3), site="module")
 _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # which torch leaves out
 
 
+def call(steps=2, batch=1):
+    prompts = ["a small red ring on the left, on a yellow background"] * batch
+    return dict(
+        flux.CALL, prompt=prompts, num_inference_steps=steps, output_type="latent",
+        generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+
+
+def flux_form(config, image, text, batch=1):
+    """FLOPs of FluxTransformer2DModel from its layers: 2 for each multiply-add of each matrix."""
+    D = config["num_attention_heads"] * config["attention_head_dim"]
+    S, C = image + text, config["in_channels"]
+    times = 2 if config["guidance_embeds"] else 1
+    vectors = times * (256 * D + D * D) + config["pooled_projection_dim"] * D + D * D + 2 * D * D
+    embed = image * C * D + text * config["joint_attention_dim"] * D + image * D * C
+    attention = 2 * S * S * D
+    double = 2 * 6 * D * D + S * (4 + 8) * D * D + attention
+    single = 3 * D * D + S * (3 + 4 + 5) * D * D + attention
+    blocks = config["num_layers"] * double + config["num_single_layers"] * single
+    number = config["num_layers"] + config["num_single_layers"]
+    return [2 * batch * n for n in (vectors + embed + blocks, blocks, number * attention)]
+
+
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
     return int(sdpa_flop_count(query, key, value))
 
 
-def test_a_real_call_counts_what_the_layers_say(pipe, call, flux_form):
+def test_a_real_call_counts_what_the_layers_say(pipe):
     config = pipe.transformer.config
     counted = flops.count(pipe, call(2, batch=3))
     tokens = (64 // pipe.vae_scale_factor // 2) ** 2
@@ -65,7 +88,7 @@ def test_a_step_is_all_branches_of_every_denoiser(name):
         FirstBlock(1e9),
     ],
 )
-def test_flops_of_a_cached_run_are_those_that_ran(pipe, method, call):
+def test_flops_of_a_cached_run_are_those_that_ran(pipe, method):
     full = flops.count(pipe, call(2)).per_step
     with diffcache.wrapped(pipe, method):
         pipe(**call(2))  # learns the wiring, which runs blocks once more
@@ -165,7 +188,7 @@ def test_flops_saved_are_those_that_the_calls_lack(name):
             assert report.flops_saved == pytest.approx(sum(full) - sum(cached), rel=0.01), method
 
 
-def test_flops_need_an_uncached_and_uncompiled_denoiser(pipe, call):
+def test_flops_need_an_uncached_and_uncompiled_denoiser(pipe):
     with diffcache.wrapped(pipe, TaylorSeer()), pytest.raises(ValueError, match="under a cache"):
         flops.count(pipe, call())
     case = cases()["FluxTransformer2DModel"]
@@ -215,7 +238,7 @@ def test_the_formula_counts_as_a_real_run(cls):
     assert real.blocks + real.rest == real.total
 
 
-def test_flux_dev_and_wan_by_closed_form(flux_form):
+def test_flux_dev_and_wan_by_closed_form():
     """At their real widths, with few layers: that of Flux has 19 and 38, that of Wan 30."""
     config = dict(
         _class_name="FluxTransformer2DModel", in_channels=64, num_layers=2, num_single_layers=3,
@@ -234,7 +257,7 @@ def test_flux_dev_and_wan_by_closed_form(flux_form):
     assert found.total == wan_form(config, 21 * 30 * 52, 512)
 
 
-def test_a_directory_brings_its_compression(pipe, call):
+def test_a_directory_brings_its_compression(pipe):
     found = formula.formula_flops(flux.DIRECTORY, 64, 64, text_tokens=flux.TEXT_TOKENS)
     assert found.total == flops.count(pipe, call()).per_step
     alone = formula.resolve(flux.DIRECTORY / "transformer")
