@@ -189,8 +189,9 @@ def resolve(model: Mapping[str, Any] | str | Path | type[nn.Module]) -> Denoiser
     path = Path(model)
     if not path.exists() and str(model).isidentifier():
         return Denoiser(str(model), {})
-    if (path / "config.json").exists():
-        return resolve(_read(path / "config.json"))
+    for file in (path, path / "config.json"):
+        if file.suffix == ".json" and file.is_file():
+            return resolve(_read(file))
     if (path / "model_index.json").exists():
         for name in _COMPONENTS:
             if (path / name / "config.json").exists():
@@ -198,8 +199,8 @@ def resolve(model: Mapping[str, Any] | str | Path | type[nn.Module]) -> Denoiser
                 return Denoiser(found.cls, found.config, compression_of(path))
         raise ValueError(f"{path}: has none of {', '.join(_COMPONENTS)}")
     raise ValueError(
-        f"{str(model)!r}: is neither a directory with config.json or model_index.json nor a class "
-        "of diffusers"
+        f"{str(model)!r}: is neither a directory with config.json or model_index.json, nor a file "
+        "of a configuration, nor a class of diffusers"
     )
 
 

@@ -22,6 +22,7 @@ from diffcache.eval.cost.formula import Denoiser, resolve
 from diffcache.eval.cost.roofline import ASSUMPTIONS, DEVICES, Device, Repeats
 from diffcache.features.base import Method, When, check_int
 from diffcache.features.combine import Combine, reuse_of
+from diffcache.files import read_json
 from diffcache.memory import (
     Rehearsal,
     check_reuse,
@@ -274,9 +275,12 @@ def _resolved(target: Any, published: str | None, preset: str | None) -> tuple[A
         return model, model
     parts = ("transformer", "transformer_2")
     _check_one([one for one in parts if (path / one / "config.json").exists()])
-    name, _ = pipeline_of(path)
+    name, parameters = pipeline_of(path)
     pipe = _stand_in(getattr(diffusers, name, None), name, model, denoiser.compression)
-    pipe.saved_call = call_defaults(path)
+    tokenizer = path / "tokenizer" / "tokenizer_config.json"
+    if "max_sequence_length" not in parameters and tokenizer.exists():  # as long as it pads
+        pipe.saved_call = {"max_sequence_length": read_json(tokenizer).get("model_max_length")}
+    pipe.saved_call = {**getattr(pipe, "saved_call", {}), **call_defaults(path)}
     return pipe, model
 
 
