@@ -135,7 +135,8 @@ def half(record: Mapping[str, Any]) -> str:
         'ones of changes; they are wide where contexts are few. "Asked first": each question '
         "stood before what compresses, for recipes that look at queries. Time is CPU time of a "
         f"token after {shapes['context']} tokens, by that of `DynamicCache` with sdpa, "
-        f"in turn, {record['threads']} thread, on {record['device']}. Not compared with kvpress. "
+        f"in turn, {record['threads']} thread, on {record['device']}, while other work took the "
+        f"machine (load average {record['load']:.0f}). Not compared with kvpress. "
         f"Measured at {record['commit']} with `{record['command']}`."
     )
     lines = []

@@ -166,6 +166,7 @@ def test_half_the_memory_is_answered_first() -> None:
         "rows": [of("none", 1.0, 0.9), of("a", 0.6, 0.9), of("b", 0.3, 0.2),
                  of("c", 0.3, 0.7, share_16=0.52), of("d", 0.3, 0.8, share_16=0.7)],
         "shapes": {"samples": 2, "context": 800}, "threads": 1, "device": "x", "dtype": "float32",
+        "load": 2.0,
         "commit": "0" * 12, "command": "diffcache kv",
     }  # fmt: skip
     said = page.half(record)
