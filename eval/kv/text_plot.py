@@ -44,7 +44,7 @@ def draw(record: Mapping[str, Any], picture: Path) -> None:
             x = held_share(row) if axis is axes[0] else row["token_ratio"]["median"]
             place = None if row["name"] == NONE else methods.index(method_of(row["name"]))
             color = INK if place is None else OKABE_ITO[place % len(OKABE_ITO)]
-            marker = "o" if place is None else MARKERS[place % len(MARKERS)]
+            marker = MARKERS[0 if place is None else 1 + place % (len(MARKERS) - 1)]
             found = row[what]
             spread = [[found["value"] - found["low"]], [found["high"] - found["value"]]]
             sides = None
@@ -62,6 +62,6 @@ def draw(record: Mapping[str, Any], picture: Path) -> None:
         if what == "whole":
             axis.set_ylim(0, 1.02)
     axes[0].set_ylabel(said)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
     picture.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(picture, dpi=DPI, metadata={"Software": None})

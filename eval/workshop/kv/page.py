@@ -132,10 +132,11 @@ def half(record: Mapping[str, Any]) -> str:
         f"fork. What it answers with nothing dropped: {kinds}. "
         + (f"It cannot answer {' and '.join(beyond)}, which were left out. " if beyond else "")
         + "Intervals of 95 %: Wilson's, with the questions of a context as a cluster, and paired "
-        'ones of changes; they are wide, as the contexts are few. "Asked first": each question '
+        'ones of changes; they are wide where contexts are few. "Asked first": each question '
         "stood before what compresses, for recipes that look at queries. Time is CPU time of a "
         f"token after {shapes['context']} tokens, by that of `DynamicCache` with sdpa, "
-        f"in turn, {record['threads']} thread, on {record['device']}. Not compared with kvpress. "
+        f"in turn, {record['threads']} thread, on {record['device']}, while other work took the "
+        f"machine (load average {record['load']:.0f}). Not compared with kvpress. "
         f"Measured at {record['commit']} with `{record['command']}`."
     )
     lines = []

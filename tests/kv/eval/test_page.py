@@ -152,6 +152,31 @@ def test_the_page_says_why_a_cache_misses_its_aim() -> None:
         page.seconds(record | {"rows": [row | {"name": "snapkv 25 %"}]})
 
 
+def test_half_the_memory_is_answered_first() -> None:
+    def of(name: str, share: float, value: float, **changes: Any) -> dict[str, Any]:
+        found = {"value": value, "low": value - 0.1, "high": value + 0.1}
+        return {
+            "name": name, "share": share, "share_16": None, "whole": found, "change": found,
+            "ratio": found, "aware": None, "able": ["needle"], "hits": {"needle": ["11"]},
+            "kinds": {"needle": found, "values": {**found, "value": 0.0}},
+            "token_ratio": {"median": 1.0, "q1": 0.9, "q3": 1.1}, **changes,
+        }  # fmt: skip
+
+    record = {
+        "rows": [of("none", 1.0, 0.9), of("a", 0.6, 0.9), of("b", 0.3, 0.2),
+                 of("c", 0.3, 0.7, share_16=0.52), of("d", 0.3, 0.8, share_16=0.7)],
+        "shapes": {"samples": 2, "context": 800}, "threads": 1, "device": "x", "dtype": "float32",
+        "load": 2.0,
+        "commit": "0" * 12, "command": "diffcache kv",
+    }  # fmt: skip
+    said = page.half(record)
+    assert said.startswith("Of the recipes that hold about half")
+    assert "`c` kept most: 0.700" in said and "with 52% of its bytes" in said
+    names = [line.split("`")[1] for line in said.splitlines() if line.startswith("| `")]
+    assert names == ["none", "c", "b", "a", "d"]  # what fits first, best first
+    assert "needle 0.90, values 0.00" in said and "cannot answer values" in said
+
+
 def test_a_step_that_is_taken_back_leaves_the_store_as_it_was() -> None:
     setting = Setting(torch.device("cpu"))
     inputs = bench.Inputs.draw(setting, 256)
