@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import posixpath
 import re
 from collections import Counter
 from functools import cache
@@ -58,18 +59,17 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[-\s]+", "-", heading) for heading in words}
 
 
-@pytest.mark.parametrize("place", site().pages)
-def test_every_link_leads_to_a_page_a_heading_or_a_file(place: str) -> None:
-    text = site().pages[place]
-    assert str(ROOT) not in text and str(Path.home()) not in text
-    for found in LINK.finditer(text):
-        if found["to"] is None or re.match("[a-z]+:", found["to"]):
-            continue
-        path, _, anchor = found["to"].partition("#")
-        target = (Path(place).parent / path).as_posix() if path else place
-        target = re.sub(r"(^|/)(?!\.\./)[^/]+/\.\./", r"\1", target)
-        assert target in site().pages or site().files[target].is_file()
-        assert not anchor or anchor in anchors(site().pages[target]), f"{place}: {found['to']}"
+def test_every_link_leads_to_a_page_a_heading_or_a_file() -> None:
+    for place, text in site().pages.items():
+        assert str(ROOT) not in text and str(Path.home()) not in text
+        for found in LINK.finditer(text):
+            if found["to"] is None or re.match("[a-z]+:", found["to"]):
+                continue
+            path, _, anchor = found["to"].partition("#")
+            target = posixpath.normpath(posixpath.join(posixpath.dirname(place), path))
+            target = target if path else place
+            assert target in site().pages or site().files[target].is_file()
+            assert not anchor or anchor in anchors(site().pages[target]), f"{place}: {found['to']}"
 
 
 def test_a_dead_link_is_an_error() -> None:
