@@ -66,14 +66,23 @@ if TYPE_CHECKING:
     from diffcache.features.cachequant import CacheQuant as CacheQuant
     from diffcache.features.combine import FeatureMethod as FeatureMethod
     from diffcache.features.dbcache import DBCache as DBCache
+    from diffcache.features.dbprune import DBPrune as DBPrune
+    from diffcache.features.dmd import DMD as DMD
+    from diffcache.features.dpcache import DPCache as DPCache
     from diffcache.features.each import Each as Each
+    from diffcache.features.easycache import EasyCache as EasyCache
     from diffcache.features.ertacache import ERTACache as ERTACache
     from diffcache.features.fitted import FittedForecast as FittedForecast
+    from diffcache.features.foca import FoCa as FoCa
     from diffcache.features.harmonica import HarmoniCa as HarmoniCa
+    from diffcache.features.lazycache import LazyCache as LazyCache
     from diffcache.features.magcache import MagCache as MagCache
+    from diffcache.features.pab import PAB as PAB
     from diffcache.features.profilingdit import ProfilingDiT as ProfilingDiT
     from diffcache.features.regione import RegionE as RegionE
     from diffcache.features.seacache import SeaCache as SeaCache
+    from diffcache.features.spectrum import Spectrum as Spectrum
+    from diffcache.features.step_mask import StepMask as StepMask
     from diffcache.features.teacache import TeaCache as TeaCache
     from diffcache.features.temporal_table import TemporalTable as TemporalTable
     from diffcache.features.tuned import Tuned as Tuned
@@ -87,6 +96,8 @@ _LATER = {
     **places("method"),
     "calibrate": "diffcache.offline.calibrate",
     **dict.fromkeys(("evaluate", "latency"), "diffcache.eval.live"),
+    "export": "diffcache.offline.export",
+    "predict": "diffcache.eval.cost.predict",
     "tune": "diffcache.offline.tune.tune",
     "Call": "diffcache.attach.call",
     "Extension": "diffcache.attach.extension",

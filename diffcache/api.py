@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, Union, overload
 
 from torch import Tensor, nn
@@ -394,6 +395,7 @@ def expected_bytes(
     text_tokens: int | None = None,
     batch: int = 1,
     branches: int = 1,
+    skip_guidance_layers: Sequence[int] = (),
     **settings: Any,
 ) -> dict[str, int]:
     """Compute the bytes that a method will hold.
@@ -415,6 +417,8 @@ def expected_bytes(
         batch: Samples in a call.
         branches: Calls of a step: 2 for guidance in two calls. Features are held for each of them;
             what a gate looks at is held once, where the first branch decides for all.
+        skip_guidance_layers: Blocks that skip-layer guidance of Stable Diffusion 3 leaves out, in a
+            call beside the one with guidance in one batch.
         **settings: Settings of a method given by name, such as `every=4`.
 
     Returns:
@@ -429,6 +433,8 @@ def expected_bytes(
         >>> diffcache.expected_bytes(pipe, "taylorseer", height=1024, width=1024)  # doctest: +SKIP
     """
     check_int("branches", branches, 1)
+    for layer in skip_guidance_layers:
+        check_int("skip_guidance_layers", layer, 0)
     denoisers = denoisers_of(target)
     if method is None or preset is not None:
         choice = choice_for(target, denoisers, method, preset, settings)
@@ -437,10 +443,12 @@ def expected_bytes(
     asked = {"height": height, "width": width, "frames": frames, "text_tokens": text_tokens}
     sizes = {n: size_of(target, m, {**asked, "batch": batch}) for n, m in denoisers.items()}
     compression = compression_of(target)
-    found = {
-        n: bytes_of(m, chosen.for_denoiser(n), sizes[n], compression) for n, m in denoisers.items()
-    }
-    return {name: expected.of(branches) for name, expected in found.items()}
+    found = {}
+    for name, model in denoisers.items():
+        size = replace(sizes[name], skip_layers=tuple(skip_guidance_layers))
+        expected = bytes_of(model, chosen.for_denoiser(name), size, compression)
+        found[name] = expected.of(branches)
+    return found
 
 
 def reset(target: Any) -> None:

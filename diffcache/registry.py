@@ -14,7 +14,7 @@ begins with `#` opens a family, and settings are written as on a command line, `
 | `tried` | methods: models that tests run it on, see `TRIED` |
 | `computed` | methods: steps of 8 that it computes with `skips`, where no pipeline is needed |
 | `holds` | methods: tensors kept of each feature, and of the probe |
-| `aliases` | names that others give |
+| `aliases` | names that others give, with settings where they are not the default |
 | `used` | kernels: callers; the family is the module of `diffcache.eval.kernels` |
 
 "-" and "_" mean the same in a name, in Python and on command lines.
@@ -49,7 +49,7 @@ _FOLDERS: Mapping[Kind, str] = {
 }
 
 # Names of methods that are asked for and not here.
-_MISSING = ("easycache", "easy-cache", "lazycache", "lazy-cache", "pab", "fastercache")
+_MISSING = ("fastercache",)
 
 # `tried` of a method -> what tests run it on: pipelines of diffusers, and others by what they are.
 TRIED: Mapping[str, tuple[str, ...]] = {
@@ -84,18 +84,28 @@ _TABLES: Mapping[Kind, str] = {
     "method": """
 name | place | paper | tried | skips | off | computed | holds | aliases
 # A fixed schedule
-interval | interval:Interval | FORA: Fast-Forward Caching in Diffusion Transformer Acceleration, arXiv 2407.01425 | every, policies | every=3 | every=1 | 0 3 6 | 1 0 | fora
+interval | interval:Interval | FORA: Fast-Forward Caching in Diffusion Transformer Acceleration, arXiv 2407.01425 | every, policies | every=3 | every=1 | 0 3 6 | 1 0 | fora, deepcache:site=deep
 taylorseer | taylorseer:TaylorSeer | From Reusing to Forecasting: Accelerating Diffusion Models with TaylorSeers, arXiv 2503.06923 | every | every=3,warmup=2 | every=1 | 0 1 4 7 | 2 0 | taylor-seer
+spectrum | spectrum:Spectrum | Adaptive Spectral Feature Forecasting for Diffusion Sampling Acceleration (Spectrum), arXiv 2603.01623 | every | warmup=2 | window=1.0,growth=0.0 | 0 1 3 5 | 6 0 | chebyshev
+foca | foca:FoCa | Forecast then Calibrate: Feature Caching as ODE for Efficient Diffusion Transformers (FoCa), arXiv 2508.16211 | every | every=3,warmup=2 | every=1 | 0 1 4 7 | 3 0 | fo-ca
+dmd | dmd:DMD | Dynamic mode decomposition, doi 10.1017/S0022112010001217; DMD calibrator (cache-dit) | every | every=3,warmup=2 | every=1 | 0 1 4 7 | 4 0 | prony
+pab | pab:PAB | Real-Time Video Generation with Pyramid Attention Broadcast, arXiv 2408.12588 | attention | cross_every=3,start=0.0,end=1.0 | self_every=1,temporal_every=1,cross_every=1 | | | pyramid-attention-broadcast
 # A gate on what changes in the sample
-first-block | first_block:FirstBlock | First Block Cache (ParaAttention) | every | threshold=1e9 | threshold=0.0 | 0 | 1 1 | fbcache, fb-cache, first-block-cache
+first-block | first_block:FirstBlock | First Block Cache (ParaAttention) | every | threshold=1e9 | threshold=0.0 | 0 | 1 1 | fbcache, first-block-cache
 confidence-gated-taylor | confidence_gated:ConfidenceGatedTaylor | Forecasting When to Forecast: Confidence-Gated Taylor, arXiv 2508.02240 | every | threshold=1e9,warmup=3 | threshold=0.0 | 0 1 2 | 2 2 |
 teacache | teacache:TeaCache | Timestep Embedding Tells: It's Time to Cache for Video Diffusion Model (TeaCache), arXiv 2411.19108 | tokens | threshold=1e9 | threshold=0.0 | 0 | 1 1 | tea-cache
 magcache | magcache:MagCache | MagCache: Fast Video Generation with Magnitude-Aware Cache, arXiv 2506.09045 | every | threshold=1e9,retention=0.0 | threshold=0.0 | 0 4 | 1 0 | mag-cache
 dbcache | dbcache:DBCache | DBCache: Dual Block Cache (cache-dit) | every | threshold=1e9,warmup=2,longest=2 | threshold=0.0 | 0 1 4 7 | 1 1 | db-cache, cache-dit
+dbprune | dbprune:DBPrune | DBPrune: Dynamic Block Prune (cache-dit) | every | threshold=1e9,warmup=2 | threshold=0.0 | | | db-prune
+easycache | easycache:EasyCache | Less is Enough: Training-Free Video Diffusion Acceleration via Runtime-Adaptive Caching (EasyCache), arXiv 2507.02860 | every | threshold=1e9,warmup=1 | threshold=0.0 | 0 1 | 2 2 | easy-cache
+lazycache | lazycache:LazyCache | LazyCache (ComfyUI) | flow | threshold=1e9,warmup=1 | threshold=0.0 | | | lazy-cache
+step-reuse | step_reuse:StepReuse | Step reuse (SGLang Diffusion) | every | threshold=1e9,longest=2 | threshold=0.0 | 0 1 4 7 | 2 0 | step-skip
+step-mask | step_mask:StepMask | Step computation masks (cache-dit) | every | level='ultra',threshold=1e9 | threshold=0.0 | | | scm, step-computation-mask
 seacache | seacache:SeaCache | SeaCache: Spectral-Evolution-Aware Cache for Accelerating Diffusion Models, arXiv 2602.18993 | every | threshold=1e9 | threshold=0.0 | | | sea-cache
 # Tables measured on the model
 ertacache | ertacache:ERTACache | ERTACache: Error Rectification and Timesteps Adjustment for Efficient Diffusion, arXiv 2508.21091 | flow | threshold=1e9 | threshold=0.0 | | |
 fitted-forecast | fitted:FittedForecast | diffcache | every | computed=4 | computed=8 | | |
+dpcache | dpcache:DPCache | DPCache: Denoising as Path Planning for Training-Free Diffusion Acceleration, arXiv 2602.22654 | every | computed=4 | computed=8 | | | dp-cache
 bac | bac:BAC | Block-wise Adaptive Caching for Accelerating Diffusion Policy, arXiv 2506.13456 | every, policies | count=3,union=2 | count=8 | | |
 cachequant | cachequant:CacheQuant | CacheQuant: Comprehensively Accelerated Diffusion Models, arXiv 2503.01323 | every | every=3 | every=1 | | |
 harmonica | harmonica:HarmoniCa | HarmoniCa: Harmonizing Training and Inference for Better Feature Caching in Diffusion Transformer Acceleration, arXiv 2410.01723 | tokens | threshold=0.5,epochs=2,refresh=14,rate=1.0,beta=0.01 | threshold=0,epochs=2,refresh=14,rate=1.0,beta=0.01 | | |
@@ -443,10 +453,14 @@ def unknown(name: str, *kinds: Kind) -> UnknownMethodError:
         kinds: Kinds that were expected; a name of another kind gets a hint where it belongs.
     """
     noun, key = WORDS[kinds[0]].noun, _key(name).lower()
+    joined = key.replace("-", "")
     for row in rows_of("method").values():
-        if key in row.aliases:
-            return UnknownMethodError(f"unknown {noun} {name!r}; it is called {row.name!r} here")
-    if key in _MISSING:
+        for alias in row.aliases:
+            theirs, colon, own = alias.partition(":")
+            if joined == theirs.replace("-", "") and key != row.name:
+                ours = f"{row.name}{colon}{own}"
+                return UnknownMethodError(f"unknown {noun} {name!r}; it is called {ours!r} here")
+    if joined in _MISSING:
         return UnknownMethodError(f"unknown {noun} {name!r}; this method is not here yet")
     rows = [row for kind in WORDS for row in rows_of(kind).values()]
     classes = {row.place.partition(":")[2].lower(): row for row in rows}

@@ -15,7 +15,7 @@ def int8_codes(values: Tensor, scale: float | Tensor, zero: int | Tensor, bits: 
 
     The kernel takes numbers, or tensors with one entry for each row of contiguous values. It
     multiplies by `1 / scale`, as PyTorch does on a GPU: a number in the middle of two codes may get
-    either.
+    either. NaN gets the lowest code.
 
     Args:
         values: Any shape and float dtype.
@@ -47,7 +47,8 @@ def codes_twin(values: Tensor, scale: float | Tensor, zero: int | Tensor, bits: 
     """Return what `int8_codes` returns, in plain PyTorch."""
     wide = values if values.dtype is torch.float64 else values.float()  # 255 codes need 8 bits
     codes = torch.round(wide / scale) + zero
-    lowered: Tensor = codes.clamp_(0, 2**bits - 1) - 2 ** (bits - 1)
+    codes = torch.fmax(codes, codes.new_zeros(()))  # NaN too, whose int8 is left open
+    lowered: Tensor = codes.clamp_(max=2**bits - 1) - 2 ** (bits - 1)
     return lowered.to(torch.int8)
 
 

@@ -50,6 +50,9 @@ def _tables(name: str, anatomy: Anatomy) -> tuple[dict[str, Any], ...] | None:
         return {"sites": sites}, {"logits": torch.full((STEPS, len(sites)), ALWAYS)}, {}
     if name == "fitted-forecast":
         return {"site": "stack"}, {"products": square, "moves": ones}, {"computed": STEPS}
+    if name == "dpcache":
+        errors = torch.zeros((STEPS,) * 3)
+        return {"site": "stack"}, {"errors": errors}, {"computed": STEPS, "warmup": STEPS}
     if name == "ertacache":
         maps = {"scale": ones[:, None], "shift": 0 * ones[:, None], "errors": 0 * ones}
         none = torch.zeros(0, dtype=torch.int64)

@@ -1,10 +1,11 @@
-"""Every benchmark runs at a tiny size and writes a whole record; nothing here is about time."""
+"""Benchmarks at their smallest size, and that long ones go on where they ended."""
 
 import json
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 from diffcache.eval import record
 from diffcache.eval.workshop.bench import __main__ as bench
@@ -21,6 +22,7 @@ from diffcache.eval.workshop.bench import (
 )
 from diffcache.eval.workshop.bench.models import Shape
 from diffcache.eval.workshop.bench.runner import Bench, cell, tables
+from diffcache.eval.workshop.parts import Parts, digest_of
 from diffcache.eval.workshop.thirds import thirds
 
 SETTING = record.Setting(torch.device("cpu"))
@@ -193,3 +195,36 @@ def test_full_size_language_models_name_every_row(tmp_path: Path, monkeypatch):
     assert rows["Fast-dLLM dual"]["token_layers"] == 2 * (40 + 3 * 8) * 3
     assert rows["Fast-dLLM dual"]["held_bytes"] == 2 * 3 * 40 * 32 * 4
     assert next(tables(found)).row_count == len(rows)
+
+
+def test_parts_are_kept_until_the_end(tmp_path: Path) -> None:
+    file = tmp_path / "a.unfinished"
+    first = Parts(file, {"samples": 2})
+    assert first.take("one", lambda: [1.5, None]) == [1.5, None]
+    with pytest.raises(KeyboardInterrupt):
+        first.take("two", interrupted)
+
+    again = Parts(file, {"samples": 2})
+    assert again.take("one", interrupted) == [1.5, None]
+    assert again.take("two", lambda: {"a": 1}) == {"a": 1}
+    assert set(again.end()) == {"one", "two"} and not file.exists()
+
+
+def test_parts_of_other_settings_are_made_again(tmp_path: Path) -> None:
+    file = tmp_path / "a.unfinished"
+    Parts(file, {"samples": 2}).take("one", lambda: 1)
+    assert Parts(file, {"samples": 3}).take("one", lambda: 2) == 2
+    assert Parts(None, {}).take("one", lambda: 3) == 3
+
+
+def interrupted() -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_digest_is_of_names_shapes_and_values() -> None:
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    assert digest_of(one) != digest_of(other)
+    other.load_state_dict(one.state_dict())
+    assert digest_of(one) == digest_of(other)
+    assert digest_of(nn.Sequential(one)) != digest_of(one)
+    assert digest_of(one.to(torch.bfloat16)) != digest_of(other)

@@ -12,6 +12,7 @@ import diffusers
 import pytest
 import torch
 from PIL import Image
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import diffcache
@@ -23,7 +24,7 @@ from diffcache.eval.metrics.weights import MissingWeightsError
 from diffcache.eval.samples import output
 from diffcache.eval.samples.clips import read_clip
 from diffcache.eval.workshop import coverage
-from diffcache.pipelines.demo import generate, inputs
+from diffcache.pipelines.demo import generate, inputs, saved
 from diffcache.pipelines.demo.describe import EXCLUDED, STREAMS_FILE
 from diffcache.pipelines.load import load
 from diffcache.pipelines.small import flux
@@ -58,10 +59,7 @@ class TestPlain:
         assert command.EXIT_LINE in page.read_text(encoding="utf-8")
         assert (command.WRONG, command.MISSING, command.INTERRUPTED) == (2, 3, 130)
 
-    @pytest.mark.parametrize(
-        "name",
-        ["demo", "run", "inspect", "presets", "methods", "cite", "calibrate", "tune", "eval", "kv"],
-    )
+    @pytest.mark.parametrize("name", sorted(get_command(cli.app).commands))
     def test_help_has_an_example_and_the_exit_codes(self, name):
         text = " ".join(call(name, "--help").output.split())
         assert f"diffcache {name}" in text and command.EXIT_LINE in text
@@ -76,6 +74,7 @@ def words(command, path=()):
         if name not in ("doctor", "fid", "fidelity", "vbench", "report"):
             yield from words(inner, (*path, name))
 import typer
+from typer.main import get_command
 from typer.testing import CliRunner
 for line in [["--version"], ["runn"], ["methods"], *words(typer.main.get_command(app))]:
     done = CliRunner().invoke(app, line)
@@ -379,3 +378,71 @@ class TestDemo:
         assert data["task"]["prompts"] == list(PROMPTS["sticker-flux"])
         assert data["report"]["steps_computed"] == 4 and len(data["psnr_db"]) == 4
         assert max(data["psnr_db"]) < 100 and data["cached"]["reads"] == []
+
+
+def broken(tmp_path: Path, text: str) -> Path:
+    """Make a directory whose model_index.json holds `text`."""
+    folder = tmp_path / "broken"
+    folder.mkdir()
+    (folder / "model_index.json").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "model_index.json names no pipeline"),
+        ("[]", "model_index.json names no pipeline"),
+        ('{"_class_name": "NoSuchPipeline"}', "has no NoSuchPipeline; it may need a newer one"),
+        (
+            '{"_class_name": "FluxPipeline", "transformer": ["diffusers", "NoSuchModel"]}',
+            "has no NoSuchModel; it may need a newer one",
+        ),
+        (
+            '{"_class_name": "FluxPipeline", "transformer": ["diffusers", "logging"]}',
+            "has no logging; it may need a newer one",
+        ),
+        ('{"_class_name": "FluxPipeline", "vae": [7, 8]}', "[7, 8]: must be a library and a class"),
+        ('{"_class_name": "FluxTransformer2DModel"}', "must be a pipeline of diffusers"),
+    ],
+)
+def test_a_broken_index(text, message, tmp_path):
+    done = call("run", broken(tmp_path, text), PROMPT)
+    assert done.exit_code == 2 and message in done.stderr
+
+
+@pytest.mark.parametrize(
+    "text", ["[1,2", "[]", '{"call": 7}', '{"call": {"callback": "os.system"}}']
+)
+def test_broken_defaults_of_a_call(text, tmp_path):
+    (tmp_path / "diffcache.json").write_text(text)
+    with pytest.raises(ValueError, match=r"diffcache\.json: .*must be (an object|a number)"):
+        saved.call_defaults(tmp_path)
+
+
+def test_parts_that_claim_more_layers_than_can_be_built(tmp_path):
+    (tmp_path / "transformer").mkdir()
+    (tmp_path / "transformer" / "config.json").write_text('{"num_layers": 1000000000}')
+    with pytest.raises(ValueError, match="num_layers=1000000000: must be at most 10,000"):
+        saved.check_depth(tmp_path)
+
+
+def test_what_is_no_pipeline_is_told_by_what_it_is(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    done = call("run", "owner/none", PROMPT)
+    assert done.exit_code == 2 and "HF_HUB_OFFLINE is set, and it is not in the" in done.stderr
+    done = call("serve", saved.MODELS / "shapes-flux", "--port", 0)
+    assert done.exit_code == 2 and "its transformer is a FluxTransformer2DModel" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["demo", "run", "tune", "calibrate", "eval", "kv"])
+@pytest.mark.parametrize("seed", [-1, 2**63])
+def test_the_range_of_seeds(name, seed):
+    done = call(name, "--seed", seed)
+    assert done.exit_code == 2
+    limit = "0" if seed < 0 else str(command.MAX_SEED)
+    assert "'--seed'" in done.stderr and limit in done.stderr.partition("--seed")[2]
+
+
+def test_the_largest_seed_fits():
+    torch.Generator("cpu").manual_seed(command.MAX_SEED + 1_000_000)

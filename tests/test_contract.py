@@ -116,7 +116,7 @@ def test_held_bytes_equal_the_formula(made, name):
         pytest.skip("a UNet's sites are counted in test_memory_of_a_unet")
     each, probes = TENSORS[name]
     features = site_bytes(case, model, make_method(name, **ON[name]))
-    probe = probe_bytes(case, model)
+    probe = probe_bytes(case, model, make_method(name, **ON[name]))
     with diffcache.wrapped(model, name, **ON[name]) as handle:
         sample(case, model, STEPS)
         assert handle.held_bytes() == each * features + probes * probe
@@ -132,7 +132,9 @@ def site_bytes(case, model, method):
     parts = method.parts()
     sizes, hooks = {}, []
     lists = [model.get_submodule(e.key) for e in diffcache.inspect(model).lists]
-    if parts.site == "module":
+    if parts.site == "model":
+        wanted = [model]
+    elif parts.site == "module":
         wanted = [m for n, m in model.named_modules() if is_module_site(n)]
     elif parts.feature == "output":
         wanted = [lists[-1][-1]]
@@ -145,7 +147,7 @@ def site_bytes(case, model, method):
             )
         )
     with torch.no_grad():
-        model(**case.kwargs(model, 0, step=0, steps=STEPS))
+        model(**case.kwargs(model, 0, step=0, steps=STEPS), return_dict=False)
     for hook in hooks:
         hook.remove()
     assert len(sizes) == len(wanted)
@@ -159,8 +161,11 @@ def is_module_site(name):
     return "blocks." in name and last in ("attn", "attn1", "attn2", "ff", "ffn", "ff_context")
 
 
-def probe_bytes(case, model):
-    """Bytes of the first block's image stream: the input of the second block."""
+def probe_bytes(case, model, method):
+    """Bytes of the first block's image stream: the input of the second block; or of the sample."""
+    if method.parts().when.probe == "sample":
+        given = case.kwargs(model, 0, step=0, steps=STEPS)
+        return given[diffcache.inspect(model).sample].nbytes
     shapes, first = [], next(iter(diffcache.inspect(model).lists)).key
     block = model.get_submodule(first)[0]
 

@@ -196,3 +196,17 @@ def test_tokens_of_a_picture_to_edit_are_counted():
         pipe(**call)
         branches = len(seen) // 6
         assert handle.last.peak_bytes == branches * expected["transformer"] > 0
+
+
+def test_skip_layer_guidance_holds_features_of_one_more_call():
+    case = pipes()["StableDiffusion3Pipeline-slg"]
+    pipe = case.build(0)
+    call = case.call(pipe, 0, 9)
+    text = call["prompt_embeds"].shape[1]
+    size = {"height": call["height"], "width": call["width"], "text_tokens": text, "batch": 2}
+    size["skip_guidance_layers"] = call["skip_guidance_layers"]
+    for method, settings in [*METHODS, ("dbcache", {"threshold": 1e9})]:
+        expected = diffcache.expected_bytes(pipe, method, **size, **settings)
+        with diffcache.wrapped(pipe, method, **settings) as handle:
+            pipe(**call)
+        assert handle.last.peak_bytes == expected["transformer"] > 0, (method, settings)

@@ -273,7 +273,7 @@ def test_errors_say_what_each_kind_goes_into(model: Any) -> None:
         (lambda: diffcache.wrap(video, "window", components="x"), "components='x': is for feature"),
         (lambda: diffcache.wrap(video, Ca2VDM()), "is for a transformer whose attention over time"),
         (lambda: diffcache.wrap(model, "snapkv", budgets=3), "has no setting 'budgets'"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=why):
             ask()
     with pytest.raises(TypeError, match="is what makes a recipe; call it"):

@@ -1,15 +1,28 @@
-"""Folders that others made: how files are found and paired, and errors that name the file."""
+"""Files of pictures and prompts that others made."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import struct
+import zlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from diffcache.eval.samples import folders
+from diffcache.eval.samples import folders, npz, pictures
 from diffcache.eval.samples.clips import read_clip, write_clip
+from diffcache.eval.samples.prompts import (
+    PAIRED,
+    SHIPPED,
+    Prompts,
+    calibration_prompts,
+    load_prompts,
+)
+from diffcache.pipelines.small import scenes
 from tests.picture_files import filled, noise, save
 
 
@@ -84,3 +97,292 @@ def test_films_are_files_and_folders_of_frames(tmp_path: Path) -> None:
     assert folders.open_films(tmp_path / "b.mkv").files == (tmp_path / "b.mkv",)
     assert folders.holds_films(tmp_path) and folders.holds_films(tmp_path / "b.mkv")
     assert not folders.holds_films(tmp_path / "a")
+
+
+def test_npz_round_trip_and_the_layout_of_the_adm_evaluator(tmp_path: Path) -> None:
+    made = torch.stack([noise(seed=s) for s in range(5)])
+    file = npz.write_npz(tmp_path / "a.npz", iter(made), 5)
+    with np.load(file) as data:  # as the evaluator reads it
+        assert data.files == ["arr_0"] and data["arr_0"].dtype == np.uint8
+        assert (data["arr_0"] == made.permute(0, 2, 3, 1).numpy()).all()
+    found = folders.open_pictures(file)
+    assert found.names == ("0", "1", "2", "3", "4") and folders.common_size(found) == (12, 16)
+    assert torch.stack(list(found.pictures())).equal(made)
+    assert torch.stack(list(found.pictures([1, 4]))).equal(made[[1, 4]])
+    assert [path.name for path in tmp_path.iterdir()] == ["a.npz"]
+
+
+@pytest.mark.parametrize("save_npz", [np.savez, np.savez_compressed])
+def test_npz_of_numpy_is_read(save_npz: object, tmp_path: Path) -> None:
+    made = torch.stack([noise(seed=s) for s in range(3)])
+    save_npz(tmp_path / "a.npz", made.permute(0, 2, 3, 1).contiguous().numpy())  # type: ignore[operator]
+    assert torch.stack(list(folders.open_pictures(tmp_path / "a.npz").pictures())).equal(made)
+
+
+def test_damaged_npz_is_an_error(tmp_path: Path) -> None:
+    made = torch.stack([noise(seed=s) for s in range(3)])
+    file = npz.write_npz(tmp_path / "a.npz", iter(made), 3)
+    whole = file.read_bytes()
+    file.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"a\.npz cannot be read as \.npz"):
+        folders.open_pictures(file)
+    middle = len(whole) // 2
+    file.write_bytes(whole[:middle] + bytes([whole[middle] ^ 0xFF]) + whole[middle + 1 :])
+    with pytest.raises(ValueError, match=r"a\.npz cannot be read as \.npz.*CRC"):
+        list(folders.open_pictures(file).pictures())
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    made = [noise(), noise(), noise(8, 8)]
+    for pictures_given, count, message in (
+        (made[:2], 3, r"a\.npz: 2 pictures, not 3"),
+        (made, 3, r"a\.npz: picture 2 is \[3, 8, 8\], those before \[3, 12, 16\]"),
+        ([noise().float()], 1, r"a\.npz: picture 0 is torch\.float32"),
+        ([], 0, r"a\.npz: 0 pictures"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            npz.write_npz(tmp_path / "a.npz", pictures_given, count)
+        assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ValueError, match=r"a\.zip: pictures are written as \.npz"):
+        npz.write_npz(tmp_path / "a.zip", made[:1], 1)
+
+
+def test_npz_pairs_with_npz_only(tmp_path: Path) -> None:
+    for name, count in (("a", 3), ("b", 3), ("c", 2)):
+        npz.write_npz(tmp_path / f"{name}.npz", (noise(seed=s) for s in range(count)), count)
+    a, b, c = (folders.open_pictures(tmp_path / f"{name}.npz") for name in "abc")
+    assert folders.pair(a, b) == [(0, 0), (1, 1), (2, 2)]
+    with pytest.raises(ValueError, match=r"c\.npz lacks 1 of .*a\.npz: 2"):
+        folders.pair(a, c)
+    other = folders.open_pictures(filled(tmp_path / "d", ["0.png", "1.png", "2.png"]))
+    with pytest.raises(ValueError, match=r"an \.npz has no file names"):
+        folders.pair(a, other)
+
+
+def test_statistics(tmp_path: Path) -> None:
+    features = np.random.default_rng(0).normal(size=(50, 4))
+    mu, sigma = features.mean(0), np.cov(features.T)
+    np.savez(tmp_path / "a.npz", mu=mu, sigma=sigma)
+    found = npz.read_statistics(tmp_path / "a.npz")
+    assert found is not None and found.count is None
+    assert np.allclose(found.mean, mu) and np.allclose(found.cov, sigma)
+    np.savez(tmp_path / "b.npz", arr_0=np.zeros((2, 4, 4, 3), np.uint8))
+    assert npz.read_statistics(tmp_path / "b.npz") is None
+    skew = sigma + np.triu(np.ones((4, 4)), 1)
+    for arrays, message in (
+        ({"mu": mu[:3], "sigma": sigma}, r"c\.npz: mu \[3\] and sigma \[4, 4\]"),
+        ({"mu": mu * np.nan, "sigma": sigma}, r"c\.npz: mu or sigma holds NaN"),
+        ({"mu": mu, "sigma": skew}, r"c\.npz: sigma must be symmetric"),
+    ):
+        np.savez(tmp_path / "c.npz", **arrays)
+        with pytest.raises(ValueError, match=message):
+            npz.read_statistics(tmp_path / "c.npz")
+
+
+@pytest.mark.parametrize("name", ["a.png", "a.PNG", "a.bmp", "a.tiff", "a.tif"])
+def test_lossless_pictures_are_read_byte_for_byte(name: str, tmp_path: Path) -> None:
+    assert torch.equal(pictures.read_picture(save(tmp_path / name, noise())), noise())
+    assert pictures.read_size(tmp_path / name) == (12, 16)
+
+
+def test_webp_and_jpeg_are_read(tmp_path: Path) -> None:
+    flat = torch.full((3, 16, 16), 200, dtype=torch.uint8)
+    assert torch.equal(
+        pictures.read_picture(save(tmp_path / "a.webp", noise(), lossless=True)), noise()
+    )
+    assert (pictures.read_picture(save(tmp_path / "a.jpg", flat)).int() - 200).abs().max() <= 2
+
+
+def test_grey_palette_and_opaque_alpha_become_rgb(tmp_path: Path) -> None:
+    grey = np.arange(192, dtype=np.uint8).reshape(12, 16)
+    Image.fromarray(grey).save(tmp_path / "grey.png")
+    three = pictures.read_picture(tmp_path / "grey.png")
+    assert all(torch.equal(channel, torch.from_numpy(grey)) for channel in three)
+    few = Image.fromarray(noise().permute(1, 2, 0).numpy()).quantize(8)
+    few.save(tmp_path / "palette.png")
+    expected = torch.from_numpy(np.array(few.convert("RGB"))).permute(2, 0, 1)
+    assert torch.equal(pictures.read_picture(tmp_path / "palette.png"), expected)
+    opaque = torch.cat([noise(), torch.full((1, 12, 16), 255, dtype=torch.uint8)])
+    assert torch.equal(pictures.read_picture(save(tmp_path / "opaque.png", opaque)), noise())
+
+
+def sixteen_bit_png(file: Path, values: np.ndarray) -> Path:
+    """Write a PNG of 16 bits by hand: Pillow cannot write colored ones."""
+    height, width = values.shape[:2]
+    kind = 2 if values.ndim == 3 else 0
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        )
+
+    head = struct.pack(">IIBBBBB", width, height, 16, kind, 0, 0, 0)
+    body = chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
+    file.write_bytes(b"\x89PNG\r\n\x1a\n" + body)
+    return file
+
+
+@pytest.mark.parametrize("shape", [(12, 16), (12, 16, 3)])
+def test_of_sixteen_bits_the_upper_eight_are_kept(shape: tuple[int, ...], tmp_path: Path) -> None:
+    values = np.random.default_rng(0).integers(0, 65536, shape)
+    found = pictures.read_picture(sixteen_bit_png(tmp_path / "a.png", values))
+    upper = torch.from_numpy(values >> 8).to(torch.uint8)
+    expected = upper.expand(3, 12, 16) if upper.ndim == 2 else upper.permute(2, 0, 1)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("ending", ["png", "jpg", "webp", "bmp", "tif"])
+def test_a_cut_off_picture_is_an_error(ending: str, tmp_path: Path) -> None:
+    file = save(tmp_path / f"cut.{ending}", noise(64, 64))
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(ValueError, match=rf"cut\.{ending} is damaged or no picture"):
+        pictures.read_picture(file)
+
+
+def test_other_damage_is_an_error(tmp_path: Path) -> None:
+    flipped = save(tmp_path / "flipped.png", noise(64, 64))
+    data = bytearray(flipped.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    flipped.write_bytes(bytes(data))
+    with pytest.raises(ValueError, match=r"flipped\.png is damaged"):
+        pictures.read_picture(flipped)
+
+
+def test_a_film_is_no_picture(tmp_path: Path) -> None:
+    frames = [Image.fromarray(noise(seed=s).permute(1, 2, 0).numpy()) for s in (0, 1)]
+    frames[0].save(tmp_path / "film.webp", save_all=True, append_images=frames[1:])
+    with pytest.raises(ValueError, match=r"film\.webp holds 2 pictures"):
+        pictures.read_picture(tmp_path / "film.webp")
+
+
+def test_resizing_scales_the_shorter_side_and_cuts_the_middle() -> None:
+    assert pictures.resized(noise(8, 8), 8).equal(noise(8, 8))
+    flat = torch.full((3, 40, 20), 77, dtype=torch.uint8)
+    assert pictures.resized(flat, 10).equal(torch.full((3, 10, 10), 77, dtype=torch.uint8))
+    stripes = torch.zeros(3, 10, 30, dtype=torch.uint8)
+    stripes[..., 10:20] = 255  # exactly the middle third
+    assert pictures.resized(stripes, 10).min() == 255
+    assert pictures.resized(noise(9, 31), 5).shape == (3, 5, 5)
+
+
+TEXTS = ("a red kite", 'a sign that says "stop", twice', "zwei Hüte")
+SHA256 = hashlib.sha256("\n".join(TEXTS).encode()).hexdigest()
+
+
+def written(folder: Path, name: str, text: str) -> Path:
+    file = folder / name
+    file.write_text(text, encoding="utf-8", newline="")
+    return file
+
+
+FILES = {
+    "plain.txt": '# a comment\na red kite\r\n\n  a sign  that says "stop", twice \n# more\nzwei Hüte',
+    "marked.txt": '\ufeffa red kite\na sign that says "stop", twice\nzwei Hüte\n',
+    "DrawBench.csv": 'Prompts,Category\na red kite,A\n"a sign that says ""stop"", twice",B\n,C\nzwei Hüte,D\n',
+    "PartiPrompts.tsv": 'Prompt\tCategory\na red kite\tA\na sign that says "stop", twice\tB\nzwei Hüte\tC\n',
+    "sheet.tsv": 'Prompt\tx\na red kite\t1\n"a sign that says ""stop"", twice"\t2\nzwei Hüte\t3\n',
+    "captions.json": json.dumps({"images": [], "annotations": [{"caption": t} for t in TEXTS]}),
+    "VBench_full_info.json": json.dumps([{"prompt_en": t, "dimension": []} for t in TEXTS]),
+    "texts.json": json.dumps(TEXTS),
+    "objects.json": json.dumps([{"prompt": t} for t in TEXTS]),
+    "lines.jsonl": "\n".join(
+        json.dumps(t) for t in (TEXTS[0], {"prompt": TEXTS[1]}, {"caption": TEXTS[2]})
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_files_of_every_kind_give_the_same_prompts(name: str, tmp_path: Path) -> None:
+    file = written(tmp_path, name, FILES[name])
+    assert load_prompts(file) == Prompts(str(file), TEXTS, SHA256)
+    few = load_prompts(str(file), limit=2)
+    assert few.texts == TEXTS[:2] and few.sha256 == SHA256  # a limit makes no other list of it
+
+
+def test_a_column_is_named_behind_the_file(tmp_path: Path) -> None:
+    file = written(tmp_path, "own.csv", "id,Text,Other\n1,one,two\n2,three,four\n")
+    assert load_prompts(f"{file}:text").texts == ("one", "three")
+    assert load_prompts(f"{file}:Other").texts == ("two", "four")
+    entries = written(tmp_path, "own.json", '[{"words": "five", "prompt": "six"}]')
+    assert load_prompts(f"{entries}:words").texts == ("five",)
+
+
+def test_coco_captions_are_one_a_picture_drawn_at_random(tmp_path: Path) -> None:
+    texts = {i: [f"picture {i} said {n}" for n in range(5)] for i in range(40)}
+    entries = [
+        {"image_id": i, "id": 5 * i + n, "caption": text}
+        for i, several in texts.items()
+        for n, text in enumerate(several)
+    ]
+    file = written(tmp_path, "captions_val2014.json", json.dumps({"annotations": entries}))
+    found = load_prompts(file)
+    pictures = [int(text.split()[1]) for text in found.texts]
+    chosen = {text.split()[-1] for text in found.texts}
+    assert sorted(pictures) == list(range(40)) and pictures != list(range(40))
+    assert chosen == set("01234") and "one caption a picture" in found.rule
+    few = load_prompts(file, limit=10)  # a sample of the pictures, that a larger one begins with
+    assert few.texts == found.texts[:10] and few.sha256 == found.sha256
+    turned = written(tmp_path, "turned.json", json.dumps({"annotations": entries[::-1]}))
+    assert load_prompts(turned).texts == found.texts
+
+
+def test_a_list_begins_again_where_it_ends() -> None:
+    found = Prompts("x", ["a", "b", "c"], "")
+    assert [found[i] for i in range(7)] == list("abcabca")
+
+
+@pytest.mark.parametrize(("name", "count"), [("shapes", 64), ("pictures", 100), ("films", 50)])
+def test_shipped_lists(name: str, count: int) -> None:
+    found = load_prompts(name)
+    assert name in SHIPPED and found.source == name
+    assert len(found.texts) == len(set(found.texts)) == count
+    assert all(text == text.strip() and not text.startswith("#") for text in found.texts)
+    assert load_prompts(name, limit=7).texts == found.texts[:7]
+    assert load_prompts(name, limit=7).sha256 == found.sha256
+
+
+def test_held_out_list_is_any_length_and_a_longer_one_begins_with_a_shorter() -> None:
+    long, short = load_prompts("shapes-held-out", 150), load_prompts("shapes-held-out", 40)
+    assert long.texts[:40] == short.texts and len(set(long.texts)) == 150
+    assert long.source == short.source == "shapes-held-out"
+    assert all(scenes.held_out(scenes.parse(text)) for text in long.texts)
+
+
+def test_held_out_scenes_of_one_object_are_all_there_are() -> None:
+    found = load_prompts("shapes-one-held-out")
+    read = [scenes.parse(text) for text in found.texts]
+    assert len({scene.key() for scene in read}) == len(read) == 236
+    assert all(len(scene.figures) == 1 and scenes.held_out(scene) for scene in read)
+    assert load_prompts("shapes-one-held-out", 9).sha256 == found.sha256
+
+
+def test_quotation_marks_at_the_start_of_a_tsv_cell_stay(tmp_path: Path) -> None:
+    rows = ['"HI" painted on a wall', '"one" beside "two"', "plain"]
+    file = written(tmp_path, "quotes.tsv", "Prompt\tn\n" + "".join(f"{row}\t1\n" for row in rows))
+    assert load_prompts(file).texts == tuple(rows)
+
+
+def test_what_is_calibrated_on_is_not_evaluated_on(tmp_path: Path) -> None:
+    for name in PAIRED:
+        own = calibration_prompts(name)
+        assert len(own.texts) >= 32 and len(set(own.texts)) == len(own.texts)
+        assert not {text.lower() for text in own.texts} & {
+            text.lower() for text in load_prompts(name).texts
+        }
+    texts = [f"prompt {number}" for number in range(60)]
+    file = written(tmp_path, "own.txt", "\n".join(texts))
+    one, other = calibration_prompts(str(file)), load_prompts(f"held-out:{file}")
+    assert sorted([*one.texts, *other.texts]) == sorted(texts)
+    assert 20 <= len(one.texts) <= 40 and one.sha256 != other.sha256
+    assert other.source == f"held-out:{file}"
+    turned = written(tmp_path, "turned.txt", "\n".join(reversed(texts)))
+    assert set(calibration_prompts(str(turned)).texts) == set(one.texts)  # by content, not place
+    few = written(tmp_path, "few.csv", f"x,words\n1,{other.texts[0]}\n")
+    with pytest.raises(ValueError, match="none of its 1 prompts may be calibrated on.*longer list"):
+        calibration_prompts(f"{few}:words")
+    only = written(tmp_path, "only.txt", one.texts[0])
+    with pytest.raises(ValueError, match=r"only.txt holds no prompt to hold out"):
+        load_prompts(f"held-out:{only}")
+    with pytest.raises(FileNotFoundError, match="no prompts 'nowhere.txt'"):
+        load_prompts("held-out:nowhere.txt")

@@ -1,4 +1,4 @@
-"""A pipeline as its user runs it: adapters, variants, compiled blocks, a live one; and refusals."""
+"""Pipelines as their users run them: saved, adapted, compiled, live; and names that lead to them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import diffusers
+import huggingface_hub
 import pytest
 import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
 
+from diffcache import cli
 from diffcache.errors import MissingError
 from diffcache.eval.methods import parse_method
 from diffcache.eval.runs import measure
@@ -17,8 +22,10 @@ from diffcache.eval.runs.draw import Drawer
 from diffcache.eval.runs.evaluate import Plan
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.task import Task
+from diffcache.pipelines.demo import saved
 from diffcache.pipelines.demo.saved import locate
 from diffcache.pipelines.load import Loading, identity_of, load
+from diffcache.pipelines.shipped_models import MODELS
 
 pytestmark = pytest.mark.usefixtures("no_report")
 TASK = Task(model="shapes-flux", samples=2, batch_size=2, steps=2)
@@ -110,3 +117,55 @@ def test_quantized_loading_names_the_package(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
     with pytest.raises(MissingError, match="--quantize bnb-4bit needs bitsandbytes: pip install"):
         Loading(quantize="bnb-4bit").check("shapes-flux", torch.device("cuda"))
+
+
+FLUX = saved.MODELS / "shapes-flux"
+
+
+def call(*arguments):
+    return CliRunner().invoke(cli.app, list(arguments))
+
+
+def test_auto_on_the_host():
+    assert saved.dtype_of("auto", FLUX, torch.device("cpu")) == "float32"
+    pipe, _ = load("shapes-flux")
+    expected = "cuda" if torch.cuda.is_available() else "cpu"
+    assert pipe.device.type == expected
+
+
+@pytest.mark.parametrize(
+    ("kept", "dtype"),
+    [("float16", "float16"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")],
+)
+def test_auto_on_an_accelerator_follows_the_weights(kept, dtype, tmp_path):
+    (tmp_path / "transformer").mkdir()
+    weights = {"a": torch.ones(2, dtype=saved.DTYPES[kept]), "b": torch.ones(1)}
+    weights["c"] = weights["a"].clone()
+    save_file(weights, tmp_path / "transformer" / "model.safetensors")
+    assert saved.dtype_of("auto", tmp_path, torch.device("cuda")) == dtype
+    assert saved.dtype_of("float32", tmp_path, torch.device("cuda")) == "float32"
+
+
+def test_auto_without_safetensors(tmp_path):
+    assert saved.dtype_of("auto", tmp_path, torch.device("cuda")) == "bfloat16"
+
+
+def test_a_model_id_is_found_in_the_hub_cache(monkeypatch):
+    asked = []
+
+    def download(model, **_):
+        asked.append(model)
+        return str(FLUX)
+
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert saved.locate("owner/name") == saved.locate("owner/name", configs_only=True)
+    done = call("inspect", "owner/name")
+    assert "transformer: FluxTransformer2DModel" in done.output
+    assert asked == ["owner/name"] * 3
+
+
+@pytest.mark.parametrize("name", ["shapes-flux", "shapes-unet"])
+def test_every_command_knows_the_shipped_names(name):
+    assert saved.locate(name) == MODELS / name
+    assert call("inspect", name).exit_code == 0

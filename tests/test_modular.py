@@ -39,6 +39,19 @@ def plain() -> Any:
 
 
 @pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("name", ["seacache", "lazycache"])
+def test_noise_levels_are_known_in_a_modular_pipeline(plain: Any, name: str) -> None:
+    settings = {"threshold": 1e9, "warmup": 2}
+    with diffcache.wrapped(plain, name, **settings):
+        expected = run(plain, NAME)
+        assert marks(plain) == "CCsssC"
+    pipe = modular(plain)
+    with diffcache.wrapped(pipe, name, **settings):
+        assert torch.equal(drawn(pipe, plain), expected)
+        assert marks(pipe) == "CCsssC"
+
+
+@pytest.mark.usefixtures("quiet")
 def test_a_modular_pipeline_is_cached_like_the_plain_one(plain: Any) -> None:
     pipe = modular(plain)
     uncached = drawn(pipe, plain)

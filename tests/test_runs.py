@@ -329,7 +329,7 @@ def test_peak_memory_is_that_of_a_process_for_each_case(
         asked.append((method and parse_method(method), call["num_inference_steps"]))
         return len(asked)
 
-    monkeypatch.setattr(cost, "peak_bytes", peak_bytes)  # tests/cost/test_memory.py runs one
+    monkeypatch.setattr(cost, "peak_bytes", peak_bytes)  # tests/cost/test_measured.py runs one
     record = measure.evaluate(watched, Progress())
     assert record is not None
     assert asked == [(None, 3), (methods["interval:every=2"], 3)]

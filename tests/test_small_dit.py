@@ -5,14 +5,7 @@ import torch
 
 from diffcache.eval.workshop.shipped.draw import draw_pictures
 from diffcache.eval.workshop.shipped.quality import of_classes
-from diffcache.eval.workshop.small.dit import (
-    CALL,
-    DIRECTORY,
-    EMPTY,
-    LABELS,
-    draw,
-    load,
-)
+from diffcache.eval.workshop.small.dit import CALL, DIRECTORY, EMPTY, LABELS, draw, load
 from diffcache.pipelines.small.classifier import read
 
 MEGABYTE = 1_000_000

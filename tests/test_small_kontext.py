@@ -20,12 +20,7 @@ from diffcache.pipelines.small.edits import (
     target_shown,
     untouched_psnr,
 )
-from diffcache.pipelines.small.scenes import (
-    Figure,
-    Scene,
-    held_out,
-    prompt,
-)
+from diffcache.pipelines.small.scenes import Figure, Scene, held_out, prompt
 
 RING = Figure("ring", "red", "small", "left")
 OTHER = Figure("ring", "blue", "large", "top right")

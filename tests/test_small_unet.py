@@ -4,11 +4,7 @@ import pytest
 import torch
 
 from diffcache.eval.workshop.shipped.draw import draw_pictures
-from diffcache.eval.workshop.small.small_unet import (
-    CALL,
-    DIRECTORY,
-    load,
-)
+from diffcache.eval.workshop.small.small_unet import CALL, DIRECTORY, load
 from diffcache.pipelines.small.classifier import prompt_accuracy
 from diffcache.pipelines.small.scenes import shipped_prompts
 

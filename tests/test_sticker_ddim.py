@@ -11,8 +11,8 @@ from torch import nn
 
 from diffcache.eval.workshop.small.export import save_pipeline
 from diffcache.eval.workshop.small.sticker_autoencoder import build_autoencoder
-from diffcache.eval.workshop.small.sticker_ddim import LATENT, Denoising
-from diffcache.eval.workshop.small.sticker_dit import CALL, EMPTY, Dit, load
+from diffcache.eval.workshop.small.sticker_ddim import CALL, LATENT, Denoising
+from diffcache.eval.workshop.small.sticker_dit import EMPTY, Dit, load
 from diffcache.eval.workshop.small.sticker_unet import Unet
 from diffcache.eval.workshop.small.stickers import OBJECTS
 from diffcache.eval.workshop.small.trainer import Draws, Settings, seeded

@@ -9,10 +9,17 @@ import pytest
 import torch
 from torch import nn
 
+from diffcache.eval.workshop.bench.judge import KINDS, draw
 from diffcache.eval.workshop.small import sticker_autoencoder, sticker_judge
 from diffcache.eval.workshop.small.sticker_autoencoder import build_autoencoder, start_from_patches
 from diffcache.eval.workshop.small.sticker_flux import CALL, Flux
-from diffcache.eval.workshop.small.sticker_judge import Reading, faults, fit, likeness
+from diffcache.eval.workshop.small.sticker_judge import (
+    Reading,
+    correlation,
+    faults,
+    fit,
+    likeness,
+)
 from diffcache.eval.workshop.small.sticker_text import Encoder
 from diffcache.eval.workshop.small.stickers import Sticker, held_out_captions, render, sample_scene
 from diffcache.eval.workshop.small.trainer import Settings
@@ -94,20 +101,42 @@ def test_an_object_is_found_again_near_where_it_is_looked_for():
     shown = picture(FOX, car)
     guess = replace(car, x=car.x + 2, y=car.y - 2, tilt=4, size=30, mirrored=False)
     found, value = fit(guess, shown)
-    assert value > 0.97 > likeness(guess, shown)
+    assert value > 0.97 > correlation(guess, shown)
     assert found.mirrored and abs(found.x - car.x) < 1 and abs(found.y - car.y) < 1
 
 
-def test_a_broken_object_and_another_one_are_not_like_their_drawing():
+def accepts(sticker: Sticker, shown: np.ndarray) -> bool:
+    return likeness(fit(sticker, shown)[0], shown) >= sticker_judge.LEAST_LIKENESS
+
+
+def test_a_blurred_and_moved_object_is_like_its_drawing_and_a_broken_one_is_not():
     shown = picture(FOX, OWL)
-    parts = shown.copy()
+    soft = np.stack([np.roll(shown, step, (0, 1)) for step in ((0, 0), (1, 0), (0, 1), (1, 1))])
+    assert accepts(FOX, shown) and accepts(FOX, soft.mean(0).round().astype(np.uint8))
+    ground = picture(OWL)
+    parts, half, quarter, shuffled = (shown.copy() for _ in range(4))
     parts[24:40, 8:32] = np.roll(parts[24:40, 8:32], 8, axis=1)  # the lower half slides away
-    shuffled = shown.copy()
+    half[24:] = ground[24:]
+    quarter[24:, :20] = ground[24:, :20]
     shuffled[12:36, 8:32] = shown[12:36, 8:32, [1, 2, 0]]  # other colors
-    least = sticker_judge.LEAST_LIKENESS
-    assert fit(FOX, shown)[1] > 0.95
-    assert fit(FOX, parts)[1] < least and fit(FOX, shuffled)[1] < least
-    assert fit(replace(OWL, name="penguin"), shown)[1] < least
+    assert not any(accepts(FOX, each) for each in (parts, half, quarter, shuffled))
+    assert not accepts(replace(OWL, name="penguin"), shown)
+
+
+def test_a_fragment_is_no_small_object():
+    shown, ground = picture(replace(FOX, size=40, x=32, y=32)), picture()
+    shown[:, 32:] = ground[:, 32:]
+    assert not accepts(replace(FOX, size=18, x=26, y=32), shown)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bench_of_the_judge_draws_what_it_says(kind: str):
+    draws = [draw(kind, np.random.default_rng([3, 0])) for _ in range(2)]
+    assert draws[0][0] == draws[1][0] and np.array_equal(draws[0][1], draws[1][1])
+    assert draws[0][1].shape == (64, 64, 3) and draws[0][1].dtype == np.uint8
+    whole = draw("whole", np.random.default_rng([3, 0]))
+    same = float((draws[0][1] == whole[1]).mean())
+    assert (same == 1) == (kind == "whole")
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,28 @@
-"""Streams, which outlast runs: what is kept of them, and when it goes."""
+"""Streams, which outlast runs: what is kept of them, when it goes, and calls that write to them."""
 
 from __future__ import annotations
 
 import threading
+import warnings
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import diffcache
-from diffcache import AttachError, Call
+from diffcache import AttachError, Call, Interval, Method
 from diffcache.api import handle_of
-from tests.bare.toys import EVERY, PLAIN, Toy, noise, track
+from diffcache.attach.fingerprint import facts_of
+from diffcache.catalog import make_method
+from diffcache.features.serialize import to_plain
+from diffcache.features.tables import Tables
+from diffcache.registry import rows_of
+from tests.bare.toys import COND, EVERY, PLAIN, Toy, alone, noise, track
+from tests.features import region_pipelines
 from tests.internals import marks
+from tests.methods import COMPUTED, ON, STEPS
+from tests.methods import STEPS as PIPE_STEPS
 from tests.stream_toys import (
     LOOPS,
     Kept,
@@ -27,6 +36,10 @@ from tests.stream_toys import (
     target_of,
     write,
 )
+from tests.test_families import ready
+from tests.zoo.case import output_tensors
+from tests.zoo.catalog import cases
+from tests.zoo.pipes import pipes
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -267,3 +280,273 @@ def test_streams_of_threads_do_not_meet() -> None:
     assert seen[0] == list(zip([1, 3, 4, 6, 7, 8, 9, 10], chunks, strict=True))
     assert seen[1] == list(zip(range(1, 9), chunks, strict=True))
     assert method.alive == 0
+
+
+FLUX = "FluxPipeline"
+NOTED = "writes to a stream"
+
+
+def test_a_causal_loop_skips_as_if_the_clean_pass_were_not_there() -> None:
+    def loop(model: Any, writes: bool) -> list[Tensor]:
+        outs = []
+        for chunk in range(3):
+            calls = track(chunk, steps=4)
+            outs += [model(*call) for call in calls]
+            clean = calls[-1][0] + 1
+            if writes:
+                with diffcache.writing():
+                    assert torch.equal(model(clean, 0.0), PLAIN(clean, 0.0))
+        return outs
+
+    plain, model = Toy(), Toy()
+    diffcache.wrap(plain, "interval", every=3)
+    diffcache.wrap(model, "interval", every=3)
+    handle = handle_of(model)
+    assert all(map(torch.equal, loop(model, True), loop(plain, False)))
+    calls = handle.last.calls
+    assert [call.computed for call in calls] == [True, False, False, True, True]
+    assert [call.reason for call in calls][-1] == NOTED
+    report = diffcache.report(model)
+    assert (report.steps_computed, report.steps_skipped) == (2, 2)
+    assert report.flops_saved == diffcache.report(plain).flops_saved
+    assert f"1 call was computed: {NOTED}" not in str(report)
+    assert report.timeline_image().size == (800, 200)
+
+
+@pytest.mark.parametrize("told", [False, True])
+@pytest.mark.parametrize("site", ["stack", "block", "module", "model", "attention"])
+@pytest.mark.parametrize("hold", [None, "int8", "host"])
+def test_a_run_may_begin_with_a_call_that_writes(told: bool, site: str, hold: Any) -> None:
+    settings = {"every": 3, "site": site, **({} if hold is None else {"hold": hold})}
+    model, other = (diffcache.wrap(Toy(), "interval", **settings) for _ in range(2))
+    calls = track(0)
+    own = [other(*call) for call in calls]
+
+    def loop() -> None:
+        assert torch.equal(write(model, calls[0][0], 7.0), PLAIN(calls[0][0], 7.0))
+        assert diffcache.report(model).steps_computed == 0 and str(diffcache.report(model))
+        for place, call in enumerate(calls):
+            assert torch.equal(model(*call), own[place])
+            clean = noise(50 + place)
+            for _ in range(2):  # with another timestep and a condition, given in their places
+                assert torch.equal(write(model, clean, 99.0, COND[1]), PLAIN(clean, 99.0, COND[1]))
+
+    if told:
+        with diffcache.run(model, steps=len(calls)):
+            loop()
+    else:
+        loop()
+    steps = [call for call in handle_of(model).last.calls if not call.writes]
+    assert "".join("sC"[bool(call.computed)] for call in steps) == marks(other)
+
+
+def test_a_call_that_writes_knows_where_it_is() -> None:
+    method = Kept()
+    pipe = diffcache.wrap(Pipe(), method)
+    pipe.scheduler.set_timesteps(4)
+    x, times = noise(0), pipe.scheduler.timesteps
+    write(pipe.transformer, x, torch.tensor(5.0))
+    for t in times:
+        x = pipe.scheduler.step(pipe.transformer(x, t), t, x)[0]
+        write(pipe.transformer, x, torch.tensor(6.0))
+    written = [note for note in method.keep.notes if note.writes]
+    assert [note.index for note in written] == [0, 0, 1, 2, 0]  # the run ends with its last step
+    assert [note.timestep for note in written] == [5.0] + [6.0] * 4
+    steps = [note for note in method.keep.notes if not note.writes]
+    assert [note.index for note in steps] == [0, 1, 2, 3]
+    assert [note.timestep for note in steps] == times.tolist()
+
+
+def test_a_name_and_a_call_that_writes_go_together() -> None:
+    model = diffcache.wrap(Toy(), EVERY)
+    for call in track(0):
+        with diffcache.branch("one"):
+            model(*call)
+            assert torch.equal(write(model, *call), PLAIN(*call))
+        with diffcache.writing(), diffcache.branch("one"):
+            assert torch.equal(model(*call), PLAIN(*call))
+    calls = [call for call in handle_of(model).last.calls if not call.writes]
+    assert [call.computed for call in calls] == [True, False, False] * 2
+
+
+def test_a_call_that_writes_with_gradients_on_leaves_the_run_alone() -> None:
+    model, own = diffcache.wrap(Toy(), EVERY), alone(track(0))
+    for place, call in enumerate(track(0)):
+        assert torch.equal(model(*call), own[place])
+        with torch.enable_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", diffcache.CacheWarning)
+            assert write(model, *call).requires_grad
+
+
+def test_a_pipeline_inside_writing_is_computed() -> None:
+    pipe = Pipe()
+    plain = pipe(1, writes=False)
+    diffcache.wrap(pipe, EVERY)
+    with diffcache.writing():
+        assert all(map(torch.equal, pipe(1, writes=False), plain))
+    assert {call.reason for call in handle_of(pipe).last.calls} == {NOTED}
+
+
+class Writes:
+    """Lets every call of a model be followed by one that writes.
+
+    Attributes:
+        pairs: What those were given, and what they returned.
+    """
+
+    def __init__(self, model: nn.Module, sample: str = "hidden_states") -> None:
+        self.model, self.sample, self.inside = model, sample, False
+        self.first: dict[str, Any] = {}  # what a method that leaves tokens out gave at first
+        self.pairs: list[tuple[Any, Any, list[Tensor]]] = []
+        self.hook = model.register_forward_hook(self.follow, with_kwargs=True)
+
+    def follow(self, model: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        if self.inside:
+            return
+        self.inside = True
+        self.first = self.first or kwargs
+        other = (1 + 0.1 * len(self.pairs)) * self.first[self.sample].flip(0, -1)
+        given = {**self.first, "timestep": 0.7 * kwargs["timestep"], self.sample: other}
+        try:
+            with diffcache.writing():
+                out = self.model(*args, **given)
+        finally:
+            self.inside = False
+        self.pairs.append((args, given, [t.clone() for t in output_tensors(out)]))
+
+    def check(self) -> int:
+        """Compare with the model, which is not wrapped any more; return how many there were."""
+        for args, kwargs, outs in self.pairs:
+            assert all(map(torch.equal, output_tensors(self.model(*args, **kwargs)), outs))
+        return len(self.pairs)
+
+    def __enter__(self) -> Writes:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.hook.remove()
+
+
+def told_of(calls: Any) -> list[Any]:
+    return [(c.denoiser, c.index, c.branch, c.computed, c.counts, c.flops) for c in calls
+            if not c.writes]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def flux() -> Any:
+    case = cases()["FluxTransformer2DModel"]
+    return case, case.build(0)
+
+
+@pytest.mark.parametrize("site", ["stack", "deep", "module"])
+def test_a_unet_computes_a_call_that_writes(site: str) -> None:
+    case = cases()["UNet2DConditionModel"]
+    model = case.build(0)
+    given = [case.kwargs(model, 0, step=step, steps=3) for step in range(3)]
+    with diffcache.wrapped(model, "interval", every=2, site=site) as handle:
+        own = [model(**kwargs)[0].clone() for kwargs in given]
+        assert [call.computed for call in handle.last.calls] == [True, False, True]
+        handle.reset()
+        with Writes(model, "sample") as writes:
+            assert all(map(torch.equal, [model(**kwargs)[0] for kwargs in given], own))
+    assert writes.check() == 3
+
+
+@pytest.mark.parametrize("name", ON)
+def test_methods_compute_a_call_that_writes_of_a_bare_model(flux: Any, name: str) -> None:
+    case, model = flux
+    given = [case.kwargs(model, 0, step=step, steps=STEPS) for step in range(STEPS)]
+    with diffcache.wrapped(model, name, **ON[name]) as handle:
+        for _ in range(2):  # the first run counts operations
+            own = [model(**kwargs)[0].clone() for kwargs in given]
+        alone = told_of(handle.last.calls)
+        handle.reset()
+        with Writes(model) as writes:
+            outs = [model(**kwargs)[0] for kwargs in given]
+        assert all(map(torch.equal, outs, own))
+        assert told_of(handle.last.calls) == alone
+        assert [row[1] for row in alone if row[3]] == COMPUTED[name]
+    assert writes.check() == STEPS
+
+
+@pytest.fixture(scope="module")
+def built() -> Any:
+    case = pipes()[FLUX]
+    pipe = case.build(0)
+    pipe.set_progress_bar_config(disable=True)
+    return case, pipe
+
+
+MORE: dict[str, Any] = {
+    "a quantized model": diffcache.CacheQuant(every=3, bits="w8a8"),
+    "rounded tables": diffcache.TemporalTable(bits=8, keep="layer"),
+    "tables of few pages": diffcache.TemporalTable(entries=PIPE_STEPS),
+    "tables and a skipping method": diffcache.TemporalTable(method=Interval(every=3)),
+    "a gate on the time": diffcache.TeaCache(threshold=1e9, input="time", coefficients=(1.0, 0.0)),
+    "modules": make_method("taylorseer", every=4, warmup=1, site="module", hold="host"),
+}
+
+
+def on_method(name: str, case: Any, pipe: Any) -> Method:
+    """Return a method that skips, calibrated where it has to be."""
+    if name == "tuned":
+        header = {"method": "tuned", "steps": PIPE_STEPS, "choice": to_plain(Interval(every=3), {}),
+                  "front": [], **facts_of(pipe.transformer, pipe.scheduler)}  # fmt: skip
+        return diffcache.Tuned(tables=Tables(header, {}))
+    if name == "a quantized model":
+        given = case.call(pipe, 1, PIPE_STEPS)
+        del given["generator"]
+        return diffcache.calibrate(pipe, MORE[name], [given])
+    if name in MORE:
+        return MORE[name]
+    with torch.enable_grad():
+        return ready(name, FLUX, case, pipe)
+
+
+@pytest.mark.filterwarnings("ignore::diffcache.CacheWarning")
+@pytest.mark.parametrize(
+    "name", [*(name for name in rows_of("method") if name != "regione"), *MORE]
+)
+def test_methods_compute_a_call_that_writes_in_a_pipeline(built: Any, name: str) -> None:
+    case, pipe = built
+    with diffcache.wrapped(pipe, on_method(name, case, pipe)) as handle:
+        case.run(pipe, 0, PIPE_STEPS)  # which fills look-up tables
+        own, alone = case.run(pipe, 0, PIPE_STEPS), told_of(handle.last.calls)
+        assert handle.last.skipped > 0 or name == "rounded tables"  # whose layers run
+        with Writes(pipe.transformer) as writes:
+            assert torch.equal(case.run(pipe, 0, PIPE_STEPS), own)
+        assert told_of(handle.last.calls) == alone
+        assert sum(call.writes for call in handle.last.calls) == PIPE_STEPS
+    assert writes.check() == PIPE_STEPS
+
+
+def test_regione_computes_a_call_that_writes() -> None:
+    pipe = region_pipelines.kontext()
+    pipe.set_progress_bar_config(disable=True)
+    given = region_pipelines.kontext_call
+
+    with diffcache.wrapped(pipe, region_pipelines.method(pipe, threshold=0.9)) as handle:
+        own, alone = pipe(**given()).images, told_of(handle.last.calls)
+        assert handle.last.skipped > 0
+        with Writes(pipe.transformer) as writes:
+            assert torch.equal(pipe(**given()).images, own)
+        assert told_of(handle.last.calls) == alone
+    assert writes.check() == region_pipelines.STEPS
+
+
+@pytest.mark.filterwarnings("ignore::diffcache.CacheWarning")
+@pytest.mark.parametrize(
+    "method",
+    [
+        diffcache.FittedForecast(computed=2),
+        diffcache.ERTACache(threshold=1e9, time=False),
+        diffcache.CacheQuant(every=2, bits="w8a8"),
+    ],
+    ids=lambda method: method.name,
+)
+def test_a_calibration_sees_no_call_that_writes(method: Any) -> None:
+    alone, beside = (
+        diffcache.calibrate(Pipe(), method, [{"chunks": 1, "writes": writes}] * 2)
+        for writes in (False, True)
+    )
+    assert beside == alone

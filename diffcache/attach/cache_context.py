@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from diffcache.features.base import check_int
 from diffcache.foreign import drop_registry, put_below, registry_of, take_out
 
 
@@ -38,8 +39,8 @@ _HEARD: ContextVar[tuple[int, Context] | None] = ContextVar("diffcache_context",
 _SAID: ContextVar[Context | None] = ContextVar("diffcache_said", default=None)
 
 
-def branch(name: str) -> AbstractContextManager[None]:
-    """Name the guidance branch of the calls inside.
+def branch(name: str, step: int | None = None) -> AbstractContextManager[None]:
+    """Name the guidance branch of the calls inside, and say which step they belong to.
 
     A bare denoiser tells the branches of a step by what they are conditioned on, and computes where
     that does not tell. Calls inside this context belong to the branch of this name instead: it has
@@ -48,9 +49,11 @@ def branch(name: str) -> AbstractContextManager[None]:
 
     Args:
         name: Any text, the same at every step.
+        step: Number of the step in its run, from 0, for loops whose timestep does not tell it: a
+            solver may come to one twice. None leaves it to the timestep.
 
     Raises:
-        ValueError: If the name is no text, or empty.
+        ValueError: If the name is no text, or empty, or the step is no whole number of 0 or more.
 
     Example:
         >>> with diffcache.branch("uncond"):  # doctest: +SKIP
@@ -59,7 +62,9 @@ def branch(name: str) -> AbstractContextManager[None]:
     given: object = name
     if not isinstance(given, str) or not given:
         raise ValueError(f"branch name {name!r}: must be text, such as 'uncond'")
-    return _said(name=name)
+    if step is not None:
+        check_int("step", step, 0)
+    return _said(name=name, step_index=step)
 
 
 def writing() -> AbstractContextManager[None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ class Size:
         batch: Samples in the call; guidance in one batch doubles it.
         references: Pictures of the same size whose tokens stand behind those of the latents, as
             in FLUX Kontext.
+        skip_layers: Blocks that skip-layer guidance leaves out, in a call beside the one with
+            guidance in one batch.
     """
 
     height: int
@@ -32,6 +34,7 @@ class Size:
     text_tokens: int = 512
     batch: int = 1
     references: int = 0
+    skip_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("height", "width", "frames", "text_tokens", "batch"):
@@ -104,6 +107,8 @@ class Inputs:
             `max_sequence_length`.
         rounds_up: Whether its pipeline makes a latent frame of frames left over, else leaves
             them out.
+        guidance: How its pipeline guides by default: the samples with and without a prompt in one
+            `batch`, in two `calls` a step, or `none` (a distilled model is told the strength).
     """
 
     make: Make
@@ -112,6 +117,7 @@ class Inputs:
     patch: int | str = 2
     more_text: int = 0
     rounds_up: bool = False
+    guidance: Literal["batch", "calls", "none"] = "batch"
 
 
 def _flux2(at: Latents, axes: int = 4) -> dict[str, Any]:
@@ -272,17 +278,17 @@ INPUTS: dict[str, Inputs] = {
     "AuraFlowTransformer2DModel": Inputs(_auraflow, patch="patch_size"),
     "CogVideoXTransformer3DModel": Inputs(_cogvideox, 8, 4, "patch_size"),
     "DiTTransformer2DModel": Inputs(_dit, patch="patch_size"),
-    "Flux2Transformer2DModel": Inputs(_flux2),
-    "FluxTransformer2DModel": Inputs(_flux),
-    "HunyuanVideoTransformer3DModel": Inputs(_hunyuan_video, 8, 4, "patch_size"),
+    "Flux2Transformer2DModel": Inputs(_flux2, guidance="none"),
+    "FluxTransformer2DModel": Inputs(_flux, guidance="none"),
+    "HunyuanVideoTransformer3DModel": Inputs(_hunyuan_video, 8, 4, "patch_size", guidance="none"),
     "LTXVideoTransformer3DModel": Inputs(_ltx, 32, 8, 1),
-    "Lumina2Transformer2DModel": Inputs(_lumina2, patch="patch_size"),
+    "Lumina2Transformer2DModel": Inputs(_lumina2, patch="patch_size", guidance="calls"),
     "PixArtTransformer2DModel": Inputs(_pixart, patch="patch_size"),
-    "QwenImageTransformer2DModel": Inputs(_qwen),
+    "QwenImageTransformer2DModel": Inputs(_qwen, guidance="calls"),
     "SD3Transformer2DModel": Inputs(_sd3, patch="patch_size", more_text=77),  # of CLIP
     "SanaTransformer2DModel": Inputs(_sana, 32, patch="patch_size"),
     "UNet2DConditionModel": Inputs(_unet, patch=1),
-    "WanTransformer3DModel": Inputs(_wan, 8, 4, 2, rounds_up=True),
+    "WanTransformer3DModel": Inputs(_wan, 8, 4, 2, rounds_up=True, guidance="calls"),
 }
 
 

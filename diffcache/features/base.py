@@ -17,7 +17,7 @@ from diffcache.method import check_threshold as check_threshold
 from diffcache.method import is_number as is_number
 from diffcache.step import Step
 
-Probe = Literal["residual", "output", "modulated", "time", "time-projection"]
+Probe = Literal["residual", "output", "modulated", "time", "time-projection", "sample", "input"]
 
 # What is this project's own and has no paper is cited as software.
 OWN = """@software{diffcache,
@@ -36,10 +36,15 @@ class When(ABC):
     Attributes:
         total: Length in steps of the runs it is made for, None for any; other runs are refused.
         by_branch: Whether every guidance branch decides for itself, with a state of its own.
+        reads_output: Whether `returned` is to be called.
+        by_kind: Whether modules decide apart by their kind (`self`, `temporal` or `cross`
+            attention), which `computes_at` is then given for their names.
     """
 
     total: int | None = None
     by_branch: bool = False
+    reads_output: bool = False
+    by_kind: bool = False
 
     @property
     def probe(self) -> Probe | None:
@@ -47,11 +52,17 @@ class When(ABC):
 
         The `residual` or the `output` of the lead blocks' main stream, `[B, T, D]`, the
         `modulated` input of the first block's attention (the block need not run for it), the
-        `time` embedding or the `time-projection` that modulates every block, `[B, D]`, or None
-        when the step alone decides. A `residual` falls back to the output where the lead block
-        changes the shape (UNets).
+        `time` embedding or the `time-projection` that modulates every block, `[B, D]`, the
+        `sample` that the denoiser is given, the `input` of every block, which then decides for
+        itself (`skips_block`), or None when the step alone decides. A `residual` falls back to the
+        output where the lead block changes the shape (UNets).
         """
         return None
+
+    @property
+    def waits(self) -> bool:
+        """Return whether the decision waits for a probe that the model has to make."""
+        return self.probe not in (None, "sample")
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -80,6 +91,16 @@ class When(ABC):
 
     def computed(self, state: Any, step: Step, probe: Tensor | None) -> None:  # noqa: B027
         """Note that this step is computed, for whatever reason."""
+
+    def skips_block(self, state: Any, step: Step, block: str, value: Tensor) -> bool:
+        """Return whether a block is skipped; asked with its input `[B, T, D]` at probe `input`."""
+        return False
+
+    def computed_block(self, state: Any, block: str, value: Tensor) -> None:  # noqa: B027
+        """Note the input of a block that is computed, at probe `input`."""
+
+    def returned(self, state: Any, step: Step, output: Tensor) -> None:  # noqa: B027
+        """Note what the denoiser returned at a computed step that this state decided."""
 
     def held(self, state: Any) -> list[Tensor]:
         """Return the tensors the state keeps, for the account of memory."""

@@ -96,7 +96,7 @@ class Combine(FeatureMethod, Ability):
             raise ValueError(
                 f"lead=0 with when={self.when!r}: a gate looks at lead blocks; set lead=1"
             )
-        if site.is_module and (self.lead or self.tail or self.when.probe is not None):
+        if site.is_module and (self.lead or self.tail or self.when.waits):
             raise ValueError(
                 f"lead={self.lead}, tail={self.tail}: must be 0 at site {site.value!r}, and the "
                 f"schedule no gate ({self.when!r})"

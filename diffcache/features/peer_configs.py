@@ -233,14 +233,13 @@ _MAKERS: dict[str, dict[str, Callable[[Any], Method]]] = {
 _REFUSED = {
     "SeaCacheConfig": "it filters the latents of videos, where SeaCache of diffcache filters the "
     "input of the first block as its paper does; use diffcache.SeaCache(threshold=...)",
-    "PyramidAttentionBroadcastConfig": "there is no equal here; use "
-    "diffcache.Interval(every=..., site='attention'), which reuses attention in an interval",
+    "PyramidAttentionBroadcastConfig": "its ranges are of timesteps, and shares of the steps here; "
+    "use diffcache.PAB(self_every=..., cross_every=..., start=..., end=...)",
     "FasterCacheConfig": "there is no equal here; use diffcache.Interval(every=..., "
     "site='attention'), which reuses attention in an interval",
     "TextKVCacheConfig": "it holds the keys and values of a prompt exactly, and skips no steps; "
     "leave it to diffusers",
-    "DBPruneConfig": "it skips single blocks, each by its own input, and has no equal here; use "
-    "diffcache.DBCache(threshold=...)",
+    "DBPruneConfig": "use diffcache.DBPrune(threshold=..., lead=..., tail=..., warmup=...)",
     "BasicCacheConfig": "is the base of cache-dit's configurations; give a DBCacheConfig",
     **dict.fromkeys(
         ("CalibratorConfig", "TaylorSeerCalibratorConfig", "FoCaCalibratorConfig",

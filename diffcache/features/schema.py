@@ -40,8 +40,9 @@ class Entry:
         positive: Whether all numbers are above 0.
         ascending: Whether every number is above the one before.
         first: Required first number, None for any.
-        inner: Whether it is a matrix of inner products: symmetric, and no eigenvalue below 0 by
-            more than rounding, without which a least-squares fit has no bound.
+        inner: Whether it is a matrix of inner products: symmetric, its diagonal above 0, and no
+            eigenvalue below 0 by more than rounding, without which a least-squares fit has no
+            bound.
         gaps: Whether some numbers, though not all, may be NaN: nothing was measured there.
         optional: Whether it may be missing, with all other optional tensors of its feature.
     """
@@ -212,7 +213,7 @@ def _wrong(tensor: Tensor, entry: Entry, shape: list[int | None], high: float) -
 
 def _is_inner(matrix: Tensor) -> bool:
     rounding = 1e-6 * float(matrix.abs().max())
-    even = float((matrix - matrix.T).abs().max()) <= rounding
+    even = float((matrix - matrix.T).abs().max()) <= rounding and float(matrix.diagonal().min()) > 0
     return even and float(torch.linalg.eigvalsh(matrix)[0]) >= -rounding
 
 
@@ -230,7 +231,8 @@ def _words(entry: Entry, shape: list[int | None], high: float) -> str:
     else:
         words += " that are finite in float32"
     words += ", ascending" if entry.ascending else ""
-    words += ", inner products (symmetric, no eigenvalue below 0)" if entry.inner else ""
+    products = ", inner products (symmetric, diagonal above 0, no eigenvalue below 0)"
+    words += products if entry.inner else ""
     words += "" if entry.first is None else f" from {entry.first}"
     return words + (", NaN for some" if entry.gaps else "")
 

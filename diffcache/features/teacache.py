@@ -182,9 +182,12 @@ class TeaCache(Calibrated):
 def _check_rises(tables: Tables) -> None:
     """Raise TablesError if a polynomial is nowhere above 0 for the changes it was fitted to.
 
-    Nothing would ever add up, so that no step after the first would be computed.
+    Nothing would ever add up, so that no step after the first would be computed. So it is where
+    every change would be taken for the same one, as no change lies in the range.
     """
     low, high = tables["range"].tolist()
+    if high < max(low, 1e-9):
+        raise TablesError(f"tables={tables!r}: range={[low, high]}: no change; calibrate again")
     rescaled = Rescaled(tuple(tables["coefficients"].tolist()), low, high)
     if not any(rescaled.error(low + (high - low) * part / 16) > 1e-9 for part in range(17)):
         raise TablesError(

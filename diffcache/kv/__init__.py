@@ -66,6 +66,9 @@ for _module, _names in {
 }.items():
     _LATER |= dict.fromkeys(_names, f"{__name__}.{_module}")
 
+# It measures, so it stands in a part above this one, which is imported only if it is called.
+_LATER["choose"] = "diffcache.eval.kv.choose"
+
 __all__ = [*_LATER]
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,9 @@ class Published:
         pipeline: Pattern of its pipelines' class names, which tells models of one size apart.
         word: Word in the folders it is loaded from, in lower case, where nothing else tells it.
         without: Reason why it has no presets, where people would expect some.
+        rest: Further entries of its configuration, those that are not the defaults of its class.
+        compression: Pixels of a latent row and frames of a latent frame of its autoencoder; None
+            for those of most models of its class.
     """
 
     model: str
@@ -44,6 +47,13 @@ class Published:
     pipeline: str = ".*"
     word: str = ""
     without: str = ""
+    rest: Mapping[str, Any] = field(default_factory=dict)
+    compression: tuple[int, int] | None = None
+
+    @property
+    def built(self) -> dict[str, Any]:
+        """Configuration of its denoiser, without the defaults of the class."""
+        return {**self.sizes, **self.rest}
 
     def differs(self, facts: Mapping[str, Any]) -> list[str]:
         """Return in words how a model differs; a bare one has no pipeline to compare."""

@@ -23,6 +23,7 @@ from diffcache.command import (
     refuse,
 )
 from diffcache.errors import MissingError
+from diffcache.eval.kv import choose
 from diffcache.eval.kv.calibrate import calibrate
 from diffcache.eval.kv.parts import example, while_decoding
 from diffcache.kv.recipes.catalog import recipe_function, recipes
@@ -31,6 +32,10 @@ from diffcache.run_report import human
 
 NO_RECIPES: list[str] = []
 TEXT, RECALL, MODEL = "text", "recall", "recall-llama"
+FIRST = (  # recipes that are measured where none is named: those that hold about half, and less
+    "snapkv:budget=0.5", "keydiff:budget=0.5", "streaming_llm:budget=0.5", "kivi:bits=4",
+    "snapkv:budget=0.5|kivi:bits=4",
+)  # fmt: skip
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 
@@ -40,6 +45,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(epilog=EXIT_LINE)(calibrate)
+app.command("choose", epilog=EXIT_LINE)(choose.command)
 
 
 @app.callback(epilog=EXIT_LINE)
@@ -57,7 +63,9 @@ def kv(
     ] = NO_RECIPES,
     model: Annotated[
         str,
-        typer.Option(help="Directory of a causal model, Hugging Face model ID, or recall-llama."),
+        typer.Option(
+            help="Directory of a causal model, Hugging Face model ID, recall-llama, or smollm2."
+        ),
     ] = MODEL,
     tasks: Annotated[
         str | None,
@@ -70,9 +78,14 @@ def kv(
         Path | None,
         typer.Option(
             help='text: a file with a text on each line, a .jsonl file with "text", or a folder '
-            "of .txt files."
+            "of .txt files.",
+            show_default="Python's reference",
         ),
     ] = None,
+    query_aware: Annotated[
+        bool,
+        typer.Option("--query-aware", help="text: compress after each question as well."),
+    ] = False,
     context: Annotated[
         int | None,
         typer.Option(
@@ -108,11 +121,14 @@ def kv(
 ) -> None:
     """Measure recipes on a task, beside the cache that keeps everything.
 
-    text: half of each window of your texts is read and compressed. "perplexity" is that of the
-    other half; "copy" the share of right tokens where spans of the context are repeated; "needle"
-    the share of five sentences, hidden at five depths, that greedy generation finds. "x
-    DynamicCache" is the time of a token by that of the same model with a DynamicCache and sdpa,
-    taken in turn: median and quartiles, of CPU time on a CPU.
+    text: a window of your texts is read and compressed, with sentences to ask for between its
+    words. "perplexity" is that of what follows; "copy" the share of right tokens where spans of the
+    context are repeated; "whole" the share of questions (RULER's needles at five depths, several
+    values, pairs, variables, frequent words; SCBench's one context for all) that greedy generation
+    answers whole, of the kinds that the model itself can answer; "asked first" that where each
+    question was known to what compresses. "x DynamicCache" is the time of a token by that of the
+    same model with a DynamicCache and sdpa, taken in turn: median and quartiles, of CPU time on a
+    CPU. Without --recipe a first set is measured.
 
     recall: a context with facts is read and compressed before anybody asks; then some facts are
     asked for, each on a copy of the cache. "whole" is the share of answers with both of their
@@ -136,6 +152,8 @@ def kv(
 
         diffcache kv --recipe snapkv:budget=0.25 --recipe keydiff:budget=0.25
 
+        diffcache kv --model smollm2
+
         diffcache kv --model DIR --texts FILE --recipe "snapkv:budget=0.5|kivi:bits=2"
 
         diffcache kv --sweep assets/bench/kv-recall.toml --out out/kv-recall.json
@@ -145,10 +163,11 @@ def kv(
     if call.invoked_subcommand is not None:
         return
     if show:
-        rows = [(name, what, while_decoding(example(recipe_function(name))))
-                for name, what in recipes().items()]  # fmt: skip
-        print_rows(("recipe", "what it does", "what it holds"), rows)
+        _list()
         return
+    if tasks is None:
+        tasks = RECALL if model == MODEL and texts is None else TEXT
+    recipe = recipe or list(FIRST if sweep is None and tasks == TEXT else ())
     if (sweep is None) == (not recipe):
         raise ValueError("give --recipe (may be repeated), --sweep FILE, or --list")
     if out is not None:
@@ -158,14 +177,13 @@ def kv(
     if sweep is not None:
         named = {"model": None if model == MODEL else model, "seed": seed or None}
         refuse(shape | named, f"--sweep {sweep} says what is asked; leave it out")
-    if tasks is None:
-        tasks = RECALL if model == MODEL and texts is None else TEXT
     if tasks == TEXT:
         refuse({"limit": limit, "include-path": include_path, "batch": batch, "facts": facts,
                  "sweep": sweep}, "is not for --tasks text")  # fmt: skip
-        _text(recipe, model, texts, out, device=device, seed=seed, context=context, samples=samples)
+        task = {"context": context, "samples": samples, "aware": query_aware}
+        _text(recipe, model, texts, out, plot, device=device, seed=seed, **task)
         return
-    refuse({"texts": texts}, "is for --tasks text alone")
+    refuse({"texts": texts, "query-aware": query_aware or None}, "is for --tasks text alone")
     if tasks == RECALL:
         refuse({"limit": limit, "include-path": include_path, "batch": batch},
                 "is not for --tasks recall")  # fmt: skip
@@ -179,35 +197,68 @@ def kv(
     _harness(recipe, out, model, tasks, device=device, seed=seed, **asked)
 
 
+def _list() -> None:
+    """Print all recipes."""
+    rows = [(name, what, while_decoding(example(recipe_function(name))))
+            for name, what in recipes().items()]  # fmt: skip
+    print_rows(("recipe", "what it does", "what it holds"), rows)
+
+
 def _text(
-    recipe: list[str], model: str, texts: Path | None, out: Path | None, device: str, **shape: Any
+    recipe: list[str],
+    model: str,
+    texts: Path | None,
+    out: Path | None,
+    plot: bool,
+    device: str,
+    **shape: Any,
 ) -> None:
-    """Measure recipes on texts, print what came out, and write the record."""
+    """Measure recipes on texts, print what came out, and write and draw the record."""
     from diffcache.eval.kv.text_run import run
-    from diffcache.eval.kv.text_task import TextTask, spells
+    from diffcache.eval.kv.text_task import TextTask
     from diffcache.eval.kv.texts import TextModel
 
     chosen = TextModel(model, str(device_of(device)))
-    if texts is None:
-        raise ValueError(
-            f"--model {model}: say which texts it reads, --texts FILE: a file with a text on each "
-            'line, a .jsonl file with "text" on each line, or a folder of .txt files'
-        )
     task = TextTask(chosen, texts, **{k: v for k, v in shape.items() if v is not None})
     with progress("reading") as show_progress:
-        found = run(task, recipe, out, show_progress)
+        found = run(
+            task, recipe, out, show_progress,
+            lambda so_far, word: typer.echo(text_line(so_far.rows[word]), err=True),
+        )  # fmt: skip
     for titles, lines in text_tables(found.rows):
         print_rows(titles, lines)
-    typer.echo(f"{found.count} windows of 2 x {task.context} tokens, {chosen.device}")
-    if not spells(chosen.tokenizer):
-        typer.echo("no needles: the tokenizer cannot write them")
+    typer.echo(f"{found.count} windows of {task.context} tokens, {chosen.device}")
+    typer.echo(can_answer(found.rows["none"]))
     if found.timings is not None and found.timings.warning is not None:
         typer.echo(f"warning: {found.timings.warning}", err=True)
     if out is not None:
         typer.echo(f"wrote {out}")
+    if out is not None and plot:
+        from diffcache.eval.kv.text_plot import draw
+
+        picture = out.with_suffix(".png")
+        draw(json.loads(out.read_text(encoding="utf-8")), picture)
+        typer.echo(f"wrote {picture}")
     if found.failed:
         told = "; ".join(f"{word}: {why}" for word, why in found.failed.items())
         fail(f"{len(found.failed)} of {len(recipe)} recipes could not be measured: {told}", FAILED)
+
+
+def text_line(row: Mapping[str, Any]) -> str:
+    """Return a row of texts in one line, before anything was timed."""
+    whole = "" if row["whole"] is None else f"whole {spread(row['whole'], places=2)}, "
+    held = f"{row['share']:.0%} of the bytes"
+    return f"{row['name']}: {whole}perplexity x {spread(row['ratio'])}, {held}"
+
+
+def can_answer(row: Mapping[str, Any]) -> str:
+    """Say what the model itself answers, and what is left out because it cannot."""
+    if not row["kinds"]:
+        return "no questions: the tokenizer cannot write them"
+    shares = [f"{kind} {share['value']:.2f}" for kind, share in row["kinds"].items()]
+    beyond = [kind for kind in row["kinds"] if kind not in row["able"]]
+    left = f"; left out, since it cannot: {', '.join(beyond)}" if beyond else ""
+    return f"the model itself answers: {', '.join(shares)}{left}"
 
 
 def _recall(
@@ -313,17 +364,21 @@ def text_tables(rows: Mapping[str, dict[str, Any]]) -> tuple[Table, Table]:
     known: list[tuple[str, ...]] = []
     takes: list[tuple[str, ...]] = []
     for word, row in rows.items():
-        name, needle = broken(word), row["needle"]
+        name = broken(word)
+        asked = ["" if row[key] is None else spread(row[key], sign, 2)
+                 for key, sign in (("whole", ""), ("change", "+"), ("aware", ""))]  # fmt: skip
         known.append((
-            name, spread(row["perplexity"], places=2), spread(row["ratio"]),
-            "" if needle is None else spread(needle, places=2), spread(row["copy"], places=2),
+            name, *asked, spread(row["perplexity"], places=2), spread(row["ratio"]),
+            spread(row["copy"], places=2),
         ))  # fmt: skip
         milliseconds = 1e3 * row["token_seconds"]["median"]
         ratio = "{median:.2f} ({q1:.2f} to {q3:.2f})".format(**row["token_ratio"])
+        half = "" if row["share_16"] is None else f"{row['share_16']:.1%}"
         takes.append(
-            (name, human(row["bytes"], "B"), f"{row['share']:.1%}", f"{milliseconds:.1f}", ratio)
-        )
+            (name, human(row["bytes"], "B"), f"{row['share']:.1%}", half, f"{milliseconds:.1f}",
+             ratio)
+        )  # fmt: skip
     return (
-        (("", "perplexity", "x none", "needle", "copy"), known),
-        (("", "bytes", "share", "ms/token", "x DynamicCache"), takes),
+        (("", "whole", "change", "asked first", "perplexity", "x none", "copy"), known),
+        (("", "bytes", "share", "of 16 bits", "ms/token", "x DynamicCache"), takes),
     )

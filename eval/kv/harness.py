@@ -160,7 +160,7 @@ class RecipeLM(HFLM):  # type: ignore[misc] # lm_eval has no types
 
     def _score(self, cache: KVCache, last: int, following: list[int]) -> tuple[float, bool]:
         """Return the log-likelihood of tokens in nats, and whether greedy decoding gives them."""
-        each, right = score(self.model, cache, last, following, self.recipe)
+        each, right = score(self.model, cache, [last], following, self.recipe)
         return float(each.double().sum()), bool(right.all())
 
 

@@ -20,7 +20,7 @@ def acts_on_tokens(recipe: Recipe) -> bool:
 
 @torch.no_grad()
 def score(
-    model: Any, cache: KVCache, last: int, following: list[int], recipe: Recipe
+    model: Any, cache: KVCache, given: list[int], following: list[int], recipe: Recipe
 ) -> tuple[Tensor, Tensor]:
     """Return how likely tokens are after a context, and which of them greedy decoding gives.
 
@@ -29,8 +29,8 @@ def score(
 
     Args:
         model: Model of transformers.
-        cache: Cache that holds the context but for its last token; goes on with what is fed.
-        last: Last token of the context.
+        cache: Cache that holds the context but for its last tokens; goes on with what is fed.
+        given: Last tokens of the context, or a question after it; they are fed at once.
         following: Tokens that are scored.
         recipe: Recipe of the cache.
 
@@ -38,12 +38,15 @@ def score(
         Log-likelihoods in nats, float32 [n], and whether each token is the likeliest after those
         before it, bool [n]; on the CPU.
     """
-    fed = [last, *following[:-1]]
-    width = 1 if acts_on_tokens(recipe) else len(fed)
-    parts = []
-    for start in range(0, len(fed), width):
-        ids = torch.tensor([fed[start : start + width]], device=model.device)
-        parts.append(model(input_ids=ids, **with_cache(model, cache)).logits[0])
+    rest = following[:-1]
+    fed = [[*given, *rest]]
+    if acts_on_tokens(recipe):
+        fed = [given, *([token] for token in rest)]
+    parts, first = [], len(given) - 1  # logits before are of tokens that are not scored
+    for tokens in fed:
+        ids = torch.tensor([tokens], device=model.device)
+        parts.append(model(input_ids=ids, **with_cache(model, cache)).logits[0, first:])
+        first = 0
     known = torch.cat(parts).float().log_softmax(-1)
     wanted = torch.tensor(following, device=known.device)
     each = known.gather(1, wanted[:, None])[:, 0]

@@ -152,8 +152,8 @@ def write_rows(
     write_json(out, record)
 
 
-def fingerprint(task: KVTask) -> str:
-    """Return a digest of a task and of the code of caches."""
+def fingerprint(task: object) -> str:
+    """Return a digest of a task, by its `repr`, and of the code of caches."""
     found = hashlib.sha256(repr(task).encode())
     for file in sorted((ROOT / "diffcache" / "kv").rglob("*.py")):
         found.update(file.read_bytes())

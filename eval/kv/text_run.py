@@ -6,8 +6,9 @@ Time is that of the same model with a `DynamicCache` and sdpa, in the same proce
 from __future__ import annotations
 
 import copy
+import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,8 +20,8 @@ from transformers import DynamicCache
 
 from diffcache.eval.cost.interleave import Call, Timings, Turn, summary
 from diffcache.eval.cost.interleave import measure as take_turns
-from diffcache.eval.kv.sweep import write_rows
-from diffcache.eval.kv.text_task import Progress, TextTask, changes, measure
+from diffcache.eval.kv.sweep import fingerprint, write_rows
+from diffcache.eval.kv.text_task import FOLLOWING, Progress, TextTask, changes, measure
 from diffcache.eval.kv.texts import Windows
 from diffcache.eval.kv.words import NONE, names_tables, parse_recipe
 from diffcache.eval.record import Setting
@@ -31,7 +32,7 @@ from diffcache.kv.recipe import Recipe
 
 BENCHMARK = "kv-text"
 STOCK = "DynamicCache"
-ROUNDS, WARMUP, CALLS = 5, 1, 8  # turns of each cache, untimed ones before, tokens of a turn
+ROUNDS, WARMUP, CALLS = 5, 1, 4  # turns of each cache, untimed ones before, tokens of a turn
 
 
 @dataclass
@@ -52,15 +53,23 @@ class Measured:
 
 
 def run(
-    task: TextTask, words: list[str], out: Path | None = None, progress: Progress | None = None
+    task: TextTask,
+    words: list[str],
+    out: Path | None = None,
+    progress: Progress | None = None,
+    each: Callable[[Measured, str], None] | None = None,
 ) -> Measured:
-    """Measure recipes on texts.
+    """Measure recipes on texts; the model with an exact cache is first and says what it can answer.
+
+    The record is written after every row, so that a run that was cut off goes on: rows are kept
+    while neither the task nor the code of caches has changed.
 
     Args:
         task: Task that the recipes are measured on.
         words: Recipes, see `parse_recipe`.
         out: JSON file of the record.
         progress: Callback for the progress.
+        each: Callback for what is there so far, and the word of the row that came last.
 
     Raises:
         AttachError: If no cache of ours serves the model.
@@ -74,21 +83,30 @@ def run(
     recipes = {NONE: Recipe()} | {word: parse_recipe(word, weights) for word in words}
     model = task.model.load()
     cache_for(model, Recipe(), mode="stock")  # raises where no cache of ours serves the model
-    found, told = Measured(count=len(drawn.ids)), progress or _silent
-    total = len(recipes) * len(drawn.ids)
+    key = None if out is None else fingerprint((task, drawn.source, task.model.weights))
+    before, found, told = _before(out, key), Measured(count=len(drawn.ids)), progress or _silent
+    total, kinds = len(recipes) * len(drawn.ids), None
     for place, (word, recipe) in enumerate(recipes.items()):
         step = partial(_step, told, place * len(drawn.ids), total, word)
         try:
-            found.rows[word] = {**measure(model, recipe, task, drawn, step), "name": word}
+            found.rows[word] = before.get(word) or {
+                **measure(model, recipe, task, drawn, step, kinds), "name": word
+            }  # fmt: skip
         except Exception as error:  # a row may fail in any way a model can
             if word == NONE:
                 raise
             found.failed[word] = _why(error)
-    changes(found.rows, NONE)
+            continue
+        kinds = found.rows[NONE]["able"]
+        changes(found.rows, NONE)
+        if each is not None:
+            each(found, word)
+        if out is not None:
+            _write(found, model, task, drawn, key, time.monotonic() - started, out)
     told(total, total, "is done, timing")
     _time(found, recipes, model, task, drawn)
     if out is not None:
-        _write(found, model, task, drawn, time.monotonic() - started, out)
+        _write(found, model, task, drawn, key, time.monotonic() - started, out)
     return found
 
 
@@ -169,18 +187,35 @@ def _time(
         row["token_seconds"], row["token_ratio"] = summary(taken[word]), summary(ratios)
 
 
+def _before(out: Path | None, key: str | None) -> dict[str, dict[str, Any]]:
+    """Return the rows of a record of the same task, texts, weights and code of caches, by word."""
+    if out is None or not out.exists():
+        return {}
+    record = json.loads(out.read_text(encoding="utf-8"))
+    if record.get("fingerprint") != key:
+        return {}
+    return {row["name"]: row for row in record["rows"]}
+
+
 def _write(
-    found: Measured, model: Any, task: TextTask, drawn: Windows, seconds: float, out: Path
+    found: Measured,
+    model: Any,
+    task: TextTask,
+    drawn: Windows,
+    key: str | None,
+    seconds: float,
+    out: Path,
 ) -> None:
     device = torch.device(task.model.device)
     body = {
         "shapes": {
             "device": device.type, "model": task.model.name, "context": task.context,
-            "samples": len(drawn.ids), "clock": "cpu" if device.type == "cpu" else "wall",
+            "following": FOLLOWING, "samples": len(drawn.ids),
+            "clock": "cpu" if device.type == "cpu" else "wall",
             "parameters": sum(weight.numel() for weight in model.parameters()), **drawn.source,
         },
         "rounds": ROUNDS, "seed": task.seed, "seconds": round(seconds, 1),
-        "rows": list(found.rows.values()), "failed": found.failed,
+        "rows": list(found.rows.values()), "failed": found.failed, "fingerprint": key,
         "load": None if found.timings is None else found.timings.load,
     }  # fmt: skip
     write_rows(BENCHMARK, Setting(device, model.dtype), body, out)

@@ -17,23 +17,30 @@ from torch import Tensor
 from diffcache.errors import MissingError
 from diffcache.eval.kv.recall import SHIPPED
 from diffcache.eval.kv.tables import weights_digest
+from diffcache.pipelines.fetched import PACKAGES, fetched
 from diffcache.pipelines.shipped_models import present
 from diffcache.pipelines.small.recall_llama import DIRECTORY
 
+PYTHON = "pydoc_data.topics"
 _UNKNOWN = 0.1  # most of the tokens that a tokenizer may not know
 
 
-def read_texts(place: Path) -> list[str]:
+def read_texts(place: Path | None) -> list[str]:
     """Return the texts of a file or folder.
 
     Args:
         place: File with a text on each line, file that ends in .jsonl with `"text"` on each line,
-            or folder of .txt files, each of which is one text.
+            or folder of .txt files, each of which is one text. None for the reference of the
+            language that every Python holds (`pydoc_data.topics`).
 
     Raises:
         FileNotFoundError: If there is no such file or folder.
         ValueError: If there are no texts in it, or a line cannot be read.
     """
+    if place is None:
+        from pydoc_data.topics import topics
+
+        return list(topics.values())
     if place.is_dir():
         files = sorted(place.glob("*.txt"))
         texts = [file.read_text(encoding="utf-8") for file in files]
@@ -68,9 +75,12 @@ def check_model(model: str) -> None:
     """Check that a word names a causal model.
 
     Raises:
-        ValueError: If it is no directory of one, no shipped one and no model ID.
+        ValueError: If it is no directory of one, no shipped or fetched one and no model ID.
+        MissingError: If it is one to fetch and was not.
     """
-    known = model == SHIPPED or (Path(model) / "config.json").is_file()
+    if model in PACKAGES:
+        fetched(model)
+    known = model == SHIPPED or model in PACKAGES or (Path(model) / "config.json").is_file()
     if not known and not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         raise ValueError(
             f"--model {model}: no directory with a config.json, and no model ID of Hugging Face"
@@ -82,7 +92,8 @@ class TextModel:
     """A causal model of transformers with its tokenizer.
 
     Attributes:
-        name: Directory, Hugging Face model ID, or `recall-llama`.
+        name: Directory, Hugging Face model ID, `recall-llama`, or a model that `diffcache fetch`
+            installs.
         device: Device of torch.
 
     Raises:
@@ -98,6 +109,8 @@ class TextModel:
     @property
     def place(self) -> str:
         """Name or path that transformers loads."""
+        if self.name in PACKAGES:
+            return str(fetched(self.name))
         return str(present(DIRECTORY)) if self.name == SHIPPED else self.name
 
     @cached_property
@@ -170,7 +183,7 @@ class Windows:
 
 
 def windows(
-    model: TextModel, place: Path, length: int, most: int, least: int = 1, seed: int = 0
+    model: TextModel, place: Path | None, length: int, most: int, least: int = 1, seed: int = 0
 ) -> Windows:
     """Return windows of the user's texts.
 
@@ -219,7 +232,8 @@ def windows(
     _check_vocabulary(found, model)
     order = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed))[:most]
     digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
-    source = {"texts": place.name, "texts_digest": digest}
+    name = PYTHON if place is None else place.name
+    source = {"texts": name, "texts_digest": digest}
     chosen = tuple(found[number].to(model.device) for number in order.tolist())
     return Windows(chosen, source)
 

@@ -26,9 +26,9 @@ from diffcache.registry import rows_of
 REFERENCE: Mapping[str, tuple[str, ...]] = {
     "Wrap and look": (
         "wrap", "unwrap", "wrapped", "update", "settings", "save", "reset", "report", "Report",
-        "inspect", "expected_bytes", "methods", "cite",
+        "inspect", "expected_bytes", "predict", "methods", "cite",
     ),
-    "Measure": ("evaluate", "latency", "calibrate", "tune"),
+    "Measure": ("evaluate", "latency", "calibrate", "tune", "export"),
     "Loops of your own": ("run", "branch", "stream", "writing"),
     "Parts of methods": (
         "Combine", "Each", "Every", "Gate", "Listed", "Table", "Reuse", "Taylor", "Newton", "Held",
@@ -193,7 +193,7 @@ def nav_of(entries: list[Any], places: list[str]) -> list[Any]:
     """Return the navigation with `folder/*` replaced by the pages of the folder.
 
     Args:
-        entries: `nav` of `mkdocs.yml`; a page that is `optional` is left out where it is missing.
+        entries: `nav` of `mkdocs.yml`.
         places: Pages of the site.
     """
     found: list[Any] = []
@@ -203,12 +203,9 @@ def nav_of(entries: list[Any], places: list[str]) -> list[Any]:
             found.append({title: nav_of(value, places)})
         elif value.endswith("/*"):
             found += [place for place in places if place.startswith(value[:-1])]
-        elif value in places or value not in OPTIONAL:
+        else:
             found.append(entry)
     return found
-
-
-OPTIONAL = ("serving.md",)
 
 
 @cache

@@ -202,7 +202,7 @@ def part_kernel(
 @triton.jit
 def merge_kernel(
     out, lse, outs, lses, parts, GROUPS: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr
-):  # fmt: skip
+):
     """Merge the parts of one query head."""
     row = tl.program_id(0).to(tl.int64)
     part, channel = tl.arange(0, PARTS), tl.arange(0, WIDE)
@@ -232,7 +232,7 @@ def attn_decode_kivi(
     default = {
         "BLOCK": block_of(each, max(keys.shape[3], values.shape[3]), q.dtype),
         "num_warps": warps_of(columns * queries * wide, q.dtype),
-    }  # fmt: skip
+    }
     key = q.dtype, max(size, wide), key_bits, value_bits, each, groups, count
     form = tuned("attn_decode_kivi", key, default, q.device)
     block = form["BLOCK"] = math.gcd(form["BLOCK"], each)  # its slots are of one group of keys

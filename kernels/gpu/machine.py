@@ -172,5 +172,4 @@ def read(cubin: bytes, shared: int, disassembled: bool = True) -> Machine:
             loops.append(sum(int(jump[1], 16) <= place <= at for place, _ in lines))
     names = [re.sub(r"^@!?\S+\s+", "", text).split()[0] for _, text in lines]
     registers, stack, local = map(int, found.groups())
-    return Machine(registers, stack, local, shared / 1024, names,
-                   sorted(loops, reverse=True))  # fmt: skip
+    return Machine(registers, stack, local, shared / 1024, names, sorted(loops, reverse=True))

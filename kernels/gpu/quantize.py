@@ -19,9 +19,7 @@ CANDIDATES = {
 
 
 @triton.jit
-def grid_of(
-    high, low, bad, intervals, limit, dtype: tl.constexpr, SYMMETRIC: tl.constexpr
-):  # fmt: skip
+def grid_of(high, low, bad, intervals, limit, dtype: tl.constexpr, SYMMETRIC: tl.constexpr):
     """Return scales and values of code 0 as they are stored; NaN where `bad` is 1."""
     if SYMMETRIC:
         high = tl.maximum(tl.abs(high), tl.abs(low))
@@ -37,7 +35,7 @@ def grid_of(
 @triton.jit
 def bytes_of(
     x, scale, low, live, top, ROWS: tl.constexpr, CHANNELS: tl.constexpr, BITS: tl.constexpr
-):  # fmt: skip
+):
     """Return codes of [ROWS, CHANNELS] numbers, packed; those that are not live are 0."""
     PER: tl.constexpr = 8 // BITS
     step = tl.where(scale > 0, scale, float("inf"))

@@ -10,25 +10,14 @@ Two defaults are written into the source of `FluxPipeline` for large models (lat
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import torch
 from diffusers import FluxPipeline
 
 from diffcache.pipelines.shipped_models import MODELS
-from diffcache.pipelines.small.shipped import load_pipeline
+from diffcache.pipelines.small.shipped import loader
 
 TEXT_TOKENS = 24
 CALL: dict[str, Any] = {"height": 64, "width": 64, "max_sequence_length": TEXT_TOKENS}
 DIRECTORY = MODELS / "shapes-flux"
-
-
-def load(dtype: torch.dtype = torch.float32, directory: str | Path = DIRECTORY) -> FluxPipeline:
-    """Load the shipped pipeline, with its progress bar off and 64x64 as its default size.
-
-    Args:
-        dtype: Dtype of every model in it; the files hold bfloat16.
-        directory: Directory of the saved pipeline.
-    """
-    return load_pipeline(FluxPipeline, directory, dtype, side=CALL["height"])
+load = loader(FluxPipeline, DIRECTORY, side=CALL["height"])

@@ -11,14 +11,12 @@ numbers in `CALL`:
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import torch
 from diffusers import FluxKontextPipeline
 
 from diffcache.pipelines.small.flux import DIRECTORY as FLUX
-from diffcache.pipelines.small.shipped import load_pipeline
+from diffcache.pipelines.small.shipped import loader
 
 TEXT_TOKENS = 16
 CALL: dict[str, Any] = {
@@ -29,15 +27,4 @@ CALL: dict[str, Any] = {
     "max_sequence_length": TEXT_TOKENS,
 }
 DIRECTORY = FLUX.with_name("shapes-kontext")
-
-
-def load(
-    dtype: torch.dtype = torch.float32, directory: str | Path = DIRECTORY
-) -> FluxKontextPipeline:
-    """Load the shipped pipeline, with its progress bar off and 64x64 as its default size.
-
-    Args:
-        dtype: Dtype of every model in it; the files hold bfloat16.
-        directory: Directory of the saved pipeline.
-    """
-    return load_pipeline(FluxKontextPipeline, directory, dtype, side=CALL["height"])
+load = loader(FluxKontextPipeline, DIRECTORY, side=CALL["height"])

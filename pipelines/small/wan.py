@@ -10,14 +10,12 @@ with a model, so a call has to pass the numbers in `CALL`:
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import torch
 from diffusers import WanPipeline
 
 from diffcache.pipelines.shipped_models import MODELS
-from diffcache.pipelines.small.shipped import load_pipeline
+from diffcache.pipelines.small.shipped import loader
 
 FRAMES = 9
 TEXT_TOKENS = 24
@@ -29,13 +27,4 @@ CALL: dict[str, Any] = {
     "guidance_scale": 3.0,
 }
 DIRECTORY = MODELS / "shapes-wan"
-
-
-def load(dtype: torch.dtype = torch.float32, directory: str | Path = DIRECTORY) -> WanPipeline:
-    """Load the shipped pipeline with its progress bar off.
-
-    Args:
-        dtype: Dtype of every model in it; the files hold bfloat16.
-        directory: Directory of the saved pipeline.
-    """
-    return load_pipeline(WanPipeline, directory, dtype)
+load = loader(WanPipeline, DIRECTORY)

@@ -1,20 +1,33 @@
-"""calibrate on the shipped model: its tables, what it leaves behind, and what it refuses."""
+"""Calibration on the shipped model: its tables, the prompts it takes, what it leaves behind and refuses."""
+
+from __future__ import annotations
 
 import copy
 import pickle
+import shutil
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import diffcache
-from diffcache import Combine, FittedForecast, Listed, Tables
+from diffcache import Combine, FittedForecast, Listed, Tables, TemporalTable
+from diffcache.digest import bits_of, content
 from diffcache.errors import AttachError, TablesError
+from diffcache.eval.offline import inputs_of
+from diffcache.eval.runs.draw import Drawer
+from diffcache.eval.runs.folder import batches
+from diffcache.eval.runs.record import calibrated_on
+from diffcache.eval.runs.task import Task
 from diffcache.features.collect import Collector
-from diffcache.offline.calibrate import Plan
+from diffcache.offline.calibrate import Plan, header_of, prompt_hash
 from diffcache.offline.tracing import Watch
 from diffcache.offline.tune.trial import Bench
-from diffcache.pipelines.small.flux import CALL
+from diffcache.pipelines.small.flux import CALL, DIRECTORY
 from diffcache.step import Step
 from tests.calibration.shapes_flux import PROMPTS, SETTINGS, STEPS, draw
 from tests.zoo.pipes import pipes
@@ -209,3 +222,178 @@ def test_numbers_that_are_not_finite_are_refused(pipe):
     ):
         with pytest.raises(ValueError, match="at step 4 .* not finite"):
             see()
+
+
+@pytest.mark.parametrize("prompts", ["", "pictures", "films", "shapes", "own.txt"])
+@pytest.mark.parametrize("own", [True, False])
+def test_the_command_line_draws_no_prompts_and_noise_of_an_evaluation(
+    prompts: str, own: bool, tmp_path: Path
+) -> None:
+    model = "shapes-flux"
+    if own:  # a user's own pipeline: any whose folder is not called shapes-
+        model = str(tmp_path / "my-flux")
+        shutil.copytree(DIRECTORY, model, copy_function=shutil.copyfile)
+    if prompts == "own.txt":
+        texts = [f"prompt {number}" for number in range(40)]
+        (tmp_path / prompts).write_text("\n".join(texts))
+        prompts = str(tmp_path / prompts)
+    inputs = inputs_of(Task(model=model, prompts=prompts, samples=16, seed=3))
+    held = f"held-out:{prompts}" if prompts.endswith(".txt") else prompts
+    drawer = Drawer(Task(model=model, prompts=held, samples=256))
+    evaluated = {drawer.prompts[number] for number in range(256)}
+    assert len(set(inputs.prompts)) > 8
+    assert not evaluated & set(inputs.prompts)
+    seeds = {s for b in batches(drawer.prompts.texts, 256, 8, 0) for s in b.seeds}
+    used = {torch.Generator().manual_seed(inputs.seed + i).get_state().numpy().tobytes() for i in range(4)}  # fmt: skip
+    assert not used & {
+        torch.Generator().manual_seed(s).get_state().numpy().tobytes() for s in seeds
+    }
+    assert inputs.seed != inputs_of(Task(model=model, prompts=prompts, samples=1, seed=4)).seed
+
+
+def test_tables_keep_hashes_of_their_prompts(calibrated) -> None:
+    assert calibrated.tables.header["prompt_hashes"] == [prompt_hash(PROMPTS[0])]
+    plan = Plan([{"prompt": ["a", "b"], "image": 1}, {"prompt": "b"}, 7, {"observation": 2}])
+    header = header_of(FittedForecast(), {}, plan)
+    assert header["prompt_hashes"] == sorted([prompt_hash("a"), prompt_hash("b")])
+
+
+def test_an_evaluation_on_prompts_of_the_calibration_says_so(calibrated) -> None:
+    texts = [PROMPTS[0], "another", "a third one"]
+
+    def said(method, prompts):
+        drawn = batches(prompts, 6, 2, 0)
+        return calibrated_on(
+            SimpleNamespace(plan=SimpleNamespace(methods={"x": method}), batches=drawn)
+        )
+
+    for method in (calibrated, TemporalTable(calibrated)):
+        (text,) = said(method, texts)
+        assert text.startswith("x: 1 of the 3 prompts are among those that its tables")
+        assert said(method, texts[1:]) == []
+    assert said(FittedForecast(), texts) == said(object(), texts) == []
+
+
+def interrupted(pipe, prompts, out, done=1):
+    def stop(number, total, word):
+        if number == done:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        diffcache.calibrate(pipe, FittedForecast(), prompts, out=out, progress=stop, **SETTINGS)
+
+
+def test_an_interrupted_calibration_goes_on(pipe, calibrated, tmp_path):
+    out = tmp_path / "a.safetensors"
+
+    def stop(done, total, word):
+        if done == 1:
+            raise KeyboardInterrupt
+
+    method = FittedForecast(computed=3)
+    with pytest.raises(KeyboardInterrupt):
+        diffcache.calibrate(pipe, method, PROMPTS, out=out, progress=stop, **SETTINGS)
+    assert not out.exists() and (tmp_path / "a.safetensors.part").exists()
+    with pytest.raises(TablesError, match="of another calibration"):
+        diffcache.calibrate(pipe, method, PROMPTS, out=out, seed=1, **SETTINGS)
+    done = []
+    made = diffcache.calibrate(
+        pipe, method, PROMPTS, out=out, progress=lambda *a: done.append(a[0]), **SETTINGS
+    )
+    assert done == [1, 2]  # the first batch was not run again
+    assert made.tables == calibrated.tables
+    assert Tables.load(out) == calibrated.tables
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.safetensors"]
+
+
+def test_inputs_count_by_their_content():
+    def noise(seed):
+        return torch.Generator().manual_seed(seed)
+
+    def inputs():
+        big = torch.zeros(1, 64, 24, dtype=torch.bfloat16)  # its print leaves the middle out
+        return {
+            "embeds": big, "array": np.arange(4), "noise": [noise(1), "a", 1],
+            "picture": Image.new("RGB", (8, 8)),
+        }  # fmt: skip
+
+    first = inputs()
+    assert content(first) == content(inputs())
+    middle = first["embeds"].clone()
+    middle[0, 30, 12] = 1
+    assert repr(middle) == repr(first["embeds"])
+    others = [
+        {"embeds": middle},
+        {"embeds": first["embeds"].float()},
+        {"embeds": first["embeds"].reshape(64, 24)},
+        {"array": np.arange(4)[::-1]},
+        {"array": np.arange(4, dtype=np.int16)},
+        {"noise": [noise(2), "a", 1]},
+        {"noise": [noise(1), "a", "1"]},
+        {"picture": Image.new("RGB", (8, 8), (1, 0, 0))},
+        {"picture": Image.new("RGB", (4, 16))},
+    ]
+    for other in others:
+        assert content({**first, **other}) != content(first), other
+        assert Plan([{**first, **other}]).about() != Plan([first]).about()
+        assert Plan(["a"], call={**first, **other}).about() != Plan(["a"], call=first).about()
+    assert Plan([inputs()], call=inputs()).about() == Plan([first], call=first).about()
+
+
+def test_prompts_with_generators_go_on(pipe, tmp_path):
+    def prompts():
+        return [
+            {"prompt": PROMPTS[:1], "generator": torch.Generator().manual_seed(n)} for n in (1, 2)
+        ]
+
+    interrupted(pipe, prompts(), tmp_path / "a.st")
+    done = []
+    diffcache.calibrate(
+        pipe, FittedForecast(), prompts(), out=tmp_path / "a.st",
+        progress=lambda *a: done.append(a[0]), **SETTINGS,
+    )  # fmt: skip
+    assert done == [1, 2]
+
+
+def test_a_damaged_state_says_to_delete_it(pipe, tmp_path):
+    out, state = tmp_path / "a.st", tmp_path / "a.st.part"
+    interrupted(pipe, PROMPTS, out)
+    for held in (b"", state.read_bytes()[:100], b"nonsense"):
+        state.write_bytes(held)
+        with pytest.raises(TablesError, match="a.st.part: .*damaged.*; delete it"):
+            diffcache.calibrate(pipe, FittedForecast(), PROMPTS, out=out, **SETTINGS)
+    Tables({"method": "x"}, {}).save(state)
+    with pytest.raises(TablesError, match="has no 'about'.*; delete it"):
+        diffcache.calibrate(pipe, FittedForecast(), PROMPTS, out=out, **SETTINGS)
+
+
+def test_tables_that_cannot_be_written_leave_the_state(pipe, calibrated, tmp_path, monkeypatch):
+    def full(tensors, path, metadata=None):
+        Path(path).write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    out = tmp_path / "a.safetensors"
+    method, done = FittedForecast(computed=3), []
+    with monkeypatch.context() as patch:
+        patch.setattr("diffcache.features.tables.save_file", full)
+        with pytest.raises(OSError, match="No space"):
+            diffcache.calibrate(pipe, method, PROMPTS, out=out, **SETTINGS)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors.part"]
+    made = diffcache.calibrate(
+        pipe, method, PROMPTS, out=out, progress=lambda *a: done.append(a[0]), **SETTINGS
+    )
+    assert done == [2] and made.tables == calibrated.tables  # no batch was run again
+    assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "view",
+    [torch.tensor(3.0).expand(1), torch.tensor([[1, 2], [3, 4]]).t(), torch.arange(8)[::3],
+     torch.zeros(0)],
+    ids=["repeated", "transposed", "strided", "empty"],
+)  # fmt: skip
+def test_a_view_counts_as_what_it_shows(view: torch.Tensor) -> None:
+    plain = torch.tensor(view.tolist(), dtype=view.dtype)
+    assert content(view) == content(plain) != content(plain.new_ones(9))
+    assert torch.equal(bits_of(view), bits_of(plain))
+    assert Tables({}, {"a": view}).digest == Tables({}, {"a": plain}).digest

@@ -1,4 +1,4 @@
-"""FLOPs as they are counted, against closed forms and what ran under a cache."""
+"""FLOPs by counting and by formula, against closed forms and real runs; counting changes no bit."""
 
 import warnings
 from collections.abc import Iterator
@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, library, nn
+from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 import diffcache
 from diffcache import AttachError, CacheWarning, Combine, Every, FirstBlock, TaylorSeer
-from diffcache.attach.flops import _refuses_modes
-from diffcache.eval.cost import flops
+from diffcache.attach.flops import _refuses_modes, counted
+from diffcache.attach.inputs import INPUTS, Size, inputs_of
+from diffcache.eval.cost import flops, formula
 from diffcache.eval.runs.draw import summary
 from diffcache.eval.runs.folder import evaluations
 from diffcache.features.base import Probe
@@ -184,3 +186,151 @@ def test_a_failed_count_leaves_no_trace():
     with flops.counting({"m": module}) as tally:
         module(torch.ones(7, 2))
     assert tally.calls == [("m", 2 * 7 * 2 * 3)] and vars(module)["forward"] is kept
+
+
+def wan_form(config, tokens, text):
+    D = config["num_attention_heads"] * config["attention_head_dim"]
+    patch = config["patch_size"][0] * config["patch_size"][1] * config["patch_size"][2]
+    C = config["in_channels"] * patch
+    vectors = config["freq_dim"] * D + D * D + D * 6 * D
+    prompt = text * (config["text_dim"] * D + D * D)
+    own = tokens * 4 * D * D + 2 * tokens * tokens * D
+    cross = (2 * tokens + 2 * text) * D * D + 2 * tokens * text * D
+    block = own + cross + tokens * 2 * D * config["ffn_dim"]
+    return 2 * (vectors + prompt + 2 * tokens * C * D + config["num_layers"] * block)
+
+
+@pytest.mark.parametrize("cls", INPUTS)
+def test_the_formula_counts_as_a_real_run(cls):
+    case = cases()[cls]
+    model = case.build(0)
+    film = INPUTS[cls].temporal > 1
+    text = model.config.get("max_text_seq_length", 6)
+    spatial, temporal = INPUTS[cls].spatial, INPUTS[cls].temporal
+    size = Size(8 * spatial, 4 * spatial, 1 + temporal if film else 1, text, batch=2)
+    real = formula.count_call(model, inputs_of(cls, model.config, size, device="cpu"))
+    fields = (size.height, size.width, size.frames, size.text_tokens, size.batch)
+    assert formula.formula_flops({"_class_name": cls, **case.config}, *fields) == real
+    assert 0 < real.attention < real.total and real.rest > 0
+    assert real.blocks + real.rest == real.total
+
+
+def test_flux_dev_and_wan_by_closed_form(flux_form):
+    """At their real widths, with few layers: that of Flux has 19 and 38, that of Wan 30."""
+    config = dict(
+        _class_name="FluxTransformer2DModel", in_channels=64, num_layers=2, num_single_layers=3,
+        attention_head_dim=128, num_attention_heads=24, joint_attention_dim=4096,
+        pooled_projection_dim=768, guidance_embeds=True, axes_dims_rope=(16, 56, 56),
+    )  # fmt: skip
+    found = formula.formula_flops(config, 1024, 1024, text_tokens=512)
+    total, blocks, attention = flux_form(config, 64 * 64, 512)
+    assert (found.total, found.blocks, found.attention) == (total, blocks, attention)
+    config = dict(
+        _class_name="WanTransformer3DModel", patch_size=(1, 2, 2), num_attention_heads=12,
+        attention_head_dim=128, in_channels=16, out_channels=16, text_dim=4096, freq_dim=256,
+        ffn_dim=8960, num_layers=3,
+    )  # fmt: skip
+    found = formula.formula_flops(config, 480, 832, frames=81)
+    assert found.total == wan_form(config, 21 * 30 * 52, 512)
+
+
+def test_a_directory_brings_its_compression(pipe, call):
+    found = formula.formula_flops(flux.DIRECTORY, 64, 64, text_tokens=flux.TEXT_TOKENS)
+    assert found.total == flops.count(pipe, call()).per_step
+    alone = formula.resolve(flux.DIRECTORY / "transformer")
+    assert alone.cls == "FluxTransformer2DModel" and alone.compression is None
+
+
+def test_inputs_of_ones_own():
+    case = cases()["AllegroTransformer3DModel"]
+    model = case.build(0)
+    inputs = case.kwargs(model, 0)
+    there = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    assert formula.count_on_meta(case.cls, case.config, there) == formula.count_call(model, inputs)
+
+
+def test_a_forward_that_needs_values_is_a_clear_error():
+    case = cases()["OmniGenTransformer2DModel"]
+    inputs = case.kwargs(case.build(0), 0)
+    there = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    with pytest.raises(ValueError, match="OmniGenTransformer2DModel: cannot be called"):
+        formula.count_on_meta(case.cls, case.config, there)
+
+
+MODES = [torch.inference_mode, torch.no_grad]
+
+
+@pytest.fixture
+def halved() -> Iterator[library.Library]:
+    """An operation whose kernel on a CPU rounds otherwise than its body of other operations."""
+    made = library.Library("diffcache_test_bits", "DEF")
+    made.define("halve(Tensor x, Tensor[] more) -> Tensor")
+    made.impl("halve", lambda x, more: x * 0.5 + 1e-3, "CompositeImplicitAutograd")
+    made.impl("halve", lambda x, more: x * 0.5, "CPU")
+    yield made
+    made._destroy()
+
+
+class Halve(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.ops.diffcache_test_bits.halve(x, [x])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_kernel_of_the_device_runs_in_the_place_of_a_body(halved, mode):
+    x = torch.arange(4.0)
+    with mode():
+        out, total = counted(Halve(), (x,), {})
+    assert torch.equal(out, x * 0.5) and total == 0
+
+
+def test_a_body_runs_on_a_device_without_a_kernel(halved):
+    halved.define("double(Tensor x) -> Tensor")
+    halved.impl("double", lambda x: x @ x, "CompositeImplicitAutograd")
+    halved.impl("double", lambda x: x * 2, "CUDA")
+    x = torch.eye(3)
+    with torch.inference_mode():
+        out, total = counted(Halve(), (x,), {}, call=torch.ops.diffcache_test_bits.double)
+    assert torch.equal(out, x) and total == 2 * 3**3
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Upsample(scale_factor=1.7, mode="bilinear"),  # export has bodies in Python for these
+        nn.Upsample(scale_factor=1.7, mode="bicubic"),
+        nn.BatchNorm2d(4).eval(),
+        nn.RMSNorm(15),
+        nn.GroupNorm(2, 4),
+        nn.Conv2d(4, 3, 3),
+    ],
+    ids=lambda module: f"{type(module).__name__}-{getattr(module, 'mode', '')}".strip("-"),
+)
+def test_modules_return_the_bits_that_they_return_uncounted(module, mode):
+    x = torch.randn(2, 4, 15, 15, generator=torch.Generator().manual_seed(0))
+    with mode():
+        expected = module(x)
+        assert torch.equal(counted(module, (x,), {})[0], expected)
+
+
+class Attention(nn.Module):
+    """Two layers, one of them without a bias, and attention between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24, bias=False), nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.qkv(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+        return self.out(functional.scaled_dot_product_attention(*parts).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("mode", [*MODES, torch.enable_grad])
+def test_counts_are_the_same_in_every_mode(mode):
+    module, x = Attention(), torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
+    with mode():
+        out, total = counted(module, (x,), {})
+        assert torch.equal(out, module(x))
+    layers, attention = 2 * 10 * 8 * (24 + 6), 2 * (2 * 2) * 5 * 5 * (4 + 4)
+    assert total == layers + attention

@@ -274,30 +274,6 @@ def test_masks_that_nothing_decides_are_noticed(schedule: Schedule, rule: Any, s
 # what is refused -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: DKVCache("prefill", every=2), r"every=2: variant='prefill' has no refresh"),
-        (lambda: DKVCache("greedy", delay=False), r"delay=False: variant='greedy' has no delay"),
-        (lambda: Sampler(by="random", rule=Threshold()), r"looks at confidence; use by='conf"),
-        (lambda: Sampler(late=[1]), r"late=\[1\]: must be a tuple of tokens"),
-        (lambda: Sampler(banned=5), r"banned=5: must be a tuple of tokens"),
-        (lambda: Sampler(banned=("a",)), r"banned='a': must be a whole number"),
-        (lambda: decoding_of([[1]], eos_id=MASK), r"eos_id=15: is the mask"),
-        (lambda: decoding_of([[1]], window=3, block=None, steps=32),
-         r"window=3: a step commits 4 masks; use more steps, or a window of at least 4"),
-        (lambda: Schedule(8, 4, 3), r"steps=3: must be a multiple of the 2 blocks"),
-        (lambda: RowPlan.of(torch.zeros(1, 3, dtype=torch.bool)), "names no position"),
-        (lambda: decoding_of([[1, MASK]]), "prompts: hold the mask, token 15"),
-        (lambda: decoding_of([[1, 2]], [[True, False]]), "padding must be on the left"),
-        (lambda: decoding_of([[]]), r"must be int64 \[B, P\]"),
-    ],
-)  # fmt: skip
-def test_settings_out_of_range_are_refused(make: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
 def decoding_of(
     rows: list[list[int]], valid: list[list[bool]] | None = None, **schedule: Any
 ) -> Decoding:

@@ -1,21 +1,27 @@
-"""CacheQuant: its schedule, its two corrections, its quantized layers, and what it refuses."""
+"""CacheQuant: its schedule, corrections and quantized layers, calibrated and attached to models, and what it refuses."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from typing import Any
 
+import diffusers
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from diffcache.errors import TablesError, UncalibratedError
+import diffcache
+from diffcache.attach.fingerprint import facts_of
+from diffcache.attach.handle import Handle
+from diffcache.errors import AttachError, TablesError, UncalibratedError
 from diffcache.features.cachequant import CacheQuant, Corrected
-from diffcache.features.collect import RunInfo
+from diffcache.features.collect import Observer, RunInfo
 from diffcache.features.tables import Tables
 from diffcache.offline.cachequant_collect import CacheQuantCollector, segment_bounds
+from diffcache.offline.tracing import Traced
 from diffcache.step import Step
 
 SITE = "up_blocks.0"
@@ -268,3 +274,244 @@ def test_foreign_tables_are_refused(tmp_path) -> None:
     path = str(tmp_path / "t.safetensors")
     saved = dataclasses.replace(method, tables=tables.save(path))
     assert eval(repr(saved)) == saved == method and hash(saved) == hash(method)
+
+
+def unet() -> nn.Module:
+    torch.manual_seed(1)
+    return diffusers.UNet2DModel(
+        sample_size=8, in_channels=2, out_channels=2, layers_per_block=1, norm_num_groups=4,
+        block_out_channels=(8, 16), down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"), attention_head_dim=8,
+    ).eval()  # fmt: skip
+
+
+def dit() -> nn.Module:
+    torch.manual_seed(1)
+    model = diffusers.DiTTransformer2DModel(
+        num_attention_heads=2, attention_head_dim=8, in_channels=2, out_channels=2, num_layers=4,
+        sample_size=8, patch_size=2, num_embeds_ada_norm=1000,
+    ).eval()  # fmt: skip
+    for parameter in model.parameters():
+        parameter.copy_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def call(model: nn.Module, x: Tensor, t: int) -> Tensor:
+    extra = {"class_labels": torch.tensor([1])} if isinstance(model, DIT) else {}
+    return model(x, timestep=torch.tensor([t]), **extra).sample
+
+
+DIT = diffusers.DiTTransformer2DModel
+MODELS = {"unet": unet, "dit": dit}
+STEPS = 4
+
+
+def sample(model: nn.Module, seed: int = 0, steps: int = STEPS) -> Tensor:
+    """A sampling loop that is as simple as can be; all outputs."""
+    x = torch.randn(1, 2, 8, 8, generator=torch.Generator().manual_seed(seed))
+    outs = []
+    for step in range(steps):
+        out = call(model, x, 999 - step * (999 // steps))
+        outs.append(out)
+        x = x - 0.1 * out
+    return torch.stack(outs)
+
+
+def calibrated(model: nn.Module, method: CacheQuant, steps: int = STEPS) -> CacheQuant:
+    collector = method.collector()
+    traced = Traced(collector.site(), collector.abilities())
+    with Handle(model, {"model": model}, traced, observer=collector) as handle:
+        for number in range(collector.passes):
+            for seed in range(2):
+                handle.reset()
+                collector.begin(info(steps, number))
+                sample(model, seed, steps)
+                collector.end()
+    return dataclasses.replace(method, tables=tables_of(collector, steps, **facts_of(model, None)))
+
+
+@functools.cache
+def quantized_unet() -> tuple[nn.Module, CacheQuant]:
+    model = unet()
+    return model, calibrated(model, CacheQuant(every=1, bits="w8a8", corrected=()))
+
+
+def attached(model: nn.Module, method: CacheQuant) -> Handle:
+    return Handle(model, {"model": model}, method)
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize(("name", "bits"), [("unet", "w4a8"), ("dit", "w8a8")])
+def test_joint_from_end_to_end(name: str, bits: Any) -> None:
+    model = MODELS[name]()
+    expected, before = sample(model), dict(model.named_modules())
+    hooked = []
+    lists = "mid_block.resnets.0.conv1" if name == "unet" else "transformer_blocks.1.attn1.to_q"
+    layer = model.get_submodule(lists)
+    hook = layer.register_forward_hook(lambda *_: hooked.append(1))
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    dicts = {key: dict(module.__dict__) for key, module in before.items()}
+
+    method = calibrated(model, CacheQuant(every=2, bits=bits, exempt="*to_v"))
+    quantized = {n.split("/")[1] for n in method.tables.names() if n.startswith("quant/")}
+    kinds = (nn.Linear, nn.Conv2d)
+    inside = ("down_blocks.", "mid_block.", "up_blocks.", "transformer_blocks.")
+    assert quantized == {
+        n
+        for n, m in before.items()
+        if type(m) in kinds and n.startswith(inside) and not n.endswith("to_v")
+    }
+    hooked.clear()
+    with attached(model, method) as handle:
+        out = sample(model)
+        assert len(hooked) > 0
+        extension = handle.denoisers[0].extensions[1]
+        assert extension.quantized_bytes < extension.dense_bytes
+        assert type(model.get_submodule(lists)).__name__.startswith("Quantized")
+        assert model.state_dict().keys() == state.keys()
+        swapped = [call.index for call in handle.last.calls if call.computed]
+    assert swapped == method.tables["starts"].tolist()
+    assert 0 < relative(out, expected) < 0.4
+    after = dict(model.named_modules())
+    assert list(after) == list(before) and all(after[n] is before[n] for n in before)
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    for key, module in before.items():
+        now = module.__dict__
+        assert now.keys() == dicts[key].keys()
+        assert all(now[k] is v or now[k] == v for k, v in dicts[key].items())
+    assert torch.equal(sample(model), expected)
+    hook.remove()
+
+
+def test_maps_of_named_layers_only() -> None:
+    model = dit()
+    plain = calibrated(model, CacheQuant(every=1, bits="w4a8", corrected=()))
+    mapped = calibrated(model, CacheQuant(every=1, bits="w4a8", corrected="*.ff.*"))
+    names = [n for n in mapped.tables.names() if n.endswith("/gain")]
+    assert len(names) == 8 and all(".ff." in n for n in names)
+    assert not any(n.endswith("/gain") for n in plain.tables.names())
+    assert mapped.tables["starts"].tolist() == list(range(STEPS))
+    assert mapped.collector().passes == 3 and plain.collector().passes == 2
+
+
+def pipeline(name: str) -> Any:
+    from diffusers import AutoencoderKL, DDIMPipeline, DDIMScheduler, DiTPipeline
+
+    if name == "unet":
+        pipe: Any = DDIMPipeline(unet(), DDIMScheduler())
+    else:
+        vae = AutoencoderKL(latent_channels=2, block_out_channels=(4,), norm_num_groups=2)
+        pipe = DiTPipeline(dit(), vae.eval(), DDIMScheduler())
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_calibrate_goes_on_where_it_was_interrupted(name: str, tmp_path: Any) -> None:
+    pipe, out = pipeline(name), tmp_path / "t.safetensors"
+    prompts = [{"class_labels": [n]} if name == "dit" else {"batch_size": 1} for n in (0, 1)]
+    method = CacheQuant(every=2, bits="w8a8", corrected=("*conv1", "*.ff.*"))
+    calibrate = functools.partial(
+        diffcache.calibrate, pipe, method, prompts, steps=STEPS, output_type="np"
+    )
+
+    def stop(done: int, total: int, word: str) -> None:
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        calibrate(out=out, progress=stop)
+    seen: list[tuple[int, int]] = []
+    found = calibrate(out=out, progress=lambda done, total, word: seen.append((done, total)))
+    assert seen == [(3, 6), (4, 6), (5, 6), (6, 6)]
+    whole = calibrate()
+    assert set(found.tables.names()) == set(whole.tables.names())
+    for table in whole.tables.names():
+        assert torch.equal(found.tables[table], whole.tables[table]), table
+    again = CacheQuant(every=2, bits="w8a8", corrected=("*conv1", "*.ff.*"), tables=str(out))
+    with diffcache.wrapped(pipe, again) as handle:
+        call = {**prompts[0], "num_inference_steps": STEPS, "output_type": "np"}
+        pictures = [pipe(**call, generator=torch.Generator().manual_seed(0))[0] for _ in "ab"]
+        assert (pictures[0] == pictures[1]).all()
+        computed = [call.index for call in handle.last.calls if call.computed]
+        assert computed == again.tables["starts"].tolist()
+
+
+class Seen(Observer):
+    """Notes what a collector is shown, and whose features they are."""
+
+    def __init__(self, collector: CacheQuantCollector) -> None:
+        self.collector = collector
+        self.first: dict[str, Tensor] = {}
+
+    def feature(self, step: Step, site: str, index: int, value: Tensor) -> None:
+        layers = self.collector.layers
+        if step.index == 0:
+            self.first[layers.stage + " again" * layers.dense] = value.clone()
+        self.collector.feature(step, site, index, value)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_quantized_calls_are_made_again_with_dense_layers(name: str) -> None:
+    model = MODELS[name]()
+    collector = CacheQuant(every=2, bits="w4a8").collector()
+    seen = Seen(collector)
+    traced = Traced(collector.site(), collector.abilities())
+    with Handle(model, {"model": model}, traced, observer=seen) as handle:
+        for number in range(collector.passes):
+            handle.reset()
+            collector.begin(info(STEPS, number))
+            sample(model)
+            collector.end()
+    assert list(seen.first) == ["ranges", "errors", "done", "done again"]
+    assert torch.equal(seen.first["done again"], seen.first["ranges"])  # of the same noise
+    assert not torch.equal(seen.first["done"], seen.first["ranges"])
+
+
+def test_every_one_with_bits_only_quantizes() -> None:
+    model, method = quantized_unet()
+    expected = sample(model)
+    with attached(model, method) as handle:
+        out = sample(model)
+        assert all(call.computed for call in handle.last.calls)
+    assert 0 < relative(out, expected) < 0.1
+
+
+def test_another_number_of_steps_is_refused() -> None:
+    model, method = quantized_unet()
+    from diffusers import DDIMScheduler
+
+    pipe = diffusers.DDIMPipeline(model, DDIMScheduler())
+    pipe.set_progress_bar_config(disable=True)
+    with Handle(pipe, {"unet": pipe.unet}, dataclasses.replace(method, tables=facts(method, pipe))):
+        pipe(num_inference_steps=STEPS, output_type="np")
+        with pytest.raises(AttachError, match="made for runs of 4 steps, this one has 5"):
+            pipe(num_inference_steps=5, output_type="np")
+
+
+def facts(method: CacheQuant, pipe: Any) -> Tables:
+    """The method's tables as if they had been measured on a pipeline."""
+    header = {**method.tables.header, **facts_of(pipe.unet, pipe.scheduler)}
+    return Tables(header, {name: method.tables[name] for name in method.tables.names()})
+
+
+def test_a_plan_for_another_model_is_refused() -> None:
+    model, method = quantized_unet()
+    header = {**method.tables.header, "config": facts_of(dit(), None)["config"]}
+    names = method.tables.names()
+
+    def renamed(old: str, new: str) -> CacheQuant:
+        tensors = {n.replace(old, new): method.tables[n] for n in names}
+        return dataclasses.replace(method, tables=Tables(method.tables.header, tensors))
+
+    with pytest.raises(AttachError, match=r"no layer 'up_blocks\.7\.resnets\.0\.conv1'"):
+        attached(model, renamed("up_blocks.0.resnets.0.conv1", "up_blocks.7.resnets.0.conv1"))
+    with pytest.raises(AttachError, match=r"norm1 is a GroupNorm, not a linear"):
+        attached(model, renamed("up_blocks.0.resnets.0.conv1", "up_blocks.0.resnets.0.norm1"))
+    tables = Tables(header, {n: method.tables[n] for n in names})
+    with pytest.raises(TablesError, match="measured on .* with config="):
+        attached(model, dataclasses.replace(method, tables=tables))
+    assert type(model.get_submodule("up_blocks.0.resnets.0.conv1")) is nn.Conv2d

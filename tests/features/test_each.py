@@ -44,6 +44,16 @@ def test_each_denoiser_follows_its_own_method():
         assert diffcache.cite(pipe) == TaylorSeer.bibtex + "\n" + Interval.bibtex
 
 
+def test_a_file_of_settings_keeps_the_method_of_each(tmp_path):
+    pipe, path = pipes()["WanPipeline-two"].build(0), tmp_path / "cache.yaml"
+    with diffcache.wrapped(pipe, BOTH) as handle:
+        method, expected = handle.method, computed(handle, pipe)
+        diffcache.save(pipe, path)
+    with diffcache.wrapped(pipe, path) as handle:
+        assert handle.method == method
+        assert computed(handle, pipe) == expected
+
+
 def test_a_run_of_equal_methods_is_that_of_the_one():
     case = pipes()["WanPipeline-two"]
     results = []

@@ -221,9 +221,3 @@ def test_a_wrapped_pipeline_runs_at_other_lengths_than_the_calibration():
             wanted = computed_steps(MagCache(0.06, ratios=RATIOS), total)
             assert [call.index for call in calls if call.computed] == wanted
             assert 1 < len(wanted) < total
-
-
-def test_a_run_of_another_length_is_refused():
-    collector = collect([[torch.ones(1, 2, 3)] * 4])
-    with pytest.raises(ValueError, match="a run of 5 steps after one of 4"):
-        collector.begin(RunInfo(0, 1, torch.zeros(5), None, 5))

@@ -162,7 +162,7 @@ REFUSED = [
     (TaylorSeerCacheConfig(max_order=7), "order=7"),
     (FirstBlockCacheConfig(threshold=-1), "threshold=-1"),
     (Newer(warmup=3), r"Newer\(warmup=3\): diffcache does not know this field; leave it at 2"),
-    (PyramidAttentionBroadcastConfig(), "PyramidAttentionBroadcastConfig.*Interval.*'attention'"),
+    (PyramidAttentionBroadcastConfig(), "PyramidAttentionBroadcastConfig.*shares of the steps.*diffcache.PAB"),
     (dit_config(warmup_interval=2), r"DBCacheConfig\(warmup_interval=2\): all steps of a warm-up"),
     (dit_config(max_accumulated_residual_diff_threshold=1.0), "max_accumulated.*summed changes"),
     (dit_config(steps_computation_mask=[1, 0]), r"steps_computation_mask=\[1, 0\].*Listed"),

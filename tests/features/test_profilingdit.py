@@ -1,4 +1,4 @@
-"""ProfilingDiT in runs: an independent loop over blocks, formulas, published lists."""
+"""ProfilingDiT: its measurements, planted and in pipelines; runs against a loop over blocks, and published lists."""
 
 import dataclasses
 import math
@@ -10,12 +10,249 @@ from torch import nn
 
 import diffcache
 from diffcache.errors import AttachError
+from diffcache.features.collect import RunInfo
 from diffcache.features.parts.when import Table
-from diffcache.features.profilingdit import Decreasing, ProfilingDiT, merged
+from diffcache.features.profilingdit import Decreasing, ProfilingDiT, background_of, merged
+from diffcache.features.tables import Tables
+from diffcache.offline.calibrate import calibrate
+from diffcache.offline.foreground import above_otsu, foreground_of, patches, token_grid
+from diffcache.offline.profilingdit_collect import (
+    ProfileCollector,
+    likeness,
+    overlap,
+    received_attention,
+)
 from diffcache.step import Step
 from tests.internals import reuse_in
 from tests.zoo.case import randomize
 from tests.zoo.catalog import cases
+from tests.zoo.pipes import pipes
+
+
+def test_received_attention_is_the_mean_of_the_whole_map(monkeypatch):
+    query, key = torch.randn(2, 4, 17, 8), torch.randn(2, 2, 17, 8)
+    scores = query @ key.repeat_interleave(2, 1).transpose(2, 3) / 8**0.5
+    expected = scores.softmax(-1).mean((1, 2))
+    assert torch.allclose(received_attention(query, key), expected, atol=1e-6)
+    monkeypatch.setattr("diffcache.offline.profilingdit_collect.CHUNK", 300)  # two rows at a time
+    assert torch.allclose(received_attention(query, key), expected, atol=1e-6)
+    some = received_attention(query, key, queries=5)
+    places = [i * 17 // 5 for i in range(5)]
+    assert torch.allclose(some, scores[:, :, places].softmax(-1).mean((1, 2)), atol=1e-6)
+
+
+def test_otsu_is_the_best_of_all_thresholds():
+    for seed in range(20):
+        values = torch.randn(9, generator=torch.Generator().manual_seed(seed)).exp()
+        values[3] = values[5]
+        best, mask = -1.0, None
+        for cut in values:
+            high = values > cut
+            if high.any() and not high.all():
+                a, b = values[high].double(), values[~high].double()
+                between = len(a) * len(b) * float(a.mean() - b.mean()) ** 2
+                if between > best * (1 + 1e-12):
+                    best, mask = between, high
+        assert torch.equal(above_otsu(values[None])[0], mask)
+    assert not above_otsu(torch.ones(1, 6)).any()
+    assert not above_otsu(torch.ones(1, 1)).any()
+
+
+def test_a_planted_foreground_is_found_in_the_noise_prediction():
+    mask = torch.zeros(2, 4, 6, dtype=torch.bool)
+    mask[0, 1:3, 2:5] = mask[1, 0:2, 0:2] = True
+    direction = torch.randn(8)
+    value = 0.05 * torch.randn(2, 8, 4, 6) + mask[:, None] * direction[None, :, None, None]
+    tokens = patches(value, token_grid((2, 8, 4, 6), 24))
+    assert torch.equal(foreground_of(tokens), mask.flatten(1))
+
+
+def test_token_grids_follow_from_shapes_and_counts():
+    assert token_grid((1, 30, 8), 36) == (1, 30, 1, 1)
+    assert token_grid((1, 30, 8), 20) is None
+    assert token_grid((1, 4, 2, 8, 8), 32) == (2, 16, 1, 2)  # Wan: patches of 1 x 2 x 2
+    assert token_grid((1, 4, 2, 8, 8), 38) == (2, 16, 1, 2)  # and six tokens of text
+    assert token_grid((1, 4, 8, 8), 64) == (1, 64, 1, 1)
+    film = torch.arange(2 * 4 * 6).reshape(1, 1, 2, 4, 6).float()
+    cut = patches(film, (2, 6, 1, 2))
+    assert cut[0, 1].tolist() == [2, 3, 8, 9] and cut[0, 6].tolist() == [24, 25, 30, 31]
+
+
+def test_likeness_is_the_correlation_over_pairs_of_tokens():
+    one, two = torch.randn(7, 4), torch.randn(7, 9)
+    rows = [(t - t.mean(0)) / (t - t.mean(0)).norm(dim=1, keepdim=True) for t in (one, two)]
+    found = [[float(r[i] @ r[j]) for i in range(7) for j in range(i)] for r in rows]
+    expected = torch.corrcoef(torch.tensor(found))[0, 1]
+    assert likeness(one, two) == pytest.approx(float(expected), abs=1e-5)
+    turn = torch.linalg.qr(torch.randn(4, 4)).Q
+    assert likeness(one, 3 * one @ turn + 1) == pytest.approx(1.0)
+    assert likeness(one[:2], two[:2]) == 0.0
+
+
+def test_overlap_is_averaged_over_frames_with_a_foreground():
+    mask = torch.tensor([[1, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0]], dtype=torch.bool)
+    attention = torch.tensor([[9.0, 0, 0, 0, 9, 9, 0, 0, 9, 9, 9, 0]])
+    assert overlap(attention, mask, 3) == (1.5, 2)  # frames: a half, none there, all
+
+
+def planted(block, mask, text, text_first, seed):
+    """Return queries and keys of a block that attends to the mask or away from it."""
+    generator = torch.Generator().manual_seed(seed)
+    looks = 1.0 if block % 2 else -1.0
+    query = torch.zeros(1, 2, len(mask) + len(text), 8)
+    query[..., 0] = 4.0
+    image = 0.3 * torch.randn(1, 2, len(mask), 8, generator=generator)
+    image[..., 0] = looks * (2.0 * mask - 1.0)
+    words = text.expand(1, 2, *text.shape)
+    return query, torch.cat([words, image] if text_first else [image, words], 2)
+
+
+def profile(collector, text_first, tokens=12, words=5, steps=6, given=lambda out: out):
+    """Feed a collector a run of two lists of four blocks whose odd ones see the foreground."""
+    mask = torch.zeros(tokens, dtype=torch.bool)
+    mask[3:7] = True
+    text = torch.randn(words, 8)
+    collector.begin(RunInfo(0, 0, torch.arange(steps).float(), None, steps))
+    for index in range(steps):
+        step = Step(index, total=steps)
+        for name in ("double", "single"):
+            for block in range(4):
+                q, k = planted(block, mask, text, text_first, 7 * index + block)
+                collector.attention(step, f"{name}.{block}.attn", q, k)
+        out = 0.01 * torch.randn(1, tokens, 16) + mask[None, :, None] * torch.linspace(1, 2, 16)
+        collector.output(step, given(out), out)
+    collector.end()
+
+
+def calibrated(method, collector):
+    return dataclasses.replace(
+        method, tables=Tables({"method": "profilingdit", "steps": 6}, collector.tables())
+    )
+
+
+@pytest.mark.parametrize("text_first", [True, False])
+@pytest.mark.parametrize("words", [0, 5])
+def test_blocks_planted_to_see_the_foreground_are_found(text_first, words):
+    method = ProfilingDiT(sampled=2)
+    collector = method.collector()
+    profile(collector, text_first, words=words)
+    found = collector.tables()
+    for name in ("overlap.double", "overlap.single"):
+        assert found[name].tolist() == [0.0, 1.0, 0.0, 1.0]
+    end = "first" if text_first else "last"
+    assert collector.settings()["text"] == ({"double": end, "single": end} if words else {})
+    ready = calibrated(method, collector)
+    assert ready.parts().blocks == ("double.0", "double.2", "single.0", "single.2")
+    half = dataclasses.replace(ready, share=0.25)
+    assert half.parts().blocks == ("double.0", "double.2")
+    assert dataclasses.replace(ready, share=0.0).parts().blocks == ()
+    assert len(dataclasses.replace(ready, share=1.0).parts().blocks) == 2
+    assert dataclasses.replace(ready, background="double.3").parts().blocks == ("double.3",)
+
+
+def test_profiling_goes_on_from_its_state():
+    whole, first = ProfileCollector(2), ProfileCollector(2)
+    torch.manual_seed(3)
+    profile(whole, True)
+    profile(whole, True)
+    torch.manual_seed(3)
+    profile(first, True)
+    second = ProfileCollector(2)
+    second.load(first.state())
+    profile(second, True)
+    assert {k: v.tolist() for k, v in second.state().items()} == {
+        k: v.tolist() for k, v in whole.state().items()
+    }
+    assert second.settings() == whole.settings()
+
+
+def test_a_foreground_can_be_given():
+    mask = torch.zeros(12, dtype=torch.bool)
+    mask[:3] = True  # which no block looks at but those that look away
+    seen = []
+
+    def of(step, value):
+        seen.append((step.index, tuple(value.shape)))
+        return mask
+
+    for foreground in (mask, mask[None], of):
+        collector = ProfilingDiT(sampled=3, text="first", foreground=foreground).collector()
+        profile(collector, True)
+        assert collector.tables()["overlap.double"].tolist() == [1.0, 0.0, 1.0, 0.0]
+    assert seen == [(0, (1, 12, 16)), (3, (1, 12, 16))]
+    collector = ProfileCollector(1, None, mask[:5])
+    with pytest.raises(ValueError, match=r"foreground: \[5\], but the output has 12"):
+        profile(collector, True)
+
+
+def test_what_cannot_be_told_is_said():
+    with pytest.raises(ValueError, match="no block was profiled"):
+        ProfileCollector().tables()
+    collector = ProfileCollector(10)
+    profile(collector, True, given=lambda out: out[:, :0])  # a sample that tells nothing
+    with pytest.raises(ValueError, match="set text='first'"):
+        collector.tables()
+
+
+def test_cross_attention_and_other_sizes_are_left_out():
+    collector = ProfileCollector()
+    step = Step(0, total=1)
+    self_q, cross_k = torch.randn(1, 2, 12, 8), torch.randn(1, 2, 5, 8)
+    collector.attention(step, "blocks.0.attn2", self_q, cross_k)
+    collector.attention(step, "blocks.0.attn1", self_q, self_q)
+    collector.attention(step, "blocks.0.attn3", -self_q, -self_q)  # not the first of its block
+    collector.attention(step, "pooler.attn", self_q, self_q)
+    collector.attention(step, "blocks.2.attn1", self_q[:, :, :7], self_q[:, :, :7])
+    out = torch.randn(1, 12, 16)
+    collector.output(step, out, out)
+    found = collector.tables()
+    assert list(found) == ["overlap.blocks"] and found["overlap.blocks"].shape == (1,)
+    expected = overlap(received_attention(self_q, self_q), foreground_of(out), 1)
+    assert found["overlap.blocks"][0] == pytest.approx(expected[0] / expected[1])
+
+
+def test_the_median_and_unmeasured_blocks():
+    tables = Tables(
+        {"method": "profilingdit"},
+        {"overlap.b": torch.tensor([0.5, 0.1, float("nan"), 0.2, 0.5, 0.9])},
+    )
+    assert background_of(tables, None) == ("b.1", "b.3")
+    assert background_of(tables, 0.6) == ("b.0-1", "b.3")  # of equal ones the first
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("FluxPipeline", "first"),
+        ("HunyuanVideoPipeline", "last"),
+        ("CogVideoXPipeline", "first"),  # whose latents have frames before channels
+        ("WanPipeline", ""),
+    ],
+)
+def test_calibration_on_a_pipeline(name, text, tmp_path):
+    case = pipes()[name]
+    pipe, file = case.build(0), tmp_path / "profile.safetensors"
+    method = ProfilingDiT(every=2, warmup=0, sampled=2)
+    made = calibrate(pipe, method, [case.call(pipe, 0, 4)], out=file)
+    lists = [name.removeprefix("overlap.") for name in made.tables.names()]
+    assert set(lists) == {key.key for key in diffcache.inspect(pipe.transformer).lists}
+    assert made.tables.header["text"] == (dict.fromkeys(lists, text) if text else {})
+    values = torch.cat([made.tables[name] for name in made.tables.names()])
+    assert values.isfinite().all() and 0 < values.min() < values.max() <= 1
+    loaded = dataclasses.replace(method, tables=file)
+    assert loaded == made and loaded.parts() == made.parts()
+    plain = case.run(pipe, steps=4)
+    diffcache.wrap(pipe, loaded)
+    found = case.run(pipe, steps=4)
+    report = diffcache.report(pipe)
+    background = sum(
+        int(b.rpartition("-")[2].rpartition(".")[2]) - int(b.rpartition(".")[2].split("-")[0]) + 1
+        for b in made.parts().blocks
+    )
+    calls = len([call for call in report.calls if not call.computed])
+    assert calls and report.skipped == background * calls
+    assert found.isfinite().all() and not torch.equal(found, plain)
+
 
 STEPS = 50
 WAN = [0, *range(2, 8), *range(10, 21), *range(25, 33), 37, 38]

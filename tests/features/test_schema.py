@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import diffcache
-from diffcache import CacheQuant, Combine, FittedForecast, RegionE, Tuned
+from diffcache import CacheQuant, Combine, FittedForecast, Tuned
 from diffcache.catalog import make_method, method_class
 from diffcache.errors import TablesError, UncalibratedError
 from diffcache.features.collect import Calibrated
@@ -41,6 +41,12 @@ GOOD = {
     "magcache": ("shapes-flux/magcache", {}),
     "ertacache": ("shapes-flux/ertacache", {}),
     "fitted-forecast": ("shapes-dit/fitted-forecast-7", {}),
+    "dpcache": (
+        lambda: Tables(
+            {"method": "dpcache", "steps": 12, "site": "stack"}, {"errors": torch.ones(12, 12, 12)}
+        ),
+        {},
+    ),
     "bac": ("shapes-dit/bac", {}),
     "cachequant": ("shapes-unet/cachequant-4-w4a8", {"every": 4, "bits": "w4a8"}),
     "harmonica": ("../models/shapes-dit/harmonica-20", {}),
@@ -214,6 +220,9 @@ def test_tables_by_which_nothing_would_be_computed_are_refused():
         wrong = {"coefficients": tensors["coefficients"].double() * 0 + factor}
         with pytest.raises(TablesError, match="polynomial is nowhere above 0 from .*calibrate"):
             use("teacache", header, tensors | wrong, {})
+    for wrong in (0 * tensors["range"], tensors["range"].flip(0)):  # one change for all
+        with pytest.raises(TablesError, match=r"range=\[.*\]: no change; calibrate again"):
+            use("teacache", header, tensors | {"range": wrong}, {})
     source = Tables.load(SHIPPED / "shapes-flux/cachequant-5.safetensors")
     tensors = {name: source[name] for name in source.names()}
     CacheQuant(tables=Tables(source.header, tensors))
@@ -236,16 +245,12 @@ def test_a_header_nested_without_end_and_what_is_no_file_are_refused(tmp_path):
 
 def test_products_that_are_none_are_refused():
     header, tensors, _ = good("fitted-forecast")
-    for wrong in (-tensors["products"], torch.randn(20, 20, dtype=torch.float64)):
+    products = tensors["products"]
+    for wrong in (-products, 0 * products, torch.randn(20, 20, dtype=torch.float64)):
         with pytest.raises(
             TablesError, match="'products' is float64 .* must be .*, inner products"
         ):
             use("fitted-forecast", header, tensors | {"products": wrong}, {})
-
-
-def test_ratios_of_a_run_of_one_step_are_of_its_length():
-    with pytest.raises(TablesError, match=r"'gamma' is float32 \[2\]; must be \[0\]"):
-        RegionE(tables=Tables({"method": "regione", "steps": 1}, {"gamma": torch.ones(2)}))
 
 
 LINE = {

@@ -1,15 +1,30 @@
-"""Temporal tables on models and pipelines: exact in float over runs, close where rounded."""
+"""Temporal tables: where they look up, what they keep, exact over runs, dropped with their weights."""
 
+import types
 from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 import diffcache
 from diffcache.attach.extensions.lookup import COUNTED
+from diffcache.attach.extensions.lookup_entries import alike, rounded_copy
+from diffcache.attach.extensions.lookup_sites import time_sites
+from diffcache.attach.extensions.lookup_weights import Weights, checksum
+from diffcache.errors import TablesError
+from diffcache.features.profilingdit import ProfilingDiT
+from diffcache.features.tables import Tables
 from diffcache.features.taylorseer import TaylorSeer
-from diffcache.features.temporal_table import TemporalTable
-from tests.features.temporal_toys import counts, table_of
+from diffcache.features.temporal_table import (
+    TemporalTable,
+    TimeTables,
+    disturbance,
+    keeps_table,
+    rounded,
+    step_of,
+)
+from tests.features.temporal_toys import ALL, Block, Toy, counts, table_of, toy, toy_run
 from tests.internals import state_of
 from tests.zoo.catalog import cases
 from tests.zoo.pipes import pipes
@@ -212,3 +227,417 @@ def test_a_model_rounded(made):
         assert counts(handle) == [(0, MODELS[case.name])] * STEPS
     assert torch.allclose(found, plain, atol=2e-3 * float(plain.abs().max()))
     assert not torch.equal(found, plain)
+
+
+def test_rows_that_are_alike_are_kept_once():
+    one, two = torch.randn(4), torch.randn(4)
+    two[0], other = 0.0, two.clone()
+    other[0] = -0.0
+    rows, places = alike(torch.stack([one, two, one, other, two]))
+    assert torch.equal(rows.view(torch.int32), torch.stack([one, two, other]).view(torch.int32))
+    assert places.tolist() == [0, 1, 0, 2, 1]
+    assert alike(torch.randn(3, 4))[1] is None and alike(torch.randn(3))[1] is None
+    model = toy()
+    with diffcache.wrapped(model, TemporalTable()) as handle:
+        sizes = []
+        for batch in (1, 8):
+            toy_run(model, batch=batch)
+            sizes.append(table_of(handle).table.nbytes)
+            table_of(handle).clear()
+    assert sizes[0] == 3 * 5 * 6 * 4 and sizes[1] < 4 * sizes[0]  # up to rounding by place
+
+
+def test_more_conditions_than_entries():
+    model = toy()
+    plain, label = toy_run(model, steps=5), torch.randn(6)
+    with diffcache.wrapped(model, TemporalTable(entries=4)) as handle:
+        table = table_of(handle).table
+        for _ in range(3):  # a run that is too long keeps its first four steps
+            assert torch.equal(toy_run(model, steps=5), plain)
+            assert len(table.conditions) == 4
+        hits = [call[1] if call else 0 for call in counts(handle)]
+        assert hits == [5, 5, 5, 5, 0]
+        for _ in range(2):  # another prompt: two steps, of the timestep alone and with the label
+            toy_run(model, steps=2, label=label)
+        assert counts(handle)[-1] == (0, 5) and len(table.conditions) == 4
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_rounding_is_at_most_half_a_step_off(bits):
+    values = [torch.randn(3, 50), 9 * torch.randn(3, 50), torch.zeros(2, 2)]
+    for value in values:
+        step = step_of([value], bits)
+        kept = rounded(value, bits, step)
+        assert (kept.value() - value).abs().max() <= 0.5001 * step
+        assert int(kept.codes.abs().max()) <= 2 ** (bits - 1) - 1
+        assert kept.nbytes == value.numel() * bits // 8 + 4
+    assert float(step_of(values, bits)) == max(float(step_of([v], bits)) for v in values[:2])
+    rows = step_of([values[1]], bits, dim=1)
+    assert rows.shape == (3, 1)
+    assert rows[1] == step_of([values[1][1]], bits)
+
+
+def test_selection_takes_the_smaller_disturbance_element_by_element():
+    layer, table = torch.rand(9), torch.rand(9)
+    table[3] = layer[3]
+    chosen = keeps_table(layer, table, "step")
+    assert torch.equal(torch.where(chosen, table, layer), torch.minimum(layer, table))
+    assert chosen[3]
+    assert keeps_table(layer, layer + 1, "site").tolist() == [False] * 9
+    assert keeps_table(torch.tensor([0.0, 4.0]), torch.tensor([1.0, 1.0]), "site").all()
+    one = torch.randn(5)
+    assert disturbance([one], [one.clone()]) == 0.0
+    assert disturbance([one], [-one]) == pytest.approx(2.0)
+    assert disturbance([one[:2], one[2:]], [2 * one[:2], 2 * one[2:]]) == pytest.approx(0, abs=1e-9)
+
+
+@pytest.mark.parametrize("scale", ["entry", "site"])
+@pytest.mark.parametrize("bits", [8, 16])
+def test_a_rounded_table_is_half_a_step_off(bits, scale):
+    model = toy()
+    plain = toy_run(model)
+    method = TemporalTable(bits=bits, scale=scale)
+    with diffcache.wrapped(model, TemporalTable()) as handle:
+        toy_run(model)
+        exact = [dict(page) for page in table_of(handle).table.conditions.values()]
+    with diffcache.wrapped(model, method) as handle:
+        assert torch.equal(toy_run(model), plain)  # what it computes it uses
+        second = toy_run(model)
+        third = toy_run(model)
+        assert counts(handle) == [(0, 5)] * 3
+        found = list(table_of(handle).table.conditions.values())
+    assert torch.equal(second, third) and not torch.equal(second, plain)
+    steps = {}
+    for pages in zip(exact, found, strict=True):
+        for name in pages[0]:
+            one, two = pages[0][name], pages[1][name]
+            step = two.rows[0].step
+            steps.setdefault(name, set()).add(float(step))
+            assert (one.value() - two.value()).abs().max() <= 0.5001 * step
+    assert {len(found) for found in steps.values()} == ({1} if scale == "site" else {3})
+
+
+def expected_harm(model, bits):
+    """Return {site: [(by layer, by table)]} from the modules themselves."""
+    harms = {}
+    for s in range(3):
+        temb = torch.cos(model.first(torch.full((2, 1), 1.0 - s / 8)))
+        given = {"first": torch.full((2, 1), 1.0 - s / 8)}
+        given.update({p: temb for p in ALL if p != "first"})
+        for path in ALL:
+            module = model.get_submodule(path)
+            exact = module(given[path])
+            by_layer = disturbance([exact], [rounded_copy(module, bits)(given[path])])
+            table = rounded(exact, bits, step_of([exact], bits)).value()
+            harms.setdefault(path, []).append((by_layer, disturbance([exact], [table])))
+    return harms
+
+
+@pytest.mark.parametrize("by", ["step", "site"])
+def test_the_closer_maintenance_is_kept(by):
+    model = toy()
+    # a large weight for a condition that is always 0 spoils the rounding of the others in its row
+    model.first.weight[0], model.first.bias[0] = 0.0, torch.pi / 2
+    model.blocks[0].mod.weight[:, 0] = 1000.0
+    expected = expected_harm(model, 8)
+    with diffcache.wrapped(model, TemporalTable(bits=8, keep="closer", by=by)) as handle:
+        toy_run(model)
+        second = toy_run(model)
+        pages = list(table_of(handle).table.conditions.values())
+        ran = [count[0] for count in counts(handle)]
+        assert torch.equal(toy_run(model), second)
+    layers = 0
+    for path, harms in expected.items():
+        by_layer, by_table = torch.tensor(harms, dtype=torch.float64).T
+        tables = keeps_table(by_layer, by_table, by)
+        for page, harm, stays in zip(pages, harms, tables.tolist(), strict=True):
+            assert page[path].harm == pytest.approx(harm, abs=1e-12)
+            assert page[path].layer is not stays
+            layers += not stays
+    assert sum(ran) == layers and 0 < layers < 15
+
+
+def test_the_layer_alone_is_the_rounded_layer():
+    model = toy()
+    with diffcache.wrapped(model, TemporalTable(bits=8, keep="layer")) as handle:
+        toy_run(model)
+        second = toy_run(model)
+        assert counts(handle) == [(5, 0)] * 3
+        assert table_of(handle).table.nbytes > 0
+    twin = toy()
+    for path in ALL:
+        parent, _, child = path.rpartition(".")
+        setattr(twin.get_submodule(parent), child, rounded_copy(twin.get_submodule(path), 8))
+    assert torch.equal(second, toy_run(twin))
+    rows = rounded_copy(model.first, 8)
+    assert (rows.codes * rows.step - model.first.weight).abs().max() <= 0.5001 * rows.step.max()
+
+
+def test_it_passes_on_what_the_inner_method_is_made_of():
+    inner = TaylorSeer(every=3)
+    method = TemporalTable(inner, entries=7)
+    tables = TimeTables(7, None, "entry", "table", "step")
+    assert method.abilities() == (inner.parts(), tables)
+    assert TemporalTable(entries=7).abilities() == (tables,)
+    tables = Tables({"method": "profilingdit", "steps": 9}, {"overlap.b": torch.zeros(2)})
+    foreign = ProfilingDiT(background="blocks.0", tables=tables)
+    with pytest.raises(TablesError, match="measured on an unknown model, this is "):
+        diffcache.wrap(toy(), TemporalTable(foreign))
+    assert eval(repr(method)) == method and hash(method) == hash(TemporalTable(inner, entries=7))
+
+
+def test_the_length_of_runs_is_that_of_the_method_inside() -> None:
+    tables = Tables({"method": "bac", "steps": 9, "metric": "cosine", "sites": ["a.ff"]},
+                    {"pairs.a.ff": torch.ones(9, 9), "shift.a.ff": torch.zeros(9, 9)})  # fmt: skip
+    assert TemporalTable(diffcache.BAC(count=2, union=1, tables=tables)).total == 9
+    assert TemporalTable().total is TemporalTable(TaylorSeer()).total is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "missing"),
+    [
+        ("", []),
+        ("random", ["blocks.0.mod"]),
+        ("reads", ["blocks.0.mod", "blocks.0.act", "blocks.1.mod", "blocks.1.act"]),
+        ("masks", ["blocks.0.mod", "blocks.0.act", "blocks.1.mod", "blocks.1.act"]),
+        ("attribute", ["blocks.0.mod"]),
+        ("twice", ["blocks.0.mod"]),
+        ("writes", ["blocks.0.act"]),
+    ],
+)
+def test_only_what_the_sample_cannot_reach_is_tapped(kind, missing):
+    model = toy(kind)
+    model.blocks[0].drop.train(kind == "random")
+    before = state_of(model)
+    x, t = torch.randn(2, 5, 6), torch.rand(2)
+    found = time_sites(model, lambda: model(x, t), {"timestep": t}, [x])
+    assert sorted(site.path for site in found) == sorted(set(ALL) - set(missing))
+    assert all(site.arguments == {"timestep"} for site in found)
+    weights = {s.path: [name for _, name in s.weights] for s in found}
+    assert weights["first"] == ["weight", "bias"]
+    if "blocks.1.mod" not in missing:
+        assert weights["blocks.1.mod"] == ["weight", "bias"] * 2  # its own and those of `first`
+    assert state_of(model) == before
+    if kind in ("reads", "masks", "attribute", "twice", "writes"):
+        plain = toy_run(model)
+        with diffcache.wrapped(model, TemporalTable()):
+            assert torch.equal(toy_run(model), plain)
+            assert torch.equal(toy_run(model), plain)
+
+
+def test_what_is_inside_compiled_blocks_stays_there():
+    model = toy()
+    plain = toy_run(model)
+    for block in model.blocks:
+        block.compile(backend="eager")
+    with diffcache.wrapped(model, TemporalTable()) as handle:
+        for _ in range(2):
+            assert torch.equal(toy_run(model), plain)
+        assert list(table_of(handle).taps) == ["first"]
+        assert counts(handle) == [(0, 1)] * 3
+    torch._dynamo.reset()
+
+
+def test_a_sample_that_shares_memory_with_a_condition_is_no_condition():
+    model, both = toy(), torch.randn(2, 6, 6)
+    x, t = both[:, :5], both[:, 5, 0]
+    found = time_sites(model, lambda: model(x, t), {"timestep": t}, [x])
+    assert found == []
+
+
+class Mixed(nn.Module):
+    """Nothing in it sees the timestep alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(6), Block(6)])
+
+    def forward(self, hidden_states, timestep):
+        mixed = timestep[:, None] + hidden_states.mean(1)
+        for block in self.blocks:
+            hidden_states = block(hidden_states, mixed)
+        return hidden_states
+
+
+class Attends(Toy):
+    """Attends with flex attention, as far as its processor says."""
+
+    def __init__(self):
+        super().__init__()
+        self.processor = types.SimpleNamespace(_attention_backend="flex")
+
+
+class Fails(Toy):
+    """Does not run where operations are followed."""
+
+    def forward(self, hidden_states, timestep):
+        modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+        if any(type(mode).__name__ == "_Origins" for mode in modes):
+            raise NotImplementedError("no rule for this operation")
+        return super().forward(hidden_states, timestep)
+
+
+@pytest.mark.parametrize(
+    ("cls", "match"),
+    [
+        (Mixed, "no module was seen"),
+        (Attends, "cannot be followed .it attends with flex attention"),
+        (Fails, "cannot be followed .no rule for this operation"),
+    ],
+)
+def test_where_nothing_can_be_looked_up_it_says_so_and_computes(cls, match):
+    model = cls().eval().requires_grad_(False)
+    plain = toy_run(model)
+    with diffcache.wrapped(model, TemporalTable()) as handle:
+        with pytest.warns(diffcache.CacheWarning, match=match):
+            found = toy_run(model)
+        assert torch.equal(found, plain) and torch.equal(toy_run(model), plain)
+        assert counts(handle) == [None] * 3
+
+
+def test_plain_arguments_and_dtypes_and_batches_are_part_of_the_key():
+    model = toy()
+    label = torch.randn(6)
+    settings = [{}, {"label": label}, {"label": label, "scale": 2.0}, {"label": label + 1}]
+    plains = [toy_run(model, **more) for more in settings]
+    alone = toy_run(model, batch=1)
+    with diffcache.wrapped(model, TemporalTable()):
+        for _ in range(2):
+            for more, plain in zip(settings, plains, strict=True):
+                assert torch.equal(toy_run(model, **more), plain)
+            assert torch.equal(toy_run(model, batch=1), alone)
+        label.mul_(-1)  # the same tensor, written to
+        found = toy_run(model, label=label)
+    assert torch.equal(found, toy_run(model, label=label))
+
+
+class Adapter(nn.Module):
+    """Wraps a linear layer as adapters do."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer = base
+        self.lora = nn.ModuleDict({"one": nn.Linear(base.in_features, base.out_features)})
+        self.scaling = {"one": 0.5}
+        self.requires_grad_(False)
+
+    def forward(self, value):
+        return self.base_layer(value) + self.scaling["one"] * self.lora["one"](value)
+
+
+def grow(model):
+    model.blocks[0].mod.weight.mul_(2)
+
+
+def grow_data(model):
+    model.blocks[0].mod.weight.data += 1
+
+
+def grow_upstream(model):
+    model.first.bias.data.add_(1)
+
+
+def move_columns(model):
+    weight = model.blocks[1].mod.weight
+    weight.data.copy_(weight.data.flip(1).clone())
+
+
+def replace(model):
+    model.blocks[0].mod = Adapter(model.blocks[0].mod)
+
+
+def replace_upstream(model):
+    model.first = Adapter(model.first)
+
+
+def new_parameter(model):
+    model.blocks[1].mod.bias = nn.Parameter(torch.ones(6), requires_grad=False)
+
+
+def load(model):
+    model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()})
+
+
+CHANGES = [grow, grow_data, grow_upstream, move_columns, replace, replace_upstream, new_parameter,
+           load]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_weights_drops_the_table(change):
+    model, twin = toy(), toy()
+    with torch.no_grad():
+        change(twin)
+    plain, after = toy_run(model), toy_run(twin)
+    assert not torch.equal(plain, after)
+    with diffcache.wrapped(model, TemporalTable()) as handle, torch.no_grad():
+        assert torch.equal(toy_run(model), plain)
+        torch.manual_seed(0)
+        twin_seed = torch.random.get_rng_state()
+        toy()  # as many random numbers as the twin drew before its change
+        change(model)
+        torch.random.set_rng_state(twin_seed)
+        if change not in (replace, replace_upstream):
+            assert torch.equal(toy_run(model), after)
+        changed = toy_run(model)
+        assert torch.equal(toy_run(model), changed)
+        assert all(ran == 0 for ran, _ in counts(handle))
+    assert torch.equal(toy_run(model), changed) and not torch.equal(changed, plain)
+
+
+def test_the_scale_of_an_adapter_drops_the_table():
+    model = toy()
+    replace(model)
+    replace_upstream(model)
+    with diffcache.wrapped(model, TemporalTable()), torch.no_grad():
+        for path in ("first", "blocks.0.mod"):
+            toy_run(model)
+            model.get_submodule(path).scaling["one"] += 0.25
+            found = toy_run(model)
+            assert torch.equal(found, toy_run(model))
+            assert not torch.equal(found, toy_run(toy()))
+            kept = found
+        model.first.scaling["one"] = model.first.scaling["one"]
+        assert torch.equal(toy_run(model), kept)
+    assert torch.equal(toy_run(model), kept)
+
+
+def test_weights_that_only_move_keep_the_table():
+    model = toy()
+    plain = toy_run(model)
+    with diffcache.wrapped(model, TemporalTable()) as handle:
+        toy_run(model)
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+        assert torch.equal(toy_run(model), plain)
+        assert all(ran == 0 for ran, _ in counts(handle))
+
+
+def test_a_change_within_a_run_is_seen():
+    model = toy()
+    x, times = torch.randn(1, 5, 6), [torch.tensor([t]) for t in (1.0, 0.5)]
+    with diffcache.wrapped(model, TemporalTable()), torch.no_grad():
+        for t in times:
+            model(x, timestep=t)
+        model(x, timestep=times[0])  # a second run starts
+        model.blocks[0].mod.weight.mul_(3)
+        found = model(x, timestep=times[1])
+    assert torch.equal(found, model(x, times[1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.bool])
+def test_checksums_tell_contents_apart(dtype):
+    assert checksum(torch.ones(1).expand(1)) == checksum(torch.ones(1))
+    for shape in [(), (1,), (3, 5), (64, 17), (8, 640)]:
+        one = (torch.randn(shape) * 50).to(dtype)
+        assert checksum(one) == checksum(one.clone())
+        changed = one.clone().reshape(-1)
+        changed[-1] = 0 if changed[-1] else 1
+        assert checksum(changed.reshape(shape)) != checksum(one)
+    assert checksum(torch.arange(9.0)) != checksum(torch.arange(9.0).flip(0))
+    assert checksum(torch.arange(9.0)[1:4]) == checksum(torch.tensor([1.0, 2.0, 3.0]))
+
+
+def test_weights_without_contents_never_count_as_unchanged():
+    layer = nn.Linear(3, 3, device="meta")
+    weights = Weights(nn.ModuleList([layer]), [(layer, "weight")])
+    assert weights.changed(starts=True) and not weights.changed(starts=False)

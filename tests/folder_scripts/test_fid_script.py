@@ -1,4 +1,4 @@
-"""`eval.fid` on folders, against the functions that it calls."""
+"""x"""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_fid_errors_name_the_file_or_the_option(
         ((real, fake, "--is", "--convention", "clean", "--backend", "real"), "--convention clean"),
         ((real, fake, "--device", "gpu", "--backend", "real"), "--device 'gpu'"),
         ((real, fake, "--json", str(corrupt / "1.png" / "x.json")), "--json"),
-    ]  # fmt: skip
+    ]
     for arguments, message in cases:
         assert message in error(capsys, 2, fid.main, *arguments)
     for words in ((real,), (real, fake, "--samples", "1"), (real, fake, "--backend", "fake")):
@@ -207,3 +207,37 @@ def test_fid_help_and_json_file(capsys: Any, shapes: dict[str, Any], tmp_path: P
     assert fid.main([shapes["real"], shapes["fake"], "--resamples", "0", "--json", str(file)]) == 0
     assert f"wrote {file}" in capsys.readouterr().out.replace("\n", "")
     assert json.loads(file.read_text())["schema"] == "diffcache.fid/1"
+
+
+def gaussian(count: int, seed: int, dim: int = 6) -> sets.FeatureSet:
+    features = torch.randn(
+        count, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
+    return sets.FeatureSet(moments(features), count, features)
+
+
+@pytest.mark.parametrize(("one", "other"), [(200, 200), (100, 1000), (1000, 100)])
+def test_the_floor_is_what_two_sets_of_one_distribution_are_apart(one: int, other: int) -> None:
+    apart = [
+        frechet(gaussian(one, 2 * seed).moments, gaussian(other, 2 * seed + 1).moments)
+        for seed in range(60)
+    ]
+    floors = [
+        sets.floor(gaussian(one, seed), gaussian(other, seed + 1), seed) for seed in range(12)
+    ]
+    assert np.mean(floors) == pytest.approx(np.mean(apart), rel=0.15)
+    exact = sets.FeatureSet(gaussian(100_000, 5).moments, None)
+    floors = [sets.floor(exact, gaussian(other, seed), seed) for seed in range(12)]
+    apart = [frechet(exact.moments, gaussian(other, seed).moments) for seed in range(60)]
+    assert np.mean(floors) == pytest.approx(np.mean(apart), rel=0.15)
+
+
+def test_comparing_sets_needs_what_it_is_asked_for() -> None:
+    known, bare = gaussian(50, 0), sets.FeatureSet(gaussian(50, 1).moments, 50)
+    with pytest.raises(ValueError, match="KID, precision.* need the pictures of the reference"):
+        sets.compare(bare, known, sets.Wanted(kid=True, resamples=0))
+    with pytest.raises(ValueError, match="features of the second set"):
+        sets.compare(known, bare, sets.Wanted())
+    with pytest.raises(ValueError, match="class probabilities"):
+        sets.compare(known, known, sets.Wanted(inception_score=True, resamples=0))
+    assert sets.floor(gaussian(3, 0), gaussian(3, 1)) is None

@@ -55,8 +55,7 @@ VARIANTS = {
     "streaming_llm, unturned": "streaming_llm:budget=12,rotate=False",
     "scissorhands of a share": "scissorhands:budget=0.3,history=16,recent=4",
     "keyformer of a share": "keyformer:budget=0.3",
-    "windowkv, aggregation":
-        "windowkv:budget=16,window=4,size=4,task=aggregation,best=2,group=3,beta=1.5",
+    "windowkv, aggregation": "windowkv:budget=16,window=4,size=4,task=aggregation,best=2,group=3,beta=1.5",
     "prefixkv, table": f"prefixkv:budget=14,sinks=2,shares={SHARES}",
     "prefixkv, official": "prefixkv:budget=14,sinks=2,distance=5,mode=official",
     "d2o, official": "d2o:budget=12,mode=official",
@@ -70,7 +69,7 @@ VARIANTS = {
     "snapkv | kivi": "snapkv:budget=20,window=4|kivi:bits=4,group=4,residual=8",
     "snapkv | minicache": "snapkv:budget=20,window=4|minicache:block=8",
     "snapkv | rotatekv": "snapkv:budget=20,window=4|rotatekv:group=8,recent=8",
-}  # fmt: skip
+}
 LOSSLESS_VARIANTS = {
     "h2o, mean": "h2o:budget=1.0,mean=True,every=3",
     "streaming_llm, unturned": "streaming_llm:budget=1.0,rotate=False",

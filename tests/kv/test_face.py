@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import diffcache
 from diffcache import kv
 from diffcache.cli import app
-from diffcache.errors import AttachError, UnknownMethodError
+from diffcache.errors import AttachError
 from diffcache.kv.recipe import Recipe
 from diffcache.registry import rows_of
 
@@ -30,7 +30,7 @@ def test_every_recipe_and_door_is_there_and_nothing_else() -> None:
         "time_to_live",
         "choose_level",
     }
-    doors |= {"Piece", "chunks_of", "cut", "joined", "lay_out", *rows_of("reuse")}
+    doors |= {"choose", "Piece", "chunks_of", "cut", "joined", "lay_out", *rows_of("reuse")}
     assert set(dir(kv)) == set(kv.__all__) == doors | set(kv.recipe_names())
     for name in kv.__all__:
         assert getattr(kv, name) is not None
@@ -63,35 +63,6 @@ def test_dashes_and_underscores_mean_the_same(name: str) -> None:
             assert diffcache.catalog.method_class(other).name == name
         else:
             assert kv.recipes.catalog.recipe_function(other).__name__ == name  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    ("ask", "message"),
-    [
-        (lambda: diffcache.catalog.make_method("streaming-llm"),
-         "'streaming-llm'; this is 'streaming_llm'. It is a recipe .* diffcache.kv.cache_for"),
-        (lambda: diffcache.catalog.make_method("snapkw"), "did you mean 'snapkv'. It is a"),
-        (lambda: diffcache.wrap(torch.nn.Linear(2, 2), "snapkw"), "did you mean 'snapkv'.$"),
-        (lambda: kv.make_recipe("first_block"), "this is 'first-block'. .* diffcache.wrap"),
-        (lambda: kv.make_recipe("teacach"), "did you mean 'teacache'. It is a method"),
-        (lambda: kv.make_recipe("snapkw"), "unknown recipe 'snapkw'; did you mean 'snapkv'.$"),
-        (lambda: diffcache.wrap(torch.nn.Linear(2, 2), "SnapKV"), "did you mean 'snapkv'.$"),
-        (lambda: kv.make_recipe("StreamingLLM"), "did you mean 'streaming_llm'.$"),
-        (lambda: diffcache.wrap(torch.nn.Linear(2, 2), "ElasticCache"), "mean 'elastic'.$"),
-        (lambda: kv.make_recipe("xyzzy"), "unknown recipe 'xyzzy'; known: streaming_llm, duo"),
-        (lambda: diffcache.cite("xyzzy"), "unknown name 'xyzzy'; `diffcache methods` lists"),
-    ],
-)  # fmt: skip
-def test_unknown_names_say_where_they_belong(ask: Callable[[], Any], message: str) -> None:
-    with pytest.raises(UnknownMethodError, match=message):
-        ask()
-
-
-def test_objects_of_the_other_kind_say_where_they_belong() -> None:
-    with pytest.raises(TypeError, match=r"recipe=TaylorSeer\(.*methods go to diffcache.wrap"):
-        kv.make_recipe(diffcache.TaylorSeer())  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"method=Recipe\(.*go into a language model"):
-        diffcache.catalog.make_method(kv.snapkv())  # type: ignore[arg-type]
 
 
 def test_recipes_are_cited() -> None:

@@ -8,10 +8,7 @@ from torch import Tensor
 
 from diffcache.eval.kv.peer import installed
 from tests.kv.kvpress_oracle import ALL as PRESSES
-from tests.kv.kvpress_presses import (
-    GOLDEN,
-    golden,
-)
+from tests.kv.kvpress_presses import GOLDEN, golden
 
 
 def stored(name: str) -> Tensor:

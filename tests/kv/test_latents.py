@@ -11,15 +11,7 @@ import transformers as hf
 
 from diffcache.errors import AttachError
 from diffcache.eval.workshop.kv import oracle
-from diffcache.kv import (
-    criticalkv,
-    keydiff,
-    kivi,
-    look_m,
-    quest,
-    snapkv,
-    streaming_llm,
-)
+from diffcache.kv import criticalkv, keydiff, kivi, look_m, quest, snapkv, streaming_llm
 from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.life import save as life
 from diffcache.kv.recipe import Recipe
@@ -115,9 +107,3 @@ def test_states_beside_full_attention_go_along(name: str, kind: str) -> None:
     ours, cache, log = oracle.run(model, snapkv(0.4, window=4), ONE, **GREEDY)
     assert cache.store.layers[0].held < cache.get_seq_length()
     same(ours, oracle.expected(model, cache, log, ONE, **GREEDY), 1e-4)
-
-
-def test_windows_drop_slots_themselves_in_stock_mode() -> None:
-    model = zoo("MistralForCausalLM", "mistral")
-    with pytest.raises(AttachError, match="mode='stock': layers with a window .* mode='native'"):
-        cache_for(model, "knorm", mode="stock")

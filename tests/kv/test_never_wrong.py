@@ -12,12 +12,7 @@ import transformers as hf
 from diffcache.errors import AttachError, CacheWarning
 from diffcache.eval.workshop.kv import oracle
 from diffcache.foreign import attention_names
-from diffcache.kv import (
-    kivi,
-    quest,
-    snapkv,
-    streaming_llm,
-)
+from diffcache.kv import kivi, quest, snapkv, streaming_llm
 from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.hf.refresh import recompute
 from diffcache.kv.recipe import Recipe

@@ -19,7 +19,7 @@ TABLES: dict[str, Any] = {
     "scalekv": {"scales": ((1, 1), (2, 2))},
     "rematerialised": {"projections": (Projections(torch.eye(8), torch.eye(8), 1),)},
     "xquant_latent": {"bases": examples.BASES},
-}  # fmt: skip
+}
 
 
 def test_choices_flags_tables_and_objects_are_named_too() -> None:
@@ -65,10 +65,3 @@ def test_budgets_that_leave_nothing_to_choose_are_refused(make: Any, always: str
 def test_numbers_of_numpy_are_numbers() -> None:
     assert kv.snapkv(np.int64(64)) == kv.snapkv(64)
     assert kv.snapkv(np.float64(0.5), window=np.int32(8)) == kv.snapkv(0.5, window=8)
-
-
-def test_what_makes_a_recipe_is_none() -> None:
-    with pytest.raises(TypeError, match=r"recipe=snapkv: .* call it, as in snapkv\(budget=256\)"):
-        kv.make_recipe(kv.snapkv)
-    with pytest.raises(ValueError, match=r"projections=\(\): .*remat_cache_for\(model\)"):
-        kv.rematerialised(())

@@ -39,6 +39,7 @@ from tests.real_models import as_real
 NOT_RUN = {
     "CONTRIBUTING.md": {"kernels <- step": "the order of imports: tests/test_layers.py holds it"},
     "docs/evaluation.md": {"runs/shapes-flux-<hash>/": "files: tests/test_runs.py looks for them"},
+    "docs/predict.md": {"MagCache(threshold=": "what the command above it, which runs, prints"},
 }
 # Commands that take longer than a test may, or need what is not here -> where they are stopped: a
 # function that is called once all that was written has been read.
@@ -61,6 +62,7 @@ SHORT = {
     "diffcache kv --recipe": "--samples 2 --context 65 --facts 8",
     "diffcache kv --model": "--samples 2 --context 64",
     "diffcache kv calibrate": "--samples 2 --context 64",
+    "diffcache kv choose": "--samples 4 --context 64 --recipe snapkv:budget=0.3",
 }
 
 
@@ -163,8 +165,11 @@ def test_what_does_not_run_is_there() -> None:
 # python ------------------------------------------------------------------------------------------
 
 
-# tests/pages/test_contributing.py writes the blocks of CONTRIBUTING.md into files.
-@pytest.mark.parametrize("page", [page for page in PAGES if page != "CONTRIBUTING.md" and any(
+# Pages whose blocks tests/pages/test_contributing.py and tests/test_serving.py write into files.
+FILES = ("CONTRIBUTING.md", "docs/serving.md")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in FILES and any(
     block.language == "python" for block in blocks(page))])  # fmt: skip
 def test_python_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Block after block, in one module."""

@@ -140,10 +140,3 @@ def test_identity_and_switches_are_read_from_the_frames() -> None:
         torch.inf,
         torch.inf,
     ]
-
-
-def test_films_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"films=\[1, 3, 2, 32, 32\]: must be \[B, 3, F, 24, 24\]"):
-        see(torch.zeros(1, 3, 2, 32, 32))
-    with pytest.raises(ValueError, match=r"truth is of \[12, 36\]"):
-        judge(torch.zeros(12, 3, 4, 24, 24), clips_of())

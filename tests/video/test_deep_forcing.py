@@ -159,21 +159,3 @@ def test_a_rollout_is_the_masked_recompute_of_the_tokens_it_kept(
     assert last.shape[2] == 8 * UNIT and not torch.equal(last, read[1][-1][0])
     assert ((last >= 3 * UNIT) & (last < 14 * UNIT)).any()
     check_calls(video.transformer, made[:-1], calls, prompt, read)
-
-
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [
-        ({"budget": 13}, "budget=13: must be at least sinks \\+ recent = 14"),
-        ({"budget": 22}, "at most window=21"),
-    ],
-)
-def test_bad_settings_are_refused(given: dict[str, Any], why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        DeepForcing(**given)
-
-
-def test_a_chunk_longer_than_the_recent_frames_is_refused() -> None:
-    store = small(POLICY)
-    with pytest.raises(ValueError, match="recent=4: a chunk of 5 frames"):
-        chunk(store, POLICY, drawn(5, 1), drawn(5, 2))

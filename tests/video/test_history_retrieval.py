@@ -94,8 +94,3 @@ def test_of_frames_that_were_shown_the_same_ones_are_found_in_every_row(video: C
         made = session.next()
         assert [not torch.equal(made[row], plain[row]) for row in range(2)] == rows
     assert sorted(frames(session)) == [0, *range(9, 18)]
-
-
-def test_a_pool_that_is_smaller_than_its_sinks_is_refused() -> None:
-    with pytest.raises(ValueError, match="pool=2"):
-        HistoryRetrieval(pool=2, sinks=3)

@@ -12,14 +12,7 @@ import torch
 from diffcache.kv.life.save import SavedCacheError, read, write
 from diffcache.pipelines.causal_video import CausalVideo
 from diffcache.pipelines.saved_stream import CACHE, STREAM
-from diffcache.video import (
-    FewSteps,
-    Flush,
-    FullHistory,
-    Recache,
-    Switch,
-    Window,
-)
+from diffcache.video import FewSteps, Flush, FullHistory, Recache, Switch, Window
 from tests.video.cases import POLICIES
 from tests.video.toys import SIZE, rollout, text, wan
 

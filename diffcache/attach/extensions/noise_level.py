@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,31 @@ from diffcache.features.seacache import SceneRule
 from diffcache.step import Scene
 
 SIZES = ("num_frames", "height", "width")  # arguments that speak of a grid
+
+# Denoisers of flow matching by what their timestep is: a number of times the noise level, or of
+# times the signal's weight. As the pipelines of diffusers call them.
+OF_NOISE = {
+    1.0: "Flux Flux2 QwenImage Chroma AuraFlow",
+    1000.0: "Bria SD3 Sana CogView4 HiDreamImage Wan WanAnimate HunyuanVideo LTXVideo LTX2Video "
+    "Kandinsky5 SkyReelsV2",
+}
+OF_SIGNAL = {1.0: "ZImage Lumina2", 1000.0: "Mochi"}
+
+
+def level_at(model: str, timestep: float | None) -> float | None:
+    """Return the noise level, 0 to 1, at a timestep of a denoiser; None where it is not known.
+
+    Args:
+        model: Name of the denoiser's class.
+        timestep: Timestep that it is given.
+    """
+    family = re.sub(r"Transformer(2D|3D|)(Model)?$", "", model)
+    for table, turned in ((OF_NOISE, False), (OF_SIGNAL, True)):
+        for scale, names in table.items():
+            if timestep is not None and family in names.split():
+                level = 1 - timestep / scale if turned else timestep / scale
+                return min(max(level, 0.0), 1.0) if -1e-3 < level < 1.001 else None
+    return None
 
 
 class Scenes(Extension):
@@ -54,7 +80,8 @@ class Scenes(Extension):
     def _weights(self, call: Call) -> tuple[float, float]:
         """Return the weights of signal and noise at a call.
 
-        The scheduler tells them, else the user in `diffcache.run`, else ComfyUI's argument.
+        The scheduler tells them, else the user in `diffcache.run`, else ComfyUI's argument, else
+        the timestep of a denoiser whose timesteps are known.
 
         Raises:
             AttachError: If nobody does.
@@ -72,6 +99,9 @@ class Scenes(Extension):
             sigma = float(told.flatten()[0])
             if 0 <= sigma <= 1:  # of flow matching; others go far beyond
                 return 1 - sigma, sigma
+        level = level_at(self.model, call.step.timestep)
+        if level is not None:
+            return 1 - level, level
         raise AttachError(
             f"{self.model}: the noise level of step {call.step.index} is not known, as no "
             "scheduler was heard of; wrap the pipeline, say it in diffcache.run(model, "

@@ -28,7 +28,7 @@ def split(model: nn.Module, anatomy: Anatomy, parts: Combine) -> tuple[Anatomy, 
     """
     if not anatomy.is_unet:
         return anatomy, replace(parts, site=Site.STACK)
-    if parts.when.probe is not None:
+    if parts.when.waits:
         raise AttachError(
             f"site='deep' with when={parts.when!r}: a gate looks at blocks, and those of a UNet "
             "are split here; use site='stack'"

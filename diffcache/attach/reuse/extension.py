@@ -14,6 +14,7 @@ from diffcache.attach.extension import Extension
 from diffcache.attach.reuse.deep import split
 from diffcache.attach.reuse.frame import FRAME, Frame, Random
 from diffcache.attach.reuse.gated import gated_items
+from diffcache.attach.reuse.layout import work_of
 from diffcache.attach.reuse.learn import learn, verify
 from diffcache.attach.reuse.modulated_probe import Peek
 from diffcache.attach.reuse.output import keep_output, stand_in
@@ -24,7 +25,7 @@ from diffcache.attach.reuse.trace import Trace
 from diffcache.attach.run import Run, Timeline
 from diffcache.attach.signature import writes_cache
 from diffcache.attach.tap import ITEMS
-from diffcache.attach.tree import unshared
+from diffcache.attach.tree import leaves, unshared
 from diffcache.errors import AttachError
 from diffcache.features.combine import Combine, reuse_of
 from diffcache.foreign import splits_inputs
@@ -133,8 +134,8 @@ class FeatureReuse(Extension):
             frame.computes = decision.computes or bool(reason)
         elif reason:
             frame.computes = True
-        if frame.decides and setup.probe is None:
-            frame.decide(None)
+        if frame.decides and not setup.waits:
+            frame.decide(call.sample if setup.probe == "sample" else None)
         if call.branch.signature != call.signature:
             state.layout = setup.layouts.recall(call.signature)
         frame.per_site = bool(setup.own_sites) and not reason
@@ -175,7 +176,7 @@ class FeatureReuse(Extension):
         layout = frame.layout = frame.state.layout
         if layout is None:
             return self._trace(frame)
-        if frame.decides and setup.probe is not None:
+        if frame.decides and setup.waits:
             return gated_items(layout, setup.blocks, setup.probe)
         if frame.computes and frame.per_site:
             skipped = frozenset(site for site in layout.sites if not frame.runs(site))
@@ -251,6 +252,9 @@ class FeatureReuse(Extension):
             )
         if frame.computes:
             frame.state.anchor = frame.step.index
+            when = frame.decision.parts.when
+            if when.reads_output and frame.decides:
+                when.returned(frame.decision.state, frame.step, leaves(out)[0].detach())
         return replaced
 
     def counts(self, call: Call) -> dict[str, tuple[int, int]]:
@@ -264,6 +268,8 @@ class FeatureReuse(Extension):
         if layout is None:
             counts, record.flops = _of_modules(frame, setup.costs.recall(call.signature))
         else:
+            if frame.left_out:
+                frame.mixed, frame.per_site = work_of(layout.costs, frame.left_out), True
             if frame.mixed is not None:
                 work = frame.mixed
             elif frame.computes:

@@ -84,6 +84,7 @@ class Frame:
         mixed: Items to hand out where blocks decide apart, and their work; None elsewhere.
         looked: Whether the gate looked into the first block.
         probe_input: Stream that the lead blocks were given, until the decision fell.
+        left_out: Blocks that were skipped by their own gates.
     """
 
     setup: Setup
@@ -111,6 +112,7 @@ class Frame:
     looked: bool = False
     tally: dict[str, float | None] | None = None
     probe_input: Tensor | None = None
+    left_out: set[tuple[str, int]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.step = self.call.step
@@ -123,7 +125,8 @@ class Frame:
         if not self.per_site or not self.computes:
             return bool(self.computes)
         when = self.decision.parts.when
-        return site not in self.setup.own_sites or when.computes_at(self.step, site)
+        kind = self.setup.kinds.get(site, site)
+        return site not in self.setup.own_sites or when.computes_at(self.step, kind)
 
     def decide(self, probe: Tensor | None) -> None:
         """Take the decision of this step, for all its branches or for this one."""
@@ -139,6 +142,15 @@ class Frame:
         decision.index = self.step.index
         decision.computes = self.computes
         self.call.record.computed = self.computes
+
+    def asks_block(self, block: str, value: Tensor) -> bool:
+        """Return whether a block is skipped by its own input, which is kept where it is not."""
+        decision, forced = self.decision, bool(self.call.record.reason)
+        when, state = decision.parts.when, decision.state
+        if not forced and when.skips_block(state, self.step, block, value):
+            return True
+        when.computed_block(state, block, value)
+        return False
 
     def counted(self, site: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module; the first time, count its operations as those of a site."""

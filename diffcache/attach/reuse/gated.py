@@ -63,6 +63,30 @@ class LateTap(Tap):
         return items[self.key][self.index](*args, **kwargs)
 
 
+class InputTap(LateTap):
+    """A block that decides by its own input whether it runs."""
+
+    __slots__ = ("argument",)
+
+    def __init__(self, module: nn.Module, place: tuple[str, int], argument: Any) -> None:
+        super().__init__(module, *place)
+        self.argument = argument
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer the model's call of the block."""
+        frame = current_frame()
+        layout, key = frame.layout, self.argument
+        assert layout is not None
+        if frame.decision.index != frame.step.index:
+            frame.decide(None)
+        value = kwargs[key] if isinstance(key, str) else args[key]
+        skips = frame.asks_block(f"{self.key}.{self.index}", value)
+        if skips:
+            frame.left_out.add((self.key, self.index))
+        items = layout.skip if skips else layout.compute
+        return items[self.key][self.index](*args, **kwargs)
+
+
 class PeekTap(Tap):
     """A block of a model where something is looked at before any block runs."""
 
@@ -103,6 +127,17 @@ def gated_items(
     if layout.gated is not None:
         return layout.gated
     items: dict[str, list[Any]] = {}
+    if probe == "input":
+        for key in layout.streams:
+            argument = main_stream(layout, key)[0]
+            items[key] = [
+                InputTap(blocks[key][index], (key, index), argument)
+                if isinstance(item, Tap)
+                else item
+                for index, item in enumerate(layout.skip[key])
+            ]
+        layout.gated = items
+        return items
     peeks = probe not in ("residual", "output")
     late = PeekTap if peeks else LateTap
     for key, group in blocks.items():

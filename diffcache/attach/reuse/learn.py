@@ -16,6 +16,7 @@ from diffcache.attach.reuse.rerun import again, leave_loose, reach_of
 from diffcache.attach.reuse.setup import Setup, use_sites
 from diffcache.attach.reuse.trace import Trace
 from diffcache.attach.signature import writes_cache
+from diffcache.attach.tap import Tap
 from diffcache.attach.tree import leaves
 from diffcache.errors import AttachError
 from diffcache.features.combine import Combine
@@ -49,7 +50,6 @@ def learn(frame: Frame, trace: Trace, call: tuple[Any, Any]) -> None:
     frame.layout = layout
     if not keep(frame, layout, trace.calls):
         again(frame, layout.compute, call)
-    when = setup.parts.when
     if setup.peek is not None:
         items = {
             key: [PlainTap(b) if key in layout.streams else UnwatchedTap(b) for b in group]
@@ -58,7 +58,13 @@ def learn(frame: Frame, trace: Trace, call: tuple[Any, Any]) -> None:
         probe = again(frame, items, call, setup.peek.look)
         if frame.decides:
             frame.decide(probe)
-    elif frame.decides and when.probe is not None:
+    elif frame.decides and setup.probe == "input":
+        frame.decide(None)
+        for traced in trace.calls:
+            argument = main_stream(layout, traced.list_key)[0]
+            if isinstance(layout.skip[traced.list_key][traced.index], Tap):
+                frame.asks_block(f"{traced.list_key}.{traced.index}", traced.arguments[argument])
+    elif frame.decides and setup.waits:
         places = {(traced.list_key, traced.index): traced for traced in trace.calls}
         first, last = places[layout.lead_calls[0]], places[layout.lead_calls[-1]]
         argument = main_stream(layout, first.list_key)[0]
@@ -131,7 +137,7 @@ def _way_out(frame: Frame, trace: Trace, seen: tuple[Any, Any]) -> str:
         except Exception:  # whatever it is, this site does not serve
             continue
         serving.append(site)
-    inside = parts.when.probe is None and not parts.lead and not parts.tail
+    inside = not parts.when.waits and not parts.lead and not parts.tail
     if inside and setup.anatomy.supports(Site.MODULE):
         serving.append(Site.MODULE)
     if not serving:

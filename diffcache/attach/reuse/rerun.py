@@ -133,7 +133,7 @@ def reach_of(frame: Frame, trace: Trace, call: tuple[Any, Any]) -> Reach | None:
         AttachError: If a gate would have nothing to look at.
     """
     setup, anatomy = frame.setup, frame.setup.anatomy
-    gated = setup.parts.when.probe is not None
+    gated = setup.waits
     needed = gated or len(setup.blocks) > 1
     sample = leaves(call[1].get(anatomy.sample, call[0][0] if call[0] else None))
     has_values = not any(leaf.is_meta for leaf in sample)

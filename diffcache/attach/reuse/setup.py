@@ -126,9 +126,22 @@ class Setup:
 
     def __post_init__(self) -> None:
         self.instead: Instead = self.parts.instead
-        self.own_sites = frozenset(self.parts.when.sites)
-        self.probe = self.parts.when.probe
+        by_kind = self.parts.when.by_kind
+        self.kinds = kinds_of(self.model, self.anatomy, self.site) if by_kind else {}
+        self.own_sites = frozenset(self.parts.when.sites or self.kinds)
+        self.probe, self.waits = self.parts.when.probe, self.parts.when.waits
         self.is_module = self.site.is_module
+
+
+def kinds_of(model: nn.Module, anatomy: Anatomy, site: Site) -> dict[str, str]:
+    """Return the kinds of attention modules by path: `cross`, `temporal` or `self`."""
+    found = {}
+    for entry in anatomy.modules_at(site):
+        path = f"{entry.parent}.{entry.child}"
+        crosses = getattr(model.get_submodule(path), "is_cross_attention", False)
+        plain = "temporal" if "temporal" in entry.list_key else "self"
+        found[path] = "cross" if crosses else plain
+    return found
 
 
 def can_set(method: Method, name: str) -> bool:

@@ -149,7 +149,7 @@ class Trace:
         looks at the joint one. Where blocks are named, and where the whole model is skipped, they
         count as any other.
         """
-        if parts.site not in (Site.STACK, Site.BLOCK) and parts.when.probe is None:
+        if parts.site not in (Site.STACK, Site.BLOCK) and not parts.when.waits:
             return self.calls
         main = [call for call in self.calls if not call.list_key.endswith("_refiner")]
         if self.reach is None:

@@ -248,14 +248,28 @@ def relative_l1(
         The error over all ranks that share the sample; 0 where both are zero, infinity where only
         the reference is.
     """
-    # sums instead of means: both are over the same numbers
-    both = l1_sums(probe, guess) if relative_to == "forecast" else l1_sums(guess, probe)
-    if ranks is not None:
-        torch.distributed.all_reduce(both, group=ranks)
-    error, scale = both.tolist()
+    pair = (probe, guess) if relative_to == "forecast" else (guess, probe)
+    error, scale = l1_means(*pair, ranks)
     if error == 0:
         return 0.0
     return float(error / scale) if scale else math.inf
+
+
+def l1_means(values: Tensor, reference: Tensor, ranks: Any = None) -> tuple[float, float]:
+    """Return `mean|values - reference|` and `mean|reference|` in float32; waits for the device.
+
+    Args:
+        values: Any shape and float dtype.
+        reference: Same shape.
+        ranks: Process group that shares the sample, None for one process; over several the means
+            are of each one's numbers, added up.
+    """
+    both = l1_sums(values, reference)
+    if ranks is not None:
+        torch.distributed.all_reduce(both, group=ranks)
+    error, scale = both.tolist()
+    count = max(reference.numel(), 1)
+    return error / count, scale / count
 
 
 def steps_of(when: When, total: int) -> tuple[int, ...]:

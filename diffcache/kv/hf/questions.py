@@ -68,9 +68,9 @@ def ask(
         UnknownMethodError: If there is no recipe of that name.
         ValueError: If the context is empty, or a setting is unknown or out of its range.
     """
-    before, after = _around(tokenizer, context)
+    before, after = around(tokenizer, context)
     device = device_of_model(model)
-    ids = _ids(tokenizer, before).to(device)
+    ids = tokens_of(tokenizer, before).to(device)
     if not context or not ids.shape[1]:
         raise ValueError("context='': there is nothing to ask about; give a text")
     cache = cache_for(model, recipe, **settings)
@@ -80,7 +80,7 @@ def ask(
         chosen.setdefault("pad_token_id", tokenizer.pad_token_id)
     answers = []
     for question in [questions] if isinstance(questions, str) else questions:
-        asked = _ids(tokenizer, question + after + answer_prefix).to(device)
+        asked = tokens_of(tokenizer, question + after + answer_prefix).to(device)
         whole = torch.cat([ids, asked], 1)
         out = model.generate(  # type: ignore[operator]
             input_ids=whole, attention_mask=torch.ones_like(whole),
@@ -100,22 +100,38 @@ def read_context(model: nn.Module, tokenizer: Any, cache: KVCache, ids: Tensor) 
         cache: Its cache, empty.
         ids: The context, int64 [1, T].
     """
+    feed(model, cache, ids)
+    compress(model, tokenizer, cache, ids)
+
+
+@torch.no_grad()
+def feed(model: nn.Module, cache: KVCache, ids: Tensor) -> None:
+    """Have a model read tokens, int64 [1, T], of which no more than one logit is made."""
     few = "logits_to_keep" in inspect.signature(model.forward).parameters
     more = {"logits_to_keep": 1} if few else {}  # logits of a long context would fill the memory
+    model(input_ids=ids, **with_cache(model, cache), **more)
+
+
+@torch.no_grad()
+def compress(model: nn.Module, tokenizer: Any, cache: KVCache, ids: Tensor) -> None:
+    """Compress what a cache holds once and for all, as `read_context` does after its context."""
     recipe = cache.store.recipe
-    with torch.no_grad():
-        model(input_ids=ids, **with_cache(model, cache), **more)
-        if recipe.score == Asked():
-            probe = torch.cat([_ids(tokenizer, _REPEAT).to(ids.device), ids], 1)
-            compress_by_probe(cache, lambda fork: model(probe, **with_cache(model, fork), **more))
-        else:
-            cache.settle()
+    if recipe.score == Asked():
+        probe = torch.cat([tokens_of(tokenizer, _REPEAT).to(ids.device), ids], 1)
+        compress_by_probe(cache, lambda fork: feed(model, fork, probe))
+    else:
+        cache.settle()
     if recipe.trigger is not None and not recipe.trigger.decoding:
         cache.store.recipe = replace(recipe, trigger=OnRequest())
 
 
-def _around(tokenizer: Any, context: str) -> tuple[str, str]:
-    """Return the text up to the end of the context, and what comes after a question."""
+def around(tokenizer: Any, context: str) -> tuple[str, str]:
+    """Return the text up to the end of a context, and what comes after a question.
+
+    Args:
+        tokenizer: A tokenizer; with its chat template both are in one message of the user.
+        context: The context.
+    """
     if getattr(tokenizer, "chat_template", None) is None:
         return (getattr(tokenizer, "bos_token", None) or "") + context, "\n"
     mark = "<question>"
@@ -127,6 +143,6 @@ def _around(tokenizer: Any, context: str) -> tuple[str, str]:
     return before, after
 
 
-def _ids(tokenizer: Any, text: str) -> Tensor:
+def tokens_of(tokenizer: Any, text: str) -> Tensor:
     """Return the tokens of a text, int64 [1, n], none added."""
     return torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]]).long()

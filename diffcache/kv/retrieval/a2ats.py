@@ -84,8 +84,7 @@ class KeyCodes(Selecting):
             score.append(torch.einsum("bhgnd,bhcd->bhgnc", q, met))
         by_code = grouped(torch.cat(score, 3), self.group)
         code = ask.summary.slots["code"].long()[:, :, None]
-        return top(by_code.gather(3, code.expand(-1, -1, by_code.shape[2], -1)),
-                   ask.free, ask.room)  # fmt: skip
+        return top(by_code.gather(3, code.expand(-1, -1, by_code.shape[2], -1)), ask.free, ask.room)
 
     def _weight(self, query: Query, layer: KVLayer, heads: int) -> Tensor:
         """Return the covariance of queries as far keys meet them, [B, H, D, D]."""

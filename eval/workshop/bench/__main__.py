@@ -32,9 +32,11 @@ from diffcache.eval.workshop.bench import (
     full_size,
     full_size_decode,
     full_size_dllm,
+    judge,
     kernels,
     kv,
     overhead,
+    telling,
 )
 from diffcache.eval.workshop.bench.models import Shape
 from diffcache.eval.workshop.bench.runner import Bench, tables
@@ -79,6 +81,14 @@ BENCHMARKS: dict[str, Bench] = {
     "full-size-dllm": Bench(
         full_size_dllm.measure, "answers of LLaDA-8B with random weights, with each cache",
         quick={"rounds": 1}, needs_gpu=True,
+    ),
+    "judge": Bench(
+        judge.measure, "whole and broken objects that the judge of the sticker models accepts",
+        quick={"samples": 2}, has_rounds=False,
+    ),
+    "telling": Bench(
+        telling.measure, "caches on sticker-flux at 2 to 8 times, beside fewer steps; half an hour",
+        quick={"samples": 2, "factors": (8,), "picture": None}, has_rounds=False, resumes=True,
     ),
     "ca2-vdm": Bench(
         ca2_vdm.measure,

@@ -47,6 +47,7 @@ from diffcache.eval.workshop.small import (
     chain_llada,
     dit,
     small_unet,
+    sticker_ddim,
     sticker_dit,
     sticker_edits,
     sticker_flux,
@@ -144,14 +145,14 @@ def _of_stickers(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
 def _stickers_of(pipe: Any, texts: list[str], steps: int, seed: int) -> NDArray[np.uint8]:
     if isinstance(pipe, FluxPipeline):
         return draw_stickers(pipe, texts, steps=steps, seed=seed)
-    drawn = draw_pictures(pipe, texts, steps=steps, seed=seed, call=sticker_unet.CALL)
+    drawn = draw_pictures(pipe, texts, steps=steps, seed=seed, call=sticker_ddim.CALL)
     return np.stack([np.asarray(picture) for picture in drawn])
 
 
 def _of_sticker_classes(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
     """Judge pictures of all objects in turn: one whole object of the class and no other."""
     labels = [number % len(OBJECTS) for number in range(samples)]
-    drawn = draw_pictures(pipe, labels, steps=steps, seed=seed, call=sticker_dit.CALL)
+    drawn = draw_pictures(pipe, labels, steps=steps, seed=seed, call=sticker_ddim.CALL)
     texts = [with_article(OBJECTS[label]) for label in labels]
     wrong = read_faults(texts, np.stack([np.asarray(picture) for picture in drawn]))
     return {WHOLE: torch.tensor([not faults for faults in wrong])}
@@ -331,7 +332,7 @@ def _sticker_grid(pipe: Any) -> tuple[str, Image.Image]:
 
 
 def _sticker_classes_grid(pipe: Any) -> tuple[str, Image.Image]:
-    pictures = draw_pictures(pipe, range(len(OBJECTS)), steps=28, seed=0, call=sticker_dit.CALL)
+    pictures = draw_pictures(pipe, range(len(OBJECTS)), steps=28, seed=0, call=sticker_ddim.CALL)
     return "grid.png", draw_grid([[one] for one in pictures], OBJECTS, scale=2, columns=6)
 
 

@@ -11,7 +11,6 @@ rows: 35 classes, the empty one, and 965 rows of zeros between them.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,22 +20,13 @@ from torch import Tensor
 
 from diffcache.pipelines.shipped_models import MODELS
 from diffcache.pipelines.small.scenes import COLORS, SHAPES, Figure, Scene, render, sample_scene
-from diffcache.pipelines.small.shipped import load_pipeline
+from diffcache.pipelines.small.shipped import loader
 
 DIRECTORY = MODELS / "shapes-dit"
 CALL: dict[str, Any] = {"guidance_scale": 3.0}
 EMPTY = 1000
 LABELS = tuple(f"{color} {shape}" for shape in SHAPES for color in COLORS)
-
-
-def load(dtype: torch.dtype = torch.float32, directory: str | Path = DIRECTORY) -> DiTPipeline:
-    """Load the shipped pipeline, with its progress bar off.
-
-    Args:
-        dtype: Dtype of every model in it; the files hold bfloat16.
-        directory: Directory of the saved pipeline.
-    """
-    return load_pipeline(DiTPipeline, directory, dtype)
+load = loader(DiTPipeline, DIRECTORY)
 
 
 def label_of(scene: Scene) -> int:

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import DDIMScheduler
+from diffusers import DDIMScheduler, DiffusionPipeline
 from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 
+from diffcache.eval.workshop.small.export import save_pipeline
 from diffcache.eval.workshop.small.grid import draw_grid
 from diffcache.eval.workshop.small.sticker_autoencoder import CHANNELS, load_autoencoder
 from diffcache.eval.workshop.small.sticker_flux import HELD, decode, keep_latents
@@ -21,6 +22,7 @@ from diffcache.eval.workshop.small.stickers import Scene, draw_scenes
 from diffcache.eval.workshop.small.trainer import Job, Settings, seeded
 
 GUIDANCE = 3.0
+CALL: dict[str, Any] = {"guidance_scale": GUIDANCE}
 LATENT = (CHANNELS, 16, 16)
 _LATER = 1.5  # power of a uniform share: times of little noise come more often than others
 
@@ -148,3 +150,11 @@ class Denoising(Job):
         drawn = self.sample(models, list(self.titles)).numpy()
         cells = [[Image.fromarray(picture)] for picture in drawn]
         return draw_grid(cells, self.titles, scale=2, columns=6)
+
+    @abstractmethod
+    def pipeline(self, models: nn.ModuleDict) -> DiffusionPipeline:
+        """Put the pipeline together."""
+
+    def export(self, models: nn.ModuleDict, directory: Path) -> None:
+        """Save the pipeline in bfloat16."""
+        save_pipeline(self.pipeline(models), directory, CALL)

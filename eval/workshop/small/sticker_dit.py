@@ -3,7 +3,7 @@
 The shipped directory is an ordinary diffusers pipeline that `DiTPipeline.from_pretrained` loads:
 
     pipe = load()
-    picture = pipe(pipe.get_label_ids(["fox"]), **CALL).images[0]
+    picture = pipe(pipe.get_label_ids(["fox"]), guidance_scale=3.0).images[0]
 
 Where the object stands, its size and the ground stay unsaid. `DiTPipeline` has the number of the
 empty class, 1000, in its source, so each block's table has 1001 rows: 24 objects, the empty class,
@@ -13,35 +13,23 @@ and zeros between them.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from diffusers import DiTPipeline, DiTTransformer2DModel
 from torch import Tensor, nn
 
-from diffcache.eval.workshop.small.export import save_pipeline
 from diffcache.eval.workshop.small.sticker_autoencoder import CHANNELS
-from diffcache.eval.workshop.small.sticker_ddim import GUIDANCE, Denoising
+from diffcache.eval.workshop.small.sticker_ddim import Denoising
 from diffcache.eval.workshop.small.sticker_flux import PROMPT_DROPOUT
 from diffcache.eval.workshop.small.stickers import OBJECTS, Scene
 from diffcache.eval.workshop.small.trainer import Settings
 from diffcache.pipelines.shipped_models import MODELS
-from diffcache.pipelines.small.shipped import load_pipeline
+from diffcache.pipelines.small.shipped import loader
 
 DIRECTORY = MODELS / "sticker-dit"
-CALL: dict[str, Any] = {"guidance_scale": GUIDANCE}
 EMPTY = 1000
-
-
-def load(dtype: torch.dtype = torch.float32, directory: str | Path = DIRECTORY) -> DiTPipeline:
-    """Load the shipped pipeline, with its progress bar off.
-
-    Args:
-        dtype: Dtype of every model in it; the files hold bfloat16.
-        directory: Directory of the saved pipeline.
-    """
-    return load_pipeline(DiTPipeline, directory, dtype)
+load = loader(DiTPipeline, DIRECTORY)
 
 
 def build_transformer() -> DiTTransformer2DModel:
@@ -111,7 +99,3 @@ class Dit(Denoising):
         )
         pipe.register_to_config(id2label=names)  # it saves no names by itself
         return pipe
-
-    def export(self, models: nn.ModuleDict, directory: Path) -> None:
-        """Save the pipeline in bfloat16."""
-        save_pipeline(self.pipeline(models), directory, CALL)

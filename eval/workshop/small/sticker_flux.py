@@ -50,7 +50,7 @@ from diffcache.eval.workshop.small.stickers import (
 )
 from diffcache.eval.workshop.small.trainer import Job, Settings, seeded, spread
 from diffcache.pipelines.shipped_models import MODELS
-from diffcache.pipelines.small.shipped import load_pipeline
+from diffcache.pipelines.small.shipped import loader
 
 DIRECTORY = MODELS / "sticker-flux"
 GUIDANCE = 3.0
@@ -66,16 +66,7 @@ HELD = 256
 P = TypeVar("P", bound=DiffusionPipeline)
 _SIDE = 8  # packed tokens across a picture
 _WIDTH = 160
-
-
-def load(dtype: torch.dtype = torch.float32, directory: str | Path = DIRECTORY) -> FluxPipeline:
-    """Load the shipped pipeline, with its progress bar off and 64x64 as its default size.
-
-    Args:
-        dtype: Dtype of every model in it; the files hold bfloat16.
-        directory: Directory of the saved pipeline.
-    """
-    return load_pipeline(FluxPipeline, directory, dtype, side=CALL["height"])
+load = loader(FluxPipeline, DIRECTORY, side=CALL["height"])
 
 
 def build_transformer(text_width: int = 64) -> FluxTransformer2DModel:
@@ -216,6 +207,7 @@ class Flux(Job):
     """
 
     on_gpu = True
+    call = CALL  # of the pipeline
 
     held_texts: list[str]
     held: Tensor  # float32 [N, 64, 48]
@@ -353,4 +345,4 @@ class Flux(Job):
 
     def export(self, models: nn.ModuleDict, directory: Path) -> None:
         """Save the pipeline in bfloat16."""
-        save_pipeline(self.pipeline(models), directory, CALL)
+        save_pipeline(self.pipeline(models), directory, self.call)

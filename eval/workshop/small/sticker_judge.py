@@ -1,14 +1,16 @@
 """The judge of the sticker models: the objects of a picture, their places, and if they are whole.
 
 A small convolutional network finds objects and their pose, and tells the ground. Each object is
-then drawn again in the pose that was found and compared with the picture, so that one that is
-broken, or of wrong colors, does not count.
+then drawn again in the pose that fits best and compared with the picture part by part, so that one
+that is broken, or of wrong colors, does not count. `python -m diffcache.eval.workshop.bench judge`
+measures how many whole and broken objects it accepts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from diffcache.eval.workshop.small.sticker_autoencoder import (
 from diffcache.eval.workshop.small.stickers import (
     GROUNDS,
     OBJECTS,
+    SIDE,
     Scene,
     Sticker,
     caption,
@@ -40,11 +43,15 @@ from diffcache.eval.workshop.small.trainer import Job, Settings
 from diffcache.pipelines.shipped_models import MODELS
 
 DIRECTORY = MODELS / "sticker-judge"
-LEAST_LIKENESS = 0.84  # a few butterflies fall below it after the autoencoder; see `likeness`
+LEAST_LIKENESS = 0.7  # see `likeness`
 _CELL = 4
 _GRID = 16
 _POSE = 6  # place in the cell (2), size, sine and cosine of the tilt, mirrored
 _LARGEST = 46.0
+_SMALLEST = 18
+_SHIFT = 2
+_FLOOR = 0.05  # of errors in a logarithm
+_BETTER = 0.15  # weight of how much better the ground explains a part
 _GROUND_NAMES = tuple(GROUNDS)
 
 
@@ -127,9 +134,10 @@ def read(judge: Judge, pictures: NDArray[np.uint8]) -> list[Reading]:
                 _sticker(OBJECTS[kind], poses[index, :, row, column], row, column)
                 for kind, row, column in found
             ]
-            fitted = [fit(guess, picture) for guess in guesses]
-            whole = tuple(s for s, value in fitted if value >= LEAST_LIKENESS)
-            broken = tuple(s.name for s, value in fitted if value < LEAST_LIKENESS)
+            fitted = [fit(guess, picture)[0] for guess in guesses]
+            likes = [likeness(sticker, picture) >= LEAST_LIKENESS for sticker in fitted]
+            whole = tuple(s for s, like in zip(fitted, likes, strict=True) if like)
+            broken = tuple(s.name for s, like in zip(fitted, likes, strict=True) if not like)
             ground = _GROUND_NAMES[int(grounds[index].argmax())]
             readings.append(Reading(whole, broken, ground))
     return readings
@@ -148,11 +156,10 @@ def _sticker(name: str, pose: Tensor, row: int, column: int) -> Sticker:
     )
 
 
-def likeness(sticker: Sticker, picture: NDArray[np.uint8]) -> float:
-    """Return how much a picture looks like an object in a pose: 1 is the same but for light.
+def correlation(sticker: Sticker, picture: NDArray[np.uint8]) -> float:
+    """Return the correlation of colors with those of an object in a pose, -1 to 1.
 
-    It is the correlation of all color values over the pixels that the drawing covers, dimensionless
-    and -1 to 1, so that a part of an object that is missing, moved or of another color lowers it.
+    It is over all color values of the pixels that the drawing covers, so light does not matter.
 
     Args:
         sticker: Object in a pose.
@@ -169,33 +176,110 @@ def likeness(sticker: Sticker, picture: NDArray[np.uint8]) -> float:
     return float(drawn @ shown / scale) if scale > 0 else 0.0
 
 
+def likeness(sticker: Sticker, picture: NDArray[np.uint8]) -> float:
+    """Return how much the least like part of a picture looks like an object in a pose.
+
+    Parts are overlapping squares of about a third of the object's size. Each may be two pixels off
+    its place, and colors may be brighter or paler in all, so that what is blurred or bent a little
+    is still like its drawing. The error of a part is the mean square of color differences over the
+    variance of the object's colors; the more the ground around explains a part better than the
+    drawing does, the more it counts as missing.
+
+    Args:
+        sticker: Object in the pose that fits best.
+        picture: Picture, uint8 [64, 64, 3].
+
+    Returns:
+        1 less the error of the worst part, dimensionless, above 1 where the ground is far from all
+        parts; -inf where hardly any of it is shown.
+    """
+    color, cover = layer(sticker)
+    inside = (cover > 0.6).astype(np.float64)
+    if inside.sum() < 20:
+        return -np.inf
+    shown = _blur(picture.transpose(2, 0, 1).astype(np.float64), 0.7)
+    drawn = _blur(color.transpose(2, 0, 1) * cover, 0.7) / np.maximum(_blur(cover, 0.7), 1e-3)
+    off, mean = drawn - drawn[:, inside > 0].mean(), shown[:, inside > 0].mean()
+    spread = (off**2 * inside).sum()
+    gain = np.clip((off * (shown - mean) * inside).sum() / max(spread, 1e-9), 0.5, 1.3)
+    variance = gain**2 * spread / (3 * inside.sum())
+    far = (_square(4) @ (cover > 0.3) @ _square(4) == 0).astype(np.float64)
+    ground = _blur(shown * far, 4) / np.maximum(_blur(far, 4), 1e-6)
+    padded = np.pad(shown, ((0, 0), (_SHIFT, _SHIFT), (_SHIFT, _SHIFT)), mode="edge")
+    guesses = [padded[:, y : y + SIDE, x : x + SIDE] for y, x in _SHIFTS]
+    errors = [((guess - mean - gain * off) ** 2).mean(0) for guess in guesses]
+    errors.append(((shown - ground) ** 2).mean(0))
+    square = _square(round(0.15 * sticker.size))
+    area = square @ inside @ square
+    parts = area >= 0.45 * min(square[SIDE // 2].sum() ** 2, inside.sum())
+    sums = (square @ (np.stack(errors) * inside) @ square)[:, parts] / area[parts] / variance
+    error, of_ground = sums[:-1].min(0), sums[-1]
+    better = np.log((error + _FLOOR) / (of_ground + _FLOOR))
+    return float(1 - (error + _BETTER * better).max())
+
+
+_SHIFTS = [
+    (_SHIFT + y, _SHIFT + x)
+    for y in range(-_SHIFT, _SHIFT + 1)
+    for x in range(-_SHIFT, _SHIFT + 1)
+    if x * x + y * y <= _SHIFT**2 + 1
+]
+
+
+def _blur(values: NDArray[np.float64], sigma: float) -> NDArray[np.float64]:
+    weights = _bell(sigma)
+    return np.asarray(weights @ values @ weights.T)
+
+
+@cache
+def _bell(sigma: float) -> NDArray[np.float64]:
+    """Return the matrix that blurs along an axis, [64, 64]."""
+    weights = np.exp(-0.5 * (_APART / sigma) ** 2)
+    return np.asarray(weights / weights.sum(1, keepdims=True))
+
+
+@cache
+def _square(reach: int) -> NDArray[np.float64]:
+    """Return the matrix that sums along an axis as far as `reach` pixels to both sides."""
+    return (np.abs(_APART) <= reach).astype(np.float64)
+
+
+_APART = np.subtract.outer(np.arange(SIDE), np.arange(SIDE))
+
+
 def fit(sticker: Sticker, picture: NDArray[np.uint8]) -> tuple[Sticker, float]:
-    """Move an object step by step to where it looks most like a picture.
+    """Move an object step by step to where its colors correlate most with a picture's.
+
+    Its size stays within a fifth of what it was and at least as large as objects are drawn, as a
+    small drawing fits into a fragment of many a large one.
 
     Args:
         sticker: Object in about the pose that it is shown in.
         picture: Picture, uint8 [64, 64, 3].
 
     Returns:
-        The object in the best pose found, and its likeness there, dimensionless.
+        The object in the best pose found, and its correlation there, dimensionless.
     """
+    least, most = max(_SMALLEST, round(0.8 * sticker.size)), round(1.2 * sticker.size)
+    sticker = replace(sticker, size=max(sticker.size, least))
     poses = [sticker, replace(sticker, mirrored=not sticker.mirrored)]
-    values = [likeness(pose, picture) for pose in poses]
+    values = [correlation(pose, picture) for pose in poses]
     best, value = max(zip(poses, values, strict=True), key=lambda one: one[1])
     for reach in (2.0, 1.0, 0.5):
         for _ in range(5):
             tries = [
                 replace(
-                    best, x=best.x + dx, y=best.y + dy, size=best.size + grow, tilt=best.tilt + turn
+                    best, x=best.x + dx, y=best.y + dy, tilt=best.tilt + turn,
+                    size=int(np.clip(best.size + grow, least, max(least, most))),
                 )
                 for dx, dy, grow, turn in _MOVES
                 * np.array([reach, reach, max(1, round(reach)), 6 * reach])
-            ]
-            values = [likeness(replace(t, size=int(t.size)), picture) for t in tries]
+            ]  # fmt: skip
+            values = [correlation(one, picture) for one in tries]
             place = int(np.argmax(values))
             if values[place] <= value:
                 break
-            best, value = replace(tries[place], size=int(tries[place].size)), values[place]
+            best, value = tries[place], values[place]
     return best, value
 
 

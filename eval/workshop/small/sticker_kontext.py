@@ -19,7 +19,6 @@ from diffusers import FluxKontextPipeline
 from PIL import Image
 from torch import Tensor, nn
 
-from diffcache.eval.workshop.small.export import save_pipeline
 from diffcache.eval.workshop.small.grid import draw_grid
 from diffcache.eval.workshop.small.sticker_edits import draw_edits, edit_words
 from diffcache.eval.workshop.small.sticker_flux import CALL as FLUX_CALL
@@ -35,7 +34,7 @@ from diffcache.eval.workshop.small.sticker_text import Encoder, learn_words
 from diffcache.eval.workshop.small.stickers import render
 from diffcache.eval.workshop.small.trainer import Settings
 from diffcache.pipelines.shipped_models import MODELS
-from diffcache.pipelines.small.shipped import load_pipeline
+from diffcache.pipelines.small.shipped import loader
 
 DIRECTORY = MODELS / "sticker-kontext"
 GUIDANCE = 2.0
@@ -45,18 +44,7 @@ CALL: dict[str, Any] = FLUX_CALL | {
     "true_cfg_scale": GUIDANCE,
 }
 SHOWN = 24
-
-
-def load(
-    dtype: torch.dtype = torch.float32, directory: str | Path = DIRECTORY
-) -> FluxKontextPipeline:
-    """Load the shipped pipeline, with its progress bar off and 64x64 as its default size.
-
-    Args:
-        dtype: Dtype of every model in it; the files hold bfloat16.
-        directory: Directory of the saved pipeline.
-    """
-    return load_pipeline(FluxKontextPipeline, directory, dtype, side=CALL["height"])
+load = loader(FluxKontextPipeline, DIRECTORY, side=CALL["height"])
 
 
 class Kontext(Flux):
@@ -66,6 +54,8 @@ class Kontext(Flux):
     those of the noise, with 1 instead of 0 as the first of their position ids. Its instruction is
     left out at times, never its picture.
     """
+
+    call = CALL
 
     def __init__(self, settings: Settings, folder: Path) -> None:
         super().__init__(settings, folder)
@@ -122,7 +112,3 @@ class Kontext(Flux):
     def pipeline(self, models: nn.ModuleDict) -> FluxKontextPipeline:
         """Put the pipeline together."""
         return build_pipeline(self.autoencoder, models, self.encoder, FluxKontextPipeline)
-
-    def export(self, models: nn.ModuleDict, directory: Path) -> None:
-        """Save the pipeline in bfloat16."""
-        save_pipeline(self.pipeline(models), directory, CALL)

@@ -3,45 +3,30 @@
 The shipped directory is an ordinary diffusers pipeline that loads with plain `from_pretrained`:
 
     pipe = load()
-    picture = pipe("a fox left of an owl on grass", **CALL).images[0]
+    picture = pipe("a fox left of an owl on grass", guidance_scale=3.0).images[0]
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import torch
 from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 from torch import Tensor, nn
 
-from diffcache.eval.workshop.small.export import save_pipeline
 from diffcache.eval.workshop.small.sticker_autoencoder import CHANNELS
-from diffcache.eval.workshop.small.sticker_ddim import GUIDANCE, Denoising
+from diffcache.eval.workshop.small.sticker_ddim import Denoising
 from diffcache.eval.workshop.small.sticker_flux import retell
 from diffcache.eval.workshop.small.sticker_text import Encoder, load_text
 from diffcache.eval.workshop.small.stickers import Scene, held_out_captions
 from diffcache.eval.workshop.small.text_encoders import TEXT_WIDTH
 from diffcache.eval.workshop.small.trainer import Settings
 from diffcache.pipelines.shipped_models import MODELS
-from diffcache.pipelines.small.shipped import load_pipeline
+from diffcache.pipelines.small.shipped import loader
 
 DIRECTORY = MODELS / "sticker-unet"
-CALL: dict[str, Any] = {"guidance_scale": GUIDANCE}
 _WIDTHS = (64, 96, 112)
-
-
-def load(
-    dtype: torch.dtype = torch.float32, directory: str | Path = DIRECTORY
-) -> StableDiffusionPipeline:
-    """Load the shipped pipeline, with its progress bar off.
-
-    Args:
-        dtype: Dtype of every model in it; the files hold bfloat16.
-        directory: Directory of the saved pipeline.
-    """
-    return load_pipeline(StableDiffusionPipeline, directory, dtype)
+load = loader(StableDiffusionPipeline, DIRECTORY)
 
 
 def build_unet() -> UNet2DConditionModel:
@@ -107,7 +92,3 @@ class Unet(Denoising):
             requires_safety_checker=False,
             **dict(models.items()),
         )
-
-    def export(self, models: nn.ModuleDict, directory: Path) -> None:
-        """Save the pipeline in bfloat16."""
-        save_pipeline(self.pipeline(models), directory, CALL)

@@ -29,7 +29,7 @@ from diffcache.eval.workshop.small.sticker_films import Film, sample_film
 from diffcache.eval.workshop.small.sticker_video_autoencoder import TIMES
 from diffcache.eval.workshop.small.trainer import Settings, seeded
 from diffcache.pipelines.shipped_models import MODELS
-from diffcache.pipelines.small.shipped import load_pipeline
+from diffcache.pipelines.small.shipped import loader
 
 DIRECTORY = MODELS / "sticker-wan"
 FRAMES = 17
@@ -46,16 +46,7 @@ CALL: dict[str, Any] = {
 PROMPT_DROPOUT = 0.1
 HELD = 128
 _LATENTS = (FRAMES - 1) // TIMES + 1
-
-
-def load(dtype: torch.dtype = torch.float32, directory: str | Path = DIRECTORY) -> WanPipeline:
-    """Load the shipped pipeline with its progress bar off.
-
-    Args:
-        dtype: Dtype of every model in it; the files hold bfloat16.
-        directory: Directory of the saved pipeline.
-    """
-    return load_pipeline(WanPipeline, directory, dtype)
+load = loader(WanPipeline, DIRECTORY)
 
 
 def draw_films(count: int, seed: int, *, held: bool = False) -> list[Film]:

@@ -24,7 +24,7 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import lru_cache
@@ -630,14 +630,24 @@ def record(run: Training, name: str, command: str) -> dict[str, Any]:
     }
 
 
-def load_job(name: str, folder: Path) -> Job:
+def load_job(name: str, folder: Path, changes: Iterable[str] = ()) -> Job:
     """Build a training from its settings.
 
     Args:
         name: One of `JOBS`.
         folder: Folder of the run, with the checkpoints of the trainings that it builds on.
+        changes: Settings for this run alone, such as "batch=64".
+
+    Raises:
+        ValueError: If a change names no number among the settings, or gives none.
     """
     settings = read_settings(name)
+    for change in changes:
+        key, _, value = change.partition("=")
+        kind = type(getattr(settings, key, None))
+        if kind not in (int, float):
+            raise ValueError(f"--set {change}: {key!r} is no number among the settings")
+        settings = replace(settings, **{key: kind(value)})
     module, _, member = JOBS[name][0].partition(":")
     made: Job = getattr(import_module(f"diffcache.eval.workshop.small.{module}"), member)(
         settings, folder
@@ -657,6 +667,8 @@ def main(arguments: list[str] | None = None) -> None:
     )
     parser.add_argument("--precision", choices=("auto", *PRECISIONS), default="auto")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
+                        help="a number among the settings, such as batch=64")  # fmt: skip
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--workers", type=int, default=0, help="processes that draw examples")
     parser.add_argument("--no-pictures", action="store_true", help="draw none to look at")
@@ -675,7 +687,7 @@ def main(arguments: list[str] | None = None) -> None:
     if chosen.fit and math.isinf(chosen.minutes):
         parser.error("--fit needs --minutes")
     chosen.out.mkdir(parents=True, exist_ok=True)
-    job = load_job(chosen.model, chosen.out)
+    job = load_job(chosen.model, chosen.out, chosen.set)
     if chosen.device == "cuda" and not job.on_gpu:
         parser.error(f"{chosen.model} trains on the CPU alone; leave out --device")
     if not chosen.export:

@@ -1,9 +1,16 @@
-"""Configurations of all kernels, as their launches make them at sizes of real models."""
+"""Launches of all kernels at sizes of real models: what the library launches on tensors without memory."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pytest
 import torch
-from triton.runtime.jit import MockTensor
+from torch import Tensor, bfloat16, float16, float32, float64, int8, int32, int64, uint8
+from triton.runtime.jit import JITFunction, MockTensor
 
 from diffcache.kernels.gpu import (
     coded,
@@ -20,345 +27,207 @@ from diffcache.kernels.gpu import (
     rows,
 )
 from diffcache.kernels.rows import WIDEST
-from tests.kernels.compiled.machine import Launch
 
-HALF, WIDE, GRID = (MockTensor(kind) for kind in (torch.bfloat16, torch.float32, torch.float16))
-BYTES, CODES, UNITS, WHOLE, LONG = (
-    MockTensor(kind) for kind in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-)
-
-CODED_PAIRS, CODED_GROUPS, CODED_SLOTS, CODED_SIZE = 8, 4, 32768, 128
+# Which instruction multiplies matrices, by architecture.
+CODED = {80: "HMMA", 90: "HMMA"}
+FEW = {**CODED, 100: "HMMA"}  # 16 rows
+MANY = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}  # 64 rows
+WHOLE = {80: "IMMA", 90: "IGMMA", 100: "UTC"}
 CODED_TEXTS = {8: coded.EIGHT, 4: coded.FOUR, 2: coded.TWO}
+SLOTS, HEADS, QUERIES = 32768, 8, 32
 
 
-def coded_launches() -> list[Launch]:
-    """Return configurations of the kernels that attend to coded keys and values.
+@dataclass
+class Launch:
+    """One configuration of a kernel that is launched.
 
-    A thread of one warp takes `block * size / 16` codes in an iteration: 512 of 4 bits in groups
-    of 128, at 2.1 instructions each.
+    Attributes:
+        name: For the id of a test: of the call, and of the kernel where it is not the first.
+        kernel: The kernel.
+        args: Its arguments.
+        options: Constants and settings of the launch.
+        products: Which instruction multiplies matrices, by architecture; none by default.
+        wide: Whether loads have to be of 16 bytes or asynchronous.
+        text: Pattern of what has to stand in the PTX.
     """
-    found = []
+
+    name: str
+    kernel: Any
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    products: dict[int, str] = field(default_factory=dict)
+    wide: bool = True
+    text: str = ""
+
+
+def t(dtype: torch.dtype, *shape: int) -> Tensor:
+    """Return a tensor without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+Call = tuple[str, Callable[[], Any], dict[str, Any]]  # and what holds of its first kernel
+
+
+def attentions() -> Iterator[Call]:
+    """Yield calls of attention to codes, of a few queries, of masses, and of merged parts."""
     for bits, group, size, dtype in (
-        (4, 128, 128, torch.bfloat16), (2, 32, 128, torch.bfloat16),
-        (8, 32, 128, torch.bfloat16), (4, 64, 256, torch.float16),
-        (2, 32, 128, torch.float32),
+        (4, 128, 128, bfloat16), (2, 32, 128, bfloat16), (8, 32, 128, bfloat16),
+        (4, 64, 256, float16), (2, 32, 128, float32),
     ):  # fmt: skip
-        block = coded.block_of(group, size * bits // 8, dtype)
-        _, chunk = coded.split(CODED_SLOTS, CODED_PAIRS, block)
-        shift = -(2**bits - 1) / 2
-        text = str(CODED_TEXTS[bits].value).split(";")[2].split(",")[-1]  # a mask of codes
-        found.append(
-            Launch(
-                f"attn_decode_kivi-{bits}-{group}-{size}-{dtype}", coded.part_kernel,
-                (WIDE, WIDE, MockTensor(dtype), UNITS, GRID, UNITS, GRID, 0.088, CODED_SLOTS, CODED_SLOTS,
-                 chunk, shift, shift),
-                {"EACH": group, "COLUMNS": size // group, "GROUPS": CODED_GROUPS, "QUERIES": CODED_GROUPS,
-                 "SIZE": size, "WIDE": size, "KEY_BITS": bits, "VALUE_BITS": bits, "KEY_PARTS": 2,
-                 "VALUE_PARTS": 2, "WORK": coded.work(dtype), "BLOCK": block, "ASM": True,
-                 "num_warps": coded.warps_of(size // group * CODED_GROUPS * size, dtype)},
-                products={} if dtype == torch.float32 else {80: "HMMA", 90: "HMMA"},
-                text=rf"and\.b32 .*,{text};",
-            )
-        )  # fmt: skip
-    merged = {"GROUPS": CODED_GROUPS, "WIDE": CODED_SIZE, "PARTS": coded.MOST_PARTS, "num_warps": 8}
-    found.append(
-        Launch("attn_decode_kivi-merge", coded.merge_kernel, (WIDE, WIDE, WIDE, WIDE, 64), merged)
-    )
-    return found
-
-
-def codes_launches() -> list[Launch]:
-    """Return configurations of the kernel that rounds to codes."""
-    found = [
-        Launch(f"int8_codes-{width}", codes.codes_kernel,
-               (CODES, HALF, HALF, HALF, 4608 * width, codes.COLUMNS, 0.25, 128.0),
-               {"BITS": 8, "PER_ROW": False} | codes.tile(codes.COLUMNS))
-        for width in (3072, 15360)
-    ]  # fmt: skip
-    return found + [
-        Launch(f"int8_codes-rows-{width}", codes.codes_kernel,
-               (CODES, WIDE, WIDE, MockTensor(torch.int32), 3072 * width, width, 1.0, 0.0),
-               {"BITS": 8, "PER_ROW": True} | codes.tile(width))
-        for width in (64, 3072)
-    ]  # fmt: skip
-
-
-DECODE_FEW = {80: "HMMA", 90: "HMMA", 100: "HMMA"}  # 16 rows
-DECODE_MANY = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}  # 64 rows
-
-
-def decode_launches() -> list[Launch]:
-    """Return configurations of the kernels of attention of a few queries."""
-    log, number = MockTensor(torch.float32), MockTensor(torch.int32)
-    found = []
-    for dtype, size, groups, count, extra in (
-        (torch.bfloat16, 128, 4, 1, False), (torch.bfloat16, 128, 4, 16, True),
-        (torch.float32, 128, 4, 1, True),
+        # A thread of one warp takes `block * size / 16` codes in an iteration: 512 of 4 bits in
+        # groups of 128, at 2.1 instructions each.
+        held, shift = t(uint8, 1, HEADS, SLOTS, size * bits // 8), -(2**bits - 1) / 2
+        grids = (
+            t(float16, 1, HEADS, SLOTS // group, 2, size),
+            t(float16, 1, HEADS, SLOTS, 2, size // group),
+        )
+        given = t(dtype, 1, QUERIES, size), held, grids[0], held, grids[1]
+        numbers = 0.088, bits, bits, group, group, shift, shift
+        mask = str(CODED_TEXTS[bits].value).split(";")[2].split(",")[-1]  # of codes
+        yield (
+            f"attn_decode_kivi-{bits}-{group}-{size}-{dtype}",
+            partial(coded.attn_decode_kivi, *given, *numbers),
+            {"products": {} if dtype == float32 else CODED, "text": rf"and\.b32 .*,{mask};"},
+        )
+    for dtype, size, count, extra in (
+        (bfloat16, 128, 1, False), (bfloat16, 128, 16, True), (float32, 128, 1, True),
+        (bfloat16, 256, 1, False),
     ):  # fmt: skip
-        data = MockTensor(dtype)
-        row = 32768 * size
-        numbers = 0.5, *[8 * row, row, size] * 3, 8 * 4096, 4096, 8, count, 32768, 40960, 4096, 1024
-        options = dict.fromkeys(("SLOTS", "CAUSAL", "WINDOW"), extra) | {
-            "GROUPS": groups, "SIZE": size, "WIDTH": size, "VSIZE": size, "VWIDTH": size,
-            **decode.tiles(dtype, size, groups * count),
-        }  # fmt: skip
-        found.append(
-            Launch(
-                f"attn_decode-{dtype}-{size}-{count}-{extra}", decode.decode_kernel,
-                (log, log, data, data, data, number, *numbers), options,
-                {} if dtype == torch.float32 else DECODE_FEW if groups * count <= 16 else DECODE_MANY,
-            )
-        )  # fmt: skip
-    found.append(
-        Launch(
-            "combine-64-256", decode.combine_kernel,
-            (MockTensor(torch.bfloat16), log, log, log, 32, decode.SHARES),
-            {"SHARES": decode.SHARES, "SIZE": 256, "WIDTH": 256, "num_warps": 4},
+        q, k = (
+            t(dtype, 1, QUERIES, count, size),
+            t(dtype, 1, HEADS, 40960 if extra else SLOTS, size),
         )
-    )  # fmt: skip
-    return found
-
-
-def distance_launches() -> list[Launch]:
-    """Return configurations of the kernels of distances."""
-    return [
-        Launch(f"l1_sums-{name}", distance.parts_kernel,
-               (WIDE, given, given, size, blocks, parts), distance.DEFAULT)
-        for name, given, size, blocks, parts in (
-            ("bfloat16", HALF, 4608 * 3072, 7, 988), ("float32", WIDE, 4608 * 3072, 7, 988),
-            ("short", HALF, 4608 * 64, 1, 144),
+        more = (t(int32, 1, HEADS, SLOTS), 4096, 1024) if extra else (None, None, 0)
+        products = {} if dtype == float32 else FEW if count == 1 else MANY
+        yield (
+            f"attn_decode-{dtype}-{size}-{count}-{extra}",
+            partial(decode.attn_decode, q, k, k, 0.5, *more),
+            {"products": products},
         )
-    ] + [
-        Launch("l1_sums-total", distance.total_kernel, (WIDE, WIDE, 988),
-               {"MOST": distance.MOST, "num_warps": distance.WARPS}, wide=False)
-    ]  # fmt: skip
-
-
-def forecast_launches() -> list[Launch]:
-    """Return configurations of the kernels of forecasts."""
-    size = 4608 * 3072
-    found = [
-        Launch(
-            f"weighted_sum-{count}-{extra}", forecast.sum_kernel,
-            (*[HALF] * 8, size, 1.0, 3.0, 4.5, 4.5, 3.0),
-            {"COUNT": count, "BASE": extra, "GATE": extra, **forecast.DEFAULT},
-        )
-        for count, extra in ((1, True), (3, False), (3, True), (5, True))
-    ]  # fmt: skip
-    found += [
-        Launch(
-            f"finite_differences-{count}", forecast.differences_kernel,
-            (*[HALF] * 9, size, 0.2, 0.2, 0.2, 0.2), {"COUNT": count, **forecast.DEFAULT},
-        )
-        for count in (1, 2, 4)
-    ]  # fmt: skip
-    return found
-
-
-def linear_launches() -> list[Launch]:
-    """Return configurations of the kernel of products of codes."""
-    return [
-        Launch(
-            f"linear_of_codes-{height}", linear.linear_kernel,
-            (HALF, CODES, CODES, WHOLE, WHOLE, WIDE, WIDE, height, 12288, 3072, 9),
-            linear.tile(height),
-            products={80: "IMMA", 90: "IGMMA", 100: "UTC"} if height >= 64 else {},
-        )
-        for height in (4608, 64, 16)
-    ]  # fmt: skip
-
-
-MASS_PRODUCTS = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
-
-
-def mass_launches() -> list[Launch]:
-    """Return configurations of the kernels of log-sum-exps and of masses of attention."""
-    log = MockTensor(torch.float32)
-    found = []
     for dtype, size, groups, causal in (
-        (torch.bfloat16, 128, 1, False), (torch.bfloat16, 128, 4, True),
-        (torch.bfloat16, 256, 2, True), (torch.float32, 128, 4, True),
+        (bfloat16, 128, 1, False), (bfloat16, 128, 4, True), (bfloat16, 256, 2, True),
+        (float32, 128, 4, True),
     ):  # fmt: skip
-        data = MockTensor(dtype)
-        row = 4608 * size
-        numbers = 0.5, 3, 8 * row, row, size, 8 * row, row, size, 8, 4608, 4608
-        options = {
-            "CAUSAL": causal, "GROUPS": groups, "SIZE": size, "WIDTH": size,
-            **mass.tiles(dtype, size),
-        }  # fmt: skip
-        products = {} if dtype == torch.float32 else MASS_PRODUCTS
+        q, k = t(dtype, 1, HEADS * groups, 4608, size), t(dtype, 1, HEADS, 4608, size)
+        log, offset = t(float32, *q.shape[:3]), 3 if causal else None
+        products = {} if dtype == float32 else MANY
         name = f"{dtype}-{size}-{groups}-{causal}"
-        found += [
-            Launch(f"attn_lse-{name}", mass.lse_kernel, (log, data, data, *numbers), options,
-                   products),
-            Launch(f"attn_mass-{name}", mass.mass_kernel, (log, data, data, log, *numbers), options,
-                   products),
-        ]  # fmt: skip
-    return found
-
-
-def merge_launches() -> list[Launch]:
-    """Return configurations of the kernel that merges parts of attention."""
-    wide = MockTensor(torch.float32)
-    found = []
+        yield (
+            f"attn_lse-{name}",
+            partial(mass.attn_lse, q, k, 0.5, offset),
+            {"products": products},
+        )
+        yield (
+            f"attn_mass-{name}",
+            partial(mass.attn_mass, q, k, log, 0.5, offset),
+            {"products": products},
+        )
     for parts, size, dtype in (
-        (2, 128, torch.bfloat16), (2, 128, torch.float32), (3, 64, torch.float32),
-        (8, 128, torch.float32), (8, 256, torch.float32),
+        (2, 128, bfloat16), (2, 128, float32), (3, 64, float32), (8, 128, float32), (8, 256, float32)
     ):  # fmt: skip
-        rows = merge.BLOCK // size
-        found.append(
-            Launch(
-                f"lse_merge-{parts}-{size}-{dtype}", merge.merge_kernel,
-                (wide, wide, *[MockTensor(dtype)] * 8, *[wide] * 8, 24 * 4608),
-                {"PARTS": parts, "SIZE": size, "ROWS": rows, "WIDTH": size,
-                 "num_warps": merge.WARPS},
-            )
-        )  # fmt: skip
-    return found
+        outs, logs = [t(dtype, 24, 4608, size)] * parts, [t(float32, 24, 4608)] * parts
+        yield f"lse_merge-{parts}-{size}-{dtype}", partial(merge.lse_merge, outs, logs), {}
 
 
-MOVE_SLOTS = 32768
+def features() -> Iterator[Call]:
+    """Yield calls on features and their codes: rounding, distances, forecasts, products, rows."""
+    for width in (3072, 15360):
+        x = t(bfloat16, 4608, width)
+        yield f"int8_codes-{width}", partial(codes.int8_codes, x, 4.0, 128, None, None, 8), {}
+    for width in (64, 3072):
+        x, each = t(float32, 3072, width), (t(float32, 3072, 1), t(int32, 3072, 1))
+        yield f"int8_codes-rows-{width}", partial(codes.int8_codes, x, 1.0, 0, *each, 8), {}
+    for name, x in (
+        ("bfloat16", t(bfloat16, 4608, 3072)), ("float32", t(float32, 4608, 3072)),
+        ("short", t(bfloat16, 4608, 64)),
+    ):  # fmt: skip
+        yield f"l1_sums-{name}", partial(distance.l1_sums, x, x), {}
+    x, weights = t(bfloat16, 4608, 3072), [1.0, 3.0, 4.5, 4.5, 3.0]
+    for count, extra in ((1, True), (3, False), (3, True), (5, True)):
+        given = [x] * count, weights[:count], *[x if extra else None] * 2
+        yield f"weighted_sum-{count}-{extra}", partial(forecast.weighted_sum, *given), {}
+    for count in (1, 2, 4):
+        given = x, [x] * count, [x] * count, [5.0] * count
+        yield f"finite_differences-{count}", partial(forecast.finite_differences, *given), {}
+    for height in (4608, 64, 16):
+        terms, factor = t(int32, 12288), t(float32, 12288)
+        given = t(int8, height, 3072), t(int8, 12288, 3072), terms, 9, factor, factor, bfloat16
+        yield (
+            f"linear_of_codes-{height}",
+            partial(linear.linear_of_codes, *given),
+            {"products": WHOLE if height >= 64 else {}},
+        )
+    for width in (64, 1536, 3072, 5120, WIDEST):
+        yield f"pack_rows-{width}", partial(rows.pack_rows, t(bfloat16, 4608, width)), {}
+    for count, base, width in (
+        (1, False, 3072), (3, False, 3072), (3, True, 1536), (5, True, 3072), (3, True, 64)
+    ):  # fmt: skip
+        held, scale = [t(int8, 4608, width)] * count, [t(bfloat16, 4608, 1)] * count
+        given = held, scale, weights[:count], t(bfloat16, 4608, width) if base else None, bfloat16
+        yield (
+            f"weighted_sum_int8-{count}-{base}-{width}",
+            partial(rows.weighted_sum_int8, *given),
+            {},
+        )
 
 
-def move_launches() -> list[Launch]:
-    """Return configurations of the kernels that move slots."""
-    found = []
+def slots() -> Iterator[Call]:
+    """Yield calls that move slots, rotate them, and code and restore them."""
     for heads, k, v in ((8, 128, 128), (1, 512, 64), (8, 192, 128)):
-        steps = [(heads * MOVE_SLOTS * n, MOVE_SLOTS * n, n) for n in (k, v)]
-        fresh = [(heads * 64 * n, n, heads * n) for n in (k, v)]
-        options = move.sizes(k, v)
-        found.append(
-            Launch(
-                f"kv_scatter-{k}-{v}", move.scatter_kernel,
-                (*[HALF] * 4, LONG, 64, MOVE_SLOTS, k, v, *steps[0], *steps[1], *fresh[0], *fresh[1], 64),
-                options,
-            )
-        )  # fmt: skip
-        found.append(
-            Launch(
-                f"kv_gather-{k}-{v}", move.gather_kernel,
-                (*[HALF] * 4, LONG, 4096, MOVE_SLOTS, heads, k, v, *steps[0], *steps[1], heads * 4096,
-                 4096),
-                options,
-            )
-        )  # fmt: skip
-    return found
-
-
-QUANTIZE_HEADS, QUANTIZE_SLOTS, QUANTIZE_SIZE = 8, 32768, 128
-QUANTIZE_STRIDES = (
-    QUANTIZE_HEADS * QUANTIZE_SLOTS * QUANTIZE_SIZE,
-    QUANTIZE_SLOTS * QUANTIZE_SIZE,
-    QUANTIZE_SIZE,
-)
-
-
-def quantize_launches() -> list[Launch]:
-    """Return configurations of the kernels that code numbers and take them back."""
-    found = []
+        held = [t(bfloat16, 1, heads, SLOTS, n) for n in (k, v)]
+        fresh = [t(bfloat16, 1, 64, heads, n).transpose(1, 2) for n in (k, v)]
+        at, kept = t(int64, 1, 64), t(int64, 1, heads, 4096)
+        yield f"kv_scatter-{k}-{v}", partial(move.kv_scatter, *held, *fresh, at), {}
+        yield f"kv_gather-{k}-{v}", partial(move.kv_gather, *held, kept), {}
+    for name, precise, heads, count, channels, start, pairs, interleaved in (
+        ("half", float32, 8, 32768, 128, 0, 64, False),
+        ("interleaved", float64, 12, 32760, 128, 0, 64, True),
+        ("some channels", float32, 32, 4096, 128, 0, 32, False),
+        ("latent", float32, 1, 4096, 576, 512, 32, True),
+    ):
+        x = t(bfloat16, 1, count, heads, channels).transpose(1, 2)
+        given = x, t(precise, 1, 1, count, pairs), 1.0, False, start, interleaved
+        yield f"rotate-{name}", partial(rotary.rotate, *given), {}
+    x = t(bfloat16, 1, HEADS, SLOTS, 128)
     for bits, group in ((2, 32), (4, 128)):
-        room, top = QUANTIZE_SIZE * bits // 8, 2.0**bits - 1
-        numbers = *QUANTIZE_STRIDES, top, -top / 2, 65504.0, top
-        form = quantize.tokens_default(group, QUANTIZE_SIZE)
-        block = quantize.tokens_block(group, QUANTIZE_SIZE, form["TILE"])
-        found.append(
-            Launch(
-                f"quant_groups-tokens-{bits}", quantize.tokens_kernel,
-                (HALF, BYTES, GRID, QUANTIZE_HEADS, QUANTIZE_SLOTS, QUANTIZE_SIZE, group, room, *numbers),
-                {"SYMMETRIC": False, "BITS": bits, **block, "num_warps": form["num_warps"]},
+        for way, each, width in (("tokens", group, 1), ("channels", 1, group)):
+            held = t(uint8, 1, HEADS, SLOTS, 16 * bits)
+            grid = t(float16, 1, HEADS, SLOTS // each, 2, 128 // width)
+            numbers = bits, each, width, 2.0**bits - 1, False, float16
+            yield (
+                f"quant_groups-{way}-{bits}",
+                partial(quantize.quant_groups, x, *numbers),
+                {},
             )
-        )  # fmt: skip
-        tile, warps = quantize.DEFAULT.values()
-        block = quantize.channels_block(group, bits, tile)
-        found.append(
-            Launch(
-                f"quant_groups-channels-{bits}", quantize.channels_kernel,
-                (HALF, BYTES, GRID, QUANTIZE_HEADS, QUANTIZE_SLOTS, QUANTIZE_SIZE, group, QUANTIZE_SIZE // group, room,
-                 *numbers),
-                {"SYMMETRIC": False, "BITS": bits, **block, "num_warps": warps},
+            yield (
+                f"dequant_groups-{way}-{bits}",
+                partial(quantize.dequant_groups, held, grid, x, bits, each, width, 0.0, None),
+                {"wide": width == 1},
             )
-        )  # fmt: skip
-        for each, width in ((group, 1), (1, group)):
-            rows, columns = (
-                QUANTIZE_SLOTS // each,
-                QUANTIZE_SIZE if width == 1 else QUANTIZE_SIZE // width,
-            )
-            found.append(
-                Launch(
-                    f"dequant_groups-{'tokens' if width == 1 else 'channels'}-{bits}",
-                    quantize.restore_kernel,
-                    (BYTES, GRID, BYTES, HALF, QUANTIZE_HEADS, QUANTIZE_SLOTS, QUANTIZE_SIZE, rows, each,
-                     width, columns, room, *QUANTIZE_STRIDES, 0.0),
-                    {"LISTED": False, "SYMMETRIC": False, "TOKENS": width == 1, "BITS": bits,
-                     **quantize.restore_block(room, bits, tile), "num_warps": warps},
-                    wide=width == 1,
-                )
-            )  # fmt: skip
-    return found
 
 
-ROTARY_SHAPES = (
-    ("half", torch.float32, 8, 32768, 128, 0, 64, False),
-    ("interleaved", torch.float64, 12, 32760, 128, 0, 64, True),
-    ("some channels", torch.float32, 32, 4096, 128, 0, 32, False),
-    ("latent", torch.float32, 1, 4096, 576, 512, 32, True),
-)
+def launches() -> Iterator[Launch]:
+    """Yield every launch of the calls, one that was there before not again."""
+    noted: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+    seen = set()
+
+    def note(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        noted.append((kernel, args, options))
+
+    for name, call, expected in (*attentions(), *features(), *slots()):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(JITFunction, "run", note)
+            call()
+        for number, (kernel, args, options) in enumerate(noted):
+            mocks = tuple(MockTensor(a.dtype) if isinstance(a, Tensor) else a for a in args)
+            key = kernel, tuple(str(getattr(a, "dtype", a)) for a in mocks), str(options)
+            if key not in seen:
+                seen.add(key)
+                if number:
+                    expected = {"wide": "total" not in kernel.__name__}
+                one = f"{name}:{kernel.__name__}" if number else name
+                yield Launch(one, kernel, mocks, options, **expected)
+        noted.clear()
 
 
-def rotary_launches() -> list[Launch]:
-    """Return configurations of the kernel that rotates."""
-    found = []
-    for name, precise, heads, slots, channels, start, pairs, interleaved in ROTARY_SHAPES:
-        width = 1 << (pairs - 1).bit_length()
-        rest = channels - 2 * pairs
-        half = MockTensor(torch.bfloat16)
-        steps = heads * slots * channels, channels, heads * channels, 0, 0, pairs
-        found.append(
-            Launch(
-                f"rotate-{name}", rotary.rotate_kernel,
-                (half, half, MockTensor(precise), heads, heads, slots, channels, start, pairs,
-                 *steps, 1.0, 1.0),
-                {"ROWS": rotary.DEFAULT["TILE"] // width, "PAIRS": width,
-                 "REST": 1 << (rest - 1).bit_length() if rest else 0, "INTERLEAVED": interleaved,
-                 "num_warps": rotary.DEFAULT["num_warps"]},
-            )
-        )  # fmt: skip
-    return found
-
-
-ROWS_FIXED = {"ROOM": rows.ROOM, "LARGEST": rows.LARGEST, "LEAST": rows.LEAST}
-
-
-def rows_launches() -> list[Launch]:
-    """Return configurations of the kernels of rows of codes."""
-    found = [
-        Launch(f"pack_rows-{width}", rows.pack_kernel, (CODES, HALF, HALF, 4608, width),
-               ROWS_FIXED | rows.pack_tile(width))
-        for width in (64, 1536, 3072, 5120, WIDEST)
-    ]  # fmt: skip
-    return found + [
-        Launch(
-            f"weighted_sum_int8-{count}-{base}-{width}", rows.sum_kernel,
-            (HALF, *[CODES] * 5, *[HALF] * 6, 4608, width, 1.0, 3.0, 4.5, 4.5, 3.0),
-            {"COUNT": count, "BASE": base} | rows.sum_tile(width),
-        )
-        for count, base, width in (
-            (1, False, 3072), (3, False, 3072), (3, True, 1536), (5, True, 3072), (3, True, 64)
-        )
-    ]  # fmt: skip
-
-
-LAUNCHES = [
-    *coded_launches(),
-    *codes_launches(),
-    *decode_launches(),
-    *distance_launches(),
-    *forecast_launches(),
-    *linear_launches(),
-    *mass_launches(),
-    *merge_launches(),
-    *move_launches(),
-    *quantize_launches(),
-    *rotary_launches(),
-    *rows_launches(),
-]
+LAUNCHES = list(launches())

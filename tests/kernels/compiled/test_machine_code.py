@@ -7,16 +7,16 @@ import re
 import pytest
 
 from diffcache.kernels.gpu.machine import ARCHS, SHARED, machine
-from tests.kernels.compiled.launches import LAUNCHES
-from tests.kernels.compiled.machine import WIDE, Launch
+from tests.kernels.compiled.launches import LAUNCHES, Launch
 
+WIDE = ("LDG.E.128", "LDGSTS", "UTMALDG")  # loads of 16 bytes, asynchronous ones, whole tiles
 # Instructions of the longest loop on sm_90, with Triton 3.9, of every launch that has one.
 LOOPS = {
     "attn_decode_kivi-4-128-128-torch.bfloat16": 1069, "attn_decode_kivi-2-32-128-torch.bfloat16": 784,
     "attn_decode_kivi-8-32-128-torch.bfloat16": 927, "attn_decode_kivi-4-64-256-torch.float16": 905,
     "attn_decode_kivi-2-32-128-torch.float32": 1096,
     "attn_decode-torch.bfloat16-128-1-False": 364, "attn_decode-torch.bfloat16-128-16-True": 762,
-    "attn_decode-torch.float32-128-1-True": 948,
+    "attn_decode-torch.float32-128-1-True": 948, "attn_decode-torch.bfloat16-256-1-False": 361,
     "attn_lse-torch.bfloat16-128-1-False": 430, "attn_mass-torch.bfloat16-128-1-False": 349,
     "attn_lse-torch.bfloat16-128-4-True": 498, "attn_mass-torch.bfloat16-128-4-True": 602,
     "attn_lse-torch.bfloat16-256-2-True": 392, "attn_mass-torch.bfloat16-256-2-True": 495,

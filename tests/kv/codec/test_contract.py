@@ -1,4 +1,7 @@
-"""Every codec: shape and dtype kept, slots taken and joined bit for bit, honest bytes, clear errors."""
+"""Codecs: every one keeps shape, dtype, slots and honest bytes; nested payloads, and packing of every width."""
+
+import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -8,11 +11,13 @@ from diffcache.kv.codec.base import Exact, TensorCodec, nbytes, tensors
 from diffcache.kv.codec.fourier import FourierSigns, RangeSplit
 from diffcache.kv.codec.heads import JoinHeads
 from diffcache.kv.codec.lowrank import LowRank, StaticLowRank
+from diffcache.kv.codec.pack import CHUNKS, pack, packed_size, unpack
 from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.codec.residual import Gear
 from diffcache.kv.codec.rotate import ChannelPermute, Hadamard, rotatekv
 from diffcache.kv.codec.scaled import Balanced, ChannelSeparable
 from diffcache.kv.codec.sparse import BitmapSparse, Outliers
+from diffcache.kv.codec.table import SlotTable, compact, join_tables
 
 B, H, D = 2, 4, 16
 ROW = GroupQuant(2, "channels", 8)
@@ -183,3 +188,129 @@ def test_settings_print_as_python() -> None:
         names = {"torch": torch, **globals()}
         assert eval(repr(codec), names) == codec
         assert hash(eval(repr(codec), names)) == hash(codec)
+
+
+@dataclass(frozen=True)
+class Box:
+    left: object
+    right: object = None
+    count: int = 3
+
+
+def test_every_tensor_is_walked_once() -> None:
+    a, b, c = torch.zeros(2), torch.ones(3), torch.ones(4)
+    found = list(tensors(Box((a, [b, a]), {"x": Box(c, b), "y": 1.5, "z": None})))
+    assert [id(t) for t in found] == [id(a), id(b), id(c)]
+    assert list(tensors("nothing")) == []
+
+
+def test_a_storage_counts_once_and_whole() -> None:
+    big = torch.zeros(100, dtype=torch.float32)
+    assert nbytes([big, big[:3], big.view(10, 10)]) == 400
+    assert nbytes([big[:3]]) == 400
+    assert nbytes([big, torch.zeros(5, dtype=torch.uint8)]) == 405
+    assert nbytes([torch.zeros(0), torch.zeros(0)]) == 0
+
+
+def test_exact_shares_a_whole_tensor_and_copies_a_part() -> None:
+    x = torch.randn(1, 2, 8, 4)
+    assert Exact().encode(x).values.data_ptr() == x.data_ptr()
+    assert nbytes(Exact().encode(x[:, :, :2])) == 2 * 2 * 4 * 4
+    assert nbytes(Exact(torch.float16).encode(x)) == x.nbytes // 2
+
+
+def rows_of(table: SlotTable) -> Tensor:
+    return table.lookup()
+
+
+def test_runs_need_no_row_numbers() -> None:
+    table = SlotTable(torch.arange(6.0).reshape(1, 1, 3, 2), 2)
+    assert rows_of(table)[0, 0, :, 0].tolist() == [0, 0, 2, 2, 4, 4]
+    later = table.take(torch.tensor([[[4, 5, 1, 0]]]))  # whole runs, in any order
+    assert later.of is None and rows_of(later)[0, 0, :, 0].tolist() == [4, 4, 0, 0]
+    assert table.take(torch.tensor([[[2, 3, 2]]])).of is None  # one run of three
+
+
+def test_rows_that_nobody_uses_are_dropped() -> None:
+    table = SlotTable(torch.arange(8.0).reshape(1, 2, 4, 1), 2)
+    some = table.take(torch.tensor([[[0, 7, 1], [2, 3, 2]]]))
+    assert some.values.shape[2] == 2 and some.of is not None and some.of.dtype == torch.uint8
+    assert rows_of(some)[0, :, :, 0].tolist() == [[0, 3, 0], [5, 5, 5]]
+
+
+def test_row_numbers_grow_wider_only_where_they_must() -> None:
+    for rows, dtype in ((256, torch.uint8), (257, torch.int16), (32769, torch.int32)):
+        table = SlotTable(torch.arange(float(rows)).reshape(1, 1, rows, 1), 2)
+        every = torch.arange(2 * rows).flip(0).roll(1)[None, None]
+        found = table.take(every)
+        assert found.of is not None and found.of.dtype == dtype
+        assert torch.equal(rows_of(found)[0, 0, :, 0].long(), every[0, 0] // 2)
+
+
+def test_one_row_for_all_stays_one_row() -> None:
+    row = torch.randn(2, 3, 5)
+    joined = join_tables([SlotTable.single(row, 4), SlotTable.single(row.clone(), 3)])
+    assert joined.values.shape[2] == 1 and joined.each == 7
+    apart = join_tables([SlotTable.single(row, 4), SlotTable.single(row + 1, 3)])
+    wanted = torch.cat([row[:, :, None].expand(2, 3, n, 5) + i for i, n in enumerate((4, 3))], 2)
+    assert torch.equal(apart.lookup(), wanted)
+
+
+def test_one_row_taken_often_stays_one_row() -> None:
+    table = SlotTable.single(torch.randn(1, 2, 3), 4)
+    twice = table.take(torch.arange(4).repeat(2).expand(1, 2, -1))
+    assert twice.values.shape[2] == 1 and twice.each == 8 and twice.of is None
+    mixed = join_tables([SlotTable.single(torch.randn(1, 2, 3), 1), table])
+    some = mixed.take(torch.tensor([[[0, 2, 3, 1], [1, 1, 0, 4]]]))
+    assert some.values.shape[2] == 2  # a row for each slot would be four
+
+
+def test_compact_numbers_what_is_used() -> None:
+    order, of = compact(torch.tensor([[[5, 2, 5], [0, 1, 2]]]), 6)
+    assert order[0, 1].tolist() == [0, 1, 2] and order[0, 0, :2].tolist() == [2, 5]
+    assert of.tolist() == [[[1, 0, 1], [0, 1, 2]]]
+
+
+@pytest.mark.parametrize("bits", CHUNKS)
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 8, 9, 16, 33, 64, 100])
+def test_round_trip_is_exact(bits: float, size: int) -> None:
+    values = CHUNKS[bits][2]
+    codes = torch.randint(0, values, (2, 3, 5, size), dtype=torch.uint8)
+    codes[0, 0, 0] = values - 1
+    packed = pack(codes, bits)
+    assert packed.dtype == torch.uint8
+    assert packed.shape == (2, 3, 5, packed_size(size, bits))
+    assert torch.equal(unpack(packed, bits, size), codes)
+
+
+@pytest.mark.parametrize("bits", CHUNKS)
+def test_no_tokens(bits: float) -> None:
+    packed = pack(torch.zeros(2, 0, 7, dtype=torch.uint8), bits)
+    assert unpack(packed, bits, 7).shape == (2, 0, 7)
+
+
+@pytest.mark.parametrize(
+    ("bits", "wanted"), [(1, 16), (1.58, 26), (2, 32), (3, 48), (4, 64), (8, 128)]
+)
+def test_bytes_of_128_numbers(bits: float, wanted: int) -> None:
+    assert packed_size(128, bits) == wanted
+
+
+@pytest.mark.parametrize("bits", CHUNKS)
+def test_bytes_are_the_digits_of_a_number(bits: float) -> None:
+    count, width, base = CHUNKS[bits]
+    codes = torch.randint(0, base, (4, count * 3), dtype=torch.uint8)
+    for row, packed in zip(codes.tolist(), pack(codes, bits).tolist(), strict=True):
+        for chunk in range(3):
+            whole = sum(row[chunk * count + i] * base**i for i in range(count))
+            assert packed[chunk * width : (chunk + 1) * width] == list(
+                whole.to_bytes(width, "little")
+            )
+            assert base**count <= 256**width
+
+
+def test_every_byte_of_three_values() -> None:
+    every = torch.arange(243).unsqueeze(1).to(torch.uint8)
+    codes = unpack(every, 1.58, 5)
+    assert int(codes.max()) == 2 and torch.equal(pack(codes, 1.58), every)
+    assert 8 / 5 - math.log2(3) < 0.016  # what five to a byte wastes, in bits

@@ -14,11 +14,15 @@ from typer.testing import CliRunner
 from diffcache import cli
 from diffcache.errors import AttachError
 from diffcache.eval.kv import text_run, text_task
-from diffcache.eval.kv.text_task import CUE, SPAN, Needles, TextTask, measure, spans, spells
+from diffcache.eval.kv.asked import DEPTHS, Asked, Spelled, spells
+from diffcache.eval.kv.scoring import score
+from diffcache.eval.kv.text_task import CUE, FOLLOWING, SPAN, TextTask, measure, spans
 from diffcache.eval.kv.texts import TextModel
 from diffcache.kv.hf.cache import cache_for
+from diffcache.kv.hf.questions import feed, read_context
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import snapkv
+from diffcache.kv.recipes.quantized import kivi
 from diffcache.kv.recipes.streaming import streaming_llm
 from diffcache.pipelines.demo import console
 
@@ -52,7 +56,7 @@ def test_an_exact_cache_scores_as_the_stock_model(
                 copies.append((said == torch.tensor(span))[CUE:])
     assert found["perplexity"]["value"] == pytest.approx(float(torch.stack(nats).mean().exp()))
     assert found["copy"]["value"] == pytest.approx(float(torch.cat(copies).float().mean()))
-    assert (found["share"], found["mode"], found["needle"]) == (1.0, "stock", None)
+    assert (found["share"], found["mode"], found["whole"]) == (1.0, "stock", None)
     everything = measure(model, snapkv(1.0), task, drawn)
     assert everything["nats"] == pytest.approx(found["nats"], abs=1e-5)
     assert everything["copy"] == found["copy"]
@@ -81,30 +85,75 @@ def test_spans_are_of_the_context() -> None:
         assert span == list(range(span[0], span[0] + len(span))) and 101 <= span[0] < 148
 
 
-def test_needles_stand_at_their_depths_and_are_found_by_their_numbers() -> None:
-    words = [f"w{number}" for number in range(40)]
-    needles = Needles.draw(" ".join(words), 3)
-    for depth, number in zip(text_task.DEPTHS, needles.numbers, strict=True):
-        before = needles.text.split(f" {number}.")[0].split(" ")
-        assert sum(word.startswith("w") for word in before) == round(depth * 40)
-    assert [q.removesuffix(" is") in needles.text for q in needles.questions] == [True] * 5
-    assert needles.text == Needles.draw(" ".join(words), 3).text
-    right = list(needles.numbers)
-    assert needles.hits([f" {right[0]}.", f"{right[1]}9", "no", "", f"\n{right[4]} and"]) == [
-        True, False, False, False, True
-    ]  # fmt: skip
+def test_what_is_asked_for_stands_in_the_text() -> None:
+    words = [f"w{number}" for number in range(80)]
+    asked = Asked.draw(" ".join(words), 3)
+    assert asked == Asked.draw(" ".join(words), 3) != Asked.draw(" ".join(words), 4)
+    by_kind: dict[str, list[Any]] = {}
+    for one in asked.questions:
+        by_kind.setdefault(one.kind, []).append(one)
+    assert {kind: len(some) for kind, some in by_kind.items()} == {
+        "needle": 5, "values": 1, "pair": 4, "variables": 1, "frequent": 1
+    }  # fmt: skip
+    for one, depth in zip(by_kind["needle"], DEPTHS, strict=True):
+        before, found, _ = asked.text.partition(f"{one.start}{one.answer}.")
+        assert found and sum(
+            word[1:].isdigit() for word in before.split() if word[0] == "w"
+        ) == round(depth * 80)
+    for one in by_kind["pair"]:
+        assert f'{{{one.start}{one.answer}"}}' in asked.text
+    (several,) = by_kind["values"]
+    first, second = several.answer.split(" and ")
+    assert asked.text.index(f"is{first}.") < asked.text.index(f"is {second}.")
+    (chain,) = by_kind["variables"]
+    *names, number = f"{chain.start}{chain.answer}".split(" = ")
+    for name, value in zip(names, [*names[1:], number], strict=True):
+        assert f"{name} = {value}." in asked.text
+    (often,) = by_kind["frequent"]
+    said = [asked.text.count(f"Take the {word}.") for word in asked_words(asked.text)]
+    assert max(said) == asked.text.count(f"Take the{often.answer}.") > sorted(said)[-2]
 
 
-def test_questions_are_asked_of_the_text_with_the_sentences(
-    task: TextTask, model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def knows(_: Any, __: Any, context: str, questions: Any, *given: Any, **more: Any) -> list[str]:
-        said = [context.split(question + " ")[1][:5] for question in questions]
-        return [*said[:4], "12"]
+def asked_words(text: str) -> set[str]:
+    return {part.partition(".")[0] for part in text.split("Take the ")[1:]}
 
-    monkeypatch.setattr(text_task, "ask", knows)
-    found = measure(model, Recipe(), task, task.windows())
-    assert found["needle"]["value"] == 0.8 and found["needle_by_depth"] == [1, 1, 1, 1, 0]
+
+@pytest.mark.parametrize(
+    "recipe",
+    [snapkv(0.5), streaming_llm(24), kivi(bits=2, group=8, residual=8)],
+    ids=lambda r: r.name,
+)
+def test_whole_answers_are_those_of_greedy_generation(reader: Path, recipe: Recipe) -> None:
+    chosen = TextModel(str(reader))
+    model, tokenizer = chosen.load(), chosen.tokenizer
+    ids = tokenizer("the red ring runs near a road " * 4, return_tensors="pt").input_ids
+    question = tokenizer("who?", return_tensors="pt", add_special_tokens=False).input_ids
+    cache = cache_for(model, recipe)
+    read_context(model, tokenizer, cache, ids[:, :-1])
+    whole = torch.cat([ids, question], 1)
+    said = model.generate(
+        whole, past_key_values=cache.fork(), max_new_tokens=12, do_sample=False
+    )[0, whole.shape[1] :].tolist()  # fmt: skip
+    given = [int(ids[0, -1]), *question[0].tolist()]
+    assert score(model, cache.fork(), given, said, recipe)[1].all() and len(said) > 2
+    other = [*said[:-1], said[-1] ^ 1]
+    assert score(model, cache.fork(), given, other, recipe)[1].tolist() == [True] * (
+        len(said) - 1
+    ) + [False]
+
+
+def test_a_question_that_is_known_decides_what_is_kept(reader: Path) -> None:
+    """The scores of snapkv come from the last queries: of the question, where it is known."""
+    chosen = TextModel(str(reader))
+    model, tokenizer = chosen.load(), chosen.tokenizer
+    spelled = Spelled.of(tokenizer, Asked.draw("the red ring runs near a road " * 6, 0), ["pair"])
+    recipe, whole = snapkv(1.0), Recipe()
+    raw, exact = cache_for(model, recipe), cache_for(model, whole)
+    for cache in (raw, exact):
+        feed(model, cache, spelled.ids[:, :-1])
+    seen = raw.store.seen
+    assert spelled.aware_hits(model, tokenizer, raw, recipe) == spelled.hits(model, exact, whole)
+    assert raw.store.seen == seen  # every question had a fork
 
 
 def test_a_tokenizer_that_cannot_write_them_is_asked_for_no_needles(reader: Path) -> None:
@@ -127,18 +176,22 @@ def test_a_row_that_fails_is_told_and_the_others_go_on(
     )  # fmt: skip
     said = " ".join(found.output.split())
     assert found.exit_code == 1 and "1 of 2 recipes could not be measured" in said
-    assert "table of heads is of 1 layers" in said and "2 windows of 2 x 48 tokens" in said
+    assert "table of heads is of 1 layers" in said and "2 windows of 48 tokens" in said
     record = json.loads(out.read_text())
     assert record["benchmark"] == "kv-text" and set(record["failed"]) == {wrong}
     rows = {row["name"]: row for row in record["rows"]}
     assert list(rows) == ["none", "snapkv:budget=0.25"]
     assert rows["none"]["ratio"]["value"] == 1 and rows["snapkv:budget=0.25"]["share"] < 0.3
     for row in rows.values():
-        assert row["token_ratio"]["n"] == text_run.ROUNDS * min(text_run.CALLS, 47 // 6)
+        assert row["token_ratio"]["n"] == text_run.ROUNDS * min(
+            text_run.CALLS, (FOLLOWING - 1) // 6
+        )
         assert row["token_ratio"]["median"] > 0
-        for name in ("perplexity", "needle", "copy", "ratio"):
+        assert row["able"] == rows["none"]["able"]
+        for name in ("perplexity", "copy", "ratio", *(["whole"] if row["able"] else [])):
             assert row[name]["low"] <= row[name]["value"] <= row[name]["high"]
     assert record["shapes"]["texts"] == "texts.txt" and record["shapes"]["parameters"] > 0
+    assert out.with_suffix(".png").stat().st_size > 10_000
 
 
 def test_a_cache_no_recipe_serves_is_refused_before_texts_are_scored(

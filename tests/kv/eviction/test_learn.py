@@ -130,19 +130,6 @@ def test_gates_of_a_model_fall_where_they_do_not_matter(gated: Gated) -> None:
     assert all(p.grad is None for p in gated.model.parameters())
 
 
-def test_bad_gates() -> None:
-    query, slots = prompt()
-    with pytest.raises(ValueError, match=r"gate=\[3\]: must be \[H\], with H=2"):
-        mixed_attention(query, slots, torch.ones(3), 1, 1)
-    with pytest.raises(ValueError, match="sinks=1, recent=0"):
-        mixed_attention(query, slots, torch.ones(2), 1, 0)
-    with pytest.raises(ValueError, match=r"student gives \[2\], teacher \[3\]"):
-        fit_gates(
-            Gates.open(1, 1), [0], student=lambda g, _: g.sum().expand(2),
-            teacher=lambda _: torch.zeros(3),
-        )  # fmt: skip
-
-
 # repeated tokens --------------------------------------------------------------------------------
 
 

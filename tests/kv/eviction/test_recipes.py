@@ -1,4 +1,4 @@
-"""Recipes inside `generate`: nothing dropped is stock, what is dropped is as if it were hidden."""
+"""Recipes inside generate: budgets, triggers, windows and algorithms of their own, and a conversation in episodes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ import torch
 
 from diffcache.eval.workshop.kv import oracle
 from diffcache.kv.hf.cache import cache_for, detach
+from diffcache.kv.learn.scalekv import capacities
+from diffcache.kv.plan import Windows
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import adakv, criticalkv, h2o, knorm, snapkv, tova
+from diffcache.kv.recipes.eviction_more import keyformer, lazy_eviction, scissorhands, windowkv
+from diffcache.kv.recipes.eviction_offline import prefixkv, scalekv
 from diffcache.kv.recipes.streaming import streaming_llm
-from tests.kv import tiny
-from tests.kv.tiny import llama, prompts, row
-
-GREEDY = {**tiny.GREEDY, "max_new_tokens": 6}
+from diffcache.kv.store import KVStore
+from tests.kv.eviction_more.plain import Text
+from tests.kv.examples import examples
+from tests.kv.tiny import GREEDY, SHORT, llama, prompts, row
 
 
 @pytest.fixture(scope="module")
@@ -27,21 +31,21 @@ def exact() -> Any:
     "recipe", [h2o(20), tova(20), streaming_llm(20, rotate=False)], ids=lambda recipe: recipe.name
 )
 def test_every_step_keeps_to_the_budget(exact: Any, recipe: Recipe) -> None:
-    found, _, log = oracle.run(exact, recipe, prompts(1), **GREEDY)
+    found, _, log = oracle.run(exact, recipe, prompts(1), **SHORT)
     widths = [int((pos >= 0).sum(-1).max()) for (layer, start), pos in log.items() if start >= 48]
     assert set(widths) == {21}  # and the token itself
     assert found.sequences.shape == (1, 54)
 
 
 def test_all_heads_of_tova_keep_the_same(exact: Any) -> None:
-    _, cache, _ = oracle.run(exact, tova(20), prompts(1), **GREEDY)
+    _, cache, _ = oracle.run(exact, tova(20), prompts(1), **SHORT)
     for layer in cache.store.layers:
         pos = layer.read().pos.expand(1, 2, -1).sort(-1).values
         assert torch.equal(pos[:, 0], pos[:, 1])
 
 
 def test_snapkv_counts_its_window_and_keeps_it(exact: Any) -> None:
-    _, _, log = oracle.run(exact, snapkv(12, window=8), prompts(1), **GREEDY)
+    _, _, log = oracle.run(exact, snapkv(12, window=8), prompts(1), **SHORT)
     for (_, start), pos in log.items():
         if start == 48:
             assert pos.shape[-1] == 13
@@ -52,7 +56,7 @@ def test_snapkv_counts_its_window_and_keeps_it(exact: Any) -> None:
 def test_h2o_adds_up_what_eager_attention_shows() -> None:
     model = llama(seed=1)
     inputs = row(prompts(), 1)
-    out, cache, _ = oracle.run(model, h2o(1.0), inputs, **GREEDY)
+    out, cache, _ = oracle.run(model, h2o(1.0), inputs, **SHORT)
     model.set_attn_implementation("eager")
     whole = model(out.sequences[:, :-1], output_attentions=True).attentions
     cache.store.begin(1)
@@ -65,10 +69,10 @@ def test_h2o_is_its_greedy_algorithm(exact: Any) -> None:
     """Step by step on the full attention of a cache in which the dropped slots are hidden."""
     inputs, budget = prompts(1), 16
     inputs = row(inputs, 0)
-    found, cache, log = oracle.run(exact, h2o(budget), inputs, **GREEDY)
+    found, cache, log = oracle.run(exact, h2o(budget), inputs, **SHORT)
     full = oracle.Full(exact.config)
     with oracle.masked(exact, log, cache.setup, full):
-        exact.generate(**inputs, **{**GREEDY, "max_new_tokens": 1}, past_key_values=full)
+        exact.generate(**inputs, **{**SHORT, "max_new_tokens": 1}, past_key_values=full)
     detach(exact)
     exact.set_attn_implementation("eager")
     ids = found.sequences[:, : inputs["input_ids"].shape[1]]
@@ -107,3 +111,104 @@ def test_names_say_what_is_within() -> None:
     assert adakv(base=knorm(0.5)).name == "adakv(knorm)"
     assert criticalkv(base=adakv()).name == "criticalkv(adakv)"
     assert criticalkv().wants_out and not snapkv().wants_out
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    # A lag longer than the answer: with guesses an eviction may come a few tokens later.
+    [scissorhands(0.5, history=16, recent=4), lazy_eviction(0.5, lag=20),
+     keyformer(0.5, every=40, increment=0.0)],
+    ids=lambda recipe: recipe.name,
+)  # fmt: skip
+def test_guesses_that_are_taken_back_change_nothing(exact: Any, recipe: Recipe) -> None:
+    inputs = row(prompts(), 1)
+    cache = cache_for(exact, recipe, mode="native")
+    greedy = exact.generate(**inputs, past_key_values=cache, **GREEDY)
+    guessing = cache_for(exact, recipe, mode="native")
+    guessed = exact.generate(
+        **inputs, past_key_values=guessing, prompt_lookup_num_tokens=3, **GREEDY
+    )
+    detach(exact)
+    assert torch.equal(guessed.sequences, greedy.sequences)
+
+
+def widths(recipe: Recipe, prompt: int, steps: int) -> list[int]:
+    """Return the slots held after each token that is generated."""
+    text, store, found = Text(prompt + steps), KVStore(1, recipe), []
+    text.feed(store, 0, prompt)
+    for step in range(steps):
+        text.feed(store, prompt + step, prompt + step + 1)
+        found.append(store.layers[0].held)
+    return found
+
+
+def test_triggers_fire_when_they_should() -> None:
+    lazy = widths(lazy_eviction(12, lag=4), 20, 12)
+    assert lazy == [13, 14, 15, 16] * 3
+    full = widths(scissorhands(16, history=8, recent=2), 10, 16)
+    # 10 and one more each time; at 17 slots half of 16 stay.
+    assert full == [11, 12, 13, 14, 15, 16, 17, 9, 10, 11, 12, 13, 14, 15, 16, 17]
+    steady = widths(prefixkv(12, sinks=2, distance=4, mode="official"), 20, 6)
+    assert steady == [13] * 6
+    once = widths(prefixkv(12, sinks=2), 20, 6)
+    assert once == [13, 14, 15, 16, 17, 18]
+    each = widths(keyformer(12), 20, 6)
+    assert each == [13] * 6
+
+
+def test_a_fixed_slot_goes_at_each_token() -> None:
+    text = Text(30)
+    store = KVStore(1, prefixkv(12, sinks=2, distance=4, mode="official"))
+    text.feed(store, 0, 20)
+    text.feed(store, 20, 21)
+    before = store.layers[0].read().pos[0, 0].tolist()
+    assert len(before) == 13 and before[-1] == 20
+    text.feed(store, 21, 22)
+    after = store.layers[0].read().pos[0, 0].tolist()
+    assert after == [*before[:-4], *before[-3:], 21]
+
+
+def test_layers_of_a_group_keep_the_same_windows(exact: Any) -> None:
+    inputs = prompts()
+    cache = cache_for(exact, windowkv(16, window=4, size=4, group=2, beta=2.0), mode="native")
+    exact.generate(**inputs, past_key_values=cache, **GREEDY)
+    detach(exact)
+    pos = [layer.read().pos for layer in cache.store.layers]
+    assert torch.equal(pos[0], pos[1]) and torch.equal(pos[2], pos[3])
+    assert pos[0].shape[2] > pos[2].shape[2]
+
+
+def test_compresskv_heads_and_prefixkv_heads_keep_the_same(exact: Any) -> None:
+    for name in ("compresskv", "prefixkv"):
+        cache = cache_for(exact, examples()[name](), mode="native")
+        exact.generate(**row(prompts(), 1), past_key_values=cache, **GREEDY)
+        for layer in cache.store.layers:
+            pos = layer.read().pos
+            assert pos.shape[1] == 1 or torch.equal(pos[:, 0], pos[:, 1])
+    detach(exact)
+
+
+def test_scales_hold_what_their_table_says() -> None:
+    scales = ((1, 1), (2, 2), (4, 4), (8, 8))
+    index = torch.tensor([[0.1, 0.1, 0.9, 0.9], [0.9, 0.9, 0.1, 0.1]])
+    table = capacities(index, 20, drafters=1, reduction=0.8)
+    store = KVStore(2, scalekv(scales=scales, table=table))
+    text, start = Text(85 + 1, pad=(0, 0), layers=2), 0
+    before: list[int] = []
+    for scale, (height, width) in enumerate(scales):
+        text.feed(store, start, start + height * width)
+        start += height * width
+        if scale:  # what was left of the scales before
+            for layer in range(2):
+                earlier = min(table[layer][scale - 1], start - height * width)
+                assert store.layers[layer].held == min(earlier, before[layer]) + height * width
+        before = [layer.held for layer in store.layers]
+    text.feed(store, start, start + 1)
+    assert [layer.held for layer in store.layers] == [table[0][3] + 1, table[1][3] + 1]
+    assert table[0][3] == 4 and table[1][3] == 36
+
+
+def test_windowkv_says_what_a_window_is_worth() -> None:
+    """Localization takes the mean of a window, aggregation that of its best tokens (section 2.2)."""
+    whole, best = windowkv(task="localization"), windowkv(task="aggregation", best=2)
+    assert whole.plan == Windows(8, 8, None) and best.plan == Windows(8, 8, 2)

@@ -1,4 +1,4 @@
-"""Scores against loops over queries and slots, alone, in a padded batch, and in chunks."""
+"""Scores and plans against kvpress and loops over queries and slots, alone, in a padded batch, and in chunks."""
 
 from __future__ import annotations
 
@@ -7,20 +7,28 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from diffcache.kv.attend import Query
 from diffcache.kv.attended import Attended
+from diffcache.kv.observe import Observation
+from diffcache.kv.plan import FixedSlot, Windows
+from diffcache.kv.rotary import Rotary
 from diffcache.kv.score.attention import LastQuery, Mass, Window, WindowVariance
+from diffcache.kv.score.base import Score
+from diffcache.kv.score.compactor import Compactor, leverage, standard
 from diffcache.kv.score.heads import HeadVote
 from diffcache.kv.score.history import LowCount, NoisyMass, Recurrence
-from diffcache.kv.score.probe import MaxAttention
+from diffcache.kv.score.patches import PatchCenters, middles
+from diffcache.kv.score.probe import Asked, MaxAttention
 from diffcache.kv.score.recency import Recency
 from diffcache.kv.score.revised import Shared
-from diffcache.kv.score.vectors import KeyDifference, KeyNorm, Lag, ValueNorm
+from diffcache.kv.score.vectors import KeyDifference, KeyNorm, Lag, NormProduct, ValueNorm
 from diffcache.kv.slots import Slots, span
 from diffcache.kv.store import KVStore
 from diffcache.kv.view import View
 from tests.kv.eviction_more.plain import GROUPS, HEADS, Text, observed, recipe, scores
+from tests.kv.kvpress_presses import golden
 
 PROMPT = [14, 1, 1, 1]  # tokens of each forward
 TOKENS = sum(PROMPT)
@@ -178,3 +186,262 @@ def test_chosen_heads_vote(heads: Any) -> None:
             assert found[layer][0, 0, slot] == pytest.approx(sum(near) / 3, rel=1e-4)
         assert torch.equal(found[layer][:, 0], found[layer][:, 1])
         assert bool((found[layer][..., before:] == float("inf")).all())
+
+
+LAYERS = range(2)
+
+
+def stored(layer: int, pads: tuple[int, ...] = (0, 0)) -> Observation:
+    """Return a layer of the golden file, with padding put before the tokens of each row."""
+    tensors, _ = golden()
+    longest = max(pads)
+
+    def spread(x: Tensor, size: int) -> Tensor:
+        junk = 9 + torch.zeros(*x.shape[:2], longest, x.shape[3])
+        wide = torch.cat([junk, x], 2)
+        return torch.stack([row[:, longest - pad :][:, :size] for row, pad in zip(wide, pads)])  # noqa: B905
+
+    k, v, q = (tensors[name][layer] for name in "kvq")
+    tokens = k.shape[2]
+    size = tokens + min(pads)  # rows end together: those with more padding lose their last tokens
+    place = torch.arange(size)
+    pos = torch.stack([place.where(place >= pad, torch.tensor(-1)) for pad in pads])[:, None].int()
+    rpos = torch.stack([(place - pad).clamp_min(0) for pad in pads])[:, None].int()
+    slots = Slots(spread(k, size), spread(v, size), {"pos": pos, "rpos": rpos})
+    asked = Query(spread(q, size), 0, 0.25, pos=pos[:, 0].long())
+    seen = torch.tensor([size - pad for pad in pads])[:, None].expand(-1, k.shape[1])
+    rotary = Rotary(tensors["inv_freq"])
+    return Observation(layer, 2, slots, {}, seen, asked, rotary=rotary)
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
+    """Assert that scores are alike where they are no decree to keep."""
+    free = found.isfinite()
+    assert bool(free.any())
+    torch.testing.assert_close(found[free], expected[free], rtol=1e-4, atol=tolerance)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_norm_product_is_what_kvpress_computes(layer: int) -> None:
+    found = NormProduct()(stored(layer))
+    assert bool((found[..., :4] == float("inf")).all()) and bool(found[..., 4:].isfinite().all())
+    close(found, golden()[0]["score.cur"][layer], 1e-8)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_leverage_and_chunks_are_what_kvpress_computes(layer: int) -> None:
+    tensors, seen = golden()[0], stored(layer)
+    assert seen.rotary is not None
+    k = seen.rotary.unrotate(seen.slots.k, seen.slots.rpos)
+    every = torch.ones(k.shape[:3], dtype=torch.bool)
+    found = standard(leverage(k, every, tensors["sketch"]), every)
+    close(found, tensors["score.leverage"][layer], 1e-3)
+    chunks = Compactor(blend=0, chunk=32, first=0, last=0, mode="official")(seen)
+    close(chunks, tensors["score.non_causal"][layer])
+    inner = every.clone()
+    inner[..., :8], inner[..., -4:] = False, False
+    only = Compactor(blend=0, chunk=32, mode="official")(seen)
+    blend = only + 0.5 * standard(leverage(k, inner, tensors["sketch"]), inner)
+    close(blend, tensors["score.compactor"][layer], 1e-3)
+
+
+def test_leverage_is_the_diagonal_of_the_projection() -> None:
+    keys = torch.randn(1, 1, 12, 4, generator=torch.Generator().manual_seed(0)).double()
+    every = torch.ones(1, 1, 12, dtype=torch.bool)
+    x = (keys - keys.mean(2, keepdim=True))[0, 0]
+    expected = (x @ (x.T @ x + 0.01 * torch.eye(4).double()).inverse() @ x.T).diagonal()
+    torch.testing.assert_close(leverage(keys, every)[0, 0], expected)
+    odd = torch.zeros(1, 1, 6, 3)
+    odd[0, 0, 4] = torch.tensor([0.0, 0.0, 5.0])
+    assert int(leverage(odd, every[..., :6]).argmax()) == 4
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_what_a_chunk_lacks_counts_for_nothing(layer: int) -> None:
+    tensors, seen = golden()[0], stored(layer)
+    found = Compactor(blend=0, chunk=32, first=0, last=0)(seen)
+    q, k, v = (tensors[name][layer] for name in "qkv")
+    mass = torch.zeros(v.shape[:3])
+    for start in range(0, k.shape[2], 32):
+        part = slice(start, start + 32)
+        keys = k[:, :, part].repeat_interleave(2, 1)
+        probs = (q[:, :, part] @ keys.mT).softmax(-1).sum(-2)
+        mass[..., part] = probs.unflatten(1, (2, 2)).mean(2)
+    mass = torch.nn.functional.avg_pool1d(mass * v.norm(dim=-1), 3, 1, 1)
+    expected = torch.stack([(row - row.mean()) / row.std() for row in mass])
+    close(found, expected)
+    # A chunk that is cut short differs, and only then.
+    official = Compactor(blend=0, chunk=79, first=0, last=0, mode="official")(seen)
+    close(Compactor(blend=0, chunk=79, first=0, last=0)(seen), official)
+
+
+def test_small_and_oblong_maps_have_fewer_middles() -> None:
+    assert middles(24, 4) == [2, 8, 14, 20] and middles(6, 4) == [0, 1, 2, 3]
+    assert middles(3, 4) == [0, 1, 2] and middles(1, 4) == [0]
+    score = PatchCenters(((1, 1), (2, 3)), prompt=2)
+    found = scores(score, Text(9), [2, 1, 6])[0]
+    assert found[..., -6:].isinf().all() and found[..., :-6].isfinite().all()
+
+
+def test_middles_of_a_map_ask_all_of_it_whatever_the_order() -> None:
+    text = Text(2 + 16)
+    score = PatchCenters(((4, 4),), prompt=2, grid=2, kernel=3)
+    asked = [2 + row * 4 + column for row in (0, 2) for column in (0, 2)]
+    q = text.q[0, 0].view(HEADS, GROUPS, 18, -1)[:, :, asked]
+    mean = (q @ text.k[0, 0][:, None].mT * q.shape[-1] ** -0.5).softmax(-1).mean((1, 2))
+    around = torch.nn.functional.pad(mean, (1, 1)).unfold(-1, 3, 1).mean(-1)
+    around[:, asked] = float("inf")
+    torch.testing.assert_close(scores(score, text, [18])[0][0], around)
+    score = PatchCenters(((1, 1), (2, 3)), prompt=2)
+    with pytest.raises(ValueError, match=r"tokens=\[10\]"):
+        scores(score, Text(10), [10])
+
+
+def test_probing_is_what_kvpress_computes() -> None:
+    tensors, _ = golden()
+    q, k, v = (tensors[name] for name in "qkv")
+    context = tensors["score.kvzip"].shape[-1]
+    for layer in range(len(q)):
+        text = Text(k.shape[3], pad=(0,) * k.shape[1])
+        text.q, text.k, text.v = q[layer : layer + 1], k[layer : layer + 1], v[layer : layer + 1]
+        expected = tensors["score.kvzip"][layer]
+        store = KVStore(1, recipe(Asked()))
+        text.feed(store, 0, context)
+        asked = store.fork()
+        asked.recipe = recipe(MaxAttention())
+        text.feed(asked, context, text.tokens)
+        found = asked.layers[0].stats["probe"][..., :context]
+        inner = slice(4, None)  # kvpress gives the first four the largest score
+        torch.testing.assert_close(found[..., inner], expected[..., inner], rtol=1e-4, atol=1e-6)
+
+
+def test_lag_is_what_kvpress_computes() -> None:
+    tensors, about = golden()
+    settings = about["presses"]["lagkv"]["settings"]
+    score = Lag(settings["lag_size"], settings["n_sink"])
+    for layer in range(len(tensors["k"])):
+        text = Text(tensors["k"].shape[3], pad=(0,) * tensors["k"].shape[1])
+        text.q, text.k, text.v = (tensors[name][layer : layer + 1] for name in "qkv")
+        found: Tensor = scores(score, text, [text.tokens])[0]
+        torch.testing.assert_close(found, tensors["score.lagkv"][layer], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "score",
+    [NormProduct(), Compactor(chunk=16, sketch=6), Lag(12)],
+    ids=["cur", "compactor", "lag"],
+)
+def test_geometry_of_a_row_alone_is_that_of_the_row_in_a_padded_batch(score: Score) -> None:
+    together = score(stored(0, (3, 10)))
+    for row, pad in enumerate((3, 10)):
+        alone = score(_row(stored(0, (pad, pad)), row, pad, together.shape[2]))
+        torch.testing.assert_close(together[row, :, pad:], alone[0, :, pad:], rtol=1e-4, atol=1e-5)
+
+
+def _row(seen: Observation, row: int, pad: int, width: int) -> Observation:
+    """Return one row, cut to a width."""
+    slots = seen.slots.narrow(0, width).rows(torch.tensor([row]))
+    asked = seen.asked.narrow(0, width)
+    query = Query(asked.q[row : row + 1], 0, asked.scale, pos=asked.positions()[row : row + 1])
+    tokens = torch.full((1, slots.k.shape[1]), width - pad)
+    return Observation(0, 2, slots, {}, tokens, query, rotary=seen.rotary)
+
+
+def test_the_projection_follows_its_seed() -> None:
+    seen = stored(0)
+    one, same, other = (Compactor(attention=0, seed=seed)(seen) for seed in (0, 0, 1))
+    assert torch.equal(one, same) and not torch.equal(one, other)
+    assert Compactor(attention=0).window == 0 and Compactor(queries=7).window == 7
+
+
+def test_keys_before_rotation_are_asked_for() -> None:
+    seen = stored(0)
+    seen.rotary = None
+    with pytest.raises(ValueError, match="space='pre'"):
+        Compactor()(seen)
+
+
+def layer(lengths: list[int], tokens: int = 0) -> Observation:
+    """Return a layer whose rows hold so many slots, right-aligned."""
+    width = max(lengths)
+    place = torch.arange(width).expand(len(lengths), 1, -1)
+    pos = (place - (width - torch.tensor(lengths))[:, None, None]).clamp_min(-1).to(torch.int32)
+    empty = torch.zeros(len(lengths), HEADS, width, 2)
+    seen = torch.full((len(lengths), HEADS), tokens or width)
+    return Observation(0, 1, Slots(empty, empty, {"pos": pos}), {}, seen)
+
+
+def drawn(seen: Observation, seed: int = 0) -> Tensor:
+    shape = seen.slots.k.shape[:3]
+    score = torch.rand(shape, generator=torch.Generator().manual_seed(seed))
+    return score.masked_fill(~seen.valid, float("-inf"))
+
+
+def by_hand(plan: Windows, score: list[float], budget: int) -> list[bool]:
+    """Say which slots of one row without padding are kept."""
+    count = len(score)
+    if budget >= count:
+        return [True] * count
+    if plan.recent > budget:
+        return [slot >= count - budget for slot in range(count)]
+    inner = max(count - plan.recent, 0)
+    windows = [
+        list(range(first, min(first + plan.size, inner))) for first in range(0, inner, plan.size)
+    ]
+
+    def worth(window: list[int]) -> float:
+        values = sorted((score[slot] for slot in window), reverse=True)
+        values = values if plan.best is None else values[: plan.best]
+        return sum(values) / len(values)
+
+    best = sorted(windows, key=worth, reverse=True)
+    room = (budget - min(plan.recent, count)) // plan.size
+    kept = {slot for window in best[:room] for slot in window}
+    return [slot >= inner or slot in kept for slot in range(count)]
+
+
+@pytest.mark.parametrize("best", [None, 1, 2])
+@pytest.mark.parametrize("budget", [2, 5, 9, 14, 16, 22, 23])
+def test_windows_are_kept_whole(budget: int, best: int | None) -> None:
+    seen = layer([23, 16, 4])
+    score, plan = drawn(seen), Windows(4, 5, best)
+    budgets = torch.full((3, HEADS), budget).minimum(seen.lengths)
+    keep = plan(score, budgets, seen) == 0
+    for row, length in enumerate([23, 16, 4]):
+        for head in range(HEADS):
+            alone = score[row, head, 23 - length :].tolist()
+            expected = by_hand(plan, alone, min(budget, length))
+            assert keep[row, head, 23 - length :].tolist() == expected
+            assert not bool(keep[row, head, : 23 - length].any())
+            assert sum(expected) <= budget
+
+
+def test_the_best_window_is_not_always_the_one_of_the_best_token() -> None:
+    seen = layer([10])
+    score = torch.tensor([0.9, 0.0, 0.0, 0.0, 0.4, 0.4, 0.4, 0.4, 0.0, 0.0]).expand(1, HEADS, -1)
+    budget = torch.full((1, HEADS), 6)
+    mean, peak = (Windows(4, 2, best)(score, budget, seen)[0, 0] for best in (None, 1))
+    assert mean.tolist() == [-1] * 4 + [0] * 6
+    assert peak.tolist() == [0] * 4 + [-1] * 4 + [0] * 2
+
+
+@pytest.mark.parametrize(("distance", "gone"), [(1, 11), (4, 8), (12, 0), (25, 0)])
+def test_the_slot_at_a_distance_goes(distance: int, gone: int) -> None:
+    seen = layer([12], tokens=20)
+    score = drawn(seen)
+    plan = FixedSlot(distance, 2, 1)(score, torch.full((1, HEADS), 11), seen)
+    assert plan[0].eq(-1).nonzero()[:, 1].tolist() == [gone] * HEADS
+
+
+def test_a_prompt_is_planned_by_score_and_ends() -> None:
+    seen = layer([12, 9])
+    seen.tokens = seen.lengths
+    score = drawn(seen)
+    keep = FixedSlot(3, 2, 1)(score, torch.full((2, HEADS), 5), seen) == 0
+    for row, pad in enumerate([0, 3]):
+        assert bool(keep[row, :, [pad, pad + 1, 11]].all())
+        for head in range(HEADS):
+            best = score[row, head, pad + 2 : 11].argsort(descending=True)[:2] + pad + 2
+            assert bool(keep[row, head, best].all()) and int(keep[row, head].sum()) == 5
+    whole = FixedSlot()(score, seen.lengths, seen)
+    assert bool(((whole == 0) == seen.valid).all())

@@ -1,10 +1,17 @@
-"""Prefix tree: hashes of a chain, what is forgotten first, and what is pinned."""
+"""Prefix tree: hashes of a chain, what is forgotten first, what is pinned; and in front of a model."""
 
 from __future__ import annotations
 
 import random
 
+import pytest
+import torch
+
+from diffcache.kv.hf.cache import cache_for
 from diffcache.kv.life.prefix import PrefixTree, chain, time_to_live
+from diffcache.kv.recipe import Recipe
+from diffcache.kv.reuse.piece import Piece, cut, joined, lay_out
+from tests.kv.tiny import llama
 
 
 class Clock:
@@ -85,3 +92,35 @@ def test_time_to_live_weighs_reloading_against_holding() -> None:
     assert time_to_live(durations, 0.5) == 0.0
     assert time_to_live(durations, 1000.0) == 60.0
     assert time_to_live([], 10.0) == 0.0
+
+
+torch.set_num_threads(1)
+CHUNK = 8
+GREEDY = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize("space", ["post", "pre"])
+def test_a_held_prefix_goes_on_bit_for_bit(space: str) -> None:
+    model = llama()
+    drawn = torch.Generator().manual_seed(0)
+    text, ending = (torch.randint(3, 256, (n,), generator=drawn) for n in (37, 6))
+    cache = cache_for(model, Recipe(space=space), mode="native")
+    with torch.no_grad():
+        model(input_ids=text[None], past_key_values=cache)
+    pieces = [
+        cut(cache.store, text[start : start + CHUNK], start)
+        for start in range(0, 37 // CHUNK * CHUNK, CHUNK)
+    ]
+    tree: PrefixTree[Piece] = PrefixTree("tiny", 10**6, CHUNK)
+    tree.insert(text.tolist(), pieces, [piece.nbytes for piece in pieces])
+
+    other = torch.cat([text[:20], ending])
+    found = tree.match(other.tolist())
+    assert len(found) == 2  # the third chunk is another
+    again = cache_for(model, Recipe(space=space), mode="native")
+    lay_out(again.store, joined(found), torch.arange(16))
+    assert again.get_seq_length() == 16
+    for layer, held in zip(again.store.layers, cache.store.layers, strict=True):
+        assert torch.equal(layer.read().k, held.read().k[:, :, :16])
+    ours = model.generate(input_ids=other[None], past_key_values=again, **GREEDY)
+    assert torch.equal(ours, model.generate(input_ids=other[None], **GREEDY))

@@ -1,16 +1,127 @@
-"""Tiers: hot blocks stay, cold ones come back as they were, and pins hold."""
+"""Forks, tiers and packs: apart, back as they were, and as if every prompt had been alone."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from diffcache.kv.attend import Query
+from diffcache.kv.codec.held import Pair
 from diffcache.kv.codec.quant import GroupQuant
+from diffcache.kv.hf.cache import cache_for
+from diffcache.kv.life.pack import fill, pack
 from diffcache.kv.life.tiers import Tiers, moved
+from diffcache.kv.recipe import Recipe
+from diffcache.kv.recipes.eviction import h2o, snapkv
+from diffcache.kv.rotary import Rotary
 from diffcache.kv.segment import Coded, Dense
 from diffcache.kv.slots import Slots
+from diffcache.kv.store import KVStore
+from tests.kv.tiny import llama
+
+torch.set_num_threads(1)
+_TWO = Pair(GroupQuant(2, "tokens", 4), GroupQuant(2, "channels", 8), block=4, slide=True)
+RECIPES = {
+    "plain": Recipe("plain"),
+    "pre": Recipe("pre", space="pre"),
+    "evicted": snapkv(8, window=2),
+    "statistics": h2o(0.5),
+    "coded": Recipe("coded", codec=_TWO),
+    "both": snapkv(9, window=2) | Recipe("coded", codec=_TWO),
+}
+
+
+def step(store: KVStore, count: int, seed: int) -> list[Tensor]:
+    """Run one forward of random queries, keys and values; return what attention gives."""
+    drawn = torch.Generator().manual_seed(seed)
+    store.begin(count)
+    found = []
+    for number, layer in enumerate(store.layers):
+        q, k, v = (torch.randn(2, h, count, 8, generator=drawn) for h in (4, 2, 2))
+        start = layer.seen
+        layer.write(k, v)
+        found.append(store.attend(number, Query(q, start, 8**-0.5)))
+    return found
+
+
+def fresh(name: str) -> KVStore:
+    store = KVStore(2, RECIPES[name], rotary=[Rotary.default(1e4, 8)] * 2)
+    step(store, 13, 0)
+    step(store, 1, 1)
+    return store
+
+
+def shown(store: KVStore) -> list[Tensor]:
+    """Return copies of everything that can be read."""
+    found = []
+    for layer in store.layers:
+        slots = layer.read()
+        found += [slots.k, slots.v, slots.pos, *layer.stats.values()]
+        found.append(torch.tensor([layer.seen, layer.held]))
+    return [tensor.clone() for tensor in found]
+
+
+def alike(one: list[Tensor], two: list[Tensor]) -> bool:
+    return len(one) == len(two) and all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def overwritten(store: KVStore) -> None:
+    for layer in store.layers:
+        layer.overwrite(
+            torch.tensor([layer.held - 1]), torch.ones(2, 2, 1, 8), torch.ones(2, 2, 1, 8)
+        )
+
+
+CHANGES: dict[str, Callable[[KVStore], object]] = {
+    "write": lambda store: step(store, 3, 5),
+    "overwrite": overwritten,
+    "rollback-write": lambda store: (store.rollback(1), step(store, 1, 6)),
+    "rows": lambda store: store.rows(torch.tensor([1, 1, 0])),
+    "long": lambda store: [step(store, 1, seed) for seed in range(20)],
+    "reset": lambda store: store.reset(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_fork_and_its_parent_do_not_see_each_other(name: str, change: str) -> None:
+    for forked in (False, True):
+        parent = fresh(name)
+        child = parent.fork()
+        changed, other = (child, parent) if forked else (parent, child)
+        before = shown(other)
+        CHANGES[change](changed)
+        assert alike(before, shown(other))
+        on, alone = step(other, 1, 9), step(fresh(name), 1, 9)
+        assert alike(on, alone)  # and goes on as if there were no other
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_taking_back_what_was_written_changes_nothing(name: str) -> None:
+    store, other = fresh(name), fresh(name)
+    store.speculative = other.speculative = True
+    other.begin(4)  # what was due before is done in both
+    before = shown(other)
+    step(store, 4, 7)
+    assert not alike(before, shown(store))
+    store.rollback(4)
+    assert alike(before, shown(store))
+    assert alike(step(store, 1, 3), step(other, 1, 3))
+
+
+def test_forks_share_memory_until_one_writes() -> None:
+    parent = fresh("plain")
+    child = parent.fork()
+    shared = {tensor.data_ptr() for tensor in parent.tensors()}
+    assert {tensor.data_ptr() for tensor in child.tensors()} == shared
+    step(child, 1, 3)
+    assert not {tensor.data_ptr() for tensor in child.tensors()} & shared
+
 
 torch.set_num_threads(1)
 
@@ -128,3 +239,91 @@ def test_blocks_come_back_to_the_device() -> None:
     found = tiers.get("a")
     assert found.slots.k.is_cuda and same(moved(found, "cpu"), block(ord("a")))
     assert tiers.where("b") == "host" and tiers._tiers["host"]["b"].slots.k.is_pinned()
+
+
+torch.set_num_threads(1)
+LENGTHS = (5, 12, 3, 9, 7, 12)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return llama()
+
+
+def prompts() -> list[Tensor]:
+    drawn = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 256, (n,), generator=drawn) for n in LENGTHS]
+
+
+def test_rows_are_few_and_hold_every_prompt_once() -> None:
+    found = pack(prompts(), 16)
+    assert found.ids.shape == (4, 16)  # 12 + 3, 12, 9 + 7, 5
+    rows, last = found.last
+    for number, prompt in enumerate(prompts()):
+        here = found.tags == number
+        assert torch.equal(found.ids[here], prompt)
+        assert found.position_ids[here].tolist() == list(range(len(prompt)))
+        assert found.ids[rows[number], last[number]] == prompt[-1]
+    assert pack([torch.arange(4)], pad=7).ids.tolist() == [[0, 1, 2, 3]]
+    assert pack([torch.arange(4), torch.arange(2)], pad=7).ids.tolist() == [
+        [0, 1, 2, 3],
+        [0, 1, 7, 7],
+    ]
+
+
+def test_the_mask_is_block_diagonal() -> None:
+    found = pack(prompts(), 20)
+    mask = found.mask
+    for row in range(len(found.ids)):
+        for i in range(20):
+            for j in range(20):
+                same = found.tags[row, i] == found.tags[row, j] >= 0
+                assert bool(mask[row, 0, i, j]) == (bool(same) and j <= i)
+
+
+@pytest.mark.parametrize("space", ["post", "pre"])
+def test_packed_and_unpacked_is_each_prompt_alone(model: Any, space: str) -> None:
+    found = pack(prompts(), 16)
+    cache = cache_for(model, Recipe(space=space), mode="native")
+    with torch.no_grad():
+        out = model(
+            input_ids=found.ids, position_ids=found.position_ids, attention_mask=found.mask,
+            past_key_values=cache,
+        )  # fmt: skip
+    rows, last = found.last
+    apart = found.unpack(cache.store)
+    for number, prompt in enumerate(prompts()):
+        alone = cache_for(model, Recipe(space=space), mode="native")
+        with torch.no_grad():
+            logits = model(input_ids=prompt[None], past_key_values=alone).logits
+        packed = out.logits[rows[number], last[number]]
+        torch.testing.assert_close(packed, logits[0, -1], atol=2e-5, rtol=1e-5)
+        for slots, layer in zip(apart[number], alone.store.layers, strict=True):
+            wanted = layer.read()
+            assert torch.equal(slots.pos, wanted.pos)
+            torch.testing.assert_close(slots.k, wanted.k, atol=2e-5, rtol=1e-5)
+            torch.testing.assert_close(slots.v, wanted.v, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("space", ["post", "pre"])
+def test_generation_goes_on_as_a_padded_batch(model: Any, space: str) -> None:
+    found = pack(prompts(), 16)
+    cache = cache_for(model, Recipe(space=space), mode="native")
+    with torch.no_grad():
+        model(
+            input_ids=found.ids, position_ids=found.position_ids, attention_mask=found.mask,
+            past_key_values=cache,
+        )  # fmt: skip
+    batch = cache_for(model, Recipe(space=space), mode="native")
+    fill(
+        batch.store,
+        [[x.narrow(0, x.width - 1) for x in each] for each in found.unpack(cache.store)],
+    )
+    ids = torch.stack(
+        [torch.cat([torch.zeros(12 - len(p), dtype=torch.long), p]) for p in prompts()]
+    )
+    mask = torch.stack([torch.arange(12) >= 12 - len(p) for p in prompts()]).long()
+    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    ours = model.generate(input_ids=ids, attention_mask=mask, past_key_values=batch, **settings)
+    wanted = model.generate(input_ids=ids, attention_mask=mask, **settings)
+    assert torch.equal(ours, wanted)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -146,8 +145,3 @@ def test_layers_never_hold_more_than_there_is_nor_less_than_the_least() -> None:
     assert (found >= 15).all() and (found.sum(0) == 90).all()
     share = torch.stack(DenseLayers(0.5).allot([], layers([1.0, 1.0])))
     assert (share[:, 0] == 20).all() and set(share[:, 1].flatten().tolist()) == {17}
-
-
-def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ValueError, match="wrap the score"):
-        DenseLayers(4).allot([], [rows.layer()])

@@ -8,9 +8,7 @@ from torch import Tensor
 from diffcache.kv.attend import Query
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.quantized import (
-    kivi,
-)
+from diffcache.kv.recipes.quantized import kivi
 from diffcache.kv.segment import Coded
 from diffcache.kv.store import KVStore
 

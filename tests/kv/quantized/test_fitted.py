@@ -12,11 +12,7 @@ from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.learn import cskv as learn
 from diffcache.kv.learn import kv_heads as heads
 from diffcache.kv.learn.latents import latents
-from diffcache.kv.recipes.low_rank import (
-    cskv,
-    kv_heads,
-    xquant_latent,
-)
+from diffcache.kv.recipes.low_rank import cskv, kv_heads, xquant_latent
 from tests.kv.tiny import llama, prompts, same, shortly, stock
 
 

@@ -15,22 +15,11 @@ from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import snapkv
-from diffcache.kv.recipes.quantized import (
-    xquant,
-)
+from diffcache.kv.recipes.quantized import xquant
 from diffcache.kv.segment import Coded, Dense, Flat
 from diffcache.kv.slots import Slots
 from diffcache.kv.store import KVStore
-from tests.kv.quantized.stores import (
-    GROUP,
-    SIZE,
-    coded,
-    draw,
-    grid,
-    held_codes,
-    small_kivi,
-    write,
-)
+from tests.kv.quantized.stores import GROUP, SIZE, coded, draw, grid, held_codes, small_kivi, write
 
 
 def test_evicting_first_and_then_coding_is_coding_what_was_kept() -> None:

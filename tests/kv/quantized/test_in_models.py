@@ -14,15 +14,8 @@ from diffcache.kv.codec.layers import Single, Together
 from diffcache.kv.hf.cache import cache_for
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import snapkv
-from diffcache.kv.recipes.low_rank import (
-    minicache,
-    xkv,
-)
-from diffcache.kv.recipes.quantized import (
-    kivi,
-    rotatekv,
-    xquant,
-)
+from diffcache.kv.recipes.low_rank import minicache, xkv
+from diffcache.kv.recipes.quantized import kivi, rotatekv, xquant
 from tests.kv.tiny import SHORT, WAYS, given, llama, prompts, same, shortly, stock
 
 RECIPES = {

@@ -13,9 +13,7 @@ from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 from diffcache.errors import AttachError
 from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.hf.remat import projections_of, remat_cache_for
-from diffcache.kv.recipes.low_rank import (
-    rematerialised,
-)
+from diffcache.kv.recipes.low_rank import rematerialised
 from tests.kv.tiny import WAYS, given, llama, prompts, same, second_turn, shortly, stock
 
 

@@ -1,0 +1,133 @@
+"""Skip while the predicted clean sample should have changed little (ComfyUI's LazyCache)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from diffcache.errors import AttachError
+from diffcache.features.base import Ability, Instead
+from diffcache.features.combine import Combine, FeatureMethod
+from diffcache.features.easycache import Rate, Rates
+from diffcache.features.seacache import SceneRule
+from diffcache.step import Site, Step
+
+BIBTEX = """@misc{comfyui_lazycache,
+  title={LazyCache},
+  author={{Comfy Org}},
+  howpublished={https://github.com/comfyanonymous/ComfyUI/blob/master/comfy_extras/nodes_easycache.py},
+  year={2025}
+}"""
+
+
+def sigma_of(step: Step) -> float:
+    """Return the noise level of a step of flow matching, 0 to 1.
+
+    Raises:
+        AttachError: If it is not known, or the noise is not that of flow matching.
+    """
+    scene = step.scene
+    if scene is None:
+        raise AttachError("the noise level of this call is not known; wrap the pipeline")
+    if abs(scene.signal + scene.noise - 1) > 1e-3:
+        raise AttachError(
+            f"signal {scene.signal:.3f} and noise {scene.noise:.3f} are not those of flow "
+            "matching, which LazyCache is for; use EasyCache"
+        )
+    return scene.noise
+
+
+@dataclass(frozen=True)
+class CleanRate(Rate):
+    """A rate of the predicted clean sample, `sample - sigma * output`."""
+
+    def should_compute(self, state: Rates, step: Step, probe: Tensor | None) -> bool:
+        """Return whether the expected changes reached the threshold."""
+        return sigma_of(step) == 0 or super().should_compute(state, step, probe)
+
+    def returned(self, state: Rates, step: Step, output: Tensor) -> None:
+        """Measure the rate between this computed step and the one before."""
+        assert state.now is not None
+        sample = state.now[tuple(map(slice, output.shape))]  # without added channels or tokens
+        super().returned(state, step, sample - sigma_of(step) * output)
+
+
+@dataclass
+class Scaled:
+    """The last computed output and the noise level of its step."""
+
+    features: list[Tensor]
+    sigma: float = 1.0
+
+
+@dataclass(frozen=True)
+class CleanChange(Instead):
+    """Let the predicted clean sample differ from the sample as at the last computed step.
+
+    The difference is `-sigma * output`, so the stand-in is the last output times the ratio of the
+    noise levels.
+    """
+
+    def init(self) -> Scaled:
+        """Return an empty state."""
+        return Scaled([])
+
+    def record(self, state: Scaled, step: Step, feature: Tensor) -> None:
+        """Keep the output and its noise level."""
+        state.features, state.sigma = [feature], sigma_of(step)
+
+    def estimate(self, state: Scaled, step: Step) -> Tensor:
+        """Return the scaled output; at the step that was just recorded, the output itself."""
+        ratio = state.sigma / (sigma_of(step) or state.sigma or 1)
+        return state.features[0] if ratio == 1 else state.features[0] * ratio
+
+    def held(self, state: Scaled) -> list[Tensor]:
+        """Return the output."""
+        return state.features
+
+
+@dataclass(frozen=True)
+class LazyCache(FeatureMethod):
+    """Reuse what denoising changes in the sample, while the clean sample should stay as it is.
+
+    As EasyCache with `since="computed"`, but measured on the clean sample that the denoiser
+    predicts, and with the difference of that and the noisy sample reused: a skipped step returns
+    the last output times the ratio of the noise levels then and now. Reference: `LazyCache` of
+    ComfyUI. Differs: the first guidance branch decides, where ComfyUI looks at the guided
+    prediction (the same without guidance); the sums are over the whole sample, of which ComfyUI
+    takes every eighth row and column; the warm-up is counted in steps, as in EasyCache. For models
+    of flow matching, whose noise levels are known.
+
+    Args:
+        threshold: Smallest sum that is computed; dimensionless; 0 turns the cache off. 0.2 in
+            ComfyUI.
+        warmup: First steps that are always computed, at least 1; two are in any case.
+        last: Whether the last step of the run is always computed.
+
+    Raises:
+        ValueError: If a value is out of its range.
+
+    Example:
+        >>> pipe = diffcache.wrap(pipe, LazyCache(0.2))  # doctest: +SKIP
+    """
+
+    name: ClassVar[str] = "lazycache"
+    bibtex: ClassVar[str] = BIBTEX
+
+    threshold: float = 0.2
+    warmup: int = 4
+    last: bool = True
+
+    def __post_init__(self) -> None:
+        self.parts()
+
+    def parts(self) -> Combine:
+        """Return the gate on the clean sample's rate, and reuse of its change."""
+        when = CleanRate(self.threshold, self.warmup, "computed", self.last)
+        return Combine(when, CleanChange(), Site.MODEL)
+
+    def abilities(self) -> tuple[Ability, ...]:
+        """Return the rule that tells the noise level, and feature reuse."""
+        return (SceneRule(), *super().abilities())

@@ -1,0 +1,116 @@
+"""Reuse attention at an interval of its own for every kind of it (Pyramid Attention Broadcast)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from diffcache.errors import AttachError
+from diffcache.features.base import When, check_int, is_number
+from diffcache.features.combine import Combine, FeatureMethod
+from diffcache.step import Site, Step
+
+
+@dataclass(frozen=True)
+class ByKind(When):
+    """Compute each kind of attention one step in so many, inside a part of the run.
+
+    Args:
+        every: Kind of attention (`self`, `temporal`, `cross`) -> its interval in steps, as pairs;
+            a kind that is not there is always computed.
+        start: Share of the run up to which all is computed, 0 to 1.
+        end: Share of the run from which all is computed, 0 to 1.
+
+    Raises:
+        ValueError: If an interval is below 1, or the shares are no part of a run.
+    """
+
+    every: tuple[tuple[str, int], ...]
+    start: float
+    end: float
+    by_kind: ClassVar[bool] = True  # type: ignore[misc]
+
+    def __post_init__(self) -> None:
+        for kind, every in self.every:
+            check_int(f"{kind}_every", every, 1, " (1 always computes it)")
+        for name in ("start", "end"):
+            if not (is_number(getattr(self, name)) and 0 <= getattr(self, name) <= 1):
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be a share from 0 to 1")
+
+    def init(self) -> None:
+        """Return nothing: the step and the kind are all there is."""
+
+    def should_compute(self, state: None, step: Step, probe: Tensor | None) -> bool:
+        """Return True: the modules decide."""
+        return True
+
+    def computes_at(self, step: Step, site: str) -> bool:
+        """Return whether a kind of attention is computed.
+
+        Raises:
+            AttachError: If nobody said how long the run is.
+        """
+        if step.total is None:
+            raise AttachError(
+                f"start={self.start}, end={self.end}: shares of a run whose length nobody said; "
+                "wrap the pipeline, or say it: diffcache.run(model, steps=...)"
+            )
+        within = self.start * step.total < step.index < self.end * step.total
+        return not within or step.index % dict(self.every).get(site, 1) == 0
+
+
+@dataclass(frozen=True)
+class PAB(FeatureMethod):
+    """Reuse the outputs of attention, the longer the less a kind of it changes.
+
+    Inside a part of the run each attention is computed at every step whose number its interval
+    divides, and its output reused at the others. Cross-attention changes least from step to step,
+    then attention over time, then that over space. Reference: Pyramid Attention Broadcast,
+    arXiv 2408.12588, with the schedule of diffusers. Differs: the part of the run is said in shares
+    of its steps, where diffusers has a range of timesteps (its 100 to 800 of evenly spaced ones are
+    0.2 to 0.9); guidance branches keep features of their own, which diffusers mixes where they are
+    two calls. Attention is `cross` where the module says so (`is_cross_attention` of diffusers),
+    `temporal` in lists of blocks of that name, as Latte's, and `self` elsewhere.
+
+    Args:
+        self_every: Interval of attention over space, or over all tokens, in steps; 1 always
+            computes it.
+        temporal_every: Interval of attention over time.
+        cross_every: Interval of cross-attention.
+        start: Share of the run up to which all is computed, 0 to 1.
+        end: Share of the run from which all is computed, 0 to 1.
+
+    Raises:
+        ValueError: If a value is out of its range.
+
+    Example:
+        >>> pipe = diffcache.wrap(pipe, PAB(self_every=2, cross_every=6))  # doctest: +SKIP
+    """
+
+    name: ClassVar[str] = "pab"
+    bibtex: ClassVar[str] = """@inproceedings{zhao2025pab,
+  title={Real-Time Video Generation with Pyramid Attention Broadcast},
+  author={Zhao, Xuanlei and Jin, Xiaolong and Wang, Kai and You, Yang},
+  booktitle={The Thirteenth International Conference on Learning Representations},
+  year={2025}
+}"""
+
+    self_every: int = 2
+    temporal_every: int = 4
+    cross_every: int = 6
+    start: float = 0.2
+    end: float = 0.9
+
+    def __post_init__(self) -> None:
+        self.parts()
+
+    def parts(self) -> Combine:
+        """Return the intervals of the kinds, and reuse of attention's output."""
+        every = (
+            ("self", self.self_every),
+            ("temporal", self.temporal_every),
+            ("cross", self.cross_every),
+        )
+        return Combine(ByKind(every, self.start, self.end), site=Site.ATTENTION)

@@ -1,0 +1,119 @@
+"""Reuse an output for the next steps where it was like the one before (SGLang's step reuse)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from diffcache.features.base import When, check_bool, check_int, check_threshold
+from diffcache.features.combine import Combine, FeatureMethod
+from diffcache.features.parts.when import relative_l1
+from diffcache.step import Site, Step
+
+
+@dataclass
+class Window:
+    """State of a run: the last computed step, its output, and whether a window is open after it."""
+
+    anchor: int = -1
+    output: Tensor | None = None
+    is_open: bool = False
+
+
+@dataclass(frozen=True)
+class AfterAlike(When):
+    """Skip the next steps after an output that was like the computed one before it.
+
+    Args:
+        threshold: Relative L1 changes below it open a window; 0 turns the cache off.
+        longest: Steps of a window.
+        warmup: First steps that are always computed, at least 2.
+        last: Whether the last step of the run is always computed.
+    """
+
+    threshold: float
+    longest: int = 1
+    warmup: int = 2
+    last: bool = True
+    reads_output: ClassVar[bool] = True  # type: ignore[misc]
+
+    def __post_init__(self) -> None:
+        check_threshold(self.threshold, " (0 turns the cache off)")
+        check_int("longest", self.longest, 1)
+        check_int("warmup", self.warmup, 2, " (two outputs are compared)")
+        check_bool("last", self.last)
+
+    def init(self) -> Window:
+        """Return an empty run."""
+        return Window()
+
+    def should_compute(self, state: Window, step: Step, probe: Tensor | None) -> bool:
+        """Return whether no window is open at the step."""
+        if step.index < self.warmup or (self.last and step.is_last):
+            return True
+        return not state.is_open or step.index - state.anchor > self.longest
+
+    def computed(self, state: Window, step: Step, probe: Tensor | None) -> None:
+        """Close the window."""
+        state.anchor, state.is_open = step.index, False
+
+    def returned(self, state: Window, step: Step, output: Tensor) -> None:
+        """Open a window where the output is like the computed one before."""
+        before, state.output = state.output, output.clone()
+        if before is not None and before.shape == output.shape:
+            state.is_open = relative_l1(output, before, ranks=step.ranks) < self.threshold
+
+    def held(self, state: Window) -> list[Tensor]:
+        """Return the output."""
+        return [] if state.output is None else [state.output]
+
+
+@dataclass(frozen=True)
+class StepReuse(FeatureMethod):
+    """Reuse the denoiser's output for the next steps, where it was like the one before.
+
+    Two outputs of computed steps are compared, `mean|new - old| / mean|old|`; below `threshold` the
+    newer one stands in for the next `longest` steps, and then one is computed whatever comes. What
+    was reused is never compared. Nothing is looked at in a skipped step, so it costs nothing but
+    what the model does outside its blocks. Reference: `StepReuseController` of SGLang, with the
+    velocity as what is observed (`post_cfg_velocity`) and its forced first two and last steps.
+    Differs: the velocity of the first guidance branch decides for all; `step_reuse` on SGLang's
+    models with TeaCache's hooks observes the modulated input of the first block.
+
+    Args:
+        threshold: Smallest change after which the next step is computed; dimensionless; 0 turns the
+            cache off.
+        longest: Steps that one output stands in for (`max_skip_steps`).
+        warmup: First steps that are always computed, at least 2.
+        last: Whether the last step of the run is always computed, as it is where it writes to a
+            session.
+
+    Raises:
+        ValueError: If a value is out of its range.
+
+    Example:
+        >>> pipe = diffcache.wrap(pipe, StepReuse(0.1))  # doctest: +SKIP
+    """
+
+    name: ClassVar[str] = "step-reuse"
+    bibtex: ClassVar[str] = """@misc{sglang_step_reuse,
+  title={Step reuse of SGLang Diffusion},
+  author={{SGLang team}},
+  howpublished={https://github.com/sgl-project/sglang},
+  year={2026}
+}"""
+
+    threshold: float = 0.1
+    longest: int = 1
+    warmup: int = 2
+    last: bool = True
+
+    def __post_init__(self) -> None:
+        self.parts()
+
+    def parts(self) -> Combine:
+        """Return windows after outputs that were alike, and reuse."""
+        when = AfterAlike(self.threshold, self.longest, self.warmup, self.last)
+        return Combine(when, site=Site.MODEL)

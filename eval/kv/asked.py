@@ -1,0 +1,213 @@
+"""Questions about a context: sentences at depths, pairs, chains of variables, frequent words.
+
+The kinds are those of RULER (arXiv 2404.06654), in one context that is read once and asked many
+questions, as in SCBench (arXiv 2412.10319). An answer is right when greedy generation gives the
+whole of it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffcache.eval.kv.scoring import score
+from diffcache.kv.hf.cache import KVCache
+from diffcache.kv.hf.questions import around, compress, feed, tokens_of
+from diffcache.kv.recipe import Recipe
+
+_DRAWN = 1 << 20  # seeds, apart from that of the windows
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the needles in a context
+CITIES = ("Paris", "Lima", "Oslo", "Cairo", "Tokyo", "Quito", "Delhi", "Seoul", "Rome", "Accra",
+          "Bern", "Hanoi", "Sofia", "Tunis", "Riga", "Doha")  # fmt: skip
+WORDS = ("river", "candle", "garden", "window", "pepper", "ladder", "silver", "bottle", "forest",
+         "carpet", "saddle", "turnip", "magnet", "pillow", "rocket", "walnut")  # fmt: skip
+NEEDLE = "The secret number of {} is {}."
+SEVERAL, PAIRS, CHAIN, OFTEN = 2, 4, 3, 8  # values of a key, pairs, variables, times a word is said
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question and its answer.
+
+    Attributes:
+        kind: What is asked for.
+        text: The question.
+        start: Beginning of the answer, which is given.
+        answer: The rest of it, which must be said; a space first where words are.
+        depth: Share of the text that stands before what is asked for; None if in several places.
+    """
+
+    kind: str
+    text: str
+    start: str
+    answer: str
+    depth: float | None = None
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A context and what is asked about it.
+
+    Attributes:
+        text: The context.
+        questions: The questions.
+    """
+
+    text: str
+    questions: tuple[Question, ...]
+
+    @classmethod
+    def draw(cls, text: str, seed: int) -> Asked:
+        """Put sentences into a text, between its words, and ask for them.
+
+        Args:
+            text: The text.
+            seed: Seed of names, values and places.
+        """
+        drawn = random.Random(_DRAWN + seed)
+        words = text.split(" ")
+        count = len(words)
+        cities, names = drawn.sample(CITIES, len(CITIES)), drawn.sample(WORDS, len(WORDS))
+        put: list[tuple[float, str]] = []
+        asked: list[Question] = []
+        for depth in DEPTHS:
+            city, number = cities.pop(), str(drawn.randrange(100, 1000))
+            put.append((depth, NEEDLE.format(city, number)))
+            asked.append(Question(
+                "needle", f"What is the secret number of {city}?",
+                f"The secret number of {city} is", f" {number}", depth,
+            ))  # fmt: skip
+        city, values = cities.pop(), names[:SEVERAL]
+        places = sorted(drawn.random() for _ in values)
+        put += [(place, f"The secret word of {city} is {word}.")
+                for place, word in zip(places, values, strict=True)]  # fmt: skip
+        asked.append(Question(
+            "values", f"What are the {SEVERAL} secret words of {city}, in their order?",
+            f"The {SEVERAL} secret words of {city} are", f" {' and '.join(values)}",
+        ))  # fmt: skip
+        keys = names[SEVERAL : SEVERAL + 2 * PAIRS]
+        for key, value in zip(keys[::2], keys[1::2], strict=True):
+            depth = drawn.random()
+            put.append((depth, f'{{"{key}": "{value}"}}'))
+            asked.append(Question(
+                "pair", f'What is the value of "{key}" in the JSON?', f'"{key}": "', value, depth
+            ))  # fmt: skip
+        chain = [f"VAR_{letter}" for letter in drawn.sample("ABCDEFGHJKLMNPQRSTUVWXYZ", CHAIN)]
+        number = str(drawn.randrange(100, 1000))
+        values = [number, *chain[:-1]]
+        places = sorted(drawn.random() for _ in chain)
+        put += [(place, f"{name} = {value}.")
+                for place, name, value in zip(places, chain, values, strict=True)]  # fmt: skip
+        asked.append(Question(
+            "variables", f"What is the number that {chain[-1]} stands for?",
+            f"{chain[-1]} = {' = '.join(reversed(chain[:-1]))} =", f" {number}",
+        ))  # fmt: skip
+        often = names[-1]
+        put += [(drawn.random(), f"Take the {often}.") for _ in range(OFTEN)]
+        put += [(drawn.random(), f"Take the {word}.") for word in names[-4:-1] for _ in range(2)]
+        asked.append(Question(
+            "frequent", "Which thing is to be taken most often?",
+            "Most often you are told to take the", f" {often}",
+        ))  # fmt: skip
+        for place, sentence in sorted(put, key=lambda one: -one[0]):
+            words.insert(round(place * count), sentence)
+        return cls(" ".join(words), tuple(asked))
+
+
+@dataclass(frozen=True)
+class Spelled:
+    """A context and its questions as tokens.
+
+    Attributes:
+        ids: Context, int64 [1, T].
+        kinds: Kind of each question.
+        depths: Depth of each question, as in `Question`.
+        questions: Tokens of each question, up to where the answer begins.
+        starts: Tokens of the given beginning of each answer.
+        answers: Tokens that must be said.
+    """
+
+    ids: Tensor
+    kinds: tuple[str, ...]
+    depths: tuple[float | None, ...]
+    questions: tuple[list[int], ...]
+    starts: tuple[list[int], ...]
+    answers: tuple[list[int], ...]
+
+    @classmethod
+    def of(cls, tokenizer: Any, asked: Asked, kinds: Collection[str] | None = None) -> Spelled:
+        """Spell a context and its questions; with a chat template both are the user's message.
+
+        Args:
+            tokenizer: The tokenizer.
+            asked: Context and questions.
+            kinds: Kinds that are asked for; None for all.
+        """
+        before, after = around(tokenizer, asked.text)
+        chosen = [one for one in asked.questions if kinds is None or one.kind in kinds]
+        questions, starts, answers = [], [], []
+        for one in chosen:
+            question = tokens_of(tokenizer, one.text + after)[0].tolist()
+            start = tokens_of(tokenizer, one.text + after + one.start)[0].tolist()
+            whole = tokens_of(tokenizer, one.text + after + one.start + one.answer)[0].tolist()
+            alike = _alike(start, whole)  # a tokenizer may join letters across the border
+            shared = min(_alike(question, whole), alike - 1)  # something is left to begin with
+            questions.append(whole[:shared])
+            starts.append(whole[shared:alike])
+            answers.append(whole[alike:])
+        return cls(
+            tokens_of(tokenizer, before), tuple(one.kind for one in chosen),
+            tuple(one.depth for one in chosen), tuple(questions), tuple(starts), tuple(answers),
+        )  # fmt: skip
+
+    def hits(self, model: Any, cache: KVCache, recipe: Recipe) -> list[bool]:
+        """Return which answers greedy generation gives whole, each on a fork of a cache.
+
+        Args:
+            model: The model.
+            cache: Cache of the context but for its last token, compressed.
+            recipe: Recipe of the cache.
+        """
+        last = self.ids[0, -1:].tolist()
+        return [
+            bool(score(model, cache.fork(), last + question + start, answer, recipe)[1].all())
+            for question, start, answer in zip(
+                self.questions, self.starts, self.answers, strict=True
+            )
+        ]
+
+    def aware_hits(self, model: Any, tokenizer: Any, raw: KVCache, recipe: Recipe) -> list[bool]:
+        """Return which answers are given whole when the question is known to what compresses.
+
+        Args:
+            model: The model.
+            tokenizer: Its tokenizer.
+            raw: Cache of the context but for its last token, not compressed.
+            recipe: Recipe of the cache.
+        """
+        found = []
+        for question, start, answer in zip(self.questions, self.starts, self.answers, strict=True):
+            cache = raw.fork()
+            ids = torch.cat([self.ids[:, -1:], self.ids.new_tensor([question])], 1)
+            feed(model, cache, ids.to(model.device))
+            compress(model, tokenizer, cache, ids)
+            found.append(bool(score(model, cache, start, answer, recipe)[1].all()))
+        return found
+
+
+def _alike(one: list[int], other: list[int]) -> int:
+    """Return how many first tokens two lists share."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def spells(tokenizer: Any) -> bool:
+    """Return whether a tokenizer can write what is hidden in texts."""
+    text = NEEDLE.format(CITIES[0], 123)
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    return "123" in tokenizer.decode(ids).replace(" ", "")

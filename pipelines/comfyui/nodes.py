@@ -1,0 +1,317 @@
+"""Cache a model in ComfyUI's own sampler, and tell what its last run computed.
+
+A patched model is a clone with four wrappers of ComfyUI. That around the sampler puts the cache
+into the network and takes it out again, so that nothing stays in weights that other clones share.
+The others say which evaluation and which conditions a call of the network belongs to: ComfyUI runs
+several conditions in one call or in several, by the memory that is free.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+import diffcache
+from diffcache.attach.fingerprint import facts_of
+from diffcache.catalog import make_method
+from diffcache.errors import AttachError
+from diffcache.features.base import Method
+from diffcache.presets.choose import choose, presets
+from diffcache.registry import read_word
+
+KEY = "diffcache"
+PRESET, AUTO, AS_COMPUTED = "preset", "auto", "as computed"
+METHODS = (
+    PRESET, "taylorseer", "interval", "first-block", "dbcache", "confidence-gated-taylor",
+    "seacache", "teacache", "magcache",
+)  # fmt: skip
+# Networks of ComfyUI that there are presets for -> their class in diffusers, by which presets go.
+KNOWN = {"Flux": "FluxTransformer2DModel", "WanModel": "WanTransformer3DModel"}
+# Samplers that evaluate the model once a step; of others the number of evaluations is not known.
+ONCE_A_STEP = (
+    "euler", "euler_ancestral", "euler_cfg_pp", "euler_ancestral_cfg_pp", "lms", "ddpm", "lcm",
+    "dpmpp_2m", "dpmpp_2m_cfg_pp", "dpmpp_2m_sde", "dpmpp_2m_sde_gpu", "dpmpp_2m_sde_heun",
+    "dpmpp_2m_sde_heun_gpu", "dpmpp_3m_sde", "dpmpp_3m_sde_gpu", "ipndm", "ipndm_v", "sa_solver",
+    "deis", "res_multistep", "res_multistep_cfg_pp", "res_multistep_ancestral", "er_sde",
+    "res_multistep_ancestral_cfg_pp", "gradient_estimation", "gradient_estimation_cfg_pp",
+)  # fmt: skip
+SIDES = {0: "cond", 1: "uncond"}  # ComfyUI's numbers of conditions
+
+
+class Cache:
+    """The cache of one patched model, shared by its clones.
+
+    Args:
+        method: Method that is put into the network of every sampler run.
+        why: Why this method was taken, a line for the report; empty where the user named it.
+
+    Attributes:
+        report: Report of the last run, as text.
+    """
+
+    def __init__(self, method: Method, why: str) -> None:
+        self.method, self.why = method, why
+        self.report = "no sampler has run on this model yet"
+        self.evaluation = -1  # of the sampler, from 0; -1 outside of runs
+        self.batch = -1  # of conditions within the evaluation: guidance may ask for several
+        self.names: dict[Any, str] = {}  # of branches, by the conditions of a call
+
+    def sample(self, executor: Any, guider: Any, sigmas: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a sampler with the network cached; leave the network as it was.
+
+        Raises:
+            AttachError: If something else in the workflow changes the same calls.
+        """
+        check_alone(guider.model_options)
+        network = guider.inner_model.diffusion_model
+        self.names = {}
+        self.report = "the last sampler run did not come to its end"
+        with diffcache.wrapped(network, self.method):
+            try:
+                with diffcache.run(network, steps=_steps(executor.class_obj, sigmas)):
+                    out = executor(guider, sigmas, *args, **kwargs)
+            finally:
+                self.evaluation = self.batch = -1
+            text = str(diffcache.report(network))
+        self.report = f"{text}\n{self.why}" if self.why else text
+        return out
+
+    def evaluate(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Count an evaluation of the sampler."""
+        self.evaluation += 1
+        self.batch = -1
+        return executor(*args, **kwargs)
+
+    def ask(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Count a batch of conditions that is evaluated, such as that of perturbed guidance."""
+        self.batch += 1
+        return executor(*args, **kwargs)
+
+    def call(
+        self, executor: Any, x: Any, t: Any, c_concat: Any = None, c_crossattn: Any = None,
+        control: Any = None, transformer_options: Any = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Call the network as the branch of its conditions."""
+        options = transformer_options or {}
+        inner = (x, t, c_concat, c_crossattn, control, options)
+        if self.evaluation < 0:  # not the sampler's
+            return executor(*inner, **kwargs)
+        with diffcache.branch(self.name_of(options), self.evaluation):
+            return executor(*inner, **kwargs)
+
+    def name_of(self, options: Mapping[str, Any]) -> str:
+        """Return the name of a call's branch: that of its conditions in this batch of them."""
+        kinds = tuple(options["cond_or_uncond"])
+        key = self.batch, kinds, tuple(options["uuids"])
+        if key not in self.names:
+            name = "+".join(SIDES.get(kind, f"cond {kind}") for kind in kinds)
+            same = sum(known.partition("#")[0] == name for known in self.names.values())
+            self.names[key] = f"{name}#{same + 1}" if same else name
+        return self.names[key]
+
+
+def _steps(sampler: Any, sigmas: Any) -> int | None:
+    """Return the number of evaluations of a run, None where a sampler does not tell it."""
+    function = getattr(getattr(sampler, "sampler_function", None), "__name__", "")
+    is_known = function.removeprefix("sample_") in ONCE_A_STEP
+    return len(sigmas) - 1 if is_known and len(sigmas) > 1 else None
+
+
+def check_alone(options: Mapping[str, Any]) -> None:
+    """Raise AttachError if a node beside this one skips, splits or compiles the model's calls.
+
+    Args:
+        options: `model_options` of the sampler's guider.
+    """
+    inner = options.get("transformer_options", {})
+    wrappers = inner.get("wrappers", {})
+    others = {
+        "EasyCache or LazyCache": "easycache" in inner or "lazycache" in inner,
+        "TorchCompileModel": "torch.compile" in wrappers.get("apply_model", {}),
+        "a node of context windows": options.get("context_handler") is not None,
+    }
+    for node, is_there in others.items():
+        if is_there:
+            raise AttachError(f"diffcache beside {node}: bypass one of the two nodes")
+
+
+def facts_about(network: nn.Module) -> dict[str, Any]:
+    """Return facts about a network of ComfyUI in the words that presets are looked up by."""
+    facts, model = facts_of(network, None), type(network).__name__
+    if model not in KNOWN:
+        return facts
+    own: Any = network
+    if model == "Flux":
+        sizes = {
+            "num_layers": own.params.depth,
+            "num_single_layers": own.params.depth_single_blocks,
+            "in_channels": own.in_channels,
+            "guidance_embeds": own.params.guidance_embed,
+        }
+    else:
+        sizes = {
+            "num_layers": own.num_layers,
+            "num_attention_heads": own.num_heads,
+            "in_channels": own.in_dim,
+            "image_dim": None if own.img_emb is None else 1280,
+            "pos_embed_seq_len": None,
+        }
+    return {**facts, "model": KNOWN[model], "settings": sizes}
+
+
+def method_for(
+    network: nn.Module, method: str, settings: str, preset: str, hold: str
+) -> tuple[Method, str]:
+    """Return the method that the widgets ask for, and why where they leave it to presets.
+
+    Published numbers hold for weights, and so for ComfyUI's class of the same model; that they are
+    this model's is checked here.
+
+    Raises:
+        AttachError: If the preset, or published numbers, are another model's.
+        ValueError: If a setting is unknown or out of its range.
+    """
+    given = read_settings(method, settings, preset)
+    facts, why = facts_about(network), ""
+    if method == PRESET:
+        choice = choose(facts, None if preset == AUTO else preset)
+        method, why = choice.method, f"preset: {choice.why}"
+        given = {**choice.settings, **given}
+    made = make_method(method, lambda: facts, **given)
+    made.check_model(facts)
+    if getattr(made, "model", ""):
+        made = dataclasses.replace(made, model="")  # type: ignore[call-arg]
+    return (made if hold == AS_COMPUTED else make_held(made, hold)), why
+
+
+def make_held(method: Method, hold: str) -> Method:
+    """Return a method that keeps its features in another form."""
+    return diffcache.Held(method, hold)  # type: ignore[arg-type]
+
+
+def read_settings(method: str, settings: str, preset: str) -> dict[str, Any]:
+    """Return the settings in a text such as `every=4, warmup=2`.
+
+    Raises:
+        ValueError: If the text is none, names a file, or a preset is asked for beside a method.
+    """
+    if method != PRESET and preset != AUTO:
+        raise ValueError(f"preset={preset!r} and method={method!r}: choose one of them")
+    text = ",".join(part.strip() for part in settings.replace("\n", ",").split(",") if part.strip())
+    given = read_word(f"{method}:{text}")[1] if text else {}
+    if "tables" in given:
+        raise ValueError("tables: files are not read from workflows; use published settings")
+    return given
+
+
+class DiffcacheModel:
+    """Node that returns a model whose sampler runs are cached."""
+
+    DESCRIPTION = (
+        "Skips what hardly changes between the steps of a sampler. Choose a preset of your model, "
+        "or a method with its settings."
+    )
+    CATEGORY = "model_patches/diffcache"
+    FUNCTION = "patch"
+    RETURN_TYPES = ("MODEL",)
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802 (ComfyUI's name)
+        """Return the widgets."""
+        names = [AUTO, *(one.name for levels in presets().values() for one in levels.values())]
+        return {
+            "required": {
+                "model": ("MODEL", {"tooltip": "Model to cache; it is left as it is."}),
+                "method": (METHODS, {
+                    "default": PRESET,
+                    "tooltip": "preset takes what was published for the model, else taylorseer.",
+                }),
+                "settings": ("STRING", {
+                    "default": "",
+                    "tooltip": "Such as every=4 (interval, taylorseer) or threshold=0.08 (gates); "
+                    "empty for the defaults. `diffcache methods` lists them.",
+                }),
+                "preset": (names, {
+                    "default": AUTO,
+                    "tooltip": "Published settings of a model; auto recognizes it by its sizes.",
+                }),
+                "hold": ((AS_COMPUTED, "bf16", "int8", "host"), {
+                    "default": AS_COMPUTED,
+                    "tooltip": "Form of what is kept between steps: fewer bytes, or host memory.",
+                }),
+            }
+        }  # fmt: skip
+
+    @classmethod
+    def VALIDATE_INPUTS(cls, method: str, settings: str, preset: str) -> bool | str:  # noqa: N802
+        """Return what is wrong with the widgets before anything runs, True for nothing."""
+        try:
+            given = read_settings(method, settings, preset)
+            if method not in (PRESET, "teacache", "magcache"):  # which ask for the model
+                make_method(method, **given)
+        except ValueError as error:
+            return str(error)
+        return True
+
+    def patch(self, model: Any, method: str, settings: str, preset: str, hold: str) -> tuple[Any]:
+        """Return a clone of a model with the cache.
+
+        Raises:
+            AttachError: If the model has such a node already, or cannot be cached with this method.
+            ValueError: If a setting is unknown or out of its range.
+        """
+        if model.get_attachment(KEY) is not None:
+            raise AttachError("this model comes from a diffcache node already; keep one of them")
+        network = model.model.diffusion_model
+        cache = Cache(*method_for(network, method, settings, preset, hold))
+        with diffcache.wrapped(network, cache.method):
+            pass  # what it cannot do is said at this node, and not at the sampler
+        patched = model.clone()
+        patched.set_attachments(KEY, cache)
+        patched.add_wrapper_with_key("sampler_sample", KEY, cache.sample)
+        patched.add_wrapper_with_key("predict_noise", KEY, cache.evaluate)
+        patched.add_wrapper_with_key("calc_cond_batch", KEY, cache.ask)
+        patched.add_wrapper_with_key("apply_model", KEY, cache.call)
+        return (patched,)
+
+
+class DiffcacheReport:
+    """Node that tells what the last sampler run of a cached model computed and skipped."""
+
+    DESCRIPTION = "Reports steps, seconds and bytes of the sampler run that made these samples."
+    CATEGORY = "model_patches/diffcache"
+    FUNCTION = "tell"
+    RETURN_TYPES = ("LATENT", "STRING")
+    RETURN_NAMES = ("samples", "report")
+    OUTPUT_NODE = True
+
+    @classmethod
+    def INPUT_TYPES(cls) -> dict[str, Any]:  # noqa: N802
+        """Return the inputs; the samples pass through, so that the report comes after them."""
+        return {
+            "required": {
+                "model": ("MODEL", {"tooltip": "The model that the sampler was given."}),
+                "samples": ("LATENT", {"tooltip": "What the sampler returned."}),
+            }
+        }
+
+    def tell(self, model: Any, samples: Any) -> dict[str, Any]:
+        """Return the samples and the report.
+
+        Raises:
+            AttachError: If the model has no cache.
+        """
+        cache = model.get_attachment(KEY)
+        if cache is None:
+            raise AttachError("this model has no cache; connect the output of the diffcache node")
+        return {"ui": {"text": [cache.report]}, "result": (samples, cache.report)}
+
+
+NODE_CLASS_MAPPINGS = {"DiffcacheModel": DiffcacheModel, "DiffcacheReport": DiffcacheReport}
+NODE_DISPLAY_NAME_MAPPINGS = {
+    "DiffcacheModel": "Cache Model (diffcache)",
+    "DiffcacheReport": "Cache Report (diffcache)",
+}

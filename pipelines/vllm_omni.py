@@ -1,0 +1,125 @@
+"""A cache backend of vLLM-Omni: the methods of diffcache on its pipelines.
+
+vLLM-Omni calls `enable` once, when its pipeline is loaded, and `refresh` before a generation, if it
+knows the number of steps: where a request leaves that out, it may hand over 0 or not call at all.
+So nothing here depends on it. The pipeline's scheduler tells where a generation starts, how many
+steps it has and where one ends; of pipelines that step a scheduler of their own, the timesteps do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from vllm_omni.diffusion.cache.base import CacheBackend
+
+import diffcache
+from diffcache.catalog import make_method
+from diffcache.errors import AttachError
+from diffcache.features.base import Method
+
+DENOISERS = ("transformer", "transformer_2", "unet")
+# Methods whose steps are the same on every rank; gates decide by what a rank sees of the sample.
+FIXED = ("interval", "taylorseer", "magcache")
+
+
+class Loop:
+    """A pipeline of vLLM-Omni, which is one module, as `diffcache.wrap` knows pipelines."""
+
+    def __init__(self, pipeline: Any) -> None:
+        self.pipeline = pipeline
+
+    @property
+    def components(self) -> dict[str, Any]:
+        """Return the denoisers by name."""
+        found = {name: getattr(self.pipeline, name, None) for name in DENOISERS}
+        return {name: model for name, model in found.items() if isinstance(model, nn.Module)}
+
+    @property
+    def scheduler(self) -> Any:
+        """Return the scheduler; None where the pipeline has none."""
+        return getattr(self.pipeline, "scheduler", None)
+
+    def __call__(self) -> None:
+        """Do nothing: vLLM-Omni calls the pipeline itself."""
+
+
+class DiffcacheBackend(CacheBackend):  # type: ignore[misc]
+    """Caches the denoisers of a pipeline with any method of diffcache.
+
+    Args:
+        config: Cache configuration of vLLM-Omni. Of it `method` counts, a name that settings may
+            follow, `taylorseer:every=4`, which is also the default.
+
+    Raises:
+        UnknownMethodError: If there is no such method.
+        ValueError: If a setting is unknown or out of its range.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        extra: Mapping[str, Any] = config if isinstance(config, Mapping) else vars(config)
+        given = {**extra.get("_extra_params", {}), **extra}
+        self.method: Method = make_method(given.get("method", "taylorseer:every=4"))
+        self.loop: Loop | None = None
+        self.models: list[Any] = []
+
+    def enable(self, pipeline: Any) -> None:
+        """Cache a pipeline's denoisers from now on.
+
+        Raises:
+            AttachError: If it has none, or they cannot be cached with this method.
+            ValueError: If several ranks share a generation and the method decides by the sample.
+        """
+        ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if ranks and torch.distributed.get_world_size() > 1 and self.method.name not in FIXED:
+            raise ValueError(
+                f"method={self.method.name!r}: decides by what one rank sees, and ranks that "
+                f"decide differently wait for one another; take {', '.join(FIXED)}"
+            )
+        self.disable()
+        loop = Loop(pipeline)
+        if not loop.components:
+            raise AttachError(
+                f"{type(pipeline).__name__} has none of {', '.join(DENOISERS)} to cache"
+            )
+        diffcache.wrap(loop, self.method, components=list(loop.components))
+        self.loop, self.models = loop, list(loop.components.values())
+        self.enabled = True
+
+    def disable(self) -> None:
+        """Take the cache out again; the pipeline is bit for bit what it was."""
+        if self.loop is not None:
+            diffcache.unwrap(self.loop)
+        self.loop, self.models, self.enabled = None, [], False
+
+    def refresh(
+        self, pipeline: Any, num_inference_steps: int | None = None, verbose: bool = True
+    ) -> None:
+        """Forget what is held of the generation before.
+
+        Args:
+            pipeline: The pipeline; another, or other denoisers, are cached anew.
+            num_inference_steps: Steps of the generation; not needed, 0 and None are taken.
+            verbose: Of the interface; there is nothing to say.
+        """
+        now = list(Loop(pipeline).components.values())
+        same = len(now) == len(self.models) and all(
+            a is b for a, b in zip(now, self.models, strict=True)
+        )
+        if self.loop is None or not same or self.loop.pipeline is not pipeline:
+            self.enable(pipeline)
+        else:
+            diffcache.reset(self.loop)
+
+    def report(self) -> str:
+        """Return what the last generation computed and skipped, as text.
+
+        Raises:
+            AttachError: If no pipeline is cached.
+        """
+        if self.loop is None:
+            raise AttachError("no pipeline is cached; call enable first")
+        return str(diffcache.report(self.loop))

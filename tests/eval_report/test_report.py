@@ -1,0 +1,862 @@
+"""Reports of records: read and joined, as tables, plots, sheets of samples and a page."""
+
+import copy
+import csv
+import io
+import json
+import math
+import random
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from rich.console import Console
+
+from diffcache.eval.metrics.intervals import share_interval
+from diffcache.eval.report import docs, heat, pareto, plots, strips, words
+from diffcache.eval.report.__main__ import main
+from diffcache.eval.report.columns import Column, bytes_text, decimals, shown
+from diffcache.eval.report.docs import update
+from diffcache.eval.report.palette import OKABE_ITO, styles
+from diffcache.eval.report.records import Value, checked, join, ordered
+from diffcache.eval.report.samples import Samples
+from diffcache.eval.report.table import markdown, table_of, terminal_table, to_csv
+from diffcache.eval.report.write import write_report, write_reports
+
+STEPS = 12
+EVIL = '<script>alert("x")</script> a | red *circle* & a `square` for $5 or \\frac$6'
+
+
+def interval(value: float, half: float, **more: Any) -> dict[str, Any]:
+    return {"value": value, "low": value - half, "high": value + half, "n": 64, **more}
+
+
+def row(name: str, kind: str, computed: int, damage: float, matches: list[str]) -> dict[str, Any]:
+    """A row whose every number follows from the steps it computes and how much it damages."""
+    method = f"{name.title().replace('-', '')}(every={STEPS // computed})"
+    fidelity = {
+        "psnr_db": interval(40 - damage, 0.4, p5=30 - damage, pooled=39 - damage),
+        "ssim": interval(0.99 - damage / 100, 0.002, p5=0.9),
+        "lpips_lite": interval(0.01 + damage / 100, 0.004, p95=0.2),
+    }
+    quality: dict[str, Any] = {
+        "fid_lite": interval(3.0 + damage / 4, 0.3),
+        "kid_lite": {"value": 0.001 + damage / 1000, "spread": 0.0002, "n": 64},
+        "prompt_accuracy": interval(0.99 - damage / 200, 0.006),
+    }
+    if kind != "uncached":
+        quality["fid_lite_change"] = interval(damage / 4, 0.5, paired=True)
+        quality["fid_lite_to_uncached"] = {"value": damage / 3, "n": 64}
+    marks = [step % (STEPS // computed) == 0 for step in range(STEPS)]
+    return {
+        "name": name, "kind": kind, "method": method if kind == "method" else None,
+        "matches": matches, "steps": computed if kind == "fewer steps" else STEPS,
+        "hash": name.encode().hex().ljust(16, "0")[-16:],
+        "folder": f"cases/{re.sub('[^a-z0-9]+', '-', name)}",
+        "evaluations": float(computed), "computed_steps": float(computed),
+        "flops": 1e8 * computed, "flops_ratio": STEPS / computed,
+        "held_bytes": 360_448 if kind == "method" else 0,
+        "fidelity": {} if kind == "uncached" else fidelity, "quality": quality,
+        "timeline": [{"step": s, "timestep": 1000.0 - 80 * s, "computed": float(m)}
+                     for s, m in enumerate(marks)] if kind == "method" else None,
+        "latent_error": [damage * s / 1000 for s in range(STEPS)] if kind == "method" else None,
+        "site_error": {
+            "sites": [f"transformer_blocks.{n}.attn" for n in range(4)], "steps": [*range(STEPS)],
+            "values": [[None if m else damage * (n + s) / 900 for s, m in enumerate(marks)]
+                       for n in range(4)],
+        } if kind == "method" else None,
+        "samples": {"count": 64, "worst": [1, 0], "median": [2], "best": [3]},
+    }  # fmt: skip
+
+
+def make_record(**task: Any) -> dict[str, Any]:
+    """Build a record: uncached, three caches, and what they are to be compared with."""
+    lite = {"unit": "", "backend": "lite", "extractor": "shapes-features", "sha256": "ab" * 32}
+    exact = {"unit": "", "direction": "up", "backend": "exact"}
+    rows = [
+        row("uncached", "uncached", STEPS, 0.0, []),
+        row("taylorseer", "method", 3, 1.5, []),
+        row("first-block", "method", 4, 6.0, []),
+        row("interval", "method", 6, 0.5, []),
+        row("uncached, 3 steps", "fewer steps", 3, 9.0, ["taylorseer"]),
+        row("uncached, 4 steps", "fewer steps", 4, 4.0, ["first-block", "interval"]),
+    ]
+    times = {r["name"]: 0.1 * r["evaluations"] for r in rows}
+    return {
+        "schema": "diffcache.eval/1", "command": "diffcache eval --model shapes-flux",
+        "finished": True,
+        "task": {
+            "model": "shapes-flux", "model_sha256": "cd" * 32, "pipeline": "FluxPipeline",
+            "kind": "pictures", "samples": 64, "seed": 0, "batch_size": 8, "steps": STEPS,
+            "prompts": {"source": "held-out shapes", "count": 64, "sha256": "ef" * 32},
+            "call": {"height": 64, "width": 64}, "dtype": "float32", **task,
+        },
+        "metrics": {
+            "psnr_db": exact | {"title": "PSNR", "unit": "dB"}, "ssim": exact | {"title": "SSIM"},
+            "lpips_lite": lite | {"title": "LPIPS-lite", "direction": "down"},
+            "fid_lite": lite | {"title": "FID-lite", "direction": "down"},
+            "fid_lite_change": lite | {"title": "FID-lite, change", "direction": "down"},
+            "kid_lite": lite | {"title": "KID-lite", "direction": "down"},
+            "prompt_accuracy": exact | {"title": "prompt accuracy"},
+        },
+        "rows": rows,
+        "warnings": ["64 samples are few: see <b>docs</b>"],
+        "timing": {
+            "created": "2026-11-21T12:00:00+00:00", "parts_seconds": {"uncached: draw": 71.2},
+            "rows": {name: {
+                "seconds": {"median": s, "q1": s * 0.95, "q3": s * 1.1, "n": 7},
+                "ratio": {"median": times["uncached"] / s, "q1": times["uncached"] / s * 0.93,
+                          "q3": times["uncached"] / s * 1.05, "n": 7},
+                "throughput": 8 / s, "peak_bytes": 1 << 28, "joules": None,
+            } for name, s in times.items()},
+        },
+        "env": {"diffcache": "0.1.0", "python": "3.11", "torch": "2.13.0", "diffusers": "0.42.1",
+                "device": "a processor", "threads": 1, "processes": 1, "commit": "abc"},
+    }  # fmt: skip
+
+
+def picture(number: int, damage: float) -> np.ndarray:
+    """A disc on a gradient, with noise where it is damaged."""
+    y, x = np.mgrid[:32, :32]
+    disc = (x - 8 - 4 * number) ** 2 + (y - 16) ** 2 < 60
+    pixels = np.stack([x * 6, y * 5, 160 - x * 3], -1).astype(float)
+    pixels[disc] = (220, 60 + 30 * number, 40)
+    noise = np.random.default_rng(number).normal(0, damage * 2, pixels.shape)
+    return np.clip(pixels + noise, 0, 255).astype(np.uint8)
+
+
+def make_run(folder: Path, record: dict[str, Any], prompt: str = EVIL) -> Path:
+    """Write a run's folder as `diffcache eval` leaves it."""
+    for this in record["rows"]:
+        case = folder / this["folder"]
+        (case / "samples").mkdir(parents=True)
+        damage = this["quality"].get("fid_lite_to_uncached", {"value": 0})["value"] * 3
+        for number in range(4):
+            Image.fromarray(picture(number, damage)).save(case / "samples" / f"{number:05d}.png")
+        line = {"batch": 0, "ids": [0, 1, 2, 3], "prompts": [f"{prompt}, {n}" for n in range(4)]}
+        (case / "manifest.0.jsonl").write_text(json.dumps(line) + '\n{"batch": 1, "ids')
+    (folder / "record.json").write_text(json.dumps(record))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path, list[Path]]:
+    """A record, its run's folder, and the files of its report, made once."""
+    record = make_record()
+    folder = make_run(tmp_path_factory.mktemp("run"), record)
+    return record, folder, write_report(record, folder)
+
+
+def brief_record() -> dict[str, Any]:
+    """A record with one plot of every kind, so that reports of it are quickly made."""
+    record = make_record()
+    record["rows"] = [r for r in record["rows"] if "taylorseer" in (r["name"], *r["matches"], "")]
+    record["rows"].insert(0, make_record()["rows"][0])
+    for this in record["rows"]:
+        this["fidelity"] = {k: v for k, v in this["fidelity"].items() if k == "ssim"}
+        this["quality"] = {k: v for k, v in this["quality"].items() if k.startswith("fid")}
+    return record
+
+
+def cells(record: dict[str, Any], key: str) -> dict[str, Any]:
+    """Return the cells of a column by the names of the rows."""
+    table = table_of(record)
+    place = [column.key for column in table.columns].index(key)
+    return {row.name: row.cells[place] for row in table.rows}
+
+
+def renamed(record: dict[str, Any], old: str, new: str) -> dict[str, Any]:
+    """Return a run of another method whose row has the same or another name."""
+    other = copy.deepcopy(record)
+    other["rows"] = [other["rows"][0], next(r for r in other["rows"] if r["name"] == old)]
+    other["rows"][1] |= {"name": new, "hash": "f" * 16}
+    other["timing"]["rows"][new] = other["timing"]["rows"].pop(old)
+    return other
+
+
+class Reader(HTMLParser):
+    """Collects what a page would fetch, its text, and its tags."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.text = ""
+        self.tags: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        self.tags.append(tag)
+        if tag not in ("meta", "img", "br"):
+            self.open.append(tag)
+        self.fetched += [v for k, v in attrs if k in ("src", "href", "srcset", "data", "poster")]
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] not in ("style", "script"):
+            self.text += data
+
+
+def read_page(file: Path) -> Reader:
+    reader = Reader()
+    reader.feed(file.read_text())
+    assert reader.open == []
+    return reader
+
+
+def test_wrong_records_are_refused() -> None:
+    record = make_record()
+    record["rows"][2]["name"] = "taylorseer"
+    with pytest.raises(ValueError, match="names that differ"):
+        checked(record)
+    with pytest.raises(ValueError, match="'uncached'"):
+        checked(make_record() | {"rows": make_record()["rows"][1:]})
+    for timing in (
+        7,
+        {"rows": [None]},
+        {"rows": {"interval": 7}},
+        {"rows": {"interval": {"ratio": -1}}},
+    ):
+        with pytest.raises(ValueError, match="timing.rows: .* must be an object"):
+            checked(make_record() | {"timing": timing})
+    record = make_record()
+    record["rows"][0]["fidelity"] = [None]
+    with pytest.raises(ValueError, match=r"fidelity: \[None\] must be an object"):
+        checked(record)
+
+
+def test_runs_of_one_task_are_joined() -> None:
+    first = make_record()
+    joined = join([first, renamed(first, "interval", "taylorseer"), first])
+    names = [row_["name"] for row_ in joined["rows"]]
+    assert names == [row_["name"] for row_ in first["rows"]] + ["taylorseer (2)"]
+    times = first["timing"]["rows"]
+    assert joined["timing"]["rows"]["taylorseer (2)"] == times["interval"]
+    assert joined["timing"]["rows"]["taylorseer"] == times["taylorseer"]
+    assert join([first])["rows"] == first["rows"]
+
+
+def test_matches_follow_a_new_name() -> None:
+    first, second = make_record(), make_record()
+    for row_ in second["rows"][1:]:
+        row_["hash"] = row_["hash"][::-1] + "x"
+    joined = join([first, second])
+    names = [row_["name"] for row_ in ordered(joined)]
+    assert names[names.index("taylorseer (2)") + 1] == "uncached, 3 steps (2)"
+
+
+@pytest.mark.parametrize(
+    "task", [{"model": "other"}, {"samples": 8}, {"seed": 1}, {"reference": "x"}]
+)
+def test_runs_of_different_tasks_are_never_mixed(task: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"different tasks.*{next(iter(task))}"):
+        join([make_record(), make_record(**task)])
+
+
+def test_times_of_different_machines_are_left_out() -> None:
+    second = renamed(make_record(), "interval", "other")
+    second["env"]["device"] = "another processor"
+    joined = join([make_record(), second])
+    assert joined["timing"]["rows"] == {}
+    assert any("different machines" in text for text in joined["warnings"])
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "direction", "outcome"),
+    [
+        (Value(3, 2, 4), Value(6, 5, 7), "up", -1),
+        (Value(3, 2, 4), Value(6, 5, 7), "down", 1),
+        (Value(3, 2, 5), Value(6, 5, 7), "down", 0),
+        (Value(3), Value(6, 5, 7), "down", None),
+        (None, Value(6, 5, 7), "down", None),
+        (Value(3, 2, 4), Value(6, 5, 7), None, None),
+    ],
+)
+def test_better_means_that_intervals_do_not_overlap(
+    one: Any, other: Any, direction: Any, outcome: Any
+) -> None:
+    assert words.compare(one, other, direction) == outcome
+
+
+def test_summary_says_whether_a_cache_beats_fewer_steps() -> None:
+    said = "\n".join(words.summary(make_record()))
+    assert "64 pictures of shapes-flux at 12 steps." in said
+    assert "taylorseer against uncached, 3 steps: better in FID-lite, PSNR" in said
+    assert "first-block against uncached, 4 steps: worse in PSNR" in said
+    assert "taylorseer: 3 evaluations a sample, FLOPs ratio 4, 4 times as fast" in said
+
+
+def test_rows_stand_under_what_they_are_to_be_compared_with() -> None:
+    names = [row["name"] for row in ordered(make_record())]
+    assert names == [
+        "uncached", "taylorseer", "uncached, 3 steps", "first-block", "interval", "uncached, 4 steps",
+    ]  # fmt: skip
+    labels = [row.label for row in table_of(make_record()).rows]
+    assert labels[2] == "↳ uncached, 3 steps"
+    assert labels[5] == "↳ uncached, 4 steps (for first-block, interval)"
+
+
+def test_numbers_are_those_of_the_record() -> None:
+    record = make_record()
+    for row_ in record["rows"]:
+        for key in ("fid_lite", "prompt_accuracy"):
+            text = cells(record, key)[row_["name"]].text
+            found = [float(n) for n in re.findall(r"-?\d+\.\d+", text)]
+            wanted = [row_["quality"][key][part] for part in ("value", "low", "high")]
+            assert found == pytest.approx(
+                wanted, abs=0.5 * 10 ** -(2 if key == "fid_lite" else 3) + 1e-9
+            )
+    assert cells(record, "seconds")["taylorseer"].text == "0.30 (0.29, 0.33)"
+    assert cells(record, "held_bytes")["interval"].text == "352 KiB"
+
+
+def test_best_is_bold_and_never_the_uncached_row() -> None:
+    record = make_record()
+    record["rows"][0]["quality"]["fid_lite"] = interval(0.1, 0.01)
+    for column in table_of(record).columns:
+        found = cells(record, column.key)
+        bold = {name for name, cell in found.items() if cell.bold}
+        values = {n: c.number for n, c in found.items() if n != "uncached" and c.number is not None}
+        if column.direction is None or len(set(values.values())) == 1:
+            assert not bold
+        else:
+            best = (max if column.direction == "up" else min)(values.values())
+            assert bold == {name for name, value in values.items() if value == best}
+    assert {n for n, c in cells(record, "psnr_db").items() if c.bold} == {"interval"}
+    assert {n for n, c in cells(record, "lpips_lite").items() if c.bold} == {"interval"}
+
+
+def test_nothing_is_bold_without_a_rival() -> None:
+    record = make_record()
+    record["rows"] = record["rows"][:2]
+    assert not any(cell.bold for row_ in table_of(record).rows for cell in row_.cells)
+
+
+def test_nothing_is_bold_where_all_are_equal() -> None:
+    record = make_record()
+    for row_ in record["rows"]:
+        row_["quality"]["prompt_accuracy"] = interval(1.0, 0.0)
+    assert not any(cell.bold for cell in cells(record, "prompt_accuracy").values())
+
+
+def test_dagger_stands_where_the_interval_of_the_change_holds_zero() -> None:
+    record = make_record()
+    found = cells(record, "fid_lite_change")
+    for row_ in record["rows"][1:]:
+        change = row_["quality"]["fid_lite_change"]
+        assert found[row_["name"]].dagger is (change["low"] <= 0 <= change["high"])
+    assert {name for name, cell in found.items() if cell.dagger} == {"taylorseer", "interval"}
+    text = markdown(table_of(record))
+    assert text.count("]†") == 2
+    record["rows"][1]["quality"]["fid_lite_change"] |= {"low": 0.01}
+    assert not cells(record, "fid_lite_change")["taylorseer"].dagger
+
+
+def test_reference_has_a_dash_and_what_was_not_measured_says_so() -> None:
+    record = make_record()
+    record["rows"][2]["fidelity"]["ssim"] = {"value": None}
+    del record["timing"]["rows"]["interval"]
+    assert cells(record, "psnr_db")["uncached"].text == "—"
+    assert cells(record, "fid_lite_change")["uncached"].text == "—"
+    assert cells(record, "ssim")["first-block"].text == "n/a"
+    assert cells(record, "seconds")["interval"].text == "n/a"
+
+
+def test_columns_follow_the_record() -> None:
+    record = make_record()
+    keys = [column.key for column in table_of(record).columns]
+    assert keys == [
+        "evaluations", "flops_ratio", "seconds", "ratio", "throughput", "peak_bytes", "held_bytes",
+        "fid_lite", "fid_lite_change", "fid_lite_to_uncached", "psnr_db", "ssim", "lpips_lite", "prompt_accuracy", "kid_lite",
+    ]  # fmt: skip
+    record["timing"] = {}
+    for row_ in record["rows"]:
+        row_["quality"]["own_score"] = {"value": 2.0}
+    shorter = [column.key for column in table_of(record).columns]
+    timed = ("seconds", "ratio", "throughput", "peak_bytes")
+    assert shorter == [key for key in keys if key not in timed] + ["own_score"]
+    heads = {column.key: column.heading for column in table_of(record).columns}
+    assert heads["psnr_db"] == "PSNR (dB) ↑ [95 %]"
+    assert heads["fid_lite_to_uncached"] == "FID-lite to uncached ↓"
+    assert heads["own_score"] == "own score"
+
+
+def test_chosen_columns_come_in_their_order() -> None:
+    table = table_of(make_record(), ["ssim", "evaluations"])
+    assert [column.key for column in table.columns] == ["ssim", "evaluations"]
+    with pytest.raises(
+        ValueError, match=r"columns=\['sim'\]: the record has evaluations, flops_ratio"
+    ):
+        table_of(make_record(), ["sim"])
+
+
+def test_a_footnote_says_which_interval_is_which() -> None:
+    record = make_record()
+    assert "[95 %]: bootstrap interval over the samples." in table_of(record).notes
+    right = torch.arange(64) < 50
+    for row_ in record["rows"]:
+        row_["quality"]["prompt_accuracy"] = share_interval(right).to_dict()
+    only = ("psnr_db", "prompt_accuracy", "fid_lite_change")
+    assert table_of(record, only).notes[1] == (
+        "[95 %] over the samples: bootstrap interval (PSNR, FID-lite, change); Wilson's "
+        "interval of shares (prompt accuracy)."
+    )
+    record["rows"][1]["outcomes"] = {"fid_lite": "01"}
+    assert "Bonett and Price's interval of paired shares (FID-lite, ch" in table_of(record).notes[1]
+
+
+def test_footnotes_name_back_ends_and_warnings() -> None:
+    notes = "\n".join(table_of(make_record()).notes)
+    assert (
+        "FID-lite to uncached, LPIPS-lite, KID-lite: lite (shapes-features abababababab)" in notes
+    )
+    assert "not comparable with published figures" in notes
+    assert "Warning: 64 samples are few" in notes
+    assert "not finished" not in notes
+    assert "not finished" in "\n".join(table_of(make_record() | {"finished": False}).notes)
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        (Value(31.234, 31.1, 31.4), "31.2 [31.1, 31.4]"),
+        (Value(0.98765, 0.98712, 0.98811), "0.9877 [0.9871, 0.9881]"),
+        (Value(1234.5), "1234"),
+        (Value(0.0), "0.00"),
+        (Value(-2.5), "\N{MINUS SIGN}2.50"),
+    ],
+)
+def test_numbers_have_the_digits_they_need(found: Value, text: str) -> None:
+    column = Column("k", "t", "quality", None, "interval", "number", lambda row: None)
+    assert shown(found, column, decimals([found])) == text
+
+
+def test_changes_have_signs_and_zero_has_none_below_it() -> None:
+    column = Column("k", "t", "quality", None, "interval", "change", lambda row: None)
+    assert shown(Value(-0.004, -1, 1), column, 2) == "+0.00 [\N{MINUS SIGN}1.00, +1.00]"
+
+
+def test_bytes_are_readable() -> None:
+    assert [bytes_text(n) for n in (0, 512, 1024, 1536, 360_448, 5 << 30)] == [
+        "0 B", "512 B", "1 KiB", "1.5 KiB", "352 KiB", "5 GiB",
+    ]  # fmt: skip
+
+
+def test_csv_holds_full_precision() -> None:
+    record = make_record()
+    record["rows"][1]["fidelity"]["psnr_db"]["value"] = 1 / 3
+    read = list(csv.DictReader(io.StringIO(to_csv(record))))
+    assert [line["name"] for line in read] == [row_["name"] for row_ in ordered(record)]
+    assert float(read[1]["psnr_db"]) == 1 / 3
+    assert read[0]["psnr_db"] == ""
+    assert float(read[1]["psnr_db.p5"]) == 28.5
+    assert float(read[1]["kid_lite.spread"]) == 0.0002
+    assert float(read[1]["seconds.median"]) == pytest.approx(0.3)
+    record["rows"][1]["name"] = "=HYPERLINK(A1)"  # which a spreadsheet would run
+    assert "\n'=HYPERLINK(A1)," in to_csv(record)
+    assert read[5]["matches"] == "first-block; interval"
+
+
+def test_markdown_has_as_many_cells_in_every_line() -> None:
+    record = make_record()
+    record["rows"][1]["name"] = "a|b <script> *c*"
+    lines_ = [line for line in markdown(table_of(record)).splitlines() if line.startswith("|")]
+    counts = {len(re.findall(r"(?<!\\)\|", line)) for line in lines_}
+    assert len(lines_) == 2 + len(record["rows"]) and counts == {len(table_of(record).columns) + 2}
+    assert r"a\|b &lt;script> \*c\*" in lines_[3]
+
+
+@pytest.mark.parametrize("width", [60, 80, 160])
+def test_terminal_table_fits_and_leaves_no_number_out(width: int) -> None:
+    record = make_record()
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    console.print(terminal_table(record))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert max(map(len, text.splitlines())) <= width
+    for row_ in table_of(record).rows:
+        assert all(cell.text in text for cell in row_.cells)
+
+
+@pytest.mark.parametrize("upward", [True, False])
+def test_front_is_what_brute_force_finds(upward: bool) -> None:
+    chance = random.Random(0)
+    sign = 1 if upward else -1
+    for _ in range(200):
+        places = [
+            (chance.randint(0, 6), chance.randint(0, 6)) for _ in range(chance.randint(1, 14))
+        ]
+        found = pareto.front(places, upward)
+        unbeaten = {
+            (x, y)
+            for x, y in places
+            if not any(u >= x and sign * v >= sign * y and (u, v) != (x, y) for u, v in places)
+        }
+        assert [places[i] for i in found] == sorted(unbeaten)
+    assert pareto.front([], upward) == []
+
+
+def test_a_method_keeps_its_color_everywhere() -> None:
+    record = make_record()
+    looks = styles(record)
+    record["rows"].insert(1, row("z", "method", 2, 1.0, []) | {"method": "Taylorseer(every=9)"})
+    assert styles(record)["z"].color == styles(record)["taylorseer"].color == OKABE_ITO[0]
+    assert styles(record)["z"].dash != styles(record)["taylorseer"].dash
+    assert len({looks[n].color for n in ("taylorseer", "first-block", "interval")}) == 3
+    assert looks["uncached, 3 steps"].color == looks["uncached, 4 steps"].color
+    assert looks["uncached, 3 steps"].marker == "x"
+
+
+def test_settings_of_a_method_are_told_apart_by_what_differs() -> None:
+    rows = [{"name": f"taylor every={n}, order=1", "method": f"T(every={n})"} for n in (3, 5)]
+    rows.append({"name": "gate", "method": "Gate()"})
+    assert plots.settings(rows) == {
+        r["name"]: f"every={n}" for r, n in zip(rows, (3, 5), strict=False)
+    }
+
+
+def test_every_plot_is_drawn(run: Any) -> None:
+    _, folder, files = run
+    names = {file.name for file in files}
+    stems = ["pareto-fid_lite_change", "pareto-lpips_lite", "pareto-psnr_db", "pareto-prompt_accuracy",
+             "timeline", "latent-error", "cost", *(f"site-error-{n}" for n in (1, 2, 3))]  # fmt: skip
+    for stem in stems:
+        assert {f"{stem}.png", f"{stem}.svg"} <= names
+        with Image.open(folder / "report" / f"{stem}.png") as opened:
+            edge = np.asarray(opened.convert("L"))
+        assert len(np.unique(edge)) > 20 and (edge != 255).mean() > 0.02
+        # Nothing runs off the figure: its outermost pixels are those of the ground.
+        assert min(edge[0].min(), edge[-1].min(), edge[:, 0].min(), edge[:, -1].min()) == 255
+
+
+def test_missing_data_is_said_in_words() -> None:
+    record = make_record()
+    record["timing"] = {}
+    for row_ in record["rows"]:
+        row_ |= {"timeline": None, "latent_error": None, "site_error": None, "flops": None}
+        row_ |= {"held_bytes": 0, "flops_ratio": None}
+    drawn, left_out = plots.draw(record)
+    assert drawn == []
+    assert [text.partition(":")[0] for text in left_out] == [
+        "Quality against speed", "Decisions", "Error of the latents", "Errors by site", "Cost",
+    ]  # fmt: skip
+
+
+def test_a_metric_in_which_all_rows_are_equal_is_not_plotted() -> None:
+    record = make_record()
+    for row_ in record["rows"]:
+        row_["quality"]["prompt_accuracy"] = {"value": 1.0, "low": 1.0, "high": 1.0, "n": 64}
+    drawn, left_out = plots.draw_pareto(record)
+    assert "pareto-prompt_accuracy" not in {plot.stem for plot in drawn} and drawn
+    assert left_out == ["Quality against speed: all rows are equal in prompt accuracy."]
+    record["rows"][1]["quality"]["prompt_accuracy"]["low"] = 0.99
+    drawn, left_out = plots.draw_pareto(record)
+    assert "pareto-prompt_accuracy" in {plot.stem for plot in drawn} and not left_out
+
+
+def test_empty_plots_are_none() -> None:
+    assert heat.plot_errors([[None, None]], ["a"], [0, 1], "m") is None
+    assert heat.plot_errors([], [], [], "m") is None
+
+
+def test_errors_of_zero_and_of_one_size_can_be_drawn() -> None:
+    for values in ([[0.0, 0.0]], [[0.01, 0.01]], [[0.0, None]], [[1e-12, 3.0]]):
+        figure = heat.plot_errors(values, ["a"], [0, 1], "m")
+        figure.draw_without_rendering()
+        low, high = figure.axes[0].collections[0].get_clim()
+        assert 0 < low < high and high >= max(v or 0 for v in values[0])
+
+
+def test_sheet_shows_the_pixels_and_their_difference(tmp_path: Path) -> None:
+    record = make_record()
+    record["rows"] = record["rows"][:2]
+    make_run(tmp_path, record)
+    sheets, left_out = strips.draw(record, [tmp_path])
+    assert [sheet.stem for sheet in sheets] == ["samples-worst", "samples-median", "samples-best"]
+    assert left_out == []
+    shown_pixels = np.asarray(sheets[2].image)
+    wide = 6 * 32
+    base = picture(3, 0).astype(int)
+    theirs = np.asarray(Image.open(tmp_path / record["rows"][1]["folder"] / "samples/00003.png"))
+    left, top = 16, 16 + 22
+    for place, wanted in (
+        ((left, top), base),
+        ((left + wide + 12, top), theirs),
+        ((left + wide + 12, top + wide + 26), np.minimum(5 * abs(theirs - base), 255)),
+    ):
+        x, y = place
+        panel = shown_pixels[y : y + wide, x : x + wide][3::6, 3::6]
+        assert np.array_equal(panel, wanted)
+
+
+def test_narrow_samples_stand_side_by_side(tmp_path: Path) -> None:
+    record = make_record()
+    record["rows"] = record["rows"][:2]
+    make_run(tmp_path, record)
+    sheet = np.asarray(strips.draw(record, [tmp_path])[0][0].image)
+    side = 6 * 32
+    pitch = 2 * side + 12 + 2 * 16
+    assert record["rows"][1]["samples"]["worst"] == [1, 0] and sheet.shape[1] == 2 * pitch
+    for place, number in enumerate((1, 0)):
+        left = 16 + place * pitch
+        shown = sheet[38 : 38 + side, left : left + side][3::6, 3::6]
+        assert np.array_equal(shown, picture(number, 0))
+
+
+def test_closeness_is_the_psnr() -> None:
+    one = np.zeros((4, 4, 3), np.uint8)
+    assert strips.closeness(one, one) == "identical"
+    assert strips.closeness(one, one + 255) == "PSNR 0.0 dB"
+    wanted = 10 * math.log10(255**2 / 9)
+    assert strips.closeness(one, one + 3) == f"PSNR {wanted:.1f} dB"
+
+
+def test_methods_take_turns_in_the_choice_of_samples() -> None:
+    methods = [
+        {"name": "a", "samples": {"worst": [7, 2, 9]}},
+        {"name": "b", "samples": {"worst": [7, 5]}},
+        {"name": "c", "samples": None},
+    ]
+    assert strips.picks(methods, "worst", 3) == [(7, "a"), (2, "a"), (5, "b")]
+    assert strips.picks(methods, "best", 3) == []
+
+
+def test_damaged_and_foreign_files_are_not_shown(tmp_path: Path) -> None:
+    record = make_record()
+    make_run(tmp_path / "run", record)
+    file = tmp_path / "run" / record["rows"][0]["folder"] / "samples" / "00000.png"
+    file.write_bytes(file.read_bytes()[:60])
+    samples = Samples([tmp_path / "run"])
+    assert samples.picture(record["rows"][0], 0) is None
+    assert samples.picture(record["rows"][0], 1).shape == (32, 32, 3)
+    (tmp_path / "samples").mkdir()
+    Image.new("RGB", (8, 8)).save(tmp_path / "samples" / "00000.png")
+    assert samples.picture({"folder": ".."}, 0) is None
+    moved = {"hash": "0123456789abcdef"}
+    assert samples.picture(moved, 1) is None
+    (tmp_path / "run/cases/taylorseer").rename(tmp_path / "run/cases/any-name-01234567")
+    assert samples.picture(moved, 1) is not None
+
+
+def test_films_have_contact_sheets_and_previews(tmp_path: Path) -> None:
+    pytest.importorskip("av")
+    from diffcache.eval.samples.clips import write_clip, write_preview
+
+    record = brief_record()
+    record["task"]["kind"] = "films"
+    record["rows"] = record["rows"][:2]
+    for row_ in record["rows"]:
+        row_ |= {"timeline": None, "latent_error": None, "site_error": None, "quality": {}}
+        clips = tmp_path / row_["folder"] / "clips"
+        clips.mkdir(parents=True)
+        frames = torch.zeros(5, 3, 16, 16, dtype=torch.uint8)
+        frames[:, 0] = torch.arange(5)[:, None, None] * 40
+        frames[:, 1] = 90 if row_["name"] == "taylorseer" else 0
+        write_clip(clips / "00001.mp4", frames, 8)
+        (clips.parent / "previews").mkdir()
+        write_preview(clips.parent / "previews" / "00001.mp4", frames, 8)
+    (sheet, *_), left_out = strips.draw(record, [tmp_path])
+    assert left_out == ["Pictures: the files of 3 samples are not in the run's folder."]
+    pixels = np.asarray(sheet.image)
+    for line, green in ((0, 0), (1, 90)):
+        for column in range(5):
+            spot = pixels[16 + 42 + line * 136 + 64, 16 + 150 + column * 132 + 64]
+            assert spot.tolist() == [40 * column, green, 0]
+    write_report(record, tmp_path, formats=["html"])
+    reader = read_page(tmp_path / "report" / "report.html")
+    assert reader.tags.count("video") == 2
+    assert sum(link.startswith("data:video/mp4;base64,") for link in reader.fetched) == 2
+
+
+def test_links_that_lead_out_of_a_run_are_not_followed(tmp_path: Path) -> None:
+    own, other = tmp_path / "run" / "cases", tmp_path / "other"
+    (other / "previews").mkdir(parents=True)
+    (other / "samples").mkdir()
+    (other / "previews" / "00000.mp4").write_bytes(b"secret")
+    Image.new("RGB", (8, 8)).save(other / "samples" / "00000.png")
+    (other / "manifest.jsonl").write_text('{"ids": [0], "prompts": ["secret"]}\n')
+    linked, whole = own / "a-01234567", own / "b-76543210"
+    for folder, name in (
+        ("previews", "00000.mp4"),
+        ("samples", "00000.png"),
+        (".", "manifest.jsonl"),
+    ):
+        (linked / folder).mkdir(parents=True, exist_ok=True)
+        (linked / folder / name).symlink_to(other / folder / name)
+    whole.symlink_to(other)
+    samples = Samples([tmp_path / "run"])
+    for row in (
+        {"hash": "0123456789"},
+        {"hash": "7654321098"},
+        {"folder": "cases/a-01234567"},
+        {"folder": "cases/b-76543210"},
+    ):
+        assert samples.preview(row, 0) is None
+        assert samples.picture(row, 0) is None
+    assert samples.prompts == {}
+    within = Samples([tmp_path / "run", other])  # the other one is given too
+    assert within.preview({"hash": "7654321098"}, 0) == b"secret"
+    assert within.picture({"hash": "0123456789"}, 0) is not None
+    assert within.prompts == {0: "secret"}
+
+
+def test_page_needs_nothing_else(run: Any) -> None:
+    record, folder, _ = run
+    reader = read_page(folder / "report" / "report.html")
+    assert reader.fetched and all(
+        link.startswith("data:image/png;base64,") for link in reader.fetched
+    )
+    text = (folder / "report" / "report.html").read_text()
+    assert not re.search(r"(src|href)\s*=\s*[\"']?(https?:)?//|url\(|@import", text)
+    assert text.count("<script") == 1
+    for part in ("Table", "Plots", "Samples", "How it was measured", "prefers-color-scheme"):
+        assert part in text
+    for row_ in table_of(record).rows:
+        assert all(cell.text.split(" [")[0].split(" (")[0] in reader.text for cell in row_.cells)
+    assert record["command"] in reader.text and "a processor" in reader.text
+    assert reader.text.count("64 samples are few") == 1
+    with Image.open(folder / "report" / "cost.png") as opened:
+        assert f' width="{round(0.8 * opened.width)}" src="data' in text
+
+
+def test_every_text_is_escaped(tmp_path: Path) -> None:
+    record = brief_record()
+    record["command"] = record["env"]["device"] = record["task"]["prompts"]["source"] = EVIL
+    record["warnings"] = [EVIL]
+    record["metrics"]["fid_lite"]["title"] = EVIL
+    record["rows"][1]["name"] = EVIL
+    record["task"]["model"] = EVIL
+    write_report(record, make_run(tmp_path, record), formats=["html", "md"])
+    text = (tmp_path / "report" / "report.html").read_text()
+    assert text.count("<script") == 1 and "alert(&#34;x&#34;)" in text
+    assert 'alert("x")' in read_page(tmp_path / "report" / "report.html").text
+    plain = (tmp_path / "report" / "report.md").read_text()
+    assert "<script" not in plain and r"a \| red \*circle\*" in plain
+
+
+def test_prompts_stand_under_the_samples(run: Any) -> None:
+    _, folder, _ = run
+    assert (
+        f"sample 1, worst of taylorseer: {EVIL}, 1" in read_page(folder / "report/report.html").text
+    )
+
+
+def test_same_record_gives_the_same_bytes(tmp_path: Path) -> None:
+    record = brief_record()
+    files = write_report(record, make_run(tmp_path / "run", record))
+    again = write_report(copy.deepcopy(record), tmp_path / "run", tmp_path)
+    assert {"report.md", "report.html", "table.csv", "timeline.svg"} <= {f.name for f in files}
+    assert [file.name for file in again] == [file.name for file in files]
+    for one, other in zip(files, again, strict=True):
+        assert one.read_bytes() == other.read_bytes(), one.name
+
+
+def test_report_without_samples_says_so(tmp_path: Path) -> None:
+    record = brief_record()
+    for this in record["rows"]:
+        this |= {"quality": {}, "timeline": None, "latent_error": None, "site_error": None}
+    write_report(record, tmp_path, formats=["md"])
+    text = (tmp_path / "report" / "report.md").read_text()
+    assert "Pictures: the files of 4 samples are not in the run's folder." in text
+    assert not list(tmp_path.glob("report/samples-*"))
+
+
+def test_only_what_was_asked_for_is_written(tmp_path: Path) -> None:
+    files = write_report(make_record(), tmp_path, formats=["csv"])
+    assert (
+        files == [tmp_path / "report" / "table.csv"] and len(list(files[0].parent.iterdir())) == 1
+    )
+    with pytest.raises(ValueError, match=r"formats=\['pdf'\]: must be of md, html, csv"):
+        write_report(make_record(), tmp_path, formats=["pdf"])
+
+
+def test_several_runs_share_a_plot_only_if_they_share_a_task(tmp_path: Path) -> None:
+    first = make_record()
+    first["rows"] = first["rows"][:2]
+    second = renamed(make_record(), "interval", "other")
+    for record in (first, second):
+        for row_ in record["rows"]:
+            row_ |= {"site_error": None, "timeline": None, "latent_error": None, "samples": None}
+            row_ |= {"flops": None, "held_bytes": 0}
+            row_["fidelity"] = {}
+            row_["quality"] = {"fid_lite": row_["quality"]["fid_lite"]}
+        record["timing"] = {}
+    names = {
+        f.name for f in write_reports([(first, tmp_path), (second, tmp_path)], tmp_path / "one")
+    }
+    assert {"joint-pareto-fid_lite.png", "1-table.csv", "2-table.csv"} <= names
+    apart = second | {"task": second["task"] | {"model": "other"}}
+    files = write_reports([(first, tmp_path), (apart, tmp_path)], tmp_path / "two", ["md"])
+    assert not [file for file in files if file.name.startswith("joint")]
+    text = (tmp_path / "two" / "report.md").read_text()
+    assert "No plot of all runs together: they differ in model." in text
+    assert text.count("| Config |") == 2
+
+
+def make_document(folder: Path, record: dict[str, Any]) -> tuple[Path, Path]:
+    (folder / "speed.json").write_text(json.dumps(record))
+    file = folder / "README.md"
+    file.write_text(
+        "# Title\n\n<!-- diffcache.eval: speed columns=evaluations,psnr_db -->\nold\n"
+        "<!-- /diffcache.eval -->\n\nMore.\n"
+    )
+    return file, folder / "speed.json"
+
+
+def test_document_is_filled_and_a_typed_change_is_found(tmp_path: Path) -> None:
+    file, record = make_document(tmp_path, make_record())
+    assert docs.update(file, [record], check=True) is True and "old" in file.read_text()
+    assert docs.update(file, [record]) is True
+    text = file.read_text()
+    assert text.startswith("# Title\n\n<!-- diffcache") and text.endswith("-->\n\nMore.\n")
+    assert "| Config | Evaluations | PSNR (dB) ↑ [95 %] |" in text
+    assert "\nold\n" not in text and "38.5 [38.1, 38.9]" in text and "a processor" in text
+    assert docs.update(file, [record], check=True) is False
+    assert main(["--docs", str(file), str(record), "--check"]) == 0
+    file.write_text(text.replace("38.5 [38.1", "48.5 [38.1"))
+    assert main(["--docs", str(file), str(record), "--check"]) == 1
+    assert "48.5" in file.read_text()
+    assert main(["--docs", str(file), str(record)]) == 0
+    assert file.read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<!-- diffcache.eval: speed -->\n", "has no <!-- /diffcache.eval -->"),
+        ("<!-- diffcache.eval: speed columns=x -->\n", r"columns=\['x'\]"),
+    ],
+)
+def test_wrong_marks_are_named(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        docs.filled(text, {"speed": make_record()}, "doc.md")
+
+
+def test_command_line(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, folder, _ = run
+    assert main([str(folder), "--format", "csv", "--out", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "table.csv")
+    assert (
+        main([str(folder), str(folder), "--join", "--format", "csv", "--out", str(tmp_path)]) == 0
+    )
+    assert main([str(tmp_path / "none")]) == 2
+    assert "no such record" in capsys.readouterr().err
+    assert main([str(folder), str(folder)]) == 2
+    assert "--out DIR" in capsys.readouterr().err
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(make_record(model="other")))
+    assert main([str(folder), str(other), "--join", "--out", str(tmp_path)]) == 2
+    assert "different tasks" in capsys.readouterr().err
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_table_of_choosing_is_that_of_its_record() -> None:
+    record = ROOT / "assets/bench/eval-shapes-flux.json"
+    assert not update(ROOT / "docs/choosing.md", [record], check=True)

@@ -1,0 +1,167 @@
+"""Forecasts of Spectrum, FoCa and DMD: exact where they should be, and as their peers' code."""
+
+import math
+
+import pytest
+import torch
+
+from diffcache.features.dmd import DMD, Exponentials
+from diffcache.features.foca import FoCa, Heun
+from diffcache.features.spectrum import Chebyshev, Spectrum
+from diffcache.step import Step
+from tests.internals import computed_steps
+
+TOTAL = 50
+
+
+def follow(instead, features, computed):
+    """Return the stand-ins of all skipped steps; asking twice changes nothing."""
+    state, found = instead.init(), {}
+    for index, feature in enumerate(features):
+        step = Step(index, total=len(features))
+        if index in computed:
+            instead.record(state, step, feature)
+            assert torch.equal(instead.estimate(state, step), feature)
+        else:
+            found[index] = instead.estimate(state, step)
+            assert torch.equal(instead.estimate(state, step), found[index])
+    return found
+
+
+def curve(total=TOTAL, rows=2, seed=0):
+    """Features that bend: damped and oscillating terms of random directions."""
+    torch.manual_seed(seed)
+    base = torch.randn(5, rows, 6, 4)
+    return [
+        base[0] + 0.03 * s * base[1] + math.exp(-s / 9) * base[2]
+        + math.cos(s / 7) * base[3] + math.sin(s / 7) * base[4]
+        for s in range(total)
+    ]  # fmt: skip
+
+
+# Spectrum -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("window", "growth", "warmup"), [(2.0, 0.75, 5), (2.0, 3.0, 3), (1, 0, 1)])
+def test_peer_spectrum_intervals(window, growth, warmup):
+    """As SGLang counts: skipped steps in a row plus one, by an interval that grows when it ends."""
+    steps, row, width = [], 0, float(window)
+    for index in range(TOTAL):
+        real = index < warmup or (row + 1) % max(1, math.floor(width)) == 0
+        if real and index >= warmup:
+            width = round(width + growth, 3)
+        row = 0 if real else row + 1
+        steps += [index] * real
+    assert computed_steps(Spectrum(window, growth, warmup), TOTAL) == steps
+
+
+@pytest.mark.parametrize("blend", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("degree", [0, 1, 4])
+def test_peer_spectrum_forecast(degree, blend):
+    """A ridge fit of the whole history at every skipped step, blended with a line."""
+    features = curve()
+    computed = computed_steps(Spectrum(), TOTAL)
+    found = follow(Chebyshev(degree, 0.1, blend), features, computed)
+
+    def rows(steps):
+        tau = torch.tensor(steps, dtype=torch.float32)[:, None] * (2 / 50) - 1
+        return torch.cos(torch.arange(degree + 1) * torch.acos(tau.clamp(-1, 1)))
+
+    for index, guess in found.items():
+        known = [s for s in computed if s < index]
+        x, h = rows(known), torch.stack([features[s] for s in known]).reshape(len(known), -1)
+        normal = x.T @ x + 0.1 * torch.eye(degree + 1)
+        fit = rows([index]) @ torch.cholesky_solve(x.T @ h, torch.linalg.cholesky(normal))
+        last, before = features[known[-1]], features[known[-2]]
+        line = last + (last - before) * (index - known[-1]) / (known[-1] - known[-2])
+        expected = torch.lerp(line, fit.reshape(line.shape), blend)
+        assert torch.allclose(guess, expected, atol=2e-4)
+
+
+def test_spectrum_holds_as_much_in_any_run():
+    instead, state = Chebyshev(4), Chebyshev(4).init()
+    for index, feature in enumerate(curve(20)):
+        instead.record(state, Step(index), feature)
+        assert len(instead.held(state)) == 6
+
+
+# FoCa -----------------------------------------------------------------------------------------
+
+
+def test_foca_is_exact_on_lines_for_three_steps_and_turns_back_then():
+    features = [torch.tensor([[2.0 - 0.5 * s, 3.0 * s]]) for s in range(20)]
+    found = follow(Heun(), features, [0, 1, 4, 8, 9, 15])
+    for index in (2, 3, 5, 6, 7, 10, 11, 12):
+        assert torch.allclose(found[index], features[index], atol=1e-5)
+    assert torch.allclose(found[13], 0.75 * features[12] + 0.25 * features[9])
+
+
+@pytest.mark.parametrize("every", [2, 3, 5, 7])
+def test_peer_foca_forecast(every):
+    """The recursion of cache-dit: a window of two values, and the computed anchors."""
+    features = curve()
+    computed = computed_steps(FoCa(every), TOTAL)
+    found = follow(Heun(unit=True), features, computed)
+    now = before = anchor = old = None
+    at = 0
+    for index, feature in enumerate(features):
+        if index in computed:
+            old, anchor, before, now, at = anchor, feature, now, feature, index
+            continue
+        ahead, slopes = index - at, (anchor - old) + (now - before)
+        guess = anchor + min(ahead, 3) / 2 * slopes
+        if ahead > 3:
+            guess = 3 / ahead * guess + (1 - 3 / ahead) * anchor
+        assert torch.allclose(found[index], guess, rtol=1e-4, atol=1e-4)
+        before, now = now, guess
+
+
+# DMD ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("every", [2, 3])
+def test_dmd_is_exact_on_exponentials(every):
+    torch.manual_seed(1)
+    base = torch.randn(2, 3, 2, 8, 4)  # of two samples, each with exponents of its own
+    damp = torch.tensor([0.93, 0.85])[:, None, None]
+    features = [
+        (damp**s * (base[0, 0] * math.cos(s / 6) + base[0, 1] * math.sin(s / 6)) + 0.99**s * base[0, 2])
+        for s in range(30)
+    ]  # fmt: skip
+    computed = computed_steps(DMD(every, warmup=1), 30)
+    found = follow(Exponentials(), features, computed)
+    for index in [i for i in found if i > 4 * every]:
+        assert torch.allclose(found[index], features[index], atol=1e-4)
+    early = [i for i in found if 2 * every < i < 3 * every]  # a line, before there are four
+    assert early and all(
+        torch.allclose(
+            found[i],
+            features[2 * every]
+            + (features[2 * every] - features[every]) * ((i - 2 * every) / every),
+            atol=1e-5,
+        )
+        for i in early
+    )
+
+
+@pytest.mark.parametrize(("name", "mine"), [("FoCa", Heun(unit=True)), ("DMD", Exponentials())])
+@pytest.mark.parametrize("every", [2, 4, 6])
+def test_peer_calibrators_of_cache_dit(name, mine, every):
+    made = pytest.importorskip("cache_dit.caching.cache_contexts.calibrators")
+    features, computed = curve(), computed_steps(DMD(every), TOTAL)
+    found, theirs = follow(mine, features, computed), getattr(made, f"{name}Calibrator")()
+    theirs.maybe_init_state()  # so that its steps count from the first
+    for index, feature in enumerate(features):
+        theirs.mark_step_begin()
+        if index in computed:
+            theirs.update(feature)
+        else:
+            state, guess = theirs.states["default"], theirs.approximate()
+            if name == "FoCa" or len(state._uniform_tail()[0]) >= 4:  # its lines differ, see DMD
+                assert torch.allclose(found[index], guess, rtol=1e-4, atol=1e-4)
+
+
+def test_dmd_on_features_that_stand_still_returns_them():
+    features = [torch.full((1, 4), 3.0)] * 20
+    found = follow(Exponentials(), features, range(0, 20, 2))
+    assert all(torch.allclose(guess, features[0]) for guess in found.values())
