@@ -23,7 +23,7 @@ from diffcache.eval.workshop import method_page
 from diffcache.registry import rows_of
 
 # Title of a group of the reference -> names in `diffcache`; all others are in the last one.
-REFERENCE = {
+REFERENCE: Mapping[str, tuple[str, ...]] = {
     "Wrap and look": (
         "wrap", "unwrap", "wrapped", "update", "settings", "save", "reset", "report", "Report",
         "inspect", "expected_bytes", "predict", "methods", "cite",
@@ -40,7 +40,7 @@ REFERENCE = {
 }  # fmt: skip
 REST = "Errors and warnings"
 # Package -> what its page begins with, besides what the package names.
-PACKAGES = {
+PACKAGES: Mapping[str, tuple[str, ...]] = {
     "kv": (),
     "dllm": ("diffcache.pipelines.diffusion_lm.DiffusionLM",),
     "video": (
@@ -62,7 +62,7 @@ LINK = re.compile(
 )
 
 
-class Site:
+class Website:
     """Pages and files of the site.
 
     Attributes:
@@ -159,7 +159,8 @@ def _reference() -> Iterator[tuple[str, str]]:
     methods = {row.load().__name__ for row in rows_of("method").values()}
     grouped = {*PACKAGES, *methods, *(name for names in REFERENCE.values() for name in names)}
     lines = ["# diffcache", "", "Methods have [pages of their own](../methods.md).", ""]
-    for title, names in {**REFERENCE, REST: sorted({*diffcache.__all__} - grouped)}.items():
+    rest = tuple(sorted({*diffcache.__all__} - grouped))
+    for title, names in {**REFERENCE, REST: rest}.items():
         lines += [f"## {title}", "", *(_entry(_path_of(getattr(diffcache, n)), 3) for n in names)]
     yield "api/diffcache.md", "\n".join(lines)
     for package, first in PACKAGES.items():
@@ -208,8 +209,8 @@ def nav_of(entries: list[Any], places: list[str]) -> list[Any]:
 
 
 @cache
-def _site() -> Site:
-    return Site()
+def _site() -> Website:
+    return Website()
 
 
 def copy_package(place: Path, root: Path = ROOT) -> None:
