@@ -68,9 +68,10 @@ class DBPrune(FeatureMethod):
     The input of each block is compared with that at the block's own last computed step,
     `mean|new - old| / mean|old|`; below `threshold` what the block added then is added again. The
     gate waits for the device once a block, and holds an input beside the residuals of each.
-    Reference: DBPrune (dynamic block pruning) of cache-dit. Differs: guidance branches always
-    decide apart; the comparison is in float32; the threshold is fixed
-    (`enable_dynamic_prune_threshold=False`).
+    Reference: DBPrune (dynamic block pruning) of cache-dit, whose pictures it gives on FLUX, SD 3
+    and CogVideoX. Differs: guidance branches always decide apart; the comparison is in float32; the
+    threshold is fixed (`enable_dynamic_prune_threshold=False`); `lead` and `tail` count the blocks
+    of the whole model, not those of each list.
 
     Args:
         threshold: Largest change still taken as none (`residual_diff_threshold`); dimensionless;

@@ -86,7 +86,7 @@ class Chebyshev(Instead):
         design = self._polynomials(anchors)
         normal = design.T @ design + self.ridge * torch.eye(self.degree + 1, dtype=torch.float64)
         weights = torch.linalg.solve(normal, self._polynomials([step.index])[0]).tolist()
-        found = state.sums[0] * (self.blend * weights[0])
+        found: Tensor = state.sums[0] * (self.blend * weights[0])
         for total, weight in zip(state.sums[1:], weights[1:], strict=True):
             found.add_(total, alpha=self.blend * weight)
         if self.blend < 1:

@@ -121,7 +121,7 @@ class PeekTap(Tap):
 
 
 def gated_items(
-    layout: Layout, blocks: dict[str, list[nn.Module]], probe: Probe
+    layout: Layout, blocks: dict[str, list[nn.Module]], probe: Probe | None
 ) -> dict[str, list[Any]]:
     """Return what to hand out while the decision waits for the probe."""
     if layout.gated is not None:
