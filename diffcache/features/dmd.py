@@ -19,7 +19,7 @@ RIDGE = 1e-8
 
 
 @dataclass
-class Window:
+class Snapshots:
     """The last computed features, oldest first.
 
     Attributes:
@@ -86,17 +86,17 @@ class Exponentials(Instead):
         check_int("history", self.history, LEAST)
         check_int("rank", self.rank, 0)
 
-    def init(self) -> Window:
+    def init(self) -> Snapshots:
         """Return an empty state."""
-        return Window()
+        return Snapshots()
 
-    def record(self, state: Window, step: Step, feature: Tensor) -> None:
+    def record(self, state: Snapshots, step: Step, feature: Tensor) -> None:
         """Keep the feature, forget the oldest."""
         state.features = [*state.features, feature][-self.history :]
         state.anchors = [*state.anchors, step.index][-self.history :]
         state.modes = None
 
-    def estimate(self, state: Window, step: Step) -> Tensor:
+    def estimate(self, state: Snapshots, step: Step) -> Tensor:
         """Return the exponentials' sum; at the step that was just recorded, the feature itself."""
         feature, anchors = state.features[-1], state.anchors
         ahead = step.index - anchors[-1]
@@ -123,11 +123,11 @@ class Exponentials(Instead):
         found = total.to(feature.dtype)
         return found if torch.isfinite(found).all() else feature
 
-    def held(self, state: Window) -> list[Tensor]:
+    def held(self, state: Snapshots) -> list[Tensor]:
         """Return the features."""
         return state.features
 
-    def _products(self, state: Window, count: int) -> Tensor:
+    def _products(self, state: Snapshots, count: int) -> Tensor:
         """Return the inner products of the last features, float64 [B, count, count]."""
         steps, features = state.anchors[-count:], state.features[-count:]
         known = {key: value for key, value in state.products.items() if key[0] in steps}

@@ -34,7 +34,7 @@ class ByKind(When):
 
     def __post_init__(self) -> None:
         for kind, every in self.every:
-            check_int(f"{kind}_every", every, 1, " (1 always computes it)")
+            check_int("_".join((kind, "every")), every, 1, " (1 always computes it)")
         for name in ("start", "end"):
             if not (is_number(getattr(self, name)) and 0 <= getattr(self, name) <= 1):
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be a share from 0 to 1")

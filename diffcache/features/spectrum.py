@@ -107,7 +107,7 @@ class Chebyshev(Instead):
 
 
 @dataclass
-class Interval:
+class Growing:
     """The last computed step, and the interval after it."""
 
     index: int = -1
@@ -135,16 +135,16 @@ class Widening(When):
             if not (is_number(value) and least <= value < math.inf):
                 raise ValueError(f"{name}={value!r}: must be a number of at least {least}")
 
-    def init(self) -> Interval:
+    def init(self) -> Growing:
         """Return an empty run."""
-        return Interval(window=self.window)
+        return Growing(window=self.window)
 
-    def should_compute(self, state: Interval, step: Step, probe: Tensor | None) -> bool:
+    def should_compute(self, state: Growing, step: Step, probe: Tensor | None) -> bool:
         """Return whether the step is warm-up or an interval after the last computed one."""
         within = step.index < self.warmup or state.index < 0
         return within or step.index - state.index >= math.floor(state.window)
 
-    def computed(self, state: Interval, step: Step, probe: Tensor | None) -> None:
+    def computed(self, state: Growing, step: Step, probe: Tensor | None) -> None:
         """Start a wider interval."""
         state.index = step.index
         if step.index >= self.warmup:

@@ -14,7 +14,7 @@ from diffcache.step import Site, Step
 
 
 @dataclass
-class Window:
+class Reusable:
     """State of a run: the last computed step, its output, and whether a window is open after it."""
 
     anchor: int = -1
@@ -45,27 +45,27 @@ class AfterAlike(When):
         check_int("warmup", self.warmup, 2, " (two outputs are compared)")
         check_bool("last", self.last)
 
-    def init(self) -> Window:
+    def init(self) -> Reusable:
         """Return an empty run."""
-        return Window()
+        return Reusable()
 
-    def should_compute(self, state: Window, step: Step, probe: Tensor | None) -> bool:
+    def should_compute(self, state: Reusable, step: Step, probe: Tensor | None) -> bool:
         """Return whether no window is open at the step."""
         if step.index < self.warmup or (self.last and step.is_last):
             return True
         return not state.is_open or step.index - state.anchor > self.longest
 
-    def computed(self, state: Window, step: Step, probe: Tensor | None) -> None:
+    def computed(self, state: Reusable, step: Step, probe: Tensor | None) -> None:
         """Close the window."""
         state.anchor, state.is_open = step.index, False
 
-    def returned(self, state: Window, step: Step, output: Tensor) -> None:
+    def returned(self, state: Reusable, step: Step, output: Tensor) -> None:
         """Open a window where the output is like the computed one before."""
         before, state.output = state.output, output.clone()
         if before is not None and before.shape == output.shape:
             state.is_open = relative_l1(output, before, ranks=step.ranks) < self.threshold
 
-    def held(self, state: Window) -> list[Tensor]:
+    def held(self, state: Reusable) -> list[Tensor]:
         """Return the output."""
         return [] if state.output is None else [state.output]
 

@@ -249,7 +249,7 @@ def relative_l1(
         the reference is.
     """
     pair = (probe, guess) if relative_to == "forecast" else (guess, probe)
-    error, scale = l1_means(*pair, ranks)
+    error, scale = _l1_totals(*pair, ranks)
     if error == 0:
         return 0.0
     return float(error / scale) if scale else math.inf
@@ -264,12 +264,18 @@ def l1_means(values: Tensor, reference: Tensor, ranks: Any = None) -> tuple[floa
         ranks: Process group that shares the sample, None for one process; over several the means
             are of each one's numbers, added up.
     """
+    error, scale = _l1_totals(values, reference, ranks)
+    count = max(reference.numel(), 1)
+    return error / count, scale / count
+
+
+def _l1_totals(values: Tensor, reference: Tensor, ranks: Any) -> tuple[float, float]:
+    """Return the sums of `|values - reference|` and `|reference|` over all ranks."""
     both = l1_sums(values, reference)
     if ranks is not None:
         torch.distributed.all_reduce(both, group=ranks)
     error, scale = both.tolist()
-    count = max(reference.numel(), 1)
-    return error / count, scale / count
+    return error, scale
 
 
 def steps_of(when: When, total: int) -> tuple[int, ...]:

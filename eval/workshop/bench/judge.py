@@ -57,8 +57,8 @@ def draw(kind: str, rng: np.random.Generator) -> tuple[Sticker, NDArray[np.uint8
     for other in others:
         behind, _ = put(behind, other)
     if kind == "another object":
-        other = str(rng.choice([name for name in OBJECTS if name != wanted.name]))
-        return wanted, soften(put(behind, replace(wanted, name=other))[0], rng)
+        name = str(rng.choice([each for each in OBJECTS if each != wanted.name]))
+        return wanted, soften(put(behind, replace(wanted, name=name))[0], rng)
     picture, cover = put(behind, wanted)
     return wanted, soften(_fault(kind, picture, behind, cover, rng), rng)
 
@@ -77,7 +77,7 @@ def _fault(
         width = float(np.ptp(along[cover > 0.5])) * 0.5
         step = (round(width * np.sin(angle)), round(width * np.cos(angle)))
         again = np.roll(cover * (along > 0), step, (0, 1))[..., None]
-        return picture * (1 - again) + np.roll(picture, step, (0, 1)) * again
+        return np.asarray(picture * (1 - again) + np.roll(picture, step, (0, 1)) * again)
     if kind == "other colors":
         return np.where(cover[..., None] > 0.3, picture[..., [1, 2, 0]], picture)
     if kind == "shattered":
@@ -92,7 +92,7 @@ def _fault(
         for one, other in zip(order, np.roll(order, 1), strict=True):
             (y, x), (v, u) = corners[one], corners[other]
             broken[y : y + high, x : x + wide] = picture[v : v + high, u : u + wide]
-        return broken
+        return np.asarray(broken)
     return picture
 
 

@@ -34,6 +34,7 @@ from diffcache.features.interval import Interval
 from diffcache.features.magcache import MagCache
 from diffcache.features.taylorseer import TaylorSeer
 from diffcache.psnr import psnr
+from diffcache.step import Step
 
 STEPS, SEED = 28, 4
 FACTORS = (2, 3, 4, 6, 8)
@@ -74,14 +75,13 @@ def magcache(ratios: Sequence[float], factor: int) -> MagCache:
 
 def computed(method: MagCache) -> list[int]:
     """Return the steps that MagCache computes, which follow from its ratios alone."""
-    found, product, error = [0], 1.0, 0.0
-    assert method.ratios is not None
-    for step, ratio in enumerate(method.ratios[1:], 1):
-        product *= float(ratio)  # type: ignore[arg-type]
-        error += abs(1 - product)
-        if not error < method.threshold:
-            found.append(step)
-            product, error = 1.0, 0.0
+    when = method.parts().when
+    state, found = when.init(), []
+    for index in range(STEPS):
+        step = Step(index, total=STEPS)
+        if when.should_compute(state, step, None):
+            when.computed(state, step, None)
+            found.append(index)
     return found
 
 

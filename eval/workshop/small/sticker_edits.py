@@ -155,7 +155,7 @@ def all_shown(edit: Edit, reading: Reading) -> bool:
     shown = {sticker.name: sticker for sticker in reading.stickers}
     if sorted(sticker.name for sticker in reading.stickers) != names:
         return False
-    if set(reading.broken) - set(names) or reading.ground != edit.after.ground:
+    if reading.broken or reading.ground != edit.after.ground:
         return False
     placed = edit.after.stickers[:1] if edit.kind == "add" else edit.after.stickers
     return all(_as_wanted(sticker, shown[sticker.name]) for sticker in placed)
