@@ -155,8 +155,8 @@ def _check_length(task: TextTask, tokens: int) -> None:
     limit = getattr(task.model.config, "max_position_embeddings", None)
     if isinstance(limit, int) and tokens > limit:
         raise ValueError(
-            f"--context {task.context}: {tokens} tokens with what is hidden in it and behind it, and "
-            f"{task.model.name} takes {limit} (max_position_embeddings); ask for a shorter one"
+            f"--context {task.context}: {tokens} tokens with what is hidden in it and behind it, "
+            f"and {task.model.name} takes {limit} (max_position_embeddings); ask for a shorter one"
         )
 
 
