@@ -137,7 +137,7 @@ def half(record: Mapping[str, Any]) -> str:
         f"token after {shapes['context']} tokens, by that of `DynamicCache` with sdpa, "
         f"in turn, {record['threads']} thread, on {record['device']}, while other work took the "
         f"machine (load average {record['load']:.0f}). Not compared with kvpress. "
-        f"Measured at {record['commit']} with `{record['command']}`."
+        f"Measured at {record['commit']} with `{record['command']}`{record.get('joined', '')}."
     )
     lines = []
     for row in [exact, *others]:

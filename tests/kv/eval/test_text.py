@@ -76,6 +76,14 @@ def test_a_log_is_told_how_far_it_is(
             told += capsys.readouterr().err
 
 
+def test_a_context_that_is_too_long_with_what_is_hidden_is_refused(
+    reader: Path, texts: Path
+) -> None:
+    long = TextTask(TextModel(str(reader)), texts, 600, 2)
+    with pytest.raises(ValueError, match=r"--context 600: 1\d+ tokens with .* takes 1024"):
+        measure(long.model.load(), Recipe(), long, long.windows())
+
+
 def test_spans_are_of_the_context() -> None:
     context = torch.arange(100, 148)
     found = list(spans(context, 0))
