@@ -1,4 +1,4 @@
-"""Intervals"""
+"""Intervals of shares and of metrics: Wilson's own numbers, coverage, and how far other samples would move them."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""x"""
+"""`eval.fid` on folders and sets of features, against the functions that it calls."""
 
 from __future__ import annotations
 
