@@ -184,12 +184,9 @@ def method_for(
     made.check_model(facts)
     if getattr(made, "model", ""):
         made = dataclasses.replace(made, model="")  # type: ignore[type-var]
-    return (made if hold == AS_COMPUTED else make_held(made, hold)), why
-
-
-def make_held(method: Method, hold: str) -> Method:
-    """Return a method that keeps its features in another form."""
-    return diffcache.Held(method, hold)  # type: ignore[arg-type]
+    if hold != AS_COMPUTED:
+        made = diffcache.Held(made, hold)  # type: ignore[arg-type]
+    return made, why
 
 
 def read_settings(method: str, settings: str, preset: str) -> dict[str, Any]:
