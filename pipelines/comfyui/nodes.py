@@ -19,15 +19,17 @@ from diffcache.attach.fingerprint import facts_of
 from diffcache.catalog import make_method
 from diffcache.errors import AttachError
 from diffcache.features.base import Method
+from diffcache.features.collect import Calibrated
 from diffcache.presets.choose import choose, presets
-from diffcache.registry import read_word
+from diffcache.registry import find, read_word, rows_of
 
 KEY = "diffcache"
 PRESET, AUTO, AS_COMPUTED = "preset", "auto", "as computed"
-METHODS = (
-    PRESET, "taylorseer", "interval", "first-block", "dbcache", "confidence-gated-taylor",
-    "seacache", "teacache", "magcache",
-)  # fmt: skip
+# Methods that need no calibration, or have published numbers.
+METHODS = (PRESET, *(
+    name for name, row in rows_of("method").items()
+    if name != "tuned" and (row.load().publishes or not issubclass(row.load(), Calibrated))
+))  # fmt: skip
 # Networks of ComfyUI that there are presets for -> their class in diffusers, by which presets go.
 KNOWN = {"Flux": "FluxTransformer2DModel", "WanModel": "WanTransformer3DModel"}
 # Samplers that evaluate the model once a step; of others the number of evaluations is not known.
@@ -184,12 +186,9 @@ def method_for(
     made.check_model(facts)
     if getattr(made, "model", ""):
         made = dataclasses.replace(made, model="")  # type: ignore[type-var]
-    return (made if hold == AS_COMPUTED else make_held(made, hold)), why
-
-
-def make_held(method: Method, hold: str) -> Method:
-    """Return a method that keeps its features in another form."""
-    return diffcache.Held(method, hold)  # type: ignore[arg-type]
+    if hold != AS_COMPUTED:
+        made = diffcache.Held(made, hold)  # type: ignore[arg-type]
+    return made, why
 
 
 def read_settings(method: str, settings: str, preset: str) -> dict[str, Any]:
@@ -250,7 +249,8 @@ class DiffcacheModel:
         """Return what is wrong with the widgets before anything runs, True for nothing."""
         try:
             given = read_settings(method, settings, preset)
-            if method not in (PRESET, "teacache", "magcache"):  # which ask for the model
+            row = find(method, "method")
+            if row is not None and not row.load().publishes:  # others ask for the model
                 make_method(method, **given)
         except ValueError as error:
             return str(error)

@@ -56,10 +56,12 @@ def comfy() -> SimpleNamespace:
 
 
 COMFY = comfy()
+PARAMS = importlib.import_module("comfy.ldm.flux.model").FluxParams
 FLUX = dict(
     image_model="flux", in_channels=4, out_channels=4, vec_in_dim=8, context_in_dim=8,
     hidden_size=32, mlp_ratio=2.0, num_heads=2, depth=3, depth_single_blocks=4,
     axes_dim=[4, 6, 6], theta=10000, patch_size=2, qkv_bias=True, guidance_embed=True,
+    **({"txt_ids_dims": []} if "txt_ids_dims" in PARAMS.__annotations__ else {}),  # newer ones
 )  # fmt: skip
 WAN = dict(
     image_model="wan2.1", model_type="t2v", patch_size=(1, 2, 2), text_len=8, in_dim=16, dim=48,

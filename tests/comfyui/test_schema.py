@@ -48,6 +48,8 @@ def test_widgets_offer_every_preset_and_have_defaults() -> None:
     assert set(widgets["preset"][0]) == names | {"auto"}
     for kind, options in list(widgets.values())[1:]:
         assert kind == "STRING" or options["default"] in kind
+    assert {"preset", "taylorseer", "first-block", "magcache"} <= set(widgets["method"][0])
+    assert {"ertacache", "tuned", "regione"}.isdisjoint(widgets["method"][0])
     assert NODE.RETURN_TYPES == ("MODEL",)
     assert REPORT.RETURN_TYPES == ("LATENT", "STRING")
 
