@@ -11,6 +11,7 @@ from diffcache.errors import AttachError
 from diffcache.features.base import Ability, Instead
 from diffcache.features.combine import Combine, FeatureMethod
 from diffcache.features.easycache import Rate, Rates
+from diffcache.features.parts.when import Every
 from diffcache.features.seacache import SceneRule
 from diffcache.step import Site, Step
 
@@ -126,8 +127,11 @@ class LazyCache(FeatureMethod):
     def parts(self) -> Combine:
         """Return the gate on the clean sample's rate, and reuse of its change."""
         when = CleanRate(self.threshold, self.warmup, "computed", self.last)
+        if self.threshold == 0:  # asks for no noise levels
+            return Combine(Every(1), site=Site.MODEL)
         return Combine(when, CleanChange(), Site.MODEL)
 
     def abilities(self) -> tuple[Ability, ...]:
         """Return the rule that tells the noise level, and feature reuse."""
-        return (SceneRule(), *super().abilities())
+        rules = () if self.threshold == 0 else (SceneRule(),)
+        return (*rules, *super().abilities())

@@ -61,6 +61,8 @@ def learn(frame: Frame, trace: Trace, call: tuple[Any, Any]) -> None:
     elif frame.decides and setup.probe == "input":
         frame.decide(None)
         for traced in trace.calls:
+            if traced.list_key not in layout.streams:
+                continue
             argument = main_stream(layout, traced.list_key)[0]
             if isinstance(layout.skip[traced.list_key][traced.index], Tap):
                 frame.asks_block(f"{traced.list_key}.{traced.index}", traced.arguments[argument])
