@@ -246,7 +246,7 @@ def html_of(table: Any, lines: Sequence[str], title: str = "") -> str:
 
     parts = [f"<p><code>{escape(title)}</code></p>"] if title else []
     if table is not None:
-        console = Console(file=StringIO(), width=_HTML_COLUMNS, record=True)
+        console = Console(file=StringIO(), width=_HTML_COLUMNS, record=True, force_jupyter=False)
         console.print(table)
         parts.append(console.export_html(inline_styles=True, code_format="<pre>{code}</pre>"))
     parts += [f"<pre>{escape(chr(10).join(lines))}</pre>"] if lines else []
