@@ -230,7 +230,9 @@ def text_of(table: Any, width: int | None = None) -> str:
 
     out = StringIO()
     width = width or shutil.get_terminal_size((100, 24)).columns
-    Console(file=out, width=width, force_terminal=False, color_system=None).print(table)
+    Console(
+        file=out, width=width, force_terminal=False, force_jupyter=False, color_system=None
+    ).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
