@@ -230,7 +230,9 @@ def text_of(table: Any, width: int | None = None) -> str:
 
     out = StringIO()
     width = width or shutil.get_terminal_size((100, 24)).columns
-    Console(file=out, width=width, force_terminal=False, color_system=None).print(table)
+    Console(
+        file=out, width=width, force_terminal=False, force_jupyter=False, color_system=None
+    ).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
@@ -246,7 +248,7 @@ def html_of(table: Any, lines: Sequence[str], title: str = "") -> str:
 
     parts = [f"<p><code>{escape(title)}</code></p>"] if title else []
     if table is not None:
-        console = Console(file=StringIO(), width=_HTML_COLUMNS, record=True)
+        console = Console(file=StringIO(), width=_HTML_COLUMNS, record=True, force_jupyter=False)
         console.print(table)
         parts.append(console.export_html(inline_styles=True, code_format="<pre>{code}</pre>"))
     parts += [f"<pre>{escape(chr(10).join(lines))}</pre>"] if lines else []

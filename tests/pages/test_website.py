@@ -28,7 +28,7 @@ CHEAPER = {
     "rounds=1": "rounds=0",
     '    PROMPTS,\n': '    PROMPTS[:1],\n',
     '"true_cfg_scale": 3.0': '"true_cfg_scale": 1.0',
-    "psnr=14": "psnr=5",
+    "psnr=18": "psnr=5",
     "(2, 3)": "(2,)",
 }  # fmt: skip
 
