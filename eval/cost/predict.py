@@ -471,7 +471,8 @@ class _Costs:
                     computed = int(any(call.computed for call in calls))
                     costs[kind] = Cost(computed, spent.flops, spent.seconds)
                 records = sum(any(one for one, _ in kind) for kind in highest)
-                held = rehearsal.held(min(records, 8))
+                made = sum(any(one for one, _ in kind) for kind in kinds)  # beside the first
+                held = rehearsal.held(max(1, min(records, 8) - made))
         first = Cost(1, plain.flops * branches, plain.seconds * branches)
         self.uncached = _sum([first] * steps)
         self.most, self.least = (
