@@ -71,6 +71,7 @@ REFUSED: dict[str, dict[str, str]] = {
          "ZImageTransformer2DModel"),
         "cannot be taken against its sample; use another method",
     ),
+    "dbprune": {},
     "lazycache": {},
     "pab": {"UNet1DModel": "nothing at site 'attention' inside its blocks"},
     "step-reuse": {},

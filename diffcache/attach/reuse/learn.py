@@ -59,19 +59,22 @@ def learn(frame: Frame, trace: Trace, call: tuple[Any, Any]) -> None:
         if frame.decides:
             frame.decide(probe)
     elif frame.decides and setup.probe == "input":
-        frame.decide(None)
-        for traced in trace.calls:
-            if traced.list_key not in layout.streams:
-                continue
-            argument = main_stream(layout, traced.list_key)[0]
-            if isinstance(layout.skip[traced.list_key][traced.index], Tap):
-                frame.asks_block(f"{traced.list_key}.{traced.index}", traced.arguments[argument])
+        _show_inputs(frame, layout, trace)
     elif frame.decides and setup.waits:
         places = {(traced.list_key, traced.index): traced for traced in trace.calls}
         first, last = places[layout.lead_calls[0]], places[layout.lead_calls[-1]]
         argument = main_stream(layout, first.list_key)[0]
         number = main_stream(layout, last.list_key)[1]
         frame.decide(frame.probe_of(first.arguments[argument], last.outputs[number]))
+
+
+def _show_inputs(frame: Frame, layout: Layout, trace: Trace) -> None:
+    """Show the blocks' own gates the inputs of the traced call."""
+    frame.decide(None)
+    for traced in trace.calls:
+        key, index = traced.list_key, traced.index
+        if key in layout.streams and isinstance(layout.skip[key][index], Tap):
+            frame.asks_block(f"{key}.{index}", traced.arguments[main_stream(layout, key)[0]])
 
 
 def verify(frame: Frame, trace: Trace, call: tuple[Any, Any], out: Any) -> bool:
