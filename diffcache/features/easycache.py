@@ -99,9 +99,8 @@ class Rate(When):
 
     def computed(self, state: Rates, step: Step, probe: Tensor | None) -> None:
         """Start the sum anew."""
-        assert probe is not None
         state.index, state.total = step.index, 0.0
-        state.now = probe.detach().clone()
+        state.now = None if probe is None else probe.detach().clone()
 
     def returned(self, state: Rates, step: Step, output: Tensor) -> None:
         """Measure the rate between this computed step and the one before."""

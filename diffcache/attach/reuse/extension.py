@@ -135,7 +135,8 @@ class FeatureReuse(Extension):
         elif reason:
             frame.computes = True
         if frame.decides and not setup.waits:
-            frame.decide(call.sample if setup.probe == "sample" else None)
+            shown = setup.probe == "sample" and isinstance(call.sample, Tensor)
+            frame.decide(call.sample if shown else None)
         if call.branch.signature != call.signature:
             state.layout = setup.layouts.recall(call.signature)
         frame.per_site = bool(setup.own_sites) and not reason
