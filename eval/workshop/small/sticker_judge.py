@@ -43,7 +43,8 @@ from diffcache.eval.workshop.small.trainer import Job, Settings
 from diffcache.pipelines.shipped_models import MODELS
 
 DIRECTORY = MODELS / "sticker-judge"
-# On seed 1 of the bench `judge` 56 of 60 whole objects reach it, and 2 of 60 of which half is gone.
+# On seed 1 of the bench `judge` 56 of 60 whole objects reach it, and 2 of 60 of which half is gone;
+# of 0.5, 0.6 and 0.7 it agrees most with a person on 64 pictures of sticker-flux.
 LEAST_LIKENESS = 0.6
 _CELL = 4
 _GRID = 16
