@@ -90,7 +90,7 @@ def fresh_python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def files(top: str, pattern: str) -> set[str]:
     """Name the files the wheel should hold of one top folder, as they are called in the wheel."""
-    held = (p for p in (ROOT / top).glob(pattern) if WORKSHOP not in p.parents)
+    held = (p for p in (ROOT / top).glob(pattern) if not {WORKSHOP, COMFYUI} & {*p.parents})
     found = (p.relative_to(ROOT) for p in held if p.is_file())
     shown = (p.as_posix() for p in found if not p.name.startswith("."))
     return {name if name.startswith("diffcache/") else f"diffcache/{name}" for name in shown}
