@@ -64,6 +64,7 @@ def page(record: Mapping[str, Any]) -> str:
                              ("Right", "whole_right", _share)):  # fmt: skip
         lines = [[name, *(show(rows[name, n][key]) for n in factors)] for name in names]
         parts += [f"## {title}\n", *table(["", *(f"{n} times" for n in factors)], lines, True), ""]
+    parts += [_lost([row for row in record["rows"] if "whole_right_change" in row]), ""]
     worst = max(factors)
     parts.append(f"![A row for each method at {worst} times](telling_power.png)\n")
     parts += [*_order(rows, factors), *_path(record["residuals"])]
@@ -78,6 +79,14 @@ def _decibels(value: Mapping[str, float]) -> str:
 
 def _share(value: Mapping[str, float]) -> str:
     return f"{value['value']:.0%} ({value['low']:.0%} to {value['high']:.0%})"
+
+
+def _lost(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Say which rows have fewer right pictures than uncached, by the intervals of their pairs."""
+    lost = [f"{row['method']} at {row['factor']} times" for row in rows
+            if row["whole_right_change"]["high"] < 0]  # fmt: skip
+    told = f"by: {', '.join(lost)}" if lost else "by none"
+    return f"Fewer are right than uncached, picture by picture and beyond the interval, {told}."
 
 
 def _order(rows: Mapping[tuple[str, int], Any], factors: Sequence[int]) -> list[str]:
