@@ -92,7 +92,7 @@ def bytes_of(
         if size.skip_layers:  # one more branch, which has half of the samples
             half = {key: value[: size.batch // 2] for key, value in given.items()}
             rehearsal.call(half | {"skip_layers": list(size.skip_layers)}, size, number=1)
-        return rehearsal.held()
+        return rehearsal.held(calls=1)
 
 
 def check_skipped_layers(model: nn.Module, size: Size) -> None:
@@ -171,11 +171,12 @@ class Rehearsal(Handle):
                 f"than it is made for: give another height=, width= or frames= ({error})"
             ) from error
 
-    def held(self, records: int = _RECORDS) -> Expected:
+    def held(self, records: int = _RECORDS, calls: int = 0) -> Expected:
         """Return the bytes that the method holds after some computed steps.
 
         Args:
             records: Computed steps; by default as many as fill every forecast.
+            calls: Branches among which the bytes are shared out; 0 for all that were called.
         """
         denoiser, run = self.denoisers[0], self.run()
         (reuse,) = denoiser.extensions
@@ -192,7 +193,7 @@ class Rehearsal(Handle):
         when, state = reuse.setup.parts.when, timeline.storage[reuse].state
         own = [] if state is None or when.by_branch else when.held(state)
         shared = sum(tensor.nbytes for tensor in own)
-        return Expected((total - shared) // len(timeline.branches), shared)
+        return Expected((total - shared) // (calls or len(timeline.branches)), shared)
 
 
 def _fill_gates(reuse: FeatureReuse, timeline: Timeline) -> None:
