@@ -102,6 +102,7 @@ def test_a_wrong_request_is_refused_in_one_line(
     if "no CUDA" in message and torch.cuda.is_available():
         pytest.skip("has CUDA")
     monkeypatch.chdir(tmp_path)
+    importlib.import_module("diffcache.eval.demo")  # before, as it takes `load` by its name
     for owner in (TextModel, KVTask, load):  # nothing may be loaded
         monkeypatch.setattr(owner, "load", lambda *_, **__: pytest.fail("loaded"))
     monkeypatch.setattr(

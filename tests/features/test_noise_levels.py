@@ -86,3 +86,17 @@ def test_levels_that_are_not_known_are_not_guessed():
         pytest.raises(AttachError, match=r"noise level of step 0 is not known.*sigmas="),
     ):
         pipe.transformer(**next(iter(seen.values())))
+
+
+def test_frames_at_levels_of_their_own_have_none_together():
+    case = pipes()["WanPipeline"]
+    pipe = case.build(0)
+    seen, _ = watched(pipe, case)
+    given = dict(next(iter(seen.values())))
+    frames = given["hidden_states"].shape[2:].numel() // 4
+    given["timestep"] = torch.linspace(900, 100, frames).expand(len(given["hidden_states"]), -1)
+    with (
+        diffcache.wrapped(pipe.transformer, "seacache"),
+        pytest.raises(AttachError, match="noise level of step 0 is not known"),
+    ):
+        pipe.transformer(**given)

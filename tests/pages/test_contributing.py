@@ -30,8 +30,7 @@ TESTS = {
     "tests/dllm/test_invariants.py": "open or every_policy_has",
     "tests/kv/test_contract.py": "unlike_keys",
     "tests/kv/test_face.py": "there or unlike",
-    "tests/weights/test_catalog.py": "metric or page",
-    "tests/weights/test_doctor.py": "says_what_each",
+    "tests/weights/test_weights.py": "metric or page or says_what_each",
     "tests/kernels/test_operators.py": "halve or every_operator",
 }
 FOLDERS = ("# diffcache/", "# eval/", "# kernels/", "# tests/")

@@ -99,7 +99,11 @@ class Scenes(Extension):
             sigma = float(told.flatten()[0])
             if 0 <= sigma <= 1:  # of flow matching; others go far beyond
                 return 1 - sigma, sigma
-        level = level_at(self.model, call.step.timestep)
+        # Steps beyond those that a scheduler announced are of chunks, each at a level of its own,
+        # as frames with timesteps of their own are; clean ones, at 0, do not count.
+        given = call.kwargs.get("timestep")
+        apart = isinstance(given, Tensor) and given[given != 0].unique().numel() > 1
+        level = None if weights or apart else level_at(self.model, call.step.timestep)
         if level is not None:
             return 1 - level, level
         raise AttachError(
