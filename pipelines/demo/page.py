@@ -206,9 +206,8 @@ def _settings(program: Program) -> list[Any]:
                         info=_about(beside), elem_id="other")  # fmt: skip
     with gr.Accordion("More", open=False), gr.Row():
         numbers = [
-            gr.Number(value, label=label, elem_id=label.lower(), min_width=80, visible=shown)
-            for label, value, shown in (("Seed", 0, True), ("Steps", program.steps, True),
-                                        ("Height", program.size[0], not program.is_fixed),
-                                        ("Width", program.size[1], not program.is_fixed))
+            gr.Number(value, label=label, elem_id=label.lower(), min_width=80)
+            for label, value in (("Seed", 0), ("Steps", program.steps),
+                                 ("Height", program.size[0]), ("Width", program.size[1]))
         ]  # fmt: skip
     return [prompt, policy, other, *numbers]

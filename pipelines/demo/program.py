@@ -49,7 +49,6 @@ class Program:
         title: Title of the page.
         viewers: Viewers whose films may run at the same time.
         beside: Policy that runs beside the first to compare with, "" for none, until one is chosen.
-        is_fixed: Whether the model knows its usual size alone.
     """
 
     make: Callable[[Asked], Film]
@@ -63,7 +62,6 @@ class Program:
     title: str = "diffcache"
     viewers: int = 8
     beside: str = ""
-    is_fixed: bool = False
 
     def asked(
         self, prompt: Any, policy: Any, seed: Any, steps: Any, height: Any, width: Any
@@ -81,11 +79,6 @@ class Program:
         usual, each = self.size[0] * self.size[1], self.multiple
         most = LARGER * usual // each
         size = _whole("height", height, each, most), _whole("width", width, each, most)
-        if self.is_fixed and size != self.size:
-            raise ValueError(
-                f"height={size[0]}, width={size[1]}: this model knows "
-                f"{self.size[0]} x {self.size[1]} alone"
-            )
         if size[0] * size[1] > LARGER * usual or size[0] % each or size[1] % each:
             raise ValueError(
                 f"height={size[0]}, width={size[1]}: must be multiples of {each}, with at most "

@@ -28,8 +28,8 @@ def serve(
     model: Annotated[
         str | None,
         typer.Argument(
-            help="Folder of a causal video model, or file of weights as Self-Forcing releases "
-            "them (default: the shipped shapes-causal).",
+            help="Folder of a causal WanPipeline, or file of weights as Self-Forcing releases "
+            "them (default: the shipped sticker-causal).",
         ),
     ] = None,
     wan: Annotated[
@@ -64,7 +64,7 @@ def serve(
 
         diffcache serve
 
-        diffcache serve ./my-shapes-causal --port 8000 --viewers 2
+        diffcache serve ./my-causal-wan --port 8000 --viewers 2
 
         diffcache serve self_forcing_dmd.pt --wan ./Wan2.1-T2V-1.3B-Diffusers --cache-mb 8000
 

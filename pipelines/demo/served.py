@@ -17,20 +17,11 @@ from diffcache.pipelines.causal_checkpoint import load_causal
 from diffcache.pipelines.causal_video import CausalVideo
 from diffcache.pipelines.demo.saved import DTYPES, call_defaults, check_dtype
 from diffcache.pipelines.demo.session_film import Served
-from diffcache.pipelines.shipped_models import places, present
-from diffcache.pipelines.small import causal
-from diffcache.pipelines.small.causal_scenes import (
-    CHUNK,
-    COLORS,
-    HELD_OUT,
-    SHAPES,
-    draw,
-    parse,
-    prompt,
-)
+from diffcache.pipelines.shipped_models import MODELS, places, present
 from diffcache.pipelines.streaming_vae import WanDecoder
 from diffcache.video import FewSteps, make_policy
 
+SHIPPED = MODELS / "sticker-causal"
 WAN_SIZE, WAN_FPS = (480, 832), 16
 WAN_PROMPTS = (
     "A red fox trots through a snowy birch forest, the camera follows it at eye level.",
@@ -42,8 +33,8 @@ def open_model(model: str | None, wan: Path | None, dtype: str, device: torch.de
     """Open a model.
 
     Args:
-        model: Folder like that of shapes-causal; folder of a `WanPipeline` whose transformer is
-            causal; or file of weights as Self-Forcing releases them. None for the shipped model.
+        model: Folder of a `WanPipeline` whose transformer is causal, or file of weights as
+            Self-Forcing releases them. None for the shipped sticker-causal.
         wan: Folder of a `WanPipeline`, whose text encoder and autoencoder go with a file.
         dtype: `auto` for float32 on the CPU and bfloat16 elsewhere, or a name in `DTYPES`.
         device: Device of the model.
@@ -69,47 +60,8 @@ def open_model(model: str | None, wan: Path | None, dtype: str, device: torch.de
         transformer = load_causal(path, dtype=kind)
         pipe = WanPipeline.from_pretrained(wan, transformer=transformer, torch_dtype=kinds)
         return _of_wan(pipe.to(device), path.stem, Streaming())
-    if (path / "vae").is_dir():
-        pipe = WanPipeline.from_pretrained(path, torch_dtype=kinds)
-        return _of_wan(pipe.to(device), path.name, streaming(path))
-    return of_shapes(causal.load(path, kind), path.name, device)
-
-
-def of_shapes(model: causal.ShapesCausal, name: str, device: torch.device) -> Served:
-    """Return a model of shapes to be served.
-
-    Args:
-        model: Model.
-        name: Name of it.
-        device: Device of the transformer.
-    """
-    torch.nn.Module.to(model.transformer, device)
-    prompts = [prompt(n % len(SHAPES), n) for n in range(len(COLORS))]
-    return Served(model.video(), lambda text: model.embed([text]), Pixels, causal.CALL["size"], 1,
-                  prompts, 12, name, opening_of_shapes)  # fmt: skip
-
-
-def opening_of_shapes(text: str, seed: int) -> Tensor:
-    """Draw the first chunk of a film of shapes, `[1, 3, 3, 24, 24]` in -1..1.
-
-    Args:
-        text: Prompt.
-        seed: Seed of what no prompt states.
-    """
-    shape, color = parse(text)
-    clip = draw(1, CHUNK, torch.Generator().manual_seed(HELD_OUT + seed))
-    shapes, colors = (torch.full((1, CHUNK), number) for number in (shape, color))
-    return replace(clip, shapes=shapes, colors=colors).film()
-
-
-class Pixels:
-    """Stands in for a decoder where latents are pictures."""
-
-    nbytes = 0
-
-    def decode(self, latents: Tensor) -> Tensor:
-        """Return them as they are."""
-        return latents
+    pipe = WanPipeline.from_pretrained(path, torch_dtype=kinds)
+    return _of_wan(pipe.to(device), path.name, streaming(path))
 
 
 @dataclass(frozen=True)
@@ -195,7 +147,7 @@ def _of_wan(pipe: Any, name: str, way: Streaming) -> Served:
 def _found(model: str | None) -> Path:
     """Return the folder or file that a command line names."""
     if model is None:
-        return present(causal.DIRECTORY)
+        return present(SHIPPED)
     for path in places(model):
         config = path / "transformer" / "config.json"
         if config.exists():
@@ -203,11 +155,11 @@ def _found(model: str | None) -> Path:
             if cls != WanTransformer3DModel.__name__:
                 raise ValueError(
                     f"{path}: its transformer is a {cls}, which makes no film chunk by chunk; name "
-                    "a model with a causal WanTransformer3DModel, such as the shipped shapes-causal"
+                    "one with a causal WanTransformer3DModel, such as the shipped sticker-causal"
                 )
-        if path.is_file() or config.exists():
+        if path.is_file() or (config.exists() and (path / "vae").is_dir()):
             return path
     raise FileNotFoundError(
-        f"no causal video model at {model!r}: name a folder that holds transformer/config.json, "
-        "such as the shipped shapes-causal, or a file of weights as Self-Forcing releases them"
+        f"no causal video model at {model!r}: name the folder of a WanPipeline, such as the "
+        "shipped sticker-causal, or a file of weights as Self-Forcing releases them"
     )

@@ -51,8 +51,6 @@ class Served:
         prompts: Examples.
         fps: Frames a second that it was trained at.
         name: Name of the model.
-        opening: Returns the first latents of a film, `[1, C, F, H, W]`, by prompt and seed, for a
-            model that goes on with frames and does not begin; None for films made from the start.
         beside: Policy that a page compares with at first.
         policy: Policy that a page begins with.
     """
@@ -65,7 +63,6 @@ class Served:
     prompts: Sequence[str]
     fps: int
     name: str
-    opening: Callable[[str, int], Tensor] | None = None
     beside: str = "full"
     policy: str = POLICIES[0]
 
@@ -81,7 +78,7 @@ class Served:
         return Program(
             lambda asked: SessionFilm(self, asked, most_bytes), policies, list(SWITCHES),
             self.prompts, self.size, self.scale * patch, len(self.video.sampler.timesteps),
-            self.fps, f"{self.name} - diffcache", viewers, self.beside, self.opening is not None,
+            self.fps, f"{self.name} - diffcache", viewers, self.beside,
         )  # fmt: skip
 
 
@@ -121,7 +118,7 @@ class SessionFilm:
                 f"frames, and this page has {human(self.most_bytes, 'B')} for one; take a smaller "
                 "window, or serve with more --cache-mb"
             )
-        pictures = self.decoder.decode(self._latents())[0].movedim(0, -1).float()
+        pictures = self.decoder.decode(self.session.next())[0].movedim(0, -1).float()
         frames: NDArray[np.uint8] = (127.5 * pictures + 127.5).clamp(0, 255).byte().cpu().numpy()
         colors = np.concatenate([frames.mean((0, 1, 2)), frames.std((0, 1, 2))])
         self._colors = colors if self._colors is None else self._colors
@@ -151,15 +148,6 @@ class SessionFilm:
         held = self.decoder.nbytes
         more = {"decoder_bytes": float(held)} if held else {}
         return bytes_by_role(self.session) | more | {"drift": self._drift}
-
-    def _latents(self) -> Tensor:
-        """Return the latents of the next chunk, at first those that the film is given."""
-        opening, session = self.served.opening, self.session
-        if session.frames or opening is None:
-            return session.next()
-        given = opening(self.asked.prompt, self.asked.seed).to(session.prompt)
-        session.take(given)
-        return given
 
     def _begun(self, policy: str, text: Tensor) -> Session:
         height, width = (pixels // self.served.scale for pixels in self.asked.size)

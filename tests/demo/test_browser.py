@@ -94,7 +94,7 @@ def test_a_page_streams_takes_orders_stops_and_leaves_nothing(
             page.click("#start")
             note.get_by_text("the prompt has 10,000 letters; at most 2,000 are read").wait_for()
 
-            prompt.fill("a red square")
+            prompt.fill("a fox on grass")
             page.click("#start")
             page.wait_for_function(f"{SHOWN} >= 3")
             before = page.evaluate(CANVAS)
@@ -102,14 +102,9 @@ def test_a_page_streams_takes_orders_stops_and_leaves_nothing(
             assert page.evaluate(CANVAS) != before  # pictures change
             page.locator("#readings td", has_text="rotated copies and room").wait_for()
 
-            prompt.fill("a blue cross")
+            prompt.fill("a crab")
             page.click("#apply")
-            note.get_by_text(re.compile("from chunk .* on: prompt 'a blue cross'")).wait_for()
-            page.wait_for_function(f"""() => {{
-              const rgba = ({CANVAS})();
-              const blue = rgba.filter((v, at) => at % 4 == 2 && v - rgba[at - 2] > 60);
-              return 4 * blue.length > 0.01 * rgba.length;  // a shape covers more
-            }}""")
+            note.get_by_text(re.compile("from chunk .* on: prompt 'a crab'")).wait_for()
             page.click("#policy input")
             page.get_by_role("option", name="infinity-rope").click()
             page.get_by_text("number them from the newest back").wait_for()  # what it holds

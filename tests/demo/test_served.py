@@ -8,12 +8,12 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from diffusers import WanTransformer3DModel
 from typer.testing import CliRunner
 
 from diffcache import cli
@@ -21,7 +21,6 @@ from diffcache.pipelines import shipped_models
 from diffcache.pipelines.demo import replicas, serve, served
 from diffcache.pipelines.demo.program import Asked, Program
 from diffcache.pipelines.demo.session_film import SessionFilm
-from diffcache.pipelines.small import causal, wan
 from diffcache.video import FewSteps
 from tests.video.test_streaming_vae import at_once
 
@@ -33,24 +32,19 @@ def call(*arguments: object) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-def test_a_pipeline_of_wan_is_filmed_through_its_text_encoder_and_autoencoder(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    opened = served.open_model(str(wan.DIRECTORY), None, "auto", CPU)
-    assert (opened.scale, opened.size, opened.name) == (8, (64, 64), "shapes-wan")
+def test_the_shipped_pipeline_is_filmed_through_its_text_encoder_and_autoencoder() -> None:
+    opened = served.open_model(None, None, "auto", CPU)
+    assert (opened.scale, opened.size, opened.name) == (8, (64, 64), "sticker-causal")
+    assert (opened.fps, opened.prompts[0], opened.policy) == (12, "a fox on grass", "full")
     program = opened.program(1, 1)
-    assert (
-        program.multiple == 16 and program.beside == "window:sinks=0"
-    )  # full history is of gigabytes
-    chosen = "window:window=9,sinks=3"
-    assert program.policies[0] == "window"
-    assert replace(opened, policy=chosen).program(1, 1).policies == [chosen, *program.policies]
-    film = SessionFilm(opened, Asked("a red ring", "full", 0, 2, (32, 48)), 10**9)
+    assert program.multiple == 16 and program.beside == "window:sinks=0"
+    assert (program.policies[0], program.policies.count("full")) == ("full", 1)
+    film = SessionFilm(opened, Asked("a fox on grass", "window", 0, 2, (32, 48)), 10**9)
     first, second = film.next(), film.next()
     assert first.shape[1:] == second.shape[1:] == (32, 48, 3) and len(second) > len(first)
     assert film.readings()["decoder_bytes"] == film.decoder.nbytes > 0  # type: ignore[comparison-overlap]
     torch.manual_seed(0)
-    latents = torch.randn(1, 6, 3, 4, 6)
+    latents = torch.randn(1, 48, 3, 4, 6)
     vae: Any = film.decoder.vae  # type: ignore[attr-defined]
     assert torch.equal(opened.decoder().decode(latents), at_once(vae, latents))
 
@@ -78,28 +72,21 @@ def test_a_folder_says_how_it_is_streamed(tmp_path: Path) -> None:
             served.streaming(tmp_path)
 
 
-def test_a_folder_of_shapes_and_a_file_of_weights(
+def test_a_file_of_weights_takes_the_rest_from_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = causal.load()
-    for name, part in (("transformer", model.transformer), ("text_encoder", model.text_encoder)):
-        part.save_pretrained(tmp_path / name)
-    model.tokenizer.save_pretrained(tmp_path / "tokenizer")
-    opened = served.open_model(str(tmp_path), None, "auto", CPU)
-    film = SessionFilm(opened, Asked(opened.prompts[0], "window", 0, 4, opened.size), 10**9)
-    assert film.next().shape == (3, 24, 24, 3)
-    with pytest.raises(ValueError, match="prompt='a dog': must name one of square"):
-        film.apply({"prompt": "a dog", "switch": "keep"})
-    opened.video.close()
     weights = tmp_path / "weights.pt"
     weights.touch()
+    folder = served.SHIPPED / "transformer"
     monkeypatch.setattr(
-        served, "load_causal", lambda path, dtype: wan.load(dtype=dtype).transformer
+        served,
+        "load_causal",
+        lambda path, dtype: WanTransformer3DModel.from_pretrained(folder, torch_dtype=dtype),
     )
-    found = served.open_model(str(weights), wan.DIRECTORY, "bfloat16", CPU)
+    found = served.open_model(str(weights), served.SHIPPED, "bfloat16", CPU)
     assert found.name == "weights" and found.video.transformer.dtype == torch.bfloat16
     assert call(weights)[0] == 2 and "holds a transformer alone: pass --wan" in call(weights)[1]
-    code, told = call(tmp_path, "--wan", wan.DIRECTORY)
+    code, told = call(served.SHIPPED, "--wan", served.SHIPPED)
     assert code == 2 and "goes with a file of weights" in told.replace("\n", " ")
 
 
@@ -116,9 +103,9 @@ def test_what_cannot_be_served_is_said_in_one_line(
     code, told = call(tmp_path / "none", "--port", 0)
     assert code == 2 and "no causal video model at" in told and "Traceback" not in told
     monkeypatch.setattr(shipped_models, "MODELS", tmp_path)
-    monkeypatch.setattr(causal, "DIRECTORY", tmp_path / "shapes-causal")
+    monkeypatch.setattr(served, "SHIPPED", tmp_path / "sticker-causal")
     code, told = call("--port", 0)
-    assert code == 3 and "shapes-causal: this installation does not hold it" in told
+    assert code == 3 and "sticker-causal: this installation does not hold it" in told
     assert call("--port", 0, "--dtype", "int8")[0] == call("--viewers", 0)[0] == 2
     monkeypatch.delitem(sys.modules, "diffcache.pipelines.demo.page", raising=False)
     monkeypatch.delattr("diffcache.pipelines.demo.page", raising=False)
@@ -139,7 +126,7 @@ def test_replicas_open_the_model_and_make_the_films_of_the_page(
 
         def program(self, viewers: int, most_bytes: int) -> Program:
             return Program(lambda asked: (*self.opened, most_bytes), [], [], [], (8, 8),
-                           title="shapes", viewers=viewers)  # type: ignore[arg-type, return-value]  # fmt: skip
+                           title="films", viewers=viewers)  # type: ignore[arg-type, return-value]  # fmt: skip
 
     @contextmanager
     def stand_in(opened: Callable[[], Any], **settings: Any) -> Iterator[Any]:
@@ -163,7 +150,7 @@ def test_replicas_open_the_model_and_make_the_films_of_the_page(
     program = given.pop("program")
     assert given == {"count": 3, "cpus": 1, "gpus": 0.0}
     assert program.make(asked) == ("replica", film)
-    assert (program.title, program.viewers) == ("shapes", 5)
+    assert (program.title, program.viewers) == ("films", 5)
     for number in (0, -1, 1.5, "two"):
         code, told = call("--ray", number)
         assert code == 2 and "'--ray'" in told, told

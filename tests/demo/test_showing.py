@@ -149,13 +149,6 @@ def test_what_cannot_be_shown_is_said_before_a_film_begins(bad: dict[str, Any], 
     assert not films() and checked_prompt("  a\ud800 ") == "a" and ALONE not in PROGRAM.policies
 
 
-def test_a_model_that_knows_one_size_is_shown_in_no_other() -> None:
-    fixed = replace(PROGRAM, is_fixed=True)
-    assert fixed.asked("red", "window", 0, 4, 16, 24) == RED
-    with pytest.raises(ValueError, match="height=32, width=24: this model knows 16 x 24 alone"):
-        fixed.asked("red", "window", 0, 4, 32, 24)
-
-
 def test_a_film_that_breaks_off_ends_alone() -> None:
     viewers = Viewers(2)
     other = show(PROGRAM, viewers, "other", RED)
