@@ -350,7 +350,7 @@ def _holds(model: str, method: str, size: tuple[int, int, int]) -> str:
     import torch
 
     from diffcache.attach.inputs import Size
-    from diffcache.eval.cost.formula import resolve
+    from diffcache.eval.cost.configured import resolve
     from diffcache.memory import bytes_of
     from diffcache.pipelines.demo.describe import directory_of
     from diffcache.run_report import human

@@ -72,9 +72,6 @@ def fid(
     seed: Seed = 0,
     device: Device = "auto",
     threads: Threads = 1,
-    npz_file: Annotated[
-        Path | None, typer.Option("--npz", help="Write FAKE's pictures for the ADM evaluator.")
-    ] = None,
     save: Annotated[
         Path | None,
         typer.Option(help="Write statistics of REAL (.npz), to be REAL later."),
@@ -90,9 +87,8 @@ def fid(
     one distribution are that far apart. Only pictures of the same prompts and seeds are closer.
     """
     check_json(machine)
-    for option, target in (("--npz", npz_file), ("--save", save)):
-        if target is not None:
-            check_target(option, target)
+    if save is not None:
+        check_target("--save", save)
     torch.set_num_threads(threads)
     wish = Wish(False, resize, recursive, samples, seed, tracked)
     wanted = Wanted(kid, prdc, inception_score, seed=seed)
@@ -106,10 +102,6 @@ def fid(
     networks, one = _networks(Choice(backend, weights, device), convention, one, warnings)
     kind = "lite" if networks.inception is None else "real"
     warn(*warnings)
-    if npz_file:
-        shown = tracked(other.indices, len(other.indices), f"write {npz_file}")
-        pictures = (cast(Tensor, other.read([index]))[0] for index in shown)
-        npz.write_npz(npz_file, pictures, len(other.indices))
     wanted = replace(wanted, resamples=RESAMPLES[kind] if resamples is None else resamples)
     sides = _features(one, networks, wanted), _embed(other, networks)
     if save:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
@@ -24,6 +25,12 @@ def save(file: Path, picture: Tensor, **options: object) -> Path:
     """Write a picture; the options are Pillow's."""
     file.parent.mkdir(parents=True, exist_ok=True)
     Image.fromarray(picture.permute(1, 2, 0).numpy()).save(file, **options)
+    return file
+
+
+def save_npz(file: Path, pictures: Tensor) -> Path:
+    """Write pictures, uint8 [N, 3, H, W], as the ADM evaluator reads them."""
+    np.savez(file, pictures.permute(0, 2, 3, 1).contiguous().numpy())
     return file
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import diffcache
 from diffcache import AttachError, Interval
 from diffcache.attach.handle import Handle
+from diffcache.eval.cost.configured import Denoiser
 from diffcache.eval.cost.flops import counting
-from diffcache.eval.cost.formula import Denoiser
 from diffcache.features.combine import Combine
 from diffcache.features.parts.when import Every, Gate
 from tests.zoo.case import output_tensors

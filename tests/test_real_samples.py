@@ -24,6 +24,7 @@ from diffcache.eval.runs.task import Task
 from diffcache.eval.samples import npz
 from diffcache.eval.samples.sources import Wish, open_source, summary
 from diffcache.pipelines.small.features import reference_pictures
+from tests.picture_files import save_npz
 
 pytestmark = pytest.mark.usefixtures("no_report")
 PICTURES = reference_pictures(70)
@@ -89,7 +90,7 @@ def test_features_of_a_reference_are_kept(
 def test_statistics_stand_for_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     networks = Extractors()
     file, bare, saved = (tmp_path / f"{name}.npz" for name in ("pictures", "bare", "saved"))
-    npz.write_npz(file, PICTURES, len(PICTURES))
+    save_npz(file, PICTURES)
     features = lite.embed(PICTURES).double()
     np.savez(bare, mu=features.mean(0), sigma=np.cov(features.T))
     arguments = [str(file), str(file), "--resamples", "0", "--save", str(saved), "--json", "-"]

@@ -314,8 +314,8 @@ def inputs_of(
     """
     if cls not in INPUTS:
         raise ValueError(
-            f"{cls}: no inputs are known; known are {', '.join(INPUTS)}. Pass inputs of your own "
-            "to diffcache.eval.cost.formula.count_on_meta"
+            f"{cls}: no inputs are known; known are {', '.join(INPUTS)}. Take one of these, or run "
+            "the model: diffcache.report says what was computed and held"
         )
     known = INPUTS[cls]
     spatial, temporal = compression or (known.spatial, known.temporal)

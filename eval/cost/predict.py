@@ -18,7 +18,7 @@ from diffcache.api import choice_for, denoisers_of, method_for
 from diffcache.attach.anatomy import anatomy_of
 from diffcache.attach.fingerprint import facts_of
 from diffcache.attach.inputs import INPUTS, Size, inputs_of
-from diffcache.eval.cost.formula import Denoiser, resolve
+from diffcache.eval.cost.configured import Denoiser, resolve
 from diffcache.eval.cost.roofline import ASSUMPTIONS, DEVICES, Device, Repeats
 from diffcache.features.base import Method, When, check_int
 from diffcache.features.combine import Combine, reuse_of

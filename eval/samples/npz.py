@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -164,60 +163,6 @@ def check_about(path: str, statistics: Statistics, entry: Mapping[str, Any]) -> 
                 f"{path}: statistics of another {key} ({statistics.about[key]!r}, here "
                 f"{entry.get(key)!r}); --convention says how Inception gets its pictures"
             )
-
-
-def write_npz(path: str | Path, pictures: Iterable[Tensor], count: int) -> Path:
-    """Write pictures for the ADM evaluator; nothing is left behind if that fails.
-
-    Args:
-        path: File to write, ending in `.npz`.
-        pictures: `count` pictures, uint8 [3, H, W], all of one size.
-        count: Number of pictures.
-
-    Returns:
-        The path written.
-
-    Raises:
-        ValueError: If the ending, a picture or the number of pictures is not as above.
-    """
-    path = Path(path)
-    if path.suffix != ".npz":
-        raise ValueError(f"{path}: pictures are written as .npz")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".tmp")
-    try:
-        with (
-            zipfile.ZipFile(draft, "w", zipfile.ZIP_STORED) as archive,
-            archive.open(zipfile.ZipInfo(f"{PICTURES}.npy"), "w", force_zip64=True) as stream,
-        ):
-            _write_array(stream, path, pictures, count)
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
-    return path
-
-
-def _write_array(stream: IO[bytes], path: Path, pictures: Iterable[Tensor], count: int) -> None:
-    size: torch.Size | None = None
-    written = 0
-    for picture in pictures:
-        if picture.dtype != torch.uint8 or picture.ndim != 3 or len(picture) != 3:
-            raise ValueError(
-                f"{path}: picture {written} is {picture.dtype} {list(picture.shape)}; "
-                "expected uint8 [3, H, W]"
-            )
-        if size is None:
-            size = picture.shape
-            header = {"descr": "|u1", "fortran_order": False, "shape": (count, *size[1:], 3)}
-            npy.write_array_header_1_0(stream, header)
-        if picture.shape != size:
-            raise ValueError(
-                f"{path}: picture {written} is {list(picture.shape)}, those before {list(size)}"
-            )
-        stream.write(picture.permute(1, 2, 0).contiguous().numpy().tobytes())
-        written += 1
-    if written != count or not written:
-        raise ValueError(f"{path}: {written} pictures, not {count}")
 
 
 def _header(path: Path) -> tuple[tuple[int, ...], np.dtype[np.generic]]:

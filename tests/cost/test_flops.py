@@ -1,4 +1,4 @@
-"""FLOPs by counting and by formula, against closed forms and real runs; counting changes no bit."""
+"""FLOPs by counting and by prediction, against closed forms and real runs; counting changes no bit."""
 
 import warnings
 from collections.abc import Iterator
@@ -15,8 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 import diffcache
 from diffcache import AttachError, CacheWarning, Combine, Every, FirstBlock, TaylorSeer
 from diffcache.attach.flops import _refuses_modes, counted
-from diffcache.attach.inputs import INPUTS, Size, inputs_of
-from diffcache.eval.cost import flops, formula
+from diffcache.eval.cost import configured, flops
 from diffcache.eval.runs.draw import summary
 from diffcache.eval.runs.folder import evaluations
 from diffcache.features.base import Probe
@@ -49,8 +48,7 @@ def flux_form(config, image, text, batch=1):
     double = 2 * 6 * D * D + S * (4 + 8) * D * D + attention
     single = 3 * D * D + S * (3 + 4 + 5) * D * D + attention
     blocks = config["num_layers"] * double + config["num_single_layers"] * single
-    number = config["num_layers"] + config["num_single_layers"]
-    return [2 * batch * n for n in (vectors + embed + blocks, blocks, number * attention)]
+    return 2 * batch * (vectors + embed + blocks)
 
 
 def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
@@ -61,7 +59,7 @@ def test_a_real_call_counts_what_the_layers_say(pipe):
     config = pipe.transformer.config
     counted = flops.count(pipe, call(2, batch=3))
     tokens = (64 // pipe.vae_scale_factor // 2) ** 2
-    expected, _, _ = flux_form(config, tokens, flux.TEXT_TOKENS, batch=3)
+    expected = flux_form(config, tokens, flux.TEXT_TOKENS, batch=3)
     assert counted.calls == (("transformer", expected),) * 2
     assert (counted.steps, counted.per_call, counted.total) == (2, expected, 2 * expected)
     assert flops.count(pipe, call(3, batch=3)).per_step == expected
@@ -223,61 +221,30 @@ def wan_form(config, tokens, text):
     return 2 * (vectors + prompt + 2 * tokens * C * D + config["num_layers"] * block)
 
 
-@pytest.mark.parametrize("cls", INPUTS)
-def test_the_formula_counts_as_a_real_run(cls):
-    case = cases()[cls]
-    model = case.build(0)
-    film = INPUTS[cls].temporal > 1
-    text = model.config.get("max_text_seq_length", 6)
-    spatial, temporal = INPUTS[cls].spatial, INPUTS[cls].temporal
-    size = Size(8 * spatial, 4 * spatial, 1 + temporal if film else 1, text, batch=2)
-    real = formula.count_call(model, inputs_of(cls, model.config, size, device="cpu"))
-    fields = (size.height, size.width, size.frames, size.text_tokens, size.batch)
-    assert formula.formula_flops({"_class_name": cls, **case.config}, *fields) == real
-    assert 0 < real.attention < real.total and real.rest > 0
-    assert real.blocks + real.rest == real.total
-
-
-def test_flux_dev_and_wan_by_closed_form():
+def test_predictions_of_flux_dev_and_wan_follow_the_closed_form():
     """At their real widths, with few layers: that of Flux has 19 and 38, that of Wan 30."""
-    config = dict(
+    flux_config = dict(
         _class_name="FluxTransformer2DModel", in_channels=64, num_layers=2, num_single_layers=3,
         attention_head_dim=128, num_attention_heads=24, joint_attention_dim=4096,
         pooled_projection_dim=768, guidance_embeds=True, axes_dims_rope=(16, 56, 56),
     )  # fmt: skip
-    found = formula.formula_flops(config, 1024, 1024, text_tokens=512)
-    total, blocks, attention = flux_form(config, 64 * 64, 512)
-    assert (found.total, found.blocks, found.attention) == (total, blocks, attention)
-    config = dict(
+    asked = {"steps": 1, "guidance": False, "text_tokens": 512}
+    found = diffcache.predict(flux_config, "interval", height=1024, width=1024, **asked)
+    assert found.uncached.flops == flux_form(flux_config, 64 * 64, 512)
+    wan_config = dict(
         _class_name="WanTransformer3DModel", patch_size=(1, 2, 2), num_attention_heads=12,
         attention_head_dim=128, in_channels=16, out_channels=16, text_dim=4096, freq_dim=256,
         ffn_dim=8960, num_layers=3,
     )  # fmt: skip
-    found = formula.formula_flops(config, 480, 832, frames=81)
-    assert found.total == wan_form(config, 21 * 30 * 52, 512)
+    found = diffcache.predict(wan_config, "interval", height=480, width=832, frames=81, **asked)
+    assert found.uncached.flops == wan_form(wan_config, 21 * 30 * 52, 512)
 
 
-def test_a_directory_brings_its_compression(pipe):
-    found = formula.formula_flops(flux.DIRECTORY, 64, 64, text_tokens=flux.TEXT_TOKENS)
-    assert found.total == flops.count(pipe, call()).per_step
-    alone = formula.resolve(flux.DIRECTORY / "transformer")
+def test_a_directory_brings_its_compression():
+    found = configured.resolve(flux.DIRECTORY)
+    assert (found.cls, found.compression) == ("FluxTransformer2DModel", (4, 1))
+    alone = configured.resolve(flux.DIRECTORY / "transformer")
     assert alone.cls == "FluxTransformer2DModel" and alone.compression is None
-
-
-def test_inputs_of_ones_own():
-    case = cases()["AllegroTransformer3DModel"]
-    model = case.build(0)
-    inputs = case.kwargs(model, 0)
-    there = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
-    assert formula.count_on_meta(case.cls, case.config, there) == formula.count_call(model, inputs)
-
-
-def test_a_forward_that_needs_values_is_a_clear_error():
-    case = cases()["OmniGenTransformer2DModel"]
-    inputs = case.kwargs(case.build(0), 0)
-    there = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
-    with pytest.raises(ValueError, match="OmniGenTransformer2DModel: cannot be called"):
-        formula.count_on_meta(case.cls, case.config, there)
 
 
 MODES = [torch.inference_mode, torch.no_grad]

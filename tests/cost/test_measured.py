@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -16,14 +15,13 @@ from diffcache.pipelines.small import flux
 
 
 class FakeNvml(SimpleNamespace):
-    """An NVML whose board takes 50 W, with a counter of energy or without."""
+    """An NVML whose board has a counter of energy, or has none."""
 
     class NVMLError(Exception):
         pass
 
-    def __init__(self, has_energy=True, has_power=True, starts=True):
-        super().__init__(energy=1000.0, open=0, has_energy=has_energy, has_power=has_power)
-        self.starts = starts
+    def __init__(self, has_energy=True, starts=True):
+        super().__init__(energy=1000.0, open=0, has_energy=has_energy, starts=starts)
 
     def nvmlInit(self):  # noqa: N802
         if not self.starts:
@@ -43,33 +41,16 @@ class FakeNvml(SimpleNamespace):
             raise self.NVMLError("not supported")
         return self.energy
 
-    def nvmlDeviceGetPowerUsage(self, handle):  # noqa: N802
-        if not self.has_power:
-            raise self.NVMLError("not supported")
-        return 50_000
-
 
 def test_energy_of_the_counter(monkeypatch):
     nvml = FakeNvml()
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    with energy.Joules("cuda") as used:
-        nvml.energy += 2500.0  # millijoules
-    assert used.joules == 2.5 and used.reason == "" and nvml.open == 0
-    with used:
-        nvml.energy += 500.0
-    assert used.joules == 0.5
-
-
-def test_energy_of_sampled_power(monkeypatch):
-    nvml = FakeNvml(has_energy=False)
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    start = time.perf_counter()
-    with energy.Joules("cuda:0", interval=0.001) as used:
-        time.sleep(0.02)
-    elapsed = time.perf_counter() - start
-    assert 50 * 0.02 <= used.joules <= 50 * elapsed and nvml.open == 0
-    assert energy.integral([(0.0, 10.0), (2.0, 30.0), (3.0, 30.0)]) == 40 + 30
-    assert energy.integral([(0.0, 10.0)]) == 0
+    used = energy.Joules("cuda")
+    for millijoules in (2500.0, 500.0):
+        used.start()
+        nvml.energy += millijoules
+        used.stop()
+        assert used.joules == millijoules / 1000 and used.reason == "" and nvml.open == 0
 
 
 @pytest.mark.parametrize(
@@ -78,17 +59,16 @@ def test_energy_of_sampled_power(monkeypatch):
         ("cpu", FakeNvml(), "CUDA devices only, not cpu"),
         ("cuda", None, "pynvml is missing: pip install"),
         ("cuda", FakeNvml(starts=False), "driver not loaded"),
-        ("cuda", FakeNvml(has_energy=False, has_power=False), "neither energy nor power"),
+        ("cuda", FakeNvml(has_energy=False), "does not tell the energy"),
     ],
 )
 def test_no_energy_and_why(monkeypatch, device, nvml, reason):
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    with energy.Joules(device) as used:
-        pass
+    used = energy.Joules(device)
+    used.start()
+    used.stop()
     assert used.joules is None and reason in used.reason
     assert nvml is None or nvml.open == 0
-    with pytest.raises(ValueError, match="interval=0"):
-        energy.Joules("cuda", interval=0)
 
 
 CPU = Setting(torch.device("cpu"))

@@ -11,7 +11,7 @@ import diffcache
 from diffcache import Combine, Listed, Table
 from diffcache.attach.inputs import INPUTS, Size, inputs_of
 from diffcache.cli import app
-from diffcache.eval.cost import flops, formula
+from diffcache.eval.cost import flops
 from diffcache.eval.cost.predict import kinds_of
 from diffcache.eval.cost.roofline import Device
 from diffcache.eval.options import AS_SAVED
@@ -101,7 +101,8 @@ def test_every_class_is_counted_as_a_real_run(cls):
         key: getattr(size, key) for key in ("height", "width", "frames", "text_tokens", "batch")
     }
     said = diffcache.predict(model, "first-block", steps=7, guidance=False, **asked)
-    real = formula.count_call(model, inputs_of(cls, model.config, size, device="cpu"))
+    with torch.no_grad(), flops.counting({"": model}) as real:
+        model(**inputs_of(cls, model.config, size, device="cpu"))
     assert said.uncached.flops == said.most.flops == 7 * real.total
     assert (said.most.steps, said.least.steps, said.is_exact) == (7, 1, False)
     assert {"model": said.held_bytes} == diffcache.expected_bytes(model, "first-block", **asked)

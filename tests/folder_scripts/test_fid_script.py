@@ -15,8 +15,8 @@ from torch import Tensor
 from diffcache.eval import fid
 from diffcache.eval.metrics import bootstrap, inception, lite, sets
 from diffcache.eval.metrics.frechet import frechet, moments
-from diffcache.eval.samples import npz
 from tests.folder_scripts.shapes import error, report, saved
+from tests.picture_files import save_npz
 
 
 def test_fid_of_a_folder_with_itself_is_zero(capsys: Any, shapes: dict[str, Any]) -> None:
@@ -83,14 +83,12 @@ def test_fid_prints_a_table_and_warns_on_standard_error(
 
 
 def test_fid_samples_resize_and_npz(capsys: Any, shapes: dict[str, Any], tmp_path: Path) -> None:
-    file = str(tmp_path / "fake.npz")
     arguments = ("--backend", "lite", "--samples", "70", "--resize", "32", "--resamples", "0")
-    direct = report(capsys, fid.main, shapes["real"], shapes["fake"], *arguments, "--npz", file)
+    direct = report(capsys, fid.main, shapes["real"], shapes["fake"], *arguments)
     assert direct["fake"] == {**direct["fake"], "count": 70, "size": [32, 32]}
     assert "low" not in direct["metrics"]["fid_lite"]
-    stored = npz.open_pictures(Path(file))
-    assert (stored.count, stored.size) == (70, (32, 32))
-    again = report(capsys, fid.main, shapes["real"], file, *arguments)
+    file = save_npz(tmp_path / "fake.npz", shapes["pictures"]["fake"])
+    again = report(capsys, fid.main, shapes["real"], str(file), *arguments)
     assert again["metrics"] == direct["metrics"]
 
 

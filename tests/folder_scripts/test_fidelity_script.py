@@ -14,9 +14,10 @@ from torch import Tensor
 
 from diffcache.eval import fidelity
 from diffcache.eval.metrics import bootstrap, lite, lpips, pixels
-from diffcache.eval.samples import backends, npz
+from diffcache.eval.samples import backends
 from diffcache.eval.samples.clips import write_clip, write_preview
 from tests.folder_scripts.shapes import drawn, error, report, saved
+from tests.picture_files import save_npz
 
 
 def shifted(pictures: Tensor, by: int = 1) -> Tensor:
@@ -91,9 +92,7 @@ def test_fidelity_of_a_constant_shift_is_known(capsys: Any, tmp_path: Path) -> N
 
 def test_fidelity_of_npz_and_of_different_sizes_in_a_folder(capsys: Any, tmp_path: Path) -> None:
     a = drawn(5, 4)
-    files = [
-        str(npz.write_npz(tmp_path / f"{n}.npz", x, 5)) for n, x in (("a", a), ("b", noisy(a)))
-    ]
+    files = [str(save_npz(tmp_path / f"{n}.npz", x)) for n, x in (("a", a), ("b", noisy(a)))]
     found = report(capsys, fidelity.main, *files, "--metrics", "psnr,ssim", "--batch-size", "2")
     assert found["metrics"]["psnr_db"]["value"] == pytest.approx(
         float(pixels.psnr(a, noisy(a)).mean())
