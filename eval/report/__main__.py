@@ -11,7 +11,7 @@ import typer
 from diffcache.command import FAILED, fail, script
 from diffcache.eval.report import docs
 from diffcache.eval.report.records import load
-from diffcache.eval.report.write import FOLDER, FORMATS, write_reports
+from diffcache.eval.report.write import FOLDER, FORMATS, write_report
 
 
 def report(
@@ -23,9 +23,6 @@ def report(
     formats: Annotated[
         str, typer.Option("--format", metavar="LIST", help="Of md,html,csv.")
     ] = ",".join(FORMATS),
-    join: Annotated[
-        bool, typer.Option("--join", help="Put the rows of runs of the same task in one table.")
-    ] = False,
     document: Annotated[
         Path | None, typer.Option("--docs", metavar="FILE", help="Fill the tables of a document.")
     ] = None,
@@ -39,32 +36,31 @@ def report(
 
         diffcache eval report runs/shapes-flux-0123abcd
 
-        diffcache eval report runs/one runs/two --join --out both
-
         diffcache eval report --docs README.md RECORD.json --check
 
     The last one fills what stands between <!-- diffcache.eval: RECORD --> and
     <!-- /diffcache.eval -->.
     """
     if document is not None:
-        _fill(document, runs, check, {"--out": out, "--join": join})
+        _fill(document, runs, check, out)
         return
     if check:
         raise ValueError("--check: only with --docs FILE")
+    if len(runs) > 1 and out is not None:
+        raise ValueError(
+            f"--out {out}: files of {len(runs)} runs have the same names; leave it out"
+        )
     named = [name.strip() for name in formats.split(",") if name.strip()]
-    records = [(load(path), path if path.is_dir() else path.parent) for path in runs]
-    if len(runs) > 1 and out is None:
-        raise ValueError("several runs need a folder of their own: give --out DIR")
-    for file in write_reports(records, out or records[0][1] / FOLDER, named, join):
-        if file.suffix.removeprefix(".") in FORMATS:
-            typer.echo(file)
+    for path, record in [(path, load(path)) for path in runs]:
+        for file in write_report(record, path if path.is_dir() else path.parent, out, named):
+            if file.suffix.removeprefix(".") in FORMATS:
+                typer.echo(file)
 
 
-def _fill(document: Path, runs: list[Path], check: bool, others: dict[str, object]) -> None:
+def _fill(document: Path, runs: list[Path], check: bool, out: Path | None) -> None:
     """Fill the tables of a document, or compare them."""
-    for option, value in others.items():
-        if value:
-            raise ValueError(f"--docs: not with {option}")
+    if out is not None:
+        raise ValueError("--docs: not with --out")
     differs = docs.update(document, runs, check)
     if differs and check:
         again = f"--docs {document} {' '.join(map(str, runs))}"

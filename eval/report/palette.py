@@ -32,6 +32,27 @@ _SETTINGS = {
 DPI = 160
 
 
+@dataclass(frozen=True)
+class Picture:
+    """A plot or a sheet of samples, ready to be written.
+
+    Attributes:
+        stem: Name of its files, without the ending.
+        title: Title above it.
+        caption: Caption that tells what it shows, for readers who cannot see it too.
+        png: The file.
+        svg: The file, or None for a sheet.
+        lines: More text under it, one line each.
+    """
+
+    stem: str
+    title: str
+    caption: str
+    png: bytes
+    svg: bytes | None = None
+    lines: tuple[str, ...] = ()
+
+
 class PlotError(DiffcacheError):
     """Plots were asked for and matplotlib is not there."""
 
@@ -107,7 +128,7 @@ def new_figure(width: float, height: float, columns: int = 1) -> tuple[Any, Sequ
     return figure, list(axes[0])
 
 
-def images(figure: Any) -> dict[str, bytes]:
+def picture_of(stem: str, title: str, caption: str, figure: Any) -> Picture:
     """Return a figure as PNG (160 dots an inch) and SVG; the same figure gives the same bytes."""
     found = {}
     with _matplotlib().rc_context(_SETTINGS):
@@ -119,7 +140,7 @@ def images(figure: Any) -> dict[str, bytes]:
             target = io.BytesIO()
             figure.savefig(target, format=kind, dpi=DPI, metadata=metadata, facecolor="white")
             found[kind] = target.getvalue()
-    return found
+    return Picture(stem, title, caption, found["png"], found["svg"])
 
 
 def legend_columns(names: Sequence[str], width: float) -> int:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from diffcache.eval.report import heat, pareto
 from diffcache.eval.report.columns import CHANGE, describe, metric_keys
 from diffcache.eval.report.palette import (
+    Picture,
     Style,
     family,
     legend_columns,
     new_figure,
+    picture_of,
     short,
     styled,
     styles,
@@ -27,30 +28,13 @@ _BYTES = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
 _FLOPS = ((1e15, "PFLOPs"), (1e12, "TFLOPs"), (1e9, "GFLOPs"), (1e6, "MFLOPs"), (1, "FLOPs"))
 
 
-@dataclass(frozen=True)
-class Plot:
-    """A plot of a report.
-
-    Attributes:
-        stem: Name of its files, without the ending.
-        title: Title above it.
-        caption: Caption that tells what it shows, for readers who cannot see it too.
-        figure: A matplotlib figure.
-    """
-
-    stem: str
-    title: str
-    caption: str
-    figure: Any
-
-
-def draw(record: Record) -> tuple[list[Plot], list[str]]:
+def draw(record: Record) -> tuple[list[Picture], list[str]]:
     """Draw every plot for which the record has numbers.
 
     Returns:
         The plots, and one sentence for every plot that was left out.
     """
-    found: list[Plot] = []
+    found: list[Picture] = []
     left_out: list[str] = []
     for plots, missing in (draw_pareto(record), _timeline(record), _growth(record),
                            _errors(record), _cost(record)):  # fmt: skip
@@ -59,7 +43,7 @@ def draw(record: Record) -> tuple[list[Plot], list[str]]:
     return found, left_out
 
 
-def draw_pareto(record: Record) -> tuple[list[Plot], list[str]]:
+def draw_pareto(record: Record) -> tuple[list[Picture], list[str]]:
     """Draw every headline metric against what was saved."""
     found, flat = [], []
     for key in _headlines(record):
@@ -81,7 +65,8 @@ def draw_pareto(record: Record) -> tuple[list[Plot], list[str]]:
             "lies beyond the grey crosses, which are uncached at fewer steps."
         )
         figure = pareto.plot(panels, title, known["direction"])
-        found.append(Plot(f"pareto-{key}", f"{known['title']} against speed", caption, figure))
+        about = f"pareto-{key}", f"{known['title']} against speed", caption
+        found.append(picture_of(*about, figure))
     missing = [f"Quality against speed: all rows are equal in {', '.join(flat)}."] if flat else []
     if not found and not flat:
         missing = ["Quality against speed: no method row holds both a metric and a ratio."]
@@ -159,7 +144,7 @@ def _methods(record: Record) -> list[dict[str, Any]]:
     return [row for row in ordered(record) if row["kind"] == "method"]
 
 
-def _timeline(record: Record) -> tuple[list[Plot], list[str]]:
+def _timeline(record: Record) -> tuple[list[Picture], list[str]]:
     lanes = {}
     for row in _methods(record):
         steps = row.get("timeline") or []
@@ -169,10 +154,10 @@ def _timeline(record: Record) -> tuple[list[Plot], list[str]]:
     if not lanes:
         return [], ["Decisions: no row holds a timeline."]
     caption = "The share of runs in which each step was computed; the other runs skipped it."
-    return [Plot("timeline", "Decisions", caption, heat.plot_timeline(lanes))], []
+    return [picture_of("timeline", "Decisions", caption, heat.plot_timeline(lanes))], []
 
 
-def _growth(record: Record) -> tuple[list[Plot], list[str]]:
+def _growth(record: Record) -> tuple[list[Picture], list[str]]:
     curves = {}
     for row in _methods(record):
         errors = [number(value) or 0.0 for value in row.get("latent_error") or []]
@@ -182,7 +167,7 @@ def _growth(record: Record) -> tuple[list[Plot], list[str]]:
         return [], ["Error of the latents: no row holds one above 0."]
     caption = "Mean relative L2 distance of the latents to the uncached ones behind every step."
     figure = _draw_growth(curves, styles(record))
-    return [Plot("latent-error", "Error of the latents", caption, figure)], []
+    return [picture_of("latent-error", "Error of the latents", caption, figure)], []
 
 
 @styled
@@ -206,7 +191,7 @@ def _draw_growth(curves: Mapping[str, Sequence[float]], looks: Mapping[str, Styl
     return figure
 
 
-def _errors(record: Record) -> tuple[list[Plot], list[str]]:
+def _errors(record: Record) -> tuple[list[Picture], list[str]]:
     found, missing = [], []
     for place, row in enumerate(_methods(record)):
         errors = row.get("site_error")
@@ -221,12 +206,12 @@ def _errors(record: Record) -> tuple[list[Plot], list[str]]:
             "site and step, along the uncached trajectory. Hatched: computed."
         )
         title = f"Errors of the stand-ins, {row['name']}"
-        found.append(Plot(f"site-error-{place + 1}", title, caption, figure))
+        found.append(picture_of(f"site-error-{place + 1}", title, caption, figure))
     words = f"Errors by site: no skipped step was measured for {', '.join(missing)}."
     return found, [words] if missing else []
 
 
-def _cost(record: Record) -> tuple[list[Plot], list[str]]:
+def _cost(record: Record) -> tuple[list[Picture], list[str]]:
     rows = ordered(record)
     flops, held = ([_plain(row, key) for row in rows] for key in ("flops", "held_bytes"))
     flops_scale, flops_unit = _scale(flops, _FLOPS)
@@ -243,7 +228,7 @@ def _cost(record: Record) -> tuple[list[Plot], list[str]]:
         return [], missing
     caption = "What every row costs; whiskers are quartiles."
     figure = _draw_cost([row["name"] for row in rows], styles(record), full)
-    return [Plot("cost", "Cost", caption, figure)], missing
+    return [picture_of("cost", "Cost", caption, figure)], missing
 
 
 @styled

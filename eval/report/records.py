@@ -1,22 +1,15 @@
-"""Records of runs: read, checked, put in the order of the table, and joined where one may."""
+"""Records of runs: read, checked, and put in the order of the table."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 SCHEMA = "diffcache.eval/1"
 FILE = "record.json"
 KINDS = ("uncached", "method", "fewer steps")
-# What changes the samples or the uncached run. The batch size only changes how they are made.
-_TASK = (
-    "model", "model_sha256", "pipeline", "kind", "prompts", "samples", "seed", "steps", "call",
-    "dtype", "loading", "reference",
-)  # fmt: skip
-_MACHINE = ("device", "threads", "processes", "torch")
 
 Record = dict[str, Any]
 
@@ -172,71 +165,3 @@ def metric_of(row: dict[str, Any], key: str) -> Value | None:
 def speed_of(record: Record, row: dict[str, Any], key: str) -> Value | None:
     """Return the median and quartiles of `seconds` or `ratio` of a row."""
     return value(timing_of(record, row["name"]).get(key), ("median", "q1", "q3"))
-
-
-def differing(records: Sequence[Record]) -> list[str]:
-    """Name the fields of the task in which records differ; empty for records of one task."""
-    tasks = [record["task"] for record in records]
-    return [
-        field for field in _TASK if any(task.get(field) != tasks[0].get(field) for task in tasks)
-    ]
-
-
-def join(records: Sequence[Record]) -> Record:
-    """Return one record with the rows of several runs of the same task.
-
-    A row that several runs have (the same hash) is taken once. Times are left out, with a warning,
-    where the runs were on different machines.
-
-    Raises:
-        ValueError: If the records are of different models or tasks, or their uncached runs differ.
-    """
-    if not records:
-        raise ValueError("records=[]: there must be at least one")
-    fields = differing(records)
-    if fields:
-        given = "; ".join(f"{f}: {[r['task'].get(f) for r in records]}" for f in fields)
-        raise ValueError(
-            f"records of different tasks cannot stand in one table ({given}); "
-            "give them as separate tables"
-        )
-    first = records[0]
-    if len({ordered(record)[0].get("hash") for record in records}) > 1:
-        raise ValueError("the uncached rows differ in their hash; make the runs again together")
-    rows: list[dict[str, Any]] = []
-    timed: dict[str, Any] = {}
-    for place, record in enumerate(records):
-        names = _take(rows, record, place)
-        timed |= {
-            new: timing_of(record, old) for old, new in names.items() if timing_of(record, old)
-        }
-    warnings = [text for record in records for text in record.get("warnings") or []]
-    machines = [[environment(r).get(key) for key in _MACHINE] for r in records]
-    if any(machine != machines[0] for machine in machines):
-        timed = {}
-        warnings.append("the runs were on different machines: their times are left out")
-    return first | {
-        "rows": rows,
-        "metrics": {key: m for record in reversed(records) for key, m in record["metrics"].items()},
-        "command": "; ".join(dict.fromkeys(str(r.get("command", "")) for r in records)),
-        "finished": all(record.get("finished", True) for record in records),
-        "warnings": list(dict.fromkeys(warnings)),
-        "timing": (first.get("timing") or {}) | {"rows": timed},
-    }
-
-
-def _take(rows: list[dict[str, Any]], record: Record, place: int) -> dict[str, str]:
-    """Add a record's new rows under names that differ; return the new name of every row taken."""
-    hashes = {row.get("hash"): row["name"] for row in rows}
-    taken = {row["name"] for row in rows}
-    renamed: dict[str, str] = {}
-    for row in record["rows"]:
-        if row.get("hash") is None or row["hash"] not in hashes:
-            clash = row["name"] in taken
-            renamed[row["name"]] = f"{row['name']} ({place + 1})" if clash else row["name"]
-    known = {row["name"]: hashes.get(row.get("hash")) for row in record["rows"]}
-    for row in record["rows"]:
-        if row["name"] in renamed:
-            matched = [renamed.get(m) or known.get(m) or m for m in matches_of(row)]
-            rows.append(row | {"name": renamed[row["name"]], "matches": matched})
-    return renamed

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 from diffcache.eval.metrics.pixels import pooled_psnr
+from diffcache.eval.report.palette import Picture
 from diffcache.eval.report.records import Record, ordered
 from diffcache.eval.report.samples import Samples
 
@@ -21,29 +22,11 @@ _SIDE, _FRAME = 192, 128
 _GAP, _PAD, _SMALL, _LARGE = 12, 16, 13, 15
 _BLOCKS, _METHODS, _FRAMES = 4, 6, 8
 _WIDEST = 1272  # pixels of a sheet with several blocks in a line
+_DIFFERENCE = "Uncached, every method, and below it the difference five times as strong."
 _INK, _GREY, _LINE = (28, 32, 40), (105, 112, 122), (208, 212, 218)
 
 
-@dataclass(frozen=True)
-class Sheet:
-    """One picture of samples.
-
-    Attributes:
-        stem: Name of its file, without the ending.
-        title: Title above it.
-        image: RGB.
-        lines: Lines of text that tell what it shows.
-        films: Whether it shows frames of films.
-    """
-
-    stem: str
-    title: str
-    image: Image.Image
-    lines: tuple[str, ...]
-    films: bool = False
-
-
-def draw(record: Record, folders: Sequence[Path]) -> tuple[list[Sheet], list[str]]:
+def draw(record: Record, folders: Sequence[Path]) -> tuple[list[Picture], list[str]]:
     """Draw one sheet for each group of samples: worst, median and best by LPIPS.
 
     Args:
@@ -61,8 +44,9 @@ def draw(record: Record, folders: Sequence[Path]) -> tuple[list[Sheet], list[str
     if len(methods) > _METHODS:
         left_out.append(f"Pictures: {_METHODS} of {len(methods)} methods are shown, the first.")
         methods = methods[:_METHODS]
-    films = record["task"].get("kind") == "films"
-    block = _film_block if films else _picture_block
+    block, about = _picture_block, _DIFFERENCE
+    if record["task"].get("kind") == "films":
+        block, about = _film_block, "Frames of every film, uncached first."
     for group in GROUPS:
         named = picks(methods, group, _BLOCKS)
         chosen = [(number, f"{group} of {name}") for number, name in named]
@@ -70,10 +54,12 @@ def draw(record: Record, folders: Sequence[Path]) -> tuple[list[Sheet], list[str
         drawn = [(c, image) for c, image in made if image is not None]
         missing += len(made) - len(drawn)
         if drawn:
-            image = _stack([one for _, one in drawn])
+            png = io.BytesIO()
+            _stack([one for _, one in drawn]).save(png, "png", optimize=True)
             lines = tuple(_caption(samples, number, of) for (number, of), _ in drawn)
             title = f"{group.capitalize()} samples by distance to uncached"
-            sheets.append(Sheet(f"samples-{group}", title, image, lines, films))
+            stem = f"samples-{group}"
+            sheets.append(Picture(stem, title, about, png.getvalue(), lines=lines))
     if missing:
         left_out.append(f"Pictures: the files of {missing} samples are not in the run's folder.")
     elif not sheets:

@@ -27,7 +27,6 @@ from diffcache.eval.report.columns import columns_of
 from diffcache.eval.report.docs import filled
 from diffcache.eval.report.plots import draw_pareto
 from diffcache.eval.report.records import Record, load
-from diffcache.eval.report.section import picture_of
 from diffcache.eval.runs.sweep import read_sweep, read_values, settings_of
 from diffcache.features.collect import Calibrated
 from diffcache.files import write_file, write_json
@@ -148,7 +147,7 @@ def write_plot(record: Record, file: Path) -> None:
     plots, _ = draw_pareto(record)
     plots.sort(key=lambda plot: plot.stem != "pareto-psnr_db")
     if plots:
-        write_file(file, picture_of(plots[0]).png)
+        write_file(file, plots[0].png)
 
 
 def page(folder: Path = FOLDER) -> str:

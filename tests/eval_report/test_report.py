@@ -1,4 +1,4 @@
-"""Reports of records: read and joined, as tables, plots, sheets of samples and a page."""
+"""Reports of records: as tables, plots, sheets of samples and a page."""
 
 import copy
 import csv
@@ -22,11 +22,11 @@ from diffcache.eval.report import docs, heat, pareto, plots, strips, words
 from diffcache.eval.report.__main__ import main
 from diffcache.eval.report.columns import Column, bytes_text, decimals, shown
 from diffcache.eval.report.docs import update
-from diffcache.eval.report.palette import OKABE_ITO, styles
-from diffcache.eval.report.records import Value, checked, join, ordered
+from diffcache.eval.report.palette import OKABE_ITO, Picture, styles
+from diffcache.eval.report.records import Value, checked, ordered
 from diffcache.eval.report.samples import Samples
 from diffcache.eval.report.table import markdown, table_of, terminal_table, to_csv
-from diffcache.eval.report.write import write_report, write_reports
+from diffcache.eval.report.write import write_report
 
 STEPS = 12
 EVIL = '<script>alert("x")</script> a | red *circle* & a `square` for $5 or \\frac$6'
@@ -170,13 +170,8 @@ def cells(record: dict[str, Any], key: str) -> dict[str, Any]:
     return {row.name: row.cells[place] for row in table.rows}
 
 
-def renamed(record: dict[str, Any], old: str, new: str) -> dict[str, Any]:
-    """Return a run of another method whose row has the same or another name."""
-    other = copy.deepcopy(record)
-    other["rows"] = [other["rows"][0], next(r for r in other["rows"] if r["name"] == old)]
-    other["rows"][1] |= {"name": new, "hash": "f" * 16}
-    other["timing"]["rows"][new] = other["timing"]["rows"].pop(old)
-    return other
+def pixels_of(sheet: Picture) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(sheet.png)))
 
 
 class Reader(HTMLParser):
@@ -229,42 +224,6 @@ def test_wrong_records_are_refused() -> None:
     record["rows"][0]["fidelity"] = [None]
     with pytest.raises(ValueError, match=r"fidelity: \[None\] must be an object"):
         checked(record)
-
-
-def test_runs_of_one_task_are_joined() -> None:
-    first = make_record()
-    joined = join([first, renamed(first, "interval", "taylorseer"), first])
-    names = [row_["name"] for row_ in joined["rows"]]
-    assert names == [row_["name"] for row_ in first["rows"]] + ["taylorseer (2)"]
-    times = first["timing"]["rows"]
-    assert joined["timing"]["rows"]["taylorseer (2)"] == times["interval"]
-    assert joined["timing"]["rows"]["taylorseer"] == times["taylorseer"]
-    assert join([first])["rows"] == first["rows"]
-
-
-def test_matches_follow_a_new_name() -> None:
-    first, second = make_record(), make_record()
-    for row_ in second["rows"][1:]:
-        row_["hash"] = row_["hash"][::-1] + "x"
-    joined = join([first, second])
-    names = [row_["name"] for row_ in ordered(joined)]
-    assert names[names.index("taylorseer (2)") + 1] == "uncached, 3 steps (2)"
-
-
-@pytest.mark.parametrize(
-    "task", [{"model": "other"}, {"samples": 8}, {"seed": 1}, {"reference": "x"}]
-)
-def test_runs_of_different_tasks_are_never_mixed(task: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"different tasks.*{next(iter(task))}"):
-        join([make_record(), make_record(**task)])
-
-
-def test_times_of_different_machines_are_left_out() -> None:
-    second = renamed(make_record(), "interval", "other")
-    second["env"]["device"] = "another processor"
-    joined = join([make_record(), second])
-    assert joined["timing"]["rows"] == {}
-    assert any("different machines" in text for text in joined["warnings"])
 
 
 @pytest.mark.parametrize(
@@ -579,7 +538,7 @@ def test_sheet_shows_the_pixels_and_their_difference(tmp_path: Path) -> None:
     sheets, left_out = strips.draw(record, [tmp_path])
     assert [sheet.stem for sheet in sheets] == ["samples-worst", "samples-median", "samples-best"]
     assert left_out == []
-    shown_pixels = np.asarray(sheets[2].image)
+    shown_pixels = pixels_of(sheets[2])
     wide = 6 * 32
     base = picture(3, 0).astype(int)
     theirs = np.asarray(Image.open(tmp_path / record["rows"][1]["folder"] / "samples/00003.png"))
@@ -598,7 +557,7 @@ def test_narrow_samples_stand_side_by_side(tmp_path: Path) -> None:
     record = make_record()
     record["rows"] = record["rows"][:2]
     make_run(tmp_path, record)
-    sheet = np.asarray(strips.draw(record, [tmp_path])[0][0].image)
+    sheet = pixels_of(strips.draw(record, [tmp_path])[0][0])
     side = 6 * 32
     pitch = 2 * side + 12 + 2 * 16
     assert record["rows"][1]["samples"]["worst"] == [1, 0] and sheet.shape[1] == 2 * pitch
@@ -662,7 +621,7 @@ def test_films_have_contact_sheets_and_previews(tmp_path: Path) -> None:
         write_preview(clips.parent / "previews" / "00001.mp4", frames, 8)
     (sheet, *_), left_out = strips.draw(record, [tmp_path])
     assert left_out == ["Pictures: the files of 3 samples are not in the run's folder."]
-    pixels = np.asarray(sheet.image)
+    pixels = pixels_of(sheet)
     for line, green in ((0, 0), (1, 90)):
         for column in range(5):
             spot = pixels[16 + 42 + line * 136 + 64, 16 + 150 + column * 132 + 64]
@@ -775,29 +734,6 @@ def test_only_what_was_asked_for_is_written(tmp_path: Path) -> None:
         write_report(make_record(), tmp_path, formats=["pdf"])
 
 
-def test_several_runs_share_a_plot_only_if_they_share_a_task(tmp_path: Path) -> None:
-    first = make_record()
-    first["rows"] = first["rows"][:2]
-    second = renamed(make_record(), "interval", "other")
-    for record in (first, second):
-        for row_ in record["rows"]:
-            row_ |= {"site_error": None, "timeline": None, "latent_error": None, "samples": None}
-            row_ |= {"flops": None, "held_bytes": 0}
-            row_["fidelity"] = {}
-            row_["quality"] = {"fid_lite": row_["quality"]["fid_lite"]}
-        record["timing"] = {}
-    names = {
-        f.name for f in write_reports([(first, tmp_path), (second, tmp_path)], tmp_path / "one")
-    }
-    assert {"joint-pareto-fid_lite.png", "1-table.csv", "2-table.csv"} <= names
-    apart = second | {"task": second["task"] | {"model": "other"}}
-    files = write_reports([(first, tmp_path), (apart, tmp_path)], tmp_path / "two", ["md"])
-    assert not [file for file in files if file.name.startswith("joint")]
-    text = (tmp_path / "two" / "report.md").read_text()
-    assert "No plot of all runs together: they differ in model." in text
-    assert text.count("| Config |") == 2
-
-
 def make_document(folder: Path, record: dict[str, Any]) -> tuple[Path, Path]:
     (folder / "speed.json").write_text(json.dumps(record))
     file = folder / "README.md"
@@ -841,17 +777,16 @@ def test_command_line(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[st
     _, folder, _ = run
     assert main([str(folder), "--format", "csv", "--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "table.csv")
-    assert (
-        main([str(folder), str(folder), "--join", "--format", "csv", "--out", str(tmp_path)]) == 0
-    )
+    other = tmp_path / "other" / "record.json"
+    other.parent.mkdir()
+    other.write_text(json.dumps(make_record(model="other")))
+    assert main([str(folder), str(other), "--format", "csv"]) == 0
+    wrote = [str(place / "report" / "table.csv") for place in (folder, other.parent)]
+    assert capsys.readouterr().out.split() == wrote
     assert main([str(tmp_path / "none")]) == 2
     assert "no such record" in capsys.readouterr().err
-    assert main([str(folder), str(folder)]) == 2
-    assert "--out DIR" in capsys.readouterr().err
-    other = tmp_path / "other.json"
-    other.write_text(json.dumps(make_record(model="other")))
-    assert main([str(folder), str(other), "--join", "--out", str(tmp_path)]) == 2
-    assert "different tasks" in capsys.readouterr().err
+    assert main([str(folder), str(folder), "--out", str(tmp_path)]) == 2
+    assert "files of 2 runs have the same names" in capsys.readouterr().err
 
 
 ROOT = Path(__file__).parents[2]
