@@ -85,6 +85,7 @@ children_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_modules")
 CALL_CODE = nn.Module._call_impl.__code__  # what runs hooks and forward
 CALLS = ("__call__", "_call_impl")  # names of functions that call pipelines, and modules
 PREFILL = "_prefill"  # what reads the prompt in `generate` (transformers)
+ASSISTED = "_assisted_decoding"  # what verifies drafted tokens there
 # What `nn.Conv2d` pads by where its padding is no constant.
 padding_of: Callable[[nn.Module], list[int]] = attrgetter("_reversed_padding_repeated_twice")
 _PRE_HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
@@ -287,6 +288,13 @@ class AttentionName(str):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return str, (self.before,)
+
+
+def is_assisted(frame: FrameType | None) -> bool:
+    """Return whether a frame is assisted decoding of `generate` (transformers)."""
+    if frame is None or frame.f_code.co_name != ASSISTED:
+        return False
+    return frame.f_globals.get("__name__") == "transformers.generation.utils"
 
 
 def reads_whole_prompt(frame: FrameType) -> bool:

@@ -202,8 +202,8 @@ class Flat(Segment):
         return Flat.of(self.read().gather(index, keep), self.traits)
 
     def rows(self, index: Tensor) -> Flat:
-        """Return batch rows."""
-        return Flat.of(self.read().rows(index), self.traits)
+        """Return batch rows; what is known of S slots stays that of S, though the longest goes."""
+        return replace(Flat.of(self.read().rows(index), self.traits), longest=self.longest)
 
 
 @dataclass(frozen=True, eq=False)

@@ -105,7 +105,8 @@ def choose(
     seed: int = 0,
     device: str = "cpu",
     out: Path | None = None,
-    **told: Callable[..., None],
+    progress: Callable[..., None] | None = None,
+    each: Callable[..., None] | None = None,
 ) -> Choice:
     """Choose the recipe that keeps most within a share of the memory, validated on held-out texts.
 
@@ -123,7 +124,8 @@ def choose(
         seed: Seed of windows and questions.
         device: Device of torch.
         out: JSON file of the record of all that was measured.
-        told: `progress` and `each` of `text_run.run`.
+        progress: Callback for the progress, as `text_run.run` takes it.
+        each: Callback for every row, as `text_run.run` takes it.
 
     Raises:
         ValueError: If `memory` or a recipe is wrong, texts are too few, or nothing fits.
@@ -142,7 +144,7 @@ def choose(
     place = None if texts is None else Path(texts)
     task = TextTask(TextModel(str(model), device), place, context, samples, seed)
     words = list(recipes) or candidates(memory)
-    found = run(task, words, out, told.get("progress"), told.get("each"))
+    found = run(task, words, out, progress, each)
     return pick(found.rows, memory, found.failed)
 
 

@@ -22,12 +22,12 @@ from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.plan import TopK
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes import eviction, merging, quantized, streaming
+from diffcache.kv.recipes import eviction, merging, quantized, retrieval, streaming
 from diffcache.kv.score.recency import Recency
 from diffcache.kv.trigger import EveryStep
 from tests.kv.examples import HEADS
 from tests.kv.test_generate import Lots
-from tests.kv.tiny import ALL, GREEDY, gemma, llama, prompts, row, same
+from tests.kv.tiny import ALL, GREEDY, SHORT, gemma, llama, prompts, row, same
 from tests.zoo.language import build
 
 TOKEN = torch.tensor([[7]])
@@ -274,6 +274,34 @@ def test_what_scorers_noted_is_taken_back_only_where_that_was_announced(
     cache.crop(-10)
     for _ in range(2):  # slots are dropped before the first
         assert torch.equal(stepped(model, cache), stepped(model, short))
+
+
+def test_assisted_decoding_does_not_read_tokens_a_second_time(model: Any) -> None:
+    one = row(prompts(), 1)
+    cache = filled(model, inputs=one)
+    before = [layer.read().k.clone() for layer in cache.store.layers]
+    with pytest.raises(AttachError, match="holds 48 tokens, and assisted decoding would read them"):
+        model.generate(**one, past_key_values=cache, prompt_lookup_num_tokens=3, **SHORT)
+    assert not cache.store.speculative
+    for layer, k in zip(cache.store.layers, before, strict=True):
+        assert torch.equal(layer.read().k, k)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [eviction.h2o(0.3), retrieval.quest(16, page=4, skip=0)],
+    ids=["h2o", "quest"],
+)
+def test_rows_stay_right_when_the_longest_goes(model: Any, recipe: Recipe) -> None:
+    """What is known of slots and blocks is of as many as before, whichever rows are kept."""
+    cache, index = filled(model, recipe, ROWS), torch.tensor([0, 0])
+    model(input_ids=TOKEN.expand(3, 1), past_key_values=cache)
+    whole = cache.fork()
+    cache.batch_select_indices(index)
+    for _ in range(2):
+        some = model(input_ids=TOKEN.expand(2, 1), past_key_values=cache).logits
+        every = model(input_ids=TOKEN.expand(3, 1), past_key_values=whole).logits
+        assert torch.allclose(some, every[index], atol=1e-9)
 
 
 def test_sliding_layers_are_not_cropped_alone() -> None:

@@ -6,6 +6,7 @@ It touches a model through two public doors: a
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from diffcache.errors import AttachError
-from diffcache.foreign import attention_name_of
+from diffcache.foreign import attention_name_of, is_assisted
 from diffcache.kv.hf.attention import forget
 from diffcache.kv.hf.latent import check_latent
 from diffcache.kv.hf.layer import FusedLayer, SlotLayer
@@ -308,7 +309,18 @@ class KVCache(Host, Cache):  # type: ignore[misc]
             self.store.rollback(count)
 
     def activate_past_recording(self) -> None:
-        """Expect that tokens are taken back."""
+        """Expect that tokens are taken back.
+
+        Raises:
+            AttachError: If assisted decoding is to go on from tokens that are there. It reads the
+                whole prompt first, whatever a cache holds, that of transformers too.
+        """
+        if self.store.seen and is_assisted(sys._getframe(1)):
+            raise AttachError(
+                f"past_key_values: holds {self.store.seen} tokens, and assisted decoding would "
+                "read them a second time; generate without an assistant, or give all tokens and a "
+                "new cache of cache_for(model, ...)"
+            )
         self.store.speculative = True
         for layer in self._stock():
             record = getattr(layer, "activate_past_recording", None)

@@ -43,6 +43,8 @@ class Blocks:
         block, state = self._number(old.state, fresh)
         found = replace(old, slots=old.slots_with(block=block), state=state)
         count = int(state["top"].max()) + 1
+        if old.blocks:  # the row of the most blocks may be gone
+            count = max(count, old.blocks["count"].shape[2])
         heads = fresh.k.shape[1]
         blocks = dict(old.blocks)
         if not blocks:

@@ -70,6 +70,8 @@ def test_what_is_tried_fits_by_its_own_words() -> None:
 def test_wrong_settings_are_refused(reader: Path, given: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         choose(reader, **given)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'memroy'"):
+        kv.choose(reader, memroy=0.5)
 
 
 def test_a_choice_on_texts_of_ones_own_is_a_recipe(
