@@ -56,6 +56,7 @@ JOBS = {  # name -> class, and the shipped model it is for
     "sticker-kontext": ("sticker_kontext:Kontext", "sticker-kontext"),
     "sticker-unet": ("sticker_unet:Unet", "sticker-unet"),
     "sticker-video-autoencoder": ("sticker_video_autoencoder:VideoAutoencoder", "sticker-causal"),
+    "sticker-video-decoder": ("sticker_video_autoencoder:VideoDecoder", "sticker-causal"),
     "sticker-causal": ("sticker_causal:Causal", "sticker-causal"),
     "sticker-wan": ("sticker_wan:Wan", "sticker-wan"),
     "reach-policy": ("train_reach:Reach", "reach-policy"),
