@@ -23,6 +23,7 @@ from diffcache.eval.options import EMPTY, NONE, Images, Settings, given_of, with
 from diffcache.features.collect import Calibrated
 from diffcache.features.tables import Tables
 from diffcache.pipelines.demo.console import print_rows, progress, quiet
+from diffcache.pipelines.load import named_function
 from diffcache.registry import rows_of
 
 if TYPE_CHECKING:
@@ -208,9 +209,21 @@ def tune(
     seconds: Annotated[
         float | None, typer.Option(help="Closest method that takes at most so long a batch.")
     ] = None,
+    lpips: Annotated[
+        float | None, typer.Option(help="Cheapest method that stays this close by LPIPS.")
+    ] = None,
+    right: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="Cheapest method that spoils no picture, by a judge of yours; with --confidence.",
+        ),
+    ] = None,
     confidence: Annotated[
         float | None,
-        typer.Option(help="With --psnr: probability that a new prompt stays so close, as 0.95."),
+        typer.Option(
+            help="With --psnr, --lpips or --right: probability that a new prompt stays so close."
+        ),
     ] = None,
     methods: Annotated[
         list[str], typer.Option("--method", metavar=METHOD, help="Try these instead.")
@@ -232,8 +245,10 @@ def tune(
         diffcache run shapes-flux "a large red ring in the center, on a white background"
         --steps 28 --method tuned:tables=tuned.safetensors --compare
     """
-    if sum(goal is not None for goal in (speedup, psnr, seconds)) != 1:
-        raise ValueError("say what to aim at: one of --speedup, --psnr and --seconds")
+    if sum(goal is not None for goal in (speedup, psnr, seconds, lpips, right)) != 1:
+        raise ValueError(
+            "say what to aim at: one of --speedup, --psnr, --seconds, --lpips and --right"
+        )
     if confidence is not None:
         task["batch_size"] = 1  # samples of one batch share decisions
     steps, samples, batch_size = (task[name] for name in ("steps", "samples", "batch_size"))
@@ -246,14 +261,15 @@ def tune(
     from diffcache.eval.runs.task import Task
 
     chosen = [parse_method(text) for text in methods] or None
+    judge = None if right is None else named_function("--right", right)
     file = out or Path("tuned.safetensors")
     check_target("--out", file)
     given = given_of(task["model"], images)
     inputs = inputs_of(Task(**task), given["pipe"], given["inputs"])
     with progress("tune") as show, _resumable(file):
         best = diffcache.tune(
-            inputs.pipe, inputs.prompts, speedup=speedup, psnr=psnr, seconds=seconds,
-            confidence=confidence, methods=chosen, trials=trials, steps=steps,
+            inputs.pipe, inputs.prompts, speedup=speedup, psnr=psnr, seconds=seconds, lpips=lpips,
+            right=judge, confidence=confidence, methods=chosen, trials=trials, steps=steps,
             batch_size=batch_size, seed=inputs.seed, out=file, resume=not fresh,
             progress=show, **inputs.call,
         )  # fmt: skip

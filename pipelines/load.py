@@ -10,6 +10,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
@@ -132,15 +133,7 @@ def made_by(model: str) -> Any:
     """
     if not re.fullmatch(r"[\w.]+:\w+", model) or Path(model).exists():
         return None
-    module, _, name = model.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())
-    try:
-        function = getattr(importlib.import_module(module), name, None)
-    except ImportError as error:
-        raise ValueError(f"--model {model}: {module} cannot be imported ({error})") from error
-    if not callable(function):
-        raise ValueError(f"--model {model}: {module} has no function {name}")
+    function = named_function("--model", model)
     try:
         inspect.signature(function).bind()
     except TypeError as error:
@@ -149,6 +142,31 @@ def made_by(model: str) -> Any:
     if not isinstance(getattr(pipe, "components", None), dict):
         raise ValueError(f"--model {model}: returned a {type(pipe).__name__}, which is no pipeline")
     return pipe
+
+
+def named_function(option: str, text: str) -> Callable[..., Any]:
+    """Import a function of the user's by its name, `module:function`.
+
+    Modules of the folder that a command is called in are found too.
+
+    Args:
+        option: Option that names it, for errors.
+        text: The name.
+
+    Raises:
+        ValueError: If the module cannot be imported, or has no such function.
+    """
+    module, _, name = text.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        function = getattr(importlib.import_module(module), name, None)
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"{option} {text}: {module} cannot be imported ({error})") from error
+    if not callable(function):
+        raise ValueError(f"{option} {text}: {module} has no function {name}")
+    found: Callable[..., Any] = function
+    return found
 
 
 def check_made(dtype: str, device: str, loading: Loading) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -17,28 +17,39 @@ from diffcache.features.schema import header_fault, shown
 from diffcache.features.serialize import from_plain, to_plain
 from diffcache.features.tables import Tables
 
+Measure = Literal["psnr", "lpips", "right"]
+# Measure -> what its certificate says of a new prompt, of a score that is higher for the better.
+_SAYS: Mapping[str, Callable[[float], str]] = {
+    "psnr": lambda bar: f"is at least {bar:g} dB from the uncached output",
+    "lpips": lambda bar: f"is at most {-bar:g} LPIPS from the uncached output",
+    "right": lambda bar: "is judged right wherever the uncached output is",
+}
+
 
 @dataclass(frozen=True)
 class Guarantee:
     """Certificate of how close a new prompt of the same kind stays to its uncached output.
 
     Attributes:
-        psnr: PSNR to the uncached output that a sample has to reach, in dB.
+        bar: Score that a sample has to reach: its PSNR to the uncached output in dB, its LPIPS
+            distance times -1, or 1 for a sample that is right or whose uncached output is wrong.
         confidence: Least probability with which a new prompt reaches it.
         samples: Number of prompts that it was checked on, which no search saw.
         strayed: How many of these did not reach it, at the chosen setting or a dearer one.
         settings: Number of settings that were checked.
+        measure: Kind of the score.
     """
 
-    psnr: float
+    bar: float
     confidence: float
     samples: int
     strayed: int
     settings: int
+    measure: Measure = "psnr"
 
     def __str__(self) -> str:
         return (
-            f"a new prompt is at least {self.psnr:g} dB from the uncached output with probability "
+            f"a new prompt {_SAYS[self.measure](self.bar)} with probability "
             f"{self.confidence:.0%} or more: {self.strayed} of {self.samples} prompts that no "
             f"search saw strayed, at this or a dearer of {self.settings} settings. It holds for "
             "prompts drawn as these were, with the same steps, size, guidance and scheduler"
@@ -187,7 +198,9 @@ def _guarantee_fault(found: Any) -> str:
     names = {one.name for one in fields(Guarantee)}
     if found is None:
         return ""
-    if isinstance(found, dict) and set(found) == names and all(map(is_number, found.values())):
+    numbers = dict(found) if isinstance(found, dict) else {}
+    known = numbers.pop("measure", None) in [*_SAYS]
+    if known and set(found) == names and all(map(is_number, numbers.values())):
         counts = (found["strayed"], found["samples"])
         if 0 <= counts[0] < counts[1] and 0 < found["confidence"] < 1:
             return ""

@@ -9,7 +9,6 @@ batch. PickScore (Kirstain et al., arXiv 2305.01569) is a CLIP model of transfor
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
@@ -28,6 +27,7 @@ from diffcache.errors import DiffcacheError, MissingError
 from diffcache.eval.metrics import weights
 from diffcache.eval.metrics.clip import ClipScore, classes
 from diffcache.eval.metrics.pixels import check_pictures
+from diffcache.pipelines.load import named_function
 
 OWN = "reward_"  # begins the keys of the user's functions
 _TAIL_LINES = 5
@@ -308,15 +308,7 @@ class Own:
     named: str
 
     def __post_init__(self) -> None:
-        module, _, name = self.named.partition(":")
-        try:
-            self.function: Any = getattr(importlib.import_module(module), name, None)
-        except ImportError as error:
-            raise ValueError(
-                f"reward {self.named}: {module} cannot be imported ({error})"
-            ) from error
-        if not callable(self.function):
-            raise ValueError(f"reward {self.named}: {module} has no function {name}")
+        self.function = named_function("reward", self.named)
 
     def __call__(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
         """Return what the function says, float64 [N].

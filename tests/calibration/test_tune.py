@@ -26,6 +26,7 @@ from diffcache.offline.tune.space import (
     steps_listed,
 )
 from diffcache.offline.tune.trial import Bench, Trial, closeness, mean_interval, outputs
+from diffcache.offline.tune.tune import _score
 from diffcache.pipelines.small.flux import CALL
 from tests.calibration.shapes_flux import PROMPTS, SETTINGS, STEPS, draw
 
@@ -292,7 +293,46 @@ def test_a_setting_is_certified_while_few_enough_prompts_stray_there_or_at_a_dea
     chosen, guarantee, counts = certify(list(rows), rows.__getitem__, 35.0, 0.95)
     assert chosen == "odd" and counts == [0, 1, 1, 2]
     assert guarantee == Guarantee(35.0, 0.95, samples=39, strayed=1, settings=5)
+    assert "at least 35 dB" in str(guarantee)
     assert certify(["cheap"], lambda _: [34.0, 34.0] + [40.0] * 37, 35.0, 0.95)[0] is None
+
+
+def test_samples_may_be_scored_by_lpips_or_by_a_judge(monkeypatch):
+    from diffcache.eval.metrics import lpips
+
+    class Network:
+        def distances(self, a, b):
+            return (a.float() - b.float()).abs().flatten(1).mean(1) / 255
+
+    monkeypatch.setattr(lpips, "load", Network)
+    plain = torch.stack([torch.full((3, 4, 4), n, dtype=torch.uint8) for n in (0, 51, 102, 102)])
+    drawn = torch.stack([torch.full((3, 4, 4), n, dtype=torch.uint8) for n in (51, 51, 0, 102)])
+    prompts = ["a", "b", "c", "d"]
+    assert _score(0.1, None)(drawn, plain, prompts) == pytest.approx([-0.2, 0, -0.4, 0])
+    film = _score(0.1, None)(drawn[None], plain[None], ["a film"])
+    assert film == pytest.approx([-0.15])  # mean over its frames
+    judge = {("a", 0): True, ("a", 51): False, ("b", 51): True, ("c", 102): False, ("c", 0): False,
+             ("d", 102): True}  # fmt: skip
+    right = _score(None, lambda picture, prompt: judge[prompt, int(picture[0, 0, 0])])
+    assert right(drawn, plain, prompts) == [0.0, 1.0, 1.0, 1.0]  # spoilt; as it was wrong before
+    with pytest.raises(ValueError, match=r"lpips=0.1: needs pictures, .*float32"):
+        _score(0.1, None)(drawn.float(), plain.float(), prompts)
+    assert _score(None, None) is None
+
+    goal = Goal(right=True, confidence=0.75)
+    trial = Trial("m", 0.5, 30.0, 29.0, 31.0, 1.0, 4, [30.0] * 4, [0.0, 1.0, 1.0, 1.0])
+    assert goal.met(trial) and not Goal(right=True, confidence=0.8).met(trial)
+    assert Goal(lpips=0.2).met(replace(trial, scores=[-0.3, -0.1, -0.2, -0.2]))
+    assert not Goal(lpips=0.1).met(replace(trial, scores=[-0.3, -0.1, -0.2, -0.2]))
+    assert "at most 0.1 LPIPS" in str(Guarantee(-0.1, 0.9, 9, 0, 1, "lpips"))
+    assert "judged right wherever" in str(Guarantee(1.0, 0.9, 9, 0, 1, "right"))
+    for wrong, message in (
+        ({"right": True}, "right=: needs confidence="),
+        ({"lpips": 0.1, "psnr": 30.0}, r"goal .*: give one of"),
+        ({"lpips": -0.1}, "lpips=-0.1: must be above 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Goal(**wrong)
 
 
 def test_a_new_prompt_strays_as_rarely_as_is_certified_and_one_of_another_kind_more_often():

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from diffcache.features.tuned import Guarantee
+from diffcache.features.tuned import Guarantee, Measure
 
 
 def samples_needed(confidence: float) -> int:
@@ -35,16 +35,21 @@ def most_strayed(samples: int, confidence: float) -> int:
 
 
 def certify(
-    ladder: Sequence[Any], measure: Callable[[Any], Sequence[float]], psnr: float, confidence: float
+    ladder: Sequence[Any],
+    measure: Callable[[Any], Sequence[float]],
+    bar: float,
+    confidence: float,
+    kind: Measure = "psnr",
 ) -> tuple[Any, Guarantee | None, list[int]]:
     """Find the cheapest setting of a ladder that is certified.
 
     Args:
         ladder: Settings, the dearest first.
-        measure: Returns the PSNR in dB of every prompt with a setting; it is asked for no setting
-            behind the first that fails.
-        psnr: PSNR that a sample has to reach, in dB.
+        measure: Returns the score of every prompt with a setting, higher for the better; it is
+            asked for no setting behind the first that fails.
+        bar: Score that a sample has to reach.
         confidence: Least probability with which a new prompt reaches it.
+        kind: Kind of the score.
 
     Returns:
         The setting, what is known of it, and how many prompts count against each setting that was
@@ -53,7 +58,7 @@ def certify(
     against: np.ndarray[Any, np.dtype[np.bool_]] | None = None
     chosen, samples, counts = None, 0, []
     for setting in ladder:
-        strays = np.asarray(measure(setting)) < psnr
+        strays = np.asarray(measure(setting)) < bar
         against = strays if against is None else against | strays
         samples = len(strays)
         counts.append(int(against.sum()))
@@ -63,4 +68,4 @@ def certify(
     if chosen is None:
         return None, None, counts
     strayed = counts[ladder.index(chosen)]
-    return chosen, Guarantee(psnr, confidence, samples, strayed, len(ladder)), counts
+    return chosen, Guarantee(bar, confidence, samples, strayed, len(ladder), kind), counts

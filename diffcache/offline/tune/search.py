@@ -12,7 +12,8 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from statistics import mean
 
 import torch
 
@@ -20,6 +21,7 @@ from diffcache.errors import AttachError
 from diffcache.features.base import Method
 from diffcache.features.combine import reuse_of
 from diffcache.features.fitted import FittedForecast
+from diffcache.features.tuned import Measure
 from diffcache.offline.tune import space
 from diffcache.offline.tune.trial import Bench, Trial
 
@@ -29,33 +31,59 @@ Tried = dict[str, tuple[Method, Trial]]
 
 @dataclass(frozen=True)
 class Goal:
-    """Goal of a search; one of the first three.
+    """Goal of a search; one of all but the last.
 
     Attributes:
         speedup: Least ratio of the uncached run's floating-point operations of the denoiser to
             the cached run's.
         psnr: Least mean PSNR to the uncached output, in dB.
         seconds: Most seconds a batch.
-        confidence: Share of the samples that reach `psnr`, each for itself; None for their mean.
+        lpips: Most mean LPIPS to the uncached output.
+        right: Whether samples have to be right where the uncached output is; needs a confidence.
+        confidence: Share of the samples that are close enough, each for itself; None for their
+            mean.
     """
 
     speedup: float | None = None
     psnr: float | None = None
     seconds: float | None = None
+    lpips: float | None = None
+    right: bool = False
     confidence: float | None = None
 
     def __post_init__(self) -> None:
-        given = {k: v for k, v in asdict(self).items() if v is not None and k != "confidence"}
+        given = {name: getattr(self, name) for name in ("speedup", "psnr", "seconds", "lpips")}
+        given = {name: value for name, value in given.items() if value is not None}
+        if self.right:
+            given["right"] = True
+        if len(given) != 1:
+            raise ValueError(
+                f"goal {given}: give one of speedup=, psnr=, seconds=, lpips= and right="
+            )
         if self.confidence is not None:
-            if self.psnr is None:
-                raise ValueError(f"confidence={self.confidence!r}: goes with psnr=, give both")
+            if self.bar is None:
+                raise ValueError(
+                    f"confidence={self.confidence!r}: goes with psnr=, lpips= or right=, give one"
+                )
             if not 0 < self.confidence < 1:
                 raise ValueError(f"confidence={self.confidence!r}: must be between 0 and 1")
-        if len(given) != 1:
-            raise ValueError(f"goal {given}: give one of speedup=, psnr= and seconds=")
+        elif self.right:
+            raise ValueError("right=: needs confidence=, such as confidence=0.9")
         ((name, value),) = given.items()
         if not value > (1 if name == "speedup" else 0):
             raise ValueError(f"{name}={value!r}: must be above {1 if name == 'speedup' else 0}")
+
+    @property
+    def measure(self) -> Measure:
+        """Kind of the score that samples have to reach."""
+        return "right" if self.right else "psnr" if self.lpips is None else "lpips"
+
+    @property
+    def bar(self) -> float | None:
+        """Score that samples have to reach, higher for the closer; None where cost is the goal."""
+        if self.right:
+            return 1.0
+        return self.psnr if self.lpips is None else -self.lpips
 
     @property
     def limit(self) -> float | None:
@@ -70,13 +98,15 @@ class Goal:
         """Return whether a trial does what is wanted."""
         if self.limit is not None:
             return self.price(trial) <= self.limit * (1 + 1e-9)
-        found = trial.psnr_db if self.confidence is None else trial.reached(self.confidence)
-        return found >= (self.psnr or 0.0)
+        assert self.bar is not None
+        if self.confidence is not None:
+            return trial.reached(self.confidence) >= self.bar
+        return (mean(trial.scores) if trial.scores else trial.psnr_db) >= self.bar
 
     def rank(self, trial: Trial) -> tuple[bool, float, float]:
         """Return what is larger for the better of two trials."""
         met, price = self.met(trial), self.price(trial)
-        if met == (self.psnr is not None):  # close enough, or not yet cheap enough
+        if met == (self.bar is not None):  # close enough, or not yet cheap enough
             return met, -price, trial.psnr_db
         return met, trial.psnr_db, -price
 
@@ -153,7 +183,7 @@ class Search:
             trial = self.attempt(ladder[middle], self.batches[: self.glance], self.first)
             if trial is None or self._is_beaten(trial):
                 return
-            if self.goal.met(trial) == (self.goal.psnr is not None):
+            if self.goal.met(trial) == (self.goal.bar is not None):
                 high = middle - 1
             else:
                 low = middle + 1
@@ -209,7 +239,7 @@ class Search:
         steps, trial = space.steps_listed(method), self.seen[repr(method)][1]
         total, order = self.bench.total, random.Random(0)
         # what is close enough can get cheaper, what is cheap enough closer, and the reverse
-        if self.goal.met(trial) == (self.goal.psnr is not None):
+        if self.goal.met(trial) == (self.goal.bar is not None):
             groups = [space.drops(steps)]
         else:
             pairs = space.moves(steps, total, together=2)
@@ -262,7 +292,7 @@ class Search:
         """Return first looks, the best first; for a PSNR the best, and what is cheaper."""
         ranked = self.best(self.first)
         met = [pair for pair in ranked if self.goal.met(pair[1])]
-        if met and self.goal.psnr is None:
+        if met and self.goal.bar is None:
             return met
         bar = self.goal.price(met[0][1]) if met else math.inf
         return met[:1] + [pair for pair in ranked if self.goal.price(pair[1]) < bar]

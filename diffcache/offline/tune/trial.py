@@ -7,7 +7,7 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from statistics import median
@@ -26,6 +26,7 @@ from diffcache.features.tables import Tables
 from diffcache.offline.tracing import call_pipeline
 from diffcache.psnr import psnr
 
+Score = Callable[[Tensor, Tensor, Sequence[Any]], Sequence[float]]
 RESAMPLES = 1000  # of the samples, for the interval of a mean
 
 
@@ -43,6 +44,8 @@ class Trial:
         seconds: Median of the runs of a batch.
         samples: Number of samples that it drew.
         each: PSNR of every sample, in dB.
+        scores: Score of every sample where another measure than the PSNR is the goal, higher for
+            the better.
     """
 
     method: str
@@ -53,10 +56,16 @@ class Trial:
     seconds: float
     samples: int
     each: Sequence[float] = ()
+    scores: Sequence[float] = ()
+
+    @property
+    def scored(self) -> Sequence[float]:
+        """Scores that the goal looks at: the PSNR of every sample where there are no others."""
+        return self.scores or self.each
 
     def reached(self, share: float) -> float:
-        """Return the PSNR in dB that at least this share of the samples reach."""
-        return sorted(self.each)[int((1 - share) * len(self.each) + 1e-9)]
+        """Return the score that at least this share of the samples reach."""
+        return sorted(self.scored)[int((1 - share) * len(self.scored) + 1e-9)]
 
 
 class Bench:
@@ -68,6 +77,8 @@ class Bench:
         seed: Seed of the noise; batch i is drawn with `seed + i`.
         call: Further arguments of the call.
         log: File of finished trials, from which an interrupted search goes on; or None.
+        score: Returns the scores of outputs, given them, the uncached ones and their prompts; None
+            where the PSNR is enough.
     """
 
     def __init__(
@@ -77,7 +88,9 @@ class Bench:
         seed: int,
         call: Mapping[str, Any],
         log: Path | None = None,
+        score: Score | None = None,
     ) -> None:
+        self.score = score
         self.pipe, self.batches, self.seed, self.call = pipe, list(batches), seed, dict(call)
         self.log = log
         self.total = 0
@@ -128,6 +141,7 @@ class Bench:
         references = [self.reference(number) for number in batches]
         values: list[Tensor] = []
         costs, seconds = [], []
+        scores: list[float] = []
         for number, reference in zip(batches, references, strict=True):
             with wrapped(self.pipe, method), warnings.catch_warnings():
                 warnings.simplefilter("ignore", CacheWarning)  # one that skips nothing costs 1
@@ -136,10 +150,14 @@ class Bench:
                 seconds.append(time.perf_counter() - start)
                 costs.append(self._cost())
             values.append(closeness(drawn, reference))
+            if self.score is not None:
+                scores.extend(self.score(drawn, reference, self.batches[number]))
         each = torch.cat(values)
         cost = sum(costs) / len(costs)
         interval = mean_interval(each)
-        return Trial(repr(method), cost, *interval, median(seconds), len(each), each.tolist())
+        return Trial(
+            repr(method), cost, *interval, median(seconds), len(each), each.tolist(), scores
+        )
 
     def reference(self, number: int) -> Tensor:
         """Return the uncached output of a batch."""

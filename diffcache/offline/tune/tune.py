@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from importlib import import_module
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from diffcache.api import check_free, denoisers_of
 from diffcache.attach.fingerprint import facts_of
@@ -24,9 +26,10 @@ from diffcache.offline.tracing import batches_of
 from diffcache.offline.tune import space
 from diffcache.offline.tune.guarantee import certify, most_strayed, samples_needed
 from diffcache.offline.tune.search import BEST, Goal, Search, Tried, front_of
-from diffcache.offline.tune.trial import Bench, Trial
+from diffcache.offline.tune.trial import Bench, Score, Trial
 from diffcache.step import Site
 
+Judge = Callable[[Tensor, Any], bool]
 _DEARER = 5  # settings that are tried for a certificate beside what met the goal
 
 
@@ -37,6 +40,8 @@ def tune(
     speedup: float | None = None,
     psnr: float | None = None,
     seconds: float | None = None,
+    lpips: float | None = None,
+    right: Judge | None = None,
     confidence: float | None = None,
     methods: Sequence[Method] | None = None,
     trials: int = 100,
@@ -57,9 +62,16 @@ def tune(
         speedup: The closest method that needs at most `1 / speedup` of the operations.
         psnr: The cheapest method that stays this close, in dB.
         seconds: The closest method that takes at most so long a batch.
+        lpips: The cheapest method whose pictures stay this close by LPIPS, with the weights that
+            `diffcache eval` finds.
+        right: The cheapest method that spoils no picture: a function that takes a picture, uint8
+            [3, H, W] (a film [F, 3, H, W]), and its prompt, and returns whether the picture is
+            right. A picture counts against a method if it is wrong and its uncached one right.
+            It needs `confidence`.
         confidence: Least probability with which each new prompt of the same kind stays as close as
-            `psnr`, which is then no mean: see `diffcache.offline.tune.guarantee`. Prompts have
-            to differ and run one by one; 0.95 takes 19 to validate on, so 29 in all.
+            `psnr` or `lpips`, which are then no means, or is not spoilt: see
+            `diffcache.offline.tune.guarantee`. Prompts have to differ and run one by one; 0.95
+            takes 19 to validate on, so 29 in all.
         methods: Methods to try, with changes of their steps, instead of the built-in space; those
             that need tables are calibrated.
         trials: Most methods that are tried.
@@ -86,7 +98,8 @@ def tune(
         >>> best = diffcache.tune(pipe, prompts, speedup=3.0)  # doctest: +SKIP
         >>> pipe = diffcache.wrap(pipe, best)  # doctest: +SKIP
     """
-    goal = Goal(speedup, psnr, seconds, confidence)
+    goal = Goal(speedup, psnr, seconds, lpips, right is not None, confidence)
+    score = _score(lpips, right)
     plan = _plan(prompts, settings, 1 if goal.confidence is not None else BATCH_SIZE)
     batches = batches_of(plan.prompts, plan.batch_size)
     if goal.confidence is not None:
@@ -99,14 +112,14 @@ def tune(
     denoisers = denoisers_of(pipe)
     check_free(pipe, denoisers, Site.MODEL)
     log = None if plan.out is None else plan.out.with_name(plan.out.name + ".trials")
-    bench = Bench(pipe, batches, plan.seed, plan.arguments(), log)
+    bench = Bench(pipe, batches, plan.seed, plan.arguments(), log, score)
     if log is not None and not plan.resume:
         log.unlink(missing_ok=True)
     model = next(iter(denoisers.values()))
     facts = facts_of(model, getattr(pipe, "scheduler", None))
     facts["guidance"] = plan.guidance(pipe)
     weights = sorted({f"{p.device.type} {p.dtype}" for p in model.parameters()})
-    bench.open_log([asdict(goal), plan.about(), facts, weights])
+    bench.open_log([asdict(goal), _name(right), plan.about(), facts, weights])
     third = -(-len(batches) // 3)
     bench.reference(0)
     search = Search(bench, goal, list(range(third)), trials, plan.progress)
@@ -123,6 +136,41 @@ def tune(
     if log is not None:
         log.unlink(missing_ok=True)
     return tuned
+
+
+def _score(lpips: float | None, right: Judge | None) -> Score | None:
+    """Return the function that scores outputs, higher for the better; None for the PSNR.
+
+    Raises:
+        MissingWeightsError: If LPIPS has no weights.
+        ValueError: If an output is no 8-bit picture.
+    """
+    if lpips is None and right is None:
+        return None
+    # By its name, as `diffcache.eval` is built on this.
+    network = None if lpips is None else import_module("diffcache.eval.metrics.lpips").load()
+
+    def score(drawn: Tensor, reference: Tensor, prompts: Sequence[Any]) -> list[float]:
+        if drawn.dtype != torch.uint8:
+            name = "right=" if network is None else f"lpips={lpips:g}"
+            raise ValueError(f"{name}: needs pictures, and this pipeline returned {drawn.dtype}")
+        if network is None:
+            assert right is not None
+            rows = zip(drawn, reference, prompts, strict=True)
+            return [float(bool(right(mine, p)) or not right(plain, p)) for mine, plain, p in rows]
+        pairs = (drawn, reference)
+        if drawn.ndim == 5:  # of a film the mean over its frames
+            pairs = (drawn.flatten(0, 1), reference.flatten(0, 1))
+        found: Tensor = network.distances(*pairs).view(len(drawn), -1).mean(1)
+        return [-value for value in found.tolist()]
+
+    return score
+
+
+def _name(function: Judge | None) -> str:
+    """Return what tells one judge from another in the log of a search."""
+    place = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    return "" if function is None else ":".join(place)
 
 
 def _plan(prompts: Sequence[Any], settings: dict[str, Any], batch_size: int) -> Plan:
@@ -188,16 +236,17 @@ def _certified(
         if search.progress is not None:
             search.progress(search.used, search.trials, f"validating {len(validated) + 1} settings")
         validated[key] = search.bench.measure(tried[key][0], batches)
-        return validated[key].each
+        return validated[key].scored
 
-    assert goal.psnr is not None  # as a confidence goes with it
+    assert goal.bar is not None  # as a confidence goes with it
     assert goal.confidence is not None
-    key, guarantee, counts = certify(ladder, measure, goal.psnr, goal.confidence)
+    key, guarantee, counts = certify(ladder, measure, goal.bar, goal.confidence, goal.measure)
     if guarantee is None:
         most = most_strayed(len(batches), goal.confidence)
         saw = f"{counts[0]} of {len(batches)} prompts strayed from it" if counts else "nothing fits"
+        wish = "right=" if goal.right else f"{goal.measure}={abs(goal.bar):g}"
         raise AttachError(
-            f"{search.used} trials, and none is certified to stay within psnr={goal.psnr:g} with "
+            f"{search.used} trials, and none is certified to stay within {wish} with "
             f"confidence={goal.confidence:g}: {saw} with the dearest, and {most} may; ask for "
             "less, or give more prompts or trials"
         )
