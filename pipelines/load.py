@@ -33,12 +33,12 @@ OFFLOADS = ("model", "sequential", "group")
 # Name -> back end of diffusers, its arguments, the package it needs.
 QUANTIZED: dict[str, tuple[str, dict[str, Any], str]] = {
     "bnb-4bit": (
-        "bitsandbytes_4bit", {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes",
+        "BitsAndBytesConfig", {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes",
     ),
-    "bnb-8bit": ("bitsandbytes_8bit", {"load_in_8bit": True}, "bitsandbytes"),
-    "torchao-int8": ("torchao", {"quant_type": "Int8WeightOnlyConfig"}, "torchao"),
-    "torchao-float8": ("torchao", {"quant_type": "Float8WeightOnlyConfig"}, "torchao"),
-    "quanto-int8": ("quanto", {"weights_dtype": "int8"}, "optimum.quanto"),
+    "bnb-8bit": ("BitsAndBytesConfig", {"load_in_8bit": True}, "bitsandbytes"),
+    "torchao-int8": ("TorchAoConfig", {"quant_type": "Int8WeightOnlyConfig"}, "torchao"),
+    "torchao-float8": ("TorchAoConfig", {"quant_type": "Float8WeightOnlyConfig"}, "torchao"),
+    "quanto-int8": ("QuantoConfig", {"weights_dtype": "int8"}, "optimum.quanto"),
 }  # fmt: skip
 
 
@@ -251,20 +251,21 @@ def _adapter(text: str) -> tuple[str, float]:
 
 def _quantization(name: str, path: Path, dtype: torch.dtype) -> Any:
     """Return diffusers' configuration that quantizes the denoisers."""
-    from diffusers import PipelineQuantizationConfig
+    import diffusers
 
-    backend, known, _ = QUANTIZED[name]
+    kind, known, _ = QUANTIZED[name]
     options = dict(known)
-    if backend == "bitsandbytes_4bit":
+    if "load_in_4bit" in options:
         options["bnb_4bit_compute_dtype"] = dtype
-    if backend == "torchao":
+    if kind == "TorchAoConfig":
         kinds = importlib.import_module("torchao.quantization")
         options["quant_type"] = getattr(kinds, options["quant_type"])()
     index = json.loads((path / "model_index.json").read_text(encoding="utf-8"))
     parts = [part for part in index if part.startswith(("transformer", "unet", "prior"))]
-    return PipelineQuantizationConfig(
-        quant_backend=backend, quant_kwargs=options, components_to_quantize=parts
-    )
+    # A configuration for each part: by backend alone diffusers also asks transformers, whose
+    # configurations of the same name take other arguments.
+    made = getattr(diffusers, kind)(**options)
+    return diffusers.PipelineQuantizationConfig(quant_mapping=dict.fromkeys(parts, made))
 
 
 def _adapt(pipe: Any, loras: tuple[str, ...]) -> None:

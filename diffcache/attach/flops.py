@@ -27,6 +27,11 @@ _PRODUCTS = {
     torch.ops.aten.mm: 0, torch.ops.aten.bmm: 0, INT_MM: 0, torch.ops.aten.addmm: 1,
     torch.ops.aten.baddbmm: 1, torch.ops.aten.linear: 0,
 }  # fmt: skip
+# Products of matrices in libraries of quantized weights; the first argument's last axis is summed.
+_QUANTIZED_PRODUCTS = {
+    "quanto::qbytes_mm", "bitsandbytes::gemv_4bit", "bitsandbytes::int8_linear_matmul",
+    "bitsandbytes::int8_scaled_mm", "bitsandbytes::int8_mixed_scaled_mm",
+}  # fmt: skip
 _UNCOUNTED: set[Any] = set()  # operations that are not made of others and have no count
 
 
@@ -53,6 +58,11 @@ class _Counter(DispatchMode):
             self.total += 2 * out.numel() * args[_PRODUCTS[packet]].shape[-1]
             return out
         elif packet not in self.registry:
+            if func.name().partition(".")[0] in _QUANTIZED_PRODUCTS:
+                out = func(*args, **kwargs)
+                product = out[0] if isinstance(out, tuple) else out
+                self.total += 2 * product.numel() * args[0].shape[-1]
+                return out
             if not is_made_of_others(func):
                 _UNCOUNTED.add(func)
             elif not _has_own_kernel(func, args, kwargs):
