@@ -62,7 +62,7 @@ fix: $(READY) ## Repair style and formatting
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
-bench: $(READY) ## Measure what caching itself costs: skipped steps, compiled graphs, KV caches
+bench: $(READY) ## Measure what caching itself costs: skipped steps, KV caches
 	$(BIN)/python -m diffcache.eval.workshop.bench $(ARGS)
 
 figures: $(PEERS) ## Draw the table of methods of every shipped model again (hours; ARGS=model for one)

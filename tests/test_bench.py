@@ -12,7 +12,6 @@ from diffcache.eval.workshop.bench import __main__ as bench
 from diffcache.eval.workshop.bench import (
     ca2_vdm,
     capacity,
-    compiled,
     decode,
     full_size,
     full_size_decode,
@@ -46,20 +45,6 @@ def test_overhead(tmp_path: Path):
     calls = {name: row["step_us"]["n"] for name, row in rows.items()}
     assert calls["TaylorSeer stack"] == calls["0 blocks"] == 10 and calls["full step"] == 4
     assert next(tables(found)).row_count == len(found["rows"])
-
-
-@pytest.mark.slow
-def test_compile(tmp_path: Path, monkeypatch):
-    names = ("uncached", "TaylorSeer stack", "diffusers FirstBlockCache")
-    chosen = {name: compiled.subjects()[name] for name in names}
-    monkeypatch.setattr(compiled, "subjects", lambda: chosen)
-    found = written("compile", compiled.measure(SETTING, shape=Shape(double=2, single=2)), tmp_path)
-    rows = {row["name"]: row for row in found["rows"]}
-    for name, row in rows.items():
-        if not name.startswith("diffusers"):
-            assert (row["graphs"], row["breaks"]) == (rows["uncached"]["graphs"], 0)
-            assert row["error"] is None and row["difference"] < 1e-5
-    assert next(tables(found)).row_count == len(rows)
 
 
 def test_decode(tmp_path: Path):

@@ -92,16 +92,6 @@ def arch_of(device: torch.device) -> int:
     return 10 * major + minor
 
 
-def candidates(case: KernelCase, arch: int) -> list[Built]:
-    """Compile the defaults and the candidates of one row; those that are the same stand once."""
-    found: list[Built] = []
-    for options in ({}, *choices_of(case.operator)):
-        one = built(case, options, arch)
-        if not any(one.options and one.options == other.options for other in found):
-            found.append(one)
-    return found
-
-
 def built(case: KernelCase, options: Options, arch: int) -> Built:
     """Compile the launch of one row with options, and say whether it is worth timing."""
     given = case.make(torch.device("meta"), False)

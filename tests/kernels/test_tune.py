@@ -1,11 +1,9 @@
-"""Launches that the tuner compares, times and chooses."""
+"""Options of launches: compared, timed and chosen."""
 
-import pytest
 import torch
 
 from diffcache.eval.kernels import options, timing
 from diffcache.eval.kernels.case import KernelCase
-from diffcache.eval.workshop.kernels import tune
 from diffcache.kernels import configs
 
 
@@ -36,12 +34,3 @@ def test_the_best_of_the_worst_rows_is_an_entry_if_it_is_faster() -> None:
     expected = {"a": {"x": {"BLOCK": 2, "ratio": 1.1}}, "b": {"z": {"BLOCK": 3, "ratio": 1.03}}}
     assert options.faster(timed) == expected
     assert options.faster([]) == {}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"), [(["--device", "meta"], "--device 'meta'"), ([], "no kernel can be")]
-)
-def test_what_cannot_be_tuned_is_told(monkeypatch, capsys, arguments, message) -> None:
-    monkeypatch.setenv("DIFFCACHE_KERNELS", "torch")
-    assert tune.main(arguments)
-    assert message in capsys.readouterr().err

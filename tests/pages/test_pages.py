@@ -50,7 +50,6 @@ STOPPED = {
     "diffcache eval vbench wan/films --backend official": "diffcache.eval.vbench.driver.run",
     "diffcache eval vbench score": "diffcache.eval.vbench.scores.read_results",
     "diffcache kernels measure": "diffcache.eval.kernels.command.device_of",
-    "python -m diffcache.eval.workshop.kernels.tune": "diffcache.kernels.dispatch.has_triton",
 }
 # Commands that run -> words behind them that make them short.
 SHORT = {

@@ -1,4 +1,4 @@
-"""Measure what caching itself costs: host time of skipped steps, compiled graphs, KV caches.
+"""Measure what caching itself costs: host time of skipped steps, KV caches.
 
     python -m diffcache.eval.workshop.bench           # all of them, a few minutes on two cores
     python -m diffcache.eval.workshop.bench overhead --quick
@@ -26,7 +26,6 @@ from diffcache.eval.workshop.bench import (
     ca2_vdm,
     capacity,
     causal,
-    compiled,
     decode,
     dllm,
     full_size,
@@ -47,9 +46,6 @@ BENCHMARKS: dict[str, Bench] = {
     "overhead": Bench(
         overhead.measure, "host time of a skipped step",
         quick={"rounds": 5, "shape": Shape(4, 8)},
-    ),
-    "compile": Bench(
-        compiled.measure, "graphs and breaks of compiled blocks", has_rounds=False
     ),
     "kv": Bench(
         kv.measure, "host time, bytes and error of caches of keys and values",

@@ -176,18 +176,3 @@ class Loop:
             for branch in branches:
                 self.call(branch)
             self.tick()
-
-
-class Plain:
-    """A denoiser without a cache, driven as a `Loop` is."""
-
-    def __init__(self, model: Any, call: dict[str, Any]) -> None:
-        self.model, self.arguments = model, call
-
-    def call(self) -> Any:
-        """Make one denoiser call."""
-        with self.model.cache_context("cond"):
-            return self.model(**self.arguments)
-
-    def tick(self) -> None:
-        """End the step, which nobody follows."""
