@@ -13,7 +13,7 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ import diffcache
 from diffcache.attach.anatomy import Anatomy
 from diffcache.attach.reuse.extension import FeatureReuse
 from diffcache.attach.reuse.trace import Wiring
-from diffcache.eval.pages import keep_pages
+from diffcache.eval.pages import keep_pages, table
 from diffcache.eval.record import ROOT
 from diffcache.pipelines.demo.console import progress
 from diffcache.pipelines.demo.describe import EXCLUDED, STREAMS_FILE
@@ -262,15 +262,12 @@ def _refusals(rows: Sequence[Row]) -> list[str]:
             _table(["case", "site", "reason"], lines)]  # fmt: skip
 
 
-def _table(titles: Sequence[str], lines: Sequence[Sequence[str]], right: int = 0) -> str:
+def _table(titles: Sequence[str], lines: Iterable[Sequence[str]], right: int = 0) -> str:
     """Return a Markdown table whose last `right` columns are aligned to the right."""
+    rows = [[re.sub(r"\s+", " ", cell) for cell in line] for line in lines]
+    head, _, *rest = table(titles, rows)
     marks = ["---"] * (len(titles) - right) + ["---:"] * right
-    rows = [titles, marks, *lines]
-    text = "\n".join(
-        "| " + " | ".join(re.sub(r"\s+", " ", cell).replace("|", "\\|") for cell in row) + " |"
-        for row in rows
-    )
-    return text + "\n"
+    return "\n".join([head, f"| {' | '.join(marks)} |", *rest]) + "\n"
 
 
 def made(text: str) -> str:

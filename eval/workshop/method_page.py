@@ -1,4 +1,4 @@
-"""`docs/methods.md`: every method, from its row and docstring."""
+"""`docs/methods.md` behind its introduction: every method, from its row and docstring."""
 
 from __future__ import annotations
 
@@ -35,26 +35,6 @@ FIGURES = (
     ("action error", ("fidelity", "action_error"), "{:.2g}"),
     ("bytes held", ("held_bytes",), "{:,.0f}"),
 )
-HEAD = """# Methods
-
-Every method of the catalogue: what it does, where it comes from, its settings, where it differs
-from its source, what it ran on, and what it measured. Written by `python -m
-diffcache.eval.workshop.method_page --write` from the docstrings, the table of tested models and the
-records in `assets/bench/`; a test holds it to them.
-
-Use any of them by name, `diffcache.wrap(pipe, "taylorseer", every=5)`, as a class, or on the
-command line, `--method taylorseer:every=5`. Those marked *calibrated* need tables that are
-measured on the model first: `diffcache.calibrate(pipe, method, prompts)` or `diffcache calibrate`.
-`diffcache.tune` chooses among methods and settings. Every method can hold its features as bf16,
-int8 or on the host: `hold="int8"`. `diffcache.update(pipe, every=6)` changes settings of what is
-wrapped, and `diffcache.save(pipe, "cache.yaml")` keeps them for `diffcache.wrap(pipe,
-"cache.yaml")`. Configurations of other libraries are methods too, which compute the same steps:
-`FirstBlockCacheConfig`, `MagCacheConfig` and `TaylorSeerCacheConfig` of diffusers, `DBCacheConfig`
-of cache-dit.
-
-Ratios are how many times less than uncached; those of seconds are measured in turn with uncached
-runs in one process (median and quartiles of the rounds). Other ranges are 95 % intervals.
-"""
 
 
 def page(directory: Path = ROOT) -> str:
@@ -67,19 +47,26 @@ def page(directory: Path = ROOT) -> str:
 
 
 def parts(directory: Path = ROOT) -> dict[str, str]:
-    """Return the page in parts: its head under an empty name, then a section for each method."""
+    """Return the page in parts: its head under an empty name, then a section for each method.
+
+    Args:
+        directory: The project, for its records; what stands in the page before the first table is
+            written by hand.
+    """
+    file, first = directory / PAGE, _overview()
+    head = file.read_text(encoding="utf-8").partition(first[0])[0] if file.exists() else ""
     folder = directory / "assets" / "bench"
     records = [read_json(file) for file in sorted(folder.glob(RECORDS))]
     sections = {name: _section(row, records) for name, row in rows_of("method").items()}
-    return {"": f"{HEAD}\n{_overview()}", **sections}
+    return {"": head + "\n".join([*first, ""]), **sections}
 
 
-def _overview() -> str:
+def _overview() -> list[str]:
     rows = []
     for name, row in rows_of("method").items():
         needs = "yes" if issubclass(row.load(), Calibrated) else ""
         rows.append([f"[`{name}`](#{name})", row.family, row.sentence.rstrip("."), needs])
-    return "\n".join([*table(["method", "decides by", "what it does", "calibrated"], rows), ""])
+    return table(["method", "decides by", "what it does", "calibrated"], rows)
 
 
 def _section(row: Row, records: list[dict[str, Any]]) -> str:
