@@ -1,4 +1,4 @@
-"""`diffcache kv calibrate`: the tables of a recipe, measured on the user's own model and texts."""
+"""`diffcache kv calibrate`: the tables of a recipe, measured on a model and texts."""
 
 from __future__ import annotations
 
@@ -26,15 +26,19 @@ def calibrate(
     model: Annotated[
         str, typer.Option(help="Directory of a causal model, or a Hugging Face model ID.")
     ],
+    out: Annotated[Path, typer.Option(help="File of the tables, .safetensors.")],
     texts: Annotated[
-        Path,
+        Path | None,
         typer.Option(
             help='A file with a text on each line, a .jsonl file with "text", or a folder of .txt '
-            "files."
+            "files.",
+            show_default="of recall-llama contexts with facts",
         ),
-    ],
-    out: Annotated[Path, typer.Option(help="File of the tables, .safetensors.")],
-    context: Annotated[int, typer.Option(min=_SHORTEST, help="Tokens of a context.")] = 512,
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(min=_SHORTEST, help="Tokens of a context.", show_default="512, of facts 513"),
+    ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Contexts at most.")] = 16,
     device: Device = "auto",
     seed: Seed = 0,
@@ -45,7 +49,8 @@ def calibrate(
     what heads retrieve and later queries need. The file holds a digest of the model's weights, and
     is refused for a model of others. Recipes with tables: compresskv, prefixkv, epicache,
     duo_attention, razor_attention, lococo, locret, double_sparsity, a2ats, cskv, kv_heads and
-    xquant_latent.
+    xquant_latent. Tables of recall-llama are shipped: its contexts have facts, and questions of
+    them behind them.
 
     [bold]Try[/bold]
 
@@ -59,16 +64,27 @@ def calibrate(
     name, settings = read_word(recipe)
     name = name.replace("-", "_")
     quiet()
-    from diffcache.eval.kv.offline import TextSamples, Work
+    from diffcache.eval.kv.offline import RecallSamples, TextSamples, Work
     from diffcache.eval.kv.prepare import check, make, shown
+    from diffcache.eval.kv.recall import SHIPPED, KVTask
+    from diffcache.eval.kv.tables import weights_digest
     from diffcache.eval.kv.texts import TextModel, windows
 
     check(name, settings)
-    chosen = TextModel(model, str(device_of(device)))
-    found = windows(chosen, texts, context, samples, seed=seed)
-    drawn = TextSamples(found.ids, found.source | {"model": Path(model).name}, seed)
+    if texts is None and model != SHIPPED:
+        raise ValueError(f"--texts is missing: texts of your own, as --model is not {SHIPPED}")
+    drawn: RecallSamples | TextSamples
+    if texts is None:
+        task = KVTask(dtype="float32")
+        loaded, weights = task.load(), weights_digest(task.directory)
+        drawn = RecallSamples(context or 513, count=samples, seed=seed)
+    else:
+        chosen = TextModel(model, str(device_of(device)))
+        found = windows(chosen, texts, context or 512, samples, seed=seed)
+        loaded, weights = chosen.load(), chosen.weights
+        drawn = TextSamples(found.ids, found.source | {"model": Path(model).name}, seed)
     with progress(name) as show:
-        made = make(name, Work(chosen.load(), drawn, show), out, chosen.weights, **settings)
+        made = make(name, Work(loaded, drawn, show), out, weights, **settings)
     typer.echo(f"wrote {out}, {out.stat().st_size:,} bytes, of {drawn.count} contexts")
     typer.echo(shown(made))
     each = next((f"#{one[0]}" for one in made.gives.values() if len(one) > 1), "")

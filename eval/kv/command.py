@@ -142,9 +142,8 @@ def kv(
     its context was read and compressed. Intervals are of 95 %, changes of the same questions.
 
     A budget is a number of slots, from 2 on, or a share of the tokens, such as 0.25; 1.0 keeps all,
-    and 1 is refused. Values such as
-    heads=@duo_attention are read from tables that python -m diffcache.eval.kv.prepare makes.
-    kvpress/snapkv:budget=0.25 has kvpress choose the slots, if it is installed.
+    and 1 is refused. Values such as heads=@duo_attention are read from tables that diffcache kv
+    calibrate makes. kvpress/snapkv:budget=0.25 has kvpress choose the slots, if it is installed.
 
     [bold]Try[/bold]
 

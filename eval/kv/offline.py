@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,34 +58,6 @@ class Sample:
     def prompt(self) -> Tensor:
         """The context alone, int64 [1, context]."""
         return self.ids[:, : self.context]
-
-
-class Samples(Protocol):
-    """Contexts with questions.
-
-    Attributes:
-        context: Tokens of a context.
-        count: Contexts.
-        seed: Seed of what is drawn.
-    """
-
-    @property
-    def context(self) -> int:
-        """Tokens of a context."""
-
-    @property
-    def count(self) -> int:
-        """Contexts."""
-
-    @property
-    def seed(self) -> int:
-        """Seed of what is drawn."""
-
-    def each(self) -> Iterator[Sample]:
-        """Yield them, one at a time and the same each time."""
-
-    def about(self) -> dict[str, Any]:
-        """Return what they are, plain values for a file of tables."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +161,7 @@ class Work:
     """
 
     model: Any
-    samples: Samples
+    samples: RecallSamples | TextSamples
     report: Report
 
     def each(self, what: str) -> Iterator[Sample]:

@@ -1,30 +1,17 @@
-"""Make the tables that recipes need, of any model; as a script those shipped for recall-llama.
-
-    python -m diffcache.eval.kv.prepare             # all that are not there yet, minutes
-    python -m diffcache.eval.kv.prepare locret --again
-
-Each is one file in assets/tables/recall-llama; `diffcache kv --recipe` reads it by `@name`. For
-another model there is `diffcache kv calibrate`.
-"""
+"""Make the tables that recipes need, of any model: `diffcache kv calibrate`."""
 
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import torch
-import typer
-
-from diffcache.command import script
 from diffcache.eval.kv import offline_bases as bases
 from diffcache.eval.kv import offline_gates as gates
 from diffcache.eval.kv import offline_heads as heads
-from diffcache.eval.kv.offline import Prepared, RecallSamples, Work
-from diffcache.eval.kv.recall import SHIPPED, KVTask
-from diffcache.eval.kv.tables import FOLDER, weights_digest, write_table
+from diffcache.eval.kv.offline import Prepared, Work
+from diffcache.eval.kv.tables import write_table
 from diffcache.eval.methods import naming
 from diffcache.kv.hf.cache import detach
 
@@ -35,10 +22,6 @@ _STAGES = (
     bases.xquant_latent,
 )  # fmt: skip
 MAKERS: dict[str, Callable[..., Prepared]] = {stage.__name__: stage for stage in _STAGES}
-ALL: list[str] = []
-SHIPPED_TABLES = tuple(
-    name for name in MAKERS if name not in ("epicache", "a2ats", "xquant_latent")
-)
 
 
 def check(name: str, settings: dict[str, Any]) -> None:
@@ -91,41 +74,6 @@ def make(name: str, work: Work, file: Path, weights: str, **settings: Any) -> Pr
     return found
 
 
-def prepare(
-    names: Sequence[str], work: Work, folder: Path, weights: str, again: bool = False
-) -> list[Path]:
-    """Make tables and return their files; those that are there are left as they are.
-
-    Args:
-        names: Keys of `MAKERS`; none for those that are shipped.
-        work: recall-llama in float32, and contexts.
-        folder: Folder of the files.
-        weights: Digest of the model's weights.
-        again: Make them anew.
-
-    Raises:
-        ValueError: If there is no such name.
-    """
-    for name in names:
-        check(name, {})
-    files = []
-    for name in names or SHIPPED_TABLES:
-        file = folder / f"{name}.safetensors"
-        files.append(file)
-        if file.exists() and not again:
-            continue
-        print(f"{name} ...", file=sys.stderr)
-        found = make(name, work, file, weights)
-        print(f"wrote {file.name}, {file.stat().st_size:,} bytes: {shown(found)}")
-    return files
-
-
-def quiet_report(done: int, total: int, what: str) -> None:
-    """Print the quarters of what is being done on standard error."""
-    if done and done % max(total // 4, 1) == 0:
-        print(f"  {what}: {done} of {total}", file=sys.stderr)
-
-
 def shown(found: Prepared) -> str:
     """Return small tables as text, and the shapes of large ones."""
     parts = []
@@ -133,25 +81,3 @@ def shown(found: Prepared) -> str:
         small = value.numel() <= 32
         parts.append(f"{name}={value.tolist() if small else list(value.shape)}")
     return ", ".join(parts[:4]) + (", ..." if len(parts) > 4 else "")
-
-
-def command(
-    names: Annotated[list[str], typer.Argument(help=f"{', '.join(MAKERS)} (those shipped).")] = ALL,
-    model: Annotated[str, typer.Option(help="Directory, or recall-llama.")] = SHIPPED,
-    again: Annotated[bool, typer.Option("--again", help="Make those anew that are there.")] = False,
-    context: Annotated[int, typer.Option(help="Tokens of a context.")] = 513,
-    facts: Annotated[int, typer.Option(help="Facts in a context.")] = 64,
-    count: Annotated[int, typer.Option(help="Contexts.")] = 16,
-    folder: Annotated[Path, typer.Option(help="Folder of the files.")] = FOLDER,
-) -> None:
-    """Make the tables that recipes need, on recall-llama."""
-    torch.set_num_threads(1)
-    task = KVTask(model, dtype="float32")
-    work = Work(task.load(), RecallSamples(context, facts, count), quiet_report)
-    prepare(names, work, folder, weights_digest(task.directory), again)
-
-
-main = script(command)
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -13,7 +12,9 @@ import torch
 from PIL import Image
 from torch.nn.functional import interpolate
 
+from diffcache.eval.cost.interleave import Call, Turn, measure
 from diffcache.eval.metrics import lite, pixels
+from diffcache.eval.record import Setting
 from diffcache.eval.runs.extractors import at_hand
 from diffcache.eval.runs.folder import encoded, sha256
 
@@ -66,18 +67,9 @@ def _on(device: str, side: int) -> dict[str, float]:
         work["features and probabilities of Inception"] = lambda: sets(a), len(a)
     if clip is not None:
         work["clip_score"] = lambda: clip(one, [_PROMPT] * len(one)), len(one)
-    return {name: _median(call, device) / count for name, (call, count) in work.items()}
-
-
-def _median(call: Callable[[], Any], device: str) -> float:
-    taken = []
-    for _ in range(_ROUNDS + 1):
-        started = time.perf_counter()
-        call()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        taken.append(time.perf_counter() - started)
-    return median(taken[1:])  # the first call loads networks
+    calls: dict[str, Call | Turn] = {name: call for name, (call, _) in work.items()}
+    timings = measure(calls, _ROUNDS, 1, Setting(torch.device(device)))  # networks load at first
+    return {name: median(timings.seconds[name]) / count for name, (_, count) in work.items()}
 
 
 def _pictures(side: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,7 +18,7 @@ from diffcache.errors import AttachError, TablesError
 from diffcache.eval.kv import prepare, tables, words
 from diffcache.eval.kv.offline import RecallSamples, TextSamples, Work, seen_by
 from diffcache.eval.kv.offline_gates import lococo, locret
-from diffcache.eval.kv.recall import measure
+from diffcache.eval.kv.recall import KVTask, measure
 from diffcache.eval.kv.texts import TextModel, read_texts, windows
 from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.recipes.eviction_offline import compresskv, prefixkv
@@ -42,7 +42,9 @@ def made(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     patch.setitem(prepare.MAKERS, "lococo", partial(lococo, steps=16))
     patch.setitem(prepare.MAKERS, "locret", partial(locret, steps=40))
     try:
-        prepare.prepare([], Work(model, SAMPLES, lambda *_: None), into, DIGEST)
+        work = Work(model, SAMPLES, lambda *_: None)
+        for file in tables.FOLDER.glob("*.safetensors"):  # those that are shipped
+            prepare.make(file.stem, work, into / file.name, DIGEST)
     finally:
         patch.undo()
     after = model.state_dict()
@@ -75,21 +77,6 @@ def test_recipes_take_what_was_made(made: Path, folder: Path) -> None:
         found = measure(model, row, task(folder))
         assert found["slots"] <= CONTEXT, row.name
     assert found["slots"] == 16
-
-
-def test_what_is_there_is_left_as_it_is(made: Path, folder: Path) -> None:
-    before = (made / "prefixkv.safetensors").stat().st_mtime_ns
-    work = Work(task(folder).load(), SAMPLES, lambda *_: None)
-    prepare.prepare(["prefixkv"], work, made, DIGEST)
-    assert (made / "prefixkv.safetensors").stat().st_mtime_ns == before
-    prepare.prepare(["prefixkv"], work, made, DIGEST, again=True)
-    assert (made / "prefixkv.safetensors").stat().st_mtime_ns > before
-    assert not list(made.glob("*.part"))
-
-
-def test_an_unknown_table_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert prepare.main(["duo", "--model", str(folder)]) == 2
-    assert "no table 'duo'; there are duo_attention" in capsys.readouterr().err
 
 
 def test_contexts_are_not_those_that_are_measured(folder: Path) -> None:
@@ -225,8 +212,10 @@ def test_bases_are_refused_where_keys_are_changed_after_the_projection() -> None
 
 
 def test_shipped_tables_are_of_the_shipped_model() -> None:
-    weights = tables.weights_digest(prepare.KVTask().directory)
-    for name in prepare.SHIPPED_TABLES:
+    weights = tables.weights_digest(KVTask().directory)
+    names = [file.stem for file in tables.FOLDER.glob("*.safetensors")]
+    assert set(names) == set(prepare.MAKERS) - {"epicache", "a2ats", "xquant_latent"}
+    for name in names:
         with safe_open(tables.FOLDER / f"{name}.safetensors", "pt") as file:
             about = json.loads(file.metadata()["about"])
         assert (about["recipe"], about["weights"]) == (name, weights)
@@ -251,6 +240,18 @@ def test_the_command_measures_and_says_how_to_take_it(
         assert file.get_tensor("channels").shape == (3, 2, 2)
     assert about["samples"]["texts"] == "texts.txt" and about["samples"]["count"] == 2
     assert about["settings"] == {"channels": 2}
+
+
+def test_the_shipped_model_needs_no_texts(tmp_path: Path) -> None:
+    out = tmp_path / "x.safetensors"
+    shape = ["calibrate", "--out", out, "--context", 257, "--samples", 1]
+    found = call(*shape, "--model", "recall-llama", "--recipe", "razor_attention:period=8")
+    assert found.exit_code == 0, found.output
+    assert "heads" in tables.settings_of(str(out), "razor_attention")
+    found = call(*shape, "--model", "a/b", "--recipe", "razor_attention")
+    assert found.exit_code == 2 and "--texts is missing" in " ".join(found.output.split())
+    found = call(*shape, "--model", "recall-llama", "--recipe", "duo")
+    assert found.exit_code == 2 and "no table 'duo'; there are" in " ".join(found.output.split())
 
 
 def test_settings_that_the_model_cannot_have_are_refused(
