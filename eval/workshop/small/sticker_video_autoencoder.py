@@ -177,7 +177,7 @@ class VideoDecoder(VideoAutoencoder):
             part.requires_grad_(False)
         for module in model.modules():
             if isinstance(module, nn.Conv3d):  # 15 percent less time on processors
-                module.to(memory_format=torch.channels_last_3d)
+                nn.Module.to(module, memory_format=torch.channels_last_3d)  # type: ignore[call-overload]
         return nn.ModuleDict({"vae": model})
 
     def encode(self, vae: Any, films: Tensor) -> Any:
