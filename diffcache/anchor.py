@@ -26,7 +26,7 @@ class Attached(ABC):
 
     @abstractmethod
     def reset(self) -> None:
-        """Forget what is held."""
+        """Drop the held tensors."""
 
     @abstractmethod
     def detach(self) -> None:
@@ -40,7 +40,7 @@ class Attached(ABC):
 
 
 def described(owner: Any) -> str:
-    """Return what an object runs under, for an error: a recipe has more parts than a line holds."""
+    """Describe an attachment in an error: a recipe has more parts than a line holds."""
     handle = owner if isinstance(owner, Attached) else getattr(owner, "handle", owner)
     if not hasattr(handle, "method"):
         return "another cache"

@@ -188,7 +188,7 @@ def choice_for(
     preset: str | None,
     settings: Mapping[str, Any],
 ) -> Choice:
-    """Return the method of a pipeline by its preset, with what it is and why.
+    """Return the method of a pipeline by its preset, with the reason.
 
     Args:
         target: The pipeline, or the denoiser itself.
@@ -221,7 +221,7 @@ def _wrapped_by_file(
     components: str | Sequence[str] | None,
     settings: dict[str, Any],
 ) -> Attached:
-    """Wrap with what a file of settings says.
+    """Wrap a target with the settings of a file.
 
     Raises:
         ValueError: If settings or components are given besides, or those of the file do not fit.
@@ -244,7 +244,7 @@ def _wrapped_by_file(
 
 
 def save(target: Any, path: str | os.PathLike[str]) -> None:
-    """Write the settings of what is wrapped, so that `diffcache.wrap(pipe, path)` makes it again.
+    """Write the settings of a wrapped object, so that `diffcache.wrap(pipe, path)` wraps it again.
 
     Args:
         target: A wrapped pipeline, denoiser, language model or video.
@@ -276,7 +276,7 @@ def save(target: Any, path: str | os.PathLike[str]) -> None:
 
 
 def kind_of(method: object) -> Kind:
-    """Return the kind of what is about to be put into something.
+    """Return the kind of a method, recipe or policy.
 
     Raises:
         UnknownMethodError: If nothing has that name.
@@ -322,7 +322,7 @@ def cached(target: Any, recipe: Any, **settings: Any) -> Attached:
 
 
 def filming(target: Any, policy: Any, **settings: Any) -> Attached:
-    """Let the new streams of a causal video hold what a policy says.
+    """Let a policy decide the frames that new streams of a causal video hold.
 
     Raises:
         AttachError: If it is no such video, or has been given a policy already.
@@ -339,7 +339,7 @@ def filming(target: Any, policy: Any, **settings: Any) -> Attached:
 
 
 def _refusal(target: Any, method: Any, kind: Kind) -> AttachError:
-    """Return the error for a target that does not take what is put into it."""
+    """Return the error for a target that takes no such method."""
     words = WORDS[kind]
     return AttachError(
         f"cannot wrap a {type(target).__name__} with {method!r}: a {words.noun} goes into "
@@ -348,7 +348,7 @@ def _refusal(target: Any, method: Any, kind: Kind) -> AttachError:
 
 
 def unwrap(target: T) -> T:
-    """Take the cache out again; the target is bit for bit what it was.
+    """Take the cache out again; the target is bit for bit as before.
 
     Raises:
         AttachError: If the target is not wrapped, shares a denoiser with the pipeline that is, or
@@ -376,7 +376,7 @@ def unwrap(target: T) -> T:
 
 
 def report(target: Any) -> Report:
-    """Return what the last run of a wrapped pipeline or denoiser computed and skipped.
+    """Return the computed and skipped steps of a wrapped object's last run.
 
     Raises:
         AttachError: If the target is not wrapped.
@@ -593,7 +593,7 @@ def update(target: T, **settings: Any) -> T:
 
 
 def _changed(handle: Handle, method: Method, settings: Mapping[str, Any]) -> Method:
-    """Return a method with other settings that fits what it is attached to."""
+    """Return a method with other settings that fits the object it is attached to."""
     new = changed(method, settings)
     if {"tables", "model"} & settings.keys():
         handle.check_fits(new, handle.scheduler)
@@ -650,7 +650,7 @@ def inspect(target: Any) -> Anatomy | dict[str, Anatomy]:
 
 
 def attached_to(target: Any) -> Attached:
-    """Return what a pipeline, model or video is wrapped with.
+    """Return the attachment of a pipeline, model or video.
 
     A pipeline that shares a wrapped denoiser (`from_pipe`) answers with that denoiser's handle, and
     an object that calls a network in a loop of its own with that of the network.

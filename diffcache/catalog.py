@@ -34,7 +34,7 @@ def make_method(
     facts: Callable[[], Mapping[str, Any]] | None = None,
     **settings: Any,
 ) -> Method:
-    """Return a method from its name and settings, or from what another library calls it.
+    """Return a method from its name and settings, or from another library's configuration.
 
     `hold="int8"`, `"bf16"` or `"host"` is a setting that every method has; see `Held`. With
     `model="flux.1-dev"` the settings that are not given are those published for that model.

@@ -96,7 +96,7 @@ def options(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Feature caches for diffusers pipelines: run fewer blocks, see what it costs."""
+    """Feature caches for diffusers pipelines: run fewer blocks, see the cost."""
     DEBUG.set(debug)
 
 
@@ -301,7 +301,7 @@ def _stream(text: str) -> None:
 
 
 def _tell(done: Any, record: Path | None) -> None:
-    """Print the report of a run and what it took; write it where a file is named."""
+    """Print the report of a run and its seconds; write it where a file is named."""
     typer.echo(str(done.report))
     typer.echo("")
     for line in done.lines():
@@ -324,7 +324,7 @@ def inspect(
     width: Annotated[int, typer.Option(min=1, help="With --method: pixels.")] = 1024,
     frames: Annotated[int, typer.Option(min=1, help="With --method: frames of a video.")] = 1,
 ) -> None:
-    """Show what a cache finds in a model: block lists, streams, attention and feed-forward.
+    """Show the anatomy of a model: block lists, streams, attention and feed-forward.
 
     Weights are not read. A class name is described in its default configuration.
 
@@ -346,7 +346,7 @@ def inspect(
 
 
 def _holds(model: str, method: str, size: tuple[int, int, int]) -> str:
-    """Say what a method will hold in a guidance branch of a saved model or a class."""
+    """Print the bytes that a method will hold in a guidance branch of a saved model or a class."""
     import torch
 
     from diffcache.attach.inputs import Size
@@ -450,7 +450,7 @@ def export(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="File to write (default: print it).")] = None,
 ) -> None:
-    """Write what was measured in the form that another engine reads.
+    """Write tables in the form that another engine reads.
 
     What its form cannot express is refused; differences that remain are told as warnings.
 
@@ -514,7 +514,7 @@ def presets(
 @app.command(epilog=EXIT_LINE)
 @guarded
 def methods() -> None:
-    """List methods, policies, recipes for key-value caches, and what reuses their contents.
+    """List methods, policies, recipes for key-value caches, and reuses of their contents.
 
     Methods that need calibration have tables, which `diffcache calibrate` measures on a model.
 

@@ -6,7 +6,7 @@ class DiffcacheError(Exception):
 
 
 class AttachError(DiffcacheError, RuntimeError):
-    """A model or pipeline cannot be cached as asked; the message says why and what to do."""
+    """A model or pipeline cannot be cached as asked; the message gives reason and remedy."""
 
 
 class UnknownMethodError(DiffcacheError, LookupError):

@@ -29,7 +29,7 @@ def write_json(path: Path, data: Any, indent: int = 1) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read what `write_json` wrote; None where there is no file or not a whole one."""
+    """Read a file of `write_json`; None where there is no file or not a whole one."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

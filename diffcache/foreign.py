@@ -1,4 +1,4 @@
-"""Private names of torch and Hugging Face's libraries: what a release of theirs may change.
+"""Private names of torch and Hugging Face's libraries, which their releases may change.
 
 Nothing else in the library names them, but for the allow-list of `tests/test_layers.py`. Names
 without a version are those of every release that `pyproject.toml` allows. Some functions are bare
@@ -139,7 +139,7 @@ def count_hooks(module: nn.Module) -> tuple[int, int]:
 
 
 def convolve(layer: nn.Conv2d, given: Tensor) -> Tensor:
-    """Return what a convolution layer returns, without its bias (torch)."""
+    """Return the output of a convolution layer without its bias (torch)."""
     out: Tensor = layer._conv_forward(given, layer.weight, None)
     return out
 
@@ -331,7 +331,7 @@ def _cache_name(forward: Callable[..., Any]) -> str | None:
 
 
 def brings_cache(given: Mapping[str, Any]) -> bool:
-    """Return whether the arguments of a call have a cache, whatever it is called (transformers)."""
+    """Return whether the arguments of a call have a cache under any name (transformers)."""
     return any(given.get(name) is not None for name in CACHES)
 
 
@@ -346,7 +346,7 @@ def attention_name_of(config: Any) -> Any:
 
 
 def attention_name_before(config: Any) -> str:
-    """Return what a model used before an attention function of ours (transformers)."""
+    """Return the attention function of a model before one of ours (transformers)."""
     used = config._attn_implementation
     return used.before if isinstance(used, AttentionName) else str(used)
 
@@ -386,7 +386,7 @@ def use_attention(model: Any, name: str) -> bool:
 
 
 def restore_attention(model: nn.Module, name: str) -> None:
-    """Give what names this attention function the names of before (transformers)."""
+    """Restore the names of attention functions (transformers)."""
     for config, used in attention_names(model):
         if isinstance(used, AttentionName) and used == name:
             set_attention_names([(config, used.before)])

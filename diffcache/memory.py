@@ -208,7 +208,7 @@ def _fill_gates(reuse: FeatureReuse, timeline: Timeline) -> None:
 
 
 def size_of(target: Any, model: nn.Module, given: Mapping[str, int | None]) -> Size:
-    """Return the size of a call: what was given, else the defaults of the pipeline's call.
+    """Return the size of a call: sizes that were given, else those of the pipeline's defaults.
 
     Args:
         target: The pipeline, or the denoiser itself.

@@ -50,7 +50,7 @@ class Method(ABC):
 
     @abstractmethod
     def abilities(self) -> tuple[Ability, ...]:
-        """Return what the method asks of the attachment, in the order in which it takes part.
+        """Return the abilities of the method, in the order in which they take part.
 
         Raises:
             ValueError: If a field is out of its range.

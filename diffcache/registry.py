@@ -446,7 +446,7 @@ def find(name: str, *kinds: Kind) -> Row | None:
 
 
 def unknown(name: str, *kinds: Kind) -> UnknownMethodError:
-    """Return the error for a name that no row has, with what may have been meant.
+    """Return the error for a name that no row has, with the nearest names.
 
     Args:
         name: Name that was asked for.

@@ -194,7 +194,7 @@ class Report:
         return lines + self._remarks(total)
 
     def _remarks(self, total: int) -> list[str]:
-        """Return what a user should know of how a run went."""
+        """Return remarks on a run for its user."""
         remarks = self._chosen(total) + ([self.method.note] if self.method.note else [])
         remarks += self.remarks
         reasons = _forced(self.calls)
@@ -275,7 +275,7 @@ def share(part: float, rest: float) -> str:
 
 
 def _expected(handle: Handle) -> list[str]:
-    """Return what a run will hold, in a sentence if it is known."""
+    """Return the bytes that a run will hold, in a sentence if they are known."""
     expected = expectation(handle)
     if expected is None:
         return []
@@ -311,7 +311,7 @@ def _flops(calls: Sequence[CallRecord]) -> tuple[float | None, float | None]:
 
 
 def _forced(calls: Sequence[CallRecord]) -> list[str]:
-    """Return the reasons of calls that were computed whatever the method would have said."""
+    """Return the reasons of calls that were computed without asking the method."""
     return [
         call.reason
         for step in steps_of(calls)

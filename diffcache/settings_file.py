@@ -58,7 +58,7 @@ def save_settings(
     settings: Mapping[str, Any] | None = None,
     components: list[str] | None = None,
 ) -> None:
-    """Write what something is wrapped with.
+    """Write the settings that an object is wrapped with.
 
     Args:
         path: File to write, `.yaml` or `.yml`; its tables go beside it, into `.safetensors`.
@@ -183,7 +183,7 @@ def _saved(data: Any, path: Path) -> Saved:
 
 
 def _method(data: Any, settings: Mapping[str, Any]) -> str | Method:
-    """Return the method of a file: its name, or what is put together from parts.
+    """Return the method of a file: its name, or the method that its parts make.
 
     Raises:
         ValueError: If it is neither, or there are settings besides parts.

@@ -32,7 +32,7 @@ class Lane:
 
 
 def steps_of(calls: Sequence[CallRecord]) -> list[list[CallRecord]]:
-    """Group denoiser calls into the steps they belong to, in order; leave out what is none."""
+    """Group denoiser calls into their steps, in order; leave out calls of no step."""
     steps: list[list[CallRecord]] = []
     place: tuple[str, int] | None = None
     seen: set[int | str] = set()

@@ -81,7 +81,7 @@ def attend_twin(
     q: Tensor, keys: Tensor, key_grid: Tensor, values: Tensor, value_grid: Tensor, scale: float,
     key_bits: int, value_bits: int, each: int, width: int, key_shift: float, value_shift: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return what `attn_decode_kivi` returns, in plain PyTorch."""
+    """Compute `attn_decode_kivi` in plain PyTorch."""
     heads, count = keys.shape[1], values.shape[2]
     grouped = q.float().unflatten(1, (heads, -1))
     like = q.new_empty(0, width * value_grid.shape[-1], dtype=torch.float32)

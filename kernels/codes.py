@@ -44,7 +44,7 @@ def _takes(values: Tensor, scales: Tensor | None, zeros: Tensor | None) -> bool:
 
 
 def codes_twin(values: Tensor, scale: float | Tensor, zero: int | Tensor, bits: int) -> Tensor:
-    """Return what `int8_codes` returns, in plain PyTorch."""
+    """Compute `int8_codes` in plain PyTorch."""
     wide = values if values.dtype is torch.float64 else values.float()  # 255 codes need 8 bits
     codes = torch.round(wide / scale) + zero
     codes = torch.fmax(codes, codes.new_zeros(()))  # NaN too, whose int8 is left open

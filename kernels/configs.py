@@ -1,4 +1,4 @@
-"""Options of launches, such as the sizes of tiles: defaults, and what was measured to be faster.
+"""Options of launches, such as the sizes of tiles: defaults, and measured faster ones.
 
 `configs.json` holds the options that a launch takes in the place of its defaults, by device,
 operator and bucket of sizes: `{device: {operator: {bucket: {option: value}}}}`, each with the
@@ -63,7 +63,7 @@ def combinations(**options: Sequence[int]) -> list[dict[str, int]]:
 
 @contextmanager
 def trying(name: str, options: Mapping[str, int]) -> Iterator[dict[str, dict[str, int]]]:
-    """Launch an operator with options in the place of its defaults, whatever is in the files.
+    """Launch an operator with options in the place of its defaults and of those in files.
 
     Yields:
         The buckets that launches ask for -> all of their options.

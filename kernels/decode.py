@@ -67,7 +67,7 @@ def decode_twin(
     q: Tensor, k: Tensor, v: Tensor, scale: float, slots: Tensor | None, offset: int | None,
     window: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return what `attn_decode` returns, in plain PyTorch and float32."""
+    """Compute `attn_decode` in plain PyTorch and float32."""
     batch, _, count, size = q.shape
     width = k.shape[2] if slots is None else slots.shape[2]
     seen = _seen(count, width, offset, window, q.device)[None, None]

@@ -23,7 +23,7 @@ ORDER = [
 def scaled_dot_product_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **settings: Any
 ) -> Tensor:
-    """Return what torch's function of this name returns.
+    """Compute torch's function of this name.
 
     Of 1024 and more queries without a mask cuDNN is asked first on a CUDA device where it was
     measured to be faster than torch's choice; results agree within rounding. Elsewhere, and in

@@ -260,7 +260,7 @@ def difference(found: Any, expected: Any, least: float = 0.0) -> str | None:
 
 @cache
 def measured(device: str) -> dict[str, float]:
-    """Return operator -> ratio as measured on a device: the user's file, what is kept, or shipped.
+    """Return operator -> ratio on a device: of the user's file, the kept one, or the shipped one.
 
     Where nothing is known a hint is logged, once.
     """
@@ -281,7 +281,7 @@ def measured(device: str) -> dict[str, float]:
 
 
 def shipped(device: str) -> dict[str, dict[str, float]]:
-    """Return what comes with the library for a device; nothing for another torch or triton.
+    """Return the ratios shipped for a device; none for another torch or triton.
 
     The driver of this machine may be another than where it was measured: it makes no kernel, and
     is assumed to change no choice.
@@ -293,14 +293,14 @@ def shipped(device: str) -> dict[str, dict[str, float]]:
 
 
 def kept_file(device: str) -> Path:
-    """Return the file in the user's cache folder that holds what was measured on a device."""
+    """Return the file of a device's ratios in the user's cache folder."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return cache / "diffcache" / "kernels" / f"{re.sub(r'[^A-Za-z0-9]+', '-', device)}.json"
 
 
 @cache
 def kept(device: str) -> dict[str, Any]:
-    """Return what `diffcache kernels measure` kept for a device; empty if versions changed."""
+    """Return the ratios that `kernels measure` kept for a device; none if versions changed."""
     try:
         found: dict[str, Any] = json.loads(kept_file(device).read_text())
     except (OSError, ValueError):
@@ -311,7 +311,7 @@ def kept(device: str) -> dict[str, Any]:
 
 @cache
 def versions() -> dict[str, str]:
-    """Return what times depend on beside the device: driver, torch, triton and this library."""
+    """Return the versions that times depend on: driver, torch, triton and this library."""
     triton = importlib.import_module("triton").__version__ if has_triton() else ""
     return {
         "driver": _driver(), "torch": str(torch.__version__), "triton": triton,

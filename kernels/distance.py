@@ -29,7 +29,7 @@ def l1_sums(values: Tensor, reference: Tensor) -> Tensor:
 
 
 def sums_twin(values: Tensor, reference: Tensor) -> Tensor:
-    """Return what `l1_sums` returns, in plain PyTorch."""
+    """Compute `l1_sums` in plain PyTorch."""
     values, reference = values.float(), reference.float()
     change = torch.dist(values, reference, 1)
     return torch.stack((change, torch.linalg.vector_norm(reference, 1)))

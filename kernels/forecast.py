@@ -55,7 +55,7 @@ def sum_twin(
     base: Tensor | None = None,
     gate: Tensor | None = None,
 ) -> Tensor:
-    """Return what `weighted_sum` returns, in plain PyTorch."""
+    """Compute `weighted_sum` in plain PyTorch."""
     total = terms[0] if weights[0] == 1 else terms[0] * weights[0]
     for weight, term in zip(weights[1:], terms[1:], strict=True):
         total = torch.add(total, term, alpha=weight)
@@ -69,7 +69,7 @@ def sum_twin(
 def _sum_like(
     terms: list[Tensor], weights: list[float], base: Tensor | None, gate: Tensor | None
 ) -> Tensor:
-    """Return what `sum_twin` returns, with the strides that compilers were told."""
+    """Compute `sum_twin` with the strides that compilers were told."""
     found, like = sum_twin(terms, weights, base, gate), _like(terms)
     return found if found.stride() == like.stride() else like.copy_(found)
 

@@ -61,7 +61,7 @@ def linear_twin(
     shift: Tensor,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return what `linear_of_codes` returns, in plain PyTorch."""
+    """Compute `linear_of_codes` in plain PyTorch."""
     sums, zeros = terms
     out = float_matmul(rows, codes)
     out -= rows.sum(1, keepdim=True, dtype=torch.int32) * zeros

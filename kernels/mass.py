@@ -63,7 +63,7 @@ def attn_mass(q: Tensor, k: Tensor, lse: Tensor, scale: float, offset: int | Non
 
 
 def lse_twin(q: Tensor, k: Tensor, scale: float, offset: int | None) -> Tensor:
-    """Return what `attn_lse` returns, in plain PyTorch."""
+    """Compute `attn_lse` in plain PyTorch."""
     found = [
         _logits(q, k, scale, offset, start).logsumexp(-1) for start in range(0, q.shape[2], BLOCK)
     ]
@@ -71,7 +71,7 @@ def lse_twin(q: Tensor, k: Tensor, scale: float, offset: int | None) -> Tensor:
 
 
 def mass_twin(q: Tensor, k: Tensor, lse: Tensor, scale: float, offset: int | None) -> Tensor:
-    """Return what `attn_mass` returns, in plain PyTorch."""
+    """Compute `attn_mass` in plain PyTorch."""
     total = torch.zeros(len(q), *k.shape[1:3], dtype=torch.float32, device=q.device)
     seeing = lse.masked_fill(lse == -torch.inf, torch.inf).unflatten(1, (k.shape[1], -1))
     for start in range(0, q.shape[2], BLOCK):

@@ -45,7 +45,7 @@ def lse_merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, T
 
 
 def merge_twin(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return what `lse_merge` returns for two or more parts, in plain PyTorch."""
+    """Compute `lse_merge` for two or more parts in plain PyTorch."""
     each = torch.stack(lses)
     total = each.logsumexp(0)
     weights = (each - total.where(total.isfinite(), 0)).exp()

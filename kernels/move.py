@@ -34,7 +34,7 @@ def kv_scatter(k: Tensor, v: Tensor, new_k: Tensor, new_v: Tensor, index: Tensor
 
 
 def scatter_twin(k: Tensor, v: Tensor, new_k: Tensor, new_v: Tensor, index: Tensor) -> None:
-    """Write what `kv_scatter` writes, in plain PyTorch."""
+    """Do the writes of `kv_scatter` in plain PyTorch."""
     write_slots(index, (k, new_k), (v, new_v))
 
 
@@ -82,13 +82,13 @@ def kv_gather(k: Tensor, v: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gather_twin(k: Tensor, v: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what `kv_gather` returns, in plain PyTorch."""
+    """Compute `kv_gather` in plain PyTorch."""
     wide = index.expand(-1, k.shape[1], -1)
     return gather_slots(k, wide), gather_slots(v, wide)
 
 
 def _gather_twin(k: Tensor, v: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what `gather_twin` returns, with the strides that compilers were told."""
+    """Compute `gather_twin` with the strides that compilers were told."""
     found_k, found_v = gather_twin(k, v, index)
     return found_k.contiguous(), found_v.contiguous()
 

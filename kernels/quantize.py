@@ -93,7 +93,7 @@ def quant_twin(
     x: Tensor, bits: int, each: int, width: int, intervals: float, symmetric: bool,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return what `quant_groups` returns, in plain PyTorch."""
+    """Compute `quant_groups` in plain PyTorch."""
     size = x.shape[3]
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if width == 1:
@@ -160,7 +160,7 @@ def dequant_twin(
     codes: Tensor, grid: Tensor, out: Tensor, bits: int, each: int, width: int, shift: float,
     of: Tensor | None,
 ) -> None:  # fmt: skip
-    """Write what `dequant_groups` writes, in plain PyTorch."""
+    """Do the writes of `dequant_groups` in plain PyTorch."""
     out.copy_(_restored(codes, grid, out, bits, each, width, shift, of))
 
 

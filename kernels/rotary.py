@@ -50,7 +50,7 @@ def rotate(
 def rotate_twin(
     x: Tensor, angles: Tensor, scale: float, back: bool, start: int, interleaved: bool
 ) -> Tensor:
-    """Return what `rotate` returns, in plain PyTorch."""
+    """Compute `rotate` in plain PyTorch."""
     cos, sin = _factors(angles, scale, back)
     work = torch.float64 if x.dtype is torch.float64 else torch.float32
     cos, sin = cos.to(work), sin.to(work)
@@ -75,7 +75,7 @@ def rotate_twin(
 
 
 def _factors(angles: Tensor, scale: float, back: bool) -> tuple[Tensor, Tensor]:
-    """Return what the channels of a pair are multiplied by, [..., S, P]."""
+    """Return the factors of the channels of a pair, [..., S, P]."""
     cos, sin = angles.cos(), angles.sin()
     if back:
         return (cos, -sin) if scale == 1 else (cos / scale, -sin / scale)

@@ -39,7 +39,7 @@ def pack_rows(tensor: Tensor, axis: int = -1) -> tuple[Tensor, Tensor]:
 
 
 def pack_twin(tensor: Tensor, axis: int = -1) -> tuple[Tensor, Tensor]:
-    """Return what `pack_rows` returns, in plain PyTorch."""
+    """Compute `pack_rows` in plain PyTorch."""
     wide = tensor.float()
     largest = wide.abs().amax(dim=axis, keepdim=True) if tensor.dim() else wide.abs()
     scale = (largest * ROOM / LARGEST).clamp_min(LEAST).to(torch.bfloat16)
@@ -65,7 +65,7 @@ def unpack_rows(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def unpack_twin(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what `unpack_rows` returns, in plain PyTorch."""
+    """Compute `unpack_rows` in plain PyTorch."""
     return (codes * scale.to(torch.float32)).to(dtype)
 
 
@@ -116,7 +116,7 @@ def weighted_sum_int8_twin(
     base: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return what `weighted_sum_int8` returns, in plain PyTorch and contiguous."""
+    """Compute `weighted_sum_int8` in plain PyTorch, contiguous."""
     terms = [unpack_twin(*pair, dtype) for pair in zip(codes, scales, strict=True)]
     return sum_twin(terms, weights, base, None).contiguous()
 

@@ -90,7 +90,7 @@ class When(ABC):
         """
 
     def computed(self, state: Any, step: Step, probe: Tensor | None) -> None:  # noqa: B027
-        """Note that this step is computed, for whatever reason."""
+        """Note that this step is computed."""
 
     def skips_block(self, state: Any, step: Step, block: str, value: Tensor) -> bool:
         """Return whether a block is skipped; asked with its input `[B, T, D]` at probe `input`."""
@@ -100,7 +100,7 @@ class When(ABC):
         """Note the input of a block that is computed, at probe `input`."""
 
     def returned(self, state: Any, step: Step, output: Tensor) -> None:  # noqa: B027
-        """Note what the denoiser returned at a computed step that this state decided."""
+        """Note the denoiser's output at a computed step that this state decided."""
 
     def held(self, state: Any) -> list[Tensor]:
         """Return the tensors the state keeps, for the account of memory."""

@@ -270,7 +270,7 @@ class CacheQuant(Calibrated):
         return (*super().abilities(), Quantize(QuantPlan.of(self.bits, found)))
 
     def settings(self) -> dict[str, Any]:
-        """Return what the tables depend on, as plain data."""
+        """Return the settings that the tables depend on, as plain data."""
         return {
             "every": self.every, "bits": self.bits, "site": Site.of(self.site).value,
             "lead": self.lead, "tail": self.tail, "blocks": list(self.blocks),

@@ -1,4 +1,4 @@
-"""Methods that are calibrated, and how they gather what their tables are made from."""
+"""Calibrate methods: the observers that gather their tables."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RunInfo:
 
 
 class Observer:
-    """Sees what a wrapped denoiser computes; every method does nothing unless it is overridden."""
+    """Observe a wrapped denoiser's computations; methods do nothing unless they are overridden."""
 
     def times(self, scheduler: Any) -> None:
         """See a scheduler whose times were just set: a run starts."""
@@ -75,14 +75,14 @@ class Observer:
         return None
 
     def probe(self, step: Step, value: Tensor) -> None:
-        """See what a gate would look at."""
+        """Note the probe of a gate."""
 
     def guided(self, step: Step, sample: Tensor, output: Tensor) -> None:
         """See the guided output with which the scheduler is about to step."""
 
 
 class Collector(Observer, ABC):
-    """Gathers what a method's tables are made from, over runs in which everything is computed.
+    """Gather the data of a method's tables, over runs in which everything is computed.
 
     Attributes:
         passes: Number of passes over the prompts.
@@ -97,7 +97,7 @@ class Collector(Observer, ABC):
         """Return where features are seen; of its schedule only the probe counts."""
 
     def abilities(self) -> tuple[Ability, ...]:
-        """Return what it needs to see beyond features; such a collector has its passes alone."""
+        """Return abilities that it needs beside features; such a collector has its passes alone."""
         return ()
 
     def begin(self, run: RunInfo) -> None:

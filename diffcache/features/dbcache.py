@@ -69,7 +69,7 @@ class Limited(When):
         self.gate.computed(state.gate, step, probe)
 
     def held(self, state: Budget) -> list[Tensor]:
-        """Return what the gate keeps."""
+        """Return the tensors that the gate keeps."""
         return self.gate.held(state.gate)
 
 

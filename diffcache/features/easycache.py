@@ -123,7 +123,7 @@ class Rate(When):
 
 @dataclass(frozen=True)
 class EasyCache(FeatureMethod):
-    """Reuse what the denoiser adds to its sample, while its output should have changed little.
+    """Reuse the denoiser's change of its sample while its output should have changed little.
 
     Nothing is calibrated: at every computed step the change of the output over that of the sample
     is measured, and foretells the changes of the output at the steps after it, relative to its

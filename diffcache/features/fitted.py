@@ -156,7 +156,7 @@ class FittedForecast(Calibrated):
 
 
 def feature_at(site: Site | str) -> Any:
-    """Return what is kept at a site: an output of the model, a residual elsewhere."""
+    """Return the feature of a site: an output of the model, a residual elsewhere."""
     return "output" if Site.of(site) is Site.MODEL else "residual"
 
 

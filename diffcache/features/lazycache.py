@@ -94,7 +94,7 @@ class CleanChange(Instead):
 
 @dataclass(frozen=True)
 class LazyCache(FeatureMethod):
-    """Reuse what denoising changes in the sample, while the clean sample should stay as it is.
+    """Reuse the denoiser's change of its sample while the clean sample should stay as it is.
 
     As EasyCache with `since="computed"`, but measured on the clean sample that the denoiser
     predicts, and with the difference of that and the noisy sample reused: a skipped step returns

@@ -44,7 +44,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class ProfilingDiT(Calibrated):
-    """Compute foreground blocks at every step and reuse what runs of background blocks add.
+    """Compute foreground blocks at every step and reuse the residuals of background blocks.
 
     Reference: Model Reveals What to Cache, arXiv 2504.03140, section 3, with the schedules of its
     official code. Adjacent background blocks are one run, whose outputs less its inputs are kept

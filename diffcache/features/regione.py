@@ -173,7 +173,7 @@ class RegionE(Calibrated):
         return self.tables.steps if isinstance(self.tables, Tables) else STEPS
 
     def plan(self) -> RegionPlan:
-        """Return what every step of a run computes."""
+        """Return the plan of a run: the tokens that every step computes."""
         published = MODELS[self.model]
         total = self.steps
         warmup, post = (scaled(value, total) for value in (self.warmup, self.post))

@@ -76,7 +76,7 @@ class Schema:
 
 
 def header_fault(header: Any, schema: Schema | None = None) -> str:
-    """Return what is wrong with a header, empty if nothing is.
+    """Describe the fault of a header, empty if there is none.
 
     Args:
         header: Header as it was read.
@@ -104,7 +104,7 @@ def header_fault(header: Any, schema: Schema | None = None) -> str:
 
 
 def tensors_fault(header: Mapping[str, Any], tensors: Mapping[str, Tensor], schema: Schema) -> str:
-    """Return what is wrong with tensors, empty if nothing is.
+    """Describe the fault of tensors, empty if there is none.
 
     Args:
         header: A header without fault by `header_fault`.
@@ -148,7 +148,7 @@ def shown(value: object) -> str:
 def _wanted(
     header: Mapping[str, Any], tensors: Mapping[str, Tensor], schema: Schema
 ) -> Iterator[tuple[str, Entry, str]]:
-    """Yield the name of every tensor there should be, what it must be, and whose it is."""
+    """Yield name, schema and owner of every tensor that there should be."""
     owners: dict[str, list[str]] = {}
     for pattern in schema.tensors:
         front, star, back = pattern.partition("*")
@@ -188,7 +188,7 @@ def _length(axis: float | str, lengths: Mapping[str, float]) -> Any:
 
 
 def _wrong(tensor: Tensor, entry: Entry, shape: list[int | None], high: float) -> str | None:
-    """Return what a tensor is that it must not be, None if it is as it must be."""
+    """Describe the departure of a tensor from its schema, None if there is none."""
     given = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
     if tensor.dtype not in (WHOLE if entry.whole else REAL) or tensor.ndim != len(shape):
         return given
@@ -218,7 +218,7 @@ def _is_inner(matrix: Tensor) -> bool:
 
 
 def _words(entry: Entry, shape: list[int | None], high: float) -> str:
-    """Return in words what a tensor must be."""
+    """Return the schema of a tensor in words."""
     axes = [
         str(axis) if length is None else str(length)
         for axis, length in zip(entry.shape, shape, strict=True)

@@ -55,7 +55,7 @@ def to_plain(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def from_plain(data: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return what `to_plain` made data of.
+    """Return the object that `to_plain` made data of.
 
     Only dataclasses of `diffcache.features` are made, of values that fit their annotations;
     nothing in a file is run, and no other file is read.
@@ -117,7 +117,7 @@ def _class(name: Any) -> type:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether plain data is what an annotation says; tables are never a file's name."""
+    """Return whether plain data fits an annotation; tables are never a file's name."""
     args = get_args(hint)
     if get_origin(hint) in (Union, UnionType):
         own = [arg for arg in args if arg is not str] if Tables in args else args

@@ -123,7 +123,7 @@ class Masked(When):
             self.gate.computed(state, step, probe)
 
     def held(self, state: Any) -> list[Tensor]:
-        """Return what the gate keeps."""
+        """Return the tensors that the gate keeps."""
         return [] if self.gate is None else self.gate.held(state)
 
 

@@ -1,4 +1,4 @@
-"""Measured tables of a method: tensors and what they were measured on, in one file."""
+"""Measured tables of a method: tensors and the facts of their measurement, in one file."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class Tables:
         return value
 
     def fit(self, schema: Schema) -> None:
-        """Raise TablesError unless header and tensors are what a method needs, and nothing else."""
+        """Raise TablesError unless header and tensors are just those that a method needs."""
         fault = header_fault(self._header, schema)
         fault = fault or tensors_fault(self._header, self._tensors, schema)
         if fault:

@@ -149,7 +149,7 @@ class TeaCache(Calibrated):
         )
 
     def compared(self) -> Input:
-        """Return what is compared."""
+        """Return the value to compare."""
         if not isinstance(self.tables, Tables):
             return self.input or "modulated"
         measured: Input = self.tables.header.get("input", "modulated")
@@ -166,7 +166,7 @@ class TeaCache(Calibrated):
         return measured
 
     def check_model(self, facts: Mapping[str, Any]) -> None:
-        """Raise AttachError where it is not said what the coefficients are for."""
+        """Raise AttachError where the coefficients have no input named."""
         super().check_model(facts)
         family = facts["model"]
         published = self.coefficients not in (None, CHANGE)

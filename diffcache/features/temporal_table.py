@@ -1,4 +1,4 @@
-"""Look up what depends on the timestep and the condition alone (temporal tables)."""
+"""Look up outputs of modules that depend on the timestep and the condition alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TimeTables(Ability):
 
 @dataclass(frozen=True)
 class TemporalTable(Method):
-    """Keep what time embeddings and modulation layers return, and look it up in later runs.
+    """Keep outputs of time embeddings and modulation layers, and look them up in later runs.
 
     Reference: TFMQ-DM, arXiv 2311.16503, section 3, whose temporal information block is the
     modules that depend on the timestep alone. In float (`bits=None`) nothing is approximated: the
@@ -121,7 +121,7 @@ class TemporalTable(Method):
         return None if self.method is None else self.method.total
 
     def abilities(self) -> tuple[Ability, ...]:
-        """Return the inner method's abilities and the tables, which see what those changed."""
+        """Return the inner method's abilities, then the tables, which see the changes of those."""
         tables = TimeTables(self.entries, self.bits, self.scale, self.keep, self.by)
         return (*self._inner_abilities(), tables)
 
@@ -136,7 +136,7 @@ class TemporalTable(Method):
 
 @dataclass(frozen=True)
 class Rounded:
-    """A tensor in whole numbers and one scale; at most half a step from what it was made from."""
+    """A tensor in whole numbers and one scale; at most half a step from the original."""
 
     codes: Tensor
     step: Tensor

@@ -176,7 +176,7 @@ def _made(tables: Tables) -> FeatureMethod:
 
 
 def _front_fault(front: Any) -> str:
-    """Return what is wrong with the trials of a header, empty if nothing is."""
+    """Describe the fault of a header's trials, empty if there is none."""
     needed = ("cost", "psnr_db")
     interval = ("validation_low_db", "validation_high_db")  # files of earlier versions have none
     for trial in front if isinstance(front, list) else [front]:
@@ -194,7 +194,7 @@ def _front_fault(front: Any) -> str:
 
 
 def _guarantee_fault(found: Any) -> str:
-    """Return what is wrong with the guarantee of a header, empty if nothing is."""
+    """Describe the fault of a header's guarantee, empty if there is none."""
     names = {one.name for one in fields(Guarantee)}
     if found is None:
         return ""

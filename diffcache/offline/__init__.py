@@ -1,1 +1,1 @@
-"""Offline stages: calibration, traced runs, tuning, training, and what each method collects."""
+"""Offline stages: calibration, traced runs, tuning, training, and collectors of methods."""

@@ -138,7 +138,7 @@ class CacheQuantCollector(Collector):
         return self._where
 
     def abilities(self) -> tuple[Ability, ...]:
-        """Return what watches the layers, in joint mode."""
+        """Return the watcher of the layers, in joint mode."""
         return () if self.layers is None else (WatchLayers(self.layers),)
 
     def begin(self, run: RunInfo) -> None:

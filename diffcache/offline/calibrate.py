@@ -81,7 +81,7 @@ class Plan:
         return {**self.call, **steps}
 
     def about(self) -> dict[str, Any]:
-        """Return what two calibrations must have alike to be one, as plain data."""
+        """Return the facts that two calibrations must share to be one, as plain data."""
         return {"prompts": digest(list(self.prompts)), "steps": self.steps, "seed": self.seed,
                 "batch_size": self.batch_size, "call": content(dict(self.call))}  # fmt: skip
 
@@ -244,7 +244,7 @@ def _with_tables(
 def header_of(
     method: Calibrated, facts: Mapping[str, Any], plan: Plan, **more: Any
 ) -> dict[str, Any]:
-    """Return the header of a method's tables: what they are and what they were measured on."""
+    """Return the header of a method's tables: their kind and the facts of their measurement."""
     from diffcache import __version__
 
     fields = {f.name: getattr(method, f.name) for f in dataclasses.fields(method) if f.init}  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from diffcache.offline.fitted_collect import Products
 
 
 def collector(method: DPCache) -> Lines:
-    """Return what measures the errors."""
+    """Return the collector of the errors."""
     return Lines(method.site)
 
 

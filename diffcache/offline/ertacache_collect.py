@@ -37,7 +37,7 @@ class Profiled:
 
 
 def collector(method: ERTACache) -> Profile:
-    """Return what profiles the denoiser in three passes over the prompts."""
+    """Return the collector that profiles the denoiser in three passes over the prompts."""
     return Profile(THRESHOLD if method.threshold is None else method.threshold)
 
 
@@ -148,7 +148,7 @@ class Profile(Collector):
         return {"sums": self._sums, **kept, **maps}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `state` returned."""
+        """Go on from a state that `state` returned."""
         self._clear()
         for name, tensor in state.items():
             kind, *place = name.split(".")

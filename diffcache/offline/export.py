@@ -1,4 +1,4 @@
-"""Write what `calibrate` and `tune` measured in the forms that other engines read.
+"""Write tables and methods in the forms that other engines read.
 
 | engine | form | reader |
 |---|---|---|

@@ -16,7 +16,7 @@ from diffcache.step import Site, Step
 
 
 def collector(method: FittedForecast) -> Products:
-    """Return what sums the inner products."""
+    """Return the collector that sums the inner products."""
     return Products(method.site)
 
 

@@ -17,7 +17,7 @@ from diffcache.step import Step
 
 
 def collector(method: MagCache) -> Ratios:
-    """Return what measures the magnitude ratios of the stack's residual."""
+    """Return the collector of the magnitude ratios of the stack's residual."""
     return Ratios()
 
 

@@ -74,7 +74,7 @@ class ProfileCollector(Collector):
         return Combine(Every(1), site=Site.MODEL)
 
     def begin(self, run: RunInfo) -> None:
-        """Forget what an interrupted call left."""
+        """Drop the remains of an interrupted call."""
         self._received, self._keys = {}, {}
 
     def attention(self, step: Step, site: str, query: Tensor, key: Tensor) -> None:
@@ -97,7 +97,7 @@ class ProfileCollector(Collector):
             self._keys[match[1]] = key.detach()[0].transpose(0, 1).flatten(1)
 
     def output(self, step: Step, given: Tensor, value: Tensor) -> None:
-        """Compare what the blocks attend to with the foreground of the noise prediction."""
+        """Compare the attention of the blocks with the foreground of the noise prediction."""
         received, self._received = self._received, {}
         keys, self._keys = self._keys, {}
         given, value = given.detach(), value.detach()
@@ -151,7 +151,7 @@ class ProfileCollector(Collector):
         return mask.bool().expand(len(value), tokens)
 
     def end(self) -> None:
-        """Forget what only belongs to the run."""
+        """Drop the data of the run."""
         self._received, self._keys = {}, {}
 
     def state(self) -> dict[str, Tensor]:

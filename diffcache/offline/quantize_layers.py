@@ -1,4 +1,4 @@
-"""Calibrating quantized layers: ranges of what they are given, then maps of their errors."""
+"""Calibrate quantized layers: ranges of their inputs, then maps of their errors."""
 
 from __future__ import annotations
 

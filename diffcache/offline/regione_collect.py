@@ -18,7 +18,7 @@ from diffcache.step import Site, Step
 
 
 def collector(method: RegionE) -> Ratios:
-    """Return what fits the ratios of another model or number of steps."""
+    """Return the collector that fits the ratios of another model or number of steps."""
     return Ratios(method.plan().threshold, method.warmup)
 
 

@@ -21,7 +21,7 @@ from diffcache.step import Step
 
 
 def collector(method: TeaCache) -> Changes:
-    """Return what notes how the output changes where the input does."""
+    """Return the collector of changes of input and output."""
     return Changes(method.degree, method.compared())
 
 
@@ -111,7 +111,7 @@ class Changes(Collector):
         }
 
     def settings(self) -> dict[str, Any]:
-        """Return the degree, and what was compared."""
+        """Return the degree and the compared input."""
         return {"degree": self.degree, "input": self.of}
 
 

@@ -27,7 +27,7 @@ from diffcache.step import Step, current_step
 
 @dataclass(frozen=True)
 class Always(When):
-    """Compute every step, and show what a gate would look at.
+    """Compute every step, and show the probe of a gate.
 
     Args:
         of: The probe, None for none.
@@ -63,7 +63,7 @@ class Traced(Method):
     needs: tuple[Ability, ...] = ()
 
     def abilities(self) -> tuple[Ability, ...]:
-        """Return the site, and what the collectors need."""
+        """Return the site, and the abilities that collectors need."""
         return (self.everything, *self.needs)
 
 
@@ -209,7 +209,7 @@ class _Shown:
         self.collectors = collectors
 
     def attend(self, site: AttentionSite, call: AttentionCall) -> None:
-        """Show what the call attends with."""
+        """Show queries and keys of the call."""
         step = current_step()
         if step is not None:
             query, key = (x.detach().transpose(1, 2) for x in call.rotated())
@@ -218,7 +218,7 @@ class _Shown:
 
 
 class _AttentionMode(TorchFunctionMode):
-    """Shows the queries and keys of attention modules, whatever library calls torch's attention."""
+    """Show queries and keys of attention modules, of any library that calls torch's attention."""
 
     def __init__(
         self, model: nn.Module, collectors: Sequence[Collector], paths: Sequence[str]

@@ -54,7 +54,7 @@ class QuantizedConv2d(QuantizedLayer):
         return torch.cat([self._multiplied(part, zero, weight) for part in parts])
 
     def _patches(self, codes: Tensor) -> Tensor:
-        """Return a view of what every output pixel sees, `[B, h, w, kh, kw, C]`."""
+        """Return a view of the patch of every output pixel, `[B, h, w, kh, kw, C]`."""
         (kh, kw), (sh, sw), (dh, dw) = (
             self.dense.kernel_size, self.dense.stride, self.dense.dilation
         )  # fmt: skip

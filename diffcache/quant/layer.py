@@ -83,7 +83,7 @@ class QuantizedLayer(nn.Module, ABC):
         self.train(dense.training)
 
     def _fold(self, plan: LayerPlan, scale: Tensor, bias: Tensor | None) -> Tensor:
-        """Return what a product is multiplied by and what is added, `[2, T or 1, O]` float32."""
+        """Return factor and offset of a product, `[2, T or 1, O]` float32."""
         gain, shift = torch.ones_like(scale)[None], torch.zeros_like(scale)[None]
         if plan.gain is not None and plan.shift is not None:
             gain, shift = plan.gain.to(scale), plan.shift.to(scale)

@@ -124,6 +124,6 @@ class QuantPlan:
 
 
 def check_bits(bits: object) -> None:
-    """Raise ValueError unless `bits` names what weights and activations are rounded to."""
+    """Raise ValueError unless `bits` names the bits of weights and activations."""
     if bits not in get_args(Bits):
         raise ValueError(f"bits={bits!r}: must be one of {', '.join(map(repr, get_args(Bits)))}")

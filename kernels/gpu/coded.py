@@ -257,7 +257,7 @@ def attn_decode_kivi(
 
 
 def work(dtype: torch.dtype) -> tl.dtype:
-    """Return what products with codes of keys are made in: float16 is finer than bfloat16."""
+    """Return the dtype of products with codes of keys: float16 is finer than bfloat16."""
     return tl.float32 if dtype == torch.float32 else tl.float16
 
 

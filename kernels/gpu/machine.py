@@ -42,7 +42,7 @@ class Nowhere:
         self.launcher_cls = lambda source, metadata: lambda *launch: self.launched.append(launch[4])
 
     def get_current_target(self) -> GPUTarget:
-        """Return what is compiled for."""
+        """Return the target of the compiler."""
         return self.target
 
     def get_current_device(self) -> int:
@@ -117,7 +117,7 @@ def machine(kernel: Any, arch: int, *args: Any, **options: Any) -> Machine:
 
 
 def launched(run: Callable[[], Any], arch: int) -> list[Machine]:
-    """Compile what a function launches, without running it, and read what it needs.
+    """Compile the kernels that a function launches, without running them, and read their needs.
 
     Args:
         run: Launches kernels; its tensors may be without memory, on the device `meta`.

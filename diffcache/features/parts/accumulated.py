@@ -14,15 +14,15 @@ from diffcache.step import Step
 
 
 class Indicator(ABC):
-    """Turns a probe into what is compared from step to step, and changes into errors."""
+    """Turn a probe into a value to compare from step to step, and its changes into errors."""
 
     def see(self, probe: Tensor, step: Step) -> Tensor:
-        """Return what is compared; a tensor of its own."""
+        """Return the value to compare; a tensor of its own."""
         return probe.detach().clone()
 
     @abstractmethod
     def error(self, change: float) -> float:
-        """Return what a relative L1 change counts for."""
+        """Return the error that a relative L1 change counts as."""
 
 
 @dataclass(frozen=True)
@@ -150,5 +150,5 @@ class Accumulated(When):
         state.anchor, state.total = step.index, 0.0
 
     def held(self, state: Sum) -> list[Tensor]:
-        """Return what was seen last."""
+        """Return the value of the last step."""
         return [] if state.value is None else [state.value]

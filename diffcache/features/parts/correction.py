@@ -66,7 +66,7 @@ class AffineSums:
         self._join(torch.stack(rows).cpu())
 
     def merge(self, other: AffineSums) -> None:
-        """Add what `other` has seen.
+        """Add the sums of `other`.
 
         Raises:
             ValueError: If both have seen pairs of different numbers of channels.

@@ -43,7 +43,7 @@ class Packed:
     ready: tuple[Tensor, Any] | None = None
 
     def tensors(self) -> list[Tensor]:
-        """Return what takes memory."""
+        """Return the tensors that take memory."""
         return [self.values] if self.scale is None else [self.values, self.scale]
 
     def prefetch(self) -> None:
@@ -143,7 +143,7 @@ class Hold(Instead):
             box.following = weakref.ref(following)
 
     def record(self, state: Box, step: Step, feature: Tensor) -> None:
-        """Let `inner` record, and pack what it keeps."""
+        """Let `inner` record, and pack the tensors that it keeps."""
         inner = mapped(state.state, Packed, Packed.unpack)
         self.inner.record(inner, step, feature)
         state.state = self._packed(inner)
@@ -152,7 +152,7 @@ class Hold(Instead):
         return mapped(state, Tensor, lambda tensor: pack(tensor, self.form))
 
     def estimate(self, state: Box, step: Step) -> Tensor:
-        """Return what `inner` estimates from the unpacked state."""
+        """Return the estimate of `inner` from the unpacked state."""
         packed_sum = self._packed_sum(state, step, None)
         if packed_sum is not None:
             return packed_sum
@@ -190,7 +190,7 @@ class Hold(Instead):
         return weighted_sum_int8(codes, scales, weights, base, factors[0].dtype)
 
     def correct(self, state: Box, step: Step, value: Tensor) -> Tensor:
-        """Return what `inner` makes of the stand-in."""
+        """Return the stand-in as `inner` corrects it."""
         return self.inner.correct(mapped(state.state, Packed, Packed.unpack), step, value)
 
     def held(self, state: Box) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Quantized layers as abilities: what a method asks for, and who watches layers meanwhile."""
+"""Quantized layers as abilities, and watchers of layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Quantize(Ability):
 
 
 class LayerWatcher(ABC):
-    """Sees what the linear and convolution layers inside the blocks are given and make of it.
+    """Watch inputs and outputs of the linear and convolution layers inside the blocks.
 
     Layers outside the blocks (the first and the last of the model, and the embeddings) are never
     quantized, and so never watched.
@@ -48,10 +48,10 @@ class LayerWatcher(ABC):
         """Return how layers are to be quantized now, None for not at all; asked at every call."""
 
     def given(self, layer: str, step: int, value: Tensor) -> None:  # noqa: B027
-        """See what a dense layer is given, `[...]`, while there is no plan."""
+        """Note the input of a dense layer, `[...]`, while there is no plan."""
 
     def compare(self, layer: str, step: int, exact: Tensor, rounded: Tensor) -> None:  # noqa: B027
-        """See what a layer of the plan makes of one input, dense and quantized.
+        """Compare the dense and the quantized output of a layer of the plan for one input.
 
         Args:
             layer: Its path in the model.

@@ -46,7 +46,7 @@ def edited_tokens(
 
 
 def without_scattered(mask: Tensor) -> Tensor:
-    """Remove scattered cells and widen what is left: erosion by a cross, dilation by a square.
+    """Remove scattered cells and widen the others: erosion by a cross, dilation by a square.
 
     The cross is 3x3, the square 5x5, and outside the grid nothing is set, so that erosion eats
     borders too.
@@ -132,7 +132,7 @@ class RegionPlan(Ability):
         return self.warmup - 1
 
     def phase(self, index: int) -> Phase:
-        """Return what a step computes: everything, everything to be kept, or edited tokens."""
+        """Return the phase of a step: all tokens, all tokens to be kept, or edited tokens."""
         if index == self.split or index in self.refresh:
             return "store"
         return "region" if self.warmup <= index < self.total - self.post else "full"
@@ -143,7 +143,7 @@ class RegionPlan(Ability):
         return frozenset(i for i in range(self.total) if self.phase(i) == "region")
 
     def skips(self, timesteps: Sequence[float], span: float = 1000.0) -> dict[int, float]:
-        """Return the steps that are not computed, with what their velocity is multiplied with.
+        """Return the steps that are not computed, each with the factor of its velocity.
 
         Args:
             timesteps: T of them, falling.

@@ -228,7 +228,7 @@ class Gate(When):
             self.forecast.record(state.forecast, step, probe.detach().clone())
 
     def held(self, state: GateState) -> list[Tensor]:
-        """Return what the forecast keeps of the probe."""
+        """Return the tensors that the forecast of the probe keeps."""
         return self.forecast.held(state.forecast)
 
 

@@ -51,15 +51,15 @@ class Mixer:
         self._visits.clear()
 
     def forget(self) -> None:
-        """Drop what is kept."""
+        """Drop the kept features."""
         self._kept.clear()
 
     def kept(self) -> dict[tuple[int, int, int], list[Tensor]]:
-        """Return what is kept, by branch, site and call of the site."""
+        """Return the kept features by branch, site and call of the site."""
         return dict(self._kept)
 
     def restore(self, kept: dict[tuple[int, int, int], list[Tensor]]) -> None:
-        """Go back to what was kept."""
+        """Go back to features that were kept."""
         self._kept = dict(kept)
 
     def remove(self) -> None:

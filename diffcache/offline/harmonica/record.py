@@ -1,4 +1,4 @@
-"""Watches one uncached call of a pipeline: what its denoiser and its solver are given."""
+"""Record the inputs of denoiser and solver in one uncached call of a pipeline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from diffcache.step import Site
 
 
 class _EnoughError(Exception):
-    """Ends a pipeline's call once what is needed was seen."""
+    """Ends a pipeline's call once its inputs are recorded."""
 
 
 @dataclass
@@ -69,7 +69,7 @@ class Recorder:
         self._open = Moment()
 
     def watch(self, prompts: Sequence[Any], seed: int, call: Mapping[str, Any]) -> list[Moment]:
-        """Draw one batch and return what was seen.
+        """Draw one batch and return its record.
 
         Raises:
             AttachError: If its scheduler took no step.

@@ -169,7 +169,7 @@ class Track:
         return _guide(outs, replay.scale, self._shape)
 
     def advance(self, guided: Tensor) -> None:
-        """Take the solver's step with what `predict` returned, detached."""
+        """Take the solver's step with the output of `predict`, detached."""
         replay, shape = self.replay, self._shape
         taken = guided.detach()[: shape[0], : shape[1]]
         time = replay.times[self.index]

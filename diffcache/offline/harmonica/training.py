@@ -204,7 +204,7 @@ class _Trainer:
                          batch_size=plan.batch_size)  # fmt: skip
 
     def _about(self) -> dict[str, Any]:
-        """Return what must be alike for a training to go on, as plain data."""
+        """Return the facts that must be alike for a training to go on, as plain data."""
         about = {
             **{f.name: getattr(self.method, f.name) for f in dataclasses.fields(self.method)
                if f.name not in NOT_TRAINING},

@@ -1,1 +1,1 @@
-"""Choosing a method for a pipeline: what to try, what it costs, and which to take."""
+"""Choose a method for a pipeline: candidates, their costs, and the choice."""

@@ -91,11 +91,11 @@ class Goal:
         return 1 / self.speedup if self.speedup is not None else self.seconds
 
     def price(self, trial: Trial) -> float:
-        """Return what a trial cost: seconds if they are the goal, else its share of operations."""
+        """Return the cost of a trial: seconds if they are the goal, else its share of FLOPs."""
         return trial.cost if self.seconds is None else trial.seconds
 
     def met(self, trial: Trial) -> bool:
-        """Return whether a trial does what is wanted."""
+        """Return whether a trial meets the goal."""
         if self.limit is not None:
             return self.price(trial) <= self.limit * (1 + 1e-9)
         assert self.bar is not None
@@ -104,7 +104,7 @@ class Goal:
         return (mean(trial.scores) if trial.scores else trial.psnr_db) >= self.bar
 
     def rank(self, trial: Trial) -> tuple[bool, float, float]:
-        """Return what is larger for the better of two trials."""
+        """Return the rank of a trial, larger for the better."""
         met, price = self.met(trial), self.price(trial)
         if met == (self.bar is not None):  # close enough, or not yet cheap enough
             return met, -price, trial.psnr_db
@@ -167,7 +167,7 @@ class Search:
         self._refine()
 
     def best(self, tried: Tried) -> list[tuple[Method, Trial]]:
-        """Return what was tried, the best first."""
+        """Return the trials, the best first."""
         return sorted(tried.values(), key=lambda pair: self.goal.rank(pair[1]), reverse=True)
 
     def look(self, ladder: space.Ladder) -> None:
@@ -289,7 +289,7 @@ class Search:
         return [ladder[0] for ladder in listed[: math.ceil(len(listed) * 2 / 3)]]
 
     def _hopeful(self) -> list[tuple[Method, Trial]]:
-        """Return first looks, the best first; for a PSNR the best, and what is cheaper."""
+        """Return first looks, the best first; for a PSNR the best and the cheaper ones."""
         ranked = self.best(self.first)
         met = [pair for pair in ranked if self.goal.met(pair[1])]
         if met and self.goal.bar is None:
@@ -321,7 +321,7 @@ class Search:
         return bool(best) and self.goal.met(best[0][1]) and price >= best[0][1].cost * (1 - 1e-9)
 
     def _price(self, method: Method) -> float:
-        """Return what a method costs, judged by its first look or its number of steps, else 0."""
+        """Return the cost of a method, judged by its first look or its number of steps, else 0."""
         if repr(method) in self.first:
             return self.goal.price(self.first[repr(method)][1])
         place, steps = _place(method)

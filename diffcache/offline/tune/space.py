@@ -72,7 +72,7 @@ def to_calibrate(places: Sequence[Site]) -> list[list[Calibrated]]:
 
 
 def ladders(total: int, places: Sequence[Site], calibrated: Sequence[Calibrated]) -> list[Ladder]:
-    """Return what a search looks at, in the order in which it does.
+    """Return the ladders of a search in its order.
 
     Args:
         total: Steps of a run.

@@ -1,4 +1,4 @@
-"""One trial: what a method costs on a pipeline and how close it stays to the uncached output."""
+"""Trials: the cost of a method on a pipeline, and its closeness to the uncached output."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class Bench:
         os.replace(new, self.log)
 
     def measure(self, method: Method, batches: Sequence[int]) -> Trial:
-        """Return what a method does on some of the batches."""
+        """Return the trial of a method on some of the batches."""
         key = digest([method, [tables.digest for tables in _tables_in(method)], batches])
         if key not in self._known:
             self._known[key] = self._measure(method, batches)
@@ -201,7 +201,7 @@ class Bench:
         self.total = 0 if timesteps is None else len(timesteps) - (first or 0)
 
     def _cost(self) -> float:
-        """Return what the last run cost, as a share of the uncached run."""
+        """Return the cost of the last run as a share of the uncached run's."""
         done = report(self.pipe)
         if done.flops_saved is None or None in self._flops.values():
             return done.computed / max(done.computed + done.skipped, 1)
@@ -221,7 +221,7 @@ def _records(log: Path) -> list[dict[str, Any]]:
 
 
 def _tables_in(part: Any) -> Iterator[Tables]:
-    """Yield the tables of a method and of what it is made of; its `repr` may name but a file."""
+    """Yield the tables of a method and of its parts; its `repr` may name but a file."""
     if isinstance(part, Tables):
         yield part
     elif is_dataclass(part):
@@ -252,7 +252,7 @@ def mean_interval(values: Tensor) -> tuple[float, float, float]:
 
 
 def outputs(result: Any, are_pictures: bool) -> Tensor:
-    """Return what a pipeline drew, [B, ...] on the CPU: uint8 for pictures in [0, 1], else floats.
+    """Return a pipeline's outputs, [B, ...] on the CPU: uint8 for pictures in [0, 1], else floats.
 
     Args:
         result: Result of the pipeline's call.

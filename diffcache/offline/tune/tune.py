@@ -168,7 +168,7 @@ def _score(lpips: float | None, right: Judge | None) -> Score | None:
 
 
 def _name(function: Judge | None) -> str:
-    """Return what tells one judge from another in the log of a search."""
+    """Return the name of a judge in the log of a search."""
     place = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
     return "" if function is None else ":".join(place)
 
@@ -256,7 +256,7 @@ def _certified(
 def _ladders(
     pipe: Any, model: nn.Module, methods: Sequence[Method] | None, plan: Plan, search: Search
 ) -> list[space.Ladder]:
-    """Return what is tried, with tables where they are needed."""
+    """Return the ladders of a search, with tables where methods need them."""
     if methods is not None:
         needing = [m for m in methods if isinstance(m, Calibrated) and m.tables is None]
         measured = _calibrate(pipe, [[method] for method in needing], plan, search)
@@ -270,7 +270,7 @@ def _ladders(
 def _calibrate(
     pipe: Any, groups: Sequence[Sequence[Calibrated]], plan: Plan, search: Search
 ) -> dict[str, Calibrated]:
-    """Return methods with their tables, by what they were without; note what does not fit."""
+    """Return methods with their tables, by their repr without; note those that do not fit."""
     own = {"steps": plan.steps, "batch_size": plan.batch_size, "seed": plan.seed}
     measured: dict[str, Calibrated] = {}
     for group in groups:
@@ -323,7 +323,7 @@ def _tuned(
     facts: dict[str, Any],
     guarantee: Guarantee | None = None,
 ) -> Tuned:
-    """Return the method with what the search saw, saved if that is asked for."""
+    """Return the method with the front of the search, saved if that is asked for."""
     method, validated = chosen
     tensors: dict[str, Any] = {}
     choice = to_plain(method, tensors)
