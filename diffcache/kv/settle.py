@@ -385,7 +385,11 @@ def _due(recipe: Recipe, layers: Sequence[KVLayer]) -> tuple[int, int, int] | No
     if allowed is None or ends is None or sum(ends) > allowed:
         return None
     if ends[0] and isinstance(budget.size, float):
-        return None  # it may have been too small for the first tokens, so that others came first
+        # It may have been too small for the first tokens, so that others came first.
+        for layer in layers:
+            lead = None if layer.mover is None else layer.mover.lead(layer.tail, layer.seen)
+            if lead is None or lead < ends[0]:
+                return None
     count = held - allowed
     return (count, *ends) if count <= max(allowed // _SHARE, 1) else None
 

@@ -34,6 +34,7 @@ RECIPES = {
     "tova at every third": tova(24, every=3),
     "keyformer": keyformer(16),
     "streaming_llm": streaming_llm(16),
+    "streaming_llm of a share": streaming_llm(0.4),
     "streaming_llm at every fourth": streaming_llm(32, every=4),
     "streaming_llm in place": streaming_llm(16, sinks=0, rotate=False),
 }

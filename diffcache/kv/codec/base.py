@@ -42,6 +42,17 @@ class Payload(ABC):
         """
         return self.take(index).decode()
 
+    def heads_at(self, index: Tensor) -> Tensor | None:
+        """Return what `decode_at` returns of heads that are coded as one vector, each at its slots.
+
+        Args:
+            index: `[B, H, n]` int64, slots of each of the heads that the channels are of in turn.
+
+        Returns:
+            `[B, H, n, D]`; None where decoding whole vectors is no slower.
+        """
+        return None
+
     @abstractmethod
     def take(self, index: Tensor) -> Payload:
         """Keep some slots, in the order given, without coding anything again.

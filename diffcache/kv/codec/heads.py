@@ -44,6 +44,13 @@ class JoinedHeads(Payload):
         every = joined.transpose(2, 3).flatten(1, 2)
         return every if self.at is None else gather_slots(every, self.at.long())
 
+    def decode_at(self, index: Tensor) -> Tensor:
+        """Return some slots, of each head its own channels alone where the codes allow it."""
+        found = None
+        if self.at is None and index.shape[1] == self.heads:
+            found = self.inner.heads_at(index)
+        return super().decode_at(index) if found is None else found
+
     def take(self, index: Tensor) -> JoinedHeads:
         """Gather slots, and drop those that no head of the group keeps."""
         at = index if self.at is None else self.at.long().gather(2, index)

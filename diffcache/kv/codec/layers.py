@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from diffcache.kv.codec.base import Payload, TensorCodec, nbytes
+from diffcache.kv.codec.base import Payload, TensorCodec, tensors
 from diffcache.kv.codec.held import KVCodec
 from diffcache.kv.codec.tails import (
     append,
@@ -162,9 +162,10 @@ class Together(KVCodec):
         held = [each for each in last if isinstance(each, Coded) and not each.level]
         if len(held) < max(len(layers), 2) or not _same_places(held):
             return
-        parts = [[each.k, each.v] for each in held]
-        if nbytes(parts) < sum(nbytes(each) for each in parts):
-            return  # they do
+        for side in ("k", "v"):  # what is shared comes first in payloads
+            firsts = {next(tensors(getattr(each, side))).data_ptr() for each in held}
+            if len(firsts) == 1:
+                return  # they do
         ks = self.keys.join([[each.k] for each in held])
         vs = self.values.join([[each.v] for each in held])
         for layer, each, k, v in zip(layers, held, ks, vs, strict=True):

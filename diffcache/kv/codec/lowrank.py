@@ -10,7 +10,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from diffcache.kernels.move import gather_slots
 from diffcache.kv.codec.base import (
+    Dense,
     Exact,
     Parts,
     Payload,
@@ -65,6 +67,17 @@ class Factors(Parts):
                 (at,) = (self.basis.of[row, head] == number).nonzero(as_tuple=True)
                 out[row, head, at] = steady_product(left[row, head, at], basis, wide)
         return out.to(self.dtype)
+
+    def heads_at(self, index: Tensor) -> Tensor | None:
+        """Multiply the coordinates at the slots of each head with its part of the basis."""
+        left, values = self.left, self.basis.values
+        one = self.basis.of is None and values.shape[1:3] == (1, 1)
+        if not one or not isinstance(left, Dense) or left.values.shape[3] <= _FEW:
+            return None
+        heads = index.shape[1]
+        rows = gather_slots(left.values.expand(-1, heads, -1, -1), index).to(left.dtype)
+        own = values[:, 0, 0].unflatten(2, (heads, -1)).transpose(1, 2)
+        return steady_product(rows, own, work_dtype(self.dtype)).to(self.dtype)
 
     def _few(self, left: Tensor, wide: torch.dtype) -> Tensor:
         """Return the product of few coordinates, summed one after the other.

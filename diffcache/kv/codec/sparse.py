@@ -9,7 +9,6 @@ from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from diffcache.kv.codec.base import Exact, Parts, Payload, TensorCodec, all_of, appended, checked
 from diffcache.kv.codec.pack import pack
@@ -36,22 +35,12 @@ class Bitmap(Parts):
     def decode(self) -> Tensor:
         """Return the kept values in their places and zeros elsewhere."""
         values = self.values.decode().to(self.dtype)
-        padded = functional.pad(values, (0, 1))  # the zero that channels without a bit get
-        return padded.gather(3, self._places().clamp_max_(values.shape[3]))
-
-    def _places(self) -> Tensor:
-        """Return which value each channel has, int64 `[B, H, S, D]`; D or more for none.
-
-        Looked up a byte at a time: counting bit by bit takes several times longer.
-        """
-        every = torch.arange(256, device=self.bits.device)
-        set_ = every[:, None] >> torch.arange(8, device=every.device) & 1
-        before = (set_.cumsum(1) - 1).where(set_ > 0, self.size)  # in its byte
-        byte = self.bits.flatten().int()
-        many = set_.sum(1).index_select(0, byte).view_as(self.bits)
-        earlier = many.cumsum(3) - many  # values of the bytes before
-        place = before.index_select(0, byte).view(*self.bits.shape, 8).add_(earlier[..., None])
-        return place.flatten(3)[..., : self.size]
+        # Bits are looked up a byte at a time: one by one they take several times longer.
+        byte = torch.arange(256, device=self.bits.device)
+        bits = (byte[:, None] >> torch.arange(8, device=byte.device) & 1).bool()
+        kept = bits.index_select(0, self.bits.flatten().int()).view(*self.bits.shape, 8)
+        kept = kept.flatten(3)[..., : self.size]
+        return values.new_zeros(kept.shape).masked_scatter_(kept, values)
 
 
 @dataclass(frozen=True)

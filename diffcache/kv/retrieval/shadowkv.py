@@ -103,11 +103,17 @@ class Patched(Payload):
 
     def decode(self) -> Tensor:
         """Return [B, H, S, D]."""
-        found = self.base.decode()
+        return self._patched(self.base.decode(), self.place)
+
+    def decode_at(self, index: Tensor) -> Tensor:
+        """Decode some slots and no others."""
+        return self._patched(self.base.decode_at(index), self.place.gather(2, index))
+
+    def _patched(self, found: Tensor, place: Tensor) -> Tensor:
         if not self.exact.shape[2]:
             return found
-        exact = gather_slots(self.exact, self.place.long().clamp_min(0))
-        return exact.where(self.place[..., None] >= 0, found)
+        exact = gather_slots(self.exact, place.long().clamp_min(0))
+        return exact.where(place[..., None] >= 0, found)
 
     def take(self, index: Tensor) -> Patched:
         """Gather slots; what is exact stays where it is."""

@@ -51,6 +51,7 @@ CODECS: dict[str, TensorCodec] = {
     "low-rank": LowRank(3),
     "low-rank-full": LowRank(99),
     "low-rank-joint": LowRank(5, joint=True),
+    "low-rank-joint-wide": LowRank(12, joint=True),
     "low-rank-quantized": LowRank(8, COL, joint=True),
     "static": StaticLowRank(numbers(H * D, 7), numbers(7, H * D)),
     "static-head": StaticLowRank(numbers(D, 7), numbers(7, D), ROW),
@@ -123,6 +124,8 @@ def test_take_join_and_rows_are_bit_for_bit(codec: TensorCodec, dtype: torch.dty
     same(room[:, :, 1:-1], plain)
     assert room[:, :, [0, -1]].isnan().all()
     rows = torch.tensor([1, 0, 1])
+    apart = torch.randint(0, 16, (B, H, 5))
+    same(parts[2].decode_at(apart), gathered(parts[2].decode(), apart))
     for index in (
         torch.randint(0, 32, (B, H, 5)),
         torch.arange(8, 24).expand(B, H, -1),
