@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from diffcache.attach.attention_call import AttentionCall, AttentionSite, Strategy
@@ -75,8 +76,14 @@ def install(model: nn.Module, strategy: Strategy, sites: list[AttentionSite]) ->
     return undo
 
 
-@without_dynamo
-def attention(
+def attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """Attend as the strategy of a module does, or as sdpa does; compiled code leaves it out."""
+    # once dynamo is there, a function that it must not see costs 20 microseconds a call
+    attend = _apart if torch.compiler.is_compiling() else _attention
+    return attend(*args, **kwargs)
+
+
+def _attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -84,7 +91,7 @@ def attention(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as the strategy of a module does, or as sdpa does.
+    """Attend as `attention` says.
 
     Args:
         module: The attention module.
@@ -94,11 +101,10 @@ def attention(
         attention_mask: Mask, bool `[B or 1, 1, T, N]`, or None.
         kwargs: Further arguments of the model's attention function, such as `scaling`.
     """
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
     entry = _DOORS.get(module)
     if entry is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)  # type: ignore[no-any-return]
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        return _sdpa(module, kwargs, q, k, v, attention_mask), None
     strategy, site = entry
     causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
@@ -113,6 +119,9 @@ def attention(
     )
     out = strategy.attend(site, call)
     return (call.plain() if out is None else out), None
+
+
+_apart: Any = without_dynamo(_attention)
 
 
 def _sdpa(

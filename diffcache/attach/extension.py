@@ -22,7 +22,7 @@ INSTALLERS: dict[str, str] = {
     "RegionPlan": "diffcache.attach.extensions.region:install",
     "FedRows": "diffcache.attach.extensions.rows:install",
     "BranchRows": "diffcache.attach.extensions.branch_rows:install",
-    "NotedRows": "diffcache.attach.extensions.rollout:install",
+    "NotedRows": "diffcache.attach.extensions.rows:install",
     "WideningRows": "diffcache.attach.extensions.drift:install",
     "FinishedBlocks": "diffcache.attach.extensions.blocks:install",
     "WatchLayers": "diffcache.attach.extensions.quantize:watch",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -16,11 +17,6 @@ from diffcache.dllm.state import State
 from diffcache.method import Ability, check_int, is_number
 
 CONFIDENCE, INFLUENCE = "confidence", "influence"  # what is noted
-
-
-@dataclass(frozen=True)
-class NotedRows(FedRows):
-    """Compute the planned rows, and note on the plan how sure the model is and what it looks at."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +32,13 @@ class NotedPlan(RowPlan):
     narrows: ClassVar[bool] = True
 
     notes: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class NotedRows(FedRows):
+    """Compute the planned rows, and note on the plan how sure the model is and what it looks at."""
+
+    plans: ClassVar[type[RowPlan]] = NotedPlan
 
 
 @dataclass(frozen=True)
@@ -149,11 +152,22 @@ def density(decided: Tensor, sigma: float) -> Tensor:
     size = decided.shape[1]
     after = decided[:, -1:].expand(-1, size)
     around = torch.cat([torch.ones_like(decided), decided, after], dim=1).double()
-    at = torch.arange(3 * size, device=decided.device)
-    distance = at - at[size : 2 * size, None]
-    kernel = (-(distance.double() ** 2) / (2 * sigma**2)).exp()
-    every = torch.arange(-3 * size, 3 * size, device=decided.device).double()
-    return around @ kernel.mT / (-(every**2) / (2 * sigma**2)).exp().sum()
+    kernel, total = _gaussian(size, sigma, decided.device)
+    return around @ kernel / total
+
+
+@lru_cache(maxsize=8)
+def _gaussian(size: int, sigma: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the densities at `size` positions of three times as many, and the sum of all.
+
+    They are the same in every step of a decoding, and cost more than all else in a plan.
+    """
+    with torch.inference_mode(False):  # kept for callers of either kind
+        at = torch.arange(3 * size, device=device)
+        distance = at - at[size : 2 * size, None]
+        kernel = (-(distance.double() ** 2) / (2 * sigma**2)).exp()
+        every = torch.arange(-3 * size, 3 * size, device=device).double()
+        return kernel.mT, (-(every**2) / (2 * sigma**2)).exp().sum()
 
 
 def nucleus(scores: Tensor, part: float, among: Tensor) -> Tensor:
@@ -200,8 +214,9 @@ def influence(
     flow = torch.ones_like(attention[0][:, 0])
     if valid is not None:
         flow = flow * valid
+    half_real = real.to(flow.dtype) / 2
     for weights in reversed(attention):
-        half = flow.gather(1, index) * real / 2
+        half = flow.gather(1, index) * half_real
         spread = (half[:, None] @ weights)[:, 0]
         flow = flow.scatter_add(1, index, -half) + spread
     return flow

@@ -141,6 +141,7 @@ class Decoding:
         self._check_window()
         self._block = torch.arange(schedule.size, device=prompts.device)
         self._last: RowPlan | None = None
+        self._starts: list[list[int]] = []
         self.step = 0
         stop = self.prompt + schedule.size
         self.rows = [RowState(self.prompt, stop, 0, 0) for _ in range(batch)]
@@ -189,18 +190,13 @@ class Decoding:
         Raises:
             ValueError: If masks are left that nothing decides, as where logits are NaN.
         """
-        batch, width = self.ids.shape
         at = self._at
-        rows = plan.index(batch, width, self.ids.device).contiguous()
-        row = at - self._shift  # the one that predicts; a prompt has at least one
-        place = torch.searchsorted(rows, row).clamp_max(rows.shape[1] - 1)
-        is_fed = rows.gather(1, place) == row
-        chunk = logits.gather(1, place[..., None].expand(-1, -1, logits.shape[-1]))
+        chunk, may = self._predicted(logits, plan)
         tokens, scores = self.sampler.candidates(chunk, self.mask_id, self._generator)
         if self._order is not None:
             scores = self._order.gather(1, at - self.prompt)
         held = self.ids.gather(1, at)
-        scores = scores.masked_fill(~(is_fed & self._may), float("-inf"))
+        scores = scores.masked_fill(~may, float("-inf"))
         if not all(self._active):
             going = torch.tensor(self._active, device=scores.device)[:, None]
             scores = scores.masked_fill(~going, float("-inf"))
@@ -216,6 +212,22 @@ class Decoding:
         self.step += 1
         self._advance()
         self._look()
+
+    def _predicted(self, logits: Tensor, plan: RowPlan) -> tuple[Tensor, Tensor]:
+        """Return the logits of the blocks' tokens, `[B, n, V]`, and which may be decided, bool."""
+        batch, width = self.ids.shape
+        run = range(width) if plan.rows is None else plan.rows
+        starts = {row.start - self._shift for row in self.rows}
+        if isinstance(run, range) and len(starts) == 1:  # the same place in every sequence
+            first = starts.pop() - run.start
+            if 0 <= first <= len(run) - self.schedule.size:
+                return logits[:, first : first + self.schedule.size], self._may
+        rows = plan.index(batch, width, self.ids.device).contiguous()
+        row = self._at - self._shift  # the one that predicts; a prompt has at least one
+        place = torch.searchsorted(rows, row).clamp_max(rows.shape[1] - 1)
+        is_fed = rows.gather(1, place) == row
+        chunk = logits.gather(1, place[..., None].expand(-1, -1, logits.shape[-1]))
+        return chunk, is_fed & self._may
 
     # the blocks ----------------------------------------------------------------------------
 
@@ -254,8 +266,10 @@ class Decoding:
     def _look(self) -> None:
         """Find out which sequences are decoded, and their blocks' positions and open masks."""
         self._active = [row.is_active for row in self.rows]
-        starts = torch.tensor([[row.start] for row in self.rows], device=self.ids.device)
-        self._at = starts + self._block
+        starts = [[row.start] for row in self.rows]
+        if starts != self._starts:
+            self._starts = starts
+            self._at = torch.tensor(starts, device=self.ids.device) + self._block
         self._may = self._may_commit()
 
     def _may_commit(self) -> Tensor:

@@ -14,7 +14,13 @@ from diffcache.method import Ability, Method
 
 @dataclass(frozen=True)
 class FedRows(Ability):
-    """Compute the rows that each call's plan names, and serve the keys and values of the others."""
+    """Compute the rows that each call's plan names, and serve the keys and values of the others.
+
+    Attributes:
+        plans: Class of the plans.
+    """
+
+    plans: ClassVar[type[RowPlan]] = RowPlan
 
 
 class Policy(Method):

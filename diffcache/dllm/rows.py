@@ -44,7 +44,7 @@ class RowPlan:
         """
         if multiple != 1:
             check_int("multiple", multiple, 1)
-        rows = slots_of(chosen)
+        rows = numbers_of(chosen)
         count = rows.shape[1]
         if not count:
             raise ValueError("chosen: names no position; a forward computes at least one")
@@ -90,3 +90,16 @@ class RowPlan:
 
 
 ALL = RowPlan()
+
+
+def numbers_of(chosen: Tensor) -> Tensor:
+    """Return chosen positions as numbers, filled up by repeating the last one, int64 `[B, n]`.
+
+    The host waits for their number.
+
+    Args:
+        chosen: bool `[B, T]`.
+    """
+    if len(chosen) == 1:  # nothing to fill up
+        return chosen[0].nonzero().mT
+    return slots_of(chosen)

@@ -145,5 +145,6 @@ class Sampler:
                 logits.shape, dtype=torch.float64, device=logits.device, generator=generator
             )
             logits = logits.double() - self.temperature * (-noise.log()).log()
-        never = torch.tensor([mask_id], device=logits.device)
-        return logits.index_fill(-1, never, float("-inf")).argmax(-1)
+        logits = logits.clone()
+        logits[..., mask_id] = float("-inf")
+        return logits.argmax(-1)

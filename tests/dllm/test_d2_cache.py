@@ -144,5 +144,5 @@ def test_what_does_not_go_together_is_refused() -> None:
     with diffcache.wrapped(model, D2Cache(current_k=3)):
         with pytest.raises(ValueError, match="current_k=3: a step commits 4 masks"):
             DiffusionLM(model).generate(prompts(5), Schedule(8, 8, 2))
-        with pytest.raises(AttachError, match="must be the plan of a D2Cache"):
+        with pytest.raises(AttachError, match="must be a NotedPlan"):
             model(torch.tensor(prompts(5)), row_plan=RowPlan())

@@ -95,7 +95,7 @@ class Blocks(Rows):
     """
 
     def __init__(self, denoiser: Denoiser, ability: FinishedBlocks) -> None:
-        super().__init__(denoiser, ability)
+        super().__init__(denoiser)
         self.block = ability.block
         self.is_tried = True  # by the checks of its own
         self.is_exact: dict[Kind, bool] = {}  # of the kinds of calls that were checked

@@ -125,14 +125,12 @@ class Branches(Partial):
         ability: Ability that chooses rows of the answer.
     """
 
-    plans = BranchPlan
     layer = HeldLayer
 
     def __init__(self, denoiser: Denoiser, ability: BranchRows) -> None:
         self.layers = layers_of(denoiser)
-        super().__init__(denoiser)
+        super().__init__(denoiser, BranchPlan)
         self.ability = ability
-        self.wanted = f"what plan() of {denoiser.method!r} returns"
         self.paths = [f"{layer.path}.{layer.attention}".rstrip(".") for layer in self.layers]
         self.numbers = {path: number for number, path in enumerate(self.paths)}
         self.others: tuple[None, ...] = (None,)  # that attention returns besides its output

@@ -19,21 +19,26 @@ from torch import Tensor, nn
 from diffcache.attach.attention_call import AttentionCall, AttentionSite
 from diffcache.attach.call import Call
 from diffcache.attach.denoiser import Denoiser
-from diffcache.attach.extensions.partial import Held, HeldKV
-from diffcache.attach.extensions.rows import Rows, Turn
-from diffcache.attach.extensions.rows import install as install_rows
+from diffcache.attach.extensions.partial import (
+    IDS,
+    VALID,
+    Held,
+    HeldKV,
+    check_arguments,
+    check_sites,
+)
+from diffcache.attach.extensions.rows import HeldRows, Rows, Turn
 from diffcache.attach.run import Run
 from diffcache.attach.tap import ITEMS, ServedTap, Tap, tap_list, untap_list
 from diffcache.attach.tree import leaves
 from diffcache.dllm.elastic_cache import WatchedPlan, WideningRows, likeness, most_attended
-from diffcache.dllm.rows import RowPlan
+from diffcache.dllm.rows import RowPlan, numbers_of
 from diffcache.errors import AttachError
 from diffcache.foreign import children_of
-from diffcache.kv.refresh import slots_of
 
 
 @dataclass(eq=False)
-class HeldInputs(Held[HeldKV]):
+class HeldInputs(HeldRows):
     """Keys, values and inputs of one run; every row is as it was when it was last computed.
 
     Attributes:
@@ -54,26 +59,6 @@ class HeldInputs(Held[HeldKV]):
     leaves: list[Tensor] = field(default_factory=list)
 
 
-@dataclass(frozen=True, eq=False)
-class Spots:
-    """Some positions of each sequence, filled up to one number.
-
-    Attributes:
-        places: Positions, int64 `[B, n]`.
-        real: Mask of the positions that do not just fill up a sequence, bool `[B, n]`.
-    """
-
-    places: Tensor
-    real: Tensor
-
-    @classmethod
-    def of(cls, chosen: Tensor) -> Spots:
-        """Return the positions that a bool `[B, T]` names."""
-        places = slots_of(chosen)
-        number = torch.arange(places.shape[1], device=chosen.device)
-        return cls(places, number < chosen.sum(1, keepdim=True))
-
-
 @dataclass(eq=False)
 class Way(Turn):
     """One call on its way through the blocks.
@@ -81,12 +66,16 @@ class Way(Turn):
     Attributes:
         plan: The plan that was asked for.
         planned: Its rows and the tracked tokens, bool `[B, T]`.
-        tracked: Tokens to compare; None at a forward of all rows.
-        window: Positions whose queries choose the tokens to track.
+        places: Positions whose attention is looked at, int64 `[B, n]`: the planned ones; at a
+            forward of all rows those of the window.
+        looks: Which of these are of the window and do not just fill up a sequence, bool `[B, n]`.
+        tested: Numbers among these of the tracked tokens, int64 `[B, t]`; None where no test is.
+        real: Tracked tokens that do not just fill up a sequence, bool `[B, t]`.
         starts: First block of each sequence that computes all rows; the number of blocks for none.
         fed: Positions that the current block computes, bool `[B, T]`.
         is_wide: Whether blocks run at full length.
-        found: Tokens to track next, bool `[B, T]`.
+        is_full: Whether every sequence computes all rows of the current block.
+        masses: Attention from the window to each token in the layers so far, `[B, T]` each.
         batch: Numbers of the sequences, int64 `[B, 1]`.
         blocks: Blocks that ran so far.
     """
@@ -94,14 +83,22 @@ class Way(Turn):
     held: HeldInputs
     plan: WatchedPlan = field(kw_only=True)
     planned: Tensor = field(kw_only=True)
-    tracked: Spots | None = field(kw_only=True)
-    window: Spots = field(kw_only=True)
+    places: Tensor = field(kw_only=True)
+    looks: Tensor = field(kw_only=True)
+    tested: Tensor | None = field(default=None, kw_only=True)
+    real: Tensor | None = field(default=None, kw_only=True)
     starts: list[int] = field(kw_only=True)
     fed: Tensor = field(kw_only=True)
     is_wide: bool = field(kw_only=True)
-    found: Tensor = field(kw_only=True)
+    is_full: bool = field(kw_only=True)
+    masses: list[Tensor] = field(default_factory=list)
     batch: Tensor = field(kw_only=True)
     blocks: set[int] = field(default_factory=set)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the call computes all rows in every layer."""
+        return self.plan.rows is None
 
     def widen(self, block: int) -> None:
         """Go on to a block that runs at full length."""
@@ -111,8 +108,10 @@ class Way(Turn):
             self.index, self.rows = range(width), width
             self.mask = None if mask is None else mask.expand(-1, -1, width, -1)
             self.is_wide = True
-        whole = torch.tensor([[start <= block] for start in self.starts], device=self.fed.device)
-        self.fed = self.planned | whole
+        self.is_full = max(self.starts) <= block
+        if not self.is_full:
+            whole = [[start <= block] for start in self.starts]
+            self.fed = self.planned | torch.tensor(whole, device=self.planned.device)
 
     def merged(self, held: Tensor | None, fresh: Tensor) -> Tensor:
         """Return what is held with the computed rows written over it.
@@ -121,14 +120,18 @@ class Way(Turn):
             held: `[B, T, ...]`, which may be written into; None where nothing is held.
             fresh: `[B, n, ...]`, n = T at full length.
         """
-        if held is None:
+        if held is None or self.is_full:
             return fresh.clone()
         if self.is_wide:
             return fresh.where(self.fed.view(*self.fed.shape, *[1] * (fresh.dim() - 2)), held)
-        index = self.index
-        assert isinstance(index, Tensor)
-        held[self.batch, index] = fresh
+        if len(self.places) == 1:  # copies whole rows, three times as fast
+            return held.index_copy_(1, self.places[0], fresh)
+        held[self.batch, self.places] = fresh
         return held
+
+    def looking(self, queries: Tensor) -> Tensor:
+        """Return the queries whose attention is looked at, `[B, n, H, D]`, of those computed."""
+        return queries[self.batch, self.places] if self.is_wide else queries
 
 
 class Seam(Tap):
@@ -149,15 +152,18 @@ class Seam(Tap):
                 "argument, so that it cannot be widened; use another policy"
             )
         hidden, *rest = args
-        held.inputs[number] = way.merged(held.inputs.get(number), hidden)
-        if way.tracked is None:
-            held.arguments[number] = (rest, kwargs)
-        elif min(way.starts) <= number:
-            way.widen(number)
-            hidden = held.inputs[number].clone()
-            rest, kwargs = held.arguments[number]
-        elif number not in owner.compared:
-            owner.compare(number, (rest, kwargs), held.arguments[number], way)
+        if owner.widens:
+            held.inputs[number] = way.merged(held.inputs.get(number), hidden)
+            if way.is_whole:
+                held.arguments[number] = (rest, kwargs)
+            elif min(way.starts) <= number:
+                was_full = way.is_full
+                way.widen(number)
+                if not was_full:
+                    hidden = held.inputs[number].clone()
+                rest, kwargs = held.arguments[number]
+            elif number not in owner.compared:
+                owner.compare(number, (rest, kwargs), held.arguments[number], way)
         way.blocks.add(number)
         out = self.module(hidden, *rest, **kwargs)
         return out if number + 1 < len(owner.numbers) else planned_rows(way, out)
@@ -177,13 +183,12 @@ class Drift(Rows):
         ability: Ability that the policy asks for.
     """
 
-    plans = WatchedPlan
-    wanted = "the plan of an ElasticCache, which says what to track"
     holds = HeldInputs
 
     def __init__(self, denoiser: Denoiser, ability: WideningRows) -> None:
-        super().__init__(denoiser, ability)
+        super().__init__(denoiser, ability.plans)
         self.ability = ability
+        self.widens = ability.gamma > 0  # a cosine of weights is never negative
         self.compared: set[int] = set()  # blocks whose arguments were
         self.lists: dict[str, Any] = {}
         for entry in denoiser.anatomy.lists:
@@ -215,36 +220,52 @@ class Drift(Rows):
 
     def turn_of(self, plan: WatchedPlan, turn: Turn) -> Turn:
         """Return the way of a call through the blocks."""
-        held = turn.held
+        held, is_whole = turn.held, isinstance(turn.index, range)
         assert isinstance(held, HeldInputs)
-        is_whole, planned = True, torch.ones_like(plan.window)
-        if isinstance(turn.index, Tensor):
-            is_whole, planned = False, torch.zeros_like(plan.window).scatter_(1, turn.index, True)
-        return Way(
+        batch = torch.arange(len(plan.window), device=plan.window.device)[:, None]
+        if isinstance(turn.index, range):
+            planned, places = torch.ones_like(plan.window), numbers_of(plan.window)
+        else:
+            planned, places = torch.zeros_like(plan.window), turn.index
+            planned.scatter_(1, places, True)
+        real = torch.ones_like(places, dtype=torch.bool)
+        real[:, 1:] = places[:, 1:] != places[:, :-1]  # others fill up
+        way = Way(
             held,
             turn.index,
             turn.rows,
             turn.mask,
             plan=plan,
             planned=planned,
-            tracked=None if held.tracked is None or is_whole else Spots.of(held.tracked),
-            window=Spots.of(plan.window),
+            places=places,
+            looks=plan.window.gather(1, places) & real,
             starts=[0 if is_whole else len(self.numbers)] * len(planned),
             fed=planned,
             is_wide=is_whole,
-            found=torch.zeros_like(planned),
-            batch=torch.arange(len(planned), device=planned.device)[:, None],
+            is_full=is_whole,
+            batch=batch,
         )
+        if self.widens and not is_whole and held.tracked is not None:
+            is_tracked = held.tracked.gather(1, places) & real
+            tested = numbers_of(is_tracked)
+            if tested.shape[1]:
+                way.tested = tested
+                numbers = torch.arange(tested.shape[1], device=tested.device)
+                way.real = numbers < is_tracked.sum(1, keepdim=True)
+        return way
 
     def begin(
         self, call: Call, plan: WatchedPlan, held: Any, given: dict[str, Any]
     ) -> dict[str, Any]:
         """Give the model the planned rows and the tracked tokens, and its blocks stand-ins."""
         some, way = super().begin(call, plan, held, given), call.storage[self]
-        items, number = call.storage.setdefault(ITEMS, {}), 0
+        items, number, last = call.storage.setdefault(ITEMS, {}), 0, len(self.numbers) - 1
         for key, blocks in self.lists.items():
-            modules = list(children_of(blocks).values())
-            items[key] = [Seam(each, self, number + at, way) for at, each in enumerate(modules)]
+            modules: list[Any] = list(children_of(blocks).values())
+            for at, module in enumerate(modules):
+                if self.widens or number + at == last:  # else all but the last stay as they are
+                    modules[at] = Seam(module, self, number + at, way)
+            items[key] = modules
             number += len(modules)
         return some
 
@@ -258,13 +279,14 @@ class Drift(Rows):
         way = call.storage.get(self)
         if not isinstance(way, Way):
             return
-        if len(way.blocks) != len(self.numbers):
+        if len(way.blocks) != (len(self.numbers) if self.widens else 1):
             raise AttachError(
                 f"{self.model}: {len(way.blocks)} of {len(self.numbers)} blocks were taken from "
                 "its lists in a call, so that it cannot be widened; use another policy"
             )
-        way.held.tracked, way.held.starts = way.found, way.starts
-        if way.tracked is None:
+        found = most_attended(torch.stack(way.masses), way.plan.known, self.ability.track)
+        way.held.tracked, way.held.starts = found, way.starts
+        if way.is_whole:
             every = leaves(way.held.arguments)
             way.held.leaves = list({id(leaf): leaf for leaf in every}.values())
 
@@ -322,40 +344,46 @@ class Drift(Rows):
             return super().attend(site, call, way)
         held, number = way.held, self.numbers[site.path]
         layer, blocks = held.layers[number], len(self.numbers)
-        tests = blocks in way.starts and number + 1 < blocks  # no block follows the last
-        tests = tests and self.ability.gamma > 0  # a cosine of weights is never negative
-        tracked = way.tracked if tests else None
-        seen, scale, asked = held.mask, call.scale, 0
-        if tracked is not None:
-            q = held.queries[number][way.batch, tracked.places]
-            before, asked = layer.weights(q, scale, seen), 2 * q.numel()
-        if way.is_wide and layer.k is not None and layer.v is not None:
+        # no block follows the last, and who widens already is not asked
+        is_tested = way.tested is not None and number + 1 < blocks and blocks in way.starts
+        seen, before, products = held.mask, None, way.looks.numel()
+        if is_tested:
+            assert way.tested is not None
+            places = way.places.gather(1, way.tested)
+            before = layer.weights(held.queries[number][way.batch, places], call.scale, seen)
+            products += way.tested.numel()
+        if way.is_wide and not way.is_full:
+            assert layer.k is not None
+            assert layer.v is not None
             # rows that are not computed stay as they are to the bit
             call.k = way.merged(layer.k.transpose(1, 2), call.k)
             call.v = way.merged(layer.v.transpose(1, 2), call.v)
         out = super().attend(site, call, way)
-        queries = held.queries[number] = way.merged(held.queries.get(number), call.q)
-        if tracked is not None:
-            after = layer.weights(queries[way.batch, tracked.places], scale, seen)
-            self._test(way, number, before, after)
-        q = queries[way.batch, way.window.places]
-        weights = layer.weights(q, scale, seen)
-        way.products += (asked + q.numel()) * held.shape[1]
-        way.found |= most_attended(weights, way.window.real, way.plan.known, self.ability.track)
+        queries = way.looking(call.q)
+        if self.widens:
+            held.queries[number] = way.merged(held.queries.get(number), call.q)
+        # one product tells both how the tracked tokens attend now, and what the window looks at
+        weights = layer.weights(queries, call.scale, seen)
+        if before is not None:
+            self._test(way, number, before, weights)
+        way.products += products * call.q.shape[2] * call.q.shape[3] * held.shape[1]
+        way.masses.append((weights * way.looks[:, None, :, None]).sum((1, 2)))
         return out
 
-    def _test(self, way: Way, number: int, before: Tensor, after: Tensor) -> None:
+    def _test(self, way: Way, number: int, before: Tensor, weights: Tensor) -> None:
         """Let sequences whose attention drifted widen at the next block; the host waits."""
-        assert way.tracked is not None
+        assert way.tested is not None
+        assert way.real is not None
         mask, blocks = way.held.mask, len(self.numbers)
+        after = weights.transpose(1, 2)[way.batch, way.tested].transpose(1, 2)
         alike = likeness(
             before,
             after,
-            way.tracked.real,
+            way.real,
             None if mask is None else mask[:, 0, 0],
             self.ability.similarity,
         )
-        drifted = ((alike < self.ability.gamma) & way.window.real.any(1)).tolist()
+        drifted = ((alike < self.ability.gamma) & way.looks.any(1)).tolist()
         if not any(drifted):
             return
         way.starts = [
@@ -366,7 +394,8 @@ class Drift(Rows):
 
 def planned_rows(way: Way, out: Any) -> Any:
     """Return the output of the last block, of the planned rows alone."""
-    if way.plan.rows is None:
+    alone = len(way.fed) == 1 and not way.is_wide
+    if way.is_whole or (alone and way.rows == way.plan.count(way.fed.shape[1])):
         return out
     hidden = out if isinstance(out, Tensor) else out[0]
     batch, width = way.fed.shape
@@ -389,7 +418,8 @@ def install(denoiser: Denoiser, ability: WideningRows) -> Rows:
     Raises:
         AttachError: If the model cannot have row plans, or a block has not just one attention.
     """
-    rows = install_rows(denoiser, ability, Drift)
+    check_arguments(denoiser, IDS, VALID)
+    rows = check_sites(Drift(denoiser, ability))
     paths = [
         f"{entry.key}.{number}."
         for entry in denoiser.anatomy.lists

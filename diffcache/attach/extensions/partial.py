@@ -53,8 +53,9 @@ class HeldKV:
         """Write the keys and values of some positions.
 
         Args:
-            at: The positions, int64 `[B, n]`, which the caller has checked; or a run of them, which
-                may go on after those that are there. The first write is of all positions.
+            at: The positions, int64 `[B, n]`, or `[n]` where all sequences have the same, which the
+                caller has checked; or a run of them, which may go on after those that are there.
+                The first write is of all positions.
             k: Keys, `[B, n, H, D]`.
             v: Values, `[B, n, H, D]`.
         """
@@ -66,11 +67,12 @@ class HeldKV:
         if self.k.is_inference() and not torch.is_inference_mode_enabled():  # torch lets none write
             self.k, self.v = self.k.clone(), self.v.clone()
         if not isinstance(at, range):
-            at = at[0] if len(at) == 1 or at.stride(0) == 0 else at
+            if at.dim() == 2 and (len(at) == 1 or at.stride(0) == 0):
+                at = at[0]
             kv_scatter(self.k, self.v, k.to(self.k.dtype), v.to(self.v.dtype), at)
         elif at.stop <= self.k.shape[2]:
-            self.k[:, :, at.start : at.stop] = k
-            self.v[:, :, at.start : at.stop] = v
+            self.k.narrow(2, at.start, len(at)).copy_(k)
+            self.v.narrow(2, at.start, len(at)).copy_(v)
         else:
             self.k = torch.cat([self.k[:, :, : at.start], k], 2)
             self.v = torch.cat([self.v[:, :, : at.start], v], 2)
@@ -110,11 +112,14 @@ class HeldKV:
         """
         assert self.k is not None
         dtype = torch.promote_types(q.dtype, torch.float32)
-        q = q.transpose(1, 2).unflatten(1, (self.k.shape[1], -1))
-        found = torch.einsum("bhgnd,bhsd->bhgns", q.to(dtype), self.k.to(dtype)) * scale
+        batch, count, heads, size = q.shape
+        # queries of the heads that share keys are rows of one product
+        queries = q.transpose(1, 2).to(dtype).reshape(batch, self.k.shape[1], -1, size)
+        logits = queries @ self.k.to(dtype).mT * scale
+        logits = logits.view(batch, heads, count, -1)
         if mask is not None:
-            found = found.masked_fill(~mask[:, :, None], float("-inf"))
-        return found.softmax(-1).flatten(1, 2)
+            logits = logits.masked_fill(~mask, float("-inf"))
+        return logits.softmax(-1)
 
     @property
     def length(self) -> int:
@@ -154,21 +159,18 @@ class Partial(Extension):
 
     Args:
         denoiser: The attachment to the model.
+        plans: Class of the plans.
 
     Attributes:
-        plans: Class of the plans.
-        wanted: What the argument must be, for an error.
         holds: Class of what is held of a run.
         layer: Class of what is held of an attention.
     """
 
-    plans: ClassVar[type[Any]]
-    wanted: str
     holds: ClassVar[type[Held[Any]]] = Held
     layer: ClassVar[type[HeldKV]] = HeldKV
 
-    def __init__(self, denoiser: Denoiser) -> None:
-        self.denoiser = denoiser
+    def __init__(self, denoiser: Denoiser, plans: type[Any]) -> None:
+        self.denoiser, self.plans = denoiser, plans
         self.model = denoiser.anatomy.model
         self.is_direct = calls_sdpa(denoiser.model)  # and leaves padding to us
         self.takes_positions = POSITIONS in denoiser.arguments
@@ -212,7 +214,10 @@ class Partial(Extension):
         if plan is None:
             return call
         if not isinstance(plan, self.plans):
-            raise AttachError(f"{PLAN}={plan!r}: must be {self.wanted}")
+            raise AttachError(
+                f"{PLAN}={plan!r}: must be a {self.plans.__name__} of diffcache.dllm, such as "
+                f"plan() of {self.denoiser.method!r} returns"
+            )
         ids, valid = given_tokens(self.model, given)
         run = call.timeline.run
         held: Held[Any] | None = run.storage.get(self)

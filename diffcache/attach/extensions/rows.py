@@ -1,7 +1,13 @@
-"""Computes the rows that a row plan names, in language models that attend both ways."""
+"""Computes the rows that a row plan names, in language models that attend both ways.
+
+Plans that take notes (d2Cache) are told how sure the model is of each position, and how much
+attention flows from it. Weights of attention are computed for it besides the model's own attention,
+which does not hand them out.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -25,12 +31,26 @@ from diffcache.attach.extensions.partial import (
     linear_weights,
 )
 from diffcache.attach.record import TOKEN_LAYERS
+from diffcache.attach.run import Run
+from diffcache.dllm.d2_cache import CONFIDENCE, INFLUENCE, NotedPlan, influence
 from diffcache.dllm.policy import FedRows
 from diffcache.dllm.rows import RowPlan
 from diffcache.errors import AttachError
 from diffcache.kv.slots import SlotIndex
 
 TRIAL = "trial"  # in a call's storage: the turn of rows that are computed alone to compare them
+
+
+@dataclass(eq=False)
+class HeldRows(Held[HeldKV]):
+    """Keys and values of one run, and what plans that take notes are told.
+
+    Attributes:
+        confidence: Probability of the most probable token when each position was last computed,
+            `[B, T]`; None where no plan takes notes.
+    """
+
+    confidence: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -46,6 +66,8 @@ class Turn:
         visits: Rows and channels of the queries of each attention that took part so far.
         products: Multiply-adds besides those of the layers.
         differs: Whether rows that were computed alone had other keys than among all.
+        notes: Plan that notes are left on; None where none are taken.
+        attention: Mean attention of the rows in every layer so far, `[B, n, T]` each, for notes.
     """
 
     held: Held[HeldKV]
@@ -55,6 +77,8 @@ class Turn:
     visits: dict[int, tuple[int, int]] = field(default_factory=dict)
     products: int = 0
     differs: bool = False
+    notes: NotedPlan | None = None
+    attention: list[Tensor] = field(default_factory=list)
 
 
 class Rows(Partial):
@@ -62,20 +86,25 @@ class Rows(Partial):
 
     Args:
         denoiser: The attachment to the model.
-        ability: Ability that the policy asks for.
+        plans: Class of the plans.
     """
 
-    plans: ClassVar[type[RowPlan]] = RowPlan
-    wanted = "a RowPlan of diffcache.dllm"
+    holds: ClassVar[type[Held[Any]]] = HeldRows
 
-    def __init__(self, denoiser: Denoiser, ability: FedRows) -> None:
-        super().__init__(denoiser)
+    def __init__(self, denoiser: Denoiser, plans: type[RowPlan] = RowPlan) -> None:
+        super().__init__(denoiser, plans)
         self.checked: set[int] = set()  # attentions that were compared with the model's own
         self.is_tried = False  # whether rows alone were compared with the same among all
         self.weights = sum(
             linear_weights(denoiser.model.get_submodule(entry.key))
             for entry in denoiser.anatomy.lists
         )
+
+    def tensors(self, run: Run) -> Iterable[Tensor]:
+        """Return the keys, values and confidence of a run."""
+        found = list(super().tensors(run))
+        confidence = getattr(run.storage.get(self), "confidence", None)
+        return found if confidence is None else [*found, confidence]
 
     # a call ----------------------------------------------------------------------------------
 
@@ -99,7 +128,8 @@ class Rows(Partial):
             seen = plan.seen[:, None, None]
             mask = seen if mask is None else mask & seen
         mask = None if mask is None else mask.expand(-1, -1, count, -1)
-        turn = call.storage[self] = self.turn_of(plan, Turn(held, rows, count, mask))
+        turn = Turn(held, rows, count, mask, notes=plan if isinstance(plan, NotedPlan) else None)
+        turn = call.storage[self] = self.turn_of(plan, turn)
         return self._cut(given, turn)
 
     def rows_of(self, plan: Any, held: Any) -> Tensor | range | None:
@@ -141,6 +171,24 @@ class Rows(Partial):
         if turn is not None and not self.is_tried and call.run.storage.get(self) is turn.held:
             self._try_alone(call, turn.held)
             self.is_tried = True
+        if turn is not None and turn.notes is not None:
+            self._take_notes(turn, turn.notes, out.logits)
+
+    def _take_notes(self, turn: Turn, plan: NotedPlan, logits: Tensor) -> None:
+        """Note how sure the model is of each position, and how much attention flows from it."""
+        held, attention = turn.held, turn.attention
+        assert isinstance(held, HeldRows)
+        batch, width = held.shape
+        index = plan.index(batch, width, logits.device)
+        real = torch.ones_like(index, dtype=torch.bool)
+        real[:, 1:] = index[:, 1:] != index[:, :-1]  # others fill up
+        mask = None if held.mask is None else held.mask[:, 0, 0]
+        found = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        sure = (found.amax(-1) - found.logsumexp(-1)).exp()
+        before = sure.new_zeros(batch, width) if held.confidence is None else held.confidence
+        held.confidence = before.scatter(1, index, sure)
+        plan.notes[CONFIDENCE] = held.confidence
+        plan.notes[INFLUENCE] = influence(attention, index, real, mask)
 
     def _try_alone(self, call: Call, held: Held[HeldKV]) -> None:
         """Compute some rows of a call of all rows alone, to compare them; what is held stays.
@@ -209,6 +257,9 @@ class Rows(Partial):
             check_sees_all(self.model, site, call, None if self.is_direct else turn.mask)
         layer.write(turn.index, call.k, call.v)
         out = layer.attend(call.q, call.scale, turn.mask)
+        if turn.notes is not None:
+            turn.products += call.q.numel() * turn.held.shape[1]
+            turn.attention.append(layer.weights(call.q, call.scale, turn.mask).mean(1))
         if number not in self.checked:
             if self.is_direct:
                 call.mask = turn.mask
@@ -254,17 +305,16 @@ class Rows(Partial):
             )
 
 
-def install(denoiser: Denoiser, ability: FedRows, kind: type[Rows] = Rows) -> Rows:
+def install(denoiser: Denoiser, ability: FedRows) -> Rows:
     """Return the extension for row plans.
 
     Args:
         denoiser: The attachment to the model.
         ability: Ability that the policy asks for.
-        kind: Class of the extension.
 
     Raises:
         AttachError: If the model is none of transformers, takes no positions, or has blocks without
             attention, or a pipeline calls it.
     """
     check_arguments(denoiser, IDS, VALID)
-    return check_sites(kind(denoiser, ability))
+    return check_sites(Rows(denoiser, ability.plans))
