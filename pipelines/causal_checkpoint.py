@@ -1,4 +1,15 @@
-"""Load causal Wan weights, as Self-Forcing and its kin release them, for diffusers."""
+"""Load causal Wan weights, as Self-Forcing and its kin release them, for diffusers.
+
+Layouts that are read, as the loaders of their public code show them; `tests/video/test_checkpoint`
+has one of each:
+
+| weights | under | names |
+|---|---|---|
+| Self-Forcing, Rolling Forcing | `generator_ema`, `generator` | `model.`, with what FSDP wraps |
+| CausVid | `generator`, or `model` for image to video | `model.` |
+| LongLive | `generator`, and `generator_lora` in a file of its own | `model.`; those of peft |
+| Krea Realtime 14B | nothing, a file of safetensors | `model.` |
+"""
 
 from __future__ import annotations
 
@@ -19,8 +30,12 @@ from torch import Tensor
 from diffcache.errors import DiffcacheError
 from diffcache.foreign import in_float32
 
-PARTS = ("generator_ema", "generator")  # of which the first that is there is taken
-PREFIXES = ("model.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+PARTS = ("generator_ema", "generator", "model")  # of which the first that is there is taken
+LORA = ("generator_lora",)
+PREFIXES = (
+    "base_model.", "model.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.",
+)  # fmt: skip
+_TWO_TIMES = ("delta_embedder.", "far_patch_embedding.")  # of AnyFlow
 
 
 class CheckpointError(DiffcacheError, ValueError):
@@ -28,7 +43,12 @@ class CheckpointError(DiffcacheError, ValueError):
 
 
 def load_causal(
-    path: str | os.PathLike[str], *, head: int = 128, dtype: torch.dtype | None = None
+    path: str | os.PathLike[str],
+    *,
+    lora: str | os.PathLike[str] | None = None,
+    alpha: float | None = None,
+    head: int = 128,
+    dtype: torch.dtype | None = None,
 ) -> WanTransformer3DModel:
     """Load weights of the Self-Forcing family into an ordinary transformer of diffusers.
 
@@ -37,17 +57,26 @@ def load_causal(
 
     Args:
         path: File of torch or of safetensors, with names as in Wan2.1's own code.
+        lora: File of low-rank updates that are added to the weights, as LongLive's `lora.pt`.
+        alpha: Scale of the updates, by which their rank is divided; None for the rank itself, as
+            LongLive's is. No file tells.
         head: Channels of an attention head, 128 in all released models; no weight tells.
         dtype: Dtype of the weights but for norms, modulation and the embedding of time, which
             become float32, as in `from_pretrained`; None for the dtype that they are saved in.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        CheckpointError: If the file holds anything but the weights of a Wan for text to video.
+        CheckpointError: If the file holds anything but the weights of a Wan for text to video, or
+            the updates do not fit these.
     """
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"path={os.fspath(path)!r}: there is no such file")
-    named = _unwrapped(_read(path))
+    named = _unwrapped(_read(path, PARTS))
+    if any(name.startswith(_TWO_TIMES) or f".{_TWO_TIMES[0]}" in name for name in named):
+        raise CheckpointError(
+            f"path={os.fspath(path)!r}: is of AnyFlow, whose steps go from one time to another, "
+            "both of which its transformer is told; run it with AnyFlowFARPipeline of diffusers"
+        )
+    if lora is not None:
+        named = _updated(named, lora, alpha)
     weights: dict[str, Tensor] = convert_wan_transformer_to_diffusers(dict(named))
     with init_empty_weights(include_buffers=False):
         model = WanTransformer3DModel(**_config(path, named, head))
@@ -79,8 +108,10 @@ def load_causal(
     return model.eval()
 
 
-def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
-    """Return what a file holds; nothing in it is run."""
+def _read(path: str | os.PathLike[str], parts: tuple[str, ...]) -> Mapping[str, Any]:
+    """Return the weights in a file, under the first of some names; nothing in it is run."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"path={os.fspath(path)!r}: there is no such file")
     try:
         if Path(path).suffix == ".safetensors":
             found: Any = load_file(path)
@@ -90,12 +121,12 @@ def _read(path: str | os.PathLike[str]) -> Mapping[str, Any]:
         raise CheckpointError(
             f"path={os.fspath(path)!r}: cannot be read as weights and nothing else: {error}"
         ) from error
-    part = next((name for name in PARTS if isinstance(found, dict) and name in found), None)
+    part = next((name for name in parts if isinstance(found, dict) and name in found), None)
     weights = found if part is None else found[part]
     if not isinstance(weights, Mapping) or not all(isinstance(x, Tensor) for x in weights.values()):
         raise CheckpointError(
             f"path={os.fspath(path)!r}: must hold weights by name, or have them under "
-            f"{' or '.join(map(repr, PARTS))}"
+            f"{' or '.join(map(repr, parts))}"
         )
     return weights
 
@@ -107,6 +138,33 @@ def _unwrapped(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for prefix in PREFIXES:
             name = name.replace(prefix, "")
         found[name] = value
+    return found
+
+
+def _updated(
+    weights: dict[str, Tensor], lora: str | os.PathLike[str], alpha: float | None
+) -> dict[str, Tensor]:
+    """Return weights with low-rank updates added to them.
+
+    Raises:
+        CheckpointError: If an update has no weight, or does not fit its weight.
+    """
+    parts, found = _unwrapped(_read(lora, LORA)), dict(weights)
+    downs = [name for name in parts if name.endswith(".lora_A.weight")]
+    for name in downs:
+        target = name.replace(".lora_A.weight", ".weight")
+        down, up = parts[name].float(), parts.get(name.replace(".lora_A.", ".lora_B."))
+        if up is None or target not in found or found[target].shape != (len(up), down.shape[1]):
+            raise CheckpointError(
+                f"lora={os.fspath(lora)!r}: {name} is no update of one of the {len(weights)} weights"
+            )
+        scale = 1.0 if alpha is None else alpha / len(down)
+        found[target] = found[target].float().add(up.float() @ down, alpha=scale).to(found[target])
+    if not downs or 2 * len(downs) != len(parts):
+        raise CheckpointError(
+            f"lora={os.fspath(lora)!r}: must hold pairs NAME.lora_A.weight and NAME.lora_B.weight "
+            f"alone; {len(downs)} of its {len(parts)} tensors are the first of a pair"
+        )
     return found
 
 

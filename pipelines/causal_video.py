@@ -1,8 +1,8 @@
 """Roll a causal video transformer out: chunks of frames, one after the other, over a KV cache.
 
->>> video = CausalVideo(transformer, chunk=3)  # doctest: +SKIP
->>> session = video.session(text, size=(60, 104), policy=Window(window=6))  # doctest: +SKIP
->>> film = [session.next() for _ in range(20)]  # doctest: +SKIP
+>>> video = CausalVideo.from_pretrained("sticker-causal")  # doctest: +SKIP
+>>> for frames in video.stream("a fox on grass", policy="window", seed=0):  # doctest: +SKIP
+...     show(frames)  # uint8 [F, H, W, 3]
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from diffcache.attach.attention import Door, attention_sites
@@ -19,9 +20,12 @@ from diffcache.attach.attention_call import AttentionCall, AttentionSite
 from diffcache.errors import AttachError
 from diffcache.method import check_int
 from diffcache.pipelines.context_parallel import attend_by_heads
+from diffcache.pipelines.pretrained_video import Streaming, open_pipeline
 from diffcache.pipelines.saved_stream import restored
-from diffcache.pipelines.video_inputs import check_places, refuse_copy
+from diffcache.pipelines.video_inputs import check_places, checked_size, refuse_copy, rotary_of
+from diffcache.pipelines.video_memory import HORIZON, rehearsed
 from diffcache.pipelines.video_session import Session as Session
+from diffcache.pipelines.video_stream import VideoStream
 from diffcache.video import FewSteps, FullHistory, VideoPolicy
 from diffcache.video.policy import Films, make_policy
 
@@ -42,6 +46,9 @@ class CausalVideo(Films):
 
     Attributes:
         policy: Frames that streams hold where nobody says; `diffcache.wrap` changes it.
+        pipe: Pipeline with the text encoder and the autoencoder; None where there is none, so that
+            prompts are embeddings and films latents.
+        way: Size, length of prompts and frames a second that the model was trained with.
 
     Raises:
         AttachError: If the transformer is of another class, or has a door already.
@@ -61,12 +68,48 @@ class CausalVideo(Films):
         self.chunk = chunk
         self.sampler = FewSteps() if sampler is None else sampler
         self.policy: VideoPolicy = FullHistory()
+        self.pipe: Any = None
+        self.way = Streaming()
         own = [site for site in attention_sites(transformer) if site.kind == "self"]
         self.numbers = {site.path: number for number, site in enumerate(own)}
         self._door = Door(transformer, self, own)
         self._closed = False
 
     __reduce_ex__ = refuse_copy
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        checkpoint: str | os.PathLike[str] | None = None,
+        lora: str | os.PathLike[str] | None = None,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device = "cpu",
+    ) -> CausalVideo:
+        """Open a model with its text encoder, its autoencoder and the settings of its streams.
+
+        Args:
+            folder: Folder of a `WanPipeline` of diffusers, a shipped model or a Hugging Face ID. A
+                `diffcache.json` in it says how it is streamed, by default as Self-Forcing's
+                weights are: 480 x 832 pixels, chunks of three latent frames, four steps, prompts of
+                512 tokens, the policy `window`.
+            checkpoint: File of causal weights, such as `self_forcing_dmd.pt`; None for those of
+                the folder.
+            lora: File of low-rank updates of the checkpoint, such as LongLive's `lora.pt`.
+            dtype: Dtype of transformer and text encoder; None for float32 on the CPU, bfloat16
+                elsewhere.
+            device: Device of all models.
+
+        Raises:
+            FileNotFoundError: If there is no such folder or file.
+            CheckpointError: If a file holds anything else.
+            ValueError: If `lora` comes alone, or `diffcache.json` cannot be read.
+        """
+        pipe, way = open_pipeline(folder, checkpoint, device=device, dtype=dtype, lora=lora)
+        video = cls(pipe.transformer, chunk=way.chunk, sampler=way.sampler)
+        video.pipe, video.way, video.policy = pipe, way, make_policy(way.policy)
+        return video
 
     @property
     def network(self) -> nn.Module:
@@ -99,7 +142,7 @@ class CausalVideo(Films):
         seed: int = 0,
         negative: Tensor | None = None,
         guidance: float = 1.0,
-        read_once: bool = True,
+        read_once: bool = False,
         recall: int = 12,
     ) -> Session:
         """Return a new stream.
@@ -112,9 +155,8 @@ class CausalVideo(Films):
             seed: Seed of the noise.
             negative: Text embeddings of the unguided branch, `[B, S, E]`; needed for guidance.
             guidance: Scale of classifier-free guidance; 1 for none.
-            read_once: Whether rotated keys are kept from step to step, which takes the memory of
-                the keys once more, half as much again in all: a third of 5.6 GB for Wan 1.3B in
-                bfloat16 at 480 x 832 under `Window(6, sinks=3)`.
+            read_once: Whether rotated keys are kept from step to step, which saves a little time
+                and takes the memory of the keys once more, half as much again in all.
             recall: Latest clean latents that are kept for a re-cache, in frames.
 
         Raises:
@@ -126,21 +168,138 @@ class CausalVideo(Films):
         check_places(self.transformer.config, (*session.shape[:2], self.chunk, *session.size))
         return session
 
+    def stream(
+        self,
+        prompt: str,
+        *,
+        policy: VideoPolicy | str | None = None,
+        size: tuple[int, int] | None = None,
+        seed: int = 0,
+        chunks: int | None = None,
+        read_once: bool = False,
+        most_bytes: int | None = None,
+    ) -> VideoStream:
+        """Return an iterator over the pictures of a film, uint8 `[F, H, W, 3]`, chunk by chunk.
+
+        `switch` of it changes the prompt, `use` the policy, `expected_bytes` are the bytes that it
+        will hold.
+
+        Args:
+            prompt: Text that is filmed.
+            policy: Frames that are held, or the name of a policy with settings, such as
+                `infinity-rope`; None for that of this video.
+            size: Height and width in pixels; None for those that the model was trained at.
+            seed: Seed of the noise.
+            chunks: Chunks after which the film ends; None for a film without an end.
+            read_once: Whether rotated keys are kept from step to step, as for `session`.
+            most_bytes: Bytes of keys and values that the stream may hold; None for the memory that
+                is free on the device.
+
+        Raises:
+            ValueError: If there is no text encoder, an argument is out of its range, or the stream
+                would hold more.
+        """
+        return VideoStream(
+            self, prompt, policy=policy, size=size, seed=seed, chunks=chunks, read_once=read_once,
+            most_bytes=most_bytes,
+        )  # fmt: skip
+
+    def expected_bytes(
+        self,
+        policy: VideoPolicy | str | None = None,
+        *,
+        size: tuple[int, int] | None = None,
+        frames: int = HORIZON,
+        batch: int = 1,
+        read_once: bool = False,
+    ) -> int:
+        """Return the most bytes of keys and values that a stream holds between two chunks.
+
+        They are those of `session.store.nbytes`. Within a step one layer's rotated keys come on top
+        where they are not kept.
+
+        Args:
+            policy: Frames that are held, or the name of a policy; None for that of this video.
+            size: Height and width in pixels; None for those that the model was trained at.
+            frames: Latent frames of the film. Policies with a bound have reached it in 36, by
+                default; what `full` holds grows with every frame.
+            batch: Rows of a call: two of them for a prompt with guidance.
+            read_once: Whether rotated keys are kept from step to step.
+
+        Raises:
+            ValueError: If an argument is out of its range.
+        """
+        chosen, config = self._chosen(policy), self.transformer.config
+        check_int("frames", frames, 1)
+        check_int("batch", batch, 1)
+        height, width = checked_size(self.latent_size(size), config.patch_size)
+        _, *patch = config.patch_size
+        shape = (batch, len(self.numbers), config.num_attention_heads, config.attention_head_dim)
+        return rehearsed(
+            chosen, rotary_of(self.transformer, (height // patch[0], width // patch[1])),
+            chunk=self.chunk, frames=frames, shape=shape, dtype=self.transformer.dtype,
+            read_once=read_once,
+        )  # fmt: skip
+
+    def latent_size(self, size: tuple[int, int] | None) -> tuple[int, int]:
+        """Return height and width in latents of pictures of so many pixels.
+
+        Args:
+            size: Height and width in pixels; None for those that the model was trained at.
+
+        Raises:
+            ValueError: If they do not come from whole patches of latents.
+        """
+        height, width = self.way.size if size is None else size
+        scale = 8 if self.pipe is None else self.pipe.vae_scale_factor_spatial
+        _, *patch = self.transformer.config.patch_size
+        for name, pixels, each in (("height", height, patch[0]), ("width", width, patch[1])):
+            check_int(f"size={(height, width)}: {name}", pixels, 1)
+            if pixels % (scale * each):
+                raise ValueError(
+                    f"size={(height, width)}: {name} must be a multiple of {scale * each} pixels"
+                )
+        return height // scale, width // scale
+
+    @torch.no_grad()
+    def embed(self, prompt: str) -> Tensor:
+        """Return the text embeddings of a prompt, `[1, S, E]`, padded as the model was trained.
+
+        Raises:
+            ValueError: If there is no text encoder, or the prompt is no text.
+        """
+        if self.pipe is None:
+            raise ValueError(
+                "this CausalVideo has a transformer alone: open one with its text encoder, "
+                "CausalVideo.from_pretrained(folder, checkpoint=file), or give embeddings to session"
+            )
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise ValueError(f"prompt={prompt!r}: must be a text that says what to film")
+        found: Tensor = self.pipe.encode_prompt(
+            prompt, do_classifier_free_guidance=False, max_sequence_length=self.way.words
+        )[0]
+        return found
+
     def restore(
-        self, folder: str | os.PathLike[str], policy: VideoPolicy | str | None = None
+        self,
+        folder: str | os.PathLike[str],
+        policy: VideoPolicy | str | None = None,
+        *,
+        sampler: FewSteps | None = None,
     ) -> Session:
         """Return a stream that goes on where `Session.save` left it, to the bit.
 
         Args:
             folder: Folder it was saved in.
             policy: Policy it was made with, as for `session`.
+            sampler: Noise levels it was made with; None for those of this video.
 
         Raises:
             FileNotFoundError: If there is no saved stream.
             SavedCacheError: If it is altered, holds what no stream holds, or was made with other
                 weights, another policy, chunk or sampler.
         """
-        session: Session = restored(self, folder, self._chosen(policy))
+        session: Session = restored(self, folder, self._chosen(policy), sampler or self.sampler)
         return session
 
     def _chosen(self, policy: VideoPolicy | str | None) -> VideoPolicy:

@@ -84,13 +84,16 @@ def write_stream(
     write(place / STREAM, dict(state), {"facts": dict(known), **pair})
 
 
-def restored(video: Any, folder: str | os.PathLike[str], policy: VideoPolicy) -> Any:
+def restored(
+    video: Any, folder: str | os.PathLike[str], policy: VideoPolicy, sampler: FewSteps
+) -> Any:
     """Return the session that `write_stream` wrote.
 
     Args:
         video: `CausalVideo` that it goes on with.
         folder: Folder of the files.
         policy: Policy it was made with.
+        sampler: Noise levels it was made with.
 
     Raises:
         FileNotFoundError: If there is no such stream.
@@ -98,7 +101,7 @@ def restored(video: Any, folder: str | os.PathLike[str], policy: VideoPolicy) ->
             the same here.
     """
     state, about = read(Path(folder) / STREAM, video.transformer.device)
-    known = facts(video, policy, video.sampler)
+    known = facts(video, policy, sampler)
     try:
         for name, here in known.items():
             if about["facts"].get(name) != here:
@@ -108,6 +111,7 @@ def restored(video: Any, folder: str | os.PathLike[str], policy: VideoPolicy) ->
                 )
         names = ("size", "negative", "guidance", "read_once", "recall")
         session = video.session(state["prompt"], policy=policy, **{n: state[n] for n in names})
+        session.sampler = sampler
         pair = load(Path(folder) / CACHE, session.store, session.prompt.device).get("stream")
         if pair != about["stream"]:
             raise SavedCacheError(

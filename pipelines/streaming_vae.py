@@ -76,6 +76,24 @@ class WanDecoder:
         self.frames += latents.shape[2]
         return film.clamp(-1, 1)
 
+    def held(self) -> list[Any]:
+        """Return what is remembered of earlier frames: tensors, None, or a word of diffusers."""
+        return list(self._held)
+
+    def hold(self, held: list[Any], frames: int) -> None:
+        """Go on where another decoder of this autoencoder was.
+
+        Args:
+            held: Result of `held` of it.
+            frames: Latent frames that it had decoded.
+
+        Raises:
+            ValueError: If they are of another autoencoder.
+        """
+        if len(held) != len(self._held):
+            raise ValueError(f"held={len(held)} convolutions: this decoder has {len(self._held)}")
+        self._held, self.frames = list(held), frames
+
     @property
     def nbytes(self) -> int:
         """Bytes that are held between two calls."""

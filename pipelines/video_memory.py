@@ -1,0 +1,143 @@
+"""Compute the bytes that a stream of causal video will hold, before its first chunk."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from math import lcm
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from diffcache.kv.attend import Query
+from diffcache.kv.rotary_nd import RotaryND
+from diffcache.kv.store import KVStore
+from diffcache.run_report import human
+from diffcache.video import VideoPolicy
+
+HORIZON = 36  # latent frames in which every policy with a bound has reached it, by default
+_ROOM = 64  # slots that are made room for at the end of long layers
+
+
+def rehearsed(
+    policy: VideoPolicy,
+    rotary: RotaryND,
+    *,
+    chunk: int,
+    frames: int,
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    read_once: bool,
+) -> int:
+    """Return the most bytes of keys and values that are held between two chunks.
+
+    A policy is carried out on random keys of few layers, heads and tokens, in each of which bytes
+    grow evenly, so that it takes a second and not the time of a film.
+
+    Args:
+        policy: Frames that are held.
+        rotary: Rotary embedding, whose grid is that of a frame.
+        chunk: Latent frames of a chunk.
+        frames: Latent frames of the film.
+        shape: Rows, layers, heads and channels of a head.
+        dtype: Dtype of keys and values.
+        read_once: Whether rotated keys are kept from step to step.
+    """
+    rows, layers, heads, channels = shape
+    # Codes go by groups of tokens, so that a smaller frame has to leave the same remainder.
+    group = lcm(_ROOM, getattr(policy, "group", 1))
+    unit = rotary.unit % group + 4 * group
+    looks_across = policy.recipe(rotary.unit).retrieve is not None
+    axes = [
+        _corners(rotary.unit, unit, unit + group),
+        _corners(layers, 1, 2) if looks_across else {1: float(layers)},
+        _corners(heads, 1, 2),
+    ]
+    most = [0.0] * -(-frames // chunk)
+    for (tokens, by_unit), (deep, by_layer), (wide, by_head) in product(*(x.items() for x in axes)):
+        small = replace(rotary, grid=(1, tokens))
+        store = KVStore(deep, policy.recipe(tokens), rotary=[small] * deep, read_once=read_once)
+        held = _filmed(store, policy, chunk * tokens, len(most), (rows, wide, channels), dtype)
+        weight = by_unit * by_layer * by_head
+        most = [sum_ + weight * bytes_ for sum_, bytes_ in zip(most, held, strict=True)]
+    return round(max(most))
+
+
+def _corners(value: int, low: int, high: int) -> dict[int, float]:
+    """Return the weights of what is found at two numbers, whose sum is what would be at another."""
+    if value <= high:
+        return {value: 1.0}
+    return {low: (high - value) / (high - low), high: (value - low) / (high - low)}
+
+
+@torch.no_grad()
+def _filmed(
+    store: KVStore, policy: VideoPolicy, count: int, chunks: int, shape: tuple[int, int, int],
+    dtype: torch.dtype,
+) -> list[int]:  # fmt: skip
+    """Return the bytes that a store holds after each chunk of a film, as in `Session`."""
+    rows, heads, channels = shape
+    recipe, rotary = store.recipe, store.layers[0].rotary
+    assert rotary is not None  # frames are numbered when they are read
+    # Without queries there is nothing to rotate, which takes most of the time.
+    is_asked = policy.by_query or recipe.observes or recipe.retrieve is not None or read_once
+    generator, found = torch.Generator().manual_seed(0), []
+    for _ in range(chunks):
+        store.begin(count)
+        policy.begin(store, rotary.unit)
+        start = store.seen
+        k = torch.randn(rows, heads, count, channels, generator=generator).to(dtype)
+        for layer in store.layers:
+            layer.write(k, k)
+        for is_clean in (False, True) if is_asked else ():
+            for number, layer in enumerate(store.layers):
+                _ask(store, policy, number, k, start, is_clean)
+        found.append(store.nbytes)
+    return found
+
+
+def _ask(
+    store: KVStore, policy: VideoPolicy, number: int, k: Tensor, start: int, is_clean: bool
+) -> None:
+    """Let a policy and a layer take note of the queries of a chunk, in a step or the clean pass."""
+    layer, count, scale = store.layers[number], k.shape[2], k.shape[3] ** -0.5
+    at = torch.arange(start, start + count)
+    query = Query(layer.rotate(k, at), start, scale, causal=False)
+    if not is_clean:
+        policy.first_step(store, number, query)
+    if store.recipe.retrieve is not None:
+        store.views(number, query)
+    elif is_clean:
+        last = Query(query.q[:, :, -1:], start + count - 1, scale, causal=False)
+        store.attend(number, last, noted=query)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the bytes of memory that are free on a device; None where that is not known."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available) if device.type == "cpu" else None
+
+
+def check_fits(name: str, needed: int, most: int | None, others: dict[str, Any]) -> None:
+    """Raise unless a stream fits into what there is for it.
+
+    Args:
+        name: The policy, as the user wrote it.
+        needed: Bytes that the stream will hold.
+        most: Bytes that there are; None where that is not known.
+        others: Functions by the names of other policies, which return the bytes of those.
+
+    Raises:
+        ValueError: If it does not fit.
+    """
+    if most is None or needed <= most:
+        return
+    fits = [f"policy={other!r} ({human(size(), 'B')})" for other, size in others.items()]
+    raise ValueError(
+        f"policy={name!r}: would hold {human(needed, 'B')} of keys and values, and there are "
+        f"{human(most, 'B')} for it; take {' or '.join(fits)}, a smaller size, or raise most_bytes"
+    )
+

@@ -1,0 +1,191 @@
+"""Pictures of a film while it is made: from a prompt to uint8 frames, chunk by chunk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from diffcache.kv.life.save import SavedCacheError, read, write
+from diffcache.method import check_int
+from diffcache.pipelines.streaming_vae import WanDecoder
+from diffcache.pipelines.video_memory import check_fits, free_bytes
+from diffcache.run_report import human
+from diffcache.video import Switch, VideoPolicy, make_policy
+
+RECALL = 12  # latent frames that a re-cache, or another policy, begins with
+PICTURES = "pictures.safetensors"
+SMALLER = ("window", "quantized")  # policies that are named where another does not fit
+
+
+class VideoStream(Iterator[NDArray[np.uint8]]):
+    """A film, which makes a chunk of pictures each time that the next one is asked for.
+
+    Args:
+        video: `CausalVideo` with a text encoder and an autoencoder.
+        prompt: Text that is filmed.
+        policy: Frames that are held, or the name of a policy; None for that of the video.
+        size: Height and width in pixels; None for those that the model was trained at.
+        seed: Seed of the noise.
+        chunks: Chunks after which the film ends; None for a film without an end.
+        read_once: Whether rotated keys are kept from step to step.
+        most_bytes: Bytes of keys and values that it may hold; None for the memory that is free.
+
+    Attributes:
+        prompt: Text that is filmed.
+        policy: The policy, as it was named.
+        session: The stream of latents.
+        decoder: Decoder of its pictures.
+        expected_bytes: Bytes of keys and values that it will hold in the first 36 latent frames, or
+            in all of them.
+
+    Raises:
+        ValueError: If an argument is out of its range, or it would hold too much.
+    """
+
+    def __init__(
+        self,
+        video: Any,
+        prompt: str,
+        *,
+        policy: VideoPolicy | str | None = None,
+        size: tuple[int, int] | None = None,
+        seed: int = 0,
+        chunks: int | None = None,
+        read_once: bool = False,
+        most_bytes: int | None = None,
+    ) -> None:
+        for name, value in (("chunks", chunks), ("most_bytes", most_bytes)):
+            if value is not None:
+                check_int(name, value, 1)
+        self.video, self.prompt, self.chunks, self.made = video, prompt, chunks, 0
+        self.policy: VideoPolicy | str = video.policy if policy is None else policy
+        text, self._size, self._seed = video.embed(prompt), size, seed
+        self._read_once = read_once
+        self.most_bytes = free_bytes(text.device) if most_bytes is None else most_bytes
+        self.expected_bytes = self._expected(self.policy)
+        self.session = self._begun(text)
+        self.decoder = WanDecoder(video.pipe.vae)
+
+    def __next__(self) -> NDArray[np.uint8]:
+        """Return the pictures of the next chunk, uint8 `[F, H, W, 3]`.
+
+        Raises:
+            ValueError: If the cache has grown beyond what there is for it.
+        """
+        if self.made == self.chunks:
+            raise StopIteration
+        held = self.session.store.nbytes
+        if self.most_bytes is not None and held > self.most_bytes:
+            raise ValueError(
+                f"policy={self.policy!r}: the film is over, as its cache grew to "
+                f"{human(held, 'B')} in {self.session.frames} latent frames, and there are "
+                f"{human(self.most_bytes, 'B')} for it; take a policy with a bound, such as "
+                "'window', or raise most_bytes"
+            )
+        pictures = to_pictures(self.decoder.decode(self.session.next()))
+        self.made += 1
+        return pictures
+
+    def switch(self, prompt: str, mode: Switch | None = None) -> None:
+        """Change the prompt from the next chunk on.
+
+        Args:
+            prompt: New text.
+            mode: Treatment of the cache, as for `Session.switch`.
+
+        Raises:
+            ValueError: If the text is empty, or the mode asks for more than is kept.
+        """
+        self.session.switch(self.video.embed(prompt), mode)
+        self.prompt = prompt
+
+    def use(self, policy: VideoPolicy | str) -> None:
+        """Go on under another policy, for which the latest 12 latent frames are run once more.
+
+        Raises:
+            ValueError: If there is no such policy, or it would hold too much; nothing is changed.
+        """
+        before, known = self.session, (self.policy, self.expected_bytes)
+        try:
+            self.expected_bytes, self.policy = self._expected(policy), policy
+            session = self._begun(before.prompt)
+            session.sampler = before.sampler
+            if before.latents is not None:
+                session.take(before.latents)
+        except BaseException:
+            self.policy, self.expected_bytes = known
+            raise
+        session.frames = before.frames
+        session.generator.set_state(before.generator.get_state())
+        self.session = session
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the stream into a folder, for `resume`; one that is there is replaced.
+
+        Raises:
+            ValueError: If something in it has no place in a file.
+        """
+        self.session.save(folder)
+        state = {"held": self.decoder.held(), "frames": self.decoder.frames, "made": self.made}
+        about = {"prompt": self.prompt, "frames": str(self.session.frames)}
+        write(Path(folder) / PICTURES, state, about)
+
+    def resume(self, folder: str | os.PathLike[str]) -> None:
+        """Go on where `save` left a stream of the same model, size and policy, to the bit.
+
+        Raises:
+            FileNotFoundError: If there is no saved stream.
+            SavedCacheError: If it is altered, was cut off, or is of something else.
+        """
+        state, about = read(Path(folder) / PICTURES, self.decoder.vae.device)
+        session = self.video.restore(folder, self.policy, sampler=self.session.sampler)
+        if session.size != self.session.size or about.get("frames") != str(session.frames):
+            raise SavedCacheError(
+                f"{os.fspath(folder)}: its pictures are of another moment or size than its cache; "
+                "save it again"
+            )
+        self.decoder.hold(state["held"], state["frames"])
+        self.session, self.prompt, self.made = session, str(about["prompt"]), int(state["made"])
+
+    def _expected(self, policy: VideoPolicy | str) -> int:
+        """Return the bytes that the stream will hold under a policy.
+
+        Raises:
+            ValueError: If they are more than there are.
+        """
+
+        def size_of(name: VideoPolicy | str) -> int:
+            given = {} if self.chunks is None else {"frames": self.chunks * self.video.chunk}
+            found: int = self.video.expected_bytes(
+                name, size=self._size, read_once=self._read_once, **given
+            )
+            return found
+
+        needed = size_of(policy)
+        if self.most_bytes is not None and needed > self.most_bytes:
+            name = policy if isinstance(policy, str) else make_policy(policy).name
+            check_fits(name, needed, self.most_bytes, {each: size_of(each) for each in SMALLER})
+        return needed
+
+    def _begun(self, text: Tensor) -> Any:
+        return self.video.session(
+            text, size=self.video.latent_size(self._size), policy=self.policy, seed=self._seed,
+            read_once=self._read_once, recall=RECALL,
+        )  # fmt: skip
+
+
+def to_pictures(decoded: Tensor) -> NDArray[np.uint8]:
+    """Return pictures, uint8 `[F, H, W, 3]` on the CPU, of those of a decoder.
+
+    Args:
+        decoded: Pictures of one film in -1..1, `[1, 3, F, H, W]`.
+    """
+    pictures = (decoded[0].movedim(0, -1).float() * 0.5 + 0.5).clamp(0, 1)
+    found: NDArray[np.uint8] = (255 * pictures).round().byte().cpu().numpy()  # as of WanPipeline
+    return found
