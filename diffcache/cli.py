@@ -73,6 +73,7 @@ app = typer.Typer(
 app.add_typer(eval_app, name="eval")
 app.command(epilog=EXIT_LINE)(offline.calibrate)
 app.command(epilog=EXIT_LINE)(offline.tune)
+app.command(epilog=EXIT_LINE)(serve.stream)
 app.command(epilog=EXIT_LINE)(serve.serve)
 app.add_typer(kv_app, name="kv")
 app.add_typer(kernels_app, name="kernels")

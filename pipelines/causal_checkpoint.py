@@ -156,7 +156,7 @@ def _updated(
         down, up = parts[name].float(), parts.get(name.replace(".lora_A.", ".lora_B."))
         if up is None or target not in found or found[target].shape != (len(up), down.shape[1]):
             raise CheckpointError(
-                f"lora={os.fspath(lora)!r}: {name} is no update of one of the {len(weights)} weights"
+                f"lora={os.fspath(lora)!r}: {name} updates none of the {len(weights)} weights"
             )
         scale = 1.0 if alpha is None else alpha / len(down)
         found[target] = found[target].float().add(up.float() @ down, alpha=scale).to(found[target])

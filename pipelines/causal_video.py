@@ -271,9 +271,9 @@ class CausalVideo(Films):
         if self.pipe is None:
             raise ValueError(
                 "this CausalVideo has a transformer alone: open one with its text encoder, "
-                "CausalVideo.from_pretrained(folder, checkpoint=file), or give embeddings to session"
+                "CausalVideo.from_pretrained(folder, checkpoint=file), or give sessions embeddings"
             )
-        if not isinstance(prompt, str) or not prompt.strip():
+        if not str(prompt or "").strip():
             raise ValueError(f"prompt={prompt!r}: must be a text that says what to film")
         found: Tensor = self.pipe.encode_prompt(
             prompt, do_classifier_free_guidance=False, max_sequence_length=self.way.words

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -107,10 +108,18 @@ def open_pipeline(
     place = torch.device(device)
     kind = dtype or (torch.float32 if place.type == "cpu" else torch.bfloat16)
     path = next((p for p in places(os.fspath(folder)) if (p / "model_index.json").exists()), None)
-    if path is None and (Path(folder).exists() or os.fspath(folder).count("/") != 1):
+    is_id = re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", os.fspath(folder))
+    if path is None and (Path(folder).exists() or not is_id):
         raise FileNotFoundError(
             f"no pipeline at {os.fspath(folder)!r}: name a folder with a model_index.json, as "
             "diffusers saves a WanPipeline, a shipped model (sticker-causal) or a Hugging Face ID"
+        )
+    if path is not None and (cls := read_json(path / "model_index.json").get("_class_name")) != (
+        WanPipeline.__name__
+    ):
+        raise ValueError(
+            f"{path}: is a {cls}, which makes no film chunk by chunk; name a WanPipeline with a "
+            "causal transformer, such as the shipped sticker-causal"
         )
     parts = {}
     if checkpoint is not None:

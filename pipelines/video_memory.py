@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from itertools import product
 from math import lcm
-from typing import Any
 
 import psutil
 import torch
@@ -21,6 +21,7 @@ HORIZON = 36  # latent frames in which every policy with a bound has reached it,
 _ROOM = 64  # slots that are made room for at the end of long layers
 
 
+@lru_cache(maxsize=64)  # a page asks for each of its films
 def rehearsed(
     policy: VideoPolicy,
     rotary: RotaryND,
@@ -82,7 +83,7 @@ def _filmed(
     recipe, rotary = store.recipe, store.layers[0].rotary
     assert rotary is not None  # frames are numbered when they are read
     # Without queries there is nothing to rotate, which takes most of the time.
-    is_asked = policy.by_query or recipe.observes or recipe.retrieve is not None or read_once
+    is_asked = policy.by_query or recipe.observes or recipe.retrieve is not None or store.read_once
     generator, found = torch.Generator().manual_seed(0), []
     for _ in range(chunks):
         store.begin(count)
@@ -92,7 +93,7 @@ def _filmed(
         for layer in store.layers:
             layer.write(k, k)
         for is_clean in (False, True) if is_asked else ():
-            for number, layer in enumerate(store.layers):
+            for number in range(len(store.layers)):
                 _ask(store, policy, number, k, start, is_clean)
         found.append(store.nbytes)
     return found
@@ -107,9 +108,9 @@ def _ask(
     query = Query(layer.rotate(k, at), start, scale, causal=False)
     if not is_clean:
         policy.first_step(store, number, query)
-    if store.recipe.retrieve is not None:
+    elif store.recipe.retrieve is not None:
         store.views(number, query)
-    elif is_clean:
+    else:
         last = Query(query.q[:, :, -1:], start + count - 1, scale, causal=False)
         store.attend(number, last, noted=query)
 
@@ -121,23 +122,25 @@ def free_bytes(device: torch.device) -> int | None:
     return int(psutil.virtual_memory().available) if device.type == "cpu" else None
 
 
-def check_fits(name: str, needed: int, most: int | None, others: dict[str, Any]) -> None:
+def check_fits(name: str, needed: int, most: int | None, others: dict[str, int]) -> None:
     """Raise unless a stream fits into what there is for it.
 
     Args:
         name: The policy, as the user wrote it.
         needed: Bytes that the stream will hold.
         most: Bytes that there are; None where that is not known.
-        others: Functions by the names of other policies, which return the bytes of those.
+        others: Bytes under other policies, by their names.
 
     Raises:
         ValueError: If it does not fit.
     """
     if most is None or needed <= most:
         return
-    fits = [f"policy={other!r} ({human(size(), 'B')})" for other, size in others.items()]
+    fits = [
+        f"policy={each!r} ({human(size, 'B')})" for each, size in others.items() if size <= most
+    ]
     raise ValueError(
         f"policy={name!r}: would hold {human(needed, 'B')} of keys and values, and there are "
-        f"{human(most, 'B')} for it; take {' or '.join(fits)}, a smaller size, or raise most_bytes"
+        f"{human(most, 'B')} for it; take {', '.join([*fits, 'a smaller size'])}, or raise "
+        "most_bytes"
     )
-

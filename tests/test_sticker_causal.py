@@ -20,7 +20,7 @@ from diffcache.eval.workshop.small.sticker_wan import Wan
 from diffcache.eval.workshop.small.stickers import held_out
 from diffcache.eval.workshop.small.trainer import Settings
 from diffcache.pipelines.causal_video import CausalVideo
-from diffcache.pipelines.demo.served import streaming
+from diffcache.pipelines.pretrained_video import streaming
 from diffcache.pipelines.shipped_models import MODELS
 from diffcache.video import FewSteps, FullHistory, VideoPolicy, Window
 

@@ -6,6 +6,7 @@ import io
 from collections import deque
 from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +59,26 @@ class Recording:
         return _encoded(map(_beside, pairs), self.fps)
 
 
+def to_file(path: Path, frames: Sequence[NDArray[np.uint8]], fps: int) -> None:
+    """Write a film, an MP4 file or, where the name ends so, a GIF.
+
+    Args:
+        path: The file.
+        frames: Pictures of one size, uint8 `[H, W, 3]`.
+        fps: Pictures a second.
+
+    Raises:
+        MissingError: If PyAV is not installed, for an MP4 file.
+    """
+    if path.suffix.lower() == ".gif":
+        first, *others = map(Image.fromarray, frames)
+        first.save(path, save_all=True, append_images=others, duration=1000 // fps, loop=0)
+        return
+    if not has_mp4():
+        raise MissingError(f"{path}: MP4 needs PyAV: pip install 'diffcache[eval]'; or name a .gif")
+    path.write_bytes(_encoded((enlarged(frame) for frame in frames), fps))
+
+
 def has_mp4() -> bool:
     """Return whether MP4 files can be written here."""
     return find_spec("av") is not None
@@ -72,11 +93,15 @@ def jpeg(frame: NDArray[np.uint8]) -> bytes:
 
 def _beside(jpegs: Sequence[bytes]) -> NDArray[np.uint8]:
     """Return pictures side by side, uint8 `[H, W, 3]` of even height and width."""
-    row = np.concatenate([np.asarray(Image.open(io.BytesIO(file))) for file in jpegs], 1)
+    return enlarged(np.concatenate([np.asarray(Image.open(io.BytesIO(file))) for file in jpegs], 1))
+
+
+def enlarged(row: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return a picture of even height and width, small ones enlarged by a whole number."""
     height, width = row.shape[0] // 2 * 2, row.shape[1] // 2 * 2
     times = max(1, min(-(-_LEAST // min(height, width)), _MOST // max(height, width)))
-    enlarged: NDArray[np.uint8] = row[:height, :width].repeat(times, 0).repeat(times, 1)
-    return enlarged
+    larger: NDArray[np.uint8] = row[:height, :width].repeat(times, 0).repeat(times, 1)
+    return larger
 
 
 def _encoded(frames: Iterable[NDArray[np.uint8]], fps: int) -> bytes:

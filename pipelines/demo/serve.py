@@ -1,4 +1,4 @@
-"""The command `diffcache serve`: a page that shows a causal video model while it films."""
+"""The commands `diffcache stream` and `diffcache serve`: films as a file, and on a page."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,27 +16,138 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from diffcache.command import Device, Dtype, Threads, device_of, guarded
+from diffcache.command import (
+    METHOD,
+    Device,
+    Dtype,
+    Seed,
+    Threads,
+    check_target,
+    device_of,
+    guarded,
+)
+from diffcache.run_report import human
 
 if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
+
+    from diffcache.pipelines.causal_video import CausalVideo
+    from diffcache.pipelines.demo.program import Program
+
+
+Model = Annotated[
+    str, typer.Option(help="Folder of a causal WanPipeline, a shipped model or a Hugging Face ID.")
+]
+Checkpoint = Annotated[
+    Path | None,
+    typer.Option(help="File of causal weights for its transformer, as Self-Forcing's."),
+]
+Lora = Annotated[
+    Path | None,
+    typer.Option(help="File of low-rank updates of the checkpoint, as LongLive's lora.pt."),
+]
+SHIPPED = "sticker-causal"
+
+
+@guarded
+def stream(
+    prompt: Annotated[str, typer.Argument(help="What to film.")],
+    model: Model = SHIPPED,
+    checkpoint: Checkpoint = None,
+    lora: Lora = None,
+    out: Annotated[Path, typer.Option(help="The film, an .mp4 or a .gif.")] = Path("out/film.mp4"),
+    policy: Annotated[
+        str,
+        typer.Option(
+            metavar=METHOD,
+            help="Frames that are held; `diffcache methods` has the policies. "
+            "Empty for the model's own.",
+        ),
+    ] = "",
+    chunks: Annotated[int, typer.Option(min=1, help="Chunks, of three latent frames each.")] = 7,
+    height: Annotated[int | None, typer.Option(min=1, help="Pixels.")] = None,
+    width: Annotated[int | None, typer.Option(min=1, help="Pixels.")] = None,
+    seed: Seed = 0,
+    read_once: Annotated[
+        bool, typer.Option(help="Keep rotated keys from step to step: half as much memory again.")
+    ] = False,
+    most_mb: Annotated[
+        int | None,
+        typer.Option(min=1, help="MB of keys and values to hold at most (default: what is free)."),
+    ] = None,
+    threads: Threads = 1,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+) -> None:
+    """Film a prompt chunk by chunk, over a cache of the frames before, into a file.
+
+    [bold]Try[/bold]
+
+        diffcache stream "a fox on grass" --out fox.mp4
+
+        diffcache stream "A red fox trots ..." --model ./Wan2.1-T2V-1.3B-Diffusers
+            --checkpoint self_forcing_dmd.pt --policy infinity-rope
+    """
+    check_target("--out", out, (".mp4", ".gif"))
+    if (height is None) != (width is None):
+        raise ValueError(f"--height {height} --width {width}: go together; pass both or neither")
+    from diffcache.pipelines.demo.console import progress, quiet
+    from diffcache.pipelines.demo.recording import to_file
+
+    quiet()
+    video = _opened(model, checkpoint, lora, dtype, str(device_of(device)), threads)
+    size = None if height is None or width is None else (height, width)
+    film = video.stream(
+        prompt, policy=policy or None, size=size, seed=seed, chunks=chunks, read_once=read_once,
+        most_bytes=None if most_mb is None else most_mb * 2**20,
+    )  # fmt: skip
+    tall, wide = size or video.way.size
+    typer.echo(
+        f"{tall} x {wide}, {chunks} chunks: at most {human(film.expected_bytes, 'B')} of keys and "
+        "values"
+    )
+    started = time.perf_counter()
+    pictures: list[NDArray[np.uint8]] = []
+    with progress("film") as show:
+        for number, frames in enumerate(film):
+            pictures.extend(frames)
+            show(number + 1, chunks)
+    seconds = time.perf_counter() - started
+    to_file(out, pictures, video.way.fps)
+    typer.echo(
+        f"{len(pictures)} pictures in {seconds:.1f} s, {len(pictures) / seconds:.1f} a second; "
+        f"{human(film.session.store.nbytes, 'B')} held; wrote {out}"
+    )
+
+
+def _opened(
+    model: str, checkpoint: Path | None, lora: Path | None, dtype: str, device: str, threads: int
+) -> CausalVideo:
+    """Return the model that a command line names."""
     import torch
 
-    from diffcache.pipelines.demo.program import Program
+    from diffcache.pipelines.causal_video import CausalVideo
+    from diffcache.pipelines.demo.saved import DTYPES, check_dtype
+
+    check_dtype(dtype)
+    torch.set_num_threads(threads)
+    return CausalVideo.from_pretrained(
+        model, checkpoint=checkpoint, lora=lora, dtype=DTYPES.get(dtype), device=device
+    )
 
 
 @guarded
 def serve(
     model: Annotated[
-        str | None,
+        str,
         typer.Argument(
-            help="Folder of a causal WanPipeline, or file of weights as Self-Forcing releases "
-            "them (default: the shipped sticker-causal).",
+            help="Folder of a causal WanPipeline, a shipped model or a Hugging Face ID."
         ),
-    ] = None,
-    wan: Annotated[
-        Path | None,
-        typer.Option(help="With a file: folder of a WanPipeline with its other models."),
-    ] = None,
+    ] = SHIPPED,
+    checkpoint: Checkpoint = None,
+    lora: Lora = None,
     host: Annotated[str, typer.Option(help="Address; 0.0.0.0 lets others in.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 7860,
     known_as: Annotated[
@@ -66,7 +178,7 @@ def serve(
 
         diffcache serve ./my-causal-wan --port 8000 --viewers 2
 
-        diffcache serve self_forcing_dmd.pt --wan ./Wan2.1-T2V-1.3B-Diffusers --cache-mb 8000
+        diffcache serve ./Wan2.1-T2V-1.3B-Diffusers --checkpoint self_forcing_dmd.pt --cache-mb 8000
 
         diffcache serve --ray 2
     """
@@ -78,21 +190,20 @@ def serve(
         from diffcache.pipelines.demo.console import quiet
 
         quiet()
-        import torch
-
         from diffcache.pipelines.demo.replicas import ray_serve, replicas
-        from diffcache.pipelines.demo.served import open_model
+        from diffcache.pipelines.demo.session_film import program_of
 
-        def opened(where: torch.device) -> Program:
-            torch.set_num_threads(threads)
-            return open_model(model, wan, dtype, where).program(viewers, cache_mb * 2**20)
+        def opened(where: str) -> Program:
+            video = _opened(model, checkpoint, lora, dtype, where, threads)
+            name = Path(model).name if checkpoint is None else checkpoint.stem
+            return program_of(video, name, viewers, cache_mb * 2**20)
 
         if ray is None:
-            run(opened(place), (host, *(known_as or ())), chosen, typer.echo)
+            run(opened(str(place)), (host, *(known_as or ())), chosen, typer.echo)
             return
         ray_serve()
-        program = opened(torch.device("cpu"))  # refuses a wrong model, and tells what can be shown
-        with replicas(lambda: opened(place).make, count=ray, cpus=threads, gpus=gpus) as make:
+        program = opened("cpu")  # refuses a wrong model, and tells what can be shown
+        with replicas(lambda: opened(str(place)).make, count=ray, cpus=threads, gpus=gpus) as make:
             program = replace(program, make=make)  # which drops the model of this process
             run(program, (host, *(known_as or ())), chosen, typer.echo)
 

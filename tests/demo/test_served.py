@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
 from typer.testing import CliRunner
 
 from diffcache import cli
 from diffcache.pipelines import shipped_models
-from diffcache.pipelines.demo import replicas, serve, served
+from diffcache.pipelines.causal_video import CausalVideo
+from diffcache.pipelines.demo import replicas, serve, session_film
 from diffcache.pipelines.demo.program import Asked, Program
-from diffcache.pipelines.demo.session_film import SessionFilm
+from diffcache.pipelines.demo.session_film import program_of
+from diffcache.pipelines.pretrained_video import Streaming, streaming
 from diffcache.video import FewSteps
-from tests.video.test_streaming_vae import at_once
 
 CPU = torch.device("cpu")
 
@@ -33,35 +33,28 @@ def call(*arguments: object) -> tuple[int, str]:
 
 
 def test_the_shipped_pipeline_is_filmed_through_its_text_encoder_and_autoencoder() -> None:
-    opened = served.open_model(None, None, "auto", CPU)
-    assert (opened.scale, opened.size, opened.name) == (8, (64, 64), "sticker-causal")
-    assert (opened.fps, opened.prompts[0], opened.policy) == (12, "a fox on grass", "full")
-    program = opened.program(1, 1)
-    assert program.multiple == 16 and program.beside == "window:sinks=0"
-    assert (program.policies[0], program.policies.count("full")) == ("full", 1)
-    film = SessionFilm(opened, Asked("a fox on grass", "window", 0, 2, (32, 48)), 10**9)
-    first, second = film.next(), film.next()
-    assert first.shape[1:] == second.shape[1:] == (32, 48, 3) and len(second) > len(first)
-    assert film.readings()["decoder_bytes"] == film.decoder.nbytes > 0  # type: ignore[comparison-overlap]
-    torch.manual_seed(0)
-    latents = torch.randn(1, 48, 3, 4, 6)
-    vae: Any = film.decoder.vae  # type: ignore[attr-defined]
-    assert torch.equal(opened.decoder().decode(latents), at_once(vae, latents))
+    with CausalVideo.from_pretrained("sticker-causal") as video:
+        program = program_of(video, "sticker-causal", 1, 10**9)
+        assert (program.multiple, program.size, program.beside) == (16, (64, 64), "window")
+        assert (program.fps, program.prompts[0]) == (12, "a fox on grass")
+        assert (program.policies[0], program.policies.count("full")) == ("full", 1)
+        film = program.make(Asked("a fox on grass", "window", 0, 2, (32, 48)))
+        first, second = film.next(), film.next()
+        assert first.shape[1:] == second.shape[1:] == (32, 48, 3) and len(second) > len(first)
+        assert film.readings()["decoder_bytes"] > 0
 
 
 def test_a_folder_says_how_it_is_streamed(tmp_path: Path) -> None:
-    assert served.streaming(tmp_path) == served.Streaming()  # as Self-Forcing's weights
+    assert streaming(tmp_path) == Streaming()  # as Self-Forcing's weights
     said = {"chunk": 2, "fps": 12, "prompts": ["a fox"], "sampler": {"predicts": "clean"}}
     file = tmp_path / "diffcache.json"
     file.write_text(json.dumps({"call": {"height": 64, "max_sequence_length": 8}, "stream": said}))
-    wanted = served.Streaming((64, 832), 8, 2, 12, ["a fox"], FewSteps(predicts="clean"))
-    assert served.streaming(tmp_path) == wanted
+    wanted = Streaming((64, 832), 8, 2, 12, ["a fox"], FewSteps(predicts="clean"))
+    assert streaming(tmp_path) == wanted
     (told,) = re.findall("```json\n(.*?)```", Path("docs/serve.md").read_text(), re.S)
     file.write_text(told)
     sampler = FewSteps(shift=2.0, predicts="clean")
-    assert served.streaming(tmp_path) == served.Streaming(
-        (64, 64), 8, 3, 12, ["a fox on grass"], sampler, "full"
-    )
+    assert streaming(tmp_path) == Streaming((64, 64), 8, 3, 12, ["a fox on grass"], sampler, "full")
     for wrong, words in (
         ({"chunks": 2}, "stream: .*'chunks'"), ({"chunk": 0}, "chunk=0: must be"), (3, "stream: "),
         ({"sampler": {"predicts": "x"}}, "stream: predicts='x'"), ({"prompts": []}, "prompts="),
@@ -69,25 +62,7 @@ def test_a_folder_says_how_it_is_streamed(tmp_path: Path) -> None:
     ):  # fmt: skip
         file.write_text(json.dumps({"stream": wrong}))
         with pytest.raises(ValueError, match=words):
-            served.streaming(tmp_path)
-
-
-def test_a_file_of_weights_takes_the_rest_from_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    weights = tmp_path / "weights.pt"
-    weights.touch()
-    folder = served.SHIPPED / "transformer"
-    monkeypatch.setattr(
-        served,
-        "load_causal",
-        lambda path, dtype: WanTransformer3DModel.from_pretrained(folder, torch_dtype=dtype),
-    )
-    found = served.open_model(str(weights), served.SHIPPED, "bfloat16", CPU)
-    assert found.name == "weights" and found.video.transformer.dtype == torch.bfloat16
-    assert call(weights)[0] == 2 and "holds a transformer alone: pass --wan" in call(weights)[1]
-    code, told = call(served.SHIPPED, "--wan", served.SHIPPED)
-    assert code == 2 and "goes with a file of weights" in told.replace("\n", " ")
+            streaming(tmp_path)
 
 
 def test_what_cannot_be_served_is_said_in_one_line(
@@ -101,9 +76,8 @@ def test_what_cannot_be_served_is_said_in_one_line(
     code, told = call("--host", "no.such.address.invalid")
     assert code == 2 and told.startswith("error: --host no.such.address.invalid")
     code, told = call(tmp_path / "none", "--port", 0)
-    assert code == 2 and "no causal video model at" in told and "Traceback" not in told
+    assert code == 2 and "no pipeline at" in told and "Traceback" not in told
     monkeypatch.setattr(shipped_models, "MODELS", tmp_path)
-    monkeypatch.setattr(served, "SHIPPED", tmp_path / "sticker-causal")
     code, told = call("--port", 0)
     assert code == 3 and "sticker-causal: this installation does not hold it" in told
     assert call("--port", 0, "--dtype", "int8")[0] == call("--viewers", 0)[0] == 2
@@ -120,20 +94,20 @@ def test_replicas_open_the_model_and_make_the_films_of_the_page(
     pytest.importorskip("gradio", reason="gradio is not installed")
     given: dict[str, Any] = {}
 
-    class Opened:
-        def __init__(self, *opened: Any) -> None:
-            self.opened = opened
+    def opened(*asked: Any) -> Any:
+        return asked
 
-        def program(self, viewers: int, most_bytes: int) -> Program:
-            return Program(lambda asked: (*self.opened, most_bytes), [], [], [], (8, 8),
-                           title="films", viewers=viewers)  # type: ignore[arg-type, return-value]  # fmt: skip
+    def program(video: Any, name: str, viewers: int, most_bytes: int) -> Program:
+        return Program(lambda asked: (*video, most_bytes), [], [], [], (8, 8),
+                       title=name, viewers=viewers)  # type: ignore[arg-type, return-value]  # fmt: skip
 
     @contextmanager
     def stand_in(opened: Callable[[], Any], **settings: Any) -> Iterator[Any]:
         given.update(settings)
         yield lambda asked: ("replica", opened()(asked))
 
-    monkeypatch.setattr(served, "open_model", Opened)
+    monkeypatch.setattr(serve, "_opened", opened)
+    monkeypatch.setattr(session_film, "program_of", program)
     monkeypatch.setattr(serve, "run", lambda program, *where: given.update(program=program))
     monkeypatch.setitem(sys.modules, "ray", None)
     model = ("here", "--dtype", "bfloat16", "--device", "cpu", "--port", 0, "--cache-mb", 3)
@@ -141,7 +115,7 @@ def test_replicas_open_the_model_and_make_the_films_of_the_page(
     assert code == 3 and told == "error: replicas need Ray Serve: pip install 'diffcache[ray]'\n"
     assert call(*model) == (0, "")  # needs no Ray
     asked: Any = None
-    film = ("here", None, "bfloat16", CPU, 3 * 2**20)
+    film = ("here", None, None, "bfloat16", "cpu", 1, 3 * 2**20)
     assert given.pop("program").make(asked) == film
 
     monkeypatch.setattr(replicas, "ray_serve", lambda: (None, None))
@@ -150,7 +124,7 @@ def test_replicas_open_the_model_and_make_the_films_of_the_page(
     program = given.pop("program")
     assert given == {"count": 3, "cpus": 1, "gpus": 0.0}
     assert program.make(asked) == ("replica", film)
-    assert (program.title, program.viewers) == ("films", 5)
+    assert (program.title, program.viewers) == ("here", 5)
     for number in (0, -1, 1.5, "two"):
         code, told = call("--ray", number)
         assert code == 2 and "'--ray'" in told, told

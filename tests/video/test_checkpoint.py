@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers import AnyFlowFARTransformer3DModel
 from safetensors.torch import save_file
 from torch import Tensor
 
 from diffcache.pipelines.causal_checkpoint import CheckpointError, load_causal
 from diffcache.pipelines.causal_video import CausalVideo
-from tests.video.toys import HEAD, SIZE, text, wan
+from tests.video.toys import HEAD, ONE, SIZE, text, wan
 
 # diffusers' name -> the published one
 PUBLISHED = {
@@ -57,25 +58,97 @@ def wrapped(weights: dict[str, Tensor]) -> OrderedDict[str, Tensor]:
     )  # fmt: skip
 
 
-def test_published_weights_load_whole_and_roll_out(tmp_path: Path) -> None:
+def named(weights: dict[str, Tensor], prefix: str = "model.") -> dict[str, Tensor]:
+    """Return weights as the wrapper of Wan in Self-Forcing's code and its kin names them."""
+    return {prefix + name: value for name, value in weights.items()}
+
+
+OTHER = {"blocks.0.self_attn.q.weight": torch.zeros(1)}  # is never taken
+# How each code saves its generator, by what its public loader reads (`causal_checkpoint`).
+LAYOUTS: dict[str, Any] = {
+    "self-forcing": lambda w: {"generator": named(OTHER), "generator_ema": wrapped(w), "step": 600},
+    "rolling-forcing": lambda w: {"generator_ema": named(w)},
+    "causvid": lambda w: {"generator": named(w), "critic": named(OTHER)},
+    "causvid image to video": lambda w: {"model": named(w)},
+    "longlive": lambda w: {"generator": wrapped(w)},
+    "krea": named,
+    "compiled": lambda w: named(w, "_orig_mod.model."),
+    "plain": dict,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_published_weights_load_whole_and_roll_out(layout: str, tmp_path: Path) -> None:
     model = wan(layers=2)
-    weights = published(model)
-    other = {name: torch.zeros_like(value) for name, value in weights.items()}
-    save_file(weights, tmp_path / "plain.safetensors")
-    torch.save({"generator": wrapped(weights)}, tmp_path / "generator.pt")
-    averaged = {"generator": wrapped(other), "generator_ema": wrapped(weights), "step": 600}
-    torch.save(averaged, tmp_path / "averaged.pt")
-    for name in ("plain.safetensors", "generator.pt", "averaged.pt"):
-        loaded = load_causal(tmp_path / name, head=HEAD)
-        assert loaded.state_dict().keys() == model.state_dict().keys()
-        for key, value in loaded.state_dict().items():
-            assert torch.equal(value, model.state_dict()[key]), key
+    weights = LAYOUTS[layout](published(model))
+    is_plain = layout in ("krea", "plain")
+    file = tmp_path / ("weights.safetensors" if is_plain else "weights.pt")
+    (save_file if is_plain else torch.save)(weights, file)
+    loaded = load_causal(file, head=HEAD)
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    for key, value in loaded.state_dict().items():
+        assert torch.equal(value, model.state_dict()[key]), key
     films = []
     for each in (model, loaded):
-        with CausalVideo(each) as video:
+        with CausalVideo(each, sampler=ONE) as video:
             session = video.session(text(), size=SIZE)
             films.append(torch.cat([session.next() for _ in range(2)], 2))
     assert torch.equal(*films)
+
+
+def lora_of(weights: dict[str, Tensor], rank: int = 2) -> dict[str, Tensor]:
+    """Return updates of all linear layers of the blocks, named as peft saves LongLive's."""
+    found = {}
+    for name, value in weights.items():
+        if (
+            re.match(r"blocks\.\d+\.(self_attn|cross_attn|ffn)\.\w+\.weight", name)
+            and value.dim() == 2
+        ):
+            stem = "base_model.model." + name.removesuffix(".weight")
+            found[f"{stem}.lora_A.weight"] = torch.randn(rank, value.shape[1])
+            found[f"{stem}.lora_B.weight"] = torch.randn(len(value), rank)
+    return found
+
+
+def test_low_rank_updates_are_added_as_peft_adds_them(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    model = wan(layers=1)
+    weights, updates = published(model), lora_of(published(model))
+    torch.save({"generator": named(weights)}, tmp_path / "base.pt")
+    torch.save({"generator_lora": updates, "critic_lora": {}}, tmp_path / "lora.pt")
+    loaded = load_causal(tmp_path / "base.pt", lora=tmp_path / "lora.pt", alpha=1, head=HEAD)
+    name = "blocks.0.self_attn.q"
+    layer = torch.nn.ModuleDict({"q": torch.nn.Linear(*weights[f"{name}.weight"].shape[::-1])})
+    layer["q"].weight.data = weights[f"{name}.weight"].clone()
+    config = peft.LoraConfig(r=2, lora_alpha=1, target_modules=["q"])
+    theirs = peft.get_peft_model(layer, config)
+    own = {key.replace(f"{name}.", "q."): v for key, v in updates.items() if f".{name}." in key}
+    peft.set_peft_model_state_dict(theirs, own)
+    merged = theirs.merge_and_unload()["q"].weight
+    torch.testing.assert_close(loaded.blocks[0].attn1.to_q.weight, merged, atol=1e-6, rtol=1e-6)
+    assert torch.equal(loaded.blocks[0].norm2.weight, model.blocks[0].norm2.weight)
+    for wrong, said in (
+        (
+            {"base_model.model.head.lora_A.weight": torch.ones(2, 3)},
+            "head.lora_A.weight updates none",
+        ),
+        ({"blocks.0.alpha": torch.ones(3)}, "must hold pairs NAME.lora_A.weight"),
+    ):
+        torch.save({"generator_lora": wrong}, tmp_path / "wrong.pt")
+        with pytest.raises(CheckpointError, match=said):
+            load_causal(tmp_path / "base.pt", lora=tmp_path / "wrong.pt", head=HEAD)
+
+
+def test_anyflow_is_refused_by_its_name(tmp_path: Path) -> None:
+    model = AnyFlowFARTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=8,
+        freq_dim=16, ffn_dim=24, num_layers=1,
+    )  # fmt: skip
+    save_file(
+        {k: v.contiguous() for k, v in model.state_dict().items()}, tmp_path / "a.safetensors"
+    )
+    with pytest.raises(CheckpointError, match="is of AnyFlow.* AnyFlowFARPipeline of diffusers"):
+        load_causal(tmp_path / "a.safetensors")
 
 
 @pytest.mark.parametrize(

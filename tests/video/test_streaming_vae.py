@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-import logging
+import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKL, AutoencoderKLWan, WanPipeline, WanTransformer3DModel
-from diffusers.utils.logging import disable_propagation, enable_propagation
+from PIL import Image
 from torch import Tensor
 from transformers import UMT5Config, UMT5EncoderModel
+from typer.testing import CliRunner
 
+from diffcache import cli
 from diffcache.errors import AttachError
+from diffcache.kv.life.save import SavedCacheError
+from diffcache.pipelines.causal_video import CausalVideo
+from diffcache.pipelines.demo.session_film import policies
 from diffcache.pipelines.small import wan
 from diffcache.pipelines.streaming_vae import WanDecoder
+from diffcache.video import FewSteps, Flush
 from tests.video.test_checkpoint import published
+
+NAMES = policies()
 
 CUTS = ([3, 3, 3], [1, 2, 6], [1] * 9)
 
@@ -110,36 +120,145 @@ def tiny_wan(folder: Path) -> tuple[Path, Path]:
     torch.nn.init.normal_(transformer.proj_out.weight)
     parts = {**pipe.components, "text_encoder": text, "vae": vae, "transformer": transformer}
     WanPipeline(**parts).save_pretrained(folder / "wan")
+    size = {"call": {"height": 32, "width": 48}}
+    (folder / "wan" / "diffcache.json").write_text(json.dumps(size))
     torch.save({"generator_ema": published(transformer)}, folder / "causal.pt")
     return folder / "wan", folder / "causal.pt"
 
 
 def test_the_documented_lines_make_the_pictures_of_the_pipeline(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     docs = (Path(__file__).parents[2] / "docs" / "causal_video.md").read_text(encoding="utf-8")
-    (lines,) = (x for x in re.findall(r"```python\n(.*?)```", docs, re.S) if "load_causal(" in x)
+    (lines,) = (x for x in re.findall(r"```python\n(.*?)```", docs, re.S) if "checkpoint=" in x)
     folder, weights = tiny_wan(tmp_path)
     for name, here in {
         "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": str(folder), "self_forcing_dmd.pt": str(weights),
-        "cuda": "cpu", "size=(60, 104)": "size=(4, 6)",
-        "decoder.decode(session.next())": "decoder.decode(latents := session.next())",
+        '"cuda"': '"cpu", dtype=torch.bfloat16', "print(frames.shape)": "film.append(frames)",
+        "chunks=7": "chunks=3",
     }.items():  # fmt: skip
         assert lines.count(name) == 1
         lines = lines.replace(name, here)
-    made: dict[str, Any] = {}
-    enable_propagation()
-    with caplog.at_level(logging.WARNING, "diffusers"):
-        exec(lines, made)
-    disable_propagation()
-    assert "float32" not in caplog.text
-    pipe, film = made["pipe"], made["latents"]
-    assert made["text"].shape[:2] == (1, 512) and film.dtype == torch.bfloat16
-    dtypes = {n: x.dtype for n, x in pipe.transformer.named_parameters() if x.dim() == 3}
+    made: dict[str, Any] = {"torch": torch, "film": []}
+    exec(lines, made)
+    video, film = made["video"], np.concatenate(made["film"])
+    assert film.shape == (33, 32, 48, 3) and film.dtype == np.uint8
+    assert "float32" not in capsys.readouterr().err  # which diffusers warns of
+    dtypes = {n: x.dtype for n, x in video.transformer.named_parameters() if x.dim() == 3}
     assert dtypes == dict.fromkeys(dtypes, torch.float32) and dtypes  # the modulation
+    text = video.embed(made["prompt"])
+    assert text.shape[:2] == (1, 512)
+    session = video.session(text, size=(4, 6), policy="infinity-rope", seed=0)
+    latents = torch.cat([session.next() for _ in range(3)], 2)
+    pipe = video.pipe
+    video.close()
     pipe.scheduler.step = lambda _, time, x, **rest: (x,)  # the latents are finished
     wanted = pipe(
-        prompt_embeds=made["text"], guidance_scale=1.0, height=32, width=48, num_frames=9,
-        num_inference_steps=1, latents=film, output_type="pt",
-    ).frames  # fmt: skip
-    assert torch.equal(made["pictures"].transpose(1, 2) * 0.5 + 0.5, wanted)
+        prompt_embeds=text, guidance_scale=1.0, height=32, width=48, num_frames=33,
+        num_inference_steps=1, latents=latents, output_type="np",
+    ).frames[0]  # fmt: skip
+    assert np.array_equal(film, (255 * wanted).round().astype(np.uint8))
+
+
+@pytest.fixture(scope="module")
+def video() -> Iterator[CausalVideo]:
+    with CausalVideo.from_pretrained("sticker-causal") as opened:
+        opened.sampler = FewSteps((1000,), predicts="clean")
+        yield opened
+
+
+SHORT = {"size": (16, 16)}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_bytes_that_are_told_before_are_those_that_are_held(
+    video: CausalVideo, name: str
+) -> None:
+    for read_once in (False, True) if name in ("window", "quantized") else (False,):
+        stream = video.stream("a fox", policy=name, chunks=12, read_once=read_once, **SHORT)
+        held = []
+        for _ in stream:
+            held.append(stream.session.store.nbytes)
+        assert stream.expected_bytes == max(held) and len(held) == 12
+    longer = video.expected_bytes(name, frames=72, **SHORT)
+    assert (longer > video.expected_bytes(name, **SHORT)) == (name == "full")
+
+
+def test_defaults_hold_no_more_than_the_released_code_sets_aside() -> None:
+    """Self-Forcing, 832 x 480: 21 frames of 1,560 tokens, 30 layers, keys and values, bfloat16."""
+    with torch.device("meta"):
+        model = WanTransformer3DModel(num_attention_heads=12, num_layers=30, ffn_dim=8)
+    official = 21 * 1560 * 30 * 2 * 1536 * 2
+    with CausalVideo(model.to(torch.bfloat16)) as video:
+        full = video.expected_bytes("full", frames=21)
+        assert official < full < 1.01 * official
+        window = video.expected_bytes("window", frames=21)
+        assert window < 0.6 * official
+        kept = video.expected_bytes("window", frames=21, read_once=True)
+        assert kept == pytest.approx(1.5 * window, rel=0.01)
+    assert CausalVideo.session.__kwdefaults__["read_once"] is False
+
+
+def test_a_stream_takes_orders_and_goes_on_where_it_was_saved(
+    video: CausalVideo, tmp_path: Path
+) -> None:
+    one, other = (video.stream("a fox", policy="window:window=3", seed=5, **SHORT) for _ in "ab")
+    assert np.array_equal(next(one), next(other)) and len(next(one)) == len(next(other)) > 3
+    one.save(tmp_path)
+    with pytest.raises(SavedCacheError, match="was saved with policy="):
+        video.stream("a fox", policy="full", **SHORT).resume(tmp_path)
+    later = video.stream("an owl", policy="window:window=3", **SHORT)
+    later.resume(tmp_path)
+    assert (later.prompt, later.made, later.session.frames) == ("a fox", 2, 6)
+    for each in (one, later):
+        each.switch("a crab", Flush())
+        next(each)
+        each.use("infinity-rope")
+    assert np.array_equal(next(one), next(later)) and one.policy == "infinity-rope"
+    assert not np.array_equal(next(one), next(other))
+    one.save(tmp_path)
+    (tmp_path / "pictures.safetensors").write_bytes(b"cut")
+    with pytest.raises(SavedCacheError):
+        later.resume(tmp_path)
+
+
+def test_what_would_hold_too_much_is_refused_with_the_way_out(video: CausalVideo) -> None:
+    window = video.expected_bytes("window", **SHORT)
+    said = (r"policy='full': would hold 360 KiB of keys and values, and there are .* for it; take "
+            r"policy='window' \(.*\), .*a smaller size, or raise most_bytes")  # fmt: skip
+    with pytest.raises(ValueError, match=said):
+        video.stream("a fox", policy="full", most_bytes=window, **SHORT)
+    stream = video.stream("a fox", policy="window", most_bytes=window, **SHORT)
+    next(stream)
+    before = stream.session
+    with pytest.raises(ValueError, match="policy='full': would hold"):
+        stream.use("full")
+    assert (stream.session, stream.policy, stream.expected_bytes) == (before, "window", window)
+    with pytest.raises(
+        ValueError, match="size=\\(16, 12\\): width must be a multiple of 16 pixels"
+    ):
+        video.stream("a fox", size=(16, 12))
+    with pytest.raises(ValueError, match="prompt='  ': must be a text"):
+        video.stream("  ")
+    with pytest.raises(ValueError, match="chunks=0"):
+        video.stream("a fox", chunks=0)
+    with pytest.raises(ValueError, match="lora='x': goes with checkpoint"):
+        CausalVideo.from_pretrained("sticker-causal", lora="x")
+    with pytest.raises(ValueError, match="is a FluxPipeline, which makes no film"):
+        CausalVideo.from_pretrained("sticker-flux")
+    with pytest.raises(FileNotFoundError, match="no pipeline at '/none'"):
+        CausalVideo.from_pretrained("/none")
+
+
+def test_the_command_writes_a_film(tmp_path: Path) -> None:
+    file = tmp_path / "fox.gif"
+    order = ["stream", "a fox", "--out", file, "--chunks", 2, "--height", 16, "--width", 16]
+    done = CliRunner().invoke(cli.app, list(map(str, order)))
+    assert done.exit_code == 0, done.output
+    assert "at most" in done.output and "wrote" in done.output
+    with Image.open(file) as film:
+        assert film.size == (16, 16) and film.n_frames >= 2
+    for more, said in ((["--policy", "windw"], "did you mean"), (["--out", "x.avi"], "--out"),
+                       (["--height", 16], "go together")):  # fmt: skip
+        done = CliRunner().invoke(cli.app, list(map(str, [*order[:4], *more])))
+        assert done.exit_code == 2 and said in done.output, done.output
