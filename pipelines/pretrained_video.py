@@ -130,4 +130,4 @@ def open_pipeline(
     pipe: Any = WanPipeline.from_pretrained(
         str(path or folder), torch_dtype={"default": kind, "vae": torch.float32}, **parts
     )
-    return pipe.to(place), Streaming() if path is None else streaming(path)
+    return pipe.to(str(place)), Streaming() if path is None else streaming(path)
