@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from diffcache.features.fitted import FittedForecast as FittedForecast
     from diffcache.features.foca import FoCa as FoCa
     from diffcache.features.harmonica import HarmoniCa as HarmoniCa
+    from diffcache.features.hicache import HiCache as HiCache
     from diffcache.features.lazycache import LazyCache as LazyCache
     from diffcache.features.magcache import MagCache as MagCache
     from diffcache.features.pab import PAB as PAB

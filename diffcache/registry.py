@@ -87,6 +87,7 @@ name | place | paper | tried | skips | off | computed | holds | aliases
 interval | interval:Interval | FORA: Fast-Forward Caching in Diffusion Transformer Acceleration, arXiv 2407.01425 | every, policies | every=3 | every=1 | 0 3 6 | 1 0 | fora, deepcache:site=deep
 taylorseer | taylorseer:TaylorSeer | From Reusing to Forecasting: Accelerating Diffusion Models with TaylorSeers, arXiv 2503.06923 | every | every=3,warmup=2 | every=1 | 0 1 4 7 | 2 0 | taylor-seer
 spectrum | spectrum:Spectrum | Adaptive Spectral Feature Forecasting for Diffusion Sampling Acceleration (Spectrum), arXiv 2603.01623 | every | warmup=2 | window=1.0,growth=0.0 | 0 1 3 5 | 6 0 | chebyshev
+hicache | hicache:HiCache | HiCache: Training-free Acceleration of Diffusion Models via Hermite Polynomial-based Feature Caching, arXiv 2508.16984 | every | every=3,warmup=2 | every=1 | 0 1 4 7 | 3 0 | hi-cache
 foca | foca:FoCa | Forecast then Calibrate: Feature Caching as ODE for Efficient Diffusion Transformers (FoCa), arXiv 2508.16211 | every | every=3,warmup=2 | every=1 | 0 1 4 7 | 3 0 | fo-ca
 dmd | dmd:DMD | Dynamic mode decomposition, doi 10.1017/S0022112010001217; DMD calibrator (cache-dit) | every | every=3,warmup=2 | every=1 | 0 1 4 7 | 4 0 | prony
 pab | pab:PAB | Real-Time Video Generation with Pyramid Attention Broadcast, arXiv 2408.12588 | attention | cross_every=3,start=0.0,end=1.0 | self_every=1,temporal_every=1,cross_every=1 | | | pyramid-attention-broadcast

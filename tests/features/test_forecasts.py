@@ -1,4 +1,4 @@
-"""Forecasts of Spectrum, FoCa and DMD: exact where they should be, and as their peers' code."""
+"""Forecasts along the steps: exact where they should be, and as the peers' code of each."""
 
 import math
 
@@ -7,6 +7,7 @@ import torch
 
 from diffcache.features.dmd import DMD, Exponentials
 from diffcache.features.foca import FoCa, Heun
+from diffcache.features.hicache import Hermite, HiCache
 from diffcache.features.spectrum import Chebyshev, Spectrum
 from diffcache.step import Step
 from tests.internals import computed_steps
@@ -114,6 +115,59 @@ def test_peer_foca_forecast(every):
             guess = 3 / ahead * guess + (1 - 3 / ahead) * anchor
         assert torch.allclose(found[index], guess, rtol=1e-4, atol=1e-4)
         before, now = now, guess
+
+
+# HiCache --------------------------------------------------------------------------------------
+
+
+def hermite_forecasts(features, computed, order):
+    """The formula in FreqCa's released code, whose distances and slopes point backward."""
+    known, at, found = [], 0, {}
+    for index, feature in enumerate(features):
+        if index in computed:
+            fresh = [feature]
+            for old in known[:order] if index > 1 else ():
+                fresh.append((fresh[-1] - old) / (at - index))
+            known, at = fresh, index
+            continue
+        x, guess = 0.71 * (at - index), known[0].clone()
+        here, before = 2 * x, 1.0
+        for i, slope in enumerate(known[1:], 1):
+            guess += slope * (here * 0.71**i / math.factorial(i))
+            here, before = 2 * x * here - 2 * i * before, here
+        found[index] = guess
+    return found
+
+
+@pytest.mark.parametrize("order", [0, 1, 2, 4])
+@pytest.mark.parametrize("every", [2, 5, 9])
+def test_peer_hicache_forecast(every, order):
+    features = curve()
+    computed = computed_steps(HiCache(every), TOTAL)
+    found = follow(Hermite(order, 0.71, start=2), features, computed)
+    expected = hermite_forecasts(features, computed, order)
+    assert found.keys() == expected.keys()
+    assert all(torch.allclose(found[i], expected[i], rtol=1e-4, atol=1e-4) for i in found)
+
+
+def test_peer_hicache_pp():
+    theirs = pytest.importorskip("hicache_pp")
+    features, computed = curve(), computed_steps(HiCache(5), TOTAL)
+    found = follow(Hermite(2, 0.5), features, computed)
+    state = theirs.hicache_init(TOTAL, interval=5, max_order=2, first_enhance=3, sigma=0.5)
+    for index, feature in enumerate(features):
+        state["step"] = index
+        if theirs.hicache_decide(state) == "full":
+            theirs.hicache_update_derivatives(state, feature)
+        else:
+            assert torch.allclose(found[index], theirs.hicache_forecast(state), atol=1e-5)
+        assert (index in computed) == (state["type"] == "full")
+
+
+def test_hicache_of_order_one_is_taylors_at_the_root_of_a_half():
+    features = [torch.tensor([[2.0 - 0.5 * s, 3.0 * s]]) for s in range(20)]
+    found = follow(Hermite(1, math.sqrt(0.5)), features, [0, 1, 4, 8, 9, 15])
+    assert all(torch.allclose(found[i], features[i], atol=1e-5) for i in found)
 
 
 # DMD ------------------------------------------------------------------------------------------
