@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from diffcache.features.ertacache import ERTACache as ERTACache
     from diffcache.features.fitted import FittedForecast as FittedForecast
     from diffcache.features.foca import FoCa as FoCa
+    from diffcache.features.freqca import FreqCa as FreqCa
     from diffcache.features.harmonica import HarmoniCa as HarmoniCa
     from diffcache.features.hicache import HiCache as HiCache
     from diffcache.features.lazycache import LazyCache as LazyCache

@@ -89,6 +89,7 @@ taylorseer | taylorseer:TaylorSeer | From Reusing to Forecasting: Accelerating D
 spectrum | spectrum:Spectrum | Adaptive Spectral Feature Forecasting for Diffusion Sampling Acceleration (Spectrum), arXiv 2603.01623 | every | warmup=2 | window=1.0,growth=0.0 | 0 1 3 5 | 6 0 | chebyshev
 hicache | hicache:HiCache | HiCache: Training-free Acceleration of Diffusion Models via Hermite Polynomial-based Feature Caching, arXiv 2508.16984 | every | every=3,warmup=2 | every=1 | 0 1 4 7 | 3 0 | hi-cache
 foca | foca:FoCa | Forecast then Calibrate: Feature Caching as ODE for Efficient Diffusion Transformers (FoCa), arXiv 2508.16211 | every | every=3,warmup=2 | every=1 | 0 1 4 7 | 3 0 | fo-ca
+freqca | freqca:FreqCa | FreqCa: Accelerating Diffusion Models via Frequency-Aware Caching, arXiv 2510.08669 | every | every=3,warmup=2 | every=1 | 0 1 4 7 | 3 0 | freq-ca
 dmd | dmd:DMD | Dynamic mode decomposition, doi 10.1017/S0022112010001217; DMD calibrator (cache-dit) | every | every=3,warmup=2 | every=1 | 0 1 4 7 | 4 0 | prony
 pab | pab:PAB | Real-Time Video Generation with Pyramid Attention Broadcast, arXiv 2408.12588 | attention | cross_every=3,start=0.0,end=1.0 | self_every=1,temporal_every=1,cross_every=1 | | | pyramid-attention-broadcast
 # A gate on what changes in the sample

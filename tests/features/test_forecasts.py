@@ -7,6 +7,7 @@ import torch
 
 from diffcache.features.dmd import DMD, Exponentials
 from diffcache.features.foca import FoCa, Heun
+from diffcache.features.freqca import FreqCa, HighBand
 from diffcache.features.hicache import Hermite, HiCache
 from diffcache.features.spectrum import Chebyshev, Spectrum
 from diffcache.step import Step
@@ -168,6 +169,44 @@ def test_hicache_of_order_one_is_taylors_at_the_root_of_a_half():
     features = [torch.tensor([[2.0 - 0.5 * s, 3.0 * s]]) for s in range(20)]
     found = follow(Hermite(1, math.sqrt(0.5)), features, [0, 1, 4, 8, 9, 15])
     assert all(torch.allclose(found[i], features[i], atol=1e-5) for i in found)
+
+
+# FreqCa ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [1, 20, 33, 40])
+@pytest.mark.parametrize("every", [2, 6])
+def test_official_freqca_forecast(every, tokens):
+    """As its released code: two bands, each with differences of its own; the low one is reused."""
+    torch.manual_seed(2)
+    ways = torch.randn(4, 2, tokens, 3)
+    features = [
+        ways[0] + math.cos(s / 7) * ways[1] + math.exp(-s / 9) * ways[2] + 0.02 * s * ways[3]
+        for s in range(TOTAL)
+    ]
+    places = torch.fft.fftfreq(tokens).abs()
+    is_low = (places <= 0.1 * places.max())[None, :, None]
+    waves = [torch.fft.fft(feature, dim=1) for feature in features]
+    low = [torch.fft.ifft(wave * is_low, dim=1).real for wave in waves]
+    high = [torch.fft.ifft(wave * ~is_low, dim=1).real for wave in waves]
+    computed = computed_steps(FreqCa(every), TOTAL)
+    found = follow(HighBand(start=2), features, computed)
+    for index, guess in hermite_forecasts(high, computed, 2).items():
+        last = max(step for step in computed if step < index)
+        assert torch.allclose(found[index], low[last] + guess, rtol=1e-4, atol=1e-4)
+
+
+def test_freqca_of_one_band_is_reuse_or_hicache():
+    features, computed = curve(), computed_steps(FreqCa(), TOTAL)
+    all_low = follow(HighBand(share=1.0), features, computed)
+    for index, guess in all_low.items():
+        assert torch.equal(guess, features[max(s for s in computed if s < index)])
+    images = [feature.reshape(2, 2, 3, 4) for feature in features]  # [B, C, H, W]
+    still = follow(
+        HighBand(share=0.0), [i - i.mean((2, 3), keepdim=True) for i in images], computed
+    )
+    whole = follow(Hermite(2, 0.71), [i - i.mean((2, 3), keepdim=True) for i in images], computed)
+    assert all(torch.allclose(still[i], whole[i], atol=1e-5) for i in still)
 
 
 # DMD ------------------------------------------------------------------------------------------
