@@ -80,8 +80,11 @@ class RowPlan:
             return list(given)
         if isinstance(rows, range):
             return [x[:, rows.start : rows.stop] for x in given]
-        batch = torch.arange(len(rows), device=rows.device)[:, None]
-        return [x.expand(len(rows), *x.shape[1:])[batch, rows] for x in given]
+        count = rows.shape[0]
+        if count == 1:
+            return [x.index_select(1, rows[0]) for x in given]
+        batch = torch.arange(count, device=rows.device)[:, None]
+        return [x.expand(count, *x.shape[1:])[batch, rows] for x in given]
 
     def mask(self, batch: int, width: int, device: torch.device) -> Tensor:
         """Return which positions are computed, bool `[B, T]`."""
@@ -100,6 +103,6 @@ def numbers_of(chosen: Tensor) -> Tensor:
     Args:
         chosen: bool `[B, T]`.
     """
-    if len(chosen) == 1:  # nothing to fill up
+    if chosen.shape[0] == 1:  # nothing to fill up
         return chosen[0].nonzero().mT
     return slots_of(chosen)

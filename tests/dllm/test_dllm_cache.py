@@ -236,7 +236,7 @@ def test_what_cannot_be_served_is_refused() -> None:
         diffcache.wrap(Phi3ForCausalLM(config), DLLMCache())
     network, plan = bidirectional(), BranchPlan(None, 3)
     with torch.no_grad(), diffcache.wrapped(network, DLLMCache()), diffcache.run(network):
-        with pytest.raises(AttachError, match=r"must be what plan\(\) of DLLMCache"):
+        with pytest.raises(AttachError, match="must be a BranchPlan of diffcache.dllm"):
             network(ids, row_plan=RowPlan())
         with pytest.raises(AttachError, match="nothing is held of 1 sequences of 5 tokens"):
             network(ids, row_plan=BranchPlan(None, 3, True, False))

@@ -8,7 +8,7 @@ import torch
 from diffcache.eval.record import Setting
 from diffcache.eval.workshop.bench import dllm
 from diffcache.eval.workshop.bench.runner import tables
-from diffcache.eval.workshop.dllm import page
+from diffcache.eval.workshop.dllm import page, steps
 from diffcache.eval.workshop.dllm.at_size import A100, Size, schedule_cost
 from diffcache.eval.workshop.dllm.replay import replay
 from diffcache.eval.workshop.dllm.rows import Row, rows
@@ -70,6 +70,16 @@ def test_a_measured_row(monkeypatch: pytest.MonkeyPatch) -> None:
         dllm.measure(SETTING, model=PROBE, named=["x"])
     with pytest.raises(ValueError, match="no model 'x'"):
         dllm.measure(SETTING, model="x")
+
+
+def test_steps_are_told_beside_plain_forwards_of_as_many_rows() -> None:
+    found = steps.measure(SETTING, rounds=1, named=["uncached", "Fast-dLLM dual"])
+    uncached, dual = found["rows"]
+    assert uncached["rows"] == 258 and dual["rows"] == (258 + 31 * 32) / 32
+    assert uncached["faster"]["median"] == 1
+    for row in found["rows"]:
+        assert 0.5 < row["call_ratio"]["median"] < row["step_ratio"]["median"]
+    assert next(tables({"benchmark": "dllm-steps", **found})).row_count == 2
 
 
 def test_a_cache_that_computes_everything_has_no_error_on_the_trajectory() -> None:

@@ -67,9 +67,14 @@ class HeldKV:
         if self.k.is_inference() and not torch.is_inference_mode_enabled():  # torch lets none write
             self.k, self.v = self.k.clone(), self.v.clone()
         if not isinstance(at, range):
-            if at.dim() == 2 and (len(at) == 1 or at.stride(0) == 0):
+            if at.dim() == 2 and (at.shape[0] == 1 or at.stride(0) == 0):
                 at = at[0]
-            kv_scatter(self.k, self.v, k.to(self.k.dtype), v.to(self.v.dtype), at)
+            k, v = k.to(self.k.dtype), v.to(self.v.dtype)
+            if at.dim() == 1 and not at.is_cuda:  # the shortest way
+                self.k.index_copy_(2, at, k)
+                self.v.index_copy_(2, at, v)
+            else:
+                kv_scatter(self.k, self.v, k, v, at)
         elif at.stop <= self.k.shape[2]:
             self.k.narrow(2, at.start, len(at)).copy_(k)
             self.v.narrow(2, at.start, len(at)).copy_(v)

@@ -39,6 +39,7 @@ from diffcache.eval.workshop.bench import (
 )
 from diffcache.eval.workshop.bench.models import Shape
 from diffcache.eval.workshop.bench.runner import Bench, tables
+from diffcache.eval.workshop.dllm import steps
 from diffcache.pipelines.demo.console import progress, quiet
 from diffcache.pipelines.demo.saved import DTYPES
 
@@ -104,6 +105,18 @@ BENCHMARKS: dict[str, Bench] = {
             sizes={"model": model}, resumes=True,
         )
         for model in dllm.MODELS
+    },
+    **{
+        name: Bench(
+            steps.measure,
+            f"host time of a step of each cache beside plain forwards of as many rows, {about}",
+            quick={"rounds": 1, "named": ["uncached", "Fast-dLLM dual"]}, sizes=sizes,
+        )
+        for name, about, sizes in (
+            ("dllm-steps", "chain-llada, batch 1", {}),
+            ("dllm-steps-8", "chain-llada, batch 8", {"size": 8}),
+            ("dllm-steps-28m", "28 M parameters", {"is_large": True}),
+        )
     },
 }  # fmt: skip
 ALL: list[str] = []
