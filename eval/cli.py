@@ -131,6 +131,7 @@ def evaluate(
         raise ValueError("--model is missing: name a directory, or shapes-flux")
     check_json(machine)
     _prepare()
+    from diffcache.eval.methods import rows_of
     from diffcache.eval.runs.evaluate import Plan
     from diffcache.eval.runs.task import Task
 
@@ -140,26 +141,12 @@ def evaluate(
         )
         typer.echo(message, err=True)
     plan = Plan(
-        Task(**task), _rows(methods), out, reference, **given_of(task["model"], images),
+        Task(**task), rows_of(methods), out, reference, **given_of(task["model"], images),
         resize=resize,
         convention=convention, stages=stages.split(","), rounds=rounds, memory=memory,
         site_errors=site_errors, reward=reward, command=shlex.join(["diffcache", *sys.argv[1:]]),
     )  # fmt: skip
     show(plan, machine, quiet)
-
-
-def _rows(methods: list[str]) -> dict[str, Any]:
-    """Return row name -> method or cache of another library.
-
-    Raises:
-        ValueError: If a method is given twice, or cannot be read.
-    """
-    from diffcache.eval.methods import parse_row
-
-    doubles = [name for name in methods if methods.count(name) > 1]
-    if doubles:
-        raise ValueError(f"--method {doubles[0]}: given twice")
-    return {name: parse_row(name) for name in methods}
 
 
 @app.command(epilog=EXIT_LINE)
@@ -188,13 +175,14 @@ def latency(
     _prepare()
     from diffcache.eval.cost.latency import measure
     from diffcache.eval.live import Evaluation
+    from diffcache.eval.methods import rows_of
     from diffcache.eval.runs.evaluate import Plan
     from diffcache.eval.runs.progress import shown
     from diffcache.eval.runs.task import Task
 
     with TemporaryDirectory() as folder, shown(quiet) as progress:
         drawn = Task(model=model, samples=task["batch_size"], **task)
-        plan = Plan(drawn, _rows(methods), Path(folder) / "run", rounds=rounds, memory=memory,
+        plan = Plan(drawn, rows_of(methods), Path(folder) / "run", rounds=rounds, memory=memory,
                     stages=("draw", "time"), **given_of(model, images),
                     command=shlex.join(["diffcache", *sys.argv[1:]]))  # fmt: skip
         record = measure(plan, progress)
@@ -217,9 +205,7 @@ def show(plan: Plan, machine: str = "", quiet_bar: bool = False) -> dict[str, An
         if is_first:
             typer.echo("drawn, not scored: the same command with --stages score,time goes on")
         return None
-    files, folder = record.pop("files"), Path(record.pop("folder"))
-    page = next((Path(file) for file in files if file.endswith(".html")), None)
-    print_or_write(machine, record, Evaluation(record, folder, page).print)
+    print_or_write(machine, record, Evaluation.of(record).print)
     return record
 
 

@@ -52,17 +52,11 @@ WORST, WORST_SHOWN = 5, 3
 
 
 def fidelity(
-    a: Annotated[str, typer.Argument(help="The reference: folder, .npz, or file.")] = "",
-    b: Annotated[str, typer.Argument(help="The other.")] = "",
-    i1: Annotated[str, typer.Option("-i1", metavar="A", help="The reference, pictures.")] = "",
-    i2: Annotated[str, typer.Option("-i2", metavar="B", help="The other, pictures.")] = "",
-    v1: Annotated[
-        str,
-        typer.Option(
-            "-v1", metavar="A", help="The reference, films; of a folder of pictures a frame each."
-        ),
-    ] = "",
-    v2: Annotated[str, typer.Option("-v2", metavar="B", help="The other, films.")] = "",
+    a: Annotated[str, typer.Argument(help="The reference: folder, .npz, or file.")],
+    b: Annotated[str, typer.Argument(help="The other.")],
+    films: Annotated[
+        bool, typer.Option("--films", help="Pictures of a folder are the frames of one film.")
+    ] = False,
     metrics: Annotated[
         str, typer.Option(metavar="NAME,...", help=f"Of {', '.join(KEYS)} (default: that apply).")
     ] = "",
@@ -91,7 +85,7 @@ def fidelity(
     if values is not None:
         check_target("--csv", values)
     torch.set_num_threads(threads)
-    pairs = _open({"": (a, b), "pictures": (i1, i2), "films": (v1, v2)}, recursive)
+    pairs = _open((a, b), films, recursive)
     names, network = _metrics(metrics, Choice(backend, weights, device), pairs)
     warn(*pairs.warnings)
     said = len(pairs.warnings)
@@ -119,28 +113,17 @@ def fidelity(
 main = script(fidelity)
 
 
-def _open(named: Mapping[str, tuple[str, str]], recursive: bool) -> Pairs:
-    """Find the pairs, and check what can be checked without decoding them.
-
-    Args:
-        named: Kind of files, empty to look, with the reference and the other; one kind has them.
-        recursive: Look into folders inside.
-    """
-    given = [(kind, two) for kind, two in named.items() if any(two)]
-    if len(given) != 1 or not all(given[0][1]):
-        raise ValueError("name two folders or files: A B, or -i1 A -i2 B, or -v1 A -v2 B")
-    kind, two = given[0]
-    if not kind:
-        are_films = [folders.holds_films(path) for path in two]
-        if are_films[0] != are_films[1]:
-            film, other = two if are_films[0] else two[::-1]
-            raise ValueError(f"{film} holds films and {other} none: compare one kind")
-        kind = "films" if are_films[0] else "pictures"
-    if kind == "films":
+def _open(two: tuple[str, str], are_films: bool, recursive: bool) -> Pairs:
+    """Find the pairs, and check what can be checked without decoding them."""
+    found = [are_films or folders.holds_films(path) for path in two]
+    if found[0] != found[1]:
+        film, other = two if found[0] else two[::-1]
+        raise ValueError(f"{film} holds films and {other} none: compare one kind")
+    if found[0]:
         a, b = (folders.open_films(path) for path in two)
     else:
         a, b = (folders.open_pictures(path, recursive) for path in two)
-    pairs = Pairs(a, b, folders.pair(a, b), kind == "films", [*a.notes, *b.notes])
+    pairs = Pairs(a, b, folders.pair(a, b), found[0], [*a.notes, *b.notes])
     if a.path.resolve() == b.path.resolve():
         pairs.warnings.append(f"{a.path} is compared with itself")
     return pairs
@@ -154,7 +137,7 @@ def _metrics(named: str, choice: Choice, pairs: Pairs) -> tuple[list[str], Extra
         raise ValueError(f"--metrics: no {unknown[0]!r}; there are {', '.join(KEYS)}")
     if "temporal-error" in chosen and not pairs.is_film:
         if named:
-            raise ValueError("--metrics temporal-error: needs films, such as -v1 A -v2 B")
+            raise ValueError("--metrics temporal-error: needs films, or --films")
         chosen.remove("temporal-error")
     least = dict(LEAST_SIDE)
     network = Extractors()

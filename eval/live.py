@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from diffcache.api import check_free, denoisers_of
-from diffcache.catalog import make_method
 from diffcache.errors import MissingError
+from diffcache.eval.methods import rows_of
 from diffcache.step import Site
 
 NEEDED = ("torchmetrics", "matplotlib", "jinja2", "av")
@@ -46,6 +46,12 @@ class Evaluation:
     record: dict[str, Any]
     folder: Path | None = None
     page: Path | None = None
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> Evaluation:
+        """Return the outcome of a run; its folder and files leave the record."""
+        files, folder = record.pop("files"), Path(record.pop("folder"))
+        return cls(record, folder, next((Path(f) for f in files if f.endswith(".html")), None))
 
     def table(self) -> Any:
         """Return the table for `rich` to print."""
@@ -132,9 +138,7 @@ def evaluate(
         record = measured(plan, progress)
     if record is None:
         raise ValueError("processes beside the first one have no outcome; read it in the first")
-    files, folder = record.pop("files"), Path(record.pop("folder"))
-    page = next((Path(file) for file in files if file.endswith(".html")), None)
-    return Evaluation(record, folder, page)
+    return Evaluation.of(record)
 
 
 def latency(
@@ -205,7 +209,8 @@ def _plan(
     """Return the plan of an evaluation of a loaded pipeline."""
     check_extra()
     check_free(pipe, denoisers_of(pipe), Site.MODEL)
-    rows = _rows(methods)
+    if isinstance(methods, str) or not isinstance(methods, (Mapping, Sequence)):
+        raise ValueError(f"methods={methods!r}: must be a list of methods, such as ['taylorseer']")
     from diffcache.eval.runs.evaluate import Plan
     from diffcache.eval.runs.task import Task
 
@@ -227,27 +232,7 @@ def _plan(
         **given,
     )
     chosen = {name: settings[name] for name in _PLAN if name in settings}
-    return Plan(task, rows, out, pipe=pipe, inputs=inputs, **chosen)
-
-
-def _rows(methods: Any) -> dict[str, Any]:
-    """Return name in the table -> method or cache of another library.
-
-    Raises:
-        ValueError: If a method is given twice, or alone, not in a list.
-    """
-    from diffcache.eval.methods import parse_row
-
-    if isinstance(methods, str) or not isinstance(methods, (Mapping, Sequence)):
-        raise ValueError(f"methods={methods!r}: must be a list of methods, such as ['taylorseer']")
-    pairs = methods.items() if isinstance(methods, Mapping) else ((str(m), m) for m in methods)
-    found: dict[str, Any] = {}
-    for name, method in pairs:
-        if name in found:
-            raise ValueError(f"methods: {name!r} is given twice")
-        is_word = isinstance(method, str)
-        found[name] = parse_row(method) if is_word else make_method(method)
-    return found
+    return Plan(task, rows_of(methods), out, pipe=pipe, inputs=inputs, **chosen)
 
 
 def _is_plain(value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -51,6 +51,24 @@ def parse_row(text: str) -> Method | Peer:
         ValueError: If a setting is wrong, as in `parse_method`.
     """
     return _read(text, make_row)
+
+
+def rows_of(methods: Sequence[Any] | Mapping[str, Any]) -> dict[str, Method | Peer]:
+    """Return name in the table -> what the row stands for.
+
+    Args:
+        methods: Words as `parse_row` takes them, or methods; or a mapping from the names of rows.
+
+    Raises:
+        ValueError: If a method is given twice, or a word cannot be read, as in `parse_row`.
+    """
+    pairs = methods.items() if isinstance(methods, Mapping) else ((str(m), m) for m in methods)
+    found: dict[str, Method | Peer] = {}
+    for name, method in pairs:
+        if name in found:
+            raise ValueError(f"method {name!r} is given twice")
+        found[name] = parse_row(method) if isinstance(method, str) else make_method(method)
+    return found
 
 
 def even(computed: int, steps: int, site: str = "stack") -> Combine:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,6 +25,7 @@ from diffcache.errors import MissingError
 from diffcache.eval.kv import choose
 from diffcache.eval.kv.calibrate import calibrate
 from diffcache.eval.kv.parts import example, while_decoding
+from diffcache.files import read_json
 from diffcache.kv.recipes.catalog import recipe_function, recipes
 from diffcache.pipelines.demo.console import print_rows, progress, quiet
 from diffcache.run_report import human
@@ -213,6 +213,7 @@ def _text(
     **shape: Any,
 ) -> None:
     """Measure recipes on texts, print what came out, and write and draw the record."""
+    from diffcache.eval.kv.text_plot import draw
     from diffcache.eval.kv.text_run import run
     from diffcache.eval.kv.text_task import TextTask
     from diffcache.eval.kv.texts import TextModel
@@ -230,14 +231,7 @@ def _text(
     typer.echo(can_answer(found.rows["none"]))
     if found.timings is not None and found.timings.warning is not None:
         typer.echo(f"warning: {found.timings.warning}", err=True)
-    if out is not None:
-        typer.echo(f"wrote {out}")
-    if out is not None and plot:
-        from diffcache.eval.kv.text_plot import draw
-
-        picture = out.with_suffix(".png")
-        draw(json.loads(out.read_text(encoding="utf-8")), picture)
-        typer.echo(f"wrote {picture}")
+    _told(out, draw if plot else None)
     if found.failed:
         told = "; ".join(f"{word}: {why}" for word, why in found.failed.items())
         fail(f"{len(found.failed)} of {len(recipe)} recipes could not be measured: {told}", FAILED)
@@ -278,12 +272,7 @@ def _recall(
         rows = run(wanted, out, show_progress)
     for titles, lines in recall_tables(rows):
         print_rows(titles, lines)
-    if out is not None:
-        typer.echo(f"wrote {out}")
-    if out is not None and plot:
-        picture = out.with_suffix(".png")
-        draw(json.loads(out.read_text(encoding="utf-8")), picture)
-        typer.echo(f"wrote {picture}")
+    _told(out, draw if plot else None)
 
 
 def _harness(
@@ -311,8 +300,17 @@ def _harness(
         for row in sorted(rows, key=lambda row: (row["task"], row["metric"]))
     ]  # fmt: skip
     print_rows(titles, lines)
+    _told(out)
+
+
+def _told(out: Path | None, draw: Callable[[Any, Path], None] | None = None) -> None:
+    """Say where the record is, and its plot, which `draw` draws."""
     if out is not None:
         typer.echo(f"wrote {out}")
+    if out is not None and draw is not None:
+        picture = out.with_suffix(".png")
+        draw(read_json(out), picture)
+        typer.echo(f"wrote {picture}")
 
 
 def spread(found: Mapping[str, float], sign: str = "", places: int = 3) -> str:

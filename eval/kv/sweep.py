@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib.metadata
-import json
 import re
 import shlex
 import sys
@@ -26,9 +25,9 @@ from diffcache.eval.kv.recall import DTYPES, KVTask, Progress, measure
 from diffcache.eval.kv.tables import weights_digest
 from diffcache.eval.kv.words import NONE, parse_row
 from diffcache.eval.record import ROOT, Setting, check, envelope
-from diffcache.eval.report.palette import GREY, OKABE_ITO, styled
+from diffcache.eval.report.palette import GREY, MARKERS, OKABE_ITO, new_figure, styled
 from diffcache.eval.runs.sweep import read_values
-from diffcache.files import write_json
+from diffcache.files import read_json, write_json
 
 BENCHMARK = "kv-recall"
 # Settings that say how much is held, and not how.
@@ -37,7 +36,6 @@ _AMOUNT = re.compile(
     r"|#\d+"
 )
 _BUDGET = re.compile(r",?(?<=[:,])budget=[^,|]*")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p", "h", "*")
 _TASK = {field.name for field in dataclasses.fields(KVTask)}
 
 
@@ -98,11 +96,7 @@ def run(
             on. Rows are kept while neither the task nor the code of caches has changed.
         progress: Callback for the progress of a recipe.
     """
-    key, rows = fingerprint(sweep.task), {}
-    if out is not None and out.exists():
-        before = json.loads(out.read_text(encoding="utf-8"))
-        if before.get("fingerprint") == key:
-            rows = {row["name"]: row for row in before["rows"]}
+    rows = rows_before(out, fingerprint(sweep.task))
     weights = weights_digest(sweep.task.directory)
     wanted_rows = {word: parse_row(word, weights) for word in sweep.words() if word not in rows}
     model = sweep.task.load()
@@ -152,6 +146,14 @@ def write_rows(
     write_json(out, record)
 
 
+def rows_before(out: Path | None, key: str | None) -> dict[str, dict[str, Any]]:
+    """Return the rows of a record by their words, none of one with another `fingerprint`."""
+    record = None if out is None else read_json(out)
+    if record is None or record.get("fingerprint") != key:
+        return {}
+    return {row["name"]: row for row in record["rows"]}
+
+
 def fingerprint(task: object) -> str:
     """Return a digest of a task, by its `repr`, and of the code of caches."""
     found = hashlib.sha256(repr(task).encode())
@@ -168,16 +170,12 @@ def draw(record: Mapping[str, Any], picture: Path) -> None:
         record: Record that `run` writes.
         picture: PNG file.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     rows = {row["name"]: row for row in record["rows"]}
     families = {name: words for name, words in record["families"].items() if words}
     columns = min(3, len(families))
     lines = -(-len(families) // columns)
-    figure = Figure(figsize=(5.2 * columns, 5.0 * lines), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(lines, columns, squeeze=False, sharex=True, sharey=True).flatten()
+    size = 5.2 * columns, 5.0 * lines
+    figure, axes = new_figure(*size, columns, lines, sharex=True, sharey=True)
     for axis, (family, words) in zip(axes, families.items(), strict=False):
         reads = all(rows[word]["read"] < 1 for word in words)
         axis.axhline(rows[NONE]["whole"]["value"], color=GREY, linewidth=1, linestyle="--")

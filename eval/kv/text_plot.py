@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from diffcache.eval.kv.sweep import MARKERS
 from diffcache.eval.kv.words import NONE
-from diffcache.eval.report.palette import DPI, GREY, INK, OKABE_ITO, new_figure, styled
+from diffcache.eval.report.palette import DPI, GREY, INK, MARKERS, OKABE_ITO, new_figure, styled
 
 
 def held_share(row: Mapping[str, Any]) -> float:

@@ -6,7 +6,6 @@ Time is that of the same model with a `DynamicCache` and sdpa, in the same proce
 from __future__ import annotations
 
 import copy
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from transformers import DynamicCache
 
 from diffcache.eval.cost.interleave import Call, Timings, Turn, summary
 from diffcache.eval.cost.interleave import measure as take_turns
-from diffcache.eval.kv.sweep import fingerprint, write_rows
+from diffcache.eval.kv.sweep import fingerprint, rows_before, write_rows
 from diffcache.eval.kv.text_task import FOLLOWING, Progress, TextTask, changes, measure
 from diffcache.eval.kv.texts import Windows
 from diffcache.eval.kv.words import NONE, names_tables, parse_recipe
@@ -84,7 +83,7 @@ def run(
     model = task.model.load()
     cache_for(model, Recipe(), mode="stock")  # raises where no cache of ours serves the model
     key = None if out is None else fingerprint((task, drawn.source, task.model.weights))
-    before, found, told = _before(out, key), Measured(count=len(drawn.ids)), progress or _silent
+    before, found, told = rows_before(out, key), Measured(count=len(drawn.ids)), progress or _silent
     total, kinds = len(recipes) * len(drawn.ids), None
     for place, (word, recipe) in enumerate(recipes.items()):
         step = partial(_step, told, place * len(drawn.ids), total, word)
@@ -185,16 +184,6 @@ def _time(
     for word, row in found.rows.items():
         ratios = [own / stock for own, stock in zip(taken[word], taken[STOCK], strict=True)]
         row["token_seconds"], row["token_ratio"] = summary(taken[word]), summary(ratios)
-
-
-def _before(out: Path | None, key: str | None) -> dict[str, dict[str, Any]]:
-    """Return the rows of a record of the same task, texts, weights and code of caches, by word."""
-    if out is None or not out.exists():
-        return {}
-    record = json.loads(out.read_text(encoding="utf-8"))
-    if record.get("fingerprint") != key:
-        return {}
-    return {row["name"]: row for row in record["rows"]}
 
 
 def _write(

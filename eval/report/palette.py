@@ -18,7 +18,7 @@ P = ParamSpec("P")
 OKABE_ITO = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442")
 INK, GREY, PALE, LINE = "#1c2028", "#697079", "#d6e0ec", "#d0d4da"
 COMPUTED = "#2563af"
-_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p", "h", "*")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p", "h", "*")
 _DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (5, 1)), (0, (3, 1, 1, 1)))
 _SETTINGS = {
     "axes.edgecolor": GREY, "axes.grid": True, "axes.labelcolor": INK, "axes.labelsize": 10,
@@ -93,7 +93,7 @@ def styles(record: Record) -> dict[str, Style]:
             place = list(families).index(family(row))
             found[row["name"]] = Style(
                 OKABE_ITO[place % len(OKABE_ITO)],
-                _MARKERS[place % len(_MARKERS)],
+                MARKERS[place % len(MARKERS)],
                 _DASHES[kin % len(_DASHES)],
             )
     return found
@@ -110,13 +110,17 @@ def styled(plot: Callable[P, Any]) -> Callable[P, Any]:
     return inner
 
 
-def new_figure(width: float, height: float, columns: int = 1) -> tuple[Any, Sequence[Any]]:
-    """Return a figure and its axes, side by side.
+def new_figure(
+    width: float, height: float, columns: int = 1, lines: int = 1, **shared: bool
+) -> tuple[Any, Sequence[Any]]:
+    """Return a figure and its axes, line after line.
 
     Args:
         width: Inches.
         height: Inches.
-        columns: Number of axes.
+        columns: Number of axes side by side.
+        lines: Number of axes one below the other.
+        **shared: `sharex` and `sharey`, as `subplots` of matplotlib takes them.
     """
     _matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -124,8 +128,7 @@ def new_figure(width: float, height: float, columns: int = 1) -> tuple[Any, Sequ
 
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, columns, squeeze=False)
-    return figure, list(axes[0])
+    return figure, list(figure.subplots(lines, columns, squeeze=False, **shared).flatten())
 
 
 def picture_of(stem: str, title: str, caption: str, figure: Any) -> Picture:

@@ -79,7 +79,7 @@ def test_fidelity_equals_the_functions_on_the_same_pictures(capsys: Any, tmp_pat
 def test_fidelity_of_a_constant_shift_is_known(capsys: Any, tmp_path: Path) -> None:
     a = torch.full((3, 3, 40, 30), 100, dtype=torch.uint8)
     one, other = saved(tmp_path / "a", a), saved(tmp_path / "b", shifted(a, 5))
-    found = report(capsys, fidelity.main, "-i1", str(one), "-i2", str(other), "--metrics", "psnr")
+    found = report(capsys, fidelity.main, str(one), str(other), "--metrics", "psnr")
     psnr = found["metrics"]["psnr_db"]
     assert psnr["value"] == pytest.approx(20 * np.log10(255 / 5)) == psnr["pooled"]
     assert found["backend"] is None and found["warnings"] == []
@@ -128,9 +128,7 @@ def test_fidelity_of_films(capsys: Any, tmp_path: Path) -> None:
     assert found["metrics"]["temporal_error"]["value"] == pytest.approx(np.mean(change))
     assert not any("encoded with loss" in text for text in found["warnings"])
     frames = [str(tmp_path / name / "second") for name in "ab"]
-    single = report(
-        capsys, fidelity.main, "-v1", frames[0], "-v2", frames[1], "--metrics", "temporal-error"
-    )
+    single = report(capsys, fidelity.main, *frames, "--films", "--metrics", "temporal-error")
     assert single["metrics"]["temporal_error"]["value"] == pytest.approx(change[1])
     as_pictures = report(capsys, fidelity.main, *frames, "--metrics", "psnr")
     assert as_pictures["kind"] == "pictures" and as_pictures["count"] == 4
@@ -219,9 +217,6 @@ def test_fidelity_errors_name_the_file_or_the_option(capsys: Any, tmp_path: Path
         ((names["a"], names["narrow"]), "narrow/1.png are 64 x 64 and 64 x 60: pairs must be of one size"),
         ((names["a"], names["cut"]), "2.png is damaged or no picture"),
         ((names["a"], str(tmp_path / "gone")), "gone"),
-        ((names["a"],), "name two folders or files"),
-        ((names["a"], names["b"], "-i1", names["a"]), "name two folders or files"),
-        (("-v1", names["long"]), "name two folders or files"),
         ((names["a"], names["long"]), "long.mkv holds films and "),
         ((names["long"], names["short"]), "3 frames of 64 x 64 and 2 frames of 64 x 64"),
         ((names["still"], names["still"]), "still.mkv: temporal_error needs two frames"),
