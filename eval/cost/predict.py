@@ -211,7 +211,8 @@ def predict(
     remarks: list[str] = []
     cls, name = type(model).__name__, next(iter(denoisers_of(pipe)))
     if cls in INPUTS and INPUTS[cls].temporal == 1:  # a picture of one side is a square
-        height, width = height or width, width or height
+        height = width if height is None else height
+        width = height if width is None else width
     asked = {"height": height, "width": width, "frames": frames, "text_tokens": text_tokens}
     size = size_of(pipe, model, {**_saved_size(pipe, cls), **_given(asked), "batch": batch})
     usual = INPUTS[cls].guidance
