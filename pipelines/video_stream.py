@@ -133,24 +133,29 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
         """
         self.session.save(folder)
         state = {"held": self.decoder.held(), "frames": self.decoder.frames, "made": self.made}
-        about = {"prompt": self.prompt, "frames": str(self.session.frames)}
+        policy = self.policy if isinstance(self.policy, str) else ""
+        about = {"prompt": self.prompt, "policy": policy, "frames": str(self.session.frames)}
         write(Path(folder) / PICTURES, state, about)
 
     def resume(self, folder: str | os.PathLike[str]) -> None:
-        """Go on where `save` left a stream of the same model, size and policy, to the bit.
+        """Go on where `save` left a stream of the same model and size, to the bit.
+
+        It goes on under the policy that it had, if that was given by its name.
 
         Raises:
             FileNotFoundError: If there is no saved stream.
             SavedCacheError: If it is altered, was cut off, or is of something else.
         """
         state, about = read(Path(folder) / PICTURES, self.decoder.vae.device)
-        session = self.video.restore(folder, self.policy, sampler=self.session.sampler)
+        policy = about.get("policy") or self.policy
+        session = self.video.restore(folder, policy, sampler=self.session.sampler)
         if session.size != self.session.size or about.get("frames") != str(session.frames):
             raise SavedCacheError(
                 f"{os.fspath(folder)}: its pictures are of another moment or size than its cache; "
                 "save it again"
             )
         self.decoder.hold(state["held"], state["frames"])
+        self.policy, self.expected_bytes = policy, self._expected(policy)
         self.session, self.prompt, self.made = session, str(about["prompt"]), int(state["made"])
 
     def _expected(self, policy: VideoPolicy | str) -> int:

@@ -9,6 +9,7 @@ import base64
 import logging
 import os
 from collections.abc import Iterator
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +27,21 @@ for _name, _value in {
 
 try:
     import gradio as gr
-    import pandas as pd
 except ImportError as _error:
     raise MissingError("the page needs gradio: pip install 'diffcache[demo]'") from _error
 
-_HTML = '<div class="films"></div><div class="status" role="status">press Start</div>'
-_CSS = """
-.films { display: flex; gap: 12px; flex-wrap: wrap; }
-.films figure { margin: 0; flex: 1 1 240px; max-width: 480px; }
-.films canvas { width: 100%; image-rendering: pixelated; background: #222; }
-.status { font-variant-numeric: tabular-nums; padding-top: 4px; }
+_HTML = """
+<div class="films"><p class="idle">Say what to film, and press Start.</p></div>
+<div class="timeline" aria-label="prompts so far"></div>
+<div class="status" role="status"></div>
 """
-_SCRIPT = (Path(__file__).parent / "player.js").read_text(encoding="utf-8")
-NARROW = "#readings th, #readings td { padding: 4px 6px; }"  # three columns on a phone
-_ABOUT = {"window:sinks=0": "Hold the latest frames alone.", ALONE: ""}
+_NUMBERS = """
+<div class="plots"></div>
+<details hidden><summary>All numbers</summary><div class="scroll"><table></table></div></details>
+"""
+_FOLDER = Path(__file__).parent
+_SCRIPT = (_FOLDER / "player.js").read_text(encoding="utf-8")
+STYLE = (_FOLDER / "page.css").read_text(encoding="utf-8")
 _SAVE = "Save as MP4"
 _PAUSE, _RESUME = "Pause", "Go on"
 _NOT_RUNNING = "**nothing is running:** press Start first"
@@ -58,24 +60,22 @@ class Handlers:
         self.program, self.viewers = program, viewers
 
     def start(
-        self, prompt: Any, policy: Any, other: Any, seed: Any, steps: Any, height: Any,
-        width: Any, request: gr.Request,
+        self, prompt: Any, policy: Any, other: Any, seed: Any, steps: Any, size: Any,
+        request: gr.Request,
     ) -> Iterator[tuple[Any, ...]]:  # fmt: skip
-        """Film, and yield what the page shows: player, read-outs, two plots, note."""
-        none = gr.skip()
+        """Film, and yield what the page shows: the player's value, and a note."""
         kept: Any = ""  # the note of the film before goes
         try:
-            asked = self.program.asked(prompt, policy, seed, steps, height, width)
+            asked = self.program.asked(prompt, policy, seed, steps, size)
             who = str(request.session_hash)
             for value in show(self.program, self.viewers, who, asked, other):
-                plot = pd.DataFrame(value["points"]) if "points" in value else none
-                yield value["player"], value.get("table", none), plot, plot, value["note"] or kept
-                kept = none
+                yield value["player"], value["note"] or kept
+                kept = gr.skip()
         except (ValueError, DiffcacheError) as error:
-            yield none, none, none, none, f"**{error}**"
+            yield gr.skip(), f"**{error}**"
         except Exception as error:  # this viewer is told; the others go on
             _log.exception("a film broke off")
-            yield none, none, none, none, f"**The film broke off: {error}**"
+            yield gr.skip(), f"**The film broke off: {error}**"
 
     def apply(self, prompt: Any, switch: Any, request: gr.Request) -> str:
         """Change the prompt from the next chunk on."""
@@ -143,38 +143,32 @@ def build(program: Program, viewers: Viewers) -> gr.Blocks:
     """
     do = Handlers(program, viewers)
     with gr.Blocks(title=program.title, analytics_enabled=False) as page:
-        gr.Markdown(f"## {program.title}")
-        with gr.Row():
-            with gr.Column(scale=1, min_width=320):
-                asked = _settings(program)
-                prompt, policy = asked[:2]
-                with gr.Row():
-                    start, pause, stop = (
-                        gr.Button(label, variant=kind, elem_id=name, min_width=60)
-                        for label, kind, name in (("Start", "primary", "start"),
-                                                  (_PAUSE, "secondary", "pause"),
-                                                  ("Stop", "secondary", "stop"))
-                    )  # fmt: skip
-                switch = gr.Dropdown(list(program.switches), value=program.switches[0],
-                                     label="Old frames at a new prompt",
-                                     elem_id="switch")  # fmt: skip
-                use = gr.Button("Use the prompt from the next chunk on", elem_id="apply")
-                note = gr.Markdown(elem_id="note")
-                save = gr.Button(_SAVE if has_mp4() else f"{_SAVE}: pip install 'diffcache[eval]'",
-                                 interactive=has_mp4(), elem_id="save")  # fmt: skip
-                link = gr.HTML(f"the latest {LATEST / program.fps:.0f} seconds", elem_id="link")
-            with gr.Column(scale=2, min_width=320):
-                player = gr.HTML(value={"job": ""}, html_template=_HTML, css_template=_CSS,
-                                 js_on_load=_SCRIPT, elem_id="player")  # fmt: skip
-                with gr.Row():
-                    with gr.Column(min_width=300):
-                        readings = gr.Markdown(elem_id="readings")
-                    with gr.Column(min_width=240):
-                        plots = [
-                            gr.LinePlot(x="second", y=unit, color="film", height=220, title=title)
-                            for unit, title in (("ms", "A chunk takes (ms)"), ("MB", "Held (MB)"))
-                        ]
-        start.click(do.start, asked, [player, readings, *plots, note], show_progress="hidden",
+        gr.HTML(f"<h1>{escape(program.title)}</h1>", elem_id="head")
+        player = gr.HTML(value={"job": ""}, html_template=_HTML, js_on_load=_SCRIPT,
+                         elem_id="player")  # fmt: skip
+        with gr.Row(elem_id="say"):
+            prompt = gr.Textbox(program.prompts[0], label="Prompt", elem_id="prompt", scale=6,
+                                min_width=240)  # fmt: skip
+            start = gr.Button("Start", variant="primary", elem_id="start", min_width=90)
+            use = gr.Button("New prompt", elem_id="apply", min_width=110)
+        gr.Examples([[text] for text in program.prompts], prompt, label="Try")
+        with gr.Row(elem_id="controls"):
+            policy, other, switch = _choices(program)
+            pause = gr.Button(_PAUSE, elem_id="pause", min_width=80)
+            stop = gr.Button("Stop", elem_id="stop", min_width=80)
+        note = gr.Markdown(elem_id="note")
+        gr.HTML(_NUMBERS, elem_id="numbers")
+        with gr.Accordion("More", open=False, elem_id="more"):
+            with gr.Row():
+                seed = gr.Number(0, label="Seed", elem_id="seed", min_width=90)
+                steps = gr.Number(program.steps, label="Steps", elem_id="steps", min_width=90)
+                size = gr.Dropdown(list(program.sizes), value=next(iter(program.sizes)),
+                                   label="Size", elem_id="size", min_width=130)  # fmt: skip
+            save = gr.Button(_SAVE if has_mp4() else f"{_SAVE}: pip install 'diffcache[eval]'",
+                             interactive=has_mp4(), elem_id="save")  # fmt: skip
+            link = gr.HTML(f"the latest {LATEST / program.fps:.0f} seconds", elem_id="link")
+        asked = [prompt, policy, other, seed, steps, size]
+        start.click(do.start, asked, [player, note], show_progress="hidden",
                     concurrency_limit=None, trigger_mode="multiple")  # fmt: skip
         quick: dict[str, Any] = {"queue": False, "show_progress": "hidden"}
         start.click(lambda: _PAUSE, None, pause, **quick)
@@ -192,22 +186,18 @@ def build(program: Program, viewers: Viewers) -> gr.Blocks:
 def _about(policy: str) -> str:
     """Return what a policy holds, for a viewer to whom its name says nothing."""
     row = find(policy.partition(":")[0], "video")
-    return _ABOUT.get(policy, "" if row is None else row.sentence)
+    return "One film alone." if row is None else row.sentence
 
 
-def _settings(program: Program) -> list[Any]:
-    """Return the inputs of `Handlers.start`, in order."""
-    prompt = gr.Textbox(program.prompts[0], label="Prompt", elem_id="prompt")
-    gr.Examples([[text] for text in program.prompts], prompt)
+def _choices(program: Program) -> list[Any]:
+    """Return the choices of a policy, of one beside it, and of what a new prompt does."""
     first, beside = program.policies[0], program.beside or ALONE
-    policy = gr.Dropdown(list(program.policies), value=first, label="Cache", info=_about(first),
-                         elem_id="policy")  # fmt: skip
-    other = gr.Dropdown([ALONE, *program.policies], value=beside, label="Beside it, to compare",
-                        info=_about(beside), elem_id="other")  # fmt: skip
-    with gr.Accordion("More", open=False), gr.Row():
-        numbers = [
-            gr.Number(value, label=label, elem_id=label.lower(), min_width=80)
-            for label, value in (("Seed", 0), ("Steps", program.steps),
-                                 ("Height", program.size[0]), ("Width", program.size[1]))
-        ]  # fmt: skip
-    return [prompt, policy, other, *numbers]
+    return [
+        gr.Dropdown(list(names), value=value, label=label, info=about, elem_id=name, min_width=140)
+        for name, label, names, value, about in (
+            ("policy", "Cache", program.policies, first, _about(first)),
+            ("other", "Beside it", [ALONE, *program.policies], beside, _about(beside)),
+            ("switch", "Old frames then", program.switches, program.switches[0],
+             "what a new prompt does to the cache"),
+        )
+    ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,6 @@ from diffcache.pipelines.demo.stream import Film
 
 LONGEST = 2000  # letters of a prompt
 MOST_STEPS = 50
-LARGER = 4  # times the pixels of the usual size
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,7 @@ class Program:
         policies: Names of the policies, the first choice first.
         switches: Names of what may happen to the cache at a new prompt.
         prompts: Examples.
-        size: Usual height and width of the pictures.
-        multiple: Number that heights and widths are multiples of.
+        sizes: Heights and widths that the model knows, by what a page calls them, the usual first.
         steps: Usual number of steps of a chunk.
         fps: Frames a second that are shown.
         title: Title of the page.
@@ -55,17 +53,14 @@ class Program:
     policies: Sequence[str]
     switches: Sequence[str]
     prompts: Sequence[str]
-    size: tuple[int, int]
-    multiple: int = 1
+    sizes: Mapping[str, tuple[int, int]]
     steps: int = 4
     fps: int = 12
     title: str = "diffcache"
     viewers: int = 8
     beside: str = ""
 
-    def asked(
-        self, prompt: Any, policy: Any, seed: Any, steps: Any, height: Any, width: Any
-    ) -> Asked:
+    def asked(self, prompt: Any, policy: Any, seed: Any, steps: Any, size: Any) -> Asked:
         """Return the settings of a film from what came from a page.
 
         Raises:
@@ -73,19 +68,7 @@ class Program:
         """
         text, name = checked_prompt(prompt), one_of("policy", policy, self.policies)
         known = (_whole("seed", seed, 0, MAX_SEED), _whole("steps", steps, 1, MOST_STEPS))
-        return Asked(text, name, *known, self._size(height, width))
-
-    def _size(self, height: Any, width: Any) -> tuple[int, int]:
-        usual, each = self.size[0] * self.size[1], self.multiple
-        most = LARGER * usual // each
-        size = _whole("height", height, each, most), _whole("width", width, each, most)
-        if size[0] * size[1] > LARGER * usual or size[0] % each or size[1] % each:
-            raise ValueError(
-                f"height={size[0]}, width={size[1]}: must be multiples of {each}, with at most "
-                f"{LARGER * usual:,} pixels together; the model was trained at "
-                f"{self.size[0]} x {self.size[1]}"
-            )
-        return size
+        return Asked(text, name, *known, self.sizes[one_of("size", size, list(self.sizes))])
 
 
 def checked_prompt(prompt: object) -> str:

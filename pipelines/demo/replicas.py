@@ -9,21 +9,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import socket
 import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from shutil import rmtree
 from typing import Any
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from diffcache.method import check_int
 from diffcache.pipelines.demo.stream import Film
 
 Make = Callable[[Any], Film]
+SAVED_EVERY = 4  # chunks after which a film is saved
+SHARE = 20  # times that a save took are waited before the next one, so that it costs a twentieth
+WAIT = 60.0  # seconds in which a film that lost its replica is restored
+_LOOK = 1.0  # seconds between two looks at whether a replica is still there
 IDLE = 600.0  # seconds after which a film that nobody asks for is dropped
 BUSY = 100  # films whose next chunk may be asked for at the same time
 STORE_BYTES = 100_000_000  # of Ray's object store, which chunks pass through
@@ -33,7 +40,8 @@ class Replica:
     """The films of one process.
 
     Args:
-        opened: Loads the model and returns what makes a film of what a viewer asked for.
+        opened: Loads the model and returns what makes a film of what a viewer asked for; films
+            have `save` and `resume` too, which take a folder.
     """
 
     def __init__(self, opened: Callable[[], Make]) -> None:
@@ -46,7 +54,7 @@ class Replica:
 
         Args:
             name: Name of the film.
-            verb: `begin`, `next`, `apply` or `end`.
+            verb: `begin`, `next`, `apply`, `save`, `resume` or `end`.
             given: Arguments that go with the verb.
 
         Returns:
@@ -60,7 +68,7 @@ class Replica:
             if verb == "begin":
                 self._drop_idle()
                 self._films[name] = self._make(*given)
-                return "done", None
+                return "done", (socket.gethostname(), os.getpid())
             if verb == "end":
                 self._drop(name)
                 return "done", None
@@ -68,8 +76,8 @@ class Replica:
             if film is None:
                 self._drop(name)
                 return "lost", None
-            if verb == "apply":
-                film.apply(*given)
+            if verb in ("apply", "save", "resume"):
+                getattr(film, verb)(*given)
                 return "done", None
             return "done", (film.next(), film.readings())
         except ValueError as error:  # handed over as text: Ray would add a traceback
@@ -91,14 +99,26 @@ class Replica:
 class RemoteFilm:
     """A film of a replica; it ends there when nobody refers to it here any more.
 
+    It is saved every few chunks, and goes on from there in another replica where its own is lost.
+
     Args:
-        handle: Handle of the replica.
+        handles: Handles of the replicas.
+        place: Number of the replica that it begins in.
+        folder: Folder that replicas save films in.
     """
 
-    def __init__(self, handle: Any) -> None:
-        self._handle, self._name = handle, uuid.uuid4().hex
+    def __init__(self, handles: Sequence[Any], place: int, folder: str) -> None:
+        self.place = place
+        self._handles, self._name = handles, uuid.uuid4().hex
+        self._folder, self._asked = os.path.join(folder, self._name), None
+        self._process: tuple[str, int] | None = None  # host and number, where it is known
         self._readings: dict[str, float] = {}
-        self._ends = weakref.finalize(self, _end, handle, self._name)
+        self._news = ""
+        self._made = 0  # chunks
+        self._saved: int | None = None  # chunks before the latest save
+        self._since: list[Mapping[str, Any]] = []  # orders after it
+        self._again = 0.0  # time from which on it is saved again
+        self._finish()
 
     def begin(self, asked: Any) -> None:
         """Make the film in its replica.
@@ -109,16 +129,23 @@ class RemoteFilm:
         Raises:
             ValueError: If the replica cannot make such a film, or has ended.
         """
-        self._ask("begin", asked)
+        self._asked = asked
+        self._process = self._ask("begin", asked)
 
     def next(self) -> NDArray[np.uint8]:
         """Return the frames of the next chunk, `[F, H, W, 3]`.
 
         Raises:
-            ValueError: If the replica refuses, or has ended.
+            ValueError: If the replica refuses, or has ended and the film was not saved yet.
         """
-        frames, self._readings = self._ask("next")
-        made: NDArray[np.uint8] = frames
+        made: NDArray[np.uint8]
+        made, self._readings = self._ask("next")
+        self._made += 1
+        started = time.monotonic()
+        if self._made % SAVED_EVERY == 0 and started >= self._again:
+            self._ask("save", self._folder)
+            self._saved, self._since = self._made, []
+            self._again = time.monotonic() + SHARE * (time.monotonic() - started)
         return made
 
     def apply(self, order: Mapping[str, Any]) -> None:
@@ -128,6 +155,12 @@ class RemoteFilm:
             ValueError: If it cannot be done; the film goes on as it was.
         """
         self._ask("apply", dict(order))
+        self._since.append(dict(order))
+
+    def news(self) -> str:
+        """Return that the film was restored, once."""
+        news, self._news = self._news, ""
+        return news
 
     def readings(self) -> dict[str, float]:
         """Return the read-outs after the last chunk."""
@@ -140,34 +173,88 @@ class RemoteFilm:
     def forget(self) -> None:
         """Leave the film alone: its replica ends."""
         self._ends.detach()
+        rmtree(self._folder, ignore_errors=True)
+
+    def _finish(self) -> None:
+        """See to it that the film ends in the replica where it is."""
+        handle = self._handles[self.place]
+        self._ends = weakref.finalize(self, _end, handle, self._name, self._folder)
 
     def _ask(self, verb: str, *given: Any) -> Any:
-        from ray.exceptions import RayActorError
-
-        try:
-            answer, value = self._handle.call.remote(self._name, verb, *given).result()
-        except RayActorError:
-            answer, value = "lost", None
+        answer, value = self._call(verb, *given)
+        if answer == "lost" and self._saved is not None:
+            self._restore()
+            answer, value = self._call(verb, *given)
         if answer == "refused":
             raise ValueError(value)
         if answer == "lost":
-            raise ValueError("the replica that made this film has ended; start the film again")
+            raise ValueError(_LOST)
         return value
 
+    def _call(self, verb: str, *given: Any) -> tuple[str, Any]:
+        from ray.exceptions import RayError
 
-def _end(handle: Any, name: str) -> None:
+        try:
+            response = self._handles[self.place].call.remote(self._name, verb, *given)
+            while True:
+                try:
+                    answer: tuple[str, Any] = response.result(timeout_s=_LOOK)
+                    return answer
+                except TimeoutError:  # Ray would wait until a killed replica has started anew
+                    if self._is_gone():
+                        return "lost", None
+        except RayError:
+            return "lost", None
+
+    def _is_gone(self) -> bool:
+        """Return whether the process that the film is in has ended, as far as this host knows."""
+        host, number = self._process or ("", 0)
+        return host == socket.gethostname() and not psutil.pid_exists(number)
+
+    def _restore(self) -> None:
+        """Go on from the latest save, in the first replica that takes the film.
+
+        Raises:
+            ValueError: If none does within a minute.
+        """
+        lost, latest, self._process = self.place, time.monotonic() + WAIT, None
+        orders: list[tuple[str, Any]] = [("resume", self._folder)]
+        orders += [("apply", order) for order in self._since]
+        while time.monotonic() < latest:
+            for step in range(1, len(self._handles) + 1):  # its own, which starts anew, at last
+                self._ends.detach()
+                self.place = (lost + step) % len(self._handles)
+                self._finish()
+                answer, process = self._call("begin", self._asked)
+                if answer == "done" and all(self._call(*order)[0] == "done" for order in orders):
+                    self._process = process
+                    self._news = (
+                        f"the replica of this film ended at chunk {self._made}; it goes on from "
+                        f"chunk {self._saved}, as saved"
+                    )
+                    self._made = self._saved or 0
+                    return
+            time.sleep(0.2)
+        raise ValueError(_LOST)
+
+
+_LOST = "the replica that made this film has ended; start the film again"
+
+
+def _end(handle: Any, name: str, folder: str) -> None:
+    rmtree(folder, ignore_errors=True)
     with suppress(Exception):  # a replica that is gone has no films
         handle.call.remote(name, "end")
 
 
 @contextmanager
 def replicas(
-    opened: Callable[[], Make], *, count: int = 2, cpus: float = 1.0, gpus: float = 0.0
+    opened: Callable[[], Make], *, folder: str, count: int = 2, cpus: float = 1.0, gpus: float = 0.0
 ) -> Iterator[Make]:
     """Start replicas under Ray Serve and give what makes films in them; end them all at the end.
 
-    A film stays in the replica where it began, which is the one with the fewest films. A replica
-    that is killed ends its own films with an error and is started anew; those of others go on. Ray
+    A film begins in the replica with the fewest films. Where a replica is killed, its films go on
+    from their latest save in another one, and it is started anew; those of others go on. Ray
     is started on this machine, unless the caller has connected to a cluster already. It takes about
     1 GB of memory before any model.
 
@@ -178,6 +265,7 @@ def replicas(
     Args:
         opened: Loads the model in a replica and returns what makes a film of what a viewer asked
             for.
+        folder: Folder that films are saved in, which all replicas reach.
         count: Number of replicas.
         cpus: CPU cores that Ray sets aside for each.
         gpus: GPUs that Ray sets aside for each.
@@ -196,7 +284,7 @@ def replicas(
             log_to_driver=False,
         )  # fmt: skip
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    films: list[weakref.WeakSet[RemoteFilm]] = [weakref.WeakSet() for _ in range(count)]
+    films: weakref.WeakSet[RemoteFilm] = weakref.WeakSet()
     names = [f"diffcache-{uuid.uuid4().hex[:8]}-{number}" for number in range(count)]
     try:
         serve.start(proxy_location="Disabled")
@@ -208,9 +296,9 @@ def replicas(
         handles = serve.run_many([
             serve.RunTarget(deployment.bind(opened), name=name, route_prefix=None) for name in names
         ])  # fmt: skip
-        yield _spread(handles, films)
+        yield _spread(handles, films, folder)
     finally:
-        for film in [film for each in films for film in each]:
+        for film in list(films):
             film.forget()
         if is_ours:
             serve.shutdown()
@@ -235,20 +323,21 @@ def ray_serve() -> tuple[Any, Any]:
     return ray, serve
 
 
-def _spread(handles: list[Any], films: list[weakref.WeakSet[RemoteFilm]]) -> Make:
+def _spread(handles: list[Any], films: weakref.WeakSet[RemoteFilm], folder: str) -> Make:
     """Return what makes a film in the replica with the fewest.
 
     Args:
         handles: Handles of the replicas.
-        films: Films of each, which the new one is added to.
+        films: Films of all, which the new one is added to.
+        folder: Folder that films are saved in.
     """
     lock = threading.Lock()
 
     def make(asked: Any) -> Film:
         with lock:
-            number = min(range(len(handles)), key=lambda each: len(films[each]))
-            film = RemoteFilm(handles[number])
-            films[number].add(film)
+            places = [film.place for film in films]
+            film = RemoteFilm(handles, min(range(len(handles)), key=places.count), folder)
+            films.add(film)
         film.begin(asked)  # may take seconds, in which other films are placed
         return film
 

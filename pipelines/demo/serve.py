@@ -203,7 +203,10 @@ def serve(
             return
         ray_serve()
         program = opened("cpu")  # refuses a wrong model, and tells what can be shown
-        with replicas(lambda: opened(str(place)).make, count=ray, cpus=threads, gpus=gpus) as make:
+        films = os.path.join(folder, "films")
+        with replicas(
+            lambda: opened(str(place)).make, folder=films, count=ray, cpus=threads, gpus=gpus
+        ) as make:
             program = replace(program, make=make)  # which drops the model of this process
             run(program, (host, *(known_as or ())), chosen, typer.echo)
 
@@ -218,7 +221,7 @@ def run(program: Program, hosts: Sequence[str], port: int, tell: Callable[[str],
         tell: Prints a line.
     """
     from diffcache.pipelines.demo.door import Listeners, guarded_by
-    from diffcache.pipelines.demo.page import NARROW, build
+    from diffcache.pipelines.demo.page import STYLE, build
     from diffcache.pipelines.demo.showing import Viewers
 
     def end(*_: object) -> None:
@@ -232,7 +235,7 @@ def run(program: Program, hosts: Sequence[str], port: int, tell: Callable[[str],
     try:
         _, url, _ = page.launch(
             server_name=hosts[0], server_port=port, prevent_thread_lock=True, quiet=True,
-            share=False, ssr_mode=False, footer_links=[], enable_monitoring=False, css=NARROW,
+            share=False, ssr_mode=False, footer_links=[], enable_monitoring=False, css=STYLE,
             app_kwargs=guarded_by(listeners, hosts[0], hosts[1:]),
             max_threads=max(40, 8 + 2 * program.viewers),
         )  # fmt: skip

@@ -35,13 +35,13 @@ def program_of(video: CausalVideo, name: str, viewers: int, most_bytes: int) -> 
         viewers: Viewers at the same time.
         most_bytes: Bytes of keys and values that a film may hold.
     """
-    way, multiple = video.way, video.pipe.vae_scale_factor_spatial
+    way = video.way
     names = [way.policy, *(other for other in policies() if other != way.policy)]
-    beside = "infinity-rope" if way.policy == "window" else "window"
+    sizes = {f"{size[0]} x {size[1]}": size for size in (way.size, way.size[::-1])}
     return Program(
         lambda asked: SessionFilm(video, asked, most_bytes), names, list(SWITCHES), way.prompts,
-        way.size, multiple * video.transformer.config.patch_size[1], len(way.sampler.timesteps),
-        way.fps, f"{name} - diffcache", viewers, beside,
+        sizes, len(way.sampler.timesteps), way.fps, f"{name} - diffcache", viewers,
+        "infinity-rope" if way.policy == "window" else "window",
     )  # fmt: skip
 
 
@@ -95,6 +95,18 @@ class SessionFilm:
                 mode = replace(mode, frames=min(mode.frames, most))
             stream.switch(checked_prompt(prompt), mode)
             self._colors = None
+
+    def save(self, folder: str) -> None:
+        """Write the film into a folder, for `resume`."""
+        self.stream.save(folder)
+
+    def resume(self, folder: str) -> None:
+        """Go on where another film of these settings was saved."""
+        self.stream.resume(folder)
+
+    def news(self) -> str:
+        """Return nothing: all that becomes of this film, the viewer has ordered."""
+        return ""
 
     def readings(self) -> dict[str, float]:
         """Return bytes by role, and how far colors are from those of the prompt's first chunk."""

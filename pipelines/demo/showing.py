@@ -25,7 +25,6 @@ AGAIN = 2  # chunks that are sent anew, should the page have missed one
 ALONE = "nothing"
 _LISTEN = 10.0  # seconds in which a page begins to take what it is sent
 _LEAD = 0.5  # seconds that a page has frames before it shows them
-_PLACES = ("first film", "second film")  # on the page
 _REMEMBERED = 4  # times the viewers at a time, whose films can still be saved
 _BYTES = {
     "bytes": "held in all",
@@ -34,7 +33,6 @@ _BYTES = {
     "working_bytes": "rotated copies and room",
     "decoder_bytes": "autoencoder",
 }
-_Row = Callable[[Chunk], str]
 
 
 @dataclass(eq=False)
@@ -164,22 +162,23 @@ def show(
             time.sleep(0.05)
         for stream in streams:
             stream.start()
-        yield from _values(program, showing, asked.size, lambda: viewers.listens(who))
+        yield from _values(program, showing, asked, lambda: viewers.listens(who))
     finally:
         showing.close()
 
 
 def _values(
-    program: Program, showing: Showing, size: tuple[int, int], listens: Callable[[], bool]
+    program: Program, showing: Showing, asked: Asked, listens: Callable[[], bool]
 ) -> Iterator[dict[str, Any]]:
     """Yield the page's values after every chunk that all films have, and at the end."""
     sources = [stream.chunks() for stream in showing.streams]
     sent: list[deque[dict[str, Any]]] = [deque(maxlen=AGAIN) for _ in sources]
-    points: deque[dict[str, Any]] = deque(maxlen=POINTS * len(sources))
-    started, shown, plotted, first = time.monotonic(), 0.0, -1.0, 0.0
+    points: deque[dict[str, Any]] = deque(maxlen=POINTS)
+    marks = [{"frame": 0, "text": asked.prompt}]
+    started, shown, frames, plotted, first = time.monotonic(), 0.0, 0, -1.0, 0.0
     player = {
-        "job": showing.job, "fps": program.fps, "titles": showing.titles, "height": size[0],
-        "width": size[1], "over": "",
+        "job": showing.job, "fps": program.fps, "titles": showing.titles, "height": asked.size[0],
+        "width": asked.size[1], "over": "",
     }  # fmt: skip
     while True:
         found = [
@@ -203,22 +202,30 @@ def _values(
                 "number": chunk.number, "marked": bool(chunk.applied),
                 "frames": [base64.b64encode(file).decode() for file in files],
             })  # fmt: skip
+        marks += _marks(frames, chunks[0])
+        frames += len(chunks[0].frames)
         value: dict[str, Any] = {
-            "player": {**player, "films": [list(kept) for kept in sent]},
-            "note": _note(chunks),
-            "table": table(showing.titles, chunks, [s.waiting for s in showing.streams], first),
-        }
+            **player, "films": [list(kept) for kept in sent], "marks": marks, "frames": frames,
+            "table": table(chunks, [s.waiting for s in showing.streams], first),
+        }  # fmt: skip
         if shown - plotted >= 1:  # a page draws plots slowly
             plotted = shown
-            points += [
-                # Named by place, not by policy: a plot draws no line that comes later.
-                {"film": _PLACES[film], "second": round(shown, 1),
-                 "ms": 1e3 * chunk.readings["seconds"],
-                 "MB": chunk.readings.get("bytes", 0.0) / 1e6}
-                for film, chunk in enumerate(chunks)
-            ]  # fmt: skip
+            points.append({
+                "second": round(shown, 1),
+                "ms": [round(1e3 * chunk.readings["seconds"], 1) for chunk in chunks],
+                "MB": [round(chunk.readings.get("bytes", 0.0) / 1e6, 2) for chunk in chunks],
+            })  # fmt: skip
             value["points"] = list(points)
-        yield value
+        yield {"player": value, "note": _note(chunks)}
+
+
+def _marks(frame: int, chunk: Chunk) -> list[dict[str, Any]]:
+    """Return what the timeline of prompts says of a chunk: a new prompt, a policy, a restart."""
+    said = [chunk.applied["prompt"]] if "prompt" in chunk.applied else []
+    if "policy" in chunk.applied:
+        said.append(f"cache: {chunk.applied['policy']}")
+    said += ["restored"] if chunk.news else []
+    return [{"frame": frame, "text": text} for text in said]
 
 
 def _note(chunks: Sequence[Chunk]) -> str:
@@ -226,6 +233,9 @@ def _note(chunks: Sequence[Chunk]) -> str:
     refused = next((chunk.refused for chunk in chunks if chunk.refused), "")
     if refused:
         return f"**Not done:** {refused}"
+    news = next((chunk.news for chunk in chunks if chunk.news), "")
+    if news:
+        return f"**{news}**"
     applied = chunks[0].applied
     return (
         f"from chunk {chunks[0].number} on: " + ", ".join(f"{k} {v!r}" for k, v in applied.items())
@@ -234,38 +244,27 @@ def _note(chunks: Sequence[Chunk]) -> str:
     )
 
 
-def table(
-    titles: Sequence[str], chunks: Sequence[Chunk], waiting: Sequence[int], first: float
-) -> str:
-    """Return the read-outs as a Markdown table.
+def table(chunks: Sequence[Chunk], waiting: Sequence[int], first: float) -> list[list[str]]:
+    """Return the read-outs as rows: what it is, and the value of each film.
 
     Args:
-        titles: Names of the films.
-        chunks: Latest chunk of each.
+        chunks: Latest chunk of each film.
         waiting: Chunks of each that are made and not shown.
         first: Seconds from the start until all films had their first frames.
     """
-    counts = {id(chunk): count for chunk, count in zip(chunks, waiting, strict=True)}
-    rows: dict[str, _Row] = {
-        "frames made a second": lambda c: f"{len(c.frames) / c.readings['p50']:.1f}",
-        "a chunk takes, p50": lambda c: _milliseconds(c.readings["p50"]),
-        "a chunk takes, p95": lambda c: _milliseconds(c.readings["p95"]),
-        "first frame after": lambda c: _milliseconds(first),
-    }
     known = [key for key in _BYTES if all(key in chunk.readings for chunk in chunks)]
-    for key in known:
-        rows[_BYTES[key]] = lambda c, key=key: human(c.readings[key], "B")  # type: ignore[misc]
-    if all("drift" in chunk.readings for chunk in chunks):
-        rows["color drift (of 255)"] = lambda c: f"{c.readings['drift']:.1f}"
-    rows["chunk"] = lambda c: str(c.number)
-    rows["chunks that wait"] = lambda c: str(counts[id(c)])
-    lines = [
-        " | ".join(["", "", *titles, ""]),
-        " | ".join(["", "---", *["---:"] * len(titles), ""]),
+    rows = [
+        ["frames made a second", *(f"{len(c.frames) / c.readings['p50']:.1f}" for c in chunks)],
+        ["a chunk takes, p50", *(_milliseconds(c.readings["p50"]) for c in chunks)],
+        ["a chunk takes, p95", *(_milliseconds(c.readings["p95"]) for c in chunks)],
+        ["first frame after", *(_milliseconds(first) for _ in chunks)],
+        *([_BYTES[key], *(human(c.readings[key], "B") for c in chunks)] for key in known),
     ]
-    for name, row in rows.items():
-        lines.append(" | ".join(["", name, *map(row, chunks), ""]))
-    return "\n".join(line.strip() for line in lines)
+    if all("drift" in chunk.readings for chunk in chunks):
+        rows.append(["color drift (of 255)", *(f"{c.readings['drift']:.1f}" for c in chunks)])
+    rows.append(["chunk", *(str(chunk.number) for chunk in chunks)])
+    rows.append(["chunks that wait", *map(str, waiting)])
+    return rows
 
 
 def _milliseconds(seconds: float) -> str:

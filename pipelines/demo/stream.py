@@ -41,6 +41,9 @@ class Film(Protocol):
     def readings(self) -> dict[str, float]:
         """Return what a viewer may want to know, such as bytes held by role."""
 
+    def news(self) -> str:
+        """Return what became of the film since it was asked last, such as that it was restored."""
+
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
@@ -51,6 +54,7 @@ class Chunk:
         frames: uint8 `[F, H, W, 3]`.
         applied: Orders that took effect with it.
         refused: Reason why an order was not carried out; empty where all were.
+        news: What a viewer is told of the film, beside orders; empty for nothing.
         readings: Read-outs after it, and `seconds` it took, `p50`, `p95` of the latest.
     """
 
@@ -58,6 +62,7 @@ class Chunk:
     frames: NDArray[np.uint8]
     applied: Mapping[str, Any]
     refused: str
+    news: str
     readings: dict[str, float]
 
 
@@ -197,7 +202,7 @@ class Stream:
         known = list(self._seconds)
         cuts = quantiles(known, n=20, method="inclusive") if len(known) > 1 else known * 19
         readings = film.readings() | {"seconds": known[-1], "p50": cuts[9], "p95": cuts[18]}
-        return Chunk(number, frames, applied, refused, readings)
+        return Chunk(number, frames, applied, refused, film.news(), readings)
 
     def _hand_on(self, made: Chunk | BaseException | None) -> bool:
         """Wait for room and hand on; return whether anybody still wants it."""

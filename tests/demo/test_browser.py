@@ -1,10 +1,11 @@
 """`diffcache serve` as a new user meets it: a page in a real browser, which asks nobody outside.
 
-With DIFFCACHE_SCREENSHOT=docs/serve.png the page is drawn anew for docs/serve.md.
+With DIFFCACHE_SCREENS=docs the pictures of docs/serve.md are drawn anew.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
@@ -16,7 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from PIL import Image
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
@@ -76,6 +79,27 @@ def browser_page(problems: list[str]) -> Iterator[Any]:
             browser.close()
 
 
+def replicas_of(process: subprocess.Popen[str]) -> list[int]:
+    """Return the processes of Ray that films are made in."""
+    children = psutil.Process(process.pid).children(recursive=True)
+    return [child.pid for child in children if "ServeReplica" in " ".join(child.cmdline())]
+
+
+def draw_screens(page: Any, folder: Path) -> None:
+    """Draw the page at two widths, light and dark, while a film runs."""
+    page.click("#numbers summary")  # folded, as it is at first
+    for width, height in ((1280, 1160), (390, 1400)):
+        for scheme in ("light", "dark"):
+            page.set_viewport_size({"width": width, "height": height})
+            dark = "true" if scheme == "dark" else "false"
+            page.evaluate(f"document.body.classList.toggle('dark', {dark})")
+            page.evaluate("window.scrollTo(0, 0)")
+            page.wait_for_timeout(500)
+            with Image.open(io.BytesIO(page.screenshot())) as screen:
+                colors = screen.convert("RGB").quantize(256, Image.Quantize.FASTOCTREE)
+                colors.save(folder / f"serve-{width}-{scheme}.png")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason=f"none of {', '.join(NAMES)} is on the path")
 @pytest.mark.parametrize("replicas", [0, 2])
@@ -100,7 +124,8 @@ def test_a_page_streams_takes_orders_stops_and_leaves_nothing(
             before = page.evaluate(CANVAS)
             page.wait_for_function(f"{SHOWN} >= 12")
             assert page.evaluate(CANVAS) != before  # pictures change
-            page.locator("#readings td", has_text="rotated copies and room").wait_for()
+            page.click("#numbers summary")
+            page.locator("#numbers td", has_text="rotated copies and room").wait_for()
 
             prompt.fill("a crab")
             page.click("#apply")
@@ -113,13 +138,22 @@ def test_a_page_streams_takes_orders_stops_and_leaves_nothing(
             page.locator("#pause", has_text="Go on").wait_for()
             page.click("#pause")
             page.locator("#pause", has_text="Pause").wait_for()
-            if os.environ.get("DIFFCACHE_SCREENSHOT"):
-                page.wait_for_function(f"{SHOWN} >= 150")
-                page.screenshot(path=os.environ["DIFFCACHE_SCREENSHOT"])
+            page.set_viewport_size({"width": 390, "height": 844})
+            assert page.evaluate("document.documentElement.scrollWidth") <= 390
+            tall = "Math.max(...[...document.querySelectorAll('#numbers tr')].map(x => x.offsetHeight))"
+            assert page.evaluate(tall) < 50  # no table of one letter a line
+            page.set_viewport_size({"width": 1280, "height": 960})
+            if replicas:
+                os.kill(replicas_of(process)[0], signal.SIGKILL)
+                note.get_by_text(re.compile("goes on from chunk .*, as saved")).wait_for()
+                page.locator("#player .timeline", has_text="restored").wait_for()
+            if os.environ.get("DIFFCACHE_SCREENS"):
+                draw_screens(page, Path(os.environ["DIFFCACHE_SCREENS"]))
 
             page.click("#stop")
             page.locator("#player .status", has_text="stopped").wait_for()
             last = page.evaluate(SHOWN)
+            page.click("#more button")
             page.click("#save")
             page.locator("#link a[download]").wait_for()
             assert page.evaluate(SHOWN) == last

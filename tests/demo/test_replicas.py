@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,6 +51,12 @@ def opener() -> Any:
                     raise ValueError("scale: must be above 0")
                 self.session.switch(order["scale"] * torch.ones(1, 2, 8))
 
+            def save(self, folder: str) -> None:
+                self.session.save(folder)
+
+            def resume(self, folder: str) -> None:
+                self.session = video.restore(folder, Window(3, 1))
+
             def readings(self) -> dict[str, float]:
                 return {"bytes": self.session.store.nbytes, "process": os.getpid()}
 
@@ -58,10 +66,10 @@ def opener() -> Any:
 
 
 @pytest.mark.slow
-def test_films_of_replicas_are_those_of_one_process_and_apart() -> None:
+def test_films_of_replicas_are_those_of_one_process_apart_and_restored(tmp_path: Path) -> None:
     pytest.importorskip("ray.serve", reason="needs ray[serve]")
     alone = [opener()()(seed) for seed in range(4)]
-    with replicas(opener(), count=2, cpus=0.25) as make:
+    with replicas(opener(), folder=str(tmp_path), count=2, cpus=0.25) as make:
         films = [make(seed) for seed in range(4)]
         for chunk in range(3):
             for mine, film in zip(alone, films, strict=True):
@@ -77,20 +85,44 @@ def test_films_of_replicas_are_those_of_one_process_and_apart() -> None:
         with pytest.raises(ValueError, match="^seed=-1: must be at least 0$"):
             make(-1)
 
+        np.testing.assert_array_equal(films[1].next(), alone[1].next())  # the fourth: it is saved
+        order = {"scale": 3.0}
+        films[1].apply(order)
+        np.testing.assert_array_equal(films[1].next(), _applied(alone[1], order).next())
         os.kill(places[1], signal.SIGKILL)
-        for number in (1, 3):
-            with pytest.raises(ValueError, match="has ended; start the film again"):
-                films[number].next()
+        started = time.monotonic()
+        restored, seconds = films[1].next(), time.monotonic() - started
+        again = opener()()(1)  # which makes the lost chunk once more, and the next
+        for chunk in range(4):
+            _applied(again, {"scale": 2.0} if chunk == 1 else {}).next()
+        _applied(again, order)
+        np.testing.assert_array_equal(restored, again.next())
+        assert seconds < 10
+        assert "ended at chunk 5; it goes on from chunk 4" in films[1].news()
+        assert films[1].news() == ""
+        assert int(films[1].readings()["process"]) == places[0]
+        np.testing.assert_array_equal(films[1].next(), again.next())
+        with pytest.raises(ValueError, match="has ended; start the film again"):
+            films[3].next()  # was not saved yet
         for number in (0, 2):  # as if nothing had happened
             np.testing.assert_array_equal(films[number].next(), alone[number].next())
         films[1] = films[3] = None
         again = make(7)
         np.testing.assert_array_equal(again.next(), opener()()(7).next())
         assert int(again.readings()["process"]) not in places
-    assert not [place for place in places if alive(place)]
+    assert not [place for place in places if is_alive(place)]
+    del films, film
+    assert not list(tmp_path.iterdir())
 
 
-def alive(process: int) -> bool:
+def _applied(film: Any, order: dict[str, float]) -> Any:
+    """Return a film after an order, if there is one."""
+    if order:
+        film.apply(order)
+    return film
+
+
+def is_alive(process: int) -> bool:
     """Return whether a process runs."""
     try:
         os.kill(process, 0)

@@ -35,7 +35,7 @@ def call(*arguments: object) -> tuple[int, str]:
 def test_the_shipped_pipeline_is_filmed_through_its_text_encoder_and_autoencoder() -> None:
     with CausalVideo.from_pretrained("sticker-causal") as video:
         program = program_of(video, "sticker-causal", 1, 10**9)
-        assert (program.multiple, program.size, program.beside) == (16, (64, 64), "window")
+        assert (program.sizes, program.beside) == ({"64 x 64": (64, 64)}, "window")
         assert (program.fps, program.prompts[0]) == (12, "a fox on grass")
         assert (program.policies[0], program.policies.count("full")) == ("full", 1)
         film = program.make(Asked("a fox on grass", "window", 0, 2, (32, 48)))
@@ -98,7 +98,7 @@ def test_replicas_open_the_model_and_make_the_films_of_the_page(
         return asked
 
     def program(video: Any, name: str, viewers: int, most_bytes: int) -> Program:
-        return Program(lambda asked: (*video, most_bytes), [], [], [], (8, 8),
+        return Program(lambda asked: (*video, most_bytes), [], [], [], {},
                        title=name, viewers=viewers)  # type: ignore[arg-type, return-value]  # fmt: skip
 
     @contextmanager
@@ -122,6 +122,7 @@ def test_replicas_open_the_model_and_make_the_films_of_the_page(
     monkeypatch.setattr(replicas, "replicas", stand_in)
     assert call(*model, "--ray", 3, "--threads", 1, "--viewers", 5) == (0, "")
     program = given.pop("program")
+    assert Path(given.pop("folder")).name == "films"
     assert given == {"count": 3, "cpus": 1, "gpus": 0.0}
     assert program.make(asked) == ("replica", film)
     assert (program.title, program.viewers) == ("here", 5)

@@ -74,7 +74,7 @@ def asked(policy: str = "window", **changes: Any) -> Asked:
 
 
 def test_every_policy_films_and_tells_what_it_holds(served: CausalVideo) -> None:
-    assert program_of(served, "tiny", 2, PLENTY).multiple == 2
+    assert list(program_of(served, "tiny", 2, PLENTY).sizes) == ["8 x 8"]
     for name in policies():
         film = SessionFilm(served, asked(name), PLENTY)
         frames, known = [], []

@@ -36,6 +36,9 @@ class Counting:
         self.applied.append(order)
         self.prompt = order.get("prompt", self.prompt)
 
+    def news(self) -> str:
+        return ""
+
     def readings(self) -> dict[str, float]:
         return {"bytes": 8.0 * self.number}
 
