@@ -17,6 +17,7 @@ import torch
 from diffcache.api import check_free, denoisers_of
 from diffcache.errors import MissingError
 from diffcache.eval.methods import rows_of
+from diffcache.offline.calibrate import with_steps
 from diffcache.step import Site
 
 NEEDED = ("torchmetrics", "matplotlib", "jinja2", "av")
@@ -111,10 +112,11 @@ def evaluate(
             takes, by its name or file; empty for the one that suits the model.
         out: Folder of the run; None is `runs/NAME-HASH`.
         quiet: Show no progress.
-        **settings: `samples`, `seed`, `batch_size`, `steps`, `fps`, `threads`; `rounds` of timed
-            calls (10), `reference`, `resize`, `convention`, `memory`, `site_errors`, `reward`, as
-            in `diffcache eval`. Anything else goes to the pipeline's call, such as `height=512`, or
-            `image=picture` of an editing pipeline, which all samples share.
+        **settings: `samples`, `seed`, `batch_size`, `steps` or `num_inference_steps`, `fps`,
+            `threads`; `rounds` of timed calls (10), `reference`, `resize`, `convention`, `memory`,
+            `site_errors`, `reward`, as in `diffcache eval`. Anything else goes to the pipeline's
+            call, such as `height=512`, or `image=picture` of an editing pipeline,
+            which all samples share.
 
     Returns:
         What was measured; `.print()` shows it, `.page` is the report.
@@ -211,6 +213,7 @@ def _plan(
     check_free(pipe, denoisers_of(pipe), Site.MODEL)
     if isinstance(methods, str) or not isinstance(methods, (Mapping, Sequence)):
         raise ValueError(f"methods={methods!r}: must be a list of methods, such as ['taylorseer']")
+    settings = with_steps(settings)
     from diffcache.eval.runs.evaluate import Plan
     from diffcache.eval.runs.task import Task
 

@@ -23,7 +23,7 @@ from diffcache.eval.runs.folder import RunError
 from diffcache.eval.runs.task import weights_sha256
 from diffcache.pipelines.load import load, made_by
 
-SMALL: dict[str, Any] = {"height": 32, "width": 32, "steps": 6, "quiet": True}
+SMALL: dict[str, Any] = {"height": 32, "width": 32, "num_inference_steps": 6, "quiet": True}
 QUICK: dict[str, Any] = {**SMALL, "rounds": 0, "site_errors": False, "reference": None}
 PROMPTS = ["a red ring", "a blue square", "a green disk"]
 
@@ -138,7 +138,7 @@ def test_what_cannot_be_evaluated_is_refused(pipe: Any, monkeypatch: Any) -> Non
             (["interval"], [], {}, r"prompts=\[\]: give at least one|samples=0"),
             (["interval"], PROMPTS, {"strength": 0.5}, "call strength=0.5: FluxPipeline takes none"),
             (["interval"], PROMPTS, {"picture": object()}, "call picture=.*takes none"),
-            (["interval"], PROMPTS, {"num_inference_steps": 5}, "set steps of the task instead"),
+            (["interval"], PROMPTS, {"num_inference_steps": 5, "steps": 5}, "give one of them"),
         ):  # fmt: skip
             with pytest.raises(ValueError, match=message):
                 verb(pipe, methods, prompts, quiet=True, **settings)

@@ -123,8 +123,9 @@ def calibrate(pipe: Any, method: Any, prompts: Sequence[Any], **settings: Any) -
         method: A method that needs tables, its catalogue name, or several methods, whose first
             passes over the prompts are one where their features are taken at the same site.
         prompts: Texts, class numbers, or mappings of the pipeline's call, one a sample.
-        **settings: `steps`, `batch_size`, `seed`, `out`, `resume` and `progress` as in `Plan`;
-            anything else goes to the pipeline's call (`height=64`, `guidance_scale=3.0`).
+        **settings: `steps` or `num_inference_steps`, `batch_size`, `seed`, `out`, `resume` and
+            `progress` as in `Plan`; anything else goes to the pipeline's call (`height=64`,
+            `guidance_scale=3.0`).
 
     Returns:
         The method with its tables; with `out` they are that file's. A list for several methods.
@@ -140,6 +141,7 @@ def calibrate(pipe: Any, method: Any, prompts: Sequence[Any], **settings: Any) -
         >>> method = diffcache.calibrate(pipe, ERTACache(), prompts)  # doctest: +SKIP
         >>> pipe = diffcache.wrap(pipe, method)  # doctest: +SKIP
     """
+    settings = with_steps(settings)
     names = {f.name for f in dataclasses.fields(Plan)}
     own = {key: settings.pop(key) for key in list(settings) if key in names - {"prompts", "call"}}
     if own.get("out") is not None:
@@ -160,6 +162,23 @@ def _checked(method: Method) -> Calibrated:
     if not isinstance(method, Calibrated):
         raise ValueError(f"{method!r} takes no tables: there is nothing to calibrate")
     return method
+
+
+def with_steps(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings with diffusers' name of the steps, `num_inference_steps`, as `steps`.
+
+    Raises:
+        ValueError: If both are given.
+    """
+    found = dict(settings)
+    if "num_inference_steps" in found:
+        if "steps" in found:
+            raise ValueError(
+                f"steps={found['steps']!r} and num_inference_steps="
+                f"{found['num_inference_steps']!r}: give one of them"
+            )
+        found["steps"] = found.pop("num_inference_steps")
+    return found
 
 
 def _train(pipe: Any, method: Calibrated, plan: Plan) -> Calibrated:

@@ -21,7 +21,7 @@ from diffcache.features.collect import Calibrated
 from diffcache.features.serialize import to_plain
 from diffcache.features.tables import Tables
 from diffcache.features.tuned import Guarantee, Tuned
-from diffcache.offline.calibrate import BATCH_SIZE, Plan, calibrate, header_of
+from diffcache.offline.calibrate import BATCH_SIZE, Plan, calibrate, header_of, with_steps
 from diffcache.offline.tracing import batches_of
 from diffcache.offline.tune import space
 from diffcache.offline.tune.guarantee import certify, most_strayed, samples_needed
@@ -75,8 +75,8 @@ def tune(
         methods: Methods to try, with changes of their steps, instead of the built-in space; those
             that need tables are calibrated.
         trials: Most methods that are tried.
-        **settings: `steps`, `batch_size`, `seed`, `out`, `resume` and `progress` as in
-            `calibrate`; anything else goes to the pipeline's call.
+        **settings: `steps` or `num_inference_steps`, `batch_size`, `seed`, `out`, `resume` and
+            `progress` as in `calibrate`; anything else goes to the pipeline's call.
 
     Returns:
         The method; its `front` holds what was seen, and its `validation` how close the chosen
@@ -175,6 +175,7 @@ def _name(function: Judge | None) -> str:
 
 def _plan(prompts: Sequence[Any], settings: dict[str, Any], batch_size: int) -> Plan:
     """Return how runs are made, as for a calibration; in batches of this size unless said."""
+    settings = with_steps(settings)
     names = {"steps", "batch_size", "seed", "out", "resume", "progress"}
     own = {key: settings.pop(key) for key in names & set(settings)}
     if own.get("out") is not None:
