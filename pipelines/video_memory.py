@@ -18,6 +18,7 @@ from diffcache.run_report import human
 from diffcache.video import VideoPolicy
 
 HORIZON = 36  # latent frames in which every policy with a bound has reached it, by default
+MORE = "most_bytes, on a command line --most-mb or --cache-mb"
 _ROOM = 64  # slots that are made room for at the end of long layers
 
 
@@ -141,6 +142,6 @@ def check_fits(name: str, needed: int, most: int | None, others: dict[str, int])
     ]
     raise ValueError(
         f"policy={name!r}: would hold {human(needed, 'B')} of keys and values, and there are "
-        f"{human(most, 'B')} for it; take {', '.join([*fits, 'a smaller size'])}, or raise "
-        "most_bytes"
+        f"{human(most, 'B')} for it; take {', '.join([*fits, 'a smaller size'])}, or allow "
+        f"more by {MORE}"
     )

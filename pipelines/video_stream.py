@@ -14,7 +14,7 @@ from torch import Tensor
 from diffcache.kv.life.save import SavedCacheError, read, write
 from diffcache.method import check_int
 from diffcache.pipelines.streaming_vae import WanDecoder
-from diffcache.pipelines.video_memory import check_fits, free_bytes
+from diffcache.pipelines.video_memory import MORE, check_fits, free_bytes
 from diffcache.run_report import human
 from diffcache.video import Switch, VideoPolicy, make_policy
 
@@ -86,7 +86,7 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
                 f"policy={self.policy!r}: the film is over, as its cache grew to "
                 f"{human(held, 'B')} in {self.session.frames} latent frames, and there are "
                 f"{human(self.most_bytes, 'B')} for it; take a policy with a bound, such as "
-                "'window', or raise most_bytes"
+                f"'window', or allow more by {MORE}"
             )
         pictures = to_pictures(self.decoder.decode(self.session.next()))
         self.made += 1

@@ -173,6 +173,7 @@ class RemoteFilm:
     def forget(self) -> None:
         """Leave the film alone: its replica ends."""
         self._ends.detach()
+        self._saved = None  # it is restored nowhere
         rmtree(self._folder, ignore_errors=True)
 
     def _finish(self) -> None:

@@ -226,7 +226,7 @@ def test_a_stream_takes_orders_and_goes_on_where_it_was_saved(
 def test_what_would_hold_too_much_is_refused_with_the_way_out(video: CausalVideo) -> None:
     window = video.expected_bytes("window", **SHORT)
     said = (r"policy='full': would hold 360 KiB of keys and values, and there are .* for it; take "
-            r"policy='window' \(.*\), .*a smaller size, or raise most_bytes")  # fmt: skip
+            r"policy='window' \(.*\), .*a smaller size, or allow more by most_bytes")  # fmt: skip
     with pytest.raises(ValueError, match=said):
         video.stream("a fox", policy="full", most_bytes=window, **SHORT)
     stream = video.stream("a fox", policy="window", most_bytes=window, **SHORT)
