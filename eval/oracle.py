@@ -25,8 +25,8 @@ from diffcache.api import wrapped
 from diffcache.attach.call import Call
 from diffcache.attach.handle import Handle
 from diffcache.attach.reuse.extension import FeatureReuse
-from diffcache.attach.reuse.output import OUTPUT
 from diffcache.attach.reuse.setup import BranchState
+from diffcache.attach.reuse.span import OUTPUT
 from diffcache.attach.run import Branch
 from diffcache.catalog import make_method
 from diffcache.errors import CacheWarning, DiffcacheError

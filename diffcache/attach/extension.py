@@ -16,7 +16,7 @@ from diffcache.method import Ability
 # Class of ability -> "module:function" that makes its extension of (denoiser, ability)
 INSTALLERS: dict[str, str] = {
     "Combine": "diffcache.attach.reuse.extension:install",
-    "SigmaRule": "diffcache.attach.extensions.sigmas:install",
+    "SigmaRule": "diffcache.attach.extensions.noise_level:install_times",
     "SceneRule": "diffcache.attach.extensions.noise_level:install",
     "Quantize": "diffcache.attach.extensions.quantize:install",
     "RegionPlan": "diffcache.attach.extensions.region:install",

@@ -142,14 +142,14 @@ def most_attended(masses: Tensor, known: Tensor, count: int) -> Tensor:
 
 
 def likeness(
-    before: Tensor, after: Tensor, real: Tensor, seen: Tensor | None, axis: Axis
+    before: Tensor, after: Tensor, real: Tensor | None, seen: Tensor | None, axis: Axis
 ) -> Tensor:
     """Return how alike the attention of tokens is at two times, `[B]`, from 0 to 1.
 
     Args:
         before: Attention of each token at the first time, `[B, H, n, T]`.
         after: The same at the second time.
-        real: Tokens that count, bool `[B, n]`.
+        real: Tokens that count, bool `[B, n]`; None for all.
         seen: Keys that are no padding, bool `[B, T]`; None for all.
         axis: Axis of the cosine; its mean over the others counts.
     """
@@ -157,6 +157,9 @@ def likeness(
     # torch's own cosine takes five times as long over heads; 1e-16 is the square of its least norm
     squares = [x.square().sum(dim).clamp_min(1e-16) for x in (before, after)]
     cosine = (before * after).sum(dim) / (squares[0] * squares[1]).sqrt()
+    if real is None and (seen is None or axis == "key"):
+        return cosine.sum((1, 2)) / cosine[0].numel()
+    real = cosine.new_ones(cosine.shape[0], before.shape[2]).bool() if real is None else real
     counts = (real[:, None] if axis == "key" else real[:, :, None]).expand_as(cosine)
     if axis == "head" and seen is not None:
         counts = counts & seen[:, None]

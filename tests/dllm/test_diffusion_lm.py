@@ -35,6 +35,7 @@ from diffcache.dllm import (
     Schedule,
     Uncached,
 )
+from diffcache.dllm.d2_cache import NotedPlan
 from diffcache.dllm.dllm_cache import BranchPlan
 from diffcache.errors import AttachError
 from diffcache.pipelines.diffusion_lm import DiffusionLM, _Bar
@@ -260,6 +261,7 @@ PLANS: dict[Any, list[RowPlan]] = {
     DLLMCache(ratio=0.5): [
         BranchPlan(None, 2, *parts) for parts in itertools.product([False, True], repeat=2)
     ],
+    D2Cache(): [NotedPlan(SOME), NotedPlan()],
 }
 
 

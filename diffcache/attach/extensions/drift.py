@@ -69,8 +69,9 @@ class Way(Turn):
         places: Positions whose attention is looked at, int64 `[B, n]`: the planned ones; at a
             forward of all rows those of the window.
         looks: Which of these are of the window and do not just fill up a sequence, bool `[B, n]`.
+        goes_on: Which sequences have a window, bool `[B]`.
         tested: Numbers among these of the tracked tokens, int64 `[B, t]`; None where no test is.
-        real: Tracked tokens that do not just fill up a sequence, bool `[B, t]`.
+        real: Tracked tokens that do not just fill up a sequence, bool `[B, t]`; None for all.
         starts: First block of each sequence that computes all rows; the number of blocks for none.
         fed: Positions that the current block computes, bool `[B, T]`.
         is_wide: Whether blocks run at full length.
@@ -85,6 +86,7 @@ class Way(Turn):
     planned: Tensor = field(kw_only=True)
     places: Tensor = field(kw_only=True)
     looks: Tensor = field(kw_only=True)
+    goes_on: Tensor = field(kw_only=True)
     tested: Tensor | None = field(default=None, kw_only=True)
     real: Tensor | None = field(default=None, kw_only=True)
     starts: list[int] = field(kw_only=True)
@@ -131,7 +133,7 @@ class Way(Turn):
 
     def looking(self, queries: Tensor) -> Tensor:
         """Return the queries whose attention is looked at, `[B, n, H, D]`, of those computed."""
-        return queries[self.batch, self.places] if self.is_wide else queries
+        return _rows(queries, self.places) if self.is_wide else queries
 
 
 class Seam(Tap):
@@ -230,6 +232,7 @@ class Drift(Rows):
             planned.scatter_(1, places, True)
         real = torch.ones_like(places, dtype=torch.bool)
         real[:, 1:] = places[:, 1:] != places[:, :-1]  # others fill up
+        looks = plan.window.gather(1, places) & real
         way = Way(
             held,
             turn.index,
@@ -238,7 +241,8 @@ class Drift(Rows):
             plan=plan,
             planned=planned,
             places=places,
-            looks=plan.window.gather(1, places) & real,
+            looks=looks,
+            goes_on=looks.any(1),
             starts=[0 if is_whole else len(self.numbers)] * planned.shape[0],
             fed=planned,
             is_wide=is_whole,
@@ -250,6 +254,7 @@ class Drift(Rows):
             tested = numbers_of(is_tracked)
             if tested.shape[1]:
                 way.tested = tested
+            if tested.shape[0] > 1:
                 numbers = torch.arange(tested.shape[1], device=tested.device)
                 way.real = numbers < is_tracked.sum(1, keepdim=True)
         return way
@@ -350,7 +355,7 @@ class Drift(Rows):
         if is_tested:
             assert way.tested is not None
             places = way.places.gather(1, way.tested)
-            before = layer.weights(held.queries[number][way.batch, places], call.scale, seen)
+            before = layer.weights(_rows(held.queries[number], places), call.scale, seen)
             products += way.tested.numel()
         if way.is_wide and not way.is_full:
             assert layer.k is not None
@@ -373,9 +378,8 @@ class Drift(Rows):
     def _test(self, way: Way, number: int, before: Tensor, weights: Tensor) -> None:
         """Let sequences whose attention drifted widen at the next block; the host waits."""
         assert way.tested is not None
-        assert way.real is not None
         mask, blocks = way.held.mask, len(self.numbers)
-        after = weights.transpose(1, 2)[way.batch, way.tested].transpose(1, 2)
+        after = _rows(weights.transpose(1, 2), way.tested).transpose(1, 2)
         alike = likeness(
             before,
             after,
@@ -383,7 +387,7 @@ class Drift(Rows):
             None if mask is None else mask[:, 0, 0],
             self.ability.similarity,
         )
-        drifted = ((alike < self.ability.gamma) & way.looks.any(1)).tolist()
+        drifted = ((alike < self.ability.gamma) & way.goes_on).tolist()
         if not any(drifted):
             return
         way.starts = [
@@ -403,8 +407,14 @@ def planned_rows(way: Way, out: Any) -> Any:
     if not way.is_wide:
         assert isinstance(way.index, Tensor)
         places = torch.searchsorted(way.index.contiguous(), places)
-    picked = hidden[way.batch, places]
+    picked = _rows(hidden, places)
     return picked if isinstance(out, Tensor) else (picked, *out[1:])
+
+
+def _rows(x: Tensor, places: Tensor) -> Tensor:
+    """Return some positions of each sequence, `[B, n, ...]` of `[B, T, ...]`."""
+    (rows,) = RowPlan(places).take(x)
+    return rows
 
 
 def _by_token(arguments: Any) -> list[Tensor]:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffcache.attach.argument_digest import Contents, others_in, tensors_in
 from diffcache.attach.call import Call, in_call
 from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extension import Extension
@@ -20,13 +19,12 @@ from diffcache.attach.extensions.lookup_entries import (
     LookupTable,
     RunWrites,
 )
-from diffcache.attach.extensions.lookup_sites import TimeSite, time_sites
-from diffcache.attach.extensions.lookup_weights import Weights
+from diffcache.attach.extensions.lookup_sites import TimeSite, Weights, time_sites
 from diffcache.attach.record import CallRecord
 from diffcache.attach.reuse.extension import FeatureReuse
 from diffcache.attach.reuse.time_probe import TimePeek
 from diffcache.attach.run import Run
-from diffcache.attach.signature import writes_cache
+from diffcache.attach.signature import Contents, others_in, tensors_in, writes_cache
 from diffcache.attach.tap import Tap, TapDict, tap_children, untap_children
 from diffcache.attach.tree import leaves, unshared
 from diffcache.errors import AttachError, CacheWarning

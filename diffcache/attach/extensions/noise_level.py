@@ -1,11 +1,11 @@
-"""Report the noise level and the token grid of each call to methods that ask for them."""
+"""Report the noise level and token grid of each call; rewrite the times of a scheduler."""
 
 from __future__ import annotations
 
 import math
 import re
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extension import Extension
 from diffcache.attach.run import Run
 from diffcache.errors import AttachError
+from diffcache.features.ertacache import check_scheduler
 from diffcache.features.seacache import SceneRule
 from diffcache.step import Scene
 
@@ -169,3 +170,63 @@ def _tuples(value: Any) -> list[tuple[int, ...]]:
 def install(denoiser: Denoiser, ability: SceneRule) -> Scenes:
     """Return the extension for a scene rule."""
     return Scenes(ability, denoiser.anatomy.model)
+
+
+# times of a scheduler -----------------------------------------------------------------------------
+
+
+class TimeRule(Protocol):
+    """An ability that gives steps other lengths."""
+
+    factors: tuple[float, ...]
+    advice: str
+
+    def apply(self, sigmas: Tensor) -> Tensor:
+        """Return the adjusted schedule of `sigmas`, [T + 1]."""
+
+
+class Times(Extension):
+    """Replaces the sigmas and timesteps of an Euler scheduler by those of a rule.
+
+    The step of Euler's method needs no more than the sigmas at its two ends, so that any other
+    monotonic schedule is as valid; the coefficients of solvers with a memory are not.
+    """
+
+    def __init__(self, rule: TimeRule, model: str) -> None:
+        self.rule, self.model = rule, model
+
+    def timesteps(self, run: Run, scheduler: Any) -> None:
+        """Rewrite the times that were just set; the untouched ones stay to the bit."""
+        self.check(scheduler)
+        sigmas, timesteps = scheduler.sigmas, scheduler.timesteps
+        steps = len(self.rule.factors)
+        if len(timesteps) != steps:
+            raise AttachError(
+                f"{self.model}: its times were measured in runs of {steps} steps, the scheduler "
+                f"has {len(timesteps)}; use num_inference_steps={steps} or {self.rule.advice}"
+            )
+        made = self.rule.apply(sigmas)
+        times = made[:-1] * scheduler.config.num_train_timesteps
+        scheduler.sigmas = made
+        scheduler.timesteps = torch.where(made[:-1] == sigmas[:-1], timesteps, times.to(timesteps))
+
+    def check(self, scheduler: Any) -> None:
+        """Raise AttachError unless this is a deterministic Euler scheduler."""
+        config = getattr(scheduler, "config", {})
+        check_scheduler(self.model, type(scheduler).__name__, config, self.rule.advice)
+
+
+def install_times(denoiser: Denoiser, ability: Any) -> Times:
+    """Return the extension for a time rule; a known scheduler is checked at once.
+
+    Raises:
+        AttachError: If the scheduler is no deterministic Euler scheduler, or there is none.
+    """
+    times = Times(ability, denoiser.anatomy.model)
+    if denoiser.handle.target() is denoiser.model:
+        raise AttachError(
+            f"{times.model}: a bare model has no scheduler whose times could be changed; wrap the "
+            f"pipeline, or {ability.advice}"
+        )
+    times.check(denoiser.handle.scheduler)
+    return times

@@ -17,8 +17,8 @@ from diffcache.attach.reuse.gated import gated_items
 from diffcache.attach.reuse.layout import work_of
 from diffcache.attach.reuse.learn import learn, verify
 from diffcache.attach.reuse.modulated_probe import Peek
-from diffcache.attach.reuse.output import keep_output, stand_in
 from diffcache.attach.reuse.setup import BranchState, Decision, Setup, use_sites
+from diffcache.attach.reuse.span import keep_output, stand_in
 from diffcache.attach.reuse.taps import Taps
 from diffcache.attach.reuse.time_probe import time_peek
 from diffcache.attach.reuse.trace import Trace
