@@ -169,18 +169,18 @@ cake | eviction:cake | CAKE, arXiv 2503.12491 | budget=14,window=4 | budget=1.0,
 adakv | eviction:adakv | Ada-KV, arXiv 2407.11550 | base='snapkv:budget=12,window=4' | base='snapkv:budget=1.0,window=4'
 criticalkv | eviction:criticalkv | CriticalKV, arXiv 2502.03805 | base='snapkv:budget=12,window=4' | base="adakv:base='snapkv:budget=1.0'"
 # Eviction by statistics, windows and probes
-scissorhands | eviction_more:scissorhands | Scissorhands, arXiv 2305.17118 | budget=12,history=16,recent=4 | budget=1.0,history=16,recent=4
-keyformer | eviction_more:keyformer | Keyformer, arXiv 2403.09054 | budget=12 | budget=1.0
-lazy_eviction | eviction_more:lazy_eviction | LazyEviction, arXiv 2506.15969 | budget=12,lag=3,threshold=0.02 | budget=1.0,lag=3
-windowkv | eviction_more:windowkv | WindowKV, arXiv 2503.17922 | budget=16,window=4,size=4,group=2 | budget=1.0,window=4,size=4,group=2
-epicache | eviction_more:epicache | EpiCache, arXiv 2509.17396 |  |
-kvzip | eviction_more:kvzip | KVzip, arXiv 2505.23416 |  |
-curdkv | eviction_more:curdkv | CurDKV, arXiv 2509.15038 | budget=12,window=5,sinks=2 | budget=1.0,window=5,sinks=2
-compactor | eviction_more:compactor | Compactor, arXiv 2507.08143 | budget=20,chunk=8 | budget=1.0,chunk=8
+scissorhands | eviction:scissorhands | Scissorhands, arXiv 2305.17118 | budget=12,history=16,recent=4 | budget=1.0,history=16,recent=4
+keyformer | eviction:keyformer | Keyformer, arXiv 2403.09054 | budget=12 | budget=1.0
+lazy_eviction | eviction:lazy_eviction | LazyEviction, arXiv 2506.15969 | budget=12,lag=3,threshold=0.02 | budget=1.0,lag=3
+windowkv | eviction:windowkv | WindowKV, arXiv 2503.17922 | budget=16,window=4,size=4,group=2 | budget=1.0,window=4,size=4,group=2
+epicache | eviction:epicache | EpiCache, arXiv 2509.17396 |  |
+kvzip | eviction:kvzip | KVzip, arXiv 2505.23416 |  |
+curdkv | eviction:curdkv | CurDKV, arXiv 2509.15038 | budget=12,window=5,sinks=2 | budget=1.0,window=5,sinks=2
+compactor | eviction:compactor | Compactor, arXiv 2507.08143 | budget=20,chunk=8 | budget=1.0,chunk=8
 # Eviction by tables found beforehand
-prefixkv | eviction_offline:prefixkv | PrefixKV, arXiv 2412.03409 | budget=14,sinks=2 | budget=1.0,sinks=2,shares=(0.5,0.1,0.3,0.1)
-compresskv | eviction_offline:compresskv | CompressKV, arXiv 2508.02401 | budget=16,window=4,kernel=3,least=6 | budget=1.0,window=4,weights=()
-scalekv | eviction_offline:scalekv | ScaleKV, arXiv 2505.19602 |  |
+prefixkv | eviction:prefixkv | PrefixKV, arXiv 2412.03409 | budget=14,sinks=2 | budget=1.0,sinks=2,shares=(0.5,0.1,0.3,0.1)
+compresskv | eviction:compresskv | CompressKV, arXiv 2508.02401 | budget=16,window=4,kernel=3,least=6 | budget=1.0,window=4,weights=()
+scalekv | eviction:scalekv | ScaleKV, arXiv 2505.19602 |  |
 # Merging and diversity
 d2o | merging:d2o | D2O, arXiv 2406.13035 | budget=12 | budget=1.0
 ems | merging:ems | EMS, arXiv 2412.08521 | budget=16,window=4,threshold=0.0 | budget=1.0

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from diffcache.kv.recipes.catalog import make_recipe as make_recipe
     from diffcache.kv.recipes.catalog import recipe_names as recipe_names
     from diffcache.kv.recipes.eviction import *  # noqa: F403
-    from diffcache.kv.recipes.eviction_more import *  # noqa: F403
-    from diffcache.kv.recipes.eviction_offline import *  # noqa: F403
     from diffcache.kv.recipes.low_rank import *  # noqa: F403
     from diffcache.kv.recipes.merging import *  # noqa: F403
     from diffcache.kv.recipes.quantized import *  # noqa: F403

@@ -26,9 +26,9 @@ from diffcache.kv.learn.label_channels import LabelCalibration
 from diffcache.kv.learn.prefixkv import layer_shares
 from diffcache.kv.life.episodes import prefill_by_blocks
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.eviction_more import epicache as epicache_recipe
-from diffcache.kv.recipes.eviction_offline import compresskv as compresskv_recipe
-from diffcache.kv.recipes.eviction_offline import prefixkv as prefixkv_recipe
+from diffcache.kv.recipes.eviction import compresskv as compresskv_recipe
+from diffcache.kv.recipes.eviction import epicache as epicache_recipe
+from diffcache.kv.recipes.eviction import prefixkv as prefixkv_recipe
 
 BUDGETS = (0.5, 0.25, 0.125, 0.0625)
 

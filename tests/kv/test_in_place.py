@@ -14,8 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from diffcache.kv import store as store_module
 from diffcache.kv.attend import Query
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.eviction import h2o, tova
-from diffcache.kv.recipes.eviction_more import keyformer
+from diffcache.kv.recipes.eviction import h2o, keyformer, tova
 from diffcache.kv.recipes.quantized import kivi
 from diffcache.kv.recipes.streaming import streaming_llm
 from diffcache.kv.rotary import Rotary

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from diffcache.eval.kv import peer, recall
 from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.eviction import keydiff
-from diffcache.kv.recipes.eviction_more import kvzip
+from diffcache.kv.recipes.eviction import keydiff, kvzip
 from diffcache.kv.recipes.retrieval import quest
 from diffcache.kv.recipes.streaming import streaming_llm
 from tests.kv.eval.small import CONTEXT, task

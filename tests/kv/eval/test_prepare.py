@@ -21,7 +21,7 @@ from diffcache.eval.kv.offline_gates import lococo, locret
 from diffcache.eval.kv.recall import KVTask, measure
 from diffcache.eval.kv.texts import TextModel, read_texts, windows
 from diffcache.kv.hf.cache import cache_for, detach
-from diffcache.kv.recipes.eviction_offline import compresskv, prefixkv
+from diffcache.kv.recipes.eviction import compresskv, prefixkv
 from diffcache.kv.recipes.low_rank import cskv
 from diffcache.kv.recipes.merging import lococo as lococo_recipe
 from diffcache.kv.recipes.merging import locret as locret_recipe

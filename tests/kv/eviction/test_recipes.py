@@ -12,12 +12,23 @@ from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.learn.scalekv import capacities
 from diffcache.kv.plan import Windows
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.eviction import adakv, criticalkv, h2o, knorm, snapkv, tova
-from diffcache.kv.recipes.eviction_more import keyformer, lazy_eviction, scissorhands, windowkv
-from diffcache.kv.recipes.eviction_offline import prefixkv, scalekv
+from diffcache.kv.recipes.eviction import (
+    adakv,
+    criticalkv,
+    h2o,
+    keyformer,
+    knorm,
+    lazy_eviction,
+    prefixkv,
+    scalekv,
+    scissorhands,
+    snapkv,
+    tova,
+    windowkv,
+)
 from diffcache.kv.recipes.streaming import streaming_llm
 from diffcache.kv.store import KVStore
-from tests.kv.eviction_more.plain import Text
+from tests.kv.eviction.plain import Text
 from tests.kv.examples import examples
 from tests.kv.tiny import GREEDY, SHORT, llama, prompts, row
 

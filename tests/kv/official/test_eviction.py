@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from diffcache.kv.recipes.eviction import adakv, cake, h2o, pyramidkv, snapkv
-from diffcache.kv.recipes.eviction_offline import scalekv
+from diffcache.kv.recipes.eviction import adakv, cake, h2o, pyramidkv, scalekv, snapkv
 from tests.kv.official.prompt import Prompt, best, held, pool
 
 WINDOW = 8

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.life.episodes import Library, compress_by_probe, find_episodes, prefill_by_blocks
-from diffcache.kv.recipes.eviction import snapkv
-from diffcache.kv.recipes.eviction_more import epicache, kvzip
+from diffcache.kv.recipes.eviction import epicache, kvzip, snapkv
 from diffcache.kv.score.probe import Asked
 from tests.kv.tiny import GREEDY, llama, prompts, row
 

@@ -27,7 +27,7 @@ from diffcache.kv.score.vectors import KeyDifference, KeyNorm, Lag, NormProduct,
 from diffcache.kv.slots import Slots, span
 from diffcache.kv.store import KVStore
 from diffcache.kv.view import View
-from tests.kv.eviction_more.plain import GROUPS, HEADS, Text, observed, recipe, scores
+from tests.kv.eviction.plain import GROUPS, HEADS, Text, observed, recipe, scores
 from tests.kv.kvpress_presses import golden
 
 PROMPT = [14, 1, 1, 1]  # tokens of each forward
