@@ -27,6 +27,9 @@ from diffcache.kv.codec.table import SlotTable
 from diffcache.kv.settings import Count
 
 _FEW = 8  # coordinates that are multiplied one by one
+# Slots that are decoded at a time, so that they stay in a cache of the CPU: of few coordinates,
+# and of many that are multiplied in float64.
+_TILE, _ROWS = 2048, 128
 
 
 def steady_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
@@ -36,7 +39,13 @@ def steady_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     time; after rounding a sum in float64 does not, so that a slot decodes to the same numbers
     whichever others are decoded with it.
     """
-    return (left.double() @ right.double()).to(dtype)
+    lead = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    out = torch.empty(*lead, left.shape[-2], right.shape[-1], dtype=dtype, device=left.device)
+    step = max(left.shape[-2], 1) if left.is_cuda else _ROWS
+    wide = right.double()
+    for some, rows in zip(left.split(step, -2), out.split(step, -2), strict=True):
+        rows.copy_(some.double() @ wide)
+    return out
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,15 +95,19 @@ class Factors(Parts):
         """
         left, values = left.to(wide), self.basis.values.to(wide)
         total = left.new_zeros(*left.shape[:3], values.shape[-1])
-        part = torch.empty_like(total)
-        for place in range(left.shape[3]):
-            one, rows = left[..., place : place + 1], values[:, :, :, place]
-            if self.basis.of is None:
-                runs = (values.shape[2], self.basis.each)
-                torch.mul(one.unflatten(2, runs), rows.unsqueeze(3), out=part.unflatten(2, runs))
-            else:
-                torch.mul(one, replace(self.basis, values=rows).lookup(), out=part)
-            total.add_(part)
+        if self.basis.of is not None:
+            for place in range(left.shape[3]):
+                rows = replace(self.basis, values=values[:, :, :, place]).lookup()
+                total.add_(left[..., place : place + 1] * rows)
+            return total
+        runs = (values.shape[2], self.basis.each)
+        heads = [
+            x.flatten(0, 1) for x in (total.unflatten(2, runs), left.unflatten(2, runs), values)
+        ]
+        step = max(len(heads[0]), 1) if left.is_cuda else max(_TILE // max(left.shape[2], 1), 1)
+        for out, some, rows in zip(*(x.split(step) for x in heads), strict=True):
+            for place in range(left.shape[3]):
+                out.add_(some[..., place : place + 1] * rows[:, :, None, place])
         return total
 
 

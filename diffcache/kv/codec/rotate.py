@@ -22,6 +22,8 @@ from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.codec.table import SlotTable, narrow
 from diffcache.kv.settings import Count, Mode
 
+_TILE = 1 << 16  # numbers that are rotated at a time, so that they stay in a cache of the CPU
+
 
 def hadamard(x: Tensor, block: int) -> Tensor:
     """Rotate blocks of the last axis by the orthonormal Hadamard matrix, its own inverse.
@@ -33,18 +35,23 @@ def hadamard(x: Tensor, block: int) -> Tensor:
         x: `[..., N]`, float32 or float64.
         block: Power of two that divides N.
     """
-    # Channels first: sums then run over whole rows of vectors, and not over pairs of numbers.
-    size, half = x.shape[-1], 1
-    now = x.reshape(-1, size).t().contiguous()
-    other = torch.empty_like(now)
-    while half < block:
-        left, right = now.view(size // (2 * half), 2, half, -1).unbind(1)
-        sums = other.view(size // (2 * half), 2, half, -1)
-        torch.add(left, right, out=sums[:, 0])
-        torch.sub(left, right, out=sums[:, 1])
-        now, other = other, now
-        half *= 2
-    return now.t().contiguous().mul_(block**-0.5).view(x.shape)
+    size = x.shape[-1]
+    vectors = x.reshape(-1, size)
+    out = torch.empty_like(vectors)
+    step = max(len(vectors), 1) if x.is_cuda else max(_TILE // size, 1)
+    for some, turned in zip(vectors.split(step), out.split(step), strict=True):
+        # Channels first: sums then run over whole rows of vectors, and not over pairs of numbers.
+        now, half = some.t().contiguous(), 1
+        other = torch.empty_like(now)
+        while half < block:
+            left, right = now.view(size // (2 * half), 2, half, -1).unbind(1)
+            sums = other.view(size // (2 * half), 2, half, -1)
+            torch.add(left, right, out=sums[:, 0])
+            torch.sub(left, right, out=sums[:, 1])
+            now, other = other, now
+            half *= 2
+        turned.copy_(now.t()).mul_(block**-0.5)
+    return out.view(x.shape)
 
 
 @dataclass(frozen=True, eq=False)
