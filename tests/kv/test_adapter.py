@@ -22,7 +22,7 @@ from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.plan import TopK
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes import eviction, merging, quantized, retrieval, streaming
+from diffcache.kv.recipes import eviction, merging, quantized, streaming
 from diffcache.kv.score.recency import Recency
 from diffcache.kv.trigger import EveryStep
 from tests.kv.examples import HEADS
@@ -285,23 +285,6 @@ def test_assisted_decoding_does_not_read_tokens_a_second_time(model: Any) -> Non
     assert not cache.store.speculative
     for layer, k in zip(cache.store.layers, before, strict=True):
         assert torch.equal(layer.read().k, k)
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [eviction.h2o(0.3), retrieval.quest(16, page=4, skip=0)],
-    ids=["h2o", "quest"],
-)
-def test_rows_stay_right_when_the_longest_goes(model: Any, recipe: Recipe) -> None:
-    """What is known of slots and blocks is of as many as before, whichever rows are kept."""
-    cache, index = filled(model, recipe, ROWS), torch.tensor([0, 0])
-    model(input_ids=TOKEN.expand(3, 1), past_key_values=cache)
-    whole = cache.fork()
-    cache.batch_select_indices(index)
-    for _ in range(2):
-        some = model(input_ids=TOKEN.expand(2, 1), past_key_values=cache).logits
-        every = model(input_ids=TOKEN.expand(3, 1), past_key_values=whole).logits
-        assert torch.allclose(some, every[index], atol=1e-9)
 
 
 def test_sliding_layers_are_not_cropped_alone() -> None:

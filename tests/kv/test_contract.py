@@ -246,6 +246,30 @@ def test_beams_chunks_and_guesses_that_are_taken_back(
     assert guessed.sequences.shape == greedy.sequences.shape
 
 
+@pytest.mark.parametrize("name", EVERY)
+def test_rows_that_are_taken_go_on_as_they_were(model: Any, first: First, name: str) -> None:
+    """What is known of slots stays in step with them, even where the longest rows are gone."""
+    recipe, _, cache = first(name)
+    every, some, index = cache.fork(), cache.fork(), torch.tensor([0, 0, 2, 0])
+    cache_for(model, recipe, mode=cache.mode)  # sets the model up again
+    some.reorder_cache(index)
+    mask = torch.nn.functional.pad(
+        ROWS["attention_mask"], (0, cache.get_seq_length() - 48), value=1
+    )
+    with torch.no_grad():
+        for token in (7, 9, 11):
+            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+            wanted, found = (
+                model(
+                    input_ids=torch.full((len(rows), 1), token), attention_mask=rows,
+                    position_ids=rows.sum(-1, keepdim=True) - 1, past_key_values=each,
+                ).logits
+                for rows, each in ((mask, every), (mask[index], some))
+            )  # fmt: skip
+            torch.testing.assert_close(found, wanted[index], rtol=0, atol=1e-6)
+    detach(model)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_taken_back_and_forwards_cut_off_are_exact_or_refused(model: Any, name: str) -> None:
     ids = torch.cat([row(ROWS, 1)["input_ids"], row(ROWS, 1)["input_ids"]], 1)

@@ -40,40 +40,12 @@ EVERY = [
 
 
 @pytest.mark.parametrize("score", EVERY, ids=lambda score: type(score).__name__)
-def test_a_row_alone_is_the_row_in_a_padded_batch(score: Any) -> None:
-    text = Text(TOKENS, pad=(0, 5, 3))
-    together = scores(score, text, PROMPT)[0]
-    for row, pad in enumerate(text.pad):
-        alone = scores(score, text.row(row), [PROMPT[0] - pad, 1, 1, 1])[0]
-        torch.testing.assert_close(together[row : row + 1, :, pad:], alone, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("score", EVERY, ids=lambda score: type(score).__name__)
 def test_a_prompt_in_chunks_is_the_prompt_at_once(score: Any) -> None:
     text = Text(TOKENS, pad=(0, 2))
     whole = scores(score, text, [TOKENS])[0]
     parts = scores(score, text, [6, 4, TOKENS - 10])[0]
     for row, pad in enumerate(text.pad):
         torch.testing.assert_close(parts[row, :, pad:], whole[row, :, pad:], rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("score", EVERY, ids=lambda score: type(score).__name__)
-def test_tokens_taken_back_leave_no_trace(score: Any) -> None:
-    text, other = Text(TOKENS), Text(TOKENS, seed=1)
-    store = KVStore(1, recipe(score))
-    text.feed(store, 0, 14)
-    store.speculative = True
-    other.feed(store, 14, 17)  # three drafts
-    store.rollback(3)
-    text.feed(store, 14, 15)
-    other.feed(store, 15, 17)
-    store.rollback(2)
-    text.feed(store, 15, 16)
-    text.feed(store, 16, 17)
-    store._commit()
-    seen = store._observation(store.layers[0], store._rings[0])
-    expected = scores(score, text, PROMPT)[0]
-    torch.testing.assert_close(score(seen).expand_as(expected), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_low_counts_are_counted_by_hand() -> None:

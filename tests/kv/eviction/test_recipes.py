@@ -124,25 +124,6 @@ def test_names_say_what_is_within() -> None:
     assert criticalkv().wants_out and not snapkv().wants_out
 
 
-@pytest.mark.parametrize(
-    "recipe",
-    # A lag longer than the answer: with guesses an eviction may come a few tokens later.
-    [scissorhands(0.5, history=16, recent=4), lazy_eviction(0.5, lag=20),
-     keyformer(0.5, every=40, increment=0.0)],
-    ids=lambda recipe: recipe.name,
-)  # fmt: skip
-def test_guesses_that_are_taken_back_change_nothing(exact: Any, recipe: Recipe) -> None:
-    inputs = row(prompts(), 1)
-    cache = cache_for(exact, recipe, mode="native")
-    greedy = exact.generate(**inputs, past_key_values=cache, **GREEDY)
-    guessing = cache_for(exact, recipe, mode="native")
-    guessed = exact.generate(
-        **inputs, past_key_values=guessing, prompt_lookup_num_tokens=3, **GREEDY
-    )
-    detach(exact)
-    assert torch.equal(guessed.sequences, greedy.sequences)
-
-
 def widths(recipe: Recipe, prompt: int, steps: int) -> list[int]:
     """Return the slots held after each token that is generated."""
     text, store, found = Text(prompt + steps), KVStore(1, recipe), []

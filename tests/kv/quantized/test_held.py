@@ -145,16 +145,6 @@ def test_a_rollback_takes_back_the_tail_alone_and_forks_are_apart() -> None:
         store.rollback(5)
 
 
-def test_rows_are_taken_from_codes_waiting_values_and_positions() -> None:
-    store = KVStore(1, small_kivi())
-    write(store, 13, 0, batch=3)
-    store.begin(0)
-    before = store.layers[0].read()
-    store.rows(torch.tensor([2, 0, 2]))
-    after = store.layers[0].read()
-    assert torch.equal(after.k, before.k[[2, 0, 2]]) and torch.equal(after.v, before.v[[2, 0, 2]])
-
-
 def test_a_codec_for_each_layer() -> None:
     codec = ByLayer((None, Pair(Exact(), Exact(), 4)))
     store = KVStore(2, Recipe(codec=codec))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,23 +13,21 @@ from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.learn.label_channels import LabelCalibration
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes import retrieval as recipes
+from diffcache.kv.recipes.catalog import make_recipe
 from diffcache.kv.recipes.eviction import adakv, snapkv
 from diffcache.kv.retrieval.summary import known, slots_read
 from diffcache.kv.settings import Size
+from diffcache.registry import rows_of
+from tests.kv.examples import TABLES
 from tests.kv.tiny import SHORT, WAYS, given, llama, prompts, same
 
-CHANNELS = (((0, 2, 8, 13), (1, 5, 7, 9)),) * 4
-RECIPES: dict[str, Callable[[Size], Recipe]] = {
-    "quest": lambda n: recipes.quest(n, page=4, skip=1),
-    "mpcache_select": lambda n: recipes.mpcache_select(n, large=8, small=4),
-    "double_sparsity": lambda n: recipes.double_sparsity(CHANNELS, n, recent=4, bits=4, skip=0),
-    "tidal_decode": lambda n: recipes.tidal_decode(n, select=(1, 3), recent=4),
-    "sentence_kv": lambda n: recipes.sentence_kv(n, sinks=2, recent=4, block=4),
-    "rekv": lambda n: recipes.rekv(n, recent=4, sinks=2, block=4),
-    "probe_query": lambda n: recipes.probe_query(n, density=1.0, block=4, recent=4),
-    "a2ats": lambda n: recipes.a2ats(n, codes=16, far=4, recent=4),
-    "shadowkv": lambda n: recipes.shadowkv(n, rank=32, outliers=1, block=8),
-}
+RECIPES = [name for name, row in rows_of("recipe").items() if ".retrieval:" in row.place]
+
+
+def made(name: str, budget: Size) -> Recipe:
+    """Return a retrieval with the settings of its row and another budget."""
+    row = rows_of("recipe")[name]
+    return make_recipe(name, **{**TABLES.get(name, {}), **row.skips, "budget": budget})
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +49,7 @@ def stock(model: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", RECIPES)
 def test_reading_less_reads_less(model: Any, stock: Any, name: str, way: str) -> None:
     budget = 44 if name == "shadowkv" else 12  # its last four chunks are exact
-    cache = cache_for(model, RECIPES[name](budget))
+    cache = cache_for(model, made(name, budget))
     found = model.generate(**given(way), past_key_values=cache, **SHORT, **WAYS[way])
     detach(model)
     assert found.sequences.shape == stock[way].sequences.shape
@@ -83,7 +80,7 @@ def test_label_channels_are_chosen_from_what_a_model_does(model: Any, stock: Any
 
 
 def test_layers_that_follow_read_the_positions_of_the_one_that_chose(model: Any) -> None:
-    cache = cache_for(model, RECIPES["tidal_decode"](12))
+    cache = cache_for(model, made("tidal_decode", 12))
     model.generate(**prompts(), past_key_values=cache, **SHORT)
     detach(model)
     chose, follows = (known(cache.store.layers[index]) for index in (1, 2))
@@ -99,10 +96,10 @@ CODEC = Recipe("bits", codec=Pair(GroupQuant(8, "tokens", 8), GroupQuant(8), blo
 @pytest.mark.parametrize("name", ["quest", "tidal_decode", "sentence_kv"])
 def test_retrieval_composes_with_dropping_and_coding(model: Any, name: str, other: Recipe) -> None:
     inputs = prompts()
-    caches = [cache_for(model, x, mode="native") for x in (other, other | RECIPES[name](1.0))]
+    caches = [cache_for(model, x, mode="native") for x in (other, other | made(name, 1.0))]
     alone, both = (model.generate(**inputs, past_key_values=each, **SHORT) for each in caches)
     same(alone, both, 1e-5)
-    cache = cache_for(model, other | RECIPES[name](10))
+    cache = cache_for(model, other | made(name, 10))
     model.generate(**inputs, past_key_values=cache, **SHORT)
     detach(model)
     assert float(slots_read(cache.store.layers)[2]) <= 10

@@ -50,15 +50,6 @@ def one_thread() -> None:
 
 
 @EACH
-@pytest.mark.parametrize("budget", [4096, 1.0])
-def test_a_budget_of_all_is_dense(name: str, budget: int | float) -> None:
-    k, v, q = tokens(70)
-    found, _ = run(MADE[name](budget), name, k, v, q, 60)
-    dense, _ = run(None, name, k, v, q, 60)
-    assert torch.equal(found, dense)
-
-
-@EACH
 def test_slots_that_are_gathered_are_attended_to_as_they_are(name: str) -> None:
     """With all slots of one row and fewer of a padded one, the gathered ones are all there is."""
     k, v, q = tokens(64)
@@ -71,27 +62,6 @@ def test_slots_that_are_gathered_are_attended_to_as_they_are(name: str) -> None:
     assert read is not None
     # One layer that chooses reads all; what follows a question is read on top of the budget.
     assert int(read.amax()) <= {"tidal": 64, "rekv": 45}.get(name, 41)
-
-
-@EACH
-def test_a_row_alone_reads_what_it_reads_in_a_padded_batch(name: str) -> None:
-    k, v, q = tokens(110)
-    valid = torch.ones(B, 100, dtype=torch.bool)
-    valid[1, :37] = False
-    chooser = MADE[name](0.3)
-    together, _ = run(chooser, name, k, v, q, 100, valid)
-    # Alone, the row begins at position 0, and so do the rotations of its keys.
-    later = (x[1:, :, 37:] for x in _moved(name, k, v, q, -37.0))
-    alone, _ = run(chooser, name, *later, 63)
-    torch.testing.assert_close(together[1:, :, 100:], alone[:, :, 63:], atol=2e-5, rtol=1e-4)
-
-
-def _moved(name: str, k: Tensor, v: Tensor, q: Tensor, by: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tokens whose rotation is that of positions `by` later."""
-    if name not in PRE:
-        return k, v, q
-    turn = rotary()
-    return turn.shift(k, by), v, turn.shift(q, by)
 
 
 @EACH
@@ -162,27 +132,6 @@ def test_a_fork_and_its_parent_go_their_own_ways(name: str) -> None:
     chooser.views(Query(q[:, :, :1], other.seen - 1, 0.25), other, [other])
     assert known(layer) is before and known(other).at == other.seen - 1
     assert all(torch.equal(before.slots[key], value) for key, value in kept.items())
-
-
-@EACH
-def test_rolling_back_forgets_and_rows_follow(name: str) -> None:
-    k, v, q = tokens(90)
-    chooser = MADE[name](30)
-    _, layer = run(chooser, name, k, v, q, 86)
-    want = layer.fork()
-    query = Query(q[:, :, :1], 90, 0.25)
-    want.write(k[:, :, :1], v[:, :, :1])
-    expected = attend(query, chooser.views(query, want, [want]))
-    layer.mark()
-    layer.write(k[:, :, 3:6], v[:, :, 3:6])
-    chooser.views(Query(q[:, :, 3:6], 90, 0.25), layer, [layer])
-    layer.rollback(3)
-    layer.rows(torch.tensor([1, 1]))
-    layer.write(*(x[1:, :, :1].expand(2, -1, -1, -1) for x in (k, v)))
-    query = Query(q[1:, :, :1].expand(2, -1, -1, -1), 90, 0.25)
-    found = attend(query, chooser.views(query, layer, [layer]))
-    torch.testing.assert_close(found[0], expected[1], atol=2e-6, rtol=1e-5)
-    torch.testing.assert_close(found[1], expected[1], atol=2e-6, rtol=1e-5)
 
 
 def test_slots_read_are_counted() -> None:
