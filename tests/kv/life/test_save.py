@@ -31,8 +31,7 @@ from diffcache.kv.codec.scaled import ChannelSeparable
 from diffcache.kv.codec.sparse import BitmapSparse, Outliers
 from diffcache.kv.hf.cache import cache_for
 from diffcache.kv.layer import KVLayer
-from diffcache.kv.life.save import SavedCacheError, _digest, load, read, save, write
-from diffcache.kv.life.tree import CLASSES
+from diffcache.kv.life.save import CLASSES, SavedCacheError, _digest, load, read, save, write
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import snapkv
 from diffcache.kv.segment import Flat, Segment
@@ -217,7 +216,7 @@ def test_what_has_no_place_in_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_cannot_name_other_classes() -> None:
-    from diffcache.kv.life.tree import Folded, unfold
+    from diffcache.kv.life.save import Folded, unfold
 
     for name in ("os.path", "builtins.eval", "segment.Segment", "store.KVStore"):
         with pytest.raises(ValueError, match="is no class that a saved cache is made of"):
