@@ -250,15 +250,15 @@ def test_beams_chunks_and_guesses_that_are_taken_back(
 def test_rows_that_are_taken_go_on_as_they_were(model: Any, first: First, name: str) -> None:
     """What is known of slots stays in step with them, even where the longest rows are gone."""
     recipe, _, cache = first(name)
-    every, some, index = cache.fork(), cache.fork(), torch.tensor([0, 0, 2, 0])
+    every, some, index = cache.fork(), cache.fork(), torch.arange(3)
     cache_for(model, recipe, mode=cache.mode)  # sets the model up again
-    some.reorder_cache(index)
     mask = torch.nn.functional.pad(
         ROWS["attention_mask"], (0, cache.get_seq_length() - 48), value=1
     )
     with torch.no_grad():
-        for token in (7, 9, 11):
-            mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+        for token, kept in ((7, [2, 0, 1]), (9, [1, 1]), (11, [0])):
+            some.reorder_cache(torch.tensor(kept))
+            index, mask = index[kept], torch.nn.functional.pad(mask, (0, 1), value=1)
             wanted, found = (
                 model(
                     input_ids=torch.full((len(rows), 1), token), attention_mask=rows,

@@ -179,18 +179,18 @@ DECODING = {
 
 
 @pytest.mark.parametrize("name", DECODING)
-def test_a_recipe_that_bounds_what_is_held_holds_no_more_after_1200_tokens(name: str) -> None:
+def test_a_recipe_that_bounds_what_is_held_holds_no_more_after_2000_tokens(name: str) -> None:
     recipe = DECODING[name]
     run = Run(recipe, size=16, layers=1 if recipe.bounded else 4)
     run.feed(48)
     held = []
-    for _ in range(12):
+    for _ in range(20 if recipe.bounded else 12):
         for count in (99, 1):
             run.feed(count)
         held.append(run.store.nbytes)
     if recipe.bounded:
-        assert run.store.seen == 48 + 1200
-        assert max(held[5:]) == max(held[:5])
+        assert run.store.seen == 48 + 2000
+        assert max(held[10:]) <= max(held[:10])
     else:
         assert held[-1] > 2 * held[2]
 
