@@ -63,7 +63,8 @@ SLOW: Mapping[str, str] = {
     "kivi 4 + quest 256": "the first two layers decode everything; values are coded one by one",
     "xkv": "the whole prefix is multiplied by its basis at every token, in float64, so that the "
     "numbers do not depend on how many tokens are decoded at once",
-    "shadowkv 512": "each head multiplies the joint basis for the slots that any head chose",
+    "shadowkv 512": "each head multiplied the joint basis for the slots that any head chose; since "
+    "then its own part",
     "gear 2": "all codes, outliers and residuals are put together at every token",
     "rotatekv 4": "the whole prefix is decoded, transformed back and rotated at every token",
 }
