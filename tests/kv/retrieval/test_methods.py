@@ -134,6 +134,27 @@ def test_a_fork_and_its_parent_go_their_own_ways(name: str) -> None:
     assert all(torch.equal(before.slots[key], value) for key, value in kept.items())
 
 
+@EACH
+def test_rolling_back_forgets_and_rows_follow(name: str) -> None:
+    k, v, q = tokens(90)
+    chooser = MADE[name](30)
+    _, layer = run(chooser, name, k, v, q, 86)
+    want = layer.fork()
+    query = Query(q[:, :, :1], 90, 0.25)
+    want.write(k[:, :, :1], v[:, :, :1])
+    expected = attend(query, chooser.views(query, want, [want]))
+    layer.mark()
+    layer.write(k[:, :, 3:6], v[:, :, 3:6])
+    chooser.views(Query(q[:, :, 3:6], 90, 0.25), layer, [layer])
+    layer.rollback(3)
+    layer.rows(torch.tensor([1, 1]))
+    layer.write(*(x[1:, :, :1].expand(2, -1, -1, -1) for x in (k, v)))
+    query = Query(q[1:, :, :1].expand(2, -1, -1, -1), 90, 0.25)
+    found = attend(query, chooser.views(query, layer, [layer]))
+    torch.testing.assert_close(found[0], expected[1], atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(found[1], expected[1], atol=2e-6, rtol=1e-5)
+
+
 def test_slots_read_are_counted() -> None:
     k, v, q = tokens(90)
     _, layer = run(MADE["quest"](30), "quest", k, v, q, 80)
