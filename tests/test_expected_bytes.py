@@ -7,7 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 import diffcache
-from diffcache import Combine, Every, Interval, Newton, Reuse, Site, Taylor
+from diffcache import Site
 from diffcache.attach.inputs import INPUTS, Size, inputs_of
 from diffcache.cli import app
 from diffcache.memory import compression_of, size_of
@@ -152,32 +152,6 @@ def test_inspect_says_what_a_method_will_hold():
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     assert "54 MiB in bfloat16 for each sample and guidance branch" in " ".join(done.output.split())
-
-
-@pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize(
-    ("method", "tensors"),
-    [
-        (Interval(every=3), lambda b, d, s: d + s),
-        (Combine(Every(3), Taylor(2)), lambda b, d, s: 3 * (d + s)),
-        (Combine(Every(3), Newton(1)), lambda b, d, s: 2 * (d + s)),
-        (Combine(Every(3), Reuse(), site="block"), lambda b, d, s: b * (d + s)),
-        (Combine(Every(3), Reuse(), feature="output"), lambda b, d, s: s),
-    ],
-    ids=["reuse", "taylor2", "newton1", "block", "output"],
-)
-def test_held_bytes_follow_the_formula(method, tensors):
-    """Lists of 4 double and 4 single blocks; 16 image and 6 text tokens of 32 channels, batch 2."""
-    case = cases()["FluxTransformer2DModel"]
-    model = case.build(0)
-    depth, joint = len(model.transformer_blocks), 2 * (16 + 6) * 32 * 4
-    assert depth == len(model.single_transformer_blocks) == 4
-    with diffcache.wrapped(model, method) as handle:
-        for step in range(9):  # three computed steps fill the differences
-            model(**case.kwargs(model, 0, step, 9))
-        assert handle.held_bytes() == tensors(depth, joint, joint)
-        assert handle.last.peak_bytes == handle.held_bytes()
-    assert handle.held_bytes() == 0
 
 
 def test_tokens_of_a_picture_to_edit_are_counted():

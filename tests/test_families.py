@@ -31,9 +31,9 @@ def built():
     return build
 
 
-def inputs(case, pipe):
+def inputs(case, pipe, seed=1):
     """A prompt for a calibration, whose noise the calibration draws."""
-    call = case.call(pipe, 1, STEPS)
+    call = case.call(pipe, seed, STEPS)
     return [{key: value for key, value in call.items() if key != "generator"}]
 
 
@@ -46,6 +46,30 @@ def ready(name, kind, case, pipe, *, off=False):
         except diffcache.UncalibratedError:
             return diffcache.calibrate(pipe, made, inputs(case, pipe))
     return made
+
+
+@pytest.mark.parametrize(
+    "name",
+    sorted({n for n in ON_PIPELINES if issubclass(method_class(n), Calibrated)} - {"harmonica"}),
+)
+def test_a_calibration_that_breaks_off_goes_on(built, tmp_path, name):
+    """With what its first run left in a file; tests/router_training has it of harmonica."""
+    kind = pipelines_of(name)[0]
+    case, pipe, _ = built(kind)
+    made, out = method(name, kind), tmp_path / "tables.safetensors"
+    prompts = [*inputs(case, pipe), *inputs(case, pipe, seed=2)]
+    whole = diffcache.calibrate(pipe, made, prompts, batch_size=1)
+
+    def stop(done, total, word):
+        if done == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        diffcache.calibrate(pipe, made, prompts, batch_size=1, out=out, progress=stop)
+    again = diffcache.calibrate(pipe, made, prompts, batch_size=1, out=out)
+    assert set(again.tables.names()) == set(whole.tables.names())
+    for table in whole.tables.names():
+        assert torch.equal(again.tables[table], whole.tables[table]), table
 
 
 def test_every_method_is_tried_on_three_kinds():
@@ -76,6 +100,7 @@ def test_it_runs_skips_repeats_and_leaves_no_trace(built, tmp_path, name, kind):
         settings = {k: v for k, v in method(name, kind).__dict__.items() if k != "tables"}
         loaded = method_class(name)(**settings, tables=str(path))
         assert loaded == made
+        assert eval(repr(loaded), vars(diffcache)) == made
         with diffcache.wrapped(pipe, loaded):
             assert torch.equal(case.run(pipe, 0, STEPS), first)
 

@@ -105,14 +105,6 @@ def test_order_zero_is_reuse(instead):
     }
 
 
-def test_a_forecast_is_linear_in_its_features():
-    for instead in (Taylor(2), Newton(2)):
-        one = forecasts(instead, [0, 1, 5, 9], 14, lambda s: math.cos(s))
-        many = forecasts(instead, [0, 1, 5, 9], 14, lambda s: 5 * math.cos(s))
-        for index, (estimate, _) in one.items():
-            assert many[index][0] == pytest.approx(5 * estimate)
-
-
 def test_batched_estimates_equal_single_ones():
     torch.manual_seed(1)
     instead, step = Taylor(2), Step(9)

@@ -35,22 +35,6 @@ def gaussian(mean: Tensor, cov: Tensor) -> Moments:
     return Moments(mean, cov, 1000)
 
 
-def test_frechet_of_known_gaussians_is_the_closed_form() -> None:
-    dim = 12
-    rotation = torch.linalg.qr(normal(dim, dim)).Q
-    s, t = normal(dim, seed=1).abs() + 0.1, normal(dim, seed=2).abs() + 0.1  # standard deviations
-    m, n = normal(dim, seed=3), normal(dim, seed=4)
-    expected = float(((m - n) ** 2).sum() + ((s - t) ** 2).sum())
-    diagonal = frechet(gaussian(m, torch.diag(s**2)), gaussian(n, torch.diag(t**2)))
-    assert diagonal == pytest.approx(expected, rel=1e-6)
-    covs = [rotation @ torch.diag(v**2) @ rotation.T for v in (s, t)]
-    turned = frechet(gaussian(rotation @ m, covs[0]), gaussian(rotation @ n, covs[1]))
-    assert turned == pytest.approx(expected, rel=1e-6)
-    assert frechet(gaussian(m, covs[0]), gaussian(n, covs[0])) == pytest.approx(
-        float(((m - n) ** 2).sum()), rel=1e-6
-    )
-
-
 def test_frechet_of_covariances_that_do_not_commute() -> None:
     a = torch.tensor([[2.0, 0.5], [0.5, 1.0]], dtype=torch.float64)
     b = torch.tensor([[1.0, -0.3], [-0.3, 3.0]], dtype=torch.float64)
@@ -128,12 +112,6 @@ def naive_mmd(x: Tensor, y: Tensor) -> float:
     return inner(x) + inner(y) - 2 * sum(cross) / len(cross)
 
 
-def test_kid_of_equal_distributions_is_about_nothing_and_a_shift_shows() -> None:
-    real, fake = normal(400, 8), normal(400, 8, seed=1)
-    near, far = kid(real, fake)[0], kid(real, fake + 0.5)[0]
-    assert abs(near) < 0.02 < far
-
-
 def test_inception_score_is_torchmetrics_and_has_its_limits() -> None:
     theirs = pytest.importorskip("torchmetrics.image.inception")
     logits = 3 * normal(200, 6)
@@ -166,19 +144,6 @@ def test_manifolds_of_equal_and_of_disjoint_sets() -> None:
     far = real + 100
     for metric in (precision_recall, density_coverage):
         assert means(metric(real, real)) == (1, 1) and means(metric(real, far)) == (0, 0)
-
-
-def test_manifolds_see_duplicates_and_dropped_modes() -> None:
-    real = torch.cat([normal(150, 6), normal(150, 6, seed=1) + 8])
-    fake = torch.cat([normal(150, 6, seed=2), normal(150, 6, seed=3) + 8])
-    copies = fake[:30].repeat(10, 1)
-    recalls = [means(precision_recall(real, other))[1] for other in (copies, fake)]
-    assert recalls[0] < 0.5 * recalls[1]
-    one_mode = torch.cat([fake[:150], normal(150, 6, seed=4)])
-    precision, recall = means(precision_recall(real, one_mode))
-    assert precision > 0.8 and recall < 0.55
-    coverages = [means(density_coverage(real, other))[1] for other in (one_mode, fake)]
-    assert coverages[0] < 0.6 < 0.8 < coverages[1]
 
 
 def test_manifolds_are_their_definition_in_any_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import diffcache
-from diffcache import Combine, Every, Interval, Taylor
+from diffcache import Combine, Every, Interval, Taylor, TeaCache
 from tests.internals import marks
 from tests.zoo.catalog import cases
 from tests.zoo.pipes import pipes
@@ -22,8 +22,9 @@ METHODS = [
     Combine(Every(3), Taylor(1), site="block"),
     Combine(Every(3), Taylor(1), lead=1, tail=1),
     Interval(every=3, site="module"),
+    TeaCache(0.5, (1.0, 0.0)),  # which looks into the first block
 ]
-IDS = ["stack", "block", "lead and tail", "module"]
+IDS = ["stack", "block", "lead and tail", "module", "a look inside"]
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -52,7 +53,8 @@ def test_group_offloading(settings: dict[str, Any], method: Any, order: str):
 
     name = "FluxTransformer2DModel"
     plain = trajectory(CASES[name].build(0), name)
-    expected = trajectory(diffcache.wrap(CASES[name].build(0), method), name)
+    twin = diffcache.wrap(CASES[name].build(0), method)
+    expected = trajectory(twin, name)
     model = CASES[name].build(0)
     if order == "cache first":
         diffcache.wrap(model, method)
@@ -60,7 +62,7 @@ def test_group_offloading(settings: dict[str, Any], method: Any, order: str):
     if order == "offload first":
         diffcache.wrap(model, method)
     assert same(trajectory(model, name), expected)
-    assert marks(model) == "CssCss"
+    assert "s" in marks(model) == marks(twin)
     diffcache.unwrap(model)
     assert same(trajectory(model, name), plain)
 
@@ -161,7 +163,7 @@ def test_accelerates_offload_hooks(kind: str, method: Any):
     assert torch.equal(pipe_case.run(pipe, 0, STEPS), plain)
 
 
-@pytest.mark.parametrize("method", METHODS, ids=IDS)
+@pytest.mark.parametrize("method", METHODS[:-1], ids=IDS[:-1])
 def test_layerwise_casting(method: Any):
     name = "FluxTransformer2DModel"
     model = CASES[name].build(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import Counter
 from functools import cache
 from typing import Any
@@ -165,13 +164,6 @@ def count_blocks(case: PipeCase, pipe: Any) -> tuple[Counter, list]:
     return counts, hooks
 
 
-def test_every_1_changes_nothing(case: PipeCase):
-    pipe, out = plain(case.name)
-    with diffcache.wrapped(pipe, diffcache.Interval(every=1)) as handle:
-        assert torch.equal(case.run(pipe, 0, STEPS), out)
-        assert handle.last.skipped == 0 < handle.last.computed
-
-
 def test_a_threshold_near_zero_computes_every_step(case: PipeCase):
     """Bit for bit, and gates leave no trace; or a gate is refused, with the reason."""
     pipe, out = plain(case.name)
@@ -262,17 +254,6 @@ def test_learning_costs_two_forwards_for_each_kind_of_call(name: str):
         counts.clear()
         case.run(pipe, 0, STEPS)
     assert counts.total() <= first <= counts.total() + 2 * len(hooks)
-
-
-def test_a_run_that_skips_nothing_says_so():
-    case = PIPES["FluxPipeline"]
-    pipe = case.build(0)
-    with diffcache.wrapped(pipe, diffcache.Interval(every=3)), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        case.run(pipe, 0, 4)
-    diffcache.wrap(pipe, diffcache.Interval(every=9, warmup=9))
-    with pytest.warns(diffcache.CacheWarning, match="skipped nothing in a run of 4 steps"):
-        case.run(pipe, 0, 4)
 
 
 def test_components_by_name_or_names() -> None:

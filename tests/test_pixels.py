@@ -1,11 +1,9 @@
 """Pixel metrics against torchmetrics, closed forms, limits and a few-line twin."""
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import conv2d, interpolate, pad
+from torch.nn.functional import interpolate
 
 from diffcache.eval.metrics.pixels import (
     both_ssim,
@@ -43,14 +41,6 @@ def test_psnr_is_torchmetrics_per_picture_and_pooled() -> None:
     assert pooled_psnr(a, b) < float(psnr(a, b).mean())
 
 
-def test_psnr_of_a_constant_error_is_the_closed_form_and_does_not_wrap() -> None:
-    a = torch.full((1, 3, 16, 16), 3, dtype=torch.uint8)
-    for error in (1, 10, 252):
-        expected = 20 * math.log10(255 / error)
-        assert float(psnr(a, a + error)) == pytest.approx(expected, rel=1e-12)
-        assert float(psnr(a + error, a)) == pytest.approx(expected, rel=1e-12)
-
-
 def test_equal_pictures_have_the_cap() -> None:
     a, b = pair(24, 24)
     assert psnr(a, a).tolist() == [100.0] * 3 and pooled_psnr(a, a) == 100.0
@@ -75,22 +65,6 @@ def test_ssim_and_ms_ssim_are_torchmetrics(size: tuple[int, int]) -> None:
     torch.testing.assert_close(ms_ssim(a, b), theirs, rtol=1e-6, atol=0)
     both = both_ssim(a, b)
     assert torch.equal(both[0], ssim(a, b)) and torch.equal(both[1], ms_ssim(a, b))
-
-
-def test_ssim_is_its_definition() -> None:
-    a, b = pair(30, 22)
-    x, y = (pad(p.double() / 255, (5, 5, 5, 5), mode="reflect") for p in (a, b))
-    line = torch.exp(-(torch.arange(-5.0, 6.0, dtype=torch.float64) ** 2) / (2 * 1.5**2))
-    window = torch.outer(line, line).div(line.sum() ** 2).expand(3, 1, 11, 11)
-
-    def mean(p: Tensor) -> Tensor:
-        return conv2d(p, window, groups=3)
-
-    mx, my = mean(x), mean(y)
-    vx, vy, vxy = mean((x) ** 2) - mx**2, mean(y**2) - my**2, mean(x * y) - mx * my
-    c1, c2 = 0.01**2, 0.03**2
-    values = (2 * mx * my + c1) * (2 * vxy + c2) / ((mx**2 + my**2 + c1) * (vx + vy + c2))
-    torch.testing.assert_close(ssim(a, b), values.mean(dim=(1, 2, 3)), rtol=1e-9, atol=0)
 
 
 def test_opposite_pictures_have_ms_ssim_nothing_and_negative_ssim() -> None:

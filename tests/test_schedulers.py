@@ -35,16 +35,6 @@ def test_a_copied_scheduler_does_not_drive_the_clock():
     assert marks(pipe) == "CssCss"
 
 
-def test_ltx2_steps_by_its_video_scheduler():
-    name = "LTX2Pipeline-guided"
-    pipe = diffcache.wrap(PIPES[name].build(0), EVERY)
-    run(pipe, name)
-    assert [call.index for call in handle_of(pipe).last.calls] == [
-        s for s in range(STEPS) for _ in range(3)
-    ]
-    assert marks(pipe) == ("CCC" + 6 * "s") * 2
-
-
 @pytest.mark.parametrize(
     "kind", ["FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler"]
 )
@@ -100,22 +90,6 @@ def totals(pipe: Any, name: str, **more: Any) -> list[int | None]:
 def test_the_step_count_is_that_of_the_solver(name: str, more: dict[str, Any], total: int):
     pipe = diffcache.wrap(PIPES[name].build(0), EVERY)
     assert totals(pipe, name, **more) == [total] * total
-
-
-def test_the_last_step_is_known_to_a_gate():
-    pipe = diffcache.wrap(flux(), diffcache.ConfidenceGatedTaylor(threshold=float("inf"), warmup=2))
-    run(pipe)
-    assert marks(pipe) == "CCsssC"
-
-
-def test_diffusion_forcing_steps_where_any_frame_moves():
-    name = "SkyReelsV2DiffusionForcingPipeline"
-    pipe = diffcache.wrap(PIPES[name].build(0), EVERY)
-    run(pipe, name)
-    calls = handle_of(pipe).last.calls
-    assert [call.index for call in calls] == [s for s in range(STEPS + 4) for _ in range(2)]
-    assert {call.branch for call in calls} == {"cond", "uncond"}
-    assert marks(pipe) == ("CC" + "ssss") * 3 + "CC"
 
 
 def test_pipelines_that_share_a_scheduler_take_turns():

@@ -21,7 +21,6 @@ from diffcache.registry import rows_of
 from tests.bare.toys import COND, EVERY, PLAIN, Toy, alone, noise, track
 from tests.features import region_pipelines
 from tests.internals import marks
-from tests.methods import COMPUTED, ON, STEPS
 from tests.methods import STEPS as PIPE_STEPS
 from tests.stream_toys import (
     LOOPS,
@@ -432,12 +431,6 @@ def told_of(calls: Any) -> list[Any]:
             if not c.writes]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def flux() -> Any:
-    case = cases()["FluxTransformer2DModel"]
-    return case, case.build(0)
-
-
 @pytest.mark.parametrize("site", ["stack", "deep", "module"])
 def test_a_unet_computes_a_call_that_writes(site: str) -> None:
     case = cases()["UNet2DConditionModel"]
@@ -450,23 +443,6 @@ def test_a_unet_computes_a_call_that_writes(site: str) -> None:
         with Writes(model, "sample") as writes:
             assert all(map(torch.equal, [model(**kwargs)[0] for kwargs in given], own))
     assert writes.check() == 3
-
-
-@pytest.mark.parametrize("name", ON)
-def test_methods_compute_a_call_that_writes_of_a_bare_model(flux: Any, name: str) -> None:
-    case, model = flux
-    given = [case.kwargs(model, 0, step=step, steps=STEPS) for step in range(STEPS)]
-    with diffcache.wrapped(model, name, **ON[name]) as handle:
-        for _ in range(2):  # the first run counts operations
-            own = [model(**kwargs)[0].clone() for kwargs in given]
-        alone = told_of(handle.last.calls)
-        handle.reset()
-        with Writes(model) as writes:
-            outs = [model(**kwargs)[0] for kwargs in given]
-        assert all(map(torch.equal, outs, own))
-        assert told_of(handle.last.calls) == alone
-        assert [row[1] for row in alone if row[3]] == COMPUTED[name]
-    assert writes.check() == STEPS
 
 
 @pytest.fixture(scope="module")

@@ -187,16 +187,6 @@ def test_from_pipe_shares_the_wrapped_denoiser():
     assert torch.equal(run(other, name, strength=1.0), expected)
 
 
-def test_auto_pipeline_keeps_the_wrapped_denoiser():
-    from diffusers import AutoPipelineForImage2Image, FluxImg2ImgPipeline
-
-    pipe = diffcache.wrap(flux(), EVERY)
-    other = AutoPipelineForImage2Image.from_pipe(pipe)
-    assert type(other) is FluxImg2ImgPipeline
-    assert other.transformer is pipe.transformer
-    assert handle_of(other) is handle_of(pipe)
-
-
 # 5: inference mode -----------------------------------------------------------------------------------------
 
 

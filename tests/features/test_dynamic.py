@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from diffcache.features.parts.dynamic import adjacent_costs, anchor_costs, best_starts
+from diffcache.features.parts.dynamic import anchor_costs, best_starts
 
 
 def brute_force(cost, count, shortest=1, longest=None, *, maximise=False):
@@ -53,42 +53,6 @@ def test_ties_take_the_smallest_starts(maximise):
             assert best_starts(cost, count, maximise=maximise) == brute_force(
                 cost, count, maximise=maximise
             )
-
-
-@pytest.mark.parametrize("value", [1.0, 0.3, 0.1])
-@pytest.mark.parametrize("costs", [anchor_costs, adjacent_costs])
-def test_equal_pairs_tie(costs, value):
-    """Steps that are all alike leave the tie-break alone: 0 to count - 1."""
-    cost = costs(torch.full((40, 40), value, dtype=torch.float64))
-    for count in (1, 2, 7, 39, 40):
-        starts, _ = best_starts(cost, count, maximise=True)
-        # anchors always sum to T; fewer neighbors inside segments is worse by count alone
-        assert starts == list(range(count))
-
-
-def test_costs_are_the_sums_they_say():
-    """Both segment costs against sums written out."""
-    pairs = torch.rand(8, 8, generator=torch.Generator().manual_seed(0))
-    anchor, adjacent = anchor_costs(pairs), adjacent_costs(pairs)
-    for i, j in itertools.product(range(8), repeat=2):
-        if i > j:
-            assert anchor[i, j] == adjacent[i, j] == 0
-            continue
-        assert anchor[i, j] == pytest.approx(sum(float(pairs[i, t]) for t in range(i, j + 1)))
-        near = sum(float(pairs[t - 1, t]) for t in range(i + 1, j + 1))
-        assert adjacent[i, j] == pytest.approx(near, abs=1e-6)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_no_worse_than_equal_lengths(seed):
-    """The optimum is at most the cost of the uniform schedule, bounds or not."""
-    cost = torch.rand(24, 24, generator=torch.Generator().manual_seed(seed))
-    for count in (2, 3, 4, 6, 8, 12):
-        every = 24 // count
-        uniform = sum(float(cost[a, a + every - 1]) for a in range(0, 24, every))
-        free = best_starts(cost, count)[1]
-        bound = best_starts(cost, count, shortest=(every + 1) // 2, longest=2 * every)[1]
-        assert free <= bound + 1e-9 <= uniform + 2e-9
 
 
 def test_block_diagonal_similarity_gives_its_blocks():

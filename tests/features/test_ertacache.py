@@ -58,17 +58,6 @@ def test_times_of_a_uniform_schedule_by_hand():
     assert torch.allclose(after, torch.tensor([4.0, 3, 3, 3, 0], dtype=torch.float64))
 
 
-def test_any_split_of_time_ends_a_constant_field_at_the_same_point():
-    start = torch.randn(5, dtype=torch.float64)
-    slope = torch.randn(5, dtype=torch.float64)
-    plain, _ = loop(lambda x, t: slope, start, sigmas())
-    for seed in range(5):
-        torch.manual_seed(seed)
-        times = adjust(sigmas(), tuple(torch.rand(STEPS).tolist()))
-        split, _ = loop(lambda x, t: slope, start, times)
-        assert torch.allclose(split, plain, atol=1e-12)
-
-
 def test_bad_factors_are_refused():
     with pytest.raises(ValueError, match="numbers from 0 to 1"):
         adjust(sigmas(3), (1.0, 1.5, 1.0))
@@ -207,22 +196,6 @@ def test_a_scheduler_that_cannot_be_adjusted_is_refused_before_a_pass_is_spent()
 # the list, the factors, the maps --------------------------------------------------------------
 
 
-def test_a_constant_residual_is_reused_exactly_at_every_inner_step():
-    shift = torch.randn(1, 3, 4, 4, dtype=torch.float64)
-    starts = [torch.randn(1, 3, 4, 4, dtype=torch.float64) for _ in range(2)]
-    collector = profile(lambda x, t: x + shift, starts, 1e-9)
-    tables = collector.tables()
-    assert tables["reuse"].tolist() == list(range(1, STEPS - 1))
-    assert float(tables["errors"].max()) < 1e-12
-    assert torch.equal(tables["factors_change"] > 1 - 1e-9, torch.ones(STEPS, dtype=torch.bool))
-    method = made(collector)
-    parts = method.parts()
-    assert parts.when.steps == (0, STEPS - 1) and parts.when.total == STEPS
-    assert replay(method, lambda x, t: x + shift, starts[0])[0].allclose(
-        loop(lambda x, t: x + shift, starts[0], sigmas())[0], atol=1e-9
-    )
-
-
 def replay(method, field, start, times=None):
     """Sample as the engine does at site MODEL with `change`; return the end and all outputs."""
     times = sigmas() if times is None else times
@@ -240,21 +213,6 @@ def replay(method, field, start, times=None):
         return instead.correct(state, step, x + instead.estimate(state, step))
 
     return loop(field, start, times, stand_in)
-
-
-def test_the_sign_of_what_is_kept():
-    """A constant velocity is not a constant residual: reuse is off by the way since the anchor."""
-    slope = torch.full((1, 2, 3, 3), 0.25, dtype=torch.float64)
-    collector = profile(lambda x, t: slope, [torch.ones(1, 2, 3, 3).double()], 10.0)
-    method = made(collector, time=False, rectify=False)
-    x, seen = torch.ones(1, 2, 3, 3).double(), []
-    _, outs = replay(method, lambda x, t: slope, x)
-    times = sigmas()
-    for index in range(1, STEPS - 1):  # v~ = x + (v - x_anchor), x_anchor the start
-        seen.append(outs[index] - slope)
-        moved = sum((times[i + 1] - times[i]) * outs[i] for i in range(index))
-        assert torch.allclose(seen[-1], moved, atol=1e-12)
-        assert float(moved.abs().max()) > 1e-3
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 3, 5), (2, 4, 2, 3, 3), (2, 7, 4)])
@@ -386,22 +344,6 @@ def test_branches_keep_their_own_residuals_and_share_the_rest():
     step = one.reused()[0]
     assert two._maps[step].count == 2 * one._maps[step].count
     assert two._sums[2, step] == 2
-
-
-def test_an_interrupted_calibration_goes_on():
-    starts = [torch.randn(1, 2, 3, 3, dtype=torch.float64) for _ in range(3)]
-    whole = profile(curved, starts, 0.4).tables()
-    for stop in (1, 4, 7, 8):
-        state = {k: v.clone() for k, v in profile(curved, starts, 0.4, stop=stop).state().items()}
-        collector, runs = Profile(0.4), 0
-        collector.load(state)
-        for number in range(3):
-            for prompt, start in enumerate(starts):
-                if runs >= stop:
-                    run_once(collector, curved, start, sigmas(), number, prompt)
-                runs += 1
-        for name, table in collector.tables().items():
-            assert torch.equal(table, whole[name]), name
 
 
 def test_a_run_that_breaks_off_leaves_no_trace_in_the_sums():

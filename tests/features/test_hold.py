@@ -85,8 +85,6 @@ def test_every_site_can_be_held(name, site):
     for form in (None, "bf16", "int8", "host"):
         with diffcache.wrapped(model, method, hold=form) as handle:
             results[form], sizes[form] = sample(case, model, STEPS), handle.held_bytes()
-            handle.reset()
-            assert torch.equal(sample(case, model, STEPS), results[form])
     assert torch.equal(results["host"], results[None])
     scale = results[None].abs().max()
     assert 0 < (results["bf16"] - results[None]).abs().max() < 0.1 * scale

@@ -153,30 +153,6 @@ def test_a_peek_in_one_thread_cuts_no_call_of_another(flux):
         assert all(torch.equal(one, alone[seed]) for one in found[seed])
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"offload_type": "block_level", "num_blocks_per_group": 1},
-        {"offload_type": "block_level", "num_blocks_per_group": 2},
-        {"offload_type": "leaf_level"},
-    ],
-    ids=["one block", "two blocks", "leaves"],
-)
-def test_offloaded_models_give_the_same(flux, settings):
-    from diffusers.hooks import apply_group_offloading
-
-    case, model = flux
-    plain = sample(case, model, STEPS)
-    with diffcache.wrapped(model, TEA):
-        expected = sample(case, model, STEPS)
-    cpu = torch.device("cpu")
-    apply_group_offloading(model, onload_device=cpu, offload_device=cpu, **settings)
-    with diffcache.wrapped(model, TEA):
-        assert torch.equal(sample(case, model, STEPS), expected)
-        assert 0 < diffcache.report(model).steps_skipped < STEPS
-    assert torch.equal(sample(case, model, STEPS), plain)
-
-
 def test_a_hooked_forward_that_moves_weights_is_run_in_a_peek(flux):
     """As with accelerate's hooks: the weights are only there inside of the block's forward."""
     case, model = flux

@@ -18,25 +18,6 @@ def layers(official: bool = False) -> LayerCalibration:
     return made
 
 
-def test_a_quantizer_without_error_needs_no_map() -> None:
-    for official in (False, True):
-        made = layers(official)
-        for step in range(2):
-            out = torch.randn(8, 3)
-            made.compare("l", step, out, out)
-        made.enter("done", 2)
-        plan = made.plan()
-        assert plan is not None
-        layer = plan.layers["l"]
-        gain, shift = layer.gain, layer.shift
-        assert gain is not None and shift is not None
-        if not official:
-            torch.testing.assert_close(gain, torch.ones(2, 3), rtol=0, atol=1e-6)
-            torch.testing.assert_close(shift, torch.zeros(2, 3), rtol=0, atol=1e-6)
-            continue
-        torch.testing.assert_close(gain, torch.full((2, 3), 7 / 8))
-
-
 def test_official_layers_count_the_bias_twice() -> None:
     ours, theirs, bias = layers(), layers(official=True), torch.tensor([1.0, 2, 3])
     seen = []
@@ -72,23 +53,3 @@ def test_stages_of_layers() -> None:
     patterns.enter("done", 2)
     with pytest.raises(ValueError, match="exempt fewer"):
         patterns.plan()
-
-
-@pytest.mark.parametrize("official", [False, True])
-def test_the_plan_is_the_same_from_the_sums_alone(official: bool) -> None:
-    made = layers(official)
-    made.layer("without", torch.randn(2, 4), None)
-    for step in range(2):
-        made.compare("l", step, torch.randn(8, 3), torch.randn(8, 3))
-    again = LayerCalibration("w8a8", (), ("*",), official)  # shown no layer
-    again.load(made.state())
-    assert again.state().keys() == made.state().keys()
-    tensors = []
-    for one in (made, again):
-        one.enter("done", 2)
-        plan = one.plan()
-        assert plan is not None
-        tensors.append(plan.tensors())
-    assert tensors[0].keys() == tensors[1].keys()
-    for name, tensor in tensors[0].items():
-        assert torch.equal(tensor, tensors[1][name]), name

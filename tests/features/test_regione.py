@@ -120,16 +120,6 @@ def test_one_ratio_or_the_product_of_all_since_the_last_computed_step() -> None:
     assert list(all_since.values()) == pytest.approx([ratio**n for n in runs])
 
 
-def test_a_negative_decay_skips_nothing_and_a_large_one_all_that_shrinks() -> None:
-    times = kontext_times()
-    assert RegionE(decay=-1e-9).plan().skips(times) == {}
-    plan = RegionE(decay=1.0).plan()
-    shrinks = {
-        i for i in range(7, 28) if plan.gamma[i - 1] * (1 - (times[i - 1] - times[i]) / 1000) < 1
-    }
-    assert set(plan.skips(times)) == shrinks & plan.regions
-
-
 @pytest.mark.parametrize("steps", [7, 10, 20, 28, 50, 100])
 def test_stages_scale_with_the_number_of_steps(steps: int) -> None:
     plan = RegionE(tables=tables(steps)).plan()
@@ -202,23 +192,6 @@ def test_morphology_against_loops(share: float) -> None:
         assert np.array_equal(made.numpy(), slow_morphology(given.numpy()))
 
 
-def test_morphology_of_known_shapes() -> None:
-    grid = torch.zeros(5, 12, 12, dtype=torch.bool)
-    grid[0, 5, 5] = True  # alone
-    grid[1, 4:7, 4:7] = True
-    grid[2, :2] = True  # two rows at the border
-    grid[3, :3] = True
-    grid[4] = True
-    made = without_scattered(grid)
-    assert not made[0].any()
-    assert made[1].sum() == 25
-    assert made[1, 3:8, 3:8].all()
-    assert not made[2].any()
-    assert made[3, :4].all()
-    assert not made[3, 4:].any()
-    assert made[4].all()
-
-
 def test_edited_tokens_by_their_cosine() -> None:
     reference = torch.randn(2, 12, 5)
     clean = torch.randn(2, 12, 5)
@@ -255,15 +228,6 @@ def test_rows_part_the_sequence_and_come_back() -> None:
     wanted = torch.where(mask[..., None, None], fresh, tokens)
     assert torch.equal(put[1:], wanted[1:])
     assert rows_of(torch.zeros(2, 4, dtype=torch.bool)).shape == (2, 0)
-
-
-def test_a_constant_velocity_adds_up_to_the_jump() -> None:
-    sigmas = torch.linspace(1, 0, 29, dtype=torch.float64)
-    start, velocity = torch.randn(2, 4, 3, dtype=torch.float64), torch.randn(2, 4, 3).double()
-    latents = start
-    for i in range(5, 15):
-        latents = latents + (sigmas[i + 1] - sigmas[i]) * velocity
-    torch.testing.assert_close(latents, start + (sigmas[15] - sigmas[5]) * velocity)
 
 
 def run_of(collector, number: int, steps: int, curve: torch.Tensor, edited: torch.Tensor) -> None:

@@ -206,7 +206,8 @@ def test_an_error_says_what_is_there_and_what_must_be():
 @pytest.mark.parametrize("name", sorted(set(WITH_TABLES) - {"tuned"}))
 def test_finite_numbers_that_no_measurement_gives_are_refused(name):
     header, tensors, settings = good(name)
-    for key, tensor in tensors.items():
+    for key in some(tensors):
+        tensor = tensors[key]
         if tensor.is_floating_point() and key != "curve":
             with pytest.raises(
                 TablesError, match=r"(with 1e\+38 in it|without a number .*); must be"

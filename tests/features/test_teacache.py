@@ -113,10 +113,6 @@ def test_calibration_pairs_changes_of_neighboring_steps():
     assert tables["range"].tolist() == pytest.approx([0.1, 1.0], rel=1e-5)
     curve = Rescaled(tuple(tables["coefficients"].tolist()))
     assert [curve.error(x) for x, _ in expected] == pytest.approx([y for _, y in expected], 1e-4)
-    resumed = Changes(2)
-    resumed.load(collected([[(1.0, 2.0), (1.5, 3.0), (3.0, 3.3)]]).state())
-    resumed.points = torch.cat((resumed.points, collected([[(2.0, 1.0), (2.2, 1.8)]]).points))
-    assert torch.equal(resumed.tables()["coefficients"], tables["coefficients"])
     header = {"method": "teacache", "steps": 3, **collector.settings()}
     parts = TeaCache(0.3, tables=Tables(header, tables)).parts()
     assert parts.when.indicator.error(1.0) == pytest.approx(0.1, rel=1e-4)

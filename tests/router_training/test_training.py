@@ -82,33 +82,6 @@ def test_the_loss_and_its_gradient_agree_with_differences(pipe, replay, mixer, l
         assert float(gradient[site]) == pytest.approx(slope, rel=0.05, abs=2e-4)
 
 
-def test_without_image_error_a_step_only_shrinks_scores(replay, mixer, logits):
-    track = replay.begin([3, 8], seed=2)
-    first_step(track, mixer)
-    row = logits[1].clone().requires_grad_(True)
-    loss, _, _ = step_loss(track, mixer, row, weight=0.0, beta=0.5)
-    (gradient,) = torch.autograd.grad(loss, row)
-    scores = torch.sigmoid(logits[1])
-    torch.testing.assert_close(gradient, 0.5 * scores * (1 - scores))
-
-
-def test_where_kept_equals_fresh_logits_only_fall(replay, mixer, logits):
-    track = replay.begin([3, 8], seed=2)
-    row = logits[1].clone().requires_grad_(True)
-    optimizer = torch.optim.AdamW([row], lr=0.05, weight_decay=0)
-    before = row.detach().clone()
-    for _ in range(5):  # the same step again and again, kept from itself
-        mixer.forget()
-        with torch.no_grad(), mixer.mixing(torch.ones(len(SITES))):
-            track.predict(mixer)
-        loss, _, parts = step_loss(track, mixer, row, weight=1.0, beta=1e-3)
-        assert parts["mse"] < 1e-9
-        (row.grad,) = torch.autograd.grad(loss, row)
-        optimizer.step()
-        assert (row < before).all()
-        before = row.detach().clone()
-
-
 def test_the_teacher_neither_reads_nor_keeps(replay, mixer):
     track = replay.begin([3, 8], seed=2)
     first_step(track, mixer)
@@ -152,13 +125,6 @@ def test_typical_errors_are_geometric_means_of_the_papers(pipe, replay, mixer, l
     plain = image_errors(replay.begin([3, 8], seed=2), mixer, logits, "paper")
     assert bool((errors <= plain[0] * (1 + 1e-9))[1:].all())
     assert bool((causes <= plain[1] * (1 + 1e-9))[1:].all())
-
-
-@pytest.mark.parametrize("proxy", ["paper", "official"])
-def test_a_router_that_computes_everything_has_no_image_error(replay, mixer, proxy):
-    high = torch.full((STEPS, len(SITES)), 40.0)
-    errors, causes = image_errors(replay.begin([3, 8], 2), mixer, high, proxy)
-    assert errors.tolist() == causes.tolist() == [0.0] * STEPS
 
 
 @pytest.mark.parametrize(

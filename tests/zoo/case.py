@@ -23,11 +23,10 @@ class Case:
         name: Unique id: the class name, with a suffix where one class has several cases.
         cls: Name of the class in `diffusers`.
         config: Constructor arguments.
-        inputs: Makes the forward arguments from (model, seed), in float32, batch 2 unless `note`
-            says otherwise.
+        inputs: Makes the forward arguments from (model, seed), in float32, batch 2 unless the
+            note in the table says otherwise.
         timestep: Name of the forward argument that carries the timestep or sigma; empty where
             the class has none.
-        note: Remark on what is unusual about the class.
         span: Largest timestep in model units.
         rising: Whether the timestep grows towards the clean end, as it does for some classes.
         latents: Names of the forward arguments that change along a sampling trajectory.
@@ -42,7 +41,6 @@ class Case:
     config: dict[str, Any]
     inputs: Inputs
     timestep: str = "timestep"
-    note: str = ""
     span: float = 1000.0
     rising: bool = False
     latents: tuple[str, ...] = ("hidden_states",)

@@ -18,7 +18,6 @@ else:
 
 FILE = Path(__file__).with_name("cases.toml")
 INHERITED = ("blocks", "latents", "rising", "span", "timestep", "times")  # by `like`
-OWN = ("note", "short")
 
 
 def cases() -> dict[str, Case]:
@@ -47,7 +46,7 @@ def _after(before: dict[str, Any], table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _case(name: str, table: dict[str, Any]) -> Case:
-    fields = {key: _tuples(table[key]) for key in (*INHERITED, *OWN) if key in table}
+    fields = {key: _tuples(table[key]) for key in (*INHERITED, "short") if key in table}
     extras = {key: _inputs(value) for key, value in table.get("extras", {}).items()}
     return Case(
         name, name.partition("-")[0], read(_tuples(table["config"])), _inputs(table["inputs"]),

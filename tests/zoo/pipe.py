@@ -30,8 +30,6 @@ class PipeCase:
         call: Makes the arguments of the call from (pipeline, seed, steps).
         denoisers: Names of the components that run in the sampling loop, in their order.
         branches: Calls of the denoiser in most steps.
-        batched: Guidance branches in the batch of one call, 0 where the model has no batch.
-        note: Remark on what is unusual about the pipeline.
     """
 
     name: str
@@ -39,8 +37,6 @@ class PipeCase:
     call: Call
     denoisers: tuple[str, ...] = ("transformer",)
     branches: int = 1
-    batched: int = 1
-    note: str = ""
 
     def run(self, pipe: Any, seed: int = 0, steps: int = 6) -> torch.Tensor:
         """Call a pipeline and return its result as one tensor.

@@ -18,7 +18,6 @@ else:
     import tomli as tomllib
 
 FILE = Path(__file__).with_name("pipes.toml")
-FIELDS = ("branches", "batched", "note")
 # Functions that expressions of the table may call.
 WORDS = ("component", "denoiser", "image", "image_encoder", "image_processor", "noise", "picture",
          "scaled", "settings", "tiny_vae", "Words")  # fmt: skip
@@ -40,7 +39,7 @@ def _all_pipes() -> dict[str, PipeCase]:
     for name, table in said.items():
         before = tables.get(table.get("like", ""), {})
         inner = {key: before.get(key, {}) | table.get(key, {}) for key in ("parts", "call")}
-        tables[name] = {k: v for k, v in before.items() if k != "note"} | table | inner
+        tables[name] = before | table | inner
     words = {word: getattr(pipe, word) for word in WORDS} | {"torch": torch}
     for name, expression in components.items():
         words[name] = partial(_component, expression, words)
@@ -52,11 +51,9 @@ def _component(expression: str, words: dict[str, Any], seed: int) -> Any:
 
 
 def _case(name: str, table: dict[str, Any], words: dict[str, Any]) -> PipeCase:
-    fields = {key: table[key] for key in FIELDS if key in table}
+    build, call = partial(_build, name, table, words), partial(_call, table, words)
     denoisers = tuple(table.get("denoisers", ("transformer",)))
-    return PipeCase(
-        name, partial(_build, name, table, words), partial(_call, table, words), denoisers, **fields
-    )
+    return PipeCase(name, build, call, denoisers, table.get("branches", 1))
 
 
 def _build(name: str, table: dict[str, Any], words: dict[str, Any], seed: int) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -69,48 +68,6 @@ def test_a_key_that_no_query_attends_to_gets_no_mass() -> None:
     )
 
 
-@pytest.mark.parametrize("cuts", [(0, 70, 140), (0, 1, 64, 139, 140)])
-def test_parts_of_the_keys_merge_to_the_whole_in_any_order(cuts: tuple[int, ...]) -> None:
-    q, k, v = drawn(2)
-    whole = attn_decode(q, k, v, SCALE)
-    parts = [attn_decode(q, k[:, :, a:b], v[:, :, a:b], SCALE) for a, b in pairwise(cuts)]
-    for order in (parts, parts[::-1]):
-        torch.testing.assert_close(lse_merge(*zip(*order, strict=True)), whole, **CLOSE)
-    first = lse_merge(*zip(*parts[:2], strict=True))
-    nested = lse_merge(*zip(first, *parts[2:], strict=True))
-    torch.testing.assert_close(nested, whole, **CLOSE)
-
-
-def test_a_part_that_sees_nothing_changes_nothing_and_two_of_them_are_nothing() -> None:
-    q, k, v = drawn(1)
-    out, lse = attn_decode(q, k, v, SCALE)
-    none = torch.zeros_like(out), torch.full_like(lse, -math.inf)
-    torch.testing.assert_close(lse_merge([none[0], out], [none[1], lse]), (out, lse), **CLOSE)
-    assert all(map(torch.equal, lse_merge([none[0]] * 2, [none[1]] * 2), none))
-
-
-def test_a_wide_window_is_none_and_queries_behind_the_keys_see_all() -> None:
-    q, k, v = drawn(3)
-    whole = attn_decode(q, k, v, SCALE, offset=N - 3)
-    found = attn_decode(q, k, v, SCALE, offset=N - 3, window=N)
-    torch.testing.assert_close(found, whole, **CLOSE)
-    behind = attn_decode(q, k, v, SCALE, offset=N)
-    torch.testing.assert_close(behind, attn_decode(q, k, v, SCALE), **CLOSE)
-    with pytest.raises(ValueError, match="window=5: takes an offset"):
-        attn_decode(q, k, v, SCALE, window=5)
-
-
-def test_a_list_of_slots_is_what_is_gathered_and_negative_ones_are_not() -> None:
-    q, k, v = drawn(1)
-    order = torch.stack([torch.randperm(N)[:90] for _ in range(B * H)]).view(B, H, 90)
-    wide = order[..., None].expand(-1, -1, -1, D)
-    expected = attn_decode(q, k.gather(2, wide), v.gather(2, wide), SCALE)
-    found = attn_decode(q, k, v, SCALE, order.int())
-    torch.testing.assert_close(found, expected, **CLOSE)
-    filled = torch.cat([order[..., :40], torch.full((B, H, 33), -1), order[..., 40:]], -1)
-    torch.testing.assert_close(attn_decode(q, k, v, SCALE, filled), expected, **CLOSE)
-
-
 @pytest.mark.parametrize("listed", [False, True])
 def test_what_is_not_seen_may_be_nan(listed: bool) -> None:
     q, k, v = drawn(1)
@@ -123,37 +80,6 @@ def test_what_is_not_seen_may_be_nan(listed: bool) -> None:
         slots[:, :, 101:] = N + 7
     found = attn_decode(q, k, v, SCALE, slots, **limits)
     assert all(map(torch.equal, found, expected))
-
-
-def test_mass_is_the_number_of_queries_and_goes_with_its_key() -> None:
-    q, k, _ = drawn(40)
-    lse = attn_lse(q, k, SCALE)
-    found = attn_mass(q, k, lse, SCALE)
-    torch.testing.assert_close(found.sum(-1), torch.full((B, H), 40.0 * HQ // H), **CLOSE)
-    order = torch.randperm(N)
-    turned = attn_mass(q, k[:, :, order], attn_lse(q, k[:, :, order], SCALE), SCALE)
-    torch.testing.assert_close(turned, found[:, :, order], **CLOSE)
-
-
-def test_a_constant_in_all_logits_moves_only_the_log_sum_exp() -> None:
-    q, k, _ = drawn(20)
-    move = torch.randn(B, H, 1, D, generator=torch.Generator().manual_seed(4))
-    lse, moved = attn_lse(q, k, SCALE), attn_lse(q, k + move, SCALE)
-    by = SCALE * (q * move.repeat_interleave(HQ // H, 1)).sum(-1)
-    torch.testing.assert_close(moved, lse + by, **CLOSE)
-    masses = attn_mass(q, k, lse, SCALE), attn_mass(q, k + move, moved, SCALE)
-    torch.testing.assert_close(*masses, **CLOSE)
-
-
-def test_groups_are_heads_that_are_repeated() -> None:
-    q, k, v = drawn(4)
-    wide_k, wide_v = (x.repeat_interleave(HQ // H, 1) for x in (k, v))
-    many = attn_decode(q, wide_k, wide_v, SCALE, offset=N - 4)
-    torch.testing.assert_close(attn_decode(q, k, v, SCALE, offset=N - 4), many, **CLOSE)
-    lse = attn_lse(q, wide_k, SCALE, N - 4)
-    torch.testing.assert_close(attn_lse(q, k, SCALE, N - 4), lse, **CLOSE)
-    heads = attn_mass(q, wide_k, lse, SCALE, N - 4).unflatten(1, (H, -1)).sum(2)
-    torch.testing.assert_close(attn_mass(q, k, lse, SCALE, N - 4), heads, **CLOSE)
 
 
 @pytest.mark.parametrize("case", ["plain", "last", "all", "padded"])

@@ -55,27 +55,12 @@ def test_a_compiler_follows_what_chooses_kernels(launched) -> None:
     assert launched == [*names, *names]
 
 
-@pytest.mark.parametrize("site", ["stack", "block", "module", "model"])
-def test_an_interval_of_one_is_exact_and_unwrap_restores(flux, site) -> None:
-    case, model = flux
-    plain = sample(case, model)
-    with diffcache.wrapped(model, "taylorseer", every=1, order=2, site=site) as handle:
-        assert torch.equal(sample(case, model, handle), plain)
-    assert torch.equal(sample(case, model), plain)
-
-
 @pytest.mark.parametrize(
-    ("settings", "wanted"),
-    [
-        ({"order": 2}, {"weighted_sum", "finite_differences"}),
-        ({"order": 2, "site": "block"}, {"weighted_sum", "finite_differences"}),
-        ({"order": 2, "site": "module"}, {"weighted_sum", "finite_differences"}),
-        ({"order": 2, "form": "newton"}, {"weighted_sum", "finite_differences"}),
-        ({"order": 1, "site": "model"}, {"weighted_sum", "finite_differences"}),
-    ],
+    "settings",
+    [{"order": 2, "site": "module"}, {"order": 2, "form": "newton"}, {"order": 1, "site": "model"}],
 )
 def test_a_cached_run_is_that_of_plain_pytorch_and_repeats(
-    flux, launched, monkeypatch, settings, wanted
+    flux, launched, monkeypatch, settings
 ) -> None:
     case, model = flux
     found = []
@@ -85,7 +70,7 @@ def test_a_cached_run_is_that_of_plain_pytorch_and_repeats(
             found.append(sample(case, model, handle))
             assert handle.last.skipped > 0
         if backend == "triton":
-            assert set(launched) == wanted
+            assert set(launched) == {"weighted_sum", "finite_differences"}
     assert torch.equal(found[0], found[1])
     torch.testing.assert_close(found[0], found[2], atol=1e-5, rtol=1e-5)
 

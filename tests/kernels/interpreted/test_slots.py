@@ -44,20 +44,6 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return found
 
 
-@MOVED
-def test_what_is_written_is_what_is_gathered_and_nothing_else_changes(dtype: torch.dtype) -> None:
-    k, v = (drawn(2, 3, 20, n, seed=n).to(dtype) for n in (8, 5))
-    new_k, new_v = (drawn(2, 3, 4, n, seed=9 + n).to(dtype) for n in (8, 5))
-    index = torch.tensor([[3, 19, 0, 7], [1, 2, 18, 5]])
-    others = torch.stack([torch.tensor([s for s in range(20) if s not in row]) for row in index])
-    before = move.kv_gather(k, v, others[:, None])
-    move.kv_scatter(k, v, new_k, new_v, index)
-    for found, wanted in zip(move.kv_gather(k, v, index[:, None]), (new_k, new_v), strict=True):
-        assert torch.equal(found, wanted)
-    for found, wanted in zip(move.kv_gather(k, v, others[:, None]), before, strict=True):
-        assert torch.equal(found, wanted)
-
-
 def test_slots_that_are_not_there_are_left_out_and_come_out_as_zeros() -> None:
     room = torch.full((1, 2, 12, 8), torch.nan)
     k, v = room[:, :, 2:8], room.clone()[:, :, 2:8]
@@ -189,25 +175,6 @@ def test_what_begins_at_an_odd_place_is_turned_as_elsewhere(
     whole = rotate(one[..., :16].clone(), angles[:1], interleaved=interleaved)
     assert torch.equal(rotate(one, angles[:1], interleaved=interleaved)[..., :16], whole)
     assert torch.equal(rotate(x, angles[:, :0], interleaved=interleaved), x)
-
-
-@LAYOUTS
-def test_turning_a_query_back_is_turning_a_key_forth(interleaved: bool) -> None:
-    q, k = drawn(1, 2, 6, 16, seed=1), drawn(1, 2, 6, 16, seed=2)
-    angles = 20 * drawn(6, 8, seed=3)
-    forth = (q * rotate(k, angles, interleaved=interleaved)).sum(-1)
-    back = (rotate(q, -angles, interleaved=interleaved) * k).sum(-1)
-    undone = (rotate(q, angles, back=True, interleaved=interleaved) * k).sum(-1)
-    torch.testing.assert_close(back, forth, rtol=0, atol=2e-6)
-    torch.testing.assert_close(undone, forth, rtol=0, atol=2e-6)
-
-
-@LAYOUTS
-def test_two_turns_add(interleaved: bool) -> None:
-    x, one, other = drawn(2, 3, 6, 16), 3 * drawn(6, 8, seed=1), 3 * drawn(6, 8, seed=2)
-    twice = rotate(rotate(x, one, interleaved=interleaved), other, interleaved=interleaved)
-    once = rotate(x, one + other, interleaved=interleaved)
-    torch.testing.assert_close(twice, once, rtol=0, atol=3e-6)
 
 
 @LAYOUTS
