@@ -43,6 +43,23 @@ def state_of(model: nn.Module) -> dict[str, Any]:
     }
 
 
+def traces(pipe: Any) -> dict[str, Any]:
+    """All that attaching may leave behind, in every module, the scheduler and the pipeline."""
+    found: dict[str, Any] = {"": (type(pipe), sorted(pipe.__dict__))}
+    for name, part in pipe.components.items():
+        found[name] = type(part), sorted(getattr(part, "__dict__", {}))
+        for path, module in part.named_modules() if isinstance(part, nn.Module) else ():
+            registry = getattr(module, "_diffusers_hook", None)
+            found[f"{name}.{path}"] = (
+                type(module),
+                sorted(module.__dict__),
+                type(module.__dict__["_modules"]),
+                {k: list(v) for k, v in module.__dict__.items() if k.endswith("_hooks")},
+                list(registry.hooks) if registry is not None else None,
+            )
+    return found
+
+
 def computed_steps(
     asked: FeatureMethod | When, total: int, probes: Sequence[Tensor] | None = None
 ) -> list[int]:

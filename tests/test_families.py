@@ -10,6 +10,7 @@ from diffcache.catalog import method_class
 from diffcache.features.collect import Calibrated
 from diffcache.features.tables import Tables
 from diffcache.registry import rows_of
+from tests.internals import traces
 from tests.methods import ON_PIPELINES, STEPS, method, pipelines_of
 from tests.zoo.pipes import pipes
 
@@ -18,6 +19,7 @@ CASES = [(name, kind) for name in ON_PIPELINES for kind in pipelines_of(name)]
 
 @pytest.fixture(scope="module")
 def built():
+    """Build each pipeline once; what it draws is the same before and after all the tests."""
     made = {}
 
     def build(kind):
@@ -28,7 +30,9 @@ def built():
             made[kind] = case, pipe, case.run(pipe, 0, STEPS)
         return made[kind]
 
-    return build
+    yield build
+    for case, pipe, plain in made.values():
+        assert torch.equal(case.run(pipe, 0, STEPS), plain)
 
 
 def inputs(case, pipe, seed=1):
@@ -83,17 +87,18 @@ def test_every_method_is_tried_on_three_kinds():
 def test_it_runs_skips_repeats_and_leaves_no_trace(built, tmp_path, name, kind):
     case, pipe, plain = built(kind)
     made = ready(name, kind, case, pipe)
+    before = traces(pipe)
     with diffcache.wrapped(pipe, made):
         first = case.run(pipe, 0, STEPS)
         report = diffcache.report(pipe)
-        again = case.run(pipe, 0, STEPS)
+        if not isinstance(getattr(made, "tables", None), Tables):
+            assert torch.equal(case.run(pipe, 0, STEPS), first)
         if name == "temporal-table":  # the first run fills the tables
             report = diffcache.report(pipe)
             assert report.peak_bytes > 0
     assert torch.isfinite(first).all() and first.shape == plain.shape
-    assert torch.equal(first, again)
     assert report.skipped > 0
-    assert torch.equal(case.run(pipe, 0, STEPS), plain)
+    assert traces(pipe) == before
     if isinstance(getattr(made, "tables", None), Tables):
         path = tmp_path / "tables.safetensors"
         made.tables.save(path)
