@@ -30,19 +30,6 @@ def tables(**more):
     return Tables(header, {"products": inner, "moves": torch.ones(TOTAL)})
 
 
-@pytest.mark.parametrize("history", [1, 2, 3])
-def test_polynomials_of_a_degree_below_the_history_are_exact(history):
-    generator = torch.Generator().manual_seed(0)
-    curves = torch.randn(6, history, generator=generator, dtype=torch.float64).tolist()
-    inner, features = products(curves)
-    fit = Fit(inner, torch.ones(TOTAL), history, 1e-12)
-    anchors = (5, 2, 0)[:history]
-    weights = fit.coefficients(anchors)
-    assert torch.allclose(weights.sum(0), torch.ones(TOTAL, dtype=torch.float64))
-    assert torch.allclose(weights.T @ features[list(anchors)], features, atol=1e-4)
-    assert float(fit.costs(anchors)[TOTAL]) < 1e-6
-
-
 def test_weights_are_those_of_least_squares():
     generator = torch.Generator().manual_seed(1)
     features = torch.randn(TOTAL, 40, generator=generator, dtype=torch.float64)

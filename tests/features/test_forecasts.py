@@ -80,13 +80,6 @@ def test_peer_spectrum_forecast(degree, blend):
         assert torch.allclose(guess, expected, atol=2e-4)
 
 
-def test_spectrum_holds_as_much_in_any_run():
-    instead, state = Chebyshev(4), Chebyshev(4).init()
-    for index, feature in enumerate(curve(20)):
-        instead.record(state, Step(index), feature)
-        assert len(instead.held(state)) == 6
-
-
 # FoCa -----------------------------------------------------------------------------------------
 
 

@@ -11,8 +11,6 @@ import torch
 import diffcache
 from diffcache.attach.reuse.modulated_probe import watch
 from diffcache.errors import AttachError
-from diffcache.features.combine import Combine
-from diffcache.features.parts.accumulated import Accumulated
 from diffcache.features.teacache import TeaCache
 from tests.internals import reuse_in
 from tests.zoo.catalog import cases
@@ -42,18 +40,6 @@ def test_models_without_attention_in_the_first_block_are_refused_at_wrap(name):
     with pytest.raises(AttachError, match=message):
         diffcache.wrap(model, TEA)
     assert hooks(model) == before
-
-
-def test_a_unet_with_attention_in_its_first_block_works():
-    case = cases()["UNet2DConditionModel"]
-    model = case.build()
-    plain = sample(case, model, 3)
-    with diffcache.wrapped(model, TeaCache(math.inf, (1.0, 0.0))) as handle:
-        assert torch.equal(sample(case, model, 3)[0], plain[0])
-        assert [call.index for call in handle.last.calls if call.computed] == [0]
-    with diffcache.wrapped(model, Combine(Accumulated(0.0))):
-        assert torch.equal(sample(case, model, 3), plain)
-    assert hooks(model) == {}
 
 
 def test_a_block_that_writes_to_its_input_is_refused(flux):

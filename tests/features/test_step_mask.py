@@ -5,13 +5,8 @@ import math
 import pytest
 import torch
 
-import diffcache
-from diffcache.errors import AttachError
 from diffcache.features.step_mask import LEVELS, StepMask, mask_of
-from diffcache.step import Step
 from tests.internals import computed_steps
-from tests.zoo.catalog import cases
-from tests.zoo_runs import sample
 
 SHOWN = {  # as cache-dit 1.5 prints them
     ("slow", 28): "1111111101110011100110010001", ("medium", 28): "1111110110001100011000110001",
@@ -37,18 +32,6 @@ def test_peer_masks_of_every_length():
             assert (total, level, shown(mask_of(level, total))) == (total, level, theirs)
 
 
-@pytest.mark.parametrize("total", [1, 3, 5, 7])
-def test_lengths_without_a_mask_are_refused(total):
-    with pytest.raises(AttachError, match=f"{total} steps: masks are for 4, 6 and 8"):
-        mask_of("slow", total)
-
-
-def test_a_run_of_unknown_length_is_refused():
-    when = StepMask().parts().when
-    with pytest.raises(AttachError, match=r"length is known.*diffcache.run\(model, steps="):
-        when.should_compute(when.init(), Step(0), None)
-
-
 def test_the_gate_has_a_say_in_what_the_mask_leaves_out_only():
     total = 28
     probes = [torch.tensor([2 + math.sin(s / 2), 1 + s / 10]) for s in range(total)]
@@ -62,12 +45,3 @@ def test_the_gate_has_a_say_in_what_the_mask_leaves_out_only():
     assert computed_steps(StepMask("ultra", threshold=0.3), total, probes) == expected
     assert len(masked) < len(expected) < total
     assert computed_steps(StepMask("ultra", dynamic=False), total) == masked
-
-
-def test_a_model_computes_what_the_mask_says():
-    case = cases()["FluxTransformer2DModel"]
-    model = case.build()
-    with diffcache.wrapped(model, StepMask("fast", threshold=math.inf, order=1)) as handle:
-        with diffcache.run(model, steps=8):
-            sample(case, model, 8)
-        assert [call.index for call in handle.last.calls if call.computed] == [0, 1, 2, 4, 7]

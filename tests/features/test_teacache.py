@@ -193,36 +193,3 @@ def test_a_skipped_step_costs_the_norm_and_nothing_behind_it(made):
     assert counts["linear"] == 1
     # and once for every decision, and with another sample, to learn what changes with it
     assert counts["norm"] == 1 + STEPS + 1
-
-
-def test_branches_follow_the_first_one_and_keep_their_own_features(made):
-    case, model = made
-    alone = []
-    for seed in (0, 1):
-        with diffcache.wrapped(model, Combine(diffcache.Listed([0, 3, 7]))), torch.no_grad():
-            outs = [model(**case.kwargs(model, seed, step=s, steps=8)).sample for s in range(8)]
-            alone.append(torch.stack(outs))
-    schedule = Fixed((0, 3, 7))
-    with diffcache.wrapped(model, Combine(schedule)) as handle, torch.no_grad():
-        both = [[], []]
-        for step in range(8):
-            for seed in (0, 1):
-                out = model(**case.kwargs(model, seed, step=step, steps=8)).sample
-                both[seed].append(out.clone())
-        assert [c.computed for c in handle.last.calls if c.branch == 1] == [
-            s in (0, 3, 7) for s in range(8)
-        ]
-    for seed in (0, 1):
-        assert torch.equal(torch.stack(both[seed]), alone[seed])
-
-
-class Fixed(Accumulated):
-    """Peeks, and computes the steps of a list all the same."""
-
-    def __init__(self, steps):
-        super().__init__(0.5)
-        object.__setattr__(self, "steps", steps)
-
-    def should_compute(self, state, step, probe):
-        super().should_compute(state, step, probe)
-        return step.index in self.steps

@@ -30,16 +30,6 @@ def test_torch_accepts_the_registration(case: Case) -> None:
 
 
 @EACH
-def test_a_compiled_call_is_the_call(case: Case) -> None:
-    torch.compiler.reset()  # what operators before took of the limit of recompilations
-    run = torch.compile(case.operator.op, fullgraph=True, backend="aot_eager", dynamic=True)
-    one, other = copied(case.args), copied(case.args)
-    results = case.results(one, run(*one)), case.results(other, case.operator(*other))
-    for found, expected in zip(*results, strict=True):
-        assert torch.equal(found, expected)
-
-
-@EACH
 def test_shapes_are_known_without_numbers(case: Case) -> None:
     args, meta = copied(case.args), copied(case.args, lambda tensor: tensor.to("meta"))
     expected, found = (case.results(a, case.operator(*a)) for a in (args, meta))
