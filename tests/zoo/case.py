@@ -50,15 +50,7 @@ class Case:
     extras: Mapping[str, Inputs] = field(default_factory=dict)
 
     def build(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Module:
-        """Build the model in eval mode with every floating parameter drawn anew.
-
-        Args:
-            seed: Seed of the parameters.
-            dtype: Type the model is moved to after drawing in float32.
-
-        Returns:
-            The model, on the CPU.
-        """
+        """Build the model in eval mode with every floating parameter drawn anew."""
         import diffusers
 
         with torch.random.fork_rng(devices=[]):
@@ -72,15 +64,6 @@ class Case:
 
         The timestep falls (or rises, see `rising`) evenly over the steps, and the latents drift
         slowly in one fixed direction.
-
-        Args:
-            model: A model made by `build`.
-            seed: Seed of the inputs.
-            step: Step index, from 0.
-            steps: Number of steps of the trajectory.
-
-        Returns:
-            The arguments, to be passed by name.
         """
         made = self.inputs(model, seed)
         done = step / steps
@@ -99,14 +82,6 @@ def randomize(model: nn.Module, seed: int, gain: float = 0.8) -> nn.Module:
 
     Zero-initialized gates and heads come alive: matrices and kernels get a standard deviation of
     `gain / sqrt(inputs)`, norm weights 1 +- 0.1, other vectors 0.1.
-
-    Args:
-        model: Any module; changed in place.
-        seed: Seed of the draw.
-        gain: Scale of matrices and kernels.
-
-    Returns:
-        The same module.
     """
     generator = torch.Generator().manual_seed(seed)
     norms = {id(m) for m in model.modules() if "norm" in type(m).__name__.lower()}
@@ -130,14 +105,7 @@ def randomize(model: nn.Module, seed: int, gain: float = 0.8) -> nn.Module:
 
 
 def output_tensors(out: Any) -> list[torch.Tensor]:
-    """List the sample tensors of a forward's return value, main sample first.
-
-    Args:
-        out: Return value of a denoiser's forward: a tensor, a tuple, or a diffusers output.
-
-    Returns:
-        Every tensor in it, in order; lists of tensors are flattened.
-    """
+    """List the sample tensors of a forward's return value, main sample first."""
     if isinstance(out, torch.Tensor):
         return [out]
     if isinstance(out, dict):
@@ -150,14 +118,7 @@ def output_tensors(out: Any) -> list[torch.Tensor]:
 
 
 def output_tensor(out: Any) -> torch.Tensor:
-    """Return the main sample of a forward's return value as one tensor.
-
-    Args:
-        out: Return value of a denoiser's forward.
-
-    Returns:
-        The sample; where the class returns a list of samples, their concatenation, flattened.
-    """
+    """Return the main sample of a forward's return value as one tensor."""
     if isinstance(out, dict):
         out = next(iter(out.values()))
     elif isinstance(out, tuple):

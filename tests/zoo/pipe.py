@@ -39,28 +39,12 @@ class PipeCase:
     branches: int = 1
 
     def run(self, pipe: Any, seed: int = 0, steps: int = 6) -> torch.Tensor:
-        """Call a pipeline and return its result as one tensor.
-
-        Args:
-            pipe: A pipeline made by `build`.
-            seed: Seed of the prompt and of the initial noise.
-            steps: Number of inference steps.
-
-        Returns:
-            The latents, or decoded images for the few pipelines that always decode.
-        """
+        """Call a pipeline and return its result as one tensor."""
         return result(pipe(**self.call(pipe, seed, steps)))
 
 
 def result(output: Any) -> torch.Tensor:
-    """Return the images or frames of a pipeline's output as one tensor.
-
-    Args:
-        output: Output of the pipeline.
-
-    Returns:
-        The main result; lists are stacked.
-    """
+    """Return the images or frames of a pipeline's output as one tensor."""
     first = output[0]
     if isinstance(first, (list, tuple)):
         first = torch.stack([torch.as_tensor(part) for part in first])
@@ -68,45 +52,18 @@ def result(output: Any) -> torch.Tensor:
 
 
 def denoiser(name: str, seed: int, **config: Any) -> nn.Module:
-    """Build the denoiser of a zoo case, with some of its configuration replaced.
-
-    Args:
-        name: Name of the case.
-        seed: Seed of the weights.
-        **config: Constructor arguments that differ from the case's.
-
-    Returns:
-        The model in eval mode.
-    """
+    """Build the denoiser of a zoo case, with some of its configuration replaced."""
     case = cases()[name]
     return replace(case, config={**case.config, **config}).build(seed)
 
 
 def settings(model: Any, *names: str) -> dict[str, Any]:
-    """Read some settings from a model's configuration.
-
-    Args:
-        model: Any diffusers model.
-        *names: Names of the settings.
-
-    Returns:
-        The settings by name.
-    """
+    """Read some settings from a model's configuration."""
     return {name: model.config[name] for name in names}
 
 
 def component(cls: str, seed: int, *, module: str = "diffusers", **config: Any) -> nn.Module:
-    """Build another model of diffusers with random weights, such as an autoencoder.
-
-    Args:
-        cls: Name of the class.
-        seed: Seed of the weights.
-        module: Name of the module that exports the class.
-        **config: Constructor arguments.
-
-    Returns:
-        The model in eval mode.
-    """
+    """Build another model of diffusers with random weights, such as an autoencoder."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: nn.Module = getattr(import_module(module), cls)(**config)
@@ -114,16 +71,7 @@ def component(cls: str, seed: int, *, module: str = "diffusers", **config: Any) 
 
 
 def assemble(cls: str, scheduler: Any, **components: Any) -> Any:
-    """Put a pipeline together; components that are not given are None.
-
-    Args:
-        cls: Name of the pipeline class.
-        scheduler: The scheduler.
-        **components: Models and settings by the name of the constructor argument.
-
-    Returns:
-        The pipeline, with its progress bar off.
-    """
+    """Put a pipeline together; components that are not given are None."""
     import inspect
 
     import diffusers
@@ -147,15 +95,7 @@ def flow_euler(**config: Any) -> Any:
 
 
 def tiny_vae(seed: int, channels: int) -> nn.Module:
-    """Build an image autoencoder that halves the resolution.
-
-    Args:
-        seed: Seed of the weights.
-        channels: Latent channels.
-
-    Returns:
-        The autoencoder in eval mode.
-    """
+    """Build an image autoencoder that halves the resolution."""
     return component(
         "AutoencoderKL",
         seed,
@@ -236,17 +176,7 @@ def scaled(scheduler: Any, **config: Any) -> Any:
 def prompt(
     seed: int, *, negative: bool = False, pooled: bool = False, mask: str = ""
 ) -> dict[str, Any]:
-    """Make prompt embeddings in place of a prompt.
-
-    Args:
-        seed: Seed of the embeddings.
-        negative: Whether to make those of a negative prompt too.
-        pooled: Whether to make pooled embeddings too.
-        mask: Name of the argument for the attention mask, if there is one.
-
-    Returns:
-        The arguments for the pipeline.
-    """
+    """Make prompt embeddings in place of a prompt."""
     made: dict[str, Any] = {}
     for offset, prefix in enumerate(("", "negative_")[: 1 + negative]):
         draw = 1000 + 10 * seed + offset
