@@ -126,7 +126,7 @@ def new_figure(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure: Any = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, list(figure.subplots(lines, columns, squeeze=False, **shared).flatten())
 
