@@ -41,7 +41,7 @@ def steady_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """
     lead = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
     out = torch.empty(*lead, left.shape[-2], right.shape[-1], dtype=dtype, device=left.device)
-    step = max(left.shape[-2], 1) if left.is_cuda else _ROWS
+    step = max(left.shape[-2], 1) if left.device.type != "cpu" else _ROWS
     wide = right.double()
     for some, rows in zip(left.split(step, -2), out.split(step, -2), strict=True):
         rows.copy_(some.double() @ wide)
@@ -104,7 +104,11 @@ class Factors(Parts):
         heads = [
             x.flatten(0, 1) for x in (total.unflatten(2, runs), left.unflatten(2, runs), values)
         ]
-        step = max(len(heads[0]), 1) if left.is_cuda else max(_TILE // max(left.shape[2], 1), 1)
+        step = (
+            max(len(heads[0]), 1)
+            if left.device.type != "cpu"
+            else max(_TILE // max(left.shape[2], 1), 1)
+        )
         for out, some, rows in zip(*(x.split(step) for x in heads), strict=True):
             for place in range(left.shape[3]):
                 out.add_(some[..., place : place + 1] * rows[:, :, None, place])

@@ -38,7 +38,7 @@ def hadamard(x: Tensor, block: int) -> Tensor:
     size = x.shape[-1]
     vectors = x.reshape(-1, size)
     out = torch.empty_like(vectors)
-    step = max(len(vectors), 1) if x.is_cuda else max(_TILE // size, 1)
+    step = max(len(vectors), 1) if x.device.type != "cpu" else max(_TILE // size, 1)
     for some, turned in zip(vectors.split(step), out.split(step), strict=True):
         # Channels first: sums then run over whole rows of vectors, and not over pairs of numbers.
         now, half = some.t().contiguous(), 1
