@@ -72,6 +72,7 @@ if TYPE_CHECKING:
     from diffcache.features.each import Each as Each
     from diffcache.features.easycache import EasyCache as EasyCache
     from diffcache.features.ertacache import ERTACache as ERTACache
+    from diffcache.features.fastercache import FasterCache as FasterCache
     from diffcache.features.fitted import FittedForecast as FittedForecast
     from diffcache.features.foca import FoCa as FoCa
     from diffcache.features.freqca import FreqCa as FreqCa

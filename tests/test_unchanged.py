@@ -28,9 +28,9 @@ OFF = sorted(set(rows_of("method")) - set(SETTINGS) - {"step-mask"} | {"seacache
 # Those of a row tap the same modules and compute the same steps: each model meets one of them in
 # its turn, all of them with `python -m tests.test_unchanged`.
 ALIKE = [
-    ("dmd", "dpcache", "fitted-forecast", "foca", "interval", "seacache", "spectrum", "taylorseer",
-     "tuned"),
-    ("easycache", "ertacache", "lazycache", "step-reuse"),
+    ("dmd", "dpcache", "fitted-forecast", "foca", "freqca", "hicache", "interval", "seacache",
+     "spectrum", "taylorseer", "tuned"),
+    ("easycache", "ertacache", "fastercache", "lazycache", "step-reuse"),
     ("bac", "harmonica"),
 ]  # fmt: skip
 # Models that a gate cannot look into, by what it looks at.
@@ -78,6 +78,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "cannot be taken against its sample; use another method",
     ),
     "dbprune": {},
+    "fastercache": {},
     "lazycache": {},
     "pab": {"UNet1DModel": "nothing at site 'attention' inside its blocks"},
     "step-reuse": {},

@@ -47,7 +47,8 @@ class Combine(FeatureMethod, Ability):
             ranges, both ends included, such as `transformer_blocks.2-9`.
         feature: At `stack` and `run`: keep the `residual` of every list or the `output` of the
             last cached block (one tensor a stream, whatever the depth). At `model`: `change`
-            keeps the output less the sample that the denoiser was given, anything else the
+            keeps the output less the sample that the denoiser was given, `guidance` less that of
+            the first guidance branch in the same step (which keeps its own), anything else the
             output.
 
     Raises:
@@ -65,7 +66,7 @@ class Combine(FeatureMethod, Ability):
     lead: int = 0
     tail: int = 0
     blocks: tuple[str, ...] | str = ()
-    feature: Literal["residual", "output", "change"] = "residual"
+    feature: Literal["residual", "output", "change", "guidance"] = "residual"
 
     def __post_init__(self) -> None:
         if not isinstance(self.when, When):
@@ -76,10 +77,14 @@ class Combine(FeatureMethod, Ability):
         object.__setattr__(self, "site", site)
         check_int("lead", self.lead, 0)
         check_int("tail", self.tail, 0)
-        if self.feature not in ("residual", "output", "change"):
-            raise ValueError(f"feature={self.feature!r}: must be 'residual', 'output' or 'change'")
-        if self.feature == "change" and site is not Site.MODEL:
-            raise ValueError(f"feature='change' with site={site.value!r}: is for site 'model'")
+        if self.feature not in ("residual", "output", "change", "guidance"):
+            raise ValueError(
+                f"feature={self.feature!r}: must be 'residual', 'output', 'change' or 'guidance'"
+            )
+        if self.feature in ("change", "guidance") and site is not Site.MODEL:
+            raise ValueError(
+                f"feature={self.feature!r} with site={site.value!r}: is for site 'model'"
+            )
         if isinstance(self.blocks, str):
             object.__setattr__(self, "blocks", (self.blocks,))
         if (site is Site.RUN) != bool(self.blocks):

@@ -29,7 +29,7 @@ def high_band(values: Tensor, share: float) -> Tensor:
     count = lines.shape[axis]
     places = torch.fft.rfftfreq(count, device=values.device)
     is_high = (places > share * places.max()).reshape(-1, 1 if is_tokens else places.numel())
-    found = torch.fft.irfft(torch.fft.rfft(lines, dim=axis) * is_high, n=count, dim=axis)
+    found: Tensor = torch.fft.irfft(torch.fft.rfft(lines, dim=axis) * is_high, n=count, dim=axis)
     return found.reshape(values.shape).to(values.dtype)
 
 

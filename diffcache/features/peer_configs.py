@@ -235,8 +235,8 @@ _REFUSED = {
     "input of the first block as its paper does; use diffcache.SeaCache(threshold=...)",
     "PyramidAttentionBroadcastConfig": "its ranges are of timesteps, and shares of the steps here; "
     "use diffcache.PAB(self_every=..., cross_every=..., start=..., end=...)",
-    "FasterCacheConfig": "there is no equal here; use diffcache.Interval(every=..., "
-    "site='attention'), which reuses attention in an interval",
+    "FasterCacheConfig": "its ranges are of timesteps, and it reuses attention too; use "
+    "diffcache.FasterCache(every=..., start=...) for its guidance",
     "TextKVCacheConfig": "it holds the keys and values of a prompt exactly, and skips no steps; "
     "leave it to diffusers",
     "DBPruneConfig": "use diffcache.DBPrune(threshold=..., lead=..., tail=..., warmup=...)",

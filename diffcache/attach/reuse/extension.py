@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -77,9 +77,12 @@ class FeatureReuse(Extension):
             known = [branch.storage.get(self) for branch in list(timeline.branches)]
             states: list[BranchState] = [state for state in known if state is not None]
             for state in states:
+                kept: list[Tensor] = []
                 for held in list(state.features.values()):
                     for feature in held.states:
-                        yield from state.decision.parts.instead.held(feature)
+                        kept += state.decision.parts.instead.held(feature)
+                yield from kept
+                yield from unheld(state.output[1], kept)
             own = timeline.storage.get(self)
             decisions = ([] if own is None else [own]) + [
                 state.decision for state in states if state.decision is not own
@@ -126,7 +129,9 @@ class FeatureReuse(Extension):
             return call
         setup, record = self.setup, call.record
         state: BranchState = call.branch.storage.get(self) or self._new_state(call)
-        frame = call.storage[FRAME] = Frame(setup, call, state)
+        first = call.timeline.branches[0]
+        leader = first.storage.get(self) if first.number == 0 else None
+        frame = call.storage[FRAME] = Frame(setup, call, state, leader)
         reason = record.reason = self.must_compute(call, state)
         decision = state.decision
         frame.decides = decision.index != call.step.index
@@ -293,6 +298,14 @@ def install(denoiser: Denoiser, ability: Combine) -> FeatureReuse:
         AttachError: If the model has nothing at the site.
     """
     return FeatureReuse(denoiser, ability)
+
+
+def unheld(tensors: Iterable[Tensor], kept: list[Tensor]) -> Iterator[Tensor]:
+    """Yield the tensors that are none of those that are kept."""
+    known = set(map(id, kept))
+    for tensor in tensors:
+        if id(tensor) not in known:
+            yield tensor
 
 
 def _of_modules(

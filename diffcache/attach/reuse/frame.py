@@ -63,6 +63,7 @@ class Frame:
         call: The call.
         step: Its step, as methods see it.
         state: State of its guidance branch.
+        first: State of the first guidance branch, which may be the same; None where it is gone.
         features: Features of the branch by place.
         instead: Stand-in that keeps features and estimates those of skipped steps.
         decision: Decision of the step, that of the run or of the branch by itself.
@@ -90,6 +91,7 @@ class Frame:
     setup: Setup
     call: Call
     state: BranchState
+    first: BranchState | None = None
     step: Step = field(init=False)
     features: dict[Any, Any] = field(init=False)
     decision: Decision = field(init=False)

@@ -339,7 +339,7 @@ def _way_out(frame: Frame, trace: Trace, seen: tuple[Any, Any]) -> str:
     for site in (Site.STACK, Site.BLOCK, Site.MODEL):
         if site is setup.site or (parts.when.sites and site is not Site.BLOCK):
             continue
-        feature = "residual" if parts.feature == "change" else parts.feature
+        feature = "residual" if parts.feature in ("change", "guidance") else parts.feature
         other = replace(parts, site=site, blocks=(), feature=feature)
         try:
             _attempt(frame, trace, seen, other, ATTEMPTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -86,12 +87,14 @@ class BranchState:
         layout: Layout that is handed out for such calls, None until it is learned.
         anchor: Last step that was computed, None before the first.
         features: Features by place.
+        output: Step and tensors of its last output, where other branches are taken against it.
     """
 
     decision: Decision
     layout: Layout | None = None
     anchor: int | None = None
     features: dict[Any, Any] = field(default_factory=dict)
+    output: tuple[int, Sequence[Tensor]] = (-1, ())
 
 
 @dataclass(eq=False)

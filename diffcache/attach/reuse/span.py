@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from operator import itemgetter
+from operator import add, itemgetter, sub
 from typing import Any
 
 import torch
@@ -240,6 +240,11 @@ def keep_output(frame: Frame, out: Any) -> Any:
     own = [leaf.detach().clone() for leaf in leaves(out)]
     if setup.parts.feature == "change":
         own[0].sub_(fitted(frame, own[0]))
+    elif setup.parts.feature == "guidance":
+        if frame.state is frame.first:
+            frame.state.output = frame.step.index, own
+        else:
+            own = list(map(sub, own, guided(frame, own)))
     store_features(frame, OUTPUT, own, [OWN] * len(own), Template(out))
     return replaced
 
@@ -251,7 +256,35 @@ def stand_in(frame: Frame) -> Any:
     if frame.setup.parts.feature == "change":
         value = guesses[0] + fitted(frame, guesses[0])
         guesses[0] = frame.instead.correct(held.states[0], frame.step, value)
+    elif frame.setup.parts.feature == "guidance":
+        if frame.state is frame.first:
+            frame.state.output = frame.step.index, [guess.clone() for guess in guesses]
+        else:
+            guesses = list(map(add, guesses, guided(frame, guesses)))
     return held.template.build(guesses)
+
+
+def guided(frame: Frame, like: list[Tensor]) -> Sequence[Tensor]:
+    """Return the outputs of the first guidance branch in this step.
+
+    Raises:
+        AttachError: If it was not called before in this step, or returned other shapes.
+    """
+    model, first = frame.setup.anatomy.model, frame.first
+    if first is None or first.output[0] != frame.step.index:
+        raise AttachError(
+            f"{model}: a guidance branch was called before the first one in step "
+            f"{frame.step.index}, from whose output its own is made; call the guided branch first "
+            "in every step"
+        )
+    theirs = [list(each.shape) for each in first.output[1]]
+    own = [list(each.shape) for each in like]
+    if theirs != own:
+        raise AttachError(
+            f"{model}: guidance branches return outputs of shapes {theirs} and {own}, of which "
+            "none is made from the other; use another method, such as TaylorSeer"
+        )
+    return first.output[1]
 
 
 def fitted(frame: Frame, like: Tensor) -> Tensor:
