@@ -67,7 +67,7 @@ def test_what_is_held_after_a_chunk_is_a_clean_pass_of_it(name: str) -> None:
 
 
 # Methods that need neither a pipeline nor tables, though contract tests have no row for them alone.
-BARE = {"temporal-table", "seacache", "lazycache", "dbprune", "pab", "step-mask"}
+BARE = {"temporal-table", "seacache", "lazycache", "dbprune", "pab", "step-mask", "fastercache"}
 
 
 @pytest.mark.parametrize("name", sorted(set(rows_of("method")) - {*ON, *BARE}))
