@@ -79,11 +79,11 @@ build: $(READY) ## Build dist/ (sdist, wheel from it), install the wheel afresh 
 	PYTHONPATH=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
 	export PYTHONPATH; \
 	for folder in / .; do \
-	  (cd $$folder && $$fresh -c 'import diffcache, diffcache.pipelines.small.scenes') || exit 1; \
+	  (cd $$folder && $$fresh -c 'import diffcache, diffcache.pipelines.small.reach') || exit 1; \
 	  echo "the installed wheel imports from $$folder"; \
 	done
 
-models: $(READY) ## Train the shipped models again, those of shapes apart (most of a day on one core)
+models: $(READY) ## Train the shipped models again (most of a day on one core)
 	for name in $$($(BIN)/python -c 'from diffcache.eval.workshop.small.trainer import JOBS; print(*JOBS)'); do \
 	  $(BIN)/python -m diffcache.eval.workshop.small.trainer $$name --out runs/models && \
 	  $(BIN)/python -m diffcache.eval.workshop.small.trainer $$name --out runs/models --export || exit 1; \

@@ -132,7 +132,7 @@ def demo(
 
         diffcache demo --method taylorseer:every=4,site=module --steps 50
 
-        diffcache demo --method first-block:threshold=0.1 --model shapes-flux
+        diffcache demo --method first-block:threshold=0.1 --model sticker-flux
     """
     chosen = parse_method(method)
     chosen.abilities()  # raises where tables are missing
@@ -235,7 +235,7 @@ def run(
 
         diffcache run ./my-flux "a lighthouse" --method first-block:threshold=0.08 --compare
 
-        diffcache run shapes-kontext "make the ring green" --image out/run.png
+        diffcache run sticker-kontext "turn the fox into an owl" --image out/run.png
     """
     from diffcache.pipelines.demo import text
 

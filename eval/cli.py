@@ -111,14 +111,14 @@ def evaluate(
 
     [bold]Try[/bold]
 
-        diffcache eval --model shapes-flux --method taylorseer --method first-block --samples 256
+        diffcache eval --model sticker-flux --method taylorseer --method first-block --samples 256
 
         diffcache eval --model ./my-flux --method taylorseer:every=4 --method taylorseer:every=6
         --prompts drawbench.csv --samples 200 --dtype bfloat16 --call height=1024
 
         diffcache eval --model mine:pipeline --method first-block --image cat.png --batch-size 1
 
-        diffcache eval --model shapes-flux --method interval:every=4
+        diffcache eval --model sticker-flux --method interval:every=4
         --method diffusers/taylorseer:cache_interval=4
 
         diffcache eval sweep sweep.toml
@@ -128,7 +128,7 @@ def evaluate(
             raise ValueError(f"options before {context.invoked_subcommand!r}: put them after it")
         return
     if not task["model"]:
-        raise ValueError("--model is missing: name a directory, or shapes-flux")
+        raise ValueError("--model is missing: name a directory, or sticker-flux")
     check_json(machine)
     _prepare()
     from diffcache.eval.methods import rows_of
@@ -169,7 +169,7 @@ def latency(
 
     [bold]Try[/bold]
 
-        diffcache eval latency shapes-flux --method taylorseer --method taylorseer:every=4
+        diffcache eval latency sticker-flux --method taylorseer --method taylorseer:every=4
     """
     check_json(machine)
     _prepare()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle, islice
@@ -19,25 +19,20 @@ import diffcache
 from diffcache.eval.cost.clock import DenoiserClock
 from diffcache.eval.cost.interleave import Turn, measure
 from diffcache.eval.record import Progress, Setting
-from diffcache.eval.runs.extractors import is_scene
 from diffcache.features.base import Method
 from diffcache.pipelines.demo.generate import closeness, decibels
 from diffcache.pipelines.demo.saved import locate, pipeline_of
 from diffcache.pipelines.load import load
-from diffcache.pipelines.small import classifier, scenes
 from diffcache.run_report import Report, human, share
 
 MODEL = "sticker-flux"
-# Shipped model -> prompts where nobody says any; these pairs of stickers are held out of training.
-PROMPTS = {
-    "sticker-flux": (
-        "a guitar above a mushroom on grass",
-        "a frog right of a rocket on gravel",
-        "a fox left of a pineapple on wood",
-        "a fox below a pumpkin in the sky",
-    ),
-    "shapes-flux": ("a large red circle on the left, on a yellow background",),
-}
+# Prompts of that model where nobody says any; these pairs of stickers are held out of training.
+PROMPTS = (
+    "a guitar above a mushroom on grass",
+    "a frog right of a rocket on gravel",
+    "a fox left of a pineapple on wood",
+    "a fox below a pumpkin in the sky",
+)
 MOST = 4  # pictures
 ROUNDS = 3
 WARMUP_STEPS = 4
@@ -58,7 +53,7 @@ class Task:
         device: Name of the device, for the same.
     """
 
-    prompts: tuple[str, ...] = PROMPTS[MODEL]
+    prompts: tuple[str, ...] = PROMPTS
     steps: int = 28
     seed: int = 0
     model: str = MODEL
@@ -84,40 +79,34 @@ def prompts_of(model: str, prompt: str, samples: int | None) -> tuple[str, ...]:
     Raises:
         ValueError: If nobody says what the model draws.
     """
-    known = (prompt,) if prompt else PROMPTS.get(Path(model).name)
-    if known is None:
+    if not prompt and Path(model).name != MODEL:
         raise ValueError(
-            f"--model {model}: the demo has prompts for {' and '.join(PROMPTS)}; say with --prompt "
-            "what it shall draw"
+            f"--model {model}: the demo has prompts for {MODEL} alone; say with --prompt what it "
+            "shall draw"
         )
+    known = (prompt,) if prompt else PROMPTS
     return tuple(islice(cycle(known), samples or len(known)))
 
 
 @dataclass
 class Side:
-    """One of the two pipelines: its pictures, its times, and what the classifier reads.
+    """One of the two pipelines: its pictures and its times.
 
     Attributes:
         images: One picture a prompt.
         seconds: Wall time of every measured run of the pipeline.
         denoiser_seconds: The part of it within the denoiser.
-        reads: One description of each picture, empty without a classifier.
-        accuracy: Share of what the prompt states that the pictures show, None if unknown.
     """
 
     images: list[Image.Image] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     denoiser_seconds: list[float] = field(default_factory=list)
-    reads: list[str] = field(default_factory=list)
-    accuracy: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the pictures as plain data."""
         return {
             "seconds": [round(value, 4) for value in self.seconds],
             "denoiser_seconds": [round(value, 4) for value in self.denoiser_seconds],
-            "reads": self.reads,
-            "prompt_accuracy": None if self.accuracy is None else round(self.accuracy, 4),
         }
 
 
@@ -173,10 +162,6 @@ class Comparison:
             )
         rows.append(("PSNR to uncached (8 bit)", "-", ", ".join(map(decibels, self.psnr_db))))
         rows.append(("bytes of features, at most", "0 B", human(report.peak_bytes, "B")))
-        for number, (one, other) in enumerate(zip(base.reads, cached.reads, strict=True)):
-            rows.append((f"picture {number} shows", one, "the same" if one == other else other))
-        if base.accuracy is not None and cached.accuracy is not None:
-            rows.append(("of the prompt", f"{base.accuracy:.0%}", f"{cached.accuracy:.0%}"))
         return rows
 
     def to_dict(self) -> dict[str, Any]:
@@ -228,7 +213,6 @@ def compare(task: Task, method: Method, progress: Progress | None = None) -> Com
     for name, side in sides.items():
         side.seconds = timings.seconds[name]
         side.denoiser_seconds = timings.readings[name]["denoiser_seconds"]
-        read(side, task.prompts)
     place = f"{setting.device}, {str(setting.dtype).removeprefix('torch.')}"
     baseline, ours = sides.values()
     return Comparison(task, method, baseline, ours, diffcache.report(cached), place)
@@ -260,19 +244,6 @@ def _watched(clock: DenoiserClock) -> DenoiserClock:
 
 def _seconds_of(clock: DenoiserClock) -> dict[str, float | None]:
     return {"denoiser_seconds": clock.seconds}
-
-
-def read(side: Side, prompts: Sequence[str]) -> None:
-    """Let the shipped classifier describe pictures of shapes, if it is there and they fit."""
-    if not (classifier.DIRECTORY / "model.safetensors").exists():
-        return
-    if any(image.size != (scenes.SIZE, scenes.SIZE) for image in side.images):
-        return
-    if not all(map(is_scene, prompts)):
-        return
-    found = classifier.read(side.images)
-    side.reads = [scenes.prompt(s) if s.figures else f"a {s.background} background" for s in found]
-    side.accuracy = classifier.prompt_accuracy(side.images, prompts)[0]
 
 
 # The figure ---------------------------------------------------------------------------------------

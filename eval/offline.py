@@ -15,7 +15,6 @@ from diffcache.catalog import method_class
 from diffcache.command import (
     METHOD,
     check_target,
-    device_of,
     guarded,
 )
 from diffcache.eval.methods import parse_method
@@ -54,8 +53,8 @@ class Inputs:
 def inputs_of(task: Task, live: Any = None, pictures: Mapping[str, Any] | None = None) -> Inputs:
     """Load a pipeline with prompts and noise to calibrate it on.
 
-    They are not those that an evaluation draws by default: prompts are of a list of their own, of
-    the half of a file that a hash tells, or of the scenes that shipped models were trained on.
+    They are not those that an evaluation draws by default: prompts are of a list of their own, or
+    of the half of a file that a hash tells.
 
     Args:
         task: Task that is drawn.
@@ -70,9 +69,8 @@ def inputs_of(task: Task, live: Any = None, pictures: Mapping[str, Any] | None =
     import torch
 
     from diffcache.eval.runs.draw import Drawer
-    from diffcache.eval.samples.prompts import HELD_OUT, HELD_OUT_ONE, calibration_prompts
+    from diffcache.eval.samples.prompts import calibration_prompts
     from diffcache.pipelines.demo.saved import locate
-    from diffcache.pipelines.small.scenes import prompt, sample_scene
 
     how, name = task.loading, ""
     if live is None:
@@ -92,10 +90,6 @@ def inputs_of(task: Task, live: Any = None, pictures: Mapping[str, Any] | None =
         prompts: list[Any] = [known[i] for i in order[: task.samples]]
     elif "prompt" not in drawer.parameters:
         prompts = [drawer.prompts[i] for i in range(task.samples)]
-    elif drawer.prompts.source in ("shapes", HELD_OUT, HELD_OUT_ONE):
-        figures = 1 if drawer.prompts.source == HELD_OUT_ONE else None
-        scenes = [sample_scene(rng, held=False, figures=figures) for _ in range(task.samples)]
-        prompts = [prompt(scene, 0) for scene in scenes]
     else:
         chosen = calibration_prompts(str(task.prompts or drawer.prompts.source))
         prompts = [chosen[i] for i in range(task.samples)]
@@ -113,18 +107,6 @@ def demonstrations(samples: int, seed: int, batch_size: int) -> list[dict[str, A
     return [{"observation": part} for part in seen.split(batch_size)]
 
 
-def trained_edits(samples: int, seed: int, batch_size: int) -> list[dict[str, Any]]:
-    """Return calls with edits of the training set of the shipped editing pipeline."""
-    from diffcache.pipelines.small import edits
-
-    chosen, before, _ = edits.draw_edits(samples, seed + 77)
-    texts = [edits.instruction(edit) for edit in chosen]
-    return [
-        {"image": part, "prompt": texts[i * batch_size :][: len(part)]}
-        for i, part in enumerate((before.float() / 255).split(batch_size))
-    ]
-
-
 def _policy_inputs(task: Task) -> Inputs:
     from diffcache.pipelines.demo.saved import locate
     from diffcache.pipelines.small import reach
@@ -133,18 +115,8 @@ def _policy_inputs(task: Task) -> Inputs:
     return Inputs(reach.load(locate(task.model)), prompts, dict(task.call))
 
 
-def _edit_inputs(task: Task) -> Inputs:
-    from diffcache.pipelines.demo.saved import DTYPES, dtype_of, locate
-    from diffcache.pipelines.small import kontext
-
-    prompts = trained_edits(task.samples, task.seed, task.batch_size)
-    directory, device = locate(task.model), device_of(task.device)
-    pipe = kontext.load(DTYPES[dtype_of(task.dtype, directory, device)], directory).to(device)
-    return Inputs(pipe, prompts, {**kontext.CALL, **task.call})
-
-
 # Shipped models whose calls take more than prompts or class numbers.
-OWN = {"reach-policy": _policy_inputs, "shapes-kontext": _edit_inputs}
+OWN = {"reach-policy": _policy_inputs}
 
 
 @contextmanager
@@ -171,9 +143,9 @@ def calibrate(
 
     [bold]Try[/bold]
 
-        diffcache calibrate --method ertacache --model shapes-flux --steps 28
+        diffcache calibrate --method ertacache --model sticker-flux --steps 28
 
-        diffcache run shapes-flux "a large red ring in the center, on a white background"
+        diffcache run sticker-flux "a fox left of an owl on grass"
         --steps 28 --method ertacache:tables=ertacache.safetensors
     """
     quiet()
@@ -240,9 +212,9 @@ def tune(
 
     [bold]Try[/bold]
 
-        diffcache tune --model shapes-flux --steps 28 --speedup 4
+        diffcache tune --model sticker-flux --steps 28 --speedup 4
 
-        diffcache run shapes-flux "a large red ring in the center, on a white background"
+        diffcache run sticker-flux "a fox left of an owl on grass"
         --steps 28 --method tuned:tables=tuned.safetensors --compare
     """
     if sum(goal is not None for goal in (speedup, psnr, seconds, lpips, right)) != 1:

@@ -61,7 +61,7 @@ def _task(
     ] = None,
     prompts: Annotated[
         str,
-        typer.Option(help="shapes, shapes-held-out, shapes-one-held-out, pictures, films, a file."),
+        typer.Option(help="stickers, sticker-films, pictures, films, a file."),
     ] = "",
     seed: Seed = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples a call.")] = 8,

@@ -8,11 +8,10 @@ from pathlib import Path
 from diffcache.errors import MissingError
 
 MODELS = Path(__file__).resolve().parents[1] / "assets" / "models"
-PACKED = ("shapes-classifier", "shapes-features", "sticker-flux")  # what a wheel holds
+PACKED = ("sticker-features", "sticker-flux")  # what a wheel holds
 OTHERS = (
     "chain-guide", "chain-llada", "chain-llada-probe", "chain-llada-walk", "reach-policy",
-    "recall-llama", "shapes-causal", "shapes-dit", "shapes-flux", "shapes-kontext", "shapes-unet",
-    "shapes-wan", "sticker-causal", "sticker-dit", "sticker-judge", "sticker-kontext",
+    "recall-llama", "sticker-causal", "sticker-dit", "sticker-judge", "sticker-kontext",
     "sticker-unet", "sticker-wan",
 )  # fmt: skip
 

@@ -27,12 +27,13 @@ from diffcache.eval.workshop import coverage
 from diffcache.pipelines.demo import generate, inputs, saved
 from diffcache.pipelines.demo.describe import EXCLUDED, STREAMS_FILE
 from diffcache.pipelines.load import load
-from diffcache.pipelines.small import flux
 from diffcache.step import Site
+from tests import shipped as flux
+from tests.shipped import GUIDED
 from tests.zoo.catalog import cases
 from tests.zoo.pipes import pipes
 
-PROMPT = "a small red ring on the left, on a yellow background"
+PROMPT = "a fox left of an owl on grass"
 
 
 def call(*arguments):
@@ -42,7 +43,7 @@ def call(*arguments):
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
     """Copy the shipped pipeline."""
-    return shutil.copytree(flux.DIRECTORY, tmp_path_factory.mktemp("model") / "shapes-flux")
+    return shutil.copytree(flux.DIRECTORY, tmp_path_factory.mktemp("model") / "sticker-flux")
 
 
 class TestPlain:
@@ -212,13 +213,13 @@ class TestRun:
         assert Image.open(out).size == (64, 64)
         assert Image.open(out.with_name("a-uncached.png")).size == (64, 64)
         data = json.loads(record.read_text())
-        assert data["report"]["skipped"] == 36
+        assert data["report"]["skipped"] == 54
         assert data["uncached_seconds"] > 0
 
     def test_defaults_beside_the_model(self, directory):
         file = directory / "diffcache.json"
         before = file.read_text()
-        assert load(str(directory))[1] == flux.CALL
+        assert load(str(directory))[1] == GUIDED
         try:
             file.write_text('{"call": {"height": 32}}')
             assert load(str(directory))[1] == {"height": 32}
@@ -241,7 +242,7 @@ class TestRun:
         for name in ("red", "black"):
             out = tmp_path / "out.png"
             given = ("--image", tmp_path / f"{name}.png")
-            edit = ("run", "shapes-kontext", "make the ring green", "--steps", 2, "--out", out)
+            edit = ("run", "sticker-kontext", "remove the fox", "--steps", 2, "--out", out)
             done = call(*edit, "--method", "interval:every=2", *given)
             assert done.exit_code == 0, done.output
             made.append(Image.open(out).tobytes())
@@ -302,9 +303,9 @@ class TestRun:
                 inputs.class_number(pipe, text)
 
     def test_a_wrong_class_is_told_with_the_right_ones(self):
-        done = call("run", "shapes-dit", 9999, "--steps", 2, "--method", "interval")
+        done = call("run", "sticker-dit", 9999, "--steps", 2, "--method", "interval")
         assert done.exit_code == 2
-        assert "prompt '9999': this pipeline takes a class number from 0 to 34: red" in done.stderr
+        assert "prompt '9999': this pipeline takes a class number from 0 to 23: fox" in done.stderr
 
     def test_what_cannot_be_cached_is_refused_before_anything_is_drawn(self, monkeypatch):
         def draw(*_):
@@ -348,8 +349,7 @@ class TestDemo:
         words = ("--model", directory, "--method", "taylorseer:every=6", "--steps", 8)
         done = call("demo", *words, "--samples", 2, "--out", out)
         assert done.exit_code == 0, done.output
-        assert f"picture 1: {PROMPTS['shapes-flux'][0]!r}, seed 1" in done.output
-        assert "picture 0 shows" in done.output and "of the prompt" in done.output
+        assert f"picture 1: {PROMPTS[1]!r}, seed 1" in done.output
         assert "whole pipeline" in done.output and "decisions" not in done.output
         data = json.loads(out.with_suffix(".json").read_text())
         assert data["report"]["steps_computed"] == 3 and len(data["psnr_db"]) == 2
@@ -376,9 +376,9 @@ class TestDemo:
         done = call("demo", "--steps", 12, "--out", out)
         assert done.exit_code == 0, done.output
         data = json.loads(out.with_suffix(".json").read_text())
-        assert data["task"]["prompts"] == list(PROMPTS["sticker-flux"])
+        assert data["task"]["prompts"] == list(PROMPTS)
         assert data["report"]["steps_computed"] == 4 and len(data["psnr_db"]) == 4
-        assert max(data["psnr_db"]) < 100 and data["cached"]["reads"] == []
+        assert max(data["psnr_db"]) < 100
 
 
 def broken(tmp_path: Path, text: str) -> Path:
@@ -432,7 +432,7 @@ def test_what_is_no_pipeline_is_told_by_what_it_is(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     done = call("run", "owner/none", PROMPT)
     assert done.exit_code == 2 and "HF_HUB_OFFLINE is set, and it is not in the" in done.stderr
-    done = call("serve", saved.MODELS / "shapes-flux", "--port", 0)
+    done = call("serve", saved.MODELS / "sticker-flux", "--port", 0)
     assert done.exit_code == 2 and "its transformer is a FluxTransformer2DModel" in done.stderr
 
 

@@ -25,9 +25,9 @@ from diffcache.features.peer_configs import method_of_config
 from diffcache.features.teacache import TeaCache
 from diffcache.offline.export import ENGINES, export
 
-TABLES = Path(__file__).parents[1] / "assets" / "tables"
-MAG, TEA = TABLES / "shapes-flux/magcache.safetensors", TABLES / "shapes-flux/teacache.safetensors"
-TUNED = TABLES / "shapes-wan/tuned-4x.safetensors"  # a list of steps, order 2
+TABLES = Path(__file__).parent / "tables"
+MAG, TEA = TABLES / "magcache.safetensors", TABLES / "teacache.safetensors"
+TUNED = TABLES / "tuned-4x.safetensors"  # a list of steps, order 2
 
 
 def source_of(package, file):

@@ -17,13 +17,13 @@ from PIL import Image
 from diffcache.eval.samples import folders, npz, pictures
 from diffcache.eval.samples.clips import read_clip, write_clip
 from diffcache.eval.samples.prompts import (
-    PAIRED,
     SHIPPED,
     Prompts,
     calibration_prompts,
     load_prompts,
 )
-from diffcache.pipelines.small import scenes
+from diffcache.eval.workshop.small.sticker_films import sample_film
+from diffcache.eval.workshop.small.stickers import held_out_captions, parse
 from tests.picture_files import filled, noise, save, save_npz
 
 
@@ -308,7 +308,10 @@ def test_a_list_begins_again_where_it_ends() -> None:
     assert [found[i] for i in range(7)] == list("abcabca")
 
 
-@pytest.mark.parametrize(("name", "count"), [("shapes", 64), ("pictures", 100), ("films", 50)])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("stickers", 256), ("sticker-films", 34), ("pictures", 100), ("films", 50)],
+)
 def test_shipped_lists(name: str, count: int) -> None:
     found = load_prompts(name)
     assert name in SHIPPED and found.source == name
@@ -318,19 +321,12 @@ def test_shipped_lists(name: str, count: int) -> None:
     assert load_prompts(name, limit=7).sha256 == found.sha256
 
 
-def test_held_out_list_is_any_length_and_a_longer_one_begins_with_a_shorter() -> None:
-    long, short = load_prompts("shapes-held-out", 150), load_prompts("shapes-held-out", 40)
-    assert long.texts[:40] == short.texts and len(set(long.texts)) == 150
-    assert long.source == short.source == "shapes-held-out"
-    assert all(scenes.held_out(scenes.parse(text)) for text in long.texts)
-
-
-def test_held_out_scenes_of_one_object_are_all_there_are() -> None:
-    found = load_prompts("shapes-one-held-out")
-    read = [scenes.parse(text) for text in found.texts]
-    assert len({scene.key() for scene in read}) == len(read) == 236
-    assert all(len(scene.figures) == 1 and scenes.held_out(scene) for scene in read)
-    assert load_prompts("shapes-one-held-out", 9).sha256 == found.sha256
+def test_sentences_of_stickers_are_those_of_held_out_scenes() -> None:
+    assert list(load_prompts("stickers").texts) == held_out_captions(256)
+    films = set(load_prompts("sticker-films").texts)
+    rng = np.random.default_rng(0)
+    drawn = {sample_film(rng, held=True).caption_at(0) for _ in range(400)}
+    assert drawn <= films and all(len(parse(text)[0]) == 1 for text in films)
 
 
 def test_quotation_marks_at_the_start_of_a_tsv_cell_stay(tmp_path: Path) -> None:
@@ -340,7 +336,7 @@ def test_quotation_marks_at_the_start_of_a_tsv_cell_stay(tmp_path: Path) -> None
 
 
 def test_what_is_calibrated_on_is_not_evaluated_on(tmp_path: Path) -> None:
-    for name in PAIRED:
+    for name in SHIPPED:
         own = calibration_prompts(name)
         assert len(own.texts) >= 32 and len(set(own.texts)) == len(own.texts)
         assert not {text.lower() for text in own.texts} & {

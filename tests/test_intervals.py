@@ -84,7 +84,7 @@ def test_intervals_end_where_the_metric_does() -> None:
     flicker = torch.zeros(100)
     flicker[0] = 1.0
     assert mean_interval(flicker).low < 0 == metric_interval("temporal_error", flicker).low
-    assert metric_interval("prompt_accuracy", torch.ones(50)).low < 1
+    assert metric_interval("precision", torch.ones(50)).low < 1
     assert metric_interval("precision_lite", torch.zeros(50)).high > 0
     features = torch.randn(40, 8, generator=torch.Generator().manual_seed(1))
     moved = features.clone()

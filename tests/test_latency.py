@@ -25,7 +25,7 @@ from diffcache.eval.runs.task import Case, Task
 
 STACK = "taylorseer:every=2,warmup=1,site=stack"
 PEER = "diffusers/taylorseer:cache_interval=2,disable_cache_before_step=1,use_lite_mode=True"
-WORDS = ["shapes-flux", "--device", "cpu", "--steps", "4", "--rounds", "2", "--batch-size", "2"]
+WORDS = ["sticker-flux", "--device", "cpu", "--steps", "4", "--rounds", "2", "--batch-size", "2"]
 SETTING = Setting(torch.device("cpu"))
 
 
@@ -34,7 +34,7 @@ def call(*words):
 
 
 def turns_of(tmp_path, method=""):
-    task = Task("shapes-flux", samples=1, batch_size=1, steps=2)
+    task = Task("sticker-flux", samples=1, batch_size=1, steps=2)
     run = start(Plan(task, {}, tmp_path / "run"), Progress())
     case = Case(method or "uncached", "method", 2, parse_row(method) if method else None)
     return run, cost._Turns(run, case, SETTING)
@@ -71,7 +71,7 @@ def test_the_record_of_a_run(tmp_path, monkeypatch):
         assert "joules" not in row
     assert uncached["ratio"]["median"] == uncached["denoiser_ratio"]["median"] == 1
     assert uncached["peak_bytes"] == stack["peak_bytes"] == 3000
-    assert asked == [("shapes-flux", name, "cpu") for name in (None, "taylorseer", "first-block")]
+    assert asked == [("sticker-flux", name, "cpu") for name in (None, "taylorseer", "first-block")]
     assert f"{gate} skipped nothing" in found["warnings"]
     assert found["shapes"]["num_inference_steps"] == 4 and found["shapes"]["batch_size"] == 2
     assert "2.9 KiB" in done.output and "Samples a second" in done.output
@@ -79,7 +79,7 @@ def test_the_record_of_a_run(tmp_path, monkeypatch):
 
 
 def test_json_alone_on_standard_output():
-    done = call("shapes-flux", "--steps", "1", "--rounds", "1", "--json", "-", "--quiet")
+    done = call("sticker-flux", "--steps", "1", "--rounds", "1", "--json", "-", "--quiet")
     (row,) = json.loads(done.stdout)["rows"]
     assert (row["name"], row["steps"]) == ("uncached", 1)
 
@@ -139,7 +139,7 @@ def test_energy_is_read_around_every_timed_call(tmp_path, monkeypatch):
 
 @pytest.mark.gpu
 def test_on_an_accelerator():
-    words = ["shapes-flux", "--device", "cuda", "--steps", "4", "--rounds", "2", "--memory"]
+    words = ["sticker-flux", "--device", "cuda", "--steps", "4", "--rounds", "2", "--memory"]
     done = call(*words, "--method", STACK, "--json", "-", "--quiet")
     for row in json.loads(done.stdout)["rows"]:
         assert 0 < row["denoiser_seconds"]["median"] < row["seconds"]["median"]

@@ -30,7 +30,7 @@ PROMPTS = ["a red ring", "a blue square", "a green disk"]
 
 @pytest.fixture(scope="module")
 def pipe() -> Any:
-    return load("shapes-flux")[0]
+    return load("sticker-flux")[0]
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def plain(pipe: Any, tmp_path_factory: Any) -> Evaluation:
 def test_adapters_compiled_blocks_and_offload_stay(
     change: Any, plain: Evaluation, tmp_path: Path
 ) -> None:
-    pipe = load("shapes-flux")[0]
+    pipe = load("sticker-flux")[0]
     change(pipe)
     if change is not compiled:  # whose weights are the same
         with pytest.raises(RunError, match="holds a run with another model"):
@@ -161,7 +161,7 @@ MINE = """
 from diffcache.pipelines.load import load
 from diffusers import FluxImg2ImgPipeline
 
-def pipeline(): return load("shapes-flux")[0]
+def pipeline(): return load("sticker-flux")[0]
 def edits(): return FluxImg2ImgPipeline.from_pipe(pipeline())
 def needs(name): return pipeline()
 def nothing(): return None
@@ -227,7 +227,7 @@ def test_run_and_calibrate_take_them_too(mine: Path, picture: Any) -> None:
 def test_functions_that_make_no_pipeline_are_refused(model: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"--model {model}: {message}"):
         made_by(model)
-    assert made_by("shapes-flux") is made_by("black-forest-labs/FLUX.1-dev") is None
+    assert made_by("sticker-flux") is made_by("black-forest-labs/FLUX.1-dev") is None
 
 
 def test_settings_files_are_rows_too(pipe: Any, tmp_path: Path) -> None:

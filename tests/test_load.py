@@ -28,14 +28,14 @@ from diffcache.pipelines.load import Loading, identity_of, load
 from diffcache.pipelines.shipped_models import MODELS
 
 pytestmark = pytest.mark.usefixtures("no_report")
-TASK = Task(model="shapes-flux", samples=2, batch_size=2, steps=2)
+TASK = Task(model="sticker-flux", samples=2, batch_size=2, steps=2)
 
 
 @pytest.fixture(scope="module")
 def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Write an adapter that moves every query."""
     peft = pytest.importorskip("peft")
-    pipe, _ = load("shapes-flux")
+    pipe, _ = load("sticker-flux")
     config = peft.LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False)
     torch.manual_seed(0)
     pipe.transformer.add_adapter(config)
@@ -53,9 +53,9 @@ def weight(pipe: Any) -> torch.Tensor:
 
 
 def test_adapters_are_scaled_and_part_of_the_identity(adapter: Path, tmp_path: Path) -> None:
-    plain, _ = load("shapes-flux")
+    plain, _ = load("sticker-flux")
     whole, half, folder = (
-        load("shapes-flux", loading=Loading(loras=(text,)))[0]
+        load("sticker-flux", loading=Loading(loras=(text,)))[0]
         for text in (str(adapter), f"{adapter}:0.5", str(adapter.parent))
     )
     moved = weight(whole) - weight(plain)
@@ -72,18 +72,18 @@ def test_adapters_are_scaled_and_part_of_the_identity(adapter: Path, tmp_path: P
 
 def test_a_variant_is_read(tmp_path: Path) -> None:
     folder = tmp_path / "flux"
-    shutil.copytree(locate("shapes-flux"), folder)
+    shutil.copytree(locate("sticker-flux"), folder)
     for file in folder.rglob("*.safetensors"):
         file.rename(file.with_name(f"{file.stem}.fp16.safetensors"))
     pipe, defaults = load(str(folder), loading=Loading(variant="fp16"))
-    plain, known = load("shapes-flux")
+    plain, known = load("sticker-flux")
     assert defaults == known and torch.equal(weight(pipe), weight(plain))
     with pytest.raises(ValueError, match="cannot be loaded with {'variant': 'bf16'}"):
         load(str(folder), loading=Loading(variant="bf16"))
 
 
 def test_compiled_blocks_are_those_that_repeat() -> None:
-    pipe, _ = load("shapes-flux", loading=Loading(compile=True))
+    pipe, _ = load("sticker-flux", loading=Loading(compile=True))
     blocks = [*pipe.transformer.transformer_blocks, *pipe.transformer.single_transformer_blocks]
     assert all(block._compiled_call_impl is not None for block in blocks)
 
@@ -96,7 +96,7 @@ def test_a_live_pipeline_draws_what_the_saved_one_does(tmp_path: Path) -> None:
         assert record is not None
         return record
 
-    pipe, call = load("shapes-flux")
+    pipe, call = load("sticker-flux")
     live = replace(TASK, model="shapes-mine", call=call)
     one = evaluate(tmp_path / "saved", TASK)
     two = evaluate(tmp_path / "live", live, pipe)
@@ -116,10 +116,10 @@ def test_a_live_pipeline_draws_what_the_saved_one_does(tmp_path: Path) -> None:
 def test_quantized_loading_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
     with pytest.raises(MissingError, match="--quantize bnb-4bit needs bitsandbytes: pip install"):
-        Loading(quantize="bnb-4bit").check("shapes-flux", torch.device("cuda"))
+        Loading(quantize="bnb-4bit").check("sticker-flux", torch.device("cuda"))
 
 
-FLUX = saved.MODELS / "shapes-flux"
+FLUX = saved.MODELS / "sticker-flux"
 
 
 def call(*arguments):
@@ -128,7 +128,7 @@ def call(*arguments):
 
 def test_auto_on_the_host():
     assert saved.dtype_of("auto", FLUX, torch.device("cpu")) == "float32"
-    pipe, _ = load("shapes-flux")
+    pipe, _ = load("sticker-flux")
     expected = "cuda" if torch.cuda.is_available() else "cpu"
     assert pipe.device.type == expected
 
@@ -165,7 +165,7 @@ def test_a_model_id_is_found_in_the_hub_cache(monkeypatch):
     assert asked == ["owner/name"] * 3
 
 
-@pytest.mark.parametrize("name", ["shapes-flux", "shapes-unet"])
+@pytest.mark.parametrize("name", ["sticker-flux", "sticker-unet"])
 def test_every_command_knows_the_shipped_names(name):
     assert saved.locate(name) == MODELS / name
     assert call("inspect", name).exit_code == 0

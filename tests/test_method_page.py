@@ -46,11 +46,11 @@ def test_rows_of_records(tmp_path: Path) -> None:
     ]
     ratio = {"median": 3.66, "q1": 3.595, "q3": 3.711, "n": 5}
     record = {
-        "task": {"model": "models/shapes-flux", "samples": 256},
+        "task": {"model": "models/sticker-flux", "samples": 256},
         "rows": rows,
         "timing": {"rows": {"interval:every=4": {"ratio": ratio}}},
     }
-    (folder / "eval-shapes-flux-methods.json").write_text(json.dumps(record))
+    (folder / "eval-sticker-flux-methods.json").write_text(json.dumps(record))
     row = {
         "name": "bac:count=5,union=3", "kind": "method", "steps": 100, "flops_ratio": 4.5,
         "quality": {"success_rate": {"value": 0.95, "low": 0.92, "high": 0.98, "n": 256}},
@@ -62,8 +62,8 @@ def test_rows_of_records(tmp_path: Path) -> None:
         part.partition("\n")[::2] for part in method_page.page(tmp_path).split("\n## ")[1:]
     )
     timed, untimed = figures(sections["interval"])
-    assert timed.startswith("| shapes-flux, 28 steps, 256 samples | `every=4` | 3.97 | 3.66 (3.")
-    assert untimed.startswith("| shapes-flux, 28 steps, 256 samples | `every=9` | 8.50 |  |")
+    assert timed.startswith("| sticker-flux, 28 steps, 256 samples | `every=4` | 3.97 | 3.66 (3.")
+    assert untimed.startswith("| sticker-flux, 28 steps, 256 samples | `every=9` | 8.50 |  |")
     (row,) = figures(sections["bac"])
     assert row.startswith(
         "| reach-policy, 100 steps, 256 samples | `count=5,union=3` | 4.50 | 0.95"

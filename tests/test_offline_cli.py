@@ -25,13 +25,13 @@ def diffcache(*words: str) -> Result:
 
 def test_calibrate_then_run() -> None:
     done = diffcache(
-        "calibrate", "--method", "fitted-forecast:computed=2", "--model", "shapes-flux",
+        "calibrate", "--method", "fitted-forecast:computed=2", "--model", "sticker-flux",
         "--steps", "4", "--samples", "2",
     )  # fmt: skip
     assert done.exit_code == 0, done.stderr
     assert "wrote fitted-forecast.safetensors" in done.stdout
     method = "fitted-forecast:computed=2,tables=fitted-forecast.safetensors"
-    run = ["run", "shapes-flux", PROMPT, "--method", method, "--compare"]
+    run = ["run", "sticker-flux", PROMPT, "--method", method, "--compare"]
     again = diffcache(*run, "--steps", "4")
     assert again.exit_code == 0, again.stderr
     assert "PSNR" in again.stdout
@@ -42,7 +42,7 @@ def test_calibrate_then_run() -> None:
 
 def test_tune_then_load(tmp_path: Path) -> None:
     done = diffcache(
-        "tune", "--model", "shapes-flux", "--speedup", "1.5", "--steps", "4",
+        "tune", "--model", "sticker-flux", "--speedup", "1.5", "--steps", "4",
         "--samples", "2", "--batch-size", "1", "--trials", "3",
         "--method", "interval:every=2", "--method", "taylorseer:every=2,warmup=1,site=model",
     )  # fmt: skip

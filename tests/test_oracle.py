@@ -13,11 +13,11 @@ from diffcache.errors import AttachError, DiffcacheError
 from diffcache.eval.oracle import observe
 from diffcache.features.parts.instead import Newton, Reuse, Taylor
 from diffcache.features.parts.when import Every, Listed
-from diffcache.pipelines.small.flux import CALL, load
+from tests.shipped import CALL, load
 from tests.zoo.pipes import pipes
 
 STEPS = 9
-PROMPTS = ["a small red ring on the left, on a yellow background"]
+PROMPTS = ["a fox left of an owl on grass"]
 
 
 @pytest.fixture(scope="module")

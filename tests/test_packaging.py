@@ -102,7 +102,12 @@ ASSETS = set().union(*(files("assets", f"{name}/**/*") for name in PACKED_ASSETS
 def test_wheel_holds_the_tree(wheel: Path) -> None:
     held = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     code = {name for top in ("diffcache", *CODE_TOPS) for name in files(top, "**/*.py")}
-    data = files("eval", "**/*.jinja") | files("pipelines", "**/*.js*") | files("kernels", "*.json")
+    data = (
+        files("eval", "**/*.jinja")
+        | files("pipelines", "**/*.js*")
+        | files("pipelines", "**/*.css")
+        | files("kernels", "*.json")
+    )
     data |= files("diffcache/presets", "*.toml") | {"diffcache/py.typed"}
     assert held == code | ASSETS | data
 
@@ -134,11 +139,11 @@ def test_every_shipped_model_is_known() -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        ("run", "shapes-dit", "7"),
+        ("run", "sticker-dit", "7"),
         ("run", "chain-llada", "a"),
         ("kv", "--recipe", "h2o"),
         ("serve",),
-        ("inspect", "shapes-wan"),
+        ("inspect", "sticker-wan"),
     ],
 )
 def test_wheel_says_where_the_other_models_are(fresh_python: Path, words: tuple[str, ...]) -> None:
@@ -150,7 +155,7 @@ def test_wheel_says_where_the_other_models_are(fresh_python: Path, words: tuple[
 
 def test_wheel_imports_and_finds_its_assets(fresh_python: Path) -> None:
     code = """
-import diffcache, diffcache.pipelines.small.scenes, pathlib
+import diffcache, diffcache.pipelines.small.reach, pathlib
 package = pathlib.Path(diffcache.__file__).parent
 files = (p for p in (package / "assets").rglob("*") if p.is_file())
 print(package, *(p.relative_to(package.parent).as_posix() for p in files), sep="\\n")
@@ -165,7 +170,7 @@ def test_the_repository_imports_beside_the_wheel_and_lets_hugging_face_import(
     fresh_python: Path,
 ) -> None:
     code = """
-import diffcache, diffcache.pipelines.small.scenes, transformers
+import diffcache, diffcache.pipelines.small.reach, transformers
 from diffusers import FluxTransformer2DModel
 print(diffcache.__file__)
 """

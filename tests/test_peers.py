@@ -21,7 +21,7 @@ from diffcache.eval.runs.sweep import read_sweep
 from diffcache.eval.runs.task import Case, Task
 
 pytestmark = pytest.mark.usefixtures("no_report")
-TASK = Task("shapes-flux", samples=2, batch_size=2, steps=8)
+TASK = Task("sticker-flux", samples=2, batch_size=2, steps=8)
 LITE = "diffusers/taylorseer:cache_interval=3,disable_cache_before_step=2,use_lite_mode=True"
 
 
@@ -118,7 +118,7 @@ def test_without_cache_dit_its_rows_are_refused(monkeypatch, tmp_path, capsys) -
     with pytest.raises(MissingError, match=way_out):
         parse_row("cache-dit/dbcache")
     sweep = tmp_path / "sweep.toml"
-    sweep.write_text('model = "shapes-flux"\n[[method]]\nname = "cache-dit/dbcache"\n')
+    sweep.write_text('model = "sticker-flux"\n[[method]]\nname = "cache-dit/dbcache"\n')
     with pytest.raises(MissingError, match=f"sweep.toml: cache-dit/dbcache: {way_out}"):
         read_sweep(sweep, tmp_path)
 
@@ -179,7 +179,7 @@ def test_bad_names_and_settings_are_refused() -> None:
 
 
 def test_a_model_without_such_caches_is_an_error() -> None:
-    drawer = Drawer(Task("shapes-unet", samples=1, steps=2))
+    drawer = Drawer(Task("sticker-unet", samples=1, steps=2))
     cache = DiffusersCache("diffusers/first-block", {"threshold": 0.1})
     refused = pytest.raises(AttachError, match="has no enable_cache; leave this row out")
     with refused, cache.applied(drawer.pipe):

@@ -252,12 +252,12 @@ def test_the_command_line_lists_presets_and_says_which_a_pipeline_takes() -> Non
     assert "flux.1-dev/quality: github.com/ali-vilab/TeaCache 7c10efc TeaCache4FLUX/RE" in one
     assert "wan2.1" not in one
     none = f"0 preset: none; fell back to {FALLBACK} with its defaults: this FluxTransformer2DModel"
-    assert said("presets", "shapes-flux").startswith(none)
-    assert said("presets", "shapes-flax").startswith("2 error: no pipeline at 'shapes-flax'")
+    assert said("presets", "sticker-flux").startswith(none)
+    assert said("presets", "sticker-flax").startswith("2 error: no pipeline at 'sticker-flax'")
 
 
 def test_run_takes_a_preset_or_a_method(tmp_path: Path) -> None:
-    order = ("run", "shapes-flux", "a red ring", "--steps", "6", "--out", str(tmp_path / "a.png"))
+    order = ("run", "sticker-flux", "a red ring", "--steps", "6", "--out", str(tmp_path / "a.png"))
     assert f"preset none; fell back to {FALLBACK} with its defaults" in said(*order)
     assert "2 error: preset='fast': this FluxTransformer2DModel" in said(*order, "--preset", "fast")
     both = said(*order, "--preset", "fast", "--method", "interval")

@@ -23,11 +23,11 @@ from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.task import Task
 from diffcache.eval.samples import npz
 from diffcache.eval.samples.sources import Wish, open_source, summary
-from diffcache.pipelines.small.features import reference_pictures
+from tests.folder_scripts.pictures import drawn
 from tests.picture_files import save_npz
 
 pytestmark = pytest.mark.usefixtures("no_report")
-PICTURES = reference_pictures(70)
+PICTURES = drawn(70, 0)
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def mixed(tmp_path: Path) -> Path:
 
 
 def plan(tmp_path: Path, **changes: object) -> Plan:
-    task = Task(model="shapes-flux", samples=32, batch_size=16, steps=1)
+    task = Task(model="sticker-flux", samples=32, batch_size=16, steps=1)
     return replace(Plan(task, {}, tmp_path / "run", rounds=0), **changes)
 
 
@@ -109,7 +109,7 @@ def test_statistics_stand_for_pictures(tmp_path: Path, capsys: pytest.CaptureFix
     }
     assert open_source(saved).lacking() == {}
     said = open_source(saved).describe(networks)["statistics"]["of"]
-    assert said["extractor"] == "shapes-features" and said["source"] == str(file)
+    assert said["extractor"] == "sticker-features" and said["source"] == str(file)
     with pytest.raises(
         ValueError, match="--resize 64 needs pictures, and .*bare.npz holds statistics"
     ):

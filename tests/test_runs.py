@@ -29,14 +29,14 @@ from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.record import check
 from diffcache.eval.runs.task import Task
 from diffcache.eval.samples.prompts import load_prompts
-from diffcache.pipelines.small import flux
+from tests import shipped as flux
 
 pytestmark = pytest.mark.usefixtures("no_report")  # but for the run that tests share
 
 METHODS = ("taylorseer:every=3,warmup=2,site='stack'", "first-block:threshold=0.1")
 # The task and the plan below, as words of the command line.
 SETTINGS = ("--samples", "10", "--batch-size", "4", "--steps", "7", "--rounds", "0")
-TASK = Task(model="shapes-flux", samples=10, batch_size=4, steps=7)
+TASK = Task(model="sticker-flux", samples=10, batch_size=4, steps=7)
 
 
 def plan(out: Path, task: Task = TASK, methods: tuple[str, ...] = METHODS) -> Plan:
@@ -55,7 +55,7 @@ def without_timing(record: dict) -> dict:
     return {key: value for key, value in record.items() if key not in times}
 
 
-WORDS = ["eval", "--model", "shapes-flux", *(w for name in METHODS for w in ("--method", name)),
+WORDS = ["eval", "--model", "sticker-flux", *(w for name in METHODS for w in ("--method", name)),
          *SETTINGS, "--device", "cpu", "--quiet", "--out"]  # fmt: skip
 
 
@@ -216,7 +216,7 @@ class TestRun:
         for wrong, words in (
             ({"reference": tmp_path / "none"}, "no folder or file"),
             ({"reward": "json:none"}, "has no function none"),
-            ({"task": replace(TASK, model="shapes-wan"), "reward": "json:dumps"}, "not films"),
+            ({"task": replace(TASK, model="sticker-wan"), "reward": "json:dumps"}, "not films"),
         ):
             with pytest.raises((ValueError, FileNotFoundError), match=words):
                 measure.evaluate(replace(plan(out), **wrong), Progress())
@@ -270,7 +270,7 @@ def test_two_processes_killed_once_give_the_same_record(run: Path, tmp_path: Pat
     assert pictures(out) == pictures(run)
     assert without_timing(record) == without_timing(load(run))
     assert record["env"]["processes"] == 2
-    texts = load_prompts("shapes-held-out", TASK.samples).texts
+    texts = load_prompts("stickers", TASK.samples).texts
     for number, shared in ((0, (0, 2)), (1, (1,))):  # three batches of four
         scored = (tmp_path / f"scored.{number}").read_text().splitlines()
         assert sorted(scored) == sorted([texts[4 * n] for n in shared] * len(record["rows"]))
@@ -324,7 +324,7 @@ def test_peak_memory_is_that_of_a_process_for_each_case(
     asked = []
 
     def peak_bytes(model: str, method: str | None, call: dict, place: Place) -> int:
-        assert (model, place.dtype, place.threads) == ("shapes-flux", "float32", 1)
+        assert (model, place.dtype, place.threads) == ("sticker-flux", "float32", 1)
         json.dumps(call)  # a fresh process is told everything in words
         asked.append((method and parse_method(method), call["num_inference_steps"]))
         return len(asked)

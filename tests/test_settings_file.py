@@ -28,10 +28,10 @@ from diffcache.video import Window
 from tests.dllm.toys import bidirectional
 from tests.kv.tiny import llama
 from tests.methods import ON
+from tests.shipped import CALL
 from tests.video.toys import wan
 from tests.zoo_runs import CASES, PIPES
 
-TABLES = Path(diffcache.__file__).parents[1] / "assets" / "tables"
 MODEL = "FluxTransformer2DModel"
 MADE = [
     Held(Interval(every=4, site="block"), "int8"),
@@ -79,8 +79,9 @@ def test_the_file_is_readable(model: Any, tmp_path: Path) -> None:
 
 
 def test_measured_tables_stand_beside_it(tmp_path: Path) -> None:
-    pipe, _ = load("shapes-flux")
-    method = TeaCache(threshold=0.2, tables=str(TABLES / "shapes-flux" / "teacache.safetensors"))
+    pipe, _ = load("sticker-flux")
+    measured = diffcache.calibrate(pipe, TeaCache(threshold=0.2), ["a fox"], steps=4, **CALL)
+    method = TeaCache(threshold=0.2, tables=measured.tables.save(tmp_path / "measured.safetensors"))
     diffcache.save(diffcache.wrap(pipe, method), tmp_path / "deep" / "cache.yaml")
     diffcache.unwrap(pipe)
     moved = (tmp_path / "deep").rename(tmp_path / "moved")

@@ -17,7 +17,7 @@ from diffcache.eval.record import FOLDER
 from diffcache.eval.report.records import load
 from diffcache.eval.workshop import figures, method_page
 from diffcache.eval.workshop.shipped import kontext, table
-from diffcache.eval.workshop.shipped.draw import edit_pictures
+from diffcache.eval.workshop.shipped.draw import edit_stickers
 from diffcache.eval.workshop.shipped.reach import Policy
 from diffcache.features.combine import Combine
 from diffcache.features.interval import Interval
@@ -55,7 +55,7 @@ def of_policy(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def of_editor(editor: kontext.Editor, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two methods, measured one after the other as by two commands."""
-    file = tmp_path_factory.mktemp("records") / "eval-shapes-kontext-methods.json"
+    file = tmp_path_factory.mktemp("records") / "eval-sticker-kontext-methods.json"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kontext, "TIMED", 1)
         for name in ON_EDITOR:
@@ -122,12 +122,13 @@ def test_rows_of_the_editor_hold_what_was_measured(editor: kontext.Editor, of_ed
         part.register_forward_pre_hook(lambda m, a, k: calls.append((m, a, k)), with_kwargs=True)
         for part in parts
     ]
-    edit_pictures(editor.plain, editor.before[:1], editor.texts[:1], steps=1, seed=0)
+    edit_stickers(editor.plain, editor.before[:1], editor.texts[:1], steps=1, seed=0)
     for hook in hooks:
         hook.remove()
     with torch.no_grad():
         blocks = sum(counted(part, args, kwargs)[1] or 0 for part, args, kwargs in calls)
     full = STEPS * editor.step_flops
+    assert len(calls) == 2 * len(parts)  # guidance
     assert whole["flops_ratio"] == pytest.approx(full / (full - (STEPS - 3) * blocks), rel=1e-9)
 
 

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -14,36 +15,24 @@ from diffcache.eval import record as records
 from diffcache.eval.metrics.intervals import share_interval
 from diffcache.eval.runs.task import directory_sha256
 from diffcache.eval.workshop.shipped import cards, quality
-from diffcache.eval.workshop.small import dit
+from diffcache.eval.workshop.small.stickers import caption, draw_scenes, render
 from diffcache.pipelines.shipped_models import MODELS
 from diffcache.pipelines.small.recall import HELD_OUT, Task
-from diffcache.pipelines.small.scenes import Figure, Scene, prompt, render
 
-LEFT = Figure("ring", "red", "large", "left")
-SCENE = Scene("yellow", (LEFT, Figure("square", "blue", "large", "right")))
+SCENES = draw_scenes(8, 3, held=True, single=0.5)
 
 
-def picture(scene: Scene) -> Image.Image:
-    return Image.fromarray(render(scene))
-
-
-def test_a_picture_is_right_only_where_everything_is() -> None:
-    wrong = replace(SCENE, figures=(LEFT, replace(SCENE.figures[1], color="green")))
-    more = replace(SCENE, figures=(*SCENE.figures, Figure("cross", "black", "large", "top")))
-    found = quality.of_prompts(list(map(picture, (SCENE, wrong, more))), [prompt(SCENE)] * 3)
-    assert found["whole_right"].tolist() == [True, False, False]
-    assert found["color"].tolist() == [1, 0.5, 1] and found["count"].tolist() == [1, 1, 0]
-    assert found["prompt_accuracy"].tolist() == pytest.approx([1, 9 / 10, 9 / 10])
-
-
-def test_a_picture_of_a_class_has_one_object_of_it() -> None:
-    label = dit.LABELS.index("red ring")
-    two = replace(SCENE, background="white")
-    shown = [Scene("yellow", (LEFT,)), Scene("yellow", (replace(LEFT, shape="cross"),)), two]
-    found = quality.of_classes(list(map(picture, shown)), [label] * 3)
-    assert found["whole_right"].tolist() == [True, False, False]
-    assert found["color"].tolist() == [True, True, False]
-    assert found["count"].tolist() == [True, True, False]
+def test_a_picture_is_right_only_where_everything_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [caption(scene) for scene in SCENES]
+    pictures = np.stack([render(scene) for scene in SCENES])
+    monkeypatch.setattr(quality, "held_out_captions", lambda count, seed: texts)
+    for shift, least, most in ((0, 0.8, 1), (1, 0, 0.2)):
+        drawn = np.roll(pictures, shift, 0)
+        monkeypatch.setattr(quality, "_stickers_of", lambda *asked, drawn=drawn: drawn)
+        found = quality._of_stickers(None, 28, len(SCENES), 0)
+        assert least <= found["whole_right"].float().mean() <= most
+        parts = torch.cat([found["right_of_one_object"], found["right_of_two"]])
+        assert sorted(parts.tolist()) == sorted(found["whole_right"].tolist())
 
 
 def test_answers_are_right_where_both_values_are() -> None:
@@ -57,18 +46,20 @@ def test_answers_are_right_where_both_values_are() -> None:
 
 
 def test_a_record_says_how_it_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = replace(quality.QUALITIES["shapes-dit"], steps=(2,))
-    monkeypatch.setattr(quality, "QUALITIES", {"shapes-dit": model})
-    record = quality.measure("shapes-dit", 3, 7)
+    model = replace(quality.QUALITIES["sticker-dit"], steps=(2,))
+    monkeypatch.setattr(quality, "QUALITIES", {"sticker-dit": model})
+    record = quality.measure("sticker-dit", 3, 7)
     records.check(record)
-    assert record["command"].endswith("quality shapes-dit --samples 3 --seed 7")
+    assert record["command"].endswith("quality sticker-dit --samples 3 --seed 7")
     assert record["seed"] == 7 and record["commit"]
     (row,) = record["rows"]
     assert row["name"] == "2 steps" and row["quality"]["whole_right"]["n"] == 3
 
 
 def test_a_grid_holds_every_sample() -> None:
-    grid = quality.draw_grid([[picture(SCENE)] * 2] * 5, ["a text"] * 5, scale=2, columns=3)
+    grid = quality.draw_grid(
+        [[Image.fromarray(render(SCENES[0]))] * 2] * 5, ["a text"] * 5, scale=2, columns=3
+    )
     assert grid.size[0] > 3 * 2 * 128 and grid.size[1] > 2 * 128
 
 
@@ -86,18 +77,18 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_cards_are_filled_from_records(folder: Path) -> None:
-    text = "before\n<!-- quality: shapes-kontext -->\nold\n<!-- /quality -->\nafter\n"
+    text = "before\n<!-- quality: sticker-kontext -->\nold\n<!-- /quality -->\nafter\n"
     found = cards.filled(text, folder)
     assert "75.0% (30.1% to 95.4%) of 4 held-out edits are right in everything" in found
     assert "| 28 steps | 75.0% (30.1% to 95.4%) | 22.4 (median 21.3) |" in found
     assert "old" not in found and found.startswith("before\n") and found.endswith("after\n")
     assert cards.filled(found, folder) == found
-    everything = cards.filled(text.replace("shapes-kontext", "all"), folder)
+    everything = cards.filled(text.replace("sticker-kontext", "all"), folder)
     assert all(f"[`{name}`](../assets/models/{name}/README.md)" in everything
                for name in quality.QUALITIES)  # fmt: skip
-    with pytest.raises(ValueError, match="quality: shapes-none -->: must be one of all, "):
+    with pytest.raises(ValueError, match="quality: sticker-none -->: must be one of all, "):
         cards.filled(text.replace("kontext", "none"), folder)
-    with pytest.raises(FileNotFoundError, match="shipped.quality shapes-kontext"):
+    with pytest.raises(FileNotFoundError, match="shipped.quality sticker-kontext"):
         cards.filled(text, folder / "none")
 
 

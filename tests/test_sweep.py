@@ -14,7 +14,7 @@ from diffcache.eval.runs.sweep import read_sweep, read_values
 from diffcache.eval.workshop import figures
 
 TOML = """
-model = "shapes-flux"
+model = "sticker-flux"
 samples = 12
 steps = [5, 7]
 rounds = 0
@@ -29,7 +29,7 @@ site = "stack"
 name = "first-block"
 """
 YAML = """
-model: shapes-flux
+model: sticker-flux
 samples: 12
 steps: [5, 7]
 rounds: 0
@@ -107,7 +107,7 @@ def test_changes_and_limits() -> None:
 ROOT = Path(__file__).parents[1]
 MODELS = figures.models()
 SWEEP = """
-model = "shapes-flux"
+model = "sticker-flux"
 samples = 2
 steps = 6
 rounds = 0
@@ -125,7 +125,7 @@ def test_record_has_the_rows_of_its_sweep(
     model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(ROOT)
-    if model.startswith("shapes-flux"):
+    if model.startswith("sticker-flux"):
         pytest.importorskip("cache_dit")  # some of its rows
     sweep = FOLDER / f"eval-{model}-methods.toml"
     (plan,) = read_sweep(sweep, tmp_path)  # its tables are there, and are those of the methods
@@ -133,7 +133,7 @@ def test_record_has_the_rows_of_its_sweep(
     rows = {row["name"]: row for row in record["rows"] if row["kind"] == "method"}
     assert list(rows) == list(plan.methods)
     assert [row["method"] for row in rows.values()] == [repr(m) for m in plan.methods.values()]
-    assert record["task"]["samples"] >= 256 and model.startswith(record["task"]["model"])
+    assert record["task"]["samples"] >= 32 and model.startswith(record["task"]["model"])
     assert all(row["fidelity"]["psnr_db"]["low"] is not None for row in rows.values())
     assert set(rows) <= set(record["timing"]["rows"])
     assert str(ROOT) not in json.dumps(record)
@@ -157,10 +157,10 @@ def test_missing_tables_are_calibrated(tmp_path: Path) -> None:
 def test_tables_that_cannot_be_made_are_refused(tmp_path: Path) -> None:
     sweep = tmp_path / "sweep.toml"
     entry = '[[method]]\nname = "{}"\ntables = "none.safetensors"\n'
-    sweep.write_text('model = "shapes-flux"\n' + entry.format("tuned"))
+    sweep.write_text('model = "sticker-flux"\n' + entry.format("tuned"))
     with pytest.raises(ValueError, match="make it: diffcache tune --out none.safetensors"):
         figures.calibrate(sweep)
-    sweep.write_text('model = "shapes-flux"\n' + entry.format("interval"))
+    sweep.write_text('model = "sticker-flux"\n' + entry.format("interval"))
     assert read_values(sweep)["method"][0]["name"] == "interval"
     with pytest.raises(ValueError, match="interval takes no tables"):
         figures.calibrate(sweep)

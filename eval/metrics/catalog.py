@@ -18,7 +18,7 @@ from diffcache.registry import Row, rows_of
 Direction = Literal["up", "down", "none"]
 BEGIN = "<!-- table of metrics: begin (generated, see eval/metrics/catalog.py) -->"
 END = "<!-- table of metrics: end -->"
-SHIPPED = ("shapes-features", "shapes-classifier")
+SHIPPED = ("sticker-features",)
 TITLES = (
     "Metric", "Key", "Definition", "Source", "Library call", "Weights", "Offline stand-in",
     "Better",

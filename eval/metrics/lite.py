@@ -1,26 +1,35 @@
 """The offline stand-ins: the `-lite` metrics, on the project's own features.
 
-The features come from a small network trained on pictures of the shapes generator and on
-artefacts (`diffcache.pipelines.small.features`). Their numbers are comparable among themselves
-only: FID-lite is not FID, and so on for each. Pictures of another size than 64x64 are resized by
-antialiased bilinear interpolation; work is done in batches of 32 pictures, in float32, on the
-device that they are on.
+The features come from a small network trained on pictures of stickers and on artefacts, the shipped
+`sticker-features`. Their numbers are comparable among themselves only: FID-lite is not FID, and so
+on for each. Pictures of another size than 64x64 are resized by antialiased bilinear interpolation;
+work is done in batches of 32 pictures, in float32, on the device that they are on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from safetensors.torch import load as parse_safetensors
+from torch import Tensor, nn
 from torch.nn import functional
 
 from diffcache.eval.metrics.frechet import Moments
-from diffcache.pipelines.small import features
-from diffcache.pipelines.small.features import check, in_batches
-from diffcache.pipelines.small.moving import film_statistics
-from diffcache.pipelines.small.scenes import parse
+from diffcache.pipelines.shipped_models import MODELS
+
+DIRECTORY = MODELS / "sticker-features"
+DIMENSIONS, CLASSES, SIZE = 64, 24, 64
+WIDTHS = (16, 32, 64, 96)
+# Larger ones take twice as long: their activations no longer fit what the allocator keeps.
+BATCH = 32
+_EDGE = 4
 
 
 class Weights(NamedTuple):
@@ -39,7 +48,7 @@ class Reference(NamedTuple):
 
     `moments` are of the features of 10,000 pictures, `features` those of the first 2,000 of them,
     float32 [2000, 64] (stored in half precision), and `films` the moments of `clip_features` of
-    2,048 films of 16 frames.
+    1,024 films of 17 frames.
     """
 
     moments: Moments
@@ -47,13 +56,162 @@ class Reference(NamedTuple):
     films: Moments
 
 
-DIMENSIONS = features.FEATURES
-EXTRACTOR = Weights("shapes-features", str(features.read_config()["sha256"]))
+class Extractor(nn.Module):
+    """Four convolutions with average pooling between, and two linear maps to 64 features.
+
+    The features are a linear map of the mean and root mean square of the maps of all four levels,
+    plus a linear map of the last one pooled to 4x4; `center` and `scale` bring clean pictures to
+    mean 0 and a mean standard deviation of 1.
+    """
+
+    center: Tensor
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.levels = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(before, after, 3, 1, 1, bias=False), nn.BatchNorm2d(after), nn.ReLU()
+            )
+            for before, after in pairwise((3, *WIDTHS))
+        )
+        self.pooled = nn.Linear(2 * sum(WIDTHS), DIMENSIONS)
+        self.placed = nn.Linear(_EDGE * _EDGE * WIDTHS[-1], DIMENSIONS, bias=False)
+        self.objects = nn.Conv2d(WIDTHS[-1], CLASSES, 1)
+        self.register_buffer("center", torch.zeros(DIMENSIONS))
+        self.register_buffer("scale", torch.ones(()))
+
+    def maps(self, pictures: Tensor) -> list[Tensor]:
+        """Return the maps of the four levels of pictures in [-1, 1], [B, 3, 64, 64]."""
+        found: list[Tensor] = []
+        for level in self.levels:
+            pictures = level(functional.avg_pool2d(pictures, 2) if found else pictures)
+            found.append(pictures)
+        return found
+
+    def raw(self, maps: Sequence[Tensor]) -> Tensor:
+        """Return the features [B, 64] of maps, not standardized."""
+        mean = [level.mean(dim=(2, 3)) for level in maps]
+        # The small number keeps the slope of the root finite where a channel is silent.
+        rms = [level.square().mean(dim=(2, 3)).add(1e-6).sqrt() for level in maps]
+        placed = functional.adaptive_avg_pool2d(maps[-1], _EDGE).flatten(1)
+        found: Tensor = self.pooled(torch.cat(mean + rms, 1)) + self.placed(placed)
+        return found
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        """Return standardized features [B, 64] of pictures in [-1, 1], [B, 3, 64, 64]."""
+        return (self.raw(self.maps(pictures)) - self.center) / self.scale
+
+    def classes(self, last: Tensor) -> Tensor:
+        """Return logits [B, 24] of the objects in pictures, from the last map [B, 96, 8, 8]."""
+        found: Tensor = self.objects(last).flatten(2).logsumexp(-1)
+        return found
 
 
-def _extractor(pictures: Tensor) -> features.Extractor:
+@lru_cache(maxsize=2)
+def load(folder: Path = DIRECTORY, device: str = "cpu") -> Extractor:
+    """Load the extractor, in evaluation mode; loaded once.
+
+    Args:
+        folder: Folder with `model.safetensors` and `config.json`.
+        device: Place of the network, as torch names it.
+
+    Raises:
+        ValueError: If the weights are not those that the record names.
+    """
+    stored = _checked(folder / "model.safetensors", "sha256")
+    model = Extractor()
+    model.load_state_dict({name: value.float() for name, value in stored.items()})
+    return model.eval().requires_grad_(False).to(device)
+
+
+@lru_cache(maxsize=2)
+def load_reference(folder: Path = DIRECTORY) -> dict[str, Tensor]:
+    """Load the statistics of real pictures and films; loaded once.
+
+    Args:
+        folder: Folder with `reference.safetensors` and `config.json`.
+
+    Returns:
+        Of pictures, `mean` [64], `cov` [64, 64] and `count` [], float64, and the first `features`
+        [2000, 64], float16. Of films, `film_center` and `film_scale` [256] of what
+        `film_statistics` returns, `film_components` [256, 64], and the `film_mean`, `film_cov` and
+        `film_count` of what these make of it, float64.
+
+    Raises:
+        ValueError: If the file is not the one that the record names.
+    """
+    return _checked(folder / "reference.safetensors", "reference_sha256")
+
+
+def _checked(file: Path, key: str) -> dict[str, Tensor]:
+    """Return the tensors of a file whose hash `config.json` beside it holds under a key."""
+    content, wanted = file.read_bytes(), read_config(file.parent)[key]
+    found = hashlib.sha256(content).hexdigest()
+    if found != wanted:
+        raise ValueError(
+            f"{file} has sha256 {found} but config.json says {wanted}; restore both, or train "
+            "again with python -m diffcache.eval.workshop.small.trainer sticker-features"
+        )
+    loaded: dict[str, Tensor] = parse_safetensors(content)
+    return loaded
+
+
+def read_config(folder: Path = DIRECTORY) -> dict[str, Any]:
+    """Read the record of the training, `config.json`."""
+    read: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return read
+
+
+EXTRACTOR = Weights(DIRECTORY.name, str(read_config()["sha256"]))
+
+
+def check(pictures: Tensor, name: str = "pictures") -> Tensor:
+    """Return the pictures if they are uint8 [N, 3, H, W] with N >= 1.
+
+    Raises:
+        ValueError: If they are not.
+    """
+    if pictures.dtype != torch.uint8 or pictures.ndim != 4 or pictures.shape[1] != 3:
+        raise ValueError(
+            f"{name} are {pictures.dtype} {list(pictures.shape)}; pass torch.uint8 [N, 3, H, W]"
+        )
+    if 0 in pictures.shape:
+        raise ValueError(f"{name} are empty, {list(pictures.shape)}; pass at least one")
+    return pictures
+
+
+def to_unit(pictures: Tensor) -> Tensor:
+    """Bring pictures to float32 [N, 3, 64, 64] in [-1, 1].
+
+    Args:
+        pictures: uint8 [N, 3, H, W]; another size than 64x64 is resized by antialiased bilinear
+            interpolation.
+    """
+    unit = pictures.float() / 127.5 - 1
+    if unit.shape[2:] != (SIZE, SIZE):
+        unit = functional.interpolate(unit, (SIZE, SIZE), mode="bilinear", antialias=True)
+    return unit.contiguous(memory_format=torch.channels_last)
+
+
+@torch.no_grad()
+def in_batches(work: Callable[..., Tensor], *pictures: Tensor) -> Tensor:
+    """Apply a function to batches of 32, so that memory does not grow with their number.
+
+    Args:
+        work: Takes as many tensors [B, 3, 64, 64] in [-1, 1] as there are sets.
+        pictures: Sets of equal length, each uint8 [N, 3, H, W].
+
+    Returns:
+        The results, joined, on the CPU.
+    """
+    parts = zip(*(one.split(BATCH) for one in pictures), strict=True)
+    return torch.cat([work(*(to_unit(one) for one in part)).cpu() for part in parts])
+
+
+def _extractor(pictures: Tensor) -> Extractor:
     """Return the extractor on the device of the pictures."""
-    return features.load(device=str(pictures.device)).extractor
+    return load(device=str(pictures.device))
 
 
 def embed(pictures: Tensor) -> Tensor:
@@ -63,7 +221,7 @@ def embed(pictures: Tensor) -> Tensor:
         pictures: uint8 [N, 3, H, W].
 
     Returns:
-        float32 [N, 64], standardised: of clean pictures the mean is 0 and the standard deviations
+        float32 [N, 64], standardized: of clean pictures the mean is 0 and the standard deviations
         are 1 on average.
 
     Raises:
@@ -105,60 +263,43 @@ def _unit_difference(one: Tensor, other: Tensor) -> Tensor:
     return change.square().sum(1).mean(dim=(1, 2))
 
 
-def clip_score_lite(pictures: Tensor, prompts: Sequence[str]) -> Tensor:
-    """Return 100 times the cosine of each picture's and its prompt's vectors.
-
-    Like CLIPScore without its clamp at 0 (arXiv 2104.08718, section 3), with two perceptrons
-    trained on the prompts of the shapes generator in place of CLIP.
-
-    Args:
-        pictures: uint8 [N, 3, H, W].
-        prompts: N sentences in the words of `scenes.prompt`.
-
-    Returns:
-        float32 [N] in [-100, 100].
-
-    Raises:
-        ValueError: if these are no pictures, there are not as many prompts, or a prompt cannot be
-            read by `scenes.parse`.
-    """
-    if len(check(pictures)) != len(prompts):
-        raise ValueError(f"{len(pictures)} pictures but {len(prompts)} prompts; pass one for each")
-    meant = features.slots([parse(prompt) for prompt in prompts])
-    extractor, matcher = _extractor(pictures), features.load().matcher
-    seen = in_batches(
-        lambda part: features.picture_inputs(extractor, extractor.maps(part)), pictures
-    )
-    with torch.no_grad():
-        one, other = matcher(seen, meant)
-    scores: Tensor = 100 * (one * other).sum(-1)
-    return scores
-
-
 def class_probabilities(pictures: Tensor) -> Tensor:
-    """Return what IS-lite is of: the shape of the object that is first in reading order.
+    """Return the probabilities behind IS-lite: which sticker a picture shows most clearly.
 
     Args:
         pictures: uint8 [N, 3, H, W].
 
     Returns:
-        float64 [N, 5], in the order of `scenes.SHAPES`; each row sums to 1.
+        float64 [N, 24]; each row sums to 1.
 
     Raises:
         ValueError: if these are no pictures.
     """
     extractor = _extractor(check(pictures))
     return in_batches(
-        lambda part: features.first_shape(extractor.read(extractor.maps(part)[-1])), pictures
+        lambda part: extractor.classes(extractor.maps(part)[-1]).double().softmax(-1), pictures
     )
+
+
+def film_statistics(frames: Tensor) -> Tensor:
+    """Return how the features of a film's frames lie and move, [256].
+
+    They are the mean, the root mean square of the first and of the second differences, and the
+    absolute difference of the last and the first, each [64].
+
+    Args:
+        frames: Features [F, 64] of consecutive frames, F >= 3.
+    """
+    first, second = frames.diff(dim=0), frames.diff(n=2, dim=0)
+    steps = [change.square().mean(0).sqrt() for change in (first, second)]
+    return torch.cat([frames.mean(0), *steps, (frames[-1] - frames[0]).abs()])
 
 
 def clip_features(films: Sequence[Tensor]) -> Tensor:
     """Return the features behind FVD-lite: how a film's frames lie and move.
 
-    The mean, the root mean square of first and second differences, and the distance from the first
-    to the last frame, of each of the 64 features; standardised and reduced to 64 principal
-    components, both as fitted on real films.
+    They are those of `film_statistics`, standardized and reduced to 64 principal components, both
+    as fitted on real films.
 
     Args:
         films: each uint8 [F, 3, H, W] with F >= 3; F and the size may differ.
@@ -174,15 +315,15 @@ def clip_features(films: Sequence[Tensor]) -> Tensor:
     for index, film in enumerate(films):
         if len(check(film, f"films[{index}]")) < 3:
             raise ValueError(f"films[{index}] has {len(film)} frames; pass at least 3")
-    fitted = features.load_reference()
+    fitted = load_reference()
     found = torch.stack([film_statistics(embed(film)) for film in films]).double()
-    standard = (found - fitted["film_centre"]) / fitted["film_scale"]
+    standard = (found - fitted["film_center"]) / fitted["film_scale"]
     return standard @ fitted["film_components"].double()
 
 
 def reference() -> Reference:
     """Return the shipped statistics of real pictures and films."""
-    stored = features.load_reference()
+    stored = load_reference()
     pictures = Moments(stored["mean"], stored["cov"], int(stored["count"]))
     films = Moments(stored["film_mean"], stored["film_cov"], int(stored["film_count"]))
     return Reference(pictures, stored["features"].float(), films)

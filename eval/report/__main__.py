@@ -34,7 +34,7 @@ def report(
 
     [bold]Try[/bold]
 
-        diffcache eval report runs/shapes-flux-0123abcd
+        diffcache eval report runs/sticker-flux-0123abcd
 
         diffcache eval report --docs README.md RECORD.json --check
 

@@ -23,7 +23,7 @@ ARROWS = {"up": "↑", "down": "↓"}
 CHANGE, TO_UNCACHED = "_change", "_to_uncached"
 # Metrics are printed in this order, real and -lite alike; others follow in the record's order.
 _ORDER = (
-    "fid", "fvd", "psnr_db", "ssim", "ms_ssim", "lpips", "clip_score", "prompt_accuracy",
+    "fid", "fvd", "psnr_db", "ssim", "ms_ssim", "lpips", "clip_score",
     "image_reward", "pick_score", "hps_v2", "geneval", "dpg_bench", "kid", "is", "precision",
     "recall", "density", "coverage",
 )  # fmt: skip

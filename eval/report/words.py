@@ -24,7 +24,7 @@ LITE = (
     "figures of the metric they are named after."
 )
 _LEADING = (
-    "psnr_db", "lpips", "lpips_lite", "fid", "fid_lite", "fvd", "fvd_lite", "prompt_accuracy",
+    "psnr_db", "lpips", "lpips_lite", "fid", "fid_lite", "fvd", "fvd_lite", "geneval",
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import diffusers
 
 from diffcache.eval.runs.task import Task, digest
-from diffcache.eval.samples.prompts import HELD_OUT, HELD_OUT_ONE, Prompts, load_prompts
+from diffcache.eval.samples.prompts import Prompts, load_prompts
 from diffcache.pipelines.demo.inputs import needed_inputs
 from diffcache.pipelines.demo.saved import Parameters
 
@@ -145,10 +145,11 @@ def prompts_of(task: Task, pipeline: str, parameters: Parameters, model: Any) ->
     if "prompt" in parameters:
         if not source:
             name = model.resolve().name if isinstance(model, Path) else task.model
-            shapes = name.startswith("shapes-")
             is_film = "num_frames" in parameters
-            ours = HELD_OUT_ONE if is_film else HELD_OUT  # our films are of one object
-            source = ours if shapes else "films" if is_film else "pictures"
+            if name.startswith("sticker-"):
+                source = "sticker-films" if is_film else "stickers"
+            else:
+                source = "films" if is_film else "pictures"
         return load_prompts(source, task.samples)
     if "class_labels" not in parameters:
         if source:

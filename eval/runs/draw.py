@@ -35,7 +35,7 @@ from diffcache.eval.runs.task import (
     versions,
     weights_sha256,
 )
-from diffcache.eval.samples.prompts import HELD_OUT, Prompts
+from diffcache.eval.samples.prompts import Prompts
 from diffcache.features.base import Method
 from diffcache.pipelines import load
 from diffcache.pipelines.demo import generate, saved
@@ -164,8 +164,6 @@ class Drawer:
     def about(self) -> dict[str, Any]:
         """Facts that all cases share and that change their samples; part of their hashes."""
         task = self.task
-        # The held-out list grows with the number of samples, and its start stays as it is.
-        grows = self.prompts.source == HELD_OUT
         directory, loading = self.directory, load.identity_of(task.loading)
         model = directory_sha256(directory) if directory else weights_sha256(self.live)
         inputs = {name: digest(content(value)) for name, value in self.inputs.items()}
@@ -175,7 +173,7 @@ class Drawer:
             "model": model, "pipeline": self.pipeline,
             "call": self.call, "dtype": self.dtype, "device": self.device.type,
             "threads": task.threads, "batch_size": task.batch_size, "seed": task.seed,
-            "prompts": self.prompts.source if grows else self.prompts.sha256,
+            "prompts": self.prompts.sha256,
             "versions": versions(),
         }  # fmt: skip
 

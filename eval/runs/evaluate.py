@@ -56,7 +56,7 @@ class Plan:
         methods: Name in the table -> method.
         out: Folder of the run; None is `runs/<model>-<hash of the task>`.
         reference: Real pictures or films: a folder, an npz of pictures, or one of statistics; None
-            is the shapes generator where prompts are in its words.
+            is the scenes of stickers where prompts are of its lists.
         resize: Real pictures are scaled and cut to squares of so many pixels; None leaves them.
         convention: Way of preparing pictures for Inception, `torch-fidelity` or `clean`.
         stages: Stages to run, of `STAGES`; the work of an earlier job is there already.

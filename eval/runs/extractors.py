@@ -12,13 +12,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from diffcache.eval.metrics import clip, i3d, inception, lite, lpips, reward
 from diffcache.eval.metrics.inception import MissingPackageError
 from diffcache.eval.metrics.weights import MissingWeightsError
-from diffcache.pipelines.small import classifier, scenes
 
 Columns = dict[str, Tensor]
 _ALONE = threading.Lock()  # a function of the user's is called by one thread at a time
@@ -76,9 +74,8 @@ class Extractors:
             prompts: One for each.
 
         Returns:
-            `features_lite` [N, D], `probabilities_lite` [N, C]; where prompts are in the words of
-            the shapes generator `clip_score_lite` [N] and `prompt_accuracy` [N]; and of the real
-            networks `features`, `probabilities`, `clip_score`, and every reward under its key.
+            `features_lite` [N, D], `probabilities_lite` [N, C], and of the real networks
+            `features`, `probabilities`, `clip_score`, and every reward under its key.
         """
         there = self.placed(pictures)
         found: Columns = {
@@ -87,10 +84,6 @@ class Extractors:
         }
         # Class numbers are prompts without words.
         in_words = all(any(map(str.isalpha, text)) for text in prompts)
-        if all(map(is_scene, prompts)):
-            found["clip_score_lite"] = lite.clip_score_lite(there, prompts)
-            if pictures.shape[2:] == (scenes.SIZE, scenes.SIZE):
-                found["prompt_accuracy"] = accuracy(pictures, prompts)
         if self.inception is not None:
             seen = self.inception(there)
             found["features"] = seen.pool
@@ -175,21 +168,3 @@ def at_hand(
     return Extractors(
         **networks, reward_name=reward_name, device=device, entries=entries, lacking=lacking
     )
-
-
-def is_scene(text: str) -> bool:
-    """Return whether a prompt is in the words of the shapes generator."""
-    try:
-        scenes.parse(text)
-    except ValueError:
-        return False
-    return True
-
-
-def accuracy(pictures: Tensor, prompts: Sequence[str]) -> Tensor:
-    """Return the share of stated attributes that each picture shows, float64 [N]."""
-    found = []
-    for scene, text in zip(classifier.read(pictures), prompts, strict=True):
-        marks = [m for row in classifier.compare(scene, scenes.parse(text)).values() for m in row]
-        found.append(sum(marks) / len(marks))
-    return torch.tensor(found, dtype=torch.float64)

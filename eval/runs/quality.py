@@ -22,7 +22,7 @@ from diffcache.eval.runs.extractors import Columns
 
 _FEWEST_FOR_SETS = 32  # samples below which distances of sets say nothing
 _WIDEST = 256  # features; a resampling of wider ones takes seconds, so there is no interval
-_OF_SAMPLES = ("prompt_accuracy", "clip_score_lite", "clip_score", *reward.NAMES.values())
+_OF_SAMPLES = ("clip_score", *reward.NAMES.values())
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from diffcache.eval.runs.evaluate import Run, lacking, step_flops
 from diffcache.eval.runs.extractors import Extractors
 from diffcache.eval.runs.folder import CaseFolder, evaluations, shares
 from diffcache.eval.runs.task import Case, code_sha256, versions
-from diffcache.eval.samples.prompts import HALF, HELD_OUT
+from diffcache.eval.samples.prompts import HALF
 from diffcache.features.base import Method
 from diffcache.offline.calibrate import prompt_hash
 from diffcache.pipelines.demo.saved import DTYPES
@@ -137,12 +137,12 @@ def assemble(
 
 
 def reference_name(run: Run) -> str | None:
-    """Return what FID-lite compares with: the real pictures' folder, or the shapes generator."""
+    """Return what FID-lite compares with: the real pictures' folder, or scenes of stickers."""
     if run.real is not None:
         side = "" if run.real.side is None else f" at {run.real.side} pixels"
         return f"{run.real.path.name}{side}"
-    is_shapes = run.drawer.prompts.source in ("shapes", HELD_OUT)
-    return "held-out scenes of the shapes generator" if is_shapes else None
+    are_stickers = run.drawer.prompts.source in ("stickers", "sticker-films")
+    return "held-out scenes of stickers" if are_stickers else None
 
 
 def describe(

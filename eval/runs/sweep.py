@@ -1,6 +1,6 @@
 """A sweep: many evaluations written down in one TOML or YAML file.
 
-    model = "shapes-flux"
+    model = "sticker-flux"
     samples = 1000
     steps = [28, 50]              # a list: one run for each value
 

@@ -18,20 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from diffcache.offline.calibrate import prompt_hash
-from diffcache.pipelines.small.scenes import held_out_prompts, held_out_singles
 
+# Built-in lists; each has another to calibrate on, in `<name>-calibration.txt`.
 SHIPPED = {
-    "shapes": "64 held-out scenes of the shapes generator",
+    "stickers": "256 held-out sentences of the shipped models of pictures",
+    "sticker-films": "34 held-out sentences of the shipped models of films",
     "pictures": "100 prompts for pictures",
     "films": "50 prompts for films",
 }
-# Built-in lists that have another to calibrate on, in `<name>-calibration.txt`.
-PAIRED = ("pictures", "films")
-HELD_OUT = "shapes-held-out"
-HELD_OUT_ONE = "shapes-one-held-out"  # of one object, for models that draw no more
-_BUILT_IN = (*SHIPPED, HELD_OUT, HELD_OUT_ONE)
 HALF = "held-out:"  # before a file: the half that is never calibrated on
-HELD_OUT_COUNT = 1000
 # DrawBench names its column Prompts, PartiPrompts Prompt.
 COLUMNS = ("prompts", "prompt", "caption")
 # VBench names its field prompt_en, COCO caption.
@@ -67,13 +62,12 @@ def load_prompts(source: str | Path, limit: int | None = None) -> Prompts:
     """Load a list of prompts.
 
     Args:
-        source: `shapes`, `pictures`, `films`, `shapes-held-out` (as many as `limit` says, 1,000
-            without one), `shapes-one-held-out` (236, of one object); or a file: `.txt` (one a
-            line; blank lines and those that begin with # are left out), `.csv` and `.tsv` with a
-            header, `.json` (COCO captions, of which one a picture is drawn at random: `RULE`;
-            VBench's full info, a list of texts or of objects), `.jsonl`. `FILE:COLUMN` names the
-            column of a table, or the field of objects, if it is not one of the usual names;
-            `held-out:FILE` is the half of its prompts that `calibration_prompts` leaves.
+        source: One of `SHIPPED`, or a file: `.txt` (one a line; blank lines and those that begin
+            with # are left out), `.csv` and `.tsv` with a header, `.json` (COCO captions, of which
+            one a picture is drawn at random: `RULE`; VBench's full info, a list of texts or of
+            objects), `.jsonl`. `FILE:COLUMN` names the column of a table, or the field of objects,
+            if it is not one of the usual names; `held-out:FILE` is the half of its prompts that
+            `calibration_prompts` leaves.
         limit: Only so many, from the start.
 
     Raises:
@@ -83,8 +77,9 @@ def load_prompts(source: str | Path, limit: int | None = None) -> Prompts:
     if limit is not None and limit < 1:
         raise ValueError(f"limit={limit}: must be at least 1 prompt")
     name = str(source)
-    if name in _BUILT_IN:
-        return _built_in(name, limit)
+    if name in SHIPPED:
+        texts, _ = _read(_FOLDER / f"{name}.txt", None)
+        return Prompts(name, tuple(texts[:limit]), _sha256(texts))
     if name.startswith(HALF):
         whole = load_prompts(name.removeprefix(HALF))
         texts = [text for text in whole.texts if not is_for_calibration(text)]
@@ -101,8 +96,8 @@ def load_prompts(source: str | Path, limit: int | None = None) -> Prompts:
 def calibration_prompts(source: str) -> Prompts:
     """Load prompts to calibrate on, none of which is to be evaluated on.
 
-    Of the built-in lists `pictures` and `films` these are lists of their own; of any other list
-    the half that a hash of each prompt tells, wherever the prompt stands.
+    Of the built-in lists these are lists of their own; of any other list the half that a hash of
+    each prompt tells, wherever the prompt stands.
 
     Args:
         source: Name of a list or path of a file, for `load_prompts`.
@@ -111,7 +106,7 @@ def calibration_prompts(source: str) -> Prompts:
         FileNotFoundError: If there is neither such a list nor such a file.
         ValueError: If the file cannot be read, or no prompt falls into the half.
     """
-    if source in PAIRED:
+    if source in SHIPPED:
         texts, _ = _read(_FOLDER / f"{source}-calibration.txt", None)
         return Prompts(f"{source}-calibration", tuple(texts), _sha256(texts))
     whole = load_prompts(source)
@@ -129,16 +124,6 @@ def is_for_calibration(text: str) -> bool:
     return int(prompt_hash(text), 16) % 2 == 0
 
 
-def _built_in(name: str, limit: int | None) -> Prompts:
-    if name == HELD_OUT:
-        texts = held_out_prompts(limit or HELD_OUT_COUNT)
-        return Prompts(name, tuple(texts), _sha256(texts))
-    texts = held_out_singles()
-    if name != HELD_OUT_ONE:
-        texts, _ = _read(_FOLDER / f"{name}.txt", None)
-    return Prompts(name, tuple(texts[:limit]), _sha256(texts))
-
-
 def _locate(source: str | Path) -> tuple[Path, str | None]:
     """Return the file and the column; a source FILE:COLUMN is taken apart."""
     file = Path(source).expanduser()
@@ -150,10 +135,10 @@ def _locate(source: str | Path) -> tuple[Path, str | None]:
         raise ValueError(f"{file} is a folder; give a file of prompts")
     if file.is_file():
         return file, None
-    close = difflib.get_close_matches(str(source), _BUILT_IN, n=1)
+    close = difflib.get_close_matches(str(source), SHIPPED, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise FileNotFoundError(
-        f"no prompts {str(source)!r}: neither a file nor one of {', '.join(_BUILT_IN)}{hint}"
+        f"no prompts {str(source)!r}: neither a file nor one of {', '.join(SHIPPED)}{hint}"
     )
 
 

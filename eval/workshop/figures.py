@@ -1,7 +1,7 @@
 """Draw the table of figures of shipped models: every method of a sweep, calibrated where needed.
 
     python -m diffcache.eval.workshop.figures         # every shipped model that has a sweep
-    python -m diffcache.eval.workshop.figures shapes-dit
+    python -m diffcache.eval.workshop.figures sticker-dit
 
 reads `assets/bench/eval-<model>-methods.toml`, a sweep as `diffcache eval sweep` takes it. A method
 whose `tables` are not there yet is calibrated first, on prompts that the evaluation does not draw.
@@ -39,13 +39,12 @@ ALL: list[str] = []
 SAMPLES = 32
 COLUMNS = (
     "evaluations", "flops_ratio", "ratio", "cpu_ratio", "psnr_db", "ssim", "lpips_lite",
-    "temporal_error", "prompt_accuracy", "prompt_accuracy_change", "whole_right",
-    "whole_right_change", "success_rate", "success_rate_change", "action_error",
-    "fid_lite_to_uncached", "fvd_lite_to_uncached", "held_bytes",
+    "temporal_error", "whole_right", "whole_right_change", "success_rate", "success_rate_change",
+    "action_error", "fid_lite_to_uncached", "fvd_lite_to_uncached", "held_bytes",
 )  # fmt: skip
 HEAD = """# Figures
 
-What every method costs and saves on the shipped models. `make figures` draws all of it again:
+What methods cost and save on shipped models. `make figures` draws all of it again:
 methods that need tables are calibrated first, on prompts that the evaluation does not draw; the
 rows of a table come from one process, and their seconds were measured in turn. The tables are
 filled from the records beside the sweeps in `assets/bench/`, which hold versions, settings and

@@ -27,7 +27,6 @@ FIGURES = (
     ("SSIM", ("fidelity", "ssim"), "{:.4f}"),
     ("LPIPS-lite", ("fidelity", "lpips_lite"), "{:.4f}"),
     ("FID-lite change", ("quality", "fid_lite_change"), "{:+.3f}"),
-    ("prompt accuracy", ("quality", "prompt_accuracy"), "{:.4f}"),
     ("whole scenes right", ("quality", "whole_right"), "{:.3f}"),
     ("its change", ("quality", "whole_right_change"), "{:+.3f}"),
     ("success rate", ("quality", "success_rate"), "{:.3f}"),

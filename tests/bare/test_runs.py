@@ -26,7 +26,7 @@ import diffcache
 from diffcache import AttachError, CacheWarning, Combine, Every, Interval
 from diffcache.api import handle_of
 from diffcache.attach.branches import FEWEST, glance, goes_on
-from diffcache.eval.workshop.small import small_unet
+from diffcache.eval.workshop.small import sticker_unet as small_unet
 from tests.bare.toys import (
     COND,
     EVERY,

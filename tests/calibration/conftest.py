@@ -4,8 +4,8 @@ import pytest
 
 import diffcache
 from diffcache import FittedForecast
-from diffcache.pipelines.small.flux import load
-from tests.calibration.shapes_flux import PROMPTS, SETTINGS
+from tests.calibration.shipped import PROMPTS, SETTINGS
+from tests.shipped import load
 
 
 @pytest.fixture(scope="module")

@@ -27,9 +27,9 @@ from diffcache.features.collect import Collector
 from diffcache.offline.calibrate import Plan, header_of, prompt_hash
 from diffcache.offline.tracing import Watch
 from diffcache.offline.tune.trial import Bench
-from diffcache.pipelines.small.flux import CALL, DIRECTORY
 from diffcache.step import Step
-from tests.calibration.shapes_flux import PROMPTS, SETTINGS, STEPS, draw
+from tests.calibration.shipped import PROMPTS, SETTINGS, STEPS, draw
+from tests.shipped import CALL, DIRECTORY
 from tests.zoo.pipes import pipes
 
 
@@ -66,7 +66,7 @@ def test_the_tables_are_inner_products_of_the_features(pipe, calibrated):
     found = calibrated.tables["products"]
     assert torch.allclose(found, expected, rtol=1e-9)
     assert calibrated.tables.steps == STEPS
-    assert calibrated.tables.header["shape"] == [64, 16]
+    assert calibrated.tables.header["shape"] == [64, 48]
 
 
 def test_calibrating_leaves_the_pipeline_as_it_was(pipe, calibrated):
@@ -224,13 +224,13 @@ def test_numbers_that_are_not_finite_are_refused(pipe):
             see()
 
 
-@pytest.mark.parametrize("prompts", ["", "pictures", "films", "shapes", "own.txt"])
+@pytest.mark.parametrize("prompts", ["", "pictures", "sticker-films", "own.txt"])
 @pytest.mark.parametrize("own", [True, False])
 def test_the_command_line_draws_no_prompts_and_noise_of_an_evaluation(
     prompts: str, own: bool, tmp_path: Path
 ) -> None:
-    model = "shapes-flux"
-    if own:  # a user's own pipeline: any whose folder is not called shapes-
+    model = "sticker-flux"
+    if own:  # a user's own pipeline: any whose folder is not called sticker-
         model = str(tmp_path / "my-flux")
         shutil.copytree(DIRECTORY, model, copy_function=shutil.copyfile)
     if prompts == "own.txt":

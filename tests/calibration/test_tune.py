@@ -3,7 +3,6 @@
 import math
 from dataclasses import replace
 from itertools import combinations
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,21 +26,8 @@ from diffcache.offline.tune.space import (
 )
 from diffcache.offline.tune.trial import Bench, Trial, closeness, mean_interval, outputs
 from diffcache.offline.tune.tune import _score
-from diffcache.pipelines.small.flux import CALL
-from tests.calibration.shapes_flux import PROMPTS, SETTINGS, STEPS, draw
-
-
-def test_the_shipped_tuning_runs_on_the_shipped_model(pipe):
-    path = (
-        Path(diffcache.__file__).parent
-        / "assets"
-        / "tables"
-        / "shapes-flux"
-        / "tuned-4x.safetensors"
-    )
-    with diffcache.wrapped(pipe, "tuned", tables=str(path)):
-        pipe(PROMPTS[:1], num_inference_steps=28, output_type="latent", **CALL)
-        assert diffcache.report(pipe).steps_computed == 6
+from tests.calibration.shipped import PROMPTS, SETTINGS, STEPS, draw
+from tests.shipped import CALL
 
 
 @pytest.mark.filterwarnings("ignore::diffcache.CacheWarning")
@@ -363,7 +349,7 @@ def test_tune_certifies_on_prompts_apart_and_its_file_says_so(pipe, tmp_path, mo
         return Trial(repr(method), steps / STEPS, mean, mean, mean, 1.0, len(each), each)
 
     monkeypatch.setattr(Bench, "_measure", measure)
-    prompts = [f"a small red ring on the left, on a {i} background" for i in range(30)]
+    prompts = [f"a fox on grass, on a {i} background" for i in range(30)]
     methods = [Combine(Listed((0, 2), STEPS)), Combine(Listed((0, 1, 2), STEPS))]
     own = {"psnr": 35.0, "confidence": 0.95, "methods": methods, "steps": STEPS, **CALL}
     out = tmp_path / "sure.safetensors"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from diffcache.pipelines.small import flux
+from tests import shipped as flux
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from diffcache.eval.runs.draw import summary
 from diffcache.eval.runs.folder import evaluations
 from diffcache.features.base import Probe
 from diffcache.features.parts.when import Gate
-from diffcache.pipelines.small import flux
+from tests import shipped as flux
 from tests.zoo.catalog import cases
 from tests.zoo.pipes import pipes
 
@@ -30,7 +30,7 @@ _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # which
 
 
 def call(steps=2, batch=1):
-    prompts = ["a small red ring on the left, on a yellow background"] * batch
+    prompts = ["a fox left of an owl on grass"] * batch
     return dict(
         flux.CALL, prompt=prompts, num_inference_steps=steps, output_type="latent",
         generator=torch.Generator().manual_seed(0),
@@ -59,7 +59,7 @@ def test_a_real_call_counts_what_the_layers_say(pipe):
     config = pipe.transformer.config
     counted = flops.count(pipe, call(2, batch=3))
     tokens = (64 // pipe.vae_scale_factor // 2) ** 2
-    expected = flux_form(config, tokens, flux.TEXT_TOKENS, batch=3)
+    expected = flux_form(config, tokens, flux.CALL["max_sequence_length"], batch=3)
     assert counted.calls == (("transformer", expected),) * 2
     assert (counted.steps, counted.per_call, counted.total) == (2, expected, 2 * expected)
     assert flops.count(pipe, call(3, batch=3)).per_step == expected

@@ -11,7 +11,7 @@ import torch
 
 from diffcache.eval.cost import energy, interleave, memory
 from diffcache.eval.record import Setting
-from diffcache.pipelines.small import flux
+from tests import shipped as flux
 
 
 class FakeNvml(SimpleNamespace):
@@ -241,12 +241,12 @@ def test_memory_of_a_call_in_this_process():
 def test_a_fresh_process_does_not_inherit_our_memory():
     big = torch.ones(900 * MIB, dtype=torch.uint8)
     call = {"prompt": ["a small red ring"], "num_inference_steps": 2, "seed": 0}
-    found = memory.peak_bytes("shapes-flux", None, call)
+    found = memory.peak_bytes("sticker-flux", None, call)
     assert MIB < found < big.numel()
 
 
 def test_a_process_that_failed_is_named(monkeypatch):
     failed = SimpleNamespace(returncode=1, stderr="some\nTypeError: no such argument\n", stdout="")
     monkeypatch.setattr(memory.subprocess, "run", lambda *given, **named: failed)
-    with pytest.raises(memory.MeasureError, match="shapes-flux failed: TypeError: no such"):
-        memory.peak_bytes("shapes-flux", None, {})
+    with pytest.raises(memory.MeasureError, match="sticker-flux failed: TypeError: no such"):
+        memory.peak_bytes("sticker-flux", None, {})

@@ -110,7 +110,7 @@ def test_what_does_not_go_with_it_is_refused(saved: Path, words: list[object], s
 
 def test_text_settings_are_refused_for_pictures() -> None:
     for words in (["--length", "8"], ["--sampler", "random"]):
-        done = CliRunner().invoke(app, ["run", "shapes-flux", "a ring", *words])
+        done = CliRunner().invoke(app, ["run", "sticker-flux", "a ring", *words])
         assert done.exit_code == 2 and f"{' '.join(words)}: is not for a pipeline" in done.output
 
 

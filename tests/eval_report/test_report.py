@@ -21,7 +21,6 @@ from diffcache.eval.metrics.intervals import share_interval
 from diffcache.eval.report import docs, heat, pareto, plots, strips, words
 from diffcache.eval.report.__main__ import main
 from diffcache.eval.report.columns import Column, bytes_text, decimals, shown
-from diffcache.eval.report.docs import update
 from diffcache.eval.report.palette import OKABE_ITO, Picture, styles
 from diffcache.eval.report.records import Value, checked, ordered
 from diffcache.eval.report.samples import Samples
@@ -47,7 +46,7 @@ def row(name: str, kind: str, computed: int, damage: float, matches: list[str]) 
     quality: dict[str, Any] = {
         "fid_lite": interval(3.0 + damage / 4, 0.3),
         "kid_lite": {"value": 0.001 + damage / 1000, "spread": 0.0002, "n": 64},
-        "prompt_accuracy": interval(0.99 - damage / 200, 0.006),
+        "geneval": interval(0.99 - damage / 200, 0.006),
     }
     if kind != "uncached":
         quality["fid_lite_change"] = interval(damage / 4, 0.5, paired=True)
@@ -76,7 +75,7 @@ def row(name: str, kind: str, computed: int, damage: float, matches: list[str]) 
 
 def make_record(**task: Any) -> dict[str, Any]:
     """Build a record: uncached, three caches, and what they are to be compared with."""
-    lite = {"unit": "", "backend": "lite", "extractor": "shapes-features", "sha256": "ab" * 32}
+    lite = {"unit": "", "backend": "lite", "extractor": "sticker-features", "sha256": "ab" * 32}
     exact = {"unit": "", "direction": "up", "backend": "exact"}
     rows = [
         row("uncached", "uncached", STEPS, 0.0, []),
@@ -88,10 +87,10 @@ def make_record(**task: Any) -> dict[str, Any]:
     ]
     times = {r["name"]: 0.1 * r["evaluations"] for r in rows}
     return {
-        "schema": "diffcache.eval/1", "command": "diffcache eval --model shapes-flux",
+        "schema": "diffcache.eval/1", "command": "diffcache eval --model sticker-flux",
         "finished": True,
         "task": {
-            "model": "shapes-flux", "model_sha256": "cd" * 32, "pipeline": "FluxPipeline",
+            "model": "sticker-flux", "model_sha256": "cd" * 32, "pipeline": "FluxPipeline",
             "kind": "pictures", "samples": 64, "seed": 0, "batch_size": 8, "steps": STEPS,
             "prompts": {"source": "held-out shapes", "count": 64, "sha256": "ef" * 32},
             "call": {"height": 64, "width": 64}, "dtype": "float32", **task,
@@ -102,7 +101,7 @@ def make_record(**task: Any) -> dict[str, Any]:
             "fid_lite": lite | {"title": "FID-lite", "direction": "down"},
             "fid_lite_change": lite | {"title": "FID-lite, change", "direction": "down"},
             "kid_lite": lite | {"title": "KID-lite", "direction": "down"},
-            "prompt_accuracy": exact | {"title": "prompt accuracy"},
+            "geneval": exact | {"title": "GenEval"},
         },
         "rows": rows,
         "warnings": ["64 samples are few: see <b>docs</b>"],
@@ -245,7 +244,7 @@ def test_better_means_that_intervals_do_not_overlap(
 
 def test_summary_says_whether_a_cache_beats_fewer_steps() -> None:
     said = "\n".join(words.summary(make_record()))
-    assert "64 pictures of shapes-flux at 12 steps." in said
+    assert "64 pictures of sticker-flux at 12 steps." in said
     assert "taylorseer against uncached, 3 steps: better in FID-lite, PSNR" in said
     assert "first-block against uncached, 4 steps: worse in PSNR" in said
     assert "taylorseer: 3 evaluations a sample, FLOPs ratio 4, 4 times as fast" in said
@@ -264,7 +263,7 @@ def test_rows_stand_under_what_they_are_to_be_compared_with() -> None:
 def test_numbers_are_those_of_the_record() -> None:
     record = make_record()
     for row_ in record["rows"]:
-        for key in ("fid_lite", "prompt_accuracy"):
+        for key in ("fid_lite", "geneval"):
             text = cells(record, key)[row_["name"]].text
             found = [float(n) for n in re.findall(r"-?\d+\.\d+", text)]
             wanted = [row_["quality"][key][part] for part in ("value", "low", "high")]
@@ -300,8 +299,8 @@ def test_nothing_is_bold_without_a_rival() -> None:
 def test_nothing_is_bold_where_all_are_equal() -> None:
     record = make_record()
     for row_ in record["rows"]:
-        row_["quality"]["prompt_accuracy"] = interval(1.0, 0.0)
-    assert not any(cell.bold for cell in cells(record, "prompt_accuracy").values())
+        row_["quality"]["geneval"] = interval(1.0, 0.0)
+    assert not any(cell.bold for cell in cells(record, "geneval").values())
 
 
 def test_dagger_stands_where_the_interval_of_the_change_holds_zero() -> None:
@@ -332,7 +331,7 @@ def test_columns_follow_the_record() -> None:
     keys = [column.key for column in table_of(record).columns]
     assert keys == [
         "evaluations", "flops_ratio", "seconds", "ratio", "throughput", "peak_bytes", "held_bytes",
-        "fid_lite", "fid_lite_change", "fid_lite_to_uncached", "psnr_db", "ssim", "lpips_lite", "prompt_accuracy", "kid_lite",
+        "fid_lite", "fid_lite_change", "fid_lite_to_uncached", "psnr_db", "ssim", "lpips_lite", "geneval", "kid_lite",
     ]  # fmt: skip
     record["timing"] = {}
     for row_ in record["rows"]:
@@ -360,11 +359,11 @@ def test_a_footnote_says_which_interval_is_which() -> None:
     assert "[95 %]: bootstrap interval over the samples." in table_of(record).notes
     right = torch.arange(64) < 50
     for row_ in record["rows"]:
-        row_["quality"]["prompt_accuracy"] = share_interval(right).to_dict()
-    only = ("psnr_db", "prompt_accuracy", "fid_lite_change")
+        row_["quality"]["geneval"] = share_interval(right).to_dict()
+    only = ("psnr_db", "geneval", "fid_lite_change")
     assert table_of(record, only).notes[1] == (
         "[95 %] over the samples: bootstrap interval (PSNR, FID-lite, change); Wilson's "
-        "interval of shares (prompt accuracy)."
+        "interval of shares (GenEval)."
     )
     record["rows"][1]["outcomes"] = {"fid_lite": "01"}
     assert "Bonett and Price's interval of paired shares (FID-lite, ch" in table_of(record).notes[1]
@@ -373,7 +372,7 @@ def test_a_footnote_says_which_interval_is_which() -> None:
 def test_footnotes_name_back_ends_and_warnings() -> None:
     notes = "\n".join(table_of(make_record()).notes)
     assert (
-        "FID-lite to uncached, LPIPS-lite, KID-lite: lite (shapes-features abababababab)" in notes
+        "FID-lite to uncached, LPIPS-lite, KID-lite: lite (sticker-features abababababab)" in notes
     )
     assert "not comparable with published figures" in notes
     assert "Warning: 64 samples are few" in notes
@@ -482,7 +481,7 @@ def test_settings_of_a_method_are_told_apart_by_what_differs() -> None:
 def test_every_plot_is_drawn(run: Any) -> None:
     _, folder, files = run
     names = {file.name for file in files}
-    stems = ["pareto-fid_lite_change", "pareto-lpips_lite", "pareto-psnr_db", "pareto-prompt_accuracy",
+    stems = ["pareto-fid_lite_change", "pareto-lpips_lite", "pareto-psnr_db", "pareto-geneval",
              "timeline", "latent-error", "cost", *(f"site-error-{n}" for n in (1, 2, 3))]  # fmt: skip
     for stem in stems:
         assert {f"{stem}.png", f"{stem}.svg"} <= names
@@ -509,13 +508,13 @@ def test_missing_data_is_said_in_words() -> None:
 def test_a_metric_in_which_all_rows_are_equal_is_not_plotted() -> None:
     record = make_record()
     for row_ in record["rows"]:
-        row_["quality"]["prompt_accuracy"] = {"value": 1.0, "low": 1.0, "high": 1.0, "n": 64}
+        row_["quality"]["geneval"] = {"value": 1.0, "low": 1.0, "high": 1.0, "n": 64}
     drawn, left_out = plots.draw_pareto(record)
-    assert "pareto-prompt_accuracy" not in {plot.stem for plot in drawn} and drawn
-    assert left_out == ["Quality against speed: all rows are equal in prompt accuracy."]
-    record["rows"][1]["quality"]["prompt_accuracy"]["low"] = 0.99
+    assert "pareto-geneval" not in {plot.stem for plot in drawn} and drawn
+    assert left_out == ["Quality against speed: all rows are equal in GenEval."]
+    record["rows"][1]["quality"]["geneval"]["low"] = 0.99
     drawn, left_out = plots.draw_pareto(record)
-    assert "pareto-prompt_accuracy" in {plot.stem for plot in drawn} and not left_out
+    assert "pareto-geneval" in {plot.stem for plot in drawn} and not left_out
 
 
 def test_empty_plots_are_none() -> None:
@@ -790,8 +789,3 @@ def test_command_line(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 ROOT = Path(__file__).parents[2]
-
-
-def test_the_table_of_choosing_is_that_of_its_record() -> None:
-    record = ROOT / "assets/bench/eval-shapes-flux.json"
-    assert not update(ROOT / "docs/choosing.md", [record], check=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.folder_scripts.shapes import drawn, saved
+from tests.folder_scripts.pictures import drawn, saved
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from diffcache.eval import fid
 from diffcache.eval.metrics import bootstrap, inception, lite, sets
 from diffcache.eval.metrics.frechet import frechet, moments
-from tests.folder_scripts.shapes import error, report, saved
+from tests.folder_scripts.pictures import error, report, saved
 from tests.picture_files import save_npz
 
 

@@ -16,7 +16,7 @@ from diffcache.eval import fidelity
 from diffcache.eval.metrics import bootstrap, lite, lpips, pixels
 from diffcache.eval.samples import backends
 from diffcache.eval.samples.clips import write_clip, write_preview
-from tests.folder_scripts.shapes import drawn, error, report, saved
+from tests.folder_scripts.pictures import drawn, error, report, saved
 from tests.picture_files import save_npz
 
 

@@ -11,7 +11,7 @@ from peft import LoraConfig
 from peft.utils import get_peft_model_state_dict
 
 from diffcache.eval.samples.clips import write_clip
-from diffcache.pipelines.small import flux
+from tests import shipped as flux
 from tests.dllm.toys import bidirectional
 from tests.kv.eval.small import save_with_words, texts
 from tests.pages.blocks import ROOT
@@ -26,7 +26,7 @@ def make(folder: Path) -> Path:
     (folder / "assets").symlink_to(ROOT / "assets")
     small_flux(folder / "my-pipeline")
     adapter(folder)
-    for name in ("shapes-flux", "black-forest-labs/FLUX.1-dev"):
+    for name in ("sticker-flux", "black-forest-labs/FLUX.1-dev"):
         link(folder / name, folder / "my-pipeline")
     save_with_words(folder / "my-llm")
     language_model(folder / "my-llada")

@@ -38,7 +38,7 @@ from tests.real_models import as_real
 # Blocks that do not run -> why.
 NOT_RUN = {
     "CONTRIBUTING.md": {"kernels <- step": "the order of imports: tests/test_layers.py holds it"},
-    "docs/evaluation.md": {"runs/shapes-flux-<hash>/": "files: tests/test_runs.py looks for them"},
+    "docs/evaluation.md": {"runs/sticker-flux-<hash>/": "files: tests/test_runs.py looks for them"},
     "docs/predict.md": {"MagCache(threshold=": "what the command above it, which runs, prints"},
 }
 # Commands that take longer than a test may, or need what is not here -> where they are stopped: a

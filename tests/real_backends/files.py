@@ -15,7 +15,7 @@ from torch import Tensor
 
 from diffcache.eval.metrics import clip, weights
 
-TOKENIZER = Path(__file__).parents[2] / "assets" / "models" / "shapes-flux" / "tokenizer"
+TOKENIZER = Path(__file__).parents[2] / "assets" / "models" / "sticker-flux" / "tokenizer"
 LONGEST = 12  # tokens of a prompt
 MEAN = torch.tensor([0.48145466, 0.4578275, 0.40821073]).view(3, 1, 1)  # of CLIP's pictures
 SPREAD = torch.tensor([0.26862954, 0.26130258, 0.27577711]).view(3, 1, 1)

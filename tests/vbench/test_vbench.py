@@ -103,7 +103,7 @@ def test_the_list_of_prompts_is_found_in_the_installed_package(
 
 EXCERPT = Path(__file__).with_name("excerpt.json")
 CALL = {"num_frames": 1, "height": 32, "width": 32, "guidance_scale": 1.0}
-TASK = Task("shapes-wan", str(EXCERPT), 1, batch_size=1, steps=1, call=CALL, device="cpu")
+TASK = Task("sticker-wan", str(EXCERPT), 1, batch_size=1, steps=1, call=CALL, device="cpu")
 DIMENSION = "object_class"  # two prompts, ten films
 QUIET = Progress()
 
@@ -238,14 +238,14 @@ def test_films_of_other_settings_do_not_mix(drawn: Suite, tmp_path: Path) -> Non
     (job.films / "notes.txt").touch()
     with pytest.raises(ValueError, match="nothing but .mp4 films, but has 'notes.txt'"):
         draw_suite(job, QUIET)
-    with pytest.raises(ValueError, match="--model shapes-flux: FluxPipeline draws no films"):
-        draw_suite(some(drawn, tmp_path, task=replace(TASK, model="shapes-flux", call={})), QUIET)
+    with pytest.raises(ValueError, match="--model sticker-flux: FluxPipeline draws no films"):
+        draw_suite(some(drawn, tmp_path, task=replace(TASK, model="sticker-flux", call={})), QUIET)
 
 
 def test_the_command_draws_under_a_method(drawn: Suite, tmp_path: Path, run: Any) -> None:
     out = tmp_path / "cached"
     call = [word for key, value in CALL.items() for word in ("--call", f"{key}={value}")]
-    line = ["draw", "--model", "shapes-wan", "--info", str(EXCERPT), "--out", str(out), *call]
+    line = ["draw", "--model", "sticker-wan", "--info", str(EXCERPT), "--out", str(out), *call]
     line += ["--samples-per-prompt", "1", "--dimension", DIMENSION, "--device", "cpu"]
     done = run(app, [*line, "--steps", "2", "--method", "interval:every=2"])
     assert done.exit_code == 0, done.output

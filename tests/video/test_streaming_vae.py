@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 
 from diffcache import cli
 from diffcache.errors import AttachError
+from diffcache.eval.workshop.small import sticker_wan as wan
 from diffcache.kv.life.save import SavedCacheError
 from diffcache.pipelines.causal_video import CausalVideo
 from diffcache.pipelines.demo.session_film import policies
-from diffcache.pipelines.small import wan
 from diffcache.pipelines.streaming_vae import WanDecoder
 from diffcache.video import FewSteps, Flush
 from tests.video.test_checkpoint import published

@@ -2,81 +2,79 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from diffcache.eval.record import Setting
 from diffcache.eval.workshop.bench import causal as bench
-from diffcache.eval.workshop.parts import Parts
-from diffcache.eval.workshop.video import page, rollouts
-from diffcache.eval.workshop.video.rollouts import Rollouts, summary
-from diffcache.eval.workshop.video.rows import CHANGES, ROWS, Change, Row
-from diffcache.pipelines.small import causal
-from diffcache.video import Keep, Window
+from diffcache.eval.workshop.small.sticker_films import render_film
+from diffcache.eval.workshop.small.sticker_wan import draw_films
+from diffcache.eval.workshop.video import page
+from diffcache.eval.workshop.video.rollouts import EVERY, Rollouts, judged
+from diffcache.eval.workshop.video.rows import ROWS, Row
+from diffcache.pipelines.causal_video import CausalVideo
+from diffcache.video import Window
 
 SETTING = Setting(torch.device("cpu"), torch.float32)
 
 
 @pytest.fixture(scope="module")
-def shapes() -> causal.ShapesCausal:
-    return causal.load()
+def rollouts() -> Rollouts:
+    return Rollouts(2, SETTING)
 
 
-def test_films_of_all_policies_begin_alike_and_have_the_same_noise(shapes: Any) -> None:
-    found = Rollouts(shapes, 2)
-    truth = found.groups[0]
-    with shapes.video() as video:
-        films = [found.film(video, Window(6, sinks), 0, 10) for sinks in (0, 0, 3)]
-    assert torch.equal(films[0], films[1]) and films[0].shape == (2, 3, 10, 24, 24)
-    assert torch.equal(films[0][:, :, :3], truth.film())
-    assert torch.equal(films[0][:, :, :9], films[2][:, :, :9])  # nothing has gone yet
+@pytest.fixture
+def video(rollouts: Rollouts) -> Iterator[CausalVideo]:
+    with rollouts.video() as video:
+        yield video
 
 
-def test_a_film_that_shows_the_new_prompt_late_is_told_so(
-    shapes: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = Rollouts(shapes, 3)
-
-    def change(video: Any, row: Any, group: int) -> Any:
-        truth = found.groups[group].lasting(72)
-        shapes = truth.shapes.clone()
-        shapes[:, 24:] = (shapes[:, 24:] + 1) % 4
-        stated = replace(truth, shapes=shapes)
-        shown = replace(truth, shapes=torch.where(torch.arange(72) < 33, truth.shapes, shapes))
-        return shown.film(), stated
-
-    monkeypatch.setattr(found, "change", change)
-    told = found.changes([Change("late", Window(), Keep())], Parts(None, {}), None)[0]
-    assert told["chunks"] == 3 and told["shown"]["value"] == 1
-    assert told["identity"]["value"] == pytest.approx(39 / 48)  # 9 of 48 frames show the old one
+def test_films_of_all_policies_have_the_same_noise(rollouts: Rollouts, video: CausalVideo) -> None:
+    films = [rollouts.films(video, Window(3, sinks), 3) for sinks in (0, 0, 3)]
+    assert torch.equal(films[0], films[1]) and films[0].shape[0::2] == (2, 64, 3)
+    same = [torch.equal(films[0][:, :count], films[2][:, :count]) for count in (11, None)]
+    assert same == [True, False]  # nothing has gone before the third chunk
 
 
-def test_the_last_quarter_is_that_of_the_film() -> None:
-    values = torch.arange(8.0).repeat(3, 1)  # [samples, slices]
-    told = summary([{"size": values[:1]}, {"size": values[1:]}])
-    assert told["slices"]["size"] == list(range(8)) and told["late"]["size"]["value"] == 6.5
+def test_true_films_are_right_and_those_of_another_object_are_not() -> None:
+    truth = draw_films(4, 5, held=True)
+    films = torch.from_numpy(np.stack([render_film(film, 4 * EVERY)[0] for film in truth]))
+    said = [film.caption_at(0) for film in truth]
+    found = judged(films, said)
+    assert found["right"]["value"] > 0.8 and found["right"]["n"] == 4
+    assert found["drift"]["value"] < 10
+    assert judged(films, said[1:] + said[:1])["right"]["value"] < 0.3
+    dark = films.clone()
+    dark[:, 3 * EVERY :] //= 4
+    late = judged(dark, said)
+    assert late["late"]["value"] < found["late"]["value"]
+    assert late["drift"]["value"] > found["drift"]["value"] + 20
 
 
 def test_names_of_rows_are_their_own() -> None:
-    for rows in (ROWS, CHANGES):
-        assert len({row.name for row in rows}) == len(rows)
-    assert ROWS[0].role == "stock"
+    assert len({row.name for row in ROWS}) == len(ROWS) and ROWS[0].role == "stock"
 
 
-def test_the_benchmark_measures_every_part(shapes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "load", lambda dtype: shapes)
-    monkeypatch.setattr(bench, "CHANGES", CHANGES[:1])
-    monkeypatch.setattr(rollouts, "AFTER", 6)
+def test_the_benchmark_measures_every_part(
+    rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "Rollouts", lambda samples, setting: rollouts)
     rows = [ROWS[0], Row("window 3", Window(3, 0))]
-    body = bench.measure(SETTING, rounds=9, samples=2, frames=12, rows=rows)
+    body: dict[str, Any] = bench.measure(SETTING, rounds=9, samples=2, length=3, rows=rows)
     full, window = (row["chunk"] for row in body["rows"])
     assert full["bytes"][0] < full["bytes"][1] < full["bytes"][2]
     assert len(set(window["bytes"])) == 1  # full from the third chunk on
     assert [row["chunks"] for row in body["anew"]] == [8]
-    assert body["stream_batch"]["largest_difference"] < 1e-5
+    assert body["stream_batch"]["largest_difference"] < 1e-4
+    record = {"dtype": "float32", "threads": 1, "device": "cpu", "command": "x", **body}
+    assert "| full history | " in page._measured(record) and "every 12th frame" in " ".join(
+        page._measured(record).split()
+    )
+    assert "| window 3 | " in page._timed(record) and "| 8 | " in page._anew(record)
     with pytest.raises(ValueError, match="rounds=2, samples=2: must be at least 3 and 2"):
         bench.measure(SETTING, rounds=2, samples=2)
 

@@ -227,7 +227,7 @@ def test_without_the_shipped_model_there_is_no_stand_in(monkeypatch: pytest.Monk
     monkeypatch.setattr(doctor, "_shipped", absent)
     found = rows()
     assert found["fid_lite"].backend == found["fid"].backend == "none"
-    assert any(line.startswith("shapes-features") for line in doctor.missing(doctor.rows()))
+    assert any(line.startswith("sticker-features") for line in doctor.missing(doctor.rows()))
 
 
 def test_the_doctor_asks_the_other_interpreter(
@@ -278,7 +278,7 @@ def test_the_self_test_measures_pictures(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(doctor, "SELFTEST_PICTURES", 256)
     found = doctor.selftest()
     assert found["pictures"] == 256
-    # A set this small is farther from the reference than one of 2,000, but not as far as ghosts.
+    # Sets this small are farther apart than those of 2,000, but not as far as ghosts.
     assert 0 < 2 * found["clean"] < found["ghost"] and found["ghost"] > doctor.GHOST_AT_LEAST
 
 

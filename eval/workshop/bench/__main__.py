@@ -94,8 +94,8 @@ BENCHMARKS: dict[str, Bench] = {
     ),
     "causal": Bench(
         causal.measure,
-        "what films of causal video keep with each cache, time and bytes of a chunk; an hour",
-        quick={"rounds": 12, "samples": 2, "frames": 30}, resumes=True,
+        "what films of causal video keep with each cache, time and bytes of a chunk; half an hour",
+        quick={"rounds": 12, "samples": 2, "length": 3}, resumes=True,
     ),
     **{
         f"dllm-{model}": Bench(

@@ -1,13 +1,13 @@
 """Caches of causal video on the shipped model: what films keep, and time and bytes of a chunk.
 
-Films are made by all policies from the same first frames and the same noise. Chunks are timed one
+Films are made by all policies from the same sentences and the same noise. Chunks are timed one
 by one, all policies in turn in one process, beside one call of the transformer without history,
 whose work never changes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,16 @@ from diffcache.eval.cost.interleave import Call, Turn, summary
 from diffcache.eval.cost.interleave import measure as take_turns
 from diffcache.eval.record import Setting
 from diffcache.eval.workshop.parts import Parts, digest_of
+from diffcache.eval.workshop.small.sticker_causal import CHUNK
 from diffcache.eval.workshop.thirds import thirds
-from diffcache.eval.workshop.video.rollouts import BEFORE, GIVEN, SLICE, Rollouts
-from diffcache.eval.workshop.video.rows import CHANGES, ROWS, Row
+from diffcache.eval.workshop.video.rollouts import EVERY, SIZE, Rollouts
+from diffcache.eval.workshop.video.rows import ROWS, Row
 from diffcache.pipelines.causal_video import CausalVideo
-from diffcache.pipelines.small.causal import CALL, ShapesCausal, load
-from diffcache.pipelines.small.causal_scenes import CHUNK, FRAMES, prompt
 from diffcache.pipelines.stream_batch import StreamBatch
 from diffcache.video import FullHistory, Window
 
-SAMPLES, LENGTH = 64, 480
-CHUNKS = 40 * FRAMES // CHUNK  # forty times what the model was trained on
+SAMPLES, LENGTH = 16, 40  # films and their chunks
+CHUNKS = 96  # that are timed
 ALONE, BATCHED, SEQUENTIAL = "no history", "stream batch", "level by level"
 DEPTHS = (8, 32, 64, 128)  # chunks of history that are computed anew
 
@@ -39,17 +38,17 @@ def measure(
     *,
     rounds: int = CHUNKS,
     samples: int = SAMPLES,
-    frames: int = LENGTH,
+    length: int = LENGTH,
     rows: Sequence[Row] = ROWS,
     unfinished: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure films, changes of the prompt and chunks.
+    """Measure films and chunks.
 
     Args:
         setting: Device and dtype.
         rounds: Timed chunks of every policy, at least 3.
         samples: Films that are judged, at least 2.
-        frames: Frames of each.
+        length: Chunks of each.
         rows: Policies, the stock one first.
         unfinished: File that keeps rows of films as they come, until all is done.
 
@@ -58,55 +57,45 @@ def measure(
     """
     if rounds < 3 or samples < 2:
         raise ValueError(f"rounds={rounds}, samples={samples}: must be at least 3 and 2")
-    model = load(dtype=setting.dtype).to(setting.device)
-    rollouts = Rollouts(model, samples)
-    kept = Parts(unfinished, {"samples": samples, "frames": frames, "dtype": str(setting.dtype),
-                              "model": digest_of(model.transformer)})  # fmt: skip
-    found = rollouts.table(rows, frames, kept, setting.progress)
-    chunks = chunk_times(model, rows, rounds, setting)
-    return {
-        "shapes": {"model": "shapes-causal", "samples": samples, "frames": frames, "given": GIVEN,
-                   "slice": SLICE, "chunk": CHUNK, "horizon": FRAMES, "before": BEFORE},
-        "rounds": rounds,
-        "rows": [{"name": row.name, "role": row.role, **found[row.name], "chunk": chunks[row.name]}
-                 for row in rows],
-        "changes": rollouts.changes(CHANGES, kept, setting.progress),
-        "anew": anew(model, [depth for depth in DEPTHS if depth < rounds], setting),
-        "stream_batch": stream_batch(model, min(rounds, 40), setting),
-        "parts": kept.end(),
-    }  # fmt: skip
-
-
-def _text(model: ShapesCausal) -> Tensor:
-    return model.embed([prompt(0, 0)])
+    rollouts = Rollouts(samples, setting)
+    model = rollouts.pipe.transformer
+    kept = Parts(unfinished, {"samples": samples, "length": length, "dtype": str(setting.dtype),
+                              "model": digest_of(model)})  # fmt: skip
+    found = rollouts.table(rows, length, kept, setting.progress)
+    text = rollouts.text[:1]
+    with rollouts.video() as video:
+        chunks = chunk_times(video, text, rows, rounds, setting)
+        return {
+            "shapes": {"model": "sticker-causal", "samples": samples, "length": length,
+                       "chunk": CHUNK, "every": EVERY},
+            "rounds": rounds,
+            "rows": [
+                {"name": row.name, "role": row.role, **found[row.name], "chunk": chunks[row.name]}
+                for row in rows
+            ],
+            "anew": anew(video, text, [depth for depth in DEPTHS if depth < rounds], setting),
+            "stream_batch": stream_batch(video, text, min(rounds, 40), setting),
+            "parts": kept.end(),
+        }  # fmt: skip
 
 
 def chunk_times(
-    model: ShapesCausal, rows: Sequence[Row], rounds: int, setting: Setting
+    video: CausalVideo, text: Tensor, rows: Sequence[Row], rounds: int, setting: Setting
 ) -> dict[str, dict[str, Any]]:
     """Return time and bytes of a chunk by thirds of a long film, by row; rows take turns."""
-    with model.video() as video:
-        sessions = {
-            row.name: video.session(_text(model), policy=row.policy, **CALL) for row in rows
-        }
-        steps: dict[str, Call | Turn] = {ALONE: _alone(video, model)}
-        steps |= {name: session.next for name, session in sessions.items()}
-        seconds: dict[str, list[float]] = {name: [] for name in steps}
-        held: dict[str, list[int]] = {name: [] for name in sessions}
-        third = rounds // 3
-        for count in (third, third, rounds - 2 * third):
-            clock = _clock(steps, count, setting)
-            for name in steps:
-                seconds[name] += clock[name]
-            for name, session in sessions.items():
-                held[name].append(session.store.nbytes)
+    sessions = {row.name: video.session(text, policy=row.policy, size=SIZE) for row in rows}
+    steps: dict[str, Call | Turn] = {ALONE: lambda: video.session(text, recall=0, size=SIZE).next()}
+    steps |= {name: session.next for name, session in sessions.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    held: dict[str, list[int]] = {name: [] for name in sessions}
+    third = rounds // 3
+    for count in (third, third, rounds - 2 * third):
+        clock = _clock(steps, count, setting)
+        for name in steps:
+            seconds[name] += clock[name]
+        for name, session in sessions.items():
+            held[name].append(session.store.nbytes)
     return {name: thirds(seconds[name], seconds[ALONE], held[name]) for name in sessions}
-
-
-def _alone(video: CausalVideo, model: ShapesCausal) -> Callable[[], Any]:
-    """Return a call that makes a chunk without history."""
-    text = _text(model)
-    return lambda: video.session(text, recall=0, **CALL).next()
 
 
 def _clock(
@@ -115,59 +104,59 @@ def _clock(
     return take_turns(steps, rounds, 0, setting).own(setting)
 
 
-def anew(model: ShapesCausal, depths: Sequence[int], setting: Setting) -> list[dict[str, Any]]:
+def anew(
+    video: CausalVideo, text: Tensor, depths: Sequence[int], setting: Setting
+) -> list[dict[str, Any]]:
     """Return how long a chunk takes whose history is computed anew, against cached histories.
 
     One clean pass over the history a chunk is counted; without any cache it would be one in every
     step.
 
     Args:
-        model: The model.
+        video: The video.
+        text: Embeddings of a sentence.
         depths: Chunks of history.
         setting: Device and dtype.
     """
     found = []
-    with model.video() as video:
-        for depth in depths:
-            film = torch.zeros(1, 3, depth * CHUNK, *CALL["size"]).to(_text(model))
+    channels = video.transformer.config.in_channels
+    for depth in depths:
+        film = torch.zeros(1, channels, depth * CHUNK, *SIZE).to(text)
 
-            def begin(policy: Any, film: Tensor = film) -> Any:
-                session = video.session(_text(model), policy=policy, recall=0, **CALL)
-                session.take(film)
-                return session
+        def begin(policy: Any, film: Tensor = film) -> Any:
+            session = video.session(text, policy=policy, recall=0, size=SIZE)
+            session.take(film)
+            return session
 
-            full, window = begin(FullHistory()), begin(Window(12, 3))
-            steps: dict[str, Call | Turn] = {
-                "anew": lambda begin=begin: begin(FullHistory()).next(),  # type: ignore[misc]
-                "cached": full.next, "window": window.next,
-            }  # fmt: skip
-            clock = _clock(steps, 3, setting)
-            found.append({"chunks": depth} | {
-                f"of_{name}": summary([a / b for a, b in zip(clock["anew"], clock[name],
-                                                             strict=True)])
-                for name in ("cached", "window")
-            })  # fmt: skip
+        full, window = begin(FullHistory()), begin(Window(12, 3))
+        steps: dict[str, Call | Turn] = {
+            "anew": lambda begin=begin: begin(FullHistory()).next(),  # type: ignore[misc]
+            "cached": full.next, "window": window.next,
+        }  # fmt: skip
+        clock = _clock(steps, 3, setting)
+        found.append({"chunks": depth} | {
+            f"of_{name}": summary([a / b for a, b in zip(clock["anew"], clock[name], strict=True)])
+            for name in ("cached", "window")
+        })  # fmt: skip
     return found
 
 
-def stream_batch(model: ShapesCausal, rounds: int, setting: Setting) -> dict[str, Any]:
+def stream_batch(video: CausalVideo, text: Tensor, rounds: int, setting: Setting) -> dict[str, Any]:
     """Return how much faster all noise levels are in one batch than one after the other."""
-    policy = Window(12, 3)
-    with model.video() as video:
-        levels = len(video.sampler.levels)
-        streams = {
-            name: StreamBatch(video, _text(model), policy=policy, rows=rows, **CALL)
-            for name, rows in ((SEQUENTIAL, 1), (BATCHED, levels))
-        }
-        films: dict[str, list[Tensor]] = {name: [] for name in streams}
+    levels = len(video.sampler.levels)
+    streams = {
+        name: StreamBatch(video, text, policy=Window(12, 3), rows=rows, size=SIZE)
+        for name, rows in ((SEQUENTIAL, 1), (BATCHED, levels))
+    }
+    films: dict[str, list[Tensor]] = {name: [] for name in streams}
 
-        def step(name: str) -> None:
-            chunk = streams[name].next()
-            if chunk is not None:
-                films[name].append(chunk)
+    def step(name: str) -> None:
+        chunk = streams[name].next()
+        if chunk is not None:
+            films[name].append(chunk)
 
-        clock = _clock({name: partial(step, name) for name in streams}, rounds + levels, setting)
-        films[BATCHED] += streams[BATCHED].finish()
+    clock = _clock({name: partial(step, name) for name in streams}, rounds + levels, setting)
+    films[BATCHED] += streams[BATCHED].finish()
     pairs = zip(clock[SEQUENTIAL][levels:], clock[BATCHED][levels:], strict=True)
     error = max(
         float((one - other).abs().max())

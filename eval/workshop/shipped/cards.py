@@ -23,7 +23,7 @@ from diffcache.pipelines.shipped_models import MODELS
 
 _PLACE = re.compile(r"(<!-- quality: (\S+) -->\n).*?(<!-- /quality -->)", re.DOTALL)
 _TITLES = {
-    WHOLE: "right in everything", "prompt_accuracy": "of all attributes", "color": "color",
+    WHOLE: "right in everything",
     "target_right": "target right", "touched": "touched an obstacle",
     "first_right": "first value", "second_right": "second value, given the first",
     "token_right": "tokens", "frame_right": "frames", "wall_db": "wall in the last frame, dB",

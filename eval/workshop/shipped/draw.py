@@ -7,14 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import DiffusionPipeline, FluxKontextPipeline, WanPipeline
+from diffusers import DiffusionPipeline, FluxKontextPipeline
 from numpy.typing import NDArray
 from PIL import Image
-from torch import Tensor
 from tqdm import tqdm
 
 from diffcache.eval.workshop.small import sticker_flux, sticker_kontext
-from diffcache.pipelines.small import flux, kontext, wan
 
 
 def outputs_of(
@@ -38,11 +36,11 @@ def outputs_of(
 
 
 def draw_pictures(
-    pipe: DiffusionPipeline, prompts: Sequence[Any], *, steps: int, seed: int, batch: int = 32,
-    call: Mapping[str, Any] = flux.CALL,
+    pipe: DiffusionPipeline, prompts: Sequence[Any], *, steps: int, seed: int,
+    call: Mapping[str, Any],
 ) -> list[Image.Image]:  # fmt: skip
     """Draw one picture for each prompt, a text or class; see `outputs_of`."""
-    made = outputs_of(pipe, [list(prompts)], steps, seed, batch, **call)
+    made = outputs_of(pipe, [list(prompts)], steps, seed, 32, **call)
     return [picture for output in made for picture in output.images]
 
 
@@ -68,7 +66,7 @@ def draw_stickers(
 
 def edit_stickers(
     pipe: FluxKontextPipeline, before: NDArray[np.uint8], texts: Sequence[str], *, steps: int,
-    seed: int,
+    seed: int, batch: int = 32, each: Callable[[int], None] = lambda count: None,
 ) -> NDArray[np.uint8]:  # fmt: skip
     """Edit pictures of stickers, with guidance; see `outputs_of`.
 
@@ -78,6 +76,8 @@ def edit_stickers(
         texts: One instruction for each.
         steps: Sampling steps.
         seed: Seed of the first picture.
+        batch: Pictures edited at once.
+        each: Callback that is given the number of pictures of every run, after it.
 
     Returns:
         Pictures, uint8 [B, 64, 64, 3].
@@ -85,56 +85,8 @@ def edit_stickers(
     call = {**sticker_kontext.CALL, "output_type": "np"}
     unsaid = [call.pop("negative_prompt")] * len(texts)
     shown = torch.from_numpy(before).permute(0, 3, 1, 2).float() / 255
-    columns = [shown, list(texts), list(texts), unsaid]
-    made = outputs_of(pipe, columns, steps, seed, 32, **call)
-    return np.concatenate([np.round(output.images * 255).astype(np.uint8) for output in made])
-
-
-def draw_films(
-    pipe: WanPipeline, prompts: Sequence[str], *, steps: int, seed: int, **call: Any
-) -> Tensor:
-    """Film each prompt; see `outputs_of`.
-
-    Args:
-        pipe: The pipeline.
-        prompts: Prompts to film.
-        steps: Sampling steps.
-        seed: Seed of the first film.
-        **call: Arguments that replace those of `wan.CALL`.
-
-    Returns:
-        Films uint8 [B, F, 64, 64, 3].
-    """
-    made = outputs_of(pipe, [list(prompts)], steps, seed, 16, **{**wan.CALL, **call})
-    films = [torch.from_numpy(output.frames) for output in made]
-    return torch.cat(films).mul(255).round().to(torch.uint8)
-
-
-def edit_pictures(
-    pipe: FluxKontextPipeline, before: Tensor, texts: Sequence[str], *, steps: int, seed: int,
-    batch: int = 16, each: Callable[[int], None] = lambda count: None,
-) -> Tensor:  # fmt: skip
-    """Edit pictures; see `outputs_of`.
-
-    Args:
-        pipe: The pipeline.
-        before: Reference pictures, uint8 [B, 3, 64, 64].
-        texts: One instruction for each.
-        steps: Sampling steps.
-        seed: Seed of the first picture.
-        batch: Pictures edited at once.
-        each: Callback that is given the number of pictures of every run, after it.
-
-    Returns:
-        The results, uint8 [B, 3, 64, 64].
-    """
-    columns, made = (before.float() / 255, list(texts)), []
-    for output in outputs_of(pipe, columns, steps, seed, batch, output_type="np", **kontext.CALL):
+    columns, made = [shown, list(texts), list(texts), unsaid], []
+    for output in outputs_of(pipe, columns, steps, seed, batch, **call):
         each(len(output.images))
-        made.append(torch.from_numpy(np.round(output.images * 255).astype(np.uint8)))
-    return torch.cat(made).permute(0, 3, 1, 2).contiguous()
-
-
-def image_of(picture: Tensor) -> Image.Image:
-    """Return a picture, uint8 [3, H, W], as PIL takes it."""
-    return Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy())
+        made.append(np.round(output.images * 255).astype(np.uint8))
+    return np.concatenate(made)

@@ -17,27 +17,29 @@ import numpy as np
 import torch
 import typer
 from diffusers import FluxKontextPipeline
+from PIL import Image
 from torch import Tensor
 
 import diffcache
 from diffcache.command import Threads, script
 from diffcache.eval.metrics.intervals import metric_interval
-from diffcache.eval.offline import trained_edits
 from diffcache.eval.runs.score import kept
 from diffcache.eval.runs.task import digest
-from diffcache.eval.workshop.shipped.draw import edit_pictures
+from diffcache.eval.workshop.shipped.draw import edit_stickers
 from diffcache.eval.workshop.shipped.table import ALL, Drawn, Only, Rounds, Subject, draw_record
+from diffcache.eval.workshop.small.sticker_edits import draw_edits, judge
+from diffcache.eval.workshop.small.sticker_kontext import CALL, DIRECTORY, load
+from diffcache.eval.workshop.small.stickers import render
 from diffcache.features.base import Method
 from diffcache.features.collect import Calibrated
 from diffcache.features.regione import RegionE
 from diffcache.offline.calibrate import calibrate
-from diffcache.pipelines.small.edits import draw_edits, instruction, judge
-from diffcache.pipelines.small.kontext import CALL, DIRECTORY, load
 from diffcache.psnr import psnr
 
-KEPT = Path("runs/shapes-kontext-uncached.safetensors")
+KEPT = Path("runs/sticker-kontext-uncached.safetensors")
 BATCH = 16
 TIMED = 4  # pictures of a timed call
+SEED = 77  # of the edits that ratios are fitted to
 METHODS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("interval", {"every": 3}),
     ("taylorseer", {"every": 5, "site": "stack"}),
@@ -47,10 +49,12 @@ METHODS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-def instructions(count: int, seed: int) -> list[str]:
-    """Return the instructions of the held-out edits of `draw_edits(count, seed, held=True)`."""
-    edits, _, _ = draw_edits(count, seed, held=True)
-    return [instruction(e, np.random.default_rng([seed, i, 9])) for i, e in enumerate(edits)]
+def trained_edits(samples: int) -> list[dict[str, Any]]:
+    """Return calls, a picture each, with edits of the kind that the pipeline was trained on."""
+    return [
+        {"image": Image.fromarray(render(edit.before)), "prompt": edit.text}
+        for edit in draw_edits(samples, SEED)
+    ]
 
 
 class Editor(Subject):
@@ -63,7 +67,7 @@ class Editor(Subject):
         kept: File of the uncached pictures.
     """
 
-    name = "shapes-kontext"
+    name = "sticker-kontext"
     directory = DIRECTORY
     methods = METHODS
     metrics: Mapping[str, Mapping[str, Any]] = {
@@ -73,7 +77,7 @@ class Editor(Subject):
     }
 
     def __init__(
-        self, samples: int = 256, steps: int = 28, fitted: int = 32, kept: Path = KEPT
+        self, samples: int = 128, steps: int = 28, fitted: int = 32, kept: Path = KEPT
     ) -> None:
         self.samples, self.steps, self.fitted, self.kept = samples, steps, fitted, kept
         self.about = {
@@ -82,12 +86,13 @@ class Editor(Subject):
             "seed": 0, "steps": steps, "call": CALL, "fitted_to": fitted,
         }  # fmt: skip
         self.pipe, self.plain = load(directory=DIRECTORY), load(directory=DIRECTORY)
-        self.edits, self.before, self.after = draw_edits(samples, 0, held=True)
-        self.texts = instructions(samples, 0)
+        self.edits = draw_edits(samples, 0, held=True)
+        self.before = np.stack([render(edit.before) for edit in self.edits])
+        self.texts = [edit.text for edit in self.edits]
 
     def calibrated(self, method: Calibrated) -> Calibrated:
         """Return a method fitted to some edits of the training set."""
-        calls = trained_edits(self.fitted, 0, BATCH)
+        calls = trained_edits(self.fitted)
         return calibrate(self.pipe, method, calls, steps=self.steps, **CALL)
 
     def uncached(self) -> Drawn:
@@ -113,13 +118,13 @@ class Editor(Subject):
 
     def one_step(self) -> dict[str, Any]:
         """Return the arguments of a call that takes one step for one picture."""
-        before = self.before[:1].float() / 255
-        return {"image": before, "prompt": self.texts[:1], "num_inference_steps": 1, **CALL}
+        before = Image.fromarray(self.before[0])
+        return {"image": before, "prompt": self.texts[0], "num_inference_steps": 1, **CALL}
 
     def timed(self, pipe: FluxKontextPipeline, method: Method) -> Callable[[], object]:
         """Return a call that draws some edits; RegionE's one by one on both sides."""
         before, texts = self.before[:TIMED], self.texts[:TIMED]
-        return lambda: edit_pictures(
+        return lambda: edit_stickers(
             pipe, before, texts, steps=self.steps, seed=0, batch=_batch(method)
         )
 
@@ -129,13 +134,18 @@ class Editor(Subject):
         batch: int = BATCH,
         each: Callable[[int], None] = lambda drawn: None,
     ) -> Tensor:
-        return edit_pictures(
+        made = edit_stickers(
             pipe, self.before, self.texts, steps=self.steps, seed=0, batch=batch, each=each
         )
+        return torch.from_numpy(made).permute(0, 3, 1, 2).contiguous()
 
     def _judged(self, pictures: Tensor) -> Drawn:
-        found = judge(pictures, self.edits, self.before, self.after)
-        return Drawn({key: found[key] for key in ("whole_right", "target_right")}, pictures)
+        found = judge(pictures.permute(0, 2, 3, 1).contiguous().numpy(), self.edits)
+        right = {
+            key: torch.tensor([getattr(verdict, key) for verdict in found])
+            for key in ("whole_right", "target_right")
+        }
+        return Drawn(right, pictures)
 
 
 def _batch(method: Method) -> int:
@@ -143,7 +153,7 @@ def _batch(method: Method) -> int:
 
 
 def kontext(
-    samples: Annotated[int, typer.Option(min=2, help="Held-out edits.")] = 256,
+    samples: Annotated[int, typer.Option(min=2, help="Held-out edits.")] = 128,
     rounds: Rounds = 10,
     threads: Threads = 1,
     only: Only = ALL,

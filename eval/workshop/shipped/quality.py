@@ -1,9 +1,9 @@
 """Measure the shipped models: how many of their held-out samples are right in everything?
 
     python -m diffcache.eval.workshop.shipped.quality                      # all of them
-    python -m diffcache.eval.workshop.shipped.quality shapes-unet --samples 256
+    python -m diffcache.eval.workshop.shipped.quality sticker-unet --samples 256
 
-A sample is right where the shipped classifier, the task or the answer's key finds nothing wrong in
+A sample is right where the shipped judge, the task or the answer's key finds nothing wrong in
 it. Records go to `assets/bench/<model>-quality.json`, samples of the models that draw to a labeled
 picture beside the weights; `diffcache.eval.workshop.shipped.cards` puts the numbers into the model
 cards.
@@ -35,18 +35,12 @@ from diffcache.eval.metrics.intervals import share_interval
 from diffcache.eval.record import FOLDER, Setting, check, envelope
 from diffcache.eval.runs.task import directory_sha256
 from diffcache.eval.workshop.shipped.draw import (
-    draw_films,
     draw_pictures,
     draw_stickers,
-    edit_pictures,
     edit_stickers,
-    image_of,
 )
-from diffcache.eval.workshop.shipped.kontext import instructions
 from diffcache.eval.workshop.small import (
     chain_llada,
-    dit,
-    small_unet,
     sticker_ddim,
     sticker_dit,
     sticker_edits,
@@ -59,28 +53,15 @@ from diffcache.eval.workshop.small.chain import draw as draw_chains
 from diffcache.eval.workshop.small.grid import draw_grid
 from diffcache.eval.workshop.small.sticker_flux import decode, encode
 from diffcache.eval.workshop.small.sticker_judge import read_faults
-from diffcache.eval.workshop.small.stickers import OBJECTS, held_out_captions, with_article
-from diffcache.eval.workshop.small.stickers import parse as parse_sentence
+from diffcache.eval.workshop.small.stickers import OBJECTS, held_out_captions, parse, with_article
 from diffcache.eval.workshop.small.stickers import render as render_stickers
-from diffcache.eval.workshop.video.rollouts import Rollouts
-from diffcache.eval.workshop.video.shapes import judge as judge_film
 from diffcache.files import write_json
 from diffcache.pipelines.diffusion_lm import DiffusionLM
 from diffcache.pipelines.policy import rollout
 from diffcache.pipelines.shipped_models import MODELS
-from diffcache.pipelines.small import causal, flux, kontext, reach, recall, recall_llama, wan
-from diffcache.pipelines.small.causal_scenes import FRAMES
-from diffcache.pipelines.small.classifier import ATTRIBUTES, compare, read
-from diffcache.pipelines.small.edits import draw_edits, judge
+from diffcache.pipelines.small import reach, recall, recall_llama
 from diffcache.pipelines.small.recall import Task
 from diffcache.pipelines.small.recall_llama import LENGTHS
-from diffcache.pipelines.small.scenes import (
-    held_out_prompts,
-    held_out_singles,
-    parse,
-    shipped_prompts,
-)
-from diffcache.video import FullHistory
 
 Outcomes = Mapping[str, Tensor]  # name -> [N] or [N, Q]; `whole_right` first, `_db` are no shares
 WHOLE = "whole_right"
@@ -110,35 +91,12 @@ class Model:
     grid: Callable[[Any], tuple[str, Image.Image]] | None = None
 
 
-def of_prompts(pictures: Any, prompts: Sequence[str]) -> Outcomes:
-    """Return which pictures show everything their prompt states, and the share of each attribute.
-
-    Args:
-        pictures: Pictures as the classifier takes them.
-        prompts: Prompt of each picture, in the words of the shapes generator.
-    """
-    rows = [
-        compare(scene, parse(text)) for scene, text in zip(read(pictures), prompts, strict=True)
-    ]
-    every = [[mark for values in marks.values() for mark in values] for marks in rows]
-    found = {WHOLE: torch.tensor([all(marks) for marks in every])}
-    found["prompt_accuracy"] = torch.tensor([sum(marks) / len(marks) for marks in every])
-    for name in ATTRIBUTES:
-        found[name] = torch.tensor([sum(marks[name]) / len(marks[name]) for marks in rows])
-    return found
-
-
-def _of_flux(pipe: Any, steps: int, samples: int, seed: int, call: Any = flux.CALL) -> Outcomes:
-    prompts = held_out_prompts(samples, seed)
-    return of_prompts(draw_pictures(pipe, prompts, steps=steps, seed=seed, call=call), prompts)
-
-
 def _of_stickers(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
     """Judge pictures of held-out sentences, and those of one object and of two apart."""
     texts = held_out_captions(samples, seed)
     wrong = read_faults(texts, _stickers_of(pipe, texts, steps, seed))
     right = torch.tensor([not faults for faults in wrong])
-    alone = torch.tensor([len(parse_sentence(text)[0]) == 1 for text in texts])
+    alone = torch.tensor([len(parse(text)[0]) == 1 for text in texts])
     return {WHOLE: right, "right_of_one_object": right[alone], "right_of_two": right[~alone]}
 
 
@@ -186,52 +144,6 @@ def _of_sticker_edits(pipe: Any, steps: int, samples: int, seed: int) -> Outcome
     }
 
 
-def _of_wan(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
-    """Judge the middle frame, where the object passes its stated place."""
-    prompts = held_out_singles(seed)[:samples]
-    films = draw_films(pipe, prompts, steps=steps, seed=seed)
-    return of_prompts(films[:, wan.FRAMES // 2].permute(0, 3, 1, 2), prompts)
-
-
-def of_classes(pictures: Sequence[Image.Image], labels: Sequence[int]) -> Outcomes:
-    """Return which pictures show one object of their class, its shape and its color."""
-    marks = []
-    for scene, label in zip(read(pictures), labels, strict=True):
-        color, shape = dit.LABELS[label].split()
-        one = len(scene.figures) == 1
-        shaped = one and scene.figures[0].shape == shape
-        colored = one and scene.figures[0].color == color
-        marks.append((shaped and colored, one, shaped, colored))
-    names = (WHOLE, "count", "shape", "color")
-    return {
-        name: torch.tensor(column)
-        for name, column in zip(names, zip(*marks, strict=True), strict=True)
-    }
-
-
-def _of_dit(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
-    labels = [number % len(dit.LABELS) for number in range(samples)]
-    pictures = draw_pictures(pipe, labels, steps=steps, seed=seed, batch=35, call=dit.CALL)
-    return of_classes(pictures, labels)
-
-
-@torch.no_grad()
-def _of_kontext(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
-    edits, before, after = draw_edits(samples, seed, held=True)
-    texts = instructions(samples, seed)
-    made = edit_pictures(pipe, before, texts, steps=steps, seed=seed)
-    found = judge(made, edits, before, after)
-    decoded = pipe.vae.decode(pipe.vae.encode(after.float() / 127.5 - 1).latent_dist.mode()).sample
-    pictures = ((decoded.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
-    best = judge(pictures, edits, before, after)
-    by_kind = {
-        f"target_right_{kind}": found["target_right"][[edit.kind == kind for edit in edits]]
-        for kind in sorted({edit.kind for edit in edits})
-    }
-    autoencoder = {"autoencoder_untouched_psnr_db": best["untouched_psnr_db"]}
-    return {**found, **by_kind, **autoencoder}
-
-
 def _of_reach(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
     """Judge half of the episodes with the seed, half with the next: scenes of one may be easy."""
     halves = []
@@ -244,27 +156,6 @@ def _of_reach(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
         "touched": torch.cat([each.touched for each in halves]),
         **{f"right_of_seed_{seed + k}": each.succeeded for k, each in enumerate(halves)},
     }
-
-
-def _of_causal(model: causal.ShapesCausal, steps: int, samples: int, seed: int) -> Outcomes:
-    """Judge films, all history held, of as many frames as a training film has.
-
-    A film is right whose every frame shows the stated shape and color and the mark of the first.
-    """
-    rollouts = Rollouts(model, samples, seed)
-    found: dict[str, list[Tensor]] = {"frame_right": [], "mark": [], "wall_db": []}
-    with model.video() as video:
-        assert len(video.sampler.levels) == steps
-        for group, truth in enumerate(rollouts.groups):
-            film = rollouts.film(video, FullHistory(), group, FRAMES)
-            kept = judge_film(film, truth.lasting(FRAMES))
-            found["frame_right"].append(kept["identity"] > 0)
-            found["mark"].append(kept["mark"])
-            found["wall_db"].append(kept["wall_db"][:, -1])
-    columns = {key: torch.cat(parts) for key, parts in found.items()}
-    whole = columns["frame_right"].all(1) & (columns["mark"] == 1).all(1)
-    columns["mark"] = columns["mark"].mean(1)
-    return {WHOLE: whole, **columns}
 
 
 @torch.no_grad()
@@ -319,12 +210,6 @@ def of_recall(model: Any, task: Task, samples: int, seed: int) -> Outcomes:
     return {WHOLE: right.all(-1), "first_right": right[..., 0], "second_right": right[..., 1]}
 
 
-def _texts_grid(pipe: Any, call: Mapping[str, Any]) -> tuple[str, Image.Image]:
-    texts = shipped_prompts()[:24]
-    pictures = draw_pictures(pipe, texts, steps=28, seed=0, call=call)
-    return "grid.png", draw_grid([[one] for one in pictures], texts, scale=3, columns=6)
-
-
 def _sticker_grid(pipe: Any) -> tuple[str, Image.Image]:
     texts = held_out_captions(24, 1)
     pictures = map(Image.fromarray, _stickers_of(pipe, texts, 28, 0))
@@ -345,31 +230,7 @@ def _sticker_edits_grid(pipe: Any) -> tuple[str, Image.Image]:
     return "grid.png", draw_grid(pairs, texts, scale=2, columns=6)
 
 
-def _dit_grid(pipe: Any) -> tuple[str, Image.Image]:
-    labels = range(len(dit.LABELS))
-    pictures = draw_pictures(pipe, labels, steps=28, seed=0, batch=35, call=dit.CALL)
-    return "grid.png", draw_grid([[one] for one in pictures], dit.LABELS, scale=3, columns=7)
-
-
-def _kontext_grid(pipe: Any) -> tuple[str, Image.Image]:
-    _, before, _ = draw_edits(24, 0, held=True)
-    texts = instructions(24, 0)
-    made = edit_pictures(pipe, before, texts, steps=28, seed=0)
-    pairs = [[image_of(picture) for picture in pair] for pair in zip(before, made, strict=True)]
-    return "grid.png", draw_grid(pairs, texts, scale=2, columns=6)
-
-
-def _wan_strips(pipe: Any) -> tuple[str, Image.Image]:
-    texts = held_out_singles()[:10]
-    films = draw_films(pipe, texts, steps=20, seed=0)[:, ::2].permute(0, 1, 4, 2, 3)
-    strips = [[image_of(frame) for frame in film] for film in films]
-    return "strips.png", draw_grid(strips, texts, scale=2, columns=1)
-
-
 QUALITIES: Mapping[str, Model] = {
-    "shapes-flux": Model(
-        "pictures", flux.load, _of_flux, grid=lambda pipe: _texts_grid(pipe, flux.CALL)
-    ),
     "sticker-flux": Model("pictures", sticker_flux.load, _of_stickers, grid=_sticker_grid),
     "sticker-dit": Model(
         "pictures", sticker_dit.load, _of_sticker_classes, (28,), 240, _sticker_classes_grid
@@ -378,14 +239,6 @@ QUALITIES: Mapping[str, Model] = {
     "sticker-kontext": Model(
         "edits", sticker_kontext.load, _of_sticker_edits, (28,), 128, _sticker_edits_grid
     ),
-    "shapes-dit": Model("pictures", dit.load, _of_dit, (28,), 280, _dit_grid),
-    "shapes-unet": Model(
-        "pictures", small_unet.load, partial(_of_flux, call=small_unet.CALL), (28,), 256,
-        lambda pipe: _texts_grid(pipe, small_unet.CALL),
-    ),
-    "shapes-wan": Model("films", wan.load, _of_wan, (20,), 128, _wan_strips),
-    "shapes-causal": Model("films", causal.load, _of_causal, (causal.STEPS,), 128),
-    "shapes-kontext": Model("edits", kontext.load, _of_kontext, (28,), 256, _kontext_grid),
     "reach-policy": Model("episodes", reach.load, _of_reach, (100,), 512),
     "recall-llama": Model("answers", recall_llama.load, of_recall, TASKS, 128),
     **{

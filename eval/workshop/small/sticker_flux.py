@@ -33,6 +33,7 @@ from torch.nn import functional
 
 from diffcache.eval.workshop.small.export import save_pipeline
 from diffcache.eval.workshop.small.grid import draw_grid
+from diffcache.eval.workshop.small.loader import loader
 from diffcache.eval.workshop.small.plain_attention import PlainFluxAttention
 from diffcache.eval.workshop.small.sticker_autoencoder import (
     CHANNELS,
@@ -50,7 +51,6 @@ from diffcache.eval.workshop.small.stickers import (
 )
 from diffcache.eval.workshop.small.trainer import Job, Settings, seeded, spread
 from diffcache.pipelines.shipped_models import MODELS
-from diffcache.pipelines.small.shipped import loader
 
 DIRECTORY = MODELS / "sticker-flux"
 GUIDANCE = 3.0

@@ -20,6 +20,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from diffcache.eval.workshop.small.grid import draw_grid
+from diffcache.eval.workshop.small.loader import loader
 from diffcache.eval.workshop.small.sticker_edits import draw_edits, edit_words
 from diffcache.eval.workshop.small.sticker_flux import CALL as FLUX_CALL
 from diffcache.eval.workshop.small.sticker_flux import (
@@ -34,7 +35,6 @@ from diffcache.eval.workshop.small.sticker_text import Encoder, learn_words
 from diffcache.eval.workshop.small.stickers import render
 from diffcache.eval.workshop.small.trainer import Settings
 from diffcache.pipelines.shipped_models import MODELS
-from diffcache.pipelines.small.shipped import loader
 
 DIRECTORY = MODELS / "sticker-kontext"
 GUIDANCE = 2.0

@@ -14,6 +14,7 @@ import numpy as np
 from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 from torch import Tensor, nn
 
+from diffcache.eval.workshop.small.loader import loader
 from diffcache.eval.workshop.small.sticker_autoencoder import CHANNELS
 from diffcache.eval.workshop.small.sticker_ddim import Denoising
 from diffcache.eval.workshop.small.sticker_flux import retell
@@ -22,7 +23,6 @@ from diffcache.eval.workshop.small.stickers import Scene, held_out_captions
 from diffcache.eval.workshop.small.text_encoders import TEXT_WIDTH
 from diffcache.eval.workshop.small.trainer import Settings
 from diffcache.pipelines.shipped_models import MODELS
-from diffcache.pipelines.small.shipped import loader
 
 DIRECTORY = MODELS / "sticker-unet"
 _WIDTHS = (64, 96, 112)

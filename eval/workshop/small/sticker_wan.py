@@ -24,12 +24,12 @@ from torch.nn import functional
 from diffcache.eval.workshop.small.export import save_pipeline
 from diffcache.eval.workshop.small.film_job import TEXT_TOKENS, FilmJob, build_text
 from diffcache.eval.workshop.small.grid import draw_grid
+from diffcache.eval.workshop.small.loader import loader
 from diffcache.eval.workshop.small.sticker_causal import build_transformer
 from diffcache.eval.workshop.small.sticker_films import Film, sample_film
 from diffcache.eval.workshop.small.sticker_video_autoencoder import TIMES
 from diffcache.eval.workshop.small.trainer import Settings, seeded
 from diffcache.pipelines.shipped_models import MODELS
-from diffcache.pipelines.small.shipped import loader
 
 DIRECTORY = MODELS / "sticker-wan"
 FRAMES = 17

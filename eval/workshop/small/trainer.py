@@ -51,6 +51,7 @@ JOBS = {  # name -> class, and the shipped model it is for
     "sticker-autoencoder": ("sticker_autoencoder:Autoencoder", "sticker-flux"),
     "sticker-text": ("sticker_text:Text", "sticker-flux"),
     "sticker-judge": ("sticker_judge:JudgeJob", "sticker-judge"),
+    "sticker-features": ("sticker_features:Features", "sticker-features"),
     "sticker-flux": ("sticker_flux:Flux", "sticker-flux"),
     "sticker-dit": ("sticker_dit:Dit", "sticker-dit"),
     "sticker-kontext": ("sticker_kontext:Kontext", "sticker-kontext"),
@@ -65,8 +66,6 @@ JOBS = {  # name -> class, and the shipped model it is for
     "chain-llada-probe": ("train_chain:Chain", "chain-llada-probe"),
     "chain-llada-walk": ("train_chain:Chain", "chain-llada-walk"),
     "chain-guide": ("train_chain:Chain", "chain-guide"),
-    "shapes-extractor": ("train_features:ExtractorJob", "shapes-features"),
-    "shapes-matcher": ("train_features:MatcherJob", "shapes-features"),
 }
 PRECISIONS = ("float32", "bfloat16", "compiled", "compiled-bfloat16")
 
