@@ -74,6 +74,7 @@ class Way(Turn):
         real: Tracked tokens that do not just fill up a sequence, bool `[B, t]`; None for all.
         starts: First block of each sequence that computes all rows; the number of blocks for none.
         fed: Positions that the current block computes, bool `[B, T]`.
+        is_whole: Whether the call computes all rows in every layer.
         is_wide: Whether blocks run at full length.
         is_full: Whether every sequence computes all rows of the current block.
         masses: Attention from the window to each token in the layers so far, `[B, T]` each.
@@ -91,16 +92,12 @@ class Way(Turn):
     real: Tensor | None = field(default=None, kw_only=True)
     starts: list[int] = field(kw_only=True)
     fed: Tensor = field(kw_only=True)
+    is_whole: bool = field(kw_only=True)
     is_wide: bool = field(kw_only=True)
     is_full: bool = field(kw_only=True)
     masses: list[Tensor] = field(default_factory=list)
     batch: Tensor = field(kw_only=True)
     blocks: set[int] = field(default_factory=set)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the call computes all rows in every layer."""
-        return self.plan.rows is None
 
     def widen(self, block: int) -> None:
         """Go on to a block that runs at full length."""
@@ -130,10 +127,6 @@ class Way(Turn):
             return held.index_copy_(1, self.places[0], fresh)
         held[self.batch, self.places] = fresh
         return held
-
-    def looking(self, queries: Tensor) -> Tensor:
-        """Return the queries whose attention is looked at, `[B, n, H, D]`, of those computed."""
-        return _rows(queries, self.places) if self.is_wide else queries
 
 
 class Seam(Tap):
@@ -245,6 +238,7 @@ class Drift(Rows):
             goes_on=looks.any(1),
             starts=[0 if is_whole else len(self.numbers)] * planned.shape[0],
             fed=planned,
+            is_whole=is_whole,
             is_wide=is_whole,
             is_full=is_whole,
             batch=batch,
@@ -364,7 +358,7 @@ class Drift(Rows):
             call.k = way.merged(layer.k.transpose(1, 2), call.k)
             call.v = way.merged(layer.v.transpose(1, 2), call.v)
         out = super().attend(site, call, way)
-        queries = way.looking(call.q)
+        queries = _rows(call.q, way.places) if way.is_wide else call.q
         if self.widens:
             held.queries[number] = way.merged(held.queries.get(number), call.q)
         # one product tells both how the tracked tokens attend now, and what the window looks at
@@ -413,8 +407,9 @@ def planned_rows(way: Way, out: Any) -> Any:
 
 def _rows(x: Tensor, places: Tensor) -> Tensor:
     """Return some positions of each sequence, `[B, n, ...]` of `[B, T, ...]`."""
-    (rows,) = RowPlan(places).take(x)
-    return rows
+    if places.shape[0] == 1:
+        return x.index_select(1, places[0])
+    return x[torch.arange(places.shape[0], device=places.device)[:, None], places]
 
 
 def _by_token(arguments: Any) -> list[Tensor]:
