@@ -18,7 +18,7 @@ from diffcache.attach.reuse.extension import FeatureReuse
 from diffcache.attach.run import Timeline
 from diffcache.errors import AttachError
 from diffcache.features.base import Method
-from diffcache.features.combine import Combine
+from diffcache.features.combine import Combine, reuse_of
 from diffcache.step import Step
 
 _EDITORS = re.compile("FluxKontext")  # pipelines that append the tokens of a picture to edit
@@ -92,7 +92,12 @@ def bytes_of(
         if size.skip_layers:  # one more branch, which has half of the samples
             half = {key: value[: size.batch // 2] for key, value in given.items()}
             rehearsal.call(half | {"skip_layers": list(size.skip_layers)}, size, number=1)
-        return rehearsal.held(calls=1)
+        found, reuse = rehearsal.held(calls=1), reuse_of(method)
+        if reuse is None or reuse.feature != "guidance":
+            return found
+        rehearsal.call(given, size, number=1)  # which holds its difference to the first branch
+        other = rehearsal.held(calls=1).branch - found.branch
+        return Expected(other, found.branch - other + found.shared)
 
 
 def check_skipped_layers(model: nn.Module, size: Size) -> None:
@@ -183,11 +188,18 @@ class Rehearsal(Handle):
         assert isinstance(reuse, FeatureReuse)
         timeline = run.timelines[denoiser]
         for one in timeline.branches:
-            for held in one.storage[reuse].features.values():
-                for state, (shape, kind, device) in zip(held.states, held.shapes, strict=True):
+            kept = one.storage[reuse]
+            for held in kept.features.values():
+                latest = list(kept.output[1])
+                for place, state in enumerate(held.states):
+                    shape, kind, device = held.shapes[place]
                     for index in range(1, records):
                         fresh = torch.empty(shape, dtype=kind, device=device)
-                        reuse.setup.instead.record(state, Step(index), fresh)
+                        step = Step(index, branch=one.number)
+                        reuse.setup.instead.record(state, step, fresh)
+                        if latest:
+                            latest[place] = fresh
+                kept.output = kept.output[0], latest
         _fill_gates(reuse, timeline)
         total = sum(tensor.nbytes for tensor in denoiser.tensors(run))
         when, state = reuse.setup.parts.when, timeline.storage[reuse].state

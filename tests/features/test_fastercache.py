@@ -75,6 +75,18 @@ def test_peer_fastercache_step_by_step(every, low, high):
     assert (found - plain)[skipped, 1].abs().amax((1, 2, 3, 4, 5)).min() > 1e-4
 
 
+@pytest.mark.parametrize(("hold", "outputs"), [(None, 3), ("bf16", 2.5)])
+def test_bytes_are_told_before_a_run(hold, outputs):
+    """An output of the guided branch, as itself and packed, and two bands of the other's."""
+    case = cases()["WanTransformer3DModel"]
+    model, output = case.build(), 4 * 2 * 8 * 8 * 4
+    size = {"height": 64, "width": 64, "frames": 5, "text_tokens": 6, "batch": 1}
+    expected = diffcache.expected_bytes(model, "fastercache", hold=hold, branches=2, **size)
+    with diffcache.wrapped(model, FasterCache(), hold=hold) as handle:
+        run(case, model)
+        assert handle.last.peak_bytes == expected["model"] == outputs * output
+
+
 def test_bands_add_up_and_low_is_what_is_smooth():
     torch.manual_seed(0)
     values = torch.randn(2, 3, 10, 15)
