@@ -69,19 +69,10 @@ WRITES = {"AnyFlowFARPipeline": ([STEPS], [True])}
 BLOCKS = {
     "FluxPipeline": ("transformer_blocks", "single_transformer_blocks"),
     "FluxControlNetPipeline": ("transformer_blocks", "single_transformer_blocks"),
-    "StableDiffusion3Pipeline": ("transformer_blocks",),
     "StableDiffusion3Pipeline-heun": ("transformer_blocks",),
-    "PixArtAlphaPipeline": ("transformer_blocks",),
-    "DiTPipeline": ("transformer_blocks",),
-    "QwenImagePipeline": ("transformer_blocks",),
     "WanPipeline": ("blocks",),
     "WanPipeline-two": ("blocks",),
-    "HunyuanVideoPipeline": ("transformer_blocks", "single_transformer_blocks"),
-    "LTXPipeline": ("transformer_blocks",),
-    "CogVideoXPipeline": ("transformer_blocks",),
-    "SanaPipeline": ("transformer_blocks",),
     "StableDiffusionPipeline": ("down_blocks", "up_blocks"),
-    "StableDiffusionXLPipeline": ("down_blocks", "up_blocks"),
 }
 
 
