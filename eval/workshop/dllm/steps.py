@@ -101,7 +101,8 @@ def _computed(lm: Any, ids: Tensor) -> int:
     """Return the rows of a sequence that the last call of a wrapped model computed in a layer."""
     record = handle_of(lm.model).last.calls[-1]
     computed, _ = record.counts[TOKEN_LAYERS]
-    return max(round(computed / ids.shape[0] / lm.model.config.num_hidden_layers), 1)
+    layers = int(lm.model.config.num_hidden_layers)
+    return max(round(computed / ids.shape[0] / layers), 1)
 
 
 def measure(
