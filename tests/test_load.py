@@ -97,12 +97,12 @@ def test_a_live_pipeline_draws_what_the_saved_one_does(tmp_path: Path) -> None:
         return record
 
     pipe, call = load("sticker-flux")
-    live = replace(TASK, model="shapes-mine", call=call)
+    live = replace(TASK, model="sticker-mine", call=call)
     one = evaluate(tmp_path / "saved", TASK)
     two = evaluate(tmp_path / "live", live, pipe)
     files = [sorted((tmp_path / n).rglob("samples/*.png")) for n in ("saved", "live")]
     assert [f.read_bytes() for f in files[0]] == [f.read_bytes() for f in files[1]]
-    assert two["task"]["model"] == "shapes-mine" and two["task"]["kind"] == "pictures"
+    assert two["task"]["model"] == "sticker-mine" and two["task"]["kind"] == "pictures"
     assert [row["fidelity"] for row in one["rows"]] == [row["fidelity"] for row in two["rows"]]
     known = two["task"]["model_sha256"]
     assert Drawer(live, live=pipe).about["model"] == known

@@ -179,7 +179,7 @@ def test_module_sites_are_named_by_their_paths(pipe):
     assert errors.sites[:3] == [
         "transformer_blocks.0.attn", "transformer_blocks.0.ff", "transformer_blocks.0.ff_context",
     ]  # fmt: skip
-    assert errors.sites[-1] == "single_transformer_blocks.7.proj_out"
+    assert errors.sites[-1] == "single_transformer_blocks.6.proj_out"
     assert errors.to_dict()["values"] == errors.values
 
 
