@@ -21,7 +21,7 @@ from diffcache.eval.runs.sweep import read_sweep
 from diffcache.eval.runs.task import Case, Task
 
 pytestmark = pytest.mark.usefixtures("no_report")
-TASK = Task("sticker-flux", samples=2, batch_size=2, steps=8)
+TASK = Task("sticker-flux", samples=2, batch_size=2, steps=8, call={"true_cfg_scale": 1.0})
 LITE = "diffusers/taylorseer:cache_interval=3,disable_cache_before_step=2,use_lite_mode=True"
 
 

@@ -30,6 +30,7 @@ from diffcache.eval.runs.record import check
 from diffcache.eval.runs.task import Task
 from diffcache.eval.samples.prompts import load_prompts
 from tests import shipped as flux
+from tests.shipped import GUIDED
 
 pytestmark = pytest.mark.usefixtures("no_report")  # but for the run that tests share
 
@@ -165,7 +166,7 @@ class TestRun:
         drawer = Drawer(TASK)
         noise = [torch.Generator().manual_seed(seed) for seed in (8, 9)]
         prompts = list(drawer.prompts.texts[8:10])
-        made = samples_of(pipe(prompts, num_inference_steps=7, generator=noise, **flux.CALL))
+        made = samples_of(pipe(prompts, num_inference_steps=7, generator=noise, **GUIDED))
         stored = CaseFolder(run / load(run)["rows"][0]["folder"]).read([8, 9])
         assert all(map(torch.equal, made, stored))
 

@@ -103,7 +103,7 @@ class Subject(ABC):
     @cached_property
     def step_flops(self) -> float:
         """Operations of one uncached step for one sample."""
-        once = count(self.plain, self.one_step()).per_call
+        once = count(self.plain, self.one_step()).per_step
         assert once is not None  # nothing here is compiled
         return once
 
