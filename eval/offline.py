@@ -83,6 +83,8 @@ def inputs_of(task: Task, live: Any = None, pictures: Mapping[str, Any] | None =
         return replace(OWN[name](task), seed=SEEDS + task.seed)
     drawer = Drawer(task, live=live, inputs=pictures)
     call = {**drawer.call, **drawer.inputs}
+    if task.steps is not None:  # it stands above the number of the folder's own defaults
+        call.pop("num_inference_steps", None)
     rng = np.random.default_rng([task.seed, 77])
     if "class_labels" in drawer.parameters:
         known = [int(text) for text in drawer.prompts.texts]

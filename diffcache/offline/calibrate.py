@@ -172,7 +172,7 @@ def with_steps(settings: Mapping[str, Any]) -> dict[str, Any]:
     """
     found = dict(settings)
     if "num_inference_steps" in found:
-        if "steps" in found:
+        if found.get("steps") is not None:
             raise ValueError(
                 f"steps={found['steps']!r} and num_inference_steps="
                 f"{found['num_inference_steps']!r}: give one of them"

@@ -129,8 +129,8 @@ class FeatureReuse(Extension):
             return call
         setup, record = self.setup, call.record
         state: BranchState = call.branch.storage.get(self) or self._new_state(call)
-        first = call.timeline.branches[0]
-        leader = first.storage.get(self) if first.number == 0 else None
+        first = next(iter(call.timeline.branches), None)  # a call in doubt may come before any
+        leader = first.storage.get(self) if first is not None and first.number == 0 else None
         frame = call.storage[FRAME] = Frame(setup, call, state, leader)
         reason = record.reason = self.must_compute(call, state)
         decision = state.decision
