@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from diffcache.api import method_of
 from diffcache.method import Method
 from diffcache.registry import Kind, Row, find, unknown
+from diffcache.targets import method_of
 
 _KINDS: tuple[Kind, ...] = ("method", "dllm", "recipe", "video", "reuse")
 

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from diffcache.api import check_free, denoisers_of
 from diffcache.errors import MissingError
 from diffcache.eval.methods import rows_of
 from diffcache.offline.calibrate import with_steps
 from diffcache.step import Site
+from diffcache.targets import check_free, denoisers_of
 
 NEEDED = ("torchmetrics", "matplotlib", "jinja2", "av")
 SHOWN = (

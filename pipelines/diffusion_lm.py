@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from diffcache.anchor import Loop, owner_of
-from diffcache.api import handle_of, report, run
+from diffcache.api import report, run
 from diffcache.attach.attention_sdpa import calls_sdpa
 from diffcache.attach.extensions.partial import first_position, places_of
 from diffcache.dllm.decode import Decoding, Schedule
@@ -33,6 +33,7 @@ from diffcache.method import check_bool, check_int
 from diffcache.pipelines.guide import ModelGuide, check_guide
 from diffcache.pipelines.prompt_tokens import Prompts, tokens_of
 from diffcache.run_report import Report
+from diffcache.targets import handle_of
 
 OnSettled = Callable[[int, "list[int] | str"], None]
 _SHIFTS = {"Dream": True, "llada": False}  # by the configuration's `model_type`

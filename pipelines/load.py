@@ -17,7 +17,6 @@ from typing import Any, cast
 
 import torch
 
-from diffcache.api import denoisers_of
 from diffcache.command import device_of
 from diffcache.errors import MissingError
 from diffcache.pipelines.demo.saved import (
@@ -28,6 +27,7 @@ from diffcache.pipelines.demo.saved import (
     dtype_of,
     locate,
 )
+from diffcache.targets import denoisers_of
 
 OFFLOADS = ("model", "sequential", "group")
 # Name -> back end of diffusers, its arguments, the package it needs.

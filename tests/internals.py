@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from diffcache.api import handle_of
 from diffcache.attach.handle import Handle
 from diffcache.attach.reuse.extension import FeatureReuse
 from diffcache.features.base import When
 from diffcache.features.combine import FeatureMethod
 from diffcache.step import Step
+from diffcache.targets import handle_of
 
 
 def reuse_in(handle: Handle, number: int = 0) -> FeatureReuse:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import diffcache
 from diffcache import AttachError, Combine, Every, FirstBlock, Interval, Taylor
-from diffcache.api import handle_of
+from diffcache.targets import handle_of
 from tests.zoo.catalog import cases
 
 CASES = cases()

@@ -34,6 +34,7 @@ LAYERS = [
         "offline",
         "run_report",
         "settings_file",
+        "targets",
         "timeline",
     },
     {"pipelines"},

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import diffcache
 from diffcache import Interval
-from diffcache.api import handle_of
+from diffcache.targets import handle_of
 from tests.internals import marks
 from tests.zoo_runs import PIPES, run
 

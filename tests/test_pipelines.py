@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import diffcache
-from diffcache.api import handle_of
 from diffcache.registry import MODELS
+from diffcache.targets import handle_of
 from tests.internals import traces
 from tests.near_zero import TINY, near_zero
 from tests.zoo.pipe import PipeCase

@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 import diffcache
 from diffcache import cli
-from diffcache.api import denoisers_of
 from diffcache.attach.fingerprint import facts_of
 from diffcache.catalog import make_method
 from diffcache.errors import AttachError
@@ -29,6 +28,7 @@ from diffcache.features.magcache import MagCache
 from diffcache.features.teacache import TeaCache
 from diffcache.presets.choose import FALLBACK, LEVELS, Preset, choose, known_models, presets
 from diffcache.presets.published import families, models
+from diffcache.targets import denoisers_of
 from tests.real_models import as_real
 from tests.zoo.case import Case
 from tests.zoo.catalog import cases

@@ -13,7 +13,7 @@ import torch
 import diffcache
 from diffcache import Interval
 from diffcache.anchor import owner_of
-from diffcache.api import handle_of
+from diffcache.targets import handle_of
 from tests.internals import marks
 from tests.zoo.catalog import cases
 from tests.zoo_runs import EVERY, PIPES, STEPS, flux, run

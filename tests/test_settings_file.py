@@ -19,11 +19,11 @@ from diffcache import (
     TeaCache,
     UnknownMethodError,
 )
-from diffcache.api import method_of
 from diffcache.catalog import make_method
 from diffcache.pipelines.causal_video import CausalVideo
 from diffcache.pipelines.load import load
 from diffcache.settings_file import read_settings
+from diffcache.targets import method_of
 from diffcache.video import Window
 from tests.dllm.toys import bidirectional
 from tests.kv.tiny import llama

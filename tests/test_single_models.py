@@ -21,10 +21,10 @@ from diffcache import (
     Newton,
     Taylor,
 )
-from diffcache.api import handle_of
 from diffcache.attach.reuse.setup import KINDS
 from diffcache.features.parts.accumulated import Accumulated
 from diffcache.features.parts.when import Gate
+from diffcache.targets import handle_of
 from tests.bare.toys import Block, Toy
 from tests.internals import marks, reuse_in
 from tests.zoo.pipes import pipes

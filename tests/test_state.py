@@ -17,10 +17,10 @@ from torch import Tensor
 
 import diffcache
 from diffcache import AttachError, Combine, Every, Interval
-from diffcache.api import handle_of
 from diffcache.attach.reuse import extension
 from diffcache.features.parts.when import Listed, Table
 from diffcache.step import CURRENT
+from diffcache.targets import handle_of
 from tests.internals import marks
 from tests.zoo.pipe import noise
 from tests.zoo_runs import CASES, EVERY, PIPES, SEER, STEPS, in_threads, run, wrapped_pipe

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 import diffcache
 from diffcache import AttachError, Call, Interval, Method
-from diffcache.api import handle_of
 from diffcache.attach.fingerprint import facts_of
 from diffcache.catalog import make_method
 from diffcache.features.serialize import to_plain
 from diffcache.features.tables import Tables
 from diffcache.registry import rows_of
+from diffcache.targets import handle_of
 from tests.bare.toys import COND, EVERY, PLAIN, Toy, alone, noise, track
 from tests.features import region_pipelines
 from tests.internals import marks

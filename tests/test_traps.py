@@ -17,7 +17,7 @@ from torch import nn
 import diffcache
 from diffcache import AttachError, CacheWarning, Interval
 from diffcache.anchor import owner_of
-from diffcache.api import handle_of
+from diffcache.targets import handle_of
 from tests.internals import marks
 from tests.zoo.catalog import cases
 from tests.zoo_runs import EVERY, PIPES, flux, run

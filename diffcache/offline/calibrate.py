@@ -16,7 +16,6 @@ from typing import Any, TypeVar, overload
 
 import torch
 
-from diffcache.api import check_free, denoisers_of
 from diffcache.attach.fingerprint import facts_of
 from diffcache.catalog import make_method
 from diffcache.digest import content, digest
@@ -27,6 +26,7 @@ from diffcache.features.tables import Tables
 from diffcache.files import check_target
 from diffcache.offline.resume import read_state, write_state
 from diffcache.offline.tracing import Watch, batches_of, call_pipeline
+from diffcache.targets import check_free, denoisers_of
 
 M = TypeVar("M", bound=Calibrated)
 Progress = Callable[[int, int, str], None]

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from diffcache.anchor import owner_of
-from diffcache.api import choice_for, denoisers_of, method_for
+from diffcache.api import choice_for, method_for
 from diffcache.attach.anatomy import anatomy_of
 from diffcache.attach.fingerprint import facts_of
 from diffcache.attach.inputs import INPUTS, Size, inputs_of
@@ -35,6 +35,7 @@ from diffcache.presets.choose import presets
 from diffcache.presets.published import models
 from diffcache.run_report import human, share
 from diffcache.step import Site, Step
+from diffcache.targets import denoisers_of
 
 Kind = tuple[tuple[bool, frozenset[str]], ...]  # of a step: what every branch computes
 

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 import diffcache
-from diffcache.api import denoisers_of
 from diffcache.command import device_of
 from diffcache.digest import content
 from diffcache.eval.runs.arguments import check_call, frame_rate, prompts_of
@@ -39,6 +38,7 @@ from diffcache.eval.samples.prompts import Prompts
 from diffcache.features.base import Method
 from diffcache.pipelines import load
 from diffcache.pipelines.demo import generate, saved
+from diffcache.targets import denoisers_of
 from diffcache.timeline import steps_of
 
 

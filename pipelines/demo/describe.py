@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 import diffcache
-from diffcache.api import denoisers_of
 from diffcache.attach.anatomy import Anatomy
 from diffcache.attach.fingerprint import facts_of
 from diffcache.files import read_json
 from diffcache.pipelines.demo.saved import locate, pipeline_of
 from diffcache.pipelines.shipped_models import places
+from diffcache.targets import denoisers_of
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -15,11 +15,11 @@ import torch
 from PIL import Image
 
 import diffcache
-from diffcache.api import denoisers_of
 from diffcache.features.base import Method
 from diffcache.pipelines.demo.inputs import check_required, class_number
 from diffcache.psnr import CAP, psnr
 from diffcache.run_report import Report
+from diffcache.targets import denoisers_of
 
 
 @dataclass(frozen=True)

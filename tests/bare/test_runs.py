@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 import diffcache
 from diffcache import AttachError, CacheWarning, Combine, Every, Interval
-from diffcache.api import handle_of
 from diffcache.attach.branches import FEWEST, glance, goes_on
 from diffcache.eval.workshop.small import sticker_unet as small_unet
+from diffcache.targets import handle_of
 from tests.bare.toys import (
     COND,
     EVERY,

@@ -88,6 +88,9 @@ def replicas_of(process: subprocess.Popen[str]) -> list[int]:
 def draw_screens(page: Any, folder: Path) -> None:
     """Draw the page at two widths, light and dark, while a film runs."""
     page.click("#numbers summary")  # folded, as it is at first
+    page.locator("#prompt textarea").fill("a car on wood")
+    page.click("#apply")
+    page.wait_for_timeout(8000)
     for width, height in ((1280, 1160), (390, 1400)):
         for scheme in ("light", "dark"):
             page.set_viewport_size({"width": width, "height": height})
@@ -96,7 +99,7 @@ def draw_screens(page: Any, folder: Path) -> None:
             page.evaluate("window.scrollTo(0, 0)")
             page.wait_for_timeout(500)
             with Image.open(io.BytesIO(page.screenshot())) as screen:
-                colors = screen.convert("RGB").quantize(256, Image.Quantize.FASTOCTREE)
+                colors = screen.convert("RGB").quantize(256, Image.Quantize.MEDIANCUT)
                 colors.save(folder / f"serve-{width}-{scheme}.png")
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import diffcache
-from diffcache.api import handle_of
 from diffcache.dllm import (
     Decoding,
     DKVCache,
@@ -26,6 +25,7 @@ from diffcache.dllm import (
 from diffcache.dllm.rules import Rule
 from diffcache.errors import AttachError
 from diffcache.pipelines.diffusion_lm import DiffusionLM
+from diffcache.targets import handle_of
 from tests.dllm.test_diffusion_lm import Reads
 from tests.dllm.toys import MASK, bidirectional, padded, prompts
 

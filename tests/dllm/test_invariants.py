@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import diffcache
-from diffcache.api import handle_of
 from diffcache.dllm import (
     DKVCache,
     DLLMCache,
@@ -27,6 +26,7 @@ from diffcache.dllm import (
     Threshold,
 )
 from diffcache.pipelines.diffusion_lm import DiffusionLM
+from diffcache.targets import handle_of
 from tests.dllm.cases import (
     CASES,
     CONFIDENT,

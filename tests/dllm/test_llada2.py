@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion, LlamaForCausalLM
 
 import diffcache
-from diffcache.api import handle_of
 from diffcache.dllm import BlockCache, DKVCache
 from diffcache.errors import AttachError, CacheWarning
 from diffcache.foreign import cache_name
 from diffcache.pipelines.demo.describe import find
 from diffcache.pipelines.diffusion_lm import DiffusionLM
+from diffcache.targets import handle_of
 from tests.dllm.remote_models import DreamModel
 from tests.dllm.test_diffusion_lm import Reads
 from tests.dllm.test_remote import made

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import diffcache
-from diffcache.api import handle_of
 from diffcache.dllm import ALL, Decoding, Policy, RowPlan, Sampler, Schedule
+from diffcache.targets import handle_of
 
 MASK = 63
 EOS = 62

@@ -244,7 +244,7 @@ def test_chunks_and_guesses_that_are_taken_back(
 
 @pytest.mark.parametrize("name", EVERY)
 def test_rows_that_are_taken_go_on_as_they_were(model: Any, first: First, name: str) -> None:
-    """What is known of slots stays in step with them, even where the longest rows are gone."""
+    """Statistics of slots stay in step with them, even where the longest rows are gone."""
     recipe, _, cache = first(name)
     every, some, index = cache.fork(), cache.fork(), torch.arange(3)
     cache_for(model, recipe, mode=cache.mode)  # sets the model up again

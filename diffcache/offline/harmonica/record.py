@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffcache import api
 from diffcache.anchor import owner_of
+from diffcache.api import inspect as anatomies_of
 from diffcache.attach.anatomy import Anatomy
 from diffcache.errors import AttachError
 from diffcache.offline.tracing import call_pipeline
 from diffcache.step import Site
+from diffcache.targets import check_free
 
 
 class _EnoughError(Exception):
@@ -132,7 +133,7 @@ def denoiser_of(pipe: Any) -> tuple[nn.Module, Anatomy]:
     """
     if isinstance(pipe, nn.Module) or not hasattr(pipe, "scheduler"):
         raise AttachError(f"{type(pipe).__name__}: a router is trained on a pipeline, not a model")
-    found = api.inspect(pipe)
+    found = anatomies_of(pipe)
     if len(found) != 1:
         raise AttachError(
             f"{type(pipe).__name__} has {len(found)} denoisers ({', '.join(found)}); a router is "
@@ -142,7 +143,7 @@ def denoiser_of(pipe: Any) -> tuple[nn.Module, Anatomy]:
     model: nn.Module = getattr(pipe, name)
     if owner_of(model) is not None:
         raise AttachError(f"{type(pipe).__name__} is wrapped; unwrap it before training a router")
-    api.check_free(pipe, {name: model}, Site.MODULE)
+    check_free(pipe, {name: model}, Site.MODULE)
     return model, anatomy
 
 

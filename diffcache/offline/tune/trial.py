@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from diffcache.api import denoisers_of, report, wrapped
+from diffcache.api import report, wrapped
 from diffcache.attach.flops import counted
 from diffcache.digest import digest
 from diffcache.errors import CacheWarning, TablesError
@@ -25,6 +25,7 @@ from diffcache.features.base import Method
 from diffcache.features.tables import Tables
 from diffcache.offline.tracing import call_pipeline
 from diffcache.psnr import psnr
+from diffcache.targets import denoisers_of
 
 Score = Callable[[Tensor, Tensor, Sequence[Any]], Sequence[float]]
 RESAMPLES = 1000  # of the samples, for the interval of a mean

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffcache.api import check_free, denoisers_of
 from diffcache.attach.fingerprint import facts_of
 from diffcache.errors import AttachError, CacheWarning
 from diffcache.features.base import Method
@@ -28,6 +27,7 @@ from diffcache.offline.tune.guarantee import certify, most_strayed, samples_need
 from diffcache.offline.tune.search import BEST, Goal, Search, Tried, front_of
 from diffcache.offline.tune.trial import Bench, Score, Trial
 from diffcache.step import Site
+from diffcache.targets import check_free, denoisers_of
 
 Judge = Callable[[Tensor, Any], bool]
 _DEARER = 5  # settings that are tried for a certificate beside what met the goal

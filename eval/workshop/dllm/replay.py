@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 import diffcache
-from diffcache.api import handle_of
 from diffcache.attach.handle import Handle
 from diffcache.dllm import ALL, Decoding, FedRows, Policy, RowPlan, Uncached
 from diffcache.eval.record import Setting
@@ -27,6 +26,7 @@ from diffcache.eval.workshop.parts import Parts
 from diffcache.eval.workshop.small.chain import HELD_OUT, MASK, WORLDS, draw
 from diffcache.eval.workshop.small.chain_llada import BLOCKS
 from diffcache.pipelines.guide import ModelGuide
+from diffcache.targets import handle_of
 
 AGES = (0, 1, 2, 4, 8, 16, 32)  # steps since all rows were computed, of the table
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from diffcache.api import handle_of
 from diffcache.attach.record import TOKEN_LAYERS
 from diffcache.dllm import Decoding, RowPlan
 from diffcache.eval.cost.interleave import summary
@@ -28,6 +27,7 @@ from diffcache.eval.workshop.dllm.measure import runners_of
 from diffcache.eval.workshop.dllm.rows import Row, rows
 from diffcache.eval.workshop.small.chain import HELD_OUT, WORLDS, draw
 from diffcache.eval.workshop.small.chain_llada import BLOCKS, load
+from diffcache.targets import handle_of
 
 NAMES = (
     "uncached", "dKV-Cache decode, every 8", "dKV-Cache PD, every 4", "Fast-dLLM dual",
