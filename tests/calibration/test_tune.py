@@ -25,7 +25,7 @@ from diffcache.offline.tune.space import (
     steps_listed,
 )
 from diffcache.offline.tune.trial import Bench, Trial, closeness, mean_interval, outputs
-from diffcache.offline.tune.tune import _score
+from diffcache.offline.tune.tune import _name, _score
 from tests.calibration.shipped import PROMPTS, SETTINGS, STEPS, draw
 from tests.shipped import CALL
 
@@ -304,6 +304,7 @@ def test_samples_may_be_scored_by_lpips_or_by_a_judge(monkeypatch):
     with pytest.raises(ValueError, match=r"lpips=0.1: needs pictures, .*float32"):
         _score(0.1, None)(drawn.float(), plain.float(), prompts)
     assert _score(None, None) is None
+    assert _name(lambda a, b: a > 1) != _name(lambda a, b: a > 2) and _name(None) == ""
 
     goal = Goal(right=True, confidence=0.75)
     trial = Trial("m", 0.5, 30.0, 29.0, 31.0, 1.0, 4, [30.0] * 4, [0.0, 1.0, 1.0, 1.0])

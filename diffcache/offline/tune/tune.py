@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import marshal
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from diffcache.attach.fingerprint import facts_of
+from diffcache.digest import digest
 from diffcache.errors import AttachError, CacheWarning
 from diffcache.features.base import Method
 from diffcache.features.collect import Calibrated
@@ -169,8 +171,11 @@ def _score(lpips: float | None, right: Judge | None) -> Score | None:
 
 def _name(function: Judge | None) -> str:
     """Return the name of a judge in the log of a search."""
+    if function is None:
+        return ""
     place = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
-    return "" if function is None else ":".join(place)
+    code = getattr(function, "__code__", None)  # tells two lambdas of one module apart
+    return ":".join([*place, "" if code is None else digest(marshal.dumps(code).hex())])
 
 
 def _plan(prompts: Sequence[Any], settings: dict[str, Any], batch_size: int) -> Plan:
