@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -30,6 +31,7 @@ from diffcache.video import FewSteps, FullHistory, VideoPolicy
 from diffcache.video.policy import Films, make_policy
 
 _CURRENT: ContextVar[Any] = ContextVar("diffcache_video_session", default=None)
+_ENCODING = threading.Lock()  # a tokenizer holds the padding of the call under way
 
 
 class CausalVideo(Films):
@@ -275,10 +277,11 @@ class CausalVideo(Films):
             )
         if not str(prompt or "").strip():
             raise ValueError(f"prompt={prompt!r}: must be a text that says what to film")
-        found: Tensor = self.pipe.encode_prompt(
-            prompt, do_classifier_free_guidance=False, max_sequence_length=self.way.words
-        )[0]
-        return found
+        with _ENCODING:
+            embeddings: Tensor = self.pipe.encode_prompt(
+                prompt, do_classifier_free_guidance=False, max_sequence_length=self.way.words
+            )[0]
+        return embeddings
 
     def restore(
         self,
