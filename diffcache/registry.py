@@ -271,7 +271,6 @@ ms_ssim | MS-SSIM | | up | product over 5 halved scales of the contrast-structur
 lpips | LPIPS | | down | sum over 5 AlexNet layers of the learned weighting of squared differences between unit-normalized feature maps, averaged over positions | Zhang et al. 2018, arXiv 1801.03924 (v0.1 heads) | `lpips.LPIPS`, as torchmetrics `LearnedPerceptualImagePatchSimilarity("alex")` without torchvision | alexnet | torchmetrics | lpips_lite
 lpips_lite | LPIPS-lite | | down | mean over the levels of the shipped extractor of squared differences between unit-normalized feature maps | this project, after arXiv 1801.03924 | `lite.lpips_lite` | | sticker-features |
 latent_error | Latent error | | down | ‖cached - uncached‖₂ / ‖uncached‖₂ of the latents after every step, mean over samples | definition | `eval.runs` | | |
-site_error | Site error | | down | ‖stand-in - computed‖₁ / ‖computed‖₁ of a site's feature in every step that would be skipped, on the first batch | definition | `eval.oracle` | | |
 temporal_error | Temporal error | | down | mean absolute difference of frame-to-frame changes, mean abs((a[t+1] - a[t]) - (b[t+1] - b[t])) / 255 | definition | `pixels.temporal_error` | | |
 # Quality of images
 fid | FID | | down | ‖μ₁ - μ₂‖² + tr(Σ₁ + Σ₂ - 2 (Σ₁Σ₂)^½) of 2048-d Inception pool features, covariance over N - 1, float64 | Heusel et al. 2017, arXiv 1706.08500 | `inception.load` (torch-fidelity `FeatureExtractorInceptionV3`) and `frechet.frechet`; clean-fid resize with `mode="clean"` (arXiv 2104.11222) | inception | torch_fidelity, torchvision | fid_lite

@@ -87,9 +87,6 @@ def evaluate(
     ] = "draw,score,time",
     rounds: Annotated[int, typer.Option(min=0, help="Timed rounds; 0 times nothing.")] = 10,
     memory: Memory = False,
-    site_errors: Annotated[
-        bool, typer.Option(help="Measure the error of every stand-in on the first batch.")
-    ] = True,
     reward: Annotated[
         str,
         typer.Option(
@@ -144,7 +141,7 @@ def evaluate(
         Task(**task), rows_of(methods), out, reference, **given_of(task["model"], images),
         resize=resize,
         convention=convention, stages=stages.split(","), rounds=rounds, memory=memory,
-        site_errors=site_errors, reward=reward, command=shlex.join(["diffcache", *sys.argv[1:]]),
+        reward=reward, command=shlex.join(["diffcache", *sys.argv[1:]]),
     )  # fmt: skip
     show(plan, machine, quiet)
 

@@ -29,7 +29,7 @@ SHOWN = (
 )  # fmt: skip
 # Settings of `evaluate` that are fields of `Task` and of `Plan`; all others go to the call.
 _TASK = ("samples", "seed", "batch_size", "steps", "fps", "threads")
-_PLAN = ("reference", "resize", "convention", "rounds", "memory", "site_errors", "reward")
+_PLAN = ("reference", "resize", "convention", "rounds", "memory", "reward")
 _SAMPLES = 256  # of a list that is named
 _BATCH = 8
 
@@ -114,7 +114,7 @@ def evaluate(
         quiet: Show no progress.
         **settings: `samples`, `seed`, `batch_size`, `steps` or `num_inference_steps`, `fps`,
             `threads`; `rounds` of timed calls (10), `reference`, `resize`, `convention`, `memory`,
-            `site_errors`, `reward`, as in `diffcache eval`. Anything else goes to the pipeline's
+            `reward`, as in `diffcache eval`. Anything else goes to the pipeline's
             call, such as `height=512`, or `image=picture` of an editing pipeline,
             which all samples share.
 

@@ -24,7 +24,7 @@ from diffcache.eval.runs.task import weights_sha256
 from diffcache.pipelines.load import load, made_by
 
 SMALL: dict[str, Any] = {"height": 32, "width": 32, "num_inference_steps": 6, "quiet": True}
-QUICK: dict[str, Any] = {**SMALL, "rounds": 0, "site_errors": False, "reference": None}
+QUICK: dict[str, Any] = {**SMALL, "rounds": 0, "reference": None}
 PROMPTS = ["a red ring", "a blue square", "a green disk"]
 
 
@@ -181,7 +181,7 @@ def test_the_command_line_takes_a_function_and_a_picture(mine: Path, picture: An
     picture.save(mine / "cat.png")
     small = ["--call", "height=32", "--call", "width=32", "--steps", "6", "--quiet"]
     words = ["eval", "--model", "mine_live:edits", "--image", "cat.png", "--method", "interval",
-             "--samples", "2", "--batch-size", "1", "--rounds", "0", "--no-site-errors",
+             "--samples", "2", "--batch-size", "1", "--rounds", "0",
              "--out", "run", *small]  # fmt: skip
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output

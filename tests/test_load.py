@@ -91,7 +91,7 @@ def test_compiled_blocks_are_those_that_repeat() -> None:
 def test_a_live_pipeline_draws_what_the_saved_one_does(tmp_path: Path) -> None:
     def evaluate(out: Path, task: Task, pipe: Any = None) -> dict[str, Any]:
         methods = {"interval": parse_method("interval:every=2")}
-        plan = Plan(task, methods, out, rounds=0, pipe=pipe, site_errors=False)
+        plan = Plan(task, methods, out, rounds=0, pipe=pipe)
         record = measure.evaluate(plan, Progress())
         assert record is not None
         return record

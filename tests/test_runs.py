@@ -176,11 +176,6 @@ class TestRun:
         assert errors[:2] == [0.0, 0.0]
         assert errors[-1] > 0
 
-    def test_site_errors_only_where_the_schedule_skips(self, run: Path) -> None:
-        row = load(run)["rows"][1]
-        for step, value in zip(row["timeline"], row["site_error"]["values"][0], strict=True):
-            assert (value is None) == (step["computed"] == 1)
-
     def test_again_draws_and_scores_nothing(
         self, run: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -321,7 +316,7 @@ def test_peak_memory_is_that_of_a_process_for_each_case(
 ) -> None:
     task = replace(TASK, samples=2, batch_size=2, steps=3)
     methods = {"interval:every=2": parse_method("interval:every=2")}
-    watched = Plan(task, methods, tmp_path / "memory", rounds=0, memory=True, site_errors=False)
+    watched = Plan(task, methods, tmp_path / "memory", rounds=0, memory=True)
     asked = []
 
     def peak_bytes(model: str, method: str | None, call: dict, place: Place) -> int:

@@ -175,7 +175,7 @@ def test_unknown_models_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 def test_methods_made_for_a_number_of_steps_can_be_timed(tmp_path: Path) -> None:
     torch.set_num_threads(1)
     sweep, file = tmp_path / "sweep.toml", tmp_path / "magcache.safetensors"
-    text = SWEEP.format(file).replace("rounds = 0", "rounds = 1\nsite_errors = false")
+    text = SWEEP.format(file).replace("rounds = 0", "rounds = 1")
     sweep.write_text(text.replace("magcache", "teacache"))
     figures.calibrate(sweep, samples=2)
     (plan,) = read_sweep(sweep, tmp_path / "runs")

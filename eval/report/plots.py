@@ -7,9 +7,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from diffcache.eval.report import heat, pareto
+from diffcache.eval.report import pareto
 from diffcache.eval.report.columns import CHANGE, describe, metric_keys
 from diffcache.eval.report.palette import (
+    COMPUTED,
+    GREY,
+    INK,
+    PALE,
     Picture,
     Style,
     family,
@@ -23,6 +27,7 @@ from diffcache.eval.report.palette import (
 from diffcache.eval.report.records import Record, Value, metric_of, number, ordered, speed_of
 
 # Each plot is of one metric; more than these would hide what matters.
+_MOST_LABELS = 48
 _HEADLINES = ("fid", "fvd", "lpips", "psnr_db", "clip_score", "geneval")
 _BYTES = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
 _FLOPS = ((1e15, "PFLOPs"), (1e12, "TFLOPs"), (1e9, "GFLOPs"), (1e6, "MFLOPs"), (1, "FLOPs"))
@@ -36,8 +41,7 @@ def draw(record: Record) -> tuple[list[Picture], list[str]]:
     """
     found: list[Picture] = []
     left_out: list[str] = []
-    for plots, missing in (draw_pareto(record), _timeline(record), _growth(record),
-                           _errors(record), _cost(record)):  # fmt: skip
+    for plots, missing in (draw_pareto(record), _timeline(record), _growth(record), _cost(record)):
         found += plots
         left_out += missing
     return found, left_out
@@ -154,7 +158,86 @@ def _timeline(record: Record) -> tuple[list[Picture], list[str]]:
     if not lanes:
         return [], ["Decisions: no row holds a timeline."]
     caption = "The share of runs in which each step was computed; the other runs skipped it."
-    return [picture_of("timeline", "Decisions", caption, heat.plot_timeline(lanes))], []
+    return [picture_of("timeline", "Decisions", caption, _draw_timeline(lanes))], []
+
+
+@styled
+def _draw_timeline(lanes: Mapping[str, Sequence[tuple[float | None, float]]]) -> Any:
+    """Draw which steps were computed: rows downwards, steps to the right.
+
+    Args:
+        lanes: Name of a row -> of every step the timestep, or None, and the share of runs that
+            computed it, 0 to 1.
+
+    Returns:
+        A matplotlib figure.
+    """
+    import numpy as np
+    from matplotlib.colors import LinearSegmentedColormap
+
+    columns = max(map(len, lanes.values()))
+    names = [short(name) for name in lanes]
+    height = 1.5 + 0.42 * len(lanes)
+    figure, (axis,) = new_figure(_width(columns, names) + 1.2, height)
+    grid = np.full((len(lanes), columns), np.nan)
+    for row, lane in enumerate(lanes.values()):
+        shares = [share for _, share in lane]
+        grid[row, : len(lane)] = shares
+        words = f"{sum(shares):.4g} of {len(lane)}"
+        axis.text(columns - 0.3, row, words, va="center", fontsize=9, color=GREY)
+    colors = LinearSegmentedColormap.from_list("computed", [PALE, COMPUTED])
+    edges = [0.5 + np.arange(-1, count) for count in (columns, len(lanes))]
+    mesh = axis.pcolormesh(
+        *edges, np.ma.masked_invalid(grid), cmap=colors, vmin=0, vmax=1, edgecolor="white",
+        linewidth=0.8,
+    )  # fmt: skip
+    _label_sites(axis, names)
+    _label_steps(axis, list(range(columns)))
+    _label_timesteps(axis, [[step for step, _ in lane] for lane in lanes.values()])
+    bar = figure.colorbar(
+        mesh, ax=axis, orientation="horizontal", fraction=0.09, aspect=40, shrink=0.5, pad=0.03,
+        anchor=(0.0, 0.0),
+    )  # fmt: skip
+    bar.set_label("share of runs that computed the step", fontsize=9)
+    bar.outline.set_visible(False)
+    return figure
+
+
+def _width(columns: int, names: Sequence[str]) -> float:
+    labels = min(max((len(name) for name in names), default=0), 40) * 0.085
+    return min(max(labels + columns * 0.22 + 1.2, 6.4), 13.0)
+
+
+def _label_sites(axis: Any, sites: Sequence[str]) -> None:
+    """Name the rows; where there are too many, every second, third... of them."""
+    every = -(-len(sites) // _MOST_LABELS)
+    axis.set_yticks(range(0, len(sites), every), [short(site, 40) for site in sites[::every]])
+    axis.set_ylim(len(sites) - 0.5, -0.5)
+    axis.tick_params(axis="y", length=0)
+    axis.grid(False)
+
+
+def _label_steps(axis: Any, steps: Sequence[int]) -> None:
+    every = next((n for n in (1, 2, 5, 10, 20, 50, 100) if len(steps) / n <= 26), 200)
+    axis.set_xticks(range(0, len(steps), every), [str(step) for step in steps[::every]])
+    axis.set_xlim(-0.5, len(steps) - 0.5)
+    axis.set_xlabel("step")
+    for side in ("left", "bottom"):
+        axis.spines[side].set_visible(False)
+
+
+def _label_timesteps(axis: Any, lanes: Sequence[Sequence[float | None]]) -> None:
+    """Write the timesteps above the steps, where all lanes have the same."""
+    first = lanes[0]
+    if any(lane != first for lane in lanes) or None in first:
+        return
+    above = axis.secondary_xaxis("top")
+    every = max(1, -(-len(first) // 9))
+    places = range(0, len(first), every)
+    above.set_xticks(places, [f"{first[place]:.4g}" for place in places])
+    above.set_xlabel("timestep", fontsize=9)
+    above.tick_params(labelsize=8, colors=INK)
+    above.spines["top"].set_visible(False)
 
 
 def _growth(record: Record) -> tuple[list[Picture], list[str]]:
@@ -189,26 +272,6 @@ def _draw_growth(curves: Mapping[str, Sequence[float]], looks: Mapping[str, Styl
     axis.xaxis.get_major_locator().set_params(integer=True)
     figure.legend(loc="outside lower center", ncols=columns, handlelength=3.4)
     return figure
-
-
-def _errors(record: Record) -> tuple[list[Picture], list[str]]:
-    found, missing = [], []
-    for place, row in enumerate(_methods(record)):
-        errors = row.get("site_error")
-        figure = errors and heat.plot_errors(
-            errors["values"], errors["sites"], errors["steps"], row["name"]
-        )
-        if not figure:
-            missing.append(row["name"])
-            continue
-        caption = (
-            f"{row['name']}: how far each stand-in is from what the site would have computed, by "
-            "site and step, along the uncached trajectory. Hatched: computed."
-        )
-        title = f"Errors of the stand-ins, {row['name']}"
-        found.append(picture_of(f"site-error-{place + 1}", title, caption, figure))
-    words = f"Errors by site: no skipped step was measured for {', '.join(missing)}."
-    return found, [words] if missing else []
 
 
 def _cost(record: Record) -> tuple[list[Picture], list[str]]:

@@ -63,7 +63,6 @@ class Plan:
         rounds: Timed rounds of every case, 0 for none.
         memory: Measure peak memory, of each case in a process of its own (always on CUDA, in this
             process).
-        site_errors: Measure the error of every stand-in on the first batch.
         reward: Rewards of pictures for prompts, as `metrics.reward.load` takes them.
         command: Command that repeats the run, for the record.
         pipe: A loaded pipeline to evaluate; the task's `model` is its name in tables then.
@@ -80,7 +79,6 @@ class Plan:
     stages: Sequence[str] = STAGES
     rounds: int = 10
     memory: bool = False
-    site_errors: bool = True
     reward: str = ""
     command: str = ""
     pipe: Any = None

@@ -1,4 +1,4 @@
-"""From drawn samples to a record: scores, errors of stand-ins, time, and the report."""
+"""From drawn samples to a record: scores, time, and the report."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ from typing import Any
 import torch
 
 from diffcache.eval.metrics import lite
-from diffcache.eval.oracle import observe
 from diffcache.eval.report.write import write_report
 from diffcache.eval.runs import record as records
 from diffcache.eval.runs import score
 from diffcache.eval.runs.cost import costs
 from diffcache.eval.runs.evaluate import Plan, Run, draw_all, start
 from diffcache.eval.runs.extractors import Columns, Extractors
-from diffcache.eval.runs.folder import FILM, PREVIEW, ManifestError, recall, remember
+from diffcache.eval.runs.folder import FILM, PREVIEW, ManifestError, remember
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.quality import Reference, quality
 from diffcache.eval.runs.task import Case, digest
 from diffcache.eval.samples.clips import read_clip, write_preview
-from diffcache.features.base import Method
 from diffcache.files import write_json
 
 _PREVIEWS = 3  # films of every case that a report plays
@@ -56,10 +54,6 @@ def evaluate(plan: Plan, progress: Progress) -> dict[str, Any] | None:
         run = start(plan, progress)
         try:
             cases = draw_all(run)
-            with run.timed("errors of stand-ins"):
-                for number, case in enumerate(cases):
-                    if number % run.ranks.count == run.ranks.index:
-                        site_error(run, case)
             if "score" not in plan.stages:
                 return None
             drawn = score_share(run, cases)
@@ -170,7 +164,7 @@ def _row(
         digest([score.DEFINITION, *parts]),
         lambda: quality(values, base, against(), run.is_film),
     )
-    return records.row(run, case, measured) | {"site_error": site_error(run, case)}
+    return records.row(run, case, measured)
 
 
 def reference(run: Run, drawn: Drawn) -> Reference | None:
@@ -188,29 +182,6 @@ def reference(run: Run, drawn: Drawn) -> Reference | None:
     if run.is_film:
         return Reference(name, {"_lite": (shipped.films, None)})
     return Reference(name, {"_lite": (shipped.moments, shipped.features)})
-
-
-def site_error(run: Run, case: Case) -> dict[str, Any] | None:
-    """Return the error of every stand-in, by site and step, on the first batch; kept.
-
-    Without the stage that draws it is None where it was not measured before.
-    """
-    method = case.method
-    if not isinstance(method, Method) or not run.plan.site_errors:
-        return None
-    batch = run.batches[0]
-    place = run.case_folder(case).path / "site-error.json"
-    key = digest([case.digest(run.drawer.about), batch.digest])
-
-    def compute() -> dict[str, Any]:
-        pipe = run.drawer.pipe
-        call = run.drawer.arguments(batch, case.steps)
-        return observe(pipe, method, lambda: pipe(**call)).to_dict()
-
-    kept: dict[str, Any] | None = recall(place, key)
-    if kept is None and "draw" in run.plan.stages:
-        kept = remember(place, key, compute)
-    return kept
 
 
 def previews(run: Run, cases: Sequence[Case], rows: Sequence[Mapping[str, Any]]) -> None:

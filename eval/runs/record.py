@@ -34,7 +34,7 @@ def row(run: Run, case: Case, measured: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         run: The run.
         case: Drawn completely.
-        measured: `fidelity`, `quality`, `samples` and `site_error` of the case.
+        measured: `fidelity`, `quality` and `samples` of the case.
     """
     full = step_flops(run)
     lines = _lines(run, case)

@@ -31,10 +31,10 @@ from diffcache.eval.runs.task import Task, digest
 from diffcache.features.base import Method
 
 _TASK = {item.name for item in fields(Task)}
-_PLAN = {"rounds", "memory", "site_errors", "reference", "resize", "convention", "stages", "reward"}
+_PLAN = {"rounds", "memory", "reference", "resize", "convention", "stages", "reward"}
 _TOP = _TASK | _PLAN | {"method"}
 _TEXTS = {"model", "prompts", "dtype", "device", "reference", "convention", "reward"}
-_FLAGS = {"memory", "site_errors"}
+_FLAGS = {"memory"}
 MOST = 10_000  # combinations of lists; more is a slip
 
 

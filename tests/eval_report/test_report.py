@@ -18,7 +18,7 @@ from PIL import Image
 from rich.console import Console
 
 from diffcache.eval.metrics.intervals import share_interval
-from diffcache.eval.report import docs, heat, pareto, plots, strips, words
+from diffcache.eval.report import docs, pareto, plots, strips, words
 from diffcache.eval.report.__main__ import main
 from diffcache.eval.report.columns import Column, bytes_text, decimals, shown
 from diffcache.eval.report.palette import OKABE_ITO, Picture, styles
@@ -64,11 +64,6 @@ def row(name: str, kind: str, computed: int, damage: float, matches: list[str]) 
         "timeline": [{"step": s, "timestep": 1000.0 - 80 * s, "computed": float(m)}
                      for s, m in enumerate(marks)] if kind == "method" else None,
         "latent_error": [damage * s / 1000 for s in range(STEPS)] if kind == "method" else None,
-        "site_error": {
-            "sites": [f"transformer_blocks.{n}.attn" for n in range(4)], "steps": [*range(STEPS)],
-            "values": [[None if m else damage * (n + s) / 900 for s, m in enumerate(marks)]
-                       for n in range(4)],
-        } if kind == "method" else None,
         "samples": {"count": 64, "worst": [1, 0], "median": [2], "best": [3]},
     }  # fmt: skip
 
@@ -482,7 +477,7 @@ def test_every_plot_is_drawn(run: Any) -> None:
     _, folder, files = run
     names = {file.name for file in files}
     stems = ["pareto-fid_lite_change", "pareto-lpips_lite", "pareto-psnr_db", "pareto-geneval",
-             "timeline", "latent-error", "cost", *(f"site-error-{n}" for n in (1, 2, 3))]  # fmt: skip
+             "timeline", "latent-error", "cost"]  # fmt: skip
     for stem in stems:
         assert {f"{stem}.png", f"{stem}.svg"} <= names
         with Image.open(folder / "report" / f"{stem}.png") as opened:
@@ -496,12 +491,12 @@ def test_missing_data_is_said_in_words() -> None:
     record = make_record()
     record["timing"] = {}
     for row_ in record["rows"]:
-        row_ |= {"timeline": None, "latent_error": None, "site_error": None, "flops": None}
+        row_ |= {"timeline": None, "latent_error": None, "flops": None}
         row_ |= {"held_bytes": 0, "flops_ratio": None}
     drawn, left_out = plots.draw(record)
     assert drawn == []
     assert [text.partition(":")[0] for text in left_out] == [
-        "Quality against speed", "Decisions", "Error of the latents", "Errors by site", "Cost",
+        "Quality against speed", "Decisions", "Error of the latents", "Cost",
     ]  # fmt: skip
 
 
@@ -515,19 +510,6 @@ def test_a_metric_in_which_all_rows_are_equal_is_not_plotted() -> None:
     record["rows"][1]["quality"]["geneval"]["low"] = 0.99
     drawn, left_out = plots.draw_pareto(record)
     assert "pareto-geneval" in {plot.stem for plot in drawn} and not left_out
-
-
-def test_empty_plots_are_none() -> None:
-    assert heat.plot_errors([[None, None]], ["a"], [0, 1], "m") is None
-    assert heat.plot_errors([], [], [], "m") is None
-
-
-def test_errors_of_zero_and_of_one_size_can_be_drawn() -> None:
-    for values in ([[0.0, 0.0]], [[0.01, 0.01]], [[0.0, None]], [[1e-12, 3.0]]):
-        figure = heat.plot_errors(values, ["a"], [0, 1], "m")
-        figure.draw_without_rendering()
-        low, high = figure.axes[0].collections[0].get_clim()
-        assert 0 < low < high and high >= max(v or 0 for v in values[0])
 
 
 def test_sheet_shows_the_pixels_and_their_difference(tmp_path: Path) -> None:
@@ -609,7 +591,7 @@ def test_films_have_contact_sheets_and_previews(tmp_path: Path) -> None:
     record["task"]["kind"] = "films"
     record["rows"] = record["rows"][:2]
     for row_ in record["rows"]:
-        row_ |= {"timeline": None, "latent_error": None, "site_error": None, "quality": {}}
+        row_ |= {"timeline": None, "latent_error": None, "quality": {}}
         clips = tmp_path / row_["folder"] / "clips"
         clips.mkdir(parents=True)
         frames = torch.zeros(5, 3, 16, 16, dtype=torch.uint8)
@@ -717,7 +699,7 @@ def test_same_record_gives_the_same_bytes(tmp_path: Path) -> None:
 def test_report_without_samples_says_so(tmp_path: Path) -> None:
     record = brief_record()
     for this in record["rows"]:
-        this |= {"quality": {}, "timeline": None, "latent_error": None, "site_error": None}
+        this |= {"quality": {}, "timeline": None, "latent_error": None}
     write_report(record, tmp_path, formats=["md"])
     text = (tmp_path / "report" / "report.md").read_text()
     assert "Pictures: the files of 4 samples are not in the run's folder." in text
