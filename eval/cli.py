@@ -91,8 +91,8 @@ def evaluate(
         str,
         typer.Option(
             metavar="NAME",
-            help="Rewards of pictures for prompts, with commas: imagereward, pickscore, hpsv2, "
-            "geneval, dpg-bench, or your own module:function.",
+            help="Rewards of pictures for prompts, with commas: pickscore, or your own "
+            "module:function.",
         ),
     ] = "",
     out: Out = None,

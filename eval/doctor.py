@@ -1,6 +1,6 @@
 """Say which metrics run here, with what, and what the others lack.
 
-    python -m diffcache.eval.doctor [--json FILE|-] [--selftest] [--time SIDE]
+    python -m diffcache.eval.doctor [--json FILE|-]
 
 Every package is really imported and every weight file really hashed, so that a torchvision built
 for another torch shows as broken and a wrong file as wrong.
@@ -15,23 +15,21 @@ import importlib.util
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import typer
 from rich.table import Table
 
 import diffcache
-from diffcache.command import FAILED, Json, check_json, fail, print_or_write, script
-from diffcache.eval.metrics import clip, reward, weights
+from diffcache.command import Json, check_json, print_or_write, script
+from diffcache.eval.metrics import clip, weights
 from diffcache.eval.metrics.catalog import METRICS, SHIPPED, Metric
 from diffcache.eval.metrics.inception import MissingPackageError, load_package
 from diffcache.eval.metrics.lpips import heads_file
-from diffcache.eval.runs.seconds import seconds_a_picture
 from diffcache.eval.vbench import driver
-from diffcache.pipelines.demo.console import console, print_rows
+from diffcache.pipelines.demo.console import console
 
 Backend = Literal["exact", "real", "lite", "none"]
 Kind = Literal["package", "weights", "interpreter", "shipped"]
@@ -40,10 +38,6 @@ EXTRAS = {
     "matplotlib": "eval", "av": "eval", "lm_eval": "llm",
     "pynvml": "energy", "transformers": "",
 }  # fmt: skip
-SELFTEST_PICTURES = 2000
-CLEAN_AT_MOST = 0.6  # FID-lite of two sets of that many such pictures; it is 0.2
-GHOST_AT_LEAST = 2.4  # of the same with 30 % of another picture mixed in, half of what it is
-_SELFTEST_SEED = 77
 _COLORS = {"exact": "green", "real": "green", "lite": "yellow", "none": "red"}
 _INTERPRETER_SECONDS = 60
 
@@ -139,95 +133,25 @@ def missing(found: Sequence[Row]) -> list[str]:
     return [f"{part.name}: {part.summary or part.note}" for part in lacking]
 
 
-def selftest() -> dict[str, Any]:
-    """Measure FID-lite between halves of smooth noise, clean and with 30 % of another mixed in.
-
-    Returns:
-        `clean` and `ghost` (dimensionless), `passed`, `pictures` and `seconds`.
-    """
-    started = time.perf_counter()
-    clean, ghost = _distances()
-    passed = clean <= CLEAN_AT_MOST and ghost >= GHOST_AT_LEAST
-    return {
-        "pictures": SELFTEST_PICTURES, "clean": clean, "ghost": ghost, "passed": passed,
-        "seconds": time.perf_counter() - started,
-    }  # fmt: skip
-
-
-def _distances() -> tuple[float, float]:
-    import torch
-    from torch.nn.functional import interpolate
-
-    from diffcache.eval.metrics import lite
-    from diffcache.eval.metrics.frechet import frechet, moments
-
-    generator = torch.Generator().manual_seed(_SELFTEST_SEED)
-    coarse = torch.rand(2 * SELFTEST_PICTURES, 3, 4, 4, generator=generator)
-    smooth = interpolate(coarse, (lite.SIZE, lite.SIZE), mode="bilinear")
-    ghosts = smooth.lerp(smooth.roll(1, 0), 0.3)
-    real, clean, ghost = (
-        moments(lite.embed((255 * part).byte()))
-        for part in (*smooth.split(SELFTEST_PICTURES), ghosts[SELFTEST_PICTURES:])
-    )
-    return frechet(real, clean), frechet(real, ghost)
-
-
-def doctor(
-    machine: Json = "",
-    tested: Annotated[
-        bool, typer.Option("--selftest", help="Also measure FID-lite of 2,000 pictures.")
-    ] = False,
-    side: Annotated[
-        int | None,
-        typer.Option("--time", min=32, metavar="SIDE",
-                     help="Also time every value of a picture of SIDE pixels, on each device."),
-    ] = None,
-) -> None:  # fmt: skip
+def doctor(machine: Json = "") -> None:
     """Say which metrics run here, with which weights, and what is missing.
 
     exact: no weights needed. real: the published weights are here. lite: a shipped stand-in under a
     name of its own. none: not measured here. Weight files are looked for in $DIFFCACHE_WEIGHTS.
     """
     check_json(machine)
-    found, installed, test = rows(), packages(), None
-    if tested:
-        try:
-            test = selftest()
-        except (ImportError, OSError, ValueError) as error:
-            fail(f"the self-test cannot run: {error}", FAILED)
-    taken = seconds_a_picture(side) if side else None
+    found, installed = rows(), packages()
     report = {
         "metrics": [dataclasses.asdict(row) for row in found],
         "packages": [dataclasses.asdict(part) for part in installed],
-        "selftest": test,
-        "seconds_a_picture": taken,
     }
-
-    def print_text() -> None:
-        if side and taken:
-            _show_seconds(side, taken)
-        _show(found, installed, test)
-
-    print_or_write(machine, report, print_text)
-    if test and not test["passed"]:
-        raise typer.Exit(FAILED)
+    print_or_write(machine, report, lambda: _show(found, installed))
 
 
 main = script(doctor)
 
 
-def _show_seconds(side: int, taken: dict[str, dict[str, float]]) -> None:
-    rows = [[name, *(_seconds(row.get(name)) for row in taken.values())] for name in taken["cpu"]]
-    total = [_seconds(sum(row.values())) for row in taken.values()]
-    titles = (f"seconds a picture of {side} x {side}", *taken)
-    print_rows(titles, [*rows, ["all", *total]])
-
-
-def _seconds(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
-
-
-def _show(found: Sequence[Row], installed: Sequence[Part], test: dict[str, Any] | None) -> None:
+def _show(found: Sequence[Row], installed: Sequence[Part]) -> None:
     console().print(table(found), highlight=False)
     marks = (f"{part.name} {part.note if part.found else '✗'}" for part in installed)
     typer.echo(f"packages: {', '.join(marks)}")
@@ -238,22 +162,13 @@ def _show(found: Sequence[Row], installed: Sequence[Part], test: dict[str, Any] 
             "downloads them; nothing is downloaded here):"
         )
         typer.echo("\n".join(f"- {line}" for line in lacking))
-    if test:
-        word = "passed" if test["passed"] else "FAILED"
-        typer.echo(
-            f"self-test {word}: FID-lite of {test['pictures']} clean pictures {test['clean']:.3f}"
-            f" (at most {CLEAN_AT_MOST}), with 30 % ghosts {test['ghost']:.3f} (at least "
-            f"{GHOST_AT_LEAST}), {test['seconds']:.1f} s"
-        )
 
 
 def _needs(metric: Metric) -> list[tuple[str, Kind]]:
     found: list[tuple[str, Kind]] = []
     for name in metric.packages:
         found.append((name, "shipped" if name in SHIPPED else "package"))
-    if metric.key in reward.PACKAGES:
-        found.append((reward.PACKAGES[metric.key].variable, "interpreter"))
-    elif metric.key.startswith("vbench_"):
+    if metric.key.startswith("vbench_"):
         found.append((driver.PYTHON, "interpreter"))
     return [*found, *((name, "weights") for name in metric.weights)]
 
@@ -292,22 +207,21 @@ def _shipped(name: str) -> str:
 
 
 def _interpreter(variable: str) -> str:
-    rewards = {package.variable: package.name for package in reward.PACKAGES.values()}
-    package = rewards.get(variable, "vbench")
+    """Return the Python that runs VBench."""
     named = os.environ.get(variable)
-    if not named and package == "vbench" and importlib.util.find_spec(package):
+    if not named and importlib.util.find_spec("vbench"):
         named = sys.executable
     if not named:
-        raise MissingPackageError(f"not set: the Python of an environment that has {package}")
+        raise MissingPackageError("not set: the Python of an environment that has vbench")
     program = Path(named).expanduser()
     if not program.is_file():
         raise FileNotFoundError(f"{program}: there is no such interpreter")
-    asked = f"import importlib.util as u, sys; sys.exit(u.find_spec({package!r}) is None)"
+    asked = "import importlib.util as u, sys; sys.exit(u.find_spec('vbench') is None)"
     done = subprocess.run(
         [str(program), "-c", asked], capture_output=True, timeout=_INTERPRETER_SECONDS
     )
     if done.returncode:
-        raise MissingPackageError(f"{program} has no package {package}")
+        raise MissingPackageError(f"{program} has no package vbench")
     return str(program)
 
 

@@ -24,8 +24,7 @@ NEEDED = ("torchmetrics", "matplotlib", "jinja2", "av")
 SHOWN = (
     "evaluations", "flops_ratio", "ratio", "cpu_ratio", "held_bytes", "psnr_db", "lpips",
     "lpips_lite", "temporal_error", "fid", "fid_lite", "fid_lite_change", "fvd_lite",
-    "fvd_lite_change", "clip_score", "image_reward", "pick_score", "hps_v2",
-    "geneval", "dpg_bench",
+    "fvd_lite_change", "clip_score", "pick_score",
 )  # fmt: skip
 # Settings of `evaluate` that are fields of `Task` and of `Plan`; all others go to the call.
 _TASK = ("samples", "seed", "batch_size", "steps", "fps", "threads")

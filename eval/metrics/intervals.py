@@ -18,12 +18,11 @@ from diffcache.eval.metrics.bootstrap import LEVEL, RESAMPLES, Interval, mean_in
 
 # Metrics that are means of outcomes in 0..1, and the least and most that others can be; `_lite`
 # ones as those they stand in for.
-_SHARES = ("precision", "recall", "coverage", "exact_match", "geneval")
+_SHARES = ("precision", "recall", "coverage", "exact_match")
 _BOUNDS = {
     "psnr_db": (0.0, 100.0), "ssim": (-1.0, 1.0), "ms_ssim": (0.0, 1.0), "lpips": (0.0, math.inf),
     "temporal_error": (0.0, 2.0), "temporal_flickering": (0.0, 1.0), "density": (0.0, math.inf),
-    "clip_score": (-100.0, 100.0), "hps_v2": (-1.0, 1.0),
-    "dpg_bench": (0.0, 1.0),
+    "clip_score": (-100.0, 100.0),
 }  # fmt: skip
 
 

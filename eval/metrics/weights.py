@@ -42,10 +42,9 @@ class WeightFile:
             no hash is published.
         used_by: Keys of the metrics in `diffcache.eval.metrics.catalog.METRICS`.
         folder: Place inside a tool's own cache, relative to it.
-        cache: Cache that is searched besides `$DIFFCACHE_WEIGHTS`: `torch`, `vbench`, `reward`, or
+        cache: Cache that is searched besides `$DIFFCACHE_WEIGHTS`: `torch`, `vbench`, or
             `hub:<owner>/<name>` for the one of Hugging Face.
-        is_folder: Whether it is a folder of a model, with the configuration that transformers or
-            modelscope writes.
+        is_folder: Whether it is a folder of a model, with the configuration of transformers.
     """
 
     name: str
@@ -72,11 +71,7 @@ _B32 = "40d365715913c9da98579312b702a82c18be219cc2a73407c4526f58eba950af"
 _L14 = "b8cca3fd41ae0c99ba7e8951adf17d267cdb84cd88be6f7c2e0eca1737a03836"
 _USED_MODELS = "https://huggingface.co/OpenGVLab/VBench_Used_Models/resolve/main/"
 _CLIP_REPOSITORY = "openai/clip-vit-large-patch14"
-_REWARD_REPOSITORY = "THUDM/ImageReward"
 _PICK_REPOSITORY = "yuvalkirstain/PickScore_v1"
-_HPS_REPOSITORY = "xswu/HPSv2"
-_GENEVAL = "https://github.com/djghosh13/geneval/raw/main/"
-_MASK2FORMER = "mask2former_swin-s-p4-w7-224_lsj_8x2_50e_coco"
 
 
 def _vbench(
@@ -109,39 +104,8 @@ _FILES = (
         "https://www.dropbox.com/s/ge9e5ujwgetktms/i3d_torchscript.pt?dl=1",
         "bec6519f66ea534e953026b4ae2c65553c17bf105611c746d904657e5860a5e2", ("fvd",)),
     WeightFile(
-        "image-reward", "ImageReward.pt",
-        f"https://huggingface.co/{_REWARD_REPOSITORY}/resolve/main/ImageReward.pt", None,
-        ("image_reward",), cache="reward"),
-    WeightFile(
-        "image-reward-config", "med_config.json",
-        f"https://huggingface.co/{_REWARD_REPOSITORY}/resolve/main/med_config.json", None,
-        ("image_reward",), cache="reward"),
-    WeightFile(
         "pickscore", "PickScore_v1", f"https://huggingface.co/{_PICK_REPOSITORY}", None,
         ("pick_score",), cache=f"hub:{_PICK_REPOSITORY}", is_folder=True),
-    WeightFile(
-        "hpsv2", "HPS_v2.1_compressed.pt",
-        f"https://huggingface.co/{_HPS_REPOSITORY}/resolve/main/HPS_v2.1_compressed.pt", None,
-        ("hps_v2",), cache=f"hub:{_HPS_REPOSITORY}"),
-    WeightFile(
-        "geneval-prompts", "evaluation_metadata.jsonl",
-        f"{_GENEVAL}prompts/evaluation_metadata.jsonl", None, ("geneval",)),
-    WeightFile(
-        "geneval-classes", "object_names.txt", f"{_GENEVAL}evaluation/object_names.txt", None,
-        ("geneval",)),
-    WeightFile(
-        "geneval-detector", f"{_MASK2FORMER}.pth",
-        "https://download.openmmlab.com/mmdetection/v2.0/mask2former/"
-        f"{_MASK2FORMER}/{_MASK2FORMER}_20220504_001756-743b7d99.pth", None, ("geneval",)),
-    WeightFile("geneval-clip", "ViT-L-14.pt", f"{_OPENAI}{_L14}/ViT-L-14.pt", _L14, ("geneval",)),
-    WeightFile(
-        "dpg-questions", "dpg_bench.csv",
-        "https://github.com/TencentQQGYLab/ELLA/raw/main/dpg_bench/dpg_bench.csv", None,
-        ("dpg_bench",)),
-    WeightFile(
-        "dpg-mplug", "mplug_visual-question-answering_coco_large_en",
-        "https://modelscope.cn/models/damo/mplug_visual-question-answering_coco_large_en", None,
-        ("dpg_bench",), is_folder=True),
     _vbench(
         "dino", "dino_model/dino_vitbase16_pretrain.pth",
         "https://dl.fbaipublicfiles.com/dino/dino_vitbase16_pretrain/dino_vitbase16_pretrain.pth",
@@ -194,11 +158,6 @@ _FILES = (
 WEIGHTS: dict[str, WeightFile] = {weight.name: weight for weight in _FILES}
 
 
-def _is_model(folder: Path) -> bool:
-    """Return whether a folder has a configuration of transformers or modelscope."""
-    return any((folder / name).is_file() for name in ("config.json", "configuration.json"))
-
-
 def find(name: str, path: str | Path | None = None) -> Path:
     """Return where a weight file is, after checking its hash.
 
@@ -219,7 +178,7 @@ def find(name: str, path: str | Path | None = None) -> Path:
     weight = WEIGHTS[name]
     places = list(candidates(weight, path))
     for place in places:
-        if _is_model(place) if weight.is_folder else place.is_file():
+        if (place / "config.json" if weight.is_folder else place).is_file():
             check(weight, place)
             return place
     what = "folder" if weight.is_folder else "file"
@@ -293,14 +252,8 @@ def _cached(weight: WeightFile) -> Iterator[Path]:
         root = os.environ.get("VBENCH_CACHE_DIR")
         yield (Path(root) if root else home / ".cache" / "vbench") / weight.folder / weight.file
         return
-    if weight.cache == "reward":
-        yield home / ".cache" / "ImageReward" / weight.file
-        for snapshot in _snapshots(_REWARD_REPOSITORY):
-            yield snapshot / weight.file
-        return
     if weight.cache.startswith("hub:"):
-        for snapshot in _snapshots(weight.cache.removeprefix("hub:")):
-            yield snapshot if weight.is_folder else snapshot / weight.file
+        yield from _snapshots(weight.cache.removeprefix("hub:"))
         return
     yield Path(torch.hub.get_dir()) / "checkpoints" / weight.file
 

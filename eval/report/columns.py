@@ -23,9 +23,8 @@ ARROWS = {"up": "↑", "down": "↓"}
 CHANGE, TO_UNCACHED = "_change", "_to_uncached"
 # Metrics are printed in this order, real and -lite alike; others follow in the record's order.
 _ORDER = (
-    "fid", "fvd", "psnr_db", "ssim", "ms_ssim", "lpips", "clip_score",
-    "image_reward", "pick_score", "hps_v2", "geneval", "dpg_bench", "kid", "is", "precision",
-    "recall", "density", "coverage",
+    "fid", "fvd", "psnr_db", "ssim", "ms_ssim", "lpips", "clip_score", "pick_score", "kid", "is",
+    "precision", "recall", "density", "coverage",
 )  # fmt: skip
 _NAMES = {"db": "dB"}
 _EXTRAS = ("p5", "p95", "pooled", "spread")

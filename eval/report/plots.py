@@ -28,7 +28,7 @@ from diffcache.eval.report.records import Record, Value, metric_of, number, orde
 
 # Each plot is of one metric; more than these would hide what matters.
 _MOST_LABELS = 48
-_HEADLINES = ("fid", "fvd", "lpips", "psnr_db", "clip_score", "geneval")
+_HEADLINES = ("fid", "fvd", "lpips", "psnr_db", "clip_score")
 _BYTES = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
 _FLOPS = ((1e15, "PFLOPs"), (1e12, "TFLOPs"), (1e9, "GFLOPs"), (1e6, "MFLOPs"), (1, "FLOPs"))
 

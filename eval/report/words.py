@@ -23,9 +23,7 @@ LITE = (
     "They tell rows of one table apart without a download; they are not comparable with published "
     "figures of the metric they are named after."
 )
-_LEADING = (
-    "psnr_db", "lpips", "lpips_lite", "fid", "fid_lite", "fvd", "fvd_lite", "geneval",
-)  # fmt: skip
+_LEADING = ("psnr_db", "lpips", "lpips_lite", "fid", "fid_lite", "fvd", "fvd_lite", "clip_score")
 
 
 def summary(record: Record) -> list[str]:

@@ -46,7 +46,7 @@ def row(name: str, kind: str, computed: int, damage: float, matches: list[str]) 
     quality: dict[str, Any] = {
         "fid_lite": interval(3.0 + damage / 4, 0.3),
         "kid_lite": {"value": 0.001 + damage / 1000, "spread": 0.0002, "n": 64},
-        "geneval": interval(0.99 - damage / 200, 0.006),
+        "clip_score": interval(0.99 - damage / 200, 0.006),
     }
     if kind != "uncached":
         quality["fid_lite_change"] = interval(damage / 4, 0.5, paired=True)
@@ -96,7 +96,7 @@ def make_record(**task: Any) -> dict[str, Any]:
             "fid_lite": lite | {"title": "FID-lite", "direction": "down"},
             "fid_lite_change": lite | {"title": "FID-lite, change", "direction": "down"},
             "kid_lite": lite | {"title": "KID-lite", "direction": "down"},
-            "geneval": exact | {"title": "GenEval"},
+            "clip_score": exact | {"title": "CLIP score"},
         },
         "rows": rows,
         "warnings": ["64 samples are few: see <b>docs</b>"],
@@ -258,7 +258,7 @@ def test_rows_stand_under_what_they_are_to_be_compared_with() -> None:
 def test_numbers_are_those_of_the_record() -> None:
     record = make_record()
     for row_ in record["rows"]:
-        for key in ("fid_lite", "geneval"):
+        for key in ("fid_lite", "clip_score"):
             text = cells(record, key)[row_["name"]].text
             found = [float(n) for n in re.findall(r"-?\d+\.\d+", text)]
             wanted = [row_["quality"][key][part] for part in ("value", "low", "high")]
@@ -294,8 +294,8 @@ def test_nothing_is_bold_without_a_rival() -> None:
 def test_nothing_is_bold_where_all_are_equal() -> None:
     record = make_record()
     for row_ in record["rows"]:
-        row_["quality"]["geneval"] = interval(1.0, 0.0)
-    assert not any(cell.bold for cell in cells(record, "geneval").values())
+        row_["quality"]["clip_score"] = interval(1.0, 0.0)
+    assert not any(cell.bold for cell in cells(record, "clip_score").values())
 
 
 def test_dagger_stands_where_the_interval_of_the_change_holds_zero() -> None:
@@ -326,7 +326,7 @@ def test_columns_follow_the_record() -> None:
     keys = [column.key for column in table_of(record).columns]
     assert keys == [
         "evaluations", "flops_ratio", "seconds", "ratio", "throughput", "peak_bytes", "held_bytes",
-        "fid_lite", "fid_lite_change", "fid_lite_to_uncached", "psnr_db", "ssim", "lpips_lite", "geneval", "kid_lite",
+        "fid_lite", "fid_lite_change", "fid_lite_to_uncached", "psnr_db", "ssim", "lpips_lite", "clip_score", "kid_lite",
     ]  # fmt: skip
     record["timing"] = {}
     for row_ in record["rows"]:
@@ -354,11 +354,11 @@ def test_a_footnote_says_which_interval_is_which() -> None:
     assert "[95 %]: bootstrap interval over the samples." in table_of(record).notes
     right = torch.arange(64) < 50
     for row_ in record["rows"]:
-        row_["quality"]["geneval"] = share_interval(right).to_dict()
-    only = ("psnr_db", "geneval", "fid_lite_change")
+        row_["quality"]["clip_score"] = share_interval(right).to_dict()
+    only = ("psnr_db", "clip_score", "fid_lite_change")
     assert table_of(record, only).notes[1] == (
         "[95 %] over the samples: bootstrap interval (PSNR, FID-lite, change); Wilson's "
-        "interval of shares (GenEval)."
+        "interval of shares (CLIP score)."
     )
     record["rows"][1]["outcomes"] = {"fid_lite": "01"}
     assert "Bonett and Price's interval of paired shares (FID-lite, ch" in table_of(record).notes[1]
@@ -476,7 +476,7 @@ def test_settings_of_a_method_are_told_apart_by_what_differs() -> None:
 def test_every_plot_is_drawn(run: Any) -> None:
     _, folder, files = run
     names = {file.name for file in files}
-    stems = ["pareto-fid_lite_change", "pareto-lpips_lite", "pareto-psnr_db", "pareto-geneval",
+    stems = ["pareto-fid_lite_change", "pareto-lpips_lite", "pareto-psnr_db", "pareto-clip_score",
              "timeline", "latent-error", "cost"]  # fmt: skip
     for stem in stems:
         assert {f"{stem}.png", f"{stem}.svg"} <= names
@@ -503,13 +503,13 @@ def test_missing_data_is_said_in_words() -> None:
 def test_a_metric_in_which_all_rows_are_equal_is_not_plotted() -> None:
     record = make_record()
     for row_ in record["rows"]:
-        row_["quality"]["geneval"] = {"value": 1.0, "low": 1.0, "high": 1.0, "n": 64}
+        row_["quality"]["clip_score"] = {"value": 1.0, "low": 1.0, "high": 1.0, "n": 64}
     drawn, left_out = plots.draw_pareto(record)
-    assert "pareto-geneval" not in {plot.stem for plot in drawn} and drawn
-    assert left_out == ["Quality against speed: all rows are equal in GenEval."]
-    record["rows"][1]["quality"]["geneval"]["low"] = 0.99
+    assert "pareto-clip_score" not in {plot.stem for plot in drawn} and drawn
+    assert left_out == ["Quality against speed: all rows are equal in CLIP score."]
+    record["rows"][1]["quality"]["clip_score"]["low"] = 0.99
     drawn, left_out = plots.draw_pareto(record)
-    assert "pareto-geneval" in {plot.stem for plot in drawn} and not left_out
+    assert "pareto-clip_score" in {plot.stem for plot in drawn} and not left_out
 
 
 def test_sheet_shows_the_pixels_and_their_difference(tmp_path: Path) -> None:

@@ -18,8 +18,6 @@ def empty_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         "VBENCH_PYTHON",
     ):
         monkeypatch.delenv(name, raising=False)
-    for name in ("DIFFCACHE_REWARD_PYTHON", "DIFFCACHE_HPSV2_PYTHON"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("TORCH_HOME", str(home / "torch"))
     return home
