@@ -10,12 +10,9 @@ from torch import nn
 from diffcache.eval import record
 from diffcache.eval.workshop.bench import __main__ as bench
 from diffcache.eval.workshop.bench import (
-    ca2_vdm,
     capacity,
     decode,
     full_size,
-    full_size_decode,
-    full_size_dllm,
     kernels,
     overhead,
 )
@@ -80,20 +77,6 @@ def test_capacity(tmp_path: Path):
         capacity.measure(SETTING, tokens=8)
 
 
-def test_ca2_vdm(tmp_path: Path):
-    body = ca2_vdm.measure(SETTING, rounds=1, prefixes=(1, 3))
-    found = written("ca2-vdm", body, tmp_path)
-    short, long = found["rows"]
-    assert [row["prefix_frames"] for row in (short, long)] == [2, 6]
-    # keys and values of 4 blocks, 64 places and 128 channels: the prefix twice, over time and space
-    assert short["cache_bytes"] == 4 * 64 * 128 * 2 * 4 * (2 + 2)
-    assert short["difference"] < 1e-5 and long["difference"] < 1e-5
-    # 4 steps of 2 and 4 chunks, against 4 steps and a clean pass of one
-    assert short["flops_ratio"] == pytest.approx(8 / 5, rel=0.1)
-    assert long["flops_ratio"] == pytest.approx(16 / 5, rel=0.1)
-    assert next(tables(found)).row_count == 2
-
-
 def test_cells_are_short():
     quartiles, interval = (
         {"median": 1.5, "q1": 1.0, "q3": 2.0, "n": 3},
@@ -152,33 +135,6 @@ def test_full_size_counts_what_is_computed(tmp_path: Path, monkeypatch):
             *(f"TaylorSeer {s}" for s in ("stack", "model", "block", "module")),
         ):
             assert rows[f"{model}, {name}"]["computed"] == 2
-    assert next(tables(found)).row_count == len(rows)
-
-
-def test_full_size_language_models_name_every_row(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(full_size_decode, "TOKENS", 1)
-    monkeypatch.setattr(full_size_decode, "installed", lambda: None)  # kvpress
-    found = written("full-size-decode", full_size_decode.measure(SETTING, rounds=1), tmp_path)
-    rows = {row["name"]: row for row in found["rows"]}
-    ours = full_size_decode.cases(full_size_decode.TINY_PROMPT)
-    assert set(rows) == {"DynamicCache", *ours, *full_size_decode.PEERS}
-    assert all(rows[name]["token_ms"]["n"] == 1 for name in ("DynamicCache", *ours))
-    # 256 tokens, the first after them, two of warm-up, and one; keys and values of three layers.
-    assert rows["DynamicCache"]["bytes"] == 2 * 3 * 2 * 64 * 4 * (256 + 1 + 2 + 1)
-    # a quarter, and a scale of keys and one of values of each layer
-    fp8, stock = rows["QuantizedCache fp8"], rows["DynamicCache"]
-    assert fp8["bytes"] == stock["bytes"] // 4 + 3 * 2 * 4 and rows["kivi 4"]["share"] < 0.5
-    assert "kvpress is not installed: pip" in rows["kvpress snapkv 25 %"]["failed"]
-    assert next(tables(found)).row_count == len(rows)
-
-    found = written("full-size-dllm", full_size_dllm.measure(SETTING, rounds=1), tmp_path)
-    rows = {row["name"]: row for row in found["rows"]}
-    assert tuple(rows) == full_size_dllm.NAMES
-    assert {row["forwards"] for row in rows.values()} == {8}
-    # 24 tokens of the prompt and 16 of the answer, 3 layers; 2 blocks of 8, each 4 steps
-    assert rows["uncached"]["token_layers"] == 40 * 8 * 3 and not rows["uncached"]["held_bytes"]
-    assert rows["Fast-dLLM dual"]["token_layers"] == 2 * (40 + 3 * 8) * 3
-    assert rows["Fast-dLLM dual"]["held_bytes"] == 2 * 3 * 40 * 32 * 4
     assert next(tables(found)).row_count == len(rows)
 
 

@@ -23,19 +23,15 @@ from rich.console import Console
 from diffcache.command import Device, Threads, device_of, script
 from diffcache.eval.record import FOLDER, ROOT, Setting, write
 from diffcache.eval.workshop.bench import (
-    ca2_vdm,
     capacity,
     causal,
     decode,
     dllm,
     full_size,
-    full_size_decode,
-    full_size_dllm,
     judge,
     kernels,
     kv,
     overhead,
-    telling,
 )
 from diffcache.eval.workshop.bench.models import Shape
 from diffcache.eval.workshop.bench.runner import Bench, tables
@@ -70,27 +66,9 @@ BENCHMARKS: dict[str, Bench] = {
         "runs of FLUX.1-dev and Wan2.1-1.3B with random weights; tiny ones on a CPU",
         quick={"rounds": 1}, needs_gpu=True,
     ),
-    "full-size-decode": Bench(
-        full_size_decode.measure,
-        "tokens of LLaMA-3.1-8B with random weights, beside caches of other libraries",
-        quick={"rounds": 1}, needs_gpu=True,
-    ),
-    "full-size-dllm": Bench(
-        full_size_dllm.measure, "answers of LLaDA-8B with random weights, with each cache",
-        quick={"rounds": 1}, needs_gpu=True,
-    ),
     "judge": Bench(
         judge.measure, "whole and broken objects that the judge of the sticker models accepts",
         quick={"samples": 2}, has_rounds=False,
-    ),
-    "telling": Bench(
-        telling.measure, "caches on sticker-flux at 2 to 8 times, beside fewer steps; half an hour",
-        quick={"samples": 2, "factors": (8,), "picture": None}, has_rounds=False, resumes=True,
-    ),
-    "ca2-vdm": Bench(
-        ca2_vdm.measure,
-        "cost of a chunk of video after 8 to 48 others, cached and computed anew",
-        quick={"rounds": 2, "prefixes": (1, 2)},
     ),
     "causal": Bench(
         causal.measure,
@@ -131,7 +109,7 @@ def bench(
     threads: Threads = 1,
     rounds: Annotated[
         int | None,
-        typer.Option(min=1, help="Timed rounds (50, dllm: 16, ca2-vdm: 7, full-size: 3)."),
+        typer.Option(min=1, help="Timed rounds (50, dllm: 16, full-size: 3)."),
     ] = None,
     layers: Annotated[
         int | None, typer.Option(help=f"decode: layers of the model ({decode.LAYERS}).")

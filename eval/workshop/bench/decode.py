@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -95,7 +94,6 @@ class Contender:
         model: Shares its weights with those of the other contenders.
         make: Makes an empty cache.
         tokens: int64 [1, T], the prompt and what follows it.
-        within: Makes the context in which tokens are read.
         cache: Cache that holds the tokens so far.
         taken: Tokens so far.
     """
@@ -103,7 +101,6 @@ class Contender:
     model: LlamaForCausalLM
     make: Callable[[LlamaForCausalLM], Any]
     tokens: Tensor
-    within: Callable[[], AbstractContextManager[Any]] = nullcontext
     cache: Any = field(default=None, repr=False)
     taken: int = 0
 
@@ -116,16 +113,11 @@ class Contender:
         """Read one more token."""
         self.read(1)
 
-    def read(self, count: int, **more: Any) -> None:
-        """Read some tokens.
-
-        Args:
-            count: Number of tokens.
-            more: Further arguments of the model.
-        """
+    def read(self, count: int) -> None:
+        """Read some tokens."""
         given = self.tokens[:, self.taken : self.taken + count]
         # As `generate` does, logits of the last token alone.
-        self.model(input_ids=given, **with_cache(self.model, self.cache), logits_to_keep=1, **more)
+        self.model(input_ids=given, **with_cache(self.model, self.cache), logits_to_keep=1)
         self.taken += count
 
     @property
@@ -133,21 +125,7 @@ class Contender:
         """Bytes of keys, values and whatever else is held."""
         if isinstance(self.cache, KVCache):
             return self.cache.nbytes
-        names = ("keys", "values", "_quantized_keys", "_quantized_values")
-        return sum(_held(getattr(layer, name, 0)) for layer in self.cache.layers for name in names)
-
-
-def _held(thing: Any) -> int:
-    """Return the bytes of a tensor, or of all tensors that something of other libraries holds."""
-    if isinstance(thing, Mapping):
-        return sum(map(_held, thing.values()))
-    if isinstance(thing, tuple):
-        return sum(map(_held, thing))
-    if not isinstance(thing, Tensor):
-        return 0
-    if hasattr(thing, "__tensor_flatten__"):  # a quantized one, made of several
-        return sum(_held(getattr(thing, name)) for name in thing.__tensor_flatten__()[0])
-    return thing.untyped_storage().nbytes()
+        return sum(x.nbytes for layer in self.cache.layers for x in (layer.keys, layer.values))
 
 
 def build(layers: int, tokens: int, setting: Setting) -> LlamaForCausalLM:
@@ -183,31 +161,20 @@ def contenders(
         setting: Device and dtype.
     """
     model = build(layers, tokens, setting)
-    given = drawn(model, tokens)
-    makes = {STOCK: stock} | {name: made(case) for name, case in chosen.items()}
-    return {name: Contender(beside(model), make, given) for name, make in makes.items()}
-
-
-def drawn(model: LlamaForCausalLM, tokens: int) -> Tensor:
-    """Return random tokens, int64 [1, tokens], on the device of a model."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, model.config.vocab_size, (1, tokens), generator=generator)
-    return ids.to(model.device)
-
-
-def beside(model: LlamaForCausalLM) -> LlamaForCausalLM:
-    """Return a model object of its own that shares the weights of a model."""
-    return copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
-
-
-def stock(model: LlamaForCausalLM) -> DynamicCache:
-    """Return transformers' own cache."""
-    return DynamicCache(config=model.config)
-
-
-def made(case: Case) -> Callable[[LlamaForCausalLM], KVCache]:
-    """Return what makes the cache of a case for a model."""
-    return lambda model: cache_for(model, case.recipe, mode=case.mode)
+    given = ids.to(model.device)
+    makes: dict[str, Callable[[LlamaForCausalLM], Any]] = {
+        STOCK: lambda model: DynamicCache(config=model.config)
+    }
+    for name, case in chosen.items():
+        makes[name] = partial(cache_for, recipe=case.recipe, mode=case.mode)
+    # Every contender has a model object of its own, which shares the weights.
+    weights = {id(weight): weight for weight in model.parameters()}
+    return {
+        name: Contender(copy.deepcopy(model, dict(weights)), make, given)
+        for name, make in makes.items()
+    }
 
 
 @torch.no_grad()

@@ -125,9 +125,7 @@ def _at_size(record: Mapping[str, Any]) -> str:
         "Row sets of a decoding of 256 tokens in blocks of 32, one token a step, after a prompt of "
         "1,000; operations and bytes of their forwards by formula, bfloat16, batch 1. *Faster at "
         "most* takes the longer of operations and bytes of each forward at the device's peaks. "
-        "Nothing of this was run. `python -m diffcache.eval.workshop.bench full-size-dllm "
-        "--device cuda --dtype bfloat16` times whole answers at this size on a GPU, with random "
-        "weights, four tokens a step; not measured yet."
+        "Nothing of this was run."
     )
     return "\n".join(["## At the size of LLaDA-8B\n", about, "", *table(heads, rows)])
 

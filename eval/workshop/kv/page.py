@@ -302,10 +302,7 @@ def seconds(record: Mapping[str, Any]) -> str:
         f"{shapes['head_size']}, a prompt of {shapes['prompt']:,} tokens, {record['dtype']}, "
         f"{record['threads']} thread, {record['device']}; median and quartiles of "
         f"{record['rounds']} tokens (`{record['command']}`). Nothing here is a fused kernel: a "
-        "cache that decodes what it holds at every token saves memory, not time. At the size of "
-        "LLaMA-3.1-8B, with fused kernels and without, beside caches of other libraries on a GPU "
-        "(`python -m diffcache.eval.workshop.bench full-size-decode --device cuda "
-        "--dtype bfloat16`): not measured yet."
+        "cache that decodes what it holds at every token saves memory, not time."
     )
     rows = []
     for row in record["rows"]:

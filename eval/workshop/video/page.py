@@ -14,7 +14,7 @@ from diffcache.files import read_json
 from diffcache.registry import rows_of
 
 PAGE = Path("docs/causal_video.md")
-RECORD, CA2 = "causal.json", "ca2-vdm.json"
+RECORD = "causal.json"
 HEAD = "## Policies\n"  # what stands before is written by hand
 
 MEASURED = """\
@@ -47,8 +47,6 @@ def page(directory: Path = ROOT) -> str:
     record = read_json(directory / "assets" / "bench" / RECORD)
     if record:
         parts += [_measured(record), _timed(record), _anew(record)]
-    record = read_json(directory / "assets" / "bench" / CA2)
-    parts += [_ca2(record)] if record else []
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -102,28 +100,6 @@ def _anew(record: Mapping[str, Any]) -> str:
     )
     heads = ["chunks before", "by the whole history cached", "by a window cached"]
     return "\n".join([about, "", *table(heads, rows), "", stream, ""])
-
-
-def _ca2(record: Mapping[str, Any]) -> str:
-    """Return what a chunk of Ca2-VDM costs, cached and computed anew."""
-    shapes = record["shapes"]
-    height, width = shapes["latents"]
-    about = (
-        f"Chunks of {shapes['chunk_frames']} frames of {height} x {width} latents, "
-        f"{shapes['steps']} steps and the clean pass, on a small factorized transformer with "
-        "random weights: all frames before computed anew in every step, as by the paper's "
-        f"baseline, beside the cache. {record['rounds']} rounds in turn, medians, "
-        f"{record['dtype']}, {record['threads']} thread, {record['device']} "
-        f"(`{record['command']}`)."
-    )
-    rows = [
-        [str(row["prefix_chunks"]), f"{1e3 * row['recompute_seconds']['median']:.0f}",
-         f"{1e3 * row['cached_seconds']['median']:.0f}", f"{row['ratio']['median']:.1f}",
-         f"{row['flops_ratio']:.1f}", f"{row['cache_bytes']:,}"]
-        for row in record["rows"]
-    ]  # fmt: skip
-    heads = ["chunks before", "anew, ms", "cached, ms", "time ratio", "FLOPs ratio", "bytes"]
-    return "\n".join(["## A chunk of Ca2-VDM\n", about, "", *table(heads, rows), ""])
 
 
 main = keep_pages(lambda text: page(), ROOT / PAGE)
