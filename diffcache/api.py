@@ -65,6 +65,7 @@ def wrap(
     preset: str | None = None,
     components: str | Sequence[str] | None = None,
     hold: Form | None = None,
+    text_bytes: int | None = None,
     **settings: Any,
 ) -> T:
     """Put a cache into a pipeline or model, in place.
@@ -104,6 +105,9 @@ def wrap(
         hold: Form of the held features of a method: `bf16`; `int8`, with a scale a token, in about
             half the memory of bf16; `host`, in the host's memory, fetched back ahead of use. None
             leaves them as they are.
+        text_bytes: Most bytes of outputs of a pipeline's text encoders that are kept from call to
+            call, until it is unwrapped or reset; a prompt that is asked for again is then looked up
+            and its pictures stay bit for bit the same. None keeps none.
         **settings: Settings of what is given by name, such as `every=4`; of a recipe `mode` too, as
             for `diffcache.kv.cache_for`.
 
@@ -122,7 +126,8 @@ def wrap(
         >>> model = diffcache.wrap(model, "snapkv", budget=256)  # doctest: +SKIP
         >>> video = diffcache.wrap(video, "deep-forcing")  # doctest: +SKIP
     """
-    wrapped(target, method, preset=preset, components=components, hold=hold, **settings)
+    where = {"preset": preset, "components": components}
+    wrapped(target, method, **where, hold=hold, text_bytes=text_bytes, **settings)
     return target
 
 
@@ -134,6 +139,7 @@ def wrapped(
     preset: str | None = None,
     components: str | Sequence[str] | None = None,
     hold: Form | None = None,
+    text_bytes: int | None = None,
     **settings: Any,
 ) -> Handle: ...
 @overload
@@ -145,6 +151,7 @@ def wrapped(
     preset: str | None = None,
     components: str | Sequence[str] | None = None,
     hold: Form | None = None,
+    text_bytes: int | None = None,
     **settings: Any,
 ) -> Attached:
     """Do as `wrap` and return the handle: `with diffcache.wrapped(pipe, method) as handle: ...`."""
@@ -155,10 +162,10 @@ def wrapped(
         method, settings = choice.given(denoisers, settings)
     if is_settings_file(method):
         given = {**settings, **({} if hold is None else {"hold": hold})}
-        return _wrapped_by_file(target, method, components, given)
+        return _wrapped_by_file(target, method, components, given, text_bytes)
     kind = kind_of(method)
     if kind in ("recipe", "video"):
-        for name, value in {"components": components, "hold": hold}.items():
+        for name, value in (("components", components), ("hold", hold), ("text_bytes", text_bytes)):
             if value is not None:
                 raise ValueError(f"{name}={value!r}: is for feature methods; leave it out")
         with ATTACHING:
@@ -171,7 +178,7 @@ def wrapped(
     reuse = reuse_of(chosen)
     with ATTACHING:  # of two threads, the second is refused
         check_free(target, denoisers, Site.MODEL if reuse is None else reuse.site)
-        handle = Handle(target, denoisers, chosen)
+        handle = Handle(target, denoisers, chosen, text_bytes=text_bytes)
     if choice is not None:
         handle.choice = choice
         _LOG.info("preset: %s", choice.why)
@@ -217,8 +224,9 @@ def _wrapped_by_file(
     path: str | os.PathLike[str],
     components: str | Sequence[str] | None,
     settings: dict[str, Any],
+    text_bytes: int | None,
 ) -> Attached:
-    """Wrap a target with the settings of a file.
+    """Wrap a target with the settings of a file; bytes of texts may be others than it says.
 
     Raises:
         ValueError: If settings or components are given besides, or those of the file do not fit.
@@ -231,7 +239,11 @@ def _wrapped_by_file(
             f"method={str(path)!r}: has settings of its own, and {sorted(settings)} are given "
             "besides; change them in the file, or by diffcache.update when it is wrapped"
         )
-    asked = {"components": saved.components or components, "hold": saved.hold}
+    asked = {
+        "components": saved.components or components,
+        "hold": saved.hold,
+        "text_bytes": saved.text_bytes if text_bytes is None else text_bytes,
+    }
     try:
         given = {name: value for name, value in asked.items() if value is not None}
         handle: Attached = wrapped(target, saved.method, **given, **saved.settings)
@@ -261,7 +273,8 @@ def save(target: Any, path: str | os.PathLike[str]) -> None:
     if isinstance(owner, Handle):
         names, holder = [denoiser.name for denoiser in owner.denoisers], owner.target()
         own = names == list(denoisers_of(holder))
-        save_settings(path, owner.method, components=None if own else names)
+        limit = None if owner.texts is None else owner.texts.limit_bytes
+        save_settings(path, owner.method, None, None if own else names, limit)
         return
     recipe = getattr(owner, "recipe", None)  # as it was given, of a language model
     if recipe is not None and not isinstance(recipe, str):

@@ -134,8 +134,16 @@ def take_hooks(module: nn.Module, are_ours: Callable[[Any], bool]) -> None:
 
 
 def count_hooks(module: nn.Module) -> tuple[int, int]:
-    """Return how many forward hooks and forward pre-hooks a module has (torch)."""
-    return len(module._forward_hooks), len(module._forward_pre_hooks)
+    """Return how many forward hooks and forward pre-hooks a module has (torch).
+
+    Those by which transformers returns hidden states do not count: the first call installs them.
+    """
+    hooks = len(module._forward_hooks)
+    if hooks:
+        theirs = "transformers.utils.output_capturing"
+        places = [getattr(h, "__module__", "") for h in list(module._forward_hooks.values())]
+        hooks -= places.count(theirs)
+    return hooks, len(module._forward_pre_hooks)
 
 
 def convolve(layer: nn.Conv2d, given: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ import shutil
 import sys
 from base64 import b64encode
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from html import escape
 from io import BytesIO, StringIO
 from statistics import fmean
@@ -57,6 +57,8 @@ class Report:
         finished: Whether the run ended without an exception, so far as the pipeline shows it.
         choice: Choice of the method by what the model is; None where the user named it.
         remarks: Remarks on the run, a sentence each, such as whether a cache is exact.
+        texts: Counts of the cache of text encoders since the pipeline was wrapped; None where it
+            has none.
     """
 
     def __init__(self, handle: Handle) -> None:
@@ -79,6 +81,7 @@ class Report:
         self.finished = record.finished
         self.choice = handle.choice
         self.remarks = list(record.remarks)
+        self.texts = None if handle.texts is None else handle.texts.counts()
         self._expected = [] if record.calls else _expected(handle)
 
     # plain data ----------------------------------------------------------------------------
@@ -95,6 +98,7 @@ class Report:
             "method": repr(self.method),
             "preset": self.choice.why if self.choice else None,
             **{name: getattr(self, name) for name in names},
+            "texts": None if self.texts is None else asdict(self.texts),
             "sites": {
                 denoiser: {site: _pair(counts) for site, counts in sites.items()}
                 for denoiser, sites in self.sites.items()
@@ -165,6 +169,7 @@ class Report:
         if not self.calls:
             return [
                 *self._expected,
+                *self._texts(),
                 *self._chosen(0),
                 "No denoiser call yet: run the pipeline, then ask again.",
             ]
@@ -191,7 +196,19 @@ class Report:
         lines.append(
             f"bytes    {human(self.held_bytes, 'B')} held, {human(self.peak_bytes, 'B')} at most"
         )
-        return lines + self._remarks(total)
+        return lines + self._texts() + self._remarks(total)
+
+    def _texts(self) -> list[str]:
+        """Return the counts of the cache of text encoders."""
+        said = self.texts
+        if said is None:
+            return []
+        held, limit = human(said.held_bytes, "B"), human(said.limit_bytes, "B")
+        counts = f"{said.looked_up} calls of text encoders looked up, {said.computed} computed"
+        lines = [f"texts    {counts}; {held} held of {limit}"]
+        if said.passed_over:
+            lines.append(f"texts    the last that ran was not kept: {said.passed_over}")
+        return lines
 
     def _remarks(self, total: int) -> list[str]:
         """Return remarks on a run for its user."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from diffcache.features.base import Method
+from diffcache.features.base import Method, check_int
 from diffcache.features.parts.hold import FORMS, Form, Held
 from diffcache.features.serialize import from_plain, to_plain
 from diffcache.features.tables import Tables
@@ -37,12 +37,14 @@ class Saved:
         settings: Settings of one that is named.
         components: Names of the pipeline's denoisers; None for all of them.
         hold: Form of the held features; None for as they are.
+        text_bytes: Most bytes of outputs of text encoders to keep; None keeps none.
     """
 
     method: str | Method
     settings: dict[str, Any] = field(default_factory=dict)
     components: tuple[str, ...] | None = None
     hold: Form | None = None
+    text_bytes: int | None = None
 
 
 def is_settings_file(method: object) -> TypeGuard[str | os.PathLike[str]]:
@@ -57,6 +59,7 @@ def save_settings(
     method: Any,
     settings: Mapping[str, Any] | None = None,
     components: list[str] | None = None,
+    text_bytes: int | None = None,
 ) -> None:
     """Write the settings that an object is wrapped with.
 
@@ -65,6 +68,7 @@ def save_settings(
         method: Method or policy, or the name of a recipe.
         settings: Settings of a name.
         components: Names of the pipeline's denoisers; None for all of them.
+        text_bytes: Most bytes of outputs of text encoders to keep; None keeps none.
 
     Raises:
         ValueError: If the file cannot be written, or there is something in the method that cannot
@@ -95,6 +99,7 @@ def save_settings(
         raise ValueError(f"{method!r}: has tables in one of its parts, which YAML cannot hold; "
                          "wrap with the method by its name, tables='file.safetensors'")  # fmt: skip
     data = said | data | ({} if components is None else {"components": list(components)})
+    data |= {} if text_bytes is None else {"text_bytes": text_bytes}
     title = f'# diffcache {__version__}: diffcache.wrap(pipe, "{path.name}")\n'
     write_file(path, title + yaml.safe_dump(data, sort_keys=False, default_flow_style=None))
 
@@ -178,8 +183,11 @@ def _saved(data: Any, path: Path) -> Saved:
         if not isinstance(components, list) or not all(isinstance(n, str) for n in components):
             raise ValueError(f"components={components!r}: must be a list of names")
         components = tuple(components)
+    text_bytes = data.get("text_bytes")
+    if text_bytes is not None:
+        check_int("text_bytes", text_bytes, 1)
     found = {name: _setting(name, value, path) for name, value in settings.items()}
-    return Saved(method, found, components, hold)
+    return Saved(method, found, components, hold, text_bytes)
 
 
 def _method(data: Any, settings: Mapping[str, Any]) -> str | Method:

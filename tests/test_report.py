@@ -52,6 +52,7 @@ class Record:
         self.computed = sum(c.counts["blocks"][0] for c in calls)
         self.skipped = sum(c.counts["blocks"][1] for c in calls)
         self.last, self.method, self.remarks, self.choice = self, Interval(), [], None
+        self.texts = None
 
     def held_bytes(self):
         return 0

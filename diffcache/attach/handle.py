@@ -17,6 +17,7 @@ from diffcache.attach.pipeline_hooks import tap_pipeline, tap_scheduler, untap
 from diffcache.attach.provenance import tables_of
 from diffcache.attach.run import Run
 from diffcache.attach.runs import ATTACHING, Runs
+from diffcache.attach.texts import TextCache
 from diffcache.features.base import Method
 from diffcache.features.collect import Observer
 from diffcache.presets.choose import Choice
@@ -34,12 +35,14 @@ class Handle(Runs):
         method: The method for all of them; each keeps its own state.
         observer: Observer of the features, outputs and guided outputs of every step, for
             calibration; None for none.
+        text_bytes: Most bytes of outputs of text encoders to keep; None keeps none.
 
     Attributes:
+        texts: Cache of the text encoders; None for none.
         choice: Choice of the method by what the model is; None where the user named it.
 
     Raises:
-        AttachError: If a denoiser cannot be cached with this method.
+        AttachError: If a denoiser cannot be cached with this method, or a text encoder at all.
     """
 
     def __init__(
@@ -49,8 +52,10 @@ class Handle(Runs):
         method: Method,
         *,
         observer: Observer | None = None,
+        text_bytes: int | None = None,
     ) -> None:
         super().__init__(target, method, observer)
+        self.texts: TextCache | None = None
         self.choice: Choice | None = None
         self.schedulers: list[Any] = []
         self.denoisers: list[Denoiser] = []
@@ -64,6 +69,8 @@ class Handle(Runs):
             if not isinstance(target, nn.Module):
                 tap_pipeline(target, self)
                 self.follow(target)
+            if text_bytes is not None:
+                self.texts = TextCache(target, text_bytes)
             with ATTACHING:
                 WRAPPED.add(self)
         except BaseException:
@@ -149,6 +156,12 @@ class Handle(Runs):
         for denoiser in self.denoisers:
             denoiser.method = method.for_denoiser(denoiser.name)
 
+    def reset(self) -> None:
+        """Forget the features of every run, the contents of every stream, and texts."""
+        super().reset()
+        if self.texts is not None:
+            self.texts.clear()
+
     def detach(self) -> None:
         """Leave everything as it was found; detaching twice does nothing."""
         with ATTACHING:
@@ -162,6 +175,8 @@ class Handle(Runs):
             for scheduler in self.schedulers:
                 untap(scheduler, self)
             self.schedulers = []
+            if self.texts is not None:
+                self.texts.detach()
             target = self.target()
             if target is not None:
                 untap(target, self)

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+import torch
 from torch import nn
 
 from diffcache.anchor import ATTRIBUTE, claim, owner_of, release
@@ -47,12 +48,12 @@ class _Watch:
         for name, method in self._put.items():
             setattr(kind, name, method)
 
-    def handle_of(self, instance: Any) -> Runs | None:
+    def handle_of(self, instance: Any) -> Any:
         """Return the handle of an instance; None for others, and from a watch that is over.
 
         An instance of a subclass that calls `super()` is watched in its own class, if at all.
         """
-        handle: Runs | None = owner_of(instance)
+        handle = owner_of(instance)
         return handle if _WATCHED.get(type(instance)) is self else None
 
     def end(self) -> None:
@@ -79,7 +80,12 @@ def tap_scheduler(scheduler: Any, handle: Runs) -> None:
     _tap(scheduler, handle, makers)
 
 
-def _tap(of: Any, handle: Runs, makers: dict[str, Make]) -> None:
+def tap_encoder(encoder: nn.Module, texts: Any) -> None:
+    """Let the calls of a text encoder be answered by a `TextCache`."""
+    _tap(encoder, texts, {"__call__": _encode})
+
+
+def _tap(of: Any, handle: Any, makers: dict[str, Make]) -> None:
     kind = type(of)
     with _LOCK:
         if id(of) not in _TAPPED:  # else tapped for another pipeline that shares it
@@ -129,7 +135,7 @@ def called_elsewhere(denoisers: Collection[nn.Module]) -> str | None:
     return None
 
 
-def untap(tapped: Any, handle: Runs) -> None:
+def untap(tapped: Any, handle: Any) -> None:
     """Let go of a pipeline or scheduler, unless another handle took it over."""
     if owner_of(tapped) is handle:
         release(tapped)
@@ -181,6 +187,17 @@ def _call(watch: _Watch, base: Callable[..., Any]) -> Callable[..., Any]:
             return out
         finally:
             handle.end(run, token, finished)
+
+    return __call__
+
+
+def _encode(watch: _Watch, base: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(base)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        texts = None if torch.compiler.is_compiling() else watch.handle_of(self)
+        if texts is None:
+            return base(self, *args, **kwargs)
+        return texts.answer(self, functools.partial(base, self, *args, **kwargs), args, kwargs)
 
     return __call__
 

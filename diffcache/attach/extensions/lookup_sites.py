@@ -272,7 +272,9 @@ def _eager(model: nn.Module) -> Iterator[None]:
 # weights ------------------------------------------------------------------------------------------
 
 
-_COLUMNS = 64  # sums over so many columns, so that numbers that change places are noticed
+# Sums over so many columns, so that numbers that change places are noticed; a prime, since rows of
+# weights, which may change places as well, are as long as multiples of a power of two.
+_COLUMNS = 1021
 
 
 class Weights:
@@ -359,12 +361,12 @@ class Weights:
 def checksum(tensor: Tensor) -> Tensor:
     """Return a number, int64 [], that tells contents of a shape apart; of any dtype."""
     flat = bits_of(tensor)
-    size = 8 * _COLUMNS
-    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % size))
-    columns = padded.clone().view(torch.int64) if padded.storage_offset() % 8 else padded
-    table = columns.view(torch.int64).reshape(-1, _COLUMNS)
-    weights = torch.arange(1, 2 * _COLUMNS, 2, device=tensor.device)
-    return (table.sum(0) * weights).sum()
+    if flat.numel() % 8 or flat.storage_offset() % 8:  # a copy, which nearly no weight needs
+        flat = torch.nn.functional.pad(flat, (0, -flat.numel() % 8))
+    numbers = flat.view(torch.int64)
+    whole = len(numbers) // _COLUMNS * _COLUMNS
+    sums = torch.cat([numbers[:whole].view(-1, _COLUMNS).sum(0), numbers[whole:]])
+    return (sums * torch.arange(1, 2 * len(sums), 2, device=tensor.device)).sum()
 
 
 def _stamp(tensor: Tensor | None) -> Any:
