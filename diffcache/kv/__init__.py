@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from diffcache.kv.hf import caching as caching
     from diffcache.kv.hf import detach as detach
     from diffcache.kv.hf import static_cache_for as static_cache_for
-    from diffcache.kv.life.pack import fill as fill
     from diffcache.kv.life.pack import pack as pack
     from diffcache.kv.life.prefix import PrefixTree as PrefixTree
     from diffcache.kv.life.prefix import time_to_live as time_to_live
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from diffcache.kv.reuse.ape import ape as ape
     from diffcache.kv.reuse.cachecraft import cachecraft as cachecraft
     from diffcache.kv.reuse.cachecraft import chunks_of as chunks_of
+    from diffcache.kv.reuse.documents import Documents as Documents
     from diffcache.kv.reuse.hydragen import hydragen as hydragen
     from diffcache.kv.reuse.piece import Piece as Piece
     from diffcache.kv.reuse.piece import cut as cut
@@ -56,9 +56,9 @@ for _module, _names in {
     "hf": ("ask", "cache_for", "caching", "detach", "static_cache_for"),
     "recipes.catalog": ("make_recipe", "recipe_names"),
     "life.save": ("load", "save"),
-    "life.pack": ("fill",),
     "life.prefix": ("PrefixTree", "time_to_live"),
     "reuse.cachecraft": ("chunks_of",),
+    "reuse.documents": ("Documents",),
     "reuse.piece": ("Piece", "cut", "joined", "lay_out"),
     "codec.bitstream": ("choose_level",),
 }.items():

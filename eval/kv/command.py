@@ -22,7 +22,7 @@ from diffcache.command import (
     refuse,
 )
 from diffcache.errors import MissingError
-from diffcache.eval.kv import choose
+from diffcache.eval.kv import choose, reuse
 from diffcache.eval.kv.calibrate import calibrate
 from diffcache.eval.kv.parts import example, while_decoding
 from diffcache.files import read_json
@@ -46,6 +46,7 @@ app = typer.Typer(
 )
 app.command(epilog=EXIT_LINE)(calibrate)
 app.command("choose", epilog=EXIT_LINE)(choose.command)
+app.command("reuse", epilog=EXIT_LINE)(reuse.command)
 
 
 @app.callback(epilog=EXIT_LINE)

@@ -25,7 +25,7 @@ def test_every_recipe_and_door_is_there_and_nothing_else() -> None:
         "static_cache_for",
         "load",
         "save",
-        "fill",
+        "Documents",
         "PrefixTree",
         "time_to_live",
         "choose_level",

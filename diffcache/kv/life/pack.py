@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from diffcache.kv.slots import EMPTY, Slots
+from diffcache.kv.slots import Slots
 from diffcache.kv.store import KVStore
 
 
@@ -105,36 +104,3 @@ def pack(prompts: Sequence[Tensor], width: int | None = None, pad: int = 0) -> P
         position_ids[row, start : start + length] = torch.arange(length, device=device)
         tags[row, start : start + length] = number
     return Packing(ids, position_ids, tags, tuple(places))
-
-
-def fill(store: KVStore, prompts: Sequence[Sequence[Slots]]) -> None:
-    """Fill an empty store with one prompt a row, padded on the left as for generation.
-
-    Args:
-        store: Store that the prompts go into; it holds keys as the slots do.
-        prompts: Slots by prompt and layer, as `Packing.unpack` returns them.
-
-    Raises:
-        ValueError: If the store is not empty.
-    """
-    if store.seen:
-        raise ValueError(f"the store has seen {store.seen} tokens: reset it, or take a new one")
-    lengths = [prompt[0].width for prompt in prompts]
-    longest = max(lengths)
-    store.begin(longest)
-    device = prompts[0][0].k.device
-    before = longest - torch.tensor(lengths, device=device)
-    order = torch.arange(longest, device=device)
-    valid = order >= before[:, None]
-    rpos = (order - before[:, None]).where(valid, EMPTY).to(torch.int32)[:, None]
-    padded = not bool(valid.all())
-    for number, layer in enumerate(store.layers):
-        k, v = (
-            torch.cat([functional.pad(x, (0, 0, longest - x.shape[2], 0)) for x in parts])
-            for parts in (
-                [prompt[number].k for prompt in prompts],
-                [prompt[number].v for prompt in prompts],
-            )
-        )
-        meta = {"rpos": rpos} if padded and layer.rotary is not None else None
-        layer.write(k, v, valid=valid if padded else None, meta=meta)

@@ -102,7 +102,7 @@ def lay_out(
     for layer, slots, turn in zip(store.layers, piece.layers, turns, strict=True):
         index = source.to(slots.k.device).clamp_min(0).view(1, 1, -1)
         chosen = slots.gather(index)
-        k = _turned(layer, chosen, pos.to(slots.k.device), piece.rotated, turn)
+        k = placed(layer, chosen, pos.to(slots.k.device), piece.rotated, turn)
         empty = ~there.to(slots.k.device).view(1, 1, -1, 1)
         layer.write(k.masked_fill(empty, 0), chosen.v.masked_fill(empty, 0))
 
@@ -141,10 +141,10 @@ def turns_of(
     return turns
 
 
-def _turned(
+def placed(
     layer: KVLayer, slots: Slots, pos: Tensor, rotated: bool, turn: Rotation | None
 ) -> Tensor:
-    """Return keys as the layer holds them."""
+    """Return keys of a piece at new positions, as the layer holds them."""
     if layer.rotary is not None:
         return layer.rotary.unrotate(slots.k, slots.rpos) if rotated else slots.k
     if turn is None:  # nothing moves

@@ -14,7 +14,7 @@ from diffcache.kv.attend import Query
 from diffcache.kv.codec.held import Pair
 from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.hf.cache import cache_for
-from diffcache.kv.life.pack import fill, pack
+from diffcache.kv.life.pack import pack
 from diffcache.kv.life.tiers import Tiers, moved
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import h2o, snapkv
@@ -303,27 +303,3 @@ def test_packed_and_unpacked_is_each_prompt_alone(model: Any, space: str) -> Non
             assert torch.equal(slots.pos, wanted.pos)
             torch.testing.assert_close(slots.k, wanted.k, atol=2e-5, rtol=1e-5)
             torch.testing.assert_close(slots.v, wanted.v, atol=2e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("space", ["post", "pre"])
-def test_generation_goes_on_as_a_padded_batch(model: Any, space: str) -> None:
-    found = pack(prompts(), 16)
-    cache = cache_for(model, Recipe(space=space), mode="native")
-    with torch.no_grad():
-        model(
-            input_ids=found.ids, position_ids=found.position_ids, attention_mask=found.mask,
-            past_key_values=cache,
-        )  # fmt: skip
-    batch = cache_for(model, Recipe(space=space), mode="native")
-    fill(
-        batch.store,
-        [[x.narrow(0, x.width - 1) for x in each] for each in found.unpack(cache.store)],
-    )
-    ids = torch.stack(
-        [torch.cat([torch.zeros(12 - len(p), dtype=torch.long), p]) for p in prompts()]
-    )
-    mask = torch.stack([torch.arange(12) >= 12 - len(p) for p in prompts()]).long()
-    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    ours = model.generate(input_ids=ids, attention_mask=mask, past_key_values=batch, **settings)
-    wanted = model.generate(input_ids=ids, attention_mask=mask, **settings)
-    assert torch.equal(ours, wanted)

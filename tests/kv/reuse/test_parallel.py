@@ -13,6 +13,7 @@ from diffcache.kv.hf.cache import KVCache, cache_for
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.reuse.ape import ape
 from diffcache.kv.reuse.hydragen import hydragen
+from diffcache.kv.reuse.piece import Piece, cut
 from diffcache.kv.segment import Traits
 from diffcache.kv.slots import Slots
 from diffcache.kv.store import KVStore
@@ -77,25 +78,37 @@ def test_a_shared_prefix_costs_the_memory_of_one_row(model: Any) -> None:
     assert cache.nbytes < 1.3 * one
 
 
+def read(model: Any, prefix: Tensor, contexts: list[Tensor], space: str = "post") -> list[Piece]:
+    """Return a prefix, and contexts that were each read behind it."""
+    found = []
+    for context in contexts:
+        cache = cache_for(model, Recipe(space=space), mode="native")
+        run(model, cache, torch.cat([prefix, context])[None])
+        found.append(cut(cache.store, context, len(prefix)))
+    return [cut(cache.store, prefix), *found]
+
+
 @pytest.mark.parametrize("space", ["post", "pre"])
 def test_one_context_without_temperature_is_plain_attention(model: Any, space: str) -> None:
     prefix, context, question = text(6), text(20, seed=1), text(5, seed=2)
     cache = cache_for(model, Recipe(space=space), mode="native")
-    start = ape(model, cache, prefix, [context], temperature=1.0, scale=1.0)
+    first, *rest = read(model, prefix, [context], space)
+    start = ape(cache, first, rest, temperature=1.0, scale=1.0)
     assert start == 26 == cache.get_seq_length()
     with torch.no_grad():
         wanted = model(input_ids=torch.cat([prefix, context, question])[None]).logits[:, 26:]
     found = run(model, cache, question[None])
     torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-5)
     sharper = cache_for(model, Recipe(space=space), mode="native")
-    ape(model, sharper, prefix, [context])
+    ape(sharper, first, rest)
     assert not torch.allclose(run(model, sharper, question[None]), wanted, atol=1e-2)
 
 
 def test_contexts_do_not_see_one_another(model: Any) -> None:
     prefix, contexts = text(6), [text(9, seed=1), text(14, seed=2)]
     cache = cache_for(model, Recipe(), mode="native")
-    start = ape(model, cache, prefix, contexts)
+    first, *rest = read(model, prefix, contexts)
+    start = ape(cache, first, rest)
     assert start == 20
     alone = cache_for(model, Recipe(), mode="native")
     run(model, alone, torch.cat([prefix, contexts[1]])[None])
@@ -104,7 +117,7 @@ def test_contexts_do_not_see_one_another(model: Any) -> None:
         assert held.pos[0, 0].tolist() == [*range(6, 15), *range(6, 20)]
         torch.testing.assert_close(held.v[:, :, 9:], wanted.v[:, :, 6:], atol=1e-5, rtol=1e-5)
     again = cache_for(model, Recipe(), mode="native")
-    ape(model, again, prefix, contexts[::-1])
+    ape(again, first, rest[::-1])
     one, two = (run(model, each, text(1, 4, seed=5)) for each in (cache, again))
     torch.testing.assert_close(one, two, atol=2e-5, rtol=1e-5)  # their order is nothing
 
@@ -129,12 +142,19 @@ def test_temperature_and_scale_follow_the_formula() -> None:
 
 def test_bad_use_is_refused(model: Any) -> None:
     cache = cache_for(model, Recipe(), mode="native")
+    first, *rest = read(model, text(3), [text(3)])
     with pytest.raises(ValueError, match="temperature=0"):
-        ape(model, cache, text(3), [text(3)], temperature=0)
+        ape(cache, first, rest, temperature=0)
     with pytest.raises(ValueError, match="give a prefix"):
-        ape(model, cache, text(0), [text(3)])
+        ape(cache, read(model, text(0), [text(3)])[0], rest)
+    with pytest.raises(
+        ValueError, match=r"contexts\[0\] begins at position 4: read it right after"
+    ):
+        ape(cache, first, read(model, text(4), [text(3)])[1:])
+    with pytest.raises(ValueError, match="all pieces rotated, as the prefix is, or none"):
+        ape(cache, first, read(model, text(3), [text(3)], "pre")[1:])
     with pytest.raises(ValueError, match="native mode"):
-        ape(model, cache_for(model, Recipe(), mode="stock"), text(3), [text(3)])
+        ape(cache_for(model, Recipe(), mode="stock"), first, rest)
     with pytest.raises(ValueError, match="prefill it once"):
         hydragen(KVStore(2, Recipe()))
     run(model, cache, text(2, 5))

@@ -264,8 +264,9 @@ def test_bad_use_is_refused(model: Any) -> None:
     other = cache_for(hybrid, Recipe(), mode="native")
     with pytest.raises(ValueError, match="of 6 layers attend to a sliding window"):
         recompute(hybrid, other, ids[None], torch.arange(12))
+    held = fresh(llama(), ids).store
     with pytest.raises(ValueError, match="sliding window"):
-        ape(hybrid, other, ids[:3], [ids[3:]])
+        ape(other, cut(held, ids[:3]), [cut(held, ids[3:], 3)])
 
 
 def test_a_model_that_was_released_is_refused() -> None:

@@ -1,0 +1,330 @@
+"""`diffcache kv reuse`: answers about documents read before, and the time to their first token."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from diffcache.command import Device, Seed, check_target, device_of, guarded
+from diffcache.eval.cost.interleave import summary
+from diffcache.eval.kv.asked import CITIES, NEEDLE, spells
+from diffcache.eval.kv.sweep import write_rows
+from diffcache.eval.kv.texts import TextModel, windows
+from diffcache.eval.methods import naming
+from diffcache.eval.metrics.intervals import share_change, share_interval
+from diffcache.eval.record import Setting
+from diffcache.pipelines.demo.console import print_rows, progress, quiet
+from diffcache.registry import read_word
+
+NO_METHODS: list[str] = []
+FULL = "recompute"
+BENCHMARK = "kv-reuse"
+SPARE = 2  # documents that a prompt leaves out
+GENERATE = {"max_new_tokens": 6, "do_sample": False}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt: documents in their order, and questions about some of them.
+
+    Attributes:
+        documents: Texts.
+        questions: Questions.
+        answers: Number that answers each.
+    """
+
+    documents: tuple[str, ...]
+    questions: tuple[str, ...]
+    answers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ReuseTask:
+    """Documents of texts, each with a number to ask for, and prompts that draw from them.
+
+    Attributes:
+        model: The model with its tokenizer.
+        texts: File or folder of texts; None for documentation of Python.
+        documents: Documents of a prompt, out of two more.
+        length: Tokens of a document.
+        requests: Prompts.
+        questions: Questions of a prompt.
+        seed: Seed of documents, numbers and prompts.
+    """
+
+    model: TextModel
+    texts: Path | None = None
+    documents: int = 4
+    length: int = 128
+    requests: int = 8
+    questions: int = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        most = len(CITIES) - SPARE
+        if not 2 <= self.documents <= most:
+            raise ValueError(f"--documents {self.documents}: must be from 2 to {most}")
+        if self.requests < 2:
+            raise ValueError(f"--requests {self.requests}: an interval needs at least 2")
+        if not 1 <= self.questions <= self.documents:
+            raise ValueError(
+                f"--questions {self.questions}: must be from 1 to {self.documents}, one a document"
+            )
+        if self.length < 16:
+            raise ValueError(f"--length {self.length}: must be at least 16 tokens")
+
+    def draw(self) -> tuple[list[Request], list[Request], dict[str, Any]]:
+        """Return prompts that read every document once, those to measure, and the texts' source.
+
+        Raises:
+            ValueError: If texts are too few, or the tokenizer cannot write numbers.
+        """
+        if not spells(self.model.tokenizer):
+            raise ValueError(
+                f"--model {self.model.name}: its tokenizer cannot write the questions; take a "
+                "model of language, such as smollm2"
+            )
+        count = self.documents + SPARE
+        found = windows(self.model, self.texts, self.length, count, count, self.seed)
+        drawn = random.Random(self.seed)
+        names = drawn.sample(CITIES, count)
+        numbers = [str(drawn.randrange(100, 1000)) for _ in names]
+        texts = []
+        for ids, name, number in zip(found.ids, names, numbers, strict=True):
+            words = self.model.tokenizer.decode(ids[0], skip_special_tokens=True).split(" ")
+            words.insert(drawn.randrange(len(words) + 1), NEEDLE.format(name, number))
+            texts.append(" ".join(words))
+        self._check_fits(texts)
+
+        def request(chosen: Sequence[int]) -> Request:
+            asked = drawn.sample(list(chosen), self.questions)
+            return Request(
+                tuple(texts[place] for place in chosen),
+                tuple(f"What is the secret number of {names[place]}?" for place in asked),
+                tuple(numbers[place] for place in asked),
+            )
+
+        everything = list(range(count))
+        first = [request(everything[: self.documents]), request(everything[SPARE:])]
+        later = [request(drawn.sample(everything, self.documents)) for _ in range(self.requests)]
+        return first, later, found.source
+
+    def _check_fits(self, texts: Sequence[str]) -> None:
+        """Check that a model takes a prompt of the longest documents, with 128 tokens beside."""
+        sizes = [
+            len(self.model.tokenizer(text, add_special_tokens=False).input_ids) for text in texts
+        ]
+        need = sum(sorted(sizes)[-self.documents :]) + 128
+        limit = getattr(self.model.config, "max_position_embeddings", None)
+        if isinstance(limit, int) and need > limit:
+            raise ValueError(
+                f"--documents {self.documents} of --length {self.length}: a prompt may need {need} "
+                f"tokens, and {self.model.name} takes {limit} (max_position_embeddings); ask for "
+                "fewer or shorter ones"
+            )
+
+
+@dataclass
+class _Taken:
+    """Results of a method, of each prompt."""
+
+    first: list[float] = field(default_factory=list)
+    all: list[float] = field(default_factory=list)
+    hits: list[list[bool]] = field(default_factory=list)
+    computed: list[float] = field(default_factory=list)
+    nbytes: int = 0
+
+
+def reuse(
+    task: ReuseTask, words: Sequence[str], told: Callable[..., None] | None = None
+) -> tuple[list[dict[str, Any]], Setting, dict[str, Any]]:
+    """Measure methods of `diffcache.kv.Documents` in turn, full recomputation first.
+
+    Every document was read in two prompts before; the prompts that are measured draw some of them
+    in another order. Recomputation is that of a `DynamicCache` and the model's own attention.
+
+    Args:
+        task: Task that they are measured on.
+        words: Methods with settings, such as `cacheblend:share=0.3`.
+        told: Callback for the progress: done, total, what is next.
+
+    Returns:
+        Rows, device and dtype, and facts about the texts. Seconds are CPU seconds on a single
+        thread of a CPU.
+
+    Raises:
+        ValueError: If a method or setting is unknown, or texts do not serve.
+    """
+    from diffcache.kv.hf.switch import detach
+    from diffcache.kv.reuse.documents import Documents, settings_of
+
+    read: dict[str, tuple[str, dict[str, Any]]] = {}
+    for word in dict.fromkeys([FULL, *words]):
+        with naming(f"--method {word}"):
+            name, settings = read_word(word)
+            read[word] = name.replace("-", "_"), settings
+            settings_of(read[word][0], **settings)  # raises before anything is loaded
+    first, later, source = task.draw()
+    model, tokenizer = task.model.load(), task.model.tokenizer
+    setting = Setting(torch.device(task.model.device), model.dtype)
+    own = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
+    shelves: dict[str, Documents] = {}
+    for word, (name, settings) in read.items():
+        with naming(f"--method {word}"):
+            shelves[word] = Documents(
+                own if name == FULL else model, tokenizer, name,
+                clock=getattr(time, setting.clock), **settings,
+            )  # fmt: skip
+    taken = {word: _Taken() for word in shelves}
+    order, total = list(shelves), len(shelves) * (len(first) + len(later))
+    try:
+        for number, request in enumerate([*first, *later]):
+            for place, word in enumerate(order):
+                if told is not None:
+                    told(number * len(order) + place, total, word)
+                with naming(f"--method {word}"):
+                    _ask(shelves[word], request, taken[word] if number >= len(first) else None)
+            order.append(order.pop(0))  # another one is first in the next round
+    finally:
+        detach(model)
+    return [_row(word, taken[word], taken[FULL]) for word in shelves], setting, source
+
+
+def _ask(shelf: Any, request: Request, taken: _Taken | None) -> None:
+    """Have a method answer a prompt; note the results where they count."""
+    found = shelf.ask(
+        request.questions, request.documents, generate=GENERATE,
+        answer_prefix="The secret number is",
+    )  # fmt: skip
+    if taken is None:
+        return
+    said = [re.match(r"\D{0,3}(\d+)", text) for text in found.texts]
+    taken.hits.append(
+        [one is not None and one[1] == right
+         for one, right in zip(said, request.answers, strict=True)]
+    )  # fmt: skip
+    taken.first.append(found.first_seconds)
+    taken.all.append(found.seconds)
+    taken.computed.append(found.computed / found.tokens)
+    taken.nbytes = max(taken.nbytes, shelf.nbytes)
+
+
+def _row(word: str, own: _Taken, full: _Taken) -> dict[str, Any]:
+    hits, before = torch.tensor(own.hits), torch.tensor(full.hits)
+    return {
+        "name": word,
+        "answers": share_interval(hits).to_dict(),
+        "change": None if own is full else share_change(before, hits).to_dict(),
+        "first_seconds": summary(own.first), "first_ratio": summary(_ratios(own.first, full.first)),
+        "all_seconds": summary(own.all), "all_ratio": summary(_ratios(own.all, full.all)),
+        "computed": sum(own.computed) / len(own.computed), "bytes": own.nbytes,
+    }  # fmt: skip
+
+
+def _ratios(own: Sequence[float], full: Sequence[float]) -> list[float]:
+    return [a / b for a, b in zip(own, full, strict=True)]
+
+
+@guarded
+def command(
+    method: Annotated[
+        list[str],
+        typer.Option(
+            "--method",
+            metavar="NAME[:KEY=VALUE,...]",
+            help="prefix, hydragen, concatenate, cacheblend, ape, cachecraft, kvshare or pie. May "
+            "be repeated.",
+            show_default="all",
+        ),
+    ] = NO_METHODS,
+    model: Annotated[
+        str, typer.Option(help="Directory of a causal model, Hugging Face model ID, or smollm2.")
+    ] = "smollm2",
+    texts: Annotated[
+        Path | None,
+        typer.Option(
+            help='A file with a text on each line, a .jsonl file with "text", or a folder of .txt '
+            "files.",
+            show_default="Python's reference",
+        ),
+    ] = None,
+    documents: Annotated[int, typer.Option(help="Documents of a prompt.")] = 4,
+    length: Annotated[int, typer.Option(help="Tokens of a document.")] = 128,
+    requests: Annotated[int, typer.Option(help="Prompts.")] = 8,
+    questions: Annotated[int, typer.Option(help="Questions of a prompt.")] = 2,
+    device: Device = "auto",
+    seed: Seed = 0,
+    out: Annotated[Path | None, typer.Option(help="Write the record here (JSON).")] = None,
+) -> None:
+    """Ask about documents that were read before, and measure the time to the first token.
+
+    As in retrieval-augmented generation: a prompt has some documents of a pool, in an order of its
+    own, and questions behind them, whose answers stand in the documents. All documents were read
+    before, in other prompts. "first token" is the time to that of the first answer, "all" that to
+    the end of the last one, both by full recomputation of the same prompt, in turn: median and
+    quartiles, of CPU time on one thread of a CPU; "computed" the share of the prompt before a
+    question that was computed anew; "bytes" are held between prompts. prefix and hydragen are
+    exact. In Python: diffcache.kv.Documents.
+
+    [bold]Try[/bold]
+
+        diffcache fetch smollm2
+
+        diffcache kv reuse
+
+        diffcache kv reuse --method cacheblend:share=0.3 --method cachecraft --documents 6
+
+        diffcache kv reuse --model DIR --texts FILE --method prefix
+    """
+    from diffcache.eval.kv.command import spread
+    from diffcache.kv.reuse.documents import methods
+    from diffcache.run_report import human
+
+    if out is not None:
+        check_target("--out", out, (".json",))
+    quiet()
+    place = str(device_of(device))
+    task = ReuseTask(TextModel(model, place), texts, documents, length, requests, questions, seed)
+    started = time.monotonic()
+    with progress("asking") as show:
+        rows, setting, source = reuse(task, method or list(methods()), show)
+    print_rows(("", "answered", "change", "computed", "bytes"), [
+        (row["name"], spread(row["answers"], places=2),
+         "" if row["change"] is None else spread(row["change"], "+", 2),
+         f"{row['computed']:.0%}", human(row["bytes"], "B"))
+        for row in rows
+    ])  # fmt: skip
+    print_rows(("", "first token", "x recompute", "all, x recompute"), [
+        (row["name"], f"{row['first_seconds']['median']:.3f} s", quartiles(row["first_ratio"]),
+         quartiles(row["all_ratio"]))
+        for row in rows
+    ])  # fmt: skip
+    typer.echo(f"{requests} prompts of {documents} documents of {length} tokens, "
+               f"{questions} questions each, {place}")  # fmt: skip
+    if out is None:
+        return
+    body = {
+        "shapes": {
+            "device": place, "model": model, "documents": documents, "length": length,
+            "requests": requests, "questions": questions, "clock": setting.clock, **source,
+        },
+        "rounds": requests, "seed": seed, "seconds": round(time.monotonic() - started, 1),
+        "rows": rows, "load": os.getloadavg()[0],
+    }  # fmt: skip
+    write_rows(BENCHMARK, setting, body, out)
+    typer.echo(f"wrote {out}")
+
+
+def quartiles(found: Mapping[str, float]) -> str:
+    """Return a median with its quartiles."""
+    return "{median:.2f} ({q1:.2f} to {q3:.2f})".format(**found)

@@ -1,0 +1,181 @@
+"""Prompts put together from documents that were read before, beside computing them again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
+
+from diffcache import cli, kv
+from diffcache.kv.reuse import documents as module
+from diffcache.kv.reuse.documents import Answers, Documents, methods
+from tests.kv.eval import small
+from tests.kv.tiny import gemma, llama
+
+torch.set_num_threads(1)
+RHINE, SEA, ROME = "The Rhine rises in the Alps.", "The North Sea is cold.", "Rome is old."
+TEXTS = {"generate": {"max_new_tokens": 5}}
+QUESTIONS = ("Why?", "Where is it cold?")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return AutoTokenizer.from_pretrained(small.save_with_words(tmp_path_factory.mktemp("words")))
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return llama(vocab_size=260)
+
+
+def ask(shelf: Documents, *documents: str) -> Answers:
+    return shelf.ask(QUESTIONS, documents, **TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("method", "settings"),
+    [
+        ("prefix", {"chunk": 8}), ("hydragen", {}), ("cacheblend", {"share": 1.0}),
+        ("kvshare", {"share": 1.0}), ("cachecraft", {"alpha": 0.0}),
+    ],
+)  # fmt: skip
+def test_answers_are_those_of_recomputation(
+    model: Any, tokenizer: Any, method: str, settings: dict[str, Any]
+) -> None:
+    full, shelf = Documents(model, tokenizer, "recompute"), Documents(
+        model, tokenizer, method, **settings
+    )  # fmt: skip
+    # cachecraft computes all of a prompt where a document is new, whatever is held of others
+    for some in ((RHINE, SEA), (SEA, RHINE, ROME), (RHINE, SEA)):
+        if method == "cachecraft" and some == (RHINE, SEA) and shelf.nbytes:
+            continue
+        wanted = ask(full, *some)
+        assert ask(shelf, *some).texts == wanted.texts
+        assert wanted.computed == wanted.tokens and wanted.first_seconds <= wanted.seconds
+
+
+def test_a_beginning_that_is_held_is_not_computed(model: Any, tokenizer: Any) -> None:
+    shelf = Documents(model, tokenizer, "prefix", chunk=8)
+    first, again, other = (ask(shelf, *x) for x in ((RHINE, SEA), (RHINE, SEA), (RHINE, ROME)))
+    assert first.computed == first.tokens == 1 + 30 + 24  # the first token, documents of bytes
+    assert again.computed == first.tokens % 8 and other.computed == other.tokens - 24
+
+
+def test_the_first_document_read_alone_is_what_it_is_in_a_prompt(
+    model: Any, tokenizer: Any
+) -> None:
+    wanted = ask(Documents(model, tokenizer, "recompute"), SEA).texts
+    for method in ("concatenate", "cacheblend"):
+        shelf = Documents(model, tokenizer, method)
+        shelf.read([RHINE, SEA])
+        assert ask(shelf, SEA).texts == wanted
+    apart = Documents(model, tokenizer, "ape", temperature=1.0, scale=1.0)
+    assert ask(apart, SEA).texts == wanted
+    assert ask(apart, SEA, RHINE).texts == ask(apart, RHINE, SEA).texts  # side by side
+
+
+def test_few_tokens_are_computed(model: Any, tokenizer: Any) -> None:
+    counts = {}
+    for method in methods():
+        shelf = Documents(model, tokenizer, method)
+        ask(shelf, RHINE, SEA, ROME)
+        found = ask(shelf, RHINE, ROME)
+        counts[method] = found.computed
+        assert found.tokens == 1 + 30 + 14
+    assert counts["recompute"] == counts["hydragen"] == 45
+    assert counts["concatenate"] == counts["ape"] == counts["pie"] == 0
+    assert counts["cacheblend"] == counts["kvshare"] == 7  # 15 %, rounded up
+    assert 0 < counts["cachecraft"] < 45
+
+
+def test_the_least_recently_used_go(model: Any, tokenizer: Any) -> None:
+    shelf = Documents(model, tokenizer, "cacheblend")
+    ask(shelf, SEA)
+    one = shelf.nbytes
+    shelf.budget_bytes = one
+    ask(shelf, RHINE)  # what a prompt needs stays, whatever the budget
+    assert one < shelf.nbytes < 1.5 * one
+    shelf.read([SEA])
+    assert shelf.nbytes == one
+
+
+def test_an_edit_that_is_cut_off_leaves_nothing_to_go_on_from(
+    model: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shelf = Documents(model, tokenizer, "pie")
+    ask(shelf, RHINE, SEA)
+
+    def cut_off(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "pie", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            ask(shelf, SEA, ROME)
+    assert shelf.nbytes == 0
+    wanted = ask(Documents(model, tokenizer, "recompute"), SEA, ROME)
+    assert ask(shelf, SEA, ROME).texts == wanted.texts
+
+
+def test_bad_use_is_refused(model: Any, tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="method='blend': must be one of recompute, prefix, hydra"):
+        Documents(model, tokenizer, "blend")
+    with pytest.raises(ValueError, match="alpha=1: settings of cacheblend are share, check"):
+        Documents(model, tokenizer, alpha=1)
+    for method, given, said in (
+        ("kvshare", {"share": 2}, "share=2: must be at least 0 and at most 1"),
+        ("cachecraft", {"alpha": -1}, "alpha=-1: must be at least 0"),
+        ("ape", {"temperature": 0}, "temperature=0: must be above 0"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            Documents(model, tokenizer, method, **given)
+    with pytest.raises(ValueError, match="budget_bytes=-1"):
+        Documents(model, tokenizer, budget_bytes=-1)
+    with pytest.raises(ValueError, match="of 6 layers attend to a sliding window"):
+        Documents(gemma(), tokenizer)
+    shelf = Documents(model, tokenizer)
+    for questions, texts in (([], [SEA]), ("Why?", []), ("Why?", [SEA, " "])):
+        with pytest.raises(ValueError, match="give at least one of each, none of them empty"):
+            shelf.ask(questions, texts)
+    with pytest.raises(ValueError, match="documents is one text: give a list"):
+        shelf.ask("Why?", SEA)
+    with pytest.raises(ValueError, match="num_return_sequences must be 1"):
+        shelf.ask("Why?", [SEA], generate={"num_return_sequences": 2, "do_sample": True})
+
+
+def test_a_released_model_is_as_before(tokenizer: Any) -> None:
+    model = llama(vocab_size=260)
+    ids = torch.randint(3, 256, (1, 9), generator=torch.Generator().manual_seed(0))
+
+    def logits() -> Tensor:
+        with torch.no_grad():
+            found: Tensor = model(ids).logits
+        return found
+
+    before, used = logits(), model.config._attn_implementation
+    for method in methods():
+        ask(Documents(model, tokenizer, method), RHINE, SEA)
+    kv.detach(model)
+    assert model.config._attn_implementation == used and torch.equal(logits(), before)
+
+
+def test_the_command_measures_methods_in_turn(tmp_path: Path) -> None:
+    folder, out = small.save_with_words(tmp_path / "model"), tmp_path / "x.json"
+    found = CliRunner().invoke(cli.app, [
+        "kv", "reuse", "--model", str(folder), "--texts", str(small.texts(tmp_path)),
+        "--documents", "2", "--length", "40", "--requests", "2", "--questions", "1",
+        "--method", "prefix", "--method", "cacheblend:share=0.5", "--out", str(out),
+    ])  # fmt: skip
+    assert found.exit_code == 0, found.output
+    assert "2 prompts of 2 documents of 40 tokens" in found.output
+    first, prefix, blend = json.loads(out.read_text(encoding="utf-8"))["rows"]
+    assert first["name"] == "recompute" and first["first_ratio"]["median"] == 1
+    assert first["change"] is None and prefix["change"]["value"] == 0  # it is exact
+    assert blend["name"] == "cacheblend:share=0.5" and 0.5 <= blend["computed"] < 0.52
+    assert first["answers"]["n"] == 2 and blend["bytes"] > 0
