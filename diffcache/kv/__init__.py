@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from diffcache.kv.hf import caching as caching
     from diffcache.kv.hf import detach as detach
     from diffcache.kv.hf import static_cache_for as static_cache_for
+    from diffcache.kv.hf.documents import Documents as Documents
     from diffcache.kv.life.pack import pack as pack
     from diffcache.kv.life.prefix import PrefixTree as PrefixTree
     from diffcache.kv.life.prefix import time_to_live as time_to_live
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
     from diffcache.kv.reuse.ape import ape as ape
     from diffcache.kv.reuse.cachecraft import cachecraft as cachecraft
     from diffcache.kv.reuse.cachecraft import chunks_of as chunks_of
-    from diffcache.kv.reuse.documents import Documents as Documents
     from diffcache.kv.reuse.hydragen import hydragen as hydragen
     from diffcache.kv.reuse.piece import Piece as Piece
     from diffcache.kv.reuse.piece import cut as cut
@@ -58,7 +58,7 @@ for _module, _names in {
     "life.save": ("load", "save"),
     "life.prefix": ("PrefixTree", "time_to_live"),
     "reuse.cachecraft": ("chunks_of",),
-    "reuse.documents": ("Documents",),
+    "hf.documents": ("Documents",),
     "reuse.piece": ("Piece", "cut", "joined", "lay_out"),
     "codec.bitstream": ("choose_level",),
 }.items():

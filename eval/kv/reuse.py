@@ -165,8 +165,8 @@ def reuse(
     Raises:
         ValueError: If a method or setting is unknown, or texts do not serve.
     """
+    from diffcache.kv.hf.documents import Documents, settings_of
     from diffcache.kv.hf.switch import detach
-    from diffcache.kv.reuse.documents import Documents, settings_of
 
     read: dict[str, tuple[str, dict[str, Any]]] = {}
     for word in dict.fromkeys([FULL, *words]):
@@ -287,7 +287,7 @@ def command(
         diffcache kv reuse --model DIR --texts FILE --method prefix
     """
     from diffcache.eval.kv.command import spread
-    from diffcache.kv.reuse.documents import methods
+    from diffcache.kv.hf.documents import methods
     from diffcache.run_report import human
 
     if out is not None:

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from diffcache import cli, kv
-from diffcache.kv.reuse import documents as module
-from diffcache.kv.reuse.documents import Answers, Documents, methods
+from diffcache.kv.hf import documents as module
+from diffcache.kv.hf.documents import Answers, Documents, methods
 from tests.kv.eval import small
 from tests.kv.tiny import gemma, llama
 
