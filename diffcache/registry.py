@@ -332,7 +332,6 @@ evaluations | Evaluations | | down | denoiser calls of a full run that cost the 
 computed_steps | Computed steps | | down | steps of a run in which anything that the cache may skip was computed, mean over runs | definition | `diffcache.report` | | |
 peak_bytes | Peak memory | bytes | down | most memory in use during a run: allocated on CUDA, resident of a fresh process on CPU | definition | `torch.cuda.max_memory_allocated`, `psutil` | | |
 held_bytes | Held memory | bytes | down | bytes of the features that a cache keeps, elements times element size | definition | `diffcache.report` | | |
-joules | Energy | J | down | difference of the device's energy counter over a run | NVML `nvmlDeviceGetTotalEnergyConsumption` | `pynvml` | | pynvml |
 """,
 }
 

@@ -36,7 +36,7 @@ Kind = Literal["package", "weights", "interpreter", "shipped"]
 EXTRAS = {
     "torch_fidelity": "fid", "torchvision": "fid", "cleanfid": "", "torchmetrics": "eval",
     "matplotlib": "eval", "av": "eval", "lm_eval": "llm",
-    "pynvml": "energy", "transformers": "",
+    "transformers": "",
 }  # fmt: skip
 _COLORS = {"exact": "green", "real": "green", "lite": "yellow", "none": "red"}
 _INTERPRETER_SECONDS = 60

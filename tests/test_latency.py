@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +11,7 @@ from typer.testing import CliRunner
 from diffcache.anchor import owner_of
 from diffcache.cli import app
 from diffcache.eval import record
-from diffcache.eval.cost import latency
 from diffcache.eval.cost.clock import DenoiserClock
-from diffcache.eval.cost.energy import Joules
-from diffcache.eval.cost.interleave import measure
 from diffcache.eval.methods import parse_row
 from diffcache.eval.record import Setting
 from diffcache.eval.runs import cost
@@ -68,7 +64,6 @@ def test_the_record_of_a_run(tmp_path, monkeypatch):
         assert row["seconds"]["n"] == row["cpu_ratio"]["n"] == row["denoiser_seconds"]["n"] == 2
         assert 0 < row["denoiser_seconds"]["median"] < row["seconds"]["median"]
         assert row["throughput"] == pytest.approx(2 / row["seconds"]["median"])
-        assert "joules" not in row
     assert uncached["ratio"]["median"] == uncached["denoiser_ratio"]["median"] == 1
     assert uncached["peak_bytes"] == stack["peak_bytes"] == 3000
     assert asked == [("sticker-flux", name, "cpu") for name in (None, "taylorseer", "first-block")]
@@ -109,32 +104,6 @@ def test_the_clock_counts_denoiser_calls_only():
         assert clock.calls == 0 and clock.seconds == 0
     model(torch.ones(1, 2))
     assert clock.calls == 0 and not model._forward_hooks and not model._forward_pre_hooks
-
-
-def test_energy_has_its_column(monkeypatch):
-    number = {"median": 2.0, "q1": 1.0, "q3": 3.0, "n": 3}
-    timed = ("seconds", "cpu_seconds", "denoiser_seconds", "ratio", "cpu_ratio", "denoiser_ratio")
-    row = dict.fromkeys(timed, number) | {
-        "name": "a", "kind": "uncached", "computed_steps": 4, "steps": 4, "throughput": 1.0,
-        "flops_ratio": None, "held_bytes": 0, "joules": 2.0,
-    }  # fmt: skip
-    table = latency.timed_table({"rows": [row]})._table
-    titles = [column.title for column in table.columns]
-    cells = dict(zip(titles, table.rows[0].cells, strict=True))
-    assert cells["Energy"].text == "2.00" and "FLOPs ratio" not in cells
-    assert Joules("cpu").joules is None
-
-
-def test_energy_is_read_around_every_timed_call(tmp_path, monkeypatch):
-    run, turns = turns_of(tmp_path)
-    log = []
-    turns.joules = SimpleNamespace(
-        start=lambda: log.append("start"), stop=lambda: log.append("stop"), joules=5.0
-    )
-    monkeypatch.setattr(run.drawer, "draw", lambda case, batch, timed: log.append("draw"))
-    timings = measure({"uncached": turns.turn()}, 1, 0, SETTING)
-    assert timings.readings["uncached"]["joules"] == [5.0]
-    assert log == ["draw", "start", "draw", "stop", "stop"]
 
 
 @pytest.mark.gpu

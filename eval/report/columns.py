@@ -129,7 +129,7 @@ def is_fidelity(record: Record, key: str) -> bool:
 
 def _cost(record: Record) -> list[Column]:
     def plain(row: dict[str, Any], key: str) -> Value | None:
-        is_timed = key in ("joules", "peak_bytes", "throughput")
+        is_timed = key in ("peak_bytes", "throughput")
         source = timing_of(record, row["name"]) if is_timed else row
         found = number(source.get(key))
         return None if found is None else Value(found)
@@ -152,7 +152,6 @@ def _cost(record: Record) -> list[Column]:
         column("cpu_ratio", "CPU ratio", "up", "number"),
         column("denoiser_ratio", "Denoiser ratio", "up", "number"),
         column("throughput", "Samples a second", "up", "number"),
-        column("joules", "Energy", "down", "number", "J"),
         column("peak_bytes", "Peak", "down", "bytes"),
         column("held_bytes", "Held", None, "bytes"),
     ]
@@ -236,7 +235,7 @@ def flat(record: Record, row: dict[str, Any]) -> dict[str, Any]:
     for key in ("seconds", "ratio", "cpu_ratio", "denoiser_ratio"):
         found = timed.get(key) or {}
         cells |= {f"{key}.{part}": found.get(part) for part in ("median", "q1", "q3", "n")}
-    cells |= {key: timed.get(key) for key in ("throughput", "peak_bytes", "joules")}
+    cells |= {key: timed.get(key) for key in ("throughput", "peak_bytes")}
     for key in metric_keys(record):
         found = (row.get("fidelity") or {}).get(key) or (row.get("quality") or {}).get(key)
         whole = value(found)

@@ -1,4 +1,4 @@
-"""Cost of the cases of a run: seconds in turn, joules, and peak memory of a fresh process."""
+"""Cost of the cases of a run: seconds in turn, and peak memory of a fresh process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from diffcache.eval.cost.clock import DenoiserClock
-from diffcache.eval.cost.energy import Joules
 from diffcache.eval.cost.interleave import Turn, measure
 from diffcache.eval.cost.memory import Place, peak, peak_bytes
 from diffcache.eval.record import Setting
@@ -22,7 +21,7 @@ from diffcache.pipelines.demo.saved import DTYPES
 
 
 def costs(run: Run, cases: Sequence[Case]) -> dict[str, Any]:
-    """Return `rows` (case -> seconds, ratio, throughput, bytes, joules) and a `warning` or None.
+    """Return `rows` (case -> seconds, ratio, throughput, bytes) and a `warning` or None.
 
     Kept until settings or device change; empty where nothing is to be timed.
 
@@ -54,11 +53,7 @@ def _times(run: Run, cases: Sequence[Case], setting: Setting) -> dict[str, Any]:
         run.progress.advance(size if done else 0, f"time {name}, {done} of {total}")
 
     timings = measure(turns, run.plan.rounds, WARM_UP, replace(setting, progress=show))
-    rows = timings.rows(size)
-    for row in rows.values():
-        if "joules" in row:
-            row["joules"] = row["joules"]["median"]
-    return {"rows": rows, "warning": timings.warning}
+    return {"rows": timings.rows(size), "warning": timings.warning}
 
 
 class _Turns:
@@ -73,7 +68,6 @@ class _Turns:
     def __init__(self, run: Run, case: Case, setting: Setting) -> None:
         self.run, self.case, self.setting = run, case, setting
         self.clock = DenoiserClock(run.drawer.pipe, setting)
-        self.joules = Joules(setting.device)
 
     def turn(self) -> Turn:
         """Return what `measure` calls."""
@@ -86,11 +80,8 @@ class _Turns:
     @contextmanager
     def within(self) -> Iterator[None]:
         """Put the cache in for a turn, and the clock around it."""
-        try:
-            with self.run.drawer.wrapped(self.case), self.clock:
-                yield
-        finally:
-            self.joules.stop()
+        with self.run.drawer.wrapped(self.case), self.clock:
+            yield
 
     def prepare(self) -> None:
         """Draw two steps untimed, or all where a method is made for their number; then measure."""
@@ -99,7 +90,6 @@ class _Turns:
         self.run.drawer.draw(short, self.run.batches[0], timed=True)
         self.clock.reset()
         self.setting.wait()
-        self.joules.start()  # before the timed call: NVML takes milliseconds to start
 
     def _is_bound(self) -> bool:
         method = self.case.method
@@ -109,9 +99,8 @@ class _Turns:
         return bool(method.total or (reuse is not None and reuse.when.total))
 
     def readings(self) -> Mapping[str, float | None]:
-        """Return seconds within the denoiser, and joules where NVML gives them."""
-        self.joules.stop()
-        return {"denoiser_seconds": self.clock.seconds, "joules": self.joules.joules}
+        """Return seconds within the denoiser."""
+        return {"denoiser_seconds": self.clock.seconds}
 
 
 def _peaks(run: Run, cases: Sequence[Case]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Energy, times in turn and memory of calls, against boards, clocks and processes that are set."""
+"""Times in turn and memory of calls, against clocks and processes that are set."""
 
 import os
 import subprocess
@@ -9,67 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from diffcache.eval.cost import energy, interleave, memory
+from diffcache.eval.cost import interleave, memory
 from diffcache.eval.record import Setting
 from tests import shipped as flux
-
-
-class FakeNvml(SimpleNamespace):
-    """An NVML whose board has a counter of energy, or has none."""
-
-    class NVMLError(Exception):
-        pass
-
-    def __init__(self, has_energy=True, starts=True):
-        super().__init__(energy=1000.0, open=0, has_energy=has_energy, starts=starts)
-
-    def nvmlInit(self):  # noqa: N802
-        if not self.starts:
-            raise self.NVMLError("driver not loaded")
-        self.open += 1
-
-    def nvmlShutdown(self):  # noqa: N802
-        self.open -= 1
-
-    def nvmlDeviceGetHandleByIndex(self, index):  # noqa: N802
-        return index
-
-    nvmlDeviceGetHandleByUUID = nvmlDeviceGetHandleByIndex  # noqa: N815
-
-    def nvmlDeviceGetTotalEnergyConsumption(self, handle):  # noqa: N802
-        if not self.has_energy:
-            raise self.NVMLError("not supported")
-        return self.energy
-
-
-def test_energy_of_the_counter(monkeypatch):
-    nvml = FakeNvml()
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    used = energy.Joules("cuda")
-    for millijoules in (2500.0, 500.0):
-        used.start()
-        nvml.energy += millijoules
-        used.stop()
-        assert used.joules == millijoules / 1000 and used.reason == "" and nvml.open == 0
-
-
-@pytest.mark.parametrize(
-    ("device", "nvml", "reason"),
-    [
-        ("cpu", FakeNvml(), "CUDA devices only, not cpu"),
-        ("cuda", None, "pynvml is missing: pip install"),
-        ("cuda", FakeNvml(starts=False), "driver not loaded"),
-        ("cuda", FakeNvml(has_energy=False), "does not tell the energy"),
-    ],
-)
-def test_no_energy_and_why(monkeypatch, device, nvml, reason):
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    used = energy.Joules(device)
-    used.start()
-    used.stop()
-    assert used.joules is None and reason in used.reason
-    assert nvml is None or nvml.open == 0
-
 
 CPU = Setting(torch.device("cpu"))
 
@@ -144,7 +86,7 @@ def test_what_surrounds_a_turn_is_not_timed(clock):
 
     def readings():
         log.append("read")
-        return {"joules": None, "denoiser_seconds": 3.0}
+        return {"none": None, "denoiser_seconds": 3.0}
 
     turn = interleave.Turn(lambda: clock.takes(4), Within, lambda: clock.takes(50), readings)
     timings = interleave.measure({"a": turn, "b": lambda: clock.takes(8)}, 3, 0, CPU)
