@@ -17,9 +17,8 @@ from diffcache.eval.workshop.bench import (
     overhead,
 )
 from diffcache.eval.workshop.bench.models import Shape
-from diffcache.eval.workshop.bench.runner import Bench, cell, tables
+from diffcache.eval.workshop.bench.runner import Bench, cell, tables, thirds
 from diffcache.eval.workshop.parts import Parts, digest_of
-from diffcache.eval.workshop.thirds import thirds
 
 SETTING = record.Setting(torch.device("cpu"))
 TINY = Shape(double=2, single=3, image_tokens=4, text_tokens=3)

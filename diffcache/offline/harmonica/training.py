@@ -80,39 +80,6 @@ def train(pipe: Any, method: HarmoniCa, plan: Plan) -> HarmoniCa:
     return dataclasses.replace(method, tables=tables)
 
 
-def curve_of(tables: Tables) -> list[dict[str, float]]:
-    """Return the loss curve of a trained router: a record an epoch.
-
-    Raises:
-        TablesError: If the tables have none, like those of an official checkpoint.
-    """
-    return [dict(zip(COLUMNS, row, strict=True)) for row in tables["curve"].tolist()]
-
-
-def draw_curve(tables: Tables, path: str | Path) -> bool:
-    """Draw losses, computed part and scores into a picture; return False without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
-    curve = tables["curve"].double()
-    columns = {name: curve[:, index].tolist() for index, name in enumerate(COLUMNS)}
-    epochs = range(1, len(curve) + 1)
-    figure = Figure(figsize=(12, 3.2), layout="constrained")
-    left, middle, right = figure.subplots(1, 3)
-    left.plot(epochs, columns["error"], label="weighted error")
-    left.plot(epochs, columns["penalty"], label="penalty on the scores")
-    left.set(xlabel="epoch", ylabel="loss, summed over the steps", yscale="log")
-    left.legend()
-    middle.plot(epochs, columns["computed"])
-    middle.set(xlabel="epoch", ylabel="scores above the threshold", ylim=(0, 1))
-    shown = right.imshow(torch.sigmoid(tables["logits"]).T, vmin=0, vmax=1, aspect="auto")
-    right.set(xlabel="step", ylabel="site")
-    figure.colorbar(shown, ax=right, label="score")
-    figure.savefig(path, dpi=110)
-    return True
-
-
 class _Trainer:
     """The state of a training: logits, optimizer, image errors, curve."""
 

@@ -18,7 +18,7 @@ from diffcache.eval.cost.interleave import Call, Turn
 from diffcache.eval.cost.interleave import measure as take_turns
 from diffcache.eval.record import Setting
 from diffcache.eval.workshop.bench.decode import STOCK, Case, contenders
-from diffcache.eval.workshop.thirds import thirds
+from diffcache.eval.workshop.bench.runner import thirds
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.catalog import recipe_function, recipes
 

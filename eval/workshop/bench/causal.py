@@ -18,9 +18,9 @@ from torch import Tensor
 from diffcache.eval.cost.interleave import Call, Turn, summary
 from diffcache.eval.cost.interleave import measure as take_turns
 from diffcache.eval.record import Setting
+from diffcache.eval.workshop.bench.runner import thirds
 from diffcache.eval.workshop.parts import Parts, digest_of
 from diffcache.eval.workshop.small.sticker_causal import CHUNK
-from diffcache.eval.workshop.thirds import thirds
 from diffcache.eval.workshop.video.rollouts import EVERY, SIZE, Rollouts
 from diffcache.eval.workshop.video.rows import ROWS, Row
 from diffcache.pipelines.causal_video import CausalVideo

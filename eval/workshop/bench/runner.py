@@ -1,11 +1,12 @@
-"""Benchmarks: their sizes, their records, and tables of what they measured."""
+"""Benchmarks: their sizes, their records, tables of them, and steps that repeat by thirds."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.table import Table
@@ -83,3 +84,26 @@ def cell(value: Any) -> str:
     else:
         text = "" if value is None else f"{value:,}" if type(value) is int else str(value)
     return text if len(text) <= MOST else f"{text[: MOST - 3]}..."
+
+
+def thirds(seconds: Sequence[float], alone: Sequence[float], held: Sequence[int]) -> dict[str, Any]:
+    """Return the time of a step in each third, and how the last third compares with the middle.
+
+    Args:
+        seconds: Seconds of every step.
+        alone: Seconds of a yardstick that never changes, measured in the same turns.
+        held: Bytes after each third.
+
+    Returns:
+        `ms`, medians by thirds; `of_alone`, the same in multiples of the yardstick; `time_ratio`
+        and `bytes_ratio`, last third over middle third; `bytes`.
+    """
+    third = len(seconds) // 3
+    parts = [slice(third), slice(third, 2 * third), slice(2 * third, None)]
+    shares = [own / other for own, other in zip(seconds, alone, strict=True)]
+    of_alone = [median(shares[part]) for part in parts]
+    return {
+        "ms": [1e3 * median(seconds[part]) for part in parts], "of_alone": of_alone,
+        "time_ratio": of_alone[2] / of_alone[1], "bytes": list(held),
+        "bytes_ratio": held[2] / held[1],
+    }  # fmt: skip
