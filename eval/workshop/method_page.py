@@ -37,27 +37,17 @@ FIGURES = (
 
 
 def page(directory: Path = ROOT) -> str:
-    """Return the whole page.
+    """Return the whole page: a head, written by hand before its table, and a section a method.
 
     Args:
         directory: The project, for its records.
-    """
-    return "\n".join(parts(directory).values()).rstrip() + "\n"
-
-
-def parts(directory: Path = ROOT) -> dict[str, str]:
-    """Return the page in parts: its head under an empty name, then a section for each method.
-
-    Args:
-        directory: The project, for its records; what stands in the page before the first table is
-            written by hand.
     """
     file, first = directory / PAGE, _overview()
     head = file.read_text(encoding="utf-8").partition(first[0])[0] if file.exists() else ""
     folder = directory / "assets" / "bench"
     records = [read_json(file) for file in sorted(folder.glob(RECORDS))]
-    sections = {name: _section(row, records) for name, row in rows_of("method").items()}
-    return {"": head + "\n".join([*first, ""]), **sections}
+    sections = [_section(row, records) for row in rows_of("method").values()]
+    return "\n".join([head + "\n".join([*first, ""]), *sections]).rstrip() + "\n"
 
 
 def _overview() -> list[str]:

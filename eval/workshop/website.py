@@ -1,9 +1,8 @@
 """The pages as a site: `make site`, which has mkdocs call this file as a hook (`mkdocs.yml`).
 
 The site is made from what the repository shows anyway. Pages that only it has are made here while
-it is built, and are in no commit: one for each method, from the registry, the docstring and the
-records; one for each card of a shipped model; the notebook as a page; the reference. Links are
-turned to where their targets stand on the site; one to nowhere is an error.
+it is built, and are in no commit: one for each card of a shipped model; the notebook as a page; the
+reference. Links are turned to where their targets stand on the site; one to nowhere is an error.
 """
 
 from __future__ import annotations
@@ -19,26 +18,8 @@ from typing import Any
 
 import diffcache
 from diffcache.eval.record import ROOT
-from diffcache.eval.workshop import method_page
 from diffcache.registry import rows_of
 
-# Title of a group of the reference -> names in `diffcache`; all others are in the last one.
-REFERENCE: Mapping[str, tuple[str, ...]] = {
-    "Wrap and look": (
-        "wrap", "unwrap", "wrapped", "update", "settings", "save", "reset", "report", "Report",
-        "inspect", "expected_bytes", "predict", "methods", "cite",
-    ),
-    "Measure": ("evaluate", "latency", "calibrate", "tune", "export"),
-    "Loops of your own": ("run", "branch", "stream", "writing"),
-    "Parts of methods": (
-        "Combine", "Each", "Every", "Gate", "Listed", "Table", "Reuse", "Taylor", "Newton", "Held",
-        "Tables", "Site", "Step",
-    ),
-    "What a method is made of": (
-        "Method", "FeatureMethod", "Ability", "When", "Instead", "Call", "Extension", "Handle",
-    ),
-}  # fmt: skip
-REST = "Errors and warnings"
 # Package -> what its page begins with, besides what the package names.
 PACKAGES: Mapping[str, tuple[str, ...]] = {
     "kv": (),
@@ -100,8 +81,6 @@ class Website:
             if target == place:  # the notebook from its page
                 target = posixpath.basename(source)
                 self.files[target] = self.root / source
-            if target == "methods.md" and anchor in rows_of("method"):
-                target, anchor = f"methods/{anchor}.md", ""
             link = posixpath.relpath(target, posixpath.dirname(place) or ".")
             return f"{found['text']}{link}{'#' if anchor else ''}{anchor})"
 
@@ -126,11 +105,6 @@ def _texts(root: Path) -> Iterator[tuple[str, tuple[str, str]]]:
     for place, source in named.items():
         text = (root / source).read_text(encoding="utf-8")
         yield place, (source, re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL))
-    parts = dict(method_page.parts(root))
-    head = re.sub(r"\]\(#([\w-]+)\)", r"](methods.md#\1)", parts.pop(""))
-    yield "methods.md", ("docs/methods.md", head)
-    for name, text in parts.items():
-        yield f"methods/{name}.md", ("docs/methods.md", text.replace(f"## {name}", f"# {name}", 1))
     notebook = json.loads((root / "docs" / "tour.ipynb").read_text(encoding="utf-8"))
     yield "tour.md", ("docs/tour.ipynb", "\n\n".join(_cells(notebook)) + "\n")
     yield from ((place, ("", text)) for place, text in _reference())
@@ -157,11 +131,10 @@ def _cells(notebook: Mapping[str, Any]) -> Iterator[str]:
 def _reference() -> Iterator[tuple[str, str]]:
     """Yield place and text of the pages of the reference, as mkdocstrings reads them."""
     methods = {row.load().__name__ for row in rows_of("method").values()}
-    grouped = {*PACKAGES, *methods, *(name for names in REFERENCE.values() for name in names)}
-    lines = ["# diffcache", "", "Methods have [pages of their own](../methods.md).", ""]
-    rest = tuple(sorted({*diffcache.__all__} - grouped))
-    for title, names in {**REFERENCE, REST: rest}.items():
-        lines += [f"## {title}", "", *(_entry(_path_of(getattr(diffcache, n)), 3) for n in names)]
+    lines = ["# diffcache", "", "Methods have [a page of their own](../methods.md).", ""]
+    names = (name for name in diffcache.__all__ if name not in PACKAGES)
+    paths = (_path_of(getattr(diffcache, name)) for name in names)
+    lines += [_entry(path) for path in paths if path.rpartition(".")[2] not in methods]
     yield "api/diffcache.md", "\n".join(lines)
     for package, first in PACKAGES.items():
         module = getattr(diffcache, package)
@@ -171,7 +144,7 @@ def _reference() -> Iterator[tuple[str, str]]:
             _path_of(getattr(module, name)) for name in listed
             if name not in rows_of("recipe") and _is_ours(getattr(module, name))
         ]  # fmt: skip
-        entries = [_entry(path, 2) for path in dict.fromkeys([*first, *paths])]
+        entries = [_entry(path) for path in dict.fromkeys([*first, *paths])]
         about = (module.__doc__ or "").strip()
         yield f"api/{package}.md", "\n".join([f"# diffcache.{package}", "", about, "", *entries])
 
@@ -185,8 +158,8 @@ def _path_of(value: Any) -> str:
     return f"{value.__module__}.{value.__qualname__}"
 
 
-def _entry(path: str, level: int) -> str:
-    return f"::: {path}\n    options:\n      heading_level: {level}\n"
+def _entry(path: str) -> str:
+    return f"::: {path}\n    options:\n      heading_level: 2\n"
 
 
 def nav_of(entries: list[Any], places: list[str]) -> list[Any]:
