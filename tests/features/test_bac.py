@@ -11,8 +11,6 @@ from torch.nn import functional
 import diffcache
 from diffcache.features.bac import BAC, METRICS, bubble, is_feed_forward, layer_of, widest
 from diffcache.features.collect import RunInfo
-from diffcache.features.combine import Combine
-from diffcache.features.parts.when import Table
 from diffcache.offline.bac_collect import THIN, PairCollector, compare
 from diffcache.offline.calibrate import calibrate
 from diffcache.step import Step
@@ -26,16 +24,6 @@ from tests.features.bac_policy import (
     tables,
     tiny_policy,
 )
-
-
-def test_a_calibrated_method_follows_its_schedules():
-    """From calibration to the sample, bit for bit."""
-    pipe = tiny_policy()
-    method = calibrate(pipe, BAC(4, union=3, official=True), observations(), steps=STEPS)
-    with diffcache.wrapped(pipe, Combine(Table(method.schedules(), STEPS), site="module")):
-        expected = draw(pipe)
-    with diffcache.wrapped(pipe, method):
-        assert torch.equal(draw(pipe), expected)
 
 
 def test_modules_run_as_often_as_scheduled():
@@ -103,22 +91,6 @@ def test_union_by_hand():
     # a chosen feed-forward, already enlarged, is seen by those after it in its layer
     swapped = {"l.0.ff": (0, 2), "l.0.attn": (0, 1), "l.1.ff": (0, 4)}
     assert bubble(swapped, list(swapped))["l.0.attn"] == (0, 1, 2, 4)
-
-
-def test_union_never_removes_and_is_idempotent():
-    """Random schedules, every number of chosen sites."""
-    for seed in range(10):
-        generator = torch.Generator().manual_seed(seed)
-        given = {
-            site: (0, *(torch.randperm(19, generator=generator)[:4] + 1).sort().values.tolist())
-            for site in SITES
-        }
-        for count in range(len(SITES) + 1):
-            chosen = SITES[:count]
-            made = bubble(given, chosen)
-            assert all(set(given[site]) <= set(made[site]) for site in SITES)
-            assert all(made[site] == given[site] for site in SITES[count:])
-            assert bubble(made, chosen) == made
 
 
 def test_widest_takes_the_largest_shift():

@@ -76,16 +76,6 @@ def test_official_easycache_step_by_step(made, threshold, warmup, since):
     assert (found - expected).abs().max() < 2e-6 * expected.abs().max()
 
 
-def test_the_two_rules_differ(made):
-    case, model = made
-    steps = []
-    for since in ("step", "computed"):
-        loop = Loop(model, 0.4, 1, since)
-        euler(case, model, loop)
-        steps.append(loop.computed)
-    assert len(steps[0]) < len(steps[1])
-
-
 def test_another_size_of_sample_is_computed():
     when = EasyCache(1e9, warmup=1).parts().when
     state = when.init()

@@ -16,7 +16,7 @@ from diffcache.features.ertacache import ERTACache, Rectified, SigmaRule, adjust
 from diffcache.features.tables import Tables
 from diffcache.offline.ertacache_collect import Profile, factor_of, fitted
 from diffcache.step import Step
-from tests.features.ertacache_runs import STEPS, curved, loop, made, profile, run_once, sigmas
+from tests.features.ertacache_runs import STEPS, curved, made, profile, run_once, sigmas
 from tests.zoo.pipes import pipes
 
 # the time ledger -----------------------------------------------------------------------------
@@ -196,25 +196,6 @@ def test_a_scheduler_that_cannot_be_adjusted_is_refused_before_a_pass_is_spent()
 # the list, the factors, the maps --------------------------------------------------------------
 
 
-def replay(method, field, start, times=None):
-    """Sample as the engine does at site MODEL with `change`; return the end and all outputs."""
-    times = sigmas() if times is None else times
-    for rule in method.abilities()[1:]:
-        times = rule.apply(times)
-    parts = method.parts()
-    when, instead, state = parts.when.init(), parts.instead, parts.instead.init()
-
-    def stand_in(index, x, v):
-        step = Step(index, total=len(times) - 1)
-        if parts.when.should_compute(when, step, None):
-            parts.when.computed(when, step, None)
-            instead.record(state, step, v - x)
-            return v
-        return instead.correct(state, step, x + instead.estimate(state, step))
-
-    return loop(field, start, times, stand_in)
-
-
 @pytest.mark.parametrize("shape", [(2, 4, 3, 5), (2, 4, 2, 3, 3), (2, 7, 4)])
 def test_rectification_is_exact_for_affine_errors(shape):
     """If the error is p * guess + q in every channel, the mapped guess is the truth."""
@@ -317,24 +298,6 @@ def test_the_closed_loop_follows_an_independent_one():
     assert tables["reuse"].tolist() == reuse
     assert torch.allclose(tables["errors"], errors.mean(0), atol=1e-12)
     assert torch.allclose(tables["factors_change"], factors.mean(0), atol=1e-12)
-
-
-def test_replay_repeats_the_stand_ins_of_the_last_pass():
-    start = torch.randn(1, 2, 3, 3, dtype=torch.float64)
-    collector = profile(curved, [start], 0.5)
-    method = made(collector, time=False, rectify=False)
-    seen = []
-    collector.begin(RunInfo(2, 0, sigmas()[:-1], sigmas(), STEPS))
-
-    def stand_in(index, x, v):
-        out = collector.output(Step(index, total=STEPS), x, v)
-        seen.append(v if out is None else out)
-        return seen[-1]
-
-    loop(curved, start, sigmas(), stand_in)
-    _, outs = replay(method, curved, start)
-    assert collector.reused()
-    assert all(torch.equal(one, other) for one, other in zip(seen, outs, strict=True))
 
 
 def test_branches_keep_their_own_residuals_and_share_the_rest():

@@ -120,20 +120,6 @@ def test_other_runs_and_other_models_are_refused(pipe, logits):
         diffcache.wrapped(pipe, HarmoniCa(0.5, tables_of(pipe, logits, sites=strange)))
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"sites": []}, r"sites=\[\]; must be a list of different names"),
-        ({"sites": SITES[:-1] + SITES[:1]}, "must be a list of different names"),
-        ({"sites": SITES[:-1]}, r"'logits' is float32 \[6, 8\]; must be \[6, 7\] real"),
-        ({"steps": 5}, r"'logits' is float32 \[6, 8\]; must be \[5, 8\] real"),
-    ],
-)
-def test_tables_that_are_no_router_are_refused(pipe, logits, changed, message):
-    with pytest.raises(TablesError, match=message):
-        HarmoniCa(0.1, tables_of(pipe, logits, **changed))
-
-
 # official checkpoints ----------------------------------------------------------------------------
 
 

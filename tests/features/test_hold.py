@@ -96,15 +96,6 @@ def test_every_site_can_be_held(name, site):
     assert sizes["host"] == sizes[None]
 
 
-def test_another_kind_of_call_starts_anew():
-    case = cases()["FluxTransformer2DModel"]
-    model = case.build()
-    with diffcache.wrapped(model, "interval", every=2, hold="int8"), torch.no_grad():
-        for step in range(4):
-            model(**case.kwargs(model, 0, step=step, steps=4), return_dict=False)
-            model(**case.kwargs(model, 0, step=step, steps=4), return_dict=True)
-
-
 def test_states_are_copied_not_changed():
     state = Taylor(1).init()
     state.factors = [torch.ones(2)]

@@ -36,42 +36,6 @@ def test_the_schedule_follows_an_independent_trace(threshold, longest, retention
     assert (len(steps) < 28) or threshold == 0.01
 
 
-def diffusers_steps(threshold, longest, retention, total):
-    """Steps at which diffusers' own MagCache runs the blocks behind the first."""
-    from diffusers import FluxTransformer2DModel, MagCacheConfig
-
-    from tests.zoo.catalog import cases
-
-    case = cases()["FluxTransformer2DModel"]
-    model = case.build()
-    assert isinstance(model, FluxTransformer2DModel)
-    ran = []
-    block = model.transformer_blocks[1].ff
-    block.register_forward_hook(lambda *_: ran.append(index))
-    model.enable_cache(
-        MagCacheConfig(
-            threshold=threshold,
-            max_skip_steps=longest,
-            retention_ratio=retention,
-            num_inference_steps=total,
-            mag_ratios=list(RATIOS),
-        )
-    )
-    with torch.no_grad():
-        for index in range(total):
-            with model.cache_context("cond"):
-                model(**case.kwargs(model, 0, step=index, steps=total))
-    return ran
-
-
-@pytest.mark.parametrize("total", [28, 17])
-@pytest.mark.parametrize(("threshold", "longest", "retention"), [(0.06, 3, 0.2), (0.24, 5, 0.1)])
-def test_the_schedule_is_that_of_diffusers(threshold, longest, retention, total):
-    found = computed_steps(MagCache(threshold, longest, retention, RATIOS), total)
-    assert found == diffusers_steps(threshold, longest, retention, total)
-    assert len(found) < total
-
-
 def test_ratios_of_other_lengths_are_those_of_the_nearest_step():
     from diffusers.hooks.mag_cache import nearest_interp
 

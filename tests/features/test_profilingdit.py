@@ -22,7 +22,7 @@ from diffcache.offline.profilingdit_collect import (
     received_attention,
 )
 from diffcache.step import Step
-from tests.internals import reuse_in
+from tests.internals import computed_steps, reuse_in
 from tests.zoo.case import randomize
 from tests.zoo.catalog import cases
 from tests.zoo.pipes import pipes
@@ -292,16 +292,6 @@ def wrapped_run(model, method, steps):
     return outs, evaluated
 
 
-def computed(when, total):
-    state, steps = when.init(), []
-    for index in range(total):
-        step = Step(index, total=total)
-        if when.should_compute(state, step, None):
-            when.computed(state, step, None)
-            steps.append(index)
-    return steps
-
-
 @pytest.mark.parametrize(
     "background",
     [[0], [0, 1, 2], [1, 3], [2, 3, 4, 6, 7], [7], list(range(8)), [0, 1, 3, 4, 5, 7]],
@@ -325,26 +315,14 @@ def test_the_decreasing_interval_follows_its_formula():
         exact = 8 - (8 - 3) * (s - 6) / (STEPS - 6)
         if s < 6 or s % math.floor(exact + 0.5) == 0:
             expected.append(s)
-    assert computed(when, STEPS) == expected
+    assert computed_steps(when, STEPS) == expected
     gaps = [b - a for a, b in pairwise(expected)]
     assert max(gaps) == 10 and gaps[-2:] == [4, 4]  # `mod` may pass over a shorter interval
-    assert computed(Decreasing(5, 5, warmup=0), 23) == [0, 5, 10, 15, 20]
-    assert computed(Decreasing(1, 1), 7) == list(range(7))
-    assert computed(Decreasing(8, 3, 6, total=STEPS), 30) == [s for s in expected if s < 30]
-
-
-def test_the_decreasing_interval_in_a_run():
-    model = toy(6)
-    method = ProfilingDiT(
-        background="blocks.1-4", interval="decreasing", longest=6, shortest=2, warmup=3, total=20
-    )
-    computes = computed(Decreasing(6, 2, 3), 20)
-    outs, evaluated = wrapped_run(model, method, 20)
-    expected, counts = by_blocks(model, [1, 2, 3, 4], computes, 20)
-    assert torch.equal(outs, expected) and evaluated == counts
-    blind = dataclasses.replace(method, total=None)
+    assert computed_steps(Decreasing(5, 5, warmup=0), 23) == [0, 5, 10, 15, 20]
+    assert computed_steps(Decreasing(1, 1), 7) == list(range(7))
+    assert computed_steps(Decreasing(8, 3, 6, total=STEPS), 30) == [s for s in expected if s < 30]
     with pytest.raises(ValueError, match="number of steps is not known"):
-        wrapped_run(model, blind, 3)
+        when.should_compute(when.init(), Step(7), None)
 
 
 def tiny(name, **depths):

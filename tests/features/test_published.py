@@ -15,7 +15,7 @@ from diffcache.features.magcache import MagCache
 from diffcache.features.profilingdit import ProfilingDiT
 from diffcache.features.teacache import BY_TIME, TeaCache
 from diffcache.presets.published import models, published_settings
-from diffcache.step import Step
+from tests.internals import computed_steps
 from tests.real_models import REAL, as_real, model_of
 from tests.zoo.catalog import cases
 
@@ -142,13 +142,7 @@ def test_published_ratios_are_attached_to_their_models_alone(name):
     if len(lists) == 2:  # of two branches in turn, whose neighbors are alike
         assert max(abs(a - b) for a, b in zip(*lists, strict=True)) < 0.02
     assert eval(repr(method)) == method
-    when, computed = method.parts().when, 0
-    state = when.init()
-    for index in range(total):
-        if when.should_compute(state, Step(index, total=total), None):
-            when.computed(state, Step(index, total=total), None)
-            computed += 1
-    assert total / 5 < computed < total * 0.8
+    assert total / 5 < len(computed_steps(method, total)) < total * 0.8
     fits(method)
 
 

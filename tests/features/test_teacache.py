@@ -46,28 +46,17 @@ def test_the_schedule_follows_an_independent_trace(threshold, coefficients):
 
 def test_limits_of_the_accumulating_gate():
     when = Accumulated(math.inf, Rescaled(), warmup=3, longest=2)
-    state, steps = when.init(), []
-    for index, probe in enumerate(probes(12)):
-        if when.should_compute(state, Step(index, total=12), probe):
-            when.computed(state, Step(index, total=12), probe)
-            steps.append(index)
-    assert steps == [0, 1, 2, 5, 8, 11]
+    assert computed_steps(when, 12, probes(12)) == [0, 1, 2, 5, 8, 11]
 
 
 @pytest.mark.parametrize(("total", "first"), [(50, 5), (28, 3), (16, 2), (10, 1)])
 def test_a_warmup_may_be_a_share_of_the_run(total, first):
     """The official script for HiDream computes steps below a tenth of their number."""
     when = TeaCache.published("hidream-i1-full", threshold=math.inf, model="").parts().when
+    computed = computed_steps(when, total, [torch.ones(1, 2, 3)] * total)
+    assert computed == [s for s in range(total) if s < total * 0.1] == list(range(first))
     state = when.init()
-    computed = []
-    for index in range(total):
-        step = Step(index, total=total)
-        if when.should_compute(state, step, torch.ones(1, 2, 3)):
-            when.computed(state, step, torch.ones(1, 2, 3))
-            computed.append(index)
-    assert (
-        computed == [index for index in range(total) if index < total * 0.1] == list(range(first))
-    )
+    when.computed(state, Step(0, total=total), torch.ones(1, 2, 3))
     with pytest.raises(ValueError, match=r"warmup=0.1: a share of a run whose length nobody said"):
         when.should_compute(state, Step(3), torch.ones(1, 2, 3))
 

@@ -17,19 +17,14 @@ from diffcache.features.parts.accumulated import Accumulated, Rescaled
 from diffcache.features.tables import Tables
 from diffcache.features.teacache import BY_TIME, TeaCache
 from diffcache.features.temporal_table import TemporalTable
-from diffcache.step import Step
-from tests.internals import reuse_in
+from tests.internals import computed_steps, reuse_in
 from tests.zoo.catalog import cases
 from tests.zoo.pipes import pipes
 
 # TeaCache4Wan2.1/teacache_generate.py of ali-vilab/TeaCache (Apache-2.0), lines 883 and 890
 WAN_1_3B_PROJECTION = (
-    -5.21862437e04,
-    9.23041404e03,
-    -5.28275948e02,
-    1.36987616e01,
-    -4.99875664e-02,
-)
+    -5.21862437e04, 9.23041404e03, -5.28275948e02, 1.36987616e01, -4.99875664e-02
+)  # fmt: skip
 WAN_1_3B = (2.39676752e03, -1.31110545e03, 2.01331979e02, -8.29855975e00, 1.37887774e-01)
 SETTINGS = {
     "time": {"input": "time"},
@@ -86,12 +81,7 @@ def test_published_polynomials_take_the_official_steps(which, coefficients, thre
     scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(DIRECTORY, subfolder="scheduler")
     scheduler.set_timesteps(50)
     rows = embeddings(model, scheduler.timesteps, which)
-    when = TeaCache(threshold, coefficients, **SETTINGS[which]).parts().when
-    state, steps = when.init(), []
-    for index, row in enumerate(rows):
-        if when.should_compute(state, Step(index, total=50), row):
-            when.computed(state, Step(index, total=50), row)
-            steps.append(index)
+    steps = computed_steps(TeaCache(threshold, coefficients, **SETTINGS[which]), 50, rows)
     assert [steps, steps] == official(rows, coefficients, threshold, which)
     assert len(steps) == count
 

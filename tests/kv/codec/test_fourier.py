@@ -2,18 +2,10 @@
 
 import pytest
 import torch
-from torch import Tensor
 
 from diffcache.kv.codec.base import Exact, nbytes
 from diffcache.kv.codec.fourier import FourierSigns, RangeSplit, real_fourier
 from diffcache.kv.codec.quant import GroupQuant
-
-
-def film(slots: int, size: int) -> Tensor:
-    """Keys of frames that resemble each other: an offset, slow waves, a little noise."""
-    time = torch.arange(slots)[:, None] / slots
-    waves = torch.sin(2 * torch.pi * time * torch.rand(size) * slots / 60)
-    return (3 * torch.randn(size) + waves + 0.1 * torch.randn(slots, size))[None, None]
 
 
 @pytest.mark.parametrize("length", [2, 3, 4, 7, 8, 32])
@@ -75,17 +67,6 @@ def test_the_widest_channels_are_coded_finer() -> None:
     assert not torch.equal(found[:, 1, :, 1], x[:, 1, :, 1])
     ranges = (x.amax(2) - x.amin(2)).argsort(-1, descending=True)
     assert torch.equal(payload.order.values[:, :, 0].long(), ranges)
-
-
-@pytest.mark.parametrize("share", [0, 0.5, 1])
-def test_error_falls_with_the_share(share: float) -> None:
-    x = film(128, 32)
-    x[..., ::5] *= 20
-    errors = [(RangeSplit(s).encode(x).decode() - x).norm() for s in (share, min(share + 0.5, 1))]
-    assert errors[1] <= errors[0]
-    if share == 1:
-        plain = GroupQuant(2, "tokens", 32).encode(x).decode()
-        assert torch.equal(RangeSplit(1).encode(x).decode(), plain)
 
 
 def test_slots_are_a_multiple_of_both() -> None:

@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from diffcache.kv.attend import Query
-from diffcache.kv.attended import Attended
 from diffcache.kv.observe import Observation
 from diffcache.kv.plan import FixedSlot, Windows
 from diffcache.kv.rotary import Rotary
 from diffcache.kv.score.attention import LastQuery, Mass, Window, WindowVariance
-from diffcache.kv.score.base import Score
 from diffcache.kv.score.compactor import Compactor, leverage, standard
 from diffcache.kv.score.heads import HeadVote
 from diffcache.kv.score.history import LowCount, NoisyMass, Recurrence
@@ -24,10 +22,9 @@ from diffcache.kv.score.probe import Asked, MaxAttention
 from diffcache.kv.score.recency import Recency
 from diffcache.kv.score.revised import Shared
 from diffcache.kv.score.vectors import KeyDifference, KeyNorm, Lag, NormProduct, ValueNorm
-from diffcache.kv.slots import Slots, span
+from diffcache.kv.slots import Slots
 from diffcache.kv.store import KVStore
-from diffcache.kv.view import View
-from tests.kv.eviction.plain import GROUPS, HEADS, Text, observed, recipe, scores
+from tests.kv.eviction.plain import GROUPS, HEADS, Text, recipe, scores
 from tests.kv.kvpress_presses import golden
 
 PROMPT = [14, 1, 1, 1]  # tokens of each forward
@@ -96,32 +93,6 @@ def test_noisy_mass_is_a_sum_of_noisy_softmaxes() -> None:
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_without_noise_and_heat_it_is_the_mass_of_attention() -> None:
-    text = Text(TOKENS, pad=(0, 3))
-    plain = scores(NoisyMass(increment=0, noise=0), text, PROMPT)[0]
-    torch.testing.assert_close(plain, scores(Mass(), text, PROMPT)[0])
-    assert not torch.equal(plain, scores(NoisyMass(), text, PROMPT)[0])
-
-
-def test_noise_is_gumbel_and_no_two_queries_draw_the_same() -> None:
-    q, k = torch.zeros(1, 4, 64, 2), torch.zeros(1, 2, 64, 2)
-    slots = Slots(k, k, {"pos": span(0, 64, 1, k.device)})
-    drawn = NoisyMass(seed=1)._drawn(Attended(Query(q, 0, 1.0), View(slots)))(
-        range(2), range(64), 64
-    )
-    assert drawn.shape == (1, 2, 2, 64, 64)
-    assert abs(float(drawn.mean()) - 0.5772) < 0.05  # Euler's constant
-    assert abs(float(drawn.var()) - math.pi**2 / 6) < 0.1
-    assert len(drawn.unique()) > 0.98 * drawn.numel()
-
-
-def test_the_temperature_rises_with_every_query_that_comes_alone() -> None:
-    text = Text(257)
-    for chunks, steps in ([257], 0), ([255, 1, 1], 2):
-        seen = observed(NoisyMass(increment=1.0), text, chunks)[0]
-        assert bool((seen.stats["keyformer.steps"] == steps).all())
-
-
 def test_recurrence_follows_every_slot_through_time() -> None:
     text, threshold = Text(TOKENS), 0.12
     found = scores(Recurrence(threshold), text, PROMPT)[0][0]
@@ -163,27 +134,15 @@ def test_chosen_heads_vote(heads: Any) -> None:
 LAYERS = range(2)
 
 
-def stored(layer: int, pads: tuple[int, ...] = (0, 0)) -> Observation:
-    """Return a layer of the golden file, with padding put before the tokens of each row."""
+def stored(layer: int) -> Observation:
+    """Return a layer of the golden file, with all its queries."""
     tensors, _ = golden()
-    longest = max(pads)
-
-    def spread(x: Tensor, size: int) -> Tensor:
-        junk = 9 + torch.zeros(*x.shape[:2], longest, x.shape[3])
-        wide = torch.cat([junk, x], 2)
-        return torch.stack([row[:, longest - pad :][:, :size] for row, pad in zip(wide, pads)])  # noqa: B905
-
     k, v, q = (tensors[name][layer] for name in "kvq")
-    tokens = k.shape[2]
-    size = tokens + min(pads)  # rows end together: those with more padding lose their last tokens
-    place = torch.arange(size)
-    pos = torch.stack([place.where(place >= pad, torch.tensor(-1)) for pad in pads])[:, None].int()
-    rpos = torch.stack([(place - pad).clamp_min(0) for pad in pads])[:, None].int()
-    slots = Slots(spread(k, size), spread(v, size), {"pos": pos, "rpos": rpos})
-    asked = Query(spread(q, size), 0, 0.25, pos=pos[:, 0].long())
-    seen = torch.tensor([size - pad for pad in pads])[:, None].expand(-1, k.shape[1])
-    rotary = Rotary(tensors["inv_freq"])
-    return Observation(layer, 2, slots, {}, seen, asked, rotary=rotary)
+    place = torch.arange(k.shape[2])[None].expand(len(k), -1)
+    slots = Slots(k, v, {"pos": place[:, None].int(), "rpos": place[:, None].int()})
+    asked = Query(q, 0, 0.25, pos=place)
+    seen = torch.full(k.shape[:2], k.shape[2])
+    return Observation(layer, 2, slots, {}, seen, asked, rotary=Rotary(tensors["inv_freq"]))
 
 
 def close(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
@@ -298,27 +257,6 @@ def test_lag_is_what_kvpress_computes() -> None:
         torch.testing.assert_close(found, tensors["score.lagkv"][layer], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "score",
-    [NormProduct(), Compactor(chunk=16, sketch=6), Lag(12)],
-    ids=["cur", "compactor", "lag"],
-)
-def test_geometry_of_a_row_alone_is_that_of_the_row_in_a_padded_batch(score: Score) -> None:
-    together = score(stored(0, (3, 10)))
-    for row, pad in enumerate((3, 10)):
-        alone = score(_row(stored(0, (pad, pad)), row, pad, together.shape[2]))
-        torch.testing.assert_close(together[row, :, pad:], alone[0, :, pad:], rtol=1e-4, atol=1e-5)
-
-
-def _row(seen: Observation, row: int, pad: int, width: int) -> Observation:
-    """Return one row, cut to a width."""
-    slots = seen.slots.narrow(0, width).rows(torch.tensor([row]))
-    asked = seen.asked.narrow(0, width)
-    query = Query(asked.q[row : row + 1], 0, asked.scale, pos=asked.positions()[row : row + 1])
-    tokens = torch.full((1, slots.k.shape[1]), width - pad)
-    return Observation(0, 2, slots, {}, tokens, query, rotary=seen.rotary)
-
-
 def test_the_projection_follows_its_seed() -> None:
     seen = stored(0)
     one, same, other = (Compactor(attention=0, seed=seed)(seen) for seed in (0, 0, 1))
@@ -386,15 +324,6 @@ def test_windows_are_kept_whole(budget: int, best: int | None) -> None:
             assert keep[row, head, 23 - length :].tolist() == expected
             assert not bool(keep[row, head, : 23 - length].any())
             assert sum(expected) <= budget
-
-
-def test_the_best_window_is_not_always_the_one_of_the_best_token() -> None:
-    seen = layer([10])
-    score = torch.tensor([0.9, 0.0, 0.0, 0.0, 0.4, 0.4, 0.4, 0.4, 0.0, 0.0]).expand(1, HEADS, -1)
-    budget = torch.full((1, HEADS), 6)
-    mean, peak = (Windows(4, 2, best)(score, budget, seen)[0, 0] for best in (None, 1))
-    assert mean.tolist() == [-1] * 4 + [0] * 6
-    assert peak.tolist() == [0] * 4 + [-1] * 4 + [0] * 2
 
 
 @pytest.mark.parametrize(("distance", "gone"), [(1, 11), (4, 8), (12, 0), (25, 0)])

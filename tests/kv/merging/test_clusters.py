@@ -7,13 +7,11 @@ from statistics import median_low
 import pytest
 import torch
 
-from diffcache.kv.attend import Query, attend
 from diffcache.kv.merging.chelsea import SoftMatching
-from diffcache.kv.merging.diversity import Diversity, evenly
+from diffcache.kv.merging.diversity import Diversity
 from diffcache.kv.observe import Observation
 from diffcache.kv.plan import TopK
 from diffcache.kv.slots import Slots
-from diffcache.kv.view import View
 from tests.kv.merging import rows
 
 
@@ -96,24 +94,6 @@ def test_merging_twice_keeps_the_number_of_tokens() -> None:
     torch.testing.assert_close(tokens, torch.full((2, 2), 32.0))
     mean = (slots.k * (slots.meta["logn"].exp() * (plan >= 0))[..., None]).sum(2) / 32
     torch.testing.assert_close(mean, seen.slots.k.mean(2), rtol=1e-5, atol=1e-6)
-
-
-def test_identical_keys_merged_and_counted_attend_as_before() -> None:
-    drawn = torch.Generator().manual_seed(0)
-    few = torch.randn(1, 2, 3, 4, generator=drawn, dtype=torch.float64)
-    k = few.repeat_interleave(4, 2)
-    v = torch.randn(1, 2, 12, 5, generator=drawn, dtype=torch.float64)
-    seen = rows.of(k, v)
-    plan = rows.plan(seen, rows.scores(seen), 3)
-    slots, plan = SoftMatching(4)(seen, rows.scores(seen), plan)
-    meta = {**slots.meta, "pos": slots.pos.expand(plan.shape).where(plan >= 0, -1)}
-    asked = Query(torch.randn(1, 4, 2, 4, generator=drawn, dtype=torch.float64), 12, 1.0)
-    found = attend(asked, [View(Slots(slots.k, slots.v, meta))])
-    wanted = attend(asked, [View(seen.slots)])
-    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-7)  # logn is float32
-    meta.pop("logn")
-    uneven = {**meta, "pos": meta["pos"].where(meta["pos"] < 9, -1)}
-    assert not torch.allclose(attend(asked, [View(Slots(slots.k, slots.v, uneven))]), wanted)
 
 
 def test_all_protected_falls_back_to_the_latest() -> None:
@@ -215,26 +195,3 @@ def test_budgets_hold_and_rows_that_fit_are_left_alone(mode: str, size: int) -> 
     assert (count <= budget).all() and (count >= 1).all()
     assert (count[seen.lengths <= budget] == seen.lengths[seen.lengths <= budget]).all()
     assert not (plan >= 0)[~seen.valid.expand(plan.shape)].any()
-
-
-@pytest.mark.parametrize("mode", ["paper", "official"])
-def test_rows_stand_alone(mode: str) -> None:
-    seen = rows.layer(width=24)
-    score = rows.scores(seen)
-    planner = Diversity(0.5, "mean", mode, block=3, recent=2)  # type: ignore[arg-type]
-    whole = planner(score, torch.full((2, 2), 9), seen)
-    for row in range(2):
-        one, pad = rows.alone(seen, row)
-        found = planner(score[row : row + 1, :, pad:], torch.full((1, 2), 9), one)
-        assert torch.equal(found, whole[row : row + 1, :, pad:])
-
-
-def test_even_steps() -> None:
-    for count in range(1, 12):
-        for want in range(count + 3):
-            rank = torch.arange(count)
-            found = evenly(rank, torch.tensor([count]), torch.tensor([want]))
-            wanted = (
-                {j * count // want for j in range(want)} if want <= count else set(range(count))
-            )
-            assert set(found.nonzero()[:, 0].tolist()) == wanted

@@ -73,23 +73,6 @@ def test_it_is_what_loops_give_twice_in_a_row() -> None:
         seen = replace(seen, slots=replace(slots, meta={**slots.meta, "pos": pos}))
 
 
-def test_weights_sum_to_one() -> None:
-    seen = rows.of(torch.ones(1, 1, 4, 2, dtype=torch.float64))
-    plan = torch.tensor([[[0, -1, -1, -1]]], dtype=torch.int8)
-    paper, _ = EmaMerge()(seen, plan.float(), plan)
-    torch.testing.assert_close(paper.k, seen.slots.k)
-
-
-def test_what_is_unlike_anything_is_dropped() -> None:
-    k = torch.tensor([[1.0, 0], [1, 0.1], [0, 1], [0, -1]], dtype=torch.float64)[None, None]
-    seen = rows.of(k)
-    plan = torch.tensor([[[0, -1, -1, -1]]], dtype=torch.int8)
-    slots, _ = EmaMerge()(seen, plan.float(), plan)
-    likeness = 1 / math.sqrt(1.01)
-    first = (math.e * k[0, 0, 0] + math.exp(likeness) * k[0, 0, 1]) / (math.e + math.exp(likeness))
-    torch.testing.assert_close(slots.k[0, 0, 0], first)
-
-
 def test_rows_that_lost_nothing_have_no_gate_yet() -> None:
     seen = rows.layer(pads=(0, 10))
     plan = rows.plan(seen, rows.scores(seen), 6)

@@ -266,15 +266,6 @@ def test_equal_keys_weigh_the_same_and_count() -> None:
     assert "logn" not in again.meta
 
 
-def test_unlike_neighbors_are_dropped_rather_than_merged() -> None:
-    k = torch.eye(4, dtype=torch.float64)[None, None]
-    seen = rows.of(k)
-    score = torch.tensor([[[0.1, 0.2, 0.4, 0.3]]])
-    slots, plan = ContiguousMerge(0.5)(seen, score, rows.plan(seen, score, 2))
-    assert torch.equal(slots.k, k)
-    assert (plan[0, 0] >= 0).tolist() == [False, False, True, True]
-
-
 def reference(seen: Observation, plan: Tensor, x: Tensor, way: str) -> Tensor:
     new = x.clone()
     batch, heads, width, _ = x.shape

@@ -102,7 +102,7 @@ def test_tags_say_what_is_text(model: Any, mode: str) -> None:
         assert (prompt == (8 if mode == "paper" else 22)).all()
 
 
-@pytest.mark.parametrize("name", ["d2o", "chelsea", "kvmerger", "lococo", "kvcrush"])
+@pytest.mark.parametrize("name", ["chelsea", "lococo", "kvcrush"])
 def test_an_exact_codec_changes_nothing(model: Any, name: str) -> None:
     codec = Recipe("exact", codec=Pair(Exact(), Exact(), block=4))
     inputs = prompts()

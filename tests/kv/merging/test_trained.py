@@ -51,13 +51,6 @@ def test_it_is_what_loops_give() -> None:
     rows.check(ConvolutionMerge(mix, recent=3), seen, score, plan)
 
 
-def test_with_the_gate_open_tokens_stay_as_they_are() -> None:
-    seen = rows.layer()
-    score = rows.scores(seen)
-    slots, _ = ConvolutionMerge(weights(gate=1e3))(seen, score, rows.plan(seen, score, 6))
-    assert torch.equal(slots.k, seen.slots.k) and torch.equal(slots.v, seen.slots.v)
-
-
 def test_training_lowers_what_the_memory_loses() -> None:
     samples = []
     for seed in range(2):

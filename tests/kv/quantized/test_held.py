@@ -10,7 +10,7 @@ import torch
 
 from diffcache.kv.attend import Query
 from diffcache.kv.codec.base import Exact
-from diffcache.kv.codec.held import ByLayer, KVCodec, Pair
+from diffcache.kv.codec.held import ByLayer, Pair
 from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.recipe import Recipe
@@ -158,14 +158,3 @@ def test_a_codec_for_each_layer() -> None:
         codec.hold(store.layers[0].read(), 1)
     with pytest.raises(ValueError, match="scope"):
         ByLayer((replace(xquant().codec, scope=2),))  # type: ignore[type-var]
-
-
-def test_codecs_leave_a_hook_that_does_nothing() -> None:
-    codec: KVCodec = Pair(Exact(), Exact())
-    layer = KVLayer()
-    layer.write(*draw(1, 3, 0))
-    segment = Dense(layer.read())
-    assert codec.joined(segment, segment) is None
-    assert (
-        codec.converted(segment, torch.zeros(1, 2, 1).long(), torch.ones(1, 2, 1).bool(), 1) is None
-    )

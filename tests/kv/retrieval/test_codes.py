@@ -21,11 +21,6 @@ from diffcache.kv.slots import Slots
 from tests.kv.retrieval.setting import FEW, B, D, G, H, noise, rotary, run, tokens
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def eye() -> Tensor:
     return torch.eye(D).expand(B, H, D, D)
 

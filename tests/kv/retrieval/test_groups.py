@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 from diffcache.kv.attend import Query, attend, logits
@@ -14,12 +13,6 @@ from diffcache.kv.retrieval.sentence import Sentences, sentence_tags
 from diffcache.kv.retrieval.summary import known
 from diffcache.kv.slots import Slots
 from tests.kv.retrieval.setting import FEW, B, D, G, H, Row, noise, rotary, run, tokens
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
 
 # sentences and frames ----------------------------------------------------------------------
 

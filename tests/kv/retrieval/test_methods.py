@@ -44,11 +44,6 @@ from tests.kv.retrieval.setting import (
 EACH = pytest.mark.parametrize("name", MADE)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @EACH
 def test_slots_that_are_gathered_are_attended_to_as_they_are(name: str) -> None:
     """With all slots of one row and fewer of a padded one, the gathered ones are all there is."""
@@ -117,42 +112,6 @@ def test_settled_segments_are_read_like_the_tail(name: str) -> None:
         two.summary = layer.summary
     found = attend(query, chooser.views(query, two, [two]))
     torch.testing.assert_close(found, one[:, :, -1:], atol=2e-6, rtol=1e-5)
-
-
-@EACH
-def test_a_fork_and_its_parent_go_their_own_ways(name: str) -> None:
-    k, v, q = tokens(90)
-    chooser = MADE[name](30)
-    _, layer = run(chooser, name, k, v, q, 80)
-    before = known(layer)
-    kept = {key: value.clone() for key, value in before.slots.items()}
-    other = layer.fork()
-    assert known(other) is before
-    other.write(k[:, :, :1], v[:, :, :1])
-    chooser.views(Query(q[:, :, :1], other.seen - 1, 0.25), other, [other])
-    assert known(layer) is before and known(other).at == other.seen - 1
-    assert all(torch.equal(before.slots[key], value) for key, value in kept.items())
-
-
-@EACH
-def test_rolling_back_forgets_and_rows_follow(name: str) -> None:
-    k, v, q = tokens(90)
-    chooser = MADE[name](30)
-    _, layer = run(chooser, name, k, v, q, 86)
-    want = layer.fork()
-    query = Query(q[:, :, :1], 90, 0.25)
-    want.write(k[:, :, :1], v[:, :, :1])
-    expected = attend(query, chooser.views(query, want, [want]))
-    layer.mark()
-    layer.write(k[:, :, 3:6], v[:, :, 3:6])
-    chooser.views(Query(q[:, :, 3:6], 90, 0.25), layer, [layer])
-    layer.rollback(3)
-    layer.rows(torch.tensor([1, 1]))
-    layer.write(*(x[1:, :, :1].expand(2, -1, -1, -1) for x in (k, v)))
-    query = Query(q[1:, :, :1].expand(2, -1, -1, -1), 90, 0.25)
-    found = attend(query, chooser.views(query, layer, [layer]))
-    torch.testing.assert_close(found[0], expected[1], atol=2e-6, rtol=1e-5)
-    torch.testing.assert_close(found[1], expected[1], atol=2e-6, rtol=1e-5)
 
 
 def test_slots_read_are_counted() -> None:
