@@ -137,21 +137,32 @@ def test_every_shipped_model_is_known() -> None:
     assert sorted(PACKED + OTHERS) == sorted(shipped)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("run", "sticker-dit", "7"),
-        ("run", "chain-llada", "a"),
-        ("kv", "--recipe", "h2o"),
-        ("serve",),
-        ("inspect", "sticker-wan"),
-    ],
+ASKED = (
+    "run sticker-dit 7",
+    "run chain-llada a",
+    "kv --recipe h2o",
+    "serve",
+    "inspect sticker-wan",
 )
-def test_wheel_says_where_the_other_models_are(fresh_python: Path, words: tuple[str, ...]) -> None:
-    command = [str(fresh_python), "-E", "-m", "diffcache", *words]
+
+
+def test_wheel_says_where_the_other_models_are(fresh_python: Path) -> None:
+    code = f"""
+import sys
+from diffcache.cli import main
+for words in {ASKED}:
+    sys.argv = ["diffcache", *words.split()]
+    try:
+        main()
+    except SystemExit as end:
+        print(f"{{words}} ended with {{end.code}}", file=sys.stderr)
+"""
+    command = [str(fresh_python), "-E", "-c", code]
     done = subprocess.run(command, cwd="/", capture_output=True, text=True, check=False)
-    assert done.returncode == 3, done.stderr
-    assert "the other models come with the repository" in done.stderr
+    told = done.stderr.split(" ended with 3\n")
+    assert done.returncode == 0 and len(told) == len(ASKED) + 1, done.stderr
+    for words, said in zip(ASKED, told, strict=False):
+        assert said.endswith(words) and "the other models come with the repository" in said
 
 
 def test_wheel_imports_and_finds_its_assets(fresh_python: Path) -> None:

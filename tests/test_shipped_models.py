@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import diffusers
-import numpy as np
 import pytest
 import torch
 from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
@@ -16,9 +15,7 @@ from diffcache.eval.offline import inputs_of
 from diffcache.eval.runs.draw import Drawer
 from diffcache.eval.runs.task import Task
 from diffcache.eval.samples.prompts import calibration_prompts, load_prompts
-from diffcache.eval.workshop.shipped.draw import draw_pictures
 from diffcache.eval.workshop.small import (
-    sticker_ddim,
     sticker_dit,
     sticker_flux,
     sticker_kontext,
@@ -115,33 +112,3 @@ def test_plain_attention_is_the_same_attention(flux: Any) -> None:
         assert torch.allclose(latents(), wanted, atol=1e-4)
     finally:
         flux.transformer.set_attn_processor(FluxAttnProcessor())
-
-
-def test_the_same_noise_makes_the_same_sample(flux: Any) -> None:
-    def drawn(seed: int) -> np.ndarray[Any, Any]:
-        return np.asarray(draw_pictures(flux, ["a fox"], steps=3, seed=seed, call=CALL)[0])
-
-    assert drawn(1).shape == (64, 64, 3)
-    assert np.array_equal(drawn(1), drawn(1)) and not np.array_equal(drawn(1), drawn(2))
-
-
-def test_the_same_noise_makes_the_same_film() -> None:
-    pipe, call = sticker_wan.load(), {**sticker_wan.CALL, "num_inference_steps": 2}
-
-    def filmed(seed: int) -> np.ndarray[Any, Any]:
-        found: np.ndarray[Any, Any] = pipe(
-            "a fox", generator=torch.Generator().manual_seed(seed), **call
-        ).frames
-        return found
-
-    one, same, other = (filmed(seed) for seed in (1, 1, 2))
-    assert one.shape == (1, sticker_wan.FRAMES, 64, 64, 3)
-    assert np.array_equal(one, same) and not np.array_equal(one, other)
-
-
-@pytest.mark.parametrize("name", ["sticker-dit", "sticker-unet"])
-def test_pictures_have_the_size_of_the_model(name: str) -> None:
-    what = 3 if name == "sticker-dit" else "a fox"
-    pipe = CLASSES[name][0].load()
-    (picture,) = draw_pictures(pipe, [what], steps=1, seed=0, call=sticker_ddim.CALL)
-    assert picture.size == (64, 64)

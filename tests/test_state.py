@@ -78,16 +78,6 @@ def test_guidance_in_one_batch_and_in_two_calls_agree(flux: Any, method: Any):
         assert torch.allclose(both, torch.cat([a, b]), atol=2e-5, rtol=1e-4)
 
 
-def test_swapped_calls_are_told_apart_by_their_conditions(flux: Any):
-    model, calls = flux
-    straight = drive(model, [calls(s, 0, 1) for s in range(STEPS)])
-    swapped = drive(model, [calls(s, 0, 1) if s % 2 == 0 else calls(s, 1, 0) for s in range(STEPS)])
-    assert drive.branches == [0, 1, 1, 0] * 3
-    for s in range(STEPS):
-        found = swapped[s] if s % 2 == 0 else swapped[s][::-1]
-        assert all(torch.equal(a, b) for a, b in zip(straight[s], found, strict=True))
-
-
 def test_three_branches_keep_apart(flux: Any):
     """Two of them are given the same, so that only their names tell them apart."""
     model, calls = flux

@@ -11,12 +11,11 @@ import torch
 from diffusers import WanPipeline
 from torch import nn
 
-from diffcache.eval.workshop.small import sticker_causal, sticker_video_autoencoder, sticker_wan
+from diffcache.eval.workshop.small import sticker_causal, sticker_video_autoencoder
 from diffcache.eval.workshop.small.causal_step import Held, predict
 from diffcache.eval.workshop.small.sticker_causal import CALL, CHUNK, LATENTS, SAMPLER, Causal
 from diffcache.eval.workshop.small.sticker_films import render_film, sample_film
 from diffcache.eval.workshop.small.sticker_video_autoencoder import CHANNELS
-from diffcache.eval.workshop.small.sticker_wan import Wan
 from diffcache.eval.workshop.small.stickers import held_out
 from diffcache.eval.workshop.small.trainer import Settings
 from diffcache.pipelines.causal_video import CausalVideo
@@ -126,24 +125,3 @@ def test_the_loss_trains_every_part_and_histories_become_the_models_own(job: Cau
     job.attention(models["transformer"])
     found = job.measure(models)
     assert abs(found["held_loss"] - found["held_own"]) > 1e-3
-
-
-def test_a_whole_film_is_drawn_by_the_pipeline_as_training_showed(job: Causal):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sticker_wan, "HELD", 2)
-        whole = Wan(Settings(steps=2, batch=2, examples=3), job.folder)
-    torch.manual_seed(1)
-    models = whole.build().eval()
-    for weight in models["transformer"].parameters():
-        nn.init.normal_(weight, std=0.05)
-    drawn = whole.draw(torch.arange(2), torch.Generator().manual_seed(3))
-    losses = [whole.loss(models, drawn, torch.Generator().manual_seed(3)) for _ in range(2)]
-    assert torch.equal(*losses) and losses[0] > 0.5
-    shown = whole.sample(models, ["a fox on grass"], steps=3)
-    noise = torch.randn(1, *whole.held.shape[1:], generator=torch.Generator().manual_seed(0))
-    pipe = whole.pipeline(models)
-    pipe.set_progress_bar_config(disable=True)
-    asked = sticker_wan.CALL | {"num_inference_steps": 3, "output_type": "np", "latents": noise}
-    film = torch.from_numpy(pipe("a fox on grass", **asked).frames)
-    assert film.std() > 0.02 and shown.shape == film.shape
-    assert (film * 255 - shown).abs().max() <= 1.0

@@ -84,12 +84,6 @@ def test_a_run_stops_at_its_time_limit_with_a_checkpoint(tmp_path: Path):
     assert train(Line(SETTINGS, tmp_path), "short", precision="float32").step == 24
 
 
-def test_precision_is_chosen_by_measuring(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(trainer, "choose_precision", lambda *_: {"float32": 2.0, "bfloat16": 1.0})
-    run = trainer.Training(Line(SETTINGS, tmp_path), "auto")
-    assert run.precision == "bfloat16" and record(run, "line", "c")["precision"] == "bfloat16"
-
-
 def test_a_record_says_how_the_weights_came_about(tmp_path: Path):
     done = json.loads(json.dumps(record(train(Line(SETTINGS, tmp_path), "line"), "line", "run me")))
     assert done["samples"] == 24 * 8 and done["command"] == "run me"

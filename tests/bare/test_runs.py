@@ -44,6 +44,11 @@ from tests.internals import marks
 from tests.zoo.pipes import pipes
 
 
+@pytest.fixture
+def model() -> Toy:
+    return diffcache.wrap(Toy(), EVERY)
+
+
 def test_a_run_starts_clean_knows_its_length_and_frees_at_its_end():
     method = Combine(Every(3), site="stack")
     model = diffcache.wrap(Toy(), method)
@@ -62,8 +67,7 @@ def test_a_run_starts_clean_knows_its_length_and_frees_at_its_end():
     assert handle.held_bytes() == 0
 
 
-def test_a_run_may_jump_and_turn():
-    model = diffcache.wrap(Toy(), EVERY)
+def test_a_run_may_jump_and_turn(model):
     with diffcache.run(model):
         for t in (999.0, 998.0, 500.0, 499.0):
             model(sample(int(t)), t)
@@ -135,8 +139,7 @@ def test_threads_and_tasks_do_not_meet():
 
 
 @pytest.mark.parametrize("told", [False, True])
-def test_tasks_that_await_in_the_middle_of_a_run_do_not_meet(told: bool):
-    model = diffcache.wrap(Toy(), EVERY)
+def test_tasks_that_await_in_the_middle_of_a_run_do_not_meet(model, told: bool):
     own = [alone(track(k)) for k in (0, 1)]
 
     async def job(number: int) -> None:
@@ -161,8 +164,7 @@ def test_tasks_that_await_in_the_middle_of_a_run_do_not_meet(told: bool):
     asyncio.run(main())
 
 
-def test_a_run_reaches_into_the_threads_it_hands_its_calls_to():
-    model = diffcache.wrap(Toy(), EVERY)
+def test_a_run_reaches_into_the_threads_it_hands_its_calls_to(model):
 
     def call(*given: Any) -> Tensor:
         with torch.no_grad():
@@ -209,8 +211,7 @@ def test_a_pipeline_inside_a_told_run_keeps_its_record():
     assert len(diffcache.report(pipe).calls) == STEPS * zoo.branches
 
 
-def test_a_denoiser_that_calls_itself_from_inside_is_an_error():
-    model = diffcache.wrap(Toy(), EVERY)
+def test_a_denoiser_that_calls_itself_from_inside_is_an_error(model):
     armed: list[bool] = []
 
     def nest(*_: Any) -> None:
@@ -267,8 +268,7 @@ def test_a_denoiser_that_ran_in_a_sibling_pipeline_is_freed():
     assert left() is None
 
 
-def test_features_of_a_thread_go_with_it():
-    model = diffcache.wrap(Toy(), EVERY)
+def test_features_of_a_thread_go_with_it(model):
 
     def work() -> None:
         with torch.no_grad():
@@ -318,8 +318,7 @@ def test_a_cache_of_diffusers_that_comes_later_is_an_error():
         pipe(**zoo.call(pipe, 0, 3))
 
 
-def test_a_cache_like_cache_dit_that_comes_later_is_an_error():
-    model = diffcache.wrap(Toy(), EVERY)
+def test_a_cache_like_cache_dit_that_comes_later_is_an_error(model):
     model._is_cached = True
     with pytest.raises(AttachError, match="under another cache, such as cache-dit"):
         model(*track(0)[0])
@@ -333,9 +332,8 @@ def test_a_cache_like_cache_dit_that_comes_later_is_an_error():
 @pytest.mark.parametrize("fresh", [False, True], ids=["same tensors", "equal tensors"])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_loop_with_guidance_skips_and_keeps_its_branches_apart(
-    caught: Any, mode: Callable[[], Any], fresh: bool
+    model, caught: Any, mode: Callable[[], Any], fresh: bool
 ):
-    model = diffcache.wrap(Toy(), EVERY)
     own = [alone(track(0, cond=COND[which])) for which in (0, 1)]
     with mode():
         for step, (x, t, _) in enumerate(track(0)):
@@ -348,8 +346,7 @@ def test_a_loop_with_guidance_skips_and_keeps_its_branches_apart(
 
 
 @pytest.mark.parametrize("up", [False, True])
-def test_a_model_without_conditions_skips(caught: Any, up: bool):
-    model = diffcache.wrap(Toy(), EVERY)
+def test_a_model_without_conditions_skips(model, caught: Any, up: bool):
     for _ in range(2):
         for step in range(STEPS):
             model(sample(step), float(step if up else STEPS - step))
@@ -390,9 +387,8 @@ def test_in_a_run_what_moves_with_the_timestep_is_a_sample(caught: Any, branches
 
 
 @pytest.mark.parametrize("start", [1, 2])
-def test_guidance_that_sets_in_within_a_run_is_no_sample(caught: Any, start: int):
+def test_guidance_that_sets_in_within_a_run_is_no_sample(model, caught: Any, start: int):
     """At the second step the first branch was called once, so its condition may be moving."""
-    model = diffcache.wrap(Toy(), EVERY)
     with diffcache.run(model):
         for step, (x, t, _) in enumerate(track(0)):
             for which in (0,) if step < start else (1, 0):
@@ -403,8 +399,7 @@ def test_guidance_that_sets_in_within_a_run_is_no_sample(caught: Any, start: int
         assert (marks(model, 0), marks(model, 1)) == ("CsCssC", "CssC")
 
 
-def test_a_branch_that_is_left_out_is_not_taken_for_the_other(caught: Any):
-    model = diffcache.wrap(Toy(), EVERY)
+def test_a_branch_that_is_left_out_is_not_taken_for_the_other(model, caught: Any):
     own = [alone(track(0, cond=COND[which])) for which in (0, 1)]
     for step, (x, t, _) in enumerate(track(0)):
         for which in (0, 1) if step in (0, 3) else (1,):
@@ -415,9 +410,8 @@ def test_a_branch_that_is_left_out_is_not_taken_for_the_other(caught: Any):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_a_buffer_that_is_written_over_is_not_taken_for_what_it_held(
-    caught: Any, mode: Callable[[], Any]
+    model, caught: Any, mode: Callable[[], Any]
 ):
-    model = diffcache.wrap(Toy(), EVERY)
     own = [alone(track(0, cond=COND[which])) for which in (0, 1)]
     with mode():
         buffer = torch.empty(1, 8, 8)
@@ -429,8 +423,7 @@ def test_a_buffer_that_is_written_over_is_not_taken_for_what_it_held(
     assert said(caught, "not those of any branch so far") == (mode is torch.no_grad)
 
 
-def test_conditions_that_change_at_every_step_are_computed_and_said_once(caught: Any):
-    model = diffcache.wrap(Toy(), EVERY)
+def test_conditions_that_change_at_every_step_are_computed_and_said_once(model, caught: Any):
     calls = [(x, t, COND[0] + t) for x, t, _ in track(0)]
     for call in calls:
         assert torch.equal(model(*call), PLAIN(*call))
@@ -445,8 +438,7 @@ def test_conditions_that_change_at_every_step_are_computed_and_said_once(caught:
 
 @pytest.mark.parametrize("many", [2, 8, 10])
 @pytest.mark.parametrize("cond", [None, COND[0]], ids=["unconditional", "same condition"])
-def test_samples_at_one_timestep_are_no_branches(caught: Any, many: int, cond: Any):
-    model = diffcache.wrap(Toy(), EVERY)
+def test_samples_at_one_timestep_are_no_branches(model, caught: Any, many: int, cond: Any):
     tracks = [track(k, cond=cond) for k in range(many)]
     for together in zip(*tracks, strict=True):
         for call in together:
@@ -455,8 +447,7 @@ def test_samples_at_one_timestep_are_no_branches(caught: Any, many: int, cond: A
     assert handle_of(model).held_bytes() == 0
 
 
-def test_samples_at_one_timestep_that_differ_in_their_conditions_are_told_apart(caught: Any):
-    model = diffcache.wrap(Toy(), EVERY)
+def test_samples_at_one_timestep_that_differ_in_their_conditions_are_told_apart(model, caught: Any):
     tracks = [track(k, cond=torch.full((1, 8, 8), float(k))) for k in range(10)]
     own = [alone(calls) for calls in tracks]
     for step, together in enumerate(zip(*tracks, strict=True)):
@@ -465,20 +456,8 @@ def test_samples_at_one_timestep_that_differ_in_their_conditions_are_told_apart(
     assert marks(model, 9) == "CssCss" and not caught
 
 
-def test_samples_at_one_timestep_can_be_named():
-    model = diffcache.wrap(Toy(), EVERY)
-    tracks = [track(k) for k in range(10)]
-    own = [alone(calls) for calls in tracks]
-    for step, together in enumerate(zip(*tracks, strict=True)):
-        for number, call in enumerate(together):
-            with diffcache.branch(f"part {number}"):
-                assert torch.equal(model(*call), own[number][step])
-    assert marks(model, "part 9") == "CssCss"
-
-
-def test_a_step_that_is_said_goes_before_the_timestep(caught: Any):
+def test_a_step_that_is_said_goes_before_the_timestep(model, caught: Any):
     """As of a solver that comes to one timestep twice, and back to another."""
-    model = diffcache.wrap(Toy(), EVERY)
     with diffcache.run(model):
         for step, time in enumerate((9.0, 8.0, 8.0, 7.0, 9.0, 6.0)):
             with diffcache.branch("only", step):
@@ -492,17 +471,15 @@ def test_a_step_is_a_whole_number(step: Any):
         diffcache.branch("only", step)
 
 
-def test_two_calls_that_look_alike_are_computed_and_said_once(caught: Any):
+def test_two_calls_that_look_alike_are_computed_and_said_once(model, caught: Any):
     """Something outside the arguments may differ, such as a layer that is switched off."""
-    model = diffcache.wrap(Toy(), EVERY)
     for x, t, _ in track(0):
         for _ in range(2):
             assert torch.equal(model(x, t), PLAIN(x, t))
     assert said(caught, "calls at one timestep are given the same conditions") == 1
 
 
-def test_a_name_that_is_used_twice_at_a_timestep_is_computed_and_said_once(caught: Any):
-    model = diffcache.wrap(Toy(), EVERY)
+def test_a_name_that_is_used_twice_at_a_timestep_is_computed_and_said_once(model, caught: Any):
     for together in zip(track(0), track(1), strict=True):
         for call in together:
             with diffcache.branch("cond"):
@@ -514,8 +491,7 @@ def test_a_name_that_is_used_twice_at_a_timestep_is_computed_and_said_once(caugh
     "order",
     ["ABAABBABABAB", "AABBAABBAABB", "AAABABBBAABB", "ABBBBBABAAAA", "AAAABBBBAABB"],
 )
-def test_runs_that_take_turns_are_not_mixed(caught: Any, order: str):
-    model = diffcache.wrap(Toy(), EVERY)
+def test_runs_that_take_turns_are_not_mixed(model, caught: Any, order: str):
     tracks = {"A": track(0), "B": track(1)}
     at = {"A": 0, "B": 0}
     for name in order:
@@ -525,9 +501,8 @@ def test_runs_that_take_turns_are_not_mixed(caught: Any, order: str):
     assert said(caught, "diffcache.run(model)")
 
 
-def test_a_run_that_starts_again_lower_is_doubted_until_the_next(caught: Any):
+def test_a_run_that_starts_again_lower_is_doubted_until_the_next(model, caught: Any):
     """Of two runs that were cut short and ran on, nobody knows which goes on."""
-    model = diffcache.wrap(Toy(), EVERY)
     for call in track(0, steps=3):
         model(*call)
     for call in track(1):
@@ -543,8 +518,7 @@ def test_a_run_that_starts_again_lower_is_doubted_until_the_next(caught: Any):
     assert marks(model) == "CssCss"
 
 
-def test_inversion_and_then_sampling(caught: Any):
-    model = diffcache.wrap(Toy(), EVERY)
+def test_inversion_and_then_sampling(model, caught: Any):
     for step in range(5):
         model(sample(step), float(step))
     first = sample(50), 9.0
@@ -570,9 +544,8 @@ def both(cond: Any = None) -> dict[str, list[Any]]:
 @pytest.mark.parametrize("cond", [None, COND[0]], ids=["unconditional", "same condition"])
 @pytest.mark.parametrize("order", ["ABABABABABAB", "ABBAABBABA", "AABBBBBB", "ABBBBBB", "ABABBBBB"])
 def test_a_trajectory_that_is_first_seen_lower_is_not_taken_for_the_next_step(
-    order: str, cond: Any
+    model, order: str, cond: Any
 ):
-    model = diffcache.wrap(Toy(), EVERY)
     tracks, at = both(cond), {"A": 0, "B": 0}
     scale = 1.0 if cond is None else cond
     for name in order:
@@ -584,9 +557,9 @@ def test_a_trajectory_that_is_first_seen_lower_is_not_taken_for_the_next_step(
 
 
 def test_trajectories_that_take_turns_at_ever_lower_timesteps_are_computed_and_said_once(
+    model,
     caught: Any,
 ):
-    model = diffcache.wrap(Toy(), EVERY)
     high, low = track(0), [(x, t - 0.5, None) for x, t, _ in track(1)]
     for together in zip(high, low, strict=True):
         for call in together:
@@ -600,9 +573,10 @@ def test_trajectories_that_take_turns_at_ever_lower_timesteps_are_computed_and_s
 
 
 @pytest.mark.parametrize("cond", [None, COND[0]], ids=["unconditional", "same condition"])
-def test_runs_that_start_one_after_another_are_computed_once_it_was_said(caught: Any, cond: Any):
+def test_runs_that_start_one_after_another_are_computed_once_it_was_said(
+    model, caught: Any, cond: Any
+):
     """Continuous batching: requests of one prompt join at every step."""
-    model = diffcache.wrap(Toy(), EVERY)
     tracks = [track(number, cond=cond) for number in range(4)]
     for time in range(9):
         for number in range(4):
@@ -615,8 +589,7 @@ def test_runs_that_start_one_after_another_are_computed_once_it_was_said(caught:
     assert said(caught, "runs may be taking turns") == 1 and marks(model).count("s") <= 1
 
 
-def test_a_run_that_takes_over_lower_skips_from_its_own_features(caught: Any):
-    model = diffcache.wrap(Toy(), EVERY)
+def test_a_run_that_takes_over_lower_skips_from_its_own_features(model, caught: Any):
     for call in track(0, start=20, steps=3):
         model(*call)
     own = alone(track(1, start=17))
@@ -624,8 +597,7 @@ def test_a_run_that_takes_over_lower_skips_from_its_own_features(caught: Any):
     assert marks(model) == "CssCss" and not caught
 
 
-def test_inversion_and_then_sampling_with_regular_steps():
-    model = diffcache.wrap(Toy(), EVERY)
+def test_inversion_and_then_sampling_with_regular_steps(model):
     for step, (x, _, _) in enumerate(track(0, steps=5)):
         model(x, float(step), None)
     calls = track(1, start=5)
@@ -636,9 +608,8 @@ def test_inversion_and_then_sampling_with_regular_steps():
 
 
 @pytest.mark.parametrize("has_moved", [False, True])
-def test_inversion_and_then_sampling_from_its_own_end(caught: Any, has_moved: bool):
+def test_inversion_and_then_sampling_from_its_own_end(model, caught: Any, has_moved: bool):
     """The first step of the sampling cannot be told, unless it starts at the last one's sample."""
-    model = diffcache.wrap(Toy(), EVERY)
     x = [sample(number) for number in range(10)]
     for step in range(5):
         model(x[step], float(step))
@@ -650,15 +621,13 @@ def test_inversion_and_then_sampling_from_its_own_end(caught: Any, has_moved: bo
     assert marks(model) == "Css" and len(caught) == has_moved
 
 
-def test_a_sample_that_never_moves_skips(caught: Any):
-    model = diffcache.wrap(Toy(), EVERY)
+def test_a_sample_that_never_moves_skips(model, caught: Any):
     for step in range(6):
         model(noise(0), 9.0 - step)
     assert marks(model) == "CssCss" and not caught
 
 
-def test_a_sample_that_is_written_in_place_is_known_by_what_it_held():
-    model = diffcache.wrap(Toy(), EVERY)
+def test_a_sample_that_is_written_in_place_is_known_by_what_it_held(model):
     buffer = torch.empty(1, 8, 8)
     for call in track(0, steps=3):
         model(buffer.copy_(call[0]), call[1])
@@ -670,8 +639,9 @@ def test_a_sample_that_is_written_in_place_is_known_by_what_it_held():
     assert marks(model) == "Css"
 
 
-def test_a_sampler_that_draws_new_noise_is_computed_and_said_once_until_a_run_tells(caught: Any):
-    model = diffcache.wrap(Toy(), EVERY)
+def test_a_sampler_that_draws_new_noise_is_computed_and_said_once_until_a_run_tells(
+    model, caught: Any
+):
     calls = [(noise(step), float(9 - step)) for step in range(6)]
     for call in calls:
         assert torch.equal(model(*call), PLAIN(*call))
@@ -699,9 +669,8 @@ def test_samples_that_cannot_be_told_are_computed_and_said_once(caught: Any, sam
     assert marks(model) == "CssCss"
 
 
-def test_conditions_tell_where_a_sample_is_too_small(caught: Any):
+def test_conditions_tell_where_a_sample_is_too_small(model, caught: Any):
     """Two policies' observations: their actions are few numbers."""
-    model = diffcache.wrap(Toy(), EVERY)
     tracks = [[(x[:, :7], t, torch.full((1, 1, 8), cond)) for x, t, _ in track(n)] for n, cond in
               ((0, 0.5), (1, 2.0))]  # fmt: skip
     for number, calls in enumerate(tracks):
@@ -718,10 +687,9 @@ def test_conditions_tell_where_a_sample_is_too_small(caught: Any):
 @pytest.mark.parametrize("order", [1, 2, 3])
 @pytest.mark.parametrize("guided", [False, True], ids=["alone", "guidance in one batch"])
 def test_an_edit_at_low_noise_after_a_run_that_was_cut_short_is_computed(
-    caught: Any, order: int, guided: bool
+    model, caught: Any, order: int, guided: bool
 ):
     """No sum of the steps before makes its sample, though it is very much like the last one."""
-    model = diffcache.wrap(Toy(), EVERY)
     cond = torch.tensor([1.0, -1.0])[:, None, None]
 
     def given(x: Tensor, step: int) -> tuple[Any, ...]:
@@ -738,11 +706,10 @@ def test_an_edit_at_low_noise_after_a_run_that_was_cut_short_is_computed(
     assert torch.equal(model(*edit), PLAIN(*edit)) and not caught
 
 
-def test_only_a_run_tells_trajectories_whose_samples_are_alike():
+def test_only_a_run_tells_trajectories_whose_samples_are_alike(model):
     """The limit: a second edit of one picture, at low noise, right after a first step."""
     picture = noise(7)
     first, second = ((picture + 0.1 * noise(k), 9.0 - k) for k in (0, 1))
-    model = diffcache.wrap(Toy(), EVERY)
     model(*first)
     assert not torch.equal(model(*second), PLAIN(*second))
     for call in (first, second):
@@ -750,8 +717,7 @@ def test_only_a_run_tells_trajectories_whose_samples_are_alike():
             assert torch.equal(model(*call), PLAIN(*call))
 
 
-def test_what_is_kept_of_a_sample_is_small_and_goes_with_its_run():
-    model = diffcache.wrap(Toy(), EVERY)
+def test_what_is_kept_of_a_sample_is_small_and_goes_with_its_run(model):
     x = torch.randn(64, 64, 8)
     model(x, 9.0)
     (branch,) = handle_of(model).run().timelines[handle_of(model).denoisers[0]].branches

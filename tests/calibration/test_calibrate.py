@@ -340,21 +340,6 @@ def test_inputs_count_by_their_content():
     assert Plan([inputs()], call=inputs()).about() == Plan([first], call=first).about()
 
 
-def test_prompts_with_generators_go_on(pipe, tmp_path):
-    def prompts():
-        return [
-            {"prompt": PROMPTS[:1], "generator": torch.Generator().manual_seed(n)} for n in (1, 2)
-        ]
-
-    interrupted(pipe, prompts(), tmp_path / "a.st")
-    done = []
-    diffcache.calibrate(
-        pipe, FittedForecast(), prompts(), out=tmp_path / "a.st",
-        progress=lambda *a: done.append(a[0]), **SETTINGS,
-    )  # fmt: skip
-    assert done == [1, 2]
-
-
 def test_a_damaged_state_says_to_delete_it(pipe, tmp_path):
     out, state = tmp_path / "a.st", tmp_path / "a.st.part"
     interrupted(pipe, PROMPTS, out)

@@ -1,4 +1,4 @@
-"""Films of real sessions: policies and prompts while they run, and a hundred viewers at random."""
+"""Films of real sessions: policies and prompts while they run, and viewers at random."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_film_ends_when_its_cache_has_grown_to_the_bound(served: CausalVideo) 
         SessionFilm(served, asked("full"), 10 * FRAME_BYTES)
 
 
-def test_a_hundred_viewers_at_random_leave_nothing_behind(
+def test_viewers_at_random_leave_nothing_behind(
     served: CausalVideo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some leave at once, some close the page, some are forgotten, and in some the film breaks."""
@@ -194,9 +194,9 @@ def test_a_hundred_viewers_at_random_leave_nothing_behind(
         return breaks, taken - chunks, ""
 
     with ThreadPoolExecutor(8) as pool:
-        told = list(pool.map(visit, range(100)))
-    assert [error for breaks, _, error in told if breaks] == ["the device is gone"] * 10
+        told = list(pool.map(visit, range(40)))
+    assert [error for breaks, _, error in told if breaks] == ["the device is gone"] * 4
     assert all(missing == 0 and not error for breaks, missing, error in told if not breaks)
-    assert len(held) >= 3 * 60 and not len(viewers) and not viewers._showings and not films()
+    assert len(held) >= 3 * 24 and not len(viewers) and not viewers._showings and not films()
     gc.collect()
     assert [ref for ref in held if ref() is not None] == [] and list(tmp_path.iterdir()) == []
