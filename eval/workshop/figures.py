@@ -5,7 +5,7 @@
 
 reads `assets/bench/eval-<model>-methods.toml`, a sweep as `diffcache eval sweep` takes it. A method
 whose `tables` are not there yet is calibrated first, on prompts that the evaluation does not draw.
-The record and the plot of all rows go beside the sweep; `docs/figures.md` is filled from them. An
+The record and the plot of all rows go beside the sweep; `docs/figures.md` is made of them. An
 interrupted run goes on.
 """
 
@@ -22,11 +22,13 @@ import diffcache
 from diffcache.catalog import make_method
 from diffcache.command import script
 from diffcache.eval.cli import show
+from diffcache.eval.pages import escape_markdown
 from diffcache.eval.record import FOLDER, ROOT
 from diffcache.eval.report.columns import columns_of
-from diffcache.eval.report.docs import filled
 from diffcache.eval.report.plots import draw_pareto
 from diffcache.eval.report.records import Record, load
+from diffcache.eval.report.table import markdown, table_of
+from diffcache.eval.report.words import conditions
 from diffcache.eval.runs.sweep import read_sweep, read_values, settings_of
 from diffcache.features.collect import Calibrated
 from diffcache.files import write_file, write_json
@@ -47,7 +49,7 @@ HEAD = """# Figures
 What methods cost and save on shipped models. `make figures` draws all of it again:
 methods that need tables are calibrated first, on prompts that the evaluation does not draw; the
 rows of a table come from one process, and their seconds were measured in turn. The tables are
-filled from the records beside the sweeps in `assets/bench/`, which hold versions, settings and
+made of the records beside the sweeps in `assets/bench/`, which hold versions, settings and
 every metric; [evaluation.md](evaluation.md) defines these. The policy and the editing pipeline,
 whose inputs are no prompts, are drawn by `python -m diffcache.eval.workshop.shipped.reach` and
 `.kontext`.
@@ -151,27 +153,23 @@ def write_plot(record: Record, file: Path) -> None:
 
 def page(folder: Path = FOLDER) -> str:
     """Return `docs/figures.md`: a table and a plot for every record."""
-    records: dict[str, Record] = {}
     parts = [HEAD]
     start, end = NAME.split("{}")
     for file in sorted(folder.glob(NAME.format("*") + ".json")):
         model = file.stem.removeprefix(start).removesuffix(end)
-        record = records[file.stem] = load(file)
+        record = load(file)
         held = [column.key for column in columns_of(record)]
-        shown = ",".join(key for key in COLUMNS if key in held)
-        parts += [
-            f"## {model}\n",
-            f"<!-- diffcache.eval: {file.stem} columns={shown} -->\n<!-- /diffcache.eval -->\n",
-        ]
+        shown = table_of(record, [key for key in COLUMNS if key in held])
+        parts += [f"## {model}\n", markdown(shown), f"{escape_markdown(conditions(record))}\n"]
         if file.with_suffix(".png").exists():
             parts.append(f"![rows of {model}](../assets/bench/{file.stem}.png)\n")
-    return filled("\n".join(parts), records, PAGE.name)
+    return "\n".join(parts)
 
 
 def figures(
     named: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Models (all).")] = ALL,
     only_page: Annotated[
-        bool, typer.Option("--page", help="Only fill docs/figures.md from the records.")
+        bool, typer.Option("--page", help="Only make docs/figures.md of the records.")
     ] = False,
 ) -> None:
     """Draw the tables of shipped models."""

@@ -18,7 +18,7 @@ from PIL import Image
 from rich.console import Console
 
 from diffcache.eval.metrics.intervals import share_interval
-from diffcache.eval.report import docs, pareto, plots, strips, words
+from diffcache.eval.report import pareto, plots, strips, words
 from diffcache.eval.report.__main__ import main
 from diffcache.eval.report.columns import Column, bytes_text, decimals, shown
 from diffcache.eval.report.palette import OKABE_ITO, Picture, styles
@@ -713,45 +713,6 @@ def test_only_what_was_asked_for_is_written(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match=r"formats=\['pdf'\]: must be of md, html, csv"):
         write_report(make_record(), tmp_path, formats=["pdf"])
-
-
-def make_document(folder: Path, record: dict[str, Any]) -> tuple[Path, Path]:
-    (folder / "speed.json").write_text(json.dumps(record))
-    file = folder / "README.md"
-    file.write_text(
-        "# Title\n\n<!-- diffcache.eval: speed columns=evaluations,psnr_db -->\nold\n"
-        "<!-- /diffcache.eval -->\n\nMore.\n"
-    )
-    return file, folder / "speed.json"
-
-
-def test_document_is_filled_and_a_typed_change_is_found(tmp_path: Path) -> None:
-    file, record = make_document(tmp_path, make_record())
-    assert docs.update(file, [record], check=True) is True and "old" in file.read_text()
-    assert docs.update(file, [record]) is True
-    text = file.read_text()
-    assert text.startswith("# Title\n\n<!-- diffcache") and text.endswith("-->\n\nMore.\n")
-    assert "| Config | Evaluations | PSNR (dB) ↑ [95 %] |" in text
-    assert "\nold\n" not in text and "38.5 [38.1, 38.9]" in text and "a processor" in text
-    assert docs.update(file, [record], check=True) is False
-    assert main(["--docs", str(file), str(record), "--check"]) == 0
-    file.write_text(text.replace("38.5 [38.1", "48.5 [38.1"))
-    assert main(["--docs", str(file), str(record), "--check"]) == 1
-    assert "48.5" in file.read_text()
-    assert main(["--docs", str(file), str(record)]) == 0
-    assert file.read_text() == text
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("<!-- diffcache.eval: speed -->\n", "has no <!-- /diffcache.eval -->"),
-        ("<!-- diffcache.eval: speed columns=x -->\n", r"columns=\['x'\]"),
-    ],
-)
-def test_wrong_marks_are_named(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        docs.filled(text, {"speed": make_record()}, "doc.md")
 
 
 def test_command_line(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -28,7 +28,6 @@ from diffcache.eval.workshop.bench import (
     decode,
     dllm,
     full_size,
-    judge,
     kernels,
     kv,
     overhead,
@@ -65,10 +64,6 @@ BENCHMARKS: dict[str, Bench] = {
         full_size.measure,
         "runs of FLUX.1-dev and Wan2.1-1.3B with random weights; tiny ones on a CPU",
         quick={"rounds": 1}, needs_gpu=True,
-    ),
-    "judge": Bench(
-        judge.measure, "whole and broken objects that the judge of the sticker models accepts",
-        quick={"samples": 2}, has_rounds=False,
     ),
     "causal": Bench(
         causal.measure,
