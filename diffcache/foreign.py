@@ -393,6 +393,15 @@ def use_attention(model: Any, name: str) -> bool:
     return True
 
 
+def names_attention_itself(model: Any) -> bool:
+    """Return whether code of a model's own takes no other attention function (transformers)."""
+    cls = type(model)
+    takes = getattr(cls, "_can_set_attn_implementation", None)
+    if takes is None or cls.__module__.startswith("transformers."):
+        return False
+    return cls.__module__ in sys.modules and not takes()
+
+
 def restore_attention(model: nn.Module, name: str) -> None:
     """Restore the names of attention functions (transformers)."""
     for config, used in attention_names(model):

@@ -130,7 +130,7 @@ fast-dllm | fast_dllm:FastDLLM | Fast-dLLM, arXiv 2505.22618 | defaults |
 free-cache | free_cache:FreeCache | FlashDLM (FreeCache), arXiv 2505.21467 | defaults |
 window-diffusion | window_diffusion:WindowDiffusion | Window-Diffusion, arXiv 2601.20332 | window=16,every=5 | window=7,every=1
 uncached | policy:Uncached | | | defaults
-# Finished blocks, in a loop that is not ours
+# Finished blocks, of models that are causal over blocks
 block-cache | block_cache:BlockCache | this project, after Block Diffusion, arXiv 2503.09573 | |
 """,
     "video": """

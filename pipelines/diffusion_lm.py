@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
@@ -21,10 +22,11 @@ from torch import Tensor, nn
 from diffcache.anchor import Loop, owner_of
 from diffcache.api import report, run
 from diffcache.attach.attention_sdpa import calls_sdpa
-from diffcache.attach.extensions.partial import first_position, places_of
+from diffcache.attach.extensions.partial import block_mask, first_position, places_of
+from diffcache.dllm.block_cache import BlockCache, whole_blocks, within_blocks
 from diffcache.dllm.decode import Decoding, Schedule
 from diffcache.dllm.guided import Guided
-from diffcache.dllm.policy import Policy
+from diffcache.dllm.policy import FedRows, Policy, Uncached
 from diffcache.dllm.rows import ALL, RowPlan
 from diffcache.dllm.sampler import Sampler
 from diffcache.dllm.state import check_coverage
@@ -36,7 +38,33 @@ from diffcache.run_report import Report
 from diffcache.targets import handle_of
 
 OnSettled = Callable[[int, "list[int] | str"], None]
-_SHIFTS = {"Dream": True, "llada": False}  # by the configuration's `model_type`
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What is known of a model by its configuration's `model_type`.
+
+    Attributes:
+        shift: Whether a row predicts the token after its own.
+        block: Tokens of a block of attention, where the configuration says none; None where
+            attention goes both ways.
+        named: Name of that number in the configuration.
+        mask_id: Token of the mask in the released tokenizers.
+    """
+
+    shift: bool
+    block: int | None = None
+    named: str = ""
+    mask_id: int | None = None
+
+
+_KINDS = {
+    "Dream": _Kind(True),
+    "llada": _Kind(False),
+    "llada2_moe": _Kind(False, 32, "block_length", 156895),
+    "sdar": _Kind(False, 4, "block_size", 151669),
+    "Fast_dLLM_Qwen": _Kind(True, 32, "bd_size", 151665),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,10 +92,16 @@ class Answer:
 class DiffusionLM(Loop):
     """A masked diffusion language model and how it is decoded.
 
+    Models that attend both ways see prompt and answer whole. Those whose attention is causal over
+    blocks (LLaDA2, SDAR, Fast-dLLM v2) are decoded block by block: a policy chooses rows of the
+    active block, all before it is kept exactly, and nothing after it is computed. Elastic-Cache,
+    d2Cache and dLLM-Cache are refused there: they go by what layers note of all tokens.
+
     Args:
-        model: A model of transformers, or of code of its own as LLaDA and Dream, that attends both
-            ways and predicts masks. Wrapped with a policy of `diffcache.dllm`, it is decoded with
-            that cache; else without any.
+        model: A model of transformers, or of code of its own as LLaDA and Dream, that predicts
+            masks; or diffusers' `LLaDA2Pipeline`, whose model, tokenizer and block length are
+            taken. Wrapped with a policy of `diffcache.dllm`, it is decoded with that cache; else
+            without any.
         tokenizer: Its tokenizer; None for prompts and answers of token ids.
         mask_id: Token of the mask; None for that of the configuration or the tokenizer.
         eos_id: Token that ends an answer; None for that of the tokenizer, or none.
@@ -76,27 +110,37 @@ class DiffusionLM(Loop):
         shift: Whether the logits of a row are about the token after its own, as Dream's are; None
             for what the configuration's `model_type` says. A cache then computes the row before
             each token that may be committed besides.
+        block: Tokens of a block, for a model whose attention is causal over blocks and goes both
+            ways inside; None for what its configuration says. It is tried once before the first
+            answer, in three forwards of two blocks, and so is who makes the mask of blocks.
 
     Raises:
         ValueError: If nobody says which token the mask is, the guide cannot score the model's
-            tokens, or `shift` is not what the model does.
+            tokens, `shift` is not what the model does, or the pipeline is another one.
     """
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         tokenizer: Any = None,
         *,
         mask_id: int | None = None,
         eos_id: int | None = None,
         guide: nn.Module | None = None,
         shift: bool | None = None,
+        block: int | None = None,
     ) -> None:
-        self.model, self.tokenizer, self.guide = model, tokenizer, guide
+        if not isinstance(model, nn.Module):
+            model, tokenizer, block = _parts_of(model, tokenizer, block)
+        self.model: nn.Module = model
+        self.tokenizer, self.guide = tokenizer, guide
         if guide is not None:
             check_guide(guide, model)
         config = getattr(model, "config", None)
-        known = [getattr(config, "mask_token_id", None), getattr(tokenizer, "mask_token_id", None)]
+        model_type = str(getattr(config, "model_type", None))
+        kind = _KINDS.get(model_type)
+        known = [getattr(x, "mask_token_id", None) for x in (config, tokenizer)]
+        known.append(None if kind is None else kind.mask_id)
         found = next((number for number in [mask_id, *known] if number is not None), None)
         if found is None:
             raise ValueError(
@@ -107,15 +151,19 @@ class DiffusionLM(Loop):
         self.mask_id: int = found
         if shift is not None:
             check_bool("shift", shift)
-        kind = getattr(config, "model_type", None)
-        known_shift = _SHIFTS.get(str(kind))
-        if None not in (shift, known_shift) and shift != known_shift:
+        if kind is not None and shift not in (None, kind.shift):
             raise ValueError(
-                f"shift={shift}: models of model_type={kind!r} have shift={known_shift}; leave it "
-                "out"
+                f"shift={shift}: models of model_type={model_type!r} have shift={kind.shift}; "
+                "leave it out"
             )
         self.first = first_position(model)
-        self.shift = bool(known_shift if shift is None else shift)
+        self.shift = bool(kind.shift if shift is None and kind is not None else shift)
+        if block is None and kind is not None:
+            block = getattr(config, kind.named, None) or kind.block
+        if block is not None:
+            check_int("block", block, 1)
+        self.block = block
+        self._masks_itself: bool | None = None  # whether it makes the mask of blocks, once tried
         self.eos_id = getattr(tokenizer, "eos_token_id", None) if eos_id is None else eos_id
 
     @classmethod
@@ -197,11 +245,11 @@ class DiffusionLM(Loop):
         stream = _Stream(self, on_settled)
         rows = 0
         with _Bar(progress) as bar:
-            for decoding, plan in self._forwards(prompts, schedule, sampler, check):
-                rows += plan.count(decoding.ids.shape[1])
+            for decoding, count in self._forwards(prompts, schedule, sampler, check):
+                rows += count
                 bar.show(decoding)
                 stream.show(decoding)
-        ids = decoding.ids[:, decoding.prompt :]
+        ids = decoding.answer
         texts = None if self.tokenizer is None else [self.text(row) for row in ids.tolist()]
         made = None if self.policy is None else report(self.model)
         guided = 0 if decoding.guide is None else decoding.guide.rows
@@ -243,8 +291,8 @@ class DiffusionLM(Loop):
         schedule: Schedule | None,
         sampler: Sampler | None,
         check: bool = False,
-    ) -> Iterator[tuple[Decoding, RowPlan]]:
-        """Yield the decoding and the plan after every forward."""
+    ) -> Iterator[tuple[Decoding, int]]:
+        """Yield the decoding after every forward, and how many rows of a sequence that computed."""
         policy = self.policy
         decoding = self._begun(policy, prompts, schedule, sampler)
         context, stack = copy_context(), ExitStack()  # a run of its own, whoever takes turns
@@ -252,19 +300,33 @@ class DiffusionLM(Loop):
             if policy is not None:
                 context.run(stack.enter_context, run(self.model))
             while not decoding.is_finished:
-                state = decoding.state
-                plan = ALL if policy is None else policy.plan(state)
-                if check:
-                    check_coverage(state, plan)
-                if self.shift:
-                    plan = state.with_predictors(plan)
+                plan, count = self._planned(policy, decoding, check), decoding.width
                 logits = context.run(self._logits, decoding, plan, policy is not None)
                 decoding.commit(logits, plan)
-                yield decoding, plan
+                yield decoding, plan.count(count)
         except BaseException:
             context.run(stack.__exit__, *sys.exc_info())
             raise
         context.run(stack.close)
+
+    def _planned(self, policy: Policy | None, decoding: Decoding, check: bool) -> RowPlan:
+        """Return the plan of the next forward, checked to cover what changed if that is asked."""
+        state, plan, is_forced = decoding.state, ALL, False
+        is_kept = self.block is not None and not isinstance(policy, Uncached)
+        if policy is not None and is_kept:
+            forced = whole_blocks(state)
+            plan, is_forced = forced or ALL, forced is not None
+        if policy is not None and not is_forced:
+            plan = policy.plan(state)
+            if check:
+                check_coverage(state, plan)
+            if self.shift:
+                plan = state.with_predictors(plan)
+            if is_kept:
+                plan = within_blocks(state, plan)
+        if self.block is None:
+            return plan
+        return replace(plan, block=self.block, masks_itself=bool(self._masks_itself))
 
     def _begun(
         self,
@@ -283,7 +345,8 @@ class DiffusionLM(Loop):
             sampler = Sampler() if guide is None else Sampler(rule=Guided())
         if schedule is None:
             usual = Schedule() if policy is None else policy.schedule
-            schedule = replace(usual, eos_id=self.eos_id)
+            block = usual.block if self.block is None else None
+            schedule = replace(usual, eos_id=self.eos_id, block=block)
         for name, setting, kind in (
             ("schedule", schedule, Schedule),
             ("sampler", sampler, Sampler),
@@ -297,14 +360,92 @@ class DiffusionLM(Loop):
             )
         ids, valid = self._encoded(prompts)
         self._check_sizes(ids.shape[1], schedule)
-        if valid is not None and policy is None and calls_sdpa(self.model):
+        is_alone = calls_sdpa(self.model)
+        if self.block is None and isinstance(policy, BlockCache):
+            raise ValueError(
+                f"{policy!r}: keeps finished blocks, and nobody says that the model's attention is "
+                "causal over blocks; give DiffusionLM(..., block=...), or use another policy"
+            )
+        if self.block is not None:
+            self._check_within(policy, sampler)
+            is_alone = bool(self._masks_itself)
+        if valid is not None and policy is None and is_alone:
             raise ValueError(
                 f"prompts: are of different lengths, and each release of "
                 f"{type(self.model).__name__}'s own code takes padding in another way, or not at "
                 "all; wrap the model first, with diffcache.dllm.Uncached() for no cache, or decode "
                 "prompts one by one"
             )
-        return Decoding(ids, schedule, sampler, self.mask_id, valid, guide, self.shift)
+        return Decoding(ids, schedule, sampler, self.mask_id, valid, guide, self.shift, self.block)
+
+    def _check_within(self, policy: Policy | None, sampler: Sampler) -> None:
+        """Raise unless the model is causal over blocks, and a policy chooses rows of them.
+
+        Raises:
+            ValueError: If they do not.
+        """
+        abilities = () if policy is None else policy.abilities()
+        if not all(isinstance(x, FedRows) and x.plans is RowPlan for x in abilities):
+            raise ValueError(
+                f"{policy!r}: chooses rows by what its layers note of all tokens, and here those "
+                f"before the active block of {self.block} are exact and those after it unseen; use "
+                "a policy that plans rows by itself, such as BlockCache() or FastDLLM(dual=True)"
+            )
+        every = policy is None or isinstance(policy, (BlockCache, Uncached))
+        if sampler.rule.editing is not None and not every:
+            raise ValueError(
+                f"rule={sampler.rule!r}: edits decided tokens, whose rows {policy!r} leaves out; "
+                "use BlockCache(), or a rule without editing"
+            )
+        if self._masks_itself is None:
+            self._masks_itself = self._tried()
+
+    @torch.no_grad()
+    def _tried(self) -> bool:
+        """Return whether the model makes the mask of blocks itself, rather than being given one.
+
+        Raises:
+            ValueError: If its attention is not causal over blocks, or not both ways inside.
+        """
+        size, vocabulary = self.block or 1, min(self._size("vocab_size"), 1000)
+        ids = torch.arange(2 * size, device=device_of_model(self.model))[None] % vocabulary
+        other = ids.clone()
+        other[0, size - 1] = (other[0, size - 1] + 1) % vocabulary
+        failure = None
+        for masks_itself in (True, False):
+            plan = RowPlan(block=self.block, masks_itself=masks_itself)
+            try:
+                both, alone, changed = (
+                    self.model(**self._given(x, None, plan), use_cache=False).logits[0, :size]
+                    for x in (ids, ids[:, :size], other)
+                )
+            except (RuntimeError, ValueError) as error:  # of a mask that it does not take
+                failure = error
+                continue
+            near = 1e-3 * alone.norm()
+            if (both - alone).norm() <= near and (size == 1 or (changed - both)[0].norm() > 0):
+                return masks_itself
+        raise ValueError(
+            f"block={self.block}: attention of {type(self.model).__name__} is not causal over "
+            "blocks of that many tokens, going both ways inside; give the block that its weights "
+            "are made for, or none if it attends both ways"
+        ) from failure
+
+    def _given(self, ids: Tensor, valid: Tensor | None, plan: RowPlan) -> dict[str, Any]:
+        """Return what a model takes that is causal over blocks and not wrapped."""
+        at, mask = places_of(ids, valid, self.first)
+        given: dict[str, Any] = {"input_ids": ids, "position_ids": at.expand_as(ids)}
+        if plan.masks_itself:
+            given["attention_mask"] = torch.ones_like(ids)
+        else:
+            seen = block_mask(at - self.first, at - self.first, self.block or 1, mask)
+            given["attention_mask"] = seen.expand(len(ids), -1, -1, -1)
+        return given | self._more()
+
+    def _more(self) -> dict[str, int]:
+        """Return the length of blocks where the model's own code takes it (Fast-dLLM v2)."""
+        takes = "block_size" in inspect.signature(type(self.model).forward).parameters
+        return {"block_size": self.block} if takes and self.block else {}
 
     def _check_sizes(self, prompt: int, schedule: Schedule) -> None:
         """Raise unless the model has the end token, and as many positions as prompt and answer.
@@ -318,8 +459,11 @@ class DiffusionLM(Loop):
                 f"eos_id={eos}: is no token of the model, which has {vocabulary}; give another, or "
                 "None"
             )
+        whole = prompt + schedule.length
+        if self.block is not None:  # its last block is decoded to the end
+            whole += -whole % self.block
         most = min(map(self._size, ("max_sequence_length", "max_position_embeddings"))) - self.first
-        if prompt + schedule.length > most:
+        if whole > most:
             raise ValueError(
                 f"prompts: {prompt} tokens and an answer of length={schedule.length} are more than "
                 f"the {most} positions of the model; shorten one of them"
@@ -333,16 +477,22 @@ class DiffusionLM(Loop):
     @torch.no_grad()
     def _logits(self, decoding: Decoding, plan: RowPlan, is_wrapped: bool) -> Tensor:
         """Return the logits of the planned rows, `[B, n, V]`."""
-        ids, valid, scale = decoding.ids, decoding.valid, decoding.sampler.cfg_scale
+        ids, valid, scale = decoding.ids, decoding.valid_now, decoding.sampler.cfg_scale
+        if plan.block is not None:
+            ids = ids[:, : decoding.width]
         if scale:
             blank = ids.clone()
             blank[:, : decoding.prompt] = self.mask_id
             ids, plan = torch.cat([ids, blank]), plan.twice()
             valid = None if valid is None else torch.cat([valid, valid])
         given: dict[str, Any] = {"input_ids": ids, "attention_mask": valid}
+        if plan.block is not None:
+            given = given | self._more() if is_wrapped else self._given(ids, valid, plan)
         if is_wrapped:
             given["row_plan"] = plan
-        elif valid is not None or self.first:  # some count positions otherwise where they pad
+        elif plan.block is None and (
+            valid is not None or self.first
+        ):  # some count positions otherwise where they pad
             given["position_ids"] = places_of(ids, valid, self.first)[0].expand_as(ids)
         found: Tensor = self.model(**given, use_cache=False).logits
         if not scale:
@@ -364,6 +514,24 @@ class DiffusionLM(Loop):
         return ids, torch.arange(longest, device=device) >= longest - counts
 
 
+def _parts_of(pipe: Any, tokenizer: Any, block: int | None) -> tuple[nn.Module, Any, int | None]:
+    """Return a pipeline's model, its tokenizer, and the tokens of its scheduler's blocks.
+
+    Raises:
+        ValueError: If it is no pipeline that fills in masks block by block.
+    """
+    model, scheduler = getattr(pipe, "model", None), getattr(pipe, "scheduler", None)
+    length = getattr(getattr(scheduler, "config", None), "block_length", None)
+    name = type(pipe).__name__
+    if not isinstance(model, nn.Module) or length is None or hasattr(model.config, "canvas_length"):
+        raise ValueError(
+            f"model={name}: must be a model, or a LLaDA2Pipeline; a DiffusionGemmaPipeline has no "
+            "masks to fill in, call it as it is, wrapped with a feature method if at all"
+        )
+    own = getattr(pipe, "tokenizer", None)
+    return model, own if tokenizer is None else tokenizer, length if block is None else block
+
+
 class _Stream:
     """Tells of what settled: the tokens before the first mask of an answer."""
 
@@ -375,12 +543,11 @@ class _Stream:
         """Tell of what settled at the last step; the host waits."""
         if self.on_settled is None:
             return
-        answers = decoding.ids[:, decoding.prompt :].tolist()
         text = self.owner.tokenizer is not None
-        self.told = self.told or ["" if text else [] for _ in answers]
-        for number, ids in enumerate(answers):
-            masks = ids.index(self.owner.mask_id) if self.owner.mask_id in ids else len(ids)
-            settled: Any = self.owner.text(ids[:masks]) if text else ids[:masks]
+        self.told = self.told or ["" if text else [] for _ in decoding.rows]
+        for number in range(len(decoding.rows)):
+            ids = decoding.settled(number)
+            settled: Any = self.owner.text(ids) if text else ids
             told = self.told[number]
             if text and settled.endswith("\ufffd"):  # half a character
                 continue
@@ -403,11 +570,9 @@ class _Bar:
     def show(self, decoding: Decoding) -> None:
         """Show how many tokens are decided; the host waits."""
         if self.progress is not None:
-            done = int((decoding.ids != decoding.mask_id).sum()) - decoding.ids.shape[0] * (
-                decoding.prompt
-            )
-            total = decoding.ids.shape[0] * decoding.schedule.length
-            self.progress.update(self.task, completed=done, total=total)
+            answer = decoding.answer
+            done = int((answer != decoding.mask_id).sum())
+            self.progress.update(self.task, completed=done, total=answer.numel())
 
     def __enter__(self) -> _Bar:
         if self.progress is not None:

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from diffcache.attach.anatomy import anatomy_of
 from diffcache.attach.attention_call import AttentionCall, AttentionSite, Strategy
 from diffcache.errors import AttachError
-from diffcache.foreign import without_dynamo
+from diffcache.foreign import names_attention_itself, without_dynamo
 
 Placed = tuple[Tensor | range, int]  # rows of a call, int64 [B, n], and tokens of a sequence
 
@@ -72,7 +72,13 @@ def _undo(replaced: Iterable[Replaced]) -> None:
 
 
 def calls_sdpa(model: nn.Module) -> bool:
-    """Return whether a model of transformers attends by itself, not by their interface."""
+    """Return whether a model of transformers attends by itself, not by their interface.
+
+    Code of its own that names an attention function as transformers 4 did (LLaDA2, Fast-dLLM v2)
+    cannot be given another one, and calls torch's in the end.
+    """
+    if names_attention_itself(model):
+        return True
     files = {type(module).__module__ for module in model.modules()}
     return not any(hasattr(sys.modules.get(name), "ALL_ATTENTION_FUNCTIONS") for name in files)
 
@@ -156,8 +162,11 @@ class _Attending(TorchFunctionMode):
 def _groups(module: Any, query: Tensor, key: Tensor) -> int:
     """Return how many copies of each key the module made, one for every query head."""
     width = getattr(getattr(module, "k_proj", None), "out_features", 0)
-    copies = key.shape[1] * key.shape[3] // width if width else 1
-    return copies if key.shape[1] == query.shape[1] else 1
+    copies: int = getattr(module, "num_key_value_groups", 1)  # LLaDA2 has no projection of keys
+    if width:
+        copies = key.shape[1] * key.shape[3] // width
+    # transformers stacks the queries of a head, where there is one row, instead of copying its key
+    return copies if key.shape[1:3] == query.shape[1:3] else 1
 
 
 def _sdpa(

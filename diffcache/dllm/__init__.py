@@ -23,6 +23,7 @@ from diffcache.dllm.policy import Policy as Policy
 from diffcache.dllm.policy import Uncached as Uncached
 from diffcache.dllm.rows import ALL as ALL
 from diffcache.dllm.rows import RowPlan as RowPlan
+from diffcache.dllm.rules import Dynamic as Dynamic
 from diffcache.dllm.rules import Factor as Factor
 from diffcache.dllm.rules import Quota as Quota
 from diffcache.dllm.rules import Threshold as Threshold

@@ -20,7 +20,8 @@ class Schedule:
 
     Args:
         length: Tokens of the answer, masks at first.
-        block: Tokens of a block; None for one block.
+        block: Tokens of a block; None for one block, or for the model's own where its attention is
+            causal over blocks. There it divides those, or is a multiple of them and means them.
         steps: Forwards of the whole answer, shared out evenly over its blocks, for rules with a
             fixed number of commits; None for one a token. Other rules take as many as they need.
         eos_id: Token that ends an answer. A sequence that has it in a finished block is filled up
@@ -86,6 +87,10 @@ class Decoding:
         step: Forwards so far.
         rows: Place of each sequence: its active block and step.
         guide: Scores drafts; None where the rule asks for none.
+        causal: Tokens of a block of attention; None where every token sees all others.
+        width: Positions of a forward: all, or those up to the furthest active block of attention.
+        valid_now: Those of them that are no padding, bool `[B, width]`, one tensor for as long as
+            they are the same; None where there is no padding.
 
     Args:
         prompts: Tokens of the prompts, int64 `[B, P]`, padded on the left.
@@ -95,10 +100,16 @@ class Decoding:
         valid: Tokens of the prompts that are no padding, bool `[B, P]`; None for all.
         guide: Scores drafts for the rule `Guided`; None for other rules.
         shift: Whether a row predicts the token after its own (Dream), instead of its own.
+        causal: Tokens of a block of attention, counted from each prompt's first token, where a
+            token sees its own block and those before it alone; None where it sees all. An answer
+            then begins in the block that its prompt ends in, and its last block (of `schedule`) is
+            decoded to the end. With `shift`, the last row of a finished block decides the first
+            token of the next one, in a forward of its own (Fast-dLLM v2).
 
     Raises:
         ValueError: If a prompt is not int64 `[B, P]` or holds the mask, padding is not on the left,
-            the end token is the mask, a guide is missing, or a step commits more than the window.
+            the end token is the mask, a guide is missing, a step commits more than the window, or
+            something does not go with blocks of attention.
     """
 
     def __init__(
@@ -110,6 +121,7 @@ class Decoding:
         valid: Tensor | None = None,
         guide: Guide | None = None,
         shift: bool = False,
+        causal: int | None = None,
     ) -> None:
         _check_prompts(prompts, mask_id, valid)
         if schedule.eos_id == mask_id:
@@ -122,29 +134,41 @@ class Decoding:
                 f"rule={sampler.rule!r}: there is no guide; give DiffusionLM(..., guide=...) an "
                 "autoregressive model with the same tokenizer, or use another rule"
             )
+        if sampler.rule.editing is not None and causal is None:
+            raise ValueError(
+                f"rule={sampler.rule!r}: edits tokens of models that are causal over blocks; give "
+                "DiffusionLM(..., block=...) how many tokens those have, or leave editing out"
+            )
         self.guide = guide if isinstance(sampler.rule, Guided) else None
         batch, self.prompt = prompts.shape
         self.schedule, self.sampler, self.mask_id = schedule, sampler, mask_id
-        self._shift = int(shift)
-        answer = prompts.new_full((batch, schedule.length), mask_id)
+        self._shift, self.causal = int(shift), causal
+        counts = [self.prompt] * batch if valid is None else valid.sum(1).tolist()
+        size, more = schedule.size, 0
+        if causal is not None:
+            size = _size_within(schedule, sampler, causal)
+            more = max(-(count + schedule.length) % causal for count in counts)
+        self._size = size
+        answer = prompts.new_full((batch, schedule.length + more), mask_id)
         self.ids = torch.cat([prompts, answer], dim=1)
         self.valid: Tensor | None = None
+        self.valid_now: Tensor | None = None
         if valid is not None and not bool(valid.all()):
             self.valid = torch.cat([valid, torch.ones_like(answer, dtype=torch.bool)], dim=1)
         self._before = self.ids != mask_id
         self._changed = torch.zeros_like(self._before)
         self._since = torch.full_like(self.ids, -1)
         self._generator = torch.Generator(prompts.device).manual_seed(sampler.seed)
-        self._quotas = sampler.rule.quotas(schedule.size, schedule.steps_a_block)
+        steps = size if schedule.steps is None else max(schedule.steps * size // schedule.length, 1)
+        self._quotas = sampler.rule.quotas(size, min(steps, size))
         self._is_fixed = sampler.rule.is_fixed
         self._most = max(self._quotas) if self._is_fixed else 1
         self._check_window()
-        self._block = torch.arange(schedule.size, device=prompts.device)
+        self._block = torch.arange(size, device=prompts.device)
         self._last: RowPlan | None = None
         self._starts: list[list[int]] = []
-        self.step = 0
-        stop = self.prompt + schedule.size
-        self.rows = [RowState(self.prompt, stop, 0, 0) for _ in range(batch)]
+        self.step = self.width = 0
+        self.rows = [self._first(count) for count in counts]
         self._order = self._drawn() if sampler.by == "random" else None
         self._look()
 
@@ -154,26 +178,38 @@ class Decoding:
         return not any(self._active)
 
     @property
+    def answer(self) -> Tensor:
+        """Tokens of the answers, int64 `[B, length]`."""
+        return self.ids[:, self.prompt : self.prompt + self.schedule.length]
+
+    def settled(self, number: int) -> list[int]:
+        """Return the tokens of an answer before its first mask, which stay; the host waits."""
+        ids: list[int] = self.answer[number].tolist()
+        row = self.rows[number]
+        if self.sampler.rule.editing is not None and row.is_active:
+            ids = ids[: max(row.start - self.prompt, 0)]
+        return ids[: ids.index(self.mask_id)] if self.mask_id in ids else ids
+
+    @property
     def state(self) -> State:
         """Return the view that a policy has."""
         decided = self.ids != self.mask_id
-        at, may, upcoming = self._at, self._may, None
+        at, may, upcoming, width = self._at, self._may, None, self.width
         if self._order is not None:
-            scores = self._order.gather(1, at - self.prompt).masked_fill(~may, float("-inf"))
-            upcoming = self._spread(at, self._by_quota(scores))
+            upcoming = self._spread(at, self._by_quota(self._drawn_scores(may)))[:, :width]
         return State(
-            self.ids,
-            decided,
-            self._before,
-            self._changed,
-            self._since,
+            self.ids[:, :width],
+            decided[:, :width],
+            self._before[:, :width],
+            self._changed[:, :width],
+            self._since[:, :width],
             self.prompt,
             self.step,
             tuple(self.rows),
-            self._spread(at, may),
-            self.valid,
+            self._spread(at, may)[:, :width],
+            self.valid_now,
             upcoming,
-            self._order,
+            None if self._order is None else self._order[:, : width - self.prompt],
             self.schedule.multiple,
             self._most,
             self._last,
@@ -191,18 +227,23 @@ class Decoding:
             ValueError: If masks are left that nothing decides, as where logits are NaN.
         """
         at = self._at
-        chunk, may = self._predicted(logits, plan)
-        tokens, scores = self.sampler.candidates(chunk, self.mask_id, self._generator)
-        if self._order is not None:
-            scores = self._order.gather(1, at - self.prompt)
-        held = self.ids.gather(1, at)
-        scores = scores.masked_fill(~may, float("-inf"))
+        chunk, fed = self._predicted(logits, plan)
+        tokens, sure = self.sampler.candidates(chunk, self.mask_id, self._generator)
         if not all(self._active):
-            going = torch.tensor(self._active, device=scores.device)[:, None]
-            scores = scores.masked_fill(~going, float("-inf"))
+            going = torch.tensor(self._active, device=fed.device)[:, None]
+            fed = fed & going
+        may = self._may & fed
+        if self._order is not None:
+            scores = self._drawn_scores(may)
+        else:
+            scores = sure.masked_fill(~may, float("-inf"))
         if self.guide is not None:
             scores = self._judged(at, tokens, scores.isfinite())
+        held = self.ids.gather(1, at)
         chosen = self._by_quota(scores)
+        if self.sampler.rule.editing is not None:
+            decided = (held != self.mask_id) & (at >= self.prompt) & fed
+            chosen = chosen | (decided & (tokens != held) & (sure > self.sampler.rule.editing))
         self._before = self.ids != self.mask_id
         ids = self.ids.scatter(1, at, torch.where(chosen, tokens, held))
         self._changed = ids != self.ids
@@ -210,24 +251,28 @@ class Decoding:
         self.ids = ids
         self._last = plan
         self.step += 1
-        self._advance()
+        if self.causal is None:
+            self._advance()
+        else:
+            self._advance_within(plan)
         self._look()
 
     def _predicted(self, logits: Tensor, plan: RowPlan) -> tuple[Tensor, Tensor]:
-        """Return the logits of the blocks' tokens, `[B, n, V]`, and which may be decided, bool."""
-        batch, width = self.ids.shape
+        """Return the logits of the blocks' tokens, `[B, n, V]`, and which of them there are."""
+        batch, width = len(self.ids), self.width
         run = range(width) if plan.rows is None else plan.rows
         starts = {row.start - self._shift for row in self.rows}
         if isinstance(run, range) and len(starts) == 1:  # the same place in every sequence
             first = starts.pop() - run.start
-            if 0 <= first <= len(run) - self.schedule.size:
-                return logits[:, first : first + self.schedule.size], self._may
+            if 0 <= first <= len(run) - self._size:
+                there = torch.ones_like(self._may)
+                return logits[:, first : first + self._size], there
         rows = plan.index(batch, width, self.ids.device).contiguous()
         row = self._at - self._shift  # the one that predicts; a prompt has at least one
         place = torch.searchsorted(rows, row).clamp_max(rows.shape[1] - 1)
         is_fed = rows.gather(1, place) == row
         chunk = logits.gather(1, place[..., None].expand(-1, -1, logits.shape[-1]))
-        return chunk, is_fed & self._may
+        return chunk, is_fed
 
     # the blocks ----------------------------------------------------------------------------
 
@@ -246,6 +291,10 @@ class Decoding:
 
     def _by_quota(self, scores: Tensor) -> Tensor:
         """Return the tokens to commit; with a fixed number, all sequences are at one step."""
+        if self.causal is not None:  # where prompts end in the midst of blocks, they are not
+            last = len(self._quotas) - 1
+            quotas = [[self._quotas[min(row.step, last)]] for row in self.rows]
+            return self.sampler.rule.choose(scores, torch.tensor(quotas, device=scores.device))
         active = self._active.index(True) if True in self._active else 0
         step = self.rows[active].step
         quota = self._quotas[step] if self._is_fixed else 1
@@ -271,11 +320,18 @@ class Decoding:
             self._starts = starts
             self._at = torch.tensor(starts, device=self.ids.device) + self._block
         self._may = self._may_commit()
+        if self.valid is not None and (
+            self.valid_now is None or self.valid_now.shape[1] != self.width
+        ):
+            self.valid_now = self.valid[:, : self.width]
 
     def _may_commit(self) -> Tensor:
         """Return which positions of each sequence's block may be decided, bool `[B, n]`."""
         held = self.ids.gather(1, self._at)
         masks = held == self.mask_id
+        if any(row.leads for row in self.rows):
+            leads = torch.tensor([row.leads for row in self.rows], device=masks.device)
+            masks = masks & ~(leads[:, None] & (self._block > 0))
         if self.schedule.window is None:
             return masks
         if self.schedule.eos_id is not None:
@@ -288,10 +344,16 @@ class Decoding:
 
     def _drawn(self) -> Tensor:
         """Draw the order of all commits, `[B, length]`, the largest first."""
-        size = (len(self.ids), self.schedule.length)
+        size = (len(self.ids), self.ids.shape[1] - self.prompt)
         return torch.rand(
             size, dtype=torch.float64, device=self.ids.device, generator=self._generator
         )
+
+    def _drawn_scores(self, may: Tensor) -> Tensor:
+        """Return the places in the order drawn, `[B, n]`, the largest first, -inf elsewhere."""
+        assert self._order is not None
+        places = (self._at - self.prompt).clamp_min(0)  # a block may begin within the prompt
+        return self._order.gather(1, places).masked_fill(~may, float("-inf"))
 
     def _advance(self) -> None:
         """Go on to the next step, and to the next block where one is decided."""
@@ -317,8 +379,86 @@ class Decoding:
                 self.rows[number] = replace(row, is_active=False)
                 self._fill(number)
             else:
-                stop = row.stop + self.schedule.size
+                stop = row.stop + self._size
                 self.rows[number] = RowState(row.stop, stop, 0, row.block + 1)
+
+    # blocks of attention -------------------------------------------------------------------
+
+    def _first(self, count: int) -> RowState:
+        """Return the place of a sequence before its first forward.
+
+        Args:
+            count: Tokens of its prompt.
+        """
+        start = self.prompt - (0 if self.causal is None else count % self._size)
+        row = RowState(start, start + self._size, 0, 0)
+        if self.causal is None:
+            self.width = self.ids.shape[1]
+            return row
+        origin = self.prompt - count
+        begin = start - (start - origin) % self.causal
+        leads = bool(self._shift) and begin == self.prompt
+        row = replace(
+            row, span=range(begin, begin + self.causal), leads=leads, final=origin, known=origin
+        )
+        self._widen(row)
+        return row
+
+    def _widen(self, row: RowState) -> None:
+        """Let forwards reach as far as the place of a sequence asks for."""
+        self.width = max(self.width, row.span.start if row.leads else row.span.stop)
+
+    def _advance_within(self, plan: RowPlan) -> None:
+        """Go on where attention is causal over blocks; what changed last is not as it stays."""
+        after = self.ids.gather(1, self._at)
+        before = self._before.gather(1, self._at)
+        left, new = after == self.mask_id, self._changed.gather(1, self._at)
+        facts = torch.stack([left, ~before, new & ~before, new & before]).any(2)
+        masks, had, decided, edited = facts.tolist()
+        self._check_goes_on(had, [not any_ for any_ in decided])
+        ended, rule = self._ended(), self.sampler.rule
+        for number, row in enumerate(self.rows):
+            if not row.is_active:
+                continue
+            span, run = row.span, range(self.width) if plan.rows is None else plan.rows
+            row = replace(  # a forward computes what was not computed as it stays
+                row,
+                final=max(row.final, span.start),
+                known=max(row.known, span.start if row.leads else span.stop),
+            )
+            is_over = row.step + 1 >= len(self._quotas)
+            if row.leads:
+                done, row = False, replace(row, leads=False)
+            elif had[number]:
+                done = not masks[number] and (rule.editing is None or is_over)
+                row = replace(row, step=row.step + 1)
+            else:
+                row = replace(row, edits=row.edits + 1)
+                done = not edited[number] or row.edits > rule.post_steps
+                if isinstance(run, range) and run[0] <= span.start and span[-1] <= run[-1]:
+                    row = replace(row, final=row.final if edited[number] else span.stop)
+            if ended[number] or (done and row.stop >= self.prompt + self.schedule.length):
+                self.rows[number] = replace(row, is_active=False)
+                self._fill(number)
+                continue
+            self.rows[number] = row = self._next(row) if done else row
+            self._widen(row)
+
+    def _next(self, row: RowState) -> RowState:
+        """Return the place of a sequence at the start of its next block."""
+        is_new = row.stop == row.span.stop
+        return replace(
+            row,
+            start=row.stop,
+            stop=row.stop + self._size,
+            step=0,
+            block=row.block + 1,
+            span=range(row.stop, row.stop + len(row.span)) if is_new else row.span,
+            leads=is_new and bool(self._shift),
+            edits=0,
+        )
+
+    # the end -------------------------------------------------------------------------------
 
     def _check_goes_on(self, left: list[bool], is_over: list[bool]) -> None:
         """Raise unless masks that are left will be decided.
@@ -343,7 +483,7 @@ class Decoding:
         eos = self.schedule.eos_id
         if eos is None:
             return [False] * len(self.rows)
-        answer = self.ids[:, self.prompt :]
+        answer = self.answer
         settled = (answer != self.mask_id).cumprod(1).bool()
         found: list[bool] = (settled & (answer == eos)).any(1).tolist()
         return found
@@ -353,6 +493,27 @@ class Decoding:
         if self.schedule.eos_id is not None:
             row = self.ids[number]
             self.ids[number] = row.where(row != self.mask_id, self.schedule.eos_id)
+
+
+def _size_within(schedule: Schedule, sampler: Sampler, causal: int) -> int:
+    """Return the tokens of a block that are decided at a time, within blocks of attention.
+
+    Raises:
+        ValueError: If blocks do not fit those of attention, or guidance is asked for.
+    """
+    size = causal if schedule.block is None else min(schedule.block, causal)
+    if causal % size or (schedule.block or size) % size:
+        raise ValueError(
+            f"block={schedule.block}: must divide the {causal} tokens that the model's attention "
+            "is causal over, or be a multiple of them; use block=None for those"
+        )
+    for name, setting in (("cfg_scale", sampler.cfg_scale), ("rule", sampler.rule)):
+        if isinstance(setting, Guided) or (name == "cfg_scale" and setting):
+            raise ValueError(
+                f"{name}={setting!r}: is for models that attend both ways; this one is causal over "
+                f"blocks of {causal} tokens, use another"
+            )
+    return size
 
 
 def _check_prompts(prompts: Tensor, mask_id: int, valid: Tensor | None) -> None:

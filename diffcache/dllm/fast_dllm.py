@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
+
 from diffcache.dllm.policy import Policy
 from diffcache.dllm.rows import RowPlan
 from diffcache.dllm.state import RowState, State
@@ -17,13 +19,20 @@ class FastDLLM(Policy):
 
     The paper's parallel decoding is a rule of the sampler: `Threshold` or `Factor`.
 
-    Departure: sequences of a batch have blocks of their own; the published code is for one.
+    In models whose attention is causal over blocks, `dual` with blocks that divide those is the
+    sub-block cache of Fast-dLLM v2: the block of attention is computed whole as long as the first
+    token of the sub-block is a mask, then the sub-block alone.
+
+    Departures: sequences of a batch have blocks of their own; the published code is for one. That
+    of v2 ignores a prompt of exactly one block, and takes the most probable token for the first
+    one of a block at any temperature.
 
     Args:
         dual: Whether steps after the first of a block compute the block alone (DualCache), instead
             of the block and all masks after it (PrefixCache).
 
-    Reference: Fast-dLLM, arXiv 2505.22618, section 3.2.
+    Reference: Fast-dLLM, arXiv 2505.22618, section 3.2; Fast-dLLM v2, arXiv 2509.26328, section
+    3.3, and its released code.
     """
 
     name: ClassVar[str] = "fast-dllm"
@@ -41,10 +50,20 @@ class FastDLLM(Policy):
 
     def plan(self, state: State) -> RowPlan:
         """Return all rows at the start of a block, then the block or the block and what follows."""
+        waiting = self._waiting(state)
 
         def run_of(row: RowState) -> range:
-            if row.step == 0:
+            if row.step == 0 or row in waiting:
                 return range(state.width)
             return range(row.start, row.stop if self.dual else state.width)
 
         return state.runs(run_of)
+
+    def _waiting(self, state: State) -> list[RowState]:
+        """Return the sequences whose block waits for the row before it, in blocks of attention."""
+        rows = [row for row in state.rows if row.span and not row.leads]
+        if not (state.shift and self.dual and rows):
+            return []
+        starts = torch.tensor([[row.start] for row in rows], device=state.ids.device)
+        masks = ~state.decided.gather(1, starts)  # the host waits
+        return [row for row, (is_mask,) in zip(rows, masks.tolist(), strict=True) if is_mask]

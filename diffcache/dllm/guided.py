@@ -86,6 +86,6 @@ class Guided(Rule):
         before[:, 0] = True
         return (before & agrees).double().masked_fill(~candidates, -math.inf)
 
-    def choose(self, scores: Tensor, quota: int) -> Tensor:
+    def choose(self, scores: Tensor, quota: int | Tensor) -> Tensor:
         """Return the accepted candidates, or the leftmost one."""
         return (scores > 0) | first(scores, 1)

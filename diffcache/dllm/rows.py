@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ class RowPlan:
             sequence, since computing a row twice is computing it once; a range where all sequences
             compute the same run of positions; None for all positions.
         seen: Positions that the rows see, padding aside, bool `[B, T]`; None for all of them.
+        block: Tokens of a block of attention, where a row sees its own block and those before it
+            alone; None where it sees all.
+        masks_itself: Whether the model makes the mask of such blocks, and is given none.
         narrows: Whether masks that may be committed are left out on purpose, and so are not
             committed.
     """
@@ -29,6 +32,8 @@ class RowPlan:
 
     rows: Tensor | range | None = None
     seen: Tensor | None = field(default=None, kw_only=True)
+    block: int | None = field(default=None, kw_only=True)
+    masks_itself: bool = field(default=False, kw_only=True)
 
     @classmethod
     def of(cls, chosen: Tensor, multiple: int = 1) -> RowPlan:
@@ -55,10 +60,11 @@ class RowPlan:
 
     def twice(self) -> RowPlan:
         """Return the plan of a batch that has every sequence a second time, after all of them."""
-        own = {item.name: getattr(self, item.name) for item in fields(self)}
-        return replace(
-            self, **{k: torch.cat([v, v]) for k, v in own.items() if isinstance(v, Tensor)}
-        )
+        own: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
+        both: dict[str, Any] = {
+            k: torch.cat([v, v]) for k, v in own.items() if isinstance(v, Tensor)
+        }
+        return replace(self, **both)
 
     def count(self, width: int) -> int:
         """Return the rows that are computed in each sequence of `width` positions."""

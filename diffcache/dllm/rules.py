@@ -9,11 +9,20 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from diffcache.method import is_number
+from diffcache.method import check_int, is_number
 
 
 class Rule(ABC):
-    """Choice of the block's candidates that are committed; a frozen dataclass of settings."""
+    """Choice of the block's candidates that are committed; a frozen dataclass of settings.
+
+    Attributes:
+        editing: Probability above which another token takes the place of a decided one; None where
+            decided tokens stay.
+        post_steps: Most forwards of a block for edits alone.
+    """
+
+    editing: float | None = None
+    post_steps: int = 0
 
     @property
     def is_fixed(self) -> bool:
@@ -30,12 +39,12 @@ class Rule(ABC):
         return [size // steps + (i < size % steps) for i in range(steps)]
 
     @abstractmethod
-    def choose(self, scores: Tensor, quota: int) -> Tensor:
+    def choose(self, scores: Tensor, quota: int | Tensor) -> Tensor:
         """Return which candidates are committed, bool `[B, n]`.
 
         Args:
             scores: Confidence of each candidate, `[B, n]`, -inf where it cannot be committed.
-            quota: Commits of this step, for rules with a fixed number.
+            quota: Commits of this step by `quotas`, of each sequence where it is int64 `[B, 1]`.
         """
 
 
@@ -73,7 +82,7 @@ class Quota(Rule):
             left -= quotas[-1]
         return [*quotas, left]
 
-    def choose(self, scores: Tensor, quota: int) -> Tensor:
+    def choose(self, scores: Tensor, quota: int | Tensor) -> Tensor:
         """Return the best candidates; of equal ones the first."""
         return first(scores, quota)
 
@@ -97,7 +106,7 @@ class Threshold(Rule):
                 "step, use Quota()"
             )
 
-    def choose(self, scores: Tensor, quota: int) -> Tensor:
+    def choose(self, scores: Tensor, quota: int | Tensor) -> Tensor:
         """Return the confident candidates and the best one."""
         return ((scores >= self.threshold) & scores.isfinite()) | first(scores, 1)
 
@@ -121,13 +130,57 @@ class Factor(Rule):
         if not is_number(self.factor) or not self.factor >= 0:
             raise ValueError(f"factor={self.factor!r}: must be a number of at least 0")
 
-    def choose(self, scores: Tensor, quota: int) -> Tensor:
+    def choose(self, scores: Tensor, quota: int | Tensor) -> Tensor:
         """Return the best candidates, as many as their confidence allows."""
         ordered = scores.sort(dim=-1, descending=True).values
         number = torch.arange(1, scores.shape[1] + 1, device=scores.device)
         fits = (number + 1) * (1 - ordered) < self.factor  # False at -inf
         most = number.where(fits, 1).amax(-1, keepdim=True)
         return (ranks(scores) < most) & scores.isfinite()
+
+
+@dataclass(frozen=True)
+class Dynamic(Rule):
+    """Commit every mask that is confident enough, or the step's share where these are fewer.
+
+    What LLaDA2 and SDAR decode with (`low_confidence_dynamic`). With `editing`, tokens of the block
+    are replaced where another one becomes probable (LLaDA2.1), and its forwards go on after its
+    last mask for as long as they edit, unless its steps are used up.
+
+    Their code takes confidence in float32: `Sampler(softmax="float32")` to the bit.
+
+    Args:
+        threshold: Confidence above which masks are committed, dimensionless; 1 for none.
+        editing: Probability above which another token takes the place of a decided one; None
+            for no edits.
+        post_steps: Most forwards of a block for edits alone.
+
+    Raises:
+        ValueError: If a setting is out of its range.
+
+    Departure: SDAR's code fills the share up with tokens that are decided where there are fewer
+    masks, and overwrites them; here these stay.
+
+    Reference: LLaDA2.0, arXiv 2512.15745; LLaDA2.1, arXiv 2602.08676; SDAR, arXiv 2510.06303; and
+    their released code.
+    """
+
+    threshold: float = 0.9
+    editing: float | None = None
+    post_steps: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("threshold", "editing"):
+            value = getattr(self, name)
+            is_left_out = name == "editing" and value is None
+            if not is_left_out and (not is_number(value) or not 0 <= value <= 1):
+                raise ValueError(f"{name}={value!r}: must be a number from 0 to 1")
+        check_int("post_steps", self.post_steps, 0)
+
+    def choose(self, scores: Tensor, quota: int | Tensor) -> Tensor:
+        """Return the confident candidates, or the best ones where these are fewer."""
+        sure = scores > self.threshold
+        return sure.where(sure.sum(-1, keepdim=True) >= quota, first(scores, quota))
 
 
 def ranks(scores: Tensor) -> Tensor:
@@ -137,9 +190,9 @@ def ranks(scores: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(-1, order, places)
 
 
-def first(scores: Tensor, count: int) -> Tensor:
+def first(scores: Tensor, count: int | Tensor) -> Tensor:
     """Return which of the scores are the `count` largest of their row, those of -inf left out."""
-    if count == 1:  # by far the most, and sorting costs more
+    if isinstance(count, int) and count == 1:  # by far the most, and sorting costs more
         best = torch.zeros_like(scores, dtype=torch.bool)
         return best.scatter_(-1, scores.argmax(-1, keepdim=True), True) & scores.isfinite()
     return (ranks(scores) < count) & scores.isfinite()

@@ -21,6 +21,13 @@ class RowState:
         step: Step within the block, from 0.
         block: Number of the block, from 0.
         is_active: Whether it is still decoded.
+        span: Positions of the block of attention that the active block lies in, where attention is
+            causal over blocks. Empty elsewhere, as are the following ones.
+        final: Position that all before are computed up to, as they stay.
+        known: Position that all before have been computed up to, finished or not.
+        leads: Whether the coming forward decides the first token of `span` alone, by the row before
+            it, in a model whose rows predict the token after their own.
+        edits: Forwards of the block since its last mask was decided.
     """
 
     start: int
@@ -28,6 +35,11 @@ class RowState:
     step: int
     block: int
     is_active: bool = True
+    span: range = range(0)
+    final: int = 0
+    known: int = 0
+    leads: bool = False
+    edits: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,6 +156,10 @@ class State:
         if plan.rows is None:
             return plan
         if isinstance(plan.rows, range):
+            start = plan.rows.start
+            is_within = all(row.span for row in self.rows)  # where a row more is another result
+            if is_within and not bool(self.open[:, start : start + 1].any()):
+                return plan
             return replace(plan, rows=range(max(plan.rows.start - 1, 0), plan.rows.stop))
         chosen = plan.mask(len(self.ids), self.width, self.ids.device)
         before = (chosen & self.open).roll(-1, dims=1)  # the first token is never open

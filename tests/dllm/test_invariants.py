@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from torch.nn import functional
 
 import diffcache
 from diffcache.dllm import (
+    BlockCache,
     DKVCache,
     DLLMCache,
     ElasticCache,
@@ -39,6 +40,7 @@ from tests.dllm.cases import (
     model,
     traced,
 )
+from tests.dllm.test_block_causal import made as block_model
 from tests.dllm.test_remote import alone, made
 from tests.dllm.toys import LAYERS, bidirectional, prompts, trace
 
@@ -229,6 +231,15 @@ DOORS = {
         "model.layers.1.mlp.down_proj",
         plain=lambda model, ids: alone(model, ids, None),
     ),
+    "finished blocks": Door(
+        partial(block_model, "llada2"),
+        BlockCache(),
+        schedule=Schedule(16, None),
+        plain=lambda model, ids: model(ids, torch.ones_like(ids)).logits,
+    ),
+    "sub-blocks": Door(
+        partial(block_model, "fast-dllm"), FastDLLM(dual=True), schedule=Schedule(16, 4)
+    ),
 }
 
 
@@ -245,8 +256,8 @@ def test_decodings_in_turns_and_in_threads_are_apart(door: tuple[Door, Any, Diff
     one, model, lm = door
     rows = prompts(*LENGTHS)
     wanted = [lm.generate([row], one.schedule).ids for row in rows]
-    *_, last = zip(*(lm.steps([row], one.schedule) for row in rows), strict=True)
-    found = [decoding.ids[:, decoding.prompt :] for decoding in last]
+    turns = list(zip_longest(*(lm.steps([row], one.schedule) for row in rows)))
+    found = [turns[0][place].answer for place in range(len(rows))]  # one object from first to last
     assert all(map(torch.equal, found, wanted))
     with ThreadPoolExecutor(2) as pool:
         answers = pool.map(lambda row: lm.generate([row], one.schedule).ids, rows)

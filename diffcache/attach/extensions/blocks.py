@@ -1,8 +1,8 @@
 """Serves finished blocks of a text that grows, where a pipeline owns the decoding loop.
 
-Every call of the model brings all tokens so far. The model runs on the last block, and on what
-changed before it since the last call; its attention reads the keys and values of all that came
-before.
+Calls with a plan, of `DiffusionLM`, are those of `rows.py`. Every other call of the model brings
+all tokens so far. The model runs on the last block, and on what changed before it since the last
+call; its attention reads the keys and values of all that came before.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from diffcache.attach.call import Call
 from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extensions.partial import (
     IDS,
+    PLAN,
     POSITIONS,
     VALID,
     Held,
@@ -25,7 +26,7 @@ from diffcache.attach.extensions.partial import (
     check_arguments,
     check_sites,
 )
-from diffcache.attach.extensions.rows import Rows, Turn
+from diffcache.attach.extensions.rows import HeldRows, Rows, Turn
 from diffcache.attach.run import Run
 from diffcache.dllm.block_cache import FinishedBlocks
 from diffcache.errors import AttachError
@@ -97,7 +98,6 @@ class Blocks(Rows):
     def __init__(self, denoiser: Denoiser, ability: FinishedBlocks) -> None:
         super().__init__(denoiser)
         self.block = ability.block
-        self.is_tried = True  # by the checks of its own
         self.is_exact: dict[Kind, bool] = {}  # of the kinds of calls that were checked
 
     def stepping(
@@ -112,10 +112,19 @@ class Blocks(Rows):
 
     def open(self, call: Call) -> Call:
         """Give the model the last blocks alone, or all where a kind of call has to be checked."""
-        run = call.run
+        run, given = call.run, self.denoiser.named(call.args, call.kwargs)
+        if given.get(PLAN) is not None:  # of `DiffusionLM`
+            return super().open(call)
         if not (run.in_pipeline or run.is_told):  # no call comes after this one
             return call
-        given = self.denoiser.named(call.args, call.kwargs)
+        if isinstance(run.storage.get(self), HeldRows):
+            return call
+        if self.block is None and not run.in_pipeline:
+            raise AttachError(
+                f"{self.denoiser.method!r}: a bare model has no scheduler that tells how long a "
+                "block is; wrap the pipeline, decode with DiffusionLM, or give block"
+            )
+        given.pop(PLAN, None)
         tokens = self._tokens(given)
         held: Window | None = run.storage.get(self)
         block = self.block if held is None else held.block
@@ -138,9 +147,11 @@ class Blocks(Rows):
         Raises:
             AttachError: If the call is checked, and the cache gives something else.
         """
-        super().close(call, out)
-        part: Part | None = call.storage.get(self)
-        if part is None or part.kind is None:
+        part = call.storage.get(self)
+        if not isinstance(part, Part):
+            return super().close(call, out)
+        self._check_visits(part)
+        if part.kind is None:
             return None
         if not part.start:
             part, out = self._checked_part(call, part, part.kind, out.logits)
@@ -233,7 +244,7 @@ class Blocks(Rows):
         """Write the keys and values of what is computed, and attend to all that is held."""
         part = turn or self.turn()
         if not isinstance(part, Part):
-            return None
+            return super().attend(site, call, turn)
         number = self.numbers[site.path]
         part.visits[number] = part.rows, call.q.shape[2] * call.q.shape[3]
         layer = part.held.layers[number]
@@ -306,12 +317,7 @@ def install(denoiser: Denoiser, ability: FinishedBlocks) -> Blocks:
     """Return the extension for finished blocks.
 
     Raises:
-        AttachError: If nobody says how long a block is, or the model cannot compute some rows.
+        AttachError: If the model cannot compute some rows.
     """
-    if ability.block is None and denoiser.handle.target() is denoiser.model:
-        raise AttachError(
-            f"{denoiser.method!r}: a bare model has no scheduler that tells how long a "
-            "block is; wrap the pipeline, or give block"
-        )
     check_arguments(denoiser, IDS, VALID, POSITIONS, planned=False)
     return check_sites(Blocks(denoiser, ability))

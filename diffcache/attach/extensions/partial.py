@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from diffcache.attach.attention import Door
 from diffcache.attach.attention_call import AttentionCall, AttentionSite
@@ -81,6 +82,16 @@ class HeldKV:
         else:
             self.k = torch.cat([self.k[:, :, : at.start], k], 2)
             self.v = torch.cat([self.v[:, :, : at.start], v], 2)
+
+    def widen(self, width: int) -> None:
+        """Make room for positions that nothing is held of yet, and nobody sees.
+
+        Args:
+            width: Positions that there is room for then.
+        """
+        if self.k is not None and self.v is not None:
+            more = (0, 0, 0, width - self.k.shape[2])
+            self.k, self.v = functional.pad(self.k, more), functional.pad(self.v, more)
 
     def attend(self, q: Tensor, scale: float, mask: Tensor | None) -> Tensor:
         """Return attention of queries to all that is held, `[B, n, H, D]`.
@@ -235,8 +246,24 @@ class Partial(Extension):
             if run.is_told or run.in_pipeline:  # else no call comes after this one
                 run.storage[self] = held
         else:
+            if held is not None and getattr(plan, "block", None) is not None:
+                self._widen(held, ids, valid)
             check_held(self.model, held, ids, valid)
         return replace(call, args=(), kwargs=self.begin(call, plan, held, given))
+
+    def _widen(self, held: Held[Any], ids: Tensor, valid: Tensor | None) -> None:
+        """Make room for text that grew, where attention is causal over blocks."""
+        (batch, width), padding = held.shape, held.mask
+        if held.shape[0] != len(ids) or width >= ids.shape[1]:
+            return
+        before = None if valid is None else valid[:, :width]
+        check_held(self.model, held, ids[:, :width], before)
+        held.shape = batch, ids.shape[1]
+        for layer in held.layers:
+            layer.widen(ids.shape[1])
+        held.positions, mask = places_of(ids, valid, self.first)
+        held.mask = mask if padding is not None else None
+        held.mark = mark_of(valid)
 
     @abstractmethod
     def is_whole(self, plan: Any) -> bool:
@@ -350,6 +377,19 @@ def places_of(ids: Tensor, valid: Tensor | None, first: int = 0) -> tuple[Tensor
     return (valid.long().cumsum(1) - 1).clamp_min(0) + first, mask
 
 
+def block_mask(rows: Tensor, positions: Tensor, block: int, valid: Tensor | None) -> Tensor:
+    """Return what rows see where attention is causal over blocks, bool `[1 or B, 1, n, T]`.
+
+    Args:
+        rows: Positions of the rows, counted from 0, int64 `[1 or B, n]`.
+        positions: Those of all tokens, int64 `[1 or B, T]`.
+        block: Tokens of a block.
+        valid: What is no padding, bool `[B, 1, 1, T]`; None for all.
+    """
+    seen = positions[:, None, None] // block <= rows[:, None, :, None] // block
+    return seen if valid is None else seen & valid
+
+
 def first_position(model: nn.Module) -> int:
     """Return the position of a text's first token: RoBERTa's come after that of padding."""
     for name, module in model.named_modules():
@@ -359,18 +399,34 @@ def first_position(model: nn.Module) -> int:
 
 
 def check_sees_all(
-    model: str, site: AttentionSite, call: AttentionCall, mask: Tensor | None
+    model: str,
+    site: AttentionSite,
+    call: AttentionCall,
+    mask: Tensor | None,
+    block: int | None = None,
 ) -> None:
-    """Raise unless every row sees every other; the host waits, at a run's first call.
+    """Raise unless every row sees all that it should; the host waits, at a run's first call.
+
+    Args:
+        model: Name of the model.
+        site: The attention.
+        call: Its call.
+        mask: What rows should see, bool; None for all.
+        block: Tokens of a block where attention should be causal over blocks.
 
     Raises:
-        AttachError: If the model is causal, or looks at a window.
+        AttachError: If the model is causal, or looks at a window, or has other blocks.
     """
     seen = call.mask
     if seen is not None and seen.dtype != torch.bool:
         seen = seen >= 0
     expected = torch.ones((), dtype=torch.bool) if mask is None else mask
     if call.causal or (seen is not None and not bool((seen == expected.to(seen.device)).all())):
+        if block is not None:
+            raise AttachError(
+                f"{model}: {site.path} does not attend to blocks of {block} tokens and all before; "
+                "give DiffusionLM(..., block=...) what the model's weights are made for"
+            )
         raise AttachError(
             f"{model}: {site.path} hides tokens from each other (it is causal, or has a "
             "window), so that rows computed alone would see what they must not; a diffusion "

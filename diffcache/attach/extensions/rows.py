@@ -25,6 +25,7 @@ from diffcache.attach.extensions.partial import (
     Held,
     HeldKV,
     Partial,
+    block_mask,
     check_arguments,
     check_sees_all,
     check_sites,
@@ -65,6 +66,8 @@ class Turn:
         mask: Positions that are seen, bool `[B, 1, n, T]`; None for all.
         visits: Rows and channels of the queries of each attention that took part so far.
         products: Multiply-adds besides those of the layers.
+        block: Tokens of a block of attention; None where a row sees all.
+        masks_itself: Whether the model makes the mask of such blocks.
         differs: Whether rows that were computed alone had other keys than among all.
         notes: Plan that notes are left on; None where none are taken.
         attention: Mean attention of the rows in every layer so far, `[B, n, T]` each, for notes.
@@ -76,6 +79,8 @@ class Turn:
     mask: Tensor | None
     visits: dict[int, tuple[int, int]] = field(default_factory=dict)
     products: int = 0
+    block: int | None = None
+    masks_itself: bool = False
     differs: bool = False
     notes: NotedPlan | None = None
     attention: list[Tensor] = field(default_factory=list)
@@ -116,7 +121,7 @@ class Rows(Partial):
         self, call: Call, plan: Any, held: Held[HeldKV], given: dict[str, Any]
     ) -> dict[str, Any]:
         """Note what attention does, and give the model the planned rows alone."""
-        rows, width, mask = self.rows_of(plan, held), held.shape[1], held.mask
+        rows, width = self.rows_of(plan, held), held.shape[1]
         if rows is None:
             rows = range(width)
         elif isinstance(rows, Tensor):
@@ -124,13 +129,26 @@ class Rows(Partial):
         elif not (rows.step == 1 and 0 <= rows.start < rows.stop <= width):
             raise ValueError(f"rows={rows!r}: must be a run of the {width} positions, with step 1")
         count = len(rows) if isinstance(rows, range) else rows.shape[1]
+        mask = self._seen(held, rows, plan.block)
         if plan.seen is not None:
             seen = plan.seen[:, None, None]
             mask = seen if mask is None else mask & seen
         mask = None if mask is None else mask.expand(-1, -1, count, -1)
-        turn = Turn(held, rows, count, mask, notes=plan if isinstance(plan, NotedPlan) else None)
+        turn = Turn(held, rows, count, mask, block=plan.block, masks_itself=plan.masks_itself)
+        turn.notes = plan if isinstance(plan, NotedPlan) else None
         turn = call.storage[self] = self.turn_of(plan, turn)
         return self._cut(given, turn)
+
+    def _seen(self, held: Held[HeldKV], rows: Tensor | range, block: int | None) -> Tensor | None:
+        """Return what rows see, bool `[1 or B, 1, 1 or n, T]`; None for all."""
+        if block is None:
+            return held.mask
+        is_last = isinstance(rows, range) and rows[0] >= (held.shape[1] - 1) // block * block
+        if is_last and held.mask is None:
+            return None
+        positions = held.positions - self.first
+        (own,) = RowPlan(rows).take(positions)
+        return block_mask(own, positions, block, held.mask)
 
     def rows_of(self, plan: Any, held: Any) -> Tensor | range | None:
         """Return the rows that are computed: those of a plan, or more."""
@@ -148,7 +166,14 @@ class Rows(Partial):
         some = given | {IDS: ids}
         if self.takes_positions:
             some[POSITIONS] = positions.expand(held.shape[0], -1)
-        if self.is_direct:  # each takes padding in another form, and we mask it
+        if turn.block is not None:
+            seen = turn.mask
+            if turn.masks_itself:
+                seen = torch.ones_like(ids)
+            elif seen is None:  # SDAR's code asks for a mask
+                seen = ids.new_ones(1, 1, turn.rows, held.shape[1], dtype=torch.bool)
+            some[VALID] = seen
+        elif self.is_direct:  # each takes padding in another form, and we mask it
             some[VALID] = None
         elif turn.rows < held.shape[1]:  # the model's own mask is that of all rows
             some[VALID] = turn.mask
@@ -161,18 +186,28 @@ class Rows(Partial):
             AttachError: If one did not, or they cannot.
         """
         turn: Turn | None = call.storage.get(self)
-        if turn is not None and len(turn.visits) != len(self.numbers):
+        if turn is None:
+            return
+        self._check_visits(turn)
+        if not self.is_tried and call.run.storage.get(self) is turn.held:
+            self._try_alone(call, turn.held)
+            self.is_tried = True
+        if turn.notes is not None:
+            self._take_notes(turn, turn.notes, out.logits)
+
+    def _check_visits(self, turn: Turn) -> None:
+        """Raise unless every attention took part.
+
+        Raises:
+            AttachError: If one did not.
+        """
+        if len(turn.visits) != len(self.numbers):
             raise AttachError(
                 f"{self.model}: {len(turn.visits)} of {len(self.numbers)} attention modules took "
                 "part in a call; either its attention was replaced since it was wrapped: unwrap it "
                 "and wrap it again; or code of its own attends without torch's fused attention: "
                 "load it with attn_implementation='sdpa'"
             )
-        if turn is not None and not self.is_tried and call.run.storage.get(self) is turn.held:
-            self._try_alone(call, turn.held)
-            self.is_tried = True
-        if turn is not None and turn.notes is not None:
-            self._take_notes(turn, turn.notes, out.logits)
 
     def _take_notes(self, turn: Turn, plan: NotedPlan, logits: Tensor) -> None:
         """Note how sure the model is of each position, and how much attention flows from it."""
@@ -220,7 +255,10 @@ class Rows(Partial):
         """
         given = self.denoiser.named(call.args, call.kwargs)
         index = torch.tensor(places, device=given[IDS].device).expand(held.shape[0], -1)
-        turn = Turn(held, index, len(places), held.mask)
+        whole = call.storage.get(self)
+        block = getattr(whole, "block", None)
+        turn = Turn(held, index, len(places), self._seen(held, index, block), block=block)
+        turn.masks_itself = getattr(whole, "masks_itself", False)
         return turn, self.again(call, {TRIAL: turn, **storage}, self._cut(given, turn))
 
     def counts(self, call: Call) -> dict[str, tuple[int, int]]:
@@ -254,18 +292,30 @@ class Rows(Partial):
         layer = turn.held.layers[number]
         turn.visits[number] = turn.rows, call.q.shape[2] * call.q.shape[3]
         if layer.k is None:
-            check_sees_all(self.model, site, call, None if self.is_direct else turn.mask)
+            self._check_seen(site, call, turn)
         layer.write(turn.index, call.k, call.v)
         out = layer.attend(call.q, call.scale, turn.mask)
         if turn.notes is not None:
             turn.products += call.q.numel() * turn.held.shape[1]
             turn.attention.append(layer.weights(call.q, call.scale, turn.mask).mean(1))
         if number not in self.checked:
-            if self.is_direct:
+            if self.is_direct or turn.masks_itself:
                 call.mask = turn.mask
             self._check_output(site, out, call.plain())
             self.checked.add(number)
         return out.contiguous()
+
+    def _check_seen(self, site: AttentionSite, call: AttentionCall, turn: Turn) -> None:
+        """Raise unless the model's own mask is that of the rows, all of them.
+
+        Raises:
+            AttachError: If it is not.
+        """
+        expected = None if self.is_direct and turn.block is None else turn.mask
+        if turn.block is not None and turn.masks_itself:  # and knows nothing of padding
+            at = torch.arange(turn.held.shape[1], device=call.q.device)[None]
+            expected = block_mask(at, at, turn.block, None)
+        check_sees_all(self.model, site, call, expected, turn.block)
 
     def _compared(self, site: AttentionSite, call: AttentionCall) -> Tensor | None:
         """Attend with rows that are computed alone, and compare their keys with those held."""

@@ -1,0 +1,510 @@
+"""Models whose attention is causal over blocks, against loops written from their authors' code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from diffusers import BlockRefinementScheduler, LLaDA2Pipeline
+from torch import Tensor
+from torch.nn import functional
+
+import diffcache
+from diffcache.dllm import (
+    BlockCache,
+    D2Cache,
+    DKVCache,
+    DLLMCache,
+    Dynamic,
+    ElasticCache,
+    FastDLLM,
+    FreeCache,
+    Policy,
+    Quota,
+    Sampler,
+    Schedule,
+    Threshold,
+    Uncached,
+    WindowDiffusion,
+)
+from diffcache.pipelines.diffusion_lm import DiffusionLM
+from tests.dllm.block_models import (
+    FastDLLMConfig,
+    FastDLLMForCausalLM,
+    LLaDA2MoeConfig,
+    LLaDA2MoeModelLM,
+    SDARConfig,
+    SDARForCausalLM,
+)
+from tests.dllm.toys import MASK, bidirectional, by_hand, prompts
+
+BLOCK, LENGTH = 8, 19
+CODES: dict[str, Any] = {
+    "llada2": (LLaDA2MoeModelLM, LLaDA2MoeConfig), "sdar": (SDARForCausalLM, SDARConfig),
+    "fast-dllm": (FastDLLMForCausalLM, FastDLLMConfig),
+}  # fmt: skip
+Call = Callable[[list[int]], Tensor]  # the logits of a text, [T, V]
+
+
+def made(name: str, dtype: torch.dtype = torch.float64, **settings: Any) -> Any:
+    """Return a model whose tokens depend on each other strongly."""
+    model_class, config_class = CODES[name]
+    model = model_class._from_config(config_class(**settings), attn_implementation="sdpa")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(noise * 0.3 if parameter.dim() == 2 else 1 + noise * 0.1)
+    return model.to(dtype).eval()
+
+
+def blocks_of(width: int, length: int = BLOCK) -> Tensor:
+    number = torch.arange(width) // length
+    return number <= number[:, None]
+
+
+@torch.no_grad()
+def whole(model: Any, texts: list[Tensor]) -> Call:
+    """Return a function that computes a text as a whole, and keeps the logits."""
+
+    def call(ids: list[int]) -> Tensor:
+        at = torch.arange(len(ids))[None]
+        given: dict[str, Any] = {"attention_mask": blocks_of(len(ids))[None, None]}
+        if model.config.model_type == "Fast_dLLM_Qwen":
+            given = {"block_size": BLOCK}
+        with torch.no_grad():
+            logits = model(torch.tensor([ids]), position_ids=at, **given).logits[0]
+        texts.append(logits)
+        return logits
+
+    return call
+
+
+def guesses(logits: Tensor, noise: Tensor | None = None) -> tuple[list[int], list[float]]:
+    """Return the most probable token of each row, or one drawn, and its probability."""
+    noisy = logits.clone() if noise is None else logits.double() - 0.8 * (-noise.log()).log()
+    noisy[:, MASK] = -torch.inf
+    tokens = noisy.argmax(-1)
+    share = logits.double().softmax(-1).gather(1, tokens[:, None])[:, 0]
+    return tokens.tolist(), share.tolist()
+
+
+def ends(ids: list[int], prompt: list[int], eos: int | None, length: int) -> bool:
+    answer = ids[len(prompt) : len(prompt) + length]
+    return eos in answer and MASK not in answer[: answer.index(eos)]
+
+
+def llada2_by_hand(
+    call: Call,
+    prompt: list[int],
+    steps: int = BLOCK,
+    threshold: float = 1.0,
+    eos: int | None = None,
+    editing: float | None = None,
+    post_steps: int = 16,
+    noise: torch.Generator | None = None,
+    length: int = LENGTH,
+) -> list[int]:
+    """Decode as LLaDA2's `generate` does, and SDAR's, with edits as LLaDA2.1 makes them."""
+    total = -(-(len(prompt) + length) // BLOCK) * BLOCK
+    ids = prompt + [MASK] * (total - len(prompt))
+    shares = [BLOCK // steps + (step < BLOCK % steps) for step in range(steps)]
+    for start in range(len(prompt) // BLOCK * BLOCK, total, BLOCK):
+        stop, step, after = start + BLOCK, 0, 0
+        while not ends(ids, prompt, eos, length):
+            masks = [place for place in range(start, stop) if ids[place] == MASK]
+            if not masks and editing is None:
+                break
+            drawn = None
+            if noise is not None:
+                drawn = torch.rand((BLOCK, 64), dtype=torch.float64, generator=noise)
+            tokens, sure = guesses(call(ids[:stop])[start:], drawn)
+            chosen = [place for place in masks if sure[place - start] > threshold]
+            if len(chosen) < shares[min(step, steps - 1)]:
+                best = sorted(masks, key=lambda place: -sure[place - start])
+                chosen = best[: shares[min(step, steps - 1)]]
+            edits = [
+                place for place in range(max(start, len(prompt)), stop)
+                if editing is not None and place not in masks
+                and tokens[place - start] != ids[place] and sure[place - start] > editing
+            ]  # fmt: skip
+            for place in chosen + edits:
+                ids[place] = tokens[place - start]
+            step, after = step + bool(masks), after + (not masks)
+            if (masks and step >= steps) or (not masks and (not edits or after > post_steps)):
+                break
+    return finished(ids, prompt, eos, length)
+
+
+def fast_dllm_by_hand(
+    call: Call,
+    prompt: list[int],
+    size: int = BLOCK,
+    threshold: float = 1.0,
+    eos: int | None = None,
+    part: Callable[[list[int], range], Tensor] | None = None,
+    length: int = LENGTH,
+) -> list[int]:
+    """Decode as Fast-dLLM v2's `generate` does: row p predicts token p + 1.
+
+    Args:
+        call: Computes a text as a whole.
+        prompt: Tokens of the prompt.
+        size: Tokens of a sub-block.
+        threshold: Probability above which masks are decided.
+        eos: Token that ends the answer.
+        part: Computes rows of the last block with the sub-block cache; None for whole texts.
+        length: Tokens of the answer.
+    """
+    ids, total = list(prompt), -(-(len(prompt) + length) // BLOCK) * BLOCK
+    while len(ids) < total and not ends(ids, prompt, eos, length):
+        if len(ids) % BLOCK == 0:  # a finished block decides the first token after it
+            ids.append(guesses(call(ids)[-1:])[0][0])
+        start = (len(ids) - 1) // BLOCK * BLOCK
+        ids += [MASK] * (start + BLOCK - len(ids))
+        fills = True
+        for first in range(start, min(start + BLOCK, len(prompt) + length), size):
+            while MASK in ids[first : first + size] and not ends(ids, prompt, eos, length):
+                masks = [place for place in range(first, first + size) if ids[place] == MASK]
+                if part is None:
+                    begin, logits = 0, call(ids)
+                else:
+                    fills = fills or ids[first] == MASK
+                    run = range(start, start + BLOCK) if fills else range(first, first + size)
+                    begin, logits, fills = run.start, part(ids, run), False
+                tokens, sure = guesses(logits)
+                at = {place: place - 1 - begin for place in masks}
+                best = max(masks, key=lambda place: sure[at[place]])
+                for place in masks:
+                    if place == best or sure[at[place]] > threshold:
+                        ids[place] = tokens[at[place]]
+    return finished(ids, prompt, eos, length)
+
+
+def finished(ids: list[int], prompt: list[int], eos: int | None, length: int) -> list[int]:
+    answer = (ids + [MASK] * length)[len(prompt) : len(prompt) + length]
+    return [eos if token == MASK and eos is not None else token for token in answer]
+
+
+class Seen:
+    """Keeps the logits of every forward of a decoding."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.logits = model, list[Tensor]()
+
+    def __enter__(self) -> list[Tensor]:
+        keep = lambda _, args, out: self.logits.append(out.logits[0])  # noqa: E731
+        self.hook = self.model.register_forward_hook(keep)
+        return self.logits
+
+    def __exit__(self, *_: Any) -> None:
+        self.hook.remove()
+
+
+# the decoders of the authors -----------------------------------------------------------------------
+
+RULES: dict[str, tuple[dict[str, Any], Any, int | None]] = {
+    "one a step": ({}, Quota(), None),
+    "three steps a block": ({"steps": 3}, Quota(), 3),
+    "confident": ({"steps": 4, "threshold": 0.3}, Dynamic(0.3), 4),
+    "edited": ({"steps": 4, "threshold": 0.3, "editing": 0.25}, Dynamic(0.3, 0.25), 4),
+    "edited to the last": (
+        {"steps": 8, "threshold": 0.6, "editing": 0.02, "post_steps": 3}, Dynamic(0.6, 0.02, 3), 8,
+    ),
+}  # fmt: skip
+LENGTHS = (13, 16, 3)  # of prompts: none ends like the others within its block
+
+
+def schedule(steps: int | None, eos: int | None = None, block: int | None = None) -> Schedule:
+    steps = None if steps is None else -(-steps * LENGTH // BLOCK)  # of the whole answer
+    return Schedule(LENGTH, block, steps, eos)
+
+
+def check(model: Any, wanted: list[int], texts: list[Tensor], prompt: list[int], *how: Any) -> None:
+    """Compare decodings to a loop: with all rows, to the bit; with finished blocks kept, in rows."""
+    lm, is_cached = DiffusionLM(model), model.dtype == torch.float64
+    lm.generate([1, 2], Schedule(1, None))  # tries the model
+    policies: list[Policy | None] = [BlockCache()] if is_cached else [None, Uncached()]
+    if is_cached and how[1].rule.editing is None:
+        policies += [FastDLLM(), FreeCache(commit=True)]  # which compute a block whole
+    for policy in policies:
+        if policy is not None:
+            diffcache.wrap(model, policy)
+        with Seen(model) as seen:
+            answer = lm.generate([prompt], *how)
+        if policy is not None:
+            diffcache.unwrap(model)
+        assert answer.ids[0].tolist() == wanted and answer.forwards == len(texts) == len(seen)
+        for now, text in zip(seen, texts, strict=True):
+            assert is_cached or torch.equal(now, text)
+            torch.testing.assert_close(now, text[-len(now) :], rtol=0, atol=1e-10)
+        assert answer.rows == sum(map(len, seen))
+        if is_cached:
+            check_rows(texts, seen, lm.shift, how[1].rule.editing is not None)
+
+
+def check_rows(texts: list[Tensor], seen: list[Tensor], shift: bool, edits: bool) -> None:
+    """Check that the prompt is computed once, then a block, and a finished one once more as it stays.
+
+    The last row of a finished block decides by itself where rows predict the next token; where
+    tokens are edited, the last look at a block may have been at what stays.
+    """
+    counts, widths = list(map(len, seen)), list(map(len, texts))
+    assert counts[0] == widths[0]
+    for (before, width), count in zip(pairwise(widths), counts[1:], strict=True):
+        twice = width > before and not shift
+        assert count in ({BLOCK, 2 * BLOCK} if twice and edits else {(1 + twice) * BLOCK})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["all rows", "cached"])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", ["llada2", "sdar"])
+def test_llada2_and_sdar_are_decoded_as_their_code_does(
+    name: str, rule: str, dtype: torch.dtype
+) -> None:
+    """All rows: to the bit. Cached, in float64: 1e-10, since other rows share their products."""
+    settings, chosen, steps = RULES[rule]
+    model = made(name, dtype)
+    for prompt in prompts(*LENGTHS):
+        texts: list[Tensor] = []
+        wanted = llada2_by_hand(whole(model, texts), prompt, **settings)
+        check(model, wanted, texts, prompt, schedule(steps), Sampler(rule=chosen))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["all rows", "cached"])
+@pytest.mark.parametrize("threshold", [1.0, 0.2])
+def test_fast_dllm_v2_is_decoded_as_its_code_does(threshold: float, dtype: torch.dtype) -> None:
+    model = made("fast-dllm", dtype)
+    for prompt in prompts(*LENGTHS):
+        texts: list[Tensor] = []
+        wanted = fast_dllm_by_hand(whole(model, texts), prompt, threshold=threshold)
+        check(model, wanted, texts, prompt, schedule(None), Sampler(rule=Threshold(threshold)))
+
+
+# rows chosen inside a block ------------------------------------------------------------------------
+
+
+class Kept:
+    """Keys and values of a Llama, computed by hand block by block, stale where nobody renews them."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.kept = model, None
+
+    def rows(self, ids: list[int], places: list[int], shown: Tensor | None = None) -> Tensor:
+        """Return the logits of some rows, which see what is shown of their block and those before."""
+        text, found = torch.tensor([ids]), []
+        config = self.model.config
+        shape = 1, config.num_key_value_heads, len(ids), config.head_dim
+        kept = self.kept or [(torch.zeros(shape).double(),) * 2] * config.num_hidden_layers
+        more = (0, 0, 0, len(ids) - kept[0][0].shape[2])
+        self.kept = [tuple(functional.pad(x, more) for x in pair) for pair in kept]
+        for number in sorted({place // BLOCK for place in places}):
+            own = torch.tensor([[place for place in places if place // BLOCK == number]])
+            seen = torch.arange(len(ids))[None] < (number + 1) * BLOCK
+            seen = seen if shown is None else seen & shown
+            logits, self.kept = by_hand(self.model, text, own, self.kept, seen=seen)
+            found.append(logits[0])
+        return torch.cat(found)
+
+
+@pytest.mark.parametrize("threshold", [1.0, 0.2])
+def test_sub_blocks_are_those_of_fast_dllm_v2(threshold: float) -> None:
+    """Its cache inside of a block, stale rows and all."""
+    model, fed = bidirectional(), list[int]()
+    lm = DiffusionLM(model, shift=True, block=BLOCK)
+    how = Schedule(20, 4), Sampler(rule=Threshold(threshold))
+    for prompt in prompts(*LENGTHS):
+        kept = Kept(model)
+        fed.clear()
+
+        def call(ids: list[int], kept: Kept = kept) -> Tensor:
+            fed.append(len(ids) if kept.kept is None else BLOCK)
+            return kept.rows(ids, list(range(len(ids))))
+
+        def part(ids: list[int], run: range, kept: Kept = kept) -> Tensor:
+            if kept.kept is None:  # a prompt that is no longer than a block
+                return call(ids)[run.start :]
+            fed.append(len(run))
+            return kept.rows(ids, list(run))
+
+        wanted = fast_dllm_by_hand(call, prompt, 4, threshold, part=part, length=20)
+        with diffcache.wrapped(model, FastDLLM(dual=True)):
+            answer = lm.generate([prompt], *how)
+        assert answer.ids[0].tolist() == wanted and answer.forwards == len(fed)
+        with diffcache.wrapped(model, BlockCache()):  # exact, and other rows
+            assert lm.generate([prompt], *how).rows > answer.rows
+
+
+INSIDE: dict[str, tuple[Policy, Schedule]] = {
+    "dual": (FastDLLM(dual=True), Schedule(20, 4)),
+    "decode": (DKVCache(every=3), Schedule(20, None)),
+    "prefill": (DKVCache("prefill"), Schedule(20, None)),
+    "greedy": (DKVCache("greedy", every=3), Schedule(20, None)),
+    "free": (FreeCache(), Schedule(20, 4)),
+    "window": (WindowDiffusion(4, 3), Schedule(20, None, window=3)),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_policies_choose_rows_of_the_active_block(name: str) -> None:
+    """Every forward is that by hand, with what it left stale; no other block is touched."""
+    policy, when = INSIDE[name]
+    model, calls = bidirectional(), list[Any]()
+    (prompt,) = prompts(13)
+    lm = DiffusionLM(model, block=BLOCK)
+    lm.generate(prompt, when)
+    with diffcache.wrapped(model, policy), Seen(model) as seen:
+        model.register_forward_pre_hook(
+            lambda _, args, given: calls.append(given), with_kwargs=True, prepend=True
+        )
+        sampler = Sampler(by="random" if policy.needs_order else "confidence")
+        answer = lm.generate(prompt, when, sampler, check=name != "free")
+    kept, width, fewer, rows = Kept(model), 0, 0, 0
+    for given, logits in zip(calls, seen, strict=True):
+        ids, plan = given["input_ids"][0].tolist(), given["row_plan"]
+        places = plan.index(1, len(ids), torch.device("cpu"))[0].tolist()
+        first = len(ids) - BLOCK * (1 + (len(ids) > width > 0)) if width else 0
+        assert first <= places[0] and (len(ids) == width or len(places) == len(ids) - first)
+        fewer, rows, width = fewer + (len(places) < BLOCK), rows + len(places), len(ids)
+        wanted = kept.rows(ids, places, plan.seen)
+        torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-10)
+    assert fewer and answer.rows == rows
+
+
+# batches, ends, noise ------------------------------------------------------------------------------
+
+BATCH: dict[str, tuple[str, Policy | None, Sampler, int | None]] = {
+    "uncached": ("llada2", None, Sampler(rule=Dynamic(0.3)), None),
+    "blocks": ("llada2", BlockCache(), Sampler(rule=Dynamic(0.3, 0.25)), None),
+    "blocks, by quota": ("sdar", BlockCache(), Sampler(), None),
+    "decode": ("sdar", DKVCache(every=3), Sampler(rule=Threshold(0.3)), None),
+    "window": ("llada2", WindowDiffusion(4, 3), Sampler(rule=Threshold(0.3)), None),
+    "dual": ("fast-dllm", FastDLLM(dual=True), Sampler(rule=Threshold(0.2)), 4),
+    "blocks, shifted": ("fast-dllm", BlockCache(), Sampler(rule=Threshold(0.2)), None),
+}
+
+
+@pytest.mark.parametrize("name", BATCH)
+def test_a_batch_of_different_lengths_is_its_prompts_alone(name: str) -> None:
+    """Each has blocks of its own, and some end early, in the midst of one."""
+    code, policy, sampler, block = BATCH[name]
+    model, rows = made(code), prompts(13, 3, 16)
+    if policy is not None:
+        diffcache.wrap(model, policy)
+    lm = DiffusionLM(model)
+    free = [lm.generate([row], Schedule(20, block), sampler).ids[0].tolist() for row in rows]
+    for eos in (None, free[0][9]):
+        how = Schedule(20, block, eos_id=eos), sampler
+        alone = [lm.generate([row], *how) for row in rows]
+        together = lm.generate(rows, *how)
+        assert together.ids.tolist() == [answer.ids[0].tolist() for answer in alone]
+        assert together.forwards == max(answer.forwards for answer in alone)
+    assert alone[0].forwards < together.forwards or alone[0].ids.tolist() != [free[0]]
+
+
+@pytest.mark.parametrize("policy", [None, Uncached(), BlockCache()], ids=repr)
+def test_an_answer_ends_in_the_midst_of_a_block(policy: Policy | None) -> None:
+    for name, loop in (("llada2", llada2_by_hand), ("fast-dllm", fast_dllm_by_hand)):
+        model, (prompt,) = made(name), prompts(13)
+        eos = loop(whole(model, []), prompt)[9]
+        texts: list[Tensor] = []
+        wanted = loop(whole(model, texts), prompt, eos=eos)  # type: ignore[operator]
+        assert eos in wanted[:10] and len(texts) < LENGTH
+        if policy is not None:
+            diffcache.wrap(model, policy)
+        how = schedule(None, eos), Sampler(rule=Threshold(1.0))
+        answer = DiffusionLM(model).generate([prompt], *how)
+        assert answer.ids[0].tolist() == wanted and answer.forwards == len(texts)
+
+
+def test_what_is_edited_settles_with_its_block() -> None:
+    model, (prompt,), told = made("llada2"), prompts(13), list[int]()
+    _, rule, steps = RULES["edited"]
+    lm = DiffusionLM(diffcache.wrap(model, BlockCache()))
+    answer = lm.generate(
+        prompt, schedule(steps), Sampler(rule=rule), on_settled=lambda _, ids: told.extend(ids)
+    )
+    assert told == answer.ids[0].tolist()
+
+
+@pytest.mark.parametrize("policy", [None, BlockCache()], ids=repr)
+def test_noise_is_drawn_for_the_block_alone(policy: Policy | None) -> None:
+    model, (prompt,) = made("llada2"), prompts(13)
+    noise = torch.Generator().manual_seed(5)
+    wanted = llada2_by_hand(whole(model, []), prompt, noise=noise)
+    assert wanted != llada2_by_hand(whole(model, []), prompt)
+    if policy is not None:
+        diffcache.wrap(model, policy)
+    answer = DiffusionLM(model).generate([prompt], schedule(None), Sampler(temperature=0.8, seed=5))
+    assert answer.ids[0].tolist() == wanted
+
+
+# diffusers' pipelines, and what is refused -----------------------------------------------------------
+
+
+class TakesTokens(LLaDA2MoeModelLM):
+    """Makes the mask of blocks from one of tokens, as the pipeline asks."""
+
+    def forward(self, input_ids: Any, attention_mask: Any, position_ids: Any, **more: Any) -> Any:
+        mask = blocks_of(input_ids.shape[1]) & attention_mask.bool()[:, None, None]
+        return super().forward(input_ids, mask, position_ids, **more)
+
+
+@pytest.mark.parametrize("policy", [None, Uncached(), BlockCache()], ids=repr)
+def test_llada2s_pipeline_goes_through_the_same_door(policy: Policy | None) -> None:
+    model = made("llada2", torch.float32)
+    model.__class__ = TakesTokens
+    with torch.no_grad():
+        model.lm_head.weight[MASK] = 0  # the pipeline would take the mask for a token
+    scheduler = BlockRefinementScheduler(block_length=BLOCK)
+    pipe = LLaDA2Pipeline(model=model, scheduler=scheduler, tokenizer=None)
+    pipe.set_progress_bar_config(disable=True)
+    (prompt,) = prompts(13)
+    wanted = pipe(
+        input_ids=torch.tensor([prompt]), gen_length=LENGTH, num_inference_steps=4, threshold=0.3,
+        editing_threshold=0.25, mask_token_id=MASK, output_type="seq",
+    ).sequences  # fmt: skip
+    lm = DiffusionLM(pipe)
+    assert lm.block == BLOCK and lm.network is model
+    if policy is not None:
+        diffcache.wrap(lm, policy)
+    sampler = Sampler(rule=Dynamic(0.3, 0.25), softmax="float32")
+    assert torch.equal(lm.generate([prompt], schedule(4), sampler).ids, wanted)
+
+
+def test_what_blocks_do_not_go_with_is_refused() -> None:
+    lm, model, plain = DiffusionLM(made("llada2")), made("llada2"), bidirectional()
+    model.__class__ = TakesTokens  # of blocks of 8
+    assert lm.generate([1], Schedule(32, 16)).ids.shape == (1, 32)  # blocks of 8
+    edits = Sampler(rule=Dynamic(0.5, 0.5))
+    cases: list[tuple[Any, Policy | None, int | None, Sampler, str]] = [
+        (lm, None, 3, Sampler(), "block=3: must divide the 8 tokens that the model's attention"),
+        (lm, None, None, Sampler(cfg_scale=1.0), "cfg_scale=1.0: is for models that attend both"),
+        (lm, DKVCache(), None, edits, "edits decided tokens, whose rows DKVCache.* leaves out"),
+        (
+            DiffusionLM(model, block=4),
+            None,
+            None,
+            Sampler(),
+            "block=4: attention of TakesTokens is",
+        ),
+        (DiffusionLM(plain), BlockCache(), None, Sampler(), "nobody says that the model's attenti"),
+        (DiffusionLM(plain), None, None, edits, "editing=.*: edits tokens of models that are caus"),
+    ]
+    for policy in (ElasticCache(), DLLMCache(), D2Cache()):
+        said = "chooses rows by what its layers note of all tokens"
+        cases.append((DiffusionLM(plain, block=8), policy, None, Sampler(), said))
+    for other, policy, block, sampler, said in cases:
+        if policy is not None:
+            diffcache.wrap(other, policy)
+        with pytest.raises(ValueError, match=said):
+            other.generate([1], Schedule(12, block), sampler)
+        if policy is not None:
+            diffcache.unwrap(other)
+    with pytest.raises(ValueError, match="threshold=2: must be a number from 0 to 1"):
+        Dynamic(2)
+    with pytest.raises(ValueError, match="model=object: must be a model, or a LLaDA2Pipeline; a"):
+        DiffusionLM(object())
