@@ -132,8 +132,8 @@ def _reference() -> Iterator[tuple[str, str]]:
     """Yield place and text of the pages of the reference, as mkdocstrings reads them."""
     methods = {row.load().__name__ for row in rows_of("method").values()}
     lines = ["# diffcache", "", "Methods have [a page of their own](../methods.md).", ""]
-    names = (name for name in diffcache.__all__ if name not in PACKAGES)
-    paths = (_path_of(getattr(diffcache, name)) for name in names)
+    names = [name for name in diffcache.__all__ if name not in PACKAGES]
+    paths = [_path_of(getattr(diffcache, name)) for name in names]
     lines += [_entry(path) for path in paths if path.rpartition(".")[2] not in methods]
     yield "api/diffcache.md", "\n".join(lines)
     for package, first in PACKAGES.items():
