@@ -7,7 +7,6 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from torch import nn
 from transformers import AutoTokenizer
 
@@ -22,9 +21,7 @@ from diffcache.eval.workshop.small import (
     sticker_unet,
     sticker_wan,
 )
-from diffcache.eval.workshop.small.plain_attention import PlainFluxAttention
 from diffcache.eval.workshop.small.stickers import OBJECTS, parse
-from tests.shipped import CALL
 
 CLASSES: dict[str, tuple[Any, type]] = {
     "sticker-flux": (sticker_flux, diffusers.FluxPipeline),
@@ -97,18 +94,3 @@ def test_classes_are_those_that_were_trained(monkeypatch: pytest.MonkeyPatch) ->
         pipe([4], guidance_scale=scale, num_inference_steps=1)
     hook.remove()
     assert [labels.tolist() for labels in seen] == [[4], [4, sticker_dit.EMPTY]]
-
-
-def test_plain_attention_is_the_same_attention(flux: Any) -> None:
-    def latents() -> torch.Tensor:
-        noise = torch.Generator().manual_seed(0)
-        call = {**CALL, "num_inference_steps": 2, "output_type": "latent"}
-        found: torch.Tensor = flux("a fox", generator=noise, **call).images
-        return found
-
-    wanted = latents()
-    flux.transformer.set_attn_processor(PlainFluxAttention())
-    try:
-        assert torch.allclose(latents(), wanted, atol=1e-4)
-    finally:
-        flux.transformer.set_attn_processor(FluxAttnProcessor())

@@ -24,7 +24,6 @@ from diffusers import (
     FluxPipeline,
     FluxTransformer2DModel,
 )
-from diffusers.models.transformers.transformer_flux import FluxAttnProcessor
 from numpy.typing import NDArray
 from PIL import Image
 from safetensors.torch import load_file, save_file
@@ -34,7 +33,6 @@ from torch.nn import functional
 from diffcache.eval.workshop.small.export import save_pipeline
 from diffcache.eval.workshop.small.grid import draw_grid
 from diffcache.eval.workshop.small.loader import loader
-from diffcache.eval.workshop.small.plain_attention import PlainFluxAttention
 from diffcache.eval.workshop.small.sticker_autoencoder import (
     CHANNELS,
     load_autoencoder,
@@ -104,7 +102,7 @@ def build_pipeline(
     encoder: Encoder,
     kind: type[P] = FluxPipeline,
 ) -> P:
-    """Put trained parts together, with diffusers' own attention.
+    """Put trained parts together.
 
     Args:
         autoencoder: Autoencoder with its shift and scaling factors set.
@@ -112,8 +110,6 @@ def build_pipeline(
         encoder: Tokenizers that the encoders were trained with.
         kind: Class of the pipeline.
     """
-    transformer: Any = models["transformer"]
-    transformer.set_attn_processor(FluxAttnProcessor())
     made: P = kind(
         scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0, use_dynamic_shifting=False),
         vae=autoencoder,
@@ -235,10 +231,7 @@ class Flux(Job):
     def build(self) -> nn.ModuleDict:
         """Build the denoiser, and the text encoders as their own training left them."""
         models = nn.ModuleDict(load_text(self.encoder, self.folder / "sticker-text.state"))
-        transformer = build_transformer()
-        if torch.get_default_device().type == "cpu":
-            transformer.set_attn_processor(PlainFluxAttention())
-        models["transformer"] = transformer
+        models["transformer"] = build_transformer()
         return models
 
     def velocity(
