@@ -125,9 +125,11 @@ name | place | paper | skips | off
 d2cache | d2_cache:D2Cache | d2Cache, arXiv 2509.23094 | current_k=3,sigma=2.0,rollout_p=0.3,inflate_w=3 |
 dkv-cache | dkv_cache:DKVCache | dKV-Cache, arXiv 2505.15781 | every=4 | every=1
 dllm-cache | dllm_cache:DLLMCache | dLLM-Cache, arXiv 2506.06295 | prompt_every=5,answer_every=3 | prompt_every=1,answer_every=1
+dpad | dpad:DPad | DPad, arXiv 2508.14148 | window=3,sigma=0.0,scale=3.0,cache='dual' | window=999,sigma=0.0,scale=3.0
 elastic | elastic_cache:ElasticCache | Elastic-Cache, arXiv 2510.14973 | gamma=0.8 | force_full=True
 fast-dllm | fast_dllm:FastDLLM | Fast-dLLM, arXiv 2505.22618 | defaults |
 free-cache | free_cache:FreeCache | FlashDLM (FreeCache), arXiv 2505.21467 | defaults |
+vicinity | vicinity:Vicinity | dInfer, arXiv 2510.08666 | before=2,after=3,warmup=1 | before=999,after=999
 window-diffusion | window_diffusion:WindowDiffusion | Window-Diffusion, arXiv 2601.20332 | window=16,every=5 | window=7,every=1
 uncached | policy:Uncached | | | defaults
 # Finished blocks, of models that are causal over blocks

@@ -13,6 +13,7 @@ from diffcache.dllm.decode import Decoding as Decoding
 from diffcache.dllm.decode import Schedule as Schedule
 from diffcache.dllm.dkv_cache import DKVCache as DKVCache
 from diffcache.dllm.dllm_cache import DLLMCache as DLLMCache
+from diffcache.dllm.dpad import DPad as DPad
 from diffcache.dllm.elastic_cache import ElasticCache as ElasticCache
 from diffcache.dllm.fast_dllm import FastDLLM as FastDLLM
 from diffcache.dllm.free_cache import FreeCache as FreeCache
@@ -25,12 +26,14 @@ from diffcache.dllm.rows import ALL as ALL
 from diffcache.dllm.rows import RowPlan as RowPlan
 from diffcache.dllm.rules import Dynamic as Dynamic
 from diffcache.dllm.rules import Factor as Factor
+from diffcache.dllm.rules import Hierarchical as Hierarchical
 from diffcache.dllm.rules import Quota as Quota
 from diffcache.dllm.rules import Threshold as Threshold
 from diffcache.dllm.sampler import Sampler as Sampler
 from diffcache.dllm.state import RowState as RowState
 from diffcache.dllm.state import State as State
 from diffcache.dllm.state import check_coverage as check_coverage
+from diffcache.dllm.vicinity import Vicinity as Vicinity
 from diffcache.dllm.window_diffusion import WindowDiffusion as WindowDiffusion
 from diffcache.registry import exported
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from diffcache.method import check_int, is_number
 
@@ -109,6 +110,45 @@ class Threshold(Rule):
     def choose(self, scores: Tensor, quota: int | Tensor) -> Tensor:
         """Return the confident candidates and the best one."""
         return ((scores >= self.threshold) & scores.isfinite()) | first(scores, 1)
+
+
+@dataclass(frozen=True)
+class Hierarchical(Rule):
+    """Commit every mask that is confident enough, and the best one of every run of masks.
+
+    A run of adjacent masks is cut in two by a commit in its midst, so that later commits lie apart
+    and disturb each other less. The best mask of all is always committed.
+
+    Args:
+        threshold: Confidence above which masks are committed, dimensionless, 0 to 1.
+        low: Confidence above which the best mask of a run is committed, 0 to 1.
+
+    Raises:
+        ValueError: If a setting is out of its range.
+
+    Departure: of equally confident masks of a run all are committed, as in one of the two published
+    versions; the other commits the first.
+
+    Reference: dInfer, arXiv 2510.08666, and its released code (`HierarchyDecoder`).
+    """
+
+    threshold: float = 0.9
+    low: float = 0.4
+
+    def __post_init__(self) -> None:
+        for name in ("threshold", "low"):
+            value = getattr(self, name)
+            if not is_number(value) or not 0 <= value <= 1:
+                raise ValueError(f"{name}={value!r}: must be a number from 0 to 1")
+
+    def choose(self, scores: Tensor, quota: int | Tensor) -> Tensor:
+        """Return the confident candidates, the best of every run, and the best of all."""
+        masks = scores.isfinite()
+        begins = masks & ~functional.pad(masks, (1, 0))[:, :-1]
+        run = (begins.long().cumsum(-1) - 1).clamp_min(0)
+        tops = torch.full_like(scores, float("-inf")).scatter_reduce(1, run, scores, "amax")
+        best = masks & (scores == tops.gather(1, run)) & (scores > self.low)
+        return best | (scores > self.threshold) | first(scores, 1)
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,7 @@ CASES = {
     "free": Case(of("free-cache"), freezes_masks=True),
     "free, commit": Case(FreeCache(commit=True)),
     "window": Case(of("window-diffusion"), schedule=WINDOW),
+    "dpad": Case(of("dpad"), hides=True),
     "window, narrow": Case(WindowDiffusion(7, 6), schedule=WINDOW, hides=True),
     "dllm": Case(of("dllm-cache"), computes_its_plan=False),
     "dllm, half": Case(DLLMCache(3, 8, 0.5), computes_its_plan=False),

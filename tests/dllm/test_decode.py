@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -11,9 +13,11 @@ from diffcache.dllm import (
     ALL,
     Decoding,
     DKVCache,
+    DPad,
     Factor,
     FastDLLM,
     FreeCache,
+    Hierarchical,
     Policy,
     Quota,
     RowPlan,
@@ -101,6 +105,39 @@ def test_rules_choose_the_confident() -> None:
     assert Quota().choose(scores, 3).tolist() == [[False, True, False, True, True]]
     assert Quota().choose(scores_of(0.5, 0.5, 0.5), 2).tolist() == [[True, True, False]]
     assert not bool(Threshold(0).choose(scores_of(nothing, nothing), 1).any())
+
+
+@pytest.mark.parametrize("low", [0.0, 0.4, 0.7])
+def test_the_best_of_every_run_is_committed(low: float) -> None:
+    """As dInfer's decoder does, one run after the other."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.rand(40, 12, generator=generator, dtype=torch.float64)
+    scores = scores.masked_fill(torch.rand(40, 12, generator=generator) < 0.4, float("-inf"))
+    chosen = Hierarchical(0.9, low).choose(scores, 1)
+    for row, flags in zip(scores.tolist(), chosen.tolist(), strict=True):
+        wanted = {place for place, score in enumerate(row) if score > 0.9} | {row.index(max(row))}
+        for is_mask, run in groupby(range(12), lambda place: row[place] >= 0):  # noqa: B023
+            best = max(run, key=lambda place: row[place])
+            wanted |= {best} if is_mask and row[best] > low else set()
+        assert {place for place, flag in enumerate(flags) if flag} == wanted
+
+
+def test_masks_far_from_the_block_are_kept_by_chance() -> None:
+    """Of 400 blocks, by the density at their distance; the same ones in every step of a block."""
+    policy, kept = DPad(window=8, sigma=2.0, scale=1.5), torch.zeros(24)
+    schedule = Schedule(400 * 4 + 24, 4)
+    decoding = Decoding(torch.zeros(1, 3, dtype=torch.int64), schedule, Sampler(), MASK)
+    state = decoding.state
+    for block in range(400):
+        row = replace(state.rows[0], start=3 + 4 * block, stop=7 + 4 * block, block=block)
+        found = [
+            policy.plan(replace(state, rows=(replace(row, step=step),), last=ALL))
+            for step in (0, 1)
+        ]
+        assert found[0].seen is not None and torch.equal(found[0].seen, found[1].seen)  # type: ignore[arg-type]
+        kept += found[0].seen[0, row.stop : row.stop + 24]
+    density = 1.5 * torch.exp(-torch.linspace(0, 2, 8).square() / 2) / (2 * torch.pi) ** 0.5
+    assert (kept[:8] / 400 - density).abs().max() < 0.08 and not kept[8:].any()
 
 
 @pytest.mark.parametrize("factor", [0.0, 0.4, 1.0, 3.0])

@@ -47,6 +47,8 @@ def expected(name: str, notes: list[Noted], step: int, row: int) -> set[int] | N
         return answer if step % 4 == 0 else answer - before
     if name in ("prefix", "dual"):
         return None if inner == 0 else set(range(start, start + BLOCK if name == "dual" else WIDTH))
+    if name in ("vicinity", "dpad"):
+        return around(name, step, inner, start, whole)
     if name.startswith("free"):
         again = BLOCK if "commit" in name and inner == 0 else 0
         return set(range(start - again, WIDTH))
@@ -54,6 +56,15 @@ def expected(name: str, notes: list[Noted], step: int, row: int) -> set[int] | N
         every = 6 if "narrow" in name else 5
         return None if step % every == 0 else active(notes, step, step % every, row)
     return None if inner % 3 == 0 else greedy(name, notes, step, row)
+
+
+def around(name: str, step: int, inner: int, start: int, whole: set[int]) -> set[int] | None:
+    """Return the block with what is near it, or with the masks after it that are ever seen."""
+    if name == "vicinity":
+        return None if step < 2 or inner == 0 else set(range(start - 2, start + BLOCK + 3)) & whole
+    if inner:
+        return set(range(start, start + BLOCK))
+    return None if start + BLOCK + 3 >= WIDTH else set(range(start + BLOCK + 3)) & whole
 
 
 def active(notes: list[Noted], step: int, inner: int, row: int) -> set[int]:
@@ -65,6 +76,9 @@ def active(notes: list[Noted], step: int, inner: int, row: int) -> set[int]:
 
 def seen(name: str, notes: list[Noted], step: int) -> torch.Tensor | None:
     """Return what rows see where that is not all, bool [2, T]."""
+    if name == "dpad":
+        ends = torch.tensor(notes[step].starts)[:, None] + BLOCK + 3
+        return torch.arange(WIDTH) < ends
     if name != "window, narrow" or step % 6 == 0:
         return None
     flags = torch.ones(2, WIDTH, dtype=torch.bool)

@@ -68,6 +68,7 @@ class Turn:
         products: Multiply-adds besides those of the layers.
         block: Tokens of a block of attention; None where a row sees all.
         masks_itself: Whether the model makes the mask of such blocks.
+        shown: Positions that a plan lets rows see, bool `[B, T]`; None for all.
         differs: Whether rows that were computed alone had other keys than among all.
         notes: Plan that notes are left on; None where none are taken.
         attention: Mean attention of the rows in every layer so far, `[B, n, T]` each, for notes.
@@ -81,6 +82,7 @@ class Turn:
     products: int = 0
     block: int | None = None
     masks_itself: bool = False
+    shown: Tensor | None = None
     differs: bool = False
     notes: NotedPlan | None = None
     attention: list[Tensor] = field(default_factory=list)
@@ -129,26 +131,32 @@ class Rows(Partial):
         elif not (rows.step == 1 and 0 <= rows.start < rows.stop <= width):
             raise ValueError(f"rows={rows!r}: must be a run of the {width} positions, with step 1")
         count = len(rows) if isinstance(rows, range) else rows.shape[1]
-        mask = self._seen(held, rows, plan.block)
-        if plan.seen is not None:
-            seen = plan.seen[:, None, None]
-            mask = seen if mask is None else mask & seen
+        mask = self._seen(held, rows, plan.block, plan.seen)
         mask = None if mask is None else mask.expand(-1, -1, count, -1)
         turn = Turn(held, rows, count, mask, block=plan.block, masks_itself=plan.masks_itself)
-        turn.notes = plan if isinstance(plan, NotedPlan) else None
+        turn.shown, turn.notes = plan.seen, plan if isinstance(plan, NotedPlan) else None
         turn = call.storage[self] = self.turn_of(plan, turn)
         return self._cut(given, turn)
 
-    def _seen(self, held: Held[HeldKV], rows: Tensor | range, block: int | None) -> Tensor | None:
+    def _seen(
+        self,
+        held: Held[HeldKV],
+        rows: Tensor | range,
+        block: int | None,
+        shown: Tensor | None = None,
+    ) -> Tensor | None:
         """Return what rows see, bool `[1 or B, 1, 1 or n, T]`; None for all."""
+        mask = held.mask
+        if shown is not None:
+            mask = shown[:, None, None] if mask is None else mask & shown[:, None, None]
         if block is None:
-            return held.mask
+            return mask
         is_last = isinstance(rows, range) and rows[0] >= (held.shape[1] - 1) // block * block
-        if is_last and held.mask is None:
-            return None
+        if is_last and held.mask is None:  # whatever columns say are blocks
+            return mask
         positions = held.positions - self.first
         (own,) = RowPlan(rows).take(positions)
-        return block_mask(own, positions, block, held.mask)
+        return block_mask(own, positions, block, mask)
 
     def rows_of(self, plan: Any, held: Any) -> Tensor | range | None:
         """Return the rows that are computed: those of a plan, or more."""
@@ -256,8 +264,9 @@ class Rows(Partial):
         given = self.denoiser.named(call.args, call.kwargs)
         index = torch.tensor(places, device=given[IDS].device).expand(held.shape[0], -1)
         whole = call.storage.get(self)
-        block = getattr(whole, "block", None)
-        turn = Turn(held, index, len(places), self._seen(held, index, block), block=block)
+        block, shown = getattr(whole, "block", None), getattr(whole, "shown", None)
+        mask = self._seen(held, index, block, shown)
+        turn = Turn(held, index, len(places), mask, block=block)
         turn.masks_itself = getattr(whole, "masks_itself", False)
         return turn, self.again(call, {TRIAL: turn, **storage}, self._cut(given, turn))
 
@@ -299,7 +308,7 @@ class Rows(Partial):
             turn.products += call.q.numel() * turn.held.shape[1]
             turn.attention.append(layer.weights(call.q, call.scale, turn.mask).mean(1))
         if number not in self.checked:
-            if self.is_direct or turn.masks_itself:
+            if self.is_direct or turn.masks_itself or turn.shown is not None:
                 call.mask = turn.mask
             self._check_output(site, out, call.plain())
             self.checked.add(number)
@@ -311,7 +320,9 @@ class Rows(Partial):
         Raises:
             AttachError: If it is not.
         """
-        expected = None if self.is_direct and turn.block is None else turn.mask
+        expected = self._seen(turn.held, turn.index, turn.block)  # whatever a plan hides besides
+        if self.is_direct and turn.block is None:
+            expected = None
         if turn.block is not None and turn.masks_itself:  # and knows nothing of padding
             at = torch.arange(turn.held.shape[1], device=call.q.device)[None]
             expected = block_mask(at, at, turn.block, None)

@@ -1,0 +1,102 @@
+"""DPad: most masks after the active block are left out, the more the further away."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import ClassVar, Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from diffcache.dllm.policy import Policy
+from diffcache.dllm.rows import ALL, RowPlan
+from diffcache.dllm.state import State
+from diffcache.method import check_int, is_number
+
+Cache = Literal["none", "prefix", "dual"]
+
+
+@dataclass(frozen=True)
+class DPad(Policy):
+    """Leave masks after the active block out of sight and uncomputed, by chance that grows.
+
+    For each block, a mask at distance d of a window after it is kept with a probability of `scale`
+    times the standard normal density at `sigma * d / (window - 1)`; none beyond is. The others are
+    neither computed nor seen until the next block, which draws anew. Goes with the caches of
+    Fast-dLLM, which compute all that is kept at the first step of a block.
+
+    Departures: the very first forward computes what it hides, so that something is held of every
+    position. Draws depend on the block and the distance alone, so that a batch is its prompts
+    alone; the published code draws from a generator that goes on. Its early end at the end token is
+    `Schedule(eos_id=...)`.
+
+    Args:
+        window: Masks after a block that may be kept.
+        sigma: Standard deviations that the window is long.
+        scale: Factor of the density.
+        cache: `none` computes all that is kept at every step, `prefix` the block and the masks
+            after it, `dual` the block alone.
+        seed: Seed of the draws.
+
+    Raises:
+        ValueError: If a setting is out of its range.
+
+    Reference: DPad, arXiv 2508.14148, and its released code.
+    """
+
+    name: ClassVar[str] = "dpad"
+    bibtex: ClassVar[str] = """@article{chen2025dpad,
+  title={{DPad}: Efficient Diffusion Language Models with Suffix Dropout},
+  author={Chen, Xinhua and Huang, Sitao and Guo, Cong and Wei, Chiyue and He, Yintao and Zhang, Jianyi and Li, Hai and Chen, Yiran},
+  journal={arXiv preprint arXiv:2508.14148},
+  year={2025}
+}"""  # noqa: E501
+
+    window: int = 256
+    sigma: float = 4.0
+    scale: float = 2.0
+    cache: Cache = "none"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_int("window", self.window, 1)
+        check_int("seed", self.seed, 0)
+        for name in ("sigma", "scale"):
+            value = getattr(self, name)
+            if not is_number(value) or not 0 <= value < math.inf:
+                raise ValueError(f"{name}={value!r}: must be a finite number of at least 0")
+        if self.cache not in get_args(Cache):
+            options = ", ".join(map(repr, get_args(Cache)))
+            raise ValueError(f"cache={self.cache!r}: must be one of {options}")
+
+    def plan(self, state: State) -> RowPlan:
+        """Return what is kept, or of it the block and what follows, seeing what is kept."""
+        kept = torch.stack([_kept(self, row.block, state.width) for row in state.rows])
+        stops = torch.tensor([[row.stop] for row in state.rows])
+        distance = torch.arange(state.width) - stops
+        seen = (distance < 0) | kept.gather(1, distance.clamp_min(0))  # on the host, as draws are
+        shown = None if bool(seen.all()) else seen.to(state.ids.device)
+        whole = [row.step == 0 or self.cache == "none" for row in state.rows]
+        if state.last is None or (shown is None and all(whole)):
+            return replace(ALL, seen=shown)
+        runs = [range(state.width)] * len(whole)
+        for number, row in enumerate(state.rows):
+            if not whole[number]:
+                runs[number] = range(row.start, row.stop if self.cache == "dual" else state.width)
+        chosen = state.between(runs)
+        plan = state.plan(chosen if shown is None else chosen & shown)
+        return replace(plan, seen=shown)
+
+
+@lru_cache(maxsize=1024)
+def _kept(policy: DPad, block: int, width: int) -> Tensor:
+    """Return which masks after a block are kept, by their distance from it, bool `[width]`."""
+    generator = torch.Generator().manual_seed(policy.seed * 1_000_003 + block)
+    chance = torch.rand(policy.window, dtype=torch.float64, generator=generator)
+    at = torch.linspace(0, policy.sigma, policy.window, dtype=torch.float64)
+    density = policy.scale * torch.exp(-at.square() / 2) / math.sqrt(2 * math.pi)
+    kept = chance < density
+    return functional.pad(kept, (0, max(width - policy.window, 0)))[:width]
