@@ -65,8 +65,9 @@ def rotate_twin(
         parts = [turned.to(x.dtype)]
     else:
         a, b = wide.chunk(2, dim=-1)
-        first = torch.addcmul(a * cos, b, sin, value=-1)
-        parts = [first.to(x.dtype), torch.addcmul(b * cos, a, sin).to(x.dtype)]
+        # In place of the fresh products: new memory costs as much as the arithmetic.
+        first = (a * cos).addcmul_(b, sin, value=-1)
+        parts = [first.to(x.dtype), (b * cos).addcmul_(a, sin).to(x.dtype)]
     if start:
         parts.insert(0, x[..., :start])
     if end < x.shape[-1]:

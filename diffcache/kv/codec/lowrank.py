@@ -32,15 +32,27 @@ _FEW = 8  # coordinates that are multiplied one by one
 _TILE, _ROWS = 2048, 128
 
 
-def steady_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+def steady_product(
+    left: Tensor, right: Tensor, dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
     """Return `left @ right`, summed in float64 and rounded to `dtype`.
 
     A product in float32 differs in the last bit with the number of rows that are multiplied at a
     time; after rounding a sum in float64 does not, so that a slot decodes to the same numbers
     whichever others are decoded with it.
+
+    Args:
+        left: `[..., S, r]`.
+        right: `[..., r, D]`.
+        dtype: Dtype of the result.
+        out: Tensor of the shape of the result, of any strides, that is written; None for a new one.
     """
-    lead = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
-    out = torch.empty(*lead, left.shape[-2], right.shape[-1], dtype=dtype, device=left.device)
+    if out is None:
+        lead = left.shape[:-2]
+        if lead != right.shape[:-2]:
+            lead = torch.broadcast_shapes(lead, right.shape[:-2])
+        size = (*lead, left.shape[-2], right.shape[-1])
+        out = torch.empty(size, dtype=dtype, device=left.device)
     step = max(left.shape[-2], 1) if left.device.type != "cpu" else _ROWS
     wide = right.double()
     for some, rows in zip(left.split(step, -2), out.split(step, -2), strict=True):
@@ -76,6 +88,18 @@ class Factors(Parts):
                 (at,) = (self.basis.of[row, head] == number).nonzero(as_tuple=True)
                 out[row, head, at] = steady_product(left[row, head, at], basis, wide)
         return out.to(self.dtype)
+
+    def heads_into(self, out: Tensor) -> bool:
+        """Multiply with the part of the basis of each head, where nothing is rounded twice."""
+        left, values = self.left, self.basis.values
+        one = self.basis.of is None and values.shape[1:3] == (1, 1)
+        if not one or not isinstance(left, Dense) or left.values.shape[3] <= _FEW:
+            return False
+        if out.dtype != work_dtype(self.dtype):
+            return False
+        own = values[:, 0, 0].unflatten(2, (out.shape[1], -1)).transpose(1, 2)
+        steady_product(left.decode(), own, out.dtype, out)
+        return True
 
     def heads_at(self, index: Tensor) -> Tensor | None:
         """Multiply the coordinates at the slots of each head with its part of the basis."""
