@@ -40,7 +40,8 @@ class Bitmap(Parts):
         byte = torch.arange(256, device=self.bits.device)
         bits = (byte[:, None] >> torch.arange(8, device=byte.device) & 1).to(torch.uint8)
         words = bits.view(torch.int64)[:, 0].index_select(0, self.bits.flatten().int())
-        kept = words.view(torch.bool).view(*self.bits.shape[:3], -1)[..., : self.size]
+        size = 8 * self.bits.shape[3]
+        kept = words.view(torch.bool).view(*self.bits.shape[:3], size)[..., : self.size]
         return values.new_zeros(kept.shape).masked_scatter_(kept, values)
 
 
