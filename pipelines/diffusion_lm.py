@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import ExitStack, closing
 from contextvars import copy_context
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -245,7 +246,8 @@ class DiffusionLM(Loop):
         stream = _Stream(self, on_settled)
         rows = 0
         with _Bar(progress) as bar:
-            for decoding, count in self._forwards(prompts, schedule, sampler, check):
+            decoding = self._begun(prompts, schedule, sampler)
+            for count in self._forwards(decoding, check):
                 rows += count
                 bar.show(decoding)
                 stream.show(decoding)
@@ -272,8 +274,61 @@ class DiffusionLM(Loop):
             schedule: Schedule, as for `generate`.
             sampler: Sampler, as for `generate`.
         """
-        for decoding, _ in self._forwards(prompts, schedule, sampler):
+        decoding = self._begun(prompts, schedule, sampler)
+        for _ in self._forwards(decoding):
             yield decoding
+
+    def serve(
+        self,
+        prompts: Iterable[str | Sequence[int]],
+        schedule: Schedule | None = None,
+        sampler: Sampler | None = None,
+        *,
+        slots: int = 8,
+        longest: int | None = None,
+        fill: int = 256,
+    ) -> Generator[tuple[int, list[int]], None, None]:
+        """Yield the number of a prompt and its answer's tokens, each as it ends.
+
+        At most `slots` prompts are decoded at a time; where one ends, the next one takes its place
+        (continuous batching). For models whose attention is causal over blocks. Where nothing is
+        drawn, each answer is that of its prompt alone, up to rounding.
+
+        Args:
+            prompts: Texts or token ids, taken one by one as places are free.
+            schedule: Schedule, as for `generate`.
+            sampler: Sampler, as for `generate`.
+            slots: Sequences that are decoded at a time.
+            longest: Most tokens of a prompt; None to look at all prompts beforehand.
+            fill: Tokens of a prompt that a forward computes once others are under way, whole
+                blocks of attention, at least one; longer prompts take several forwards.
+
+        Raises:
+            ValueError: If the model attends both ways, the policy does not let sequences come and
+                go, or a prompt is none of the model, or longer than `longest`.
+        """
+        self._check_serves(slots, longest, fill)
+        if longest is None:
+            prompts = list(prompts)
+            longest = max((len(self._tokens(prompt)) for prompt in prompts), default=0)
+        waiting = enumerate(prompts)
+        taken = dict(enumerate(islice(waiting, slots)))
+        if not taken:
+            return
+        numbers = {slot: number for slot, (number, _) in taken.items()}
+        rows = [self._checked(number, prompt, longest) for number, prompt in taken.values()]
+        decoding = self._begun(rows, schedule, sampler, longest)
+        assert self.block is not None
+        forwards = self._forwards(decoding)
+        with closing(forwards):
+            for _ in forwards:
+                ended = [slot for slot in numbers if not decoding.rows[slot].is_active]
+                for slot in ended:
+                    yield numbers.pop(slot), decoding.answer[slot].tolist()
+                    for number, prompt in islice(waiting, 1):
+                        row = self._checked(number, prompt, longest)
+                        decoding.place(slot, row, max(fill, self.block))
+                        numbers[slot] = number
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of an answer up to its end."""
@@ -285,16 +340,9 @@ class DiffusionLM(Loop):
 
     # one decoding --------------------------------------------------------------------------
 
-    def _forwards(
-        self,
-        prompts: Prompts,
-        schedule: Schedule | None,
-        sampler: Sampler | None,
-        check: bool = False,
-    ) -> Iterator[tuple[Decoding, int]]:
-        """Yield the decoding after every forward, and how many rows of a sequence that computed."""
+    def _forwards(self, decoding: Decoding, check: bool = False) -> Generator[int, None, None]:
+        """Yield how many rows of each sequence a forward computed, after every forward."""
         policy = self.policy
-        decoding = self._begun(policy, prompts, schedule, sampler)
         context, stack = copy_context(), ExitStack()  # a run of its own, whoever takes turns
         try:
             if policy is not None:
@@ -303,7 +351,7 @@ class DiffusionLM(Loop):
                 plan, count = self._planned(policy, decoding, check), decoding.width
                 logits = context.run(self._logits, decoding, plan, policy is not None)
                 decoding.commit(logits, plan)
-                yield decoding, plan.count(count)
+                yield plan.count(count)
         except BaseException:
             context.run(stack.__exit__, *sys.exc_info())
             raise
@@ -330,16 +378,17 @@ class DiffusionLM(Loop):
 
     def _begun(
         self,
-        policy: Policy | None,
         prompts: Prompts,
         schedule: Schedule | None,
         sampler: Sampler | None,
+        longest: int = 0,
     ) -> Decoding:
-        """Return a decoding before its first forward.
+        """Return a decoding before its first forward, with room for prompts of `longest` tokens.
 
         Raises:
             ValueError: If the prompts or settings do not fit the model, the policy or each other.
         """
+        policy = self.policy
         guide = None if self.guide is None else ModelGuide(self.guide)
         if sampler is None:
             sampler = Sampler() if guide is None else Sampler(rule=Guided())
@@ -358,7 +407,7 @@ class DiffusionLM(Loop):
                 f"by={sampler.by!r}: {policy!r} computes what is committed next, which is only "
                 "known of a random order; use Sampler(by='random'), or another policy"
             )
-        ids, valid = self._encoded(prompts)
+        ids, valid = self._encoded(prompts, longest)
         self._check_sizes(ids.shape[1], schedule)
         is_alone = calls_sdpa(self.model)
         if self.block is None and isinstance(policy, BlockCache):
@@ -377,6 +426,47 @@ class DiffusionLM(Loop):
                 "prompts one by one"
             )
         return Decoding(ids, schedule, sampler, self.mask_id, valid, guide, self.shift, self.block)
+
+    def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
+        """Return the tokens of one prompt."""
+        given: Any = [prompt]
+        return tokens_of(given, self.tokenizer, self._size("vocab_size"))[0]
+
+    def _checked(self, number: int, prompt: str | Sequence[int], longest: int) -> list[int]:
+        """Return the tokens of a prompt that takes a place.
+
+        Raises:
+            ValueError: If it is longer than places are, or holds the mask.
+        """
+        row = self._tokens(prompt)
+        if len(row) > longest or self.mask_id in row:
+            raise ValueError(
+                f"prompts: number {number} has {len(row)} tokens where longest={longest}, or holds "
+                f"the mask, token {self.mask_id}; shorten it, or take that out"
+            )
+        return row
+
+    def _check_serves(self, slots: int, longest: int | None, fill: int) -> None:
+        """Raise unless sequences may come and go.
+
+        Raises:
+            ValueError: If they may not.
+        """
+        check_int("slots", slots, 1)
+        check_int("fill", fill, 1)
+        if longest is not None:
+            check_int("longest", longest, 1)
+        policy = self.policy
+        if self.block is None:
+            raise ValueError(
+                "block=None: every token of this model sees all others, so that sequences of one "
+                "batch have to begin together; use generate, or a model causal over blocks"
+            )
+        if policy is None or not policy.is_local:
+            raise ValueError(
+                f"{policy!r}: sequences come and go beside others with a policy that goes by the "
+                "place of each alone; wrap the model with BlockCache() or FastDLLM(dual=True)"
+            )
 
     def _check_within(self, policy: Policy | None, sampler: Sampler) -> None:
         """Raise unless the model is causal over blocks, and a policy chooses rows of them.
@@ -500,10 +590,10 @@ class DiffusionLM(Loop):
         found, without = found.chunk(2)
         return without + (scale + 1) * (found - without)
 
-    def _encoded(self, prompts: Prompts) -> tuple[Tensor, Tensor | None]:
+    def _encoded(self, prompts: Prompts, longest: int = 0) -> tuple[Tensor, Tensor | None]:
         """Return prompts as tokens `[B, P]`, padded on the left, and which are no padding."""
         rows = tokens_of(prompts, self.tokenizer, self._size("vocab_size"))
-        longest = max(len(row) for row in rows)
+        longest = max([longest, *map(len, rows)])
         device = device_of_model(self.model)
         filler = 0 if self.mask_id else 1  # any token but the mask: nothing sees it
         padded = [[filler] * (longest - len(row)) + row for row in rows]

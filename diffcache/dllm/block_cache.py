@@ -63,6 +63,7 @@ class BlockCache(Policy):
   booktitle={International Conference on Learning Representations},
   year={2025}
 }"""  # noqa: E501
+    is_local: ClassVar[bool] = True
     block: int | None = None
 
     def __post_init__(self) -> None:
@@ -120,6 +121,8 @@ def within_blocks(state: State, plan: RowPlan) -> RowPlan:
 def _whole(row: RowState) -> range | None:
     """Return the rows that a sequence has to compute, None where its policy chooses."""
     begin = row.span.start
+    if not row.is_filled:
+        return range(row.final, row.final + row.fill)
     if row.leads:
         return range(min(row.final, begin - 1), begin)
     if row.known < row.span.stop or row.final < begin:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from diffcache.dllm.guided import Guide, Guided
 from diffcache.dllm.rows import RowPlan
@@ -329,6 +330,9 @@ class Decoding:
         """Return which positions of each sequence's block may be decided, bool `[B, n]`."""
         held = self.ids.gather(1, self._at)
         masks = held == self.mask_id
+        if not all(row.is_filled for row in self.rows):
+            filled = torch.tensor([row.is_filled for row in self.rows], device=masks.device)
+            masks = masks & filled[:, None]
         if any(row.leads for row in self.rows):
             leads = torch.tensor([row.leads for row in self.rows], device=masks.device)
             masks = masks & ~(leads[:, None] & (self._block > 0))
@@ -404,6 +408,36 @@ class Decoding:
         self._widen(row)
         return row
 
+    def place(self, number: int, prompt: list[int], fill: int = 0) -> None:
+        """Put a prompt in the place of a sequence that is done, in a model causal over blocks.
+
+        Args:
+            number: Number of the sequence.
+            prompt: Tokens of the prompt, no more than the columns before the answer.
+            fill: Most tokens of the prompt that a forward computes, so that others need not compute
+                as many rows along with them; 0 for all at once.
+        """
+        assert self.causal is not None
+        count, whole = len(prompt), len(prompt) + self.schedule.length
+        more = self.prompt - count + whole + -whole % self.causal - self.ids.shape[1]
+        pad = (0, max(more, 0))  # its last block may end later than all before
+        valid = torch.ones_like(self._before) if self.valid is None else self.valid
+        ids = functional.pad(self.ids, pad, value=self.mask_id)
+        ids[number] = self.mask_id
+        ids[number, : self.prompt] = 0 if self.mask_id else 1  # what nothing sees
+        start = self.prompt - count
+        ids[number, start : self.prompt] = ids.new_tensor(prompt)
+        self.ids, self.valid = ids, functional.pad(valid, pad, value=True)
+        self.valid[number] = torch.arange(ids.shape[1], device=ids.device) >= start
+        self._before, self._changed = ids != self.mask_id, functional.pad(self._changed, pad)
+        self._since = functional.pad(self._since, pad, value=-1)
+        self._changed[number], self._since[number] = False, -1
+        if self._order is not None:
+            self._order = functional.pad(self._order, pad)
+        self.rows[number] = replace(self._first(count), fill=fill - fill % self.causal)
+        self.valid_now = None
+        self._look()
+
     def _widen(self, row: RowState) -> None:
         """Let forwards reach as far as the place of a sequence asks for."""
         self.width = max(self.width, row.span.start if row.leads else row.span.stop)
@@ -415,10 +449,14 @@ class Decoding:
         left, new = after == self.mask_id, self._changed.gather(1, self._at)
         facts = torch.stack([left, ~before, new & ~before, new & before]).any(2)
         masks, had, decided, edited = facts.tolist()
-        self._check_goes_on(had, [not any_ for any_ in decided])
+        waits = [any_ and row.is_filled for any_, row in zip(had, self.rows, strict=True)]
+        self._check_goes_on(waits, [not any_ for any_ in decided])
         ended, rule = self._ended(), self.sampler.rule
         for number, row in enumerate(self.rows):
             if not row.is_active:
+                continue
+            if not row.is_filled:
+                self.rows[number] = replace(row, final=row.final + row.fill)
                 continue
             span, run = row.span, range(self.width) if plan.rows is None else plan.rows
             row = replace(  # a forward computes what was not computed as it stays

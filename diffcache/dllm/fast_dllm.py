@@ -42,6 +42,7 @@ class FastDLLM(Policy):
   journal={arXiv preprint arXiv:2505.22618},
   year={2025}
 }"""  # noqa: E501
+    is_local: ClassVar[bool] = True
 
     dual: bool = False
 

@@ -35,6 +35,7 @@ class FreeCache(Policy):
   journal={arXiv preprint arXiv:2505.21467},
   year={2025}
 }"""  # noqa: E501
+    is_local: ClassVar[bool] = True
 
     commit: bool = False
 

@@ -31,10 +31,13 @@ class Policy(Method):
     Attributes:
         schedule: Blocks and steps of an answer where nobody says.
         needs_order: Whether `plan` looks at the positions of the coming commit.
+        is_local: Whether the rows of a sequence depend on its own place alone, so that others may
+            come and go beside it.
     """
 
     counts_calls: ClassVar[bool] = True
     schedule: ClassVar[Schedule] = Schedule()
+    is_local: ClassVar[bool] = False
 
     @property
     def needs_order(self) -> bool:
@@ -55,6 +58,7 @@ class Uncached(Policy):
     """Compute every row at every step: decoding without a cache, through the cache's own paths."""
 
     name: ClassVar[str] = "uncached"
+    is_local: ClassVar[bool] = True
 
     def plan(self, state: State) -> RowPlan:
         """Return all rows."""

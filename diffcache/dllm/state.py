@@ -28,6 +28,8 @@ class RowState:
         leads: Whether the coming forward decides the first token of `span` alone, by the row before
             it, in a model whose rows predict the token after their own.
         edits: Forwards of the block since its last mask was decided.
+        fill: Most tokens of its prompt that one forward computes, whole blocks of attention; 0 for
+            all at once.
     """
 
     start: int
@@ -40,6 +42,12 @@ class RowState:
     known: int = 0
     leads: bool = False
     edits: int = 0
+    fill: int = 0
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether no forward is taken up by its prompt alone."""
+        return not 0 < self.fill < self.span.start - self.final
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,6 +31,7 @@ from diffcache.dllm import (
     WindowDiffusion,
 )
 from diffcache.pipelines.diffusion_lm import DiffusionLM
+from diffcache.targets import handle_of
 from tests.dllm.block_models import (
     FastDLLMConfig,
     FastDLLMForCausalLM,
@@ -418,6 +419,62 @@ def test_an_answer_ends_in_the_midst_of_a_block(policy: Policy | None) -> None:
         how = schedule(None, eos), Sampler(rule=Threshold(1.0))
         answer = DiffusionLM(model).generate([prompt], *how)
         assert answer.ids[0].tolist() == wanted and answer.forwards == len(texts)
+
+
+SERVED: dict[str, tuple[str, Policy, Sampler, int | None]] = {
+    "edits": ("llada2", BlockCache(), Sampler(rule=Dynamic(0.3, 0.25)), None),
+    "quota": ("sdar", BlockCache(), Sampler(), None),
+    "sub-blocks": ("fast-dllm", FastDLLM(dual=True), Sampler(rule=Threshold(0.2)), 4),
+    "all rows": ("llada2", Uncached(), Sampler(rule=Threshold(0.3)), None),
+}
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_prompts_that_take_turns_are_answered_as_alone(name: str) -> None:
+    """Three places for nine prompts of other lengths, some of which end early."""
+    code, policy, sampler, block = SERVED[name]
+    rows = prompts(13, 3, 16, 40, 1, 8, 27, 5, 33)
+    lm = DiffusionLM(diffcache.wrap(made(code), policy))
+    end = lm.generate([rows[0]], Schedule(20, block), sampler).ids[0, 6].item()
+    how = Schedule(20, block, eos_id=int(end)), sampler
+    alone = [lm.generate([row], *how) for row in rows]
+    lengths = {answer.forwards for answer in alone}
+    assert len(lengths) > 1  # some leave early
+    calls: list[int] = []
+    hook = lm.model.register_forward_hook(lambda *_: calls.append(1))
+    served = list(lm.serve(iter(rows), *how, slots=3, longest=40, fill=8))
+    hook.remove()
+    assert sorted(number for number, _ in served) == list(range(9))
+    for number, ids in served:
+        assert ids == alone[number].ids[0].tolist()
+    assert len(calls) < sum(answer.forwards for answer in alone) / 1.5
+    assert [number for number, _ in served] != list(range(9))
+    assert dict(lm.serve(rows, *how, slots=20)) == dict(served)
+
+
+def test_places_are_left_free_by_who_stops_early() -> None:
+    lm = DiffusionLM(diffcache.wrap(made("llada2"), BlockCache()))
+    handle, rows = handle_of(lm.model), prompts(13, 3, 16, 40)
+    answers = lm.serve(iter(rows), Schedule(8, None), slots=2, longest=40)
+    wanted = dict(lm.serve(rows, Schedule(8, None)))
+    number, ids = next(answers)
+    assert wanted[number] == ids and handle.held_bytes() > 0
+    answers.close()
+    assert handle.held_bytes() == 0 and list(lm.serve([])) == []
+    longer = lm.serve(iter([*rows, [1] * 41]), Schedule(8, None), slots=2, longest=40)
+    with pytest.raises(ValueError, match="number 4 has 41 tokens where longest=40"):
+        list(longer)
+    assert handle.held_bytes() == 0 and dict(lm.serve(rows, Schedule(8, None))) == wanted
+    for other, policy, said in (
+        (
+            DiffusionLM(bidirectional()),
+            Uncached(),
+            "block=None: every token of this model sees all",
+        ),
+        (DiffusionLM(made("sdar")), WindowDiffusion(), "WindowDiffusion.*: sequences come and go"),
+    ):
+        with diffcache.wrapped(other, policy), pytest.raises(ValueError, match=said):
+            next(other.serve(rows))
 
 
 def test_what_is_edited_settles_with_its_block() -> None:

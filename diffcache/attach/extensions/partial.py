@@ -247,23 +247,25 @@ class Partial(Extension):
                 run.storage[self] = held
         else:
             if held is not None and getattr(plan, "block", None) is not None:
-                self._widen(held, ids, valid)
+                self._adapt(held, ids, valid)
             check_held(self.model, held, ids, valid)
         return replace(call, args=(), kwargs=self.begin(call, plan, held, given))
 
-    def _widen(self, held: Held[Any], ids: Tensor, valid: Tensor | None) -> None:
-        """Make room for text that grew, where attention is causal over blocks."""
-        (batch, width), padding = held.shape, held.mask
-        if held.shape[0] != len(ids) or width >= ids.shape[1]:
-            return
-        before = None if valid is None else valid[:, :width]
-        check_held(self.model, held, ids[:, :width], before)
-        held.shape = batch, ids.shape[1]
-        for layer in held.layers:
-            layer.widen(ids.shape[1])
-        held.positions, mask = places_of(ids, valid, self.first)
-        held.mask = mask if padding is not None else None
-        held.mark = mark_of(valid)
+    def _adapt(self, held: Held[Any], ids: Tensor, valid: Tensor | None) -> None:
+        """Make room for text that grew or was replaced, where attention is causal over blocks.
+
+        The plan has to compute all of a block before anything sees it.
+        """
+        batch, width = ids.shape
+        if held.shape[0] == batch and held.shape[1] < width:
+            held.shape = batch, width
+            for layer in held.layers:
+                layer.widen(width)
+            held.positions, held.mask = places_of(ids, valid, self.first)
+            held.mark = mark_of(valid)
+        elif valid is not held.mark[0]:
+            held.positions, held.mask = places_of(ids, valid, self.first)
+            held.mark = mark_of(valid)
 
     @abstractmethod
     def is_whole(self, plan: Any) -> bool:
