@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from diffcache.registry import places
 
 if TYPE_CHECKING:
-    from diffcache.kv.codec.bitstream import choose_level as choose_level
     from diffcache.kv.hf import ask as ask
     from diffcache.kv.hf import cache_for as cache_for
     from diffcache.kv.hf import caching as caching
@@ -60,7 +59,6 @@ for _module, _names in {
     "reuse.cachecraft": ("chunks_of",),
     "hf.documents": ("Documents",),
     "reuse.piece": ("Piece", "cut", "joined", "lay_out"),
-    "codec.bitstream": ("choose_level",),
 }.items():
     _LATER |= dict.fromkeys(_names, f"{__name__}.{_module}")
 

@@ -24,7 +24,7 @@ from diffcache.kv.learn import epicache as blockwise
 from diffcache.kv.learn import razor
 from diffcache.kv.learn.label_channels import LabelCalibration
 from diffcache.kv.learn.prefixkv import layer_shares
-from diffcache.kv.life.episodes import prefill_by_blocks
+from diffcache.kv.life.on_request import prefill_by_blocks
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import compresskv as compresskv_recipe
 from diffcache.kv.recipes.eviction import epicache as epicache_recipe

@@ -18,7 +18,7 @@ from diffcache.foreign import with_cache
 from diffcache.kv.attend import Query
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.layer import KVLayer
-from diffcache.kv.life.episodes import compress_by_probe
+from diffcache.kv.life.on_request import compress_by_probe
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.retrieve import Retriever
 from diffcache.kv.score.probe import Asked

@@ -28,7 +28,6 @@ def test_every_recipe_and_door_is_there_and_nothing_else() -> None:
         "Documents",
         "PrefixTree",
         "time_to_live",
-        "choose_level",
     }
     doors |= {"choose", "Piece", "chunks_of", "cut", "joined", "lay_out", *rows_of("reuse")}
     assert set(dir(kv)) == set(kv.__all__) == doors | set(kv.recipe_names())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from diffcache.foreign import device_of_model, with_cache
 from diffcache.kv.hf.cache import KVCache, Recipes, cache_for
-from diffcache.kv.life.episodes import OnRequest, compress_by_probe
+from diffcache.kv.life.on_request import OnRequest, compress_by_probe
 from diffcache.kv.score.probe import Asked
 
 _REPEAT = "\n\nRepeat the text above:\n"

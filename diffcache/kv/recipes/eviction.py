@@ -15,7 +15,7 @@ from diffcache.kv.budgets.layers import (
     Pyramid,
     Scheduled,
 )
-from diffcache.kv.life.episodes import AfterProbe
+from diffcache.kv.life.on_request import AfterProbe
 from diffcache.kv.plan import FixedSlot, Planner, RecentShare, TopK, TwoStage, Windows
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.score.attention import Groups, LastQuery, Mass, Pooling, Window, WindowVariance
@@ -445,8 +445,8 @@ def epicache(
     """Keep what a text that is typical of an episode attends to, when asked to.
 
     Nothing is dropped by itself, and going on without is refused:
-    `diffcache.kv.life.episodes.prefill_by_blocks` reads a conversation block by block and drops
-    after each, and `Library` keeps a cache for each episode.
+    `diffcache.kv.life.on_request.prefill_by_blocks` reads a conversation block by block and drops
+    after each. Grouping a conversation into episodes, each with its text, is the caller's.
 
     Args:
         budget: Slots of a row in the average layer, or a share of the tokens it has seen.
@@ -468,8 +468,8 @@ def kvzip(budget: Size = 0.3, *, floor: float = 0.0, sinks: int = 4) -> Recipe:
     """Keep what is needed to repeat the prompt, when asked to.
 
     Nothing is dropped by itself, and going on without is refused:
-    `diffcache.kv.life.episodes.compress_by_probe` runs the prompt once more on a fork and drops by
-    what it attended to.
+    `diffcache.kv.life.on_request.compress_by_probe` runs the prompt once more on a fork and drops
+    by what it attended to.
 
     Args:
         budget: Slots of the average head of a layer, or a share of the tokens it has seen.

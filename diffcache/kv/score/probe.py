@@ -41,7 +41,7 @@ class MaxAttention(Score):
 class Asked(Score):
     """The score that a probe left behind; ordinary queries are not looked at.
 
-    See `diffcache.kv.life.episodes.compress_by_probe`.
+    See `diffcache.kv.life.on_request.compress_by_probe`.
 
     Reference: KVzip, arXiv 2505.23416; EpiCache, arXiv 2509.17396.
     """
@@ -55,6 +55,6 @@ class Asked(Score):
         if PROBE not in seen.stats:
             raise ValueError(
                 "this recipe scores slots by a probe, and none was asked: compress with "
-                "diffcache.kv.life.episodes.compress_by_probe"
+                "diffcache.kv.life.on_request.compress_by_probe"
             )
         return seen.stats[PROBE]

@@ -21,12 +21,13 @@ from diffcache.files import read_json
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.catalog import reference
 from diffcache.registry import rows_of
+from diffcache.run_report import human
 
 Row = Mapping[str, Any]
 PAGE = Path("docs/kv.md")
 DERIVED = "test_official_"  # and the name of a recipe
 RECORD, TIMES, TOKENS, FLAT = "kv-recall.json", "kv.json", "decode.json", "capacity.json"
-TEXTS = "kv-smollm2.json"
+TEXTS, REUSED = "kv-smollm2.json", "kv-reuse.json"
 METHODS = "## Methods\n"  # what stands before is written by hand, but for what stands between:
 HALF, USE = "## Half the memory\n", "## Use\n"
 ABOUT_HALF = 0.55  # half of the slots, and the positions and statistics beside them
@@ -56,16 +57,19 @@ HELD = (
 # Caches of the table of tokens -> what takes their time where they miss their aim.
 SLOW: Mapping[str, str] = {
     "streaming_llm 25 %": "the first keys are turned anew in every layer",
+    "h2o 25 %": "the attention to every slot is taken a second time, to be added up",
+    "tova 25 %": "the attention to every slot is taken a second time, to be ranked",
     "quest 256": "the first two layers read everything; choosing takes many small operations",
     "tidal_decode 256": "the two layers that choose and the two before them read everything",
     "kivi 2": "all codes are decoded at every token, which wants a fused kernel",
     "kivi 4": "all codes are decoded at every token, which wants a fused kernel",
     "kivi 4 + quest 256": "the first two layers decode everything; values are coded one by one",
-    "xkv": "the whole prefix is multiplied by its basis at every token, in float64, so that the "
-    "numbers do not depend on how many tokens are decoded at once",
-    "shadowkv 512": "each head multiplied the joint basis for the slots that any head chose; since "
-    "then its own part",
+    "xkv": "keys and values of all tokens are multiplied by their bases at every token, in "
+    "float64, so that they do not depend on how many are decoded at once, and keys are rotated",
+    "shadowkv 512": "keys of the chosen slots are multiplied by their basis in float64; "
+    "landmarks are brought up to date at every token",
     "gear 2": "all codes, outliers and residuals are put together at every token",
+    "mustafar": "all values are put in their places behind the bitmap at every token",
     "rotatekv 4": "the whole prefix is decoded, transformed back and rotated at every token",
 }
 # Presses that are called otherwise here, and what else our word says.
@@ -102,6 +106,8 @@ def page(directory: Path = ROOT) -> str:
         place = family[0].place.partition(":")[0]
         parts.append("\n".join([f"### {title}\n\n`{place}`\n", *lines]))
     parts += [results(record), ""] if record else []
+    again = read_json(directory / "assets" / "bench" / REUSED)
+    parts += [reused(again)] if again else []
     parts += [seconds(tokens)] if tokens else []
     parts += [capacity(flat)] if flat else []
     parts += [timing(times)] if times else []
@@ -313,6 +319,39 @@ def seconds(record: Mapping[str, Any]) -> str:
                      f"{row['share']:.1%}", f"{row['prefill_ratio']:.2f}", slow])  # fmt: skip
     heads = ["cache", "ms a token", "of DynamicCache", "aim", "bytes", "prefill", ""]
     return "\n".join(["## A generated token\n", about, "", *table(heads, rows), ""])
+
+
+def reused(record: Mapping[str, Any]) -> str:
+    """Return the table of answers about documents that were read before."""
+    shapes = record["shapes"]
+    about = (
+        f"`diffcache kv reuse` on SmolLM2-135M-Instruct ({record['dtype']}): {shapes['requests']} "
+        f"prompts of {shapes['documents']} documents of {shapes['length']} tokens of Python's "
+        f"reference, in an order of their own, out of {shapes['documents'] + 2} that were read in "
+        f"other prompts, and {shapes['questions']} questions behind each about numbers hidden in "
+        "the documents. Times are CPU seconds by those of full recomputation of the same prompt "
+        "(`DynamicCache`, sdpa), in turn: median and quartiles. First token: that of the first "
+        "question; with `hydragen` all questions are asked at once. All: to the end of the last "
+        "answer. Computed: share of the prompt before its question. `prefix` and `hydragen` are "
+        "exact; where documents change their order, few prompts begin alike. What attends over "
+        "slots costs more than sdpa where nearly all of a prompt is computed. Intervals of 95 %, "
+        f"of {shapes['requests']} prompts; {record['threads']} thread, {record['device']}, load "
+        f"average {record['load']:.0f}; measured at {record['commit']} with "
+        f"`{record['command']}`."
+    )
+    lines = []
+    for row in record["rows"]:
+        first, every = (
+            "{median:.2f} ({q1:.2f} to {q3:.2f})".format(**row[key])
+            for key in ("first_ratio", "all_ratio")
+        )
+        change = "" if row["change"] is None else _share(row["change"], "+")
+        lines.append([
+            f"`{row['name']}`", first, every, _share(row["answers"]), change,
+            f"{row['computed']:.0%}", human(row["bytes"], "B"),
+        ])  # fmt: skip
+    heads = ["method", "first token", "all", "answered", "change", "computed", "bytes held"]
+    return "\n".join(["## Documents that were read before\n", about, "", *table(heads, lines), ""])
 
 
 def capacity(record: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffcache.kv.codec.bitstream import BitstreamError, CacheGen, Tables, choose_level
+from diffcache.kv.codec.bitstream import BitstreamError, CacheGen, Tables
 
 torch.set_num_threads(1)
 L, H, D = 3, 2, 8
@@ -152,19 +152,6 @@ def test_damaged_chunks_are_refused(codec: CacheGen) -> None:
             codec.decode([bytes(changed)], tables)
     with pytest.raises(BitstreamError, match="nothing to decode"):
         codec.decode([], tables)
-
-
-def test_the_level_is_the_finest_in_time() -> None:
-    sizes = [[400, 400], [200, 200], [100, 100]]
-    assert choose_level(sizes, 100.0, 8.0) == 0
-    assert choose_level(sizes, 100.0, 7.9) == 1
-    assert choose_level(sizes, 100.0, 2.0) == 2
-    assert choose_level(sizes, 100.0, 0.5) == 2
-    assert choose_level(sizes, 100.0, 7.9, compute_seconds=7.0) is None
-    assert choose_level(sizes, 100.0, 1.0, compute_seconds=1.5) is None
-    assert choose_level(sizes, 100.0, 1.0, compute_seconds=3.0) == 2
-    with pytest.raises(ValueError, match="bandwidth above 0"):
-        choose_level(sizes, 0.0, 1.0)
 
 
 def test_bad_settings_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from diffcache.kv.attend import Query
 from diffcache.kv.budget import Budget, Uniform
-from diffcache.kv.life.episodes import OnRequest
+from diffcache.kv.life.on_request import OnRequest
 from diffcache.kv.observe import Observation
 from diffcache.kv.plan import TopK
 from diffcache.kv.recipe import Recipe

@@ -1,4 +1,4 @@
-"""Episodes of a conversation: clusters, routing, and caches compressed by probes."""
+"""Caches that are compressed by probes, when they are asked to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
-from diffcache.kv.life.episodes import Library, compress_by_probe, find_episodes, prefill_by_blocks
+from diffcache.kv.life.on_request import compress_by_probe, prefill_by_blocks
 from diffcache.kv.recipes.eviction import epicache, kvzip, snapkv
 from diffcache.kv.score.probe import Asked
 from tests.kv.tiny import GREEDY, llama, prompts, row
@@ -19,44 +19,6 @@ from tests.kv.tiny import GREEDY, llama, prompts, row
 @pytest.fixture(scope="module")
 def exact() -> Any:
     return llama().double()
-
-
-def test_episodes_are_the_clusters_there_are() -> None:
-    generator = torch.Generator().manual_seed(0)
-    centers = torch.eye(3, 8) * 10
-    truth = torch.tensor([0, 1, 2, 1, 0, 2, 2, 1, 0, 0])
-    points = centers[truth] + torch.randn(10, 8, generator=generator) * 0.3
-    for seed in range(5):
-        found = find_episodes(points, 3, seed=seed)
-        assert bool(((found.labels[:, None] == found.labels) == (truth[:, None] == truth)).all())
-        for episode in range(3):
-            mine = (found.labels == episode).nonzero()[:, 0]
-            mean = points[mine].mean(0)
-            torch.testing.assert_close(found.centroids[episode], mean)
-            alike = torch.nn.functional.cosine_similarity(points[mine], mean[None])
-            assert int(found.medoids[episode]) == int(mine[alike.argmax()])
-    one = find_episodes(points[:1].repeat(4, 1), 3)
-    assert bool(one.centroids.isfinite().all())
-    assert sorted(find_episodes(points, 10).labels.tolist()) == list(range(10))
-    with pytest.raises(ValueError, match="count=11"):
-        find_episodes(points, 11)
-
-
-def test_questions_find_their_episode() -> None:
-    library: Library[str] = Library(torch.eye(3))
-    with pytest.raises(ValueError, match="no episode"):
-        library.find(torch.ones(3))
-    library.put(0, "zero")
-    library.put(2, "two")
-    assert len(library) == 2
-    assert library.find(torch.tensor([0.9, 5.0, 0.1])) == "zero"  # episode 1 has no cache
-    assert library.route(torch.tensor([0.0, 0.0, 0.1])) == 2
-    with pytest.raises(ValueError, match="episode=3"):
-        library.put(3, "three")
-    with pytest.raises(ValueError, match=r"question=\[2\]"):
-        library.find(torch.ones(2))
-    with pytest.raises(ValueError, match="at least one"):
-        Library(torch.zeros(0, 3))
 
 
 def forward(model: Any) -> Callable[[Tensor, KVCache], object]:
