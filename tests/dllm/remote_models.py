@@ -1,9 +1,15 @@
-"""Small models with the module names, signatures and habits of LLaDA's and Dream's own code.
+"""Small models with the module names, signatures and habits of code that comes with checkpoints.
 
-Both call torch's fused attention themselves. LLaDA has no attention modules, takes no positions,
-counts the rows it is given, and calls no `post_init`; Dream hands its mask on to attention as it
-is, and looks up a rotary embedding that transformers 5 has no more. One file, so that a test can
-put it beside a checkpoint.
+LLaDA and Dream call torch's fused attention themselves. LLaDA has no attention modules, takes no
+positions, counts the rows it is given, and calls no `post_init`; Dream hands its mask on to
+attention as it is, and looks up a rotary embedding that transformers 5 has no more. One file, so
+that a test can put it beside a checkpoint.
+
+LLaDA2, SDAR and Fast-dLLM v2 are causal over blocks, and here Dream's layers but for attention.
+LLaDA2 projects queries, keys and values at once, rotates half of their channels, sends tokens to
+experts, and names its attention function as transformers 4 did; SDAR normalizes queries and keys,
+and asks for a mask; both are given that of blocks. Fast-dLLM v2 makes it, by an argument of its
+forward, and takes `sdpa` whatever it is told.
 """
 
 from __future__ import annotations
@@ -16,6 +22,7 @@ from torch.nn import functional
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast, MaskedLMOutput
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import rotate_half as halves_turned
 
 
@@ -205,6 +212,8 @@ class DreamRotaryEmbedding(nn.Module):
 
     def reset_parameters(self) -> None:
         frequencies, self.attention_scaling = self.rope_init_fn(self.config, None)
+        if self.config.model_type == "llada2_moe":
+            frequencies = frequencies[::2]  # those of half as many channels
         self.register_buffer("inv_freq", frequencies, persistent=False)
 
     @torch.no_grad()
@@ -214,7 +223,16 @@ class DreamRotaryEmbedding(nn.Module):
         return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
 
+def rotated(x: Tensor, tables: Any) -> Tensor:
+    cos, sin = (table.unsqueeze(1) for table in tables)
+    turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    turned = turned * cos + halves_turned(turned) * sin
+    return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
+
+
 class DreamSdpaAttention(nn.Module):
+    has_bias = True
+
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
         self.config, self.layer_idx, self.is_causal = config, layer_idx, False
@@ -222,11 +240,16 @@ class DreamSdpaAttention(nn.Module):
         self.head_dim = width // self.num_heads
         self.num_key_value_groups = self.num_heads // config.num_key_value_heads
         shared = config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(width, width, bias=True)
-        self.k_proj = nn.Linear(width, shared, bias=True)
-        self.v_proj = nn.Linear(width, shared, bias=True)
+        self.q_proj = nn.Linear(width, width, bias=self.has_bias)
+        self.k_proj = nn.Linear(width, shared, bias=self.has_bias)
+        self.v_proj = nn.Linear(width, shared, bias=self.has_bias)
         self.o_proj = nn.Linear(width, width, bias=False)
         self.rotary_emb = DreamRotaryEmbedding(config)
+
+    def projected(self, hidden_states: Tensor, position_embeddings: Any) -> list[Tensor]:
+        parts = [project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj)]
+        q, k, v = (x.unflatten(2, (-1, self.head_dim)).transpose(1, 2) for x in parts)
+        return [rotated(q, position_embeddings), rotated(k, position_embeddings), v]
 
     def forward(
         self,
@@ -238,12 +261,7 @@ class DreamSdpaAttention(nn.Module):
         use_cache: bool = False,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, None, Any]:
-        q, k, v = (
-            project(hidden_states).unflatten(2, (-1, self.head_dim)).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        cos, sin = (x.unsqueeze(1) for x in position_embeddings)
-        q, k = (x * cos + halves_turned(x) * sin for x in (q, k))
+        q, k, v = self.projected(hidden_states, position_embeddings)
         k, v = (
             x[:, :, None].expand(-1, -1, self.num_key_value_groups, -1, -1).flatten(1, 2)
             for x in (k, v)
@@ -269,7 +287,8 @@ class DreamMLP(nn.Module):
 class DreamDecoderLayer(nn.Module):
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
-        self.self_attn, self.mlp = DreamSdpaAttention(config, layer_idx), DreamMLP(config)
+        self.self_attn = ATTENTIONS[config.model_type](config, layer_idx)
+        self.mlp = DreamMLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -352,3 +371,146 @@ class DreamModel(DreamPreTrainedModel):
     ) -> MaskedLMOutput:
         hidden_states = self.model(input_ids, attention_mask, position_ids)
         return MaskedLMOutput(logits=self.lm_head(hidden_states[:, -num_logits_to_keep:]))
+
+
+# causal over blocks ------------------------------------------------------------------------------
+
+
+class LLaDA2MoeConfig(DreamConfig):
+    model_type = "llada2_moe"
+
+    def __init__(self, **settings: Any) -> None:
+        more = {"block_length": 8, "num_experts": 4, "num_experts_per_tok": 2}
+        super().__init__(**{**more, **settings})
+
+
+class SDARConfig(DreamConfig):
+    model_type = "sdar"
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"block_size": 8, **settings})
+
+
+class FastDLLMConfig(DreamConfig):
+    model_type = "Fast_dLLM_Qwen"
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"bd_size": 8, **settings})
+
+
+class LLaDA2MoeAttention(nn.Module):
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__()
+        self.config, self.layer_idx, self.is_causal = config, layer_idx, False
+        self.head_dim = config.hidden_size // config.num_attention_heads
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        heads = config.num_attention_heads + 2 * config.num_key_value_heads
+        self.query_key_value = nn.Linear(config.hidden_size, heads * self.head_dim, bias=False)
+        self.query_layernorm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.key_layernorm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor, position_embeddings: Any, **_: Any
+    ) -> tuple[Tensor, None, None]:
+        mixed = self.query_key_value(hidden_states).unflatten(2, (-1, self.head_dim))
+        shared = self.config.num_key_value_heads
+        heads = [mixed.shape[2] - 2 * shared, shared, shared]
+        q, k, v = (x.transpose(1, 2) for x in mixed.split(heads, dim=2))
+        q = rotated(self.query_layernorm(q), position_embeddings)
+        k = rotated(self.key_layernorm(k), position_embeddings)
+        mask = None if attention_mask.dim() == 2 else attention_mask  # without padding
+        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        out, _ = attend(self, q, k, v, mask, dropout=0.0, scaling=self.head_dim**-0.5)
+        return self.dense(out.flatten(2)), None, None
+
+
+class SDARAttention(DreamSdpaAttention):
+    has_bias = False
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor, position_embeddings: Any, **_: Any
+    ) -> tuple[Tensor, None, None]:
+        parts = [project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj)]
+        q, k, v = (x.unflatten(2, (-1, self.head_dim)) for x in parts)
+        q, k, v = (x.transpose(1, 2) for x in (self.q_norm(q), self.k_norm(k), v))
+        attention_mask = attention_mask.bool()
+        torch.all(attention_mask)  # whether flash attention would do
+        out = functional.scaled_dot_product_attention(
+            query=rotated(q, position_embeddings), key=rotated(k, position_embeddings), value=v,
+            attn_mask=attention_mask, is_causal=False, scale=self.head_dim**-0.5, enable_gqa=True,
+        )  # fmt: skip
+        return self.o_proj(out.transpose(1, 2).flatten(2)), None, None
+
+
+class FastDLLMAttention(DreamSdpaAttention):
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Any, position_embeddings: Any, **_: Any
+    ) -> tuple[Tensor, None, None]:
+        q, k, v = self.projected(hidden_states, position_embeddings)
+        out, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](
+            self, q, k, v, attention_mask, is_causal=False, dropout=0.0,
+            scaling=self.head_dim**-0.5,
+        )  # fmt: skip
+        return self.o_proj(out.flatten(2).contiguous()), None, None
+
+
+ATTENTIONS = {
+    "Dream": DreamSdpaAttention, "llada2_moe": LLaDA2MoeAttention, "sdar": SDARAttention,
+    "Fast_dLLM_Qwen": FastDLLMAttention,
+}  # fmt: skip
+
+
+class LLaDA2MoeSparseMoeBlock(nn.Module):
+    """Sends each token to two experts by sigmoid scores, and adds one that all share."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.count = config.num_experts_per_tok
+        self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.experts = nn.ModuleList(DreamMLP(config) for _ in range(config.num_experts))
+        self.shared_experts = DreamMLP(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = self.gate(x).sigmoid()
+        weights, chosen = scores.topk(self.count, dim=-1)
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        dense = torch.zeros_like(scores).scatter(-1, chosen, weights)
+        out = self.shared_experts(x)
+        for number, expert in enumerate(self.experts):
+            out = out + expert(x) * dense[..., number : number + 1]
+        return out
+
+
+class LLaDA2MoeModelLM(DreamModel):
+    config_class = LLaDA2MoeConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        for layer in list(self.model.layers)[1:]:
+            layer.mlp = LLaDA2MoeSparseMoeBlock(config)
+
+
+class SDARForCausalLM(DreamModel):
+    config_class = SDARConfig
+
+
+class FastDLLMForCausalLM(DreamModel):
+    config_class = FastDLLMConfig
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = None,
+        block_size: int = 32,
+    ) -> MaskedLMOutput:
+        number = torch.arange(input_ids.shape[1], device=input_ids.device) // block_size
+        return super().forward(input_ids, number[:, None] >= number, position_ids)

@@ -32,34 +32,12 @@ from diffcache.dllm import (
 )
 from diffcache.pipelines.diffusion_lm import DiffusionLM
 from diffcache.targets import handle_of
-from tests.dllm.block_models import (
-    FastDLLMConfig,
-    FastDLLMForCausalLM,
-    LLaDA2MoeConfig,
-    LLaDA2MoeModelLM,
-    SDARConfig,
-    SDARForCausalLM,
-)
+from tests.dllm.remote_models import LLaDA2MoeModelLM
+from tests.dllm.test_remote import made
 from tests.dllm.toys import MASK, bidirectional, by_hand, prompts
 
 BLOCK, LENGTH = 8, 19
-CODES: dict[str, Any] = {
-    "llada2": (LLaDA2MoeModelLM, LLaDA2MoeConfig), "sdar": (SDARForCausalLM, SDARConfig),
-    "fast-dllm": (FastDLLMForCausalLM, FastDLLMConfig),
-}  # fmt: skip
 Call = Callable[[list[int]], Tensor]  # the logits of a text, [T, V]
-
-
-def made(name: str, dtype: torch.dtype = torch.float64, **settings: Any) -> Any:
-    """Return a model whose tokens depend on each other strongly."""
-    model_class, config_class = CODES[name]
-    model = model_class._from_config(config_class(**settings), attn_implementation="sdpa")
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(noise * 0.3 if parameter.dim() == 2 else 1 + noise * 0.1)
-    return model.to(dtype).eval()
 
 
 def blocks_of(width: int, length: int = BLOCK) -> Tensor:

@@ -40,7 +40,6 @@ from tests.dllm.cases import (
     model,
     traced,
 )
-from tests.dllm.test_block_causal import made as block_model
 from tests.dllm.test_remote import alone, made
 from tests.dllm.toys import LAYERS, bidirectional, prompts, trace
 
@@ -232,14 +231,12 @@ DOORS = {
         plain=lambda model, ids: alone(model, ids, None),
     ),
     "finished blocks": Door(
-        partial(block_model, "llada2"),
+        partial(made, "llada2"),
         BlockCache(),
         schedule=Schedule(16, None),
         plain=lambda model, ids: model(ids, torch.ones_like(ids)).logits,
     ),
-    "sub-blocks": Door(
-        partial(block_model, "fast-dllm"), FastDLLM(dual=True), schedule=Schedule(16, 4)
-    ),
+    "sub-blocks": Door(partial(made, "fast-dllm"), FastDLLM(dual=True), schedule=Schedule(16, 4)),
 }
 
 

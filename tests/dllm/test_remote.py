@@ -44,7 +44,12 @@ from tests.dllm.toys import LAYERS, MASK, bidirectional, padded, prompts, trace
 NAMES = ("llada", "dream")
 LENGTHS = (9, 5)
 SCHEDULE = Schedule(8, 4)
-CODES = {"llada": (LLaDAModelLM, LLaDAConfig), "dream": (DreamModel, DreamConfig)}
+CODES = {
+    "llada": (LLaDAModelLM, LLaDAConfig), "dream": (DreamModel, DreamConfig),
+    "llada2": (remote_models.LLaDA2MoeModelLM, remote_models.LLaDA2MoeConfig),
+    "sdar": (remote_models.SDARForCausalLM, remote_models.SDARConfig),
+    "fast-dllm": (remote_models.FastDLLMForCausalLM, remote_models.FastDLLMConfig),
+}  # fmt: skip
 POLICIES: dict[str, Policy] = {
     "decode": DKVCache(every=3), "pd": DKVCache("pd", every=3), "dual": FastDLLM(dual=True),
     "free": FreeCache(commit=True), "elastic": ElasticCache(0.97, track=2), "d2": D2Cache(3, 2.0),
