@@ -473,8 +473,9 @@ class Decoding:
             else:
                 row = replace(row, edits=row.edits + 1)
                 done = not edited[number] or row.edits > rule.post_steps
-                if isinstance(run, range) and run[0] <= span.start and span[-1] <= run[-1]:
-                    row = replace(row, final=row.final if edited[number] else span.stop)
+                is_whole = isinstance(run, range) and run[0] <= span.start and span[-1] <= run[-1]
+                if is_whole and row.stop == span.stop and not edited[number]:
+                    row = replace(row, final=span.stop)  # looked at as it stays
             if ended[number] or (done and row.stop >= self.prompt + self.schedule.length):
                 self.rows[number] = replace(row, is_active=False)
                 self._fill(number)

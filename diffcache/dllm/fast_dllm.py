@@ -54,17 +54,17 @@ class FastDLLM(Policy):
         waiting = self._waiting(state)
 
         def run_of(row: RowState) -> range:
-            if row.step == 0 or row in waiting:
+            if row.step == 0 or id(row) in waiting:
                 return range(state.width)
             return range(row.start, row.stop if self.dual else state.width)
 
         return state.runs(run_of)
 
-    def _waiting(self, state: State) -> list[RowState]:
-        """Return the sequences whose block waits for the row before it, in blocks of attention."""
-        rows = [row for row in state.rows if row.span and not row.leads]
-        if not (state.shift and self.dual and rows):
-            return []
-        starts = torch.tensor([[row.start] for row in rows], device=state.ids.device)
-        masks = ~state.decided.gather(1, starts)  # the host waits
-        return [row for row, (is_mask,) in zip(rows, masks.tolist(), strict=True) if is_mask]
+    def _waiting(self, state: State) -> set[int]:
+        """Return which sequences' blocks wait for the row before them, in blocks of attention."""
+        if not (state.shift and self.dual and any(row.span for row in state.rows)):
+            return set()
+        starts = [[min(row.start, state.width - 1)] for row in state.rows]  # one that leads is out
+        at = torch.tensor(starts, device=state.ids.device)
+        masks = (~state.decided.gather(1, at)).tolist()  # the host waits
+        return {id(row) for row, (is_mask,) in zip(state.rows, masks, strict=True) if is_mask}

@@ -361,7 +361,7 @@ BATCH: dict[str, tuple[str, Policy | None, Sampler, int | None]] = {
     "blocks, by quota": ("sdar", BlockCache(), Sampler(), None),
     "decode": ("sdar", DKVCache(every=3), Sampler(rule=Threshold(0.3)), None),
     "window": ("llada2", WindowDiffusion(4, 3), Sampler(rule=Threshold(0.3)), None),
-    "dual": ("fast-dllm", FastDLLM(dual=True), Sampler(rule=Threshold(0.2)), 4),
+    "dual": ("fast-dllm", FastDLLM(dual=True), Sampler(rule=Threshold(0.5)), 4),
     "blocks, shifted": ("fast-dllm", BlockCache(), Sampler(rule=Threshold(0.2)), None),
 }
 
@@ -370,7 +370,7 @@ BATCH: dict[str, tuple[str, Policy | None, Sampler, int | None]] = {
 def test_a_batch_of_different_lengths_is_its_prompts_alone(name: str) -> None:
     """Each has blocks of its own, and some end early, in the midst of one."""
     code, policy, sampler, block = BATCH[name]
-    model, rows = made(code), prompts(13, 3, 16)
+    model, rows = made(code), prompts(7, 15, 3, 16)  # the first two at one place in their blocks
     if policy is not None:
         diffcache.wrap(model, policy)
     lm = DiffusionLM(model)
@@ -382,6 +382,16 @@ def test_a_batch_of_different_lengths_is_its_prompts_alone(name: str) -> None:
         assert together.ids.tolist() == [answer.ids[0].tolist() for answer in alone]
         assert together.forwards == max(answer.forwards for answer in alone)
     assert alone[0].forwards < together.forwards or alone[0].ids.tolist() != [free[0]]
+
+
+@pytest.mark.parametrize("name", ["llada2", "fast-dllm"])
+def test_a_block_that_later_sub_blocks_change_is_not_as_it_stays(name: str) -> None:
+    model, answers = made(name), []
+    for policy in (Uncached(), BlockCache()):
+        with diffcache.wrapped(model, policy):
+            sampler = Sampler(rule=Dynamic(0.4, 0.25))
+            answers.append(DiffusionLM(model).generate(prompts(42), Schedule(24, 4), sampler))
+    assert torch.equal(answers[0].ids, answers[1].ids) and answers[1].rows < answers[0].rows
 
 
 @pytest.mark.parametrize("policy", [None, Uncached(), BlockCache()], ids=repr)
