@@ -1,4 +1,4 @@
-"""Find the denoisers of a pipeline and what is attached to them, and check that they are free."""
+"""Find the denoisers of a pipeline and their attachments, and check that they are free."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def _read(path: str | os.PathLike[str], parts: tuple[str, ...]) -> Mapping[str, 
 
 
 def _unwrapped(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights without what training wrapped around their names."""
+    """Return weights without the prefixes that training put before their names."""
     found = {}
     for name, value in weights.items():
         for prefix in PREFIXES:

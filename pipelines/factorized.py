@@ -21,7 +21,7 @@ _TIME_WIDTH = 256
 
 
 class Attention(nn.Module):
-    """Queries, keys and values of tokens, and what is made of the heads' answers."""
+    """Queries, keys and values of tokens, and the projection of the heads' outputs."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ def feed_forward(
 
 
 def modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-    """Return normed tokens, scaled and shifted by what the timestep says."""
+    """Return normed tokens, scaled and shifted by the timestep's modulation."""
     return x * (1 + scale) + shift
 
 

@@ -53,7 +53,7 @@ def load_language_model(
 
 @contextmanager
 def _earlier_transformers(code: Any) -> Iterator[None]:
-    """Lend a class of models what it expects of transformers 4.
+    """Lend a class of models the members of transformers 4 that it expects.
 
     Args:
         code: The class.
@@ -86,7 +86,7 @@ def _earlier_transformers(code: Any) -> Iterator[None]:
 
 
 def _frequencies(config: Any, device: Any = None, **_: Any) -> tuple[Tensor, float]:
-    """Return the frequencies of a plain rotary embedding, `[D / 2]`, and what scales it."""
+    """Return the frequencies of a plain rotary embedding, `[D / 2]`, and its scale."""
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     powers = torch.arange(0, size, 2, dtype=torch.int64).to(device=device, dtype=torch.float)
     return 1.0 / (config.rope_theta ** (powers / size)), 1.0

@@ -81,7 +81,7 @@ class Loading:
         }
 
     def check(self, model: str, device: torch.device) -> None:
-        """Check what can be checked before anything is read.
+        """Check the arguments before any file is read.
 
         Args:
             model: Model that the command line names.
@@ -227,7 +227,7 @@ def load(
 
 
 def identity_of(loading: Loading) -> dict[str, Any]:
-    """Return what changes when a pipeline is loaded otherwise, with the content of adapters."""
+    """Return a key of how a pipeline is loaded, with the content of adapters."""
     known = loading.changes
     sums = {}
     for source, _ in map(_adapter, loading.loras):

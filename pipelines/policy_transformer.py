@@ -46,7 +46,7 @@ class MultiheadAttention(nn.Module):
         self.out_proj = nn.Linear(dim, dim)
 
     def forward(self, tokens: Tensor, memory: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Return what `tokens [B, T, D]` see in `memory [B, S, D]`; `mask [T, S]` is added."""
+        """Return the attention of `tokens [B, T, D]` over `memory [B, S, D]`, + `mask [T, S]`."""
         dim = tokens.shape[-1]
         weights, biases = self.in_proj_weight, self.in_proj_bias
         query = functional.linear(tokens, weights[:dim], biases[:dim])
@@ -110,7 +110,7 @@ class Stack(nn.Module):
 
 
 class TransformerForDiffusion(ModelMixin, ConfigMixin):  # type: ignore[misc]
-    """The transformer that denoises a chunk of actions, given what was observed.
+    """The transformer that denoises a chunk of actions, given observations.
 
     Actions are the tokens of a pre-norm decoder that attends to the timestep and the
     observations (Diffusion Policy, arXiv 2303.04137, section IV-A; the published variant with time
@@ -206,7 +206,7 @@ class TransformerForDiffusion(ModelMixin, ConfigMixin):  # type: ignore[misc]
 
 
 def _masks(horizon: int, seen: int) -> tuple[Tensor, Tensor]:
-    """Return what is added to the scores: an action sees no later action or observation."""
+    """Return the masks added to the scores: an action sees no later action or observation."""
     actions, conditions = torch.arange(horizon), torch.arange(seen)
     own = torch.zeros(horizon, horizon)
     own[actions[:, None] < actions[None, :]] = -math.inf

@@ -22,7 +22,7 @@ SWITCHES: dict[str, Any] = {mode.__name__: mode for mode in (Keep, Flush, Recach
 
 
 def facts(video: Any, policy: VideoPolicy, sampler: FewSteps) -> dict[str, str]:
-    """Return what a stream has to find again where it goes on, by the words an error names it with.
+    """Return the facts that a restored stream must share, by their names in an error.
 
     Args:
         video: `CausalVideo` that it runs on.
@@ -39,7 +39,7 @@ def facts(video: Any, policy: VideoPolicy, sampler: FewSteps) -> dict[str, str]:
 
 
 def state_of(session: Any) -> dict[str, Any]:
-    """Return what a stream goes on with beside its cache: tensors and plain values.
+    """Return the state of a stream beside its cache: tensors and plain values.
 
     Raises:
         ValueError: If the mode of a switch that has not taken effect cannot be written.
@@ -130,7 +130,7 @@ def restored(
 
 
 def _fill(session: Any, state: Mapping[str, Any]) -> None:
-    """Let a session with a loaded cache go on with the rest of what was saved.
+    """Let a session with a loaded cache go on with the rest of the saved state.
 
     Raises:
         Exception: If parts are not those of a stream, or do not go together.

@@ -176,7 +176,7 @@ class StreamBatch:
         self._switch = text, mode
 
     def attend(self, number: int, call: AttentionCall) -> Tensor:
-        """Attend over what each level holds.
+        """Attend over the cache of each level.
 
         Args:
             number: Number of the layer.
@@ -194,7 +194,7 @@ class StreamBatch:
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """Take back what a step did if it is cut off, caches aside, which their sessions see to."""
+        """Take back the effects of a step that is cut off; sessions see to their own caches."""
         before, brought, switch = dict(self._waiting), dict(self._brought), self._switch
         states = [(session.frames, session.generator.get_state()) for session in self.levels]
         try:
@@ -208,7 +208,7 @@ class StreamBatch:
             raise
 
     def _step(self, first: float) -> Tensor | None:
-        """Make the step of every level, group after group; return what is finished."""
+        """Make the step of every level, group after group; return the finished chunk."""
         count = len(self.levels)
         done = None
         with ExitStack() as opened:  # an error takes back what every level wrote

@@ -77,7 +77,7 @@ class WanDecoder:
         return film.clamp(-1, 1)
 
     def held(self) -> list[Any]:
-        """Return what is remembered of earlier frames: tensors, None, or a word of diffusers."""
+        """Return the features kept of earlier frames: tensors, None, or a word of diffusers."""
         return list(self._held)
 
     def hold(self, held: list[Any], frames: int) -> None:

@@ -122,7 +122,7 @@ def text_rows(transformer: Any, prompt: Tensor, negative: Tensor | None, guidanc
 
 
 def refuse_copy(stream: object, _protocol: SupportsIndex) -> NoReturn:
-    """Refuse to copy or pickle a stream: what attends through it is the transformer at hand.
+    """Refuse to copy or pickle a stream: the transformer at hand attends through it.
 
     Raises:
         TypeError: Always.

@@ -68,7 +68,7 @@ def rehearsed(
 
 
 def _corners(value: int, low: int, high: int) -> dict[int, float]:
-    """Return the weights of what is found at two numbers, whose sum is what would be at another."""
+    """Return the weights that extrapolate measurements at two numbers to a third."""
     if value <= high:
         return {value: 1.0}
     return {low: (high - value) / (high - low), high: (value - low) / (high - low)}
@@ -124,7 +124,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def check_fits(name: str, needed: int, most: int | None, others: dict[str, int]) -> None:
-    """Raise unless a stream fits into what there is for it.
+    """Raise unless a stream fits into the free memory.
 
     Args:
         name: The policy, as the user wrote it.

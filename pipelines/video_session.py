@@ -257,7 +257,7 @@ class Session:
         return guided(found, self.guidance)
 
     def attend(self, number: int, call: AttentionCall) -> Tensor:
-        """Write the chunk's keys and values into a layer and attend over what it holds.
+        """Write the chunk's keys and values into a layer and attend over its slots.
 
         A layer is written to when it is first computed in a chunk, however often that is.
 

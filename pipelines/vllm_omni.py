@@ -90,7 +90,7 @@ class DiffcacheBackend(CacheBackend):  # type: ignore[misc]
         self.enabled = True
 
     def disable(self) -> None:
-        """Take the cache out again; the pipeline is bit for bit what it was."""
+        """Take the cache out again; the pipeline is bit for bit as before."""
         if self.loop is not None:
             diffcache.unwrap(self.loop)
         self.loop, self.models, self.enabled = None, [], False
@@ -98,7 +98,7 @@ class DiffcacheBackend(CacheBackend):  # type: ignore[misc]
     def refresh(
         self, pipeline: Any, num_inference_steps: int | None = None, verbose: bool = True
     ) -> None:
-        """Forget what is held of the generation before.
+        """Drop the features of the generation before.
 
         Args:
             pipeline: The pipeline; another, or other denoisers, are cached anew.
@@ -115,7 +115,7 @@ class DiffcacheBackend(CacheBackend):  # type: ignore[misc]
             diffcache.reset(self.loop)
 
     def report(self) -> str:
-        """Return what the last generation computed and skipped, as text.
+        """Return the computed and skipped steps of the last generation, as text.
 
         Raises:
             AttachError: If no pipeline is cached.

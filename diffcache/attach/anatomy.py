@@ -215,7 +215,7 @@ def is_time(name: str) -> bool:
 
 
 def _sample(model: nn.Module) -> str:
-    """Return the name of the argument that carries what is denoised."""
+    """Return the name of the argument that carries the noisy sample."""
     names = list(inspect.signature(type(model).forward).parameters)[1:]
     exact = [name for name in ("hidden_states", "sample", "x", "latents") if name in names]
     tokens = [name for name in names if name.endswith("_tokens")]
@@ -250,7 +250,7 @@ def _modules(parent: nn.Module, path: str, list_key: str) -> list[ModuleSite]:
 
 
 def _kind(name: str, module: nn.Module) -> str | None:
-    """Return what a child of a block is, judged by its name and its class."""
+    """Return the kind of a block's child, judged by its name and its class."""
     cls = type(module).__name__
     if isinstance(module, (nn.ModuleList, nn.Linear)) or "norm" in name or "Norm" in cls:
         return None

@@ -126,7 +126,7 @@ class Door:
         self._undo = install(model, strategy, self.sites)
 
     def remove(self) -> None:
-        """Give every attention what it had; later replacements are left alone."""
+        """Put the former processors back; leave later replacements alone."""
         self._undo()
 
     def __enter__(self) -> Door:
@@ -213,7 +213,7 @@ def _served() -> str:
 
 
 def _language(model: nn.Module) -> Any:
-    """Return what opens the door in a model of transformers."""
+    """Return the implementation of the door for a model of transformers."""
     return attention_sdpa if attention_sdpa.calls_sdpa(model) else attention_transformers
 
 
@@ -224,7 +224,7 @@ def _is_of_transformers(model: nn.Module) -> bool:
 def _install_processors(
     model: nn.Module, strategy: Strategy, sites: list[AttentionSite]
 ) -> Callable[[], None]:
-    """Replace the processors of the sites' modules; return what puts them back."""
+    """Replace the processors of the sites' modules; return a function that puts them back."""
     every = attention_sites(model)
     mine: list[tuple[Any, DoorProcessor]] = []
     for path in dict.fromkeys(site.path for site in sites):

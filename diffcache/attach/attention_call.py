@@ -184,16 +184,16 @@ class AttentionCall:
         return self._rotated
 
     def plain(self) -> Tensor:
-        """Return what the model itself computes, `[B, T, H, D]`."""
+        """Return the model's own attention, `[B, T, H, D]`."""
         q, k = self.rotated()
         return self.attend(q, k, self.v, self.mask)
 
 
 class Strategy(Protocol):
-    """Protocol of what attends in a model's place.
+    """Protocol of an object that attends in a model's place.
 
     In which denoiser call, run and branch it is, a strategy finds out by itself.
     """
 
     def attend(self, site: AttentionSite, call: AttentionCall) -> Tensor | None:
-        """Return the attention of one call, `[B, T, H, D]`; None for what the model does."""
+        """Return the attention of one call, `[B, T, H, D]`; None for the model's own."""

@@ -98,7 +98,7 @@ def sites_of(model: nn.Module) -> list[AttentionSite]:
 
 
 def install(model: nn.Module, strategy: Strategy, sites: list[AttentionSite]) -> Callable[[], None]:
-    """Give the strategy what the sites attend with; return what undoes that."""
+    """Hand the sites' attention to the strategy; return a function that undoes that."""
     replaced = []
     for site in sites:
         module = model.get_submodule(site.path)

@@ -45,7 +45,7 @@ def sites_of(model: nn.Module) -> list[AttentionSite]:
 
 
 def install(model: nn.Module, strategy: Strategy, sites: list[AttentionSite]) -> Callable[[], None]:
-    """Have a model use the door's attention function; return what puts the old one back.
+    """Have a model use the door's attention function; return a function that undoes that.
 
     Raises:
         AttachError: If it uses another than sdpa, or does not go through the interface.

@@ -162,7 +162,7 @@ def _doubt_or_add(
     conditions: dict[str, Any],
     found: Branch | None,
 ) -> tuple[Branch, str]:
-    """Return what `tell` does of a call that nothing tells, or that starts a branch.
+    """Return the answer of `tell` for a call without signs, or one that starts a branch.
 
     Args:
         timeline: Place of the denoiser in its run; its doubt is set where nothing tells the branch.
@@ -220,7 +220,7 @@ def _changed(held: Mapping[str, Any], given: Mapping[str, Any]) -> set[str]:
 
 
 def doubted(timeline: Timeline, name: str | None) -> tuple[Branch, str]:
-    """Return a branch that keeps nothing, and what to say of it."""
+    """Return a branch that keeps nothing, and the warning about it."""
     timeline.branches.clear()
     return Branch(timeline.calls - 1, name, {}), f"{_COMPUTED}: {DOUBTS[timeline.doubt]}"
 
@@ -297,7 +297,7 @@ def _strays(timeline: Timeline, branch: Branch, now: Tensor | None) -> bool:
 
 
 def note_output(timeline: Timeline, out: Any) -> None:
-    """Keep glances at what a call returned, of which a sampler makes the next sample.
+    """Keep glances at the outputs of a call, of which a sampler makes the next sample.
 
     Guidance makes one of the items of a batch. All of four or fewer are looked at, else those where
     halves and thirds begin.
@@ -317,7 +317,7 @@ def note_output(timeline: Timeline, out: Any) -> None:
 
 
 def turned(timeline: Timeline) -> str:
-    """Return what to say of a run whose first sample goes on from a skipped step before it."""
+    """Return the warning for a run whose first sample goes on from a skipped step before it."""
     left, timeline.left = timeline.left, None
     return TURNED if goes_on(left, timeline.glance) else ""
 

@@ -1,4 +1,4 @@
-"""Hearing what is said of a call: the branch's name, the step.
+"""Read diffusers' `cache_context`: the branch's name and the step of a call.
 
 A user names a branch with `branch`, a pipeline with diffusers' `cache_context`. diffusers hands the
 context to the stateful hooks in a model's registry. A `Listener` sits there as a hook that never
@@ -85,7 +85,7 @@ def writing() -> AbstractContextManager[None]:
 
 @contextmanager
 def _said(**what: Any) -> Iterator[None]:
-    """Add to what is said of the calls inside."""
+    """Add facts to the context of the calls inside."""
     token = _SAID.set(replace(_SAID.get() or Context(), **what))
     try:
         yield
@@ -94,7 +94,7 @@ def _said(**what: Any) -> Iterator[None]:
 
 
 def current_context(model: nn.Module) -> Context | None:
-    """Return what was said of a call of `model` in this thread, None for nothing.
+    """Return the context of a call of `model` in this thread; None without one.
 
     A pipeline's word goes before the user's, which is outside it.
     """

@@ -60,7 +60,7 @@ def current_call() -> Call | None:
 
 @contextmanager
 def in_call(call: Call | None) -> Iterator[None]:
-    """Let what runs inside belong to a call, or to none."""
+    """Let the code inside belong to a call, or to none."""
     token = CURRENT.set(call)
     try:
         yield

@@ -92,7 +92,7 @@ class Denoiser:
 
     @property
     def watches_steps(self) -> bool:
-        """True where an extension looks at what the scheduler steps with."""
+        """True where an extension looks at the arguments of the scheduler's step."""
         return any(type(e).stepping is not Extension.stepping for e in self.extensions)
 
     def detach(self) -> None:
@@ -128,7 +128,7 @@ class Denoiser:
     # one call ------------------------------------------------------------------------------
 
     def open(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Start a call: which step and branch it is, and what extensions make of it.
+        """Start a call: find its step and branch, and open the extensions.
 
         Raises:
             AttachError: If the run is not what the method is made for, or an extension refuses.
@@ -249,7 +249,7 @@ class Denoiser:
             extension.start(timeline)
 
     def close(self, call: Call, out: Any) -> Any:
-        """Finish a call; return what the denoiser returns instead, None if that stays.
+        """Finish a call; return the replacement of the denoiser's output, None if it stays.
 
         Raises:
             AttachError: If an extension finds that the model cannot be cached as asked.

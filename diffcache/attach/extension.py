@@ -56,10 +56,10 @@ class Extension:
         """See a call that is learned from, as all extensions left it, before the denoiser runs."""
 
     def ran(self, call: Call, out: Any) -> None:
-        """See what a call that is learned from returned, before any extension changes it."""
+        """See the output of a call that is learned from, before any extension changes it."""
 
     def close(self, call: Call, out: Any) -> Any:
-        """Return what the denoiser returns instead of `out`, None if that stays.
+        """Return the replacement of the output `out`, None if it stays.
 
         Outputs go through the extensions from the last to the first, so that the first
         keeps what is final; what was estimated goes from the first to the last.
@@ -72,7 +72,7 @@ class Extension:
     def stepping(
         self, run: Run, scheduler: Any, output: Tensor, timestep: Any, sample: Tensor
     ) -> None:
-        """See what the scheduler is about to step with: the guided output and the sample."""
+        """See the arguments of the scheduler's next step: the guided output and the sample."""
 
     def counts(self, call: Call) -> dict[str, tuple[int, int]]:
         """Return, per site of its own, evaluations that ran and that were skipped in a call."""

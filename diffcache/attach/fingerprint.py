@@ -13,7 +13,7 @@ from diffcache.foreign import folder_of
 
 
 def facts_of(model: nn.Module, scheduler: Any, pipeline: Any = None) -> dict[str, Any]:
-    """Return what `Method.check_model` is told of a model, as plain data.
+    """Return the facts of a model for `Method.check_model`, as plain data.
 
     The folder is the last two names of where the model was loaded from, for people to read, and
     before them the name of the model in the cache of the Hugging Face hub; empty where it is not

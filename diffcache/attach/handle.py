@@ -81,7 +81,7 @@ class Handle(Runs):
 
     @property
     def watches_steps(self) -> bool:
-        """True where anything looks at what the scheduler steps with."""
+        """True where an extension looks at the arguments of the scheduler's step."""
         return self.observer is not None or any(d.watches_steps for d in self.denoisers)
 
     def set_times(self, scheduler: Any) -> None:

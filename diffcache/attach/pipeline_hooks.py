@@ -117,7 +117,7 @@ def shared_with(parts: Iterable[Any]) -> Denoiser | None:
 
 
 def called_elsewhere(denoisers: Collection[nn.Module]) -> str | None:
-    """Return the class of what calls one of some denoisers in another thread, None if nothing does.
+    """Return the class of a caller of some denoisers in another thread; None if there is none.
 
     A run that has begun without a cache would end with one. Nobody noted that it began, so that the
     frames of the threads are looked at.

@@ -44,7 +44,7 @@ def effective(
 
 
 def other_guidance(tables: Sequence[Tables], call: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what to say of guidance that differs from that of the calibration.
+    """Yield warnings about guidance that differs from that of the calibration.
 
     Args:
         tables: Tables whose headers may have `guidance`, argument of the pipeline -> number.
@@ -62,7 +62,7 @@ def other_guidance(tables: Sequence[Tables], call: Mapping[str, Any]) -> Iterato
 
 
 def other_shape(tables: Sequence[Tables], shape: Sequence[int]) -> Iterator[str]:
-    """Yield what to say of samples of another shape than those of the calibration.
+    """Yield warnings about samples of another shape than those of the calibration.
 
     Args:
         tables: Tables whose headers may have `shape`, that of a sample without the batch.

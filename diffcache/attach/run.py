@@ -1,4 +1,4 @@
-"""The clock: runs, steps and guidance branches, learned from what the pipeline does anyway.
+"""The clock: runs, steps and guidance branches, learned from the calls of the pipeline.
 
 A run starts at the pipeline's call or at `set_timesteps` of its scheduler, a step where the
 scheduler stepped since the last call of the denoiser, a branch with every further call in a step.
@@ -57,7 +57,7 @@ class Branch:
 
 @dataclass(eq=False)
 class Stream:
-    """Runs that share what they keep: chunks of a video, turns of a conversation.
+    """Runs that share storage: chunks of a video, turns of a conversation.
 
     One that the user did not open ends with the pipeline's call, or with the run.
 
@@ -72,13 +72,13 @@ class Stream:
     storage: dict[Any, Any] = field(default_factory=dict)
 
     def drop(self) -> None:
-        """Forget what extensions keep, and start at the first chunk."""
+        """Drop the storage of extensions, and start at the first chunk."""
         self.storage.clear()
         self.chunk = -1
 
 
 class Run:
-    """One sampling run: what the scheduler said, and a timeline for every denoiser.
+    """One sampling run: the scheduler's timesteps, and a timeline for every denoiser.
 
     Attributes:
         stream: The stream that it is a part of.
@@ -284,7 +284,7 @@ class Timeline:
         return run.by_timestep
 
     def _turn(self, value: float) -> None:
-        """Start a new run where the timestep turns back; doubt what may be another run's step."""
+        """Start a new run where the timestep turns back; doubt steps that may be of another run."""
         if self.at is None or value == self.at:
             return
         direction = 1 if value > self.at else -1
@@ -324,7 +324,7 @@ class Timeline:
         return None if run.length is None else run.length - run.begin - self.started_at
 
     def aside(self, timestep: Any) -> Step:
-        """Return what stands for the step of a call that is none, with the index of the last."""
+        """Return the step of a call that belongs to none, with the index of the last."""
         chunk = max(self.run.stream.chunk, 0)
         return Step(max(self.index, 0), cheap_value(timestep), self.total, 0, chunk, self.ranks)
 

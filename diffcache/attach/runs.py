@@ -86,7 +86,7 @@ class Runs(Attached):
     @property
     @abstractmethod
     def watches_steps(self) -> bool:
-        """True where anything looks at what the scheduler steps with."""
+        """True where an extension looks at the arguments of the scheduler's step."""
 
     @abstractmethod
     def set_times(self, scheduler: Any) -> None:
@@ -281,7 +281,7 @@ class Runs(Attached):
         self.last = run.record
 
     def remark(self, run: Run, remarks: Iterable[str]) -> None:
-        """Warn of what a run should not be, such as unlike the calibration, once a run."""
+        """Warn of a run that differs from its calibration or the like, once a run."""
         for text in remarks:
             if text not in run.record.remarks:
                 run.record.remarks.append(text)
@@ -301,7 +301,7 @@ class Runs(Attached):
             run.stream.drop()
 
     def settle(self) -> None:
-        """Forget what an interrupt, which no module hook sees, left half done in this thread."""
+        """Clean up after an interrupt in this thread, which no module hook sees."""
         stale = self.leave()
         if stale is not None:
             self.abandon(stale)

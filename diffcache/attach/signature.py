@@ -40,7 +40,7 @@ class Contents:
         self._known: dict[int, tuple[weakref.ref[Tensor], Any, bytes]] = {}
 
     def of(self, tensor: Tensor) -> bytes:
-        """Return what tells the contents of a tensor apart; waits for the device.
+        """Return a key of the contents of a tensor; waits for the device.
 
         The very tensor that was read before is not read again if its version is the same, where
         that would make a device wait or take long.
@@ -66,20 +66,20 @@ def tensors_in(given: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def others_in(given: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Return what is no tensor among arguments, hashable, with its path."""
+    """Return the arguments that are no tensors, hashable, with their paths."""
     return tuple(
         (path, hashable(value)) for path, value in _walk(given) if not isinstance(value, Tensor)
     )
 
 
 def values_in(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors of an argument, and what is no tensor, hashable, with their paths."""
+    """Yield the tensors of an argument, and its other values, hashable, with their paths."""
     for path, inner in _walk(value, name):
         yield path, inner if isinstance(inner, Tensor) else hashable(inner)
 
 
 def hashable(value: Any) -> Any:
-    """Return what tells a value that is no tensor apart: number and text by content."""
+    """Return a key of a value that is no tensor: number and text by content."""
     return (type(value), value) if _is_plain(value) else Same(value)
 
 
@@ -153,7 +153,7 @@ def conditions_of(given: dict[str, Any], anatomy: Anatomy) -> dict[str, Tensor]:
 
 
 def all_conditions_of(given: dict[str, Any], anatomy: Anatomy) -> dict[str, Any]:
-    """Return what a call is conditioned on, by path: what stays the same from step to step.
+    """Return the conditions of a call by path: values that stay the same from step to step.
 
     Left out are the sample, the time and the outputs of control networks, which move with them.
 

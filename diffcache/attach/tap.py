@@ -90,7 +90,7 @@ def notice(denoiser: Any) -> None:
 
 
 def _items(blocks: nn.ModuleList) -> list[Any] | None:
-    """Return what stands for the blocks of a list in this call, None for the blocks themselves."""
+    """Return the items of a block list in this call, None for the blocks themselves."""
     owner, key = blocks.__dict__[ATTRIBUTE]
     call: Call | None = CURRENT.get()
     if call is None or call.owner is not owner:

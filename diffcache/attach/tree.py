@@ -1,4 +1,4 @@
-"""Flattening what modules return, and putting it together again."""
+"""Flatten the outputs of modules, and put them together again."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class History(Protocol):
 
     @property
     def prefix(self) -> int:
-        """First frames of the call that are clean, whatever its timestep."""
+        """Count of first frames of the call that are clean at every timestep."""
 
     def temporal(self, block: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return attention over time, `[B, S, H, F, D]`; a frame sees itself and those before.

@@ -15,7 +15,7 @@ Prediction = Literal["velocity", "clean"]
 
 @dataclass(frozen=True)
 class FewSteps:
-    """Noise levels of a chunk, and what lies between two of them.
+    """Noise levels of a chunk, and the update from one to the next.
 
     A transformer predicts the velocity `noise - clean`, or the clean chunk; a step adds fresh noise
     of the next level to the clean chunk.

@@ -78,7 +78,7 @@ class HistoryRetrieval(VideoPolicy):
             raise ValueError(f"numbers={self.numbers!r}: must be one of 'before', 'after'")
 
     def recipe(self, unit: int) -> Recipe:
-        """Return the recipe that holds pool and window, and reads what is alike."""
+        """Return the recipe that holds pool and window, and reads similar frames."""
         after = self.numbers == "after"
         latest = self.pool - self.sinks + self.window
         positions = Absolute() if after else Slot()
@@ -109,7 +109,7 @@ class Alike(Retriever):
 
     @property
     def looks_across(self) -> bool:
-        """Every layer reads what the first has found."""
+        """Every layer reads the frames that the first has found."""
         return True
 
     def views(self, query: Query, layer: KVLayer, others: list[KVLayer]) -> list[View]:

@@ -63,7 +63,7 @@ class InfinityRoPE(VideoPolicy):
             raise ValueError(f"numbering={self.numbering!r}: must be one of 'slot', 'horizon'")
 
     def recipe(self, unit: int) -> Recipe:
-        """Return the recipe that drops what is neither first nor among the latest."""
+        """Return the recipe that drops frames between the first and the latest."""
         positions = Slot() if self.numbering == "slot" else BlockRelativistic(self.horizon)
         if self.window is None:
             return Recipe(self.name, space="pre", positions=positions)

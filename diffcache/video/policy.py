@@ -51,7 +51,7 @@ class VideoPolicy(ABC):
         """
 
     def begin(self, store: KVStore, unit: int) -> None:  # noqa: B027
-        """Change what is held at the start of a chunk, beside what the recipe does; by default not.
+        """Change held frames at the start of a chunk, beside the recipe; by default not.
 
         Args:
             store: Keys and values, with whole frames in it.

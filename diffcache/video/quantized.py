@@ -16,7 +16,7 @@ from diffcache.video.window import Window
 
 @dataclass(frozen=True)
 class Quantized(VideoPolicy):
-    """Hold what another policy holds, and code frames by KIVI as they grow old.
+    """Hold the frames of another policy, and code them by KIVI as they grow old.
 
     Keys are coded before rotation, `recent` frames or more at once, so that up to twice as many are
     exact; values are coded as they leave the latest `recent` frames. Sinks are coded as well.
@@ -66,5 +66,5 @@ class Quantized(VideoPolicy):
         return self.policy.recipe(unit) | kivi(self.bits, group=self.group, residual=residual)
 
     def first_step(self, store: KVStore, index: int, query: Query) -> None:
-        """Do what the policy does."""
+        """Act as the inner policy does."""
         self.policy.first_step(store, index, query)

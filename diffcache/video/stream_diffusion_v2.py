@@ -86,7 +86,7 @@ class StreamDiffusionV2(VideoPolicy):
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {words}")
 
     def recipe(self, unit: int) -> Recipe:
-        """Return the recipe that rotates by the refreshed count; `begin` drops what goes."""
+        """Return the recipe that rotates by the refreshed count; `begin` drops frames."""
         positions = Refresh(self.refresh, self.back, self.phases == "stay")
         return Recipe(self.name, space="pre", positions=positions)
 

@@ -60,7 +60,7 @@ class Window(VideoPolicy):
             raise ValueError(f"positions={self.positions!r}: must be one of 'slot', 'absolute'")
 
     def recipe(self, unit: int) -> Recipe:
-        """Return the recipe that drops what is neither first nor among the latest."""
+        """Return the recipe that drops frames between the first and the latest."""
         numbering = NUMBERINGS[self.positions]
         return rolling(self.name, self.sinks * unit, self.window * unit, numbering)
 

@@ -1,4 +1,4 @@
-"""Cache a model in ComfyUI's own sampler, and tell what its last run computed.
+"""Cache a model in ComfyUI's own sampler, and report the computed steps of its last run.
 
 A patched model is a clone with four wrappers of ComfyUI. That around the sampler puts the cache
 into the network and takes it out again, so that nothing stays in weights that other clones share.
@@ -246,7 +246,7 @@ class DiffcacheModel:
 
     @classmethod
     def VALIDATE_INPUTS(cls, method: str, settings: str, preset: str) -> bool | str:  # noqa: N802
-        """Return what is wrong with the widgets before anything runs, True for nothing."""
+        """Return the fault of the widgets before anything runs, True if there is none."""
         try:
             given = read_settings(method, settings, preset)
             row = find(method, "method")
@@ -279,7 +279,7 @@ class DiffcacheModel:
 
 
 class DiffcacheReport:
-    """Node that tells what the last sampler run of a cached model computed and skipped."""
+    """Node that reports the computed and skipped steps of a cached model's last sampler run."""
 
     DESCRIPTION = "Reports steps, seconds and bytes of the sampler run that made these samples."
     CATEGORY = "model_patches/diffcache"

@@ -40,7 +40,7 @@ def print_rows(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 @contextmanager
 def progress(label: str) -> Iterator[Progress]:
-    """Show a bar on standard error; call what is yielded with (done, total[, what is next]).
+    """Show a bar on standard error; call the yielded function with (done, total[, next item]).
 
     The bar is drawn when it is told something and never in between, so that it takes no time
     from what is being measured. Without a terminal a line is written every few seconds.
@@ -72,7 +72,7 @@ def progress(label: str) -> Iterator[Progress]:
 
 @contextmanager
 def _logged(label: str) -> Iterator[Progress]:
-    """Write to standard error, every few seconds, what was told last."""
+    """Write the latest progress to standard error every few seconds."""
     over, started, last = Event(), time.monotonic(), [label]
 
     def show(done: int, total: int, following: str = "") -> None:

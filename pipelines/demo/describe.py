@@ -136,7 +136,7 @@ def directory_of(target: str) -> Path:
 
 
 def describe(name: str, anatomy: Anatomy, streams: Mapping[str, str]) -> Iterator[RenderableType]:
-    """Yield what to print of one denoiser, for `rich`.
+    """Yield the description of one denoiser, for `rich`.
 
     Args:
         name: Name that the denoiser was found under.
@@ -246,7 +246,7 @@ def _of_class(cls: str) -> nn.Module:
 
 
 def _unknown(target: str) -> str:
-    """Say what is wrong with a name that stands for nothing."""
+    """Return the error text for an unknown name."""
     if target in EXCLUDED:
         return f"{target} is not cached: {EXCLUDED[target]}"
     known = [name for name in exported_denoisers() if name not in EXCLUDED]

@@ -1,4 +1,4 @@
-"""Let in the requests of the page of `diffcache serve`, and know which viewers take what it sends.
+"""Let in requests for the page of `diffcache serve`, and know which viewers take its events.
 
 Gradio serves many routes that the page has no use for: uploads fill the disk, and others tell of
 its inside. Whatever the page does not ask for is not found.
@@ -30,7 +30,7 @@ _FOLDERS = ("/assets/", "/static/", f"{_API}/heartbeat/")
 
 
 class Listeners:
-    """Pages that take what they are sent, by session."""
+    """Pages that take their events, by session."""
 
     def __init__(self) -> None:
         self._taken: dict[str, float] = {}
@@ -49,7 +49,7 @@ class Listeners:
 
 
 class PageGuard:
-    """Refuse what is no route of the page, and note who takes what is sent.
+    """Refuse requests to unknown routes, and note the viewers that take their events.
 
     Args:
         app: Application behind it.

@@ -63,7 +63,7 @@ class Handlers:
         self, prompt: Any, policy: Any, other: Any, seed: Any, steps: Any, size: Any,
         request: gr.Request,
     ) -> Iterator[tuple[Any, ...]]:  # fmt: skip
-        """Film, and yield what the page shows: the player's value, and a note."""
+        """Film, and yield the player's value and a note for the page."""
         kept: Any = ""  # the note of the film before goes
         try:
             asked = self.program.asked(prompt, policy, seed, steps, size)
@@ -101,7 +101,7 @@ class Handlers:
         return "from the next chunk on"
 
     def pause(self, label: str, request: gr.Request) -> str:
-        """Stop filming for a while, or go on; return what the button says next."""
+        """Stop filming for a while, or go on; return the next label of the button."""
         showing = self.viewers.find(request.session_hash)
         if showing is None or showing.over:
             return _PAUSE
@@ -184,13 +184,13 @@ def build(program: Program, viewers: Viewers) -> gr.Blocks:
 
 
 def _about(policy: str) -> str:
-    """Return what a policy holds, for a viewer to whom its name says nothing."""
+    """Return the frames that a policy holds, in words for a viewer who does not know its name."""
     row = find(policy.partition(":")[0], "video")
     return "One film alone." if row is None else row.sentence
 
 
 def _choices(program: Program) -> list[Any]:
-    """Return the choices of a policy, of one beside it, and of what a new prompt does."""
+    """Return the choices of a policy, of one beside it, and of the effect of a new prompt."""
     first, beside = program.policies[0], program.beside or ALONE
     return [
         gr.Dropdown(list(names), value=value, label=label, info=about, elem_id=name, min_width=140)

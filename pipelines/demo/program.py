@@ -1,4 +1,4 @@
-"""Films that a page can show, and checks of what a viewer asks for."""
+"""Films that a page can show, and checks of a viewer's requests."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Program:
     beside: str = ""
 
     def asked(self, prompt: Any, policy: Any, seed: Any, steps: Any, size: Any) -> Asked:
-        """Return the settings of a film from what came from a page.
+        """Return the settings of a film from the values of a page.
 
         Raises:
             ValueError: If one of them cannot be; the message is for the viewer.

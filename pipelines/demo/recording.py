@@ -43,7 +43,7 @@ class Recording:
         self._frames[film].extend(jpegs)
 
     def mp4(self) -> bytes:
-        """Return an MP4 file of what is kept, the films side by side; small pictures are enlarged.
+        """Return an MP4 file of the kept frames, films side by side; small pictures are enlarged.
 
         Raises:
             MissingError: If PyAV is not installed.

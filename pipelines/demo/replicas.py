@@ -149,7 +149,7 @@ class RemoteFilm:
         return made
 
     def apply(self, order: Mapping[str, Any]) -> None:
-        """Carry out what was ordered, before the next chunk.
+        """Carry out the viewer's orders before the next chunk.
 
         Raises:
             ValueError: If it cannot be done; the film goes on as it was.
@@ -252,7 +252,7 @@ def _end(handle: Any, name: str, folder: str) -> None:
 def replicas(
     opened: Callable[[], Make], *, folder: str, count: int = 2, cpus: float = 1.0, gpus: float = 0.0
 ) -> Iterator[Make]:
-    """Start replicas under Ray Serve and give what makes films in them; end them all at the end.
+    """Start replicas under Ray Serve and yield a maker of films in them; end them all at the end.
 
     A film begins in the replica with the fewest films. Where a replica is killed, its films go on
     from their latest save in another one, and it is started anew; those of others go on. Ray
@@ -325,7 +325,7 @@ def ray_serve() -> tuple[Any, Any]:
 
 
 def _spread(handles: list[Any], films: weakref.WeakSet[RemoteFilm], folder: str) -> Make:
-    """Return what makes a film in the replica with the fewest.
+    """Return a function that makes a film in the replica with the fewest.
 
     Args:
         handles: Handles of the replicas.

@@ -27,7 +27,7 @@ def policies() -> list[str]:
 
 
 def program_of(video: CausalVideo, name: str, viewers: int, most_bytes: int) -> Program:
-    """Return what a page can show of a model.
+    """Return the films and settings of a model that a page can show.
 
     Args:
         video: Model with its text encoder and autoencoder.

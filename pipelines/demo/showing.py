@@ -1,4 +1,4 @@
-"""Show films while they are made, side by side; what the page of `diffcache serve` is given.
+"""Show films on the page of `diffcache serve` while they are made, side by side.
 
 Every viewer has films of their own, on one model.
 """
@@ -104,11 +104,11 @@ class Viewers:
         return self._showings.get(who or "")
 
     def listens(self, who: str) -> bool:
-        """Return whether a viewer's page takes what it is sent."""
+        """Return whether a viewer's page takes its events."""
         return self._listeners is None or who in self._listeners
 
     def stop(self, who: str | None) -> None:
-        """End a viewer's films; what was filmed can still be saved."""
+        """End a viewer's films; the frames so far can still be saved."""
         showing = self.find(who)
         if showing is not None:
             showing.close()
@@ -132,7 +132,7 @@ class Viewers:
 def show(
     program: Program, viewers: Viewers, who: str, asked: Asked, other: str = ALONE
 ) -> Iterator[dict[str, Any]]:
-    """Yield what a page is given, chunk by chunk, and end the films when nobody takes it.
+    """Yield the values of a page, chunk by chunk, and end the films when nobody takes them.
 
     Args:
         program: Films that can be shown.
@@ -220,7 +220,7 @@ def _values(
 
 
 def _marks(frame: int, chunk: Chunk) -> list[dict[str, Any]]:
-    """Return what the timeline of prompts says of a chunk: a new prompt, a policy, a restart."""
+    """Return the marks of a chunk on the timeline of prompts: a new prompt, a policy, a restart."""
     said = [chunk.applied["prompt"]] if "prompt" in chunk.applied else []
     if "policy" in chunk.applied:
         said.append(f"cache: {chunk.applied['policy']}")
@@ -229,7 +229,7 @@ def _marks(frame: int, chunk: Chunk) -> list[dict[str, Any]]:
 
 
 def _note(chunks: Sequence[Chunk]) -> str:
-    """Return what became of orders in the latest chunks; empty where there were none."""
+    """Return the results of orders in the latest chunks; empty where there were none."""
     refused = next((chunk.refused for chunk in chunks if chunk.refused), "")
     if refused:
         return f"**Not done:** {refused}"
@@ -245,7 +245,7 @@ def _note(chunks: Sequence[Chunk]) -> str:
 
 
 def table(chunks: Sequence[Chunk], waiting: Sequence[int], first: float) -> list[list[str]]:
-    """Return the read-outs as rows: what it is, and the value of each film.
+    """Return the read-outs as rows: a label, and the value of each film.
 
     Args:
         chunks: Latest chunk of each film.

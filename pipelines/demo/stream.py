@@ -32,17 +32,17 @@ class Film(Protocol):
         """Return the frames of the next chunk, `[F, H, W, 3]`."""
 
     def apply(self, order: Mapping[str, Any]) -> None:
-        """Carry out what was ordered, before the next chunk.
+        """Carry out the viewer's orders before the next chunk.
 
         Raises:
             ValueError: If it cannot be done; the film goes on as it was.
         """
 
     def readings(self) -> dict[str, float]:
-        """Return what a viewer may want to know, such as bytes held by role."""
+        """Return read-outs for a viewer, such as bytes held by role."""
 
     def news(self) -> str:
-        """Return what became of the film since it was asked last, such as that it was restored."""
+        """Return the film's news since the last call, such as that it was restored."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -105,7 +105,7 @@ class Done:
 
     @property
     def report(self) -> Report:
-        """Report of what the cache computed and left out."""
+        """Report of the rows that the cache computed and left out."""
         assert self.answer.report is not None, "the model is wrapped"
         return self.answer.report
 
@@ -265,7 +265,7 @@ def run(
 
 
 def _warm(lm: DiffusionLM, prompt: str, schedule: Schedule, sampler: Sampler) -> None:
-    """Take one step, so that what only the first one waits for is not timed."""
+    """Take one step, so that one-time work is not timed."""
     steps = lm.steps(prompt, schedule, sampler)
     next(steps)
     steps.close()

@@ -132,7 +132,7 @@ class Reach:
         return ~(self.touched | self.succeeded) & (self.time < TIME)
 
     def observe(self) -> Tensor:
-        """Return what was seen at the last two positions, `[E, OBSERVED, OBSERVATION]` float32."""
+        """Return the readings at the last two positions, `[E, OBSERVED, OBSERVATION]` float32."""
         return torch.stack([observation(self.scenes, p) for p in (self.past, self.position)], 1)
 
     def act(self, actions: Tensor) -> None:
@@ -193,7 +193,7 @@ def openings(scenes: Scenes, position: Tensor) -> Tensor:
 
 
 def observation(scenes: Scenes, position: Tensor) -> Tensor:
-    """Return what a range sensor that looks at the goal sees from `position [E, 2]`.
+    """Return the readings of a range sensor that looks at the goal from `position [E, 2]`.
 
     Returns:
         `[E, OBSERVATION]`: the distance to the goal and to the nearest obstacle, and cosine and

@@ -141,7 +141,7 @@ class RecallBatch:
         return torch.cat([self.context, self.questions[:, query]], 1)
 
     def fact_slots(self, chosen: Tensor | None = None) -> Tensor:
-        """Return where the context holds facts, what a perfect eviction keeps.
+        """Return the places of facts in the context, which a perfect eviction keeps.
 
         Args:
             chosen: Mask of the facts to keep, bool `[B, F]`; all facts where none is given.

@@ -88,7 +88,7 @@ class Part(Turn):
 
 
 class Blocks(Rows):
-    """Computes the last block of every call, and what changed before it.
+    """Computes the last block of every call, and changed positions before it.
 
     Args:
         denoiser: The attachment to the model.
@@ -180,14 +180,14 @@ class Blocks(Rows):
     def _whole(
         self, tokens: Tensor, block: int | None, kind: Kind | None = None, cached: int = 0
     ) -> Part:
-        """Return what attention does in a call of the model's own, with an empty window."""
+        """Return the attention turn of a call of the model's own, with an empty window."""
         batch, width = tokens.shape[1:]
         layers = [HeldKV() for _ in self.numbers]
         held = Window((batch, width), layers, tokens[2], tokens=tokens, block=block)
         return Part(held, range(width), width, None, kind=kind, cached=cached)
 
     def _part(self, held: Window, start: int, kind: Kind, is_exact: bool) -> Part:
-        """Return what attention does where positions from `start` on are computed."""
+        """Return the attention turn where positions from `start` on are computed."""
         width = held.shape[1]
         mask: Tensor | None = None
         if kind.has_padding:
@@ -224,12 +224,12 @@ class Blocks(Rows):
         return part, out
 
     def _alone(self, call: Call, part: Part) -> Any:
-        """Return what the model makes of the positions of a part."""
+        """Return the model's output for the positions of a part alone."""
         given = _cut(self.denoiser.named(call.args, call.kwargs), part)
         return self.again(call, {self: part}, given)
 
     def _say(self, run: Run, kind: Kind | None) -> None:
-        """Put into the report what the cache is to the model."""
+        """Put the role of the cache into the report."""
         assert kind is not None
         if not self.is_exact[kind]:
             self.denoiser.handle.remark(run, [f"{self.model}: {APPROXIMATE}"])
@@ -241,7 +241,7 @@ class Blocks(Rows):
     def attend(
         self, site: AttentionSite, call: AttentionCall, turn: Turn | None = None
     ) -> Tensor | None:
-        """Write the keys and values of what is computed, and attend to all that is held."""
+        """Write the keys and values of computed positions, and attend to all that are held."""
         part = turn or self.turn()
         if not isinstance(part, Part):
             return super().attend(site, call, turn)

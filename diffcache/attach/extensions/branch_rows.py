@@ -1,4 +1,4 @@
-"""Computes attention and feed-forward of some rows in each layer, and serves what it holds of them.
+"""Compute attention and feed-forward of some rows in each layer, and serve held outputs.
 
 A call of the wrapped model is given all tokens and a `BranchPlan`. Every layer's own forward runs
 on all rows; its attention and feed-forward modules are given the rows that are computed, and return
@@ -157,7 +157,7 @@ class Branches(Partial):
             untap_children(parent)
 
     def tensors(self, run: Run) -> Iterable[Tensor]:
-        """Return what is held of a run."""
+        """Return the tensors held of a run."""
         held: Held[HeldLayer] | None = run.storage.get(self)
         found = list(super().tensors(run))
         for layer in held.layers if held else []:
@@ -176,7 +176,7 @@ class Branches(Partial):
     def begin(
         self, call: Call, plan: BranchPlan, held: Held[HeldLayer], given: dict[str, Any]
     ) -> dict[str, Any]:
-        """Note what layers do in this call, and give the model all rows."""
+        """Note the turns of layers in this call, and give the model all rows."""
         for layer, parent in zip(self.layers, self.parents, strict=True):
             if is_compiled(parent):  # since it was wrapped
                 check_plain(layer.path, parent)
@@ -374,7 +374,7 @@ class Branches(Partial):
     # checks ------------------------------------------------------------------------------------
 
     def _check_row(self, turn: BranchTurn, number: int, module: Any, given: dict[str, Any]) -> None:
-        """Raise AttachError unless the last row alone is what it was; the host waits."""
+        """Raise AttachError unless the last row alone gives the same output; the host waits."""
         held, prompt, width = turn.held.layers[number], turn.plan.prompt, turn.held.shape[1]
         assert held.attention is not None
         kept = held.fork()
@@ -385,7 +385,7 @@ class Branches(Partial):
         turn.held.layers[number], turn.rows[number] = kept, ALL
 
     def _check_alone(self, call: Call, turn: BranchTurn, logits: Tensor) -> None:
-        """Raise AttachError unless the last row alone in every layer is what it was."""
+        """Raise AttachError unless the last row alone gives the same output in every layer."""
         width, held = turn.held.shape[1], turn.held
         layers = [layer.fork() for layer in held.layers]
         trial = BranchTurn(turn.plan, replace(held, layers=layers), turn.looks)
@@ -396,7 +396,7 @@ class Branches(Partial):
 
 
 def put(held: Tensor | None, rows: RowPlan, fresh: Tensor) -> Tensor:
-    """Return what is held, `[B, T, D]`, with fresh rows in it, as a tensor of its own."""
+    """Return held outputs, `[B, T, D]`, with fresh rows in them, as a tensor of its own."""
     if rows.rows is None or held is None:
         return fresh
     index = rows.rows

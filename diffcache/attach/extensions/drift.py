@@ -113,7 +113,7 @@ class Way(Turn):
             self.fed = self.planned | torch.tensor(whole, device=self.planned.device)
 
     def merged(self, held: Tensor | None, fresh: Tensor) -> Tensor:
-        """Return what is held with the computed rows written over it.
+        """Return held rows with the computed ones written over them.
 
         Args:
             held: `[B, T, ...]`, which may be written into; None where nothing is held.
@@ -269,7 +269,7 @@ class Drift(Rows):
         return some
 
     def close(self, call: Call, out: Any) -> Any:
-        """Check that every block took part, and note what is tracked from now on.
+        """Check that every block took part, and note the rows to track from now on.
 
         Raises:
             AttachError: If one did not.
@@ -315,7 +315,7 @@ class Drift(Rows):
     # blocks ----------------------------------------------------------------------------------
 
     def compare(self, number: int, given: Any, whole: Any, way: Way) -> None:
-        """Raise unless a block was given of the rows what it was given of all, once a block.
+        """Raise unless a block was given the same rows as in a whole call, once a block.
 
         Raises:
             AttachError: If arguments depend on the tokens, so that those kept are out of date.

@@ -132,7 +132,7 @@ class Lookup(Extension):
                 state.conditions[site.path] = entries
 
     def answer(self, tap: TimeTap, args: Any, kwargs: Any) -> Any:
-        """Look up what a module returns, or let it run and keep that."""
+        """Look up the output of a module, or let the module run and keep its output."""
         call: Call = CURRENT.get()
         state: RunState | None = call.run.storage.get(self)
         entries = state.conditions.get(tap.name) if state is not None else None
@@ -264,7 +264,7 @@ class Lookup(Extension):
     # tables --------------------------------------------------------------------------------
 
     def clear(self) -> None:
-        """Forget every entry and what was learned of the model."""
+        """Forget every entry and all facts learned of the model."""
         with self._lock:
             self.remove()
             self.table.clear()

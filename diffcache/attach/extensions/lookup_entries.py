@@ -42,7 +42,7 @@ class Entry:
 
     @classmethod
     def of(cls, out: Any) -> Entry:
-        """Return what a module just returned, in copies."""
+        """Return copies of a module's latest output."""
         rows, places = zip(*(alike(tensor.detach()) for tensor in leaves(out)), strict=True)
         return cls(Template(out), rows, places)
 
@@ -128,7 +128,7 @@ class LookupTable:
         return entries
 
     def close(self, writes: RunWrites) -> None:
-        """Round what a run wrote, and choose between tables and layers."""
+        """Round the entries of a run, and choose between tables and layers."""
         bits = self.ability.bits
         lines, writes.lines = writes.lines, []
         if bits is None:

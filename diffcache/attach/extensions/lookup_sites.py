@@ -67,7 +67,7 @@ class _Origins(DispatchMode):
         self.writes: dict[int, int] = {}
 
     def of(self, tensors: list[Tensor]) -> frozenset[Label]:
-        """Return what some tensors were made from."""
+        """Return the origins of some tensors."""
         found = self.escaped
         for tensor in tensors:
             found = _joined(found, self.origins.get(storage_of(tensor), OTHER))
@@ -211,7 +211,7 @@ def _below(path: str, top: str) -> bool:
 def _watched(
     model: nn.Module, origins: _Origins, seen: dict[nn.Module, _Seen], rows: frozenset[str]
 ) -> Iterator[None]:
-    """Note of every module what its inputs and outputs were made from.
+    """Note the origins of every module's inputs and outputs.
 
     Args:
         model: The denoiser.

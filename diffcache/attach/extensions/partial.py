@@ -1,4 +1,4 @@
-"""Computes some rows of a call next to what is held of the others: the core of all that does.
+"""Compute some rows of a call beside held rows of the others: the core of all partial forwards.
 
 A call of the wrapped model is given all tokens and a plan. Attention writes the keys and values of
 the planned rows over those held, and lets their queries see all that is held. A call without a plan
@@ -143,7 +143,7 @@ class HeldKV:
         return 0 if self.k is None else self.k.shape[2]
 
     def tensors(self) -> Iterator[Tensor]:
-        """Yield what is held."""
+        """Yield the held tensors."""
         yield from (x for x in (self.k, self.v) if x is not None)
 
 
@@ -219,7 +219,7 @@ class Partial(Extension):
     # a call ----------------------------------------------------------------------------------
 
     def open(self, call: Call) -> Call:
-        """Give the model what a plan names.
+        """Give the model the rows that a plan names.
 
         Raises:
             AttachError: If the call is not that of all tokens with a plan, or nothing is held of
@@ -273,10 +273,10 @@ class Partial(Extension):
 
     @abstractmethod
     def begin(self, call: Call, plan: Any, held: Any, given: dict[str, Any]) -> dict[str, Any]:
-        """Note in the call's storage what attention does; return the arguments of the model."""
+        """Note the attention turn in the call's storage; return the arguments of the model."""
 
     def turn(self, kind: object = None) -> Any:
-        """Return what attention does in this thread's call, None where it is the model's own.
+        """Return the attention turn of this thread's call, None where it is the model's own.
 
         Args:
             kind: Where it is noted in the call's storage; None for the extension itself.
@@ -287,7 +287,7 @@ class Partial(Extension):
         return call.storage.get(self if kind is None else kind)
 
     def again(self, call: Call, storage: dict[Any, Any], given: dict[str, Any]) -> Any:
-        """Run the model once more inside a call, to compare; what it keeps is the caller's to say.
+        """Run the model once more inside a call, to compare; the caller decides what is kept.
 
         Args:
             call: The call at hand.
@@ -299,7 +299,7 @@ class Partial(Extension):
 
     @abstractmethod
     def attend(self, site: AttentionSite, call: AttentionCall) -> Tensor | None:
-        """Return the attention of one call, `[B, T, H, D]`; None for what the model does."""
+        """Return the attention of one call, `[B, T, H, D]`; None for the model's own."""
 
     @abstractmethod
     def _placed(self) -> Placed | None:
@@ -366,7 +366,7 @@ def given_tokens(model: str, given: dict[str, Any]) -> tuple[Tensor, Tensor | No
 
 
 def places_of(ids: Tensor, valid: Tensor | None, first: int = 0) -> tuple[Tensor, Tensor | None]:
-    """Return positions, int64 `[1 or B, T]`, and what is no padding, bool `[B, 1, 1, T]`.
+    """Return positions, int64 `[1 or B, T]`, and a mask of real tokens, bool `[B, 1, 1, T]`.
 
     Args:
         ids: Tokens, int64 `[B, T]`.

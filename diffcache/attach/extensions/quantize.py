@@ -122,7 +122,7 @@ class WatchedLayers(Extension):
         self._hook(self.dense)
 
     def open(self, call: Call) -> Call:
-        """Quantize the layers anew if the watcher changed its plan; note what is called."""
+        """Quantize the layers anew if the watcher changed its plan; note the modules called."""
         plan = self.watcher.plan()
         if plan is not self._plan:
             self.remove()

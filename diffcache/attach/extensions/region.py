@@ -183,7 +183,7 @@ class Regions(Extension):
         self.door.remove()
 
     def turn(self) -> Turn | None:
-        """Return what attention does in the current call."""
+        """Return the attention turn of the current call."""
         call: Call | None = CURRENT.get()
         if call is None or call.owner is not self.denoiser or call.repeats:
             return None
@@ -240,7 +240,7 @@ class Regions(Extension):
     # a call ----------------------------------------------------------------------------------
 
     def open(self, call: Call) -> Call:
-        """Give the denoiser the edited rows on a region step; keep what the split needs."""
+        """Give the denoiser the edited rows on a region step; keep the inputs of the split."""
         progress = self._progress(call.run)
         if progress is None or call.writes:  # features were dropped in the middle of a run
             return call
@@ -285,7 +285,7 @@ class Regions(Extension):
         return {**given, **changed}
 
     def _factors(self, progress: Progress, index: int, states: Tensor) -> Tensor | None:
-        """Return what the kept velocity is multiplied with: only edited rows decay."""
+        """Return the factors of the kept velocity: only edited rows decay."""
         if progress.mask is None or index not in progress.skips:
             return None
         factors = torch.ones(states.shape[:2], dtype=torch.float32, device=states.device)

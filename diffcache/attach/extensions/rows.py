@@ -44,7 +44,7 @@ TRIAL = "trial"  # in a call's storage: the turn of rows that are computed alone
 
 @dataclass(eq=False)
 class HeldRows(Held[HeldKV]):
-    """Keys and values of one run, and what plans that take notes are told.
+    """Keys and values of one run, and notes for plans that take them.
 
     Attributes:
         confidence: Probability of the most probable token when each position was last computed,
@@ -122,7 +122,7 @@ class Rows(Partial):
     def begin(
         self, call: Call, plan: Any, held: Held[HeldKV], given: dict[str, Any]
     ) -> dict[str, Any]:
-        """Note what attention does, and give the model the planned rows alone."""
+        """Note the attention turn, and give the model the planned rows alone."""
         rows, width = self.rows_of(plan, held), held.shape[1]
         if rows is None:
             rows = range(width)
@@ -164,7 +164,7 @@ class Rows(Partial):
         return rows
 
     def turn_of(self, plan: Any, turn: Turn) -> Turn:
-        """Return what attention does in a call, with what is noted besides."""
+        """Return the attention turn of a call, with the notes it takes."""
         return turn
 
     def _cut(self, given: dict[str, Any], turn: Turn) -> dict[str, Any]:
@@ -234,7 +234,7 @@ class Rows(Partial):
         plan.notes[INFLUENCE] = influence(attention, index, real, mask)
 
     def _try_alone(self, call: Call, held: Held[HeldKV]) -> None:
-        """Compute some rows of a call of all rows alone, to compare them; what is held stays.
+        """Compute some rows of a whole call alone, to compare them; held rows stay.
 
         Raises:
             AttachError: If they come out otherwise.
@@ -253,7 +253,7 @@ class Rows(Partial):
     def run_alone(
         self, call: Call, held: Held[HeldKV], places: range, **storage: Any
     ) -> tuple[Turn, Any]:
-        """Return what the model makes of some rows of a call of all rows; what is held stays.
+        """Return the model's output for some rows of a whole call; held rows stay.
 
         Args:
             call: The call of all rows.
@@ -352,7 +352,7 @@ class Rows(Partial):
         return turn.index, turn.held.shape[1]
 
     def _check_output(self, site: AttentionSite, ours: Tensor, theirs: Tensor) -> None:
-        """Raise unless attention over what is held is the model's own, once a module.
+        """Raise unless attention over held rows equals the model's own, once a module.
 
         Raises:
             AttachError: If it is not, as with a bias that depends on positions.

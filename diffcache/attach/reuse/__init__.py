@@ -1,1 +1,1 @@
-"""Feature reuse: what is kept of a denoiser, and what stands in for it."""
+"""Feature reuse: features that are kept of a denoiser, and their stand-ins."""

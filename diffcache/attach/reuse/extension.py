@@ -1,4 +1,4 @@
-"""Feature reuse on one denoiser: decides at every call what runs and what is stood in for."""
+"""Feature reuse on one denoiser: decides at every call which blocks run and which are skipped."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from diffcache.step import Site
 
 
 class FeatureReuse(Extension):
-    """Skip blocks of a denoiser, or modules inside them, and stand in for what they return.
+    """Skip blocks of a denoiser, or modules inside them, and stand in for their outputs.
 
     Args:
         denoiser: The attachment to the network.
@@ -72,7 +72,7 @@ class FeatureReuse(Extension):
             self.setup.peek.remove()
 
     def tensors(self, run: Run) -> Iterator[Tensor]:
-        """Yield the tensors of the features, and of what schedules look at."""
+        """Yield the tensors of the features, and of the schedules' probes."""
         for timeline in list(run.timelines.values()):  # other threads go on while they are counted
             known = [branch.storage.get(self) for branch in list(timeline.branches)]
             states: list[BranchState] = [state for state in known if state is not None]
@@ -124,7 +124,7 @@ class FeatureReuse(Extension):
     # one call ------------------------------------------------------------------------------
 
     def open(self, call: Call) -> Call:
-        """Decide what runs, where no probe is needed for it, and hand out what stands for it."""
+        """Decide which blocks run, where no probe is needed, and hand out the items of the call."""
         if call.writes:
             return call
         setup, record = self.setup, call.record
@@ -150,7 +150,7 @@ class FeatureReuse(Extension):
         return call if frame.trace is None else replace(call, learns=True)
 
     def _new_state(self, call: Call) -> BranchState:
-        """Return what will be kept of the branch of a call, its first."""
+        """Return the new state of the branch of a call, its first."""
         own: Decision = call.timeline.storage[self]
         if own.parts.when.by_branch:
             own = Decision(own.parts, own.parts.when.init())
@@ -173,7 +173,7 @@ class FeatureReuse(Extension):
         return "writes a KV cache" if self._has_cache and writes_cache(call.kwargs) else ""
 
     def _items(self, frame: Frame) -> dict[str, list[Any]]:
-        """Return what stands for the blocks in this call."""
+        """Return the items of the block lists in this call."""
         setup = self.setup
         if setup.is_module:
             whole = frame.computes and not frame.per_site

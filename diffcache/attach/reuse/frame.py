@@ -1,4 +1,4 @@
-"""One denoiser call under feature reuse: what it hands out, and what it keeps."""
+"""One denoiser call under feature reuse: its stand-ins, and the features it keeps."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Random:
 
     @contextmanager
     def replayed(self) -> Iterator[None]:
-        """Draw what the call drew; what is drawn afterwards is what would have been."""
+        """Draw the random numbers of the call again; later draws are as without it."""
         now = self._now()
         self._set(self._start)
         try:
@@ -164,7 +164,7 @@ class Frame:
         return out
 
     def probe_of(self, before: Tensor, after: Tensor) -> Tensor:
-        """Return what the method's gate looks at."""
+        """Return the probe of the method's gate."""
         if self.setup.probe == "residual" and before.shape == after.shape:
             return after - before
         return after

@@ -1,4 +1,4 @@
-"""Gates: blocks that run until the decision falls, and what is handed out after it."""
+"""Gates: blocks that run until the decision falls, and the stand-ins after it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LeadTap(Tap):
 
 
 class LateTap(Tap):
-    """A block after the lead: what stands for it is known only when it is called."""
+    """A block after the lead: its stand-in is known only when it is called."""
 
     __slots__ = ("index", "key")
 
@@ -123,7 +123,7 @@ class PeekTap(Tap):
 def gated_items(
     layout: Layout, blocks: dict[str, list[nn.Module]], probe: Probe | None
 ) -> dict[str, list[Any]]:
-    """Return what to hand out while the decision waits for the probe."""
+    """Return the items of the block lists while the decision waits for the probe."""
     if layout.gated is not None:
         return layout.gated
     items: dict[str, list[Any]] = {}

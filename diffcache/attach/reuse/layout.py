@@ -1,4 +1,4 @@
-"""Hold what stands for the blocks of one kind of call, on computed and on skipped steps."""
+"""Hold the taps of the blocks of one kind of call, on computed and on skipped steps."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Work:
 
 
 def work_of(costs: list[tuple[Place, float | None]], skipped: set[Place]) -> Work:
-    """Return what is done where some blocks are skipped."""
+    """Return the work of a call in which some blocks are skipped."""
     counts: dict[str, tuple[int, int]] = {}
     flops, known = [0.0, 0.0], True
     for place, cost in costs:
@@ -80,7 +80,7 @@ class Layout:
     mixes: dict[frozenset[str], Mix] = field(default_factory=dict)
 
     def mix(self, skipped: frozenset[str]) -> Mix:
-        """Return what to hand out where only some sites are skipped, and what runs then."""
+        """Return the items where only some sites are skipped, and the work of the call."""
         if skipped not in self.mixes:
             places = {place for site in skipped for place in self.sites[site]}
             items = {

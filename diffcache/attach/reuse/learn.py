@@ -101,7 +101,7 @@ def leave_loose(frame: Frame, trace: Trace, call: tuple[Any, Any]) -> None:
 
 
 def _is_chain(frame: Frame, key: str, call: tuple[Any, Any]) -> bool:
-    """Return whether what the first block of a list returns reaches a later one."""
+    """Return whether an output of the first block of a list reaches a later one."""
     calls: list[None] = []
     items = {key: [ServedTap(block, partial(_poison, calls)) for block in frame.setup.blocks[key]]}
     try:
@@ -121,7 +121,7 @@ def _poisoned(tensor: Tensor) -> Tensor:
 
 
 def reach_of(frame: Frame, trace: Trace, call: tuple[Any, Any]) -> Reach | None:
-    """Return what of the blocks' inputs changes with the sample, by running the denoiser again.
+    """Return the block inputs that change with the sample, by running the denoiser again.
 
     Its sample is another one, and blocks that are given something else than in the traced call
     return zeros. So it costs what the model does outside its blocks, and the blocks of the text.
@@ -171,7 +171,7 @@ def reach_of(frame: Frame, trace: Trace, call: tuple[Any, Any]) -> Reach | None:
 
 
 class Follow:
-    """Compares what blocks are given with what the traced call gave them.
+    """Compares the inputs of blocks with those of the traced call.
 
     Attributes:
         reach: List -> the arguments of its first block that changed.
@@ -189,7 +189,7 @@ class Follow:
         self._outputs = {(call.list_key, call.index): call.hollow for call in trace.calls}
 
     def call(self, key: str, index: int, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        """Run a block whose list is given what it was, else return zeros."""
+        """Run a block whose list has its traced inputs, else return zeros."""
         if key not in self.reach:
             changed = _changed(self.firsts[key], {**dict(enumerate(args)), **kwargs})
             if changed and self._peek is not None and not any(self.reach.values()):
@@ -234,7 +234,7 @@ _TOLERANCE = {8: 1e-9, 4: 1e-4, 2: 5e-2, 1: 2e-1}  # by bytes of a number, relat
 
 
 def learn(frame: Frame, trace: Trace, call: tuple[Any, Any]) -> None:
-    """Lay out the method over what the traced call showed, and keep that call's features.
+    """Lay out the method over the traced call, and keep that call's features.
 
     Args:
         frame: The frame of the traced call.

@@ -158,7 +158,7 @@ class PlainTap(Tap):
 
 
 class UnwatchedTap(Tap):
-    """A block that runs in full in a peek: what is looked at comes after it."""
+    """A block that runs in full in a peek, as the probe comes after it."""
 
     __slots__ = ()
 

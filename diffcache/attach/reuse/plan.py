@@ -110,7 +110,7 @@ def plan(
 
 
 def protect_all(layout: Layout) -> None:
-    """Copy what the taps hold or hand out: the model's loop writes to its streams in place."""
+    """Copy the tensors of taps: the model's loop writes to its streams in place."""
     follow = [] if layout.follow is layout.skip else [layout.follow]
     for items in (layout.compute, layout.skip, *follow):
         for tap in (tap for group in items.values() for tap in group):
@@ -139,7 +139,7 @@ def keep(frame: Frame, layout: Layout, calls: list[BlockCall]) -> bool:
 
 
 def _spec_of(call: BlockCall, wiring: Wiring, is_unet: bool) -> TapSpec:
-    """Return what a block passes on and what it hands out on the side."""
+    """Return the outputs that a block passes on and those that it hands out on the side."""
     carry, sides = {}, []
     for number, shape in enumerate(call.shapes_out):
         key = wiring.carry.get(number)
@@ -162,7 +162,7 @@ def _assign(
     is_last: bool,
     unet: bool,
 ) -> None:
-    """Give the first and last block of a span what their taps do."""
+    """Give the first and last block of a span the roles of their taps."""
     first, last = specs[span[0]], specs[span[-1]]
     if parts.feature == "output" and parts.site is Site.STACK and not is_last:
         return  # the last list's output stands for the whole stack
@@ -182,7 +182,7 @@ def _assign(
 
 
 def _enliven(number: int, span: list[Place], specs: dict[Place, TapSpec]) -> None:
-    """Let a span of one list leave what the loop adds between its blocks out of its features."""
+    """Leave the loop's additions between blocks out of the features of a span of one list."""
     first, last = specs[span[0]], specs[span[-1]]
     blocks = [specs[place] for place in span]
     whole = all(list(block.carry) == list(first.carry) for block in blocks)
@@ -192,14 +192,14 @@ def _enliven(number: int, span: list[Place], specs: dict[Place, TapSpec]) -> Non
 
 
 def _compute_tap(module: nn.Module, spec: TapSpec) -> Any:
-    """Return what stands for a block that runs: a tap if it is of interest to the cache."""
+    """Return the item of a block that runs: a tap if the cache needs one."""
     if spec.live:
         return LiveTap(module, spec)
     return ComputeTap(module, spec) if spec.opens or spec.records else module
 
 
 def _items(blocks: dict[str, list[nn.Module]], specs: Any, make: Any) -> dict[str, list[Any]]:
-    """Return, for every list, what `make` says of the blocks that were called."""
+    """Return the items that `make` gives for the called blocks, for every list."""
     items: dict[str, list[Any]] = {}
     for key, group in blocks.items():
         places = [(key, index) for index in range(len(group))]
@@ -211,7 +211,7 @@ def _items(blocks: dict[str, list[nn.Module]], specs: Any, make: Any) -> dict[st
 
 
 def _skip_tap(module: nn.Module, spec: TapSpec, container: type) -> Any:
-    """Return what stands for a skipped block."""
+    """Return the item of a skipped block."""
     if spec.is_hollow:
         return HollowTap(module, spec)
     if _adds(spec):

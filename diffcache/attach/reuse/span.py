@@ -1,4 +1,4 @@
-"""Spans of skipped blocks: what their blocks have to do, keeping and estimating their features."""
+"""Spans of skipped blocks: the roles of their blocks, keeping and estimating their features."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class TapSpec:
         return self.closes or bool(self.sides) or self.is_hollow
 
     def kind(self, number: int) -> Kind:
-        """Return what output `number` is on a skipped step.
+        """Return the kind of output `number` on a skipped step.
 
         A `residual` on a stream of the span's base, `own` or, where the stream just passes, the
         block's input.
@@ -108,7 +108,7 @@ def picker(keys: list[Key], container: type) -> Picker:
 
 
 def copied(pick: Picker) -> Picker:
-    """Return a function that takes copies of what `pick` takes."""
+    """Return a function that copies the tensors that `pick` takes."""
 
     def copies(given: dict[Any, Any]) -> Any:
         taken = pick(given)
@@ -194,7 +194,7 @@ def foresee(frame: Frame) -> list[list[Any]]:
 
 
 def estimates(frame: Frame, held: BlockFeatures, base: Sequence[Tensor] = ()) -> list[Tensor]:
-    """Return what stands for a call's tensors; those that a model may write to are fresh.
+    """Return the estimates of a call's tensors; those that a model may write to are fresh.
 
     Args:
         frame: Frame of the call.
@@ -227,7 +227,7 @@ OUTPUT = ("output", 0)  # where the feature is held
 
 
 def keep_output(frame: Frame, out: Any) -> Any:
-    """Show the output to the observer and keep it; return what replaces it, None if it stays."""
+    """Show the output to the observer and keep it; return its replacement, None if it stays."""
     setup, replaced = frame.setup, None
     observer, sample = setup.observer, frame.call.sample
     if observer is not None and isinstance(sample, Tensor):
@@ -250,7 +250,7 @@ def keep_output(frame: Frame, out: Any) -> Any:
 
 
 def stand_in(frame: Frame) -> Any:
-    """Return what stands for the output of a skipped step."""
+    """Return the estimate of the output of a skipped step."""
     held: BlockFeatures = frame.features[OUTPUT]
     guesses = estimates(frame, held)
     if frame.setup.parts.feature == "change":

@@ -47,7 +47,7 @@ class ComputeTap(Tap):
 
 
 class LiveTap(Tap):
-    """A block that runs in a span whose features leave out what the loop adds between blocks.
+    """A block that runs in a span whose features leave out the loop's additions between blocks.
 
     The span's base follows those additions: the difference between what a block is given and what
     the block before returned is added to it.
@@ -171,7 +171,7 @@ class EstimateTap(Tap):
 
 
 class AddTap(Tap):
-    """A skipped block of its own span: its streams plus the estimates of what it adds to them."""
+    """A skipped block of its own span: its streams plus estimates of its residuals."""
 
     __slots__ = ("container", "input_of", "number", "spec")
 

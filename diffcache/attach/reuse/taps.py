@@ -31,7 +31,7 @@ class SingleTap(Tap):
 
 
 def observed(frame: Frame, name: str, out: Any) -> Any:
-    """Show a module's output to the observer; return what the module returns, as it says."""
+    """Show a module's output to the observer; return the output that it asks for."""
     observer = frame.setup.observer
     assert observer is not None
     tensors = leaves(out)

@@ -28,7 +28,7 @@ PATHS: dict[str, tuple[tuple[str, ...], ...]] = {
 
 
 class Watch:
-    """Forward hook of a module that embeds the timestep: notes what it returns.
+    """Forward hook of a module that embeds the timestep: notes its output.
 
     Args:
         path: Path of the module in the model.
@@ -110,7 +110,7 @@ def unwatch(module: nn.Module) -> None:
 
 
 def time_peek(model: nn.Module, probe: Probe | None) -> TimePeek | None:
-    """Return what shows a time embedding, None for other probes.
+    """Return the peek that shows a time embedding, None for other probes.
 
     Raises:
         AttachError: If the model has no such embedding.
