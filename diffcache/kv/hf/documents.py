@@ -14,6 +14,7 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from diffcache.foreign import device_of_model, with_cache
 from diffcache.kv.hf.cache import KVCache, cache_for
+from diffcache.kv.hf.model import last_logits
 from diffcache.kv.hf.questions import around, feed, tokens_of
 from diffcache.kv.hf.refresh import check_whole
 from diffcache.kv.life.pack import pack
@@ -320,10 +321,9 @@ class Documents:
         ]
         packed = pack(prompts, max(_READ, max(map(len, prompts))))
         cache = self._empty("pre")
-        few = "logits_to_keep" in inspect.signature(self._model.forward).parameters
         self._model(
             input_ids=packed.ids, position_ids=packed.position_ids, attention_mask=packed.mask,
-            **({"logits_to_keep": 1} if few else {}), **with_cache(self._model, cache),
+            **last_logits(self._model), **with_cache(self._model, cache),
         )  # fmt: skip
         for text, ids, layers in zip(texts, own, packed.unpack(cache.store), strict=True):
             first = 0 if text is None else len(self._head)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -58,6 +59,15 @@ def config_of(model: Any) -> Any:
             "AutoModelForCausalLM.from_pretrained(...)"
         )
     return config
+
+
+def last_logits(model: nn.Module) -> dict[str, Any]:
+    """Return the argument by which a forward makes the logits of its last token alone.
+
+    Empty where it takes none. Logits of a long context would fill the memory.
+    """
+    takes = "logits_to_keep" in inspect.signature(model.forward).parameters
+    return {"logits_to_keep": 1} if takes else {}
 
 
 def decoder_config(model: nn.Module) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, overload
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 from diffcache.foreign import device_of_model, with_cache
 from diffcache.kv.hf.cache import KVCache, Recipes, cache_for
+from diffcache.kv.hf.model import last_logits
 from diffcache.kv.life.on_request import OnRequest, compress_by_probe
 from diffcache.kv.score.probe import Asked
 
@@ -107,9 +107,7 @@ def read_context(model: nn.Module, tokenizer: Any, cache: KVCache, ids: Tensor) 
 @torch.no_grad()
 def feed(model: nn.Module, cache: KVCache, ids: Tensor) -> None:
     """Have a model read tokens, int64 [1, T], of which no more than one logit is made."""
-    few = "logits_to_keep" in inspect.signature(model.forward).parameters
-    more = {"logits_to_keep": 1} if few else {}  # logits of a long context would fill the memory
-    model(input_ids=ids, **with_cache(model, cache), **more)
+    model(input_ids=ids, **with_cache(model, cache), **last_logits(model))
 
 
 @torch.no_grad()

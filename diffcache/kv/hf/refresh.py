@@ -13,7 +13,7 @@ from torch import Tensor
 from diffcache.errors import AttachError
 from diffcache.foreign import with_cache
 from diffcache.kv.attend import Query, attend
-from diffcache.kv.hf.model import NAME, decoder_config
+from diffcache.kv.hf.model import NAME, decoder_config, last_logits
 from diffcache.kv.slots import SlotIndex, Slots, checked
 from diffcache.kv.store import KVStore
 
@@ -77,7 +77,13 @@ class Refreshing:
 
 
 def recompute(
-    model: Any, cache: Host, ids: Tensor, index: Tensor, *, watch: Watch | None = None
+    model: Any,
+    cache: Host,
+    ids: Tensor,
+    index: Tensor,
+    *,
+    watch: Watch | None = None,
+    logits: bool = True,
 ) -> Any:
     """Compute chosen tokens anew, layer by layer, each seeing all tokens up to its own position.
 
@@ -90,6 +96,8 @@ def recompute(
         ids: int64 [B, T], all tokens that are held.
         index: int64 [n] or [B, n], the chosen ones.
         watch: Is told each layer's number, queries and slots.
+        logits: Make the logits of all chosen tokens; False makes those of the last one alone, which
+            is much less work in a small model of many words.
 
     Returns:
         The output of the model for the chosen tokens, in the order of `index`.
@@ -98,7 +106,7 @@ def recompute(
         ValueError: If the cache cannot be written to, or does not hold these tokens.
         AttachError: If the model does not attend through this cache.
     """
-    return _forward(model, cache, ids, index, None, watch)[0]
+    return _forward(model, cache, ids, index, watch=watch, logits=logits)[0]
 
 
 def probe(model: Any, cache: Host, ids: Tensor, check: int) -> tuple[Tensor, Tensor]:
@@ -119,14 +127,21 @@ def probe(model: Any, cache: Host, ids: Tensor, check: int) -> tuple[Tensor, Ten
     if not 1 <= check < count:
         raise ValueError(f"check={check}: must be at least 1 and below the {count} layers")
     index = torch.arange(ids.shape[1], device=ids.device)
-    found = _forward(model, cache, ids, index, check, None)[1]
+    found = _forward(model, cache, ids, index, last=check)[1]
     assert found.old is not None
     assert found.new is not None
     return found.old, found.new
 
 
 def _forward(
-    model: Any, cache: Host, ids: Tensor, index: Tensor, last: int | None, watch: Watch | None
+    model: Any,
+    cache: Host,
+    ids: Tensor,
+    index: Tensor,
+    *,
+    last: int | None = None,
+    watch: Watch | None = None,
+    logits: bool = True,
 ) -> tuple[Any, Refreshing]:
     pos = _positions(cache, ids)
     used = decoder_config(model)._attn_implementation
@@ -145,6 +160,7 @@ def _forward(
             out = model(
                 input_ids=ids.gather(1, index),
                 position_ids=pos.expand(batch, -1).gather(1, index),
+                **({} if logits else last_logits(model)),
                 **with_cache(model, cache),
             )
     finally:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from diffcache.foreign import with_cache
 from diffcache.kv.attend import Query, probabilities
+from diffcache.kv.hf.model import last_logits
 from diffcache.kv.hf.refresh import recompute
 from diffcache.kv.reuse.piece import Piece, cut, joined, lay_out
 from diffcache.kv.rotary import Rotation
@@ -105,8 +106,9 @@ def chunks_of(
             paid.index_put_((block.positions()[0],), _by_chunk(mean, of, len(texts)), True)
 
     with torch.no_grad():
-        model(input_ids=ids, **with_cache(model, cache))
-    recompute(model, cache, ids, torch.arange(ids.shape[1], device=ids.device), watch=watch)
+        model(input_ids=ids, **last_logits(model), **with_cache(model, cache))
+    every = torch.arange(ids.shape[1], device=ids.device)
+    recompute(model, cache, ids, every, watch=watch, logits=False)
     found, start = [], 0
     for number, text in enumerate(texts):
         mine = paid[start : start + len(text)]
@@ -159,7 +161,7 @@ def cachecraft(
         start += len(chunk.piece.ids)
     index = torch.cat(chosen)
     if len(index):
-        recompute(model, cache, whole.ids[None], index)
+        recompute(model, cache, whole.ids[None], index, logits=False)
     return index
 
 

@@ -54,7 +54,7 @@ def cacheblend(
     old, new = probe(model, cache, ids, check)
     index = slots_of(most_changed(old, new, torch.ones_like(ids, dtype=torch.bool), share))
     if index.shape[1]:
-        recompute(model, cache, ids, index)
+        recompute(model, cache, ids, index, logits=False)
     return index[0]
 
 
@@ -98,7 +98,7 @@ def kvshare(
     put_in = (source < 0).to(ids.device)[None]
     index = slots_of(put_in | most_changed(old, new, ~put_in, share))
     if index.shape[1]:
-        recompute(model, cache, ids[None], index)
+        recompute(model, cache, ids[None], index, logits=False)
     return index[0]
 
 
@@ -143,5 +143,5 @@ def pie(
     cache.store.reset()
     lay_out(cache.store, piece, source, rotary)
     if len(new):
-        recompute(model, cache, after[None], new)
+        recompute(model, cache, after[None], new, logits=False)
     return new
