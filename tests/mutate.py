@@ -268,10 +268,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=180, help="time limit of one mutant")
     parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir()) / "mutate.log")
-    parser.add_argument(
-        "--reached", type=Path, help="notes of an earlier run, in place of a new one"
-    )
-    parser.add_argument("--only", default="", help="numbers of mutants, with commas; all if empty")
     asked = parser.parse_args()
     mutants = draw(asked.code.split(","), asked.count, asked.seed)
     import diffusers  # noqa: F401  (a forked process does not pay for these imports again)
@@ -283,17 +279,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
         shutil.copytree(ROOT, tree, symlinks=True, ignore=left_out)
-        notes = asked.reached
-        if notes is None:
-            began = os.times().children_user
-            notes = reached(tree, mutants, asked.tests, asked.log)
-            print(f"one run of all tests: {os.times().children_user - began:.0f} CPU s")
-        chosen = [int(number) for number in asked.only.split(",") if number] or range(len(mutants))
-        tests_of = read(notes, len(mutants))
-        for number in chosen:
-            mutant = mutants[number]
-            log = asked.log.with_suffix(".one")
-            word, why = killed_by(tree, mutant, tests_of[number], asked.seconds, log)
+        began = os.times().children_user
+        tests_of = read(reached(tree, mutants, asked.tests, asked.log), len(mutants))
+        print(f"one run of all tests: {os.times().children_user - began:.0f} CPU s")
+        log = asked.log.with_suffix(".one")
+        for number, (mutant, tests) in enumerate(zip(mutants, tests_of, strict=True)):
+            word, why = killed_by(tree, mutant, tests, asked.seconds, log)
             words.append(word)
             place = f"{mutant.path}:{mutant.line}"
             print(

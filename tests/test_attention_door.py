@@ -18,7 +18,6 @@ from diffcache.errors import AttachError
 from tests.zoo.case import output_tensors
 from tests.zoo.catalog import cases
 
-torch.set_num_threads(1)
 CASES = cases()
 SOME = ["FluxTransformer2DModel", "Flux2Transformer2DModel", "QwenImageTransformer2DModel-edit",
         "WanTransformer3DModel-i2v", "SD3Transformer2DModel-sd35", "LTXVideoTransformer3DModel",

@@ -11,7 +11,6 @@ from diffcache.pipelines.demo.describe import EXCLUDED, exported_denoisers
 from tests.zoo.case import Case, output_tensor, output_tensors
 from tests.zoo.catalog import cases
 
-torch.set_num_threads(1)
 CASES = cases()
 
 pytestmark = pytest.mark.usefixtures("eager")

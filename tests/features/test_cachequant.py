@@ -210,6 +210,7 @@ def test_foreign_tables_are_refused() -> None:
         CacheQuant(every=3, bits="w8a8", tables=tables)
     with pytest.raises(TablesError, match="it lacks 'starts'"):
         CacheQuant(every=3, tables=Tables(tables.header, {}))
+    assert CacheQuant(every=1).parts() == CacheQuant(every=1).plain()  # which need none
     method = CacheQuant(every=3, tables=tables)
     with pytest.raises(TablesError, match="measured on Other, this is UNet2DModel"):
         method.check_model({"model": "UNet2DModel", "scheduler": None})

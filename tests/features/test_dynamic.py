@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from diffcache.features.parts.dynamic import anchor_costs, best_starts
+from diffcache.features.parts.dynamic import best_starts
 
 
 def brute_force(cost, count, shortest=1, longest=None, *, maximise=False):
@@ -53,19 +53,6 @@ def test_ties_take_the_smallest_starts(maximise):
             assert best_starts(cost, count, maximise=maximise) == brute_force(
                 cost, count, maximise=maximise
             )
-
-
-def test_block_diagonal_similarity_gives_its_blocks():
-    """Segments end where the steps stop being alike."""
-    bounds = [0, 3, 4, 9, 15]
-    similarity = torch.block_diag(
-        *(torch.ones(b - a, b - a) for a, b in itertools.pairwise(bounds))
-    )
-    starts, value = best_starts(anchor_costs(similarity), 4, maximise=True)
-    assert starts == bounds[:-1]
-    assert value == 15
-    starts, value = best_starts(anchor_costs(1 - similarity), 4)
-    assert (starts, value) == (bounds[:-1], 0)
 
 
 def test_the_lower_triangle_is_not_read():

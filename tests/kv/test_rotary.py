@@ -126,13 +126,6 @@ class TestVerbs:
             rotation.rotate(_x(), torch.stack((pos, pos)))
 
 
-def test_channels_outside_pass_through():
-    x = _x(torch.float32)
-    out = Rotary(Rotary.default(100.0, 8).inv_freq, 2.0, start=10).rotate(x, POS)
-    assert torch.equal(out[..., :10], x[..., :10])
-    assert torch.equal(out[..., 18:], x[..., 18:])
-
-
 def test_no_frequencies_is_no_rotation():
     x = _x(torch.bfloat16)
     none = Rotary.default(10000.0, 0)
@@ -158,21 +151,6 @@ def test_a_grid_gives_each_token_its_place():
         replace(plain, grid=(3,))
 
 
-def test_logits_depend_on_differences_only():
-    rotary = Rotary(Rotary.default(10000.0, 32).inv_freq, 1.1)
-    q, k = _x(seed=3), _x(seed=4)
-    logits = rotary.rotate(q, POS) @ rotary.rotate(k, POS).mT
-    later = rotary.rotate(q, POS + 1000) @ rotary.rotate(k, POS + 1000).mT
-    torch.testing.assert_close(later, logits, rtol=0, atol=1e-10)
-
-
-def test_shift_keeps_the_scale_of_rotated_keys():
-    rotary = Rotary(Rotary.default(10000.0, 32).inv_freq, 1.5)
-    x = _x()
-    moved = rotary.shift(rotary.rotate(x, POS), 12)
-    torch.testing.assert_close(moved.norm(dim=-1), 1.5 * x.norm(dim=-1))
-
-
 def test_float32_errs_as_the_angle_does():
     """At position p an angle is off by half a unit of the last place of p, so that much is lost."""
     rotary = Rotary.default(10000.0, 32)
@@ -183,34 +161,6 @@ def test_float32_errs_as_the_angle_does():
     exact = Rotary(rotary.inv_freq.double())
     moved = exact.shift(exact.rotate(x, pos), -50_000)
     torch.testing.assert_close(moved, exact.rotate(x, pos - 50_000), rtol=0, atol=2e-6)
-
-
-@pytest.mark.parametrize("distance", [16, 64, 256])
-def test_merging_after_rotation_loses_norm(distance):
-    """Two equal keys d apart average to cos(d * freq / 2) of each pair; before rotation to all."""
-    rotary = Rotary.default(10000.0, 32)
-    key = torch.nn.functional.normalize(_x(shape=(1, 1, 1, 32)), dim=-1)
-    pair = key.expand(1, 1, 2, 32)
-    turned = rotary.rotate(pair, torch.tensor([100, 100 + distance]))
-    half = torch.cos(distance * rotary.inv_freq.double() / 2).repeat(2)
-    merged = turned.mean(2).norm().item()
-    assert merged == pytest.approx((key * half).norm().item(), abs=1e-12)
-    assert merged < 0.95
-    plain = rotary.unrotate(turned, torch.tensor([100, 100 + distance])).mean(2)
-    assert plain.norm().item() == pytest.approx(1.0, abs=1e-12)
-
-
-def test_merging_loses_more_the_further_apart():
-    """In heads of 128, two equal keys keep the root mean square of the cosines of their pairs."""
-    rotary = Rotary.default(10000.0, 128)
-    keys = _x(shape=(1, 400, 1, 128)).expand(1, 400, 2, 128)
-    kept = []
-    for distance in (16, 64, 256):
-        merged = rotary.rotate(keys, torch.tensor([0, distance])).mean(2)
-        kept.append((merged.norm() / keys[:, :, 0].norm()).item())
-        cosines = [math.cos(distance * 10000 ** (-i / 64) / 2) for i in range(64)]
-        assert kept[-1] == pytest.approx(math.hypot(*cosines) / 8, abs=0.01)
-    assert kept == pytest.approx([0.900, 0.859, 0.813], abs=0.01)
 
 
 class TestWan:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from diffcache.kv.codec.bitstream import BitstreamError, CacheGen, Tables
 
-torch.set_num_threads(1)
 L, H, D = 3, 2, 8
 SMALL = {"key_bins": ((32, 1), (16, None)), "value_bins": ((32, 2), (16, None))}
 
