@@ -84,7 +84,8 @@ class Documents:
     | `kvshare` | the last prompt | what it lacks, and the share that changes most |
     | `pie` | the last prompt | what it lacks |
 
-    Documents are read alone many in a row (prepacking). An object is for one thread.
+    Documents are read alone many in a row (prepacking). An object is for one thread, and for a model
+    that stays on its device; `diffcache.kv.detach(model)` releases it.
 
     Args:
         model: A model of transformers that generates text, all layers of which attend to all
@@ -115,6 +116,7 @@ class Documents:
         self.method, self.budget_bytes = method, budget_bytes
         self._settings = settings_of(method, **settings)
         self._model, self._tokenizer, self._clock = model, tokenizer, clock
+        self._device = device_of_model(model)  # what is held stays there
         before, self._after = around(tokenizer, "")
         self._head = self._tokens(before)
         self._tree: PrefixTree[Piece] = PrefixTree(
@@ -351,7 +353,7 @@ class Documents:
         return self._head if text is None else self._tokens(text.strip() + "\n\n")
 
     def _tokens(self, text: str) -> Tensor:
-        return tokens_of(self._tokenizer, text)[0].to(device_of_model(self._model))
+        return tokens_of(self._tokenizer, text)[0].to(self._device)
 
     def _empty(self, space: Any = "post") -> KVCache:
         return cache_for(self._model, Recipe(space=space), mode="native")
