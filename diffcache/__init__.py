@@ -84,6 +84,7 @@ if TYPE_CHECKING:
     from diffcache.features.profilingdit import ProfilingDiT as ProfilingDiT
     from diffcache.features.regione import RegionE as RegionE
     from diffcache.features.seacache import SeaCache as SeaCache
+    from diffcache.features.speca import SpeCa as SpeCa
     from diffcache.features.spectrum import Spectrum as Spectrum
     from diffcache.features.step_mask import StepMask as StepMask
     from diffcache.features.teacache import TeaCache as TeaCache

@@ -103,6 +103,7 @@ dbprune | dbprune:DBPrune | DBPrune: Dynamic Block Prune (cache-dit) | every | t
 easycache | easycache:EasyCache | Less is Enough: Training-Free Video Diffusion Acceleration via Runtime-Adaptive Caching (EasyCache), arXiv 2507.02860 | every | threshold=1e9,warmup=1 | threshold=0.0 | 0 1 | 2 2 | easy-cache
 lazycache | lazycache:LazyCache | LazyCache (ComfyUI) | flow | threshold=1e9,warmup=1 | threshold=0.0 | | | lazy-cache
 step-reuse | step_reuse:StepReuse | Step reuse (SGLang Diffusion) | every | threshold=1e9,longest=2 | threshold=0.0 | 0 1 4 7 | 2 0 | step-skip
+speca | speca:SpeCa | SpeCa: Accelerating Diffusion Transformers with Speculative Feature Caching, arXiv 2509.11628 | tokens | threshold=1e9,longest=2,warmup=1 | threshold=0.0 | | | spe-ca
 step-mask | step_mask:StepMask | Step computation masks (cache-dit) | every | level='ultra',threshold=1e9 | threshold=0.0 | | | scm, step-computation-mask
 seacache | seacache:SeaCache | SeaCache: Spectral-Evolution-Aware Cache for Accelerating Diffusion Models, arXiv 2602.18993 | every | threshold=1e9 | threshold=0.0 | | | sea-cache
 # Tables measured on the model

@@ -17,7 +17,7 @@ TINY = 1e-9
 # mask is DBCache's, and there is no mask for three steps.
 NO_GATE = {
     "ertacache", "harmonica", "regione", "easycache", "lazycache", "step-reuse", "dbprune",
-    "step-mask",
+    "step-mask", "speca",
 }  # fmt: skip
 # What lets a method decide by what it sees from the second step on, where it has such a setting.
 AT_ONCE: dict[str, Any] = {"warmup": 1, "retention": 0.0}

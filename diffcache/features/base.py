@@ -37,6 +37,7 @@ class When(ABC):
         total: Length in steps of the runs it is made for, None for any; other runs are refused.
         by_branch: Whether every guidance branch decides for itself, with a state of its own.
         reads_output: Whether `returned` is to be called.
+        verifies: Whether `verified` is to be called.
         by_kind: Whether modules decide apart by their kind (`self`, `temporal` or `cross`
             attention), which `computes_at` is then given for their names.
     """
@@ -44,6 +45,7 @@ class When(ABC):
     total: int | None = None
     by_branch: bool = False
     reads_output: bool = False
+    verifies: bool = False
     by_kind: bool = False
 
     @property
@@ -101,6 +103,9 @@ class When(ABC):
 
     def returned(self, state: Any, step: Step, output: Tensor) -> None:  # noqa: B027
         """Note the denoiser's output at a computed step that this state decided."""
+
+    def verified(self, state: Any, step: Step, output: Tensor) -> None:  # noqa: B027
+        """Note the denoiser's output at a skipped step that this state decided."""
 
     def held(self, state: Any) -> list[Tensor]:
         """Return the tensors the state keeps, for the account of memory."""

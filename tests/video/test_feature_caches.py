@@ -67,7 +67,16 @@ def test_what_is_held_after_a_chunk_is_a_clean_pass_of_it(name: str) -> None:
 
 
 # Methods that need neither a pipeline nor tables, though contract tests have no row for them alone.
-BARE = {"temporal-table", "seacache", "lazycache", "dbprune", "pab", "step-mask", "fastercache"}
+BARE = {
+    "temporal-table",
+    "seacache",
+    "lazycache",
+    "dbprune",
+    "pab",
+    "step-mask",
+    "fastercache",
+    "speca",
+}
 
 
 @pytest.mark.parametrize("name", sorted(set(rows_of("method")) - {*ON, *BARE}))

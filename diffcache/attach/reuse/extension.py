@@ -261,6 +261,9 @@ class FeatureReuse(Extension):
             when = frame.decision.parts.when
             if when.reads_output and frame.decides:
                 when.returned(frame.decision.state, frame.step, leaves(out)[0].detach())
+        elif frame.decides and frame.decision.parts.when.verifies:
+            output = leaves(out if replaced is None else replaced)[0].detach()
+            frame.decision.parts.when.verified(frame.decision.state, frame.step, output)
         return replaced
 
     def counts(self, call: Call) -> dict[str, tuple[int, int]]:
