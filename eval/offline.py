@@ -202,7 +202,9 @@ def tune(
     methods: Annotated[
         list[str], typer.Option("--method", metavar=METHOD, help="Try these instead.")
     ] = EMPTY,
-    trials: Annotated[int, typer.Option(min=1, help="Most methods that are tried.")] = 100,
+    trials: Annotated[
+        int, typer.Option(min=1, help="Budget: methods run on all of the search.")
+    ] = 100,
     out: Out = None,
     task: Settings = NONE,
     images: Images = EMPTY,
@@ -254,11 +256,13 @@ def tune(
     print_rows(("operations", "PSNR dB", "validated [95 %]", "method"), rows)
     done, header = best.validation, Tables.load(file).header
     typer.echo(
-        f"{header['tried']} trials; {len(header['refused'])} methods do not fit this model and "
-        f"{header['unreached']} were not reached"
+        f"{header['tried']} methods tried, {header['stopped']} of them stopped early; "
+        f"{len(header['refused'])} do not fit this model, {len(header['skipped'])} kinds skipped"
     )
     for refused, why in header["refused"].items():
         typer.echo(f"refused: {refused}: {why}")
+    for kind, why in header["skipped"].items():
+        typer.echo(f"skipped: {kind}: {why}")
     typer.echo(f"chosen: {best.method!r}")
     typer.echo(
         f"{done['psnr_db']:.1f} dB [{done['low_db']:.1f}, {done['high_db']:.1f}] at "

@@ -1,4 +1,7 @@
-"""The search: find on every ladder where the goal begins to be met, then refine the best.
+"""The search: look at every family where the goal begins to be met, halve, and refine the best.
+
+First looks are on one batch. Of them, the better half goes on with every batch more, and in the end
+the best are changed step by step; a change is stopped as soon as it is behind on the same samples.
 
 Costs that are known in advance spare trials: the operations of a method that lists its steps follow
 from those of another at the same site. So a schedule is only run if it could change the choice. An
@@ -13,19 +16,24 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from statistics import mean
+from statistics import mean, stdev
+from typing import Any
 
 import torch
 
 from diffcache.errors import AttachError
 from diffcache.features.base import Method
 from diffcache.features.combine import reuse_of
+from diffcache.features.dpcache import DPCache
 from diffcache.features.fitted import FittedForecast
 from diffcache.features.tuned import Measure
 from diffcache.offline.tune import space
-from diffcache.offline.tune.trial import Bench, Trial
+from diffcache.offline.tune.trial import Bench, Trial, joined
+from diffcache.step import Site
 
 BEST = 3  # methods that are validated
+FEWEST = 3  # samples before a trial may be stopped
+UNKNOWN = 0.8  # expected rank of a trait that nobody had yet, 0 to 1
 Tried = dict[str, tuple[Method, Trial]]
 
 
@@ -119,13 +127,16 @@ class Search:
         bench: Runs the methods.
         goal: Goal of the search.
         batches: Batches to search on; the others validate.
-        trials: Number of methods that may be tried.
+        trials: Budget: as many methods as may be run on all batches; a run on one is a part of one.
         progress: Called with what is done, what there is in all, and the best so far.
         seen: Every method that was tried on all search batches, and what it did.
-        first: The same of first looks, on one batch.
+        first: The same of first looks, on the first batches.
         refused: Method -> why this model cannot run it.
-        unreached: Ladders that were not looked at for want of trials.
+        skipped: Family that was not looked at -> why.
         glance: Number of batches of a first look.
+        runs: Number of runs of a batch so far.
+        stopped: Number of trials that were stopped early, as they could not win any more.
+        leaders: Methods that were left when halving was over, before any was refined.
     """
 
     bench: Bench
@@ -136,42 +147,102 @@ class Search:
     seen: Tried = field(default_factory=dict)
     first: Tried = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
-    unreached: int = 0
-    used: int = 0
+    skipped: dict[str, str] = field(default_factory=dict)
     glance: int = 1
+    runs: int = 0
+    stopped: int = 0
+    leaders: list[str] = field(default_factory=list)
     _allowed: int = 0
+    _ran: dict[str, dict[int, Trial]] = field(default_factory=dict)  # method -> batch -> trial
     _kind_of: dict[str, Method] = field(default_factory=dict)  # of what is on other steps
     _prices: dict[str, dict[int, float]] = field(default_factory=dict)
+    _steps: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
-    def run(self, ladders: Sequence[space.Ladder]) -> None:
-        """Look at every ladder, then at other schedules of the best, and refine these.
+    def run(self, families: Sequence[space.Family]) -> None:
+        """Look at every family, then at other schedules of the best, halve these, refine the rest.
 
-        Three fifths of the trials at most go to ladders and three quarters to first looks, which
-        are on one batch.
+        Three fifths of the budget at most go to families and three quarters to first looks.
         """
-        self._allowed = max(1, self.trials * 3 // 5)
-        for ladder in ladders:
-            self.unreached += self.used >= self._allowed
-            self.look(ladder)
-        self._allowed = max(1, self.trials * 3 // 4)
-        kinds = self._best_kinds(ladders)
+        self._spend(3 / 5)
+        self._look_at(families)
+        self._spend(3 / 4)
+        kinds = self._best_kinds([family.ladder for family in families])
         for method in self._listed(2):
-            for steps in space.schedules(space.steps_listed(method), kinds, self.bench.total):
-                self.attempt(self._on_steps(method, steps), self.batches[: self.glance], self.first)
-        for steps in dict.fromkeys(map(space.steps_listed, self._listed(3))):
+            for steps in space.schedules(self.steps(method), kinds, self.bench.total):
+                self._glance_at(self._on_steps(method, steps))
+        for steps in dict.fromkeys(map(self.steps, self._listed(3))):
             for kind in kinds:
-                self.attempt(self._on_steps(kind, steps), self.batches[: self.glance], self.first)
-        self._allowed = self.trials
-        for method, _ in self._hopeful()[: max(BEST, self.trials // 16)]:
-            self.attempt(method, self.batches, self.seen)
+                self._glance_at(self._on_steps(kind, steps))
+        for gate in [m for m, _ in self._hopeful() if not self.steps(m)][:2]:
+            for kind in kinds[:BEST]:
+                made = space.with_forecast(gate, kind)
+                if made is not None:
+                    self._glance_at(made)
+        self._spend(1)
+        self._halve()
         self._refine()
+
+    @property
+    def tried(self) -> int:
+        """Number of methods that ran on any batch."""
+        return len(self._ran)
+
+    def steps(self, method: Method) -> tuple[int, ...]:
+        """Return the computed steps of a method whose schedule is fixed, none of another."""
+        key = repr(method)
+        if key not in self._steps:
+            self._steps[key] = space.steps_listed(method, self.bench.total)
+        return self._steps[key]
 
     def best(self, tried: Tried) -> list[tuple[Method, Trial]]:
         """Return the trials, the best first."""
         return sorted(tried.values(), key=lambda pair: self.goal.rank(pair[1]), reverse=True)
 
-    def look(self, ladder: space.Ladder) -> None:
-        """Find on one batch the rung at which the goal begins, or ceases, to be met."""
+    def _spend(self, share: float) -> None:
+        """Let so large a share of the budget be used up."""
+        self._allowed = max(1, int(share * self.trials * len(self.batches) + 1e-9))
+
+    # first looks ---------------------------------------------------------------------------
+
+    def _look_at(self, families: Sequence[space.Family]) -> None:
+        """Look at families, next always the one whose neighbors did best."""
+        waiting, ranks = list(families), dict[space.Family, Trial]()
+        for method in families:
+            self.skipped[str(method)] = "no trials were left"
+        while waiting and self.runs < self._allowed:
+            expected = self._expected(waiting, ranks)
+            family = waiting.pop(expected.index(max(expected)))
+            before = len(self.first)
+            self._find_start(family.ladder)
+            looks = {key: self.first[key] for key in map(repr, family.ladder) if key in self.first}
+            if looks:
+                ranks[family] = self.best(looks)[0][1]
+            reason = next(
+                (self.refused[k] for k in map(repr, family.ladder) if k in self.refused), ""
+            )
+            if looks or len(self.first) > before:
+                self.skipped.pop(str(family), None)  # of two alike one is enough
+            elif self.runs < self._allowed or reason:
+                self.skipped[str(family)] = reason or "no setting of it could change the choice"
+
+    def _expected(self, waiting: Sequence[space.Family], ranks: dict[Any, Trial]) -> list[float]:
+        """Return how well families should do, 0 to 1, by those that share a trait with them.
+
+        A trait that nobody had yet counts for more than the middle, so that every kind is seen, but
+        not before all that resembles the best.
+        """
+        order = sorted(ranks, key=lambda family: self.goal.rank(ranks[family]))
+        places: dict[str, list[float]] = {}
+        for place, family in enumerate(order, 1):
+            for trait in family.traits:
+                places.setdefault(trait, []).append(place / len(order))
+        return [
+            mean([mean(places.get(trait, [UNKNOWN])) for trait in family.traits] or [UNKNOWN])
+            for family in waiting
+        ]
+
+    def _find_start(self, ladder: space.Ladder) -> None:
+        """Find by first looks the rung at which the goal begins, or ceases, to be met."""
         low, high, is_bounded = 0, len(ladder) - 1, False
         while True:
             while high >= low and self._is_hopeless(ladder[high], self.first):
@@ -180,7 +251,7 @@ class Search:
                 return
             # below what is hopeless the top rung alone tells most: it fails, or is the best
             middle = high if is_bounded else (low + high) // 2
-            trial = self.attempt(ladder[middle], self.batches[: self.glance], self.first)
+            trial = self._glance_at(ladder[middle])
             if trial is None or self._is_beaten(trial):
                 return
             if self.goal.met(trial) == (self.goal.bar is not None):
@@ -188,34 +259,108 @@ class Search:
             else:
                 low = middle + 1
 
-    def attempt(self, method: Method, batches: list[int], into: Tried) -> Trial | None:
-        """Measure a method if it fits the model, may change the choice, and trials are left."""
+    def _glance_at(self, method: Method) -> Trial | None:
+        """Measure a method on the first batches, if that may change the choice."""
+        return self.attempt(method, self.batches[: self.glance], self.first)
+
+    # measuring -----------------------------------------------------------------------------
+
+    def attempt(
+        self, method: Method, batches: list[int], into: Tried, rival: Trial | None = None
+    ) -> Trial | None:
+        """Measure a method if it fits the model, may change the choice, and budget is left.
+
+        Args:
+            method: The method.
+            batches: Batches to measure it on.
+            into: Table for the trial.
+            rival: Trial on the same batches that it has to rank above: as soon as the samples they
+                have in common show that it does not, it is stopped.
+        """
         key = repr(method)
         if key in into:
             return into[key][1]
-        if key in self.refused or self.used >= self._allowed or self._is_hopeless(method, into):
+        if key in self.refused or self._is_hopeless(method, into):
             return None
-        if self.progress is not None:
-            best = self.best(into)[:1]
-            word = f"{best[0][1].psnr_db:.1f} dB at {best[0][1].cost:.0%}" if best else ""
-            self.progress(self.used + 1, self.trials, word)
-        try:
-            trial = self.bench.measure(method, batches)
-        except (AttachError, torch.OutOfMemoryError) as error:
-            self.refused[key] = str(error)
-            return None
-        self.used += 1
+        parts: list[Trial] = []
+        for batch in batches:
+            part = self._run(method, key, batch)
+            if part is None:
+                return None
+            parts.append(part)
+            if rival is not None and batch != batches[-1] and self._is_lost(joined(parts), rival):
+                self.stopped += 1
+                return None
+        trial = joined(parts)
         into[key] = method, trial
-        place, steps = _place(method)
+        place, steps = self._place(method)
         if steps:
             self._prices.setdefault(place, {})[steps] = self.goal.price(trial)
         return trial
+
+    def _run(self, method: Method, key: str, batch: int) -> Trial | None:
+        """Run a method on one batch, once; return None if it does not fit or no budget is left."""
+        known = self._ran.get(key, {})
+        if batch in known:
+            return known[batch]
+        if self.runs >= self._allowed:
+            return None
+        if self.progress is not None:
+            best = self.best(self.seen or self.first)[:1]
+            word = f"{best[0][1].psnr_db:.1f} dB at {best[0][1].cost:.0%}" if best else ""
+            self.progress(self.runs // len(self.batches) + 1, self.trials, word)
+        try:
+            found = self.bench.measure(method, [batch])
+        except (AttachError, torch.OutOfMemoryError) as error:
+            self.refused[key] = str(error)
+            return None
+        self.runs += 1
+        self._ran.setdefault(key, {})[batch] = found
+        return found
+
+    def _is_lost(self, trial: Trial, rival: Trial) -> bool:
+        """Return whether the samples so far show that a trial will not rank above its rival.
+
+        A sample has the same prompt and noise in both, so that the differences of pairs tell sooner
+        than the means do: it is lost two standard errors below. Of samples that each have to reach
+        the goal, it is lost when too many do not.
+        """
+        mine, bar = trial.scored, self.goal.bar
+        if self.goal.confidence is not None and bar is not None:
+            may = int((1 - self.goal.confidence) * len(rival.scored) + 1e-9)
+            return sum(score < bar for score in mine) > may
+        if len(mine) < FEWEST:
+            return False
+        theirs = rival.scored[: len(mine)]
+        pairs = [one - other for one, other in zip(mine, theirs, strict=True)]
+        reach = mean(pairs) + 2 * stdev(pairs) / math.sqrt(len(pairs))
+        return reach < 0 if bar is None else mean(rival.scored) + reach < bar
+
+    # the best ------------------------------------------------------------------------------
+
+    def _halve(self) -> None:
+        """Run the best looks on one batch more at a time, and keep the better half each time."""
+        left = max(BEST, (self._allowed - self.runs) // 2)
+        alive = [method for method, _ in self._hopeful()][:left]
+        for count in range(self.glance + 1, len(self.batches)):
+            rows: Tried = {}
+            for method in alive:
+                key = repr(method)
+                parts = [self._run(method, key, batch) for batch in self.batches[:count]]
+                done = [part for part in parts if part is not None]
+                if len(done) == count:
+                    rows[key] = method, joined(done)
+            alive = [method for method, _ in self.best(rows)]
+            alive = alive[: max(BEST, math.ceil(len(alive) / 2))]
+        for method in alive[: max(BEST, self.trials // 16)]:
+            if self.attempt(method, self.batches, self.seen) is not None:
+                self.leaders.append(repr(method))
 
     def _refine(self) -> None:
         """Climb from the best few, then from the best that nothing was tried around."""
         done: set[str] = set()
         waiting = self._starts(done)[:BEST]
-        while self.used < self.trials and (waiting or self._starts(done)):
+        while self.runs < self._allowed and (waiting or self._starts(done)):
             better: Method | None = waiting.pop(0) if waiting else self._starts(done)[0]
             while better is not None:
                 done.add(repr(better))
@@ -227,7 +372,7 @@ class Search:
             method
             for method, trial in self.best(self.seen)
             if repr(method) not in done
-            and space.steps_listed(method)
+            and self.steps(method)
             and (self.goal.met(trial) or not self._is_hopeless(method, self.seen))
         ]
 
@@ -236,7 +381,7 @@ class Search:
 
         Neighbors drop or add a computed step, or move one or two.
         """
-        steps, trial = space.steps_listed(method), self.seen[repr(method)][1]
+        steps, trial = self.steps(method), self.seen[repr(method)][1]
         total, order = self.bench.total, random.Random(0)
         # what is close enough can get cheaper, what is cheap enough closer, and the reverse
         if self.goal.met(trial) == (self.goal.bar is not None):
@@ -250,10 +395,22 @@ class Search:
             neighbor = self._on_steps(method, other)
             if repr(neighbor) in self.seen:
                 continue  # a start of its own
-            found = self.attempt(neighbor, self.batches, self.seen)
-            if found is not None and self.goal.rank(found) > self.goal.rank(trial):
+            found = self.attempt(neighbor, self.batches, self.seen, rival=trial)
+            if found is not None and self._is_better(found, trial):
                 return neighbor
         return None
+
+    def _is_better(self, trial: Trial, rival: Trial) -> bool:
+        """Return whether a trial ranks above another, and not by chance.
+
+        Among many changes one is ahead on few samples by luck, so that closeness has to be more
+        than a standard error ahead in pairs; what is cheaper is so on all samples.
+        """
+        pairs = list(zip(trial.scored, rival.scored, strict=False))
+        if self.goal.bar is None and len(pairs) >= FEWEST and self.goal.met(rival):
+            ahead = [one - other for one, other in pairs]
+            return mean(ahead) > stdev(ahead) / math.sqrt(len(ahead))
+        return self.goal.rank(trial) > self.goal.rank(rival)
 
     def dearer(self, ladders: Sequence[space.Ladder], method: Method) -> list[Method]:
         """Return settings of a method's ladder that are dearer, the nearest first.
@@ -262,13 +419,13 @@ class Search:
         """
         if all(len(ladder) == 1 for ladder in ladders):
             return [ladder[0] for ladder in ladders if ladder[0] != method]
-        kind, steps = repr(self._kind_of.get(repr(method), method)), len(space.steps_listed(method))
+        kind, steps = repr(self._kind_of.get(repr(method), method)), len(self.steps(method))
         for ladder in ladders:
             keys = [repr(rung) for rung in ladder]
             if repr(method) in keys:
                 return list(ladder[keys.index(repr(method)) + 1 :])
             if kind in keys:
-                return [rung for rung in ladder if _place(rung)[1] > steps]
+                return [rung for rung in ladder if self._place(rung)[1] > steps]
         return []
 
     def _on_steps(self, method: Method, steps: tuple[int, ...]) -> Method:
@@ -285,7 +442,7 @@ class Search:
         def place(ladder: space.Ladder) -> int:
             return min((looks.index(repr(m)) for m in ladder if repr(m) in looks), default=999)
 
-        listed = sorted((ladder for ladder in ladders if _place(ladder[0])[1]), key=place)
+        listed = sorted((ladder for ladder in ladders if self._place(ladder[0])[1]), key=place)
         return [ladder[0] for ladder in listed[: math.ceil(len(listed) * 2 / 3)]]
 
     def _hopeful(self) -> list[tuple[Method, Trial]]:
@@ -299,7 +456,7 @@ class Search:
 
     def _listed(self, count: int) -> list[Method]:
         """Return the best few hopeful methods that list their steps."""
-        return [method for method, _ in self._hopeful() if space.steps_listed(method)][:count]
+        return [method for method, _ in self._hopeful() if self.steps(method)][:count]
 
     def _is_beaten(self, trial: Trial) -> bool:
         """Return whether a trial misses the goal and another is as cheap and as close."""
@@ -324,7 +481,7 @@ class Search:
         """Return the cost of a method, judged by its first look or its number of steps, else 0."""
         if repr(method) in self.first:
             return self.goal.price(self.first[repr(method)][1])
-        place, steps = _place(method)
+        place, steps = self._place(method)
         # the first place is the denoiser itself, at which skipping costs least
         known = self._prices.get(place) or next(iter(self._prices.values()), None)
         if not known or not steps:
@@ -333,15 +490,14 @@ class Search:
         total, full = self.bench.total, self.bench.uncached_seconds if self.goal.seconds else 1.0
         return full - (full - known[near]) * (total - steps) / max(total - near, 1)
 
-
-def _place(method: Method) -> tuple[str, int]:
-    """Return where a method skips and how many steps it lists, 0 if it lists none."""
-    if isinstance(method, FittedForecast):  # whose schedule takes a while to find
-        return repr((method.site, 0, 0)), method.computed
-    reuse = reuse_of(method)
-    if reuse is None:
-        return "", 0
-    return repr((reuse.site, reuse.lead, reuse.tail)), len(space.steps_listed(method))
+    def _place(self, method: Method) -> tuple[str, int]:
+        """Return where a method skips and how many steps it computes, 0 if that is not known."""
+        if isinstance(method, (FittedForecast, DPCache)):  # whose schedule takes a while to find
+            return repr((Site.of(method.site), 0, 0)), method.computed
+        reuse = reuse_of(method)
+        if reuse is None:
+            return "", 0
+        return repr((reuse.site, reuse.lead, reuse.tail)), len(self.steps(method))
 
 
 def front_of(trials: Sequence[Trial]) -> list[Trial]:

@@ -1,60 +1,122 @@
-"""Space of a search: ladders of settings, and schedules one step apart from another.
+"""Space of a search: families of settings out of the whole catalog, and schedules around the best.
 
-A ladder holds the settings of one kind of method, from the cheapest to the dearest:
+A family holds the settings of one kind of method, from the cheapest to the dearest:
 
-- 1 to T - 1 computed steps at even distances with `Reuse`, `Taylor` of orders 1 and 2 and `Newton`
-  of order 2, at the sites `model`, `stack` and `module`, and on UNets at `deep`;
+- 1 to T - 1 computed steps at even distances with the forecast of every method of the catalog that
+  has a fixed schedule, and with Taylor's and Newton's of order 2: at the sites `model` and `stack`,
+  on UNets at `deep`, and if it holds few features at `module`; those of `FreqCa` and `Spectrum` at
+  `stack` alone;
 - `FittedForecast` of 1 to T - 1 steps from 2 and from 3 computed features, at the same sites but
-  `module`, whose features of a whole run are too many to calibrate on;
-- thresholds from 1.5 to 0.02 of `FirstBlock`, `ConfidenceGatedTaylor` (warm-up of 3), `DBCache`
-  (warm-up of 3, order 1), `SeaCache` (orders 0 and 1, `first="filtered"`), `TeaCache` and
-  `MagCache` (`retention=0.05`, up to 5 skipped steps in a row);
-- `BAC` with every `count`, and `ProfilingDiT` with every interval behind a warm-up of 2.
+  `module`, whose features of a whole run are too many to calibrate on; key steps of `DPCache`;
+- thresholds from 1.5 to 0.02 of every gate;
+- the schedules of `Spectrum` by its window and of `StepMask` by its level, `PAB` and `FasterCache`
+  by their intervals, `BAC` with every `count`, and `ProfilingDiT` with every interval behind a
+  warm-up of 2.
 
-The best of the first two kinds are tried on other schedules of as many steps: warm-ups of 1 to 3
-steps before an interval, which are those of `Interval` (FORA at `module`) and `TaylorSeer`, and
-those that fitted forecasts choose; the best schedules with every other forecast at every other
-site. Then single computed steps are dropped or added, and one or two adjacent ones moved by one.
+The best fixed schedules are tried with other steps: warm-ups of 1 to 3 steps before an interval,
+which are those of `Interval` (FORA at `module`) and `TaylorSeer`, and those that fitted forecasts
+choose; the best schedules with every other forecast at every other site; the best gates with other
+forecasts. Then single computed steps are dropped or added, and one or two adjacent ones moved by
+one.
 
 Not in it: the site `block`, at which these forecasts do what they do at `stack` and hold more; the
-site `run`, whose blocks have to be named; `CacheQuant` and `ERTACache`, which are calibrated for
-every setting anew; `HarmoniCa`, which is trained; `RegionE`, which is for edits; `TemporalTable`,
-which skips no step and goes with any choice. All of them can be given in `methods`.
+site `run`, whose blocks have to be named; and the methods in `LEFT_OUT`, with the reasons. All of
+them can be given in `methods`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+from diffcache.errors import AttachError
 from diffcache.features.bac import BAC
-from diffcache.features.base import Instead, Method
+from diffcache.features.base import Method, When
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine, FeatureMethod, reuse_of
 from diffcache.features.confidence_gated import ConfidenceGatedTaylor
 from diffcache.features.dbcache import DBCache
+from diffcache.features.dbprune import DBPrune
+from diffcache.features.dmd import DMD
+from diffcache.features.dpcache import DPCache
+from diffcache.features.easycache import EasyCache
+from diffcache.features.fastercache import FasterCache
 from diffcache.features.first_block import FirstBlock
 from diffcache.features.fitted import FittedForecast, Weighted
+from diffcache.features.foca import FoCa
+from diffcache.features.freqca import FreqCa
+from diffcache.features.hicache import HiCache
+from diffcache.features.interval import Interval
+from diffcache.features.lazycache import LazyCache
 from diffcache.features.magcache import MagCache
+from diffcache.features.pab import PAB
 from diffcache.features.parts.fit import Fit
-from diffcache.features.parts.instead import Newton, Reuse, Taylor
+from diffcache.features.parts.instead import Newton
 from diffcache.features.parts.when import Every, Listed, steps_of
 from diffcache.features.profilingdit import ProfilingDiT
 from diffcache.features.seacache import SeaCache
+from diffcache.features.speca import SpeCa
+from diffcache.features.spectrum import Spectrum
+from diffcache.features.step_mask import LEVELS, StepMask
+from diffcache.features.step_reuse import StepReuse
 from diffcache.features.tables import Tables
+from diffcache.features.taylorseer import TaylorSeer
 from diffcache.features.teacache import TeaCache
 from diffcache.step import Site
 
 Ladder = Sequence[Method]
-FORECASTS: tuple[Instead, ...] = (Taylor(1), Reuse(), Newton(2), Taylor(2))
+# Methods whose forecasts are put on schedules; Newton's is of no method of the catalog.
+FORECASTS: tuple[FeatureMethod, ...] = (
+    TaylorSeer(order=1), Interval(), Combine(Every(2), Newton(2)), TaylorSeer(order=2), HiCache(),
+    FoCa(), DMD(), FreqCa(), Spectrum(),
+)  # fmt: skip
 GATES: tuple[FeatureMethod, ...] = (
-    FirstBlock(),
-    ConfidenceGatedTaylor(warmup=3),
-    DBCache(warmup=3, order=1),
-    SeaCache(first="filtered"),
-    SeaCache(first="filtered", order=1),
-)
+    FirstBlock(), ConfidenceGatedTaylor(warmup=3), DBCache(warmup=3, order=1),
+    SeaCache(first="filtered"), SeaCache(first="filtered", order=1), EasyCache(warmup=3),
+    LazyCache(warmup=3), StepReuse(warmup=3, longest=3), DBPrune(warmup=3),
+    SpeCa(),
+)  # fmt: skip
 THRESHOLDS = tuple(round(1.5 * 0.75**number, 3) for number in range(16))
+WINDOWS = (12.0, 9.0, 7.0, 5.0, 4.0, 3.0, 2.0, 1.5)  # of Spectrum
+# Method of the catalog -> why a search leaves it out.
+LEFT_OUT: Mapping[str, str] = {
+    "cachequant": "is calibrated for every setting anew",
+    "ertacache": "is calibrated for every setting anew",
+    "harmonica": "is trained for every setting",
+    "regione": "is for edits",
+    "temporal-table": "skips no step and goes with any choice",
+    "tuned": "is what a search returns",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """Settings of one kind of method.
+
+    Attributes:
+        name: Name of the method in the catalog.
+        ladder: Its settings, from the cheapest to the dearest.
+    """
+
+    name: str
+    ladder: Ladder
+
+    @property
+    def traits(self) -> tuple[str, ...]:
+        """What it has in common with its neighbors: kind of schedule, forecast, site."""
+        first = self.ladder[0]
+        if isinstance(first, (FittedForecast, DPCache)):  # whose schedule takes a while to find
+            order = getattr(first, "history", 2)
+            return ("Listed", f"fitted to {order} steps", f"site {Site.of(first.site).value}")
+        reuse = reuse_of(first)
+        if reuse is None:
+            return ()
+        return (type(reuse.when).__name__, repr(reuse.instead), f"site {Site.of(reuse.site).value}")
+
+    def __str__(self) -> str:
+        return " ".join([self.name, *self.traits[1:]])
 
 
 def sites(is_unet: bool) -> tuple[Site, ...]:
@@ -62,50 +124,94 @@ def sites(is_unet: bool) -> tuple[Site, ...]:
     return (Site.MODEL, Site.STACK, Site.MODULE, *([Site.DEEP] if is_unet else []))
 
 
-def to_calibrate(places: Sequence[Site]) -> list[list[Calibrated]]:
-    """Return the methods that need tables; those of a list share a pass over the prompts."""
+def to_calibrate(places: Sequence[Site], total: int) -> list[list[Calibrated]]:
+    """Return the methods that need tables; those of a list share a pass over the prompts.
+
+    Args:
+        places: Sites of forecasts.
+        total: Steps of a run.
+    """
     fitted = [FittedForecast(site=site) for site in places if site is not Site.MODULE]
     magnitude = MagCache(longest=5, retention=0.05)
     others: list[Calibrated] = [TeaCache(), BAC(count=1), ProfilingDiT(warmup=2)]
     model, stack, *deep = fitted
-    return [[model], [stack, magnitude], *([method] for method in (*deep, *others))]
+    shared: list[Calibrated] = [stack, magnitude]
+    if total > 2:  # a line takes two steps
+        shared.append(DPCache(computed=2, warmup=2))
+    return [[model], shared, *([method] for method in (*deep, *others))]
 
 
-def ladders(total: int, places: Sequence[Site], calibrated: Sequence[Calibrated]) -> list[Ladder]:
-    """Return the ladders of a search in its order.
+def families(total: int, places: Sequence[Site], calibrated: Sequence[Calibrated]) -> list[Family]:
+    """Return the families of a search; those that do best on most models stand first.
 
     Args:
         total: Steps of a run.
         places: Sites of forecasts.
         calibrated: Methods that `to_calibrate` returned, with tables, as far as they fit the model.
     """
-    even = [
-        [Combine(Listed(_even(total, count), total), instead, site) for count in range(1, total)]
-        for instead in FORECASTS
-        for site in places
-    ]
-    fitted = [method for method in calibrated if isinstance(method, FittedForecast)]
-    gates = [*GATES, *(method for method in calibrated if method not in fitted)]
-    return [*even, *(ladder for method in (*fitted, *gates) for ladder in _settings(method, total))]
+    found = [_even(method, place, total) for method in FORECASTS for place in places]
+    found = [family for family in found if family.ladder]
+    fitted = [method for method in calibrated if isinstance(method, (FittedForecast, DPCache))]
+    fixed: tuple[FeatureMethod, ...] = (Spectrum(), StepMask(dynamic=False, order=1))
+    kinds: tuple[FeatureMethod, ...] = (*fitted, *fixed, PAB(), FasterCache(start=0.1), *GATES)
+    rest = [method for method in calibrated if method not in fitted]
+    for method in (*kinds, *rest):
+        found += [Family(method.name, ladder) for ladder in _settings(method, total)]
+    return found
 
 
-def _even(total: int, count: int) -> list[int]:
-    return [number * total // count for number in range(count)]
+def _even(method: FeatureMethod, place: Site, total: int) -> Family:
+    """Return the forecast of a method at a site for any number of steps, none where it has none."""
+    parts = method.parts()
+    name = "taylorseer" if isinstance(method, Combine) else method.name
+    own = parts.feature == "output"  # of what the whole stack returns
+    holds_many = isinstance(method, (DMD, HiCache, FoCa))
+    if (own and place is not parts.site) or (holds_many and place is Site.MODULE):
+        return Family(name, [])
+    instead = parts.instead
+    if getattr(instead, "start", 0):  # of its own warm-up
+        instead = dataclasses.replace(instead, start=0)  # type: ignore[type-var]
+    schedules = [[number * total // count for number in range(count)] for count in range(1, total)]
+    return Family(
+        name,
+        [
+            dataclasses.replace(parts, when=Listed(steps, total), instead=instead, site=place)
+            for steps in schedules
+        ],
+    )
 
 
 def _settings(method: FeatureMethod, total: int) -> list[Ladder]:
     """Return the ladders of a method."""
-    counts = range(1, total)
+    counts, intervals = range(1, total), range(total, 1, -1)
     if isinstance(method, FittedForecast):
-        return [
-            [dataclasses.replace(method, computed=count, history=history) for count in counts]
-            for history in (2, 3)
-        ]
+        return [_with(method, "computed", counts, history=history) for history in (2, 3)]
+    if isinstance(method, DPCache):
+        return [_with(method, "computed", range(2, total))]
     if isinstance(method, BAC):
-        return [[dataclasses.replace(method, count=count) for count in counts]]
-    if isinstance(method, ProfilingDiT):
-        return [[dataclasses.replace(method, every=every) for every in range(total, 1, -1)]]
-    return [[dataclasses.replace(method, threshold=value) for value in THRESHOLDS]]  # type: ignore[type-var]
+        return [_with(method, "count", counts)]
+    if isinstance(method, (ProfilingDiT, FasterCache)):
+        return [_with(method, "every", intervals)]
+    if isinstance(method, Spectrum):
+        return [_with(method, "window", WINDOWS, warmup=2), _with(method, "window", WINDOWS)]
+    if isinstance(method, StepMask):
+        return [_with(method, "level", LEVELS[::-1])]
+    if isinstance(method, PAB):
+        rungs = [PAB(every, 2 * every, 3 * every, start=0.1, end=0.95) for every in range(6, 1, -1)]
+        return [rungs]
+    return [_with(method, "threshold", THRESHOLDS)]
+
+
+def _with(method: FeatureMethod, name: str, values: Iterable[Any], **more: Any) -> Ladder:
+    return [dataclasses.replace(method, **{name: value, **more}) for value in values]  # type: ignore[type-var]
+
+
+def with_forecast(method: Method, other: Method) -> Combine | None:
+    """Return a gate with the forecast of another method, None where it asks for more than reuse."""
+    parts, forecast = reuse_of(method), reuse_of(other)
+    if parts is None or forecast is None or method.abilities() != (parts,):
+        return None
+    return dataclasses.replace(parts, instead=forecast.instead)
 
 
 def schedules(steps: tuple[int, ...], kinds: Sequence[Method], total: int) -> list[tuple[int, ...]]:
@@ -119,7 +225,7 @@ def schedules(steps: tuple[int, ...], kinds: Sequence[Method], total: int) -> li
         found.append(next((other for other in regular if len(other) <= len(steps)), steps))
     for kind in kinds:
         if isinstance(kind, FittedForecast):
-            found.append(steps_listed(dataclasses.replace(kind, computed=len(steps))))
+            found.append(steps_listed(dataclasses.replace(kind, computed=len(steps)), total))
     return [other for other in dict.fromkeys(found) if len(other) == len(steps) and other != steps]
 
 
@@ -151,11 +257,28 @@ def additions(steps: tuple[int, ...], total: int) -> list[tuple[int, ...]]:
     return [tuple(sorted((*steps, step))) for step in range(total) if step not in steps]
 
 
-def steps_listed(method: Method) -> tuple[int, ...]:
-    """Return the computed steps of a method that lists them, none of another."""
+def steps_listed(method: Method, total: int) -> tuple[int, ...]:
+    """Return the computed steps of a method whose schedule is fixed, none of another.
+
+    Args:
+        method: The method.
+        total: Steps of a run.
+    """
     reuse = reuse_of(method)
-    is_list = reuse is not None and isinstance(reuse.when, Listed)
-    return tuple(sorted({0, *reuse.when.steps})) if is_list else ()  # type: ignore[union-attr]
+    if reuse is None:
+        return ()
+    if isinstance(reuse.when, Listed):
+        return tuple(sorted({0, *reuse.when.steps}))
+    try:
+        return steps_of(reuse.when, total) if _is_fixed(reuse.when) else ()
+    except AttachError:  # no mask for so few steps
+        return ()
+
+
+def _is_fixed(when: When) -> bool:
+    """Return whether the number of the step alone says what is computed, of all sites alike."""
+    apart = when.by_branch or when.by_kind or when.sites
+    return not (apart or when.reads_output or when.probe is not None)
 
 
 def with_steps(method: Method, steps: tuple[int, ...], total: int) -> Combine:

@@ -69,6 +69,18 @@ class Trial:
         return sorted(self.scored)[int((1 - share) * len(self.scored) + 1e-9)]
 
 
+def joined(parts: Sequence[Trial]) -> Trial:
+    """Return the trial of a method on several batches, of its trials on each."""
+    if len(parts) == 1:
+        return parts[0]
+    each = [value for part in parts for value in part.each]
+    cost = sum(part.cost for part in parts) / len(parts)
+    seconds, samples = median(part.seconds for part in parts), sum(part.samples for part in parts)
+    scores = [value for part in parts for value in part.scores]
+    interval = mean_interval(torch.tensor(each))
+    return Trial(parts[0].method, cost, *interval, seconds, samples, each, scores)
+
+
 class Bench:
     """Runs methods on the same prompts and noise as the uncached pipeline.
 

@@ -52,10 +52,13 @@ def tune(
     """Search methods, settings, sites and schedules for a pipeline, and return the best.
 
     A third of the prompts is searched on, and the best few are validated on the others. Tried are
-    the ladders of `diffcache.offline.tune.space`: reuse, Taylor's, Newton's and fitted forecasts
-    for any number of computed steps, gates for any threshold, at all sites that the model has;
-    then steps of the best schedules are dropped, moved and added as long as that helps. What
-    the model refuses is left out and listed under `refused` in the tables' header. Costs are
+    the families of `diffcache.offline.tune.space`, which are those of the whole catalog: every
+    forecast for any number of computed steps at all sites that the model has, every gate for any
+    threshold, next always the family whose neighbors did best. First looks are on one batch; the
+    better half goes on with one batch more, and so on. Then steps of the best schedules are
+    dropped, moved and added as long as that helps, each change compared on the same samples and
+    stopped when it is behind. What the model refuses is listed under `refused` in the tables'
+    header, and what was not looked at under `skipped`, with the reasons. Costs are
     floating-point operations, so a search on one machine holds on another, except with `seconds`.
 
     Args:
@@ -76,7 +79,8 @@ def tune(
             takes 19 to validate on, so 29 in all.
         methods: Methods to try, with changes of their steps, instead of the built-in space; those
             that need tables are calibrated.
-        trials: Most methods that are tried.
+        trials: Budget: as many methods as may be run on all prompts that are searched on. A first
+            look, on one batch of them, counts as that part of one.
         **settings: `steps` or `num_inference_steps`, `batch_size`, `seed`, `out`, `resume` and
             `progress` as in `calibrate`; anything else goes to the pipeline's call.
 
@@ -127,12 +131,13 @@ def tune(
     search = Search(bench, goal, list(range(third)), trials, plan.progress)
     search.glance = 1 if confidence is None else min(third, BATCH_SIZE)
     plan_of_search = replace(plan, prompts=[*chain(*batches[:third])])
-    ladders = _ladders(pipe, model, methods, plan_of_search, search)
-    search.run(ladders)
+    families = _families(pipe, model, methods, plan_of_search, search)
+    search.run(families)
     others = list(range(third, len(batches)))
     if goal.confidence is None:
         tuned = _tuned(_choose(search, others), search, plan, facts)
     else:
+        ladders = [family.ladder for family in families]
         method, validated, guarantee = _certified(search, ladders, others)
         tuned = _tuned((method, validated), search, plan, facts, guarantee)
     if log is not None:
@@ -240,7 +245,9 @@ def _certified(
 
     def measure(key: str) -> Sequence[float]:
         if search.progress is not None:
-            search.progress(search.used, search.trials, f"validating {len(validated) + 1} settings")
+            search.progress(
+                search.trials, search.trials, f"validating {len(validated) + 1} settings"
+            )
         validated[key] = search.bench.measure(tried[key][0], batches)
         return validated[key].scored
 
@@ -252,25 +259,28 @@ def _certified(
         saw = f"{counts[0]} of {len(batches)} prompts strayed from it" if counts else "nothing fits"
         wish = "right=" if goal.right else f"{goal.measure}={abs(goal.bar):g}"
         raise AttachError(
-            f"{search.used} trials, and none is certified to stay within {wish} with "
+            f"{search.tried} methods were tried, and none is certified to stay within {wish} with "
             f"confidence={goal.confidence:g}: {saw} with the dearest, and {most} may; ask for "
             "less, or give more prompts or trials"
         )
     return tried[key][0], validated, guarantee
 
 
-def _ladders(
+def _families(
     pipe: Any, model: nn.Module, methods: Sequence[Method] | None, plan: Plan, search: Search
-) -> list[space.Ladder]:
-    """Return the ladders of a search, with tables where methods need them."""
+) -> list[space.Family]:
+    """Return the families of a search, with tables where methods need them."""
     if methods is not None:
         needing = [m for m in methods if isinstance(m, Calibrated) and m.tables is None]
         measured = _calibrate(pipe, [[method] for method in needing], plan, search)
         filled = [measured.get(repr(method), method) for method in methods]
-        return [[method] for method in filled if repr(method) not in search.refused]
+        fitting = [method for method in filled if repr(method) not in search.refused]
+        return [space.Family(method.name, [method]) for method in fitting]
+    search.skipped.update(space.LEFT_OUT)
+    total = search.bench.total
     places = space.sites(hasattr(model, "down_blocks") and hasattr(model, "up_blocks"))
-    measured = _calibrate(pipe, space.to_calibrate(places), plan, search)
-    return space.ladders(search.bench.total, places, [*measured.values()])
+    measured = _calibrate(pipe, space.to_calibrate(places, total), plan, search)
+    return space.families(total, places, [*measured.values()])
 
 
 def _calibrate(
@@ -303,12 +313,16 @@ def _choose(search: Search, batches: list[int]) -> tuple[Method, dict[str, Trial
         saw = "; ".join(f"{t.psnr_db:.1f} dB at {t.cost:.2f}" for _, t in ranked[:BEST])
         refused = next((f"; {m}: {why}" for m, why in search.refused.items()), "")
         raise AttachError(
-            f"{search.used} trials, and none meets {goal}: the best were {saw or 'nothing'}; ask "
-            f"for less, or give more trials{refused}"
+            f"{search.tried} methods were tried, and none meets {goal}: the best were "
+            f"{saw or 'nothing'}; ask for less, or give more trials{refused}"
         )
+    # what was refined fits the prompts of the search better than others, so its starts go with it
+    leaders = [pair for pair in hopeful if repr(pair[0]) in search.leaders][:BEST]
+    first = {repr(method): method for method, _ in [*hopeful[:BEST], *leaders]}
+    more = {repr(method): method for method, _ in hopeful[BEST : 2 * BEST]}
     validated: Tried = {}
-    for number, (method, _) in enumerate(hopeful[: 2 * BEST]):
-        if number >= BEST and any(goal.met(trial) for _, trial in validated.values()):
+    for number, method in enumerate((first | more).values()):
+        if number >= len(first) and any(goal.met(trial) for _, trial in validated.values()):
             break
         validated[repr(method)] = method, search.bench.measure(method, batches)
     method, trial = search.best(validated)[0]
@@ -341,8 +355,8 @@ def _tuned(
         }
         for trial in front_of([trial for _, trial in search.seen.values()])
     ]  # fmt: skip
-    more = {"choice": choice, "front": front, "goal": asdict(search.goal), "tried": search.used,
-            "refused": search.refused, "unreached": search.unreached,
+    more = {"choice": choice, "front": front, "goal": asdict(search.goal), "tried": search.tried,
+            "refused": search.refused, "skipped": search.skipped, "stopped": search.stopped,
             "steps": search.bench.total, "chosen": repr(method),
             "validation": asdict(validated[repr(method)]), "seed": plan.seed,
             "batch_size": plan.batch_size}  # fmt: skip
