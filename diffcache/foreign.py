@@ -395,11 +395,12 @@ def use_attention(model: Any, name: str) -> bool:
 
 def names_attention_itself(model: Any) -> bool:
     """Return whether code of a model's own takes no other attention function (transformers)."""
-    cls = type(model)
-    takes = getattr(cls, "_can_set_attn_implementation", None)
-    if takes is None or cls.__module__.startswith("transformers."):
-        return False
-    return cls.__module__ in sys.modules and not takes()
+    for cls in type(model).__mro__:  # transformers reads the file of the class at hand alone
+        takes = getattr(cls, "_can_set_attn_implementation", None)
+        is_own = cls.__module__ in sys.modules and not cls.__module__.startswith("transformers.")
+        if takes is not None and is_own and not takes():
+            return True
+    return False
 
 
 def restore_attention(model: nn.Module, name: str) -> None:

@@ -101,11 +101,7 @@ class Threshold(Rule):
     threshold: float = 0.9
 
     def __post_init__(self) -> None:
-        if not is_number(self.threshold) or not 0 <= self.threshold <= 1:
-            raise ValueError(
-                f"threshold={self.threshold!r}: must be a number from 0 to 1; for one token a "
-                "step, use Quota()"
-            )
+        _check_share(self, "threshold", more="; for one token a step, use Quota()")
 
     def choose(self, scores: Tensor, quota: int | Tensor) -> Tensor:
         """Return the confident candidates and the best one."""
@@ -136,10 +132,7 @@ class Hierarchical(Rule):
     low: float = 0.4
 
     def __post_init__(self) -> None:
-        for name in ("threshold", "low"):
-            value = getattr(self, name)
-            if not is_number(value) or not 0 <= value <= 1:
-                raise ValueError(f"{name}={value!r}: must be a number from 0 to 1")
+        _check_share(self, "threshold", "low")
 
     def choose(self, scores: Tensor, quota: int | Tensor) -> Tensor:
         """Return the confident candidates, the best of every run, and the best of all."""
@@ -210,17 +203,25 @@ class Dynamic(Rule):
     post_steps: int = 16
 
     def __post_init__(self) -> None:
-        for name in ("threshold", "editing"):
-            value = getattr(self, name)
-            is_left_out = name == "editing" and value is None
-            if not is_left_out and (not is_number(value) or not 0 <= value <= 1):
-                raise ValueError(f"{name}={value!r}: must be a number from 0 to 1")
+        _check_share(self, "threshold", *["editing"] * (self.editing is not None))
         check_int("post_steps", self.post_steps, 0)
 
     def choose(self, scores: Tensor, quota: int | Tensor) -> Tensor:
         """Return the confident candidates, or the best ones where these are fewer."""
         sure = scores > self.threshold
         return sure.where(sure.sum(-1, keepdim=True) >= quota, first(scores, quota))
+
+
+def _check_share(rule: Rule, *names: str, more: str = "") -> None:
+    """Raise unless settings are numbers from 0 to 1.
+
+    Raises:
+        ValueError: If one is not.
+    """
+    for name in names:
+        value = getattr(rule, name)
+        if not is_number(value) or not 0 <= value <= 1:
+            raise ValueError(f"{name}={value!r}: must be a number from 0 to 1{more}")
 
 
 def ranks(scores: Tensor) -> Tensor:

@@ -33,16 +33,12 @@ from diffcache.dllm import (
 from diffcache.pipelines.diffusion_lm import DiffusionLM
 from diffcache.targets import handle_of
 from tests.dllm.remote_models import LLaDA2MoeModelLM
+from tests.dllm.test_llada2 import blocks_of
 from tests.dllm.test_remote import made
 from tests.dllm.toys import MASK, bidirectional, by_hand, prompts
 
 BLOCK, LENGTH = 8, 19
 Call = Callable[[list[int]], Tensor]  # the logits of a text, [T, V]
-
-
-def blocks_of(width: int, length: int = BLOCK) -> Tensor:
-    number = torch.arange(width) // length
-    return number <= number[:, None]
 
 
 @torch.no_grad()
@@ -51,7 +47,7 @@ def whole(model: Any, texts: list[Tensor]) -> Call:
 
     def call(ids: list[int]) -> Tensor:
         at = torch.arange(len(ids))[None]
-        given: dict[str, Any] = {"attention_mask": blocks_of(len(ids))[None, None]}
+        given: dict[str, Any] = {"attention_mask": blocks_of(len(ids), BLOCK)[None, None]}
         if model.config.model_type == "Fast_dLLM_Qwen":
             given = {"block_size": BLOCK}
         with torch.no_grad():
@@ -494,7 +490,7 @@ class TakesTokens(LLaDA2MoeModelLM):
     """Makes the mask of blocks from one of tokens, as the pipeline asks."""
 
     def forward(self, input_ids: Any, attention_mask: Any, position_ids: Any, **more: Any) -> Any:
-        mask = blocks_of(input_ids.shape[1]) & attention_mask.bool()[:, None, None]
+        mask = blocks_of(input_ids.shape[1], BLOCK) & attention_mask.bool()[:, None, None]
         return super().forward(input_ids, mask, position_ids, **more)
 
 

@@ -329,26 +329,19 @@ def test_a_causal_model_of_other_code_is_never_served() -> None:
     assert answer_of(model, DKVCache(), prompts(4)).shape == (1, 8)
 
 
-def test_masked_language_models_are_served() -> None:
-    """BERT's positions are learned, not rotated."""
-    torch.manual_seed(0)
-    config = BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-                        intermediate_size=48)  # fmt: skip
-    model = BertForMaskedLM._from_config(config, attn_implementation="sdpa").eval().double()
-    plain = DiffusionLM(model, mask_id=MASK).generate(prompts(6, 4), SCHEDULE)
-    with diffcache.wrapped(model, Uncached()):
-        answer = DiffusionLM(model, mask_id=MASK).generate(prompts(6, 4), SCHEDULE)
-    assert torch.equal(plain.ids, answer.ids)
-
-
 MASKED: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "intermediate_size": 48, "max_position_embeddings": 66, "pad_token_id": 1,
 }  # fmt: skip
 
 
-def test_positions_that_begin_after_that_of_padding_are_the_models_own() -> None:
-    model = bidirectional(config=RobertaConfig(**MASKED), network=RobertaForMaskedLM)
+@pytest.mark.parametrize(
+    ("config", "network"),
+    [(BertConfig, BertForMaskedLM), (RobertaConfig, RobertaForMaskedLM)],
+    ids=["learned", "after that of padding"],
+)
+def test_positions_of_encoders_are_the_models_own(config: Any, network: Any) -> None:
+    model = bidirectional(config=config(**MASKED), network=network)
     ids = torch.tensor(prompts(9)).clamp_min(2)  # none of them padding
     lm = DiffusionLM(model, mask_id=MASK)
     plain = lm.generate(prompts(6, 4), SCHEDULE)

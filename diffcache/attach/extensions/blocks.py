@@ -23,6 +23,7 @@ from diffcache.attach.extensions.partial import (
     VALID,
     Held,
     HeldKV,
+    block_mask,
     check_arguments,
     check_sites,
 )
@@ -193,8 +194,8 @@ class Blocks(Rows):
         if kind.has_padding:
             mask = held.tokens[1].bool()[:, None, None].expand(-1, -1, width - start, -1)
         if is_exact and start < width - kind.block:
-            by_blocks = _by_blocks(width, kind.block, held.tokens.device)[None, None, start:]
-            mask = by_blocks if mask is None else mask & by_blocks
+            at = torch.arange(width, device=held.tokens.device)[None]
+            mask = block_mask(at[:, start:], at, kind.block, mask)
         return Part(held, range(start, width), width - start, mask, start=start, kind=kind)
 
     def _checked_part(
@@ -266,7 +267,8 @@ class Blocks(Rows):
             seen = torch.ones((), dtype=torch.bool) if call.mask is None else call.mask
             seen = (seen if seen.dtype == torch.bool else seen >= 0).to(call.q.device)
             both = part.held.tokens[1].bool()[:, None, None]
-            by_blocks = both & _by_blocks(width, block, both.device)
+            at = torch.arange(width, device=both.device)[None]
+            by_blocks = block_mask(at, at, block, both)
             for is_exact, expected in ((True, by_blocks), (False, both)):
                 if bool((seen == expected).all()):
                     part.exact.add(is_exact)
@@ -300,12 +302,6 @@ def _start(held: Window | None, tokens: Tensor, block: int | None) -> tuple[int,
     start = min(kept, width - block) // block * block
     kind = Kind(block, (width // block).bit_length(), bool(some), bool(last))
     return start, kind if start else None
-
-
-def _by_blocks(width: int, block: int, device: torch.device) -> Tensor:
-    """Return whom each token sees where attention is causal by blocks, bool `[T, T]`."""
-    number = torch.arange(width, device=device) // block
-    return number <= number[:, None]
 
 
 def _cut(given: dict[str, Any], part: Part) -> dict[str, Any]:
