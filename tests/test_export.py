@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 import diffcache
 from diffcache import Combine, Every, FirstBlock, Interval, Newton, TaylorSeer
 from diffcache.cli import app
-from diffcache.errors import UncalibratedError
 from diffcache.features.dbcache import DBCache
 from diffcache.features.magcache import MagCache
 from diffcache.features.parts.when import steps_of
@@ -218,11 +217,6 @@ BRANCHES = MagCache(ratios=((1.0, 0.9), (1.0, 0.8)))
 def test_what_a_form_cannot_express_is_refused(method, to, why):
     with pytest.raises(ValueError, match=why.replace("(", r"\(")):
         export(method, to, steps=20 if why == "no fixed list" else None)
-
-
-def test_a_method_without_its_tables_is_refused():
-    with pytest.raises(UncalibratedError):
-        export("magcache", "diffusers")
 
 
 def test_the_command_line_writes_and_warns(tmp_path):

@@ -465,12 +465,6 @@ def test_a_step_that_is_said_goes_before_the_timestep(model, caught: Any):
     assert marks(model) == "CssCss" and not caught
 
 
-@pytest.mark.parametrize("step", [-1, 1.5, "2"])
-def test_a_step_is_a_whole_number(step: Any):
-    with pytest.raises(ValueError, match="step="):
-        diffcache.branch("only", step)
-
-
 def test_two_calls_that_look_alike_are_computed_and_said_once(model, caught: Any):
     """Something outside the arguments may differ, such as a layer that is switched off."""
     for x, t, _ in track(0):

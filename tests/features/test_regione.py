@@ -137,24 +137,6 @@ def test_the_first_and_last_places_of_a_refresh_are_allowed() -> None:
     assert RegionE(refresh=()).plan().regions == frozenset(range(6, 26))
 
 
-@pytest.mark.parametrize(
-    ("model", "denoiser", "named"),
-    [
-        ("flux-kontext", "QwenImageTransformer2DModel", "'qwen-image-edit'"),
-        ("step1x-edit", "QwenImageTransformer2DModel", "'qwen-image-edit-2509'"),
-        ("step1x-edit", "FluxTransformer2DModel", "model='flux-kontext',"),
-        ("qwen-image-edit-2509", "FluxTransformer2DModel", "model='flux-kontext',"),
-    ],
-)
-def test_published_ratios_of_another_model_are_refused(model, denoiser, named) -> None:
-    with pytest.raises(AttachError, match=f"model='{model}': .* {denoiser}; set .*{named}"):
-        RegionE(model).check_model({"model": denoiser})
-    RegionE(model).check_model({"model": "OwnTransformer2DModel"})
-    about = {"method": "regione", "steps": 28, "model": denoiser}
-    ratios = Tables(about, {"gamma": torch.ones(27)})
-    RegionE(model, tables=ratios).check_model({"model": denoiser})  # fitted to it, whatever it is
-
-
 def test_foreign_and_broken_tables_are_refused(tmp_path) -> None:
     with pytest.raises(TablesError, match=r"'gamma' is float32 \[26\]; must be \[27\] real"):
         RegionE(tables=tables(28, torch.ones(26)))

@@ -16,7 +16,6 @@ from diffcache.features.combine import Combine
 from diffcache.features.parts.accumulated import Accumulated, Rescaled
 from diffcache.features.tables import Tables
 from diffcache.features.teacache import BY_TIME, TeaCache
-from diffcache.features.temporal_table import TemporalTable
 from tests.internals import computed_steps, reuse_in
 from tests.zoo.catalog import cases
 from tests.zoo.pipes import pipes
@@ -206,13 +205,6 @@ def test_an_embedding_that_is_made_twice_is_refused():
         model(**case.kwargs(model, 0, step=0, steps=4))
         with pytest.raises(AttachError, match="must be computed once in a call.*t_embedder 2 tim"):
             model(**case.kwargs(model, 0, step=1, steps=4))
-
-
-def test_tables_and_gates_on_the_time_embedding_do_not_go_together():
-    pipe = pipes()["WanPipeline"].build(0)
-    with pytest.raises(AttachError, match="look-up tables of the modules that make it"):
-        diffcache.wrap(pipe, TemporalTable(TeaCache(0.1, (1.0, 0.0), input="time")))
-    diffcache.unwrap(diffcache.wrap(pipe, TeaCache(0.1, (1.0, 0.0), input="time")))
 
 
 def test_calibration_on_the_time_embedding(tmp_path):

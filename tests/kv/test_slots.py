@@ -192,12 +192,6 @@ def test_other_slots_are_checked_anew() -> None:
     assert checked(range(3), WIDTH, first) == range(3)
 
 
-@pytest.mark.parametrize("index", [[-1, 3], [[0, 1], [3, 10]]])
-def test_slots_that_are_not_there_are_refused(index: list[object]) -> None:
-    with pytest.raises(ValueError, match=r"index=.*: slots 0 to 9 can be overwritten"):
-        SlotIndex.of(torch.tensor(index), WIDTH)
-
-
 def test_a_layer_that_has_settled_some_refuses_them_without_a_look() -> None:
     index = SlotIndex.of(ROWS[0], WIDTH)
     last = SlotIndex.of(torch.tensor([5, 4]), WIDTH)
