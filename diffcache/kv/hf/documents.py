@@ -84,8 +84,8 @@ class Documents:
     | `kvshare` | the last prompt | what it lacks, and the share that changes most |
     | `pie` | the last prompt | what it lacks |
 
-    Documents are read alone many in a row (prepacking). An object is for one thread, and for a model
-    that stays on its device; `diffcache.kv.detach(model)` releases it.
+    Documents are read alone many in a row (prepacking). An object is for one thread, and for a
+    model that stays on its device; `diffcache.kv.detach(model)` releases it.
 
     Args:
         model: A model of transformers that generates text, all layers of which attend to all
