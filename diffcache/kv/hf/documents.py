@@ -92,7 +92,8 @@ class Documents:
             tokens.
         tokenizer: Its tokenizer.
         method: Method that puts a prompt together.
-        budget_bytes: Most bytes that are held between prompts; what was used least recently goes.
+        budget_bytes: Most bytes of documents, or of beginnings, that are held between prompts; what
+            was used least recently goes. One prompt, where the last is held, is not counted.
         clock: Function that returns the time in seconds.
         settings: Settings of the method: `share` and `check` of cacheblend and kvshare, `alpha` of
             cachecraft, `temperature` and `scale` of ape, `chunk` of prefix.

@@ -333,9 +333,10 @@ def reused(record: Mapping[str, Any]) -> str:
         "(`DynamicCache`, sdpa), in turn: median and quartiles. First token: that of the first "
         "question; with `hydragen` all questions are asked at once. All: to the end of the last "
         "answer. Computed: share of the prompt before its question. `prefix` and `hydragen` are "
-        "exact; where documents change their order, few prompts begin alike. What attends over "
-        "slots costs more than sdpa where nearly all of a prompt is computed. Intervals of 95 %, "
-        f"of {shapes['requests']} prompts; {record['threads']} thread, {record['device']}, load "
+        "exact; where documents change their order, few prompts begin alike. A question is a "
+        "forward of its own behind what was filled in, which recomputation does not need: where "
+        "nearly all of a prompt is computed the first token takes longer. Intervals of 95 %, of "
+        f"{shapes['requests']} prompts; {record['threads']} thread, {record['device']}, load "
         f"average {record['load']:.0f}; measured at {record['commit']} with "
         f"`{record['command']}`."
     )
