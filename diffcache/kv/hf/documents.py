@@ -126,8 +126,14 @@ class Documents:
         self._held: dict[str | None, Piece | Chunk] = {}  # the least recently used first
         self._last: _Filled | None = None
         if method != "recompute":
-            cache = self._empty("pre")
+            cache = self._empty("post" if method in ("prefix", "hydragen") else "pre")
             check_whole(cache)
+            if method != "prefix" and any(cache.setup.windows):
+                raise ValueError(
+                    f"method={method!r}: the layers of {type(model).__name__} see a window of "
+                    f"{max(filter(None, cache.setup.windows))} tokens, and documents are moved; "
+                    "use method='prefix'"
+                )
             # As keys are held before rotation, every layer of this cache knows its own.
             self._rotary = [
                 layer.rotary for layer in cache.store.layers if layer.rotary is not None

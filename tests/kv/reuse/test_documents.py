@@ -16,7 +16,7 @@ from diffcache import cli, kv
 from diffcache.kv.hf import documents as module
 from diffcache.kv.hf.documents import Answers, Documents, methods
 from tests.kv.eval import small
-from tests.kv.tiny import gemma, llama
+from tests.kv.tiny import gemma, llama, zoo
 
 torch.set_num_threads(1)
 RHINE, SEA, ROME = "The Rhine rises in the Alps.", "The North Sea is cold.", "Rome is old."
@@ -139,6 +139,9 @@ def test_bad_use_is_refused(model: Any, tokenizer: Any) -> None:
         Documents(model, tokenizer, budget_bytes=-1)
     with pytest.raises(ValueError, match="of 6 layers attend to a sliding window"):
         Documents(gemma(), tokenizer)
+    windowed = zoo("MistralForCausalLM", "mistral")
+    with pytest.raises(ValueError, match="MistralForCausalLM see a window of 12 .*'prefix'"):
+        Documents(windowed, tokenizer, "hydragen")
     shelf = Documents(model, tokenizer)
     for questions, texts in (([], [SEA]), ("Why?", []), ("Why?", [SEA, " "])):
         with pytest.raises(ValueError, match="give at least one of each, none of them empty"):
