@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from contextvars import copy_context
 from dataclasses import dataclass, replace
@@ -287,7 +287,9 @@ class DiffusionLM(Loop):
         slots: int = 8,
         longest: int | None = None,
         fill: int = 256,
-    ) -> Generator[tuple[int, list[int]], None, None]:
+        on_settled: OnSettled | None = None,
+        is_canceled: Callable[[int], bool] | None = None,
+    ) -> Generator[tuple[int, list[int] | ValueError], None, None]:
         """Yield the number of a prompt and its answer's tokens, each as it ends.
 
         At most `slots` prompts are decoded at a time; where one ends, the next one takes its place
@@ -295,40 +297,58 @@ class DiffusionLM(Loop):
         drawn, each answer is that of its prompt alone, up to rounding.
 
         Args:
-            prompts: Texts or token ids, taken one by one as places are free.
+            prompts: Texts or token ids, taken one by one as places are free. An iterator that waits
+                for its next one has all wait.
             schedule: Schedule, as for `generate`.
             sampler: Sampler, as for `generate`.
             slots: Sequences that are decoded at a time.
             longest: Most tokens of a prompt; None to look at all prompts beforehand.
             fill: Tokens of a prompt that a forward computes once others are under way, whole
                 blocks of attention, at least one; longer prompts take several forwards.
+            on_settled: Called with the number of a prompt and what settled in its answer, as for
+                `generate`.
+            is_canceled: Asked after every forward about each prompt that is decoded; where it says
+                so, the prompt leaves its place without an answer.
+
+        Yields:
+            Number of the prompt, from 0, and the tokens of its answer; or the error of a prompt
+            that is none of the model or longer than `longest`, which disturbs no other.
 
         Raises:
-            ValueError: If the model attends both ways, the policy does not let sequences come and
-                go, or a prompt is none of the model, or longer than `longest`.
+            ValueError: If the model attends both ways, or the policy does not let sequences come
+                and go.
         """
         self._check_serves(slots, longest, fill)
         if longest is None:
             prompts = list(prompts)
-            longest = max((len(self._tokens(prompt)) for prompt in prompts), default=0)
-        waiting = enumerate(prompts)
-        taken = dict(enumerate(islice(waiting, slots)))
+            longest = max([1, *map(self._length, prompts)])
+        refused: list[tuple[int, ValueError]] = []
+        waiting = self._admitted(prompts, longest, refused)
+        taken = dict(islice(waiting, slots))
+        yield from refused
         if not taken:
             return
-        numbers = {slot: number for slot, (number, _) in taken.items()}
-        rows = [self._checked(number, prompt, longest) for number, prompt in taken.values()]
-        decoding = self._begun(rows, schedule, sampler, longest)
-        assert self.block is not None
+        numbers = dict(enumerate(taken))
+        decoding = self._begun(list(taken.values()), schedule, sampler, longest)
+        stream, size = _Stream(self, on_settled), max(fill, self.block or 1)
         forwards = self._forwards(decoding)
         with closing(forwards):
             for _ in forwards:
-                ended = [slot for slot in numbers if not decoding.rows[slot].is_active]
-                for slot in ended:
-                    yield numbers.pop(slot), decoding.answer[slot].tolist()
-                    for number, prompt in islice(waiting, 1):
-                        row = self._checked(number, prompt, longest)
-                        decoding.place(slot, row, max(fill, self.block))
-                        numbers[slot] = number
+                stream.show(decoding, numbers)
+                canceled = [n for n in numbers.values() if is_canceled and is_canceled(n)]
+                for slot, number in list(numbers.items()):
+                    if number in canceled:
+                        decoding.leave(slot)
+                    elif decoding.rows[slot].is_active:
+                        continue
+                    else:
+                        yield number, decoding.answer[slot].tolist()
+                    del numbers[slot]
+                    refused.clear()
+                    for later, row in islice(waiting, 1):
+                        decoding.place(slot, row, size)
+                        numbers[slot] = later
+                    yield from refused
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of an answer up to its end."""
@@ -427,24 +447,34 @@ class DiffusionLM(Loop):
             )
         return Decoding(ids, schedule, sampler, self.mask_id, valid, guide, self.shift, self.block)
 
-    def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
-        """Return the tokens of one prompt."""
-        given: Any = [prompt]
-        return tokens_of(given, self.tokenizer, self._size("vocab_size"))[0]
+    def _admitted(
+        self, prompts: Iterable[Any], longest: int, refused: list[tuple[int, ValueError]]
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Yield numbers and tokens of prompts, and note those that are refused on the way."""
+        for number, prompt in enumerate(prompts):
+            row = self._checked(number, prompt, longest)
+            if isinstance(row, ValueError):
+                refused.append((number, row))
+            else:
+                yield number, row
 
-    def _checked(self, number: int, prompt: str | Sequence[int], longest: int) -> list[int]:
-        """Return the tokens of a prompt that takes a place.
+    def _checked(self, number: int, prompt: Any, longest: int) -> list[int] | ValueError:
+        """Return the tokens of a prompt that takes a place, or what is wrong with it."""
+        try:
+            (row,) = tokens_of([prompt], self.tokenizer, self._size("vocab_size"))
+        except ValueError as error:
+            return error
+        if len(row) <= longest and self.mask_id not in row:
+            return row
+        return ValueError(
+            f"prompts: number {number} has {len(row)} tokens where longest={longest}, or holds the "
+            f"mask, token {self.mask_id}; shorten it, or take that out"
+        )
 
-        Raises:
-            ValueError: If it is longer than places are, or holds the mask.
-        """
-        row = self._tokens(prompt)
-        if len(row) > longest or self.mask_id in row:
-            raise ValueError(
-                f"prompts: number {number} has {len(row)} tokens where longest={longest}, or holds "
-                f"the mask, token {self.mask_id}; shorten it, or take that out"
-            )
-        return row
+    def _length(self, prompt: Any) -> int:
+        """Return the number of tokens of a prompt, 0 for one that is none."""
+        row = self._checked(0, prompt, sys.maxsize)
+        return 0 if isinstance(row, ValueError) else len(row)
 
     def _check_serves(self, slots: int, longest: int | None, fill: int) -> None:
         """Raise unless sequences may come and go.
@@ -627,18 +657,24 @@ class _Stream:
 
     def __init__(self, owner: DiffusionLM, on_settled: OnSettled | None) -> None:
         self.owner, self.on_settled = owner, on_settled
-        self.told: list[Any] = []
+        self.told: dict[int, Any] = {}
 
-    def show(self, decoding: Decoding) -> None:
-        """Tell of what settled at the last step; the host waits."""
+    def show(self, decoding: Decoding, numbers: dict[int, int] | None = None) -> None:
+        """Tell of what settled at the last step; the host waits.
+
+        Args:
+            decoding: The decoding.
+            numbers: Number that is told of each sequence; None for its own.
+        """
         if self.on_settled is None:
             return
         text = self.owner.tokenizer is not None
-        self.told = self.told or ["" if text else [] for _ in decoding.rows]
-        for number in range(len(decoding.rows)):
-            ids = decoding.settled(number)
+        if numbers is None:
+            numbers = {row: row for row in range(len(decoding.rows))}
+        for row, number in numbers.items():
+            ids = decoding.settled(row)
             settled: Any = self.owner.text(ids) if text else ids
-            told = self.told[number]
+            told = self.told.setdefault(number, "" if text else [])
             if text and settled.endswith("\ufffd"):  # half a character
                 continue
             if len(settled) > len(told) and settled[: len(told)] == told:

@@ -408,6 +408,11 @@ class Decoding:
         self._widen(row)
         return row
 
+    def leave(self, number: int) -> None:
+        """Give a sequence up, which is decoded no further."""
+        self.rows[number] = replace(self.rows[number], is_active=False)
+        self._look()
+
     def place(self, number: int, prompt: list[int], fill: int = 0) -> None:
         """Put a prompt in the place of a sequence that is done, in a model causal over blocks.
 
