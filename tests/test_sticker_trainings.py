@@ -30,7 +30,7 @@ from diffcache.eval.workshop.small.stickers import OBJECTS, held_out_captions, r
 from diffcache.eval.workshop.small.trainer import Draws, Settings, seeded
 
 SETTINGS = Settings(steps=2, batch=4, examples=16)
-FEW = {"num_inference_steps": 3, "output_type": "np"}
+FEW = {"num_inference_steps": 2, "output_type": "np"}
 UNGUIDED = {"negative_prompt": ["", ""]}
 
 
@@ -62,15 +62,15 @@ def of_flux(job: Flux, models: nn.ModuleDict, pipe: Any) -> tuple[Tensor, Any]:
         | UNGUIDED
         | {"latents": torch.randn(2, 64, 48, generator=seeded(0))}
     )
-    return job.sample(models, texts, steps=3), pipe(texts, **call).images
+    return job.sample(models, texts, steps=2), pipe(texts, **call).images
 
 
 def of_kontext(job: Kontext, models: nn.ModuleDict, pipe: Any) -> tuple[Tensor, Any]:
     edits = job.held_edits[:2]
     texts = [edit.text for edit in edits]
     references = job.held_references
-    shown = job.sample(models, texts, steps=3, guidance=2.0, references=references[:2])
-    other = job.sample(models, texts, steps=3, guidance=2.0, references=references[2:4])
+    shown = job.sample(models, texts, steps=2, guidance=2.0, references=references[:2])
+    other = job.sample(models, texts, steps=2, guidance=2.0, references=references[2:4])
     assert (other.float() - shown.float()).abs().max() > 5
     before = torch.from_numpy(np.stack([render(edit.before) for edit in edits])) / 255
     call = (
@@ -86,13 +86,13 @@ def of_ddim(job: Any, models: nn.ModuleDict, pipe: Any) -> tuple[Tensor, Any]:
     texts = list(job.titles[:2])
     asked = pipe.get_label_ids(texts) if isinstance(job, Dit) else texts
     found = pipe(asked, generator=seeded(0), **sticker_ddim.CALL, **FEW).images
-    return job.sample(models, texts, steps=3), found
+    return job.sample(models, texts, steps=2), found
 
 
 def of_wan(job: Wan, models: nn.ModuleDict, pipe: Any) -> tuple[Tensor, Any]:
     noise = torch.randn(1, *job.held.shape[1:], generator=seeded(0))
     found = pipe("a fox on grass", latents=noise, **sticker_wan.CALL | FEW).frames
-    return job.sample(models.eval(), ["a fox on grass"], steps=3), found
+    return job.sample(models.eval(), ["a fox on grass"], steps=2), found
 
 
 DRAWN: dict[Any, Callable[..., tuple[Tensor, Any]]] = {
