@@ -72,11 +72,6 @@ class Schedule:
         """Tokens of a block."""
         return self.length if self.block is None else self.block
 
-    @property
-    def steps_a_block(self) -> int:
-        """Steps of a block, for rules with a fixed number of commits."""
-        return self.size if self.steps is None else self.steps * self.size // self.length
-
 
 class Decoding:
     """The tokens of a batch while masks become words, block by block.
