@@ -10,21 +10,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
 
 from diffcache.command import Device, Seed, check_target, device_of, guarded
 from diffcache.eval.cost.interleave import summary
-from diffcache.eval.kv.asked import CITIES, NEEDLE, spells
-from diffcache.eval.kv.sweep import write_rows
-from diffcache.eval.kv.texts import TextModel, windows
 from diffcache.eval.methods import naming
 from diffcache.eval.metrics.intervals import share_change, share_interval
 from diffcache.eval.record import Setting
 from diffcache.pipelines.demo.console import print_rows, progress, quiet
 from diffcache.registry import read_word
+
+if TYPE_CHECKING:
+    from diffcache.eval.kv.texts import TextModel
 
 NO_METHODS: list[str] = []
 FULL = "recompute"
@@ -71,6 +71,8 @@ class ReuseTask:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        from diffcache.eval.kv.asked import CITIES
+
         most = len(CITIES) - SPARE
         if not 2 <= self.documents <= most:
             raise ValueError(f"--documents {self.documents}: must be from 2 to {most}")
@@ -89,6 +91,9 @@ class ReuseTask:
         Raises:
             ValueError: If texts are too few, or the tokenizer cannot write numbers.
         """
+        from diffcache.eval.kv.asked import CITIES, NEEDLE, spells
+        from diffcache.eval.kv.texts import windows
+
         if not spells(self.model.tokenizer):
             raise ValueError(
                 f"--model {self.model.name}: its tokenizer cannot write the questions; take a "
@@ -287,6 +292,8 @@ def command(
         diffcache kv reuse --model DIR --texts FILE --method prefix
     """
     from diffcache.eval.kv.command import spread
+    from diffcache.eval.kv.sweep import write_rows
+    from diffcache.eval.kv.texts import TextModel
     from diffcache.kv.hf.documents import methods
     from diffcache.run_report import human
 

@@ -46,11 +46,11 @@ def test_type_checkers_see_every_module_of_recipes() -> None:
         assert f"    from {row.place.partition(':')[0]} import *" in source
 
 
-def test_recipes_need_neither_transformers_nor_lmcache() -> None:
+def test_recipes_and_commands_need_no_library_before_they_run() -> None:
     code = (
-        "import sys, diffcache.kv as kv, diffcache.kv.life.lmcache\n"
+        "import sys, diffcache.kv as kv, diffcache.kv.life.lmcache, diffcache.eval.kv.command\n"
         "kv.snapkv(8) | kv.kivi(); dir(kv); kv.recipe_names()\n"
-        "assert not {'transformers', 'lmcache'} & set(sys.modules)\n"
+        "assert not {'transformers', 'diffusers', 'lmcache'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
