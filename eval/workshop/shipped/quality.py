@@ -38,6 +38,7 @@ from diffcache.eval.workshop.shipped.draw import (
     draw_pictures,
     draw_stickers,
     edit_stickers,
+    outputs_of,
 )
 from diffcache.eval.workshop.small import (
     chain_llada,
@@ -47,6 +48,7 @@ from diffcache.eval.workshop.small import (
     sticker_flux,
     sticker_kontext,
     sticker_unet,
+    sticker_wan,
 )
 from diffcache.eval.workshop.small.chain import HELD_OUT, WORLDS
 from diffcache.eval.workshop.small.chain import draw as draw_chains
@@ -55,6 +57,8 @@ from diffcache.eval.workshop.small.sticker_flux import decode, encode
 from diffcache.eval.workshop.small.sticker_judge import read_faults
 from diffcache.eval.workshop.small.stickers import OBJECTS, held_out_captions, parse, with_article
 from diffcache.eval.workshop.small.stickers import render as render_stickers
+from diffcache.eval.workshop.video import rollouts
+from diffcache.eval.workshop.video.rollouts import EVERY, Rollouts, frames_right
 from diffcache.files import write_json
 from diffcache.pipelines.diffusion_lm import DiffusionLM
 from diffcache.pipelines.policy import rollout
@@ -62,6 +66,7 @@ from diffcache.pipelines.shipped_models import MODELS
 from diffcache.pipelines.small import reach, recall, recall_llama
 from diffcache.pipelines.small.recall import Task
 from diffcache.pipelines.small.recall_llama import LENGTHS
+from diffcache.video import FullHistory
 
 Outcomes = Mapping[str, Tensor]  # name -> [N] or [N, Q]; `whole_right` first, `_db` are no shares
 WHOLE = "whole_right"
@@ -78,9 +83,10 @@ class Model:
         what: Samples that are right in everything, as a title.
         load: Returns the pipeline or model.
         measure: Takes it with steps, samples and seed; returns outcomes.
-        steps: Sampling steps, each a row; contexts of a language model.
+        steps: Sampling steps, each a row; contexts of a language model, chunks of a stream.
         samples: Samples of a row.
         grid: Draws the picture of samples, None for models that draw none.
+        unit: Unit of `steps`.
     """
 
     what: str
@@ -89,6 +95,7 @@ class Model:
     steps: Sequence[Any] = (28, 50)
     samples: int = 256
     grid: Callable[[Any], tuple[str, Image.Image]] | None = None
+    unit: str = "steps"
 
 
 def _of_stickers(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
@@ -142,6 +149,29 @@ def _of_sticker_edits(pipe: Any, steps: int, samples: int, seed: int) -> Outcome
         },
         "autoencoder_untouched_psnr_db": torch.tensor([v.untouched_psnr_db for v in best]),
     }
+
+
+def _of_films(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
+    """Judge films of held-out sentences: right where each of their frames is."""
+    films = sticker_wan.draw_films(samples, seed, held=True)
+    texts = [film.caption_at(0) for film in films]
+    right = frames_right(_films_of(pipe, texts, steps, seed), texts)
+    return {WHOLE: right.all(1), "frame_right": right}
+
+
+def _films_of(pipe: Any, texts: list[str], steps: int, seed: int) -> NDArray[np.uint8]:
+    call = {**sticker_wan.CALL, "output_type": "np"}
+    made = outputs_of(pipe, [texts], steps, seed, 8, **call)
+    return np.concatenate([np.round(output.frames * 255).astype(np.uint8) for output in made])
+
+
+def _of_streams(pipe: Any, chunks: int, samples: int, seed: int) -> Outcomes:
+    """Judge streams of held-out sentences with their whole history, by their last frame."""
+    made = Rollouts(samples, SETTING, seed, pipe)
+    with made.video() as video:
+        films = made.films(video, FullHistory(), chunks)
+    right = frames_right(films[:, EVERY - 1 :: EVERY].numpy(), made.said)
+    return {WHOLE: right[:, -1], "frame_right": right, "right_after_a_second": right[:, 0]}
 
 
 def _of_reach(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
@@ -230,6 +260,23 @@ def _sticker_edits_grid(pipe: Any) -> tuple[str, Image.Image]:
     return "grid.png", draw_grid(pairs, texts, scale=2, columns=6)
 
 
+def _films_grid(pipe: Any) -> tuple[str, Image.Image]:
+    texts = [film.caption_at(0) for film in sticker_wan.draw_films(12, 1, held=True)]
+    return _strips(_films_of(pipe, texts, 28, 0)[:, ::4], texts)
+
+
+def _streams_grid(pipe: Any) -> tuple[str, Image.Image]:
+    made = Rollouts(12, SETTING, 1, pipe)
+    with made.video() as video:
+        films = made.films(video, FullHistory(), 40)
+    return _strips(films[:, 4 * EVERY - 1 :: 4 * EVERY].numpy(), made.said)
+
+
+def _strips(films: NDArray[np.uint8], texts: Sequence[str]) -> tuple[str, Image.Image]:
+    rows = [[Image.fromarray(frame) for frame in film] for film in films]
+    return "grid.png", draw_grid(rows, texts, scale=2, columns=1)
+
+
 QUALITIES: Mapping[str, Model] = {
     "sticker-flux": Model("pictures", sticker_flux.load, _of_stickers, grid=_sticker_grid),
     "sticker-dit": Model(
@@ -238,6 +285,10 @@ QUALITIES: Mapping[str, Model] = {
     "sticker-unet": Model("pictures", sticker_unet.load, _of_stickers, (28,), 128, _sticker_grid),
     "sticker-kontext": Model(
         "edits", sticker_kontext.load, _of_sticker_edits, (28,), 128, _sticker_edits_grid
+    ),
+    "sticker-wan": Model("films", sticker_wan.load, _of_films, (28,), 128, _films_grid),
+    "sticker-causal": Model(
+        "films' last frames", rollouts.load, _of_streams, (40,), 64, _streams_grid, "chunks"
     ),
     "reach-policy": Model("episodes", reach.load, _of_reach, (100,), 512),
     "recall-llama": Model("answers", recall_llama.load, of_recall, TASKS, 128),
@@ -265,7 +316,7 @@ def measure(name: str, samples: int, seed: int) -> dict[str, Any]:
     for steps in model.steps:
         begun = time.monotonic()
         outcomes = model.measure(pipe, steps, samples, seed)
-        about = {"steps": steps}
+        about = {model.unit: steps}
         if isinstance(steps, Task):
             about = {"tokens": steps.context, "facts": steps.facts}
         found = {key: _interval(key, column) for key, column in outcomes.items()}

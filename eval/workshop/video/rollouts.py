@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers import WanPipeline
+from numpy.typing import NDArray
 from torch import Tensor
 
 from diffcache.eval.metrics.bootstrap import mean_interval
@@ -38,14 +39,15 @@ class Rollouts:
         samples: Number of films.
         setting: Device and dtype.
         seed: Seed of the sentences and of the noise.
+        pipe: Pipeline that films; None for the shipped one.
 
     Attributes:
-        pipe: The shipped pipeline.
+        pipe: Pipeline that films.
         said: Sentence of each film.
     """
 
-    def __init__(self, samples: int, setting: Setting, seed: int = 0) -> None:
-        self.pipe = load(setting.dtype).to(setting.device)
+    def __init__(self, samples: int, setting: Setting, seed: int = 0, pipe: Any = None) -> None:
+        self.pipe = (pipe or load(setting.dtype)).to(setting.device)
         self.said = [film.caption_at(0) for film in draw_films(samples, seed, held=True)]
         self.seed = seed
 
@@ -108,11 +110,8 @@ def judged(films: Tensor, said: Sequence[str]) -> dict[str, Any]:
         `drift`, the mean distance of the colors of the last quarter from those of the first
         `EVERY` frames, in levels of 255.
     """
-    chosen = films[:, EVERY - 1 :: EVERY]
-    texts = [text for text in said for _ in range(chosen.shape[1])]
-    wrong = read_faults(texts, np.ascontiguousarray(chosen.flatten(0, 1).numpy()))
-    right = torch.tensor([not faults for faults in wrong]).unflatten(0, chosen.shape[:2])
-    quarter = -max(chosen.shape[1] // 4, 1)
+    right = frames_right(films[:, EVERY - 1 :: EVERY].numpy(), said)
+    quarter = -max(right.shape[1] // 4, 1)
     last = films[:, -max(films.shape[1] // 4, 1) :]
     change = (_colors(last) - _colors(films[:, :EVERY])).square().mean(1).sqrt()
     return {
@@ -120,6 +119,18 @@ def judged(films: Tensor, said: Sequence[str]) -> dict[str, Any]:
         "late": share_interval(right[:, quarter:]).to_dict(),
         "drift": mean_interval(change, bounds=(0.0, 255.0)).to_dict(),
     }
+
+
+def frames_right(films: NDArray[np.uint8], said: Sequence[str]) -> Tensor:
+    """Tell in which frames the judge finds nothing wrong, bool `[B, F]`.
+
+    Args:
+        films: Frames to judge, uint8 `[B, F, 64, 64, 3]`.
+        said: Sentence of each film.
+    """
+    texts = [text for text in said for _ in range(films.shape[1])]
+    wrong = read_faults(texts, np.ascontiguousarray(films.reshape(-1, *films.shape[2:])))
+    return torch.tensor([not faults for faults in wrong]).unflatten(0, films.shape[:2])
 
 
 def _colors(films: Tensor) -> Tensor:
