@@ -1,4 +1,4 @@
-"""`diffcache eval`: what a cache costs and what it saves."""
+"""`diffcache eval`: measure the cost and the savings of caches."""
 
 from __future__ import annotations
 

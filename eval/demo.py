@@ -141,7 +141,7 @@ class Comparison:
         return median(self.baseline.seconds) / median(self.cached.seconds)
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """Return what was measured, as rows of (what, baseline, cached)."""
+        """Return the measurements, as rows of (name, baseline, cached)."""
         base, cached, report = self.baseline, self.cached, self.report
         denoiser = (median(base.denoiser_seconds), median(cached.denoiser_seconds))
         steps = report.steps_computed + report.steps_skipped
@@ -286,7 +286,7 @@ def figure(result: Comparison) -> Image.Image:
 
 
 def _titles(result: Comparison) -> list[tuple[str, str]]:
-    """Return what stands above both rows of pictures: whose they are, and how long they took."""
+    """Return the titles of both rows of pictures: whose they are, and how long they took."""
     task = result.task
     base, cached = median(result.baseline.seconds), median(result.cached.seconds)
     return [

@@ -1,4 +1,4 @@
-"""Say which metrics run here, with what, and what the others lack.
+"""Tell which metrics run here, with which weights, and why the others do not.
 
     python -m diffcache.eval.doctor [--json FILE|-]
 
@@ -44,7 +44,7 @@ _INTERPRETER_SECONDS = 60
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One thing that a metric needs: where it is, or what is wrong with it.
+    """One requirement of a metric: where it is, or why it cannot be used.
 
     `summary` says the latter in fewer words where `note` is long.
     """
@@ -91,7 +91,7 @@ def packages() -> list[Part]:
 
 
 def probe(name: str, kind: Kind) -> Part:
-    """Look for one thing; what is wrong with it is in the note.
+    """Look for one requirement; its fault is in the note.
 
     Args:
         name: Package, key of `WEIGHTS`, shipped model or environment variable.
@@ -134,7 +134,7 @@ def missing(found: Sequence[Row]) -> list[str]:
 
 
 def doctor(machine: Json = "") -> None:
-    """Say which metrics run here, with which weights, and what is missing.
+    """Print which metrics run here, with which weights, and missing requirements.
 
     exact: no weights needed. real: the published weights are here. lite: a shipped stand-in under a
     name of its own. none: not measured here. Weight files are looked for in $DIFFCACHE_WEIGHTS.

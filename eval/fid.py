@@ -123,7 +123,7 @@ main = script(fid)
 
 
 def _check(wanted: Wanted, real: Source, fake: Source) -> None:
-    """Check that the two sources have what is asked for."""
+    """Check that the two sources suit the request."""
     if fake.folder is None:
         raise ValueError(f"{fake.path} holds no pictures")
     stored = real.statistics
@@ -136,7 +136,7 @@ def _check(wanted: Wanted, real: Source, fake: Source) -> None:
 
 
 def _notes(real: Source, fake: Source) -> list[str]:
-    """Return what is odd about the two sets."""
+    """Return warnings about the two sets."""
     notes = [note for s in (real, fake) if s.folder for note in s.folder.notes]
     if real.folder and fake.folder:
         if real.folder.path.resolve() == fake.folder.path.resolve():
@@ -210,7 +210,7 @@ def _save(path: Path, real: Source, found: FeatureSet, networks: Extractors) -> 
 
 
 def _about(source: Source) -> dict[str, Any]:
-    """Return what the report says of a set."""
+    """Return the report's entry of a set."""
     known = None if source.statistics is None else source.statistics.count
     return {
         "path": str(source.path),

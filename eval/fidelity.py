@@ -143,7 +143,7 @@ main = script(fidelity)
 
 
 def _open(two: tuple[str, str], are_films: bool, recursive: bool) -> Pairs:
-    """Find the pairs, and check what can be checked without decoding them."""
+    """Find the pairs, and check all that needs no decoding."""
     found = [are_films or folders.holds_films(path) for path in two]
     if found[0] != found[1]:
         film, other = two if found[0] else two[::-1]

@@ -64,7 +64,7 @@ class Evaluation:
         return terminal_table(self.record, (*SHOWN, *own))
 
     def print(self) -> None:
-        """Print the table, and what is to be known of it."""
+        """Print the table and its notes."""
         from diffcache.pipelines.demo.console import console
 
         screen = console()
@@ -97,7 +97,7 @@ def evaluate(
     quiet: bool = False,
     **settings: Any,
 ) -> Evaluation:
-    """Measure what methods cost and save on a loaded pipeline, as `diffcache eval` does.
+    """Measure cost and savings of methods on a loaded pipeline, as `diffcache eval` does.
 
     The pipeline runs as it stands: with its adapters, offloaded, quantized, or with compiled
     blocks. What is drawn once is kept in a folder and never drawn again; the same call goes on

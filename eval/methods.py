@@ -39,7 +39,7 @@ def parse_method(text: str) -> Method:
 
 
 def parse_row(text: str) -> Method | Peer:
-    """Return what a row of an evaluation stands for: a method, or a cache of another library.
+    """Return the contender of an evaluation's row: a method, or a cache of another library.
 
     Args:
         text: Method as `parse_method` takes it, or `diffusers/name:key=value,key=value`, or
@@ -54,7 +54,7 @@ def parse_row(text: str) -> Method | Peer:
 
 
 def rows_of(methods: Sequence[Any] | Mapping[str, Any]) -> dict[str, Method | Peer]:
-    """Return name in the table -> what the row stands for.
+    """Return the contenders by their names in the table.
 
     Args:
         methods: Words as `parse_row` takes them, or methods; or a mapping from the names of rows.
@@ -72,7 +72,7 @@ def rows_of(methods: Sequence[Any] | Mapping[str, Any]) -> dict[str, Method | Pe
 
 
 def even(computed: int, steps: int, site: str = "stack") -> Combine:
-    """Return reuse between steps at even distances, whatever their number.
+    """Return reuse between steps at even distances, for any number of steps.
 
     `Interval` computes one step in a whole number; this stands beside a method that computes any
     share of a run.
@@ -104,7 +104,7 @@ def make_row(name: str, **settings: Any) -> Method | Peer:
 
 
 def _read(text: str, make: Callable[..., Made]) -> Made:
-    """Return what `make` makes of one word's name and settings; its errors name the word."""
+    """Return the result of `make` for one word's name and settings; its errors name the word."""
     name, settings = read_word(text)
     with naming(f"method {text!r}"):
         return make(name, **settings)
@@ -112,7 +112,7 @@ def _read(text: str, make: Callable[..., Made]) -> Made:
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Have errors say first what they are about; values of a wrong type are wrong values.
+    """Have errors begin with their subject; values of a wrong type are wrong values.
 
     Args:
         what: Words of the user, such as `method 'taylorseer:every=0'`.

@@ -1,4 +1,4 @@
-"""The options that say what is drawn and how a pipeline is loaded, once for every command."""
+"""Options of drawing and of loading a pipeline, once for every command."""
 
 from __future__ import annotations
 

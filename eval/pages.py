@@ -79,7 +79,7 @@ def between(page: str, begin: str, end: str, text: str) -> str:
 
 @functools.cache
 def environment() -> Any:
-    """Return what finds the templates of this folder, by their paths in it; made by jinja2."""
+    """Return jinja2's environment for the templates of this folder, by their paths in it."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     found = Environment(

@@ -1,4 +1,4 @@
-"""Benchmark records: what was measured, with what, on what, and how much it scattered."""
+"""Benchmark records: measurements with their scatter, versions, device and settings."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def stats(samples: Sequence[float], scale: float = 1.0) -> dict[str, float]:
 def envelope(
     benchmark: str, setting: Setting, command: str, body: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return a record: what a benchmark returned, with what it was measured on.
+    """Return a record: the result of a benchmark, with the machine that measured it.
 
     Args:
         benchmark: Name of the benchmark.

@@ -1,4 +1,4 @@
-"""Floating-point operations of a run: counted in a real call, and reduced by what a cache saved.
+"""Floating-point operations of a run: counted in a real call, less those that a cache saved.
 
 A multiply-add is two operations. Matrix products, convolutions and attention are counted, as
 `torch.utils.flop_counter` does, with the attention kernel of the CPU that it leaves out;

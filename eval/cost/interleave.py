@@ -1,4 +1,4 @@
-"""Time several contenders in turn, so that what slows the machine down slows all of them."""
+"""Time several contenders in turn, so that a busy machine slows all of them."""
 
 from __future__ import annotations
 
@@ -205,7 +205,7 @@ def measure(
 
 
 def _take(timings: Timings, name: str, turn: Turn, setting: Setting, counts: bool) -> None:
-    """Give a contender its turn, and note what it took if the round counts."""
+    """Give a contender its turn, and note its seconds if the round counts."""
     with turn.within():
         if turn.prepare is not None:
             turn.prepare()

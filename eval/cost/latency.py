@@ -21,7 +21,7 @@ _COUNTED = (
 
 
 def measure(plan: Plan, progress: Progress) -> dict[str, Any]:
-    """Time what a plan names; every row is drawn once, which tells what it computes.
+    """Time the rows of a plan; every row is drawn once, which tells its computed steps.
 
     Args:
         plan: Plan of the rows to time; its samples are one batch, its folder is new.

@@ -148,7 +148,7 @@ def measure(order: Mapping[str, Any]) -> int:
 
 @contextmanager
 def _resident() -> Iterator[Callable[[], int]]:
-    """Watch the resident memory; what is yielded returns the most seen so far, in bytes."""
+    """Watch the resident memory; the yielded function returns the peak so far, in bytes."""
     if _can_reset():
         _RESET.write_text("5", encoding="ascii")  # 5: the high-water mark becomes what is in use
         yield _high_water
@@ -188,7 +188,7 @@ def _now() -> int:
 
 
 def main() -> int:
-    """Measure what standard input orders, as JSON, and print it."""
+    """Measure the job that standard input gives as JSON, and print the result."""
     from diffcache.pipelines.demo.console import quiet
 
     quiet()

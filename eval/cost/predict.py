@@ -107,7 +107,7 @@ class Prediction:
         return whole / self.most.seconds, whole / self.least.seconds
 
     def lines(self) -> list[str]:
-        """Return what is predicted, a sentence each."""
+        """Return the predictions, a sentence each."""
         most, least, whole = self.most, self.least, self.uncached
         size, calls = self.size, f"{self.calls} call{'s' * (self.calls > 1)}"
         film = f", {size.frames} frames" if size.frames > 1 else ""
@@ -247,7 +247,7 @@ def predict(
 
 
 def _resolved(target: Any, published: str | None, preset: str | None) -> tuple[Any, nn.Module]:
-    """Return a pipeline, or what stands for one, and its denoiser."""
+    """Return a pipeline, or a stand-in for one, and its denoiser."""
     if not isinstance(target, (str, Path, Mapping)):
         denoisers = denoisers_of(target)
         if published is not None:
@@ -296,7 +296,7 @@ def _check_one(denoisers: Any) -> None:
 
 
 def _of_class(cls: Any, published: str | None, preset: str | None) -> tuple[Any, nn.Module]:
-    """Return what stands for a pipeline of a class: a published model that it runs.
+    """Return a stand-in for a pipeline of a class: a published model that it runs.
 
     Raises:
         ValueError: If there is none of that name, or nothing tells which of several it is.
@@ -337,7 +337,7 @@ def _built(denoiser: Denoiser) -> nn.Module:
 
 
 def _stand_in(cls: Any, name: str, model: nn.Module, compression: Any) -> Any:
-    """Return what stands for a pipeline: its denoiser, its call's defaults, its class's name."""
+    """Return a stand-in for a pipeline: its denoiser, its call's defaults, its class's name."""
     key = "unet" if "UNet" in type(model).__name__ else "transformer"
     rows, frames = compression or (None, None)
     config: Any = model.config
@@ -510,7 +510,7 @@ def _alike(model: nn.Module, parts: Combine) -> Iterator[nn.Module]:
 
 
 def kinds_of(when: When, steps: int, branches: int, skips: bool) -> list[Kind]:
-    """Return what a schedule computes at every step, one branch after the other.
+    """Return the work of a schedule at every step, one branch after the other.
 
     Args:
         when: The schedule.
@@ -540,7 +540,7 @@ def _unseen(when: When) -> torch.Tensor | None:
 
 
 def _decides(when: When, state: Any, step: Step, skips: bool) -> bool:
-    """Return whether a step is computed; what only values would tell is answered by `skips`."""
+    """Return whether a step is computed; `skips` decides where only values would tell."""
     try:
         return when.should_compute(state, step, _unseen(when))
     except (NotImplementedError, RuntimeError):  # it looks at values, of which there are none

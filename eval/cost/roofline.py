@@ -61,7 +61,7 @@ DEVICES: dict[str, Device] = {
 
 
 class Roofline:
-    """Adds up operations and the least seconds of what runs inside; a context manager.
+    """Add up operations and the least seconds of the code inside; a context manager.
 
     Args:
         device: The device.
@@ -171,7 +171,7 @@ class Repeats:
 
     @contextmanager
     def counted(self) -> Iterator[Roofline]:
-        """Yield a roofline of what runs inside."""
+        """Yield a roofline of the code inside."""
         with Roofline(self._device) as self.roofline:
             yield self.roofline
         self.roofline = None

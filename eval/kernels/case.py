@@ -51,7 +51,7 @@ class KernelCase:
 def tensors(
     count: int, shape: tuple[int, int]
 ) -> Callable[[torch.device, bool], tuple[Tensor, ...]]:
-    """Return what draws as many random tensors of a shape, or of a tiny one, in bfloat16."""
+    """Return a function that draws random tensors of a shape, or of a tiny one, in bfloat16."""
 
     def make(device: torch.device, tiny: bool) -> tuple[Tensor, ...]:
         size = (8, 64) if tiny else shape

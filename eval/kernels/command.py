@@ -63,7 +63,7 @@ def measure(
     ] = None,
     device: Device = "auto",
 ) -> None:
-    """Check every kernel on this machine's GPU, time it beside plain PyTorch, and keep what wins.
+    """Check every kernel on this machine's GPU, time it beside plain PyTorch, and keep the winners.
 
     What is found is used from then on, as long as driver, torch and Triton stay the same. Every
     result is kept as soon as it is known. An operator that fails is left out alone. A FILE is used
@@ -98,7 +98,7 @@ def measure(
 
 
 def _told(body: dict[str, Any]) -> list[str]:
-    """Return a line for every operator that was measured, fastest first, and what failed."""
+    """Return a line for every measured operator, fastest first, and the failures."""
     ratios = body.get("choices", {}).get(body.get("device"), {})
     lines = [
         f"{name}: {ratio:.2f} times as fast as plain PyTorch"
@@ -109,7 +109,7 @@ def _told(body: dict[str, Any]) -> list[str]:
 
 
 def _heads(name: str) -> list[str]:
-    """Return lines that say what the choice rests on."""
+    """Return lines that give the grounds of the choice."""
     versions = ", ".join(f"{key} {value}" for key, value in dispatch.versions().items())
     lines = [f"{name}: {versions}", f"DIFFCACHE_KERNELS={dispatch.chosen()}"]
     file = dispatch.kept_file(name)
@@ -125,7 +125,7 @@ def _heads(name: str) -> list[str]:
 
 
 def _choice(operator: str, place: torch.device, name: str) -> tuple[str, str]:
-    """Return what is used for an operator, and why."""
+    """Return the implementation of an operator, and why it is used."""
     plain, kernel = "plain PyTorch", "cuDNN first" if operator == "sdpa_cudnn" else "kernel"
     if dispatch.chosen() == "torch":
         return plain, "DIFFCACHE_KERNELS=torch"

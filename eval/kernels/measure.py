@@ -97,7 +97,7 @@ def work(device: torch.device, wanted: Sequence[Task], tell: Tell) -> bool:
 
 
 def _record(device: torch.device) -> dict[str, Any]:
-    """Return what a record says of the device, versions and settings."""
+    """Return the device, versions and settings for a record."""
     found = envelope("kernels", Setting(device, torch.bfloat16), "diffcache kernels measure", {})
     found["versions"] |= versions()
     return found | {"shapes": {"calls": CALLS}, "rounds": ROUNDS, "tiny": device.type != "cuda"}
@@ -158,7 +158,7 @@ def best_options(
 def compilers(
     device: torch.device, wanted: Sequence[Task], cases: dict[str, list[tuple[int, KernelCase]]]
 ) -> Iterator[dict[Any, Future[Built]]]:
-    """Compile in other processes what the tasks will launch, in the order in which they need it.
+    """Compile the kernels of the tasks in other processes, in the order of their launches.
 
     Yields:
         Number of a row and options, as JSON -> what was compiled, sooner or later; empty on a CPU.
@@ -196,7 +196,7 @@ def _blind() -> None:
 
 
 def _built(waiting: Future[Built]) -> Built | None:
-    """Return what was compiled; None if that failed or takes too long: a launch will tell why."""
+    """Return the compiled kernel; None if that failed or takes too long: a launch will tell why."""
     try:
         return waiting.result(BUILDS)
     except Exception:

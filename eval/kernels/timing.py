@@ -125,7 +125,7 @@ def timed(
 def error_of(
     way: Callable[..., Any], given: tuple[Any, ...], expected: list[torch.Tensor]
 ) -> float | str:
-    """Return the largest error of a way relative to what is expected, or why there is none."""
+    """Return the largest error of a way relative to the reference, or why there is none."""
     try:
         found = tensors_of(way(*given))
         if [t.shape for t in found] != [t.shape for t in expected]:
@@ -139,7 +139,7 @@ def error_of(
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the norm of the difference over the norm of what is expected."""
+    """Return the norm of the difference over the norm of the reference."""
     one, other = found.double(), expected.double()
     error = (one - other).where(one != other, 0.0).norm()
     return float(error / other.where(other.isfinite(), 0.0).norm().clamp_min(1e-300))
@@ -182,7 +182,7 @@ def quartiles(values: list[float]) -> list[float]:
 def targets(
     case: KernelCase, ways: Mapping[str, Mapping[str, Any]], limit: float
 ) -> list[dict[str, Any]]:
-    """Return what the kernel was to reach and what it reached."""
+    """Return the target of the kernel and its result."""
     ours = ways.get("kernel", {}).get("us")  # a trial of options has no way of this name
     found = []
     for against, wanted in case.target.items():
@@ -194,7 +194,7 @@ def targets(
 
 
 def choices(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return how much faster each kernel is than what else runs, in the worst of rows and times."""
+    """Return the speedup of each kernel over its rival, in the worst of rows and times."""
     found: dict[str, float] = {}
     for each in rows:
         kernel, other = each["ways"]["kernel"], each["ways"][each.get("instead", "plain")]

@@ -1,4 +1,4 @@
-"""Have kernels measured in a process of their own, and keep what is found in a file.
+"""Have kernels measured in a process of their own, and keep the results in a file.
 
 The process is ended where a task crashes, hangs, or time is up. What broke is left out, and a new
 process goes on with the rest.
@@ -73,7 +73,7 @@ class Found:
         self.write()
 
     def _begin(self, line: dict[str, Any]) -> None:
-        """Take what is known of the device; results of the same versions stay."""
+        """Take the known results of the device; those of the same versions stay."""
         if self.body:  # a second process
             return
         empty: dict[str, Any] = {

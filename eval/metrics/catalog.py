@@ -1,4 +1,4 @@
-"""Every metric that is computed here: what it is, where it is from, what it needs.
+"""Every metric that is computed here: its definition, source and requirements.
 
 `python -m diffcache.eval.metrics.catalog --write docs/evaluation.md` puts the table into the
 documentation, `--check` says whether it is up to date. `METRICS` are rows of the registry.

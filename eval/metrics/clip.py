@@ -107,7 +107,7 @@ class ClipScore:
         return features
 
     def entry(self) -> dict[str, str]:
-        """Return what a record says of the back end."""
+        """Return the back end's entry in a record."""
         return {
             "backend": "real",
             "extractor": self.folder.name,

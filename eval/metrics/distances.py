@@ -116,7 +116,7 @@ def inception_score(probabilities: Tensor, splits: int = 10, seed: int = 0) -> t
 
 
 def precision_recall(real: Tensor, fake: Tensor, k: int = 3) -> tuple[Tensor, Tensor]:
-    """Return what improved precision and recall are the means of, 0 or 1 a sample.
+    """Return the samples' values whose means are improved precision and recall, 0 or 1 each.
 
     Precision is the share of fake samples inside the manifold of the real ones (in the ball to the
     k-th neighbor of any), recall the share of real samples inside that of the fake ones:
@@ -139,7 +139,7 @@ def precision_recall(real: Tensor, fake: Tensor, k: int = 3) -> tuple[Tensor, Te
 
 
 def density_coverage(real: Tensor, fake: Tensor, k: int = 5) -> tuple[Tensor, Tensor]:
-    """Return what density and coverage are the means of.
+    """Return the samples' values whose means are density and coverage.
 
     Density is how many real balls (to the k-th real neighbor) hold a fake sample on average,
     divided by k; it can be above 1. Coverage is the share of real balls that hold a fake sample:

@@ -74,7 +74,7 @@ class I3D:
         return features
 
     def entry(self) -> dict[str, str]:
-        """Return what a record says of the back end."""
+        """Return the back end's entry in a record."""
         return {
             "backend": "real",
             "extractor": "i3d kinetics-400 (StyleGAN-V torchscript)",

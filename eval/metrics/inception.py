@@ -105,7 +105,7 @@ class Inception:
         )
 
     def entry(self) -> dict[str, str]:
-        """Return what a record says of the back end."""
+        """Return the back end's entry in a record."""
         return {
             "backend": "real",
             "extractor": "inception-v3 2015-12-05",

@@ -1,4 +1,4 @@
-"""Intervals that keep to the range of what they are about: of shares, and of a metric by its key.
+"""Intervals that keep to the range of their quantity: of shares, and of a metric by its key.
 
 A share of outcomes has Wilson's interval (Wilson 1927), which stays within 0..1 and never has width
 zero. Outcomes that come in clusters, such as several questions about one context, count as fewer

@@ -39,7 +39,7 @@ class Weights(NamedTuple):
     sha256: str
 
     def entry(self) -> dict[str, str]:
-        """Return what a record says of a metric that these weights made."""
+        """Return the entry of these weights in a metric's record."""
         return {"backend": "lite", "extractor": self.name, "sha256": self.sha256}
 
 

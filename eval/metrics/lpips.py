@@ -100,7 +100,7 @@ class LPIPS(nn.Module):
         return found
 
     def entry(self) -> dict[str, str]:
-        """Return what a record says of the back end."""
+        """Return the back end's entry in a record."""
         return {"backend": "real", "extractor": "alexnet, LPIPS v0.1", "sha256": self.sha256}
 
 

@@ -101,7 +101,7 @@ class Own:
         self.function = named_function("reward", self.named)
 
     def __call__(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Return what the function says, float64 [N].
+        """Return the rewards that the function gives, float64 [N].
 
         Args:
             pictures: uint8 [N, 3, H, W].
@@ -110,12 +110,12 @@ class Own:
         return torch.as_tensor(self.function(pictures, prompts)).detach().double().cpu()
 
     def entry(self) -> dict[str, Any]:
-        """Return what a record says of the back end, with the title of the metric."""
+        """Return the back end's entry in a record, with the title of the metric."""
         return {"backend": "user", "extractor": self.named, "title": self.named}
 
 
 def load(names: str, device: str = "cpu") -> dict[str, PickScore | Own]:
-    """Return rewards by the key of their metric; what they need is here, models load when asked.
+    """Return rewards by the key of their metric; requirements are checked, models load when asked.
 
     Args:
         names: Keys of `NAMES` and `module:function`, with commas between them; "" for none.
@@ -138,7 +138,7 @@ def load(names: str, device: str = "cpu") -> dict[str, PickScore | Own]:
 
 
 def score(reward: Reward, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
-    """Return the reward of each picture, float64 [N], after checking what came back.
+    """Return the checked reward of each picture, float64 [N].
 
     Args:
         reward: Reward that scores the pictures.

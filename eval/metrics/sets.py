@@ -178,7 +178,7 @@ def some(features: Tensor, seed: int = 0) -> Tensor:
 
 
 def mean_and_spread(pair: tuple[float, float], count: int) -> dict[str, Any]:
-    """Return what a record holds of a mean and a standard deviation over parts."""
+    """Return a mean and a standard deviation over parts, as a record holds them."""
     return {"value": pair[0], "spread": pair[1], "n": count}
 
 

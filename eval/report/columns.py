@@ -1,4 +1,4 @@
-"""The columns of a table: which a record holds, in what order, and how a number is printed."""
+"""The columns of a table: which a record holds, in which order, and how a number is printed."""
 
 from __future__ import annotations
 

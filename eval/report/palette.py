@@ -73,7 +73,7 @@ class Style:
 
 
 def family(row: dict[str, Any]) -> str:
-    """Return what rows of the same method share: its class, a peer's name, else the row's name."""
+    """Return the key that rows of a method share: its class, a peer's name, else the row's name."""
     name = str(row["name"]).partition(":")[0]
     return name if "/" in name else str(row.get("method") or row["name"]).partition("(")[0]
 
@@ -100,7 +100,7 @@ def styles(record: Record) -> dict[str, Style]:
 
 
 def styled(plot: Callable[P, Any]) -> Callable[P, Any]:
-    """Draw with the project's settings, whatever the user's are."""
+    """Draw with the project's settings in place of the user's."""
 
     @functools.wraps(plot)
     def inner(*args: P.args, **kwargs: P.kwargs) -> Any:

@@ -1,4 +1,4 @@
-"""Fidelity or quality against what was saved, with the Pareto front."""
+"""Plot fidelity or quality against savings, with the Pareto front."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def front(places: Sequence[tuple[float, float]], upward: bool) -> list[int]:
 
 @styled
 def plot(panels: Sequence[Panel], title: str, direction: str | None) -> Any:
-    """Draw a metric against what was saved; better is up and to the right.
+    """Draw a metric against savings; better is up and to the right.
 
     Caches and uncached have a staircase front; fewer steps are grey crosses and stand aside, so
     that one sees whether a cache lies beyond them.

@@ -48,7 +48,7 @@ def draw(record: Record) -> tuple[list[Picture], list[str]]:
 
 
 def draw_pareto(record: Record) -> tuple[list[Picture], list[str]]:
-    """Draw every headline metric against what was saved."""
+    """Draw every headline metric against savings."""
     found, flat = [], []
     for key in _headlines(record):
         known = describe(record, key)
@@ -118,7 +118,7 @@ def _points(record: Record, key: str, side: str) -> list[pareto.Point]:
 
 
 def settings(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Return what tells the settings of a method apart; nothing for a method with one.
+    """Return the settings that tell rows of a method apart; nothing for a method with one row.
 
     Args:
         rows: Rows of methods.

@@ -56,7 +56,7 @@ def load(path: Path) -> Record:
 
 
 def checked(record: Any, name: str = "record") -> Record:
-    """Return a record that has what a report reads.
+    """Return a record that has all entries of a report.
 
     Args:
         record: Contents of `record.json`.
@@ -91,7 +91,7 @@ def checked(record: Any, name: str = "record") -> Record:
 
 
 def _check_timing(timing: Any, name: str) -> None:
-    """Check that what was timed of rows are objects, as an evaluation writes them."""
+    """Check that the times of rows are objects, as an evaluation writes them."""
     rows = (timing.get("rows") or {}) if isinstance(timing, dict) else timing
     known = rows.values() if isinstance(rows, dict) else [rows]
     wrong = [row for row in known if not isinstance(row, dict)]
@@ -130,13 +130,13 @@ def matches_of(row: dict[str, Any]) -> list[str]:
 
 
 def timing_of(record: Record, name: str) -> dict[str, Any]:
-    """Return what was timed of a row; empty where nothing was."""
+    """Return the times of a row; empty where there are none."""
     rows = (record.get("timing") or {}).get("rows") or {}
     return dict(rows.get(name) or {})
 
 
 def environment(record: Record) -> dict[str, Any]:
-    """Return what a record was measured on and with, and when."""
+    """Return machine, versions and date of a record."""
     top = {key: record[key] for key in ("device", "threads", "commit", "date") if key in record}
     return {**record.get("versions", {}), **top, **(record.get("env") or {})}
 

@@ -196,7 +196,7 @@ def _place(
 
 
 def _write(pen: Any, at: tuple[int, int], text: str, how: tuple[int, int, Any]) -> None:
-    """Write one line in a width, size and color; what does not fit is cut off with an ellipsis."""
+    """Write one line in a width, size and color; text that does not fit ends in an ellipsis."""
     width, size, color = how
     font = _font(size)
     if font.getlength(text) > width:

@@ -311,5 +311,5 @@ def terminal_table(record: Record, only: Sequence[str] | None = None) -> Termina
 
 
 def _head(column: Column) -> str:
-    """Return a heading on two lines: the name, and what stands in brackets."""
+    """Return a heading on two lines: the name, and the part in brackets."""
     return f"{column.name}\n{column.spread}".strip()

@@ -41,7 +41,7 @@ def summary(record: Record) -> list[str]:
 
 
 def _outcome(record: Record, row: dict[str, Any]) -> str:
-    """Say what a method saved and what it cost."""
+    """Describe the savings and the cost of a method."""
     uncached = ordered(record)[0]
     parts = []
     calls, ratio = number(row.get("evaluations")), number(row.get("flops_ratio"))
@@ -96,7 +96,7 @@ def compare(one: Value | None, other: Value | None, direction: str | None) -> in
 
 
 def conditions(record: Record) -> str:
-    """Return what a table was measured with and on, in one line."""
+    """Return settings and machine of a table, in one line."""
     task, env = record["task"], environment(record)
     libraries = [f"{key} {env[key]}" for key in ("diffcache", "torch", "diffusers") if env.get(key)]
     threads = f"{env['threads']} threads" if env.get("threads") else ""

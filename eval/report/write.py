@@ -107,7 +107,7 @@ def _warnings(record: dict[str, Any]) -> list[str]:
 
 
 def _halves(text: str) -> list[str]:
-    """Return the number of a cell, and what stands in brackets behind it."""
+    """Return the number of a cell, and the text in brackets behind it."""
     number, *spread = re.split(r" (?=[\[(])", text, maxsplit=1)
     return [number, *(spread or [""])]
 

@@ -40,7 +40,7 @@ def check_call(
     call: Mapping[str, Any],
     inputs: Mapping[str, Any] | None = None,
 ) -> None:
-    """Check that a pipeline can be called with what a run gives it.
+    """Check that a pipeline takes the arguments of a run.
 
     Args:
         pipeline: Name of the class, for messages.
@@ -122,7 +122,7 @@ def frame_rate(
 
 
 def prompts_of(task: Task, pipeline: str, parameters: Parameters, model: Any) -> Prompts:
-    """Return the prompts of a task, or what suits the pipeline.
+    """Return the prompts of a task, or those that suit the pipeline.
 
     Args:
         task: Task to draw.

@@ -70,7 +70,7 @@ class _Turns:
         self.clock = DenoiserClock(run.drawer.pipe, setting)
 
     def turn(self) -> Turn:
-        """Return what `measure` calls."""
+        """Return the turn of this row in interleaved timing."""
         return Turn(self.draw, self.within, self.prepare, self.readings)
 
     def draw(self) -> None:

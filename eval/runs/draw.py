@@ -157,7 +157,7 @@ class Drawer:
 
     @cached_property
     def prompts(self) -> Prompts:
-        """The prompts: those of the task, or what suits the model."""
+        """The prompts: those of the task, or those that suit the model."""
         return prompts_of(self.task, self.pipeline, self.parameters, self.directory or self.live)
 
     @cached_property
@@ -249,7 +249,7 @@ def _keeper(kept: list[Tensor]) -> Any:
 
 
 def summary(pipe: Any) -> dict[str, Any]:
-    """Return what the manifest keeps of the last run's report: no times."""
+    """Return the last run's report for the manifest, without times."""
     report = diffcache.report(pipe)
     steps = []
     for calls in steps_of(report.calls):

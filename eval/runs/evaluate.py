@@ -110,7 +110,7 @@ class Plan:
 
 @dataclass
 class Run:
-    """A run under way: what is shared by its parts.
+    """A run under way: the objects that its parts share.
 
     Attributes:
         plan: Plan of the run.
@@ -158,7 +158,7 @@ class Run:
         return [b for b in self.batches if b.number % self.ranks.count == self.ranks.index]
 
     def networks(self, device: str) -> Extractors:
-        """Return what reads the samples, on a device."""
+        """Return the back end that reads the samples, on a device."""
         plan = self.plan
         return at_hand(device, self.is_film, plan.reward, plan.convention)
 
@@ -250,7 +250,7 @@ def _timed(run: Run, rows: int) -> int:
 
 
 def _try(run: Run, cases: Sequence[Case]) -> None:
-    """Find out what cannot work before hours are spent on what can.
+    """Check the whole plan before hours are spent on a part of it.
 
     Raises:
         AttachError: If a method cannot be used with the pipeline.

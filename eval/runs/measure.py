@@ -29,7 +29,7 @@ _PREVIEWS = 3  # films of every case that a report plays
 
 
 def evaluate(plan: Plan, progress: Progress) -> dict[str, Any] | None:
-    """Draw, measure, and write record and report; whatever is done already is kept.
+    """Draw, measure, and write record and report; finished parts are kept.
 
     Every process draws its share of the batches and scores it; the first one joins the values.
 
@@ -150,7 +150,7 @@ def samples_of(run: Run, case: Case) -> score.Samples:
 def _row(
     run: Run, case: Case, drawn: Drawn, base: Columns, against: Callable[[], Reference | None]
 ) -> dict[str, Any]:
-    """Return the row of a case; what takes time is kept."""
+    """Return the row of a case; slow results are kept."""
     run.progress.say(f"score {case.name}")
     mine, uncached = drawn.samples[case.name], drawn.samples["uncached"]
     values = base if mine is uncached else score.values(mine, uncached, drawn.networks)

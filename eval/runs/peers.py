@@ -306,7 +306,7 @@ class Count:
     held_bytes: int = 0
 
     def summary(self) -> dict[str, Any]:
-        """Return what a manifest keeps of a run, as `draw.summary` does of one of ours.
+        """Return a run's entry in the manifest, as `draw.summary` does for one of ours.
 
         A step counts as computed if no call of it left anything out. The first call computes
         everything in each of these caches, so that it is what the others are compared with.
@@ -334,7 +334,7 @@ class Count:
 
 @contextmanager
 def observed(pipe: Any) -> Iterator[Count]:
-    """Count what the denoisers of a pipeline do; inside of `applied`."""
+    """Count the work of a pipeline's denoisers; inside of `applied`."""
     models = denoisers(pipe)
     with counting(models) as tally:
         count = Count(tally)

@@ -41,7 +41,7 @@ class Progress:
             print(text, file=sys.stderr, flush=True)  # above a bar, which redirects it
 
     def say(self, label: str) -> None:
-        """Name what is going on."""
+        """Name the work under way."""
         if self._show_samples is not None:
             left = self.seconds_left
             eta = "" if left is None else f", {left // 60:.0f}:{left % 60:02.0f} left"

@@ -29,7 +29,7 @@ _ENOUGH = 2000
 
 
 def row(run: Run, case: Case, measured: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a case's row: what it cost by count, how close it is, how good it is.
+    """Return a case's row: its cost by count, its fidelity and its quality.
 
     Args:
         run: The run.
@@ -137,7 +137,7 @@ def assemble(
 
 
 def reference_name(run: Run) -> str | None:
-    """Return what FID-lite compares with: the real pictures' folder, or scenes of stickers."""
+    """Return the reference of FID-lite: the real pictures' folder, or scenes of stickers."""
     if run.real is not None:
         side = "" if run.real.side is None else f" at {run.real.side} pixels"
         return f"{run.real.path.name}{side}"
@@ -176,7 +176,7 @@ def describe(
 def warnings(
     run: Run, rows: Sequence[Mapping[str, Any]], timed: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
-    """Return what a reader should know before believing the numbers.
+    """Return the caveats of the numbers.
 
     Args:
         run: The run.
@@ -200,7 +200,7 @@ def warnings(
 
 
 def calibrated_on(run: Run) -> list[str]:
-    """Return what to say of methods whose tables were measured on prompts of this run."""
+    """Return the caveats of methods whose tables were measured on prompts of this run."""
     drawn = {prompt_hash(text) for batch in run.batches for text in batch.prompts}
     found = []
     for name, method in run.plan.methods.items():

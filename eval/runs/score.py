@@ -1,4 +1,4 @@
-"""Measure the samples of a case: how close each is to the uncached one, and what it is like.
+"""Measure fidelity and quality of the samples of a case.
 
 Values of samples are computed a drawn batch at a time, on one thread or on an accelerator, whoever
 does it, so that they are the same however the batches are shared out. They are kept beside the
@@ -94,7 +94,7 @@ def kept(path: Path, key: str, compute: Callable[[], Columns]) -> Columns:
 
 
 def values(samples: Samples, uncached: Samples | None, extractors: Extractors) -> Columns:
-    """Return per-sample values of a case; what is not kept yet is computed.
+    """Return per-sample values of a case, kept or computed.
 
     Args:
         samples: Samples of the case.

@@ -189,7 +189,7 @@ def _combinations(
 
 
 def _folder(file: Path, given: Mapping[str, Any], values: Mapping[str, Any]) -> str:
-    """Return the name of a run's folder: of the file, and of what is swept."""
+    """Return the name of a run's folder, from the file and the swept values."""
     swept = [name for name, value in given.items() if isinstance(value, list)]
     said = "-".join(f"{name}-{Path(str(values[name])).name}" for name in swept)
     # Two sweeps of one name must not meet in one folder.

@@ -48,7 +48,7 @@ class Choice:
     def load(
         self, name: Literal["inception", "lpips"], warnings: list[str], **settings: Any
     ) -> Extractors:
-        """Return what sees pictures: the real network, or the shipped extractor alone.
+        """Return the network that reads pictures: the real one, or the shipped extractor alone.
 
         Args:
             name: `inception` for the pictures of a set, `lpips` for pairs of pictures.

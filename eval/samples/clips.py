@@ -146,7 +146,7 @@ def read_fps(path: str | Path) -> float | None:
 
 
 def _check(path: Path, frames: torch.Tensor, fps: float) -> None:
-    """Check what is to be written."""
+    """Check the frames to write."""
     if frames.ndim != 4 or frames.shape[1] != 3 or frames.dtype != torch.uint8:
         raise ValueError(
             f"{path}: frames must be uint8 [F, 3, H, W], not {frames.dtype} {list(frames.shape)}"

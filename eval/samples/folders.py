@@ -28,7 +28,7 @@ _NAMED = 3  # files that a message names
 
 @dataclass(frozen=True)
 class Folder:
-    """Samples on disk, each under a name; what they are is read when it is asked for.
+    """Samples on disk, each under a name; their contents are read when they are asked for.
 
     Attributes:
         path: Folder, file, or `.npz`.

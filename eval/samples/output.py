@@ -1,4 +1,4 @@
-"""Write what a pipeline made: an image, or a video as GIF or MP4."""
+"""Write the output of a pipeline: an image, or a video as GIF or MP4."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ class Source:
         return Reference(self.path.name, sets)
 
     def check(self, extractors: Extractors) -> None:
-        """Check that statistics are of what reads the samples here.
+        """Check that statistics are of the network that reads the samples here.
 
         Raises:
             MissingError: If they are of a network that is missing here.
@@ -153,7 +153,7 @@ class Source:
         npz.check_about(f"--reference {self.path}", self.statistics, entry)
 
     def describe(self, extractors: Extractors) -> dict[str, Any]:
-        """Return what a record says of the reference."""
+        """Return the reference's entry in a record."""
         stored = self.statistics
         about: dict[str, Any] = {
             "path": str(self.path), "identity": self.identity, "resize": self.side,
@@ -255,7 +255,7 @@ def open_source(path: str | Path, wish: Wish | None = None) -> Source:
 
 
 def summary(names: Sequence[str], lacking: dict[str, str]) -> list[str]:
-    """Say which real metrics will run, and what the others lack.
+    """Tell which real metrics will run, and why the others will not.
 
     Args:
         names: Metrics of real networks that are at hand.

@@ -48,7 +48,7 @@ VBench(torch.device(job["device"]), job["info"], job["out"]).evaluate(
 
 
 class VBenchError(DiffcacheError, RuntimeError):
-    """The `vbench` package failed; the message has the end of what it said."""
+    """The `vbench` package failed; the message has the end of its output."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ def preflight(dimensions: Sequence[str]) -> None:
 
 
 def stamp(job: Job, dimension: str) -> str:
-    """Return a hash of what a dimension is measured on: films, sizes, times, prompts and mode."""
+    """Return a hash of a dimension's inputs: films, sizes, times, prompts and mode."""
     films = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in _films(job, dimension)]
     info = job.info.read_text(encoding="utf-8") if job.info else None
     prompts = dict(job.prompts) if job.prompts else None

@@ -194,5 +194,5 @@ def check_folder(folder: str | Path) -> list[Path]:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return everything in a folder but what a file manager hides."""
+    """Return everything in a folder but hidden files."""
     return sorted(f for f in folder.iterdir() if f.name != ".DS_Store") if folder.is_dir() else []

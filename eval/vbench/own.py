@@ -1,4 +1,4 @@
-"""The one dimension of VBench that needs no weights, on whatever films are given.
+"""The one dimension of VBench that needs no weights, on any films.
 
 VBench itself drops films that move first, so its own number is of fewer films.
 """

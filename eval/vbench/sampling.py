@@ -118,7 +118,7 @@ def _draw(
 
 
 def _texts(prompts: Sequence[layout.Prompt], rewritten: Path | None) -> Mapping[str, str]:
-    """Return what the pipeline is asked for, by name of the film.
+    """Return the calls of the pipeline, by name of the film.
 
     Raises:
         FileNotFoundError: There is no such file of rewritten prompts.

@@ -45,7 +45,7 @@ class Scores:
         return tuple(name for name in suite.DIMENSIONS if name not in self.raw)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what is written as JSON."""
+        """Return the scores as JSON holds them."""
         return {
             "raw": dict(self.raw),
             "normalized": dict(self.normalized),
