@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKLWan, WanPipeline
+from diffusers import AutoencoderKLWan
 from PIL import Image
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from diffcache.eval.workshop.small.export import save_pipeline
 from diffcache.eval.workshop.small.sticker_films import render_film, sample_film
 from diffcache.eval.workshop.small.trainer import Job, Settings
 from diffcache.pipelines.shipped_models import MODELS
@@ -186,8 +186,8 @@ class VideoDecoder(VideoAutoencoder):
             return super().encode(vae, films)
 
     def export(self, models: nn.ModuleDict, directory: Path) -> None:
-        """Write the autoencoder into both film models, whose statistics of latents stay."""
+        """Write the weights in bfloat16 into both film models; all other files stay."""
+        weights = {k: v.bfloat16().contiguous() for k, v in models["vae"].state_dict().items()}
         for target in (directory, directory.with_name("sticker-wan")):
-            pipe = WanPipeline.from_pretrained(target)
-            pipe.vae.load_state_dict(models["vae"].state_dict())
-            save_pipeline(pipe, target)
+            file = target / "vae" / "diffusion_pytorch_model.safetensors"
+            save_file(weights, file, metadata={"format": "pt"})
