@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from diffcache.eval.workshop.bench.judge import KINDS, draw
 from diffcache.eval.workshop.small import sticker_autoencoder, sticker_judge
 from diffcache.eval.workshop.small.sticker_autoencoder import build_autoencoder, start_from_patches
 from diffcache.eval.workshop.small.sticker_judge import (
@@ -80,6 +81,16 @@ def test_a_fragment_is_no_small_object():
     shown, ground = picture(replace(FOX, size=40, x=32, y=32)), picture()
     shown[:, 32:] = ground[:, 32:]
     assert not accepts(replace(FOX, size=18, x=26, y=32), shown)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bench_of_the_judge_draws_what_it_says(kind: str):
+    draws = [draw(kind, np.random.default_rng([3, 0])) for _ in range(2)]
+    assert draws[0][0] == draws[1][0] and np.array_equal(draws[0][1], draws[1][1])
+    assert draws[0][1].shape == (64, 64, 3) and draws[0][1].dtype == np.uint8
+    whole = draw("whole", np.random.default_rng([3, 0]))
+    same = float((draws[0][1] == whole[1]).mean())
+    assert (same == 1) == (kind == "whole")
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,11 @@ from diffcache.eval.workshop.bench import (
     decode,
     dllm,
     full_size,
+    judge,
     kernels,
     kv,
     overhead,
+    telling,
 )
 from diffcache.eval.workshop.bench.models import Shape
 from diffcache.eval.workshop.bench.runner import Bench, tables
@@ -64,6 +66,14 @@ BENCHMARKS: dict[str, Bench] = {
         full_size.measure,
         "runs of FLUX.1-dev and Wan2.1-1.3B with random weights; tiny ones on a CPU",
         quick={"rounds": 1}, needs_gpu=True,
+    ),
+    "judge": Bench(
+        judge.measure, "whole and broken objects that the judge of the sticker models accepts",
+        quick={"samples": 2}, has_rounds=False,
+    ),
+    "telling": Bench(
+        telling.measure, "caches on sticker-flux at 2 to 8 times, beside fewer steps; half an hour",
+        quick={"samples": 2, "factors": (8,), "picture": None}, has_rounds=False, resumes=True,
     ),
     "causal": Bench(
         causal.measure,

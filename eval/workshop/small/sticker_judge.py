@@ -2,8 +2,8 @@
 
 A small convolutional network finds objects and their pose, and tells the ground. Each object is
 then drawn again in the pose that fits best and compared with the picture part by part, so that one
-that is broken, or of wrong colors, does not count. `assets/bench/judge.json` has how many whole and
-broken objects it accepts.
+that is broken, or of wrong colors, does not count. `python -m diffcache.eval.workshop.bench judge`
+measures how many whole and broken objects it accepts.
 """
 
 from __future__ import annotations
