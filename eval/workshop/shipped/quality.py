@@ -274,7 +274,7 @@ def _streams_grid(pipe: Any) -> tuple[str, Image.Image]:
 
 def _strips(films: NDArray[np.uint8], texts: Sequence[str]) -> tuple[str, Image.Image]:
     rows = [[Image.fromarray(frame) for frame in film] for film in films]
-    return "grid.png", draw_grid(rows, texts, scale=2, columns=1)
+    return "grid.png", draw_grid(rows, texts, scale=2, columns=2)
 
 
 QUALITIES: Mapping[str, Model] = {
