@@ -30,7 +30,7 @@ from diffcache.eval.workshop.small.stickers import OBJECTS, held_out_captions, r
 from diffcache.eval.workshop.small.trainer import Draws, Settings, seeded
 
 SETTINGS = Settings(steps=2, batch=4, examples=16)
-FEW = {"num_inference_steps": 2, "output_type": "np"}
+FEW = {"num_inference_steps": 3, "output_type": "np"}
 UNGUIDED = {"negative_prompt": ["", ""]}
 
 
@@ -40,9 +40,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("trainings")
     (made / "textless").mkdir()
     torch.manual_seed(0)
+    autoencoder = build_autoencoder()
     clip, t5 = Encoder().build()
     for name, model in {
-        "sticker-autoencoder": build_autoencoder(),
+        "sticker-autoencoder": autoencoder,
         "sticker-text": nn.ModuleDict({"text_encoder": clip, "text_encoder_2": t5}),
         "sticker-video-autoencoder": nn.ModuleDict(
             {"vae": sticker_video_autoencoder.build_autoencoder()}
@@ -62,15 +63,15 @@ def of_flux(job: Flux, models: nn.ModuleDict, pipe: Any) -> tuple[Tensor, Any]:
         | UNGUIDED
         | {"latents": torch.randn(2, 64, 48, generator=seeded(0))}
     )
-    return job.sample(models, texts, steps=2), pipe(texts, **call).images
+    return job.sample(models, texts, steps=3), pipe(texts, **call).images
 
 
 def of_kontext(job: Kontext, models: nn.ModuleDict, pipe: Any) -> tuple[Tensor, Any]:
     edits = job.held_edits[:2]
     texts = [edit.text for edit in edits]
     references = job.held_references
-    shown = job.sample(models, texts, steps=2, guidance=2.0, references=references[:2])
-    other = job.sample(models, texts, steps=2, guidance=2.0, references=references[2:4])
+    shown = job.sample(models, texts, steps=3, guidance=2.0, references=references[:2])
+    other = job.sample(models, texts, steps=3, guidance=2.0, references=references[2:4])
     assert (other.float() - shown.float()).abs().max() > 5
     before = torch.from_numpy(np.stack([render(edit.before) for edit in edits])) / 255
     call = (
@@ -85,14 +86,15 @@ def of_kontext(job: Kontext, models: nn.ModuleDict, pipe: Any) -> tuple[Tensor, 
 def of_ddim(job: Any, models: nn.ModuleDict, pipe: Any) -> tuple[Tensor, Any]:
     texts = list(job.titles[:2])
     asked = pipe.get_label_ids(texts) if isinstance(job, Dit) else texts
+    assert not pipe.scheduler.config.clip_sample  # latents go beyond -1 and 1
     found = pipe(asked, generator=seeded(0), **sticker_ddim.CALL, **FEW).images
-    return job.sample(models, texts, steps=2), found
+    return job.sample(models, texts, steps=3), found
 
 
 def of_wan(job: Wan, models: nn.ModuleDict, pipe: Any) -> tuple[Tensor, Any]:
     noise = torch.randn(1, *job.held.shape[1:], generator=seeded(0))
     found = pipe("a fox on grass", latents=noise, **sticker_wan.CALL | FEW).frames
-    return job.sample(models.eval(), ["a fox on grass"], steps=2), found
+    return job.sample(models.eval(), ["a fox on grass"], steps=3), found
 
 
 DRAWN: dict[Any, Callable[..., tuple[Tensor, Any]]] = {
@@ -133,7 +135,9 @@ def test_the_pipeline_draws_what_training_showed(kind: Any, make: Any) -> None:
     shown, found = DRAWN[kind](job, models, pipe)
     drawn = torch.from_numpy(found)
     assert drawn.std() > 0.02 and shown.shape == drawn.shape
-    assert (drawn * 255 - shown).abs().max() <= 1.5  # references are kept in float16
+    assert len(shown) == 1 or not torch.equal(shown[0], shown[1])
+    close = 1.5 if kind is Kontext else 1.0  # whose references are kept in float16
+    assert (drawn * 255 - shown).abs().max() <= close
 
 
 @pytest.mark.parametrize("kind", DRAWN)
@@ -141,7 +145,7 @@ def test_the_loss_is_the_same_for_the_same_seed_and_trains_every_part(kind: Any,
     job = make(kind)
     models, drawn = filled(job), Draws(job)[0]
     losses = [job.loss(models, drawn, seeded(3)) for _ in range(2)]
-    assert torch.equal(*losses)
+    assert torch.equal(*losses) and losses[0] > 0.5
     losses[0].backward()
     still = [n for n, w in models.named_parameters() if w.grad is None or not w.grad.any()]
     assert still == []
