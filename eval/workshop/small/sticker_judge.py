@@ -8,7 +8,7 @@ measures how many whole and broken objects it accepts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -326,6 +326,18 @@ def read_faults(texts: list[str], pictures: NDArray[np.uint8]) -> list[list[str]
     """
     readings = read(load(), pictures)
     return [faults(text, reading) for text, reading in zip(texts, readings, strict=True)]
+
+
+def right(pictures: Tensor, prompts: Sequence[str]) -> Tensor:
+    """Reward pictures that are right in everything with 1, others with 0, float64 [N].
+
+    Args:
+        pictures: uint8 [N, 3, 64, 64].
+        prompts: Sentences as `stickers.caption` writes them.
+    """
+    shown = pictures.permute(0, 2, 3, 1).cpu().contiguous().numpy()
+    wrong = read_faults(list(prompts), shown)
+    return torch.tensor([float(not faults) for faults in wrong], dtype=torch.float64)
 
 
 class JudgeJob(Job):
