@@ -83,6 +83,15 @@ REFUSED: dict[str, dict[str, str]] = {
     "pab": {"UNet1DModel": "nothing at site 'attention' inside its blocks"},
     "step-reuse": {},
     "harmonica": {"UNet1DModel": "nothing at site 'module' inside its blocks"},
+    # Its last block always runs, and there reads outputs of blocks that are skipped.
+    "speca": dict.fromkeys(
+        ("AudioLDM2UNet2DConditionModel", "DreamLiteUNetModel", "HunyuanDiT2DModel", "I2VGenXLUNet",
+         "Kandinsky3UNet", "RFD4ProteinaTransformer", "UNet1DModel", "UNet2DConditionModel",
+         "UNet2DConditionModel-class", "UNet2DConditionModel-sdxl", "UNet2DModel",
+         "UNet2DModel-skip", "UNet3DConditionModel", "UNetControlNetXSModel", "UNetMotionModel",
+         "UNetSpatioTemporalConditionModel", "UniDiffuserModel", "WanAnimateTransformer3DModel"),
+        UNSEEN,
+    ),
     "regione": {"": "serves FluxKontextPipeline, .*, not a bare model"},
     "temporal-table": {},
 }  # fmt: skip

@@ -133,6 +133,7 @@ class SpeCa(FeatureMethod):
     Differs: it forecasts every attention and feed-forward output and compares that of the last
     block, element by element, where its threshold is 7; this one forecasts the stack's residuals
     and compares the denoiser's output, and uses the computed block's output, not the forecast one.
+    Models whose last block reads outputs of blocks before it (U-Nets, HunyuanDiT) are refused.
 
     Args:
         threshold: Largest error still taken as none, at the first step (`base_threshold`);
