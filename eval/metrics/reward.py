@@ -111,7 +111,7 @@ class Own:
 
     def entry(self) -> dict[str, Any]:
         """Return the back end's entry in a record, with the title of the metric."""
-        return {"backend": "user", "extractor": self.named, "title": self.named}
+        return {"backend": "user", "extractor": self.named, "title": self.named.partition(":")[2]}
 
 
 def load(names: str, device: str = "cpu") -> dict[str, PickScore | Own]:

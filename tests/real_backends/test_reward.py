@@ -30,10 +30,10 @@ def test_a_reward_goes_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"fidelity": {}, "quality": quality(found, found | {}, None, is_film=False)}]
     told = describe(rows, networks, (40, 48))
     assert told["reward_bright"] == {
-        "title": "my_rewards:bright", "unit": "", "direction": "up", "backend": "user",
+        "title": "bright", "unit": "", "direction": "up", "backend": "user",
         "extractor": "my_rewards:bright",
     }  # fmt: skip
-    assert told["reward_bright_change"]["title"] == "my_rewards:bright, change"
+    assert told["reward_bright_change"]["title"] == "bright, change"
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,8 @@ def frames_right(films: NDArray[np.uint8], said: Sequence[str]) -> Tensor:
     """
     texts = [text for text in said for _ in range(films.shape[1])]
     wrong = read_faults(texts, np.ascontiguousarray(films.reshape(-1, *films.shape[2:])))
-    return torch.tensor([not faults for faults in wrong]).unflatten(0, films.shape[:2])
+    right = torch.tensor([not faults for faults in wrong])
+    return right.reshape(films.shape[:2])
 
 
 def _colors(films: Tensor) -> Tensor:
