@@ -45,7 +45,8 @@ REWARDS = {"sticker-flux": "diffcache.eval.workshop.small.sticker_judge:right"}
 COLUMNS = (
     "evaluations", "flops_ratio", "ratio", "cpu_ratio", "psnr_db", "ssim", "lpips_lite",
     "temporal_error", "reward_right", "whole_right", "whole_right_change", "success_rate",
-    "success_rate_change", "action_error", "fid_lite_to_uncached", "fvd_lite_to_uncached", "held_bytes",
+    "success_rate_change", "action_error", "fid_lite_to_uncached", "fvd_lite_to_uncached",
+    "held_bytes",
 )  # fmt: skip
 HEAD = """# Figures
 
