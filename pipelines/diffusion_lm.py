@@ -315,10 +315,11 @@ class DiffusionLM(Loop):
             that is none of the model or longer than `longest`, which disturbs no other.
 
         Raises:
-            ValueError: If the model attends both ways, or the policy does not let sequences come
-                and go.
+            ValueError: If the model attends both ways, the policy does not let sequences come
+                and go, or the prompts are one text, or tokens of one.
         """
         self._check_serves(slots, longest, fill)
+        prompts = _several(prompts)
         if longest is None:
             prompts = list(prompts)
             longest = max([1, *map(self._length, prompts)])
@@ -368,6 +369,11 @@ class DiffusionLM(Loop):
             if policy is not None:
                 context.run(stack.enter_context, run(self.model))
             while not decoding.is_finished:
+                if self.policy is not policy:
+                    raise ValueError(
+                        "the model was unwrapped, or wrapped anew, while it decodes; end the "
+                        "decoding or close its iterator first"
+                    )
                 plan, count = self._planned(policy, decoding, check), decoding.width
                 logits = context.run(self._logits, decoding, plan, policy is not None)
                 decoding.commit(logits, plan)
@@ -529,21 +535,23 @@ class DiffusionLM(Loop):
         """
         size, vocabulary = self.block or 1, min(self._size("vocab_size"), 1000)
         ids = torch.arange(2 * size, device=device_of_model(self.model))[None] % vocabulary
-        other = ids.clone()
-        other[0, size - 1] = (other[0, size - 1] + 1) % vocabulary
+        inside, after = ids.clone(), ids.clone()
+        inside[0, size - 1] = (ids[0, size - 1] + 1) % vocabulary
+        after[0, size:] = (ids[0, size:] + 7) % vocabulary
         failure = None
         for masks_itself in (True, False):
             plan = RowPlan(block=self.block, masks_itself=masks_itself)
             try:
-                both, alone, changed = (
+                plain, seen, unseen = (
                     self.model(**self._given(x, None, plan), use_cache=False).logits[0, :size]
-                    for x in (ids, ids[:, :size], other)
+                    for x in (ids, inside, after)  # of one shape, which rounds alike
                 )
             except (RuntimeError, ValueError) as error:  # of a mask that it does not take
                 failure = error
                 continue
-            near = 1e-3 * alone.norm()
-            if (both - alone).norm() <= near and (size == 1 or (changed - both)[0].norm() > 0):
+            near = max(1e-3, torch.finfo(plain.dtype).eps) * plain.float().norm()
+            differs = (seen - plain)[0].norm() > 0
+            if (unseen - plain).float().norm() <= near and (size == 1 or differs):
                 return masks_itself
         raise ValueError(
             f"block={self.block}: attention of {type(self.model).__name__} is not causal over "
@@ -650,6 +658,21 @@ def _parts_of(pipe: Any, tokenizer: Any, block: int | None) -> tuple[nn.Module, 
         )
     own = getattr(pipe, "tokenizer", None)
     return model, own if tokenizer is None else tokenizer, length if block is None else block
+
+
+def _several(prompts: Any) -> Any:
+    """Return prompts that are none of one sequence: a text or its tokens would be taken apart.
+
+    Raises:
+        ValueError: If they are.
+    """
+    listed = isinstance(prompts, (list, tuple)) and prompts
+    if isinstance(prompts, str) or (listed and isinstance(prompts[0], int)):
+        raise ValueError(
+            f"prompts={str(prompts)[:40]!r}: is one prompt; give several, each a text or its "
+            "tokens, such as [prompt]"
+        )
+    return prompts
 
 
 class _Stream:

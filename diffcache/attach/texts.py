@@ -105,6 +105,8 @@ class TextCache:
         why = "it is unwrapped" if known is None else known.unfit()
         given = {**{str(place): value for place, value in enumerate(args)}, **kwargs}
         others = others_in(given)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(given).values()):
+            why = why or "gradients are on"
         if any(isinstance(value, Same) for _, value in others):
             why = why or "an argument is neither a tensor, a number nor a text"
         if known is None or why:

@@ -286,15 +286,17 @@ class Decoding:
             )
 
     def _by_quota(self, scores: Tensor) -> Tensor:
-        """Return the tokens to commit; with a fixed number, all sequences are at one step."""
-        if self.causal is not None:  # where prompts end in the midst of blocks, they are not
+        """Return the tokens to commit; with a fixed number, all sequences are at one step.
+
+        They are not where prompts end in the midst of blocks of attention.
+        """
+        if self.causal is not None or not self._is_fixed:
             last = len(self._quotas) - 1
             quotas = [[self._quotas[min(row.step, last)]] for row in self.rows]
             return self.sampler.rule.choose(scores, torch.tensor(quotas, device=scores.device))
         active = self._active.index(True) if True in self._active else 0
         step = self.rows[active].step
-        quota = self._quotas[step] if self._is_fixed else 1
-        return self.sampler.rule.choose(scores, quota)
+        return self.sampler.rule.choose(scores, self._quotas[step])
 
     def _judged(self, at: Tensor, tokens: Tensor, candidates: Tensor) -> Tensor:
         """Return the scores that the guide gives a draft, `[B, n]`."""
@@ -334,7 +336,8 @@ class Decoding:
         if self.schedule.window is None:
             return masks
         if self.schedule.eos_id is not None:
-            masks = masks & ((held == self.schedule.eos_id).cumsum(1) == 0)
+            ends = (held == self.schedule.eos_id) & (self._at >= self.prompt)  # not of the prompt
+            masks = masks & (ends.cumsum(1) == 0)
         return masks & (masks.cumsum(1) <= self.schedule.window)
 
     def _spread(self, at: Tensor, flags: Tensor) -> Tensor:
@@ -450,7 +453,11 @@ class Decoding:
         facts = torch.stack([left, ~before, new & ~before, new & before]).any(2)
         masks, had, decided, edited = facts.tolist()
         waits = [any_ and row.is_filled for any_, row in zip(had, self.rows, strict=True)]
-        self._check_goes_on(waits, [not any_ for any_ in decided])
+        over = [  # a fixed number may be 0 at first
+            not any_ and (not self._is_fixed or row.step + 1 >= len(self._quotas))
+            for any_, row in zip(decided, self.rows, strict=True)
+        ]
+        self._check_goes_on(waits, over)
         ended, rule = self._ended(), self.sampler.rule
         for number, row in enumerate(self.rows):
             if not row.is_active:

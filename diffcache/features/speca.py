@@ -67,6 +67,11 @@ class Verified(When):
                 raise ValueError(f"{name}={value!r}: must be a number from 0 to 1")
         for name in ("shortest", "longest", "warmup"):
             check_int(name, getattr(self, name), 1)
+        if self.shortest > self.longest:
+            raise ValueError(
+                f"shortest={self.shortest}: must be at most longest={self.longest}, or no step is "
+                "ever checked"
+            )
 
     def init(self) -> Verification:
         """Return an empty run."""

@@ -561,3 +561,41 @@ def test_what_blocks_do_not_go_with_is_refused() -> None:
         Dynamic(2)
     with pytest.raises(ValueError, match="model=object: must be a model, or a LLaDA2Pipeline; a"):
         DiffusionLM(object())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("code", ["llada2", "sdar", "fast-dllm"])
+def test_half_precision_is_tried_and_taken(code: str, dtype: torch.dtype) -> None:
+    model, asked = made(code, dtype), prompts(13)
+    plain = DiffusionLM(model).generate(asked, Schedule(8, None)).ids
+    cached = diffcache.wrap(DiffusionLM(model), BlockCache()).generate(asked, Schedule(8, None))
+    assert plain.shape == cached.ids.shape
+    both = bidirectional().to(dtype)
+    with pytest.raises(ValueError, match="not causal over blocks"):
+        DiffusionLM(both, block=BLOCK).generate(asked, Schedule(8, None))
+
+
+def test_settings_that_no_caller_of_ours_makes() -> None:
+    model, (asked,) = made("llada2"), prompts(13)
+    lm = DiffusionLM(model)
+    by_time = lm.generate([asked], Schedule(16, None), Sampler(rule=Quota("time"))).ids
+    assert not bool((by_time == MASK).any())  # its first steps decide nothing
+    told = Schedule(16, None, window=4, eos_id=asked[-1])
+    assert not bool((lm.generate([asked], told).ids == MASK).any())
+    diffcache.wrap(model, BlockCache())
+    under_way = lm.serve([asked, asked], Schedule(8, None), slots=1)
+    next(under_way)
+    diffcache.unwrap(model)
+    with pytest.raises(ValueError, match="was unwrapped, or wrapped anew, while it decodes"):
+        next(under_way)
+    diffcache.wrap(model, BlockCache())
+    for one in ("abc", [1, 2, 3]):
+        with pytest.raises(ValueError, match="is one prompt; give several"):
+            next(lm.serve(one))
+
+
+def test_steps_count_for_confident_commits_in_models_that_attend_both_ways() -> None:
+    lm = DiffusionLM(bidirectional())
+    for steps in (4, 8):
+        answer = lm.generate(prompts(13), Schedule(16, 8, steps=steps), Sampler(rule=Dynamic(1.0)))
+        assert answer.forwards == steps
