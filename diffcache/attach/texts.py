@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from diffcache.anchor import described, owner_of
-from diffcache.attach.extensions.lookup_sites import Weights
 from diffcache.attach.pipeline_hooks import tap_encoder, untap
 from diffcache.attach.signature import Contents, Same, others_in, tensors_in
 from diffcache.attach.tree import leaves
+from diffcache.attach.weights import Weights
 from diffcache.errors import AttachError
 from diffcache.foreign import (
     attention_names,

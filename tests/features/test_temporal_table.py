@@ -9,7 +9,8 @@ from torch import nn
 
 import diffcache
 from diffcache.attach.extensions.lookup_entries import alike, rounded_copy
-from diffcache.attach.extensions.lookup_sites import Weights, checksum, time_sites
+from diffcache.attach.extensions.lookup_sites import time_sites
+from diffcache.attach.weights import Weights, checksum
 from diffcache.errors import TablesError
 from diffcache.features.profilingdit import ProfilingDiT
 from diffcache.features.tables import Tables

@@ -19,7 +19,7 @@ from diffcache.attach.extensions.lookup_entries import (
     LookupTable,
     RunWrites,
 )
-from diffcache.attach.extensions.lookup_sites import TimeSite, Weights, time_sites
+from diffcache.attach.extensions.lookup_sites import TimeSite, time_sites
 from diffcache.attach.record import CallRecord
 from diffcache.attach.reuse.extension import FeatureReuse
 from diffcache.attach.reuse.time_probe import TimePeek
@@ -27,6 +27,7 @@ from diffcache.attach.run import Run
 from diffcache.attach.signature import Contents, others_in, tensors_in, writes_cache
 from diffcache.attach.tap import Tap, TapDict, tap_children, untap_children
 from diffcache.attach.tree import leaves, unshared
+from diffcache.attach.weights import Weights
 from diffcache.errors import AttachError, CacheWarning
 from diffcache.features.temporal_table import TimeTables, disturbance
 from diffcache.foreign import children_of
