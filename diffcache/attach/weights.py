@@ -1,4 +1,4 @@
-"""Notice changes of a model's weights: by identity and version at every call, by content at will."""
+"""Notice changes of weights: by identity and version at every call, by content when asked."""
 
 from __future__ import annotations
 
