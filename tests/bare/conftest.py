@@ -8,6 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+import diffcache
+from tests.bare.toys import EVERY, Toy
+
 
 @pytest.fixture(autouse=True)
 def no_grad() -> Iterator[None]:
@@ -20,3 +23,8 @@ def caught() -> Iterator[list[warnings.WarningMessage]]:
     with warnings.catch_warnings(record=True) as log:
         warnings.simplefilter("always")
         yield log
+
+
+@pytest.fixture
+def model() -> Toy:
+    return diffcache.wrap(Toy(), EVERY)
