@@ -14,9 +14,10 @@ from diffcache.eval.metrics.frechet import frechet, moments
 from diffcache.eval.workshop.lite_card import card
 from diffcache.eval.workshop.small import sticker_features
 from diffcache.eval.workshop.small.corruptions import RANGES, corrupt
+from diffcache.eval.workshop.small.job import Settings
 from diffcache.eval.workshop.small.sticker_features import Features, disturb, draw, draw_films
 from diffcache.eval.workshop.small.stickers import OBJECTS, draw_scenes, render
-from diffcache.eval.workshop.small.trainer import Settings, train
+from diffcache.eval.workshop.small.trainer import train
 
 COUNT = 500
 LADDER = (1.0, 0.5, 0.25, 0.1, 0.05)

@@ -13,7 +13,8 @@ import diffcache
 from diffcache import FirstBlock, Interval, TaylorSeer
 from diffcache.errors import AttachError
 from diffcache.eval.workshop.small import train_reach
-from diffcache.eval.workshop.small.trainer import Settings, train
+from diffcache.eval.workshop.small.job import Settings
+from diffcache.eval.workshop.small.trainer import train
 from diffcache.features.combine import Combine
 from diffcache.features.parts.when import Every, Table
 from diffcache.pipelines.policy import DiffusionPolicyPipeline, load_policy, rollout, scheduler

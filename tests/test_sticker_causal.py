@@ -13,11 +13,11 @@ from torch import nn
 
 from diffcache.eval.workshop.small import sticker_causal, sticker_video_autoencoder
 from diffcache.eval.workshop.small.causal_step import Held, predict
+from diffcache.eval.workshop.small.job import Settings
 from diffcache.eval.workshop.small.sticker_causal import CALL, CHUNK, LATENTS, SAMPLER, Causal
 from diffcache.eval.workshop.small.sticker_films import render_film, sample_film
 from diffcache.eval.workshop.small.sticker_video_autoencoder import CHANNELS
 from diffcache.eval.workshop.small.stickers import held_out
-from diffcache.eval.workshop.small.trainer import Settings
 from diffcache.pipelines.causal_video import CausalVideo
 from diffcache.pipelines.pretrained_video import streaming
 from diffcache.pipelines.shipped_models import MODELS

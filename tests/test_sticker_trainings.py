@@ -19,6 +19,7 @@ from diffcache.eval.workshop.small import (
     sticker_wan,
 )
 from diffcache.eval.workshop.small.export import save_pipeline
+from diffcache.eval.workshop.small.job import Settings, seeded
 from diffcache.eval.workshop.small.sticker_autoencoder import build_autoencoder
 from diffcache.eval.workshop.small.sticker_dit import EMPTY, Dit, load
 from diffcache.eval.workshop.small.sticker_flux import Flux
@@ -27,7 +28,7 @@ from diffcache.eval.workshop.small.sticker_text import Encoder, learn_words
 from diffcache.eval.workshop.small.sticker_unet import Unet
 from diffcache.eval.workshop.small.sticker_wan import Wan
 from diffcache.eval.workshop.small.stickers import OBJECTS, held_out_captions, render
-from diffcache.eval.workshop.small.trainer import Draws, Settings, seeded
+from diffcache.eval.workshop.small.trainer import Draws
 
 SETTINGS = Settings(steps=2, batch=4, examples=16)
 FEW = {"num_inference_steps": 3, "output_type": "np"}

@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from diffcache.eval.workshop.small import trainer
+from diffcache.eval.workshop.small import job, trainer
+from diffcache.eval.workshop.small.job import JOBS, Job, Settings, load_job, read_settings
 from diffcache.eval.workshop.small.muon import orthogonal
-from diffcache.eval.workshop.small.trainer import Job, Settings, pace, record, train
+from diffcache.eval.workshop.small.trainer import pace, record, train
 
 SETTINGS = Settings(
     steps=24, batch=8, examples=40, rate=1e-2, muon=0.02, muon_in="deep", warmup=2, save_every=7,
@@ -120,26 +121,26 @@ def test_muon_steps_along_a_matrix_whose_singular_values_are_alike(shape):
 
 
 def test_settings_are_read_and_a_wrong_name_is_refused(tmp_path: Path, monkeypatch):
-    for name in trainer.JOBS:
-        assert trainer.read_settings(name).steps > 0
+    for name in JOBS:
+        assert read_settings(name).steps > 0
     (tmp_path / "sticker-flux.toml").write_text(
         "[sticker-text]\nsteps = 1\nbatch = 1\nexamples = 1\nspeed = 2\n"
     )
-    monkeypatch.setattr(trainer, "SETTINGS", tmp_path)
+    monkeypatch.setattr(job, "SETTINGS", tmp_path)
     with pytest.raises(ValueError, match="no setting 'speed'; use steps, batch"):
-        trainer.read_settings("sticker-text")
+        read_settings("sticker-text")
     with pytest.raises(ValueError, match="unknown training 'mine'; use one of sticker-autoencoder"):
-        trainer.load_job("mine", tmp_path)
+        load_job("mine", tmp_path)
 
 
 def test_a_run_takes_changes_of_its_own_settings_and_refuses_words(tmp_path: Path, monkeypatch):
-    monkeypatch.setitem(trainer.JOBS, "mine", (f"{__name__}:Line", "mine"))
-    monkeypatch.setattr(trainer, "import_module", lambda name: __import__(__name__, fromlist="_"))
-    monkeypatch.setattr(trainer, "read_settings", lambda name: SETTINGS)
-    changed = trainer.load_job("mine", tmp_path, ["batch=3", "rate=0.5"]).settings
+    monkeypatch.setitem(JOBS, "mine", (f"{__name__}:Line", "mine"))
+    monkeypatch.setattr(job, "import_module", lambda name: __import__(__name__, fromlist="_"))
+    monkeypatch.setattr(job, "read_settings", lambda name: SETTINGS)
+    changed = load_job("mine", tmp_path, ["batch=3", "rate=0.5"]).settings
     assert changed == replace(SETTINGS, batch=3, rate=0.5)
     with pytest.raises(ValueError, match="--set start=x: 'start' is no number"):
-        trainer.load_job("mine", tmp_path, ["start=x"])
+        load_job("mine", tmp_path, ["start=x"])
 
 
 def test_a_run_starts_from_shipped_weights_and_refuses_those_of_another_model(

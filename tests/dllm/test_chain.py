@@ -13,7 +13,8 @@ from diffcache.dllm import DKVCache, ElasticCache, FastDLLM, FreeCache, Policy, 
 from diffcache.eval.workshop.small import chain, train_chain
 from diffcache.eval.workshop.small.chain import HELD_OUT, WORLDS, ChainBatch, World, draw, solve
 from diffcache.eval.workshop.small.chain_llada import BLOCKS, build_tokenizer, load
-from diffcache.eval.workshop.small.trainer import Settings, train
+from diffcache.eval.workshop.small.job import Settings
+from diffcache.eval.workshop.small.trainer import train
 from diffcache.pipelines.diffusion_lm import DiffusionLM
 
 WALK = World("walk", 16, 7, 64)

@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from diffcache.eval.workshop.small import train_recall
-from diffcache.eval.workshop.small.trainer import Settings, train
+from diffcache.eval.workshop.small.job import Settings
+from diffcache.eval.workshop.small.trainer import train
 from diffcache.pipelines.small import recall
 from diffcache.pipelines.small.recall import HELD_OUT, Task, draw, filler_nats, score
 from diffcache.pipelines.small.recall_llama import DIRECTORY, LENGTHS, LONGEST, words

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from transformers import T5TokenizerFast, UMT5Config, UMT5EncoderModel
 
 from diffcache.digest import weights_digest
+from diffcache.eval.workshop.small.job import Job, Settings, spread
 from diffcache.eval.workshop.small.sticker_films import Film, render_film
 from diffcache.eval.workshop.small.sticker_video_autoencoder import load_autoencoder, to_film
 from diffcache.eval.workshop.small.stickers import words
 from diffcache.eval.workshop.small.text_encoders import build_tokenizers, t5_settings
-from diffcache.eval.workshop.small.trainer import Job, Settings, spread
 
 TEXT_TOKENS = 8
 _PART = 16  # films that are encoded at once

@@ -18,8 +18,8 @@ from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 
+from diffcache.eval.workshop.small.job import Job, Settings
 from diffcache.eval.workshop.small.stickers import layer, render, sample_scene
-from diffcache.eval.workshop.small.trainer import Job, Settings
 from diffcache.pipelines.shipped_models import MODELS
 from diffcache.psnr import psnr
 

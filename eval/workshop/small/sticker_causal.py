@@ -35,13 +35,13 @@ from diffcache.eval.workshop.small.causal_step import (
 from diffcache.eval.workshop.small.export import save_pipeline
 from diffcache.eval.workshop.small.film_job import TEXT_TOKENS, FilmJob, build_text
 from diffcache.eval.workshop.small.grid import draw_grid
+from diffcache.eval.workshop.small.job import Settings, seeded
 from diffcache.eval.workshop.small.sticker_films import FPS, Film, sample_film
 from diffcache.eval.workshop.small.sticker_video_autoencoder import (
     CHANNELS,
     TIMES,
 )
 from diffcache.eval.workshop.small.text_encoders import TEXT_WIDTH
-from diffcache.eval.workshop.small.trainer import Settings, seeded
 from diffcache.files import read_json, write_json
 from diffcache.pipelines.causal_video import CausalVideo
 from diffcache.pipelines.streaming_vae import WanDecoder

@@ -16,10 +16,10 @@ from torch.nn import functional
 
 from diffcache.eval.workshop.small.export import save_pipeline
 from diffcache.eval.workshop.small.grid import draw_grid
+from diffcache.eval.workshop.small.job import Job, Settings, seeded
 from diffcache.eval.workshop.small.sticker_autoencoder import CHANNELS, load_autoencoder
 from diffcache.eval.workshop.small.sticker_flux import HELD, decode, keep_latents
 from diffcache.eval.workshop.small.stickers import Scene, draw_scenes
-from diffcache.eval.workshop.small.trainer import Job, Settings, seeded
 
 GUIDANCE = 3.0
 CALL: dict[str, Any] = {"guidance_scale": GUIDANCE}

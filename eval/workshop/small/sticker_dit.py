@@ -19,12 +19,12 @@ import torch
 from diffusers import DiTPipeline, DiTTransformer2DModel
 from torch import Tensor, nn
 
+from diffcache.eval.workshop.small.job import Settings
 from diffcache.eval.workshop.small.loader import loader
 from diffcache.eval.workshop.small.sticker_autoencoder import CHANNELS
 from diffcache.eval.workshop.small.sticker_ddim import Denoising
 from diffcache.eval.workshop.small.sticker_flux import PROMPT_DROPOUT
 from diffcache.eval.workshop.small.stickers import OBJECTS, Scene
-from diffcache.eval.workshop.small.trainer import Settings
 from diffcache.pipelines.shipped_models import MODELS
 
 DIRECTORY = MODELS / "sticker-dit"

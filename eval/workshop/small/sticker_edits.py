@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from diffcache.eval.workshop.small.job import spread
 from diffcache.eval.workshop.small.sticker_judge import Reading, load, read
 from diffcache.eval.workshop.small.stickers import (
     GROUNDS,
@@ -32,7 +33,6 @@ from diffcache.eval.workshop.small.stickers import (
     with_article,
     words,
 )
-from diffcache.eval.workshop.small.trainer import spread
 from diffcache.psnr import psnr
 
 SIDES = {"left": ("x", -1), "right": ("x", 1), "top": ("y", -1), "bottom": ("y", 1)}

@@ -23,6 +23,7 @@ from torch.nn import functional
 from diffcache.eval.metrics import lite
 from diffcache.eval.metrics.lite import Extractor, film_statistics, in_batches
 from diffcache.eval.workshop.small.corruptions import RANGES, corrupt
+from diffcache.eval.workshop.small.job import Job, Settings, spread
 from diffcache.eval.workshop.small.sticker_films import render_film, sample_film
 from diffcache.eval.workshop.small.stickers import (
     GROUNDS,
@@ -31,7 +32,6 @@ from diffcache.eval.workshop.small.stickers import (
     draw_scenes,
     render,
 )
-from diffcache.eval.workshop.small.trainer import Job, Settings, spread
 from diffcache.files import write_file, write_json
 
 PART = 128  # pictures that are disturbed at once

@@ -32,6 +32,7 @@ from torch.nn import functional
 
 from diffcache.eval.workshop.small.export import save_pipeline
 from diffcache.eval.workshop.small.grid import draw_grid
+from diffcache.eval.workshop.small.job import Job, Settings, seeded, spread
 from diffcache.eval.workshop.small.loader import loader
 from diffcache.eval.workshop.small.sticker_autoencoder import (
     CHANNELS,
@@ -47,7 +48,6 @@ from diffcache.eval.workshop.small.stickers import (
     render,
     true_relations,
 )
-from diffcache.eval.workshop.small.trainer import Job, Settings, seeded, spread
 from diffcache.pipelines.shipped_models import MODELS
 
 DIRECTORY = MODELS / "sticker-flux"

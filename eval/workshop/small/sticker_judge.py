@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from diffcache.eval.workshop.small.job import Job, Settings
 from diffcache.eval.workshop.small.sticker_autoencoder import (
     HELD,
     draw_pictures,
@@ -39,7 +40,6 @@ from diffcache.eval.workshop.small.stickers import (
     sample_scene,
     true_relations,
 )
-from diffcache.eval.workshop.small.trainer import Job, Settings
 from diffcache.pipelines.shipped_models import MODELS
 
 DIRECTORY = MODELS / "sticker-judge"

@@ -20,6 +20,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from diffcache.eval.workshop.small.grid import draw_grid
+from diffcache.eval.workshop.small.job import Settings
 from diffcache.eval.workshop.small.loader import loader
 from diffcache.eval.workshop.small.sticker_edits import draw_edits, edit_words
 from diffcache.eval.workshop.small.sticker_flux import CALL as FLUX_CALL
@@ -33,7 +34,6 @@ from diffcache.eval.workshop.small.sticker_flux import (
 )
 from diffcache.eval.workshop.small.sticker_text import Encoder, learn_words
 from diffcache.eval.workshop.small.stickers import render
-from diffcache.eval.workshop.small.trainer import Settings
 from diffcache.pipelines.shipped_models import MODELS
 
 DIRECTORY = MODELS / "sticker-kontext"

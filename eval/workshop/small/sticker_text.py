@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import CLIPTextModel, T5EncoderModel
 
+from diffcache.eval.workshop.small.job import Job, Settings
 from diffcache.eval.workshop.small.stickers import (
     GROUNDS,
     OBJECTS,
@@ -27,7 +28,6 @@ from diffcache.eval.workshop.small.stickers import (
     words,
 )
 from diffcache.eval.workshop.small.text_encoders import build_text_encoders, build_tokenizers
-from diffcache.eval.workshop.small.trainer import Job, Settings
 from diffcache.pipelines.shipped_models import MODELS
 
 TEXT_TOKENS = 12

@@ -14,6 +14,7 @@ import numpy as np
 from diffusers import StableDiffusionPipeline, UNet2DConditionModel
 from torch import Tensor, nn
 
+from diffcache.eval.workshop.small.job import Settings
 from diffcache.eval.workshop.small.loader import loader
 from diffcache.eval.workshop.small.sticker_autoencoder import CHANNELS
 from diffcache.eval.workshop.small.sticker_ddim import Denoising
@@ -21,7 +22,6 @@ from diffcache.eval.workshop.small.sticker_flux import retell
 from diffcache.eval.workshop.small.sticker_text import Encoder, load_text
 from diffcache.eval.workshop.small.stickers import Scene, held_out_captions
 from diffcache.eval.workshop.small.text_encoders import TEXT_WIDTH
-from diffcache.eval.workshop.small.trainer import Settings
 from diffcache.pipelines.shipped_models import MODELS
 
 DIRECTORY = MODELS / "sticker-unet"

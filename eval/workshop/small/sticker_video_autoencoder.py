@@ -18,8 +18,8 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from diffcache.eval.workshop.small.job import Job, Settings
 from diffcache.eval.workshop.small.sticker_films import render_film, sample_film
-from diffcache.eval.workshop.small.trainer import Job, Settings
 from diffcache.pipelines.shipped_models import MODELS
 from diffcache.psnr import psnr
 

@@ -24,11 +24,11 @@ from torch.nn import functional
 from diffcache.eval.workshop.small.export import save_pipeline
 from diffcache.eval.workshop.small.film_job import TEXT_TOKENS, FilmJob, build_text
 from diffcache.eval.workshop.small.grid import draw_grid
+from diffcache.eval.workshop.small.job import Settings, seeded
 from diffcache.eval.workshop.small.loader import loader
 from diffcache.eval.workshop.small.sticker_causal import build_transformer
 from diffcache.eval.workshop.small.sticker_films import Film, sample_film
 from diffcache.eval.workshop.small.sticker_video_autoencoder import TIMES
-from diffcache.eval.workshop.small.trainer import Settings, seeded
 from diffcache.pipelines.shipped_models import MODELS
 
 DIRECTORY = MODELS / "sticker-wan"

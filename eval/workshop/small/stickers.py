@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageEnhance, ImageFilter
 
-from diffcache.eval.workshop.small.trainer import spread
+from diffcache.eval.workshop.small.job import spread
 
 SIDE = 64
 OBJECTS = (

@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 from diffcache.eval.workshop.small.chain import MASK, WORLDS, ChainBatch, World, draw
 from diffcache.eval.workshop.small.chain_llada import BLOCKS, build_model, build_tokenizer
 from diffcache.eval.workshop.small.export import save_language_model
-from diffcache.eval.workshop.small.trainer import Job
+from diffcache.eval.workshop.small.job import Job
 from diffcache.files import write_json
 
 WINDOW = 32  # tokens of a block that is partly decided

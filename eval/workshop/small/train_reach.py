@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from diffcache.eval.workshop.small.export import save_pipeline
-from diffcache.eval.workshop.small.trainer import Job, Settings
+from diffcache.eval.workshop.small.job import Job, Settings
 from diffcache.pipelines.policy import DiffusionPolicyPipeline, rollout
 from diffcache.pipelines.small import reach
 from diffcache.pipelines.small.demonstrations import demonstrate
