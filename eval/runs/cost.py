@@ -16,7 +16,6 @@ from diffcache.eval.runs.folder import remember
 from diffcache.eval.runs.peers import Peer
 from diffcache.eval.runs.task import Case, digest
 from diffcache.features.base import Method
-from diffcache.features.combine import reuse_of
 from diffcache.pipelines.demo.saved import DTYPES
 
 
@@ -84,19 +83,10 @@ class _Turns:
             yield
 
     def prepare(self) -> None:
-        """Draw two steps untimed, or all where a method is made for their number; then measure."""
-        steps = self.case.steps if self._is_bound() else min(2, self.case.steps)
-        short = Case(self.case.name, self.case.kind, steps, self.case.method)
-        self.run.drawer.draw(short, self.run.batches[0], timed=True)
+        """Draw the batch once, untimed."""
+        self.draw()
         self.clock.reset()
         self.setting.wait()
-
-    def _is_bound(self) -> bool:
-        method = self.case.method
-        if not isinstance(method, Method):
-            return False
-        reuse = reuse_of(method)
-        return bool(method.total or (reuse is not None and reuse.when.total))
 
     def readings(self) -> Mapping[str, float | None]:
         """Return seconds within the denoiser."""
