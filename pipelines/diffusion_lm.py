@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -23,49 +22,21 @@ from torch import Tensor, nn
 from diffcache.anchor import Loop, owner_of
 from diffcache.api import report, run
 from diffcache.attach.attention_sdpa import calls_sdpa
-from diffcache.attach.extensions.partial import block_mask, first_position, places_of
 from diffcache.dllm.block_cache import BlockCache, whole_blocks, within_blocks
 from diffcache.dllm.decode import Decoding, Schedule
 from diffcache.dllm.guided import Guided
 from diffcache.dllm.policy import FedRows, Policy, Uncached
 from diffcache.dllm.rows import ALL, RowPlan
 from diffcache.dllm.sampler import Sampler
-from diffcache.dllm.state import check_coverage
+from diffcache.dllm.state import State, check_coverage
 from diffcache.foreign import device_of_model
 from diffcache.method import check_bool, check_int
+from diffcache.pipelines.decoding_progress import OnSettled, ProgressBar, Streamer
 from diffcache.pipelines.guide import ModelGuide, check_guide
+from diffcache.pipelines.masked_model import FAMILIES, Family, MaskedModel, parts_of
 from diffcache.pipelines.prompt_tokens import Prompts, tokens_of
 from diffcache.run_report import Report
 from diffcache.targets import handle_of
-
-OnSettled = Callable[[int, "list[int] | str"], None]
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """What is known of a model by its configuration's `model_type`.
-
-    Attributes:
-        shift: Whether a row predicts the token after its own.
-        block: Tokens of a block of attention, where the configuration says none; None where
-            attention goes both ways.
-        named: Name of that number in the configuration.
-        mask_id: Token of the mask in the released tokenizers.
-    """
-
-    shift: bool
-    block: int | None = None
-    named: str = ""
-    mask_id: int | None = None
-
-
-_KINDS = {
-    "Dream": _Kind(True),
-    "llada": _Kind(False),
-    "llada2_moe": _Kind(False, 32, "block_length", 156895),
-    "sdar": _Kind(False, 4, "block_size", 151669),
-    "Fast_dLLM_Qwen": _Kind(True, 32, "bd_size", 151665),
-}
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,17 +103,16 @@ class DiffusionLM(Loop):
         block: int | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
-            model, tokenizer, block = _parts_of(model, tokenizer, block)
+            model, tokenizer, block = parts_of(model, tokenizer, block)
         self.model: nn.Module = model
         self.tokenizer, self.guide = tokenizer, guide
         if guide is not None:
             check_guide(guide, model)
         config = getattr(model, "config", None)
         model_type = str(getattr(config, "model_type", None))
-        kind = _KINDS.get(model_type)
+        family = FAMILIES.get(model_type, Family())
         known = [getattr(x, "mask_token_id", None) for x in (config, tokenizer)]
-        known.append(None if kind is None else kind.mask_id)
-        found = next((number for number in [mask_id, *known] if number is not None), None)
+        found = next((x for x in (mask_id, *known, family.mask_id) if x is not None), None)
         if found is None:
             raise ValueError(
                 "mask_id=None: neither the model's configuration nor the tokenizer says which "
@@ -152,19 +122,18 @@ class DiffusionLM(Loop):
         self.mask_id: int = found
         if shift is not None:
             check_bool("shift", shift)
-        if kind is not None and shift not in (None, kind.shift):
+        if None not in (shift, family.shift) and shift != family.shift:
             raise ValueError(
-                f"shift={shift}: models of model_type={model_type!r} have shift={kind.shift}; "
+                f"shift={shift}: models of model_type={model_type!r} have shift={family.shift}; "
                 "leave it out"
             )
-        self.first = first_position(model)
-        self.shift = bool(kind.shift if shift is None and kind is not None else shift)
-        if block is None and kind is not None:
-            block = getattr(config, kind.named, None) or kind.block
+        self.shift = bool(family.shift if shift is None else shift)
+        if block is None:
+            block = getattr(config, family.named, None) or family.block
         if block is not None:
             check_int("block", block, 1)
         self.block = block
-        self._masks_itself: bool | None = None  # whether it makes the mask of blocks, once tried
+        self._model = MaskedModel(model, block)
         self.eos_id = getattr(tokenizer, "eos_token_id", None) if eos_id is None else eos_id
 
     @classmethod
@@ -243,14 +212,13 @@ class DiffusionLM(Loop):
             ValueError: If the prompts are empty, too long, hold the mask or are no tokens of the
                 model, the sampler does not fit the policy, or the model's logits are not finite.
         """
-        stream = _Stream(self, on_settled)
-        rows = 0
-        with _Bar(progress) as bar:
+        streamer, rows = self._streamer(on_settled), 0
+        with ProgressBar(progress) as bar:
             decoding = self._begun(prompts, schedule, sampler)
             for count in self._forwards(decoding, check):
                 rows += count
                 bar.show(decoding)
-                stream.show(decoding)
+                streamer.show(decoding)
         ids = decoding.answer
         texts = None if self.tokenizer is None else [self.text(row) for row in ids.tolist()]
         made = None if self.policy is None else report(self.model)
@@ -318,24 +286,23 @@ class DiffusionLM(Loop):
             ValueError: If the model attends both ways, the policy does not let sequences come
                 and go, or the prompts are one text, or tokens of one.
         """
-        self._check_serves(slots, longest, fill)
-        prompts = _several(prompts)
+        self._check_serves(prompts, slots, longest, fill)
+        rows: Iterable[list[int] | ValueError] = map(self._tokens, prompts)
         if longest is None:
-            prompts = list(prompts)
-            longest = max([1, *map(self._length, prompts)])
+            rows = list(rows)
+            longest = max([1, *(len(row) for row in rows if isinstance(row, list))])
         refused: list[tuple[int, ValueError]] = []
-        waiting = self._admitted(prompts, longest, refused)
+        waiting = self._admitted(rows, longest, refused)
         taken = dict(islice(waiting, slots))
         yield from refused
         if not taken:
             return
         numbers = dict(enumerate(taken))
         decoding = self._begun(list(taken.values()), schedule, sampler, longest)
-        stream, size = _Stream(self, on_settled), max(fill, self.block or 1)
-        forwards = self._forwards(decoding)
-        with closing(forwards):
+        streamer, size = self._streamer(on_settled), max(fill, self.block or 1)
+        with closing(self._forwards(decoding)) as forwards:
             for _ in forwards:
-                stream.show(decoding, numbers)
+                streamer.show(decoding, numbers.items())
                 canceled = [n for n in numbers.values() if is_canceled and is_canceled(n)]
                 for slot, number in list(numbers.items()):
                     if number in canceled:
@@ -345,6 +312,7 @@ class DiffusionLM(Loop):
                     else:
                         yield number, decoding.answer[slot].tolist()
                     del numbers[slot]
+                    streamer.told.pop(number, None)  # prompts may come without end
                     refused.clear()
                     for later, row in islice(waiting, 1):
                         decoding.place(slot, row, size)
@@ -358,6 +326,10 @@ class DiffusionLM(Loop):
             kept = kept[: kept.index(self.eos_id)]
         found: str = self.tokenizer.decode(kept, skip_special_tokens=True)
         return found
+
+    def _streamer(self, on_settled: OnSettled | None) -> Streamer:
+        """Return the streamer of text, or of tokens without a tokenizer."""
+        return Streamer(on_settled, None if self.tokenizer is None else self.text)
 
     # one decoding --------------------------------------------------------------------------
 
@@ -375,7 +347,7 @@ class DiffusionLM(Loop):
                         "decoding or close its iterator first"
                     )
                 plan, count = self._planned(policy, decoding, check), decoding.width
-                logits = context.run(self._logits, decoding, plan, policy is not None)
+                logits = context.run(self._model.logits, decoding, plan, policy is not None)
                 decoding.commit(logits, plan)
                 yield plan.count(count)
         except BaseException:
@@ -385,22 +357,23 @@ class DiffusionLM(Loop):
 
     def _planned(self, policy: Policy | None, decoding: Decoding, check: bool) -> RowPlan:
         """Return the plan of the next forward, checked to cover what changed if that is asked."""
-        state, plan, is_forced = decoding.state, ALL, False
-        is_kept = self.block is not None and not isinstance(policy, Uncached)
-        if policy is not None and is_kept:
-            forced = whole_blocks(state)
-            plan, is_forced = forced or ALL, forced is not None
-        if policy is not None and not is_forced:
-            plan = policy.plan(state)
-            if check:
-                check_coverage(state, plan)
-            if self.shift:
-                plan = state.with_predictors(plan)
-            if is_kept:
-                plan = within_blocks(state, plan)
+        plan = ALL if policy is None else self._chosen(policy, decoding.state, check)
         if self.block is None:
             return plan
-        return replace(plan, block=self.block, masks_itself=bool(self._masks_itself))
+        return replace(plan, block=self.block, masks_itself=self._model.masks_itself)
+
+    def _chosen(self, policy: Policy, state: State, check: bool) -> RowPlan:
+        """Return the rows that a policy chooses, where blocks of attention leave it a choice."""
+        keeps = self.block is not None and not isinstance(policy, Uncached)
+        forced = whole_blocks(state) if keeps else None
+        if forced is not None:
+            return forced
+        plan = policy.plan(state)
+        if check:
+            check_coverage(state, plan)
+        if self.shift:
+            plan = state.with_predictors(plan)
+        return within_blocks(state, plan) if keeps else plan
 
     def _begun(
         self,
@@ -434,16 +407,17 @@ class DiffusionLM(Loop):
                 "known of a random order; use Sampler(by='random'), or another policy"
             )
         ids, valid = self._encoded(prompts, longest)
-        self._check_sizes(ids.shape[1], schedule)
-        is_alone = calls_sdpa(self.model)
+        self._model.check_sizes(ids.shape[1], schedule)
         if self.block is None and isinstance(policy, BlockCache):
             raise ValueError(
                 f"{policy!r}: keeps finished blocks, and nobody says that the model's attention is "
                 "causal over blocks; give DiffusionLM(..., block=...), or use another policy"
             )
-        if self.block is not None:
+        if self.block is None:
+            is_alone = calls_sdpa(self.model)
+        else:
             self._check_within(policy, sampler)
-            is_alone = bool(self._masks_itself)
+            is_alone = self._model.masks_itself
         if valid is not None and policy is None and is_alone:
             raise ValueError(
                 f"prompts: are of different lengths, and each release of "
@@ -453,40 +427,36 @@ class DiffusionLM(Loop):
             )
         return Decoding(ids, schedule, sampler, self.mask_id, valid, guide, self.shift, self.block)
 
-    def _admitted(
-        self, prompts: Iterable[Any], longest: int, refused: list[tuple[int, ValueError]]
-    ) -> Iterator[tuple[int, list[int]]]:
-        """Yield numbers and tokens of prompts, and note those that are refused on the way."""
-        for number, prompt in enumerate(prompts):
-            row = self._checked(number, prompt, longest)
-            if isinstance(row, ValueError):
-                refused.append((number, row))
-            else:
-                yield number, row
-
-    def _checked(self, number: int, prompt: Any, longest: int) -> list[int] | ValueError:
-        """Return the tokens of a prompt that takes a place, or what is wrong with it."""
+    def _tokens(self, prompt: Any) -> list[int] | ValueError:
+        """Return the tokens of a prompt, or the error of one that is none of the model."""
         try:
-            (row,) = tokens_of([prompt], self.tokenizer, self._size("vocab_size"))
+            return tokens_of([prompt], self.tokenizer, self._model.size("vocab_size"))[0]
         except ValueError as error:
             return error
-        if len(row) <= longest and self.mask_id not in row:
-            return row
-        return ValueError(
-            f"prompts: number {number} has {len(row)} tokens where longest={longest}, or holds the "
-            f"mask, token {self.mask_id}; shorten it, or take that out"
-        )
 
-    def _length(self, prompt: Any) -> int:
-        """Return the number of tokens of a prompt, 0 for one that is none."""
-        row = self._checked(0, prompt, sys.maxsize)
-        return 0 if isinstance(row, ValueError) else len(row)
+    def _admitted(
+        self,
+        rows: Iterable[list[int] | ValueError],
+        longest: int,
+        refused: list[tuple[int, ValueError]],
+    ) -> Iterator[tuple[int, list[int]]]:
+        """Yield numbers and tokens of prompts, and note those that are refused on the way."""
+        for number, row in enumerate(rows):
+            if isinstance(row, list) and (len(row) > longest or self.mask_id in row):
+                row = ValueError(
+                    f"prompts: number {number} has {len(row)} tokens where longest={longest}, or "
+                    f"holds the mask, token {self.mask_id}; shorten it, or take that out"
+                )
+            if isinstance(row, list):
+                yield number, row
+            else:
+                refused.append((number, row))
 
-    def _check_serves(self, slots: int, longest: int | None, fill: int) -> None:
+    def _check_serves(self, prompts: Any, slots: int, longest: int | None, fill: int) -> None:
         """Raise unless sequences may come and go.
 
         Raises:
-            ValueError: If they may not.
+            ValueError: If they may not, or are one prompt, which would be taken apart.
         """
         check_int("slots", slots, 1)
         check_int("fill", fill, 1)
@@ -502,6 +472,12 @@ class DiffusionLM(Loop):
             raise ValueError(
                 f"{policy!r}: sequences come and go beside others with a policy that goes by the "
                 "place of each alone; wrap the model with BlockCache() or FastDLLM(dual=True)"
+            )
+        listed = isinstance(prompts, (list, tuple)) and prompts
+        if isinstance(prompts, str) or (listed and isinstance(prompts[0], int)):
+            raise ValueError(
+                f"prompts={str(prompts)[:40]!r}: is one prompt; give several, each a text or its "
+                "tokens, such as [prompt]"
             )
 
     def _check_within(self, policy: Policy | None, sampler: Sampler) -> None:
@@ -523,114 +499,10 @@ class DiffusionLM(Loop):
                 f"rule={sampler.rule!r}: edits decided tokens, whose rows {policy!r} leaves out; "
                 "use BlockCache(), or a rule without editing"
             )
-        if self._masks_itself is None:
-            self._masks_itself = self._tried()
-
-    @torch.no_grad()
-    def _tried(self) -> bool:
-        """Return whether the model makes the mask of blocks itself, rather than being given one.
-
-        Raises:
-            ValueError: If its attention is not causal over blocks, or not both ways inside.
-        """
-        size, vocabulary = self.block or 1, min(self._size("vocab_size"), 1000)
-        ids = torch.arange(2 * size, device=device_of_model(self.model))[None] % vocabulary
-        inside, after = ids.clone(), ids.clone()
-        inside[0, size - 1] = (ids[0, size - 1] + 1) % vocabulary
-        after[0, size:] = (ids[0, size:] + 7) % vocabulary
-        failure = None
-        for masks_itself in (True, False):
-            plan = RowPlan(block=self.block, masks_itself=masks_itself)
-            try:
-                plain, seen, unseen = (
-                    self.model(**self._given(x, None, plan), use_cache=False).logits[0, :size]
-                    for x in (ids, inside, after)  # of one shape, which rounds alike
-                )
-            except (RuntimeError, ValueError) as error:  # of a mask that it does not take
-                failure = error
-                continue
-            near = max(1e-3, torch.finfo(plain.dtype).eps) * plain.float().norm()
-            differs = (seen - plain)[0].norm() > 0
-            if (unseen - plain).float().norm() <= near and (size == 1 or differs):
-                return masks_itself
-        raise ValueError(
-            f"block={self.block}: attention of {type(self.model).__name__} is not causal over "
-            "blocks of that many tokens, going both ways inside; give the block that its weights "
-            "are made for, or none if it attends both ways"
-        ) from failure
-
-    def _given(self, ids: Tensor, valid: Tensor | None, plan: RowPlan) -> dict[str, Any]:
-        """Return what a model takes that is causal over blocks and not wrapped."""
-        at, mask = places_of(ids, valid, self.first)
-        given: dict[str, Any] = {"input_ids": ids, "position_ids": at.expand_as(ids)}
-        if plan.masks_itself:
-            given["attention_mask"] = torch.ones_like(ids)
-        else:
-            seen = block_mask(at - self.first, at - self.first, self.block or 1, mask)
-            given["attention_mask"] = seen.expand(len(ids), -1, -1, -1)
-        return given | self._more()
-
-    def _more(self) -> dict[str, int]:
-        """Return the length of blocks where the model's own code takes it (Fast-dLLM v2)."""
-        takes = "block_size" in inspect.signature(type(self.model).forward).parameters
-        return {"block_size": self.block} if takes and self.block else {}
-
-    def _check_sizes(self, prompt: int, schedule: Schedule) -> None:
-        """Raise unless the model has the end token, and as many positions as prompt and answer.
-
-        Raises:
-            ValueError: If it has not.
-        """
-        vocabulary, eos = self._size("vocab_size"), schedule.eos_id
-        if eos is not None and eos >= vocabulary:
-            raise ValueError(
-                f"eos_id={eos}: is no token of the model, which has {vocabulary}; give another, or "
-                "None"
-            )
-        whole = prompt + schedule.length
-        if self.block is not None:  # its last block is decoded to the end
-            whole += -whole % self.block
-        most = min(map(self._size, ("max_sequence_length", "max_position_embeddings"))) - self.first
-        if whole > most:
-            raise ValueError(
-                f"prompts: {prompt} tokens and an answer of length={schedule.length} are more than "
-                f"the {most} positions of the model; shorten one of them"
-            )
-
-    def _size(self, name: str) -> int:
-        """Return a size of the model's configuration, the largest number where it says none."""
-        found = getattr(getattr(self.model, "config", None), name, None)
-        return sys.maxsize if found is None else int(found)
-
-    @torch.no_grad()
-    def _logits(self, decoding: Decoding, plan: RowPlan, is_wrapped: bool) -> Tensor:
-        """Return the logits of the planned rows, `[B, n, V]`."""
-        ids, valid, scale = decoding.ids, decoding.valid_now, decoding.sampler.cfg_scale
-        if plan.block is not None:
-            ids = ids[:, : decoding.width]
-        if scale:
-            blank = ids.clone()
-            blank[:, : decoding.prompt] = self.mask_id
-            ids, plan = torch.cat([ids, blank]), plan.twice()
-            valid = None if valid is None else torch.cat([valid, valid])
-        given: dict[str, Any] = {"input_ids": ids, "attention_mask": valid}
-        if plan.block is not None:
-            given = given | self._more() if is_wrapped else self._given(ids, valid, plan)
-        if is_wrapped:
-            given["row_plan"] = plan
-        elif plan.block is None and (
-            valid is not None or self.first
-        ):  # some count positions otherwise where they pad
-            given["position_ids"] = places_of(ids, valid, self.first)[0].expand_as(ids)
-        found: Tensor = self.model(**given, use_cache=False).logits
-        if not scale:
-            return found
-        found, without = found.chunk(2)
-        return without + (scale + 1) * (found - without)
 
     def _encoded(self, prompts: Prompts, longest: int = 0) -> tuple[Tensor, Tensor | None]:
         """Return prompts as tokens `[B, P]`, padded on the left, and which are no padding."""
-        rows = tokens_of(prompts, self.tokenizer, self._size("vocab_size"))
+        rows = tokens_of(prompts, self.tokenizer, self._model.size("vocab_size"))
         longest = max([longest, *map(len, rows)])
         device = device_of_model(self.model)
         filler = 0 if self.mask_id else 1  # any token but the mask: nothing sees it
@@ -640,94 +512,3 @@ class DiffusionLM(Loop):
             return ids, None
         counts = torch.tensor([[len(row)] for row in rows], device=device)
         return ids, torch.arange(longest, device=device) >= longest - counts
-
-
-def _parts_of(pipe: Any, tokenizer: Any, block: int | None) -> tuple[nn.Module, Any, int | None]:
-    """Return a pipeline's model, its tokenizer, and the tokens of its scheduler's blocks.
-
-    Raises:
-        ValueError: If it is no pipeline that fills in masks block by block.
-    """
-    model, scheduler = getattr(pipe, "model", None), getattr(pipe, "scheduler", None)
-    length = getattr(getattr(scheduler, "config", None), "block_length", None)
-    name = type(pipe).__name__
-    if not isinstance(model, nn.Module) or length is None or hasattr(model.config, "canvas_length"):
-        raise ValueError(
-            f"model={name}: must be a model, or a LLaDA2Pipeline; a DiffusionGemmaPipeline has no "
-            "masks to fill in, call it as it is, wrapped with a feature method if at all"
-        )
-    own = getattr(pipe, "tokenizer", None)
-    return model, own if tokenizer is None else tokenizer, length if block is None else block
-
-
-def _several(prompts: Any) -> Any:
-    """Return prompts that are none of one sequence: a text or its tokens would be taken apart.
-
-    Raises:
-        ValueError: If they are.
-    """
-    listed = isinstance(prompts, (list, tuple)) and prompts
-    if isinstance(prompts, str) or (listed and isinstance(prompts[0], int)):
-        raise ValueError(
-            f"prompts={str(prompts)[:40]!r}: is one prompt; give several, each a text or its "
-            "tokens, such as [prompt]"
-        )
-    return prompts
-
-
-class _Stream:
-    """Tells of what settled: the tokens before the first mask of an answer."""
-
-    def __init__(self, owner: DiffusionLM, on_settled: OnSettled | None) -> None:
-        self.owner, self.on_settled = owner, on_settled
-        self.told: dict[int, Any] = {}
-
-    def show(self, decoding: Decoding, numbers: dict[int, int] | None = None) -> None:
-        """Tell of what settled at the last step; the host waits.
-
-        Args:
-            decoding: The decoding.
-            numbers: Number that is told of each sequence; None for its own.
-        """
-        if self.on_settled is None:
-            return
-        text = self.owner.tokenizer is not None
-        if numbers is None:
-            numbers = {row: row for row in range(len(decoding.rows))}
-        for row, number in numbers.items():
-            ids = decoding.settled(row)
-            settled: Any = self.owner.text(ids) if text else ids
-            told = self.told.setdefault(number, "" if text else [])
-            if text and settled.endswith("\ufffd"):  # half a character
-                continue
-            if len(settled) > len(told) and settled[: len(told)] == told:
-                self.on_settled(number, settled[len(told) :])
-                self.told[number] = settled
-
-
-class _Bar:
-    """A progress bar over decided tokens, or nothing."""
-
-    def __init__(self, shown: bool) -> None:
-        self.progress: Any = None
-        if shown:
-            from rich.progress import Progress
-
-            self.progress = Progress(transient=True)
-            self.task = self.progress.add_task("decoding", total=None)
-
-    def show(self, decoding: Decoding) -> None:
-        """Show how many tokens are decided; the host waits."""
-        if self.progress is not None:
-            answer = decoding.answer
-            done = int((answer != decoding.mask_id).sum())
-            self.progress.update(self.task, completed=done, total=answer.numel())
-
-    def __enter__(self) -> _Bar:
-        if self.progress is not None:
-            self.progress.start()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        if self.progress is not None:
-            self.progress.stop()

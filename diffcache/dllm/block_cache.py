@@ -1,4 +1,4 @@
-"""Keys and values of finished blocks are kept, in text that grows block by block."""
+"""Keep the keys and values of finished blocks, in text that grows block by block."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class BlockCache(Policy):
 
 
 def whole_blocks(state: State) -> RowPlan | None:
-    """Return the plan of a forward of which a policy decides nothing; None where it does.
+    """Return the plan of a forward that leaves a policy no choice; None where it has one.
 
     Args:
         state: The decoding before the forward.
@@ -93,7 +93,7 @@ def whole_blocks(state: State) -> RowPlan | None:
 
 
 def within_blocks(state: State, plan: RowPlan) -> RowPlan:
-    """Return a plan as attention that is causal over blocks asks for it.
+    """Restrict a plan to active blocks, for attention that is causal over blocks.
 
     Rows of finished blocks are left out, and all after the active one, which nobody sees. The first
     forward of a block computes all of it, together with the block before it, whose last commit

@@ -84,7 +84,7 @@ class Decoding:
         rows: Place of each sequence: its active block and step.
         guide: Scores drafts; None where the rule asks for none.
         causal: Tokens of a block of attention; None where every token sees all others.
-        width: Positions of a forward: all, or those up to the furthest active block of attention.
+        width: Positions of a forward: all, or those up to the furthest block of attention so far.
         valid_now: Those of them that are no padding, bool `[B, width]`, one tensor for as long as
             they are the same; None where there is no padding.
 
@@ -178,13 +178,14 @@ class Decoding:
         """Tokens of the answers, int64 `[B, length]`."""
         return self.ids[:, self.prompt : self.prompt + self.schedule.length]
 
-    def settled(self, number: int) -> list[int]:
-        """Return the tokens of an answer before its first mask, which stay; the host waits."""
-        ids: list[int] = self.answer[number].tolist()
-        row = self.rows[number]
-        if self.sampler.rule.editing is not None and row.is_active:
-            ids = ids[: max(row.start - self.prompt, 0)]
-        return ids[: ids.index(self.mask_id)] if self.mask_id in ids else ids
+    def settled(self) -> list[list[int]]:
+        """Return the tokens of each answer before its first mask, which stay; the host waits."""
+        answers: list[list[int]] = self.answer.tolist()
+        for number, (ids, row) in enumerate(zip(answers, self.rows, strict=True)):
+            if self.sampler.rule.editing is not None and row.is_active:
+                ids = ids[: max(row.start - self.prompt, 0)]
+            answers[number] = ids[: ids.index(self.mask_id)] if self.mask_id in ids else ids
+        return answers
 
     @property
     def state(self) -> State:
@@ -286,9 +287,10 @@ class Decoding:
             )
 
     def _by_quota(self, scores: Tensor) -> Tensor:
-        """Return the tokens to commit; with a fixed number, all sequences are at one step.
+        """Return the tokens to commit, bool `[B, n]`.
 
-        They are not where prompts end in the midst of blocks of attention.
+        With a fixed number all sequences are at one step, except where prompts end in the midst of
+        blocks of attention.
         """
         if self.causal is not None or not self._is_fixed:
             last = len(self._quotas) - 1
@@ -369,9 +371,9 @@ class Decoding:
             if not is_fixed or ends_early:
                 done = [not any_left for any_left in left]
         if self.guide is not None:  # drafts end with the token that ends the answer
-            done = [one or other for one, other in zip(done, self._ended(), strict=True)]
+            done = [one or end for one, end in zip(done, self._ended().tolist(), strict=True)]
         ends = [is_done and row.is_active for is_done, row in zip(done, self.rows, strict=True)]
-        ended = self._ended() if any(ends) else []
+        ended = self._ended().tolist() if any(ends) else []
         for number, row in enumerate(self.rows):
             if not row.is_active:
                 continue
@@ -407,7 +409,11 @@ class Decoding:
         return row
 
     def leave(self, number: int) -> None:
-        """Give a sequence up, which is decoded no further."""
+        """Stop decoding a sequence.
+
+        Args:
+            number: Number of the sequence.
+        """
         self.rows[number] = replace(self.rows[number], is_active=False)
         self._look()
 
@@ -442,23 +448,23 @@ class Decoding:
         self._look()
 
     def _widen(self, row: RowState) -> None:
-        """Let forwards reach as far as the place of a sequence asks for."""
+        """Let forwards reach the end of a sequence's block of attention, its start if it leads."""
         self.width = max(self.width, row.span.start if row.leads else row.span.stop)
 
     def _advance_within(self, plan: RowPlan) -> None:
-        """Go on where attention is causal over blocks; what changed last is not as it stays."""
+        """Go on to the next step, where attention is causal over blocks; the host waits once."""
         after = self.ids.gather(1, self._at)
         before = self._before.gather(1, self._at)
         left, new = after == self.mask_id, self._changed.gather(1, self._at)
         facts = torch.stack([left, ~before, new & ~before, new & before]).any(2)
-        masks, had, decided, edited = facts.tolist()
+        masks, had, decided, edited, ended = torch.cat([facts, self._ended()[None]]).tolist()
         waits = [any_ and row.is_filled for any_, row in zip(had, self.rows, strict=True)]
         over = [  # a fixed number may be 0 at first
             not any_ and (not self._is_fixed or row.step + 1 >= len(self._quotas))
             for any_, row in zip(decided, self.rows, strict=True)
         ]
         self._check_goes_on(waits, over)
-        ended, rule = self._ended(), self.sampler.rule
+        rule = self.sampler.rule
         for number, row in enumerate(self.rows):
             if not row.is_active:
                 continue
@@ -524,15 +530,13 @@ class Decoding:
                     "float32), or the policy did not compute them"
                 )
 
-    def _ended(self) -> list[bool]:
-        """Return which sequences have the token that ends an answer; the host waits."""
-        eos = self.schedule.eos_id
+    def _ended(self) -> Tensor:
+        """Return which sequences have the token that ends an answer, bool `[B]`."""
+        eos, answer = self.schedule.eos_id, self.answer
         if eos is None:
-            return [False] * len(self.rows)
-        answer = self.answer
+            return torch.zeros_like(answer[:, 0], dtype=torch.bool)
         settled = (answer != self.mask_id).cumprod(1).bool()
-        found: list[bool] = (settled & (answer == eos)).any(1).tolist()
-        return found
+        return (settled & (answer == eos)).any(1)
 
     def _fill(self, number: int) -> None:
         """Fill a sequence that is done up with the token that ends it."""
@@ -553,8 +557,9 @@ def _size_within(schedule: Schedule, sampler: Sampler, causal: int) -> int:
             f"block={schedule.block}: must divide the {causal} tokens that the model's attention "
             "is causal over, or be a multiple of them; use block=None for those"
         )
-    for name, setting in (("cfg_scale", sampler.cfg_scale), ("rule", sampler.rule)):
-        if isinstance(setting, Guided) or (name == "cfg_scale" and setting):
+    is_guided = isinstance(sampler.rule, Guided)
+    for name, setting in (("cfg_scale", sampler.cfg_scale), ("rule", is_guided and sampler.rule)):
+        if setting:
             raise ValueError(
                 f"{name}={setting!r}: is for models that attend both ways; this one is causal over "
                 f"blocks of {causal} tokens, use another"

@@ -203,7 +203,9 @@ class Dynamic(Rule):
     post_steps: int = 16
 
     def __post_init__(self) -> None:
-        _check_share(self, "threshold", *["editing"] * (self.editing is not None))
+        _check_share(self, "threshold")
+        if self.editing is not None:
+            _check_share(self, "editing")
         check_int("post_steps", self.post_steps, 0)
 
     def choose(self, scores: Tensor, quota: int | Tensor) -> Tensor:

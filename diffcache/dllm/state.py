@@ -46,7 +46,7 @@ class RowState:
 
     @property
     def is_filled(self) -> bool:
-        """Whether no forward is taken up by its prompt alone."""
+        """Return False if the coming forward computes rows of the prompt alone."""
         return not 0 < self.fill < self.span.start - self.final
 
 

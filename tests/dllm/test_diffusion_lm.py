@@ -38,7 +38,8 @@ from diffcache.dllm import (
 from diffcache.dllm.d2_cache import NotedPlan
 from diffcache.dllm.dllm_cache import BranchPlan
 from diffcache.errors import AttachError
-from diffcache.pipelines.diffusion_lm import DiffusionLM, _Bar
+from diffcache.pipelines.decoding_progress import ProgressBar
+from diffcache.pipelines.diffusion_lm import DiffusionLM
 from diffcache.registry import rows_of
 from diffcache.timeline import lanes_of, timeline_text
 from tests.dllm.toys import EOS, LAYERS, MASK, bidirectional, padded, prompts, trace
@@ -170,7 +171,7 @@ def test_an_answer_is_cut_at_its_end_token() -> None:
 
 def test_the_progress_bar_shows_decided_tokens() -> None:
     done = []
-    with _Bar(True) as bar:
+    with ProgressBar(True) as bar:
         for decoding in DiffusionLM(bidirectional()).steps(prompts(*LENGTHS), SCHEDULE):
             bar.show(decoding)
             done.append((bar.progress.tasks[0].completed, bar.progress.tasks[0].total))

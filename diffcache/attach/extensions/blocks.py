@@ -1,4 +1,4 @@
-"""Serves finished blocks of a text that grows, where a pipeline owns the decoding loop.
+"""Serve finished blocks of a text that grows, where a pipeline owns the decoding loop.
 
 Calls with a plan, of `DiffusionLM`, are those of `rows.py`. Every other call of the model brings
 all tokens so far. The model runs on the last block, and on what changed before it since the last
@@ -118,14 +118,13 @@ class Blocks(Rows):
             return super().open(call)
         if not (run.in_pipeline or run.is_told):  # no call comes after this one
             return call
-        if isinstance(run.storage.get(self), HeldRows):
+        if isinstance(run.storage.get(self), HeldRows):  # without a plan, of a plan's run
             return call
         if self.block is None and not run.in_pipeline:
             raise AttachError(
                 f"{self.denoiser.method!r}: a bare model has no scheduler that tells how long a "
                 "block is; wrap the pipeline, decode with DiffusionLM, or give block"
             )
-        given.pop(PLAN, None)
         tokens = self._tokens(given)
         held: Window | None = run.storage.get(self)
         block = self.block if held is None else held.block

@@ -261,11 +261,10 @@ class Partial(Extension):
             held.shape = batch, width
             for layer in held.layers:
                 layer.widen(width)
-            held.positions, held.mask = places_of(ids, valid, self.first)
-            held.mark = mark_of(valid)
-        elif valid is not held.mark[0]:
-            held.positions, held.mask = places_of(ids, valid, self.first)
-            held.mark = mark_of(valid)
+        elif valid is held.mark[0]:
+            return
+        held.positions, held.mask = places_of(ids, valid, self.first)
+        held.mark = mark_of(valid)
 
     @abstractmethod
     def is_whole(self, plan: Any) -> bool:
@@ -380,13 +379,13 @@ def places_of(ids: Tensor, valid: Tensor | None, first: int = 0) -> tuple[Tensor
 
 
 def block_mask(rows: Tensor, positions: Tensor, block: int, valid: Tensor | None) -> Tensor:
-    """Return what rows see where attention is causal over blocks, bool `[1 or B, 1, n, T]`.
+    """Return the mask of rows where attention is causal over blocks, bool `[1 or B, 1, n, T]`.
 
     Args:
         rows: Positions of the rows, counted from 0, int64 `[1 or B, n]`.
         positions: Those of all tokens, int64 `[1 or B, T]`.
         block: Tokens of a block.
-        valid: What is no padding, bool `[B, 1, 1, T]`; None for all.
+        valid: Positions that are no padding, bool `[B, 1, 1, T]`; None for all.
     """
     seen = positions[:, None, None] // block <= rows[:, None, :, None] // block
     return seen if valid is None else seen & valid
@@ -413,7 +412,7 @@ def check_sees_all(
         model: Name of the model.
         site: The attention.
         call: Its call.
-        mask: What rows should see, bool; None for all.
+        mask: Positions that rows should see, bool; None for all.
         block: Tokens of a block where attention should be causal over blocks.
 
     Raises:
@@ -427,7 +426,7 @@ def check_sees_all(
         if block is not None:
             raise AttachError(
                 f"{model}: {site.path} does not attend to blocks of {block} tokens and all before; "
-                "give DiffusionLM(..., block=...) what the model's weights are made for"
+                "give DiffusionLM(..., block=...) the block that the model's weights are made for"
             )
         raise AttachError(
             f"{model}: {site.path} hides tokens from each other (it is causal, or has a "

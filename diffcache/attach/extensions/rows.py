@@ -1,4 +1,4 @@
-"""Computes the rows that a row plan names, in language models that attend both ways.
+"""Compute the rows that a row plan names, in language models that attend both ways.
 
 Plans that take notes (d2Cache) are told how sure the model is of each position, and how much
 attention flows from it. Weights of attention are computed for it besides the model's own attention,
@@ -35,7 +35,7 @@ from diffcache.attach.record import TOKEN_LAYERS
 from diffcache.attach.run import Run
 from diffcache.dllm.d2_cache import CONFIDENCE, INFLUENCE, NotedPlan, influence
 from diffcache.dllm.policy import FedRows
-from diffcache.dllm.rows import RowPlan
+from diffcache.dllm.rows import ALL, RowPlan
 from diffcache.errors import AttachError
 from diffcache.kv.slots import SlotIndex
 
@@ -64,13 +64,10 @@ class Turn:
             int64 `[B, n]`.
         rows: Rows of each sequence.
         mask: Positions that are seen, bool `[B, 1, n, T]`; None for all.
+        plan: The plan that was asked for.
         visits: Rows and channels of the queries of each attention that took part so far.
         products: Multiply-adds besides those of the layers.
-        block: Tokens of a block of attention; None where a row sees all.
-        masks_itself: Whether the model makes the mask of such blocks.
-        shown: Positions that a plan lets rows see, bool `[B, T]`; None for all.
         differs: Whether rows that were computed alone had other keys than among all.
-        notes: Plan that notes are left on; None where none are taken.
         attention: Mean attention of the rows in every layer so far, `[B, n, T]` each, for notes.
     """
 
@@ -78,13 +75,10 @@ class Turn:
     index: Tensor | range
     rows: int
     mask: Tensor | None
+    plan: RowPlan = ALL
     visits: dict[int, tuple[int, int]] = field(default_factory=dict)
     products: int = 0
-    block: int | None = None
-    masks_itself: bool = False
-    shown: Tensor | None = None
     differs: bool = False
-    notes: NotedPlan | None = None
     attention: list[Tensor] = field(default_factory=list)
 
 
@@ -133,9 +127,7 @@ class Rows(Partial):
         count = len(rows) if isinstance(rows, range) else rows.shape[1]
         mask = self._seen(held, rows, plan.block, plan.seen)
         mask = None if mask is None else mask.expand(-1, -1, count, -1)
-        turn = Turn(held, rows, count, mask, block=plan.block, masks_itself=plan.masks_itself)
-        turn.shown, turn.notes = plan.seen, plan if isinstance(plan, NotedPlan) else None
-        turn = call.storage[self] = self.turn_of(plan, turn)
+        turn = call.storage[self] = self.turn_of(plan, Turn(held, rows, count, mask, plan))
         return self._cut(given, turn)
 
     def _seen(
@@ -145,14 +137,14 @@ class Rows(Partial):
         block: int | None,
         shown: Tensor | None = None,
     ) -> Tensor | None:
-        """Return what rows see, bool `[1 or B, 1, 1 or n, T]`; None for all."""
+        """Return the mask of rows, bool `[1 or B, 1, 1 or n, T]`; None where they see all."""
         mask = held.mask
         if shown is not None:
             mask = shown[:, None, None] if mask is None else mask & shown[:, None, None]
         if block is None:
             return mask
         is_last = isinstance(rows, range) and rows[0] >= (held.shape[1] - 1) // block * block
-        if is_last and held.mask is None:  # whatever columns say are blocks
+        if is_last and held.mask is None:  # without padding, columns are positions
             return mask
         positions = held.positions - self.first
         (own,) = RowPlan(rows).take(positions)
@@ -174,9 +166,9 @@ class Rows(Partial):
         some = given | {IDS: ids}
         if self.takes_positions:
             some[POSITIONS] = positions.expand(held.shape[0], -1)
-        if turn.block is not None:
+        if turn.plan.block is not None:
             seen = turn.mask
-            if turn.masks_itself:
+            if turn.plan.masks_itself:
                 seen = torch.ones_like(ids)
             elif seen is None:  # SDAR's code asks for a mask
                 seen = ids.new_ones(1, 1, turn.rows, held.shape[1], dtype=torch.bool)
@@ -200,8 +192,8 @@ class Rows(Partial):
         if not self.is_tried and call.run.storage.get(self) is turn.held:
             self._try_alone(call, turn.held)
             self.is_tried = True
-        if turn.notes is not None:
-            self._take_notes(turn, turn.notes, out.logits)
+        if isinstance(turn.plan, NotedPlan):
+            self._take_notes(turn, turn.plan, out.logits)
 
     def _check_visits(self, turn: Turn) -> None:
         """Raise unless every attention took part.
@@ -263,11 +255,8 @@ class Rows(Partial):
         """
         given = self.denoiser.named(call.args, call.kwargs)
         index = torch.tensor(places, device=given[IDS].device).expand(held.shape[0], -1)
-        whole = call.storage.get(self)
-        block, shown = getattr(whole, "block", None), getattr(whole, "shown", None)
-        mask = self._seen(held, index, block, shown)
-        turn = Turn(held, index, len(places), mask, block=block)
-        turn.masks_itself = getattr(whole, "masks_itself", False)
+        plan = call.storage[self].plan
+        turn = Turn(held, index, len(places), self._seen(held, index, plan.block, plan.seen), plan)
         return turn, self.again(call, {TRIAL: turn, **storage}, self._cut(given, turn))
 
     def counts(self, call: Call) -> dict[str, tuple[int, int]]:
@@ -304,11 +293,11 @@ class Rows(Partial):
             self._check_seen(site, call, turn)
         layer.write(turn.index, call.k, call.v)
         out = layer.attend(call.q, call.scale, turn.mask)
-        if turn.notes is not None:
+        if isinstance(turn.plan, NotedPlan):
             turn.products += call.q.numel() * turn.held.shape[1]
             turn.attention.append(layer.weights(call.q, call.scale, turn.mask).mean(1))
         if number not in self.checked:
-            if self.is_direct or turn.masks_itself or turn.shown is not None:
+            if self.is_direct or turn.plan.masks_itself or turn.plan.seen is not None:
                 call.mask = turn.mask
             self._check_output(site, out, call.plain())
             self.checked.add(number)
@@ -320,13 +309,14 @@ class Rows(Partial):
         Raises:
             AttachError: If it is not.
         """
-        expected = self._seen(turn.held, turn.index, turn.block)  # whatever a plan hides besides
-        if self.is_direct and turn.block is None:
+        block = turn.plan.block
+        expected = self._seen(turn.held, turn.index, block)  # whatever a plan hides besides
+        if self.is_direct and block is None:
             expected = None
-        if turn.block is not None and turn.masks_itself:  # and knows nothing of padding
+        if block is not None and turn.plan.masks_itself:  # and knows nothing of padding
             at = torch.arange(turn.held.shape[1], device=call.q.device)[None]
-            expected = block_mask(at, at, turn.block, None)
-        check_sees_all(self.model, site, call, expected, turn.block)
+            expected = block_mask(at, at, block, None)
+        check_sees_all(self.model, site, call, expected, block)
 
     def _compared(self, site: AttentionSite, call: AttentionCall) -> Tensor | None:
         """Attend with rows that are computed alone, and compare their keys with those held."""

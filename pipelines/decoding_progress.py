@@ -1,0 +1,77 @@
+"""Show the progress of a decoding: settled tokens as they come, and a bar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from diffcache.dllm.decode import Decoding
+
+OnSettled = Callable[[int, "list[int] | str"], None]
+
+
+class Streamer:
+    """Calls a function with the tokens that settle: those before the first mask of an answer.
+
+    Args:
+        on_settled: Called with the number of a prompt and its newly settled tokens, or their text;
+            None for nobody.
+        text: Makes text of tokens; None for tokens.
+    """
+
+    def __init__(
+        self, on_settled: OnSettled | None, text: Callable[[list[int]], str] | None
+    ) -> None:
+        self.on_settled, self.text = on_settled, text
+        self.told: dict[int, Any] = {}
+
+    def show(self, decoding: Decoding, numbers: Iterable[tuple[int, int]] | None = None) -> None:
+        """Tell the tokens that settled at the last step; the host waits.
+
+        Args:
+            decoding: The decoding.
+            numbers: Sequences to tell of, each with the number of its prompt; None for all.
+        """
+        if self.on_settled is None:
+            return
+        answers = decoding.settled()
+        for row, number in enumerate(range(len(answers))) if numbers is None else numbers:
+            settled: Any = self.text(answers[row]) if self.text else answers[row]
+            told = self.told.get(number, settled[:0])
+            if self.text and settled.endswith("\ufffd"):  # half a character
+                continue
+            if len(settled) > len(told) and settled[: len(told)] == told:
+                self.on_settled(number, settled[len(told) :])
+                self.told[number] = settled
+
+
+class ProgressBar:
+    """A bar over decided tokens.
+
+    Args:
+        shown: Whether it is shown.
+    """
+
+    def __init__(self, shown: bool) -> None:
+        self.progress: Any = None
+        if shown:
+            from rich.progress import Progress
+
+            self.progress = Progress(transient=True)
+            self.task = self.progress.add_task("decoding", total=None)
+
+    def show(self, decoding: Decoding) -> None:
+        """Show how many tokens are decided; the host waits."""
+        if self.progress is not None:
+            answer = decoding.answer
+            done = int((answer != decoding.mask_id).sum())
+            self.progress.update(self.task, completed=done, total=answer.numel())
+
+    def __enter__(self) -> ProgressBar:
+        if self.progress is not None:
+            self.progress.start()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if self.progress is not None:
+            self.progress.stop()
