@@ -133,7 +133,7 @@ class DiffusionLM(Loop):
         if block is not None:
             check_int("block", block, 1)
         self.block = block
-        self._model = MaskedModel(model, block)
+        self.masked = MaskedModel(model, block)
         self.eos_id = getattr(tokenizer, "eos_token_id", None) if eos_id is None else eos_id
 
     @classmethod
@@ -347,7 +347,7 @@ class DiffusionLM(Loop):
                         "decoding or close its iterator first"
                     )
                 plan, count = self._planned(policy, decoding, check), decoding.width
-                logits = context.run(self._model.logits, decoding, plan, policy is not None)
+                logits = context.run(self.masked.logits, decoding, plan, policy is not None)
                 decoding.commit(logits, plan)
                 yield plan.count(count)
         except BaseException:
@@ -360,7 +360,7 @@ class DiffusionLM(Loop):
         plan = ALL if policy is None else self._chosen(policy, decoding.state, check)
         if self.block is None:
             return plan
-        return replace(plan, block=self.block, masks_itself=self._model.masks_itself)
+        return replace(plan, block=self.block, masks_itself=self.masked.masks_itself)
 
     def _chosen(self, policy: Policy, state: State, check: bool) -> RowPlan:
         """Return the rows that a policy chooses, where blocks of attention leave it a choice."""
@@ -407,7 +407,7 @@ class DiffusionLM(Loop):
                 "known of a random order; use Sampler(by='random'), or another policy"
             )
         ids, valid = self._encoded(prompts, longest)
-        self._model.check_sizes(ids.shape[1], schedule)
+        self.masked.check_sizes(ids.shape[1], schedule)
         if self.block is None and isinstance(policy, BlockCache):
             raise ValueError(
                 f"{policy!r}: keeps finished blocks, and nobody says that the model's attention is "
@@ -417,7 +417,7 @@ class DiffusionLM(Loop):
             is_alone = calls_sdpa(self.model)
         else:
             self._check_within(policy, sampler)
-            is_alone = self._model.masks_itself
+            is_alone = self.masked.masks_itself
         if valid is not None and policy is None and is_alone:
             raise ValueError(
                 f"prompts: are of different lengths, and each release of "
@@ -430,7 +430,7 @@ class DiffusionLM(Loop):
     def _tokens(self, prompt: Any) -> list[int] | ValueError:
         """Return the tokens of a prompt, or the error of one that is none of the model."""
         try:
-            return tokens_of([prompt], self.tokenizer, self._model.size("vocab_size"))[0]
+            return tokens_of([prompt], self.tokenizer, self.masked.size("vocab_size"))[0]
         except ValueError as error:
             return error
 
@@ -502,7 +502,7 @@ class DiffusionLM(Loop):
 
     def _encoded(self, prompts: Prompts, longest: int = 0) -> tuple[Tensor, Tensor | None]:
         """Return prompts as tokens `[B, P]`, padded on the left, and which are no padding."""
-        rows = tokens_of(prompts, self.tokenizer, self._model.size("vocab_size"))
+        rows = tokens_of(prompts, self.tokenizer, self.masked.size("vocab_size"))
         longest = max([longest, *map(len, rows)])
         device = device_of_model(self.model)
         filler = 0 if self.mask_id else 1  # any token but the mask: nothing sees it

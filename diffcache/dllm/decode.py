@@ -394,17 +394,14 @@ class Decoding:
         Args:
             count: Tokens of its prompt.
         """
-        start = self.prompt - (0 if self.causal is None else count % self._size)
-        row = RowState(start, start + self._size, 0, 0)
         if self.causal is None:
             self.width = self.ids.shape[1]
-            return row
-        origin = self.prompt - count
+            return RowState(self.prompt, self.prompt + self._size, 0, 0)
+        origin, start = self.prompt - count, self.prompt - count % self._size
         begin = start - (start - origin) % self.causal
+        row = RowState(start, start + self._size, 0, 0, final=origin, known=origin)
         leads = bool(self._shift) and begin == self.prompt
-        row = replace(
-            row, span=range(begin, begin + self.causal), leads=leads, final=origin, known=origin
-        )
+        row = replace(row, span=range(begin, begin + self.causal), leads=leads)
         self._widen(row)
         return row
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from diffcache.dllm.policy import Policy
 from diffcache.dllm.rows import ALL, RowPlan
-from diffcache.dllm.state import State
+from diffcache.dllm.state import RowState, State
 from diffcache.method import check_int, is_number
 
 Cache = Literal["none", "prefix", "dual"]
@@ -79,16 +79,18 @@ class DPad(Policy):
         distance = torch.arange(state.width) - stops
         seen = (distance < 0) | kept.gather(1, distance.clamp_min(0))  # on the host, as draws are
         shown = None if bool(seen.all()) else seen.to(state.ids.device)
-        whole = [row.step == 0 or self.cache == "none" for row in state.rows]
-        if state.last is None or (shown is None and all(whole)):
+
+        def run_of(row: RowState) -> range:
+            if row.step == 0 or self.cache == "none":
+                return range(state.width)
+            return range(row.start, row.stop if self.cache == "dual" else state.width)
+
+        if state.last is None:
             return replace(ALL, seen=shown)
-        runs = [range(state.width)] * len(whole)
-        for number, row in enumerate(state.rows):
-            if not whole[number]:
-                runs[number] = range(row.start, row.stop if self.cache == "dual" else state.width)
-        chosen = state.between(runs)
-        plan = state.plan(chosen if shown is None else chosen & shown)
-        return replace(plan, seen=shown)
+        if shown is None:
+            return state.runs(run_of)
+        chosen = state.between([run_of(row) for row in state.rows]) & shown
+        return replace(state.plan(chosen), seen=shown)
 
 
 @lru_cache(maxsize=1024)

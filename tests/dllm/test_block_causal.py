@@ -31,11 +31,9 @@ from diffcache.dllm import (
     WindowDiffusion,
 )
 from diffcache.pipelines.diffusion_lm import DiffusionLM
-from diffcache.targets import handle_of
 from tests.dllm.remote_models import LLaDA2MoeModelLM
-from tests.dllm.test_llada2 import blocks_of
 from tests.dllm.test_remote import made
-from tests.dllm.toys import MASK, bidirectional, by_hand, prompts
+from tests.dllm.toys import MASK, bidirectional, blocks_of, by_hand, prompts
 
 BLOCK, LENGTH = 8, 19
 Call = Callable[[list[int]], Tensor]  # the logits of a text, [T, V]
@@ -405,74 +403,6 @@ def test_an_answer_ends_in_the_midst_of_a_block(policy: Policy | None) -> None:
         assert answer.ids[0].tolist() == wanted and answer.forwards == len(texts)
 
 
-SERVED: dict[str, tuple[str, Policy, Sampler, int | None]] = {
-    "edits": ("llada2", BlockCache(), Sampler(rule=Dynamic(0.3, 0.25)), None),
-    "quota": ("sdar", BlockCache(), Sampler(), None),
-    "sub-blocks": ("fast-dllm", FastDLLM(dual=True), Sampler(rule=Threshold(0.2)), 4),
-    "all rows": ("llada2", Uncached(), Sampler(rule=Threshold(0.3)), None),
-}
-
-
-@pytest.mark.parametrize("name", SERVED)
-def test_prompts_that_take_turns_are_answered_as_alone(name: str) -> None:
-    """Three places for nine prompts of other lengths, some of which end early."""
-    code, policy, sampler, block = SERVED[name]
-    rows = prompts(13, 3, 16, 40, 1, 8, 27, 5, 33)
-    lm = DiffusionLM(diffcache.wrap(made(code), policy))
-    end = lm.generate([rows[0]], Schedule(20, block), sampler).ids[0, 6].item()
-    how = Schedule(20, block, eos_id=int(end)), sampler
-    alone = [lm.generate([row], *how) for row in rows]
-    lengths = {answer.forwards for answer in alone}
-    assert len(lengths) > 1  # some leave early
-    calls: list[int] = []
-    hook = lm.model.register_forward_hook(lambda *_: calls.append(1))
-    served = list(lm.serve(iter(rows), *how, slots=3, longest=40, fill=8))
-    hook.remove()
-    assert sorted(number for number, _ in served) == list(range(9))
-    for number, ids in served:
-        assert ids == alone[number].ids[0].tolist()
-    assert len(calls) < sum(answer.forwards for answer in alone) / 1.5
-    assert [number for number, _ in served] != list(range(9))
-    assert dict(lm.serve(rows, *how, slots=20)) == dict(served)
-
-
-def test_places_are_left_free_by_who_stops_early() -> None:
-    lm = DiffusionLM(diffcache.wrap(made("llada2"), BlockCache()))
-    handle, rows = handle_of(lm.model), prompts(13, 3, 16, 40)
-    answers = lm.serve(iter(rows), Schedule(8, None), slots=2, longest=40)
-    wanted = dict(lm.serve(rows, Schedule(8, None)))
-    number, ids = next(answers)
-    assert wanted[number] == ids and handle.held_bytes() > 0
-    answers.close()
-    assert handle.held_bytes() == 0 and list(lm.serve([])) == []
-    bad: list[Any] = [[1] * 41, rows[0], [99], rows[1], [MASK], rows[2], "text", rows[3]]
-    told: dict[int, list[int]] = {}
-    given = lm.serve(
-        iter(bad), Schedule(8, None), slots=2, longest=40,
-        on_settled=lambda number, ids: told.setdefault(number, []).extend(ids),
-    )  # fmt: skip
-    served = dict(given)
-    for place, said in (
-        (0, "number 0 has 41 tokens where longest=40"), (2, "hold 99, which is no token"),
-        (4, "or holds the mask, token 63"), (6, "is text, and there is no tokenizer"),
-    ):  # fmt: skip
-        assert said in str(served.pop(place))
-    assert served == {2 * n + 1: ids for n, ids in wanted.items()} == told
-    canceled = dict(lm.serve(rows, Schedule(8, None), slots=2, is_canceled={0, 3}.__contains__))
-    assert canceled == {n: ids for n, ids in wanted.items() if n in (1, 2)}
-    assert handle.held_bytes() == 0
-    for other, policy, said in (
-        (
-            DiffusionLM(bidirectional()),
-            Uncached(),
-            "block=None: every token of this model sees all",
-        ),
-        (DiffusionLM(made("sdar")), WindowDiffusion(), "WindowDiffusion.*: sequences come and go"),
-    ):
-        with diffcache.wrapped(other, policy), pytest.raises(ValueError, match=said):
-            next(other.serve(rows))
-
-
 def test_what_is_edited_settles_with_its_block() -> None:
     model, (prompt,), told = made("llada2"), prompts(13), list[int]()
     _, rule, steps = RULES["edited"]
@@ -542,7 +472,7 @@ def test_what_blocks_do_not_go_with_is_refused() -> None:
             None,
             None,
             Sampler(),
-            "block=4: attention of TakesTokens is",
+            "attention of TakesTokens is not causal",
         ),
         (DiffusionLM(plain), BlockCache(), None, Sampler(), "nobody says that the model's attenti"),
         (DiffusionLM(plain), None, None, edits, "editing=.*: edits tokens of models that are caus"),
@@ -579,16 +509,6 @@ def test_settings_that_no_caller_of_ours_makes() -> None:
     assert not bool((by_time == MASK).any())  # its first steps decide nothing
     told = Schedule(16, None, window=4, eos_id=asked[-1])
     assert not bool((lm.generate([asked], told).ids == MASK).any())
-    diffcache.wrap(model, BlockCache())
-    under_way = lm.serve([asked, asked], Schedule(8, None), slots=1)
-    next(under_way)
-    diffcache.unwrap(model)
-    with pytest.raises(ValueError, match="was unwrapped, or wrapped anew, while it decodes"):
-        next(under_way)
-    diffcache.wrap(model, BlockCache())
-    for one in ("abc", [1, 2, 3]):
-        with pytest.raises(ValueError, match="is one prompt; give several"):
-            next(lm.serve(one))
 
 
 def test_steps_count_for_confident_commits_in_models_that_attend_both_ways() -> None:

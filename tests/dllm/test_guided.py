@@ -23,6 +23,7 @@ from diffcache.dllm import (
     Schedule,
 )
 from diffcache.pipelines.diffusion_lm import DiffusionLM
+from diffcache.pipelines.masked_model import MaskedModel
 from tests.dllm.toys import EOS, MASK, bidirectional, padded, prompts
 
 LENGTHS = (6, 3)
@@ -57,12 +58,10 @@ class Opinion:
 def decode(
     opinion: Opinion, rows: list[list[int]], schedule: Schedule, rule: Guided | None = None
 ) -> Decoding:
-    model = bidirectional()
-    ids, valid = padded(rows)
+    model, (ids, valid) = MaskedModel(bidirectional(), None), padded(rows)
     decoding = Decoding(ids, schedule, Sampler(rule=rule or Guided()), MASK, valid, opinion)
-    lm = DiffusionLM(model)
     while not decoding.is_finished:
-        decoding.commit(lm._logits(decoding, ALL, False), ALL)
+        decoding.commit(model.logits(decoding, ALL, is_wrapped=False), ALL)
     return decoding
 
 

@@ -1,4 +1,4 @@
-"""diffusers' pipelines of diffusion language models: LLaDA2's blocks, DiffusionGemma's canvas."""
+"""Finished blocks in a loop that is not ours: diffusers' pipeline of LLaDA2, and bare models."""
 
 from __future__ import annotations
 
@@ -8,28 +8,22 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import BlockRefinementScheduler, DiffusionGemmaPipeline, LLaDA2Pipeline
+from diffusers import BlockRefinementScheduler, LLaDA2Pipeline
 from torch import Tensor
-from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import diffcache
 from diffcache.dllm import BlockCache, DKVCache
 from diffcache.errors import AttachError, CacheWarning
-from diffcache.foreign import cache_name
 from diffcache.pipelines.demo.describe import find
 from diffcache.pipelines.diffusion_lm import DiffusionLM
 from diffcache.targets import handle_of
 from tests.dllm.remote_models import DreamModel
 from tests.dllm.test_diffusion_lm import Reads
 from tests.dllm.test_remote import made
-from tests.dllm.toys import LAYERS, MASK, bidirectional, by_hand
+from tests.dllm.toys import LAYERS, MASK, bidirectional, blocks_of, by_hand
 
 BLOCK = 8
-
-
-def blocks_of(width: int, length: int) -> Tensor:
-    number = torch.arange(width) // length
-    return number <= number[:, None]
 
 
 class BlockCausal(LlamaForCausalLM):
@@ -341,59 +335,3 @@ def test_what_cannot_be_served_is_refused() -> None:
             model(**ids, output_hidden_states=True)
         with pytest.raises(AttachError, match=r"takes position_ids \[B, T\]"):
             model(ids["input_ids"], ids["attention_mask"], None)
-
-
-# the pipeline of DiffusionGemma ----------------------------------------------------------------------
-
-
-class Processor:
-    eos_token_id = None
-
-    def apply_chat_template(self, messages: Any, **_: Any) -> dict[str, Tensor]:
-        return {"input_ids": prompt(1, 11)}
-
-
-def gemma() -> DiffusionGemmaPipeline:
-    text = {
-        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8,
-        "num_global_key_value_heads": 2, "sliding_window": 16, "num_experts": 4,
-        "layer_types": ["sliding_attention", "full_attention"], "top_k_experts": 2,
-        "moe_intermediate_size": 16,
-    }  # fmt: skip
-    torch.manual_seed(0)
-    config = DiffusionGemmaConfig(text_config=text, vision_config=None, canvas_length=BLOCK)
-    model = DiffusionGemmaForBlockDiffusion(config).eval()
-    scheduler = BlockRefinementScheduler(block_length=BLOCK)
-    pipe = DiffusionGemmaPipeline(model=model, scheduler=scheduler, processor=Processor())
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
-def test_the_canvas_of_diffusion_gemma_takes_feature_methods_and_no_row_plans() -> None:
-    pipe = gemma()
-    if cache_name(pipe.model.forward) == "cache":
-        try:
-            pipe(prompt="", gen_length=BLOCK, num_inference_steps=1)
-        except TypeError as error:  # diffusers 0.42.1
-            pytest.skip(f"diffusers calls it as transformers before 5.24 took it: {error}")
-    assert diffcache.inspect(pipe)["model"].lists[0].key == "model.decoder.layers"
-    for policy in (BlockCache(), DKVCache()):
-        with pytest.raises(AttachError, match="encoder cache holds.*exactly.*method='taylorseer'"):
-            diffcache.wrap(pipe, policy)
-
-    def text(cache: str | None = None) -> Tensor:
-        found: Tensor = pipe(
-            prompt="", gen_length=2 * BLOCK, num_inference_steps=6, confidence_threshold=None,
-            cache_implementation=cache, output_type="seq",
-            generator=torch.Generator().manual_seed(0),
-        ).sequences  # fmt: skip
-        return found
-
-    wanted = text()
-    for cache in (None, "static"):
-        with diffcache.wrapped(pipe, "interval", every=3):
-            text(cache)
-            computed = [call.index for call in diffcache.report(pipe).calls if call.computed]
-        assert {0, 6} <= set(computed) and len(computed) < 10  # every canvas starts anew
-    assert torch.equal(text(), wanted)

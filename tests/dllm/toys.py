@@ -56,6 +56,12 @@ def padded(rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor | None]:
     return ids, None if bool(valid.all()) else valid
 
 
+def blocks_of(width: int, length: int) -> Tensor:
+    """Return the mask of attention that is causal over blocks, bool `[T, T]`."""
+    number = torch.arange(width) // length
+    return number <= number[:, None]
+
+
 @dataclass(frozen=True, eq=False)
 class Noted:
     """One step: what the model was given and what came out."""

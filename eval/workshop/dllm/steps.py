@@ -71,11 +71,11 @@ def answer(runner: Any, prompts: Tensor, twin: nn.Module) -> dict[str, float]:
         prompts: Tokens, int64 `[B, P]`.
         twin: The model without a cache.
     """
-    lm, outside = runner.lm, Context()
+    lm, masked, outside = runner.lm, runner.lm.masked, Context()
     calls: list[float] = []
     plain: list[float] = []
     counts: list[int] = []
-    own = timed(lm._logits, calls)
+    own = timed(masked.logits, calls)
 
     def logits(decoding: Decoding, plan: RowPlan, is_wrapped: bool) -> Tensor:
         found: Tensor = own(decoding, plan, is_wrapped)
@@ -84,12 +84,12 @@ def answer(runner: Any, prompts: Tensor, twin: nn.Module) -> dict[str, float]:
         timed(outside.run, plain)(twin, input_ids=some, use_cache=False)
         return found
 
-    lm._logits = logits
+    masked.logits = logits
     start = time.process_time()
     try:
         runner.answer(prompts)
     finally:
-        del lm._logits
+        del masked.logits
     seconds = time.process_time() - start - sum(plain)
     return {
         "call": sum(calls) / sum(plain), "step": seconds / sum(plain), "rows": fmean(counts),

@@ -1,0 +1,72 @@
+"""diffusers' pipeline of DiffusionGemma: its canvas takes feature methods and no row plans."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from diffusers import BlockRefinementScheduler, DiffusionGemmaPipeline
+from torch import Tensor
+from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
+
+import diffcache
+from diffcache.dllm import BlockCache, DKVCache
+from diffcache.errors import AttachError
+from diffcache.foreign import cache_name
+from tests.dllm.toys import prompts
+
+BLOCK = 8
+
+
+class Processor:
+    eos_token_id = None
+
+    def apply_chat_template(self, messages: Any, **_: Any) -> dict[str, Tensor]:
+        return {"input_ids": torch.tensor(prompts(11))}
+
+
+def gemma() -> DiffusionGemmaPipeline:
+    text = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8,
+        "num_global_key_value_heads": 2, "sliding_window": 16, "num_experts": 4,
+        "layer_types": ["sliding_attention", "full_attention"], "top_k_experts": 2,
+        "moe_intermediate_size": 16,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = DiffusionGemmaConfig(text_config=text, vision_config=None, canvas_length=BLOCK)
+    model = DiffusionGemmaForBlockDiffusion(config).eval()
+    scheduler = BlockRefinementScheduler(block_length=BLOCK)
+    pipe = DiffusionGemmaPipeline(model=model, scheduler=scheduler, processor=Processor())
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def test_the_canvas_of_diffusion_gemma_takes_feature_methods_and_no_row_plans() -> None:
+    pipe = gemma()
+    if cache_name(pipe.model.forward) == "cache":
+        try:
+            pipe(prompt="", gen_length=BLOCK, num_inference_steps=1)
+        except TypeError as error:  # diffusers 0.42.1
+            pytest.skip(f"diffusers calls it as transformers before 5.24 took it: {error}")
+    assert diffcache.inspect(pipe)["model"].lists[0].key == "model.decoder.layers"
+    for policy in (BlockCache(), DKVCache()):
+        with pytest.raises(AttachError, match="encoder cache holds.*exactly.*method='taylorseer'"):
+            diffcache.wrap(pipe, policy)
+
+    def text(cache: str | None = None) -> Tensor:
+        found: Tensor = pipe(
+            prompt="", gen_length=2 * BLOCK, num_inference_steps=6, confidence_threshold=None,
+            cache_implementation=cache, output_type="seq",
+            generator=torch.Generator().manual_seed(0),
+        ).sequences  # fmt: skip
+        return found
+
+    wanted = text()
+    for cache in (None, "static"):
+        with diffcache.wrapped(pipe, "interval", every=3):
+            text(cache)
+            computed = [call.index for call in diffcache.report(pipe).calls if call.computed]
+        assert {0, 6} <= set(computed) and len(computed) < 10  # every canvas starts anew
+    assert torch.equal(text(), wanted)
