@@ -14,6 +14,7 @@ from contextlib import ExitStack, closing
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from itertools import islice
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -212,7 +213,7 @@ class DiffusionLM(Loop):
             ValueError: If the prompts are empty, too long, hold the mask or are no tokens of the
                 model, the sampler does not fit the policy, or the model's logits are not finite.
         """
-        streamer, rows = self._streamer(on_settled), 0
+        streamer, rows = Streamer(on_settled, None if self.tokenizer is None else self.text), 0
         with ProgressBar(progress) as bar:
             decoding = self._begun(prompts, schedule, sampler)
             for count in self._forwards(decoding, check):
@@ -299,7 +300,8 @@ class DiffusionLM(Loop):
             return
         numbers = dict(enumerate(taken))
         decoding = self._begun(list(taken.values()), schedule, sampler, longest)
-        streamer, size = self._streamer(on_settled), max(fill, self.block or 1)
+        streamer = Streamer(on_settled, None if self.tokenizer is None else self.text)
+        size = max(fill, self.block or 1)
         with closing(self._forwards(decoding)) as forwards:
             for _ in forwards:
                 streamer.show(decoding, numbers.items())
@@ -326,10 +328,6 @@ class DiffusionLM(Loop):
             kept = kept[: kept.index(self.eos_id)]
         found: str = self.tokenizer.decode(kept, skip_special_tokens=True)
         return found
-
-    def _streamer(self, on_settled: OnSettled | None) -> Streamer:
-        """Return the streamer of text, or of tokens without a tokenizer."""
-        return Streamer(on_settled, None if self.tokenizer is None else self.text)
 
     # one decoding --------------------------------------------------------------------------
 
@@ -395,12 +393,11 @@ class DiffusionLM(Loop):
             usual = Schedule() if policy is None else policy.schedule
             block = usual.block if self.block is None else None
             schedule = replace(usual, eos_id=self.eos_id, block=block)
-        for name, setting, kind in (
-            ("schedule", schedule, Schedule),
-            ("sampler", sampler, Sampler),
-        ):
+        for setting, kind in ((schedule, Schedule), (sampler, Sampler)):
             if not isinstance(setting, kind):
-                raise ValueError(f"{name}={setting!r}: must be a {kind.__name__} of diffcache.dllm")
+                name = kind.__name__
+                said = f"{name.lower()}={setting!r}: must be a {name} of diffcache.dllm"
+                raise ValueError(said)
         if policy is not None and policy.needs_order and sampler.by != "random":
             raise ValueError(
                 f"by={sampler.by!r}: {policy!r} computes what is committed next, which is only "
@@ -408,16 +405,16 @@ class DiffusionLM(Loop):
             )
         ids, valid = self._encoded(prompts, longest)
         self.masked.check_sizes(ids.shape[1], schedule)
-        if self.block is None and isinstance(policy, BlockCache):
+        if self.block is not None:
+            self._check_within(policy, sampler)
+            is_alone = self.masked.masks_itself
+        elif isinstance(policy, BlockCache):
             raise ValueError(
                 f"{policy!r}: keeps finished blocks, and nobody says that the model's attention is "
                 "causal over blocks; give DiffusionLM(..., block=...), or use another policy"
             )
-        if self.block is None:
-            is_alone = calls_sdpa(self.model)
         else:
-            self._check_within(policy, sampler)
-            is_alone = self.masked.masks_itself
+            is_alone = calls_sdpa(self.model)
         if valid is not None and policy is None and is_alone:
             raise ValueError(
                 f"prompts: are of different lengths, and each release of "
@@ -429,6 +426,10 @@ class DiffusionLM(Loop):
 
     def _tokens(self, prompt: Any) -> list[int] | ValueError:
         """Return the tokens of a prompt, or the error of one that is none of the model."""
+        if isinstance(prompt, Integral) or (isinstance(prompt, Tensor) and not prompt.dim()):
+            return ValueError(
+                f"prompts: hold the token {prompt}; give each prompt as a list of them"
+            )
         try:
             return tokens_of([prompt], self.tokenizer, self.masked.size("vocab_size"))[0]
         except ValueError as error:
@@ -473,8 +474,10 @@ class DiffusionLM(Loop):
                 f"{policy!r}: sequences come and go beside others with a policy that goes by the "
                 "place of each alone; wrap the model with BlockCache() or FastDLLM(dual=True)"
             )
+        if isinstance(prompts, Tensor):
+            prompts = prompts.tolist()
         listed = isinstance(prompts, (list, tuple)) and prompts
-        if isinstance(prompts, str) or (listed and isinstance(prompts[0], int)):
+        if isinstance(prompts, str) or (listed and isinstance(prompts[0], Integral)):
             raise ValueError(
                 f"prompts={str(prompts)[:40]!r}: is one prompt; give several, each a text or its "
                 "tokens, such as [prompt]"

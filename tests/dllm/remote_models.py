@@ -245,10 +245,12 @@ class DreamSdpaAttention(nn.Module):
         self.v_proj = nn.Linear(width, shared, bias=self.has_bias)
         self.o_proj = nn.Linear(width, width, bias=False)
         self.rotary_emb = DreamRotaryEmbedding(config)
+        self.q_norm = self.k_norm = nn.Identity()
 
     def projected(self, hidden_states: Tensor, position_embeddings: Any) -> list[Tensor]:
         parts = [project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj)]
         q, k, v = (x.unflatten(2, (-1, self.head_dim)).transpose(1, 2) for x in parts)
+        q, k = self.q_norm(q), self.k_norm(k)
         return [rotated(q, position_embeddings), rotated(k, position_embeddings), v]
 
     def forward(
@@ -436,14 +438,12 @@ class SDARAttention(DreamSdpaAttention):
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor, position_embeddings: Any, **_: Any
     ) -> tuple[Tensor, None, None]:
-        parts = [project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj)]
-        q, k, v = (x.unflatten(2, (-1, self.head_dim)) for x in parts)
-        q, k, v = (x.transpose(1, 2) for x in (self.q_norm(q), self.k_norm(k), v))
+        q, k, v = self.projected(hidden_states, position_embeddings)
         attention_mask = attention_mask.bool()
         torch.all(attention_mask)  # whether flash attention would do
         out = functional.scaled_dot_product_attention(
-            query=rotated(q, position_embeddings), key=rotated(k, position_embeddings), value=v,
-            attn_mask=attention_mask, is_causal=False, scale=self.head_dim**-0.5, enable_gqa=True,
+            query=q, key=k, value=v, attn_mask=attention_mask, is_causal=False,
+            scale=self.head_dim**-0.5, enable_gqa=True,
         )  # fmt: skip
         return self.o_proj(out.transpose(1, 2).flatten(2)), None, None
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from diffusers import BlockRefinementScheduler, LLaDA2Pipeline
 from torch import Tensor
 from torch.nn import functional
 
@@ -32,6 +32,7 @@ from diffcache.dllm import (
 )
 from diffcache.pipelines.diffusion_lm import DiffusionLM
 from tests.dllm.remote_models import LLaDA2MoeModelLM
+from tests.dllm.test_llada2 import pipeline
 from tests.dllm.test_remote import made
 from tests.dllm.toys import MASK, bidirectional, blocks_of, by_hand, prompts
 
@@ -162,19 +163,13 @@ def finished(ids: list[int], prompt: list[int], eos: int | None, length: int) ->
     return [eos if token == MASK and eos is not None else token for token in answer]
 
 
-class Seen:
-    """Keeps the logits of every forward of a decoding."""
-
-    def __init__(self, model: Any) -> None:
-        self.model, self.logits = model, list[Tensor]()
-
-    def __enter__(self) -> list[Tensor]:
-        keep = lambda _, args, out: self.logits.append(out.logits[0])  # noqa: E731
-        self.hook = self.model.register_forward_hook(keep)
-        return self.logits
-
-    def __exit__(self, *_: Any) -> None:
-        self.hook.remove()
+@contextmanager
+def seen_of(model: Any) -> Iterator[list[Tensor]]:
+    """Keep the logits of every forward of a decoding."""
+    found: list[Tensor] = []
+    hook = model.register_forward_hook(lambda _, args, out: found.append(out.logits[0]))
+    yield found
+    hook.remove()
 
 
 # the decoders of the authors -----------------------------------------------------------------------
@@ -206,7 +201,7 @@ def check(model: Any, wanted: list[int], texts: list[Tensor], prompt: list[int],
     for policy in policies:
         if policy is not None:
             diffcache.wrap(model, policy)
-        with Seen(model) as seen:
+        with seen_of(model) as seen:
             answer = lm.generate([prompt], *how)
         if policy is not None:
             diffcache.unwrap(model)
@@ -329,7 +324,7 @@ def test_policies_choose_rows_of_the_active_block(name: str) -> None:
     (prompt,) = prompts(13)
     lm = DiffusionLM(model, block=BLOCK)
     lm.generate(prompt, when)
-    with diffcache.wrapped(model, policy), Seen(model) as seen:
+    with diffcache.wrapped(model, policy), seen_of(model) as seen:
         model.register_forward_pre_hook(
             lambda _, args, given: calls.append(given), with_kwargs=True, prepend=True
         )
@@ -442,10 +437,7 @@ def test_llada2s_pipeline_goes_through_the_same_door(policy: Policy | None) -> N
     model.__class__ = TakesTokens
     with torch.no_grad():
         model.lm_head.weight[MASK] = 0  # the pipeline would take the mask for a token
-    scheduler = BlockRefinementScheduler(block_length=BLOCK)
-    pipe = LLaDA2Pipeline(model=model, scheduler=scheduler, tokenizer=None)
-    pipe.set_progress_bar_config(disable=True)
-    (prompt,) = prompts(13)
+    pipe, (prompt,) = pipeline(model), prompts(13)
     wanted = pipe(
         input_ids=torch.tensor([prompt]), gen_length=LENGTH, num_inference_steps=4, threshold=0.3,
         editing_threshold=0.25, mask_token_id=MASK, output_type="seq",

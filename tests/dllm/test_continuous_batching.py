@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import diffcache
 from diffcache.dllm import (
@@ -97,6 +98,8 @@ def test_a_model_unwrapped_in_the_midst_and_one_prompt_are_refused() -> None:
     with pytest.raises(ValueError, match="was unwrapped, or wrapped anew, while it decodes"):
         next(under_way)
     diffcache.wrap(model, BlockCache())
-    for one in ("abc", [1, 2, 3]):
+    for one in ("abc", [1, 2, 3], torch.tensor([1, 2, 3])):
         with pytest.raises(ValueError, match="is one prompt; give several"):
-            next(lm.serve(one))
+            next(lm.serve(one))  # type: ignore[arg-type]
+    for one in ([1, 2, 3], torch.tensor([1, 2, 3])):
+        assert all("hold the token" in str(error) for _, error in lm.serve(iter(one)))  # type: ignore[arg-type]
