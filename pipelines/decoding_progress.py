@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from diffcache.dllm.decode import Decoding
@@ -45,33 +46,24 @@ class Streamer:
                 self.told[number] = settled
 
 
-class ProgressBar:
-    """A bar over decided tokens.
+@contextmanager
+def progress_bar(shown: bool) -> Iterator[Callable[[Decoding], None]]:
+    """Yield a function that shows how many tokens of a decoding are decided; the host waits.
 
     Args:
-        shown: Whether it is shown.
+        shown: Whether there is a bar; without one the function does nothing.
     """
+    if not shown:
+        yield lambda decoding: None
+        return
+    from rich.progress import Progress
 
-    def __init__(self, shown: bool) -> None:
-        self.progress: Any = None
-        if shown:
-            from rich.progress import Progress
+    with Progress(transient=True) as progress:
+        task = progress.add_task("decoding", total=None)
 
-            self.progress = Progress(transient=True)
-            self.task = self.progress.add_task("decoding", total=None)
-
-    def show(self, decoding: Decoding) -> None:
-        """Show how many tokens are decided; the host waits."""
-        if self.progress is not None:
+        def show(decoding: Decoding) -> None:
             answer = decoding.answer
             done = int((answer != decoding.mask_id).sum())
-            self.progress.update(self.task, completed=done, total=answer.numel())
+            progress.update(task, completed=done, total=answer.numel())
 
-    def __enter__(self) -> ProgressBar:
-        if self.progress is not None:
-            self.progress.start()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        if self.progress is not None:
-            self.progress.stop()
+        yield show

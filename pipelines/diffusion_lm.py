@@ -32,7 +32,7 @@ from diffcache.dllm.sampler import Sampler
 from diffcache.dllm.state import State, check_coverage
 from diffcache.foreign import device_of_model
 from diffcache.method import check_bool, check_int
-from diffcache.pipelines.decoding_progress import OnSettled, ProgressBar, Streamer
+from diffcache.pipelines.decoding_progress import OnSettled, Streamer, progress_bar
 from diffcache.pipelines.guide import ModelGuide, check_guide
 from diffcache.pipelines.masked_model import FAMILIES, Family, MaskedModel, parts_of
 from diffcache.pipelines.prompt_tokens import Prompts, tokens_of
@@ -214,11 +214,11 @@ class DiffusionLM(Loop):
                 model, the sampler does not fit the policy, or the model's logits are not finite.
         """
         streamer, rows = Streamer(on_settled, None if self.tokenizer is None else self.text), 0
-        with ProgressBar(progress) as bar:
+        with progress_bar(progress) as show:
             decoding = self._begun(prompts, schedule, sampler)
             for count in self._forwards(decoding, check):
                 rows += count
-                bar.show(decoding)
+                show(decoding)
                 streamer.show(decoding)
         ids = decoding.answer
         texts = None if self.tokenizer is None else [self.text(row) for row in ids.tolist()]
@@ -396,8 +396,7 @@ class DiffusionLM(Loop):
         for setting, kind in ((schedule, Schedule), (sampler, Sampler)):
             if not isinstance(setting, kind):
                 name = kind.__name__
-                said = f"{name.lower()}={setting!r}: must be a {name} of diffcache.dllm"
-                raise ValueError(said)
+                raise ValueError(f"{name.lower()}={setting!r}: must be a {name} of diffcache.dllm")
         if policy is not None and policy.needs_order and sampler.by != "random":
             raise ValueError(
                 f"by={sampler.by!r}: {policy!r} computes what is committed next, which is only "

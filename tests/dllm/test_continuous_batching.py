@@ -102,4 +102,5 @@ def test_a_model_unwrapped_in_the_midst_and_one_prompt_are_refused() -> None:
         with pytest.raises(ValueError, match="is one prompt; give several"):
             next(lm.serve(one))  # type: ignore[arg-type]
     for one in ([1, 2, 3], torch.tensor([1, 2, 3])):
-        assert all("hold the token" in str(error) for _, error in lm.serve(iter(one)))  # type: ignore[arg-type]
+        errors = [str(error) for _, error in lm.serve(iter(one))]  # type: ignore[arg-type]
+        assert ["hold the token" in error for error in errors] == [True] * 3

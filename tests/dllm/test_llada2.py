@@ -247,9 +247,7 @@ def test_finished_blocks_are_stale_as_put_in_by_hand_and_the_report_says_so() ->
     kept, before, width = None, given[0], 0
     for ids, logits in zip(given, out, strict=True):
         last, width = width, ids.shape[1]
-        is_final = torch.equal(
-            ids[:, :last], before
-        )  # as the block before was when it was computed
+        is_final = torch.equal(ids[:, :last], before)  # as when that was computed
         start = 0 if kept is None else last - BLOCK * (width == last or not is_final)
         before = ids
         if kept is not None:
