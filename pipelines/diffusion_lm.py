@@ -483,7 +483,7 @@ class DiffusionLM(Loop):
             )
 
     def _check_within(self, policy: Policy | None, sampler: Sampler) -> None:
-        """Raise unless the model is causal over blocks, and a policy chooses rows of them.
+        """Raise unless a policy and a rule go with attention that is causal over blocks.
 
         Raises:
             ValueError: If they do not.
