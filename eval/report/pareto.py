@@ -24,6 +24,7 @@ _TICKS = (
     (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.4, 1.6, 1.8, 2, 2.25, 2.5, 2.75, 3, 3.5, 4, 4.5, 5, 6, 7,
      8),
 )  # fmt: skip
+_LINES = 4  # of a legend for which there is room
 _WAYS = {"up": " (more is better ↑)", "down": " (less is better: up)"}
 
 
@@ -113,6 +114,8 @@ def plot(panels: Sequence[Panel], title: str, direction: str | None) -> Any:
             axis.invert_yaxis()
     names = sorted(handles, key=lambda name: (name == _FRONT, name == _FEWER))
     columns = legend_columns(names, figure.get_figwidth())
+    beyond = -(-len(names) // columns) - _LINES  # a longer legend must not eat the axes
+    figure.set_figheight(figure.get_figheight() + 0.21 * max(beyond, 0))
     figure.legend([handles[n] for n in names], names, loc="outside lower center", ncols=columns)
     figure.draw_without_rendering()
     for axis, panel in zip(axes, panels, strict=True):

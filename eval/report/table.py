@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 NONE, NOT_MEASURED, DAGGER, UNDER = "—", "n/a", "†", "↳ "
 WARNING = "Warning: "
 _MOST_NAME = 30
+_MOST_NAMES = 60
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,9 @@ class Table:
     notes: tuple[str, ...]
 
 
+_FOLDERS = re.compile(r"=[^,=]*/")  # of a file in a setting
+
+
 def table_of(record: Record, only: Sequence[str] | None = None) -> Table:
     """Build the table of a record.
 
@@ -107,11 +112,17 @@ def table_of(record: Record, only: Sequence[str] | None = None) -> Table:
 
 
 def _label(row: dict[str, Any]) -> str:
-    """Return a row's name; one of fewer steps is set off, and names its methods if several."""
+    """Return a row's name, without folders of files.
+
+    One of fewer steps is set off, and names its methods if they are several and short.
+    """
     if row["kind"] != "fewer steps":
-        return str(row["name"])
-    several = f" (for {', '.join(matches_of(row))})" if len(matches_of(row)) > 1 else ""
-    return f"{UNDER}{row['name']}{several}"
+        return _FOLDERS.sub("=", row["name"])
+    methods = [_FOLDERS.sub("=", name) for name in matches_of(row)]
+    several = ", ".join(methods)
+    if len(several) > _MOST_NAMES:
+        several = f"{len(methods)} rows"
+    return f"{UNDER}{row['name']}" + (f" (for {several})" if len(methods) > 1 else "")
 
 
 def _cells(column: Column, rows: Sequence[dict[str, Any]]) -> list[Cell]:
