@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -25,6 +26,17 @@ Images = Annotated[
         "--image",
         metavar="[NAME=]FILE",
         help="A picture that all samples are made from, of an editing pipeline. May be repeated.",
+    ),
+]
+CausalModel = Annotated[
+    str, typer.Option(help="Directory of a causal model, Hugging Face model ID, or smollm2.")
+]
+Texts = Annotated[
+    Path | None,
+    typer.Option(
+        help='A file with a text on each line, a .jsonl file with "text", or a folder of .txt '
+        "files.",
+        show_default="Python's reference",
     ),
 ]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]

@@ -201,6 +201,13 @@ def test_calls_that_a_lookup_could_change_are_computed() -> None:
         model.layers[0].train()
         model(**ids())
         assert "training" in cache.counts().passed_over
+        model.requires_grad_(False).eval()
+        states = model.get_input_embeddings()(ids()["input_ids"])
+        model(inputs_embeds=states)
+    states = states.clone().requires_grad_()
+    with torch.enable_grad():  # the weights are frozen, the argument is not
+        model(inputs_embeds=states).last_hidden_state.sum().backward()
+    assert states.grad is not None
     assert cache.counts().looked_up == 0
     cache.detach()
 

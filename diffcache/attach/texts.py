@@ -17,7 +17,6 @@ from diffcache.anchor import described, owner_of
 from diffcache.attach.pipeline_hooks import tap_encoder, untap
 from diffcache.attach.signature import Contents, Same, others_in, tensors_in
 from diffcache.attach.tree import leaves
-from diffcache.attach.weights import Weights
 from diffcache.errors import AttachError
 from diffcache.foreign import (
     attention_names,
@@ -28,6 +27,7 @@ from diffcache.foreign import (
     weights_of,
 )
 from diffcache.method import check_int
+from diffcache.weights import Weights, all_of
 
 # Components that see the prompt alone: encoders, and what LTX 2 puts behind its own.
 _NAMES = re.compile(r"text_encoder(_\d+)?|connectors")
@@ -202,8 +202,7 @@ class _Encoder:
 
     def watch(self) -> Weights:
         """Return a watch of all weights as they are now."""
-        modules = self.model.modules()
-        return Weights(self.model, [(m, name) for m in modules for name, _ in weights_of(m)])
+        return all_of(self.model)
 
     def unfit(self) -> str:
         """Return why a call cannot be looked up now; empty where it can."""

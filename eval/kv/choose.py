@@ -13,6 +13,7 @@ import typer
 from diffcache.command import FAILED, Device, Seed, check_target, device_of, fail, guarded
 from diffcache.eval.metrics.bootstrap import Interval, mean_interval
 from diffcache.eval.metrics.intervals import share_change
+from diffcache.eval.options import CausalModel, Texts
 from diffcache.kv.recipe import Recipe
 from diffcache.pipelines.demo.console import print_rows, progress, quiet
 
@@ -199,17 +200,8 @@ def _half(first: Mapping[str, Any], row: Mapping[str, Any], half: slice) -> Half
 
 @guarded
 def command(
-    model: Annotated[
-        str, typer.Option(help="Directory of a causal model, Hugging Face model ID, or smollm2.")
-    ],
-    texts: Annotated[
-        Path | None,
-        typer.Option(
-            help='A file with a text on each line, a .jsonl file with "text", or a folder of .txt '
-            "files.",
-            show_default="Python's reference",
-        ),
-    ] = None,
+    model: CausalModel,
+    texts: Texts = None,
     memory: Annotated[float, typer.Option(help="Share of the bytes of an exact cache.")] = 0.5,
     recipe: Annotated[
         list[str], typer.Option("--recipe", help="A recipe to try. May be repeated.")

@@ -19,6 +19,7 @@ from diffcache.command import Device, Seed, check_target, device_of, guarded
 from diffcache.eval.cost.interleave import summary
 from diffcache.eval.methods import naming
 from diffcache.eval.metrics.intervals import share_change, share_interval
+from diffcache.eval.options import CausalModel, Texts
 from diffcache.eval.record import Setting
 from diffcache.pipelines.demo.console import print_rows, progress, quiet
 from diffcache.registry import read_word
@@ -252,17 +253,8 @@ def command(
             show_default="all",
         ),
     ] = NO_METHODS,
-    model: Annotated[
-        str, typer.Option(help="Directory of a causal model, Hugging Face model ID, or smollm2.")
-    ] = "smollm2",
-    texts: Annotated[
-        Path | None,
-        typer.Option(
-            help='A file with a text on each line, a .jsonl file with "text", or a folder of .txt '
-            "files.",
-            show_default="Python's reference",
-        ),
-    ] = None,
+    model: CausalModel = "smollm2",
+    texts: Texts = None,
     documents: Annotated[int, typer.Option(help="Documents of a prompt.")] = 4,
     length: Annotated[int, typer.Option(help="Tokens of a document.")] = 128,
     requests: Annotated[int, typer.Option(help="Prompts.")] = 8,

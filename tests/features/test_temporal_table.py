@@ -10,7 +10,6 @@ from torch import nn
 import diffcache
 from diffcache.attach.extensions.lookup_entries import alike, rounded_copy
 from diffcache.attach.extensions.lookup_sites import time_sites
-from diffcache.attach.weights import Weights, checksum
 from diffcache.errors import TablesError
 from diffcache.features.profilingdit import ProfilingDiT
 from diffcache.features.tables import Tables
@@ -23,6 +22,7 @@ from diffcache.features.temporal_table import (
     rounded,
     step_of,
 )
+from diffcache.weights import Weights, checksum
 from tests.features.temporal_toys import ALL, Block, Toy, counts, table_of, toy, toy_run
 from tests.internals import state_of
 from tests.zoo.catalog import cases

@@ -27,11 +27,11 @@ from diffcache.attach.run import Run
 from diffcache.attach.signature import Contents, others_in, tensors_in, writes_cache
 from diffcache.attach.tap import Tap, TapDict, tap_children, untap_children
 from diffcache.attach.tree import leaves, unshared
-from diffcache.attach.weights import Weights
 from diffcache.errors import AttachError, CacheWarning
 from diffcache.features.temporal_table import TimeTables, disturbance
 from diffcache.foreign import children_of
 from diffcache.step import CURRENT
+from diffcache.weights import Weights
 
 COUNTED = "timestep modules"  # their name in reports
 _LARGEST = 2**26  # bytes; sites that depend on larger arguments are left alone

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from diffcache.attach.flops import _refuses_modes
 from diffcache.attach.tree import leaves
-from diffcache.attach.weights import Place
 from diffcache.foreign import (
     DispatchMode,
     current_dispatch_mode,
@@ -22,6 +21,7 @@ from diffcache.foreign import (
     storage_of,
     weights_of,
 )
+from diffcache.weights import Place
 
 Label = str | int  # an argument by its path, or a weight by its number
 LARGEST = 2**22  # numbers in an output that is more than one row for each sample

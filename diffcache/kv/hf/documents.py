@@ -26,9 +26,10 @@ from diffcache.kv.reuse.cachecraft import Chunk, cachecraft, chunks_of
 from diffcache.kv.reuse.hydragen import hydragen
 from diffcache.kv.reuse.piece import Piece, cut, joined, lay_out
 from diffcache.kv.reuse.recompute import cacheblend, kvshare, pie
+from diffcache.method import check_int, is_number
+from diffcache.weights import all_of
 
 _GENERATE = {"max_new_tokens": 50, "do_sample": False}
-_LEAST = {"alpha": 0, "check": 1, "chunk": 1}
 _READ = 512  # tokens of a row in which documents are read together
 
 
@@ -84,8 +85,9 @@ class Documents:
     | `kvshare` | the last prompt | what it lacks, and the share that changes most |
     | `pie` | the last prompt | what it lacks |
 
-    Documents are read alone many in a row (prepacking). An object is for one thread, and for a
-    model that stays on its device; `diffcache.kv.detach(model)` releases it.
+    Documents are read alone many in a row (prepacking). All weights are summed at every call; where
+    they changed (an adapter, a dtype), nothing that was held is used. An object is for one thread,
+    and for a model that stays on its device; `diffcache.kv.detach(model)` releases it.
 
     Args:
         model: A model of transformers that generates text, all layers of which attend to all
@@ -120,11 +122,8 @@ class Documents:
         self._device = device_of_model(model)  # what is held stays there
         before, self._after = around(tokenizer, "")
         self._head = self._tokens(before)
-        self._tree: PrefixTree[Piece] = PrefixTree(
-            type(model).__name__, budget_bytes, self._settings.get("chunk", 1)
-        )
-        self._held: dict[str | None, Piece | Chunk] = {}  # the least recently used first
-        self._last: _Filled | None = None
+        self._weights = all_of(model)
+        self._forget()
         if method != "recompute":
             cache = self._empty("post" if method in ("prefix", "hydragen") else "pre")
             check_whole(cache)
@@ -139,6 +138,20 @@ class Documents:
                 layer.rotary for layer in cache.store.layers if layer.rotary is not None
             ]
 
+    def _forget(self) -> None:
+        """Hold nothing, under the weights as they are."""
+        self._tree: PrefixTree[Piece] = PrefixTree(
+            type(self._model).__name__, self.budget_bytes, self._settings.get("chunk", 1)
+        )
+        self._held: dict[str | None, Piece | Chunk] = {}  # the least recently used first
+        self._last: _Filled | None = None
+
+    def _check_weights(self) -> None:
+        """Forget what was computed with other weights."""
+        if self._weights.changed(True):
+            self._forget()
+            self._weights = all_of(self._model)
+
     @property
     def nbytes(self) -> int:
         """Bytes that are held between prompts."""
@@ -147,6 +160,7 @@ class Documents:
 
     def read(self, documents: Sequence[str]) -> None:
         """Read documents each alone, where the method holds such, before they are asked about."""
+        self._check_weights()
         if self.method in ("concatenate", "cacheblend", "ape"):
             self._pieces(documents)
 
@@ -177,10 +191,13 @@ class Documents:
                 f"questions={len(asked)}, documents={len(documents)}: give at least one of each, "
                 "none of them empty"
             )
+        ends = [self._tokens(one + self._after + answer_prefix) for one in asked]
+        if not all(map(len, ends)):
+            raise ValueError(f"questions={asked!r}: one has no tokens; leave it out")
         started = self._clock()
+        self._check_weights()
         filled: _Filled = getattr(self, f"_{self.method}")(documents, **self._settings)
         noted = _First(self._clock)
-        ends = [self._tokens(one + self._after + answer_prefix) for one in asked]
         together = [ends] if self.method == "hydragen" else [[end] for end in ends]
         texts: list[str] = []
         for some in together:
@@ -393,10 +410,12 @@ def settings_of(method: str, **settings: Any) -> dict[str, Any]:
     for name, value in found.items():
         if name == "share":
             check_share(value)
-        elif name in _LEAST and not value >= _LEAST[name]:
-            raise ValueError(f"{name}={value}: must be at least {_LEAST[name]}")
-        elif name not in _LEAST and not value > 0:
-            raise ValueError(f"{name}={value}: must be above 0")
+        elif name in ("check", "chunk"):
+            check_int(name, value, 1)
+        elif name == "alpha" and not (is_number(value) and value >= 0):
+            raise ValueError(f"alpha={value!r}: must be a number of at least 0")
+        elif name in ("temperature", "scale") and not (is_number(value) and value > 0):
+            raise ValueError(f"{name}={value!r}: must be a number above 0")
     return found
 
 

@@ -105,7 +105,7 @@ class Family:
 
     @property
     def traits(self) -> tuple[str, ...]:
-        """What it has in common with its neighbors: kind of schedule, forecast, site."""
+        """Traits that neighbors share: kind of schedule, forecast, site."""
         first = self.ladder[0]
         if isinstance(first, (FittedForecast, DPCache)):  # whose schedule takes a while to find
             order = getattr(first, "history", 2)

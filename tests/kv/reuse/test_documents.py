@@ -130,8 +130,10 @@ def test_bad_use_is_refused(model: Any, tokenizer: Any) -> None:
         Documents(model, tokenizer, alpha=1)
     for method, given, said in (
         ("kvshare", {"share": 2}, "share=2: must be at least 0 and at most 1"),
-        ("cachecraft", {"alpha": -1}, "alpha=-1: must be at least 0"),
-        ("ape", {"temperature": 0}, "temperature=0: must be above 0"),
+        ("cachecraft", {"alpha": -1}, "alpha=-1: must be a number of at least 0"),
+        ("prefix", {"chunk": 1.5}, "chunk=1.5: must be a whole number"),
+        ("ape", {"scale": "much"}, "scale='much': must be a number above 0"),
+        ("ape", {"temperature": 0}, "temperature=0: must be a number above 0"),
     ):
         with pytest.raises(ValueError, match=said):
             Documents(model, tokenizer, method, **given)
@@ -182,3 +184,16 @@ def test_the_command_measures_methods_in_turn(tmp_path: Path) -> None:
     assert first["change"] is None and prefix["change"]["value"] == 0  # it is exact
     assert blend["name"] == "cacheblend:share=0.5" and 0.5 <= blend["computed"] < 0.52
     assert first["answers"]["n"] == 2 and blend["bytes"] > 0
+
+
+@pytest.mark.parametrize("method", ["prefix", "concatenate", "cachecraft", "pie"])
+def test_what_other_weights_made_is_forgotten(tokenizer: Any, method: str) -> None:
+    model = llama(vocab_size=260)
+    shelf = Documents(model, tokenizer, method)
+    ask(shelf, RHINE, SEA)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.data.mul_(1.5)  # as merging an adapter does
+    fresh = Documents(model, tokenizer, method)
+    assert ask(shelf, RHINE, SEA).texts == ask(fresh, RHINE, SEA).texts
+    assert shelf.nbytes == fresh.nbytes

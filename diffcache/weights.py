@@ -8,12 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from diffcache.digest import bits_of
-from diffcache.foreign import adapters_of, count_hooks, version_of, weights_at
+from diffcache.foreign import adapters_of, count_hooks, version_of, weights_at, weights_of
 
 Place = tuple[nn.Module, str]  # a parameter or buffer: its module and its name there
 # Sums over so many columns, so that numbers that change places are noticed; a prime, since rows of
 # weights, which may change places as well, are as long as multiples of a power of two.
 _COLUMNS = 1021
+
+
+def all_of(model: nn.Module) -> Weights:
+    """Return a watch of all parameters and buffers of a model."""
+    return Weights(model, [(m, name) for m in model.modules() for name, _ in weights_of(m)])
 
 
 class Weights:
