@@ -1,4 +1,4 @@
-"""What a cache will cost and save, before a run and without weights: `diffcache.predict`."""
+"""Predict cost and savings of a cache, before a run and without weights: `diffcache.predict`."""
 
 from __future__ import annotations
 
@@ -91,18 +91,18 @@ class Prediction:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the computed steps follow from the settings, and nothing decides at run time."""
+        """True where the computed steps follow from the settings, and no value decides them."""
         return self.most == self.least
 
     @property
     def flops_ratio(self) -> tuple[float, float]:
-        """How many times fewer operations there are, at least and at most."""
+        """Ratio of uncached to cached operations, at least and at most."""
         whole = self.uncached.flops
         return whole / self.most.flops, whole / self.least.flops
 
     @property
     def seconds_ratio(self) -> tuple[float, float]:
-        """How many times fewer seconds the device takes, at least and at most."""
+        """Ratio of uncached to cached seconds of the device, at least and at most."""
         whole = self.uncached.seconds
         return whole / self.most.seconds, whole / self.least.seconds
 

@@ -45,7 +45,7 @@ class Half:
 
     @property
     def worth(self) -> tuple[float, float]:
-        """What is compared: whole answers first, then perplexity."""
+        """Rank of a recipe: whole answers first, then perplexity."""
         return (0.0 if self.change is None else self.change.value, -self.ratio.value)
 
 

@@ -126,7 +126,7 @@ class RecallBatch:
 
     @property
     def asked_marks(self) -> Tensor:
-        """Whether the fact that a query asks for is marked, bool `[B, N]`."""
+        """True where the fact that a query asks for is marked, bool `[B, N]`."""
         return self.marks.gather(1, self.asked)
 
     def aware(self, query: int = 0) -> Tensor:
