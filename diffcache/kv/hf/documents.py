@@ -148,7 +148,7 @@ class Documents:
 
     def _check_weights(self) -> None:
         """Forget what was computed with other weights."""
-        if self._weights.changed(True):
+        if self.method not in ("recompute", "hydragen") and self._weights.changed(True):
             self._forget()
             self._weights = all_of(self._model)
 
