@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffcache.digest import bits_of
+from diffcache.digest import bits_of, weights_digest
 from diffcache.foreign import adapters_of, count_hooks, version_of, weights_at, weights_of
 
 Place = tuple[nn.Module, str]  # a parameter or buffer: its module and its name there
@@ -16,9 +16,10 @@ Place = tuple[nn.Module, str]  # a parameter or buffer: its module and its name 
 _COLUMNS = 1021
 
 
-def all_of(model: nn.Module) -> Weights:
+def all_of(model: nn.Module, *, few: bool = False) -> Weights:
     """Return a watch of all parameters and buffers of a model."""
-    return Weights(model, [(m, name) for m in model.modules() for name, _ in weights_of(m)])
+    places = [(m, name) for m in model.modules() for name, _ in weights_of(m)]
+    return Weights(model, places, few=few)
 
 
 class Weights:
@@ -32,10 +33,13 @@ class Weights:
     Args:
         model: The model.
         places: The parameters and buffers.
+        few: Whether eight numbers of each stand for its contents, as in `weights_digest`, where
+            summing all of them would take as long as the call that it guards. A write through
+            `.data` to a part of a weight is not seen then.
     """
 
-    def __init__(self, model: nn.Module, places: list[Place]) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, places: list[Place], *, few: bool = False) -> None:
+        self.model, self.few = model, few
         unique = {(id(module), name): (module, name) for module, name in places}
         self.places = list(unique.values())
         owners = {id(module) for module, _ in self.places}
@@ -67,8 +71,11 @@ class Weights:
         """
         tensors = self._now()
         moved = any(a is not b for a, b in zip(tensors, self._tensors, strict=True))
-        if not starts and not moved and self._stamps == [_stamp(t) for t in tensors]:
+        moved = moved or self._stamps != [_stamp(t) for t in tensors]
+        if not moved and not starts:
             return False
+        if moved and self.few:  # what was written elsewhere would not be seen
+            return True
         modules = list(self.model.modules())
         if len(modules) != len(self._modules) or any(
             a is not b for a, b in zip(modules, self._modules, strict=True)
@@ -97,7 +104,10 @@ class Weights:
                 kinds.append(object())
             else:
                 kinds.append((tensor.shape, tensor.dtype))
-                sums.setdefault(tensor.device, []).append(checksum(tensor))
+                if not self.few:
+                    sums.setdefault(tensor.device, []).append(checksum(tensor))
+        if self.few:
+            kinds.append(weights_digest(tensor for tensor in self._now() if tensor is not None))
         numbers = [n for device in sums for n in torch.stack(sums[device]).tolist()]
         return kinds, numbers, [_settings(module) for module in self._around]
 
