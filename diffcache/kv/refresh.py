@@ -9,6 +9,8 @@ from math import ceil
 import torch
 from torch import Tensor
 
+from diffcache.kv.settings import Share, check_setting
+
 
 def most_changed(old: Tensor, new: Tensor, valid: Tensor, share: float) -> Tensor:
     """Return the tokens whose values differ most from what they would be now, bool [B, T].
@@ -25,7 +27,7 @@ def most_changed(old: Tensor, new: Tensor, valid: Tensor, share: float) -> Tenso
 
     Reference: CacheBlend, arXiv 2405.16444, section 4.3.
     """
-    check_share(share)
+    check_setting("share", share, Share)
     work = torch.promote_types(old.dtype, torch.float32)
     worth = (new.to(work) - old.to(work)).square().sum((1, 3))
     order = worth.masked_fill(~valid, float("-inf")).argsort(dim=1, descending=True, stable=True)
@@ -33,16 +35,6 @@ def most_changed(old: Tensor, new: Tensor, valid: Tensor, share: float) -> Tenso
     rank = torch.empty_like(order).scatter_(1, order, place.expand_as(order))
     counts = [ceil(round(share * count, 6)) for count in valid.sum(1).tolist()]  # one wait
     return (rank < torch.tensor(counts, device=rank.device)[:, None]) & valid
-
-
-def check_share(share: float) -> None:
-    """Raise unless a share is from 0 to 1.
-
-    Raises:
-        ValueError: If it is not.
-    """
-    if not 0 <= share <= 1:
-        raise ValueError(f"share={share}: must be at least 0 and at most 1")
 
 
 def slots_of(chosen: Tensor) -> Tensor:

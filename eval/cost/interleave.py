@@ -157,6 +157,11 @@ def summary(values: list[float]) -> dict[str, float]:
     return {key: found[key] for key in ("median", "q1", "q3", "n")}
 
 
+def quartiles(found: Mapping[str, float]) -> str:
+    """Return a median of `summary` with its quartiles as text."""
+    return "{median:.2f} ({q1:.2f} to {q3:.2f})".format(**found)
+
+
 def measure(
     contenders: Mapping[str, Call | Turn],
     rounds: int,

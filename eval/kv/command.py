@@ -22,6 +22,7 @@ from diffcache.command import (
     refuse,
 )
 from diffcache.errors import MissingError
+from diffcache.eval.cost.interleave import quartiles
 from diffcache.eval.kv import choose, reuse
 from diffcache.eval.kv.calibrate import calibrate
 from diffcache.eval.kv.parts import example, while_decoding
@@ -370,11 +371,10 @@ def text_tables(rows: Mapping[str, dict[str, Any]]) -> tuple[Table, Table]:
             spread(row["copy"], places=2),
         ))  # fmt: skip
         milliseconds = 1e3 * row["token_seconds"]["median"]
-        ratio = "{median:.2f} ({q1:.2f} to {q3:.2f})".format(**row["token_ratio"])
         half = "" if row["share_16"] is None else f"{row['share_16']:.1%}"
         takes.append(
             (name, human(row["bytes"], "B"), f"{row['share']:.1%}", half, f"{milliseconds:.1f}",
-             ratio)
+             quartiles(row["token_ratio"]))
         )  # fmt: skip
     return (
         (("", "whole", "change", "asked first", "perplexity", "x none", "copy"), known),

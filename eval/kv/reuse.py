@@ -7,16 +7,16 @@ import os
 import random
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import torch
 import typer
 
 from diffcache.command import Device, Seed, check_target, device_of, guarded
-from diffcache.eval.cost.interleave import summary
+from diffcache.eval.cost.interleave import quartiles, summary
 from diffcache.eval.methods import naming
 from diffcache.eval.metrics.intervals import share_change, share_interval
 from diffcache.eval.options import CausalModel, Texts
@@ -26,6 +26,9 @@ from diffcache.registry import read_word
 
 if TYPE_CHECKING:
     from diffcache.eval.kv.texts import TextModel
+    from diffcache.kv.hf.documents import Answers, Documents
+
+_Taken: TypeAlias = "tuple[Answers, list[bool], int]"  # answers, which are right, bytes held
 
 NO_METHODS: list[str] = []
 FULL = "recompute"
@@ -94,6 +97,7 @@ class ReuseTask:
         """
         from diffcache.eval.kv.asked import CITIES, NEEDLE, spells
         from diffcache.eval.kv.texts import windows
+        from diffcache.kv.hf.questions import tokens_of
 
         if not spells(self.model.tokenizer):
             raise ValueError(
@@ -101,6 +105,7 @@ class ReuseTask:
                 "model of language, such as smollm2"
             )
         count = self.documents + SPARE
+        self.model.check_length(self.length, "--length")
         found = windows(self.model, self.texts, self.length, count, count, self.seed)
         drawn = random.Random(self.seed)
         names = drawn.sample(CITIES, count)
@@ -110,7 +115,9 @@ class ReuseTask:
             words = self.model.tokenizer.decode(ids[0], skip_special_tokens=True).split(" ")
             words.insert(drawn.randrange(len(words) + 1), NEEDLE.format(name, number))
             texts.append(" ".join(words))
-        self._check_fits(texts)
+        sizes = sorted(tokens_of(self.model.tokenizer, text).shape[1] for text in texts)
+        need = sum(sizes[-self.documents :]) + 128  # of the longest documents, and what is beside
+        self.model.check_length(need, f"--documents {self.documents} of --length {self.length}")
 
         def request(chosen: Sequence[int]) -> Request:
             asked = drawn.sample(list(chosen), self.questions)
@@ -124,31 +131,6 @@ class ReuseTask:
         first = [request(everything[: self.documents]), request(everything[SPARE:])]
         later = [request(drawn.sample(everything, self.documents)) for _ in range(self.requests)]
         return first, later, found.source
-
-    def _check_fits(self, texts: Sequence[str]) -> None:
-        """Check that a model takes a prompt of the longest documents, with 128 tokens beside."""
-        sizes = [
-            len(self.model.tokenizer(text, add_special_tokens=False).input_ids) for text in texts
-        ]
-        need = sum(sorted(sizes)[-self.documents :]) + 128
-        limit = getattr(self.model.config, "max_position_embeddings", None)
-        if isinstance(limit, int) and need > limit:
-            raise ValueError(
-                f"--documents {self.documents} of --length {self.length}: a prompt may need {need} "
-                f"tokens, and {self.model.name} takes {limit} (max_position_embeddings); ask for "
-                "fewer or shorter ones"
-            )
-
-
-@dataclass
-class _Taken:
-    """Results of a method, of each prompt."""
-
-    first: list[float] = field(default_factory=list)
-    all: list[float] = field(default_factory=list)
-    hits: list[list[bool]] = field(default_factory=list)
-    computed: list[float] = field(default_factory=list)
-    nbytes: int = 0
 
 
 def reuse(
@@ -191,7 +173,7 @@ def reuse(
                 own if name == FULL else model, tokenizer, name,
                 clock=getattr(time, setting.clock), **settings,
             )  # fmt: skip
-    taken = {word: _Taken() for word in shelves}
+    taken: dict[str, list[_Taken]] = {word: [] for word in shelves}
     order, total = list(shelves), len(shelves) * (len(first) + len(later))
     try:
         for number, request in enumerate([*first, *later]):
@@ -199,46 +181,39 @@ def reuse(
                 if told is not None:
                     told(number * len(order) + place, total, word)
                 with naming(f"--method {word}"):
-                    _ask(shelves[word], request, taken[word] if number >= len(first) else None)
+                    found = _ask(shelves[word], request)
+                if number >= len(first):
+                    taken[word].append(found)
             order.append(order.pop(0))  # another one is first in the next round
     finally:
         detach(model)
     return [_row(word, taken[word], taken[FULL]) for word in shelves], setting, source
 
 
-def _ask(shelf: Any, request: Request, taken: _Taken | None) -> None:
-    """Have a method answer a prompt; note the results where they count."""
+def _ask(shelf: Documents, request: Request) -> _Taken:
+    """Have a method answer a prompt."""
     found = shelf.ask(
         request.questions, request.documents, generate=GENERATE,
         answer_prefix="The secret number is",
     )  # fmt: skip
-    if taken is None:
-        return
     said = [re.match(r"\D{0,3}(\d+)", text) for text in found.texts]
-    taken.hits.append(
-        [one is not None and one[1] == right
-         for one, right in zip(said, request.answers, strict=True)]
-    )  # fmt: skip
-    taken.first.append(found.first_seconds)
-    taken.all.append(found.seconds)
-    taken.computed.append(found.computed / found.tokens)
-    taken.nbytes = max(taken.nbytes, shelf.nbytes)
+    hits = [one is not None and one[1] == right
+            for one, right in zip(said, request.answers, strict=True)]  # fmt: skip
+    return found, hits, shelf.nbytes
 
 
-def _row(word: str, own: _Taken, full: _Taken) -> dict[str, Any]:
-    hits, before = torch.tensor(own.hits), torch.tensor(full.hits)
-    return {
-        "name": word,
-        "answers": share_interval(hits).to_dict(),
-        "change": None if own is full else share_change(before, hits).to_dict(),
-        "first_seconds": summary(own.first), "first_ratio": summary(_ratios(own.first, full.first)),
-        "all_seconds": summary(own.all), "all_ratio": summary(_ratios(own.all, full.all)),
-        "computed": sum(own.computed) / len(own.computed), "bytes": own.nbytes,
-    }  # fmt: skip
-
-
-def _ratios(own: Sequence[float], full: Sequence[float]) -> list[float]:
-    return [a / b for a, b in zip(own, full, strict=True)]
+def _row(word: str, own: Sequence[_Taken], full: Sequence[_Taken]) -> dict[str, Any]:
+    answers, hits, sizes = zip(*own, strict=True)
+    plain, before, _ = zip(*full, strict=True)
+    right, was_right = torch.tensor(hits), torch.tensor(before)
+    change = None if own is full else share_change(was_right, right).to_dict()
+    row = {"name": word, "answers": share_interval(right).to_dict(), "change": change}
+    for name, key in (("first", "first_seconds"), ("all", "seconds")):
+        mine, theirs = ([getattr(one, key) for one in some] for some in (answers, plain))
+        ratios = [a / b for a, b in zip(mine, theirs, strict=True)]
+        row |= {f"{name}_seconds": summary(mine), f"{name}_ratio": summary(ratios)}
+    shares = [one.computed / one.tokens for one in answers]
+    return row | {"computed": sum(shares) / len(shares), "bytes": max(sizes)}
 
 
 @guarded
@@ -322,8 +297,3 @@ def command(
     }  # fmt: skip
     write_rows(BENCHMARK, setting, body, out)
     typer.echo(f"wrote {out}")
-
-
-def quartiles(found: Mapping[str, float]) -> str:
-    """Return a median with its quartiles."""
-    return "{median:.2f} ({q1:.2f} to {q3:.2f})".format(**found)

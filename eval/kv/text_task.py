@@ -125,7 +125,8 @@ def measure(
                 text = tokenizer.decode(context[0], skip_special_tokens=True)
                 asked = Spelled.of(tokenizer, Asked.draw(text, task.seed + number), kinds)
                 context = asked.ids.to(ids.device)
-                _check_length(task, context.shape[1] + FOLLOWING)
+                hidden = f"--context {task.context}, with what is hidden in it and behind it"
+                task.model.check_length(context.shape[1] + FOLLOWING, hidden)
             cache, read = cache_for(model, recipe), context[:, :-1]
             feed(model, cache, read)
             if asked is not None and task.aware and looks and recipe.score != Probed():
@@ -148,16 +149,6 @@ def measure(
     finally:
         detach(model)
     return {"name": recipe.name or "none", **_row(found, kinds)}
-
-
-def _check_length(task: TextTask, tokens: int) -> None:
-    """Check that a model takes a context with what is hidden in it."""
-    limit = getattr(task.model.config, "max_position_embeddings", None)
-    if isinstance(limit, int) and tokens > limit:
-        raise ValueError(
-            f"--context {task.context}: {tokens} tokens with what is hidden in it and behind it, "
-            f"and {task.model.name} takes {limit} (max_position_embeddings); ask for a shorter one"
-        )
 
 
 def _weigh(found: _Found, cache: KVCache, recipe: Recipe, tokens: int) -> None:

@@ -130,6 +130,15 @@ class TextModel:
                 "beside the model: tokenizer.save_pretrained(DIR)"
             ) from error
 
+    def check_length(self, tokens: int, asked: str) -> None:
+        """Raise ValueError if the model takes fewer tokens than the options asked for."""
+        limit = getattr(self.config, "max_position_embeddings", None)
+        if isinstance(limit, int) and tokens > limit:
+            raise ValueError(
+                f"{asked}: up to {tokens} tokens at once, and {self.name} takes {limit} "
+                "(max_position_embeddings); ask for less"
+            )
+
     def load(self) -> Any:
         """Return the model in the dtype that it was saved in.
 
@@ -201,12 +210,7 @@ def windows(
         ValueError: If texts are too short, too few or not of this tokenizer, or windows are longer
             than the model takes.
     """
-    limit = getattr(model.config, "max_position_embeddings", None)
-    if isinstance(limit, int) and length > limit:
-        raise ValueError(
-            f"--context needs {length} tokens at once, and {model.name} takes {limit} "
-            "(max_position_embeddings); ask for a shorter one"
-        )
+    model.check_length(length, "--context")
     texts, tokenizer = read_texts(place), model.tokenizer
     first = _first_tokens(tokenizer)
     found, longest, counts = [], 0, [0, 0]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -15,22 +15,25 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from diffcache.foreign import device_of_model, with_cache
 from diffcache.kv.hf.cache import KVCache, cache_for
 from diffcache.kv.hf.model import last_logits
-from diffcache.kv.hf.questions import around, feed, tokens_of
+from diffcache.kv.hf.questions import answer, around, feed, one_answer, tokens_of
 from diffcache.kv.hf.refresh import check_whole
 from diffcache.kv.life.pack import pack
 from diffcache.kv.life.prefix import PrefixTree
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.refresh import check_share
 from diffcache.kv.reuse.ape import ape
 from diffcache.kv.reuse.cachecraft import Chunk, cachecraft, chunks_of
 from diffcache.kv.reuse.hydragen import hydragen
 from diffcache.kv.reuse.piece import Piece, cut, joined, lay_out
 from diffcache.kv.reuse.recompute import cacheblend, kvshare, pie
-from diffcache.method import check_int, is_number
+from diffcache.kv.settings import Count, NotNegative, Positive, Share, check_setting
 from diffcache.weights import all_of
 
-_GENERATE = {"max_new_tokens": 50, "do_sample": False}
+NAMES = ("recompute", "prefix", "hydragen", "concatenate", "cacheblend", "ape", "cachecraft",
+         "kvshare", "pie")  # fmt: skip
 _READ = 512  # tokens of a row in which documents are read together
+# A cache up to the question, None where nothing is held; the tokens of the prompt up to there,
+# int64 [n]; and how many of them were computed.
+_Filled: TypeAlias = "tuple[KVCache | None, Tensor, int]"
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,8 @@ class Answers:
     Attributes:
         texts: Answer to each question.
         tokens: Tokens of the prompt before a question.
-        computed: Tokens of those that were computed in all layers for this.
+        computed: Tokens of those that were computed in all layers for this, documents that were
+            read alone for it aside.
         first_seconds: Time to the first token of the first answer.
         seconds: Time to the last token of the last one.
     """
@@ -52,42 +56,16 @@ class Answers:
     seconds: float
 
 
-@dataclass(frozen=True, eq=False)
-class _Filled:
-    """A cache of a prompt up to its question.
-
-    Attributes:
-        cache: The cache; None where nothing is held.
-        ids: int64 [n], the tokens that it stands for.
-        computed: Number of tokens that were computed.
-    """
-
-    cache: KVCache | None
-    ids: Tensor
-    computed: int
-
-
 class Documents:
     """Documents that a model reads once and is then asked about, in any choice and order.
 
     A prompt is the beginning of the chat template (or the first token), the documents, and the
-    question. What is held of the documents before it stands in for computing them again:
-
-    | method | holds | computes for a prompt |
-    |---|---|---|
-    | `recompute` | nothing | everything |
-    | `prefix` | prompts, by their beginnings | what comes after a beginning that is held; exact |
-    | `hydragen` | nothing | documents once for all questions, which are asked at once; exact |
-    | `concatenate` | documents, each read alone | nothing |
-    | `cacheblend` | documents, each read alone | the share of tokens that change most |
-    | `ape` | documents, each read alone | nothing; documents lie side by side |
-    | `cachecraft` | documents, each read behind others | what owes most to those that are gone |
-    | `kvshare` | the last prompt | what it lacks, and the share that changes most |
-    | `pie` | the last prompt | what it lacks |
+    question. `docs/kv_guide.md` says what each of `methods()` holds, in place of computing the
+    documents again, and what it computes.
 
     Documents are read alone many in a row (prepacking). All weights are summed at every call; where
-    they changed (an adapter, a dtype), nothing that was held is used. An object is for one thread,
-    and for a model that stays on its device; `diffcache.kv.detach(model)` releases it.
+    they changed (an adapter, a dtype) or moved to another device, nothing that was held is used. An
+    object is for one thread; `diffcache.kv.detach(model)` releases the model.
 
     Args:
         model: A model of transformers that generates text, all layers of which attend to all
@@ -95,7 +73,8 @@ class Documents:
         tokenizer: Its tokenizer.
         method: Method that puts a prompt together.
         budget_bytes: Most bytes of documents, or of beginnings, that are held between prompts; what
-            was used least recently goes. One prompt, where the last is held, is not counted.
+            was used least recently goes, what the last call named aside. One prompt, where the last
+            is held, is not counted.
         clock: Function that returns the time in seconds.
         settings: Settings of the method: `share` and `check` of cacheblend and kvshare, `alpha` of
             cachecraft, `temperature` and `scale` of ape, `chunk` of prefix.
@@ -116,58 +95,64 @@ class Documents:
         clock: Callable[[], float] = time.perf_counter,
         **settings: Any,
     ) -> None:
-        self.method, self.budget_bytes = method, budget_bytes
+        self.method, self._budget = method, budget_bytes
         self._settings = settings_of(method, **settings)
         self._model, self._tokenizer, self._clock = model, tokenizer, clock
-        self._device = device_of_model(model)  # what is held stays there
-        before, self._after = around(tokenizer, "")
-        self._head = self._tokens(before)
-        self._weights = all_of(model)
+        self._before, self._after = around(tokenizer, "")
         self._forget()
-        if method != "recompute":
-            cache = self._empty("post" if method in ("prefix", "hydragen") else "pre")
-            check_whole(cache)
-            if method != "prefix" and any(cache.setup.windows):
-                raise ValueError(
-                    f"method={method!r}: the layers of {type(model).__name__} see a window of "
-                    f"{max(filter(None, cache.setup.windows))} tokens, and documents are moved; "
-                    "use method='prefix'"
-                )
-            # As keys are held before rotation, every layer of this cache knows its own.
-            self._rotary = [
-                layer.rotary for layer in cache.store.layers if layer.rotary is not None
-            ]
 
     def _forget(self) -> None:
-        """Hold nothing, under the weights as they are."""
-        self._tree: PrefixTree[Piece] = PrefixTree(
-            type(self._model).__name__, self.budget_bytes, self._settings.get("chunk", 1)
-        )
-        self._held: dict[str | None, Piece | Chunk] = {}  # the least recently used first
-        self._last: _Filled | None = None
+        """Hold nothing, and look at the model as it is now.
 
-    def _check_weights(self) -> None:
-        """Forget what was computed with other weights."""
-        if self.method not in ("recompute", "hydragen") and self._weights.changed(True):
-            self._forget()
-            self._weights = all_of(self._model)
+        Raises:
+            ValueError: If a number is out of its range, or layers attend otherwise.
+        """
+        self._device = device_of_model(self._model)
+        self._head = self._tokens(self._before)
+        self._tree: PrefixTree[Piece] = PrefixTree("", self._budget, self._settings.get("chunk", 1))
+        self._held: dict[str | None, Piece | Chunk] = {}  # the least recently used first
+        self._last: tuple[KVCache, Tensor] | None = None
+        if self.method != "recompute":
+            cache = self._empty("post" if self.method in ("prefix", "hydragen") else "pre")
+            check_whole(cache)
+            if self.method != "prefix" and any(cache.setup.windows):
+                raise ValueError(
+                    f"method={self.method!r}: the layers of {type(self._model).__name__} see a "
+                    f"window of {max(filter(None, cache.setup.windows))} tokens, and documents are "
+                    "moved; use method='prefix'"
+                )
+            # As keys are held before rotation, every layer of this cache knows its own.
+            self._rotary = [each.rotary for each in cache.store.layers if each.rotary is not None]
+        holds = self.method not in ("recompute", "hydragen")
+        self._weights = all_of(self._model) if holds else None  # last: what is above is of these
 
     @property
     def nbytes(self) -> int:
         """Bytes that are held between prompts."""
-        last = 0 if self._last is None or self._last.cache is None else self._last.cache.nbytes
+        last = 0 if self._last is None else self._last[0].nbytes
         return sum(map(_bytes, self._held.values())) + self._tree.nbytes + last
 
-    def read(self, documents: Sequence[str]) -> None:
-        """Read documents each alone, where the method holds such, before they are asked about."""
-        self._check_weights()
+    def read(self, documents: Iterable[str]) -> None:
+        """Read documents each alone, where the method holds such, before they are asked about.
+
+        Raises:
+            ValueError: If one is empty or no text.
+        """
+        texts = _texts("documents", documents)
+        self._check_model()
         if self.method in ("concatenate", "cacheblend", "ape"):
-            self._pieces(documents)
+            self._pieces(texts)
+
+    def _check_model(self) -> None:
+        """Forget what was computed with other weights, or elsewhere."""
+        changed = self._weights is not None and self._weights.changed(True)
+        if changed or device_of_model(self._model) != self._device:
+            self._forget()
 
     def ask(
         self,
-        questions: str | Sequence[str],
-        documents: Sequence[str],
+        questions: str | Iterable[str],
+        documents: Iterable[str],
         *,
         answer_prefix: str = "",
         generate: dict[str, Any] | None = None,
@@ -181,67 +166,37 @@ class Documents:
             generate: Settings of `model.generate`; by default 50 new tokens, greedy.
 
         Raises:
-            ValueError: If there are no questions or documents, or one has no tokens.
+            ValueError: If there are no questions or documents, one is empty or no text, or a
+                setting of `generate` asks for beams, several answers or no cache.
         """
-        asked = [questions] if isinstance(questions, str) else list(questions)
-        if isinstance(documents, str):
-            raise ValueError("documents is one text: give a list of texts")
-        if not asked or not documents or not all(text.strip() for text in documents):
+        asked = _texts("questions", [questions] if isinstance(questions, str) else questions)
+        texts = _texts("documents", documents)
+        if not asked or not texts:
             raise ValueError(
-                f"questions={len(asked)}, documents={len(documents)}: give at least one of each, "
-                "none of them empty"
+                f"questions={len(asked)}, documents={len(texts)}: give at least one of each"
             )
-        ends = [self._tokens(one + self._after + answer_prefix) for one in asked]
-        if not all(map(len, ends)):
-            raise ValueError(f"questions={asked!r}: one has no tokens; leave it out")
+        settings = one_answer(self._tokenizer, generate)
         started = self._clock()
-        self._check_weights()
-        filled: _Filled = getattr(self, f"_{self.method}")(documents, **self._settings)
-        noted = _First(self._clock)
+        self._check_model()
+        cache, ids, computed = getattr(self, f"_{self.method}")(texts, **self._settings)
+        ends = [self._tokens(one + self._after + answer_prefix) for one in asked]
         together = [ends] if self.method == "hydragen" else [[end] for end in ends]
-        texts: list[str] = []
+        noted, stops = _First(self._clock), settings.get("stopping_criteria") or ()
+        settings["stopping_criteria"] = StoppingCriteriaList([*stops, noted])
+        # Tokens stand for slots; documents side by side take as many as the longest.
+        shown = ids if cache is None else ids[: cache.store.seen]
+        answers: list[str] = []
         for some in together:
-            texts += self._generate(filled, some, noted, generate or {})
+            answers += answer(self._model, self._tokenizer, cache, shown, some, settings)
         return Answers(
-            tuple(texts), len(self._prompt(documents)), filled.computed, noted.time - started,
-            self._clock() - started,
-        )  # fmt: skip
-
-    def _generate(
-        self, filled: _Filled, ends: Sequence[Tensor], noted: _First, settings: dict[str, Any]
-    ) -> list[str]:
-        """Return the answers to questions behind one prompt, padded between it and them."""
-        width = max(len(end) for end in ends)
-        gaps = [width - len(end) for end in ends]
-        pad = getattr(self._tokenizer, "pad_token_id", None) or 0
-        rows = [
-            torch.cat([filled.ids, end.new_full((gap,), pad), end])
-            for gap, end in zip(gaps, ends, strict=True)
-        ]
-        mask = torch.ones(len(rows), len(rows[0]), dtype=torch.long, device=filled.ids.device)
-        for row, gap in enumerate(gaps):
-            mask[row, len(filled.ids) : len(filled.ids) + gap] = 0
-        chosen: dict[str, Any] = {**_GENERATE, "pad_token_id": pad, **settings}
-        if chosen.get("num_return_sequences", 1) != 1:
-            raise ValueError("generate: num_return_sequences must be 1, an answer to a question")
-        stops = [*chosen.pop("stopping_criteria", ()), noted]
-        cache = {}
-        if filled.cache is not None:
-            cache = with_cache(self._model, filled.cache.fork())
-        out = self._model.generate(  # type: ignore[operator]
-            input_ids=torch.stack(rows), attention_mask=mask, **(cache | chosen),
-            stopping_criteria=StoppingCriteriaList(stops),
-        )  # fmt: skip
-        tokens = out if isinstance(out, Tensor) else out.sequences
-        return list(
-            self._tokenizer.batch_decode(tokens[:, mask.shape[1] :], skip_special_tokens=True)
+            tuple(answers), len(ids), computed, noted.time - started, self._clock() - started
         )
 
     def _recompute(self, documents: Sequence[str]) -> _Filled:
         ids = self._prompt(documents)
-        return _Filled(None, ids, len(ids))
+        return None, ids, len(ids)
 
-    def _prefix(self, documents: Sequence[str], *, chunk: int = 64) -> _Filled:
+    def _prefix(self, documents: Sequence[str], *, chunk: Count = 64) -> _Filled:
         ids, cache = self._prompt(documents), self._empty()
         held = self._tree.match(ids.tolist())
         known = len(held) * chunk
@@ -252,30 +207,30 @@ class Documents:
         starts = range(known, len(ids) // chunk * chunk, chunk)
         held += [cut(cache.store, ids[start : start + chunk], start) for start in starts]
         self._tree.insert(ids.tolist(), held, [piece.nbytes for piece in held])
-        return _Filled(cache, ids, len(ids) - known)
+        return cache, ids, len(ids) - known
 
     def _hydragen(self, documents: Sequence[str]) -> _Filled:
         ids, cache = self._prompt(documents), self._empty()
         feed(self._model, cache, ids[None])
         hydragen(cache.store)
-        return _Filled(cache, ids, len(ids))
+        return cache, ids, len(ids)
 
     def _concatenate(self, documents: Sequence[str]) -> _Filled:
         whole, cache = joined(self._pieces(documents)), self._empty()
         lay_out(cache.store, whole, torch.arange(len(whole.ids)), self._rotary)
-        return _Filled(cache, whole.ids, 0)
+        return cache, whole.ids, 0
 
     def _cacheblend(
-        self, documents: Sequence[str], *, share: float = 0.15, check: int = 1
+        self, documents: Sequence[str], *, share: Share = 0.15, check: Count = 1
     ) -> _Filled:
         pieces, cache = self._pieces(documents), self._empty()
         index = cacheblend(
             self._model, cache, pieces, share=share, check=check, rotary=self._rotary
         )
-        return _Filled(cache, self._prompt(documents), len(index))
+        return cache, _ids(pieces), len(index)
 
     def _ape(
-        self, documents: Sequence[str], *, temperature: float = 0.9, scale: float = 0.9
+        self, documents: Sequence[str], *, temperature: Positive = 0.9, scale: Positive = 0.9
     ) -> _Filled:
         pieces, cache = self._pieces(documents), self._empty()
         if not len(self._head):
@@ -284,12 +239,10 @@ class Documents:
                 "side by side need something before them; take another method"
             )
         ape(cache, pieces[0], pieces[1:], temperature=temperature, scale=scale, rotary=self._rotary)
-        # The longest document stands for all of them, which are at the same positions.
-        longest = max((piece.ids for piece in pieces[1:]), key=len)
-        return _Filled(cache, torch.cat([self._head, longest]), 0)
+        return cache, _ids(pieces), 0
 
-    def _cachecraft(self, documents: Sequence[str], *, alpha: float = 1.0) -> _Filled:
-        texts, ids = self._parts(documents), self._prompt(documents)
+    def _cachecraft(self, documents: Sequence[str], *, alpha: NotNegative = 1.0) -> _Filled:
+        texts = self._parts(documents)
         new = any(text not in self._held for text in texts)
         if new:  # all are computed, in this order, so that nothing is owed to what is gone
             own = [self._text(text) for text in texts]
@@ -301,32 +254,35 @@ class Documents:
         self._use(texts)
         cache = self._empty()
         index = cachecraft(self._model, cache, found, alpha=alpha, rotary=self._rotary)
-        return _Filled(cache, ids, len(ids) if new else len(index))
+        ids = _ids([each.piece for each in found])
+        return cache, ids, len(ids) if new else len(index)
 
-    def _kvshare(self, documents: Sequence[str], *, share: float = 0.15, check: int = 1) -> _Filled:
-        ids, last, cache = self._prompt(documents), self._last, self._empty()
-        if last is None or last.cache is None:
+    def _kvshare(
+        self, documents: Sequence[str], *, share: Share = 0.15, check: Count = 1
+    ) -> _Filled:
+        index = ids = self._prompt(documents)
+        cache = self._empty()
+        if self._last is None:
             feed(self._model, cache, ids[None])
-            index = ids
         else:
-            piece = cut(last.cache.store, last.ids)
+            piece = cut(self._last[0].store, self._last[1])
             index = kvshare(
                 self._model, cache, piece, ids, share=share, check=check, rotary=self._rotary
             )
-        self._last = _Filled(cache, ids, len(index))
-        return self._last
+        self._last = cache, ids
+        return cache, ids, len(index)
 
     def _pie(self, documents: Sequence[str]) -> _Filled:
-        ids, last = self._prompt(documents), self._last
-        self._last = None  # an edit that is cut off leaves nothing to go on from
-        if last is None or last.cache is None:
-            cache, index = self._empty(), ids
+        index = ids = self._prompt(documents)
+        last, self._last = self._last, None  # an edit that is cut off leaves nothing to go on from
+        if last is None:
+            cache = self._empty()
             feed(self._model, cache, ids[None])
         else:
-            cache = last.cache
-            index = pie(self._model, cache, last.ids, ids, rotary=self._rotary)
-        self._last = _Filled(cache, ids, len(index))
-        return self._last
+            cache, before = last
+            index = pie(self._model, cache, before, ids, rotary=self._rotary)
+        self._last = cache, ids
+        return cache, ids, len(index)
 
     def _pieces(self, documents: Sequence[str]) -> list[Piece]:
         """Return the head and documents, each as read alone behind the head."""
@@ -362,7 +318,7 @@ class Documents:
             self._held[text] = self._held.pop(text)
         total = sum(map(_bytes, self._held.values()))
         for text in list(self._held):
-            if total > self.budget_bytes and text not in texts:
+            if total > self._budget and text not in texts:
                 total -= _bytes(self._held.pop(text))
 
     def _parts(self, documents: Sequence[str]) -> list[str | None]:
@@ -385,13 +341,13 @@ class Documents:
 
 def methods() -> dict[str, dict[str, Any]]:
     """Return the settings of each method of `Documents`, with their defaults."""
-    names = ("recompute", "prefix", "hydragen", "concatenate", "cacheblend", "ape", "cachecraft",
-             "kvshare", "pie")  # fmt: skip
-    found = {}
-    for name in names:
-        taken = inspect.signature(getattr(Documents, f"_{name}")).parameters.values()
-        found[name] = {one.name: one.default for one in taken if one.kind is one.KEYWORD_ONLY}
-    return found
+    return {name: {one.name: one.default for one in _taken(name)} for name in NAMES}
+
+
+def _taken(method: str) -> list[inspect.Parameter]:
+    """Return the settings of a method, each with its default and its range."""
+    taken = inspect.signature(getattr(Documents, f"_{method}"), eval_str=True).parameters.values()
+    return [one for one in taken if one.kind is one.KEYWORD_ONLY]
 
 
 def settings_of(method: str, **settings: Any) -> dict[str, Any]:
@@ -400,23 +356,33 @@ def settings_of(method: str, **settings: Any) -> dict[str, Any]:
     Raises:
         ValueError: If there is no such method or setting, or one is out of its range.
     """
-    known = methods()
-    if method not in known:
-        raise ValueError(f"method={method!r}: must be one of {', '.join(known)}")
-    for name in settings.keys() - known[method].keys():
-        allowed = ", ".join(known[method]) or "none"
-        raise ValueError(f"{name}={settings[name]!r}: settings of {method} are {allowed}")
-    found = {**known[method], **settings}
-    for name, value in found.items():
-        if name == "share":
-            check_share(value)
-        elif name in ("check", "chunk"):
-            check_int(name, value, 1)
-        elif name == "alpha" and not (is_number(value) and value >= 0):
-            raise ValueError(f"alpha={value!r}: must be a number of at least 0")
-        elif name in ("temperature", "scale") and not (is_number(value) and value > 0):
-            raise ValueError(f"{name}={value!r}: must be a number above 0")
-    return found
+    if method not in NAMES:
+        raise ValueError(f"method={method!r}: must be one of {', '.join(NAMES)}")
+    taken = {one.name: one for one in _taken(method)}
+    for name, value in settings.items():
+        if name not in taken:
+            allowed = ", ".join(taken) or "none"
+            raise ValueError(f"{name}={value!r}: settings of {method} are {allowed}")
+        check_setting(name, value, taken[name].annotation)
+    return {name: settings.get(name, one.default) for name, one in taken.items()}
+
+
+def _texts(name: str, given: Iterable[Any]) -> list[str]:
+    """Return texts as a list.
+
+    Raises:
+        ValueError: If they are one text or no texts, or one is empty.
+    """
+    if isinstance(given, str):
+        raise ValueError(f"{name} is one text: give a list of texts")
+    for number, text in enumerate(texts := list(given)):
+        if not isinstance(text, str) or not text.strip():
+            raise ValueError(f"{name}[{number}]={text!r}: must be a text, and not empty")
+    return texts
+
+
+def _ids(pieces: Sequence[Piece]) -> Tensor:
+    return torch.cat([piece.ids for piece in pieces])
 
 
 def _bytes(held: Piece | Chunk) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from diffcache.digest import digest, weights_digest
 from diffcache.errors import AttachError
-from diffcache.foreign import cache_name
+from diffcache.foreign import adapters_of, cache_name
 from diffcache.kv.hf.rotary import RotaryReader, rotary_of
 from diffcache.kv.recipe import Recipe
 
@@ -217,7 +217,12 @@ def origin_of(decoder: ReferenceType[nn.Module]) -> dict[str, str]:
         return {}
     weights = getattr(model, "base_model", model).parameters()  # without its head
     rope = {name: getattr(model.config, name, None) for name in ("rope_parameters", "rope_scaling")}
-    return {"weights": weights_digest(weights), "rotary embedding": digest(rope)}
+    adapters = [
+        (adapters_of(each), getattr(each, "scaling", None))
+        for each in model.modules() if any(adapters_of(each).values())
+    ]  # fmt: skip
+    digests = {"rotary embedding": digest(rope), "adapters": digest(adapters)}
+    return {"weights": weights_digest(weights), **digests}
 
 
 def check_takes_cache(model: nn.Module) -> None:

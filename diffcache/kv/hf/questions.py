@@ -8,6 +8,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from diffcache.foreign import device_of_model, with_cache
 from diffcache.kv.hf.cache import KVCache, Recipes, cache_for
@@ -16,7 +17,8 @@ from diffcache.kv.life.on_request import OnRequest, compress_by_probe
 from diffcache.kv.score.probe import Asked
 
 _REPEAT = "\n\nRepeat the text above:\n"
-_GENERATE = {"max_new_tokens": 50, "do_sample": False}
+_ONE = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True}  # what is held is one row
+_GENERATE = {"max_new_tokens": 50, "do_sample": False, **_ONE}
 
 
 @overload
@@ -68,27 +70,68 @@ def ask(
         UnknownMethodError: If there is no recipe of that name.
         ValueError: If the context is empty, or a setting is unknown or out of its range.
     """
+    chosen = one_answer(tokenizer, generate)
     before, after = around(tokenizer, context)
-    device = device_of_model(model)
-    ids = tokens_of(tokenizer, before).to(device)
+    ids = tokens_of(tokenizer, before).to(device_of_model(model))
     if not context or not ids.shape[1]:
         raise ValueError("context='': there is nothing to ask about; give a text")
     cache = cache_for(model, recipe, **settings)
     read_context(model, tokenizer, cache, ids)
-    chosen: dict[str, Any] = {**_GENERATE, **(generate or {})}
-    if getattr(tokenizer, "pad_token_id", None) is not None:
-        chosen.setdefault("pad_token_id", tokenizer.pad_token_id)
-    answers = []
+    answers: list[str] = []
     for question in [questions] if isinstance(questions, str) else questions:
-        asked = tokens_of(tokenizer, question + after + answer_prefix).to(device)
-        whole = torch.cat([ids, asked], 1)
-        out = model.generate(  # type: ignore[operator]
-            input_ids=whole, attention_mask=torch.ones_like(whole),
-            **(with_cache(model, cache.fork()) | chosen),
-        )  # fmt: skip
-        tokens = out if isinstance(out, Tensor) else out.sequences
-        answers.append(tokenizer.decode(tokens[0, whole.shape[1] :], skip_special_tokens=True))
+        asked = tokens_of(tokenizer, question + after + answer_prefix).to(ids.device)
+        answers += answer(model, tokenizer, cache, ids[0], list(asked), chosen)
     return answers[0] if isinstance(questions, str) else answers
+
+
+def one_answer(tokenizer: Any, generate: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return all settings of `model.generate` for one answer behind a cache of one row.
+
+    Args:
+        tokenizer: Tokenizer that pads.
+        generate: Settings in place of the defaults: 50 new tokens, greedy.
+
+    Raises:
+        ValueError: If they ask for beams, several answers, or no cache.
+    """
+    settings = {**_GENERATE, **(generate or {})}
+    if getattr(tokenizer, "pad_token_id", None) is not None:
+        settings.setdefault("pad_token_id", tokenizer.pad_token_id)
+    for name, value in _ONE.items():
+        if settings[name] != value:
+            raise ValueError(
+                f"generate: {name}={settings[name]!r}: {name} must be {value}, an answer to a "
+                "question from one row of keys and values; leave it out"
+            )
+    return settings
+
+
+def answer(
+    model: Any, tokenizer: Any, cache: KVCache | None, ids: Tensor, ends: Sequence[Tensor],
+    settings: Mapping[str, Any],
+) -> list[str]:  # fmt: skip
+    """Answer questions behind one prompt in one batch, padded between it and them.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        cache: Cache of the prompt, which is forked; None to compute it.
+        ids: The prompt, int64 [T].
+        ends: Tokens of each question, int64 [n].
+        settings: Settings of `model.generate`, as `one_answer` returns them.
+    """
+    pad = settings.get("pad_token_id") or 0
+    asked = pad_sequence(list(ends), True, pad, "left")
+    there = pad_sequence([torch.ones_like(end) for end in ends], True, 0, "left")
+    before = ids.expand(len(asked), -1)
+    held = {} if cache is None else with_cache(model, cache.fork())
+    out = model.generate(
+        input_ids=torch.cat([before, asked], 1),
+        attention_mask=torch.cat([torch.ones_like(before), there], 1),
+        **{**settings, "pad_token_id": pad, **held},
+    )
+    tokens = (out if isinstance(out, Tensor) else out.sequences)[:, len(ids) + asked.shape[1] :]
+    return [tokenizer.decode(row, skip_special_tokens=True) for row in tokens]
 
 
 def read_context(model: nn.Module, tokenizer: Any, cache: KVCache, ids: Tensor) -> None:

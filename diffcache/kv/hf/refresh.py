@@ -124,7 +124,7 @@ def probe(model: Any, cache: Host, ids: Tensor, check: int) -> tuple[Tensor, Ten
         ValueError: If there is no such layer, or for the reasons of `recompute`.
     """
     count = len(cache.store.layers)
-    if not 1 <= check < count:
+    if check not in range(1, count):
         raise ValueError(f"check={check}: must be at least 1 and below the {count} layers")
     index = torch.arange(ids.shape[1], device=ids.device)
     found = _forward(model, cache, ids, index, last=check)[1]
@@ -134,15 +134,9 @@ def probe(model: Any, cache: Host, ids: Tensor, check: int) -> tuple[Tensor, Ten
 
 
 def _forward(
-    model: Any,
-    cache: Host,
-    ids: Tensor,
-    index: Tensor,
-    *,
-    last: int | None = None,
-    watch: Watch | None = None,
-    logits: bool = True,
+    model: Any, cache: Host, ids: Tensor, index: Tensor, *, logits: bool = True, **how: Any
 ) -> tuple[Any, Refreshing]:
+    """Return the output and what was refreshed, which takes what is left of the arguments."""
     pos = _positions(cache, ids)
     used = decoder_config(model)._attn_implementation
     if used != NAME:
@@ -152,7 +146,7 @@ def _forward(
         )
     batch = len(ids)
     index = index.view(-1, index.shape[-1]).expand(batch, -1).to(ids.device)
-    found = Refreshing(cache.store, index, last=last, watch=watch)
+    found = Refreshing(cache.store, index, **how)
     cache.writer.refreshing = found
     out = None
     try:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Generic, TypeVar
 
+from diffcache.method import check_int
+
 T = TypeVar("T")
 
 
@@ -23,10 +25,9 @@ def chain(ids: Sequence[int], model: str, chunk: int = 256) -> list[bytes]:
         chunk: Tokens of a chunk.
 
     Raises:
-        ValueError: If `chunk` is less than 1.
+        ValueError: If `chunk` is no whole number of at least 1.
     """
-    if chunk < 1:
-        raise ValueError(f"chunk={chunk}: must be at least 1 token")
+    check_int("chunk", chunk, 1)
     head = f"{chunk}:{model}".encode()
     before = blake2b(head, digest_size=32).digest()
     found = []
@@ -61,7 +62,7 @@ class PrefixTree(Generic[T]):
         clock: Function that returns the time in seconds.
 
     Raises:
-        ValueError: If a number is out of its range.
+        ValueError: If a number is not whole or out of its range.
     """
 
     def __init__(
@@ -71,8 +72,7 @@ class PrefixTree(Generic[T]):
         chunk: int = 256,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if budget_bytes < 0:
-            raise ValueError(f"budget_bytes={budget_bytes}: must be at least 0")
+        check_int("budget_bytes", budget_bytes, 0)
         chain((), model, chunk)
         self.model, self.budget_bytes, self.chunk = model, budget_bytes, chunk
         self.nbytes = 0

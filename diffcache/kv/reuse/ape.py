@@ -11,6 +11,7 @@ from diffcache.kv.hf.refresh import check_whole
 from diffcache.kv.reuse.piece import Piece, lay_out, placed, turns_of
 from diffcache.kv.rotary import Rotation
 from diffcache.kv.segment import Dense, Traits
+from diffcache.kv.settings import Positive, check_setting
 from diffcache.kv.slots import Slots, join
 from diffcache.kv.store import KVStore
 from diffcache.kv.tail import Tail
@@ -50,8 +51,8 @@ def ape(
         ValueError: If a number is out of range, there is no prefix or context, a context was read
             elsewhere, or the cache is not as said.
     """
-    if not temperature > 0 or not scale > 0:
-        raise ValueError(f"temperature={temperature}, scale={scale}: must be above 0")
+    check_setting("temperature", temperature, Positive)
+    check_setting("scale", scale, Positive)
     start = len(prefix.ids)
     if not start or not contexts or not all(len(each.ids) for each in contexts):
         raise ValueError(

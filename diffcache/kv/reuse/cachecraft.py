@@ -16,6 +16,7 @@ from diffcache.kv.hf.model import last_logits
 from diffcache.kv.hf.refresh import recompute
 from diffcache.kv.reuse.piece import Piece, cut, joined, lay_out
 from diffcache.kv.rotary import Rotation
+from diffcache.kv.settings import NotNegative, check_setting
 from diffcache.kv.slots import Slots
 
 if TYPE_CHECKING:
@@ -150,8 +151,7 @@ def cachecraft(
     Raises:
         ValueError: If a number is out of range, or the cache is not as said.
     """
-    if alpha < 0:
-        raise ValueError(f"alpha={alpha}: must be at least 0")
+    check_setting("alpha", alpha, NotNegative)
     whole = joined([chunk.piece for chunk in chunks])
     lay_out(cache.store, whole, torch.arange(len(whole.ids)), rotary)
     chosen, start = [], 0

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from diffcache.kv.hf.refresh import check_whole, probe, recompute
-from diffcache.kv.refresh import align, check_share, most_changed, slots_of
+from diffcache.kv.refresh import align, most_changed, slots_of
 from diffcache.kv.reuse.piece import Piece, cut, joined, lay_out, turns_of
 from diffcache.kv.rotary import Rotation
+from diffcache.kv.settings import Share, check_setting
 
 if TYPE_CHECKING:
     from diffcache.kv.hf.writer import Host
@@ -47,7 +48,7 @@ def cacheblend(
     Raises:
         ValueError: If a number is out of range, or the cache is not as said.
     """
-    check_share(share)
+    check_setting("share", share, Share)
     whole = joined(pieces)
     ids = whole.ids[None]
     lay_out(cache.store, whole, torch.arange(len(whole.ids)), rotary)
@@ -91,7 +92,7 @@ def kvshare(
     Raises:
         ValueError: If a number is out of range, or the cache is not as said.
     """
-    check_share(share)
+    check_setting("share", share, Share)
     source = align(piece.ids, ids)
     lay_out(cache.store, piece, source, rotary)
     old, new = probe(model, cache, ids[None], check)

@@ -10,9 +10,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+from diffcache.eval.cost.interleave import quartiles
 from diffcache.eval.kv.parts import composition, example
 from diffcache.eval.kv.peer import PREFIX
 from diffcache.eval.kv.recall import hits_of
+from diffcache.eval.kv.reuse import SPARE
 from diffcache.eval.kv.text_plot import held_share
 from diffcache.eval.metrics.intervals import share_change
 from diffcache.eval.pages import keep_pages, table
@@ -148,12 +150,11 @@ def half(record: Mapping[str, Any]) -> str:
     )
     lines = []
     for row in [exact, *others]:
-        ratio = row["token_ratio"]
         lines.append([
             f"`{row['name']}`", f"{held_share(row):.0%}", _share(row["whole"]),
             "" if row is exact else _share(row["change"], "+"),
             "" if row["aware"] is None else _share(row["aware"]),
-            _share(row["ratio"]), f"{ratio['median']:.2f} ({ratio['q1']:.2f} to {ratio['q3']:.2f})",
+            _share(row["ratio"]), quartiles(row["token_ratio"]),
         ])  # fmt: skip
     heads = ["recipe", "held, of 16 bits", "answered whole", "change", "asked first",
              "perplexity x exact", "time of a token"]  # fmt: skip
@@ -314,8 +315,7 @@ def seconds(record: Mapping[str, Any]) -> str:
     for row in record["rows"]:
         aim = "" if row["target"] is None else f"at most {row['target']:.2f}"
         slow = f"missed: {SLOW[row['name']]}" if row["missed"] else ""
-        ratio = "{median:.2f} ({q1:.2f} to {q3:.2f})".format(**row["ratio"])
-        rows.append([row["name"], f"{row['token_ms']['median']:.1f}", ratio, aim,
+        rows.append([row["name"], f"{row['token_ms']['median']:.1f}", quartiles(row["ratio"]), aim,
                      f"{row['share']:.1%}", f"{row['prefill_ratio']:.2f}", slow])  # fmt: skip
     heads = ["cache", "ms a token", "of DynamicCache", "aim", "bytes", "prefill", ""]
     return "\n".join(["## A generated token\n", about, "", *table(heads, rows), ""])
@@ -327,9 +327,9 @@ def reused(record: Mapping[str, Any]) -> str:
     about = (
         f"`diffcache kv reuse` on SmolLM2-135M-Instruct ({record['dtype']}): {shapes['requests']} "
         f"prompts of {shapes['documents']} documents of {shapes['length']} tokens of Python's "
-        f"reference, in an order of their own, out of {shapes['documents'] + 2} that were read in "
-        f"other prompts, and {shapes['questions']} questions behind each about numbers hidden in "
-        "the documents. Times are CPU seconds by those of full recomputation of the same prompt "
+        f"reference, in an order of their own, out of {shapes['documents'] + SPARE} that were read "
+        f"in other prompts, and {shapes['questions']} questions behind each about numbers hidden "
+        "in the documents. Times are CPU seconds by those of full recomputation of the same prompt "
         "(`DynamicCache`, sdpa), in turn: median and quartiles. First token: that of the first "
         "question; with `hydragen` all questions are asked at once. All: to the end of the last "
         "answer. Computed: share of the prompt before its question. `prefix` and `hydragen` are "
@@ -342,14 +342,10 @@ def reused(record: Mapping[str, Any]) -> str:
     )
     lines = []
     for row in record["rows"]:
-        first, every = (
-            "{median:.2f} ({q1:.2f} to {q3:.2f})".format(**row[key])
-            for key in ("first_ratio", "all_ratio")
-        )
         change = "" if row["change"] is None else _share(row["change"], "+")
         lines.append([
-            f"`{row['name']}`", first, every, _share(row["answers"]), change,
-            f"{row['computed']:.0%}", human(row["bytes"], "B"),
+            f"`{row['name']}`", quartiles(row["first_ratio"]), quartiles(row["all_ratio"]),
+            _share(row["answers"]), change, f"{row['computed']:.0%}", human(row["bytes"], "B"),
         ])  # fmt: skip
     heads = ["method", "first token", "all", "answered", "change", "computed", "bytes held"]
     return "\n".join(["## Documents that were read before\n", about, "", *table(heads, lines), ""])

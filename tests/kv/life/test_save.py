@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -314,6 +315,11 @@ def test_a_cache_of_a_model_of_other_weights_is_refused(tmp_path: Path) -> None:
     for right in (copy.deepcopy(model), model.model):
         load(tmp_path / "x", cache_for(right, recipe).store)
     load(tmp_path / "x", KVStore(4, recipe))  # nothing is known of its model
+    inject_adapter_in_model(LoraConfig(target_modules=["v_proj"]), model)
+    save(tmp_path / "y", cache_for(model, recipe).store)
+    model.model.layers[0].self_attn.v_proj.enable_adapters(False)
+    with pytest.raises(SavedCacheError, match="is of a model of other adapters: load it"):
+        load(tmp_path / "y", cache_for(model, recipe).store)
 
 
 def test_parts_that_do_not_go_together_are_refused(tmp_path: Path) -> None:

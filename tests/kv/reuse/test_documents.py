@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
@@ -35,7 +36,7 @@ def model() -> Any:
 
 
 def ask(shelf: Documents, *documents: str) -> Answers:
-    return shelf.ask(QUESTIONS, documents, **TEXTS)
+    return shelf.ask(QUESTIONS, iter(documents), **TEXTS)
 
 
 @pytest.mark.parametrize(
@@ -95,10 +96,11 @@ def test_few_tokens_are_computed(model: Any, tokenizer: Any) -> None:
 
 
 def test_the_least_recently_used_go(model: Any, tokenizer: Any) -> None:
-    shelf = Documents(model, tokenizer, "cacheblend")
+    ample = Documents(model, tokenizer, "cacheblend")
+    ask(ample, SEA)
+    one = ample.nbytes
+    shelf = Documents(model, tokenizer, "cacheblend", budget_bytes=one)
     ask(shelf, SEA)
-    one = shelf.nbytes
-    shelf.budget_bytes = one
     ask(shelf, RHINE)  # what a prompt needs stays, whatever the budget
     assert one < shelf.nbytes < 1.5 * one
     shelf.read([SEA])
@@ -129,29 +131,65 @@ def test_bad_use_is_refused(model: Any, tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="alpha=1: settings of cacheblend are share, check"):
         Documents(model, tokenizer, alpha=1)
     for method, given, said in (
-        ("kvshare", {"share": 2}, "share=2: must be at least 0 and at most 1"),
+        ("kvshare", {"share": 2}, "share=2: must be a number of at least 0 and at most 1"),
+        ("kvshare", {"check": 1.5}, "check=1.5: must be a whole number of at least 1"),
         ("cachecraft", {"alpha": -1}, "alpha=-1: must be a number of at least 0"),
-        ("prefix", {"chunk": 1.5}, "chunk=1.5: must be a whole number"),
-        ("ape", {"scale": "much"}, "scale='much': must be a number above 0"),
+        ("cachecraft", {"alpha": "1"}, "alpha='1': must be a number of at least 0"),
         ("ape", {"temperature": 0}, "temperature=0: must be a number above 0"),
+        ("ape", {"scale": "much"}, "scale='much': must be a number above 0"),
+        ("prefix", {"chunk": 1.5}, "chunk=1.5: must be a whole number of at least 1"),
+        ("prefix", {"budget_bytes": -1}, "budget_bytes=-1: must be a whole number of at least 0"),
+        ("cacheblend", {"budget_bytes": "1"}, "budget_bytes='1': must be a whole number"),
     ):
         with pytest.raises(ValueError, match=said):
             Documents(model, tokenizer, method, **given)
-    with pytest.raises(ValueError, match="budget_bytes=-1"):
-        Documents(model, tokenizer, budget_bytes=-1)
     with pytest.raises(ValueError, match="of 6 layers attend to a sliding window"):
         Documents(gemma(), tokenizer)
     windowed = zoo("MistralForCausalLM", "mistral")
     with pytest.raises(ValueError, match="MistralForCausalLM see a window of 12 .*'prefix'"):
         Documents(windowed, tokenizer, "hydragen")
     shelf = Documents(model, tokenizer)
-    for questions, texts in (([], [SEA]), ("Why?", []), ("Why?", [SEA, " "])):
-        with pytest.raises(ValueError, match="give at least one of each, none of them empty"):
+    for questions, texts, said in (
+        ([], [SEA], "questions=0, documents=1: give at least one of each"),
+        ("Why?", [], "questions=1, documents=0: give at least one of each"),
+        ("Why?", [SEA, " "], r"documents\[1\]=' ': must be a text, and not empty"),
+        ("", [SEA], r"questions\[0\]='': must be a text, and not empty"),
+        (["Why?", 3], [SEA], r"questions\[1\]=3: must be a text, and not empty"),
+        ("Why?", SEA, "documents is one text: give a list"),
+    ):
+        with pytest.raises(ValueError, match=said):
             shelf.ask(questions, texts)
     with pytest.raises(ValueError, match="documents is one text: give a list"):
-        shelf.ask("Why?", SEA)
-    with pytest.raises(ValueError, match="num_return_sequences must be 1"):
-        shelf.ask("Why?", [SEA], generate={"num_return_sequences": 2, "do_sample": True})
+        shelf.read(SEA)
+    for name, value in (("num_return_sequences", 2), ("num_beams", 2), ("use_cache", False)):
+        with pytest.raises(ValueError, match=f"generate: {name}={value}: {name} must be"):
+            shelf.ask("Why?", [SEA], generate={name: value})
+        with pytest.raises(ValueError, match=f"generate: {name}={value}: {name} must be"):
+            kv.ask(model, tokenizer, SEA, "Why?", "tova", budget=8, generate={name: value})
+    assert shelf.nbytes == 0
+
+
+@pytest.mark.parametrize("method", [name for name in methods() if name != "recompute"])
+def test_what_other_weights_made_is_forgotten(tokenizer: Any, method: str) -> None:
+    model: Any = llama(vocab_size=260)
+    settings = {"chunk": 8} if method == "prefix" else {}
+    shelf = Documents(model, tokenizer, method, **settings)
+    adapter = LoraConfig(target_modules=["v_proj"], init_lora_weights=False)
+    first, second = (layer.self_attn for layer in model.model.layers[:2])
+    for change in (
+        lambda: [weight.data.mul_(1.5) for weight in model.parameters()],  # as merging an adapter
+        lambda: model.get_input_embeddings().weight.data[tokenizer("e").input_ids[-1]].add_(1),
+        lambda: inject_adapter_in_model(adapter, model),
+        lambda: first.v_proj.set_scale("default", 9.0),
+        lambda: second.v_proj.enable_adapters(False),
+        lambda: model.double(),
+    ):
+        ask(shelf, RHINE, SEA)
+        change()
+        fresh = Documents(model, tokenizer, method, **settings)
+        found, wanted = ask(shelf, RHINE, SEA), ask(fresh, RHINE, SEA)
+        assert (found.texts, found.computed) == (wanted.texts, wanted.computed)
+        assert shelf.nbytes == fresh.nbytes
 
 
 def test_a_released_model_is_as_before(tokenizer: Any) -> None:
@@ -184,16 +222,3 @@ def test_the_command_measures_methods_in_turn(tmp_path: Path) -> None:
     assert first["change"] is None and prefix["change"]["value"] == 0  # it is exact
     assert blend["name"] == "cacheblend:share=0.5" and 0.5 <= blend["computed"] < 0.52
     assert first["answers"]["n"] == 2 and blend["bytes"] > 0
-
-
-@pytest.mark.parametrize("method", ["prefix", "concatenate", "cachecraft", "pie"])
-def test_what_other_weights_made_is_forgotten(tokenizer: Any, method: str) -> None:
-    model = llama(vocab_size=260)
-    shelf = Documents(model, tokenizer, method)
-    ask(shelf, RHINE, SEA)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.data.mul_(1.5)  # as merging an adapter does
-    fresh = Documents(model, tokenizer, method)
-    assert ask(shelf, RHINE, SEA).texts == ask(fresh, RHINE, SEA).texts
-    assert shelf.nbytes == fresh.nbytes
