@@ -125,8 +125,8 @@ def measure(
                 text = tokenizer.decode(context[0], skip_special_tokens=True)
                 asked = Spelled.of(tokenizer, Asked.draw(text, task.seed + number), kinds)
                 context = asked.ids.to(ids.device)
-                hidden = f"--context {task.context}, with what is hidden in it and behind it"
-                task.model.check_length(context.shape[1] + FOLLOWING, hidden)
+                tokens, why = context.shape[1] + FOLLOWING, "with what is hidden in and behind it"
+                task.model.check_length(tokens, f"--context {task.context}", why)
             cache, read = cache_for(model, recipe), context[:, :-1]
             feed(model, cache, read)
             if asked is not None and task.aware and looks and recipe.score != Probed():

@@ -130,12 +130,12 @@ class TextModel:
                 "beside the model: tokenizer.save_pretrained(DIR)"
             ) from error
 
-    def check_length(self, tokens: int, asked: str) -> None:
-        """Raise ValueError if the model takes fewer tokens than the options asked for."""
+    def check_length(self, tokens: int, option: str, why: str = "at once") -> None:
+        """Raise ValueError if the model takes fewer tokens than an option needs."""
         limit = getattr(self.config, "max_position_embeddings", None)
         if isinstance(limit, int) and tokens > limit:
             raise ValueError(
-                f"{asked}: up to {tokens} tokens at once, and {self.name} takes {limit} "
+                f"{option}: {tokens} tokens {why}, and {self.name} takes {limit} "
                 "(max_position_embeddings); ask for less"
             )
 
