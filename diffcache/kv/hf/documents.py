@@ -63,7 +63,7 @@ class Documents:
     question. `docs/kv_guide.md` says what each of `methods()` holds, in place of computing the
     documents again, and what it computes.
 
-    Documents are read alone many in a row (prepacking). All weights are summed at every call; where
+    Documents are read alone many in a row (prepacking). Weights are looked at in every call; where
     they changed (an adapter, a dtype) or moved to another device, nothing that was held is used. An
     object is for one thread; `diffcache.kv.detach(model)` releases the model.
 
@@ -124,7 +124,8 @@ class Documents:
             # As keys are held before rotation, every layer of this cache knows its own.
             self._rotary = [each.rotary for each in cache.store.layers if each.rotary is not None]
         holds = self.method not in ("recompute", "hydragen")
-        self._weights = all_of(self._model) if holds else None  # last: what is above is of these
+        # Last, since all above is of these weights.
+        self._weights = all_of(self._model, few=True) if holds else None
 
     @property
     def nbytes(self) -> int:
