@@ -178,7 +178,7 @@ def test_what_other_weights_made_is_forgotten(tokenizer: Any, method: str) -> No
     first, second = (layer.self_attn for layer in model.model.layers[:2])
     for change in (
         lambda: [weight.data.mul_(1.5) for weight in model.parameters()],  # as merging an adapter
-        lambda: model.get_input_embeddings().weight.data[tokenizer("e").input_ids[-1]].add_(1),
+        lambda: model.get_input_embeddings().weight.detach()[tokenizer("e").input_ids[-1]].add_(1),
         lambda: inject_adapter_in_model(adapter, model),
         lambda: first.v_proj.set_scale("default", 9.0),
         lambda: second.v_proj.enable_adapters(False),
