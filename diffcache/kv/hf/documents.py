@@ -64,8 +64,8 @@ class Documents:
     documents again, and what it computes.
 
     Documents are read alone many in a row (prepacking). Weights are looked at in every call; where
-    they changed (an adapter, a dtype) or moved to another device, nothing that was held is used; what
-    is written to a part of a weight through `.data` is not seen. An object is for one thread;
+    they changed (an adapter, a dtype) or moved to another device, nothing that was held is used.
+    Not seen is what is written to a part of a weight through `.data`. An object is for one thread;
     `diffcache.kv.detach(model)` releases the model.
 
     Args:
