@@ -464,7 +464,8 @@ def expected_bytes(
 def reset(target: Any) -> None:
     """Forget every feature held for a wrapped pipeline or denoiser; the next call starts a run.
 
-    Of a language model with a recipe it lets go of the cache that was made last.
+    Outputs of text encoders are forgotten too. Of a language model with a recipe it lets go of the
+    cache that was made last.
 
     Pipelines' calls and `diffcache.run` of other threads go on: they forget at their end.
 

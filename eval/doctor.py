@@ -35,8 +35,7 @@ Backend = Literal["exact", "real", "lite", "none"]
 Kind = Literal["package", "weights", "interpreter", "shipped"]
 EXTRAS = {
     "torch_fidelity": "fid", "torchvision": "fid", "cleanfid": "", "torchmetrics": "eval",
-    "matplotlib": "eval", "av": "eval", "lm_eval": "llm",
-    "transformers": "",
+    "matplotlib": "eval", "av": "eval", "lm_eval": "llm", "transformers": "",
 }  # fmt: skip
 _COLORS = {"exact": "green", "real": "green", "lite": "yellow", "none": "red"}
 _INTERPRETER_SECONDS = 60

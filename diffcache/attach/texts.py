@@ -27,7 +27,7 @@ from diffcache.foreign import (
     weights_of,
 )
 from diffcache.method import check_int
-from diffcache.weights import Weights, all_of
+from diffcache.weights import all_of
 
 # Components that see the prompt alone: encoders, and what LTX 2 puts behind its own.
 _NAMES = re.compile(r"text_encoder(_\d+)?|connectors")
@@ -58,9 +58,9 @@ class TextCache:
 
     A call is answered from the cache if every argument is the same bit for bit, and the encoder is
     as it was: its weights are summed at every call, and adapters, their scales, settings, hooks,
-    dtype and device are compared; a change drops everything that the encoder returned. Who
-    is answered gets a copy of its own, with the strides and shared memory of the output. A batch
-    of prompts is one call: rows are not kept apart, since a batch of another size rounds otherwise.
+    dtype and device are compared; a change drops everything that the encoder returned. Each caller
+    gets a copy of its own, with the strides and shared memory of the output. A batch of prompts is
+    one call: rows are not kept apart, since a batch of another size rounds otherwise.
 
     The table is under a lock, the encoder is not: two threads that ask for one text at once may
     both compute it.
@@ -104,15 +104,15 @@ class TextCache:
         known = next((e for e in self._encoders.values() if e.model is encoder), None)
         why = "it is unwrapped" if known is None else known.unfit()
         given = {**{str(place): value for place, value in enumerate(args)}, **kwargs}
-        others = others_in(given)
-        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(given).values()):
+        tensors, others = tensors_in(given), others_in(given)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values()):
             why = why or "gradients are on"
         if any(isinstance(value, Same) for _, value in others):
             why = why or "an argument is neither a tensor, a number nor a text"
         if known is None or why:
             return self._ran(run(), why)
         kinds = tuple((name, type(value)) for name, value in given.items())
-        key = known.name, kinds, others, _tensors(given), _surroundings(encoder)
+        key = known.name, kinds, others, _contents(tensors), _surroundings(encoder)
         with self._lock:
             if known.weights.changed(True):
                 self._drop(known)
@@ -151,12 +151,12 @@ class TextCache:
     def _drop(self, known: _Encoder) -> None:
         """Forget the outputs of an encoder that changed."""
         known.version += 1
-        known.weights = known.watch()
+        known.weights = all_of(known.model)
         for key in [key for key in self._kept if key[0] == known.name]:
             self._held -= self._kept.pop(key)[1]
 
     def counts(self) -> TextCounts:
-        """Return what was looked up and computed, and the bytes held."""
+        """Return the counts of calls and bytes so far."""
         with self._lock:
             return TextCounts(
                 self._looked_up, self._computed, self._held, self.limit_bytes, self._passed_over
@@ -193,16 +193,12 @@ class _Encoder:
                 f"pipe.{name}.compile(), or leave text_bytes out"
             )
         try:
-            self.weights = self.watch()
+            self.weights = all_of(model)
         except (RuntimeError, TypeError, NotImplementedError) as error:
             raise AttachError(
                 f"text_bytes: the weights of {name} cannot be read, so a change of them would not "
                 f"be seen ({str(error)[:200]}); leave it out"
             ) from error
-
-    def watch(self) -> Weights:
-        """Return a watch of all weights as they are now."""
-        return all_of(self.model)
 
     def unfit(self) -> str:
         """Return why a call cannot be looked up now; empty where it can."""
@@ -239,17 +235,17 @@ def _encoders_of(pipeline: Any) -> dict[str, nn.Module]:
     return found
 
 
-def _tensors(given: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the tensors among arguments, by contents, hashable."""
+def _contents(tensors: dict[str, Tensor]) -> tuple[Any, ...]:
+    """Return a hashable key of tensors by their paths: looks and contents."""
     contents = Contents()
     return tuple(
         (path, t.shape, t.stride(), t.dtype, t.device, contents.of(t))
-        for path, t in tensors_in(given).items()
+        for path, t in tensors.items()
     )
 
 
 def _surroundings(encoder: nn.Module) -> Any:
-    """Return what an output depends on besides arguments and weights, hashable."""
+    """Return a hashable key of device, dtype and settings, on which an output depends too."""
     device = device_of_model(encoder)
     cast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
     configs = [

@@ -21,7 +21,8 @@ class Verification:
 
     Attributes:
         outputs: State of the forecast of the denoiser's output.
-        index: Step of the last decision, and what it was.
+        index: Step of the last decision.
+        decision: Whether that step is computed.
         skipped: Steps skipped since the last computed one; None before the first.
         checks: Whether the output of this step, if it is skipped, is checked.
         error: Error of the last forecast that was checked since the last computed step.
@@ -120,7 +121,7 @@ class Verified(When):
             state.error = relative_l1(guess, output, ranks=step.ranks) if same else float("inf")
 
     def held(self, state: Verification) -> list[Tensor]:
-        """Return what the forecast of the output keeps."""
+        """Return the tensors that the forecast of the output keeps."""
         return self.forecast.held(state.outputs)
 
 

@@ -78,7 +78,7 @@ class PickScore:
         return scale * self._scorer.cosines(pictures, prompts)
 
     def entry(self) -> dict[str, Any]:
-        """Return what a record says of the back end."""
+        """Return the back end's entry in a record."""
         assert self.folder is not None
         name = self.folder.name
         return {"backend": "real", "extractor": name, "sha256": weights.sha256(self.folder)}

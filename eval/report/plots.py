@@ -27,8 +27,8 @@ from diffcache.eval.report.palette import (
 from diffcache.eval.report.records import Record, Value, metric_of, number, ordered, speed_of
 
 # Each plot is of one metric; more than these would hide what matters.
-_MOST_LABELS = 48
 _HEADLINES = ("fid", "fvd", "lpips", "psnr_db", "clip_score")
+_MOST_LABELS = 48  # names of rows beside a timeline
 _BYTES = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
 _FLOPS = ((1e15, "PFLOPs"), (1e12, "TFLOPs"), (1e9, "GFLOPs"), (1e6, "MFLOPs"), (1, "FLOPs"))
 
@@ -191,8 +191,8 @@ def _draw_timeline(lanes: Mapping[str, Sequence[tuple[float | None, float]]]) ->
         *edges, np.ma.masked_invalid(grid), cmap=colors, vmin=0, vmax=1, edgecolor="white",
         linewidth=0.8,
     )  # fmt: skip
-    _label_sites(axis, names)
-    _label_steps(axis, list(range(columns)))
+    _label_rows(axis, names)
+    _label_steps(axis, columns)
     _label_timesteps(axis, [[step for step, _ in lane] for lane in lanes.values()])
     bar = figure.colorbar(
         mesh, ax=axis, orientation="horizontal", fraction=0.09, aspect=40, shrink=0.5, pad=0.03,
@@ -208,19 +208,19 @@ def _width(columns: int, names: Sequence[str]) -> float:
     return min(max(labels + columns * 0.22 + 1.2, 6.4), 13.0)
 
 
-def _label_sites(axis: Any, sites: Sequence[str]) -> None:
+def _label_rows(axis: Any, names: Sequence[str]) -> None:
     """Name the rows; where there are too many, every second, third... of them."""
-    every = -(-len(sites) // _MOST_LABELS)
-    axis.set_yticks(range(0, len(sites), every), [short(site, 40) for site in sites[::every]])
-    axis.set_ylim(len(sites) - 0.5, -0.5)
+    every = -(-len(names) // _MOST_LABELS)
+    axis.set_yticks(range(0, len(names), every), names[::every])
+    axis.set_ylim(len(names) - 0.5, -0.5)
     axis.tick_params(axis="y", length=0)
     axis.grid(False)
 
 
-def _label_steps(axis: Any, steps: Sequence[int]) -> None:
-    every = next((n for n in (1, 2, 5, 10, 20, 50, 100) if len(steps) / n <= 26), 200)
-    axis.set_xticks(range(0, len(steps), every), [str(step) for step in steps[::every]])
-    axis.set_xlim(-0.5, len(steps) - 0.5)
+def _label_steps(axis: Any, count: int) -> None:
+    every = next((n for n in (1, 2, 5, 10, 20, 50, 100) if count / n <= 26), 200)
+    axis.set_xticks(range(0, count, every))
+    axis.set_xlim(-0.5, count - 0.5)
     axis.set_xlabel("step")
     for side in ("left", "bottom"):
         axis.spines[side].set_visible(False)

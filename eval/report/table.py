@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 NONE, NOT_MEASURED, DAGGER, UNDER = "—", "n/a", "†", "↳ "
 WARNING = "Warning: "
 _MOST_NAME = 30
-_MOST_NAMES = 60
+_LONGEST_LIST = 60  # characters of the methods that a row of fewer steps is for
+_FOLDERS = re.compile(r"=[^,=]*/")  # of a file in a setting
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,6 @@ class Table:
     notes: tuple[str, ...]
 
 
-_FOLDERS = re.compile(r"=[^,=]*/")  # of a file in a setting
-
-
 def table_of(record: Record, only: Sequence[str] | None = None) -> Table:
     """Build the table of a record.
 
@@ -120,7 +118,7 @@ def _label(row: dict[str, Any]) -> str:
         return _FOLDERS.sub("=", row["name"])
     methods = [_FOLDERS.sub("=", name) for name in matches_of(row)]
     several = ", ".join(methods)
-    if len(several) > _MOST_NAMES:
+    if len(several) > _LONGEST_LIST:
         several = f"{len(methods)} rows"
     return f"{UNDER}{row['name']}" + (f" (for {several})" if len(methods) > 1 else "")
 

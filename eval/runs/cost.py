@@ -49,14 +49,16 @@ def _times(run: Run, cases: Sequence[Case], setting: Setting) -> dict[str, Any]:
     size = len(run.batches[0].ids)
 
     def show(done: int, total: int, name: str) -> None:
-        run.progress.advance(size if done else 0, f"time {name}, {done} of {total}")
+        run.progress.advance(2 * size if done else 0, f"time {name}, {done} of {total}")
 
     timings = measure(turns, run.plan.rounds, WARM_UP, replace(setting, progress=show))
     return {"rows": timings.rows(size), "warning": timings.warning}
 
 
 class _Turns:
-    """A case's turns: the cache goes in, two untimed steps let it learn, then one batch is timed.
+    """A case's turns: the cache goes in, one batch is drawn untimed and then timed.
+
+    The untimed draw has all steps: methods and peers may be made for their number, and count them.
 
     Args:
         run: The run; its first batch is drawn.

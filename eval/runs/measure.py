@@ -1,4 +1,4 @@
-"""From drawn samples to a record: scores, time, and the report."""
+"""Measure drawn samples: scores and times, a record and its report."""
 
 from __future__ import annotations
 

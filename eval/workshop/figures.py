@@ -139,7 +139,7 @@ def draw(model: str, folder: Path = FOLDER, out: Path = OUT) -> None:
     plans = read_sweep(sweep, out)
     if len(plans) != 1:
         raise ValueError(f"{sweep}: {len(plans)} tasks; a table of figures has one")
-    record = show(replace(plans[0], reward=REWARDS.get(model, "")))
+    record = show(replace(plans[0], reward=REWARDS.get(model, plans[0].reward)))
     if record is None:
         return
     record["command"] = f"python -m diffcache.eval.workshop.figures {model}"

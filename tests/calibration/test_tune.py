@@ -35,14 +35,7 @@ from diffcache.offline.tune.space import (
     sites,
     steps_listed,
 )
-from diffcache.offline.tune.trial import (
-    Bench,
-    Trial,
-    closeness,
-    joined,
-    mean_interval,
-    outputs,
-)
+from diffcache.offline.tune.trial import Bench, Trial, closeness, joined, mean_interval, outputs
 from diffcache.offline.tune.tune import _name, _score
 from diffcache.registry import rows_of
 from tests.calibration.shipped import PROMPTS, SETTINGS, STEPS, draw
@@ -96,12 +89,12 @@ def test_every_kind_of_the_built_in_space_is_calibrated_and_tried_or_said_to_be_
 ):
     tried = []
 
-    def measure(self, method, batches):
+    def measure(self, method, number):
         tried.append(method)
         if isinstance(method, FirstBlock):
             raise AttachError("no blocks")
         method.abilities()  # raises where tables are missing
-        return Trial(repr(method), 0.5, 30.0, 29.0, 31.0, 1.0, len(batches))
+        return Trial(repr(method), 0.5, 30.0, 29.0, 31.0, 1.0, 1)
 
     monkeypatch.setattr(Bench, "_measure", measure)
     settings = {**SETTINGS, "batch_size": 1, "steps": 4}
@@ -128,6 +121,8 @@ def test_a_goal_that_nothing_meets_says_so(pipe):
     methods = [Combine(Listed((0, 2), STEPS), Taylor(0), site="stack")]
     with pytest.raises(AttachError, match=r"none meets Goal\(.*psnr=99"):
         diffcache.tune(pipe, PROMPTS, psnr=99.0, methods=methods, trials=3, **SETTINGS)
+    with pytest.raises(ValueError, match="trials=0: must be a whole number of at least 1"):
+        diffcache.tune(pipe, PROMPTS, psnr=99.0, methods=methods, trials=0, **SETTINGS)
 
 
 class Landscape:
@@ -292,9 +287,9 @@ def test_a_log_of_trials_that_was_cut_off(tmp_path, monkeypatch):
     log = tmp_path / "a.trials"
     measured = []
 
-    def measure(self, method, batches):
-        measured.append(batches)
-        return Trial(repr(method), 0.5, 30.0, 29.0, 31.0, 1.0, len(batches))
+    def measure(self, method, number):
+        measured.append(number)
+        return Trial(repr(method), 0.5, 30.0, 30.0, 30.0, 1.0, 1, [30.0])
 
     monkeypatch.setattr(Bench, "_measure", measure)
 
@@ -305,15 +300,16 @@ def test_a_log_of_trials_that_was_cut_off(tmp_path, monkeypatch):
 
     method = Combine(Listed((0, 2), STEPS), Taylor(0), site="stack")
     first = bench()
-    for batches in ([0], [1], [0, 1]):
+    for batches in ([0], [1], [0, 1], [2]):
         first.measure(method, batches)
     log.write_bytes(log.read_bytes()[:-20])
     again = bench()
     trial = again.measure(method, [0])
     again.measure(method, [1])
-    assert measured == [[0], [1], [0, 1]]
-    again.measure(method, [0, 1])  # its line was cut off
-    assert len(measured) == 4 and bench().measure(method, [0, 1]) == replace(trial, samples=2)
+    assert measured == [0, 1, 2]  # both together ran one by one
+    again.measure(method, [0, 2])  # its line was cut off
+    both = replace(trial, samples=2, each=[30.0] * 2)
+    assert len(measured) == 4 and bench().measure(method, [0, 2]) == both
     assert len(measured) == 4
     with pytest.raises(TablesError, match="of another search"):
         bench("y")
@@ -326,7 +322,8 @@ def test_a_log_of_trials_that_was_cut_off(tmp_path, monkeypatch):
 
 def test_trials_count_by_the_tables_in_a_file(calibrated, tmp_path, monkeypatch):
     measured = []
-    monkeypatch.setattr(Bench, "_measure", lambda *given: measured.append(given))
+    trial = Trial("m", 0.5, 30.0, 30.0, 30.0, 1.0, 1)
+    monkeypatch.setattr(Bench, "_measure", lambda *given: measured.append(given) or trial)
     bench, path = Bench(None, [["a"]], 0, {}), tmp_path / "a.safetensors"
     for factor in (1.0, 1.0, 2.0):
         tensors = {name: factor * calibrated.tables[name] for name in calibrated.tables.names()}
@@ -373,6 +370,13 @@ def test_samples_may_be_scored_by_lpips_or_by_a_judge(monkeypatch):
     with pytest.raises(ValueError, match=r"lpips=0.1: needs pictures, .*float32"):
         _score(0.1, None)(drawn.float(), plain.float(), prompts)
     assert _score(None, None) is None
+
+    def above(least):
+        return lambda a, b: a > least and b != "a phrase !" and a != 17.25
+
+    name = _name(above(1))
+    held = list(above(1).__code__.co_consts)  # references, which the digest must not see
+    assert name == _name(above(1)) != _name(above(2)) and held
     assert _name(lambda a, b: a > 1) != _name(lambda a, b: a > 2) and _name(None) == ""
 
     goal = Goal(right=True, confidence=0.75)
@@ -412,11 +416,10 @@ def test_a_new_prompt_strays_as_rarely_as_is_certified_and_one_of_another_kind_m
 
 
 def test_tune_certifies_on_prompts_apart_and_its_file_says_so(pipe, tmp_path, monkeypatch):
-    def measure(self, method, batches):
-        (steps,) = {len(steps_listed(method, STEPS))}
-        each = [30.0 + 3 * steps - (2 if number == 15 else 0) for number in batches]
-        mean = sum(each) / len(each)
-        return Trial(repr(method), steps / STEPS, mean, mean, mean, 1.0, len(each), each)
+    def measure(self, method, number):
+        steps = len(steps_listed(method, STEPS))
+        score = 30.0 + 3 * steps - (2 if number == 15 else 0)
+        return Trial(repr(method), steps / STEPS, score, score, score, 1.0, 1, [score])
 
     monkeypatch.setattr(Bench, "_measure", measure)
     prompts = [f"a fox on grass, on a {i} background" for i in range(30)]

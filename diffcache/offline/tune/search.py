@@ -17,7 +17,6 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import mean, stdev
-from typing import Any
 
 import torch
 
@@ -128,13 +127,12 @@ class Search:
         goal: Goal of the search.
         batches: Batches to search on; the others validate.
         trials: Budget: as many methods as may be run on all batches; a run on one is a part of one.
-        progress: Called with what is done, what there is in all, and the best so far.
-        seen: Every method that was tried on all search batches, and what it did.
-        first: The same of first looks, on the first batches.
-        refused: Method -> why this model cannot run it.
-        skipped: Family that was not looked at -> why.
+        progress: Called with the trials done, their number in all, and the best so far.
         glance: Number of batches of a first look.
-        runs: Number of runs of a batch so far.
+        seen: Methods that ran on all search batches, with their trials.
+        first: Methods that had a first look, with its trial on the first batches.
+        refused: Method -> reason for which this model cannot run it.
+        skipped: Family that was not looked at -> reason.
         stopped: Number of trials that were stopped early, as they could not win any more.
         leaders: Methods that were left when halving was over, before any was refined.
     """
@@ -144,12 +142,11 @@ class Search:
     batches: list[int]
     trials: int
     progress: Callable[[int, int, str], None] | None = None
+    glance: int = 1
     seen: Tried = field(default_factory=dict)
     first: Tried = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
-    glance: int = 1
-    runs: int = 0
     stopped: int = 0
     leaders: list[str] = field(default_factory=list)
     _allowed: int = 0
@@ -166,7 +163,7 @@ class Search:
         self._spend(3 / 5)
         self._look_at(families)
         self._spend(3 / 4)
-        kinds = self._best_kinds([family.ladder for family in families])
+        kinds = self._best_kinds(families)
         for method in self._listed(2):
             for steps in space.schedules(self.steps(method), kinds, self.bench.total):
                 self._glance_at(self._on_steps(method, steps))
@@ -181,6 +178,11 @@ class Search:
         self._spend(1)
         self._halve()
         self._refine()
+
+    @property
+    def runs(self) -> int:
+        """Number of runs of a batch so far."""
+        return sum(map(len, self._ran.values()))
 
     @property
     def tried(self) -> int:
@@ -207,25 +209,24 @@ class Search:
     def _look_at(self, families: Sequence[space.Family]) -> None:
         """Look at families, next always the one whose neighbors did best."""
         waiting, ranks = list(families), dict[space.Family, Trial]()
-        for method in families:
-            self.skipped[str(method)] = "no trials were left"
+        for family in families:
+            self.skipped[str(family)] = "no trials were left"
         while waiting and self.runs < self._allowed:
             expected = self._expected(waiting, ranks)
             family = waiting.pop(expected.index(max(expected)))
-            before = len(self.first)
             self._find_start(family.ladder)
-            looks = {key: self.first[key] for key in map(repr, family.ladder) if key in self.first}
+            keys = [repr(rung) for rung in family.ladder]
+            looks = {key: self.first[key] for key in keys if key in self.first}
+            reason = next((self.refused[key] for key in keys if key in self.refused), "")
             if looks:
                 ranks[family] = self.best(looks)[0][1]
-            reason = next(
-                (self.refused[k] for k in map(repr, family.ladder) if k in self.refused), ""
-            )
-            if looks or len(self.first) > before:
                 self.skipped.pop(str(family), None)  # of two alike one is enough
             elif self.runs < self._allowed or reason:
                 self.skipped[str(family)] = reason or "no setting of it could change the choice"
 
-    def _expected(self, waiting: Sequence[space.Family], ranks: dict[Any, Trial]) -> list[float]:
+    def _expected(
+        self, waiting: Sequence[space.Family], ranks: dict[space.Family, Trial]
+    ) -> list[float]:
         """Return how well families should do, 0 to 1, by those that share a trait with them.
 
         A trait that nobody had yet counts for more than the middle, so that every kind is seen, but
@@ -314,7 +315,6 @@ class Search:
         except (AttachError, torch.OutOfMemoryError) as error:
             self.refused[key] = str(error)
             return None
-        self.runs += 1
         self._ran.setdefault(key, {})[batch] = found
         return found
 
@@ -360,8 +360,8 @@ class Search:
         """Climb from the best few, then from the best that nothing was tried around."""
         done: set[str] = set()
         waiting = self._starts(done)[:BEST]
-        while self.runs < self._allowed and (waiting or self._starts(done)):
-            better: Method | None = waiting.pop(0) if waiting else self._starts(done)[0]
+        while self.runs < self._allowed and (starts := waiting or self._starts(done)):
+            better: Method | None = starts.pop(0)
             while better is not None:
                 done.add(repr(better))
                 better = self._improved(better)
@@ -406,7 +406,7 @@ class Search:
         Among many changes one is ahead on few samples by luck, so that closeness has to be more
         than a standard error ahead in pairs; what is cheaper is so on all samples.
         """
-        pairs = list(zip(trial.scored, rival.scored, strict=False))
+        pairs = list(zip(trial.scored, rival.scored, strict=True))
         if self.goal.bar is None and len(pairs) >= FEWEST and self.goal.met(rival):
             ahead = [one - other for one, other in pairs]
             return mean(ahead) > stdev(ahead) / math.sqrt(len(ahead))
@@ -435,15 +435,16 @@ class Search:
         self._kind_of[repr(changed)] = kind
         return changed
 
-    def _best_kinds(self, ladders: Sequence[space.Ladder]) -> list[Method]:
-        """Return one method of each of the better two thirds of the ladders that list steps."""
-        looks = [repr(method) for method, _ in self._hopeful()]
+    def _best_kinds(self, families: Sequence[space.Family]) -> list[Method]:
+        """Return one method of each of the better two thirds of the families that list steps."""
+        ranks = {repr(method): place for place, (method, _) in enumerate(self._hopeful())}
 
-        def place(ladder: space.Ladder) -> int:
-            return min((looks.index(repr(m)) for m in ladder if repr(m) in looks), default=999)
+        def rank(ladder: space.Ladder) -> int:
+            return min(ranks.get(repr(rung), len(ranks)) for rung in ladder)
 
-        listed = sorted((ladder for ladder in ladders if self._place(ladder[0])[1]), key=place)
-        return [ladder[0] for ladder in listed[: math.ceil(len(listed) * 2 / 3)]]
+        ladders = [family.ladder for family in families if self._place(family.ladder[0])[1]]
+        best = sorted(ladders, key=rank)[: math.ceil(len(ladders) * 2 / 3)]
+        return [ladder[0] for ladder in best]
 
     def _hopeful(self) -> list[tuple[Method, Trial]]:
         """Return first looks, the best first; for a PSNR the best and the cheaper ones."""

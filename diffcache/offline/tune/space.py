@@ -29,6 +29,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
 from typing import Any
 
 from diffcache.errors import AttachError
@@ -75,8 +77,7 @@ FORECASTS: tuple[FeatureMethod, ...] = (
 GATES: tuple[FeatureMethod, ...] = (
     FirstBlock(), ConfidenceGatedTaylor(warmup=3), DBCache(warmup=3, order=1),
     SeaCache(first="filtered"), SeaCache(first="filtered", order=1), EasyCache(warmup=3),
-    LazyCache(warmup=3), StepReuse(warmup=3, longest=3), DBPrune(warmup=3),
-    SpeCa(),
+    LazyCache(warmup=3), StepReuse(warmup=3, longest=3), DBPrune(warmup=3), SpeCa(),
 )  # fmt: skip
 THRESHOLDS = tuple(round(1.5 * 0.75**number, 3) for number in range(16))
 WINDOWS = (12.0, 9.0, 7.0, 5.0, 4.0, 3.0, 2.0, 1.5)  # of Spectrum
@@ -103,7 +104,7 @@ class Family:
     name: str
     ladder: Ladder
 
-    @property
+    @cached_property
     def traits(self) -> tuple[str, ...]:
         """Traits that neighbors share: kind of schedule, forecast, site."""
         first = self.ladder[0]
@@ -120,7 +121,7 @@ class Family:
 
 
 def sites(is_unet: bool) -> tuple[Site, ...]:
-    """Return where features are taken, first where a skipped step costs least."""
+    """Return the sites of forecasts, first the one at which a skipped step costs least."""
     return (Site.MODEL, Site.STACK, Site.MODULE, *([Site.DEEP] if is_unet else []))
 
 
@@ -171,14 +172,11 @@ def _even(method: FeatureMethod, place: Site, total: int) -> Family:
     instead = parts.instead
     if getattr(instead, "start", 0):  # of its own warm-up
         instead = dataclasses.replace(instead, start=0)  # type: ignore[type-var]
-    schedules = [[number * total // count for number in range(count)] for count in range(1, total)]
-    return Family(
-        name,
-        [
-            dataclasses.replace(parts, when=Listed(steps, total), instead=instead, site=place)
-            for steps in schedules
-        ],
-    )
+    ladder = []
+    for count in range(1, total):
+        when = Listed([number * total // count for number in range(count)], total)
+        ladder.append(dataclasses.replace(parts, when=when, instead=instead, site=place))
+    return Family(name, ladder)
 
 
 def _settings(method: FeatureMethod, total: int) -> list[Ladder]:
@@ -239,17 +237,13 @@ def moves(steps: tuple[int, ...], total: int, together: int = 1) -> list[tuple[i
 
     The first step stays.
     """
-    moved = [
-        (*steps[:number], *(step + by for step in steps[number : number + together]),
-         *steps[number + together :])
-        for number in range(1, len(steps) - together + 1)
-        for by in (-1, 1)
-    ]  # fmt: skip
-    return [other for other in moved if other[-1] < total and _ascends(other)]
-
-
-def _ascends(steps: tuple[int, ...]) -> bool:
-    return steps == tuple(sorted(set(steps)))
+    found = []
+    for number, by in product(range(1, len(steps) - together + 1), (-1, 1)):
+        moved = [step + by for step in steps[number : number + together]]
+        other = (*steps[:number], *moved, *steps[number + together :])
+        if other[-1] < total and other == tuple(sorted(set(other))):
+            found.append(other)
+    return found
 
 
 def additions(steps: tuple[int, ...], total: int) -> list[tuple[int, ...]]:
@@ -276,7 +270,7 @@ def steps_listed(method: Method, total: int) -> tuple[int, ...]:
 
 
 def _is_fixed(when: When) -> bool:
-    """Return whether the number of the step alone says what is computed, of all sites alike."""
+    """Return whether the number of the step alone decides, for all sites alike."""
     apart = when.by_branch or when.by_kind or when.sites
     return not (apart or when.reads_output or when.probe is not None)
 

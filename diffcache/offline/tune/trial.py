@@ -36,7 +36,7 @@ class Trial:
     """Outcome of one method on some prompts.
 
     Attributes:
-        method: Its repr.
+        method: Repr of the method.
         cost: Floating-point operations of the denoiser, as a share of the uncached run's.
         psnr_db: PSNR to the uncached output, in dB, mean over samples; of 8-bit pictures where the
             pipeline draws any.
@@ -77,7 +77,7 @@ def joined(parts: Sequence[Trial]) -> Trial:
     cost = sum(part.cost for part in parts) / len(parts)
     seconds, samples = median(part.seconds for part in parts), sum(part.samples for part in parts)
     scores = [value for part in parts for value in part.scores]
-    interval = mean_interval(torch.tensor(each))
+    interval = mean_interval(torch.tensor(each, dtype=torch.float64))
     return Trial(parts[0].method, cost, *interval, seconds, samples, each, scores)
 
 
@@ -140,37 +140,32 @@ class Bench:
         os.replace(new, self.log)
 
     def measure(self, method: Method, batches: Sequence[int]) -> Trial:
-        """Return the trial of a method on some of the batches."""
-        key = digest([method, [tables.digest for tables in _tables_in(method)], batches])
-        if key not in self._known:
-            self._known[key] = self._measure(method, batches)
-            if self.log is not None:
-                with self.log.open("a", encoding="utf-8") as file:
-                    row = {"key": key, "trial": asdict(self._known[key])}
-                    file.write(json.dumps(row) + "\n")
-        return self._known[key]
+        """Return the trial of a method on some of the batches; none of them is run twice."""
+        about = [method, [tables.digest for tables in _tables_in(method)]]
+        parts = []
+        for number in batches:
+            key = digest([*about, number])
+            if key not in self._known:
+                self._known[key] = self._measure(method, number)
+                if self.log is not None:
+                    with self.log.open("a", encoding="utf-8") as file:
+                        row = {"key": key, "trial": asdict(self._known[key])}
+                        file.write(json.dumps(row) + "\n")
+            parts.append(self._known[key])
+        return joined(parts)
 
-    def _measure(self, method: Method, batches: Sequence[int]) -> Trial:
-        references = [self.reference(number) for number in batches]
-        values: list[Tensor] = []
-        costs, seconds = [], []
-        scores: list[float] = []
-        for number, reference in zip(batches, references, strict=True):
-            with wrapped(self.pipe, method), warnings.catch_warnings():
-                warnings.simplefilter("ignore", CacheWarning)  # one that skips nothing costs 1
-                start = time.perf_counter()
-                drawn = self._draw(number)
-                seconds.append(time.perf_counter() - start)
-                costs.append(self._cost())
-            values.append(closeness(drawn, reference))
-            if self.score is not None:
-                scores.extend(self.score(drawn, reference, self.batches[number]))
-        each = torch.cat(values)
-        cost = sum(costs) / len(costs)
+    def _measure(self, method: Method, number: int) -> Trial:
+        reference = self.reference(number)
+        with wrapped(self.pipe, method), warnings.catch_warnings():
+            warnings.simplefilter("ignore", CacheWarning)  # one that skips nothing costs 1
+            start = time.perf_counter()
+            drawn = self._draw(number)
+            seconds = time.perf_counter() - start
+            cost = self._cost()
+        each = closeness(drawn, reference)
+        scores = [] if self.score is None else self.score(drawn, reference, self.batches[number])
         interval = mean_interval(each)
-        return Trial(
-            repr(method), cost, *interval, median(seconds), len(each), each.tolist(), scores
-        )
+        return Trial(repr(method), cost, *interval, seconds, len(each), each.tolist(), scores)
 
     def reference(self, number: int) -> Tensor:
         """Return the uncached output of a batch."""

@@ -22,6 +22,7 @@ from diffcache.features.collect import Calibrated
 from diffcache.features.serialize import to_plain
 from diffcache.features.tables import Tables
 from diffcache.features.tuned import Guarantee, Tuned
+from diffcache.method import check_int
 from diffcache.offline.calibrate import BATCH_SIZE, Plan, calibrate, header_of, with_steps
 from diffcache.offline.tracing import batches_of
 from diffcache.offline.tune import space
@@ -105,6 +106,7 @@ def tune(
         >>> pipe = diffcache.wrap(pipe, best)  # doctest: +SKIP
     """
     goal = Goal(speedup, psnr, seconds, lpips, right is not None, confidence)
+    check_int("trials", trials, 1)
     score = _score(lpips, right)
     plan = _plan(prompts, settings, 1 if goal.confidence is not None else BATCH_SIZE)
     batches = batches_of(plan.prompts, plan.batch_size)
@@ -128,8 +130,8 @@ def tune(
     bench.open_log([asdict(goal), _name(right), plan.about(), facts, weights])
     third = -(-len(batches) // 3)
     bench.reference(0)
-    search = Search(bench, goal, list(range(third)), trials, plan.progress)
-    search.glance = 1 if confidence is None else min(third, BATCH_SIZE)
+    glance = 1 if confidence is None else min(third, BATCH_SIZE)
+    search = Search(bench, goal, list(range(third)), trials, plan.progress, glance)
     plan_of_search = replace(plan, prompts=[*chain(*batches[:third])])
     families = _families(pipe, model, methods, plan_of_search, search)
     search.run(families)
@@ -175,12 +177,16 @@ def _score(lpips: float | None, right: Judge | None) -> Score | None:
 
 
 def _name(function: Judge | None) -> str:
-    """Return the name of a judge in the log of a search."""
+    """Return the name of a judge in the log of a search, and a digest of a function's code."""
     if function is None:
         return ""
-    place = getattr(function, "__module__", ""), getattr(function, "__qualname__", "")
+    named = function if hasattr(function, "__qualname__") else type(function)
     code = getattr(function, "__code__", None)  # tells two lambdas of one module apart
-    return ":".join([*place, "" if code is None else digest(marshal.dumps(code).hex())])
+    cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+    plain = [value for value in cells if isinstance(value, (int, float, str))]
+    # of version 2, in which no reference counts show: an interrupted search is to be known again
+    about = [] if code is None else [digest([marshal.dumps(code, 2).hex(), plain])]
+    return ":".join([named.__module__, named.__qualname__, *about])
 
 
 def _plan(prompts: Sequence[Any], settings: dict[str, Any], batch_size: int) -> Plan:
