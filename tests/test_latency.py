@@ -29,11 +29,10 @@ def call(*words):
     return CliRunner().invoke(app, ["eval", "latency", *words])
 
 
-def turns_of(tmp_path, method=""):
-    task = Task("sticker-flux", samples=1, batch_size=1, steps=2)
+def turns_of(tmp_path, method):
+    task = Task("sticker-flux", samples=1, batch_size=1, steps=4)
     run = start(Plan(task, {}, tmp_path / "run"), Progress())
-    case = Case(method or "uncached", "method", 2, parse_row(method) if method else None)
-    return run, cost._Turns(run, case, SETTING)
+    return run, cost._Turns(run, Case(method, "method", 4, parse_row(method)), SETTING)
 
 
 def test_the_record_of_a_run(tmp_path, monkeypatch):
@@ -80,12 +79,13 @@ def test_json_alone_on_standard_output():
 
 
 def test_the_pipeline_is_free_again_when_a_turn_fails(tmp_path):
-    run, turns = turns_of(tmp_path, STACK)
+    run, turns = turns_of(tmp_path, "step-mask")
     model = run.drawer.pipe.transformer
     before = set(vars(model))
 
     def fail():
         with turns.turn().within():
+            turns.prepare()  # all steps: its masks are for four or more
             assert owner_of(model) is not None
             raise KeyboardInterrupt
 
