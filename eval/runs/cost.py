@@ -16,7 +16,10 @@ from diffcache.eval.runs.folder import remember
 from diffcache.eval.runs.peers import Peer
 from diffcache.eval.runs.task import Case, digest
 from diffcache.features.base import Method
+from diffcache.features.combine import reuse_of
 from diffcache.pipelines.demo.saved import DTYPES
+
+UNTIMED_STEPS = 4  # masks of steps are for no fewer
 
 
 def costs(run: Run, cases: Sequence[Case]) -> dict[str, Any]:
@@ -49,16 +52,14 @@ def _times(run: Run, cases: Sequence[Case], setting: Setting) -> dict[str, Any]:
     size = len(run.batches[0].ids)
 
     def show(done: int, total: int, name: str) -> None:
-        run.progress.advance(2 * size if done else 0, f"time {name}, {done} of {total}")
+        run.progress.advance(size if done else 0, f"time {name}, {done} of {total}")
 
     timings = measure(turns, run.plan.rounds, WARM_UP, replace(setting, progress=show))
     return {"rows": timings.rows(size), "warning": timings.warning}
 
 
 class _Turns:
-    """A case's turns: the cache goes in, one batch is drawn untimed and then timed.
-
-    The untimed draw has all steps: methods and peers may be made for their number, and count them.
+    """A case's turns: the cache goes in, learns in a few untimed steps, then one batch is timed.
 
     Args:
         run: The run; its first batch is drawn.
@@ -85,10 +86,19 @@ class _Turns:
             yield
 
     def prepare(self) -> None:
-        """Draw the batch once, untimed."""
-        self.draw()
+        """Draw a few steps untimed, or all for a method that is made for their number; reset."""
+        steps = self.case.steps if self._is_bound() else min(UNTIMED_STEPS, self.case.steps)
+        short = Case(self.case.name, self.case.kind, steps, self.case.method)
+        self.run.drawer.draw(short, self.run.batches[0], timed=True)
         self.clock.reset()
         self.setting.wait()
+
+    def _is_bound(self) -> bool:
+        method = self.case.method
+        if not isinstance(method, Method):
+            return False
+        reuse = reuse_of(method)
+        return bool(method.total or (reuse is not None and reuse.when.total))
 
     def readings(self) -> Mapping[str, float | None]:
         """Return seconds within the denoiser."""

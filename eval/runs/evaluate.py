@@ -243,10 +243,10 @@ def draw_all(run: Run) -> list[Case]:
 
 
 def _timed(run: Run, rows: int) -> int:
-    """Return how many samples the turns of so many rows draw at the end, half of them untimed."""
+    """Return how many samples the timed calls of so many rows draw, which come last."""
     if not run.plan.rounds or not run.ranks.is_first or "time" not in run.plan.stages:
         return 0
-    return 2 * rows * (run.plan.rounds + WARM_UP) * len(run.batches[0].ids)
+    return rows * (run.plan.rounds + WARM_UP) * len(run.batches[0].ids)
 
 
 def _try(run: Run, cases: Sequence[Case]) -> None:
