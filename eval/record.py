@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import importlib.metadata
 import json
+import math
 import platform
 import subprocess
 from collections.abc import Callable, Sequence
@@ -14,10 +15,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 import diffcache
 from diffcache.files import write_json
 
+Row = dict[str, Any]
+Pair = tuple[list[Any], list[Any]]  # values in a record, and the same samples' values made now
 Progress = Callable[[int, int, str], None]
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,6 +75,31 @@ def stats(samples: Sequence[float], scale: float = 1.0) -> dict[str, float]:
     places = {"median": 0.5, "q1": 0.25, "q3": 0.75, "p10": 0.1}
     found = np.quantile([value * scale for value in samples], list(places.values()))
     return dict(zip(places, found.tolist(), strict=True)) | {"n": len(samples)}
+
+
+def some(count: int, share: float, seed: int) -> list[int]:
+    """Draw numbers of samples, at least one of them, in order.
+
+    Args:
+        count: Samples there are.
+        share: Share of them to draw, 0 to 1.
+        seed: Seed of the draw.
+    """
+    number = min(max(math.ceil(count * share), 1), count)
+    return sorted(np.random.default_rng(seed).permutation(count)[:number].tolist())
+
+
+def values(column: Tensor) -> list[Any] | str:
+    """Return the values of samples, as a record keeps them: outcomes as 0 and 1, others rounded.
+
+    Args:
+        column: Outcome or value of every sample, [N], or of every question of each, [N, Q].
+    """
+    if column.ndim > 1:
+        return [values(row) for row in column]
+    if column.dtype == torch.bool:
+        return "".join("01"[int(flag)] for flag in column)
+    return [round(value, 3) for value in column.double().tolist()]
 
 
 def envelope(

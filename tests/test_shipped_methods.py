@@ -122,7 +122,7 @@ def test_rows_of_the_editor_hold_what_was_measured(editor: kontext.Editor, of_ed
         part.register_forward_pre_hook(lambda m, a, k: calls.append((m, a, k)), with_kwargs=True)
         for part in parts
     ]
-    edit_stickers(editor.plain, editor.before[:1], editor.texts[:1], steps=1, seed=0)
+    edit_stickers(editor.plain, editor.before[:1], editor.texts[:1], steps=1, seeds=[0])
     for hook in hooks:
         hook.remove()
     with torch.no_grad():

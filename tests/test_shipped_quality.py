@@ -28,7 +28,7 @@ def test_a_picture_is_right_only_where_everything_is(monkeypatch: pytest.MonkeyP
     for shift, least, most in ((0, 0.8, 1), (1, 0, 0.2)):
         drawn = np.roll(pictures, shift, 0)
         monkeypatch.setattr(quality, "_stickers_of", lambda *asked, drawn=drawn: drawn)
-        found = quality._of_stickers(None, 28, len(SCENES), 0)
+        found = quality._of_stickers(None, 28, len(SCENES), 0, range(len(SCENES)))
         assert least <= found["whole_right"].float().mean() <= most
         parts = torch.cat([found["right_of_one_object"], found["right_of_two"]])
         assert sorted(parts.tolist()) == sorted(found["whole_right"].tolist())
@@ -36,11 +36,13 @@ def test_a_picture_is_right_only_where_everything_is(monkeypatch: pytest.MonkeyP
 
 def test_answers_are_right_where_both_values_are() -> None:
     model, task = quality.QUALITIES["recall-llama"].load(), Task(65, 8, 2)
-    found = quality.of_recall(model, task, 5, 3)
+    found = quality.of_recall(model, task, 5, 3, range(5))
     assert all(column.shape == (5, 2) for column in found.values())
     assert torch.equal(found["whole_right"], found["first_right"] & found["second_right"])
     assert quality.TASKS[0].context == 513  # that of the tables of caches
-    assert quality.of_recall(model, task, 5, 3)["first_right"].float().mean() > 0.9
+    assert found["first_right"].float().mean() > 0.9
+    some = quality.of_recall(model, task, 5, 3, [1, 4])  # the same contexts
+    assert all(torch.equal(some[key], column[[1, 4]]) for key, column in found.items())
     assert HELD_OUT + 3 > 1 << 39
 
 
@@ -52,6 +54,9 @@ def test_a_record_says_how_it_is_made_again(monkeypatch: pytest.MonkeyPatch) -> 
     assert record["command"].endswith("quality sticker-dit --samples 3 --seed 7")
     assert record["seed"] == 7 and record["commit"]
     (row,) = record["rows"]
+    pairs = quality.again(record, row, 0.6, 1)
+    assert [len(made) for _, made in pairs.values()] == [2]
+    assert all(kept == made for kept, made in pairs.values())
     assert row["name"] == "2 steps" and row["quality"]["whole_right"]["n"] == 3
 
 

@@ -15,7 +15,7 @@ continuation, and the filler's perplexity stays good where recall is lost.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -103,6 +103,12 @@ class RecallBatch:
     def __len__(self) -> int:
         """Return the number of samples."""
         return len(self.ids)
+
+    def take(self, chosen: list[int]) -> RecallBatch:
+        """Return some of the samples, by number."""
+        same = ("task", "answers")  # of all samples
+        own = {f.name: getattr(self, f.name)[chosen] for f in fields(self) if f.name not in same}
+        return replace(self, **own)
 
     @property
     def context(self) -> Tensor:

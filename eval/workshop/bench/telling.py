@@ -182,7 +182,9 @@ def measure(
 
 
 def _draw(pipe: FluxPipeline, texts: list[str], steps: int = STEPS) -> NDArray[np.uint8]:
-    return draw_stickers(pipe, texts, steps=steps, seed=1000 * SEED)
+    return draw_stickers(
+        pipe, texts, steps=steps, seeds=range(1000 * SEED, 1000 * SEED + len(texts))
+    )
 
 
 def _right(texts: list[str], pictures: NDArray[np.uint8]) -> list[bool]:

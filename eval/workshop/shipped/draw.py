@@ -16,36 +16,37 @@ from diffcache.eval.workshop.small import sticker_flux, sticker_kontext
 
 
 def outputs_of(
-    pipe: DiffusionPipeline, columns: Sequence[Any], steps: int, seed: int, batch: int, **call: Any
-) -> Iterator[Any]:
-    """Call a pipeline on some samples at a time; sample i starts from the noise of seed + i.
+    pipe: DiffusionPipeline, columns: Sequence[Any], steps: int, seeds: Sequence[int], batch: int,
+    **call: Any,
+) -> Iterator[Any]:  # fmt: skip
+    """Call a pipeline on some samples at a time, each from noise of a seed of its own.
 
     Args:
         pipe: The pipeline.
         columns: First arguments of the call, each with an entry for every sample.
         steps: Sampling steps.
-        seed: Seed of the first sample.
+        seeds: Seed of the noise of every sample.
         batch: Samples drawn at once.
         **call: Further arguments.
     """
     for start in tqdm(range(0, len(columns[0]), batch), desc=f"{steps} steps", leave=False):
         part = [column[start : start + batch] for column in columns]
-        seeds = range(seed + start, seed + start + len(part[0]))
-        noise = [torch.Generator("cpu").manual_seed(number) for number in seeds]
+        own = seeds[start : start + batch]
+        noise = [torch.Generator("cpu").manual_seed(number) for number in own]
         yield pipe(*part, num_inference_steps=steps, generator=noise, **call)
 
 
 def draw_pictures(
-    pipe: DiffusionPipeline, prompts: Sequence[Any], *, steps: int, seed: int,
+    pipe: DiffusionPipeline, prompts: Sequence[Any], *, steps: int, seeds: Sequence[int],
     call: Mapping[str, Any],
 ) -> list[Image.Image]:  # fmt: skip
     """Draw one picture for each prompt, a text or class; see `outputs_of`."""
-    made = outputs_of(pipe, [list(prompts)], steps, seed, 32, **call)
+    made = outputs_of(pipe, [list(prompts)], steps, seeds, 32, **call)
     return [picture for output in made for picture in output.images]
 
 
 def draw_stickers(
-    pipe: DiffusionPipeline, texts: Sequence[str], *, steps: int, seed: int
+    pipe: DiffusionPipeline, texts: Sequence[str], *, steps: int, seeds: Sequence[int]
 ) -> NDArray[np.uint8]:
     """Draw one picture for each sentence, with guidance; see `outputs_of`.
 
@@ -53,20 +54,20 @@ def draw_stickers(
         pipe: The pipeline.
         texts: Sentences.
         steps: Sampling steps.
-        seed: Seed of the first picture.
+        seeds: Seed of the noise of every picture.
 
     Returns:
         Pictures, uint8 [B, 64, 64, 3].
     """
     call = {**sticker_flux.CALL, "output_type": "np"}
     unsaid = [call.pop("negative_prompt")] * len(texts)  # as many as sentences, in a batch
-    made = outputs_of(pipe, [list(texts), list(texts), unsaid], steps, seed, 32, **call)
+    made = outputs_of(pipe, [list(texts), list(texts), unsaid], steps, seeds, 32, **call)
     return np.concatenate([np.round(output.images * 255).astype(np.uint8) for output in made])
 
 
 def edit_stickers(
     pipe: FluxKontextPipeline, before: NDArray[np.uint8], texts: Sequence[str], *, steps: int,
-    seed: int, batch: int = 32, each: Callable[[int], None] = lambda count: None,
+    seeds: Sequence[int], batch: int = 32, each: Callable[[int], None] = lambda count: None,
 ) -> NDArray[np.uint8]:  # fmt: skip
     """Edit pictures of stickers, with guidance; see `outputs_of`.
 
@@ -75,7 +76,7 @@ def edit_stickers(
         before: Reference pictures, uint8 [B, 64, 64, 3].
         texts: One instruction for each.
         steps: Sampling steps.
-        seed: Seed of the first picture.
+        seeds: Seed of the noise of every picture.
         batch: Pictures edited at once.
         each: Callback that is given the number of pictures of every run, after it.
 
@@ -86,7 +87,7 @@ def edit_stickers(
     unsaid = [call.pop("negative_prompt")] * len(texts)
     shown = torch.from_numpy(before).permute(0, 3, 1, 2).float() / 255
     columns, made = [shown, list(texts), list(texts), unsaid], []
-    for output in outputs_of(pipe, columns, steps, seed, batch, **call):
+    for output in outputs_of(pipe, columns, steps, seeds, batch, **call):
         each(len(output.images))
         made.append(np.round(output.images * 255).astype(np.uint8))
     return np.concatenate(made)

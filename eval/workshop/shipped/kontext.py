@@ -125,7 +125,7 @@ class Editor(Subject):
         """Return a call that draws some edits; RegionE's one by one on both sides."""
         before, texts = self.before[:TIMED], self.texts[:TIMED]
         return lambda: edit_stickers(
-            pipe, before, texts, steps=self.steps, seed=0, batch=_batch(method)
+            pipe, before, texts, steps=self.steps, seeds=range(len(texts)), batch=_batch(method)
         )
 
     def _edit(
@@ -135,8 +135,9 @@ class Editor(Subject):
         each: Callable[[int], None] = lambda drawn: None,
     ) -> Tensor:
         made = edit_stickers(
-            pipe, self.before, self.texts, steps=self.steps, seed=0, batch=batch, each=each
-        )
+            pipe, self.before, self.texts, steps=self.steps, seeds=range(self.samples), batch=batch,
+            each=each,
+        )  # fmt: skip
         return torch.from_numpy(made).permute(0, 3, 1, 2).contiguous()
 
     def _judged(self, pictures: Tensor) -> Drawn:

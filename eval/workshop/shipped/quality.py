@@ -32,7 +32,7 @@ from diffcache.command import Seed, Threads, script
 from diffcache.dllm import Schedule
 from diffcache.eval.metrics.bootstrap import mean_interval
 from diffcache.eval.metrics.intervals import share_interval
-from diffcache.eval.record import FOLDER, Setting, check, envelope
+from diffcache.eval.record import FOLDER, Pair, Row, Setting, check, envelope, some, values
 from diffcache.eval.runs.task import directory_sha256
 from diffcache.eval.workshop.shipped.draw import (
     draw_pictures,
@@ -69,10 +69,12 @@ from diffcache.pipelines.small.recall_llama import LENGTHS
 from diffcache.video import FullHistory
 
 Outcomes = Mapping[str, Tensor]  # name -> [N] or [N, Q]; `whole_right` first, `_db` are no shares
+Numbers = Sequence[int]  # of the samples to make, out of all that are asked for
 WHOLE = "whole_right"
 SETTING = Setting(torch.device("cpu"))
 ALL: list[str] = []
 _CHAINS, _TOKENS = 50, 8192  # prompts that are decoded together, tokens of a batch of contexts
+_QUESTIONS = 64  # most outcomes of a sample that a record keeps
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ class Model:
     Attributes:
         what: Samples that are right in everything, as a title.
         load: Returns the pipeline or model.
-        measure: Takes it with steps, samples and seed; returns outcomes.
+        measure: Takes it with steps, samples, seed and the numbers of the samples that are made;
+            returns their outcomes.
         steps: Sampling steps, each a row; contexts of a language model, chunks of a stream.
         samples: Samples of a row.
         grid: Draws the picture of samples, None for models that draw none.
@@ -91,48 +94,57 @@ class Model:
 
     what: str
     load: Callable[[], Any]
-    measure: Callable[[Any, Any, int, int], Outcomes]
+    measure: Callable[[Any, Any, int, int, Numbers], Outcomes]
     steps: Sequence[Any] = (28, 50)
     samples: int = 256
     grid: Callable[[Any], tuple[str, Image.Image]] | None = None
     unit: str = "steps"
 
 
-def _of_stickers(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
+def _of_stickers(pipe: Any, steps: int, samples: int, seed: int, numbers: Numbers) -> Outcomes:
     """Judge pictures of held-out sentences, and those of one object and of two apart."""
-    texts = held_out_captions(samples, seed)
-    wrong = read_faults(texts, _stickers_of(pipe, texts, steps, seed))
+    every = held_out_captions(samples, seed)
+    texts = [every[number] for number in numbers]
+    wrong = read_faults(texts, _stickers_of(pipe, texts, steps, _seeds(seed, numbers)))
     right = torch.tensor([not faults for faults in wrong])
     alone = torch.tensor([len(parse(text)[0]) == 1 for text in texts])
     return {WHOLE: right, "right_of_one_object": right[alone], "right_of_two": right[~alone]}
 
 
-def _stickers_of(pipe: Any, texts: list[str], steps: int, seed: int) -> NDArray[np.uint8]:
+def _seeds(seed: int, numbers: Numbers) -> list[int]:
+    """Return the seeds of noise: sample i starts from that of `seed + i`."""
+    return [seed + number for number in numbers]
+
+
+def _stickers_of(pipe: Any, texts: list[str], steps: int, seeds: Numbers) -> NDArray[np.uint8]:
     if isinstance(pipe, FluxPipeline):
-        return draw_stickers(pipe, texts, steps=steps, seed=seed)
-    drawn = draw_pictures(pipe, texts, steps=steps, seed=seed, call=sticker_ddim.CALL)
+        return draw_stickers(pipe, texts, steps=steps, seeds=seeds)
+    drawn = draw_pictures(pipe, texts, steps=steps, seeds=seeds, call=sticker_ddim.CALL)
     return np.stack([np.asarray(picture) for picture in drawn])
 
 
-def _of_sticker_classes(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
+def _of_sticker_classes(
+    pipe: Any, steps: int, samples: int, seed: int, numbers: Numbers
+) -> Outcomes:
     """Judge pictures of all objects in turn: one whole object of the class and no other."""
-    labels = [number % len(OBJECTS) for number in range(samples)]
-    drawn = draw_pictures(pipe, labels, steps=steps, seed=seed, call=sticker_ddim.CALL)
+    labels, seeds = [number % len(OBJECTS) for number in numbers], _seeds(seed, numbers)
+    drawn = draw_pictures(pipe, labels, steps=steps, seeds=seeds, call=sticker_ddim.CALL)
     texts = [with_article(OBJECTS[label]) for label in labels]
     wrong = read_faults(texts, np.stack([np.asarray(picture) for picture in drawn]))
     return {WHOLE: torch.tensor([not faults for faults in wrong])}
 
 
 @torch.no_grad()
-def _of_sticker_edits(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
+def _of_sticker_edits(pipe: Any, steps: int, samples: int, seed: int, numbers: Numbers) -> Outcomes:
     """Judge held-out edits, and what the autoencoder alone makes of the wanted pictures."""
-    edits = sticker_edits.draw_edits(samples, seed, held=True)
+    every = sticker_edits.draw_edits(samples, seed, held=True)
+    edits = [every[number] for number in numbers]
     before, after = (
         np.stack([render_stickers(scene) for scene in side])
         for side in zip(*((edit.before, edit.after) for edit in edits), strict=True)
     )
     texts = [edit.text for edit in edits]
-    made = edit_stickers(pipe, before, texts, steps=steps, seed=seed)
+    made = edit_stickers(pipe, before, texts, steps=steps, seeds=_seeds(seed, numbers))
     latents = encode(pipe.vae, after).float()
     best = sticker_edits.judge(decode(pipe.vae, latents).numpy(), edits)
     found = sticker_edits.judge(made, edits)
@@ -151,57 +163,79 @@ def _of_sticker_edits(pipe: Any, steps: int, samples: int, seed: int) -> Outcome
     }
 
 
-def _of_films(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
+def _of_films(pipe: Any, steps: int, samples: int, seed: int, numbers: Numbers) -> Outcomes:
     """Judge films of held-out sentences: right where each of their frames is."""
-    films = sticker_wan.draw_films(samples, seed, held=True)
-    texts = [film.caption_at(0) for film in films]
-    right = frames_right(_films_of(pipe, texts, steps, seed), texts)
+    every = sticker_wan.draw_films(samples, seed, held=True)
+    texts = [every[number].caption_at(0) for number in numbers]
+    right = frames_right(_films_of(pipe, texts, steps, _seeds(seed, numbers)), texts)
     return {WHOLE: right.all(1), "frame_right": right}
 
 
-def _films_of(pipe: Any, texts: list[str], steps: int, seed: int) -> NDArray[np.uint8]:
+def _films_of(pipe: Any, texts: list[str], steps: int, seeds: Numbers) -> NDArray[np.uint8]:
     call = {**sticker_wan.CALL, "output_type": "np"}
-    made = outputs_of(pipe, [texts], steps, seed, 8, **call)
+    made = outputs_of(pipe, [texts], steps, seeds, 8, **call)
     return np.concatenate([np.round(output.frames * 255).astype(np.uint8) for output in made])
 
 
-def _of_streams(pipe: Any, chunks: int, samples: int, seed: int) -> Outcomes:
-    """Judge streams of held-out sentences with their whole history, by their last frame."""
+def _of_streams(pipe: Any, chunks: int, samples: int, seed: int, numbers: Numbers) -> Outcomes:
+    """Judge streams of held-out sentences with their whole history, by their last frame.
+
+    Streams share their noise, so that a part is the beginning of all: as many chunks as numbers
+    are of samples, and enough for a frame that is judged.
+    """
     made = Rollouts(samples, SETTING, seed, pipe)
     with made.video() as video:
-        films = made.films(video, FullHistory(), chunks)
+        films = made.films(video, FullHistory(), max(-(-chunks * len(numbers) // samples), 4))
     right = frames_right(films[:, EVERY - 1 :: EVERY].numpy(), made.said)
     return {WHOLE: right[:, -1], "frame_right": right, "right_after_a_second": right[:, 0]}
 
 
-def _of_reach(pipe: Any, steps: int, samples: int, seed: int) -> Outcomes:
+class _Some(reach.Reach):
+    """Episodes of which only some run; the others keep their place, and with it their noise."""
+
+    def __init__(self, scenes: reach.Scenes, numbers: Numbers) -> None:
+        super().__init__(scenes)
+        self.chosen = torch.zeros(len(scenes), dtype=torch.bool)
+        self.chosen[list(numbers)] = True
+
+    @property
+    def running(self) -> Tensor:
+        """Mask of the chosen episodes that are not over, bool `[E]`."""
+        return super().running & self.chosen
+
+
+def _of_reach(pipe: Any, steps: int, samples: int, seed: int, numbers: Numbers) -> Outcomes:
     """Judge half of the episodes with the seed, half with the next: scenes of one may be easy."""
-    halves = []
-    for number, count in enumerate((samples - samples // 2, samples // 2), seed):
-        episodes = reach.Reach(reach.draw_scenes(count, reach.HELD_OUT + number))
-        rollout(pipe, episodes, num_inference_steps=steps, seed=number)
-        halves.append(episodes)
+    halves, first = [], samples - samples // 2
+    for half, count in enumerate((first, samples // 2)):
+        scenes = reach.draw_scenes(count, reach.HELD_OUT + seed + half)
+        own = [n - half * first for n in numbers if (n >= first) == bool(half)]
+        episodes = _Some(scenes, own)
+        rollout(pipe, episodes, num_inference_steps=steps, seed=seed + half)
+        halves.append((episodes.succeeded[own], episodes.touched[own]))
+    right, touched = (torch.cat(column) for column in zip(*halves, strict=True))
     return {
-        WHOLE: torch.cat([each.succeeded for each in halves]),
-        "touched": torch.cat([each.touched for each in halves]),
-        **{f"right_of_seed_{seed + k}": each.succeeded for k, each in enumerate(halves)},
-    }
+        WHOLE: right, "touched": touched,
+        **{f"right_of_seed_{seed + half}": each for half, (each, _) in enumerate(halves)},
+    }  # fmt: skip
 
 
 @torch.no_grad()
-def _of_chain(name: str, model: Any, steps: int, samples: int, seed: int) -> Outcomes:
+def _of_chain(
+    name: str, model: Any, steps: int, samples: int, seed: int, numbers: Numbers
+) -> Outcomes:
     """Judge traces of automata; a step is a forward, of which the guide has one a token."""
     world = WORLDS[name]
     batch = draw_chains(samples, world, torch.Generator().manual_seed(HELD_OUT + seed))
-    found = []
-    for prompts in batch.prompts.split(_CHAINS):
+    own, found = list(numbers), []
+    for prompts in batch.prompts[own].split(_CHAINS):
         if name in chain_llada.BLOCKS:
             schedule = Schedule(world.length, chain_llada.BLOCKS[name], steps)
             found.append(DiffusionLM(model).generate(prompts, schedule).ids)
         else:
             ids = model.generate(prompts, max_new_tokens=world.length, do_sample=False)
             found.append(ids[:, prompts.shape[1] :])
-    right = torch.cat(found) == batch.answers
+    right = torch.cat(found) == batch.answers[own]
     return {WHOLE: right.all(1), "token_right": right}
 
 
@@ -220,7 +254,7 @@ TASKS = _tasks()
 
 
 @torch.no_grad()
-def of_recall(model: Any, task: Task, samples: int, seed: int) -> Outcomes:
+def of_recall(model: Any, task: Task, samples: int, seed: int, numbers: Numbers) -> Outcomes:
     """Return which answers are right: in both values, in the first, in the second given the first.
 
     Args:
@@ -228,12 +262,17 @@ def of_recall(model: Any, task: Task, samples: int, seed: int) -> Outcomes:
         task: Task to draw.
         samples: Contexts, drawn in groups of about 8192 tokens.
         seed: Seed of the draw, which no training reached.
+        numbers: Numbers of the contexts that are asked about.
     """
     generator = torch.Generator().manual_seed(recall.HELD_OUT + seed)
     group = max(_TOKENS // (task.context + recall.BLOCK * task.queries), 1)
     hits = []
     for start in range(0, samples, group):
         batch = recall.draw(min(group, samples - start), task, generator)
+        own = [number - start for number in numbers if 0 <= number - start < len(batch)]
+        if not own:
+            continue
+        batch = batch.take(own)
         logits = model(batch.ids, use_cache=False).logits
         hits.append(recall.score(batch.answer_logits(logits), batch))
     right = torch.cat(hits)
@@ -242,12 +281,13 @@ def of_recall(model: Any, task: Task, samples: int, seed: int) -> Outcomes:
 
 def _sticker_grid(pipe: Any) -> tuple[str, Image.Image]:
     texts = held_out_captions(24, 1)
-    pictures = map(Image.fromarray, _stickers_of(pipe, texts, 28, 0))
+    pictures = map(Image.fromarray, _stickers_of(pipe, texts, 28, range(24)))
     return "grid.png", draw_grid([[one] for one in pictures], texts, scale=2, columns=6)
 
 
 def _sticker_classes_grid(pipe: Any) -> tuple[str, Image.Image]:
-    pictures = draw_pictures(pipe, range(len(OBJECTS)), steps=28, seed=0, call=sticker_ddim.CALL)
+    every = range(len(OBJECTS))
+    pictures = draw_pictures(pipe, every, steps=28, seeds=every, call=sticker_ddim.CALL)
     return "grid.png", draw_grid([[one] for one in pictures], OBJECTS, scale=2, columns=6)
 
 
@@ -255,14 +295,14 @@ def _sticker_edits_grid(pipe: Any) -> tuple[str, Image.Image]:
     edits = sticker_edits.draw_edits(24, 0, held=True)
     before = np.stack([render_stickers(edit.before) for edit in edits])
     texts = [edit.text for edit in edits]
-    made = edit_stickers(pipe, before, texts, steps=28, seed=0)
+    made = edit_stickers(pipe, before, texts, steps=28, seeds=range(24))
     pairs = [[Image.fromarray(one) for one in pair] for pair in zip(before, made, strict=True)]
     return "grid.png", draw_grid(pairs, texts, scale=2, columns=6)
 
 
 def _films_grid(pipe: Any) -> tuple[str, Image.Image]:
     texts = [film.caption_at(0) for film in sticker_wan.draw_films(12, 1, held=True)]
-    return _strips(_films_of(pipe, texts, 28, 0)[:, ::4], texts)
+    return _strips(_films_of(pipe, texts, 28, range(12))[:, ::4], texts)
 
 
 def _streams_grid(pipe: Any) -> tuple[str, Image.Image]:
@@ -315,14 +355,12 @@ def measure(name: str, samples: int, seed: int) -> dict[str, Any]:
     rows = []
     for steps in model.steps:
         begun = time.monotonic()
-        outcomes = model.measure(pipe, steps, samples, seed)
-        about = {model.unit: steps}
-        if isinstance(steps, Task):
-            about = {"tokens": steps.context, "facts": steps.facts}
+        outcomes = model.measure(pipe, steps, samples, seed, range(samples))
+        about = _about(model, steps)
         found = {key: _interval(key, column) for key, column in outcomes.items()}
         rows.append({
             "name": ", ".join(f"{value} {key}" for key, value in about.items()), **about,
-            "samples": samples, "quality": found,
+            "samples": samples, "quality": found, "values": values_of(outcomes),
             "seconds_per_sample": round((time.monotonic() - begun) / samples, 4),
         })  # fmt: skip
     body = {
@@ -335,6 +373,44 @@ def measure(name: str, samples: int, seed: int) -> dict[str, Any]:
     record = envelope(f"{name}-quality", SETTING, command, body)
     check(record)
     return record
+
+
+def values_of(outcomes: Outcomes) -> dict[str, Any]:
+    """Return the values of samples of all outcomes that each sample has, but for long answers."""
+    kept = {key: each for key, each in outcomes.items() if len(each) == len(outcomes[WHOLE])}
+    return {key: values(each) for key, each in kept.items() if each[0].numel() <= _QUESTIONS}
+
+
+def again(record: Mapping[str, Any], row: Row, share: float, seed: int) -> dict[str, Pair]:
+    """Make a seeded part of the samples of a row again.
+
+    Args:
+        record: Record that `measure` returned.
+        row: One of its rows.
+        share: Share of the samples, 0 to 1.
+        seed: Seed of their choice.
+
+    Returns:
+        Values in the record, and those made now, by outcome.
+    """
+    model = QUALITIES[record["shapes"]["model"]]
+    (steps,) = [one for one in model.steps if _about(model, one).items() <= row.items()]
+    numbers = some(row["samples"], share, seed)
+    made = model.measure(model.load(), steps, row["samples"], record["seed"], numbers)
+    found, kept = values_of(made), row["values"]
+    if model.unit == "chunks":  # the beginning of all streams
+        return {
+            "frame_right": ([said[: len(now)] for said, now in zip(
+                kept["frame_right"], found["frame_right"], strict=True)], found["frame_right"])
+        }  # fmt: skip
+    return {key: ([kept[key][number] for number in numbers], list(found[key])) for key in found
+            if key in kept}  # fmt: skip
+
+
+def _about(model: Model, steps: Any) -> dict[str, int]:
+    if isinstance(steps, Task):
+        return {"tokens": steps.context, "facts": steps.facts}
+    return {model.unit: steps}
 
 
 def _interval(key: str, column: Tensor) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from diffcache.catalog import make_method
 from diffcache.eval.cost.flops import count
 from diffcache.eval.cost.interleave import measure
 from diffcache.eval.metrics.intervals import share_change, share_interval
-from diffcache.eval.record import FOLDER, Setting, envelope
+from diffcache.eval.record import FOLDER, Setting, envelope, values
 from diffcache.eval.report.records import SCHEMA, checked
 from diffcache.eval.runs.task import code_sha256, directory_sha256, versions
 from diffcache.eval.workshop.figures import write_plot
@@ -210,7 +210,7 @@ def _row(subject: Subject, name: str, method: Method | None, mine: Drawn, base: 
         **_cost(mine.reports, steps, subject.step_flops),
         "fidelity": {} if method is None else subject.fidelity(mine.values, base.values),
         "quality": quality,
-        "outcomes": {key: text_of(outcome) for key, outcome in mine.outcomes.items()},
+        "outcomes": {key: values(outcome) for key, outcome in mine.outcomes.items()},
     }
 
 
@@ -219,11 +219,6 @@ def _described(method: Method) -> str:
     if isinstance(method, Calibrated):
         return repr(replace(method, tables=None))  # type: ignore[type-var]
     return repr(method)
-
-
-def text_of(flags: Tensor) -> str:
-    """Return outcomes, bool [N], as a text of 0 and 1."""
-    return "".join("01"[int(flag)] for flag in flags)
 
 
 def _cost(reports: Sequence[tuple[Report, int]], steps: int, step_flops: float) -> Row:
