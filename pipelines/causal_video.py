@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from diffcache.attach.attention import Door, attention_sites
@@ -177,6 +180,7 @@ class CausalVideo(Films):
         policy: VideoPolicy | str | None = None,
         size: tuple[int, int] | None = None,
         seed: int = 0,
+        start: Any = None,
         chunks: int | None = None,
         read_once: bool = False,
         most_bytes: int | None = None,
@@ -192,19 +196,45 @@ class CausalVideo(Films):
                 `infinity-rope`; None for that of this video.
             size: Height and width in pixels; None for those that the model was trained at.
             seed: Seed of the noise.
-            chunks: Chunks after which the film ends; None for a film without an end.
+            start: Pictures that the film begins with, and shows first: a file of an image or a
+                video, an image of PIL, uint8 `[H, W, 3]` or `[F, H, W, 3]`, or a list of images.
+                They are cut in the middle and scaled to the size; the first ones are left out where
+                all of them make no whole latent frames. None for a film from the prompt alone.
+            chunks: Chunks that are made until the film ends; None for a film without an end.
             read_once: Whether rotated keys are kept from step to step, as for `session`.
             most_bytes: Bytes of keys and values that the stream may hold; None for the memory that
                 is free on the device.
 
         Raises:
+            FileNotFoundError: If there is no such file to start from.
             ValueError: If there is no text encoder, an argument is out of its range, or the stream
                 would hold more.
         """
         return VideoStream(
-            self, prompt, policy=policy, size=size, seed=seed, chunks=chunks, read_once=read_once,
-            most_bytes=most_bytes,
+            self, prompt, policy=policy, size=size, seed=seed, start=start, chunks=chunks,
+            read_once=read_once, most_bytes=most_bytes,
         )  # fmt: skip
+
+    def restyle(self, prompt: str, source: Any, **settings: Any) -> Iterator[NDArray[np.uint8]]:
+        """Yield the pictures of a video that is made anew under a prompt, chunk by chunk.
+
+        A video that comes in live goes through `VideoToVideo` itself, which takes the pictures of a
+        chunk at a time.
+
+        Args:
+            prompt: Text that the film is made to show.
+            source: A file of an image or a video, uint8 pictures `[F, H, W, 3]`, or an iterable of
+                images of PIL or uint8 `[H, W, 3]`, which may have no end. They are cut in the
+                middle and scaled to the size.
+            **settings: Others of `VideoToVideo`: `policy`, `size`, `seed`, `noise`, `rows`.
+
+        Raises:
+            FileNotFoundError: If there is no such file.
+            ValueError: If there is no text encoder, or an argument is out of its range.
+        """
+        from diffcache.pipelines.video_to_video import VideoToVideo
+
+        return VideoToVideo(self, prompt, **settings).of(source)
 
     def expected_bytes(
         self,

@@ -20,7 +20,7 @@ from diffcache.method import check_int, is_number
 from diffcache.pipelines.causal_video import CausalVideo
 from diffcache.pipelines.prompt_switch import checked
 from diffcache.pipelines.video_inputs import check_latents, guided, refuse_copy
-from diffcache.video import Recache, Switch
+from diffcache.video import FewSteps, Recache, Switch
 
 Change = tuple[Tensor, Switch]  # text of all rows, and what becomes of the cache
 
@@ -44,9 +44,11 @@ class StreamBatch:
         prompt: Text embeddings, `[B, S, E]`.
         seed: Seed of the noise.
         rows: Levels that run in one call; None for all of them.
+        sampler: Noise levels; None for those of `video`.
         settings: Others of `CausalVideo.session`.
 
     Attributes:
+        sampler: Noise levels.
         levels: Sessions, one a noise level, the highest first; `store` of each is its cache.
 
     Raises:
@@ -62,11 +64,13 @@ class StreamBatch:
         *,
         seed: int = 0,
         rows: int | None = None,
+        sampler: FewSteps | None = None,
         **settings: Any,
     ) -> None:
         check_int("seed", seed, 0)
         self.video = video
-        count = len(video.sampler.levels)
+        self.sampler = video.sampler if sampler is None else sampler
+        count = len(self.sampler.levels)
         seeds = torch.randint(2**62, (count,), generator=torch.Generator().manual_seed(seed))
         settings = {"read_once": False, **settings}  # a cache is read once a chunk
         self.levels = [video.session(prompt, seed=int(each), **settings) for each in seeds]
@@ -140,7 +144,7 @@ class StreamBatch:
         found = []
         while self._waiting:
             with self._whole():
-                done = self._step(self.video.sampler.levels[0])
+                done = self._step(self.sampler.levels[0])
             if done is not None:
                 found.append(done)
         return found
@@ -222,7 +226,7 @@ class StreamBatch:
 
     def _call(self, running: list[int], first: float, opened: ExitStack) -> Tensor | None:
         """Call the transformer once, and hand each chunk on to the next level."""
-        sampler, sessions = self.video.sampler, [self.levels[level] for level in running]
+        sampler, sessions = self.sampler, [self.levels[level] for level in running]
         chunks = [self._waiting.pop(level) for level in running]
         brought = [self._brought.pop(level, None) for level in running]
         for session, x, switch in zip(sessions, chunks, brought, strict=True):
@@ -253,7 +257,7 @@ class StreamBatch:
 
     def _first_level(self, latents: Tensor | None, level: float | None) -> float:
         """Return the noise level that a chunk begins at."""
-        levels = self.video.sampler.levels
+        levels = self.sampler.levels
         if level is None:
             return levels[0]
         below = levels[1] if len(levels) > 1 else 0.0

@@ -1,17 +1,135 @@
-"""Decode a film as it is made: a causal autoencoder that remembers the frames before."""
+"""Decode a film as it is made, and encode one as it comes in, frame after frame."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, unpatchify
+from diffusers.models.autoencoders.autoencoder_kl_wan import (
+    WanCausalConv3d,
+    patchify,
+    unpatchify,
+)
 from torch import Tensor, nn
 
 from diffcache.errors import AttachError
 
 
-class WanDecoder:
+class _Film:
+    """One film that passes through a half of an autoencoder, which is held at its frames before."""
+
+    def __init__(self, vae: nn.Module, half: str) -> None:
+        if type(vae).__name__ != "AutoencoderKLWan":
+            raise AttachError(
+                f"{type(vae).__name__}: films are {half}d in pieces by AutoencoderKLWan of "
+                "diffusers, whose convolutions look at earlier frames only"
+            )
+        self.vae: Any = vae
+        self._half: Any = getattr(vae, f"{half}r")
+        self.frames = 0
+        self._held: list[Any] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin another film."""
+        convolutions = [m for m in self._half.modules() if isinstance(m, WanCausalConv3d)]
+        self._held = [None] * len(convolutions)
+        self.frames = 0
+
+    def held(self) -> list[Any]:
+        """Return the features kept of earlier frames: tensors, None, or a word of diffusers."""
+        return list(self._held)
+
+    def hold(self, held: list[Any], frames: int) -> None:
+        """Go on where another film of this autoencoder was.
+
+        Args:
+            held: Result of `held` of it.
+            frames: Latent frames that it had decoded.
+
+        Raises:
+            ValueError: If they are of another autoencoder.
+        """
+        if len(held) != len(self._held):
+            raise ValueError(
+                f"held={len(held)} convolutions: this autoencoder has {len(self._held)}"
+            )
+        self._held, self.frames = list(held), frames
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are held between two calls."""
+        return sum(x.untyped_storage().nbytes() for x in self._held if isinstance(x, Tensor))
+
+    def _statistics(self, like: Tensor) -> list[Tensor]:
+        """Return mean and standard deviation of the channels of raw latents."""
+        config = self.vae.config
+        return [
+            torch.tensor(values).view(1, -1, 1, 1, 1).to(like)
+            for values in (config.latents_mean, config.latents_std)
+        ]
+
+
+class WanEncoder(_Film):
+    """Encode one film as it comes in; its latents are those of the whole film, however it is cut.
+
+    The first picture of a film makes a latent frame, and every `pictures` after it one more.
+
+    Args:
+        vae: `AutoencoderKLWan` of diffusers.
+
+    Attributes:
+        frames: Latent frames made so far.
+        pictures: Pictures of a latent frame, after the first.
+
+    Raises:
+        AttachError: If it is of another class.
+    """
+
+    def __init__(self, vae: nn.Module) -> None:
+        super().__init__(vae, "encode")
+        self.pictures = 2 ** sum(self.vae.config.temperal_downsample)
+
+    @torch.no_grad()
+    def encode(self, pictures: Tensor) -> Tensor:
+        """Return the latents of the next pictures, as a transformer makes them, `[B, C, F, H, W]`.
+
+        They are the means of the autoencoder's distribution, brought to mean 0 and variance 1.
+
+        Args:
+            pictures: Pictures in -1..1, `[B, 3, F, H, W]`: at the start of a film 1 and a multiple
+                of `pictures`, later a multiple.
+
+        Raises:
+            ValueError: If they have another shape, or do not make whole latent frames.
+        """
+        shape, each = [*pictures.shape], self.pictures
+        if len(shape) != 5 or shape[1] != 3:
+            raise ValueError(f"pictures={shape}: must be [B, 3, F, H, W]")
+        first = 0 if self.frames else 1
+        if shape[2] < max(first, 1) or (shape[2] - first) % each:
+            wanted = (
+                f"{each} or a multiple of it" if self.frames else f"1, {1 + each}, {1 + 2 * each}"
+            )
+            raise ValueError(
+                f"pictures={shape}: {shape[2]} do not make whole latents; give {wanted}"
+            )
+        config, held, found = self.vae.config, list(self._held), []
+        film = pictures.to(self.vae.device, self.vae.dtype)
+        if config.patch_size is not None:
+            film = patchify(film, config.patch_size)
+        cuts = [1] * first + [each] * ((shape[2] - first) // each)
+        for part in film.split(cuts, 2):
+            found.append(self._half(part, held, [0]))
+        latents = self.vae.quant_conv(torch.cat(found, 2))[:, : config.z_dim]
+        mean, std = self._statistics(latents)
+        self._held = held  # only now, so that pictures that failed can be given again
+        self.frames += len(cuts)
+        normal: Tensor = (latents - mean) * (1 / std)
+        return normal
+
+
+class WanDecoder(_Film):
     """Decode one film as it is made; its pictures are those of `WanPipeline`, however it is cut.
 
     What the autoencoder's convolutions have to know of earlier frames is held here, so any number
@@ -26,21 +144,7 @@ class WanDecoder:
     """
 
     def __init__(self, vae: nn.Module) -> None:
-        if type(vae).__name__ != "AutoencoderKLWan":
-            raise AttachError(
-                f"{type(vae).__name__}: films are decoded in pieces by AutoencoderKLWan of "
-                "diffusers, whose convolutions look at earlier frames only"
-            )
-        self.vae: Any = vae
-        self.frames = 0
-        self._held: list[Any] = []
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin another film."""
-        convolutions = [m for m in self.vae.decoder.modules() if isinstance(m, WanCausalConv3d)]
-        self._held = [None] * len(convolutions)
-        self.frames = 0
+        super().__init__(vae, "decode")
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
@@ -60,10 +164,7 @@ class WanDecoder:
         self._check(latents)
         config, held, pictures = self.vae.config, list(self._held), []
         latents = latents.to(self.vae.device, self.vae.dtype)
-        mean, std = (
-            torch.tensor(values).view(1, -1, 1, 1, 1).to(latents)
-            for values in (config.latents_mean, config.latents_std)
-        )
+        mean, std = self._statistics(latents)
         # The reciprocal is rounded as in WanPipeline, whose pictures are these to the bit.
         latents = latents / (1 / std) + mean
         for number, frame in enumerate(self.vae.post_quant_conv(latents).split(1, 2)):
@@ -75,29 +176,6 @@ class WanDecoder:
         self._held = held  # only now, so that a frame that failed can be given again
         self.frames += latents.shape[2]
         return film.clamp(-1, 1)
-
-    def held(self) -> list[Any]:
-        """Return the features kept of earlier frames: tensors, None, or a word of diffusers."""
-        return list(self._held)
-
-    def hold(self, held: list[Any], frames: int) -> None:
-        """Go on where another decoder of this autoencoder was.
-
-        Args:
-            held: Result of `held` of it.
-            frames: Latent frames that it had decoded.
-
-        Raises:
-            ValueError: If they are of another autoencoder.
-        """
-        if len(held) != len(self._held):
-            raise ValueError(f"held={len(held)} convolutions: this decoder has {len(self._held)}")
-        self._held, self.frames = list(held), frames
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are held between two calls."""
-        return sum(x.untyped_storage().nbytes() for x in self._held if isinstance(x, Tensor))
 
     def _check(self, latents: Tensor) -> None:
         channels = self.vae.config.z_dim

@@ -145,3 +145,23 @@ def check_fits(name: str, needed: int, most: int | None, others: dict[str, int])
         f"{human(most, 'B')} for it; take {', '.join([*fits, 'a smaller size'])}, or allow "
         f"more by {MORE}"
     )
+
+
+def check_grown(policy: object, held: int, most: int | None, frames: int) -> None:
+    """Raise if the cache of a stream has grown beyond what there is for it.
+
+    Args:
+        policy: The policy, as the user wrote it.
+        held: Bytes of keys and values.
+        most: Bytes that there are; None where that is not known.
+        frames: Latent frames so far.
+
+    Raises:
+        ValueError: If it has.
+    """
+    if most is not None and held > most:
+        raise ValueError(
+            f"policy={policy!r}: the film is over, as its cache grew to {human(held, 'B')} in "
+            f"{frames} latent frames, and there are {human(most, 'B')} for it; take a policy with "
+            f"a bound, such as 'window', or allow more by {MORE}"
+        )

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from diffcache.kv.life.save import SavedCacheError, read, write
 from diffcache.method import check_int
-from diffcache.pipelines.streaming_vae import WanDecoder
-from diffcache.pipelines.video_memory import MORE, check_fits, free_bytes
-from diffcache.run_report import human
+from diffcache.pipelines.source_pictures import begin_with, to_tensor
+from diffcache.pipelines.streaming_vae import WanDecoder, WanEncoder
+from diffcache.pipelines.video_memory import check_fits, check_grown, free_bytes
 from diffcache.video import Switch, VideoPolicy, make_policy
 
 RECALL = 12  # latent frames that a re-cache, or another policy, begins with
@@ -32,7 +32,8 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
         policy: Frames that are held, or the name of a policy; None for that of the video.
         size: Height and width in pixels; None for those that the model was trained at.
         seed: Seed of the noise.
-        chunks: Chunks after which the film ends; None for a film without an end.
+        start: Pictures that the film begins with, as for `CausalVideo.stream`; None for none.
+        chunks: Chunks that are made until the film ends; None for a film without an end.
         read_once: Whether rotated keys are kept from step to step.
         most_bytes: Bytes of keys and values that it may hold; None for the memory that is free.
 
@@ -56,6 +57,7 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
         policy: VideoPolicy | str | None = None,
         size: tuple[int, int] | None = None,
         seed: int = 0,
+        start: Any = None,
         chunks: int | None = None,
         read_once: bool = False,
         most_bytes: int | None = None,
@@ -68,29 +70,36 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
         text, self._size, self._seed = video.embed(prompt), size, seed
         self._read_once = read_once
         self.most_bytes = free_bytes(text.device) if most_bytes is None else most_bytes
+        self._begins = 0  # latent frames that were not made here
+        self.decoder = WanDecoder(video.pipe.vae)
+        encoder = WanEncoder(video.pipe.vae) if start is not None else None
+        first = begin_with(start, size or video.way.size, encoder.pictures) if encoder else None
+        if encoder is not None and first is not None:
+            self._begins = 1 + (len(first) - 1) // encoder.pictures
         self.expected_bytes = self._expected(self.policy)
         self.session = self._begun(text)
-        self.decoder = WanDecoder(video.pipe.vae)
+        self._first: NDArray[np.uint8] | None = None  # pictures to show before those of a chunk
+        if encoder is not None and first is not None:
+            latents = encoder.encode(to_tensor(first, text.device)).to(text)
+            self.session.take(latents)
+            self._first = to_pictures(self.decoder.decode(latents))
 
     def __next__(self) -> NDArray[np.uint8]:
         """Return the pictures of the next chunk, uint8 `[F, H, W, 3]`.
+
+        Those that the film begins with come before the first chunk's, as the autoencoder shows
+        them.
 
         Raises:
             ValueError: If the cache has grown beyond what there is for it.
         """
         if self.made == self.chunks:
             raise StopIteration
-        held = self.session.store.nbytes
-        if self.most_bytes is not None and held > self.most_bytes:
-            raise ValueError(
-                f"policy={self.policy!r}: the film is over, as its cache grew to "
-                f"{human(held, 'B')} in {self.session.frames} latent frames, and there are "
-                f"{human(self.most_bytes, 'B')} for it; take a policy with a bound, such as "
-                f"'window', or allow more by {MORE}"
-            )
+        check_grown(self.policy, self.nbytes, self.most_bytes, self.session.frames)
         pictures = to_pictures(self.decoder.decode(self.session.next()))
         self.made += 1
-        return pictures
+        first, self._first = self._first, None
+        return pictures if first is None else np.concatenate([first, pictures])
 
     def switch(self, prompt: str, mode: Switch | None = None) -> None:
         """Change the prompt from the next chunk on.
@@ -124,6 +133,12 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
         session.frames = before.frames
         session.generator.set_state(before.generator.get_state())
         self.session = session
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values that it holds."""
+        held: int = self.session.store.nbytes
+        return held
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write the stream into a folder, for `resume`; one that is there is replaced.
@@ -166,7 +181,8 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
         """
 
         def size_of(name: VideoPolicy | str) -> int:
-            given = {} if self.chunks is None else {"frames": self.chunks * self.video.chunk}
+            made = None if self.chunks is None else self._begins + self.chunks * self.video.chunk
+            given = {} if made is None else {"frames": made}
             found: int = self.video.expected_bytes(
                 name, size=self._size, read_once=self._read_once, **given
             )
@@ -174,8 +190,8 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
 
         needed = size_of(policy)
         if self.most_bytes is not None and needed > self.most_bytes:
-            name = policy if isinstance(policy, str) else make_policy(policy).name
-            check_fits(name, needed, self.most_bytes, {each: size_of(each) for each in SMALLER})
+            others = {each: size_of(each) for each in SMALLER}
+            check_fits(named(policy), needed, self.most_bytes, others)
         return needed
 
     def _begun(self, text: Tensor) -> Any:
@@ -183,6 +199,11 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
             text, size=self.video.latent_size(self._size), policy=self.policy, seed=self._seed,
             read_once=self._read_once, recall=RECALL,
         )  # fmt: skip
+
+
+def named(policy: VideoPolicy | str) -> str:
+    """Return the name of a policy, as the user wrote it."""
+    return policy if isinstance(policy, str) else make_policy(policy).name
 
 
 def to_pictures(decoded: Tensor) -> NDArray[np.uint8]:

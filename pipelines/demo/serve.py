@@ -9,10 +9,11 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from diffcache.pipelines.causal_video import CausalVideo
     from diffcache.pipelines.demo.program import Program
+    from diffcache.pipelines.video_stream import VideoStream
 
 
 Model = Annotated[
@@ -66,7 +68,18 @@ def stream(
             "Empty for the model's own.",
         ),
     ] = "",
-    chunks: Annotated[int, typer.Option(min=1, help="Chunks, of three latent frames each.")] = 7,
+    start: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Image or video that the film begins with."),
+    ] = None,
+    restyle: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Video that is made anew under the prompt."),
+    ] = None,
+    chunks: Annotated[
+        int | None,
+        typer.Option(min=1, help="Chunks of three latent frames [default: 7; all with --restyle]."),
+    ] = None,
     height: Annotated[int | None, typer.Option(min=1, help="Pixels.")] = None,
     width: Annotated[int | None, typer.Option(min=1, help="Pixels.")] = None,
     seed: Seed = 0,
@@ -87,38 +100,55 @@ def stream(
 
         diffcache stream "a fox on grass" --out fox.mp4
 
+        diffcache stream "a crab on sand" --restyle fox.mp4 --out crab.mp4
+
         diffcache stream "A red fox trots ..." --model ./Wan2.1-T2V-1.3B-Diffusers
             --checkpoint self_forcing_dmd.pt --policy infinity-rope
     """
     check_target("--out", out, (".mp4", ".gif"))
     if (height is None) != (width is None):
         raise ValueError(f"--height {height} --width {width}: go together; pass both or neither")
+    if restyle is not None and (start is not None or read_once):
+        other = f"--start {start}" if start is not None else "--read-once"
+        raise ValueError(f"--restyle {restyle}: the film is made from all of it; leave out {other}")
     from diffcache.pipelines.demo.console import progress, quiet
     from diffcache.pipelines.demo.recording import to_file
+    from diffcache.pipelines.video_to_video import VideoToVideo
 
     quiet()
     video = _opened(model, checkpoint, lora, dtype, str(device_of(device)), threads)
     size = None if height is None or width is None else (height, width)
-    film = video.stream(
-        prompt, policy=policy or None, size=size, seed=seed, chunks=chunks, read_once=read_once,
-        most_bytes=None if most_mb is None else most_mb * 2**20,
-    )  # fmt: skip
+    settings: dict[str, Any] = {
+        "policy": policy or None, "size": size, "seed": seed,
+        "most_bytes": None if most_mb is None else most_mb * 2**20,
+    }  # fmt: skip
+    film: VideoStream | VideoToVideo
+    made: Iterator[NDArray[np.uint8]]
+    if restyle is None:
+        chunks = chunks or 7
+        film = video.stream(prompt, start=start, chunks=chunks, read_once=read_once, **settings)
+        made = film
+    else:
+        film = VideoToVideo(video, prompt, **settings)
+        made = film.of(restyle)
     tall, wide = size or video.way.size
+    length = "all of the video" if chunks is None else f"{chunks} chunks"
     typer.echo(
-        f"{tall} x {wide}, {chunks} chunks: at most {human(film.expected_bytes, 'B')} of keys and "
-        "values"
+        f"{tall} x {wide}, {length}: at most {human(film.expected_bytes, 'B')} of keys and values"
     )
     started = time.perf_counter()
     pictures: list[NDArray[np.uint8]] = []
     with progress("film") as show:
-        for number, frames in enumerate(film):
+        for number, frames in enumerate(islice(made, chunks)):
             pictures.extend(frames)
-            show(number + 1, chunks)
+            show(number + 1, chunks or 0)
+    if not pictures:
+        raise ValueError(f"--restyle {restyle}: is too short for a chunk")
     seconds = time.perf_counter() - started
     to_file(out, pictures, video.way.fps)
     typer.echo(
         f"{len(pictures)} pictures in {seconds:.1f} s, {len(pictures) / seconds:.1f} a second; "
-        f"{human(film.session.store.nbytes, 'B')} held; wrote {out}"
+        f"{human(film.nbytes, 'B')} held; wrote {out}"
     )
 
 

@@ -1,0 +1,143 @@
+"""Read the pictures that a film begins with, or is made from: images, arrays and video files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+from torch import Tensor
+
+from diffcache.errors import MissingError
+from diffcache.pipelines.demo.recording import has_mp4
+
+Pictures = NDArray[np.uint8]
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+
+
+def film_of(source: Any, size: tuple[int, int]) -> Iterator[Pictures]:
+    """Yield the pictures of a source, uint8 `[H, W, 3]`, cut in the middle and scaled to a size.
+
+    Args:
+        source: Path of an image or a video file, an image of PIL, uint8 pictures `[H, W, 3]` or
+            `[F, H, W, 3]`, or an iterable of any of these but files.
+        size: Height and width in pixels.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        MissingError: If PyAV is not installed, for a video file.
+        ValueError: If a file cannot be read, or something else is given.
+    """
+    if isinstance(source, str | os.PathLike):
+        for picture in _read(Path(source)):
+            yield fitted(picture, size)
+        return
+    if isinstance(source, np.ndarray) and source.ndim == 4:
+        source = list(source)
+    elif isinstance(source, Image.Image | np.ndarray):
+        source = [source]
+    try:
+        pictures = iter(source)
+    except TypeError:
+        raise ValueError(
+            f"pictures={type(source).__name__}: must be a file, an image of PIL, uint8 arrays "
+            "[H, W, 3] or [F, H, W, 3], or a list of them"
+        ) from None
+    for picture in pictures:
+        yield fitted(picture, size)
+
+
+def fitted(picture: Any, size: tuple[int, int]) -> Pictures:
+    """Return a picture, cut in the middle and scaled to a size, uint8 `[H, W, 3]`.
+
+    Args:
+        picture: Image of PIL, or uint8 `[H, W, 3]`.
+        size: Height and width in pixels.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    if isinstance(picture, Image.Image):
+        image = picture.convert("RGB")
+    else:
+        shape, dtype = getattr(picture, "shape", ()), getattr(picture, "dtype", None)
+        if not isinstance(picture, np.ndarray) or dtype != np.uint8 or shape[2:] != (3,):
+            given = f"{dtype} {list(shape)}" if dtype is not None else type(picture).__name__
+            raise ValueError(f"pictures={given}: must be images of PIL, or uint8 [H, W, 3]")
+        if shape[:2] == size:
+            return picture
+        image = Image.fromarray(picture)
+    if image.size == size[::-1]:
+        return np.array(image)
+    return np.array(ImageOps.fit(image, size[::-1], Image.Resampling.LANCZOS))
+
+
+def begin_with(source: Any, size: tuple[int, int], each: int) -> Pictures:
+    """Return the pictures that a film begins with: the latest of a source that make whole latents.
+
+    Args:
+        source: As for `film_of`.
+        size: Height and width in pixels.
+        each: Pictures of a latent frame, after the first.
+
+    Returns:
+        uint8 `[F, H, W, 3]`, F being 1 and a multiple of `each`.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        MissingError: If PyAV is not installed, for a video file.
+        ValueError: If a file cannot be read, there is no picture, or something else is given.
+    """
+    pictures = list(film_of(source, size))
+    if not pictures:
+        raise ValueError("start=[]: must have a picture at least")
+    return np.stack(pictures[(len(pictures) - 1) % each :])
+
+
+def groups(pictures: Iterator[Pictures], counts: Iterator[int]) -> Iterator[Pictures]:
+    """Yield pictures in groups of so many, uint8 `[F, H, W, 3]`; a last one that is short is left.
+
+    Args:
+        pictures: Pictures of one size, uint8 `[H, W, 3]`.
+        counts: Number of pictures of each group.
+    """
+    for count in counts:
+        group = list(islice(pictures, count))
+        if len(group) < count:
+            return
+        yield np.stack(group)
+
+
+def to_tensor(pictures: Pictures, device: torch.device) -> Tensor:
+    """Return pictures, uint8 `[F, H, W, 3]`, in -1..1, `[1, 3, F, H, W]`."""
+    film = torch.from_numpy(np.ascontiguousarray(pictures)).to(device)
+    return film.movedim(-1, 0)[None].float() / 127.5 - 1
+
+
+def _read(path: Path) -> Iterator[Image.Image]:
+    """Yield the pictures of a file, one for an image."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {str(path)!r}: name an image or a video file")
+    if path.suffix.lower() in IMAGES:
+        try:
+            with Image.open(path) as image:
+                yield ImageOps.exif_transpose(image)
+        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+            raise ValueError(f"{path}: cannot be read as an image ({error})") from error
+        return
+    if not has_mp4():
+        raise MissingError(f"{path}: reading a video needs PyAV: pip install 'diffcache[eval]'")
+    import av
+
+    try:
+        with av.open(str(path)) as file:
+            for frame in file.decode(video=0):
+                yield frame.to_image()
+    except (av.FFmpegError, IndexError) as error:
+        raise ValueError(f"{path}: cannot be read as a video ({error})") from error

@@ -1,0 +1,179 @@
+"""Make a video anew under a prompt while it comes in: StreamDiffusionV2.
+
+>>> for frames in video.restyle("a crab on sand", "fox.mp4"):  # doctest: +SKIP
+...     show(frames)  # uint8 [F, H, W, 3]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain, repeat
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from diffcache.pipelines.source_pictures import Pictures, film_of, groups, to_tensor
+from diffcache.pipelines.stream_batch import StreamBatch
+from diffcache.pipelines.streaming_vae import WanDecoder, WanEncoder
+from diffcache.pipelines.video_memory import check_fits, check_grown, free_bytes
+from diffcache.pipelines.video_stream import named, to_pictures
+from diffcache.video import FewSteps, MotionNoise, Switch, VideoPolicy
+
+POLICY = "stream-diffusion-v2"
+
+
+class VideoToVideo:
+    """A film that is made from another one, chunk by chunk, as that comes in.
+
+    Pictures are encoded, noised the less the faster they move, and denoised under the prompt over
+    the cache of the chunks before, several chunks in one call of the transformer.
+
+    Args:
+        video: `CausalVideo` with a text encoder and an autoencoder.
+        prompt: Text that the film is made to show.
+        policy: Frames that are held, or the name of a policy; one that decides by the queries of
+            finished frames is refused.
+        size: Height and width in pixels; None for those that the model was trained at.
+        seed: Seed of the noise.
+        noise: Noise that the video is given.
+        rows: Noise levels that run in one call; None for all of them, which makes the most pictures
+            a second where a device has room. With 1 a chunk comes out in the call that it goes in.
+        most_bytes: Bytes of keys and values that it may hold; None for the memory that is free.
+
+    Attributes:
+        prompt: Text that the film is made to show.
+        expected_bytes: Bytes of keys and values that it will hold in the first 36 latent frames,
+            all noise levels together.
+        level: Noise level of the latest chunk; None before the first.
+        batch: Chunks that are on their way, at a noise level each.
+
+    Raises:
+        ValueError: If an argument is out of its range.
+
+    Reference: StreamDiffusionV2, arXiv 2511.07399.
+    """
+
+    def __init__(
+        self,
+        video: Any,
+        prompt: str,
+        *,
+        policy: VideoPolicy | str | None = None,
+        size: tuple[int, int] | None = None,
+        seed: int = 0,
+        noise: MotionNoise | None = None,
+        rows: int | None = None,
+        most_bytes: int | None = None,
+    ) -> None:
+        self.video, self.prompt = video, prompt
+        self.size = video.way.size if size is None else size
+        self.noise = MotionNoise() if noise is None else noise
+        self.policy = POLICY if policy is None else policy
+        text, latent = video.embed(prompt), video.latent_size(size)
+        sampler = below(video.sampler, self.noise.low)
+        each = video.expected_bytes(self.policy, size=size)
+        self.expected_bytes = len(sampler.levels) * each
+        self.most_bytes = free_bytes(text.device) if most_bytes is None else most_bytes
+        check_fits(named(self.policy), self.expected_bytes, self.most_bytes, {})
+        self.batch = StreamBatch(
+            video, text, seed=seed, rows=rows, sampler=sampler, size=latent, policy=self.policy
+        )
+        self.encoder, self.decoder = WanEncoder(video.pipe.vae), WanDecoder(video.pipe.vae)
+        self.level: float | None = None
+        self._last: Tensor | None = None  # picture before the next chunk
+
+    @property
+    def wanted(self) -> int:
+        """Pictures that the next chunk is made from."""
+        later: int = self.video.chunk * self.encoder.pictures
+        return later if self.encoder.frames else later - self.encoder.pictures + 1
+
+    @torch.no_grad()
+    def next(self, pictures: Pictures) -> Pictures:
+        """Let a chunk in, and return the pictures of the one that comes out, none at first.
+
+        Args:
+            pictures: `wanted` pictures of the film's size, uint8 `[F, H, W, 3]`.
+
+        Returns:
+            uint8 `[F, H, W, 3]`, with as many pictures as the chunk was made from.
+
+        Raises:
+            ValueError: If pictures have another shape, or the caches have grown beyond what there
+                is for them.
+        """
+        check_grown(self.policy, self.nbytes, self.most_bytes, self.batch.levels[-1].frames)
+        shape, wanted = [*pictures.shape], [self.wanted, *self.size, 3]
+        if shape != wanted or pictures.dtype != np.uint8:
+            raise ValueError(f"pictures={pictures.dtype} {shape}: must be uint8 {wanted}")
+        film = to_tensor(pictures, self.video.transformer.device)
+        level = self.noise.level(film, self._last, self.level)
+        held, frames = self.encoder.held(), self.encoder.frames
+        try:
+            done = self.batch.next(self.encoder.encode(film), level)
+        except BaseException:  # the chunk can be given again
+            self.encoder.hold(held, frames)
+            raise
+        self.level, self._last = level, film[:, :, -1:]
+        return self._shown(done)
+
+    def finish(self) -> Iterator[Pictures]:
+        """Yield the pictures of the chunks that are still on their way."""
+        yield from map(self._shown, self.batch.finish())
+
+    def of(self, source: Any) -> Iterator[Pictures]:
+        """Yield the pictures that are made from a source, chunk by chunk.
+
+        Pictures at its end that make no whole chunk are left out.
+
+        Args:
+            source: File, or pictures, as for `CausalVideo.restyle`.
+
+        Raises:
+            ValueError: If something else is given, or pictures cannot be read.
+        """
+        counts = chain([self.wanted], repeat(self.video.chunk * self.encoder.pictures))
+        for group in groups(film_of(source, self.size), counts):
+            made = self.next(group)
+            if len(made):
+                yield made
+        yield from self.finish()
+
+    def switch(self, prompt: str, mode: Switch | None = None) -> None:
+        """Change the prompt from the next chunk that comes in.
+
+        Args:
+            prompt: New text.
+            mode: Treatment of the caches, as for `StreamBatch.switch`.
+
+        Raises:
+            ValueError: If the text is empty, or the mode is a re-cache.
+        """
+        self.batch.switch(self.video.embed(prompt), mode)
+        self.prompt = prompt
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values of all noise levels."""
+        return sum(session.store.nbytes for session in self.batch.levels)
+
+    def _shown(self, latents: Tensor | None) -> Pictures:
+        if latents is None:
+            return np.zeros((0, *self.size, 3), np.uint8)
+        return to_pictures(self.decoder.decode(latents))
+
+
+def below(sampler: FewSteps, level: float) -> FewSteps:
+    """Return a sampler whose steps after the first begin below a noise level.
+
+    The first step begins wherever the video is noised to.
+
+    Args:
+        sampler: Sampler that a model was trained with.
+        level: Noise level, 0..1.
+    """
+    lower = [t for t, at in zip(sampler.timesteps, sampler.levels, strict=True) if at < level]
+    return replace(sampler, timesteps=(1000.0, *(t for t in lower if t < 1000)))
