@@ -41,6 +41,8 @@ class VideoToVideo:
         noise: Noise that the video is given.
         rows: Noise levels that run in one call; None for all of them, which makes the most pictures
             a second where a device has room. With 1 a chunk comes out in the call that it goes in.
+        sampler: Noise levels, of which those below `noise.low` are used; None for those of the
+            video.
         most_bytes: Bytes of keys and values that it may hold; None for the memory that is free.
 
     Attributes:
@@ -66,6 +68,7 @@ class VideoToVideo:
         seed: int = 0,
         noise: MotionNoise | None = None,
         rows: int | None = None,
+        sampler: FewSteps | None = None,
         most_bytes: int | None = None,
     ) -> None:
         self.video, self.prompt = video, prompt
@@ -73,7 +76,7 @@ class VideoToVideo:
         self.noise = MotionNoise() if noise is None else noise
         self.policy = POLICY if policy is None else policy
         text, latent = video.embed(prompt), video.latent_size(size)
-        sampler = below(video.sampler, self.noise.low)
+        sampler = below(sampler or video.sampler, self.noise.low)
         each = video.expected_bytes(self.policy, size=size)
         self.expected_bytes = len(sampler.levels) * each
         self.most_bytes = free_bytes(text.device) if most_bytes is None else most_bytes
@@ -154,6 +157,15 @@ class VideoToVideo:
         """
         self.batch.switch(self.video.embed(prompt), mode)
         self.prompt = prompt
+
+    def go_on_from(self, other: VideoToVideo) -> None:
+        """Go on where another film of the same size was, with nothing of its cache.
+
+        Args:
+            other: Film whose pictures these follow, none of which is on its way.
+        """
+        self.encoder, self.decoder = other.encoder, other.decoder
+        self.level, self._last = other.level, other._last
 
     @property
     def nbytes(self) -> int:

@@ -18,7 +18,7 @@ from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-MOST_BYTES = 65_536  # of a request; a prompt has at most 2,000 letters
+MOST_BYTES = 65_536  # of a request without pictures; a prompt has at most 2,000 letters
 PATIENCE = 60.0  # seconds for which a page may take nothing; gradio sends a sign of life every 15
 _API = "/gradio_api"
 _EVENTS = f"{_API}/queue/data"
@@ -85,19 +85,22 @@ class PageGuard:
                 self.listeners.leave(who)
 
 
-def guarded_by(listeners: Listeners, host: str, names: Sequence[str]) -> dict[str, Any]:
+def guarded_by(
+    listeners: Listeners, host: str, names: Sequence[str], most_bytes: int = MOST_BYTES
+) -> dict[str, Any]:
     """Return arguments of an application that lets in nothing but the page's own requests.
 
     Args:
         listeners: Pages that listen, which is kept up to date.
         host: Address that is served at.
         names: Further names that it is asked for by.
+        most_bytes: Bytes of a request.
     """
     hosts = [*hosts_of(host), *names]
     return {
         "middleware": [
             Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False),
-            Middleware(RequestBodyLimitMiddleware, max_body_size=MOST_BYTES),
+            Middleware(RequestBodyLimitMiddleware, max_body_size=most_bytes),
             Middleware(PageGuard, listeners=listeners),
         ]
     }

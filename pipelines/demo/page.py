@@ -9,6 +9,7 @@ import base64
 import logging
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,24 @@ _NUMBERS = """
 <div class="plots"></div>
 <details hidden><summary>All numbers</summary><div class="scroll"><table></table></div></details>
 """
+_PICTURES = """
+<div class="row">
+  <button type="button" class="camera">Camera</button>
+  <label class="file">Picture or film<input type="file" accept="image/*,video/*"></label>
+  <span class="said" role="status"></span>
+</div>
+<div class="chosen" hidden>
+  <canvas></canvas>
+  <div>
+    <label><input type="radio" name="use" value="begin" checked> the film goes on from it</label>
+    <label><input type="radio" name="use" value="anew"> the film is made from it</label>
+    <button type="button" class="off">Leave it out</button>
+  </div>
+</div>
+"""
 _FOLDER = Path(__file__).parent
 _SCRIPT = (_FOLDER / "player.js").read_text(encoding="utf-8")
+_CAMERA = (_FOLDER / "camera.js").read_text(encoding="utf-8")
 STYLE = (_FOLDER / "page.css").read_text(encoding="utf-8")
 _SAVE = "Save as MP4"
 _PAUSE, _RESUME = "Pause", "Go on"
@@ -112,6 +129,12 @@ class Handlers:
                 stream.resume()
         return _RESUME if label == _PAUSE else _PAUSE
 
+    def see(self, value: Any, request: gr.Request) -> None:
+        """Take pictures of the viewer's camera or file, which the page sends as they come in."""
+        if self.program.seen is not None:
+            with suppress(ValueError):  # not sent by the page: nobody is there to be told
+                self.viewers.see(str(request.session_hash), value, 2 * self.program.seen[1])
+
     def stop(self, request: gr.Request) -> None:
         """End the viewer's films."""
         self.viewers.stop(request.session_hash)
@@ -152,6 +175,12 @@ def build(program: Program, viewers: Viewers) -> gr.Blocks:
             start = gr.Button("Start", variant="primary", elem_id="start", min_width=90)
             use = gr.Button("New prompt", elem_id="apply", min_width=110)
         gr.Examples([[text] for text in program.prompts], prompt, label="Try")
+        if program.seen is not None:
+            height, width = next(iter(program.sizes.values()))
+            pictures = gr.HTML({}, html_template=_PICTURES, js_on_load=_CAMERA, width=width,
+                               height=height, fps=program.fps, elem_id="pictures")  # fmt: skip
+            pictures.input(do.see, pictures, None, queue=False, show_progress="hidden",
+                           trigger_mode="multiple")  # fmt: skip
         with gr.Row(elem_id="controls"):
             policy, other, switch = _choices(program)
             pause = gr.Button(_PAUSE, elem_id="pause", min_width=80)

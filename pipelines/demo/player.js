@@ -58,7 +58,8 @@ function draw() {
   shown += late ? 2 : 1;
   times = [...times, performance.now()].slice(-25);
   const rate = (times.length - 1) / (times[times.length - 1] - times[0]) * 1000 || 0;
-  tell(`${rate.toFixed(1)} frames a second, waited ${underruns} times`);
+  const left = props.value.dropped ? `, ${props.value.dropped} pictures left out` : '';
+  tell(`${rate.toFixed(1)} frames a second, waited ${underruns} times${left}`);
 }
 
 function tell(text) {

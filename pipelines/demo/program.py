@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from diffcache.command import MAX_SEED
 from diffcache.pipelines.demo.stream import Film
 
@@ -23,6 +26,8 @@ class Asked:
         seed: Seed of the noise.
         steps: Steps of a chunk.
         size: Height and width in pixels.
+        start: Pictures that it begins with, uint8 `[F, H, W, 3]`; None for none.
+        anew: Whether it is made from pictures that come in with every chunk.
     """
 
     prompt: str
@@ -30,6 +35,8 @@ class Asked:
     seed: int
     steps: int
     size: tuple[int, int]
+    start: NDArray[np.uint8] | None = None
+    anew: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,9 @@ class Program:
         title: Title of the page.
         viewers: Viewers whose films may run at the same time.
         beside: Policy that runs beside the first to compare with, "" for none, until one is chosen.
+        seen: Pictures of the first chunk and of each later one, where films can be made from
+            pictures; None where they cannot.
+        latent: Pictures of a latent frame, after the first.
     """
 
     make: Callable[[Asked], Film]
@@ -59,6 +69,8 @@ class Program:
     title: str = "diffcache"
     viewers: int = 8
     beside: str = ""
+    seen: tuple[int, int] | None = None
+    latent: int = 1
 
     def asked(self, prompt: Any, policy: Any, seed: Any, steps: Any, size: Any) -> Asked:
         """Return the settings of a film from the values of a page.

@@ -79,7 +79,7 @@ class Replica:
             if verb in ("apply", "save", "resume"):
                 getattr(film, verb)(*given)
                 return "done", None
-            return "done", (film.next(), film.readings())
+            return "done", (film.next(*given), film.readings())
         except ValueError as error:  # handed over as text: Ray would add a traceback
             return "refused", str(error)
         except Exception as error:
@@ -132,17 +132,20 @@ class RemoteFilm:
         self._asked = asked
         self._process = self._ask("begin", asked)
 
-    def next(self) -> NDArray[np.uint8]:
+    def next(self, seen: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
         """Return the frames of the next chunk, `[F, H, W, 3]`.
+
+        Args:
+            seen: Pictures that it is made from; None for a film from text.
 
         Raises:
             ValueError: If the replica refuses, or has ended and the film was not saved yet.
         """
         made: NDArray[np.uint8]
-        made, self._readings = self._ask("next")
+        made, self._readings = self._ask("next", *(() if seen is None else (seen,)))
         self._made += 1
         started = time.monotonic()
-        if self._made % SAVED_EVERY == 0 and started >= self._again:
+        if seen is None and self._made % SAVED_EVERY == 0 and started >= self._again:
             self._ask("save", self._folder)
             self._saved, self._since = self._made, []
             self._again = time.monotonic() + SHARE * (time.monotonic() - started)
@@ -183,7 +186,7 @@ class RemoteFilm:
 
     def _ask(self, verb: str, *given: Any) -> Any:
         answer, value = self._call(verb, *given)
-        if answer == "lost" and self._saved is not None:
+        if answer == "lost" and (self._saved is not None or getattr(self._asked, "anew", False)):
             self._restore()
             answer, value = self._call(verb, *given)
         if answer == "refused":
@@ -215,12 +218,17 @@ class RemoteFilm:
     def _restore(self) -> None:
         """Go on from the latest save, in the first replica that takes the film.
 
+        A film that is made from pictures is never saved, and begins anew with those that come in.
+
         Raises:
             ValueError: If none does within a minute.
         """
         lost, latest, self._process = self.place, time.monotonic() + WAIT, None
-        orders: list[tuple[str, Any]] = [("resume", self._folder)]
-        orders += [("apply", order) for order in self._since]
+        orders: list[tuple[str, Any]] = [("apply", order) for order in self._since]
+        goes_on = "begins anew"
+        if self._saved is not None:
+            orders.insert(0, ("resume", self._folder))
+            goes_on = f"goes on from chunk {self._saved}, as saved"
         while time.monotonic() < latest:
             for step in range(1, len(self._handles) + 1):  # its own, which starts anew, at last
                 self._ends.detach()
@@ -230,8 +238,7 @@ class RemoteFilm:
                 if answer == "done" and all(self._call(*order)[0] == "done" for order in orders):
                     self._process = process
                     self._news = (
-                        f"the replica of this film ended at chunk {self._made}; it goes on from "
-                        f"chunk {self._saved}, as saved"
+                        f"the replica of this film ended at chunk {self._made}; it {goes_on}"
                     )
                     self._made = self._saved or 0
                     return

@@ -266,7 +266,7 @@ def run(program: Program, hosts: Sequence[str], port: int, tell: Callable[[str],
         _, url, _ = page.launch(
             server_name=hosts[0], server_port=port, prevent_thread_lock=True, quiet=True,
             share=False, ssr_mode=False, footer_links=[], enable_monitoring=False, css=STYLE,
-            app_kwargs=guarded_by(listeners, hosts[0], hosts[1:]),
+            app_kwargs=guarded_by(listeners, hosts[0], hosts[1:], most_bytes(program)),
             max_threads=max(40, 8 + 2 * program.viewers),
         )  # fmt: skip
         tell(f"{program.title} at {url} - Ctrl-C ends it")
@@ -279,6 +279,14 @@ def run(program: Program, hosts: Sequence[str], port: int, tell: Callable[[str],
             logging.getLogger("uvicorn.error").disabled = True  # which it tells of
             page.server.force_exit = True
         page.close(verbose=False)
+
+
+def most_bytes(program: Program) -> int:
+    """Return the bytes that a request of the page may have: a prompt, or three pictures."""
+    pixels = max((height * width for height, width in program.sizes.values()), default=0)
+    from diffcache.pipelines.demo.door import MOST_BYTES
+
+    return MOST_BYTES + (3 * pixels if program.seen else 0)
 
 
 def gpus_of(device: torch.device, count: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,9 @@ from numpy.typing import NDArray
 from diffcache.kv.codec.base import tensors
 from diffcache.pipelines.causal_video import CausalVideo, Session
 from diffcache.pipelines.demo.program import Asked, Program, checked_prompt
+from diffcache.pipelines.demo.stream import Film
 from diffcache.pipelines.video_stream import VideoStream
+from diffcache.pipelines.video_to_video import VideoToVideo
 from diffcache.registry import rows_of
 from diffcache.video import Cut, FewSteps, Flush, Keep, Recache, Switch
 
@@ -38,11 +41,35 @@ def program_of(video: CausalVideo, name: str, viewers: int, most_bytes: int) -> 
     way = video.way
     names = [way.policy, *(other for other in policies() if other != way.policy)]
     sizes = {f"{size[0]} x {size[1]}": size for size in (way.size, way.size[::-1])}
+    each = 2 ** sum(video.pipe.vae.config.temperal_downsample)
+    later = video.chunk * each
+
+    def make(asked: Asked) -> Film:
+        return (LiveFilm if asked.anew else SessionFilm)(video, asked, most_bytes)
+
     return Program(
-        lambda asked: SessionFilm(video, asked, most_bytes), names, list(SWITCHES), way.prompts,
+        make, names, list(SWITCHES), way.prompts,
         sizes, len(way.sampler.timesteps), way.fps, f"{name} - diffcache", viewers,
-        "infinity-rope" if way.policy == "window" else "window",
+        "infinity-rope" if way.policy == "window" else "window", (later - each + 1, later), each,
     )  # fmt: skip
+
+
+class Colors:
+    """Distance of a film's colors from those of its prompt's first chunk."""
+
+    def __init__(self) -> None:
+        self.drift = 0.0
+        self._first: NDArray[np.float64] | None = None
+
+    def forget(self) -> None:
+        """Measure from the next chunk on."""
+        self._first = None
+
+    def add(self, frames: NDArray[np.uint8]) -> None:
+        """Measure a chunk, `[F, H, W, 3]`."""
+        colors = np.concatenate([frames.mean((0, 1, 2)), frames.std((0, 1, 2))])
+        self._first = colors if self._first is None else self._first
+        self.drift = float(np.sqrt(np.square(colors - self._first).mean()))
 
 
 class SessionFilm:
@@ -60,22 +87,19 @@ class SessionFilm:
     def __init__(self, video: CausalVideo, asked: Asked, most_bytes: int) -> None:
         self.stream = VideoStream(
             video, asked.prompt, policy=asked.policy, size=asked.size, seed=asked.seed,
-            most_bytes=most_bytes,
+            start=asked.start, most_bytes=most_bytes,
         )  # fmt: skip
         self.stream.session.sampler = sampler_of(video.sampler, asked.steps)
-        self._colors: NDArray[np.float64] | None = None  # of the prompt's first chunk
-        self._drift = 0.0
+        self._colors = Colors()
 
-    def next(self) -> NDArray[np.uint8]:
+    def next(self, seen: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
         """Return the frames of the next chunk, `[F, H, W, 3]`.
 
         Raises:
             ValueError: If the cache has grown to its bound.
         """
         frames = next(self.stream)
-        colors = np.concatenate([frames.mean((0, 1, 2)), frames.std((0, 1, 2))])
-        self._colors = colors if self._colors is None else self._colors
-        self._drift = float(np.sqrt(np.square(colors - self._colors).mean()))
+        self._colors.add(frames)
         return frames
 
     def apply(self, order: Mapping[str, Any]) -> None:
@@ -94,7 +118,7 @@ class SessionFilm:
             if isinstance(mode, Recache) and most is not None:
                 mode = replace(mode, frames=min(mode.frames, most))
             stream.switch(checked_prompt(prompt), mode)
-            self._colors = None
+            self._colors.forget()
 
     def save(self, folder: str) -> None:
         """Write the film into a folder, for `resume`."""
@@ -111,7 +135,70 @@ class SessionFilm:
     def readings(self) -> dict[str, float]:
         """Return bytes by role, and how far colors are from those of the prompt's first chunk."""
         session, held = self.stream.session, self.stream.decoder.nbytes
-        return bytes_by_role(session) | {"decoder_bytes": float(held), "drift": self._drift}
+        return bytes_by_role(session) | {"decoder_bytes": float(held), "drift": self._colors.drift}
+
+
+class LiveFilm:
+    """A film that is made from pictures that come in.
+
+    Every chunk comes out in the call that it goes in, so that it is as little behind as can be.
+
+    Args:
+        video: Model with its text encoder and autoencoder.
+        asked: Settings; of the steps, those below the noise that pictures are given are made.
+        most_bytes: Bytes of keys and values that it may hold.
+
+    Raises:
+        ValueError: If the model cannot make such a film.
+    """
+
+    def __init__(self, video: CausalVideo, asked: Asked, most_bytes: int) -> None:
+        self._make = partial(
+            VideoToVideo, video, size=asked.size, seed=asked.seed, rows=1, most_bytes=most_bytes,
+            sampler=sampler_of(video.sampler, asked.steps),
+        )  # fmt: skip
+        self.live = self._make(asked.prompt, policy=asked.policy)
+        self._colors = Colors()
+
+    def next(self, seen: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
+        """Return the frames that are made from pictures, uint8 `[F, H, W, 3]` both.
+
+        Raises:
+            ValueError: If they are not those of a chunk, or the cache has grown to its bound.
+        """
+        if seen is None:
+            raise ValueError("seen=None: this film is made from pictures")
+        frames = self.live.next(seen[-self.live.wanted :])  # a film that began anew takes fewer
+        self._colors.add(frames)
+        return frames
+
+    def apply(self, order: Mapping[str, Any]) -> None:
+        """Change the policy, which begins with an empty cache, or the prompt.
+
+        Raises:
+            ValueError: If one of them cannot be; nothing is changed then.
+        """
+        live, prompt = self.live, order.get("prompt")
+        mode = SWITCHES[order.get("switch", "keep")]
+        if order.get("policy", live.policy) != live.policy:
+            live = self._make(live.prompt, policy=order["policy"])
+            live.go_on_from(self.live)
+        if prompt is not None:
+            live.switch(checked_prompt(prompt), mode)
+            self._colors.forget()
+        self.live = live
+
+    def news(self) -> str:
+        """Return nothing: all that becomes of this film, the viewer has ordered."""
+        return ""
+
+    def readings(self) -> dict[str, float]:
+        """Return bytes, and how far colors are from those of the prompt's first chunk."""
+        held = self.live.encoder.nbytes + self.live.decoder.nbytes
+        return {
+            "bytes": float(self.live.nbytes), "decoder_bytes": float(held),
+            "drift": self._colors.drift,
+        }  # fmt: skip
 
 
 def sampler_of(sampler: FewSteps, steps: int) -> FewSteps:

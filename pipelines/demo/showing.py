@@ -17,6 +17,7 @@ from typing import Any
 
 from diffcache.pipelines.demo.program import Asked, Program, one_of
 from diffcache.pipelines.demo.recording import Recording, jpeg
+from diffcache.pipelines.demo.source import ANEW, Reader, Source
 from diffcache.pipelines.demo.stream import Chunk, Stream
 from diffcache.run_report import human
 
@@ -79,6 +80,7 @@ class Viewers:
     def __init__(self, most: int, listeners: Container[str] | None = None) -> None:
         self.most, self._listeners = most, listeners
         self._showings: dict[str, Showing] = {}
+        self._sources: dict[str, Source] = {}  # in the order in which they were made
         self._lock = threading.Lock()
 
     def begin(self, who: str, showing: Showing) -> None:
@@ -87,7 +89,7 @@ class Viewers:
         Raises:
             ValueError: If there are too many.
         """
-        self.leave(who)
+        self._end(who)
         with self._lock:
             if len(self) >= self.most:
                 raise ValueError(f"{self.most} viewers are served already; try again in a minute")
@@ -107,6 +109,28 @@ class Viewers:
         """Return whether a viewer's page takes its events."""
         return self._listeners is None or who in self._listeners
 
+    def see(self, who: str, value: Any, most: int) -> None:
+        """Take pictures of a viewer's camera or file.
+
+        Args:
+            who: Session of the viewer.
+            value: Pictures, as for `Source.put`.
+            most: Pictures that are kept.
+
+        Raises:
+            ValueError: If they are none.
+        """
+        with self._lock:
+            source = self._sources.setdefault(who, Source(most))
+            while len(self._sources) > _REMEMBERED * self.most:  # anybody may send some
+                del self._sources[next(iter(self._sources))]
+        source.put(value)
+
+    def source(self, who: str) -> Source | None:
+        """Return a viewer's camera or file, if pictures come in from one."""
+        source = self._sources.get(who)
+        return source if source is not None and source.is_on else None
+
     def stop(self, who: str | None) -> None:
         """End a viewer's films; the frames so far can still be saved."""
         showing = self.find(who)
@@ -115,8 +139,13 @@ class Viewers:
 
     def leave(self, who: str | None) -> None:
         """End a viewer's films and forget them."""
+        self._end(who or "")
         with self._lock:
-            showing = self._showings.pop(who or "", None)
+            self._sources.pop(who or "", None)
+
+    def _end(self, who: str) -> None:
+        with self._lock:
+            showing = self._showings.pop(who, None)
         if showing is not None:
             showing.close()
 
@@ -150,6 +179,7 @@ def show(
         if other == ALONE
         else [asked.policy, one_of("policy", other, program.policies)]
     )
+    asked, source = _with_pictures(program, asked, viewers.source(who))
     makers = [partial(program.make, replace(asked, policy=name)) for name in names]
     streams = [Stream(make) for make in makers]
     showing = Showing(names, streams, Recording(len(names), program.fps))
@@ -161,10 +191,32 @@ def show(
                 raise ValueError("nobody listens to this film")
             time.sleep(0.05)
         for stream in streams:
+            if source is not None and program.seen is not None:
+                stream.reader = Reader(source, asked.size, *program.seen)
             stream.start()
         yield from _values(program, showing, asked, lambda: viewers.listens(who))
     finally:
         showing.close()
+
+
+def _with_pictures(
+    program: Program, asked: Asked, source: Source | None
+) -> tuple[Asked, Source | None]:
+    """Return the settings of a film with the pictures it begins with, and those that come in.
+
+    Args:
+        program: Films that can be shown.
+        asked: Settings of the film.
+        source: The viewer's camera or file; None for none.
+
+    Raises:
+        ValueError: If a picture cannot be read.
+    """
+    if source is None or program.seen is None:
+        return asked, None
+    if source.use == ANEW:
+        return replace(asked, anew=True), source
+    return replace(asked, start=source.latest(asked.size, program.latent)), None
 
 
 def _values(
@@ -207,6 +259,7 @@ def _values(
         value: dict[str, Any] = {
             **player, "films": [list(kept) for kept in sent], "marks": marks, "frames": frames,
             "table": table(chunks, [s.waiting for s in showing.streams], first),
+            "dropped": int(max(chunk.readings.get("dropped", 0) for chunk in chunks)),
         }  # fmt: skip
         if shown - plotted >= 1:  # a page draws plots slowly
             plotted = shown
@@ -260,6 +313,11 @@ def table(chunks: Sequence[Chunk], waiting: Sequence[int], first: float) -> list
         ["first frame after", *(_milliseconds(first) for _ in chunks)],
         *([_BYTES[key], *(human(c.readings[key], "B") for c in chunks)] for key in known),
     ]
+    if all("behind" in chunk.readings for chunk in chunks):
+        rows += [
+            ["made after pictures came", *(_milliseconds(c.readings["behind"]) for c in chunks)],
+            ["pictures left out", *(f"{c.readings['dropped']:.0f}" for c in chunks)],
+        ]
     if all("drift" in chunk.readings for chunk in chunks):
         rows.append(["color drift (of 255)", *(f"{c.readings['drift']:.1f}" for c in chunks)])
     rows.append(["chunk", *(str(chunk.number) for chunk in chunks)])

@@ -19,6 +19,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from diffcache.pipelines.demo.source import Reader
+
 AHEAD = 2  # chunks that may wait to be shown
 PATIENCE = 60.0  # seconds that a chunk waits to be taken until the film ends
 _TICK = 0.1  # seconds between two looks at whether to stop
@@ -28,8 +30,12 @@ _LAST = 20  # chunks that the latency is told of
 class Film(Protocol):
     """Maker of frames; every method is called by one thread."""
 
-    def next(self) -> NDArray[np.uint8]:
-        """Return the frames of the next chunk, `[F, H, W, 3]`."""
+    def next(self, seen: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
+        """Return the frames of the next chunk, `[F, H, W, 3]`.
+
+        Args:
+            seen: Pictures that it is made from, uint8 `[F, H, W, 3]`; None for a film from text.
+        """
 
     def apply(self, order: Mapping[str, Any]) -> None:
         """Carry out the viewer's orders before the next chunk.
@@ -95,6 +101,7 @@ class Stream:
     Args:
         make: Returns the film; it is called in the thread, so that loading does not block a page.
         limit: Chunks after which it ends; None for none.
+        reader: Pictures that the film is made from; None for a film from text. It ends with them.
 
     Attributes:
         orders: Changes that are asked of the film.
@@ -102,6 +109,7 @@ class Stream:
 
     make: Callable[[], Film]
     limit: int | None = None
+    reader: Reader | None = None
     orders: Mailbox = field(default_factory=Mailbox)
 
     def __post_init__(self) -> None:
@@ -181,15 +189,18 @@ class Stream:
             while self.limit is None or number < self.limit:
                 while not self._running.wait(_TICK) and not self._stop.is_set():
                     pass
-                if self._stop.is_set() or not self._hand_on(self._film(film, number)):
+                seen = self.reader.take(self._stop.is_set) if self.reader else None
+                if self.reader is not None and seen is None:
+                    break
+                if self._stop.is_set() or not self._hand_on(self._film(film, number, seen)):
                     return
                 number += 1
             self._hand_on(None)
         except BaseException as error:  # handed to whoever takes the chunks
             self._hand_on(error)
 
-    def _film(self, film: Film, number: int) -> Chunk:
-        """Make one chunk, with the orders that wait."""
+    def _film(self, film: Film, number: int, seen: NDArray[np.uint8] | None) -> Chunk:
+        """Make one chunk, with the orders that wait, from pictures where it is made from some."""
         applied, refused = self.orders.take(), ""
         if applied:
             try:
@@ -197,11 +208,14 @@ class Stream:
             except ValueError as error:
                 applied, refused = {}, str(error)
         started = time.perf_counter()
-        frames = film.next()
+        frames = film.next() if seen is None else film.next(seen)
         self._seconds.append(time.perf_counter() - started)
         known = list(self._seconds)
         cuts = quantiles(known, n=20, method="inclusive") if len(known) > 1 else known * 19
         readings = film.readings() | {"seconds": known[-1], "p50": cuts[9], "p95": cuts[18]}
+        if self.reader is not None:
+            readings["dropped"] = float(self.reader.dropped)
+            readings["behind"] = time.monotonic() - self.reader.arrived
         return Chunk(number, frames, applied, refused, film.news(), readings)
 
     def _hand_on(self, made: Chunk | BaseException | None) -> bool:

@@ -61,7 +61,12 @@ def browser_page(problems: list[str]) -> Iterator[Any]:
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"]
+            executable_path=CHROMIUM,
+            args=[
+                "--no-sandbox",
+                "--disable-gpu",
+                *(f"--use-fake-{x}-for-media-stream" for x in ("ui", "device")),
+            ],
         )
         try:
             page = browser.new_page(viewport={"width": 1280, "height": 960})
@@ -85,6 +90,43 @@ def replicas_of(process: subprocess.Popen[str]) -> list[int]:
     return [child.pid for child in children if "ServeReplica" in " ".join(child.cmdline())]
 
 
+def films_from_pictures(page: Any, folder: Path) -> None:
+    """Make a film from a camera, then begin one with a picture, and leave both out."""
+    said = page.locator("#pictures .said")
+    page.click("#pictures .camera")
+    said.get_by_text("the camera is on: press Start").wait_for()
+    page.check("#pictures input[value=anew]")
+    page.click("#start")
+    page.locator("#numbers td", has_text="pictures left out").wait_for(state="attached")
+    before = page.evaluate(CANVAS)
+    page.wait_for_function(f"{SHOWN} >= 6")
+    assert page.evaluate(CANVAS) != before
+    if os.environ.get("DIFFCACHE_SCREENS"):
+        draw_screen(page, Path(os.environ["DIFFCACHE_SCREENS"]) / "serve-camera.png")
+    page.click("#pictures .off")  # the film ends with its pictures
+    page.locator("#player .status", has_text="stopped").wait_for()
+    picture = folder / "red.png"
+    Image.new("RGB", (300, 200), "red").save(picture)
+    page.set_input_files("#pictures input[type=file]", picture)
+    said.get_by_text("red.png: press Start").wait_for()
+    page.check("#pictures input[value=begin]")
+    page.wait_for_timeout(1000)  # three pictures come in
+    page.click("#start")
+    # the picture, through the autoencoder
+    is_red = f"() => {{ const [r, g, b] = ({CANVAS})(); return r > 150 && g < 90 && b < 90; }}"
+    page.wait_for_function(is_red)
+    page.wait_for_function(f"{SHOWN} >= 6")
+    page.click("#pictures .off")
+    page.click("#stop")
+    page.locator("#player .status", has_text="stopped").wait_for()
+
+
+def draw_screen(page: Any, file: Path) -> None:
+    """Draw the page as it is, with 256 colors."""
+    with Image.open(io.BytesIO(page.screenshot())) as screen:
+        screen.convert("RGB").quantize(256, Image.Quantize.MEDIANCUT).save(file)
+
+
 def draw_screens(page: Any, folder: Path) -> None:
     """Draw the page at two widths, light and dark, while a film runs."""
     page.click("#numbers summary")  # folded, as it is at first
@@ -98,9 +140,7 @@ def draw_screens(page: Any, folder: Path) -> None:
             page.evaluate(f"document.body.classList.toggle('dark', {dark})")
             page.evaluate("window.scrollTo(0, 0)")
             page.wait_for_timeout(500)
-            with Image.open(io.BytesIO(page.screenshot())) as screen:
-                colors = screen.convert("RGB").quantize(256, Image.Quantize.MEDIANCUT)
-                colors.save(folder / f"serve-{width}-{scheme}.png")
+            draw_screen(page, folder / f"serve-{width}-{scheme}.png")
 
 
 @pytest.mark.slow
@@ -162,6 +202,7 @@ def test_a_page_streams_takes_orders_stops_and_leaves_nothing(
             assert page.evaluate(SHOWN) == last
             page.click("#apply")
             note.get_by_text("nothing is running").wait_for()
+            films_from_pictures(page, tmp_path)
             page.click("#start")
             page.wait_for_function(f"{SHOWN} >= 3 && {SHOWN} < {last}")
         process.send_signal(signal.SIGINT)  # while a film runs whose page was closed

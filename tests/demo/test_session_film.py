@@ -64,7 +64,8 @@ def served() -> Iterator[CausalVideo]:
         CausalVideo(wan(layers=1), sampler=sampler) as video,
     ):
         patch.setattr(video_stream, "WanDecoder", Pixels)
-        video.pipe = SimpleNamespace(encode_prompt=words, vae=None, vae_scale_factor_spatial=1)
+        vae = SimpleNamespace(config=SimpleNamespace(temperal_downsample=[]))
+        video.pipe = SimpleNamespace(encode_prompt=words, vae=vae, vae_scale_factor_spatial=1)
         video.way = Streaming(SIZE, 4, 3, 12, ("a red ring",), sampler)
         yield video
 
