@@ -597,8 +597,8 @@ def update(target: T, **settings: Any) -> T:
     """
     handle = handle_of(target)
     if not settings:
-        raise ValueError(f"settings: none is given; {type(handle.method).__name__} has "
-                         f"{settings_of(type(handle.method))}")  # fmt: skip
+        cls = type(handle.method)
+        raise ValueError(f"settings: none is given; {cls.__name__} has {settings_of(cls)}")
     handle.use(_changed(handle, handle.method, settings))
     return target
 

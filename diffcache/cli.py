@@ -240,13 +240,10 @@ def run(
     from diffcache.pipelines.demo import text
 
     source = text.find(model)
-    for_text = {
-        "length": length, "block": block, "threshold": threshold, "guide": guide,
-        "sampler": sampler,
-    }  # fmt: skip
-    for_pictures = {
-        "height": height, "width": width, "out": out, "image": images or None, "preset": preset,
-    }  # fmt: skip
+    for_text: dict[str, Any] = {"length": length, "block": block, "threshold": threshold}
+    for_text |= {"guide": guide, "sampler": sampler}
+    for_pictures: dict[str, Any] = {"height": height, "width": width, "out": out}
+    for_pictures |= {"image": images or None, "preset": preset}
     refuse(
         for_pictures if source else for_text | {"trust-remote-code": trust_remote_code or None},
         f"is not for {'a language model' if source else 'a pipeline of pictures'}; leave it out",
@@ -265,7 +262,7 @@ def run(
         changes = loading.changes
         changes["lora"] = changes.pop("loras", None)
         refuse(changes, "is for pipelines of pictures; leave it out")
-        asked = text.Order(prompt, steps=steps, seed=seed, **for_text)  # type: ignore[arg-type]
+        asked = text.Order(prompt, steps=steps, seed=seed, **for_text)
         lm, settings = text.load(source, dtype, place, guide, trust_remote_code=trust_remote_code)
         said = text.run(lm, chosen, asked, settings, compare=compare, tell=_stream)
         typer.echo("\n")

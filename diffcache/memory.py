@@ -124,8 +124,8 @@ def without_weights(model: nn.Module) -> nn.Module:
     with torch.device("meta"):
         empty: nn.Module = cls.from_config(model.config).eval()
     # Streams have the dtypes of the weights, some of which a model keeps in float32.
-    weights = {name: torch.empty_like(value, device="meta") for name, value in
-               model.state_dict().items()}  # fmt: skip
+    state = model.state_dict()
+    weights = {name: torch.empty_like(value, device="meta") for name, value in state.items()}
     empty.load_state_dict(weights, strict=False, assign=True)
     return empty
 
@@ -264,10 +264,10 @@ def _default(call: Mapping[str, inspect.Parameter], name: str) -> int | None:
 
 def compression_of(target: Any) -> tuple[int, int] | None:
     """Return pixels of a latent row and frames of a latent frame of a pipeline's autoencoder."""
-    spatial = [getattr(target, f"vae_{name}", None) for name in
-               ("spatial_compression_ratio", "scale_factor_spatial", "scale_factor")]  # fmt: skip
-    temporal = [getattr(target, f"vae_{name}", None) for name in
-                ("temporal_compression_ratio", "scale_factor_temporal")]  # fmt: skip
+    in_space = ("vae_spatial_compression_ratio", "vae_scale_factor_spatial", "vae_scale_factor")
+    in_time = ("vae_temporal_compression_ratio", "vae_scale_factor_temporal")
+    spatial = [getattr(target, name, None) for name in in_space]
+    temporal = [getattr(target, name, None) for name in in_time]
     rows = next((value for value in spatial if value), None)
     config = getattr(getattr(target, "vae", None), "config", {})
     if rows is None and "block_out_channels" in config:  # as pipelines compute it, DiT's in place

@@ -88,11 +88,10 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data that JSON can hold; `schema` tells the layout."""
-        names = (
-            "computed", "skipped", "steps_computed", "steps_skipped", "flops_computed",
-            "flops_saved", "seconds", "seconds_computed", "seconds_skipped", "held_bytes",
-            "peak_bytes", "finished", "remarks",
-        )  # fmt: skip
+        pairs = ("steps_computed", "steps_skipped", "flops_computed", "flops_saved")
+        seconds = ("seconds", "seconds_computed", "seconds_skipped")
+        rest = ("held_bytes", "peak_bytes", "finished", "remarks")
+        names = ("computed", "skipped", *pairs, *seconds, *rest)
         return {
             "schema": SCHEMA,
             "method": repr(self.method),

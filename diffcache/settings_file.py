@@ -96,8 +96,10 @@ def save_settings(
     else:
         said = {"method": _native(to_plain(method, tensors))}
     if tensors:
-        raise ValueError(f"{method!r}: has tables in one of its parts, which YAML cannot hold; "
-                         "wrap with the method by its name, tables='file.safetensors'")  # fmt: skip
+        way_out = "wrap with the method by its name, tables='file.safetensors'"
+        raise ValueError(
+            f"{method!r}: has tables in one of its parts, which YAML cannot hold; {way_out}"
+        )
     data = said | data | ({} if components is None else {"components": list(components)})
     data |= {} if text_bytes is None else {"text_bytes": text_bytes}
     title = f'# diffcache {__version__}: diffcache.wrap(pipe, "{path.name}")\n'
@@ -113,9 +115,9 @@ def _native(data: Any) -> Any:
     if isinstance(data, list):
         return [_native(item) for item in data]
     if isinstance(data, dict):
-        return float(data["float"]) if set(data) == {"float"} else {
-            key: _native(value) for key, value in data.items()
-        }  # fmt: skip
+        if set(data) == {"float"}:
+            return float(data["float"])
+        return {key: _native(value) for key, value in data.items()}
     return data
 
 

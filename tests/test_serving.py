@@ -141,10 +141,8 @@ def test_on_ray(place: Path, server: ModuleType) -> None:
     ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'ray[serve]'")
     serve = pytest.importorskip("ray.serve", reason="ray[serve] is not installed")
     path = os.pathsep.join([str(place), str(ROOT), *filter(None, sys.path)])
-    ray.init(
-        num_cpus=2, include_dashboard=False,
-        runtime_env={"env_vars": {"PYTHONPATH": path, "MODEL": str(place / "model")}},
-    )  # fmt: skip
+    runtime_env = {"env_vars": {"PYTHONPATH": path, "MODEL": str(place / "model")}}
+    ray.init(num_cpus=2, include_dashboard=False, runtime_env=runtime_env)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": 8412})
         serve.run(importlib.import_module("on_ray").application)

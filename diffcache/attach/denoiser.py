@@ -45,8 +45,8 @@ from diffcache.step import CURRENT
 
 TOKEN = "token"  # of the context variable, in a call's storage
 # Modules of diffusers whose hooks are other caches.
-_PEERS = ("first_block_cache", "mag_cache", "taylorseer_cache", "pyramid_attention_broadcast",
-          "faster_cache", "sea_cache", "text_kv_cache")  # fmt: skip
+_PEERS = ["first_block_cache", "mag_cache", "taylorseer_cache", "pyramid_attention_broadcast"]
+_PEERS += ["faster_cache", "sea_cache", "text_kv_cache"]
 
 
 class Denoiser:

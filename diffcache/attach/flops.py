@@ -28,10 +28,9 @@ _PRODUCTS = {
     torch.ops.aten.baddbmm: 1, torch.ops.aten.linear: 0,
 }  # fmt: skip
 # Products of matrices in libraries of quantized weights; the first argument's last axis is summed.
-_QUANTIZED_PRODUCTS = {
-    "quanto::qbytes_mm", "bitsandbytes::gemv_4bit", "bitsandbytes::int8_linear_matmul",
-    "bitsandbytes::int8_scaled_mm", "bitsandbytes::int8_mixed_scaled_mm",
-}  # fmt: skip
+_INT8_PRODUCTS = ("linear_matmul", "scaled_mm", "mixed_scaled_mm")
+_QUANTIZED_PRODUCTS = {"quanto::qbytes_mm", "bitsandbytes::gemv_4bit"}
+_QUANTIZED_PRODUCTS |= {f"bitsandbytes::int8_{name}" for name in _INT8_PRODUCTS}
 _UNCOUNTED: set[Any] = set()  # operations that are not made of others and have no count
 
 

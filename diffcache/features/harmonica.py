@@ -192,8 +192,8 @@ class HarmoniCa(Calibrated):
                 f"{str(path)!r}: {steps} routers, but its arguments say {planned} sampling steps"
             )
         names = [site.format(block) for block in range(width // len(sites)) for site in sites]
-        header = {"method": cls.name, "steps": steps, "sites": names, "model": model,
-                  "official": True}  # fmt: skip
+        header = {"method": cls.name, "steps": steps, "sites": names, "model": model}
+        header["official"] = True
         return cls(threshold, Tables(header, {"logits": probs.flip(0)}))
 
 

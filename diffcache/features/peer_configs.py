@@ -103,11 +103,9 @@ def _fields(config: Any, known: Iterable[str]) -> dict[str, Any]:
     for field in dataclasses.fields(config):
         value = found[field.name]
         if field.name not in known and value != field.default:
-            raise _refuse(
-                type(config).__name__, field.name, value,
-                f"diffcache does not know this field; leave it at {field.default!r}, or give a "
-                "method of diffcache",
-            )  # fmt: skip
+            way_out = f"leave it at {field.default!r}, or give a method of diffcache"
+            reason = f"diffcache does not know this field; {way_out}"
+            raise _refuse(type(config).__name__, field.name, value, reason)
     return found
 
 
@@ -123,17 +121,16 @@ def _mag_cache(config: Any) -> Method:
     Departure: a run of another length takes the ratios of the nearest steps, where diffusers begins
     anew in its midst or leaves some out.
     """
-    known = ("threshold", "max_skip_steps", "retention_ratio", "num_inference_steps",
-             "mag_ratios", "calibrate")  # fmt: skip
-    fields = _fields(config, known)
+    known = ("threshold", "max_skip_steps", "retention_ratio", "num_inference_steps")
+    fields = _fields(config, (*known, "mag_ratios", "calibrate"))
     if fields["calibrate"]:
-        raise _refuse("MagCacheConfig", "calibrate", True, "measure them by "
-                      "diffcache.calibrate(pipe, 'magcache', prompts=[...]) instead")  # fmt: skip
+        way_out = "measure them by diffcache.calibrate(pipe, 'magcache', prompts=[...]) instead"
+        raise _refuse("MagCacheConfig", "calibrate", True, way_out)
     ratios = [float(ratio) for ratio in fields["mag_ratios"]]
     steps = fields["num_inference_steps"]
     if len(ratios) != steps:  # the configuration was changed after it was made
-        raise _refuse("MagCacheConfig", "num_inference_steps", steps, f"has {len(ratios)} "
-                      "mag_ratios; make the configuration anew")  # fmt: skip
+        reason = f"has {len(ratios)} mag_ratios; make the configuration anew"
+        raise _refuse("MagCacheConfig", "num_inference_steps", steps, reason)
     return MagCache(
         threshold=float(fields["threshold"]),
         longest=fields["max_skip_steps"],
@@ -149,22 +146,23 @@ def _taylorseer(config: Any) -> Method:
     of models that call it otherwise, such as Wan; here all attention is found.
     """
     name = "TaylorSeerCacheConfig"
-    known = ("cache_interval", "disable_cache_before_step", "disable_cache_after_step",
-             "max_order", "taylor_factors_dtype", "skip_predict_identifiers",
-             "cache_identifiers", "use_lite_mode")  # fmt: skip
-    fields = _fields(config, known)
-    for field in ("skip_predict_identifiers", "cache_identifiers"):
+    where = ("skip_predict_identifiers", "cache_identifiers")
+    steps = ("cache_interval", "disable_cache_before_step", "disable_cache_after_step")
+    forecast = ("max_order", "taylor_factors_dtype", "use_lite_mode")
+    fields = _fields(config, (*steps, *forecast, *where))
+    for field in where:
         if fields[field] is not None:
-            raise _refuse(name, field, fields[field], "modules are chosen by a site here, such as "
-                          "TaylorSeer(site='attention'), 'module', 'block' or 'stack'")  # fmt: skip
+            sites = "TaylorSeer(site='attention'), 'module', 'block' or 'stack'"
+            reason = f"modules are chosen by a site here, such as {sites}"
+            raise _refuse(name, field, fields[field], reason)
     before = fields["disable_cache_before_step"]
     if before < 1:
-        raise _refuse(name, "disable_cache_before_step", before, "the first step has nothing to "
-                      "stand in for it; use 1 or more")  # fmt: skip
+        reason = "the first step has nothing to stand in for it; use 1 or more"
+        raise _refuse(name, "disable_cache_before_step", before, reason)
     dtype = fields["taylor_factors_dtype"]
     if str(dtype) not in _DTYPES:
-        raise _refuse(name, "taylor_factors_dtype", dtype, "factors are held as the model makes "
-                      "them (torch.float32), or in torch.bfloat16; use one of these")  # fmt: skip
+        held = "factors are held as the model makes them (torch.float32), or in torch.bfloat16"
+        raise _refuse(name, "taylor_factors_dtype", dtype, f"{held}; use one of these")
     when = DiffusersInterval(fields["cache_interval"], before, fields["disable_cache_after_step"])
     site = Site.MODEL if fields["use_lite_mode"] else Site.ATTENTION
     method = Combine(when, Taylor(fields["max_order"]), site)
@@ -204,8 +202,9 @@ def _dbcache(config: Any) -> Method:
             raise _refuse(name, field, fields[field], reason)
     apart = bool(fields["cfg_diff_compute_separate"])
     if fields["cfg_compute_first"] and not apart:
-        raise _refuse(name, "cfg_compute_first", True, "the first call of a step decides for the "
-                      "others here; use cfg_diff_compute_separate=True")  # fmt: skip
+        reason = "the first call of a step decides for the others here"
+        way_out = "use cfg_diff_compute_separate=True"
+        raise _refuse(name, "cfg_compute_first", True, f"{reason}; {way_out}")
     limits = {}
     for field in ("max_cached_steps", "max_continuous_cached_steps"):
         if fields[field] == 0:
@@ -241,9 +240,9 @@ _REFUSED = {
     "leave it to diffusers",
     "DBPruneConfig": "use diffcache.DBPrune(threshold=..., lead=..., tail=..., warmup=...)",
     "BasicCacheConfig": "is the base of cache-dit's configurations; give a DBCacheConfig",
-    **dict.fromkeys(
-        ("CalibratorConfig", "TaylorSeerCalibratorConfig", "FoCaCalibratorConfig",
-         "DMDCalibratorConfig"),
-        "forecasts the skipped residuals of a cache; use diffcache.DBCache(..., order=1)",
-    ),
-}  # fmt: skip
+    **{
+        f"{name}CalibratorConfig": "forecasts the skipped residuals of a cache; use "
+        "diffcache.DBCache(..., order=1)"
+        for name in ("", "TaylorSeer", "FoCa", "DMD")
+    },
+}

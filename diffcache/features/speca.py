@@ -182,8 +182,6 @@ class SpeCa(FeatureMethod):
         """Return the verified schedule, and the forecast of all blocks but the last."""
         check_int("warmup", self.warmup, 1)  # as the forecast starts by it
         forecast = Taylor(self.order, self.warmup - 1)
-        when = Verified(
-            self.threshold, self.decay, self.floor, self.shortest, self.longest, self.warmup,
-            forecast,
-        )  # fmt: skip
+        spans = self.shortest, self.longest, self.warmup
+        when = Verified(self.threshold, self.decay, self.floor, *spans, forecast)
         return Combine(when, forecast, tail=1)

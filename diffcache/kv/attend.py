@@ -196,8 +196,8 @@ def _part(query: Query, view: View) -> tuple[Tensor, Tensor]:
     weights = (found - lse.where(lse.isfinite(), 0)[..., None]).exp()
     v = view.slots.v.to(found.dtype)
     shared = len(v) == 1 < len(found)
-    out = torch.einsum("bhgns,hsd->bhgnd" if shared else "bhgns,bhsd->bhgnd",
-                       weights, v[0] if shared else v)  # fmt: skip
+    products = "bhgns,hsd->bhgnd" if shared else "bhgns,bhsd->bhgnd"
+    out = torch.einsum(products, weights, v[0] if shared else v)
     return out.flatten(1, 2), lse.flatten(1, 2) * view.traits.lse_scale
 
 
@@ -252,10 +252,9 @@ def _is_kivi(q: Tensor, segment: Coded) -> bool:
     if not kept or k.codec.along != "tokens" or v.codec.along != "channels":
         return False
     same = q.dtype == k.dtype == v.dtype and q.shape[2] == k.size
-    return same and can_attend(
-        q, k.codes, v.codes, k.codec.bits, v.codec.bits, k.grid.each, v.codec.width(v.size),
-        (k.size, v.size),
-    )  # fmt: skip
+    each = k.grid.each, v.codec.width(v.size)
+    sizes = k.size, v.size
+    return same and can_attend(q, k.codes, v.codes, k.codec.bits, v.codec.bits, *each, sizes)
 
 
 def _over_kivi(q: Tensor, scale: float, segment: Coded) -> tuple[Tensor, Tensor]:
@@ -263,11 +262,11 @@ def _over_kivi(q: Tensor, scale: float, segment: Coded) -> tuple[Tensor, Tensor]
     k, v = segment.k, segment.v
     assert isinstance(k, Quantized)
     assert isinstance(v, Quantized)
-    return attn_decode_kivi(
-        q, k.codes, k.grid.values, v.codes, v.grid.values, scale, int(k.codec.bits),
-        int(v.codec.bits), k.grid.each, v.codec.width(v.size), -k.codec.intervals / 2,
-        -v.codec.intervals / 2,
-    )  # fmt: skip
+    codes = k.codes, k.grid.values, v.codes, v.grid.values
+    bits = int(k.codec.bits), int(v.codec.bits)
+    groups = k.grid.each, v.codec.width(v.size)
+    middles = -k.codec.intervals / 2, -v.codec.intervals / 2
+    return attn_decode_kivi(q, *codes, scale, *bits, *groups, *middles)
 
 
 def _uncoded(segment: Coded) -> Slots | None:
@@ -342,10 +341,10 @@ def _fused(query: Query, view: View) -> Tensor:
                 bias = bias.repeat_interleave(groups, 1)
     if batch < len(q):
         k, v = (x.expand(len(q), -1, -1, -1) for x in (k, v))
+    is_causal = bias is None and seen == _CAUSAL
     out = scaled_dot_product_attention(
-        q, k, v, bias, is_causal=bias is None and seen == _CAUSAL, scale=query.scale,
-        enable_gqa=grouped,
-    )  # fmt: skip
+        q, k, v, bias, is_causal=is_causal, scale=query.scale, enable_gqa=grouped
+    )
     return out.reshape(len(q), heads * groups, count, v.shape[3])
 
 

@@ -155,8 +155,8 @@ def observe(
             column[first : first + segment.width] = segment.level
             first += segment.width
         levels = column[order]
-    return Observation(layer.index, layers, slots, stats, tokens, queries, out, order, levels,
-                       layer.rotary)  # fmt: skip
+    seen = stats, tokens, queries, out, order, levels
+    return Observation(layer.index, layers, slots, *seen, layer.rotary)
 
 
 @dataclass

@@ -45,8 +45,8 @@ def per_layer(recipes: Sequence[Recipe]) -> Recipe:
         return recipes[0]
     for recipe in recipes:
         _check_alone(recipe)
-    own = [Recipe() if n < recipe.skip else replace(recipe, skip=0)
-           for n, recipe in enumerate(recipes)]  # fmt: skip
+    own = [replace(recipe, skip=0) for recipe in recipes]
+    own = [Recipe() if n < recipes[n].skip else recipe for n, recipe in enumerate(own)]
     changes: dict[str, Any] = {name: _only(name, own) for name in _ALIKE}
     parts = {
         name: tuple(getattr(recipe, name) for recipe in own)

@@ -166,10 +166,8 @@ class RotaryTable(Rotation):
     @staticmethod
     def of(rotary: RotaryND, table: Tensor) -> RotaryTable:
         """Return a rotary over several axes with the positions of tokens `[B or 1, T, A]`."""
-        return RotaryTable(
-            rotary.inv_freq, rotary.scale, rotary.interleaved, rotary.start, rotary.varies,
-            rotary.axes, table,
-        )  # fmt: skip
+        form = rotary.scale, rotary.interleaved, rotary.start, rotary.varies, rotary.axes
+        return RotaryTable(rotary.inv_freq, *form, table)
 
     @property
     def unit(self) -> int:

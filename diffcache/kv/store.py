@@ -334,8 +334,8 @@ class KVStore:
         self._commit()
         queries = [ring.query for ring in self._rings]
         wrote = [self._wrote, self._since, self._settled]
-        return {"queries": queries, "wrote": wrote, "fresh": self._fresh,
-                "taken over": self.taken_over}  # fmt: skip
+        rest = {"fresh": self._fresh, "taken over": self.taken_over}
+        return {"queries": queries, "wrote": wrote, **rest}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Hold again what `state` returned."""

@@ -82,8 +82,8 @@ class Plan:
 
     def about(self) -> dict[str, Any]:
         """Return the facts that two calibrations must share to be one, as plain data."""
-        return {"prompts": digest(list(self.prompts)), "steps": self.steps, "seed": self.seed,
-                "batch_size": self.batch_size, "call": content(dict(self.call))}  # fmt: skip
+        own = {"prompts": digest(list(self.prompts)), "steps": self.steps, "seed": self.seed}
+        return own | {"batch_size": self.batch_size, "call": content(dict(self.call))}
 
     def guidance(self, pipe: Any) -> dict[str, Any]:
         """Return the guidance that the runs have, by the argument of the pipeline's call.
@@ -146,8 +146,8 @@ def calibrate(pipe: Any, method: Any, prompts: Sequence[Any], **settings: Any) -
     own = {key: settings.pop(key) for key in list(settings) if key in names - {"prompts", "call"}}
     if own.get("out") is not None:
         own["out"] = Path(own["out"])
-    plan = Plan(prompts=list(prompts) if not isinstance(prompts, str) else prompts, call=settings,
-                **own)  # fmt: skip
+    texts = prompts if isinstance(prompts, str) else list(prompts)
+    plan = Plan(prompts=texts, call=settings, **own)
     several = not isinstance(method, (str, Method))
     chosen = [_checked(make_method(m)) for m in (method if several else [method])]
     if several and plan.out is not None:
@@ -291,10 +291,8 @@ def _texts(prompts: Iterable[Any]) -> Iterator[str]:
     """Yield the texts of prompts, which may be arguments of the call."""
     for prompt in prompts:
         given = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        yield from (
-            text for text in (given if isinstance(given, (list, tuple)) else [given])
-            if isinstance(text, str)
-        )  # fmt: skip
+        several = given if isinstance(given, (list, tuple)) else [given]
+        yield from (text for text in several if isinstance(text, str))
 
 
 class _Saved:

@@ -78,8 +78,8 @@ class Profile(Collector):
         if not self.total:
             self.total, self._sums = run.total, torch.zeros(3, run.total, dtype=torch.float64)
         self._run, self._live = run, dict[int, Live]()
-        self._now = Profiled(torch.zeros(run.total, dtype=torch.float64),
-                             torch.zeros_like(self._sums))  # fmt: skip
+        errors = torch.zeros(run.total, dtype=torch.float64)
+        self._now = Profiled(errors, torch.zeros_like(self._sums))
         self._list, self._reuses = set(self.reused()) if run.number == 2 else set[int](), False
 
     def output(self, step: Step, given: Tensor, value: Tensor) -> Tensor | None:
@@ -142,8 +142,8 @@ class Profile(Collector):
 
     def state(self) -> dict[str, Tensor]:
         """Return rows, sums and moments so far."""
-        kept = {f"rows.{number}.{prompt}": row for number in (0, 1)
-                for prompt, row in self._rows[number].items()}  # fmt: skip
+        kept = {f"rows.0.{prompt}": row for prompt, row in self._rows[0].items()}
+        kept |= {f"rows.1.{prompt}": row for prompt, row in self._rows[1].items()}
         maps = {f"maps.{index}": sums.state() for index, sums in self._maps.items()}
         return {"sums": self._sums, **kept, **maps}
 
@@ -169,11 +169,9 @@ class Profile(Collector):
         shift = torch.zeros_like(scale)
         for index, (slope, offset) in solved.items():
             scale[index], shift[index] = slope, offset
-        return {
-            "reuse": torch.tensor(self.reused(), dtype=torch.int64),
-            READINGS["A"]: factors[0], READINGS["B"]: factors[1],
-            "scale": scale, "shift": shift, "errors": self.errors(),
-        }  # fmt: skip
+        reused = torch.tensor(self.reused(), dtype=torch.int64)
+        found = {"reuse": reused, READINGS["A"]: factors[0], READINGS["B"]: factors[1]}
+        return found | {"scale": scale, "shift": shift, "errors": self.errors()}
 
     def settings(self) -> dict[str, Any]:
         """Return the threshold."""

@@ -163,9 +163,8 @@ def _magnitudes(method: MagCache, run: _Run) -> dict[str, Any]:
 
 def _dual_block(method: DBCache | FirstBlock) -> dict[str, Any]:
     """Return the gate on the first blocks as cache-dit calls its settings."""
-    method = method if isinstance(method, DBCache) else DBCache(
-        method.threshold, warmup=method.warmup, by_branch=method.by_branch
-    )  # fmt: skip
+    if isinstance(method, FirstBlock):
+        method = DBCache(method.threshold, warmup=method.warmup, by_branch=method.by_branch)
     forecast = {"enable_taylorseer": True, "taylorseer_order": method.order} if method.order else {}
     return {
         "Fn_compute_blocks": method.lead,
@@ -235,22 +234,21 @@ def _sglang(method: Method, run: _Run) -> Exported:
     values, notes = _polynomial(method, run)
     if method.compared() != "modulated":
         raise run.refuse(method, f"input={method.compared()!r}; its polynomials are of the input")
-    return Exported({
+    content = {
         "teacache_thresh": method.threshold,
         "coefficients": _of_five(values, method, run),
         "start_skipping": method.warmup,  # a share of the run where it is below 1, as here
         "end_skipping": -1 if method.last else 1.0,
-    }, "json", (*notes, _APART))  # fmt: skip
+    }
+    return Exported(content, "json", (*notes, _APART))
 
 
 def _vllm_omni(method: Method, run: _Run) -> Exported:
     if isinstance(method, TeaCache):
         values, notes = _polynomial(method, run)
         if method.warmup != 1 or method.last:
-            raise run.refuse(
-                method, f"warmup={method.warmup}, last={method.last}; it computes the first step "
-                "alone: give warmup=1, last=False"
-            )  # fmt: skip
+            said = f"warmup={method.warmup}, last={method.last}; it computes the first step alone"
+            raise run.refuse(method, f"{said}: give warmup=1, last=False")
         if method.compared() != "modulated":
             raise run.refuse(method, f"input={method.compared()!r}; it compares the input")
         config = {"rel_l1_thresh": method.threshold, "coefficients": _of_five(values, method, run)}
@@ -276,31 +274,29 @@ def _tensorrt_llm(method: Method, run: _Run) -> Exported:
     modes: dict[tuple[float, bool], bool] = {(1, True): False, (5, False): True}
     mode = modes.get((method.warmup, method.last))
     if mode is None:
-        raise run.refuse(
-            method, f"warmup={method.warmup}, last={method.last}; it has 1 and True, or 5 and False"
-        )  # fmt: skip
+        given = f"warmup={method.warmup}, last={method.last}"
+        raise run.refuse(method, f"{given}; it has 1 and True, or 5 and False")
     if method.compared() == "modulated":
-        raise run.refuse(
-            method, "input='modulated'; it compares the time embedding: calibrate with input='time'"
-        )  # fmt: skip
-    config = {"cache_backend": "teacache", "teacache_thresh": method.threshold,
-              "use_ret_steps": mode, "coefficients": values}  # fmt: skip
+        way_out = "it compares the time embedding: calibrate with input='time'"
+        raise run.refuse(method, f"input='modulated'; {way_out}")
+    config = {"cache_backend": "teacache", "teacache_thresh": method.threshold}
+    config |= {"use_ret_steps": mode, "coefficients": values}
     return Exported({"cache_config": config}, "yaml", (*more, _APART))
 
 
 def _without_branches(method: Method, run: _Run) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return cache-dit's settings of a gate for engines that take no mask of steps."""
     if not isinstance(method, (DBCache, FirstBlock)):
-        raise run.refuse(method, "it takes no list of steps; it has gates on the first blocks, "
-                         "TeaCache and no more")  # fmt: skip
+        has = "it has gates on the first blocks, TeaCache and no more"
+        raise run.refuse(method, f"it takes no list of steps; {has}")
     config = _dual_block(method)
     apart = config.pop("cfg_diff_compute_separate")
     return config, (_OWN_LISTS,) if apart else (_OWN_LISTS, _APART)
 
 
 def _comfyui(method: Method, run: _Run) -> Exported:
-    names = ("taylorseer", "interval", "first-block", "dbcache", "confidence-gated-taylor",
-             "seacache", "teacache", "magcache")  # fmt: skip
+    names = ["taylorseer", "interval", "first-block", "dbcache", "confidence-gated-taylor"]
+    names += ["seacache", "teacache", "magcache"]
     if method.name not in names:
         raise run.refuse(method, f"the node has {', '.join(names)}")
     fields: Any = dataclasses.fields(method)  # type: ignore[arg-type]

@@ -55,9 +55,8 @@ class QuantizedConv2d(QuantizedLayer):
 
     def _patches(self, codes: Tensor) -> Tensor:
         """Return a view of the patch of every output pixel, `[B, h, w, kh, kw, C]`."""
-        (kh, kw), (sh, sw), (dh, dw) = (
-            self.dense.kernel_size, self.dense.stride, self.dense.dilation
-        )  # fmt: skip
+        (kh, kw), (sh, sw) = self.dense.kernel_size, self.dense.stride
+        dh, dw = self.dense.dilation
         batch, height, width, channels = codes.shape
         rows, columns = (
             (height - dh * (kh - 1) - 1) // sh + 1,

@@ -39,10 +39,8 @@ class LayerPlan:
     def __post_init__(self) -> None:
         channels, total = self.weight_scale.shape, self.input_scale.shape
         table = torch.Size([*total, *channels])
-        wanted = {
-            "weight_scale": channels[:1], "weight_zero": channels, "input_scale": total[:1],
-            "input_zero": total, "gain": table, "shift": table,
-        }  # fmt: skip
+        wanted = {"weight_scale": channels[:1], "weight_zero": channels, "input_scale": total[:1]}
+        wanted |= {"input_zero": total, "gain": table, "shift": table}
         for name, shape in wanted.items():
             given = getattr(self, name)
             if given is not None and given.shape != shape:

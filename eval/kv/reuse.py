@@ -169,10 +169,10 @@ def reuse(
     shelves: dict[str, Documents] = {}
     for word, (name, settings) in read.items():
         with naming(f"--method {word}"):
+            clock = getattr(time, setting.clock)
             shelves[word] = Documents(
-                own if name == FULL else model, tokenizer, name,
-                clock=getattr(time, setting.clock), **settings,
-            )  # fmt: skip
+                own if name == FULL else model, tokenizer, name, clock=clock, **settings
+            )
     taken: dict[str, list[_Taken]] = {word: [] for word in shelves}
     order, total = list(shelves), len(shelves) * (len(first) + len(later))
     try:

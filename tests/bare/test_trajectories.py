@@ -266,6 +266,6 @@ def test_a_real_trajectory_of_20_steps_is_one_run(kind: Any, options: dict[str, 
     diffcache.wrap(pipe.unet, EVERY)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error", CacheWarning)
-        pipe("a small red ring", num_inference_steps=20, output_type="latent",
-             generator=torch.Generator().manual_seed(0))  # fmt: skip
+        generator = torch.Generator().manual_seed(0)
+        pipe("a small red ring", num_inference_steps=20, output_type="latent", generator=generator)
     assert marks(pipe.unet) == ("Css" * 7)[:20]

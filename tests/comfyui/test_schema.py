@@ -38,8 +38,8 @@ def flux(depth: int = 19, guidance: bool = True) -> nn.Module:
 
 
 def wan(layers: int, heads: int, channels: int = 16, images: bool = False) -> nn.Module:
-    return network("WanModel", num_layers=layers, num_heads=heads, in_dim=channels,
-                   img_emb=nn.Identity() if images else None)  # fmt: skip
+    img_emb = nn.Identity() if images else None
+    return network("WanModel", num_layers=layers, num_heads=heads, in_dim=channels, img_emb=img_emb)
 
 
 def test_widgets_offer_every_preset_and_have_defaults() -> None:

@@ -453,10 +453,10 @@ class FastDLLMAttention(DreamSdpaAttention):
         self, hidden_states: Tensor, attention_mask: Any, position_embeddings: Any, **_: Any
     ) -> tuple[Tensor, None, None]:
         q, k, v = self.projected(hidden_states, position_embeddings)
+        scaling = self.head_dim**-0.5
         out, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](
-            self, q, k, v, attention_mask, is_causal=False, dropout=0.0,
-            scaling=self.head_dim**-0.5,
-        )  # fmt: skip
+            self, q, k, v, attention_mask, is_causal=False, dropout=0.0, scaling=scaling
+        )
         return self.o_proj(out.flatten(2).contiguous()), None, None
 
 

@@ -80,10 +80,10 @@ def model(name: str) -> Any:
 def llama(name: str) -> Any:
     """Return a Llama of transformers with a model's weights."""
     own, is_dream = model(name), name == "dream"
+    rms_norm_eps = 1e-6 if is_dream else 1e-5
     twin = bidirectional(
-        num_key_value_heads=2 if is_dream else 4, rms_norm_eps=1e-6 if is_dream else 1e-5,
-        attention_bias=is_dream,
-    )  # fmt: skip
+        num_key_value_heads=2 if is_dream else 4, rms_norm_eps=rms_norm_eps, attention_bias=is_dream
+    )
     weights = {
         key.replace("transformer.wte", "embed_tokens").replace("transformer.blocks", "layers")
         .replace("transformer.ln_f", "norm").replace("model.transformer.ff_out", "lm_head")

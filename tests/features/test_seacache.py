@@ -181,10 +181,8 @@ def test_a_bare_model_is_told_its_noise_levels_as_a_pipeline_is():
 def test_comfyui_tells_the_noise_level_in_an_argument():
     scenes, seen = Scenes(SceneRule(), "Flux"), []
     for told in ({"sigmas": torch.tensor([0.75, 0.75])}, {"sigmas": torch.tensor([14.6])}, None):
-        call = SimpleNamespace(
-            run=SimpleNamespace(begin=0, storage={}, sigmas=()), step=Step(0),
-            kwargs={"transformer_options": told},
-        )  # fmt: skip
+        run = SimpleNamespace(begin=0, storage={}, sigmas=())
+        call = SimpleNamespace(run=run, step=Step(0), kwargs={"transformer_options": told})
         try:
             seen.append(scenes._weights(call))
         except AttachError:

@@ -237,8 +237,8 @@ def in_two(model: Any, cache: Any, inputs: Any, cut: int = CUT) -> Any:
     """Read the first tokens of prompts with a cache, then the rest."""
     mask = inputs["attention_mask"][:, :cut]
     pos = (mask.cumsum(-1) - 1).clamp_min(0)  # as generate has them
-    model(input_ids=inputs["input_ids"][:, :cut], attention_mask=mask, position_ids=pos,
-          past_key_values=cache)  # fmt: skip
+    input_ids = inputs["input_ids"][:, :cut]
+    model(input_ids=input_ids, attention_mask=mask, position_ids=pos, past_key_values=cache)
     return cache
 
 

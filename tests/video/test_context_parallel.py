@@ -125,10 +125,10 @@ def share(rank: int, folder: str) -> None:
     """Run one of two processes; what it found lies in the folder."""
     torch.set_num_threads(1)
     place = Path(folder)
+    init_method = f"file://{place / 'meet'}"
     distributed.init_process_group(
-        "gloo", rank=rank, world_size=2, init_method=f"file://{place / 'meet'}",
-        timeout=timedelta(seconds=60),
-    )  # fmt: skip
+        "gloo", rank=rank, world_size=2, init_method=init_method, timeout=timedelta(seconds=60)
+    )
     try:
         model = wan(layers=2)
         with CausalVideo(model, sampler=SAMPLER) as video:

@@ -281,10 +281,9 @@ def opened(block: bytes, kind: int) -> tuple[Head, bytes]:
 
 
 def _sealed(head: Head, body: bytes) -> bytes:
-    start = _HEAD.pack(
-        _MAGIC, VERSION, head.kind, _DTYPES.index(head.dtype), head.level,
-        round(100 * head.bits), head.group, *head.shape, len(body),
-    )  # fmt: skip
+    number, bits = _DTYPES.index(head.dtype), round(100 * head.bits)
+    form = head.kind, number, head.level, bits, head.group, *head.shape
+    start = _HEAD.pack(_MAGIC, VERSION, *form, len(body))
     return start + body + blake2b(start + body, digest_size=_DIGEST_BYTES).digest()
 
 

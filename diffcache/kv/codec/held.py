@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from diffcache.kv.codec.base import Payload, TensorCodec
+from diffcache.kv.codec.base import TensorCodec
 from diffcache.kv.codec.tails import (
     append,
     appended_meta,
@@ -135,9 +135,9 @@ class Pair(KVCodec):
     def hold(self, slots: Slots, level: int) -> Coded:
         """Return the slots, coded; rows are filled up to what the codecs need."""
         slots = without_gaps(filled_up(slots, self.multiple))
-        return Coded(self.keys.encode(slots.k), self.values.encode(slots.v),
-                     {name: value.clone() for name, value in slots.meta.items()},
-                     slots.width, level=level)  # fmt: skip
+        meta = {name: value.clone() for name, value in slots.meta.items()}
+        k, v = self.keys.encode(slots.k), self.values.encode(slots.v)
+        return Coded(k, v, meta, slots.width, level=level)
 
     def joined(self, first: Segment, second: Segment) -> Segment | None:
         """Return two coded segments as one."""
@@ -170,11 +170,11 @@ class Pair(KVCodec):
 
     def _append(self, old: Coded, new: Coded) -> Coded:
         exact = new.exact
-        v: Payload = self.values.join([old.v, new.v])
+        k, v = self.keys.join([old.k, new.k]), self.values.join([old.v, new.v])
         if old.exact is not None and new.exact is not None:
             exact = torch.cat([old.exact, new.exact], 2)
-        return replace(old, k=self.keys.join([old.k, new.k]), v=v, meta=appended_meta(old, new),
-                       size=old.size + new.size, exact=exact)  # fmt: skip
+        meta, size = appended_meta(old, new), old.size + new.size
+        return replace(old, k=k, v=v, meta=meta, size=size, exact=exact)
 
     def _slide(self, layer: KVLayer) -> None:
         last = layer.segments[-1] if layer.segments else None

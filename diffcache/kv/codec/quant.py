@@ -59,8 +59,8 @@ class Quantized(Parts):
         """Write what `decode` returns; all in place, as new memory is what costs most."""
         codec, grid = self.codec, self.grid
         if self._in_one_pass(out.dtype) and out.stride(3) == 1:
-            dequant_groups(self.codes, grid.values, out, int(codec.bits), max(grid.each, 1),
-                           self._columns, -codec.intervals / 2, grid.of)  # fmt: skip
+            form = int(codec.bits), max(grid.each, 1), self._columns, -codec.intervals / 2
+            dequant_groups(self.codes, grid.values, out, *form, grid.of)
             return
         if out.dtype != work_dtype(self.dtype):
             out.copy_(self.decode())
@@ -221,8 +221,8 @@ class GroupQuant(TensorCodec):
         each, width = (1, self.width(size)) if by_slot else (self.group or max(slots, 1), 1)
         plain = not self.whole_zero and not self.relax
         if plain and can_quantize(x, self.bits, each, width):
-            codes, grid = quant_groups(x, int(self.bits), each, width, self.intervals,
-                                       self.symmetric, self.scale_dtype)  # fmt: skip
+            form = self.intervals, self.symmetric, self.scale_dtype
+            codes, grid = quant_groups(x, int(self.bits), each, width, *form)
             return Quantized(codes, SlotTable(grid, each), self, size, x.dtype)
         wide = x.to(work_dtype(x.dtype))
         if by_slot:

@@ -177,8 +177,8 @@ class SharedDirection(LayersCodec):
             raise ValueError(f"{len(xs)} layers: two can share a direction; use scope=2")
         wide = [checked(x, self.multiple).to(work_dtype(x.dtype)) for x in xs]
         norms = [x.norm(dim=-1) for x in wide]
-        units = [x / n.clamp_min(torch.finfo(x.dtype).tiny)[..., None]
-                 for x, n in zip(wide, norms, strict=True)]  # fmt: skip
+        least = torch.finfo(wide[0].dtype).tiny
+        units = [x / n.clamp_min(least)[..., None] for x, n in zip(wide, norms, strict=True)]
         angle = (units[0] * units[-1]).sum(-1).clamp(-1, 1).acos()
         middle = slerp(units[0], units[-1], angle, self.t) if len(xs) > 1 else units[0]
         direction = (self.inner or Exact()).encode(middle.to(xs[0].dtype))
@@ -221,10 +221,10 @@ def slerp(first: Tensor, second: Tensor, angle: Tensor, t: float) -> Tensor:
     sine = angle.sin()
     near = sine < 1e-4  # as good as parallel: a straight line
     safe = sine.where(~near, 1)
-    weights = (((1 - t) * angle).sin() / safe, (t * angle).sin() / safe)
-    one, two = (w.where(~near, s)[..., None]
-                for w, s in zip(weights, (angle.new_tensor(1 - t), angle.new_tensor(t)),
-                                strict=True))  # fmt: skip
+    one, two = (
+        ((part * angle).sin() / safe).where(~near, angle.new_tensor(part))[..., None]
+        for part in (1 - t, t)
+    )
     return one * first + two * second
 
 

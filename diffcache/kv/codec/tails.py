@@ -49,8 +49,8 @@ def gather_exact(layer: KVLayer) -> None:
     stay = torch.cat([*kept, torch.zeros(0, dtype=torch.long)]).to(order.device)
     end = torch.arange(first, layer.held, device=order.device)
     where = [stay.expand(*order.shape[:2], -1), columns, end.expand(*order.shape[:2], -1)]
-    layer.stats = {name: value.gather(2, torch.cat(where, -1))
-                   for name, value in layer.stats.items()}  # fmt: skip
+    index = torch.cat(where, -1)
+    layer.stats = {name: value.gather(2, index) for name, value in layer.stats.items()}
     layer.segments, layer.summary = rest, None
     layer.tail = Tail.of(join([slots, tail]) if tail is not None and tail.width else slots)
 
@@ -129,8 +129,9 @@ def filled_up(slots: Slots, multiple: int) -> Slots:
     missing = -slots.width % multiple
     if not missing:
         return slots
-    meta = {name: torch.cat([v, v[..., :1].expand(-1, -1, missing)], -1)
-            for name, v in slots.meta.items()}  # fmt: skip
+    meta = {}
+    for name, value in slots.meta.items():
+        meta[name] = torch.cat([value, value[..., :1].expand(-1, -1, missing)], -1)
     meta["pos"] = meta["pos"].clone()
     meta["pos"][..., slots.width :] = EMPTY
     k, v = (torch.cat([x, x[:, :, :1].expand(-1, -1, missing, -1)], 2) for x in (slots.k, slots.v))

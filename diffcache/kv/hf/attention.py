@@ -125,12 +125,11 @@ def attention(
     start, refreshing = layer.seen, writer.refreshing
     _check(module, attention_mask, None if refreshing is not None else start + count, kwargs)
     scaling, window = kwargs.get("scaling"), writer.setup.windows[number]
-    asked = Query(
-        query, start, query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-        mask=attention_mask, causal=_causal(module, kwargs, writer.setup.eager),
-        window=kwargs.get("sliding_window") if window is None else window,
-        softcap=kwargs.get("softcap"), sinks=kwargs.get("s_aux"),
-    )  # fmt: skip
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    window = kwargs.get("sliding_window") if window is None else window
+    causal = _causal(module, kwargs, writer.setup.eager)
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    asked = Query(query, start, scale, None, attention_mask, causal, window, softcap, sinks)
     if refreshing is not None:
         return _refreshed(handle, module, asked, (key, value)), None
     in_order = (
@@ -293,11 +292,9 @@ def _foreign(
         return stock(module, query, key, value, mask, **kwargs)
     width, scaling = key.shape[2], kwargs.get("scaling")
     slots = Slots(key, value, {"pos": span(0, width, len(key), key.device)})
-    asked = Query(
-        query, width - query.shape[2],
-        query.shape[-1] ** -0.5 if scaling is None else float(scaling), mask=mask,
-        softcap=kwargs.get("softcap"), sinks=kwargs.get("s_aux"),
-    )  # fmt: skip
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    asked = Query(query, width - query.shape[2], scale, mask=mask, softcap=softcap, sinks=sinks)
     return attend(asked, [View(slots)]).transpose(1, 2).contiguous(), None
 
 

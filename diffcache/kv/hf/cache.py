@@ -104,8 +104,8 @@ def cache_for(
     mode, why = choose(recipe, mode)
     windows = tuple(getattr(stock[index], "sliding_window", None) for index in owned)
     if mode == "stock" and recipe.evicts and any(windows):
-        raise AttachError("mode='stock': layers with a window drop slots by themselves; use "
-                          "mode='native'")  # fmt: skip
+        why = "layers with a window drop slots by themselves"
+        raise AttachError(f"mode='stock': {why}; use mode='native'")
     if mode == "native" and has_shared_layers(config, stock):
         raise AttachError(
             f"{type(model).__name__} has layers that read the keys of others; use mode='stock' "

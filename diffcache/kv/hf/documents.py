@@ -28,8 +28,10 @@ from diffcache.kv.reuse.recompute import cacheblend, kvshare, pie
 from diffcache.kv.settings import Count, NotNegative, Positive, Share, check_setting
 from diffcache.weights import all_of
 
-NAMES = ("recompute", "prefix", "hydragen", "concatenate", "cacheblend", "ape", "cachecraft",
-         "kvshare", "pie")  # fmt: skip
+NAMES = (
+    *("recompute", "prefix", "hydragen", "concatenate"),
+    *("cacheblend", "ape", "cachecraft", "kvshare", "pie"),
+)
 _READ = 512  # tokens of a row in which documents are read together
 # A cache up to the question, None where nothing is held; the tokens of the prompt up to there,
 # int64 [n]; and how many of them were computed.
@@ -305,10 +307,9 @@ class Documents:
         ]
         packed = pack(prompts, max(_READ, max(map(len, prompts))))
         cache = self._empty("pre")
-        self._model(
-            input_ids=packed.ids, position_ids=packed.position_ids, attention_mask=packed.mask,
-            **last_logits(self._model), **with_cache(self._model, cache),
-        )  # fmt: skip
+        given = {"position_ids": packed.position_ids, "attention_mask": packed.mask}
+        given |= {**last_logits(self._model), **with_cache(self._model, cache)}
+        self._model(input_ids=packed.ids, **given)
         for text, ids, layers in zip(texts, own, packed.unpack(cache.store), strict=True):
             first = 0 if text is None else len(self._head)
             slots = tuple(each.narrow(first, first + len(ids)).clone() for each in layers)

@@ -132,11 +132,10 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     plain = used.generate or plain
     given = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None)
     configs = [given, getattr(model, "generation_config", None)]
-    settings = {
-        name: next((x for x in [kwargs.get(name), *(getattr(c, name, None) for c in configs)]
-                    if x is not None), None)
-        for name in ("use_cache", "cache_implementation")
-    }  # fmt: skip
+    settings = {}
+    for name in ("use_cache", "cache_implementation"):
+        values = [kwargs.get(name), *(getattr(config, name, None) for config in configs)]
+        settings[name] = next((value for value in values if value is not None), None)
     if not brings_cache(kwargs) and settings["use_cache"] is not False:
         if settings["cache_implementation"] is not None:
             raise ValueError(

@@ -217,10 +217,8 @@ def origin_of(decoder: ReferenceType[nn.Module]) -> dict[str, str]:
         return {}
     weights = getattr(model, "base_model", model).parameters()  # without its head
     rope = {name: getattr(model.config, name, None) for name in ("rope_parameters", "rope_scaling")}
-    adapters = [
-        (adapters_of(each), getattr(each, "scaling", None))
-        for each in model.modules() if any(adapters_of(each).values())
-    ]  # fmt: skip
+    adapted = (each for each in model.modules() if any(adapters_of(each).values()))
+    adapters = [(adapters_of(each), getattr(each, "scaling", None)) for each in adapted]
     digests = {"rotary embedding": digest(rope), "adapters": digest(adapters)}
     return {"weights": weights_digest(weights), **digests}
 

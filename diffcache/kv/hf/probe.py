@@ -71,10 +71,8 @@ class LayerProbe:
         known = inspect.signature(attention.forward).parameters
         cache = cache_name(attention.forward)
         if cache is None or "position_embeddings" not in known or not isinstance(width, int):
-            raise refusal(
-                attention, "it needs config.hidden_size and a forward with position_embeddings and "
-                f"one of {CACHES}"
-            )  # fmt: skip
+            needed = f"a forward with position_embeddings and one of {CACHES}"
+            raise refusal(attention, f"it needs config.hidden_size and {needed}")
         self.attention = attention
         self.embedding = embedding
         self.scale = scale

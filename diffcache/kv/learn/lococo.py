@@ -94,8 +94,8 @@ def train(
     """
     if not samples or steps < 1:
         raise ValueError(f"{len(samples)} samples, steps={steps}: must be at least 1 each")
-    parts = [each.detach().clone().requires_grad_() for each in
-             (weights.weight, weights.bias, weights.gate)]  # fmt: skip
+    start = (weights.weight, weights.bias, weights.gate)
+    parts = [each.detach().clone().requires_grad_() for each in start]
     optimizer = torch.optim.Adam(parts, lr=rate)
     merge = ConvolutionMerge(MixWeights(*parts), recent)
     for step in range(steps):

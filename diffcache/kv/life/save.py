@@ -163,8 +163,8 @@ def _filled(state: Mapping[str, Any], like: KVStore) -> KVStore:
         layer.latent = ours.latent
         _fill(layer, each)
         if layer.form is not None and ours.form is not None and layer.form[1:4] != ours.form[1:4]:
-            raise ValueError(f"keys and values of [H, D, Dv]={layer.form[1:4]}: this cache held "
-                             f"{ours.form[1:4]}")  # fmt: skip
+            form, held = layer.form[1:4], ours.form[1:4]
+            raise ValueError(f"keys and values of [H, D, Dv]={form}: this cache held {held}")
     store.restore(state)
     fresh = state["fresh"]
     kinds = [*zip(state["queries"], [Query | None] * len(saved), strict=True)]
@@ -246,11 +246,8 @@ def _is_even(slots: Slots, shape: tuple[int, int, int]) -> bool:
     """Return whether all that is said of slots is of as many rows, heads and slots."""
     batch, heads, _ = shape
     columns = [slots.k[..., 0], slots.v[..., 0], *slots.meta.values()]
-    return all(
-        column.shape[0] in (1, batch) and column.shape[1] in (1, heads)
-        and column.shape[2:] == (slots.width,)
-        for column in columns
-    )  # fmt: skip
+    wanted = {(b, h, slots.width) for b in (1, batch) for h in (1, heads)}
+    return wanted.issuperset(tuple(column.shape) for column in columns)
 
 
 def _check_kinds(kinds: list[tuple[object, Any]]) -> None:
@@ -286,12 +283,9 @@ def write(
         ValueError: If `item` holds something else.
     """
     folded = fold(item)
-    header = json.dumps(
-        {
-            "version": VERSION, "about": dict(about or {}), "tree": folded.tree,
-            "tensors": [[str(x.dtype), list(x.shape)] for x in folded.tensors],
-        }
-    )  # fmt: skip
+    tensors = [[str(x.dtype), list(x.shape)] for x in folded.tensors]
+    said = {"version": VERSION, "about": dict(about or {}), "tree": folded.tree}
+    header = json.dumps(said | {"tensors": tensors})
     found = {str(number): tensor for number, tensor in enumerate(_apart(folded.tensors))}
     digest = _digest(header, list(found.values()))
     target = Path(path)

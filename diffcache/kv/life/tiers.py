@@ -62,9 +62,8 @@ class Tiers:
         self._room = {"device": device_bytes, "host": host_bytes}
         self._folder = None if folder is None else Path(folder)
         self._clock = clock
-        self._tiers: dict[str, OrderedDict[Hashable, Any]] = {
-            "device": OrderedDict(), "host": OrderedDict(),
-        }  # fmt: skip
+        self._tiers: dict[str, OrderedDict[Hashable, Any]]
+        self._tiers = {"device": OrderedDict(), "host": OrderedDict()}
         self._sizes: dict[str, dict[Hashable, int]] = {"device": {}, "host": {}}
         self._held = {"device": 0, "host": 0}
         self._files: dict[Hashable, Path] = {}

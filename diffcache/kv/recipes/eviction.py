@@ -44,9 +44,7 @@ def knorm(budget: Size = 0.5, *, recent: int = 0, skip: Whole = 0) -> Recipe:
     Reference: A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv
     2406.11430.
     """
-    return Recipe(
-        "knorm", score=KeyNorm(), budget=Uniform(budget), plan=TopK(recent=recent), skip=skip
-    )
+    return Recipe("knorm", KeyNorm(), Uniform(budget), TopK(recent=recent), skip=skip)
 
 
 @checked
@@ -59,9 +57,7 @@ def keydiff(budget: Size = 0.5, *, recent: int = 0) -> Recipe:
 
     Reference: KeyDiff, arXiv 2504.15364.
     """
-    return Recipe(
-        "keydiff", score=KeyDifference(), budget=Uniform(budget), plan=TopK(recent=recent)
-    )
+    return Recipe("keydiff", KeyDifference(), Uniform(budget), TopK(recent=recent))
 
 
 @checked
@@ -74,7 +70,7 @@ def value_norm(budget: Size = 0.5, *, recent: int = 0) -> Recipe:
 
     Reference: none; half of what CriticalKV, arXiv 2502.03805, looks at.
     """
-    return Recipe("value_norm", score=ValueNorm(), budget=Uniform(budget), plan=TopK(recent=recent))
+    return Recipe("value_norm", ValueNorm(), Uniform(budget), TopK(recent=recent))
 
 
 @checked
@@ -88,7 +84,7 @@ def random(budget: Size = 0.5, *, seed: int = 0, recent: int = 0) -> Recipe:
 
     Reference: none; the baseline that every score has to beat.
     """
-    return Recipe("random", score=Chance(seed), budget=Uniform(budget), plan=TopK(recent=recent))
+    return Recipe("random", Chance(seed), Uniform(budget), TopK(recent=recent))
 
 
 @checked
@@ -103,7 +99,7 @@ def lagkv(budget: Size = 0.5, *, lag: int = 128, sinks: int = 4) -> Recipe:
     Reference: LagKV, arXiv 2504.04704. Departure: the budget counts the first tokens
     and the last partitions, which stay, so that the others keep a smaller share than it says.
     """
-    return Recipe("lagkv", score=Lag(lag, sinks), budget=Uniform(budget), plan=TopK(sinks=sinks))
+    return Recipe("lagkv", Lag(lag, sinks), Uniform(budget), TopK(sinks=sinks))
 
 
 @checked
@@ -127,13 +123,8 @@ def expected_attention(
     Reference: Expected Attention, arXiv 2510.00636. Departure: the last queries stand
     for all; keys are held before rotation and rotated when they are read.
     """
-    return Recipe(
-        "expected_attention",
-        score=Expected(queries, future, sinks, epsilon=epsilon),
-        budget=Uniform(budget),
-        plan=TopK(sinks=sinks),
-        space="pre",
-    )
+    score = Expected(queries, future, sinks, epsilon=epsilon)
+    return Recipe("expected_attention", score, Uniform(budget), TopK(sinks=sinks), space="pre")
 
 
 @checked
@@ -150,10 +141,7 @@ def h2o(budget: Size = 0.2, *, recent: Share = 0.5, mean: bool = False, every: i
     key-value head are averaged; the token being computed comes on top of the budget; a
     budget that is a share grows with what is generated.
     """
-    return Recipe(
-        "h2o", score=Mass(mean), budget=Uniform(budget), plan=RecentShare(recent),
-        trigger=EveryStep(every),
-    )  # fmt: skip
+    return Recipe("h2o", Mass(mean), Uniform(budget), RecentShare(recent), trigger=EveryStep(every))
 
 
 @checked
@@ -166,9 +154,7 @@ def tova(budget: Size = 1024, *, every: int = 1) -> Recipe:
 
     Reference: TOVA, Transformers are Multi-State RNNs, arXiv 2401.06104.
     """
-    return Recipe(
-        "tova", score=LastQuery(), budget=Uniform(budget), plan=TopK(), trigger=EveryStep(every)
-    )
+    return Recipe("tova", LastQuery(), Uniform(budget), TopK(), trigger=EveryStep(every))
 
 
 @checked
@@ -192,9 +178,7 @@ def snapkv(
     Reference: SnapKV, arXiv 2404.14469, section 4, listing 1. Departure: one set of slots for each
     key-value head, where the official code holds one for each query head.
     """
-    return Recipe(
-        "snapkv", score=Window(window, kernel, pooling, groups), budget=Uniform(budget), plan=TopK()
-    )
+    return Recipe("snapkv", Window(window, kernel, pooling, groups), Uniform(budget), TopK())
 
 
 @checked
@@ -220,7 +204,7 @@ def pyramidkv(
     key-value head, as in `snapkv`.
     """
     budgets = Pyramid(budget, beta, window, mode)
-    return Recipe("pyramidkv", score=Window(window, kernel), budget=budgets, plan=TopK())
+    return Recipe("pyramidkv", Window(window, kernel), budgets, TopK())
 
 
 @checked
@@ -245,12 +229,8 @@ def cake(
     prompt, and not while it is read; a prompt that is longer than the budget by no more than its
     window is cut too, where the official code leaves it whole.
     """
-    return Recipe(
-        "cake",
-        score=WindowVariance(window, gamma),
-        budget=EntropyVariance(budget, window, tau1, tau2),
-        plan=TopK(),
-    )
+    budgets = EntropyVariance(budget, window, tau1, tau2)
+    return Recipe("cake", WindowVariance(window, gamma), budgets, TopK())
 
 
 @checked
@@ -333,16 +313,14 @@ def scissorhands(
         raise ValueError(f"drop={drop}: must be at least 0 and below 1")
     score, plan = LowCount(history), TopK(recent=recent)
     if isinstance(budget, float):
-        return Recipe("scissorhands", score=score, budget=Uniform(budget), plan=plan)
+        return Recipe("scissorhands", score, Uniform(budget), plan)
     left = budget - int(budget * drop)
     if left <= max(recent, 1):
         raise ValueError(
             f"budget={budget}, drop={drop}: leaves {left} slots; it must be 2 or more, and above "
             f"recent={recent}, which always stay: give a larger budget or a smaller drop"
         )
-    return Recipe(
-        "scissorhands", score=score, budget=Uniform(left), plan=plan, trigger=Overflow(budget)
-    )
+    return Recipe("scissorhands", score, Uniform(left), plan, trigger=Overflow(budget))
 
 
 @checked
@@ -371,10 +349,8 @@ def keyformer(
     the latest tokens are all kept, of which the official code drops the first; the token being
     computed comes on top of the budget.
     """
-    return Recipe(
-        "keyformer", score=NoisyMass(temperature, increment, seed=seed), budget=Uniform(budget),
-        plan=RecentShare(recent), trigger=EveryStep(every),
-    )  # fmt: skip
+    score, plan = NoisyMass(temperature, increment, seed=seed), RecentShare(recent)
+    return Recipe("keyformer", score, Uniform(budget), plan, trigger=EveryStep(every))
 
 
 @checked
@@ -394,10 +370,8 @@ def lazy_eviction(budget: Size = 1024, *, lag: Count = 32, threshold: float = 1e
     """
     if isinstance(budget, int) and budget <= lag:
         raise ValueError(f"budget={budget}, lag={lag}: the budget must be above the lag")
-    return Recipe(
-        "lazy_eviction", score=Recurrence(threshold), budget=Uniform(budget),
-        plan=TopK(recent=lag), trigger=EveryStep(lag),
-    )  # fmt: skip
+    score = Recurrence(threshold)
+    return Recipe("lazy_eviction", score, Uniform(budget), TopK(recent=lag), trigger=EveryStep(lag))
 
 
 @checked
@@ -429,10 +403,8 @@ def windowkv(
     steeper, with a `beta` of 14, and its groups are of 7 or 8 layers.
     """
     few = min(best, size) if task == "aggregation" else None
-    return Recipe(
-        "windowkv", score=Shared(Window(window, kernel=1), group),
-        budget=Arithmetic(budget, group, beta), plan=Windows(size, window, few),
-    )  # fmt: skip
+    score = Shared(Window(window, kernel=1), group)
+    return Recipe("windowkv", score, Arithmetic(budget, group, beta), Windows(size, window, few))
 
 
 @checked
@@ -457,10 +429,8 @@ def epicache(
     Reference: EpiCache, arXiv 2509.17396. Departure: all heads of a layer hold as many slots, where
     the official code can also share them out among heads.
     """
-    return Recipe(
-        "epicache", score=Asked(), budget=LayerTable(budget, weights), plan=TopK(sinks=sinks),
-        trigger=AfterProbe(),
-    )  # fmt: skip
+    budgets = LayerTable(budget, weights)
+    return Recipe("epicache", Asked(), budgets, TopK(sinks=sinks), trigger=AfterProbe())
 
 
 @checked
@@ -480,10 +450,8 @@ def kvzip(budget: Size = 0.3, *, floor: float = 0.0, sinks: int = 4) -> Recipe:
     and not among those of all layers; attention of the repeated prompt is over all that is held,
     where the official code has it over the first tokens, one chunk and its repetition.
     """
-    return Recipe(
-        "kvzip", score=Asked(), budget=AdaHead(Uniform(budget), floor), plan=TopK(sinks=sinks),
-        trigger=AfterProbe(),
-    )  # fmt: skip
+    budgets = AdaHead(Uniform(budget), floor)
+    return Recipe("kvzip", Asked(), budgets, TopK(sinks=sinks), trigger=AfterProbe())
 
 
 @checked
@@ -498,9 +466,7 @@ def curdkv(budget: Size = 0.5, *, window: Count = 16, sinks: int = 4) -> Recipe:
     Reference: CurDKV, arXiv 2509.15038. Departure: leverage is that of norms within a window, as in
     the official code and in kvpress, where a decomposition has singular vectors.
     """
-    return Recipe(
-        "curdkv", score=NormProduct(window, sinks), budget=Uniform(budget), plan=TopK(sinks=sinks)
-    )
+    return Recipe("curdkv", NormProduct(window, sinks), Uniform(budget), TopK(sinks=sinks))
 
 
 @checked
@@ -527,7 +493,7 @@ def compactor(
     if blend is None:
         blend = 1 - budget if isinstance(budget, float) else 0.5
     score = Compactor(blend, chunk=chunk, queries=queries, mode=mode)
-    return Recipe("compactor", score=score, budget=Uniform(budget), plan=TopK(), space="pre")
+    return Recipe("compactor", score, Uniform(budget), TopK(), space="pre")
 
 
 @checked
@@ -556,11 +522,9 @@ def prefixkv(
     official = mode == "official"
     share = LayerTable(budget, shares) if shares else CDFLevel(budget)
     plan: Planner = FixedSlot(distance, sinks, 1) if official else TopK(sinks, 1)
-    return Recipe(
-        "prefixkv", score=Shared(Mass(), heads=True),
-        budget=Steady(share) if official else share, plan=plan,
-        trigger=EveryStep() if official else None,
-    )  # fmt: skip
+    budgets = Steady(share) if official else share
+    trigger = EveryStep() if official else None
+    return Recipe("prefixkv", Shared(Mass(), heads=True), budgets, plan, trigger=trigger)
 
 
 @checked
@@ -588,10 +552,8 @@ def compresskv(
     Reference: CompressKV, arXiv 2508.02401. Departure: a layer may get all that it can use, where
     the paper gives none more than three times the average.
     """
-    return Recipe(
-        "compresskv", score=HeadVote(heads, window, kernel),
-        budget=LayerTable(budget, weights, least), plan=TopK(),
-    )  # fmt: skip
+    budgets = LayerTable(budget, weights, least)
+    return Recipe("compresskv", HeadVote(heads, window, kernel), budgets, TopK())
 
 
 @checked
@@ -621,11 +583,9 @@ def scalekv(
     them; drafters are a fixed number of layers at each scale, see `diffcache.kv.learn.scalekv`.
     """
     sizes = tuple(height * width for height, width in scales)
-    return Recipe(
-        "scalekv", score=PatchCenters(scales, prompt, grid, mode=mode),
-        budget=Scheduled(budget, sizes, table, prompt), plan=TopK(),
-        trigger=EveryStep(min(sizes, default=1)),
-    )  # fmt: skip
+    score = PatchCenters(scales, prompt, grid, mode=mode)
+    budgets = Scheduled(budget, sizes, table, prompt)
+    return Recipe("scalekv", score, budgets, TopK(), trigger=EveryStep(min(sizes, default=1)))
 
 
 def _named(name: str, base: Recipe) -> str:

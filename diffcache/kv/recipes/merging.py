@@ -50,11 +50,11 @@ def d2o(
     official = mode == "official"
     if beta is None:
         beta = 0.5 if official else 0.7
-    return Recipe(
-        "d2o", score=Density(Mass(), mode), budget=DenseLayers(budget, mode=mode),
-        plan=RecentShare(recent, sinks=4 if official else 0), merge=EmaMerge(beta, mode, space),
-        trigger=EveryStep(), space=space,
-    )  # fmt: skip
+    score = Density(Mass(), mode)
+    budgets = DenseLayers(budget, mode=mode)
+    plan = RecentShare(recent, sinks=4 if official else 0)
+    merger = EmaMerge(beta, mode, space)
+    return Recipe("d2o", score, budgets, plan, merger, trigger=EveryStep(), space=space)
 
 
 @checked
@@ -80,10 +80,10 @@ def ems(
     Reference: EMS, arXiv 2412.08521. Departures: see `diffcache.kv.merging.ems` and
     `diffcache.kv.score.history.GlobalLocal`.
     """
-    return Recipe(
-        "ems", score=GlobalLocal(window), budget=AdaHead(Uniform(budget), floor),
-        plan=TopK(recent=window), merge=ZeroClassMerge(reach, threshold, space), space=space,
-    )  # fmt: skip
+    score = GlobalLocal(window)
+    budgets = AdaHead(Uniform(budget), floor)
+    merger = ZeroClassMerge(reach, threshold, space)
+    return Recipe("ems", score, budgets, TopK(recent=window), merger, space=space)
 
 
 @checked
@@ -111,14 +111,14 @@ def elastic_cache(
     for each new token is counted from the end, where the official code goes on with the number that
     it had after the prompt.
     """
-    plan = FixedSlot(distance, sinks, recent)
-    official = mode == "official"
-    return Recipe(
-        "elastic_cache", score=Shared(Mass(), heads=True), budget=Uniform(budget),
-        plan=SingleArgsort(plan) if official else plan,
-        merge=BucketMerge(space=space, ends=(sinks, recent) if official else None),
-        trigger=EveryStep(), space=space,
-    )  # fmt: skip
+    score, trigger = Shared(Mass(), heads=True), EveryStep()
+    at_distance, ends = FixedSlot(distance, sinks, recent), None
+    plan: Planner = at_distance
+    if mode == "official":
+        plan, ends = SingleArgsort(at_distance), (sinks, recent)
+    merger = BucketMerge(space=space, ends=ends)
+    budgets = Uniform(budget)
+    return Recipe("elastic_cache", score, budgets, plan, merger, trigger=trigger, space=space)
 
 
 @checked
@@ -148,12 +148,11 @@ def look_m(
 
     Reference: LOOK-M, arXiv 2406.18139, sections 3.2 and 3.3.
     """
+    score, merger = TextFirst(Mass(), text), NearestMerge(merge, space)
     plan: Planner = RecentShare(recent, sinks)
-    return Recipe(
-        "look_m", score=TextFirst(Mass(), text), budget=Uniform(budget),
-        plan=plan if mode == "paper" else AllText(plan, text),
-        merge=NearestMerge(merge, space), space=space,
-    )  # fmt: skip
+    if mode == "official":
+        plan = AllText(plan, text)
+    return Recipe("look_m", score, Uniform(budget), plan, merger, space=space)
 
 
 @checked
@@ -179,10 +178,9 @@ def kvmerger(
     Reference: KVMerger, arXiv 2407.08454. Departures: see
     `diffcache.kv.merging.kvmerger`.
     """
-    return Recipe(
-        "kvmerger", score=Mass(), budget=Uniform(budget), plan=TopK(sinks, recent),
-        merge=ContiguousMerge(threshold, sinks, recent, count, space), space=space,
-    )  # fmt: skip
+    plan = TopK(sinks, recent)
+    merger = ContiguousMerge(threshold, sinks, recent, count, space)
+    return Recipe("kvmerger", Mass(), Uniform(budget), plan, merger, space=space)
 
 
 @checked
@@ -208,11 +206,9 @@ def chelsea(
     Reference: Chelsea, arXiv 2506.11418. Departures: see
     `diffcache.kv.merging.chelsea`.
     """
-    return Recipe(
-        "chelsea", score=Recency(), budget=Uniform(budget), plan=TopK(sinks, recent),
-        merge=SoftMatching(chunk, sinks, recent, space=space), trigger=EveryStep(every),
-        space=space,
-    )  # fmt: skip
+    budgets, plan, trigger = Uniform(budget), TopK(sinks, recent), EveryStep(every)
+    merger = SoftMatching(chunk, sinks, recent, space=space)
+    return Recipe("chelsea", Recency(), budgets, plan, merger, trigger=trigger, space=space)
 
 
 @checked
@@ -230,10 +226,8 @@ def lococo(
 
     Reference: LoCoCo, arXiv 2406.05317. Departures: see `diffcache.kv.merging.lococo`.
     """
-    return Recipe(
-        "lococo", score=Mass(), budget=Uniform(budget), plan=TopK(recent=recent),
-        merge=ConvolutionMerge(weights, recent), trigger=EveryStep(chunk),
-    )  # fmt: skip
+    plan, merger = TopK(recent=recent), ConvolutionMerge(weights, recent)
+    return Recipe("lococo", Mass(), Uniform(budget), plan, merger, trigger=EveryStep(chunk))
 
 
 @checked
@@ -258,10 +252,8 @@ def kvcrush(
 
     Reference: KVCrush, arXiv 2503.00022.
     """
-    return Recipe(
-        "kvcrush", score=Mass(), budget=Uniform(budget),
-        plan=Diversity(share, anchor, mode, sinks=sinks, recent=recent),
-    )  # fmt: skip
+    plan = Diversity(share, anchor, mode, sinks=sinks, recent=recent)
+    return Recipe("kvcrush", Mass(), Uniform(budget), plan)
 
 
 @checked
@@ -280,7 +272,5 @@ def locret(
     Reference: Locret, arXiv 2410.01805, section 3.4. Departure: keys keep the positions they had,
     where the paper numbers what is left anew from the first.
     """
-    return Recipe(
-        "locret", score=Retained(heads), budget=Uniform(budget), plan=TopK(recent=stabilizers),
-        trigger=EveryStep(chunk),
-    )  # fmt: skip
+    plan = TopK(recent=stabilizers)
+    return Recipe("locret", Retained(heads), Uniform(budget), plan, trigger=EveryStep(chunk))

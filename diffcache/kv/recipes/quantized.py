@@ -100,15 +100,13 @@ def zipcache(
     paper codes everything anew every 100 tokens; channels of values are scaled by the tokens of
     one precision, where the official code takes those of both; probes are spread and not drawn.
     """
-    rungs = tuple(
-        Pair(GroupQuant(bits, "tokens", None),
-             JoinHeads(ChannelSeparable(GroupQuant(bits, "channels", None))), 1)
-        for bits in (high, low)
-    )  # fmt: skip
-    return Recipe(
-        "zipcache", score=Salience(probes), budget=Uniform(float(budget)), ladder=rungs,
-        plan=Demote(top=1, rest=2, fresh=True), trigger=EveryStep(every),
-    )  # fmt: skip
+    rungs = []
+    for bits in (high, low):
+        values = JoinHeads(ChannelSeparable(GroupQuant(bits, "channels", None)))
+        rungs.append(Pair(GroupQuant(bits, "tokens", None), values, 1))
+    score, budgets = Salience(probes), Uniform(float(budget))
+    plan, trigger = Demote(top=1, rest=2, fresh=True), EveryStep(every)
+    return Recipe("zipcache", score, budgets, plan, ladder=tuple(rungs), trigger=trigger)
 
 
 @checked
@@ -128,10 +126,9 @@ def mikv(
     last queries rather than all.
     """
     quant = GroupQuant(bits, "channels", group)
-    return Recipe(
-        "mikv", score=WithQueries(queries), budget=Uniform(budget), plan=Demote(recent=0.5),
-        ladder=(BalancedRung(Pair(quant, quant, 1)),), trigger=EveryStep(every),
-    )  # fmt: skip
+    score, plan = WithQueries(queries), Demote(recent=0.5)
+    rungs = (BalancedRung(Pair(quant, quant, 1)),)
+    return Recipe("mikv", score, Uniform(budget), plan, ladder=rungs, trigger=EveryStep(every))
 
 
 @checked
@@ -237,10 +234,8 @@ def staircase(steps: tuple[int, ...] = (32, 128, 512), *, group: Count = 32) -> 
     if not 1 <= len(steps) <= 4:
         raise ValueError(f"steps={steps}: give one to four ages, for 8, 4, 2 and 1 bits")
     rungs = tuple(Stair(8 >> number, group) for number in range(len(steps)))
-    return Recipe(
-        "staircase", score=Recency(), budget=Uniform(1.0), plan=ByAge(tuple(steps), group),
-        ladder=rungs, trigger=EveryStep(group),
-    )  # fmt: skip
+    plan, trigger = ByAge(tuple(steps), group), EveryStep(group)
+    return Recipe("staircase", Recency(), Uniform(1.0), plan, ladder=rungs, trigger=trigger)
 
 
 @checked

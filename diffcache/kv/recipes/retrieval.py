@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from diffcache.kv.codec.base import Exact
 from diffcache.kv.codec.held import Pair
 from diffcache.kv.codec.quant import GroupQuant
@@ -59,10 +61,8 @@ def mpcache_select(
     first two layers share a choice too, which the paper's do not.
     """
     check_room(budget, {"small": small})
-    chooser = MinMaxTree(
-        budget, sinks=0, recent=small, group="mean",
-        large=large, small=small, alpha=alpha, layers=layers,
-    )  # fmt: skip
+    tree: dict[str, Any] = {"large": large, "small": small, "alpha": alpha, "layers": layers}
+    chooser = MinMaxTree(budget, sinks=0, recent=small, group="mean", **tree)
     return Recipe("mpcache_select", retrieve=chooser)
 
 
@@ -89,10 +89,8 @@ def double_sparsity(
     check_room(budget, {"sinks": sinks, "recent": recent})
     width = len(channels[0][0]) if channels and channels[0] else 1
     labels = None if bits is None else GroupQuant(bits, along="channels", group=width)
-    chooser = LabelChannels(
-        budget, sinks=sinks, recent=recent, group="mean", skip=skip,
-        channels=channels, labels=labels,
-    )  # fmt: skip
+    kept: dict[str, Any] = {"sinks": sinks, "recent": recent, "skip": skip}
+    chooser = LabelChannels(budget, group="mean", channels=channels, labels=labels, **kept)
     return Recipe("double_sparsity", retrieve=chooser)
 
 

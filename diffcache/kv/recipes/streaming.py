@@ -29,10 +29,9 @@ def streaming_llm(
     Reference: StreamingLLM, arXiv 2309.17453, section 3.2. Departure: the token being computed
     comes on top of the budget; a prompt is read whole before anything is dropped.
     """
-    return Recipe(
-        "streaming_llm", score=Recency(), budget=Uniform(budget), plan=TopK(sinks=sinks),
-        trigger=EveryStep(every), positions=Slot() if rotate else None,
-    )  # fmt: skip
+    plan, trigger, positions = TopK(sinks=sinks), EveryStep(every), Slot() if rotate else None
+    budgets = Uniform(budget)
+    return Recipe("streaming_llm", Recency(), budgets, plan, trigger=trigger, positions=positions)
 
 
 @checked
@@ -49,10 +48,8 @@ def duo_attention(heads: Heads, budget: Size = 320, *, sinks: int = 64, every: i
     Reference: DuoAttention, arXiv 2410.10819, section 2. Departure: a prompt is read whole by all
     heads before anything is dropped.
     """
-    return Recipe(
-        "duo_attention", score=Recency(), budget=HeadTable(heads, budget), plan=TopK(sinks=sinks),
-        trigger=EveryStep(every),
-    )  # fmt: skip
+    budgets = HeadTable(heads, budget)
+    return Recipe("duo_attention", Recency(), budgets, TopK(sinks=sinks), trigger=EveryStep(every))
 
 
 @checked
@@ -72,7 +69,6 @@ def razor_attention(
     Reference: RazorAttention, arXiv 2407.15891. Departure: keys are
     averaged as they are rotated, which shortens those of tokens far apart.
     """
-    return Recipe(
-        "razor_attention", score=Recency(), budget=HeadTable(heads, budget, least, sinks),
-        plan=TopK(sinks=sinks), merge=Compensation(), trigger=EveryStep(every),
-    )  # fmt: skip
+    budgets, plan = HeadTable(heads, budget, least, sinks), TopK(sinks=sinks)
+    trigger = EveryStep(every)
+    return Recipe("razor_attention", Recency(), budgets, plan, Compensation(), trigger=trigger)

@@ -48,8 +48,8 @@ class Blocks:
         heads = fresh.k.shape[1]
         blocks = dict(old.blocks)
         if not blocks:
-            blocks = {"count": torch.zeros(*block.shape[:2], 0, dtype=torch.int64,
-                                           device=block.device)}  # fmt: skip
+            none = torch.zeros(*block.shape[:2], 0, dtype=torch.int64, device=block.device)
+            blocks = {"count": none}
             empty = torch.zeros(len(block), heads, 0, fresh.k.shape[3], device=block.device)
             names = ("lo", "hi") if self.kind == "bounds" else ("sum",)
             blocks.update(dict.fromkeys(names, empty))

@@ -103,10 +103,9 @@ class Compactor(Score):
 
     def _attend(self, q: Tensor, k: Tensor, there: Tensor) -> Tensor:
         """Return what slots [B, H, S] get from the queries of their chunk, mean over G."""
-        missing = -k.shape[2] % self.chunk
-        q, k = (functional.pad(x, (0, 0, 0, missing)).unflatten(-2, (-1, self.chunk))
-                for x in (q, k))  # fmt: skip
-        both = functional.pad(there, (0, missing)).unflatten(-1, (-1, self.chunk))
+        missing, chunks = -k.shape[2] % self.chunk, (-1, self.chunk)
+        q, k = (functional.pad(x, (0, 0, 0, missing)).unflatten(-2, chunks) for x in (q, k))
+        both = functional.pad(there, (0, missing)).unflatten(-1, chunks)
         found = torch.einsum("bhgnqd,bhnkd->bhgnqk", q, k)
         pair = (both[..., :, None] & both[..., None, :])[:, :, None]
         if self.mode == "official":

@@ -89,8 +89,9 @@ class Mixer:
                 self._kept[key] = [tensor.detach() for tensor in fresh]
                 return None
             weight = self.weights[number]
-            mixed = [weight.to(f.dtype) * f + (1 - weight).to(f.dtype) * k
-                     for f, k in zip(fresh, kept, strict=True)]  # fmt: skip
+            mixed = []
+            for new, old in zip(fresh, kept, strict=True):
+                mixed.append(weight.to(new.dtype) * new + (1 - weight).to(new.dtype) * old)
             if self._renews[number]:
                 self._kept[key] = [tensor.detach() for tensor in mixed]
             return Template(out).build(mixed)

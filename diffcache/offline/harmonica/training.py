@@ -166,18 +166,16 @@ class _Trainer:
 
         facts = facts_of(self.replay.model, self.replay.pipe.scheduler)
         replay, plan = self.replay, self.plan
-        return header_of(self.method, facts, plan, steps=replay.total, shape=replay.shape,
-                         guidance=plan.guidance(replay.pipe), sites=self.sites, seed=plan.seed,
-                         batch_size=plan.batch_size)  # fmt: skip
+        run = {"steps": replay.total, "shape": replay.shape, "sites": self.sites}
+        run |= {"guidance": plan.guidance(replay.pipe), "seed": plan.seed}
+        return header_of(self.method, facts, plan, batch_size=plan.batch_size, **run)
 
     def _about(self) -> dict[str, Any]:
         """Return the facts that must be alike for a training to go on, as plain data."""
-        about = {
-            **{f.name: getattr(self.method, f.name) for f in dataclasses.fields(self.method)
-               if f.name not in NOT_TRAINING},
-            **facts_of(self.replay.model, self.replay.pipe.scheduler),
-            **self.plan.about(), "steps": self.replay.total,
-        }  # fmt: skip
+        names = [f.name for f in dataclasses.fields(self.method) if f.name not in NOT_TRAINING]
+        about = {name: getattr(self.method, name) for name in names}
+        about |= facts_of(self.replay.model, self.replay.pipe.scheduler)
+        about |= self.plan.about() | {"steps": self.replay.total}
         plain: dict[str, Any] = json.loads(_json(about))
         return plain
 

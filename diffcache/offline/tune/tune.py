@@ -353,19 +353,17 @@ def _tuned(
     method, validated = chosen
     tensors: dict[str, Any] = {}
     choice = to_plain(method, tensors)
-    front = [
-        {
-            "method": trial.method, "cost": trial.cost, "psnr_db": trial.psnr_db,
-            **{f"validation_{name}": getattr(validated.get(trial.method), name, None)
-               for name in ("psnr_db", "low_db", "high_db")},
-        }
-        for trial in front_of([trial for _, trial in search.seen.values()])
-    ]  # fmt: skip
-    more = {"choice": choice, "front": front, "goal": asdict(search.goal), "tried": search.tried,
-            "refused": search.refused, "skipped": search.skipped, "stopped": search.stopped,
-            "steps": search.bench.total, "chosen": repr(method),
-            "validation": asdict(validated[repr(method)]), "seed": plan.seed,
-            "batch_size": plan.batch_size}  # fmt: skip
+    front = []
+    for trial in front_of([trial for _, trial in search.seen.values()]):
+        row = {name: getattr(trial, name) for name in ("method", "cost", "psnr_db")}
+        for name in ("psnr_db", "low_db", "high_db"):
+            row[f"validation_{name}"] = getattr(validated.get(trial.method), name, None)
+        front.append(row)
+    more = {"choice": choice, "front": front, "goal": asdict(search.goal)}
+    more |= {name: getattr(search, name) for name in ("tried", "refused", "skipped", "stopped")}
+    more |= {"steps": search.bench.total, "chosen": repr(method)}
+    more |= {"validation": asdict(validated[repr(method)])}
+    more |= {"seed": plan.seed, "batch_size": plan.batch_size}
     if guarantee is not None:
         more["guarantee"] = asdict(guarantee)
     tables = Tables(header_of(Tuned(), facts, plan, **more), tensors)  # type: ignore[arg-type]

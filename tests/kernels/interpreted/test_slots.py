@@ -227,8 +227,8 @@ def test_the_library_rotates_by_the_kernel(name: str, monkeypatch: pytest.Monkey
             monkeypatch.setenv("DIFFCACHE_KERNELS", "triton")
             found = verb(x, pos)
             monkeypatch.setenv("DIFFCACHE_KERNELS", "torch")
-            torch.testing.assert_close(found, verb(x, pos), rtol=1.6e-2 if x.element_size() == 2 else 0,
-                                       atol=1e-6)  # fmt: skip
+            rtol = 1.6e-2 if x.element_size() == 2 else 0
+            torch.testing.assert_close(found, verb(x, pos), rtol=rtol, atol=1e-6)
     assert len(calls) == 6
     monkeypatch.setenv("DIFFCACHE_KERNELS", "triton")
     rotation.rotate(drawn(1, 2, 5, 8).double(), pos)

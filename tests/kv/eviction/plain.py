@@ -69,9 +69,7 @@ class Text:
 
 def recipe(score: Score, budget: Budget | None = None) -> Recipe:
     """Return a recipe that scores, and drops only when it is asked to."""
-    return Recipe(
-        "plain", score=score, budget=budget or Uniform(1.0), plan=TopK(), trigger=OnRequest()
-    )
+    return Recipe("plain", score, budget or Uniform(1.0), TopK(), trigger=OnRequest())
 
 
 def observed(score: Score, text: Text, steps: Sequence[int]) -> list[Observation]:

@@ -149,8 +149,7 @@ def turned(distance: int, merge: Any) -> float:
     """Return the norm of two equal keys so far apart, once merged, over what it was."""
     key = torch.randn(1, 1, 1, 64, generator=torch.Generator().manual_seed(1)).double()
     pre = merge.space == "pre"
-    recipe = Recipe("two", score=Recency(), budget=Uniform(0.5), plan=TopK(), merge=merge,
-                    space="pre")  # fmt: skip
+    recipe = Recipe("two", Recency(), Uniform(0.5), TopK(), merge, space="pre")
     store = KVStore(1, recipe, rotary=[ROTARY])
     layer = store.layers[0]
     rpos = torch.tensor([[[0, distance]]], dtype=torch.int32)

@@ -163,9 +163,8 @@ def test_blocks_step_down_when_their_youngest_is_old_enough() -> None:
 
 def test_statistics_follow_slots_through_levels_and_ragged_rows() -> None:
     recipe = Recipe(
-        "levels", score=Recency(), budget=Uniform(5), plan=Demote(), trigger=EveryStep(3),
-        ladder=(Stair(8, 4),),
-    )  # fmt: skip
+        "levels", Recency(), Uniform(5), Demote(), trigger=EveryStep(3), ladder=(Stair(8, 4),)
+    )
     store = KVStore(1, recipe)
     layer = store.layers[0]
     valid = torch.tensor([[True] * 11, [False] * 4 + [True] * 7])
