@@ -35,7 +35,8 @@ REAL: dict = {
     "cogvideox-5b-i2v": ("CogVideoXTransformer3DModel", {"in_channels": 32, **LARGE}),
     "cogvideox1.5-5b": ("CogVideoXTransformer3DModel", {"patch_size_t": 2, **LARGE}),
     "cogvideox1.5-5b-i2v": (
-        "CogVideoXTransformer3DModel", {"in_channels": 32, "patch_size_t": 2, **LARGE}
+        "CogVideoXTransformer3DModel",
+        {"in_channels": 32, "patch_size_t": 2, **LARGE},
     ),
     "qwen-image": ("QwenImageTransformer2DModel", {}),
     "qwen-image-edit": ("QwenImageTransformer2DModel", {}),
@@ -44,7 +45,7 @@ REAL: dict = {
     "wan2.1-t2v-1.3b": ("WanTransformer3DModel", {"num_layers": 30, "num_attention_heads": 12}),
     "wan2.1-i2v-14b-480p": ("WanTransformer3DModel", WAN_I2V),
     "wan2.1-i2v-14b-720p": ("WanTransformer3DModel", WAN_I2V),
-}  # fmt: skip
+}
 
 
 @contextmanager

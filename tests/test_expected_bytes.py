@@ -61,8 +61,9 @@ def test_frames_left_over_are_counted_as_the_pipeline_does(name, frames):
     size = size_of(pipe, pipe.transformer, given)
     cls = type(pipe.transformer).__name__
     text = pipe.transformer.config.get("max_text_seq_length", 6)
-    made = inputs_of(cls, pipe.transformer.config, replace(size, text_tokens=text),
-                     compression_of(pipe))  # fmt: skip
+    made = inputs_of(
+        cls, pipe.transformer.config, replace(size, text_tokens=text), compression_of(pipe)
+    )
     assert made["hidden_states"].shape[1:] == seen[0][1:]
 
 

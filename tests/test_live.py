@@ -112,8 +112,9 @@ def test_pictures_go_to_the_call_of_an_editing_pipeline(
     drawn = []
     for color in ("orange", "blue"):
         image = Image.new("RGB", (32, 32), color)
-        found = diffcache.evaluate(edits, ["interval:every=2"], PROMPTS[:2], image=image,
-                                   out=tmp_path / color, **given)  # fmt: skip
+        found = diffcache.evaluate(
+            edits, ["interval:every=2"], PROMPTS[:2], image=image, out=tmp_path / color, **given
+        )
         assert cases_of(found)["interval:every=2"]["computed_steps"] == 2  # of three
         assert found.record["task"]["batch_size"] == 1
         (case,) = (tmp_path / color / "cases").glob("uncached-????????")
@@ -234,6 +235,7 @@ def test_settings_files_are_rows_too(pipe: Any, tmp_path: Path) -> None:
     path = str(tmp_path / "cache.yaml")
     diffcache.save(diffcache.wrap(pipe, FirstBlock(9.0)), path)
     diffcache.unwrap(pipe)
-    found = diffcache.latency(pipe, {"saved": path, "same": FirstBlock(9.0)}, PROMPTS[:1], rounds=1,
-                              **SMALL)  # fmt: skip
+    found = diffcache.latency(
+        pipe, {"saved": path, "same": FirstBlock(9.0)}, PROMPTS[:1], rounds=1, **SMALL
+    )
     assert len({row["evaluations"] for row in found.record["rows"][1:]}) == 1

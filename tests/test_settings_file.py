@@ -36,10 +36,11 @@ MODEL = "FluxTransformer2DModel"
 MADE = [
     Held(Interval(every=4, site="block"), "int8"),
     Combine(Gate(float("inf"), of="output"), Newton(2), "block", lead=2, tail=1),
-    Combine(Table({"transformer_blocks.0": [0, 3], "transformer_blocks.1": [0]}, 5), Newton(1),
-            "block"),
+    Combine(
+        Table({"transformer_blocks.0": [0, 3], "transformer_blocks.1": [0]}, 5), Newton(1), "block"
+    ),
     *(make_method(name, **settings) for name, settings in ON.items()),
-]  # fmt: skip
+]
 
 
 @pytest.fixture

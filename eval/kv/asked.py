@@ -78,42 +78,37 @@ class Asked:
         for depth in DEPTHS:
             city, number = cities.pop(), str(drawn.randrange(100, 1000))
             put.append((depth, NEEDLE.format(city, number)))
-            asked.append(Question(
-                "needle", f"What is the secret number of {city}?",
-                f"The secret number of {city} is", f" {number}", depth,
-            ))  # fmt: skip
+            secret = f"secret number of {city}"
+            question, start = f"What is the {secret}?", f"The {secret} is"
+            asked.append(Question("needle", question, start, f" {number}", depth))
         city, values = cities.pop(), names[:SEVERAL]
         places = sorted(drawn.random() for _ in values)
-        put += [(place, f"The secret word of {city} is {word}.")
-                for place, word in zip(places, values, strict=True)]  # fmt: skip
-        asked.append(Question(
-            "values", f"What are the {SEVERAL} secret words of {city}, in their order?",
-            f"The {SEVERAL} secret words of {city} are", f" {' and '.join(values)}",
-        ))  # fmt: skip
+        for place, word in zip(places, values, strict=True):
+            put.append((place, f"The secret word of {city} is {word}."))
+        question = f"What are the {SEVERAL} secret words of {city}, in their order?"
+        start = f"The {SEVERAL} secret words of {city} are"
+        asked.append(Question("values", question, start, f" {' and '.join(values)}"))
         keys = names[SEVERAL : SEVERAL + 2 * PAIRS]
         for key, value in zip(keys[::2], keys[1::2], strict=True):
             depth = drawn.random()
             put.append((depth, f'{{"{key}": "{value}"}}'))
-            asked.append(Question(
-                "pair", f'What is the value of "{key}" in the JSON?', f'"{key}": "', value, depth
-            ))  # fmt: skip
+            question = f'What is the value of "{key}" in the JSON?'
+            asked.append(Question("pair", question, f'"{key}": "', value, depth))
         chain = [f"VAR_{letter}" for letter in drawn.sample("ABCDEFGHJKLMNPQRSTUVWXYZ", CHAIN)]
         number = str(drawn.randrange(100, 1000))
         values = [number, *chain[:-1]]
         places = sorted(drawn.random() for _ in chain)
-        put += [(place, f"{name} = {value}.")
-                for place, name, value in zip(places, chain, values, strict=True)]  # fmt: skip
-        asked.append(Question(
-            "variables", f"What is the number that {chain[-1]} stands for?",
-            f"{chain[-1]} = {' = '.join(reversed(chain[:-1]))} =", f" {number}",
-        ))  # fmt: skip
+        for place, name, value in zip(places, chain, values, strict=True):
+            put.append((place, f"{name} = {value}."))
+        question = f"What is the number that {chain[-1]} stands for?"
+        start = f"{chain[-1]} = {' = '.join(reversed(chain[:-1]))} ="
+        asked.append(Question("variables", question, start, f" {number}"))
         often = names[-1]
         put += [(drawn.random(), f"Take the {often}.") for _ in range(OFTEN)]
         put += [(drawn.random(), f"Take the {word}.") for word in names[-4:-1] for _ in range(2)]
-        asked.append(Question(
-            "frequent", "Which thing is to be taken most often?",
-            "Most often you are told to take the", f" {often}",
-        ))  # fmt: skip
+        question = "Which thing is to be taken most often?"
+        start = "Most often you are told to take the"
+        asked.append(Question("frequent", question, start, f" {often}"))
         for place, sentence in sorted(put, key=lambda one: -one[0]):
             words.insert(round(place * count), sentence)
         return cls(" ".join(words), tuple(asked))
@@ -160,10 +155,9 @@ class Spelled:
             questions.append(whole[:shared])
             starts.append(whole[shared:alike])
             answers.append(whole[alike:])
-        return cls(
-            tokens_of(tokenizer, before), tuple(one.kind for one in chosen),
-            tuple(one.depth for one in chosen), tuple(questions), tuple(starts), tuple(answers),
-        )  # fmt: skip
+        kinds, depths = tuple(one.kind for one in chosen), tuple(one.depth for one in chosen)
+        said = tuple(questions), tuple(starts), tuple(answers)
+        return cls(tokens_of(tokenizer, before), kinds, depths, *said)
 
     def hits(self, model: Any, cache: KVCache, recipe: Recipe) -> list[bool]:
         """Return which answers greedy generation gives whole, each on a fork of a cache.

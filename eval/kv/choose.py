@@ -25,10 +25,8 @@ def candidates(memory: float) -> list[str]:
     """Return the words that are tried where none are named, for a share of exact bytes."""
     slots = round(_BESIDE * memory, 3)
     more = round(min(2.2 * slots, 0.9), 3)  # of slots that are held in four bits
-    return [
-        "kivi:bits=4", "kivi:bits=2", f"snapkv:budget={slots}", f"keydiff:budget={slots}",
-        f"streaming_llm:budget={slots}", f"snapkv:budget={more}|kivi:bits=4",
-    ]  # fmt: skip
+    dropping = [f"{name}:budget={slots}" for name in ("snapkv", "keydiff", "streaming_llm")]
+    return ["kivi:bits=4", "kivi:bits=2", *dropping, f"snapkv:budget={more}|kivi:bits=4"]
 
 
 @dataclass(frozen=True)
@@ -169,19 +167,18 @@ def pick(
     if count < 4:
         raise ValueError(f"{count} windows: must be at least 4; give more texts or longer ones")
     halves = slice(0, count, 2), slice(1, count, 2)
-    tried = [
-        Tried(
-            word, held_share(row), held_share(row) <= memory,
-            *(_half(rows[NONE], row, half) for half in halves),
+    tried = []
+    for word in [word for word in rows if word != NONE]:
+        row, held = rows[word], held_share(rows[word])
+        tried.append(
+            Tried(word, held, held <= memory, *(_half(rows[NONE], row, h) for h in halves))
         )
-        for word, row in rows.items() if word != NONE
-    ]  # fmt: skip
     fitting = [one for one in tried if one.fits]
     if not fitting:
         least = min(tried, key=lambda one: one.held, default=None)
-        said = "nothing could be measured" if least is None else (
-            f"the least is {least.word} with {least.held:.1%}"
-        )  # fmt: skip
+        said = "nothing could be measured"
+        if least is not None:
+            said = f"the least is {least.word} with {least.held:.1%}"
         raise ValueError(f"memory={memory}: no recipe that was tried fits; {said}")
     best = max(fitting, key=lambda one: one.chosen_by.worth)
     tried.sort(key=lambda one: (one.fits, one.chosen_by.worth), reverse=True)

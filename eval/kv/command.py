@@ -179,8 +179,8 @@ def kv(
         named = {"model": None if model == MODEL else model, "seed": seed or None}
         refuse(shape | named, f"--sweep {sweep} says what is asked; leave it out")
     if tasks == TEXT:
-        refuse({"limit": limit, "include-path": include_path, "batch": batch, "facts": facts,
-                 "sweep": sweep}, "is not for --tasks text")  # fmt: skip
+        others = {"limit": limit, "include-path": include_path, "batch": batch}
+        refuse(others | {"facts": facts, "sweep": sweep}, "is not for --tasks text")
         task = {"context": context, "samples": samples, "aware": query_aware}
         _text(recipe, model, texts, out, plot, device=device, seed=seed, **task)
         return
@@ -200,8 +200,9 @@ def kv(
 
 def _list() -> None:
     """Print all recipes."""
-    rows = [(name, what, while_decoding(example(recipe_function(name))))
-            for name, what in recipes().items()]  # fmt: skip
+    rows = []
+    for name, what in recipes().items():
+        rows.append((name, what, while_decoding(example(recipe_function(name)))))
     print_rows(("recipe", "what it does", "what it holds"), rows)
 
 
@@ -291,16 +292,14 @@ def _harness(
 
     asked = Questions(model, tuple(tasks.split(",")), device=str(device_of(device)), **given)
     weights = TextModel(model).weights if any(map(names_tables, recipe)) else None
-    rows = ask(
-        asked, {name: parse_recipe(name, weights) for name in recipe}, out,
-        lambda name: typer.echo(f"asking {name}", err=True),
-    )  # fmt: skip
+    parsed = {name: parse_recipe(name, weights) for name in recipe}
+    rows = ask(asked, parsed, out, lambda name: typer.echo(f"asking {name}", err=True))
     titles = ("task", "metric", "recipe", "value", "change from none")
-    lines = [
-        (row["task"], row["metric"], broken(row["name"]), spread(row["value"], ""),
-         "" if row["change"] is None else spread(row["change"], "+"))
-        for row in sorted(rows, key=lambda row: (row["task"], row["metric"]))
-    ]  # fmt: skip
+    lines = []
+    for row in sorted(rows, key=lambda row: (row["task"], row["metric"])):
+        change = "" if row["change"] is None else spread(row["change"], "+")
+        value = spread(row["value"], "")
+        lines.append((row["task"], row["metric"], broken(row["name"]), value, change))
     print_rows(titles, lines)
     _told(out)
 
@@ -339,15 +338,12 @@ def recall_tables(rows: list[dict[str, Any]]) -> tuple[Table, Table]:
     takes: list[tuple[str, ...]] = []
     for row in rows:
         seconds, name = row["seconds"], broken(str(row["name"]))
-        known.append((
-            name, spread(row["whole"]), f"{row['lookup']['value']:.3f}",
-            f"{row['copy']['value']:.3f}", f"{row['perplexity']:.2f}", f"{row['share']:.1%}",
-        ))  # fmt: skip
-        takes.append((
-            name, human(row["bytes"], "B"), f"{row['share']:.1%}", f"{row['slots']:.0f}",
-            f"{row['read']:.0%}", f"{seconds['prefill'] + seconds['compress']:.3f}",
-            f"{1e3 * seconds['token']:.1f}",
-        ))  # fmt: skip
+        share, held = f"{row['share']:.1%}", (human(row["bytes"], "B"), f"{row['slots']:.0f}")
+        answers = f"{row['lookup']['value']:.3f}", f"{row['copy']['value']:.3f}"
+        known.append((name, spread(row["whole"]), *answers, f"{row['perplexity']:.2f}", share))
+        prompt, token = seconds["prefill"] + seconds["compress"], 1e3 * seconds["token"]
+        read = f"{row['read']:.0%}"
+        takes.append((name, held[0], share, held[1], read, f"{prompt:.3f}", f"{token:.1f}"))
     return (
         (("", "whole", "look-up", "copy", "perplexity", "share"), known),
         (("", "bytes", "share", "slots", "read", "s/context", "ms/token"), takes),
@@ -364,18 +360,15 @@ def text_tables(rows: Mapping[str, dict[str, Any]]) -> tuple[Table, Table]:
     takes: list[tuple[str, ...]] = []
     for word, row in rows.items():
         name = broken(word)
-        asked = ["" if row[key] is None else spread(row[key], sign, 2)
-                 for key, sign in (("whole", ""), ("change", "+"), ("aware", ""))]  # fmt: skip
-        known.append((
-            name, *asked, spread(row["perplexity"], places=2), spread(row["ratio"]),
-            spread(row["copy"], places=2),
-        ))  # fmt: skip
+        asked = []
+        for key, sign in (("whole", ""), ("change", "+"), ("aware", "")):
+            asked.append("" if row[key] is None else spread(row[key], sign, 2))
+        perplexity, copied = (spread(row[key], places=2) for key in ("perplexity", "copy"))
+        known.append((name, *asked, perplexity, spread(row["ratio"]), copied))
         milliseconds = 1e3 * row["token_seconds"]["median"]
         half = "" if row["share_16"] is None else f"{row['share_16']:.1%}"
-        takes.append(
-            (name, human(row["bytes"], "B"), f"{row['share']:.1%}", half, f"{milliseconds:.1f}",
-             quartiles(row["token_ratio"]))
-        )  # fmt: skip
+        held = human(row["bytes"], "B"), f"{row['share']:.1%}", half
+        takes.append((name, *held, f"{milliseconds:.1f}", quartiles(row["token_ratio"])))
     return (
         (("", "whole", "change", "asked first", "perplexity", "x none", "copy"), known),
         (("", "bytes", "share", "of 16 bits", "ms/token", "x DynamicCache"), takes),

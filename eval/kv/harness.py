@@ -249,11 +249,11 @@ def ask(
 
 def _evaluate(lm: RecipeLM, questions: Questions, manager: TaskManager) -> dict[str, Any]:
     seed = questions.seed
+    of = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
+    asked = {"tasks": list(questions.tasks), "task_manager": manager, "limit": questions.limit}
     found: dict[str, Any] = lm_eval.simple_evaluate(
-        model=lm, tasks=list(questions.tasks), task_manager=manager, limit=questions.limit,
-        bootstrap_iters=0, random_seed=seed, numpy_random_seed=seed, torch_random_seed=seed,
-        fewshot_random_seed=seed,
-    )  # fmt: skip
+        model=lm, bootstrap_iters=0, **asked, **dict.fromkeys(of, seed)
+    )
     return found
 
 

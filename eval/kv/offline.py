@@ -144,10 +144,8 @@ class TextSamples:
 
     def about(self) -> dict[str, Any]:
         """Return what they are."""
-        return {
-            "context": self.context, "count": self.count, "seed": self.seed,
-            "questions": self.questions, "cue": self.cue, "span": self.span, **self.source,
-        }  # fmt: skip
+        names = ("context", "count", "seed", "questions", "cue", "span")
+        return {name: getattr(self, name) for name in names} | dict(self.source)
 
 
 @dataclass(frozen=True)

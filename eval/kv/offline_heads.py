@@ -70,12 +70,11 @@ def compresskv(work: Work, *, heads: int = 2, budget: float = 0.25) -> Prepared:
     for sample in work.each("heads"):
         layers = seen_by(work.model, sample.ids)
         for answer in sample.answers:
-            found.append(torch.stack([
-                heads_that_retrieve.retrieval_score(
-                    seen.attention(answer.said)[0], answer.start, answer.stop
-                ).cpu()
-                for seen in layers
-            ]))  # fmt: skip
+            scores = []
+            for seen in layers:
+                said = seen.attention(answer.said)[0], answer.start, answer.stop
+                scores.append(heads_that_retrieve.retrieval_score(*said).cpu())
+            found.append(torch.stack(scores))
     chosen = heads_that_retrieve.top_heads(torch.stack(found).mean(0), heads)
     recipe = compresskv_recipe(budget, heads=chosen)
     errors = [_errors(work.model, recipe, sample) for sample in work.each("layers")]

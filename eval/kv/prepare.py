@@ -65,11 +65,10 @@ def make(name: str, work: Work, file: Path, weights: str, **settings: Any) -> Pr
             found = MAKERS[name](work, **settings)
     finally:
         detach(work.model)
-    about = {
-        "kind": found.kind, "recipe": name, "weights": weights, "samples": work.samples.about(),
-        "gives": {setting: list(entries) for setting, entries in found.gives.items()},
-        "settings": settings_of(name) | settings, **found.about,
-    }  # fmt: skip
+    gives = {setting: list(entries) for setting, entries in found.gives.items()}
+    about: dict[str, Any] = {"kind": found.kind, "recipe": name, "weights": weights}
+    about |= {"samples": work.samples.about(), "gives": gives}
+    about |= {"settings": settings_of(name) | settings, **found.about}
     write_table(file, found.tensors, about)
     return found
 

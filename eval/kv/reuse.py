@@ -192,10 +192,8 @@ def reuse(
 
 def _ask(shelf: Documents, request: Request) -> _Taken:
     """Have a method answer a prompt."""
-    found = shelf.ask(
-        request.questions, request.documents, generate=GENERATE,
-        answer_prefix="The secret number is",
-    )  # fmt: skip
+    given: dict[str, Any] = {"generate": GENERATE, "answer_prefix": "The secret number is"}
+    found = shelf.ask(request.questions, request.documents, **given)
     said = [re.match(r"\D{0,3}(\d+)", text) for text in found.texts]
     hits = [one is not None and one[1] == right
             for one, right in zip(said, request.answers, strict=True)]  # fmt: skip
@@ -272,28 +270,23 @@ def command(
     started = time.monotonic()
     with progress("asking") as show:
         rows, setting, source = reuse(task, method or list(methods()), show)
-    print_rows(("", "answered", "change", "computed", "bytes"), [
-        (row["name"], spread(row["answers"], places=2),
-         "" if row["change"] is None else spread(row["change"], "+", 2),
-         f"{row['computed']:.0%}", human(row["bytes"], "B"))
-        for row in rows
-    ])  # fmt: skip
-    print_rows(("", "first token", "x recompute", "all, x recompute"), [
-        (row["name"], f"{row['first_seconds']['median']:.3f} s", quartiles(row["first_ratio"]),
-         quartiles(row["all_ratio"]))
-        for row in rows
-    ])  # fmt: skip
-    typer.echo(f"{requests} prompts of {documents} documents of {length} tokens, "
-               f"{questions} questions each, {place}")  # fmt: skip
+    answered, taken = [], []
+    for row in rows:
+        change = "" if row["change"] is None else spread(row["change"], "+", 2)
+        held = f"{row['computed']:.0%}", human(row["bytes"], "B")
+        answered.append((row["name"], spread(row["answers"], places=2), change, *held))
+        ratios = quartiles(row["first_ratio"]), quartiles(row["all_ratio"])
+        taken.append((row["name"], f"{row['first_seconds']['median']:.3f} s", *ratios))
+    print_rows(("", "answered", "change", "computed", "bytes"), answered)
+    print_rows(("", "first token", "x recompute", "all, x recompute"), taken)
+    prompts = f"{requests} prompts of {documents} documents of {length} tokens"
+    typer.echo(f"{prompts}, {questions} questions each, {place}")
     if out is None:
         return
-    body = {
-        "shapes": {
-            "device": place, "model": model, "documents": documents, "length": length,
-            "requests": requests, "questions": questions, "clock": setting.clock, **source,
-        },
-        "rounds": requests, "seed": seed, "seconds": round(time.monotonic() - started, 1),
-        "rows": rows, "load": os.getloadavg()[0],
-    }  # fmt: skip
+    shapes = {"device": place, "model": model, "documents": documents, "length": length}
+    shapes |= {"requests": requests, "questions": questions, "clock": setting.clock, **source}
+    seconds = round(time.monotonic() - started, 1)
+    body = {"shapes": shapes, "rounds": requests, "seed": seed, "seconds": seconds}
+    body |= {"rows": rows, "load": os.getloadavg()[0]}
     write_rows(BENCHMARK, setting, body, out)
     typer.echo(f"wrote {out}")

@@ -120,11 +120,10 @@ def write_record(
 ) -> None:
     """Write what was measured, and with what."""
     setting = Setting(torch.device("cpu"), DTYPES[task.dtype])
-    body = {
-        "shapes": {"device": "cpu", **dataclasses.asdict(task)}, "rounds": 1, "seed": task.seed,
-        "seconds": sum(row["seconds"]["all"] for row in rows), "rows": rows,
-        "fingerprint": fingerprint(task), "families": dict(families or {}),
-    }  # fmt: skip
+    shapes, seconds = dataclasses.asdict(task), sum(row["seconds"]["all"] for row in rows)
+    body = {"shapes": {"device": "cpu", **shapes}, "rounds": 1, "seed": task.seed}
+    body |= {"seconds": seconds, "rows": rows}
+    body |= {"fingerprint": fingerprint(task), "families": dict(families or {})}
     write_rows(BENCHMARK, setting, body, out)
 
 
@@ -183,10 +182,8 @@ def draw(record: Mapping[str, Any], picture: Path) -> None:
             points = sorted((row["read" if reads else "share"], *_ends(row)) for row in held)
             x, y, below, above = zip(*points, strict=True)
             marker, color = MARKERS[number % len(MARKERS)], OKABE_ITO[number % len(OKABE_ITO)]
-            axis.errorbar(
-                x, y, [below, above], marker=marker, markersize=4, linewidth=1, color=color,
-                label=name,
-            )  # fmt: skip
+            line = {"marker": marker, "markersize": 4, "linewidth": 1, "color": color}
+            axis.errorbar(x, y, [below, above], label=name, **line)
         axis.set_title(family + (": slots read" if reads else ""))
         axis.set_xscale("log", base=2)
         axis.set_ylim(-0.03, 1.03)

@@ -52,10 +52,9 @@ def draw(record: Mapping[str, Any], picture: Path) -> None:
                 sides = [[ratio["median"] - ratio["q1"]], [ratio["q3"] - ratio["median"]]]
             name = "exact" if place is None else methods[place]
             shown = axis.get_legend_handles_labels()[1]
-            axis.errorbar(
-                [x], [found["value"]], spread, sides, marker=marker, markersize=6, linewidth=1,
-                color=color, linestyle="none", label=None if name in shown else name,
-            )  # fmt: skip
+            point = {"marker": marker, "markersize": 6, "linewidth": 1, "color": color}
+            point |= {"linestyle": "none", "label": None if name in shown else name}
+            axis.errorbar([x], [found["value"]], spread, sides, **point)
         axis.set_xlabel(title)
         axis.set_xlim(left=0)
         if what == "whole":

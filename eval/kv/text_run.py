@@ -89,8 +89,9 @@ def run(
         step = partial(_step, told, place * len(drawn.ids), total, word)
         try:
             found.rows[word] = before.get(word) or {
-                **measure(model, recipe, task, drawn, step, kinds), "name": word
-            }  # fmt: skip
+                **measure(model, recipe, task, drawn, step, kinds),
+                "name": word,
+            }
         except Exception as error:  # a row may fail in any way a model can
             if word == NONE:
                 raise

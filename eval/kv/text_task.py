@@ -172,12 +172,10 @@ def _share_of_16_bits(cache: KVCache, recipe: Recipe, tokens: int) -> float | No
     for place, slots in enumerate(held):
         heads = slots.k.shape[1]
         asking = getattr(cache.setup.config, "num_attention_heads", heads)
+        sizes = (heads, slots.k.shape[3]), (heads, slots.v.shape[3]), (asking, slots.k.shape[3])
         k, v, q = (
-            torch.randn(1, count, tokens, size, generator=drawn).half()
-            for count, size in (
-                (heads, slots.k.shape[3]), (heads, slots.v.shape[3]), (asking, slots.k.shape[3])
-            )
-        )  # fmt: skip
+            torch.randn(1, count, tokens, size, generator=drawn).half() for count, size in sizes
+        )
         exact += 2 * (k.numel() + v.numel())
         store.layers[place].write(k, v)
         store.attend(place, Query(q, 0, k.shape[3] ** -0.5))

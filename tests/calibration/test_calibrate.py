@@ -109,8 +109,9 @@ def test_a_run_that_starts_in_the_middle_of_its_schedule():
 
 def test_the_header_has_the_guidance(pipe, calibrated):
     assert calibrated.tables.header["guidance"] == {
-        "guidance_scale": CALL.get("guidance_scale", 3.5), "true_cfg_scale": 1.0
-    }  # fmt: skip
+        "guidance_scale": CALL.get("guidance_scale", 3.5),
+        "true_cfg_scale": 1.0,
+    }
     plain, guided = {"prompt": "a"}, {"prompt": "a", "guidance_scale": 2.0}
     given = {"true_cfg_scale": 4.0}
     plan = Plan([guided, guided], call=given)

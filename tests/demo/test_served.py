@@ -98,8 +98,9 @@ def test_replicas_open_the_model_and_make_the_films_of_the_page(
         return asked
 
     def program(video: Any, name: str, viewers: int, most_bytes: int) -> Program:
-        return Program(lambda asked: (*video, most_bytes), [], [], [], {},
-                       title=name, viewers=viewers)  # type: ignore[arg-type, return-value]  # fmt: skip
+        return Program(
+            lambda asked: (*video, most_bytes), [], [], [], {}, title=name, viewers=viewers
+        )  # type: ignore[arg-type, return-value]
 
     @contextmanager
     def stand_in(opened: Callable[[], Any], **settings: Any) -> Iterator[Any]:

@@ -71,8 +71,9 @@ def expected(name: str, notes: list[Noted], step: int, row: int, known: Any) -> 
     stop = LONGEST + ((kth - LONGEST) // block + 1) * block
     worth = {
         p: (p in may, float(confidence[p]) * density(decided, p - LONGEST, policy.sigma))
-        for p in masks if p < stop
-    }  # fmt: skip
+        for p in masks
+        if p < stop
+    }
     rows = set(sorted(worth, key=lambda p: worth[p], reverse=True)[: policy.current_k])
     rows |= now.decided(row) - notes[step - 1].decided(row)
     skip = LONGEST - LENGTHS[row]
@@ -116,8 +117,9 @@ def test_rows_notes_and_logits_are_the_oracle_s(name: str) -> None:
 def test_with_a_shift_confidence_is_that_of_the_row_before() -> None:
     policy, ids = D2Cache(3, 2.0, 0.1), torch.tensor(prompts(9))
     generator, plans = torch.Generator().manual_seed(0), []
-    logits, sure, flow = (torch.rand(1, WIDTH, *more, generator=generator)
-                          for more in ((64,), (), ()))  # fmt: skip
+    logits, sure, flow = (
+        torch.rand(1, WIDTH, *more, generator=generator) for more in ((64,), (), ())
+    )
     for shift in (0, 1):
         decoding = Decoding(ids, Schedule(ANSWER, 8), Sampler(), MASK, shift=bool(shift))
         plan = NotedPlan()

@@ -147,8 +147,9 @@ def test_the_factor_commits_the_largest_number_that_fits(factor: float) -> None:
     chosen = Factor(factor).choose(scores, 1)
     for row, picked in zip(scores.tolist(), chosen.tolist(), strict=True):
         best = sorted((c for c in row if c > 0), reverse=True)
-        most = max([n for n in range(1, len(best) + 1) if (n + 1) * (1 - best[n - 1]) < factor],
-                   default=1)  # fmt: skip
+        most = max(
+            [n for n in range(1, len(best) + 1) if (n + 1) * (1 - best[n - 1]) < factor], default=1
+        )
         assert {c for c, is_in in zip(row, picked, strict=True) if is_in} == set(best[:most])
 
 
@@ -209,8 +210,9 @@ def test_temperature_draws_from_the_tempered_softmax_and_a_seed_repeats_it() -> 
 
 
 def test_a_random_order_is_kept_and_told_beforehand() -> None:
-    decoding = Decoding(torch.zeros(2, 3, dtype=torch.int64), Schedule(8, 4, 4),
-                        Sampler(by="random"), MASK)  # fmt: skip
+    decoding = Decoding(
+        torch.zeros(2, 3, dtype=torch.int64), Schedule(8, 4, 4), Sampler(by="random"), MASK
+    )
     while not decoding.is_finished:
         state = decoding.state
         assert state.upcoming is not None and state.upcoming.sum(1).tolist() == [2, 2]

@@ -100,8 +100,9 @@ class Sequence:
                 kept |= {n: torch.zeros_like(attn.k_proj(inner)) for n in ("k", "v")}
             for name, project in (("k", attn.k_proj), ("v", attn.v_proj)):
                 kept[name] = kept[name].index_copy(0, some, project(inner[some]))
-            fresh = attended(layer, attn.q_proj(inner[some]), kept["k"], kept["v"],
-                             (angles[some], angles))  # fmt: skip
+            fresh = attended(
+                layer, attn.q_proj(inner[some]), kept["k"], kept["v"], (angles[some], angles)
+            )
             kept["attention"] = kept["attention"].index_copy(0, some, fresh)
             x = x + kept["attention"]
             fresh = layer.mlp(layer.post_attention_layernorm(x[some]))
@@ -168,8 +169,9 @@ def test_other_layers_are_served(config: Any, network: Any) -> None:
     for one, two in zip(plain, chosen, strict=True):
         for row, length in enumerate(LENGTHS):
             first = LONGEST - length
-            torch.testing.assert_close(one.logits[row, first:], two.logits[row, first:],
-                                       rtol=0, atol=bound)  # fmt: skip
+            torch.testing.assert_close(
+                one.logits[row, first:], two.logits[row, first:], rtol=0, atol=bound
+            )
     few = trace(other, DLLMCache(5, 3), rows, SCHEDULE)[1]
     assert not torch.equal(few[-1].logits, plain[-1].logits)
 

@@ -72,8 +72,9 @@ def follow(model: Any, policy: Any, rule: Rule) -> list[Seen]:
         while not decoding.is_finished:
             plan = policy.plan(decoding.state)
             check_coverage(decoding.state, plan)
-            logits = model(decoding.ids, attention_mask=decoding.valid, row_plan=plan,
-                           use_cache=False).logits  # fmt: skip
+            logits = model(
+                decoding.ids, attention_mask=decoding.valid, row_plan=plan, use_cache=False
+            ).logits
             held = handle.run().storage[handle.denoisers[0].extensions[0]]
             kept = replace(
                 held,

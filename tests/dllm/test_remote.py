@@ -45,11 +45,12 @@ NAMES = ("llada", "dream")
 LENGTHS = (9, 5)
 SCHEDULE = Schedule(8, 4)
 CODES = {
-    "llada": (LLaDAModelLM, LLaDAConfig), "dream": (DreamModel, DreamConfig),
+    "llada": (LLaDAModelLM, LLaDAConfig),
+    "dream": (DreamModel, DreamConfig),
     "llada2": (remote_models.LLaDA2MoeModelLM, remote_models.LLaDA2MoeConfig),
     "sdar": (remote_models.SDARForCausalLM, remote_models.SDARConfig),
     "fast-dllm": (remote_models.FastDLLMForCausalLM, remote_models.FastDLLMConfig),
-}  # fmt: skip
+}
 POLICIES: dict[str, Policy] = {
     "decode": DKVCache(every=3), "pd": DKVCache("pd", every=3), "dual": FastDLLM(dual=True),
     "free": FreeCache(commit=True), "elastic": ElasticCache(0.97, track=2), "d2": D2Cache(3, 2.0),
@@ -334,10 +335,11 @@ def test_a_checkpoint_with_code_for_transformers_4_is_loaded(
     model_class, config_class = CODES[name]
     codes = {"AutoConfig": config_class.__name__, "AutoModel": model_class.__name__}
     settings = {
-        "model_type": own.config.model_type, "architectures": [model_class.__name__],
+        "model_type": own.config.model_type,
+        "architectures": [model_class.__name__],
         "auto_map": {key: f"modeling_tiny.{value}" for key, value in codes.items()},
         "dtype": "float32",
-    }  # fmt: skip
+    }
     (folder / "config.json").write_text(json.dumps(settings))
     (folder / "generation_config.json").write_text('{"steps": 7}')
     save_file(own.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})

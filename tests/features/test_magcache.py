@@ -100,8 +100,9 @@ def test_ratios_of_two_branches_decide_apart_on_a_pipeline(threshold):
     with diffcache.wrapped(pipe, method) as handle, torch.no_grad():
         case.run(pipe, steps=total)
         calls = handle.last.calls
-    found = [[c.index for c in calls if c.computed and c.branch == name]
-             for name in ("cond", "uncond")]  # fmt: skip
+    found = [
+        [c.index for c in calls if c.computed and c.branch == name] for name in ("cond", "uncond")
+    ]
     assert found == expected
     assert expected[0] != expected[1]
 

@@ -95,8 +95,9 @@ def test_the_power_is_that_of_the_official_scripts():
 
 
 def test_grids_are_found_where_a_call_speaks_of_them():
-    rows = torch.stack(torch.meshgrid(torch.zeros(1), torch.arange(6.0), torch.arange(4.0),
-                                      indexing="ij"), -1).reshape(24, 3)  # fmt: skip
+    rows = torch.stack(
+        torch.meshgrid(torch.zeros(1), torch.arange(6.0), torch.arange(4.0), indexing="ij"), -1
+    ).reshape(24, 3)
     assert grids_of({"img_ids": rows, "txt_ids": torch.zeros(5, 3)}) == ((6, 4), (1,))
     assert grids_of({"img_ids": rows[None].expand(2, -1, -1)}) == ((6, 4),)
     assert grids_of({"img_shapes": [[(1, 6, 4)], [(1, 6, 4)]]}) == ((1, 6, 4), (1, 6, 4))

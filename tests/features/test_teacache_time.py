@@ -225,8 +225,9 @@ def test_calibration_on_the_time_embedding(tmp_path):
     with diffcache.wrapped(pipe, loaded) as handle:
         case.run(pipe, steps=6)
         assert handle.last.calls
-    assert not any(isinstance(h, Watch) for m in pipe.transformer.modules()
-                   for h in m._forward_hooks.values())  # fmt: skip
+    assert not any(
+        isinstance(h, Watch) for m in pipe.transformer.modules() for h in m._forward_hooks.values()
+    )
 
 
 @pytest.mark.parametrize("threshold", [0.2, 0.3])

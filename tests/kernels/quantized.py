@@ -34,5 +34,6 @@ def by_twin(codec: GroupQuant, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return codes and grid by the twin of the operator."""
     tokens = codec.along == "tokens"
     each, width = (codec.group or x.shape[2], 1) if tokens else (1, codec.width(x.shape[3]))
-    return quant_twin(x, int(codec.bits), each, width, float(codec.intervals), codec.symmetric,
-                      codec.scale_dtype)  # fmt: skip
+    return quant_twin(
+        x, int(codec.bits), each, width, float(codec.intervals), codec.symmetric, codec.scale_dtype
+    )

@@ -86,8 +86,9 @@ def test_a_broken_and_a_wrong_operator_are_left_out_alone(monkeypatch, clock, ca
     kept = json.loads(dispatch.kept_file("a GPU").read_text())
     assert kept["choices"] == {"a GPU": {"good": 0.5, "broken": 0.0, "wrong": 0.0, "slow": 0.5}}
     assert kept["failed"] == {
-        "broken": "a model: RuntimeError: out of registers", "wrong": "a model: off by 0.5, at most 0.02"
-    }  # fmt: skip
+        "broken": "a model: RuntimeError: out of registers",
+        "wrong": "a model: off by 0.5, at most 0.02",
+    }
     assert {row["model"] for row in kept["rows"] if row["operator"] == "good"} == {
         "a model",
         "another",
@@ -221,8 +222,9 @@ def test_a_task_that_crashes_or_hangs_ends_its_process_alone(monkeypatch, tmp_pa
     three = dict.fromkeys(("one", "two", "breaks", "three"), 3.0)
     assert kept["choices"] == {"a GPU": three | {"crashes": 0.0, "hangs": 0.0}}
     assert kept["failed"] == {
-        "crashes": "crashed: illegal memory access", "hangs": "took longer than 0.5 seconds"
-    }  # fmt: skip
+        "crashes": "crashed: illegal memory access",
+        "hangs": "took longer than 0.5 seconds",
+    }
     assert kept["finished"] is True
 
 

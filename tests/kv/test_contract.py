@@ -144,9 +144,10 @@ def test_bytes_are_those_of_all_storages(model: Any, first: First, name: str) ->
     found = [
         tensor
         for tensor in held(cache.store.__dict__)
-        if id(tensor) not in config and tensor.untyped_storage().data_ptr() not in weights
+        if id(tensor) not in config
+        and tensor.untyped_storage().data_ptr() not in weights
         and not _is_frequency(cache, tensor)
-    ]  # fmt: skip
+    ]
     assert cache.nbytes == storages(found)
 
 

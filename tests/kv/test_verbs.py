@@ -70,22 +70,25 @@ def test_named_slots_are_what_is_seen_and_the_last_can_be_written(way: str, flat
     assert layer.seen == 20 and layer.tail.loose == 4
     assert any(isinstance(x, Flat) for x in layer.segments) is (flat and way == "of each head")
     ask = query(4, 16)
-    torch.testing.assert_close(attend(ask, layer.views()), masked(ask, k, v, seen), atol=1e-14,
-                               rtol=0)  # fmt: skip
+    torch.testing.assert_close(
+        attend(ask, layer.views()), masked(ask, k, v, seen), atol=1e-14, rtol=0
+    )
     pos = layer.meta()["pos"].expand(B, H, -1)
     mass = torch.arange(B * H * 20.0).view(B, H, 20).gather(2, pos.clamp_min(0).long()) * (pos >= 0)
     assert torch.equal(layer.stats["mass"], mass)
     fresh = drawn(4, 2)
     layer.overwrite(range(layer.held - 4, layer.held), *fresh)
     k[:, :, 16:], v[:, :, 16:] = fresh
-    torch.testing.assert_close(attend(ask, layer.views()), masked(ask, k, v, seen), atol=1e-14,
-                               rtol=0)  # fmt: skip
+    torch.testing.assert_close(
+        attend(ask, layer.views()), masked(ask, k, v, seen), atol=1e-14, rtol=0
+    )
     layer.rollback(4)
     assert layer.seen == 16
     for which, why in (
-        (torch.ones(3, dtype=torch.bool), "which="), (torch.ones(2, 3), "which="),
+        (torch.ones(3, dtype=torch.bool), "which="),
+        (torch.ones(2, 3), "which="),
         (torch.zeros(1, layer.held), "of torch.float32"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=why):
             layer.keep(which)
     with pytest.raises(ValueError, match="last=1: only 0"):

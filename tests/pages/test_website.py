@@ -26,11 +26,11 @@ CHEAPER = {
     "STEPS = 14": "STEPS = 6",
     "steps=14": "steps=6",
     "rounds=1": "rounds=0",
-    '    PROMPTS,\n': '    PROMPTS[:1],\n',
+    "    PROMPTS,\n": "    PROMPTS[:1],\n",
     '"true_cfg_scale": 3.0': '"true_cfg_scale": 1.0',
     "psnr=18": "psnr=5",
     "(2, 3)": "(2,)",
-}  # fmt: skip
+}
 
 
 @cache

@@ -225,8 +225,9 @@ def proxies(loop, scores, proxy):
 @pytest.mark.parametrize(("proxy", "relative"), [("official", False), ("paper", True)])
 def test_a_training_equals_a_loop_of_its_own(pipe, proxy, relative):
     beta = 1.0 if relative else 1e-4
-    method = HarmoniCa(0.3, epochs=3, rate=0.2, beta=beta, beta_sites=16, proxy=proxy, refresh=6,
-                       relative=relative)  # fmt: skip
+    method = HarmoniCa(
+        0.3, epochs=3, rate=0.2, beta=beta, beta_sites=16, proxy=proxy, refresh=6, relative=relative
+    )
     plan = plan_of()
     state = torch.get_rng_state()
     trained = train(pipe, method, plan)

@@ -108,8 +108,9 @@ def refusals(video: CausalVideo, before: Session, rank: int, folder: Path) -> di
     split(other.transformer, ulysses=2)
     told("heads", lambda: other.session(text(), size=SIZE))
     degrees: dict[str, Any] = {
-        "ring": {"ring": 2}, "anything": {"ulysses": 2, "ulysses_anything": True},
-    }  # fmt: skip
+        "ring": {"ring": 2},
+        "anything": {"ulysses": 2, "ulysses_anything": True},
+    }
     for name, settings in degrees.items():
         split(model := wan(layers=1), **settings)
         told(name, lambda m=model: CausalVideo(m).session(text(), size=SIZE))

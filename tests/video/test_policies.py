@@ -215,8 +215,9 @@ def test_keys_held_before_rotation_lose_nothing() -> None:
     last = torch.full((1, UNIT), 98)  # the newest is 100
     wanted = turned(frame, last, torch.arange(UNIT))
     torch.testing.assert_close(met, wanted, atol=0.04, rtol=0)  # one rounding
-    drift = [(each.float() - wanted.float()).norm() / wanted.float().norm()
-             for each in (met, in_place)]  # fmt: skip
+    drift = [
+        (each.float() - wanted.float()).norm() / wanted.float().norm() for each in (met, in_place)
+    ]
     assert drift[0] < 0.005 and drift[1] > 0.01
 
 

@@ -69,8 +69,9 @@ def test_a_saved_stream_of_something_else_is_refused(tmp_path: Path) -> None:
         with pytest.raises(SavedCacheError, match="saved with weights="):
             video.restore(tmp_path / "one", Window(3, 3))
     for layers, chunk, said in (
-        (2, 3, "saved with transformer="), (1, 2, "saved with chunk=3, here is chunk=2"),
-    ):  # fmt: skip
+        (2, 3, "saved with transformer="),
+        (1, 2, "saved with chunk=3, here is chunk=2"),
+    ):
         with (
             CausalVideo(wan(layers=layers), sampler=FewSteps((1000,)), chunk=chunk) as other,
             pytest.raises(SavedCacheError, match=said),

@@ -95,8 +95,9 @@ def test_a_film_begins_with_pictures(video: CausalVideo, number: int) -> None:
     assert stream.session.frames == 1 + len(used) // 2 + 6
 
     vae = video.pipe.vae
-    session = video.session(video.embed("a fox"), size=video.latent_size(SIZE),
-                            policy=SHORT["policy"], seed=3)  # fmt: skip
+    session = video.session(
+        video.embed("a fox"), size=video.latent_size(SIZE), policy=SHORT["policy"], seed=3
+    )
     latents = encoded(vae, to_tensor(used, torch.device("cpu")))
     session.take(latents)
     whole = torch.cat([latents, session.next(), session.next()], 2)
@@ -182,7 +183,7 @@ def test_sources_are_scaled_and_what_is_none_is_refused(video: CausalVideo, tmp_
         (np.zeros((2, 4, 4, 3)), ValueError, "pictures=float64 .*: must be images"),
         (["fox.png"], ValueError, "pictures=str: must be images"),
         ([], ValueError, "must have a picture"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(error, match=said):
             video.stream("a fox", start=source, **SHORT)
     with pytest.raises(ValueError, match="policy='full': would hold .* and there are 4 KiB"):

@@ -121,9 +121,7 @@ def attentions() -> Iterator[Call]:
             partial(mass.attn_mass, q, k, log, 0.5, offset),
             {"products": products},
         )
-    for parts, size, dtype in (
-        (2, 128, bfloat16), (3, 64, float32), (8, 256, float32)
-    ):  # fmt: skip
+    for parts, size, dtype in ((2, 128, bfloat16), (3, 64, float32), (8, 256, float32)):
         outs, logs = [t(dtype, 24, 4608, size)] * parts, [t(float32, 24, 4608)] * parts
         yield f"lse_merge-{parts}-{size}-{dtype}", partial(merge.lse_merge, outs, logs), {}
 
@@ -137,9 +135,10 @@ def features() -> Iterator[Call]:
         x, each = t(float32, 3072, width), (t(float32, 3072, 1), t(int32, 3072, 1))
         yield f"int8_codes-rows-{width}", partial(codes.int8_codes, x, 1.0, 0, *each, 8), {}
     for name, x in (
-        ("bfloat16", t(bfloat16, 4608, 3072)), ("float32", t(float32, 4608, 3072)),
+        ("bfloat16", t(bfloat16, 4608, 3072)),
+        ("float32", t(float32, 4608, 3072)),
         ("short", t(bfloat16, 4608, 64)),
-    ):  # fmt: skip
+    ):
         yield f"l1_sums-{name}", partial(distance.l1_sums, x, x), {}
     x, weights = t(bfloat16, 4608, 3072), [1.0, 3.0, 4.5, 4.5, 3.0]
     for count, extra in ((1, True), (3, False), (5, True)):

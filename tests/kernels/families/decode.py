@@ -60,8 +60,9 @@ def decodes(dtype: torch.dtype) -> Iterator[Case]:
 
     def case(name: str, *args: Any) -> Case:
         # The kernel rounds the weights of values to their dtype, as fused attention does.
-        return Case(f"decode-{name}", decode.DECODE, args, exact, found,
-                    20 if dtype == torch.float32 else 2)  # fmt: skip
+        return Case(
+            f"decode-{name}", decode.DECODE, args, exact, found, 20 if dtype == torch.float32 else 2
+        )
 
     def found(args: Any, out: tuple[Tensor, Tensor]) -> list[Tensor]:
         return apart(out[0], out[1].to(dtype))  # one tolerance is of both

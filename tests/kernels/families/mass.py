@@ -51,8 +51,9 @@ def logs(dtype: torch.dtype) -> Iterator[Case]:
         return apart(found, found)[1:]
 
     for name, *args in calls(dtype):
-        yield Case(f"lse-{name}", mass.LSE, tuple(args), exact,
-                   lambda args, out: apart(out, out)[1:], 10)  # fmt: skip
+        yield Case(
+            f"lse-{name}", mass.LSE, tuple(args), exact, lambda args, out: apart(out, out)[1:], 10
+        )
 
 
 def masses(dtype: torch.dtype) -> Iterator[Case]:

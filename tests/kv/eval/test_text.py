@@ -139,9 +139,9 @@ def test_whole_answers_are_those_of_greedy_generation(reader: Path, recipe: Reci
     cache = cache_for(model, recipe)
     read_context(model, tokenizer, cache, ids[:, :-1])
     whole = torch.cat([ids, question], 1)
-    said = model.generate(
-        whole, past_key_values=cache.fork(), max_new_tokens=12, do_sample=False
-    )[0, whole.shape[1] :].tolist()  # fmt: skip
+    said = model.generate(whole, past_key_values=cache.fork(), max_new_tokens=12, do_sample=False)[
+        0, whole.shape[1] :
+    ].tolist()
     given = [int(ids[0, -1]), *question[0].tolist()]
     assert score(model, cache.fork(), given, said, recipe)[1].all() and len(said) > 2
     other = [*said[:-1], said[-1] ^ 1]

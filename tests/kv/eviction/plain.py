@@ -51,9 +51,10 @@ class Text:
             layer = store.layers[index]
             at = layer.seen
             layer.write(
-                self.k[index, :, :, start:stop], self.v[index, :, :, start:stop],
+                self.k[index, :, :, start:stop],
+                self.v[index, :, :, start:stop],
                 valid=None if bool(valid.all()) else valid,
-            )  # fmt: skip
+            )
             q = self.q[index, :, :, start:stop]
             asked = Query(q, at, q.shape[-1] ** -0.5)
             store.attend(index, asked, None if bool(valid.all()) else valid)

@@ -61,8 +61,9 @@ def filled(recipe: Recipe, *, heads: int = HEADS, groups: int = GROUPS, tokens: 
     return store
 
 
-def feed(store: KVStore, index: int, tokens: int, heads: int, groups: int, size: int,
-         dtype: torch.dtype) -> Tensor:  # fmt: skip
+def feed(
+    store: KVStore, index: int, tokens: int, heads: int, groups: int, size: int, dtype: torch.dtype
+) -> Tensor:
     """Write random tokens to a layer and attend to it."""
     layer = store.layers[index]
     start = layer.seen

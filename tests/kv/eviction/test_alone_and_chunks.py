@@ -121,9 +121,10 @@ def test_chosen_heads_vote(heads: Any) -> None:
         before = TOKENS - 4
         mean = [
             sum(float(attention[h, q, s]) for h in voters for q in range(before, TOKENS))
-            / len(voters) / 4
+            / len(voters)
+            / 4
             for s in range(before)
-        ]  # fmt: skip
+        ]
         for slot in range(before):
             near = [mean[s] for s in range(slot - 1, slot + 2) if 0 <= s < before]
             assert found[layer][0, 0, slot] == pytest.approx(sum(near) / 3, rel=1e-4)

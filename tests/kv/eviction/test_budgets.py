@@ -167,8 +167,9 @@ def test_head_table() -> None:
     seen = layers(2, 100)
     table = ((True, False), (False, False))
     assert [each.tolist() for each in HeadTable(table, 16).allot([], seen)] == [
-        [[100, 16]], [[16, 16]],
-    ]  # fmt: skip
+        [[100, 16]],
+        [[16, 16]],
+    ]
     few = HeadTable(table, 0.2, least=10, more=3).allot([], seen)
     assert few[1].tolist() == [[23, 23]]
     assert HeadTable(table, 0.2, least=40, more=3).allot([], seen)[0].tolist() == [[100, 43]]

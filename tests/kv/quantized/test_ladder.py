@@ -38,8 +38,9 @@ def test_a_shift_drops_the_lowest_bits_and_means_the_middle(along: Any) -> None:
     codes = unpack(eight.codes, 8, SIZE)
     assert torch.equal(unpack(four.codes, 4, SIZE), codes >> 4)
     assert four.codes.shape[3] == eight.codes.shape[3] // 2
-    scale = eight.decode() * 0 + (eight.grid.lookup()[:, :, :, 0] if along == "tokens"
-                                  else eight.grid.lookup()[..., 0, :])  # fmt: skip
+    scale = eight.decode() * 0 + (
+        eight.grid.lookup()[:, :, :, 0] if along == "tokens" else eight.grid.lookup()[..., 0, :]
+    )
     middle = eight.decode() - scale * ((codes & 15).float() - 7.5)
     assert torch.allclose(four.decode(), middle, atol=1e-5)
     assert ((four.decode() - eight.decode()).abs() <= 7.5 * scale + 1e-5).all()

@@ -38,8 +38,9 @@ def test_whole_sentences_are_read() -> None:
             sentences = {p // 11 for p in found}
             want = score[row, head].argsort(descending=True)[:3].tolist()
             assert sentences - {7} <= set(want) and len(found) <= 42
-            assert all(found.count(p) == 1 for s in sentences - {7}
-                       for p in range(11 * s, 11 * s + 11))  # fmt: skip
+            assert all(
+                found.count(p) == 1 for s in sentences - {7} for p in range(11 * s, 11 * s + 11)
+            )
 
 
 def test_frames_see_the_last_tokens_and_a_question_its_frames() -> None:
@@ -56,8 +57,9 @@ def test_frames_see_the_last_tokens_and_a_question_its_frames() -> None:
     outs = []
     for first, last in ((0, 45), (45, 50), (50, 56), (56, 57), (57, 58)):
         part = slice(first, last)
-        outs.append(line.step(chooser, k[:, :, part], v[:, :, part], q[:, :, part],
-                              tag=tag[..., part]))  # fmt: skip
+        outs.append(
+            line.step(chooser, k[:, :, part], v[:, :, part], q[:, :, part], tag=tag[..., part])
+        )
         if last == 50:
             read = known(line.layers[0]).read
             assert read is not None and int(read.amax()) == 2 + 4 + 5 - 1

@@ -49,9 +49,10 @@ def ask(shelf: Documents, *documents: str) -> Answers:
 def test_answers_are_those_of_recomputation(
     model: Any, tokenizer: Any, method: str, settings: dict[str, Any]
 ) -> None:
-    full, shelf = Documents(model, tokenizer, "recompute"), Documents(
-        model, tokenizer, method, **settings
-    )  # fmt: skip
+    full, shelf = (
+        Documents(model, tokenizer, "recompute"),
+        Documents(model, tokenizer, method, **settings),
+    )
     # cachecraft computes all of a prompt where a document is new, whatever is held of others
     for some in ((RHINE, SEA), (SEA, RHINE, ROME), (RHINE, SEA)):
         if method == "cachecraft" and some == (RHINE, SEA) and shelf.nbytes:
