@@ -238,9 +238,8 @@ pack | life.pack:pack | Prepacking, arXiv 2404.09529
 name | place | used
 # attention
 lse_merge | merge:MERGE | attention to parts: shared prefixes, contexts encoded side by side
-attn_lse | mass:LSE | scores by attention, before their masses are added up
-attn_mass | mass:MASS | scores by attention: H2O, Scissorhands and others
-attn_decode | decode:DECODE | generated and drafted tokens, sliding windows, slots that a retriever chose
+attn_forward | attention:FORWARD | codes, windows, chosen slots, keys rotated when they are read, shared prefixes, prompts that are scored, masks of row plans
+attn_mass | attention:MASS | scores by attention: H2O, Scissorhands and others
 sdpa_cudnn | dense:NAME | attention of many queries without a mask, where torch's own choice is plain
 # codes
 int8_codes | codes:CODES | inputs of the quantized layers of CacheQuant

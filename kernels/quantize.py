@@ -130,6 +130,8 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
 
 
 def _unpacked(codes: Tensor, bits: int, size: int) -> Tensor:
+    if codes.dtype is not torch.uint8:  # numbers of 8 bits
+        return codes
     places = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
     numbers: Tensor = codes[..., None] >> places & 2**bits - 1
     return numbers.flatten(-2)[..., :size]

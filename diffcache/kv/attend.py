@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from diffcache.kernels import decode
-from diffcache.kernels.coded import attn_decode_kivi, can_attend
+from diffcache.kernels import attention
+from diffcache.kernels.attention import Codes, Held, attn_forward
+from diffcache.kernels.coded import ATTEND, attn_decode_kivi, can_attend
 from diffcache.kernels.dense import scaled_dot_product_attention
 from diffcache.kernels.merge import lse_merge
-from diffcache.kv.codec.quant import Quantized
-from diffcache.kv.segment import PLAIN, Coded, Traits
+from diffcache.kv.segment import PLAIN, Traits
 from diffcache.kv.slots import Slots, join
-from diffcache.kv.view import Listed, Unread, View
+from diffcache.kv.view import Listed, Piece, Unread, View
 
 _CAUSAL = "causal"
 
@@ -87,25 +88,39 @@ def attend(query: Query, views: Sequence[View]) -> Tensor:
     Raises:
         ValueError: If there are no views.
     """
+    return attend_noting(query, views, note=False)[0]
+
+
+def attend_noting(
+    query: Query, views: Sequence[View], *, note: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """Return what `attend` does, and the log-sum-exps of queries where a kernel has them.
+
+    Args:
+        query: The queries.
+        views: Slots that the queries attend to.
+        note: Whether log-sum-exps are wanted, for which dense attention takes the kernel as well.
+
+    Returns:
+        The attention, and float32 [B, Hq, n], -inf where nothing is seen; or None.
+
+    Raises:
+        ValueError: If there are no views.
+    """
     if not views:
         raise ValueError("views=[]: there is nothing to attend to; write keys and values first")
     plain = query.softcap is None and query.sinks is None
     for view in views:
         plain = plain and view.traits == PLAIN
     if plain:
-        view, found = views[0] if len(views) == 1 else _joined(views), None
-        if isinstance(view.source, Unread):
-            found = _over_codes(query, view)
-        elif isinstance(view.source, Listed):
-            found = _over_list(query, view)
-        if found is None:
-            found = _by_kernel(query, view)
-        return _fused(query, view) if found is None else found
+        view = views[0] if len(views) == 1 else _joined(views)
+        found = _by_kernel(query, view, note)
+        return (_fused(query, view), None) if found is None else found
     out, lse = attend_parts(query, views)
     if query.sinks is not None:
         sinks = query.sinks.to(lse.dtype).view(1, -1, 1)
         out = out * (lse - torch.logaddexp(lse, sinks)).exp()[..., None]
-    return out.to(query.q.dtype)
+    return out.to(query.q.dtype), None
 
 
 def attend_parts(query: Query, views: Sequence[View]) -> tuple[Tensor, Tensor]:
@@ -122,7 +137,11 @@ def attend_parts(query: Query, views: Sequence[View]) -> tuple[Tensor, Tensor]:
 
 def visible(query: Query, slots: Slots) -> Tensor:
     """Return which slots each query sees, bool [B, 1 or H, n or 1, S], 1 for all of them alike."""
-    pos = slots.pos.long()
+    return _visible(query, slots.pos)
+
+
+def _visible(query: Query, pos: Tensor) -> Tensor:
+    pos = pos.long()
     here = pos[:, :, None]
     seen = here >= 0
     if not query.causal and query.mask is None and query.window is None:
@@ -191,6 +210,11 @@ def _joined(views: Sequence[View]) -> View:
 
 def _part(query: Query, view: View) -> tuple[Tensor, Tensor]:
     """Return attention over one view, [B, Hq, n, Dv], and its log-sum-exp [B, Hq, n]."""
+    if query.softcap is None and attention.FORWARD.takes(query.q):
+        cooled = replace(query, scale=query.scale / view.traits.temperature)
+        if (parts := _parts(cooled, view, limits(query, view))) is not None:
+            out, lse = lse_merge(*parts)
+            return out.float(), lse * view.traits.lse_scale
     found = logits(query, view.slots, view.traits)
     lse = found.logsumexp(-1)
     weights = (found - lse.where(lse.isfinite(), 0)[..., None]).exp()
@@ -201,115 +225,138 @@ def _part(query: Query, view: View) -> tuple[Tensor, Tensor]:
     return out.flatten(1, 2), lse.flatten(1, 2) * view.traits.lse_scale
 
 
-def _over_codes(query: Query, view: View) -> Tensor | None:
-    """Return attention over codes as they are; None where they have to be decoded."""
-    held = view.source
-    if not isinstance(held, Unread) or query.count > 1 or query.mask is not None:
-        return None
-    found = None
-    if _sees_all(query, view):
-        found = _attended_codes(query.q[:, :, 0], query.scale, held)
-    if found is None:
-        return None
-    outs, lses, rest = found
-    if rest is not None:
-        out, lse = _part(query, View(rest))
-        outs, lses = [*outs, out[:, :, 0]], [*lses, lse[:, :, 0]]
-    return lse_merge(outs, lses)[0][:, :, None].to(query.q.dtype)
-
-
-def _attended_codes(
-    q: Tensor, scale: float, held: Unread
-) -> tuple[list[Tensor], list[Tensor], Slots | None] | None:
-    """Return attention over the coded slots, of which no one is empty, and what is left.
+def limits(query: Query, view: View, opened: bool = False) -> dict[str, Any]:
+    """Return what says which slots queries see, as kernels take it.
 
     Args:
-        q: [B, Hq, D]; sees all slots.
-        scale: Factor of the logits.
-        held: Segments and exact slots, keys as queries meet them.
+        query: The queries.
+        view: The slots; nothing is decoded.
+        opened: Whether a query that would see nothing sees everything.
 
     Returns:
-        The attention over each coded segment, float32 [B, Hq, Dv], its log-sum-exp [B, Hq], and
-        the slots that are not coded, or whose values are not. None where no kernel runs, or the
-        slots of a segment are coded otherwise.
+        Nothing where all slots are seen, `offset` and `window`, or else a `mask`.
     """
-    coded = [each for each in held.segments if isinstance(each, Coded)]
-    if not coded or not all(_is_kivi(q, each) for each in coded):
-        return None
-    found = [_over_kivi(q, scale, each) for each in coded]
-    rest = [_uncoded(s) if isinstance(s, Coded) else s.read() for s in held.segments]
-    parts = [part for part in [*rest, held.tail] if part is not None]
-    outs, lses = zip(*found, strict=True)
-    return list(outs), list(lses), join(parts) if parts else None
-
-
-def _is_kivi(q: Tensor, segment: Coded) -> bool:
-    """Return whether a kernel attends to a segment: coded as in KIVI, and a slot is one token."""
-    k, v = segment.k, segment.v
-    if not isinstance(k, Quantized) or not isinstance(v, Quantized) or "logn" in segment.meta:
-        return False
-    kept = k.grid.of is None and v.grid.of is None and v.grid.each == 1
-    if not kept or k.codec.along != "tokens" or v.codec.along != "channels":
-        return False
-    same = q.dtype == k.dtype == v.dtype and q.shape[2] == k.size
-    each = k.grid.each, v.codec.width(v.size)
-    sizes = k.size, v.size
-    return same and can_attend(q, k.codes, v.codes, k.codec.bits, v.codec.bits, *each, sizes)
-
-
-def _over_kivi(q: Tensor, scale: float, segment: Coded) -> tuple[Tensor, Tensor]:
-    """Return attention over the slots of a segment whose values are coded, and its log-sum-exp."""
-    k, v = segment.k, segment.v
-    assert isinstance(k, Quantized)
-    assert isinstance(v, Quantized)
-    codes = k.codes, k.grid.values, v.codes, v.grid.values
-    bits = int(k.codec.bits), int(v.codec.bits)
-    groups = k.grid.each, v.codec.width(v.size)
-    middles = -k.codec.intervals / 2, -v.codec.intervals / 2
-    return attn_decode_kivi(q, *codes, scale, *bits, *groups, *middles)
-
-
-def _uncoded(segment: Coded) -> Slots | None:
-    """Return the slots of a segment whose values are not coded; None if all are."""
-    if segment.exact is None or not segment.exact.shape[2]:
-        return None
-    first = segment.size - segment.exact.shape[2]
-    late = torch.arange(first, segment.size, device=segment.exact.device)
-    return segment.read_at(late.expand(*segment.exact.shape[:2], -1))
-
-
-def _over_list(query: Query, view: View) -> Tensor | None:
-    """Return attention over chosen slots where they are; None where they have to be gathered."""
-    held, q = view.source, query.q
-    if not isinstance(held, Listed) or "logn" in held.slots.meta:
-        return None
-    if query.mask is not None or query.window is not None:
-        return None
-    if query.causal and (query.pos is not None or query.start < held.below - 1):
-        return None
-    if not decode.takes(q, held.slots.k, held.slots.v):
-        return None
-    return decode.attn_decode(q, held.slots.k, held.slots.v, query.scale, held.places())[0]
-
-
-def _by_kernel(query: Query, view: View) -> Tensor | None:
-    """Return attention of a few queries to all slots, those up to their own or a window of them.
-
-    None where the kernel does not run, or which slots are seen takes a mask to say.
-    """
-    slots, offset, window = view.slots, None, 0
-    if query.mask is not None or "logn" in slots.meta:
-        return None
-    if not decode.takes(query.q, slots.k, slots.v):
-        return None
-    if not _sees_all(query, view):
-        if view.start is None or query.pos is not None or not query.causal:
-            return None
+    if _is_open(query, view):
+        return {}
+    if view.start is not None and query.pos is None and query.mask is None and query.causal:
         offset, window = query.start - view.start, query.window or 0
         is_blind = offset < 0 or (window and offset + query.count - window >= view.width)
-        if is_blind:  # plain attention gives a mean there, the kernel zeros
+        if not opened or not is_blind:
+            return {"offset": offset, "window": window}
+    seen = _visible(query, view.meta["pos"])
+    return {"mask": seen | ~seen.any(-1, keepdim=True) if opened else seen}
+
+
+def _is_open(query: Query, view: View) -> bool:
+    """Return whether every query is known to see every slot, but those that a list leaves out."""
+    if query.mask is not None:
+        return False
+    below = view.source.below if isinstance(view.source, Listed) else None
+    if below is None or query.pos is not None or query.window is not None:
+        return _sees_all(query, view)
+    return not query.causal or query.start >= below - 1
+
+
+def _by_kernel(query: Query, view: View, note: bool) -> tuple[Tensor, Tensor | None] | None:
+    """Return attention over slots as they are held, and its log-sum-exp.
+
+    None where kernels do not run, or torch's own attention is taken: over exact slots that are all
+    there, unless log-sum-exps are wanted, or which slots are seen would take it a mask to say and
+    takes the kernel an offset.
+    """
+    generated = query.count == 1 and isinstance(view.source, Unread) and ATTEND.takes(query.q)
+    if not generated and not attention.FORWARD.takes(query.q):
+        return None
+    seen = limits(query, view, opened=True)
+    triangle = query.count == view.width and seen == {"offset": 0, "window": 0}
+    if isinstance(view.source, Slots) and not note and (triangle or "offset" not in seen):
+        return None
+    parts = _parts(query, view, seen)
+    if parts is None:
+        return None
+    out, lse = lse_merge(*parts)
+    if note and "mask" in seen:
+        blind = ~_visible(query, view.meta["pos"]).any(-1)
+        groups = lse.shape[1] // blind.shape[1] if blind.shape[1] > 1 else 1
+        lse = lse.masked_fill(blind.repeat_interleave(groups, 1), -torch.inf)
+    return out.to(query.q.dtype), lse
+
+
+def _parts(
+    query: Query, view: View, seen: dict[str, Any]
+) -> tuple[list[Tensor], list[Tensor]] | None:
+    """Return attention over each part of what is held, and its log-sum-exp; None without kernels.
+
+    Args:
+        query: The queries.
+        view: The slots.
+        seen: Result of `limits`.
+    """
+    if "logn" in view.meta:
+        return None
+    found = _pieces(query, view, seen)
+    if found is None:
+        return None
+    pieces, limited = found
+    outs, lses = [], []
+    for first, stop, k, v in pieces:
+        own = dict(limited)
+        if "offset" in own:
+            own["offset"] -= first
+        for name, axis in (("mask", 3), ("turns", 2)):
+            if name in own and len(pieces) > 1:
+                own[name] = own[name].narrow(axis, first, stop - first)
+        kivi = _is_kivi(query, k, v, own)
+        if isinstance(k, Codes) and not kivi:
+            k = k._replace(codes=k.codes[:, :, : stop - first])
+        given = (own.get(name) for name in ("turns", "slots", "mask"))
+        known = kivi or attention.takes(query.q, k, v, *given)
+        if not known and (query.count > 1 or isinstance(k, Codes)):
             return None
-    return decode.attn_decode(query.q, slots.k, slots.v, query.scale, None, offset, window)[0]
+        run: Any = _over_kivi if kivi else attn_forward
+        out, lse = run(query.q, k, v, query.scale, **own)
+        outs.append(out.float() if query.count == 1 else out)
+        lses.append(lse)
+    return outs, lses
+
+
+def _pieces(
+    query: Query, view: View, seen: dict[str, Any]
+) -> tuple[list[Piece], dict[str, Any]] | None:
+    """Return the parts of what is held and what limits them; None where nothing is gained."""
+    source = view.source
+    if isinstance(source, Slots):
+        return [(0, source.width, source.k, source.v)], seen
+    if isinstance(source, Listed):
+        whole = source.slots
+        return [(0, source.width, whole.k, whole.v)], seen | {"slots": source.places()}
+    turns, pieces = source.turns(query.q), source.pieces()
+    turned = source.rotary is not None
+    if turned != bool(turns) or not (turned or any(isinstance(k, Codes) for _, _, k, _ in pieces)):
+        return None  # what other codecs hold is decoded once, for all that read it
+    exact = [(k, v) for _, _, k, v in pieces if isinstance(k, Tensor) and isinstance(v, Tensor)]
+    if query.count == 1 and not seen and not turns and len(exact) > 1:  # little: in one launch
+        k, v = (torch.cat(part, 2) for part in zip(*exact, strict=True))
+        pieces = [*(piece for piece in pieces if isinstance(piece[2], Codes)), (0, 0, k, v)]
+    return pieces, seen | turns
+
+
+def _is_kivi(query: Query, k: Held, v: Held, seen: dict[str, Any]) -> bool:
+    """Return whether the kernel of one query over codes of KIVI's kind should run."""
+    if seen or query.count > 1 or not isinstance(k, Codes) or not isinstance(v, Codes):
+        return False
+    return k.width == v.each == 1 and can_attend(
+        query.q[:, :, 0], k.codes, v.codes, k.bits, v.bits, k.each, v.width, (k.size, v.size)
+    )
+
+
+def _over_kivi(q: Tensor, k: Any, v: Any, scale: float) -> tuple[Tensor, Tensor]:
+    """Return attention of one query over codes, and its log-sum-exp."""
+    out, lse = attn_decode_kivi(
+        q[:, :, 0], k.codes, k.grid, v.codes, v.grid, scale, k.bits, v.bits, k.each, v.width,
+        k.shift, v.shift,
+    )  # fmt: skip
+    return out[:, :, None], lse[:, :, None]
 
 
 def _fused(query: Query, view: View) -> Tensor:

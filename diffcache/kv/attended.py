@@ -9,8 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from diffcache.kernels import mass
-from diffcache.kv.attend import Query, probabilities, visible
+from diffcache.kernels.attention import attn_forward, attn_mass, takes
+from diffcache.kv.attend import Query, limits, probabilities, visible
 from diffcache.kv.slots import Slots
 from diffcache.kv.view import View
 
@@ -30,12 +30,14 @@ class Attended:
         view: View of all slots, the queries' own among them.
         valid: bool [B, n]; False are queries of padding, which count for nothing.
         padding: Tokens of each row that are none, int64 [B]; None where there are none.
+        lse: Log-sum-exps of the queries, float32 [B, Hq, n], where the forward had them.
     """
 
     query: Query
     view: View
     valid: Tensor | None = None
     padding: Tensor | None = None
+    lse: Tensor | None = None
 
     @cached_property
     def slots(self) -> Slots:
@@ -72,7 +74,7 @@ class Attended:
             float32 [B, H, S], the mean over the query heads of a key-value head.
         """
         query, slots = self.query, self.slots
-        if change is None and self._is_plain and mass.takes(query.q, slots.k):
+        if change is None and self._is_plain and takes(query.q, slots.k, None):
             return self._streamed()
         batch, heads, width = query.q.shape[0], *slots.k.shape[1:3]
         dtype = torch.promote_types(query.q.dtype, torch.float32)
@@ -99,11 +101,12 @@ class Attended:
     def _streamed(self) -> Tensor:
         """Return what `sums` returns, of kernels that hold no logits in memory."""
         q, k, scale = self.query.q, self.slots.k, self.query.scale
-        offset = None if self.sees_all else self.query.start - (self.view.start or 0)
-        lse = mass.attn_lse(q, k, scale, offset)
+        seen, lse = limits(self.query, self.view), self.lse
+        if lse is None:
+            lse = attn_forward(q, k, None, scale, **seen)[1]
         if self.valid is not None:
             lse = lse.masked_fill(~self.valid[:, None], torch.inf)
-        return mass.attn_mass(q, k, lse, scale, offset) * (k.shape[1] / q.shape[1])
+        return attn_mass(q, k, lse, scale, **seen) * (k.shape[1] / q.shape[1])
 
     def _block(
         self, q: Tensor, k: Tensor, heads: range, part: range, change: Change | None
@@ -168,10 +171,8 @@ class Attended:
 
     @property
     def _is_plain(self) -> bool:
-        """Return whether logits are products and queries see all slots or those up to their own."""
-        if self.query.softcap is not None or "logn" in self.slots.meta:
-            return False
-        return self.sees_all or (self._is_causal and self.query.start >= (self.view.start or 0))
+        """Return whether logits are products and no more."""
+        return self.query.softcap is None and "logn" not in self.slots.meta
 
     def _sizes(self, a_query: int, heads: int) -> tuple[int, int]:
         """Return how many heads and queries are looked at together.

@@ -426,9 +426,10 @@ class KVLayer:
         if not self._is_plain():
             return self._parts()
         source: Slots | Unread | None = None
-        if not turned and not self.read_once and any(segment.coded for segment in self.segments):
-            last = self.tail.read()
-            source = Unread(tuple(self.segments), last if last is not None and last.width else None)
+        coded = any(segment.coded for segment in self.segments)
+        if self.held and not (self.mover or self.latent or self.read_once) and (coded or turned):
+            last = self.tail.read() if self.tail.length else None
+            source = Unread(tuple(self.segments), last, self.rotary, self.positions)
         return [View(source or self.met(), self.first, below=self.below)]
 
     @contextmanager

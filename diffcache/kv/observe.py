@@ -277,8 +277,9 @@ def lengthen(layer: KVLayer, names: Sequence[str]) -> None:
 
 
 def note(
-    score: Score, layer: KVLayer, query: Query, valid: Tensor | None, view: View | None = None
-) -> None:
+    score: Score, layer: KVLayer, query: Query, valid: Tensor | None, view: View | None = None,
+    lse: Tensor | None = None,
+) -> None:  # fmt: skip
     """Have a score take note, in the statistics of a layer, of what queries asked of its slots.
 
     Args:
@@ -287,6 +288,7 @@ def note(
         query: The queries.
         valid: bool [B, n]; False are queries of padding.
         view: View of all slots that the queries attended to, where there is one.
+        lse: Log-sum-exps of the queries over these, where they are known.
     """
     names = score.statistics
     if not names:
@@ -296,7 +298,7 @@ def note(
     slots = view.slots
     lengthen(layer, names)
     if score.attends:
-        score.note(layer.stats, Attended(query, view, valid, layer.padding))
+        score.note(layer.stats, Attended(query, view, valid, layer.padding, lse))
         return
     start = slots.width - (layer.seen - query.start)
     stop = start + query.count

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcache.kv.attend import Query, attend
+from diffcache.kv.attend import Query, attend, attend_noting
 from diffcache.kv.codec.base import nbytes, tensors
 from diffcache.kv.layer import FIXED, KVLayer
 from diffcache.kv.mover import Mover
@@ -131,26 +131,32 @@ class KVStore:
             observe: Whether scorers take note; a chunk computed several times should count once.
             noted: The queries as scorers are told of them; None for `query`.
         """
-        layer, whole = self.layers[index], None
+        layer, whole, lse = self.layers[index], None, None
         if self.recipe.retrieve is not None:
             out = attend(query, self.views(index, query))
         elif layer.mover is not None:
             with layer.meeting() as views:
                 out = attend(query, views)
         else:
-            views = layer.views()
-            out = attend(query, views)
+            views, score = layer.views(), self.recipe.score
+            # Scores by attention need what the softmax divides by, which this attention knows.
+            scored = observe and index >= self.recipe.skip and not self.speculative
+            scored = scored and score is not None and score.attends and bool(score.statistics)
+            out, lse = attend_noting(
+                query, views, note=scored and (noted is None or noted is query)
+            )
             whole = views[0] if len(views) == 1 else None
         if observe and index >= self.recipe.skip:
-            self._take_note(layer, noted or query, valid, whole)
+            self._take_note(layer, noted or query, valid, whole, lse)
         return out
 
     def _take_note(
-        self, layer: KVLayer, query: Query, valid: Tensor | None, view: View | None
-    ) -> None:
+        self, layer: KVLayer, query: Query, valid: Tensor | None, view: View | None,
+        lse: Tensor | None,
+    ) -> None:  # fmt: skip
         """Let scorers look at queries, at once or when their tokens can no more be taken back."""
         if not self.speculative:
-            self._note(layer, query, valid, view)
+            self._note(layer, query, valid, view, lse)
         elif self.recipe.observes or self.recipe.retrieve is not None:
             self._rings[layer.index].pending.append(Pending(query, valid))
 
@@ -414,8 +420,9 @@ class KVStore:
         self.torn = False
 
     def _note(
-        self, layer: KVLayer, query: Query, valid: Tensor | None, view: View | None = None
-    ) -> None:
+        self, layer: KVLayer, query: Query, valid: Tensor | None, view: View | None = None,
+        lse: Tensor | None = None,
+    ) -> None:  # fmt: skip
         score, trigger = self.recipe.score, self.recipe.trigger
         if score is None or not self.recipe.observes:
             return
@@ -424,7 +431,7 @@ class KVStore:
         self._noted = max(self._noted, layer.seen)
         if score.window:
             self._rings[layer.index].push(query, valid)
-        note(score, layer, query, valid, view)
+        note(score, layer, query, valid, view, lse)
 
     def _observation(self, layer: KVLayer, ring: Ring) -> Observation:
         if self.recipe.score is not None:

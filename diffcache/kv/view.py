@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from diffcache.kv.segment import PLAIN, Segment, Traits, read_all
-from diffcache.kv.slots import Slots
+from diffcache.kernels.attention import Codes, Held
+from diffcache.kv.codec.base import Payload
+from diffcache.kv.codec.quant import Quantized
+from diffcache.kv.positions import PositionMap, key_places
+from diffcache.kv.rotary import Rotation
+from diffcache.kv.segment import PLAIN, Coded, Segment, Traits, read_all
+from diffcache.kv.slots import EMPTY, Slots, join_meta, pick
+
+Piece = tuple[int, int, Held, Held]  # first slot, the one after the last, keys and values
 
 
 @dataclass(frozen=True)
 class Unread:
-    """Slots that are decoded when they are asked for: segments, and exact slots after them.
+    """Slots that are decoded, and keys rotated, when they are asked for.
 
     Attributes:
-        segments: First slots; at least one segment.
-        tail: Last slots, None for none.
+        segments: First slots.
+        tail: Last slots, exact; None for none. There is at least one segment or a tail.
+        rotary: Rotation of keys; None where they are stored as queries meet them.
+        positions: Numbers that keys are rotated under; None: their own.
     """
 
     segments: tuple[Segment, ...]
     tail: Slots | None
+    rotary: Rotation | None = None
+    positions: PositionMap | None = None
 
     @property
     def width(self) -> int:
@@ -29,9 +42,71 @@ class Unread:
         own = 0 if self.tail is None else self.tail.width
         return sum(segment.width for segment in self.segments) + own
 
+    @cached_property
+    def meta(self) -> dict[str, Tensor]:
+        """Metadata of the slots; nothing is decoded."""
+        parts = [segment.metadata() for segment in self.segments]
+        parts += [] if self.tail is None else [self.tail.meta]
+        return parts[0] if len(parts) == 1 else join_meta(parts)
+
     def read(self) -> Slots:
-        """Return the slots, decoded."""
-        return read_all(self.segments, self.tail)
+        """Return the slots, decoded and rotated."""
+        slots = read_all(self.segments, self.tail)
+        if self.rotary is None:
+            return slots
+        at = key_places(self.positions, slots.meta, self.rotary)
+        return replace(slots, k=self.rotary.rotate(slots.k, at))
+
+    def turns(self, q: Tensor) -> dict[str, Any]:
+        """Return the cosines and sines of keys, as kernels take them; nothing where they do not.
+
+        Args:
+            q: Queries, [B, Hq, n, D].
+        """
+        rotary = self.rotary
+        if rotary is None or rotary.start or rotary.channels != q.shape[3]:
+            return {}
+        angles = rotary.angles(key_places(self.positions, self.meta, rotary), q)
+        both = torch.cat([angles.cos(), angles.sin()], -1) * rotary.scale
+        return {"turns": both.float(), "interleaved": rotary.interleaved}
+
+    def pieces(self) -> list[Piece]:
+        """Return the slots in parts, each coded as a kernel takes codes, or exact."""
+        found: list[Piece] = []
+        first = 0
+        for segment in self.segments:
+            stop = first + segment.width
+            k = v = None
+            if isinstance(segment, Coded):
+                k, v = codes_of(segment.k), codes_of(segment.v)
+            if not isinstance(segment, Coded) or k is None or v is None:
+                slots = segment.read()
+                found.append((first, stop, slots.k, slots.v))
+            else:
+                exact = segment.exact
+                coded = segment.width - (0 if exact is None else exact.shape[2])
+                if coded:  # keys may be more: attention is to those whose values are coded
+                    found.append((first, first + coded, k, v))
+                if exact is not None and exact.shape[2]:  # values that wait, a group of them
+                    at = torch.arange(coded, segment.width, device=exact.device)
+                    late = segment.k.decode_at(at.expand(*exact.shape[:2], -1))
+                    found.append((first + coded, stop, late, exact))
+            first = stop
+        if self.tail is not None:
+            found.append((first, first + self.tail.width, self.tail.k, self.tail.v))
+        return found
+
+
+def codes_of(held: Payload) -> Codes | None:
+    """Return codes as kernels take them; None where a codec has others."""
+    if not isinstance(held, Quantized) or held.grid.of is not None or not held.grid.each:
+        return None
+    codec = held.codec
+    if codec.bits not in (2, 4, 8) or held.codes.shape[3] * 8 != held.size * codec.bits:
+        return None
+    width = codec.width(held.size) if codec.along == "channels" else 1
+    return Codes(held.codes, held.grid.values, int(codec.bits), held.grid.each, width,
+                 -codec.intervals / 2)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,6 +129,14 @@ class Listed:
     def width(self) -> int:
         """Slots of the longest row."""
         return self.index.shape[2]
+
+    @cached_property
+    def meta(self) -> dict[str, Tensor]:
+        """Metadata of the slots; nothing is gathered but that."""
+        found = {name: pick(value, self.index) for name, value in self.slots.meta.items()}
+        if self.keep is not None:
+            found["pos"] = found["pos"].where(self.keep, EMPTY)
+        return found
 
     def read(self) -> Slots:
         """Return the slots; those that fill up come out empty."""
@@ -91,3 +174,8 @@ class View:
     def width(self) -> int:
         """Slots a row, empty ones included."""
         return self.source.width
+
+    @property
+    def meta(self) -> dict[str, Tensor]:
+        """Metadata of the slots; nothing is decoded or gathered."""
+        return self.source.meta

@@ -1,4 +1,4 @@
-"""Merged parts, masses and decoding at the sizes of FLUX.1-dev, Wan2.1-1.3B and Llama 3.1 8B."""
+"""Merged parts, masses and attention at the sizes of FLUX.1-dev, Wan2.1-1.3B and Llama 3.1 8B."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from diffcache.eval.kernels.case import KernelCase, compiled
-from diffcache.kernels import decode, dense, mass, merge
+from diffcache.kernels import dense, merge, quantize
+from diffcache.kernels.attention import FORWARD, MASS, Codes, _apart, forward_twin, mass_twin
 
 # Query heads, key heads, queries, keys, channels.
 Sizes = tuple[int, int, int, int, int]
@@ -53,32 +54,25 @@ def _matrix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return columns
 
 
-def _repeated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend with a copy of keys and values for every query head."""
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    return (q @ k.mT * _scale(q)).softmax(-1, dtype=torch.float32).to(q.dtype) @ v
+def _given(q: Tensor, k: Any, v: Any = None, **seen: Any) -> tuple[Any, ...]:
+    """Return the arguments of `attn_forward` as the operator takes them."""
+    (keys, key_grid, *form), (values, value_grid, *more) = _apart(k), _apart(v)
+    limits = (False, seen.get("offset"), seen.get("window", 0), 0)
+    tensors = keys, key_grid, seen.get("slots"), None, None, values, value_grid
+    return (q, *tensors, _scale(q), *limits, *form, *more)
 
 
-def _logs(model: str, sizes: Sizes) -> KernelCase:
-    asking, heads, count, width, size = sizes
-    ways: dict[str, Callable[..., Any]] = {
-        "kernel": lambda q, k, v: mass.LSE(q, k, _scale(q), None),
-        "plain": lambda q, k, v: mass.lse_twin(q, k, _scale(q), None),
-    }
-    moved = 2 * size * (asking * count + heads * width) + 4 * asking * count
-    return KernelCase(
-        "attn_lse", model, f"q {[1, asking, count, size]}, k {[1, heads, width, size]} bfloat16",
-        _attention(sizes), ways, moved, 2 * asking * count * width * size, target={"plain": 2.0},
-    )  # fmt: skip
+def _summed(forward: Callable[..., Any], mass: Callable[..., Any], q: Tensor, k: Tensor) -> Any:
+    """Return the masses of keys, with the log-sum-exps they take."""
+    given = _given(q, k)
+    return mass(*given[:6], forward(*given)[1], *given[8:-2])
 
 
 def _masses(model: str, sizes: Sizes) -> KernelCase:
     asking, heads, count, width, size = sizes
     ways: dict[str, Callable[..., Any]] = {
-        "kernel": lambda q, k, v: mass.MASS(q, k, mass.LSE(q, k, _scale(q), None), _scale(q), None),
-        "plain": lambda q, k, v: mass.mass_twin(
-            q, k, mass.lse_twin(q, k, _scale(q), None), _scale(q), None
-        ),
+        "kernel": lambda q, k, v: _summed(FORWARD, MASS, q, k),
+        "plain": lambda q, k, v: _summed(forward_twin, mass_twin, q, k),
         "whole matrix": _matrix,
     }
     moved = 2 * 2 * size * (asking * count + heads * width) + 4 * heads * width
@@ -89,20 +83,71 @@ def _masses(model: str, sizes: Sizes) -> KernelCase:
     )  # fmt: skip
 
 
-def _decoding() -> KernelCase:
+def _listing() -> KernelCase:
+    """Return the row of a generated token that attends to a sixteenth of the slots, by a list."""
     asking, heads, count, width, size = LLAMA
+    kept = width // 16
+
+    def make(device: torch.device, tiny: bool) -> tuple[Tensor, ...]:
+        q, k, v = _attention(LLAMA)(device, tiny)
+        few = k.shape[2] // 16
+        order = torch.rand(1, k.shape[1], k.shape[2], device=device).argsort(-1)
+        return q, k, v, order[..., :few].sort(-1).values
+
+    def gathered(q: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
+        k, v = (x.gather(2, slots[..., None].expand(-1, -1, -1, x.shape[3])) for x in (k, v))
+        return functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
     ways: dict[str, Callable[..., Any]] = {
-        "kernel": lambda q, k, v: decode.DECODE(q, k, v, _scale(q), None, None, 0)[0],
-        "plain": lambda q, k, v: decode.decode_twin(q, k, v, _scale(q), None, None, 0)[0],
-        "fused": lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, enable_gqa=True),
-        "repeated heads": _repeated,
+        "kernel": lambda q, k, v, slots: FORWARD(*_given(q, k, v, slots=slots))[0],
+        "plain": lambda q, k, v, slots: forward_twin(*_given(q, k, v, slots=slots))[0],
+        "gathered, then SDPA": gathered,
     }
     return KernelCase(
-        "attn_decode", "Llama 3.1 8B", f"q {[1, asking, count, size]}, k and v "
-        f"{[1, heads, width, size]} bfloat16", _attention(LLAMA), ways,
-        2 * (2 * heads * width * size + 2 * asking * count * size),
-        4 * asking * count * width * size,
-        target={"fused": 1.0, "repeated heads": 4.0, "limit": 0.8}, instead="fused",
+        "attn_forward", "Llama 3.1 8B", f"q {[1, asking, count, size]}, {kept} of k and v "
+        f"{[1, heads, width, size]} bfloat16", make, ways,
+        2 * (2 * heads * kept * size + 2 * asking * count * size) + 8 * heads * kept,
+        4 * asking * count * kept * size, target={"gathered, then SDPA": 1.5},
+        instead="gathered, then SDPA",
+    )  # fmt: skip
+
+
+def _history() -> KernelCase:
+    """Return the row of a chunk of video that attends to frames of 4 bits."""
+    asking, heads, count, width, size = CHUNK
+    width -= width % 32
+    group = 32
+
+    def coded(x: Tensor, each: int, wide: int) -> Codes:
+        return Codes(*quantize.quant_groups(x, 4, each, wide, 15, False), 4, each, wide)
+
+    def make(device: torch.device, tiny: bool) -> tuple[Any, ...]:
+        q, k, v = _attention((asking, heads, count, width, size))(device, tiny)
+        return q, *coded(k, group, 1)[:2], *coded(v, 1, group)[:2]
+
+    def held(k: Tensor, kg: Tensor, v: Tensor, vg: Tensor) -> tuple[Codes, Codes]:
+        return Codes(k, kg, 4, group, 1), Codes(v, vg, 4, 1, group)
+
+    def decoded(q: Tensor, *codes: Tensor) -> Tensor:
+        pair = []
+        for each in held(*codes):
+            out = q.new_empty(*each.codes.shape[:3], each.size)
+            quantize.dequant_groups(each.codes, each.grid, out, *each[2:])
+            pair.append(out)
+        k, v = pair
+        return functional.scaled_dot_product_attention(q, k, v, enable_gqa=len(q[0]) != len(k[0]))
+
+    ways: dict[str, Callable[..., Any]] = {
+        "kernel": lambda q, *codes: FORWARD(*_given(q, *held(*codes)))[0],
+        "plain": lambda q, *codes: forward_twin(*_given(q, *held(*codes)))[0],
+        "decoded, then SDPA": decoded,
+    }
+    numbers = 2 * heads * width * size
+    return KernelCase(
+        "attn_forward", "Wan2.1-1.3B", f"q {[1, asking, count, size]} bfloat16, k and v "
+        f"{[1, heads, width, size]} of 4 bits", make, ways,
+        numbers // 2 + 4 * numbers // group + 4 * asking * count * size,
+        4 * asking * count * width * size, instead="decoded, then SDPA",
     )  # fmt: skip
 
 
@@ -144,4 +189,4 @@ def cases() -> list[KernelCase]:
     )  # fmt: skip
     masses = [_masses("FLUX.1-dev", FLUX), _masses("Wan2.1-1.3B", WAN)]
     denses = [_dense("FLUX.1-dev", FLUX), _dense("Wan2.1-1.3B", CHUNK)]
-    return [parts, _logs("FLUX.1-dev", FLUX), *masses, _decoding(), *denses]
+    return [parts, *masses, _listing(), _history(), *denses]

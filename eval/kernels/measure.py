@@ -38,7 +38,7 @@ from diffcache.kernels.dispatch import OPERATORS, device_name, versions
 
 # What most runs call comes first, so that little time is enough for it.
 FIRST = (
-    "weighted_sum", "finite_differences", "l1_sums", "sdpa_cudnn", "attn_decode", "rotate",
+    "weighted_sum", "finite_differences", "l1_sums", "sdpa_cudnn", "attn_forward", "rotate",
     "kv_gather", "kv_scatter", "attn_decode_kivi", "quant_groups", "dequant_groups",
 )  # fmt: skip
 ROUNDS, LONGEST = 30, 0.6  # timed turns of a row, and seconds of them

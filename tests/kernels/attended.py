@@ -1,4 +1,4 @@
-"""A layer that holds codes, as recipes of KIVI's kind do, and queries of its newest token."""
+"""A layer that holds codes, as recipes of KIVI's kind do, and queries of its newest tokens."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from diffcache.kv.attend import Query
 from diffcache.kv.codec.held import Pair
 from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.layer import KVLayer
+from diffcache.kv.rotary import Rotary
 
 SIZE = 64
 
@@ -19,9 +20,11 @@ def pair(*, bits: float = 2, slide: bool = True, sinks: int = 0) -> Pair:
     return Pair(keys, values, 32, slide=slide, sinks=sinks)
 
 
-def layer(codec: Pair, tokens: int, dtype: torch.dtype, batch: int = 2) -> KVLayer:
+def layer(
+    codec: Pair, tokens: int, dtype: torch.dtype, batch: int = 2, rotary: Rotary | None = None
+) -> KVLayer:
     """Return a layer with tokens that were coded as they came."""
-    made, random = KVLayer(), torch.Generator().manual_seed(tokens)
+    made, random = KVLayer(rotary=rotary), torch.Generator().manual_seed(tokens)
     for count in (tokens - 3, 1, 1, 1):
         k, v = torch.randn(2, batch, 2, count, SIZE, generator=random).to(dtype)
         made.write(k, v)
@@ -29,9 +32,9 @@ def layer(codec: Pair, tokens: int, dtype: torch.dtype, batch: int = 2) -> KVLay
     return made
 
 
-def query(held: KVLayer, **settings: object) -> Query:
-    """Return a query of the newest token."""
+def query(held: KVLayer, count: int = 1, **settings: object) -> Query:
+    """Return queries of the newest tokens."""
     assert held.form is not None
     random = torch.Generator().manual_seed(9)
-    q: Tensor = torch.randn(held.form.batch, 6, 1, SIZE, generator=random).to(held.form.dtype)
-    return Query(q, held.seen - 1, SIZE**-0.5, **settings)  # type: ignore[arg-type]
+    q: Tensor = torch.randn(held.form.batch, 6, count, SIZE, generator=random).to(held.form.dtype)
+    return Query(q, held.seen - count, SIZE**-0.5, **settings)  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ from diffcache.attach.extension import Extension
 from diffcache.attach.run import Run
 from diffcache.errors import AttachError
 from diffcache.foreign import CACHES, version_of
-from diffcache.kernels import decode
+from diffcache.kernels.attention import attn_forward, takes
 from diffcache.kernels.dense import scaled_dot_product_attention
 from diffcache.kernels.move import kv_scatter
 from diffcache.step import CURRENT
@@ -104,8 +104,8 @@ class HeldKV:
         q, k, v = q.transpose(1, 2), self.k, self.v
         assert k is not None
         assert v is not None
-        if mask is None and decode.takes(q, k, v):
-            return decode.attn_decode(q, k, v, scale)[0].transpose(1, 2)
+        if mask is not None and takes(q, k, v, mask=mask):  # torch would copy keys of groups
+            return attn_forward(q, k, v, scale, mask=mask)[0].transpose(1, 2)
         batch, heads, count, _ = q.shape
         groups, grouped = heads // k.shape[1], False
         if groups > 1:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from diffcache.errors import AttachError
-from diffcache.kernels import decode
+from diffcache.kernels.attention import takes
 from diffcache.kv.attend import Query, attend
 from diffcache.kv.hf.latent import absorbed, check_made, values_of
 from diffcache.kv.hf.probe import TRIAL, changes, leave_trial
@@ -135,7 +135,7 @@ def attention(
     in_order = (
         attention_mask is not None
         and not layer.latent
-        and decode.takes(query, key, value)
+        and takes(query, key, value)
         and writer.is_in_order(attention_mask, start, asked.window)
     )
     noted = asked

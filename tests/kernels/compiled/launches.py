@@ -9,17 +9,27 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, bfloat16, float16, float32, float64, int8, int32, int64, uint8
+from torch import (
+    Tensor,
+    bfloat16,
+    float8_e4m3fn,
+    float16,
+    float32,
+    float64,
+    int8,
+    int32,
+    int64,
+    uint8,
+)
 from triton.runtime.jit import JITFunction, MockTensor
 
 from diffcache.kernels.gpu import (
+    attention,
     coded,
     codes,
-    decode,
     distance,
     forecast,
     linear,
-    mass,
     merge,
     move,
     quantize,
@@ -88,42 +98,61 @@ def attentions() -> Iterator[Call]:
             partial(coded.attn_decode_kivi, *given, *numbers),
             {"products": {} if dtype == float32 else CODED, "text": rf"and\.b32 .*,{mask};"},
         )
-    for dtype, size, count, extra in (
-        (bfloat16, 128, 1, False), (bfloat16, 128, 16, True), (float32, 128, 1, True),
-        (bfloat16, 256, 1, False),
+    yield from attended()
+    for parts, size, dtype in (
+        (2, 128, bfloat16), (3, 64, float32), (8, 256, float32)
     ):  # fmt: skip
-        q, k = (
-            t(dtype, 1, QUERIES, count, size),
-            t(dtype, 1, HEADS, 40960 if extra else SLOTS, size),
-        )
-        more = (t(int32, 1, HEADS, SLOTS), 4096, 1024) if extra else (None, None, 0)
-        products = {} if dtype == float32 else FEW if count == 1 else MANY
-        yield (
-            f"attn_decode-{dtype}-{size}-{count}-{extra}",
-            partial(decode.attn_decode, q, k, k, 0.5, *more),
-            {"products": products},
-        )
-    for dtype, size, groups, causal in (
-        (bfloat16, 128, 1, False), (bfloat16, 128, 4, True), (bfloat16, 256, 2, True),
-        (float32, 128, 4, True),
-    ):  # fmt: skip
-        q, k = t(dtype, 1, HEADS * groups, 4608, size), t(dtype, 1, HEADS, 4608, size)
-        log, offset = t(float32, *q.shape[:3]), 3 if causal else None
-        products = {} if dtype == float32 else MANY
-        name = f"{dtype}-{size}-{groups}-{causal}"
-        yield (
-            f"attn_lse-{name}",
-            partial(mass.attn_lse, q, k, 0.5, offset),
-            {"products": products},
-        )
-        yield (
-            f"attn_mass-{name}",
-            partial(mass.attn_mass, q, k, log, 0.5, offset),
-            {"products": products},
-        )
-    for parts, size, dtype in ((2, 128, bfloat16), (3, 64, float32), (8, 256, float32)):
         outs, logs = [t(dtype, 24, 4608, size)] * parts, [t(float32, 24, 4608)] * parts
         yield f"lse_merge-{parts}-{size}-{dtype}", partial(merge.lse_merge, outs, logs), {}
+
+
+def attended() -> Iterator[Call]:
+    """Yield calls of attention to slots as they are held, and of masses."""
+    listed = {"slots": t(int32, 1, HEADS, SLOTS), "offset": 4096, "window": 1024, "sinks": 16}
+    turned = {"turns": t(float32, 1, 1, SLOTS, 128), "interleaved": True}
+    halves = {"turns": t(float32, 1, 1, SLOTS, 256)}
+    hidden = {"mask": t(uint8, 1, 1, 1, SLOTS).view(torch.bool)}
+    for name, dtype, size, count, form, seen in (
+        ("dense", bfloat16, 128, 4680, (), {}), ("list", bfloat16, 128, 16, (), listed),
+        ("list", float32, 128, 1, (), listed), ("dense", bfloat16, 256, 1, (), {}),
+        ("turned", bfloat16, 128, 4680, (4, 32), turned), ("hidden", float16, 64, 4680, (2, 32), hidden),
+        ("halves", bfloat16, 256, 4680, (8, 32), halves), ("dense", float32, 128, 4680, (2, 32), {}),
+        ("bytes", bfloat16, 128, 4680, (8, 128), {"offset": 0}), ("alone", bfloat16, 128, 4608, (), {"offset": 0}),
+    ):  # fmt: skip
+        q = t(dtype, 1, QUERIES, count, size)
+        k, key_grid, v, value_grid = t(dtype, 1, HEADS, SLOTS, size), None, q, None
+        v = None if name == "alone" else k
+        key_form: list[int] = []
+        value_form: list[int] = []
+        if form:
+            bits, group = form
+            kind = float8_e4m3fn if name == "bytes" else uint8
+            k = v = t(kind, 1, HEADS, SLOTS, size * bits // 8)
+            key_form, value_form = [bits, group, 1], [bits, 1, group]
+            key_grid = t(float16, 1, HEADS, SLOTS // group, 2, size)
+            value_grid = t(float16, 1, HEADS, SLOTS, 2, size // group)
+            if name == "bytes":  # a scale a slot
+                key_grid = value_grid = t(float16, 1, HEADS, SLOTS, 1, 1)
+                key_form = value_form
+        keys = k, key_grid, *(seen.get(one) for one in ("slots", "mask", "turns"))
+        limits = (
+            seen.get("interleaved", False), seen.get("offset"), seen.get("window", 0),
+            seen.get("sinks", 0),
+        )  # fmt: skip
+        products = {} if dtype == float32 else FEW if count == 1 else MANY
+        yield (
+            f"attn_forward-{name}-{dtype}-{size}-{count}",
+            partial(attention.attn_forward, q, *keys, v, value_grid, 0.5, *limits, key_form, 0.0,
+                    value_form, 0.0),
+            {"products": products},
+        )  # fmt: skip
+        if name in ("turned", "alone", "halves") or (name, dtype) == ("list", float32):
+            yield (
+                f"attn_mass-{name}-{dtype}-{size}-{count}",
+                partial(attention.attn_mass, q, *keys, t(float32, *q.shape[:3]), 0.5, *limits,
+                        key_form, 0.0),
+                {"products": products},
+            )  # fmt: skip
 
 
 def features() -> Iterator[Call]:

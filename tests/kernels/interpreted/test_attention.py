@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffcache.kernels import decode, mass, merge, move
-from diffcache.kernels.decode import attn_decode
-from diffcache.kernels.mass import attn_lse, attn_mass
+from diffcache.kernels import merge, move
+from diffcache.kernels.attention import FORWARD, MASS, attn_forward, attn_mass
 from diffcache.kernels.merge import lse_merge
 from diffcache.kv.attend import Query, attend
 from diffcache.kv.attended import Attended
@@ -47,88 +46,96 @@ def launched(monkeypatch: pytest.MonkeyPatch, *operators: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("wrong", ["a query", "a key"])
-def test_numbers_that_are_none_are_not_hidden(wrong: str) -> None:
+def test_numbers_that_are_none_are_not_hidden(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = drawn(2)
     (q if wrong == "a query" else k)[0, 0, 1, 3] = math.nan
-    out, lse = attn_decode(q, k, v, SCALE)
-    wanted = decode.decode_twin(q, k, v, SCALE, None, None, 0)
-    for found, other in ((out, wanted[0]), (lse, wanted[1]), (attn_lse(q, k, SCALE), wanted[1])):
-        assert torch.equal(found.isnan(), other.isnan())
-        assert other.isnan().any()
-    outs, lses = [torch.ones(B, HQ, 2, D)] * 2, [torch.zeros(B, HQ, 2), lse]
-    assert torch.equal(lse_merge(outs, lses)[1].isnan(), lse.isnan())
+    found = [*attn_forward(q, k, v, SCALE), attn_forward(q, k, None, SCALE)[1]]
+    outs, lses = [torch.ones(B, HQ, 2, D)] * 2, [torch.zeros(B, HQ, 2), found[1]]
+    assert torch.equal(lse_merge(outs, lses)[1].isnan(), found[1].isnan())
+    monkeypatch.setenv("DIFFCACHE_KERNELS", "torch")
+    out, lse = attn_forward(q, k, v, SCALE)
+    assert lse.isnan().any()
+    for one, other in zip(found, (out, lse, lse), strict=True):
+        assert torch.equal(one.isnan(), other.isnan())
 
 
 def test_a_key_that_no_query_attends_to_gets_no_mass() -> None:
     q, k = torch.ones(1, 1, 5, D), torch.ones(1, 1, 40, D)
     k[:, :, 3] = -math.inf
-    found = attn_mass(q, k, attn_lse(q, k, SCALE), SCALE)
+    found = attn_mass(q, k, attn_forward(q, k, None, SCALE)[1], SCALE)
     torch.testing.assert_close(
         found[0, 0], torch.full((40,), 5 / 39).index_fill(0, torch.tensor(3), 0)
     )
 
 
-@pytest.mark.parametrize("listed", [False, True])
-def test_what_is_not_seen_may_be_nan(listed: bool) -> None:
+@pytest.mark.parametrize("way", ["window", "listed", "mask"])
+def test_what_is_not_seen_may_be_nan(way: str) -> None:
     q, k, v = drawn(1)
-    slots = torch.arange(N, dtype=torch.int32).expand(B, 1, N).clone() if listed else None
-    limits: dict[str, Any] = {"offset": 100, "window": 20}
-    expected = attn_decode(q, k, v, SCALE, slots, **limits)
+    slots = torch.arange(N, dtype=torch.int32).expand(B, 1, N).clone() if way == "listed" else None
+    limits: dict[str, Any] = {"offset": 100, "window": 20, "slots": slots}
+    if way == "mask":
+        place = torch.arange(N)
+        limits = {"mask": ((place > 80) & (place < 101)).expand(1, 1, 1, N)}
+    expected = attn_forward(q, k, v, SCALE, **limits)
     for x in (k, v):
         x[:, :, 101:], x[:, :, :81] = math.nan, math.nan
     if slots is not None:
         slots[:, :, 101:] = N + 7
-    found = attn_decode(q, k, v, SCALE, slots, **limits)
+    found = attn_forward(q, k, v, SCALE, **limits)
     assert all(map(torch.equal, found, expected))
+    assert torch.equal(attn_mass(q, k, found[1], SCALE, **limits).isnan(), torch.zeros(B, H, N) > 0)
 
 
 @pytest.mark.parametrize("case", ["plain", "last", "all", "padded"])
 def test_sums_of_a_layer_are_those_of_plain_pytorch(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    count = {"last": 30, "all": 1}.get(case, N)
-    q, k, v = drawn(count)
-    slots = Slots(k, v, {"pos": span(5, N + 5, B, k.device)})
+    width = 40
+    count = {"last": 9, "all": 1}.get(case, width)
+    q, k, v = (x[:, :, :width] for x in drawn(count))
+    slots = Slots(k, v, {"pos": span(5, width + 5, B, k.device)})
     valid = torch.rand(B, count) > 0.3 if case == "padded" else None
-    query = Query(q, N + 5 - count, SCALE, causal=case != "plain")
-    asked = Attended(query, View(slots, 5, below=N + 5), valid)
-    names = launched(monkeypatch, mass.LSE, mass.MASS)
+    query = Query(q, width + 5 - count, SCALE, causal=case != "plain")
+    asked = Attended(query, View(slots, 5, below=width + 5), valid)
+    names = launched(monkeypatch, FORWARD, MASS)
     found = asked.sums()
-    assert names == ["attn_lse", "attn_mass"]
+    assert names == ["attn_forward", "attn_mass"]
     softly = asked.sums(lambda logits, heads, part: logits)  # not for the kernels
     assert len(names) == 2
     torch.testing.assert_close(found, softly, **CLOSE)
 
 
-def test_few_queries_are_given_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_attend_where_something_is_spared_or_parts_are_merged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     q, k, v = drawn(3)
     slots = Slots(k, v, {"pos": span(7, N + 7, B, k.device)})
     last, whole = N + 4, View(slots, 7)  # position of the first query, and all slots
     parts = [View(slots.narrow(0, 50), None, Traits(apart=True)), View(slots.narrow(50, N))]
     calls = [
-        (Query(q, last, SCALE, causal=False), [whole]),
         (Query(q, last, SCALE), [whole]),
         (Query(q, 60, SCALE), [whole]),  # as where rows in the middle are computed anew
         (Query(q, last, SCALE, window=20), [whole]),
         (Query(q, N + 30, SCALE, window=30), [whole]),  # beyond what is held
         (Query(q[:, :, :1], N + 6, SCALE), parts),
     ]
-    names = launched(monkeypatch, decode.DECODE, merge.MERGE)
+    names = launched(monkeypatch, FORWARD, merge.MERGE)
     found = [attend(query, views) for query, views in calls]
-    assert names == ["attn_decode"] * 5 + ["lse_merge"]
+    assert names == ["attn_forward"] * 6 + ["lse_merge"]
     mask = torch.rand(B, 1, 3, N + 7) > 0.3
     others = [
+        (Query(q, last, SCALE, causal=False), whole),
         (Query(q, last, SCALE, mask=mask), whole), (Query(q, last, SCALE), View(slots)),
         (Query(q, last, SCALE, window=20, causal=False), whole), (Query(q, 5, SCALE), whole),
         (Query(q, N + 30, SCALE, window=20), whole),  # the last query sees nothing
     ]  # fmt: skip
-    for query, view in others:
+    for query, view in others:  # torch's own attention
         attend(query, [view])
-    assert len(names) == 6
+    assert len(names) == 7
     monkeypatch.setenv("DIFFCACHE_KERNELS", "torch")
     for one, (query, views) in zip(found, calls, strict=True):
         torch.testing.assert_close(one, attend(query, views), **CLOSE)
-    assert len(names) == 6
+    assert len(names) == 7
 
 
 @pytest.mark.parametrize("kind", ["runs", "rows", "tidal"])
@@ -146,9 +153,9 @@ def test_chosen_slots_are_attended_to_where_they_are(
     if kind == "tidal":
         chooser = LayerReuse(50, sinks=2, recent=20, select=(0,))
         chooser.views(query, layers[0], layers)
-    names = launched(monkeypatch, decode.DECODE, move.GATHER)
+    names = launched(monkeypatch, FORWARD, move.GATHER)
     (view,) = chooser.views(query, layers[1], layers)
     found = attend(query, [view])
-    assert view.width < N and names == ["attn_decode"]
+    assert view.width < N and names == ["attn_forward"]
     monkeypatch.setenv("DIFFCACHE_KERNELS", "torch")
     torch.testing.assert_close(found, attend(query, [view]), **CLOSE)

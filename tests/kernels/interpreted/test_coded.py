@@ -9,9 +9,12 @@ import pytest
 import torch
 
 from diffcache.kernels import coded
+from diffcache.kernels.attention import FORWARD
 from diffcache.kernels.gpu import coded as launched
 from diffcache.kv.attend import attend
 from diffcache.kv.codec.held import Pair
+from diffcache.kv.codec.quant import Quantized
+from diffcache.kv.rotary import Rotary
 from diffcache.kv.view import View
 from tests.kernels.attended import layer, pair, query
 from tests.kernels.cases import copied
@@ -22,39 +25,68 @@ LIMITS = {torch.float32: 5e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
 
 
 @pytest.fixture(name="calls")
-def _calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Count the calls of the kernel."""
-    made: list[int] = []
-    launch = coded.ATTEND.launch
-    monkeypatch.setattr(coded.ATTEND, "launch", lambda *a: made.append(1) or launch(*a))
+def _calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """List calls of the kernels: of one query, of many over codes, and over the rest."""
+    made: list[str] = []
+    launch, forward = coded.ATTEND.launch, FORWARD.launch
+
+    def forwarded(*args: Any) -> Any:
+        made.append("many" if args[2] is not None else "rest")
+        return forward(*args)
+
+    monkeypatch.setattr(coded.ATTEND, "launch", lambda *a: made.append("one") or launch(*a))
+    monkeypatch.setattr(FORWARD, "launch", forwarded)
     return made
 
 
+SEVERAL: dict[str, Any] = {"count": 5}  # queries, the last of which is the newest token
+TURNED = {"rotary": Rotary.default(1e4, 64)}
+
+
 @pytest.mark.parametrize(
-    ("codec", "dtype", "calls_made"),
+    ("codec", "dtype", "made", "settings"),
     [
-        (pair(), torch.float32, 1), (pair(bits=4), torch.float16, 1),
-        (pair(bits=4, slide=False), torch.bfloat16, 1), (pair(sinks=4), torch.float32, 1),
-        (pair(bits=8), torch.float32, 1), (pair(bits=3), torch.float32, 0),
+        (pair(), torch.float32, "one", {}), (pair(bits=4), torch.float16, "one", {}),
+        (pair(bits=4, slide=False), torch.bfloat16, "one", {}),
+        (pair(sinks=4), torch.float32, "one", {}), (pair(bits=8), torch.float32, "one", {}),
+        (pair(bits=3), torch.float32, "", {}), (pair(), torch.float32, "many", {"window": 50}),
+        (pair(bits=4), torch.float16, "many", SEVERAL), (pair(bits=8), torch.float32, "many", TURNED),
+        (pair(), torch.float32, "many", SEVERAL | {"window": 50}),
+        (pair(sinks=4), torch.bfloat16, "many", SEVERAL | TURNED | {"causal": False}),
+        (pair(slide=False), torch.float32, "many", SEVERAL | {"mask": 0.7}),
     ],
 )  # fmt: skip
 def test_a_layer_is_attended_to_in_its_codes(
-    codec: Pair, dtype: torch.dtype, calls_made: int, calls: list[int],
+    codec: Pair, dtype: torch.dtype, made: str, settings: dict[str, Any], calls: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    held = layer(codec, 103, dtype)
-    found = attend(query(held), held.views())
-    assert len(calls) == calls_made
+    more = dict(settings)
+    held = layer(codec, 103, dtype, rotary=more.pop("rotary", None))
+    if "mask" in more:
+        random = torch.Generator().manual_seed(3)
+        more["mask"] = torch.rand(2, 1, 5, 103, generator=random) < more["mask"]
+    asked = query(held, **more)
+    if made:
+        decode = Quantized.decode_into
+
+        def few(self: Quantized, out: torch.Tensor) -> None:  # keys of values that are not coded
+            assert self.codes.shape[2] < 32
+            decode(self, out)
+
+        monkeypatch.setattr(Quantized, "decode_into", few)
+    found = attend(asked, held.views())
+    monkeypatch.undo()
+    assert set(calls) - {"rest"} == ({made} if made else set())
     monkeypatch.setenv("DIFFCACHE_KERNELS", "torch")
     (view,) = held.views()
-    wide = replace(query(held), q=query(held).q.double())
+    wide = replace(asked, q=asked.q.double())
     slots = replace(view.slots, k=view.slots.k.double(), v=view.slots.v.double())
     exact = attend(wide, [View(slots, view.start, below=view.below)])
     assert found.dtype == dtype
     assert float((found.double() - exact).norm() / exact.norm()) < LIMITS[dtype]
 
 
-def test_heads_that_are_no_multiple_are_refused(calls: list[int]) -> None:
+def test_heads_that_are_no_multiple_are_refused(calls: list[str]) -> None:
     q, *rest = next(attention(torch.float32)).args
     keys, key_grid, values, value_grid, *settings = rest
     twice = [x.repeat(1, 2, *[1] * (x.dim() - 2)) for x in (keys, key_grid, values, value_grid)]
@@ -63,12 +95,10 @@ def test_heads_that_are_no_multiple_are_refused(calls: list[int]) -> None:
     assert not calls
 
 
-def test_codes_are_decoded_where_a_query_does_not_see_all_of_them_alike(calls: list[int]) -> None:
+def test_codes_are_decoded_where_logits_are_no_products(calls: list[str]) -> None:
     held = layer(pair(), 103, torch.float32)
-    mask = torch.ones(2, 1, 1, 103, dtype=torch.bool)
-    for settings in ({"mask": mask}, {"window": 50}, {"softcap": 5.0}, {"sinks": torch.zeros(6)}):
+    for settings in ({"softcap": 5.0}, {"softcap": 5.0, "sinks": torch.zeros(6)}):
         attend(query(held, **settings), held.views())
-    attend(replace(query(held), start=60), held.views())  # later slots are not seen
     held = layer(pair(slide=False), 103, torch.float32)
     held.keep(torch.arange(103) % 3 > 0)  # rows of the grid are listed then
     attend(query(held), held.views())

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import diffcache
-from diffcache.kernels import decode, dispatch, forecast
+from diffcache.kernels import attention, dispatch, forecast
 from tests.zoo.catalog import cases
 
 STEPS = 7
@@ -43,9 +43,8 @@ def launched(monkeypatch):
 def test_a_compiler_follows_what_chooses_kernels(launched) -> None:
     def call(x):
         held = x.view(1, 1, 4, 8)
-        return decode.attn_decode(held[:, :, :1], held, held, 0.5)[0].sum() + forecast.weighted_sum(
-            [x, x.flip(0)], [1.0, 0.5]
-        )
+        out, _ = attention.attn_forward(held[:, :, :1], held, held, 0.5)
+        return out.sum() + forecast.weighted_sum([x, x.flip(0)], [1.0, 0.5])
 
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

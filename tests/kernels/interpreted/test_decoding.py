@@ -1,4 +1,4 @@
-"""Language models of transformers with kernels on: which of their tokens are given to the kernel."""
+"""Language models of transformers with kernels on: which of their tokens are given to kernels."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from diffcache.kernels import decode
-from diffcache.kv import cache_for, quest, snapkv
+from diffcache.kernels.attention import FORWARD, MASS
+from diffcache.kv import cache_for, h2o, quest, snapkv
 from diffcache.kv.recipes.eviction import tova
 from tests.kv.tiny import IDS, llama
 from tests.zoo.language import build
@@ -16,45 +16,63 @@ from tests.zoo.language import build
 
 @pytest.fixture(name="calls")
 def _calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """List the lists, offsets and windows that the kernel was called with."""
+    """List queries, lists, offsets and windows that `attn_forward` was called with, and masses."""
     made: list[Any] = []
-    launch = decode.DECODE.launch
-    monkeypatch.setattr(decode.DECODE, "launch", lambda *a: made.append(a[4:]) or launch(*a))
+    launch, add = FORWARD.launch, MASS.launch
+    monkeypatch.setattr(
+        FORWARD, "launch", lambda *a: made.append((a[0].shape[2], a[3], *a[10:12])) or launch(*a)
+    )
+    monkeypatch.setattr(MASS, "launch", lambda *a: made.append("mass") or add(*a))
     return made
 
 
-def logits(model: Any, recipe: Any, inputs: Any) -> torch.Tensor:
-    """Return the logits of the last three tokens, which are read at once, and of one more."""
+def logits(model: Any, recipe: Any, inputs: Any, blank: int = 0) -> torch.Tensor:
+    """Return the logits of the last three tokens, which are read at once, and of one more.
+
+    Args:
+        model: A language model.
+        recipe: Recipe of its cache.
+        inputs: Its tokens.
+        blank: First tokens of the last row that are padding.
+    """
     cache, found = cache_for(model, recipe), []
     for stop, width in ((21, 21), (24, 3), (25, 1)):
         ids = torch.cat([inputs, inputs[:, :1]], 1)[:, stop - width : stop]
         mask = torch.ones(len(ids), stop, dtype=torch.long)
+        mask[-1, :blank] = 0
         with torch.no_grad():
             found.append(model(ids, attention_mask=mask, past_key_values=cache).logits)
     return torch.cat(found[1:], 1)
 
 
-@pytest.mark.parametrize("kind", ["drafted", "window", "chosen"])
-def test_generated_and_drafted_tokens_take_the_kernel(
+@pytest.mark.parametrize("kind", ["drafted", "window", "chosen", "scored", "padded"])
+def test_prompts_drafted_and_generated_tokens_take_the_kernel(
     kind: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = llama(num_hidden_layers=1)
+    model, layers = llama(num_hidden_layers=1), 1
     recipe: Any = snapkv(1.0, window=4)
-    expected: list[Any] = [(None, 21, 0), (None, None, 0)]
+    expected: list[Any] = [(3, None, 21, 0)]  # a prompt, and one token, see all there is
     if kind == "window":
         model = build("MistralForCausalLM", "mistral", sliding_window=16)
         layers = model.config.num_hidden_layers
-        expected = [(None, 21, 16)] * layers + [(None, 24, 16)] * layers
+        expected = [(21, None, 0, 16), (3, None, 21, 16), (1, None, 24, 16)]
     elif kind == "chosen":
         recipe = quest(12, page=4, skip=0)
-    found = logits(model, recipe, IDS)
+    elif kind in ("scored", "padded"):  # masses come from the log-sum-exps of the attention itself
+        recipe = h2o(1.0)
+        expected = [(21, None, 0, 0), "mass", (3, None, 21, 0), "mass", (1, None, None, 0), "mass"]
+        if kind == "padded":  # a mask says what is seen
+            expected = [(*each[:2], None, 0) if each != "mass" else each for each in expected]
+    ids, blank = (IDS.repeat(2, 1), 4) if kind == "padded" else (IDS, 0)
+    found = logits(model, recipe, ids, blank)
     if kind == "chosen":
-        ((listed, offset, window),) = calls
-        assert listed.shape[2] < 25 and (offset, window) == (None, 0)
+        assert [each[0] for each in calls] == [3, 1]
+        for _, listed, *limit in calls:  # drafted tokens have a mask beside
+            assert listed.shape[2] < 25 and limit == [None, 0]
     else:
-        assert calls == expected
+        assert calls == [each for each in expected for _ in range(layers)]
     monkeypatch.setenv("DIFFCACHE_KERNELS", "torch")
-    torch.testing.assert_close(found, logits(model, recipe, IDS), atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(found, logits(model, recipe, ids, blank), atol=2e-5, rtol=2e-5)
 
 
 def test_a_window_is_not_kept_with_the_last_queries(monkeypatch: pytest.MonkeyPatch) -> None:
