@@ -11,7 +11,15 @@ from torch import Tensor
 
 from diffcache.features.base import Ability, Method, check_int
 
-BITS = {8: torch.int8, 16: torch.int16}
+BITS = {4: torch.int8, 8: torch.int8, 16: torch.int16}
+KNOWN: dict[str, tuple[Any, ...]] = {  # values of settings, the default first
+    "bits": (None, *BITS),
+    "scale": ("entry", "site"),
+    "keep": ("table", "layer", "closer"),
+    "by": ("step", "site"),
+    "reconstruct": (False, True),
+    "activations": (None, 8, 16),
+}
 
 
 @dataclass(frozen=True)
@@ -25,6 +33,8 @@ class TimeTables(Ability):
         keep: Form of a site with `bits`: its `table`, its `layer` with rounded weights,
             or whichever is `closer`.
         by: Whether the closer one is chosen for each `step` or for a `site` as a whole.
+        reconstruct: Whether layers are rounded for the outputs of the first run's steps.
+        activations: Bits of what enters a rounded layer, None for the model's own numbers.
     """
 
     entries: int
@@ -32,6 +42,8 @@ class TimeTables(Ability):
     scale: str
     keep: str
     by: str
+    reconstruct: bool = False
+    activations: int | None = None
 
 
 @dataclass(frozen=True)
@@ -50,9 +62,17 @@ class TemporalTable(Method):
     `bits` rounds the tables ("cache-based maintenance") and `keep="closer"` takes, where that is
     closer to the float feature, a layer with rounded weights instead ("disturbance-aware
     selection"). Both are reconstructed from the abstract of arXiv 2407.19547: its granularity is
-    not known to us, weights are rounded to the nearest per output channel without reconstruction,
-    and the activations of the layer are not rounded. The measure is the paper's, the cosine. The
-    first run with a condition is computed in float; at its end its tables are rounded.
+    not known to us. The measure is the paper's, the cosine. The first run with a condition is
+    computed in float; at its end its tables are rounded.
+
+    Weights are rounded to the nearest, per output channel. With `reconstruct` they are rounded so
+    that the features of the first run's steps change least, which is the objective of the paper's
+    reconstruction (TIAR). Departures: the paper learns the roundings of the time embedding and all
+    projections together, by gradient (AdaRound); here each module is rounded on its own, column
+    by column, with GPTQ's update (arXiv 2210.17323). `activations` rounds what enters such a layer,
+    with a scale of its own at each timestep, as the paper's finite set calibration (FSC) does. The
+    scale is the largest of the present input, as a timestep has but one. None of it is compared
+    with official code. The model keeps its float weights: memory is not what this saves.
 
     Args:
         method: The feature cache to go with it, None for none.
@@ -60,10 +80,14 @@ class TemporalTable(Method):
             steps and branches, more where some modules see the timestep alone. Beyond it,
             those that the current run has not used go, oldest first; if it uses all, new ones are
             computed and not kept.
-        bits: 8 or 16, or None for the model's own numbers.
+        bits: 4, 8 or 16, or None for the model's own numbers. Four bits take a byte as well.
         scale: With `bits`: one scale for each `entry`, or for each `site` over a run's steps.
         keep: With `bits`: the `table`, the `layer`, or whichever is `closer`.
         by: With `keep="closer"`: choose for each `step` or for a `site` over a run's steps.
+        reconstruct: Whether to round layers for the features of the first run; with a `keep` other
+            than `table`.
+        activations: Bits of what enters a rounded layer, 8 or 16, or None for the model's own
+            numbers; with a `keep` other than `table`.
 
     Raises:
         ValueError: If a value is out of its range.
@@ -93,6 +117,8 @@ class TemporalTable(Method):
     scale: Literal["entry", "site"] = "entry"
     keep: Literal["table", "layer", "closer"] = "table"
     by: Literal["step", "site"] = "step"
+    reconstruct: bool = False
+    activations: int | None = None
 
     def __post_init__(self) -> None:
         if self.method is not None and not isinstance(self.method, Method):
@@ -100,18 +126,15 @@ class TemporalTable(Method):
         if any(isinstance(ability, TimeTables) for ability in self._inner_abilities()):
             raise ValueError(f"method={self.method!r}: has temporal tables already")
         check_int("entries", self.entries, 1)
-        if self.bits is not None and self.bits not in BITS:
-            raise ValueError(f"bits={self.bits!r}: must be 8, 16 or None")
-        for name, known in (
-            ("scale", ("entry", "site")),
-            ("keep", ("table", "layer", "closer")),
-            ("by", ("step", "site")),
-        ):
+        for name, known in KNOWN.items():
             value = getattr(self, name)
-            if value not in known:
+            if value not in known or isinstance(value, bool) != isinstance(known[0], bool):
                 raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, known))}")
             if self.bits is None and value != known[0]:
                 raise ValueError(f"{name}={value!r} with bits=None: set bits=8 or bits=16")
+        for name in ("reconstruct", "activations"):
+            if self.keep == "table" and (value := getattr(self, name)):
+                raise ValueError(f"{name}={value!r} with keep='table': set keep='layer'")
         if self.by == "site" and self.keep != "closer":
             raise ValueError(f"by='site' with keep={self.keep!r}: set keep='closer'")
 
@@ -122,7 +145,8 @@ class TemporalTable(Method):
 
     def abilities(self) -> tuple[Ability, ...]:
         """Return the inner method's abilities, then the tables, which see the changes of those."""
-        tables = TimeTables(self.entries, self.bits, self.scale, self.keep, self.by)
+        settings = self.entries, self.bits, self.scale, self.keep, self.by
+        tables = TimeTables(*settings, self.reconstruct, self.activations)
         return (*self._inner_abilities(), tables)
 
     def check_model(self, facts: Mapping[str, Any]) -> None:
@@ -157,7 +181,7 @@ def step_of(values: list[Tensor], bits: int, dim: int | None = None) -> Tensor:
 
     Args:
         values: Any shapes, float, that share the scale.
-        bits: 8 or 16.
+        bits: 4, 8 or 16.
         dim: Take the largest along this axis only; of one tensor.
 
     Returns:

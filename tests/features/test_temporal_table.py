@@ -348,6 +348,47 @@ def test_the_layer_alone_is_the_rounded_layer():
     assert (rows.codes * rows.step - model.first.weight).abs().max() <= 0.5001 * rows.step.max()
 
 
+def test_reconstruction_rounds_for_the_features_of_the_steps():
+    """With 4 bits: closer than to the nearest at every site; only for the run it was made for."""
+    harms = {}
+    for settings in ({}, {"reconstruct": True}, {"reconstruct": True, "activations": 8}):
+        model = toy()
+        before = [weight.clone() for weight in model.parameters()]
+        method = TemporalTable(bits=4, keep="layer", **settings)
+        with diffcache.wrapped(model, method) as handle:
+            plain, second = toy_run(model), toy_run(model)
+            assert torch.equal(toy_run(model), second) and not torch.equal(second, plain)
+            entries = list(table_of(handle).table.conditions.values())
+        harms[len(harms)] = {path: sum(e[path].harm[0] for e in entries) for path in ALL}
+        assert all(map(torch.equal, before, model.parameters()))
+    nearest, fitted, both = harms.values()
+    assert all(fitted[path] <= nearest[path] for path in ALL)  # `first` has one column
+    assert sum(fitted.values()) < 0.45 * sum(nearest.values())
+    assert both != fitted and sum(both.values()) < 0.5 * sum(nearest.values())
+
+
+def test_columns_take_up_what_rounding_missed():
+    layer = nn.Linear(6, 5).double()
+    made = rounded_copy(layer, 4)
+    nearest = made.codes.clone()
+    # Inputs without correlation leave nothing to take up.
+    made.fit(layer.weight, torch.eye(6, dtype=torch.float64))
+    assert torch.equal(made.codes, nearest)
+    # Two equal columns of inputs: only their sum counts, which is kept to half a step.
+    given = torch.randn(9, 5, dtype=torch.float64)
+    given = torch.cat([given[:, :1], given], dim=1)
+    made.fit(layer.weight, given)
+    missed = layer.weight / made.step - made.codes
+    assert (missed[:, 0] + missed[:, 1]).abs().max() <= 0.51
+    assert (made(given) - layer(given)).norm() < (
+        given @ ((nearest * made.step) - layer.weight).T
+    ).norm()
+    # With 16 bits nothing is left to see.
+    fine = rounded_copy(layer, 16, activations=16)
+    fine.fit(layer.weight, given)
+    torch.testing.assert_close(fine(given), layer(given), rtol=0, atol=2e-3)
+
+
 def test_it_passes_on_what_the_inner_method_is_made_of():
     inner = TaylorSeer(every=3)
     method = TemporalTable(inner, entries=7)

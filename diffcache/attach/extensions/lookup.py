@@ -18,6 +18,7 @@ from diffcache.attach.extensions.lookup_entries import (
     Entry,
     LookupTable,
     RunWrites,
+    Write,
 )
 from diffcache.attach.extensions.lookup_sites import TimeSite, time_sites
 from diffcache.attach.record import CallRecord
@@ -26,7 +27,7 @@ from diffcache.attach.reuse.time_probe import TimePeek
 from diffcache.attach.run import Run
 from diffcache.attach.signature import Contents, others_in, tensors_in, writes_cache
 from diffcache.attach.tap import Tap, TapDict, tap_children, untap_children
-from diffcache.attach.tree import leaves, unshared
+from diffcache.attach.tree import Template, leaves, unshared
 from diffcache.errors import AttachError, CacheWarning
 from diffcache.features.temporal_table import TimeTables, disturbance
 from diffcache.foreign import children_of
@@ -35,6 +36,11 @@ from diffcache.weights import Weights
 
 COUNTED = "timestep modules"  # their name in reports
 _LARGEST = 2**26  # bytes; sites that depend on larger arguments are left alone
+
+
+def copied(given: Any) -> Any:
+    """Return arguments with copies of their tensors, which later code may change in place."""
+    return Template(given).build([tensor.detach().clone() for tensor in leaves(given)])
 
 
 class TimeTap(Tap):
@@ -153,10 +159,14 @@ class Lookup(Extension):
         exact = leaves(out)
         if any(tensor.requires_grad for tensor in exact):
             return out
-        harm = None
+        harm, given = None, None
         if self.ability.bits is not None and self.ability.keep != "table":
-            harm = disturbance(exact, leaves(self._rounded(tap)(*args, **kwargs)))
-        state.writes.write(entries, tap.name, Entry.of(out), harm)
+            found = self._rounded(tap)(*args, **kwargs)
+            if self.ability.reconstruct:
+                given = copied((args, kwargs))
+            else:
+                harm = disturbance(exact, leaves(found))
+        state.writes.write(Write(entries, tap.name, Entry.of(out), harm, given))
         return out
 
     def counts(self, call: Call) -> dict[str, tuple[int, int]]:

@@ -84,16 +84,38 @@ class ConditionEntries(dict[str, Entry]):
     used = 0  # number of the run that used it last
 
 
+Given = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a module's call
+
+
+@dataclass(frozen=True)
+class Write:
+    """An entry that a run wrote.
+
+    Attributes:
+        entries: Entries of its condition.
+        name: Module.
+        kept: The entry.
+        harm: Disturbance by the rounded layer, where a layer may stand for the module.
+        given: Arguments of the module, where its layer is to be reconstructed.
+    """
+
+    entries: ConditionEntries
+    name: str
+    kept: Entry
+    harm: float | None = None
+    given: Given | None = None
+
+
 @dataclass
 class RunWrites:
-    """Entries that one run wrote: condition, module, entry, disturbance by the rounded layer."""
+    """Entries that one run wrote."""
 
-    lines: list[tuple[ConditionEntries, str, Entry, float | None]] = field(default_factory=list)
+    lines: list[Write] = field(default_factory=list)
 
-    def write(self, entries: ConditionEntries, name: str, kept: Entry, harm: float | None) -> None:
+    def write(self, line: Write) -> None:
         """Write one entry."""
-        entries[name] = kept
-        self.lines.append((entries, name, kept, harm))
+        line.entries[line.name] = line.kept
+        self.lines.append(line)
 
 
 class LookupTable:
@@ -106,7 +128,8 @@ class LookupTable:
     def __init__(self, ability: TimeTables) -> None:
         self.ability = ability
         self.conditions: OrderedDict[Any, ConditionEntries] = OrderedDict()
-        self._layers: dict[str, nn.Module] = {}
+        self._layers: dict[str, tuple[nn.Module, nn.Module]] = {}  # and what they are made of
+        self._fitted: set[str] = set()  # those that were reconstructed
 
     def entries_of(self, key: Any, run: int) -> ConditionEntries | None:
         """Return the entries of a condition, None where no more are kept.
@@ -133,52 +156,74 @@ class LookupTable:
         lines, writes.lines = writes.lines, []
         if bits is None:
             return
-        sites: dict[str, list[tuple[ConditionEntries, float | None]]] = {}
-        for entries, name, kept, harm in lines:
-            if entries.get(name) is kept:  # no other thread wrote it since
-                sites.setdefault(name, []).append((entries, harm))
+        sites: dict[str, list[Write]] = {}
+        for line in lines:
+            if line.entries.get(line.name) is line.kept:  # no other thread wrote it since
+                sites.setdefault(line.name, []).append(line)
         for name, written in sites.items():
             self._close(name, written, bits)
 
-    def _close(
-        self, name: str, written: list[tuple[ConditionEntries, float | None]], bits: int
-    ) -> None:
-        exact = [entries[name] for entries, _ in written]
+    @torch.no_grad()
+    def _close(self, name: str, written: list[Write], bits: int) -> None:
+        exact = [line.kept for line in written]
         tables = [_round(kept, exact, self.ability, bits) for kept in exact]
-        layer = torch.tensor([harm or 0.0 for _, harm in written], dtype=torch.float64)
-        table = torch.tensor(
-            [disturbance(leaves(e.value()), leaves(t.value())) for e, t in zip(exact, tables)],  # noqa: B905
-            dtype=torch.float64,
+        harms = [line.harm for line in written]
+        if self.ability.reconstruct:
+            harms = self._reconstructed(name, written)
+        errors = [
+            disturbance(leaves(kept.value()), leaves(table.value()))
+            for kept, table in zip(exact, tables, strict=True)
+        ]
+        by_layer, by_table = (
+            torch.tensor([value or 0.0 for value in values], dtype=torch.float64)
+            for values in (harms, errors)
         )
-        chosen = torch.full(table.shape, self.ability.keep == "table")
+        chosen = torch.full(by_table.shape, self.ability.keep == "table")
         if self.ability.keep == "closer":
-            chosen = keeps_table(layer, table, self.ability.by)
-        for (entries, harm), kept, error, stays in zip(
-            written, tables, table.tolist(), chosen.tolist(), strict=True
+            chosen = keeps_table(by_layer, by_table, self.ability.by)
+        for line, kept, harm, error, stays in zip(
+            written, tables, harms, errors, chosen.tolist(), strict=True
         ):
             found = None if harm is None else (harm, error)
             rows = kept.rows if stays else ()
             places = kept.places if stays else ()
-            entries[name] = replace(kept, rows=rows, places=places, layer=not stays, harm=found)
+            made = replace(kept, rows=rows, places=places, layer=not stays, harm=found)
+            line.entries[name] = made
+
+    def _reconstructed(self, name: str, written: list[Write]) -> list[float | None]:
+        """Round a layer for the calls of its first run; return its disturbance of each entry."""
+        layer, source = self._layers[name]
+        calls = [line.given for line in written if line.given is not None]
+        if name not in self._fitted:
+            # Once: what was chosen for earlier conditions rests on these weights.
+            reconstruct(layer, source, calls)
+            self._fitted.add(name)
+        outs = (layer(*args, **kwargs) for args, kwargs in calls)
+        return [
+            disturbance(leaves(line.kept.value()), leaves(out))
+            for line, out in zip(written, outs, strict=True)
+        ]
 
     def layer(self, name: str, module: nn.Module) -> nn.Module:
         """Return a copy of a module whose linear layers have rounded weights."""
         if name not in self._layers:
             assert self.ability.bits is not None
-            self._layers[name] = rounded_copy(module, self.ability.bits)
-        return self._layers[name]
+            bits, activations = self.ability.bits, self.ability.activations
+            self._layers[name] = rounded_copy(module, bits, activations), module
+        return self._layers[name][0]
 
     def clear(self) -> None:
         """Forget everything."""
         self.conditions.clear()
         self._layers.clear()
+        self._fitted.clear()
 
     @property
     def nbytes(self) -> int:
         """Bytes of all entries and rounded layers."""
         layers = sum(
             tensor.nbytes
-            for layer in self._layers.values()
+            for layer, _ in self._layers.values()
             for tensor in (*layer.parameters(), *layer.buffers())
         )
         return layers + sum(
@@ -198,29 +243,110 @@ def _round(kept: Entry, site: list[Entry], ability: TimeTables, bits: int) -> En
 
 
 class RoundedLinear(nn.Module):
-    """A linear layer with whole numbers for weights and a scale for every output."""
+    """A linear layer with whole numbers for weights and a scale for every output.
 
-    def __init__(self, layer: nn.Linear, bits: int) -> None:
+    Args:
+        layer: Layer to round, to the nearest; it is not held.
+        bits: Bits of a weight.
+        activations: Bits of an input, with one scale a call; None leaves inputs as they are.
+    """
+
+    def __init__(self, layer: nn.Linear, bits: int, activations: int | None = None) -> None:
         super().__init__()
         found = rounded(layer.weight, bits, step_of([layer.weight], bits, dim=1))
         self.register_buffer("codes", found.codes)
         self.register_buffer("step", found.step)
         self.dtype, self.bias = found.dtype, layer.bias
+        self.bits, self.activations = bits, activations
+
+    def given(self, value: Tensor) -> Tensor:
+        """Return an input as the layer multiplies it."""
+        if self.activations is None:
+            return value
+        return rounded(value, self.activations, step_of([value], self.activations)).value()
 
     def forward(self, value: Tensor) -> Tensor:
         """Return the layer's output; the weights are made anew at every call."""
         codes, step = self.get_buffer("codes"), self.get_buffer("step")
         weight = Rounded(codes, step, self.dtype).value()
-        return nn.functional.linear(value, weight, self.bias)
+        return nn.functional.linear(self.given(value), weight, self.bias)
+
+    def fit(self, weight: Tensor, given: Tensor) -> None:
+        """Round a weight anew, so that outputs for given inputs change little.
+
+        Columns are rounded one after the other. What rounding one changes in the outputs, those
+        that are still to be rounded take up as well as they can (GPTQ, arXiv 2210.17323, without
+        its blocks and its order; scales stay those of the weight).
+
+        Args:
+            weight: float [O, K], the weight before rounding.
+            given: float [N, K], inputs.
+        """
+        exact = torch.float32 if weight.device.type == "mps" else torch.float64
+        step = self.get_buffer("step").to(exact)
+        left, seen = (weight.detach() / step).to(exact), given.to(exact)
+        moments = seen.T @ seen
+        # Inputs of fewer steps than columns leave directions free. A little of the identity
+        # decides there, for small changes.
+        damping = 1e-4 * moments.diagonal().mean().clamp(min=1e-12)
+        moments.diagonal().add_(damping)
+        inverse = torch.linalg.inv(moments)
+        upper = torch.linalg.cholesky((inverse + inverse.T) / 2, upper=True)
+        most = 2 ** (self.bits - 1) - 1
+        codes = torch.empty_like(left)
+        for column in range(left.shape[1]):
+            codes[:, column] = left[:, column].round().clamp(-most, most)
+            missed = (left[:, column] - codes[:, column]) / upper[column, column]
+            left[:, column + 1 :] -= torch.outer(missed, upper[column, column + 1 :])
+        self.get_buffer("codes").copy_(codes)
 
 
-def rounded_copy(module: nn.Module, bits: int) -> nn.Module:
+def rounded_copy(module: nn.Module, bits: int, activations: int | None = None) -> nn.Module:
     """Return a copy of a module in which every `nn.Linear` is a `RoundedLinear`."""
     if type(module) is nn.Linear:
-        return RoundedLinear(copy.deepcopy(module), bits)
+        return RoundedLinear(copy.deepcopy(module), bits, activations)
     made = copy.deepcopy(module)
     for parent in list(made.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
-                setattr(parent, name, RoundedLinear(child, bits))
+                setattr(parent, name, RoundedLinear(child, bits, activations))
     return made
+
+
+def reconstruct(layer: nn.Module, source: nn.Module, calls: list[Given]) -> None:
+    """Round the linear layers of a module anew for some calls of it.
+
+    They are taken in the order in which they are called, so that each is given what the ones
+    before it return with rounded weights.
+
+    Args:
+        layer: What `rounded_copy` made of the module.
+        source: The module.
+        calls: Arguments of the calls.
+    """
+    linears = {name: m for name, m in layer.named_modules() if isinstance(m, RoundedLinear)}
+    for name in _inputs(layer, linears, calls):
+        linear = linears[name]
+        given = _inputs(layer, {name: linear}, calls)[name]
+        linear.fit(source.get_submodule(name).get_parameter("weight"), torch.cat(given))
+
+
+def _inputs(
+    layer: nn.Module, linears: dict[str, RoundedLinear], calls: list[Given]
+) -> dict[str, list[Tensor]]:
+    """Return inputs of linear layers in some calls of a module, float [N, K], in their order."""
+    found: dict[str, list[Tensor]] = {}
+
+    def keep(linear: nn.Module, args: tuple[Tensor, ...]) -> None:
+        assert isinstance(linear, RoundedLinear)
+        name = next(name for name, one in linears.items() if one is linear)
+        found.setdefault(name, []).append(linear.given(args[0]).flatten(0, -2))
+
+    hooks = [linear.register_forward_pre_hook(keep) for linear in linears.values()]
+    try:
+        for args, kwargs in calls:
+            layer(*args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
