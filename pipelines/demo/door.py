@@ -19,7 +19,7 @@ from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 MOST_BYTES = 65_536  # of a request without pictures; a prompt has at most 2,000 letters
-PATIENCE = 60.0  # seconds for which a page may take nothing; gradio sends a sign of life every 15
+PATIENCE = 45.0  # seconds for which a page may take nothing; gradio sends a sign of life every 15
 _API = "/gradio_api"
 _EVENTS = f"{_API}/queue/data"
 _ROUTES = frozenset({

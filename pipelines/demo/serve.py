@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -30,12 +31,14 @@ from diffcache.command import (
 from diffcache.run_report import human
 
 if TYPE_CHECKING:
+    import gradio as gr
     import numpy as np
     import torch
     from numpy.typing import NDArray
 
     from diffcache.pipelines.causal_video import CausalVideo
     from diffcache.pipelines.demo.program import Program
+    from diffcache.pipelines.demo.showing import Viewers
     from diffcache.pipelines.video_stream import VideoStream
 
 
@@ -250,15 +253,35 @@ def run(program: Program, hosts: Sequence[str], port: int, tell: Callable[[str],
         port: Port, a free one.
         tell: Prints a line.
     """
-    from diffcache.pipelines.demo.door import Listeners, guarded_by
-    from diffcache.pipelines.demo.page import STYLE, build
-    from diffcache.pipelines.demo.showing import Viewers
 
     def end(*_: object) -> None:
         raise KeyboardInterrupt
 
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, end)  # which would leave the temporary folder
+    try:
+        with served(program, hosts, port) as (url, _, _):
+            tell(f"{program.title} at {url} - Ctrl-C ends it")
+            threading.Event().wait()
+    except KeyboardInterrupt:
+        tell("\nended")
+
+
+@contextmanager
+def served(
+    program: Program, hosts: Sequence[str], port: int
+) -> Iterator[tuple[str, gr.Blocks, Viewers]]:
+    """Serve a page, and give its address, itself and everybody's films, which end with it.
+
+    Args:
+        program: Films that the page shows.
+        hosts: Address, and further names by which browsers ask for it.
+        port: Port, a free one.
+    """
+    from diffcache.pipelines.demo.door import Listeners, guarded_by
+    from diffcache.pipelines.demo.page import STYLE, build
+    from diffcache.pipelines.demo.showing import Viewers
+
     listeners = Listeners()
     viewers = Viewers(program.viewers, listeners)
     page = build(program, viewers)
@@ -269,13 +292,10 @@ def run(program: Program, hosts: Sequence[str], port: int, tell: Callable[[str],
             app_kwargs=guarded_by(listeners, hosts[0], hosts[1:], most_bytes(program)),
             max_threads=max(40, 8 + 2 * program.viewers),
         )  # fmt: skip
-        tell(f"{program.title} at {url} - Ctrl-C ends it")
-        threading.Event().wait()
-    except KeyboardInterrupt:
-        tell("\nended")
+        yield url, page, viewers
     finally:
         viewers.close()
-        if page.server is not None:  # pages that are open would be waited for
+        if getattr(page, "server", None) is not None:  # pages that are open would be waited for
             logging.getLogger("uvicorn.error").disabled = True  # which it tells of
             page.server.force_exit = True
         page.close(verbose=False)

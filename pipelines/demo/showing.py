@@ -179,17 +179,17 @@ def show(
         if other == ALONE
         else [asked.policy, one_of("policy", other, program.policies)]
     )
+    latest = time.monotonic() + _LISTEN
+    while not viewers.listens(who):  # gradio runs what nobody fetches, which takes no place
+        if time.monotonic() > latest:
+            raise ValueError("nobody listens to this film")
+        time.sleep(0.05)
     asked, source = _with_pictures(program, asked, viewers.source(who))
     makers = [partial(program.make, replace(asked, policy=name)) for name in names]
     streams = [Stream(make) for make in makers]
     showing = Showing(names, streams, Recording(len(names), program.fps))
     viewers.begin(who, showing)
     try:
-        latest = time.monotonic() + _LISTEN
-        while not viewers.listens(who):  # gradio runs what nobody fetches
-            if time.monotonic() > latest:
-                raise ValueError("nobody listens to this film")
-            time.sleep(0.05)
         for stream in streams:
             if source is not None and program.seen is not None:
                 stream.reader = Reader(source, asked.size, *program.seen)
