@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from diffcache.errors import DiffcacheError, MissingError
+from diffcache.pipelines.demo.images import Drawer
 from diffcache.pipelines.demo.program import Program, checked_prompt, one_of
 from diffcache.pipelines.demo.recording import LATEST, has_mp4
 from diffcache.pipelines.demo.showing import ALONE, Viewers, show
@@ -61,7 +62,10 @@ _CAMERA = (_FOLDER / "camera.js").read_text(encoding="utf-8")
 STYLE = (_FOLDER / "page.css").read_text(encoding="utf-8")
 _SAVE = "Save as MP4"
 _PAUSE, _RESUME = "Pause", "Go on"
+_QUICK: dict[str, Any] = {"queue": False, "show_progress": "hidden"}
 _NOT_RUNNING = "**nothing is running:** press Start first"
+_DRAW, _DRAWS = "Draw", "Draws ..."
+_IDLE = '<div class="idle">A picture without a cache, the same with it, and the difference.</div>'
 _log = logging.getLogger("diffcache.serve")
 
 
@@ -91,8 +95,21 @@ class Handlers:
         except (ValueError, DiffcacheError) as error:
             yield gr.skip(), f"**{error}**"
         except Exception as error:  # this viewer is told; the others go on
-            _log.exception("a film broke off")
-            yield gr.skip(), f"**The film broke off: {error}**"
+            yield gr.skip(), _broken("film", error)
+
+    def draw(
+        self, prompt: Any, method: Any, steps: Any, seed: Any, request: gr.Request
+    ) -> Iterator[tuple[Any, Any, str]]:
+        """Draw a picture without and with a cache; yield both, a note and the button's label."""
+        assert self.program.drawer is not None  # there is no button without it
+        try:
+            self.viewers.wait_for(str(request.session_hash))
+            yield gr.skip(), "", _DRAWS
+            yield self.program.drawer.draw(prompt, method, steps, seed).html(), "", _DRAW
+        except (ValueError, DiffcacheError) as error:
+            yield gr.skip(), f"**{error}**", _DRAW
+        except Exception as error:
+            yield gr.skip(), _broken("picture", error), _DRAW
 
     def apply(self, prompt: Any, switch: Any, request: gr.Request) -> str:
         """Change the prompt from the next chunk on."""
@@ -167,49 +184,88 @@ def build(program: Program, viewers: Viewers) -> gr.Blocks:
     do = Handlers(program, viewers)
     with gr.Blocks(title=program.title, analytics_enabled=False) as page:
         gr.HTML(f"<h1>{escape(program.title)}</h1>", elem_id="head")
-        player = gr.HTML(value={"job": ""}, html_template=_HTML, js_on_load=_SCRIPT,
-                         elem_id="player")  # fmt: skip
-        with gr.Row(elem_id="say"):
-            prompt = gr.Textbox(program.prompts[0], label="Prompt", elem_id="prompt", scale=6,
-                                min_width=240)  # fmt: skip
-            start = gr.Button("Start", variant="primary", elem_id="start", min_width=90)
-            use = gr.Button("New prompt", elem_id="apply", min_width=110)
-        gr.Examples([[text] for text in program.prompts], prompt, label="Try")
-        if program.seen is not None:
-            height, width = next(iter(program.sizes.values()))
-            pictures = gr.HTML({}, html_template=_PICTURES, js_on_load=_CAMERA, width=width,
-                               height=height, fps=program.fps, elem_id="pictures")  # fmt: skip
-            pictures.input(do.see, pictures, None, queue=False, show_progress="hidden",
-                           trigger_mode="multiple")  # fmt: skip
-        with gr.Row(elem_id="controls"):
-            policy, other, switch = _choices(program)
-            pause = gr.Button(_PAUSE, elem_id="pause", min_width=80)
-            stop = gr.Button("Stop", elem_id="stop", min_width=80)
-        note = gr.Markdown(elem_id="note")
-        gr.HTML(_NUMBERS, elem_id="numbers")
-        with gr.Accordion("More", open=False, elem_id="more"):
-            with gr.Row():
-                seed = gr.Number(0, label="Seed", elem_id="seed", min_width=90)
-                steps = gr.Number(program.steps, label="Steps", elem_id="steps", min_width=90)
-                size = gr.Dropdown(list(program.sizes), value=next(iter(program.sizes)),
-                                   label="Size", elem_id="size", min_width=130)  # fmt: skip
-            save = gr.Button(_SAVE if has_mp4() else f"{_SAVE}: pip install 'diffcache[eval]'",
-                             interactive=has_mp4(), elem_id="save")  # fmt: skip
-            link = gr.HTML(f"the latest {LATEST / program.fps:.0f} seconds", elem_id="link")
-        asked = [prompt, policy, other, seed, steps, size]
-        start.click(do.start, asked, [player, note], show_progress="hidden",
-                    concurrency_limit=None, trigger_mode="multiple")  # fmt: skip
-        quick: dict[str, Any] = {"queue": False, "show_progress": "hidden"}
-        start.click(lambda: _PAUSE, None, pause, **quick)
-        gr.on([use.click, prompt.submit], do.apply, [prompt, switch], note, **quick)
-        policy.input(do.policy, policy, note, **quick)
-        for chosen in asked[1:3]:
-            chosen.change(lambda name: gr.Dropdown(info=_about(name)), chosen, chosen, **quick)
-        pause.click(do.pause, pause, pause, **quick)
-        stop.click(do.stop, None, None, **quick)
-        save.click(do.save, None, link, **quick)
+        if program.drawer is None:
+            _film(program, do)
+        else:
+            with gr.Tab("Film"):
+                _film(program, do)
+            with gr.Tab("Image"):
+                _image(program.drawer, do)
         page.unload(do.leave)
     return page
+
+
+def _film(program: Program, do: Handlers) -> None:
+    """Lay out the films and their controls."""
+    player = gr.HTML(value={"job": ""}, html_template=_HTML, js_on_load=_SCRIPT, elem_id="player")
+    with gr.Row(elem_id="say"):
+        prompt = gr.Textbox(program.prompts[0], label="Prompt", elem_id="prompt", scale=6,
+                            min_width=240)  # fmt: skip
+        start = gr.Button("Start", variant="primary", elem_id="start", min_width=90)
+        use = gr.Button("New prompt", elem_id="apply", min_width=110)
+    gr.Examples([[text] for text in program.prompts], prompt, label="Try")
+    if program.seen is not None:
+        height, width = next(iter(program.sizes.values()))
+        pictures = gr.HTML({}, html_template=_PICTURES, js_on_load=_CAMERA, width=width,
+                           height=height, fps=program.fps, elem_id="pictures")  # fmt: skip
+        pictures.input(do.see, pictures, None, queue=False, show_progress="hidden",
+                       trigger_mode="multiple")  # fmt: skip
+    with gr.Row(elem_id="controls"):
+        policy, other, switch = _choices(program)
+        pause = gr.Button(_PAUSE, elem_id="pause", min_width=80)
+        stop = gr.Button("Stop", elem_id="stop", min_width=80)
+    note = gr.Markdown(elem_id="note")
+    gr.HTML(_NUMBERS, elem_id="numbers")
+    with gr.Accordion("More", open=False, elem_id="more"):
+        with gr.Row():
+            seed = gr.Number(0, label="Seed", elem_id="seed", min_width=90)
+            steps = gr.Number(program.steps, label="Steps", elem_id="steps", min_width=90)
+            size = gr.Dropdown(list(program.sizes), value=next(iter(program.sizes)),
+                               label="Size", elem_id="size", min_width=130)  # fmt: skip
+        save = gr.Button(_SAVE if has_mp4() else f"{_SAVE}: pip install 'diffcache[eval]'",
+                         interactive=has_mp4(), elem_id="save")  # fmt: skip
+        link = gr.HTML(f"the latest {LATEST / program.fps:.0f} seconds", elem_id="link")
+    asked = [prompt, policy, other, seed, steps, size]
+    start.click(do.start, asked, [player, note], show_progress="hidden",
+                concurrency_limit=None, trigger_mode="multiple")  # fmt: skip
+    start.click(lambda: _PAUSE, None, pause, **_QUICK)
+    gr.on([use.click, prompt.submit], do.apply, [prompt, switch], note, **_QUICK)
+    policy.input(do.policy, policy, note, **_QUICK)
+    for chosen in asked[1:3]:
+        chosen.change(lambda name: gr.Dropdown(info=_about(name)), chosen, chosen, **_QUICK)
+    pause.click(do.pause, pause, pause, **_QUICK)
+    stop.click(do.stop, None, None, **_QUICK)
+    save.click(do.save, None, link, **_QUICK)
+
+
+def _image(drawer: Drawer, do: Handlers) -> None:
+    """Lay out the tab of a picture with and without a cache."""
+    drawn = gr.HTML(_IDLE, elem_id="drawn")
+    with gr.Row(elem_id="describe"):
+        prompt = gr.Textbox(drawer.prompts[0], label="Prompt", elem_id="image-prompt", scale=6,
+                            min_width=240)  # fmt: skip
+        draw = gr.Button(_DRAW, variant="primary", elem_id="draw", min_width=90)
+    gr.Examples([[text] for text in drawer.prompts], prompt, label="Try")
+    with gr.Row(elem_id="how"):
+        method = gr.Dropdown(
+            drawer.methods(), value="taylorseer", label="Cache", allow_custom_value=True,
+            info="with settings behind it, if you like: taylorseer:every=3", elem_id="method",
+            scale=4, min_width=200,
+        )  # fmt: skip
+        steps = gr.Number(28, label="Steps", elem_id="image-steps", min_width=90)
+        seed = gr.Number(0, label="Seed", elem_id="image-seed", min_width=90)
+    note = gr.Markdown(elem_id="image-note")
+    gr.on([draw.click, prompt.submit], do.draw, [prompt, method, steps, seed], [drawn, note, draw],
+          show_progress="hidden", trigger_mode="once")  # fmt: skip
+
+
+def _broken(what: str, error: Exception) -> str:
+    """Note an error that is not the viewer's in the log, and return what the viewer is told.
+
+    Its text stays here: it may name files of this machine.
+    """
+    _log.error("a %s broke off", what, exc_info=error)
+    return f"**The {what} broke off ({type(error).__name__}); the log of the server says more.**"
 
 
 def _about(policy: str) -> str:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from diffcache.command import MAX_SEED
 from diffcache.pipelines.demo.stream import Film
+
+if TYPE_CHECKING:
+    from diffcache.pipelines.demo.images import Drawer
 
 LONGEST = 2000  # letters of a prompt
 MOST_STEPS = 50
@@ -57,6 +60,7 @@ class Program:
         seen: Pictures of the first chunk and of each later one, where films can be made from
             pictures; None where they cannot.
         latent: Pictures of a latent frame, after the first.
+        drawer: Pipeline of the tab of images; None for a page without one.
     """
 
     make: Callable[[Asked], Film]
@@ -71,6 +75,7 @@ class Program:
     beside: str = ""
     seen: tuple[int, int] | None = None
     latent: int = 1
+    drawer: Drawer | None = None
 
     def asked(self, prompt: Any, policy: Any, seed: Any, steps: Any, size: Any) -> Asked:
         """Return the settings of a film from the values of a page.
@@ -79,7 +84,7 @@ class Program:
             ValueError: If one of them cannot be; the message is for the viewer.
         """
         text, name = checked_prompt(prompt), one_of("policy", policy, self.policies)
-        known = (_whole("seed", seed, 0, MAX_SEED), _whole("steps", steps, 1, MOST_STEPS))
+        known = (whole("seed", seed, 0, MAX_SEED), whole("steps", steps, 1, MOST_STEPS))
         return Asked(text, name, *known, self.sizes[one_of("size", size, list(self.sizes))])
 
 
@@ -114,8 +119,14 @@ def one_of(kind: str, name: Any, names: Sequence[str]) -> str:
     return str(name)
 
 
-def _whole(name: str, value: Any, least: int, most: int) -> int:
+def whole(name: str, value: Any, least: int, most: int) -> int:
     """Return a whole number within bounds.
+
+    Args:
+        name: Name of it on the page.
+        value: Value from a page.
+        least: Least that it may be.
+        most: Most that it may be.
 
     Raises:
         ValueError: If it is none.

@@ -53,7 +53,7 @@ Lora = Annotated[
     Path | None,
     typer.Option(help="File of low-rank updates of the checkpoint, as LongLive's lora.pt."),
 ]
-SHIPPED = "sticker-causal"
+SHIPPED, IMAGES = "sticker-causal", "sticker-flux"
 
 
 @guarded
@@ -181,6 +181,14 @@ def serve(
     ] = SHIPPED,
     checkpoint: Checkpoint = None,
     lora: Lora = None,
+    images: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL",
+            help="Pipeline of the tab of images, empty for none "
+            "[default: the shipped sticker-flux beside the shipped MODEL].",
+        ),
+    ] = None,
     host: Annotated[str, typer.Option(help="Address; 0.0.0.0 lets others in.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 7860,
     known_as: Annotated[
@@ -223,6 +231,7 @@ def serve(
         from diffcache.pipelines.demo.console import quiet
 
         quiet()
+        from diffcache.pipelines.demo.images import Drawer
         from diffcache.pipelines.demo.replicas import ray_serve, replicas
         from diffcache.pipelines.demo.session_film import program_of
 
@@ -231,17 +240,23 @@ def serve(
             name = Path(model).name if checkpoint is None else checkpoint.stem
             return program_of(video, name, viewers, cache_mb * 2**20)
 
+        if ray is not None:
+            ray_serve()
+        program = opened(str(place) if ray is None else "cpu")  # refuses a wrong model
+        if images is None:
+            images = IMAGES if model == SHIPPED else ""
+        if images:
+            program = replace(program, drawer=Drawer(images, dtype, str(place)))
+        names = (host, *(known_as or ()))
         if ray is None:
-            run(opened(str(place)), (host, *(known_as or ())), chosen, typer.echo)
+            run(program, names, chosen, typer.echo)
             return
-        ray_serve()
-        program = opened("cpu")  # refuses a wrong model, and tells what can be shown
         films = os.path.join(folder, "films")
         with replicas(
             lambda: opened(str(place)).make, folder=films, count=ray, cpus=threads, gpus=gpus
         ) as make:
             program = replace(program, make=make)  # which drops the model of this process
-            run(program, (host, *(known_as or ())), chosen, typer.echo)
+            run(program, names, chosen, typer.echo)
 
 
 def run(program: Program, hosts: Sequence[str], port: int, tell: Callable[[str], None]) -> None:

@@ -109,6 +109,18 @@ class Viewers:
         """Return whether a viewer's page takes its events."""
         return self._listeners is None or who in self._listeners
 
+    def wait_for(self, who: str) -> None:
+        """Wait until a viewer's page takes its events: gradio runs what nobody fetches.
+
+        Raises:
+            ValueError: If it does not within seconds.
+        """
+        latest = time.monotonic() + _LISTEN
+        while not self.listens(who):
+            if time.monotonic() > latest:
+                raise ValueError("nobody listens to this page")
+            time.sleep(0.05)
+
     def see(self, who: str, value: Any, most: int) -> None:
         """Take pictures of a viewer's camera or file.
 
@@ -179,11 +191,7 @@ def show(
         if other == ALONE
         else [asked.policy, one_of("policy", other, program.policies)]
     )
-    latest = time.monotonic() + _LISTEN
-    while not viewers.listens(who):  # gradio runs what nobody fetches, which takes no place
-        if time.monotonic() > latest:
-            raise ValueError("nobody listens to this film")
-        time.sleep(0.05)
+    viewers.wait_for(who)
     asked, source = _with_pictures(program, asked, viewers.source(who))
     makers = [partial(program.make, replace(asked, policy=name)) for name in names]
     streams = [Stream(make) for make in makers]

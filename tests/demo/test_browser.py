@@ -121,6 +121,36 @@ def films_from_pictures(page: Any, folder: Path) -> None:
     page.locator("#player .status", has_text="stopped").wait_for()
 
 
+def an_image(page: Any) -> None:
+    """Draw a picture with and without a cache, at the widths of a screen and a phone."""
+    page.get_by_role("tab", name="Image").click()
+    method = page.locator("#method input")
+    method.fill("interval:tables='/etc/passwd'")
+    method.press("Tab")
+    page.click("#draw")
+    page.locator("#image-note", has_text="must be a number here").wait_for()
+    method.fill("taylorseer:every=3")
+    method.press("Tab")
+    page.click("#draw")
+    page.locator("#drawn pre", has_text="TaylorSeer(every=3").wait_for(state="attached")
+    assert page.locator("#drawn .decisions i").count() == 28
+    assert "difference" in page.inner_text("#drawn")
+    for width, height in ((1280, 820), (390, 1400)):
+        page.set_viewport_size({"width": width, "height": height})
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        for scheme in ("light", "dark") if os.environ.get("DIFFCACHE_SCREENS") else ():
+            dress(page, scheme)
+            draw_screen(page, Path(os.environ["DIFFCACHE_SCREENS"]) / f"image-{width}-{scheme}.png")
+    page.get_by_role("tab", name="Film").click()
+
+
+def dress(page: Any, scheme: str) -> None:
+    """Show the page from its top, light or dark."""
+    page.evaluate(f"document.body.classList.toggle('dark', {str(scheme == 'dark').lower()})")
+    page.evaluate("window.scrollTo(0, 0)")
+    page.wait_for_timeout(500)
+
+
 def draw_screen(page: Any, file: Path) -> None:
     """Draw the page as it is, with 256 colors."""
     with Image.open(io.BytesIO(page.screenshot())) as screen:
@@ -136,10 +166,7 @@ def draw_screens(page: Any, folder: Path) -> None:
     for width, height in ((1280, 1160), (390, 1400)):
         for scheme in ("light", "dark"):
             page.set_viewport_size({"width": width, "height": height})
-            dark = "true" if scheme == "dark" else "false"
-            page.evaluate(f"document.body.classList.toggle('dark', {dark})")
-            page.evaluate("window.scrollTo(0, 0)")
-            page.wait_for_timeout(500)
+            dress(page, scheme)
             draw_screen(page, folder / f"serve-{width}-{scheme}.png")
 
 
@@ -203,6 +230,7 @@ def test_a_page_streams_takes_orders_stops_and_leaves_nothing(
             page.click("#apply")
             note.get_by_text("nothing is running").wait_for()
             films_from_pictures(page, tmp_path)
+            an_image(page)
             page.click("#start")
             page.wait_for_function(f"{SHOWN} >= 3 && {SHOWN} < {last}")
         process.send_signal(signal.SIGINT)  # while a film runs whose page was closed

@@ -111,7 +111,7 @@ def test_a_film_that_nobody_listens_to_never_begins_or_ends(
     monkeypatch.setattr(showing, "_LISTEN", 0.1)
     listening: set[str] = set()
     viewers = Viewers(2, listening)
-    with pytest.raises(ValueError, match="nobody listens to this film"):
+    with pytest.raises(ValueError, match="nobody listens to this page"):
         next(show(PROGRAM, viewers, "ghost", RED))
     assert not films() and not len(viewers)
     listening.add("me")
