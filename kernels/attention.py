@@ -62,7 +62,7 @@ Held = Tensor | Codes
 
 def takes(
     q: Tensor, k: Held, v: Held | None, turns: Tensor | None = None, slots: Tensor | None = None,
-    mask: Tensor | None = None,
+    mask: Tensor | None = None, interleaved: bool = False,
 ) -> bool:  # fmt: skip
     """Return whether the kernels should run on these tensors of `attn_forward`.
 
@@ -79,7 +79,8 @@ def takes(
         if not known or size > LARGEST or not _apart(held)[0].numel():
             return False
     size = q.shape[3]
-    return turns is None or (turns.shape[3] == size >= 16 and not size & (size - 1))
+    even = size % 2 == 0 if interleaved else size >= 16 and not size & (size - 1)
+    return turns is None or (even and turns.shape[3] == size)
 
 
 def attn_forward(
@@ -117,7 +118,16 @@ def attn_forward(
     """
     _check(q, _apart(k)[0], offset, window, sinks)
     given = [*_apart(k)[:2], slots, mask, turns], (interleaved, offset, window, sinks)
-    run: Any = FORWARD if takes(q, k, v, turns, slots, mask) else forward_twin
+    kernel = takes(q, k, v, turns, slots, mask, interleaved)
+    shared = all(part is None or len(part) == 1 for part in (*given[0], _apart(v)[0]))
+    if kernel and shared and len(q) > 1 and mask is None and offset is None:
+        # Queries of all rows meet keys that these share in one product, as in Hydragen.
+        rows = q.transpose(0, 1).reshape(1, q.shape[1], -1, q.shape[3])
+        seen: Any = {"slots": slots, "turns": turns, "interleaved": interleaved}
+        out, lse = attn_forward(rows, k, v, scale, **seen)
+        out, lse = (x[0].unflatten(1, (len(q), -1)).transpose(0, 1) for x in (out, lse))
+        return out, lse
+    run: Any = FORWARD if kernel else forward_twin
     found: tuple[Tensor, Tensor] = run(
         q, *given[0], *_apart(v)[:2], scale, *given[1], *_apart(k)[2:], *_apart(v)[2:]
     )
@@ -156,7 +166,7 @@ def attn_mass(
     """
     _check(q, _apart(k)[0], offset, window, sinks)
     given = [*_apart(k)[:2], slots, mask, turns], (interleaved, offset, window, sinks)
-    fits = MASS.takes(q, lse) and takes(q, k, None, turns, slots, mask)
+    fits = MASS.takes(q, lse) and takes(q, k, None, turns, slots, mask, interleaved)
     run: Any = MASS if fits else mass_twin
     found: Tensor = run(q, *given[0], lse, scale, *given[1], *_apart(k)[2:])
     return found

@@ -309,8 +309,9 @@ def _parts(
         kivi = _is_kivi(query, k, v, own)
         if isinstance(k, Codes) and not kivi:
             k = k._replace(codes=k.codes[:, :, : stop - first])
-        given = (own.get(name) for name in ("turns", "slots", "mask"))
-        known = kivi or attention.takes(query.q, k, v, *given)
+        names = "turns", "slots", "mask", "interleaved"
+        given = {name: own[name] for name in names if name in own}
+        known = kivi or attention.takes(query.q, k, v, **given)
         if not known and (query.count > 1 or isinstance(k, Codes)):
             return None
         run: Any = _over_kivi if kivi else attn_forward

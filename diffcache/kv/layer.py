@@ -513,7 +513,8 @@ class KVLayer:
         """Return a view of each segment and of the tail, keys as they are stored."""
         found = []
         for segment in self.segments:
-            below = self.seen if segment.whole else None
+            bound = segment.below if isinstance(segment, Dense) else None
+            below = (self.seen if bound is None else bound) if segment.whole else None
             found.append(View(segment.read(), segment.first, segment.traits, below))
         slots, tail = self.tail.read(), self.tail
         if slots is not None and (slots.width or not found):

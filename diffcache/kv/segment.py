@@ -101,11 +101,17 @@ class Segment(ABC):
 
 @dataclass(frozen=True, eq=False)
 class Dense(Segment):
-    """Exact slots, every row as long as the longest."""
+    """Exact slots, every row as long as the longest.
+
+    Attributes:
+        slots: The slots.
+        below: Bound above their positions; None: no lower one than that of the layer is known.
+    """
 
     slots: Slots
     traits: Traits = PLAIN
     level: int = 0
+    below: int | None = None
 
     @property
     def width(self) -> int:

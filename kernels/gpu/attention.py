@@ -69,13 +69,15 @@ def spread(x, COUNT: tl.constexpr):
 
 
 @triton.jit
-def turned(x, turns, slot, there, row_size, INTERLEAVED: tl.constexpr):
+def turned(x, turns, slot, there, row_size, SIZE: tl.constexpr, INTERLEAVED: tl.constexpr):
     """Turn pairs of channels by the cosines and sines of their slots, in float32."""
     HALF: tl.constexpr = x.shape[1] // 2
     pair = tl.arange(0, HALF)
-    at = turns + slot[:, None] * row_size + pair[None, :]
-    cos = tl.load(at, mask=there[:, None], other=0.0)
-    sin = tl.load(at + HALF, mask=there[:, None], other=0.0)
+    at, here = turns + slot[:, None] * row_size + pair[None, :], there[:, None]
+    if x.shape[1] > SIZE:
+        here = here & (pair < SIZE // 2)[None, :]
+    cos = tl.load(at, mask=here, other=0.0)
+    sin = tl.load(at + SIZE // 2, mask=here, other=0.0)
     x = x.to(tl.float32)
     if INTERLEAVED:
         one, two = tl.split(tl.reshape(x, (x.shape[0], HALF, 2)))
@@ -176,7 +178,7 @@ def forward_kernel(
         key = read(k, key_grid, slot, there, k2, kg2, key_shift, SIZE, WIDTH, KEY_BITS, KEY_EACH,
                    KEY_GROUP, KEY_PARTS, KEY_COLUMNS)  # fmt: skip
         if TURNS:
-            key = turned(key, turns, slot, there, t2, INTERLEAVED)
+            key = turned(key, turns, slot, there, t2, SIZE, INTERLEAVED)
         key = key.to(asked.dtype)
         logit = tl.dot(asked, tl.trans(key), input_precision="ieee") * (scale * 1.4426950408889634)
         seen = seen_of(place[None, :], query[:, None], there[None, :] & live[:, None], mask, m2, m3,
@@ -253,7 +255,7 @@ def mass_kernel(
                kg2, key_shift, SIZE, WIDTH, KEY_BITS, KEY_EACH, KEY_GROUP, KEY_PARTS,
                KEY_COLUMNS)  # fmt: skip
     if TURNS:
-        key = turned(key, turns + batch * t0 + head * t1, slot, there, t2, INTERLEAVED)
+        key = turned(key, turns + batch * t0 + head * t1, slot, there, t2, SIZE, INTERLEAVED)
     key = key.to(q.dtype.element_ty)
     q += batch * q0 + head * GROUPS * q1
     mask += batch * m0 + head * m1

@@ -32,6 +32,6 @@ def hydragen(store: KVStore) -> None:
                 " slots; prefill it once, and do not quantize it"
             )
     for layer in store.layers:
-        layer.segments = [Dense(layer.read().clone(), _ONCE)]
+        layer.segments = [Dense(layer.read().clone(), _ONCE, below=layer.seen)]
         layer.tail = Tail(layer.seen)
         layer.stats, layer.summary = {}, None

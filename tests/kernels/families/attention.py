@@ -150,6 +150,10 @@ def calls(dtype: torch.dtype) -> Iterator[Call]:
     listed[1, 1] = -1
     yield "strides", turned, swapped, swapped, 0.2, {"slots": listed[:1, :1].long()}
     yield "rows", turned, swapped, swapped, 0.2, {"slots": listed, "offset": 30, "window": 20}
+    q, k = guarded((1, 2, 3, 24), dtype, 3), guarded((1, 1, 40, 24), dtype, 4)
+    angles = 6 * torch.rand(1, 1, 40, 12, generator=torch.Generator().manual_seed(2))
+    turns = torch.cat([angles.cos(), angles.sin()], -1)
+    yield "turned", q, k, k, 0.2, {"turns": turns, "interleaved": True}
     columns = guarded((2, 2, 32, 40), dtype, 5).mT
     yield "columns", turned, columns, columns, 0.3, {}
     random = torch.Generator().manual_seed(1)

@@ -7,14 +7,10 @@ from tests.kernels.cases import DTYPES, Case, cases, check, copied
 
 
 @pytest.mark.parametrize("case", [c for d in DTYPES for c in cases(d)], ids=lambda c: c.name)
-def test_a_kernel_is_exact_but_for_rounding_and_repeats(case: Case) -> None:
-    args, again = copied(case.args, lambda t: t), copied(case.args)
-    before = copied(case.args)
+def test_a_kernel_is_exact_but_for_rounding(case: Case) -> None:
+    args, before = copied(case.args, lambda t: t), copied(case.args)
     found = case.operator(*args)
     check(case, found, args, before)
-    twice = case.operator(*again)
-    for one, other in zip(case.results(args, found), case.results(again, twice), strict=True):
-        assert torch.equal(one, other)
     for given, old in zip(inputs(args), inputs(before), strict=True):
         if not any(given is result for result in case.results(args, found)):
             assert torch.equal(given, old)  # what is not a result is not written to

@@ -11,6 +11,7 @@ from torch import Tensor
 import diffcache
 from diffcache.dllm import DKVCache, Schedule
 from diffcache.kernels import move, quantize, rotary
+from diffcache.kernels.attention import FORWARD
 from diffcache.kernels.gpu import rotary as gpu
 from diffcache.kernels.rotary import rotate
 from diffcache.kv.codec.quant import GroupQuant
@@ -33,7 +34,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Count launches by operator."""
     found: Counter[str] = Counter()
-    for operator in (move.SCATTER, move.GATHER):
+    for operator in (move.SCATTER, move.GATHER, FORWARD):
         launch = operator.launch
 
         def counted(*args, launch=launch, name=operator.name):
@@ -149,6 +150,7 @@ def test_a_decoding_that_writes_rows_is_that_of_plain_pytorch(
             found.append(DiffusionLM(model).generate(prompts(6, 4), Schedule(6, 3)).ids)
     assert torch.equal(*found)
     assert launches["kv_scatter"] >= LAYERS
+    assert launches["attn_forward"] >= LAYERS  # under the mask of padding
 
 
 LAYOUTS = pytest.mark.parametrize("interleaved", [False, True])
