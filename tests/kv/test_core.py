@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from diffcache.kernels.merge import lse_merge
-from diffcache.kv.attend import Query, attend, attend_parts
+from diffcache.kv.attend import Query, attend
 from diffcache.kv.codec.base import nbytes
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.rotary import Rotary
@@ -133,17 +131,6 @@ def test_parts_merge_to_the_whole(cut: int) -> None:
     seen = torch.arange(30) <= torch.arange(25, 30)[:, None]
     whole = plain(query, k, v, seen.expand(B, H, 5, 30))
     assert torch.allclose(attend(query, parts if cut else parts[1:]), whole, atol=1e-14)
-
-
-def test_log_sum_exp_of_any_partition() -> None:
-    k, v = drawn(24)
-    slots = Slots(k, v, {"pos": span(0, 24, B, k.device)})
-    query = asked(3, 23, causal=False)
-    out, lse = attend_parts(query, [View(slots)])
-    cuts = [0, 1, 7, 7, 20, 24]
-    pieces = [attend_parts(query, [View(slots.narrow(a, b))]) for a, b in pairwise(cuts) if b > a]
-    merged = lse_merge([p[0] for p in pieces], [p[1] for p in pieces])
-    assert torch.allclose(merged[0], out, atol=1e-15) and torch.allclose(merged[1], lse, atol=1e-14)
 
 
 def test_one_slot_may_stand_for_many() -> None:

@@ -145,27 +145,6 @@ def test_dropping_is_hiding_in_the_next_turn(exact: Any) -> None:
     assert cache.get_seq_length() == turn["input_ids"].shape[1] + GREEDY["max_new_tokens"] - 1
 
 
-def test_beams_of_a_compressed_cache_keep_their_rows_apart(exact: Any) -> None:
-    """Every beam is what teacher forcing of its tokens gives in a compressed cache."""
-    inputs = row(prompts(), 1)
-    cache = cache_for(exact, lots(Uniform(12)), mode="native")
-    settings = {**GREEDY, "num_beams": 3, "num_return_sequences": 1, "output_scores": True}
-    beams = exact.generate(**inputs, past_key_values=cache, **settings)
-    fresh = cache_for(exact, lots(Uniform(12)), mode="native")
-    length = inputs["input_ids"].shape[1]
-    total, token = 0.0, None
-    with torch.no_grad():
-        logits = exact(**inputs, past_key_values=fresh).logits[:, -1]
-        for step in range(length, beams.sequences.shape[1]):
-            token = beams.sequences[:1, step]
-            total += float(logits.log_softmax(-1)[0, token])
-            logits = exact(input_ids=token[None], past_key_values=fresh).logits[:, -1]
-    detach(exact)
-    assert total == pytest.approx(
-        float(beams.sequences_scores[0]) * (beams.sequences.shape[1] - length), abs=1e-4
-    )
-
-
 def test_the_model_is_itself_again_after_release(model: Any) -> None:
     before = model.config._attn_implementation
     inputs = prompts()

@@ -292,13 +292,6 @@ def test_no_tokens(bits: float) -> None:
     assert unpack(packed, bits, 7).shape == (2, 0, 7)
 
 
-@pytest.mark.parametrize(
-    ("bits", "wanted"), [(1, 16), (1.58, 26), (2, 32), (3, 48), (4, 64), (8, 128)]
-)
-def test_bytes_of_128_numbers(bits: float, wanted: int) -> None:
-    assert packed_size(128, bits) == wanted
-
-
 @pytest.mark.parametrize("bits", CHUNKS)
 def test_bytes_are_the_digits_of_a_number(bits: float) -> None:
     count, width, base = CHUNKS[bits]

@@ -47,13 +47,6 @@ def test_coordinates_come_by_falling_energy() -> None:
     torch.testing.assert_close(left.norm(dim=2), torch.linalg.svdvals(x)[..., :5])
 
 
-def test_heads_that_share_a_basis_gain_from_it() -> None:
-    shared = torch.randn(1, 1, 64, 4)
-    x = shared @ torch.randn(1, 4, 4, 16)
-    assert (LowRank(4, joint=True).encode(x).decode() - x).norm() < 1e-3
-    assert nbytes(LowRank(4, joint=True).encode(x)) < nbytes(LowRank(4).encode(x))
-
-
 def test_bytes_are_coordinates_and_basis() -> None:
     x = torch.randn(1, 4, 128, 16).half()
     assert nbytes(LowRank(5).encode(x)) == 2 * 5 * (4 * 128 + 4 * 16)

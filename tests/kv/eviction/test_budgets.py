@@ -84,21 +84,6 @@ def test_pyramid_falls_and_keeps_its_total(size: Any, beta: float) -> None:
     assert size != 1.0 or rows == [64] * 4
 
 
-def test_cake_shares_by_entropy_and_variance() -> None:
-    seen = layers(3, 200, q=True)
-    budget = EntropyVariance(60, window=8, tau1=2.0, tau2=0.5)
-    wanted = []
-    for each in seen:
-        probs = each.probs(8)[..., :192].double()
-        entropy = -(probs * probs.clamp_min(1e-300).log()).sum()
-        wanted.append(float(entropy**0.5 * probs.var(3).sum() ** 2))
-    rows = torch.stack(budget.allot([], seen))[:, 0, 0]
-    assert int(rows.sum()) == 180 and (rows >= 8).all()
-    torch.testing.assert_close(budget.preference(seen[1]).item(), wanted[1], rtol=1e-6, atol=0)
-    for slots, share in zip(rows.tolist(), wanted, strict=True):
-        assert 0 <= slots - 8 - 156 * share / sum(wanted) + 1 <= 2
-
-
 @pytest.mark.parametrize("size", [0.1, 0.5, 1.0, 4, 40, 500])
 def test_cake_keeps_its_total_and_equal_layers_get_the_same(size: Any) -> None:
     torch.manual_seed(1)
@@ -134,18 +119,6 @@ def test_ada_heads_sum_to_the_budget_and_keep_a_floor(size: Any, floor: float) -
             assert after[0, 0] > before[0, 0] > after[0, 3]  # the heads' scores do differ
         if floor == 1.0:
             assert torch.equal(after, before)
-
-
-def test_ada_heads_take_the_highest_scores_of_all() -> None:
-    (seen,) = layers(1, 50, heads=3)
-    score = torch.rand(1, 3, 50)
-    budget = AdaHead(Uniform(10), floor=0.0).allot([score], [seen])[0]
-    best = score.flatten().argsort(descending=True)[:30] // 50
-    best = torch.bincount(best, minlength=3)
-    assert best.min() >= 1  # so that the single slot every head keeps is among them
-    assert torch.equal(budget[0], best)
-    score[:, 2] -= 10
-    assert AdaHead(Uniform(10), floor=0.0).allot([score], [seen])[0][0, 2] == 1
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from diffcache.eval.workshop.kv import oracle
 from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.learn.scalekv import capacities
 from diffcache.kv.plan import Windows
@@ -15,7 +14,6 @@ from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import (
     adakv,
     criticalkv,
-    h2o,
     keyformer,
     knorm,
     lazy_eviction,
@@ -23,60 +21,18 @@ from diffcache.kv.recipes.eviction import (
     scalekv,
     scissorhands,
     snapkv,
-    tova,
     windowkv,
 )
 from diffcache.kv.recipes.streaming import streaming_llm
 from diffcache.kv.store import KVStore
 from tests.kv.eviction.plain import Text
 from tests.kv.examples import examples
-from tests.kv.tiny import GREEDY, SHORT, llama, prompts, row
+from tests.kv.tiny import GREEDY, llama, prompts, row
 
 
 @pytest.fixture(scope="module")
 def exact() -> Any:
     return llama().double()
-
-
-@pytest.mark.parametrize(
-    "recipe", [h2o(20), tova(20), streaming_llm(20, rotate=False)], ids=lambda recipe: recipe.name
-)
-def test_every_step_keeps_to_the_budget(exact: Any, recipe: Recipe) -> None:
-    found, _, log = oracle.run(exact, recipe, prompts(1), **SHORT)
-    widths = [int((pos >= 0).sum(-1).max()) for (layer, start), pos in log.items() if start >= 48]
-    assert set(widths) == {21}  # and the token itself
-    assert found.sequences.shape == (1, 54)
-
-
-def test_snapkv_counts_its_window_and_keeps_it(exact: Any) -> None:
-    _, _, log = oracle.run(exact, snapkv(12, window=8), prompts(1), **SHORT)
-    for (_, start), pos in log.items():
-        if start == 48:
-            assert pos.shape[-1] == 13
-            kept = pos.expand(1, 2, -1)[0].tolist()
-            assert all(set(range(40, 49)) <= set(head) for head in kept)
-
-
-def test_h2o_is_its_greedy_algorithm(exact: Any) -> None:
-    """Step by step on the full attention of a cache in which the dropped slots are hidden."""
-    inputs, budget = prompts(1), 16
-    inputs = row(inputs, 0)
-    found, cache, log = oracle.run(exact, h2o(budget), inputs, **SHORT)
-    full = oracle.Full(exact.config)
-    with oracle.masked(exact, log, cache.setup, full):
-        exact.generate(**inputs, **{**SHORT, "max_new_tokens": 1}, past_key_values=full)
-    detach(exact)
-    exact.set_attn_implementation("eager")
-    ids = found.sequences[:, : inputs["input_ids"].shape[1]]
-    first = exact(ids, output_attentions=True).attentions[0]  # layer 0 sees the same in both
-    exact.set_attn_implementation("sdpa")
-    mass = first.unflatten(1, (2, 2)).mean(2).sum(2)[0]
-    width = ids.shape[1]
-    for head in range(2):
-        score = mass[head].clone()
-        score[width - budget // 2 :] = torch.inf
-        wanted = set(score.argsort(descending=True)[:budget].tolist()) | {width}
-        assert set(log[0, width].expand(1, 2, -1)[0, head].tolist()) == wanted
 
 
 def test_streaming_llm_is_a_model_of_one_layer_on_what_is_kept() -> None:
@@ -127,18 +83,6 @@ def test_triggers_fire_when_they_should() -> None:
     assert once == [13, 14, 15, 16, 17, 18]
     each = widths(keyformer(12), 20, 6)
     assert each == [13] * 6
-
-
-def test_a_fixed_slot_goes_at_each_token() -> None:
-    text = Text(30)
-    store = KVStore(1, prefixkv(12, sinks=2, distance=4, mode="official"))
-    text.feed(store, 0, 20)
-    text.feed(store, 20, 21)
-    before = store.layers[0].read().pos[0, 0].tolist()
-    assert len(before) == 13 and before[-1] == 20
-    text.feed(store, 21, 22)
-    after = store.layers[0].read().pos[0, 0].tolist()
-    assert after == [*before[:-4], *before[-3:], 21]
 
 
 def test_layers_of_a_group_keep_the_same_windows(exact: Any) -> None:

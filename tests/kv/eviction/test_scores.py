@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import Tensor
 
 from diffcache.kv.attend import Query, probabilities
 from diffcache.kv.budgets.layers import EntropyVariance
@@ -154,37 +151,6 @@ def test_a_row_with_fewer_tokens_than_the_window_keeps_all_of_it() -> None:
     for score in (Window(8), WindowVariance(8)):
         assert score(observed(k, v, q, pad=2)).isposinf().all()
     assert EntropyVariance(4, 8).preference(observed(k, v, q)).tolist() == [0.0]
-
-
-def snap(pooling: str, groups: str, kernel: int) -> Tensor:
-    """Window scores of the first layer, slot by slot."""
-    seen = stored(0)
-    probs = seen.probs(8)[..., : TOKENS - 8]
-    mean = sum(probs[:, :, :, i] for i in range(8)) / 8
-    mean = {"mean": mean.mean(2), "max": mean.amax(2), "sum": mean.sum(2)}[groups]
-    found = torch.zeros_like(mean)
-    for slot in range(TOKENS - 8):
-        near = mean[..., max(slot - kernel // 2, 0) : slot + kernel // 2 + 1]
-        found[..., slot] = near.sum(-1) / kernel if pooling == "avg" else near.amax(-1)
-    return found
-
-
-@pytest.mark.parametrize("pooling", ["avg", "max"])
-@pytest.mark.parametrize("groups", ["mean", "max", "sum"])
-@pytest.mark.parametrize("kernel", [1, 3, 7])
-def test_pooling_and_groups(pooling: Any, groups: Any, kernel: int) -> None:
-    found = Window(8, kernel, pooling, groups)(stored(0))
-    torch.testing.assert_close(found[..., :-8], snap(pooling, groups, kernel))
-
-
-def test_variance_is_that_over_the_window() -> None:
-    seen = stored(0)
-    probs = seen.probs(8)[..., : TOKENS - 8]
-    wanted = (probs.mean(3) + 200 * probs.var(3)).mean(2)
-    torch.testing.assert_close(WindowVariance(8, kernel=1)(seen)[..., :-8], wanted)
-    torch.testing.assert_close(
-        WindowVariance(8, gamma=0.0)(seen)[..., :-8], Window(8)(seen)[..., :-8]
-    )
 
 
 def test_chance_is_even_and_differs_by_seed_layer_and_head() -> None:

@@ -24,10 +24,10 @@ def pair(recipe: Recipe) -> Pair:
     return recipe.codec
 
 
-@pytest.mark.parametrize("bits", [2, 4])
-def test_official_kivi(bits: int) -> None:
+@pytest.mark.parametrize(("bits", "tokens"), [(2, 35), (4, 35), (4, 22), (4, 25), (4, 47)])
+def test_official_kivi(bits: int, tokens: int) -> None:
     """Keys and values as read, after a prompt and single tokens."""
-    group, rest, prompt, tokens = 4, 8, 21, 35
+    group, rest, prompt = 4, 8, 21
     text = Prompt(tokens)
     found = rows(text.after(kivi(bits, group=group, residual=rest), prompt=prompt), 0)
     k, v = text.k[0, 0], text.v[0, 0]

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from diffcache.kv.codec.base import tensors
 from diffcache.kv.recipes.quantized import (
@@ -21,55 +20,12 @@ from diffcache.kv.recipes.quantized import (
 )
 from diffcache.kv.store import KVStore
 from tests.kv.quantized.stores import (
-    GROUP,
     RESIDUAL,
-    SIZE,
     coded,
-    draw,
-    grid,
     held_codes,
     small_kivi,
     write,
 )
-
-
-class Kivi:
-    """KIVI as algorithm 1 states it, a token at a time."""
-
-    def __init__(self) -> None:
-        empty = torch.zeros(1, 2, 0, SIZE)
-        self.k, self.v, self.new_k, self.new_v = empty, empty, empty, empty
-
-    def add(self, k: Tensor, v: Tensor) -> None:
-        """Append one token, after what is full was coded."""
-        if self.new_k.shape[2] == RESIDUAL:
-            blocks = self.new_k.unflatten(2, (-1, GROUP))
-            self.k = torch.cat([self.k, grid(blocks, 3).flatten(2, 3)], 2)
-            self.new_k = self.new_k[:, :, :0]
-        if self.new_v.shape[2] > RESIDUAL:
-            oldest = self.new_v[:, :, :1].unflatten(3, (-1, GROUP))
-            self.v = torch.cat([self.v, grid(oldest, 4).flatten(3)], 2)
-            self.new_v = self.new_v[:, :, 1:]
-        self.new_k = torch.cat([self.new_k, k], 2)
-        self.new_v = torch.cat([self.new_v, v], 2)
-
-
-def test_kivi_is_what_algorithm_1_gives_token_by_token() -> None:
-    store, theirs = KVStore(1, small_kivi()), Kivi()
-    for step in range(45):
-        write(store, 1, step)
-        k, v = draw(1, 1, step * 100)
-        theirs.add(k, v)
-        slots = store.layers[0].read()
-        exact = coded(store.layers[0]).exact if store.layers[0].segments else None
-        waits = 0 if exact is None else exact.shape[2]
-        assert store.layers[0].tail.length == theirs.new_k.shape[2] == step % RESIDUAL + 1
-        # The newest token comes after the oldest was coded: one more than R are there until then.
-        if theirs.v.shape[2] or waits:
-            assert waits + store.layers[0].tail.length == theirs.new_v.shape[2]
-        assert torch.equal(slots.pos, torch.arange(step + 1).view(1, 1, -1))
-        assert torch.allclose(slots.k, torch.cat([theirs.k, theirs.new_k], 2), atol=1e-6)
-        assert torch.allclose(slots.v, torch.cat([theirs.v, theirs.new_v], 2), atol=1e-6)
 
 
 @pytest.mark.parametrize("tokens", [3, 8, 9, 17, 24, 30])

@@ -22,12 +22,10 @@ from diffcache.kv.retrieval.mpcache import MinMaxTree
 from diffcache.kv.retrieval.quest import Quest, upper
 from diffcache.kv.retrieval.select import fill, top
 from diffcache.kv.retrieval.summary import Summary, known, slots_read
-from diffcache.kv.retrieval.tidal import LayerReuse
 from diffcache.kv.segment import Coded, Dense
 from diffcache.kv.slots import Slots
 from tests.kv.retrieval.setting import (
     FEW,
-    HALF,
     MADE,
     PRE,
     B,
@@ -229,17 +227,6 @@ def test_all_channels_are_exact_top_k() -> None:
     assert torch.equal(known(layer).state["chosen"].long(), want)
 
 
-def test_four_bits_choose_nearly_the_same_and_hold_less() -> None:
-    k, v, q = tokens(400)
-    exact = LabelChannels(100, channels=(HALF,), **FEW)
-    coded = LabelChannels(100, channels=(HALF,), labels=GroupQuant(4, "channels", 8), **FEW)
-    _, one = run(exact, "double_sparsity", k, v, q, 398)
-    _, two = run(coded, "double_sparsity", k, v, q, 398)
-    first, second = (set(known(x).state["chosen"][0, 0].tolist()) for x in (one, two))
-    assert len(first & second) >= 75
-    assert known(two).coded is not None and "label" not in known(two).slots
-
-
 def test_the_channels_that_matter_are_found() -> None:
     watch = LabelCalibration()
     k, v, q = (x * 0.1 for x in tokens(60))
@@ -305,36 +292,6 @@ def test_only_pages_that_are_read_are_decoded(monkeypatch: pytest.MonkeyPatch) -
 
 
 # layers that share -------------------------------------------------------------------------
-
-
-def test_tidal_layers_read_what_the_last_that_chose_chose() -> None:
-    chooser = LayerReuse(30, select=(1, 3), group="mean", **FEW)
-    stack = Row("tidal", layers=5)
-    for layer in range(5):
-        k, v, q = tokens(80, seed=10 * layer)
-        stack.step(chooser, k[:, :, :79], v[:, :, :79], q[:, :, :79], layer=layer)
-    outs = []
-    for layer in range(5):
-        k, v, q = tokens(80, seed=10 * layer)
-        outs.append(stack.step(chooser, k[:, :, 79:], v[:, :, 79:], q[:, :, 79:], layer=layer))
-    chosen = [known(layer).state.get("chosen") for layer in stack.layers]
-    assert chosen[0] is None
-    for layer, lead in ((1, 1), (2, 1), (3, 3), (4, 3)):
-        k, _, q = tokens(80, seed=10 * lead)
-        found = chosen[layer]
-        assert found is not None
-        assert torch.equal(found.long(), best(k, q[:, :, -1], range(2, 72), 20)), layer
-    reads = [int(known(layer).read.amax()) for layer in stack.layers]  # type: ignore[union-attr]
-    assert reads == [80, 80, 30, 80, 30]
-    k, v, q = tokens(80, seed=20)
-    inside = torch.zeros(B, H, 80, dtype=torch.bool)
-    assert chosen[2] is not None
-    inside.scatter_(2, chosen[2].long(), True)
-    inside[..., :2] = inside[..., 72:] = True
-    score = torch.einsum("bhgd,bhsd->bhgs", q[:, :, -1].reshape(B, H, G, D), k) * D**-0.5
-    score = score.masked_fill(~inside[:, :, None], float("-inf")).softmax(-1)
-    want = torch.einsum("bhgs,bhsd->bhgd", score, v).reshape(B, H * G, 1, D)
-    torch.testing.assert_close(outs[2], want)
 
 
 def test_mpcache_layers_share_a_choice_in_pairs() -> None:
