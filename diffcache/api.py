@@ -21,7 +21,7 @@ from diffcache.attach.cache_context import branch as branch
 from diffcache.attach.cache_context import writing as writing
 from diffcache.attach.fingerprint import facts_of
 from diffcache.attach.handle import WRAPPED, Handle
-from diffcache.attach.run import Stream
+from diffcache.attach.run import RunStream
 from diffcache.attach.runs import ATTACHING
 from diffcache.catalog import changed, has_settings, make_method, method_class, settings_of
 from diffcache.errors import AttachError
@@ -31,7 +31,7 @@ from diffcache.features.each import Each
 from diffcache.features.parts.hold import Form, Held
 from diffcache.memory import bytes_of, compression_of, size_of
 from diffcache.method import Configuration
-from diffcache.presets.choose import Choice, choose
+from diffcache.presets.choose import ChosenMethod, choose
 from diffcache.registry import WORDS, Kind, check_settings, find, unknown
 from diffcache.run_report import Report
 from diffcache.settings_file import is_settings_file, read_settings, save_settings
@@ -191,7 +191,7 @@ def choice_for(
     method: object,
     preset: str | None,
     settings: Mapping[str, Any],
-) -> Choice:
+) -> ChosenMethod:
     """Return the method of a pipeline by its preset, with the reason.
 
     Args:
@@ -611,7 +611,7 @@ def _changed(handle: Handle, method: Method, settings: Mapping[str, Any]) -> Met
     return new
 
 
-def stream(target: Any) -> AbstractContextManager[Stream]:
+def stream(target: Any) -> AbstractContextManager[RunStream]:
     """Let the sampling runs inside be parts of one stream, such as the chunks of a long video.
 
     A run ends where the next one starts (`set_timesteps` of a wrapped pipeline's scheduler, a call

@@ -26,7 +26,7 @@ _RECORDS = 8  # computed steps after which every forecast holds as many tensors 
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedBytes:
     """Bytes that a method will hold.
 
     Attributes:
@@ -42,17 +42,17 @@ class Expected:
         """Return the bytes of a run with as many guidance branches, each in a call of its own."""
         return branches * self.branch + self.shared
 
-    def __add__(self, other: Expected) -> Expected:
-        return Expected(self.branch + other.branch, self.shared + other.shared)
+    def __add__(self, other: ExpectedBytes) -> ExpectedBytes:
+        return ExpectedBytes(self.branch + other.branch, self.shared + other.shared)
 
 
-def expectation(handle: Handle) -> tuple[Expected, Size] | None:
+def expectation(handle: Handle) -> tuple[ExpectedBytes, Size] | None:
     """Return the bytes that a wrapped pipeline will hold at its default size.
 
     Returns:
         Bytes of all denoisers, and the size; None where either is not known.
     """
-    target, total, size = handle.target(), Expected(), None
+    target, total, size = handle.target(), ExpectedBytes(), None
     try:
         for denoiser in handle.denoisers:
             size = size_of(target, denoiser.model, {})
@@ -64,7 +64,7 @@ def expectation(handle: Handle) -> tuple[Expected, Size] | None:
 
 def bytes_of(
     model: nn.Module, method: Method, size: Size, compression: tuple[int, int] | None = None
-) -> Expected:
+) -> ExpectedBytes:
     """Return the bytes that a method holds of one denoiser.
 
     A copy of the denoiser without weights, on torch's `meta` device, is called once with inputs
@@ -97,7 +97,7 @@ def bytes_of(
             return found
         rehearsal.call(given, size, number=1)  # which holds its difference to the first branch
         other = rehearsal.held(calls=1).branch - found.branch
-        return Expected(other, found.branch - other + found.shared)
+        return ExpectedBytes(other, found.branch - other + found.shared)
 
 
 def check_skipped_layers(model: nn.Module, size: Size) -> None:
@@ -176,7 +176,7 @@ class Rehearsal(Handle):
                 f"than it is made for: give another height=, width= or frames= ({error})"
             ) from error
 
-    def held(self, records: int = _RECORDS, calls: int = 0) -> Expected:
+    def held(self, records: int = _RECORDS, calls: int = 0) -> ExpectedBytes:
         """Return the bytes that the method holds after some computed steps.
 
         Args:
@@ -205,7 +205,7 @@ class Rehearsal(Handle):
         when, state = reuse.setup.parts.when, timeline.storage[reuse].state
         own = [] if state is None or when.by_branch else when.held(state)
         shared = sum(tensor.nbytes for tensor in own)
-        return Expected((total - shared) // (calls or len(timeline.branches)), shared)
+        return ExpectedBytes((total - shared) // (calls or len(timeline.branches)), shared)
 
 
 def _fill_gates(reuse: FeatureReuse, timeline: Timeline) -> None:

@@ -34,7 +34,7 @@ Fresh = Annotated[bool, typer.Option("--fresh", help="Do not go on from an inter
 
 
 @dataclass(frozen=True)
-class Inputs:
+class TaskInputs:
     """Inputs of the offline stage.
 
     Attributes:
@@ -50,7 +50,9 @@ class Inputs:
     seed: int = SEEDS
 
 
-def inputs_of(task: Task, live: Any = None, pictures: Mapping[str, Any] | None = None) -> Inputs:
+def inputs_of(
+    task: Task, live: Any = None, pictures: Mapping[str, Any] | None = None
+) -> TaskInputs:
     """Load a pipeline with prompts and noise to calibrate it on.
 
     They are not those that an evaluation draws by default: prompts are of a list of their own, or
@@ -95,7 +97,7 @@ def inputs_of(task: Task, live: Any = None, pictures: Mapping[str, Any] | None =
     else:
         chosen = calibration_prompts(str(task.prompts or drawer.prompts.source))
         prompts = [chosen[i] for i in range(task.samples)]
-    return Inputs(drawer.pipe, prompts, call, SEEDS + task.seed)
+    return TaskInputs(drawer.pipe, prompts, call, SEEDS + task.seed)
 
 
 def demonstrations(samples: int, seed: int, batch_size: int) -> list[dict[str, Any]]:
@@ -109,12 +111,12 @@ def demonstrations(samples: int, seed: int, batch_size: int) -> list[dict[str, A
     return [{"observation": part} for part in seen.split(batch_size)]
 
 
-def _policy_inputs(task: Task) -> Inputs:
+def _policy_inputs(task: Task) -> TaskInputs:
     from diffcache.pipelines.demo.saved import locate
     from diffcache.pipelines.small import reach
 
     prompts = demonstrations(task.samples, task.seed, task.batch_size)
-    return Inputs(reach.load(locate(task.model)), prompts, dict(task.call))
+    return TaskInputs(reach.load(locate(task.model)), prompts, dict(task.call))
 
 
 # Shipped models whose calls take more than prompts or class numbers.

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from diffcache.attach.attention import Door, DoorProcessor, attention_sites
-from diffcache.attach.attention_call import AttentionCall, AttentionSite, Rotary, rotate_pairs
+from diffcache.attach.attention_call import AttentionCall, AttentionSite, CallRotary, rotate_pairs
 from diffcache.attach.attention_families import FAMILIES
 from diffcache.errors import AttachError
 from tests.zoo.case import output_tensors
@@ -178,7 +178,7 @@ def test_a_strategy_attends_in_the_models_place_at_chosen_sites() -> None:
 def test_angles_of_rows_leave_text_as_it_is() -> None:
     cosine, sine = torch.rand(1, 5, 1, 8), torch.rand(1, 5, 1, 8)
     x = torch.randn(2, 9, 3, 8)
-    angles = Rotary(rotate_pairs, (cosine, sine), first=2, some=True)
+    angles = CallRotary(rotate_pairs, (cosine, sine), first=2, some=True)
     whole = angles.apply(x)
     assert torch.equal(whole[:, :2], x[:, :2]) and torch.equal(whole[:, 7:], x[:, 7:])
     assert torch.equal(whole[:, 2:7], rotate_pairs(x[:, 2:7], cosine, sine))

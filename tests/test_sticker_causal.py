@@ -12,7 +12,7 @@ from diffusers import WanPipeline
 from torch import nn
 
 from diffcache.eval.workshop.small import sticker_causal, sticker_video_autoencoder
-from diffcache.eval.workshop.small.causal_step import Held, predict
+from diffcache.eval.workshop.small.causal_step import HeldChunks, predict
 from diffcache.eval.workshop.small.job import Settings
 from diffcache.eval.workshop.small.sticker_causal import CALL, CHUNK, LATENTS, SAMPLER, Causal
 from diffcache.eval.workshop.small.sticker_films import render_film, sample_film
@@ -63,9 +63,13 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Causal:
 
 @pytest.mark.parametrize(
     ("policy", "held"),
-    [(FullHistory(), Held()), (Window(window=3, sinks=0), Held(1)), (Window(6), Held(2, True))],
+    [
+        (FullHistory(), HeldChunks()),
+        (Window(window=3, sinks=0), HeldChunks(1)),
+        (Window(6), HeldChunks(2, True)),
+    ],
 )
-def test_a_stream_films_what_training_showed(job: Causal, policy: VideoPolicy, held: Held):
+def test_a_stream_films_what_training_showed(job: Causal, policy: VideoPolicy, held: HeldChunks):
     torch.manual_seed(1)
     models = job.build().eval()
     for weight in models["transformer"].parameters():  # gates of zero would hide most of it

@@ -37,7 +37,7 @@ class AttentionSite:
 
 
 @dataclass(frozen=True, eq=False)
-class Rotary:
+class CallRotary:
     """Rotary embedding of the rows of one call.
 
     Attributes:
@@ -73,7 +73,7 @@ class Rotary:
         parts = [x[:, : self.first], inside, x[:, last:]]
         return torch.cat([part for part in parts if part.shape[1]], dim=1)
 
-    def at(self, rows: Tensor) -> Rotary:
+    def at(self, rows: Tensor) -> CallRotary:
         """Return the rotation of some rows.
 
         Args:
@@ -89,7 +89,7 @@ class Rotary:
             wide = wide.expand(max(len(wide), len(rows)), *wide.shape[1:])
             tables.append(wide[:, inside[0]] if len(rows) == 1 else wide[batch, inside])
         is_rotated = (rows - self.first == inside) if self.some else None
-        return Rotary(self.rotate, tuple(tables), is_rotated=is_rotated)
+        return CallRotary(self.rotate, tuple(tables), is_rotated=is_rotated)
 
 
 def rotate_pairs(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ class AttentionCall:
     k: Tensor
     v: Tensor
     attend: Attend
-    rotary: Rotary | None = None
+    rotary: CallRotary | None = None
     mask: Tensor | None = None
     text: int | None = 0
     text_first: bool = True

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from diffcache.attach.attention_call import (
     AttentionCall,
+    CallRotary,
     Kind,
-    Rotary,
     dispatched,
     fused,
     rotate_by_pair,
@@ -41,13 +41,13 @@ class ProcessorFamily(NamedTuple):
     kind: Callable[[Any, str], Kind]
 
 
-def _pairs(given: Any, like: Tensor, first: int = 0, *, some: bool = False) -> Rotary | None:
+def _pairs(given: Any, like: Tensor, first: int = 0, *, some: bool = False) -> CallRotary | None:
     """Return rotary given as cosines and sines `[T, D]`."""
     if given is None:
         return None
     cosine, sine = given[0].to(like.device), given[1].to(like.device)
     tables = cosine[None, :, None], sine[None, :, None]
-    return Rotary(rotate_pairs, tables, first, some)
+    return CallRotary(rotate_pairs, tables, first, some)
 
 
 # -------------------------------------------------------------------------------- projections
@@ -170,7 +170,7 @@ def _qwen(
     rotary = None
     if image_rotary_emb is not None:
         numbers = torch.cat([image_rotary_emb[1], image_rotary_emb[0]], dim=0)
-        rotary = Rotary(rotate_complex, (numbers[None, :, None],))
+        rotary = CallRotary(rotate_complex, (numbers[None, :, None],))
     out = yield AttentionCall(q, k, v, dispatched(processor), rotary, mask, text)
     rows, text_rows = _ends(out.flatten(2, 3).to(q.dtype), text, text_first=True)
     made = attn.to_out[0](rows.contiguous())
@@ -198,7 +198,7 @@ def _wan(
     rotary = None
     if rotary_emb is not None:
         tables = rotary_emb[0][..., 0::2], rotary_emb[1][..., 1::2]
-        rotary = Rotary(rotate_by_pair, tables)
+        rotary = CallRotary(rotate_by_pair, tables)
     attend = dispatched(processor, split=encoder_hidden_states is None)
     seen = None
     if images is not None:
@@ -296,7 +296,7 @@ def _ltx(
     rotary = None
     if image_rotary_emb is not None:  # for all heads' channels, one after the other
         tables = tuple(table.unflatten(2, (attn.heads, -1)) for table in image_rotary_emb)
-        rotary = Rotary(rotate_pairs, tables)
+        rotary = CallRotary(rotate_pairs, tables)
     out = yield AttentionCall(q, k, v, dispatched(processor), rotary, mask)
     return _out(attn, out.flatten(2, 3).to(q.dtype))
 

@@ -71,7 +71,7 @@ CHANGED = (
 )
 
 
-class Kept:
+class KeptArgument:
     """A tensor as a call was given it.
 
     It is held itself, and known to be unchanged by its version. An inference tensor has none, so a
@@ -104,7 +104,7 @@ class Kept:
 
 def keep(conditions: Mapping[str, Any]) -> dict[str, Any]:
     """Return conditions with their tensors as they are now."""
-    return {p: Kept(v) if isinstance(v, Tensor) else v for p, v in conditions.items()}
+    return {p: KeptArgument(v) if isinstance(v, Tensor) else v for p, v in conditions.items()}
 
 
 def alike(held: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
@@ -114,9 +114,9 @@ def alike(held: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
     read = []  # tensors whose contents have to be read, last
     for path, kept in held.items():
         value = given[path]
-        if isinstance(kept, Kept) != isinstance(value, Tensor):
+        if isinstance(kept, KeptArgument) != isinstance(value, Tensor):
             return False
-        if not isinstance(kept, Kept):
+        if not isinstance(kept, KeptArgument):
             if kept != value:
                 return False
         elif kept.tensor is not value or kept.version != version_of(

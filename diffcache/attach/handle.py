@@ -20,7 +20,7 @@ from diffcache.attach.runs import ATTACHING, Runs
 from diffcache.attach.texts import TextCache
 from diffcache.features.base import Method
 from diffcache.features.collect import Observer
-from diffcache.presets.choose import Choice
+from diffcache.presets.choose import ChosenMethod
 
 _BYTES = attrgetter("nbytes")
 WRAPPED: WeakSet[Handle] = WeakSet()  # changed and looked through under ATTACHING
@@ -56,7 +56,7 @@ class Handle(Runs):
     ) -> None:
         super().__init__(target, method, observer)
         self.texts: TextCache | None = None
-        self.choice: Choice | None = None
+        self.choice: ChosenMethod | None = None
         self.schedulers: list[Any] = []
         self.denoisers: list[Denoiser] = []
         anatomies = {name: anatomy_of(model) for name, model in denoisers.items()}

@@ -95,7 +95,7 @@ Make = Callable[[Latents], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Inputs:
+class CallInputs:
     """Arguments of the forward of a denoiser class.
 
     Attributes:
@@ -176,7 +176,7 @@ def _sana(at: Latents) -> dict[str, Any]:
     return made | ({"guidance": at.zeros()} if at.config["guidance_embeds"] else {})
 
 
-class _Seen(Tensor):
+class _FullMask(Tensor):
     """Mask of prompts without padding, whose lengths can be read on the `meta` device too."""
 
     @classmethod
@@ -195,7 +195,7 @@ def _lumina2(at: Latents) -> dict[str, Any]:
         "hidden_states": at.picture,
         "encoder_hidden_states": at.prompt("cap_feat_dim"),
         "timestep": at.zeros(),
-        "encoder_attention_mask": mask.as_subclass(_Seen),
+        "encoder_attention_mask": mask.as_subclass(_FullMask),
     }
 
 
@@ -274,21 +274,23 @@ def _unet(at: Latents) -> dict[str, Any]:
     return made | {"added_cond_kwargs": {"text_embeds": at.zeros(pooled), "time_ids": at.zeros(6)}}
 
 
-INPUTS: dict[str, Inputs] = {
-    "AuraFlowTransformer2DModel": Inputs(_auraflow, patch="patch_size"),
-    "CogVideoXTransformer3DModel": Inputs(_cogvideox, 8, 4, "patch_size"),
-    "DiTTransformer2DModel": Inputs(_dit, patch="patch_size"),
-    "Flux2Transformer2DModel": Inputs(_flux2, guidance="none"),
-    "FluxTransformer2DModel": Inputs(_flux, guidance="none"),
-    "HunyuanVideoTransformer3DModel": Inputs(_hunyuan_video, 8, 4, "patch_size", guidance="none"),
-    "LTXVideoTransformer3DModel": Inputs(_ltx, 32, 8, 1),
-    "Lumina2Transformer2DModel": Inputs(_lumina2, patch="patch_size", guidance="calls"),
-    "PixArtTransformer2DModel": Inputs(_pixart, patch="patch_size"),
-    "QwenImageTransformer2DModel": Inputs(_qwen, guidance="calls"),
-    "SD3Transformer2DModel": Inputs(_sd3, patch="patch_size", more_text=77),  # of CLIP
-    "SanaTransformer2DModel": Inputs(_sana, 32, patch="patch_size"),
-    "UNet2DConditionModel": Inputs(_unet, patch=1),
-    "WanTransformer3DModel": Inputs(_wan, 8, 4, 2, rounds_up=True, guidance="calls"),
+INPUTS: dict[str, CallInputs] = {
+    "AuraFlowTransformer2DModel": CallInputs(_auraflow, patch="patch_size"),
+    "CogVideoXTransformer3DModel": CallInputs(_cogvideox, 8, 4, "patch_size"),
+    "DiTTransformer2DModel": CallInputs(_dit, patch="patch_size"),
+    "Flux2Transformer2DModel": CallInputs(_flux2, guidance="none"),
+    "FluxTransformer2DModel": CallInputs(_flux, guidance="none"),
+    "HunyuanVideoTransformer3DModel": CallInputs(
+        _hunyuan_video, 8, 4, "patch_size", guidance="none"
+    ),
+    "LTXVideoTransformer3DModel": CallInputs(_ltx, 32, 8, 1),
+    "Lumina2Transformer2DModel": CallInputs(_lumina2, patch="patch_size", guidance="calls"),
+    "PixArtTransformer2DModel": CallInputs(_pixart, patch="patch_size"),
+    "QwenImageTransformer2DModel": CallInputs(_qwen, guidance="calls"),
+    "SD3Transformer2DModel": CallInputs(_sd3, patch="patch_size", more_text=77),  # of CLIP
+    "SanaTransformer2DModel": CallInputs(_sana, 32, patch="patch_size"),
+    "UNet2DConditionModel": CallInputs(_unet, patch=1),
+    "WanTransformer3DModel": CallInputs(_wan, 8, 4, 2, rounds_up=True, guidance="calls"),
 }
 
 

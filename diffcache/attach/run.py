@@ -56,7 +56,7 @@ class Branch:
 
 
 @dataclass(eq=False)
-class Stream:
+class RunStream:
     """Runs that share storage: chunks of a video, turns of a conversation.
 
     One that the user did not open ends with the pipeline's call, or with the run.
@@ -95,11 +95,11 @@ class Run:
         in_pipeline: bool = False,
         is_told: bool = False,
         steps: int | None = None,
-        stream: Stream | None = None,
+        stream: RunStream | None = None,
     ) -> None:
         self.in_pipeline, self.is_told, self.steps = in_pipeline, is_told, steps
         self.sigmas: Sequence[float] = ()
-        self.stream = Stream() if stream is None else stream
+        self.stream = RunStream() if stream is None else stream
         self.record = RunRecord()
         self.timelines: dict[Any, Timeline] = {}
         self.epoch = 0

@@ -17,7 +17,7 @@ from diffcache.anchor import Attached
 from diffcache.attach.call import Call
 from diffcache.attach.provenance import tables_of
 from diffcache.attach.record import RunRecord
-from diffcache.attach.run import Run, Stream
+from diffcache.attach.run import Run, RunStream
 from diffcache.errors import AttachError, CacheWarning
 from diffcache.features.base import Method
 from diffcache.features.collect import Observer
@@ -27,7 +27,7 @@ from diffcache.step import CURRENT
 ATTACHING = threading.RLock()  # held while a method is attached or detached, and as a run begins
 
 
-class Place:
+class RunPlace:
     """Stands for a run in the context of a thread or task; the handle, not the context, owns it.
 
     So a run ends with whichever goes first, and no context keeps a model alive.
@@ -47,7 +47,7 @@ class Place:
         return bool(self.task == _task())
 
 
-Places = weakref.WeakKeyDictionary["Runs", Place]
+Places = weakref.WeakKeyDictionary["Runs", RunPlace]
 _PLACES: ContextVar[Places | None] = ContextVar("diffcache_places", default=None)
 Methods = weakref.WeakKeyDictionary["Runs", Method]
 _METHODS: ContextVar[Methods | None] = ContextVar("diffcache_methods", default=None)
@@ -70,7 +70,7 @@ class Runs(Attached):
         self.tables = tables_of(method)
         self.target = weakref.ref(target)
         self.last = RunRecord()
-        self._runs: weakref.WeakKeyDictionary[Place, Run] = weakref.WeakKeyDictionary()
+        self._runs: weakref.WeakKeyDictionary[RunPlace, Run] = weakref.WeakKeyDictionary()
 
     @property
     def scheduler(self) -> Any:
@@ -115,7 +115,7 @@ class Runs(Attached):
             return self.begin()[0]
         return run if run.in_pipeline or run.is_told or place.is_here else self.begin()[0]
 
-    def _place(self) -> Place | None:
+    def _place(self) -> RunPlace | None:
         places = _PLACES.get()
         return None if places is None else places.get(self)
 
@@ -135,7 +135,7 @@ class Runs(Attached):
         in_pipeline: bool = False,
         is_told: bool = False,
         steps: int | None = None,
-        stream: Stream | None = None,
+        stream: RunStream | None = None,
     ) -> tuple[Run, Any]:
         """Start a run in this thread or task; return it with the token that ends it.
 
@@ -146,7 +146,7 @@ class Runs(Attached):
             stream = around.stream
         run = Run(in_pipeline, is_told, steps, stream)
         self.last = run.record
-        place = Place(run)
+        place = RunPlace(run)
         with ATTACHING:
             self._runs[place] = run
         places: Places = weakref.WeakKeyDictionary(_PLACES.get() or {})
@@ -170,7 +170,7 @@ class Runs(Attached):
         if finished:
             self._check_skipped(run.record)
 
-    def live(self) -> list[tuple[Place, Run]]:
+    def live(self) -> list[tuple[RunPlace, Run]]:
         """Return the runs of all threads and tasks with their places."""
         places = [ref() for ref in self._runs.keyrefs()]  # a copy: other threads begin and end runs
         runs = [(place, place.run()) for place in places if place is not None]
@@ -224,7 +224,7 @@ class Runs(Attached):
             _METHODS.reset(token)
 
     @contextmanager
-    def streaming(self) -> Iterator[Stream]:
+    def streaming(self) -> Iterator[RunStream]:
         """Let the runs inside be one stream, as the user says.
 
         Raises:
@@ -238,7 +238,7 @@ class Runs(Attached):
                 "stream in another thread or task"
             )
         self._check_no_run(": a stream is made of runs, so open diffcache.stream around them")
-        stream = Stream(is_told=True)
+        stream = RunStream(is_told=True)
         run, token = self.begin(stream=stream)
         finished = False
         try:

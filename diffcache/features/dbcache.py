@@ -15,7 +15,7 @@ from diffcache.step import Step
 
 
 @dataclass
-class Budget:
+class BudgetState:
     """The state of the gate, and how many steps were computed."""
 
     gate: Any
@@ -51,11 +51,11 @@ class Limited(When):
         """Probe that the gate looks at."""
         return self.gate.probe
 
-    def init(self) -> Budget:
+    def init(self) -> BudgetState:
         """Return an empty run."""
-        return Budget(self.gate.init())
+        return BudgetState(self.gate.init())
 
-    def should_compute(self, state: Budget, step: Step, probe: Tensor | None) -> bool:
+    def should_compute(self, state: BudgetState, step: Step, probe: Tensor | None) -> bool:
         """Return whether a limit is reached or the gate is open."""
         if self.longest is not None and step.index - state.index > self.longest:
             return True
@@ -63,12 +63,12 @@ class Limited(When):
             return True
         return self.gate.should_compute(state.gate, step, probe)
 
-    def computed(self, state: Budget, step: Step, probe: Tensor | None) -> None:
+    def computed(self, state: BudgetState, step: Step, probe: Tensor | None) -> None:
         """Count the step and let the gate know."""
         state.computed, state.index = state.computed + 1, step.index
         self.gate.computed(state.gate, step, probe)
 
-    def held(self, state: Budget) -> list[Tensor]:
+    def held(self, state: BudgetState) -> list[Tensor]:
         """Return the tensors that the gate keeps."""
         return self.gate.held(state.gate)
 

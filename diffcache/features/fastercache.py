@@ -100,7 +100,7 @@ class ScaledBands(Instead):
 
 
 @dataclass(frozen=True)
-class Guided(When):
+class GuidedEvery(When):
     """Compute the first guidance branch at every step, and the others at one step in `every`.
 
     Args:
@@ -188,7 +188,7 @@ class FasterCache(FeatureMethod):
 
     def parts(self) -> Combine:
         """Return the schedule by branch, and the scaled difference to the guided output."""
-        when, instead = Guided(self.every, self.start), ScaledBands(self.low, self.high)
+        when, instead = GuidedEvery(self.every, self.start), ScaledBands(self.low, self.high)
         if self.every == 1:
             return Combine(Every(1), site=Site.MODEL)
         return Combine(when, instead, Site.MODEL, feature="guidance")

@@ -22,7 +22,7 @@ from diffcache.step import Site, Step
 
 
 @dataclass
-class History:
+class FittedHistory:
     """The last computed features and their steps, newest first."""
 
     features: list[Tensor] = field(default_factory=list)
@@ -54,16 +54,16 @@ class Weighted(Instead):
         table = {(step, anchors): values for step, anchors, values in self.weights}
         object.__setattr__(self, "_table", table)
 
-    def init(self) -> History:
+    def init(self) -> FittedHistory:
         """Return an empty state."""
-        return History()
+        return FittedHistory()
 
-    def record(self, state: History, step: Step, feature: Tensor) -> None:
+    def record(self, state: FittedHistory, step: Step, feature: Tensor) -> None:
         """Keep the feature, forget the oldest."""
         state.features = [feature, *state.features][: self.history]
         state.anchors = [step.index, *state.anchors][: self.history]
 
-    def estimate(self, state: History, step: Step) -> Tensor:
+    def estimate(self, state: FittedHistory, step: Step) -> Tensor:
         """Return the weighted sum; at the step that was just recorded, the feature itself."""
         table: dict[Any, tuple[float, ...]] = self._table  # type: ignore[attr-defined]
         weights = table.get((step.index, tuple(state.anchors)))
@@ -74,7 +74,7 @@ class Weighted(Instead):
             total = torch.add(total, feature, alpha=weight)
         return total
 
-    def held(self, state: History) -> list[Tensor]:
+    def held(self, state: FittedHistory) -> list[Tensor]:
         """Return the kept features."""
         return state.features
 

@@ -59,7 +59,7 @@ class CleanRate(Rate):
 
 
 @dataclass
-class Scaled:
+class ScaledOutput:
     """The last computed output and the noise level of its step."""
 
     features: list[Tensor]
@@ -74,20 +74,20 @@ class CleanChange(Instead):
     noise levels.
     """
 
-    def init(self) -> Scaled:
+    def init(self) -> ScaledOutput:
         """Return an empty state."""
-        return Scaled([])
+        return ScaledOutput([])
 
-    def record(self, state: Scaled, step: Step, feature: Tensor) -> None:
+    def record(self, state: ScaledOutput, step: Step, feature: Tensor) -> None:
         """Keep the output and its noise level."""
         state.features, state.sigma = [feature], sigma_of(step)
 
-    def estimate(self, state: Scaled, step: Step) -> Tensor:
+    def estimate(self, state: ScaledOutput, step: Step) -> Tensor:
         """Return the scaled output; at the step that was just recorded, the output itself."""
         ratio = state.sigma / (sigma_of(step) or state.sigma or 1)
         return state.features[0] if ratio == 1 else state.features[0] * ratio
 
-    def held(self, state: Scaled) -> list[Tensor]:
+    def held(self, state: ScaledOutput) -> list[Tensor]:
         """Return the output."""
         return state.features
 

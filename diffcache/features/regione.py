@@ -48,7 +48,7 @@ _QWEN_2509 = (
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedRatios:
     """The published settings for one model: ratios of the velocity's norm, and two thresholds.
 
     Attributes:
@@ -70,11 +70,11 @@ class Published:
 
 
 MODELS = {
-    "flux-kontext": Published(_KONTEXT, 0.93, 0.04, "FluxTransformer2DModel"),
-    "step1x-edit": Published(_STEP1X, 0.88, 0.02),
-    "step1x-edit-v1p2": Published(_STEP1X_V1P2, 0.88, 0.02),
-    "qwen-image-edit": Published(_QWEN, 0.80, 0.03, "QwenImageTransformer2DModel"),
-    "qwen-image-edit-2509": Published(_QWEN_2509, 0.80, 0.03, "QwenImageTransformer2DModel"),
+    "flux-kontext": PublishedRatios(_KONTEXT, 0.93, 0.04, "FluxTransformer2DModel"),
+    "step1x-edit": PublishedRatios(_STEP1X, 0.88, 0.02),
+    "step1x-edit-v1p2": PublishedRatios(_STEP1X_V1P2, 0.88, 0.02),
+    "qwen-image-edit": PublishedRatios(_QWEN, 0.80, 0.03, "QwenImageTransformer2DModel"),
+    "qwen-image-edit-2509": PublishedRatios(_QWEN_2509, 0.80, 0.03, "QwenImageTransformer2DModel"),
 }
 
 

@@ -16,7 +16,7 @@ from diffcache.kernels.dense import scaled_dot_product_attention
 from diffcache.kernels.merge import lse_merge
 from diffcache.kv.segment import PLAIN, Traits
 from diffcache.kv.slots import Slots, join
-from diffcache.kv.view import Listed, Piece, Unread, View
+from diffcache.kv.view import ListedView, Piece, Unread, View
 
 _CAUSAL = "causal"
 
@@ -251,7 +251,7 @@ def _is_open(query: Query, view: View) -> bool:
     """Return whether every query is known to see every slot, but those that a list leaves out."""
     if query.mask is not None:
         return False
-    below = view.source.below if isinstance(view.source, Listed) else None
+    below = view.source.below if isinstance(view.source, ListedView) else None
     if below is None or query.pos is not None or query.window is not None:
         return _sees_all(query, view)
     return not query.causal or query.start >= below - 1
@@ -328,7 +328,7 @@ def _pieces(
     source = view.source
     if isinstance(source, Slots):
         return [(0, source.width, source.k, source.v)], seen
-    if isinstance(source, Listed):
+    if isinstance(source, ListedView):
         whole = source.slots
         return [(0, source.width, whole.k, whole.v)], seen | {"slots": source.places()}
     turns, pieces = source.turns(query.q), source.pieces()

@@ -110,7 +110,7 @@ def codes_of(held: Payload) -> Codes | None:
 
 
 @dataclass(frozen=True)
-class Listed:
+class ListedView:
     """Chosen slots, which are gathered when they are asked for.
 
     Attributes:
@@ -160,7 +160,7 @@ class View:
         below: Bound above all positions, where no slot is empty; None where it is not known.
     """
 
-    source: Slots | Unread | Listed
+    source: Slots | Unread | ListedView
     start: int | None = None
     traits: Traits = PLAIN
     below: int | None = None

@@ -25,7 +25,7 @@ from diffcache.features.collect import Calibrated, Collector
 from diffcache.features.tables import Tables
 from diffcache.files import check_target
 from diffcache.offline.resume import read_state, write_state
-from diffcache.offline.tracing import Watch, batches_of, call_pipeline
+from diffcache.offline.tracing import Tracer, batches_of, call_pipeline
 from diffcache.targets import check_free, denoisers_of
 
 M = TypeVar("M", bound=Calibrated)
@@ -35,7 +35,7 @@ GUIDANCE = ("guidance_scale", "true_cfg_scale")
 
 
 @dataclass(frozen=True)
-class Plan:
+class CollectPlan:
     """Settings of a calibration.
 
     Attributes:
@@ -124,7 +124,7 @@ def calibrate(pipe: Any, method: Any, prompts: Sequence[Any], **settings: Any) -
             passes over the prompts are one where their features are taken at the same site.
         prompts: Texts, class numbers, or mappings of the pipeline's call, one a sample.
         **settings: `steps` or `num_inference_steps`, `batch_size`, `seed`, `out`, `resume` and
-            `progress` as in `Plan`; anything else goes to the pipeline's call (`height=64`,
+            `progress` as in `CollectPlan`; anything else goes to the pipeline's call (`height=64`,
             `guidance_scale=3.0`).
 
     Returns:
@@ -142,12 +142,12 @@ def calibrate(pipe: Any, method: Any, prompts: Sequence[Any], **settings: Any) -
         >>> pipe = diffcache.wrap(pipe, method)  # doctest: +SKIP
     """
     settings = with_steps(settings)
-    names = {f.name for f in dataclasses.fields(Plan)}
+    names = {f.name for f in dataclasses.fields(CollectPlan)}
     own = {key: settings.pop(key) for key in list(settings) if key in names - {"prompts", "call"}}
     if own.get("out") is not None:
         own["out"] = Path(own["out"])
     texts = prompts if isinstance(prompts, str) else list(prompts)
-    plan = Plan(prompts=texts, call=settings, **own)
+    plan = CollectPlan(prompts=texts, call=settings, **own)
     several = not isinstance(method, (str, Method))
     chosen = [_checked(make_method(m)) for m in (method if several else [method])]
     if several and plan.out is not None:
@@ -181,14 +181,14 @@ def with_steps(settings: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _train(pipe: Any, method: Calibrated, plan: Plan) -> Calibrated:
+def _train(pipe: Any, method: Calibrated, plan: CollectPlan) -> Calibrated:
     """Return a method whose tables are trained."""
     module, function = method.trainer.split(":")
     trained: Calibrated = getattr(importlib.import_module(module), function)(pipe, method, plan)
     return trained
 
 
-def _collect(pipe: Any, methods: list[Calibrated], plan: Plan) -> list[Calibrated]:
+def _collect(pipe: Any, methods: list[Calibrated], plan: CollectPlan) -> list[Calibrated]:
     """Return methods whose tables are collected, over shared passes where that can be."""
     if not methods:
         return []
@@ -204,7 +204,7 @@ def _collect(pipe: Any, methods: list[Calibrated], plan: Plan) -> list[Calibrate
         dataclasses.replace(method, tables=None).check_model(facts)  # type: ignore[type-var]
     saved = _Saved(plan, methods, {**facts, "guidance": plan.guidance(pipe)})
     done = saved.load(collectors)
-    watch = Watch()
+    watch = Tracer()
     for index in range(done, total):
         number, batch = divmod(index, count)
         if plan.progress is not None:
@@ -251,7 +251,7 @@ def _denoiser(pipe: Any) -> tuple[str, torch.nn.Module]:
 
 
 def _with_tables(
-    method: Calibrated, collector: Collector, header: dict[str, Any], plan: Plan
+    method: Calibrated, collector: Collector, header: dict[str, Any], plan: CollectPlan
 ) -> Calibrated:
     tables = Tables(header, collector.tables())
     if plan.out is not None:
@@ -261,7 +261,7 @@ def _with_tables(
 
 
 def header_of(
-    method: Calibrated, facts: Mapping[str, Any], plan: Plan, **more: Any
+    method: Calibrated, facts: Mapping[str, Any], plan: CollectPlan, **more: Any
 ) -> dict[str, Any]:
     """Return the header of a method's tables: their kind and the facts of their measurement."""
     from diffcache import __version__
@@ -298,7 +298,7 @@ def _texts(prompts: Iterable[Any]) -> Iterator[str]:
 class _Saved:
     """The state of an interrupted calibration, in `<out>.part`, from which it goes on."""
 
-    def __init__(self, plan: Plan, methods: list[Calibrated], facts: dict[str, Any]) -> None:
+    def __init__(self, plan: CollectPlan, methods: list[Calibrated], facts: dict[str, Any]) -> None:
         self.facts, self.plan = facts, plan
         self.path = None if plan.out is None else plan.out.with_name(plan.out.name + ".part")
         self.about = digest([list(methods), plan.about(), facts])
@@ -322,7 +322,7 @@ class _Saved:
         self.seen = json.loads(metadata["seen"])
         return int(metadata["done"])
 
-    def save(self, collectors: list[Collector], done: int, watch: Watch) -> None:
+    def save(self, collectors: list[Collector], done: int, watch: Tracer) -> None:
         """Keep the collectors' sums, atomically."""
         self.seen = {"steps": watch.steps, "shape": watch.shape}
         if self.path is None:
@@ -335,7 +335,7 @@ class _Saved:
         seen = json.dumps(self.seen)
         write_state(self.path, tensors, {"about": self.about, "done": str(done), "seen": seen})
 
-    def header(self, method: Calibrated, collector: Collector, watch: Watch) -> dict[str, Any]:
+    def header(self, method: Calibrated, collector: Collector, watch: Tracer) -> dict[str, Any]:
         """Return the header of one method's tables."""
         return header_of(method, self.facts, self.plan, **self.seen, **collector.settings())
 

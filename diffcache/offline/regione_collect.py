@@ -17,12 +17,12 @@ from diffcache.features.regione import RegionE, scaled
 from diffcache.step import Site, Step
 
 
-def collector(method: RegionE) -> Ratios:
+def collector(method: RegionE) -> VelocityRatios:
     """Return the collector that fits the ratios of another model or number of steps."""
-    return Ratios(method.plan().threshold, method.warmup)
+    return VelocityRatios(method.plan().threshold, method.warmup)
 
 
-class Ratios(Collector):
+class VelocityRatios(Collector):
     """Fits the ratios: the norm of the guided velocity on edited tokens, step by step.
 
     For every sample in which something is edited, `|v_i| / |v_(i-1)|` over its edited tokens, as

@@ -67,7 +67,7 @@ class Traced(Method):
         return (self.everything, *self.needs)
 
 
-class Watch(Observer):
+class Tracer(Observer):
     """Shows traced runs to collectors.
 
     Attributes:

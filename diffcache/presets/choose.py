@@ -67,7 +67,7 @@ class Preset:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenMethod:
     """The method of a pipeline that was asked for none.
 
     Attributes:
@@ -160,7 +160,7 @@ def rows_of_model(name: str) -> list[Sequence[str]]:
     return rows or [(name, f"none: it {models()[name].without}", "", "")]
 
 
-def choose(facts: Mapping[str, Any], wanted: str | None = None) -> Choice:
+def choose(facts: Mapping[str, Any], wanted: str | None = None) -> ChosenMethod:
     """Choose the settings of a model.
 
     Args:
@@ -219,17 +219,17 @@ def _wanted(facts: Mapping[str, Any], wanted: str) -> Preset:
     return own[level]
 
 
-def _took(preset: Preset, facts: Mapping[str, Any]) -> Choice:
+def _took(preset: Preset, facts: Mapping[str, Any]) -> ChosenMethod:
     known = models()[preset.model]
     why = (
         f"{preset.name} is {preset.word}, published for {preset.steps} steps at {preset.size} "
         f"({preset.source}); taken for {_described(facts, known)}"
     )
-    return Choice(preset.method, why, preset.settings, preset)
+    return ChosenMethod(preset.method, why, preset.settings, preset)
 
 
-def _fall_back(why: str) -> Choice:
-    return Choice(FALLBACK, f"none; fell back to {FALLBACK} with its defaults: {why}")
+def _fall_back(why: str) -> ChosenMethod:
+    return ChosenMethod(FALLBACK, f"none; fell back to {FALLBACK} with its defaults: {why}")
 
 
 def _described(facts: Mapping[str, Any], known: Published | None = None) -> str:

@@ -67,7 +67,7 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenRecipe:
     """The recipe that was chosen, and what else was tried.
 
     Attributes:
@@ -106,7 +106,7 @@ def choose(
     out: Path | None = None,
     progress: Callable[..., None] | None = None,
     each: Callable[..., None] | None = None,
-) -> Choice:
+) -> ChosenRecipe:
     """Choose the recipe that keeps most within a share of the memory, validated on held-out texts.
 
     Every recipe is measured on windows of the texts. The choice is made by every other window: of
@@ -149,7 +149,7 @@ def choose(
 
 def pick(
     rows: Mapping[str, Mapping[str, Any]], memory: float, failed: Mapping[str, str] | None = None
-) -> Choice:
+) -> ChosenRecipe:
     """Choose among measured rows, see `choose`.
 
     Args:
@@ -182,7 +182,7 @@ def pick(
         raise ValueError(f"memory={memory}: no recipe that was tried fits; {said}")
     best = max(fitting, key=lambda one: one.chosen_by.worth)
     tried.sort(key=lambda one: (one.fits, one.chosen_by.worth), reverse=True)
-    return Choice(best.word, tuple(tried), failed or {})
+    return ChosenRecipe(best.word, tuple(tried), failed or {})
 
 
 def _half(first: Mapping[str, Any], row: Mapping[str, Any], half: slice) -> Half:

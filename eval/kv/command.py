@@ -262,12 +262,12 @@ def _recall(
 ) -> None:
     """Measure recall, print it, and write and draw the record."""
     from diffcache.eval.kv.recall import KVTask
-    from diffcache.eval.kv.sweep import Sweep, draw, read_sweep, run
+    from diffcache.eval.kv.sweep import RecipeSweep, draw, read_sweep, run
     from diffcache.eval.kv.words import parse_row
 
     if file is None:
         given = {name: value for name, value in task.items() if value is not None}
-        wanted = Sweep(KVTask(**given), {"recipes": recipe})
+        wanted = RecipeSweep(KVTask(**given), {"recipes": recipe})
         list(map(parse_row, recipe))  # raises before anything is loaded
     else:
         wanted = read_sweep(file)

@@ -26,7 +26,7 @@ Report = Callable[[int, int, str], None]  # steps done, steps in all, what is be
 
 
 @dataclass(frozen=True)
-class Answer:
+class SaidSpan:
     """Tokens behind a context that say again what stands in it.
 
     Attributes:
@@ -52,7 +52,7 @@ class Sample:
 
     ids: Tensor
     context: int
-    answers: tuple[Answer, ...]
+    answers: tuple[SaidSpan, ...]
 
     @property
     def prompt(self) -> Tensor:
@@ -86,7 +86,7 @@ class RecallSamples:
             batch = draw(1, task, drawn)
             starts = (batch.facts[0, batch.asked[0]] + 2).tolist()
             pairs = zip(batch.answers, starts, strict=True)
-            answers = (Answer(place - 1, start, start + 2) for place, start in pairs)
+            answers = (SaidSpan(place - 1, start, start + 2) for place, start in pairs)
             yield Sample(batch.ids, self.context, tuple(answers))
 
     def about(self) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class TextSamples:
             parts = [ids, *(ids[:, start : start + length] for start in starts)]
             first = [self.context + number * length + self.cue for number in range(self.questions)]
             answers = tuple(
-                Answer(torch.arange(at - 1, at - 1 + self.span), start + self.cue, start + length)
+                SaidSpan(torch.arange(at - 1, at - 1 + self.span), start + self.cue, start + length)
                 for at, start in zip(first, starts, strict=True)
             )
             yield Sample(torch.cat(parts, 1), self.context, answers)
@@ -188,7 +188,7 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class Seen:
+class SeenLayer:
     """Queries, keys and values of one layer of full attention: B rows of T tokens.
 
     Attributes:
@@ -212,16 +212,16 @@ class Watch(Retriever):
     """Take note of queries, keys and values while a model reads, and change nothing."""
 
     def __init__(self) -> None:
-        self.layers: list[Seen] = []
+        self.layers: list[SeenLayer] = []
 
     def views(self, query: Query, layer: KVLayer, others: list[KVLayer]) -> list[View]:
         """Note what is asked and held; read everything."""
-        self.layers.append(Seen(query, layer.rotated(layer.read())))
+        self.layers.append(SeenLayer(query, layer.rotated(layer.read())))
         return layer.views()
 
 
 @torch.no_grad()
-def seen_by(model: Any, ids: Tensor) -> list[Seen]:
+def seen_by(model: Any, ids: Tensor) -> list[SeenLayer]:
     """Return what every layer of full attention sees of tokens, int64 [B, T]."""
     watch = Watch()
     read(model, Recipe(retrieve=watch), ids)

@@ -44,7 +44,7 @@ def cskv(work: Work, *, ranks: tuple[int, ...] = (), steps: int = 300) -> Prepar
     tensors: dict[str, Tensor] = {}
     for number, rank in enumerate(chosen):
         work.report(number, len(chosen), f"rank {rank}")
-        bases = low_rank.fit(pairs, given, low_rank.Fit(rank, steps=steps))
+        bases = low_rank.fit(pairs, given, low_rank.BasisFit(rank, steps=steps))
         tensors |= basis_tensors(str(rank), bases)
     return Prepared("Bases", tensors, {"bases": list(map(str, chosen))}, {"ranks": chosen})
 

@@ -156,7 +156,7 @@ def lococo(
             size = torch.full(seen.lengths.shape, budget)
             plan = TopK(recent=last)(recipe.score(seen).float(), size, seen)  # type: ignore[misc]
             later = whole.query.narrow(context, whole.query.count)
-            found.append(mixing.Sample(seen, plan, Query(later.q, context, later.scale)))
+            found.append(mixing.MixSample(seen, plan, Query(later.q, context, later.scale)))
     slots = found[0].seen.slots
     channels = slots.k.shape[3] + slots.v.shape[3]
     layers_count = 1 + max(each.seen.layer for each in found)
@@ -185,7 +185,7 @@ def locret(work: Work, *, steps: int = 1200, width: int = 64) -> Prepared:
         for number, seen in enumerate(seen_by(work.model, sample.ids)):
             q, k, v = (x.float().cpu() for x in (seen.query.q, seen.slots.k, seen.slots.v))
             found.append(
-                retaining.Sample(number, q, k, v, work.samples.context, float(seen.query.scale))
+                retaining.RetainCase(number, q, k, v, work.samples.context, float(seen.query.scale))
             )
     one = found[0]
     channels = sum(x.shape[1] * x.shape[3] for x in (one.q, one.k, one.v))

@@ -96,7 +96,7 @@ PRESSES: Mapping[str, Spec] = {
 
 
 @dataclass(frozen=True)
-class Peer:
+class PressPeer:
     """A press of kvpress, with what it is told.
 
     Args:
@@ -131,7 +131,7 @@ class Peer:
         return Recipe(self.name, score=Given(tuple(masks)), budget=AllGiven(), plan=TopK())
 
 
-def peer(name: str, budget: float = 0.5, **settings: Any) -> Peer:
+def peer(name: str, budget: float = 0.5, **settings: Any) -> PressPeer:
     """Return a row of kvpress.
 
     Args:
@@ -153,7 +153,7 @@ def peer(name: str, budget: float = 0.5, **settings: Any) -> Peer:
     if installed() is None:
         raise MissingPackageError(f"{name}: kvpress is not installed: {INSTALL}")
     build(PRESSES[short], 1 - budget, settings)  # says which setting is wrong
-    return Peer(short, budget, settings)
+    return PressPeer(short, budget, settings)
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffcache.eval.kv.peer import Peer
+from diffcache.eval.kv.peer import PressPeer
 from diffcache.eval.metrics.intervals import share_interval
 from diffcache.foreign import with_cache
 from diffcache.kv.attend import Query
@@ -104,7 +104,7 @@ class KVTask:
 
 @torch.no_grad()
 def measure(
-    model: nn.Module, row: Recipe | Peer, task: KVTask, progress: Progress | None = None
+    model: nn.Module, row: Recipe | PressPeer, task: KVTask, progress: Progress | None = None
 ) -> dict[str, Any]:
     """Return what a recipe costs and saves.
 
@@ -126,7 +126,7 @@ def measure(
         that is asked of a batch. Seconds of a press of kvpress are those of our store, without
         what kvpress takes to choose.
     """
-    spent, found = _Spent(), _Found()
+    spent, found = _Spent(), _RecallFound()
     try:
         for number, batch in enumerate(task.batches()):
             cache = _read(model, _recipe(row, model, batch), batch, spent)
@@ -151,10 +151,10 @@ def hits_of(row: Mapping[str, Any]) -> Tensor:
     )
 
 
-def _recipe(row: Recipe | Peer, model: nn.Module, batch: RecallBatch) -> Recipe:
-    if isinstance(row, Peer):
+def _recipe(row: Recipe | PressPeer, model: nn.Module, batch: RecallBatch) -> Recipe:
+    if isinstance(row, PressPeer):
         return row.recipe(model, batch.context)
-    return row if row.retrieve is None else replace(row, retrieve=Counted(row.retrieve))
+    return row if row.retrieve is None else replace(row, retrieve=CountedReads(row.retrieve))
 
 
 def exact_bytes(cache: KVCache, tokens: int) -> int:
@@ -168,7 +168,7 @@ def exact_bytes(cache: KVCache, tokens: int) -> int:
     return total
 
 
-class Counted(Retriever):
+class CountedReads(Retriever):
     """Another retriever, and how many slots single queries read of those there are."""
 
     def __init__(self, inner: Retriever) -> None:
@@ -189,7 +189,7 @@ def _filled(slots: Slots) -> int:
     return int(slots.valid.expand(slots.k.shape[:3]).sum())
 
 
-class _Found:
+class _RecallFound:
     """Measurements of the contexts so far."""
 
     def __init__(self) -> None:
@@ -197,7 +197,7 @@ class _Found:
         self.nats: list[Tensor] = []
         self.bytes = self.exact = self.slots = 0.0
         self.mode = ""
-        self.counts: list[Counted] = []
+        self.counts: list[CountedReads] = []
 
     def hold(self, cache: KVCache, batch: RecallBatch) -> None:
         """Take note of what a compressed cache holds."""
@@ -208,7 +208,7 @@ class _Found:
         for layer in layers:
             slots = layer.read()
             self.slots += _filled(slots) / slots.k.shape[1] / len(layers)
-        if isinstance(cache.store.recipe.retrieve, Counted):
+        if isinstance(cache.store.recipe.retrieve, CountedReads):
             self.counts.append(cache.store.recipe.retrieve)
 
     def row(self, samples: int) -> dict[str, Any]:

@@ -40,7 +40,7 @@ _TASK = {field.name for field in dataclasses.fields(KVTask)}
 
 
 @dataclasses.dataclass(frozen=True)
-class Sweep:
+class RecipeSweep:
     """Recipes to measure on one task.
 
     Attributes:
@@ -56,7 +56,7 @@ class Sweep:
         return list(dict.fromkeys([NONE, *(w for words in self.families.values() for w in words)]))
 
 
-def read_sweep(file: Path) -> Sweep:
+def read_sweep(file: Path) -> RecipeSweep:
     """Read a sweep.
 
     Raises:
@@ -80,11 +80,11 @@ def read_sweep(file: Path) -> Sweep:
         ]
         for word in spelled[name]:
             parse_row(word)
-    return Sweep(KVTask(**found), spelled)
+    return RecipeSweep(KVTask(**found), spelled)
 
 
 def run(
-    sweep: Sweep,
+    sweep: RecipeSweep,
     out: Path | None = None,
     progress: Progress | None = None,
 ) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from diffcache.eval.cost.interleave import Call, Timings, Turn, summary
 from diffcache.eval.cost.interleave import measure as take_turns
 from diffcache.eval.kv.sweep import fingerprint, rows_before, write_rows
 from diffcache.eval.kv.text_task import FOLLOWING, Progress, TextTask, changes, measure
-from diffcache.eval.kv.texts import Windows
+from diffcache.eval.kv.texts import TextWindows
 from diffcache.eval.kv.words import NONE, names_tables, parse_recipe
 from diffcache.eval.record import Setting
 from diffcache.foreign import with_cache
@@ -148,7 +148,7 @@ class _Decoding:
 
 
 def _time(
-    found: Measured, recipes: Mapping[str, Recipe], model: Any, task: TextTask, drawn: Windows
+    found: Measured, recipes: Mapping[str, Recipe], model: Any, task: TextTask, drawn: TextWindows
 ) -> None:
     """Time tokens of all caches in turn after the first context, and add them to the rows."""
     ids = drawn.ids[0]
@@ -191,7 +191,7 @@ def _write(
     found: Measured,
     model: Any,
     task: TextTask,
-    drawn: Windows,
+    drawn: TextWindows,
     key: str | None,
     seconds: float,
     out: Path,

@@ -14,7 +14,7 @@ from torch import Tensor
 from diffcache.eval.kv.asked import Asked, Spelled, spells
 from diffcache.eval.kv.recall import exact_bytes
 from diffcache.eval.kv.scoring import score
-from diffcache.eval.kv.texts import TextModel, Windows, windows
+from diffcache.eval.kv.texts import TextModel, TextWindows, windows
 from diffcache.eval.metrics.bootstrap import Interval, mean_interval
 from diffcache.eval.metrics.intervals import share_change, share_interval
 from diffcache.kv.attend import Query
@@ -60,7 +60,7 @@ class TextTask:
         if self.samples < 2:
             raise ValueError(f"--samples {self.samples}: an interval needs at least 2")
 
-    def windows(self) -> Windows:
+    def windows(self) -> TextWindows:
         """Return the windows.
 
         Raises:
@@ -89,7 +89,7 @@ def measure(
     model: Any,
     recipe: Recipe,
     task: TextTask,
-    drawn: Windows,
+    drawn: TextWindows,
     step: Callable[[int, float], None] | None = None,
     kinds: Sequence[str] | None = None,
 ) -> dict[str, Any]:

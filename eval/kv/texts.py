@@ -179,7 +179,7 @@ class TextModel:
 
 
 @dataclass(frozen=True)
-class Windows:
+class TextWindows:
     """Windows of texts, tokenized.
 
     Attributes:
@@ -193,7 +193,7 @@ class Windows:
 
 def windows(
     model: TextModel, place: Path | None, length: int, most: int, least: int = 1, seed: int = 0
-) -> Windows:
+) -> TextWindows:
     """Return windows of the user's texts.
 
     A long text gives several; each begins with the special tokens that the tokenizer puts first.
@@ -239,7 +239,7 @@ def windows(
     name = PYTHON if place is None else place.name
     source = {"texts": name, "texts_digest": digest}
     chosen = tuple(found[number].to(model.device) for number in order.tolist())
-    return Windows(chosen, source)
+    return TextWindows(chosen, source)
 
 
 def _first_tokens(tokenizer: Any) -> list[int]:

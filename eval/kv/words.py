@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from diffcache.eval.kv.peer import PREFIX, Peer, peer
+from diffcache.eval.kv.peer import PREFIX, PressPeer, peer
 from diffcache.eval.kv.tables import MARK, read_table, settings_of
 from diffcache.eval.methods import naming
 from diffcache.kv.recipe import Recipe
@@ -16,7 +16,7 @@ BASE = "base"  # a setting that is a recipe, in quotes
 TABLES = "tables"  # a file that gives several settings
 
 
-def parse_row(text: str, weights: str | None = None) -> Recipe | Peer:
+def parse_row(text: str, weights: str | None = None) -> Recipe | PressPeer:
     """Return what a row of a sweep stands for: a recipe, or a press of kvpress.
 
     Args:

@@ -32,7 +32,7 @@ BATCH = 32
 _EDGE = 4
 
 
-class Weights(NamedTuple):
+class LiteWeights(NamedTuple):
     """The name and sha256 of the weights that a number came from."""
 
     name: str
@@ -43,7 +43,7 @@ class Weights(NamedTuple):
         return {"backend": "lite", "extractor": self.name, "sha256": self.sha256}
 
 
-class Reference(NamedTuple):
+class LiteReference(NamedTuple):
     """Statistics of real, held-out pictures and films.
 
     `moments` are of the features of 10,000 pictures, `features` those of the first 2,000 of them,
@@ -163,7 +163,7 @@ def read_config(folder: Path = DIRECTORY) -> dict[str, Any]:
     return read
 
 
-EXTRACTOR = Weights(DIRECTORY.name, str(read_config()["sha256"]))
+EXTRACTOR = LiteWeights(DIRECTORY.name, str(read_config()["sha256"]))
 
 
 def check(pictures: Tensor, name: str = "pictures") -> Tensor:
@@ -321,9 +321,9 @@ def clip_features(films: Sequence[Tensor]) -> Tensor:
     return standard @ fitted["film_components"].double()
 
 
-def reference() -> Reference:
+def reference() -> LiteReference:
     """Return the shipped statistics of real pictures and films."""
     stored = load_reference()
     pictures = Moments(stored["mean"], stored["cov"], int(stored["count"]))
     films = Moments(stored["film_mean"], stored["film_cov"], int(stored["film_count"]))
-    return Reference(pictures, stored["features"].float(), films)
+    return LiteReference(pictures, stored["features"].float(), films)

@@ -163,7 +163,7 @@ def measure(
         return
     if prompts and info:
         raise ValueError("--prompts is for films of any prompts, --info for the suite: give one")
-    job = driver.Job(
+    job = driver.DriverJob(
         films=folder,
         out=out or folder.resolve().parent / f"{folder.resolve().name}-vbench",
         info=find_info(None if info == INSTALLED else info) if info else None,

@@ -52,7 +52,7 @@ class VBenchError(DiffcacheError, RuntimeError):
 
 
 @dataclass(frozen=True)
-class Job:
+class DriverJob:
     """Films and settings to run the package on.
 
     Attributes:
@@ -105,7 +105,7 @@ class Job:
         return self.filtered if self.filtered and dimension == suite.FLICKER else self.films
 
 
-def run(job: Job, dimensions: Sequence[str] | None = None) -> dict[str, float]:
+def run(job: DriverJob, dimensions: Sequence[str] | None = None) -> dict[str, float]:
     """Measure the dimensions that are not measured yet, and return the scores of all.
 
     Args:
@@ -166,7 +166,7 @@ def preflight(dimensions: Sequence[str]) -> None:
         )
 
 
-def stamp(job: Job, dimension: str) -> str:
+def stamp(job: DriverJob, dimension: str) -> str:
     """Return a hash of a dimension's inputs: films, sizes, times, prompts and mode."""
     films = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in _films(job, dimension)]
     info = job.info.read_text(encoding="utf-8") if job.info else None
@@ -175,7 +175,7 @@ def stamp(job: Job, dimension: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _check(job: Job, names: Sequence[str]) -> None:
+def _check(job: DriverJob, names: Sequence[str]) -> None:
     """Check films and prompts before anything runs."""
     if job.info is not None:
         prompts = layout.read_info(job.info)
@@ -194,22 +194,22 @@ def _check(job: Job, names: Sequence[str]) -> None:
             raise ValueError(f"no prompt is given for {absent[0]} ({len(absent)} films without)")
 
 
-def _films(job: Job, dimension: str) -> list[Path]:
+def _films(job: DriverJob, dimension: str) -> list[Path]:
     return layout.check_folder(job.folder(dimension))
 
 
-def _stamp_file(job: Job, dimension: str) -> Path:
+def _stamp_file(job: DriverJob, dimension: str) -> Path:
     """Return the file of the hash, hidden and no JSON, since VBench reads every JSON there."""
     return job.out / ".films" / f"{dimension}.sha256"
 
 
-def _done(job: Job, dimension: str, films: str) -> bool:
+def _done(job: DriverJob, dimension: str, films: str) -> bool:
     kept = _stamp_file(job, dimension)
     result = job.out / f"{dimension}{scores.ENDING}"
     return result.is_file() and kept.is_file() and kept.read_text() == films
 
 
-def _measure_all(job: Job, stamps: Mapping[str, str]) -> None:
+def _measure_all(job: DriverJob, stamps: Mapping[str, str]) -> None:
     """Run dimensions, as many at a time as there are devices; after a failure none is begun."""
     free: SimpleQueue[str] = SimpleQueue()
     for device in job.visible:
@@ -232,7 +232,7 @@ def _measure_all(job: Job, stamps: Mapping[str, str]) -> None:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _measure(job: Job, dimension: str, visible: str) -> None:
+def _measure(job: DriverJob, dimension: str, visible: str) -> None:
     """Run one dimension in the other interpreter and move its two files into place."""
     work = job.out / ".work" / dimension
     shutil.rmtree(work, ignore_errors=True)

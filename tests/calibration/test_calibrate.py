@@ -24,9 +24,9 @@ from diffcache.eval.runs.folder import batches
 from diffcache.eval.runs.record import calibrated_on
 from diffcache.eval.runs.task import Task
 from diffcache.features.collect import Collector
-from diffcache.offline.calibrate import Plan, header_of, prompt_hash
-from diffcache.offline.tracing import Watch
-from diffcache.offline.tune.trial import Bench
+from diffcache.offline.calibrate import CollectPlan, header_of, prompt_hash
+from diffcache.offline.tracing import Tracer
+from diffcache.offline.tune.trial import Trials
 from diffcache.step import Step
 from tests.calibration.shipped import PROMPTS, SETTINGS, STEPS, draw
 from tests.shipped import CALL, DIRECTORY
@@ -58,7 +58,7 @@ def test_the_tables_are_inner_products_of_the_features(pipe, calibrated):
     for number, batch in enumerate((PROMPTS[:2], PROMPTS[2:])):
         seen.clear()
         given = {"num_inference_steps": STEPS, **CALL}
-        Watch().run(pipe, {"transformer": pipe.transformer}, [Spy()], (0, number),
+        Tracer().run(pipe, {"transformer": pipe.transformer}, [Spy()], (0, number),
                     lambda b=batch, n=number, g=given: call_pipeline(pipe, b, n, g))  # fmt: skip
         for features in seen.values():
             stacked = torch.stack(features)
@@ -102,7 +102,7 @@ def test_a_run_that_starts_in_the_middle_of_its_schedule():
     with diffcache.wrapped(img2img, method):
         img2img(**given, generator=torch.Generator().manual_seed(0))
         assert diffcache.report(img2img).steps_computed == 3
-    bench = Bench(img2img, [[given]], 0, {})
+    bench = Trials(img2img, [[given]], 0, {})
     bench.reference(0)
     assert bench.total == 5
 
@@ -114,9 +114,9 @@ def test_the_header_has_the_guidance(pipe, calibrated):
     }
     plain, guided = {"prompt": "a"}, {"prompt": "a", "guidance_scale": 2.0}
     given = {"true_cfg_scale": 4.0}
-    plan = Plan([guided, guided], call=given)
+    plan = CollectPlan([guided, guided], call=given)
     assert plan.guidance(pipe) == {"guidance_scale": 2.0, "true_cfg_scale": 4.0}
-    assert Plan([plain, guided], call=given).guidance(pipe) == {"true_cfg_scale": 4.0}
+    assert CollectPlan([plain, guided], call=given).guidance(pipe) == {"true_cfg_scale": 4.0}
 
 
 def test_a_calibrated_method_can_be_copied_and_pickled(pipe, calibrated, tmp_path):
@@ -215,7 +215,7 @@ def test_numbers_that_are_not_finite_are_refused(pipe):
             diffcache.calibrate(pipe, FittedForecast(), PROMPTS, **SETTINGS)
     finally:
         hook.remove()
-    watch, step, one = Watch(), Step(4), torch.tensor([1.0, torch.nan])
+    watch, step, one = Tracer(), Step(4), torch.tensor([1.0, torch.nan])
     for see in (
         lambda: watch.feature(step, "blocks.0", 0, one),
         lambda: watch.output(step, torch.ones(2, 1), one),
@@ -254,7 +254,7 @@ def test_the_command_line_draws_no_prompts_and_noise_of_an_evaluation(
 
 def test_tables_keep_hashes_of_their_prompts(calibrated) -> None:
     assert calibrated.tables.header["prompt_hashes"] == [prompt_hash(PROMPTS[0])]
-    plan = Plan([{"prompt": ["a", "b"], "image": 1}, {"prompt": "b"}, 7, {"observation": 2}])
+    plan = CollectPlan([{"prompt": ["a", "b"], "image": 1}, {"prompt": "b"}, 7, {"observation": 2}])
     header = header_of(FittedForecast(), {}, plan)
     assert header["prompt_hashes"] == sorted([prompt_hash("a"), prompt_hash("b")])
 
@@ -336,9 +336,14 @@ def test_inputs_count_by_their_content():
     ]
     for other in others:
         assert content({**first, **other}) != content(first), other
-        assert Plan([{**first, **other}]).about() != Plan([first]).about()
-        assert Plan(["a"], call={**first, **other}).about() != Plan(["a"], call=first).about()
-    assert Plan([inputs()], call=inputs()).about() == Plan([first], call=first).about()
+        assert CollectPlan([{**first, **other}]).about() != CollectPlan([first]).about()
+        assert (
+            CollectPlan(["a"], call={**first, **other}).about()
+            != CollectPlan(["a"], call=first).about()
+        )
+    assert (
+        CollectPlan([inputs()], call=inputs()).about() == CollectPlan([first], call=first).about()
+    )
 
 
 def test_a_damaged_state_says_to_delete_it(pipe, tmp_path):

@@ -9,7 +9,7 @@ from diffcache.eval.record import Setting
 from diffcache.eval.workshop.bench import dllm
 from diffcache.eval.workshop.bench.runner import tables
 from diffcache.eval.workshop.dllm import page, steps
-from diffcache.eval.workshop.dllm.at_size import A100, Size, schedule_cost
+from diffcache.eval.workshop.dllm.at_size import A100, ModelSize, schedule_cost
 from diffcache.eval.workshop.dllm.replay import replay
 from diffcache.eval.workshop.dllm.rows import Row, rows
 from diffcache.eval.workshop.parts import Parts
@@ -35,7 +35,7 @@ def test_every_row_stands_behind_the_one_it_is_compared_with(model: str) -> None
 
 
 def test_rows_and_operations_are_the_closed_forms() -> None:
-    size, prompt, length, block = Size(), 100, 64, 16
+    size, prompt, length, block = ModelSize(), 100, 64, 16
     total = prompt + length
 
     def cost(policy: str) -> dict[str, float]:

@@ -5,7 +5,7 @@ import torch
 
 import diffcache
 from diffcache.errors import AttachError
-from diffcache.features.fastercache import FasterCache, Guided, bands_of
+from diffcache.features.fastercache import FasterCache, GuidedEvery, bands_of
 from diffcache.step import Step
 from tests.zoo.catalog import cases
 
@@ -117,4 +117,4 @@ def test_what_it_cannot_serve_is_refused():
     with pytest.raises(AttachError, match="channels last"):
         diffcache.wrap(cases()["Kandinsky5Transformer3DModel"].build(), FasterCache())
     with pytest.raises(AttachError, match=r"length nobody said.*diffcache.run\(model, steps="):
-        Guided().should_compute(None, Step(3, branch=1), None)
+        GuidedEvery().should_compute(None, Step(3, branch=1), None)

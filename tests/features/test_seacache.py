@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import diffcache
-from diffcache.attach.extensions.noise_level import Scenes, grids_of, weights_of
+from diffcache.attach.extensions.noise_level import NoiseLevels, grids_of, weights_of
 from diffcache.errors import AttachError
 from diffcache.features.seacache import Filtered, SceneRule, SeaCache, gain, grid_of
 from diffcache.step import Scene, Step
@@ -180,7 +180,7 @@ def test_a_bare_model_is_told_its_noise_levels_as_a_pipeline_is():
 
 
 def test_comfyui_tells_the_noise_level_in_an_argument():
-    scenes, seen = Scenes(SceneRule(), "Flux"), []
+    scenes, seen = NoiseLevels(SceneRule(), "Flux"), []
     for told in ({"sigmas": torch.tensor([0.75, 0.75])}, {"sigmas": torch.tensor([14.6])}, None):
         run = SimpleNamespace(begin=0, storage={}, sigmas=())
         call = SimpleNamespace(run=run, step=Step(0), kwargs={"transformer_options": told})

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import diffcache
-from diffcache.attach.reuse.time_probe import Watch
+from diffcache.attach.reuse.time_probe import TimeWatch
 from diffcache.errors import AttachError, TablesError
 from diffcache.eval.workshop.small.sticker_wan import DIRECTORY
 from diffcache.features.combine import Combine
@@ -226,7 +226,9 @@ def test_calibration_on_the_time_embedding(tmp_path):
         case.run(pipe, steps=6)
         assert handle.last.calls
     assert not any(
-        isinstance(h, Watch) for m in pipe.transformer.modules() for h in m._forward_hooks.values()
+        isinstance(h, TimeWatch)
+        for m in pipe.transformer.modules()
+        for h in m._forward_hooks.values()
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from diffcache.errors import AttachError
-from diffcache.kv.hf.rotary import Layout, rotary_of
+from diffcache.kv.hf.rotary import PairLayout, rotary_of
 from diffcache.kv.rotary import Rotary
 from diffcache.kv.rotary_nd import RotaryND
 
@@ -345,14 +345,14 @@ def test_gemma3_has_a_base_for_each_kind_of_layer():
 @pytest.mark.parametrize(
     ("kind", "changes", "channels", "layout"),
     [
-        ("gpt_neox", {}, 4, Layout()),
-        ("phi", {}, 8, Layout()),
-        ("stablelm", {}, 4, Layout()),
-        ("glm", {"head_dim": 16}, 8, Layout(interleaved=True)),
-        ("glm4", {"head_dim": 16}, 8, Layout(interleaved=True)),
-        ("cohere", {}, 16, Layout(interleaved=True)),
-        ("nanochat", {}, 16, Layout(sign=-1)),
-        ("qwen3", {"head_dim": 16}, 16, Layout()),
+        ("gpt_neox", {}, 4, PairLayout()),
+        ("phi", {}, 8, PairLayout()),
+        ("stablelm", {}, 4, PairLayout()),
+        ("glm", {"head_dim": 16}, 8, PairLayout(interleaved=True)),
+        ("glm4", {"head_dim": 16}, 8, PairLayout(interleaved=True)),
+        ("cohere", {}, 16, PairLayout(interleaved=True)),
+        ("nanochat", {}, 16, PairLayout(sign=-1)),
+        ("qwen3", {"head_dim": 16}, 16, PairLayout()),
     ],
 )
 def test_layouts(kind, changes, channels, layout):
@@ -363,7 +363,7 @@ def test_layouts(kind, changes, channels, layout):
 
 def test_a_layer_without_positions_turns_nothing():
     model = _model("smollm3", no_rope_layers=[1, 0])
-    assert rotary_of(*_parts(model, 0)).layout == Layout()
+    assert rotary_of(*_parts(model, 0)).layout == PairLayout()
     reader = rotary_of(*_parts(model, 1))
     assert not reader.layout.turns
     keys = _keys(_parts(model)[0])

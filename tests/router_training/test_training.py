@@ -8,7 +8,7 @@ import torch
 import diffcache
 from diffcache.errors import AttachError, TablesError
 from diffcache.features.harmonica import HarmoniCa
-from diffcache.offline.calibrate import Plan, calibrate
+from diffcache.offline.calibrate import CollectPlan, calibrate
 from diffcache.offline.harmonica.mixing import image_errors, step_loss
 from diffcache.offline.harmonica.replay import Replay
 from diffcache.offline.harmonica.training import (
@@ -197,7 +197,7 @@ def test_wrapped_pipelines_and_bare_models_are_refused(pipe):
 
 
 def plan_of(**changed):
-    return Plan(**{"prompts": [1, 3, 5, 8], "steps": 3, "batch_size": 2, "seed": 4,
+    return CollectPlan(**{"prompts": [1, 3, 5, 8], "steps": 3, "batch_size": 2, "seed": 4,
                    "call": {"guidance_scale": 4.0}, **changed})  # fmt: skip
 
 

@@ -280,7 +280,7 @@ def test_each_dimension_runs_once_until_the_films_change(
 ) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     weights(tmp_path, monkeypatch, "imaging_quality")
-    job = driver.Job(some_films(tmp_path / "films"), tmp_path / "out", device="cuda:1")
+    job = driver.DriverJob(some_films(tmp_path / "films"), tmp_path / "out", device="cuda:1")
     names = ["imaging_quality", "temporal_flickering"]
     assert driver.run(job, names) == {"temporal_flickering": 0.5, "imaging_quality": 0.5}
     options = {"imaging_quality_preprocessing_mode": "longer"}
@@ -305,11 +305,11 @@ def test_each_dimension_runs_once_until_the_films_change(
 def test_prompts_of_any_films_reach_vbench(tmp_path: Path, other: Path) -> None:
     films = some_films(tmp_path / "films")
     prompts = {"a cat-0.mp4": "a cat", "a cat-1.mp4": "another"}
-    driver.run(driver.Job(films, tmp_path / "out", prompts=prompts), ["temporal_flickering"])
+    driver.run(driver.DriverJob(films, tmp_path / "out", prompts=prompts), ["temporal_flickering"])
     assert calls(other)[0][5] == prompts
     with pytest.raises(ValueError, match=r"no prompt is given for a cat-1.mp4 \(1 films without\)"):
         driver.run(
-            driver.Job(films, tmp_path / "out", prompts={"a cat-0.mp4": "a"}),
+            driver.DriverJob(films, tmp_path / "out", prompts={"a cat-0.mp4": "a"}),
             ["temporal_flickering"],
         )
 
@@ -317,7 +317,7 @@ def test_prompts_of_any_films_reach_vbench(tmp_path: Path, other: Path) -> None:
 def test_all_missing_weights_are_named_at_once_before_anything_runs(
     tmp_path: Path, other: Path
 ) -> None:
-    job = driver.Job(some_films(tmp_path / "films"), tmp_path / "out")
+    job = driver.DriverJob(some_films(tmp_path / "films"), tmp_path / "out")
     with pytest.raises(MissingWeightsError) as caught:
         driver.run(job, ["temporal_flickering", "subject_consistency", "aesthetic_quality"])
     message = str(caught.value)
@@ -353,7 +353,7 @@ def test_a_failure_shows_what_vbench_said_and_keeps_what_was_done(
     tmp_path: Path, other: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weights(tmp_path, monkeypatch, "imaging_quality")
-    job = driver.Job(some_films(tmp_path / "films"), tmp_path / "out")
+    job = driver.DriverJob(some_films(tmp_path / "films"), tmp_path / "out")
     names = ["temporal_flickering", "imaging_quality"]
     monkeypatch.setenv("FAKE_FAILS", "imaging_quality")
     with pytest.raises(driver.VBenchError, match=r"(?s)imaging_quality in .*out of memory on the"):
@@ -379,14 +379,14 @@ def test_the_standard_suite_must_be_whole(
     names = layout.expected(layout.read_info(info), ["color", "temporal_flickering"])
     for name in names[1:]:
         (films / name).touch()
-    job = driver.Job(films, tmp_path / "out", info=info)
+    job = driver.DriverJob(films, tmp_path / "out", info=info)
     with pytest.raises(ValueError, match="a part of the suite is not VBench"):
         driver.run(job, ["temporal_flickering"])
     (films / names[0]).touch()
     with pytest.raises(ValueError, match="vbench static_filter --videos_path"):
         driver.run(job, ["temporal_flickering"])
     some_films(kept)
-    job = driver.Job(films, tmp_path / "out", info=info, filtered=kept)
+    job = driver.DriverJob(films, tmp_path / "out", info=info, filtered=kept)
     assert driver.run(job, ["temporal_flickering", "color"]) == {
         "temporal_flickering": 0.5,
         "color": 0.5,
@@ -396,7 +396,7 @@ def test_the_standard_suite_must_be_whole(
         ("color", "vbench_standard", len(names)),
     ]
     with pytest.raises(ValueError, match="color on its standard prompts only"):
-        driver.run(driver.Job(films, tmp_path / "out"), ["color"])
+        driver.run(driver.DriverJob(films, tmp_path / "out"), ["color"])
 
 
 @pytest.mark.parametrize(("visible", "devices"), [(None, {"0", "1"}), ("6,2,3", {"6", "2"})])
@@ -412,7 +412,7 @@ def test_dimensions_are_shared_out_over_gpus(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    job = driver.Job(some_films(tmp_path / "films"), tmp_path / "out", gpus=2)
+    job = driver.DriverJob(some_films(tmp_path / "films"), tmp_path / "out", gpus=2)
     names = ["temporal_flickering", "imaging_quality"]
     assert driver.run(job, names) == dict.fromkeys(names, 0.5)
     assert {(call[0][0], call[1]) for call in calls(other)} == {(name, "cuda") for name in names}
@@ -421,10 +421,10 @@ def test_dimensions_are_shared_out_over_gpus(
 
 def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="--gpus 2: --device must be cuda, not 'cpu'"):
-        driver.Job(Path("films"), Path("out"), device="cpu", gpus=2)
+        driver.DriverJob(Path("films"), Path("out"), device="cpu", gpus=2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     with pytest.raises(ValueError, match="--gpus 2: .CUDA_VISIBLE_DEVICES names fewer .* '3'"):
-        driver.Job(Path("films"), Path("out"), gpus=2)
+        driver.DriverJob(Path("films"), Path("out"), gpus=2)
 
 
 def test_the_command_runs_vbench(tmp_path: Path, other: Path, run: Any) -> None:

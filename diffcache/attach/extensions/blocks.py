@@ -21,13 +21,13 @@ from diffcache.attach.extensions.partial import (
     PLAN,
     POSITIONS,
     VALID,
-    Held,
     HeldKV,
+    HeldRun,
     block_mask,
     check_arguments,
     check_sites,
 )
-from diffcache.attach.extensions.rows import HeldRows, Rows, Turn
+from diffcache.attach.extensions.rows import HeldRows, Rows, RowTurn
 from diffcache.attach.run import Run
 from diffcache.dllm.block_cache import FinishedBlocks
 from diffcache.errors import AttachError
@@ -40,7 +40,7 @@ APPROXIMATE = (
 _TAKEN = (IDS, VALID, POSITIONS, "use_cache")
 
 
-class Kind(NamedTuple):
+class CallKind(NamedTuple):
     """Kind of a call: those of one kind are checked once.
 
     Attributes:
@@ -57,7 +57,7 @@ class Kind(NamedTuple):
 
 
 @dataclass(eq=False)
-class Window(Held[HeldKV]):
+class Window(HeldRun[HeldKV]):
     """Keys, values and tokens of one run.
 
     Attributes:
@@ -70,7 +70,7 @@ class Window(Held[HeldKV]):
 
 
 @dataclass(eq=False)
-class Part(Turn):
+class BlockTurn(RowTurn):
     """Plan of attention in one call of a pipeline.
 
     Attributes:
@@ -83,12 +83,12 @@ class Part(Turn):
 
     held: Window
     start: int = field(default=0, kw_only=True)
-    kind: Kind | None = field(default=None, kw_only=True)
+    kind: CallKind | None = field(default=None, kw_only=True)
     cached: int = field(default=0, kw_only=True)
     exact: set[bool] = field(default_factory=set, kw_only=True)
 
 
-class Blocks(Rows):
+class BlockRows(Rows):
     """Computes the last block of every call, and changed positions before it.
 
     Args:
@@ -99,7 +99,7 @@ class Blocks(Rows):
     def __init__(self, denoiser: Denoiser, ability: FinishedBlocks) -> None:
         super().__init__(denoiser)
         self.block = ability.block
-        self.is_exact: dict[Kind, bool] = {}  # of the kinds of calls that were checked
+        self.is_exact: dict[CallKind, bool] = {}  # of the kinds of calls that were checked
 
     def stepping(
         self, run: Run, scheduler: Any, output: Tensor, timestep: Any, sample: Tensor
@@ -148,7 +148,7 @@ class Blocks(Rows):
             AttachError: If the call is checked, and the cache gives something else.
         """
         part = call.storage.get(self)
-        if not isinstance(part, Part):
+        if not isinstance(part, BlockTurn):
             return super().close(call, out)
         self._check_visits(part)
         if part.kind is None:
@@ -178,15 +178,15 @@ class Blocks(Rows):
         return torch.stack(found)
 
     def _whole(
-        self, tokens: Tensor, block: int | None, kind: Kind | None = None, cached: int = 0
-    ) -> Part:
+        self, tokens: Tensor, block: int | None, kind: CallKind | None = None, cached: int = 0
+    ) -> BlockTurn:
         """Return the attention turn of a call of the model's own, with an empty window."""
         batch, width = tokens.shape[1:]
         layers = [HeldKV() for _ in self.numbers]
         held = Window((batch, width), layers, tokens[2], tokens=tokens, block=block)
-        return Part(held, range(width), width, None, kind=kind, cached=cached)
+        return BlockTurn(held, range(width), width, None, kind=kind, cached=cached)
 
-    def _part(self, held: Window, start: int, kind: Kind, is_exact: bool) -> Part:
+    def _part(self, held: Window, start: int, kind: CallKind, is_exact: bool) -> BlockTurn:
         """Return the attention turn where positions from `start` on are computed."""
         width = held.shape[1]
         mask: Tensor | None = None
@@ -195,11 +195,11 @@ class Blocks(Rows):
         if is_exact and start < width - kind.block:
             at = torch.arange(width, device=held.tokens.device)[None]
             mask = block_mask(at[:, start:], at, kind.block, mask)
-        return Part(held, range(start, width), width - start, mask, start=start, kind=kind)
+        return BlockTurn(held, range(start, width), width - start, mask, start=start, kind=kind)
 
     def _checked_part(
-        self, call: Call, whole: Part, kind: Kind, wanted: Tensor
-    ) -> tuple[Part, Any]:
+        self, call: Call, whole: BlockTurn, kind: CallKind, wanted: Tensor
+    ) -> tuple[BlockTurn, Any]:
         """Compare the cache with a call of the model's own; return the cache's part and output.
 
         Where finished blocks are stale by nature, the last block is compared next to fresh ones.
@@ -223,12 +223,12 @@ class Blocks(Rows):
         self.is_exact[kind] = is_exact
         return part, out
 
-    def _alone(self, call: Call, part: Part) -> Any:
+    def _alone(self, call: Call, part: BlockTurn) -> Any:
         """Return the model's output for the positions of a part alone."""
         given = _cut(self.denoiser.named(call.args, call.kwargs), part)
         return self.again(call, {self: part}, given)
 
-    def _say(self, run: Run, kind: Kind | None) -> None:
+    def _say(self, run: Run, kind: CallKind | None) -> None:
         """Put the role of the cache into the report."""
         assert kind is not None
         if not self.is_exact[kind]:
@@ -239,11 +239,11 @@ class Blocks(Rows):
     # attention -------------------------------------------------------------------------------
 
     def attend(
-        self, site: AttentionSite, call: AttentionCall, turn: Turn | None = None
+        self, site: AttentionSite, call: AttentionCall, turn: RowTurn | None = None
     ) -> Tensor | None:
         """Write the keys and values of computed positions, and attend to all that are held."""
         part = turn or self.turn()
-        if not isinstance(part, Part):
+        if not isinstance(part, BlockTurn):
             return super().attend(site, call, turn)
         number = self.numbers[site.path]
         part.visits[number] = part.rows, call.q.shape[2] * call.q.shape[3]
@@ -255,7 +255,7 @@ class Blocks(Rows):
             return None
         return layer.attend(call.q, call.scale, part.mask).contiguous()
 
-    def _look(self, site: AttentionSite, call: AttentionCall, part: Part) -> None:
+    def _look(self, site: AttentionSite, call: AttentionCall, part: BlockTurn) -> None:
         """Note who sees whom in a call of the model's own; the host waits where it is checked.
 
         Raises:
@@ -283,7 +283,7 @@ class Blocks(Rows):
             )
 
 
-def _start(held: Window | None, tokens: Tensor, block: int | None) -> tuple[int, Kind | None]:
+def _start(held: Window | None, tokens: Tensor, block: int | None) -> tuple[int, CallKind | None]:
     """Return the first position to compute, and the kind of the call; the host waits once.
 
     A call without finished blocks, or of another text, starts at 0 and has no kind.
@@ -299,20 +299,20 @@ def _start(held: Window | None, tokens: Tensor, block: int | None) -> tuple[int,
     facts = torch.stack([same.long().cumprod(0).sum(), padding.any(), padding[:, -block:].any()])
     kept, some, last = facts.tolist()
     start = min(kept, width - block) // block * block
-    kind = Kind(block, (width // block).bit_length(), bool(some), bool(last))
+    kind = CallKind(block, (width // block).bit_length(), bool(some), bool(last))
     return start, kind if start else None
 
 
-def _cut(given: dict[str, Any], part: Part) -> dict[str, Any]:
+def _cut(given: dict[str, Any], part: BlockTurn) -> dict[str, Any]:
     """Return the arguments of a call as those of the positions that are computed."""
     return given | {name: given[name][:, part.start :] for name in (IDS, VALID, POSITIONS)}
 
 
-def install(denoiser: Denoiser, ability: FinishedBlocks) -> Blocks:
+def install(denoiser: Denoiser, ability: FinishedBlocks) -> BlockRows:
     """Return the extension for finished blocks.
 
     Raises:
         AttachError: If the model cannot compute some rows.
     """
     check_arguments(denoiser, IDS, VALID, POSITIONS, planned=False)
-    return check_sites(Blocks(denoiser, ability))
+    return check_sites(BlockRows(denoiser, ability))

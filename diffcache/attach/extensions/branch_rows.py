@@ -24,8 +24,8 @@ from diffcache.attach.extensions.partial import (
     IDS,
     POSITIONS,
     VALID,
-    Held,
     HeldKV,
+    HeldRun,
     Partial,
     check_arguments,
     check_sees_all,
@@ -48,7 +48,7 @@ EXITS = {"attn_out": "attention", "ff_out": "mlp"}
 
 
 @dataclass(frozen=True)
-class Layer:
+class RowLayer:
     """Place and size of one layer.
 
     Attributes:
@@ -109,7 +109,7 @@ class BranchTurn:
     """
 
     plan: BranchPlan
-    held: Held[HeldLayer]
+    held: HeldRun[HeldLayer]
     looks: bool
     rows: dict[int, RowPlan | None] = field(default_factory=dict)
     number: int = 0
@@ -158,7 +158,7 @@ class Branches(Partial):
 
     def tensors(self, run: Run) -> Iterable[Tensor]:
         """Return the tensors held of a run."""
-        held: Held[HeldLayer] | None = run.storage.get(self)
+        held: HeldRun[HeldLayer] | None = run.storage.get(self)
         found = list(super().tensors(run))
         for layer in held.layers if held else []:
             if layer.attention is not None:
@@ -174,7 +174,7 @@ class Branches(Partial):
         return plan.renews_prompt and plan.renews_answer
 
     def begin(
-        self, call: Call, plan: BranchPlan, held: Held[HeldLayer], given: dict[str, Any]
+        self, call: Call, plan: BranchPlan, held: HeldRun[HeldLayer], given: dict[str, Any]
     ) -> dict[str, Any]:
         """Note the turns of layers in this call, and give the model all rows."""
         for layer, parent in zip(self.layers, self.parents, strict=True):
@@ -405,7 +405,7 @@ def put(held: Tensor | None, rows: RowPlan, fresh: Tensor) -> Tensor:
     return held.scatter(1, index[..., None].expand_as(fresh), fresh)
 
 
-def layers_of(denoiser: Denoiser) -> list[Layer]:
+def layers_of(denoiser: Denoiser) -> list[RowLayer]:
     """Return the layers of a model.
 
     Raises:
@@ -417,7 +417,9 @@ def layers_of(denoiser: Denoiser) -> list[Layer]:
         block: Any = denoiser.model.get_submodule(path)
         check_plain(path, *block.modules())
         if all(hasattr(block, name) for name in (*ENTRIES, *EXITS)):
-            found.append(Layer(path, "", "", linear_weights(block), linear_weights(block.v_proj)))
+            found.append(
+                RowLayer(path, "", "", linear_weights(block), linear_weights(block.v_proj))
+            )
             continue
         own = {site.kind: site.child for site in anatomy.modules if site.parent == path}
         attention: Any = getattr(block, own.get("attention", ""), None)
@@ -430,7 +432,7 @@ def layers_of(denoiser: Denoiser) -> list[Layer]:
             )
         weights = linear_weights(attention) + linear_weights(mlp)
         values = linear_weights(attention.v_proj)
-        found.append(Layer(path, own["attention"], own["feed-forward"], weights, values))
+        found.append(RowLayer(path, own["attention"], own["feed-forward"], weights, values))
     return found
 
 

@@ -22,12 +22,12 @@ from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extensions.partial import (
     IDS,
     VALID,
-    Held,
     HeldKV,
+    HeldRun,
     check_arguments,
     check_sites,
 )
-from diffcache.attach.extensions.rows import HeldRows, Rows, Turn
+from diffcache.attach.extensions.rows import HeldRows, Rows, RowTurn
 from diffcache.attach.run import Run
 from diffcache.attach.tap import ITEMS, ServedTap, Tap, tap_list, untap_list
 from diffcache.attach.tree import leaves
@@ -60,7 +60,7 @@ class HeldInputs(HeldRows):
 
 
 @dataclass(eq=False)
-class Way(Turn):
+class Way(RowTurn):
     """One call on its way through the blocks.
 
     Attributes:
@@ -213,7 +213,7 @@ class Drift(Rows):
         chosen = plan.mask(*held.shape, held.tracked.device) | held.tracked
         return RowPlan.of(chosen, plan.multiple).rows
 
-    def turn_of(self, plan: WatchedPlan, turn: Turn) -> Turn:
+    def turn_of(self, plan: WatchedPlan, turn: RowTurn) -> RowTurn:
         """Return the way of a call through the blocks."""
         held, is_whole = turn.held, isinstance(turn.index, range)
         assert isinstance(held, HeldInputs)
@@ -289,7 +289,7 @@ class Drift(Rows):
             every = leaves(way.held.arguments)
             way.held.leaves = list({id(leaf): leaf for leaf in every}.values())
 
-    def _try_alone(self, call: Call, held: Held[HeldKV]) -> None:
+    def _try_alone(self, call: Call, held: HeldRun[HeldKV]) -> None:
         """Compute some rows alone, and let the last block hand on fewer than the first was given.
 
         Raises:
@@ -335,7 +335,7 @@ class Drift(Rows):
     # attention -------------------------------------------------------------------------------
 
     def attend(
-        self, site: AttentionSite, call: AttentionCall, turn: Turn | None = None
+        self, site: AttentionSite, call: AttentionCall, turn: RowTurn | None = None
     ) -> Tensor | None:
         """Attend as `Rows` does, compare the tracked tokens' attention, and track anew."""
         way = turn or self.turn()

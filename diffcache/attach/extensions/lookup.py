@@ -15,9 +15,9 @@ from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extension import Extension
 from diffcache.attach.extensions.lookup_entries import (
     ConditionEntries,
-    Entry,
     LookupTable,
     RunWrites,
+    SiteEntry,
     Write,
 )
 from diffcache.attach.extensions.lookup_sites import TimeSite, time_sites
@@ -166,7 +166,7 @@ class Lookup(Extension):
                 given = copied((args, kwargs))
             else:
                 harm = disturbance(exact, leaves(found))
-        state.writes.write(Write(entries, tap.name, Entry.of(out), harm, given))
+        state.writes.write(Write(entries, tap.name, SiteEntry.of(out), harm, given))
         return out
 
     def counts(self, call: Call) -> dict[str, tuple[int, int]]:

@@ -23,7 +23,7 @@ from diffcache.features.temporal_table import (
 
 
 @dataclass(frozen=True)
-class Entry:
+class SiteEntry:
     """Output of a module for one condition.
 
     Attributes:
@@ -41,7 +41,7 @@ class Entry:
     harm: tuple[float, float] | None = None
 
     @classmethod
-    def of(cls, out: Any) -> Entry:
+    def of(cls, out: Any) -> SiteEntry:
         """Return copies of a module's latest output."""
         rows, places = zip(*(alike(tensor.detach()) for tensor in leaves(out)), strict=True)
         return cls(Template(out), rows, places)
@@ -78,7 +78,7 @@ def alike(tensor: Tensor) -> tuple[Tensor, Tensor | None]:
     return tensor[first], torch.tensor(places, device=tensor.device)
 
 
-class ConditionEntries(dict[str, Entry]):
+class ConditionEntries(dict[str, SiteEntry]):
     """The entries of one condition, by the module's path."""
 
     used = 0  # number of the run that used it last
@@ -101,7 +101,7 @@ class Write:
 
     entries: ConditionEntries
     name: str
-    kept: Entry
+    kept: SiteEntry
     harm: float | None = None
     given: Given | None = None
 
@@ -231,7 +231,7 @@ class LookupTable:
         )
 
 
-def _round(kept: Entry, site: list[Entry], ability: TimeTables, bits: int) -> Entry:
+def _round(kept: SiteEntry, site: list[SiteEntry], ability: TimeTables, bits: int) -> SiteEntry:
     """Return an entry in whole numbers, with its own scale or that of its site."""
     rows = []
     for place, tensor in enumerate(kept.rows):

@@ -47,7 +47,7 @@ def level_at(model: str, timestep: float | None) -> float | None:
     return None
 
 
-class Scenes(Extension):
+class NoiseLevels(Extension):
     """Adds the noise level and the token grid to the step of every call.
 
     Args:
@@ -167,9 +167,9 @@ def _tuples(value: Any) -> list[tuple[int, ...]]:
     return [found for item in value for found in _tuples(item)]
 
 
-def install(denoiser: Denoiser, ability: SceneRule) -> Scenes:
+def install(denoiser: Denoiser, ability: SceneRule) -> NoiseLevels:
     """Return the extension for a scene rule."""
-    return Scenes(ability, denoiser.anatomy.model)
+    return NoiseLevels(ability, denoiser.anatomy.model)
 
 
 # times of a scheduler -----------------------------------------------------------------------------

@@ -152,7 +152,7 @@ PartialT = TypeVar("PartialT", bound="Partial")
 
 
 @dataclass(eq=False)
-class Held(Generic[LayerT]):
+class HeldRun(Generic[LayerT]):
     """Keys and values of one run.
 
     Attributes:
@@ -182,7 +182,7 @@ class Partial(Extension):
         layer: Class of what is held of an attention.
     """
 
-    holds: ClassVar[type[Held[Any]]] = Held
+    holds: ClassVar[type[HeldRun[Any]]] = HeldRun
     layer: ClassVar[type[HeldKV]] = HeldKV
 
     def __init__(self, denoiser: Denoiser, plans: type[Any]) -> None:
@@ -209,7 +209,7 @@ class Partial(Extension):
 
     def tensors(self, run: Run) -> Iterable[Tensor]:
         """Return the keys and values of a run."""
-        held: Held[Any] | None = run.storage.get(self)
+        held: HeldRun[Any] | None = run.storage.get(self)
         found = []
         for layer in [] if held is None else held.layers:
             if layer.k is not None:
@@ -236,7 +236,7 @@ class Partial(Extension):
             )
         ids, valid = given_tokens(self.model, given)
         run = call.timeline.run
-        held: Held[Any] | None = run.storage.get(self)
+        held: HeldRun[Any] | None = run.storage.get(self)
         if self.is_whole(plan):
             shape = ids.shape[0], ids.shape[1]
             at, mask = places_of(ids, valid, self.first)
@@ -251,7 +251,7 @@ class Partial(Extension):
             check_held(self.model, held, ids, valid)
         return replace(call, args=(), kwargs=self.begin(call, plan, held, given))
 
-    def _adapt(self, held: Held[Any], ids: Tensor, valid: Tensor | None) -> None:
+    def _adapt(self, held: HeldRun[Any], ids: Tensor, valid: Tensor | None) -> None:
         """Make room for text that grew or was replaced, where attention is causal over blocks.
 
         The plan has to compute all of a block before anything sees it.
@@ -313,7 +313,7 @@ def mark_of(valid: Tensor | None) -> tuple[Tensor | None, int]:
     return valid, 0 if valid is None or valid.is_inference() else version_of(valid)
 
 
-def check_held(model: str, held: Held[Any] | None, ids: Tensor, valid: Tensor | None) -> None:
+def check_held(model: str, held: HeldRun[Any] | None, ids: Tensor, valid: Tensor | None) -> None:
     """Raise unless keys and values of these sequences' size and padding are held.
 
     The host waits where the attention mask is another tensor than before, or was written to.

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from diffcache.attach.attention import Door, attention_sites
-from diffcache.attach.attention_call import AttentionCall, AttentionSite, Rotary
+from diffcache.attach.attention_call import AttentionCall, AttentionSite, CallRotary
 from diffcache.attach.call import Call
 from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extension import Extension
@@ -65,7 +65,7 @@ def _qwen_shapes(given: dict[str, Any], rows: int) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Kind:
+class RegionKind:
     """Support of one class of denoisers.
 
     Attributes:
@@ -78,8 +78,8 @@ class Kind:
 
 
 KINDS = {
-    "FluxTransformer2DModel": Kind(_flux_grid),
-    "QwenImageTransformer2DModel": Kind(_qwen_grid, _qwen_shapes),
+    "FluxTransformer2DModel": RegionKind(_flux_grid),
+    "QwenImageTransformer2DModel": RegionKind(_qwen_grid, _qwen_shapes),
 }
 
 
@@ -101,8 +101,8 @@ class Store:
     text: int
     velocity: Tensor | None = None
     layers: dict[AttentionSite, HeldKV] = field(default_factory=dict)
-    rotary: Rotary | None = None
-    present: tuple[Tensor, Rotary | None] | None = None
+    rotary: CallRotary | None = None
+    present: tuple[Tensor, CallRotary | None] | None = None
 
     def tensors(self) -> list[Tensor]:
         """Return every tensor that is held."""
@@ -112,7 +112,7 @@ class Store:
 
 
 @dataclass(eq=False)
-class Turn:
+class RegionTurn:
     """Plan of the attention modules for one denoiser call.
 
     Attributes:
@@ -125,7 +125,7 @@ class Turn:
     rows: Tensor | None
     visits: int = 0
 
-    def present(self) -> tuple[Tensor, Rotary | None]:
+    def present(self) -> tuple[Tensor, CallRotary | None]:
         """Return the indices of the present rows among all, and their rotation.
 
         Raises:
@@ -142,7 +142,7 @@ class Turn:
 
 
 @dataclass(eq=False)
-class Progress:
+class RegionState:
     """State of one run.
 
     Attributes:
@@ -160,7 +160,7 @@ class Progress:
     mask: Tensor | None = None
     rows: Tensor | None = None
     stores: dict[int, Store] = field(default_factory=dict)
-    turn: Turn | None = None
+    turn: RegionTurn | None = None
     tokens: tuple[int, int] = (0, 0)
 
 
@@ -173,7 +173,7 @@ class Regions(Extension):
         kind: Support of this class of denoisers.
     """
 
-    def __init__(self, denoiser: Denoiser, plan: RegionPlan, kind: Kind) -> None:
+    def __init__(self, denoiser: Denoiser, plan: RegionPlan, kind: RegionKind) -> None:
         self.denoiser, self.plan, self.kind = denoiser, plan, kind
         self.model = denoiser.anatomy.model
         self.door = Door(denoiser.model, self)
@@ -182,7 +182,7 @@ class Regions(Extension):
         """Give every attention module its processor back."""
         self.door.remove()
 
-    def turn(self) -> Turn | None:
+    def turn(self) -> RegionTurn | None:
         """Return the attention turn of the current call."""
         call: Call | None = CURRENT.get()
         if call is None or call.owner is not self.denoiser or call.repeats:
@@ -190,8 +190,8 @@ class Regions(Extension):
         progress = self._progress(call.run)
         return None if progress is None else progress.turn
 
-    def _progress(self, run: Run) -> Progress | None:
-        found: Progress | None = run.storage.get(self)
+    def _progress(self, run: Run) -> RegionState | None:
+        found: RegionState | None = run.storage.get(self)
         return found
 
     def held_bytes(self, runs: list[Run]) -> int:
@@ -209,7 +209,7 @@ class Regions(Extension):
         skips: dict[int, float] = {}
         if len(times) == self.plan.total:
             skips = self.plan.skips(times, scheduler.config.num_train_timesteps)
-        run.storage[self] = Progress(skips)
+        run.storage[self] = RegionState(skips)
         run.left_out.update(skips)
 
     def stepping(
@@ -261,13 +261,13 @@ class Regions(Extension):
         if phase == "region" and fits and not call.learns:
             return replace(call, args=(), kwargs=self._rows_only(progress, store, given))
         store = progress.stores[call.branch.number] = Store(call.signature, text)
-        progress.turn = Turn(store, None)
+        progress.turn = RegionTurn(store, None)
         if index == self.plan.split and progress.given is None:
             progress.given = given
         return call
 
     def _rows_only(
-        self, progress: Progress, store: Store | None, given: dict[str, Any]
+        self, progress: RegionState, store: Store | None, given: dict[str, Any]
     ) -> dict[str, Any]:
         """Return the arguments of a call with the edited rows alone."""
         rows, states = progress.rows, given[SAMPLE]
@@ -276,7 +276,7 @@ class Regions(Extension):
         for name, value in given.items():
             if name.startswith("controlnet") and name.endswith("samples") and value is not None:
                 raise AttachError(f"{self.model}: {name} cannot be given with the edited rows only")
-        progress.turn = Turn(store, rows)
+        progress.turn = RegionTurn(store, rows)
         left = states.shape[0] * (states.shape[1] - rows.shape[1])
         progress.tokens = (sum(progress.tokens) - left, left)
         changed = {SAMPLE: gather(states, rows)}
@@ -284,7 +284,7 @@ class Regions(Extension):
             changed |= self.kind.reshape(given, rows.shape[1])
         return {**given, **changed}
 
-    def _factors(self, progress: Progress, index: int, states: Tensor) -> Tensor | None:
+    def _factors(self, progress: RegionState, index: int, states: Tensor) -> Tensor | None:
         """Return the factors of the kept velocity: only edited rows decay."""
         if progress.mask is None or index not in progress.skips:
             return None

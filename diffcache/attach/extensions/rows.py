@@ -22,8 +22,8 @@ from diffcache.attach.extensions.partial import (
     IDS,
     POSITIONS,
     VALID,
-    Held,
     HeldKV,
+    HeldRun,
     Partial,
     block_mask,
     check_arguments,
@@ -43,7 +43,7 @@ TRIAL = "trial"  # in a call's storage: the turn of rows that are computed alone
 
 
 @dataclass(eq=False)
-class HeldRows(Held[HeldKV]):
+class HeldRows(HeldRun[HeldKV]):
     """Keys and values of one run, and notes for plans that take them.
 
     Attributes:
@@ -55,7 +55,7 @@ class HeldRows(Held[HeldKV]):
 
 
 @dataclass(eq=False)
-class Turn:
+class RowTurn:
     """Plan of attention in one call.
 
     Attributes:
@@ -71,7 +71,7 @@ class Turn:
         attention: Mean attention of the rows in every layer so far, `[B, n, T]` each, for notes.
     """
 
-    held: Held[HeldKV]
+    held: HeldRun[HeldKV]
     index: Tensor | range
     rows: int
     mask: Tensor | None
@@ -90,7 +90,7 @@ class Rows(Partial):
         plans: Class of the plans.
     """
 
-    holds: ClassVar[type[Held[Any]]] = HeldRows
+    holds: ClassVar[type[HeldRun[Any]]] = HeldRows
 
     def __init__(self, denoiser: Denoiser, plans: type[RowPlan] = RowPlan) -> None:
         super().__init__(denoiser, plans)
@@ -114,7 +114,7 @@ class Rows(Partial):
         return plan.rows is None
 
     def begin(
-        self, call: Call, plan: Any, held: Held[HeldKV], given: dict[str, Any]
+        self, call: Call, plan: Any, held: HeldRun[HeldKV], given: dict[str, Any]
     ) -> dict[str, Any]:
         """Note the attention turn, and give the model the planned rows alone."""
         rows, width = self.rows_of(plan, held), held.shape[1]
@@ -127,12 +127,12 @@ class Rows(Partial):
         count = len(rows) if isinstance(rows, range) else rows.shape[1]
         mask = self._seen(held, rows, plan.block, plan.seen)
         mask = None if mask is None else mask.expand(-1, -1, count, -1)
-        turn = call.storage[self] = self.turn_of(plan, Turn(held, rows, count, mask, plan))
+        turn = call.storage[self] = self.turn_of(plan, RowTurn(held, rows, count, mask, plan))
         return self._cut(given, turn)
 
     def _seen(
         self,
-        held: Held[HeldKV],
+        held: HeldRun[HeldKV],
         rows: Tensor | range,
         block: int | None,
         shown: Tensor | None = None,
@@ -155,11 +155,11 @@ class Rows(Partial):
         rows: Tensor | range | None = plan.rows
         return rows
 
-    def turn_of(self, plan: Any, turn: Turn) -> Turn:
+    def turn_of(self, plan: Any, turn: RowTurn) -> RowTurn:
         """Return the attention turn of a call, with the notes it takes."""
         return turn
 
-    def _cut(self, given: dict[str, Any], turn: Turn) -> dict[str, Any]:
+    def _cut(self, given: dict[str, Any], turn: RowTurn) -> dict[str, Any]:
         """Return the arguments of a call of all tokens as those of its rows."""
         held, plan = turn.held, RowPlan(turn.index)
         ids, positions = plan.take(given[IDS], held.positions)
@@ -185,7 +185,7 @@ class Rows(Partial):
         Raises:
             AttachError: If one did not, or they cannot.
         """
-        turn: Turn | None = call.storage.get(self)
+        turn: RowTurn | None = call.storage.get(self)
         if turn is None:
             return
         self._check_visits(turn)
@@ -195,7 +195,7 @@ class Rows(Partial):
         if isinstance(turn.plan, NotedPlan):
             self._take_notes(turn, turn.plan, out.logits)
 
-    def _check_visits(self, turn: Turn) -> None:
+    def _check_visits(self, turn: RowTurn) -> None:
         """Raise unless every attention took part.
 
         Raises:
@@ -209,7 +209,7 @@ class Rows(Partial):
                 "load it with attn_implementation='sdpa'"
             )
 
-    def _take_notes(self, turn: Turn, plan: NotedPlan, logits: Tensor) -> None:
+    def _take_notes(self, turn: RowTurn, plan: NotedPlan, logits: Tensor) -> None:
         """Note how sure the model is of each position, and how much attention flows from it."""
         held, attention = turn.held, turn.attention
         assert isinstance(held, HeldRows)
@@ -225,7 +225,7 @@ class Rows(Partial):
         plan.notes[CONFIDENCE] = held.confidence
         plan.notes[INFLUENCE] = influence(attention, index, real, mask)
 
-    def _try_alone(self, call: Call, held: Held[HeldKV]) -> None:
+    def _try_alone(self, call: Call, held: HeldRun[HeldKV]) -> None:
         """Compute some rows of a whole call alone, to compare them; held rows stay.
 
         Raises:
@@ -243,8 +243,8 @@ class Rows(Partial):
             )
 
     def run_alone(
-        self, call: Call, held: Held[HeldKV], places: range, **storage: Any
-    ) -> tuple[Turn, Any]:
+        self, call: Call, held: HeldRun[HeldKV], places: range, **storage: Any
+    ) -> tuple[RowTurn, Any]:
         """Return the model's output for some rows of a whole call; held rows stay.
 
         Args:
@@ -256,7 +256,9 @@ class Rows(Partial):
         given = self.denoiser.named(call.args, call.kwargs)
         index = torch.tensor(places, device=given[IDS].device).expand(held.shape[0], -1)
         plan = call.storage[self].plan
-        turn = Turn(held, index, len(places), self._seen(held, index, plan.block, plan.seen), plan)
+        turn = RowTurn(
+            held, index, len(places), self._seen(held, index, plan.block, plan.seen), plan
+        )
         return turn, self.again(call, {TRIAL: turn, **storage}, self._cut(given, turn))
 
     def counts(self, call: Call) -> dict[str, tuple[int, int]]:
@@ -264,7 +266,7 @@ class Rows(Partial):
 
         Operations are those of the blocks' linear layers and of attention.
         """
-        turn: Turn | None = call.storage.get(self)
+        turn: RowTurn | None = call.storage.get(self)
         if turn is None:
             return {}
         batch, width = turn.held.shape
@@ -280,7 +282,7 @@ class Rows(Partial):
     # attention -------------------------------------------------------------------------------
 
     def attend(
-        self, site: AttentionSite, call: AttentionCall, turn: Turn | None = None
+        self, site: AttentionSite, call: AttentionCall, turn: RowTurn | None = None
     ) -> Tensor | None:
         """Write the rows' keys and values, and attend to all that is held."""
         turn = turn or self.turn()
@@ -303,7 +305,7 @@ class Rows(Partial):
             self.checked.add(number)
         return out.contiguous()
 
-    def _check_seen(self, site: AttentionSite, call: AttentionCall, turn: Turn) -> None:
+    def _check_seen(self, site: AttentionSite, call: AttentionCall, turn: RowTurn) -> None:
         """Raise unless the model's own mask is that of the rows, all of them.
 
         Raises:
@@ -320,7 +322,7 @@ class Rows(Partial):
 
     def _compared(self, site: AttentionSite, call: AttentionCall) -> Tensor | None:
         """Attend with rows that are computed alone, and compare their keys with those held."""
-        turn: Turn | None = self.turn(TRIAL)
+        turn: RowTurn | None = self.turn(TRIAL)
         if turn is None:
             return None
         number = self.numbers[site.path]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from diffcache.attach.call import Call
 from diffcache.attach.flops import counted
-from diffcache.attach.reuse.layout import Layout, Work
+from diffcache.attach.reuse.layout import BlockWork, Layout
 from diffcache.attach.reuse.setup import BranchState, Decision, Setup
 from diffcache.attach.reuse.trace import Trace
 from diffcache.attach.tree import leaves
@@ -110,7 +110,7 @@ class Frame:
     closed: int = 0
     times: dict[str, list[Tensor]] = field(default_factory=dict)
     random: Random | None = None
-    mixed: Work | None = None
+    mixed: BlockWork | None = None
     looked: bool = False
     tally: dict[str, float | None] | None = None
     probe_input: Tensor | None = None

@@ -11,7 +11,7 @@ Place = tuple[str, int]  # a list of blocks and an index in it
 
 
 @dataclass(frozen=True)
-class Work:
+class BlockWork:
     """The work of the blocks in one kind of call.
 
     Attributes:
@@ -24,7 +24,7 @@ class Work:
     flops: tuple[float, float] | None
 
 
-def work_of(costs: list[tuple[Place, float | None]], skipped: set[Place]) -> Work:
+def work_of(costs: list[tuple[Place, float | None]], skipped: set[Place]) -> BlockWork:
     """Return the work of a call in which some blocks are skipped."""
     counts: dict[str, tuple[int, int]] = {}
     flops, known = [0.0, 0.0], True
@@ -33,10 +33,10 @@ def work_of(costs: list[tuple[Place, float | None]], skipped: set[Place]) -> Wor
         counts[place[0]] = (ran + (place not in skipped), left_out + (place in skipped))
         flops[place in skipped] += cost or 0.0
         known = known and cost is not None
-    return Work(counts, (flops[0], flops[1]) if known else None)
+    return BlockWork(counts, (flops[0], flops[1]) if known else None)
 
 
-Mix = tuple[dict[str, list[Any]], Work]
+Mix = tuple[dict[str, list[Any]], BlockWork]
 
 
 @dataclass
@@ -65,9 +65,9 @@ class Layout:
     compute: dict[str, list[Any]]
     skip: dict[str, list[Any]]
     follow: dict[str, list[Any]]
-    whole: Work
-    less: Work
-    follow_less: Work
+    whole: BlockWork
+    less: BlockWork
+    follow_less: BlockWork
     closes: int
     wirings: dict[str, Wiring]
     foreseen: list[tuple[str, int]]

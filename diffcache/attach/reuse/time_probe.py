@@ -27,7 +27,7 @@ PATHS: dict[str, tuple[tuple[str, ...], ...]] = {
 }
 
 
-class Watch:
+class TimeWatch:
     """Forward hook of a module that embeds the timestep: notes its output.
 
     Args:
@@ -71,7 +71,7 @@ class TimePeek:
             )
         for path in self.paths:
             unwatch(modules[path])  # a copy of a watched one
-        self._hooks = [modules[path].register_forward_hook(Watch(path)) for path in self.paths]
+        self._hooks = [modules[path].register_forward_hook(TimeWatch(path)) for path in self.paths]
 
     def remove(self) -> None:
         """Leave the model as it was found."""
@@ -106,7 +106,7 @@ class TimePeek:
 
 def unwatch(module: nn.Module) -> None:
     """Take the hook that notes time embeddings off a module."""
-    take_hooks(module, lambda hook: isinstance(hook, Watch))
+    take_hooks(module, lambda hook: isinstance(hook, TimeWatch))
 
 
 def time_peek(model: nn.Module, probe: Probe | None) -> TimePeek | None:

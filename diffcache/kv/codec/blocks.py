@@ -71,7 +71,7 @@ class Head:
     shape: tuple[int, int, int]
 
 
-class Blocks(Settings, ABC):
+class BlockCodec(Settings, ABC):
     """A codec of blocks; a frozen dataclass of settings."""
 
     kind: int
@@ -104,7 +104,7 @@ class Blocks(Settings, ABC):
 
 
 @dataclass(frozen=True)
-class KiviBlocks(Blocks):
+class KiviBlocks(BlockCodec):
     """Code keys by channel in groups of tokens, and values by token in groups of channels.
 
     Reference: KIVI, arXiv 2402.02750, section 3.3. As in a cache, keys that fill no group stay
@@ -185,7 +185,7 @@ class KiviBlocks(Blocks):
 
 
 @dataclass(frozen=True)
-class CacheGenBlocks(Blocks):
+class CacheGenBlocks(BlockCodec):
     """Code differences between neighboring tokens, by how often each comes.
 
     Reference: CacheGen, arXiv 2310.07240; see `diffcache.kv.codec.bitstream`.

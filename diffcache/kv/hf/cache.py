@@ -26,8 +26,8 @@ from diffcache.kv.hf.latent import check_latent
 from diffcache.kv.hf.layer import FusedLayer, SlotLayer, copy_states
 from diffcache.kv.hf.model import (
     NAME,
+    CacheSetup,
     Mode,
-    Setup,
     attentions,
     check_generates_with_cache,
     check_takes_cache,
@@ -128,7 +128,7 @@ def cache_for(
         layer.latent = latent
     store.origin = partial(origin_of, weakref.ref(decoder_of(model)))
     known = WeakSet(module for _, module in numbered(model))
-    setup = Setup(mode, why, tuple(owned), config, windows, known, eager)
+    setup = CacheSetup(mode, why, tuple(owned), config, windows, known, eager)
     cache = KVCache(store, stock, setup, readers, tags)
     cache.writer.noted = noted_by(readers or ())
     if seen:
@@ -230,7 +230,7 @@ class KVCache(Host, Cache):  # type: ignore[misc]
         self,
         store: KVStore,
         stock: list[Any],
-        setup: Setup,
+        setup: CacheSetup,
         readers: Sequence[RotaryReader] | None = None,
         tags: Tensor | None = None,
     ) -> None:

@@ -23,7 +23,7 @@ _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "wo")
 
 
 @dataclass(frozen=True)
-class Setup:
+class CacheSetup:
     """Settings that tie a cache to its model.
 
     Attributes:

@@ -29,7 +29,7 @@ def refusal(module: Any, why: str) -> AttachError:
     )
 
 
-class _Keys(Exception):  # noqa: N818 - no error: how a probe leaves the layer
+class _Given(Exception):  # noqa: N818 - no error: how a probe leaves the layer
     """Carries what a layer gave to its cache."""
 
     def __init__(self, keys: Tensor, values: Tensor) -> None:
@@ -43,7 +43,7 @@ class _Catch:
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> NoReturn:
         """Leave with keys and values, each `[B, H, S, D]`."""
-        raise _Keys(keys, values)
+        raise _Given(keys, values)
 
     def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
         """Return 0: there is nothing in it."""
@@ -122,7 +122,7 @@ class LayerProbe:
             made = self.embedding(x[:1], ids if len(ids) > 1 else ids[0], *self.extra)
             self._check_scale(_table(made))
             self.attention.forward(x, position_embeddings=made, **self.given)
-        except _Keys as caught:
+        except _Given as caught:
             keys, values = caught.keys, caught.values
         except AttachError:
             raise

@@ -22,7 +22,7 @@ _FAR = 100_003  # times these, slow pairs turn too, and frequencies that vary ha
 
 
 @dataclass(frozen=True)
-class Layout:
+class PairLayout:
     """Pairs of channels of a key, the way they turn, and their axes.
 
     Args:
@@ -55,7 +55,7 @@ class RotaryReader:
     """
 
     embedding: Any
-    layout: Layout
+    layout: PairLayout
     prefix: str
     varies: bool
 
@@ -96,7 +96,7 @@ def rotary_of(attention: Any, embedding: Any, layer_type: str | None = None) -> 
     kind = getattr(embedding, "rope_type", "default")
     kind = str(kind.get(layer_type) if isinstance(kind, dict) else kind)
     varies = "dynamic" in kind or "longrope" in kind
-    trial = RotaryReader(copy.deepcopy(embedding), Layout(), prefix, varies)
+    trial = RotaryReader(copy.deepcopy(embedding), PairLayout(), prefix, varies)
     extra = (layer_type,) if prefix else ()
     probe = LayerProbe(attention, trial.embedding, trial.read().scale, extra)
     with torch.no_grad():
@@ -120,17 +120,17 @@ def _prefix(embedding: Any, layer_type: str | None) -> str:
     raise refusal(embedding, "it has no inv_freq to read")
 
 
-def _layout(probe: LayerProbe, trial: RotaryReader) -> Layout:
+def _layout(probe: LayerProbe, trial: RotaryReader) -> PairLayout:
     """Return the layout that makes the keys that the layer makes."""
     count = probe.axes()
     near = torch.tensor(_NEAR).expand(count, -1)
     keys = probe.keys(near)
     if probe.near(keys, keys[:, :, :1]):
-        return Layout(turns=False)
+        return PairLayout(turns=False)
     channels = trial.read().channels
     spare = keys.shape[-1] - channels
     tried = [
-        Layout(interleaved, start, sign)
+        PairLayout(interleaved, start, sign)
         for start in sorted({0, spare})
         for interleaved in (False, True)
         for sign in (1, -1)
@@ -146,7 +146,7 @@ def _layout(probe: LayerProbe, trial: RotaryReader) -> Layout:
     )
 
 
-def _proven(probe: LayerProbe, trial: RotaryReader, count: int) -> Layout:
+def _proven(probe: LayerProbe, trial: RotaryReader, count: int) -> PairLayout:
     """Return the layout with the axis of each pair, if it holds far away too."""
     far = torch.tensor(_NEAR).expand(count, -1) * _FAR
     pos = far[0]
@@ -162,7 +162,7 @@ def _proven(probe: LayerProbe, trial: RotaryReader, count: int) -> Layout:
     return trial.layout
 
 
-def _with_axes(probe: LayerProbe, trial: RotaryReader, count: int) -> Layout:
+def _with_axes(probe: LayerProbe, trial: RotaryReader, count: int) -> PairLayout:
     """Return the layout with the axis of each pair, found by moving along one axis at a time."""
     now = trial.read()
     slow = float(now.inv_freq[now.inv_freq != 0].abs().min())

@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from diffcache.errors import AttachError
 from diffcache.foreign import CALL_CODE, PREFILL, reads_whole_prompt, take_hooks
-from diffcache.kv.hf.model import NAME, Mode, Setup, decoder_of
+from diffcache.kv.hf.model import NAME, CacheSetup, Mode, decoder_of
 from diffcache.kv.hf.refresh import Refreshing
 from diffcache.kv.hf.rotary import NotedPositions, RotaryReader
 from diffcache.kv.layer import KVLayer
@@ -49,7 +49,7 @@ class Writer:
     def __init__(
         self,
         store: KVStore,
-        setup: Setup,
+        setup: CacheSetup,
         readers: Sequence[RotaryReader] | None,
         tags: Tensor | None,
     ) -> None:
@@ -214,7 +214,7 @@ class Host:
     """
 
     store: KVStore
-    setup: Setup
+    setup: CacheSetup
     writer: Writer
     layers: list[Any]
     _ends_prompt = False

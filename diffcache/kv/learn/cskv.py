@@ -31,7 +31,7 @@ class Bases:
 
 
 @dataclass(frozen=True)
-class Fit(Settings):
+class BasisFit(Settings):
     """Settings of the fit of bases.
 
     Args:
@@ -94,7 +94,7 @@ def start(weight: Tensor, inputs: Tensor, rank: int, alpha: float = 0.5) -> tupl
 
 
 def train(
-    outputs: Tensor, down: Tensor, up: Tensor, how: Fit
+    outputs: Tensor, down: Tensor, up: Tensor, how: BasisFit
 ) -> tuple[Tensor, Tensor, list[float]]:
     """Fit a basis to the outputs of a projection, by their mean squared error.
 
@@ -132,7 +132,7 @@ def train(
 def fit(
     projections: Sequence[tuple[nn.Linear, nn.Linear]],
     inputs: Sequence[Sequence[Tensor]],
-    how: Fit,
+    how: BasisFit,
     *,
     done: Mapping[int, Bases] | None = None,
     report: Callable[[int, Bases, list[float]], None] | None = None,

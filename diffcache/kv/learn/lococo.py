@@ -17,7 +17,7 @@ from diffcache.kv.view import View
 
 
 @dataclass(frozen=True, eq=False)
-class Sample:
+class MixSample:
     """One layer before it is compressed, and what will be asked of it.
 
     Attributes:
@@ -51,7 +51,7 @@ def fresh(layers: int, memory: int, channels: int, taps: int = 21, gate: float =
     )
 
 
-def loss(merge: ConvolutionMerge, sample: Sample) -> Tensor:
+def loss(merge: ConvolutionMerge, sample: MixSample) -> Tensor:
     """Return the mean squared difference of what queries get, from all slots and from the memory.
 
     Args:
@@ -69,7 +69,7 @@ def loss(merge: ConvolutionMerge, sample: Sample) -> Tensor:
 
 def train(
     weights: MixWeights,
-    samples: Sequence[Sample],
+    samples: Sequence[MixSample],
     *,
     recent: int = 0,
     steps: int = 200,

@@ -13,7 +13,7 @@ from diffcache.kv.score.learned import RetainingHeads
 
 
 @dataclass(frozen=True, eq=False)
-class Sample:
+class RetainCase:
     """Tokens of one layer, those of a prompt first.
 
     Attributes:
@@ -33,7 +33,7 @@ class Sample:
     scale: float
 
 
-def targets(sample: Sample) -> Tensor:
+def targets(sample: RetainCase) -> Tensor:
     """Return the largest logit that any query of the answer gives each token of the prompt.
 
     Over all query heads of a key-value head, [B, H, prompt] float32.
@@ -75,7 +75,7 @@ def fresh(
     return RetainingHeads(first, second)
 
 
-def loss(heads: RetainingHeads, sample: Sample, smooth: float = 0.0025) -> Tensor:
+def loss(heads: RetainingHeads, sample: RetainCase, smooth: float = 0.0025) -> Tensor:
     """Return how far the scores are from the targets.
 
     Reference: Locret, arXiv 2410.01805, section 3.3, equation 3.
@@ -93,7 +93,7 @@ def loss(heads: RetainingHeads, sample: Sample, smooth: float = 0.0025) -> Tenso
 
 def train(
     heads: RetainingHeads,
-    samples: Sequence[Sample],
+    samples: Sequence[RetainCase],
     *,
     steps: int = 3000,
     rate: float = 5e-4,

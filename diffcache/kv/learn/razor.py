@@ -19,7 +19,7 @@ from diffcache.kv.store import KVStore
 
 
 @dataclass(frozen=True)
-class Repeats(Score):
+class Repeating(Score):
     """Take note of attention to earlier copies of a token, and to what came after them.
 
     Reference: RazorAttention, arXiv 2407.15891 (echo and induction heads).
@@ -72,7 +72,7 @@ def probe(period: int, *, first: int = 0, groups: int = 1) -> Recipe:
         first: Tokens before the first copy.
         groups: Query heads of a key-value head.
     """
-    return Recipe("repeats", score=Repeats(period, first, groups), budget=Uniform(1.0), plan=TopK())
+    return Recipe("repeats", Repeating(period, first, groups), Uniform(1.0), TopK())
 
 
 def repeated_tokens(
@@ -117,7 +117,7 @@ def head_scores(store: KVStore) -> tuple[Tensor, Tensor]:
     Reference: RazorAttention, arXiv 2407.15891.
     """
     score = store.recipe.score
-    if not isinstance(score, Repeats):
+    if not isinstance(score, Repeating):
         raise ValueError(f"recipe={store.recipe.name!r}: the cache must have the recipe of `probe`")
     count = store.seen - score.first - score.period
     if count < 1:

@@ -19,7 +19,7 @@ import torch
 
 from diffcache.errors import MissingError
 from diffcache.kv.codec.bitstream import CacheGen, Tables
-from diffcache.kv.codec.blocks import BlockError, Blocks, CacheGenBlocks, KiviBlocks
+from diffcache.kv.codec.blocks import BlockCodec, BlockError, CacheGenBlocks, KiviBlocks
 from diffcache.kv.life.save import read, write
 
 KIVI, CACHEGEN = "diffcache-kivi", "diffcache-cachegen"
@@ -46,7 +46,7 @@ def load_tables(path: str | os.PathLike[str]) -> Tables:
     return Tables(tuple(found))
 
 
-def serde(blocks: Blocks) -> tuple[Any, Any]:
+def serde(blocks: BlockCodec) -> tuple[Any, Any]:
     """Return a serializer and a deserializer of LMCache.
 
     They take chunks of its format `KV_2LTD`, [2, layers, tokens, channels of all heads], and write
@@ -124,11 +124,11 @@ def _factory(base: Any, make: Any) -> Any:
     return factory
 
 
-def _kivi(bits: float = 4, group: int = 32) -> Blocks:
+def _kivi(bits: float = 4, group: int = 32) -> BlockCodec:
     return KiviBlocks(bits, group)
 
 
-def _cachegen(tables: str, level: int = 0) -> Blocks:
+def _cachegen(tables: str, level: int = 0) -> BlockCodec:
     return CacheGenBlocks(load_tables(tables), CacheGen(), level)
 
 

@@ -14,7 +14,7 @@ from diffcache.kv.retrieval.gather import met_slots
 from diffcache.kv.retrieval.summary import Summary
 from diffcache.kv.segment import PLAIN, Coded, Segment
 from diffcache.kv.slots import EMPTY, Slots
-from diffcache.kv.view import Listed, View
+from diffcache.kv.view import ListedView, View
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def views_at(layer: KVLayer, pick: Pick, first: int, last: int) -> list[View]:
         keep = functional.pad(keep, (first, layer.held - last), value=True)
     below, whole = layer.seen if keep is None else None, met_slots(layer)
     if whole is not None:
-        return [View(Listed(whole, index, keep, layer.seen), below=below)]
+        return [View(ListedView(whole, index, keep, layer.seen), below=below)]
     k, v = _read_at(layer, index)
     slots = Slots(k, v, {"pos": Pick(index, keep).positions()})
     return [View(layer.rotated(slots), below=below)]

@@ -8,7 +8,7 @@ from torch import Tensor
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.segment import PLAIN
 from diffcache.kv.slots import EMPTY, Slots, join
-from diffcache.kv.view import Listed, View
+from diffcache.kv.view import ListedView, View
 
 
 def packed(mask: Tensor, longest: int | None = None) -> tuple[Tensor, Tensor]:
@@ -54,7 +54,7 @@ def views_of(layer: KVLayer, mask: Tensor) -> list[View]:
     """
     whole = met_slots(layer)
     if whole is not None:
-        return [View(Listed(whole, *packed(mask), layer.seen))]
+        return [View(ListedView(whole, *packed(mask), layer.seen))]
     plain: list[Slots] = []
     apart: list[View] = []
     tail = layer.tail.read()

@@ -21,7 +21,7 @@ from diffcache.offline.harmonica.replay import Replay, Track
 from diffcache.offline.resume import read_state, write_state
 
 if TYPE_CHECKING:
-    from diffcache.offline.calibrate import Plan
+    from diffcache.offline.calibrate import CollectPlan
 
 LIMIT = 5.0  # logits stay within; also those of the constant first row
 SAVE_EVERY = 10  # epochs
@@ -31,7 +31,7 @@ COLUMNS = ("loss", "error", "penalty", "mse", "computed")
 NOT_TRAINING = ("epochs", "tables")  # fields that may change between the parts of a training
 
 
-def train(pipe: Any, method: HarmoniCa, plan: Plan) -> HarmoniCa:
+def train(pipe: Any, method: HarmoniCa, plan: CollectPlan) -> HarmoniCa:
     """Return the method with a router trained for a pipeline, which is left as it was.
 
     Reference: HarmoniCa, arXiv 2410.01723, section 4 and its official code. Every epoch draws
@@ -83,7 +83,7 @@ def train(pipe: Any, method: HarmoniCa, plan: Plan) -> HarmoniCa:
 class _Trainer:
     """The state of a training: logits, optimizer, image errors, curve."""
 
-    def __init__(self, replay: Replay, method: HarmoniCa, plan: Plan) -> None:
+    def __init__(self, replay: Replay, method: HarmoniCa, plan: CollectPlan) -> None:
         self.replay, self.method, self.plan = replay, method, plan
         self.sites = replay.sites()
         self.mixer = Mixer(replay.model, self.sites, method.threshold)
@@ -229,7 +229,7 @@ def _generator(seed: int, number: int) -> torch.Generator:
     return torch.Generator("cpu").manual_seed(seed * 1_000_003 + number)
 
 
-def _drawn(plan: Plan, generator: torch.Generator) -> Sequence[Any]:
+def _drawn(plan: CollectPlan, generator: torch.Generator) -> Sequence[Any]:
     """Return one batch of the prompts, drawn with replacement; a mapping is one by itself."""
     picks = torch.randint(len(plan.prompts), (plan.batch_size,), generator=generator).tolist()
     first = plan.prompts[picks[0]]

@@ -27,7 +27,7 @@ from diffcache.features.dpcache import DPCache
 from diffcache.features.fitted import FittedForecast
 from diffcache.features.tuned import Measure
 from diffcache.offline.tune import space
-from diffcache.offline.tune.trial import Bench, Trial, joined
+from diffcache.offline.tune.trial import Trial, Trials, joined
 from diffcache.step import Site
 
 BEST = 3  # methods that are validated
@@ -37,7 +37,7 @@ Tried = dict[str, tuple[Method, Trial]]
 
 
 @dataclass(frozen=True)
-class Goal:
+class SearchGoal:
     """Goal of a search; one of all but the last.
 
     Attributes:
@@ -137,8 +137,8 @@ class Search:
         leaders: Methods that were left when halving was over, before any was refined.
     """
 
-    bench: Bench
-    goal: Goal
+    bench: Trials
+    goal: SearchGoal
     batches: list[int]
     trials: int
     progress: Callable[[int, int, str], None] | None = None
@@ -155,7 +155,7 @@ class Search:
     _prices: dict[str, dict[int, float]] = field(default_factory=dict)
     _steps: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
-    def run(self, families: Sequence[space.Family]) -> None:
+    def run(self, families: Sequence[space.Rungs]) -> None:
         """Look at every family, then at other schedules of the best, halve these, refine the rest.
 
         Three fifths of the budget at most go to families and three quarters to first looks.
@@ -206,9 +206,9 @@ class Search:
 
     # first looks ---------------------------------------------------------------------------
 
-    def _look_at(self, families: Sequence[space.Family]) -> None:
+    def _look_at(self, families: Sequence[space.Rungs]) -> None:
         """Look at families, next always the one whose neighbors did best."""
-        waiting, ranks = list(families), dict[space.Family, Trial]()
+        waiting, ranks = list(families), dict[space.Rungs, Trial]()
         for family in families:
             self.skipped[str(family)] = "no trials were left"
         while waiting and self.runs < self._allowed:
@@ -225,7 +225,7 @@ class Search:
                 self.skipped[str(family)] = reason or "no setting of it could change the choice"
 
     def _expected(
-        self, waiting: Sequence[space.Family], ranks: dict[space.Family, Trial]
+        self, waiting: Sequence[space.Rungs], ranks: dict[space.Rungs, Trial]
     ) -> list[float]:
         """Return how well families should do, 0 to 1, by those that share a trait with them.
 
@@ -435,7 +435,7 @@ class Search:
         self._kind_of[repr(changed)] = kind
         return changed
 
-    def _best_kinds(self, families: Sequence[space.Family]) -> list[Method]:
+    def _best_kinds(self, families: Sequence[space.Rungs]) -> list[Method]:
         """Return one method of each of the better two thirds of the families that list steps."""
         ranks = {repr(method): place for place, (method, _) in enumerate(self._hopeful())}
 

@@ -93,7 +93,7 @@ LEFT_OUT: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, eq=False)
-class Family:
+class Rungs:
     """Settings of one kind of method.
 
     Attributes:
@@ -142,7 +142,7 @@ def to_calibrate(places: Sequence[Site], total: int) -> list[list[Calibrated]]:
     return [[model], shared, *([method] for method in (*deep, *others))]
 
 
-def families(total: int, places: Sequence[Site], calibrated: Sequence[Calibrated]) -> list[Family]:
+def families(total: int, places: Sequence[Site], calibrated: Sequence[Calibrated]) -> list[Rungs]:
     """Return the families of a search; those that do best on most models stand first.
 
     Args:
@@ -157,18 +157,18 @@ def families(total: int, places: Sequence[Site], calibrated: Sequence[Calibrated
     kinds: tuple[FeatureMethod, ...] = (*fitted, *fixed, PAB(), FasterCache(start=0.1), *GATES)
     rest = [method for method in calibrated if method not in fitted]
     for method in (*kinds, *rest):
-        found += [Family(method.name, ladder) for ladder in _settings(method, total)]
+        found += [Rungs(method.name, ladder) for ladder in _settings(method, total)]
     return found
 
 
-def _even(method: FeatureMethod, place: Site, total: int) -> Family:
+def _even(method: FeatureMethod, place: Site, total: int) -> Rungs:
     """Return the forecast of a method at a site for any number of steps, none where it has none."""
     parts = method.parts()
     name = "taylorseer" if isinstance(method, Combine) else method.name
     own = parts.feature == "output"  # of what the whole stack returns
     holds_many = isinstance(method, (DMD, HiCache, FoCa))
     if (own and place is not parts.site) or (holds_many and place is Site.MODULE):
-        return Family(name, [])
+        return Rungs(name, [])
     instead = parts.instead
     if getattr(instead, "start", 0):  # of its own warm-up
         instead = dataclasses.replace(instead, start=0)  # type: ignore[type-var]
@@ -176,7 +176,7 @@ def _even(method: FeatureMethod, place: Site, total: int) -> Family:
     for count in range(1, total):
         when = Listed([number * total // count for number in range(count)], total)
         ladder.append(dataclasses.replace(parts, when=when, instead=instead, site=place))
-    return Family(name, ladder)
+    return Rungs(name, ladder)
 
 
 def _settings(method: FeatureMethod, total: int) -> list[Ladder]:

@@ -81,7 +81,7 @@ def joined(parts: Sequence[Trial]) -> Trial:
     return Trial(parts[0].method, cost, *interval, seconds, samples, each, scores)
 
 
-class Bench:
+class Trials:
     """Runs methods on the same prompts and noise as the uncached pipeline.
 
     Args:

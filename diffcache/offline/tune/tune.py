@@ -23,12 +23,12 @@ from diffcache.features.serialize import to_plain
 from diffcache.features.tables import Tables
 from diffcache.features.tuned import Guarantee, Tuned
 from diffcache.method import check_int
-from diffcache.offline.calibrate import BATCH_SIZE, Plan, calibrate, header_of, with_steps
+from diffcache.offline.calibrate import BATCH_SIZE, CollectPlan, calibrate, header_of, with_steps
 from diffcache.offline.tracing import batches_of
 from diffcache.offline.tune import space
 from diffcache.offline.tune.guarantee import certify, most_strayed, samples_needed
-from diffcache.offline.tune.search import BEST, Goal, Search, Tried, front_of
-from diffcache.offline.tune.trial import Bench, Score, Trial
+from diffcache.offline.tune.search import BEST, Search, SearchGoal, Tried, front_of
+from diffcache.offline.tune.trial import Score, Trial, Trials
 from diffcache.step import Site
 from diffcache.targets import check_free, denoisers_of
 
@@ -105,7 +105,7 @@ def tune(
         >>> best = diffcache.tune(pipe, prompts, speedup=3.0)  # doctest: +SKIP
         >>> pipe = diffcache.wrap(pipe, best)  # doctest: +SKIP
     """
-    goal = Goal(speedup, psnr, seconds, lpips, right is not None, confidence)
+    goal = SearchGoal(speedup, psnr, seconds, lpips, right is not None, confidence)
     check_int("trials", trials, 1)
     score = _score(lpips, right)
     plan = _plan(prompts, settings, 1 if goal.confidence is not None else BATCH_SIZE)
@@ -120,7 +120,7 @@ def tune(
     denoisers = denoisers_of(pipe)
     check_free(pipe, denoisers, Site.MODEL)
     log = None if plan.out is None else plan.out.with_name(plan.out.name + ".trials")
-    bench = Bench(pipe, batches, plan.seed, plan.arguments(), log, score)
+    bench = Trials(pipe, batches, plan.seed, plan.arguments(), log, score)
     if log is not None and not plan.resume:
         log.unlink(missing_ok=True)
     model = next(iter(denoisers.values()))
@@ -189,7 +189,7 @@ def _name(function: Judge | None) -> str:
     return ":".join([named.__module__, named.__qualname__, *about])
 
 
-def _plan(prompts: Sequence[Any], settings: dict[str, Any], batch_size: int) -> Plan:
+def _plan(prompts: Sequence[Any], settings: dict[str, Any], batch_size: int) -> CollectPlan:
     """Return how runs are made, as for a calibration; in batches of this size unless said."""
     settings = with_steps(settings)
     names = {"steps", "batch_size", "seed", "out", "resume", "progress"}
@@ -197,10 +197,10 @@ def _plan(prompts: Sequence[Any], settings: dict[str, Any], batch_size: int) -> 
     if own.get("out") is not None:
         own["out"] = Path(own["out"])
     given = list(prompts) if not isinstance(prompts, str) else prompts
-    return Plan(prompts=given, call=settings, **{"batch_size": batch_size, **own})
+    return CollectPlan(prompts=given, call=settings, **{"batch_size": batch_size, **own})
 
 
-def _check_apart(plan: Plan, confidence: float) -> None:
+def _check_apart(plan: CollectPlan, confidence: float) -> None:
     """Raise ValueError unless prompts can be validated on one by one, and are enough."""
     if plan.batch_size != 1:
         raise ValueError(
@@ -273,15 +273,15 @@ def _certified(
 
 
 def _families(
-    pipe: Any, model: nn.Module, methods: Sequence[Method] | None, plan: Plan, search: Search
-) -> list[space.Family]:
+    pipe: Any, model: nn.Module, methods: Sequence[Method] | None, plan: CollectPlan, search: Search
+) -> list[space.Rungs]:
     """Return the families of a search, with tables where methods need them."""
     if methods is not None:
         needing = [m for m in methods if isinstance(m, Calibrated) and m.tables is None]
         measured = _calibrate(pipe, [[method] for method in needing], plan, search)
         filled = [measured.get(repr(method), method) for method in methods]
         fitting = [method for method in filled if repr(method) not in search.refused]
-        return [space.Family(method.name, [method]) for method in fitting]
+        return [space.Rungs(method.name, [method]) for method in fitting]
     search.skipped.update(space.LEFT_OUT)
     total = search.bench.total
     places = space.sites(hasattr(model, "down_blocks") and hasattr(model, "up_blocks"))
@@ -290,7 +290,7 @@ def _families(
 
 
 def _calibrate(
-    pipe: Any, groups: Sequence[Sequence[Calibrated]], plan: Plan, search: Search
+    pipe: Any, groups: Sequence[Sequence[Calibrated]], plan: CollectPlan, search: Search
 ) -> dict[str, Calibrated]:
     """Return methods with their tables, by their repr without; note those that do not fit."""
     own = {"steps": plan.steps, "batch_size": plan.batch_size, "seed": plan.seed}
@@ -345,7 +345,7 @@ def _choose(search: Search, batches: list[int]) -> tuple[Method, dict[str, Trial
 def _tuned(
     chosen: tuple[Method, dict[str, Trial]],
     search: Search,
-    plan: Plan,
+    plan: CollectPlan,
     facts: dict[str, Any],
     guarantee: Guarantee | None = None,
 ) -> Tuned:

@@ -41,7 +41,7 @@ _WARMUP = 2
 
 
 @dataclass(frozen=True)
-class Case:
+class Decoded:
     """A cache that is timed.
 
     Attributes:
@@ -55,7 +55,7 @@ class Case:
     mode: Mode = "auto"
 
 
-def cases(layers: int = LAYERS, prompt: int = PROMPT) -> dict[str, Case]:
+def cases(layers: int = LAYERS, prompt: int = PROMPT) -> dict[str, Decoded]:
     """Return every cache that is timed, by name.
 
     Args:
@@ -67,22 +67,24 @@ def cases(layers: int = LAYERS, prompt: int = PROMPT) -> dict[str, Case]:
     select = (first, 3 * layers // 5) if layers >= 5 else (0,)
     chosen = quest(read, skip=first)
     return {
-        "full": Case(Recipe(), mode="native"),
-        "snapkv 25 %": Case(snapkv(quarter)),
-        "streaming_llm 25 %": Case(streaming_llm(quarter), 0.75),
-        "h2o 25 %": Case(h2o(quarter), 0.85),
-        "tova 25 %": Case(tova(quarter), 0.85),
-        "quest 256": Case(chosen, 0.85),
-        "tidal_decode 256": Case(tidal_decode(read, select=select), 0.85),
-        "kivi 4": Case(kivi(4), 1.25),
-        "kivi 2": Case(kivi(2), 1.25),
-        "kivi 4 + quest 256": Case(kivi(4) | chosen, 1.0),
-        "snapkv 25 % + kivi 4": Case(snapkv(quarter) | kivi(4)),
-        "xkv": Case(xkv(layers=min(4, layers)), 1.5),
-        "shadowkv 512": Case(shadowkv(min(512, prompt // 2), outliers=min(16, prompt // 64)), 1.5),
-        "gear 2": Case(gear(2), 2.0),
-        "mustafar": Case(mustafar(), 2.0),
-        "rotatekv 4": Case(rotatekv(4), 2.0),
+        "full": Decoded(Recipe(), mode="native"),
+        "snapkv 25 %": Decoded(snapkv(quarter)),
+        "streaming_llm 25 %": Decoded(streaming_llm(quarter), 0.75),
+        "h2o 25 %": Decoded(h2o(quarter), 0.85),
+        "tova 25 %": Decoded(tova(quarter), 0.85),
+        "quest 256": Decoded(chosen, 0.85),
+        "tidal_decode 256": Decoded(tidal_decode(read, select=select), 0.85),
+        "kivi 4": Decoded(kivi(4), 1.25),
+        "kivi 2": Decoded(kivi(2), 1.25),
+        "kivi 4 + quest 256": Decoded(kivi(4) | chosen, 1.0),
+        "snapkv 25 % + kivi 4": Decoded(snapkv(quarter) | kivi(4)),
+        "xkv": Decoded(xkv(layers=min(4, layers)), 1.5),
+        "shadowkv 512": Decoded(
+            shadowkv(min(512, prompt // 2), outliers=min(16, prompt // 64)), 1.5
+        ),
+        "gear 2": Decoded(gear(2), 2.0),
+        "mustafar": Decoded(mustafar(), 2.0),
+        "rotatekv 4": Decoded(rotatekv(4), 2.0),
     }
 
 
@@ -150,7 +152,7 @@ def build(layers: int, tokens: int, setting: Setting) -> LlamaForCausalLM:
 
 
 def contenders(
-    chosen: Mapping[str, Case], layers: int, tokens: int, setting: Setting
+    chosen: Mapping[str, Decoded], layers: int, tokens: int, setting: Setting
 ) -> dict[str, Contender]:
     """Return what is timed, by name; the stock cache first.
 
@@ -225,7 +227,7 @@ def measure(
 
 def rows(
     run: Mapping[str, Contender],
-    chosen: Mapping[str, Case],
+    chosen: Mapping[str, Decoded],
     taken: Sequence[Mapping[str, list[float]]],
 ) -> list[dict[str, Any]]:
     """Return what each cache took and holds.

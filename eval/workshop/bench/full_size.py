@@ -51,7 +51,7 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @dataclass
-class Model:
+class FullSizeModel:
     """A pipeline without encoders and decoder, and the arguments of a run.
 
     Attributes:
@@ -81,7 +81,7 @@ def made(cls: Any, setting: Setting, **config: Any) -> Any:
         torch.set_default_dtype(before)
 
 
-def flux(setting: Setting, tiny: bool) -> Model:
+def flux(setting: Setting, tiny: bool) -> FullSizeModel:
     """Return FLUX.1-dev at 1024 x 1024 pixels: 4,096 tokens of the picture, 512 of the prompt."""
     sizes = {"num_layers": 2, "num_single_layers": 2, "num_attention_heads": 2,
              "attention_head_dim": 16, "joint_attention_dim": 32, "pooled_projection_dim": 32,
@@ -96,10 +96,10 @@ def flux(setting: Setting, tiny: bool) -> Model:
         "height": side,
         "width": side,
     }
-    return Model("FLUX.1-dev", pipe, call, model.single_transformer_blocks[-1].attn.to_q)
+    return FullSizeModel("FLUX.1-dev", pipe, call, model.single_transformer_blocks[-1].attn.to_q)
 
 
-def wan(setting: Setting, tiny: bool) -> Model:
+def wan(setting: Setting, tiny: bool) -> FullSizeModel:
     """Return Wan2.1-1.3B with 33 frames of 832 x 480 pixels: 14,040 tokens, guided."""
     sizes: dict[str, Any] = {"num_layers": 30, "num_attention_heads": 12, "ffn_dim": 8960}
     if tiny:
@@ -116,7 +116,7 @@ def wan(setting: Setting, tiny: bool) -> Model:
         "width": 32 if tiny else 832,
         "num_frames": 5 if tiny else 33,
     }
-    return Model("Wan2.1-1.3B", pipe, call, model.blocks[-1].attn1.to_q, branches=2)
+    return FullSizeModel("Wan2.1-1.3B", pipe, call, model.blocks[-1].attn1.to_q, branches=2)
 
 
 def _noise(setting: Setting) -> Callable[..., Tensor]:
@@ -124,7 +124,7 @@ def _noise(setting: Setting) -> Callable[..., Tensor]:
     return lambda *size: torch.randn(size, generator=generator).to(setting.device, setting.dtype)
 
 
-def caches(model: Model) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
+def caches(model: FullSizeModel) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
     """Return the contexts in which a run has each cache; those that are not installed left out."""
     found: dict[str, Callable[[], AbstractContextManager[Any]]] = {"uncached": nullcontext}
     ours = {
@@ -166,7 +166,7 @@ def measure(setting: Setting, *, rounds: int = 3) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def rows(model: Model, setting: Setting, rounds: int) -> list[dict[str, Any]]:
+def rows(model: FullSizeModel, setting: Setting, rounds: int) -> list[dict[str, Any]]:
     """Return what was measured of one model."""
 
     def run() -> Any:

@@ -39,7 +39,7 @@ _WARMUP, _STEPS = 3, 5
 
 
 @dataclass(frozen=True)
-class Variant:
+class CacheVariant:
     """One way to take a step.
 
     Attributes:
@@ -94,7 +94,7 @@ class Inputs:
         return cls(normal(HEADS, slots), normal(HEADS, slots), normal(HEADS * GROUPS, slots), one)
 
 
-def store_variant(name: str, floor: str, recipe: Recipe, x: Inputs) -> tuple[Variant, KVStore]:
+def store_variant(name: str, floor: str, recipe: Recipe, x: Inputs) -> tuple[CacheVariant, KVStore]:
     """Return steps of a store: `begin`, and `write` and `attend` of every layer."""
     store = KVStore(LAYERS, recipe)
     store.begin(x.k.shape[2])
@@ -110,10 +110,10 @@ def store_variant(name: str, floor: str, recipe: Recipe, x: Inputs) -> tuple[Var
             layer.write(k, v)
             store.attend(index, Query(q, layer.seen - 1, _SCALE))
 
-    return Variant(name, step, lambda: store.rollback(1), floor, TARGET), store
+    return CacheVariant(name, step, lambda: store.rollback(1), floor, TARGET), store
 
 
-def bare(name: str, x: Inputs, decoded: Callable[[int], tuple[Tensor, Tensor]]) -> Variant:
+def bare(name: str, x: Inputs, decoded: Callable[[int], tuple[Tensor, Tensor]]) -> CacheVariant:
     """Return steps that are arithmetic: a token copied to its place, and attention."""
     k, v, q = x.one
 
@@ -124,7 +124,7 @@ def bare(name: str, x: Inputs, decoded: Callable[[int], tuple[Tensor, Tensor]]) 
             values[:, :, -1:].copy_(v)
             functional.scaled_dot_product_attention(q, keys, values, scale=_SCALE, enable_gqa=True)
 
-    return Variant(name, step, lambda: None)
+    return CacheVariant(name, step, lambda: None)
 
 
 def _buffers(x: Inputs) -> Callable[[int], tuple[Tensor, Tensor]]:
@@ -147,7 +147,7 @@ def _decoding(store: KVStore) -> Callable[[int], tuple[Tensor, Tensor]]:
 
 def _cached(
     name: str, cache: Any, attend: Callable[..., Any], module: nn.Module, x: Inputs
-) -> Variant:
+) -> CacheVariant:
     """Return steps of a cache of transformers, as an attention module of a model takes them."""
     for index in range(LAYERS):
         keys, values = cache.update(x.k, x.v, index)
@@ -161,10 +161,10 @@ def _cached(
             attend(module, q, keys, values, None, scaling=_SCALE)
 
     ours = isinstance(cache, KVCache)
-    return Variant(name, step, lambda: cache.crop(-1), "arithmetic", TARGET if ours else None)
+    return CacheVariant(name, step, lambda: cache.crop(-1), "arithmetic", TARGET if ours else None)
 
 
-def variants(setting: Setting, slots: int = SLOTS) -> list[Variant]:
+def variants(setting: Setting, slots: int = SLOTS) -> list[CacheVariant]:
     """Return everything that is timed, in turn."""
     x, twice = Inputs.draw(setting, slots), Inputs.draw(setting, 2 * slots)
     coded = Inputs.draw(setting, slots + 64)
@@ -212,7 +212,7 @@ def measure(setting: Setting, *, rounds: int = 50, slots: int = SLOTS) -> dict[s
     }  # fmt: skip
 
 
-def times(found: list[Variant], taken: dict[str, list[float]]) -> list[dict[str, Any]]:
+def times(found: list[CacheVariant], taken: dict[str, list[float]]) -> list[dict[str, Any]]:
     """Return microseconds a layer and step.
 
     Args:

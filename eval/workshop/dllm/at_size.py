@@ -19,7 +19,7 @@ _MASK = 7
 
 
 @dataclass(frozen=True)
-class Size:
+class ModelSize:
     """Sizes of a model.
 
     Attributes:
@@ -127,7 +127,7 @@ REPORTED = (
 
 
 def schedule_cost(
-    row: Row, prompt: int, size: Size, device: Device, length: int = 256, block: int = 32
+    row: Row, prompt: int, size: ModelSize, device: Device, length: int = 256, block: int = 32
 ) -> dict[str, float]:
     """Return rows, operations, bytes and least seconds of one answer.
 
@@ -157,9 +157,9 @@ def schedule_cost(
     return sums
 
 
-def measure(size: Size | None = None) -> list[dict[str, Any]]:
+def measure(size: ModelSize | None = None) -> list[dict[str, Any]]:
     """Return the schedules whose speed is published, beside those speeds."""
-    size = Size() if size is None else size
+    size = ModelSize() if size is None else size
     found = []
     for known in REPORTED:
         plain, cached = (

@@ -19,7 +19,7 @@ from transformers.masking_utils import sdpa_mask
 from diffcache.foreign import attention_names, set_attention_names, with_cache
 from diffcache.kv.attend import Query
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
-from diffcache.kv.hf.model import Setup, decoder_of
+from diffcache.kv.hf.model import CacheSetup, decoder_of
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.store import KVStore
 
@@ -67,7 +67,7 @@ def logged() -> Iterator[Log]:
 
 
 @contextmanager
-def masked(model: Any, log: Log, setup: Setup, full: Full) -> Iterator[None]:
+def masked(model: Any, log: Log, setup: CacheSetup, full: Full) -> Iterator[None]:
     """Have a model with a full cache see only what the log names."""
 
     def attention(

@@ -25,7 +25,7 @@ from diffcache.eval.workshop.small import sticker_flux
 from diffcache.eval.workshop.small.stickers import caption, sample_scene
 from diffcache.features.taylorseer import TaylorSeer
 from diffcache.offline.tune.guarantee import certify
-from diffcache.offline.tune.trial import Bench
+from diffcache.offline.tune.trial import Trials
 from diffcache.pipelines.demo.console import progress
 
 LADDER = tuple(TaylorSeer(every=every) for every in (2, 3, 4, 5, 6, 8))  # the dearest first
@@ -46,7 +46,7 @@ def closeness(texts: list[str], steps: int, seed: int) -> tuple[NDArray[np.float
     """Return the PSNR in dB of every prompt with every setting [N, K], and costs of settings."""
     pipe = sticker_flux.load()
     call = {**sticker_flux.CALL, "num_inference_steps": steps}
-    bench = Bench(pipe, [[text] for text in texts], seed, call)
+    bench = Trials(pipe, [[text] for text in texts], seed, call)
     rows, costs = [], []
     with progress("settings") as show:
         for number, method in enumerate(LADDER):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldChunks:
     """Chunks that a cache holds: the latest, and the first one with `sinks`.
 
     Attributes:
@@ -28,11 +28,11 @@ class Held:
     sinks: bool = False
 
 
-def draw_held(generator: torch.Generator, most: int) -> Held:
+def draw_held(generator: torch.Generator, most: int) -> HeldChunks:
     """Draw a cache: half of them hold all, the others 1 to `most` chunks, half with sinks."""
     kind = torch.rand((), generator=generator)
     window = 1 + int(torch.randint(most, (), generator=generator))
-    return Held() if kind < 0.5 else Held(window, bool(kind > 0.75))
+    return HeldChunks() if kind < 0.5 else HeldChunks(window, bool(kind > 0.75))
 
 
 class ChunkAttention:
@@ -55,7 +55,7 @@ class ChunkAttention:
         self.chunk = chunk
         self.grid = grid
         self.frames = chunk
-        self.held = Held()
+        self.held = HeldChunks()
 
     def __call__(
         self,

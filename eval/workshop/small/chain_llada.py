@@ -34,7 +34,7 @@ MARKS = {"pad_token": "[PAD]", "bos_token": "[BOS]", "eos_token": "[EOS]", "unk_
 
 
 @dataclass(frozen=True)
-class Size:
+class ChainSize:
     """Architecture of a model.
 
     Attributes:
@@ -49,8 +49,8 @@ class Size:
 
 
 BLOCKS = {"chain-llada": 32, "chain-llada-probe": 16, "chain-llada-walk": 16}  # of a decoding
-LARGE = Size(96, 4, 256)  # 449 376 parameters
-SMALL = Size(64, 3, 160)  # 145 856 parameters
+LARGE = ChainSize(96, 4, 256)  # 449 376 parameters
+SMALL = ChainSize(64, 3, 160)  # 145 856 parameters
 SIZES = {
     "chain-llada": LARGE,
     "chain-llada-probe": SMALL,

@@ -28,7 +28,7 @@ from transformers import T5TokenizerFast
 
 from diffcache.eval.workshop.small.causal_step import (
     ChunkAttention,
-    Held,
+    HeldChunks,
     draw_held,
     predict,
 )
@@ -155,7 +155,7 @@ class Causal(FilmJob):
             "held": draw_held(generator, 3),
         }
 
-    def way(self, drawn: Mapping[str, Any]) -> tuple[int, Held]:
+    def way(self, drawn: Mapping[str, Any]) -> tuple[int, HeldChunks]:
         """Return how often histories are made anew, and what a cache holds."""
         late = self.step >= _OWN_FROM * self.settings.steps
         return drawn["own"] if late else 0, drawn["held"]
@@ -210,7 +210,7 @@ class Causal(FilmJob):
     @torch.no_grad()
     def measure(self, models: nn.ModuleDict) -> dict[str, float]:
         """Measure errors on held-out films, after true histories and after own ones."""
-        self.attention(models["transformer"]).held = Held()
+        self.attention(models["transformer"]).held = HeldChunks()
         said = self.chunk_ids(self.held_films)
         return {
             name: float(self._error(models, self.held, said, seeded(5), own))

@@ -101,7 +101,7 @@ def edit_words() -> list[str]:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class EditVerdict:
     """Verdict on how a picture follows an instruction.
 
     Attributes:
@@ -116,7 +116,7 @@ class Verdict:
     untouched_psnr_db: float
 
 
-def judge(pictures: NDArray[np.uint8], edits: Sequence[Edit]) -> list[Verdict]:
+def judge(pictures: NDArray[np.uint8], edits: Sequence[Edit]) -> list[EditVerdict]:
     """Judge edited pictures with the shipped judge.
 
     Args:
@@ -129,7 +129,7 @@ def judge(pictures: NDArray[np.uint8], edits: Sequence[Edit]) -> list[Verdict]:
         mask = untouched(edit, reading)[None, ..., None]
         decibels = psnr(torch.from_numpy(picture)[None], before[None], mask=mask)
         target, whole = target_shown(edit, reading), all_shown(edit, reading)
-        verdicts.append(Verdict(whole, target, float(decibels)))
+        verdicts.append(EditVerdict(whole, target, float(decibels)))
     return verdicts
 
 

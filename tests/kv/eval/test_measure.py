@@ -76,7 +76,7 @@ def test_the_model_is_as_before_whatever_happens(model: nn.Module, folder: Path)
     measured(model, keydiff(0.5), folder)
     assert model.config._attn_implementation == before  # type: ignore[union-attr]
 
-    class Failing(peer.Peer):
+    class Failing(peer.PressPeer):
         def recipe(self, model: nn.Module, ids: Tensor) -> Recipe:
             cache_for(model, keydiff(0.5))
             raise RuntimeError("no")
@@ -101,7 +101,7 @@ def test_what_a_press_keeps_is_what_our_store_holds(
 
     monkeypatch.setattr(peer, "kept", kept)
     ids = next(task(folder).batches()).context
-    recipe = peer.Peer("adakv", 0.25).recipe(model, ids)
+    recipe = peer.PressPeer("adakv", 0.25).recipe(model, ids)
     assert not hasattr(model.model.layers[0].self_attn, "rotary_emb")  # type: ignore[union-attr]
     try:
         cache = cache_for(model, recipe)
@@ -116,7 +116,7 @@ def test_what_a_press_keeps_is_what_our_store_holds(
             for head in range(2):
                 held = pos[row, head][pos[row, head] >= 0]
                 assert held.tolist() == mask[row, head].nonzero()[:, 0].tolist()
-    found = measured(model, peer.Peer("adakv", 0.25), folder)
+    found = measured(model, peer.PressPeer("adakv", 0.25), folder)
     wanted = torch.stack(said[2:]).double().mean() * CONTEXT
     assert found["slots"] == pytest.approx(float(wanted)) and found["name"] == "kvpress/adakv"
 

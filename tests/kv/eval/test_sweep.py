@@ -66,7 +66,7 @@ def test_a_run_that_was_cut_off_goes_on(
         return real(model, row, *given)
 
     monkeypatch.setattr(sweep, "measure", spy)
-    wanted = sweep.Sweep(task(folder), {"a": ["keydiff:budget=0.5", "random:budget=0.5"]})
+    wanted = sweep.RecipeSweep(task(folder), {"a": ["keydiff:budget=0.5", "random:budget=0.5"]})
     out = tmp_path / "record.json"
     with pytest.raises(KeyboardInterrupt):
         sweep.run(wanted, out)
@@ -77,7 +77,7 @@ def test_a_run_that_was_cut_off_goes_on(
     assert record["benchmark"] == "kv-recall" and record["families"] == dict(wanted.families)
     sweep.run(wanted, out)
     assert len(asked) == 4
-    other = sweep.Sweep(task(folder, seed=1), wanted.families)
+    other = sweep.RecipeSweep(task(folder, seed=1), wanted.families)
     sweep.run(other, out)
     assert len(asked) == 7  # of another task nothing is kept
     sweep.draw(json.loads(out.read_text()), tmp_path / "plot.png")

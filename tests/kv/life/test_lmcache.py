@@ -15,7 +15,7 @@ from torch import Tensor
 
 from diffcache.errors import MissingError
 from diffcache.kv.codec.bitstream import CacheGen
-from diffcache.kv.codec.blocks import _HEAD, BlockError, Blocks, CacheGenBlocks, KiviBlocks
+from diffcache.kv.codec.blocks import _HEAD, BlockCodec, BlockError, CacheGenBlocks, KiviBlocks
 from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.life import lmcache
 
@@ -36,7 +36,7 @@ def cachegen() -> CacheGenBlocks:
 
 
 @pytest.fixture(params=["kivi", "cachegen"])
-def blocks(request: pytest.FixtureRequest) -> Blocks:
+def blocks(request: pytest.FixtureRequest) -> BlockCodec:
     return KiviBlocks(4, 8) if request.param == "kivi" else cachegen()
 
 
@@ -75,7 +75,7 @@ def test_cachegen_blocks_hold_what_was_quantized(level: int) -> None:
     assert torch.equal(first.decode(block), torch.cat(parts, 3)[:, :, 0])
 
 
-def test_blocks_that_are_cut_or_altered_are_refused(blocks: Blocks) -> None:
+def test_blocks_that_are_cut_or_altered_are_refused(blocks: BlockCodec) -> None:
     block = blocks.encode(chunk(18))
     for size in (0, 3, _HEAD.size, len(block) // 2, len(block) - 1):
         with pytest.raises(BlockError, match="truncated"):
@@ -87,7 +87,7 @@ def test_blocks_that_are_cut_or_altered_are_refused(blocks: Blocks) -> None:
             blocks.decode(bytes(changed))
 
 
-def test_forged_blocks_are_refused_with_one_error(blocks: Blocks) -> None:
+def test_forged_blocks_are_refused_with_one_error(blocks: BlockCodec) -> None:
     block, drawn, refused = blocks.encode(chunk(18)), random.Random(0), 0
     for _ in range(60):
         content = bytearray(block[:-16])
@@ -144,7 +144,7 @@ def finished(query: Any, task: int) -> bool:
 
 
 def test_a_chunk_goes_through_the_processor_of_lmcache(
-    theirs: Any, blocks: Blocks, tmp_path: Path
+    theirs: Any, blocks: BlockCodec, tmp_path: Path
 ) -> None:
     assert lmcache.register() == lmcache.register() == ["diffcache-kivi", "diffcache-cachegen"]
     settings: dict[str, Any] = {"bits": 4, "group": 8}

@@ -58,7 +58,7 @@ def test_training_lowers_what_the_memory_loses() -> None:
         plan = TopK(recent=2)(rows.scores(seen, seed), torch.full((1, 2), 6), seen)
         drawn = torch.Generator().manual_seed(seed)
         later = Query(torch.randn(1, 4, 8, 4, generator=drawn, dtype=torch.float64), 16, 0.5)
-        samples.append(lococo.Sample(seen, plan, later))
+        samples.append(lococo.MixSample(seen, plan, later))
     start = lococo.fresh(1, 4, 9, taps=3)
     before = [float(lococo.loss(ConvolutionMerge(start, 2), each)) for each in samples]
     seen_losses: list[float] = []
@@ -146,7 +146,7 @@ def test_tokens_that_are_taken_back_leave_no_score() -> None:
 
 def test_targets_are_the_largest_logits_of_the_answer() -> None:
     q, k, v = drawn(7)
-    found = locret.targets(locret.Sample(0, q, k, v, 4, 0.5))
+    found = locret.targets(locret.RetainCase(0, q, k, v, 4, 0.5))
     for h in range(2):
         for s in range(4):
             wanted = max(
@@ -157,7 +157,7 @@ def test_targets_are_the_largest_logits_of_the_answer() -> None:
 
 def test_loss_is_smooth_l1_and_the_differences_of_neighbors() -> None:
     q, k, v = drawn(7)
-    sample = locret.Sample(0, q, k, v, 4, 0.5)
+    sample = locret.RetainCase(0, q, k, v, 4, 0.5)
     scores = HEADS(q[:, :, :4], k[:, :, :4], v[:, :, :4], 0)
     off = (scores - locret.targets(sample)).abs()
     near = torch.where(off < 1, off.square() / 2, off - 0.5).mean()
@@ -166,7 +166,7 @@ def test_loss_is_smooth_l1_and_the_differences_of_neighbors() -> None:
 
 
 def test_training_lowers_the_loss() -> None:
-    samples = [locret.Sample(0, *drawn(10, seed), 6, 0.5) for seed in range(2)]
+    samples = [locret.RetainCase(0, *drawn(10, seed), 6, 0.5) for seed in range(2)]
     trained = locret.train(HEADS, samples, steps=80, rate=0.02)
     for sample in samples:
         assert locret.loss(trained, sample) < 0.5 * locret.loss(HEADS, sample)

@@ -37,7 +37,7 @@ def test_training_lowers_the_error_of_every_layer_and_goes_on_where_it_stopped(m
     def report(number: int, bases: learn.Bases, errors: list[float]) -> None:
         reports[number] = errors
 
-    how = learn.Fit(12, 16, steps=60, rate=3e-3, batch=64)
+    how = learn.BasisFit(12, 16, steps=60, rate=3e-3, batch=64)
     bases = learn.fit(projections, inputs, how, report=report)
     for key_before, key_after, value_before, value_after in reports.values():
         assert key_after < 0.98 * key_before and value_after < 0.98 * value_before
@@ -53,7 +53,7 @@ def test_full_bases_are_stock(model: Any) -> None:
     detach(model)
     projections, inputs = noted(model)
     want = stock(model, prompts())
-    full = learn.fit(projections, inputs, learn.Fit(32, steps=0))
+    full = learn.fit(projections, inputs, learn.BasisFit(32, steps=0))
     same(shortly(model, cache_for(model, cskv(full, recent=4)), prompts()), want, 2e-3)
     all_heads = heads.fit(projections, inputs, 2, 2)
     same(shortly(model, cache_for(model, kv_heads(all_heads)), prompts()), want, 2e-3)
