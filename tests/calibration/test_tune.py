@@ -24,7 +24,7 @@ from diffcache.errors import AttachError, TablesError
 from diffcache.features.combine import reuse_of
 from diffcache.features.tuned import Guarantee
 from diffcache.offline.tune.guarantee import certify, most_strayed, samples_needed
-from diffcache.offline.tune.search import Search, SearchGoal, front_of
+from diffcache.offline.tune.search import Goal, Search, front_of
 from diffcache.offline.tune.space import (
     LEFT_OUT,
     additions,
@@ -171,7 +171,7 @@ def searched(landscape, goal, trials=60):
 @pytest.mark.parametrize("psnr", [33.0, 35.0, 37.5, 40.0, 45.0])
 def test_a_search_for_a_psnr_finds_the_least_number_of_steps(psnr):
     landscape = Landscape()
-    search, method, trial = searched(landscape, SearchGoal(psnr=psnr))
+    search, method, trial = searched(landscape, Goal(psnr=psnr))
     least = next(count for count in range(1, 20) if landscape.best(count) >= psnr)
     assert trial.psnr_db >= psnr and len(steps_listed(method, 20)) == least
     assert "no trials were left" not in search.skipped.values()
@@ -182,7 +182,7 @@ def test_a_search_for_a_psnr_finds_the_least_number_of_steps(psnr):
         cheapest = min(cheapest, cost if decibels >= psnr else math.inf)
 
 
-@pytest.mark.parametrize("goal", [SearchGoal(speedup=4.0), SearchGoal(seconds=0.4)])
+@pytest.mark.parametrize("goal", [Goal(speedup=4.0), Goal(seconds=0.4)])
 @pytest.mark.parametrize("forecast", [Reuse(), Newton(2)])
 def test_a_search_for_a_speed_finds_the_best_schedule_and_forecast(goal, forecast):
     landscape = Landscape({repr(forecast): 3.0}, refused=("module",))
@@ -200,7 +200,7 @@ def test_a_search_for_a_speed_finds_the_best_schedule_and_forecast(goal, forecas
 
 def test_little_budget_goes_where_neighbors_did_best_and_the_rest_is_named():
     landscape = Landscape({repr(Newton(2)): 6.0})
-    search, method, _ = searched(landscape, SearchGoal(speedup=4.0), trials=28)
+    search, method, _ = searched(landscape, Goal(speedup=4.0), trials=28)
     assert search.runs == 56 and method.instead == Newton(2)
     left = [kind for kind, why in search.skipped.items() if why == "no trials were left"]
     assert left and not any("Newton(order=2" in kind for kind in left)
@@ -216,7 +216,7 @@ def test_half_of_the_looks_goes_on_and_a_trial_that_is_behind_is_stopped():
             each = [30.0 + methods.index(method) + 0.1 * place for place in range(2)]
             return Trial(repr(method), 0.2, each[0], each[0], each[0], 1.0, 2, each)
 
-    search = Search(Flat(), SearchGoal(speedup=2.0), [0, 1, 2, 3], 100)
+    search = Search(Flat(), Goal(speedup=2.0), [0, 1, 2, 3], 100)
     search._spend(1)
     for method in methods:
         search._glance_at(method)
@@ -235,11 +235,11 @@ def test_half_of_the_looks_goes_on_and_a_trial_that_is_behind_is_stopped():
     assert not search._is_lost(replace(worse, each=noisy), best)
     assert not search._is_lost(replace(worse, each=noisy[:2]), best)  # too few to tell
 
-    sure = Search(Flat(), SearchGoal(psnr=35.0, confidence=0.75), [0, 1], 1)
+    sure = Search(Flat(), Goal(psnr=35.0, confidence=0.75), [0, 1], 1)
     eight = replace(best, each=[36.0] * 8)
     assert not sure._is_lost(replace(best, each=[34.0, 34.0]), eight)
     assert sure._is_lost(replace(best, each=[34.0, 34.0, 34.0]), eight)
-    close = Search(Flat(), SearchGoal(psnr=35.0), [0, 1], 1)
+    close = Search(Flat(), Goal(psnr=35.0), [0, 1], 1)
     assert not close._is_lost(replace(best, each=[35.5] * 3), eight)
     assert close._is_lost(replace(best, each=[34.5] * 3), eight)
 
@@ -253,8 +253,8 @@ def test_ranks_fronts_and_moves():
     )  # fmt: skip
     assert front_of([close, worse, cheap]) == [cheap, close]
     for goal, best in (
-        (SearchGoal(speedup=4.0), cheap), (SearchGoal(speedup=2.0), close), (SearchGoal(psnr=35.0), close),
-        (SearchGoal(seconds=1.5), cheap),
+        (Goal(speedup=4.0), cheap), (Goal(speedup=2.0), close), (Goal(psnr=35.0), close),
+        (Goal(seconds=1.5), cheap),
     ):  # fmt: skip
         assert max((cheap, close, worse), key=goal.rank) is best
     assert set(moves((0, 2, 3), 5)) == {(0, 1, 3), (0, 2, 4)}
@@ -379,11 +379,11 @@ def test_samples_may_be_scored_by_lpips_or_by_a_judge(monkeypatch):
     assert name == _name(above(1)) != _name(above(2)) and held
     assert _name(lambda a, b: a > 1) != _name(lambda a, b: a > 2) and _name(None) == ""
 
-    goal = SearchGoal(right=True, confidence=0.75)
+    goal = Goal(right=True, confidence=0.75)
     trial = Trial("m", 0.5, 30.0, 29.0, 31.0, 1.0, 4, [30.0] * 4, [0.0, 1.0, 1.0, 1.0])
-    assert goal.met(trial) and not SearchGoal(right=True, confidence=0.8).met(trial)
-    assert SearchGoal(lpips=0.2).met(replace(trial, scores=[-0.3, -0.1, -0.2, -0.2]))
-    assert not SearchGoal(lpips=0.1).met(replace(trial, scores=[-0.3, -0.1, -0.2, -0.2]))
+    assert goal.met(trial) and not Goal(right=True, confidence=0.8).met(trial)
+    assert Goal(lpips=0.2).met(replace(trial, scores=[-0.3, -0.1, -0.2, -0.2]))
+    assert not Goal(lpips=0.1).met(replace(trial, scores=[-0.3, -0.1, -0.2, -0.2]))
     assert "at most 0.1 LPIPS" in str(Guarantee(-0.1, 0.9, 9, 0, 1, "lpips"))
     assert "judged right wherever" in str(Guarantee(1.0, 0.9, 9, 0, 1, "right"))
     for wrong, message in (
@@ -392,7 +392,7 @@ def test_samples_may_be_scored_by_lpips_or_by_a_judge(monkeypatch):
         ({"lpips": -0.1}, "lpips=-0.1: must be above 0"),
     ):
         with pytest.raises(ValueError, match=message):
-            SearchGoal(**wrong)
+            Goal(**wrong)
 
 
 def test_a_new_prompt_strays_as_rarely_as_is_certified_and_one_of_another_kind_more_often():

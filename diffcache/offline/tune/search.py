@@ -37,7 +37,7 @@ Tried = dict[str, tuple[Method, Trial]]
 
 
 @dataclass(frozen=True)
-class SearchGoal:
+class Goal:
     """Goal of a search; one of all but the last.
 
     Attributes:
@@ -138,7 +138,7 @@ class Search:
     """
 
     bench: Trials
-    goal: SearchGoal
+    goal: Goal
     batches: list[int]
     trials: int
     progress: Callable[[int, int, str], None] | None = None

@@ -27,7 +27,7 @@ from diffcache.offline.calibrate import BATCH_SIZE, CollectPlan, calibrate, head
 from diffcache.offline.tracing import batches_of
 from diffcache.offline.tune import space
 from diffcache.offline.tune.guarantee import certify, most_strayed, samples_needed
-from diffcache.offline.tune.search import BEST, Search, SearchGoal, Tried, front_of
+from diffcache.offline.tune.search import BEST, Goal, Search, Tried, front_of
 from diffcache.offline.tune.trial import Score, Trial, Trials
 from diffcache.step import Site
 from diffcache.targets import check_free, denoisers_of
@@ -105,7 +105,7 @@ def tune(
         >>> best = diffcache.tune(pipe, prompts, speedup=3.0)  # doctest: +SKIP
         >>> pipe = diffcache.wrap(pipe, best)  # doctest: +SKIP
     """
-    goal = SearchGoal(speedup, psnr, seconds, lpips, right is not None, confidence)
+    goal = Goal(speedup, psnr, seconds, lpips, right is not None, confidence)
     check_int("trials", trials, 1)
     score = _score(lpips, right)
     plan = _plan(prompts, settings, 1 if goal.confidence is not None else BATCH_SIZE)
