@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from diffcache.kernels.dispatch import define
+from diffcache.kernels.dispatch import define, turned_off
 from diffcache.kernels.quantize import _restored
 
 BLOCK = 256  # queries of a head whose logits plain PyTorch holds at once
@@ -70,6 +70,8 @@ def takes(
     """
     parts = [*_apart(k)[:2], *_apart(v)[:2], turns, slots, mask]
     if not (MASS if v is None else FORWARD).takes(q, *parts):  # on a CPU this is the shortest way
+        return False
+    if FORWARD.off or FORWARD.name in turned_off():
         return False
     for held in (k, v):
         if held is None:
