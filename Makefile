@@ -17,7 +17,7 @@ SITE := $(VENV)/.site
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 
-.PHONY: help demo test test-lowest lint types fix bench figures build models docs site gpu-test gpu-bench clean
+.PHONY: help demo test test-lowest lint types fix bench records figures build models docs site gpu-test gpu-bench clean
 
 help: ## Show this list; ARGS="..." is passed on to the command a target runs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -64,6 +64,9 @@ fix: $(READY) ## Repair style and formatting
 
 bench: $(READY) ## Measure what caching itself costs: skipped steps, KV caches
 	$(BIN)/python -m diffcache.eval.workshop.bench $(ARGS)
+
+records: $(PEERS) ## Make a part of each record again whose code has changed, and stamp it (minutes)
+	$(BIN)/python -m diffcache.eval.workshop.records $(ARGS)
 
 figures: $(PEERS) ## Draw the table of methods of every shipped model again (hours; ARGS=model for one)
 	$(if $(ARGS),,$(BIN)/python -m diffcache.eval.workshop.shipped.kontext)

@@ -21,11 +21,10 @@ import diffcache
 from diffcache.files import write_json
 
 Row = dict[str, Any]
-Pair = tuple[list[Any], list[Any]]  # values in a record, and the same samples' values made now
 Progress = Callable[[int, int, str], None]
 SCHEMA = 1
 ROOT = Path(__file__).resolve().parents[1]
-_CODE = ("diffcache", "kernels", "pipelines", "eval")  # records and pages may change meanwhile
+CODE = ("diffcache", "kernels", "pipelines", "eval")  # records and pages may change meanwhile
 FOLDER = ROOT / "assets" / "bench"
 _FIELDS: dict[str, Any] = {
     "schema": int, "benchmark": str, "versions": dict, "device": str, "threads": int, "dtype": str,
@@ -187,7 +186,7 @@ def commit() -> str | None:
         if Path(git("rev-parse", "--show-toplevel")).resolve() != ROOT:
             return None
         commit = git("rev-parse", "--short=12", "HEAD")
-        changed = git("status", "--porcelain", "--", *_CODE)
+        changed = git("status", "--porcelain", "--", *CODE)
     except (OSError, subprocess.CalledProcessError):
         return None
     return f"{commit}+" if changed else commit

@@ -1,7 +1,8 @@
 """Every committed record says how it is made again: command, commit of clean code, seed, versions.
 
 A training is made again by its command alone, which names the seed: its record goes with the
-weights that it made and is not drawn again when the code moves on.
+weights that it made and is not drawn again when the code moves on. Every other record that a part
+can be made of again has a stamp that holds (`eval/workshop/records.py`).
 """
 
 import json
@@ -11,8 +12,12 @@ from pathlib import Path
 
 import pytest
 
+import diffcache
 from diffcache.eval import record
 from diffcache.eval.record import FOLDER, ROOT
+from diffcache.eval.workshop import again, reached, records
+from diffcache.features.taylorseer import TaylorSeer
+from diffcache.step import Step
 
 FILES = [*sorted(FOLDER.glob("*.json")), ROOT / "docs" / "demo.json"]
 MEASURED = [file for file in FILES if not file.stem.endswith("-training")]
@@ -33,11 +38,73 @@ def test_record_names_command_seed_and_versions(file: Path) -> None:
 def test_measurement_names_schema_device_and_a_clean_commit(file: Path) -> None:
     found = json.loads(file.read_text(encoding="utf-8"))
     assert found["schema"] and found["device"] and found["threads"] >= 1
-    assert re.fullmatch(r"[0-9a-f]{12}", found["commit"])
+    commit, _, where = found["commit"].partition(", ")
+    assert re.fullmatch(r"[0-9a-f]{12}", commit)
+    assert records.known(commit) or where == "before the history kept here"
     module = re.match(r"python -m (diffcache\.\S+)", found["command"])
     if module is not None:  # a command that moved cannot be run
         path = ROOT / Path(*module[1].split("."))
         assert path.with_suffix(".py").exists() or (path / "__main__.py").exists()
+
+
+@pytest.mark.parametrize("name", [n for n in records.names() if records.stamp_of(n).exists()])
+def test_what_a_record_depends_on_has_not_changed(name: str) -> None:
+    why = records.why_stale(name)
+    assert not why, f"{name} {why}; run: python -m diffcache.eval.workshop.records {name}"
+
+
+def test_every_record_can_be_made_again_or_is_of_times_of_this_release() -> None:
+    made = {file.stem for file in MEASURED}
+    assert made == {*records.names(), *again.NOT_MADE}
+    for name in again.NOT_MADE:
+        found = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+        assert found["versions"]["diffcache"] == diffcache.__version__, f"measure {name} again"
+
+
+# What changes in a file -> whether the picture of the demo, drawn with TaylorSeer, depends on it.
+MUTATIONS = {
+    ("diffcache/features/parts/instead.py", "distance**power / math", "distance * power / math"): 1,
+    ("diffcache/features/taylorseer.py", "start=self.warmup - 1", "start=self.warmup"): 1,
+    ("diffcache/features/taylorseer.py", "    order: int = 1", "    order: int = 2"): 1,
+    ("diffcache/features/taylorseer.py", "Compute one step in", "Run one step in"): 0,
+    ("kernels/forecast.py", "total = base + total", "total = base - total"): 1,
+    ("kernels/forecast.py", "in plain PyTorch", "by torch"): 0,
+    ("kernels/forecast.py", "total = gate * total", "total = gate * total  # of all"): 0,
+    ("kernels/forecast.py", "def _sum_like(", "def _sum_as("): 0,  # only compiled models run it
+}
+
+
+def test_arithmetic_makes_a_record_stale_and_words_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = json.loads(records.stamp_of("demo").read_text(encoding="utf-8"))["code"]
+    assert not reached.changed({name: code[name] for name, _, _ in MUTATIONS})
+    monkeypatch.setattr(reached, "ROOT", tmp_path)
+    for (name, before, after), is_stale in MUTATIONS.items():
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert before in text
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text.replace(before, after), encoding="utf-8")
+        forget()
+        assert reached.changed({name: code[name]}) == [name] * is_stale, (before, after)
+    forget()
+
+
+def forget() -> None:
+    """Read files again."""
+    reached.tables.cache_clear()
+    reached._hash.cache_clear()
+
+
+def test_functions_that_run_are_reached_with_what_they_name() -> None:
+    found = reached.Reached()
+    with found:
+        when = TaylorSeer(every=3).parts().when
+        when.should_compute(when.init(), Step(3), None)
+    names = {file: said.split()[1:] for file, said in found.definitions().items()}
+    assert {"TaylorSeer", "TaylorSeer.parts"} <= set(names["diffcache/features/taylorseer.py"])
+    assert "Every.should_compute" in names["diffcache/features/parts/when.py"]
+    assert "diffcache/features/teacache.py" not in names
 
 
 def test_a_commit_is_marked_where_the_code_is_changed_and_only_there(

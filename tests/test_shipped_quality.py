@@ -13,6 +13,7 @@ import torch
 from diffcache.eval import record as records
 from diffcache.eval.metrics.intervals import share_interval
 from diffcache.eval.runs.task import directory_sha256
+from diffcache.eval.workshop.again import again_of
 from diffcache.eval.workshop.shipped import cards, quality
 from diffcache.eval.workshop.small.stickers import caption, draw_scenes, render
 from diffcache.pipelines.shipped_models import MODELS
@@ -54,9 +55,9 @@ def test_a_record_says_how_it_is_made_again(monkeypatch: pytest.MonkeyPatch) -> 
     assert record["command"].endswith("quality sticker-dit --samples 3 --seed 7")
     assert record["seed"] == 7 and record["commit"]
     (row,) = record["rows"]
-    pairs = quality.again(record, row, 0.6, 1)
-    assert [len(made) for _, made in pairs.values()] == [2]
-    assert all(kept == made for kept, made in pairs.values())
+    (made,) = again_of("sticker-dit-quality")(record, [row], 0.6, 1)
+    assert made.holds and torch.equal(made.now, made.kept) and len(made.now) == 2
+    assert not replace(made, kept=~made.kept).holds
     assert row["name"] == "2 steps" and row["quality"]["whole_right"]["n"] == 3
 
 

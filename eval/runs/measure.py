@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from diffcache.eval.metrics import lite
+from diffcache.eval.record import values as plain
 from diffcache.eval.report.write import write_report
 from diffcache.eval.runs import record as records
 from diffcache.eval.runs import score
@@ -25,6 +26,7 @@ from diffcache.eval.runs.task import Case, digest
 from diffcache.eval.samples.clips import read_clip, write_preview
 from diffcache.files import write_json
 
+_VALUES = 1024  # most samples of which a record keeps every value
 _PREVIEWS = 3  # films of every case that a report plays
 
 
@@ -156,7 +158,11 @@ def _row(
     values = base if mine is uncached else score.values(mine, uncached, drawn.networks)
     real = records.reference_name(run), run.real and run.real.identity
     parts = [mine.content, uncached.content, drawn.networks.identity, real]
-    measured: dict[str, Any] = {"fidelity": {}, "samples": {"count": len(mine.ids)}}
+    shown = {key: values[key] for key in values if key == "psnr_db" or key.startswith("reward_")}
+    measured: dict[str, Any] = {
+        "fidelity": {}, "samples": {"count": len(mine.ids)},
+        "values": {key: plain(each) for key, each in shown.items() if len(each) <= _VALUES},
+    }  # fmt: skip
     if mine is not uncached:
         measured["fidelity"], measured["samples"] = score.fidelity(values, mine.ids)
     measured["quality"] = remember(

@@ -12,6 +12,7 @@ that the mean of what was shown leads into the obstacle.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -115,10 +116,14 @@ class Reach:
 
     Args:
         scenes: Scenes of the episodes: places of start, goal and obstacles.
+        numbers: Numbers of the episodes that run, None for all; the others keep their place, and
+            with it their noise.
     """
 
-    def __init__(self, scenes: Scenes) -> None:
+    def __init__(self, scenes: Scenes, numbers: Sequence[int] | None = None) -> None:
         self.scenes = scenes
+        self.chosen = torch.full((len(scenes),), numbers is None)
+        self.chosen[list(numbers or ())] = True
         self.position = scenes.start.clone()
         self.past = scenes.start.clone()
         self.touched = torch.zeros(len(scenes), dtype=torch.bool)
@@ -129,7 +134,7 @@ class Reach:
     @property
     def running(self) -> Tensor:
         """Mask of the episodes that are not over, bool `[E]`."""
-        return ~(self.touched | self.succeeded) & (self.time < TIME)
+        return self.chosen & ~(self.touched | self.succeeded) & (self.time < TIME)
 
     def observe(self) -> Tensor:
         """Return the readings at the last two positions, `[E, OBSERVED, OBSERVATION]` float32."""

@@ -7,6 +7,7 @@ was chosen on seed 1; the record is of seed 0.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from diffcache.eval.metrics.intervals import share_interval
-from diffcache.eval.record import Setting
+from diffcache.eval.record import Setting, values
 from diffcache.eval.workshop.small.sticker_judge import LEAST_LIKENESS, fit, likeness
 from diffcache.eval.workshop.small.stickers import (
     GROUNDS,
@@ -117,10 +118,10 @@ def soften(picture: Pixels, rng: np.random.Generator) -> NDArray[np.uint8]:
     return to_bytes((blurred + noise)[0].permute(1, 2, 0).double().numpy())
 
 
-def likenesses(kind: str, count: int, seed: int) -> NDArray[np.float64]:
-    """Return the likeness of objects of a kind, [count]."""
+def likenesses(kind: str, numbers: Sequence[int], seed: int) -> NDArray[np.float64]:
+    """Return the likeness of objects of a kind, each drawn by its number, [N]."""
     found = []
-    for number in range(count):
+    for number in numbers:
         rng = np.random.default_rng([seed, list(KINDS).index(kind), number])
         sticker, picture = draw(kind, rng)
         guess = replace(
@@ -147,9 +148,10 @@ def measure(setting: Setting, *, samples: int = 200, seed: int = 0) -> dict[str,
     for number, (kind, about) in enumerate(KINDS.items()):
         if setting.progress is not None:
             setting.progress(number, len(KINDS), kind)
-        values = likenesses(kind, samples, seed)
-        taken = share_interval(torch.from_numpy(values >= LEAST_LIKENESS))
-        cuts = np.quantile(values, (0.05, 0.5, 0.95)).round(3).tolist()
-        rows.append({"name": kind, "about": about, "taken": taken.to_dict(), "likeness": cuts})
+        found = likenesses(kind, range(samples), seed)
+        taken = torch.from_numpy(found >= LEAST_LIKENESS)
+        cuts = np.quantile(found, (0.05, 0.5, 0.95)).round(3).tolist()
+        rows.append({"name": kind, "about": about, "taken": share_interval(taken).to_dict(),
+                     "likeness": cuts, "values": values(taken)})  # fmt: skip
     return {"shapes": {"device": "cpu", "least_likeness": LEAST_LIKENESS, "samples": samples},
             "rounds": 1, "seed": seed, "rows": rows}  # fmt: skip

@@ -7,7 +7,8 @@ wrong and methods stand in the published order. Prompts, noise and judge are the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch import Tensor
 
 import diffcache
 from diffcache.eval.metrics.intervals import metric_interval, share_change, share_interval
-from diffcache.eval.record import ROOT, Setting
+from diffcache.eval.record import ROOT, Setting, values
 from diffcache.eval.runs.task import directory_sha256
 from diffcache.eval.workshop.parts import Parts
 from diffcache.eval.workshop.shipped.draw import draw_stickers
@@ -181,10 +182,43 @@ def measure(
     }  # fmt: skip
 
 
-def _draw(pipe: FluxPipeline, texts: list[str], steps: int = STEPS) -> NDArray[np.uint8]:
-    return draw_stickers(
-        pipe, texts, steps=steps, seeds=range(1000 * SEED, 1000 * SEED + len(texts))
-    )
+def again(
+    record: Mapping[str, Any], row: Mapping[str, Any], numbers: Sequence[int]
+) -> dict[str, Tensor]:
+    """Draw some pictures of a row of a record again; return right ones and PSNR of each."""
+    pipe, texts, base = _uncached(record["shapes"]["samples"], tuple(numbers))
+    pictures = base
+    if row["method"] == FEWER:
+        pictures = _draw(pipe, texts, row["steps"], numbers)
+    elif row["method"] != UNCACHED:
+        ratios = record["residuals"]["ratio"]
+        with diffcache.wrapped(pipe, methods(ratios)[row["method"]](row["factor"])):
+            pictures = _draw(pipe, texts, numbers=numbers)
+    right = {"whole_right": torch.tensor(_right(texts, pictures))}
+    return right if row["method"] == UNCACHED else {"psnr_db": _psnr(pictures, base), **right}
+
+
+@cache
+def _uncached(
+    samples: int, numbers: tuple[int, ...]
+) -> tuple[FluxPipeline, list[str], NDArray[np.uint8]]:
+    """Return the pipeline, some of the sentences, and their uncached pictures."""
+    pipe, every = sticker_flux.load(), held_out_captions(samples, SEED)
+    texts = [every[number] for number in numbers]
+    return pipe, texts, _draw(pipe, texts, numbers=numbers)
+
+
+def _draw(
+    pipe: FluxPipeline, texts: list[str], steps: int = STEPS, numbers: Sequence[int] | None = None
+) -> NDArray[np.uint8]:
+    chosen = range(len(texts)) if numbers is None else numbers
+    seeds = [1000 * SEED + number for number in chosen]
+    return draw_stickers(pipe, texts, steps=steps, seeds=seeds)
+
+
+def _psnr(pictures: NDArray[np.uint8], base: NDArray[np.uint8]) -> Tensor:
+    mine, theirs = (torch.from_numpy(each).permute(0, 3, 1, 2) for each in (pictures, base))
+    return psnr(mine, theirs)
 
 
 def _right(texts: list[str], pictures: NDArray[np.uint8]) -> list[bool]:
@@ -195,11 +229,11 @@ def _compared(
     texts: list[str], pictures: NDArray[np.uint8], base: NDArray[np.uint8], right: list[bool]
 ) -> dict[str, Any]:
     """Return the PSNR to uncached pictures, the share of right ones, and how much it changed."""
-    mine, theirs = (torch.from_numpy(each).permute(0, 3, 1, 2) for each in (pictures, base))
-    whole = torch.tensor(_right(texts, pictures))
+    whole, close = torch.tensor(_right(texts, pictures)), _psnr(pictures, base)
     return {
-        "psnr_db": metric_interval("psnr_db", psnr(mine, theirs)).to_dict(),
+        "psnr_db": metric_interval("psnr_db", close).to_dict(),
         "whole_right": share_interval(whole).to_dict(),
+        "values": {"psnr_db": values(close), "whole_right": values(whole)},
         "whole_right_change": share_change(torch.tensor(right), whole).to_dict(),
     }
 

@@ -17,7 +17,7 @@ import diffcache
 from diffcache.eval.cost.interleave import Call, Turn, summary
 from diffcache.eval.cost.interleave import measure as take_turns
 from diffcache.eval.metrics.intervals import share_change, share_interval
-from diffcache.eval.record import Progress, Setting
+from diffcache.eval.record import Progress, Setting, values
 from diffcache.eval.workshop.dllm.rows import Row
 from diffcache.eval.workshop.parts import Parts
 from diffcache.eval.workshop.small.chain import HELD_OUT, WORLDS, ChainBatch, draw, is_exact
@@ -204,6 +204,7 @@ def measure_model(
         made.append({
             "name": row.name, "policy": row.policy, "role": row.role, "against": row.against,
             "threshold": row.threshold, "exact_match": share_interval(hits[row.name]).to_dict(),
+            "values": values(hits[row.name]),
             "change": None if row.against == row.name else lost.to_dict(),
             **{f"batch_{size}": told[row.name] for size, told in times.items()},
         })  # fmt: skip

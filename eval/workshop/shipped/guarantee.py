@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -42,8 +43,17 @@ def captions(count: int, objects: int, seed: int) -> list[str]:
     return list(said)
 
 
-def closeness(texts: list[str], steps: int, seed: int) -> tuple[NDArray[np.float64], list[float]]:
-    """Return the PSNR in dB of every prompt with every setting [N, K], and costs of settings."""
+def closeness(
+    texts: list[str], steps: int, seed: int, numbers: Sequence[int] | None = None
+) -> tuple[NDArray[np.float64], list[float]]:
+    """Return the PSNR in dB of prompts with every setting [N, K], and costs of settings.
+
+    Args:
+        texts: The prompts.
+        steps: Sampling steps.
+        seed: Seed of the first prompt's noise.
+        numbers: Numbers of the prompts that are drawn; all where none are given.
+    """
     pipe = sticker_flux.load()
     call = {**sticker_flux.CALL, "num_inference_steps": steps}
     bench = Trials(pipe, [[text] for text in texts], seed, call)
@@ -51,7 +61,7 @@ def closeness(texts: list[str], steps: int, seed: int) -> tuple[NDArray[np.float
     with progress("settings") as show:
         for number, method in enumerate(LADDER):
             show(number, len(LADDER), repr(method))
-            trial = bench.measure(method, list(range(len(texts))))
+            trial = bench.measure(method, range(len(texts)) if numbers is None else numbers)
             rows.append(trial.each)
             costs.append(trial.cost)
     return np.array(rows).T, costs

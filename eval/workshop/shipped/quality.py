@@ -32,7 +32,7 @@ from diffcache.command import Seed, Threads, script
 from diffcache.dllm import Schedule
 from diffcache.eval.metrics.bootstrap import mean_interval
 from diffcache.eval.metrics.intervals import share_interval
-from diffcache.eval.record import FOLDER, Pair, Row, Setting, check, envelope, some, values
+from diffcache.eval.record import FOLDER, Row, Setting, check, envelope, values
 from diffcache.eval.runs.task import directory_sha256
 from diffcache.eval.workshop.shipped.draw import (
     draw_pictures,
@@ -190,27 +190,13 @@ def _of_streams(pipe: Any, chunks: int, samples: int, seed: int, numbers: Number
     return {WHOLE: right[:, -1], "frame_right": right, "right_after_a_second": right[:, 0]}
 
 
-class _Some(reach.Reach):
-    """Episodes of which only some run; the others keep their place, and with it their noise."""
-
-    def __init__(self, scenes: reach.Scenes, numbers: Numbers) -> None:
-        super().__init__(scenes)
-        self.chosen = torch.zeros(len(scenes), dtype=torch.bool)
-        self.chosen[list(numbers)] = True
-
-    @property
-    def running(self) -> Tensor:
-        """Mask of the chosen episodes that are not over, bool `[E]`."""
-        return super().running & self.chosen
-
-
 def _of_reach(pipe: Any, steps: int, samples: int, seed: int, numbers: Numbers) -> Outcomes:
     """Judge half of the episodes with the seed, half with the next: scenes of one may be easy."""
     halves, first = [], samples - samples // 2
     for half, count in enumerate((first, samples // 2)):
         scenes = reach.draw_scenes(count, reach.HELD_OUT + seed + half)
         own = [n - half * first for n in numbers if (n >= first) == bool(half)]
-        episodes = _Some(scenes, own)
+        episodes = reach.Reach(scenes, own)
         rollout(pipe, episodes, num_inference_steps=steps, seed=seed + half)
         halves.append((episodes.succeeded[own], episodes.touched[own]))
     right, touched = (torch.cat(column) for column in zip(*halves, strict=True))
@@ -381,30 +367,19 @@ def values_of(outcomes: Outcomes) -> dict[str, Any]:
     return {key: values(each) for key, each in kept.items() if each[0].numel() <= _QUESTIONS}
 
 
-def again(record: Mapping[str, Any], row: Row, share: float, seed: int) -> dict[str, Pair]:
-    """Make a seeded part of the samples of a row again.
+def again(record: Mapping[str, Any], row: Row, numbers: Numbers) -> Outcomes:
+    """Make some samples of a row again; of streams, the beginning.
 
     Args:
         record: Record that `measure` returned.
         row: One of its rows.
-        share: Share of the samples, 0 to 1.
-        seed: Seed of their choice.
-
-    Returns:
-        Values in the record, and those made now, by outcome.
+        numbers: Numbers of the samples.
     """
     model = QUALITIES[record["shapes"]["model"]]
     (steps,) = [one for one in model.steps if _about(model, one).items() <= row.items()]
-    numbers = some(row["samples"], share, seed)
     made = model.measure(model.load(), steps, row["samples"], record["seed"], numbers)
-    found, kept = values_of(made), row["values"]
-    if model.unit == "chunks":  # the beginning of all streams
-        return {
-            "frame_right": ([said[: len(now)] for said, now in zip(
-                kept["frame_right"], found["frame_right"], strict=True)], found["frame_right"])
-        }  # fmt: skip
-    return {key: ([kept[key][number] for number in numbers], list(found[key])) for key in found
-            if key in kept}  # fmt: skip
+    only = ("frame_right",) if model.unit == "chunks" else made
+    return {key: made[key] for key in only if len(made[key]) == len(made[WHOLE])}
 
 
 def _about(model: Model, steps: Any) -> dict[str, int]:

@@ -9,7 +9,7 @@ same noise.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -77,8 +77,9 @@ class Policy(Subject):
 
     def __init__(
         self, directory: Path = reach.DIRECTORY, episodes: int = 256, seed: int = 0,
-        steps: int = 100, seeds: int = 2,
+        steps: int = 100, seeds: int = 2, numbers: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
+        self.numbers = list(range(episodes) if numbers is None else numbers)
         self.directory, self.seeds = directory, range(seed, seed + seeds)
         source = f"held-out scenes of {seeds} seeds"
         self.about = {
@@ -135,11 +136,12 @@ class Policy(Subject):
         """
         actions, succeeded = [], []
         for seed in self.seeds:
-            episodes = reach.Reach(reach.draw_scenes(self.episodes, reach.HELD_OUT + seed))
-            noises = [torch.Generator().manual_seed(number) for number in range(self.episodes)]
-            actions.append(pipe(episodes.observe(), self.steps, noises).actions)
+            scenes = reach.draw_scenes(self.episodes, reach.HELD_OUT + seed)
+            episodes = reach.Reach(scenes, self.numbers)
+            noises = [torch.Generator().manual_seed(number) for number in self.numbers]
+            actions.append(pipe(episodes.observe()[self.numbers], self.steps, noises).actions)
             rollout(pipe, episodes, num_inference_steps=self.steps, seed=seed)
-            succeeded.append(episodes.succeeded)
+            succeeded.append(episodes.succeeded[self.numbers])
         return Drawn({"success_rate": torch.cat(succeeded)}, torch.cat(actions))
 
 

@@ -1,0 +1,305 @@
+"""Make a part of the samples of a record again, by the code that made all of them.
+
+Samples are those of the record: the same prompts, the same noise. Where a record keeps a value for
+each sample, the two are compared one by one; older records keep an interval alone, and then the
+published number must lie in the interval of the part that was made again, or for a stamp within
+twice its width, as many numbers are looked at. A batch is one
+computation: a sample that is drawn beside others rounds otherwise, which moves a picture by some
+tenths of a dB, so that less is asked of those that are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import diffcache
+from diffcache.catalog import make_method
+from diffcache.eval.demo import Task as DemoTask
+from diffcache.eval.demo import compare
+from diffcache.eval.kv import recall, text_task
+from diffcache.eval.kv.peer import PREFIX, installed
+from diffcache.eval.kv.tables import weights_digest
+from diffcache.eval.kv.texts import TextModel
+from diffcache.eval.kv.words import parse_recipe, parse_row
+from diffcache.eval.methods import parse_method
+from diffcache.eval.metrics.bootstrap import mean_interval
+from diffcache.eval.metrics.intervals import share_interval
+from diffcache.eval.record import FOLDER, Row, Setting, some
+from diffcache.eval.runs.measure import evaluate
+from diffcache.eval.runs.progress import Progress
+from diffcache.eval.runs.sweep import read_sweep, read_values
+from diffcache.eval.workshop.bench import judge, telling
+from diffcache.eval.workshop.dllm import measure as dllm
+from diffcache.eval.workshop.dllm.rows import rows as dllm_rows
+from diffcache.eval.workshop.figures import REWARDS
+from diffcache.eval.workshop.shipped import guarantee, quality, reach
+from diffcache.eval.workshop.shipped.table import named
+from diffcache.eval.workshop.small.chain import HELD_OUT, WORLDS, draw, is_exact
+from diffcache.features.base import Method
+from diffcache.features.collect import Calibrated
+from diffcache.pipelines.small.recall import RecallBatch
+
+Record = Mapping[str, Any]
+SETTING = Setting(torch.device("cpu"))
+METHOD = "taylorseer"  # of the demo
+FEW = 2  # contexts of each recipe of many
+# How far values may be off on average, and what share of outcomes may differ, by whether the
+# samples were drawn in the batches of the record.
+WIDER = 1.0  # of the interval, on both sides together
+SLACK = {True: (0.05, 0.02), False: (0.3, 0.1)}
+
+
+@dataclass(frozen=True)
+class Made:
+    """Values of some samples of a published number, made again.
+
+    Attributes:
+        row: Name of its row.
+        key: Name of the number in the row.
+        published: The number with its interval, as the record has it.
+        now: Values made now, a number a sample, or an outcome for each of its questions.
+        kept: Values of the same samples in the record; None where it keeps none.
+        alike: Whether they were made in the batches of the record.
+    """
+
+    row: str
+    key: str
+    published: Mapping[str, Any]
+    now: Tensor
+    kept: Tensor | None = None
+    alike: bool = True
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Ends of the 95 % interval of what was made now."""
+        table = self.now if self.now.ndim == 1 or self.is_share else self.now.mean(1)
+        if self.is_share:
+            found = share_interval(table)
+        elif len(table) > 1:
+            found = mean_interval(table)
+        else:
+            return float(table), float(table)
+        return found.low, found.high
+
+    @property
+    def is_share(self) -> bool:
+        """Whether the values are outcomes."""
+        return self.now.dtype == torch.bool
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether values are the same, or the published number lies in the interval made now."""
+        low, high = self.interval
+        return self.holds if self.kept is not None else low <= self.published["value"] <= high
+
+    @property
+    def holds(self) -> bool:
+        """Whether the record still says what its code makes."""
+        if self.kept is None:
+            low, high = self.interval
+            spare = WIDER * (high - low) / 2  # many numbers of a record are looked at
+            return low - spare <= self.published["value"] <= high + spare
+        apart = self.kept.double() - self.now.double()
+        return bool(apart.abs().mean() <= SLACK[self.alike][self.is_share])
+
+
+Again = Callable[[Record, Sequence[Row], float, int], Iterator[Made]]
+
+
+def _read(kept: Any, numbers: Sequence[int]) -> Tensor | None:
+    """Return the values of samples that a record keeps, None where it keeps none."""
+    if kept is None:
+        return None
+    some_of = [kept[number] for number in numbers]
+    if isinstance(some_of[0], str):
+        flags = [[sign == "1" for sign in one.replace(" ", "")] for one in some_of]
+        return torch.tensor(flags).squeeze(1)
+    return torch.tensor(some_of, dtype=torch.float64)
+
+
+def _quality(record: Record, rows: Sequence[Row], share: float, seed: int) -> Iterator[Made]:
+    for row in rows:
+        numbers = some(row["samples"], share, seed)
+        found, kept = quality.again(record, row, numbers), row.get("values", {})
+        for key, now in found.items():
+            published = row["quality"].get(key)
+            if published is None or now.numel() == 0:
+                continue
+            before = _read(kept.get(key), numbers if len(now) == len(numbers) else range(len(now)))
+            if before is not None and before.ndim == 2:  # streams are made from their beginning
+                before = before[:, : now.shape[1]]
+            yield Made(row["name"], key, published, now, before, alike=False)
+
+
+def _methods(record: Record, rows: Sequence[Row], share: float, seed: int) -> Iterator[Made]:
+    """Draw the first batch of a sweep again: a batch is one computation."""
+    model = record["task"]["model"]
+    sweep = FOLDER / f"eval-{model}-methods.toml"
+    wanted = {name for row in rows for name in (row["name"], *row.get("matches", ()))}
+    there = importlib.util.find_spec("cache_dit") is not None
+    tables = [one for one in read_values(sweep)["method"]
+              if there or not one["name"].startswith("cache-dit/")]  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        (plan,) = read_sweep(sweep, Path(folder), {"method": tables})
+        task = replace(plan.task, samples=plan.task.batch_size)
+        methods = {name: method for name, method in plan.methods.items() if name in wanted}
+        few = replace(plan, task=task, methods=methods, rounds=0, reward=REWARDS.get(model, ""))
+        made = evaluate(few, Progress())
+    assert made is not None
+    now = {row["name"]: row["values"] for row in made["rows"]}
+    for row in rows:
+        for key, found in now.get(row["name"], {}).items():
+            part = "fidelity" if key in row["fidelity"] else "quality"
+            numbers = range(task.samples)
+            fresh, kept = _read(found, numbers), _read(row.get("values", {}).get(key), numbers)
+            assert fresh is not None
+            yield Made(row["name"], key, row[part][key], fresh, kept)
+
+
+def _reach(record: Record, rows: Sequence[Row], share: float, seed: int) -> Iterator[Made]:
+    seeds = record["task"]["samples"] // 256
+    subject = reach.Policy(seeds=seeds, numbers=some(256, share, seed))
+    numbers = [256 * half + number for half in range(seeds) for number in subject.numbers]
+    known = {named(*one): one for one in subject.methods}
+    for row in rows:
+        if row["kind"] == "uncached":
+            drawn = subject.uncached()
+        else:
+            method = make_method(known[row["name"]][0], **known[row["name"]][1])
+            if isinstance(method, Calibrated):
+                method = subject.calibrated(method)
+            with diffcache.wrapped(subject.pipe, method):
+                drawn = subject.draw(method)
+        for key, now in drawn.outcomes.items():
+            kept = _read(row["outcomes"][key], numbers)
+            yield Made(row["name"], key, row["quality"][key], now, kept)
+
+
+class _Few(recall.KVTask):
+    """The first contexts of the task."""
+
+    def batches(self) -> Iterator[RecallBatch]:
+        """Draw all contexts of the first batch, and keep the first ones."""
+        yield next(iter(super().batches())).take(list(range(self.samples)))
+
+
+def _recall(record: Record, rows: Sequence[Row], share: float, seed: int) -> Iterator[Made]:
+    """Ask about the first contexts: every recipe has code of its own, so that all of them run.
+
+    Recipes that draw noise for a batch are asked again about all of the first batch.
+    """
+    about = {field.name: record["shapes"][field.name] for field in dataclasses.fields(_Few)}
+    task = _Few(**about)
+    model, weights = task.load(), weights_digest(task.directory)
+    for row in rows:
+        if row["name"].startswith(PREFIX) and installed() is None:
+            continue
+        for count in (FEW, task.batch):
+            few = replace(task, samples=count)
+            made = recall.measure(model, parse_row(row["name"], weights), few)
+            now, kept = recall.hits_of(made).all(-1), recall.hits_of(row)[:count].all(-1)
+            if torch.equal(now, kept):
+                break
+        yield Made(row["name"], "whole", row["whole"], now, kept)
+
+
+def _texts(record: Record, rows: Sequence[Row], share: float, seed: int) -> Iterator[Made]:
+    """Ask about the first two windows: an interval needs two."""
+    shapes = record["shapes"]
+    task = text_task.TextTask(
+        TextModel(shapes["model"]), None, shapes["context"], shapes["samples"], record["seed"]
+    )
+    drawn, model = task.windows(), task.model.load()
+    drawn = replace(drawn, ids=drawn.ids[:FEW])
+    weights = task.model.weights
+    for row in rows:
+        recipe = parse_recipe(row["name"], weights)
+        made = text_task.measure(model, recipe, task, drawn, None, record["rows"][0]["able"])
+        now, kept = (text_task.hits_of(one)[:FEW] for one in (made, row))
+        yield Made(row["name"], "whole", row["whole"], now, kept)
+        nats = [torch.tensor(one["nats"][:FEW], dtype=torch.float64) for one in (made, row)]
+        yield Made(row["name"], "perplexity", row["perplexity"], *nats)
+
+
+def _telling(record: Record, rows: Sequence[Row], share: float, seed: int) -> Iterator[Made]:
+    numbers = some(record["shapes"]["samples"], share, seed)
+    for row in rows:
+        for key, now in telling.again(record, row, numbers).items():
+            kept = _read(row.get("values", {}).get(key), numbers)
+            yield Made(row["name"], key, row[key], now, kept, alike=False)
+
+
+def _guarantee(record: Record, rows: Sequence[Row], share: float, seed: int) -> Iterator[Made]:
+    """Draw some prompts with every setting again, and certify on all of them again."""
+    matrix = {kind: np.array(each) for kind, each in record["psnr"].items()}
+    fresh = {row["name"]: row for row in guarantee.rows_of(matrix)}
+    for kind, each in matrix.items():
+        numbers = some(len(each), share, seed)
+        texts = guarantee.captions(len(each), 1 + (kind == "two objects"), record["seed"])
+        now, _ = guarantee.closeness(texts, record["shapes"]["steps"], record["seed"], numbers)
+        for row in rows:
+            if row["kind"] == kind:
+                same = fresh[row["name"]]["strayed"] == row["strayed"]
+                published = {**row, "value": row["strayed"]}
+                made = torch.from_numpy(now if same else np.full_like(now, np.nan))
+                yield Made(row["name"], "strayed", published, made, torch.from_numpy(each[numbers]))
+
+
+def _judge(record: Record, rows: Sequence[Row], share: float, seed: int) -> Iterator[Made]:
+    numbers = some(record["shapes"]["samples"], share, seed)
+    for row in rows:
+        found = judge.likenesses(row["name"], numbers, record["seed"])
+        now = torch.from_numpy(found >= judge.LEAST_LIKENESS)
+        yield Made(row["name"], "taken", row["taken"], now, _read(row.get("values"), numbers))
+
+
+def _dllm(record: Record, rows: Sequence[Row], share: float, seed: int) -> Iterator[Made]:
+    model, samples = record["shapes"]["model"], record["shapes"]["samples"]
+    numbers, world = some(samples, share, seed), WORLDS[model]
+    batch = draw(samples, world, torch.Generator().manual_seed(HELD_OUT + record["seed"]))
+    part = replace(batch, prompts=batch.prompts[numbers], answers=batch.answers[numbers])
+    known = {row.name: row for row in dllm_rows(model)}
+    for row in rows:
+        (runner,) = dllm.runners(model, [known[row["name"]]], SETTING).values()
+        now = is_exact(runner.answer(part.prompts).ids, part)
+        kept = _read(row.get("values"), numbers)
+        yield Made(row["name"], "exact_match", row["exact_match"], now, kept)
+
+
+def _demo(record: Record, rows: Sequence[Row], share: float, seed: int) -> Iterator[Made]:
+    """Draw all four pictures, which are one batch."""
+    about, method = record["task"], parse_method(METHOD)
+    assert isinstance(method, Method)
+    made = compare(DemoTask(tuple(about["prompts"]), about["steps"], about["seed"]), method)
+    kept = torch.tensor(record["psnr_db"], dtype=torch.float64)
+    now = torch.tensor(made.psnr_db, dtype=torch.float64)
+    yield Made(METHOD, "psnr_db", {"value": float(kept.mean())}, now, kept)
+
+
+AGAIN: Mapping[str, Again] = {
+    "*-quality": _quality, "eval-sticker-flux-methods": _methods, "telling": _telling,
+    "eval-reach-policy-methods": _reach, "kv-recall": _recall, "kv-smollm2": _texts,
+    "guarantee": _guarantee, "judge": _judge, "dllm-*": _dllm, "demo": _demo,
+}  # fmt: skip
+# Records of which no part can be made again in minutes, or here -> why.
+NOT_MADE: Mapping[str, str] = {
+    "kernels": "needs a GPU", "kv-reuse": "its prompts build on one another: three minutes of all",
+    "overhead": "times of another machine", "kv": "times of another machine",
+    "decode": "times of a machine without other work", "capacity": "times; 40 minutes",
+}  # fmt: skip
+
+
+def again_of(name: str) -> Again | None:
+    """Return what makes a part of a record again; None where nothing does."""
+    return next((again for pattern, again in AGAIN.items() if fnmatch(name, pattern)), None)
