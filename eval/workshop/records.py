@@ -32,6 +32,7 @@ from diffcache.pipelines.demo.console import quiet
 
 STAMPS = FOLDER / "stamps"
 SHARE = 0.05
+GRACE = datetime.timedelta(days=7)
 ALL: list[str] = []
 Share = Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of the samples.")]
 
@@ -61,6 +62,23 @@ def why_stale(name: str) -> str:
         return "is not the record that was stamped"
     files = changed(stamp["code"])
     return f"depends on code that has changed: {', '.join(files)}" if files else ""
+
+
+def is_late(name: str) -> bool:
+    """Say whether a stamp is older than a week by the date of the last commit; never without one.
+
+    A suite that failed after any commit to what all methods share would be of no use to anybody,
+    so that a record may be stale for a week of commits.
+    """
+    found = read_json(stamp_of(name))
+    git = ["git", "-C", str(ROOT), "log", "-1", "--format=%cI"]
+    done = subprocess.run(git, capture_output=True, text=True, check=False)
+    if found is None or done.returncode or not (ROOT / ".git").exists():
+        return False
+    last, stamped = (
+        datetime.datetime.fromisoformat(text) for text in (done.stdout.strip(), found["date"])
+    )
+    return last - stamped > GRACE
 
 
 def digest(file: Path) -> str:
@@ -123,6 +141,7 @@ def known(name: str | None) -> bool:
 
 def records(
     named: Annotated[list[str], typer.Argument(metavar="RECORD...", help="Those stale.")] = ALL,
+    check: Annotated[bool, typer.Option("--check", help="Only say what is stale.")] = False,
     every: Annotated[bool, typer.Option("--all", help="Also those whose stamp holds.")] = False,
     share: Share = SHARE,
     seed: Seed = 0,
@@ -130,6 +149,11 @@ def records(
     """Make a part of records again where their code has changed, and stamp them."""
     quiet()
     torch.set_num_threads(1)
+    if check:
+        stale = {name: why for name in named or names() if (why := why_stale(name))}
+        if stale:
+            fail("; ".join(f"{name} {why}" for name, why in stale.items()), FAILED, "")
+        return
     if len(named) == 1:
         print(stamp(named[0], share, seed), flush=True)
         return
