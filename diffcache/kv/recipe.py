@@ -114,6 +114,12 @@ class Recipe(Settings):
         score = self.score
         return score is not None and (score.window > 0 or bool(score.statistics))
 
+    @cached_property
+    def notes_attention(self) -> bool:
+        """Return whether its score keeps statistics of attention."""
+        score = self.score
+        return score is not None and score.attends and bool(score.statistics)
+
     @property
     def wants_out(self) -> bool:
         """Return whether it reads the weights of output projections."""

@@ -138,13 +138,11 @@ class KVStore:
             with layer.meeting() as views:
                 out = attend(query, views)
         else:
-            views, score = layer.views(), self.recipe.score
+            views = layer.views()
             # Scores by attention need what the softmax divides by, which this attention knows.
             scored = observe and index >= self.recipe.skip and not self.speculative
-            scored = scored and score is not None and score.attends and bool(score.statistics)
-            out, lse = attend_noting(
-                query, views, note=scored and (noted is None or noted is query)
-            )
+            scored = scored and self.recipe.notes_attention and (noted is None or noted is query)
+            out, lse = attend_noting(query, views, note=scored)
             whole = views[0] if len(views) == 1 else None
         if observe and index >= self.recipe.skip:
             self._take_note(layer, noted or query, valid, whole, lse)

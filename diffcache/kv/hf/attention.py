@@ -329,7 +329,8 @@ def _check(
             f"dropout={kwargs['dropout']}: a cache is for inference; call model.eval() first"
         )
     unknown = kwargs.keys() - _KNOWN
-    unknown -= {name for name in unknown if kwargs[name] is None or kwargs[name] is False}
+    if unknown:  # most often there is none
+        unknown -= {name for name in unknown if kwargs[name] is None or kwargs[name] is False}
     if unknown:
         raise AttachError(
             f"{type(module).__name__} gives its attention {', '.join(sorted(unknown))}, which "
