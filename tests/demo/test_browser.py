@@ -102,6 +102,7 @@ def films_from_pictures(page: Any, folder: Path) -> None:
     page.wait_for_function(f"{SHOWN} >= 6")
     assert page.evaluate(CANVAS) != before
     if os.environ.get("DIFFCACHE_SCREENS"):
+        dress(page, "light")
         draw_screen(page, Path(os.environ["DIFFCACHE_SCREENS"]) / "serve-camera.png")
     page.click("#pictures .off")  # the film ends with its pictures
     page.locator("#player .status", has_text="stopped").wait_for()
@@ -131,11 +132,13 @@ def an_image(page: Any) -> None:
     page.locator("#image-note", has_text="must be a number here").wait_for()
     method.fill("taylorseer:every=3")
     method.press("Tab")
+    steps = 28 if os.environ.get("DIFFCACHE_SCREENS") else 8
+    page.locator("#image-steps input").fill(str(steps))
     page.click("#draw")
     page.locator("#drawn pre", has_text="TaylorSeer(every=3").wait_for(state="attached")
-    assert page.locator("#drawn .decisions i").count() == 28
+    assert page.locator("#drawn .decisions i").count() == steps
     assert "difference" in page.inner_text("#drawn")
-    for width, height in ((1280, 820), (390, 1400)):
+    for width, height in ((1280, 880), (390, 1400)):
         page.set_viewport_size({"width": width, "height": height})
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         for scheme in ("light", "dark") if os.environ.get("DIFFCACHE_SCREENS") else ():
@@ -163,7 +166,7 @@ def draw_screens(page: Any, folder: Path) -> None:
     page.locator("#prompt textarea").fill("a car on wood")
     page.click("#apply")
     page.wait_for_timeout(8000)
-    for width, height in ((1280, 1160), (390, 1400)):
+    for width, height in ((1280, 1220), (390, 1400)):
         for scheme in ("light", "dark"):
             page.set_viewport_size({"width": width, "height": height})
             dress(page, scheme)
@@ -171,6 +174,7 @@ def draw_screens(page: Any, folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(CHROMIUM is None, reason=f"none of {', '.join(NAMES)} is on the path")
 @pytest.mark.parametrize("replicas", [0, 2])
 def test_a_page_streams_takes_orders_stops_and_leaves_nothing(
