@@ -53,7 +53,7 @@ def test_prompts_drafted_and_generated_tokens_take_the_kernel(
     recipe: Any = snapkv(1.0, window=4)
     expected: list[Any] = [(3, None, 21, 0)]  # a prompt, and one token, see all there is
     if kind == "window":
-        model = build("MistralForCausalLM", "mistral", sliding_window=16)
+        model = build("MistralForCausalLM", "mistral", sliding_window=16, num_hidden_layers=1)
         layers = model.config.num_hidden_layers
         expected = [(21, None, 0, 16), (3, None, 21, 16), (1, None, 24, 16)]
     elif kind == "chosen":
@@ -77,7 +77,7 @@ def test_prompts_drafted_and_generated_tokens_take_the_kernel(
 
 def test_a_window_is_not_kept_with_the_last_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where it is part of a mask: what is dropped does not depend on kernels."""
-    model = build("MistralForCausalLM", "mistral", sliding_window=16)
+    model = build("MistralForCausalLM", "mistral", sliding_window=16, num_hidden_layers=1)
     ids = torch.cat([IDS, IDS[:, :6]], 1)
     found = []
     for kernels in ("triton", "torch"):
