@@ -107,6 +107,15 @@ def test_functions_that_run_are_reached_with_what_they_name() -> None:
     assert "diffcache/features/teacache.py" not in names
 
 
+@pytest.mark.parametrize("page", ["figures.md", "models.md", "telling_power.md"])
+def test_cells_of_generated_tables_can_be_read(page: str) -> None:
+    lines = (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()
+    cells = [re.sub(r"\]\([^)]*\)", "", cell.strip()) for line in lines if line.startswith("|")
+             for cell in re.split(r"(?<!\\)\|", line)]  # fmt: skip
+    assert len(cells) > 20
+    assert not [cell for cell in cells if len(cell) > 80]
+
+
 def test_a_commit_is_marked_where_the_code_is_changed_and_only_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 NONE, NOT_MEASURED, DAGGER, UNDER = "—", "n/a", "†", "↳ "
 WARNING = "Warning: "
 _MOST_NAME = 30
+LEAST_SAVED = 1.05  # ratio of operations
 _LONGEST_LIST = 60  # characters of the methods that a row of fewer steps is for
 _FOLDERS = re.compile(r"=[^,=]*/")  # of a file in a setting
 
@@ -139,7 +140,7 @@ def _cells(column: Column, rows: Sequence[dict[str, Any]]) -> list[Cell]:
         unsure = column.form == "change" and holds_zero
         cells.append(
             Cell(shown(one, column, places), best is not None and one.middle == best
-                 and row["kind"] != "uncached", unsure, one.middle)
+                 and _rivals(row), unsure, one.middle)
         )  # fmt: skip
     return cells
 
@@ -147,18 +148,25 @@ def _cells(column: Column, rows: Sequence[dict[str, Any]]) -> list[Cell]:
 def _best(
     column: Column, rows: Sequence[dict[str, Any]], values: Sequence[Value | None]
 ) -> float | None:
-    """Return the best number but the uncached one; None where there is nothing to choose."""
+    """Return the best number of rows that saved something; None where there is no choice."""
     pairs = zip(rows, values, strict=True)
-    rivals = [v.middle for row, v in pairs if v is not None and row["kind"] != "uncached"]
+    rivals = [v.middle for row, v in pairs if v is not None and _rivals(row)]
     if column.direction not in ("up", "down") or len(set(rivals)) < 2:
         return None
     return max(rivals) if column.direction == "up" else min(rivals)
 
 
+def _rivals(row: dict[str, Any]) -> bool:
+    """Say whether a row may be the best: one that skips next to nothing is close to uncached."""
+    return row["kind"] != "uncached" and (row.get("flops_ratio") or LEAST_SAVED) >= LEAST_SAVED
+
+
 def notes_of(record: Record, columns: Sequence[Column]) -> list[str]:
     """Return the footnotes of a table: signs, back ends, warnings."""
     shown_keys = {column.key for column in columns}
-    notes = ["↑ more is better, ↓ less is better; bold: the best but for uncached."]
+    idle = [row for row in record["rows"] if row["kind"] != "uncached" and not _rivals(row)]
+    but = "uncached and rows that skip less than 5 %" if idle else "uncached"
+    notes = [f"↑ more is better, ↓ less is better; bold: the best but for {but}."]
     notes += _intervals(record, [column for column in columns if column.brackets == "interval"])
     if any(column.form == "change" for column in columns):
         notes.append(

@@ -40,6 +40,7 @@ PAGE = ROOT / "docs" / "figures.md"
 OUT = Path("runs")
 ALL: list[str] = []
 SAMPLES = 32
+LONGEST = 80  # characters of a cell
 # A file may not name code, so that this stands here.
 REWARDS = {"sticker-flux": "diffcache.eval.workshop.small.sticker_judge:right"}
 COLUMNS = (
@@ -164,10 +165,25 @@ def page(folder: Path = FOLDER) -> str:
         record = load(file)
         held = [column.key for column in columns_of(record)]
         shown = table_of(record, [key for key in COLUMNS if key in held])
-        parts += [f"## {model}\n", markdown(shown), f"{escape_markdown(conditions(record))}\n"]
+        drawn = f"{conditions(record)[:-1]}; commit {record['commit']}."
+        parts += [f"## {model}\n", short(markdown(shown)), f"{escape_markdown(drawn)}\n"]
         if file.with_suffix(".png").exists():
             parts.append(f"![rows of {model}](../assets/bench/{file.stem}.png)\n")
     return "\n".join(parts)
+
+
+def short(text: str) -> str:
+    """Return a Markdown table whose long first cells are cut, and said in full below it."""
+    lines, said = [], []
+    for line in text.split("\n"):
+        name = line[2:].partition(" | ")[0]
+        if line.startswith("| ") and len(name) > LONGEST:
+            said.append(name)
+            line = line.replace(name, f"{name[: LONGEST - 8].rstrip(chr(92))}... ({len(said)})", 1)
+        lines.append(line)
+    notes = [f"- ({number}) {name}" for number, name in enumerate(said, 1)]
+    at = next((place for place, line in enumerate(lines) if line.startswith("- ")), len(lines))
+    return "\n".join([*lines[:at], *notes, *lines[at:]])
 
 
 def figures(
