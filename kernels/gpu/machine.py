@@ -1,7 +1,7 @@
 """Compile kernels for GPUs that are not there, and read the machine code.
 
-Triton brings its own assembler and disassembler. The runtime's own path is taken, a launch or
-`warmup`, so that arguments are specialized as they are at a launch.
+Triton brings its own assemblers, for NVIDIA's and AMD's, and NVIDIA's disassembler. The runtime's
+own path is taken, a launch or `warmup`, so that arguments are specialized as they are at a launch.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-ARCHS = (80, 90, 100)
-# KiB that a block may have, from NVIDIA's table of compute capabilities.
-SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
+# KiB that a block may have, from NVIDIA's table of compute capabilities, and AMD's of its chips.
+SHARED: dict[int | str, int] = {
+    80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, "gfx942": 64, "gfx1100": 64,
+}  # fmt: skip
 THREADS = 1024  # most of a block
 
 
@@ -34,8 +35,10 @@ class Nowhere:
         launched: Registers, spills and shared memory of the launches so far.
     """
 
-    def __init__(self, arch: int) -> None:
-        self.target = GPUTarget("cuda", arch, 32)
+    def __init__(self, arch: int | str) -> None:
+        own = isinstance(arch, int)
+        wide = 64 if str(arch).startswith("gfx9") else 32
+        self.target = GPUTarget("cuda" if own else "hip", arch, wide)
         self.utils = self
         self.launched: list[Machine] = []
         # Of a launch: three sizes of the grid, the stream, what `load_binary` returned, and more.
@@ -47,7 +50,7 @@ class Nowhere:
 
     def get_current_device(self) -> int:
         """Return a number of its own for each architecture: Triton keeps kernels by device."""
-        return int(self.target.arch)
+        return int(str(self.target.arch).removeprefix("gfx"))
 
     def set_current_device(self, device: int) -> None:
         """Do nothing."""
@@ -69,6 +72,8 @@ class Nowhere:
 
     def load_binary(self, name: str, code: bytes, shared: int, device: int) -> tuple[Any, ...]:
         """Return a module, a function, registers, spills and most threads; the function is read."""
+        if self.target.backend == "hip":  # its facts are in its text
+            return None, None, 0, 0, THREADS
         found = read(code, shared, disassembled=False)
         return None, found, found.registers, 0, THREADS
 
@@ -83,7 +88,7 @@ class Machine:
         local: Bytes of local memory of a thread.
         shared: KiB of shared memory of a block.
         instructions: Names, one for each instruction.
-        loops: Instructions of each loop, longest first.
+        spans: First and last instruction of each loop.
         text: PTX, the assembler's source; empty where only the machine code was given.
     """
 
@@ -92,8 +97,13 @@ class Machine:
     local: int
     shared: float
     instructions: list[str]
-    loops: list[int]
+    spans: list[tuple[int, int]]
     text: str = ""
+
+    @property
+    def loops(self) -> list[int]:
+        """Instructions of each loop, longest first."""
+        return sorted((last - first + 1 for first, last in self.spans), reverse=True)
 
     def count(self, name: str) -> int:
         """Return how many instructions begin with a name."""
@@ -165,11 +175,40 @@ def read(cubin: bytes, shared: int, disassembled: bool = True) -> Machine:
     lines = [
         (int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", code)
     ]
-    loops = []
-    for at, text in lines:
+    numbers = {at: number for number, (at, _) in enumerate(lines)}
+    spans = []
+    for number, (at, text) in enumerate(lines):
         jump = re.search(r"\bBRA\S*\s+(?:\S+,\s*)?0x([0-9a-f]+)", text)
         if jump and int(jump[1], 16) < at:
-            loops.append(sum(int(jump[1], 16) <= place <= at for place, _ in lines))
+            spans.append((numbers[int(jump[1], 16)], number))
     names = [re.sub(r"^@!?\S+\s+", "", text).split()[0] for _, text in lines]
     registers, stack, local = map(int, found.groups())
-    return Machine(registers, stack, local, shared / 1024, names, sorted(loops, reverse=True))
+    return Machine(registers, stack, local, shared / 1024, names, spans)
+
+
+def read_amd(text: str, shared: int) -> Machine:
+    """Read the machine code of a kernel for an AMD GPU.
+
+    Args:
+        text: The assembler's source, `amdgcn`.
+        shared: Bytes of local data share of a block.
+    """
+
+    def number(name: str) -> int:
+        return int(re.findall(rf"\.{name}:\s+(\d+)", text)[-1])
+
+    body = text[: text.index(".amdhsa_kernel")]
+    names: list[str] = []
+    labels: dict[str, int] = {}
+    spans = []
+    for line in re.findall(r"^(?:\t[a-z].*|\.\w+:)", body, re.MULTILINE):
+        words = line.replace(":", " ").split()
+        if line.startswith("."):
+            labels[words[0]] = len(names)
+            continue
+        if words[0].startswith(("s_cbranch", "s_branch")) and words[1] in labels:
+            spans.append((labels[words[1]], len(names)))
+        names.append(words[0])
+    spilled = 4 * (number("vgpr_spill_count") + number("sgpr_spill_count"))
+    local = number("private_segment_fixed_size")
+    return Machine(number("vgpr_count"), spilled, local, shared / 1024, names, spans)

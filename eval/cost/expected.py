@@ -1,0 +1,169 @@
+"""Expect how long a kernel takes on a GPU, from its machine code: expected, not measured.
+
+A launch takes as long as the slowest of what it needs of the device: bytes of memory, bytes of the
+second-level cache, and instructions with products of matrices, which Triton's loops do one after
+the other. To that comes a constant for each launch. What a kernel needs is in a record of its code
+(`eval/workshop/kernels/targets.py`); what a device has is in `CHIPS`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from diffcache.eval.cost.roofline import DEVICES
+
+# Microseconds of a launch before its first load is there and after its last one is: fitted to the
+# launches in assets/bench/kernels.json that move memory, by the median of what they take beyond it.
+START = 3.5
+# Warp instructions that a multiprocessor begins in a cycle, by kind: CUDA C++ Programming Guide,
+# throughput of native arithmetic instructions, over 32 lanes.
+RATES = {"all": 4.0, "alu": 2.0, "xu": 0.5, "lsu": 1.0}
+KINDS = {
+    "xu": ("MUFU", "I2F", "F2I", "F2F", "FRND", "POPC", "FLO"),
+    "lsu": ("LDG", "STG", "LDS", "STS", "STSM", "ATOM", "RED", "SHFL", "LDL", "STL", "LDTM", "STTM"),
+    "alu": ("IADD", "LOP", "PRMT", "SHF", "ISETP", "SEL", "FMNMX", "IMNMX", "VIADD", "VIMNMX", "LEA",
+            "PLOP", "F2FP", "FSETP", "FSEL", "BFE", "IABS", "I2FP", "MOV", "SGXT"),
+}  # fmt: skip
+IDLE = ("NOP", "BRA.U", "UMOV")  # of no cost, or of another unit
+
+
+@dataclass(frozen=True)
+class Chip:
+    """What a GPU has beside its peaks in `DEVICES`.
+
+    Attributes:
+        arch: Architecture that kernels are compiled for.
+        sms: Multiprocessors.
+        ghz: Clock under load, 10^9 cycles a second.
+        shared: KiB of shared memory of a multiprocessor.
+        warps: Most warps of a multiprocessor.
+        cached: Bytes that the second-level cache gives in a cycle.
+        products: Dtype of operands -> times as many products as of bfloat16, dense.
+        small: Share of the peak of products that `mma.sync`, of few rows, can reach.
+        copied: Share of the memory's peak that a copy reaches.
+        multiplied: Share of the peak that dense products reach.
+    """
+
+    arch: int
+    sms: int
+    ghz: float
+    shared: int
+    warps: int
+    cached: int
+    products: Mapping[str, float]
+    small: float = 1.0
+    copied: float = 0.88
+    multiplied: float = 0.79
+
+
+INTEGERS = {"bf16": 1.0, "f16": 1.0, "i8": 2.0, "f8E4M3FN": 2.0, "f32": 0.07}
+# Shares are those of the one device that was measured, an H200: `limits` in kernels.json. A100's
+# cache: 5,120 bytes a cycle (NVIDIA A100 architecture); the others are taken to be like it, by SM.
+CHIPS = {
+    "h100": Chip(90, 132, 1.755, 228, 64, 3300, INTEGERS, 0.63),
+    "h200": Chip(90, 132, 1.755, 228, 64, 3300, INTEGERS, 0.63),
+    "a100": Chip(80, 108, 1.41, 164, 64, 3400, INTEGERS | {"f32": 0.062}),
+    "l40s": Chip(89, 142, 2.52, 100, 48, 2600, INTEGERS | {"f32": 0.25}),
+    "4090": Chip(89, 128, 2.52, 100, 48, 2600, INTEGERS | {"i8": 4.0, "f32": 0.5}),
+    "5090": Chip(120, 170, 2.41, 100, 48, 3000, INTEGERS | {"i8": 4.0, "f32": 0.5}),
+}
+BY_ARCH = {str(chip.arch): name for name, chip in CHIPS.items() if name != "h100"}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """How long the launches of a row are expected to take: not measured.
+
+    Attributes:
+        us: Microseconds.
+        bound: What holds: `bytes`, `cache`, `code` or `launch`.
+        parts: Microseconds of each need alone, all launches together.
+        blocks: Blocks that a multiprocessor holds at once, of each launch.
+    """
+
+    us: float
+    bound: str
+    parts: Mapping[str, float]
+    blocks: tuple[int, ...]
+
+
+def expect(row: Mapping[str, Any], device: str) -> Expected | None:
+    """Expect how long the launches of a row take.
+
+    Args:
+        row: Row of the record of machine code.
+        device: One of `CHIPS`.
+
+    Returns:
+        None where the row's kernels do not compile for the device.
+    """
+    chip, peaks = CHIPS[device], DEVICES[device]
+    codes = row["targets"].get(str(chip.arch))
+    if not isinstance(codes, list):
+        return None
+    total, whole, blocks = dict.fromkeys(("bytes", "cache", "code", "launch"), 0.0), 0.0, []
+    unread = row["moved"] / (peaks.gbps * 1e3 * chip.copied)  # of all launches
+    for launch, code in zip(row["launches"], codes, strict=True):
+        programs = math.prod(launch["grid"])
+        held = resident(code, chip)
+        blocks.append(held)
+        turns = programs / chip.sms  # blocks of one multiprocessor, one after another
+        busy = math.ceil(turns) / turns if turns > 1 else 1 / max(turns, 1 / held)
+        cached = programs * (launch["loaded"] + launch["stored"]) / (1e3 * chip.cached * chip.ghz)
+        issued = max(code["issue"][kind] / rate for kind, rate in RATES.items())
+        issued *= programs * code["warps"] / (chip.sms * chip.ghz * 1e3)
+        products = sum(
+            count / (peaks.tflops * 1e6 * chip.multiplied * chip.products.get(name, 1.0))
+            for name, count in launch["products"].items()
+        )
+        products *= programs / (1.0 if code["large"] else chip.small)
+        parts = {"cache": cached, "code": (issued + products) * busy, "launch": START}
+        for name, value in parts.items():
+            total[name] += value
+        whole += max(cached, parts["code"])
+    total["bytes"] = unread
+    most = max(("bytes", "cache", "code", "launch"), key=total.__getitem__)
+    return Expected(total["launch"] + max(unread, whole), most, total, tuple(blocks))
+
+
+def resident(code: Mapping[str, Any], chip: Chip) -> int:
+    """Return how many blocks of a kernel a multiprocessor holds at once."""
+    registers = 65536 // (-(-code["registers"] // 8) * 8 * 32 * code["warps"])
+    shared = int(chip.shared // (code["shared"] + 1)) if code["shared"] else 32  # 1 KiB is CUDA's
+    return max(min(registers, shared, chip.warps // code["warps"], 32), 1)
+
+
+def dynamic(
+    instructions: Sequence[str], spans: Sequence[tuple[int, int]], turns: Sequence[float]
+) -> dict[str, float]:
+    """Count the instructions that a warp begins, by kind.
+
+    The longest loop of the machine code is that of the most turns in Triton's own form, and so on;
+    a loop that Triton's form has not, such as one that waits, turns once.
+
+    Args:
+        instructions: Names.
+        spans: First and last instruction of each loop.
+        turns: Turns of each loop in Triton's form.
+    """
+    weights = [1.0] * len(instructions)
+    longest = sorted(spans, key=lambda span: span[0] - span[1])
+    for (first, last), times in zip(longest, sorted(turns, reverse=True), strict=False):
+        for place in range(first, last + 1):
+            weights[place] = times
+    counts = dict.fromkeys(RATES, 0.0)
+    for name, weight in zip(instructions, weights, strict=True):
+        if not name.startswith(IDLE):
+            counts["all"] += weight
+            for kind, starts in KINDS.items():
+                if name.startswith(starts):
+                    counts[kind] += weight * (_words(name) if kind == "lsu" else 1)
+    return counts
+
+
+def _words(name: str) -> int:
+    """Return the cycles that the memory unit needs for one instruction of a warp."""
+    return 4 if ".128" in name or name.endswith(".4") else 2 if ".64" in name else 1

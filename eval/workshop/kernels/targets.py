@@ -1,0 +1,169 @@
+"""Compile the kernels of every row for every GPU that Triton knows, and keep what their code is.
+
+    python -m diffcache.eval.workshop.kernels.targets [OPERATOR ...]
+
+compiles all rows of all operators, or those of some, writes `assets/bench/kernel-code.json`, and
+says what is wrong with them. No GPU is needed; it takes about four minutes of one core.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import torch
+
+from diffcache.eval.cost.expected import dynamic
+from diffcache.eval.kernels.case import KernelCase, all_cases
+from diffcache.eval.kernels.options import Launched
+from diffcache.eval.kernels.tiles import Tiles, tiles
+from diffcache.eval.record import ROOT, commit
+from diffcache.files import read_json, write_json
+from diffcache.kernels.dispatch import OPERATORS
+from diffcache.kernels.gpu import machine
+
+RECORD = ROOT / "assets" / "bench" / "kernel-code.json"
+ARCHS: tuple[int | str, ...] = (80, 86, 89, 90, 100, 120, "gfx942", "gfx1100")
+# Instructions that multiply matrices: with less than 64 rows, and with 64 or more.
+MATRIX = {
+    90: ("HMMA IMMA", "HGMMA IGMMA"), 100: ("HMMA IMMA", "UTC"),
+    "gfx942": ("v_mfma", "v_mfma"), "gfx1100": ("v_wmma", "v_wmma"),
+}  # fmt: skip
+USUAL = ("HMMA IMMA", "HMMA IMMA")
+STREAM = 2048  # bytes that a program loads, from which its loads have to be wide
+# Loads of 16 bytes of a thread, asynchronous ones, and those of whole tiles.
+WIDE = ("LDG.E.128", "LDGSTS", "UTMALDG", "buffer_load_dwordx4", "buffer_load_b128",
+        "global_load_dwordx4", "global_load_b128")  # fmt: skip
+
+
+def row(case: KernelCase, archs: Sequence[int | str] = ARCHS) -> dict[str, Any]:
+    """Compile the kernels of a row for some architectures.
+
+    Returns:
+        Row of the record: `launches`, what a program of each does, and `targets`, architecture ->
+        facts of the code of each launch, or why there is none.
+    """
+    targets: dict[str, Any] = {}
+    launches: list[dict[str, Any]] = []
+    for arch in archs:
+        try:
+            made = compiled(case, arch)
+        except Exception as error:  # of a compiler: it says what it cannot do
+            targets[str(arch)] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+            continue
+        launches = launches or [{
+            "kernel": kernel, "grid": list(grid), "loaded": round(work.loaded),
+            "stored": round(work.stored), "products": work.products, "turns": work.turns,
+        } for kernel, grid, work, _ in made]  # fmt: skip
+        targets[str(arch)] = [code for *_, code in made]
+    return {
+        "operator": case.operator, "model": case.model, "shapes": case.shapes,
+        "moved": case.moved, "launches": launches, "targets": targets,
+    }  # fmt: skip
+
+
+def compiled(
+    case: KernelCase, arch: int | str
+) -> list[tuple[str, tuple[int, ...], Tiles, dict[str, Any]]]:
+    """Compile what a row launches: names, grids, work of a program, and facts of the code."""
+    given = case.make(torch.device("meta"), False)
+    found = []
+    with launches_noted() as noted, Launched(case.operator):
+        machine.launched(lambda: case.ways["kernel"](*given), arch)
+    for kernel, made, grid, numbers in noted:
+        work = _tiles(made.asm["ttir"], tuple(sorted(numbers.items())), grid)
+        is_amd = isinstance(arch, str)
+        shared = made.metadata.shared
+        code = (
+            machine.read_amd(made.asm["amdgcn"], shared)
+            if is_amd
+            else machine.read(made.asm["cubin"], shared)
+        )
+        found.append((kernel, grid, work, facts(code, made.metadata.num_warps, work, arch)))
+    return found
+
+
+def facts(code: machine.Machine, warps: int, work: Tiles, arch: int | str) -> dict[str, Any]:
+    """Return what the record keeps of a kernel's machine code."""
+    expected = MATRIX.get(arch, USUAL)[work.rows >= 64].split() if work.products else []
+    counts = {name: code.count(name) for name in expected}
+    # Float32 is multiplied exactly, without instructions for matrices.
+    wanted = bool(expected) and not set(work.products) <= {"f32"}
+    return {
+        "warps": warps, "registers": code.registers, "spilled": code.stack + code.local,
+        "shared": code.shared, "matrix": {k: v for k, v in counts.items() if v}, "wanted": wanted,
+        "large": work.rows >= 64 or arch not in (90, 100),
+        "wide": sum(code.count(name) for name in WIDE),
+        "issue": {k: round(v, 1) for k, v in
+                  dynamic(code.instructions, code.spans, work.turns).items()},
+    }  # fmt: skip
+
+
+@cache
+def _tiles(text: str, numbers: tuple[tuple[str, int], ...], grid: tuple[int, ...]) -> Tiles:
+    return tiles(text, dict(numbers), grid)
+
+
+@contextmanager
+def launches_noted() -> Iterator[list[Any]]:
+    """Yield a list to which every launch is added: name, compiled kernel, grid, whole numbers."""
+    from triton.runtime.jit import JITFunction
+
+    noted: list[Any] = []
+    usual = JITFunction.run
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        made = usual(kernel, *args, grid=grid, warmup=warmup, **options)
+        given = dict(zip(kernel.arg_names, args, strict=False)) | options
+        numbers = {name: n for name, n in given.items() if type(n) is int}
+        noted.append((kernel.__name__, made, tuple(grid), numbers))
+        return made
+
+    with mock.patch.object(JITFunction, "run", run):
+        yield noted
+
+
+def wrong(code: Mapping[str, Any], streams: bool) -> list[str]:
+    """Return what is wrong with the code of a launch.
+
+    Args:
+        code: Facts of the record.
+        streams: Whether it loads so much that its loads have to be wide.
+    """
+    found = [f"{code['spilled']} bytes of a thread spill"] if code["spilled"] else []
+    found += ["no matrix instructions"] if code["wanted"] and not code["matrix"] else []
+    return found + (["narrow loads"] if streams and not code["wide"] else [])
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Compile, write the record, and say what is wrong."""
+    cases = [case for case in all_cases() if case.operator in OPERATORS]
+    asked = [case for case in cases if not arguments or case.operator in arguments]
+    before = {_key(old): old for old in (read_json(RECORD) or {"rows": []})["rows"]}
+    made = {_key(one): one for one in map(row, asked)}
+    rows = [found for case in cases if (found := (before | made).get(_key(vars(case))))]
+    import triton
+
+    write_json(RECORD, {"triton": triton.__version__, "commit": commit(), "rows": rows})
+    for one in rows:
+        for arch, codes in one["targets"].items():
+            name = f"{one['operator']}, {one['model']}, {arch}"
+            if isinstance(codes, str):
+                print(f"{name}: {codes}")
+                continue
+            for launch, code in zip(one["launches"], codes, strict=True):
+                for what in wrong(code, launch["loaded"] >= STREAM):
+                    print(f"{name}, {launch['kernel']}: {what}")
+    return 0
+
+
+def _key(one: Mapping[str, Any]) -> tuple[str, ...]:
+    return one["operator"], one["model"], one["shapes"]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
