@@ -13,19 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diffcache.eval.cost.roofline import DEVICES
+from diffcache.eval.cost.roofline import COPIED, DEVICES, MULTIPLIED, START
 
-# Microseconds of a launch before its first load is there and after its last one is: fitted to the
-# launches in assets/bench/kernels.json that move memory, by the median of what they take beyond it.
-START = 3.5
 # Warp instructions that a multiprocessor begins in a cycle, by kind: CUDA C++ Programming Guide,
 # throughput of native arithmetic instructions, over 32 lanes.
 RATES = {"all": 4.0, "alu": 2.0, "xu": 0.5, "lsu": 1.0}
 KINDS = {
     "xu": ("MUFU", "I2F", "F2I", "F2F", "FRND", "POPC", "FLO"),
-    "lsu": ("LDG", "STG", "LDS", "STS", "STSM", "ATOM", "RED", "SHFL", "LDL", "STL", "LDTM", "STTM"),
-    "alu": ("IADD", "LOP", "PRMT", "SHF", "ISETP", "SEL", "FMNMX", "IMNMX", "VIADD", "VIMNMX", "LEA",
-            "PLOP", "F2FP", "FSETP", "FSEL", "BFE", "IABS", "I2FP", "MOV", "SGXT"),
+    "lsu": ("LDG", "STG", "LDS", "STS", "ATOM", "RED", "SHFL", "LDL", "STL", "LDTM", "STTM"),
+    "alu": ("IADD", "LOP", "PRMT", "SHF", "ISETP", "SEL", "FMNMX", "IMNMX", "VIADD", "VIMNMX",
+            "LEA", "PLOP", "F2FP", "FSETP", "FSEL", "BFE", "IABS", "I2FP", "MOV", "SGXT"),
 }  # fmt: skip
 IDLE = ("NOP", "BRA.U", "UMOV")  # of no cost, or of another unit
 
@@ -43,8 +40,6 @@ class Chip:
         cached: Bytes that the second-level cache gives in a cycle.
         products: Dtype of operands -> times as many products as of bfloat16, dense.
         small: Share of the peak of products that `mma.sync`, of few rows, can reach.
-        copied: Share of the memory's peak that a copy reaches.
-        multiplied: Share of the peak that dense products reach.
     """
 
     arch: int
@@ -55,13 +50,9 @@ class Chip:
     cached: int
     products: Mapping[str, float]
     small: float = 1.0
-    copied: float = 0.88
-    multiplied: float = 0.79
 
 
 INTEGERS = {"bf16": 1.0, "f16": 1.0, "i8": 2.0, "f8E4M3FN": 2.0, "f32": 0.07}
-# Shares are those of the one device that was measured, an H200: `limits` in kernels.json. A100's
-# cache: 5,120 bytes a cycle (NVIDIA A100 architecture); the others are taken to be like it, by SM.
 CHIPS = {
     "h100": Chip(90, 132, 1.755, 228, 64, 3300, INTEGERS, 0.63),
     "h200": Chip(90, 132, 1.755, 228, 64, 3300, INTEGERS, 0.63),
@@ -105,18 +96,21 @@ def expect(row: Mapping[str, Any], device: str) -> Expected | None:
     if not isinstance(codes, list):
         return None
     total, whole, blocks = dict.fromkeys(("bytes", "cache", "code", "launch"), 0.0), 0.0, []
-    unread = row["moved"] / (peaks.gbps * 1e3 * chip.copied)  # of all launches
+    unread = row["moved"] / (peaks.gbps * 1e3 * COPIED)  # of all launches
     for launch, code in zip(row["launches"], codes, strict=True):
         programs = math.prod(launch["grid"])
         held = resident(code, chip)
         blocks.append(held)
         turns = programs / chip.sms  # blocks of one multiprocessor, one after another
         busy = math.ceil(turns) / turns if turns > 1 else 1 / max(turns, 1 / held)
-        cached = programs * (launch["loaded"] + launch["stored"]) / (1e3 * chip.cached * chip.ghz)
+        # Tiles of products are read by many programs; other tiles are read once, and numbers that
+        # stand for a whole row come from where it was read.
+        read = programs * launch["loaded"] if launch["products"] else 0.0
+        cached = read / (1e3 * chip.cached * chip.ghz)
         issued = max(code["issue"][kind] / rate for kind, rate in RATES.items())
         issued *= programs * code["warps"] / (chip.sms * chip.ghz * 1e3)
         products = sum(
-            count / (peaks.tflops * 1e6 * chip.multiplied * chip.products.get(name, 1.0))
+            count / (peaks.tflops * 1e6 * MULTIPLIED * chip.products.get(name, 1.0))
             for name, count in launch["products"].items()
         )
         products *= programs / (1.0 if code["large"] else chip.small)

@@ -48,11 +48,13 @@ class Cost:
         steps: Steps in which any branch is computed.
         flops: Operations of all calls; a multiply-add is two.
         seconds: Least seconds of all calls on the device.
+        expected: Seconds to be expected, host included; not measured.
     """
 
     steps: int
     flops: float
     seconds: float
+    expected: float
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Prediction:
         uncached: Cost without a cache.
         most: Cost if a gate skips nothing; where none decides at run time, the cost.
         least: Cost if a gate skips all that its settings allow; else the same.
+        skipped: Cost of a step that the method skips whole; None where it skips none so.
         held_bytes: Most bytes that the cache holds.
         weight_bytes: Bytes of the denoiser's weights.
         remarks: Remarks, a sentence each.
@@ -85,6 +88,7 @@ class Prediction:
     uncached: Cost
     most: Cost
     least: Cost
+    skipped: Cost | None
     held_bytes: int
     weight_bytes: int
     remarks: tuple[str, ...] = field(default=())
@@ -113,6 +117,7 @@ class Prediction:
         film = f", {size.frames} frames" if size.frames > 1 else ""
         skipped = [share(max(whole.flops - c.flops, 0), c.flops) for c in (most, least)]
         spent = [f"{cost.seconds:.3g}" for cost in (most, least)]
+        later = [f"{cost.expected:.3g}" for cost in (most, least)]
         flops = f"{_range(human(least.flops), human(most.flops))} of {human(whole.flops)}"
         held, weights = human(self.held_bytes, "B"), human(self.weight_bytes, "B")
         seconds = f"at least {_range(*spent[::-1])} instead of {whole.seconds:.3g}"
@@ -124,6 +129,7 @@ class Prediction:
             f"FLOPs    {flops}, {_range(*skipped)} skipped, {_times(self.flops_ratio)} fewer",
             f"bytes    {held} held, beside {weights} of weights",
             f"seconds  {seconds}, {_times(self.seconds_ratio)} fewer, on {self.device}",
+            f"expected {_range(*later[::-1])} instead of {whole.expected:.3g} seconds: not measured",
         ]
         if not self.is_exact:
             lines.append(
@@ -238,7 +244,7 @@ def predict(
     cost = _Costs(model, chosen, (size, compression_of(pipe), total, branches), place)
     return Prediction(
         f"{cls}{_sizes_of(pipe)}", chosen, choice.why if choice else "", size, total, branches,
-        place, cost.uncached, cost.most, cost.least, cost.held_bytes,
+        place, cost.uncached, cost.most, cost.least, cost.skipped, cost.held_bytes,
         sum(value.nbytes for value in model.state_dict().values()), tuple(remarks),
     )  # fmt: skip
 
@@ -459,7 +465,9 @@ class _Costs:
         kinds = list(dict.fromkeys([*lowest[1:], *highest[1:]]))
         replay = replace(parts, when=_Replay(parts.when, (highest[0], *kinds)))
         costs: dict[Kind, Cost] = {}
-        with Repeats(_alike(empty, parts), device) as repeats:
+        alike = list(_alike(empty, parts))
+        sites = len(alike) if Site.of(parts.site).is_module else 0
+        with Repeats(alike, device) as repeats:
             with torch.no_grad(), repeats.counted() as plain:
                 _call(empty, inputs, size)
             with Rehearsal(empty, replay) as rehearsal:
@@ -471,11 +479,15 @@ class _Costs:
                             rehearsal.call(inputs, size, index, number)
                     calls = rehearsal.run().record.calls[-branches:]
                     computed = int(any(call.computed for call in calls))
-                    costs[kind] = Cost(computed, spent.flops, spent.seconds)
+                    idle = 0 if computed else sites * branches
+                    costs[kind] = Cost(computed, spent.flops, spent.seconds, spent.expected(idle))
                 records = sum(any(one for one, _ in kind) for kind in highest)
                 made = sum(any(one for one, _ in kind) for kind in kinds)  # beside the first
                 held = rehearsal.held(max(1, min(records, 8) - made))
-        first = Cost(1, plain.flops * branches, plain.seconds * branches)
+        whole = plain.flops, plain.seconds, plain.expected()
+        skips = [cost for kind, cost in costs.items() if kind in lowest and not cost.steps]
+        self.skipped = skips[-1] if skips else None
+        first = Cost(1, *(branches * one for one in whole))
         self.uncached = _sum([first] * steps)
         self.most, self.least = (
             _sum([first, *(costs[kind] for kind in kinds[1:])]) for kinds in (highest, lowest)
@@ -495,7 +507,10 @@ def _call(model: nn.Module, inputs: Mapping[str, Any], size: Size) -> None:
 
 def _sum(costs: list[Cost]) -> Cost:
     steps = sum(cost.steps for cost in costs)
-    return Cost(steps, sum(c.flops for c in costs), sum(c.seconds for c in costs))
+    return Cost(
+        steps, sum(c.flops for c in costs), sum(c.seconds for c in costs),
+        sum(c.expected for c in costs),
+    )  # fmt: skip
 
 
 def _alike(model: nn.Module, parts: Combine) -> Iterator[nn.Module]:

@@ -26,18 +26,18 @@ Timed = tuple[str, str, Options, float]  # operator, bucket, options, times as f
 
 
 class Launched(TorchDispatchMode):
-    """Launch one operator on tensors without memory; others return empty results."""
+    """Launch some operators on tensors without memory; others return empty results."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, *names: str) -> None:
         super().__init__()
-        self.operator = OPERATORS[name]
+        self.operators = {OPERATORS[name].op: OPERATORS[name] for name in names}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is not self.operator.op:
+        if func not in self.operators:
             return func(*args, **(kwargs or {}))
-        module, _, name = self.operator.kernel.partition(":")
+        module, _, name = self.operators[func].kernel.partition(":")
         return getattr(kernel_module(module), name)(*args)
 
 

@@ -88,7 +88,9 @@ def _program(
             found.loaded += times[-1] * _bytes(line)
         elif re.search(r"tt\.(descriptor_)?store\b", line):
             found.stored += times[-1] * _bytes(line)
-        elif shape := re.search(r"tt\.dot .*: tensor<([\dx]+)x(\w+)> \* .* -> tensor<([\dx]+)x", line):
+        elif shape := re.search(
+            r"tt\.dot .*: tensor<([\dx]+)x(\w+)> \* .* -> tensor<([\dx]+)x", line
+        ):
             left, right = (list(map(int, shape[n].split("x"))) for n in (1, 3))
             found.rows = max(found.rows, left[-2])
             count = times[-1] * 2 * math.prod(left) * right[-1]
@@ -135,7 +137,9 @@ def _bytes(line: str) -> int:
     return math.prod(map(int, shape.rstrip("x").split("x"))) * bits // 8
 
 
-def _scalar(line: str, known: dict[str, int], place: tuple[int, ...], grid: tuple[int, ...]) -> None:
+def _scalar(
+    line: str, known: dict[str, int], place: tuple[int, ...], grid: tuple[int, ...]
+) -> None:
     """Compute a whole number, if a line makes one of known ones."""
     made = re.match(r"%(\S+) = (\S+) (.*?)(?: : (\S+).*)?$", line)
     if made is None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from diffcache.eval.cost.expected import CHIPS, Expected, expect
+from diffcache.eval.cost.roofline import START
 from diffcache.eval.kernels.case import KernelCase, all_cases
 from diffcache.eval.pages import keep_pages, table
 from diffcache.eval.record import ROOT
@@ -15,16 +18,53 @@ from diffcache.files import read_json
 from diffcache.kernels.dispatch import SHIPPED_FOR
 from diffcache.registry import rows_of
 
+CODE = "kernel-code.json"
+# Architectures of the record, and GPUs that have them.
+TARGETS = {
+    "80": "A100", "86": "RTX 30", "89": "RTX 40, L40S", "90": "H100, H200", "100": "B200",
+    "120": "RTX 50", "gfx942": "MI300X", "gfx1100": "RX 7900",
+}  # fmt: skip
 PAGE, RECORD, CHOICES = Path("docs/kernels.md"), "kernels.json", Path("kernels/choices.json")
 HEAD = "## Operators\n"  # what stands before is written by hand
+DEVICE = "h200"  # of the measured record, and of expected times
+STREAM = 2**20  # bytes that a launch loads, from which its loads have to be wide
+PUBLISHED: list[str] = []
 UNKNOWN = "not measured yet"
 EXPLAINED = """\
 *Bytes* are the least that have to be read and written, in millions. Times are medians in
 microseconds: the device's own, and in brackets what passes from call to call where the device waits
 for the host. *Limit* is the time of a copy of as many bytes, or of the products of matrices where
-these take longer. *Aim* is what a kernel was to reach and did not: times as fast as another way, or
+these take longer. *Expected* is computed for an H200, **not measured**, with what holds: bytes of
+memory, its cache, the code of the kernel, or the launch (see below). *Aim* is what a kernel was to reach and did not: times as fast as another way, or
 a share of the limit, and what it reached. A dash was not timed. *Used by* says who calls the
 operator; `auto` takes the kernel where its ratio is above 1.
+"""
+
+
+CODE_EXPLAINED = """\
+## Machine code
+
+What Triton {triton} compiles for GPUs that are not here, at the sizes of the table above, by
+`python -m diffcache.eval.workshop.kernels.targets`: registers of a thread (r), KiB of shared memory
+(K), and the instruction that multiplies matrices; the most of all rows of an operator. Nothing
+spills and no local memory is used where nothing is said. *Narrow*: no load of 16 bytes, nor an
+asynchronous one, in a launch that reads a MiB or more. *Too large*: a block needs more memory than
+it may have, so that the launch fails. *No*: the kernel has PTX in it, which AMD's assembler does not
+take. An operator that fails is left out by `diffcache kernels measure`.
+
+"""
+EXPECTED_EXPLAINED = """\
+## Expected times
+
+*Expected* is the slowest of three needs, and {start} µs for each launch: the bytes at what a copy
+reaches; the tiles that products read again at {cached} bytes a cycle of the second-level cache; and
+the products at what dense products reach together with the instructions of the machine code, of
+which a multiprocessor begins four a cycle and fewer of some kinds. How often a loop turns follows
+from Triton's own form of the kernel. The {start} µs are the one number that was fitted, to the same
+record as the measured times.
+
+Of the {rows} rows that were measured, {near} are expected within 30 % of the measured time. Not so:
+
 """
 
 
@@ -37,20 +77,79 @@ def page(directory: Path = ROOT) -> str:
     introduction, _, _ = (directory / PAGE).read_text(encoding="utf-8").partition(HEAD)
     record = read_json(directory / "assets" / "bench" / RECORD) or {"rows": []}
     timed = {(row["operator"], row["model"], row["shapes"]): row for row in record["rows"]}
-    titles = ("Operator", "Model and shapes", "Bytes", "Limit", "Kernel", "Others", "Used by")
-    lines = []
+    titles = (
+        "Operator", "Model and shapes", "Bytes", "Limit", "Expected", "Kernel", "Others", "Used by"
+    )  # fmt: skip
+    code = read_json(directory / "assets" / "bench" / CODE) or {"triton": "", "rows": []}
+    codes = {(row["operator"], row["model"], row["shapes"]): row for row in code["rows"]}
+    lines, apart = [], []
     used = {name: row.cells["used"] for name, row in rows_of("kernel").items()}
     for case in all_cases():
-        row = timed.get((case.operator, case.model, case.shapes))
-        lines.append(_line(case, row, used[case.operator]))
-    return "\n".join([introduction + HEAD, EXPLAINED, *table(titles, lines), ""])
+        key = case.operator, case.model, case.shapes
+        said = expect(codes[key], DEVICE) if key in codes else None
+        lines.append(_line(case, timed.get(key), used[case.operator], said))
+        if said is not None and key in timed:
+            apart.append((case, timed[key]["ways"]["kernel"]["us"][1], said))
+    far = [(case, us, said) for case, us, said in apart if not 0.7 <= said.us / us <= 1.3]
+    told = EXPECTED_EXPLAINED.format(
+        start=START, cached=CHIPS[DEVICE].cached, rows=len(apart), near=len(apart) - len(far)
+    )
+    distances = [
+        [f"`{case.operator}`", f"{case.model}: {case.shapes}", f"{said.us:.1f}", f"{us:.1f}",
+         f"{said.us / us:.2f}"] for case, us, said in far
+    ]  # fmt: skip
+    operators: dict[str, list[Mapping[str, Any]]] = {}
+    for one in code["rows"]:
+        operators.setdefault(one["operator"], []).append(one)
+    shown = [
+        [f"`{name}`", *(_code(rows, arch) for arch in TARGETS)] for name, rows in operators.items()
+    ]
+    heads = [f"{name if name[0] == 'g' else f'sm_{name}'} ({gpu})" for name, gpu in TARGETS.items()]
+    return "\n".join([
+        introduction + HEAD, EXPLAINED, *table(titles, lines), "",
+        told + "\n".join(table(("Operator", "Row", "Expected", "Measured", "Ratio"), distances)), "",
+        *PUBLISHED, CODE_EXPLAINED.format(**code) + "\n".join(table(("Operator", *heads), shown)), "",
+    ])  # fmt: skip
 
 
-def _line(case: KernelCase, row: Mapping[str, Any] | None, used: str) -> list[str]:
+def _code(rows: Sequence[Mapping[str, Any]], arch: str) -> str:
+    """Return the cell of an operator and an architecture: the most of its rows and launches."""
+    found = [row["targets"].get(arch, "not compiled") for row in rows]
+    failed = [code for code in found if isinstance(code, str)]
+    if failed:
+        return "too large" if "OutOfResources" in failed[0] else "no"
+    pairs = [
+        pair for row, codes in zip(rows, found, strict=True)
+        for pair in zip(row["launches"], codes, strict=True)
+    ]  # fmt: skip
+    codes = [code for _, code in pairs]
+    told = [f"{max(code['registers'] for code in codes)} r"]
+    told += [f"{most:.3g} K"] if (most := max(code["shared"] for code in codes)) >= 1 else []
+    told += sorted({name for code in codes for name in code["matrix"]})
+    return ", ".join([*told, *dict.fromkeys(what for pair in pairs for what in wrong(*pair))])
+
+
+def wrong(launch: Mapping[str, Any], code: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with the code of a launch.
+
+    Args:
+        launch: What it does.
+        code: Facts of its code.
+    """
+    loaded = math.prod(launch["grid"]) * launch["loaded"]
+    found = [f"{code['spilled']} bytes of a thread spill"] if code["spilled"] else []
+    found += ["no matrix instructions"] if code["wanted"] and not code["matrix"] else []
+    return found + (["narrow"] if loaded >= STREAM and not code["wide"] else [])
+
+
+def _line(
+    case: KernelCase, row: Mapping[str, Any] | None, used: str, said: Expected | None = None
+) -> list[str]:
+    expected = f"{said.us:.1f} {said.bound}" if said else "-"
     head = [f"`{case.operator}`", f"{case.model}: {case.shapes}", f"{case.moved / 1e6:.3g}"]
     others = [name for name in case.ways if name != "kernel"]
     if row is None:
-        return [*head, UNKNOWN, UNKNOWN, ", ".join(others), used]
+        return [*head, UNKNOWN, expected, UNKNOWN, ", ".join(others), used]
     ways = row["ways"]
     shown = [f"{name} {_times(ways[name])}" if name in ways else f"{name} -" for name in others]
     missed = [target for target in row["targets"] if not target["met"]]
@@ -58,7 +157,7 @@ def _line(case: KernelCase, row: Mapping[str, Any] | None, used: str) -> list[st
     for target in missed:
         ours += f"; aim {target['wanted']:.3g} of {target['against']}, {target['got'] or 0:.3g}"
     limit = f"{row['limit_us']:.1f}" if row["limit_us"] >= 0.1 else "below 0.1"
-    return [*head, limit, ours, ", ".join(shown), used]
+    return [*head, limit, expected, ours, ", ".join(shown), used]
 
 
 def _times(way: Mapping[str, Any]) -> str:

@@ -2,12 +2,13 @@
 
     python -m diffcache.eval.workshop.kernels.targets [OPERATOR ...]
 
-compiles all rows of all operators, or those of some, writes `assets/bench/kernel-code.json`, and
+compiles all rows of all operators, or those of some, writes the record, and
 says what is wrong with them. No GPU is needed; it takes about four minutes of one core.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,11 +23,12 @@ from diffcache.eval.kernels.case import KernelCase, all_cases
 from diffcache.eval.kernels.options import Launched
 from diffcache.eval.kernels.tiles import Tiles, tiles
 from diffcache.eval.record import ROOT, commit
+from diffcache.eval.workshop.kernels.page import CODE, wrong
 from diffcache.files import read_json, write_json
 from diffcache.kernels.dispatch import OPERATORS
 from diffcache.kernels.gpu import machine
 
-RECORD = ROOT / "assets" / "bench" / "kernel-code.json"
+RECORD = ROOT / "assets" / "bench" / CODE
 ARCHS: tuple[int | str, ...] = (80, 86, 89, 90, 100, 120, "gfx942", "gfx1100")
 # Instructions that multiply matrices: with less than 64 rows, and with 64 or more.
 MATRIX = {
@@ -34,7 +36,6 @@ MATRIX = {
     "gfx942": ("v_mfma", "v_mfma"), "gfx1100": ("v_wmma", "v_wmma"),
 }  # fmt: skip
 USUAL = ("HMMA IMMA", "HMMA IMMA")
-STREAM = 2048  # bytes that a program loads, from which its loads have to be wide
 # Loads of 16 bytes of a thread, asynchronous ones, and those of whole tiles.
 WIDE = ("LDG.E.128", "LDGSTS", "UTMALDG", "buffer_load_dwordx4", "buffer_load_b128",
         "global_load_dwordx4", "global_load_b128")  # fmt: skip
@@ -72,31 +73,27 @@ def compiled(
     """Compile what a row launches: names, grids, work of a program, and facts of the code."""
     given = case.make(torch.device("meta"), False)
     found = []
-    with launches_noted() as noted, Launched(case.operator):
+    with launches_noted() as noted, Launched(*OPERATORS), _muted(isinstance(arch, str)):
         machine.launched(lambda: case.ways["kernel"](*given), arch)
     for kernel, made, grid, numbers in noted:
         work = _tiles(made.asm["ttir"], tuple(sorted(numbers.items())), grid)
-        is_amd = isinstance(arch, str)
-        shared = made.metadata.shared
-        code = (
-            machine.read_amd(made.asm["amdgcn"], shared)
-            if is_amd
-            else machine.read(made.asm["cubin"], shared)
-        )
+        shared, text = made.metadata.shared, made.asm.get("amdgcn")
+        code = machine.read_amd(text, shared) if text else machine.read(made.asm["cubin"], shared)
         found.append((kernel, grid, work, facts(code, made.metadata.num_warps, work, arch)))
     return found
 
 
 def facts(code: machine.Machine, warps: int, work: Tiles, arch: int | str) -> dict[str, Any]:
     """Return what the record keeps of a kernel's machine code."""
-    expected = MATRIX.get(arch, USUAL)[work.rows >= 64].split() if work.products else []
+    many = work.rows >= 64 and warps >= 4  # rows and warps of an instruction of a warp group
+    expected = MATRIX.get(arch, USUAL)[many].split() if work.products else []
     counts = {name: code.count(name) for name in expected}
     # Float32 is multiplied exactly, without instructions for matrices.
     wanted = bool(expected) and not set(work.products) <= {"f32"}
     return {
         "warps": warps, "registers": code.registers, "spilled": code.stack + code.local,
         "shared": code.shared, "matrix": {k: v for k, v in counts.items() if v}, "wanted": wanted,
-        "large": work.rows >= 64 or arch not in (90, 100),
+        "large": many or arch not in (90, 100),
         "wide": sum(code.count(name) for name in WIDE),
         "issue": {k: round(v, 1) for k, v in
                   dynamic(code.instructions, code.spans, work.turns).items()},
@@ -106,6 +103,20 @@ def facts(code: machine.Machine, warps: int, work: Tiles, arch: int | str) -> di
 @cache
 def _tiles(text: str, numbers: tuple[tuple[str, int], ...], grid: tuple[int, ...]) -> Tiles:
     return tiles(text, dict(numbers), grid)
+
+
+@contextmanager
+def _muted(really: bool) -> Iterator[None]:
+    """Hide what AMD's assembler prints, past Python, of each line that it does not take."""
+    kept = os.dup(2)
+    try:
+        if really:
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 @contextmanager
@@ -127,18 +138,6 @@ def launches_noted() -> Iterator[list[Any]]:
         yield noted
 
 
-def wrong(code: Mapping[str, Any], streams: bool) -> list[str]:
-    """Return what is wrong with the code of a launch.
-
-    Args:
-        code: Facts of the record.
-        streams: Whether it loads so much that its loads have to be wide.
-    """
-    found = [f"{code['spilled']} bytes of a thread spill"] if code["spilled"] else []
-    found += ["no matrix instructions"] if code["wanted"] and not code["matrix"] else []
-    return found + (["narrow loads"] if streams and not code["wide"] else [])
-
-
 def main(arguments: Sequence[str]) -> int:
     """Compile, write the record, and say what is wrong."""
     cases = [case for case in all_cases() if case.operator in OPERATORS]
@@ -156,7 +155,7 @@ def main(arguments: Sequence[str]) -> int:
                 print(f"{name}: {codes}")
                 continue
             for launch, code in zip(one["launches"], codes, strict=True):
-                for what in wrong(code, launch["loaded"] >= STREAM):
+                for what in wrong(launch, code):
                     print(f"{name}, {launch['kernel']}: {what}")
     return 0
 
