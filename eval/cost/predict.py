@@ -129,7 +129,7 @@ class Prediction:
             f"FLOPs    {flops}, {_range(*skipped)} skipped, {_times(self.flops_ratio)} fewer",
             f"bytes    {held} held, beside {weights} of weights",
             f"seconds  {seconds}, {_times(self.seconds_ratio)} fewer, on {self.device}",
-            f"expected {_range(*later[::-1])} instead of {whole.expected:.3g} seconds: not measured",
+            f"expected {_range(*later[::-1])} instead of {whole.expected:.3g}: not measured",
         ]
         if not self.is_exact:
             lines.append(

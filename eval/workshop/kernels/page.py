@@ -35,9 +35,10 @@ EXPLAINED = """\
 microseconds: the device's own, and in brackets what passes from call to call where the device waits
 for the host. *Limit* is the time of a copy of as many bytes, or of the products of matrices where
 these take longer. *Expected* is computed for an H200, **not measured**, with what holds: bytes of
-memory, its cache, the code of the kernel, or the launch (see below). *Aim* is what a kernel was to reach and did not: times as fast as another way, or
-a share of the limit, and what it reached. A dash was not timed. *Used by* says who calls the
-operator; `auto` takes the kernel where its ratio is above 1.
+memory, its cache, the code of the kernel, or the launch (see below). *Aim* is what a kernel was to
+reach and did not: times as fast as another way, or a share of the limit, and what it reached. A
+dash was not timed. *Used by* says who calls the operator; `auto` takes the kernel where its ratio
+is above 1.
 """
 
 
@@ -49,9 +50,8 @@ What Triton {triton} compiles for GPUs that are not here, at the sizes of the ta
 (K), and the instruction that multiplies matrices; the most of all rows of an operator. Nothing
 spills and no local memory is used where nothing is said. *Narrow*: no load of 16 bytes, nor an
 asynchronous one, in a launch that reads a MiB or more. *Too large*: a block needs more memory than
-it may have, so that the launch fails. *No*: the kernel has PTX in it, which AMD's assembler does not
-take. An operator that fails is left out by `diffcache kernels measure`.
-
+it may have, so that the launch fails. *No*: the kernel has PTX in it, which AMD's assembler does
+not take. An operator that fails is left out by `diffcache kernels measure`.
 """
 EXPECTED_EXPLAINED = """\
 ## Expected times
@@ -64,7 +64,6 @@ from Triton's own form of the kernel. The {start} µs are the one number that wa
 record as the measured times.
 
 Of the {rows} rows that were measured, {near} are expected within 30 % of the measured time. Not so:
-
 """
 
 
@@ -105,10 +104,11 @@ def page(directory: Path = ROOT) -> str:
         [f"`{name}`", *(_code(rows, arch) for arch in TARGETS)] for name, rows in operators.items()
     ]
     heads = [f"{name if name[0] == 'g' else f'sm_{name}'} ({gpu})" for name, gpu in TARGETS.items()]
+    far_heads = "Operator", "Row", "Expected", "Measured", "Ratio"
     return "\n".join([
         introduction + HEAD, EXPLAINED, *table(titles, lines), "",
-        told + "\n".join(table(("Operator", "Row", "Expected", "Measured", "Ratio"), distances)), "",
-        *PUBLISHED, CODE_EXPLAINED.format(**code) + "\n".join(table(("Operator", *heads), shown)), "",
+        told, *table(far_heads, distances), "", *PUBLISHED,
+        CODE_EXPLAINED.format(**code), *table(("Operator", *heads), shown), "",
     ])  # fmt: skip
 
 
