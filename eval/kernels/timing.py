@@ -25,7 +25,10 @@ from diffcache.kernels.dispatch import tensors_of
 
 CALLS = 10
 FEWEST = 3  # rounds, however long they take
-AHEAD = 2_000_000  # cycles of the device, about a millisecond
+CYCLES = 2e9  # of the device in a second, or somewhat less
+# Seconds that the device is kept busy while the host launches a turn: at least; and at most, as
+# longer turns are slow on the device.
+LEAST_AHEAD, MOST_AHEAD = 1e-3, 2e-2
 SPREAD = 180 * 2**20  # bytes of inputs, three times what the caches of an H200 hold
 COPIED, SQUARE = 2**31, 8192  # bytes, and rows of the matrices, that tell the device's limits
 
@@ -106,7 +109,7 @@ def timed(
     sets = [case.make(device, tiny) for _ in range(min(many, 64))]
     for way in ways.values():
         turn(device, lambda: [way(*given) for given in sets], 1)  # noqa: B023 - called at once
-    kinds = ("us",) if tiny else ("us", "called_us")
+    kinds = ("us",) if tiny else ("called_us", "us")
     seconds: dict[str, dict[str, list[float]]] = {
         name: {kind: [] for kind in kinds} for name in ways
     }
@@ -117,7 +120,11 @@ def timed(
         for (name, way), kind in product(ways.items(), kinds):
             calls = [sets[(at + n) % len(sets)] for n in range(CALLS)]
             at += CALLS
-            took = turn(device, lambda: [way(*g) for g in calls], 1, kind == "us")  # noqa: B023
+            ahead = 0.0
+            if kind == "us":  # the host needs no longer than a turn that it was waited for
+                called = max(seconds[name].get("called_us", [0.0])) * CALLS
+                ahead = min(max(1.5 * called, LEAST_AHEAD), MOST_AHEAD)
+            took = turn(device, lambda: [way(*g) for g in calls], 1, ahead)  # noqa: B023
             seconds[name][kind].append(took / CALLS)
     return seconds
 
@@ -145,14 +152,15 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float(error / other.where(other.isfinite(), 0.0).norm().clamp_min(1e-300))
 
 
-def turn(device: torch.device, run: Callable[[], Any], calls: int, ahead: bool = False) -> float:
+def turn(device: torch.device, run: Callable[[], Any], calls: int, ahead: float = 0.0) -> float:
     """Return the seconds of a call, by the device's clock on CUDA.
 
     Args:
         device: Where it runs.
         run: What is called.
         calls: How often.
-        ahead: Keep a CUDA device busy before the first call, so that it never waits for the host.
+        ahead: Seconds that a CUDA device is kept busy before the first call, so that it never
+            waits for the host.
     """
     if device.type != "cuda":
         started = time.perf_counter()
@@ -161,7 +169,7 @@ def turn(device: torch.device, run: Callable[[], Any], calls: int, ahead: bool =
         return (time.perf_counter() - started) / calls
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     if ahead:
-        cuda_sleep(AHEAD)
+        cuda_sleep(int(ahead * CYCLES))
     first.record()
     for _ in range(calls):
         run()

@@ -7,11 +7,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from diffcache.kernels.configs import combinations, tuned
 from diffcache.kernels.gpu.launch import programs
 from diffcache.kernels.merge import MOST
 
-BLOCK = 2048  # elements of a part that a program merges
-WARPS = 4
+DEFAULT = {"BLOCK": 2048, "num_warps": 4}  # elements of a part that a program merges
+CANDIDATES = {"lse_merge": combinations(BLOCK=(1024, 2048, 4096), num_warps=(4, 8))}
 
 
 @triton.jit
@@ -66,10 +67,12 @@ def lse_merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     lse = log.new_empty(log.shape)
     size, spare = first.shape[-1], MOST - len(outs)
     width = triton.next_power_of_2(size)
-    rows = max(BLOCK // width, 1)
+    key = first.dtype, len(outs), width, lse.numel()
+    form = tuned("lse_merge", key, DEFAULT, first.device)
+    rows = max(form["BLOCK"] // width, 1)
     here, logs = ([each.contiguous() for each in given] for given in (outs, lses))
     merge_kernel[programs(lse.numel(), rows)](
         out, lse, *here, *here[:1] * spare, *logs, *logs[:1] * spare, lse.numel(),
-        PARTS=len(outs), SIZE=size, ROWS=rows, WIDTH=width, num_warps=WARPS,
+        PARTS=len(outs), SIZE=size, ROWS=rows, WIDTH=width, num_warps=form["num_warps"],
     )  # fmt: skip
     return out, lse

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 2048  # numbers of keys, and of values, that a program moves
-WARPS = 4
+from diffcache.kernels.configs import combinations, tuned
+
+DEFAULT = {"BLOCK": 2048, "num_warps": 4}  # numbers of keys, and of values, that a program moves
+CANDIDATES = dict.fromkeys(
+    ("kv_scatter", "kv_gather"), combinations(BLOCK=(512, 1024, 2048, 4096), num_warps=(2, 4, 8))
+)
 
 
 @triton.jit
@@ -67,7 +73,7 @@ def kv_scatter(k: Tensor, v: Tensor, new_k: Tensor, new_v: Tensor, index: Tensor
     """Launch `kv_scatter`."""
     new_k, new_v, index = (_whole(x) for x in (new_k, new_v, index))
     batch, heads, count = new_k.shape[:3]
-    options = sizes(k.shape[3], v.shape[3])
+    options = sizes("kv_scatter", k, v, count)
     scatter_kernel[(triton.cdiv(count, options["ROWS"]), heads, batch)](
         k, v, new_k, new_v, index, count, k.shape[2], k.shape[3], v.shape[3],
         *_steps(k), *_steps(v), *_steps(new_k), *_steps(new_v),
@@ -80,7 +86,7 @@ def kv_gather(k: Tensor, v: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     k, v, index = (_whole(x) for x in (k, v, index))
     (batch, _, count), heads = index.shape, k.shape[1]
     found_k, found_v = (x.new_empty(batch, heads, count, x.shape[3]) for x in (k, v))
-    options = sizes(k.shape[3], v.shape[3])
+    options = sizes("kv_gather", k, v, count)
     gather_kernel[(triton.cdiv(count, options["ROWS"]), heads, batch)](
         found_k, found_v, k, v, index, count, k.shape[2], heads, k.shape[3], v.shape[3],
         *_steps(k), *_steps(v), index.stride(0), index.stride(1) if index.shape[1] > 1 else 0,
@@ -89,11 +95,12 @@ def kv_gather(k: Tensor, v: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     return found_k, found_v
 
 
-def sizes(k: int, v: int) -> dict[str, int]:
-    """Return the constants of a launch for vectors of `k` and of `v` numbers."""
-    wide_k, wide_v = triton.next_power_of_2(k), triton.next_power_of_2(v)
-    rows = max(BLOCK // max(wide_k, wide_v), 1)
-    return {"ROWS": rows, "K": wide_k, "V": wide_v, "num_warps": WARPS}
+def sizes(name: str, k: Tensor, v: Tensor, count: int) -> dict[str, Any]:
+    """Return the constants of a launch of an operator that moves `count` vectors of a head."""
+    wide = [triton.next_power_of_2(x.shape[3]) for x in (k, v)]
+    form = tuned(name, (k.dtype, *wide, count), DEFAULT, k.device)
+    rows = max(form["BLOCK"] // max(wide), 1)
+    return {"ROWS": rows, "K": wide[0], "V": wide[1], "num_warps": form["num_warps"]}
 
 
 def _steps(x: Tensor) -> tuple[int, ...]:

@@ -7,11 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from diffcache.kernels.configs import combinations, tuned
 from diffcache.kernels.forecast import MOST
 from diffcache.kernels.gpu.launch import programs
 from diffcache.kernels.rows import LARGEST, LEAST, ROOM
 
-TILE = 4096  # numbers of a program
+DEFAULT = {"TILE": 4096, "num_warps": 4}  # numbers of a program, and the fewest warps of it
+CANDIDATES = dict.fromkeys(
+    ("pack_rows", "weighted_sum_int8"), combinations(TILE=(2048, 4096, 8192), num_warps=(4, 8))
+)
 COLUMNS = 1024  # most numbers of a row that a program of a sum takes
 NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2**23: what is added to it is rounded to whole numbers
 
@@ -73,17 +77,19 @@ def sum_kernel(
     tl.store(out + at, total.to(out.dtype.element_ty), mask=live)
 
 
-def pack_tile(width: int) -> dict[str, int]:
+def pack_tile(width: int, options: dict[str, int] = DEFAULT) -> dict[str, int]:
     """Return the settings of a launch that takes whole rows of a width."""
     columns = max(16, triton.next_power_of_2(width))
-    rows = max(1, TILE // columns)
-    return {"ROWS": rows, "COLUMNS": columns, "num_warps": max(4, columns // 1024)}
+    rows = max(1, options["TILE"] // columns)
+    warps = max(options["num_warps"], columns // 1024)
+    return {"ROWS": rows, "COLUMNS": columns, "num_warps": warps}
 
 
-def sum_tile(width: int) -> dict[str, int]:
+def sum_tile(width: int, options: dict[str, int] = DEFAULT) -> dict[str, int]:
     """Return the settings of a launch that takes parts of rows of a width."""
     columns = min(max(16, triton.next_power_of_2(width)), COLUMNS)
-    return {"ROWS": TILE // columns, "COLUMNS": columns, "num_warps": 4}
+    rows = options["TILE"] // columns
+    return {"ROWS": rows, "COLUMNS": columns, "num_warps": options["num_warps"]}
 
 
 def pack_rows(tensor: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,7 +97,8 @@ def pack_rows(tensor: Tensor) -> tuple[Tensor, Tensor]:
     codes = tensor.new_empty(tensor.shape, dtype=torch.int8)
     scale = tensor.new_empty((*tensor.shape[:-1], 1), dtype=torch.bfloat16)
     width = tensor.shape[-1]
-    tile = pack_tile(width)
+    key = tensor.dtype, width, scale.numel()
+    tile = pack_tile(width, tuned("pack_rows", key, DEFAULT, tensor.device))
     pack_kernel[programs(scale.numel(), tile["ROWS"])](
         codes, scale, tensor.contiguous(), scale.numel(), width, ROOM=ROOM, LARGEST=LARGEST,
         LEAST=LEAST, **tile,
@@ -111,7 +118,9 @@ def weighted_sum_int8(
     rows, width = scales[0].numel(), out.shape[-1]
     terms, shares = ([t.contiguous() for t in tensors] for tensors in (codes, scales))
     extra = terms[0] if base is None else base.contiguous()
-    spare, tile = MOST - len(terms), sum_tile(width)
+    key = dtype, len(terms), width, rows
+    tile = sum_tile(width, tuned("weighted_sum_int8", key, DEFAULT, out.device))
+    spare = MOST - len(terms)
     grid = (triton.cdiv(rows, tile["ROWS"]), triton.cdiv(width, tile["COLUMNS"]))
     sum_kernel[grid](
         out, *terms, *terms[:1] * spare, *shares, *shares[:1] * spare, extra, rows, width,

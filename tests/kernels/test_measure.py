@@ -33,7 +33,7 @@ def _clock(monkeypatch):
     seconds: dict[str, float] = {}
     running: list[str] = []
 
-    def turn(device, run, calls, ahead=False):
+    def turn(device, run, calls, ahead=0.0):
         running.clear()
         run()
         return sum(seconds.get(name, 6e-6) for name in running or ["plain"] * timing.CALLS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -38,11 +38,7 @@ from diffcache.kernels.gpu import (
 )
 from diffcache.kernels.rows import WIDEST
 
-# Which instruction multiplies matrices, by architecture.
-CODED = {80: "HMMA", 90: "HMMA"}
-FEW = {**CODED, 100: "HMMA"}  # 16 rows
-MANY = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}  # 64 rows
-WHOLE = {80: "IMMA", 90: "IGMMA", 100: "UTC"}
+FEW, MANY, WHOLE = "HMMA", "HGMMA", "IGMMA"  # what multiplies matrices: 16 rows, 64, of integers
 CODED_TEXTS = {8: coded.EIGHT, 4: coded.FOUR, 2: coded.TWO}
 SLOTS, HEADS, QUERIES = 32768, 8, 32
 
@@ -56,7 +52,7 @@ class Launch:
         kernel: The kernel.
         args: Its arguments.
         options: Constants and settings of the launch.
-        products: Which instruction multiplies matrices, by architecture; none by default.
+        products: Which instruction multiplies matrices; none by default.
         wide: Whether loads have to be of 16 bytes or asynchronous.
         text: Pattern of what has to stand in the PTX.
     """
@@ -65,7 +61,7 @@ class Launch:
     kernel: Any
     args: tuple[Any, ...]
     options: dict[str, Any]
-    products: dict[int, str] = field(default_factory=dict)
+    products: str = ""
     wide: bool = True
     text: str = ""
 
@@ -96,7 +92,7 @@ def attentions() -> Iterator[Call]:
         yield (
             f"attn_decode_kivi-{bits}-{group}-{size}-{dtype}",
             partial(coded.attn_decode_kivi, *given, *numbers),
-            {"products": {} if dtype == float32 else CODED, "text": rf"and\.b32 .*,{mask};"},
+            {"products": "" if dtype == float32 else FEW, "text": rf"and\.b32 .*,{mask};"},
         )
     yield from attended()
     for parts, size, dtype in (
@@ -139,7 +135,7 @@ def attended() -> Iterator[Call]:
             seen.get("interleaved", False), seen.get("offset"), seen.get("window", 0),
             seen.get("sinks", 0),
         )  # fmt: skip
-        products = {} if dtype == float32 else FEW if count == 1 else MANY
+        products = "" if dtype == float32 else FEW if count == 1 else MANY
         yield (
             f"attn_forward-{name}-{dtype}-{size}-{count}",
             partial(attention.attn_forward, q, *keys, v, value_grid, 0.5, *limits, key_form, 0.0,
@@ -182,7 +178,7 @@ def features() -> Iterator[Call]:
         yield (
             f"linear_of_codes-{height}",
             partial(linear.linear_of_codes, *given),
-            {"products": WHOLE if height >= 64 else {}},
+            {"products": WHOLE if height >= 64 else ""},
         )
     for width in (64, 3072, WIDEST):
         yield f"pack_rows-{width}", partial(rows.pack_rows, t(bfloat16, 4608, width)), {}

@@ -6,7 +6,10 @@ import re
 
 import pytest
 
-from diffcache.kernels.gpu.machine import ARCHS, SHARED, machine
+from diffcache.eval.kernels.case import all_cases
+from diffcache.eval.workshop.kernels import page, targets
+from diffcache.files import read_json
+from diffcache.kernels.gpu.machine import SHARED, machine
 from tests.kernels.compiled.launches import LAUNCHES, Launch
 
 WIDE = ("LDG.E.128", "LDGSTS", "UTMALDG")  # loads of 16 bytes, asynchronous ones, whole tiles
@@ -25,28 +28,37 @@ LOOPS = {
     "linear_of_codes-4608": 110, "linear_of_codes-64": 152, "linear_of_codes-16": 127,
     "rotate-half": 91, "rotate-interleaved": 88, "rotate-some channels": 115,
 }  # fmt: skip
+SAMPLE = {("kv_gather", "DeepSeek-V3"), ("attn_mass", "Wan2.1-1.3B")}
+ARCHS = (80, 89, 100, 120, "gfx942")
 LONGER = 1.15  # by which another version of the compiler may differ
-FIRST = {launch.kernel: launch for launch in reversed(LAUNCHES)}  # of each kernel
-# All of them for one architecture; for the others a kernel once, where it multiplies matrices or
-# the architecture has the least room.
-BUILT = [
-    (arch, launch)
-    for launch in LAUNCHES
-    for arch in ARCHS
-    if arch == 90 or (launch in FIRST.values() and (arch == min(ARCHS) or launch.products))
-]
 
 
-@pytest.mark.parametrize(("arch", "launch"), BUILT, ids=lambda each: getattr(each, "name", each))
-def test_machine_code(arch: int, launch: Launch) -> None:
-    found = machine(launch.kernel, arch, *launch.args, **launch.options)
+@pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: launch.name)
+def test_machine_code(launch: Launch) -> None:
+    found = machine(launch.kernel, 90, *launch.args, **launch.options)
     assert (found.stack, found.local) == (0, 0)
-    assert found.shared <= SHARED[arch]
+    assert found.shared <= SHARED[90]
     if launch.wide:
         assert any(found.count(name) for name in WIDE), sorted(set(found.instructions))
-    if arch in launch.products:
-        assert found.count(launch.products[arch])
+    if launch.products:
+        assert found.count(launch.products)
     assert re.search(launch.text, found.text)
-    if arch == 90:
-        longest = max(found.loops, default=0)
-        assert longest <= LONGER * LOOPS.get(launch.name, 0)
+    assert max(found.loops, default=0) <= LONGER * LOOPS.get(launch.name, 0)
+
+
+def test_the_record_is_what_is_compiled_here() -> None:
+    """A sample of the record: products and none, of every architecture; all of it by the command."""
+    known = {(row["operator"], row["model"]): row for row in read_json(targets.RECORD)["rows"]}
+    sample = [c for c in all_cases() if (c.operator, c.model) in SAMPLE]
+    assert len(sample) == len(SAMPLE)
+    for case in sample:
+        made, kept = targets.row(case, ARCHS), known[case.operator, case.model]
+        assert made["launches"] == kept["launches"]
+        for arch in map(str, ARCHS):
+            for launch, code, other in zip(
+                made["launches"], made["targets"][arch], kept["targets"][arch], strict=True
+            ):
+                assert not page.wrong(launch, code), arch
+                assert bool(code["matrix"]) is code["wanted"]
+                # another version of the compiler may use a few registers more
+                assert code["registers"] <= 1.25 * other["registers"] and code["warps"]

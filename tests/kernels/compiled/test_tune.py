@@ -1,7 +1,8 @@
 """Options of launches without a GPU: those that are compiled, dropped and kept."""
 
 from diffcache.eval.kernels import linear
-from diffcache.eval.kernels.options import ARCH, built
+from diffcache.eval.kernels.options import ARCH, built, choices_of
+from diffcache.kernels.dispatch import OPERATORS
 
 
 def test_candidates_that_spill_or_do_not_fit_are_dropped():
@@ -14,3 +15,7 @@ def test_candidates_that_spill_or_do_not_fit_are_dropped():
     large = built(case, {"num_stages": 8}, ARCH)
     assert large.name == "num_stages=8" and "shared memory" in large.dropped and not large.options
     assert built(case, {"num_warps": 8}, ARCH).options == usual.options
+
+
+def test_every_operator_has_options_to_try():
+    assert [name for name in OPERATORS if not choices_of(name)] == []

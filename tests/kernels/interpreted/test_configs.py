@@ -5,11 +5,14 @@ import json
 import pytest
 import torch
 
+from diffcache.eval.kernels.options import choices_of
 from diffcache.kernels import configs, forecast, quantize
 from diffcache.kernels.coded import attn_decode_kivi
 from diffcache.kernels.gpu import coded as coded_launch
 from diffcache.kernels.gpu import forecast as forecast_launch
-from tests.kernels.cases import guarded
+from tests.kernels.cases import cases, check, copied, guarded
+
+FIRST = {case.operator.name: case for case in reversed(cases(torch.float32))}
 
 
 @pytest.fixture(autouse=True)
@@ -46,3 +49,13 @@ def test_options_change_the_launch_and_not_the_result(monkeypatch):
     assert blocks == [256, 32, 2048, 16]
     assert torch.equal(found[0], found[3])
     torch.testing.assert_close(found[1:3], found[4:])
+
+
+@pytest.mark.parametrize("name", sorted(FIRST))
+def test_every_candidate_gives_the_same_numbers(name):
+    case, tried = FIRST[name], choices_of(name)
+    for options in (tried[0], tried[-1]):
+        with configs.trying(name, options) as asked:
+            args, before = copied(case.args), copied(case.args)
+            check(case, case.operator(*args), args, before)
+        assert all(set(options) <= set(each) for each in asked.values())
