@@ -102,7 +102,7 @@ def expect(row: Mapping[str, Any], device: str) -> Expected | None:
         held = resident(code, chip)
         blocks.append(held)
         turns = programs / chip.sms  # blocks of one multiprocessor, one after another
-        busy = math.ceil(turns) / turns if turns > 1 else 1 / max(turns, 1 / held)
+        busy = math.ceil(turns) / turns
         # Tiles of products are read by many programs; other tiles are read once, and numbers that
         # stand for a whole row come from where it was read.
         read = programs * launch["loaded"] if launch["products"] else 0.0
@@ -125,7 +125,7 @@ def expect(row: Mapping[str, Any], device: str) -> Expected | None:
 
 def resident(code: Mapping[str, Any], chip: Chip) -> int:
     """Return how many blocks of a kernel a multiprocessor holds at once."""
-    registers = 65536 // (-(-code["registers"] // 8) * 8 * 32 * code["warps"])
+    registers: int = 65536 // (-(-code["registers"] // 8) * 8 * 32 * code["warps"])
     shared = int(chip.shared // (code["shared"] + 1)) if code["shared"] else 32  # 1 KiB is CUDA's
     return max(min(registers, shared, chip.warps // code["warps"], 32), 1)
 

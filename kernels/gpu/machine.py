@@ -126,7 +126,7 @@ def machine(kernel: Any, arch: int, *args: Any, **options: Any) -> Machine:
     return replace(read(made.asm["cubin"], made.metadata.shared), text=made.asm["ptx"])
 
 
-def launched(run: Callable[[], Any], arch: int) -> list[Machine]:
+def launched(run: Callable[[], Any], arch: int | str) -> list[Machine]:
     """Compile the kernels that a function launches, without running them, and read their needs.
 
     Args:
@@ -149,7 +149,7 @@ def launched(run: Callable[[], Any], arch: int) -> list[Machine]:
 
 
 @cache
-def _nowhere(arch: int) -> Nowhere:
+def _nowhere(arch: int | str) -> Nowhere:
     """Return the one driver of an architecture: kernels keep the driver of their first launch."""
     return Nowhere(arch)
 
