@@ -63,7 +63,11 @@ def test_float16_near_its_end_overflows_only_where_the_result_does() -> None:
     terms = [each * signs for each in (6e4, -3e4, 2e4, -1e4, 100.0)]
     weights = [1.0, 4.0, 8.0, 32 / 3, 32 / 3]
     exact = sum(w * t.double() for w, t in zip(weights, terms, strict=True))
-    assert exact.abs().max() < 65504 < max(w * float(t[0]) for w, t in zip(weights, terms, strict=True))
+    assert (
+        exact.abs().max()
+        < 65504
+        < max(w * float(t[0]) for w, t in zip(weights, terms, strict=True))
+    )
     assert torch.equal(forecast.weighted_sum(terms, weights), exact.half())
     taylor = Taylor(order=4)
     held = [Differences(list(terms), 0) for _ in range(9)]

@@ -20,9 +20,9 @@ def test_measured_times_stand_in_the_row_and_misses_are_told(tmp_path) -> None:
     row = {"limit_us": 1.5, "ways": ways,
            "targets": [{"against": "plain", "wanted": 4.0, "got": 1.0, "met": False}]}  # fmt: skip
     line = page._line(case, row, "nobody")
-    assert line[3:5] == ["1.5", "2.0; aim 4 of plain, 1"]
+    assert line[3:6] == ["1.5", "-", "2.0; aim 4 of plain, 1"]
     ways["kernel"]["called_us"], ways["plain"] = [4.0, 5.0, 6.0], {"error": "no"}
     del ways[left := list(ways)[-1]]  # `measure` does not time torch.compile
     line = page._line(case, row, "nobody")
-    assert line[4].startswith("2.0 (5.0)") and "plain failed" in line[5] and f"{left} -" in line[5]
-    assert page._line(case, None, "nobody")[4] == page.UNKNOWN
+    assert line[5].startswith("2.0 (5.0)") and "plain failed" in line[6] and f"{left} -" in line[6]
+    assert page._line(case, None, "nobody")[5] == page.UNKNOWN

@@ -18,12 +18,13 @@ from unittest import mock
 
 import torch
 
-from diffcache.eval.cost.expected import dynamic
+from diffcache.eval.cost.expected import CHIPS, dynamic
 from diffcache.eval.kernels.case import KernelCase, all_cases
 from diffcache.eval.kernels.options import Launched
 from diffcache.eval.kernels.tiles import Tiles, tiles
 from diffcache.eval.record import ROOT, commit
 from diffcache.eval.workshop.kernels.page import CODE, wrong
+from diffcache.eval.workshop.kernels.published import published
 from diffcache.files import read_json, write_json
 from diffcache.kernels.dispatch import OPERATORS
 from diffcache.kernels.gpu import machine
@@ -145,9 +146,11 @@ def main(arguments: Sequence[str]) -> int:
     before = {_key(old): old for old in (read_json(RECORD) or {"rows": []})["rows"]}
     made = {_key(one): one for one in map(row, asked)}
     rows = [found for case in cases if (found := (before | made).get(_key(vars(case))))]
+    others = [row(one.case(), (CHIPS[one.device].arch,)) for one in published()]
     import triton
 
-    write_json(RECORD, {"triton": triton.__version__, "commit": commit(), "rows": rows})
+    write_json(RECORD, {"triton": triton.__version__, "commit": commit(), "rows": rows,
+                        "published": others})  # fmt: skip
     for one in rows:
         for arch, codes in one["targets"].items():
             name = f"{one['operator']}, {one['model']}, {arch}"

@@ -1,0 +1,72 @@
+"""Rows of kernels whose times others published, to hold expected times against.
+
+Our own kernel of the same attention stands for theirs: what is compared is a time that our code is
+expected to take with one that theirs took, on the device that they name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from diffcache.eval.kernels.attention import Sizes, _attention, _given
+from diffcache.eval.kernels.case import KernelCase
+from diffcache.kernels.attention import FORWARD
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published time of a kernel.
+
+    Attributes:
+        name: Whose kernel, and of what.
+        device: One of `diffcache.eval.cost.expected.CHIPS`.
+        us: Microseconds.
+        source: Paper or page, and the number in it.
+        sizes: Query heads, key heads, queries, keys, channels.
+    """
+
+    name: str
+    device: str
+    us: float
+    source: str
+    sizes: Sizes
+
+    def case(self) -> KernelCase:
+        """Return the row of our kernel at these sizes."""
+        asking, heads, count, width, size = self.sizes
+        ways = {"kernel": lambda q, k, v: FORWARD(*_given(q, k, v))[0]}
+        moved = 2 * 2 * size * (asking * count + heads * width)
+        return KernelCase(
+            "attn_forward", self.name, f"{list(self.sizes)}", _attention(self.sizes), ways, moved
+        )
+
+
+def _of_rate(tera: float, sizes: Sizes) -> float:
+    """Return the microseconds of attention at a rate of 10^12 operations a second."""
+    asking, _, count, width, size = sizes
+    return 4 * asking * count * width * size / tera / 1e6
+
+
+def published() -> Iterator[Published]:
+    """Yield the times that are compared."""
+    long: Sizes = (16, 16, 16384, 16384, 128)
+    yield Published(
+        "FlashAttention-2, 16k", "a100", _of_rate(230, long),
+        "arXiv 2307.08691: up to 230 TFLOPs/s, forward", long,
+    )  # fmt: skip
+    flux: Sizes = (24, 24, 4608, 4608, 128)
+    yield Published(
+        "FlashAttention-2 in torch, FLUX.1", "h100", _of_rate(329, flux),
+        "pytorch issue 142132: 329 TFLOP/s", flux,
+    )  # fmt: skip
+    wide: Sizes = (128, 128, 8192, 8192, 128)  # a batch of 4
+    yield Published(
+        "FlashAttention-2, 8k", "4090", _of_rate(165, wide),
+        "SageAttention, arXiv 2410.02367: 165 TOPS", wide,
+    )  # fmt: skip
+    for width, us in ((65536, 64.4), (131072, 106.6)):
+        yield Published(
+            f"Flash-Decoding, {width} keys", "a100", us,
+            f"pytorch.org/blog/flash-decoding: {us} µs", (16, 2, 1, width, 128),
+        )  # fmt: skip
