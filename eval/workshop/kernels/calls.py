@@ -44,7 +44,7 @@ all keys and values for each token.
 
 def _shown(cost: Cost, share: float = 1.0) -> str:
     least, expected = (1e3 * share * one for one in (cost.seconds, cost.expected))
-    return f"{least:.3g} ({expected:.3g})"
+    return f"{float(f'{least:.3g}'):g} ({float(f'{expected:.3g}'):g})"
 
 
 def steps() -> Iterator[list[str]]:
