@@ -6,6 +6,7 @@ from diffcache.eval.cost import expected
 from diffcache.eval.cost.roofline import Device, Roofline
 from diffcache.eval.kernels.tiles import tiles
 from diffcache.eval.record import ROOT
+from diffcache.eval.workshop.kernels import page
 from diffcache.files import read_json
 
 FOLDER = ROOT / "assets" / "bench"
@@ -67,7 +68,7 @@ def test_blocks_of_a_multiprocessor(registers, shared, warps, blocks):
 
 
 def test_most_rows_of_the_record_are_expected_near_what_was_measured():
-    rows = read_json(FOLDER / "kernel-code.json")["rows"]
+    rows = read_json(page.CODE)["rows"]
     measured = {
         (row["operator"], row["model"], row["shapes"]): row["ways"]["kernel"]["us"][1]
         for row in read_json(FOLDER / "kernels.json")["rows"]

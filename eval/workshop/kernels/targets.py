@@ -22,14 +22,13 @@ from diffcache.eval.cost.expected import CHIPS, dynamic
 from diffcache.eval.kernels.case import KernelCase, all_cases
 from diffcache.eval.kernels.options import Launched
 from diffcache.eval.kernels.tiles import Tiles, tiles
-from diffcache.eval.record import ROOT, commit
+from diffcache.eval.record import commit
 from diffcache.eval.workshop.kernels.page import CODE, wrong
 from diffcache.eval.workshop.kernels.published import published
 from diffcache.files import read_json, write_json
 from diffcache.kernels.dispatch import OPERATORS
 from diffcache.kernels.gpu import machine
 
-RECORD = ROOT / "assets" / "bench" / CODE
 ARCHS: tuple[int | str, ...] = (80, 86, 89, 90, 100, 120, "gfx942", "gfx1100")
 # Instructions that multiply matrices: with less than 64 rows, and with 64 or more.
 MATRIX = {
@@ -143,13 +142,13 @@ def main(arguments: Sequence[str]) -> int:
     """Compile, write the record, and say what is wrong."""
     cases = [case for case in all_cases() if case.operator in OPERATORS]
     asked = [case for case in cases if not arguments or case.operator in arguments]
-    before = {_key(old): old for old in (read_json(RECORD) or {"rows": []})["rows"]}
+    before = {_key(old): old for old in (read_json(CODE) or {"rows": []})["rows"]}
     made = {_key(one): one for one in map(row, asked)}
     rows = [found for case in cases if (found := (before | made).get(_key(vars(case))))]
     others = [row(one.case(), (CHIPS[one.device].arch,)) for one in published()]
     import triton
 
-    write_json(RECORD, {"triton": triton.__version__, "commit": commit(), "rows": rows,
+    write_json(CODE, {"triton": triton.__version__, "commit": commit(), "rows": rows,
                         "published": others})  # fmt: skip
     for one in rows:
         for arch, codes in one["targets"].items():
