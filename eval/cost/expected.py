@@ -127,7 +127,7 @@ def resident(code: Mapping[str, Any], chip: Chip) -> int:
     """Return how many blocks of a kernel a multiprocessor holds at once."""
     registers: int = 65536 // (-(-code["registers"] // 8) * 8 * 32 * code["warps"])
     shared = int(chip.shared // (code["shared"] + 1)) if code["shared"] else 32  # 1 KiB is CUDA's
-    return max(min(registers, shared, chip.warps // code["warps"], 32), 1)
+    return max(min(registers, shared, chip.warps // int(code["warps"]), 32), 1)
 
 
 def dynamic(
