@@ -9,16 +9,19 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from triton.runtime.jit import JITFunction
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # KiB that a block may have, from NVIDIA's table of compute capabilities, and AMD's of its chips.
@@ -146,6 +149,23 @@ def launched(run: Callable[[], Any], arch: int | str) -> list[Machine]:
         if torch.cuda.is_available():
             driver.reset_active()
     return list(device.launched)
+
+
+@contextmanager
+def noted() -> Iterator[list[Any]]:
+    """Yield a list to which every launch is added: name, compiled kernel, grid, whole numbers."""
+    found: list[Any] = []
+    usual = JITFunction.run
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        made = usual(kernel, *args, grid=grid, warmup=warmup, **options)
+        given = dict(zip(kernel.arg_names, args, strict=False)) | options
+        numbers = {name: n for name, n in given.items() if type(n) is int}
+        found.append((kernel.__name__, made, tuple(grid), numbers))
+        return made
+
+    with mock.patch.object(JITFunction, "run", run):
+        yield found
 
 
 @cache

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
-from unittest import mock
 
 import torch
 
@@ -73,7 +72,7 @@ def compiled(
     """Compile what a row launches: names, grids, work of a program, and facts of the code."""
     given = case.make(torch.device("meta"), False)
     found = []
-    with launches_noted() as noted, Launched(*OPERATORS), _muted(isinstance(arch, str)):
+    with machine.noted() as noted, Launched(*OPERATORS), _muted(isinstance(arch, str)):
         machine.launched(lambda: case.ways["kernel"](*given), arch)
     for kernel, made, grid, numbers in noted:
         work = _tiles(made.asm["ttir"], tuple(sorted(numbers.items())), grid)
@@ -119,25 +118,6 @@ def _muted(really: bool) -> Iterator[None]:
         os.close(kept)
 
 
-@contextmanager
-def launches_noted() -> Iterator[list[Any]]:
-    """Yield a list to which every launch is added: name, compiled kernel, grid, whole numbers."""
-    from triton.runtime.jit import JITFunction
-
-    noted: list[Any] = []
-    usual = JITFunction.run
-
-    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        made = usual(kernel, *args, grid=grid, warmup=warmup, **options)
-        given = dict(zip(kernel.arg_names, args, strict=False)) | options
-        numbers = {name: n for name, n in given.items() if type(n) is int}
-        noted.append((kernel.__name__, made, tuple(grid), numbers))
-        return made
-
-    with mock.patch.object(JITFunction, "run", run):
-        yield noted
-
-
 def main(arguments: Sequence[str]) -> int:
     """Compile, write the record, and say what is wrong."""
     cases = [case for case in all_cases() if case.operator in OPERATORS]
@@ -146,9 +126,7 @@ def main(arguments: Sequence[str]) -> int:
     made = {_key(one): one for one in map(row, asked)}
     rows = [found for case in cases if (found := (before | made).get(_key(vars(case))))]
     others = [row(one.case(), (CHIPS[one.device].arch,)) for one in published()]
-    import triton
-
-    write_json(CODE, {"triton": triton.__version__, "commit": commit(), "rows": rows,
+    write_json(CODE, {"triton": machine.triton.__version__, "commit": commit(), "rows": rows,
                         "published": others})  # fmt: skip
     for one in rows:
         for arch, codes in one["targets"].items():
