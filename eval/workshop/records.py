@@ -129,12 +129,16 @@ def stamp(name: str, share: float = SHARE, seed: int = 0) -> str:
 
 
 def known(name: str | None) -> bool:
-    """Say whether a commit is in the history; any is where there is no history."""
-    git = ["git", "-C", str(ROOT), "cat-file", "-e", f"{name}^{{commit}}"]
+    """Say whether a commit is in the history; any may be where the history is not all here."""
+    git = ["git", "-C", str(ROOT)]
+    if not (ROOT / ".git").exists():
+        return True
     try:
-        return (
-            not (ROOT / ".git").exists() or not subprocess.run(git, capture_output=True).returncode
-        )
+        asked = [*git, "merge-base", "--is-ancestor", str(name), "HEAD"]
+        if not subprocess.run(asked, capture_output=True).returncode:
+            return True
+        shallow = [*git, "rev-parse", "--is-shallow-repository"]
+        return subprocess.run(shallow, capture_output=True, text=True).stdout.strip() == "true"
     except OSError:
         return True
 
