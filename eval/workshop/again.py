@@ -46,6 +46,7 @@ from diffcache.eval.workshop.figures import REWARDS
 from diffcache.eval.workshop.shipped import guarantee, quality, reach
 from diffcache.eval.workshop.shipped.table import named
 from diffcache.eval.workshop.small.chain import HELD_OUT, WORLDS, draw, is_exact
+from diffcache.eval.workshop.small.sticker_judge import LEAST_LIKENESS
 from diffcache.features.base import Method
 from diffcache.features.collect import Calibrated
 from diffcache.pipelines.small.recall import RecallBatch
@@ -101,7 +102,8 @@ class Made:
     def is_inside(self) -> bool:
         """Whether values are the same, or the published number lies in the interval made now."""
         low, high = self.interval
-        return self.holds if self.kept is not None else low <= self.published["value"] <= high
+        value = float(self.published["value"])
+        return self.holds if self.kept is not None else low <= value <= high
 
     @property
     def holds(self) -> bool:
@@ -109,7 +111,7 @@ class Made:
         if self.kept is None:
             low, high = self.interval
             spare = WIDER * (high - low) / 2  # many numbers of a record are looked at
-            return low - spare <= self.published["value"] <= high + spare
+            return low - spare <= float(self.published["value"]) <= high + spare
         apart = self.kept.double() - self.now.double()
         return bool(apart.abs().mean() <= SLACK[self.alike][self.is_share])
 
@@ -228,8 +230,8 @@ def _texts(record: Record, rows: Sequence[Row], share: float, seed: int) -> Iter
         made = text_task.measure(model, recipe, task, drawn, None, record["rows"][0]["able"])
         now, kept = (text_task.hits_of(one)[:FEW] for one in (made, row))
         yield Made(row["name"], "whole", row["whole"], now, kept)
-        nats = [torch.tensor(one["nats"][:FEW], dtype=torch.float64) for one in (made, row)]
-        yield Made(row["name"], "perplexity", row["perplexity"], *nats)
+        now, kept = (torch.tensor(one["nats"][:FEW], dtype=torch.float64) for one in (made, row))
+        yield Made(row["name"], "perplexity", row["perplexity"], now, kept)
 
 
 def _telling(record: Record, rows: Sequence[Row], share: float, seed: int) -> Iterator[Made]:
@@ -260,7 +262,7 @@ def _judge(record: Record, rows: Sequence[Row], share: float, seed: int) -> Iter
     numbers = some(record["shapes"]["samples"], share, seed)
     for row in rows:
         found = judge.likenesses(row["name"], numbers, record["seed"])
-        now = torch.from_numpy(found >= judge.LEAST_LIKENESS)
+        now = torch.from_numpy(found >= LEAST_LIKENESS)
         yield Made(row["name"], "taken", row["taken"], now, _read(row.get("values"), numbers))
 
 

@@ -39,9 +39,9 @@ class Reached:
     """Functions of this tree that run while it is entered, in all threads."""
 
     def __init__(self) -> None:
-        if sys.version_info < (3, 11):
+        if not hasattr(CodeType, "co_qualname"):
             raise RuntimeError("code tells its qualified name from Python 3.11 on")
-        self._ran: dict[int, CodeType] = {}  # a code's own hash reads all of it
+        self._ran: dict[int, Any] = {}  # a code's own hash reads all of it
 
     def __enter__(self) -> Reached:
         threading.settrace(self._note)
@@ -50,7 +50,7 @@ class Reached:
 
     def __exit__(self, *_: object) -> None:
         sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
+        threading.settrace(None)
 
     def _note(self, frame: FrameType, event: str, arg: Any) -> None:
         self._ran[id(frame.f_code)] = frame.f_code
