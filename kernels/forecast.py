@@ -55,7 +55,11 @@ def sum_twin(
     base: Tensor | None = None,
     gate: Tensor | None = None,
 ) -> Tensor:
-    """Compute `weighted_sum` in plain PyTorch."""
+    """Compute `weighted_sum` in plain PyTorch; float16 in float32, as terms may overflow it."""
+    given = [each for each in (*terms, base, gate) if each is not None]
+    if all(each.dtype is torch.float16 for each in given):
+        first, *rest = terms
+        return sum_twin([first.float(), *rest], weights, base, gate).half()
     total = terms[0] if weights[0] == 1 else terms[0] * weights[0]
     for weight, term in zip(weights[1:], terms[1:], strict=True):
         total = torch.add(total, term, alpha=weight)
@@ -112,7 +116,14 @@ def finite_differences(
 
 
 def differences_twin(feature: Tensor, old: list[Tensor], distances: list[float]) -> list[Tensor]:
-    """Return the differences of a feature from its old factors, by order, in plain PyTorch."""
+    """Return the differences of a feature from its old factors, by order, in plain PyTorch.
+
+    Those of float16 are taken in float32: a difference may overflow that its share of the distance
+    does not.
+    """
+    if feature.dtype is torch.float16:
+        wide = differences_twin(feature.float(), old, distances)
+        return [each.half() for each in wide]
     found = [feature]
     for factor, distance in zip(old, distances, strict=True):
         found.append((found[-1] - factor) / distance)

@@ -5,7 +5,9 @@ import torch
 from torch import library
 from torch.utils.flop_counter import FlopCounterMode
 
+from diffcache.features.parts.instead import Differences, Taylor
 from diffcache.kernels import dispatch, forecast, move
+from diffcache.step import Step
 from tests.kernels.cases import DTYPES, Case, cases, check, copied
 
 ALL = [case for dtype in DTYPES for case in cases(dtype)]
@@ -53,6 +55,26 @@ def test_results_lie_as_compilers_are_told_where_arguments_lie_otherwise() -> No
     held = torch.ones(2, 8, 3, 4).transpose(1, 2)[..., 1:]
     slots = torch.zeros(2, 1, 2, dtype=torch.long)
     library.opcheck(move.GATHER.op, (held, held[..., ::2], slots))
+
+
+def test_float16_near_its_end_overflows_only_where_the_result_does() -> None:
+    """A forecast of order 4 whose partial sums, or differences before their share, are too large."""
+    signs = torch.tensor([1.0, -1.0]).half()
+    terms = [each * signs for each in (6e4, -3e4, 2e4, -1e4, 100.0)]
+    weights = [1.0, 4.0, 8.0, 32 / 3, 32 / 3]
+    exact = sum(w * t.double() for w, t in zip(weights, terms, strict=True))
+    assert (
+        exact.abs().max()
+        < 65504
+        < max(w * float(t[0]) for w, t in zip(weights, terms, strict=True))
+    )
+    assert torch.equal(forecast.weighted_sum(terms, weights), exact.half())
+    taylor = Taylor(order=4)
+    held = [Differences(list(terms), 0) for _ in range(9)]
+    for found in taylor.estimate_all(held, Step(4), None):
+        assert torch.equal(found, exact.half())
+    (_, found) = forecast.finite_differences([-6e4 * signs], 6e4 * signs, [4])
+    assert torch.equal(found, 3e4 * signs)
 
 
 @EACH

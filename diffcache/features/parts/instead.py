@@ -10,6 +10,7 @@ from itertools import accumulate
 from operator import add, mul
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from diffcache.features.base import Instead, check_int
@@ -152,6 +153,8 @@ class Taylor(Summed):
         factors = [state.factors for state in states]
         anchor = states[0].anchor
         if len(set(map(len, factors))) > 1 or any(state.anchor != anchor for state in states):
+            return None
+        if factors[0][0].dtype is torch.float16:  # partial sums may overflow it
             return None
         levels = zip(*factors, strict=True)
         totals = list(next(levels))
