@@ -39,7 +39,7 @@ from diffcache.eval.record import FOLDER, Row, Setting, some
 from diffcache.eval.runs.measure import evaluate
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.sweep import read_sweep, read_values
-from diffcache.eval.workshop.bench import judge, telling
+from diffcache.eval.workshop.bench import judge, search, telling
 from diffcache.eval.workshop.dllm import measure as dllm
 from diffcache.eval.workshop.dllm.rows import rows as dllm_rows
 from diffcache.eval.workshop.figures import REWARDS
@@ -242,6 +242,15 @@ def _telling(record: Record, rows: Sequence[Row], share: float, seed: int) -> It
             yield Made(row["name"], key, row[key], now, kept, alike=False)
 
 
+def _search(record: Record, rows: Sequence[Row], share: float, seed: int) -> Iterator[Made]:
+    """Draw a batch again with the single methods that need no tables, which no search made."""
+    batches = some(record["shapes"]["samples"] // search.BATCH, share, seed)
+    numbers = [search.BATCH * batch + place for batch in batches for place in range(search.BATCH)]
+    for row, found in search.again(record, rows, batches):
+        now = torch.tensor(found, dtype=torch.float64)
+        yield Made(row["name"], "psnr_db", row["psnr_db"], now, _read(row["each"], numbers))
+
+
 def _guarantee(record: Record, rows: Sequence[Row], share: float, seed: int) -> Iterator[Made]:
     """Draw some prompts with every setting again, and certify on all of them again."""
     matrix = {kind: np.array(each) for kind, each in record["psnr"].items()}
@@ -292,7 +301,7 @@ def _demo(record: Record, rows: Sequence[Row], share: float, seed: int) -> Itera
 AGAIN: Mapping[str, Again] = {
     "*-quality": _quality, "eval-sticker-flux-methods": _methods, "telling": _telling,
     "eval-reach-policy-methods": _reach, "kv-recall": _recall, "kv-smollm2": _texts,
-    "guarantee": _guarantee, "judge": _judge, "dllm-*": _dllm, "demo": _demo,
+    "guarantee": _guarantee, "search": _search, "judge": _judge, "dllm-*": _dllm, "demo": _demo,
 }  # fmt: skip
 # Records of which no part can be made again in minutes, or here -> why.
 NOT_MADE: Mapping[str, str] = {

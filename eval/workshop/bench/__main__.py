@@ -32,6 +32,7 @@ from diffcache.eval.workshop.bench import (
     kernels,
     kv,
     overhead,
+    search,
     telling,
 )
 from diffcache.eval.workshop.bench.models import Shape
@@ -74,6 +75,11 @@ BENCHMARKS: dict[str, Bench] = {
     "telling": Bench(
         telling.measure, "caches on sticker-flux at 2 to 8 times, beside fewer steps; half an hour",
         quick={"samples": 2, "factors": (8,), "picture": None}, has_rounds=False, resumes=True,
+    ),
+    "search": Bench(
+        search.measure,
+        "choices of diffcache tune on sticker-flux beside every single method; ten minutes",
+        quick={"samples": 4, "factors": (4,), "trials": 2}, has_rounds=False, resumes=True,
     ),
     "causal": Bench(
         causal.measure,
