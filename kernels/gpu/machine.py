@@ -23,6 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+VERSION: str = triton.__version__
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # KiB that a block may have, from NVIDIA's table of compute capabilities, and AMD's of its chips.
 SHARED: dict[int | str, int] = {

@@ -126,7 +126,7 @@ def main(arguments: Sequence[str]) -> int:
     made = {_key(one): one for one in map(row, asked)}
     rows = [found for case in cases if (found := (before | made).get(_key(vars(case))))]
     others = [row(one.case(), (CHIPS[one.device].arch,)) for one in published()]
-    write_json(CODE, {"triton": machine.triton.__version__, "commit": commit(), "rows": rows,
+    write_json(CODE, {"triton": machine.VERSION, "commit": commit(), "rows": rows,
                         "published": others})  # fmt: skip
     for one in rows:
         for arch, codes in one["targets"].items():
