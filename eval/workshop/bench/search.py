@@ -80,7 +80,7 @@ def sentences(name: str) -> list[str]:
 
 
 def measure(
-    setting: Setting, *, samples: int = 48, factors: Sequence[int] = (3, 4, 6), trials: int = 100,
+    setting: Setting, *, samples: int = 48, factors: Sequence[int] = (3, 4, 6), trials: int = 30,
     unfinished: Path | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Search at every factor, and measure the choice and all single methods on held-out sentences.
