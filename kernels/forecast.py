@@ -6,6 +6,8 @@ Taylor's and Newton's forecasts and fitted ones are weighted sums of a few held 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -56,10 +58,12 @@ def sum_twin(
     gate: Tensor | None = None,
 ) -> Tensor:
     """Compute `weighted_sum` in plain PyTorch; float16 in float32, as terms may overflow it."""
-    given = [each for each in (*terms, base, gate) if each is not None]
-    if all(each.dtype is torch.float16 for each in given):
+    if terms[0].dtype is torch.float16:
         first, *rest = terms
-        return sum_twin([first.float(), *rest], weights, base, gate).half()
+        given = [each.dtype for each in (*terms, base, gate) if each is not None]
+        return sum_twin([first.float(), *rest], weights, base, gate).to(
+            reduce(torch.promote_types, given)
+        )
     total = terms[0] if weights[0] == 1 else terms[0] * weights[0]
     for weight, term in zip(weights[1:], terms[1:], strict=True):
         total = torch.add(total, term, alpha=weight)
@@ -123,7 +127,8 @@ def differences_twin(feature: Tensor, old: list[Tensor], distances: list[float])
     """
     if feature.dtype is torch.float16:
         wide = differences_twin(feature.float(), old, distances)
-        return [each.half() for each in wide]
+        dtypes = accumulate((each.dtype for each in (feature, *old)), torch.promote_types)
+        return [each.to(dtype) for each, dtype in zip(wide, dtypes, strict=False)]
     found = [feature]
     for factor, distance in zip(old, distances, strict=True):
         found.append((found[-1] - factor) / distance)

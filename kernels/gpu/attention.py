@@ -383,7 +383,8 @@ def _held(
     grid = x[..., None] if grid is None else grid.contiguous()
     x, grid = (one.expand(len(q), *one.shape[1:]) for one in (x, grid))
     constants = {
-        "SIZE": size, "WIDTH": wide, "BITS": bits, "EACH": each, "GROUP": min(group, wide),
+        "SIZE": size, "WIDTH": wide, "BITS": bits, "EACH": each,
+        "GROUP": wide if group >= size else group,  # a power of two, as all of a block's sides
         "PARTS": grid.shape[3], "COLUMNS": grid.shape[4],
     }  # fmt: skip
     if not bits:

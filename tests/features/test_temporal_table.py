@@ -367,6 +367,34 @@ def test_reconstruction_rounds_for_the_features_of_the_steps():
     assert both != fitted and sum(both.values()) < 0.5 * sum(nearest.values())
 
 
+@pytest.mark.parametrize("first", ["inference", "cast"])
+def test_a_run_closes_as_it_was_made_and_not_with_other_weights(first):
+    contexts = {"inference": torch.inference_mode, "cast": partial(torch.autocast, "cpu")}
+    made = {}
+    for second in (contexts[first], torch.no_grad):
+        model = toy()
+        method = TemporalTable(bits=4, keep="closer", reconstruct=True)
+        with diffcache.wrapped(model, method) as handle:
+            with contexts[first]():
+                toy_run(model)
+            with second():
+                toy_run(model)
+            made[second] = [
+                entry.harm
+                for page in table_of(handle).table.conditions.values()
+                for entry in page.values()
+                if entry.harm is not None
+            ]
+    inside, outside = made.values()
+    assert inside == outside and inside
+    model, twin = toy(), toy()
+    twin.blocks[0].mod = nn.Linear(6, twin.blocks[0].mod.out_features).requires_grad_(False)
+    with diffcache.wrapped(model, TemporalTable(bits=8, keep="layer", reconstruct=True)):
+        toy_run(model)
+        model.blocks[0].mod = twin.blocks[0].mod
+        assert torch.equal(toy_run(model), toy_run(twin))
+
+
 def test_columns_take_up_what_rounding_missed():
     layer = nn.Linear(6, 5).double()
     made = rounded_copy(layer, 4)

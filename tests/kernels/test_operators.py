@@ -69,6 +69,8 @@ def test_float16_near_its_end_overflows_only_where_the_result_does() -> None:
         < max(w * float(t[0]) for w, t in zip(weights, terms, strict=True))
     )
     assert torch.equal(forecast.weighted_sum(terms, weights), exact.half())
+    wide = forecast.weighted_sum(terms, weights, torch.zeros(2))  # a float32 stream
+    torch.testing.assert_close(wide, exact.float())
     taylor = Taylor(order=4)
     held = [Differences(list(terms), 0) for _ in range(9)]
     for found in taylor.estimate_all(held, Step(4), None):

@@ -15,6 +15,7 @@ from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extension import Extension
 from diffcache.attach.extensions.lookup_entries import (
     ConditionEntries,
+    Given,
     LookupTable,
     RunWrites,
     SiteEntry,
@@ -27,7 +28,7 @@ from diffcache.attach.reuse.time_probe import TimePeek
 from diffcache.attach.run import Run
 from diffcache.attach.signature import Contents, others_in, tensors_in, writes_cache
 from diffcache.attach.tap import Tap, TapDict, tap_children, untap_children
-from diffcache.attach.tree import Template, leaves, unshared
+from diffcache.attach.tree import leaves, unshared
 from diffcache.errors import AttachError, CacheWarning
 from diffcache.features.temporal_table import TimeTables, disturbance
 from diffcache.foreign import children_of
@@ -36,11 +37,6 @@ from diffcache.weights import Weights
 
 COUNTED = "timestep modules"  # their name in reports
 _LARGEST = 2**26  # bytes; sites that depend on larger arguments are left alone
-
-
-def copied(given: Any) -> Any:
-    """Return arguments with copies of their tensors, which later code may change in place."""
-    return Template(given).build([tensor.detach().clone() for tensor in leaves(given)])
 
 
 class TimeTap(Tap):
@@ -161,11 +157,11 @@ class Lookup(Extension):
             return out
         harm, given = None, None
         if self.ability.bits is not None and self.ability.keep != "table":
-            found = self._rounded(tap)(*args, **kwargs)
+            layer = self._rounded(tap)
             if self.ability.reconstruct:
-                given = copied((args, kwargs))
+                given = Given.of(args, kwargs, exact[0].device.type)
             else:
-                harm = disturbance(exact, leaves(found))
+                harm = disturbance(exact, leaves(layer(*args, **kwargs)))
         state.writes.write(Write(entries, tap.name, SiteEntry.of(out), harm, given))
         return out
 
@@ -197,6 +193,8 @@ class Lookup(Extension):
         for run, writes in self._runs:
             state = run.storage.get(self)
             if run is starting or state is None or state.writes is not writes:
+                if self.ability.reconstruct and self.weights and self.weights.changed(True):
+                    writes.lines = []  # what the layers of these entries stand for is gone
                 self.table.close(writes)
             else:
                 going.append((run, writes))
@@ -279,6 +277,8 @@ class Lookup(Extension):
         with self._lock:
             self.remove()
             self.table.clear()
+            for _, writes in self._runs:
+                writes.lines = []
             self.kinds, self.weights = {}, None
 
     def remove(self) -> None:

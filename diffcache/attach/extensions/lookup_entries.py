@@ -84,7 +84,32 @@ class ConditionEntries(dict[str, SiteEntry]):
     used = 0  # number of the run that used it last
 
 
-Given = tuple[tuple[Any, ...], dict[str, Any]]  # arguments of a module's call
+@dataclass(frozen=True)
+class Given:
+    """A module's call, to be repeated after its run.
+
+    Attributes:
+        args: Arguments by position, whose tensors are copies: later code may change the others.
+        kwargs: Arguments by name, likewise.
+        cast: Device type, dtype and state of automatic casts in the run.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    cast: tuple[str, torch.dtype, bool]
+
+    @classmethod
+    def of(cls, args: Any, kwargs: Any, device: str) -> Given:
+        """Return a call as it is made now."""
+        cast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        with torch.inference_mode(False):  # copies that may be used in any mode
+            copies = [tensor.detach().clone() for tensor in leaves((args, kwargs))]
+        return cls(*Template((args, kwargs)).build(copies), cast)
+
+    def repeat(self, module: nn.Module) -> Any:
+        """Return what a module answers to the call, under the casts of the run."""
+        with torch.autocast(*self.cast):
+            return module(*self.args, **self.kwargs)
 
 
 @dataclass(frozen=True)
@@ -163,6 +188,7 @@ class LookupTable:
         for name, written in sites.items():
             self._close(name, written, bits)
 
+    @torch.inference_mode(False)  # a run may close in another mode than it was made in
     @torch.no_grad()
     def _close(self, name: str, written: list[Write], bits: int) -> None:
         exact = [line.kept for line in written]
@@ -198,7 +224,7 @@ class LookupTable:
             # Once: what was chosen for earlier conditions rests on these weights.
             reconstruct(layer, source, calls)
             self._fitted.add(name)
-        outs = (layer(*args, **kwargs) for args, kwargs in calls)
+        outs = (call.repeat(layer) for call in calls)
         return [
             disturbance(leaves(line.kept.value()), leaves(out))
             for line, out in zip(written, outs, strict=True)
@@ -209,7 +235,8 @@ class LookupTable:
         if name not in self._layers:
             assert self.ability.bits is not None
             bits, activations = self.ability.bits, self.ability.activations
-            self._layers[name] = rounded_copy(module, bits, activations), module
+            with torch.inference_mode(False):
+                self._layers[name] = rounded_copy(module, bits, activations), module
         return self._layers[name][0]
 
     def clear(self) -> None:
@@ -298,7 +325,7 @@ class RoundedLinear(nn.Module):
             codes[:, column] = left[:, column].round().clamp(-most, most)
             missed = (left[:, column] - codes[:, column]) / upper[column, column]
             left[:, column + 1 :] -= torch.outer(missed, upper[column, column + 1 :])
-        self.get_buffer("codes").copy_(codes)
+        self.register_buffer("codes", codes.to(self.get_buffer("codes").dtype))
 
 
 def rounded_copy(module: nn.Module, bits: int, activations: int | None = None) -> nn.Module:
@@ -340,12 +367,13 @@ def _inputs(
     def keep(linear: nn.Module, args: tuple[Tensor, ...]) -> None:
         assert isinstance(linear, RoundedLinear)
         name = next(name for name, one in linears.items() if one is linear)
-        found.setdefault(name, []).append(linear.given(args[0]).flatten(0, -2))
+        value = linear.given(args[0])
+        found.setdefault(name, []).append(value.reshape(-1, value.shape[-1]))
 
     hooks = [linear.register_forward_pre_hook(keep) for linear in linears.values()]
     try:
-        for args, kwargs in calls:
-            layer(*args, **kwargs)
+        for call in calls:
+            call.repeat(layer)
     finally:
         for hook in hooks:
             hook.remove()
