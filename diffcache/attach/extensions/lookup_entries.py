@@ -104,7 +104,8 @@ class Given:
         cast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
         with torch.inference_mode(False):  # copies that may be used in any mode
             copies = [tensor.detach().clone() for tensor in leaves((args, kwargs))]
-        return cls(*Template((args, kwargs)).build(copies), cast)
+        copied_args, copied_kwargs = Template((args, kwargs)).build(copies)
+        return cls(copied_args, copied_kwargs, cast)
 
     def repeat(self, module: nn.Module) -> Any:
         """Return what a module answers to the call, under the casts of the run."""
