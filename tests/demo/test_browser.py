@@ -70,7 +70,7 @@ def browser_page(problems: list[str]) -> Iterator[Any]:
         )
         try:
             page = browser.new_page(viewport={"width": 1280, "height": 960})
-            page.set_default_timeout(120_000)
+            page.set_default_timeout(240_000)
             page.on("pageerror", lambda error: problems.append(f"error: {error} {error.stack}"))
             page.on(
                 "request",
