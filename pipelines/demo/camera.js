@@ -5,6 +5,7 @@ const find = (name) => element.querySelector(name);
 const canvas = find('canvas'), chosen = find('.chosen'), said = find('.said'), file = find('input[type=file]');
 canvas.width = props.width;
 canvas.height = props.height;
+let turn = 0;  // of what was picked: a browser may still ask when the next one is
 let shown = null, timer = null, stream = null, url = null, number = 0, waiting = [];
 
 function draw(wide, tall) {
@@ -31,6 +32,7 @@ function take() {
 }
 
 function leave() {
+  turn += 1;
   clearInterval(timer);
   if (stream) stream.getTracks().forEach((track) => track.stop());
   if (url) URL.revokeObjectURL(url);
@@ -51,6 +53,7 @@ function begin(picture, name) {
   shown = picture;
   chosen.hidden = false;
   said.textContent = `${name}: press Start`;
+  clearInterval(timer);
   timer = setInterval(take, 1000 / props.fps);
 }
 
@@ -58,21 +61,29 @@ function film(source) {
   const video = document.createElement('video');
   video.muted = video.playsInline = video.loop = true;
   Object.assign(video, source);
-  video.onerror = () => off('this browser cannot play that file');
+  const mine = turn;
+  video.onerror = () => mine === turn && off('this browser cannot play that file');
   return video.play().then(() => video);
 }
 
 find('.camera').onclick = async () => {
   off();
+  const mine = turn;
   if (!navigator.mediaDevices) {
     said.textContent = 'a browser gives its camera to pages of https and of this machine only';
     return;
   }
   try {
-    stream = await navigator.mediaDevices.getUserMedia({video: {width: {ideal: 320}}, audio: false});
-    begin(await film({srcObject: stream}), 'the camera is on');
+    const asked = await navigator.mediaDevices.getUserMedia({video: {width: {ideal: 320}}, audio: false});
+    if (mine !== turn) {  // turned off meanwhile
+      asked.getTracks().forEach((track) => track.stop());
+      return;
+    }
+    stream = asked;  // which leave() stops from here on
+    const video = await film({srcObject: asked});
+    if (mine === turn) begin(video, 'the camera is on');
   } catch (error) {
-    off(`no camera: ${error.message}`);
+    if (mine === turn) off(`no camera: ${error.message}`);
   }
 };
 
@@ -80,18 +91,20 @@ file.onchange = async () => {
   const picked = file.files[0];
   if (!picked) return;
   off();
+  const mine = turn;
   url = URL.createObjectURL(picked);
   try {
     if (picked.type.startsWith('video/')) {
-      begin(await film({src: url}), picked.name);
+      const video = await film({src: url});
+      if (mine === turn) begin(video, picked.name);
     } else {
       const picture = new Image();
       picture.src = url;
       await picture.decode();
-      begin(picture, picked.name);
+      if (mine === turn) begin(picture, picked.name);
     }
   } catch (error) {
-    off(`this browser cannot read ${picked.name}`);
+    if (mine === turn) off(`this browser cannot read ${picked.name}`);
   }
 };
 

@@ -25,6 +25,7 @@ from diffcache.registry import read_word, rows_of
 from diffcache.timeline import steps_of
 
 AUTOMATIC = "what fits the model"
+LONGEST = 200  # letters of a method with its settings
 MOST_TIMES = 64  # that a difference is scaled by
 BRIGHT = 200  # of 255
 PROMPTS = ("a fox left of a pineapple on wood", "a guitar above a mushroom on grass",
@@ -110,14 +111,19 @@ class Drawer:
         """
         if method in (None, "", AUTOMATIC):
             return None
-        name, settings = read_word(str(method)[:200])
+        word = str(method)
+        if len(word) > LONGEST:
+            raise ValueError(
+                f"method={word[:40]!r}... has {len(word):,} letters; at most {LONGEST} are read"
+            )
+        name, settings = read_word(word)
         known = self.methods()
         if name not in known:
             raise ValueError(f"no method {name!r}; there are {', '.join(known[1:])}")
         for key, value in settings.items():  # text may name a file
             if not isinstance(value, int | float):
-                raise ValueError(f"method {method!r}: {key}={value!r}: must be a number here")
-        return str(method)
+                raise ValueError(f"method {word!r}: {key}={value!r}: must be a number here")
+        return word
 
 
 @dataclass

@@ -61,6 +61,8 @@ _SCRIPT = (_FOLDER / "player.js").read_text(encoding="utf-8")
 _CAMERA = (_FOLDER / "camera.js").read_text(encoding="utf-8")
 STYLE = (_FOLDER / "page.css").read_text(encoding="utf-8")
 _SAVE = "Save as MP4"
+_MARGIN = 16  # pixels that a picture of the page may have beyond the largest size
+_EVENTS = 8  # times the viewers at a time, whose films or pictures may wait for their turn
 _PAUSE, _RESUME = "Pause", "Go on"
 _QUICK: dict[str, Any] = {"queue": False, "show_progress": "hidden"}
 _NOT_RUNNING = "**nothing is running:** press Start first"
@@ -150,7 +152,9 @@ class Handlers:
         """Take pictures of the viewer's camera or file, which the page sends as they come in."""
         if self.program.seen is not None:
             with suppress(ValueError):  # not sent by the page: nobody is there to be told
-                self.viewers.see(str(request.session_hash), value, 2 * self.program.seen[1])
+                side = max(map(max, self.program.sizes.values())) + _MARGIN
+                most = 2 * self.program.seen[1]
+                self.viewers.see(str(request.session_hash), value, most, side)
 
     def stop(self, request: gr.Request) -> None:
         """End the viewer's films."""
@@ -192,6 +196,7 @@ def build(program: Program, viewers: Viewers) -> gr.Blocks:
             with gr.Tab("Image"):
                 _image(program.drawer, do)
         page.unload(do.leave)
+    page.queue(max_size=_EVENTS * program.viewers, api_open=False)
     return page
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from diffcache.pipelines.demo.program import Asked, Program, one_of
 from diffcache.pipelines.demo.recording import Recording, jpeg
-from diffcache.pipelines.demo.source import ANEW, Reader, Source
+from diffcache.pipelines.demo.source import ANEW, MOST_SIDE, Reader, Source, checked_pictures
 from diffcache.pipelines.demo.stream import Chunk, Stream
 from diffcache.run_report import human
 
@@ -80,8 +80,9 @@ class Viewers:
     def __init__(self, most: int, listeners: Container[str] | None = None) -> None:
         self.most, self._listeners = most, listeners
         self._showings: dict[str, Showing] = {}
-        self._sources: dict[str, Source] = {}  # in the order in which they were made
+        self._sources: dict[str, Source] = {}  # the latest that sent something last
         self._lock = threading.Lock()
+        self._waiting = threading.BoundedSemaphore(most)  # each holds a thread of the server
 
     def begin(self, who: str, showing: Showing) -> None:
         """Note a showing, in place of the viewer's last one.
@@ -92,7 +93,7 @@ class Viewers:
         self._end(who)
         with self._lock:
             if len(self) >= self.most:
-                raise ValueError(f"{self.most} viewers are served already; try again in a minute")
+                raise self._too_many()
             ended = [name for name, other in self._showings.items() if other.over]
             for name in ended[: max(0, len(self._showings) - _REMEMBERED * self.most)]:
                 del self._showings[name]  # its page has not said that it was closed
@@ -113,30 +114,57 @@ class Viewers:
         """Wait until a viewer's page takes its events: gradio runs what nobody fetches.
 
         Raises:
-            ValueError: If it does not within seconds.
+            ValueError: If it does not within seconds, or too many pages are waited for.
         """
-        latest = time.monotonic() + _LISTEN
-        while not self.listens(who):
-            if time.monotonic() > latest:
-                raise ValueError("nobody listens to this page")
-            time.sleep(0.05)
+        if self.listens(who):
+            return
+        if not self._waiting.acquire(blocking=False):
+            raise self._too_many()
+        try:
+            latest = time.monotonic() + _LISTEN
+            while not self.listens(who):
+                if time.monotonic() > latest:
+                    raise ValueError("nobody listens to this page")
+                time.sleep(0.05)
+        finally:
+            self._waiting.release()
 
-    def see(self, who: str, value: Any, most: int) -> None:
+    def _too_many(self) -> ValueError:
+        return ValueError(f"{self.most} viewers are served already; try again in a minute")
+
+    def see(self, who: str, value: Any, most: int, side: int = MOST_SIDE) -> None:
         """Take pictures of a viewer's camera or file.
 
         Args:
             who: Session of the viewer.
             value: Pictures, as for `Source.put`.
             most: Pictures that are kept.
+            side: Pixels that the longer side of a picture may have.
 
         Raises:
-            ValueError: If they are none.
+            ValueError: If they are none, or too many viewers send some.
         """
+        checked_pictures(value)  # before anybody else's go
         with self._lock:
-            source = self._sources.setdefault(who, Source(most))
-            while len(self._sources) > _REMEMBERED * self.most:  # anybody may send some
-                del self._sources[next(iter(self._sources))]
-        source.put(value)
+            source = self._sources.pop(who, None)
+            if source is None:
+                self._make_room()
+                source = Source(most, side)
+            self._sources[who] = source
+            source.put(value)
+
+    def _make_room(self) -> None:
+        """Forget the oldest source that is off, should there be too many; the lock is held.
+
+        Raises:
+            ValueError: If all are on.
+        """
+        if len(self._sources) < _REMEMBERED * self.most:  # anybody may send some
+            return
+        oldest = next((who for who, source in self._sources.items() if not source.is_on), None)
+        if oldest is None:
+            raise self._too_many()
+        del self._sources[oldest]
 
     def source(self, who: str) -> Source | None:
         """Return a viewer's camera or file, if pictures come in from one."""

@@ -20,7 +20,8 @@ from diffcache.pipelines.source_pictures import begin_with, fitted
 
 BEGINS, ANEW = "begin", "anew"  # what a film does with the pictures
 MOST_FILES = 64  # pictures that come in one request
-MOST_SIDE = 4096  # pixels
+MOST_SIDE = 1024  # pixels of a picture's longer side, where no sizes of films are known
+MOST_SCANS = 20  # of a JPEG, each of which is a pass over all of it; a page sends 1
 FRESH = 5.0  # seconds in which a source that is on sends something
 _TICK = 0.1  # seconds between two looks at whether to stop
 
@@ -45,13 +46,14 @@ class Source:
 
     Args:
         most: Pictures that are kept.
+        side: Pixels that the longer side of a picture may have.
 
     Attributes:
         use: `begin` for a film that goes on from them, `anew` for one that is made from them.
     """
 
-    def __init__(self, most: int) -> None:
-        self.use = BEGINS
+    def __init__(self, most: int, side: int = MOST_SIDE) -> None:
+        self.use, self.side = BEGINS, side
         self._shots: deque[Shot] = deque(maxlen=most)
         self._count = 0  # pictures until now, with those that the page left out
         self._page_count: int | None = (
@@ -69,7 +71,7 @@ class Source:
         Raises:
             ValueError: If it is something else.
         """
-        use, first, files = _checked(value)
+        use, first, files = checked_pictures(value)
         with self._changed:
             if not files or not self._is_on():
                 self._shots.clear()  # of a camera or file before
@@ -105,7 +107,7 @@ class Source:
         """
         with self._changed:
             files = [shot.file for shot in self._shots]
-        return begin_with([opened(file) for file in files], size, each)
+        return begin_with((opened(file, self.side) for file in files), size, each)
 
     def after(self, number: int) -> list[Shot]:
         """Return the kept pictures from a number on; the caller holds the lock."""
@@ -155,25 +157,32 @@ class Reader:
         self.dropped += taken[-1].number + 1 - self._at - len(taken)
         self._at, self.arrived = taken[-1].number + 1, taken[0].arrived
         self._wanted = self._later
-        return np.stack([fitted(opened(shot.file), self._size) for shot in taken])
+        side = self._source.side
+        return np.stack([fitted(opened(shot.file, side), self._size) for shot in taken])
 
 
-def opened(file: bytes) -> Image.Image:
+def opened(file: bytes, side: int = MOST_SIDE) -> Image.Image:
     """Return the picture of a JPEG.
 
+    Args:
+        file: JPEG.
+        side: Pixels that its longer side may have.
+
     Raises:
-        ValueError: If it is none, or too large.
+        ValueError: If it is none, too large, or has too many scans.
     """
+    if (scans := file.count(b"\xff\xda")) > MOST_SCANS:  # a small file may take minutes
+        raise ValueError(f"a picture has {scans} scans; at most {MOST_SCANS}")
     try:
         with Image.open(io.BytesIO(file), formats=["JPEG"]) as image:
-            if max(image.size) > MOST_SIDE:
-                raise ValueError(f"a picture has {image.size} pixels; at most {MOST_SIDE} a side")
+            if max(image.size) > side:
+                raise ValueError(f"a picture has {image.size} pixels; at most {side} a side")
             return image.convert("RGB")
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError("a picture cannot be read: it must be a JPEG") from error
 
 
-def _checked(value: Any) -> tuple[str, int, list[bytes]]:
+def checked_pictures(value: Any) -> tuple[str, int, list[bytes]]:
     """Return use, number and files of what a page sends.
 
     Raises:

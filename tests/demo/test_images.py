@@ -56,6 +56,19 @@ def test_a_difference_is_scaled_until_it_can_be_seen() -> None:
         assert (by, picture.getextrema()) == (times, (light * times,) * 2)
 
 
+def test_a_method_is_checked_to_its_last_letter() -> None:
+    drawer = Drawer("sticker-flux")
+    word = "interval:every=2"
+    assert drawer._checked(word) == word
+    with pytest.raises(
+        ValueError, match="method='interval:every=2 .* has 227 letters; at most 200"
+    ):
+        drawer.draw("a", f"{word}{' ' * 190},tables='/etc/passwd'", 6, 0)
+    for key in ("tables", "model", "method", "hold"):
+        with pytest.raises(ValueError, match=f"{key}='x': must be a number here"):
+            drawer._checked(f"{word},{key}='x'")
+
+
 def test_what_draws_no_pictures_from_prompts_is_refused() -> None:
     with pytest.raises(ValueError, match="--images sticker-kontext: FluxKontextPipeline draws no"):
         Drawer("sticker-kontext")

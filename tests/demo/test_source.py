@@ -91,8 +91,13 @@ def test_what_is_no_picture_is_refused() -> None:
         source.latest(SIZE, 1)
     source.put(good | {"files": []})
     source.put(good | {"files": [shot(3, (1, 5000))]})
-    with pytest.raises(ValueError, match="at most 4096 a side"):
+    with pytest.raises(ValueError, match="at most 1024 a side"):
         source.latest(SIZE, 1)
+    with pytest.raises(ValueError, match="at most 23 a side"):  # what a page's sizes leave
+        sources.opened(base64.b64decode(shot(3)), 23)
+    assert sources.opened(base64.b64decode(shot(3)), 24).size == SIZE[::-1]
+    with pytest.raises(ValueError, match="has 22 scans; at most 20"):
+        sources.opened(base64.b64decode(shot(3)) + 21 * b"\xff\xda")
 
 
 class Seen(Plain):
@@ -145,9 +150,16 @@ def test_films_begin_with_pictures_or_are_made_from_them_side_by_side() -> None:
     assert list(values)[-1]["player"]["over"] == "stopped"
     viewers.leave("me")
     assert not films() and viewers.source("me") is None
-    for number in range(20):  # anybody may send some
+    for number in range(8):  # anybody may send some
         viewers.see(str(number), sent(0, [1]), 4)
-    assert len(viewers._sources) <= 8
+    viewers.see("0", sent(1, [1]), 4)
+    with pytest.raises(ValueError, match="these are no pictures"):
+        viewers.see("new", {}, 4)  # nobody goes for it
+    with pytest.raises(ValueError, match="2 viewers are served already"):
+        viewers.see("new", sent(0, [1]), 4)
+    viewers.see("5", sent(0, []), 4)  # turned off
+    viewers.see("new", sent(0, [1]), 4)
+    assert list(viewers._sources) == ["1", "2", "3", "4", "6", "7", "0", "new"]
 
 
 def test_a_live_film_is_that_of_the_pictures_and_takes_orders() -> None:
