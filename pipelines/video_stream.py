@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -148,6 +149,8 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
         """
         self.session.save(folder)
         state = {"held": self.decoder.held(), "frames": self.decoder.frames, "made": self.made}
+        first = None if self._first is None else torch.from_numpy(self._first)
+        state |= {"first": first, "begins": self._begins}
         policy = self.policy if isinstance(self.policy, str) else ""
         about = {"prompt": self.prompt, "policy": policy, "frames": str(self.session.frames)}
         write(Path(folder) / PICTURES, state, about)
@@ -169,8 +172,16 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
                 f"{os.fspath(folder)}: its pictures are of another moment or size than its cache; "
                 "save it again"
             )
+        before, self._begins = self._begins, int(state.get("begins", 0))  # older files have none
+        try:
+            expected = self._expected(policy)
+        except BaseException:
+            self._begins = before
+            raise
         self.decoder.hold(state["held"], state["frames"])
-        self.policy, self.expected_bytes = policy, self._expected(policy)
+        first = state.get("first")
+        self._first = None if first is None else first.cpu().numpy()
+        self.policy, self.expected_bytes = policy, expected
         self.session, self.prompt, self.made = session, str(about["prompt"]), int(state["made"])
 
     def _expected(self, policy: VideoPolicy | str) -> int:

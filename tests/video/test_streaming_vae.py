@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from diffcache import cli
 from diffcache.errors import AttachError
 from diffcache.eval.workshop.small import sticker_wan as wan
-from diffcache.kv.life.save import SavedCacheError
+from diffcache.kv.life.save import SavedCacheError, read, write
 from diffcache.pipelines.causal_video import CausalVideo
 from diffcache.pipelines.demo.session_film import policies
 from diffcache.pipelines.streaming_vae import WanDecoder
@@ -221,6 +221,27 @@ def test_a_stream_takes_orders_and_goes_on_where_it_was_saved(
     (tmp_path / "pictures.safetensors").write_bytes(b"cut")
     with pytest.raises(SavedCacheError):
         later.resume(tmp_path)
+
+
+def test_pictures_that_wait_to_be_shown_are_saved(video: CausalVideo, tmp_path: Path) -> None:
+    start = np.random.default_rng(0).integers(0, 255, (3, *SHORT["size"], 3), dtype=np.uint8)
+    begun = video.stream("a fox", start=start, **SHORT)
+    begun.save(tmp_path / "begun")
+    later = video.stream("an owl", **SHORT)
+    later.resume(tmp_path / "begun")
+    assert later._begins == begun._begins > 0
+    first = next(begun)
+    assert np.array_equal(first, next(later))
+    plain = video.stream("a fox", **SHORT)
+    plain.save(tmp_path / "plain")
+    file = tmp_path / "plain" / "pictures.safetensors"
+    state, about = read(file)
+    write(file, {name: state[name] for name in ("held", "frames", "made")}, about)  # as it was
+    other = video.stream("a fox", start=start, **SHORT)
+    other.resume(tmp_path / "plain")  # whose own pictures are not of this film
+    assert other._begins == 0
+    shown = next(other)
+    assert np.array_equal(shown, next(plain)) and len(shown) < len(first)
 
 
 def test_what_would_hold_too_much_is_refused_with_the_way_out(video: CausalVideo) -> None:
