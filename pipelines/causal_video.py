@@ -199,7 +199,8 @@ class CausalVideo(Films):
             start: Pictures that the film begins with, and shows first: a file of an image or a
                 video, an image of PIL, uint8 `[H, W, 3]` or `[F, H, W, 3]`, or a list of images.
                 They are cut in the middle and scaled to the size; the first ones are left out where
-                all of them make no whole latent frames. None for a film from the prompt alone.
+                all of them make no whole latent frames, and only the latest 60 latent frames are
+                used. None for a film from the prompt alone.
             chunks: Chunks that are made until the film ends; None for a film without an end.
             read_once: Whether rotated keys are kept from step to step, as for `session`.
             most_bytes: Bytes of keys and values that the stream may hold; None for the memory that

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -18,6 +19,7 @@ from diffcache.errors import MissingError
 from diffcache.pipelines.demo.recording import has_mp4
 
 Pictures = NDArray[np.uint8]
+LATENTS = 60  # latent frames that a film begins with at most, as a source may be very long
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 
@@ -57,14 +59,15 @@ def fitted(picture: Any, size: tuple[int, int]) -> Pictures:
     """Return a picture, cut in the middle and scaled to a size, uint8 `[H, W, 3]`.
 
     Args:
-        picture: Image of PIL, or uint8 `[H, W, 3]`.
+        picture: Image of PIL of 8 bits a channel, put on white where it is transparent, or uint8
+            `[H, W, 3]`.
         size: Height and width in pixels.
 
     Raises:
         ValueError: If it is neither.
     """
     if isinstance(picture, Image.Image):
-        image = picture.convert("RGB")
+        image = _opaque(picture)
     else:
         shape, dtype = getattr(picture, "shape", ()), getattr(picture, "dtype", None)
         if not isinstance(picture, np.ndarray) or dtype != np.uint8 or shape[2:] != (3,):
@@ -78,8 +81,23 @@ def fitted(picture: Any, size: tuple[int, int]) -> Pictures:
     return np.array(ImageOps.fit(image, size[::-1], Image.Resampling.LANCZOS))
 
 
+def _opaque(picture: Image.Image) -> Image.Image:
+    """Return an image in mode RGB, on white."""
+    if picture.mode.startswith(("I", "F")):  # convert() would clip them to white or black
+        raise ValueError(
+            f"pictures=image of mode {picture.mode!r}: has more than 8 bits a channel; scale it to "
+            "0..255 and convert it to 8 bits, mode 'RGB'"
+        )
+    if picture.has_transparency_data:
+        white = Image.new("RGBA", picture.size, "white")
+        picture = Image.alpha_composite(white, picture.convert("RGBA"))
+    return picture.convert("RGB")
+
+
 def begin_with(source: Any, size: tuple[int, int], each: int) -> Pictures:
     """Return the pictures that a film begins with: the latest of a source that make whole latents.
+
+    Of a long source only the latest 60 latent frames are used.
 
     Args:
         source: As for `film_of`.
@@ -94,7 +112,7 @@ def begin_with(source: Any, size: tuple[int, int], each: int) -> Pictures:
         MissingError: If PyAV is not installed, for a video file.
         ValueError: If a file cannot be read, there is no picture, or something else is given.
     """
-    pictures = list(film_of(source, size))
+    pictures = list(deque(film_of(source, size), maxlen=1 + (LATENTS - 1) * each))
     if not pictures:
         raise ValueError("start=[]: must have a picture at least")
     return np.stack(pictures[(len(pictures) - 1) % each :])

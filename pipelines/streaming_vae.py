@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from diffcache.errors import AttachError
 
+_MOST = 1.01  # of pictures in -1..1, some of which were scaled or rounded
+
 
 class _Film:
     """One film that passes through a half of an autoencoder, which is held at its frames before."""
@@ -97,14 +99,15 @@ class WanEncoder(_Film):
         They are the means of the autoencoder's distribution, brought to mean 0 and variance 1.
 
         Args:
-            pictures: Pictures in -1..1, `[B, 3, F, H, W]`: at the start of a film 1 and a multiple
-                of `pictures`, later a multiple.
+            pictures: Pictures in -1..1, floating, `[B, 3, F, H, W]`: at the start of a film 1 and
+                a multiple of `pictures`, later a multiple.
 
         Raises:
-            ValueError: If they have another shape, or do not make whole latent frames.
+            ValueError: If they have another shape, size or range, or do not make whole latent
+                frames.
         """
         shape, each = [*pictures.shape], self.pictures
-        if len(shape) != 5 or shape[1] != 3:
+        if len(shape) != 5 or shape[1] != 3 or 0 in (shape[0], *shape[3:]):
             raise ValueError(f"pictures={shape}: must be [B, 3, F, H, W]")
         first = 0 if self.frames else 1
         if shape[2] < max(first, 1) or (shape[2] - first) % each:
@@ -114,6 +117,7 @@ class WanEncoder(_Film):
             raise ValueError(
                 f"pictures={shape}: {shape[2]} do not make whole latents; give {wanted}"
             )
+        self._check(pictures)
         config, held, found = self.vae.config, list(self._held), []
         film = pictures.to(self.vae.device, self.vae.dtype)
         if config.patch_size is not None:
@@ -127,6 +131,26 @@ class WanEncoder(_Film):
         self.frames += len(cuts)
         normal: Tensor = (latents - mean) * (1 / std)
         return normal
+
+    def _check(self, pictures: Tensor) -> None:
+        """Raise unless pictures are in -1..1 and of the size of those before."""
+        if not pictures.is_floating_point():
+            raise ValueError(
+                f"pictures={pictures.dtype}: must be floating, in -1..1; of uint8 x / 127.5 - 1"
+            )
+        low, high = torch.stack(pictures.aminmax()).tolist()
+        if not (low >= -_MOST and high <= _MOST):  # neither holds for numbers that are not finite
+            raise ValueError(f"pictures={low:g}..{high:g}: must be finite and in -1..1")
+        before = next((x for x in self._held if isinstance(x, Tensor)), None)
+        if before is None:
+            return
+        side = self.vae.config.patch_size or 1  # the first convolution sees patches
+        wanted = [before.shape[0], *(side * n for n in before.shape[3:])]
+        if [pictures.shape[0], *pictures.shape[3:]] != wanted:
+            raise ValueError(
+                f"pictures={[*pictures.shape]}: this film is of B={wanted[0]}, H={wanted[1]}, "
+                f"W={wanted[2]}; reset() begins another"
+            )
 
 
 class WanDecoder(_Film):

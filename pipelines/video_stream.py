@@ -16,7 +16,7 @@ from diffcache.kv.life.save import SavedCacheError, read, write
 from diffcache.method import check_int
 from diffcache.pipelines.source_pictures import begin_with, to_tensor
 from diffcache.pipelines.streaming_vae import WanDecoder, WanEncoder
-from diffcache.pipelines.video_memory import check_fits, check_grown, free_bytes
+from diffcache.pipelines.video_memory import HORIZON, check_fits, check_grown, free_bytes
 from diffcache.video import Switch, VideoPolicy, make_policy
 
 RECALL = 12  # latent frames that a re-cache, or another policy, begins with
@@ -43,8 +43,9 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
         policy: The policy, as it was named.
         session: The stream of latents.
         decoder: Decoder of its pictures.
-        expected_bytes: Bytes of keys and values that it will hold in the first 36 latent frames, or
-            in all of them.
+        expected_bytes: Bytes of keys and values that it will hold in the first 36 latent frames,
+            or in those that it begins with and a chunk, if they are more; in all of them where
+            `chunks` are given.
 
     Raises:
         ValueError: If an argument is out of its range, or it would hold too much.
@@ -192,10 +193,10 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
         """
 
         def size_of(name: VideoPolicy | str) -> int:
-            made = None if self.chunks is None else self._begins + self.chunks * self.video.chunk
-            given = {} if made is None else {"frames": made}
+            made = self._begins + (self.chunks or 1) * self.video.chunk
+            frames = max(HORIZON, made) if self.chunks is None else made
             found: int = self.video.expected_bytes(
-                name, size=self._size, read_once=self._read_once, **given
+                name, size=self._size, frames=frames, read_once=self._read_once
             )
             return found
 

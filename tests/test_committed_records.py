@@ -8,9 +8,12 @@ can be made of again has a stamp that holds (`eval/workshop/records.py`).
 import json
 import re
 import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
+import torch
 
 import diffcache
 from diffcache.eval import record
@@ -96,8 +99,58 @@ def forget() -> None:
     reached._hash.cache_clear()
 
 
+def test_all_definitions_of_a_name_are_hashed_in_all_branches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "eval" / "one.py"
+    file.parent.mkdir()
+    lines = ["if A:", "    x = 1", "else:", "    x = 2", "try:", "    import b",
+             "except ImportError:", "    b = 3", "else:", "    c = 4", "finally:", "    d = 5",
+             "class P:", "    @property", "    def s(self): return 6", "    @s.setter",
+             "    def s(self, v): self.v = v + 7", "    @overload", "    def o(self): ...",
+             "    def o(self): return 8"]  # fmt: skip
+    names = ["x", "x", "b", "c", "d", "P.s", "P.s", "P.o"]
+    monkeypatch.setattr(reached, "ROOT", tmp_path)
+    text = "\n".join(lines)
+    for number, name in enumerate(names, 1):
+        hashes = []
+        for now in (text, text.replace(str(number), "9")):
+            file.write_text(now, encoding="utf-8")
+            forget()
+            hashes.append(reached.digest("eval/one.py", [name]))
+        assert hashes[0] != hashes[1], (name, number)
+    forget()
+
+
+def test_a_record_is_stamped_with_what_was_not_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value = torch.zeros(2)
+    made = [again.Made("a", "psnr", {"value": 0.0}, value, value)]
+    monkeypatch.setattr(records, "STAMPS", tmp_path)
+    monkeypatch.setattr(records, "file_of", lambda name: tmp_path / "record.json")
+    (tmp_path / "record.json").write_text('{"rows": [{"name": "a"}, {"name": "b"}]}')
+    monkeypatch.setattr(records, "again_of", lambda name: lambda *_: iter(made))
+    records.stamp("one")
+    assert json.loads((tmp_path / "one.json").read_text())["not_made"] == ["b"]
+    made.clear()
+    (tmp_path / "one.json").unlink()
+    with pytest.raises(ValueError, match="one: no number was made again"):
+        records.stamp("one")
+    assert not (tmp_path / "one.json").exists()
+
+
 def test_functions_that_run_are_reached_with_what_they_name() -> None:
-    found = reached.Reached()
+    found, before = reached.Reached(), (sys.gettrace(), threading.gettrace())
+    sys.settrace(outer := lambda *_: None)
+    threading.settrace(outer)
+    try:
+        with reached.Reached():
+            pass
+        assert sys.gettrace() is outer and threading.gettrace() is outer
+    finally:
+        sys.settrace(before[0])
+        threading.settrace(before[1])
     with found:
         when = TaylorSeer(every=3).parts().when
         when.should_compute(when.init(), Step(3), None)

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -44,13 +45,15 @@ class Reached:
         self._ran: dict[int, Any] = {}  # a code's own hash reads all of it
 
     def __enter__(self) -> Reached:
+        self._before = threading.gettrace(), sys.gettrace()
         threading.settrace(self._note)
         sys.settrace(self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-        threading.settrace(None)
+        of_threads, own = self._before
+        threading.settrace(of_threads)
+        sys.settrace(own)
 
     def _note(self, frame: FrameType, event: str, arg: Any) -> None:
         self._ran[id(frame.f_code)] = frame.f_code
@@ -92,8 +95,10 @@ def digest(file: str, names: list[str]) -> str:
 
 @cache
 def _hash(file: str, name: str) -> str:
-    node = tables(file)[0].get(name)
-    return "" if node is None else hashlib.sha256(said(node).encode()).hexdigest()
+    nodes = tables(file)[0].get(name)
+    if nodes is None:
+        return ""
+    return hashlib.sha256("".join(map(said, nodes)).encode()).hexdigest()
 
 
 def said(node: Any) -> str:
@@ -119,23 +124,24 @@ def _is_text(node: ast.AST) -> bool:
 
 
 @cache
-def tables(file: str) -> tuple[dict[str, ast.AST], dict[str, tuple[str, str]]]:
+def tables(file: str) -> tuple[dict[str, list[ast.AST]], dict[str, tuple[str, str]]]:
     """Return the definitions of a file by qualified name, and its imports from this tree.
 
     Args:
         file: File, relative to the project; one that is not there has neither.
 
     Returns:
-        Name -> node of a function, class or constant; name -> file and name that it stands for,
+        Name -> nodes of a function, class or constant, several where it is overloaded, has a
+        setter, or stands in two branches; name -> file and name that it stands for,
         with an empty name for a whole module.
     """
     place = ROOT / file
     if not place.is_file():
         return {}, {}
     tree = ast.parse(place.read_text(encoding="utf-8"))
-    known: dict[str, ast.AST] = {}
+    known: dict[str, list[ast.AST]] = {}
     for name, node in _definitions(tree.body, ""):
-        known.setdefault(name, node)
+        known.setdefault(name, []).append(node)
     imports = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and not node.level:
@@ -154,13 +160,23 @@ def _definitions(body: list[ast.stmt], before: str) -> Iterator[tuple[str, ast.A
             yield before + node.name, node
             yield from _definitions(node.body, f"{before}{node.name}.")
         elif isinstance(node, (ast.If, ast.Try)) and not before:
-            yield from _definitions(node.body, before)
+            yield from _definitions(_branches(node), before)
         elif isinstance(node, (ast.Assign, ast.AnnAssign)) and not before:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             for target in targets:
                 for one in ast.walk(target):
                     if isinstance(one, ast.Name):
                         yield one.id, node
+
+
+def _branches(node: ast.If | ast.Try) -> list[ast.stmt]:
+    """Return the statements of all branches."""
+    found = node.body + node.orelse
+    if isinstance(node, ast.Try):
+        for handler in node.handlers:
+            found = found + handler.body
+        found = found + node.finalbody
+    return found
 
 
 def _target(module: str, name: str) -> tuple[str, str] | None:
@@ -198,7 +214,7 @@ def _named(file: str, name: str) -> list[tuple[str, str]]:
     """Return the classes and constants that a definition names, and the class around it."""
     known, imports = tables(file)
     found = []
-    for node in ast.walk(_outside(known[name])):
+    for node in chain.from_iterable(ast.walk(_outside(one)) for one in known[name]):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             module = imports.get(node.value.id)
             if module is not None and not module[1]:
@@ -219,5 +235,5 @@ def _outside(node: ast.AST) -> ast.AST:
 
 
 def _is_no_function(file: str, name: str) -> bool:
-    node = tables(file)[0].get(name)
-    return node is not None and not isinstance(node, _FUNCTIONS)
+    nodes = tables(file)[0].get(name, [])
+    return any(not isinstance(node, _FUNCTIONS) for node in nodes)

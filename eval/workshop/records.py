@@ -5,8 +5,9 @@
 
 A stamp beside a record, in `assets/bench/stamps/`, holds a digest of the record, the definitions
 that ran while a part of it was made again, and their hashes (`reached.py`). A stamp is written
-where all values hold; where one does not, the command that draws the whole record is named.
-Times are not made again: they are of their machine, and of the release that the record names.
+where all values that were made hold, and it names the rows of which none was (`not_made`); where
+one does not, the command that draws the whole record is named. Times are not made again: they are
+of their machine, and of the release that the record names.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ def stamp(name: str, share: float = SHARE, seed: int = 0) -> str:
         What was compared, in words.
 
     Raises:
-        ValueError: If a value differs; the first ones and the command are named.
+        ValueError: If a value differs, where the first ones and the command are named, or none was
+            made again.
     """
     again = again_of(name)
     if again is None:
@@ -108,6 +110,8 @@ def stamp(name: str, share: float = SHARE, seed: int = 0) -> str:
     started, reached = time.process_time(), Reached()
     with reached:
         made = list(again(record, rows, share, seed))
+    if not made:
+        raise ValueError(f"{name}: no number was made again, which proves nothing; share={share}")
     off = [one for one in made if not one.holds]
     if off:
         told = "; ".join(f"{one.row}, {one.key}" for one in off[:3])
@@ -115,12 +119,14 @@ def stamp(name: str, share: float = SHARE, seed: int = 0) -> str:
             f"{name}: {len(off)} of {len(made)} numbers differ ({told}); draw it again: "
             f"{record['command']}"
         )
+    again_made = {one.row for one in made}
     exact = sum(one.now.numel() for one in made if one.kept is not None)
     about = {
         "record": digest(file_of(name)), "commit": commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "device": Setting(torch.device("cpu")).device_name, "torch": torch.__version__,
         "share": share, "seed": seed, "numbers": len(made), "values": exact,
+        "not_made": [row["name"] for row in rows if row["name"] not in again_made],
     }  # fmt: skip
     write_json(stamp_of(name), {**about, "code": reached.definitions()})
     seconds = time.process_time() - started

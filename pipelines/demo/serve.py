@@ -73,7 +73,10 @@ def stream(
     ] = "",
     start: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Image or video that the film begins with."),
+        typer.Option(
+            metavar="FILE",
+            help="Image or video that the film begins with; its latest 60 latent frames.",
+        ),
     ] = None,
     restyle: Annotated[
         Path | None,

@@ -81,6 +81,17 @@ def test_any_cut_encodes_to_the_same_latents(settings: dict[str, Any]) -> None:
         WanEncoder(vae).encode(films[0][:, :, :4])
     with pytest.raises(ValueError, match=r"must be \[B, 3, F, H, W\]"):
         WanEncoder(vae).encode(films[0][:, :1])
+    more = films[0][:, :, :4]
+    for wrong, said in (
+        (more.mul(127).byte(), "pictures=torch.uint8: must be floating"),
+        (more.sign() * 3, r"pictures=-3..3: must be finite and in -1..1"),
+        (more * float("nan"), "pictures=nan..nan: must be finite"),
+        (more[..., :16], r"pictures=\[2, 3, 4, 32, 16\]: this film is of B=2, H=32, W=48"),
+        (more[:1], "this film is of B=2"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            streams[0].encode(wrong)
+    assert streams[0].frames == 5
     with pytest.raises(AttachError, match="Linear: films are encoded in pieces by"):
         WanEncoder(torch.nn.Linear(2, 2))
 
@@ -173,10 +184,15 @@ def test_sources_are_scaled_and_what_is_none_is_refused(video: CausalVideo, tmp_
     (picture,) = film_of(tmp_path / "wide.png", SIZE)
     assert picture.shape == (*SIZE, 3) and 38 < picture[:, 0].mean() < picture[:, -1].mean() < 82
     assert np.array_equal(picture, begin_with([wide, wide, wide], SIZE, 2)[2])
+    clear = Image.new("RGBA", SIZE[::-1], (0, 0, 0, 0))
+    assert all((each == 255).all() for each in film_of([clear, clear.convert("LA")], SIZE))
+    Image.fromarray(np.full(SIZE, 40_000, np.uint16)).save(tmp_path / "deep.png")
     (tmp_path / "bad.png").write_bytes(b"GIF89a")
     (tmp_path / "bad.mp4").write_bytes(b"no film")
     for source, error, said in (
         (tmp_path / "none.png", FileNotFoundError, "none.png"),
+        (tmp_path / "deep.png", ValueError, r"pictures=image of mode 'I.*mode 'RGB'"),
+        (wide.convert("F"), ValueError, "pictures=image of mode 'F'"),
         (tmp_path / "bad.png", ValueError, "cannot be read as an image"),
         (tmp_path / "bad.mp4", ValueError, "cannot be read as a video"),
         (3, ValueError, "pictures=int: must be a file"),
@@ -188,6 +204,10 @@ def test_sources_are_scaled_and_what_is_none_is_refused(video: CausalVideo, tmp_
             video.stream("a fox", start=source, **SHORT)
     with pytest.raises(ValueError, match="policy='full': would hold .* and there are 4 KiB"):
         VideoToVideo(video, "a fox", size=SIZE, policy="full", most_bytes=4096)
+    long, most = pictures(140), video.expected_bytes("full", size=SIZE)
+    assert np.array_equal(begin_with(iter(long), SIZE, 2), long[-119:])  # 60 latent frames
+    with pytest.raises(ValueError, match="policy='full': would hold"):
+        video.stream("a fox", start=long, size=SIZE, policy="full", most_bytes=most)
     with pytest.raises(ValueError, match="queries of finished frames"):
         VideoToVideo(video, "a fox", size=SIZE, policy="deep-forcing")
 
