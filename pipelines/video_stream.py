@@ -134,6 +134,7 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
             raise
         session.frames = before.frames
         session.generator.set_state(before.generator.get_state())
+        session._switch = before._switch  # ordered for the next chunk
         self.session = session
 
     @property

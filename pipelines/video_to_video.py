@@ -87,6 +87,7 @@ class VideoToVideo:
         self.encoder, self.decoder = WanEncoder(video.pipe.vae), WanDecoder(video.pipe.vae)
         self.level: float | None = None
         self._last: Tensor | None = None  # picture before the next chunk
+        self._undecoded: list[Tensor] = []  # latents of chunks that are done
 
     @property
     def wanted(self) -> int:
@@ -121,11 +122,15 @@ class VideoToVideo:
             self.encoder.hold(held, frames)
             raise
         self.level, self._last = level, film[:, :, -1:]
-        return self._shown(done)
+        if done is not None:
+            self._undecoded.append(done)
+        return self._shown()
 
     def finish(self) -> Iterator[Pictures]:
         """Yield the pictures of the chunks that are still on their way."""
-        yield from map(self._shown, self.batch.finish())
+        for done in self.batch.finish():
+            self._undecoded.append(done)
+            yield self._shown()
 
     def of(self, source: Any) -> Iterator[Pictures]:
         """Yield the pictures that are made from a source, chunk by chunk.
@@ -172,10 +177,13 @@ class VideoToVideo:
         """Bytes of keys and values of all noise levels."""
         return sum(session.store.nbytes for session in self.batch.levels)
 
-    def _shown(self, latents: Tensor | None) -> Pictures:
-        if latents is None:
-            return np.zeros((0, *self.size, 3), np.uint8)
-        return to_pictures(self.decoder.decode(latents))
+    def _shown(self) -> Pictures:
+        """Decode what is done; what fails to be decoded comes with the next chunk."""
+        shown = [np.zeros((0, *self.size, 3), np.uint8)]
+        while self._undecoded:
+            shown.append(to_pictures(self.decoder.decode(self._undecoded[0])))
+            del self._undecoded[0]
+        return np.concatenate(shown)
 
 
 def below(sampler: FewSteps, level: float) -> FewSteps:

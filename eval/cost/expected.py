@@ -29,7 +29,7 @@ IDLE = ("NOP", "BRA.U", "UMOV")  # of no cost, or of another unit
 
 @dataclass(frozen=True)
 class Chip:
-    """What a GPU has beside its peaks in `DEVICES`.
+    """Multiprocessors, clock and memories of a GPU; its peaks are in `DEVICES`.
 
     Attributes:
         arch: Architecture that kernels are compiled for.
@@ -66,7 +66,7 @@ BY_ARCH = {str(chip.arch): name for name, chip in CHIPS.items() if name != "h100
 
 @dataclass(frozen=True)
 class Expected:
-    """How long the launches of a row are expected to take: not measured.
+    """Expected time of the launches of a row: not measured.
 
     Attributes:
         us: Microseconds.

@@ -95,19 +95,19 @@ class Made:
 
     @property
     def is_share(self) -> bool:
-        """Whether the values are outcomes."""
+        """Return whether the values are outcomes."""
         return self.now.dtype == torch.bool
 
     @property
     def is_inside(self) -> bool:
-        """Whether values are the same, or the published number lies in the interval made now."""
+        """Return whether values are the same, or the published one is in the interval made now."""
         low, high = self.interval
         value = float(self.published["value"])
         return self.holds if self.kept is not None else low <= value <= high
 
     @property
     def holds(self) -> bool:
-        """Whether the record still says what its code makes."""
+        """Return whether the record still says what its code makes."""
         if self.kept is None:
             low, high = self.interval
             spare = WIDER * (high - low) / 2  # many numbers of a record are looked at

@@ -56,9 +56,8 @@ class Source:
         self.use, self.side = BEGINS, side
         self._shots: deque[Shot] = deque(maxlen=most)
         self._count = 0  # pictures until now, with those that the page left out
-        self._page_count: int | None = (
-            None  # the same as the page counts them; None while it is off
-        )
+        # The same as the page counts them; None while it is off.
+        self._page_count: int | None = None
         self._changed = threading.Condition()
 
     def put(self, value: Any) -> None:
@@ -172,11 +171,16 @@ def opened(file: bytes, side: int = MOST_SIDE) -> Image.Image:
         ValueError: If it is none, too large, or has too many scans.
     """
     if (scans := file.count(b"\xff\xda")) > MOST_SCANS:  # a small file may take minutes
-        raise ValueError(f"a picture has {scans} scans; at most {MOST_SCANS}")
+        raise ValueError(
+            f"a picture has {scans} scans, at most {MOST_SCANS} are read; send a baseline JPEG"
+        )
     try:
         with Image.open(io.BytesIO(file), formats=["JPEG"]) as image:
             if max(image.size) > side:
-                raise ValueError(f"a picture has {image.size} pixels; at most {side} a side")
+                wide, tall = image.size
+                raise ValueError(
+                    f"a picture has {wide} x {tall} pixels; scale its longer side to at most {side}"
+                )
             return image.convert("RGB")
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError("a picture cannot be read: it must be a JPEG") from error

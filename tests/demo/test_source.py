@@ -91,12 +91,12 @@ def test_what_is_no_picture_is_refused() -> None:
         source.latest(SIZE, 1)
     source.put(good | {"files": []})
     source.put(good | {"files": [shot(3, (1, 5000))]})
-    with pytest.raises(ValueError, match="at most 1024 a side"):
+    with pytest.raises(ValueError, match="longer side to at most 1024"):
         source.latest(SIZE, 1)
-    with pytest.raises(ValueError, match="at most 23 a side"):  # what a page's sizes leave
+    with pytest.raises(ValueError, match="longer side to at most 23"):  # what a page's sizes leave
         sources.opened(base64.b64decode(shot(3)), 23)
     assert sources.opened(base64.b64decode(shot(3)), 24).size == SIZE[::-1]
-    with pytest.raises(ValueError, match="has 22 scans; at most 20"):
+    with pytest.raises(ValueError, match="has 22 scans, at most 20 are read"):
         sources.opened(base64.b64decode(shot(3)) + 21 * b"\xff\xda")
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import diffcache
-from diffcache.attach.extensions.lookup_entries import alike, rounded_copy
+from diffcache.attach.extensions.lookup_entries import alike
+from diffcache.attach.extensions.lookup_layers import rounded_copy
 from diffcache.attach.extensions.lookup_sites import time_sites
 from diffcache.errors import TablesError
 from diffcache.features.profilingdit import ProfilingDiT

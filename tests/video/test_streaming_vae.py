@@ -217,6 +217,10 @@ def test_a_stream_takes_orders_and_goes_on_where_it_was_saved(
         each.use("infinity-rope")
     assert np.array_equal(next(one), next(later)) and one.policy == "infinity-rope"
     assert not np.array_equal(next(one), next(other))
+    one.switch("an owl")  # an order for the next chunk outlives the policy before it
+    one.use("window:window=3")
+    next(one)
+    assert torch.equal(one.session.prompt, video.embed("an owl"))
     one.save(tmp_path)
     (tmp_path / "pictures.safetensors").write_bytes(b"cut")
     with pytest.raises(SavedCacheError):

@@ -15,12 +15,12 @@ from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extension import Extension
 from diffcache.attach.extensions.lookup_entries import (
     ConditionEntries,
-    Given,
     LookupTable,
     RunWrites,
     SiteEntry,
     Write,
 )
+from diffcache.attach.extensions.lookup_layers import Given
 from diffcache.attach.extensions.lookup_sites import TimeSite, time_sites
 from diffcache.attach.record import CallRecord
 from diffcache.attach.reuse.extension import FeatureReuse

@@ -1,4 +1,4 @@
-"""What `diffcache tune` finds on sticker-flux, beside every single method at its defaults.
+"""Compare the choices of `diffcache tune` on sticker-flux with every single method.
 
 The search sees sentences of its own; all are judged on held-out ones, with other noise. A single
 method has its defaults but for one setting, its interval, threshold, count or window, which takes
@@ -8,12 +8,9 @@ of the search.
 
 from __future__ import annotations
 
-import ast
-import re
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +53,11 @@ def singles() -> dict[str, tuple[type[Any], str]]:
     return found
 
 
+def is_calibrated(kind: type[Any]) -> bool:
+    """Return whether a method has tables that are measured on the model."""
+    return "tables" in [one.name for one in fields(kind)]
+
+
 def cheap_enough(base: Any, knob: str, cost: float, bench: Trials) -> Method | None:
     """Return a method with the dearest value of a setting that costs no more, None without one."""
     values, low = KNOBS[knob], 0
@@ -92,7 +94,6 @@ def measure(
         trials: Budget of a search, in trials of all its sentences.
         unfinished: File that keeps rows as they come, until all is done.
     """
-    warnings.simplefilter("ignore")  # of settings that skip little, which the search for them tries
     pipe = sticker_flux.load(dtype=setting.dtype).to(setting.device)
     call = {**sticker_flux.CALL, "num_inference_steps": STEPS}
     mine = sentences("stickers-calibration.txt")
@@ -105,7 +106,7 @@ def measure(
     chosen = singles()
 
     def told(name: str, method: Method, found: Trial) -> dict[str, Any]:
-        return {"name": name, "setting": repr(method), "cost": found.cost, "each": found.each}
+        return {"name": name, "method": repr(method), "cost": found.cost, "each": found.each}
 
     def searched(factor: int) -> dict[str, Any]:
         method = diffcache.tune(
@@ -114,17 +115,19 @@ def measure(
         )  # fmt: skip
         return told("tuned", method.method, held.measure(method.method, whole))
 
+    @cache
+    def calibrated(name: str) -> Any:
+        about: dict[str, Any] = {"steps": STEPS, "batch_size": BATCH, **sticker_flux.CALL}
+        return diffcache.calibrate(pipe, chosen[name][0](), mine[:8], **about)
+
     def single(name: str, cost: float) -> dict[str, Any]:
         kind, knob = chosen[name]
-        base = kind()
-        if "tables" in [one.name for one in fields(kind)]:
-            base = diffcache.calibrate(
-                pipe, base, mine[:8], steps=STEPS, batch_size=BATCH, **sticker_flux.CALL
-            )
+        base = calibrated(name) if is_calibrated(kind) else kind()
         method = cheap_enough(base, knob, cost, first)
         if method is None:
-            return {"name": name, "setting": f"no {knob} is cheap enough"}
-        return told(name, method, held.measure(method, whole))
+            return {"name": name, "method": f"no {knob} is cheap enough"}
+        row = told(name, method, held.measure(method, whole))
+        return {**row, "settings": {knob: getattr(method, knob)}}
 
     for number, factor in enumerate(factors):
         names = ["tuned", *chosen]
@@ -161,11 +164,10 @@ def again(
     held = Trials(sticker_flux.load(), batches_of(record["shapes"]["samples"]), SEED, call)
     chosen = singles()
     for row in rows:
-        kind, knob = chosen.get(row["name"].partition(", ")[2], (None, ""))
-        found = re.search(rf"\b{knob}=([\d.]+)", row["setting"]) if knob else None
-        if kind is not None and found and "each" in row and "<Tables" not in row["setting"]:
-            method = kind(**{knob: ast.literal_eval(found[1])})
-            yield row, list(held.measure(method, numbers).each)
+        if settings := row.get("settings"):
+            kind, _ = chosen[row["name"].partition(", ")[2]]
+            if not is_calibrated(kind):
+                yield row, list(held.measure(kind(**settings), numbers).each)
 
 
 def batches_of(samples: int) -> list[list[str]]:
