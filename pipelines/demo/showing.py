@@ -25,6 +25,7 @@ POINTS = 240  # points of a plot, one a second
 AGAIN = 2  # chunks that are sent anew, should the page have missed one
 ALONE = "nothing"
 _LISTEN = 10.0  # seconds in which a page begins to take what it is sent
+_BRIEFLY = 2.0  # the same, where many others do not
 _LEAD = 0.5  # seconds that a page has frames before it shows them
 _REMEMBERED = 4  # times the viewers at a time, whose films can still be saved
 _BYTES = {
@@ -82,7 +83,7 @@ class Viewers:
         self._showings: dict[str, Showing] = {}
         self._sources: dict[str, Source] = {}  # the latest that sent something last
         self._lock = threading.Lock()
-        self._waiting = threading.BoundedSemaphore(most)  # each holds a thread of the server
+        self.waited_for = 0  # pages, each of which holds a thread of the server
 
     def begin(self, who: str, showing: Showing) -> None:
         """Note a showing, in place of the viewer's last one.
@@ -114,20 +115,23 @@ class Viewers:
         """Wait until a viewer's page takes its events: gradio runs what nobody fetches.
 
         Raises:
-            ValueError: If it does not within seconds, or too many pages are waited for.
+            ValueError: If it does not within 10 seconds, or within 2 where as many pages are waited
+                for as there may be viewers.
         """
         if self.listens(who):
             return
-        if not self._waiting.acquire(blocking=False):
-            raise self._too_many()
+        with self._lock:
+            self.waited_for += 1
+            patience = _LISTEN if self.waited_for <= self.most else _BRIEFLY
         try:
-            latest = time.monotonic() + _LISTEN
+            latest = time.monotonic() + patience
             while not self.listens(who):
                 if time.monotonic() > latest:
-                    raise ValueError("nobody listens to this page")
+                    raise ValueError("nobody listens to this page: open it again")
                 time.sleep(0.05)
         finally:
-            self._waiting.release()
+            with self._lock:
+                self.waited_for -= 1
 
     def _too_many(self) -> ValueError:
         return ValueError(f"{self.most} viewers are served already; try again in a minute")

@@ -57,6 +57,7 @@ def test_places_are_free_after_joins_that_nobody_reads_and_pages_that_break_off(
             join(port, start, f"unread-{number}")
         assert len(viewers) == 0  # they take no place, not for a moment
         ahead[0] += 10.5  # they have been waited for
+        until(lambda: viewers.waited_for == 0)
 
         for number in range(100):  # each as soon as its film runs
             join(port, start, name := f"dropped-{number}")
