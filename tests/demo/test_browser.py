@@ -101,9 +101,6 @@ def films_from_pictures(page: Any, folder: Path) -> None:
     before = page.evaluate(CANVAS)
     page.wait_for_function(f"{SHOWN} >= 6")
     assert page.evaluate(CANVAS) != before
-    if os.environ.get("DIFFCACHE_SCREENS"):
-        dress(page, "light")
-        draw_screen(page, Path(os.environ["DIFFCACHE_SCREENS"]) / "serve-camera.png")
     page.click("#pictures .off")  # the film ends with its pictures
     page.locator("#player .status", has_text="stopped").wait_for()
     picture = folder / "red.png"
