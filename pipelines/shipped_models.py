@@ -12,7 +12,7 @@ PACKED = ("sticker-features", "sticker-flux")  # what a wheel holds
 OTHERS = (
     "chain-guide", "chain-llada", "chain-llada-probe", "chain-llada-walk", "reach-policy",
     "recall-llama", "sticker-causal", "sticker-dit", "sticker-judge", "sticker-kontext",
-    "sticker-unet", "sticker-wan",
+    "sticker-wan",
 )  # fmt: skip
 
 

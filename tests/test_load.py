@@ -165,7 +165,7 @@ def test_a_model_id_is_found_in_the_hub_cache(monkeypatch):
     assert asked == ["owner/name"] * 3
 
 
-@pytest.mark.parametrize("name", ["sticker-flux", "sticker-unet"])
+@pytest.mark.parametrize("name", ["sticker-flux", "sticker-dit"])
 def test_every_command_knows_the_shipped_names(name):
     assert saved.locate(name) == MODELS / name
     assert call("inspect", name).exit_code == 0

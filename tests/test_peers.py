@@ -179,7 +179,7 @@ def test_bad_names_and_settings_are_refused() -> None:
 
 
 def test_a_model_without_such_caches_is_an_error() -> None:
-    drawer = Drawer(Task("sticker-unet", samples=1, steps=2))
+    drawer = Drawer(Task("sticker-dit", samples=1, steps=2))
     cache = DiffusersCache("diffusers/first-block", {"threshold": 0.1})
     refused = pytest.raises(AttachError, match="has no enable_cache; leave this row out")
     with refused, cache.applied(drawer.pipe):

@@ -18,7 +18,6 @@ from diffcache.eval.workshop.small import (
     sticker_dit,
     sticker_flux,
     sticker_kontext,
-    sticker_unet,
     sticker_wan,
 )
 from diffcache.eval.workshop.small.stickers import OBJECTS, parse
@@ -26,11 +25,10 @@ from diffcache.eval.workshop.small.stickers import OBJECTS, parse
 CLASSES: dict[str, tuple[Any, type]] = {
     "sticker-flux": (sticker_flux, diffusers.FluxPipeline),
     "sticker-dit": (sticker_dit, diffusers.DiTPipeline),
-    "sticker-unet": (sticker_unet, diffusers.StableDiffusionPipeline),
     "sticker-kontext": (sticker_kontext, diffusers.FluxKontextPipeline),
     "sticker-wan": (sticker_wan, diffusers.WanPipeline),
 }
-LISTS = {"sticker-flux": "stickers", "sticker-unet": "stickers", "sticker-wan": "sticker-films"}
+LISTS = {"sticker-flux": "stickers", "sticker-wan": "sticker-films"}
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from diffcache.eval.workshop.small import (
-    sticker_ddim,
+    sticker_dit,
     sticker_flux,
     sticker_kontext,
     sticker_video_autoencoder,
@@ -25,7 +25,6 @@ from diffcache.eval.workshop.small.sticker_dit import EMPTY, Dit, load
 from diffcache.eval.workshop.small.sticker_flux import Flux
 from diffcache.eval.workshop.small.sticker_kontext import Kontext
 from diffcache.eval.workshop.small.sticker_text import Encoder, learn_words
-from diffcache.eval.workshop.small.sticker_unet import Unet
 from diffcache.eval.workshop.small.sticker_wan import Wan
 from diffcache.eval.workshop.small.stickers import OBJECTS, held_out_captions, render
 from diffcache.eval.workshop.small.trainer import Draws
@@ -84,11 +83,11 @@ def of_kontext(job: Kontext, models: nn.ModuleDict, pipe: Any) -> tuple[Tensor, 
     return shown, pipe(before.permute(0, 3, 1, 2), texts, **call).images
 
 
-def of_ddim(job: Any, models: nn.ModuleDict, pipe: Any) -> tuple[Tensor, Any]:
-    texts = list(job.titles[:2])
-    asked = pipe.get_label_ids(texts) if isinstance(job, Dit) else texts
+def of_dit(job: Dit, models: nn.ModuleDict, pipe: Any) -> tuple[Tensor, Any]:
+    texts = list(OBJECTS[:2])
+    asked = pipe.get_label_ids(texts)
     assert not pipe.scheduler.config.clip_sample  # latents go beyond -1 and 1
-    found = pipe(asked, generator=seeded(0), **sticker_ddim.CALL, **FEW).images
+    found = pipe(asked, generator=seeded(0), **sticker_dit.CALL, **FEW).images
     return job.sample(models, texts, steps=3), found
 
 
@@ -99,7 +98,7 @@ def of_wan(job: Wan, models: nn.ModuleDict, pipe: Any) -> tuple[Tensor, Any]:
 
 
 DRAWN: dict[Any, Callable[..., tuple[Tensor, Any]]] = {
-    Flux: of_flux, Kontext: of_kontext, Dit: of_ddim, Unet: of_ddim, Wan: of_wan
+    Flux: of_flux, Kontext: of_kontext, Dit: of_dit, Wan: of_wan
 }  # fmt: skip
 
 
@@ -172,17 +171,16 @@ def test_tables_hold_the_objects_the_empty_class_and_zeros(make: Any) -> None:
 
 def test_a_saved_pipeline_knows_the_names_of_its_classes(folder: Path, tmp_path: Path) -> None:
     fresh = Dit(SETTINGS, folder)  # saving converts weights in place
-    size = save_pipeline(fresh.pipeline(fresh.build()), tmp_path / "dit", sticker_ddim.CALL)
+    size = save_pipeline(fresh.pipeline(fresh.build()), tmp_path / "dit", sticker_dit.CALL)
     loaded = load(directory=tmp_path / "dit")
     assert loaded.get_label_ids(list(OBJECTS)) == list(range(len(OBJECTS)))
     assert size < 12_000_000
 
 
-@pytest.mark.parametrize("kind", [Dit, Unet])
-def test_latents_are_scaled_alone_as_the_pipelines_take_them(kind: Any, make: Any) -> None:
-    job = make(kind)
+def test_latents_are_scaled_alone_as_the_pipeline_takes_them(make: Any) -> None:
+    job = make(Dit)
     assert job.autoencoder.config.shift_factor is None
-    assert job.latents.shape == (SETTINGS.examples, *sticker_ddim.LATENT)
+    assert job.latents.shape == (SETTINGS.examples, *sticker_dit.LATENT)
     assert job.latents.float().std() == pytest.approx(1, abs=0.1)
 
 

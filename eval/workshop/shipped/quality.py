@@ -1,7 +1,7 @@
 """Measure the shipped models: how many of their held-out samples are right in everything?
 
     python -m diffcache.eval.workshop.shipped.quality                      # all of them
-    python -m diffcache.eval.workshop.shipped.quality sticker-unet --samples 256
+    python -m diffcache.eval.workshop.shipped.quality sticker-flux --samples 256
 
 A sample is right where the shipped judge, the task or the answer's key finds nothing wrong in
 it. Records go to `assets/bench/<model>-quality.json`, samples of the models that draw to a labeled
@@ -23,7 +23,6 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from diffusers import FluxPipeline
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
@@ -42,12 +41,10 @@ from diffcache.eval.workshop.shipped.draw import (
 )
 from diffcache.eval.workshop.small import (
     chain_llada,
-    sticker_ddim,
     sticker_dit,
     sticker_edits,
     sticker_flux,
     sticker_kontext,
-    sticker_unet,
     sticker_wan,
 )
 from diffcache.eval.workshop.small.chain import HELD_OUT, WORLDS
@@ -105,7 +102,7 @@ def _of_stickers(pipe: Any, steps: int, samples: int, seed: int, numbers: Number
     """Judge pictures of held-out sentences, and those of one object and of two apart."""
     every = held_out_captions(samples, seed)
     texts = [every[number] for number in numbers]
-    wrong = read_faults(texts, _stickers_of(pipe, texts, steps, _seeds(seed, numbers)))
+    wrong = read_faults(texts, draw_stickers(pipe, texts, steps=steps, seeds=_seeds(seed, numbers)))
     right = torch.tensor([not faults for faults in wrong])
     alone = torch.tensor([len(parse(text)[0]) == 1 for text in texts])
     return {WHOLE: right, "right_of_one_object": right[alone], "right_of_two": right[~alone]}
@@ -116,19 +113,12 @@ def _seeds(seed: int, numbers: Numbers) -> list[int]:
     return [seed + number for number in numbers]
 
 
-def _stickers_of(pipe: Any, texts: list[str], steps: int, seeds: Numbers) -> NDArray[np.uint8]:
-    if isinstance(pipe, FluxPipeline):
-        return draw_stickers(pipe, texts, steps=steps, seeds=seeds)
-    drawn = draw_pictures(pipe, texts, steps=steps, seeds=seeds, call=sticker_ddim.CALL)
-    return np.stack([np.asarray(picture) for picture in drawn])
-
-
 def _of_sticker_classes(
     pipe: Any, steps: int, samples: int, seed: int, numbers: Numbers
 ) -> Outcomes:
     """Judge pictures of all objects in turn: one whole object of the class and no other."""
     labels, seeds = [number % len(OBJECTS) for number in numbers], _seeds(seed, numbers)
-    drawn = draw_pictures(pipe, labels, steps=steps, seeds=seeds, call=sticker_ddim.CALL)
+    drawn = draw_pictures(pipe, labels, steps=steps, seeds=seeds, call=sticker_dit.CALL)
     texts = [with_article(OBJECTS[label]) for label in labels]
     wrong = read_faults(texts, np.stack([np.asarray(picture) for picture in drawn]))
     return {WHOLE: torch.tensor([not faults for faults in wrong])}
@@ -267,13 +257,13 @@ def of_recall(model: Any, task: Task, samples: int, seed: int, numbers: Numbers)
 
 def _sticker_grid(pipe: Any) -> tuple[str, Image.Image]:
     texts = held_out_captions(24, 1)
-    pictures = map(Image.fromarray, _stickers_of(pipe, texts, 28, range(24)))
+    pictures = map(Image.fromarray, draw_stickers(pipe, texts, steps=28, seeds=range(24)))
     return "grid.png", draw_grid([[one] for one in pictures], texts, scale=2, columns=6)
 
 
 def _sticker_classes_grid(pipe: Any) -> tuple[str, Image.Image]:
     every = range(len(OBJECTS))
-    pictures = draw_pictures(pipe, every, steps=28, seeds=every, call=sticker_ddim.CALL)
+    pictures = draw_pictures(pipe, every, steps=28, seeds=every, call=sticker_dit.CALL)
     return "grid.png", draw_grid([[one] for one in pictures], OBJECTS, scale=2, columns=6)
 
 
@@ -308,7 +298,6 @@ QUALITIES: Mapping[str, Model] = {
     "sticker-dit": Model(
         "pictures", sticker_dit.load, _of_sticker_classes, (28,), 240, _sticker_classes_grid
     ),
-    "sticker-unet": Model("pictures", sticker_unet.load, _of_stickers, (28,), 128, _sticker_grid),
     "sticker-kontext": Model(
         "edits", sticker_kontext.load, _of_sticker_edits, (28,), 128, _sticker_edits_grid
     ),

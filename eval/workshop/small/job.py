@@ -30,7 +30,6 @@ JOBS = {  # name -> class, and the shipped model it is for
     "sticker-flux": ("sticker_flux:Flux", "sticker-flux"),
     "sticker-dit": ("sticker_dit:Dit", "sticker-dit"),
     "sticker-kontext": ("sticker_kontext:Kontext", "sticker-kontext"),
-    "sticker-unet": ("sticker_unet:Unet", "sticker-unet"),
     "sticker-video-autoencoder": ("sticker_video_autoencoder:VideoAutoencoder", "sticker-causal"),
     "sticker-video-decoder": ("sticker_video_autoencoder:VideoDecoder", "sticker-causal"),
     "sticker-causal": ("sticker_causal:Causal", "sticker-causal"),
