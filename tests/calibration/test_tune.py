@@ -19,6 +19,7 @@ from diffcache import (
     Reuse,
     Tables,
     Taylor,
+    TaylorSeer,
 )
 from diffcache.errors import AttachError, TablesError
 from diffcache.features.combine import reuse_of
@@ -27,6 +28,7 @@ from diffcache.offline.tune.guarantee import certify, most_strayed, samples_need
 from diffcache.offline.tune.search import Goal, Search, front_of
 from diffcache.offline.tune.space import (
     LEFT_OUT,
+    Rungs,
     additions,
     drops,
     families,
@@ -244,6 +246,30 @@ def test_half_of_the_looks_goes_on_and_a_trial_that_is_behind_is_stopped():
     assert close._is_lost(replace(best, each=[34.5] * 3), eight)
 
 
+def test_the_best_methods_as_they_are_are_finalists_whatever_their_first_look():
+    lucky = [Combine(Every(every), Taylor(1)) for every in range(2, 14)]
+    steady = TaylorSeer(every=5)
+
+    class Uneven(Landscape):
+        def measure(self, method, batches):
+            mean = (
+                20.0 if method is steady and batches == [0] else 40.0 if method is steady else 30.0
+            )
+            each = [mean - 1, mean, mean + 1]
+            return Trial(repr(method), 0.2, mean, mean, mean, 1.0, 3, each)
+
+    search = Search(Uneven(), Goal(speedup=2.0), [0, 1, 2, 3], 20)
+    search.run([Rungs(method.name, [method]) for method in (*lucky, steady)])
+    assert search._hopeful()[-1][0] is steady and repr(steady) in search.leaders
+    method, trial = search.best(search.seen)[0]
+    assert method is steady and trial.psnr_db == 35.0
+    other = search.validate(lucky[0], [4, 5], None)
+    assert search.validate(steady, [4, 5], other).psnr_db == 40.0
+    before = search.stopped
+    assert search.validate(lucky[0], [4, 5], replace(other, each=[40.0] * 6)) is None
+    assert search.stopped == before + 1
+
+
 def test_ranks_fronts_and_moves():
     cheap, close, worse = (
         Trial(name, cost, psnr, psnr, psnr, seconds, 1)
@@ -261,7 +287,7 @@ def test_ranks_fronts_and_moves():
     assert set(moves((0, 2, 3), 5, together=2)) == {(0, 1, 2), (0, 3, 4)}
     assert set(drops((0, 2, 3))) == {(0, 3), (0, 2)}
     assert set(additions((0, 2, 3), 5)) == {(0, 1, 2, 3), (0, 2, 3, 4)}
-    assert set(schedules((0, 1, 2), [], 6)) == {(0, 2, 4), (0, 1, 4)}
+    assert set(schedules((0, 1, 2), [], 6)) == {(0, 1, 3), (0, 2, 4), (0, 1, 4)}
 
 
 def test_closeness_is_that_of_the_pictures_that_are_saved():

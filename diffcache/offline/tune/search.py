@@ -2,6 +2,8 @@
 
 First looks are on one batch. Of them, the better half goes on with every batch more, and in the end
 the best are changed step by step; a change is stopped as soon as it is behind on the same samples.
+The best methods of the catalog go on with them as they are, so that the choice is behind none of
+them but by chance.
 
 Costs that are known in advance spare trials: the operations of a method that lists its steps follow
 from those of another at the same site. So a schedule is only run if it could change the choice. An
@@ -22,7 +24,7 @@ import torch
 
 from diffcache.errors import AttachError
 from diffcache.features.base import Method
-from diffcache.features.combine import reuse_of
+from diffcache.features.combine import Combine, reuse_of
 from diffcache.features.dpcache import DPCache
 from diffcache.features.fitted import FittedForecast
 from diffcache.features.tuned import Measure
@@ -34,6 +36,7 @@ BEST = 3  # methods that are validated
 FEWEST = 3  # samples before a trial may be stopped
 UNKNOWN = 0.8  # expected rank of a trait that nobody had yet, 0 to 1
 Tried = dict[str, tuple[Method, Trial]]
+Run = Callable[[Method, int], Trial | None]  # of a batch
 
 
 @dataclass(frozen=True)
@@ -196,6 +199,11 @@ class Search:
             self._steps[key] = space.steps_listed(method, self.bench.total)
         return self._steps[key]
 
+    @staticmethod
+    def whole(methods: Sequence[Method]) -> list[Method]:
+        """Return the first few methods of the catalog: those that were not put together here."""
+        return [method for method in methods if not isinstance(method, Combine)][:BEST]
+
     def best(self, tried: Tried) -> list[tuple[Method, Trial]]:
         """Return the trials, the best first."""
         return sorted(tried.values(), key=lambda pair: self.goal.rank(pair[1]), reverse=True)
@@ -283,24 +291,37 @@ class Search:
             return into[key][1]
         if key in self.refused or self._is_hopeless(method, into):
             return None
-        parts: list[Trial] = []
-        for batch in batches:
-            part = self._run(method, key, batch)
-            if part is None:
-                return None
-            parts.append(part)
-            if rival is not None and batch != batches[-1] and self._is_lost(joined(parts), rival):
-                self.stopped += 1
-                return None
-        trial = joined(parts)
+        trial = self._over(self._run, method, batches, rival)
+        if trial is None:
+            return None
         into[key] = method, trial
         place, steps = self._place(method)
         if steps:
             self._prices.setdefault(place, {})[steps] = self.goal.price(trial)
         return trial
 
-    def _run(self, method: Method, key: str, batch: int) -> Trial | None:
+    def validate(self, method: Method, batches: list[int], rival: Trial | None) -> Trial | None:
+        """Return the trial of a finalist beside the budget, None once it is behind a rival."""
+        return self._over(lambda m, n: self.bench.measure(m, [n]), method, batches, rival)
+
+    def _over(
+        self, run: Run, method: Method, batches: list[int], rival: Trial | None = None
+    ) -> Trial | None:
+        """Return the trial over batches, None once it is behind a rival or a run is not made."""
+        parts: list[Trial] = []
+        for batch in batches:
+            part = run(method, batch)
+            if part is None:
+                return None
+            parts.append(part)
+            if rival is not None and batch != batches[-1] and self._is_lost(joined(parts), rival):
+                self.stopped += 1
+                return None
+        return joined(parts)
+
+    def _run(self, method: Method, batch: int) -> Trial | None:
         """Run a method on one batch, once; return None if it does not fit or no budget is left."""
+        key = repr(method)
         known = self._ran.get(key, {})
         if batch in known:
             return known[batch]
@@ -334,27 +355,33 @@ class Search:
         theirs = rival.scored[: len(mine)]
         pairs = [one - other for one, other in zip(mine, theirs, strict=True)]
         reach = mean(pairs) + 2 * stdev(pairs) / math.sqrt(len(pairs))
-        return reach < 0 if bar is None else mean(rival.scored) + reach < bar
+        if bar is None or not self.goal.met(rival):
+            return reach < 0
+        return mean(rival.scored) + reach < bar
 
     # the best ------------------------------------------------------------------------------
 
     def _halve(self) -> None:
-        """Run the best looks on one batch more at a time, and keep the better half each time."""
-        left = max(BEST, (self._allowed - self.runs) // 2)
-        alive = [method for method, _ in self._hopeful()][:left]
+        """Run the best looks on one batch more at a time, and keep the better half each time.
+
+        The best few methods that are not put together here stay whatever their look: four samples
+        tell too little of them.
+        """
+        alive = [method for method, _ in self._hopeful()]
+        whole = self.whole(alive)
+        alive = alive[: max(BEST, (self._allowed - self.runs) // 2)]
         for count in range(self.glance + 1, len(self.batches)):
             rows: Tried = {}
-            for method in alive:
-                key = repr(method)
-                parts = [self._run(method, key, batch) for batch in self.batches[:count]]
-                done = [part for part in parts if part is not None]
-                if len(done) == count:
-                    rows[key] = method, joined(done)
+            for key, method in by_name([*alive, *whole]).items():
+                trial = self._over(self._run, method, self.batches[:count])
+                if trial is not None:
+                    rows[key] = method, trial
             alive = [method for method, _ in self.best(rows)]
             alive = alive[: max(BEST, math.ceil(len(alive) / 2))]
-        for method in alive[: max(BEST, self.trials // 16)]:
+        alive = alive[: max(2 * BEST, self.trials // 16)]
+        for key, method in by_name([*alive, *whole]).items():
             if self.attempt(method, self.batches, self.seen) is not None:
-                self.leaders.append(repr(method))
+                self.leaders.append(key)
 
     def _refine(self) -> None:
         """Climb from the best few, then from the best that nothing was tried around."""
@@ -460,9 +487,15 @@ class Search:
         return [method for method, _ in self._hopeful() if self.steps(method)][:count]
 
     def _is_beaten(self, trial: Trial) -> bool:
-        """Return whether a trial misses the goal and another is as cheap and as close."""
+        """Return whether no dearer setting than that of a trial could win.
+
+        It misses the goal and another is as cheap and as close; or it is nearly as dear as may be
+        and behind.
+        """
         best = self.best(self.first)[0][1]
-        price = self.goal.price
+        price, limit = self.goal.price, self.goal.limit
+        if limit is not None and 0.75 * limit < price(trial) <= limit:
+            return self._is_lost(trial, best)
         return (
             not self.goal.met(trial)
             and self.goal.met(best)
@@ -499,6 +532,11 @@ class Search:
         if reuse is None:
             return "", 0
         return repr((reuse.site, reuse.lead, reuse.tail)), len(self.steps(method))
+
+
+def by_name(methods: Sequence[Method]) -> dict[str, Method]:
+    """Return methods by their repr, each once."""
+    return {repr(method): method for method in methods}
 
 
 def front_of(trials: Sequence[Trial]) -> list[Trial]:

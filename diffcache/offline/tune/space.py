@@ -13,11 +13,11 @@ A family holds the settings of one kind of method, from the cheapest to the dear
   by their intervals, `BAC` with every `count`, and `ProfilingDiT` with every interval behind a
   warm-up of 2.
 
-The best fixed schedules are tried with other steps: warm-ups of 1 to 3 steps before an interval,
-which are those of `Interval` (FORA at `module`) and `TaylorSeer`, and those that fitted forecasts
-choose; the best schedules with every other forecast at every other site; the best gates with other
-forecasts. Then single computed steps are dropped or added, and one or two adjacent ones moved by
-one.
+The best fixed schedules are tried with other steps: intervals that grow, warm-ups of 1 to 3 steps
+before an interval, which are those of `Interval` (FORA at `module`) and `TaylorSeer`, and those
+that fitted forecasts choose; the best schedules with every other forecast at every other site; the
+best gates with other forecasts. Then single computed steps are dropped or added, and one or two
+adjacent ones moved by one.
 
 Not in it: the site `block`, at which these forecasts do what they do at `stack` and hold more; the
 site `run`, whose blocks have to be named; and the methods in `LEFT_OUT`, with the reasons. All of
@@ -150,15 +150,15 @@ def families(total: int, places: Sequence[Site], calibrated: Sequence[Calibrated
         places: Sites of forecasts.
         calibrated: Methods that `to_calibrate` returned, with tables, as far as they fit the model.
     """
-    found = [_even(method, place, total) for method in FORECASTS for place in places]
-    found = [family for family in found if family.ladder]
     fitted = [method for method in calibrated if isinstance(method, (FittedForecast, DPCache))]
-    fixed: tuple[FeatureMethod, ...] = (Spectrum(), StepMask(dynamic=False, order=1))
-    kinds: tuple[FeatureMethod, ...] = (*fitted, *fixed, PAB(), FasterCache(start=0.1), *GATES)
     rest = [method for method in calibrated if method not in fitted]
-    for method in (*kinds, *rest):
-        found += [Rungs(method.name, ladder) for ladder in _settings(method, total)]
-    return found
+    others = (StepMask(dynamic=False, order=1), PAB(), FasterCache(start=0.1), *GATES, *rest)
+    even = [_even(method, place, total) for method in FORECASTS for place in places]
+    return [
+        *(family for method in (*fitted, Spectrum()) for family in _settings(method, total)),
+        *(family for family in even if family.ladder),
+        *(family for method in others for family in _settings(method, total)),
+    ]
 
 
 def _even(method: FeatureMethod, place: Site, total: int) -> Rungs:
@@ -179,25 +179,26 @@ def _even(method: FeatureMethod, place: Site, total: int) -> Rungs:
     return Rungs(name, ladder)
 
 
-def _settings(method: FeatureMethod, total: int) -> list[Ladder]:
-    """Return the ladders of a method."""
+def _settings(method: FeatureMethod, total: int) -> list[Rungs]:
+    """Return the families of a method."""
     counts, intervals = range(1, total), range(total, 1, -1)
     if isinstance(method, FittedForecast):
-        return [_with(method, "computed", counts, history=history) for history in (2, 3)]
-    if isinstance(method, DPCache):
-        return [_with(method, "computed", range(2, total))]
-    if isinstance(method, BAC):
-        return [_with(method, "count", counts)]
-    if isinstance(method, (ProfilingDiT, FasterCache)):
-        return [_with(method, "every", intervals)]
-    if isinstance(method, Spectrum):
-        return [_with(method, "window", WINDOWS, warmup=2), _with(method, "window", WINDOWS)]
-    if isinstance(method, StepMask):
-        return [_with(method, "level", LEVELS[::-1])]
-    if isinstance(method, PAB):
-        rungs = [PAB(every, 2 * every, 3 * every, start=0.1, end=0.95) for every in range(6, 1, -1)]
-        return [rungs]
-    return [_with(method, "threshold", THRESHOLDS)]
+        ladders = [_with(method, "computed", counts, history=history) for history in (2, 3)]
+    elif isinstance(method, DPCache):
+        ladders = [_with(method, "computed", counts[n - 1 :], warmup=n) for n in (3, 2)]
+    elif isinstance(method, BAC):
+        ladders = [_with(method, "count", counts)]
+    elif isinstance(method, (ProfilingDiT, FasterCache)):
+        ladders = [_with(method, "every", intervals)]
+    elif isinstance(method, Spectrum):
+        ladders = [_with(method, "window", WINDOWS), _with(method, "window", WINDOWS, warmup=2)]
+    elif isinstance(method, StepMask):
+        ladders = [_with(method, "level", LEVELS[::-1])]
+    elif isinstance(method, PAB):
+        ladders = [[PAB(n, 2 * n, 3 * n, start=0.1, end=0.95) for n in range(6, 1, -1)]]
+    else:
+        ladders = [_with(method, "threshold", THRESHOLDS)]
+    return [Rungs(method.name, ladder) for ladder in ladders if ladder]
 
 
 def _with(method: FeatureMethod, name: str, values: Iterable[Any], **more: Any) -> Ladder:
@@ -213,11 +214,12 @@ def with_forecast(method: Method, other: Method) -> Combine | None:
 
 
 def schedules(steps: tuple[int, ...], kinds: Sequence[Method], total: int) -> list[tuple[int, ...]]:
-    """Return other schedules of as many steps: regular ones, and those of fitted forecasts.
+    """Return other schedules of as many steps: growing, regular, and those of fitted forecasts.
 
-    A regular one has a warm-up of 1 to 3 steps, then the shortest interval that fits.
+    The intervals of a growing one become longer. A regular one has a warm-up of 1 to 3 steps, then
+    the shortest interval that fits.
     """
-    found: list[tuple[int, ...]] = []
+    found = [growing(len(steps), total, power) for power in (2.0, 1.5, 2.5)]
     for warmup in (1, 2, 3):
         regular = (steps_of(Every(every, warmup), total) for every in range(1, total + 1))
         found.append(next((other for other in regular if len(other) <= len(steps)), steps))
@@ -225,6 +227,15 @@ def schedules(steps: tuple[int, ...], kinds: Sequence[Method], total: int) -> li
         if isinstance(kind, FittedForecast):
             found.append(steps_listed(dataclasses.replace(kind, computed=len(steps)), total))
     return [other for other in dict.fromkeys(found) if len(other) == len(steps) and other != steps]
+
+
+def growing(count: int, total: int, power: float) -> tuple[int, ...]:
+    """Return steps of which step n of N is near `total (n / N) ** power`."""
+    found: list[int] = []
+    for number in range(count):
+        least = found[-1] + 1 if found else 0
+        found.append(max(least, round(total * (number / count) ** power)))
+    return tuple(found)
 
 
 def drops(steps: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -27,7 +27,7 @@ from diffcache.offline.calibrate import BATCH_SIZE, CollectPlan, calibrate, head
 from diffcache.offline.tracing import batches_of
 from diffcache.offline.tune import space
 from diffcache.offline.tune.guarantee import certify, most_strayed, samples_needed
-from diffcache.offline.tune.search import BEST, Goal, Search, Tried, front_of
+from diffcache.offline.tune.search import BEST, Goal, Search, Tried, by_name, front_of
 from diffcache.offline.tune.trial import Score, Trial, Trials
 from diffcache.step import Site
 from diffcache.targets import check_free, denoisers_of
@@ -58,9 +58,11 @@ def tune(
     threshold, next always the family whose neighbors did best. First looks are on one batch; the
     better half goes on with one batch more, and so on. Then steps of the best schedules are
     dropped, moved and added as long as that helps, each change compared on the same samples and
-    stopped when it is behind. What the model refuses is listed under `refused` in the tables'
-    header, and what was not looked at under `skipped`, with the reasons. Costs are
-    floating-point operations, so a search on one machine holds on another, except with `seconds`.
+    stopped when it is behind. The best methods as they are are validated beside what was put
+    together, so that the choice is behind none of them but by chance. What the model refuses is
+    listed under `refused` in the tables' header, and what was not looked at under `skipped`, with
+    the reasons. Costs are floating-point operations, so a search on one machine holds on another,
+    except with `seconds`.
 
     Args:
         pipe: A diffusers pipeline, not wrapped, with one denoiser.
@@ -322,15 +324,20 @@ def _choose(search: Search, batches: list[int]) -> tuple[Method, dict[str, Trial
             f"{search.tried} methods were tried, and none meets {goal}: the best were "
             f"{saw or 'nothing'}; ask for less, or give more trials{refused}"
         )
-    # what was refined fits the prompts of the search better than others, so its starts go with it
-    leaders = [pair for pair in hopeful if repr(pair[0]) in search.leaders][:BEST]
-    first = {repr(method): method for method, _ in [*hopeful[:BEST], *leaders]}
-    more = {repr(method): method for method, _ in hopeful[BEST : 2 * BEST]}
+    # what was refined fits the prompts of the search better than others, so its starts go with it,
+    # and the best methods as they are, so that the choice is behind none of them but by chance
+    methods = [method for method, _ in hopeful]
+    leaders = [method for method in methods if repr(method) in search.leaders]
+    first = by_name([*methods[:BEST], *leaders[:BEST], *search.whole(methods)])
+    more = by_name(methods[BEST : 2 * BEST])
     validated: Tried = {}
-    for number, method in enumerate((first | more).values()):
-        if number >= len(first) and any(goal.met(trial) for _, trial in validated.values()):
+    for number, (key, method) in enumerate((first | more).items()):
+        rival = next((t for _, t in search.best(validated)[:1] if goal.met(t)), None)
+        if number >= len(first) and rival is not None:
             break
-        validated[repr(method)] = method, search.bench.measure(method, batches)
+        trial = search.validate(method, batches, rival)
+        if trial is not None:
+            validated[key] = method, trial
     method, trial = search.best(validated)[0]
     if not goal.met(trial):
         warnings.warn(

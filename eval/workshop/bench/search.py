@@ -3,7 +3,7 @@
 The search sees sentences of its own; all are judged on held-out ones, with other noise. A single
 method has its defaults but for one setting, its interval, threshold, count or window, which takes
 the dearest value that computes no more than the search may. Its tables are calibrated on sentences
-of the search.
+of the search. All single methods draw the first sentences, and the best few of them all.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache, partial
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from diffcache.offline.tune.trial import Trial, Trials, mean_interval
 from diffcache.registry import rows_of
 
 STEPS, BATCH, SEARCHED = 28, 4, 24
+LOOK, KEPT = 3, 5  # batches of every single method; methods that draw all
 SEED = 1000  # of the noise that all are judged with; the search takes its own
 KNOBS: dict[str, Sequence[Any]] = {  # values from the dearest on
     "every": range(2, STEPS),
@@ -120,26 +122,28 @@ def measure(
         about: dict[str, Any] = {"steps": STEPS, "batch_size": BATCH, **sticker_flux.CALL}
         return diffcache.calibrate(pipe, chosen[name][0](), mine[:8], **about)
 
-    def single(name: str, cost: float) -> dict[str, Any]:
+    def single(name: str, cost: float, batches: Sequence[int]) -> dict[str, Any]:
         kind, knob = chosen[name]
         base = calibrated(name) if is_calibrated(kind) else kind()
         method = cheap_enough(base, knob, cost, first)
         if method is None:
             return {"name": name, "method": f"no {knob} is cheap enough"}
-        row = told(name, method, held.measure(method, whole))
+        row = told(name, method, held.measure(method, batches))
         return {**row, "settings": {knob: getattr(method, knob)}}
 
     for number, factor in enumerate(factors):
-        names = ["tuned", *chosen]
-        for place, name in enumerate(names):
+        found: dict[str, dict[str, Any]] = {}
+        for place, name in enumerate(chosen):
             if setting.progress is not None:
-                setting.progress(number * len(names) + place, len(names) * len(factors), name)
-            if name == "tuned":
-                make = partial(searched, factor)
-            else:
-                make = partial(single, name, 1 / factor)
-            row = kept.take(f"{factor} {name}", make)
-            rows.append({**row, "factor": factor})
+                setting.progress(number * len(chosen) + place, len(chosen) * len(factors), name)
+            make = partial(single, name, 1 / factor, whole[:LOOK])
+            found[name] = kept.take(f"{factor} {name}", make)
+        measured = [name for name in found if "each" in found[name]]
+        for name in sorted(measured, key=lambda name: -mean(found[name]["each"]))[:KEPT]:
+            make = partial(single, name, 1 / factor, whole)
+            found[name] = kept.take(f"{factor} {name}, all", make)
+        found = {"tuned": kept.take(f"{factor} tuned", partial(searched, factor)), **found}
+        rows += [{**row, "factor": factor} for row in found.values()]
     return {
         "shapes": {"device": setting.device.type, "model": "sticker-flux", "samples": samples,
                    "steps": STEPS, "searched": SEARCHED, "trials": trials, "model_sha256": digest},
@@ -164,7 +168,7 @@ def again(
     held = Trials(sticker_flux.load(), batches_of(record["shapes"]["samples"]), SEED, call)
     chosen = singles()
     for row in rows:
-        if settings := row.get("settings"):
+        if (settings := row.get("settings")) and len(row["each"]) == record["shapes"]["samples"]:
             kind, _ = chosen[row["name"].partition(", ")[2]]
             if not is_calibrated(kind):
                 yield row, list(held.measure(kind(**settings), numbers).each)
@@ -183,7 +187,7 @@ def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for row in rows:
         if "each" in row:
             each = torch.tensor(row["each"])
-            more = mean_interval(tuned[row["factor"]] - each)
+            more = mean_interval(tuned[row["factor"]][: len(each)] - each)
             row = {**row, "psnr_db": _interval(mean_interval(each)), "tuned_more": _interval(more)}
             row["each"] = [round(value, 3) for value in row["each"]]
         found.append({**row, "name": f"{row['factor']} times, {row['name']}"})
