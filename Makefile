@@ -68,9 +68,7 @@ bench: $(READY) ## Measure what caching itself costs: skipped steps, KV caches
 records: $(PEERS) ## Make a part of each record again whose code has changed, and stamp it (minutes)
 	$(BIN)/python -m diffcache.eval.workshop.records $(ARGS)
 
-figures: $(PEERS) ## Draw the table of methods of every shipped model again (hours; ARGS=model for one)
-	$(if $(ARGS),,$(BIN)/python -m diffcache.eval.workshop.shipped.kontext)
-	$(if $(ARGS),,$(BIN)/python -m diffcache.eval.workshop.shipped.reach)
+figures: $(PEERS) ## Draw all records of the pages again (days; ARGS='--budget 2', or ARGS=NAME for one)
 	$(BIN)/python -m diffcache.eval.workshop.figures $(ARGS)
 
 build: $(READY) ## Build dist/ (sdist, wheel from it), install the wheel afresh and import it

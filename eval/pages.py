@@ -14,6 +14,8 @@ from diffcache.command import FAILED, fail, script
 from diffcache.files import write_file
 
 BAR, PLAIN_BAR = r"(?<!\\)\|", r"\\|"
+LINK = r"\[([^\]]*)\]\([^)]*\)"
+LONGEST, SHORT = 80, 40  # characters of a cell, and of one that needs no line of its own
 
 
 def keep_pages(made: Callable[[str], str], *pages: Path) -> Callable[..., int]:
@@ -52,16 +54,56 @@ def escape_markdown(text: str) -> str:
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool = False) -> list[str]:
     """Return the lines of a Markdown table, with signs | in its cells escaped.
 
+    Cells of more than `LONGEST` characters are cut, and said in full in a list below the table.
+
     Args:
         titles: Titles of the columns.
         rows: Cells of each row, on one line each.
         numbers: Set all columns but the first to the right.
     """
+    notes: list[str] = []
     head, *lines = (
-        f"| {' | '.join(re.sub(BAR, PLAIN_BAR, cell) for cell in row)} |" for row in (titles, *rows)
+        f"| {' | '.join(re.sub(BAR, PLAIN_BAR, _cut(cell, notes)) for cell in row)} |"
+        for row in (titles, *rows)
     )
     others = ("---:|" if numbers else "---|") * (len(titles) - 1)
-    return [head.replace("|  |", "| |"), f"|---|{others}", *lines]
+    below = [f"- ({number}) {note}" for number, note in enumerate(notes, 1)]
+    return [head.replace("|  |", "| |"), f"|---|{others}", *lines, *([""] if notes else []), *below]
+
+
+def _cut(cell: str, notes: list[str]) -> str:
+    """Return a cell that can be read, and add to the notes what was too long."""
+    text = re.sub(LINK, r"\1", cell)
+    if len(text) <= LONGEST:
+        return cell
+    notes.append(cell)
+    text = text[: LONGEST - 10].rstrip("\\ ")
+    text += "`" * (len(re.findall(r"(?<!\\)`", text)) % 2)
+    return f"{text}... ({len(notes)})"
+
+
+def entries(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return rows with much to say as the lines of a Markdown list.
+
+    The first cell begins an entry; short columns stand behind it with their titles, a single long
+    one follows, and several are a list of their own.
+
+    Args:
+        titles: Titles of the columns.
+        rows: Cells of each row, on one line each; empty ones are left out.
+    """
+    every = [list(row) for row in rows]
+    wide = [at for at in range(1, len(titles)) if any(len(row[at]) > SHORT for row in every)]
+    lines = []
+    for row in every:
+        near = [f"{titles[at]} {row[at]}" for at in range(1, len(titles))
+                if row[at] and at not in wide]  # fmt: skip
+        line = f"- {row[0]}" + f" ({', '.join(near)})" * bool(near)
+        if len(wide) == 1:
+            lines.append(f"{line}: {row[wide[0]]}" if row[wide[0]] else line)
+        else:
+            lines += [line, *(f"  - {titles[at]}: {row[at]}" for at in wide if row[at])]
+    return lines
 
 
 def between(page: str, begin: str, end: str, text: str) -> str:

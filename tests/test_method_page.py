@@ -29,10 +29,9 @@ def test_every_method_says_what_it_is() -> None:
         section = text.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
         cls = method_class(name)
         assert cls.__name__ in section and rows_of("method")[name].paper
-        for line in section.splitlines():
-            if line.startswith("| `"):
-                cells = [cell.strip() for cell in line.strip("|").split(" | ")]
-                assert cells[-1], f"{name}: {line} has no meaning in the docstring"
+        for setting, _, meaning in method_page.settings(cls):
+            assert meaning, f"{name}: {setting} has no meaning in the docstring"
+            assert f"- {setting}" in section
 
 
 def test_rows_of_records(tmp_path: Path) -> None:

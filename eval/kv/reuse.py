@@ -20,7 +20,7 @@ from diffcache.eval.cost.interleave import quartiles, summary
 from diffcache.eval.methods import naming
 from diffcache.eval.metrics.intervals import share_change, share_interval
 from diffcache.eval.options import CausalModel, Texts
-from diffcache.eval.record import Setting
+from diffcache.eval.record import Setting, values
 from diffcache.pipelines.demo.console import print_rows, progress, quiet
 from diffcache.registry import read_word
 
@@ -205,7 +205,8 @@ def _row(word: str, own: Sequence[_Taken], full: Sequence[_Taken]) -> dict[str, 
     plain, before, _ = zip(*full, strict=True)
     right, was_right = torch.tensor(hits), torch.tensor(before)
     change = None if own is full else share_change(was_right, right).to_dict()
-    row = {"name": word, "answers": share_interval(right).to_dict(), "change": change}
+    row = {"name": word, "answers": share_interval(right).to_dict(), "change": change,
+           "values": values(right)}  # fmt: skip
     for name, key in (("first", "first_seconds"), ("all", "seconds")):
         mine, theirs = ([getattr(one, key) for one in some] for some in (answers, plain))
         ratios = [a / b for a, b in zip(mine, theirs, strict=True)]

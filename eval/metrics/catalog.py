@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from diffcache.eval.metrics.weights import WEIGHTS
-from diffcache.eval.pages import between, keep_pages, table
+from diffcache.eval.pages import between, entries, keep_pages
 from diffcache.eval.record import ROOT
 from diffcache.registry import Row, rows_of
 
@@ -80,7 +80,7 @@ def markdown() -> str:
     parts: list[str] = []
     for group in dict.fromkeys(metric.group for metric in METRICS.values()):
         rows = [_row(metric) for metric in METRICS.values() if metric.group == group]
-        parts += [f"### {group}", "", *table(TITLES, rows), ""]
+        parts += [f"### {group}", "", *entries(TITLES, rows), ""]
     return "\n".join(parts)
 
 

@@ -1,11 +1,11 @@
 """Make a part of the samples of a record again, by the code that made all of them.
 
 Samples are those of the record: the same prompts, the same noise. Where a record keeps a value for
-each sample, the two are compared one by one; older records keep an interval alone, and then the
-published number must lie in the interval of the part that was made again, or for a stamp within
-twice its width, as many numbers are looked at. A batch is one
-computation: a sample that is drawn beside others rounds otherwise, which moves a picture by some
-tenths of a dB, so that less is asked of those that are.
+each sample, the two are compared one by one, and so where all or none of its samples are right.
+Older records keep an interval alone (`WEAK` says which, and why), and then the published number
+must lie in the interval of the part that was made again, or for a stamp within twice its width, as
+many numbers are looked at. A batch is one computation: a sample that is drawn beside others rounds
+otherwise, which moves a picture by some tenths of a dB, so that less is asked of those that are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ import diffcache
 from diffcache.catalog import make_method
 from diffcache.eval.demo import Task as DemoTask
 from diffcache.eval.demo import compare
-from diffcache.eval.kv import recall, text_task
+from diffcache.eval.kv import recall, reuse, text_task
 from diffcache.eval.kv.peer import PREFIX, installed
 from diffcache.eval.kv.tables import weights_digest
 from diffcache.eval.kv.texts import TextModel
@@ -52,9 +52,13 @@ from diffcache.features.collect import Calibrated
 from diffcache.pipelines.small.recall import RecallBatch
 
 Record = Mapping[str, Any]
+Value = TypeVar("Value")
 SETTING = Setting(torch.device("cpu"))
 METHOD = "taylorseer"  # of the demo
+SOLE = ("exact_match", "taken", "answers")  # numbers whose rows keep values of nothing else
 FEW = 2  # contexts of each recipe of many
+SHARE = 0.05
+MANY = 40  # rows; of a record with more, one of each method is made again
 # How far values may be off on average, and what share of outcomes may differ, by whether the
 # samples were drawn in the batches of the record.
 WIDER = 1.0  # of the interval, on both sides together
@@ -81,6 +85,11 @@ class Made:
     kept: Tensor | None = None
     alike: bool = True
 
+    def __post_init__(self) -> None:
+        if self.kept is None and self.is_share and self.published["value"] in (0, 1):
+            every = torch.full_like(self.now, bool(self.published["value"]))
+            object.__setattr__(self, "kept", every)
+
     @property
     def interval(self) -> tuple[float, float]:
         """Ends of the 95 % interval of what was made now."""
@@ -104,6 +113,12 @@ class Made:
         low, high = self.interval
         value = float(self.published["value"])
         return self.holds if self.kept is not None else low <= value <= high
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether the values made now are those that gave the published number."""
+        apart = abs(float(self.now.double().mean()) - float(self.published["value"]))
+        return apart < (1e-9 if self.is_share else 1e-3)
 
     @property
     def holds(self) -> bool:
@@ -146,7 +161,7 @@ def _quality(record: Record, rows: Sequence[Row], share: float, seed: int) -> It
 
 def _methods(record: Record, rows: Sequence[Row], share: float, seed: int) -> Iterator[Made]:
     """Draw the first batch of a sweep again: a batch is one computation."""
-    model = record["task"]["model"]
+    model, rows = record["task"]["model"], one_of_each(rows, seed)
     sweep = FOLDER / f"eval-{model}-methods.toml"
     wanted = {name for row in rows for name in (row["name"], *row.get("matches", ()))}
     there = importlib.util.find_spec("cache_dit") is not None
@@ -197,14 +212,14 @@ class _Few(recall.KVTask):
 
 
 def _recall(record: Record, rows: Sequence[Row], share: float, seed: int) -> Iterator[Made]:
-    """Ask about the first contexts: every recipe has code of its own, so that all of them run.
+    """Ask about the first contexts: every recipe has code of its own, so that each of them runs.
 
     Recipes that draw noise for a batch are asked again about all of the first batch.
     """
     about = {field.name: record["shapes"][field.name] for field in dataclasses.fields(_Few)}
     task = _Few(**about)
     model, weights = task.load(), weights_digest(task.directory)
-    for row in rows:
+    for row in one_of_each(rows, seed):
         if row["name"].startswith(PREFIX) and installed() is None:
             continue
         for count in (FEW, task.batch):
@@ -217,20 +232,20 @@ def _recall(record: Record, rows: Sequence[Row], share: float, seed: int) -> Ite
 
 
 def _texts(record: Record, rows: Sequence[Row], share: float, seed: int) -> Iterator[Made]:
-    """Ask about the first two windows: an interval needs two."""
+    """Ask about the first window; the record keeps the answers of each."""
     shapes = record["shapes"]
     task = text_task.TextTask(
         TextModel(shapes["model"]), None, shapes["context"], shapes["samples"], record["seed"]
     )
     drawn, model = task.windows(), task.model.load()
-    drawn = replace(drawn, ids=drawn.ids[:FEW])
+    drawn = replace(drawn, ids=drawn.ids[:1])
     weights = task.model.weights
     for row in rows:
         recipe = parse_recipe(row["name"], weights)
         made = text_task.measure(model, recipe, task, drawn, None, record["rows"][0]["able"])
-        now, kept = (text_task.hits_of(one)[:FEW] for one in (made, row))
+        now, kept = (text_task.hits_of(one)[:1] for one in (made, row))
         yield Made(row["name"], "whole", row["whole"], now, kept)
-        now, kept = (torch.tensor(one["nats"][:FEW], dtype=torch.float64) for one in (made, row))
+        now, kept = (torch.tensor(one["nats"][:1], dtype=torch.float64) for one in (made, row))
         yield Made(row["name"], "perplexity", row["perplexity"], now, kept)
 
 
@@ -298,19 +313,66 @@ def _demo(record: Record, rows: Sequence[Row], share: float, seed: int) -> Itera
     yield Made(METHOD, "psnr_db", {"value": float(kept.mean())}, now, kept)
 
 
+def _reuse(record: Record, rows: Sequence[Row], share: float, seed: int) -> Iterator[Made]:
+    """Ask the first prompts again, behind those that read the documents."""
+    about = {name: record["shapes"][name] for name in ("documents", "length", "questions")}
+    few = max(len(some(record["shapes"]["requests"], share, seed)), FEW)
+    model = TextModel(record["shapes"]["model"])
+    task = reuse.ReuseTask(model, None, **about, requests=few, seed=record["seed"])
+    made, _, _ = reuse.reuse(task, [row["name"] for row in rows])
+    now = {row["name"]: row["values"] for row in made}
+    for row in rows:
+        fresh, kept = (_read(one, range(few)) for one in (now[row["name"]], row.get("values")))
+        assert fresh is not None
+        yield Made(row["name"], "answers", row["answers"], fresh, kept)
+
+
 AGAIN: Mapping[str, Again] = {
     "*-quality": _quality, "eval-sticker-flux-methods": _methods, "telling": _telling,
     "eval-reach-policy-methods": _reach, "kv-recall": _recall, "kv-smollm2": _texts,
-    "guarantee": _guarantee, "search": _search, "judge": _judge, "dllm-*": _dllm, "demo": _demo,
+    "guarantee": _guarantee, "search": _search, "judge": _judge, "dllm-*": _dllm,
+    "kv-reuse": _reuse, "demo": _demo,
 }  # fmt: skip
-# Records of which no part can be made again in minutes, or here -> why.
+# Share of the samples that are made again, where 5 % would take more than half a minute.
+SHARES: Mapping[str, float] = {
+    "sticker-flux-quality": 0.01, "sticker-kontext-quality": 0.03, "sticker-unet-quality": 0.03,
+    "sticker-wan-quality": 0.02, "chain-llada-quality": 0.01, "dllm-chain-llada": 0.01,
+    "dllm-*": 0.03, "guarantee": 0.02, "telling": 0.02, "eval-reach-policy-methods": 0.01,
+    "reach-policy-quality": 0.02,
+}  # fmt: skip
+# Records of times, bytes and errors alone -> why no part of them is made again: they are of their
+# machine, and of the release that they name.
 NOT_MADE: Mapping[str, str] = {
-    "kernels": "needs a GPU", "kv-reuse": "its prompts build on one another: three minutes of all",
-    "overhead": "times of another machine", "kv": "times of another machine",
-    "decode": "times of a machine without other work", "capacity": "times; 40 minutes",
+    "kernels": "times of a GPU", "overhead": "times of another machine",
+    "kv": "times of another machine", "decode": "times of a machine without other work",
+    "capacity": "times; 40 minutes",
 }  # fmt: skip
 
 
 def again_of(name: str) -> Again | None:
     """Return what makes a part of a record again; None where nothing does."""
-    return next((again for pattern, again in AGAIN.items() if fnmatch(name, pattern)), None)
+    return _found(AGAIN, name)
+
+
+def share_of(name: str) -> float:
+    """Return the share of a record's samples that are made again."""
+    return _found(SHARES, name) or SHARE
+
+
+def one_of_each(rows: Sequence[Row], seed: int) -> list[Row]:
+    """Return all rows of a record of few, and of one of many a row of each method, drawn by seed.
+
+    A row is named by methods and their settings, such as `snapkv:budget=0.5|kivi:bits=4`.
+    """
+    if len(rows) <= MANY:
+        return list(rows)
+    kinds: dict[str, list[Row]] = {}
+    for row in rows:
+        kind = "|".join(word.partition(":")[0] for word in row["name"].split("|"))
+        kinds.setdefault(kind, []).append(row)
+    rng = np.random.default_rng(seed)
+    return [alike[int(rng.integers(len(alike)))] for alike in kinds.values()]
+
+
+def _found(table: Mapping[str, Value], name: str) -> Value | None:
+    return next((value for pattern, value in table.items() if fnmatch(name, pattern)), None)

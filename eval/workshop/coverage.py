@@ -24,7 +24,7 @@ import diffcache
 from diffcache.attach.anatomy import Anatomy
 from diffcache.attach.reuse.extension import FeatureReuse
 from diffcache.attach.reuse.trace import Wiring
-from diffcache.eval.pages import keep_pages, table
+from diffcache.eval.pages import entries, keep_pages, table
 from diffcache.eval.record import ROOT
 from diffcache.pipelines.demo.console import progress
 from diffcache.pipelines.demo.describe import EXCLUDED, STREAMS_FILE
@@ -259,7 +259,7 @@ def _refusals(rows: Sequence[Row]) -> list[str]:
     if not lines:
         return []
     return ["## Refused\n\nA site that cannot be cached is an error that says why.\n",
-            _table(["case", "site", "reason"], lines)]  # fmt: skip
+            "\n".join(entries(["case", "site", "reason"], lines)) + "\n"]  # fmt: skip
 
 
 def _table(titles: Sequence[str], lines: Iterable[Sequence[str]], right: int = 0) -> str:

@@ -22,8 +22,9 @@ import typer
 from diffcache.command import FAILED, Seed, fail, script
 from diffcache.eval.pages import table
 from diffcache.eval.record import Row
-from diffcache.eval.workshop.again import NOT_MADE, Made, again_of
-from diffcache.eval.workshop.records import SHARE, Share, file_of, names
+from diffcache.eval.workshop.again import NOT_MADE, Made, again_of, share_of
+from diffcache.eval.workshop.figures import file_of
+from diffcache.eval.workshop.records import Share, names
 from diffcache.pipelines.demo.console import quiet
 
 TITLES = ("record", "row", "number", "published", "same samples", "now", "verdict", "CPU s")
@@ -87,11 +88,12 @@ def drawn(seed: int, count: int) -> list[Number]:
     return chosen
 
 
-def remade(number: Number, share: float, seed: int) -> Made | None:
+def remade(number: Number, share: float | None, seed: int) -> Made | None:
     """Make a part of a number's samples again; None where the row no longer has it."""
     again = again_of(number.record)
     assert again is not None
     record = json.loads(file_of(number.record).read_text(encoding="utf-8"))
+    share = share_of(number.record) if share is None else share
     made = {one.key: one for one in again(record, [number.row], share, seed)}
     return made.get(number.key)
 
@@ -113,7 +115,7 @@ def line(number: Number, made: Made | None, seconds: float) -> list[str]:
     return [*about, f"{said['value']:.4g}{ends}", kept, now, inside, f"{seconds:.0f}"]
 
 
-def lines(seed: int, count: int, share: float) -> Iterator[list[str]]:
+def lines(seed: int, count: int, share: float | None) -> Iterator[list[str]]:
     """Yield the cells of every drawn number, as it is made."""
     for number in drawn(seed, count):
         started = time.process_time()
@@ -122,7 +124,7 @@ def lines(seed: int, count: int, share: float) -> Iterator[list[str]]:
 
 
 def draw(
-    seed: Seed = 0, count: Annotated[int, typer.Option(min=1)] = 20, share: Share = SHARE
+    seed: Seed = 0, count: Annotated[int, typer.Option(min=1)] = 20, share: Share = None
 ) -> None:
     """Draw published numbers, and make them again."""
     quiet()

@@ -1,18 +1,30 @@
-"""Draw the table of figures of shipped models: every method of a sweep, calibrated where needed.
+"""Draw the figures of the pages again, each by the command of its record: `make figures`.
 
-    python -m diffcache.eval.workshop.figures         # every shipped model that has a sweep
-    python -m diffcache.eval.workshop.figures sticker-dit
+    python -m diffcache.eval.workshop.figures --budget 2      # all, the oldest first, for two hours
+    python -m diffcache.eval.workshop.figures kv-recall       # a record, by its own command
+    python -m diffcache.eval.workshop.figures sticker-flux    # the table of a shipped model
 
-reads `assets/bench/eval-<model>-methods.toml`, a sweep as `diffcache eval sweep` takes it. A method
-whose `tables` are not there yet is calibrated first, on prompts that the evaluation does not draw.
-The record and the plot of all rows go beside the sweep; `docs/figures.md` is made of them. An
-interrupted run goes on.
+A round draws every record once. What is drawn is noted in `runs/figures.json`, so that a round that
+was interrupted or whose time was over goes on; the next one begins anew. The pages are made at the
+end.
+
+The table of a model reads `assets/bench/eval-<model>-methods.toml`, a sweep as `diffcache eval
+sweep` takes it. A method whose `tables` are not there yet is calibrated first, on prompts that the
+evaluation does not draw. The record and the plot of all rows go beside the sweep; `docs/figures.md`
+is made of them. An interrupted run goes on.
 """
 
 from __future__ import annotations
 
+import json
+import math
+import resource
+import shlex
+import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,9 +33,9 @@ import typer
 
 import diffcache
 from diffcache.catalog import make_method
-from diffcache.command import script
+from diffcache.command import FAILED, fail, script
 from diffcache.eval.cli import show
-from diffcache.eval.pages import escape_markdown
+from diffcache.eval.pages import escape_markdown, table
 from diffcache.eval.record import FOLDER, ROOT
 from diffcache.eval.report.columns import columns_of
 from diffcache.eval.report.plots import draw_pareto
@@ -31,8 +43,9 @@ from diffcache.eval.report.records import Record, load
 from diffcache.eval.report.table import markdown, table_of
 from diffcache.eval.report.words import conditions
 from diffcache.eval.runs.sweep import read_sweep, read_values, settings_of
+from diffcache.eval.workshop.parts import Budget, run_each
 from diffcache.features.collect import Calibrated
-from diffcache.files import write_file, write_json
+from diffcache.files import read_json, write_file, write_json
 from diffcache.pipelines.demo.console import progress, quiet
 
 NAME = "eval-{}-methods"
@@ -40,7 +53,6 @@ PAGE = ROOT / "docs" / "figures.md"
 OUT = Path("runs")
 ALL: list[str] = []
 SAMPLES = 32
-LONGEST = 80  # characters of a cell
 # A file may not name code, so that this stands here.
 REWARDS = {"sticker-flux": "diffcache.eval.workshop.small.sticker_judge:right"}
 COLUMNS = (
@@ -51,14 +63,26 @@ COLUMNS = (
 )  # fmt: skip
 HEAD = """# Figures
 
-What methods cost and save on shipped models. `make figures` draws all of it again:
-methods that need tables are calibrated first, on prompts that the evaluation does not draw; the
-rows of a table come from one process, and their seconds were measured in turn. The tables are
-made of the records beside the sweeps in `assets/bench/`, which hold versions, settings and
-every metric; [evaluation.md](evaluation.md) defines these. The policy and the editing pipeline,
-whose inputs are no prompts, are drawn by `python -m diffcache.eval.workshop.shipped.reach` and
-`.kontext`.
+What methods cost and save on shipped models. Methods that need tables were calibrated first, on
+prompts that the evaluation does not draw; the rows of a table come from one process, and their
+seconds were measured in turn. The tables are made of the records beside the sweeps in
+`assets/bench/`, which hold versions, settings and every metric; [evaluation.md](evaluation.md)
+defines these, and [what these models can tell](telling_power.md) says what they mean for others.
 """
+HOURS = """## What draws what
+
+`make figures` draws every record of the pages again, the oldest first, in the hours that
+`ARGS='--budget 2'` gives; an interrupted round goes on. A record alone is drawn by
+`python -m diffcache.eval.workshop.figures NAME`, and names its command itself. Hours are of one
+core of the device: CPU hours where a round noted them, else those on the clock. `make records`
+makes a part of each again by the code and weights of today, but for times, which are of a device.
+"""
+STATE = ROOT / OUT / "figures.json"
+HOUR_TITLES = ("record", "hours", "drawn", "commit", "device")
+GPU = "NVIDIA"
+# Modules that make pages of records.
+PAGES = ("kv.page", "method_page", "dllm.page", "kernels.page", "video.page", "shipped.cards",
+         "shipped.telling_page")  # fmt: skip
 
 
 def models(folder: Path = FOLDER) -> list[str]:
@@ -166,41 +190,133 @@ def page(folder: Path = FOLDER) -> str:
         held = [column.key for column in columns_of(record)]
         shown = table_of(record, [key for key in COLUMNS if key in held])
         drawn = f"{conditions(record)[:-1]}; commit {record['commit']}."
-        parts += [f"## {model}\n", short(markdown(shown)), f"{escape_markdown(drawn)}\n"]
+        parts += [f"## {model}\n", markdown(shown), f"{escape_markdown(drawn)}\n"]
         if file.with_suffix(".png").exists():
             parts.append(f"![rows of {model}](../assets/bench/{file.stem}.png)\n")
-    return "\n".join(parts)
+    return "\n".join(
+        [*parts, HOURS, *table(HOUR_TITLES, map(hours_of, drawable(folder).items())), ""]
+    )
 
 
-def short(text: str) -> str:
-    """Return a Markdown table whose long first cells are cut, and said in full below it."""
-    lines, said = [], []
-    for line in text.split("\n"):
-        name = line[2:].partition(" | ")[0]
-        if line.startswith("| ") and len(name) > LONGEST:
-            said.append(name)
-            line = line.replace(name, f"{name[: LONGEST - 8].rstrip(chr(92))}... ({len(said)})", 1)
-        lines.append(line)
-    notes = [f"- ({number}) {name}" for number, name in enumerate(said, 1)]
-    at = next((place for place, line in enumerate(lines) if line.startswith("- ")), len(lines))
-    return "\n".join([*lines[:at], *notes, *lines[at:]])
+def drawable(folder: Path = FOLDER) -> dict[str, Record]:
+    """Return the records that a command draws, by name, the oldest first."""
+    files = [file for file in folder.glob("*.json") if not file.stem.endswith("-training")]
+    files += [ROOT / "docs" / "demo.json"] if folder == FOLDER else []
+    found = {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
+    return dict(sorted(found.items(), key=lambda item: (item[1]["date"][:19], item[0])))
+
+
+def hours_of(item: tuple[str, Record]) -> list[str]:
+    """Return the cells of a record: name, hours, day, commit, device."""
+    name, record = item
+    hours = record.get("cpu_hours", record.get("seconds", math.nan) / 3600)
+    said = "not noted" if math.isnan(hours) else f"{hours:.2f}"
+    day, commit = record["date"][:10], str(record["commit"]).partition(",")[0]
+    return [f"`{name}`", said, day, f"`{commit}`", record["device"]]
+
+
+def draw_all(named: Sequence[str], hours: float) -> list[str]:
+    """Draw records by their commands, those that this round has not drawn yet, and make the pages.
+
+    Args:
+        named: Names of records; all for none, and then a round that was begun goes on.
+        hours: Hours that they may take together.
+
+    Returns:
+        Names of those that failed.
+    """
+    records = {name: one for name, one in drawable().items() if not named or name in named}
+    state = (None if named else read_json(STATE)) or {"done": []}
+    gpu = torch.cuda.is_available()
+    without = [name for name, one in records.items() if one["device"].startswith(GPU) and not gpu]
+    if without:
+        print(f"not drawn without a GPU: {', '.join(without)}", flush=True)
+    left = {name: one for name, one in records.items() if name not in {*without, *state["done"]}}
+    jobs = {name: partial(_drawn, name, one["command"]) for name, one in left.items()}
+    if not named:
+        jobs = {name: partial(_noted, name, job, state) for name, job in jobs.items()}
+    last = {name: one["seconds"] for name, one in left.items() if one.get("seconds")}
+    failed, later = run_each(jobs, hours, last)
+    if not named and not failed and not later:
+        STATE.unlink(missing_ok=True)
+    pages = {name: f"python -m diffcache.eval.workshop.{name} --write" for name in PAGES}
+    broken, _ = run_each({name: partial(_run, one) for name, one in pages.items()}, math.inf, {})
+    return failed + broken
+
+
+def _run(command: str) -> bool:
+    return not subprocess.run([sys.executable, *words_of(command)], cwd=ROOT).returncode
+
+
+def _drawn(name: str, command: str) -> bool:
+    """Draw a record, and keep in it the CPU hours that it took."""
+    before = _cpu_hours()
+    if not _run(command):
+        return False
+    record = json.loads(file_of(name).read_text(encoding="utf-8"))
+    write_json(file_of(name), {**record, "cpu_hours": round(_cpu_hours() - before, 3)})
+    return True
+
+
+def _noted(name: str, job: Callable[[], bool], state: dict[str, list[str]]) -> bool:
+    """Do a job, and note in the file of the round that it is done."""
+    if not job():
+        return False
+    state["done"].append(name)
+    write_json(STATE, state)
+    return True
+
+
+def words_of(command: str) -> list[str]:
+    """Return the words of a record's command behind the interpreter.
+
+    Raises:
+        ValueError: If it begins with neither `python -m` nor `diffcache`.
+    """
+    first, *words = shlex.split(command)
+    if first == "python":
+        return words
+    if first != "diffcache":
+        raise ValueError(f"{command!r}: must begin with python -m or diffcache")
+    return ["-m", "diffcache", *words]
+
+
+def file_of(name: str) -> Path:
+    """Return the file of a record."""
+    return (ROOT / "docs" if name == "demo" else FOLDER) / f"{name}.json"
+
+
+def _cpu_hours() -> float:
+    found = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return (found.ru_utime + found.ru_stime) / 3600
 
 
 def figures(
-    named: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Models (all).")] = ALL,
+    named: Annotated[
+        list[str], typer.Argument(metavar="NAME...", help="Models or records (all records).")
+    ] = ALL,
+    budget: Budget = math.inf,
     only_page: Annotated[
         bool, typer.Option("--page", help="Only make docs/figures.md of the records.")
     ] = False,
 ) -> None:
-    """Draw the tables of shipped models."""
-    known = models()
+    """Draw the figures of the pages again, each by the command of its record."""
+    known, recorded = models(), drawable()
     for name in named:
-        if name not in known:
-            raise ValueError(f"no sweep of {name!r}; there are {', '.join(known)}")
+        if name not in known and name not in recorded:
+            raise ValueError(
+                f"no sweep or record of {name!r}; there are {', '.join([*known, *recorded])}"
+            )
     quiet()
-    for model in [] if only_page else named or known:
-        draw(model)
+    for model in known:
+        if model in named:
+            draw(model)
+    others, failed = [name for name in named if name not in known], []
+    if not only_page and (others or not named):
+        failed = draw_all(others, budget)
     write_file(PAGE, page())
+    if failed:
+        fail(f"not drawn: {', '.join(failed)}", FAILED, "")
 
 
 main = script(figures)

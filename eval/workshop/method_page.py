@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from diffcache.eval.pages import keep_pages, table
+from diffcache.eval.pages import entries, keep_pages, table
 from diffcache.eval.record import ROOT
 from diffcache.eval.report.records import timing_of
 from diffcache.features.collect import Calibrated
@@ -51,11 +51,16 @@ def page(directory: Path = ROOT) -> str:
 
 
 def _overview() -> list[str]:
-    rows = []
-    for name, row in rows_of("method").items():
-        needs = "yes" if issubclass(row.load(), Calibrated) else ""
-        rows.append([f"[`{name}`](#{name})", row.family, row.sentence.rstrip("."), needs])
-    return table(["method", "decides by", "what it does", "calibrated"], rows)
+    lines: list[str] = []
+    listed = rows_of("method").values()
+    for family in dict.fromkeys(row.family for row in listed):
+        rows = []
+        for row in listed:
+            if row.family == family:
+                marked = " (*calibrated*)" if issubclass(row.load(), Calibrated) else ""
+                rows.append([f"[`{row.name}`](#{row.name}){marked}", row.sentence.rstrip(".")])
+        lines += [f"**{family}**", "", *(f"- {name}: {said}" for name, said in rows), ""]
+    return lines[:-1]
 
 
 def _section(row: Row, records: list[dict[str, Any]]) -> str:
@@ -78,7 +83,7 @@ def section(row: Row, depth: str = "###") -> str:
     lines = [f"{depth} {row.name}", "", f"`{row.place}`", "", story(cls), ""]
     lines += [f"Source: {row.paper}.", ""] if row.paper else []
     known = settings(cls)
-    lines += [*table(["setting", "default", "meaning"], known), ""] if known else []
+    lines += [*entries(["setting", "default", "meaning"], known), ""] if known else []
     return "\n".join(lines)
 
 

@@ -1,19 +1,26 @@
-"""Results of a long benchmark that are kept as they come, so that it goes on where it ended."""
+"""Long work that goes on where it ended: results that are kept as they come, commands in turn."""
 
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
+import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
+import typer
 from torch import nn
 
 from diffcache.eval.record import commit
 from diffcache.files import read_json, write_json
 
 Value = TypeVar("Value")
+Budget = Annotated[
+    float, typer.Option(min=0.0, help="Hours; what would take longer than is left is not begun.")
+]
 
 
 class Parts:
@@ -61,3 +68,44 @@ def digest_of(model: nn.Module) -> str:
         found.update(f"{name} {list(weight.shape)} {weight.dtype}".encode())
         found.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return found.hexdigest()[:16]
+
+
+def run_each(
+    jobs: Mapping[str, Callable[[], bool]], hours: float, seconds: Mapping[str, float]
+) -> tuple[list[str], list[str]]:
+    """Run jobs one after the other while their time lasts, and tell the progress.
+
+    An interrupt ends the job under way and all others; those before it are done.
+
+    Args:
+        jobs: Name -> function that says whether it succeeded, in their order.
+        hours: Hours that they may take together.
+        seconds: Name -> seconds that a job took the last time, where that is known.
+
+    Returns:
+        Names of jobs that failed, and of those that were not begun.
+    """
+    begun, failed, left = time.monotonic(), [], []
+    for number, (name, job) in enumerate(jobs.items(), 1):
+        started = time.monotonic()
+        rest = 3600 * hours - (started - begun)
+        if rest <= 0 or seconds.get(name, 0.0) > rest:
+            left.append(name)
+            continue
+        last = f", {seconds[name] / 60:.1f} minutes the last time" if name in seconds else ""
+        print(f"[{number} of {len(jobs)}] {name}{last}", flush=True)
+        if not job():
+            failed.append(name)
+        took = (time.monotonic() - started) / 60
+        print(f"[{number} of {len(jobs)}] {name}: {took:.1f} minutes", flush=True)
+    if left:
+        print(f"left for another run: {', '.join(left)}", flush=True)
+    return failed, left
+
+
+def in_fork(work: Callable[[], int]) -> bool:
+    """Run a function in a fork of this process, which has all imports; say whether it gave 0."""
+    process = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(work()))
+    process.start()
+    process.join()
+    return process.exitcode == 0

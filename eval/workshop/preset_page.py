@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from diffcache.eval.pages import keep_pages, table
+from diffcache.eval.pages import entries, keep_pages, table
 from diffcache.eval.record import ROOT
 from diffcache.presets.choose import LEVELS, TITLES, known_models, presets, rows_of_model
 
@@ -20,7 +20,7 @@ def page(text: str) -> str:
         for level in LEVELS:
             if level in own:
                 origins.setdefault(own[level].origin, []).append(own[level].name)
-    sources = table(["source, license", "presets"], ([o, ", ".join(n)] for o, n in origins.items()))
+    sources = entries(["source", "presets"], ([o, ", ".join(n)] for o, n in origins.items()))
     return text.partition(first[0])[0] + "\n".join([*first, "", "## Sources", "", *sources]) + "\n"
 
 

@@ -139,7 +139,7 @@ def test_the_page_holds_the_table() -> None:
     page = ROOT / "docs" / "evaluation.md"
     assert catalog.main(["--check", str(page)]) == 0, "run --write docs/evaluation.md"
     text = page.read_text()
-    assert all(f"| `{key}` |" in text for key in METRICS)
+    assert all(f"Key `{key}`" in text for key in METRICS)
 
 
 def test_the_table_is_written_between_its_markers(
@@ -156,9 +156,7 @@ def test_the_table_is_written_between_its_markers(
     assert catalog.main(["--check", str(page)]) == 0
     written = page.read_text()
     assert written.startswith("above\n") and written.endswith("\nbelow\n") and "old" not in written
-    for line in written.splitlines():
-        if line.startswith("|"):
-            assert line.count("|") == len(catalog.TITLES) + 1, line
+    assert written.count("\n  - Definition: ") == len(METRICS)
 
 
 def broken_package(folder: Path, name: str, body: str) -> None:

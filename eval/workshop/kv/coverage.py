@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from diffcache.errors import AttachError
-from diffcache.eval.pages import keep_pages, table
+from diffcache.eval.pages import entries, keep_pages, table
 from diffcache.eval.record import ROOT
 from diffcache.eval.workshop.kv import oracle
 from diffcache.foreign import with_cache
@@ -188,7 +188,7 @@ rows of which one is padded ("padded"). Windows are of 12 tokens, so that they a
 *exact*: the same tokens, and logits within {near:g} of the largest, most of them bit for bit.
 *refused*: one error that says why, with the number of its note below the table. There is no other
 outcome: nothing is wrong without a word, and nothing crashes. {tried} of {all} classes were tried;
-the last table lists the others.
+the list at the end names the others.
 
 """
 
@@ -208,7 +208,7 @@ def text_of(rows: Sequence[Row]) -> str:
     lines = [
         *table(["class", *COLUMNS], judged), "",
         *(f"{number}. {note}" for note, number in notes.items()), "",
-        *table(["not tried", "why"], [[row.name, _cell(row.why)] for row in untried]),
+        *entries(["not tried", "why"], [[row.name, _cell(row.why)] for row in untried]),
     ]  # fmt: skip
     head = HEAD.format(
         version=transformers.__version__, tokens=prompts(1)["input_ids"].shape[1], near=NEAR,

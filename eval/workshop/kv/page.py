@@ -17,7 +17,7 @@ from diffcache.eval.kv.recall import hits_of
 from diffcache.eval.kv.reuse import SPARE
 from diffcache.eval.kv.text_plot import held_share
 from diffcache.eval.metrics.intervals import share_change
-from diffcache.eval.pages import keep_pages, table
+from diffcache.eval.pages import entries, keep_pages, table
 from diffcache.eval.record import ROOT
 from diffcache.files import read_json
 from diffcache.kv.recipe import Recipe
@@ -27,6 +27,7 @@ from diffcache.run_report import human
 
 Row = Mapping[str, Any]
 PAGE = Path("docs/kv.md")
+FIGURES = ("whole answers", "look-up", "copy", "bytes held", "slots read")
 DERIVED = "test_official_"  # and the name of a recipe
 RECORD, TIMES, TOKENS, FLAT = "kv-recall.json", "kv.json", "decode.json", "capacity.json"
 TEXTS, REUSED = "kv-smollm2.json", "kv-reuse.json"
@@ -37,14 +38,14 @@ METHODS_HEAD = f"""\
 {METHODS}
 `budget` is what a row holds on average, or for retrieval what a query reads. Parts with their
 defaults are written by name; settings are those of the recipe's defaults where they differ from the
-part's own. Figures: the share of whole answers, both tokens right, after a context was compressed
-before anybody asked (95 % Wilson interval, which counts the questions of a context as a cluster);
-then the look-up, the share of right first tokens, which must be found in the context, and the copy,
-that of second tokens right after the right first one. Greedy generation gives the same whole
-answers. All on recall-llama, at the share of an exact cache's bytes that is really held (or, for
-retrieval, of the slots that a query reads). Where a recipe has modes, the first is the
-default. The column of official code says what a test in `tests/kv/official` compares with the
-algorithm of the authors' code, derived anew; where it is empty, none does.
+part's own. The tables have the share of whole answers, both tokens right, after a context was
+compressed before anybody asked (95 % Wilson interval, which counts the questions of a context as a
+cluster); then the look-up, the share of right first tokens, which must be found in the context, and
+the copy, that of second tokens right after the right first one; the share of an exact cache's bytes
+that is really held, and of the slots that a query reads. Greedy generation gives the same whole
+answers. All on recall-llama. Where a recipe has modes, the first is the
+default. "Equal to official code" says what a test in `tests/kv/official` compares with the
+algorithm of the authors' code, derived anew; where it is missing, none does.
 """
 ALIKE = (
     "kvpress 0.5.5 says which slots stay, our store holds exactly those, and both are asked alike. "
@@ -99,12 +100,14 @@ def page(directory: Path = ROOT) -> str:
     introduction = f"{first}{USE}{use}"
     parts, equal = [introduction + METHODS_HEAD], compared(directory)
     titles = ["recipe", "what it does", "parts", "source", "mode", "departures",
-              "equal to official code", "figures"]  # fmt: skip
+              "equal to official code"]  # fmt: skip
     listed = rows_of("recipe").values()
     for title in dict.fromkeys(row.family for row in listed):
         family = [row for row in listed if row.family == title]
-        rows = [_recipe(row.load(), row.name, record, equal) for row in family]
-        lines = [*table(titles if record else titles[:-1], rows), ""]
+        lines = [*entries(titles, [_recipe(row.load(), row.name, equal) for row in family]), ""]
+        if record:
+            measured = [each for row in family for each in figures_of(record, row.name)]
+            lines += [*table(["recipe", *FIGURES], measured), ""]
         place = family[0].place.partition(":")[0]
         parts.append("\n".join([f"### {title}\n\n`{place}`\n", *lines]))
     parts += [results(record), ""] if record else []
@@ -166,16 +169,10 @@ def _worth(row: Row) -> tuple[float, float]:
     return row["whole"]["value"], -row["ratio"]["value"]
 
 
-def _recipe(
-    function: Callable[..., Recipe],
-    name: str,
-    record: Mapping[str, Any] | None,
-    equal: Mapping[str, str],
-) -> list[str]:
+def _recipe(function: Callable[..., Recipe], name: str, equal: Mapping[str, str]) -> list[str]:
     said = story(function)
-    cells = [f"`{name}`", said["what"], composition(example(function)), said["source"],
-             modes(function), said["departures"], equal.get(name, "")]  # fmt: skip
-    return [*cells, "<br>".join(figures_of(record, name))] if record else cells
+    return [f"`{name}`", said["what"], composition(example(function)), said["source"],
+            modes(function), said["departures"], equal.get(name, "")]  # fmt: skip
 
 
 def story(function: Callable[..., Recipe]) -> dict[str, str]:
@@ -216,16 +213,18 @@ def modes(function: Callable[..., Recipe]) -> str:
     return ", ".join(f"`{mode}`" for mode in (default.default, *others))
 
 
-def figures_of(record: Mapping[str, Any], name: str) -> list[str]:
-    """Return a line for every row of one recipe alone."""
-    lines = []
-    for row in record["rows"]:
-        if _first(row) == name and "|" not in row["name"]:
-            settings = row["name"].partition(":")[2] or "defaults"
-            where = f"{row['share']:.1%}" if row["read"] == 1 else f"{row['read']:.0%} read"
-            halves = f"look-up {_value(row, 'lookup')}, copy {_value(row, 'copy')}"
-            lines.append(f"`{settings}` {_share(row['whole'])}, {halves}, at {where}")
-    return lines
+def figures_of(record: Mapping[str, Any], name: str) -> list[list[str]]:
+    """Return the cells of every row of one recipe alone."""
+    return [
+        [f"`{row['name']}`", *_figures(row)] for row in record["rows"]
+        if _first(row) == name and "|" not in row["name"]
+    ]  # fmt: skip
+
+
+def _figures(row: Row) -> list[str]:
+    """Return the cells of `FIGURES`."""
+    return [_share(row["whole"]), _value(row, "lookup"), _value(row, "copy"),
+            f"{row['share']:.1%}", f"{row['read']:.0%}"]  # fmt: skip
 
 
 def results(record: Mapping[str, Any]) -> str:
@@ -238,11 +237,7 @@ def results(record: Mapping[str, Any]) -> str:
         f"`assets/bench/{RECORD}`; to measure them again: `{record['command']}`."
     )
     lines = ["## Together and beside kvpress\n", about, ""]
-    lines += table(
-        ["recipes", "whole answers", "look-up", "copy", "bytes held", "slots read"],
-        [[f"`{row['name']}`", _share(row["whole"]), _value(row, "lookup"), _value(row, "copy"),
-          f"{row['share']:.1%}", f"{row['read']:.0%}"] for row in joined],
-    )  # fmt: skip
+    lines += table(["recipes", *FIGURES], ([f"`{row['name']}`", *_figures(row)] for row in joined))
     beside = [
         [f"`{ours['name']}`", _share(ours["whole"]), f"`{peer['name']}`", _share(peer["whole"]),
          _share(share_change(_whole(peer), _whole(ours)).to_dict(), "+")]

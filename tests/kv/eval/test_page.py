@@ -40,14 +40,14 @@ def test_equal_to_official_code_is_said_where_a_test_derives_it() -> None:
     assert {"snapkv", "d2o", "gear", "sentence_kv"} < equal.keys() <= recipes().keys()
     assert all(10 < len(said) < 120 for said in equal.values())
     for name in recipes():
-        row = page._recipe(recipe_function(name), name, None, equal)
+        row = page._recipe(recipe_function(name), name, equal)
         assert row[6] == equal.get(name, "")
     assert "official" not in page.compared(Path("nowhere"))
 
 
 @pytest.mark.parametrize(("name", "modes"), [("d2o", "`paper`, `official`"), ("snapkv", "")])
 def test_a_row_says_its_modes(name: str, modes: str) -> None:
-    assert page._recipe(recipe_function(name), name, None, {})[4] == modes
+    assert page._recipe(recipe_function(name), name, {})[4] == modes
 
 
 def test_a_docstring_is_taken_apart() -> None:
@@ -125,9 +125,16 @@ def test_rows_stand_beside_those_of_kvpress() -> None:
     assert "| +0.167 (-0.481 to +0.681) |" in text and "| +0.000 (-0.554 to +0.554) |" in text
     assert "snapkv:budget=0.25\\|kivi" in text
     assert page.figures_of(record, "snapkv") == [
-        "`budget=0.25,window=8` 0.500 (0.400 to 0.600), look-up 0.250, copy 0.750, at 26.0%"
+        [
+            "`snapkv:budget=0.25,window=8`",
+            "0.500 (0.400 to 0.600)",
+            "0.250",
+            "0.750",
+            "26.0%",
+            "100%",
+        ]
     ]
-    assert page.figures_of(record, "quest")[0].endswith("at 50% read")
+    assert page.figures_of(record, "quest")[0][-1] == "50%"
 
 
 def test_a_benchmark_makes_a_whole_record(monkeypatch: pytest.MonkeyPatch) -> None:
