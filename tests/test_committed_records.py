@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ import torch
 import diffcache
 from diffcache.eval import pages, record
 from diffcache.eval.record import FOLDER, ROOT
-from diffcache.eval.workshop import again, figures, reached, records
+from diffcache.eval.workshop import again, draw, figures, reached, records
 from diffcache.features.taylorseer import TaylorSeer
 from diffcache.pipelines.shipped_models import MODELS
 from diffcache.step import Step
@@ -80,6 +81,33 @@ def test_every_record_can_be_made_again_or_is_of_times_of_this_release() -> None
     for name in again.NOT_MADE:
         found = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
         assert found["versions"]["diffcache"] == diffcache.__version__, f"measure {name} again"
+
+
+def test_every_number_is_drawn_or_left_out_for_a_reason() -> None:
+    every = draw.pool()
+    assert set(every) == {*records.names(), *again.NOT_MADE}
+    assert all(every.values()) and len(every["kv-recall"]) == 336
+    for name in again.NOT_MADE:  # times alone
+        found = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+        assert not any(any(draw.numbers_of(row).values()) for row in found["rows"]), name
+    with pytest.raises(ValueError, match="a: odd is neither drawn nor left out for a reason"):
+        draw.numbers_of({"name": "a", "odd": {"value": 1.0}})
+    assert draw.numbers_of({"name": "a", "kind": draw.FEWER, "psnr_db": 1.0}) == {"psnr_db": False}
+    chosen = draw.drawn(4, 40)
+    assert chosen == draw.drawn(4, 40) != draw.drawn(5, 40)
+    assert len({(one.record, str(one.row.get("name")), one.key) for one in chosen}) == 40
+    assert {
+        cells[-2] for cells in (draw.line(one, None, 0.0) for one in chosen if not one.key)
+    } <= {*again.NOT_MADE.values()}
+
+
+def test_a_number_is_made_again_from_its_own_samples() -> None:
+    (number, _) = draw.pool()["chain-guide-quality"]
+    made = draw.remade(number, 0.01, 0)
+    assert made is not None and made.now.tolist() == [True] * 4
+    assert draw.line(number, made, 0.0)[-2] == "same"
+    wrong = replace(made, now=~made.now)
+    assert draw.line(number, wrong, 0.0)[-2] == "NO" and not wrong.holds
 
 
 # What changes in a file -> whether the picture of the demo, drawn with TaylorSeer, depends on it.
@@ -186,10 +214,12 @@ def test_a_stamp_names_what_was_not_made_and_is_of_the_weights(
     assert not (tmp_path / "one.json").exists()
 
 
-def test_where_all_or_none_are_right_every_sample_is_compared() -> None:
+def test_where_the_values_of_a_record_are_known_without_being_kept_they_are_compared() -> None:
     now = torch.tensor([True] * 9 + [False])
-    assert again.Made("a", "whole", {"value": 0.98, "low": 0.97, "high": 0.99}, now).holds
-    assert not again.Made("a", "whole", {"value": 1.0}, now).holds
+    assert again.Made("a", "whole", {"value": 0.98}, now).holds  # inside the interval
+    assert not again.Made("a", "whole", {"value": 1.0}, now).holds  # all are right
+    assert not again.Made("a", "whole", {"value": 0.6, "n": 10}, now).holds  # all were made
+    assert again.Made("a", "whole", {"value": 0.9, "n": 10}, now).holds
 
 
 def test_commands_run_in_turn_while_their_time_lasts_and_go_on(

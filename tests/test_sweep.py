@@ -168,7 +168,7 @@ def test_tables_that_cannot_be_made_are_refused(tmp_path: Path) -> None:
 
 def test_unknown_models_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert figures.main(["shapes-none"]) == 2
-    assert "no sweep of 'shapes-none'" in capsys.readouterr().err
+    assert "no sweep or record of 'shapes-none'" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("no_report")

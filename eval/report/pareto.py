@@ -16,6 +16,7 @@ from diffcache.eval.report.palette import (
     styled,
 )
 from diffcache.eval.report.records import Value
+from diffcache.eval.report.table import LEAST_SAVED
 
 _AROUND = ((7, 5), (7, -12), (-7, 5), (-7, -12), (0, 9), (0, -16), (11, -3), (-11, -3))
 _FRONT, _FEWER = "Pareto front of caches", "uncached, fewer steps"
@@ -38,7 +39,7 @@ class Point:
         x: Saved cost as a ratio; more is better.
         y: The metric.
         style: Color and marker.
-        group: Points of one group (settings of a method) are joined by a thin line.
+        group: Points of one group (values of a setting of a method) are joined by a thin line.
         label: Text beside the point; empty for none.
     """
 
@@ -131,7 +132,8 @@ def _draw(axis: Any, panel: Panel, direction: str | None, handles: dict[str, Any
             groups.setdefault(point.group, []).append(point)
     for members in groups.values():
         members = sorted(members, key=lambda point: point.x.middle)
-        if len(members) > 1:
+        # Rows that differ in several settings are no curve.
+        if len(members) > 1 and all(len(point.label.split()) == 1 for point in members):
             xs, ys = [p.x.middle for p in members], [p.y.middle for p in members]
             axis.plot(xs, ys, color=members[0].style.color, linewidth=1, alpha=0.5)
     several = {group for group, members in groups.items() if len(members) > 1}
@@ -150,8 +152,14 @@ def _draw(axis: Any, panel: Panel, direction: str | None, handles: dict[str, Any
 def _draw_front(
     axis: Any, points: Sequence[Point], direction: str | None, handles: dict[str, Any]
 ) -> None:
-    """Draw the staircase: the best metric to be had at this ratio or more."""
-    rivals = [(p.x.middle, p.y.middle) for p in points if p.kind != "fewer steps"]
+    """Draw the staircase: the best metric to be had at this ratio or more.
+
+    A row that skipped nothing is no rival.
+    """
+    rivals = [
+        (point.x.middle, point.y.middle) for point in points
+        if point.kind == "uncached" or (point.kind == "method" and point.x.middle >= LEAST_SAVED)
+    ]  # fmt: skip
     if direction not in ("up", "down") or len(rivals) < 2:
         return
     best = [rivals[place] for place in front(rivals, direction == "up")]

@@ -29,6 +29,7 @@ from diffcache.eval.report.records import Record, Value, metric_of, number, orde
 # Each plot is of one metric; more than these would hide what matters.
 _HEADLINES = ("fid", "fvd", "lpips", "psnr_db", "clip_score")
 _MOST_LABELS = 48  # names of rows beside a timeline
+_MOST_LABEL = 24  # characters beside a point
 _BYTES = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
 _FLOPS = ((1e15, "PFLOPs"), (1e12, "TFLOPs"), (1e9, "GFLOPs"), (1e6, "MFLOPs"), (1, "FLOPs"))
 
@@ -124,7 +125,8 @@ def settings(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
         rows: Rows of methods.
 
     Returns:
-        The words of a row's name that not all rows of its method have.
+        The words of a row's name that not all rows of its method have; nothing where they are too
+        long for a label.
     """
     kin: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
@@ -135,7 +137,8 @@ def settings(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
             words = {row["name"]: re.split(r"[\s,:()]+", row["name"]) for row in members}
             shared = set.intersection(*map(set, words.values()))
             for name, mine in words.items():
-                found[name] = short(" ".join(w for w in mine if w not in shared), 24)
+                own = " ".join(word for word in mine if word not in shared)
+                found[name] = own if len(own) <= _MOST_LABEL else ""
     return found
 
 

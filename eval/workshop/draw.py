@@ -1,9 +1,13 @@
 """Draw published numbers as a stranger would, and make them again.
 
     python -m diffcache.eval.workshop.draw --seed 1 --count 20
+    python -m diffcache.eval.workshop.draw --list             # what can be drawn, and what cannot
 
-A record is drawn, then a row of it, then one of its numbers; 5 % of the samples are made again. A
-number that needs a GPU, hours or another machine is said to be so, and is not counted as right.
+A record is drawn, then a row of it, then one of its numbers; a part of the samples is made again
+(`again.py`). A number that keeps a value for each sample must have the same values; one that keeps
+an interval must lie in that of the part. What is no number of its own is left out for a reason that
+`REST` gives: times and hardware, counts that tests hold, differences and parts of what is drawn.
+Records of times alone can be drawn, are said to be so, and are not counted as right.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from typing import Annotated, Any
 
 import numpy as np
@@ -22,22 +27,39 @@ import typer
 from diffcache.command import FAILED, Seed, fail, script
 from diffcache.eval.pages import table
 from diffcache.eval.record import Row
-from diffcache.eval.workshop.again import NOT_MADE, Made, again_of, share_of
+from diffcache.eval.workshop.again import METHOD, NOT_MADE, Made, again_of, share_of
 from diffcache.eval.workshop.figures import file_of
 from diffcache.eval.workshop.records import Share, names
 from diffcache.pipelines.demo.console import quiet
 
 TITLES = ("record", "row", "number", "published", "same samples", "now", "verdict", "CPU s")
-# Numbers of a row that are published and made again, besides those under `quality`.
+# Numbers that are made again.
 KEYS = (
-    "psnr_db",
-    "whole_right",
-    "whole",
-    "perplexity",
-    "taken",
-    "exact_match",
-    "success_rate",
-)
+    "psnr_db", "whole_right", "whole", "perplexity", "taken", "exact_match", "answers",
+    "success_rate", "reward_right", "touched", "token_right", "frame_right", "first_right",
+    "second_right", "target_right", "untouched_psnr_db", "autoencoder_untouched_psnr_db", "strayed",
+    "right_after_a_second",
+)  # fmt: skip
+PLAIN = ("strayed", "psnr_db")  # of them, those that some record gives without an interval
+TIME, COUNT = "a time, of its machine", "bytes and counts, which follow from shapes and schedules"
+OF_ALL = "a number of all samples together, or against those of another row: hours"
+DERIVED = "a part of, or a difference between, outcomes that are drawn"
+# Pattern of another number -> why it is not made again.
+REST: Mapping[str, str] = {
+    "*seconds*": TIME, "*faster": TIME, "*_ms": TIME, "*_us*": TIME, "*ratio": TIME,
+    "of_alone": TIME, "sites": COUNT, "missed": TIME, "*target*_share": TIME,
+    "*forwards": COUNT, "*token_layers": COUNT, "*bytes*": COUNT, "share*": COUNT, "slots": COUNT,
+    "read": COUNT, "computed*": COUNT, "evaluations": COUNT, "flops*": COUNT, "moved": COUNT,
+    "*change": DERIVED, "lookup": DERIVED, "copy": DERIVED, "kinds.*": DERIVED, "aware": DERIVED,
+    "needle_by_depth": DERIVED, "nats": DERIVED, "right_*": DERIVED, "target_right_*": DERIVED,
+    "likeness": DERIVED, "strayed_of_other": DERIVED, "chosen.*": DERIVED, "tuned_more": DERIVED,
+    "fid_*": OF_ALL, "kid_*": OF_ALL, "precision_*": OF_ALL, "recall_*": OF_ALL,
+    "density_*": OF_ALL, "coverage_*": OF_ALL, "latent_error": OF_ALL, "action_error": OF_ALL,
+    "ssim": OF_ALL, "ms_ssim": OF_ALL, "lpips_*": OF_ALL, "perplexity": OF_ALL,
+}  # fmt: skip
+SETTINGS = ("steps", "samples*", "chunks", "tokens", "facts", "factor", "threshold", "psnr",
+            "confidence", "seen", "draws", "low", "high", "*target*", "is_lite")  # fmt: skip
+FEWER = "fewer steps"  # rows that are drawn beside methods, whose steps of a part may be others
 
 
 @dataclass(frozen=True)
@@ -55,25 +77,56 @@ class Number:
     key: str
 
 
-def keys_of(row: Mapping[str, Any]) -> list[str]:
-    """Return the names of the numbers of a row that can be made again."""
-    values = row.get("values")
-    kept = [key for key in values if key != "mse"] if isinstance(values, dict) else []
-    groups = [row, row.get("fidelity") or {}, row.get("quality") or {}]
-    named = [key for group in groups for key, value in group.items()
-             if key == "strayed" or (key in KEYS and isinstance(value, Mapping))]  # fmt: skip
-    return list(dict.fromkeys([*kept, *named])) if row.get("kind") != "fewer steps" else []
+def numbers_of(row: Mapping[str, Any]) -> dict[str, bool]:
+    """Return the names of the numbers of a row, and whether each can be drawn.
+
+    Raises:
+        ValueError: If one can be neither drawn nor left out for a reason.
+    """
+    found: dict[str, Any] = {}
+    for key, value in row.items():
+        if key in ("fidelity", "quality"):
+            found.update(value)
+        elif isinstance(value, Mapping) and not {"value", "median"} & set(value):
+            found.update({f"{key}.{inner}": one for inner, one in value.items()})
+        else:
+            found[key] = value
+    told = {}
+    for key, value in found.items():
+        if not _is_number(value) or any(fnmatch(key, pattern) for pattern in SETTINGS):
+            continue
+        told[key] = _can_draw(row, key, value)
+        if key not in KEYS and not any(fnmatch(key, pattern) for pattern in REST):
+            raise ValueError(f"{row['name']}: {key} is neither drawn nor left out for a reason")
+    return told
+
+
+def _can_draw(row: Mapping[str, Any], key: str, value: Any) -> bool:
+    if key not in KEYS or row.get("kind") == FEWER:
+        return False
+    if "chunks" in row:  # a part is the beginning of every film
+        return key == "right_after_a_second" or (key == "frame_right" and "values" in row)
+    return isinstance(value, Mapping) or key in PLAIN
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return bool({"value", "median"} & set(value))
+    if isinstance(value, list):
+        return bool(value) and _is_number(value[0])
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def pool() -> dict[str, list[Number]]:
-    """Return all published numbers, by record."""
+    """Return all numbers that can be drawn, by record."""
     found: dict[str, list[Number]] = {name: [Number(name, {}, "")] for name in NOT_MADE}
     for name in names():
         record = json.loads(file_of(name).read_text(encoding="utf-8"))
-        rows = record.get("rows") or [{"name": record["benchmark"], "psnr_db": {}}]
-        numbers = [Number(name, row, key) for row in rows for key in keys_of(row)]
-        found[name] = numbers
-    return {name: numbers for name, numbers in sorted(found.items()) if numbers}
+        rows = record.get("rows") or [{"name": METHOD, "psnr_db": record["psnr_db"]}]
+        found[name] = [
+            Number(name, row, key) for row in rows for key, can in numbers_of(row).items() if can
+        ]
+    return dict(sorted(found.items()))
 
 
 def drawn(seed: int, count: int) -> list[Number]:
@@ -124,10 +177,19 @@ def lines(seed: int, count: int, share: float | None) -> Iterator[list[str]]:
 
 
 def draw(
-    seed: Seed = 0, count: Annotated[int, typer.Option(min=1)] = 20, share: Share = None
+    seed: Seed = 0,
+    count: Annotated[int, typer.Option(min=1, help="Numbers.")] = 20,
+    share: Share = None,
+    listed: Annotated[bool, typer.Option("--list", help="Say what can be drawn.")] = False,
 ) -> None:
     """Draw published numbers, and make them again."""
     quiet()
+    if listed:
+        rows = [[name, NOT_MADE.get(name, ""), "" if name in NOT_MADE else str(len(numbers))]
+                for name, numbers in pool().items()]  # fmt: skip
+        print("\n".join(table(("record", "not made", "numbers"), rows)), "\n")
+        print("\n".join(table(("other numbers", "why they are not made again"), REST.items())))
+        return
     torch.set_num_threads(1)
     found = []
     for cells in lines(seed, count, share):

@@ -35,10 +35,10 @@ from diffcache.command import FAILED, Seed, fail, script
 from diffcache.eval.record import FOLDER, ROOT, Setting, commit, values
 from diffcache.eval.runs.task import directory_sha256
 from diffcache.eval.workshop.again import METHOD, SOLE, Made, again_of, share_of
-from diffcache.eval.workshop.figures import file_of
+from diffcache.eval.workshop.figures import PAGE, file_of, page
 from diffcache.eval.workshop.parts import Budget, in_fork, run_each
 from diffcache.eval.workshop.reached import Reached, changed
-from diffcache.files import read_json, write_json
+from diffcache.files import read_json, write_file, write_json
 from diffcache.pipelines.demo.console import quiet
 from diffcache.pipelines.shipped_models import MODELS
 
@@ -237,6 +237,7 @@ def records(
     jobs = {name: partial(in_fork, partial(main, [name, *words])) for name in chosen}
     last = {name: one["cpu_seconds"] for name, one in stamps.items() if "cpu_seconds" in one}
     failed, _ = run_each(jobs, budget, last)
+    write_file(PAGE, page())  # which has the hours of records that were drawn anew
     if failed:
         fail(f"not stamped: {', '.join(failed)}", FAILED, "")
 

@@ -60,7 +60,7 @@ def test_the_page_shows_what_is_wrong() -> None:
     bad = Row("Bad", (Verdict("wrong", "logits differ by 1e+00"),) * len(COLUMNS))
     text = text_of([bad, Row("Gone", why="no tiny model of it: TypeError: x | y")])
     assert "| Bad | wrong 1 | wrong 1 " in text and "1. logits differ by 1e+00" in text
-    assert "| Gone | no tiny model of it: TypeError: x / y |" in text
+    assert "- Gone: no tiny model of it: TypeError: x / y\n" in text
 
 
 def test_a_cache_that_is_off_is_found_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,15 +62,14 @@ SLOW: Mapping[str, str] = {
     "streaming_llm 25 %": "the first keys are turned anew in every layer",
     "h2o 25 %": "the attention to every slot is taken a second time, to be added up",
     "tova 25 %": "the attention to every slot is taken a second time, to be ranked",
-    "quest 256": "the first two layers read everything; choosing takes many small operations",
+    "quest 256": "two layers read everything; choosing takes many small operations",
     "tidal_decode 256": "the two layers that choose and the two before them read everything",
     "kivi 2": "all codes are decoded at every token, which wants a fused kernel",
     "kivi 4": "all codes are decoded at every token, which wants a fused kernel",
     "kivi 4 + quest 256": "the first two layers decode everything; values are coded one by one",
-    "xkv": "keys and values of all tokens are multiplied by their bases at every token, in "
-    "float64, so that they do not depend on how many are decoded at once, and keys are rotated",
-    "shadowkv 512": "keys of the chosen slots are multiplied by their basis in float64; "
-    "landmarks are brought up to date at every token",
+    # In float64, so that they do not depend on how many are decoded at once.
+    "xkv": "all keys and values are multiplied by bases in float64 at every token",
+    "shadowkv 512": "chosen keys are multiplied by a basis in float64; landmarks are renewed",
     "gear 2": "all codes, outliers and residuals are put together at every token",
     "mustafar": "all values are put in their places behind the bitmap at every token",
     "rotatekv 4": "the whole prefix is decoded, transformed back and rotated at every token",

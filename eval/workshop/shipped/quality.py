@@ -367,7 +367,7 @@ def again(record: Mapping[str, Any], row: Row, numbers: Numbers) -> Outcomes:
     model = QUALITIES[record["shapes"]["model"]]
     (steps,) = [one for one in model.steps if _about(model, one).items() <= row.items()]
     made = model.measure(model.load(), steps, row["samples"], record["seed"], numbers)
-    only = ("frame_right",) if model.unit == "chunks" else made
+    only = ("frame_right", "right_after_a_second") if model.unit == "chunks" else made
     return {key: made[key] for key in only if len(made[key]) == len(made[WHOLE])}
 
 
