@@ -87,6 +87,8 @@ def test_every_number_is_drawn_or_left_out_for_a_reason() -> None:
     every = draw.pool()
     assert set(every) == {*records.names(), *again.NOT_MADE}
     assert all(every.values()) and len(every["kv-recall"]) == 336
+    numbers = [one for each in every.values() for one in each if one.key and one.record != "demo"]
+    assert {one.record for one in numbers if draw.is_weak(one)} == set(again.WEAK)
     for name in again.NOT_MADE:  # times alone
         found = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
         assert not any(any(draw.numbers_of(row).values()) for row in found["rows"]), name

@@ -7,7 +7,7 @@ A record is drawn, then a row of it, then one of its numbers; a part of the samp
 (`again.py`). A number that keeps a value for each sample must have the same values; one that keeps
 an interval must lie in that of the part. What is no number of its own is left out for a reason that
 `REST` gives: times and hardware, counts that tests hold, differences and parts of what is drawn.
-Records of times alone can be drawn, are said to be so, and are not counted as right.
+Records of times alone (`again.NOT_MADE`) have nothing to draw.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import typer
 from diffcache.command import FAILED, Seed, fail, script
 from diffcache.eval.pages import table
 from diffcache.eval.record import Row
-from diffcache.eval.workshop.again import METHOD, NOT_MADE, Made, again_of, share_of
+from diffcache.eval.workshop.again import METHOD, NOT_MADE, WEAK, Made, again_of, share_of
 from diffcache.eval.workshop.figures import file_of
 from diffcache.eval.workshop.records import Share, names
 from diffcache.pipelines.demo.console import quiet
@@ -40,6 +40,7 @@ KEYS = (
     "second_right", "target_right", "untouched_psnr_db", "autoencoder_untouched_psnr_db", "strayed",
     "right_after_a_second",
 )  # fmt: skip
+KEPT = ("values", "hits", "outcomes", "each", "chosen")  # of a row: values of its samples
 PLAIN = ("strayed", "psnr_db")  # of them, those that some record gives without an interval
 TIME, COUNT = "a time, of its machine", "bytes and counts, which follow from shapes and schedules"
 OF_ALL = "a number of all samples together, or against those of another row: hours"
@@ -69,7 +70,7 @@ class Number:
     Attributes:
         record: Name of the record.
         row: Row of the record.
-        key: Name of the number in it; empty where no part of the record is made again.
+        key: Name of the number in it.
     """
 
     record: str
@@ -119,14 +120,23 @@ def _is_number(value: Any) -> bool:
 
 def pool() -> dict[str, list[Number]]:
     """Return all numbers that can be drawn, by record."""
-    found: dict[str, list[Number]] = {name: [Number(name, {}, "")] for name in NOT_MADE}
+    found: dict[str, list[Number]] = {}
     for name in names():
         record = json.loads(file_of(name).read_text(encoding="utf-8"))
         rows = record.get("rows") or [{"name": METHOD, "psnr_db": record["psnr_db"]}]
         found[name] = [
             Number(name, row, key) for row in rows for key, can in numbers_of(row).items() if can
         ]
-    return dict(sorted(found.items()))
+    return found
+
+
+def is_weak(number: Number) -> bool:
+    """Say whether a number is tested by its interval alone: no values, and neither all nor none."""
+    if any(key in number.row for key in KEPT) or number.key == "right_after_a_second":
+        return False
+    groups = [number.row, number.row.get("fidelity") or {}, number.row.get("quality") or {}]
+    (published,) = [group[number.key] for group in groups if number.key in group]
+    return not (isinstance(published, Mapping) and published["value"] in (0, 1))
 
 
 def drawn(seed: int, count: int) -> list[Number]:
@@ -153,8 +163,6 @@ def remade(number: Number, share: float | None, seed: int) -> Made | None:
 
 def line(number: Number, made: Made | None, seconds: float) -> list[str]:
     """Return the cells of a number."""
-    if not number.key:
-        return [number.record, "", "", "", "", "", NOT_MADE[number.record], ""]
     name = str(number.row["name"])
     about = [number.record, name if len(name) <= 44 else f"{name[:41]}...", number.key]
     if made is None:
@@ -172,7 +180,7 @@ def lines(seed: int, count: int, share: float | None) -> Iterator[list[str]]:
     """Yield the cells of every drawn number, as it is made."""
     for number in drawn(seed, count):
         started = time.process_time()
-        made = remade(number, share, seed) if number.key else None
+        made = remade(number, share, seed)
         yield line(number, made, time.process_time() - started)
 
 
@@ -185,9 +193,11 @@ def draw(
     """Draw published numbers, and make them again."""
     quiet()
     if listed:
-        rows = [[name, NOT_MADE.get(name, ""), "" if name in NOT_MADE else str(len(numbers))]
-                for name, numbers in pool().items()]  # fmt: skip
-        print("\n".join(table(("record", "not made", "numbers"), rows)), "\n")
+        rows = [[name, str(len(numbers)), WEAK.get(name, "")] for name, numbers in pool().items()]
+        rows += [[name, "0", f"not made again: {why}"] for name, why in NOT_MADE.items()]
+        print(
+            "\n".join(table(("record", "numbers", "all values, where none are kept"), rows)), "\n"
+        )
         print("\n".join(table(("other numbers", "why they are not made again"), REST.items())))
         return
     torch.set_num_threads(1)
@@ -195,11 +205,10 @@ def draw(
     for cells in lines(seed, count, share):
         found.append(cells)
         print("\n".join(table(TITLES, found)[0 if len(found) == 1 else -1 :]), flush=True)
-    verdicts = [cells[6] for cells in found]
-    right = sum(verdict in ("same", "inside") for verdict in verdicts)
-    wrong = sum(verdict in ("NO", "gone") for verdict in verdicts)
-    print(f"\nseed {seed}: {right} of {count} inside, {wrong} not, "
-          f"{count - right - wrong} not made again here", flush=True)  # fmt: skip
+    wrong = sum(cells[6] in ("NO", "gone") for cells in found)
+    same = sum(cells[6] == "same" for cells in found)
+    print(f"\nseed {seed}: {count - wrong} of {count} inside, {same} of them value by value; "
+          f"of times alone, not drawn: {', '.join(NOT_MADE)}", flush=True)  # fmt: skip
     if wrong:
         fail(f"{wrong} of {count} numbers are no longer made", FAILED, "")
 
