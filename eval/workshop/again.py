@@ -2,7 +2,7 @@
 
 Samples are those of the record: the same prompts, the same noise. Where a record keeps a value for
 each sample, the two are compared one by one, and so where all or none of its samples are right.
-Older records keep an interval alone (`WEAK` says which, and why), and then the published number
+Older records keep an interval alone (`WEAK` says which), and then the published number
 must lie in the interval of the part that was made again, or for a stamp within twice its width, as
 many numbers are looked at. A batch is one computation: a sample that is drawn beside others rounds
 otherwise, which moves a picture by some tenths of a dB, so that less is asked of those that are.
@@ -343,7 +343,7 @@ AGAIN: Mapping[str, Again] = {
 SHARES: Mapping[str, float] = {
     "sticker-flux-quality": 0.01, "sticker-kontext-quality": 0.03, "sticker-unet-quality": 0.03,
     "sticker-wan-quality": 0.02, "chain-llada-quality": 0.01, "dllm-chain-llada": 0.01,
-    "dllm-*": 0.03, "guarantee": 0.02, "telling": 0.02, "eval-reach-policy-methods": 0.01,
+    "dllm-*": 0.02, "guarantee": 0.02, "telling": 0.02, "eval-reach-policy-methods": 0.01,
     "reach-policy-quality": 0.02,
 }  # fmt: skip
 # Records of times, bytes and errors alone -> why no part of them is made again: they are of their
