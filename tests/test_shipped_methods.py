@@ -1,4 +1,4 @@
-"""Tables of methods on the policy and the editing pipeline: cost, rows, resuming, pages."""
+"""Tables of methods on the policy: cost, rows, resuming, pages."""
 
 from __future__ import annotations
 
@@ -11,23 +11,18 @@ import pytest
 import torch
 
 import diffcache
-from diffcache.attach.flops import counted
 from diffcache.eval.metrics.intervals import share_change, share_interval
 from diffcache.eval.record import FOLDER
 from diffcache.eval.report.records import load
 from diffcache.eval.workshop import figures, method_page
-from diffcache.eval.workshop.shipped import kontext, table
-from diffcache.eval.workshop.shipped.draw import edit_stickers
+from diffcache.eval.workshop.shipped import table
 from diffcache.eval.workshop.shipped.reach import Policy
 from diffcache.features.combine import Combine
 from diffcache.features.interval import Interval
 from diffcache.features.parts.when import Every
-from diffcache.features.regione import RegionE
 from diffcache.pipelines.small import reach
 
 ON_POLICY = ("interval:every=4", "bac:count=5,union=3,official=True")
-ON_EDITOR = ("interval:every=3", "regione:threshold=0.88")
-STEPS = 8
 
 
 @pytest.fixture(scope="module")
@@ -40,26 +35,9 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 
 
 @pytest.fixture(scope="module")
-def editor(tmp_path_factory: pytest.TempPathFactory) -> kontext.Editor:
-    kept = tmp_path_factory.mktemp("kept") / "kept.safetensors"
-    return kontext.Editor(samples=2, steps=STEPS, fitted=2, kept=kept)
-
-
-@pytest.fixture(scope="module")
 def of_policy(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("records") / "eval-reach-policy-methods.json"
     table.run(policy, file, "again", 2, ON_POLICY)
-    return file
-
-
-@pytest.fixture(scope="module")
-def of_editor(editor: kontext.Editor, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two methods, measured one after the other as by two commands."""
-    file = tmp_path_factory.mktemp("records") / "eval-sticker-kontext-methods.json"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kontext, "TIMED", 1)
-        for name in ON_EDITOR:
-            table.run(editor, file, "again", 1, [name])
     return file
 
 
@@ -104,32 +82,6 @@ def test_rows_of_the_policy_hold_what_was_measured(of_policy: Path) -> None:
         assert row["fidelity"]["action_error"]["value"] > 0 and "Tables" not in row["method"]
         times = record["timing"]["rows"][row["name"]]
         assert times["ratio"]["n"] == 2 and times["cpu_seconds"]["median"] > 0
-
-
-def test_rows_of_the_editor_hold_what_was_measured(editor: kontext.Editor, of_editor: Path) -> None:
-    record = load(of_editor)
-    check_rows(record, "whole_right")
-    check_rows(record, "target_right")
-    _, whole, region = record["rows"]
-    assert whole["computed_steps"] == 3 and 0 < region["computed_steps"] < STEPS
-    for row in (whole, region):
-        assert row["flops_ratio"] > 1 and row["held_bytes"] > 0
-        assert row["fidelity"]["psnr_db"]["n"] == 2 and row["fidelity"]["psnr_db"]["value"] < 100
-    calls: list[Any] = []
-    model = editor.plain.transformer
-    parts = [*model.transformer_blocks, *model.single_transformer_blocks]
-    hooks = [
-        part.register_forward_pre_hook(lambda m, a, k: calls.append((m, a, k)), with_kwargs=True)
-        for part in parts
-    ]
-    edit_stickers(editor.plain, editor.before[:1], editor.texts[:1], steps=1, seeds=[0])
-    for hook in hooks:
-        hook.remove()
-    with torch.no_grad():
-        blocks = sum(counted(part, args, kwargs)[1] or 0 for part, args, kwargs in calls)
-    full = STEPS * editor.step_flops
-    assert len(calls) == 2 * len(parts)  # guidance
-    assert whole["flops_ratio"] == pytest.approx(full / (full - (STEPS - 3) * blocks), rel=1e-9)
 
 
 def check_rows(record: dict[str, Any], key: str) -> None:
@@ -185,18 +137,6 @@ def test_rows_are_kept(
     assert len(table.run(other, more, "again", 1, ON_POLICY[:1])["rows"]) == 2
 
 
-def test_uncached_pictures_are_kept(
-    editor: kontext.Editor, of_editor: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def edit(*_: Any) -> None:
-        raise AssertionError("drawn again")
-
-    monkeypatch.setattr(kontext.Editor, "_edit", edit)
-    assert editor.uncached().values.shape == (2, 3, 64, 64)
-    with pytest.raises(AssertionError, match="drawn again"):
-        kontext.Editor(samples=2, steps=STEPS + 1, kept=editor.kept).uncached()
-
-
 def test_a_method_that_is_off_acts_as_the_uncached_policy(policy: Policy) -> None:
     base, method = policy.uncached(), Interval(every=1)
     with pytest.warns(match="skipped nothing"), diffcache.wrapped(policy.pipe, method):
@@ -205,19 +145,12 @@ def test_a_method_that_is_off_acts_as_the_uncached_policy(policy: Policy) -> Non
     assert row["quality"]["success_rate_change"]["value"] == 0 and row["computed_steps"] == 12
 
 
-def test_ratios_are_fitted_to_the_steps_of_the_run(editor: kontext.Editor) -> None:
-    method = editor.calibrated(RegionE(threshold=0.9))
-    assert method.steps == STEPS and method.threshold == 0.9
-    assert method.tables["gamma"].shape == (STEPS - 1,)  # type: ignore[index, union-attr]
-
-
-def test_pages_and_a_plot_are_made_of_the_records(of_policy: Path, of_editor: Path) -> None:
+def test_pages_and_a_plot_are_made_of_the_records(of_policy: Path) -> None:
     pytest.importorskip("matplotlib")
     from PIL import Image
 
-    for file in (of_policy, of_editor):
-        with Image.open(file.with_suffix(".png")) as picture:
-            assert picture.size[0] > 500
+    with Image.open(of_policy.with_suffix(".png")) as picture:
+        assert picture.size[0] > 500
     text = figures.page(of_policy.parent)
     assert "## reach-policy" in text and "Success rate" in text and "Action error" in text
     lines = method_page._measured("bac", [load(of_policy)])

@@ -341,7 +341,7 @@ AGAIN: Mapping[str, Again] = {
 }  # fmt: skip
 # Share of the samples that are made again, where 5 % would take more than half a minute.
 SHARES: Mapping[str, float] = {
-    "sticker-flux-quality": 0.01, "sticker-kontext-quality": 0.03, "sticker-unet-quality": 0.03,
+    "sticker-flux-quality": 0.01, "sticker-kontext-quality": 0.03,
     "sticker-wan-quality": 0.02, "chain-llada-quality": 0.01, "dllm-chain-llada": 0.01,
     "dllm-*": 0.02, "guarantee": 0.02, "telling": 0.02, "eval-reach-policy-methods": 0.01,
     "reach-policy-quality": 0.02,

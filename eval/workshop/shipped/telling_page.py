@@ -47,11 +47,11 @@ SHORT = """## In short
 - They cannot tell seconds elsewhere. Small models on a CPU spend much of a step outside of their
   arithmetic, so that evaluations and FLOPs carry over and ratios of seconds do not;
   [kernels](kernels.md) has times of large shapes on a GPU, of random weights.
-- Where few samples are right without a cache ([shipped models](models.md)), as of films and of the
-  unet, a share of right ones says little about a cache, and closeness says more. The policy and the
-  `chain-` models have right and wrong answers, known to 2 to 5 points; recall-llama was trained on
-  the one task that it is asked, and language is asked on SmolLM2 ([caches of keys and
-  values](kv.md)), of which few contexts were read.
+- Where few samples are right without a cache ([shipped models](models.md)), as of films, a share of
+  right ones says little about a cache, and closeness says more. The policy and the `chain-` models
+  have right and wrong answers, known to 2 to 5 points; recall-llama was trained on the one task
+  that it is asked, and language is asked on SmolLM2 ([caches of keys and values](kv.md)), of which
+  few contexts were read.
 """
 ORDER = """## Order beside the published one
 
