@@ -169,7 +169,7 @@ def _methods(record: Record, rows: Sequence[Row], share: float, seed: int) -> It
     """Draw the first batch of a sweep again: a batch is one computation."""
     model, rows = record["task"]["model"], one_of_each(rows, seed)
     sweep = FOLDER / f"eval-{model}-methods.toml"
-    wanted = {name for row in rows for name in (row["name"], *row.get("matches", ()))}
+    wanted = {row["name"] for row in rows}
     there = importlib.util.find_spec("cache_dit") is not None
     tables = [one for one in read_values(sweep)["method"]
               if there or not one["name"].startswith("cache-dit/")]  # fmt: skip
