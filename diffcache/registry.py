@@ -128,6 +128,7 @@ dkv-cache | dkv_cache:DKVCache | dKV-Cache, arXiv 2505.15781 | every=4 | every=1
 dllm-cache | dllm_cache:DLLMCache | dLLM-Cache, arXiv 2506.06295 | prompt_every=5,answer_every=3 | prompt_every=1,answer_every=1
 dpad | dpad:DPad | DPad, arXiv 2508.14148 | window=3,sigma=0.0,scale=3.0,cache='dual' | window=999,sigma=0.0,scale=3.0
 elastic | elastic_cache:ElasticCache | Elastic-Cache, arXiv 2510.14973 | gamma=0.8 | force_full=True
+entropy-cache | entropy_cache:EntropyCache | EntropyCache, arXiv 2603.18489 | threshold=3.2,recent=3 | threshold=0
 fast-dllm | fast_dllm:FastDLLM | Fast-dLLM, arXiv 2505.22618 | defaults |
 free-cache | free_cache:FreeCache | FlashDLM (FreeCache), arXiv 2505.21467 | defaults |
 vicinity | vicinity:Vicinity | dInfer, arXiv 2510.08666 | before=2,after=3,warmup=1 | before=999,after=999

@@ -249,7 +249,7 @@ class DiffusionLM(Loop):
 
     def serve(
         self,
-        prompts: Iterable[str | Sequence[int]],
+        prompts: Iterable[str | Sequence[int] | None],
         schedule: Schedule | None = None,
         sampler: Sampler | None = None,
         *,
@@ -267,7 +267,8 @@ class DiffusionLM(Loop):
 
         Args:
             prompts: Texts or token ids, taken one by one as places are free. An iterator that waits
-                for its next one has all wait.
+                for its next one has all wait; it yields None where nobody asks now, and is looked
+                at again after the next forward. It ends when all places are free.
             schedule: Schedule, as for `generate`.
             sampler: Sampler, as for `generate`.
             slots: Sequences that are decoded at a time.
@@ -288,18 +289,25 @@ class DiffusionLM(Loop):
                 and go, or the prompts are one text, or tokens of one.
         """
         self._check_serves(prompts, slots, longest, fill)
-        rows: Iterable[list[int] | ValueError] = map(self._tokens, prompts)
+        rows: Iterable[list[int] | ValueError | None] = map(self._tokens, prompts)
         if longest is None:
             rows = list(rows)
             longest = max([1, *(len(row) for row in rows if isinstance(row, list))])
         refused: list[tuple[int, ValueError]] = []
         waiting = self._admitted(rows, longest, refused)
-        taken = dict(islice(waiting, slots))
+        early = list(islice(waiting, slots))
+        taken = [pair for pair in early if pair]
         yield from refused
+        refused.clear()
         if not taken:
             return
-        numbers = dict(enumerate(taken))
-        decoding = self._begun(list(taken.values()), schedule, sampler, longest)
+        numbers = dict(enumerate(number for number, _ in taken))
+        first = [row for _, row in taken]
+        places = slots if None in early else len(first)  # others may come
+        first += [first[0]] * (places - len(first))
+        decoding = self._begun(first, schedule, sampler, longest)
+        for slot in range(len(taken), places):
+            decoding.leave(slot)
         streamer = Streamer(on_settled, None if self.tokenizer is None else self.text)
         size = max(fill, self.block or 1)
         with closing(self._forwards(decoding)) as forwards:
@@ -315,11 +323,25 @@ class DiffusionLM(Loop):
                         yield number, decoding.answer[slot].tolist()
                     del numbers[slot]
                     streamer.told.pop(number, None)  # prompts may come without end
-                    refused.clear()
-                    for later, row in islice(waiting, 1):
-                        decoding.place(slot, row, size)
-                        numbers[slot] = later
-                    yield from refused
+                self._seat(decoding, numbers, waiting, size)
+                yield from refused
+                refused.clear()
+
+    def _seat(
+        self,
+        decoding: Decoding,
+        numbers: dict[int, int],
+        waiting: Iterator[tuple[int, list[int]] | None],
+        fill: int,
+    ) -> None:
+        """Put prompts that wait in places that are free, as long as there are both."""
+        for slot in range(len(decoding.rows)):
+            if slot not in numbers:
+                pair = next(waiting, None)
+                if pair is None:  # nobody now
+                    return
+                numbers[slot] = pair[0]
+                decoding.place(slot, pair[1], fill)
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of an answer up to its end."""
@@ -423,8 +445,10 @@ class DiffusionLM(Loop):
             )
         return Decoding(ids, schedule, sampler, self.mask_id, valid, guide, self.shift, self.block)
 
-    def _tokens(self, prompt: Any) -> list[int] | ValueError:
+    def _tokens(self, prompt: Any) -> list[int] | ValueError | None:
         """Return the tokens of a prompt, or the error of one that is none of the model."""
+        if prompt is None:
+            return None
         if isinstance(prompt, Integral) or (isinstance(prompt, Tensor) and not prompt.dim()):
             return ValueError(
                 f"prompts: hold the token {prompt}; give each prompt as a list of them"
@@ -436,12 +460,17 @@ class DiffusionLM(Loop):
 
     def _admitted(
         self,
-        rows: Iterable[list[int] | ValueError],
+        rows: Iterable[list[int] | ValueError | None],
         longest: int,
         refused: list[tuple[int, ValueError]],
-    ) -> Iterator[tuple[int, list[int]]]:
+    ) -> Iterator[tuple[int, list[int]] | None]:
         """Yield numbers and tokens of prompts, and note those that are refused on the way."""
-        for number, row in enumerate(rows):
+        number = -1
+        for row in rows:
+            if row is None:
+                yield None
+                continue
+            number += 1
             if isinstance(row, list) and (len(row) > longest or self.mask_id in row):
                 row = ValueError(
                     f"prompts: number {number} has {len(row)} tokens where longest={longest}, or "

@@ -8,6 +8,7 @@ from typing import Any
 
 from diffcache.dllm.block_cache import BlockCache as BlockCache
 from diffcache.dllm.block_cache import FinishedBlocks as FinishedBlocks
+from diffcache.dllm.credit import Credit as Credit
 from diffcache.dllm.d2_cache import D2Cache as D2Cache
 from diffcache.dllm.decode import Decoding as Decoding
 from diffcache.dllm.decode import Schedule as Schedule
@@ -15,6 +16,7 @@ from diffcache.dllm.dkv_cache import DKVCache as DKVCache
 from diffcache.dllm.dllm_cache import DLLMCache as DLLMCache
 from diffcache.dllm.dpad import DPad as DPad
 from diffcache.dllm.elastic_cache import ElasticCache as ElasticCache
+from diffcache.dllm.entropy_cache import EntropyCache as EntropyCache
 from diffcache.dllm.fast_dllm import FastDLLM as FastDLLM
 from diffcache.dllm.free_cache import FreeCache as FreeCache
 from diffcache.dllm.guided import Guide as Guide
@@ -30,6 +32,7 @@ from diffcache.dllm.rules import Hierarchical as Hierarchical
 from diffcache.dllm.rules import Quota as Quota
 from diffcache.dllm.rules import Threshold as Threshold
 from diffcache.dllm.sampler import Sampler as Sampler
+from diffcache.dllm.slow_fast import SlowFast as SlowFast
 from diffcache.dllm.state import RowState as RowState
 from diffcache.dllm.state import State as State
 from diffcache.dllm.state import check_coverage as check_coverage

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -162,6 +163,7 @@ class Decoding:
         self._check_window()
         self._block = torch.arange(size, device=prompts.device)
         self._last: RowPlan | None = None
+        self._memory: dict[str, Any] = {}  # of the rule
         self._starts: list[list[int]] = []
         self.step = self.width = 0
         self.rows = [self._first(count) for count in counts]
@@ -225,11 +227,12 @@ class Decoding:
         """
         at = self._at
         chunk, fed = self._predicted(logits, plan)
-        tokens, sure = self.sampler.candidates(chunk, self.mask_id, self._generator)
         if not all(self._active):
             going = torch.tensor(self._active, device=fed.device)[:, None]
             fed = fed & going
         may = self._may & fed
+        chunk = self.sampler.rule.weighed(chunk, may, self.rows, self._memory)
+        tokens, sure = self.sampler.candidates(chunk, self.mask_id, self._generator)
         if self._order is not None:
             scores = self._drawn_scores(may)
         else:
@@ -295,7 +298,8 @@ class Decoding:
         if self.causal is not None or not self._is_fixed:
             last = len(self._quotas) - 1
             quotas = [[self._quotas[min(row.step, last)]] for row in self.rows]
-            return self.sampler.rule.choose(scores, torch.tensor(quotas, device=scores.device))
+            counts = torch.tensor(quotas, device=scores.device)
+            return self.sampler.rule.commit(scores, counts, self.rows, self._memory)
         active = self._active.index(True) if True in self._active else 0
         step = self.rows[active].step
         return self.sampler.rule.choose(scores, self._quotas[step])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from diffcache.dllm.state import RowState
 from diffcache.method import check_int, is_number
 
 
@@ -47,6 +49,36 @@ class Rule(ABC):
             scores: Confidence of each candidate, `[B, n]`, -inf where it cannot be committed.
             quota: Commits of this step by `quotas`, of each sequence where it is int64 `[B, 1]`.
         """
+
+    def commit(
+        self,
+        scores: Tensor,
+        quota: int | Tensor,
+        rows: Sequence[RowState],
+        memory: dict[str, Any],
+    ) -> Tensor:
+        """Return which candidates are committed, bool `[B, n]`, by steps before as well.
+
+        Args:
+            scores: Confidence, as for `choose`.
+            quota: Commits of this step, as for `choose`.
+            rows: Place of each sequence; one at the first step of a block begins anew.
+            memory: What the rule keeps of the decoding, empty at first.
+        """
+        return self.choose(scores, quota)
+
+    def weighed(
+        self, logits: Tensor, masks: Tensor, rows: Sequence[RowState], memory: dict[str, Any]
+    ) -> Tensor:
+        """Return the logits that tokens and confidence are taken from, `[B, n, V]`.
+
+        Args:
+            logits: Logits of the blocks' tokens, `[B, n, V]`.
+            masks: Masks that may be committed, bool `[B, n]`.
+            rows: Place of each sequence.
+            memory: What the rule keeps of the decoding.
+        """
+        return logits
 
 
 @dataclass(frozen=True)
@@ -101,7 +133,7 @@ class Threshold(Rule):
     threshold: float = 0.9
 
     def __post_init__(self) -> None:
-        _check_share(self, "threshold", more="; for one token a step, use Quota()")
+        check_share(self, "threshold", more="; for one token a step, use Quota()")
 
     def choose(self, scores: Tensor, quota: int | Tensor) -> Tensor:
         """Return the confident candidates and the best one."""
@@ -132,7 +164,7 @@ class Hierarchical(Rule):
     low: float = 0.4
 
     def __post_init__(self) -> None:
-        _check_share(self, "threshold", "low")
+        check_share(self, "threshold", "low")
 
     def choose(self, scores: Tensor, quota: int | Tensor) -> Tensor:
         """Return the confident candidates, the best of every run, and the best of all."""
@@ -203,9 +235,9 @@ class Dynamic(Rule):
     post_steps: int = 16
 
     def __post_init__(self) -> None:
-        _check_share(self, "threshold")
+        check_share(self, "threshold")
         if self.editing is not None:
-            _check_share(self, "editing")
+            check_share(self, "editing")
         check_int("post_steps", self.post_steps, 0)
 
     def choose(self, scores: Tensor, quota: int | Tensor) -> Tensor:
@@ -214,7 +246,7 @@ class Dynamic(Rule):
         return sure.where(sure.sum(-1, keepdim=True) >= quota, first(scores, quota))
 
 
-def _check_share(rule: Rule, *names: str, more: str = "") -> None:
+def check_share(rule: Rule, *names: str, more: str = "") -> None:
     """Raise unless settings are numbers from 0 to 1.
 
     Raises:

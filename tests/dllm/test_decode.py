@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from diffcache.dllm import (
     ALL,
+    Credit,
     Decoding,
     DKVCache,
     DPad,
@@ -23,9 +26,11 @@ from diffcache.dllm import (
     RowPlan,
     Sampler,
     Schedule,
+    SlowFast,
     Threshold,
 )
 from diffcache.dllm.dkv_cache import nearest
+from diffcache.dllm.rules import Rule
 
 MASK, WORDS = 15, 16
 
@@ -120,6 +125,89 @@ def test_the_best_of_every_run_is_committed(low: float) -> None:
             best = max(run, key=lambda place: row[place])
             wanted |= {best} if is_mask and row[best] > low else set()
         assert {place for place, flag in enumerate(flags) if flag} == wanted
+
+
+Told = Iterator[dict[int, int]]  # tokens that each forward decides, by their place in the block
+SIZE = 12  # of the blocks that rules with a memory are tried on
+
+
+def slow_fast(step: Callable[[], Tensor]) -> Told:
+    """Tell the commits of one block, as the paper has its two stages."""
+    masks, begin = set(range(SIZE)), 0
+
+    def decided(end: int) -> dict[int, int]:
+        among = {n for n in masks if n < end}
+        sure = {n for n in among if odds[n] >= 0.8}
+        chosen = sure if len(sure) > 1 else {max(among, key=lambda n: odds[n])}
+        masks.difference_update(chosen)
+        return {n: words[n] for n in chosen}
+
+    while masks:
+        ends, end = [], 0
+        for _ in range(3):
+            if not masks:
+                return
+            odds, words = (x.tolist() for x in step().softmax(-1)[:, :MASK].max(-1))
+            if not end:
+                far = [n for n in masks if n >= begin and odds[n] >= 0.3]
+                ends.append(max(far, default=begin) + 1)
+                end = ends[-1] if len(ends) > 1 and abs(ends[-1] - ends[-2]) < 2 else 0
+            yield decided(SIZE)
+        begin = end or sum(ends[-2:]) // 2
+        while any(n < begin for n in masks):
+            odds, words = (x.tolist() for x in step().softmax(-1)[:, :MASK].max(-1))
+            yield decided(begin)
+
+
+def credit(step: Callable[[], Tensor]) -> Told:
+    """Tell the commits of one block by credit, token for token."""
+    gained = [[0.0] * WORDS for _ in range(SIZE)]
+    masks = set(range(SIZE))
+    while masks:
+        logits, chosen = step(), {}
+        gained = [[value * 0.8 for value in row] for row in gained]
+        for n in masks:
+            best = logits[n].softmax(-1).max(-1)
+            gained[n][int(best.indices)] += float(best.values) ** 0.2
+        odds = (logits + 0.7 * (torch.tensor(gained, dtype=logits.dtype) + 1).log()).softmax(-1)
+        sure, words = (x.tolist() for x in odds[:, :MASK].max(-1))
+        best_one = max(masks, key=lambda n: sure[n])
+        chosen = {n: words[n] for n in masks if sure[n] >= 0.8 or n == best_one}
+        masks -= set(chosen)
+        yield chosen
+
+
+@pytest.mark.parametrize(
+    ("rule", "told"), [(SlowFast(0.8, 0.3, 3), slow_fast), (Credit(0.8), credit)]
+)
+def test_rules_with_a_memory_commit_as_their_papers_say(
+    rule: Rule, told: Callable[[Callable[[], Tensor]], Told]
+) -> None:
+    """Two sequences with blocks of their own, by logits that were drawn."""
+    generator, steps = torch.Generator().manual_seed(4), []
+    sampler, prompt = Sampler(rule=rule), torch.zeros(2, 3, dtype=torch.int64)
+    decoding = Decoding(prompt, Schedule(3 * SIZE, SIZE), sampler, MASK)
+    while not decoding.is_finished:
+        logits = torch.randn(2, 3 + 3 * SIZE, WORDS, generator=generator, dtype=torch.float64) * 2.5
+        before = decoding.ids
+        decoding.commit(logits, ALL)
+        steps.append((logits[:, 3:], before[:, 3:], decoding.ids[:, 3:]))
+    lengths = []
+    for row in range(2):
+        taken = iter(steps)
+        for block in range(3):
+            now: list[Any] = []
+
+            def step(row: int = row, block: int = block, now: list[Any] = now) -> Tensor:
+                now[:] = next(taken)  # noqa: B023
+                return now[0][row].split(SIZE)[block]
+
+            for chosen in told(step):
+                before, after = now[1][row].tolist(), now[2][row].tolist()
+                changed = {n: x for n, x in enumerate(after) if x != before[n]}
+                assert changed == {n + block * SIZE: word for n, word in chosen.items()}
+        lengths.append(len(steps) - len(list(taken)))
+    assert max(lengths) == len(steps)
 
 
 def test_masks_far_from_the_block_are_kept_by_chance() -> None:

@@ -47,8 +47,8 @@ def expected(name: str, notes: list[Noted], step: int, row: int) -> set[int] | N
         return answer if step % 4 == 0 else answer - before
     if name in ("prefix", "dual"):
         return None if inner == 0 else set(range(start, start + BLOCK if name == "dual" else WIDTH))
-    if name in ("vicinity", "dpad"):
-        return around(name, step, inner, start, whole)
+    if name in ("vicinity", "dpad", "entropy-cache"):
+        return around(name, notes, step, row)
     if name.startswith("free"):
         again = BLOCK if "commit" in name and inner == 0 else 0
         return set(range(start - again, WIDTH))
@@ -58,13 +58,30 @@ def expected(name: str, notes: list[Noted], step: int, row: int) -> set[int] | N
     return None if inner % 3 == 0 else greedy(name, notes, step, row)
 
 
-def around(name: str, step: int, inner: int, start: int, whole: set[int]) -> set[int] | None:
+def around(name: str, notes: list[Noted], step: int, row: int) -> set[int] | None:
     """Return the block with what is near it, or with the masks after it that are ever seen."""
+    if name == "entropy-cache":
+        return sure(notes, step, row)
+    inner, start, whole = notes[step].steps[row], notes[step].starts[row], real(row)
     if name == "vicinity":
         return None if step < 2 or inner == 0 else set(range(start - 2, start + BLOCK + 3)) & whole
     if inner:
         return set(range(start, start + BLOCK))
     return None if start + BLOCK + 3 >= WIDTH else set(range(start + BLOCK + 3)) & whole
+
+
+def sure(notes: list[Noted], step: int, row: int) -> set[int] | None:
+    """Return open masks and the three latest tokens; None after a commit of an entropy of 3.2."""
+    last, now = notes[step - 1], notes[step].decided(row)
+    just = now - last.decided(row)
+    for place in just:
+        odds = last.logits[row, last.rows[row].tolist().index(place)].softmax(-1)
+        if -(odds * odds.log()).sum() >= 3.2:
+            return None
+    turns = [notes[n + 1].decided(row) - notes[n].decided(row) for n in range(step)]
+    latest = [place for turn in turns for place in sorted(turn)][-3:]
+    start = notes[step].starts[row]
+    return (set(range(start, start + BLOCK)) - now) | {*latest} | just
 
 
 def active(notes: list[Noted], step: int, inner: int, row: int) -> set[int]:

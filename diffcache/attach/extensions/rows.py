@@ -34,6 +34,7 @@ from diffcache.attach.extensions.partial import (
 from diffcache.attach.record import TOKEN_LAYERS
 from diffcache.attach.run import Run
 from diffcache.dllm.d2_cache import CONFIDENCE, INFLUENCE, NotedPlan, influence
+from diffcache.dllm.entropy_cache import EntropyPlan
 from diffcache.dllm.policy import FedRows
 from diffcache.dllm.rows import ALL, RowPlan
 from diffcache.errors import AttachError
@@ -194,6 +195,9 @@ class Rows(Partial):
             self.is_tried = True
         if isinstance(turn.plan, NotedPlan):
             self._take_notes(turn, turn.plan, out.logits)
+        elif isinstance(turn.plan, EntropyPlan):
+            batch, width = turn.held.shape
+            turn.plan.note(turn.plan.index(batch, width, out.logits.device), width, out.logits)
 
     def _check_visits(self, turn: RowTurn) -> None:
         """Raise unless every attention took part.

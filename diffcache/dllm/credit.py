@@ -1,0 +1,68 @@
+"""Credit decoding: a token that stays the model's choice from step to step becomes surer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diffcache.dllm.rules import Threshold
+from diffcache.dllm.state import RowState
+from diffcache.method import is_number
+
+CREDIT = "credit"  # in what a rule keeps of a decoding
+
+
+@dataclass(frozen=True)
+class Credit(Threshold):
+    """Commit every mask that is confident enough, by logits raised for tokens chosen before.
+
+    At each step the most probable token of every open mask gains its probability to the power of
+    `boost` as credit, after all credit of the block has shrunk by `decay`. `weight` times the
+    logarithm of 1 and the credit is added to the logits that tokens and confidence are taken from.
+    A new block has no credit.
+
+    Departures: commits are those of `Threshold`; where no mask is confident the published code
+    commits all within 1e-5 of the best one. Only masks that were computed and may be committed gain
+    credit.
+
+    Args:
+        threshold: Least confidence, dimensionless, 0 to 1; 0 commits all masks at once.
+        weight: Weight of the credit, at least 0; 0 for none.
+        boost: Power of the probability that is gained, at least 0.
+        decay: Part of the credit that is left after a step, 0 to 1.
+
+    Raises:
+        ValueError: If a setting is out of its range.
+
+    Reference: dInfer, arXiv 2510.08666, and its released code (`CreditThresholdParallelDecoder`).
+    """
+
+    weight: float = 0.7
+    boost: float = 0.2
+    decay: float = 0.8
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, most in (("weight", 1000), ("boost", 1000), ("decay", 1)):
+            value = getattr(self, name)
+            if not is_number(value) or not 0 <= value <= most:
+                raise ValueError(f"{name}={value!r}: must be a number from 0 to {most}")
+
+    def weighed(
+        self, logits: Tensor, masks: Tensor, rows: Sequence[RowState], memory: dict[str, Any]
+    ) -> Tensor:
+        """Return logits with the credit of this step and those before it in the block."""
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        credit = memory.get(CREDIT)
+        if credit is None:
+            credit = torch.zeros_like(logits, dtype=dtype)
+        kept = [[[0.0 if row.step == 0 else self.decay]] for row in rows]
+        credit = credit * torch.tensor(kept, dtype=dtype, device=logits.device)
+        best = logits.to(dtype).softmax(-1).max(-1, keepdim=True)
+        gained = best.values**self.boost * masks[..., None]
+        memory[CREDIT] = credit = credit.scatter_add(2, best.indices, gained)
+        return logits + self.weight * credit.log1p()

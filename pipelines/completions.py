@@ -1,0 +1,381 @@
+"""Answer OpenAI-style requests for completions with a diffusion language model.
+
+One thread decodes all requests together (continuous batching); a handler waits for its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from diffcache.dllm.decode import Schedule
+from diffcache.dllm.sampler import Sampler
+from diffcache.method import check_int
+from diffcache.pipelines.diffusion_lm import DiffusionLM
+from diffcache.pipelines.prompt_tokens import tokens_of
+
+BODY = 2**20  # bytes of a request
+LOOK = 0.2  # seconds between two looks at whether a client has gone
+# Fields of a request that are taken with this value alone.
+FIXED = {
+    "n": 1, "best_of": 1, "echo": False, "logprobs": None, "stop": None, "suffix": None, "top_p": 1,
+    "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": None, "stream_options": None,
+}  # fmt: skip
+TAKEN = {"model", "prompt", "max_tokens", "stream", "temperature", "user"}
+
+
+@dataclass(eq=False)
+class Ask:
+    """One prompt of a request on its way.
+
+    Attributes:
+        prompt: Its text or tokens.
+        most: Tokens that are asked for.
+        loop: Loop of the handler.
+        events: What happens to it: pieces of text, each with why the answer ended, None where it
+            goes on; or the error that it failed of.
+        tokens: Tokens of the answer so far.
+        text: Their text, as far as the handler was told.
+        count: Tokens of the prompt.
+        is_over: Whether nobody waits for it any more.
+    """
+
+    prompt: Any
+    most: int
+    loop: asyncio.AbstractEventLoop
+    events: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    count: int = 0
+    is_over: bool = False
+
+    def tell(self, event: Any) -> None:
+        """Hand an event to the handler; called by the decoding thread."""
+        with suppress(RuntimeError):  # its loop has ended
+            self.loop.call_soon_threadsafe(self.events.put_nowait, event)
+
+
+class Events(StreamingResponse):
+    """A stream whose prompts leave when it ends, also where it never began."""
+
+    leave: Any = None
+
+    async def __call__(self, *given: Any) -> None:
+        """Send the stream."""
+        try:
+            await super().__call__(*given)
+        finally:
+            self.leave()
+
+
+class Completions:
+    """Completions by one model, whose attention is causal over blocks, wrapped with a cache.
+
+    `complete` is a handler of Starlette and FastAPI, also within a deployment of Ray Serve. A
+    request that is refused, fails or goes away disturbs no other. Requests say `prompt` (text,
+    tokens, or a list of either), `max_tokens`, `stream` and `temperature`; what would change the
+    answer otherwise is refused.
+
+    Args:
+        lm: The model with its tokenizer, as `DiffusionLM.serve` takes it.
+        schedule: Schedule of the answers, whose length is the most of `max_tokens`; its `eos_id`
+            ends them early.
+        sampler: Sampler of all requests.
+        name: Name of the model in requests and answers.
+        slots: Prompts that are decoded at a time.
+        longest: Most tokens of a prompt.
+        waiting: Prompts that may wait for a place; requests beyond are told to come again.
+
+    Raises:
+        ValueError: If a setting is out of its range, there is no tokenizer, or the model cannot
+            decode prompts that come and go.
+    """
+
+    def __init__(
+        self,
+        lm: DiffusionLM,
+        schedule: Schedule,
+        sampler: Sampler | None = None,
+        *,
+        name: str = "diffusion-lm",
+        slots: int = 8,
+        longest: int = 1024,
+        waiting: int = 64,
+    ) -> None:
+        check_int("waiting", waiting, 1)
+        if lm.tokenizer is None:
+            raise ValueError("lm: has no tokenizer; give DiffusionLM(model, tokenizer) the model's")
+        self.lm, self.schedule, self.name = lm, schedule, name
+        self.sampler = Sampler() if sampler is None else sampler
+        self.slots, self.longest, self.waiting = slots, longest, waiting
+        list(lm.serve([], schedule, sampler, slots=slots, longest=longest))  # raises if it cannot
+        self.by_token = copy.copy(lm)
+        self.by_token.tokenizer = None  # answers come as tokens, which are counted
+        self.queue: deque[Ask] = deque()
+        self.running: dict[int, Ask] = {}
+        self.change = threading.Condition()
+        self.is_closed = False
+        self.thread = threading.Thread(target=self._decode, daemon=True, name="completions")
+        self.thread.start()
+
+    def close(self) -> None:
+        """Stop decoding; who waits is told so."""
+        with self.change:
+            self.is_closed = True
+            self.change.notify_all()
+        self.thread.join()
+
+    # the decoding thread -----------------------------------------------------------------------
+
+    def _decode(self) -> None:
+        """Decode what comes, until it is closed."""
+        while True:
+            with self.change:
+                self.change.wait_for(lambda: self.queue or self.is_closed)
+                if self.is_closed:
+                    break
+            try:
+                self._decode_some()
+            except Exception as error:  # of the model: those under way are told, others go on
+                self._end(error)
+        self._end(RuntimeError("the server stops"))
+        while self.queue:
+            self.queue.popleft().tell(RuntimeError("the server stops"))
+
+    def _end(self, error: Exception) -> None:
+        for ask in self.running.values():
+            ask.tell(error)
+        self.running.clear()
+
+    def _decode_some(self) -> None:
+        """Decode until nobody asks any more."""
+        answers = self.by_token.serve(
+            self._prompts(), self.schedule, self.sampler, slots=self.slots, longest=self.longest,
+            on_settled=self._settled, is_canceled=self._is_canceled,
+        )  # fmt: skip
+        for number, ids in answers:
+            ask = self.running.pop(number)
+            if isinstance(ids, ValueError):
+                ask.tell(ids)
+            elif not ask.is_over:
+                ask.tokens = ids
+                self._show(ask, ends=True)
+
+    def _prompts(self) -> Iterator[Any]:
+        """Yield the prompt of the next request, None where there is none."""
+        number = 0
+        while not self.is_closed:
+            with self.change:
+                ask = self.queue.popleft() if self.queue else None
+            if ask is None:
+                yield None
+                continue
+            if ask.is_over:
+                continue
+            try:
+                ask.count = len(ask.prompt)
+                if isinstance(ask.prompt, str):
+                    size = self.lm.masked.size("vocab_size")
+                    ask.prompt = tokens_of(ask.prompt, self.lm.tokenizer, size)[0]
+                    ask.count = len(ask.prompt)
+            except Exception as error:  # of a tokenizer, too
+                ask.tell(error)
+                continue
+            self.running[number] = ask
+            number += 1
+            yield ask.prompt
+
+    def _settled(self, number: int, tokens: Any) -> None:
+        ask = self.running[number]
+        ask.tokens += tokens
+        if not ask.is_over:
+            self._show(ask)
+
+    def _is_canceled(self, number: int) -> bool:
+        is_over = self.running[number].is_over or self.is_closed
+        if is_over and not self.is_closed:
+            del self.running[number]
+        return is_over
+
+    def _show(self, ask: Ask, ends: bool = False) -> None:
+        """Tell a handler what settled, and why the answer is over where it is."""
+        kept, eos = ask.tokens[: ask.most], self.schedule.eos_id
+        stops = eos in kept
+        if stops:
+            kept = kept[: kept.index(eos)]  # type: ignore[arg-type]
+        text = self.lm.text(kept)
+        if ends or stops or len(kept) == ask.most:
+            ask.tokens, ask.is_over = kept, True
+            ask.tell((text[len(ask.text) :], "stop" if stops else "length"))
+        elif not text.endswith("\ufffd") and len(text) > len(ask.text):  # half a character
+            ask.tell((text[len(ask.text) :], None))
+            ask.text = text
+
+    # a request ---------------------------------------------------------------------------------
+
+    async def models(self, request: Request) -> Response:
+        """Answer which models there are."""
+        return JSONResponse({"object": "list", "data": [{"id": self.name, "object": "model"}]})
+
+    async def complete(self, request: Request) -> Response:
+        """Answer a request for completions, at once or as a stream of events."""
+        try:
+            asked = await self._asked(request)
+            asks = self._asks(asked)
+        except ValueError as error:
+            status = error.args[1] if len(error.args) > 1 else 400
+            return refusal(str(error.args[0]), status)
+        with self.change:
+            self.queue = deque(ask for ask in self.queue if not ask.is_over)
+            if self.is_closed:
+                return refusal("the server stops", 503)
+            if len(self.queue) + len(asks) > self.waiting:
+                return refusal("too many requests wait; come again in a second", 429)
+            self.queue += asks
+            self.change.notify_all()
+        head = {
+            "id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion",
+            "created": int(time.time()), "model": self.name,
+        }  # fmt: skip
+        if asked.get("stream"):
+            events = Events(self._stream(head, asks), media_type="text/event-stream")
+            events.leave = lambda: leave(asks)
+            return events
+        answers = asyncio.ensure_future(asyncio.gather(*(whole(ask) for ask in asks)))
+        try:
+            while not (await asyncio.wait([answers], timeout=LOOK))[0]:
+                if await request.is_disconnected():
+                    answers.cancel()
+                    return Response(status_code=499)
+            choices = [
+                {"index": n, "text": text, "finish_reason": why, "logprobs": None}
+                for n, (text, why) in enumerate(answers.result())
+            ]
+        except Exception as error:
+            return refusal(str(error), 400 if isinstance(error, ValueError) else 500)
+        finally:
+            leave(asks)
+        spent, made = sum(ask.count for ask in asks), sum(len(ask.tokens) for ask in asks)
+        usage = {"prompt_tokens": spent, "completion_tokens": made, "total_tokens": spent + made}
+        return JSONResponse({**head, "choices": choices, "usage": usage})
+
+    async def _stream(self, head: dict[str, Any], asks: list[Ask]) -> AsyncIterator[str]:
+        """Yield the events of a stream, one prompt after the other."""
+        for n, ask in enumerate(asks):
+            try:
+                async for text, why in pieces(ask):
+                    choice = {"index": n, "text": text, "finish_reason": why, "logprobs": None}
+                    yield f"data: {json.dumps({**head, 'choices': [choice]})}\n\n"
+            except Exception as error:  # the status is sent already
+                yield f"data: {json.dumps(_error(str(error), 500))}\n\n"
+                return
+        yield "data: [DONE]\n\n"
+
+    async def _asked(self, request: Request) -> dict[str, Any]:
+        """Return the fields of a request.
+
+        Raises:
+            ValueError: If it is too large or none, or asks for what is not there.
+        """
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > BODY:
+                raise ValueError(f"the request has more than {BODY} bytes; shorten it", 413)
+        try:
+            asked = json.loads(body)
+        except ValueError:
+            asked = None
+        if not isinstance(asked, dict) or "prompt" not in asked:
+            raise ValueError("the request must be a JSON object with a prompt")
+        if asked.get("model", self.name) != self.name:
+            raise ValueError(f"model={asked['model']!r}: there is {self.name!r}", 404)
+        fixed = {**FIXED, "temperature": self.sampler.temperature}
+        for key, value in asked.items():
+            if key not in fixed and key not in TAKEN:
+                raise ValueError(f"{key}: is no field that is taken; leave it out")
+            if key in fixed and value is not None and value != fixed[key]:
+                raise ValueError(f"{key}={value!r}: must be {fixed[key]!r} here; leave it out")
+        if not isinstance(asked.get("stream", False), (bool, type(None))):
+            raise ValueError(f"stream={asked['stream']!r}: must be true or false")
+        return asked
+
+    def _asks(self, asked: dict[str, Any]) -> list[Ask]:
+        """Return the prompts of a request.
+
+        Raises:
+            ValueError: If they are no prompts, or the answer is longer than there are tokens.
+        """
+        prompts = asked["prompt"]
+        is_one = isinstance(prompts, str) or (isinstance(prompts, list) and _is_row(prompts))
+        prompts = [prompts] if is_one else prompts
+        kinds = isinstance(prompts, list) and all(isinstance(p, str) or _is_row(p) for p in prompts)
+        if not kinds or not 1 <= len(prompts) <= self.waiting:
+            raise ValueError(
+                f"prompt: must be a text, its tokens, or a list of 1 to {self.waiting} of either"
+            )
+        most = asked.get("max_tokens")
+        most = self.schedule.length if most is None else most
+        check_int("max_tokens", most, 1)
+        if most > self.schedule.length:
+            raise ValueError(
+                f"max_tokens={most}: answers have at most {self.schedule.length} tokens"
+            )
+        loop = asyncio.get_running_loop()
+        return [Ask(prompt, most, loop) for prompt in prompts]
+
+
+async def pieces(ask: Ask) -> AsyncIterator[tuple[str, str | None]]:
+    """Yield the text of an answer as it settles, and with the last piece why it ended.
+
+    Raises:
+        Exception: What the prompt failed of.
+    """
+    why = None
+    while why is None:
+        event = await ask.events.get()
+        if isinstance(event, Exception):
+            raise event
+        text, why = event
+        yield text, why
+
+
+async def whole(ask: Ask) -> tuple[str, str | None]:
+    """Return the whole text of an answer and why it ended."""
+    told = [piece async for piece in pieces(ask)]
+    return "".join(text for text, _ in told), told[-1][1]
+
+
+def leave(asks: list[Ask]) -> None:
+    """Give the places of prompts up, if they have not ended."""
+    for ask in asks:
+        ask.is_over = True
+
+
+def refusal(message: str, status: int) -> Response:
+    """Return the answer to a request that is not served."""
+    return JSONResponse(
+        _error(message, status), status, {"Retry-After": "1"} if status == 429 else None
+    )
+
+
+def _error(message: str, status: int) -> dict[str, Any]:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": status}}
+
+
+def _is_row(prompt: Any) -> bool:
+    """Return whether a prompt is tokens."""
+    return bool(prompt) and isinstance(prompt, list) and all(type(x) is int for x in prompt)
