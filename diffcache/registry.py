@@ -148,7 +148,9 @@ ema-sink | ema_sink:EMASink | Reward Forcing, arXiv 2512.04678 | window=3,sinks=
 rolling-sink | rolling_sink:RollingSink | Rolling Sink, arXiv 2602.07775 | sinks=6,recent=3 |
 stream-diffusion-v2 | stream_diffusion_v2:StreamDiffusionV2 | StreamDiffusionV2, arXiv 2511.07399 | |
 history-retrieval | history_retrieval:HistoryRetrieval | after MagicWorld, arXiv 2511.18886 | window=3,pool=4,count=2 |
+semantic-bank | semantic_bank:SemanticBank | after BlockVid, arXiv 2511.22973 | window=3,pool=4,count=2 |
 flow-cache | flow_cache:FlowCache | FlowCache, arXiv 2602.10825 | window=4,recent=4 |
+layer-budgets | layer_budgets:LayerBudgets | after ScaleKV, arXiv 2505.19602 | window=6,recent=2 |
 quantized | quantized:Quantized | KIVI, arXiv 2402.02750 | |
 # A transformer of another build
 ca2-vdm | ca2_vdm:Ca2VDM | Ca2-VDM, arXiv 2411.16375 | |

@@ -8,6 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from diffcache.attach.fingerprint import facts_of
 from diffcache.digest import digest, weights_digest
 from diffcache.kv.life.save import SavedCacheError, load, read, save, write
@@ -15,7 +17,7 @@ from diffcache.kv.store import KVStore
 from diffcache.method import check_int
 from diffcache.pipelines.context_parallel import ranks_of
 from diffcache.pipelines.video_inputs import check_latents
-from diffcache.video import Cut, FewSteps, Flush, Keep, Recache, VideoPolicy
+from diffcache.video import Cut, FewSteps, Flush, Keep, Recache, Switch, VideoPolicy
 
 STREAM, CACHE = "stream.safetensors", "cache.safetensors"
 SWITCHES: dict[str, Any] = {mode.__name__: mode for mode in (Keep, Flush, Recache, Cut)}
@@ -44,19 +46,36 @@ def state_of(session: Any) -> dict[str, Any]:
     Raises:
         ValueError: If the mode of a switch that has not taken effect cannot be written.
     """
-    rows, switch = list(session.prompt.split(session.batch)), None
-    if session._switch is not None:
-        prompt, mode = session._switch
-        name = type(mode).__name__
-        if SWITCHES.get(name) is not type(mode):
-            raise ValueError(f"mode={mode!r}: is written for {', '.join(SWITCHES)} alone")
-        switch = {"prompt": prompt, "mode": name, "settings": asdict(mode)}
+    rows = list(session.prompt.split(session.batch))
     return {
         "prompt": rows[0], "negative": rows[1] if session.guided else None, "size": session.size,
         "guidance": session.guidance, "read_once": session.store.read_once,
         "frames": session.frames, "noise": session.generator.get_state(), "recall": session.recall,
-        "latents": session.latents, "switch": switch,
+        "latents": session.latents, "switch": switch_state(session._switch),
+        "prompts": [list(each) for each in session.prompts],
     }  # fmt: skip
+
+
+def switch_state(switch: tuple[Tensor, Switch] | None) -> dict[str, Any] | None:
+    """Return a switch that has not taken effect as plain values, for `switch_of`.
+
+    Raises:
+        ValueError: If its mode cannot be written.
+    """
+    if switch is None:
+        return None
+    prompt, mode = switch
+    name = type(mode).__name__
+    if SWITCHES.get(name) is not type(mode):
+        raise ValueError(f"mode={mode!r}: is written for {', '.join(SWITCHES)} alone")
+    return {"prompt": prompt, "mode": name, "settings": asdict(mode)}
+
+
+def switch_of(state: Mapping[str, Any] | None) -> tuple[Tensor, Switch] | None:
+    """Return the switch that `switch_state` wrote."""
+    if state is None:
+        return None
+    return state["prompt"], SWITCHES[state["mode"]](**state["settings"])
 
 
 def write_stream(
@@ -141,12 +160,19 @@ def _fill(session: Any, state: Mapping[str, Any]) -> None:
         raise ValueError(f"{store.seen} tokens of {state['frames']} frames of {unit}")
     if not all(x.isfinite().all() for x in store.tensors()):
         raise ValueError("keys or values that are not finite")
-    latents, switch = state["latents"], state["switch"]
+    latents, switch = state["latents"], switch_of(state["switch"])
     if latents is not None:
         check_latents(latents, session.shape)
     session.frames, session.latents = state["frames"], latents
+    session.prompts = [(start, mean) for start, mean in state.get("prompts", [])]
+    for start, mean in session.prompts:
+        check_int("prompts", start, 0)
+        if (
+            mean.shape != (len(session.prompt), session.prompt.shape[2])
+            or not mean.isfinite().all()
+        ):
+            raise ValueError(f"prompts: a mean of {list(mean.shape)}")
     session.generator.set_state(state["noise"].cpu())
     if switch is not None:
-        prompt, *negative = switch["prompt"].split(session.batch)
-        mode = SWITCHES[switch["mode"]](**switch["settings"])
-        session.switch(prompt, mode, negative=negative[0] if negative else None)
+        prompt, *negative = switch[0].split(session.batch)
+        session.switch(prompt, switch[1], negative=negative[0] if negative else None)

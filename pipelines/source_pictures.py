@@ -23,13 +23,15 @@ LATENTS = 60  # latent frames that a film begins with at most, as a source may b
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 
-def film_of(source: Any, size: tuple[int, int]) -> Iterator[Pictures]:
+def film_of(source: Any, size: tuple[int, int], fps: float | None = None) -> Iterator[Pictures]:
     """Yield the pictures of a source, uint8 `[H, W, 3]`, cut in the middle and scaled to a size.
 
     Args:
         source: Path of an image or a video file, an image of PIL, uint8 pictures `[H, W, 3]` or
             `[F, H, W, 3]`, or an iterable of any of these but files.
         size: Height and width in pixels.
+        fps: Pictures a second that a video file is read at: of each moment the picture that it
+            shows. None for all of its pictures.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -37,7 +39,7 @@ def film_of(source: Any, size: tuple[int, int]) -> Iterator[Pictures]:
         ValueError: If a file cannot be read, or something else is given.
     """
     if isinstance(source, str | os.PathLike):
-        for picture in _read(Path(source)):
+        for picture in _read(Path(source), fps):
             yield fitted(picture, size)
         return
     if isinstance(source, np.ndarray) and source.ndim == 4:
@@ -94,7 +96,7 @@ def _opaque(picture: Image.Image) -> Image.Image:
     return picture.convert("RGB")
 
 
-def begin_with(source: Any, size: tuple[int, int], each: int) -> Pictures:
+def begin_with(source: Any, size: tuple[int, int], each: int, fps: float | None = None) -> Pictures:
     """Return the pictures that a film begins with: the latest of a source that make whole latents.
 
     Of a long source only the latest 60 latent frames are used.
@@ -103,6 +105,7 @@ def begin_with(source: Any, size: tuple[int, int], each: int) -> Pictures:
         source: As for `film_of`.
         size: Height and width in pixels.
         each: Pictures of a latent frame, after the first.
+        fps: As for `film_of`.
 
     Returns:
         uint8 `[F, H, W, 3]`, F being 1 and a multiple of `each`.
@@ -112,7 +115,7 @@ def begin_with(source: Any, size: tuple[int, int], each: int) -> Pictures:
         MissingError: If PyAV is not installed, for a video file.
         ValueError: If a file cannot be read, there is no picture, or something else is given.
     """
-    pictures = list(deque(film_of(source, size), maxlen=1 + (LATENTS - 1) * each))
+    pictures = list(deque(film_of(source, size, fps), maxlen=1 + (LATENTS - 1) * each))
     if not pictures:
         raise ValueError("start=[]: must have a picture at least")
     return np.stack(pictures[(len(pictures) - 1) % each :])
@@ -138,8 +141,8 @@ def to_tensor(pictures: Pictures, device: torch.device) -> Tensor:
     return film.movedim(-1, 0)[None].float() / 127.5 - 1
 
 
-def _read(path: Path) -> Iterator[Image.Image]:
-    """Yield the pictures of a file, one for an image."""
+def _read(path: Path, fps: float | None) -> Iterator[Image.Image]:
+    """Yield the pictures of a file, one for an image, the way up that it says."""
     if not path.is_file():
         raise FileNotFoundError(f"no file {str(path)!r}: name an image or a video file")
     if path.suffix.lower() in IMAGES:
@@ -155,7 +158,29 @@ def _read(path: Path) -> Iterator[Image.Image]:
 
     try:
         with av.open(str(path)) as file:
-            for frame in file.decode(video=0):
-                yield frame.to_image()
+            for frame in _timed(file.decode(video=0), fps):
+                # Phones film on their side, and note how the film is turned to be shown.
+                yield frame.to_image().rotate(frame.rotation, expand=True)
     except (av.FFmpegError, IndexError) as error:
         raise ValueError(f"{path}: cannot be read as a video ({error})") from error
+
+
+def _timed(frames: Iterator[Any], fps: float | None) -> Iterator[Any]:
+    """Yield the frame that is shown at each moment, so many a second; all for None.
+
+    Args:
+        frames: Frames of a video file, each with its `time` in seconds.
+        fps: Moments a second, from the first frame's on.
+    """
+    shown, before, start = 0, None, None
+    for frame in frames:
+        if fps is None or frame.time is None:
+            yield frame
+            continue
+        start = frame.time if start is None else start
+        while before is not None and shown / fps < frame.time - start - 1e-3:
+            yield before
+            shown += 1
+        before = frame
+    if before is not None:  # is shown for a moment at least, the first one of a film
+        yield before

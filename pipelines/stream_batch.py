@@ -6,9 +6,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +18,15 @@ from torch import Tensor
 
 import diffcache
 from diffcache.attach.attention_call import AttentionCall
+from diffcache.kv.life.save import SavedCacheError, read, write
 from diffcache.method import check_int, is_number
 from diffcache.pipelines.causal_video import CausalVideo
 from diffcache.pipelines.prompt_switch import checked
+from diffcache.pipelines.saved_stream import switch_of, switch_state
 from diffcache.pipelines.video_inputs import check_latents, guided, refuse_copy
-from diffcache.video import FewSteps, Recache, Switch
+from diffcache.video import FewSteps, Recache, Switch, VideoPolicy
 
+WAITING = "waiting.safetensors"
 Change = tuple[Tensor, Switch]  # text of all rows, and what becomes of the cache
 
 
@@ -178,6 +183,49 @@ class StreamBatch:
                 "levels of both prompts run in one call"
             )
         self._switch = text, mode
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the stream and the chunks on their way into a folder, for `resume`.
+
+        Raises:
+            ValueError: If something in it has no place in a file.
+        """
+        for level, session in enumerate(self.levels):
+            session.save(Path(folder) / str(level))
+        brought = [[level, switch_state(each)] for level, each in self._brought.items()]
+        state = {"waiting": [[*each] for each in self._waiting.items()], "brought": brought,
+                 "switch": switch_state(self._switch)}  # fmt: skip
+        write(Path(folder) / WAITING, state, {"frames": [each.frames for each in self.levels]})
+
+    def resume(
+        self, folder: str | os.PathLike[str], policy: VideoPolicy | str | None = None
+    ) -> None:
+        """Go on where `save` left a stream of the same levels and size, to the bit.
+
+        Args:
+            folder: Folder that it was saved in.
+            policy: Policy that it had; None for that of this stream.
+
+        Raises:
+            FileNotFoundError: If there is no saved stream.
+            SavedCacheError: If it is altered, was cut off, or is of something else.
+        """
+        place, first = Path(folder), self.levels[0]
+        state, about = read(place / WAITING, first.prompt.device)
+        policy = first.policy if policy is None else policy
+        levels = [self.video.restore(place / str(n), policy) for n in range(len(self.levels))]
+        waiting = {int(level): x for level, x in state["waiting"]}
+        alike = levels[0].shape == first.shape and len(about["frames"]) == len(levels)
+        if not alike or about["frames"] != [session.frames for session in levels]:
+            raise SavedCacheError(
+                f"{os.fspath(folder)}: its levels are of different moments, or of another size or "
+                "number; save it again"
+            )
+        for x in waiting.values():
+            check_latents(x, first.shape)
+        self.levels, self._waiting = levels, waiting
+        self._brought = {int(level): switch_of(each) for level, each in state["brought"]}
+        self._switch = switch_of(state["switch"])
 
     def attend(self, number: int, call: AttentionCall) -> Tensor:
         """Attend over the cache of each level.

@@ -109,11 +109,11 @@ def _ask(
     query = Query(layer.rotate(k, at), start, scale, causal=False)
     if not is_clean:
         policy.first_step(store, number, query)
-    elif store.recipe.retrieve is not None:
+    elif store.recipe.retrieve is not None and not store.recipe.observes:
         store.views(number, query)
-    else:
+    else:  # queries that attend to all slots alike, which is where the most tokens count
         last = Query(query.q[:, :, -1:], start + count - 1, scale, causal=False)
-        store.attend(number, last, noted=query)
+        store.attend(number, last, noted=replace(query, q=torch.zeros_like(query.q)))
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -29,10 +29,12 @@ from diffcache.pipelines.video_inputs import (
     rotary_of,
     text_rows,
 )
-from diffcache.video import Switch, VideoPolicy
+from diffcache.video import Recache, Switch, VideoPolicy
 
 if TYPE_CHECKING:
     from diffcache.pipelines.causal_video import CausalVideo
+
+_PROMPTS = 100  # that are remembered; frames of those before count as of the oldest
 
 
 class Session:
@@ -79,6 +81,7 @@ class Session:
         self._clean = False  # in a clean pass, whose queries are those of finished frames
         self.latents: Tensor | None = None
         self._switch: tuple[Tensor, Switch] | None = None
+        self.prompts: list[tuple[int, Tensor]] = []  # first token and mean of each, for the policy
         self._busy = Lock()  # while a chunk is made
 
     __reduce_ex__ = refuse_copy
@@ -103,7 +106,7 @@ class Session:
         A stream whose cache an interrupt left half changed can go on so.
         """
         self.store = self.empty_store(self.store.read_once)
-        self.frames, self.latents = 0, None
+        self.frames, self.latents, self.prompts = 0, None, []
 
     @torch.no_grad()
     def next(self, frames: int | None = None) -> Tensor:
@@ -198,6 +201,7 @@ class Session:
     def _chunk(self, frames: int) -> Iterator[None]:
         check_alike(self, frames, self._switch)
         prompt, switch, noise = self.prompt, self._switch, self.generator.get_state()
+        prompts = self.prompts
         # Neither what is dropped nor what is observed can be taken back.
         lasting = self.policy.by_query or self.store.recipe.observes
         store = self.store.fork() if lasting or switch is not None else None
@@ -206,8 +210,10 @@ class Session:
             if switch is not None:
                 apply(self, *switch)
                 self._switch = None
+            if switch is not None or not self.prompts:
+                self._take_prompt(None if switch is None else switch[1])
             self.store.begin(frames * self.unit)
-            self.policy.begin(self.store, self.unit)
+            self.policy.begin(self.store, self.unit, self.prompts)
             self._start = self.store.seen
             yield
         except BaseException:
@@ -216,12 +222,18 @@ class Session:
                     layer.rollback(layer.seen - before)
             else:
                 self.store = store
-            self.prompt = prompt
+            self.prompt, self.prompts = prompt, prompts
             self._switch = self._switch or switch  # the former was ordered in the meantime
             self.generator.set_state(noise)
             raise
         finally:
             place(self.store, self.store.recipe.positions)
+
+    def _take_prompt(self, mode: Switch | None) -> None:
+        """Let frames from here on count as of the present prompt."""
+        mean = self.prompt[: self.batch].float().mean(1).repeat(1 + self.guided, 1)
+        before = [] if isinstance(mode, Recache) else self.prompts[-_PROMPTS:]  # made anew
+        self.prompts = [*before, (self.store.seen, mean)]
 
     def _commit(self, clean: Tensor) -> None:
         """Run the clean pass, whose keys and values stay."""

@@ -75,7 +75,10 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
         self._begins = 0  # latent frames that were not made here
         self.decoder = WanDecoder(video.pipe.vae)
         encoder = WanEncoder(video.pipe.vae) if start is not None else None
-        first = begin_with(start, size or video.way.size, encoder.pictures) if encoder else None
+        first = None
+        if encoder is not None:
+            way = video.way
+            first = begin_with(start, size or way.size, encoder.pictures, way.fps)
         if encoder is not None and first is not None:
             self._begins = 1 + (len(first) - 1) // encoder.pictures
         self.expected_bytes = self._expected(self.policy)

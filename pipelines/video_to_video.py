@@ -6,20 +6,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, repeat
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from diffcache.kv.life.save import SavedCacheError, read, write
 from diffcache.pipelines.source_pictures import Pictures, film_of, groups, to_tensor
 from diffcache.pipelines.stream_batch import StreamBatch
 from diffcache.pipelines.streaming_vae import WanDecoder, WanEncoder
 from diffcache.pipelines.video_memory import check_fits, check_grown, free_bytes
-from diffcache.pipelines.video_stream import named, to_pictures
+from diffcache.pipelines.video_stream import PICTURES, named, to_pictures
 from diffcache.video import FewSteps, MotionNoise, Switch, VideoPolicy
 
 POLICY = "stream-diffusion-v2"
@@ -144,7 +147,7 @@ class VideoToVideo:
             ValueError: If something else is given, or pictures cannot be read.
         """
         counts = chain([self.wanted], repeat(self.video.chunk * self.encoder.pictures))
-        for group in groups(film_of(source, self.size), counts):
+        for group in groups(film_of(source, self.size, self.video.way.fps), counts):
             made = self.next(group)
             if len(made):
                 yield made
@@ -162,6 +165,49 @@ class VideoToVideo:
         """
         self.batch.switch(self.video.embed(prompt), mode)
         self.prompt = prompt
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write the film into a folder, for `resume`; one that is there is replaced.
+
+        Raises:
+            ValueError: If something in it has no place in a file.
+        """
+        self.batch.save(folder)
+        state = {
+            "encoder": [self.encoder.held(), self.encoder.frames], "level": self.level,
+            "decoder": [self.decoder.held(), self.decoder.frames], "last": self._last,
+            "undecoded": self._undecoded,
+        }  # fmt: skip
+        policy = self.policy if isinstance(self.policy, str) else ""
+        about = {"prompt": self.prompt, "policy": policy, "frames": self.batch.levels[0].frames}
+        write(Path(folder) / PICTURES, state, about)
+
+    def resume(self, folder: str | os.PathLike[str]) -> None:
+        """Go on where `save` left a film of the same model and size, to the bit.
+
+        It goes on under the policy that it had, if that was given by its name.
+
+        Raises:
+            FileNotFoundError: If there is no saved film.
+            SavedCacheError: If it is altered, was cut off, or is of something else.
+        """
+        state, about = read(Path(folder) / PICTURES, self.decoder.vae.device)
+        policy = about.get("policy") or self.policy
+        each = self.video.expected_bytes(policy, size=self.size)
+        expected = len(self.batch.levels) * each
+        check_fits(named(policy), expected, self.most_bytes, {})
+        before = vars(self.batch).copy()
+        self.batch.resume(folder, policy)
+        if about.get("frames") != self.batch.levels[0].frames:
+            vars(self.batch).update(before)
+            raise SavedCacheError(
+                f"{os.fspath(folder)}: its pictures are of another moment than its caches; save it "
+                "again"
+            )
+        self.encoder.hold(*state["encoder"])
+        self.decoder.hold(*state["decoder"])
+        self.level, self._last, self._undecoded = state["level"], state["last"], state["undecoded"]
+        self.policy, self.prompt, self.expected_bytes = policy, str(about["prompt"]), expected
 
     def go_on_from(self, other: VideoToVideo) -> None:
         """Go on where another film of the same size was, with nothing of its cache.

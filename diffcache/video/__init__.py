@@ -14,12 +14,14 @@ from diffcache.video.few_steps import FewSteps as FewSteps
 from diffcache.video.flow_cache import FlowCache as FlowCache
 from diffcache.video.history_retrieval import HistoryRetrieval as HistoryRetrieval
 from diffcache.video.infinity_rope import InfinityRoPE as InfinityRoPE
+from diffcache.video.layer_budgets import LayerBudgets as LayerBudgets
 from diffcache.video.motion_noise import MotionNoise as MotionNoise
 from diffcache.video.policy import FullHistory as FullHistory
 from diffcache.video.policy import VideoPolicy as VideoPolicy
 from diffcache.video.policy import make_policy as make_policy
 from diffcache.video.quantized import Quantized as Quantized
 from diffcache.video.rolling_sink import RollingSink as RollingSink
+from diffcache.video.semantic_bank import SemanticBank as SemanticBank
 from diffcache.video.stream_diffusion_v2 import StreamDiffusionV2 as StreamDiffusionV2
 from diffcache.video.switch import Cut as Cut
 from diffcache.video.switch import Flush as Flush

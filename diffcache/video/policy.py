@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,6 +15,8 @@ from diffcache.kv.layer import KVLayer
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.store import KVStore
 from diffcache.registry import check_settings, find, read_word, unknown
+
+Prompts = Sequence[tuple[int, Tensor]]  # first token and mean, `[B, E]`, the present one last
 
 
 class VideoPolicy(ABC):
@@ -50,12 +53,14 @@ class VideoPolicy(ABC):
             unit: Tokens of a frame.
         """
 
-    def begin(self, store: KVStore, unit: int) -> None:  # noqa: B027
+    def begin(self, store: KVStore, unit: int, prompts: Prompts = ()) -> None:  # noqa: B027
         """Change held frames at the start of a chunk, beside the recipe; by default not.
 
         Args:
             store: Keys and values, with whole frames in it.
             unit: Tokens of a frame.
+            prompts: First token, and mean over the text, of each prompt that frames were made under
+                and of the present one.
         """
 
     def first_step(self, store: KVStore, index: int, query: Query) -> None:  # noqa: B027

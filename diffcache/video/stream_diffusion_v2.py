@@ -14,7 +14,7 @@ from diffcache.kv.positions import Refresh
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.store import KVStore
 from diffcache.method import check_int, is_number
-from diffcache.video.policy import VideoPolicy
+from diffcache.video.policy import Prompts, VideoPolicy
 
 Replaced = Literal["all", "least"]
 Phases = Literal["move", "stay"]
@@ -95,7 +95,7 @@ class StreamDiffusionV2(VideoPolicy):
         """Frames that `back` leaves numbers for, with sinks that stay."""
         return self.back + 1
 
-    def begin(self, store: KVStore, unit: int) -> None:
+    def begin(self, store: KVStore, unit: int, prompts: Prompts = ()) -> None:
         """Hold the sinks and the window, in this order.
 
         Raises:

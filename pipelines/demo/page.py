@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from html import escape
 from pathlib import Path
@@ -16,7 +16,8 @@ from typing import Any
 
 from diffcache.errors import DiffcacheError, MissingError
 from diffcache.pipelines.demo.images import Drawer
-from diffcache.pipelines.demo.program import Program, checked_prompt, one_of
+from diffcache.pipelines.demo.kept import is_viewer, new_viewer
+from diffcache.pipelines.demo.program import Asked, Program, checked_prompt, one_of
 from diffcache.pipelines.demo.recording import LATEST, has_mp4
 from diffcache.pipelines.demo.showing import ALONE, Viewers, show
 from diffcache.registry import find
@@ -83,15 +84,42 @@ class Handlers:
         self.program, self.viewers = program, viewers
 
     def start(
-        self, prompt: Any, policy: Any, other: Any, seed: Any, steps: Any, size: Any,
+        self, prompt: Any, policy: Any, other: Any, seed: Any, steps: Any, size: Any, viewer: Any,
         request: gr.Request,
     ) -> Iterator[tuple[Any, ...]]:  # fmt: skip
         """Film, and yield the player's value and a note for the page."""
+        yield from self._show(
+            lambda: self.program.asked(prompt, policy, seed, steps, size), request, other, viewer
+        )
+
+    def arrive(self, viewer: Any) -> tuple[Any, Any, Any]:
+        """Tell a viewer of a film that was saved; return number, button and note."""
+        saved = self.viewers.kept and self.viewers.kept.find(viewer)
+        if not saved:
+            return viewer if is_viewer(viewer) else new_viewer(), gr.skip(), gr.skip()
+        told = f"your film of {saved[0].prompt!r} was saved at chunk {saved[1]}"
+        return viewer, gr.Button(visible=True), told
+
+    def go_on(self, viewer: Any, request: gr.Request) -> Iterator[tuple[Any, ...]]:
+        """Film on from the viewer's saved film, and yield as `start` does."""
+
+        def asked() -> Asked:
+            saved = self.viewers.kept and self.viewers.kept.find(viewer)
+            if not saved:
+                raise ValueError("your film is not saved any more: start another one")
+            return saved[0]
+
+        yield from self._show(asked, request, ALONE, viewer, goes_on=True)
+
+    def _show(
+        self, settings: Callable[[], Asked], request: gr.Request, other: Any, viewer: Any,
+        goes_on: bool = False,
+    ) -> Iterator[tuple[Any, ...]]:  # fmt: skip
         kept: Any = ""  # the note of the film before goes
         try:
-            asked = self.program.asked(prompt, policy, seed, steps, size)
-            who = str(request.session_hash)
-            for value in show(self.program, self.viewers, who, asked, other):
+            who, asked = str(request.session_hash), settings()
+            values = show(self.program, self.viewers, who, asked, other, viewer, goes_on)
+            for value in values:
                 yield value["player"], value["note"] or kept
                 kept = gr.skip()
         except (ValueError, DiffcacheError) as error:
@@ -189,24 +217,27 @@ def build(program: Program, viewers: Viewers) -> gr.Blocks:
     with gr.Blocks(title=program.title, analytics_enabled=False) as page:
         gr.HTML(f"<h1>{escape(program.title)}</h1>", elem_id="head")
         if program.drawer is None:
-            _film(program, do)
+            arrived = _film(program, do)
         else:
             with gr.Tab("Film"):
-                _film(program, do)
+                arrived = _film(program, do)
             with gr.Tab("Image"):
                 _image(program.drawer, do)
+        if viewers.kept is not None:
+            page.load(do.arrive, arrived[0], arrived, **_QUICK)
         page.unload(do.leave)
     page.queue(max_size=_EVENTS * program.viewers, api_open=False)
     return page
 
 
-def _film(program: Program, do: Handlers) -> None:
-    """Lay out the films and their controls."""
+def _film(program: Program, do: Handlers) -> list[Any]:
+    """Lay out the films and their controls; return what a page that was opened fills."""
     player = gr.HTML(value={"job": ""}, html_template=_HTML, js_on_load=_SCRIPT, elem_id="player")
     with gr.Row(elem_id="say"):
         prompt = gr.Textbox(program.prompts[0], label="Prompt", elem_id="prompt", scale=6,
                             min_width=240)  # fmt: skip
         start = gr.Button("Start", variant="primary", elem_id="start", min_width=90)
+        back = gr.Button("Go on with my film", visible=False, elem_id="back", min_width=150)
         use = gr.Button("New prompt", elem_id="apply", min_width=110)
     gr.Examples([[text] for text in program.prompts], prompt, label="Try")
     if program.seen is not None:
@@ -230,10 +261,15 @@ def _film(program: Program, do: Handlers) -> None:
         save = gr.Button(_SAVE if has_mp4() else f"{_SAVE}: pip install 'diffcache[eval]'",
                          interactive=has_mp4(), elem_id="save")  # fmt: skip
         link = gr.HTML(f"the latest {LATEST / program.fps:.0f} seconds", elem_id="link")
-    asked = [prompt, policy, other, seed, steps, size]
+    # Browser and server have to agree on the secret after a restart; it protects nothing.
+    viewer = gr.BrowserState("", storage_key="diffcache-viewer", secret="diffcache")
+    asked = [prompt, policy, other, seed, steps, size, viewer]
     start.click(do.start, asked, [player, note], show_progress="hidden",
                 concurrency_limit=None, trigger_mode="multiple")  # fmt: skip
-    start.click(lambda: _PAUSE, None, pause, **_QUICK)
+    back.click(do.go_on, viewer, [player, note], show_progress="hidden", concurrency_limit=None,
+               trigger_mode="multiple")  # fmt: skip
+    gr.on([start.click, back.click], lambda: (_PAUSE, gr.Button(visible=False)), None,
+          [pause, back], **_QUICK)  # fmt: skip
     gr.on([use.click, prompt.submit], do.apply, [prompt, switch], note, **_QUICK)
     policy.input(do.policy, policy, note, **_QUICK)
     for chosen in asked[1:3]:
@@ -241,6 +277,7 @@ def _film(program: Program, do: Handlers) -> None:
     pause.click(do.pause, pause, pause, **_QUICK)
     stop.click(do.stop, None, None, **_QUICK)
     save.click(do.save, None, link, **_QUICK)
+    return [viewer, back, note]
 
 
 def _image(drawer: Drawer, do: Handlers) -> None:

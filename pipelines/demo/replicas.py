@@ -24,14 +24,14 @@ import psutil
 from numpy.typing import NDArray
 
 from diffcache.method import check_int
+from diffcache.pipelines.demo.kept import Pace
 from diffcache.pipelines.demo.stream import Film
 
 Make = Callable[[Any], Film]
-SAVED_EVERY = 4  # chunks after which a film is saved
-SHARE = 20  # times that a save took are waited before the next one, so that it costs a twentieth
 WAIT = 60.0  # seconds in which a film that lost its replica is restored
 _LOOK = 1.0  # seconds between two looks at whether a replica is still there
 IDLE = 600.0  # seconds after which a film that nobody asks for is dropped
+QUEUE = 2  # films in each replica from which on another one is started, where there may be more
 BUSY = 100  # films whose next chunk may be asked for at the same time
 STORE_BYTES = 100_000_000  # of Ray's object store, which chunks pass through
 
@@ -105,10 +105,11 @@ class RemoteFilm:
         handles: Handles of the replicas.
         place: Number of the replica that it begins in.
         folder: Folder that replicas save films in.
+        least: First replicas, which always run.
     """
 
-    def __init__(self, handles: Sequence[Any], place: int, folder: str) -> None:
-        self.place = place
+    def __init__(self, handles: Sequence[Any], place: int, folder: str, least: int) -> None:
+        self.place, self._least = place, least
         self._handles, self._name = handles, uuid.uuid4().hex
         self._folder, self._asked = os.path.join(folder, self._name), None
         self._process: tuple[str, int] | None = None  # host and number, where it is known
@@ -117,7 +118,7 @@ class RemoteFilm:
         self._made = 0  # chunks
         self._saved: int | None = None  # chunks before the latest save
         self._since: list[Mapping[str, Any]] = []  # orders after it
-        self._again = 0.0  # time from which on it is saved again
+        self._pace = Pace()
         self._finish()
 
     def begin(self, asked: Any) -> None:
@@ -144,12 +145,21 @@ class RemoteFilm:
         made: NDArray[np.uint8]
         made, self._readings = self._ask("next", *(() if seen is None else (seen,)))
         self._made += 1
-        started = time.monotonic()
-        if seen is None and self._made % SAVED_EVERY == 0 and started >= self._again:
-            self._ask("save", self._folder)
-            self._saved, self._since = self._made, []
-            self._again = time.monotonic() + SHARE * (time.monotonic() - started)
+        self._pace.save(self._made, self._save)
         return made
+
+    def _save(self) -> None:
+        self._ask("save", self._folder)
+        self._saved, self._since = self._made, []
+
+    def save(self, folder: str) -> None:
+        """Write the film into another folder, for `resume`."""
+        self._ask("save", folder)
+
+    def resume(self, folder: str) -> None:
+        """Go on where another film of these settings was saved."""
+        self._ask("resume", folder)
+        self._save()  # from which it goes on where its replica is lost
 
     def apply(self, order: Mapping[str, Any]) -> None:
         """Carry out the viewer's orders before the next chunk.
@@ -218,7 +228,7 @@ class RemoteFilm:
     def _restore(self) -> None:
         """Go on from the latest save, in the first replica that takes the film.
 
-        A film that is made from pictures is never saved, and begins anew with those that come in.
+        A film that is made from pictures and was not saved yet begins anew with those that come in.
 
         Raises:
             ValueError: If none does within a minute.
@@ -230,9 +240,9 @@ class RemoteFilm:
             orders.insert(0, ("resume", self._folder))
             goes_on = f"goes on from chunk {self._saved}, as saved"
         while time.monotonic() < latest:
-            for step in range(1, len(self._handles) + 1):  # its own, which starts anew, at last
+            for place in self._others(lost):
                 self._ends.detach()
-                self.place = (lost + step) % len(self._handles)
+                self.place = place
                 self._finish()
                 answer, process = self._call("begin", self._asked)
                 if answer == "done" and all(self._call(*order)[0] == "done" for order in orders):
@@ -244,6 +254,11 @@ class RemoteFilm:
                     return
             time.sleep(0.2)
         raise ValueError(_LOST)
+
+    def _others(self, lost: int) -> list[int]:
+        """Return the replicas that may take the film: at last its own, which starts anew."""
+        count = len(self._handles)
+        return sorted(range(count), key=lambda n: (n == lost, n >= self._least, (n - lost) % count))
 
 
 _LOST = "the replica that made this film has ended; start the film again"
@@ -257,8 +272,9 @@ def _end(handle: Any, name: str, folder: str) -> None:
 
 @contextmanager
 def replicas(
-    opened: Callable[[], Make], *, folder: str, count: int = 2, cpus: float = 1.0, gpus: float = 0.0
-) -> Iterator[Make]:
+    opened: Callable[[], Make], *, folder: str, count: int = 2, least: int | None = None,
+    cpus: float = 1.0, gpus: float = 0.0,
+) -> Iterator[Make]:  # fmt: skip
     """Start replicas under Ray Serve and yield a maker of films in them; end them all at the end.
 
     A film begins in the replica with the fewest films. Where a replica is killed, its films go on
@@ -266,23 +282,29 @@ def replicas(
     is started on this machine, unless the caller has connected to a cluster already. It takes about
     1 GB of memory before any model.
 
-    The number of replicas is fixed. Each is an application of its own: the router that Ray has for
-    sessions maps names to the replicas that are there, so that films would be sent elsewhere
-    whenever one comes or goes.
+    Each replica is an application of its own: the router that Ray has for sessions maps names to
+    the replicas that are there, so that films would be sent elsewhere whenever one comes or goes.
+    Those beyond `least` are scaled between none and one by Ray: one starts once a film waits for
+    it, as a film does where all others have two, and ends after ten minutes without requests.
 
     Args:
         opened: Loads the model in a replica and returns what makes a film of what a viewer asked
             for.
         folder: Folder that films are saved in, which all replicas reach.
-        count: Number of replicas.
+        count: Most replicas.
+        least: Replicas that always run; None for all.
         cpus: CPU cores that Ray sets aside for each.
         gpus: GPUs that Ray sets aside for each.
 
     Raises:
         ImportError: If Ray Serve is not installed.
-        ValueError: If `count` is less than 1.
+        ValueError: If a number is less than 1, or `least` above `count`.
     """
     check_int("count", count, 1)
+    least = count if least is None else least
+    check_int("least", least, 1)
+    if least > count:
+        raise ValueError(f"least={least}: must be at most count={count}")
     ray, serve = ray_serve()
     is_ours = not ray.is_initialized()
     if is_ours:
@@ -297,14 +319,15 @@ def replicas(
     try:
         serve.start(proxy_location="Disabled")
         deployment = serve.deployment(
-            num_replicas=1,
             max_ongoing_requests=BUSY,
             ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
         )(Replica)
         handles = serve.run_many([
-            serve.RunTarget(deployment.bind(opened), name=name, route_prefix=None) for name in names
+            serve.RunTarget(deployment.options(**scaling(number < least)).bind(opened), name=name,
+                            route_prefix=None)
+            for number, name in enumerate(names)
         ])  # fmt: skip
-        yield _spread(handles, films, folder)
+        yield _spread(handles, films, folder, least)
     finally:
         for film in list(films):
             film.forget()
@@ -331,20 +354,53 @@ def ray_serve() -> tuple[Any, Any]:
     return ray, serve
 
 
-def _spread(handles: list[Any], films: weakref.WeakSet[RemoteFilm], folder: str) -> Make:
+def scaling(stays: bool) -> dict[str, Any]:
+    """Return the options of a replica's deployment by which Ray starts and ends it.
+
+    Args:
+        stays: Whether it always runs.
+    """
+    if stays:
+        return {"num_replicas": 1}
+    return {"autoscaling_config": {
+        "min_replicas": 0, "initial_replicas": 0, "max_replicas": 1, "target_ongoing_requests": 1,
+        "upscale_delay_s": 0.0, "downscale_delay_s": IDLE,
+    }}  # fmt: skip
+
+
+def place_of(films: Sequence[int], least: int) -> int:
+    """Return the replica that a new film begins in.
+
+    It is the one with the fewest of those that run; where all of these have `QUEUE`, the next.
+
+    Args:
+        films: Films of each replica.
+        least: First replicas, which always run.
+    """
+    runs = [place for place, count in enumerate(films) if count or place < least]
+    fewest = min(runs, key=films.__getitem__)
+    asleep = [place for place in range(len(films)) if place not in runs]
+    return asleep[0] if asleep and films[fewest] >= QUEUE else fewest
+
+
+def _spread(
+    handles: list[Any], films: weakref.WeakSet[RemoteFilm], folder: str, least: int
+) -> Make:
     """Return a function that makes a film in the replica with the fewest.
 
     Args:
         handles: Handles of the replicas.
         films: Films of all, which the new one is added to.
         folder: Folder that films are saved in.
+        least: First replicas, which always run.
     """
     lock = threading.Lock()
 
     def make(asked: Any) -> Film:
         with lock:
             places = [film.place for film in films]
-            film = RemoteFilm(handles, min(range(len(handles)), key=places.count), folder)
+            place = place_of([*map(places.count, range(len(handles)))], least)
+            film = RemoteFilm(handles, place, folder, least)
             films.add(film)
         film.begin(asked)  # may take seconds, in which other films are placed
         return film

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from diffcache.pipelines.causal_video import CausalVideo
+    from diffcache.pipelines.demo.kept import Kept
     from diffcache.pipelines.demo.program import Program
     from diffcache.pipelines.demo.showing import Viewers
     from diffcache.pipelines.video_stream import VideoStream
@@ -54,6 +55,7 @@ Lora = Annotated[
     typer.Option(help="File of low-rank updates of the checkpoint, as LongLive's lora.pt."),
 ]
 SHIPPED, IMAGES = "sticker-causal", "sticker-flux"
+FILMS = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "diffcache" / "films"
 
 
 @guarded
@@ -208,6 +210,23 @@ def serve(
             min=1, metavar="N", help="Film in N processes of Ray Serve, each with a model."
         ),
     ] = None,
+    ray_least: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Processes that stay; others start as films wait, up to --ray."
+        ),
+    ] = None,
+    keep: Annotated[
+        Path,
+        typer.Option(
+            metavar="FOLDER",
+            help="Films are saved here every few chunks, so that viewers go on with them after a "
+            "restart, for a day.",
+        ),
+    ] = FILMS,
+    keep_mb: Annotated[
+        int, typer.Option(min=0, help="MB of saved films, of which the oldest go; 0 saves none.")
+    ] = 1000,
     threads: Threads = 1,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -226,6 +245,8 @@ def serve(
 
         diffcache serve --ray 2
     """
+    if ray_least is not None and ray_least > (ray or 0):
+        raise ValueError(f"--ray-least {ray_least}: must be at most --ray, {ray or 'not given'}")
     place, chosen = device_of(device), free_port(host, port)
     gpus = gpus_of(place, ray) if ray else 0.0
     with tempfile.TemporaryDirectory(prefix="diffcache-serve-") as folder:
@@ -249,27 +270,55 @@ def serve(
         if images is None:
             images = IMAGES if model == SHIPPED else ""
         if images:
-            program = replace(program, drawer=Drawer(images, dtype, str(place)))
+            both = program.title.replace(" - ", f", {Path(images).name} - ")
+            program = replace(program, drawer=Drawer(images, dtype, str(place)), title=both)
         names = (host, *(known_as or ()))
+        kept = _kept(keep, keep_mb)
         if ray is None:
-            run(program, names, chosen, typer.echo)
+            run(program, names, chosen, typer.echo, kept)
             return
         films = os.path.join(folder, "films")
         with replicas(
-            lambda: opened(str(place)).make, folder=films, count=ray, cpus=threads, gpus=gpus
+            lambda: opened(str(place)).make,
+            folder=films,
+            count=ray,
+            least=ray_least,
+            cpus=threads,
+            gpus=gpus,
         ) as make:
             program = replace(program, make=make)  # which drops the model of this process
-            run(program, names, chosen, typer.echo)
+            run(program, names, chosen, typer.echo, kept)
 
 
-def run(program: Program, hosts: Sequence[str], port: int, tell: Callable[[str], None]) -> None:
-    """Serve a page until the process is interrupted; nothing of it is left then.
+def _kept(folder: Path, most_mb: int) -> Kept | None:
+    """Return the saved films of a folder; None where none are to be saved.
+
+    Raises:
+        ValueError: If nothing can be saved there.
+    """
+    from diffcache.pipelines.demo.kept import Kept
+
+    try:
+        return Kept(folder.expanduser(), most_mb * 2**20) if most_mb else None
+    except OSError as error:
+        raise ValueError(
+            f"--keep {folder}: no films can be saved there ({error.strerror}); name another folder,"
+            " or pass --keep-mb 0"
+        ) from error
+
+
+def run(
+    program: Program, hosts: Sequence[str], port: int, tell: Callable[[str], None],
+    kept: Kept | None = None,
+) -> None:  # fmt: skip
+    """Serve a page until the process is interrupted; nothing but saved films is left then.
 
     Args:
         program: Films that the page shows.
         hosts: Address, and further names by which browsers ask for it.
         port: Port, a free one.
         tell: Prints a line.
+        kept: Saved films, from which viewers go on.
     """
 
     def end(*_: object) -> None:
@@ -278,7 +327,7 @@ def run(program: Program, hosts: Sequence[str], port: int, tell: Callable[[str],
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, end)  # which would leave the temporary folder
     try:
-        with served(program, hosts, port) as (url, _, _):
+        with served(program, hosts, port, kept) as (url, _, _):
             tell(f"{program.title} at {url} - Ctrl-C ends it")
             threading.Event().wait()
     except KeyboardInterrupt:
@@ -287,7 +336,7 @@ def run(program: Program, hosts: Sequence[str], port: int, tell: Callable[[str],
 
 @contextmanager
 def served(
-    program: Program, hosts: Sequence[str], port: int
+    program: Program, hosts: Sequence[str], port: int, kept: Kept | None = None
 ) -> Iterator[tuple[str, gr.Blocks, Viewers]]:
     """Serve a page, and give its address, itself and everybody's films, which end with it.
 
@@ -295,13 +344,14 @@ def served(
         program: Films that the page shows.
         hosts: Address, and further names by which browsers ask for it.
         port: Port, a free one.
+        kept: Saved films, from which viewers go on.
     """
     from diffcache.pipelines.demo.door import Listeners, guarded_by
     from diffcache.pipelines.demo.page import STYLE, build
     from diffcache.pipelines.demo.showing import Viewers
 
     listeners = Listeners()
-    viewers = Viewers(program.viewers, listeners)
+    viewers = Viewers(program.viewers, listeners, kept)
     page = build(program, viewers)
     try:
         _, url, _ = page.launch(

@@ -188,6 +188,14 @@ class LiveFilm:
             self._colors.forget()
         self.live = live
 
+    def save(self, folder: str) -> None:
+        """Write the film into a folder, for `resume`."""
+        self.live.save(folder)
+
+    def resume(self, folder: str) -> None:
+        """Go on where another film of these settings was saved."""
+        self.live.resume(folder)
+
     def news(self) -> str:
         """Return nothing: all that becomes of this film, the viewer has ordered."""
         return ""

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from diffcache.pipelines.demo.kept import Kept, is_viewer
 from diffcache.pipelines.demo.program import Asked, Program, one_of
 from diffcache.pipelines.demo.recording import Recording, jpeg
 from diffcache.pipelines.demo.source import ANEW, MOST_SIDE, Reader, Source, checked_pictures
-from diffcache.pipelines.demo.stream import Chunk, Stream
+from diffcache.pipelines.demo.stream import Chunk, Film, Stream
 from diffcache.run_report import human
 
 POINTS = 240  # points of a plot, one a second
@@ -76,10 +77,13 @@ class Viewers:
     Args:
         most: Showings that may run at the same time.
         listeners: Sessions whose pages take what they are sent; None for all.
+        kept: Saved films, from which viewers go on; None where none are saved.
     """
 
-    def __init__(self, most: int, listeners: Container[str] | None = None) -> None:
-        self.most, self._listeners = most, listeners
+    def __init__(
+        self, most: int, listeners: Container[str] | None = None, kept: Kept | None = None
+    ) -> None:
+        self.most, self._listeners, self.kept = most, listeners, kept
         self._showings: dict[str, Showing] = {}
         self._sources: dict[str, Source] = {}  # the latest that sent something last
         self._lock = threading.Lock()
@@ -203,8 +207,9 @@ class Viewers:
 
 
 def show(
-    program: Program, viewers: Viewers, who: str, asked: Asked, other: str = ALONE
-) -> Iterator[dict[str, Any]]:
+    program: Program, viewers: Viewers, who: str, asked: Asked, other: str = ALONE,
+    viewer: str = "", goes_on: bool = False,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
     """Yield the values of a page, chunk by chunk, and end the films when nobody takes them.
 
     Args:
@@ -213,6 +218,8 @@ def show(
         who: Session of the viewer.
         asked: Settings of the film.
         other: Name of the policy of a film beside it; `ALONE` for none.
+        viewer: Number of the viewer, by which the first film is saved; empty to save none.
+        goes_on: Whether the first film goes on from the viewer's saved one.
 
     Raises:
         ValueError: If there are too many viewers, nobody listens, there is no such policy, or the
@@ -224,8 +231,12 @@ def show(
         else [asked.policy, one_of("policy", other, program.policies)]
     )
     viewers.wait_for(who)
-    asked, source = _with_pictures(program, asked, viewers.source(who))
-    makers = [partial(program.make, replace(asked, policy=name)) for name in names]
+    asked, source = _with_pictures(program, asked, viewers.source(who), goes_on)
+    makers: list[Callable[[], Film]] = [
+        partial(program.make, replace(asked, policy=name)) for name in names
+    ]
+    if viewers.kept is not None and is_viewer(viewer):
+        makers[0] = partial(viewers.kept.film, viewer, asked, makers[0], goes_on)
     streams = [Stream(make) for make in makers]
     showing = Showing(names, streams, Recording(len(names), program.fps))
     viewers.begin(who, showing)
@@ -240,7 +251,7 @@ def show(
 
 
 def _with_pictures(
-    program: Program, asked: Asked, source: Source | None
+    program: Program, asked: Asked, source: Source | None, goes_on: bool
 ) -> tuple[Asked, Source | None]:
     """Return the settings of a film with the pictures it begins with, and those that come in.
 
@@ -248,10 +259,18 @@ def _with_pictures(
         program: Films that can be shown.
         asked: Settings of the film.
         source: The viewer's camera or file; None for none.
+        goes_on: Whether it goes on from a saved film, which has its beginning.
 
     Raises:
-        ValueError: If a picture cannot be read.
+        ValueError: If a picture cannot be read, or none come in for a saved film made from some.
     """
+    if goes_on and not asked.anew:
+        return asked, None
+    if goes_on and (source is None or source.use != ANEW):
+        raise ValueError(
+            "your film is made from pictures: turn the camera on, or choose a file, and say that "
+            "the film is made from it; then go on"
+        )
     if source is None or program.seen is None:
         return asked, None
     if source.use == ANEW:

@@ -31,11 +31,14 @@ CANVAS = """() => {
 
 
 @contextmanager
-def server(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def server(
+    folder: Path, *arguments: str, port: str = "0"
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Run `diffcache serve` on a free port; give the process and its address, and end it."""
     for name in ("cwd", "tmp"):
-        (folder / name).mkdir()
-    command = [sys.executable, "-m", "diffcache", "serve", *arguments, "--port", "0"]
+        (folder / name).mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "diffcache", "serve", *arguments, "--port", port]
+    command += ["--keep", str(folder / "films")]
     # diffusers imports torch's compiler, which makes its folder wherever temporary files are.
     own = {"TMPDIR": str(folder / "tmp"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiler")}
     process = subprocess.Popen(
@@ -244,3 +247,33 @@ def test_a_page_streams_takes_orders_stops_and_leaves_nothing(
         assert (process.returncode, "".join(own)) == (0, "ended"), told
     assert problems == []
     assert [list((tmp_path / name).iterdir()) for name in ("cwd", "tmp")] == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no browser")
+def test_a_film_goes_on_after_the_server_was_killed(tmp_path: Path) -> None:
+    """With `kill -9`, at the same port, in the same browser, and in no other one."""
+    pytest.importorskip("gradio", reason="gradio is not installed")
+    problems: list[str] = []
+    with browser_page(problems) as page:
+        with server(tmp_path, "--images", "") as (process, address):
+            page.goto(address, wait_until="domcontentloaded")
+            page.locator("#prompt textarea").fill("a fox on grass")
+            page.click("#start")
+            page.wait_for_function(f"{SHOWN} >= 30")  # five chunks, of which the fourth is saved
+            assert page.locator("#back").count() == 0
+            process.kill()
+            process.wait()
+        with server(tmp_path, "--images", "", port=address.split(":")[-1].strip("/")):
+            page.goto(address, wait_until="domcontentloaded")
+            page.locator("#note", has_text="your film of 'a fox on grass' was saved").wait_for()
+            if os.environ.get("DIFFCACHE_SCREENS"):
+                draw_screen(page, Path(os.environ["DIFFCACHE_SCREENS"]) / "serve-restart.png")
+            page.click("#back")
+            page.locator("#note", has_text=re.compile("goes on from chunk .*, as saved")).wait_for()
+            page.wait_for_function(f"{SHOWN} >= 6")
+            other = page.context.browser.new_page()  # of a profile of its own
+            other.goto(address, wait_until="domcontentloaded")
+            other.locator("#start").wait_for()
+            other.wait_for_timeout(2000)
+            assert other.locator("#back").count() == 0

@@ -38,7 +38,7 @@ def asked(port: int, path: str, body: dict[str, Any] | None = None) -> socket.so
 
 def join(port: int, start: int, who: str) -> None:
     """Press Start, as a page of this session."""
-    data = ["red", "window", showing.ALONE, 0, 4, "16 x 24"]
+    data = ["red", "window", showing.ALONE, 0, 4, "16 x 24", ""]
     order = {"data": data, "fn_index": start, "session_hash": who, "trigger_id": None}
     with asked(port, "queue/join", order) as connection:
         assert b" 200 " in connection.recv(4096).split(b"\r\n")[0]

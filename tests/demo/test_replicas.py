@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diffcache.pipelines.demo.replicas import replicas
+from diffcache.pipelines.demo.replicas import IDLE, place_of, replicas, scaling
 
 
 def opener() -> Any:
@@ -63,6 +63,23 @@ def opener() -> Any:
         return Film
 
     return opened
+
+
+def test_replicas_are_scaled_by_the_films_that_wait() -> None:
+    """Films go where few are, and to a replica that sleeps once all others have two."""
+    films, least, begun = [0, 0, 0], 1, []
+    for _ in range(8):
+        begun.append(place_of(films, least))
+        films[begun[-1]] += 1
+    assert begun == [0, 0, 1, 1, 2, 2, 0, 1]
+    assert [place_of(films, 3) for films in ([2, 1, 1], [0, 0, 0])] == [1, 0]
+    assert place_of([1, 0, 2], 1) == 0  # nobody waits: the second goes on sleeping
+    assert scaling(True) == {"num_replicas": 1}
+    config = pytest.importorskip("ray.serve.config", reason="needs ray[serve]")
+    (told,) = scaling(False).values()
+    found = config.AutoscalingConfig(**told)  # refuses what Ray does not know
+    assert (found.min_replicas, found.max_replicas, found.initial_replicas) == (0, 1, 0)
+    assert found.downscale_delay_s == IDLE and found.upscale_delay_s == 0
 
 
 @pytest.mark.slow

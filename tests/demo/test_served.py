@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 def call(*arguments: object) -> tuple[int, str]:
-    done = CliRunner().invoke(cli.app, ["serve", *map(str, arguments)])
+    done = CliRunner().invoke(cli.app, ["serve", "--keep-mb", "0", *map(str, arguments)])
     return done.exit_code, done.output
 
 
@@ -89,7 +89,7 @@ def test_what_cannot_be_served_is_said_in_one_line(
 
 
 def test_replicas_open_the_model_and_make_the_films_of_the_page(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pytest.importorskip("gradio", reason="gradio is not installed")
     given: dict[str, Any] = {}
@@ -124,7 +124,13 @@ def test_replicas_open_the_model_and_make_the_films_of_the_page(
     assert call(*model, "--ray", 3, "--threads", 1, "--viewers", 5) == (0, "")
     program = given.pop("program")
     assert Path(given.pop("folder")).name == "films"
-    assert given == {"count": 3, "cpus": 1, "gpus": 0.0}
+    assert given == {"count": 3, "least": None, "cpus": 1, "gpus": 0.0}
+    code, told = call(*model, "--ray", 2, "--ray-least", 3)
+    assert code == 2 and told == "error: --ray-least 3: must be at most --ray, 2\n"
+    file = tmp_path / "file"
+    file.touch()
+    code, told = call(*model, "--keep-mb", 5, "--keep", file)
+    assert code == 2 and f"--keep {file}: no films can be saved there" in told
     assert program.make(asked) == ("replica", film)
     assert (program.title, program.viewers) == ("here", 5)
     for number in (0, -1, 1.5, "two"):

@@ -25,8 +25,10 @@ from diffcache.video import (
     FullHistory,
     HistoryRetrieval,
     InfinityRoPE,
+    LayerBudgets,
     Quantized,
     RollingSink,
+    SemanticBank,
     StreamDiffusionV2,
     VideoPolicy,
     Window,
@@ -111,6 +113,9 @@ LIMITS: list[tuple[VideoPolicy, VideoPolicy, float, VideoPolicy | None]] = [
     (DeepForcing(15, 3, 8, 4), FullHistory(), 1e-6, DeepForcing(9, 3, 8, 4)),
     (HistoryRetrieval(3, 5, count=0), Window(3, 0), 1e-5, HistoryRetrieval(3, 5, count=2)),
     (HistoryRetrieval(3, 5, count=5), Window(7, 1), 1e-5, None),
+    (SemanticBank(3, 20, count=20, mass=1), FullHistory(), 1e-5,
+     SemanticBank(3, 20, count=20, mass=0.5)),
+    (LayerBudgets(30), FullHistory(), 1e-6, LayerBudgets(8)),
     (StreamDiffusionV2(3, 3, threshold=-1.0, refresh=1000), Window(3, 3, "absolute"), 1e-5,
      StreamDiffusionV2(3, 3, threshold=1.0, refresh=1000)),
     # A refresh moves all frames of a window alike, which rotary embedding does not see.
@@ -162,6 +167,9 @@ def test_memory_stays_as_it_is_and_a_chunk_that_is_cut_off_leaves_nothing(
                 one.next()
         assert torch.equal(one.next(), other.next())  # they take turns, too
         sizes.append([(layer.held, one.store.nbytes) for layer in one.store.layers])
+    if name == "semantic-bank":  # in which each chunk leaves as many tokens as matter
+        assert max(held for size in sizes for held, _ in size) < (3 + 4 + CHUNK) * UNIT
+        return
     if name != "deep-forcing":  # where a cut comes at every second chunk
         assert len({str(size) for size in sizes[4:]}) == 1
     assert len({held for size in sizes[3:] for held, _ in size}) <= 2

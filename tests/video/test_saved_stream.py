@@ -88,7 +88,7 @@ def test_a_saved_stream_of_something_else_is_refused(tmp_path: Path) -> None:
     ("where", "change"),
     [
         ("about.facts", 7), ("about.facts", {}), ("noise", 7), ("noise", lambda x: x[:-1]), ("frames", -1),
-        ("frames", 2), ("size", (16, 8)), ("size", "8"), ("recall", "x"),
+        ("frames", 2), ("size", (16, 8)), ("size", "8"), ("recall", "x"), ("prompts", [[0, torch.ones(2)]]), ("prompts", [[0.5, 3]]),
         ("latents", lambda x: x[0]), ("latents", lambda x: x * torch.nan), ("latents", 2**31),
         ("prompt", lambda x: x[..., :5]), ("switch", 3), ("switch.mode", "Other"),
         ("switch.settings", {"last": -1}), ("switch.prompt", lambda x: x[..., :5]),

@@ -179,7 +179,9 @@ def test_the_bytes_that_are_told_before_are_those_that_are_held(
         held = []
         for _ in stream:
             held.append(stream.session.store.nbytes)
-        assert stream.expected_bytes == max(held) and len(held) == 12
+        assert stream.expected_bytes >= max(held) and len(held) == 12
+        if name not in ("semantic-bank", "layer-budgets"):  # which hold less, by what they see
+            assert stream.expected_bytes == max(held)
     longer = video.expected_bytes(name, frames=72, **SHORT)
     assert (longer > video.expected_bytes(name, **SHORT)) == (name == "full")
 

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from diffcache import cli
 from diffcache.errors import AttachError
+from diffcache.kv.life.save import SavedCacheError
 from diffcache.pipelines.causal_video import CausalVideo
 from diffcache.pipelines.source_pictures import begin_with, film_of, to_tensor
 from diffcache.pipelines.stream_batch import StreamBatch
@@ -155,13 +156,20 @@ def test_a_video_is_made_anew_as_stream_diffusion_v2_does(video: CausalVideo) ->
     assert np.abs(np.concatenate(list(still.of(film))).astype(int) - wanted).max() > 8
 
 
-def test_chunks_on_their_way_come_later_and_take_orders(video: CausalVideo) -> None:
+def test_chunks_on_their_way_come_later_take_orders_and_are_saved(
+    video: CausalVideo, tmp_path: Path
+) -> None:
     live, plain = (VideoToVideo(video, "a crab", seed=2, **SHORT) for _ in "ab")
     endless = (pictures(1, seed)[0] for seed in count())
     taken = [np.stack([next(endless) for _ in range(wanted)]) for wanted in (5, 6, 6, 6)]
     assert [len(live.next(group)) for group in taken[:3]] == [0, 0, 5]
     assert live.wanted == 6
     live.switch("a fox")
+    live.save(tmp_path)  # with two chunks on their way, and an order
+    saved = VideoToVideo(video, "a dog", seed=5, size=SIZE, policy="window")
+    saved.resume(tmp_path)
+    assert (saved.prompt, saved.policy) == ("a fox", SHORT["policy"])
+    goes_on = [saved.next(taken[3]), *saved.finish()]
     with pytest.raises(ValueError, match=r"pictures=uint8 \[5, 16, 32, 3\]: must be uint8 \[6, "):
         live.next(taken[0])
     held = live.encoder.frames
@@ -176,11 +184,28 @@ def test_chunks_on_their_way_come_later_and_take_orders(video: CausalVideo) -> N
     stop.remove()
     both, last = live.finish()
     shown = [both[:6], both[6:], last]
+    assert np.array_equal(np.concatenate(goes_on), np.concatenate(shown))
+    with pytest.raises(SavedCacheError, match="of another size or number"):
+        VideoToVideo(video, "a fox", size=SIZE[::-1], policy=SHORT["policy"]).resume(tmp_path)
     for group in taken:
         before = plain.next(group)
     others = [before, *plain.finish()]
     assert [len(each) for each in shown] == [6, 6, 6] == [len(each) for each in others]
     assert np.array_equal(shown[0], others[0]) and not np.array_equal(shown[2], others[2])
+
+
+def turned_film(file: Path) -> None:
+    """Write 13 pictures at 24 a second, on their side: red where the top is, ever greener."""
+    av = pytest.importorskip("av", reason="PyAV is not installed")
+    with av.open(str(file), "w") as container:
+        stream = container.add_stream("mpeg4", rate=24)
+        stream.width, stream.height, stream.pix_fmt = 64, 32, "yuv420p"
+        stream.set_display_rotation(-90)  # clockwise: what is on the left comes to the top
+        for number in range(13):
+            picture = np.zeros((32, 64, 3), np.uint8)
+            picture[:, :32, 0], picture[..., 1] = 220, 10 * number
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, format="rgb24")))
+        container.mux(stream.encode())
 
 
 def test_sources_are_scaled_and_what_is_none_is_refused(video: CausalVideo, tmp_path: Path) -> None:
@@ -191,6 +216,14 @@ def test_sources_are_scaled_and_what_is_none_is_refused(video: CausalVideo, tmp_
     assert np.array_equal(picture, begin_with([wide, wide, wide], SIZE, 2)[2])
     clear = Image.new("RGBA", SIZE[::-1], (0, 0, 0, 0))
     assert all((each == 255).all() for each in film_of([clear, clear.convert("LA")], SIZE))
+    turned_film(tmp_path / "turned.mp4")
+    frames = list(film_of(tmp_path / "turned.mp4", (32, 16), video.way.fps))
+    assert len(frames) == 7  # of half a second and a bit at 12 pictures a second
+    reds = [[int(part.mean()) for part in (each[:8, :, 0], each[-8:, :, 0])] for each in frames]
+    assert all(top > 150 > 60 > bottom for top, bottom in reds)  # of a film on its side
+    greens = np.array([each[..., 1].mean() for each in frames])
+    assert np.all(np.abs(np.diff(greens) - 20) < 8)  # every second picture of it
+    assert len(list(film_of(tmp_path / "turned.mp4", (32, 16)))) == 13
     Image.fromarray(np.full(SIZE, 40_000, np.uint16)).save(tmp_path / "deep.png")
     (tmp_path / "bad.png").write_bytes(b"GIF89a")
     (tmp_path / "bad.mp4").write_bytes(b"no film")

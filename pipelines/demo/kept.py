@@ -1,0 +1,211 @@
+"""Keep viewers' films in a folder, so that they go on after the server was started anew."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from diffcache.kv.life.save import SavedCacheError
+from diffcache.pipelines.demo.program import Asked, checked_prompt
+from diffcache.pipelines.demo.stream import Film
+
+SAVED_EVERY = 4  # chunks after which a film is saved
+SHARE = 20  # times that a save took are waited before the next one, so that it costs a twentieth
+DAY = 86_400.0  # seconds after which a film goes
+_NOTE = "film.json"
+
+
+class Pace:
+    """Moments at which a film is saved: every few chunks, and at most a twentieth of the time."""
+
+    def __init__(self) -> None:
+        self._again = 0.0  # time from which on it is saved again
+
+    def save(self, made: int, work: Callable[[], object]) -> bool:
+        """Save a film if it is due, and return whether it was.
+
+        Args:
+            made: Chunks of it.
+            work: Saves it.
+        """
+        started = time.monotonic()
+        if made % SAVED_EVERY or started < self._again:
+            return False
+        work()
+        self._again = time.monotonic() + SHARE * (time.monotonic() - started)
+        return True
+
+
+class Kept:
+    """The latest film of every viewer, in a folder from which old ones go.
+
+    A viewer is known by a number that the browser keeps, of which the folder has a digest alone.
+
+    Args:
+        folder: The folder, made if need be.
+        most_bytes: Bytes of all films; the oldest go.
+        seconds: Age at which a film goes.
+    """
+
+    def __init__(self, folder: Path, most_bytes: int, seconds: float = DAY) -> None:
+        self.folder, self.most_bytes, self.seconds = folder, most_bytes, seconds
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._lock = threading.Lock()
+        self._latest: dict[str, object] = {}  # viewer -> the film that is theirs
+        self.sweep()
+
+    def place(self, viewer: str) -> Path:
+        """Return the folder of a viewer's film."""
+        return self.folder / hashlib.sha256(viewer.encode()).hexdigest()
+
+    def find(self, viewer: str) -> tuple[Asked, int] | None:
+        """Return settings and chunks of a viewer's saved film; None where there is none."""
+        note = _read(self.place(viewer)) if is_viewer(viewer) else None
+        return None if note is None else (note[0], note[1])
+
+    def film(self, viewer: str, asked: Asked, make: Callable[[], Film], goes_on: bool) -> Film:
+        """Return a film that is saved as it is made.
+
+        Args:
+            viewer: Number of the viewer.
+            asked: Settings of the film.
+            make: Makes it.
+            goes_on: Whether it goes on from the viewer's saved film.
+
+        Raises:
+            ValueError: If the saved film is not there any more, or is of something else.
+        """
+        film = _KeptFilm(self, viewer, asked, make(), goes_on)
+        with self._lock:
+            self._latest[viewer] = film
+        return film
+
+    def save(self, film: _KeptFilm) -> None:
+        """Write a film, unless its viewer has begun another one.
+
+        A save that is cut off leaves the one before.
+        """
+        with self._lock:
+            if self._latest.get(film.viewer) is not film:
+                return
+        place = self.place(film.viewer)
+        place.mkdir(exist_ok=True, mode=0o700)
+        before = _read(place)
+        turn = "b" if before is not None and before[2] == "a" else "a"
+        film.film.save(str(place / turn))  # type: ignore[attr-defined]
+        asked = film.asked
+        note = {"prompt": asked.prompt, "policy": asked.policy, "seed": asked.seed,
+                "steps": asked.steps, "size": asked.size, "anew": asked.anew,
+                "made": film.made, "turn": turn}  # fmt: skip
+        (place / "new").write_text(json.dumps(note), encoding="utf-8")
+        os.replace(place / "new", place / _NOTE)
+        self.sweep()
+
+    def resume(self, film: _KeptFilm) -> int:
+        """Let a film go on from its viewer's saved one, and return how many chunks that had.
+
+        Raises:
+            ValueError: If that is not there any more, or is of something else.
+        """
+        place = self.place(film.viewer)
+        note = _read(place)
+        try:
+            if note is None:
+                raise FileNotFoundError
+            film.film.resume(str(place / note[2]))  # type: ignore[attr-defined]
+        except FileNotFoundError:
+            raise ValueError("your film is not saved any more: start another one") from None
+        except SavedCacheError as error:
+            raise ValueError(f"your film cannot go on here, start another one: {error}") from error
+        return note[1]
+
+    def sweep(self) -> None:
+        """Remove films that are too old, and the oldest where all take too much room."""
+        with self._lock:
+            room, oldest = self.most_bytes, time.time() - self.seconds
+            places = [(_changed(place), place) for place in self.folder.iterdir()]
+            for changed, place in sorted(places, reverse=True):
+                room -= sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
+                if room < 0 or changed < oldest:
+                    shutil.rmtree(place, ignore_errors=True)
+
+
+class _KeptFilm:
+    """A film that is saved every few chunks."""
+
+    def __init__(self, kept: Kept, viewer: str, asked: Asked, film: Film, goes_on: bool) -> None:
+        self.viewer, self.asked, self.film = viewer, asked, film
+        self._kept, self._pace, self._news = kept, Pace(), ""
+        self.made = 0  # chunks
+        if goes_on:
+            self.made = kept.resume(self)
+            self._news = f"the film goes on from chunk {self.made}, as saved"
+
+    def next(self, seen: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
+        """Return the frames of the next chunk, and save the film if that is due."""
+        frames = self.film.next() if seen is None else self.film.next(seen)
+        self.made += 1
+        try:
+            self._pace.save(self.made, lambda: self._kept.save(self))
+        except OSError as error:  # the film is worth more than its save
+            self._news = f"the film could not be saved ({error.strerror})"
+        return frames
+
+    def apply(self, order: Mapping[str, Any]) -> None:
+        """Carry out the viewer's orders."""
+        self.film.apply(order)
+        told = {name: order[name] for name in ("prompt", "policy") if name in order}
+        self.asked = replace(self.asked, **told)
+
+    def news(self) -> str:
+        """Return the news of the film and of its saves."""
+        news, self._news = self._news, ""
+        return self.film.news() or news
+
+    def readings(self) -> dict[str, float]:
+        """Return the read-outs of the film."""
+        return self.film.readings()
+
+
+def new_viewer() -> str:
+    """Return a number that a browser is known by, which nobody guesses."""
+    return secrets.token_hex(16)
+
+
+def is_viewer(value: object) -> bool:
+    """Return whether a value from a browser is such a number."""
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{32}", value) is not None
+
+
+def _read(place: Path) -> tuple[Asked, int, str] | None:
+    """Return settings, chunks and folder of a saved film; None where there is none."""
+    try:
+        note = json.loads((place / _NOTE).read_text(encoding="utf-8"))
+        height, width = map(int, note["size"])
+        asked = Asked(checked_prompt(note["prompt"]), str(note["policy"]), int(note["seed"]),
+                      int(note["steps"]), (height, width), anew=bool(note["anew"]))  # fmt: skip
+        return asked, int(note["made"]), "b" if note["turn"] == "b" else "a"
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _changed(place: Path) -> float:
+    """Return the time at which a film was saved last."""
+    try:
+        note = place / _NOTE
+        return (note if note.exists() else place).stat().st_mtime
+    except OSError:  # another server removed it
+        return 0.0
