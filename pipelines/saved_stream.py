@@ -17,7 +17,7 @@ from diffcache.kv.store import KVStore
 from diffcache.method import check_int
 from diffcache.pipelines.context_parallel import ranks_of
 from diffcache.pipelines.video_inputs import check_latents
-from diffcache.video import Cut, FewSteps, Flush, Keep, Recache, Switch, VideoPolicy
+from diffcache.video import Cut, FewSteps, Flush, Keep, Recache, VideoPolicy
 
 STREAM, CACHE = "stream.safetensors", "cache.safetensors"
 SWITCHES: dict[str, Any] = {mode.__name__: mode for mode in (Keep, Flush, Recache, Cut)}
@@ -56,7 +56,7 @@ def state_of(session: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def switch_state(switch: tuple[Tensor, Switch] | None) -> dict[str, Any] | None:
+def switch_state(switch: tuple[Tensor, Any] | None) -> dict[str, Any] | None:
     """Return a switch that has not taken effect as plain values, for `switch_of`.
 
     Raises:
@@ -71,8 +71,8 @@ def switch_state(switch: tuple[Tensor, Switch] | None) -> dict[str, Any] | None:
     return {"prompt": prompt, "mode": name, "settings": asdict(mode)}
 
 
-def switch_of(state: Mapping[str, Any] | None) -> tuple[Tensor, Switch] | None:
-    """Return the switch that `switch_state` wrote."""
+def switch_of(state: Mapping[str, Any] | None) -> Any:
+    """Return text and mode of the switch that `switch_state` wrote; None for none."""
     if state is None:
         return None
     return state["prompt"], SWITCHES[state["mode"]](**state["settings"])
