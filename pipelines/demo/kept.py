@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import re
-import secrets
 import shutil
 import threading
 import time
@@ -180,13 +179,8 @@ class _KeptFilm:
         return self.film.readings()
 
 
-def new_viewer() -> str:
-    """Return a number that a browser is known by, which nobody guesses."""
-    return secrets.token_hex(16)
-
-
 def is_viewer(value: object) -> bool:
-    """Return whether a value from a browser is such a number."""
+    """Return whether a value is a number that a browser is known by, which nobody guesses."""
     return isinstance(value, str) and re.fullmatch("[0-9a-f]{32}", value) is not None
 
 

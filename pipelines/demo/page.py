@@ -16,7 +16,6 @@ from typing import Any
 
 from diffcache.errors import DiffcacheError, MissingError
 from diffcache.pipelines.demo.images import Drawer
-from diffcache.pipelines.demo.kept import is_viewer, new_viewer
 from diffcache.pipelines.demo.program import Asked, Program, checked_prompt, one_of
 from diffcache.pipelines.demo.recording import LATEST, has_mp4
 from diffcache.pipelines.demo.showing import ALONE, Viewers, show
@@ -67,6 +66,16 @@ _EVENTS = 8  # times the viewers at a time, whose films or pictures may wait for
 _PAUSE, _RESUME = "Pause", "Go on"
 _QUICK: dict[str, Any] = {"queue": False, "show_progress": "hidden"}
 _NOT_RUNNING = "**nothing is running:** press Start first"
+# Puts the number that this browser is known by in the place of the last input.
+_VIEWER = """(...given) => {
+  let mine = localStorage.getItem('diffcache-viewer') || '';
+  if (!/^[0-9a-f]{32}$/.test(mine)) {
+    const bytes = Array.from(crypto.getRandomValues(new Uint8Array(16)));
+    mine = bytes.map((byte) => byte.toString(16).padStart(2, '0')).join('');
+    localStorage.setItem('diffcache-viewer', mine);
+  }
+  return [...given.slice(0, -1), mine];
+}"""
 _DRAW, _DRAWS = "Draw", "Draws ..."
 _IDLE = '<div class="idle">A picture without a cache, the same with it, and the difference.</div>'
 _log = logging.getLogger("diffcache.serve")
@@ -92,13 +101,13 @@ class Handlers:
             lambda: self.program.asked(prompt, policy, seed, steps, size), request, other, viewer
         )
 
-    def arrive(self, viewer: Any) -> tuple[Any, Any, Any]:
-        """Tell a viewer of a film that was saved; return number, button and note."""
+    def arrive(self, viewer: Any) -> tuple[Any, Any]:
+        """Tell a viewer of a film that was saved; return button and note."""
         saved = self.viewers.kept and self.viewers.kept.find(viewer)
         if not saved:
-            return viewer if is_viewer(viewer) else new_viewer(), gr.skip(), gr.skip()
+            return gr.skip(), gr.skip()
         told = f"your film of {saved[0].prompt!r} was saved at chunk {saved[1]}"
-        return viewer, gr.Button(visible=True), told
+        return gr.Button(visible=True), told
 
     def go_on(self, viewer: Any, request: gr.Request) -> Iterator[tuple[Any, ...]]:
         """Film on from the viewer's saved film, and yield as `start` does."""
@@ -224,7 +233,7 @@ def build(program: Program, viewers: Viewers) -> gr.Blocks:
             with gr.Tab("Image"):
                 _image(program.drawer, do)
         if viewers.kept is not None:
-            page.load(do.arrive, arrived[0], arrived, **_QUICK)
+            page.load(do.arrive, arrived[0], arrived[1:], js=_VIEWER, **_QUICK)
         page.unload(do.leave)
     page.queue(max_size=_EVENTS * program.viewers, api_open=False)
     return page
@@ -261,13 +270,11 @@ def _film(program: Program, do: Handlers) -> list[Any]:
         save = gr.Button(_SAVE if has_mp4() else f"{_SAVE}: pip install 'diffcache[eval]'",
                          interactive=has_mp4(), elem_id="save")  # fmt: skip
         link = gr.HTML(f"the latest {LATEST / program.fps:.0f} seconds", elem_id="link")
-    # Browser and server have to agree on the secret after a restart; it protects nothing.
-    viewer = gr.BrowserState("", storage_key="diffcache-viewer", secret="diffcache")
+    viewer = gr.Textbox(visible=False)  # whose value is that of `_VIEWER`
     asked = [prompt, policy, other, seed, steps, size, viewer]
-    start.click(do.start, asked, [player, note], show_progress="hidden",
-                concurrency_limit=None, trigger_mode="multiple")  # fmt: skip
-    back.click(do.go_on, viewer, [player, note], show_progress="hidden", concurrency_limit=None,
-               trigger_mode="multiple")  # fmt: skip
+    for button, film, given in ((start, do.start, asked), (back, do.go_on, [viewer])):
+        button.click(film, given, [player, note], show_progress="hidden", concurrency_limit=None,
+                     trigger_mode="multiple", js=_VIEWER)  # fmt: skip
     gr.on([start.click, back.click], lambda: (_PAUSE, gr.Button(visible=False)), None,
           [pause, back], **_QUICK)  # fmt: skip
     gr.on([use.click, prompt.submit], do.apply, [prompt, switch], note, **_QUICK)

@@ -7,13 +7,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from secrets import token_hex
 from typing import Any
 
 import numpy as np
 import pytest
 
 from diffcache.pipelines.causal_video import CausalVideo
-from diffcache.pipelines.demo.kept import SAVED_EVERY, Kept, is_viewer, new_viewer
+from diffcache.pipelines.demo.kept import SAVED_EVERY, Kept, is_viewer
 from diffcache.pipelines.demo.program import Asked
 from diffcache.pipelines.demo.session_film import program_of
 from diffcache.pipelines.demo.showing import Viewers, show
@@ -48,7 +49,7 @@ def test_a_film_goes_on_in_another_process_as_if_nothing_had_happened(
     """With orders in it, one that begins with pictures and one that is made from them."""
     make = program_of(video, "tiny", 2, PLENTY).make
     start = None if anew else pictures(0)[:5]
-    request, viewer = asked(anew=anew, start=start), new_viewer()
+    request, viewer = asked(anew=anew, start=start), token_hex(16)
     seen = [(pictures(chunk),) if anew else () for chunk in range(8)]
     order = {"prompt": "a crab", "policy": "window:window=3", "switch": "keep"}
 
@@ -75,7 +76,7 @@ def test_a_film_goes_on_in_another_process_as_if_nothing_had_happened(
 
 
 def test_a_page_goes_on_with_its_viewers_film_alone(video: CausalVideo, tmp_path: Path) -> None:
-    program, viewer = replace(program_of(video, "tiny", 2, PLENTY), fps=10_000), new_viewer()
+    program, viewer = replace(program_of(video, "tiny", 2, PLENTY), fps=10_000), token_hex(16)
     viewers = Viewers(2, kept=Kept(tmp_path, PLENTY))
     values = show(program, viewers, "me", asked(), viewer=viewer)
     for _ in range(SAVED_EVERY + 1):
@@ -83,7 +84,7 @@ def test_a_page_goes_on_with_its_viewers_film_alone(video: CausalVideo, tmp_path
     values.close()
     viewers = Viewers(2, kept=Kept(tmp_path, PLENTY))
     assert viewers.kept is not None
-    for stranger in (new_viewer(), "", None, "../" + viewer, viewer.upper(), 7):
+    for stranger in (token_hex(16), "", None, "../" + viewer, viewer.upper(), 7):
         assert viewers.kept.find(stranger) is None  # type: ignore[arg-type]
         if not is_viewer(stranger):
             continue
@@ -105,7 +106,7 @@ def test_the_folder_is_bounded_and_a_film_of_something_else_is_refused(
     video: CausalVideo, tmp_path: Path
 ) -> None:
     make = program_of(video, "tiny", 2, PLENTY).make
-    viewers = [new_viewer() for _ in range(3)]
+    viewers = [token_hex(16) for _ in range(3)]
 
     def filmed(kept: Kept, viewer: str) -> Any:
         film = kept.film(viewer, asked(), lambda: make(asked()), False)
@@ -138,7 +139,7 @@ def test_the_folder_is_bounded_and_a_film_of_something_else_is_refused(
 def test_a_save_that_cannot_be_is_told_and_the_film_goes_on(
     video: CausalVideo, tmp_path: Path
 ) -> None:
-    make, viewer = program_of(video, "tiny", 2, PLENTY).make, new_viewer()
+    make, viewer = program_of(video, "tiny", 2, PLENTY).make, token_hex(16)
     kept = Kept(tmp_path, PLENTY)
     film = kept.film(viewer, asked(), lambda: make(asked()), False)
     (tmp_path / "file").touch()

@@ -83,7 +83,7 @@ BENCHMARKS: dict[str, Bench] = {
     ),
     "causal": Bench(
         causal.measure,
-        "what films of causal video keep with each cache, time and bytes of a chunk; half an hour",
+        "what films of causal video keep with each cache, time and bytes of a chunk; hours",
         quick={"rounds": 12, "samples": 2, "length": 3}, resumes=True,
     ),
     **{

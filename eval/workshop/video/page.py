@@ -24,9 +24,11 @@ Every policy films {samples} held-out sentences with sticker-causal and the same
 chunks each: the model was trained on seven. *Right* is the share of every {every}th frame in which
 the shipped judge finds the object whole, no other, and the ground; *late* that of the last quarter
 of the films; *drift* the distance of the last quarter's colors (mean and deviation of each channel,
-of 255) from those of the first frames; all with 95 % intervals. Rows in *italics* are controls,
-which are built to lose.
+of 255) from those of the first frames; *motion* that of a frame of the last quarter from the next,
+*static* the share of those that stand still; all with 95 % intervals. Rows in *italics* are
+controls, which are built to lose.
 """
+MEASURES = {"right": 2, "late": 2, "drift": 1, "motion": 1, "static": 2}  # digits
 TIMED = """\
 ## Time and bytes of a chunk
 
@@ -61,12 +63,12 @@ def _value(found: Mapping[str, float], digits: int) -> str:
 
 def _measured(record: Mapping[str, Any]) -> str:
     rows = [
-        [_name(row), _value(row["right"], 2), _value(row["late"], 2), _value(row["drift"], 1)]
+        [_name(row), *(_value(row[key], digits) for key, digits in MEASURES.items())]
         for row in record["rows"]
     ]
     about = MEASURED.format(**record["shapes"])
     told = f"{record['dtype']}, {record['threads']} thread, {record['device']} "
-    return "\n".join([about, *table(["", "right", "late", "drift"], rows), "",
+    return "\n".join([about, *table(["", *MEASURES], rows), "",
                       f"{told}(`{record['command']}`).", ""])  # fmt: skip
 
 

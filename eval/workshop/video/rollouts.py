@@ -28,6 +28,7 @@ from diffcache.video import VideoPolicy
 
 DIRECTORY = MODELS / "sticker-causal"
 EVERY = 12  # frames from one that is judged to the next
+STILL = 0.5  # levels of 255 below which a frame stands still
 SIZE = (8, 8)  # of latents
 load = loader(WanPipeline, DIRECTORY)
 
@@ -106,18 +107,22 @@ def judged(films: Tensor, said: Sequence[str]) -> dict[str, Any]:
 
     Returns:
         `right`, the share of every twelfth frame of the whole film in which the judge finds
-        nothing wrong, `late`, the same of the last quarter, both with intervals over films; and
+        nothing wrong, `late`, the same of the last quarter, both with intervals over films;
         `drift`, the mean distance of the colors of the last quarter from those of the first
-        `EVERY` frames, in levels of 255.
+        `EVERY` frames; `motion`, the mean distance of a frame of the last quarter from the next;
+        all in levels of 255; and `static`, the share of these that move less than `STILL`.
     """
     right = frames_right(films[:, EVERY - 1 :: EVERY].numpy(), said)
     quarter = -max(right.shape[1] // 4, 1)
     last = films[:, -max(films.shape[1] // 4, 1) :]
+    moves = last.float().diff(dim=1).abs().mean((2, 3, 4))  # [B, F - 1]
     change = (_colors(last) - _colors(films[:, :EVERY])).square().mean(1).sqrt()
     return {
         "right": share_interval(right).to_dict(),
         "late": share_interval(right[:, quarter:]).to_dict(),
         "drift": mean_interval(change, bounds=(0.0, 255.0)).to_dict(),
+        "motion": mean_interval(moves.mean(1), bounds=(0.0, 255.0)).to_dict(),
+        "static": share_interval(moves < STILL).to_dict(),
     }
 
 

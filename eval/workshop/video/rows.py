@@ -39,5 +39,7 @@ ROWS = (
     Row("FlowCache", video.FlowCache(9)),
     Row("Rolling Sink", video.RollingSink(sinks=9, recent=3)),
     Row("history retrieval", video.HistoryRetrieval(6, 12, sinks=3)),
+    Row("semantic bank", video.SemanticBank(6, 12, sinks=3, count=3)),
+    Row("layer budgets", video.LayerBudgets(12, sinks=3)),
     Row("window 12, 3 sinks, KIVI 2 bits", video.Quantized(video.Window(12, 3), 2)),
 )
