@@ -24,7 +24,7 @@ _API = "/gradio_api"
 _EVENTS = f"{_API}/queue/data"
 _ROUTES = frozenset({
     "/", "/config", "/theme.css", "/favicon.ico", "/manifest.json", f"{_API}/info", _EVENTS,
-    f"{_API}/queue/join", f"{_API}/run/predict", f"{_API}/startup-events",
+    f"{_API}/queue/join", f"{_API}/run/predict", f"{_API}/startup-events", f"{_API}/app_id",
 })  # fmt: skip
 _FOLDERS = ("/assets/", "/static/", f"{_API}/heartbeat/")
 

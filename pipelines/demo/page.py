@@ -272,11 +272,11 @@ def _film(program: Program, do: Handlers) -> list[Any]:
         link = gr.HTML(f"the latest {LATEST / program.fps:.0f} seconds", elem_id="link")
     viewer = gr.Textbox(visible=False)  # whose value is that of `_VIEWER`
     asked = [prompt, policy, other, seed, steps, size, viewer]
+    gr.on([start.click, back.click], lambda: (_PAUSE, gr.Button(visible=False)), None,
+          [pause, back], **_QUICK)  # fmt: skip
     for button, film, given in ((start, do.start, asked), (back, do.go_on, [viewer])):
         button.click(film, given, [player, note], show_progress="hidden", concurrency_limit=None,
                      trigger_mode="multiple", js=_VIEWER)  # fmt: skip
-    gr.on([start.click, back.click], lambda: (_PAUSE, gr.Button(visible=False)), None,
-          [pause, back], **_QUICK)  # fmt: skip
     gr.on([use.click, prompt.submit], do.apply, [prompt, switch], note, **_QUICK)
     policy.input(do.policy, policy, note, **_QUICK)
     for chosen in asked[1:3]:
