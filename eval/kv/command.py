@@ -23,7 +23,7 @@ from diffcache.command import (
 )
 from diffcache.errors import MissingError
 from diffcache.eval.cost.interleave import quartiles
-from diffcache.eval.kv import choose, reuse
+from diffcache.eval.kv import choose, convert, reuse
 from diffcache.eval.kv.calibrate import calibrate
 from diffcache.eval.kv.parts import example, while_decoding
 from diffcache.files import read_json
@@ -48,6 +48,7 @@ app = typer.Typer(
 app.command(epilog=EXIT_LINE)(calibrate)
 app.command("choose", epilog=EXIT_LINE)(choose.command)
 app.command("reuse", epilog=EXIT_LINE)(reuse.command)
+app.command("convert", epilog=EXIT_LINE)(convert.command)
 
 
 @app.callback(epilog=EXIT_LINE)

@@ -61,6 +61,7 @@ SHORT = {
     "diffcache kv --recipe": "--samples 2 --context 65 --facts 8",
     "diffcache kv --model": "--samples 2 --context 64",
     "diffcache kv calibrate": "--samples 2 --context 64",
+    "diffcache kv convert": "--samples 4 --context 64",
     "diffcache kv choose": "--samples 4 --context 64 --recipe snapkv:budget=0.3",
 }
 

@@ -95,7 +95,7 @@ def kv_heads(bases: Sequence[Bases], *, bits: float | None = None) -> Recipe:
 
     Reference: Effectively Compress KV Heads for LLM, arXiv 2406.07056: keys are made
     before they are rotated, in every forward. Departure: the bases are not fused into the weights,
-    so that the model stays as it is; `diffcache.kv.learn.kv_heads.fuse` does that for values.
+    so that the model stays as it is; `diffcache.kv.to_mla` makes a model of fewer channels.
     """
     return _static("kv_heads", bases, 0, bits)
 

@@ -88,66 +88,6 @@ def test_scaled_start_weighs_inputs_that_are_large() -> None:
 # fewer heads -----------------------------------------------------------------------------------
 
 
-def related(share: bool) -> Any:
-    """Return a Llama whose heads of a group hold the same but for a scale and turn of each pair."""
-    model = llama(num_key_value_heads=4).double()
-    for layer in model.model.layers:
-        attention = layer.self_attn
-        with torch.no_grad():
-            k = attention.k_proj.weight.view(2, 2, 2, 8, 64)
-            v = attention.v_proj.weight.view(2, 2, 16, 64)
-            turn = torch.rand(2, 8, generator=torch.Generator().manual_seed(1)).double()[..., None]
-            a, b = k[:, 0, 0].clone(), k[:, 0, 1].clone()
-            if share:
-                k[:, 1, 0], k[:, 1, 1] = (
-                    (turn.cos() * a - turn.sin() * b) / 2,
-                    (turn.sin() * a + turn.cos() * b) / 2,
-                )
-                v[:, 1] = torch.flip(v[:, 0], (1,)) * 3
-    return model
-
-
-def fewer(model: Any, groups: int) -> Any:
-    projections = [m.self_attn.k_proj for m in model.model.layers]
-    with learn.inputs_of(projections) as found, torch.no_grad():
-        model(**{key: value[1:] for key, value in prompts(3, 64).items()})
-    small = llama(num_key_value_heads=groups).double()
-    small.load_state_dict(
-        {
-            name: w
-            for name, w in model.state_dict().items()
-            if "k_proj" not in name and "v_proj" not in name
-        },
-        strict=False,
-    )
-    for new, old, given in zip(small.model.layers, model.model.layers, found, strict=True):
-        x = torch.cat(given).double()
-        mine = {name: getattr(old.self_attn, f"{name}_proj").weight.data for name in "qkvo"}
-        fused = heads.fuse(mine, x @ mine["k"].T, x @ mine["v"].T, 4, groups)
-        for name, weight in fused.items():
-            getattr(new.self_attn, f"{name}_proj").weight.data = weight
-    return small
-
-
-def test_heads_that_say_the_same_fuse_without_loss() -> None:
-    model = related(True)
-    small = fewer(model, 2)
-    with torch.no_grad():
-        want, found = model(**prompts()).logits, small(**prompts()).logits
-    mask = prompts()["attention_mask"].bool()
-    assert torch.allclose(found[mask], want[mask], atol=1e-8)
-    assert small.model.layers[0].self_attn.k_proj.weight.shape == (32, 64)
-
-
-def test_as_many_heads_as_before_fuse_without_loss_and_fewer_lose_something() -> None:
-    model, mask = related(False), prompts()["attention_mask"].bool()
-    with torch.no_grad():
-        want = model(**prompts()).logits[mask]
-        same_ = fewer(model, 4)(**prompts()).logits[mask]
-        assert torch.allclose(same_, want, atol=1e-8)
-        assert not torch.allclose(fewer(model, 2)(**prompts()).logits[mask], want, atol=1e-2)
-
-
 def test_a_group_keeps_the_best_of_what_its_heads_hold() -> None:
     outputs = torch.randn(40, 12, generator=torch.Generator().manual_seed(0)).double()
     down, up = heads.group_bases(outputs, 4, 2)

@@ -1,0 +1,132 @@
+"""Models of grouped queries as models of multi-head latent attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from diffcache.errors import AttachError
+from diffcache.kv import cache_for, kivi, snapkv, to_mla
+from diffcache.kv.hf.cache import detach
+from tests.kv.tiny import ALL, generate, llama, peaked, same, zoo
+
+TEXTS = [torch.randint(3, 250, (2, 40), generator=torch.Generator().manual_seed(n)) for n in (1, 2)]
+IDS = torch.randint(3, 250, (2, 48), generator=torch.Generator().manual_seed(3))
+SIZE = 16
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def error(model: Any, **settings: Any) -> float:
+    before, after = logits(model), logits(to_mla(model, TEXTS, **settings))
+    return float((after - before).norm() / before.norm())
+
+
+def related(turn: float) -> Any:
+    """Return a model whose second key head is the first, each pair scaled and turned by itself."""
+    model = llama().double()
+    scale = torch.linspace(0.5, 2, SIZE // 2, dtype=torch.float64)[:, None]
+    angle = turn * torch.linspace(0.2, 1.2, SIZE // 2, dtype=torch.float64)[:, None]
+    for layer in model.model.layers:
+        heads = layer.self_attn.k_proj.weight.data.view(2, 2, SIZE // 2, -1)
+        real, imaginary = heads[0].clone()
+        heads[1, 0] = scale * (angle.cos() * real - angle.sin() * imaginary)
+        heads[1, 1] = scale * (angle.sin() * real + angle.cos() * imaginary)
+    return model
+
+
+@pytest.mark.parametrize(("heads", "rope"), [(1, None), (2, 32), (4, 64)])
+def test_all_positions_and_ranks_lose_nothing(heads: int, rope: int | None, tmp_path: Path) -> None:
+    model = peaked(llama(num_key_value_heads=heads))
+    made = to_mla(model, TEXTS, rope=rope)
+    made.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    want = logits(model)
+    for each in (made, loaded):
+        assert torch.allclose(logits(each), want, atol=1e-4 * float(want.abs().max()))
+    assert type(loaded).__name__ == "DeepseekV3ForCausalLM"
+    same(generate(loaded), generate(model), 1e-3)
+
+
+def test_heads_that_follow_one_another_are_one_rotary_head() -> None:
+    assert error(related(0)) < 1e-5
+    assert error(related(0), fold=2) > 1e-2  # neighbors turn by other angles
+    assert error(related(1)) > 1e-2
+    assert error(related(1), turned=True) < 1e-5
+
+
+def test_errors_fall_with_rank_and_recipes_go_on_latents() -> None:
+    model = llama(seed=4)
+    lost = [error(model, rope=32, rank=rank) for rank in (4, 12, 24, 32)]
+    assert sorted(lost, reverse=True) == lost and lost[-1] < 1e-5 < lost[-2]
+    assert error(model, turned=True) <= error(model)
+    made = to_mla(model, TEXTS, rank=20)
+    expected = generate(made)
+    for recipe in (ALL, kivi(bits=4, group=8, residual=4096)):
+        same(generate(made, cache_for(made, recipe, mode="native")), expected, 1e-4)
+    cache = cache_for(made, snapkv(0.5, window=4))
+    generate(made, cache)
+    held = cache.store.layers[0].read()
+    detach(made)
+    assert held.k.shape[3] + held.v.shape[3] == 20 + 1 + SIZE
+    assert not held.k[..., -1].any()  # the constant is not held: codecs would be ruled by it
+
+
+@pytest.mark.parametrize(("fold", "rope"), [(1, 16), (2, 16), (4, 16), (2, 8), (8, 4)])
+def test_official_rotary_keys(fold: int, rope: int) -> None:
+    """Rotary keys, against the arrangement of the authors' code (partial_rope.py at 7749e90)."""
+    model, heads, collapse = llama(seed=5).double(), 2, SIZE // rope
+    made = to_mla(model, TEXTS, rope=rope, fold=fold)
+    found: list[torch.Tensor] = []
+    module = model.model.layers[0].self_attn.k_proj
+    hook = module.register_forward_pre_hook(lambda _, given: found.append(given[0].flatten(0, 1)))
+    with torch.no_grad():
+        for ids in TEXTS:
+            model(ids)
+    hook.remove()
+    x, folds = torch.cat(found), SIZE // 2 // fold
+    keys = (x @ module.weight.T).detach()
+    parts = keys.view(-1, heads, 2, folds, fold // collapse, collapse)
+    parts = parts.permute(0, 2, 5, 1, 4, 3).reshape(-1, heads * fold, folds)
+    turns = [torch.linalg.eigh(part.T @ part).eigenvectors.flip(1) for part in parts.unbind(2)]
+    rows = keys.view(-1, heads, 2 * folds, fold // collapse, collapse).permute(0, 4, 1, 3, 2)
+    rows = rows.reshape(-1, heads * fold, 2 * folds)
+    rows = torch.einsum("dhc,nhd->ncd", torch.stack(turns + turns), rows)
+    rows = rows.view(-1, collapse, heads, fold // collapse, 2, folds)
+    theirs = rows.permute(0, 1, 2, 5, 3, 4).flatten(1)[:, :rope]
+    ours = (x @ made.model.layers[0].self_attn.kv_a_proj_with_mqa.weight[-rope:].T).detach()
+    pairs = [each.view(-1, rope // 2, 2) for each in (ours, theirs)]
+    sign = (pairs[0] * pairs[1]).sum((0, 2)).sign()[:, None]  # of an eigenvector, either is right
+    assert torch.allclose(pairs[0], sign * pairs[1], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"fold": 3}, "fold=3"), ({"rope": 24}, "rope=24"), ({"rope": 48}, "rope=48"),
+        ({"rope": 8}, "fold=1 must be a multiple"), ({"rank": 0}, "rank=0"),
+        ({"rank": 49}, "rank=49"), ({"balance": 0.0}, r"balance=0\.0"),
+    ],
+)  # fmt: skip
+def test_numbers_that_do_not_fit_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        to_mla(llama(), TEXTS, **settings)
+
+
+def test_models_of_other_forms_are_refused() -> None:
+    with pytest.raises(AttachError, match="is no LlamaForCausalLM or MistralForCausalLM"):
+        to_mla(zoo("Qwen3ForCausalLM", "qwen3"), TEXTS)
+    with pytest.raises(AttachError, match="has biases"):
+        to_mla(llama(attention_bias=True), TEXTS)
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
+    with pytest.raises(AttachError, match="rope_type='yarn'"):
+        to_mla(llama(rope_parameters=rope), TEXTS)
+    with pytest.raises(ValueError, match="no tokens"):
+        to_mla(llama(), [])
