@@ -118,7 +118,7 @@ def kv(
     seed: Seed = 0,
     out: Annotated[Path | None, typer.Option(help="Write the record here (JSON).")] = None,
     plot: Annotated[
-        bool, typer.Option(help="recall: draw whole answers against bytes beside --out.")
+        bool, typer.Option(help="text: draw answers against bytes and seconds beside --out.")
     ] = True,
     show: Annotated[bool, typer.Option("--list", help="List the recipes.")] = False,
 ) -> None:
@@ -192,7 +192,7 @@ def kv(
         if device not in ("auto", "cpu"):
             raise ValueError(f"--device {device}: recall is measured on the CPU; leave it out")
         shape["samples"] = 32 if samples is None else samples
-        _recall(recipe, sweep, out, plot, model=model, seed=seed, **shape)
+        _recall(recipe, sweep, out, model=model, seed=seed, **shape)
         return
     refuse(shape | {"sweep": sweep}, "is for --tasks recall alone")
     asked = {"limit": limit, "include_path": include_path, "batch": 1 if batch is None else batch}
@@ -258,12 +258,10 @@ def can_answer(row: Mapping[str, Any]) -> str:
     return f"the model itself answers: {', '.join(shares)}{left}"
 
 
-def _recall(
-    recipe: list[str], file: Path | None, out: Path | None, plot: bool, **task: Any
-) -> None:
-    """Measure recall, print it, and write and draw the record."""
+def _recall(recipe: list[str], file: Path | None, out: Path | None, **task: Any) -> None:
+    """Measure recall, print it, and write the record."""
     from diffcache.eval.kv.recall import KVTask
-    from diffcache.eval.kv.sweep import RecipeSweep, draw, read_sweep, run
+    from diffcache.eval.kv.sweep import RecipeSweep, read_sweep, run
     from diffcache.eval.kv.words import parse_row
 
     if file is None:
@@ -276,7 +274,7 @@ def _recall(
         rows = run(wanted, out, show_progress)
     for titles, lines in recall_tables(rows):
         print_rows(titles, lines)
-    _told(out, draw if plot else None)
+    _told(out)
 
 
 def _harness(

@@ -1,4 +1,4 @@
-"""Many recipes at many budgets: a TOML file in, a record and a plot out.
+"""Many recipes at many budgets: a TOML file in, a record out.
 
 context = 513
 budgets = [0.5, 0.25, 0.125, 0.0625]
@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib.metadata
-import re
 import shlex
 import sys
 from collections.abc import Mapping
@@ -25,17 +24,10 @@ from diffcache.eval.kv.recall import DTYPES, KVTask, Progress, measure
 from diffcache.eval.kv.tables import weights_digest
 from diffcache.eval.kv.words import NONE, parse_row
 from diffcache.eval.record import ROOT, Setting, check, envelope
-from diffcache.eval.report.palette import GREY, MARKERS, OKABE_ITO, new_figure, styled
 from diffcache.eval.runs.sweep import read_values
 from diffcache.files import read_json, write_json
 
 BENCHMARK = "kv-recall"
-# Settings that say how much is held, and not how.
-_AMOUNT = re.compile(
-    r",?(?<=[:,])(budget|bits|rank|value_rank|sparsity|wide|value_bits|steps)=(\([^)]*\)|[^,|]*)"
-    r"|#\d+"
-)
-_BUDGET = re.compile(r",?(?<=[:,])budget=[^,|]*")
 _TASK = {field.name for field in dataclasses.fields(KVTask)}
 
 
@@ -159,66 +151,3 @@ def fingerprint(task: object) -> str:
     for file in sorted((ROOT / "diffcache" / "kv").rglob("*.py")):
         found.update(file.read_bytes())
     return found.hexdigest()[:16]
-
-
-@styled
-def draw(record: Mapping[str, Any], picture: Path) -> None:
-    """Draw whole answers against the bytes held, one panel for each family.
-
-    Args:
-        record: Record that `run` writes.
-        picture: PNG file.
-    """
-    rows = {row["name"]: row for row in record["rows"]}
-    families = {name: words for name, words in record["families"].items() if words}
-    columns = min(3, len(families))
-    lines = -(-len(families) // columns)
-    size = 5.2 * columns, 5.0 * lines
-    figure, axes = new_figure(*size, columns, lines, sharex=True, sharey=True)
-    for axis, (family, words) in zip(axes, families.items(), strict=False):
-        reads = all(rows[word]["read"] < 1 for word in words)
-        axis.axhline(rows[NONE]["whole"]["value"], color=GREY, linewidth=1, linestyle="--")
-        for number, (name, held) in enumerate(_lines(words, rows).items()):
-            points = sorted((row["read" if reads else "share"], *_ends(row)) for row in held)
-            x, y, below, above = zip(*points, strict=True)
-            marker, color = MARKERS[number % len(MARKERS)], OKABE_ITO[number % len(OKABE_ITO)]
-            line = {"marker": marker, "markersize": 4, "linewidth": 1, "color": color}
-            axis.errorbar(x, y, [below, above], label=name, **line)
-        axis.set_title(family + (": slots read" if reads else ""))
-        axis.set_xscale("log", base=2)
-        axis.set_ylim(-0.03, 1.03)
-        axis.legend(fontsize=6, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.06))
-    for axis in axes[len(families) :]:
-        axis.set_visible(False)
-    figure.supxlabel("bytes held, share of an exact cache (or slots read)")
-    figure.supylabel("whole answers right, share with 95 % interval (dashed: nothing dropped)")
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture, dpi=130)
-
-
-def _ends(row: Mapping[str, Any]) -> tuple[float, float, float]:
-    """Return the whole answers of a row, and how far its interval reaches below and above."""
-    whole = row["whole"]
-    return whole["value"], whole["value"] - whole["low"], whole["high"] - whole["value"]
-
-
-def _lines(
-    words: list[str], rows: Mapping[str, Mapping[str, Any]]
-) -> dict[str, list[Mapping[str, Any]]]:
-    """Return the rows of recipes that differ in how much they hold only, by a short name."""
-    kinds: dict[str, list[str]] = {}
-    for word in words:
-        kinds.setdefault(_kind(word), []).append(word)
-    shorts = ["|".join(part.split(":")[0] for part in kind.split("|")) for kind in kinds]
-    found = {}
-    for kind, short in zip(kinds, shorts, strict=True):
-        name = short if shorts.count(short) == 1 else kind
-        found[name] = [rows[word] for word in kinds[kind]]
-    return found
-
-
-def _kind(word: str) -> str:
-    """Return a word without how much is held; of several joined, without budgets."""
-    amount = _BUDGET if "|" in word else _AMOUNT
-    parts = [amount.sub("", part).replace(":,", ":").rstrip(":") for part in word.split("|")]
-    return "|".join(parts)
