@@ -120,7 +120,7 @@ def cache_for(
         if any(each.varies or each.layout.axes for each in readers):
             recipe = replace(recipe, space="pre")
     out = [output_of(modules, index) for index in owned] if recipe.wants_out else None
-    eager = mode == "native" and _set_up(model, modules, latent) == "eager"
+    eager = mode == "native" and set_up(model, modules, latent) == "eager"
     store = KVStore(
         len(owned), recipe, rotary=None if readers is None else [r.read() for r in readers], out=out
     )
@@ -137,7 +137,7 @@ def cache_for(
     return cache
 
 
-def _set_up(model: nn.Module, modules: Mapping[int, nn.Module], latent: bool) -> str:
+def set_up(model: nn.Module, modules: Mapping[int, nn.Module], latent: bool) -> str:
     """Have a model use our attention function, and return the name of the one before.
 
     Raises:

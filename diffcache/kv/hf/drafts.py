@@ -7,6 +7,7 @@ of an assistant; it is no model.
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -21,11 +22,10 @@ from transformers import LogitsProcessor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from diffcache.errors import AttachError
-from diffcache.foreign import attention_name_of, device_of_model, with_cache
+from diffcache.foreign import device_of_model, with_cache
 from diffcache.kv.attend import Query
-from diffcache.kv.hf.cache import KVCache, detach
-from diffcache.kv.hf.model import NAME, decoder_config, last_logits
-from diffcache.kv.hf.switch import switch
+from diffcache.kv.hf.cache import KVCache, set_up
+from diffcache.kv.hf.model import attentions, decoder_config, last_logits
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.retrieval.summary import news
 from diffcache.kv.retrieve import Retriever
@@ -146,6 +146,8 @@ class TriForce(Draft):
     def __init__(self, model: Any, cache: KVCache, budget: int, chunk: int, guesses: int) -> None:
         super().__init__(model, guesses)
         self.cache, self.chooser = cache, _Chunks(budget, chunk)
+        modules = attentions(model, cache.setup.owned)
+        self.eager = set_up(model, modules, latent=False) == "eager"
         self.small: Any = None
         self.chosen = self.since = 0  # slots that were chosen, and tokens seen before them
 
@@ -175,19 +177,14 @@ class TriForce(Draft):
 
     def _choose(self, token: Tensor) -> Tensor:
         """Read a token with a fork of the whole cache, by which chunks are chosen."""
-        config, fork = decoder_config(self.model), self.cache.fork()
+        fork = self.cache.fork()
         fork.store.recipe = replace(fork.store.recipe, retrieve=self.chooser, skip=0, score=None,
                                     budget=None, plan=None, trigger=None)  # fmt: skip
-        fork.setup = fork.writer.setup = replace(fork.setup, mode="native")
-        used = attention_name_of(config) == NAME
-        switch(self.model)
-        try:
-            given = with_cache(self.model, fork) | last_logits(self.model)
-            logits: Tensor = self.model(input_ids=token, **given).logits[:, -1]
-        finally:
-            if not used:
-                detach(self.model)
-        small = DynamicCache(config=config)
+        setup = replace(fork.setup, mode="native", eager=self.eager)
+        fork.setup = fork.writer.setup = setup
+        given = with_cache(self.model, fork) | last_logits(self.model)
+        logits: Tensor = self.model(input_ids=token, **given).logits[:, -1]
+        small = DynamicCache(config=decoder_config(self.model))
         for number, layer in enumerate(fork.store.layers):
             k, v = self.chooser.found[number]
             own = news(layer, layer.held - 1, stored=False)
@@ -205,7 +202,8 @@ def triforce(
 
     The last token of the prompt chooses, in each layer and head, the chunks whose mean key it
     attends to most; the first chunk and what is generated are always read. Greedy tokens are those
-    without a draft, and samples are of the same distribution.
+    without a draft, and samples are of the same distribution. The model is told to use the
+    attention function of native mode; `diffcache.kv.detach` undoes it.
 
     Args:
         model: The model.
@@ -236,6 +234,8 @@ def triforce(
         wrong = f"reads what guesses choose together ({recipe.name})"
     elif trigger is not None and trigger.decoding and recipe.evicts:
         wrong = f"drops slots while tokens are generated ({recipe.name})"
+    elif "position_ids" not in inspect.signature(model.forward).parameters:
+        wrong = f"is of a {type(model).__name__}, which takes no position_ids"
     if wrong:
         raise AttachError(f"cache: {wrong}, which triforce does not read; use another recipe")
     return TriForce(model, cache, budget, chunk, guesses)
@@ -244,15 +244,20 @@ def triforce(
 class RAPID(Draft):
     """A draft that reads a short prompt, made of chunks of the long one; see `rapid`."""
 
-    def __init__(self, model: Any, prompt: Tensor, long: int, guesses: int) -> None:
+    def __init__(self, model: Any, prompt: Tensor, long: Tensor, guesses: int) -> None:
         super().__init__(model, guesses)
-        self.prompt, self.long = prompt.to(self.device), long
+        self.prompt, self.long = prompt.to(self.device), long.to(self.device)
         self.small: Any = None
         self.read: list[int] = []
 
     def start(self, ids: Tensor) -> Tensor:
         """Read what was verified and not read before."""
-        wanted = [*self.prompt[0].tolist(), *ids[0, self.long :].tolist()]
+        length = self.long.shape[1]
+        if not torch.equal(ids[:, :length], self.long):
+            raise ValueError(
+                "input_ids: another prompt than the draft was made for; make a new one"
+            )
+        wanted = [*self.prompt[0].tolist(), *ids[0, length:].tolist()]
         if self.small is None:
             self.small = DynamicCache(config=decoder_config(self.model))
             if {type(layer) for layer in self.small.layers} != {DynamicLayer}:
@@ -265,7 +270,7 @@ class RAPID(Draft):
             if one != other:
                 break
             same += 1
-        if same:
+        if self.read:
             for layer in self.small.layers:
                 layer.keys, layer.values = layer.keys[:, :, :same], layer.values[:, :, :same]
         self.read = wanted[:same]
@@ -373,4 +378,4 @@ def rapid(
     order = sorted(range(len(chunks)), key=lambda number: -worth[number])
     chosen = sorted(order[: keep // chunk])
     parts = [row[:before], *(chunks[number] for number in chosen), asked]
-    return RAPID(model, torch.cat(parts)[None], length, guesses)
+    return RAPID(model, torch.cat(parts)[None], ids, guesses)

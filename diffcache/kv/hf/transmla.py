@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -86,7 +87,7 @@ def to_mla(
         weights |= {at + name: value.to(model.dtype) for name, value in parts.items()}
         weights[at + "o_proj.bias"] = torch.zeros(config.hidden_size)
     made.load_state_dict(weights)
-    made.generation_config = model.generation_config
+    made.generation_config = deepcopy(model.generation_config)
     return made.to(model.device).eval()
 
 
@@ -102,8 +103,12 @@ def _check_form(model: Any) -> None:
     elif config.rope_parameters["rope_type"] not in _ROPES:
         kind = config.rope_parameters["rope_type"]
         wrong = f"has rope_type={kind!r}, and only {', '.join(_ROPES)} are served"
-    elif not all(isinstance(p, nn.Linear) for layer in model.model.layers
-                 for p in (layer.self_attn.k_proj, layer.self_attn.v_proj)):  # fmt: skip
+    elif any(
+        type(part) is not nn.Linear
+        for layer in model.model.layers
+        for name, part in layer.named_modules()
+        if name.endswith("_proj")
+    ):
         wrong = "has projections that are no plain nn.Linear"
     if wrong:
         raise AttachError(f"{name} {wrong}: give a model of Llama's form with weights as trained")
