@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from diffcache.errors import AttachError
 from diffcache.kv import cache_for, kivi, snapkv, to_mla
 from diffcache.kv.hf.cache import detach
-from tests.kv.tiny import ALL, generate, llama, peaked, same, zoo
+from tests.kv.tiny import ALL, generate, llama, same, zoo
 
 TEXTS = [torch.randint(3, 250, (2, 40), generator=torch.Generator().manual_seed(n)) for n in (1, 2)]
 IDS = torch.randint(3, 250, (2, 48), generator=torch.Generator().manual_seed(3))
@@ -44,7 +44,7 @@ def related(turn: float) -> Any:
 
 @pytest.mark.parametrize(("heads", "rope"), [(1, None), (2, 32), (4, 64)])
 def test_all_positions_and_ranks_lose_nothing(heads: int, rope: int | None, tmp_path: Path) -> None:
-    model = peaked(llama(num_key_value_heads=heads))
+    model = llama(num_key_value_heads=heads)
     made = to_mla(model, TEXTS, rope=rope)
     made.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")

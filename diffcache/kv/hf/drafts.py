@@ -172,8 +172,8 @@ class TriForce(Draft):
         """Read a token with the small cache."""
         at = torch.tensor([[position]], device=token.device)
         given = with_cache(self.model, self.small) | last_logits(self.model)
-        out = self.model(input_ids=token, position_ids=at, **given)
-        return out.logits[:, -1]
+        logits: Tensor = self.model(input_ids=token, position_ids=at, **given).logits[:, -1]
+        return logits
 
     def _choose(self, token: Tensor) -> Tensor:
         """Read a token with a fork of the whole cache, by which chunks are chosen."""
