@@ -28,6 +28,9 @@ def test_every_recipe_and_door_is_there_and_nothing_else() -> None:
         "Documents",
         "PrefixTree",
         "time_to_live",
+        "rapid",
+        "to_mla",
+        "triforce",
     }
     doors |= {"choose", "Piece", "chunks_of", "cut", "joined", "lay_out", *rows_of("reuse")}
     assert set(dir(kv)) == set(kv.__all__) == doors | set(kv.recipe_names())
