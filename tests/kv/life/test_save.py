@@ -45,7 +45,7 @@ torch.set_num_threads(1)
 ROOT = Path(__file__).parents[3]
 TURNED = {"rope_type": "default", "rope_theta": 5e5}
 ROW = GroupQuant(2, "channels", 8)
-ELSEWHERE = {"Lent"}  # its blocks are in tiers, not in the cache
+ELSEWHERE = {"Lent", "_Chunks"}  # blocks in tiers, not in the cache; a choice of one forward
 CODECS: list[TensorCodec] = [
     Exact(torch.bfloat16), ROW, GroupQuant(3, "tokens", 4), ChannelSeparable(ROW), Hadamard(ROW),
     ChannelPermute(ROW), JoinHeads(ROW), LowRank(3), BitmapSparse(), Outliers(0.2), Gear(group=8),
