@@ -165,9 +165,11 @@ def all_conditions_of(given: dict[str, Any], anatomy: Anatomy) -> dict[str, Any]
     for name, value in given.items():
         if name == anatomy.sample or _moves(name):
             continue
-        if type(value) is Tensor or value is None:  # most are: the fast way
-            found[name] = value if value is not None else (type(None), None)
-        else:
+        if type(value) is Tensor:  # most are: the fast way
+            found[name] = value
+        elif _is_plain(value):
+            found[name] = type(value), value
+        elif not isinstance(value, (dict, list, tuple)) or value:  # an empty one has no values
             found.update(values_in(name, value))
     return found
 

@@ -9,14 +9,13 @@ from typing import ClassVar
 import numpy as np
 from torch import Tensor
 
-from diffcache.errors import TablesError
 from diffcache.features.base import check_bool, check_int
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
-from diffcache.features.fitted import feature_at
+from diffcache.features.fitted import check_site, feature_at
 from diffcache.features.parts.instead import Newton
 from diffcache.features.parts.when import Listed
-from diffcache.features.schema import Entry, Schema, shown
+from diffcache.features.schema import Entry, Schema
 from diffcache.features.tables import Tables
 from diffcache.step import Site
 
@@ -122,9 +121,7 @@ class DPCache(Calibrated):
         check_bool("last", self.last)
         object.__setattr__(self, "site", Site.of(self.site))
         self.load_tables()
-        if isinstance(self.tables, Tables) and self.tables.header["site"] != Site(self.site).value:
-            site = shown(self.tables.header["site"])
-            raise TablesError(f"tables={self.tables!r}: measured at site {site}, not {self.site!r}")
+        check_site(self.tables, self.site)
 
     def parts(self) -> Combine:
         """Return the key steps that the tables give, and a line through the last two."""

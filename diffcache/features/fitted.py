@@ -134,12 +134,7 @@ class FittedForecast(Calibrated):
             raise ValueError(f"ridge={self.ridge!r}: must be a number above 0")
         object.__setattr__(self, "site", Site.of(self.site))
         self.load_tables()
-        if isinstance(self.tables, Tables):
-            site = self.tables.header["site"]
-            if site != Site.of(self.site).value:
-                raise TablesError(
-                    f"tables={self.tables!r}: measured at site {shown(site)}, not {self.site!r}"
-                )
+        check_site(self.tables, self.site)
 
     def parts(self) -> Combine:
         """Return the schedule and the weights that the tables give."""
@@ -153,6 +148,13 @@ class FittedForecast(Calibrated):
             self.site,
             feature=feature_at(self.site),
         )
+
+
+def check_site(tables: Tables | str | None, site: Site | str) -> None:
+    """Raise TablesError if tables were measured at another site."""
+    if isinstance(tables, Tables) and tables.header["site"] != Site.of(site).value:
+        measured = shown(tables.header["site"])
+        raise TablesError(f"tables={tables!r}: measured at site {measured}, not {site!r}")
 
 
 def feature_at(site: Site | str) -> Any:
