@@ -244,6 +244,7 @@ lse_merge | merge:MERGE | attention to parts: shared prefixes, contexts encoded 
 attn_forward | attention:FORWARD | codes, windows, chosen slots, keys rotated when they are read, shared prefixes, prompts that are scored, masks of row plans
 attn_mass | attention:MASS | scores by attention: H2O, Scissorhands and others
 sdpa_cudnn | dense:NAME | attention of many queries without a mask, where torch's own choice is plain
+attn_int8 | int8:INT8 | `with Int8Attention():` around a pipeline's call
 # codes
 int8_codes | codes:CODES | inputs of the quantized layers of CacheQuant
 # distance

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from diffcache.eval.kernels.case import KernelCase, compiled
-from diffcache.kernels import dense, merge, quantize
+from diffcache.kernels import dense, int8, merge, quantize
 from diffcache.kernels.attention import FORWARD, MASS, Codes, _apart, forward_twin, mass_twin
 
 # Query heads, key heads, queries, keys, channels.
@@ -175,6 +175,22 @@ def _dense(model: str, sizes: Sizes) -> KernelCase:
     )  # fmt: skip
 
 
+def _rounded(model: str, sizes: Sizes) -> KernelCase:
+    """Return a row of attention on 8 bits, which has to beat what torch does without."""
+    asking, heads, count, width, size = sizes
+    ways: dict[str, Callable[..., Any]] = {
+        "kernel": lambda q, k, v: int8.INT8(q, k, v, _scale(q)),
+        "plain": lambda q, k, v: int8.int8_twin(q, k, v, _scale(q)),
+        "SDPA": functional.scaled_dot_product_attention,
+    }
+    moved = 2 * 2 * size * (asking * count + heads * width)
+    return KernelCase(
+        "attn_int8", model, f"q {[1, asking, count, size]}, k and v {[1, heads, width, size]} "
+        "bfloat16", _attention(sizes, (2, 2, 8, 160, 32)), ways, moved,
+        4 * asking * count * width * size, instead="SDPA",
+    )  # fmt: skip
+
+
 def cases() -> list[KernelCase]:
     """Return the rows of the benchmark."""
     asking, _, count, _, size = FLUX
@@ -189,4 +205,5 @@ def cases() -> list[KernelCase]:
     )  # fmt: skip
     masses = [_masses("FLUX.1-dev", FLUX), _masses("Wan2.1-1.3B", WAN)]
     denses = [_dense("FLUX.1-dev", FLUX), _dense("Wan2.1-1.3B", CHUNK)]
-    return [parts, *masses, _listing(), _history(), *denses]
+    rounded = [_rounded("FLUX.1-dev", FLUX), _rounded("Wan2.1-1.3B", CHUNK)]
+    return [parts, *masses, _listing(), _history(), *denses, *rounded]
