@@ -48,6 +48,13 @@ SHIPPED_FOR = ("torch", "triton")  # versions that have to be those of `choices.
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-4}
 OPERATORS: dict[str, Operator] = {}
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # triton reads it once, too
+# Operator and beginning of an architecture of AMD's -> why plain PyTorch runs there.
+REFUSED = {
+    ("attn_decode_kivi", "gfx"): "has instructions of NVIDIA's in it",
+    ("attn_forward", "gfx11"): "spills registers",
+    ("attn_mass", "gfx11"): "spills registers",
+    ("attn_int8", "gfx11"): "spills registers",
+}
 OLDEST = (3, 5)  # version of triton; before, matrices of few columns could not be multiplied
 
 _LIBRARY = library.Library(NAMESPACE, "FRAGMENT")
@@ -101,6 +108,8 @@ class Operator:
         if is_transforming() or any(map(_has_tangent, given)):
             return False
         if first.dtype not in DTYPES or not first.numel() or self.off or self.name in turned_off():
+            return False
+        if refused(self.name, first.device):
             return False
         if how == "triton":
             _need_triton()
@@ -188,9 +197,11 @@ def _on_cpu(operator: Operator, args: Sequence[Any]) -> Any:
 
 
 def _on_cuda(operator: Operator, args: Sequence[Any]) -> Any:
-    if chosen() == "torch" or operator.off or not has_triton():
+    first = tensors_of(args)[0]
+    off = operator.off or refused(operator.name, first.device)
+    if chosen() == "torch" or off or not has_triton():
         return operator.twin(*args)
-    with torch.cuda.device_of(tensors_of(args)[0]):
+    with torch.cuda.device_of(first):
         return operator.launch(*args)
 
 
@@ -210,6 +221,16 @@ def chosen() -> str:
 def ratio(name: str, device: torch.device) -> float:
     """Return how much faster a kernel was measured on this kind of device; 0 if it was not."""
     return float(measured(device_name(device.index or 0)).get(name, 0))
+
+
+@constant
+def refused(name: str, device: torch.device) -> str:
+    """Return why the kernel of an operator is not for a device; empty where it is."""
+    if device.type != "cuda" or not torch.version.hip:
+        return ""
+    arch = torch.cuda.get_device_properties(device).gcnArchName
+    known = (why for (one, start), why in REFUSED.items() if one == name and arch.startswith(start))
+    return next(known, "")
 
 
 def is_faster(name: str, device: torch.device) -> bool:

@@ -2,7 +2,8 @@
 
 SageAttention, arXiv 2410.02367. It changes results, so nobody gets it unasked: `Int8Attention` is
 entered around a call of a model, and takes the kernel where `diffcache kernels measure` found it
-faster than torch's own attention. `diffcache kernels int8` measures what it does to pictures.
+faster than torch's own attention. `diffcache eval --method kernels/int8` measures what it does to
+pictures.
 """
 
 from __future__ import annotations
@@ -136,7 +137,11 @@ class Int8Attention(TorchFunctionMode):
             return None
         alike = key.shape[:3] == value.shape[:3] and len(query) == len(key) and key.shape[2] > 0
         heads = query.shape[1] == key.shape[1] or (enable_gqa and not query.shape[1] % key.shape[1])
-        if not alike or not heads or (torch.is_grad_enabled() and any(x.requires_grad for x in given)):
+        if (
+            not alike
+            or not heads
+            or (torch.is_grad_enabled() and any(x.requires_grad for x in given))
+        ):
             return None
         if not self.always and not (query.shape[2] >= FEWEST and takes(*given)):
             return None

@@ -2,7 +2,8 @@
 
 A launch takes as long as the slowest of what it needs of the device: bytes of memory, bytes of the
 second-level cache, and instructions with products of matrices, which Triton's loops do one after
-the other. To that comes a constant for each launch. What a kernel needs is in a record of its code
+the other; but loads from shared memory, which feed products, go on beside them. To that comes a
+constant for each launch. What a kernel needs is in a record of its code
 (`eval/workshop/kernels/targets.py`); what a device has is in `CHIPS`.
 """
 
@@ -52,14 +53,16 @@ class Chip:
     small: float = 1.0
 
 
-INTEGERS = {"bf16": 1.0, "f16": 1.0, "i8": 2.0, "f8E4M3FN": 2.0, "f32": 0.07}
+INTEGERS = {"bf16": 1.0, "f16": 1.0, "f16 in f16": 1.0, "i8": 2.0, "f8E4M3FN": 2.0, "f32": 0.07}
+# Sums in float32 halve the rate of consumer cards.
+CONSUMER = INTEGERS | {"f16 in f16": 2.0, "i8": 4.0, "f32": 0.5}
 CHIPS = {
     "h100": Chip(90, 132, 1.755, 228, 64, 3300, INTEGERS, 0.63),
     "h200": Chip(90, 132, 1.755, 228, 64, 3300, INTEGERS, 0.63),
     "a100": Chip(80, 108, 1.41, 164, 64, 3400, INTEGERS | {"f32": 0.062}),
     "l40s": Chip(89, 142, 2.52, 100, 48, 2600, INTEGERS | {"f32": 0.25}),
-    "4090": Chip(89, 128, 2.52, 100, 48, 2600, INTEGERS | {"i8": 4.0, "f32": 0.5}),
-    "5090": Chip(120, 170, 2.41, 100, 48, 3000, INTEGERS | {"i8": 4.0, "f32": 0.5}),
+    "4090": Chip(89, 128, 2.52, 100, 48, 2600, CONSUMER),
+    "5090": Chip(120, 170, 2.41, 100, 48, 3000, CONSUMER),
 }
 BY_ARCH = {str(chip.arch): name for name, chip in CHIPS.items() if name != "h100"}
 
@@ -107,20 +110,37 @@ def expect(row: Mapping[str, Any], device: str) -> Expected | None:
         # stand for a whole row come from where it was read.
         read = programs * launch["loaded"] if launch["products"] else 0.0
         cached = read / (1e3 * chip.cached * chip.ghz)
-        issued = max(code["issue"][kind] / rate for kind, rate in RATES.items())
-        issued *= programs * code["warps"] / (chip.sms * chip.ghz * 1e3)
+        issue = {**code["issue"], "all": code["issue"]["all"] - _multiplying(launch, code)}
+        each = programs * code["warps"] / (chip.sms * chip.ghz * 1e3)
+        issued = {kind: each * issue[kind] / rate for kind, rate in RATES.items()}
         products = sum(
             count / (peaks.tflops * 1e6 * MULTIPLIED * chip.products.get(name, 1.0))
             for name, count in launch["products"].items()
         )
         products *= programs / (1.0 if code["large"] else chip.small)
-        parts = {"cache": cached, "code": (issued + products) * busy, "launch": START}
+        if products:
+            products = max(products, issued.pop("lsu"))
+        parts = {"cache": cached, "code": (max(issued.values()) + products) * busy, "launch": START}
         for name, value in parts.items():
             total[name] += value
         whole += max(cached, parts["code"])
     total["bytes"] = unread
     most = max(("bytes", "cache", "code", "launch"), key=total.__getitem__)
     return Expected(total["launch"] + max(unread, whole), most, total, tuple(blocks))
+
+
+def _multiplying(launch: Mapping[str, Any], code: Mapping[str, Any]) -> float:
+    """Return how many of a warp's instructions multiply matrices, which counts as products alone.
+
+    Those of `mma.sync` take 16 rows and 8 columns: of 16 channels, or of 32 of a byte. Others are
+    few, of a whole warp group.
+    """
+    if not {"HMMA", "IMMA"} & set(code["matrix"]):
+        return 0.0
+    total = 0.0
+    for name, count in launch["products"].items():
+        total += count / (8192 if name.startswith(("i8", "f8")) else 4096)
+    return min(total / code["warps"], code["issue"]["all"])
 
 
 def resident(code: Mapping[str, Any], chip: Chip) -> int:

@@ -133,6 +133,8 @@ def _choice(operator: str, place: torch.device, name: str) -> tuple[str, str]:
         return plain, "DIFFCACHE_KERNELS_OFF"
     if operator in dispatch.OPERATORS and not dispatch.has_triton():
         return plain, "triton 3.5 or newer is missing"
+    if why := dispatch.refused(operator, place):
+        return plain, why
     ratio = dispatch.ratio(operator, place)
     failed = dispatch.kept(name).get("failed", {}).get(operator)
     why = f"{ratio:.2f} times as fast as plain PyTorch" if ratio else failed or "not measured"

@@ -34,7 +34,7 @@ from diffcache.eval.kernels.options import (
 )
 from diffcache.eval.kernels.timing import CALLS, ceilings, row
 from diffcache.eval.record import Setting, envelope
-from diffcache.kernels.dispatch import OPERATORS, device_name, versions
+from diffcache.kernels.dispatch import OPERATORS, device_name, refused, versions
 
 # What most runs call comes first, so that little time is enough for it.
 FIRST = (
@@ -85,7 +85,10 @@ def work(device: torch.device, wanted: Sequence[Task], tell: Tell) -> bool:
             tell({"started": [kind, operator]})
             do = checked if kind == "check" else best_options
             try:
-                found = {} if operator in wrong else do(cases[operator], device, limits, made)
+                if why := refused(operator, device):
+                    found = {"failed": why}
+                else:
+                    found = {} if operator in wrong else do(cases[operator], device, limits, made)
             except Exception as error:  # one operator that fails leaves the others
                 found = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
             if found.get("failed"):

@@ -28,7 +28,8 @@ class Tiles:
     Attributes:
         loaded: Bytes of tiles that are loaded, from memory or from a cache.
         stored: Bytes of tiles that are stored.
-        products: Dtype of operands -> operations of products of matrices.
+        products: Dtype of operands -> operations of products of matrices; `f16 in f16` where
+            their sums are in float16, too.
         turns: Turns of each loop, in the order of the text; of one inside another, all together.
         rows: Most rows of a product.
     """
@@ -89,12 +90,13 @@ def _program(
         elif re.search(r"tt\.(descriptor_)?store\b", line):
             found.stored += times[-1] * _bytes(line)
         elif shape := re.search(
-            r"tt\.dot .*: tensor<([\dx]+)x(\w+)> \* .* -> tensor<([\dx]+)x", line
+            r"tt\.dot .*: tensor<([\dx]+)x(\w+)> \* .* -> tensor<([\dx]+)x(\w+)>", line
         ):
             left, right = (list(map(int, shape[n].split("x"))) for n in (1, 3))
             found.rows = max(found.rows, left[-2])
             count = times[-1] * 2 * math.prod(left) * right[-1]
-            found.products[shape[2]] = found.products.get(shape[2], 0.0) + count
+            name = "f16 in f16" if shape[2] == shape[4] == "f16" else shape[2]
+            found.products[name] = found.products.get(name, 0.0) + count
         else:
             _scalar(line, known, place, grid)
     return found

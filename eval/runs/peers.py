@@ -1,8 +1,8 @@
-"""Caches of other libraries as rows beside ours: `diffusers/taylorseer:cache_interval=5`.
+"""What is no cache of ours as a row beside them: `diffusers/taylorseer:cache_interval=5`.
 
 `diffusers/NAME` is put in with the denoiser's own `enable_cache`, `cache-dit/dbcache` with that of
-cache-dit, both configured by the names of their classes' arguments. What a run of theirs computes
-is counted, operation by operation, as they do not tell.
+cache-dit, both configured by the names of their classes' arguments. `kernels/int8` is attention on
+8 bits. What a run computes is counted, operation by operation, as they do not tell.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from diffcache.errors import AttachError, MissingError, UnknownMethodError
 from diffcache.eval.cost.flops import Tally, counting, denoisers
 from diffcache.foreign import children_of
+from diffcache.kernels.int8 import Int8Attention
 
 DIFFUSERS = "diffusers/"
 CONFIGS = {
@@ -39,6 +40,7 @@ CONFIGS = {
 }
 MAG_CACHE = f"{DIFFUSERS}mag-cache"
 CACHE_DIT = "cache-dit/dbcache"
+INT8 = "kernels/int8"
 _REFUSALS = (ValueError, AttributeError, LookupError, TypeError, AssertionError)
 
 
@@ -262,14 +264,36 @@ def _cache_dit() -> Any:
     return cache_dit
 
 
+class RoundedAttention(Peer):
+    """Attention on 8 bits: what it does to pictures, by plain PyTorch where there is no kernel."""
+
+    @property
+    def fields(self) -> list[str]:
+        """Names of the settings: there are none."""
+        return []
+
+    def config(self, pipe: Any = None) -> None:
+        """Return nothing, as there are no settings."""
+
+    @contextmanager
+    def attached(self, pipe: Any, models: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Take all attention that can be taken."""
+        with Int8Attention(always=True) as mode:
+            yield
+        if mode.left and not mode.taken:
+            raise AttachError(f"{self.name}: has no attention without a mask; leave this row out")
+
+
 def make_peer(name: str, settings: Mapping[str, Any]) -> Peer:
-    """Return a cache of another library by its name.
+    """Return a cache of another library, or attention on 8 bits, by name.
 
     Raises:
         UnknownMethodError: If there is no such cache.
         MissingError: If its library is not installed.
         ValueError: If a setting is wrong.
     """
+    if name == INT8:
+        return RoundedAttention(name, settings)
     return (DiffusersCache if name.startswith(DIFFUSERS) else CacheDit)(name, settings)
 
 

@@ -63,7 +63,7 @@ def int8_kernel(
     top = tl.full([ROWS], -float("inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, VWIDTH], tl.float32)
-    for block in range(0, blocks):
+    for block in range(blocks):
         there = place < width - block * KEYS
         key = tl.load(k, mask=there[None, :] & (col < SIZE)[:, None], other=0)
         gain = step * tl.load(k_steps + own * blocks + block)

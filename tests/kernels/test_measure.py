@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -284,6 +285,13 @@ def test_the_command_says_what_is_used_and_why(monkeypatch, cache) -> None:
     assert said("l1_sums") == ("plain PyTorch", "0.90 times as fast as plain PyTorch")
     assert said("int8_codes") == ("plain PyTorch", "off by 0.5")
     assert said("kv_gather") == ("plain PyTorch", "not measured")
+    monkeypatch.setattr(torch.version, "hip", "7")
+    chip = SimpleNamespace(gcnArchName="gfx1100")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: chip)
+    assert said("attn_mass") == ("plain PyTorch", "spills registers")
+    chip.gcnArchName = "gfx942:sramecc+:xnack-"
+    assert said("attn_mass") == ("plain PyTorch", "not measured")
+    assert "NVIDIA" in said("attn_decode_kivi")[1]
     monkeypatch.setenv("DIFFCACHE_KERNELS_OFF", "rotate")
     assert said("rotate") == ("plain PyTorch", "DIFFCACHE_KERNELS_OFF")
     assert "measured on this machine" in "".join(command._heads("a GPU"))

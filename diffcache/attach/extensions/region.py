@@ -332,7 +332,8 @@ class Regions(Extension):
         """Return the attention of the present rows over all; None where all are, which are kept.
 
         Rows that are not present have kept keys and values. A step writes its rows in place: the
-        same rows are present until the store is made anew.
+        same rows are present until the store is made anew. The model's own attention is taken: over
+        dense and exact keys no kernel of ours gains anything.
         """
         turn = self.turn()
         if turn is None:

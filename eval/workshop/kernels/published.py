@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from diffcache.eval.kernels.attention import Sizes, _attention, _given
 from diffcache.eval.kernels.case import KernelCase
 from diffcache.kernels.attention import FORWARD
+from diffcache.kernels.dispatch import Operator
+from diffcache.kernels.int8 import INT8
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Published:
         us: Microseconds.
         source: Paper or page, and the number in it.
         sizes: Query heads, key heads, queries, keys, channels.
+        operator: Our kernel of the same attention.
     """
 
     name: str
@@ -31,14 +34,21 @@ class Published:
     us: float
     source: str
     sizes: Sizes
+    operator: Operator = FORWARD
 
     def case(self) -> KernelCase:
         """Return the row of our kernel at these sizes."""
         asking, heads, count, width, size = self.sizes
-        ways = {"kernel": lambda q, k, v: FORWARD(*_given(q, k, v))[0]}
+        given = _given if self.operator is FORWARD else lambda *qkv: (*qkv, size**-0.5)
+        ways = {"kernel": lambda q, k, v: self.operator(*given(q, k, v))}
         moved = 2 * 2 * size * (asking * count + heads * width)
         return KernelCase(
-            "attn_forward", self.name, f"{list(self.sizes)}", _attention(self.sizes), ways, moved
+            self.operator.name,
+            self.name,
+            f"{list(self.sizes)}",
+            _attention(self.sizes),
+            ways,
+            moved,
         )
 
 
@@ -64,6 +74,10 @@ def published() -> Iterator[Published]:
     yield Published(
         "FlashAttention-2, 8k", "4090", _of_rate(165, wide),
         "SageAttention, arXiv 2410.02367: 165 TOPS", wide,
+    )  # fmt: skip
+    yield Published(
+        "SageAttention, 8k", "4090", _of_rate(340, wide),
+        "arXiv 2410.02367: 340 TOPS", wide, INT8,
     )  # fmt: skip
     for width, us in ((65536, 64.4), (131072, 106.6)):
         yield Published(
