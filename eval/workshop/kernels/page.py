@@ -52,7 +52,9 @@ What Triton {triton} compiles for GPUs that are not here, at the sizes of the ta
 spills and no local memory is used where nothing is said. *Narrow*: no load of 16 bytes, nor an
 asynchronous one, in a launch that reads a MiB or more. *Too large*: a block needs more memory than
 it may have, so that the launch fails. *No*: the kernel has PTX in it, which AMD's assembler does
-not take. An operator that fails is left out by `diffcache kernels measure`.
+not take: plain PyTorch runs there in its place, as it does on gfx11 in that of attention, which
+spills, and `diffcache kernels` says so. An operator that fails elsewhere is left out by
+`diffcache kernels measure`.
 """
 EXPECTED_EXPLAINED = """\
 ## Expected times
