@@ -32,8 +32,8 @@ class KeyCodes(Selecting):
     Reference: A2ATS, arXiv 2502.12665. Two departures: the exact attention
     over what was chosen uses the model's own rotation, so that reading everything is the model as
     it is; and without a `codebook` fitted beforehand one is fitted to the prompt, with the prompt's
-    own queries. Tokens that come twice have equal keys there, which tie in k-means, so that rounding
-    may change such a codebook, and what is read: in another precision, or with kernels.
+    own queries. Tokens that come twice have equal keys there, which tie in k-means: rounding may
+    change such a codebook, and what is read, in another precision or with kernels.
 
     Args:
         codes: Vectors of a codebook that is fitted to the prompt.

@@ -9,10 +9,7 @@ import torch
 
 from diffcache.kernels.attention import FORWARD, MASS
 from diffcache.kv import cache_for, h2o, quest, snapkv
-from diffcache.kv.learn.codebook import Codebook
-from diffcache.kv.recipes import retrieval as recipes
 from diffcache.kv.recipes.eviction import tova
-from diffcache.kv.retrieval import a2ats
 from tests.kv.tiny import IDS, llama
 from tests.zoo.language import build
 
@@ -92,41 +89,6 @@ def test_a_window_is_not_kept_with_the_last_queries(monkeypatch: pytest.MonkeyPa
                 model(ids[:, stop - width : stop], attention_mask=mask, past_key_values=cache)
         found.append([layer.meta()["pos"] for layer in cache.store.layers])
     assert all(map(torch.equal, *found))
-
-
-def test_a_codebook_depends_on_rounding_only_where_tokens_come_twice(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Equal keys tie in k-means; kernels turn queries, and so round, otherwise than PyTorch."""
-    model = llama(
-        num_hidden_layers=1, hidden_size=14 * 16, num_attention_heads=14, intermediate_size=16
-    )
-    random = torch.Generator().manual_seed(0)
-    once = torch.randperm(model.config.vocab_size, generator=random)[None, :63]
-    twice, fitted, chosen = once[:, torch.arange(63) % 50], [], []
-    fit, top = a2ats.fit, a2ats.top
-
-    def noted(*given: Any) -> Any:
-        fitted.append(given)
-        return fit(*given)
-
-    monkeypatch.setattr(a2ats, "fit", noted)
-    monkeypatch.setattr(a2ats, "top", lambda *a: chosen.append(top(*a)) or chosen[-1])
-    for ids, book in ((once, None), (twice, None), (twice, Codebook)):
-        if book is not None:  # fitted beforehand
-            keys, valid, weight, *settings = fitted[-1]
-            book = Codebook(fit(keys, valid, weight, *settings), weight)
-        for kernels in ("triton", "torch"):
-            monkeypatch.setenv("DIFFCACHE_KERNELS", kernels)
-            cache = cache_for(model, recipes.a2ats(30, 16, 8, 8, book))
-            for stop, width in ((60, 60), (61, 1), (62, 1), (63, 1)):
-                with torch.no_grad():
-                    model(ids[:, stop - width : stop], past_key_values=cache)
-        if ids is once or book is not None:
-            assert len(chosen) == 6 and all(map(torch.equal, chosen[:3], chosen[3:]))
-        chosen.clear()
-    books = {fit(k, v, w * factor, *rest).sum().item() for k, v, w, *rest in fitted[-2:] for factor in (1, 1 + 2e-7)}  # fmt: skip
-    assert len(fitted) == 4 and len(books) > 1
 
 
 def test_a_mask_that_was_written_to_is_looked_at_again() -> None:
