@@ -36,6 +36,16 @@ def far_logits(k: Tensor, q: Tensor, far: int) -> Tensor:
 # a2ats -------------------------------------------------------------------------------------
 
 
+def test_rounding_changes_a_codebook_only_where_keys_are_equal() -> None:
+    """Of tokens that come twice: so kernels, which round otherwise, may read other slots."""
+    keys, valid = noise(B, H, 90, D), torch.ones(B, H, 90, dtype=torch.bool)
+    twice = keys[:, :, torch.arange(90) % 60] * (1 + 2e-7 * noise(B, H, 90, D))
+    nudge = 1e-7 * noise(B, H, D, D)
+    for k, most in ((keys, 1e-6), (twice, 1.0)):
+        one, other = (fit(k, valid, w, 24) for w in (eye(), eye() + nudge + nudge.mT))
+        assert most / 10 * (most == 1) <= (one - other).norm() / one.norm() < most
+
+
 def test_as_many_codes_as_keys_are_the_keys() -> None:
     keys, valid = noise(B, H, 30, D), torch.ones(B, H, 30, dtype=torch.bool)
     valid[1, :, :8] = False
