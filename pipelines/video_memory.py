@@ -51,16 +51,22 @@ def rehearsed(
     # Codes go by groups of tokens, so that a smaller frame has to leave the same remainder.
     group = lcm(_ROOM, getattr(policy, "group", 1))
     unit = rotary.unit % group + 4 * group
-    looks_across = policy.recipe(rotary.unit).retrieve is not None
+    recipe = policy.recipe(rotary.unit)
+    deep = _corners(layers, 1, 2) if recipe.retrieve is not None else {1: float(layers)}
+    if recipe.budget is not None and recipe.budget.looks_across:
+        deep = {layers: 1.0}  # which share what there is
     axes = [
         _corners(rotary.unit, unit, unit + group),
-        _corners(layers, 1, 2) if looks_across else {1: float(layers)},
+        deep,
         _corners(heads, 1, 2),
     ]
     most = [0.0] * -(-frames // chunk)
-    for (tokens, by_unit), (deep, by_layer), (wide, by_head) in product(*(x.items() for x in axes)):
+    for (tokens, by_unit), (count, by_layer), (wide, by_head) in product(
+        *(x.items() for x in axes)
+    ):
         small = replace(rotary, grid=(1, tokens))
-        store = KVStore(deep, policy.recipe(tokens), rotary=[small] * deep, read_once=read_once)
+        turns = [small] * count
+        store = KVStore(count, policy.recipe(tokens), rotary=turns, read_once=read_once)
         held = _filmed(store, policy, chunk * tokens, len(most), (rows, wide, channels), dtype)
         weight = by_unit * by_layer * by_head
         most = [sum_ + weight * bytes_ for sum_, bytes_ in zip(most, held, strict=True)]
