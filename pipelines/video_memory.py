@@ -117,9 +117,12 @@ def _ask(
         policy.first_step(store, number, query)
     elif store.recipe.retrieve is not None and not store.recipe.observes:
         store.views(number, query)
-    else:  # queries that attend to all slots alike, which is where the most tokens count
+    else:
+        # A bank keeps the most where all tokens are attended to alike; other heads choose apart.
+        evenly = store.recipe.retrieve is not None
+        noted = replace(query, q=torch.zeros_like(query.q)) if evenly else query
         last = Query(query.q[:, :, -1:], start + count - 1, scale, causal=False)
-        store.attend(number, last, noted=replace(query, q=torch.zeros_like(query.q)))
+        store.attend(number, last, noted=noted)
 
 
 def free_bytes(device: torch.device) -> int | None:
