@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import cache
 from typing import Annotated, Any
 
 import numpy as np
@@ -153,12 +154,18 @@ def drawn(seed: int, count: int) -> list[Number]:
 
 def remade(number: Number, share: float | None, seed: int) -> Made | None:
     """Make a part of a number's samples again; None where the row no longer has it."""
-    again = again_of(number.record)
-    assert again is not None
-    record = json.loads(file_of(number.record).read_text(encoding="utf-8"))
     share = share_of(number.record) if share is None else share
-    made = {one.key: one for one in again(record, [number.row], share, seed)}
-    return made.get(number.key)
+    return _made(number.record, number.row["name"], share, seed).get(number.key)
+
+
+@cache
+def _made(name: str, row: str, share: float, seed: int) -> dict[str, Made]:
+    """Make all numbers of a row again."""
+    again = again_of(name)
+    assert again is not None
+    record = json.loads(file_of(name).read_text(encoding="utf-8"))
+    rows = [one for one in record.get("rows") or [{"name": METHOD}] if one["name"] == row]
+    return {one.key: one for one in again(record, rows, share, seed)}
 
 
 def line(number: Number, made: Made | None, seconds: float) -> list[str]:
