@@ -58,7 +58,7 @@ METHOD = "taylorseer"  # of the demo
 SOLE = ("exact_match", "taken", "answers")  # numbers whose rows keep values of nothing else
 FEW = 2  # contexts of each recipe of many
 SHARE = 0.05
-MANY = 40  # rows; of a record with more, one of each method is made again
+MANY = 20  # rows; of a record with more, one of each method is made again
 # How far values may be off on average, and what share of outcomes may differ, by whether the
 # samples were drawn in the batches of the record.
 WIDER = 1.0  # of the interval, on both sides together
@@ -195,7 +195,7 @@ def _reach(record: Record, rows: Sequence[Row], share: float, seed: int) -> Iter
     subject = reach.Policy(seeds=seeds, numbers=some(256, share, seed))
     numbers = [256 * half + number for half in range(seeds) for number in subject.numbers]
     known = {named(*one): one for one in subject.methods}
-    for row in rows:
+    for row in one_of_each(rows, seed):
         if row["kind"] == "uncached":
             drawn = subject.uncached()
         else:
