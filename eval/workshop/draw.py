@@ -25,7 +25,8 @@ import numpy as np
 import torch
 import typer
 
-from diffcache.command import FAILED, Seed, fail, script
+from diffcache.command import FAILED, MISSING, Seed, fail, script, warn
+from diffcache.errors import MissingError
 from diffcache.eval.pages import table
 from diffcache.eval.record import Row
 from diffcache.eval.workshop.again import METHOD, NOT_MADE, WEAK, Made, again_of, share_of
@@ -42,6 +43,7 @@ KEYS = (
     "right_after_a_second",
 )  # fmt: skip
 KEPT = ("values", "hits", "outcomes", "each", "chosen")  # of a row: values of its samples
+HERE = "not here"
 PLAIN = ("strayed", "psnr_db")  # of them, those that some record gives without an interval
 TIME, COUNT = "a time, of its machine", "bytes and counts, which follow from shapes and schedules"
 OF_ALL = "a number of all samples together, or against those of another row: hours"
@@ -187,7 +189,12 @@ def lines(seed: int, count: int, share: float | None) -> Iterator[list[str]]:
     """Yield the cells of every drawn number, as it is made."""
     for number in drawn(seed, count):
         started = time.process_time()
-        made = remade(number, share, seed)
+        try:
+            made = remade(number, share, seed)
+        except MissingError as error:  # weights that are fetched
+            warn(str(error))
+            yield [number.record, str(number.row["name"])[:44], number.key, "", "", "", HERE, ""]
+            continue
         yield line(number, made, time.process_time() - started)
 
 
@@ -213,11 +220,14 @@ def draw(
         found.append(cells)
         print("\n".join(table(TITLES, found)[0 if len(found) == 1 else -1 :]), flush=True)
     wrong = sum(cells[6] in ("NO", "gone") for cells in found)
-    same = sum(cells[6] == "same" for cells in found)
-    print(f"\nseed {seed}: {count - wrong} of {count} inside, {same} of them value by value; "
-          f"of times alone, not drawn: {', '.join(NOT_MADE)}", flush=True)  # fmt: skip
+    same, here = (sum(cells[6] == word for cells in found) for word in ("same", HERE))
+    print(f"\nseed {seed}: {count - wrong - here} of {count} inside, {same} of them value by "
+          f"value, {wrong} not, {here} could not be made here; of times alone, not drawn: "
+          f"{', '.join(NOT_MADE)}", flush=True)  # fmt: skip
     if wrong:
         fail(f"{wrong} of {count} numbers are no longer made", FAILED, "")
+    if here:
+        fail(f"{here} of {count} numbers could not be made here", MISSING, "")
 
 
 main = script(draw)
