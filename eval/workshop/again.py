@@ -125,8 +125,8 @@ class Made:
     def holds(self) -> bool:
         """Return whether the record still says what its code makes."""
         if self.kept is None and self.published.get("n") == len(self.now):  # all samples
-            apart = abs(float(self.now.double().mean()) - float(self.published["value"]))
-            return apart <= SLACK[self.alike][self.is_share]
+            mean = float(self.now.double().mean())
+            return abs(mean - float(self.published["value"])) <= SLACK[self.alike][self.is_share]
         if self.kept is None:
             low, high = self.interval
             spare = WIDER * (high - low) / 2  # many numbers of a record are looked at
