@@ -1,4 +1,4 @@
-"""The table of diffusion language models: rows, closed forms, errors on one trajectory, the page."""
+"""The table of diffusion language models: rows, errors on one trajectory, the page."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from diffcache.eval.record import Setting
 from diffcache.eval.workshop.bench import dllm
 from diffcache.eval.workshop.bench.runner import tables
 from diffcache.eval.workshop.dllm import page, steps
-from diffcache.eval.workshop.dllm.at_size import A100, ModelSize, schedule_cost
 from diffcache.eval.workshop.dllm.replay import replay
 from diffcache.eval.workshop.dllm.rows import Row, rows
 from diffcache.eval.workshop.parts import Parts
@@ -34,25 +33,7 @@ def test_every_row_stands_behind_the_one_it_is_compared_with(model: str) -> None
             assert row.sampler() == against.sampler()
 
 
-def test_rows_and_operations_are_the_closed_forms() -> None:
-    size, prompt, length, block = ModelSize(), 100, 64, 16
-    total = prompt + length
-
-    def cost(policy: str) -> dict[str, float]:
-        return schedule_cost(Row("", policy), prompt, size, A100, length, block)
-
-    plain = cost("")
-    assert plain["rows"] == total * length
-    assert plain["flops"] == length * size.flops(total, total)
-    starts = range(prompt, total, block)
-    assert cost("fast-dllm")["rows"] == sum(total + (block - 1) * (total - s) for s in starts)
-    assert cost("fast-dllm:dual=True")["rows"] == 4 * (total + (block - 1) * block)
-    per_row = size.flops(1, 0) / 2  # LLaDA-8B has 8.0 G weights, half a billion of them embeddings
-    assert 7.4e9 < per_row < 7.6e9
-
-
 def test_a_measured_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dllm.at_size, "measure", list)
     monkeypatch.setattr(dllm, "replay", lambda *given: {})
     found = dllm.measure(
         SETTING, model=PROBE, rounds=1, samples=1, named=["Fast-dLLM dual", "dKV-Cache, no delay"]

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from diffcache.eval.record import Setting
-from diffcache.eval.workshop.dllm import at_size
 from diffcache.eval.workshop.dllm.measure import BATCH, measure_model
 from diffcache.eval.workshop.dllm.replay import replay
 from diffcache.eval.workshop.dllm.rows import Row, rows
@@ -32,7 +31,7 @@ def measure(
     named: Sequence[str] | None = None,
     unfinished: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure all rows on a shipped model, their errors on one trajectory, and the formulas.
+    """Measure all rows on a shipped model, and their errors on one trajectory.
 
     Args:
         setting: Device and dtype.
@@ -55,7 +54,7 @@ def measure(
         "shapes": {"model": model, "samples": samples, "batch": BATCH, "block": BLOCKS[model]},
         "rounds": rounds, "rows": found,
         "replay": replay(model, chosen, setting, min(samples, REPLAYED), kept),
-        "at_size": at_size.measure(), "parts": kept.end(),
+        "parts": kept.end(),
     }  # fmt: skip
 
 

@@ -62,7 +62,7 @@ def page(directory: Path = ROOT) -> str:
     records = [record for record in records if record]
     if records:
         parts += [MEASURED, *map(_measured, records)]
-        parts += [REPLAYED, *map(_replayed, records), _at_size(records[0])]
+        parts += [REPLAYED, *map(_replayed, records)]
     return "\n".join(parts).rstrip() + "\n"
 
 
@@ -109,25 +109,6 @@ def _replayed(record: Mapping[str, Any]) -> str:
     heads = ["", "same masks", "same commits", *(f"age {age}" for age in AGES)]
     lines = table(heads, replay_lines(record["replay"]))
     return "\n".join([f"### {record['shapes']['model']}, replayed\n", *lines, ""])
-
-
-def _at_size(record: Mapping[str, Any]) -> str:
-    """Return the formulas at LLaDA-8B's size beside published speeds."""
-    rows = [
-        [row["name"], f"{row['flops_ratio']:.2f}", f"{row['bytes_ratio']:.2f}",
-         f"{row['seconds_ratio']:.2f}", row["device"], f"{row['reported']:.2f}", row["source"],
-         row["why"]]
-        for row in record["at_size"]
-    ]  # fmt: skip
-    heads = ["", "fewer operations", "fewer bytes", "faster at most", "on", "reported", "source",
-             "why less"]  # fmt: skip
-    about = (
-        "Row sets of a decoding of 256 tokens in blocks of 32, one token a step, after a prompt of "
-        "1,000; operations and bytes of their forwards by formula, bfloat16, batch 1. *Faster at "
-        "most* takes the longer of operations and bytes of each forward at the device's peaks. "
-        "Nothing of this was run."
-    )
-    return "\n".join(["## At the size of LLaDA-8B\n", about, "", *table(heads, rows)])
 
 
 main = keep_pages(lambda text: page(), ROOT / PAGE)
