@@ -38,7 +38,7 @@ class Runner:
         lm: Model, wrapped where the row says so.
         length: Tokens of an answer.
         block: Tokens of a block of the world.
-        told: Cost of each call: forwards, rows of all layers, and the most bytes held.
+        told: Cost of each call: forwards, rows of all layers (a guide's too), most bytes held.
     """
 
     row: Row
@@ -60,6 +60,9 @@ class Runner:
         whole = answer.rows * int(config.num_hidden_layers)
         report = answer.report
         computed, held = (whole, 0) if report is None else (report.computed, report.peak_bytes)
+        if self.lm.guide is not None:
+            guide: Any = self.lm.guide.config
+            computed += answer.guide_rows * int(guide.num_hidden_layers)
         self.told.append((answer.forwards, computed, held))
 
 

@@ -30,18 +30,19 @@ Every row answers the same held-out prompts. *Exact match* is the share of answe
 from the first token to the last (Wilson's 95 % interval); *change* is the paired difference to the
 uncached row that decodes in the same order (95 %, Bonett and Price 2012). *Token-layers* are the
 rows that all layers computed for one answer, at batch 1, *fewer* how many times fewer than
-uncached; rows of a guide come on top. *Faster* is the time of uncached decoding, one token a step,
+uncached; those of a guide count. *Faster* is the time of uncached decoding, one token a step,
 by the row's: medians of answers taken in turn in one process, most of it the sampler's where fewer
 steps are taken. *The cache's share* of it is the time of the row that it is compared with by its
 own. Below 1, the cache's own work in every layer takes longer than the rows that it saves on a
 model this small. Rows in *italics* are controls, which are built to lose. The host time of a step
-was lowered since, and is still more than a plain forward of as many rows takes: at commit e72033c,
+was lowered since, and is still more than a plain forward of as many rows takes. At commit e72033c,
 CPU seconds in turn on a busy machine, batch 1, 16 answers (medians, quartiles in brackets), 8 steps
 after the first on chain-llada: uncached 1.17 (1.11 to 1.20), dKV-Cache PD 1.54 (1.48 to 1.65),
-Fast-dLLM dual 1.56 (1.43 to 1.78), Elastic-Cache never 2.16 (2.04 to 2.19) and by keys 2.40 (2.21 to
-2.54), d2Cache 2.27 (2.11 to 2.34); 4 steps with 28 M parameters, random weights: 1.24 (1.22 to 1.28),
-1.24 (1.22 to 1.28), 1.42 (1.39 to 1.44) for never and 1.40 (1.38 to 1.42).
-`python -m diffcache.eval.workshop.bench dllm-steps` measures whole answers.
+Fast-dLLM dual 1.56 (1.43 to 1.78), Elastic-Cache never 2.16 (2.04 to 2.19) and by keys 2.40 (2.21
+to 2.54), d2Cache 2.27 (2.11 to 2.34). Four steps with 28 M parameters and random weights: dKV-Cache
+PD 1.24 (1.22 to 1.28), Fast-dLLM dual 1.24 (1.22 to 1.28), Elastic-Cache never 1.42 (1.39 to 1.44),
+d2Cache 1.40 (1.38 to 1.42). `python -m diffcache.eval.workshop.bench dllm-steps` measures whole
+answers.
 """
 REPLAYED = """\
 ## Errors on one trajectory
