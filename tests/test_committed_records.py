@@ -214,6 +214,8 @@ def test_a_stamp_names_what_was_not_made_and_is_of_the_weights(
 
 
 def test_where_the_values_of_a_record_are_known_without_being_kept_they_are_compared() -> None:
+    low, high = again.Made("a", "psnr_db", {"value": 24.0}, torch.tensor([20.0, 22.0])).interval
+    assert (low, high) == pytest.approx((21 - 12.706, 21 + 12.706), abs=1e-3)  # Student's
     now = torch.tensor([True] * 9 + [False])
     assert again.Made("a", "whole", {"value": 0.98}, now).holds  # inside the interval
     assert not again.Made("a", "whole", {"value": 1.0}, now).holds  # all are right

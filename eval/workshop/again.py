@@ -33,7 +33,6 @@ from diffcache.eval.kv.tables import weights_digest
 from diffcache.eval.kv.texts import TextModel
 from diffcache.eval.kv.words import parse_recipe, parse_row
 from diffcache.eval.methods import parse_method
-from diffcache.eval.metrics.bootstrap import mean_interval
 from diffcache.eval.metrics.intervals import share_interval
 from diffcache.eval.record import FOLDER, Row, Setting, some
 from diffcache.eval.runs.measure import evaluate
@@ -55,6 +54,7 @@ Record = Mapping[str, Any]
 Value = TypeVar("Value")
 SETTING = Setting(torch.device("cpu"))
 METHOD = "taylorseer"  # of the demo
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571)  # 97.5 % quantiles for 1 to 5 degrees of freedom
 SOLE = ("exact_match", "taken", "answers")  # numbers whose rows keep values of nothing else
 FEW = 2  # contexts of each recipe of many
 SHARE = 0.05
@@ -93,14 +93,17 @@ class Made:
     @property
     def interval(self) -> tuple[float, float]:
         """Ends of the 95 % interval of what was made now."""
-        table = self.now if self.now.ndim == 1 or self.is_share else self.now.mean(1)
         if self.is_share:
-            found = share_interval(table)
-        elif len(table) > 1:
-            found = mean_interval(table)
-        else:
+            found = share_interval(self.now)
+            return found.low, found.high
+        table = (self.now if self.now.ndim == 1 else self.now.mean(1)).double()
+        if len(table) == 1:
             return float(table), float(table)
-        return found.low, found.high
+        # Student's, as a bootstrap of a few samples is far too narrow.
+        free = len(table) - 1
+        width = STUDENT[free - 1] if free <= len(STUDENT) else 1.96 + 2.37 / free + 2.8 / free**2
+        reach = width * float(table.std()) / len(table) ** 0.5
+        return float(table.mean()) - reach, float(table.mean()) + reach
 
     @property
     def is_share(self) -> bool:
@@ -343,7 +346,7 @@ AGAIN: Mapping[str, Again] = {
 SHARES: Mapping[str, float] = {
     "sticker-flux-quality": 0.01, "sticker-kontext-quality": 0.03,
     "sticker-wan-quality": 0.02, "chain-llada-quality": 0.01, "dllm-chain-llada": 0.01,
-    "dllm-*": 0.02, "guarantee": 0.02, "telling": 0.02, "eval-reach-policy-methods": 0.01,
+    "dllm-*": 0.02, "guarantee": 0.02, "telling": 0.04, "eval-reach-policy-methods": 0.01,
     "reach-policy-quality": 0.02,
 }  # fmt: skip
 # Records of times, bytes and errors alone -> why no part of them is made again: they are of their
