@@ -12,20 +12,14 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 from PIL import Image
-
-from diffcache.pipelines.demo import serve
-from diffcache.pipelines.demo.kept import Kept
-from diffcache.pipelines.demo.program import Program
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
@@ -251,68 +245,3 @@ def test_a_page_streams_takes_orders_stops_and_leaves_nothing(
         assert (process.returncode, "".join(own)) == (0, "ended"), told
     assert problems == []
     assert [list((tmp_path / name).iterdir()) for name in ("cwd", "tmp")] == [[], []]
-
-
-class Moving:
-    """A film of a bar that moves, which is saved as the number of its chunks."""
-
-    def __init__(self, asked: Any) -> None:
-        self.made = 0
-
-    def next(self) -> Any:
-        frames = np.zeros((6, 64, 64, 3), np.uint8)
-        for at, frame in enumerate(frames):
-            frame[20:40, (6 * self.made + at) % 56 :][:, :8] = 240
-        self.made += 1
-        time.sleep(0.2)
-        return frames
-
-    def apply(self, order: Any) -> None:
-        """Take no orders."""
-
-    def news(self) -> str:
-        return ""
-
-    def readings(self) -> dict[str, float]:
-        return {"bytes": 1e6}
-
-    def save(self, folder: str) -> None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        (Path(folder) / "made").write_text(str(self.made))
-
-    def resume(self, folder: str) -> None:
-        self.made = int((Path(folder) / "made").read_text())
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(CHROMIUM is None, reason=f"none of {', '.join(NAMES)} is on the path")
-def test_a_browser_finds_its_film_after_a_restart_and_no_other_does(tmp_path: Path) -> None:
-    """At the same port, with another process's view of the folder."""
-    pytest.importorskip("gradio", reason="gradio is not installed")
-    sizes = {"64 x 64": (64, 64)}
-    program = Program(Moving, ("window", "full"), ("keep",), ("a fox on grass",), sizes)
-    problems: list[str] = []
-    port = serve.free_port("127.0.0.1", 0)
-
-    def served() -> Any:
-        return serve.served(program, ["127.0.0.1"], port, Kept(tmp_path, 10**9))
-
-    with browser_page(problems) as page:
-        with served() as (address, _, _):
-            page.goto(address, wait_until="domcontentloaded")
-            page.click("#start")
-            page.wait_for_function(f"{SHOWN} >= 30")  # five chunks, of which the fourth is saved
-            assert page.locator("#back").count() == 0
-        with served() as (address, _, _):
-            page.goto(address, wait_until="domcontentloaded")
-            page.locator("#note", has_text="your film of 'a fox on grass' was saved").wait_for()
-            page.set_viewport_size({"width": 390, "height": 844})
-            assert page.evaluate("document.documentElement.scrollWidth") <= 390
-            page.click("#back")
-            page.locator("#note", has_text=re.compile("goes on from chunk .*, as saved")).wait_for()
-            page.wait_for_function(f"{SHOWN} >= 6 && !document.querySelector('#back')")
-            page.evaluate("localStorage.clear()")  # as another browser
-            page.goto(address, wait_until="domcontentloaded")
-            page.locator("#start").wait_for()
-            page.wait_for_timeout(3000)
-            assert page.locator("#back").count() == 0
