@@ -78,7 +78,8 @@ def _rounded(x: Tensor, block: int) -> Tensor:
     most = parts.abs().amax((3, 4), keepdim=True)
     codes = (parts * (127 / most).where(most > 0, 0)).round()
     step = most / 127 + 0 * parts.sum((3, 4), keepdim=True)  # infinity makes NaN
-    return (codes * step).flatten(2, 3)[:, :, : x.shape[2]]
+    rounded: Tensor = (codes * step).flatten(2, 3)
+    return rounded[:, :, : x.shape[2]]
 
 
 def _like(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

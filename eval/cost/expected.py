@@ -140,7 +140,7 @@ def _multiplying(launch: Mapping[str, Any], code: Mapping[str, Any]) -> float:
     total = 0.0
     for name, count in launch["products"].items():
         total += count / (8192 if name.startswith(("i8", "f8")) else 4096)
-    return min(total / code["warps"], code["issue"]["all"])
+    return float(min(total / code["warps"], code["issue"]["all"]))
 
 
 def resident(code: Mapping[str, Any], chip: Chip) -> int:

@@ -116,4 +116,4 @@ def attn_int8(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 def _padded(size: int) -> int:
     """Return the channels of a tile; Triton multiplies 32 int8 columns at least."""
-    return max(triton.next_power_of_2(size), 32)
+    return max(int(triton.next_power_of_2(size)), 32)
