@@ -241,20 +241,20 @@ def _recall(record: Record, rows: Sequence[Row], share: float, seed: int) -> Ite
 
 
 def _texts(record: Record, rows: Sequence[Row], share: float, seed: int) -> Iterator[Made]:
-    """Ask about the first window; the record keeps the answers of each."""
+    """Ask about the first two windows; the record keeps the answers of each."""
     shapes = record["shapes"]
     task = text_task.TextTask(
         TextModel(shapes["model"]), None, shapes["context"], shapes["samples"], record["seed"]
     )
     drawn, model = task.windows(), task.model.load()
-    drawn = replace(drawn, ids=drawn.ids[:1])
+    drawn = replace(drawn, ids=drawn.ids[:2])
     weights = task.model.weights
     for row in rows:
         recipe = parse_recipe(row["name"], weights)
         made = text_task.measure(model, recipe, task, drawn, None, record["rows"][0]["able"])
-        now, kept = (text_task.hits_of(one)[:1] for one in (made, row))
+        now, kept = (text_task.hits_of(one)[:2] for one in (made, row))
         yield Made(row["name"], "whole", row["whole"], now, kept)
-        now, kept = (torch.tensor(one["nats"][:1], dtype=torch.float64) for one in (made, row))
+        now, kept = (torch.tensor(one["nats"][:2], dtype=torch.float64) for one in (made, row))
         yield Made(row["name"], "perplexity", row["perplexity"], now, kept)
 
 
