@@ -66,14 +66,17 @@ class Edit:
     after: Scene
 
 
-def sample_edit(rng: np.random.Generator, *, held: bool = False) -> Edit:
+def sample_edit(
+    rng: np.random.Generator, *, held: bool = False, kinds: Sequence[str] | None = None
+) -> Edit:
     """Draw an edit.
 
     Args:
         rng: Source of randomness.
         held: Draw an edit with a held-out combination as its result; else neither scene is one.
+        kinds: Kinds to draw from, one that stands twice twice as often; None for each of `KINDS`.
     """
-    kind = str(rng.choice(KINDS))
+    kind = str(rng.choice(kinds or KINDS))
     while True:
         scene = sample_scene(rng, held=held and bool(rng.random() < 0.5))
         scene = Scene(scene.stickers, scene.ground, scene.seed)
@@ -86,13 +89,15 @@ def sample_edit(rng: np.random.Generator, *, held: bool = False) -> Edit:
             return Edit(kind, text, scene, after)
 
 
-def draw_edits(count: int, seed: int, *, held: bool = False) -> list[Edit]:
+def draw_edits(
+    count: int, seed: int, *, held: bool = False, kinds: Sequence[str] | None = None
+) -> list[Edit]:
     """Draw edits, each from a seed of its own; see `sample_edit`."""
-    return list(spread(partial(_numbered, seed, held), range(count)))
+    return list(spread(partial(_numbered, seed, held, kinds), range(count)))
 
 
-def _numbered(seed: int, held: bool, number: int) -> Edit:
-    return sample_edit(np.random.default_rng([seed, number, 28]), held=held)
+def _numbered(seed: int, held: bool, kinds: Sequence[str] | None, number: int) -> Edit:
+    return sample_edit(np.random.default_rng([seed, number, 28]), held=held, kinds=kinds)
 
 
 def edit_words() -> list[str]:
