@@ -91,6 +91,8 @@ def numbers_of(row: Mapping[str, Any]) -> dict[str, bool]:
     for key, value in row.items():
         if key in ("fidelity", "quality"):
             found.update(value)
+        elif key == "values":  # of single samples: what the others are made of
+            continue
         elif isinstance(value, Mapping) and not {"value", "median"} & set(value):
             found.update({f"{key}.{inner}": one for inner, one in value.items()})
         else:
