@@ -28,7 +28,7 @@ def test_a_picture_is_right_only_where_everything_is(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(quality, "held_out_captions", lambda count, seed: texts)
     for shift, least, most in ((0, 0.8, 1), (1, 0, 0.2)):
         drawn = np.roll(pictures, shift, 0)
-        monkeypatch.setattr(quality, "_stickers_of", lambda *asked, drawn=drawn: drawn)
+        monkeypatch.setattr(quality, "draw_stickers", lambda *asked, drawn=drawn, **to: drawn)
         found = quality._of_stickers(None, 28, len(SCENES), 0, range(len(SCENES)))
         assert least <= found["whole_right"].float().mean() <= most
         parts = torch.cat([found["right_of_one_object"], found["right_of_two"]])

@@ -23,7 +23,7 @@ METHODS = [
     "taylorseer:every=2,warmup=1",
     "taylorseer:every=2,warmup=1,order=2,site=module",  # fewer records than its forecast may hold
 ]
-SHIPPED = [f"sticker-{name}" for name in ("flux", "dit", "unet", "wan", "kontext")]
+SHIPPED = [f"sticker-{name}" for name in ("flux", "dit", "wan", "kontext")]
 
 
 def shipped(name):
