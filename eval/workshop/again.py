@@ -361,7 +361,7 @@ NOT_MADE: Mapping[str, str] = {
 # Records with numbers that are tested by their intervals alone -> what the values of all samples
 # take, which `records NAME --keep` makes.
 WEAK: Mapping[str, str] = {
-    "sticker-flux-quality": "20 CPU minutes", "sticker-kontext-quality": "10 CPU minutes",
+    "sticker-flux-quality": "20 CPU minutes",
     "reach-policy-quality": "10 CPU minutes", "recall-llama-quality": "10 CPU minutes",
     "telling": "40 CPU minutes", "eval-sticker-flux-methods": "hours", "judge": "2 CPU minutes",
     "dllm-chain-llada": "an hour", "dllm-chain-llada-probe": "10 CPU minutes",
