@@ -88,9 +88,12 @@ def section(row: Row, depth: str = "###") -> str:
 
 
 def story(cls: type) -> str:
-    """Return the docstring up to its first section, paragraphs on one line each."""
+    """Return the docstring up to its first section, paragraphs and entries on one line each."""
     text = re.split(r"\n(?:Args|Attributes|Raises|Example):\n", _doc(cls))[0]
-    return "\n\n".join(" ".join(part.split()) for part in text.strip().split("\n\n"))
+    parts = re.split(r"(\n\n(?:- )?|\n- )", text.strip())  # every second one is a break
+    return "".join(
+        part if place % 2 else " ".join(part.split()) for place, part in enumerate(parts)
+    )
 
 
 def _doc(cls: type) -> str:
