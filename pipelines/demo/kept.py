@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -10,14 +11,15 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from diffcache.kv.life.save import SavedCacheError
 from diffcache.pipelines.demo.program import Asked, checked_prompt
 from diffcache.pipelines.demo.stream import Film
 
@@ -43,8 +45,10 @@ class Pace:
         started = time.monotonic()
         if made % SAVED_EVERY or started < self._again:
             return False
-        work()
-        self._again = time.monotonic() + SHARE * (time.monotonic() - started)
+        try:
+            work()
+        finally:  # a save that fails has taken its time as well
+            self._again = time.monotonic() + SHARE * (time.monotonic() - started)
         return True
 
 
@@ -52,18 +56,25 @@ class Kept:
     """The latest film of every viewer, in a folder from which old ones go.
 
     A viewer is known by a number that the browser keeps, of which the folder has a digest alone.
+    Nothing else that lies in the folder is touched.
 
     Args:
         folder: The folder, made if need be.
         most_bytes: Bytes of all films; the oldest go.
         seconds: Age at which a film goes.
+
+    Raises:
+        OSError: If films cannot be saved there.
     """
 
     def __init__(self, folder: Path, most_bytes: int, seconds: float = DAY) -> None:
         self.folder, self.most_bytes, self.seconds = folder, most_bytes, seconds
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         self._lock = threading.Lock()
-        self._latest: dict[str, object] = {}  # viewer -> the film that is theirs
+        # Viewer -> the film that is theirs. A film that has ended, and its cache, are not held.
+        self._latest: WeakValueDictionary[str, _KeptFilm] = WeakValueDictionary()
         self.sweep()
 
     def place(self, viewer: str) -> Path:
@@ -72,8 +83,11 @@ class Kept:
 
     def find(self, viewer: str) -> tuple[Asked, int] | None:
         """Return settings and chunks of a viewer's saved film; None where there is none."""
-        note = _read(self.place(viewer)) if is_viewer(viewer) else None
-        return None if note is None else (note[0], note[1])
+        if not is_viewer(viewer):
+            return None
+        self.sweep()  # nothing else does while nobody films
+        note = _read(self.place(viewer))
+        return None if note is None else note[:2]
 
     def film(self, viewer: str, asked: Asked, make: Callable[[], Film], goes_on: bool) -> Film:
         """Return a film that is saved as it is made.
@@ -96,6 +110,9 @@ class Kept:
         """Write a film, unless its viewer has begun another one.
 
         A save that is cut off leaves the one before.
+
+        Raises:
+            OSError: If there is no room.
         """
         with self._lock:
             if self._latest.get(film.viewer) is not film:
@@ -110,8 +127,12 @@ class Kept:
                 "steps": asked.steps, "size": asked.size, "anew": asked.anew,
                 "made": film.made, "turn": turn}  # fmt: skip
         (place / "new").write_text(json.dumps(note), encoding="utf-8")
-        os.replace(place / "new", place / _NOTE)
+        with self._lock:  # in the meantime another film may have begun, in another tab
+            if self._latest.get(film.viewer) is film:
+                os.replace(place / "new", place / _NOTE)
         self.sweep()
+        if not place.exists():
+            raise OSError(errno.EFBIG, "it takes more room than all films may")
 
     def resume(self, film: _KeptFilm) -> int:
         """Let a film go on from its viewer's saved one, and return how many chunks that had.
@@ -127,17 +148,19 @@ class Kept:
             film.film.resume(str(place / note[2]))  # type: ignore[attr-defined]
         except FileNotFoundError:
             raise ValueError("your film is not saved any more: start another one") from None
-        except SavedCacheError as error:
-            raise ValueError(f"your film cannot go on here, start another one: {error}") from error
+        except ValueError as error:
+            told = str(error).replace(str(place), "it")  # where films lie is the server's own
+            raise ValueError(f"your film cannot go on here, start another one: {told}") from error
         return note[1]
 
     def sweep(self) -> None:
         """Remove films that are too old, and the oldest where all take too much room."""
         with self._lock:
             room, oldest = self.most_bytes, time.time() - self.seconds
-            places = [(_changed(place), place) for place in self.folder.iterdir()]
+            places = [(_changed(place), place) for place in self.folder.iterdir()
+                      if re.fullmatch("[0-9a-f]{64}", place.name)]  # fmt: skip
             for changed, place in sorted(places, reverse=True):
-                room -= sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
+                room -= _bytes(place)
                 if room < 0 or changed < oldest:
                     shutil.rmtree(place, ignore_errors=True)
 
@@ -159,8 +182,9 @@ class _KeptFilm:
         self.made += 1
         try:
             self._pace.save(self.made, lambda: self._kept.save(self))
-        except OSError as error:  # the film is worth more than its save
-            self._news = f"the film could not be saved ({error.strerror})"
+        except Exception as error:  # the film is worth more than its save
+            why = getattr(error, "strerror", None) or type(error).__name__
+            self._news = f"the film could not be saved ({why})"
         return frames
 
     def apply(self, order: Mapping[str, Any]) -> None:
@@ -192,8 +216,18 @@ def _read(place: Path) -> tuple[Asked, int, str] | None:
         asked = Asked(checked_prompt(note["prompt"]), str(note["policy"]), int(note["seed"]),
                       int(note["steps"]), (height, width), anew=bool(note["anew"]))  # fmt: skip
         return asked, int(note["made"]), "b" if note["turn"] == "b" else "a"
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None
+
+
+def _bytes(place: Path) -> int:
+    """Return the bytes of a film, whose files may be replaced in the meantime."""
+    count = 0
+    for folder, _, names in os.walk(place):
+        for name in names:
+            with suppress(OSError):
+                count += os.lstat(os.path.join(folder, name)).st_size
+    return count
 
 
 def _changed(place: Path) -> float:

@@ -16,7 +16,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from shutil import rmtree
+from shutil import copytree, rmtree
 from typing import Any
 
 import numpy as np
@@ -154,12 +154,15 @@ class RemoteFilm:
 
     def save(self, folder: str) -> None:
         """Write the film into another folder, for `resume`."""
-        self._ask("save", folder)
+        if self._saved != self._made or self._since:
+            self._save()
+        copytree(self._folder, folder, dirs_exist_ok=True)
 
     def resume(self, folder: str) -> None:
         """Go on where another film of these settings was saved."""
+        copytree(folder, self._folder, dirs_exist_ok=True)
         self._ask("resume", folder)
-        self._save()  # from which it goes on where its replica is lost
+        self._saved, self._since = self._made, []
 
     def apply(self, order: Mapping[str, Any]) -> None:
         """Carry out the viewer's orders before the next chunk.

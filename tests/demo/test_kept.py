@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -143,7 +145,18 @@ def test_a_save_that_cannot_be_is_told_and_the_film_goes_on(
     kept = Kept(tmp_path, PLENTY)
     film = kept.film(viewer, asked(), lambda: make(asked()), False)
     (tmp_path / "file").touch()
+    (tmp_path / "other").mkdir()
+    os.utime(tmp_path / "other", (0, 0))
     kept.folder = tmp_path / "file"  # no folder can be made in it
     for _ in range(SAVED_EVERY):
         assert len(film.next())
     assert "the film could not be saved" in film.news()
+    ended = weakref.ref(film.film)  # type: ignore[attr-defined]
+    del film
+    gc.collect()
+    assert ended() is None and (tmp_path / "other").exists()  # old, and not ours
+    kept = Kept(tmp_path, 1)
+    film = kept.film(viewer, asked(), lambda: make(asked()), False)
+    for _ in range(SAVED_EVERY):
+        film.next()
+    assert "more room than all films may" in film.news() and (tmp_path / "other").exists()

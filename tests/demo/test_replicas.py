@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 import numpy as np
@@ -127,8 +128,13 @@ def test_films_of_replicas_are_those_of_one_process_apart_and_restored(tmp_path:
         again = make(7)
         np.testing.assert_array_equal(again.next(), opener()()(7).next())
         assert int(again.readings()["process"]) not in places
+        again.save(str(tmp_path / "kept"))
+        other = make(7)
+        other.resume(str(tmp_path / "kept"))
+        rmtree(tmp_path / "kept")
+        np.testing.assert_array_equal(other.next(), again.next())
     assert not [place for place in places if is_alive(place)]
-    del films, film
+    del films, film, other
     assert not list(tmp_path.iterdir())
 
 
