@@ -66,13 +66,19 @@ _EVENTS = 8  # times the viewers at a time, whose films or pictures may wait for
 _PAUSE, _RESUME = "Pause", "Go on"
 _QUICK: dict[str, Any] = {"queue": False, "show_progress": "hidden"}
 _NOT_RUNNING = "**nothing is running:** press Start first"
-# Puts the number that this browser is known by in the place of the last input.
+# Puts the number that this browser is known by in the place of the last input; a browser that
+# stores nothing has none, and its films are not saved.
 _VIEWER = """(...given) => {
-  let mine = localStorage.getItem('diffcache-viewer') || '';
-  if (!/^[0-9a-f]{32}$/.test(mine)) {
-    const bytes = Array.from(crypto.getRandomValues(new Uint8Array(16)));
-    mine = bytes.map((byte) => byte.toString(16).padStart(2, '0')).join('');
-    localStorage.setItem('diffcache-viewer', mine);
+  let mine = '';
+  try {
+    mine = localStorage.getItem('diffcache-viewer') || '';
+    if (!/^[0-9a-f]{32}$/.test(mine)) {
+      const bytes = Array.from(crypto.getRandomValues(new Uint8Array(16)));
+      mine = bytes.map((byte) => byte.toString(16).padStart(2, '0')).join('');
+      localStorage.setItem('diffcache-viewer', mine);
+    }
+  } catch (error) {
+    mine = '';
   }
   return [...given.slice(0, -1), mine];
 }"""
@@ -96,7 +102,7 @@ class Handlers:
         self, prompt: Any, policy: Any, other: Any, seed: Any, steps: Any, size: Any, viewer: Any,
         request: gr.Request,
     ) -> Iterator[tuple[Any, ...]]:  # fmt: skip
-        """Film, and yield the player's value and a note for the page."""
+        """Film, and yield the player's value, a note, and the button of a saved film."""
         yield from self._show(
             lambda: self.program.asked(prompt, policy, seed, steps, size), request, other, viewer
         )
@@ -124,17 +130,18 @@ class Handlers:
         self, settings: Callable[[], Asked], request: gr.Request, other: Any, viewer: Any,
         goes_on: bool = False,
     ) -> Iterator[tuple[Any, ...]]:  # fmt: skip
-        kept: Any = ""  # the note of the film before goes
+        kept: Any = ""  # note and button of the film before go
+        back: Any = gr.Button(visible=False)
         try:
             who, asked = str(request.session_hash), settings()
             values = show(self.program, self.viewers, who, asked, other, viewer, goes_on)
             for value in values:
-                yield value["player"], value["note"] or kept
-                kept = gr.skip()
+                yield value["player"], value["note"] or kept, back
+                kept = back = gr.skip()
         except (ValueError, DiffcacheError) as error:
-            yield gr.skip(), f"**{error}**"
+            yield gr.skip(), f"**{error}**", gr.skip()
         except Exception as error:  # this viewer is told; the others go on
-            yield gr.skip(), _broken("film", error)
+            yield gr.skip(), _broken("film", error), gr.skip()
 
     def draw(
         self, prompt: Any, method: Any, steps: Any, seed: Any, request: gr.Request
@@ -272,11 +279,10 @@ def _film(program: Program, do: Handlers) -> list[Any]:
         link = gr.HTML(f"the latest {LATEST / program.fps:.0f} seconds", elem_id="link")
     viewer = gr.Textbox(visible=False)  # whose value is that of `_VIEWER`
     asked = [prompt, policy, other, seed, steps, size, viewer]
-    gr.on([start.click, back.click], lambda: (_PAUSE, gr.Button(visible=False)), None,
-          [pause, back], **_QUICK)  # fmt: skip
+    gr.on([start.click, back.click], lambda: _PAUSE, None, pause, **_QUICK)
     for button, film, given in ((start, do.start, asked), (back, do.go_on, [viewer])):
-        button.click(film, given, [player, note], show_progress="hidden", concurrency_limit=None,
-                     trigger_mode="multiple", js=_VIEWER)  # fmt: skip
+        button.click(film, given, [player, note, back], show_progress="hidden",
+                     concurrency_limit=None, trigger_mode="multiple", js=_VIEWER)  # fmt: skip
     gr.on([use.click, prompt.submit], do.apply, [prompt, switch], note, **_QUICK)
     policy.input(do.policy, policy, note, **_QUICK)
     for chosen in asked[1:3]:

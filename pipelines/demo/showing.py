@@ -152,14 +152,14 @@ class Viewers:
         Raises:
             ValueError: If they are none, or too many viewers send some.
         """
-        checked_pictures(value)  # before anybody else's go
+        pictures = checked_pictures(value)  # before anybody else's go
         with self._lock:
             source = self._sources.pop(who, None)
             if source is None:
                 self._make_room()
                 source = Source(most, side)
             self._sources[who] = source
-            source.put(value)
+            source.take(*pictures)
 
     def _make_room(self) -> None:
         """Forget the oldest source that is off, should there be too many; the lock is held.

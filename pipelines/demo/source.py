@@ -8,7 +8,7 @@ import io
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,7 +70,10 @@ class Source:
         Raises:
             ValueError: If it is something else.
         """
-        use, first, files = checked_pictures(value)
+        self.take(*checked_pictures(value))
+
+    def take(self, use: str, first: int, files: Sequence[bytes]) -> None:
+        """Take pictures that were checked; arguments are as `checked_pictures` returns them."""
         with self._changed:
             if not files or not self._is_on():
                 self._shots.clear()  # of a camera or file before
