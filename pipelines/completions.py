@@ -12,12 +12,13 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from starlette.requests import Request
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from diffcache.dllm.decode import Schedule
@@ -41,14 +42,13 @@ class Ask:
     """One prompt of a request on its way.
 
     Attributes:
-        prompt: Its text or tokens.
+        prompt: Its text or tokens; its tokens once it is decoded.
         most: Tokens that are asked for.
         loop: Loop of the handler.
         events: What happens to it: pieces of text, each with why the answer ended, None where it
             goes on; or the error that it failed of.
         tokens: Tokens of the answer so far.
-        text: Their text, as far as the handler was told.
-        count: Tokens of the prompt.
+        text: Their text, as far as the handler was told; the whole once it has ended.
         is_over: Whether nobody waits for it any more.
     """
 
@@ -58,7 +58,6 @@ class Ask:
     events: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
     tokens: list[int] = field(default_factory=list)
     text: str = ""
-    count: int = 0
     is_over: bool = False
 
     def tell(self, event: Any) -> None:
@@ -70,14 +69,14 @@ class Ask:
 class Events(StreamingResponse):
     """A stream whose prompts leave when it ends, also where it never began."""
 
-    leave: Any = None
+    asks: Sequence[Ask] = ()
 
     async def __call__(self, *given: Any) -> None:
         """Send the stream."""
         try:
             await super().__call__(*given)
         finally:
-            self.leave()
+            leave(self.asks)
 
 
 class Completions:
@@ -99,8 +98,8 @@ class Completions:
         waiting: Prompts that may wait for a place; requests beyond are told to come again.
 
     Raises:
-        ValueError: If a setting is out of its range, there is no tokenizer, or the model cannot
-            decode prompts that come and go.
+        ValueError: If a setting is out of its range or does not fit the model, there is no
+            tokenizer, or the model cannot decode prompts that come and go.
     """
 
     def __init__(
@@ -149,29 +148,31 @@ class Completions:
             try:
                 self._decode_some()
             except Exception as error:  # of the model: those under way are told, others go on
-                self._end(error)
-        self._end(RuntimeError("the server stops"))
-        while self.queue:
-            self.queue.popleft().tell(RuntimeError("the server stops"))
-
-    def _end(self, error: Exception) -> None:
-        for ask in self.running.values():
-            ask.tell(error)
+                self._end(self.running.values(), f"{type(error).__name__}: {error}")
+                self.running.clear()
+        with self.change:
+            self._end([*self.running.values(), *self.queue], "the server stops")
+            self.queue.clear()
         self.running.clear()
+
+    def _end(self, asks: Iterable[Ask], why: str) -> None:
+        for ask in asks:
+            ask.tell(RuntimeError(why))  # never the model's ValueError, which would be a 400
 
     def _decode_some(self) -> None:
         """Decode until nobody asks any more."""
-        answers = self.by_token.serve(
+        serving = self.by_token.serve(
             self._prompts(), self.schedule, self.sampler, slots=self.slots, longest=self.longest,
             on_settled=self._settled, is_canceled=self._is_canceled,
         )  # fmt: skip
-        for number, ids in answers:
-            ask = self.running.pop(number)
-            if isinstance(ids, ValueError):
-                ask.tell(ids)
-            elif not ask.is_over:
-                ask.tokens = ids
-                self._show(ask, ends=True)
+        with closing(serving) as answers:
+            for number, ids in answers:
+                ask = self.running.pop(number)
+                if isinstance(ids, ValueError):
+                    ask.tell(ids)
+                elif not ask.is_over:
+                    ask.tokens = ids
+                    self._show(ask, ends=True)
 
     def _prompts(self) -> Iterator[Any]:
         """Yield the prompt of the next request, None where there is none."""
@@ -185,11 +186,8 @@ class Completions:
             if ask.is_over:
                 continue
             try:
-                ask.count = len(ask.prompt)
-                if isinstance(ask.prompt, str):
-                    size = self.lm.masked.size("vocab_size")
-                    ask.prompt = tokens_of(ask.prompt, self.lm.tokenizer, size)[0]
-                    ask.count = len(ask.prompt)
+                size = self.lm.masked.size("vocab_size")
+                (ask.prompt,) = tokens_of([ask.prompt], self.lm.tokenizer, size)
             except Exception as error:  # of a tokenizer, too
                 ask.tell(error)
                 continue
@@ -217,10 +215,11 @@ class Completions:
             kept = kept[: kept.index(eos)]  # type: ignore[arg-type]
         text = self.lm.text(kept)
         if ends or stops or len(kept) == ask.most:
-            ask.tokens, ask.is_over = kept, True
-            ask.tell((text[len(ask.text) :], "stop" if stops else "length"))
-        elif not text.endswith("\ufffd") and len(text) > len(ask.text):  # half a character
-            ask.tell((text[len(ask.text) :], None))
+            piece = text[len(ask.text) :]
+            ask.text, ask.tokens, ask.is_over = text, kept, True
+            ask.tell((piece, "stop" if stops else "length"))
+        elif text.startswith(ask.text) and text != ask.text and not text.endswith("\ufffd"):
+            ask.tell((text[len(ask.text) :], None))  # no half a character
             ask.text = text
 
     # a request ---------------------------------------------------------------------------------
@@ -234,9 +233,12 @@ class Completions:
         try:
             asked = await self._asked(request)
             asks = self._asks(asked)
+        except ClientDisconnect:
+            return Response(status_code=499)
+        except HTTPException as error:
+            return refusal(error.detail, error.status_code)
         except ValueError as error:
-            status = error.args[1] if len(error.args) > 1 else 400
-            return refusal(str(error.args[0]), status)
+            return refusal(str(error), 400)
         with self.change:
             self.queue = deque(ask for ask in self.queue if not ask.is_over)
             if self.is_closed:
@@ -251,23 +253,23 @@ class Completions:
         }  # fmt: skip
         if asked.get("stream"):
             events = Events(self._stream(head, asks), media_type="text/event-stream")
-            events.leave = lambda: leave(asks)
+            events.asks = asks
             return events
-        answers = asyncio.ensure_future(asyncio.gather(*(whole(ask) for ask in asks)))
+        answers = asyncio.create_task(ended(asks))
         try:
             while not (await asyncio.wait([answers], timeout=LOOK))[0]:
                 if await request.is_disconnected():
-                    answers.cancel()
                     return Response(status_code=499)
             choices = [
-                {"index": n, "text": text, "finish_reason": why, "logprobs": None}
-                for n, (text, why) in enumerate(answers.result())
+                {"index": n, "text": ask.text, "finish_reason": why, "logprobs": None}
+                for n, (ask, why) in enumerate(zip(asks, answers.result(), strict=True))
             ]
         except Exception as error:
-            return refusal(str(error), 400 if isinstance(error, ValueError) else 500)
+            return refusal(str(error), status_of(error))
         finally:
+            answers.cancel()
             leave(asks)
-        spent, made = sum(ask.count for ask in asks), sum(len(ask.tokens) for ask in asks)
+        spent, made = sum(len(ask.prompt) for ask in asks), sum(len(ask.tokens) for ask in asks)
         usage = {"prompt_tokens": spent, "completion_tokens": made, "total_tokens": spent + made}
         return JSONResponse({**head, "choices": choices, "usage": usage})
 
@@ -279,7 +281,7 @@ class Completions:
                     choice = {"index": n, "text": text, "finish_reason": why, "logprobs": None}
                     yield f"data: {json.dumps({**head, 'choices': [choice]})}\n\n"
             except Exception as error:  # the status is sent already
-                yield f"data: {json.dumps(_error(str(error), 500))}\n\n"
+                yield f"data: {json.dumps(_error(str(error), status_of(error)))}\n\n"
                 return
         yield "data: [DONE]\n\n"
 
@@ -287,27 +289,29 @@ class Completions:
         """Return the fields of a request.
 
         Raises:
-            ValueError: If it is too large or none, or asks for what is not there.
+            ClientDisconnect: If the client goes before all of it came.
+            HTTPException: If it is too large, or asks for another model.
+            ValueError: If it is none, or asks for what is not there.
         """
         body = b""
         async for part in request.stream():
             body += part
             if len(body) > BODY:
-                raise ValueError(f"the request has more than {BODY} bytes; shorten it", 413)
+                raise HTTPException(413, f"the request has more than {BODY} bytes; shorten it")
         try:
             asked = json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             asked = None
         if not isinstance(asked, dict) or "prompt" not in asked:
             raise ValueError("the request must be a JSON object with a prompt")
         if asked.get("model", self.name) != self.name:
-            raise ValueError(f"model={asked['model']!r}: there is {self.name!r}", 404)
+            raise HTTPException(404, f"model={asked['model']!r:.99}: there is {self.name!r}")
         fixed = {**FIXED, "temperature": self.sampler.temperature}
         for key, value in asked.items():
             if key not in fixed and key not in TAKEN:
                 raise ValueError(f"{key}: is no field that is taken; leave it out")
             if key in fixed and value is not None and value != fixed[key]:
-                raise ValueError(f"{key}={value!r}: must be {fixed[key]!r} here; leave it out")
+                raise ValueError(f"{key}={value!r:.99}: must be {fixed[key]!r} here; leave it out")
         if not isinstance(asked.get("stream", False), (bool, type(None))):
             raise ValueError(f"stream={asked['stream']!r}: must be true or false")
         return asked
@@ -352,13 +356,20 @@ async def pieces(ask: Ask) -> AsyncIterator[tuple[str, str | None]]:
         yield text, why
 
 
-async def whole(ask: Ask) -> tuple[str, str | None]:
-    """Return the whole text of an answer and why it ended."""
-    told = [piece async for piece in pieces(ask)]
-    return "".join(text for text, _ in told), told[-1][1]
+async def ended(asks: list[Ask]) -> list[str | None]:
+    """Wait for the whole texts of answers, and return why each ended.
+
+    Raises:
+        Exception: What a prompt failed of.
+    """
+    reasons = []
+    for ask in asks:
+        told = [why async for _, why in pieces(ask)]
+        reasons.append(told[-1])
+    return reasons
 
 
-def leave(asks: list[Ask]) -> None:
+def leave(asks: Sequence[Ask]) -> None:
     """Give the places of prompts up, if they have not ended."""
     for ask in asks:
         ask.is_over = True
@@ -371,7 +382,13 @@ def refusal(message: str, status: int) -> Response:
     )
 
 
+def status_of(error: Exception) -> int:
+    """Return the status that says whose fault an error is."""
+    return 400 if isinstance(error, ValueError) else 500
+
+
 def _error(message: str, status: int) -> dict[str, Any]:
+    message = message.encode(errors="replace").decode()  # half characters are no UTF-8
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}
 

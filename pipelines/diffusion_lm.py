@@ -299,15 +299,15 @@ class DiffusionLM(Loop):
         taken = [pair for pair in early if pair]
         yield from refused
         refused.clear()
-        if not taken:
-            return
         numbers = dict(enumerate(number for number, _ in taken))
-        first = [row for _, row in taken]
-        places = slots if None in early else len(first)  # others may come
-        first += [first[0]] * (places - len(first))
+        places = slots if taken and None in early else max(len(taken), 1)  # others may come
+        blank = [0 if self.mask_id else 1]  # settings are checked where there is no prompt, too
+        first = [row for _, row in taken] + [blank] * (places - len(taken))
         decoding = self._begun(first, schedule, sampler, longest)
         for slot in range(len(taken), places):
             decoding.leave(slot)
+        if not taken:
+            return
         streamer = Streamer(on_settled, None if self.tokenizer is None else self.text)
         size = max(fill, self.block or 1)
         with closing(self._forwards(decoding)) as forwards:

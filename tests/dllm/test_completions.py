@@ -183,7 +183,7 @@ def test_a_forward_that_fails_ends_those_under_way_alone(
     def logits(*given: Any) -> Any:
         calls.append(1)
         if len(calls) == 2:
-            raise RuntimeError("the device is lost")
+            raise ValueError("the device is lost")  # of a model: not the request's fault
         return own(*given)
 
     monkeypatch.setattr(lm.masked, "logits", logits)
@@ -261,6 +261,8 @@ def test_more_than_may_wait_are_told_to_come_again(lm: DiffusionLM) -> None:
     assert asyncio.run(come()) == [429, 503]
     with pytest.raises(ValueError, match="lm: has no tokenizer"):
         Completions(DiffusionLM(lm.model), SCHEDULE)
+    with pytest.raises(ValueError, match="block=5: must divide"):
+        Completions(lm, Schedule(15, 5))
 
 
 def test_a_deployment_of_ray_serve_answers(tmp_path: Path, lm: DiffusionLM) -> None:
