@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from diffcache.dllm.rules import Threshold
-from diffcache.dllm.state import RowState
+from diffcache.dllm.rules import Memory, Rows, Threshold
 from diffcache.method import is_number
-
-CREDIT = "credit"  # in what a rule keeps of a decoding
 
 
 @dataclass(frozen=True)
@@ -52,17 +47,15 @@ class Credit(Threshold):
             if not is_number(value) or not 0 <= value <= most:
                 raise ValueError(f"{name}={value!r}: must be a number from 0 to {most}")
 
-    def weighed(
-        self, logits: Tensor, masks: Tensor, rows: Sequence[RowState], memory: dict[str, Any]
-    ) -> Tensor:
+    def weighed(self, logits: Tensor, masks: Tensor, rows: Rows, memory: Memory) -> Tensor:
         """Return logits with the credit of this step and those before it in the block."""
         dtype = torch.promote_types(logits.dtype, torch.float32)
-        credit = memory.get(CREDIT)
+        credit = memory.get("credit")
         if credit is None:
             credit = torch.zeros_like(logits, dtype=dtype)
-        kept = [[[0.0 if row.step == 0 else self.decay]] for row in rows]
-        credit = credit * torch.tensor(kept, dtype=dtype, device=logits.device)
+        is_new = torch.tensor([[[row.step == 0]] for row in rows], device=logits.device)
+        credit = (credit * self.decay).masked_fill(is_new, 0)  # also of what was not finite
         best = logits.to(dtype).softmax(-1).max(-1, keepdim=True)
-        gained = best.values**self.boost * masks[..., None]
-        memory[CREDIT] = credit = credit.scatter_add(2, best.indices, gained)
+        gained = (best.values**self.boost).masked_fill(~masks[..., None], 0)
+        memory["credit"] = credit = credit.scatter_add(2, best.indices, gained)
         return logits + self.weight * credit.log1p()

@@ -12,7 +12,7 @@ from diffcache.dllm.policy import FedRows, Policy
 from diffcache.dllm.rows import RowPlan
 from diffcache.dllm.rules import first
 from diffcache.dllm.state import RowState, State
-from diffcache.method import Ability, check_int, is_number
+from diffcache.method import Ability, check_int, check_threshold
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +49,8 @@ class EntropyCache(Policy):
     changing for some steps.
 
     Departures: not compared with the authors' code, which is not released. The defaults are of this
-    project. Entropy is that without noise. Tokens of one commit count as decided from left to
-    right. Sequences of a batch refresh on their own.
+    project. Entropy is that without noise and guidance. Tokens of one commit count as decided from
+    left to right. Sequences of a batch refresh on their own.
 
     Args:
         threshold: Entropy in nats from which on all rows are computed; 0 for every step.
@@ -74,8 +74,7 @@ class EntropyCache(Policy):
     recent: int = 16
 
     def __post_init__(self) -> None:
-        if not is_number(self.threshold) or not self.threshold >= 0:
-            raise ValueError(f"threshold={self.threshold!r}: must be a number of at least 0")
+        check_threshold(self.threshold)
         check_int("recent", self.recent, 0)
 
     def abilities(self) -> tuple[Ability, ...]:

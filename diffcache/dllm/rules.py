@@ -14,6 +14,9 @@ from torch.nn import functional
 from diffcache.dllm.state import RowState
 from diffcache.method import check_int, is_number
 
+Rows = Sequence[RowState]
+Memory = dict[Any, Any]  # what a rule keeps of one decoding, empty at first
+
 
 class Rule(ABC):
     """Choice of the block's candidates that are committed; a frozen dataclass of settings.
@@ -50,26 +53,18 @@ class Rule(ABC):
             quota: Commits of this step by `quotas`, of each sequence where it is int64 `[B, 1]`.
         """
 
-    def commit(
-        self,
-        scores: Tensor,
-        quota: int | Tensor,
-        rows: Sequence[RowState],
-        memory: dict[str, Any],
-    ) -> Tensor:
+    def commit(self, scores: Tensor, quota: int | Tensor, rows: Rows, memory: Memory) -> Tensor:
         """Return which candidates are committed, bool `[B, n]`, by steps before as well.
 
         Args:
             scores: Confidence, as for `choose`.
             quota: Commits of this step, as for `choose`.
             rows: Place of each sequence; one at the first step of a block begins anew.
-            memory: What the rule keeps of the decoding, empty at first.
+            memory: What the rule keeps of the decoding.
         """
         return self.choose(scores, quota)
 
-    def weighed(
-        self, logits: Tensor, masks: Tensor, rows: Sequence[RowState], memory: dict[str, Any]
-    ) -> Tensor:
+    def weighed(self, logits: Tensor, masks: Tensor, rows: Rows, memory: Memory) -> Tensor:
         """Return the logits that tokens and confidence are taken from, `[B, n, V]`.
 
         Args:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from diffcache.dllm.rules import Rule, check_share, first
-from diffcache.dllm.state import RowState
+from diffcache.dllm.rules import Memory, Rows, Rule, check_share, first
 from diffcache.method import check_int, is_number
 
 
@@ -81,20 +78,13 @@ class SlowFast(Rule):
         sure = (scores >= self.threshold) & scores.isfinite()
         return sure.where(sure.sum(-1, keepdim=True) > 1, first(scores, 1))
 
-    def commit(
-        self,
-        scores: Tensor,
-        quota: int | Tensor,
-        rows: Sequence[RowState],
-        memory: dict[str, Any],
-    ) -> Tensor:
+    def commit(self, scores: Tensor, quota: int | Tensor, rows: Rows, memory: Memory) -> Tensor:
         """Return the candidates of each sequence's stage that are committed; the host waits."""
         ends = []
         for number, (found, row) in enumerate(zip(scores.tolist(), rows, strict=True)):
-            cycle = memory.get(str(number))
-            if cycle is None or row.step == 0:
-                cycle = memory[str(number)] = Cycle(0, len(found))
-            ends.append([self._end(cycle, found) if row.is_active else 0])
+            if number not in memory or row.step == 0:
+                memory[number] = Cycle(0, len(found))
+            ends.append([self._end(memory[number], found) if row.is_active else 0])
         at = torch.arange(scores.shape[1], device=scores.device)
         beyond = at >= torch.tensor(ends, device=scores.device)
         return self.choose(scores.masked_fill(beyond, float("-inf")), quota)
