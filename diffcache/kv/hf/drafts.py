@@ -31,6 +31,7 @@ from diffcache.kv.retrieval.summary import news
 from diffcache.kv.retrieve import Retriever
 from diffcache.kv.slots import Slots
 from diffcache.kv.view import View
+from diffcache.method import check_int
 
 
 class Draft(ABC):
@@ -43,8 +44,7 @@ class Draft(ABC):
     """
 
     def __init__(self, model: Any, guesses: int) -> None:
-        if guesses < 1:
-            raise ValueError(f"guesses={guesses}: must be 1 or more")
+        check_int("guesses", guesses, 1)
         self.model, self.guesses, self.config = model, guesses, model.config
         self.device = device_of_model(model)
         self.generation_config = deepcopy(model.generation_config)
@@ -258,21 +258,20 @@ class RAPID(Draft):
                 "input_ids: another prompt than the draft was made for; make a new one"
             )
         wanted = [*self.prompt[0].tolist(), *ids[0, length:].tolist()]
-        if self.small is None:
+        same = 0
+        for one, other in zip(self.read, wanted[:-1], strict=False):
+            if one != other:
+                break
+            same += 1
+        for layer in self.small.layers if self.read else ():
+            layer.keys, layer.values = layer.keys[:, :, :same], layer.values[:, :, :same]
+        if not self.read:
             self.small = DynamicCache(config=decoder_config(self.model))
             if {type(layer) for layer in self.small.layers} != {DynamicLayer}:
                 raise AttachError(
                     f"{type(self.model).__name__} has layers that are not of full attention, "
                     "whose tokens a draft cannot take back; use another model to draft"
                 )
-        same = 0
-        for one, other in zip(self.read, wanted[:-1], strict=False):
-            if one != other:
-                break
-            same += 1
-        if self.read:
-            for layer in self.small.layers:
-                layer.keys, layer.values = layer.keys[:, :, :same], layer.values[:, :, :same]
         self.read = wanted[:same]
         return self._forward(wanted[same:])
 
@@ -281,9 +280,9 @@ class RAPID(Draft):
         return self._forward([int(token)])
 
     def _forward(self, tokens: list[int]) -> Tensor:
-        self.read += tokens
         given = with_cache(self.model, self.small) | last_logits(self.model)
         out = self.model(input_ids=torch.tensor([tokens], device=self.device), **given)
+        self.read += tokens  # `start` takes back what a forward that failed left beyond them
         logits: Tensor = out.logits[:, -1]
         return logits
 
