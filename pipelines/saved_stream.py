@@ -12,7 +12,7 @@ from torch import Tensor
 
 from diffcache.attach.fingerprint import facts_of
 from diffcache.digest import digest, weights_digest
-from diffcache.kv.life.save import SavedCacheError, load, read, save, write
+from diffcache.kv.life.save import SavedCacheError, load, read, refusing, save, write
 from diffcache.kv.store import KVStore
 from diffcache.method import check_int
 from diffcache.pipelines.context_parallel import ranks_of
@@ -121,7 +121,7 @@ def restored(
     """
     state, about = read(Path(folder) / STREAM, video.transformer.device)
     known = facts(video, policy, sampler)
-    try:
+    with refusing(folder, "stream"):
         for name, here in known.items():
             if about["facts"].get(name) != here:
                 raise SavedCacheError(
@@ -138,13 +138,6 @@ def restored(
                 "cut off; save it again"
             )
         _fill(session, state)
-    except (SavedCacheError, FileNotFoundError):
-        raise
-    except Exception as error:
-        raise SavedCacheError(
-            f"{os.fspath(folder)} holds what no stream holds ({type(error).__name__}: {error}); "
-            "save it again"
-        ) from error
     return session
 
 
@@ -167,10 +160,8 @@ def _fill(session: Any, state: Mapping[str, Any]) -> None:
     session.prompts = [(start, mean) for start, mean in state.get("prompts", [])]
     for start, mean in session.prompts:
         check_int("prompts", start, 0)
-        if (
-            mean.shape != (len(session.prompt), session.prompt.shape[2])
-            or not mean.isfinite().all()
-        ):
+        wanted = (len(session.prompt), session.prompt.shape[2])
+        if mean.shape != wanted or not mean.isfinite().all():
             raise ValueError(f"prompts: a mean of {list(mean.shape)}")
     session.generator.set_state(state["noise"].cpu())
     if switch is not None:

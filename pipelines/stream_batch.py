@@ -18,7 +18,7 @@ from torch import Tensor
 
 import diffcache
 from diffcache.attach.attention_call import AttentionCall
-from diffcache.kv.life.save import SavedCacheError, read, write
+from diffcache.kv.life.save import SavedCacheError, read, refusing, write
 from diffcache.method import check_int, is_number
 from diffcache.pipelines.causal_video import CausalVideo
 from diffcache.pipelines.prompt_switch import checked
@@ -195,7 +195,8 @@ class StreamBatch:
         brought = [[level, switch_state(each)] for level, each in self._brought.items()]
         state = {"waiting": [[*each] for each in self._waiting.items()], "brought": brought,
                  "switch": switch_state(self._switch)}  # fmt: skip
-        write(Path(folder) / WAITING, state, {"frames": [each.frames for each in self.levels]})
+        about = {"frames": [each.frames for each in self.levels], "sampler": repr(self.sampler)}
+        write(Path(folder) / WAITING, state, about)
 
     def resume(
         self, folder: str | os.PathLike[str], policy: VideoPolicy | str | None = None
@@ -214,18 +215,26 @@ class StreamBatch:
         state, about = read(place / WAITING, first.prompt.device)
         policy = first.policy if policy is None else policy
         levels = [self.video.restore(place / str(n), policy) for n in range(len(self.levels))]
-        waiting = {int(level): x for level, x in state["waiting"]}
-        alike = levels[0].shape == first.shape and len(about["frames"]) == len(levels)
-        if not alike or about["frames"] != [session.frames for session in levels]:
+        frames, here = [session.frames for session in levels], repr(self.sampler)
+        if about.get("sampler", here) != here:  # older files have none
+            raise SavedCacheError(
+                f"{os.fspath(folder)} was saved with sampler={about['sampler']}, here is "
+                f"sampler={here}: a stream goes on with what it began with"
+            )
+        if levels[0].shape != first.shape or about.get("frames") != frames:
             raise SavedCacheError(
                 f"{os.fspath(folder)}: its levels are of different moments, or of another size or "
                 "number; save it again"
             )
-        for x in waiting.values():
-            check_latents(x, first.shape)
+        with refusing(folder, "stream"):
+            known = range(len(levels))
+            waiting = {known[level]: x for level, x in state["waiting"]}
+            brought = {int(level): switch_of(each) for level, each in state["brought"]}
+            switch = switch_of(state["switch"])
+            for x in waiting.values():
+                check_latents(x, first.shape)
         self.levels, self._waiting = levels, waiting
-        self._brought = {int(level): switch_of(each) for level, each in state["brought"]}
-        self._switch = switch_of(state["switch"])
+        self._brought, self._switch = brought, switch
 
     def attend(self, number: int, call: AttentionCall) -> Tensor:
         """Attend over the cache of each level.

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from diffcache.kv.life.save import SavedCacheError, read, write
+from diffcache.kv.life.save import SavedCacheError, read, refusing, write
 from diffcache.method import check_int
 from diffcache.pipelines.source_pictures import begin_with, to_tensor
 from diffcache.pipelines.streaming_vae import WanDecoder, WanEncoder
@@ -81,7 +81,7 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
             first = begin_with(start, size or way.size, encoder.pictures, way.fps)
         if encoder is not None and first is not None:
             self._begins = 1 + (len(first) - 1) // encoder.pictures
-        self.expected_bytes = self._expected(self.policy)
+        self.expected_bytes = self._expected(self.policy, self._begins)
         self.session = self._begun(text)
         self._first: NDArray[np.uint8] | None = None  # pictures to show before those of a chunk
         if encoder is not None and first is not None:
@@ -127,7 +127,8 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
         """
         before, known = self.session, (self.policy, self.expected_bytes)
         try:
-            self.expected_bytes, self.policy = self._expected(policy), policy
+            self.expected_bytes = self._expected(policy, self._begins)
+            self.policy = policy
             session = self._begun(before.prompt)
             session.sampler = before.sampler
             if before.latents is not None:
@@ -177,27 +178,30 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
                 f"{os.fspath(folder)}: its pictures are of another moment or size than its cache; "
                 "save it again"
             )
-        before, self._begins = self._begins, int(state.get("begins", 0))  # older files have none
-        try:
-            expected = self._expected(policy)
-        except BaseException:
-            self._begins = before
-            raise
-        self.decoder.hold(state["held"], state["frames"])
-        first = state.get("first")
-        self._first = None if first is None else first.cpu().numpy()
+        with refusing(folder, "stream"):
+            prompt, made = str(about["prompt"]), int(state["made"])
+            first, begins = state.get("first"), int(state.get("begins", 0))  # not in older files
+            first = None if first is None else first.cpu().numpy()
+        expected = self._expected(policy, begins)
+        with refusing(folder, "stream"):
+            self.decoder.hold(state["held"], state["frames"])
+        self._first, self._begins = first, begins
         self.policy, self.expected_bytes = policy, expected
-        self.session, self.prompt, self.made = session, str(about["prompt"]), int(state["made"])
+        self.session, self.prompt, self.made = session, prompt, made
 
-    def _expected(self, policy: VideoPolicy | str) -> int:
+    def _expected(self, policy: VideoPolicy | str, begins: int) -> int:
         """Return the bytes that the stream will hold under a policy.
+
+        Args:
+            policy: The policy.
+            begins: Latent frames that are not made here.
 
         Raises:
             ValueError: If they are more than there are.
         """
 
         def size_of(name: VideoPolicy | str) -> int:
-            made = self._begins + (self.chunks or 1) * self.video.chunk
+            made = begins + (self.chunks or 1) * self.video.chunk
             frames = max(HORIZON, made) if self.chunks is None else made
             found: int = self.video.expected_bytes(
                 name, size=self._size, frames=frames, read_once=self._read_once

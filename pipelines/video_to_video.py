@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diffcache.kv.life.save import SavedCacheError, read, write
+from diffcache.kv.life.save import SavedCacheError, read, refusing, write
 from diffcache.pipelines.source_pictures import Pictures, film_of, groups, to_tensor
 from diffcache.pipelines.stream_batch import StreamBatch
 from diffcache.pipelines.streaming_vae import WanDecoder, WanEncoder
@@ -80,10 +80,8 @@ class VideoToVideo:
         self.policy = POLICY if policy is None else policy
         text, latent = video.embed(prompt), video.latent_size(size)
         sampler = below(sampler or video.sampler, self.noise.low)
-        each = video.expected_bytes(self.policy, size=size)
-        self.expected_bytes = len(sampler.levels) * each
         self.most_bytes = free_bytes(text.device) if most_bytes is None else most_bytes
-        check_fits(named(self.policy), self.expected_bytes, self.most_bytes, {})
+        self.expected_bytes = self._expected(self.policy, len(sampler.levels))
         self.batch = StreamBatch(
             video, text, seed=seed, rows=rows, sampler=sampler, size=latent, policy=self.policy
         )
@@ -193,21 +191,25 @@ class VideoToVideo:
         """
         state, about = read(Path(folder) / PICTURES, self.decoder.vae.device)
         policy = about.get("policy") or self.policy
-        each = self.video.expected_bytes(policy, size=self.size)
-        expected = len(self.batch.levels) * each
-        check_fits(named(policy), expected, self.most_bytes, {})
+        expected = self._expected(policy, len(self.batch.levels))
         before = vars(self.batch).copy()
         self.batch.resume(folder, policy)
-        if about.get("frames") != self.batch.levels[0].frames:
+        try:
+            with refusing(folder, "film"):
+                if about["frames"] != self.batch.levels[0].frames:
+                    raise SavedCacheError(
+                        f"{os.fspath(folder)}: its pictures are of another moment than its caches; "
+                        "save it again"
+                    )
+                level, last, undecoded = (state[name] for name in ("level", "last", "undecoded"))
+                prompt = str(about["prompt"])
+                self.encoder.hold(*state["encoder"])
+                self.decoder.hold(*state["decoder"])
+        except BaseException:
             vars(self.batch).update(before)
-            raise SavedCacheError(
-                f"{os.fspath(folder)}: its pictures are of another moment than its caches; save it "
-                "again"
-            )
-        self.encoder.hold(*state["encoder"])
-        self.decoder.hold(*state["decoder"])
-        self.level, self._last, self._undecoded = state["level"], state["last"], state["undecoded"]
-        self.policy, self.prompt, self.expected_bytes = policy, str(about["prompt"]), expected
+            raise
+        self.level, self._last, self._undecoded = level, last, undecoded
+        self.policy, self.prompt, self.expected_bytes = policy, prompt, expected
 
     def go_on_from(self, other: VideoToVideo) -> None:
         """Go on where another film of the same size was, with nothing of its cache.
@@ -222,6 +224,16 @@ class VideoToVideo:
     def nbytes(self) -> int:
         """Bytes of keys and values of all noise levels."""
         return sum(session.store.nbytes for session in self.batch.levels)
+
+    def _expected(self, policy: VideoPolicy | str, levels: int) -> int:
+        """Return the bytes that the caches of so many noise levels will hold.
+
+        Raises:
+            ValueError: If they are more than there are.
+        """
+        expected: int = levels * self.video.expected_bytes(policy, size=self.size)
+        check_fits(named(policy), expected, self.most_bytes, {})
+        return expected
 
     def _shown(self) -> Pictures:
         """Decode what is done; what fails to be decoded comes with the next chunk."""

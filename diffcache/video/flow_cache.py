@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from diffcache.kv.budget import Uniform
 from diffcache.kv.observe import Observation
-from diffcache.kv.plan import TopK
 from diffcache.kv.positions import Absolute
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.score.attention import pooled
 from diffcache.kv.score.base import Score
-from diffcache.kv.trigger import EveryStep
 from diffcache.method import check_int, is_number
 from diffcache.video.policy import VideoPolicy
+from diffcache.video.window import rolling
 
 Select = Literal["token", "frame"]
 
@@ -84,15 +82,8 @@ class FlowCache(VideoPolicy):
     def recipe(self, unit: int) -> Recipe:
         """Return the recipe that drops tokens of the lowest joint score."""
         group = unit if self.select == "frame" else 1
-        return Recipe(
-            self.name,
-            score=Joint(self.recent * unit, self.mix, self.kernel, group),
-            budget=Uniform(self.window * unit),
-            plan=TopK(),
-            trigger=EveryStep(1),
-            space="pre",
-            positions=Absolute(),
-        )
+        held = rolling(self.name, 0, self.window * unit, Absolute())
+        return replace(held, score=Joint(self.recent * unit, self.mix, self.kernel, group))
 
 
 @dataclass(frozen=True)

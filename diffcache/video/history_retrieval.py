@@ -16,8 +16,7 @@ from diffcache.kv.recipe import Recipe
 from diffcache.kv.retrieval.summary import Summary, known
 from diffcache.kv.retrieve import Retriever
 from diffcache.kv.view import View
-from diffcache.method import check_int
-from diffcache.video.policy import VideoPolicy, frames_of
+from diffcache.video.policy import VideoPolicy, check_pool, frames_of
 from diffcache.video.window import rolling
 
 Numbers = Literal["before", "after"]
@@ -68,12 +67,7 @@ class HistoryRetrieval(VideoPolicy):
     numbers: Numbers = "before"
 
     def __post_init__(self) -> None:
-        check_int("window", self.window, 1)
-        check_int("sinks", self.sinks, 0)
-        check_int("pool", self.pool, max(self.sinks, 1))
-        check_int("count", self.count, 0)
-        if self.count > self.pool:
-            raise ValueError(f"count={self.count}: must be at most pool={self.pool}")
+        check_pool(self.window, self.pool, self.sinks, self.count)
         if self.numbers not in get_args(Numbers):
             raise ValueError(f"numbers={self.numbers!r}: must be one of 'before', 'after'")
 

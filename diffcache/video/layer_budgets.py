@@ -13,14 +13,13 @@ from diffcache.kv.attend import logits
 from diffcache.kv.budget import Budget
 from diffcache.kv.learn.scalekv import capacities, selectivity
 from diffcache.kv.observe import Observation
-from diffcache.kv.plan import TopK
 from diffcache.kv.positions import Absolute
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.score.attention import over_groups, pooled, with_window
 from diffcache.kv.score.base import Score
-from diffcache.kv.trigger import EveryStep
 from diffcache.method import check_int, is_number
 from diffcache.video.policy import VideoPolicy
+from diffcache.video.window import rolling
 
 _ASKS = 16  # queries, spread over the latest frames
 
@@ -85,15 +84,9 @@ class LayerBudgets(VideoPolicy):
     def recipe(self, unit: int) -> Recipe:
         """Return the recipe that drops tokens, of some layers more than of others."""
         recent = self.recent * unit
-        return Recipe(
-            self.name,
-            score=Spread(recent),
-            budget=Parts(self.window * unit, recent, self.drafters, self.reduction),
-            plan=TopK(sinks=self.sinks * unit),
-            trigger=EveryStep(1),
-            space="pre",
-            positions=Absolute(),
-        )
+        parts = Parts(self.window * unit, recent, self.drafters, self.reduction)
+        held = rolling(self.name, self.sinks * unit, recent, Absolute())
+        return replace(held, score=Spread(recent), budget=parts)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from diffcache.kv.attend import Query
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.store import KVStore
+from diffcache.method import check_int
 from diffcache.registry import check_settings, find, read_word, unknown
 
 Prompts = Sequence[tuple[int, Tensor]]  # first token and mean, `[B, E]`, the present one last
@@ -71,6 +72,20 @@ class VideoPolicy(ABC):
             index: Number of the layer.
             query: Queries of the chunk, rotated.
         """
+
+
+def check_pool(window: int, pool: int, sinks: int, count: int) -> None:
+    """Check the numbers of a policy that reads `count` frames of a pool beside a window.
+
+    Raises:
+        ValueError: If one is out of its range.
+    """
+    check_int("window", window, 1)
+    check_int("sinks", sinks, 0)
+    check_int("pool", pool, max(sinks, 1))
+    check_int("count", count, 0)
+    if count > pool:
+        raise ValueError(f"count={count}: must be at most pool={pool}")
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from diffcache.kv.score.base import Score
 from diffcache.kv.slots import chosen
 from diffcache.kv.store import KVStore
 from diffcache.kv.view import View
-from diffcache.method import check_int, is_number
-from diffcache.video.policy import Prompts, VideoPolicy
+from diffcache.method import is_number
+from diffcache.video.policy import Prompts, VideoPolicy, check_pool
 
 _FAINT, _RECALLED = "faint", "recalled"  # statistics of each slot, 1 or 0
 
@@ -73,12 +73,7 @@ class SemanticBank(VideoPolicy):
     mass: float = 0.98
 
     def __post_init__(self) -> None:
-        check_int("window", self.window, 1)
-        check_int("sinks", self.sinks, 0)
-        check_int("pool", self.pool, max(self.sinks, 1))
-        check_int("count", self.count, 0)
-        if self.count > self.pool:
-            raise ValueError(f"count={self.count}: must be at most pool={self.pool}")
+        check_pool(self.window, self.pool, self.sinks, self.count)
         if not is_number(self.mass) or not 0 < self.mass <= 1:
             raise ValueError(f"mass={self.mass!r}: must be a number above 0, at most 1")
 

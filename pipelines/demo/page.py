@@ -253,7 +253,7 @@ def _film(program: Program, do: Handlers) -> list[Any]:
         prompt = gr.Textbox(program.prompts[0], label="Prompt", elem_id="prompt", scale=6,
                             min_width=240)  # fmt: skip
         start = gr.Button("Start", variant="primary", elem_id="start", min_width=90)
-        back = gr.Button("Go on with my film", visible=False, elem_id="back", min_width=150)
+        back = gr.Button("Go on with my film", visible=False, elem_id="back", min_width=185)
         use = gr.Button("New prompt", elem_id="apply", min_width=110)
     gr.Examples([[text] for text in program.prompts], prompt, label="Try")
     if program.seen is not None:

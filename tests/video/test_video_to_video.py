@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,9 @@ def test_chunks_on_their_way_come_later_take_orders_and_are_saved(
     assert np.array_equal(np.concatenate(goes_on), np.concatenate(shown))
     with pytest.raises(SavedCacheError, match="of another size or number"):
         VideoToVideo(video, "a fox", size=SIZE[::-1], policy=SHORT["policy"]).resume(tmp_path)
+    other = replace(video.sampler, shift=video.sampler.shift + 1)  # of as many levels
+    with pytest.raises(SavedCacheError, match="a stream goes on with what it began with"):
+        VideoToVideo(video, "a fox", size=SIZE, sampler=other).resume(tmp_path)
     for group in taken:
         before = plain.next(group)
     others = [before, *plain.finish()]

@@ -110,7 +110,7 @@ def load(
             is then as it was.
     """
     state, header = read(path, device)
-    with _refusing(path):
+    with refusing(path):
         _check_origin(path, header, store)
         loaded = _filled(state, store)
         _rehearse(loaded, state["queries"])
@@ -257,15 +257,25 @@ def _check_kinds(kinds: list[tuple[object, Any]]) -> None:
 
 
 @contextmanager
-def _refusing(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn whatever goes wrong with the content of a file into one error."""
+def refusing(path: str | os.PathLike[str], kind: str = "cache") -> Iterator[None]:
+    """Turn whatever goes wrong with the content of a file into one error.
+
+    Args:
+        path: Path of the file, or of the folder that it is in.
+        kind: Word for what was saved.
+
+    Raises:
+        FileNotFoundError: If a file is not there.
+        SavedCacheError: If anything else goes wrong.
+    """
     try:
         yield
-    except SavedCacheError:
+    except (SavedCacheError, FileNotFoundError):
         raise
     except Exception as error:
         raise SavedCacheError(
-            f"{path} holds what no cache holds ({type(error).__name__}: {error}); save it again"
+            f"{os.fspath(path)} holds what no {kind} holds ({type(error).__name__}: {error}); save "
+            "it again"
         ) from error
 
 
@@ -326,7 +336,7 @@ def read(
     if _digest(about[_HEADER], found) != about.get(_DIGEST):
         raise SavedCacheError(f"{path} was altered: its digest differs; save it again")
     moved = [tensor.to(device) for tensor in found]
-    with _refusing(path):
+    with refusing(path):
         header = json.loads(about[_HEADER])
         if header["version"] != VERSION:
             raise SavedCacheError(
