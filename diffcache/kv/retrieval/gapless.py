@@ -57,12 +57,6 @@ class Pick:
         pos = self.index.to(torch.int32)
         return pos if self.keep is None else pos.where(self.keep, EMPTY)
 
-    def count(self) -> Tensor:
-        """Return how many slots of each row are chosen, int64 [B, H]."""
-        if self.keep is not None:
-            return self.keep.sum(-1)
-        return self.index.new_full(self.index.shape[:2], self.index.shape[2])
-
 
 def is_gapless(layer: KVLayer) -> bool:
     """Return whether every row holds all positions from 0 on, and nothing else is said of slots."""

@@ -94,7 +94,7 @@ class Selecting(Retriever):
         layer.summary = summary
         chunk = together or (self.chunks and query.start > 0)
         if query.count > self.few and not chunk:
-            return self._all(layer, summary)
+            return layer.views()
         valid = summary.pos >= 0
         always = self._always(summary.pos, query.count) & valid
         tokens = valid.sum(-1)
@@ -105,13 +105,12 @@ class Selecting(Retriever):
         ask = Ask(one, layer, others, summary, valid & ~always, room)
         chosen = self.choose(ask)
         if chosen is None:
-            return self._all(layer, known(layer))
+            return layer.views()
         mask = always | (chosen & ask.free)
         summary = known(layer)
         picked = positions_of(chosen & ask.free, summary.pos)
-        layer.summary = replace(
-            summary, state={**summary.state, "chosen": picked}, at=query.start, read=mask.sum(-1)
-        )
+        state = {**summary.state, "chosen": picked}
+        layer.summary = replace(summary, state=state, at=query.start)
         if bool((mask == valid).all()):
             return layer.views()
         return views_of(layer, mask)
@@ -145,7 +144,7 @@ class Selecting(Retriever):
         if count:
             fresh = news(layer, summary.run, stored=self.stored).narrow(0, count)
             summary = replace(self.extend_whole(summary, fresh), run=summary.run + count)
-        layer.summary = replace(summary, read=torch.full((len(query.q), 1), held))
+        layer.summary = summary
         first = min(self.sinks, held)
         last = max(held - self.recent, first)
         room = count_for(self.budget, held) - first - (held - last)
@@ -159,9 +158,8 @@ class Selecting(Retriever):
                 return layer.views()
         else:
             pick = Pick(query.q.new_zeros(len(query.q), heads_of(layer), 0, dtype=torch.int64))
-        read = first + held - last + pick.count()
         state = {**summary.state, "chosen": pick.positions()}
-        layer.summary = replace(summary, state=state, at=query.start, read=read)
+        layer.summary = replace(summary, state=state, at=query.start)
         return views_at(layer, pick, first, last)
 
     @abstractmethod
@@ -197,10 +195,6 @@ class Selecting(Retriever):
             CacheWarning,
             stacklevel=2,
         )
-
-    def _all(self, layer: KVLayer, summary: Summary) -> list[View]:
-        layer.summary = replace(summary, read=(summary.pos >= 0).sum(-1))
-        return layer.views()
 
 
 def _mean(query: Query) -> Query:

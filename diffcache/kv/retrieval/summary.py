@@ -23,7 +23,6 @@ class Summary(LayerSummary):
         state: Tensors by name, [B, ...], of whole rows.
         coded: Codes of the slots, [B, H, S, r] when decoded; None where there are none.
         at: Position of the queries that `state["chosen"]` was chosen for.
-        read: Slots that the last queries read, int64 [B, 1 or H]; None before any did.
         run: Slots that blocks are known of where rows have no gaps and nothing is kept by slot; 0
             where rows may have gaps.
     """
@@ -33,7 +32,6 @@ class Summary(LayerSummary):
     state: dict[str, Tensor] = field(default_factory=dict)
     coded: Payload | None = None
     at: int = -1
-    read: Tensor | None = None
     run: int = 0
 
     @property
@@ -63,8 +61,7 @@ class Summary(LayerSummary):
             for part in (self.slots, self.blocks, self.state)
         )
         coded = None if self.coded is None else self.coded.rows(index)
-        read = None if self.read is None else self.read.index_select(0, index)
-        return Summary(slots, blocks, state, coded, self.at, read, self.run)
+        return Summary(slots, blocks, state, coded, self.at, self.run)
 
     def shortened(self, width: int) -> Summary | None:
         """Forget blocks that are not whole any more; None if something is kept by slot."""
@@ -106,19 +103,6 @@ def tags(slots: Slots) -> Tensor:
     """Return what the user says of each token, int32 [B, 1 or H, S]; 0 where nothing was said."""
     found = slots.meta.get("tag")
     return filled("tag", slots.pos) if found is None else found
-
-
-def slots_read(layers: list[KVLayer]) -> Tensor:
-    """Return the slots that the last queries read in each layer, float32 [L].
-
-    The mean over rows and heads; all that are held where nothing is selected.
-    """
-    counts = []
-    for layer in layers:
-        found = known(layer).read
-        mean = float(layer.held) if found is None else float(found.float().mean())
-        counts.append(mean)
-    return torch.tensor(counts)
 
 
 def stored_query(query: Query, layer: KVLayer) -> Query:

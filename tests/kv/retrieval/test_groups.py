@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from diffcache.kv.attend import Query, attend, logits
 from diffcache.kv.layer import KVLayer
@@ -43,7 +44,7 @@ def test_whole_sentences_are_read() -> None:
             )
 
 
-def test_frames_see_the_last_tokens_and_a_question_its_frames() -> None:
+def test_frames_see_the_last_tokens_and_a_question_its_frames(reads: dict[KVLayer, Tensor]) -> None:
     chooser = Frames(6 + 10, sinks=2, recent=4, block=5, few=1)
     line = Row("rekv")
     k, v, q = tokens(60)
@@ -61,8 +62,7 @@ def test_frames_see_the_last_tokens_and_a_question_its_frames() -> None:
             line.step(chooser, k[:, :, part], v[:, :, part], q[:, :, part], tag=tag[..., part])
         )
         if last == 50:
-            read = known(line.layers[0]).read
-            assert read is not None and int(read.amax()) == 2 + 4 + 5 - 1
+            assert int(reads[line.layers[0]].amax()) == 2 + 4 + 5 - 1
         if last >= 56:  # the question's frames are read until the next question
             chosen = [p for p in known(line.layers[0]).state["chosen"][0, 0].tolist() if p >= 0]
             assert {p for p in chosen if p < 45} == {*range(20, 25), *range(35, 40)}
@@ -109,22 +109,23 @@ def test_unusual_queries_weigh_more_and_padding_nothing() -> None:
     torch.testing.assert_close(alike[1, 0], torch.tensor([0.0] * 2 + [1 / 7] * 7))
 
 
-def test_density_cuts_off_what_holds_little_mass() -> None:
+def test_density_cuts_off_what_holds_little_mass(reads: dict[KVLayer, Tensor]) -> None:
     k, v, q = tokens(200)
     few = [
-        int(known(run(ProbeQuery(150, density=d, block=4, **FEW), "probe_query", k, v, q, 199)[1])
-            .read.sum())  # type: ignore[union-attr]
+        int(
+            reads[
+                run(ProbeQuery(150, density=d, block=4, **FEW), "probe_query", k, v, q, 199)[1]
+            ].sum()
+        )
         for d in (0.3, 0.8, 1.0)
-    ]  # fmt: skip
+    ]
     assert few[0] < few[1] < few[2] <= 4 * 150
 
 
-def test_a_chunk_of_a_prompt_chooses_by_its_probe() -> None:
+def test_a_chunk_of_a_prompt_chooses_by_its_probe(reads: dict[KVLayer, Tensor]) -> None:
     k, v, q = tokens(120)
     line, chooser = Row("probe_query"), ProbeQuery(60, block=4, sinks=2, recent=4)
     for part in (slice(0, 80), slice(80, 120)):
         line.step(chooser, k[:, :, part], v[:, :, part], q[:, :, part])
-    read = known(line.layers[0]).read
-    assert (
-        read is not None and 45 < int(read.amax()) <= 60 + 39
-    )  # the chunk itself, and few before it
+    read = int(reads[line.layers[0]].amax())
+    assert 45 < read <= 60 + 39  # the chunk itself, and few before it
