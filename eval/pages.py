@@ -86,7 +86,7 @@ def entries(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Return rows with much to say as the lines of a Markdown list.
 
     The first cell begins an entry; short columns stand behind it with their titles, a single long
-    one, or the second of two, follows, and several are a list of their own.
+    one, or the last where none is, follows, and several are a list of their own.
 
     Args:
         titles: Titles of the columns.
@@ -94,7 +94,7 @@ def entries(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """
     every = [list(row) for row in rows]
     wide = [at for at in range(1, len(titles)) if any(len(row[at]) > SHORT for row in every)]
-    wide = [1] if len(titles) == 2 else wide
+    wide = wide or [len(titles) - 1]
     lines = []
     for row in every:
         near = [f"{titles[at]} {row[at]}" for at in range(1, len(titles))
