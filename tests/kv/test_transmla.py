@@ -44,8 +44,9 @@ def related(turn: float) -> Any:
 
 @pytest.mark.parametrize(("heads", "rope"), [(1, None), (2, 32), (4, 64)])
 def test_all_positions_and_ranks_lose_nothing(heads: int, rope: int | None, tmp_path: Path) -> None:
-    model = llama(num_key_value_heads=heads)
+    model, drawn = llama(num_key_value_heads=heads), torch.get_rng_state()
     made = to_mla(model, TEXTS, rope=rope)
+    assert torch.equal(torch.get_rng_state(), drawn)
     made.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
     want = logits(model)

@@ -73,7 +73,8 @@ def to_mla(
     rank = whole if rank is None else rank
     _check_numbers(heads, size, rope, rank, fold, balance)
     moments = _moments(model, ids)
-    made = DeepseekV3ForCausalLM(_config(model, rope, rank, fold)).to(model.dtype)
+    with torch.random.fork_rng(devices=[]):  # its first weights, none of which stays, are drawn
+        made = DeepseekV3ForCausalLM(_config(model, rope, rank, fold)).to(model.dtype)
     weights = {}
     for name, value in model.state_dict().items():
         if name.startswith("model.layers."):
