@@ -133,12 +133,13 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
             session.sampler = before.sampler
             if before.latents is not None:
                 session.take(before.latents)
+            if before._switch is not None:  # ordered for the next chunk
+                session.switch(*before._switch)
         except BaseException:
             self.policy, self.expected_bytes = known
             raise
         session.frames = before.frames
         session.generator.set_state(before.generator.get_state())
-        session._switch = before._switch  # ordered for the next chunk
         self.session = session
 
     @property
@@ -169,6 +170,7 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
         Raises:
             FileNotFoundError: If there is no saved stream.
             SavedCacheError: If it is altered, was cut off, or is of something else.
+            ValueError: If it would hold too much.
         """
         state, about = read(Path(folder) / PICTURES, self.decoder.vae.device)
         policy = about.get("policy") or self.policy

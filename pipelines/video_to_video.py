@@ -188,6 +188,7 @@ class VideoToVideo:
         Raises:
             FileNotFoundError: If there is no saved film.
             SavedCacheError: If it is altered, was cut off, or is of something else.
+            ValueError: If it would hold too much.
         """
         state, about = read(Path(folder) / PICTURES, self.decoder.vae.device)
         policy = about.get("policy") or self.policy

@@ -35,8 +35,8 @@ class Pace:
     def __init__(self) -> None:
         self._again = 0.0  # time from which on it is saved again
 
-    def save(self, made: int, work: Callable[[], object]) -> bool:
-        """Save a film if it is due, and return whether it was.
+    def save(self, made: int, work: Callable[[], object]) -> None:
+        """Save a film if it is due.
 
         Args:
             made: Chunks of it.
@@ -44,12 +44,11 @@ class Pace:
         """
         started = time.monotonic()
         if made % SAVED_EVERY or started < self._again:
-            return False
+            return
         try:
             work()
         finally:  # a save that fails has taken its time as well
             self._again = time.monotonic() + SHARE * (time.monotonic() - started)
-        return True
 
 
 class Kept:
@@ -118,7 +117,7 @@ class Kept:
             if self._latest.get(film.viewer) is not film:
                 return
         place = self.place(film.viewer)
-        place.mkdir(exist_ok=True, mode=0o700)
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
         before = _read(place)
         turn = "b" if before is not None and before[2] == "a" else "a"
         film.film.save(str(place / turn))  # type: ignore[attr-defined]
@@ -157,8 +156,9 @@ class Kept:
         """Remove films that are too old, and the oldest where all take too much room."""
         with self._lock:
             room, oldest = self.most_bytes, time.time() - self.seconds
-            places = [(_changed(place), place) for place in self.folder.iterdir()
-                      if re.fullmatch("[0-9a-f]{64}", place.name)]  # fmt: skip
+            found = self.folder.iterdir() if self.folder.is_dir() else ()
+            ours = [place for place in found if re.fullmatch("[0-9a-f]{64}", place.name)]
+            places = [(_changed(place), place) for place in ours]
             for changed, place in sorted(places, reverse=True):
                 room -= _bytes(place)
                 if room < 0 or changed < oldest:

@@ -24,7 +24,7 @@ from diffcache.kv.life.save import SavedCacheError, read, write
 from diffcache.pipelines.causal_video import CausalVideo
 from diffcache.pipelines.demo.session_film import policies
 from diffcache.pipelines.streaming_vae import WanDecoder
-from diffcache.video import FewSteps, Flush
+from diffcache.video import FewSteps, Flush, Recache
 from tests.video.test_checkpoint import published
 
 NAMES = policies()
@@ -223,6 +223,10 @@ def test_a_stream_takes_orders_and_goes_on_where_it_was_saved(
     one.use("window:window=3")
     next(one)
     assert torch.equal(one.session.prompt, video.embed("an owl"))
+    one.switch("a fox", Recache(12))  # more than the next policy can make anew
+    with pytest.raises(ValueError, match="frames=12: StreamDiffusionV2.* can make at most"):
+        one.use("stream-diffusion-v2")
+    assert one.policy == "window:window=3"
     one.save(tmp_path)
     (tmp_path / "pictures.safetensors").write_bytes(b"cut")
     with pytest.raises(SavedCacheError):
