@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import DynamicCache
 
 from diffcache.errors import AttachError
 from diffcache.foreign import with_cache
@@ -59,6 +60,17 @@ def test_drafts_change_no_token(recipe: Recipe) -> None:
         assert forwards(model, cache, draft)[0] == expected
 
 
+@pytest.mark.parametrize("length", [1, 5])
+def test_a_prompt_without_a_whole_chunk_is_read_whole(length: int) -> None:
+    model, ids = llama().double(), IDS[:, :length]
+    caches = [cache_for(model, Recipe()) for _ in range(2)]
+    alone, drafted = (
+        model.generate(ids, **with_cache(model, cache), assistant_model=draft, **SETTINGS).sequences
+        for cache, draft in zip(caches, (None, triforce(model, caches[1])), strict=True)
+    )
+    assert alone.tolist() == drafted.tolist()
+
+
 def test_samples_pass_through_the_same_processors() -> None:
     model = llama().double()
     cache = cache_for(model, Recipe())
@@ -105,6 +117,10 @@ def test_what_drafts_do_not_read_is_refused() -> None:
     draft = triforce(model, cache)
     with pytest.raises(ValueError, match="cache: has seen 0 tokens where"):
         said(model, cache_for(model, Recipe()), assistant_model=draft)
+    with pytest.raises(AttachError, match="is a DynamicCache, which triforce does not read"):
+        triforce(model, DynamicCache())
+    with pytest.raises(ValueError, match="score: gave 1 numbers for 2 chunks"):
+        rapid(model, IDS, 20, chunk=50, score=lambda chunks, question: [1.0])
     with pytest.raises(ValueError, match="budget=4, chunk=8"):
         triforce(model, cache, budget=4)
     with pytest.raises(ValueError, match="guesses=0"):

@@ -121,7 +121,7 @@ class _Chunks(Retriever):
         mean = slots.k[:, :, : whole * self.chunk].unflatten(2, (whole, self.chunk)).mean(3)
         asked = query.q[:, :, -1].unflatten(1, (heads, -1)).to(mean.dtype)
         score = torch.einsum("bhgd,bhnd->bhgn", asked, mean).amax(2)
-        score[..., 0] = torch.inf
+        score[..., :1] = torch.inf  # a short prompt has no whole chunk
         places = score.topk(most, -1).indices.sort(-1).values[..., None] * self.chunk
         places = (places + torch.arange(self.chunk, device=places.device)).flatten(2)
         rest = torch.arange(whole * self.chunk, slots.width, device=places.device)
@@ -221,8 +221,14 @@ def triforce(
     product of their group; generated tokens come on top of the budget, where the code overwrites
     the worst chunks with them; the small model that drafts for this draft is left out.
     """
-    if chunk < 1 or budget < chunk:
-        raise ValueError(f"budget={budget}, chunk={chunk}: must be one chunk of 1 or more at least")
+    check_int("chunk", chunk, 1)
+    if budget < chunk:
+        raise ValueError(f"budget={budget}, chunk={chunk}: must be one chunk at least")
+    if not isinstance(cache, KVCache):
+        raise AttachError(
+            f"cache: is a {type(cache).__name__}, which triforce does not read; give it and "
+            "generate one of diffcache.kv.cache_for(model, ...)"
+        )
     recipe = cache.store.recipe
     trigger = recipe.trigger
     wrong = None
@@ -358,7 +364,7 @@ def rapid(
         guesses: Most tokens that are guessed at once.
 
     Raises:
-        ValueError: If a number does not fit the prompt.
+        ValueError: If a number does not fit the prompt, or `score` gives too few or too many.
 
     Reference: RAPID, arXiv 2502.20330, not compared with its code. Departure: chunks are chosen by
     BM25 over tokens, where the paper embeds them with a model of its own; give that as `score`.
@@ -374,6 +380,10 @@ def rapid(
     context, asked = row[before : length - question], row[length - question :]
     chunks = list(context.split(chunk)) if len(context) else []
     worth = list(score(chunks, asked)) if chunks else []
+    if len(worth) != len(chunks):
+        raise ValueError(
+            f"score: gave {len(worth)} numbers for {len(chunks)} chunks; give one each"
+        )
     order = sorted(range(len(chunks)), key=lambda number: -worth[number])
     chosen = sorted(order[: keep // chunk])
     parts = [row[:before], *(chunks[number] for number in chosen), asked]
