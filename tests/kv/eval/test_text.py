@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -233,3 +234,20 @@ def test_timing_shares_the_weights(task: TextTask, model: Any) -> None:
         text_run._time(found, recipes, model, task, task.windows())
     assert {id(weight) for weight in seen[0].parameters()} == before
     assert seen[0] is not model and model.config._attn_implementation == "sdpa"
+
+
+def test_a_model_is_converted_without_loss_into_a_folder_of_its_own(
+    reader: Path, texts: Path, tmp_path: Path
+) -> None:
+    config = TextModel(str(reader)).config
+    rope = config.num_key_value_heads * config.head_dim
+    words = ["convert", "--model", reader, "--texts", texts, "--context", CONTEXT, "--samples", 4,
+             "--rope", rope, "--out", tmp_path / "mla"]  # fmt: skip
+    done = call(*words)
+    assert done.exit_code == 0, done.output
+    told = re.search(r"held out: (\S+) .* before, (\S+) .* now", " ".join(done.output.split()))
+    assert told and float(told[1]) == pytest.approx(float(told[2]), rel=1e-3)
+    made = TextModel(str(tmp_path / "mla"))
+    assert made.tokenizer and type(made.load()).__name__ == "DeepseekV3ForCausalLM"
+    again = call(*words)
+    assert again.exit_code == 2 and "name a new folder" in " ".join(again.output.split())
