@@ -38,8 +38,8 @@ TAKEN = {"model", "prompt", "max_tokens", "stream", "temperature", "user"}
 
 
 @dataclass(eq=False)
-class Ask:
-    """One prompt of a request on its way.
+class Completion:
+    """One answer on its way, to one prompt of a request.
 
     Attributes:
         prompt: Its text or tokens; its tokens once it is decoded.
@@ -69,14 +69,14 @@ class Ask:
 class Events(StreamingResponse):
     """A stream whose prompts leave when it ends, also where it never began."""
 
-    asks: Sequence[Ask] = ()
+    wanted: Sequence[Completion] = ()
 
     async def __call__(self, *given: Any) -> None:
         """Send the stream."""
         try:
             await super().__call__(*given)
         finally:
-            leave(self.asks)
+            leave(self.wanted)
 
 
 class Completions:
@@ -122,8 +122,8 @@ class Completions:
         list(lm.serve([], schedule, sampler, slots=slots, longest=longest))  # raises if it cannot
         self.by_token = copy.copy(lm)
         self.by_token.tokenizer = None  # answers come as tokens, which are counted
-        self.queue: deque[Ask] = deque()
-        self.running: dict[int, Ask] = {}
+        self.queue: deque[Completion] = deque()
+        self.running: dict[int, Completion] = {}
         self.change = threading.Condition()
         self.is_closed = False
         self.thread = threading.Thread(target=self._decode, daemon=True, name="completions")
@@ -155,9 +155,9 @@ class Completions:
             self.queue.clear()
         self.running.clear()
 
-    def _end(self, asks: Iterable[Ask], why: str) -> None:
-        for ask in asks:
-            ask.tell(RuntimeError(why))  # never the model's ValueError, which would be a 400
+    def _end(self, wanted: Iterable[Completion], why: str) -> None:
+        for one in wanted:
+            one.tell(RuntimeError(why))  # never the model's ValueError, which would be a 400
 
     def _decode_some(self) -> None:
         """Decode until nobody asks any more."""
@@ -167,39 +167,39 @@ class Completions:
         )  # fmt: skip
         with closing(serving) as answers:
             for number, ids in answers:
-                ask = self.running.pop(number)
+                one = self.running.pop(number)
                 if isinstance(ids, ValueError):
-                    ask.tell(ids)
-                elif not ask.is_over:
-                    ask.tokens = ids
-                    self._show(ask, ends=True)
+                    one.tell(ids)
+                elif not one.is_over:
+                    one.tokens = ids
+                    self._show(one, ends=True)
 
     def _prompts(self) -> Iterator[Any]:
         """Yield the prompt of the next request, None where there is none."""
         number = 0
         while not self.is_closed:
             with self.change:
-                ask = self.queue.popleft() if self.queue else None
-            if ask is None:
+                one = self.queue.popleft() if self.queue else None
+            if one is None:
                 yield None
                 continue
-            if ask.is_over:
+            if one.is_over:
                 continue
             try:
                 size = self.lm.masked.size("vocab_size")
-                (ask.prompt,) = tokens_of([ask.prompt], self.lm.tokenizer, size)
+                (one.prompt,) = tokens_of([one.prompt], self.lm.tokenizer, size)
             except Exception as error:  # of a tokenizer, too
-                ask.tell(error)
+                one.tell(error)
                 continue
-            self.running[number] = ask
+            self.running[number] = one
             number += 1
-            yield ask.prompt
+            yield one.prompt
 
     def _settled(self, number: int, tokens: Any) -> None:
-        ask = self.running[number]
-        ask.tokens += tokens
-        if not ask.is_over:
-            self._show(ask)
+        one = self.running[number]
+        one.tokens += tokens
+        if not one.is_over:
+            self._show(one)
 
     def _is_canceled(self, number: int) -> bool:
         is_over = self.running[number].is_over or self.is_closed
@@ -207,20 +207,20 @@ class Completions:
             del self.running[number]
         return is_over
 
-    def _show(self, ask: Ask, ends: bool = False) -> None:
+    def _show(self, one: Completion, ends: bool = False) -> None:
         """Tell a handler what settled, and why the answer is over where it is."""
-        kept, eos = ask.tokens[: ask.most], self.schedule.eos_id
+        kept, eos = one.tokens[: one.most], self.schedule.eos_id
         stops = eos in kept
         if stops:
             kept = kept[: kept.index(eos)]  # type: ignore[arg-type]
         text = self.lm.text(kept)
-        if ends or stops or len(kept) == ask.most:
-            piece = text[len(ask.text) :]
-            ask.text, ask.tokens, ask.is_over = text, kept, True
-            ask.tell((piece, "stop" if stops else "length"))
-        elif text.startswith(ask.text) and text != ask.text and not text.endswith("\ufffd"):
-            ask.tell((text[len(ask.text) :], None))  # no half a character
-            ask.text = text
+        if ends or stops or len(kept) == one.most:
+            piece = text[len(one.text) :]
+            one.text, one.tokens, one.is_over = text, kept, True
+            one.tell((piece, "stop" if stops else "length"))
+        elif text.startswith(one.text) and text != one.text and not text.endswith("\ufffd"):
+            one.tell((text[len(one.text) :], None))  # no half a character
+            one.text = text
 
     # a request ---------------------------------------------------------------------------------
 
@@ -232,7 +232,7 @@ class Completions:
         """Answer a request for completions, at once or as a stream of events."""
         try:
             asked = await self._asked(request)
-            asks = self._asks(asked)
+            wanted = self._wanted(asked)
         except ClientDisconnect:
             return Response(status_code=499)
         except HTTPException as error:
@@ -240,44 +240,44 @@ class Completions:
         except ValueError as error:
             return refusal(str(error), 400)
         with self.change:
-            self.queue = deque(ask for ask in self.queue if not ask.is_over)
+            self.queue = deque(one for one in self.queue if not one.is_over)
             if self.is_closed:
                 return refusal("the server stops", 503)
-            if len(self.queue) + len(asks) > self.waiting:
+            if len(self.queue) + len(wanted) > self.waiting:
                 return refusal("too many requests wait; come again in a second", 429)
-            self.queue += asks
+            self.queue += wanted
             self.change.notify_all()
         head = {
             "id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion",
             "created": int(time.time()), "model": self.name,
         }  # fmt: skip
         if asked.get("stream"):
-            events = Events(self._stream(head, asks), media_type="text/event-stream")
-            events.asks = asks
+            events = Events(self._stream(head, wanted), media_type="text/event-stream")
+            events.wanted = wanted
             return events
-        answers = asyncio.create_task(ended(asks))
+        answers = asyncio.create_task(ended(wanted))
         try:
             while not (await asyncio.wait([answers], timeout=LOOK))[0]:
                 if await request.is_disconnected():
                     return Response(status_code=499)
             choices = [
-                {"index": n, "text": ask.text, "finish_reason": why, "logprobs": None}
-                for n, (ask, why) in enumerate(zip(asks, answers.result(), strict=True))
+                {"index": n, "text": one.text, "finish_reason": why, "logprobs": None}
+                for n, (one, why) in enumerate(zip(wanted, answers.result(), strict=True))
             ]
         except Exception as error:
             return refusal(str(error), status_of(error))
         finally:
             answers.cancel()
-            leave(asks)
-        spent, made = sum(len(ask.prompt) for ask in asks), sum(len(ask.tokens) for ask in asks)
+            leave(wanted)
+        spent, made = sum(len(one.prompt) for one in wanted), sum(len(one.tokens) for one in wanted)
         usage = {"prompt_tokens": spent, "completion_tokens": made, "total_tokens": spent + made}
         return JSONResponse({**head, "choices": choices, "usage": usage})
 
-    async def _stream(self, head: dict[str, Any], asks: list[Ask]) -> AsyncIterator[str]:
+    async def _stream(self, head: dict[str, Any], wanted: list[Completion]) -> AsyncIterator[str]:
         """Yield the events of a stream, one prompt after the other."""
-        for n, ask in enumerate(asks):
+        for n, one in enumerate(wanted):
             try:
-                async for text, why in pieces(ask):
+                async for text, why in pieces(one):
                     choice = {"index": n, "text": text, "finish_reason": why, "logprobs": None}
                     yield f"data: {json.dumps({**head, 'choices': [choice]})}\n\n"
             except Exception as error:  # the status is sent already
@@ -316,7 +316,7 @@ class Completions:
             raise ValueError(f"stream={asked['stream']!r}: must be true or false")
         return asked
 
-    def _asks(self, asked: dict[str, Any]) -> list[Ask]:
+    def _wanted(self, asked: dict[str, Any]) -> list[Completion]:
         """Return the prompts of a request.
 
         Raises:
@@ -338,10 +338,10 @@ class Completions:
                 f"max_tokens={most}: answers have at most {self.schedule.length} tokens"
             )
         loop = asyncio.get_running_loop()
-        return [Ask(prompt, most, loop) for prompt in prompts]
+        return [Completion(prompt, most, loop) for prompt in prompts]
 
 
-async def pieces(ask: Ask) -> AsyncIterator[tuple[str, str | None]]:
+async def pieces(one: Completion) -> AsyncIterator[tuple[str, str | None]]:
     """Yield the text of an answer as it settles, and with the last piece why it ended.
 
     Raises:
@@ -349,30 +349,30 @@ async def pieces(ask: Ask) -> AsyncIterator[tuple[str, str | None]]:
     """
     why = None
     while why is None:
-        event = await ask.events.get()
+        event = await one.events.get()
         if isinstance(event, Exception):
             raise event
         text, why = event
         yield text, why
 
 
-async def ended(asks: list[Ask]) -> list[str | None]:
+async def ended(wanted: list[Completion]) -> list[str | None]:
     """Wait for the whole texts of answers, and return why each ended.
 
     Raises:
         Exception: What a prompt failed of.
     """
     reasons = []
-    for ask in asks:
-        told = [why async for _, why in pieces(ask)]
+    for one in wanted:
+        told = [why async for _, why in pieces(one)]
         reasons.append(told[-1])
     return reasons
 
 
-def leave(asks: Sequence[Ask]) -> None:
+def leave(wanted: Sequence[Completion]) -> None:
     """Give the places of prompts up, if they have not ended."""
-    for ask in asks:
-        ask.is_over = True
+    for one in wanted:
+        one.is_over = True
 
 
 def refusal(message: str, status: int) -> Response:

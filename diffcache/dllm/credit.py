@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diffcache.dllm.rules import Memory, Rows, Threshold
+from diffcache.dllm.rules import Memory, Places, Threshold
 from diffcache.method import is_number
 
 
@@ -47,7 +47,7 @@ class Credit(Threshold):
             if not is_number(value) or not 0 <= value <= most:
                 raise ValueError(f"{name}={value!r}: must be a number from 0 to {most}")
 
-    def weighed(self, logits: Tensor, masks: Tensor, rows: Rows, memory: Memory) -> Tensor:
+    def weighed(self, logits: Tensor, masks: Tensor, rows: Places, memory: Memory) -> Tensor:
         """Return logits with the credit of this step and those before it in the block."""
         dtype = torch.promote_types(logits.dtype, torch.float32)
         credit = memory.get("credit")

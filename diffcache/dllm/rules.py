@@ -14,7 +14,7 @@ from torch.nn import functional
 from diffcache.dllm.state import RowState
 from diffcache.method import check_int, is_number
 
-Rows = Sequence[RowState]
+Places = Sequence[RowState]
 Memory = dict[Any, Any]  # what a rule keeps of one decoding, empty at first
 
 
@@ -53,7 +53,7 @@ class Rule(ABC):
             quota: Commits of this step by `quotas`, of each sequence where it is int64 `[B, 1]`.
         """
 
-    def commit(self, scores: Tensor, quota: int | Tensor, rows: Rows, memory: Memory) -> Tensor:
+    def commit(self, scores: Tensor, quota: int | Tensor, rows: Places, memory: Memory) -> Tensor:
         """Return which candidates are committed, bool `[B, n]`, by steps before as well.
 
         Args:
@@ -64,7 +64,7 @@ class Rule(ABC):
         """
         return self.choose(scores, quota)
 
-    def weighed(self, logits: Tensor, masks: Tensor, rows: Rows, memory: Memory) -> Tensor:
+    def weighed(self, logits: Tensor, masks: Tensor, rows: Places, memory: Memory) -> Tensor:
         """Return the logits that tokens and confidence are taken from, `[B, n, V]`.
 
         Args:

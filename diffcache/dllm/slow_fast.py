@@ -8,7 +8,7 @@ from statistics import fmean, pstdev
 import torch
 from torch import Tensor
 
-from diffcache.dllm.rules import Memory, Rows, Rule, check_share, first
+from diffcache.dllm.rules import Memory, Places, Rule, check_share, first
 from diffcache.method import check_int, is_number
 
 
@@ -78,7 +78,7 @@ class SlowFast(Rule):
         sure = (scores >= self.threshold) & scores.isfinite()
         return sure.where(sure.sum(-1, keepdim=True) > 1, first(scores, 1))
 
-    def commit(self, scores: Tensor, quota: int | Tensor, rows: Rows, memory: Memory) -> Tensor:
+    def commit(self, scores: Tensor, quota: int | Tensor, rows: Places, memory: Memory) -> Tensor:
         """Return the candidates of each sequence's stage that are committed; the host waits."""
         ends = []
         for number, (found, row) in enumerate(zip(scores.tolist(), rows, strict=True)):

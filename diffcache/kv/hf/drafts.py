@@ -315,7 +315,7 @@ class Transfer(LogitsProcessor):  # type: ignore[misc]
         self.draft, self.strength = draft, strength
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return the scores, moved where the draft has said something."""
+        """Return the scores [1, V], moved where the draft has said something."""
         drafted = self.draft.said.get(input_ids.shape[1])
         if drafted is None:
             return scores
@@ -323,7 +323,14 @@ class Transfer(LogitsProcessor):  # type: ignore[misc]
 
 
 def overlap(chunks: Sequence[Tensor], question: Tensor) -> list[float]:
-    """Return how well chunks of tokens match a question, by BM25 over tokens."""
+    """Return how well chunks of tokens match a question, by BM25 over tokens.
+
+    Args:
+        chunks: Tokens of each chunk, int64 [n].
+        question: Tokens of the question, int64 [m].
+
+    Reference: BM25, Robertson and Zaragoza 2009, with k1 = 1.2 and b = 0.75.
+    """
     texts, words = [chunk.tolist() for chunk in chunks], set(question.tolist())
     mean = sum(map(len, texts)) / len(texts)
     found = [0.0] * len(texts)
