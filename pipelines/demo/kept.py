@@ -125,6 +125,7 @@ class Kept:
         note = {"prompt": asked.prompt, "policy": asked.policy, "seed": asked.seed,
                 "steps": asked.steps, "size": asked.size, "anew": asked.anew,
                 "made": film.made, "turn": turn}  # fmt: skip
+        (place / "new").touch(mode=0o600)
         (place / "new").write_text(json.dumps(note), encoding="utf-8")
         with self._lock:  # in the meantime another film may have begun, in another tab
             if self._latest.get(film.viewer) is film:
