@@ -40,13 +40,13 @@ def attn_int8(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         [B, Hq, n, Dv] in the dtype of `q`.
 
     Raises:
-        ValueError: If heads of the queries are no multiple of those of the keys, or there is no
-            key.
+        ValueError: If shapes or dtypes do not go together, or there is no key.
     """
-    if q.shape[1] % k.shape[1] or not k.shape[2]:
+    if not _fit(q, k, v):
+        told = ", ".join(f"{x.dtype} {list(x.shape)}" for x in (q, k, v))
         raise ValueError(
-            f"k: has {k.shape[1]} heads of {k.shape[2]} keys; must have a key at least, and heads "
-            f"of which the {q.shape[1]} of q are a multiple"
+            f"q, k, v: are {told}; must be [B, H * G, n, D], [B, H, N, D] and [B, H, N, Dv] of "
+            "one float dtype, with a key at least"
         )
     run: Any = INT8 if takes(q, k, v) else int8_twin
     found: Tensor = run(q, k, v, scale)
@@ -55,9 +55,14 @@ def attn_int8(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 def takes(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return whether the kernel should run on these tensors."""
-    if not INT8.takes(q, k, v) or not q.dtype == k.dtype == v.dtype:
+    return INT8.takes(q, k, v) and max(q.shape[3], v.shape[3]) <= LARGEST
+
+
+def _fit(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    if not q.dim() == k.dim() == v.dim() == 4 or not q.dtype == k.dtype == v.dtype:
         return False
-    return bool(k.numel()) and max(q.shape[3], v.shape[3]) <= LARGEST
+    alike = k.shape[:3] == v.shape[:3] and len(q) == len(k) and q.shape[3] == k.shape[3]
+    return alike and k.numel() > 0 and not q.shape[1] % k.shape[1] and q.is_floating_point()
 
 
 def int8_twin(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -128,21 +133,23 @@ class Int8Attention(TorchFunctionMode):
         return found
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
         enable_gqa: bool = False,
-    ) -> Tensor | None:  # fmt: skip
+    ) -> Tensor | None:
         """Return the attention; None where it is torch's."""
         given = query, key, value
-        if attn_mask is not None or dropout_p or is_causal or any(x.dim() != 4 for x in given):
+        if attn_mask is not None or dropout_p or is_causal or not _fit(*given):
             return None
-        alike = key.shape[:3] == value.shape[:3] and len(query) == len(key) and key.shape[2] > 0
-        heads = query.shape[1] == key.shape[1] or (enable_gqa and not query.shape[1] % key.shape[1])
-        if (
-            not alike
-            or not heads
-            or (torch.is_grad_enabled() and any(x.requires_grad for x in given))
-        ):
+        if query.shape[1] != key.shape[1] and not enable_gqa:
+            return None
+        if torch.is_grad_enabled() and any(x.requires_grad for x in given):
             return None
         if not self.always and not (query.shape[2] >= FEWEST and takes(*given)):
             return None

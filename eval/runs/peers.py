@@ -1,4 +1,4 @@
-"""What is no cache of ours as a row beside them: `diffusers/taylorseer:cache_interval=5`.
+"""Put what is no cache of ours into a pipeline, as a row: `diffusers/taylorseer:cache_interval=5`.
 
 `diffusers/NAME` is put in with the denoiser's own `enable_cache`, `cache-dit/dbcache` with that of
 cache-dit, both configured by the names of their classes' arguments. `kernels/int8` is attention on
@@ -16,7 +16,7 @@ import json
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -269,7 +269,7 @@ class RoundedAttention(Peer):
 
     @property
     def fields(self) -> list[str]:
-        """Names of the settings: there are none."""
+        """Return no names, as there are no settings."""
         return []
 
     def config(self, pipe: Any = None) -> None:
@@ -277,11 +277,17 @@ class RoundedAttention(Peer):
 
     @contextmanager
     def attached(self, pipe: Any, models: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Take all attention that can be taken."""
-        with Int8Attention(always=True) as mode:
+        """Take all attention that can be taken; a call of which none can be is refused."""
+        with Int8Attention(always=True) as mode, ExitStack() as hooks:
+
+            def check(*_: Any) -> None:
+                if not mode.taken:
+                    told = "the model has no attention without a mask; leave this row out"
+                    raise AttachError(f"{self.name}: {told}")
+
+            for model in models.values():  # before a sample is kept
+                hooks.callback(model.register_forward_hook(check).remove)
             yield
-        if mode.left and not mode.taken:
-            raise AttachError(f"{self.name}: has no attention without a mask; leave this row out")
 
 
 def make_peer(name: str, settings: Mapping[str, Any]) -> Peer:
