@@ -98,6 +98,8 @@ def test_every_number_is_drawn_or_left_out_for_a_reason() -> None:
     chosen = draw.drawn(4, 40)
     assert chosen == draw.drawn(4, 40) != draw.drawn(5, 40)
     assert len({(one.record, one.row["name"], one.key) for one in chosen}) == 40
+    with pytest.raises(ValueError, match=f"count={10**6}: must be at most {len(numbers) + 1}"):
+        draw.drawn(4, 10**6)
 
 
 def test_a_number_is_made_again_from_its_own_samples() -> None:
@@ -150,7 +152,7 @@ def test_all_definitions_of_a_name_are_hashed_in_all_branches(
     file = tmp_path / "eval" / "one.py"
     file.parent.mkdir()
     lines = ["if A:", "    x = 1", "else:", "    x = 2", "try:", "    import b",
-             "except ImportError:", "    b = 3", "else:", "    c = 4", "finally:", "    d = 5",
+             "except ImportError:", "    b = 3", "else:", "    c = 0; c += 4", "finally:", "    d = 5",
              "class P:", "    @property", "    def s(self): return 6", "    @s.setter",
              "    def s(self, v): self.v = v + 7", "    @overload", "    def o(self): ...",
              "    def o(self): return 8"]  # fmt: skip
@@ -164,6 +166,10 @@ def test_all_definitions_of_a_name_are_hashed_in_all_branches(
             forget()
             hashes.append(reached.digest("eval/one.py", [name]))
         assert hashes[0] != hashes[1], (name, number)
+    file.write_text("def made(): return 1\ndef other(): return 2\nX = [made(), other]")
+    forget()
+    called = {name for _, name in reached._named("eval/one.py", "X")}
+    assert called == {"X", "made"}  # which ran with the import
     forget()
 
 
@@ -171,7 +177,7 @@ def test_a_stamp_names_what_was_not_made_and_is_of_the_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = torch.tensor([True, False])
-    made = [again.Made("a", "taken", {"value": 0.5}, kept, kept)]
+    made = [again.Made("a", "taken", {"value": 0.5, "n": 2}, kept, kept)]
     file, weights = tmp_path / "record.json", tmp_path / "models" / "m" / "model.safetensors"
     weights.parent.mkdir(parents=True)
     weights.write_bytes(b"1")
@@ -196,6 +202,10 @@ def test_a_stamp_names_what_was_not_made_and_is_of_the_weights(
     records.stamp("one", keep=True)
     record = json.loads(file.read_text())
     assert record["rows"] == [{"name": "a", "values": "10"}, {"name": "b"}]
+    sweep = tmp_path / "one.toml"
+    monkeypatch.setattr(records, "FOLDER", tmp_path)
+    sweep.write_text("steps = 8")
+    assert records.why_stale("one") == "depends on files that have changed: assets/bench/one.toml"
     record["shapes"]["model_sha256"] = "another"
     file.write_text(json.dumps(record))
     with pytest.raises(ValueError, match="one: made with other weights; draw it again: draw"):
@@ -220,7 +230,9 @@ def test_where_the_values_of_a_record_are_known_without_being_kept_they_are_comp
     assert again.Made("a", "whole", {"value": 0.98}, now).holds  # inside the interval
     assert not again.Made("a", "whole", {"value": 1.0}, now).holds  # all are right
     assert not again.Made("a", "whole", {"value": 0.6, "n": 10}, now).holds  # all were made
-    assert again.Made("a", "whole", {"value": 0.9, "n": 10}, now).holds
+    whole = again.Made("a", "whole", {"value": 0.9, "n": 10}, now)
+    assert whole.holds and whole.is_whole
+    assert not replace(whole, published={"value": 0.9, "n": 20}).is_whole  # half of them
 
 
 def test_commands_run_in_turn_while_their_time_lasts_and_go_on(

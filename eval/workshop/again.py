@@ -1,11 +1,6 @@
 """Make a part of the samples of a record again, by the code that made all of them.
 
-Samples are those of the record: the same prompts, the same noise. Where a record keeps a value for
-each sample, the two are compared one by one, and so where all or none of its samples are right.
-Older records keep an interval alone (`WEAK` says which), and then the published number
-must lie in the interval of the part that was made again, or for a stamp within twice its width, as
-many numbers are looked at. A batch is one computation: a sample that is drawn beside others rounds
-otherwise, which moves a picture by some tenths of a dB, so that less is asked of those that are.
+Samples are those of the record: the same prompts, the same noise. `made.py` compares them with it.
 """
 
 from __future__ import annotations
@@ -14,7 +9,7 @@ import dataclasses
 import importlib.util
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, TypeVar
@@ -33,7 +28,6 @@ from diffcache.eval.kv.tables import weights_digest
 from diffcache.eval.kv.texts import TextModel
 from diffcache.eval.kv.words import parse_recipe, parse_row
 from diffcache.eval.methods import parse_method
-from diffcache.eval.metrics.intervals import share_interval
 from diffcache.eval.record import FOLDER, Row, Setting, some
 from diffcache.eval.runs.measure import evaluate
 from diffcache.eval.runs.progress import Progress
@@ -42,6 +36,7 @@ from diffcache.eval.workshop.bench import judge, search, telling
 from diffcache.eval.workshop.dllm import measure as dllm
 from diffcache.eval.workshop.dllm.rows import rows as dllm_rows
 from diffcache.eval.workshop.figures import REWARDS
+from diffcache.eval.workshop.made import Made
 from diffcache.eval.workshop.shipped import guarantee, quality, reach
 from diffcache.eval.workshop.shipped.table import named
 from diffcache.eval.workshop.small.chain import HELD_OUT, WORLDS, draw, is_exact
@@ -54,88 +49,10 @@ Record = Mapping[str, Any]
 Value = TypeVar("Value")
 SETTING = Setting(torch.device("cpu"))
 METHOD = "taylorseer"  # of the demo
-STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571)  # 97.5 % quantiles for 1 to 5 degrees of freedom
 SOLE = ("exact_match", "taken", "answers")  # numbers whose rows keep values of nothing else
-FEW = 2  # contexts of each recipe of many
+FEW = 2  # contexts, windows or prompts of each recipe
 SHARE = 0.05
 MANY = 20  # rows; of a record with more, one of each method is made again
-# How far values may be off on average, and what share of outcomes may differ, by whether the
-# samples were drawn in the batches of the record.
-WIDER = 1.0  # of the interval, on both sides together
-SLACK = {True: (0.05, 0.02), False: (0.3, 0.1)}
-
-
-@dataclass(frozen=True)
-class Made:
-    """Values of some samples of a published number, made again.
-
-    Attributes:
-        row: Name of its row.
-        key: Name of the number in the row.
-        published: The number with its interval, as the record has it.
-        now: Values made now, a number a sample, or an outcome for each of its questions.
-        kept: Values of the same samples in the record; None where it keeps none.
-        alike: Whether they were made in the batches of the record.
-    """
-
-    row: str
-    key: str
-    published: Mapping[str, Any]
-    now: Tensor
-    kept: Tensor | None = None
-    alike: bool = True
-
-    def __post_init__(self) -> None:
-        if self.kept is None and self.is_share and self.published["value"] in (0, 1):
-            every = torch.full_like(self.now, bool(self.published["value"]))
-            object.__setattr__(self, "kept", every)
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Ends of the 95 % interval of what was made now."""
-        if self.is_share:
-            found = share_interval(self.now)
-            return found.low, found.high
-        table = (self.now if self.now.ndim == 1 else self.now.mean(1)).double()
-        if len(table) == 1:
-            return float(table), float(table)
-        # Student's, as a bootstrap of a few samples is far too narrow.
-        free = len(table) - 1
-        width = STUDENT[free - 1] if free <= len(STUDENT) else 1.96 + 2.37 / free + 2.8 / free**2
-        reach = width * float(table.std()) / len(table) ** 0.5
-        return float(table.mean()) - reach, float(table.mean()) + reach
-
-    @property
-    def is_share(self) -> bool:
-        """Return whether the values are outcomes."""
-        return self.now.dtype == torch.bool
-
-    @property
-    def is_inside(self) -> bool:
-        """Return whether values are the same, or the published one is in the interval made now."""
-        low, high = self.interval
-        value = float(self.published["value"])
-        is_strong = self.kept is not None or self.published.get("n") == len(self.now)
-        return self.holds if is_strong else low <= value <= high
-
-    @property
-    def is_whole(self) -> bool:
-        """Return whether the values made now are those that gave the published number."""
-        apart = abs(float(self.now.double().mean()) - float(self.published["value"]))
-        return apart < (1e-9 if self.is_share else 1e-3)
-
-    @property
-    def holds(self) -> bool:
-        """Return whether the record still says what its code makes."""
-        if self.kept is None and self.published.get("n") == len(self.now):  # all samples
-            mean = float(self.now.double().mean())
-            return abs(mean - float(self.published["value"])) <= SLACK[self.alike][self.is_share]
-        if self.kept is None:
-            low, high = self.interval
-            spare = WIDER * (high - low) / 2  # many numbers of a record are looked at
-            return low - spare <= float(self.published["value"]) <= high + spare
-        apart = self.kept.double() - self.now.double()
-        return bool(apart.abs().mean() <= SLACK[self.alike][self.is_share])
 
 
 Again = Callable[[Record, Sequence[Row], float, int], Iterator[Made]]
@@ -174,8 +91,8 @@ def _methods(record: Record, rows: Sequence[Row], share: float, seed: int) -> It
     sweep = FOLDER / f"eval-{model}-methods.toml"
     wanted = {row["name"] for row in rows}
     there = importlib.util.find_spec("cache_dit") is not None
-    tables = [one for one in read_values(sweep)["method"]
-              if there or not one["name"].startswith("cache-dit/")]  # fmt: skip
+    tables = read_values(sweep)["method"]
+    tables = [one for one in tables if there or not one["name"].startswith("cache-dit/")]
     with tempfile.TemporaryDirectory() as folder:
         (plan,) = read_sweep(sweep, Path(folder), {"method": tables})
         task = replace(plan.task, samples=plan.task.batch_size)
@@ -241,20 +158,20 @@ def _recall(record: Record, rows: Sequence[Row], share: float, seed: int) -> Ite
 
 
 def _texts(record: Record, rows: Sequence[Row], share: float, seed: int) -> Iterator[Made]:
-    """Ask about the first two windows; the record keeps the answers of each."""
+    """Ask about the first windows; the record keeps the answers of each."""
     shapes = record["shapes"]
     task = text_task.TextTask(
         TextModel(shapes["model"]), None, shapes["context"], shapes["samples"], record["seed"]
     )
     drawn, model = task.windows(), task.model.load()
-    drawn = replace(drawn, ids=drawn.ids[:2])
+    drawn = replace(drawn, ids=drawn.ids[:FEW])
     weights = task.model.weights
     for row in rows:
         recipe = parse_recipe(row["name"], weights)
         made = text_task.measure(model, recipe, task, drawn, None, record["rows"][0]["able"])
-        now, kept = (text_task.hits_of(one)[:2] for one in (made, row))
+        now, kept = (text_task.hits_of(one)[:FEW] for one in (made, row))
         yield Made(row["name"], "whole", row["whole"], now, kept)
-        now, kept = (torch.tensor(one["nats"][:2], dtype=torch.float64) for one in (made, row))
+        now, kept = (torch.tensor(one["nats"][:FEW], dtype=torch.float64) for one in (made, row))
         yield Made(row["name"], "perplexity", row["perplexity"], now, kept)
 
 
@@ -356,10 +273,8 @@ NOT_MADE: Mapping[str, str] = {
     "kv": "times of another machine", "decode": "times of a machine without other work",
     "capacity": "times; 40 minutes",
 }  # fmt: skip
-
-
 # Records with numbers that are tested by their intervals alone -> what the values of all samples
-# take, which `records NAME --keep` makes.
+# take, which `records NAME --keep` makes, but for hours of a sweep: its command keeps them, too.
 WEAK: Mapping[str, str] = {
     "sticker-flux-quality": "20 CPU minutes",
     "reach-policy-quality": "10 CPU minutes", "recall-llama-quality": "10 CPU minutes",

@@ -29,8 +29,9 @@ from diffcache.command import FAILED, MISSING, Seed, fail, script, warn
 from diffcache.errors import MissingError
 from diffcache.eval.pages import table
 from diffcache.eval.record import Row
-from diffcache.eval.workshop.again import METHOD, NOT_MADE, WEAK, Made, again_of, share_of
+from diffcache.eval.workshop.again import METHOD, NOT_MADE, WEAK, again_of, share_of
 from diffcache.eval.workshop.figures import file_of
+from diffcache.eval.workshop.made import Made
 from diffcache.eval.workshop.records import Share, names
 from diffcache.pipelines.demo.console import quiet
 
@@ -145,8 +146,14 @@ def is_weak(number: Number) -> bool:
 
 
 def drawn(seed: int, count: int) -> list[Number]:
-    """Draw different numbers."""
+    """Draw different numbers.
+
+    Raises:
+        ValueError: If there are fewer.
+    """
     rng, everything = np.random.default_rng(seed), pool()
+    if count > (known := sum(map(len, everything.values()))):
+        raise ValueError(f"count={count}: must be at most {known}, as there are no more numbers")
     chosen: list[Number] = []
     while len(chosen) < count:
         numbers = everything[str(rng.choice(list(everything)))]
@@ -211,9 +218,8 @@ def draw(
     if listed:
         rows = [[name, str(len(numbers)), WEAK.get(name, "")] for name, numbers in pool().items()]
         rows += [[name, "0", f"not made again: {why}"] for name, why in NOT_MADE.items()]
-        print(
-            "\n".join(table(("record", "numbers", "all values, where none are kept"), rows)), "\n"
-        )
+        titles = ("record", "numbers", "all values, where none are kept")
+        print("\n".join(table(titles, rows)), "\n")
         print("\n".join(table(("other numbers", "why they are not made again"), REST.items())))
         return
     torch.set_num_threads(1)
@@ -223,9 +229,9 @@ def draw(
         print("\n".join(table(TITLES, found)[0 if len(found) == 1 else -1 :]), flush=True)
     wrong = sum(cells[6] in ("NO", "gone") for cells in found)
     same, here = (sum(cells[6] == word for cells in found) for word in ("same", HERE))
-    print(f"\nseed {seed}: {count - wrong - here} of {count} inside, {same} of them value by "
-          f"value, {wrong} not, {here} could not be made here; of times alone, not drawn: "
-          f"{', '.join(NOT_MADE)}", flush=True)  # fmt: skip
+    told = f"{same} of them value by value, {wrong} not, {here} could not be made here"
+    print(f"\nseed {seed}: {count - wrong - here} of {count} inside, {told}", flush=True)
+    print(f"of times alone, not drawn: {', '.join(NOT_MADE)}", flush=True)
     if wrong:
         fail(f"{wrong} of {count} numbers are no longer made", FAILED, "")
     if here:

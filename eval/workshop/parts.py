@@ -104,8 +104,15 @@ def run_each(
 
 
 def in_fork(work: Callable[[], int]) -> bool:
-    """Run a function in a fork of this process, which has all imports; say whether it gave 0."""
+    """Run a function in a fork of this process, which has all imports; say whether it gave 0.
+
+    An interrupt of this process alone ends the other one, too.
+    """
     process = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(work()))
     process.start()
-    process.join()
+    try:
+        process.join()
+    except BaseException:
+        process.terminate()
+        raise
     return process.exitcode == 0

@@ -28,8 +28,8 @@ LEFT_OUT = (
     "diffcache/command.py", "diffcache/errors.py", "diffcache/files.py", "diffcache/registry.py",
     "diffcache/run_report.py", "diffcache/settings_file.py", "diffcache/timeline.py", "eval/cli.py",
     "eval/cost/", "eval/methods.py", "eval/pages.py", "eval/record.py", "eval/report/",
-    "eval/workshop/again.py", "eval/workshop/parts.py", "eval/workshop/reached.py",
-    "eval/workshop/records.py", "pipelines/demo/console.py",
+    "eval/workshop/again.py", "eval/workshop/made.py", "eval/workshop/parts.py",
+    "eval/workshop/reached.py", "eval/workshop/records.py", "pipelines/demo/console.py",
 )  # fmt: skip
 _UNSAID = ("annotation", "returns", "type_comment", "type_params", "ctx", "kind")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -161,7 +161,7 @@ def _definitions(body: list[ast.stmt], before: str) -> Iterator[tuple[str, ast.A
             yield from _definitions(node.body, f"{before}{node.name}.")
         elif isinstance(node, (ast.If, ast.Try)) and not before:
             yield from _definitions(_branches(node), before)
-        elif isinstance(node, (ast.Assign, ast.AnnAssign)) and not before:
+        elif isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)) and not before:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             for target in targets:
                 for one in ast.walk(target):
@@ -211,19 +211,28 @@ def _inside(filename: str) -> str | None:
 
 @cache
 def _named(file: str, name: str) -> list[tuple[str, str]]:
-    """Return the classes and constants that a definition names, and the class around it."""
-    known, imports = tables(file)
-    found = []
-    for node in chain.from_iterable(ast.walk(_outside(one)) for one in known[name]):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            module = imports.get(node.value.id)
-            if module is not None and not module[1]:
-                found.append((module[0], node.attr))
-        elif isinstance(node, ast.Name):
-            found.append(imports.get(node.id, (file, node.id)))
-    around = name.rpartition(".")[0]
-    found += [(file, around)] if around else []
-    return [(where, what) for where, what in found if what and _is_no_function(where, what)]
+    """Return the classes and constants that a definition names, and the class around it.
+
+    Functions that a class or a constant calls count, too: they ran with an import, before any was
+    noted.
+    """
+    nodes = list(chain.from_iterable(ast.walk(_outside(one)) for one in tables(file)[0][name]))
+    called: set[tuple[str, str]] = set()
+    if _is_no_function(file, name):
+        called = {_place(node.func, file) for node in nodes if isinstance(node, ast.Call)}
+    named = [*(_place(node, file) for node in nodes), (file, name.rpartition(".")[0])]
+    known = (one for one in named if one[1] in tables(one[0])[0])
+    return [one for one in known if one in called or _is_no_function(*one)]
+
+
+def _place(node: ast.AST, file: str) -> tuple[str, str]:
+    """Return file and name of what an expression of a file names; an empty name for nothing."""
+    imports = tables(file)[1]
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        module = imports.get(node.value.id)
+        if module is not None and not module[1]:
+            return module[0], node.attr
+    return imports.get(node.id, (file, node.id)) if isinstance(node, ast.Name) else (file, "")
 
 
 def _outside(node: ast.AST) -> ast.AST:

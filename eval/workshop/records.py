@@ -34,8 +34,9 @@ import typer
 from diffcache.command import FAILED, Seed, fail, script
 from diffcache.eval.record import FOLDER, ROOT, Setting, commit, values
 from diffcache.eval.runs.task import directory_sha256
-from diffcache.eval.workshop.again import METHOD, SOLE, Made, again_of, share_of
+from diffcache.eval.workshop.again import METHOD, SOLE, again_of, share_of
 from diffcache.eval.workshop.figures import PAGE, file_of, page
+from diffcache.eval.workshop.made import Made
 from diffcache.eval.workshop.parts import Budget, in_fork, run_each
 from diffcache.eval.workshop.reached import Reached, changed
 from diffcache.files import read_json, write_file, write_json
@@ -75,30 +76,39 @@ def why_stale(name: str) -> str:
         return "has no stamp"
     if stamp["record"] != digest(file_of(name)):
         return "is not the record that was stamped"
-    if of_other_weights(read_json(file_of(name))):
+    record = json.loads(file_of(name).read_text(encoding="utf-8"))
+    if of_other_weights(record):
         return "names other weights than those that are shipped"
     if files := changed(stamp["code"]):
         return f"depends on code that has changed: {', '.join(files)}"
-    now = inputs(read_json(file_of(name)))
+    now = inputs(name, record)
     others = [one for one in {**now, **stamp["inputs"]} if now.get(one) != stamp["inputs"].get(one)]
     return f"depends on files that have changed: assets/{', assets/'.join(others)}" * bool(others)
 
 
-def model_of(record: Mapping[str, Any]) -> str:
-    """Return the name of a record's model."""
-    about = {**record.get("shapes", {}), **record.get("task", {})}
-    return str(about.get("model") or MODEL_OF[record["benchmark"]])
+def about(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a record says of its model and its task."""
+    return {**record.get("shapes", {}), **record.get("task", {})}
 
 
-def inputs(record: Mapping[str, Any]) -> dict[str, str]:
-    """Return folders of weights, tables, prompts and pictures that a record is made of, hashed."""
-    model = model_of(record)
+def inputs(name: str, record: Mapping[str, Any]) -> dict[str, str]:
+    """Return hashes of weights, tables, prompts, pictures and the sweep that a record is made of.
+
+    Args:
+        name: Name of the record.
+        record: The record.
+
+    Returns:
+        Folder or file below `assets` -> its hash.
+    """
+    model = str(about(record).get("model") or MODEL_OF[record["benchmark"]])
     folders = [f"models/{model}", f"tables/{model}"]
-    folders += [
-        one for start, beside in BESIDE.items() if model.startswith(start) for one in beside
-    ]
-    return {name: folder_digest(ASSETS / name) for name in dict.fromkeys(folders)
-            if (ASSETS / name).is_dir()}  # fmt: skip
+    for start, beside in BESIDE.items():
+        folders += beside if model.startswith(start) else ()
+    there = [one for one in dict.fromkeys(folders) if (ASSETS / one).is_dir()]
+    found = {one: folder_digest(ASSETS / one) for one in there}
+    sweep = FOLDER / f"{name}.toml"
+    return found | ({f"bench/{sweep.name}": digest(sweep)} if sweep.is_file() else {})
 
 
 @cache
@@ -113,9 +123,9 @@ def folder_digest(folder: Path) -> str:
 
 def of_other_weights(record: Mapping[str, Any]) -> bool:
     """Say whether a record names weights that are not those that are shipped."""
-    about = {**record.get("shapes", {}), **record.get("task", {})}
-    said = about.get("model_sha256")
-    return said is not None and said != directory_sha256(MODELS / about["model"])
+    told = about(record)
+    said = told.get("model_sha256")
+    return said is not None and said != directory_sha256(MODELS / told["model"])
 
 
 def digest(file: Path) -> str:
@@ -165,15 +175,15 @@ def stamp(name: str, share: float | None = None, seed: int = 0, keep: bool = Fal
     again_made = {one.row for one in made}
     exact = sum(one.now.numel() for one in made if one.kept is not None)
     seconds = time.process_time() - started
-    about = {
+    stamped = {
         "record": digest(file_of(name)), "commit": commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "device": Setting(torch.device("cpu")).device_name, "torch": torch.__version__,
         "share": share, "seed": seed, "numbers": len(made), "values": exact,
-        "cpu_seconds": round(seconds, 1), "inputs": inputs(record),
+        "cpu_seconds": round(seconds, 1), "inputs": inputs(name, record),
         "not_made": [row["name"] for row in rows if row["name"] not in again_made],
     }  # fmt: skip
-    write_json(stamp_of(name), {**about, "code": reached.definitions()})
+    write_json(stamp_of(name), {**stamped, "code": reached.definitions()})
     how = f"{exact} values are the same" if exact else "inside the interval of the part"
     return f"{name}: {len(made)} numbers hold, {how}; {seconds:.0f} CPU seconds"
 
