@@ -97,9 +97,9 @@ def entries(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     wide = wide or [len(titles) - 1]
     lines = []
     for row in every:
-        near = [f"{titles[at]} {row[at]}" for at in range(1, len(titles))
-                if row[at] and at not in wide]  # fmt: skip
-        line = f"- {row[0]}" + f" ({', '.join(near)})" * bool(near)
+        near = [at for at in range(1, len(titles)) if row[at] and at not in wide]
+        told = ", ".join(f"{titles[at]} {row[at]}" for at in near)
+        line = f"- {row[0]} ({told})" if near else f"- {row[0]}"
         if len(wide) == 1:
             lines.append(f"{line}: {row[wide[0]]}" if row[wide[0]] else line)
         else:

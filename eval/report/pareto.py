@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -156,10 +157,9 @@ def _draw_front(
 
     A row that skipped nothing is no rival.
     """
-    rivals = [
-        (point.x.middle, point.y.middle) for point in points
-        if point.kind == "uncached" or (point.kind == "method" and point.x.middle >= LEAST_SAVED)
-    ]  # fmt: skip
+    least = {"uncached": -math.inf, "method": LEAST_SAVED}
+    saved = [point for point in points if point.x.middle >= least.get(point.kind, math.inf)]
+    rivals = [(point.x.middle, point.y.middle) for point in saved]
     if direction not in ("up", "down") or len(rivals) < 2:
         return
     best = [rivals[place] for place in front(rivals, direction == "up")]

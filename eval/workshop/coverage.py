@@ -258,8 +258,8 @@ def _refusals(rows: Sequence[Row]) -> list[str]:
     ]
     if not lines:
         return []
-    return ["## Refused\n\nA site that cannot be cached is an error that says why.\n",
-            "\n".join(entries(["case", "site", "reason"], lines)) + "\n"]  # fmt: skip
+    head = "## Refused\n\nA site that cannot be cached is an error that says why.\n"
+    return [head, *entries(["case", "site", "reason"], lines), ""]
 
 
 def _table(titles: Sequence[str], lines: Iterable[Sequence[str]], right: int = 0) -> str:

@@ -81,8 +81,9 @@ HOURS = """## What draws what
 `make figures` draws every record of the pages again, the oldest first, in the hours that
 `ARGS='--budget 2'` gives; an interrupted round goes on. A record alone is drawn by
 `python -m diffcache.eval.workshop.figures NAME`, and names its command itself. Hours are of one
-core of the device: CPU hours where a round noted them, else those on the clock. `make records`
-makes a part of each again by the code and weights of today, but for times, which are of a device.
+core of the device: CPU hours where a round noted them, else those on the clock; of a record that
+was interrupted, those since. `make records` makes a part of each again by the code and weights of
+today, but for times, which are of a device.
 """
 STATE = ROOT / OUT / "figures.json"
 HOUR_TITLES = ("record", "hours", "drawn", "commit", "device")

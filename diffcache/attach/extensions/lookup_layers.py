@@ -1,4 +1,4 @@
-"""Layers with rounded weights, which stand for modules that depend on the timestep alone."""
+"""Round weights of the linear layers in modules that depend on the timestep alone."""
 
 from __future__ import annotations
 

@@ -98,8 +98,8 @@ def page(directory: Path = ROOT) -> str:
         first = f"{first.partition(HALF)[0]}{HALF}\n{half(texts)}\n"
     introduction = f"{first}{USE}{use}"
     parts, equal = [introduction + METHODS_HEAD], compared(directory)
-    titles = ["recipe", "what it does", "parts", "source", "mode", "departures",
-              "equal to official code"]  # fmt: skip
+    titles = ["recipe", "what it does", "parts", "source", "mode", "departures"]
+    titles += ["equal to official code"]
     listed = rows_of("recipe").values()
     for title in dict.fromkeys(row.family for row in listed):
         family = [row for row in listed if row.family == title]
@@ -170,8 +170,9 @@ def _worth(row: Row) -> tuple[float, float]:
 
 def _recipe(function: Callable[..., Recipe], name: str, equal: Mapping[str, str]) -> list[str]:
     said = story(function)
-    return [f"`{name}`", said["what"], composition(example(function)), said["source"],
-            modes(function), said["departures"], equal.get(name, "")]  # fmt: skip
+    parts, departures = composition(example(function)), said["departures"]
+    cells = [said["what"], parts, said["source"], modes(function), departures]
+    return [f"`{name}`", *cells, equal.get(name, "")]
 
 
 def story(function: Callable[..., Recipe]) -> dict[str, str]:
@@ -214,16 +215,14 @@ def modes(function: Callable[..., Recipe]) -> str:
 
 def figures_of(record: Mapping[str, Any], name: str) -> list[list[str]]:
     """Return the cells of every row of one recipe alone."""
-    return [
-        [f"`{row['name']}`", *_figures(row)] for row in record["rows"]
-        if _first(row) == name and "|" not in row["name"]
-    ]  # fmt: skip
+    alone = (row for row in record["rows"] if _first(row) == name and "|" not in row["name"])
+    return [[f"`{row['name']}`", *_figures(row)] for row in alone]
 
 
 def _figures(row: Row) -> list[str]:
     """Return the cells of `FIGURES`."""
-    return [_share(row["whole"]), _value(row, "lookup"), _value(row, "copy"),
-            f"{row['share']:.1%}", f"{row['read']:.0%}"]  # fmt: skip
+    answers = [_share(row["whole"]), _value(row, "lookup"), _value(row, "copy")]
+    return [*answers, f"{row['share']:.1%}", f"{row['read']:.0%}"]
 
 
 def results(record: Mapping[str, Any]) -> str:

@@ -83,11 +83,10 @@ def page(record: Mapping[str, Any]) -> str:
     order, told = _order(rows, factors)
     half = 50 * (right["high"] - right["low"])
     of_all = [row["psnr_db"] for row in changed]
-    short = SHORT.format(
-        close=max(each["high"] - each["low"] for each in of_all) / 2, reversed=told,
-        lost=_lost(changed), samples=record["shapes"]["samples"], half=half,
-        half_of_many=half * (record["shapes"]["samples"] / 256) ** 0.5,
-    )  # fmt: skip
+    samples = record["shapes"]["samples"]
+    numbers = {"samples": samples, "half": half, "half_of_many": half * (samples / 256) ** 0.5}
+    close = max(each["high"] - each["low"] for each in of_all) / 2
+    short = SHORT.format(close=close, reversed=told, lost=_lost(changed), **numbers)
     parts = [head, short, f"Uncached, {_share(right)} are right.\n"]
     for title, key, show in (("PSNR to uncached, dB", "psnr_db", _decibels),
                              ("Right", "whole_right", _share)):  # fmt: skip

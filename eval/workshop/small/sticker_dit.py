@@ -165,14 +165,7 @@ class Dit(Job):
         return {"held_loss": sum(losses) / len(losses)}
 
     @torch.no_grad()
-    def sample(
-        self,
-        models: nn.ModuleDict,
-        texts: list[str],
-        *,
-        steps: int = 28,
-        guidance: float = GUIDANCE,
-    ) -> Tensor:
+    def sample(self, models: nn.ModuleDict, texts: list[str], *, steps: int = 28) -> Tensor:
         """Draw pictures as the pipeline does, uint8 [B, 64, 64, 3]."""
         latents = torch.randn(len(texts), *LATENT, generator=seeded(0))
         both = self.ids([*texts, *("" for _ in texts)]).to(latents.device)
@@ -180,7 +173,7 @@ class Dit(Job):
         for time in self.scheduler.timesteps:
             times = time.to(latents.device).expand(2 * len(texts))
             said, unsaid = self.predict(models, latents.repeat(2, 1, 1, 1), times, both).chunk(2)
-            answer = unsaid + guidance * (said - unsaid)
+            answer = unsaid + GUIDANCE * (said - unsaid)
             latents = self.scheduler.step(answer, time, latents).prev_sample
         return decode(self.autoencoder, latents)
 
