@@ -76,10 +76,11 @@ def _cut(cell: str, notes: list[str]) -> str:
     text = re.sub(LINK, r"\1", cell)
     if len(text) <= LONGEST:
         return cell
-    notes.append(cell)
+    if cell not in notes:
+        notes.append(cell)
     text = text[: LONGEST - 10].rstrip("\\ ")
     text += "`" * (len(re.findall(r"(?<!\\)`", text)) % 2)
-    return f"{text}... ({len(notes)})"
+    return f"{text}... ({notes.index(cell) + 1})"
 
 
 def entries(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -39,16 +39,15 @@ def attentions(dtype: torch.dtype) -> Iterator[Case]:
     """Yield attention; weights and values are multiplied in float16, whatever the dtype."""
     rounded = torch.float16 if dtype == torch.float32 else dtype
     for number, (rows, asking, heads, count, width, size, last, offset) in enumerate(SHAPES):
-        q, k, v = (guarded((rows, n, *rest), dtype, seed) for seed, (n, *rest) in enumerate(
-            ((asking, count, size), (heads, width, size), (heads, width, last))))  # fmt: skip
+        shapes = (asking, count, size), (heads, width, size), (heads, width, last)
+        q, k, v = (guarded((rows, *shape), dtype, seed) for seed, shape in enumerate(shapes))
         k += (offset * torch.randn(size, generator=torch.Generator().manual_seed(1))).to(dtype)
         if number % 2:
             q = q.transpose(1, 2).contiguous().transpose(1, 2)
             v *= 1e3 if dtype == torch.float16 else 1e6
-        yield Case(
-            f"int8-{rows}-{asking}-{heads}-{count}-{width}-{size}-{last}", int8.INT8,
-            (q, k, v, size**-0.5), exact_int8, lambda args, out, to=rounded: [out.to(to)], 3
-        )  # fmt: skip
+        name = f"int8-{rows}-{asking}-{heads}-{count}-{width}-{size}-{last}"
+        given = q, k, v, size**-0.5
+        yield Case(name, int8.INT8, given, exact_int8, lambda _, out, to=rounded: [out.to(to)], 3)
 
 
 FAMILIES = (attentions,)
