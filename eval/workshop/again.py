@@ -184,7 +184,7 @@ def _telling(record: Record, rows: Sequence[Row], share: float, seed: int) -> It
 
 
 def _search(record: Record, rows: Sequence[Row], share: float, seed: int) -> Iterator[Made]:
-    """Draw a batch again with the single methods that need no tables, which no search made."""
+    """Draw a batch again with the choices of the search, and methods that need no tables."""
     batches = some(record["shapes"]["samples"] // search.BATCH, share, seed)
     numbers = [search.BATCH * batch + place for batch in batches for place in range(search.BATCH)]
     for row, found in search.again(record, rows, batches):

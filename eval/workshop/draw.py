@@ -30,6 +30,7 @@ from diffcache.errors import MissingError
 from diffcache.eval.pages import table
 from diffcache.eval.record import Row
 from diffcache.eval.workshop.again import METHOD, NOT_MADE, WEAK, again_of, share_of
+from diffcache.eval.workshop.bench.search import is_made
 from diffcache.eval.workshop.figures import file_of
 from diffcache.eval.workshop.made import Made
 from diffcache.eval.workshop.records import Share, names
@@ -52,7 +53,7 @@ DERIVED = "a part of, or a difference between, outcomes that are drawn"
 # Pattern of another number -> why it is not made again.
 REST: Mapping[str, str] = {
     "*seconds*": TIME, "*faster": TIME, "*_ms": TIME, "*_us*": TIME, "*ratio": TIME,
-    "of_alone": TIME, "sites": COUNT, "missed": TIME, "*target*_share": TIME,
+    "of_alone": TIME, "sites": COUNT, "cost": COUNT, "missed": TIME, "*target*_share": TIME,
     "*forwards": COUNT, "*token_layers": COUNT, "*bytes*": COUNT, "share*": COUNT, "slots": COUNT,
     "read": COUNT, "computed*": COUNT, "evaluations": COUNT, "flops*": COUNT, "moved": COUNT,
     "*change": DERIVED, "lookup": DERIVED, "copy": DERIVED, "kinds.*": DERIVED, "aware": DERIVED,
@@ -63,7 +64,7 @@ REST: Mapping[str, str] = {
     "ssim": OF_ALL, "ms_ssim": OF_ALL, "lpips_*": OF_ALL, "perplexity": OF_ALL,
 }  # fmt: skip
 SETTINGS = ("steps", "samples*", "chunks", "tokens", "facts", "factor", "threshold", "psnr",
-            "confidence", "seen", "draws", "low", "high", "*target*", "is_lite")  # fmt: skip
+            "confidence", "seen", "draws", "low", "high", "*target*", "settings.*", "is_lite")  # fmt: skip
 FEWER = "fewer steps"  # rows that are drawn beside methods, whose steps of a part may be others
 
 
@@ -92,7 +93,7 @@ def numbers_of(row: Mapping[str, Any]) -> dict[str, bool]:
     for key, value in row.items():
         if key in ("fidelity", "quality"):
             found.update(value)
-        elif key == "values":  # of single samples: what the others are made of
+        elif key in ("values", "each"):  # of single samples: what the others are made of
             continue
         elif isinstance(value, Mapping) and not {"value", "median"} & set(value):
             found.update({f"{key}.{inner}": one for inner, one in value.items()})
@@ -111,6 +112,8 @@ def numbers_of(row: Mapping[str, Any]) -> dict[str, bool]:
 def _can_draw(row: Mapping[str, Any], key: str, value: Any) -> bool:
     if key not in KEYS or row.get("kind") == FEWER:
         return False
+    if "tuned_more" in row:
+        return key == "psnr_db" and is_made(row)
     if "chunks" in row:  # a part is the beginning of every film
         return key == "right_after_a_second" or (key == "frame_right" and "values" in row)
     return isinstance(value, Mapping) or key in PLAIN

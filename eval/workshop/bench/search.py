@@ -24,6 +24,9 @@ from diffcache.eval.runs.task import directory_sha256
 from diffcache.eval.workshop.parts import Parts
 from diffcache.eval.workshop.small import sticker_flux
 from diffcache.features.base import Method
+from diffcache.features.combine import Combine
+from diffcache.features.fitted import Weighted
+from diffcache.features.parts.when import Listed
 from diffcache.offline.tune.trial import Trial, Trials, mean_interval
 from diffcache.registry import rows_of
 
@@ -154,11 +157,11 @@ def measure(
 def again(
     record: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], numbers: Sequence[int]
 ) -> Iterator[tuple[Mapping[str, Any], list[float]]]:
-    """Draw some held-out batches again with every method that needs no tables.
+    """Draw some held-out batches again with the methods of rows.
 
     Args:
         record: The record.
-        rows: Rows of it.
+        rows: Rows of it; those that `is_made` refuses are passed over.
         numbers: Batches.
 
     Yields:
@@ -166,12 +169,16 @@ def again(
     """
     call = {**sticker_flux.CALL, "num_inference_steps": STEPS}
     held = Trials(sticker_flux.load(), batches_of(record["shapes"]["samples"]), SEED, call)
-    chosen = singles()
-    for row in rows:
-        if (settings := row.get("settings")) and len(row["each"]) == record["shapes"]["samples"]:
-            kind, _ = chosen[row["name"].partition(", ")[2]]
-            if not is_calibrated(kind):
-                yield row, list(held.measure(kind(**settings), numbers).each)
+    kinds = [Combine, Listed, Weighted, *(row.load() for row in rows_of("method").values())]
+    classes = {kind.__name__: kind for kind in kinds}
+    for row in filter(is_made, rows):
+        method = eval(row["method"], classes)  # as `repr` wrote it
+        yield row, list(held.measure(method, numbers).each)
+
+
+def is_made(row: Mapping[str, Any]) -> bool:
+    """Say whether a row's method drew all samples and needs no tables, so that it can again."""
+    return len(row.get("each", ())) > LOOK * BATCH and "<Tables" not in row["method"]
 
 
 def batches_of(samples: int) -> list[list[str]]:
