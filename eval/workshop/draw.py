@@ -64,7 +64,8 @@ REST: Mapping[str, str] = {
     "ssim": OF_ALL, "ms_ssim": OF_ALL, "lpips_*": OF_ALL, "perplexity": OF_ALL,
 }  # fmt: skip
 SETTINGS = ("steps", "samples*", "chunks", "tokens", "facts", "factor", "threshold", "psnr",
-            "confidence", "seen", "draws", "low", "high", "*target*", "settings.*", "is_lite")  # fmt: skip
+            "confidence", "seen", "draws", "low", "high", "*target*", "settings.*",
+            "is_lite")  # fmt: skip
 FEWER = "fewer steps"  # rows that are drawn beside methods, whose steps of a part may be others
 
 
