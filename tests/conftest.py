@@ -12,6 +12,8 @@ import torch
 
 from diffcache.errors import CacheWarning
 
+pytest_plugins = ["tests.agree"]
+
 # One test of these takes minutes: they begin first, so that no worker waits for another at the end.
 LONGEST = ("test_compiler.py", "test_interpreter.py", "test_browser.py")
 

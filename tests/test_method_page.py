@@ -1,6 +1,7 @@
 """Methods from one word, and docs/methods.md, which says what docstrings, pipelines and records say."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from diffcache import FirstBlock, TaylorSeer
 from diffcache.catalog import make_method, method_class
 from diffcache.eval.methods import parse_method, parse_row
 from diffcache.eval.workshop import method_page
+from diffcache.eval.workshop.compared import BEGIN, END, NONE
 from diffcache.registry import rows_of
 
 ROOT = Path(__file__).parents[1]
@@ -32,6 +34,21 @@ def test_every_method_says_what_it_is() -> None:
         for setting, _, meaning in method_page.settings(cls):
             assert meaning, f"{name}: {setting} has no meaning in the docstring"
             assert f"- {setting}" in section
+
+
+def test_comparisons_name_all_methods_and_their_tests() -> None:
+    page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
+    table = page.partition(BEGIN)[2].partition(END)[0]
+    rows = re.findall(
+        r"^\| \[`(.*?)`\]\(.*?\) \| (.*?) \| .*? \| .*? \| (.*) \|$", table, re.MULTILINE
+    )
+    assert list(dict.fromkeys(name for name, _, _ in rows)) == list(rows_of("method")), (
+        "python -m diffcache.eval.workshop.compared --write"
+    )
+    for name, source, files in rows:
+        for file in re.findall(r"\(\.\./(.*?)\)", files):
+            assert f'"{source}"' in (ROOT / file).read_text(encoding="utf-8"), (name, file)
+        assert files or source == NONE
 
 
 def test_rows_of_records(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import diffcache
-from diffcache import ConfidenceGatedTaylor, TaylorSeer
+from diffcache import ConfidenceGatedTaylor, Interval, TaylorSeer
 from tests.zoo.pipes import pipes
 
 STEPS = 12
@@ -119,13 +119,15 @@ def cached(case, pipe, method):
 @pytest.mark.parametrize(
     ("every", "order", "warmup"), [(3, 0, 1), (3, 1, 1), (4, 1, 3), (3, 2, 2), (2, 2, 3)]
 )
-def test_taylorseer_equals_an_independent_loop(made, every, order, warmup):
+def test_taylorseer_equals_an_independent_loop(made, every, order, warmup, agrees):
     case, pipe = made
     expected, steps = reference_taylorseer(case, pipe, every, order, warmup)
     method = TaylorSeer(every=every, order=order, warmup=warmup, site="module")
     out, computed = cached(case, pipe, method)
-    assert computed == steps
-    assert torch.equal(out, expected)
+    agrees("taylorseer", "official code, as a loop", [out], [expected], 0.0, (computed, steps))
+    if (order, warmup) == (0, 1):
+        out, computed = cached(case, pipe, Interval(every, site="module"))
+        agrees("interval", "paper (FORA), as a loop", [out], [expected], 0.0, (computed, steps))
     assert not torch.equal(out, case.run(pipe, 0, STEPS))
 
 
@@ -193,13 +195,13 @@ def reference_gated(case, pipe, threshold, order, probe_order, warmup, start):  
     ],
 )
 def test_confidence_gating_equals_an_independent_loop(
-    made, threshold, order, probe_order, warmup, start
+    made, threshold, order, probe_order, warmup, start, agrees
 ):
     case, pipe = made
     settings = (threshold, order, probe_order, warmup, start)
     expected, steps = reference_gated(case, pipe, *settings)
     out, computed = cached(case, pipe, ConfidenceGatedTaylor(*settings))
-    assert computed == steps
-    assert torch.equal(out, expected)
+    source = "paper, as a loop"
+    agrees("confidence-gated-taylor", source, [out], [expected], 0.0, (computed, steps))
     if threshold == 1e9:
         assert steps == [*range(warmup), STEPS - 1]

@@ -57,7 +57,7 @@ def test_another_length_of_run_is_refused():
 
 @pytest.mark.parametrize("objective", ["anchor", "adjacent"])
 @pytest.mark.parametrize("metric", METRICS)
-def test_schedule_equals_brute_force(objective, metric):
+def test_schedule_equals_brute_force(objective, metric, agrees):
     """Every schedule of a size is scored by the definition; cosine is maximised, all else not."""
     best = max if metric == "cosine" else min
     for seed, count in itertools.product(range(4), (1, 2, 3, 5)):
@@ -74,7 +74,10 @@ def test_schedule_equals_brute_force(objective, metric):
                     score += float(pairs[step - 1, step])
             scores[starts] = score
         made = BAC(count, metric, objective, 0).starts(pairs)
-        assert scores[tuple(made)] == pytest.approx(best(scores.values()), abs=1e-6)
+        found, wanted = (
+            [torch.tensor(each)] for each in (scores[tuple(made)], best(scores.values()))
+        )
+        agrees("bac", "all schedules, with the paper's costs", found, wanted, 1e-6)
         assert len(made) == count
 
 

@@ -75,7 +75,7 @@ def brute_force(values: list[Tensor], count: int, shortest: int, longest: int) -
 @pytest.mark.parametrize(
     ("total", "every"), [(12, 3), (10, 2), (14, 4), (13, 3), (7, 4), (5, 4), (9, 5), (3, 5), (6, 1)]
 )
-def test_schedule_equals_brute_force(total: int, every: int) -> None:
+def test_schedule_equals_brute_force(total: int, every: int, agrees: Any) -> None:
     values = walk(total)
     count, shortest, longest = math.ceil(total / every), math.ceil(every / 2), 2 * every
     if count * shortest > total:
@@ -83,7 +83,8 @@ def test_schedule_equals_brute_force(total: int, every: int) -> None:
     _, expected = brute_force(values, count, shortest, longest)
     if every == 1:
         expected = list(range(total))
-    assert collected([values], every=every).starts() == expected
+    steps = collected([values], every=every).starts(), expected
+    agrees("cachequant", "all schedules, with the paper's costs", steps=steps)
 
 
 def test_schedule_adds_runs_features_and_branches() -> None:

@@ -256,7 +256,7 @@ def test_factors_stay_within_their_bounds():
     )
 
 
-def test_the_closed_loop_follows_an_independent_one():
+def test_the_closed_loop_follows_an_independent_one(agrees):
     """Errors, list and factors of two prompts by loops written here."""
     torch.manual_seed(5)
     starts = [torch.randn(1, 2, 3, 3, dtype=torch.float64) for _ in range(2)]
@@ -295,9 +295,9 @@ def test_the_closed_loop_follows_an_independent_one():
             last, x = v, x + (times[i + 1] - times[i]) * out
     tables = profile(curved, starts, threshold).tables()
     assert 0 < len(reuse) < STEPS - 2
-    assert tables["reuse"].tolist() == reuse
-    assert torch.allclose(tables["errors"], errors.mean(0), atol=1e-12)
-    assert torch.allclose(tables["factors_change"], factors.mean(0), atol=1e-12)
+    found, wanted = (tables["errors"], tables["factors_change"]), (errors.mean(0), factors.mean(0))
+    steps = tables["reuse"].tolist(), reuse
+    agrees("ertacache", "calibration of the paper, as a loop", found, wanted, 1e-12, steps)
 
 
 def test_branches_keep_their_own_residuals_and_share_the_rest():

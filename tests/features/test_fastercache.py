@@ -44,7 +44,7 @@ def call(model, name, given):
 
 @pytest.mark.filterwarnings("ignore::diffcache.CacheWarning")
 @pytest.mark.parametrize(("every", "low", "high"), [(5, 1.1, 1.1), (3, 1.2, 0.9)])
-def test_peer_fastercache_step_by_step(every, low, high):
+def test_peer_fastercache_step_by_step(every, low, high, agrees):
     from diffusers.hooks import FasterCacheConfig, apply_faster_cache
 
     case = cases()["WanTransformer3DModel"]
@@ -68,10 +68,15 @@ def test_peer_fastercache_step_by_step(every, low, high):
     with diffcache.wrapped(model, FasterCache(every, low=low, high=high)) as handle:
         found = run(case, model)
         calls = [call for call in handle.last.calls if not call.computed]
-    assert (found - torch.stack(expected)).abs().max() < 1e-5 * plain.abs().max()
     assert torch.equal(found[:, 0], plain[:, 0])
     skipped = [s for s in range(STEPS) if s / STEPS >= 0.36 and s % every]
-    assert [(call.index, call.branch) for call in calls] == [(s, "uncond") for s in skipped]
+    assert {call.branch for call in calls} == {"uncond"}
+    # where diffusers ran the unguided half, its output is that of a run without a cache
+    far = [(both - one)[1].abs().max() > 1e-4 for both, one in zip(expected, plain, strict=True)]
+    theirs = [step for step in range(STEPS) if far[step]]
+    steps = [call.index for call in calls], theirs
+    agrees("fastercache", "diffusers, run", found, expected, 1e-5, steps)
+    assert theirs == skipped
     assert (found - plain)[skipped, 1].abs().amax((1, 2, 3, 4, 5)).min() > 1e-4
 
 

@@ -43,7 +43,7 @@ def test_weights_are_those_of_least_squares():
 
 @pytest.mark.parametrize("history", [1, 2, 3])
 @pytest.mark.parametrize("computed", [1, 2, 4, TOTAL])
-def test_the_programme_equals_brute_force(history, computed):
+def test_the_programme_equals_brute_force(history, computed, agrees):
     generator = torch.Generator().manual_seed(history)
     features = torch.randn(TOTAL, 5, generator=generator, dtype=torch.float64).cumsum(0)
     speed = torch.rand(TOTAL, generator=generator)
@@ -62,8 +62,9 @@ def test_the_programme_equals_brute_force(history, computed):
         return total
 
     every = [(0, *rest) for rest in combinations(range(1, TOTAL), computed - 1)]
-    best = min(map(cost, every))
-    assert cost(fit.schedule(computed)) == pytest.approx(best, rel=1e-9, abs=1e-9)
+    best, found = min(map(cost, every)), cost(fit.schedule(computed))
+    costs = [torch.tensor([found])], [torch.tensor([best])]
+    agrees("fitted-forecast", "all schedules, with its own costs", *costs, 1e-9)
 
 
 def test_the_stand_in_is_the_weighted_sum():

@@ -45,7 +45,7 @@ def curve(total=TOTAL, rows=2, seed=0):
 
 
 @pytest.mark.parametrize(("window", "growth", "warmup"), [(2.0, 0.75, 5), (2.0, 3.0, 3), (1, 0, 1)])
-def test_peer_spectrum_intervals(window, growth, warmup):
+def test_peer_spectrum_intervals(window, growth, warmup, agrees):
     """As SGLang counts: skipped steps in a row plus one, by an interval that grows when it ends."""
     steps, row, width = [], 0, float(window)
     for index in range(TOTAL):
@@ -54,12 +54,13 @@ def test_peer_spectrum_intervals(window, growth, warmup):
             width = round(width + growth, 3)
         row = 0 if real else row + 1
         steps += [index] * real
-    assert computed_steps(Spectrum(window, growth, warmup), TOTAL) == steps
+    ours = computed_steps(Spectrum(window, growth, warmup), TOTAL)
+    agrees("spectrum", "SGLang's code, as a loop", steps=(ours, steps))
 
 
 @pytest.mark.parametrize("blend", [1.0, 0.5, 0.0])
 @pytest.mark.parametrize("degree", [0, 1, 4])
-def test_peer_spectrum_forecast(degree, blend):
+def test_peer_spectrum_forecast(degree, blend, agrees):
     """A ridge fit of the whole history at every skipped step, blended with a line."""
     features = curve()
     computed = computed_steps(Spectrum(), TOTAL)
@@ -69,15 +70,16 @@ def test_peer_spectrum_forecast(degree, blend):
         tau = torch.tensor(steps, dtype=torch.float32)[:, None] * (2 / 50) - 1
         return torch.cos(torch.arange(degree + 1) * torch.acos(tau.clamp(-1, 1)))
 
-    for index, guess in found.items():
+    expected = []
+    for index in found:
         known = [s for s in computed if s < index]
         x, h = rows(known), torch.stack([features[s] for s in known]).reshape(len(known), -1)
         normal = x.T @ x + 0.1 * torch.eye(degree + 1)
         fit = rows([index]) @ torch.cholesky_solve(x.T @ h, torch.linalg.cholesky(normal))
         last, before = features[known[-1]], features[known[-2]]
         line = last + (last - before) * (index - known[-1]) / (known[-1] - known[-2])
-        expected = torch.lerp(line, fit.reshape(line.shape), blend)
-        assert torch.allclose(guess, expected, atol=2e-4)
+        expected.append(torch.lerp(line, fit.reshape(line.shape), blend))
+    agrees("spectrum", "SGLang's code, as a loop", found.values(), expected, 1e-4)
 
 
 # FoCa -----------------------------------------------------------------------------------------
@@ -92,13 +94,13 @@ def test_foca_is_exact_on_lines_for_three_steps_and_turns_back_then():
 
 
 @pytest.mark.parametrize("every", [2, 3, 5, 7])
-def test_peer_foca_forecast(every):
+def test_peer_foca_forecast(every, agrees):
     """The recursion of cache-dit: a window of two values, and the computed anchors."""
     features = curve()
     computed = computed_steps(FoCa(every), TOTAL)
     found = follow(Heun(unit=True), features, computed)
     now = before = anchor = old = None
-    at = 0
+    at, expected = 0, []
     for index, feature in enumerate(features):
         if index in computed:
             old, anchor, before, now, at = anchor, feature, now, feature, index
@@ -107,8 +109,9 @@ def test_peer_foca_forecast(every):
         guess = anchor + min(ahead, 3) / 2 * slopes
         if ahead > 3:
             guess = 3 / ahead * guess + (1 - 3 / ahead) * anchor
-        assert torch.allclose(found[index], guess, rtol=1e-4, atol=1e-4)
+        expected.append(guess)
         before, now = now, guess
+    agrees("foca", "cache-dit's code, as a loop", found.values(), expected, 1e-4)
 
 
 # HiCache --------------------------------------------------------------------------------------
@@ -135,27 +138,29 @@ def hermite_forecasts(features, computed, order):
 
 @pytest.mark.parametrize("order", [0, 1, 2, 4])
 @pytest.mark.parametrize("every", [2, 5, 9])
-def test_peer_hicache_forecast(every, order):
+def test_peer_hicache_forecast(every, order, agrees):
     features = curve()
     computed = computed_steps(HiCache(every), TOTAL)
     found = follow(Hermite(order, 0.71, start=2), features, computed)
     expected = hermite_forecasts(features, computed, order)
     assert found.keys() == expected.keys()
-    assert all(torch.allclose(found[i], expected[i], rtol=1e-4, atol=1e-4) for i in found)
+    agrees("hicache", "FreqCa's released code, as a loop", found.values(), expected.values(), 1e-4)
 
 
-def test_peer_hicache_pp():
+def test_peer_hicache_pp(agrees):
     theirs = pytest.importorskip("hicache_pp")
     features, computed = curve(), computed_steps(HiCache(5), TOTAL)
     found = follow(Hermite(2, 0.5), features, computed)
     state = theirs.hicache_init(TOTAL, interval=5, max_order=2, first_enhance=3, sigma=0.5)
+    steps, expected = [], []
     for index, feature in enumerate(features):
         state["step"] = index
         if theirs.hicache_decide(state) == "full":
             theirs.hicache_update_derivatives(state, feature)
+            steps.append(index)
         else:
-            assert torch.allclose(found[index], theirs.hicache_forecast(state), atol=1e-5)
-        assert (index in computed) == (state["type"] == "full")
+            expected.append(theirs.hicache_forecast(state))
+    agrees("hicache", "hicache-pp, run", found.values(), expected, 1e-5, (computed, steps))
 
 
 def test_hicache_of_order_one_is_taylors_at_the_root_of_a_half():
@@ -169,7 +174,7 @@ def test_hicache_of_order_one_is_taylors_at_the_root_of_a_half():
 
 @pytest.mark.parametrize("tokens", [1, 20, 33, 40])
 @pytest.mark.parametrize("every", [2, 6])
-def test_official_freqca_forecast(every, tokens):
+def test_official_freqca_forecast(every, tokens, agrees):
     """As its released code: two bands, each with differences of its own; the low one is reused."""
     torch.manual_seed(2)
     ways = torch.randn(4, 2, tokens, 3)
@@ -184,9 +189,11 @@ def test_official_freqca_forecast(every, tokens):
     high = [torch.fft.ifft(wave * ~is_low, dim=1).real for wave in waves]
     computed = computed_steps(FreqCa(every), TOTAL)
     found = follow(HighBand(start=2), features, computed)
+    expected = []
     for index, guess in hermite_forecasts(high, computed, 2).items():
         last = max(step for step in computed if step < index)
-        assert torch.allclose(found[index], low[last] + guess, rtol=1e-4, atol=1e-4)
+        expected.append(low[last] + guess)
+    agrees("freqca", "its released code, as a loop", found.values(), expected, 1e-4)
 
 
 def test_freqca_of_one_band_is_reuse_or_hicache():
@@ -232,11 +239,12 @@ def test_dmd_is_exact_on_exponentials(every):
 
 @pytest.mark.parametrize(("name", "mine"), [("FoCa", Heun(unit=True)), ("DMD", Exponentials())])
 @pytest.mark.parametrize("every", [2, 4, 6])
-def test_peer_calibrators_of_cache_dit(name, mine, every):
+def test_peer_calibrators_of_cache_dit(name, mine, every, agrees):
     made = pytest.importorskip("cache_dit.caching.cache_contexts.calibrators")
     features, computed = curve(), computed_steps(DMD(every), TOTAL)
     found, theirs = follow(mine, features, computed), getattr(made, f"{name}Calibrator")()
     theirs.maybe_init_state()  # so that its steps count from the first
+    pairs = []
     for index, feature in enumerate(features):
         theirs.mark_step_begin()
         if index in computed:
@@ -244,7 +252,8 @@ def test_peer_calibrators_of_cache_dit(name, mine, every):
         else:
             state, guess = theirs.states["default"], theirs.approximate()
             if name == "FoCa" or len(state._uniform_tail()[0]) >= 4:  # its lines differ, see DMD
-                assert torch.allclose(found[index], guess, rtol=1e-4, atol=1e-4)
+                pairs.append((found[index], guess))
+    agrees(name.lower(), "cache-dit, run", *zip(*pairs, strict=True), 1e-4)
 
 
 def test_dmd_on_features_that_stand_still_returns_them():

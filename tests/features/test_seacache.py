@@ -33,7 +33,7 @@ def test_along_one_axis_it_is_the_wiener_filter():
 
 @pytest.mark.parametrize("sigma", [0.1, 0.6, 0.9])
 @pytest.mark.parametrize("power", [2.0, 3.0])
-def test_the_filter_is_that_of_diffusers(sigma, power):
+def test_the_filter_is_that_of_diffusers(sigma, power, agrees):
     from diffusers.hooks.sea_cache import _apply_sea_filter
 
     values = torch.randn(3, 4, 6, 5)  # frames, height, width, channels
@@ -41,13 +41,13 @@ def test_the_filter_is_that_of_diffusers(sigma, power):
     step = Step(3, scene=Scene(1 - sigma, sigma, ((3, 4, 6),)))
     mine = Filtered(power).see(values.reshape(1, -1, 5), step)
     assert mine.shape == (1, 3, 4, 6, 5)
-    assert torch.allclose(mine[0], theirs, atol=1e-5)
+    agrees("seacache", "filter of diffusers, run", [mine[0]], [theirs], 1e-5)
 
 
 @pytest.mark.parametrize(
     ("first", "warmup", "last"), [("filtered", 1, True), ("plain", 1, True), ("plain", 3, False)]
 )
-def test_the_schedule_follows_an_independent_trace(first, warmup, last):
+def test_the_schedule_follows_an_independent_trace(first, warmup, last, agrees):
     """Tokens on a 4 x 4 grid whose pattern and level move; distances by a loop written here.
 
     What is plain follows the official scripts: filtered always for HunyuanVideo, at the questions
@@ -77,7 +77,7 @@ def test_the_schedule_follows_an_independent_trace(first, warmup, last):
         if when.should_compute(state, step, value):
             when.computed(state, step, value)
             found.append(index)
-    assert found == steps
+    agrees("seacache", "official code, as a loop", steps=(found, steps))
     assert 2 < len(steps) < 30
     assert (warmup in steps) == (first == "plain")  # what is left plain is far off
     assert (29 in steps) == last
