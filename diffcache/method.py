@@ -4,7 +4,25 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Protocol, TypeGuard
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, Protocol, TypeGuard, cast
+
+
+@cache
+def _citations() -> dict[str, str]:
+    """Return the entries of `citations.bib` by the names of methods and policies."""
+    text = Path(__file__).with_name("citations.bib").read_text(encoding="utf-8")
+    parts = (part.partition("\n") for part in text.split("\n% ")[1:])
+    return {name: entry.strip() for names, _, entry in parts for name in names.split(", ")}
+
+
+class Citation:
+    """The BibTeX entry of a class, by its `name`; empty where `citations.bib` has none."""
+
+    def __get__(self, instance: object, owner: Any) -> str:
+        """Return the entry."""
+        return _citations().get(owner.name, "")
 
 
 class Ability:
@@ -29,7 +47,7 @@ class Method(ABC):
 
     Attributes:
         name: Name in the catalogue.
-        bibtex: BibTeX entry of what it comes from, to cite it.
+        bibtex: BibTeX entry of what it comes from, to cite it; by default that of `citations.bib`.
         counts_calls: Whether every call of the network is a step of its run. Networks without a
             timestep, such as language models, have no other clock.
         note: Further remark of its reports.
@@ -38,7 +56,7 @@ class Method(ABC):
     """
 
     name: ClassVar[str] = "unnamed"
-    bibtex: ClassVar[str] = ""
+    bibtex: ClassVar[str] = cast(str, Citation())
     counts_calls: ClassVar[bool] = False
     note: ClassVar[str] = ""
     publishes: ClassVar[Mapping[str, Mapping[str, Any]]] = {}

@@ -108,7 +108,7 @@ def test_wheel_holds_the_tree(wheel: Path) -> None:
         | files("pipelines", "**/*.css")
         | files("kernels", "*.json")
     )
-    data |= files("diffcache/presets", "*.toml") | {"diffcache/py.typed"}
+    data |= files("diffcache/presets", "*.toml") | {"diffcache/citations.bib", "diffcache/py.typed"}
     data |= files("pipelines", "**/*.css")
     assert held == code | ASSETS | data
 

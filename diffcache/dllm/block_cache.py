@@ -57,12 +57,6 @@ class BlockCache(Policy):
     """
 
     name: ClassVar[str] = "block-cache"
-    bibtex: ClassVar[str] = """@inproceedings{arriola2025block,
-  title={Block Diffusion: Interpolating Between Autoregressive and Diffusion Language Models},
-  author={Arriola, Marianne and Gokaslan, Aaron and Chiu, Justin T and Yang, Zhihan and Qi, Zhixuan and Han, Jiaqi and Sahoo, Subham Sekhar and Kuleshov, Volodymyr},
-  booktitle={International Conference on Learning Representations},
-  year={2025}
-}"""  # noqa: E501
     is_local: ClassVar[bool] = True
     block: int | None = None
 

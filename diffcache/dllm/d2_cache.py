@@ -76,12 +76,6 @@ class D2Cache(Policy):
     """
 
     name: ClassVar[str] = "d2cache"
-    bibtex: ClassVar[str] = """@article{jiang2025d2cache,
-  title={d$^2$Cache: Accelerating Diffusion-Based {LLMs} via Dual Adaptive Caching},
-  author={Jiang, Yuchu and Cai, Yue and Luo, Xiangzhong and Fu, Jiale and Wang, Jiarui and Liu, Chonghan and Yang, Xu},
-  journal={arXiv preprint arXiv:2509.23094},
-  year={2025}
-}"""  # noqa: E501
 
     current_k: int = 32
     sigma: float = 10.0

@@ -56,12 +56,6 @@ class DKVCache(Policy):
     """
 
     name: ClassVar[str] = "dkv-cache"
-    bibtex: ClassVar[str] = """@article{ma2025dkv,
-  title={{dKV-Cache}: The Cache for Diffusion Language Models},
-  author={Ma, Xinyin and Yu, Runpeng and Fang, Gongfan and Wang, Xinchao},
-  journal={arXiv preprint arXiv:2505.15781},
-  year={2025}
-}"""
 
     variant: Variant = "decode"
     every: int | None = None

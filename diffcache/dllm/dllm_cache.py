@@ -82,12 +82,6 @@ class DLLMCache(Policy):
     """
 
     name: ClassVar[str] = "dllm-cache"
-    bibtex: ClassVar[str] = """@article{liu2025dllm,
-  title={{dLLM-Cache}: Accelerating Diffusion Large Language Models with Adaptive Caching},
-  author={Liu, Zhiyuan and Yang, Yicun and Zhang, Yaojie and Chen, Junjie and Zou, Chang and Wei, Qingyuan and Wang, Shaobo and Zhang, Linfeng},
-  journal={arXiv preprint arXiv:2506.06295},
-  year={2025}
-}"""  # noqa: E501
 
     prompt_every: int | None = 50
     answer_every: int | None = 7

@@ -48,12 +48,6 @@ class DPad(Policy):
     """
 
     name: ClassVar[str] = "dpad"
-    bibtex: ClassVar[str] = """@article{chen2025dpad,
-  title={{DPad}: Efficient Diffusion Language Models with Suffix Dropout},
-  author={Chen, Xinhua and Huang, Sitao and Guo, Cong and Wei, Chiyue and He, Yintao and Zhang, Jianyi and Li, Hai and Chen, Yiran},
-  journal={arXiv preprint arXiv:2508.14148},
-  year={2025}
-}"""  # noqa: E501
 
     window: int = 256
     sigma: float = 4.0

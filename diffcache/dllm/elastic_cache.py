@@ -90,12 +90,6 @@ class ElasticCache(Policy):
     """
 
     name: ClassVar[str] = "elastic"
-    bibtex: ClassVar[str] = """@article{nguyentri2025elastic,
-  title={Attention Is All You Need for {KV} Cache in Diffusion {LLMs}},
-  author={Nguyen-Tri, Quan and Ranjan, Mukul and Shen, Zhiqiang},
-  journal={arXiv preprint arXiv:2510.14973},
-  year={2025}
-}"""
     note: ClassVar[str] = "The host waited for one number a layer: whether attention had drifted."
     schedule: ClassVar[Schedule] = Schedule(block=None, window=16)
 

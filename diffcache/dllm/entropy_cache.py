@@ -63,12 +63,6 @@ class EntropyCache(Policy):
     """
 
     name: ClassVar[str] = "entropy-cache"
-    bibtex: ClassVar[str] = """@article{cheong2026entropycache,
-  title={{EntropyCache}: Decoded Token Entropy Guided {KV} Caching for Diffusion Language Models},
-  author={Cheong, Minsoo and Son, Donghyun and Lim, Woosang and Yoo, Sungjoo},
-  journal={arXiv preprint arXiv:2603.18489},
-  year={2026}
-}"""
 
     threshold: float = 0.5
     recent: int = 16

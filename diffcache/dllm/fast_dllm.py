@@ -36,12 +36,6 @@ class FastDLLM(Policy):
     """
 
     name: ClassVar[str] = "fast-dllm"
-    bibtex: ClassVar[str] = """@article{wu2025fastdllm,
-  title={Fast-{dLLM}: Training-free Acceleration of Diffusion {LLM} by Enabling {KV} Cache and Parallel Decoding},
-  author={Wu, Chengyue and Zhang, Hao and Xue, Shuchen and Liu, Zhijian and Diao, Shizhe and Zhu, Ligeng and Luo, Ping and Han, Song and Xie, Enze},
-  journal={arXiv preprint arXiv:2505.22618},
-  year={2025}
-}"""  # noqa: E501
     is_local: ClassVar[bool] = True
 
     dual: bool = False

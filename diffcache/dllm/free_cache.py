@@ -29,12 +29,6 @@ class FreeCache(Policy):
     """
 
     name: ClassVar[str] = "free-cache"
-    bibtex: ClassVar[str] = """@article{hu2025flashdlm,
-  title={Accelerating Diffusion Language Model Inference via Efficient {KV} Caching and Guided Diffusion},
-  author={Hu, Zhanqiu and Meng, Jian and Akhauri, Yash and Abdelfattah, Mohamed S and Seo, Jae-sun and Zhang, Zhiru and Gupta, Udit},
-  journal={arXiv preprint arXiv:2505.21467},
-  year={2025}
-}"""  # noqa: E501
     is_local: ClassVar[bool] = True
 
     commit: bool = False

@@ -39,12 +39,6 @@ class Vicinity(Policy):
     """
 
     name: ClassVar[str] = "vicinity"
-    bibtex: ClassVar[str] = """@article{ma2025dinfer,
-  title={dInfer: An Efficient Inference Framework for Diffusion Language Models},
-  author={Ma, Yuxin and Du, Lun and Wei, Lanning and Chen, Kun and Xu, Qian and Wang, Kangyu and others},
-  journal={arXiv preprint arXiv:2510.08666},
-  year={2025}
-}"""  # noqa: E501
 
     before: int = 16
     after: int = 16

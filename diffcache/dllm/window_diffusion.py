@@ -39,12 +39,6 @@ class WindowDiffusion(Policy):
     """
 
     name: ClassVar[str] = "window-diffusion"
-    bibtex: ClassVar[str] = """@article{zuo2026window,
-  title={Window-Diffusion: Accelerating Diffusion Language Model Inference with Windowed Token Pruning and Caching},
-  author={Zuo, Fengrui and Ke, Zhiwei and Liu, Yiming and Lou, Wenqi and Wang, Chao and Zhou, Xuehai},
-  journal={arXiv preprint arXiv:2601.20332},
-  year={2026}
-}"""  # noqa: E501
     schedule: ClassVar[Schedule] = Schedule(block=None, window=16)
 
     window: int = 64

@@ -69,13 +69,6 @@ class BAC(Calibrated):
     """
 
     name: ClassVar[str] = "bac"
-    bibtex: ClassVar[str] = """@inproceedings{ji2026blockwise,
-  title={Block-wise Adaptive Caching for Accelerating Diffusion Policy},
-  author={Ji, Kangye and Meng, Yuan and Cui, Hanyun and Li, Ye and Hua, Shengjia and Chen, Lei and
-    Wang, Zhi},
-  booktitle={International Conference on Learning Representations},
-  year={2026}
-}"""
 
     collected_by: ClassVar[str] = "diffcache.offline.bac_collect:collector"
     schema: ClassVar[Schema] = Schema(

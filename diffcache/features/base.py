@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from operator import add
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -19,12 +19,12 @@ from diffcache.step import Step
 
 Probe = Literal["residual", "output", "modulated", "time", "time-projection", "sample", "input"]
 
-# What is this project's own and has no paper is cited as software.
-OWN = """@software{diffcache,
-  title={diffcache: feature caches for diffusion models},
-  author={{The diffcache authors}},
-  year={2026}
-}"""
+
+def tensors_in(state: object) -> list[Tensor]:
+    """Return the tensors that are fields of a state, alone or in lists."""
+    fields = getattr(state, "__dict__", {}).values()
+    parts = (each if isinstance(each, list) else [each] for each in fields)
+    return [part for each in parts for part in each if isinstance(part, Tensor)]
 
 
 class When(ABC):
@@ -40,6 +40,8 @@ class When(ABC):
         verifies: Whether `verified` is to be called.
         by_kind: Whether modules decide apart by their kind (`self`, `temporal` or `cross`
             attention), which `computes_at` is then given for their names.
+        state: Class of the state of a run, None's where the step alone decides.
+        needs: Abilities that it asks for beside feature reuse, such as the noise level of a step.
     """
 
     total: int | None = None
@@ -47,6 +49,8 @@ class When(ABC):
     reads_output: bool = False
     verifies: bool = False
     by_kind: bool = False
+    state: ClassVar[type] = type(None)
+    needs: tuple[Ability, ...] = ()
 
     @property
     def probe(self) -> Probe | None:
@@ -80,9 +84,9 @@ class When(ABC):
         """Return whether one of `sites` is computed; asked at steps that are computed."""
         return True
 
-    @abstractmethod
     def init(self) -> Any:
-        """Return the state of one run."""
+        """Return the state of one run, in which nothing was seen."""
+        return self.state()
 
     @abstractmethod
     def should_compute(self, state: Any, step: Step, probe: Tensor | None) -> bool:
@@ -109,18 +113,23 @@ class When(ABC):
 
     def held(self, state: Any) -> list[Tensor]:
         """Return the tensors the state keeps, for the account of memory."""
-        return []
+        return tensors_in(state)
 
 
 class Instead(ABC):
     """Keeps computed features and stands in for skipped ones. Immutable; state is made by `init`.
 
     One state belongs to one tensor of one site in one branch.
+
+    Attributes:
+        state: Class of the state.
     """
 
-    @abstractmethod
+    state: ClassVar[type] = list
+
     def init(self) -> Any:
-        """Return the state of one feature."""
+        """Return the state of one feature, in which none was kept."""
+        return self.state()
 
     def init_at(self, site: str, index: int) -> Any:
         """Return the state of one feature, for a stand-in that is not the same at every site.
@@ -173,9 +182,9 @@ class Instead(ABC):
         """
         return value
 
-    @abstractmethod
     def held(self, state: Any) -> list[Tensor]:
         """Return the tensors the state keeps, for the account of memory."""
+        return tensors_in(state)
 
     def is_held(self, state: Any) -> bool:
         """Return whether `estimate` returns a held tensor, which must be copied for a model."""

@@ -186,12 +186,6 @@ class CacheQuant(Calibrated):
     """
 
     name: ClassVar[str] = "cachequant"
-    bibtex: ClassVar[str] = """@inproceedings{liu2025cachequant,
-  title={CacheQuant: Comprehensively Accelerated Diffusion Models},
-  author={Liu, Xuewen and Li, Zhikai and Gu, Qingyi},
-  booktitle={Proceedings of the IEEE/CVF Conference on Computer Vision and Pattern Recognition},
-  year={2025}
-}"""
 
     collected_by: ClassVar[str] = "diffcache.offline.cachequant_collect:collector"
     schema: ClassVar[Schema] = Schema(

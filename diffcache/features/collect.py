@@ -10,13 +10,13 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor
 
-from diffcache.errors import AttachError, UncalibratedError
+from diffcache.errors import AttachError, TablesError, UncalibratedError
 from diffcache.features.base import Ability
 from diffcache.features.combine import Combine, FeatureMethod
-from diffcache.features.schema import Schema
+from diffcache.features.schema import Schema, shown
 from diffcache.features.tables import Tables
 from diffcache.presets.published import check_published, fitting
-from diffcache.step import Step
+from diffcache.step import Site, Step
 
 C = TypeVar("C", bound="Calibrated")
 
@@ -147,6 +147,7 @@ class Calibrated(FeatureMethod):
 
     tables: Tables | str | None
     model: str
+    site: Site | str
 
     @classmethod
     def published(cls: type[C], name: str, /, **settings: Any) -> C:
@@ -211,12 +212,18 @@ class Calibrated(FeatureMethod):
         """Read `tables` if it is a file, and check it; for `__post_init__`.
 
         Raises:
-            TablesError: If it cannot be read, belongs to another method, or does not hold what
-                `schema` says.
+            TablesError: If it cannot be read, belongs to another method, was measured at another
+                site, or does not hold what `schema` says.
         """
         tables = Tables.of(self.tables, self.name)
         if tables is not None:
             tables.fit(self.schema)
+        if "site" in self.schema.header:
+            site = Site.of(self.site)
+            object.__setattr__(self, "site", site)
+            if tables is not None and tables.header["site"] != site.value:
+                at = shown(tables.header["site"])
+                raise TablesError(f"tables={tables!r}: measured at site {at}, not {self.site!r}")
         object.__setattr__(self, "tables", tables)
 
     def measured(self) -> Tables:

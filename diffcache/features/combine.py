@@ -14,8 +14,12 @@ from diffcache.step import Site
 class FeatureMethod(Method):
     """A method that reuses features, and says in `parts` when, what instead and where.
 
-    This is all that most methods ask for; one that asks for more extends `abilities`.
+    This is all that most methods ask for; one that asks for more extends `abilities`. The parts
+    check their own numbers, so that a method is made of good ones or not at all.
     """
+
+    def __post_init__(self) -> None:
+        self.parts()
 
     @abstractmethod
     def parts(self) -> Combine:
@@ -26,8 +30,9 @@ class FeatureMethod(Method):
         """
 
     def abilities(self) -> tuple[Ability, ...]:
-        """Return the method's feature reuse."""
-        return (self.parts(),)
+        """Return the method's feature reuse, behind what its schedule needs."""
+        parts = self.parts()
+        return (*parts.when.needs, parts)
 
 
 @dataclass(frozen=True)

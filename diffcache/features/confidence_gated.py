@@ -39,12 +39,6 @@ class ConfidenceGatedTaylor(FeatureMethod):
     """
 
     name: ClassVar[str] = "confidence-gated-taylor"
-    bibtex: ClassVar[str] = """@article{guan2025forecasting,
-  title={Forecasting When to Forecast: Accelerating Diffusion Models with Confidence-Gated Taylor},
-  author={Guan, Xiaoliu and others},
-  journal={arXiv preprint arXiv:2508.02240},
-  year={2025}
-}"""
 
     threshold: float = 0.13
     order: int = 1

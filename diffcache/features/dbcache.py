@@ -104,13 +104,6 @@ class DBCache(FeatureMethod):
     """
 
     name: ClassVar[str] = "dbcache"
-    bibtex: ClassVar[str] = """@misc{cachedit2025,
-  title={cache-dit: A PyTorch-native and Flexible Inference Engine with Hybrid Cache Acceleration
-         and Parallelism for DiTs},
-  author={{DefTruth} and {vipshop.com}},
-  howpublished={https://github.com/vipshop/cache-dit},
-  year={2025}
-}"""
 
     threshold: float = 0.08
     lead: int = 1

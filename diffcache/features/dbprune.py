@@ -9,7 +9,6 @@ from torch import Tensor
 
 from diffcache.features.base import Probe, When, check_int, check_threshold
 from diffcache.features.combine import Combine, FeatureMethod
-from diffcache.features.dbcache import DBCache
 from diffcache.features.parts.instead import Taylor
 from diffcache.features.parts.when import relative_l1
 from diffcache.step import Site, Step
@@ -24,6 +23,8 @@ class BlockGate(When):
         warmup: First steps in which every block is computed, at least 1.
     """
 
+    state: ClassVar[type] = dict
+
     threshold: float
     warmup: int = 1
     by_branch: ClassVar[bool] = True  # type: ignore[misc]
@@ -36,10 +37,6 @@ class BlockGate(When):
     def probe(self) -> Probe:
         """Return that the gate looks at the input of every block."""
         return "input"
-
-    def init(self) -> dict[str, Tensor]:
-        """Return an empty run."""
-        return {}
 
     def should_compute(self, state: dict[str, Tensor], step: Step, probe: Tensor | None) -> bool:
         """Return True: the blocks decide."""
@@ -89,16 +86,12 @@ class DBPrune(FeatureMethod):
     """
 
     name: ClassVar[str] = "dbprune"
-    bibtex: ClassVar[str] = DBCache.bibtex
 
     threshold: float = 0.05
     lead: int = 0
     tail: int = 0
     warmup: int = 8
     order: int = 0
-
-    def __post_init__(self) -> None:
-        self.parts()
 
     def parts(self) -> Combine:
         """Return a gate on the input of every block, and the forecast behind it."""

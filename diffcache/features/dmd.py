@@ -79,16 +79,14 @@ class Exponentials(Instead):
         rank: Most exponentials, 0 for any number.
     """
 
+    state: ClassVar[type] = Snapshots
+
     history: int = 6
     rank: int = 0
 
     def __post_init__(self) -> None:
         check_int("history", self.history, LEAST)
         check_int("rank", self.rank, 0)
-
-    def init(self) -> Snapshots:
-        """Return an empty state."""
-        return Snapshots()
 
     def record(self, state: Snapshots, step: Step, feature: Tensor) -> None:
         """Keep the feature, forget the oldest."""
@@ -122,10 +120,6 @@ class Exponentials(Instead):
             total.addcmul_(each.float(), weight.reshape(shape))
         found = total.to(feature.dtype)
         return found if torch.isfinite(found).all() else feature
-
-    def held(self, state: Snapshots) -> list[Tensor]:
-        """Return the features."""
-        return state.features
 
     def _products(self, state: Snapshots, count: int) -> Tensor:
         """Return the inner products of the last features, float64 [B, count, count]."""
@@ -170,23 +164,12 @@ class DMD(FeatureMethod):
     """
 
     name: ClassVar[str] = "dmd"
-    bibtex: ClassVar[str] = """@article{schmid2010dmd,
-  title={Dynamic mode decomposition of numerical and experimental data},
-  author={Schmid, Peter J.},
-  journal={Journal of Fluid Mechanics},
-  volume={656},
-  pages={5--28},
-  year={2010}
-}"""
 
     every: int = 4
     warmup: int = 4
     history: int = 6
     rank: int = 0
     site: Site | str = Site.STACK
-
-    def __post_init__(self) -> None:
-        self.parts()
 
     def parts(self) -> Combine:
         """Return one step in `every` after the warm-up, and the fitted exponentials."""

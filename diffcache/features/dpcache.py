@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
-import numpy as np
 from torch import Tensor
 
 from diffcache.features.base import check_bool, check_int
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
-from diffcache.features.fitted import check_site, feature_at
+from diffcache.features.fitted import feature_at
+from diffcache.features.parts.fit import best_steps
 from diffcache.features.parts.instead import Newton
 from diffcache.features.parts.when import Listed
 from diffcache.features.schema import Entry, Schema
@@ -23,11 +24,7 @@ from diffcache.step import Site
 def key_steps(
     errors: Tensor, count: int, first: int = 3, longest: int | None = None, last: bool = False
 ) -> tuple[tuple[int, ...], float]:
-    """Return the computed steps of least total error, and that error.
-
-    A skipped step is extrapolated from the last two computed ones, so the error between two of them
-    depends on the one before as well; the programme runs over pairs and is exact. Of equals, the
-    smallest steps win.
+    """Return the computed steps of least total error, and that error; of equals, the smallest.
 
     Args:
         errors: `[T, T, T]`: error at step t of a line through steps i < j < t, at `[i, j, t]`.
@@ -40,34 +37,30 @@ def key_steps(
         ValueError: If no schedule is like that.
     """
     total = len(errors)
-    table = np.asarray(errors.double())
-    i, j, k = np.ogrid[:total, :total, : total + 1]
-    after = np.where(j < k[:, :, :total], table, 0.0)
-    costs = np.concatenate((np.zeros((total, total, 1)), after.cumsum(2)), axis=2)
     far = total if longest is None else longest
-    costs = np.where((i < j) & (j < k) & (j - i <= far) & (k - j <= far), costs, np.inf)
-    best = np.full((total, total), np.inf)  # of the two latest computed steps
-    if 2 <= first <= min(count, total):
-        best[first - 2, first - 1] = 0.0
-    choices = []
-    for _ in range(first, count):
-        sums = best[:, :, None] + costs[:, :, :total]
-        choices.append(sums.argmin(0))
-        best = sums.min(0)
-    ends = best + costs[:, :, total]
-    if last:
-        ends[:, :-1] = np.inf
-    if not np.isfinite(ends.min()):
+
+    def costs(keys: tuple[int, ...]) -> list[float]:
+        now, before = keys
+        skipped = errors[before, now].double()
+        skipped[: now + 1] = 0.0
+        sums = [0.0, *skipped.cumsum(0).tolist()]
+        sums[now + far + 1 :] = [math.inf] * (total - now - far)
+        if last and now < total - 1:
+            sums[total] = math.inf
+        return sums
+
+    error, steps = best_steps(costs, total, count, 2, first)
+    if not steps:
         raise ValueError(
             f"computed={count}: no schedule of {total} steps computes so many, with the first "
             f"{first}, at most {far} steps apart" + (" and the last" if last else "")
         )
-    before, now = map(int, np.unravel_index(ends.argmin(), ends.shape))
-    error, steps = float(ends[before, now]), [now, before]
-    for choice in reversed(choices):
-        before, now = int(choice[before, now]), before
-        steps.append(before)
-    return tuple(sorted({*range(first), *steps})), error
+    return steps, error
+
+
+@lru_cache(maxsize=64)
+def _solved(tables: Tables, *given: Any) -> tuple[int, ...]:
+    return key_steps(tables["errors"], *given)[0]
 
 
 @dataclass(frozen=True)
@@ -95,11 +88,6 @@ class DPCache(Calibrated):
     """
 
     name: ClassVar[str] = "dpcache"
-    bibtex: ClassVar[str] = """@article{dpcache2026,
-  title={DPCache: Denoising as Path Planning for Training-Free Diffusion Acceleration},
-  journal={arXiv preprint arXiv:2602.22654},
-  year={2026}
-}"""
 
     collected_by: ClassVar[str] = "diffcache.offline.dpcache_collect:collector"
     schema: ClassVar[Schema] = Schema(
@@ -119,9 +107,7 @@ class DPCache(Calibrated):
         if self.longest is not None:
             check_int("longest", self.longest, 1, " (None for any number)")
         check_bool("last", self.last)
-        object.__setattr__(self, "site", Site.of(self.site))
         self.load_tables()
-        check_site(self.tables, self.site)
 
     def parts(self) -> Combine:
         """Return the key steps that the tables give, and a line through the last two."""
@@ -129,11 +115,3 @@ class DPCache(Calibrated):
         steps = _solved(tables, self.computed, self.warmup, self.longest, self.last)
         kept = feature_at(self.site)
         return Combine(Listed(steps, tables.steps), Newton(1), self.site, feature=kept)
-
-
-@lru_cache(maxsize=64)
-def _solved(
-    tables: Tables, computed: int, warmup: int, longest: int | None, last: bool
-) -> tuple[int, ...]:
-    """Return the key steps of tables."""
-    return key_steps(tables["errors"], computed, warmup, longest, last)[0]

@@ -57,6 +57,8 @@ class Rate(When):
         ValueError: If a value is out of its range.
     """
 
+    state: ClassVar[type] = Rates
+
     threshold: float
     warmup: int = 1
     since: Since = "step"
@@ -74,10 +76,6 @@ class Rate(When):
     def probe(self) -> Probe:
         """Return that the gate looks at the sample."""
         return "sample"
-
-    def init(self) -> Rates:
-        """Return an empty run."""
-        return Rates()
 
     def should_compute(self, state: Rates, step: Step, probe: Tensor | None) -> bool:
         """Return whether the expected changes reached the threshold."""
@@ -151,21 +149,11 @@ class EasyCache(FeatureMethod):
     """
 
     name: ClassVar[str] = "easycache"
-    bibtex: ClassVar[str] = """@article{zhou2025easycache,
-  title={Less is Enough: Training-Free Video Diffusion Acceleration via Runtime-Adaptive Caching},
-  author={Zhou, Xin and Liang, Dingkang and Chen, Kaijin and Feng, Tianrui and Chen, Xiwu and
-          Lin, Hongkai and Ding, Yikang and Tan, Feiyang and Zhao, Hengshuang and Bai, Xiang},
-  journal={arXiv preprint arXiv:2507.02860},
-  year={2025}
-}"""
 
     threshold: float = 0.05
     warmup: int = 5
     since: Since = "step"
     last: bool = True
-
-    def __post_init__(self) -> None:
-        self.parts()
 
     def parts(self) -> Combine:
         """Return the gate on the measured rate, and reuse of the change at the output."""

@@ -109,11 +109,9 @@ class Rectified(Instead):
         tables: Tables with `scale` and `shift`, each `[T, C]`; None leaves the output as it is.
     """
 
-    tables: Tables | None = None
+    state: ClassVar[type] = Kept
 
-    def init(self) -> Kept:
-        """Return an empty state."""
-        return Kept()
+    tables: Tables | None = None
 
     def record(self, state: Kept, step: Step, feature: Tensor) -> None:
         """Keep the residual, forget the last."""
@@ -194,13 +192,6 @@ class ERTACache(Calibrated):
     """
 
     name: ClassVar[str] = "ertacache"
-    bibtex: ClassVar[str] = """@article{peng2025ertacache,
-  title={ERTACache: Error Rectification and Timesteps Adjustment for Efficient Diffusion},
-  author={Peng, Xurui and Yan, Chenqian and Liu, Hong and Ma, Rui and Chen, Fangmin and
-          Wang, Xing and Wu, Zhihua and Liu, Songwei and Lin, Mingbao},
-  journal={arXiv preprint arXiv:2508.21091},
-  year={2025}
-}"""
 
     collected_by: ClassVar[str] = "diffcache.offline.ertacache_collect:collector"
     schema: ClassVar[Schema] = Schema(

@@ -54,6 +54,8 @@ class ScaledBands(Instead):
         high: Factor of high frequencies.
     """
 
+    state: ClassVar[type] = Bands
+
     low: float = 1.1
     high: float = 1.1
 
@@ -62,10 +64,6 @@ class ScaledBands(Instead):
             value = getattr(self, name)
             if not (is_number(value) and 0 <= value <= 10):
                 raise ValueError(f"{name}={value!r}: must be a number from 0 to 10")
-
-    def init(self) -> Bands:
-        """Return an empty state."""
-        return Bands()
 
     def record(self, state: Bands, step: Step, feature: Tensor) -> None:
         """Keep the bands of the difference.
@@ -94,10 +92,6 @@ class ScaledBands(Instead):
         b = self.high ** sum(HIGH[0] <= index / total <= HIGH[1] for index in skipped)
         return torch.add(low * a, high, alpha=b).to(state.dtype)
 
-    def held(self, state: Bands) -> list[Tensor]:
-        """Return the bands."""
-        return state.tensors
-
 
 @dataclass(frozen=True)
 class GuidedEvery(When):
@@ -116,9 +110,6 @@ class GuidedEvery(When):
         check_int("every", self.every, 1, " (1 turns the cache off)")
         if not (is_number(self.start) and 0 <= self.start <= 1):
             raise ValueError(f"start={self.start!r}: must be a share from 0 to 1")
-
-    def init(self) -> None:
-        """Return nothing: the step and the branch are all there is."""
 
     def should_compute(self, state: None, step: Step, probe: Tensor | None) -> bool:
         """Return whether the branch is the first one, or computed at this step.
@@ -162,21 +153,11 @@ class FasterCache(FeatureMethod):
     """
 
     name: ClassVar[str] = "fastercache"
-    bibtex: ClassVar[str] = """@inproceedings{lv2025fastercache,
-  title={FasterCache: Training-Free Video Diffusion Model Acceleration with High Quality},
-  author={Lv, Zhengyao and Si, Chenyang and Song, Junhao and Yang, Zhenyu and Qiao, Yu and
-          Liu, Ziwei and Wong, Kwan-Yee K.},
-  booktitle={The Thirteenth International Conference on Learning Representations},
-  year={2025}
-}"""
 
     every: int = 5
     start: float = 0.36
     low: float = 1.1
     high: float = 1.1
-
-    def __post_init__(self) -> None:
-        self.parts()
 
     def check_model(self, facts: Mapping[str, Any]) -> None:
         """Raise AttachError for models whose outputs have height and width on other axes."""

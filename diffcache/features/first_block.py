@@ -36,19 +36,10 @@ class FirstBlock(FeatureMethod):
     """
 
     name: ClassVar[str] = "first-block"
-    bibtex: ClassVar[str] = """@misc{paraattention,
-  title={ParaAttention: Context parallel attention and first block cache},
-  author={Cheng, Zeyi},
-  howpublished={https://github.com/chengzeyi/ParaAttention},
-  year={2024}
-}"""
 
     threshold: float = 0.1
     warmup: int = 1
     by_branch: bool = False
-
-    def __post_init__(self) -> None:
-        self.parts()
 
     def parts(self) -> Combine:
         """Return a gate on the first block's residual, and reuse behind it."""

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from diffcache.errors import TablesError
-from diffcache.features.base import OWN, Instead, check_int
+from diffcache.features.base import Instead, check_int
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
 from diffcache.features.parts.fit import Fit
@@ -39,6 +38,8 @@ class Weighted(Instead):
         history: Features that are kept.
     """
 
+    state: ClassVar[type] = FittedHistory
+
     weights: tuple[tuple[int, tuple[int, ...], tuple[float, ...]], ...]
     history: int
 
@@ -53,10 +54,6 @@ class Weighted(Instead):
                 )
         table = {(step, anchors): values for step, anchors, values in self.weights}
         object.__setattr__(self, "_table", table)
-
-    def init(self) -> FittedHistory:
-        """Return an empty state."""
-        return FittedHistory()
 
     def record(self, state: FittedHistory, step: Step, feature: Tensor) -> None:
         """Keep the feature, forget the oldest."""
@@ -73,10 +70,6 @@ class Weighted(Instead):
         for weight, feature in zip(weights[1:], state.features[1:], strict=True):
             total = torch.add(total, feature, alpha=weight)
         return total
-
-    def held(self, state: FittedHistory) -> list[Tensor]:
-        """Return the kept features."""
-        return state.features
 
 
 @dataclass(frozen=True)
@@ -108,7 +101,6 @@ class FittedForecast(Calibrated):
     """
 
     name: ClassVar[str] = "fitted-forecast"
-    bibtex: ClassVar[str] = OWN
 
     collected_by: ClassVar[str] = "diffcache.offline.fitted_collect:collector"
     schema: ClassVar[Schema] = Schema(
@@ -132,9 +124,7 @@ class FittedForecast(Calibrated):
             raise ValueError(f"history={self.history!r}: must be at most 4")
         if not self.ridge > 0:
             raise ValueError(f"ridge={self.ridge!r}: must be a number above 0")
-        object.__setattr__(self, "site", Site.of(self.site))
         self.load_tables()
-        check_site(self.tables, self.site)
 
     def parts(self) -> Combine:
         """Return the schedule and the weights that the tables give."""
@@ -148,13 +138,6 @@ class FittedForecast(Calibrated):
             self.site,
             feature=feature_at(self.site),
         )
-
-
-def check_site(tables: Tables | str | None, site: Site | str) -> None:
-    """Raise TablesError if tables were measured at another site."""
-    if isinstance(tables, Tables) and tables.header["site"] != Site.of(site).value:
-        measured = shown(tables.header["site"])
-        raise TablesError(f"tables={tables!r}: measured at site {measured}, not {site!r}")
 
 
 def feature_at(site: Site | str) -> Any:

@@ -37,14 +37,12 @@ class Heun(Summed):
         unit: Take computed steps as one step apart in `a`, whatever their distance.
     """
 
+    state: ClassVar[type] = Slopes
+
     unit: bool = False
 
     def __post_init__(self) -> None:
         check_bool("unit", self.unit)
-
-    def init(self) -> Slopes:
-        """Return an empty state."""
-        return Slopes()
 
     def record(self, state: Slopes, step: Step, feature: Tensor) -> None:
         """Replace the slopes by those at the fresh feature."""
@@ -96,22 +94,11 @@ class FoCa(FeatureMethod):
     """
 
     name: ClassVar[str] = "foca"
-    bibtex: ClassVar[str] = """@article{zheng2025foca,
-  title={Forecast then Calibrate: Feature Caching as ODE for Efficient Diffusion Transformers},
-  author={Zheng, Shikang and Feng, Liang and Wang, Xinyu and Zhou, Qinming and Cai, Peiliang and
-          Zou, Chang and Liu, Jiacheng and Lin, Yuqi and Chen, Junjie and Ma, Yue and
-          Zhang, Linfeng},
-  journal={arXiv preprint arXiv:2508.16211},
-  year={2025}
-}"""
 
     every: int = 4
     warmup: int = 3
     site: Site | str = Site.STACK
     unit: bool = False
-
-    def __post_init__(self) -> None:
-        self.parts()
 
     def parts(self) -> Combine:
         """Return one step in `every` after the warm-up, and the corrected forecast."""

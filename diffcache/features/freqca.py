@@ -47,6 +47,8 @@ class HighBand(Summed):
         start: First step index at which differences are taken.
     """
 
+    state: ClassVar[type] = Differences
+
     order: int = 2
     sigma: float = 0.71
     share: float = 0.1
@@ -56,10 +58,6 @@ class HighBand(Summed):
         Hermite(self.order, self.sigma, self.start)
         if not (is_number(self.share) and 0 <= self.share <= 1):
             raise ValueError(f"share={self.share!r}: must be a number from 0 to 1")
-
-    def init(self) -> Differences:
-        """Return an empty state."""
-        return Differences()
 
     def record(self, state: Differences, step: Step, feature: Tensor) -> None:
         """Replace the factors by the fresh feature and the differences of its high band."""
@@ -103,23 +101,12 @@ class FreqCa(FeatureMethod):
     """
 
     name: ClassVar[str] = "freqca"
-    bibtex: ClassVar[str] = """@article{liu2025freqca,
-  title={FreqCa: Accelerating Diffusion Models via Frequency-Aware Caching},
-  author={Liu, Jiacheng and Cai, Peiliang and Zhou, Qinming and Lin, Yuqi and Kong, Deyang and
-          Huang, Benhao and Pan, Yupei and Xu, Haowen and Zou, Chang and Tang, Junshu and
-          Zheng, Shikang and Zhang, Linfeng},
-  journal={arXiv preprint arXiv:2510.08669},
-  year={2025}
-}"""
 
     every: int = 6
     order: int = 2
     sigma: float = 0.71
     share: float = 0.1
     warmup: int = 3
-
-    def __post_init__(self) -> None:
-        self.parts()
 
     def parts(self) -> Combine:
         """Return one step in `every` after the warm-up, and the forecast of the high band."""

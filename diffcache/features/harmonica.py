@@ -69,14 +69,6 @@ class HarmoniCa(Calibrated):
     """
 
     name: ClassVar[str] = "harmonica"
-    bibtex: ClassVar[str] = """@inproceedings{huang2025harmonica,
-  title={HarmoniCa: Harmonizing Training and Inference for Better Feature Caching in Diffusion
-    Transformer Acceleration},
-  author={Huang, Yushi and Wang, Zining and Gong, Ruihao and Liu, Jing and Zhang, Xinjie and
-    Guo, Jinyang and Liu, Xianglong and Zhang, Jun},
-  booktitle={International Conference on Machine Learning},
-  year={2025}
-}"""
 
     schema: ClassVar[Schema] = Schema(
         {

@@ -29,6 +29,8 @@ class Hermite(Summed):
         start: First step index at which differences are taken.
     """
 
+    state: ClassVar[type] = Differences
+
     order: int = 2
     sigma: float = 0.5
     start: int = 0
@@ -37,10 +39,6 @@ class Hermite(Summed):
         Taylor(self.order, self.start)
         if not (is_number(self.sigma) and 0 < self.sigma <= 1):
             raise ValueError(f"sigma={self.sigma!r}: must be a number above 0 and at most 1")
-
-    def init(self) -> Differences:
-        """Return an empty state."""
-        return Differences()
 
     def record(self, state: Differences, step: Step, feature: Tensor) -> None:
         """Replace the factors by those of the fresh feature."""
@@ -81,24 +79,12 @@ class HiCache(FeatureMethod):
     """
 
     name: ClassVar[str] = "hicache"
-    bibtex: ClassVar[str] = """@article{feng2025hicache,
-  title={HiCache: Training-free Acceleration of Diffusion Models via Hermite Polynomial-based
-         Feature Caching},
-  author={Feng, Liang and Zheng, Shikang and Liu, Jiacheng and Lin, Yuqi and Zhou, Qinming and
-          Cai, Peiliang and Wang, Xinyu and Chen, Junjie and Zou, Chang and Ma, Yue and
-          Zhang, Linfeng},
-  journal={arXiv preprint arXiv:2508.16984},
-  year={2025}
-}"""
 
     every: int = 5
     order: int = 2
     sigma: float = 0.5
     warmup: int = 3
     site: Site | str = Site.STACK
-
-    def __post_init__(self) -> None:
-        self.parts()
 
     def parts(self) -> Combine:
         """Return one step in `every` after the warm-up, and the Hermite forecast."""

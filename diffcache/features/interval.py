@@ -32,20 +32,10 @@ class Interval(FeatureMethod):
     """
 
     name: ClassVar[str] = "interval"
-    bibtex: ClassVar[str] = """@article{selvaraju2024fora,
-  title={FORA: Fast-Forward Caching in Diffusion Transformer Acceleration},
-  author={Selvaraju, Pratheba and Ding, Tianyu and Chen, Tianyi and Zharkov, Ilya and
-          Liang, Luming},
-  journal={arXiv preprint arXiv:2407.01425},
-  year={2024}
-}"""
 
     every: int = 3
     warmup: int = 1
     site: Site | str = Site.STACK
-
-    def __post_init__(self) -> None:
-        self.parts()
 
     def parts(self) -> Combine:
         """Return one step in `every`, reused."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch import Tensor
@@ -14,13 +14,6 @@ from diffcache.features.easycache import Rate, Rates
 from diffcache.features.parts.when import Every
 from diffcache.features.seacache import SceneRule
 from diffcache.step import Site, Step
-
-BIBTEX = """@misc{comfyui_lazycache,
-  title={LazyCache},
-  author={{Comfy Org}},
-  howpublished={https://github.com/comfyanonymous/ComfyUI/blob/master/comfy_extras/nodes_easycache.py},
-  year={2025}
-}"""
 
 
 def sigma_of(step: Step) -> float:
@@ -44,6 +37,8 @@ def sigma_of(step: Step) -> float:
 class CleanRate(Rate):
     """A rate of the predicted clean sample, `sample - sigma * output`."""
 
+    needs: ClassVar[tuple[Ability, ...]] = (SceneRule(),)  # type: ignore[misc]
+
     def should_compute(self, state: Rates, step: Step, probe: Tensor | None) -> bool:
         """Return whether the expected changes reached the threshold."""
         return sigma_of(step) == 0 or super().should_compute(state, step, probe)
@@ -62,7 +57,7 @@ class CleanRate(Rate):
 class ScaledOutput:
     """The last computed output and the noise level of its step."""
 
-    features: list[Tensor]
+    features: list[Tensor] = field(default_factory=list)
     sigma: float = 1.0
 
 
@@ -74,9 +69,7 @@ class CleanChange(Instead):
     noise levels.
     """
 
-    def init(self) -> ScaledOutput:
-        """Return an empty state."""
-        return ScaledOutput([])
+    state: ClassVar[type] = ScaledOutput
 
     def record(self, state: ScaledOutput, step: Step, feature: Tensor) -> None:
         """Keep the output and its noise level."""
@@ -86,10 +79,6 @@ class CleanChange(Instead):
         """Return the scaled output; at the step that was just recorded, the output itself."""
         ratio = state.sigma / (sigma_of(step) or state.sigma or 1)
         return state.features[0] if ratio == 1 else state.features[0] * ratio
-
-    def held(self, state: ScaledOutput) -> list[Tensor]:
-        """Return the output."""
-        return state.features
 
 
 @dataclass(frozen=True)
@@ -118,14 +107,10 @@ class LazyCache(FeatureMethod):
     """
 
     name: ClassVar[str] = "lazycache"
-    bibtex: ClassVar[str] = BIBTEX
 
     threshold: float = 0.2
     warmup: int = 4
     last: bool = True
-
-    def __post_init__(self) -> None:
-        self.parts()
 
     def parts(self) -> Combine:
         """Return the gate on the clean sample's rate, and reuse of its change."""
@@ -133,8 +118,3 @@ class LazyCache(FeatureMethod):
         if self.threshold == 0:  # asks for no noise levels
             return Combine(Every(1), site=Site.MODEL)
         return Combine(when, CleanChange(), Site.MODEL)
-
-    def abilities(self) -> tuple[Ability, ...]:
-        """Return the rule that tells the noise level, and feature reuse."""
-        rules = () if self.threshold == 0 else (SceneRule(),)
-        return (*rules, *super().abilities())

@@ -39,6 +39,8 @@ class Magnitude(When):
         by_branch: Whether every guidance branch decides for itself, as lists of its own ask for.
     """
 
+    state: ClassVar[type] = LastComputed
+
     ratios: tuple[tuple[float, ...], ...]
     threshold: float
     longest: int
@@ -50,10 +52,6 @@ class Magnitude(When):
         count = len(self.ratios[0])
         if any(place >= count for place in self.always):
             raise ValueError(f"always={self.always!r}: must be below {count}, as many as ratios")
-
-    def init(self) -> LastComputed:
-        """Return an empty run."""
-        return LastComputed()
 
     def should_compute(self, state: LastComputed, step: Step, probe: Tensor | None) -> bool:
         """Return whether the summed error reached the threshold, or the limit the row of skips."""
@@ -149,12 +147,6 @@ class MagCache(Calibrated):
     """
 
     name: ClassVar[str] = "magcache"
-    bibtex: ClassVar[str] = """@inproceedings{ma2025magcache,
-  title={MagCache: Fast Video Generation with Magnitude-Aware Cache},
-  author={Ma, Zehong and Wei, Longhui and Wang, Feng and Zhang, Shiliang and Tian, Qi},
-  booktitle={Advances in Neural Information Processing Systems},
-  year={2025}
-}"""
 
     numbers: ClassVar[str] = "ratios"
     publishes: ClassVar[Mapping[str, Mapping[str, Any]]] = {

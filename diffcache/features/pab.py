@@ -39,9 +39,6 @@ class ByKind(When):
             if not (is_number(getattr(self, name)) and 0 <= getattr(self, name) <= 1):
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be a share from 0 to 1")
 
-    def init(self) -> None:
-        """Return nothing: the step and the kind are all there is."""
-
     def should_compute(self, state: None, step: Step, probe: Tensor | None) -> bool:
         """Return True: the modules decide."""
         return True
@@ -90,21 +87,12 @@ class PAB(FeatureMethod):
     """
 
     name: ClassVar[str] = "pab"
-    bibtex: ClassVar[str] = """@inproceedings{zhao2025pab,
-  title={Real-Time Video Generation with Pyramid Attention Broadcast},
-  author={Zhao, Xuanlei and Jin, Xiaolong and Wang, Kai and You, Yang},
-  booktitle={The Thirteenth International Conference on Learning Representations},
-  year={2025}
-}"""
 
     self_every: int = 2
     temporal_every: int = 4
     cross_every: int = 6
     start: float = 0.2
     end: float = 0.9
-
-    def __post_init__(self) -> None:
-        self.parts()
 
     def parts(self) -> Combine:
         """Return the intervals of the kinds, and reuse of attention's output."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from diffcache.features.base import Method, When, check_int
 from diffcache.features.combine import Combine
@@ -36,6 +36,8 @@ class DiffusersInterval(When):
         ValueError: If `every` or `before` is below 1, or `after` below 0.
     """
 
+    state: ClassVar[type] = LastComputed
+
     every: int
     before: int
     after: int | None = None
@@ -45,10 +47,6 @@ class DiffusersInterval(When):
         check_int("before", self.before, 1, " (the first step has nothing to stand in for it)")
         if self.after is not None:
             check_int("after", self.after, 0)
-
-    def init(self) -> LastComputed:
-        """Return an empty run."""
-        return LastComputed()
 
     def should_compute(self, state: LastComputed, step: Step, probe: Any) -> bool:
         """Return whether the step is warm-up, one in `every` or among the last."""

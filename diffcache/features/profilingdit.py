@@ -86,13 +86,6 @@ class ProfilingDiT(Calibrated):
     """
 
     name: ClassVar[str] = "profilingdit"
-    bibtex: ClassVar[str] = """@inproceedings{ma2025profilingdit,
-  title={Model Reveals What to Cache: Profiling-Based Feature Reuse for Video Diffusion Models},
-  author={Ma, Xuran and Liu, Yexin and Liu, Yaofu and Wu, Xianfeng and Zheng, Mingzhe and
-          Wang, Zihao and Lim, Ser-Nam and Yang, Harry},
-  booktitle={Proceedings of the IEEE/CVF International Conference on Computer Vision},
-  year={2025}
-}"""
 
     numbers: ClassVar[str] = "background"
     publishes: ClassVar[Mapping[str, Mapping[str, Any]]] = PUBLISHED

@@ -130,13 +130,6 @@ class RegionE(Calibrated):
     """
 
     name: ClassVar[str] = "regione"
-    bibtex: ClassVar[str] = """@inproceedings{chen2026regione,
-  title={RegionE: Adaptive Region-Aware Generation for Efficient Image Editing},
-  author={Chen, Pengtao and Zeng, Xianfang and Zhao, Maosen and Shen, Mingzhu and Ye, Peng and
-    Xiang, Bangyin and Wang, Zhibo and Cheng, Wei and Yu, Gang and Chen, Tao},
-  booktitle={International Conference on Learning Representations},
-  year={2026}
-}"""
 
     collected_by: ClassVar[str] = "diffcache.offline.regione_collect:collector"
     schema: ClassVar[Schema] = Schema({"gamma": Entry(("steps-1",), low=0.01, high=100)})

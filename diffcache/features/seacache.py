@@ -158,13 +158,6 @@ class SeaCache(FeatureMethod):
     """
 
     name: ClassVar[str] = "seacache"
-    bibtex: ClassVar[str] = """@article{chung2026seacache,
-  title={SeaCache: Spectral-Evolution-Aware Cache for Accelerating Diffusion Models},
-  author={Chung, Jiwoo and Hyun, Sangeek and Lee, MinKyu and Han, Byeongju and Cha, Geonho and
-          Wee, Dongyoon and Hong, Youngjun and Heo, Jae-Pil},
-  journal={arXiv preprint arXiv:2602.18993},
-  year={2026}
-}"""
 
     threshold: float = 0.3
     power: float | None = None

@@ -159,13 +159,6 @@ class SpeCa(FeatureMethod):
     """
 
     name: ClassVar[str] = "speca"
-    bibtex: ClassVar[str] = """@inproceedings{liu2025speca,
-  title={{SpeCa}: Accelerating Diffusion Transformers with Speculative Feature Caching},
-  author={Liu, Jiacheng and Zou, Chang and Lyu, Yuanhuiyi and Ren, Fei and Wang, Shaobo and
-          Li, Kaixin and Zhang, Linfeng},
-  booktitle={Proceedings of the 33rd ACM International Conference on Multimedia},
-  year={2025}
-}"""
 
     threshold: float = 0.1
     decay: float = 0.3
@@ -174,9 +167,6 @@ class SpeCa(FeatureMethod):
     longest: int = 8
     order: int = 2
     warmup: int = 3
-
-    def __post_init__(self) -> None:
-        self.parts()
 
     def parts(self) -> Combine:
         """Return the verified schedule, and the forecast of all blocks but the last."""

@@ -45,6 +45,8 @@ class Chebyshev(Instead):
         horizon: Number of steps that is mapped to the interval of the polynomials.
     """
 
+    state: ClassVar[type] = Sums
+
     degree: int = 4
     ridge: float = 0.1
     blend: float = 1.0
@@ -59,10 +61,6 @@ class Chebyshev(Instead):
             raise ValueError(f"ridge={self.ridge!r}: must be a number above 0")
         if not (is_number(self.blend) and 0 <= self.blend <= 1):
             raise ValueError(f"blend={self.blend!r}: must be a number from 0 to 1")
-
-    def init(self) -> Sums:
-        """Return an empty state."""
-        return Sums()
 
     def record(self, state: Sums, step: Step, feature: Tensor) -> None:
         """Add the feature to the sums."""
@@ -95,10 +93,6 @@ class Chebyshev(Instead):
                 ahead = (step.index - anchors[-1]) / (anchors[-1] - anchors[-2])
                 found.add_(feature - state.last[1], alpha=(1 - self.blend) * ahead)
         return found.to(feature.dtype)
-
-    def held(self, state: Sums) -> list[Tensor]:
-        """Return the sums and the last features."""
-        return [*state.sums, *state.last]
 
     def _polynomials(self, steps: list[int]) -> Tensor:
         """Return the polynomials at steps, float64 [steps, degree + 1]."""
@@ -179,12 +173,6 @@ class Spectrum(FeatureMethod):
     """
 
     name: ClassVar[str] = "spectrum"
-    bibtex: ClassVar[str] = """@article{han2026spectrum,
-  title={Adaptive Spectral Feature Forecasting for Diffusion Sampling Acceleration},
-  author={Han, Jiaqi and others},
-  journal={arXiv preprint arXiv:2603.01623},
-  year={2026}
-}"""
 
     window: float = 2.0
     growth: float = 0.75
@@ -193,9 +181,6 @@ class Spectrum(FeatureMethod):
     ridge: float = 0.1
     blend: float = 1.0
     horizon: int = 50
-
-    def __post_init__(self) -> None:
-        self.parts()
 
     def parts(self) -> Combine:
         """Return the widening intervals, and the fit of the stack's output."""

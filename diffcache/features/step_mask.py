@@ -13,7 +13,6 @@ from torch import Tensor
 from diffcache.errors import AttachError
 from diffcache.features.base import Probe, When, check_bool, check_int
 from diffcache.features.combine import Combine, FeatureMethod
-from diffcache.features.dbcache import DBCache
 from diffcache.features.parts.instead import Taylor
 from diffcache.features.parts.when import Gate, LastComputed
 from diffcache.step import Step
@@ -152,7 +151,6 @@ class StepMask(FeatureMethod):
     """
 
     name: ClassVar[str] = "step-mask"
-    bibtex: ClassVar[str] = DBCache.bibtex
 
     level: Level = "medium"
     dynamic: bool = True

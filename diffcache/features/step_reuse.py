@@ -33,6 +33,8 @@ class AfterAlike(When):
         last: Whether the last step of the run is always computed.
     """
 
+    state: ClassVar[type] = Reusable
+
     threshold: float
     longest: int = 1
     warmup: int = 2
@@ -44,10 +46,6 @@ class AfterAlike(When):
         check_int("longest", self.longest, 1)
         check_int("warmup", self.warmup, 2, " (two outputs are compared)")
         check_bool("last", self.last)
-
-    def init(self) -> Reusable:
-        """Return an empty run."""
-        return Reusable()
 
     def should_compute(self, state: Reusable, step: Step, probe: Tensor | None) -> bool:
         """Return whether no window is open at the step."""
@@ -64,10 +62,6 @@ class AfterAlike(When):
         before, state.output = state.output, output.clone()
         if before is not None and before.shape == output.shape:
             state.is_open = relative_l1(output, before, ranks=step.ranks) < self.threshold
-
-    def held(self, state: Reusable) -> list[Tensor]:
-        """Return the output."""
-        return [] if state.output is None else [state.output]
 
 
 @dataclass(frozen=True)
@@ -98,20 +92,11 @@ class StepReuse(FeatureMethod):
     """
 
     name: ClassVar[str] = "step-reuse"
-    bibtex: ClassVar[str] = """@misc{sglang_step_reuse,
-  title={Step reuse of SGLang Diffusion},
-  author={{SGLang team}},
-  howpublished={https://github.com/sgl-project/sglang},
-  year={2026}
-}"""
 
     threshold: float = 0.1
     longest: int = 1
     warmup: int = 2
     last: bool = True
-
-    def __post_init__(self) -> None:
-        self.parts()
 
     def parts(self) -> Combine:
         """Return windows after outputs that were alike, and reuse."""

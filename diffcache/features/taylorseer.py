@@ -40,12 +40,6 @@ class TaylorSeer(FeatureMethod):
     """
 
     name: ClassVar[str] = "taylorseer"
-    bibtex: ClassVar[str] = """@inproceedings{liu2025taylorseer,
-  title={From Reusing to Forecasting: Accelerating Diffusion Models with TaylorSeers},
-  author={Liu, Jiacheng and Zou, Chang and Lyu, Yuanhuiyi and Chen, Junjie and Zhang, Linfeng},
-  booktitle={Proceedings of the IEEE/CVF International Conference on Computer Vision},
-  year={2025}
-}"""
 
     every: int = 5
     order: int = 1

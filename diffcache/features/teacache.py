@@ -81,13 +81,6 @@ class TeaCache(Calibrated):
     """
 
     name: ClassVar[str] = "teacache"
-    bibtex: ClassVar[str] = """@inproceedings{liu2025teacache,
-  title={Timestep Embedding Tells: It's Time to Cache for Video Diffusion Model},
-  author={Liu, Feng and Zhang, Shiwei and Wang, Xiaofeng and Wei, Yujie and Qiu, Haonan and
-          Zhao, Yuzhong and Zhang, Yingya and Ye, Qixiang and Wan, Fang},
-  booktitle={Proceedings of the IEEE/CVF Conference on Computer Vision and Pattern Recognition},
-  year={2025}
-}"""
 
     numbers: ClassVar[str] = "coefficients"
     publishes: ClassVar[Mapping[str, Mapping[str, Any]]] = published_settings("teacache")

@@ -97,19 +97,6 @@ class TemporalTable(Method):
     """
 
     name: ClassVar[str] = "temporal-table"
-    bibtex: ClassVar[str] = """@inproceedings{huang2024tfmq,
-  title={{TFMQ-DM}: Temporal Feature Maintenance Quantization for Diffusion Models},
-  author={Huang, Yushi and Gong, Ruihao and Liu, Jing and Chen, Tianlong and Liu, Xianglong},
-  booktitle={Proceedings of the IEEE/CVF Conference on Computer Vision and Pattern Recognition},
-  year={2024}
-}
-@article{huang2025temporal,
-  title={Temporal Feature Matters: A Framework for Diffusion Model Quantization},
-  author={Huang, Yushi and Gong, Ruihao and Liu, Xianglong and Liu, Jing and Li, Yuhang and
-          Lu, Jiwen and Tao, Dacheng},
-  journal={IEEE Transactions on Pattern Analysis and Machine Intelligence},
-  year={2025}
-}"""
 
     method: Method | None = None
     entries: int = 512

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor
 
 from diffcache.errors import DiffcacheError, TablesError, UncalibratedError
-from diffcache.features.base import OWN, Ability, is_number
+from diffcache.features.base import Ability, is_number
 from diffcache.features.combine import Combine, FeatureMethod
 from diffcache.features.schema import header_fault, shown
 from diffcache.features.serialize import from_plain, to_plain
@@ -72,7 +72,6 @@ class Tuned(FeatureMethod):
     """
 
     name: ClassVar[str] = "tuned"
-    bibtex: ClassVar[str] = OWN
 
     tables: Tables | str | None = None
 

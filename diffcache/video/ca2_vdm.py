@@ -51,12 +51,6 @@ class Ca2VDM(VideoPolicy):
     """
 
     name: ClassVar[str] = "ca2-vdm"
-    bibtex: ClassVar[str] = """@inproceedings{gao2025ca2vdm,
-  title={{Ca2-VDM}: Efficient Autoregressive Video Diffusion Model with Causal Generation and Cache Sharing},
-  author={Gao, Kaifeng and Shi, Jiaxin and Zhang, Hanwang and Wang, Chunping and Xiao, Jun and Chen, Long},
-  booktitle={International Conference on Machine Learning},
-  year={2025}
-}"""  # noqa: E501
 
     queue: int = 25
     prefix: int = 3

@@ -61,12 +61,6 @@ class DeepForcing(VideoPolicy):
     """
 
     name: ClassVar[str] = "deep-forcing"
-    bibtex: ClassVar[str] = """@article{yi2025deepforcing,
-  title={Deep Forcing: Training-Free Long Video Generation with Deep Sink and Participative Compression},
-  author={Yi, Jung and Jang, Wooseok and Cho, Paul Hyunbin and Nam, Jisu and Yoon, Heeji and Kim, Seungryong},
-  journal={arXiv preprint arXiv:2512.05081},
-  year={2025}
-}"""  # noqa: E501
 
     window: int = 21
     sinks: int = 10

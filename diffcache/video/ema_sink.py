@@ -48,12 +48,6 @@ class EMASink(VideoPolicy):
     """
 
     name: ClassVar[str] = "ema-sink"
-    bibtex: ClassVar[str] = """@article{lu2025rewardforcing,
-  title={Reward Forcing: Efficient Streaming Video Generation with Rewarded Distribution Matching Distillation},
-  author={Lu, Yunhong and Zeng, Yanhong and Li, Haobo and Ouyang, Hao and Wang, Qiuyu and Cheng, Ka Leong and Zhu, Jiapeng and Cao, Hengyuan and Zhang, Zhipeng and Zhu, Xing and Shen, Yujun and Zhang, Min},
-  journal={arXiv preprint arXiv:2512.04678},
-  year={2025}
-}"""  # noqa: E501
 
     by_head: ClassVar[bool] = True
     window: int = 6

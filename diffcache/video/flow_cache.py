@@ -54,12 +54,6 @@ class FlowCache(VideoPolicy):
     """
 
     name: ClassVar[str] = "flow-cache"
-    bibtex: ClassVar[str] = """@inproceedings{ma2026flow,
-  title={Flow Caching for Autoregressive Video Generation},
-  author={Ma, Yuexiao and Zheng, Xuzhe and Xu, Jing and Xu, Xiwei and Ling, Feng and Zheng, Xiawu and Kuang, Huafeng and Li, Huixia and Wang, Xing and Xiao, Xuefeng and Chao, Fei and Ji, Rongrong},
-  booktitle={International Conference on Learning Representations},
-  year={2026}
-}"""  # noqa: E501
 
     by_head: ClassVar[bool] = True
     window: int = 12

@@ -53,12 +53,6 @@ class HistoryRetrieval(VideoPolicy):
     """
 
     name: ClassVar[str] = "history-retrieval"
-    bibtex: ClassVar[str] = """@article{li2025magicworld,
-  title={{MagicWorld}: Interactive Geometry-driven Video World Exploration},
-  author={Li, Guangyuan and Zheng, Siming and Xu, Shuolin and Chen, Jinwei and Li, Bo and Hu, Xiaobin and Zhao, Lei and Jiang, Peng-Tao},
-  journal={arXiv preprint arXiv:2511.18886},
-  year={2025}
-}"""  # noqa: E501
 
     window: int = 6
     pool: int = 20

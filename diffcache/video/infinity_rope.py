@@ -41,12 +41,6 @@ class InfinityRoPE(VideoPolicy):
     """
 
     name: ClassVar[str] = "infinity-rope"
-    bibtex: ClassVar[str] = """@article{yesiltepe2025infinityrope,
-  title={{Infinity-RoPE}: Action-Controllable Infinite Video Generation Emerges From Autoregressive Self-Rollout},
-  author={Yesiltepe, Hidir and Meral, Tuna Han Salih and Akan, Adil Kaan and Oktay, Kaan and Yanardag, Pinar},
-  journal={arXiv preprint arXiv:2511.20649},
-  year={2025}
-}"""  # noqa: E501
 
     by_head: ClassVar[bool] = True
     window: int | None = 2

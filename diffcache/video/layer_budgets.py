@@ -52,12 +52,6 @@ class LayerBudgets(VideoPolicy):
     """
 
     name: ClassVar[str] = "layer-budgets"
-    bibtex: ClassVar[str] = """@inproceedings{li2025scalekv,
-  title={Memory-Efficient Visual Autoregressive Modeling with Scale-Aware {KV} Cache Compression},
-  author={Li, Kunjun and Chen, Zigeng and Yang, Cheng-Yen and Hwang, Jenq-Neng},
-  booktitle={Advances in Neural Information Processing Systems},
-  year={2025}
-}"""
 
     window: int = 12
     recent: int = 3

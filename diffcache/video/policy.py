@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from diffcache.kv.attend import Query
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.store import KVStore
-from diffcache.method import check_int
+from diffcache.method import Citation, check_int
 from diffcache.registry import check_settings, find, read_word, unknown
 
 Prompts = Sequence[tuple[int, Tensor]]  # first token and mean, `[B, E]`, the present one last
@@ -28,7 +28,7 @@ class VideoPolicy(ABC):
 
     Attributes:
         name: Name in the catalogue.
-        bibtex: Entry to cite it by.
+        bibtex: Entry to cite it by; by default that of `citations.bib`.
         sinks: First frames, held for ever, and through a flush of the cache.
         by_query: Whether `first_step` drops anything, which cannot be taken back.
         by_head: Whether what becomes of a head is the same without the others, so that processes
@@ -36,7 +36,7 @@ class VideoPolicy(ABC):
     """
 
     name: ClassVar[str] = "unnamed"
-    bibtex: ClassVar[str] = ""
+    bibtex: ClassVar[str] = cast(str, Citation())
     sinks: int = 0
     by_query: ClassVar[bool] = False
     by_head: ClassVar[bool] = False
@@ -98,12 +98,6 @@ class FullHistory(VideoPolicy):
     """
 
     name: ClassVar[str] = "full"
-    bibtex: ClassVar[str] = """@article{huang2025selfforcing,
-  title={Self Forcing: Bridging the Train-Test Gap in Autoregressive Video Diffusion},
-  author={Huang, Xun and Li, Zhengqi and He, Guande and Zhou, Mingyuan and Shechtman, Eli},
-  journal={arXiv preprint arXiv:2506.08009},
-  year={2025}
-}"""
     by_head: ClassVar[bool] = True
 
     def recipe(self, unit: int) -> Recipe:

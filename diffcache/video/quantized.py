@@ -35,12 +35,6 @@ class Quantized(VideoPolicy):
     """
 
     name: ClassVar[str] = "quantized"
-    bibtex: ClassVar[str] = """@article{liu2024kivi,
-  title={{KIVI}: A Tuning-Free Asymmetric 2bit Quantization for {KV} Cache},
-  author={Liu, Zirui and Yuan, Jiayi and Jin, Hongye and Zhong, Shaochen and Xu, Zhaozhuo and Braverman, Vladimir and Chen, Beidi and Hu, Xia},
-  journal={arXiv preprint arXiv:2402.02750},
-  year={2024}
-}"""  # noqa: E501
 
     policy: VideoPolicy = field(default_factory=Window)
     bits: int = 4

@@ -46,12 +46,6 @@ class RollingSink(VideoPolicy):
     """
 
     name: ClassVar[str] = "rolling-sink"
-    bibtex: ClassVar[str] = """@article{li2026rolling,
-  title={{Rolling Sink}: Bridging Limited-Horizon Training and Open-Ended Testing in Autoregressive Video Diffusion},
-  author={Li, Haodong and Liu, Shaoteng and Lin, Zhe and Chandraker, Manmohan},
-  journal={arXiv preprint arXiv:2602.07775},
-  year={2026}
-}"""  # noqa: E501
 
     by_head: ClassVar[bool] = True
     sinks: int = 18

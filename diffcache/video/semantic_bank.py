@@ -59,12 +59,6 @@ class SemanticBank(VideoPolicy):
     """
 
     name: ClassVar[str] = "semantic-bank"
-    bibtex: ClassVar[str] = """@article{zhang2025blockvid,
-  title={{BlockVid}: Block Diffusion for High-Quality and Consistent Minute-Long Video Generation},
-  author={Zhang, Zeyu and Chang, Shuning and He, Yuanyu and Han, Yizeng and Tang, Jiasheng and Wang, Fan and Zhuang, Bohan},
-  journal={arXiv preprint arXiv:2511.22973},
-  year={2025}
-}"""  # noqa: E501
 
     window: int = 6
     pool: int = 20

@@ -59,12 +59,6 @@ class StreamDiffusionV2(VideoPolicy):
     """
 
     name: ClassVar[str] = "stream-diffusion-v2"
-    bibtex: ClassVar[str] = """@article{feng2025streamdiffusionv2,
-  title={{StreamDiffusionV2}: A Streaming System for Dynamic and Interactive Video Generation},
-  author={Feng, Tianrui and Li, Zhi and Yang, Shuo and Xi, Haocheng and Li, Muyang and Li, Xiuyu and Zhang, Lvmin and Yang, Keting and Peng, Kelly and Han, Song and Agrawala, Maneesh and Keutzer, Kurt and Kodaira, Akio and Xu, Chenfeng},
-  journal={arXiv preprint arXiv:2511.07399},
-  year={2025}
-}"""  # noqa: E501
 
     window: int = 2
     sinks: int = 3

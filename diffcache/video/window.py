@@ -41,12 +41,6 @@ class Window(VideoPolicy):
     """
 
     name: ClassVar[str] = "window"
-    bibtex: ClassVar[str] = """@article{shin2025motionstream,
-  title={{MotionStream}: Real-Time Video Generation with Interactive Motion Controls},
-  author={Shin, Joonghyuk and Li, Zhengqi and Zhang, Richard and Zhu, Jun-Yan and Park, Jaesik and Shechtman, Eli and Huang, Xun},
-  journal={arXiv preprint arXiv:2511.01266},
-  year={2025}
-}"""  # noqa: E501
 
     by_head: ClassVar[bool] = True
     window: int = 6

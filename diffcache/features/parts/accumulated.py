@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -87,6 +88,8 @@ class Accumulated(When):
         ValueError: If a value is out of its range.
     """
 
+    state: ClassVar[type] = Sum
+
     threshold: float
     indicator: Indicator = field(default_factory=Rescaled)
     warmup: float = 1
@@ -109,10 +112,6 @@ class Accumulated(When):
     def probe(self) -> Probe:
         """Return which probe is compared from step to step."""
         return self.of
-
-    def init(self) -> Sum:
-        """Return an empty run."""
-        return Sum()
 
     def should_compute(self, state: Sum, step: Step, probe: Tensor | None) -> bool:
         """Return whether the sum reached the threshold."""

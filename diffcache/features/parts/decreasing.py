@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -31,6 +32,8 @@ class Decreasing(When):
         ValueError: If a number is out of its range.
     """
 
+    state: ClassVar[type] = LastComputed
+
     longest: int
     shortest: int
     warmup: int = 0
@@ -42,10 +45,6 @@ class Decreasing(When):
         check_int("warmup", self.warmup, 0)
         if self.total is not None:
             check_int("total", self.total, 1)
-
-    def init(self) -> LastComputed:
-        """Return an empty run."""
-        return LastComputed()
 
     def interval(self, index: int, total: int) -> int:
         """Return the interval at a step of a run of `total` steps."""

@@ -2,11 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from itertools import count
+from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def best_steps(
+    costs: Callable[[tuple[int, ...]], list[float]],
+    total: int,
+    computed: int,
+    history: int,
+    first: int = 1,
+) -> tuple[float, tuple[int, ...]]:
+    """Return the least sum of costs of all schedules, and the smallest steps of those that have it.
+
+    The programme runs over the last `history` computed steps, and is exact.
+
+    Args:
+        costs: Returns the cost of a gap from the first of its computed steps, newest first, to
+            every later one and to the end, `total + 1` numbers; infinity where none may be.
+        total: Steps of the run.
+        computed: Number of computed steps.
+        history: Computed steps that a cost depends on.
+        first: First steps that are computed in any case.
+
+    Returns:
+        Infinity and no steps where no schedule may be.
+    """
+    lasting = cache(costs)
+    start = tuple(range(first))
+    best = {start[::-1][:history]: (0.0, start)} if first <= min(computed, total) else {}
+    for made in range(first, computed):
+        longer: dict[tuple[int, ...], tuple[float, tuple[int, ...]]] = {}
+        for anchors, (cost, steps) in best.items():
+            gaps = lasting(anchors)
+            for following in range(anchors[0] + 1, total - (computed - made) + 1):
+                key = (following, *anchors)[:history]
+                value = cost + gaps[following]
+                if value < longer.get(key, (inf,))[0]:
+                    longer[key] = value, (*steps, following)
+        best = longer
+    ends = ((cost + lasting(anchors)[total], steps) for anchors, (cost, steps) in best.items())
+    return min((end for end in ends if end[0] < inf), default=(inf, ()))
 
 
 class Fit:
@@ -22,7 +64,6 @@ class Fit:
     def __init__(self, products: Tensor, moves: Tensor, history: int, ridge: float) -> None:
         self.products, self.moves = products.double(), moves.double()
         self.history, self.ridge, self.total = history, ridge, len(products)
-        self._costs: dict[tuple[int, ...], Tensor] = {}
 
     def coefficients(self, anchors: tuple[int, ...]) -> Tensor:
         """Return the weights of the features at `anchors` for every step, [len(anchors), T]."""
@@ -38,39 +79,23 @@ class Fit:
         solved = torch.linalg.solve(damped, wanted)
         return torch.cat([1 - solved.sum(0, keepdim=True), solved])
 
-    def costs(self, anchors: tuple[int, ...]) -> Tensor:
-        """Return the error of a gap from `anchors[0]` to every next computed step, [T + 1].
+    def costs(self, anchors: tuple[int, ...]) -> list[float]:
+        """Return the error of a gap from `anchors[0]` to every next computed step, T + 1 numbers.
 
         Entry n is `|sum_{anchors[0] < s < n} w_s (forecast_s - F_s)|^2`.
         """
-        if anchors not in self._costs:
-            first = anchors[0]
-            errors = torch.zeros(self.total, self.total, dtype=torch.float64)
-            errors[:, list(anchors)] = self.coefficients(anchors).T
-            errors -= torch.eye(self.total, dtype=torch.float64)
-            errors *= self.moves[:, None]
-            errors[: first + 1] = 0
-            sums = torch.cat([torch.zeros_like(errors[:1]), errors.cumsum(0)])
-            self._costs[anchors] = ((sums @ self.products) * sums).sum(1).clamp_min(0)
-        return self._costs[anchors]
+        errors = torch.zeros(self.total, self.total, dtype=torch.float64)
+        errors[:, list(anchors)] = self.coefficients(anchors).T
+        errors -= torch.eye(self.total, dtype=torch.float64)
+        errors *= self.moves[:, None]
+        errors[: anchors[0] + 1] = 0
+        sums = torch.cat([torch.zeros_like(errors[:1]), errors.cumsum(0)])
+        found: list[float] = ((sums @ self.products) * sums).sum(1).clamp_min(0).tolist()
+        return found
 
     def schedule(self, computed: int) -> tuple[int, ...]:
         """Return the `computed` steps with the least sum of errors; the first is step 0."""
-        best: dict[tuple[int, ...], tuple[float, tuple[int, ...]]] = {(0,): (0.0, (0,))}
-        for made in range(1, computed):
-            longer: dict[tuple[int, ...], tuple[float, tuple[int, ...]]] = {}
-            for anchors, (cost, steps) in best.items():
-                costs = self.costs(anchors).tolist()
-                for following in range(anchors[0] + 1, self.total - (computed - made) + 1):
-                    key = (following, *anchors)[: self.history]
-                    value = cost + costs[following]
-                    if key not in longer or value < longer[key][0]:
-                        longer[key] = value, (*steps, following)
-            best = longer
-        ends = [
-            (cost + float(self.costs(a)[self.total]), steps) for a, (cost, steps) in best.items()
-        ]
-        return min(ends)[1]
+        return best_steps(self.costs, self.total, computed, self.history)[1]
 
     def weights(self, steps: tuple[int, ...]) -> tuple[Any, ...]:
         """Return `(step, anchors, weights)` of every skipped step of a schedule."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import add, mul
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -25,10 +25,6 @@ FUSED = 4  # states from which one fused launch takes less time on the host than
 @dataclass(frozen=True)
 class Reuse(Instead):
     """Use the last computed feature again."""
-
-    def init(self) -> list[Tensor]:
-        """Return an empty state."""
-        return []
 
     def record(self, state: list[Tensor], step: Step, feature: Tensor) -> None:
         """Keep the feature, forget the last."""
@@ -120,16 +116,14 @@ class Taylor(Summed):
         ValueError: If `order` is not 0 to 4 or `start` is negative.
     """
 
+    state: ClassVar[type] = Differences
+
     order: int = 1
     start: int = 0
 
     def __post_init__(self) -> None:
         check_order("order", self.order)
         check_int("start", self.start, 0)
-
-    def init(self) -> Differences:
-        """Return an empty state."""
-        return Differences()
 
     def record(self, state: Differences, step: Step, feature: Tensor) -> None:
         """Replace the factors by those of the fresh feature."""
@@ -188,16 +182,14 @@ class Newton(Summed):
         ValueError: If `order` is not 0 to 4 or `start` is negative.
     """
 
+    state: ClassVar[type] = DividedDifferences
+
     order: int = 1
     start: int = 0
 
     def __post_init__(self) -> None:
         check_order("order", self.order)
         check_int("start", self.start, 0)
-
-    def init(self) -> DividedDifferences:
-        """Return an empty state."""
-        return DividedDifferences()
 
     def record(self, state: DividedDifferences, step: Step, feature: Tensor) -> None:
         """Replace the table by that of the fresh feature."""

@@ -173,9 +173,6 @@ class Planned(When):
 
     total: int | None
 
-    def init(self) -> None:
-        """Return nothing."""
-
     def should_compute(self, state: None, step: Step, probe: Tensor | None) -> bool:
         """Return whether the step is not left out."""
         return not step.is_left_out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -38,16 +38,14 @@ class Every(When):
         ValueError: If `every` or `warmup` is below 1.
     """
 
+    state: ClassVar[type] = LastComputed
+
     every: int
     warmup: int = 1
 
     def __post_init__(self) -> None:
         check_int("every", self.every, 1, " (1 turns the cache off)")
         check_int("warmup", self.warmup, 1, " (the first step has nothing to stand in for it)")
-
-    def init(self) -> LastComputed:
-        """Return an empty run."""
-        return LastComputed()
 
     def should_compute(self, state: LastComputed, step: Step, probe: Tensor | None) -> bool:
         """Return whether the step is warm-up or `every` steps after the last computed one."""
@@ -87,9 +85,6 @@ class Listed(When):
                 raise ValueError(f"steps: {index} is beyond total={total}")
         object.__setattr__(self, "steps", listed)
         object.__setattr__(self, "total", total)
-
-    def init(self) -> None:
-        """Return nothing: the list is all there is."""
 
     def should_compute(self, state: None, step: Step, probe: Tensor | None) -> bool:
         """Return whether the step is listed."""
@@ -136,9 +131,6 @@ class Table(When):
     def sites(self) -> tuple[str, ...]:
         """The named sites."""
         return tuple(site for site, _ in self.steps)
-
-    def init(self) -> None:
-        """Return nothing: the table is all there is."""
 
     def should_compute(self, state: None, step: Step, probe: Tensor | None) -> bool:
         """Return True: the sites decide."""
