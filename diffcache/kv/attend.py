@@ -14,7 +14,7 @@ from diffcache.kernels.attention import Codes, Held, attn_forward
 from diffcache.kernels.coded import ATTEND, attn_decode_kivi, can_attend
 from diffcache.kernels.dense import scaled_dot_product_attention
 from diffcache.kernels.merge import lse_merge
-from diffcache.kv.segment import PLAIN, Traits
+from diffcache.kv.segment import PLAIN, Coded, Traits
 from diffcache.kv.slots import Slots, join
 from diffcache.kv.view import ListedView, Piece, Unread, View
 
@@ -115,6 +115,8 @@ def attend_noting(
     if plain:
         view = views[0] if len(views) == 1 else _joined(views)
         found = _by_kernel(query, view, note)
+        if found is None and not note:
+            found = _by_products(query, view)
         return (_fused(query, view), None) if found is None else found
     out, lse = attend_parts(query, views)
     if query.sinks is not None:
@@ -358,6 +360,30 @@ def _over_kivi(q: Tensor, k: Any, v: Any, scale: float) -> tuple[Tensor, Tensor]
         k.shift, v.shift,
     )  # fmt: skip
     return out[:, :, None], lse[:, :, None]
+
+
+def _by_products(query: Query, view: View) -> tuple[Tensor, None] | None:
+    """Return attention of one query over codes, multiplied as they are held; None elsewhere.
+
+    On a CPU, where writing what codes stand for into memory costs more than the products with it.
+    """
+    source, q = view.source, query.q
+    if not isinstance(source, Unread) or source.tail is None or q.device.type != "cpu":
+        return None
+    direct = any(isinstance(x, Coded) and (x.k.direct or x.v.direct) for x in source.segments)
+    if query.count > 1 or not direct or "logn" in source.meta or not _is_open(query, view):
+        return None
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    asked = query.grouped(source.tail.k.shape[1])[:, :, :, 0].to(dtype) * query.scale
+    keys, values = source.held()
+    logits = [asked @ k.to(dtype).mT if isinstance(k, Tensor) else k.dot(asked) for _, k in keys]
+    weights = torch.cat(logits, 3).softmax(3).split([count for count, _ in values], 3)
+    sums = [
+        some @ v.to(dtype) if isinstance(v, Tensor) else v.mix(some)
+        for some, (_, v) in zip(weights, values, strict=True)
+    ]
+    out = torch.stack(sums).sum(0) if len(sums) > 1 else sums[0]
+    return out.flatten(1, 2)[:, :, None].to(q.dtype), None
 
 
 def _fused(query: Query, view: View) -> Tensor:

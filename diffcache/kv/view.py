@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcache.kernels.attention import Codes, Held
+from diffcache.kernels import attention
+from diffcache.kernels.attention import Codes
 from diffcache.kv.codec.base import Payload
 from diffcache.kv.codec.quant import Quantized
 from diffcache.kv.positions import PositionMap, key_places
@@ -17,7 +18,9 @@ from diffcache.kv.rotary import Rotation
 from diffcache.kv.segment import PLAIN, Coded, Segment, Traits, read_all
 from diffcache.kv.slots import EMPTY, Slots, join_meta, pick
 
-Piece = tuple[int, int, Held, Held]  # first slot, the one after the last, keys and values
+# First slot, the one after the last, keys and values.
+Piece = tuple[int, int, attention.Held, attention.Held]
+Held = tuple[int, Tensor | Payload]  # slots of a part, its keys or values
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,36 @@ class Unread:
             return slots
         at = key_places(self.positions, slots.meta, self.rotary)
         return replace(slots, k=self.rotary.rotate(slots.k, at))
+
+    def held(self) -> tuple[list[Held], list[Held]]:
+        """Return how many slots each part has, and its keys and values, coded where they are.
+
+        Keys are as queries meet them: where they are rotated they are decoded, but for rounding.
+        """
+        keys: list[Held] = []
+        values: list[Held] = []
+        for segment in self.segments:
+            if not isinstance(segment, Coded):
+                slots = segment.read()
+                keys.append((slots.width, slots.k))
+                values.append((slots.width, slots.v))
+                continue
+            exact = segment.exact
+            late = 0 if exact is None else exact.shape[2]
+            keys.append((segment.width, segment.k))
+            values += [(segment.width - late, segment.v)] if late < segment.width else []
+            values += [] if exact is None else [(late, exact)]
+        if self.tail is not None:
+            keys.append((self.tail.width, self.tail.k))
+            values.append((self.tail.width, self.tail.v))
+        if self.rotary is None:
+            return keys, values
+        at, first = key_places(self.positions, self.meta, self.rotary), 0
+        for number, (count, k) in enumerate(keys):
+            exact = k if isinstance(k, Tensor) else k.near()
+            keys[number] = count, self.rotary.rotate(exact, at[:, :, first : first + count])
+            first += count
+        return keys, values
 
     def turns(self, q: Tensor) -> dict[str, Any]:
         """Return the cosines and sines of keys, as kernels take them; nothing where they do not.

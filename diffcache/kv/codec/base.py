@@ -20,7 +20,12 @@ class Payload(ABC):
     """One coded tensor `[B, H, S, D]`: a frozen dataclass of tensors and plain values, immutable.
 
     No method writes to a tensor of the payload, and what `take` and `rows` return may share them.
+
+    Attributes:
+        direct: Whether products with what is held (`dot`, `mix`) cost less than with `decode`.
     """
+
+    direct: bool = False
 
     @abstractmethod
     def decode(self) -> Tensor:
@@ -41,6 +46,26 @@ class Payload(ABC):
             index: `[B, H, n]` int64, slots of each row and head.
         """
         return self.take(index).decode()
+
+    def near(self) -> Tensor:
+        """Return `decode` but for rounding: sums may be of any order, in float32."""
+        return self.decode()
+
+    def dot(self, q: Tensor) -> Tensor:
+        """Return the products of queries with all slots, `[B, H, n, S]`, but for rounding.
+
+        Args:
+            q: `[B, H, n, D]` in the dtype of the arithmetic.
+        """
+        return q @ self.near().to(q.dtype).mT
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """Return sums of all slots by weights, `[B, H, n, D]`, but for rounding.
+
+        Args:
+            weights: `[B, H, n, S]` in the dtype of the arithmetic.
+        """
+        return weights @ self.near().to(weights.dtype)
 
     def heads_at(self, index: Tensor) -> Tensor | None:
         """Return what `decode_at` returns of heads that are coded as one vector, each at its slots.

@@ -38,11 +38,20 @@ class JoinedHeads(Payload):
     shape: tuple[int, int, int]
     at: Tensor | None = None
 
+    @property
+    def direct(self) -> bool:  # type: ignore[override]
+        """That of the joint vectors."""
+        return self.inner.direct
+
     def decode(self) -> Tensor:
         """Return `[B, H, S, D]`."""
-        joined: Tensor = self.inner.decode().unflatten(3, (self.heads, -1))
-        every = joined.transpose(2, 3).flatten(1, 2)
+        every = self._apart(self.inner.decode())
         return every if self.at is None else gather_slots(every, self.at.long())
+
+    def _apart(self, joined: Tensor) -> Tensor:
+        """Return the heads of joint vectors."""
+        every: Tensor = joined.unflatten(3, (self.heads, -1))
+        return every.transpose(2, 3).flatten(1, 2)
 
     def decode_into(self, out: Tensor) -> None:
         """Decode into a tensor, each head at once where the codes allow it."""
@@ -55,6 +64,20 @@ class JoinedHeads(Payload):
         if self.at is None and index.shape[1] == self.heads:
             found = self.inner.heads_at(index)
         return super().decode_at(index) if found is None else found
+
+    def near(self) -> Tensor:
+        """Return `decode` but for rounding."""
+        if self.at is not None:
+            return self.decode()
+        return self._apart(self.inner.near())
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """Sum whole vectors by the weights of every head, and leave each head its own channels."""
+        if self.at is not None:
+            return super().mix(weights)
+        every: Tensor = self.inner.mix(weights.unflatten(1, (-1, self.heads)).flatten(2, 3))
+        every = every.unflatten(3, (self.heads, -1)).unflatten(2, (self.heads, -1))
+        return every.diagonal(dim1=2, dim2=4).movedim(-1, 2).flatten(1, 2)
 
     def take(self, index: Tensor) -> JoinedHeads:
         """Gather slots, and drop those that no head of the group keeps."""

@@ -23,13 +23,10 @@ from diffcache.kv.codec.base import (
     work_dtype,
 )
 from diffcache.kv.codec.heads import JoinHeads
-from diffcache.kv.codec.table import SlotTable
+from diffcache.kv.codec.table import SlotTable, joined_slots
 from diffcache.kv.settings import Count
 
-_FEW = 8  # coordinates that are multiplied one by one
-# Slots that are decoded at a time, so that they stay in a cache of the CPU: of few coordinates,
-# and of many that are multiplied in float64.
-_TILE, _ROWS = 2048, 128
+_ROWS = 128  # slots that are multiplied in float64 at a time, so that they stay in a cache
 
 
 def steady_product(
@@ -70,30 +67,80 @@ class Factors(Parts):
         dtype: Dtype that was encoded, and is decoded to.
     """
 
+    direct = True
     left: Payload
     basis: SlotTable
     dtype: torch.dtype
 
     def decode(self) -> Tensor:
         """Return the coordinates times the basis."""
-        left, values, wide = self.left.decode(), self.basis.values, work_dtype(self.dtype)
-        if left.shape[3] <= _FEW:
-            return self._few(left, wide).to(self.dtype)
-        if self.basis.of is None:
-            blocks = left.unflatten(2, (values.shape[2], self.basis.each))
-            return steady_product(blocks, values, wide).flatten(2, 3).to(self.dtype)
+        wide, values = work_dtype(self.dtype), self.basis.values
+        blocks = self._blocks(self.left.decode(), values)
+        if blocks is not None:
+            parts = [steady_product(left, basis, wide) for _, left, basis in blocks]
+            return joined_slots(parts).to(self.dtype)
+        left, of = self.left.decode(), self.basis.of
+        assert of is not None
         out = torch.empty(*left.shape[:3], values.shape[-1], dtype=wide, device=left.device)
         for row, head in product(*map(range, left.shape[:2])):
             for number, basis in enumerate(values[row, head]):  # the slots of each basis at once
-                (at,) = (self.basis.of[row, head] == number).nonzero(as_tuple=True)
+                (at,) = (of[row, head] == number).nonzero(as_tuple=True)
                 out[row, head, at] = steady_product(left[row, head, at], basis, wide)
         return out.to(self.dtype)
+
+    def _blocks(self, left: Tensor, values: Tensor) -> list[tuple[int, Tensor, Tensor]] | None:
+        """Return the first slot, `[B, H, t, S', r]` and `[B, H, t, r, D]` of runs of blocks.
+
+        Args:
+            left: Coordinates.
+            values: Bases.
+
+        Returns:
+            None where slots were taken out of their blocks.
+        """
+        if self.basis.runs is None:
+            return None
+        return [
+            (run.first, left[:, :, run.first : run.stop].unflatten(2, (run.rows, run.each)),
+             values[:, :, run.row : run.row + run.rows])
+            for run in self.basis.runs
+        ]  # fmt: skip
+
+    def _near_blocks(self, dtype: torch.dtype) -> list[tuple[int, Tensor, Tensor]] | None:
+        return self._blocks(self.left.near().to(dtype), self.basis.values.to(dtype))
+
+    def near(self) -> Tensor:
+        """Return the coordinates times the basis, summed in the dtype of the arithmetic."""
+        blocks = self._near_blocks(work_dtype(self.dtype))
+        if blocks is None:
+            return self.decode()
+        return joined_slots([left @ basis for _, left, basis in blocks]).to(self.dtype)
+
+    def dot(self, q: Tensor) -> Tensor:
+        """Return the products of queries with all slots, by their coordinates in each basis."""
+        blocks = self._near_blocks(q.dtype)
+        if blocks is None:
+            return super().dot(q)
+        parts = [(q[:, :, None] @ basis.mT @ left.mT).transpose(2, 3) for _, left, basis in blocks]
+        return torch.cat([part.flatten(3) for part in parts], 3)
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """Return sums of all slots by weights: of their coordinates, which are then multiplied."""
+        blocks = self._near_blocks(weights.dtype)
+        if blocks is None:
+            return super().mix(weights)
+        total = weights.new_zeros(*weights.shape[:3], self.basis.values.shape[-1])
+        for first, left, basis in blocks:
+            count, each = left.shape[2:4]
+            some = weights.narrow(3, first, count * each).unflatten(3, (count, each))
+            total += (some.transpose(2, 3) @ left @ basis).sum(2)
+        return total
 
     def heads_into(self, out: Tensor) -> bool:
         """Multiply with the part of the basis of each head, where nothing is rounded twice."""
         left, values = self.left, self.basis.values
         one = self.basis.of is None and values.shape[1:3] == (1, 1)
-        if not one or not isinstance(left, Dense) or left.values.shape[3] <= _FEW:
+        if not one or not isinstance(left, Dense):
             return False
         if out.dtype != work_dtype(self.dtype):
             return False
@@ -105,38 +152,12 @@ class Factors(Parts):
         """Multiply the coordinates at the slots of each head with its part of the basis."""
         left, values = self.left, self.basis.values
         one = self.basis.of is None and values.shape[1:3] == (1, 1)
-        if not one or not isinstance(left, Dense) or left.values.shape[3] <= _FEW:
+        if not one or not isinstance(left, Dense):
             return None
         heads = index.shape[1]
         rows = gather_slots(left.values.expand(-1, heads, -1, -1), index).to(left.dtype)
         own = values[:, 0, 0].unflatten(2, (heads, -1)).transpose(1, 2)
         return steady_product(rows, own, work_dtype(self.dtype)).to(self.dtype)
-
-    def _few(self, left: Tensor, wide: torch.dtype) -> Tensor:
-        """Return the product of few coordinates, summed one after the other.
-
-        Every number is rounded on its own, so that it does not depend on the others.
-        """
-        left, values = left.to(wide), self.basis.values.to(wide)
-        total = left.new_zeros(*left.shape[:3], values.shape[-1])
-        if self.basis.of is not None:
-            for place in range(left.shape[3]):
-                rows = replace(self.basis, values=values[:, :, :, place]).lookup()
-                total.add_(left[..., place : place + 1] * rows)
-            return total
-        runs = (values.shape[2], self.basis.each)
-        heads = [
-            x.flatten(0, 1) for x in (total.unflatten(2, runs), left.unflatten(2, runs), values)
-        ]
-        step = (
-            max(len(heads[0]), 1)
-            if left.device.type != "cpu"
-            else max(_TILE // max(left.shape[2], 1), 1)
-        )
-        for out, some, rows in zip(*(x.split(step) for x in heads), strict=True):
-            for place in range(left.shape[3]):
-                out.add_(some[..., place : place + 1] * rows[:, :, None, place])
-        return total
 
 
 @dataclass(frozen=True)
@@ -147,8 +168,7 @@ class LowRank(TensorCodec):
     section 4.1 (pre-rotary keys, rank 160). The basis is found from the eigenvectors of `X^T X` in
     float64, which gives the truncated SVD's approximation; coordinates and basis are then stored
     in the dtype that was given. Decoding sums in float64, so that only a float64 tensor may differ
-    in its last bit with the slots that are decoded together; up to eight coordinates are summed one
-    after the other, which never differs. Every encoded block has a basis of its
+    in its last bit with the slots that are decoded together. Every encoded block has a basis of its
     own, `rank` vectors, so it should hold many more slots than that.
 
     Args:

@@ -30,6 +30,7 @@ from diffcache.kv.settings import Bits, Count, Share, Whole
 class Geared(Parts):
     """Quantized elements, outliers in place of some, plus a low rank; the last two may be none."""
 
+    direct = True
     quantized: Quantized
     factors: Factors | None
     outliers: Scattered | None
@@ -37,12 +38,25 @@ class Geared(Parts):
 
     def decode(self) -> Tensor:
         """Return the sum, computed in float32 (float64 for float64)."""
-        total = self.quantized.decode()  # nobody else's, so that the rest is added in place
-        if self.outliers is not None:
-            self.outliers.put(total)
+        total = self._coarse()
         if self.factors is not None:
             total += self.factors.decode()
         return total.to(self.dtype)
+
+    def dot(self, q: Tensor) -> Tensor:
+        """Return the products of queries with all slots, those with the low rank apart."""
+        found = q @ self._coarse().to(q.dtype).mT
+        return found if self.factors is None else found + self.factors.dot(q)
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """Return sums of all slots by weights, those of the low rank apart."""
+        found = weights @ self._coarse().to(weights.dtype)
+        return found if self.factors is None else found + self.factors.mix(weights)
+
+    def _coarse(self) -> Tensor:
+        """Return quantized elements with outliers in place of some."""
+        total = self.quantized.decode()  # nobody else's, so that the rest is added in place
+        return total if self.outliers is None else self.outliers.put(total)
 
 
 @dataclass(frozen=True)

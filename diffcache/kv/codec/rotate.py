@@ -19,7 +19,7 @@ from diffcache.kv.codec.base import (
 )
 from diffcache.kv.codec.heads import JoinHeads
 from diffcache.kv.codec.quant import GroupQuant
-from diffcache.kv.codec.table import SlotTable, narrow
+from diffcache.kv.codec.table import SlotTable, joined_slots, narrow
 from diffcache.kv.settings import Count, Mode
 
 _TILE = 1 << 16  # numbers that are rotated at a time, so that they stay in a cache of the CPU
@@ -58,6 +58,7 @@ def hadamard(x: Tensor, block: int) -> Tensor:
 class Rotated(Parts):
     """Codes of a tensor whose channels were rotated in blocks."""
 
+    direct = True
     inner: Payload
     block: int
     dtype: torch.dtype
@@ -65,6 +66,15 @@ class Rotated(Parts):
     def decode(self) -> Tensor:
         """Rotate back."""
         return hadamard(self.inner.decode().to(work_dtype(self.dtype)), self.block).to(self.dtype)
+
+    def near(self) -> Tensor:
+        """Rotate back by a product with the matrix."""
+        x = self.inner.near().to(work_dtype(self.dtype))
+        return (x @ self.matrix(x)).to(self.dtype)
+
+    def matrix(self, like: Tensor) -> Tensor:
+        """Return the rotation, `[D, D]`, its own inverse."""
+        return hadamard(torch.eye(like.shape[3], dtype=like.dtype, device=like.device), self.block)
 
 
 @dataclass(frozen=True)
@@ -132,6 +142,7 @@ class Hadamard(TensorCodec):
 class Permuted(Parts):
     """Codes of reordered channels, and the order, `[B, H, T, D]`."""
 
+    direct = True
     inner: Payload
     order: SlotTable
 
@@ -140,6 +151,23 @@ class Permuted(Parts):
         sorted_ = self.inner.decode()
         order = replace(self.order, values=self.order.values.long()).lookup()
         return torch.empty_like(sorted_).scatter_(3, order, sorted_)
+
+    def near(self) -> Tensor:
+        """Rotate back and put channels in their places by one product for each order."""
+        inner, runs = self.inner, self.order.runs
+        if not isinstance(inner, Rotated) or runs is None:
+            return self.decode()
+        x = inner.inner.near().to(work_dtype(inner.dtype))
+        turn, parts = inner.matrix(x), []
+        for run in runs:
+            order = self.order.values[:, :, run.row : run.row + run.rows, None].long()
+            order = order.expand(*order.shape[:3], *turn.shape)
+            placed = torch.empty_like(order, dtype=x.dtype).scatter_(
+                4, order, turn.expand_as(order)
+            )
+            some = x[:, :, run.first : run.stop].unflatten(2, (run.rows, run.each))
+            parts.append(some @ placed)
+        return joined_slots(parts).to(inner.dtype)
 
 
 @dataclass(frozen=True, eq=False)

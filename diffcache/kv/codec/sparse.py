@@ -15,6 +15,8 @@ from diffcache.kv.codec.pack import pack
 from diffcache.kv.codec.table import narrow
 from diffcache.kv.settings import Mode, Range, Share
 
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # as wide as floats of so many bytes
+
 
 @dataclass(frozen=True, eq=False)
 class Bitmap(Parts):
@@ -27,6 +29,7 @@ class Bitmap(Parts):
         dtype: Dtype that was encoded, and is decoded to.
     """
 
+    direct = True
     bits: Tensor
     values: Payload
     size: int
@@ -34,15 +37,21 @@ class Bitmap(Parts):
 
     def decode(self) -> Tensor:
         """Return the kept values in their places and zeros elsewhere."""
-        values = self.values.decode().to(self.dtype)
-        # Bits are looked up a byte at a time, as words of eight truth values: one by one they take
-        # several times longer.
+        # A byte at a time: where its first value is, and from tables which of the next each bit has
+        # and a mask of its bits. Going over the bits one by one takes several times longer.
+        values, shape = self.values.decode().to(self.dtype).flatten(), self.bits.shape
+        if not len(values):
+            return values.new_zeros(*shape[:3], self.size)
+        whole = _INTEGERS[values.element_size()]
         byte = torch.arange(256, device=self.bits.device)
-        bits = (byte[:, None] >> torch.arange(8, device=byte.device) & 1).to(torch.uint8)
-        words = bits.view(torch.int64)[:, 0].index_select(0, self.bits.flatten().int())
-        size = 8 * self.bits.shape[3]
-        kept = words.view(torch.bool).view(*self.bits.shape[:3], size)[..., : self.size]
-        return values.new_zeros(kept.shape).masked_scatter_(kept, values)
+        bits = byte[:, None] >> torch.arange(8, device=byte.device) & 1
+        number = self.bits.flatten().int()
+        counts = bits.sum(1).int().index_select(0, number)
+        first = counts.cumsum(0, dtype=torch.int32).sub_(counts).clamp_max_(len(values) - 1)
+        place = (bits.cumsum(1) - 1).clamp_min_(0).int().index_select(0, number)
+        found = values.index_select(0, place.add_(first[:, None]).flatten())
+        found.view(whole).bitwise_and_((-bits).to(whole).index_select(0, number).flatten())
+        return found.view(*shape[:3], 8 * shape[3])[..., : self.size]
 
 
 @dataclass(frozen=True)

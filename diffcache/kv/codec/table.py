@@ -4,11 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from diffcache.kernels.move import gather_slots
+
+
+class Run(NamedTuple):
+    """Rows in order that as many slots use each: slots `first` to `stop`, `each` of a row."""
+
+    row: int
+    rows: int
+    first: int
+    each: int
+
+    @property
+    def stop(self) -> int:
+        """The slot after the last."""
+        return self.first + self.rows * self.each
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +66,24 @@ class SlotTable:
         rows = torch.arange(count, device=self.values.device).repeat_interleave(self.each)
         return rows.expand(batch, heads, -1)
 
+    @cached_property
+    def runs(self) -> list[Run] | None:
+        """Runs of rows in order, the same in all rows and heads; None where slots were taken."""
+        if self.of is None:
+            return [Run(0, self.values.shape[2], 0, self.each)]
+        row = self.of[0, 0].long()
+        used, counts = row.unique_consecutive(return_counts=True)
+        in_order = torch.equal(used, torch.arange(self.values.shape[2], device=used.device))
+        if not in_order or not bool((self.of == self.of[:1, :1]).all()):
+            return None
+        found: list[Run] = []
+        for number, each in enumerate(counts.tolist()):
+            if found and found[-1].each == each:
+                found[-1] = found[-1]._replace(rows=found[-1].rows + 1)
+            else:
+                found.append(Run(number, 1, found[-1].stop if found else 0, each))
+        return found
+
     def lookup(self) -> Tensor:
         """Return the row of each slot, `[B, H, S, ...]`; a view where one row is for all."""
         if self.of is not None:
@@ -76,6 +110,12 @@ class SlotTable:
         """Keep the batch rows at `index`, `[m]` int64."""
         of = None if self.of is None else self.of[index]
         return SlotTable(self.values[index], self.each, of)
+
+
+def joined_slots(parts: Sequence[Tensor]) -> Tensor:
+    """Return slots of runs, `[B, H, t, S', ...]` each, one after the other."""
+    flat = [part.flatten(2, 3) for part in parts]
+    return flat[0] if len(flat) == 1 else torch.cat(flat, 2)
 
 
 def regular(values: Tensor, of: Tensor, each: int) -> SlotTable:

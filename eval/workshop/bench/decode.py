@@ -74,17 +74,17 @@ def cases(layers: int = LAYERS, prompt: int = PROMPT) -> dict[str, Decoded]:
         "tova 25 %": Decoded(tova(quarter), 0.85),
         "quest 256": Decoded(chosen, 0.85),
         "tidal_decode 256": Decoded(tidal_decode(read, select=select), 0.85),
-        "kivi 4": Decoded(kivi(4), 1.25),
-        "kivi 2": Decoded(kivi(2), 1.25),
+        "kivi 4": Decoded(kivi(4), 1.2, "native"),
+        "kivi 2": Decoded(kivi(2), 1.2, "native"),
         "kivi 4 + quest 256": Decoded(kivi(4) | chosen, 1.0),
         "snapkv 25 % + kivi 4": Decoded(snapkv(quarter) | kivi(4)),
-        "xkv": Decoded(xkv(layers=min(4, layers)), 1.5),
+        "xkv": Decoded(xkv(layers=min(4, layers)), 1.5, "native"),
         "shadowkv 512": Decoded(
             shadowkv(min(512, prompt // 2), outliers=min(16, prompt // 64)), 1.5
         ),
-        "gear 2": Decoded(gear(2), 2.0),
-        "mustafar": Decoded(mustafar(), 2.0),
-        "rotatekv 4": Decoded(rotatekv(4), 2.0),
+        "gear 2": Decoded(gear(2), 1.5, "native"),
+        "mustafar": Decoded(mustafar(), 1.5, "native"),
+        "rotatekv 4": Decoded(rotatekv(4), 1.6, "native"),
     }
 
 

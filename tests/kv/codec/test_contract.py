@@ -126,6 +126,13 @@ def test_take_join_and_rows_are_bit_for_bit(codec: TensorCodec, dtype: torch.dty
     rows = torch.tensor([1, 0, 1])
     apart = torch.randint(0, 16, (B, H, 5))
     same(parts[2].decode_at(apart), gathered(parts[2].decode(), apart))
+    q, weights = torch.randn(B, H, 3, D), torch.randn(B, H, 3, plain.shape[2])
+    near, rest = plain.float(), {"atol": 1e-5 if dtype == torch.float32 else 0.02, "rtol": 0.001}
+    torch.testing.assert_close(whole.near().float(), near, **rest)
+    torch.testing.assert_close(whole.dot(q), q @ near.mT, atol=4 * rest["atol"], rtol=0.001)
+    torch.testing.assert_close(
+        whole.mix(weights), weights @ near, atol=4 * rest["atol"], rtol=0.001
+    )
     for index in (
         torch.randint(0, 32, (B, H, 5)),
         torch.arange(8, 24).expand(B, H, -1),

@@ -14,7 +14,8 @@ from diffcache.kv.hf.cache import cache_for
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import snapkv
 from diffcache.kv.recipes.low_rank import minicache, xkv
-from diffcache.kv.recipes.quantized import kivi, rotatekv, xquant
+from diffcache.kv.recipes.quantized import gear, kivi, mustafar, rotatekv, xquant
+from diffcache.kv.view import Unread
 from tests.kv.tiny import SHORT, WAYS, given, llama, prompts, same, shortly, stock
 
 RECIPES = {
@@ -23,6 +24,8 @@ RECIPES = {
     "xquant": xquant(group=8, residual=16),
     "xkv": xkv(block=16),
     "minicache": minicache(block=16, bits=4, skip=2),
+    "gear": gear(4, group=4, buffer=4),
+    "mustafar": mustafar(0.5, recent=2),
 }
 EXACT = Pair(Exact(), Exact(), 8, recent=3)
 PLUMBING: dict[str, Recipe] = {
@@ -73,10 +76,17 @@ def test_setting_sinks_apart_changes_the_order_of_sums_alone(
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_stock_and_native_modes_say_the_same(model: Any, name: str) -> None:
+def test_stock_and_native_modes_say_the_same(
+    model: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Native mode multiplies codes as they are held, and stock mode decodes them."""
     inputs = {key: value[1:2] for key, value in prompts().items()}  # without padding
+    held: list[int] = []
+    whole = Unread.held
+    monkeypatch.setattr(Unread, "held", lambda self: held.append(1) or whole(self))
     outs = [
         shortly(model, cache_for(model, RECIPES[name], mode=mode), inputs)
         for mode in ("stock", "native")
     ]
+    assert len(held) == (0 if name in ("kivi", "xquant", "minicache") else 20)
     same(*outs, tolerance=2e-4)

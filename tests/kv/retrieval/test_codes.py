@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from diffcache.kv.attend import Query, attend
+from diffcache.kv.codec import lowrank
 from diffcache.kv.codec.base import nbytes
-from diffcache.kv.codec.lowrank import Factors
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.learn.codebook import Codebook, covariance, fit, nearest
 from diffcache.kv.retrieval.a2ats import KeyCodes
@@ -200,14 +201,13 @@ def test_what_is_known_of_tokens_stays_with_them_when_blocks_are_coded() -> None
 
 def test_only_what_is_read_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     widths: list[int] = []
-    whole = Factors.decode
+    whole = lowrank.steady_product
 
-    def spy(self: Factors) -> Tensor:
-        found = whole(self)
-        widths.append(found.shape[2])
-        return found
+    def spy(left: Tensor, *rest: Any) -> Tensor:
+        widths.append(left.shape[:-1].numel() // B)
+        return whole(left, *rest)
 
-    monkeypatch.setattr(Factors, "decode", spy)
+    monkeypatch.setattr(lowrank, "steady_product", spy)
     codec = ShadowKeys(rank=8, outliers=2, recent=16, block=32)
     written(400, codec, Landmarks(48, sinks=0, recent=16, outliers=2))
     assert 0 < sum(widths) <= 48 * H
