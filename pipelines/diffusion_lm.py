@@ -25,6 +25,7 @@ from diffcache.api import report, run
 from diffcache.attach.attention_sdpa import calls_sdpa
 from diffcache.dllm.block_cache import BlockCache, whole_blocks, within_blocks
 from diffcache.dllm.decode import Decoding, Schedule
+from diffcache.dllm.elastic_cache import WatchedPlan
 from diffcache.dllm.guided import Guided
 from diffcache.dllm.policy import FedRows, Policy, Uncached
 from diffcache.dllm.rows import ALL, RowPlan
@@ -86,6 +87,11 @@ class DiffusionLM(Loop):
         block: Tokens of a block, for a model whose attention is causal over blocks and goes both
             ways inside; None for what its configuration says. It is tried once before the first
             answer, in three forwards of two blocks, and so is who makes the mask of blocks.
+        compiled: Whether `torch.compile` runs forwards of some rows, for models whose attention
+            goes through transformers' interface, and all policies but Elastic-Cache and dLLM-Cache.
+            Forwards of all rows, and those within `torch.inference_mode`, stay as they are. Logits
+            agree up to rounding. A new number of rows may be compiled anew; `Schedule(multiple=16)`
+            makes them few.
 
     Raises:
         ValueError: If nobody says which token the mask is, the guide cannot score the model's
@@ -102,7 +108,10 @@ class DiffusionLM(Loop):
         guide: nn.Module | None = None,
         shift: bool | None = None,
         block: int | None = None,
+        compiled: bool = False,
     ) -> None:
+        check_bool("compiled", compiled)
+        self.compiled = compiled
         if not isinstance(model, nn.Module):
             model, tokenizer, block = parts_of(model, tokenizer, block)
         self.model: nn.Module = model
@@ -378,9 +387,9 @@ class DiffusionLM(Loop):
     def _planned(self, policy: Policy | None, decoding: Decoding, check: bool) -> RowPlan:
         """Return the plan of the next forward, checked to cover what changed if that is asked."""
         plan = ALL if policy is None else self._chosen(policy, decoding.state, check)
-        if self.block is None:
-            return plan
-        return replace(plan, block=self.block, masks_itself=self.masked.masks_itself)
+        if self.block is not None:
+            plan = replace(plan, block=self.block, masks_itself=self.masked.masks_itself)
+        return replace(plan, compiled=True) if self.compiled else plan
 
     def _chosen(self, policy: Policy, state: State, check: bool) -> RowPlan:
         """Return the rows that a policy chooses, where blocks of attention leave it a choice."""
@@ -423,6 +432,11 @@ class DiffusionLM(Loop):
             raise ValueError(
                 f"by={sampler.by!r}: {policy!r} computes what is committed next, which is only "
                 "known of a random order; use Sampler(by='random'), or another policy"
+            )
+        if self.compiled and not can_be_compiled(policy):
+            raise ValueError(
+                f"compiled=True: serves a model that is wrapped with a policy whose layers compute "
+                f"the rows it plans, such as FastDLLM(dual=True), and not {policy!r}; leave it out"
             )
         ids, valid = self._encoded(prompts, longest)
         self.masked.check_sizes(ids.shape[1], schedule)
@@ -543,3 +557,11 @@ class DiffusionLM(Loop):
             return ids, None
         counts = torch.tensor([[len(row)] for row in rows], device=device)
         return ids, torch.arange(longest, device=device) >= longest - counts
+
+
+def can_be_compiled(policy: Policy | None) -> bool:
+    """Return whether the layers of a forward compute the rows that a policy plans, and no more."""
+    abilities = () if policy is None else policy.abilities()
+    return bool(abilities) and all(
+        isinstance(x, FedRows) and x.plans is not WatchedPlan for x in abilities
+    )

@@ -23,6 +23,7 @@ from diffcache.foreign import (
 )
 
 NAME = "diffcache_door"
+HELD = "diffcache_held"  # argument that models hand on to their attention
 _DOORS: WeakKeyDictionary[nn.Module, tuple[Strategy, AttentionSite]] = WeakKeyDictionary()
 
 
@@ -77,7 +78,13 @@ def install(model: nn.Module, strategy: Strategy, sites: list[AttentionSite]) ->
 
 
 def attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-    """Attend as the strategy of a module does, or as sdpa does; compiled code leaves it out."""
+    """Attend as the strategy of a module does, or as sdpa does; compiled code leaves it out.
+
+    A compiled forward of rows is given what is held as an argument, and does not.
+    """
+    held = kwargs.pop(HELD, None)
+    if held is not None:
+        return held.attend(*args, **kwargs), None
     # once dynamo is there, a function that it must not see costs 20 microseconds a call
     attend = _apart if torch.compiler.is_compiling() else _attention
     return attend(*args, **kwargs)

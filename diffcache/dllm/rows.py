@@ -24,6 +24,7 @@ class RowPlan:
         block: Tokens of a block of attention, where a row sees its own block and those before it
             alone; None where it sees all.
         masks_itself: Whether the model makes the mask of such blocks, and is given none.
+        compiled: Whether the forward of some rows is compiled.
         narrows: Whether masks that may be committed are left out on purpose, and so are not
             committed.
     """
@@ -34,6 +35,7 @@ class RowPlan:
     seen: Tensor | None = field(default=None, kw_only=True)
     block: int | None = field(default=None, kw_only=True)
     masks_itself: bool = field(default=False, kw_only=True)
+    compiled: bool = field(default=False, kw_only=True)
 
     @classmethod
     def of(cls, chosen: Tensor, multiple: int = 1) -> RowPlan:

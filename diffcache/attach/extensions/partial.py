@@ -28,6 +28,7 @@ from diffcache.foreign import CACHES, version_of
 from diffcache.kernels.attention import attn_forward, takes
 from diffcache.kernels.dense import scaled_dot_product_attention
 from diffcache.kernels.move import kv_scatter
+from diffcache.kv.slots import writable
 from diffcache.step import CURRENT
 
 PLAN = "row_plan"  # the argument of a call
@@ -65,8 +66,8 @@ class HeldKV:
             self.k = k.clone(memory_format=torch.contiguous_format)
             self.v = v.clone(memory_format=torch.contiguous_format)
             return
-        if self.k.is_inference() and not torch.is_inference_mode_enabled():  # torch lets none write
-            self.k, self.v = self.k.clone(), self.v.clone()
+        if not torch.compiler.is_compiling():
+            self.k, self.v = writable(self.k), writable(self.v)
         if not isinstance(at, range):
             if at.dim() == 2 and (at.shape[0] == 1 or at.stride(0) == 0):
                 at = at[0]

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from threading import Lock
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from diffcache.attach.attention_call import AttentionCall, AttentionSite
-from diffcache.attach.attention_sdpa import Placed
+from diffcache.attach.attention_sdpa import Placed, Replaced
+from diffcache.attach.attention_transformers import HELD
 from diffcache.attach.call import Call
 from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extensions.partial import (
@@ -40,6 +42,7 @@ from diffcache.dllm.rows import ALL, RowPlan
 from diffcache.errors import AttachError
 from diffcache.kv.slots import SlotIndex
 
+_COMPILING = Lock()
 TRIAL = "trial"  # in a call's storage: the turn of rows that are computed alone to compare them
 
 
@@ -83,6 +86,68 @@ class RowTurn:
     attention: list[Tensor] = field(default_factory=list)
 
 
+class HeldTensors(NamedTuple):
+    """Keys and values that compiled attention writes to and reads, of one call.
+
+    Attributes:
+        at: Positions of the rows, int64 `[n]`, or `[B, n]`.
+        mask: Positions that are seen, bool `[B, 1, n, T]`; None for all.
+        layers: Keys and values of every attention, by its `layer_idx`, `[B, H, T, D]` each.
+        noted: Tensors that get the rows' mean attention over heads, `[B, n, T]` each; or none.
+    """
+
+    at: Tensor
+    mask: Tensor | None
+    layers: tuple[tuple[Tensor, Tensor], ...]
+    noted: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def of(cls, turn: RowTurn) -> HeldTensors:
+        """Return what the forward of a call writes to and reads."""
+        held, at = turn.held, turn.index
+        if isinstance(at, range):
+            at = torch.arange(at.start, at.stop, device=held.positions.device)
+        elif at.shape[0] == 1:
+            at = at[0]
+        layers: Any = tuple([(layer.k, layer.v) for layer in held.layers])
+        if isinstance(turn.plan, NotedPlan):
+            some = layers[0][0]
+            dtype, shape = torch.promote_types(some.dtype, torch.float32), held.shape
+            turn.attention = [
+                some.new_empty(shape[0], turn.rows, shape[1], dtype=dtype) for _ in layers
+            ]
+        return cls(at, turn.mask, layers, tuple(turn.attention))
+
+    def attend(
+        self,
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Write the rows' keys and values, and attend to all that is held, in a compiled graph.
+
+        Args:
+            module: The attention module.
+            query: Queries, `[B, H, n, D]`.
+            key: Keys, `[B, H or fewer, n, D]`.
+            value: Values, `[B, H or fewer, n, D]`.
+            attention_mask: Mask of the model, which `mask` takes the place of.
+            scaling: Factor of the logits.
+            kwargs: Further arguments of the model's attention function.
+        """
+        layer = HeldKV(*self.layers[module.layer_idx])
+        layer.write(self.at, key.transpose(1, 2), value.transpose(1, 2))
+        rows, scale = query.transpose(1, 2), query.shape[3] ** -0.5 if scaling is None else scaling
+        if self.noted:
+            weights = layer.weights(rows, scale, self.mask)
+            self.noted[module.layer_idx].copy_(weights.mean(1))
+        return layer.attend(rows, scale, self.mask).contiguous()
+
+
 class Rows(Partial):
     """Computes the planned rows of every call.
 
@@ -95,12 +160,19 @@ class Rows(Partial):
 
     def __init__(self, denoiser: Denoiser, plans: type[RowPlan] = RowPlan) -> None:
         super().__init__(denoiser, plans)
-        self.checked: set[int] = set()  # attentions that were compared with the model's own
+        self.channels: dict[int, int] = {}  # of queries, where attention is known as the model's
+        self._compiled: Replaced | None = None  # the model's forward, once rows are compiled
         self.is_tried = False  # whether rows alone were compared with the same among all
         self.weights = sum(
             linear_weights(denoiser.model.get_submodule(entry.key))
             for entry in denoiser.anatomy.lists
         )
+
+    def remove(self) -> None:
+        """Give the model its forward and its attention function back."""
+        if self._compiled is not None:
+            self._compiled.undo()
+        super().remove()
 
     def tensors(self, run: Run) -> Iterable[Tensor]:
         """Return the keys, values and confidence of a run."""
@@ -129,7 +201,41 @@ class Rows(Partial):
         mask = self._seen(held, rows, plan.block, plan.seen)
         mask = None if mask is None else mask.expand(-1, -1, count, -1)
         turn = call.storage[self] = self.turn_of(plan, RowTurn(held, rows, count, mask, plan))
-        return self._cut(given, turn)
+        some = self._cut(given, turn)
+        is_checked = len(self.channels) == len(self.numbers)
+        if plan.compiled and plan.rows is not None and is_checked and _may_write(held):
+            if self._compiled is None:
+                self._compile(turn)
+            turn.visits = {number: (count, size) for number, size in self.channels.items()}
+            if isinstance(plan, NotedPlan):
+                turn.products = sum(self.channels.values()) * count * held.shape[0] * width
+            # strides are guarded, and each other one would be compiled anew
+            some |= {IDS: some[IDS].contiguous(), HELD: HeldTensors.of(turn)}
+        return some
+
+    def _compile(self, turn: RowTurn) -> None:
+        """Let the model's forward be compiled where it is given what is held.
+
+        Raises:
+            AttachError: If the model does not hand it on to its attention.
+        """
+        model = self.denoiser.model
+        sites = [model.get_submodule(site.path) for site in self.door.sites]
+        numbers = [getattr(site, "layer_idx", None) for site in sites]
+        if type(turn) is not RowTurn or self.is_direct or numbers != list(range(len(numbers))):
+            raise AttachError(
+                f"{self.model}: compiled=True serves policies whose layers compute the planned "
+                "rows, and models whose attention goes through transformers' interface, with the "
+                "number of its layer; leave it out"
+            )
+        with _COMPILING:
+            if self._compiled is None:  # no other thread was first
+                compiled: Any = torch.compile(model.forward)
+
+                def run(forward: Any, *args: Any, **kwargs: Any) -> Any:
+                    return (compiled if HELD in kwargs else forward)(*args, **kwargs)
+
+                self._compiled = Replaced(model, "forward", run)
 
     def _seen(
         self,
@@ -302,11 +408,11 @@ class Rows(Partial):
         if isinstance(turn.plan, NotedPlan):
             turn.products += call.q.numel() * turn.held.shape[1]
             turn.attention.append(layer.weights(call.q, call.scale, turn.mask).mean(1))
-        if number not in self.checked:
+        if number not in self.channels:
             if self.is_direct or turn.plan.masks_itself or turn.plan.seen is not None:
                 call.mask = turn.mask
             self._check_output(site, out, call.plain())
-            self.checked.add(number)
+            self.channels[number] = call.q.shape[2] * call.q.shape[3]
         return out.contiguous()
 
     def _check_seen(self, site: AttentionSite, call: AttentionCall, turn: RowTurn) -> None:
@@ -360,6 +466,11 @@ class Rows(Partial):
                 f"{self.model}: {site.path} computes more than softmax attention of its queries, "
                 "keys and values (a bias of positions, say), which cannot be done for some rows"
             )
+
+
+def _may_write(held: HeldRun[HeldKV]) -> bool:
+    """Return whether compiled code can write to what is held."""
+    return all(layer.k is not None and not layer.k.is_inference() for layer in held.layers)
 
 
 def install(denoiser: Denoiser, ability: FedRows) -> Rows:

@@ -105,6 +105,8 @@ BENCHMARKS: dict[str, Bench] = {
             ("dllm-steps", "chain-llada, batch 1", {}),
             ("dllm-steps-8", "chain-llada, batch 8", {"size": 8}),
             ("dllm-steps-28m", "28 M parameters", {"is_large": True}),
+            ("dllm-steps-compiled", "compiled, chain-llada, batch 1", {"compiled": True}),
+            ("dllm-steps-compiled-8", "compiled, batch 8", {"compiled": True, "size": 8}),
         )
     },
 }  # fmt: skip

@@ -27,6 +27,7 @@ from diffcache.eval.workshop.dllm.measure import runners_of
 from diffcache.eval.workshop.dllm.rows import Row, rows
 from diffcache.eval.workshop.small.chain import HELD_OUT, WORLDS, draw
 from diffcache.eval.workshop.small.chain_llada import BLOCKS, load
+from diffcache.pipelines.diffusion_lm import can_be_compiled
 from diffcache.targets import handle_of
 
 NAMES = (
@@ -111,6 +112,7 @@ def measure(
     rounds: int = 16,
     size: int = 1,
     is_large: bool = False,
+    compiled: bool = False,
     named: Sequence[str] = NAMES,
 ) -> dict[str, Any]:
     """Measure the steps of every policy, in turn.
@@ -120,6 +122,8 @@ def measure(
         rounds: Timed answers of each, of `size` prompts.
         size: Prompts of a batch.
         is_large: Whether the model is the one of 28 M parameters instead of chain-llada.
+        compiled: Whether forwards of some rows are compiled, beside a plain one that is not;
+            policies that do not take that are left out.
         named: Names of the rows, the uncached one first.
     """
     generator = torch.Generator().manual_seed(HELD_OUT + 2)
@@ -134,6 +138,12 @@ def measure(
     chosen = [known[name] for name in named]
     found = runners_of(base.to(setting.device), [Row("plain"), *chosen], length, block)
     twin = found.pop("plain").lm.model
+    if compiled:
+        for name, runner in list(found.items()):
+            policy = runner.lm.policy
+            runner.lm.compiled = can_be_compiled(policy)
+            if policy is not None and not runner.lm.compiled:
+                del found[name]
     told: dict[str, list[dict[str, float]]] = {name: [] for name in found}
     for batch in prompts.to(setting.device).split(size):
         for name, runner in found.items():
