@@ -50,10 +50,19 @@ BENCHMARKS: dict[str, Bench] = {
         kv.measure, "host time, bytes and error of caches of keys and values",
         quick={"rounds": 2, "slots": 256},
     ),
-    "decode": Bench(
-        decode.measure, "time of a token with each cache, as a share of the stock cache's",
-        quick={"rounds": 2, "layers": 2, "prompt": 256}, sized=True,
-    ),
+    **{
+        name: Bench(
+            decode.measure, f"time of a token with each cache beside the stock cache's, {about}",
+            quick={"rounds": 2, "layers": 2, "prompt": 256, "model": decode.BAR}, sized=True,
+            sizes={"model": model, "prompt": prompt},
+        )
+        for name, about, model, prompt in (
+            ("decode", "prompt of 2,048", decode.BAR, 2048),
+            ("decode-4096", "prompt of 4,096", decode.BAR, 4096),
+            ("decode-smollm2", "SmolLM2 and 2,048", decode.SMOLLM2, 2048),
+            ("decode-smollm2-4096", "SmolLM2 and 4,096", decode.SMOLLM2, 4096),
+        )
+    },
     "capacity": Bench(
         capacity.measure, "whether time and bytes stay flat for 10,000 tokens",
         quick={"tokens": 30}, has_rounds=False,
@@ -127,9 +136,7 @@ def bench(
     layers: Annotated[
         int | None, typer.Option(help=f"decode: layers of the model ({decode.LAYERS}).")
     ] = None,
-    prompt: Annotated[
-        int | None, typer.Option(help=f"decode: tokens of the prompt ({decode.PROMPT}).")
-    ] = None,
+    prompt: Annotated[int | None, typer.Option(help="decode: tokens of the prompt.")] = None,
     recipes: Annotated[str, typer.Option(help="decode: caches, with commas (all).")] = "",
     out: Annotated[Path | None, typer.Option(help="Folder (default: assets/bench).")] = None,
     quick: Annotated[

@@ -17,7 +17,7 @@ import torch
 from diffcache.eval.cost.interleave import Call, Turn
 from diffcache.eval.cost.interleave import measure as take_turns
 from diffcache.eval.record import Setting
-from diffcache.eval.workshop.bench.decode import STOCK, Decoded, contenders
+from diffcache.eval.workshop.bench.decode import STOCK, Decoded, build, contenders
 from diffcache.eval.workshop.bench.runner import thirds
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.catalog import recipe_function, recipes
@@ -57,7 +57,7 @@ def measure(setting: Setting, *, tokens: int = TOKENS) -> dict[str, Any]:
     if tokens < 9:
         raise ValueError(f"tokens={tokens}: must be at least 9")
     chosen = {name: Decoded(recipe) for name, recipe in bounded().items()}
-    run = contenders(chosen, 1, BUDGET + tokens, setting)
+    run = contenders(chosen, build(1, BUDGET + tokens, setting), BUDGET + tokens)
     take_turns({n: partial(c.prefill, BUDGET) for n, c in run.items()}, 1, 0, setting)
     model, first = run[STOCK].model, run[STOCK].tokens[:, :1]
     steps: dict[str, Call | Turn] = {ALONE: lambda: model(input_ids=first, use_cache=False)}

@@ -1,10 +1,10 @@
 """CPU seconds of a generated token with each cache, beside transformers' own `DynamicCache`.
 
-The model is a Llama of about 130 M parameters with random weights and a prompt of 4096 tokens, so
-that attention is a large part of a token. Every cache has a model object of its own, all with the
-same weights: one that attention was exchanged in tells nothing of the stock one. All read the same
-prompt and are given the same tokens, one each in turn. The vocabulary goes with the number of
-layers, so that a model of two layers shows about the ratios of one of ten.
+The model is SmolLM2-135M, or a Llama of about 130 M parameters with random weights, `BAR`, and the
+prompt long, so that attention is a large part of a token. Every cache has a model object of its
+own, all with the same weights: one that attention was exchanged in tells nothing of the stock one.
+All read the same prompt and are given the same tokens, one each in turn. The vocabulary of the bar
+goes with the number of layers, so that two layers show about the ratios of ten.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from diffcache.eval.cost.interleave import Call, Turn, summary
 from diffcache.eval.cost.interleave import measure as take_turns
@@ -31,8 +31,10 @@ from diffcache.kv.recipes.low_rank import xkv
 from diffcache.kv.recipes.quantized import gear, kivi, mustafar, rotatekv
 from diffcache.kv.recipes.retrieval import quest, shadowkv, tidal_decode
 from diffcache.kv.recipes.streaming import streaming_llm
+from diffcache.pipelines.fetched import fetched
 
 LAYERS, PROMPT = 10, 4096
+BAR, SMOLLM2 = "bar", "smollm2"
 STOCK = "DynamicCache"
 _HEADS, _KV_HEADS, _SIZE, _WIDTH, _INNER = 16, 4, 64, 1024, 2816
 _WORDS_A_LAYER = 1600
@@ -68,19 +70,19 @@ def cases(layers: int = LAYERS, prompt: int = PROMPT) -> dict[str, Decoded]:
     chosen = quest(read, skip=first)
     return {
         "full": Decoded(Recipe(), mode="native"),
-        "snapkv 25 %": Decoded(snapkv(quarter)),
-        "streaming_llm 25 %": Decoded(streaming_llm(quarter), 0.75),
+        "snapkv 25 %": Decoded(snapkv(quarter), 0.8),
+        "streaming_llm 25 %": Decoded(streaming_llm(quarter), 0.85),
         "h2o 25 %": Decoded(h2o(quarter), 0.85),
         "tova 25 %": Decoded(tova(quarter), 0.85),
         "quest 256": Decoded(chosen, 0.85),
         "tidal_decode 256": Decoded(tidal_decode(read, select=select), 0.85),
-        "kivi 4": Decoded(kivi(4), 1.2, "native"),
-        "kivi 2": Decoded(kivi(2), 1.2, "native"),
+        "kivi 4": Decoded(kivi(4), 1.2),
+        "kivi 2": Decoded(kivi(2), 1.2),
         "kivi 4 + quest 256": Decoded(kivi(4) | chosen, 1.0),
         "snapkv 25 % + kivi 4": Decoded(snapkv(quarter) | kivi(4)),
         "xkv": Decoded(xkv(layers=min(4, layers)), 1.5, "native"),
         "shadowkv 512": Decoded(
-            shadowkv(min(512, prompt // 2), outliers=min(16, prompt // 64)), 1.5
+            shadowkv(min(512, prompt // 2), outliers=min(16, prompt // 64)), 1.3
         ),
         "gear 2": Decoded(gear(2), 1.5, "native"),
         "mustafar": Decoded(mustafar(), 1.5, "native"),
@@ -152,17 +154,15 @@ def build(layers: int, tokens: int, setting: Setting) -> LlamaForCausalLM:
 
 
 def contenders(
-    chosen: Mapping[str, Decoded], layers: int, tokens: int, setting: Setting
+    chosen: Mapping[str, Decoded], model: LlamaForCausalLM, tokens: int
 ) -> dict[str, Contender]:
     """Return what is timed, by name; the stock cache first.
 
     Args:
         chosen: Cases.
-        layers: Layers of the model.
+        model: The model, of which each gets a copy that shares its weights.
         tokens: Tokens that each will be given, the prompt among them.
-        setting: Device and dtype.
     """
-    model = build(layers, tokens, setting)
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, model.config.vocab_size, (1, tokens), generator=generator)
     given = ids.to(model.device)
@@ -187,15 +187,17 @@ def measure(
     layers: int = LAYERS,
     prompt: int = PROMPT,
     recipes: Sequence[str] | None = None,
+    model: str = BAR,
 ) -> dict[str, Any]:
     """Measure a prompt, the first token after it, and the tokens that follow.
 
     Args:
         setting: Device and dtype.
         rounds: Timed tokens of every cache.
-        layers: Layers of the model.
+        layers: Layers of the bar; SmolLM2 has its own 30.
         prompt: Tokens of the prompt, at least 256.
         recipes: Names of the caches beside the stock one; None for all.
+        model: `bar`, or `smollm2` once it was fetched.
 
     Raises:
         ValueError: If a number is out of range or a name unknown.
@@ -203,12 +205,22 @@ def measure(
     for name, value, least in (("layers", layers, 2), ("prompt", prompt, 256)):
         if value < least:
             raise ValueError(f"{name}={value}: must be at least {least}")
+    tokens, dtype = prompt + 1 + _WARMUP + rounds, setting.dtype
+    if model == SMOLLM2:
+        place = fetched(SMOLLM2)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            place, dtype=dtype, attn_implementation="sdpa"
+        )
+        whole = loaded.to(setting.device).eval()
+        layers = whole.config.num_hidden_layers
+    else:
+        whole = build(layers, tokens, setting)
     found = cases(layers, prompt)
     unknown = [name for name in recipes or () if name not in found]
     if unknown:
         raise ValueError(f"no cache {unknown[0]!r} is timed; there are {', '.join(found)}")
     chosen = {name: case for name, case in found.items() if recipes is None or name in recipes}
-    run = contenders(chosen, layers, prompt + 1 + _WARMUP + rounds, setting)
+    run = contenders(chosen, whole, tokens)
     reads: dict[str, Call | Turn] = {
         name: partial(each.prefill, prompt) for name, each in run.items()
     }
@@ -216,9 +228,11 @@ def measure(
     prefill = take_turns(reads, 1, 0, setting)
     first = take_turns(steps, 1, 0, setting)
     later = take_turns(steps, rounds, _WARMUP, setting)
+    config = whole.config
     return {
         "shapes": {"device": setting.device.type, "layers": layers, "prompt": prompt,
-                   "heads": _HEADS, "kv_heads": _KV_HEADS, "head_size": _SIZE, "width": _WIDTH,
+                   "heads": config.num_attention_heads, "kv_heads": config.num_key_value_heads,
+                   "head_size": config.head_dim, "width": config.hidden_size, "model": model,
                    "parameters": sum(p.numel() for p in run[STOCK].model.parameters())},
         "rounds": rounds, "clock": setting.clock, "load": later.load, "cores": later.cores,
         "rows": rows(run, chosen, [each.own(setting) for each in (prefill, first, later)]),
