@@ -23,7 +23,6 @@ from diffusers import (
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from PIL import Image
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import T5TokenizerFast
 
 from diffcache.eval.workshop.small.causal_step import (
@@ -36,7 +35,7 @@ from diffcache.eval.workshop.small.export import save_pipeline
 from diffcache.eval.workshop.small.film_job import TEXT_TOKENS, FilmJob, build_text
 from diffcache.eval.workshop.small.grid import draw_grid
 from diffcache.eval.workshop.small.job import Settings, seeded
-from diffcache.eval.workshop.small.sticker_films import FPS, Film, sample_film
+from diffcache.eval.workshop.small.sticker_films import FILMED, FPS, Film, sample_film
 from diffcache.eval.workshop.small.sticker_video_autoencoder import (
     CHANNELS,
     TIMES,
@@ -63,6 +62,7 @@ HELD = 64
 _GRID = (4, 4)
 _WIDTH, _HEADS, _LAYERS = 192, 6, 6
 _DISTURBED = 0.1  # most noise on the history, whose noise level is said to be 0
+_FIRST = 3.0  # weight of the first chunk: what it shows is what all others go on with
 _OWN_FROM = 0.3  # share of the run after which histories are the model's own
 
 
@@ -101,7 +101,7 @@ def draw_films(count: int, seed: int, *, held: bool) -> list[Film]:
         rng = np.random.default_rng([seed, number])
         later = first_frame(CHUNK * int(rng.integers(1, LATENTS // CHUNK)))
         switches = (later,) if rng.random() < 0.25 else ()
-        films.append(sample_film(rng, held=held, switches=switches))
+        films.append(sample_film(rng, held=held, switches=switches, objects=FILMED))
     return films
 
 
@@ -163,7 +163,7 @@ class Causal(FilmJob):
     def loss(
         self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator
     ) -> Tensor:
-        """Return the mean square error of clean frames."""
+        """Return the mean square error of clean frames, in which the first chunk counts more."""
         own, held = self.way(drawn)
         self.attention(models["transformer"]).held = held
         said = (drawn["numbers"], drawn["known"])
@@ -190,7 +190,10 @@ class Causal(FilmJob):
         history = history + depth * torch.randn(clean.shape, generator=generator)
         noisy, levels = self.add_noise(clean, generator)
         found = predict(model, history, noisy, levels, text)
-        return functional.mse_loss(found.float(), clean)
+        errors = (found.float() - clean).square().mean((0, 1, 3, 4)).unflatten(0, (-1, CHUNK))
+        weights = torch.ones(len(errors), device=errors.device)
+        weights[0] = _FIRST
+        return (errors.mean(1) * weights).sum() / weights.sum()
 
     def add_noise(self, clean: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return films [B, C, F, H, W] with noise, and its level in every frame [B, F].

@@ -27,6 +27,12 @@ from diffcache.eval.workshop.small.stickers import (
 )
 
 FPS = 12
+# Half of the objects, those that models of 4 million weights learn first: trained on all 24,
+# sticker-causal filmed six of them without one frame that is right.
+FILMED = (
+    "fox", "frog", "fish", "crab", "strawberry", "pineapple", "burger", "cupcake", "umbrella",
+    "gift", "sunflower", "pumpkin",
+)  # fmt: skip
 _SPEEDS = (0.5, 1.4)  # pixels a frame
 _SWAYS = (0.0, 14.0)  # degrees to either side
 _PERIODS = (20.0, 40.0)  # frames of one sway
@@ -61,7 +67,11 @@ class Film:
 
 
 def sample_film(
-    rng: np.random.Generator, *, held: bool = False, switches: tuple[int, ...] = ()
+    rng: np.random.Generator,
+    *,
+    held: bool = False,
+    switches: tuple[int, ...] = (),
+    objects: tuple[str, ...] = OBJECTS,
 ) -> Film:
     """Draw a film, with combinations of object and ground that training leaves out or with others.
 
@@ -69,10 +79,11 @@ def sample_film(
         rng: Source of randomness.
         held: Draw held-out combinations; else none of them.
         switches: Frames at which another object takes over.
+        objects: Names of objects to choose from.
     """
     while True:
         kind = str(rng.choice(list(GROUNDS)))
-        names = [str(name) for name in rng.choice(OBJECTS, 1 + len(switches), replace=False)]
+        names = [str(name) for name in rng.choice(objects, 1 + len(switches), replace=False)]
         if all(held_out((name,), kind) == held for name in names):
             break
     (sticker,) = place((names[0],), rng)
