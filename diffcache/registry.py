@@ -131,6 +131,7 @@ elastic | elastic_cache:ElasticCache | Elastic-Cache, arXiv 2510.14973 | gamma=0
 entropy-cache | entropy_cache:EntropyCache | EntropyCache, arXiv 2603.18489 | threshold=3.2,recent=3 | threshold=0
 fast-dllm | fast_dllm:FastDLLM | Fast-dLLM, arXiv 2505.22618 | defaults |
 free-cache | free_cache:FreeCache | FlashDLM (FreeCache), arXiv 2505.21467 | defaults |
+sparse-dllm | sparse_dllm:SparseDLLM | Sparse-dLLM, arXiv 2508.02558 | keep=0.4 |
 vicinity | vicinity:Vicinity | dInfer, arXiv 2510.08666 | before=2,after=3,warmup=1 | before=999,after=999
 window-diffusion | window_diffusion:WindowDiffusion | Window-Diffusion, arXiv 2601.20332 | window=16,every=5 | window=7,every=1
 uncached | policy:Uncached | | | defaults

@@ -25,7 +25,6 @@ from diffcache.api import report, run
 from diffcache.attach.attention_sdpa import calls_sdpa
 from diffcache.dllm.block_cache import BlockCache, whole_blocks, within_blocks
 from diffcache.dllm.decode import Decoding, Schedule
-from diffcache.dllm.elastic_cache import WatchedPlan
 from diffcache.dllm.guided import Guided
 from diffcache.dllm.policy import FedRows, Policy, Uncached
 from diffcache.dllm.rows import ALL, RowPlan
@@ -88,7 +87,8 @@ class DiffusionLM(Loop):
             ways inside; None for what its configuration says. It is tried once before the first
             answer, in three forwards of two blocks, and so is who makes the mask of blocks.
         compiled: Whether `torch.compile` runs forwards of some rows, for models whose attention
-            goes through transformers' interface, and all policies but Elastic-Cache and dLLM-Cache.
+            goes through transformers' interface, and all policies but Elastic-Cache, dLLM-Cache
+            and Sparse-dLLM.
             Forwards of all rows, and those within `torch.inference_mode`, stay as they are. Logits
             agree up to rounding. A new number of rows may be compiled anew; `Schedule(multiple=16)`
             makes them few.
@@ -562,6 +562,4 @@ class DiffusionLM(Loop):
 def can_be_compiled(policy: Policy | None) -> bool:
     """Return whether the layers of a forward compute the rows that a policy plans, and no more."""
     abilities = () if policy is None else policy.abilities()
-    return bool(abilities) and all(
-        isinstance(x, FedRows) and x.plans is not WatchedPlan for x in abilities
-    )
+    return bool(abilities) and all(isinstance(x, FedRows) and x.plans.compiles for x in abilities)

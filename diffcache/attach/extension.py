@@ -24,6 +24,7 @@ INSTALLERS: dict[str, str] = {
     "BranchRows": "diffcache.attach.extensions.branch_rows:install",
     "NotedRows": "diffcache.attach.extensions.rows:install",
     "UnsureRows": "diffcache.attach.extensions.rows:install",
+    "SparseRows": "diffcache.attach.extensions.rows:install",
     "WideningRows": "diffcache.attach.extensions.drift:install",
     "FinishedBlocks": "diffcache.attach.extensions.blocks:install",
     "WatchLayers": "diffcache.attach.extensions.quantize:watch",

@@ -33,6 +33,7 @@ from diffcache.dllm.rules import Quota as Quota
 from diffcache.dllm.rules import Threshold as Threshold
 from diffcache.dllm.sampler import Sampler as Sampler
 from diffcache.dllm.slow_fast import SlowFast as SlowFast
+from diffcache.dllm.sparse_dllm import SparseDLLM as SparseDLLM
 from diffcache.dllm.state import RowState as RowState
 from diffcache.dllm.state import State as State
 from diffcache.dllm.state import check_coverage as check_coverage

@@ -27,6 +27,8 @@ class WatchedPlan(RowPlan):
         multiple: Number that rows are filled up to a multiple of.
     """
 
+    compiles: ClassVar[bool] = False
+
     window: Tensor = field(kw_only=True)
     known: Tensor = field(kw_only=True)
     multiple: int = field(default=1, kw_only=True)

@@ -27,9 +27,11 @@ class RowPlan:
         compiled: Whether the forward of some rows is compiled.
         narrows: Whether masks that may be committed are left out on purpose, and so are not
             committed.
+        compiles: Whether a compiled forward serves plans of this kind.
     """
 
     narrows: ClassVar[bool] = False
+    compiles: ClassVar[bool] = True
 
     rows: Tensor | range | None = None
     seen: Tensor | None = field(default=None, kw_only=True)

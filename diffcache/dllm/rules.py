@@ -241,7 +241,7 @@ class Dynamic(Rule):
         return sure.where(sure.sum(-1, keepdim=True) >= quota, first(scores, quota))
 
 
-def check_share(rule: Rule, *names: str, more: str = "") -> None:
+def check_share(rule: object, *names: str, more: str = "") -> None:
     """Raise unless settings are numbers from 0 to 1.
 
     Raises:

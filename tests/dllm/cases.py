@@ -81,6 +81,7 @@ CASES = {
     "dllm, half": Case(DLLMCache(3, 8, 0.5), computes_its_plan=False),
     "elastic": Case(of("elastic"), schedule=WINDOW, computes_its_plan=False),
     "elastic, keys": Case(ElasticCache(0.5, "key", 2), CONFIDENT, WINDOW, computes_its_plan=False),
+    "sparse": Case(of("sparse-dllm"), hides=True, computes_its_plan=False),
     "d2": Case(of("d2cache"), computes_its_plan=False),
     "d2, wide": Case(D2Cache(9, inflate_w=0), schedule=WINDOW, computes_its_plan=False),
 }
@@ -107,6 +108,7 @@ LIMITS = {  # where a policy computes everything
     "dllm, every step": Case(of("dllm-cache", off=True)),
     "dllm, every step, no rows": Case(DLLMCache(1, 1, 0)),
     "window, every step": Case(of("window-diffusion", off=True), schedule=WINDOW),
+    "sparse, blocks of two steps": Case(of("sparse-dllm"), schedule=Schedule(ANSWER, BLOCK, 4)),
     "d2, a step": Case(D2Cache(), schedule=AT_ONCE),
     "elastic, all rows": Case(of("elastic", off=True), schedule=WINDOW),
 }

@@ -137,14 +137,15 @@ def held_besides(model: Any) -> list[Tensor]:
 
 
 @torch.no_grad()
-def by_hand(
+def by_hand(  # noqa: C901
     model: Any,
     ids: Tensor,
     rows: Tensor,
     kept: Kept | None,
     valid: Tensor | None = None,
-    seen: Tensor | None = None,
+    seen: Tensor | list[Tensor] | None = None,
     maps: list[Tensor] | None = None,
+    queries: list[Tensor] | None = None,
 ) -> tuple[Tensor, Kept]:
     """Compute rows of a Llama against stale keys and values, with explicit attention weights.
 
@@ -154,8 +155,10 @@ def by_hand(
         rows: int64 [B, n].
         kept: What every layer kept before; None where all rows are computed.
         valid: bool [B, T], False is padding.
-        seen: bool [B, T], what the rows see; None for all that is no padding.
+        seen: bool [B, T], what the rows see, or a list of that for each layer; None for all that
+            is no padding.
         maps: Gets the attention of every layer, [B, H, n, T] each.
+        queries: Gets the rotated queries of every layer, [B, H, n, D] each.
 
     Returns:
         Logits of the rows [B, n, V], and what is kept now.
@@ -180,6 +183,8 @@ def by_hand(
             for project in (attn.q_proj, attn.k_proj, attn.v_proj)
         )
         q, k = rotated(q), rotated(k)
+        if queries is not None:
+            queries.append(q)
         if kept is None:
             keys, values = k.new_zeros(2, *k.shape[:2], ids.shape[1], size).unbind()
         else:
@@ -191,7 +196,7 @@ def by_hand(
         made.append((keys, values))
         groups = q.shape[1] // keys.shape[1]
         logits = q @ keys.repeat_interleave(groups, 1).mT / size**0.5
-        for mask in (valid, seen):
+        for mask in (valid, seen[number] if isinstance(seen, list) else seen):
             if mask is not None:
                 logits = logits.masked_fill(~mask[:, None, None], float("-inf"))
         weights = logits.softmax(-1)

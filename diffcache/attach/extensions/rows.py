@@ -39,6 +39,7 @@ from diffcache.dllm.d2_cache import CONFIDENCE, INFLUENCE, NotedPlan, influence
 from diffcache.dllm.entropy_cache import EntropyPlan
 from diffcache.dllm.policy import FedRows
 from diffcache.dllm.rows import ALL, RowPlan
+from diffcache.dllm.sparse_dllm import SparsePlan
 from diffcache.errors import AttachError
 from diffcache.kv.slots import SlotIndex
 
@@ -53,9 +54,11 @@ class HeldRows(HeldRun[HeldKV]):
     Attributes:
         confidence: Probability of the most probable token when each position was last computed,
             `[B, T]`; None where no plan takes notes.
+        kept: Positions that each attention has not evicted, bool `[B, T]`, where a plan evicts.
     """
 
     confidence: Tensor | None = None
+    kept: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -176,9 +179,11 @@ class Rows(Partial):
 
     def tensors(self, run: Run) -> Iterable[Tensor]:
         """Return the keys, values and confidence of a run."""
-        found = list(super().tensors(run))
-        confidence = getattr(run.storage.get(self), "confidence", None)
-        return found if confidence is None else [*found, confidence]
+        found, held = list(super().tensors(run)), run.storage.get(self)
+        if isinstance(held, HeldRows):
+            found += held.kept.values()
+            found += [] if held.confidence is None else [held.confidence]
+        return found
 
     # a call ----------------------------------------------------------------------------------
 
@@ -222,7 +227,7 @@ class Rows(Partial):
         model = self.denoiser.model
         sites = [model.get_submodule(site.path) for site in self.door.sites]
         numbers = [getattr(site, "layer_idx", None) for site in sites]
-        if type(turn) is not RowTurn or self.is_direct or numbers != list(range(len(numbers))):
+        if not turn.plan.compiles or self.is_direct or numbers != list(range(len(numbers))):
             raise AttachError(
                 f"{self.model}: compiled=True serves policies whose layers compute the planned "
                 "rows, and models whose attention goes through transformers' interface, with the "
@@ -404,7 +409,7 @@ class Rows(Partial):
         if layer.k is None:
             self._check_seen(site, call, turn)
         layer.write(turn.index, call.k, call.v)
-        out = layer.attend(call.q, call.scale, turn.mask)
+        out = layer.attend(call.q, call.scale, self._mask(number, call, turn))
         if isinstance(turn.plan, NotedPlan):
             turn.products += call.q.numel() * turn.held.shape[1]
             turn.attention.append(layer.weights(call.q, call.scale, turn.mask).mean(1))
@@ -414,6 +419,20 @@ class Rows(Partial):
             self._check_output(site, out, call.plain())
             self.channels[number] = call.q.shape[2] * call.q.shape[3]
         return out.contiguous()
+
+    def _mask(self, number: int, call: AttentionCall, turn: RowTurn) -> Tensor | None:
+        """Return what the rows of an attention see, and let it evict for the steps to come."""
+        held, plan = turn.held, turn.plan
+        if not isinstance(plan, SparsePlan):
+            return turn.mask
+        assert isinstance(held, HeldRows)
+        before, keys = held.kept.get(number), held.layers[number].k
+        assert keys is not None
+        valid = None if held.mask is None else held.mask[:, 0, 0]
+        kept = plan.chosen(call.q, keys, valid, before)
+        if kept is not None:
+            held.kept[number] = kept
+        return plan.shown(before, turn.mask, turn.rows)
 
     def _check_seen(self, site: AttentionSite, call: AttentionCall, turn: RowTurn) -> None:
         """Raise unless the model's own mask is that of the rows, all of them.
