@@ -197,3 +197,62 @@ def test_a_block_that_is_left_out_later_is_an_error():
         model(torch.ones(1, 8, WIDTH), torch.tensor(1.0))
         with pytest.raises(AttachError, match="0 of 1 skipped spans ended"):
             model(torch.ones(1, 8, WIDTH), torch.tensor(-5.0))
+
+
+class Counting(Model):
+    """A model whose loop stands in its forward, and counts its turns."""
+
+    def forward(self, x: Tensor, timestep: Tensor, **more: Any) -> Tensor:
+        self.turns, x = 0, x + timestep
+        for _, block in enumerate(self.blocks):
+            x = block(x)
+            self.turns += 1
+        return self.head(x)
+
+
+class Scaling(Counting):
+    """One whose output depends on the number of turns."""
+
+    def forward(self, x: Tensor, timestep: Tensor, **more: Any) -> Tensor:
+        self.turns, x = 0, x + timestep
+        for block in self.blocks:
+            x = block(x)
+            self.turns += 1
+        return self.head(x) * self.turns
+
+
+class Leaving(Counting):
+    """One whose loop may end early."""
+
+    def forward(self, x: Tensor, timestep: Tensor, **more: Any) -> Tensor:
+        self.turns, x = 0, x + timestep
+        for block in self.blocks:
+            x = block(x)
+            self.turns += 1
+            if self.turns == 3 and float(timestep) < 0:
+                break
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("cls", "site", "turns"),
+    [(Counting, "stack", 2), (Counting, "model", 0), (Counting, "block", DEPTH),
+     (Scaling, "stack", DEPTH), (Leaving, "stack", DEPTH)],
+)  # fmt: skip
+def test_a_plain_loop_turns_for_the_blocks_that_matter_where_nothing_shows(cls, site, turns):
+    model, (x, t) = cls(plain, 1), (torch.ones(1, 8, WIDTH), torch.tensor(1.0))
+    with torch.no_grad():
+        expected = model(x, t)
+        with diffcache.wrapped(model, Combine(Every(2), Taylor(1), site=site)) as handle:
+            handle.restart(4)
+            for index in range(4):
+                assert torch.allclose(model(x, t), expected, atol=1e-5)
+                if index:  # which runs once more or twice, to learn
+                    assert model.turns == (turns if index % 2 else DEPTH)
+                assert handle.last.calls[-1].counts["blocks"][index % 2] == DEPTH
+                handle.run().ticks += 1
+        if cls is Leaving:
+            diffcache.wrap(model, Interval(every=2))
+            model(x, t)
+            with pytest.raises(AttachError, match="0 of 1 skipped spans ended"):
+                model(x, t - 6)
