@@ -31,11 +31,13 @@ CANVAS = """() => {
 
 
 @contextmanager
-def server(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def server(
+    folder: Path, *arguments: str, port: str = "0"
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Run `diffcache serve` on a free port; give the process and its address, and end it."""
     for name in ("cwd", "tmp"):
-        (folder / name).mkdir()
-    command = [sys.executable, "-m", "diffcache", "serve", *arguments, "--port", "0"]
+        (folder / name).mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "diffcache", "serve", *arguments, "--port", port]
     command += ["--keep", str(folder / "films")]
     # diffusers imports torch's compiler, which makes its folder wherever temporary files are.
     own = {"TMPDIR": str(folder / "tmp"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiler")}
@@ -231,9 +233,6 @@ def test_a_page_streams_takes_orders_stops_and_leaves_nothing(
             assert page.evaluate(SHOWN) == last
             page.click("#apply")
             note.get_by_text("nothing is running").wait_for()
-            if os.environ.get("DIFFCACHE_SCREENS"):  # minutes; too slow on a busy machine
-                films_from_pictures(page, tmp_path)
-                an_image(page)
             page.click("#start")
             page.wait_for_function(f"{SHOWN} >= 3 && {SHOWN} < {last}")
         process.send_signal(signal.SIGINT)  # while a film runs whose page was closed
@@ -245,3 +244,58 @@ def test_a_page_streams_takes_orders_stops_and_leaves_nothing(
         assert (process.returncode, "".join(own)) == (0, "ended"), told
     assert problems == []
     assert [list((tmp_path / name).iterdir()) for name in ("cwd", "tmp")] == [[], []]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(CHROMIUM is None, reason=f"none of {', '.join(NAMES)} is on the path")
+def test_a_page_shows_two_policies_makes_films_from_pictures_and_draws_images(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("gradio", reason="gradio is not installed")
+    problems: list[str] = []
+    with server(tmp_path) as (_, address), browser_page(problems) as page:
+        page.goto(address, wait_until="domcontentloaded")
+        page.click("#other input")
+        page.get_by_role("option", name="window", exact=True).click()
+        page.click("#start")
+        page.wait_for_function(f"{SHOWN} >= 3")
+        assert page.locator("#player figcaption").all_inner_texts()[1:] == ["window"]
+        page.click("#stop")
+        page.locator("#player .status", has_text="stopped").wait_for()
+        page.click("#other input")
+        page.get_by_role("option", name="nothing").click()
+        films_from_pictures(page, tmp_path)
+        an_image(page)
+    assert problems == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(CHROMIUM is None, reason=f"none of {', '.join(NAMES)} is on the path")
+def test_a_film_goes_on_after_the_server_was_killed(tmp_path: Path) -> None:
+    """With `kill -9`, at the same port, in the same browser, and in no other one."""
+    pytest.importorskip("gradio", reason="gradio is not installed")
+    problems: list[str] = []
+    with browser_page(problems) as page:
+        with server(tmp_path, "--images", "") as (process, address):
+            page.goto(address, wait_until="domcontentloaded")
+            page.locator("#prompt textarea").fill("a fox on grass")
+            page.click("#start")
+            page.wait_for_function(f"{SHOWN} >= 30")  # five chunks, of which the fourth is saved
+            assert page.locator("#back").count() == 0
+            process.kill()
+            process.wait()
+        with server(tmp_path, "--images", "", port=address.split(":")[-1].strip("/")):
+            page.goto(address, wait_until="domcontentloaded")
+            page.locator("#note", has_text="your film of 'a fox on grass' was saved").wait_for()
+            if os.environ.get("DIFFCACHE_SCREENS"):
+                draw_screen(page, Path(os.environ["DIFFCACHE_SCREENS"]) / "serve-restart.png")
+            page.click("#back")
+            page.locator("#note", has_text=re.compile("goes on from chunk .*, as saved")).wait_for()
+            page.wait_for_function(f"{SHOWN} >= 6")
+            other = page.context.browser.new_page()  # of a profile of its own
+            other.goto(address, wait_until="domcontentloaded")
+            other.locator("#start").wait_for()
+            other.wait_for_timeout(2000)
+            assert other.locator("#back").count() == 0
