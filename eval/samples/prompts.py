@@ -22,7 +22,7 @@ from diffcache.offline.calibrate import prompt_hash
 # Built-in lists; each has another to calibrate on, in `<name>-calibration.txt`.
 SHIPPED = {
     "stickers": "256 held-out sentences of the shipped models of pictures",
-    "sticker-films": "34 held-out sentences of the shipped models of films",
+    "sticker-films": "11 held-out sentences of the shipped models of films",
     "pictures": "100 prompts for pictures",
     "films": "50 prompts for films",
 }

@@ -35,7 +35,7 @@ from diffcache.eval.workshop.small.export import save_pipeline
 from diffcache.eval.workshop.small.film_job import TEXT_TOKENS, FilmJob, build_text
 from diffcache.eval.workshop.small.grid import draw_grid
 from diffcache.eval.workshop.small.job import Settings, seeded
-from diffcache.eval.workshop.small.sticker_films import FILMED, FPS, Film, sample_film
+from diffcache.eval.workshop.small.sticker_films import FPS, Film, sample_film
 from diffcache.eval.workshop.small.sticker_video_autoencoder import (
     CHANNELS,
     TIMES,
@@ -55,7 +55,7 @@ STREAM: dict[str, Any] = {
     "chunk": CHUNK,
     "fps": FPS,
     "sampler": asdict(SAMPLER),
-    "prompts": ["a fox on grass", "a crab", "a fish", "a burger on wood"],
+    "prompts": ["a fox on grass", "a crab", "a sunflower in space", "a burger on wood"],
     "policy": "full",  # keeps most objects: films under a window fall apart after 60 chunks
 }
 HELD = 64
@@ -101,7 +101,7 @@ def draw_films(count: int, seed: int, *, held: bool) -> list[Film]:
         rng = np.random.default_rng([seed, number])
         later = first_frame(CHUNK * int(rng.integers(1, LATENTS // CHUNK)))
         switches = (later,) if rng.random() < 0.25 else ()
-        films.append(sample_film(rng, held=held, switches=switches, objects=FILMED))
+        films.append(sample_film(rng, held=held, switches=switches))
     return films
 
 

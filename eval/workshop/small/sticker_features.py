@@ -60,7 +60,8 @@ def draw_films(count: int, seed: int) -> list[Tensor]:
 
 
 def _film(seed: int, number: int) -> Tensor:
-    film = sample_film(np.random.default_rng([seed, number]), held=True)
+    rng = np.random.default_rng([seed, number])
+    film = sample_film(rng, held=True, objects=OBJECTS)
     return torch.from_numpy(render_film(film, FRAMES)[0]).permute(0, 3, 1, 2).contiguous()
 
 

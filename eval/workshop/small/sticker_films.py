@@ -1,9 +1,9 @@
 """Films of the sticker world: one object that drifts over a ground that stands still.
 
-A sentence names the object, and at times the ground. Size, place, direction, speed, sway, light and
-colors of the ground stay unsaid, but the first frames tell them: what follows is then certain. The
-object bounces off the edges, so that a film can go on for ever. Where the sentence changes, another
-object takes the place of the one before in mid-flight.
+A sentence names the object, one of 12, and at times the ground. Size, place, direction, speed,
+sway, light and colors of the ground stay unsaid, but the first frames tell them: what follows is
+then certain. The object bounces off the edges, so that a film can go on for ever. Where the
+sentence changes, another object takes the place of the one before in mid-flight.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from diffcache.eval.workshop.small.stickers import (
     GROUNDS,
-    OBJECTS,
     SIDE,
     Scene,
     caption,
@@ -71,7 +70,7 @@ def sample_film(
     *,
     held: bool = False,
     switches: tuple[int, ...] = (),
-    objects: tuple[str, ...] = OBJECTS,
+    objects: tuple[str, ...] = FILMED,
 ) -> Film:
     """Draw a film, with combinations of object and ground that training leaves out or with others.
 
