@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import logging
 import threading
 import time
 import uuid
@@ -35,6 +36,7 @@ FIXED = {
     "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": None, "stream_options": None,
 }  # fmt: skip
 TAKEN = {"model", "prompt", "max_tokens", "stream", "temperature", "user"}
+_log = logging.getLogger("diffcache.serve")
 
 
 @dataclass(eq=False)
@@ -265,7 +267,7 @@ class Completions:
                 for n, (one, why) in enumerate(zip(wanted, answers.result(), strict=True))
             ]
         except Exception as error:
-            return refusal(str(error), status_of(error))
+            return refusal(*fault(error))
         finally:
             answers.cancel()
             leave(wanted)
@@ -281,7 +283,7 @@ class Completions:
                     choice = {"index": n, "text": text, "finish_reason": why, "logprobs": None}
                     yield f"data: {json.dumps({**head, 'choices': [choice]})}\n\n"
             except Exception as error:  # the status is sent already
-                yield f"data: {json.dumps(_error(str(error), status_of(error)))}\n\n"
+                yield f"data: {json.dumps(_error(*fault(error)))}\n\n"
                 return
         yield "data: [DONE]\n\n"
 
@@ -382,9 +384,15 @@ def refusal(message: str, status: int) -> Response:
     )
 
 
-def status_of(error: Exception) -> int:
-    """Return the status that says whose fault an error is."""
-    return 400 if isinstance(error, ValueError) else 500
+def fault(error: Exception) -> tuple[str, int]:
+    """Return what a client is told of an error, and the status that says whose fault it is.
+
+    The text of a model's error stays here: it may name files of this machine.
+    """
+    if isinstance(error, ValueError):
+        return str(error), 400
+    _log.error("an answer broke off", exc_info=error)
+    return "the answer broke off; the log of the server says more", 500
 
 
 def _error(message: str, status: int) -> dict[str, Any]:

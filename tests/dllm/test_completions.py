@@ -175,7 +175,10 @@ def test_what_is_not_served_is_said(
 
 
 def test_a_forward_that_fails_ends_those_under_way_alone(
-    lm: DiffusionLM, served: tuple[Completions, str], monkeypatch: pytest.MonkeyPatch
+    lm: DiffusionLM,
+    served: tuple[Completions, str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     completions, address = served
     own, calls = lm.masked.logits, []
@@ -188,7 +191,8 @@ def test_a_forward_that_fails_ends_those_under_way_alone(
 
     monkeypatch.setattr(lm.masked, "logits", logits)
     broken = ask(address, prompt=ROWS[0])
-    assert broken.status_code == 500 and "device is lost" in broken.json()["error"]["message"]
+    assert broken.status_code == 500 and "broke off" in broken.json()["error"]["message"]
+    assert "device is lost" in caplog.text and "device is lost" not in broken.text
     assert ask(address, prompt=ROWS[0]).json()["choices"][0]["text"] == alone(lm, ROWS[0])[0]
     idle(completions)
 
