@@ -78,17 +78,6 @@ class Payload(ABC):
         """
         return None
 
-    def heads_into(self, out: Tensor) -> bool:
-        """Write heads that are coded as one vector each to its place, where that saves a copy.
-
-        Args:
-            out: `[B, H, S, D]`, of any strides; the channels of a slot are those of its H heads.
-
-        Returns:
-            Whether it was written; False leaves that to `decode`.
-        """
-        return False
-
     @abstractmethod
     def take(self, index: Tensor) -> Payload:
         """Keep some slots, in the order given, without coding anything again.

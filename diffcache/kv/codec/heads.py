@@ -53,11 +53,6 @@ class JoinedHeads(Payload):
         every: Tensor = joined.unflatten(3, (self.heads, -1))
         return every.transpose(2, 3).flatten(1, 2)
 
-    def decode_into(self, out: Tensor) -> None:
-        """Decode into a tensor, each head at once where the codes allow it."""
-        if self.at is not None or out.shape[1] != self.heads or not self.inner.heads_into(out):
-            super().decode_into(out)
-
     def decode_at(self, index: Tensor) -> Tensor:
         """Return some slots, of each head its own channels alone where the codes allow it."""
         found = None

@@ -29,9 +29,7 @@ from diffcache.kv.settings import Count
 _ROWS = 128  # slots that are multiplied in float64 at a time, so that they stay in a cache
 
 
-def steady_product(
-    left: Tensor, right: Tensor, dtype: torch.dtype, out: Tensor | None = None
-) -> Tensor:
+def steady_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `left @ right`, summed in float64 and rounded to `dtype`.
 
     A product in float32 differs in the last bit with the number of rows that are multiplied at a
@@ -42,14 +40,10 @@ def steady_product(
         left: `[..., S, r]`.
         right: `[..., r, D]`.
         dtype: Dtype of the result.
-        out: Tensor of the shape of the result, of any strides, that is written; None for a new one.
     """
-    if out is None:
-        lead = left.shape[:-2]
-        if lead != right.shape[:-2]:
-            lead = torch.broadcast_shapes(lead, right.shape[:-2])
-        size = (*lead, left.shape[-2], right.shape[-1])
-        out = torch.empty(size, dtype=dtype, device=left.device)
+    lead = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    size = (*lead, left.shape[-2], right.shape[-1])
+    out = torch.empty(size, dtype=dtype, device=left.device)
     step = max(left.shape[-2], 1) if left.device.type != "cpu" else _ROWS
     wide = right.double()
     for some, rows in zip(left.split(step, -2), out.split(step, -2), strict=True):
@@ -75,7 +69,7 @@ class Factors(Parts):
     def decode(self) -> Tensor:
         """Return the coordinates times the basis."""
         wide, values = work_dtype(self.dtype), self.basis.values
-        blocks = self._blocks(self.left.decode(), values)
+        blocks = self._blocks(self.left.decode())
         if blocks is not None:
             parts = [steady_product(left, basis, wide) for _, left, basis in blocks]
             return joined_slots(parts).to(self.dtype)
@@ -88,37 +82,30 @@ class Factors(Parts):
                 out[row, head, at] = steady_product(left[row, head, at], basis, wide)
         return out.to(self.dtype)
 
-    def _blocks(self, left: Tensor, values: Tensor) -> list[tuple[int, Tensor, Tensor]] | None:
+    def _blocks(self, coordinates: Tensor) -> list[tuple[int, Tensor, Tensor]] | None:
         """Return the first slot, `[B, H, t, S', r]` and `[B, H, t, r, D]` of runs of blocks.
 
-        Args:
-            left: Coordinates.
-            values: Bases.
-
-        Returns:
-            None where slots were taken out of their blocks.
+        None where slots were taken out of their blocks.
         """
+        values = self.basis.values.to(coordinates.dtype)
         if self.basis.runs is None:
             return None
         return [
-            (run.first, left[:, :, run.first : run.stop].unflatten(2, (run.rows, run.each)),
+            (run.first, coordinates[:, :, run.first : run.stop].unflatten(2, (run.rows, run.each)),
              values[:, :, run.row : run.row + run.rows])
             for run in self.basis.runs
         ]  # fmt: skip
 
-    def _near_blocks(self, dtype: torch.dtype) -> list[tuple[int, Tensor, Tensor]] | None:
-        return self._blocks(self.left.near().to(dtype), self.basis.values.to(dtype))
-
     def near(self) -> Tensor:
         """Return the coordinates times the basis, summed in the dtype of the arithmetic."""
-        blocks = self._near_blocks(work_dtype(self.dtype))
+        blocks = self._blocks(self.left.near().to(work_dtype(self.dtype)))
         if blocks is None:
             return self.decode()
         return joined_slots([left @ basis for _, left, basis in blocks]).to(self.dtype)
 
     def dot(self, q: Tensor) -> Tensor:
         """Return the products of queries with all slots, by their coordinates in each basis."""
-        blocks = self._near_blocks(q.dtype)
+        blocks = self._blocks(self.left.near().to(q.dtype))
         if blocks is None:
             return super().dot(q)
         parts = [(q[:, :, None] @ basis.mT @ left.mT).transpose(2, 3) for _, left, basis in blocks]
@@ -126,7 +113,7 @@ class Factors(Parts):
 
     def mix(self, weights: Tensor) -> Tensor:
         """Return sums of all slots by weights: of their coordinates, which are then multiplied."""
-        blocks = self._near_blocks(weights.dtype)
+        blocks = self._blocks(self.left.near().to(weights.dtype))
         if blocks is None:
             return super().mix(weights)
         total = weights.new_zeros(*weights.shape[:3], self.basis.values.shape[-1])
@@ -135,18 +122,6 @@ class Factors(Parts):
             some = weights.narrow(3, first, count * each).unflatten(3, (count, each))
             total += (some.transpose(2, 3) @ left @ basis).sum(2)
         return total
-
-    def heads_into(self, out: Tensor) -> bool:
-        """Multiply with the part of the basis of each head, where nothing is rounded twice."""
-        left, values = self.left, self.basis.values
-        one = self.basis.of is None and values.shape[1:3] == (1, 1)
-        if not one or not isinstance(left, Dense):
-            return False
-        if out.dtype != work_dtype(self.dtype):
-            return False
-        own = values[:, 0, 0].unflatten(2, (out.shape[1], -1)).transpose(1, 2)
-        steady_product(left.decode(), own, out.dtype, out)
-        return True
 
     def heads_at(self, index: Tensor) -> Tensor | None:
         """Multiply the coordinates at the slots of each head with its part of the basis."""

@@ -6,7 +6,7 @@ import ast
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
@@ -29,7 +29,8 @@ Row = Mapping[str, Any]
 PAGE = Path("docs/kv.md")
 FIGURES = ("whole answers", "look-up", "copy", "bytes held", "slots read")
 DERIVED = "test_official_"  # and the name of a recipe
-RECORD, TIMES, TOKENS, FLAT = "kv-recall.json", "kv.json", "decode.json", "capacity.json"
+RECORD, TIMES, FLAT = "kv-recall.json", "kv.json", "capacity.json"
+TOKENS = tuple(f"decode{name}.json" for name in ("", "-4096", "-smollm2", "-smollm2-4096"))
 TEXTS, REUSED = "kv-smollm2.json", "kv-reuse.json"
 METHODS = "## Methods\n"  # what stands before is written by hand, but for what stands between:
 HALF, USE = "## Half the memory\n", "## Use\n"
@@ -59,20 +60,23 @@ HELD = (
 )
 # Caches of the table of tokens -> what takes their time where they miss their aim.
 SLOW: Mapping[str, str] = {
+    "snapkv 25 %": "projections and host time: attention is a fifth of a token here",
     "streaming_llm 25 %": "the first keys are turned anew in every layer",
     "h2o 25 %": "the attention to every slot is taken a second time, to be added up",
     "tova 25 %": "the attention to every slot is taken a second time, to be ranked",
-    "quest 256": "two layers read everything; choosing takes many small operations",
+    "quest 256": "the first fifth of the layers reads everything; some fifty small operations "
+    "choose and gather in each other",
     "tidal_decode 256": "the two layers that choose and the two before them read everything",
-    "kivi 2": "all codes are decoded at every token, which wants a fused kernel",
-    "kivi 4": "all codes are decoded at every token, which wants a fused kernel",
-    "kivi 4 + quest 256": "the first two layers decode everything; values are coded one by one",
-    # In float64, so that they do not depend on how many are decoded at once.
-    "xkv": "all keys and values are multiplied by bases in float64 at every token",
-    "shadowkv 512": "chosen keys are multiplied by a basis in float64; landmarks are renewed",
-    "gear 2": "all codes, outliers and residuals are put together at every token",
-    "mustafar": "all values are put in their places behind the bitmap at every token",
-    "rotatekv 4": "the whole prefix is decoded, transformed back and rotated at every token",
+    "kivi 2": "codes are spread, made floats, scaled and moved: four passes over keys and values",
+    "kivi 4": "codes are spread, made floats, scaled and moved: four passes over keys and values",
+    "kivi 4 + quest 256": "the first fifth of the layers decodes everything; chosen slots are "
+    "decoded and gathered by many small operations; values are coded one by one",
+    "xkv": "keys: half the time their product with the basis, half rotating them; values: little",
+    "shadowkv 512": "some 240 small operations a layer, of landmarks, chosen keys, outliers",
+    "gear 2": "codes are spread and scaled (two thirds), outliers put in; the low rank is apart",
+    "mustafar": "two look-ups a byte of the bitmap, an addition and a look-up a channel",
+    "rotatekv 4": "keys: restored, multiplied back by the rotation, rotated by position; values: "
+    "restored",
 }
 # Presses that are called otherwise here, and what else our word says.
 OURS: Mapping[str, tuple[str, str]] = {
@@ -88,12 +92,12 @@ def page(directory: Path = ROOT) -> str:
     Args:
         directory: The project, for its records and the introduction of the page.
     """
-    record, times, tokens, flat = (
-        read_json(directory / "assets" / "bench" / name) for name in (RECORD, TIMES, TOKENS, FLAT)
-    )
+    records = directory / "assets" / "bench"
+    record, times, flat = (read_json(records / name) for name in (RECORD, TIMES, FLAT))
+    tokens = [found for found in (read_json(records / name) for name in TOKENS) if found]
     introduction, _, _ = (directory / PAGE).read_text(encoding="utf-8").partition(METHODS)
     first, _, use = introduction.partition(USE)
-    texts = read_json(directory / "assets" / "bench" / TEXTS)
+    texts = read_json(records / TEXTS)
     if texts:
         first = f"{first.partition(HALF)[0]}{HALF}\n{half(texts)}\n"
     introduction = f"{first}{USE}{use}"
@@ -110,7 +114,7 @@ def page(directory: Path = ROOT) -> str:
         place = family[0].place.partition(":")[0]
         parts.append("\n".join([f"### {title}\n\n`{place}`\n", *lines]))
     parts += [results(record), ""] if record else []
-    again = read_json(directory / "assets" / "bench" / REUSED)
+    again = read_json(records / REUSED)
     parts += [reused(again)] if again else []
     parts += [seconds(tokens)] if tokens else []
     parts += [capacity(flat)] if flat else []
@@ -292,26 +296,45 @@ def timing(record: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def seconds(record: Mapping[str, Any]) -> str:
-    """Return the table of a generated token beside `DynamicCache`, with what takes the time."""
-    shapes = record["shapes"]
-    about = (
-        "CPU seconds of a generated token beside `DynamicCache` with sdpa, in turn in one process: "
-        f"a Llama of {shapes['parameters'] / 1e6:.0f} M random weights, {shapes['layers']} layers, "
-        f"{shapes['heads']} query and {shapes['kv_heads']} key-value heads of "
-        f"{shapes['head_size']}, a prompt of {shapes['prompt']:,} tokens, {record['dtype']}, "
-        f"{record['threads']} thread, {record['device']}; median and quartiles of "
-        f"{record['rounds']} tokens (`{record['command']}`). Nothing here is a fused kernel: a "
-        "cache that decodes what it holds at every token saves memory, not time."
+def seconds(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return the table of a generated token beside `DynamicCache`, with what takes the time.
+
+    Args:
+        records: Records of `bench decode`, the one of all caches first.
+    """
+    first, bar, *_ = records[0], records[0]["shapes"]
+    runs = "; ".join(
+        f"n = {each['rounds']} at {each['commit']} by `{each['command']}`" for each in records
     )
+    about = (
+        "CPU seconds of a generated token by those of `DynamicCache` with sdpa, in turn in one "
+        f"process: medians, for the first also quartiles. The bar is a Llama of "
+        f"{bar['parameters'] / 1e6:.0f} M random weights ({bar['layers']} layers, {bar['heads']} "
+        f"query heads over {bar['kv_heads']} of {bar['head_size']}); SmolLM2 has 135 M (30 layers, "
+        f"9 over 3 of 64). {first['dtype']}, {first['threads']} thread, {first['device']}, while "
+        f"other work took the machine (load averages {_loads(records)}); {runs}. Modes: where "
+        "nothing is dropped or chosen `cache_for` takes stock attention, which needs all of it "
+        'decoded; rows that say native were asked for `mode="native"`, which multiplies codes as '
+        "they are held. Nothing is a fused kernel, and no decoded block is kept from one token to "
+        "the next, so that what is held is what the column says."
+    )
+    by = [{row["name"]: row for row in each["rows"]} for each in records]
     rows = []
-    for row in record["rows"]:
-        aim = "" if row["target"] is None else f"at most {row['target']:.2f}"
-        slow = f"missed: {SLOW[row['name']]}" if row["missed"] else ""
-        rows.append([row["name"], f"{row['token_ms']['median']:.1f}", quartiles(row["ratio"]), aim,
-                     f"{row['share']:.1%}", f"{row['prefill_ratio']:.2f}", slow])  # fmt: skip
-    heads = ["cache", "ms a token", "of DynamicCache", "aim", "bytes", "prefill", ""]
-    return "\n".join(["## A generated token\n", about, "", *table(heads, rows), ""])
+    for name, row in by[0].items():
+        found = [each.get(name) for each in by]
+        ratios = ["" if one is None else f"{one['ratio']['median']:.2f}" for one in found]
+        missed = [one for one in found if one is not None and one["missed"]]
+        aim = "" if row["target"] is None else f"{row['target']:.2f}"
+        rows.append([name, row["mode"] or "", aim, quartiles(row["ratio"]), *ratios[1:],
+                     f"{row['share']:.0%}",
+                     f"missed {len(missed)}: {SLOW[name]}" if missed else ""])  # fmt: skip
+    heads = [f"{each['shapes']['model']} {each['shapes']['prompt']:,}" for each in records]
+    titles = ["cache", "mode", "at most", *heads, "bytes", "where its time goes"]
+    return "\n".join(["## A generated token\n", about, "", *table(titles, rows), ""])
+
+
+def _loads(records: Sequence[Mapping[str, Any]]) -> str:
+    return ", ".join(f"{each['load']:.0f}" for each in records)
 
 
 def reused(record: Mapping[str, Any]) -> str:

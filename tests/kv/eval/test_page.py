@@ -152,11 +152,14 @@ def test_a_benchmark_makes_a_whole_record(monkeypatch: pytest.MonkeyPatch) -> No
 def test_the_page_says_why_a_cache_misses_its_aim() -> None:
     spread = {"median": 1.2, "q1": 1.1, "q3": 1.3}
     row = {"name": "xkv", "token_ms": spread, "ratio": spread, "target": 1.0, "missed": True,
-           "share": 0.5, "prefill_ratio": 1.0}  # fmt: skip
+           "share": 0.5, "mode": "native"}  # fmt: skip
     record = json.loads((ROOT / "assets" / "bench" / "decode.json").read_text()) | {"rows": [row]}
-    assert f"at most 1.00 | 50.0% | 1.00 | missed: {page.SLOW['xkv']}" in page.seconds(record)
+    met = record | {"rows": [row | {"ratio": spread | {"median": 0.5}, "missed": False}]}
+    found = page.seconds([record, met])
+    assert "| xkv | native | 1.00 | 1.20 (1.10 to 1.30) | 0.50 | 50% | missed 1:" in found
+    assert page.SLOW["xkv"] in found
     with pytest.raises(KeyError):  # nothing is missed without a reason
-        page.seconds(record | {"rows": [row | {"name": "snapkv 25 %"}]})
+        page.seconds([record | {"rows": [row | {"name": "a cache"}]}])
 
 
 def test_half_the_memory_is_answered_first() -> None:
