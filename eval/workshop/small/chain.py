@@ -96,6 +96,7 @@ WORLDS = {
     "chain-llada-probe": World(states=16, letters=8, length=48),
     "chain-llada-walk": World("walk", states=16, letters=7, length=48),
     "chain-guide": World(),
+    "chain-guide-probe": World(states=16, letters=8, length=48),
 }
 
 

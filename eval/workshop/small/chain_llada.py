@@ -1,10 +1,10 @@
-"""Small language models that trace an automaton: three diffusion models and a guide.
+"""Small language models that trace an automaton: three diffusion models and two guides.
 
     model, tokenizer = load(), load_tokenizer()
     ids = tokenizer("a c b ...", return_tensors="pt").input_ids  # [BOS] a c b ... [EQ]
 
 The diffusion models are of LLaDA's kind, a Llama without a causal mask that predicts every `[MASK]`
-of its input at once. `chain-guide` is a causal Llama.
+of its input at once. `chain-guide` and `chain-guide-probe` are causal Llamas.
 """
 
 from __future__ import annotations
@@ -51,12 +51,15 @@ class ChainSize:
 BLOCKS = {"chain-llada": 32, "chain-llada-probe": 16, "chain-llada-walk": 16}  # of a decoding
 LARGE = ChainSize(96, 4, 256)  # 449 376 parameters
 SMALL = ChainSize(64, 3, 160)  # 145 856 parameters
+TINY = ChainSize(16, 1, 32)  # 3 632 parameters, too few for the table of 16 states
 SIZES = {
     "chain-llada": LARGE,
     "chain-llada-probe": SMALL,
     "chain-llada-walk": SMALL,
     "chain-guide": SMALL,
+    "chain-guide-probe": TINY,
 }
+GUIDES = {"chain-llada": "chain-guide", "chain-llada-probe": "chain-guide-probe"}
 
 
 def configuration(name: str) -> LlamaConfig:

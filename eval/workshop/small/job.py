@@ -40,6 +40,7 @@ JOBS = {  # name -> class, and the shipped model it is for
     "chain-llada-probe": ("train_chain:Chain", "chain-llada-probe"),
     "chain-llada-walk": ("train_chain:Chain", "chain-llada-walk"),
     "chain-guide": ("train_chain:Chain", "chain-guide"),
+    "chain-guide-probe": ("train_chain:Chain", "chain-guide-probe"),
 }
 
 
