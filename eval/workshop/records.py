@@ -53,6 +53,7 @@ ASSETS = ROOT / "assets"
 BESIDE = {
     "sticker-": ("models/sticker-judge", "models/sticker-features", "stickers", "prompts"),
     "chain-": ("models/chain-guide",),
+    "chain-llada-probe": ("models/chain-guide-probe",),
 }
 MODEL_OF = {"demo": "sticker-flux", "judge": "sticker-judge"}  # of records that name none
 LEFT_OUT = (".md", ".lock", "grid.png")  # and records of trainings

@@ -36,17 +36,22 @@ def test_every_row_stands_behind_the_one_it_is_compared_with(model: str) -> None
 def test_a_measured_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dllm, "replay", lambda *given: {})
     found = dllm.measure(
-        SETTING, model=PROBE, rounds=1, samples=1, named=["Fast-dLLM dual", "dKV-Cache, no delay"]
+        SETTING,
+        model=PROBE,
+        rounds=1,
+        samples=1,
+        named=["Fast-dLLM dual", "dKV-Cache, no delay", "the guide alone"],
     )
     told = {row["name"]: row for row in found["rows"]}
-    assert list(told) == ["uncached", "dKV-Cache, no delay", "Fast-dLLM dual"]
-    uncached, control, dual = told.values()
+    assert list(told) == ["uncached", "dKV-Cache, no delay", "Fast-dLLM dual", "the guide alone"]
+    uncached, control, dual, alone = told.values()
+    assert alone["batch_1"]["token_layers"] == WIDTH - 1 and alone["batch_1"]["forwards"] == ANSWER
     assert uncached["batch_1"]["token_layers"] == WIDTH * ANSWER * LAYERS
     assert dual["batch_8"]["token_layers"] == 3 * (WIDTH + 15 * BLOCK) * LAYERS
     assert uncached["batch_1"]["forwards"] == dual["batch_8"]["forwards"] == ANSWER
     assert uncached["exact_match"]["value"] == dual["exact_match"]["value"] == 1
     assert control["exact_match"]["value"] == 0 and control["change"]["value"] == -1
-    assert next(tables({"benchmark": "dllm", **found})).row_count == 3
+    assert next(tables({"benchmark": "dllm", **found})).row_count == 4
     with pytest.raises(ValueError, match="no row 'x'; there are uncached"):
         dllm.measure(SETTING, model=PROBE, named=["x"])
     with pytest.raises(ValueError, match="no model 'x'"):

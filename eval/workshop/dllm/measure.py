@@ -21,7 +21,7 @@ from diffcache.eval.record import Progress, Setting, values
 from diffcache.eval.workshop.dllm.rows import Row
 from diffcache.eval.workshop.parts import Parts
 from diffcache.eval.workshop.small.chain import HELD_OUT, WORLDS, ChainBatch, draw, is_exact
-from diffcache.eval.workshop.small.chain_llada import BLOCKS, load
+from diffcache.eval.workshop.small.chain_llada import BLOCKS, GUIDES, load
 from diffcache.pipelines.diffusion_lm import Answer, DiffusionLM
 
 BATCH = 8  # of those that are timed, beside one
@@ -49,9 +49,19 @@ class Runner:
 
     def answer(self, prompts: Tensor) -> Answer:
         """Return the answers to prompts, int64 `[B, P]`."""
+        if self.row.alone:
+            return self._alone(prompts)
         return self.lm.generate(
             prompts, self.row.schedule(self.length, self.block), self.row.sampler()
         )
+
+    @torch.no_grad()
+    def _alone(self, prompts: Tensor) -> Answer:
+        """Return the most probable answers of the guide."""
+        guide: Any = self.lm.guide
+        ids = guide.generate(prompts, max_new_tokens=self.length, do_sample=False)
+        rows = len(ids) * (ids.shape[1] - 1)  # nothing comes after the last token
+        return Answer(ids[:, prompts.shape[1] :], None, self.length, 0, None, rows)
 
     def note(self, prompts: Tensor) -> None:
         """Answer, and note what it took."""
@@ -76,8 +86,8 @@ def runners(model: str, chosen: Sequence[Row], setting: Setting) -> dict[str, Ru
     """
     base = load(model, setting.dtype).to(setting.device)
     guide = None
-    if any(row.guided for row in chosen):
-        guide = load("chain-guide", setting.dtype).to(setting.device)
+    if any(row.guided or row.alone for row in chosen):
+        guide = load(GUIDES[model], setting.dtype).to(setting.device)
     return runners_of(base, chosen, WORLDS[model].length, BLOCKS[model], guide)
 
 
@@ -104,7 +114,7 @@ def runners_of(
         policy = row.made()
         if policy is not None:
             diffcache.wrap(own, policy)
-        lm = DiffusionLM(own, guide=guide if row.guided else None)
+        lm = DiffusionLM(own, guide=guide if row.guided or row.alone else None)
         found[row.name] = Runner(row, lm, length, block)
     return found
 

@@ -9,6 +9,7 @@ from diffcache.dllm import Policy, Quota, Sampler, Schedule, Threshold
 from diffcache.dllm.guided import Guided
 from diffcache.dllm.rules import Rule
 from diffcache.eval.methods import parse_method
+from diffcache.eval.workshop.small.chain_llada import GUIDES
 
 Settings = dict[str, Any]
 Role = Literal["cache", "baseline", "control"]
@@ -37,6 +38,7 @@ class Row:
         window: Masks of a sliding window; None for whole blocks.
         by: Sign by which the next token is told.
         guided: Whether a small autoregressive model judges what is decided.
+        alone: Whether that model answers by itself, one token after the other.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Row:
     window: int | None = None
     by: Literal["confidence", "random"] = "confidence"
     guided: bool = False
+    alone: bool = False
 
     def made(self) -> Policy | None:
         """Return the policy, None for a model that is not wrapped."""
@@ -84,7 +87,7 @@ def rows(model: str) -> list[Row]:
     """Return all rows of a model, every uncached one before those that are compared with it.
 
     Args:
-        model: Name of a shipped model; one of them has a guide.
+        model: Name of a shipped model; two of them have a guide.
     """
     many: Settings = {"threshold": MANY, "against": "uncached, threshold 0.9"}
     slide: Settings = {"block": 0, "window": 16, "against": "uncached, sliding window"}
@@ -94,6 +97,8 @@ def rows(model: str) -> list[Row]:
     found = [
         _plain("uncached"),
         _plain("uncached, half the steps", share=0.5),
+        _plain("uncached, a quarter of the steps", share=0.25),
+        _plain("uncached, an eighth of the steps", share=0.125),
         _plain("uncached, threshold 0.9", threshold=MANY),
         _plain("uncached, blocks of 8", block=8),
         _plain("uncached, sliding window", block=0, window=16),
@@ -115,6 +120,7 @@ def rows(model: str) -> list[Row]:
         Row("dLLM-Cache 100/7, a quarter", "dllm-cache:prompt_every=100"),
         Row("dLLM-Cache 25/8, none", "dllm-cache:prompt_every=25,answer_every=8,ratio=0",
             role="control"),
+        Row("Sparse-dLLM", "sparse-dllm"),
         Row("d2Cache", "d2cache"),
         Row("Window-Diffusion", "window-diffusion", **slide),
         Row("Elastic-Cache, never", "elastic:gamma=-1", **slide),
@@ -128,8 +134,10 @@ def rows(model: str) -> list[Row]:
     ]  # fmt: skip
     if model == "chain-llada":
         found = [row for row in found if row.name not in SMALLER]
+    if model in GUIDES:
         base = "uncached, guided"
         found += [
+            _plain("the guide alone", alone=True),
             _plain(base, guided=True),
             Row("FreeCache, commit forward, guided", "free-cache:commit=True", base, guided=True),
             Row("Fast-dLLM dual, guided", "fast-dllm:dual=True", base, guided=True),
