@@ -43,6 +43,22 @@ to 2.54), d2Cache 2.27 (2.11 to 2.34). Four steps with 28 M parameters and rando
 PD 1.24 (1.22 to 1.28), Fast-dLLM dual 1.24 (1.22 to 1.28), Elastic-Cache never 1.42 (1.39 to 1.44),
 d2Cache 1.40 (1.38 to 1.42). `python -m diffcache.eval.workshop.bench dllm-steps` measures whole
 answers.
+
+With `DiffusionLM(..., compiled=True)` a step takes, by the same plain forward, which is not
+compiled (whole answers of chain-llada at batch 1, 16 of them after one that compiles): dKV-Cache
+decode 1.11 (1.07 to 1.15), PD 1.08 (1.05 to 1.14), FreeCache 1.04 (0.98 to 1.08), Window-Diffusion
+1.10 (1.03 to 1.24), all at a draft of commit e4fbc35; Fast-dLLM dual 0.99 (0.93 to 1.06), d2Cache
+1.48 (1.41 to 1.53), at that commit. Answers then come 1.7, 1.8, 1.9, 2.5, 2.7 and 1.5 times faster
+than uncached ones. A graph takes 25 to 70 seconds to compile on that machine. Logits differed by at
+most 3e-5 where the largest is 13. `bench dllm-steps-compiled` measures it.
+
+What is left of a step, in milliseconds (one answer of chain-llada, batch 1, not compiled; the plain
+forward of as many rows in brackets): Elastic-Cache never 4.7 (2.9) in the call, 0.5 in the commit,
+0.1 in the plan; d2Cache 6.0 (3.6), 0.4 and 0.7; Fast-dLLM dual 3.8 (3.1), 0.4 and 0.1. In the calls
+it is attention to all 258 keys instead of the rows' own (44 microseconds a layer, 13 of the rows
+alone), and for Elastic-Cache and d2Cache the weights of attention once more (49), which torch's
+fused attention does not hand out. With 28 M parameters these are 258, 30 and 241 microseconds of a
+layer. Elastic-Cache is not compiled, as the host waits for the outcome of each layer's test.
 """
 REPLAYED = """\
 ## Errors on one trajectory
