@@ -50,7 +50,8 @@ decode 1.11 (1.07 to 1.15), PD 1.08 (1.05 to 1.14), FreeCache 1.04 (0.98 to 1.08
 1.10 (1.03 to 1.24), all at a draft of commit e4fbc35; Fast-dLLM dual 0.99 (0.93 to 1.06), d2Cache
 1.48 (1.41 to 1.53), at that commit. Answers then come 1.7, 1.8, 1.9, 2.5, 2.7 and 1.5 times faster
 than uncached ones. A graph takes 25 to 70 seconds to compile on that machine. Logits differed by at
-most 3e-5 where the largest is 13. `bench dllm-steps-compiled` measures it.
+most 3e-5 where the largest is 13. With 28 M parameters, a prompt of 384 and an answer of 16 tokens,
+Fast-dLLM dual takes 0.92 (0.91 to 0.94). `bench dllm-steps-compiled` measures it.
 
 What is left of a step, in milliseconds (one answer of chain-llada, batch 1, not compiled; the plain
 forward of as many rows in brackets): Elastic-Cache never 4.7 (2.9) in the call, 0.5 in the commit,
@@ -59,6 +60,13 @@ it is attention to all 258 keys instead of the rows' own (44 microseconds a laye
 alone), and for Elastic-Cache and d2Cache the weights of attention once more (49), which torch's
 fused attention does not hand out. With 28 M parameters these are 258, 30 and 241 microseconds of a
 layer. Elastic-Cache is not compiled, as the host waits for the outcome of each layer's test.
+
+Rows that the tables below do not have yet, of 400 prompts of chain-llada-probe, whose guide is too
+small for it (exact match with Wilson's 95 % interval, forwards, token-layers; commit cb99c2c): the
+guide alone 0.350 (0.305 to 0.398), 48.0, 97; uncached and guided 0.948 (0.921 to 0.965), 13.4,
+4,110; guided FreeCache with its commit forward 0.943 (0.915 to 0.961), 13.5, 1,650; guided
+Fast-dLLM dual 0.943 (0.915 to 0.961), 13.4, 1,558; uncached in a quarter of the steps 0.005 (0.001
+to 0.018) and in an eighth 0.000 (0.000 to 0.010); Sparse-dLLM 0.890 (0.856 to 0.917), 48.0, 3,780.
 """
 REPLAYED = """\
 ## Errors on one trajectory
