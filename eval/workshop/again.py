@@ -271,7 +271,7 @@ SHARES: Mapping[str, float] = {
 NOT_MADE: Mapping[str, str] = {
     "kernels": "times of a GPU", "overhead": "times of another machine",
     "kv": "times of another machine", "decode": "times of a machine without other work",
-    "decode-smollm2": "as decode",
+    "decode-4096": "as decode", "decode-smollm2": "as decode",
     "capacity": "times; 40 minutes",
 }  # fmt: skip
 # Records with numbers that are tested by their intervals alone -> what the values of all samples
