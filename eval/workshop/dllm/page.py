@@ -50,8 +50,8 @@ decode 1.11 (1.07 to 1.15), PD 1.08 (1.05 to 1.14), FreeCache 1.04 (0.98 to 1.08
 1.10 (1.03 to 1.24), all at a draft of commit e4fbc35; Fast-dLLM dual 0.99 (0.93 to 1.06), d2Cache
 1.48 (1.41 to 1.53), at that commit. Answers then come 1.7, 1.8, 1.9, 2.5, 2.7 and 1.5 times faster
 than uncached ones. A graph takes 25 to 70 seconds to compile on that machine. Logits differed by at
-most 3e-5 where the largest is 13. Fast-dLLM dual takes 1.19 (1.15 to 1.23) in batches of 8, and 0.92
-(0.91 to 0.94) with 28 M parameters, a prompt of 384 and an answer of 16 tokens. `bench
+most 3e-5 where the largest is 13. Fast-dLLM dual takes 1.19 (1.15 to 1.23) in batches of 8, and
+0.92 (0.91 to 0.94) with 28 M parameters, a prompt of 384 and an answer of 16 tokens. `bench
 dllm-steps-compiled` measures it.
 
 What is left of a step, in milliseconds (one answer of chain-llada, batch 1, not compiled; the plain
