@@ -63,7 +63,7 @@ fused attention does not hand out. With 28 M parameters these are 258, 30 and 24
 layer. Elastic-Cache is not compiled, as the host waits for the outcome of each layer's test.
 
 Rows that the tables below do not have yet, of 400 prompts of chain-llada-probe, whose guide is too
-small for it (exact match with Wilson's 95 % interval, forwards, token-layers; commit b4f1e7e): the
+small for it (exact match with Wilson's 95 % interval, forwards, token-layers; commit 8b38714): the
 guide alone 0.350 (0.305 to 0.398), 48.0, 97; uncached and guided 0.948 (0.921 to 0.965), 13.4,
 4,110; guided FreeCache with its commit forward 0.943 (0.915 to 0.961), 13.5, 1,650; guided
 Fast-dLLM dual 0.943 (0.915 to 0.961), 13.4, 1,558; uncached in a quarter of the steps 0.005 (0.001
