@@ -193,7 +193,8 @@ class Causal(FilmJob):
         errors = (found.float() - clean).square().mean((0, 1, 3, 4)).unflatten(0, (-1, CHUNK))
         weights = torch.ones(len(errors), device=errors.device)
         weights[0] = _FIRST
-        return (errors.mean(1) * weights).sum() / weights.sum()
+        loss: Tensor = (errors.mean(1) * weights).sum() / weights.sum()
+        return loss
 
     def add_noise(self, clean: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return films [B, C, F, H, W] with noise, and its level in every frame [B, F].
