@@ -91,9 +91,10 @@ class Extractors:
                 found["probabilities"] = seen.probabilities()
         if self.clip is not None and in_words:
             found["clip_score"] = self.clip(pictures, prompts)
-        for key, scorer in self.rewards.items() if in_words else ():
-            with _ALONE:
-                found[key] = reward.score(scorer, pictures, prompts)
+        for key, scorer in self.rewards.items():
+            if in_words or key.startswith(reward.OWN):  # functions of the user's may take numbers
+                with _ALONE:
+                    found[key] = reward.score(scorer, pictures, prompts)
         return found
 
     def of_real(self, samples: Tensor | Sequence[Tensor]) -> Columns:

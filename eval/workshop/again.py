@@ -254,7 +254,7 @@ def _reuse(record: Record, rows: Sequence[Row], share: float, seed: int) -> Iter
 
 
 AGAIN: Mapping[str, Again] = {
-    "*-quality": _quality, "eval-sticker-flux-methods": _methods, "telling": _telling,
+    "*-quality": _quality, "eval-sticker-*-methods": _methods, "telling": _telling,
     "eval-reach-policy-methods": _reach, "kv-recall": _recall, "kv-smollm2": _texts,
     "guarantee": _guarantee, "search": _search, "judge": _judge, "dllm-*": _dllm,
     "kv-reuse": _reuse, "demo": _demo,

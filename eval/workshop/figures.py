@@ -54,7 +54,10 @@ OUT = Path("runs")
 ALL: list[str] = []
 SAMPLES = 32
 # A file may not name code, so that this stands here.
-REWARDS = {"sticker-flux": "diffcache.eval.workshop.small.sticker_judge:right"}
+REWARDS = {
+    "sticker-dit": "diffcache.eval.workshop.shipped.quality:right",
+    "sticker-flux": "diffcache.eval.workshop.small.sticker_judge:right",
+}
 COLUMNS = (
     "evaluations", "flops_ratio", "ratio", "cpu_ratio", "psnr_db", "ssim", "lpips_lite",
     "temporal_error", "reward_right", "whole_right", "whole_right_change", "success_rate",

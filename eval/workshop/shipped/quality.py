@@ -44,6 +44,7 @@ from diffcache.eval.workshop.small import (
     sticker_dit,
     sticker_edits,
     sticker_flux,
+    sticker_judge,
     sticker_kontext,
     sticker_wan,
 )
@@ -119,9 +120,19 @@ def _of_sticker_classes(
     """Judge pictures of all objects in turn: one whole object of the class and no other."""
     labels, seeds = [number % len(OBJECTS) for number in numbers], _seeds(seed, numbers)
     drawn = draw_pictures(pipe, labels, steps=steps, seeds=seeds, call=sticker_dit.CALL)
-    texts = [with_article(OBJECTS[label]) for label in labels]
-    wrong = read_faults(texts, np.stack([np.asarray(picture) for picture in drawn]))
-    return {WHOLE: torch.tensor([not faults for faults in wrong])}
+    pictures = torch.from_numpy(np.stack([np.asarray(picture) for picture in drawn]))
+    return {WHOLE: right(pictures.permute(0, 3, 1, 2), labels) > 0}
+
+
+def right(pictures: Tensor, labels: Sequence[int | str]) -> Tensor:
+    """Reward pictures of one whole object of their class and no other with 1, float64 [N].
+
+    Args:
+        pictures: uint8 [N, 3, 64, 64].
+        labels: Numbers of the classes.
+    """
+    texts = [with_article(OBJECTS[int(label)]) for label in labels]
+    return sticker_judge.right(pictures, texts)
 
 
 @torch.no_grad()
