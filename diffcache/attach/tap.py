@@ -23,9 +23,7 @@ from diffcache.errors import CacheWarning
 from diffcache.foreign import CALL_CODE, children_of, set_children
 from diffcache.step import CURRENT
 
-# In a call's storage: list of blocks -> items that are handed out for its blocks, and those that a
-# loop over it turns for, where these are others.
-ITEMS, TURNS = "items", "turns"
+ITEMS = "items"  # in a call's storage: list of blocks -> what is handed out for its blocks
 
 
 class Tap:
@@ -91,19 +89,19 @@ def notice(denoiser: Any) -> None:
         )
 
 
-def _items(blocks: nn.ModuleList, kind: str = ITEMS) -> list[Any] | None:
+def _items(blocks: nn.ModuleList) -> list[Any] | None:
     """Return the items of a block list in this call, None for the blocks themselves."""
     owner, key = blocks.__dict__[ATTRIBUTE]
     call: Call | None = CURRENT.get()
     if call is None or call.owner is not owner:
         notice(owner)
         return None
-    items: dict[str, list[Any]] | None = call.storage.get(kind) or call.storage.get(ITEMS)
+    items: dict[str, list[Any]] | None = call.storage.get(ITEMS)
     return None if items is None else items.get(key)
 
 
 def _iterate(self: nn.ModuleList) -> Iterator[Any]:
-    items = _items(self, TURNS)
+    items = _items(self)
     return nn.ModuleList.__iter__(self) if items is None else iter(items)
 
 

@@ -24,7 +24,7 @@ from diffcache.attach.reuse.time_probe import time_peek
 from diffcache.attach.reuse.trace import Trace
 from diffcache.attach.run import Run, Timeline
 from diffcache.attach.signature import writes_cache
-from diffcache.attach.tap import ITEMS, TURNS
+from diffcache.attach.tap import ITEMS
 from diffcache.attach.tree import leaves, unshared
 from diffcache.errors import AttachError
 from diffcache.features.combine import Combine, reuse_of
@@ -190,10 +190,7 @@ class FeatureReuse(Extension):
             return items
         if frame.computes:
             return layout.compute
-        if not frame.decides and layout.follow is not layout.skip:
-            return layout.follow
-        frame.call.storage[TURNS] = layout.turns
-        return layout.skip
+        return layout.skip if frame.decides else layout.follow
 
     def _trace(self, frame: Frame) -> dict[str, list[Any]]:
         """Return stand-ins that record the blocks' calls, to learn how they are wired."""

@@ -46,7 +46,6 @@ class Layout:
     Attributes:
         compute: List -> its modules, with taps where features are taken.
         skip: List -> stand-ins for the skipped blocks.
-        turns: Items of `skip` that the model's loops turn for, where these need not be all.
         follow: Form of `skip` for branches that need no probe and whose lead blocks may be skipped.
         whole: Work of a computed step.
         less: Work of a skipped step.
@@ -75,7 +74,6 @@ class Layout:
     lead_calls: list[tuple[str, int]]
     streams: dict[str, list[Any]]
     costs: list[tuple[Place, float | None]]
-    turns: dict[str, list[Any]] | None = None
     look: float | None = None
     gated: dict[str, list[Any]] | None = None
     sites: dict[str, set[Place]] = field(default_factory=dict)

@@ -7,7 +7,6 @@ the places of its blocks, and random numbers are left as they were.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,9 +22,8 @@ from diffcache.attach.reuse.modulated_probe import Peek, PlainTap, UnwatchedTap,
 from diffcache.attach.reuse.plan import keep, plan, protect_all
 from diffcache.attach.reuse.setup import Setup, use_sites
 from diffcache.attach.reuse.trace import BlockCall, Reach, Trace
-from diffcache.attach.reuse.turns import turns_of
 from diffcache.attach.signature import writes_cache
-from diffcache.attach.tap import ITEMS, TURNS, ServedTap, Tap
+from diffcache.attach.tap import ITEMS, ServedTap, Tap
 from diffcache.attach.tree import Template, leaves, unshared
 from diffcache.errors import AttachError
 from diffcache.features.combine import Combine
@@ -37,7 +35,6 @@ def again(
     items: dict[str, list[Any]],
     given: tuple[Any, Any],
     look: Callable[..., Any] | None = None,
-    turns: dict[str, list[Any]] | None = None,
 ) -> Any:
     """Run the denoiser once more under a frame, with other items.
 
@@ -46,11 +43,10 @@ def again(
         items: Items to hand out for the lists of blocks.
         given: Positional and keyword arguments.
         look: Runs the forward that it is given with these arguments, in a way of its own.
-        turns: Items that loops turn for, where these are others.
     """
     args, kwargs = unshared(given)
     forward = frame.setup.model.forward
-    repeat = replace(frame.call, repeats=True, storage={FRAME: frame, ITEMS: items, TURNS: turns})
+    repeat = replace(frame.call, repeats=True, storage={FRAME: frame, ITEMS: items})
     assert frame.random is not None
     with in_call(repeat), frame.random.replayed():
         return forward(*args, **kwargs) if look is None else look(forward, args, kwargs)
@@ -288,8 +284,7 @@ def _show_inputs(frame: Frame, layout: Layout, trace: Trace) -> None:
 def verify(frame: Frame, trace: Trace, call: tuple[Any, Any], out: Any) -> bool:
     """Skip the blocks on the very inputs they just saw: the output must not change.
 
-    Done once for each kind of call, at the price of a skipped step, or of two where loops may turn
-    for a few blocks alone. It finds models whose loops
+    Done once for each kind of call, at the price of a skipped step. It finds models whose loops
     use a block's output in ways that no argument of a later block shows. It relies on forecasts
     being exact at the step they were made from.
 
@@ -305,7 +300,6 @@ def verify(frame: Frame, trace: Trace, call: tuple[Any, Any], out: Any) -> bool:
         return False
     try:
         _check(frame, call, out, frame.setup.site)
-        _shorten(frame, call, out)
     except AttachError:
         attempts = ATTEMPTS[1:]  # it was laid out as the first one
         try:
@@ -365,32 +359,14 @@ def lay_out(setup: Setup, trace: Trace, parts: Combine, live: str = "mixed") -> 
     return plan(parts, trace, setup.blocks, setup.anatomy.is_unet, live)
 
 
-def _shorten(frame: Frame, call: tuple[Any, Any], out: Any) -> None:
-    """Let the model's loops turn for the blocks that matter, where the output stays as it is."""
-    layout, setup = frame.layout, frame.setup
-    if layout is None or setup.waits or setup.parts.lead or setup.parts.tail:
-        return
-    turns = turns_of(setup.model, layout.skip)
-    if turns is not None:
-        with suppress(Exception):  # whatever it is, the loops turn for every block
-            _check(frame, call, out, setup.site, turns)
-            layout.turns = turns
-
-
-def _check(
-    frame: Frame,
-    call: tuple[Any, Any],
-    out: Any,
-    site: Site,
-    turns: dict[str, list[Any]] | None = None,
-) -> None:
+def _check(frame: Frame, call: tuple[Any, Any], out: Any, site: Site) -> None:
     """Raise AttachError if skipping the blocks changes the output."""
     assert frame.layout is not None
     check = Frame(frame.setup, frame.call, frame.state)
     check.computes, check.layout, check.instead = False, frame.layout, frame.instead
     check.random = frame.random
     try:
-        found = leaves(again(check, frame.layout.skip, call, turns=turns))
+        found = leaves(again(check, frame.layout.skip, call))
     except Exception as failure:
         raise AttachError(f"it fails with its blocks skipped ({failure})") from failure
     if site is Site.MODEL:
