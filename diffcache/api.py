@@ -186,11 +186,7 @@ def wrapped(
 
 
 def choice_for(
-    target: Any,
-    denoisers: dict[str, nn.Module],
-    method: object,
-    preset: str | None,
-    settings: Mapping[str, Any],
+    target: Any, denoisers: dict[str, nn.Module], method: object, preset: str | None, settings: Mapping[str, Any]
 ) -> ChosenMethod:
     """Return the method of a pipeline by its preset, with the reason.
 
@@ -213,9 +209,7 @@ def choice_for(
         check_settings(method_class(choice.method), settings.keys() - {"hold"})
     except ValueError as error:
         name = choice.method if choice.preset is None else f"preset {choice.preset.name}"
-        raise ValueError(
-            f"{error}; no method was named, so {name} was taken: name the one that is meant"
-        ) from None
+        raise ValueError(f"{error}; no method was named, so {name} was taken: name the one that is meant") from None
     return choice
 
 
@@ -342,9 +336,7 @@ def filming(target: Any, policy: Any, **settings: Any) -> Attached:
     if not isinstance(target, Films):
         raise _refusal(target, policy, "video")
     if owner_of(target) is not None:
-        raise AttachError(
-            f"{type(target).__name__} already runs under {target.policy!r}; unwrap it first"
-        )
+        raise AttachError(f"{type(target).__name__} already runs under {target.policy!r}; unwrap it first")
     return PolicyOf(target, make_policy(policy, **settings))
 
 
@@ -352,8 +344,7 @@ def _refusal(target: Any, method: Any, kind: Kind) -> AttachError:
     """Return the error for a target that takes no such method."""
     words = WORDS[kind]
     return AttachError(
-        f"cannot wrap a {type(target).__name__} with {method!r}: a {words.noun} goes into "
-        f"{words.takes}"
+        f"cannot wrap a {type(target).__name__} with {method!r}: a {words.noun} goes into {words.takes}"
     )
 
 
@@ -682,10 +673,7 @@ def method_for(
                 "each a method, or name those that are wrapped in components=[...]"
             )
         hold = settings.pop("hold", None)
-        made = {
-            name: method_for(target, {name: denoisers[name]}, one, **settings)
-            for name, one in method.items()
-        }
+        made = {name: method_for(target, {name: denoisers[name]}, one, **settings) for name, one in method.items()}
         both = Each(tuple(made.items()))
         return both if hold is None else Held(both, hold)
     first = next(iter(denoisers.values()))

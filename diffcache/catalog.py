@@ -30,9 +30,7 @@ def method_class(name: str) -> type[Method]:
 
 
 def make_method(
-    method: str | Method | Configuration,
-    facts: Callable[[], Mapping[str, Any]] | None = None,
-    **settings: Any,
+    method: str | Method | Configuration, facts: Callable[[], Mapping[str, Any]] | None = None, **settings: Any
 ) -> Method:
     """Return a method from its name and settings, or from another library's configuration.
 
@@ -70,9 +68,7 @@ def make_method(
                 "caches go into a language model, by diffcache.wrap or diffcache.kv.cache_for"
             )
         if settings:
-            raise ValueError(
-                f"settings {sorted(settings)} go with a method's name, not with {method!r}"
-            )
+            raise ValueError(f"settings {sorted(settings)} go with a method's name, not with {method!r}")
         return made
     if set(method) & set(":="):
         name, own = read_word(method)
@@ -151,6 +147,4 @@ def methods() -> dict[str, str]:
 def settings_of(make: Callable[..., Any]) -> str:
     """Return the settings of a method's class or a recipe's function, with their defaults."""
     own = inspect.signature(make).parameters.values()
-    return ", ".join(
-        each.name if each.default is each.empty else f"{each.name}={each.default!r}" for each in own
-    )
+    return ", ".join(each.name if each.default is each.empty else f"{each.name}={each.default!r}" for each in own)

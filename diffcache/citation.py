@@ -71,13 +71,15 @@ def _of_row(row: Row) -> str:
         why = f": {reference(made).removeprefix('none; ')}" if row.kind == "recipe" else ""
         raise ValueError(f"{row.name!r} has no paper of its own{why}")
     title, number, year = match.groups()
-    return "\n".join([
-        "% The title is the name the method goes by; its page has the full title and the authors.",
-        f"@misc{{{row.name}20{year},",
-        f"  title={{{title.strip(chr(34))}}},",
-        f"  eprint={{{number}}},",
-        "  archivePrefix={arXiv},",
-        f"  url={{https://arxiv.org/abs/{number}}},",
-        f"  year={{20{year}}}",
-        "}",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "% The title is the name the method goes by; its page has the full title and the authors.",
+            f"@misc{{{row.name}20{year},",
+            f"  title={{{title.strip(chr(34))}}},",
+            f"  eprint={{{number}}},",
+            "  archivePrefix={arXiv},",
+            f"  url={{https://arxiv.org/abs/{number}}},",
+            f"  year={{20{year}}}",
+            "}",
+        ]
+    )

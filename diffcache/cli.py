@@ -78,9 +78,7 @@ app.command(epilog=EXIT_LINE)(serve.serve)
 app.add_typer(kv_app, name="kv")
 app.add_typer(kernels_app, name="kernels")
 
-Method = Annotated[
-    str, typer.Option(metavar=METHOD, help="A method with settings; `diffcache methods` has them.")
-]
+Method = Annotated[str, typer.Option(metavar=METHOD, help="A method with settings; `diffcache methods` has them.")]
 Steps = Annotated[int, typer.Option(min=1, help="Sampling steps.")]
 
 
@@ -107,17 +105,13 @@ def demo(
     method: Method = "taylorseer",
     steps: Steps = 28,
     prompt: Annotated[
-        str,
-        typer.Option(help="What to draw; shipped models of the demo have prompts of their own."),
+        str, typer.Option(help="What to draw; shipped models of the demo have prompts of their own.")
     ] = "",
     seed: Seed = 0,
     samples: Annotated[
-        int | None,
-        typer.Option(min=1, max=4, help="Pictures to draw, as one batch (default: one a prompt)."),
+        int | None, typer.Option(min=1, max=4, help="Pictures to draw, as one batch (default: one a prompt).")
     ] = None,
-    out: Annotated[Path, typer.Option(help="The figure; a .json stands beside it.")] = Path(
-        "out/demo.png"
-    ),
+    out: Annotated[Path, typer.Option(help="The figure; a .json stands beside it.")] = Path("out/demo.png"),
     model: Annotated[str, typer.Option(help=f"{MODELS[0].upper()}{MODELS[1:]}.")] = "sticker-flux",
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -164,9 +158,7 @@ def demo(
 @with_loading
 def run(
     model: Annotated[str, typer.Argument(help=MODEL)],
-    prompt: Annotated[
-        str, typer.Argument(help="What to draw, a class number or name, or a text to answer.")
-    ],
+    prompt: Annotated[str, typer.Argument(help="What to draw, a class number or name, or a text to answer.")],
     method: Annotated[
         str | None,
         typer.Option(
@@ -200,24 +192,19 @@ def run(
     length: Annotated[int | None, typer.Option(min=1, help="Text: tokens of the answer.")] = None,
     block: Annotated[int | None, typer.Option(min=1, help="Text: tokens of a block.")] = None,
     threshold: Annotated[
-        float | None,
-        typer.Option(min=0, help="Text: decide all tokens at once that are as confident as this."),
+        float | None, typer.Option(min=0, help="Text: decide all tokens at once that are as confident as this.")
     ] = None,
     sampler: Annotated[
-        str | None,
-        typer.Option(help="Text: order of tokens: confidence, random, margin or entropy."),
+        str | None, typer.Option(help="Text: order of tokens: confidence, random, margin or entropy.")
     ] = None,
-    guide: Annotated[
-        str | None, typer.Option(help="Text: autoregressive model that judges drafts.")
-    ] = None,
+    guide: Annotated[str | None, typer.Option(help="Text: autoregressive model that judges drafts.")] = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Text: run code that comes with weights.")
     ] = False,
     dtype: Dtype = "auto",
     device: Device = "auto",
     out: Annotated[
-        Path | None,
-        typer.Option(help="Image, or video as .gif or .mp4 (default: out/run.png or out/run.gif)."),
+        Path | None, typer.Option(help="Image, or video as .gif or .mp4 (default: out/run.png or out/run.gif).")
     ] = None,
     record: Annotated[Path | None, typer.Option("--json", help="Write the report here.")] = None,
     compare: Annotated[
@@ -312,9 +299,7 @@ def _tell(done: Any, record: Path | None) -> None:
 @app.command(epilog=EXIT_LINE)
 @guarded
 def inspect(
-    model: Annotated[
-        str, typer.Argument(help=f"{MODELS[0].upper()}{MODELS[1:]}, or a diffusers class.")
-    ],
+    model: Annotated[str, typer.Argument(help=f"{MODELS[0].upper()}{MODELS[1:]}, or a diffusers class.")],
     method: Annotated[
         str | None, typer.Option(metavar=METHOD, help="Say what a method will hold, in bfloat16.")
     ] = None,
@@ -372,35 +357,24 @@ def predict(
     model: Annotated[
         str,
         typer.Argument(
-            help="Class of a pipeline or denoiser in diffusers, a configuration file, "
-            f"{MODELS}. Weights are not read."
+            help=f"Class of a pipeline or denoiser in diffusers, a configuration file, {MODELS}. Weights are not read."
         ),
     ],
-    method: Annotated[
-        str | None, typer.Option(metavar=METHOD, help="A method (default: the preset's).")
-    ] = None,
-    preset: Annotated[
-        str | None, typer.Option(metavar="[MODEL/]LEVEL", help="quality, balanced or fast.")
-    ] = None,
+    method: Annotated[str | None, typer.Option(metavar=METHOD, help="A method (default: the preset's).")] = None,
+    preset: Annotated[str | None, typer.Option(metavar="[MODEL/]LEVEL", help="quality, balanced or fast.")] = None,
     published: Annotated[
-        str | None,
-        typer.Option(help="Model that a class stands for; `diffcache presets` has them."),
+        str | None, typer.Option(help="Model that a class stands for; `diffcache presets` has them.")
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Sampling steps.")] = None,
     height: Annotated[int | None, typer.Option(min=1, help="Pixels.")] = None,
     width: Annotated[int | None, typer.Option(min=1, help="Pixels.")] = None,
     frames: Annotated[int | None, typer.Option(min=1, help="Frames of a video.")] = None,
-    text_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of the prompt, padding included.")
-    ] = None,
+    text_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of the prompt, padding included.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Samples.")] = 1,
     guidance: Annotated[
-        bool | None,
-        typer.Option("--guidance/--no-guidance", help="With and without the prompt at each step."),
+        bool | None, typer.Option("--guidance/--no-guidance", help="With and without the prompt at each step.")
     ] = None,
-    device: Annotated[
-        str, typer.Option(help="h100, h200, a100, l40s, 4090, 5090 or mi300x.")
-    ] = "h100",
+    device: Annotated[str, typer.Option(help="h100, h200, a100, l40s, 4090, 5090 or mi300x.")] = "h100",
     record: Json = "",
 ) -> None:
     """Predict operations, bytes and least seconds of a run from configurations alone.
@@ -418,10 +392,19 @@ def predict(
     from diffcache.eval.cost.predict import predict as predicted
 
     made = predicted(
-        model, None if method is None else parse_method(method), preset=preset,
-        published=published, steps=steps, height=height, width=width, frames=frames,
-        text_tokens=text_tokens, batch=batch, guidance=guidance, device=device,
-    )  # fmt: skip
+        model,
+        None if method is None else parse_method(method),
+        preset=preset,
+        published=published,
+        steps=steps,
+        height=height,
+        width=width,
+        frames=frames,
+        text_tokens=text_tokens,
+        batch=batch,
+        guidance=guidance,
+        device=device,
+    )
     print_or_write(record, made.to_dict(), lambda: typer.echo("\n".join(made.lines())))
 
 
@@ -431,21 +414,14 @@ def export(
     tables: Annotated[
         str,
         typer.Argument(
-            metavar="TABLES|METHOD",
-            help="File that calibrate or tune wrote, or a method with its settings.",
+            metavar="TABLES|METHOD", help="File that calibrate or tune wrote, or a method with its settings."
         ),
     ],
-    to: Annotated[
-        str,
-        typer.Option(help="sglang, vllm-omni, tensorrt-llm, comfyui, diffusers or cache-dit."),
-    ],
+    to: Annotated[str, typer.Option(help="sglang, vllm-omni, tensorrt-llm, comfyui, diffusers or cache-dit.")],
     changes: Annotated[
-        list[str],
-        typer.Option("--set", metavar="KEY=VALUE", help="Setting over that of the file."),
+        list[str], typer.Option("--set", metavar="KEY=VALUE", help="Setting over that of the file.")
     ] = NO_IMAGES,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps of the runs, where the tables do not tell.")
-    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps of the runs, where the tables do not tell.")] = None,
     out: Annotated[Path | None, typer.Option(help="File to write (default: print it).")] = None,
 ) -> None:
     """Write tables in the form that another engine reads.
@@ -475,9 +451,7 @@ def export(
 @app.command(epilog=EXIT_LINE)
 @guarded
 def presets(
-    model: Annotated[
-        str, typer.Argument(help=f"{MODELS[0].upper()}{MODELS[1:]}, or a name in the list.")
-    ] = "",
+    model: Annotated[str, typer.Argument(help=f"{MODELS[0].upper()}{MODELS[1:]}, or a name in the list.")] = "",
 ) -> None:
     """List the presets of models, or say which a model takes and why.
 

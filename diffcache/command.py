@@ -43,9 +43,7 @@ Device = Annotated[str, typer.Option(help=f"Device of torch: {DEVICES}")]
 Dtype = Annotated[str, typer.Option(help=f"Dtype of the models: {DTYPES}.")]
 Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the noise.")]
 Threads = Annotated[int, typer.Option(min=1, help="CPU threads of torch.")]
-Json = Annotated[
-    str, typer.Option("--json", metavar="FILE|-", help="Write JSON to a file, or - for only JSON.")
-]
+Json = Annotated[str, typer.Option("--json", metavar="FILE|-", help="Write JSON to a file, or - for only JSON.")]
 DEBUG: ContextVar[bool] = ContextVar("diffcache_debug", default=False)
 
 
@@ -78,9 +76,7 @@ def script(command: Command) -> Callable[..., int]:
         command: Function with options as typer reads them; its docstring is the help.
     """
     app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
-    app.command(epilog=EXIT_LINE, context_settings={"help_option_names": ["-h", "--help"]})(
-        guarded(command)
-    )
+    app.command(epilog=EXIT_LINE, context_settings={"help_option_names": ["-h", "--help"]})(guarded(command))
 
     def main(arguments: Sequence[str] | None = None, name: str | None = None) -> int:
         """Run the command.

@@ -62,6 +62,5 @@ def check_target(option: str, path: Path, endings: Collection[str] = ()) -> None
                 pass
     except OSError as error:
         raise ValueError(
-            f"{option} {path}: cannot be written ({error.strerror}); name a file in a folder that "
-            "can be made"
+            f"{option} {path}: cannot be written ({error.strerror}); name a file in a folder that can be made"
         ) from error

@@ -164,9 +164,7 @@ class Rehearsal(Handle):
             ValueError: If the denoiser cannot be called at this size.
         """
         model = self.denoisers[0].model
-        self.run().ticks = (
-            step + 1
-        )  # the scheduler tells the steps: a timestep without a value cannot
+        self.run().ticks = step + 1  # the scheduler tells the steps: a timestep without a value cannot
         try:
             with torch.no_grad(), branch(f"branch {number}"):
                 model(**inputs)

@@ -9,9 +9,7 @@ CAP = 100.0  # dB, of samples that are equal, so that means stay finite
 _LEAST_ERROR = 10 ** (-CAP / 10)
 
 
-def psnr(
-    one: Tensor, other: Tensor, *, span: float | None = None, mask: Tensor | None = None
-) -> Tensor:
+def psnr(one: Tensor, other: Tensor, *, span: float | None = None, mask: Tensor | None = None) -> Tensor:
     """Return the peak signal-to-noise ratio of every sample, 10 log10(span² / MSE), at most 100 dB.
 
     Args:

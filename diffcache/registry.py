@@ -50,23 +50,15 @@ _FOLDERS: Mapping[Kind, str] = {
 
 # `tried` of a method -> what tests run it on: pipelines of diffusers, and others by what they are.
 TRIED: Mapping[str, tuple[str, ...]] = {
-    "every": (
-        "FluxPipeline", "StableDiffusion3Pipeline", "DiTPipeline", "WanPipeline",
-        "StableDiffusionPipeline",
-    ),
-    "flow": (
-        "FluxPipeline", "StableDiffusion3Pipeline", "WanPipeline", "HunyuanVideoPipeline",
-    ),
-    "tokens": (
-        "FluxPipeline", "StableDiffusion3Pipeline", "DiTPipeline", "PixArtAlphaPipeline",
-        "WanPipeline",
-    ),
+    "every": ("FluxPipeline", "StableDiffusion3Pipeline", "DiTPipeline", "WanPipeline", "StableDiffusionPipeline"),
+    "flow": ("FluxPipeline", "StableDiffusion3Pipeline", "WanPipeline", "HunyuanVideoPipeline"),
+    "tokens": ("FluxPipeline", "StableDiffusion3Pipeline", "DiTPipeline", "PixArtAlphaPipeline", "WanPipeline"),
     "attention": ("FluxPipeline", "HunyuanVideoPipeline", "WanPipeline", "DiTPipeline"),
     "guided": ("WanPipeline", "CogView4Pipeline", "Lumina2Pipeline"),
     "policies": ("diffusion policy",),
     "editing": ("image editing (FLUX Kontext)", "image editing (Qwen-Image-Edit)"),
     "chosen": ("FluxPipeline",),
-}  # fmt: skip
+}
 # Pipeline -> what it is on pages.
 MODELS: Mapping[str, str] = {
     "FluxPipeline": "image, double and single blocks (FLUX)",
@@ -442,9 +434,7 @@ def exported(package: str, name: str, kind: Kind) -> Any:
 def find(name: str, *kinds: Kind) -> Row | None:
     """Return the row of a name among kinds; None if there is none."""
     wanted = _key(name)
-    return next(
-        (r for kind in kinds for r in rows_of(kind).values() if _key(r.name) == wanted), None
-    )
+    return next((r for kind in kinds for r in rows_of(kind).values() if _key(r.name) == wanted), None)
 
 
 def unknown(name: str, *kinds: Kind) -> UnknownMethodError:
@@ -501,8 +491,7 @@ WORDS: Mapping[Kind, Words] = {
     ),
     "dllm": Words(
         "policy",
-        "policy for diffusion language models: pass it to diffcache.wrap or `diffcache run "
-        "--method`",
+        "policy for diffusion language models: pass it to diffcache.wrap or `diffcache run --method`",
         "a masked diffusion language model, or a DiffusionLM",
     ),
     "recipe": Words(
@@ -570,9 +559,7 @@ def read_word(text: str) -> tuple[str, dict[str, Any]]:
 def _setting(text: str, pair: str) -> tuple[str, Any]:
     key, sign, value = (part.strip() for part in pair.partition("="))
     if not sign or not key.isidentifier() or not value:
-        raise ValueError(
-            f"method {text!r}: {pair.strip()!r} must be a setting and its value, such as every=4"
-        )
+        raise ValueError(f"method {text!r}: {pair.strip()!r} must be a setting and its value, such as every=4")
     try:
         return key, ast.literal_eval(value)
     except (ValueError, SyntaxError):

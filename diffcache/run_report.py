@@ -192,9 +192,7 @@ class Report:
         for name, mean in (("computed", self.seconds_computed), ("skipped", self.seconds_skipped)):
             per_call += [f"{1000 * mean:.2f} ms a {name} call"] if mean is not None else []
         lines.append(f"seconds  {', '.join(per_call)} (host clock)")
-        lines.append(
-            f"bytes    {human(self.held_bytes, 'B')} held, {human(self.peak_bytes, 'B')} at most"
-        )
+        lines.append(f"bytes    {human(self.held_bytes, 'B')} held, {human(self.peak_bytes, 'B')} at most")
         return lines + self._texts() + self._remarks(total)
 
     def _texts(self) -> list[str]:
@@ -246,9 +244,7 @@ def text_of(table: Any, width: int | None = None) -> str:
 
     out = StringIO()
     width = width or shutil.get_terminal_size((100, 24)).columns
-    Console(
-        file=out, width=width, force_terminal=False, force_jupyter=False, color_system=None
-    ).print(table)
+    Console(file=out, width=width, force_terminal=False, force_jupyter=False, color_system=None).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
@@ -332,9 +328,7 @@ def _forced(calls: Sequence[CallRecord]) -> list[str]:
         call.reason
         for step in steps_of(calls)
         for call in step
-        if call.computed
-        and call.reason not in ("method", "first call")
-        and (call is step[0] or not step[0].computed)
+        if call.computed and call.reason not in ("method", "first call") and (call is step[0] or not step[0].computed)
     ]
 
 

@@ -97,9 +97,7 @@ def save_settings(
         said = {"method": _native(to_plain(method, tensors))}
     if tensors:
         way_out = "wrap with the method by its name, tables='file.safetensors'"
-        raise ValueError(
-            f"{method!r}: has tables in one of its parts, which YAML cannot hold; {way_out}"
-        )
+        raise ValueError(f"{method!r}: has tables in one of its parts, which YAML cannot hold; {way_out}")
     data = said | data | ({} if components is None else {"components": list(components)})
     data |= {} if text_bytes is None else {"text_bytes": text_bytes}
     title = f'# diffcache {__version__}: diffcache.wrap(pipe, "{path.name}")\n'

@@ -73,14 +73,11 @@ def denoisers_of(target: Any, names: str | Sequence[str] | None = None) -> dict[
         return {"model": target}
     components = getattr(target, "components", None)
     if not isinstance(components, dict):
-        raise AttachError(
-            f"cannot wrap a {type(target).__name__}: pass a diffusers pipeline or a torch module"
-        )
+        raise AttachError(f"cannot wrap a {type(target).__name__}: pass a diffusers pipeline or a torch module")
     modules = {n: m for n, m in components.items() if isinstance(m, nn.Module)}
     if names is not None and not names:
         raise AttachError(
-            f"components={names!r}: is empty; name at least one of {', '.join(modules)}, or leave "
-            "it out"
+            f"components={names!r}: is empty; name at least one of {', '.join(modules)}, or leave it out"
         )
     found = _default(modules) if names is None else _named(modules, names)
     if not found:
@@ -127,14 +124,10 @@ def check_free(target: Any, denoisers: dict[str, nn.Module], site: Site | str) -
     """
     for owner in [owner_of(target), *map(owner_of, denoisers.values())]:
         if owner is not None:
-            raise AttachError(
-                f"{type(target).__name__} already runs under {described(owner)}; unwrap it first"
-            )
+            raise AttachError(f"{type(target).__name__} already runs under {described(owner)}; unwrap it first")
     caller = called_elsewhere(denoisers.values())
     if caller is not None:
-        raise AttachError(
-            f"a {caller} is in a call of its own in another thread; wrap when it has returned"
-        )
+        raise AttachError(f"a {caller} is in a call of its own in another thread; wrap when it has returned")
     if is_cached(type(target)):
         raise AttachError("cache-dit is active on this pipeline class; disable it first")
     for model in denoisers.values():

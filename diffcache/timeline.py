@@ -91,10 +91,7 @@ def timeline_text(calls: Sequence[CallRecord], width: int = 100, ascii_only: boo
         ruler = "".join(f"{number:<10}" for number in range(start, end, 10))
         lines.append(f"  {'step':<{margin}}  {ruler}".rstrip())
         for lane in lanes:
-            row = "".join(
-                signs.get(mark) or parts[int((mark or 0) * len(parts))]
-                for mark in lane.marks[start:end]
-            )
+            row = "".join(signs.get(mark) or parts[int((mark or 0) * len(parts))] for mark in lane.marks[start:end])
             lines.append(f"  {lane.label[:margin]:<{margin}}  {row}".rstrip())
     in_part = any(mark not in signs for lane in lanes for mark in lane.marks)
     legend = f"  {parts[1]} to {parts[-1]} in part" if in_part else ""
@@ -119,9 +116,7 @@ def timeline_image(calls: Sequence[CallRecord], width: int = 800, height: int = 
     from PIL import Image, ImageDraw
 
     if width < 160 or height < 80:
-        raise ValueError(
-            f"width={width}, height={height}: a timeline needs at least 160 x 80 pixels"
-        )
+        raise ValueError(f"width={width}, height={height}: a timeline needs at least 160 x 80 pixels")
     canvas: Image.Image = Image.new("RGB", (width, height), "white")
     pen, lanes = ImageDraw.Draw(canvas), lanes_of(calls)
     size = max(10, min(16, height // 12, width // 24))
@@ -158,9 +153,7 @@ def _draw_lane(pen: Any, lane: Lane, box: tuple[float, float, float, float]) -> 
         if mark is not None:
             start, end = left + pitch * number, left + pitch * (number + 1) - gap
             cell = (round(start), high + inset, max(round(end) - 1, round(start)), low - inset)
-            color = tuple(
-                round(pale + (blue - pale) * mark) for pale, blue in zip(_PALE, _BLUE, strict=True)
-            )
+            color = tuple(round(pale + (blue - pale) * mark) for pale, blue in zip(_PALE, _BLUE, strict=True))
             pen.rectangle(cell, fill=color)
 
 
@@ -174,9 +167,7 @@ def _draw_axis(pen: Any, columns: int, place: tuple[float, float, float], size: 
         x = left + pitch * (number + 0.5)
         pen.line((x, top, x, top + 3), fill=_GREY)
         pen.text((x, top + 5), str(number), fill=_GREY, font=_font(size), anchor="ma")
-    pen.text(
-        ((left + right) / 2, top + 6 + size), "step", fill=_GREY, font=_font(size), anchor="ma"
-    )
+    pen.text(((left + right) / 2, top + 6 + size), "step", fill=_GREY, font=_font(size), anchor="ma")
 
 
 def _draw_legend(pen: Any, place: tuple[float, float], size: int) -> None:

@@ -59,9 +59,7 @@ class Weights:
 
     def trained(self) -> bool:
         """Return whether gradients are recorded for any of them now."""
-        return torch.is_grad_enabled() and any(
-            tensor is not None and tensor.requires_grad for tensor in self._tensors
-        )
+        return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in self._tensors)
 
     def changed(self, starts: bool) -> bool:
         """Return whether they changed since they were accepted.
@@ -77,9 +75,7 @@ class Weights:
         if moved and self.few:  # what was written elsewhere would not be seen
             return True
         modules = list(self.model.modules())
-        if len(modules) != len(self._modules) or any(
-            a is not b for a, b in zip(modules, self._modules, strict=True)
-        ):
+        if len(modules) != len(self._modules) or any(a is not b for a, b in zip(modules, self._modules, strict=True)):
             return True
         if self._content != self._contents():
             return True

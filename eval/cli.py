@@ -12,26 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diffcache.command import (
-    EXIT_LINE,
-    FAILED,
-    Json,
-    check_json,
-    fail,
-    guarded,
-    print_or_write,
-)
-from diffcache.eval.options import (
-    EMPTY,
-    MODEL,
-    NONE,
-    Images,
-    Methods,
-    Quiet,
-    Settings,
-    given_of,
-    with_task,
-)
+from diffcache.command import EXIT_LINE, FAILED, Json, check_json, fail, guarded, print_or_write
+from diffcache.eval.options import EMPTY, MODEL, NONE, Images, Methods, Quiet, Settings, given_of, with_task
 from diffcache.eval.vbench.command import app as vbench_app
 
 if TYPE_CHECKING:
@@ -55,29 +37,22 @@ app = typer.Typer(
 app.add_typer(vbench_app, name="vbench")
 
 Out = Annotated[Path | None, typer.Option(help="Folder of the run (default: runs/MODEL-HASH).")]
-Memory = Annotated[
-    bool, typer.Option("--memory", help="Measure peak memory, in a process for each case.")
-]
+Memory = Annotated[bool, typer.Option("--memory", help="Measure peak memory, in a process for each case.")]
 
 
 @app.callback()
 @guarded
-@with_task(
-    "samples", "steps", "prompts", "seed", "batch_size", "call", "fps", "dtype", "device",
-    "threads", model="",
-)  # fmt: skip
+@with_task("samples", "steps", "prompts", "seed", "batch_size", "call", "fps", "dtype", "device", "threads", model="")
 def evaluate(
     context: typer.Context,
     task: Settings = NONE,
     methods: Methods = EMPTY,
     images: Images = EMPTY,
     reference: Annotated[
-        Path | None,
-        typer.Option(help="Real pictures for FID and the like: a folder, or npz, or statistics."),
+        Path | None, typer.Option(help="Real pictures for FID and the like: a folder, or npz, or statistics.")
     ] = None,
     resize: Annotated[
-        int | None,
-        typer.Option(min=8, metavar="SIDE", help="Scale and cut real pictures to squares."),
+        int | None, typer.Option(min=8, metavar="SIDE", help="Scale and cut real pictures to squares.")
     ] = None,
     convention: Annotated[
         str, typer.Option(help="How Inception gets pictures: torch-fidelity or clean.")
@@ -91,8 +66,7 @@ def evaluate(
         str,
         typer.Option(
             metavar="NAME",
-            help="Rewards of pictures for prompts, with commas: pickscore, or your own "
-            "module:function.",
+            help="Rewards of pictures for prompts, with commas: pickscore, or your own module:function.",
         ),
     ] = "",
     out: Out = None,
@@ -133,16 +107,22 @@ def evaluate(
     from diffcache.eval.runs.task import Task
 
     if not methods:
-        message = (
-            f"no --method: {task['samples']} uncached samples are drawn and measured, nothing else"
-        )
+        message = f"no --method: {task['samples']} uncached samples are drawn and measured, nothing else"
         typer.echo(message, err=True)
     plan = Plan(
-        Task(**task), rows_of(methods), out, reference, **given_of(task["model"], images),
+        Task(**task),
+        rows_of(methods),
+        out,
+        reference,
+        **given_of(task["model"], images),
         resize=resize,
-        convention=convention, stages=stages.split(","), rounds=rounds, memory=memory,
-        reward=reward, command=shlex.join(["diffcache", *sys.argv[1:]]),
-    )  # fmt: skip
+        convention=convention,
+        stages=stages.split(","),
+        rounds=rounds,
+        memory=memory,
+        reward=reward,
+        command=shlex.join(["diffcache", *sys.argv[1:]]),
+    )
     show(plan, machine, quiet)
 
 
@@ -179,9 +159,16 @@ def latency(
 
     with TemporaryDirectory() as folder, shown(quiet) as progress:
         drawn = Task(model=model, samples=task["batch_size"], **task)
-        plan = Plan(drawn, rows_of(methods), Path(folder) / "run", rounds=rounds, memory=memory,
-                    stages=("draw", "time"), **given_of(model, images),
-                    command=shlex.join(["diffcache", *sys.argv[1:]]))  # fmt: skip
+        plan = Plan(
+            drawn,
+            rows_of(methods),
+            Path(folder) / "run",
+            rounds=rounds,
+            memory=memory,
+            stages=("draw", "time"),
+            **given_of(model, images),
+            command=shlex.join(["diffcache", *sys.argv[1:]]),
+        )
         record = measure(plan, progress)
     print_or_write(machine, record, Evaluation(record).print)
 
@@ -226,9 +213,7 @@ def sweep(
     out: Annotated[Path, typer.Option(help="Folder of the runs.")] = Path("runs"),
     quiet: Quiet = False,
     device: Annotated[str, typer.Option(help="In place of the file's.")] = "",
-    reward: Annotated[
-        str, typer.Option(help="In place of the file's, which may not name code of its own.")
-    ] = "",
+    reward: Annotated[str, typer.Option(help="In place of the file's, which may not name code of its own.")] = "",
     dry: Annotated[bool, typer.Option("--dry-run", help="Only list the cases.")] = False,
 ) -> None:
     """Evaluate many settings: every list in the file is swept.
@@ -263,8 +248,7 @@ def compare(
     first: Annotated[Path, typer.Argument(help="Folder of a run, or its record.json.")],
     second: Annotated[Path, typer.Argument(help="Another, of the same task.")],
     limits: Annotated[
-        list[str],
-        typer.Option("--fail-on", metavar="METRIC<CHANGE", help="Such as 'psnr_db<-0.5'."),
+        list[str], typer.Option("--fail-on", metavar="METRIC<CHANGE", help="Such as 'psnr_db<-0.5'.")
     ] = EMPTY,
 ) -> None:
     """Compare two records row by row; exit 1 if a --fail-on limit is crossed.

@@ -63,8 +63,7 @@ class Task:
     def __post_init__(self) -> None:
         if self.steps < 1 or not 1 <= len(self.prompts) <= MOST:
             raise ValueError(
-                f"steps={self.steps}, prompts={self.prompts!r}: draw 1 to {MOST} pictures in 1 "
-                "step or more"
+                f"steps={self.steps}, prompts={self.prompts!r}: draw 1 to {MOST} pictures in 1 step or more"
             )
 
 
@@ -81,8 +80,7 @@ def prompts_of(model: str, prompt: str, samples: int | None) -> tuple[str, ...]:
     """
     if not prompt and Path(model).name != MODEL:
         raise ValueError(
-            f"--model {model}: the demo has prompts for {MODEL} alone; say with --prompt what it "
-            "shall draw"
+            f"--model {model}: the demo has prompts for {MODEL} alone; say with --prompt what it shall draw"
         )
     known = (prompt,) if prompt else PROMPTS
     return tuple(islice(cycle(known), samples or len(known)))
@@ -147,19 +145,19 @@ class Comparison:
         steps = report.steps_computed + report.steps_skipped
         sites = report.computed + report.skipped
         rows = [
-            ("seconds, whole pipeline", f"{median(base.seconds):.3f}",
-             f"{median(cached.seconds):.3f}  ({self.speedup:.2f}x)"),
-            ("seconds, denoiser", f"{denoiser[0]:.3f}",
-             f"{denoiser[1]:.3f}  ({denoiser[0] / denoiser[1]:.2f}x)"),
+            (
+                "seconds, whole pipeline",
+                f"{median(base.seconds):.3f}",
+                f"{median(cached.seconds):.3f}  ({self.speedup:.2f}x)",
+            ),
+            ("seconds, denoiser", f"{denoiser[0]:.3f}", f"{denoiser[1]:.3f}  ({denoiser[0] / denoiser[1]:.2f}x)"),
             ("steps computed", str(steps), str(report.steps_computed)),
             ("blocks or modules computed", str(sites), str(report.computed)),
-        ]  # fmt: skip
+        ]
         if report.flops_computed is not None and report.flops_saved is not None:
             total = report.flops_computed + report.flops_saved
             saved = share(report.flops_saved, report.flops_computed)
-            rows.append(
-                ("FLOPs of these", human(total), f"{human(report.flops_computed)}  ({saved} saved)")
-            )
+            rows.append(("FLOPs of these", human(total), f"{human(report.flops_computed)}  ({saved} saved)"))
         rows.append(("PSNR to uncached (8 bit)", "-", ", ".join(map(decibels, self.psnr_db))))
         rows.append(("bytes of features, at most", "0 B", human(report.peak_bytes, "B")))
         return rows
@@ -206,9 +204,10 @@ def compare(task: Task, method: Method, progress: Progress | None = None) -> Com
             _draw(pipe, call, task, Side(), min(WARMUP_STEPS, task.steps))
         sides[name], clock = Side(), DenoiserClock(pipe, setting)
         turns[name] = Turn(
-            partial(_draw, pipe, call, task, sides[name], task.steps), partial(_watched, clock),
+            partial(_draw, pipe, call, task, sides[name], task.steps),
+            partial(_watched, clock),
             readings=partial(_seconds_of, clock),
-        )  # fmt: skip
+        )
     timings = measure(turns, ROUNDS, 0, setting)
     for name, side in sides.items():
         side.seconds = timings.seconds[name]

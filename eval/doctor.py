@@ -34,9 +34,15 @@ from diffcache.pipelines.demo.console import console
 Backend = Literal["exact", "real", "lite", "none"]
 Kind = Literal["package", "weights", "interpreter", "shipped"]
 EXTRAS = {
-    "torch_fidelity": "fid", "torchvision": "fid", "cleanfid": "", "torchmetrics": "eval",
-    "matplotlib": "eval", "av": "eval", "lm_eval": "llm", "transformers": "",
-}  # fmt: skip
+    "torch_fidelity": "fid",
+    "torchvision": "fid",
+    "cleanfid": "",
+    "torchmetrics": "eval",
+    "matplotlib": "eval",
+    "av": "eval",
+    "lm_eval": "llm",
+    "transformers": "",
+}
 _COLORS = {"exact": "green", "real": "green", "lite": "yellow", "none": "red"}
 _INTERPRETER_SECONDS = 60
 
@@ -216,9 +222,7 @@ def _interpreter(variable: str) -> str:
     if not program.is_file():
         raise FileNotFoundError(f"{program}: there is no such interpreter")
     asked = "import importlib.util as u, sys; sys.exit(u.find_spec('vbench') is None)"
-    done = subprocess.run(
-        [str(program), "-c", asked], capture_output=True, timeout=_INTERPRETER_SECONDS
-    )
+    done = subprocess.run([str(program), "-c", asked], capture_output=True, timeout=_INTERPRETER_SECONDS)
     if done.returncode:
         raise MissingPackageError(f"{program} has no package vbench")
     return str(program)

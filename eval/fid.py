@@ -17,17 +17,7 @@ import torch
 import typer
 from torch import Tensor
 
-from diffcache.command import (
-    Device,
-    Json,
-    Seed,
-    Threads,
-    check_json,
-    check_target,
-    print_or_write,
-    script,
-    warn,
-)
+from diffcache.command import Device, Json, Seed, Threads, check_json, check_target, print_or_write, script, warn
 from diffcache.eval.metrics import inception, lite
 from diffcache.eval.metrics.frechet import moments
 from diffcache.eval.metrics.sets import FeatureSet, Wanted, compare, some
@@ -53,29 +43,20 @@ def fid(
         typer.Option(help="How Inception gets its pictures; numbers of the two do not compare."),
     ] = "torch-fidelity",
     kid: Annotated[bool, typer.Option("--kid", help="Also KID.")] = False,
-    prdc: Annotated[
-        bool, typer.Option("--prdc", help="Also precision, recall, density, coverage.")
-    ] = False,
-    inception_score: Annotated[
-        bool, typer.Option("--is", help="Also the Inception score of FAKE.")
-    ] = False,
+    prdc: Annotated[bool, typer.Option("--prdc", help="Also precision, recall, density, coverage.")] = False,
+    inception_score: Annotated[bool, typer.Option("--is", help="Also the Inception score of FAKE.")] = False,
     samples: Annotated[int | None, typer.Option(min=2, help="Use so many, by --seed.")] = None,
     resize: Annotated[
-        int | None,
-        typer.Option(min=8, metavar="SIDE", help="Scale shorter sides to it, cut out the middle."),
+        int | None, typer.Option(min=8, metavar="SIDE", help="Scale shorter sides to it, cut out the middle.")
     ] = None,
     recursive: Recursive = False,
     resamples: Annotated[
-        int | None,
-        typer.Option(min=0, help="Of intervals, 0 for none.", show_default="1000 lite, 100 real"),
+        int | None, typer.Option(min=0, help="Of intervals, 0 for none.", show_default="1000 lite, 100 real")
     ] = None,
     seed: Seed = 0,
     device: Device = "auto",
     threads: Threads = 1,
-    save: Annotated[
-        Path | None,
-        typer.Option(help="Write statistics of REAL (.npz), to be REAL later."),
-    ] = None,
+    save: Annotated[Path | None, typer.Option(help="Write statistics of REAL (.npz), to be REAL later.")] = None,
     machine: Json = "",
 ) -> None:
     """Compare two folders of pictures as sets: FID and others, with intervals.
@@ -111,11 +92,16 @@ def fid(
     warn(*few)
     ending = "" if kind == "real" else "_lite"
     report = {
-        "schema": SCHEMA, "real": _about(one), "fake": _about(other), "seed": seed,
-        "resize": resize, "resamples": wanted.resamples, "backend": _entry(networks),
+        "schema": SCHEMA,
+        "real": _about(one),
+        "fake": _about(other),
+        "seed": seed,
+        "resize": resize,
+        "resamples": wanted.resamples,
+        "backend": _entry(networks),
         "metrics": {f"{name}{ending}": values for name, values in found.items()},
         "warnings": warnings + few,
-    }  # fmt: skip
+    }
     print_or_write(machine, report, lambda: _print(report))
 
 
@@ -130,9 +116,7 @@ def _check(wanted: Wanted, real: Source, fake: Source) -> None:
     if real.folder is None and stored is not None and stored.features is None:
         for name, is_wanted in (("--kid", wanted.kid), ("--prdc", wanted.prdc)):
             if is_wanted:
-                raise ValueError(
-                    f"{name} needs pictures, and {real.path} holds statistics (mu, sigma) only"
-                )
+                raise ValueError(f"{name} needs pictures, and {real.path} holds statistics (mu, sigma) only")
 
 
 def _notes(real: Source, fake: Source) -> list[str]:
@@ -153,9 +137,7 @@ def _size(source: Source) -> str:
     return " x ".join(map(str, source.size or ()))
 
 
-def _networks(
-    choice: Choice, convention: str, real: Source, warnings: list[str]
-) -> tuple[Extractors, Source]:
+def _networks(choice: Choice, convention: str, real: Source, warnings: list[str]) -> tuple[Extractors, Source]:
     """Load the network; statistics of another one are not used, or an error if there is no more."""
     stored = real.statistics
     if real.folder is None and choice.kind == "auto":

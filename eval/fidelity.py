@@ -19,17 +19,7 @@ import torch
 import typer
 from torch import Tensor
 
-from diffcache.command import (
-    Device,
-    Json,
-    Seed,
-    Threads,
-    check_json,
-    check_target,
-    print_or_write,
-    script,
-    warn,
-)
+from diffcache.command import Device, Json, Seed, Threads, check_json, check_target, print_or_write, script, warn
 from diffcache.eval.metrics import bootstrap, pixels
 from diffcache.eval.metrics.catalog import METRICS
 from diffcache.eval.metrics.intervals import metric_interval
@@ -44,10 +34,7 @@ from diffcache.psnr import decibels
 SCHEMA = "diffcache.fidelity/1"
 LEAST_SIDE = {"ssim": 11, "ms-ssim": 22, "lpips": 32}  # pixels; LPIPS-lite takes any
 WORST, WORST_SHOWN = 5, 3
-KEYS = {
-    "psnr": "psnr_db", "ssim": "ssim", "ms-ssim": "ms_ssim", "lpips": "lpips",
-    "temporal-error": "temporal_error",
-}  # fmt: skip
+KEYS = {"psnr": "psnr_db", "ssim": "ssim", "ms-ssim": "ms_ssim", "lpips": "lpips", "temporal-error": "temporal_error"}
 _RGB_FORMATS = ("rgb", "bgr", "gbr", "0rgb", "argb", "abgr")
 Columns = dict[str, list[float]]
 
@@ -83,9 +70,7 @@ class Pairs:
 def fidelity(
     a: Annotated[str, typer.Argument(help="The reference: folder, .npz, or file.")],
     b: Annotated[str, typer.Argument(help="The other.")],
-    films: Annotated[
-        bool, typer.Option("--films", help="Pictures of a folder are the frames of one film.")
-    ] = False,
+    films: Annotated[bool, typer.Option("--films", help="Pictures of a folder are the frames of one film.")] = False,
     metrics: Annotated[
         str, typer.Option(metavar="NAME,...", help=f"Of {', '.join(KEYS)} (default: that apply).")
     ] = "",
@@ -93,15 +78,11 @@ def fidelity(
     weights: Weights = "",
     recursive: Recursive = False,
     batch_size: Annotated[int, typer.Option(min=1, help="Pairs of pictures at once.")] = 16,
-    resamples: Annotated[
-        int, typer.Option(min=0, help="Of intervals, 0 for none.")
-    ] = bootstrap.RESAMPLES,
+    resamples: Annotated[int, typer.Option(min=0, help="Of intervals, 0 for none.")] = bootstrap.RESAMPLES,
     seed: Seed = 0,
     device: Device = "auto",
     threads: Threads = 1,
-    values: Annotated[
-        Path | None, typer.Option("--csv", help="Write the values of every pair.")
-    ] = None,
+    values: Annotated[Path | None, typer.Option("--csv", help="Write the values of every pair.")] = None,
     machine: Json = "",
 ) -> None:
     """Compare two folders of pictures or films file by file, with intervals.
@@ -128,11 +109,15 @@ def fidelity(
         pooled = torch.tensor(errors, dtype=torch.float64).mean()
         found["psnr_db"]["pooled"] = float(decibels(pooled))
     report = {
-        "schema": SCHEMA, "a": str(pairs.a.path), "b": str(pairs.b.path),
-        "kind": "films" if pairs.is_film else "pictures", "count": len(pairs.places),
+        "schema": SCHEMA,
+        "a": str(pairs.a.path),
+        "b": str(pairs.b.path),
+        "kind": "films" if pairs.is_film else "pictures",
+        "count": len(pairs.places),
         "backend": network.describe(key) if key else None,
-        "metrics": found, "warnings": pairs.warnings,
-    }  # fmt: skip
+        "metrics": found,
+        "warnings": pairs.warnings,
+    }
     warn(*pairs.warnings[said:])
     if values is not None:
         _write_csv(values, pairs, columns)
@@ -192,18 +177,14 @@ def _fitting(pairs: Pairs, chosen: list[str], least: Mapping[str, int], named: b
                 "be of one size, resizing would change the result"
             )
         for name in [n for n in chosen if min(size) < least.get(n, 0)]:
-            text = (
-                f"{name} needs sides of {least[name]} pixels, {pairs.a.place(one)} is {_size(size)}"
-            )
+            text = f"{name} needs sides of {least[name]} pixels, {pairs.a.place(one)} is {_size(size)}"
             if named:
                 raise ValueError(f"--metrics: {text}")
             pairs.warnings.append(f"left out: {text}")
             chosen = [n for n in chosen if n != name]
     jpegs = [f for f in (*pairs.a.files, *pairs.b.files) if f.suffix.lower() in (".jpg", ".jpeg")]
     if jpegs:
-        pairs.warnings.append(
-            f"{len(jpegs)} JPEG files such as {jpegs[0].name}: compression counts as a difference"
-        )
+        pairs.warnings.append(f"{len(jpegs)} JPEG files such as {jpegs[0].name}: compression counts as a difference")
     return chosen
 
 
@@ -297,8 +278,7 @@ def _pictures(pairs: Pairs, size: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield pairs of pictures in batches of one height and width."""
     held: list[tuple[Tensor, Tensor]] = []
     streams = (
-        folder.pictures([place[side] for place in pairs.places])
-        for side, folder in enumerate((pairs.a, pairs.b))
+        folder.pictures([place[side] for place in pairs.places]) for side, folder in enumerate((pairs.a, pairs.b))
     )
     two: Iterable[tuple[Tensor, Tensor]] = zip(*streams, strict=True)
     for one, other in tracked(two, len(pairs.places), "compare"):
@@ -316,8 +296,7 @@ def _films(pairs: Pairs) -> Iterator[tuple[Tensor, Tensor]]:
         a, b = clips.read_clip(pairs.a.files[one]), clips.read_clip(pairs.b.files[other])
         if a.shape != b.shape:
             raise ValueError(
-                f"{pairs.both(number)} are {_film_size(a)} and {_film_size(b)}: pairs must have "
-                "the same frames"
+                f"{pairs.both(number)} are {_film_size(a)} and {_film_size(b)}: pairs must have the same frames"
             )
         yield a, b
 
@@ -330,9 +309,7 @@ def _size(size: folders.Size) -> str:
     return f"{size[0]} x {size[1]}"
 
 
-def _summary(
-    key: str, column: Sequence[float], pairs: Pairs, drawn: tuple[int, int]
-) -> dict[str, Any]:
+def _summary(key: str, column: Sequence[float], pairs: Pairs, drawn: tuple[int, int]) -> dict[str, Any]:
     """Return mean, interval (of so many resamples and a seed), bad tail and worst pairs."""
     values = torch.tensor(column, dtype=torch.float64)
     found: dict[str, Any] = {"value": float(values.mean()), "n": len(values)}
@@ -364,9 +341,7 @@ def _print(report: dict[str, Any]) -> None:
         interval = f"{found['low']:.4g} .. {found['high']:.4g}" if "low" in found else ""
         unit = f" {METRICS[key].unit}" if METRICS[key].unit else ""
         title = f"{METRICS[key].title} {'↓' if 'p95' in found else '↑'}"
-        rows.append(
-            [title, f"{found['value']:.4g}{unit}", interval, f"{tail:.4g}", "\n".join(worst)]
-        )
+        rows.append([title, f"{found['value']:.4g}{unit}", interval, f"{tail:.4g}", "\n".join(worst)])
     titles = ("metric", "mean", "95 % interval", "worst 5 % from", "worst")
     print_rows(titles, rows)
     print(f"{report['count']} pairs of {report['kind']}")

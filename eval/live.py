@@ -204,9 +204,7 @@ def check_extra() -> None:
         raise MissingError(f"{', '.join(missing)} missing: pip install 'diffcache[eval]'")
 
 
-def _plan(
-    pipe: Any, methods: Any, prompts: Any, out: Path | None, settings: Mapping[str, Any]
-) -> Any:
+def _plan(pipe: Any, methods: Any, prompts: Any, out: Path | None, settings: Mapping[str, Any]) -> Any:
     """Return the plan of an evaluation of a loaded pipeline."""
     check_extra()
     check_free(pipe, denoisers_of(pipe), Site.MODEL)

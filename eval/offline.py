@@ -12,11 +12,7 @@ import typer
 
 import diffcache
 from diffcache.catalog import method_class
-from diffcache.command import (
-    METHOD,
-    check_target,
-    guarded,
-)
+from diffcache.command import METHOD, check_target, guarded
 from diffcache.eval.methods import parse_method
 from diffcache.eval.options import EMPTY, NONE, Images, Settings, given_of, with_task
 from diffcache.features.collect import Calibrated
@@ -50,9 +46,7 @@ class TaskInputs:
     seed: int = SEEDS
 
 
-def inputs_of(
-    task: Task, live: Any = None, pictures: Mapping[str, Any] | None = None
-) -> TaskInputs:
+def inputs_of(task: Task, live: Any = None, pictures: Mapping[str, Any] | None = None) -> TaskInputs:
     """Load a pipeline with prompts and noise to calibrate it on.
 
     They are not those that an evaluation draws by default: prompts are of a list of their own, or
@@ -165,10 +159,17 @@ def calibrate(
     inputs = inputs_of(Task(**task), given["pipe"], given["inputs"])
     with progress(f"{chosen.name}") as show, _resumable(file):
         made = diffcache.calibrate(
-            inputs.pipe, chosen, inputs.prompts, steps=task["steps"],
-            batch_size=task["batch_size"], seed=inputs.seed, out=file, resume=not fresh,
-            progress=show, **inputs.call,
-        )  # fmt: skip
+            inputs.pipe,
+            chosen,
+            inputs.prompts,
+            steps=task["steps"],
+            batch_size=task["batch_size"],
+            seed=inputs.seed,
+            out=file,
+            resume=not fresh,
+            progress=show,
+            **inputs.call,
+        )
     typer.echo(repr(made))
     typer.echo(f"{len(inputs.prompts)} prompts, {made.measured().steps} steps; wrote {file}")
 
@@ -176,18 +177,10 @@ def calibrate(
 @guarded
 @with_task("model", "steps", "prompts", "seed", "call", "dtype", "device", samples=48, batch_size=8)
 def tune(
-    speedup: Annotated[
-        float | None, typer.Option(help="Closest method with so many times fewer operations.")
-    ] = None,
-    psnr: Annotated[
-        float | None, typer.Option(help="Cheapest method that stays so close, in dB.")
-    ] = None,
-    seconds: Annotated[
-        float | None, typer.Option(help="Closest method that takes at most so long a batch.")
-    ] = None,
-    lpips: Annotated[
-        float | None, typer.Option(help="Cheapest method that stays this close by LPIPS.")
-    ] = None,
+    speedup: Annotated[float | None, typer.Option(help="Closest method with so many times fewer operations.")] = None,
+    psnr: Annotated[float | None, typer.Option(help="Cheapest method that stays so close, in dB.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Closest method that takes at most so long a batch.")] = None,
+    lpips: Annotated[float | None, typer.Option(help="Cheapest method that stays this close by LPIPS.")] = None,
     right: Annotated[
         str | None,
         typer.Option(
@@ -197,16 +190,10 @@ def tune(
     ] = None,
     confidence: Annotated[
         float | None,
-        typer.Option(
-            help="With --psnr, --lpips or --right: probability that a new prompt stays so close."
-        ),
+        typer.Option(help="With --psnr, --lpips or --right: probability that a new prompt stays so close."),
     ] = None,
-    methods: Annotated[
-        list[str], typer.Option("--method", metavar=METHOD, help="Try these instead.")
-    ] = EMPTY,
-    trials: Annotated[
-        int, typer.Option(min=1, help="Budget: methods run on all of the search.")
-    ] = 100,
+    methods: Annotated[list[str], typer.Option("--method", metavar=METHOD, help="Try these instead.")] = EMPTY,
+    trials: Annotated[int, typer.Option(min=1, help="Budget: methods run on all of the search.")] = 100,
     out: Out = None,
     task: Settings = NONE,
     images: Images = EMPTY,
@@ -224,9 +211,7 @@ def tune(
         --steps 28 --method tuned:tables=tuned.safetensors --compare
     """
     if sum(goal is not None for goal in (speedup, psnr, seconds, lpips, right)) != 1:
-        raise ValueError(
-            "say what to aim at: one of --speedup, --psnr, --seconds, --lpips and --right"
-        )
+        raise ValueError("say what to aim at: one of --speedup, --psnr, --seconds, --lpips and --right")
     if confidence is not None:
         task["batch_size"] = 1  # samples of one batch share decisions
     steps, samples, batch_size = (task[name] for name in ("steps", "samples", "batch_size"))
@@ -252,8 +237,7 @@ def tune(
             progress=show, **inputs.call,
         )  # fmt: skip
     rows = [
-        (f"{trial['cost']:.1%}", f"{trial['psnr_db']:.1f}", _validated(trial), trial["method"])
-        for trial in best.front
+        (f"{trial['cost']:.1%}", f"{trial['psnr_db']:.1f}", _validated(trial), trial["method"]) for trial in best.front
     ]
     print_rows(("operations", "PSNR dB", "validated [95 %]", "method"), rows)
     done, header = best.validation, Tables.load(file).header

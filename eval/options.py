@@ -28,14 +28,11 @@ Images = Annotated[
         help="A picture that all samples are made from, of an editing pipeline. May be repeated.",
     ),
 ]
-CausalModel = Annotated[
-    str, typer.Option(help="Directory of a causal model, Hugging Face model ID, or smollm2.")
-]
+CausalModel = Annotated[str, typer.Option(help="Directory of a causal model, Hugging Face model ID, or smollm2.")]
 Texts = Annotated[
     Path | None,
     typer.Option(
-        help='A file with a text on each line, a .jsonl file with "text", or a folder of .txt '
-        "files.",
+        help='A file with a text on each line, a .jsonl file with "text", or a folder of .txt files.',
         show_default="Python's reference",
     ),
 ]
@@ -44,19 +41,14 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
 
 def _loading(
     variant: Annotated[str, typer.Option(help="Files of weights to read, such as fp16.")] = "",
-    revision: Annotated[
-        str, typer.Option(help="Branch, tag or commit of a Hugging Face model.")
-    ] = "",
+    revision: Annotated[str, typer.Option(help="Branch, tag or commit of a Hugging Face model.")] = "",
     offload: Annotated[
         str, typer.Option(help=f"Weights wait on the CPU, as in diffusers: {', '.join(OFFLOADS)}.")
     ] = "",
     loras: Annotated[
-        list[str],
-        typer.Option("--lora", metavar="PATH_OR_ID[:SCALE]", help="An adapter. May be repeated."),
+        list[str], typer.Option("--lora", metavar="PATH_OR_ID[:SCALE]", help="An adapter. May be repeated.")
     ] = EMPTY,
-    quantize: Annotated[
-        str, typer.Option(help=f"Weights of denoisers: {', '.join(QUANTIZED)}.")
-    ] = "",
+    quantize: Annotated[str, typer.Option(help=f"Weights of denoisers: {', '.join(QUANTIZED)}.")] = "",
     compile: Annotated[  # noqa: A002
         bool, typer.Option("--compile", help="Compile the denoisers' repeated blocks.")
     ] = False,
@@ -68,22 +60,15 @@ def _loading(
 def _task(
     model: Annotated[str, typer.Option(help=MODEL)],
     samples: Annotated[int, typer.Option(min=1, help="Samples to draw.")] = 256,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Sampling steps (default: the pipeline's).")
-    ] = None,
-    prompts: Annotated[
-        str,
-        typer.Option(help="stickers, sticker-films, pictures, films, a file."),
-    ] = "",
+    steps: Annotated[int | None, typer.Option(min=1, help="Sampling steps (default: the pipeline's).")] = None,
+    prompts: Annotated[str, typer.Option(help="stickers, sticker-films, pictures, films, a file.")] = "",
     seed: Seed = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples a call.")] = 8,
     call: Annotated[
-        list[str],
-        typer.Option("--call", metavar="KEY=VALUE", help="An argument of the pipeline's call."),
+        list[str], typer.Option("--call", metavar="KEY=VALUE", help="An argument of the pipeline's call.")
     ] = EMPTY,
     fps: Annotated[
-        float | None,
-        typer.Option(min=0.01, max=1000, help="Frames a second of films (default: the model's)."),
+        float | None, typer.Option(min=0.01, max=1000, help="Frames a second of films (default: the model's).")
     ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",

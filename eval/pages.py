@@ -63,8 +63,7 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool = 
     """
     notes: list[str] = []
     head, *lines = (
-        f"| {' | '.join(re.sub(BAR, PLAIN_BAR, _cut(cell, notes)) for cell in row)} |"
-        for row in (titles, *rows)
+        f"| {' | '.join(re.sub(BAR, PLAIN_BAR, _cut(cell, notes)) for cell in row)} |" for row in (titles, *rows)
     )
     others = ("---:|" if numbers else "---|") * (len(titles) - 1)
     below = [f"- ({number}) {note}" for number, note in enumerate(notes, 1)]
@@ -127,9 +126,12 @@ def environment() -> Any:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     found = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined,
-        autoescape=lambda name: str(name).endswith(".html.jinja"), trim_blocks=True,
-        lstrip_blocks=True, keep_trailing_newline=True,
-    )  # fmt: skip
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        autoescape=lambda name: str(name).endswith(".html.jinja"),
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
     found.filters["md"] = escape_markdown
     return found

@@ -101,9 +101,7 @@ def values(column: Tensor) -> list[Any] | str:
     return [round(value, 3) for value in column.double().tolist()]
 
 
-def envelope(
-    benchmark: str, setting: Setting, command: str, body: dict[str, Any]
-) -> dict[str, Any]:
+def envelope(benchmark: str, setting: Setting, command: str, body: dict[str, Any]) -> dict[str, Any]:
     """Return a record: the result of a benchmark, with the machine that measured it.
 
     Args:

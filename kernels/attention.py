@@ -61,9 +61,14 @@ Held = Tensor | Codes
 
 
 def takes(
-    q: Tensor, k: Held, v: Held | None, turns: Tensor | None = None, slots: Tensor | None = None,
-    mask: Tensor | None = None, interleaved: bool = False,
-) -> bool:  # fmt: skip
+    q: Tensor,
+    k: Held,
+    v: Held | None,
+    turns: Tensor | None = None,
+    slots: Tensor | None = None,
+    mask: Tensor | None = None,
+    interleaved: bool = False,
+) -> bool:
     """Return whether the kernels should run on these tensors of `attn_forward`.
 
     Log-sum-exps alone are half of `attn_mass`, which was measured with them and is asked.
@@ -86,10 +91,19 @@ def takes(
 
 
 def attn_forward(
-    q: Tensor, k: Held, v: Held | None, scale: float, *, slots: Tensor | None = None,
-    mask: Tensor | None = None, turns: Tensor | None = None, interleaved: bool = False,
-    offset: int | None = None, window: int = 0, sinks: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Held,
+    v: Held | None,
+    scale: float,
+    *,
+    slots: Tensor | None = None,
+    mask: Tensor | None = None,
+    turns: Tensor | None = None,
+    interleaved: bool = False,
+    offset: int | None = None,
+    window: int = 0,
+    sinks: int = 0,
+) -> tuple[Tensor, Tensor]:
     """Return attention and its log-sum-exp.
 
     Keys have places 0 to N - 1, or those in the list `slots`, which is read on the device. Keys
@@ -130,17 +144,24 @@ def attn_forward(
         out, lse = (x[0].unflatten(1, (len(q), -1)).transpose(0, 1) for x in (out, lse))
         return out, lse
     run: Any = FORWARD if kernel else forward_twin
-    found: tuple[Tensor, Tensor] = run(
-        q, *given[0], *_apart(v)[:2], scale, *given[1], *_apart(k)[2:], *_apart(v)[2:]
-    )
+    found: tuple[Tensor, Tensor] = run(q, *given[0], *_apart(v)[:2], scale, *given[1], *_apart(k)[2:], *_apart(v)[2:])
     return found
 
 
 def attn_mass(
-    q: Tensor, k: Held, lse: Tensor, scale: float, *, slots: Tensor | None = None,
-    mask: Tensor | None = None, turns: Tensor | None = None, interleaved: bool = False,
-    offset: int | None = None, window: int = 0, sinks: int = 0,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Held,
+    lse: Tensor,
+    scale: float,
+    *,
+    slots: Tensor | None = None,
+    mask: Tensor | None = None,
+    turns: Tensor | None = None,
+    interleaved: bool = False,
+    offset: int | None = None,
+    window: int = 0,
+    sinks: int = 0,
+) -> Tensor:
     """Return the attention that every place gets, summed over queries and the heads that share it.
 
     The kernel goes over keys and adds up all queries of one in a fixed order.
@@ -214,9 +235,15 @@ def mass_twin(
 
 
 def _keys(
-    q: Tensor, k: Tensor, grid: Tensor | None, slots: Tensor | None, turns: Tensor | None,
-    interleaved: bool, form: list[int], shift: float,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    grid: Tensor | None,
+    slots: Tensor | None,
+    turns: Tensor | None,
+    interleaved: bool,
+    form: list[int],
+    shift: float,
+) -> Tensor:
     """Return keys by place, in float32 and turned, [B, H, P, D]."""
     found = _numbers(q, k, grid, slots, form, shift)
     if turns is None:
@@ -229,9 +256,7 @@ def _keys(
     return torch.stack(both, 4).flatten(3) if interleaved else torch.cat(both, 3)
 
 
-def _numbers(
-    q: Tensor, x: Tensor, grid: Tensor | None, slots: Tensor | None, form: list[int], shift: float
-) -> Tensor:
+def _numbers(q: Tensor, x: Tensor, grid: Tensor | None, slots: Tensor | None, form: list[int], shift: float) -> Tensor:
     """Return keys or values by place, in float32, [B, H, P, D]."""
     if grid is not None:
         like = q.new_empty(0, x.shape[3] * 8 // form[0], dtype=torch.float32)
@@ -249,9 +274,17 @@ def _listed(x: Tensor, slots: Tensor, batch: int) -> Tensor:
 
 
 def _logits(
-    q: Tensor, keys: Tensor, k: Tensor, slots: Tensor | None, mask: Tensor | None, scale: float,
-    offset: int | None, window: int, sinks: int, start: int,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    keys: Tensor,
+    k: Tensor,
+    slots: Tensor | None,
+    mask: Tensor | None,
+    scale: float,
+    offset: int | None,
+    window: int,
+    sinks: int,
+    start: int,
+) -> Tensor:
     """Return the logits of a block of queries in float32, [B, H, G, n, P], -inf where unseen."""
     part = q[:, :, start : start + BLOCK].float()
     batch, _, count, size = part.shape
@@ -281,9 +314,7 @@ def _apart(held: Held | None) -> tuple[Tensor | Any, Tensor | None, list[int], f
 
 def _check(q: Tensor, k: Tensor, offset: int | None, window: int, sinks: int) -> None:
     if q.shape[1] % k.shape[1]:
-        raise ValueError(
-            f"q: has {q.shape[1]} heads, must have a multiple of the {k.shape[1]} heads of k"
-        )
+        raise ValueError(f"q: has {q.shape[1]} heads, must have a multiple of the {k.shape[1]} heads of k")
     if window and offset is None:
         raise ValueError(f"window={window}: takes an offset, which says where the queries are")
     if sinks and not window:
@@ -321,22 +352,24 @@ def _forward_flops(
     return 2 * q[0] * q[1] * q[2] * width * (q[3] + last)
 
 
-def _mass_flops(
-    q: list[int], k: list[int], key_grid: Any, slots: list[int] | None, *_: object, **__: object
-) -> int:
+def _mass_flops(q: list[int], k: list[int], key_grid: Any, slots: list[int] | None, *_: object, **__: object) -> int:
     return 2 * q[0] * q[1] * q[2] * q[3] * (k[2] if slots is None else slots[2])
 
 
-_SEEN = (
-    "bool interleaved, SymInt? offset, SymInt window, SymInt sinks, int[] key_form, float key_shift"
-)
+_SEEN = "bool interleaved, SymInt? offset, SymInt window, SymInt sinks, int[] key_form, float key_shift"
 _KEYS = "Tensor q, Tensor k, Tensor? key_grid, Tensor? slots, Tensor? mask, Tensor? turns, "
 FORWARD = define(
     f"attn_forward({_KEYS}Tensor? v, Tensor? value_grid, float scale, {_SEEN}, int[] value_form, "
     "float value_shift) -> (Tensor, Tensor)",
-    forward_twin, _no_forward, "attention:attn_forward", _forward_flops,
-)  # fmt: skip
+    forward_twin,
+    _no_forward,
+    "attention:attn_forward",
+    _forward_flops,
+)
 MASS = define(
     f"attn_mass({_KEYS}Tensor lse, float scale, {_SEEN}) -> Tensor",
-    mass_twin, _no_mass, "attention:attn_mass", _mass_flops,
-)  # fmt: skip
+    mass_twin,
+    _no_mass,
+    "attention:attn_mass",
+    _mass_flops,
+)

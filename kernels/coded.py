@@ -13,9 +13,15 @@ MOST_SUMS = 16384  # sums of a program that fit its registers
 
 
 def can_attend(
-    q: Tensor, keys: Tensor, values: Tensor, key_bits: float, value_bits: float, each: int,
-    width: int, sizes: tuple[int, int],
-) -> bool:  # fmt: skip
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key_bits: float,
+    value_bits: float,
+    each: int,
+    width: int,
+    sizes: tuple[int, int],
+) -> bool:
     """Return whether the kernel of `attn_decode_kivi` should run.
 
     Args:
@@ -39,9 +45,19 @@ def can_attend(
 
 
 def attn_decode_kivi(
-    q: Tensor, keys: Tensor, key_grid: Tensor, values: Tensor, value_grid: Tensor, scale: float,
-    key_bits: int, value_bits: int, each: int, width: int, key_shift: float, value_shift: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    keys: Tensor,
+    key_grid: Tensor,
+    values: Tensor,
+    value_grid: Tensor,
+    scale: float,
+    key_bits: int,
+    value_bits: int,
+    each: int,
+    width: int,
+    key_shift: float,
+    value_shift: float,
+) -> tuple[Tensor, Tensor]:
     """Return attention of one query over coded slots, and its log-sum-exp.
 
     Grids of keys run along tokens and those of values along channels, as in KIVI, arXiv 2402.02750.
@@ -71,16 +87,25 @@ def attn_decode_kivi(
     kernel = can_attend(q, keys, values, key_bits, value_bits, each, width, sizes)
     run = ATTEND if kernel else attend_twin
     found: tuple[Tensor, Tensor] = run(
-        q, keys, key_grid, values, value_grid, scale, key_bits, value_bits, each, width,
-        key_shift, value_shift,
-    )  # fmt: skip
+        q, keys, key_grid, values, value_grid, scale, key_bits, value_bits, each, width, key_shift, value_shift
+    )
     return found
 
 
 def attend_twin(
-    q: Tensor, keys: Tensor, key_grid: Tensor, values: Tensor, value_grid: Tensor, scale: float,
-    key_bits: int, value_bits: int, each: int, width: int, key_shift: float, value_shift: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    keys: Tensor,
+    key_grid: Tensor,
+    values: Tensor,
+    value_grid: Tensor,
+    scale: float,
+    key_bits: int,
+    value_bits: int,
+    each: int,
+    width: int,
+    key_shift: float,
+    value_shift: float,
+) -> tuple[Tensor, Tensor]:
     """Compute `attn_decode_kivi` in plain PyTorch."""
     heads, count = keys.shape[1], values.shape[2]
     grouped = q.float().unflatten(1, (heads, -1))
@@ -92,18 +117,37 @@ def attend_twin(
 
 
 def _like(
-    q: Tensor, keys: Tensor, key_grid: Tensor, values: Tensor, value_grid: Tensor, scale: float,
-    key_bits: int, value_bits: int, each: int, width: int, key_shift: float, value_shift: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    keys: Tensor,
+    key_grid: Tensor,
+    values: Tensor,
+    value_grid: Tensor,
+    scale: float,
+    key_bits: int,
+    value_bits: int,
+    each: int,
+    width: int,
+    key_shift: float,
+    value_shift: float,
+) -> tuple[Tensor, Tensor]:
     out = q.new_empty(*q.shape[:2], width * value_grid.shape[-1], dtype=torch.float32)
     return out, q.new_empty(q.shape[:2], dtype=torch.float32)
 
 
 def _products(
-    q: list[int], keys: list[int], key_grid: list[int], values: list[int], value_grid: list[int],
-    scale: float, key_bits: int, value_bits: int, each: int, width: int, *_: float,
+    q: list[int],
+    keys: list[int],
+    key_grid: list[int],
+    values: list[int],
+    value_grid: list[int],
+    scale: float,
+    key_bits: int,
+    value_bits: int,
+    each: int,
+    width: int,
+    *_: float,
     out_shape: object = None,
-) -> int:  # fmt: skip
+) -> int:
     """Return the operations of the products of queries and keys, and of weights and values."""
     return 2 * q[0] * q[1] * values[2] * (q[2] + width * value_grid[-1])
 
@@ -112,5 +156,8 @@ ATTEND = define(
     "attn_decode_kivi(Tensor q, Tensor keys, Tensor key_grid, Tensor values, Tensor value_grid, "
     "float scale, int key_bits, int value_bits, int each, int width, float key_shift, "
     "float value_shift) -> (Tensor, Tensor)",
-    attend_twin, _like, "coded:attn_decode_kivi", _products,
-)  # fmt: skip
+    attend_twin,
+    _like,
+    "coded:attn_decode_kivi",
+    _products,
+)

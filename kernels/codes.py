@@ -52,9 +52,7 @@ def codes_twin(values: Tensor, scale: float | Tensor, zero: int | Tensor, bits: 
     return lowered.to(torch.int8)
 
 
-def _twin(
-    values: Tensor, scale: float, zero: int, scales: Tensor | None, zeros: Tensor | None, bits: int
-) -> Tensor:
+def _twin(values: Tensor, scale: float, zero: int, scales: Tensor | None, zeros: Tensor | None, bits: int) -> Tensor:
     whole = zero if zeros is None else zeros
     return codes_twin(values, scale if scales is None else scales, whole, bits)
 
@@ -64,7 +62,9 @@ def _like(values: Tensor, *_: Any) -> Tensor:
 
 
 CODES = define(
-    "int8_codes(Tensor values, float scale, int zero, Tensor? scales, Tensor? zeros, int bits)"
-    " -> Tensor",
-    _twin, _like, "codes:int8_codes", no_products,
-)  # fmt: skip
+    "int8_codes(Tensor values, float scale, int zero, Tensor? scales, Tensor? zeros, int bits) -> Tensor",
+    _twin,
+    _like,
+    "codes:int8_codes",
+    no_products,
+)

@@ -27,9 +27,7 @@ RATIO = "ratio"
 TRIED: dict[str, tuple[Mapping[str, int], dict[str, dict[str, int]]]] = {}
 
 
-def tuned(
-    name: str, key: Sequence[Any], default: dict[str, int], device: torch.device
-) -> dict[str, int]:
+def tuned(name: str, key: Sequence[Any], default: dict[str, int], device: torch.device) -> dict[str, int]:
     """Return the options of a launch: its defaults, and in their place those known to be faster.
 
     Args:

@@ -14,10 +14,7 @@ from diffcache.kernels.dispatch import is_faster
 NAME = "sdpa_cudnn"  # of its ratio
 FEWEST = 1024  # queries: cuDNN plans anew for every shape, and sizes like these were measured
 # What one does not take, the next does.
-ORDER = [
-    SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]  # fmt: skip
+ORDER = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def scaled_dot_product_attention(

@@ -142,19 +142,17 @@ class Operator:
         self.off = True
         _LOG.warning(
             "the kernel of %s differs from plain PyTorch (%s) and is turned off; "
-            "DIFFCACHE_KERNELS=torch turns all of them off", self.name, wrong,
-        )  # fmt: skip
+            "DIFFCACHE_KERNELS=torch turns all of them off",
+            self.name,
+            wrong,
+        )
         for tensor, old in zip(tensors_of(args), tensors_of(before), strict=True):
             tensor.copy_(old)
         return self.twin(*args)
 
 
 def define(
-    schema: str,
-    twin: Callable[..., Any],
-    fake: Callable[..., Any],
-    kernel: str,
-    flops: Callable[..., int],
+    schema: str, twin: Callable[..., Any], fake: Callable[..., Any], kernel: str, flops: Callable[..., int]
 ) -> Operator:
     """Register an operator.
 
@@ -260,9 +258,7 @@ def difference(found: Any, expected: Any, least: float = 0.0) -> str | None:
         expected: What they should be.
         least: Tolerance of results whose own dtype has a smaller one.
     """
-    for number, (one, other) in enumerate(
-        zip(tensors_of(found), tensors_of(expected), strict=True)
-    ):
+    for number, (one, other) in enumerate(zip(tensors_of(found), tensors_of(expected), strict=True)):
         if one.dtype != other.dtype or one.shape != other.shape:
             return f"result {number} is {one.dtype} {list(one.shape)}"
         if not one.is_floating_point():
@@ -296,8 +292,9 @@ def measured(device: str) -> dict[str, float]:
             "no kernel was measured on %s with torch %s and triton %s, so plain PyTorch is used: "
             "`diffcache kernels measure` finds in three minutes what is faster; "
             "DIFFCACHE_KERNELS=torch ends this hint",
-            device, *(versions()[name] for name in SHIPPED_FOR),
-        )  # fmt: skip
+            device,
+            *(versions()[name] for name in SHIPPED_FOR),
+        )
     return {}
 
 
@@ -335,9 +332,11 @@ def versions() -> dict[str, str]:
     """Return the versions that times depend on: driver, torch, triton and this library."""
     triton = importlib.import_module("triton").__version__ if has_triton() else ""
     return {
-        "driver": _driver(), "torch": str(torch.__version__), "triton": triton,
+        "driver": _driver(),
+        "torch": str(torch.__version__),
+        "triton": triton,
         "diffcache": importlib.import_module("diffcache").__version__,
-    }  # fmt: skip
+    }
 
 
 def _driver() -> str:

@@ -39,7 +39,4 @@ def _two(values: Tensor, *_: Any) -> Tensor:
     return values.new_empty(2, dtype=torch.float32)
 
 
-SUMS = define(
-    "l1_sums(Tensor values, Tensor reference) -> Tensor", sums_twin, _two, "distance:l1_sums",
-    no_products,
-)  # fmt: skip
+SUMS = define("l1_sums(Tensor values, Tensor reference) -> Tensor", sums_twin, _two, "distance:l1_sums", no_products)

@@ -19,10 +19,7 @@ MOST = 5  # terms
 
 
 def weighted_sum(
-    terms: Sequence[Tensor],
-    weights: Sequence[float],
-    base: Tensor | None = None,
-    gate: Tensor | None = None,
+    terms: Sequence[Tensor], weights: Sequence[float], base: Tensor | None = None, gate: Tensor | None = None
 ) -> Tensor:
     """Return `base + gate * (weights[0] * terms[0] + weights[1] * terms[1] + ...)`.
 
@@ -43,8 +40,7 @@ def weighted_sum(
     """
     if not 1 <= len(terms) == len(weights) <= MOST:
         raise ValueError(
-            f"terms: must be 1 to {MOST} tensors with a weight each, got {len(terms)} and "
-            f"{len(weights)} weights"
+            f"terms: must be 1 to {MOST} tensors with a weight each, got {len(terms)} and {len(weights)} weights"
         )
     run = SUM if SUM.takes(*terms, base, gate) and _alike(terms, base, gate) else sum_twin
     found: Tensor = run(list(terms), list(map(float, weights)), base, gate)
@@ -52,18 +48,13 @@ def weighted_sum(
 
 
 def sum_twin(
-    terms: list[Tensor],
-    weights: list[float],
-    base: Tensor | None = None,
-    gate: Tensor | None = None,
+    terms: list[Tensor], weights: list[float], base: Tensor | None = None, gate: Tensor | None = None
 ) -> Tensor:
     """Compute `weighted_sum` in plain PyTorch; float16 in float32, as terms may overflow it."""
     if terms[0].dtype is torch.float16:
         first, *rest = terms
         given = [each.dtype for each in (*terms, base, gate) if each is not None]
-        return sum_twin([first.float(), *rest], weights, base, gate).to(
-            reduce(torch.promote_types, given)
-        )
+        return sum_twin([first.float(), *rest], weights, base, gate).to(reduce(torch.promote_types, given))
     total = terms[0] if weights[0] == 1 else terms[0] * weights[0]
     for weight, term in zip(weights[1:], terms[1:], strict=True):
         total = torch.add(total, term, alpha=weight)
@@ -74,17 +65,13 @@ def sum_twin(
     return total.clone() if total is terms[0] else total
 
 
-def _sum_like(
-    terms: list[Tensor], weights: list[float], base: Tensor | None, gate: Tensor | None
-) -> Tensor:
+def _sum_like(terms: list[Tensor], weights: list[float], base: Tensor | None, gate: Tensor | None) -> Tensor:
     """Compute `sum_twin` with the strides that compilers were told."""
     found, like = sum_twin(terms, weights, base, gate), _like(terms)
     return found if found.stride() == like.stride() else like.copy_(found)
 
 
-def finite_differences(
-    factors: Sequence[Tensor], feature: Tensor, distances: Sequence[float]
-) -> list[Tensor]:
+def finite_differences(factors: Sequence[Tensor], feature: Tensor, distances: Sequence[float]) -> list[Tensor]:
     """Return a feature and its differences `d[i + 1] = (d[i] - factors[i]) / distances[i]`.
 
     The kernel writes differences over the old ones, `factors[1:]`, so that a run holds the same
@@ -135,17 +122,13 @@ def differences_twin(feature: Tensor, old: list[Tensor], distances: list[float])
     return found[1:]
 
 
-def write_twin(
-    feature: Tensor, old: list[Tensor], room: list[Tensor], distances: list[float]
-) -> None:
+def write_twin(feature: Tensor, old: list[Tensor], room: list[Tensor], distances: list[float]) -> None:
     """Write the differences of a feature over `room`, whose tensors may be the next of `old`."""
     for place, found in zip(room, differences_twin(feature, old, distances), strict=True):
         place.copy_(found)
 
 
-def _alike(
-    tensors: Sequence[Tensor], base: Tensor | None = None, gate: Tensor | None = None
-) -> bool:
+def _alike(tensors: Sequence[Tensor], base: Tensor | None = None, gate: Tensor | None = None) -> bool:
     """Return whether a result has the shape and the dtype of the first tensor."""
     first, rest = tensors[0], [*tensors[1:], *([] if base is None else [base])]
     if any(each.shape != first.shape or each.dtype != first.dtype for each in rest):
@@ -178,9 +161,15 @@ def _nothing(*_: Any) -> None:
 
 SUM = define(
     "weighted_sum(Tensor[] terms, float[] weights, Tensor? base, Tensor? gate) -> Tensor",
-    _sum_like, _like, "forecast:weighted_sum", no_products,
-)  # fmt: skip
+    _sum_like,
+    _like,
+    "forecast:weighted_sum",
+    no_products,
+)
 DIFFERENCES = define(
     "finite_differences(Tensor feature, Tensor[] old, Tensor(a!)[] room, float[] distances) -> ()",
-    write_twin, _nothing, "forecast:finite_differences", no_products,
-)  # fmt: skip
+    write_twin,
+    _nothing,
+    "forecast:finite_differences",
+    no_products,
+)

@@ -96,9 +96,8 @@ def _flops(q: list[int], k: list[int], v: list[int], scale: float, **_: object) 
 
 
 INT8 = define(
-    "attn_int8(Tensor q, Tensor k, Tensor v, float scale) -> Tensor",
-    int8_twin, _like, "int8:attn_int8", _flops,
-)  # fmt: skip
+    "attn_int8(Tensor q, Tensor k, Tensor v, float scale) -> Tensor", int8_twin, _like, "int8:attn_int8", _flops
+)
 
 
 class Int8Attention(TorchFunctionMode):

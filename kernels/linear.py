@@ -24,13 +24,7 @@ def takes_codes(*tensors: Tensor, dtype: torch.dtype) -> bool:
 
 
 def linear_of_codes(
-    rows: Tensor,
-    codes: Tensor,
-    terms: Tensor,
-    zero: int,
-    factor: Tensor,
-    shift: Tensor,
-    dtype: torch.dtype,
+    rows: Tensor, codes: Tensor, terms: Tensor, zero: int, factor: Tensor, shift: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Return `sum((x - zero) * (w - zw)) * factor + shift` for codes `x` and `w`.
 
@@ -53,13 +47,7 @@ def linear_of_codes(
 
 
 def linear_twin(
-    rows: Tensor,
-    codes: Tensor,
-    terms: Tensor,
-    zero: int,
-    factor: Tensor,
-    shift: Tensor,
-    dtype: torch.dtype,
+    rows: Tensor, codes: Tensor, terms: Tensor, zero: int, factor: Tensor, shift: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """Compute `linear_of_codes` in plain PyTorch."""
     sums, zeros = terms
@@ -94,5 +82,8 @@ def _flops(rows: Any, codes: Any, *_: Any, **__: Any) -> int:
 LINEAR = define(
     "linear_of_codes(Tensor rows, Tensor codes, Tensor terms, int zero, Tensor factor, "
     "Tensor shift, ScalarType dtype) -> Tensor",
-    linear_twin, _like, "linear:linear_of_codes", _flops,
-)  # fmt: skip
+    linear_twin,
+    _like,
+    "linear:linear_of_codes",
+    _flops,
+)

@@ -33,8 +33,7 @@ def lse_merge(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, T
     """
     if not 1 <= len(outs) == len(lses):
         raise ValueError(
-            f"outs: must be one or more parts with a log-sum-exp each, got {len(outs)} and "
-            f"{len(lses)} log-sum-exps"
+            f"outs: must be one or more parts with a log-sum-exp each, got {len(outs)} and {len(lses)} log-sum-exps"
         )
     if len(outs) == 1:
         return outs[0], lses[0]
@@ -67,6 +66,5 @@ def _empty(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 MERGE = define(
-    "lse_merge(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)",
-    merge_twin, _empty, "merge:lse_merge", no_products,
-)  # fmt: skip
+    "lse_merge(Tensor[] outs, Tensor[] lses) -> (Tensor, Tensor)", merge_twin, _empty, "merge:lse_merge", no_products
+)

@@ -135,9 +135,15 @@ def _gathered(k: Tensor, v: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
 
 SCATTER = define(
     "kv_scatter(Tensor(a!) k, Tensor(b!) v, Tensor new_k, Tensor new_v, Tensor index) -> ()",
-    scatter_twin, _nothing, "move:kv_scatter", no_products,
-)  # fmt: skip
+    scatter_twin,
+    _nothing,
+    "move:kv_scatter",
+    no_products,
+)
 GATHER = define(
     "kv_gather(Tensor k, Tensor v, Tensor index) -> (Tensor, Tensor)",
-    _gather_twin, _gathered, "move:kv_gather", no_products,
-)  # fmt: skip
+    _gather_twin,
+    _gathered,
+    "move:kv_gather",
+    no_products,
+)

@@ -35,9 +35,7 @@ def can_quantize(x: Tensor, bits: float, each: int, width: int) -> bool:
     return fits and _whole_bytes(bits, width, x.shape[-1]) and QUANT.takes(x)
 
 
-def can_restore(
-    codes: Tensor, grid: Tensor, bits: float, width: int, size: int, dtype: torch.dtype
-) -> bool:
+def can_restore(codes: Tensor, grid: Tensor, bits: float, width: int, size: int, dtype: torch.dtype) -> bool:
     """Return whether the kernel of `dequant_groups` should take numbers back.
 
     Args:
@@ -58,9 +56,8 @@ def _whole_bytes(bits: float, width: int, size: int) -> bool:
 
 
 def quant_groups(
-    x: Tensor, bits: int, each: int, width: int, intervals: int, symmetric: bool,
-    dtype: torch.dtype = torch.float16,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor, bits: int, each: int, width: int, intervals: int, symmetric: bool, dtype: torch.dtype = torch.float16
+) -> tuple[Tensor, Tensor]:
     """Code a tensor in groups, on a grid between the smallest and the largest number of each.
 
     Args:
@@ -90,9 +87,8 @@ def quant_groups(
 
 
 def quant_twin(
-    x: Tensor, bits: int, each: int, width: int, intervals: float, symmetric: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor, bits: int, each: int, width: int, intervals: float, symmetric: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Compute `quant_groups` in plain PyTorch."""
     size = x.shape[3]
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -138,9 +134,15 @@ def _unpacked(codes: Tensor, bits: int, size: int) -> Tensor:
 
 
 def dequant_groups(
-    codes: Tensor, grid: Tensor, out: Tensor, bits: int, each: int, width: int, shift: float = 0.0,
+    codes: Tensor,
+    grid: Tensor,
+    out: Tensor,
+    bits: int,
+    each: int,
+    width: int,
+    shift: float = 0.0,
     of: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Write the numbers that codes stand for, `code * scale + low`, computed in float32.
 
     Args:
@@ -159,17 +161,15 @@ def dequant_groups(
 
 
 def dequant_twin(
-    codes: Tensor, grid: Tensor, out: Tensor, bits: int, each: int, width: int, shift: float,
-    of: Tensor | None,
-) -> None:  # fmt: skip
+    codes: Tensor, grid: Tensor, out: Tensor, bits: int, each: int, width: int, shift: float, of: Tensor | None
+) -> None:
     """Do the writes of `dequant_groups` in plain PyTorch."""
     out.copy_(_restored(codes, grid, out, bits, each, width, shift, of))
 
 
 def _restored(
-    codes: Tensor, grid: Tensor, like: Tensor, bits: int, each: int, width: int, shift: float,
-    of: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    codes: Tensor, grid: Tensor, like: Tensor, bits: int, each: int, width: int, shift: float, of: Tensor | None = None
+) -> Tensor:
     dtype, size = torch.promote_types(like.dtype, torch.float32), like.shape[-1]
     rows = torch.arange(codes.shape[2], device=codes.device).div(each, rounding_mode="floor")
     rows = rows.expand(*codes.shape[:3]) if of is None else of.long()
@@ -182,9 +182,8 @@ def _restored(
 
 
 def _like_codes(
-    x: Tensor, bits: int, each: int, width: int, intervals: float, symmetric: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor, bits: int, each: int, width: int, intervals: float, symmetric: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     batch, heads, slots, size = x.shape
     codes = x.new_empty(batch, heads, slots, -(-size * bits // 8), dtype=torch.uint8)
     wide = size if width == 1 else -(-size // width)
@@ -198,10 +197,16 @@ def _nothing(*_: Any) -> None:
 QUANT = define(
     "quant_groups(Tensor x, int bits, int each, int width, float intervals, bool symmetric, "
     "ScalarType dtype) -> (Tensor, Tensor)",
-    quant_twin, _like_codes, "quantize:quant_groups", no_products,
-)  # fmt: skip
+    quant_twin,
+    _like_codes,
+    "quantize:quant_groups",
+    no_products,
+)
 DEQUANT = define(
     "dequant_groups(Tensor codes, Tensor grid, Tensor(a!) out, int bits, int each, int width, "
     "float shift, Tensor? of) -> ()",
-    dequant_twin, _nothing, "quantize:dequant_groups", no_products,
-)  # fmt: skip
+    dequant_twin,
+    _nothing,
+    "quantize:dequant_groups",
+    no_products,
+)

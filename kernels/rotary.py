@@ -9,13 +9,7 @@ from diffcache.kernels.dispatch import define, no_products
 
 
 def rotate(
-    x: Tensor,
-    angles: Tensor,
-    *,
-    scale: float = 1.0,
-    back: bool = False,
-    start: int = 0,
-    interleaved: bool = False,
+    x: Tensor, angles: Tensor, *, scale: float = 1.0, back: bool = False, start: int = 0, interleaved: bool = False
 ) -> Tensor:
     """Rotate pairs of channels by angles, in float32 (float64 for float64), and round once.
 
@@ -39,17 +33,13 @@ def rotate(
     """
     end = start + 2 * angles.shape[-1]
     if x.dim() != 4 or start < 0 or end > x.shape[-1]:
-        raise ValueError(
-            f"start={start}: x must be [B, H, S, D] with channels up to {end}, got {list(x.shape)}"
-        )
+        raise ValueError(f"start={start}: x must be [B, H, S, D] with channels up to {end}, got {list(x.shape)}")
     run = ROTATE if angles.numel() and ROTATE.takes(x, angles) else rotate_twin
     found: Tensor = run(x, angles, scale, back, start, interleaved)
     return found
 
 
-def rotate_twin(
-    x: Tensor, angles: Tensor, scale: float, back: bool, start: int, interleaved: bool
-) -> Tensor:
+def rotate_twin(x: Tensor, angles: Tensor, scale: float, back: bool, start: int, interleaved: bool) -> Tensor:
     """Compute `rotate` in plain PyTorch."""
     cos, sin = _factors(angles, scale, back)
     work = torch.float64 if x.dtype is torch.float64 else torch.float32
@@ -88,7 +78,9 @@ def _like(x: Tensor, *_: object) -> Tensor:
 
 
 ROTATE = define(
-    "rotate(Tensor x, Tensor angles, float scale, bool back, int start, bool interleaved)"
-    " -> Tensor",
-    rotate_twin, _like, "rotary:rotate", no_products,
-)  # fmt: skip
+    "rotate(Tensor x, Tensor angles, float scale, bool back, int start, bool interleaved) -> Tensor",
+    rotate_twin,
+    _like,
+    "rotary:rotate",
+    no_products,
+)

@@ -110,20 +110,14 @@ def weighted_sum_int8(
 
 
 def weighted_sum_int8_twin(
-    codes: list[Tensor],
-    scales: list[Tensor],
-    weights: list[float],
-    base: Tensor | None,
-    dtype: torch.dtype,
+    codes: list[Tensor], scales: list[Tensor], weights: list[float], base: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """Compute `weighted_sum_int8` in plain PyTorch, contiguous."""
     terms = [unpack_twin(*pair, dtype) for pair in zip(codes, scales, strict=True)]
     return sum_twin(terms, weights, base, None).contiguous()
 
 
-def _takes(
-    codes: Sequence[Tensor], scales: Sequence[Tensor], base: Tensor | None, dtype: torch.dtype
-) -> bool:
+def _takes(codes: Sequence[Tensor], scales: Sequence[Tensor], base: Tensor | None, dtype: torch.dtype) -> bool:
     """Return whether the kernel should run: the tensors are rows, and it is chosen."""
     shape = codes[0].shape
     if not SUM.takes(*scales, *codes, base) or dtype not in DTYPES or not codes[0].numel():
@@ -147,12 +141,11 @@ def _like(codes: list[Tensor], _: Any, __: Any, base: Any, dtype: torch.dtype) -
     return codes[0].new_empty(codes[0].shape, dtype=dtype)
 
 
-PACK = define(
-    "pack_rows(Tensor tensor) -> (Tensor, Tensor)", _pack_twin, _packed, "rows:pack_rows",
-    no_products,
-)  # fmt: skip
+PACK = define("pack_rows(Tensor tensor) -> (Tensor, Tensor)", _pack_twin, _packed, "rows:pack_rows", no_products)
 SUM = define(
-    "weighted_sum_int8(Tensor[] codes, Tensor[] scales, float[] weights, Tensor? base, "
-    "ScalarType dtype) -> Tensor",
-    weighted_sum_int8_twin, _like, "rows:weighted_sum_int8", no_products,
-)  # fmt: skip
+    "weighted_sum_int8(Tensor[] codes, Tensor[] scales, float[] weights, Tensor? base, ScalarType dtype) -> Tensor",
+    weighted_sum_int8_twin,
+    _like,
+    "rows:weighted_sum_int8",
+    no_products,
+)

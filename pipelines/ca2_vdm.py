@@ -48,10 +48,7 @@ class FactorizedVideo(CausalVideo):
             )
         sampler = FewSteps() if sampler is None else sampler
         if sampler.context:
-            raise ValueError(
-                f"sampler={sampler!r}: context must be 0, since Ca2-VDM runs clean frames at "
-                "timestep 0"
-            )
+            raise ValueError(f"sampler={sampler!r}: context must be 0, since Ca2-VDM runs clean frames at timestep 0")
         self.transformer: Any = transformer
         self.chunk, self.sampler = chunk, sampler
         self.policy: VideoPolicy = Ca2VDM()
@@ -61,9 +58,7 @@ class FactorizedVideo(CausalVideo):
         if not isinstance(policy, Ca2VDM):
             raise ValueError(f"policy={policy!r}: must be a Ca2VDM")
         if self.chunk > policy.room:
-            raise ValueError(
-                f"chunk={self.chunk}: must be at most {policy.room}, length - queue of {policy!r}"
-            )
+            raise ValueError(f"chunk={self.chunk}: must be at most {policy.room}, length - queue of {policy!r}")
 
     def close(self) -> None:
         """Do nothing: nothing was put into the transformer."""
@@ -96,9 +91,7 @@ class FactorizedVideo(CausalVideo):
         Raises:
             ValueError: If an argument is out of its range.
         """
-        return FactorizedSession(
-            self, prompt, size, self._chosen(policy), seed, negative, guidance, read_once, recall
-        )
+        return FactorizedSession(self, prompt, size, self._chosen(policy), seed, negative, guidance, read_once, recall)
 
     def call(self, stream: Any, x: Tensor, times: Tensor, text: Tensor) -> Tensor:
         """Call the transformer, its attention going through a session."""
@@ -140,15 +133,10 @@ class FactorizedSession(Session):
         if frames is not None:
             check_int("frames", frames, 1)
         if frames is not None and frames > self.policy.room:
-            raise ValueError(
-                f"frames={frames}: must be at most {self.policy.room}, length - queue of "
-                f"{self.policy!r}"
-            )
+            raise ValueError(f"frames={frames}: must be at most {self.policy.room}, length - queue of {self.policy!r}")
         return super().next(frames)
 
-    def switch(
-        self, prompt: Tensor, mode: Switch | None = None, *, negative: Tensor | None = None
-    ) -> None:
+    def switch(self, prompt: Tensor, mode: Switch | None = None, *, negative: Tensor | None = None) -> None:
         """Change the prompt from the next chunk on; frames that are held stay as they are.
 
         Args:

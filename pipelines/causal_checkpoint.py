@@ -32,9 +32,7 @@ from diffcache.foreign import in_float32
 
 PARTS = ("generator_ema", "generator", "model")  # of which the first that is there is taken
 LORA = ("generator_lora",)
-PREFIXES = (
-    "base_model.", "model.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.",
-)  # fmt: skip
+PREFIXES = ("base_model.", "model.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 _TWO_TIMES = ("delta_embedder.", "far_patch_embedding.")  # of AnyFlow
 
 
@@ -86,10 +84,7 @@ def load_causal(
         for what, names in (
             ("missing", wanted.keys() - weights.keys()),
             ("unexpected", weights.keys() - wanted.keys()),
-            (
-                "of another shape",
-                {n for n in wanted.keys() & weights if wanted[n] != weights[n].shape},
-            ),
+            ("of another shape", {n for n in wanted.keys() & weights if wanted[n] != weights[n].shape}),
         )
         if names
     ]
@@ -101,8 +96,7 @@ def load_causal(
     if dtype is not None:
         whole = set(in_float32(model))
         weights = {
-            name: value.to(torch.float32 if whole & set(name.split(".")) else dtype)
-            for name, value in weights.items()
+            name: value.to(torch.float32 if whole & set(name.split(".")) else dtype) for name, value in weights.items()
         }
     model.load_state_dict(weights, assign=True)
     return model.eval()
@@ -125,8 +119,7 @@ def _read(path: str | os.PathLike[str], parts: tuple[str, ...]) -> Mapping[str, 
     weights = found if part is None else found[part]
     if not isinstance(weights, Mapping) or not all(isinstance(x, Tensor) for x in weights.values()):
         raise CheckpointError(
-            f"path={os.fspath(path)!r}: must hold weights by name, or have them under "
-            f"{' or '.join(map(repr, parts))}"
+            f"path={os.fspath(path)!r}: must hold weights by name, or have them under {' or '.join(map(repr, parts))}"
         )
     return weights
 
@@ -141,9 +134,7 @@ def _unwrapped(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def _updated(
-    weights: dict[str, Tensor], lora: str | os.PathLike[str], alpha: float | None
-) -> dict[str, Tensor]:
+def _updated(weights: dict[str, Tensor], lora: str | os.PathLike[str], alpha: float | None) -> dict[str, Tensor]:
     """Return weights with low-rank updates added to them.
 
     Raises:
@@ -155,9 +146,7 @@ def _updated(
         target = name.replace(".lora_A.weight", ".weight")
         down, up = parts[name].float(), parts.get(name.replace(".lora_A.", ".lora_B."))
         if up is None or target not in found or found[target].shape != (len(up), down.shape[1]):
-            raise CheckpointError(
-                f"lora={os.fspath(lora)!r}: {name} updates none of the {len(weights)} weights"
-            )
+            raise CheckpointError(f"lora={os.fspath(lora)!r}: {name} updates none of the {len(weights)} weights")
         scale = 1.0 if alpha is None else alpha / len(down)
         found[target] = found[target].float().add(up.float() @ down, alpha=scale).to(found[target])
     if not downs or 2 * len(downs) != len(parts):
@@ -185,9 +174,14 @@ def _config(path: str | os.PathLike[str], named: Mapping[str, Tensor], head: int
         raise CheckpointError(f"head={head}: must divide the width of the model, {width}")
     blocks = {int(name.split(".")[1]) for name in named if name.startswith("blocks.")}
     return {
-        "patch_size": tuple(patch), "num_attention_heads": width // head,
-        "attention_head_dim": head, "in_channels": channels,
-        "out_channels": out // torch.Size(patch).numel(), "text_dim": text,
-        "freq_dim": frequencies, "ffn_dim": ffn, "num_layers": max(blocks) + 1,
+        "patch_size": tuple(patch),
+        "num_attention_heads": width // head,
+        "attention_head_dim": head,
+        "in_channels": channels,
+        "out_channels": out // torch.Size(patch).numel(),
+        "text_dim": text,
+        "freq_dim": frequencies,
+        "ffn_dim": ffn,
+        "num_layers": max(blocks) + 1,
         "cross_attn_norm": "blocks.0.norm3.weight" in named,
-    }  # fmt: skip
+    }

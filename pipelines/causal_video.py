@@ -60,9 +60,7 @@ class CausalVideo(Films):
         ValueError: If `chunk` is less than 1.
     """
 
-    def __init__(
-        self, transformer: nn.Module, *, chunk: int = 3, sampler: FewSteps | None = None
-    ) -> None:
+    def __init__(self, transformer: nn.Module, *, chunk: int = 3, sampler: FewSteps | None = None) -> None:
         check_int("chunk", chunk, 1)
         if type(transformer).__name__ != "WanTransformer3DModel":
             raise AttachError(
@@ -167,9 +165,7 @@ class CausalVideo(Films):
         Raises:
             ValueError: If an argument is out of its range, or this was closed.
         """
-        session = Session(
-            self, prompt, size, self._chosen(policy), seed, negative, guidance, read_once, recall
-        )
+        session = Session(self, prompt, size, self._chosen(policy), seed, negative, guidance, read_once, recall)
         check_places(self.transformer.config, (*session.shape[:2], self.chunk, *session.size))
         return session
 
@@ -212,9 +208,16 @@ class CausalVideo(Films):
                 would hold more.
         """
         return VideoStream(
-            self, prompt, policy=policy, size=size, seed=seed, start=start, chunks=chunks,
-            read_once=read_once, most_bytes=most_bytes,
-        )  # fmt: skip
+            self,
+            prompt,
+            policy=policy,
+            size=size,
+            seed=seed,
+            start=start,
+            chunks=chunks,
+            read_once=read_once,
+            most_bytes=most_bytes,
+        )
 
     def restyle(self, prompt: str, source: Any, **settings: Any) -> Iterator[NDArray[np.uint8]]:
         """Yield the pictures of a video that is made anew under a prompt, chunk by chunk.
@@ -269,10 +272,14 @@ class CausalVideo(Films):
         _, *patch = config.patch_size
         shape = (batch, len(self.numbers), config.num_attention_heads, config.attention_head_dim)
         return rehearsed(
-            chosen, rotary_of(self.transformer, (height // patch[0], width // patch[1])),
-            chunk=self.chunk, frames=frames, shape=shape, dtype=self.transformer.dtype,
+            chosen,
+            rotary_of(self.transformer, (height // patch[0], width // patch[1])),
+            chunk=self.chunk,
+            frames=frames,
+            shape=shape,
+            dtype=self.transformer.dtype,
             read_once=read_once,
-        )  # fmt: skip
+        )
 
     def latent_size(self, size: tuple[int, int] | None) -> tuple[int, int]:
         """Return height and width in latents of pictures of so many pixels.
@@ -289,9 +296,7 @@ class CausalVideo(Films):
         for name, pixels, each in (("height", height, patch[0]), ("width", width, patch[1])):
             check_int(f"size={(height, width)}: {name}", pixels, 1)
             if pixels % (scale * each):
-                raise ValueError(
-                    f"size={(height, width)}: {name} must be a multiple of {scale * each} pixels"
-                )
+                raise ValueError(f"size={(height, width)}: {name} must be a multiple of {scale * each} pixels")
         return height // scale, width // scale
 
     @torch.no_grad()

@@ -32,9 +32,18 @@ BODY = 2**20  # bytes of a request
 LOOK = 0.2  # seconds between two looks at whether a client has gone
 # Fields of a request that are taken with this value alone.
 FIXED = {
-    "n": 1, "best_of": 1, "echo": False, "logprobs": None, "stop": None, "suffix": None, "top_p": 1,
-    "presence_penalty": 0, "frequency_penalty": 0, "logit_bias": None, "stream_options": None,
-}  # fmt: skip
+    "n": 1,
+    "best_of": 1,
+    "echo": False,
+    "logprobs": None,
+    "stop": None,
+    "suffix": None,
+    "top_p": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "logit_bias": None,
+    "stream_options": None,
+}
 TAKEN = {"model", "prompt", "max_tokens", "stream", "temperature", "user"}
 _log = logging.getLogger("diffcache.serve")
 
@@ -164,9 +173,14 @@ class Completions:
     def _decode_some(self) -> None:
         """Decode until nobody asks any more."""
         serving = self.by_token.serve(
-            self._prompts(), self.schedule, self.sampler, slots=self.slots, longest=self.longest,
-            on_settled=self._settled, is_canceled=self._is_canceled,
-        )  # fmt: skip
+            self._prompts(),
+            self.schedule,
+            self.sampler,
+            slots=self.slots,
+            longest=self.longest,
+            on_settled=self._settled,
+            is_canceled=self._is_canceled,
+        )
         with closing(serving) as answers:
             for number, ids in answers:
                 one = self.running.pop(number)
@@ -250,9 +264,11 @@ class Completions:
             self.queue += wanted
             self.change.notify_all()
         head = {
-            "id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion",
-            "created": int(time.time()), "model": self.name,
-        }  # fmt: skip
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": self.name,
+        }
         if asked.get("stream"):
             events = Events(self._stream(head, wanted), media_type="text/event-stream")
             events.wanted = wanted
@@ -329,16 +345,12 @@ class Completions:
         prompts = [prompts] if is_one else prompts
         kinds = isinstance(prompts, list) and all(isinstance(p, str) or _is_row(p) for p in prompts)
         if not kinds or not 1 <= len(prompts) <= self.waiting:
-            raise ValueError(
-                f"prompt: must be a text, its tokens, or a list of 1 to {self.waiting} of either"
-            )
+            raise ValueError(f"prompt: must be a text, its tokens, or a list of 1 to {self.waiting} of either")
         most = asked.get("max_tokens")
         most = self.schedule.length if most is None else most
         check_int("max_tokens", most, 1)
         if most > self.schedule.length:
-            raise ValueError(
-                f"max_tokens={most}: answers have at most {self.schedule.length} tokens"
-            )
+            raise ValueError(f"max_tokens={most}: answers have at most {self.schedule.length} tokens")
         loop = asyncio.get_running_loop()
         return [Completion(prompt, most, loop) for prompt in prompts]
 
@@ -379,9 +391,7 @@ def leave(wanted: Sequence[Completion]) -> None:
 
 def refusal(message: str, status: int) -> Response:
     """Return the answer to a request that is not served."""
-    return JSONResponse(
-        _error(message, status), status, {"Retry-After": "1"} if status == 429 else None
-    )
+    return JSONResponse(_error(message, status), status, {"Retry-After": "1"} if status == 429 else None)
 
 
 def fault(error: Exception) -> tuple[str, int]:

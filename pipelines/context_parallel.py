@@ -125,8 +125,7 @@ def shared_by(model: Any, policy: VideoPolicy, size: tuple[int, int], unit: int)
     heads = model.config.num_attention_heads
     if heads % ranks.count:
         raise ValueError(
-            f"ulysses_degree={ranks.count}: {heads} heads cannot be shared out evenly; give a "
-            f"divisor of {heads}"
+            f"ulysses_degree={ranks.count}: {heads} heads cannot be shared out evenly; give a divisor of {heads}"
         )
     if unit % ranks.count:
         raise ValueError(
@@ -155,8 +154,7 @@ def check_alike(session: Any, *given: Any) -> None:
     transformer = session.video.transformer
     if session.ranks != ranks_of(transformer):
         raise AttachError(
-            "enable_parallelism: came after this stream began, which holds all heads; open a new "
-            "session"
+            "enable_parallelism: came after this stream began, which holds all heads; open a new session"
         )
     if session.ranks is not None:
         stream = [session.prompt, session.generator, session.frames]
@@ -164,9 +162,7 @@ def check_alike(session: Any, *given: Any) -> None:
         session.ranks.check_same([*stream, *settings, *given], transformer.device)
 
 
-def attend_by_heads(
-    model: nn.Module, call: AttentionCall, attend: Callable[[AttentionCall], Tensor]
-) -> Tensor:
+def attend_by_heads(model: nn.Module, call: AttentionCall, attend: Callable[[AttentionCall], Tensor]) -> Tensor:
     """Return the attention of this process's tokens, `[B, T, H, D]`, computed by heads.
 
     Args:

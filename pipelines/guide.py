@@ -46,10 +46,7 @@ class ModelGuide:
             whole = valid[:, :stop]
             places = (whole.long().cumsum(1) - 1).clamp_min(0)[:, start:]
         logits: Tensor = self.model(
-            input_ids=given,
-            attention_mask=whole,
-            position_ids=places,
-            **with_cache(self.model, self.cache),
+            input_ids=given, attention_mask=whole, position_ids=places, **with_cache(self.model, self.cache)
         ).logits
         self.ids, self.rows = ids[:, :stop], self.rows + given.numel()
         place = (at - 1 - start).clamp(0, stop - start - 1)

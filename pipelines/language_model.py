@@ -14,12 +14,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
-def load_language_model(
-    source: str,
-    dtype: torch.dtype | str = "auto",
-    *,
-    trust_remote_code: bool = False,
-) -> Any:
+def load_language_model(source: str, dtype: torch.dtype | str = "auto", *, trust_remote_code: bool = False) -> Any:
     """Load a language model, ready to generate.
 
     Code of LLaDA's and Dream's checkpoints is written for earlier releases of transformers. What it

@@ -19,27 +19,18 @@ import torch
 
 from diffcache.command import device_of
 from diffcache.errors import MissingError
-from diffcache.pipelines.demo.saved import (
-    DTYPES,
-    call_defaults,
-    check_depth,
-    check_dtype,
-    dtype_of,
-    locate,
-)
+from diffcache.pipelines.demo.saved import DTYPES, call_defaults, check_depth, check_dtype, dtype_of, locate
 from diffcache.targets import denoisers_of
 
 OFFLOADS = ("model", "sequential", "group")
 # Name -> back end of diffusers, its arguments, the package it needs.
 QUANTIZED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "bnb-4bit": (
-        "BitsAndBytesConfig", {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes",
-    ),
+    "bnb-4bit": ("BitsAndBytesConfig", {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes"),
     "bnb-8bit": ("BitsAndBytesConfig", {"load_in_8bit": True}, "bitsandbytes"),
     "torchao-int8": ("TorchAoConfig", {"quant_type": "Int8WeightOnlyConfig"}, "torchao"),
     "torchao-float8": ("TorchAoConfig", {"quant_type": "Float8WeightOnlyConfig"}, "torchao"),
     "quanto-int8": ("QuantoConfig", {"weights_dtype": "int8"}, "optimum.quanto"),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -65,20 +56,14 @@ class Loading:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "loras", tuple(self.loras))  # a list in files
-        for name, value, known in (
-            ("offload", self.offload, OFFLOADS), ("quantize", self.quantize, QUANTIZED),
-        ):  # fmt: skip
+        for name, value, known in (("offload", self.offload, OFFLOADS), ("quantize", self.quantize, QUANTIZED)):
             if value and value not in known:
                 raise ValueError(f"--{name} {value!r}: must be one of {', '.join(known)}")
 
     @property
     def changes(self) -> dict[str, Any]:
         """Options that are not the default, as plain data."""
-        return {
-            item.name: value
-            for item in fields(self)
-            if (value := getattr(self, item.name)) != item.default
-        }
+        return {item.name: value for item in fields(self) if (value := getattr(self, item.name)) != item.default}
 
     def check(self, model: str, device: torch.device) -> None:
         """Check the arguments before any file is read.
@@ -103,16 +88,12 @@ class Loading:
                 name = package.replace(".", "-")
                 raise MissingError(f"--quantize {self.quantize} needs {name}: pip install {name}")
         if self.revision and (Path(model).exists() or model.count("/") != 1):
-            raise ValueError(
-                f"--revision {self.revision}: {model} is no Hugging Face model ID; leave it out"
-            )
+            raise ValueError(f"--revision {self.revision}: {model} is no Hugging Face model ID; leave it out")
         for text in self.loras:
             source, _ = _adapter(text)
             is_file = source.endswith((".safetensors", ".bin", ".pt"))
             if not Path(source).exists() and (source.count("/") != 1 or is_file):
-                raise FileNotFoundError(
-                    f"--lora {text}: no file or folder {source}, and no Hugging Face model ID"
-                )
+                raise FileNotFoundError(f"--lora {text}: no file or folder {source}, and no Hugging Face model ID")
         if self.loras and importlib.util.find_spec("peft") is None:
             raise MissingError(f"--lora {self.loras[0]} needs peft: pip install peft")
 
@@ -219,9 +200,7 @@ def load(
     if loading.compile:
         for name, denoiser in denoisers_of(pipe).items():
             if not getattr(denoiser, "_repeated_blocks", None):
-                raise ValueError(
-                    f"--compile: {type(denoiser).__name__} ({name}) names no repeated blocks"
-                )
+                raise ValueError(f"--compile: {type(denoiser).__name__} ({name}) names no repeated blocks")
             cast(Any, denoiser).compile_repeated_blocks()
     return pipe, call_defaults(path)
 

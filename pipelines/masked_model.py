@@ -149,10 +149,7 @@ class MaskedModel:
         """
         vocabulary, eos = self.size("vocab_size"), schedule.eos_id
         if eos is not None and eos >= vocabulary:
-            raise ValueError(
-                f"eos_id={eos}: is no token of the model, which has {vocabulary}; give another, or "
-                "None"
-            )
+            raise ValueError(f"eos_id={eos}: is no token of the model, which has {vocabulary}; give another, or None")
         whole = prompt + schedule.length
         whole += -whole % (self.block or 1)  # the last block is decoded to the end
         most = min(map(self.size, ("max_sequence_length", "max_position_embeddings"))) - self.first

@@ -61,9 +61,7 @@ class DiffusionPolicyPipeline(DiffusionPipeline):  # type: ignore[misc]
         super().__init__()
         self.register_modules(transformer=transformer, scheduler=scheduler)
         self.register_to_config(
-            n_action_steps=n_action_steps,
-            observation=observation or [[1.0], [0.0]],
-            action=action or [[1.0], [0.0]],
+            n_action_steps=n_action_steps, observation=observation or [[1.0], [0.0]], action=action or [[1.0], [0.0]]
         )
 
     @torch.no_grad()
@@ -95,8 +93,7 @@ class DiffusionPolicyPipeline(DiffusionPipeline):  # type: ignore[misc]
         observation = observation if observation.ndim == 3 else observation[None]
         if observation.ndim != 3 or observation.shape[1:] != (seen, config.cond_dim):
             raise ValueError(
-                f"observation of shape {tuple(observation.shape)}: must be "
-                f"[B, {seen}, {config.cond_dim}]"
+                f"observation of shape {tuple(observation.shape)}: must be [B, {seen}, {config.cond_dim}]"
             )
         dtype = self.transformer.dtype
         scale, offset = (torch.tensor(part, device=device) for part in self.config.observation)
@@ -131,11 +128,7 @@ class Environment(Protocol):
 
 
 def rollout(
-    pipe: DiffusionPolicyPipeline,
-    environment: Environment,
-    *,
-    num_inference_steps: int = 100,
-    seed: int = 0,
+    pipe: DiffusionPolicyPipeline, environment: Environment, *, num_inference_steps: int = 100, seed: int = 0
 ) -> int:
     """Run every episode to its end with a receding horizon: draw a chunk, execute its start.
 

@@ -51,9 +51,7 @@ class MultiheadAttention(nn.Module):
         weights, biases = self.in_proj_weight, self.in_proj_bias
         query = functional.linear(tokens, weights[:dim], biases[:dim])
         key, value = functional.linear(memory, weights[dim:], biases[dim:]).chunk(2, dim=-1)
-        query, key, value = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (query, key, value)
-        )
+        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (query, key, value))
         dropout = self.dropout if self.training else 0.0
         mask = None if mask is None else mask.to(query.dtype)
         seen = functional.scaled_dot_product_attention(query, key, value, mask, dropout)
@@ -179,9 +177,7 @@ class TransformerForDiffusion(ModelMixin, ConfigMixin):  # type: ignore[misc]
                 nn.init.zeros_(module.bias)
         self.register_load_state_dict_pre_hook(_drop_dummy)
 
-    def forward(
-        self, sample: Tensor, timestep: Tensor | float, cond: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, sample: Tensor, timestep: Tensor | float, cond: Tensor | None = None) -> Tensor:
         """Return the prediction for a chunk of noisy actions.
 
         Args:

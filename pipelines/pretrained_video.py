@@ -114,9 +114,7 @@ def open_pipeline(
             f"no pipeline at {os.fspath(folder)!r}: name a folder with a model_index.json, as "
             "diffusers saves a WanPipeline, a shipped model (sticker-causal) or a Hugging Face ID"
         )
-    if path is not None and (cls := read_json(path / "model_index.json").get("_class_name")) != (
-        WanPipeline.__name__
-    ):
+    if path is not None and (cls := read_json(path / "model_index.json").get("_class_name")) != (WanPipeline.__name__):
         raise ValueError(
             f"{path}: is a {cls}, which makes no film chunk by chunk; name a WanPipeline with a "
             "causal transformer, such as the shipped sticker-causal"

@@ -12,9 +12,7 @@ from diffcache.pipelines.video_inputs import check_text, text_rows
 from diffcache.video import Cut, Flush, Keep, Recache, Switch
 
 
-def checked(
-    session: Any, prompt: Tensor, mode: Switch | None, negative: Tensor | None
-) -> tuple[Tensor, Switch]:
+def checked(session: Any, prompt: Tensor, mode: Switch | None, negative: Tensor | None) -> tuple[Tensor, Switch]:
     """Return the text of all rows after a switch, and its mode.
 
     Args:

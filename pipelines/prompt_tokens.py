@@ -26,8 +26,7 @@ def tokens_of(prompts: Prompts, tokenizer: Any, vocabulary: int) -> list[list[in
     """
     if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
         raise ValueError(
-            f"prompts={prompts!r}: must be a text, texts or token ids; of what a tokenizer "
-            "returns, give the input_ids"
+            f"prompts={prompts!r}: must be a text, texts or token ids; of what a tokenizer returns, give the input_ids"
         )
     if isinstance(prompts, Tensor):
         rows: Any = prompts.tolist()
@@ -36,9 +35,7 @@ def tokens_of(prompts: Prompts, tokenizer: Any, vocabulary: int) -> list[list[in
     if rows and not isinstance(rows[0], Iterable):
         rows = [rows]
     if any(isinstance(row, str) for row in rows) and tokenizer is None:
-        raise ValueError(
-            f"prompts={rows[0]!r}: is text, and there is no tokenizer; give one, or token ids"
-        )
+        raise ValueError(f"prompts={rows[0]!r}: is text, and there is no tokenizer; give one, or token ids")
     rows = [_tokens(row, tokenizer) if isinstance(row, str) else row for row in rows]
     ids = [row.tolist() if isinstance(row, Tensor) else list(row) for row in rows]
     if not ids or not all(ids):

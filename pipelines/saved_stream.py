@@ -35,9 +35,11 @@ def facts(video: Any, policy: VideoPolicy, sampler: FewSteps) -> dict[str, str]:
     return {
         "transformer": str(facts_of(video.transformer, None)["config"]),
         "weights": weights_digest(video.transformer.parameters()),
-        "policy": repr(policy), "chunk": str(video.chunk), "sampler": repr(sampler),
+        "policy": repr(policy),
+        "chunk": str(video.chunk),
+        "sampler": repr(sampler),
         "rank": "0 of 1" if ranks is None else f"{ranks.rank} of {ranks.count}",
-    }  # fmt: skip
+    }
 
 
 def state_of(session: Any) -> dict[str, Any]:
@@ -48,12 +50,18 @@ def state_of(session: Any) -> dict[str, Any]:
     """
     rows = list(session.prompt.split(session.batch))
     return {
-        "prompt": rows[0], "negative": rows[1] if session.guided else None, "size": session.size,
-        "guidance": session.guidance, "read_once": session.store.read_once,
-        "frames": session.frames, "noise": session.generator.get_state(), "recall": session.recall,
-        "latents": session.latents, "switch": switch_state(session._switch),
+        "prompt": rows[0],
+        "negative": rows[1] if session.guided else None,
+        "size": session.size,
+        "guidance": session.guidance,
+        "read_once": session.store.read_once,
+        "frames": session.frames,
+        "noise": session.generator.get_state(),
+        "recall": session.recall,
+        "latents": session.latents,
+        "switch": switch_state(session._switch),
         "prompts": [list(each) for each in session.prompts],
-    }  # fmt: skip
+    }
 
 
 def switch_state(switch: tuple[Tensor, Any] | None) -> dict[str, Any] | None:
@@ -79,10 +87,7 @@ def switch_of(state: Mapping[str, Any] | None) -> Any:
 
 
 def write_stream(
-    folder: str | os.PathLike[str],
-    store: KVStore,
-    state: Mapping[str, Any],
-    known: Mapping[str, str],
+    folder: str | os.PathLike[str], store: KVStore, state: Mapping[str, Any], known: Mapping[str, str]
 ) -> None:
     """Write a stream into two files, one of which is its cache.
 
@@ -103,9 +108,7 @@ def write_stream(
     write(place / STREAM, dict(state), {"facts": dict(known), **pair})
 
 
-def restored(
-    video: Any, folder: str | os.PathLike[str], policy: VideoPolicy, sampler: FewSteps
-) -> Any:
+def restored(video: Any, folder: str | os.PathLike[str], policy: VideoPolicy, sampler: FewSteps) -> Any:
     """Return the session that `write_stream` wrote.
 
     Args:

@@ -10,10 +10,19 @@ from diffcache.errors import MissingError
 MODELS = Path(__file__).resolve().parents[1] / "assets" / "models"
 PACKED = ("sticker-features", "sticker-flux")  # what a wheel holds
 OTHERS = (
-    "chain-guide", "chain-guide-probe", "chain-llada", "chain-llada-probe", "chain-llada-walk",
-    "reach-policy", "recall-llama", "sticker-causal", "sticker-dit", "sticker-judge",
-    "sticker-kontext", "sticker-wan",
-)  # fmt: skip
+    "chain-guide",
+    "chain-guide-probe",
+    "chain-llada",
+    "chain-llada-probe",
+    "chain-llada-walk",
+    "reach-policy",
+    "recall-llama",
+    "sticker-causal",
+    "sticker-dit",
+    "sticker-judge",
+    "sticker-kontext",
+    "sticker-wan",
+)
 
 
 def present(directory: str | Path) -> Path:

@@ -102,11 +102,7 @@ class StreamBatch:
 
     @torch.no_grad()
     def next(
-        self,
-        latents: Tensor | None = None,
-        level: float | None = None,
-        *,
-        frames: int | None = None,
+        self, latents: Tensor | None = None, level: float | None = None, *, frames: int | None = None
     ) -> Tensor | None:
         """Let a chunk in, and return the one that is finished, `[B, C, F, H, W]`; None for none.
 
@@ -154,9 +150,7 @@ class StreamBatch:
                 found.append(done)
         return found
 
-    def switch(
-        self, prompt: Tensor, mode: Switch | None = None, *, negative: Tensor | None = None
-    ) -> None:
+    def switch(self, prompt: Tensor, mode: Switch | None = None, *, negative: Tensor | None = None) -> None:
         """Change the prompt from the next chunk that comes in; the last call before it counts.
 
         Chunks on their way are finished under the prompt that they began with: the cache of a level
@@ -193,14 +187,15 @@ class StreamBatch:
         for level, session in enumerate(self.levels):
             session.save(Path(folder) / str(level))
         brought = [[level, switch_state(each)] for level, each in self._brought.items()]
-        state = {"waiting": [[*each] for each in self._waiting.items()], "brought": brought,
-                 "switch": switch_state(self._switch)}  # fmt: skip
+        state = {
+            "waiting": [[*each] for each in self._waiting.items()],
+            "brought": brought,
+            "switch": switch_state(self._switch),
+        }
         about = {"frames": [each.frames for each in self.levels], "sampler": repr(self.sampler)}
         write(Path(folder) / WAITING, state, about)
 
-    def resume(
-        self, folder: str | os.PathLike[str], policy: VideoPolicy | str | None = None
-    ) -> None:
+    def resume(self, folder: str | os.PathLike[str], policy: VideoPolicy | str | None = None) -> None:
         """Go on where `save` left a stream of the same levels and size, to the bit.
 
         Args:
@@ -321,8 +316,5 @@ class StreamBatch:
         if latents is None:
             raise ValueError(f"level={level}: is for latents; a chunk from noise begins at 1")
         if not is_number(level) or not below < level <= 1:
-            raise ValueError(
-                f"level={level!r}: must be above the level of the second step, {below:g}, and at "
-                "most 1"
-            )
+            raise ValueError(f"level={level!r}: must be above the level of the second step, {below:g}, and at most 1")
         return level

@@ -5,11 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from diffusers.models.autoencoders.autoencoder_kl_wan import (
-    WanCausalConv3d,
-    patchify,
-    unpatchify,
-)
+from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, patchify, unpatchify
 from torch import Tensor, nn
 
 from diffcache.errors import AttachError
@@ -53,9 +49,7 @@ class _Film:
             ValueError: If they are of another autoencoder.
         """
         if len(held) != len(self._held):
-            raise ValueError(
-                f"held={len(held)} convolutions: this autoencoder has {len(self._held)}"
-            )
+            raise ValueError(f"held={len(held)} convolutions: this autoencoder has {len(self._held)}")
         self._held, self.frames = list(held), frames
 
     @property
@@ -67,8 +61,7 @@ class _Film:
         """Return mean and standard deviation of the channels of raw latents."""
         config = self.vae.config
         return [
-            torch.tensor(values).view(1, -1, 1, 1, 1).to(like)
-            for values in (config.latents_mean, config.latents_std)
+            torch.tensor(values).view(1, -1, 1, 1, 1).to(like) for values in (config.latents_mean, config.latents_std)
         ]
 
 
@@ -111,12 +104,8 @@ class WanEncoder(_Film):
             raise ValueError(f"pictures={shape}: must be [B, 3, F, H, W]")
         first = 0 if self.frames else 1
         if shape[2] < max(first, 1) or (shape[2] - first) % each:
-            wanted = (
-                f"{each} or a multiple of it" if self.frames else f"1, {1 + each}, {1 + 2 * each}"
-            )
-            raise ValueError(
-                f"pictures={shape}: {shape[2]} do not make whole latents; give {wanted}"
-            )
+            wanted = f"{each} or a multiple of it" if self.frames else f"1, {1 + each}, {1 + 2 * each}"
+            raise ValueError(f"pictures={shape}: {shape[2]} do not make whole latents; give {wanted}")
         self._check(pictures)
         config, held, found = self.vae.config, list(self._held), []
         film = pictures.to(self.vae.device, self.vae.dtype)
@@ -135,9 +124,7 @@ class WanEncoder(_Film):
     def _check(self, pictures: Tensor) -> None:
         """Raise unless pictures are in -1..1 and of the size of those before."""
         if not pictures.is_floating_point():
-            raise ValueError(
-                f"pictures={pictures.dtype}: must be floating, in -1..1; of uint8 x / 127.5 - 1"
-            )
+            raise ValueError(f"pictures={pictures.dtype}: must be floating, in -1..1; of uint8 x / 127.5 - 1")
         low, high = torch.stack(pictures.aminmax()).tolist()
         if not (low >= -_MOST and high <= _MOST):  # neither holds for numbers that are not finite
             raise ValueError(f"pictures={low:g}..{high:g}: must be finite and in -1..1")
@@ -204,9 +191,7 @@ class WanDecoder(_Film):
     def _check(self, latents: Tensor) -> None:
         channels = self.vae.config.z_dim
         if latents.dim() != 5 or latents.shape[1] != channels or not latents.numel():
-            raise ValueError(
-                f"latents={list(latents.shape)}: must be [B, C, F, H, W] with C={channels}"
-            )
+            raise ValueError(f"latents={list(latents.shape)}: must be [B, C, F, H, W] with C={channels}")
         before = next((x for x in self._held if isinstance(x, Tensor)), None)
         if before is None:
             return

@@ -63,9 +63,7 @@ def check_places(config: Any, shape: Sequence[int]) -> None:
         ValueError: If there are more frames, rows or columns than in its table of positions.
     """
     most = config.rope_max_seq_len
-    frames, height, width = (
-        size // each for size, each in zip(shape[2:], config.patch_size, strict=True)
-    )
+    frames, height, width = (size // each for size, each in zip(shape[2:], config.patch_size, strict=True))
     if frames > most:
         raise ValueError(f"frames={frames}: the transformer numbers at most {most} of one call")
     if max(height, width) > most:
@@ -114,8 +112,7 @@ def text_rows(transformer: Any, prompt: Tensor, negative: Tensor | None, guidanc
         return prompt
     if negative is None:
         raise ValueError(
-            f"guidance={guidance}: takes negative, the text embeddings of the unguided branch; or "
-            "leave guidance=1"
+            f"guidance={guidance}: takes negative, the text embeddings of the unguided branch; or leave guidance=1"
         )
     check_text("negative", negative, transformer.config.text_dim)
     return torch.cat([prompt, negative.to(prompt).expand_as(prompt)])

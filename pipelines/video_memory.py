@@ -55,15 +55,9 @@ def rehearsed(
     deep = _corners(layers, 1, 2) if recipe.retrieve is not None else {1: float(layers)}
     if recipe.budget is not None and recipe.budget.looks_across:
         deep = {layers: 1.0}  # which share what there is
-    axes = [
-        _corners(rotary.unit, unit, unit + group),
-        deep,
-        _corners(heads, 1, 2),
-    ]
+    axes = [_corners(rotary.unit, unit, unit + group), deep, _corners(heads, 1, 2)]
     most = [0.0] * -(-frames // chunk)
-    for (tokens, by_unit), (count, by_layer), (wide, by_head) in product(
-        *(x.items() for x in axes)
-    ):
+    for (tokens, by_unit), (count, by_layer), (wide, by_head) in product(*(x.items() for x in axes)):
         small = replace(rotary, grid=(1, tokens))
         turns = [small] * count
         store = KVStore(count, policy.recipe(tokens), rotary=turns, read_once=read_once)
@@ -82,9 +76,8 @@ def _corners(value: int, low: int, high: int) -> dict[int, float]:
 
 @torch.no_grad()
 def _filmed(
-    store: KVStore, policy: VideoPolicy, count: int, chunks: int, shape: tuple[int, int, int],
-    dtype: torch.dtype,
-) -> list[int]:  # fmt: skip
+    store: KVStore, policy: VideoPolicy, count: int, chunks: int, shape: tuple[int, int, int], dtype: torch.dtype
+) -> list[int]:
     """Return the bytes that a store holds after each chunk of a film, as in `Session`."""
     rows, heads, channels = shape
     recipe, rotary = store.recipe, store.layers[0].rotary
@@ -106,9 +99,7 @@ def _filmed(
     return found
 
 
-def _ask(
-    store: KVStore, policy: VideoPolicy, number: int, k: Tensor, start: int, is_clean: bool
-) -> None:
+def _ask(store: KVStore, policy: VideoPolicy, number: int, k: Tensor, start: int, is_clean: bool) -> None:
     """Let a policy and a layer take note of the queries of a chunk, in a step or the clean pass."""
     layer, count, scale = store.layers[number], k.shape[2], k.shape[3] ** -0.5
     at = torch.arange(start, start + count)
@@ -146,9 +137,7 @@ def check_fits(name: str, needed: int, most: int | None, others: dict[str, int])
     """
     if most is None or needed <= most:
         return
-    fits = [
-        f"policy={each!r} ({human(size, 'B')})" for each, size in others.items() if size <= most
-    ]
+    fits = [f"policy={each!r} ({human(size, 'B')})" for each, size in others.items() if size <= most]
     raise ValueError(
         f"policy={name!r}: would hold {human(needed, 'B')} of keys and values, and there are "
         f"{human(most, 'B')} for it; take {', '.join([*fits, 'a smaller size'])}, or allow "

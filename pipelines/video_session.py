@@ -157,13 +157,9 @@ class Session:
             ValueError: If something in the cache, or the mode of a switch that has not taken
                 effect, has no place in a file.
         """
-        write_stream(
-            folder, self.store, state_of(self), facts(self.video, self.policy, self.sampler)
-        )
+        write_stream(folder, self.store, state_of(self), facts(self.video, self.policy, self.sampler))
 
-    def switch(
-        self, prompt: Tensor, mode: Switch | None = None, *, negative: Tensor | None = None
-    ) -> None:
+    def switch(self, prompt: Tensor, mode: Switch | None = None, *, negative: Tensor | None = None) -> None:
         """Change the prompt from the next chunk on; of several calls before it the last one counts.
 
         Args:
@@ -188,8 +184,7 @@ class Session:
         """
         if not self._busy.acquire(blocking=False):
             raise ValueError(
-                "this session is making a chunk in another thread: wait for that, or open a "
-                "session for each thread"
+                "this session is making a chunk in another thread: wait for that, or open a session for each thread"
             )
         try:
             with self._chunk(frames):

@@ -177,8 +177,7 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
         session = self.video.restore(folder, policy, sampler=self.session.sampler)
         if session.size != self.session.size or about.get("frames") != str(session.frames):
             raise SavedCacheError(
-                f"{os.fspath(folder)}: its pictures are of another moment or size than its cache; "
-                "save it again"
+                f"{os.fspath(folder)}: its pictures are of another moment or size than its cache; save it again"
             )
         with refusing(folder, "stream"):
             prompt, made = str(about["prompt"]), int(state["made"])
@@ -205,9 +204,7 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
         def size_of(name: VideoPolicy | str) -> int:
             made = begins + (self.chunks or 1) * self.video.chunk
             frames = max(HORIZON, made) if self.chunks is None else made
-            found: int = self.video.expected_bytes(
-                name, size=self._size, frames=frames, read_once=self._read_once
-            )
+            found: int = self.video.expected_bytes(name, size=self._size, frames=frames, read_once=self._read_once)
             return found
 
         needed = size_of(policy)
@@ -218,9 +215,13 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
 
     def _begun(self, text: Tensor) -> Any:
         return self.video.session(
-            text, size=self.video.latent_size(self._size), policy=self.policy, seed=self._seed,
-            read_once=self._read_once, recall=RECALL,
-        )  # fmt: skip
+            text,
+            size=self.video.latent_size(self._size),
+            policy=self.policy,
+            seed=self._seed,
+            read_once=self._read_once,
+            recall=RECALL,
+        )
 
 
 def named(policy: VideoPolicy | str) -> str:

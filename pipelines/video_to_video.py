@@ -82,9 +82,7 @@ class VideoToVideo:
         sampler = below(sampler or video.sampler, self.noise.low)
         self.most_bytes = free_bytes(text.device) if most_bytes is None else most_bytes
         self.expected_bytes = self._expected(self.policy, len(sampler.levels))
-        self.batch = StreamBatch(
-            video, text, seed=seed, rows=rows, sampler=sampler, size=latent, policy=self.policy
-        )
+        self.batch = StreamBatch(video, text, seed=seed, rows=rows, sampler=sampler, size=latent, policy=self.policy)
         self.encoder, self.decoder = WanEncoder(video.pipe.vae), WanDecoder(video.pipe.vae)
         self.level: float | None = None
         self._last: Tensor | None = None  # picture before the next chunk
@@ -172,10 +170,12 @@ class VideoToVideo:
         """
         self.batch.save(folder)
         state = {
-            "encoder": [self.encoder.held(), self.encoder.frames], "level": self.level,
-            "decoder": [self.decoder.held(), self.decoder.frames], "last": self._last,
+            "encoder": [self.encoder.held(), self.encoder.frames],
+            "level": self.level,
+            "decoder": [self.decoder.held(), self.decoder.frames],
+            "last": self._last,
             "undecoded": self._undecoded,
-        }  # fmt: skip
+        }
         policy = self.policy if isinstance(self.policy, str) else ""
         about = {"prompt": self.prompt, "policy": policy, "frames": self.batch.levels[0].frames}
         write(Path(folder) / PICTURES, state, about)
@@ -199,8 +199,7 @@ class VideoToVideo:
             with refusing(folder, "film"):
                 if about["frames"] != self.batch.levels[0].frames:
                     raise SavedCacheError(
-                        f"{os.fspath(folder)}: its pictures are of another moment than its caches; "
-                        "save it again"
+                        f"{os.fspath(folder)}: its pictures are of another moment than its caches; save it again"
                     )
                 level, last, undecoded = (state[name] for name in ("level", "last", "undecoded"))
                 prompt = str(about["prompt"])

@@ -82,9 +82,7 @@ class DiffcacheBackend(CacheBackend):  # type: ignore[misc]
         self.disable()
         loop = Loop(pipeline)
         if not loop.components:
-            raise AttachError(
-                f"{type(pipeline).__name__} has none of {', '.join(DENOISERS)} to cache"
-            )
+            raise AttachError(f"{type(pipeline).__name__} has none of {', '.join(DENOISERS)} to cache")
         diffcache.wrap(loop, self.method, components=list(loop.components))
         self.loop, self.models = loop, list(loop.components.values())
         self.enabled = True
@@ -95,9 +93,7 @@ class DiffcacheBackend(CacheBackend):  # type: ignore[misc]
             diffcache.unwrap(self.loop)
         self.loop, self.models, self.enabled = None, [], False
 
-    def refresh(
-        self, pipeline: Any, num_inference_steps: int | None = None, verbose: bool = True
-    ) -> None:
+    def refresh(self, pipeline: Any, num_inference_steps: int | None = None, verbose: bool = True) -> None:
         """Drop the features of the generation before.
 
         Args:
@@ -106,9 +102,7 @@ class DiffcacheBackend(CacheBackend):  # type: ignore[misc]
             verbose: Of the interface; there is nothing to say.
         """
         now = list(Loop(pipeline).components.values())
-        same = len(now) == len(self.models) and all(
-            a is b for a, b in zip(now, self.models, strict=True)
-        )
+        same = len(now) == len(self.models) and all(a is b for a, b in zip(now, self.models, strict=True))
         if self.loop is None or not same or self.loop.pipeline is not pipeline:
             self.enable(pipeline)
         else:

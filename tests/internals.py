@@ -60,9 +60,7 @@ def traces(pipe: Any) -> dict[str, Any]:
     return found
 
 
-def computed_steps(
-    asked: FeatureMethod | When, total: int, probes: Sequence[Tensor] | None = None
-) -> list[int]:
+def computed_steps(asked: FeatureMethod | When, total: int, probes: Sequence[Tensor] | None = None) -> list[int]:
     """Return the steps that a schedule computes in a run, by what it sees; asking changes nothing."""
     when = asked.parts().when if isinstance(asked, FeatureMethod) else asked
     state, computed = when.init(), []

@@ -18,10 +18,7 @@ ALONE = [
     "UNet2DConditionModel",
 ]
 # Tables of a model alone, which pipelines are calibrated for.
-TABLES: dict[str, dict[str, Any]] = {
-    "teacache": {"coefficients": (1.0, 0.0)},
-    "magcache": {"ratios": (1.0,) * STEPS},
-}
+TABLES: dict[str, dict[str, Any]] = {"teacache": {"coefficients": (1.0, 0.0)}, "magcache": {"ratios": (1.0,) * STEPS}}
 # Method and pipeline -> settings that differ there.
 OWN: dict[tuple[str, str], dict[str, Any]] = {("ertacache", "WanPipeline"): {"time": False}}
 

@@ -177,9 +177,7 @@ class Reaching:
         items.sort(key=lambda item: item.nodeid not in self.tests)
 
 
-def run(
-    tree: Path, tests: list[str], seconds: float, plugin: Any, log: Path, *more: str
-) -> int | None:
+def run(tree: Path, tests: list[str], seconds: float, plugin: Any, log: Path, *more: str) -> int | None:
     """Run tests in a forked process; return its exit status, or None where time ran out."""
     process = os.fork()
     if not process:
@@ -192,9 +190,7 @@ def run(
             os.dup2(file.fileno(), 1)
             os.dup2(file.fileno(), 2)
             plugins = [plugin] if plugin else []
-            status = pytest.main(
-                [*tests, "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *more], plugins=plugins
-            )
+            status = pytest.main([*tests, "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *more], plugins=plugins)
         os._exit(int(status))
     began = time.monotonic()
     while time.monotonic() - began < seconds:
@@ -240,9 +236,7 @@ def read(notes: Path, count: int) -> list[set[str]]:
     return found
 
 
-def killed_by(
-    tree: Path, mutant: Mutant, tests: set[str], seconds: float, log: Path
-) -> tuple[str, str]:
+def killed_by(tree: Path, mutant: Mutant, tests: set[str], seconds: float, log: Path) -> tuple[str, str]:
     """Run the tests that reach a mutant; return what became of it and the test that noticed it."""
     if not tests:
         return "survived", "no test reaches it"
@@ -287,9 +281,7 @@ def main() -> None:
             word, why = killed_by(tree, mutant, tests, asked.seconds, log)
             words.append(word)
             place = f"{mutant.path}:{mutant.line}"
-            print(
-                f"{number} {word} {place} {mutant.before!r} -> {mutant.after!r}: {why}", flush=True
-            )
+            print(f"{number} {word} {place} {mutant.before!r} -> {mutant.after!r}: {why}", flush=True)
     print(f"{words.count('killed')} of {len(words)} killed")
 
 

@@ -16,9 +16,16 @@ TINY = 1e-9
 # what a model returned, which nobody tells those that are asked together; the gate inside of a
 # mask is DBCache's, and there is no mask for three steps.
 NO_GATE = {
-    "ertacache", "harmonica", "regione", "easycache", "lazycache", "step-reuse", "dbprune",
-    "step-mask", "speca",
-}  # fmt: skip
+    "ertacache",
+    "harmonica",
+    "regione",
+    "easycache",
+    "lazycache",
+    "step-reuse",
+    "dbprune",
+    "step-mask",
+    "speca",
+}
 # What lets a method decide by what it sees from the second step on, where it has such a setting.
 AT_ONCE: dict[str, Any] = {"warmup": 1, "retention": 0.0}
 RATIOS = {"ratios": (1.0,) + (0.9,) * 63}

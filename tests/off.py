@@ -38,9 +38,9 @@ def off_method(name: str, model: nn.Module) -> Method:
 
 def _tables(name: str, anatomy: Anatomy) -> tuple[dict[str, Any], ...] | None:
     """Return header, tensors and settings of a method whose tables compute everything."""
-    sites = [
-        f"{m.parent}.{m.child}" for m in anatomy.modules_at(Site.MODULE) if m.kind != "empty"
-    ] or ["nowhere"]  # a model without any has to be refused
+    sites = [f"{m.parent}.{m.child}" for m in anatomy.modules_at(Site.MODULE) if m.kind != "empty"] or [
+        "nowhere"
+    ]  # a model without any has to be refused
     ones, square = torch.ones(STEPS), torch.eye(STEPS)
     if name == "bac":
         pairs = {f"{table}.{site}": square for table in ("pairs", "shift") for site in sites}

@@ -34,10 +34,7 @@ REAL: dict = {
     "cogvideox-5b": ("CogVideoXTransformer3DModel", LARGE),
     "cogvideox-5b-i2v": ("CogVideoXTransformer3DModel", {"in_channels": 32, **LARGE}),
     "cogvideox1.5-5b": ("CogVideoXTransformer3DModel", {"patch_size_t": 2, **LARGE}),
-    "cogvideox1.5-5b-i2v": (
-        "CogVideoXTransformer3DModel",
-        {"in_channels": 32, "patch_size_t": 2, **LARGE},
-    ),
+    "cogvideox1.5-5b-i2v": ("CogVideoXTransformer3DModel", {"in_channels": 32, "patch_size_t": 2, **LARGE}),
     "qwen-image": ("QwenImageTransformer2DModel", {}),
     "qwen-image-edit": ("QwenImageTransformer2DModel", {}),
     "wan2.1-14b": ("WanTransformer3DModel", {}),

@@ -49,9 +49,7 @@ class Keeper(Extension):
     def open(self, call: Call) -> Call:
         kept = [call.run.stream.storage, call.run.storage, call.storage]
         counts = [len(storage.setdefault(self, [])) for storage in kept]
-        self.ability.notes.append(
-            Note(call.step.chunk, call.step.index, call.step.timestep, call.writes, *counts)
-        )
+        self.ability.notes.append(Note(call.step.chunk, call.step.index, call.step.timestep, call.writes, *counts))
         for storage in kept:
             thing = Thing()
             storage[self].append(thing)

@@ -23,15 +23,11 @@ def lora(pipe: Any) -> None:
 
     torch.manual_seed(5)
     targets = ["to_q", "to_v", "proj_mlp", "to_out.0"]
-    pipe.transformer.add_adapter(
-        LoraConfig(r=2, lora_alpha=2, target_modules=targets, init_lora_weights=False)
-    )
+    pipe.transformer.add_adapter(LoraConfig(r=2, lora_alpha=2, target_modules=targets, init_lora_weights=False))
 
 
 @pytest.mark.parametrize(
-    "method",
-    [EVERY, diffcache.TaylorSeer(every=3, warmup=1, site="module")],
-    ids=["stack", "module"],
+    "method", [EVERY, diffcache.TaylorSeer(every=3, warmup=1, site="module")], ids=["stack", "module"]
 )
 def test_lora_loaded_and_unloaded_while_wrapped(method: Any):
     name = "FluxPipeline"

@@ -69,9 +69,7 @@ def run(model):
     return [*outs, torch.randn(1)]
 
 
-@pytest.mark.parametrize(
-    "method", [Interval(1), FirstBlock(1e-9), Combine(Gate(1e-9, of="modulated"))]
-)
+@pytest.mark.parametrize("method", [Interval(1), FirstBlock(1e-9), Combine(Gate(1e-9, of="modulated"))])
 def test_what_learning_runs_draws_no_random_numbers_of_the_run(method):
     model = made()
     expected = run(model)

@@ -19,10 +19,19 @@ from tests.zoo.case import output_tensors
 from tests.zoo.catalog import cases
 
 CASES = cases()
-SOME = ["FluxTransformer2DModel", "Flux2Transformer2DModel", "QwenImageTransformer2DModel-edit",
-        "WanTransformer3DModel-i2v", "SD3Transformer2DModel-sd35", "LTXVideoTransformer3DModel",
-        "HunyuanVideoTransformer3DModel", "CogVideoXTransformer3DModel-15", "UNet2DConditionModel",
-        "PixArtTransformer2DModel", "ChromaTransformer2DModel"]  # fmt: skip
+SOME = [
+    "FluxTransformer2DModel",
+    "Flux2Transformer2DModel",
+    "QwenImageTransformer2DModel-edit",
+    "WanTransformer3DModel-i2v",
+    "SD3Transformer2DModel-sd35",
+    "LTXVideoTransformer3DModel",
+    "HunyuanVideoTransformer3DModel",
+    "CogVideoXTransformer3DModel-15",
+    "UNet2DConditionModel",
+    "PixArtTransformer2DModel",
+    "ChromaTransformer2DModel",
+]
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -70,9 +79,7 @@ def run(model: nn.Module, name: str, dtype: torch.dtype) -> list[Tensor]:
     for key, value in given.items():
         if isinstance(value, Tensor) and value.is_floating_point():
             given[key] = value.to(dtype)
-    if name.endswith(
-        "-i2v"
-    ):  # the model takes the last 512 rows for text, the others for a picture
+    if name.endswith("-i2v"):  # the model takes the last 512 rows for text, the others for a picture
         text = given["encoder_hidden_states"]
         given["encoder_hidden_states"] = nn.functional.pad(text, (0, 0, 0, 512 - text.shape[1]))
     return output_tensors(model(**given))
@@ -116,9 +123,7 @@ def test_a_class_of_the_zoo_is_the_same_through_the_door_or_refused(name: str) -
 
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_attending_plainly_with_what_is_given_is_bit_identical(
-    name: str, dtype: torch.dtype
-) -> None:
+def test_attending_plainly_with_what_is_given_is_bit_identical(name: str, dtype: torch.dtype) -> None:
     model = CASES[name].build(0, dtype)
     plain = run(model, name, dtype)
     for way in ("whole", "rows"):
@@ -233,10 +238,15 @@ def test_compiled_blocks_go_through_the_door() -> None:
 
 def language_models() -> dict[str, nn.Module]:
     torch.manual_seed(0)
-    llama = LlamaConfig(vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
-                        num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
-    bert = BertConfig(vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-                      num_attention_heads=4)  # fmt: skip
+    llama = LlamaConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    bert = BertConfig(vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
     both = LlamaForCausalLM(llama), BertModel(bert, add_pooling_layer=False)
     return {"llama": both[0].eval(), "bert": both[1].eval()}
 

@@ -9,13 +9,7 @@ from torch import nn
 
 from diffcache.eval import record
 from diffcache.eval.workshop.bench import __main__ as bench
-from diffcache.eval.workshop.bench import (
-    capacity,
-    decode,
-    full_size,
-    kernels,
-    overhead,
-)
+from diffcache.eval.workshop.bench import capacity, decode, full_size, kernels, overhead
 from diffcache.eval.workshop.bench.models import Shape
 from diffcache.eval.workshop.bench.runner import Bench, cell, tables, thirds
 from diffcache.eval.workshop.parts import Parts, digest_of
@@ -67,9 +61,16 @@ def test_capacity(tmp_path: Path):
     # 512 tokens of the prompt and a third of 9 each time, of one layer
     assert stock["bytes"] == [2 * 4 * 64 * 4 * (512 + 3 * n) for n in (1, 2, 3)]
     assert {row["name"] for row in bounded} == {
-        "streaming_llm", "h2o", "tova", "scissorhands", "keyformer", "lazy_eviction", "d2o",
-        "elastic_cache", "chelsea",
-    }  # fmt: skip
+        "streaming_llm",
+        "h2o",
+        "tova",
+        "scissorhands",
+        "keyformer",
+        "lazy_eviction",
+        "d2o",
+        "elastic_cache",
+        "chelsea",
+    }
     told = thirds([1.0, 1, 1, 2, 2, 2, 6, 6, 9], [1.0] * 6 + [2.0] * 3, [2, 4, 5])
     assert (told["time_ratio"], told["bytes_ratio"]) == (1.5, 1.25)
     with pytest.raises(ValueError, match="tokens=8: must be at least 9"):
@@ -77,19 +78,14 @@ def test_capacity(tmp_path: Path):
 
 
 def test_cells_are_short():
-    quartiles, interval = (
-        {"median": 1.5, "q1": 1.0, "q3": 2.0, "n": 3},
-        dict(value=9, low=1, high=3),
-    )
+    quartiles, interval = ({"median": 1.5, "q1": 1.0, "q3": 2.0, "n": 3}, dict(value=9, low=1, high=3))
     assert cell(quartiles) == "1.5 [1, 2]" and cell(interval) == "9 [1, 3]"
     assert cell([1, 2.0, None]) == "1, 2, " and cell({"a": 12345}) == "a 12,345"
     assert cell(True) == "True" and len(cell("long " * 20)) == 44
 
 
 def test_stats():
-    assert record.stats([3, 1, 2, 4, 5], 10) == {
-        "median": 30, "q1": 20, "q3": 40, "p10": pytest.approx(14), "n": 5,
-    }  # fmt: skip
+    assert record.stats([3, 1, 2, 4, 5], 10) == {"median": 30, "q1": 20, "q3": 40, "p10": pytest.approx(14), "n": 5}
 
 
 def test_command_line(tmp_path: Path, capsys, monkeypatch):
@@ -98,8 +94,7 @@ def test_command_line(tmp_path: Path, capsys, monkeypatch):
     assert bench.main(["overhead", "--quick", "--out", str(tmp_path)]) == 0
     found = json.loads((tmp_path / "overhead.json").read_text())
     assert found["command"] == (
-        "python -m diffcache.eval.workshop.bench overhead --device cpu --dtype float32 --threads 1 "
-        "--rounds 2 --quick"
+        "python -m diffcache.eval.workshop.bench overhead --device cpu --dtype float32 --threads 1 --rounds 2 --quick"
     )
     assert str(tmp_path) not in json.dumps(found)
     assert "TaylorSeer stack" in capsys.readouterr().out
@@ -116,9 +111,7 @@ def test_every_way_to_a_kernels_result_is_right(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda run: run)  # compiling takes a minute
     found = written("kernels", kernels.measure(SETTING, rounds=1), tmp_path)
     for row in found["rows"]:
-        assert (
-            row["ways"]["kernel"]["error"] == row["ways"]["plain"]["error"] == 0
-        )  # both plain here
+        assert row["ways"]["kernel"]["error"] == row["ways"]["plain"]["error"] == 0  # both plain here
         assert all("us" in way for way in row["ways"].values()), row
     assert found["choices"] == {} and next(tables(found)).row_count == len(found["rows"])
 
@@ -129,10 +122,7 @@ def test_full_size_counts_what_is_computed(tmp_path: Path, monkeypatch):
     rows = {row["name"]: row for row in found["rows"]}
     for model in ("FLUX.1-dev", "Wan2.1-1.3B"):
         assert rows[f"{model}, uncached"]["computed"] == 6
-        for name in (
-            "Interval",
-            *(f"TaylorSeer {s}" for s in ("stack", "model", "block", "module")),
-        ):
+        for name in ("Interval", *(f"TaylorSeer {s}" for s in ("stack", "model", "block", "module"))):
             assert rows[f"{model}, {name}"]["computed"] == 2
     assert next(tables(found)).row_count == len(rows)
 

@@ -82,9 +82,7 @@ for line in [["--version"], ["runn"], ["methods"], *words(typer.main.get_command
     assert done.exit_code == (2 if line == ["runn"] else 0), (line, done.output)
 print(json.dumps([m for m in ("diffusers", "transformers", "matplotlib") if m in sys.modules]))
 """
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=False
-        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout) == []
 
@@ -143,9 +141,17 @@ class TestErrors:
 class TestSettings:
     @pytest.mark.parametrize(
         ("pair", "value"),
-        [("a=3", 3), ("a=0.5", 0.5), ("a=stack", "stack"), ("a='x'", "x"), ("a=[1, 2]", [1, 2]),
-         ("a=None", None), ("a=b=c", "b=c"), ("a=", "")],
-    )  # fmt: skip
+        [
+            ("a=3", 3),
+            ("a=0.5", 0.5),
+            ("a=stack", "stack"),
+            ("a='x'", "x"),
+            ("a=[1, 2]", [1, 2]),
+            ("a=None", None),
+            ("a=b=c", "b=c"),
+            ("a=", ""),
+        ],
+    )
     def test_values(self, pair, value):
         assert command.parse_settings([pair], "--call") == {"a": value}
 
@@ -190,9 +196,7 @@ class TestInspect:
         table.write_text("{}")
         assert coverage.main([str(table), "--write"]) == 0
         known = json.loads(STREAMS_FILE.read_text(encoding="utf-8"))
-        assert json.loads(table.read_text()) == {
-            name: known[name] for name in names if name in known
-        }
+        assert json.loads(table.read_text()) == {name: known[name] for name in names if name in known}
         coverage._all_rows.cache_clear()
 
     def test_temporal_part_is_told_its_steps(self):
@@ -205,9 +209,19 @@ class TestRun:
     def test_picture_report_and_record(self, directory, tmp_path):
         out, record = tmp_path / "x" / "a.png", tmp_path / "a.json"
         done = call(
-            "run", directory, PROMPT, "--steps", 6, "--compare", "--method", "interval:every=2",
-            "--out", out, "--json", record,
-        )  # fmt: skip
+            "run",
+            directory,
+            PROMPT,
+            "--steps",
+            6,
+            "--compare",
+            "--method",
+            "interval:every=2",
+            "--out",
+            out,
+            "--json",
+            record,
+        )
         assert done.exit_code == 0, done.output
         assert "6: 3 computed, 3 skipped" in done.output
         assert Image.open(out).size == (64, 64)
@@ -254,8 +268,7 @@ class TestRun:
         taken = inspect.signature(diffusers.FluxControlNetImg2ImgPipeline.__call__).parameters
         texts = [str(file), f"control_image={file}"]
         found = inputs.read_images(texts, "FluxControlNetImg2ImgPipeline", taken)
-        assert {name: image.size for name, image in found.items()} == {
-            "image": (8, 8), "control_image": (8, 8)}  # fmt: skip
+        assert {name: image.size for name, image in found.items()} == {"image": (8, 8), "control_image": (8, 8)}
         with pytest.raises(ValueError, match="pass --image control_image=FILE"):
             inputs.read_images(texts[:1], "FluxControlNetImg2ImgPipeline", taken)
         with pytest.raises(ValueError, match="image is given twice"):
@@ -278,11 +291,18 @@ class TestRun:
 
     @pytest.mark.parametrize(
         ("name", "needed"),
-        [("FluxPipeline", ()), ("FluxKontextPipeline", ("image",)), ("Flux2Pipeline", ()),
-         ("FluxImg2ImgPipeline", ("image",)), ("WanImageToVideoPipeline", ("image",)),
-         ("StableDiffusionControlNetPipeline", ("image",)), ("WanVideoToVideoPipeline", ("video",)),
-         ("FluxFillPipeline", ("image", "mask_image")), ("WanPipeline", ())],
-    )  # fmt: skip
+        [
+            ("FluxPipeline", ()),
+            ("FluxKontextPipeline", ("image",)),
+            ("Flux2Pipeline", ()),
+            ("FluxImg2ImgPipeline", ("image",)),
+            ("WanImageToVideoPipeline", ("image",)),
+            ("StableDiffusionControlNetPipeline", ("image",)),
+            ("WanVideoToVideoPipeline", ("video",)),
+            ("FluxFillPipeline", ("image", "mask_image")),
+            ("WanPipeline", ()),
+        ],
+    )
     def test_which_pipelines_work_on_an_image(self, name, needed):
         taken = inspect.signature(getattr(diffusers, name).__call__).parameters
         assert inputs.needed_inputs(name, taken) == needed
@@ -294,9 +314,7 @@ class TestRun:
 
     def test_class_numbers_and_names(self):
         config = SimpleNamespace(num_embeds_ada_norm=1000)
-        pipe = SimpleNamespace(
-            transformer=SimpleNamespace(config=config), labels={"ring": 0, "cross": 1, "star": 2}
-        )
+        pipe = SimpleNamespace(transformer=SimpleNamespace(config=config), labels={"ring": 0, "cross": 1, "star": 2})
         assert [inputs.class_number(pipe, text) for text in ("2", "cross")] == [2, 1]
         for text in ("3", "9999", "circle", "-1"):
             with pytest.raises(ValueError, match="a class number from 0 to 2: ring, cross, star"):
@@ -366,9 +384,7 @@ class TestDemo:
 
     def test_closeness_is_the_psnr_of_8_bit_pictures(self):
         one, other = (Image.new("RGB", (4, 4), (value,) * 3) for value in (10, 15))
-        assert generate.closeness([one, one], [other, one]) == pytest.approx(
-            [34.1514, 100], abs=1e-3
-        )
+        assert generate.closeness([one, one], [other, one]) == pytest.approx([34.1514, 100], abs=1e-3)
 
     def test_shipped_model(self, tmp_path, monkeypatch):
         monkeypatch.setattr(demo, "ROUNDS", 1)
@@ -412,9 +428,7 @@ def test_a_broken_index(text, message, tmp_path):
     assert done.exit_code == 2 and message in done.stderr
 
 
-@pytest.mark.parametrize(
-    "text", ["[1,2", "[]", '{"call": 7}', '{"call": {"callback": "os.system"}}']
-)
+@pytest.mark.parametrize("text", ["[1,2", "[]", '{"call": 7}', '{"call": {"callback": "os.system"}}'])
 def test_broken_defaults_of_a_call(text, tmp_path):
     (tmp_path / "diffcache.json").write_text(text)
     with pytest.raises(ValueError, match=r"diffcache\.json: .*must be (an object|a number)"):
@@ -433,10 +447,7 @@ def test_what_is_no_pipeline_is_told_by_what_it_is(monkeypatch):
     done = call("run", "owner/none", PROMPT)
     assert done.exit_code == 2 and "HF_HUB_OFFLINE is set, and it is not in the" in done.stderr
     done = call("serve", saved.MODELS / "sticker-flux", "--port", 0)
-    assert (
-        done.exit_code == 2
-        and "is a FluxPipeline, which makes no film chunk by chunk" in done.stderr
-    )
+    assert done.exit_code == 2 and "is a FluxPipeline, which makes no film chunk by chunk" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["demo", "run", "tune", "calibrate", "eval", "kv"])

@@ -30,9 +30,7 @@ def by_opencv(path: Path) -> torch.Tensor:
 @pytest.mark.parametrize("ending", [".mp4", ".mkv"])
 @pytest.mark.parametrize(("height", "width"), [(48, 64), (65, 97), (2, 2)])
 @pytest.mark.parametrize("count", [1, 7])
-def test_a_film_comes_back_byte_for_byte(
-    tmp_path: Path, ending: str, height: int, width: int, count: int
-) -> None:
+def test_a_film_comes_back_byte_for_byte(tmp_path: Path, ending: str, height: int, width: int, count: int) -> None:
     frames = noise(count, height, width)
     path = write_clip(tmp_path / f"a film: 100%d-0{ending}", frames, fps=8)
     assert torch.equal(read_clip(path), frames)

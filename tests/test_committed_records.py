@@ -123,9 +123,7 @@ MUTATIONS = {
 }
 
 
-def test_arithmetic_makes_a_record_stale_and_words_do_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arithmetic_makes_a_record_stale_and_words_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = json.loads(records.stamp_of("demo").read_text(encoding="utf-8"))["code"]
     assert not reached.changed({name: code[name] for name, _, _ in MUTATIONS})
     monkeypatch.setattr(reached, "ROOT", tmp_path)
@@ -145,9 +143,7 @@ def forget() -> None:
     reached._hash.cache_clear()
 
 
-def test_all_definitions_of_a_name_are_hashed_in_all_branches(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_definitions_of_a_name_are_hashed_in_all_branches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "eval" / "one.py"
     file.parent.mkdir()
     lines = ["if A:", "    x = 1", "else:", "    x = 2", "try:", "    import b",

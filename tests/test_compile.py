@@ -17,8 +17,12 @@ from tests.zoo.catalog import cases
 
 CASES = cases()
 STEPS = 6
-METHODS = [Interval(every=3), Combine(Every(3), Taylor(2), site="block"), FirstBlock(threshold=5.0),
-           Interval(every=3, site="model")]  # fmt: skip
+METHODS = [
+    Interval(every=3),
+    Combine(Every(3), Taylor(2), site="block"),
+    FirstBlock(threshold=5.0),
+    Interval(every=3, site="model"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -112,9 +116,7 @@ def test_a_model_compiled_as_a_whole_is_refused(how: str):
         model = torch.compile(model, backend="eager")
     else:
         model.compile(backend="eager")
-    with pytest.raises(
-        AttachError, match=r"compiled as a whole.*compile_repeated_blocks\(fullgraph=True\)"
-    ):
+    with pytest.raises(AttachError, match=r"compiled as a whole.*compile_repeated_blocks\(fullgraph=True\)"):
         diffcache.wrap(model, Interval(every=3))
 
 
@@ -122,9 +124,7 @@ def test_a_model_compiled_as_a_whole_is_refused(how: str):
 def test_modules_inside_compiled_blocks_are_refused(site: str):
     model = CASES["FluxTransformer2DModel"].build(0)
     model.compile_repeated_blocks(fullgraph=True, backend="eager")
-    with pytest.raises(
-        AttachError, match="transformer_blocks.0 is compiled.*use site='stack' or site='block'"
-    ):
+    with pytest.raises(AttachError, match="transformer_blocks.0 is compiled.*use site='stack' or site='block'"):
         diffcache.wrap(model, Interval(every=3, site=site))
 
 
@@ -135,9 +135,7 @@ def test_a_model_compiled_as_a_whole_after_wrapping_is_refused_when_it_runs():
     diffcache.wrap(model, Interval(every=3))
     cached = trajectory(model, name)
     compiled = torch.compile(model, backend="eager")
-    with pytest.raises(
-        AttachError, match=r"compiled as a whole.*compile_repeated_blocks\(fullgraph=True\)"
-    ):
+    with pytest.raises(AttachError, match=r"compiled as a whole.*compile_repeated_blocks\(fullgraph=True\)"):
         compiled(**CASES[name].kwargs(model, 0))
     torch._dynamo.reset()
     diffcache.reset(model)

@@ -24,8 +24,7 @@ def fitted(pipe: Any, **header: Any) -> MagCache:
     """Return a method whose tables are of this pipeline."""
     about = facts_of(pipe.transformer, pipe.scheduler)
     tables = Tables(
-        {"method": "magcache", "steps": STEPS, **about, **header},
-        {"ratios": torch.linspace(1, 0.9, STEPS)},
+        {"method": "magcache", "steps": STEPS, **about, **header}, {"ratios": torch.linspace(1, 0.9, STEPS)}
     )
     return MagCache(threshold=1.0, longest=2, retention=0.0, tables=tables)
 

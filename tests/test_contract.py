@@ -142,9 +142,7 @@ def site_bytes(case, model, method):
         wanted = [blocks[-1] for blocks in lists]
     for module in wanted:
         hooks.append(
-            module.register_forward_hook(
-                lambda m, a, out: sizes.__setitem__(m, sum(t.nbytes for t in flat(out)))
-            )
+            module.register_forward_hook(lambda m, a, out: sizes.__setitem__(m, sum(t.nbytes for t in flat(out))))
         )
     with torch.no_grad():
         model(**case.kwargs(model, 0, step=0, steps=STEPS), return_dict=False)
@@ -189,13 +187,8 @@ def test_memory_of_a_unet():
     model = case.build()
     last, every = [], []
     blocks = [*model.down_blocks, model.mid_block, *model.up_blocks]
-    hooks = [
-        block.register_forward_hook(lambda m, a, out: every.append(all_bytes(out)))
-        for block in blocks
-    ]
-    hooks.append(
-        model.up_blocks[-1].register_forward_hook(lambda m, a, out: last.append(all_bytes(out)))
-    )
+    hooks = [block.register_forward_hook(lambda m, a, out: every.append(all_bytes(out))) for block in blocks]
+    hooks.append(model.up_blocks[-1].register_forward_hook(lambda m, a, out: last.append(all_bytes(out))))
     with torch.no_grad():
         model(**case.kwargs(model, 0, step=0, steps=STEPS))
     for hook in hooks:
@@ -227,9 +220,7 @@ def test_a_run_that_skips_nothing_says_so(made):
 def test_blocks_that_are_not_there_are_refused():
     case = cases()["FluxTransformer2DModel"]
     model = case.build()
-    combined = diffcache.Combine(
-        diffcache.Every(2), diffcache.Reuse(), site="run", blocks="transformer_blocks.9"
-    )
+    combined = diffcache.Combine(diffcache.Every(2), diffcache.Reuse(), site="run", blocks="transformer_blocks.9")
     with (
         diffcache.wrapped(model, combined),
         pytest.raises(diffcache.AttachError, match=r"no such block ran; .* transformer_blocks.0-3"),

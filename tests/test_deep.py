@@ -175,10 +175,7 @@ def test_every_guidance_call_runs_the_layers_that_the_last_ones_read(site: str) 
 def test_unets_that_cannot_be_split_are_refused(name: str) -> None:
     model = CASES[name].build(0)
     reason = "has no layers called `resnets`|site 'deep': skipping its blocks on inputs they just"
-    with (
-        pytest.raises(AttachError, match=reason),
-        Handle(model, {"model": model}, deep()) as handle,
-    ):
+    with pytest.raises(AttachError, match=reason), Handle(model, {"model": model}, deep()) as handle:
         run(model, [inputs(name, model)], handle)
     assert not any("Tap" in type(module).__name__ for module in model.modules())
 

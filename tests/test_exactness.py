@@ -67,9 +67,7 @@ def test_skipping_on_the_same_inputs_changes_nothing(name: str, extra: str, site
     check_exact(model, lambda: inputs(case, model, extra), site)
 
 
-@pytest.mark.parametrize(
-    "name", ["UniDiffuserModel", "FluxTransformer2DModel", "UNet2DConditionModel"]
-)
+@pytest.mark.parametrize("name", ["UniDiffuserModel", "FluxTransformer2DModel", "UNet2DConditionModel"])
 def test_the_model_site_needs_no_wiring(name: str):
     case, model = CASES[name], built(name)
     check_exact(model, lambda: inputs(case, model), "model")
@@ -81,9 +79,7 @@ def test_a_wiring_that_is_not_exact_is_refused_and_leaves_the_model_usable():
     expected = output_tensors(model(**inputs(case, model)))
     diffcache.wrap(model, Interval(every=2, site="stack"))
     for _ in range(2):  # every time, not only the first
-        with pytest.raises(
-            AttachError, match="changes the output by .* use site='block' or site='model'"
-        ):
+        with pytest.raises(AttachError, match="changes the output by .* use site='block' or site='model'"):
             model(**inputs(case, model))
     diffcache.unwrap(model)
     assert gap(model(**inputs(case, model)), expected) == 0
@@ -101,8 +97,12 @@ def test_what_is_no_denoiser_is_refused_at_once():
     from diffusers import AutoencoderKL
     from transformers import CLIPTextConfig, CLIPTextModel
 
-    blocks = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types":
-              ["UpDecoderBlock2D"] * 2, "block_out_channels": [4, 4], "norm_num_groups": 2}  # fmt: skip
+    blocks = {
+        "down_block_types": ["DownEncoderBlock2D"] * 2,
+        "up_block_types": ["UpDecoderBlock2D"] * 2,
+        "block_out_channels": [4, 4],
+        "norm_num_groups": 2,
+    }
     text = CLIPTextConfig(hidden_size=8, intermediate_size=8, num_attention_heads=2)
     for model, words in (
         (AutoencoderKL(**blocks), "an autoencoder, whose forward pipelines never call"),
@@ -118,9 +118,7 @@ def test_what_is_no_denoiser_is_refused_at_once():
 
 
 @pytest.mark.parametrize("site", ["stack", "block", "module"])
-@pytest.mark.parametrize(
-    ("name", "extra"), [v for v in VARIANTS if v[1] in ("controlnet", "adapter", "skip_layers")]
-)
+@pytest.mark.parametrize(("name", "extra"), [v for v in VARIANTS if v[1] in ("controlnet", "adapter", "skip_layers")])
 def test_control_that_starts_and_stops_is_computed_anew(name: str, extra: str, site: str):
     case, model = CASES[name], built(name)
     plan = [extra, extra, "", "", extra, extra]
@@ -131,11 +129,7 @@ def test_control_that_starts_and_stops_is_computed_anew(name: str, extra: str, s
             assert gap(out, expected[plan[index]]) <= TOLERANCE, f"step {index}"
         calls = handle.last.calls
     assert [call.computed for call in calls] == [True, False] * 3
-    assert [call.reason for call in calls[::2]] == [
-        "first call",
-        "inputs changed",
-        "inputs changed",
-    ]
+    assert [call.reason for call in calls[::2]] == ["first call", "inputs changed", "inputs changed"]
 
 
 @pytest.mark.parametrize(
@@ -180,8 +174,5 @@ def test_skip_layer_guidance_is_a_branch_of_its_own(site: str):
         for index in steps(handle, 7):
             for branch in (0, 1) if index in (1, 2, 3, 4) else (0,):
                 assert gap(model(**both[branch]), expected[branch]) <= TOLERANCE
-        marks = [
-            "".join("sC"[call.computed] for call in handle.last.calls if call.branch == b)
-            for b in (0, 1)
-        ]
+        marks = ["".join("sC"[call.computed] for call in handle.last.calls if call.branch == b) for b in (0, 1)]
     assert marks == ["CssCssC", "CsCs"]

@@ -37,9 +37,15 @@ def test_a_run_holds_what_was_expected(cls):
         if settings.get("site") == "module" and not diffcache.inspect(model).supports(Site.MODULE):
             continue
         expected = diffcache.expected_bytes(
-            model, name, height=size.height, width=size.width, frames=size.frames,
-            text_tokens=text, batch=2, **settings,
-        )  # fmt: skip
+            model,
+            name,
+            height=size.height,
+            width=size.width,
+            frames=size.frames,
+            text_tokens=text,
+            batch=2,
+            **settings,
+        )
         with diffcache.wrapped(model, name, **settings) as handle, torch.no_grad():
             with diffcache.run(model):  # the samples are all zero
                 for step in range(7):
@@ -61,9 +67,7 @@ def test_frames_left_over_are_counted_as_the_pipeline_does(name, frames):
     size = size_of(pipe, pipe.transformer, given)
     cls = type(pipe.transformer).__name__
     text = pipe.transformer.config.get("max_text_seq_length", 6)
-    made = inputs_of(
-        cls, pipe.transformer.config, replace(size, text_tokens=text), compression_of(pipe)
-    )
+    made = inputs_of(cls, pipe.transformer.config, replace(size, text_tokens=text), compression_of(pipe))
     assert made["hidden_states"].shape[1:] == seen[0][1:]
 
 
@@ -128,9 +132,7 @@ def test_guidance_in_two_calls_holds_the_probe_of_a_gate_once(name):
 
 def test_a_report_before_a_run_says_that_a_gate_holds_one_probe():
     pipe = pipes()["FluxPipeline"].build(0)
-    one, two = (
-        sum(diffcache.expected_bytes(pipe, "first-block", branches=n).values()) for n in (1, 2)
-    )
+    one, two = (sum(diffcache.expected_bytes(pipe, "first-block", branches=n).values()) for n in (1, 2))
     with diffcache.wrapped(pipe, "first-block"):
         words = " ".join(str(diffcache.report(pipe)).split())
     assert one < two < 2 * one
@@ -140,9 +142,7 @@ def test_a_report_before_a_run_says_that_a_gate_holds_one_probe():
 
 def test_a_size_that_a_model_cannot_take_is_refused_and_left_out_of_its_report():
     pipe = pipes()["WanPipeline"].build(0)  # of 32 positions a side, which its defaults exceed
-    with pytest.raises(
-        ValueError, match=r"WanTransformer3DModel cannot be called at Size\(height=480"
-    ):
+    with pytest.raises(ValueError, match=r"WanTransformer3DModel cannot be called at Size\(height=480"):
         diffcache.expected_bytes(pipe, "interval")
     with diffcache.wrapped(pipe, "interval"):
         assert "expected" not in str(diffcache.report(pipe))

@@ -55,9 +55,7 @@ def settings_of(made):
 # diffusers -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "method", [str(MAG), FirstBlock(0.12, by_branch=True)], ids=["ratios", "gate"]
-)
+@pytest.mark.parametrize("method", [str(MAG), FirstBlock(0.12, by_branch=True)], ids=["ratios", "gate"])
 def test_diffusers_reads_back_the_same_method(method):
     found = settings_of(export(method, "diffusers"))
     again = method_of_config(getattr(diffusers, found.pop("class"))(**found))
@@ -130,9 +128,12 @@ def test_vllm_omni_reads_ratios_and_a_gate():
     backend, config = omni(export(str(MAG), "vllm-omni"))
     cls = class_of("vllm_omni", "diffusion/cache/magcache/config.py", "MagCacheConfig", torch=torch)
     made = cls(
-        config.mag_threshold, config.mag_max_skip_steps, config.mag_retention_ratio,
-        config.num_inference_steps, config.mag_ratios,
-    )  # fmt: skip
+        config.mag_threshold,
+        config.mag_max_skip_steps,
+        config.mag_retention_ratio,
+        config.num_inference_steps,
+        config.mag_ratios,
+    )
     tables = diffcache.Tables.load(MAG)
     assert (backend, made.num_inference_steps) == ("mag_cache", tables.steps)
     assert torch.equal(made.mag_ratios, tables["ratios"].float())
@@ -150,8 +151,7 @@ def test_sglang_reads_a_polynomial():
     later = cls(**settings_of(export(str(TEA), "sglang", last=False)))
     new = hasattr(made, "get_skip_boundaries")  # the main branch calls it so, 0.5.23 otherwise
     spans = [
-        one.get_skip_boundaries(10, do_cfg=False) if new else one.get_skip_step_range(10)
-        for one in (made, later)
+        one.get_skip_boundaries(10, do_cfg=False) if new else one.get_skip_step_range(10) for one in (made, later)
     ]
     assert spans == [(3, 9), (1, 10)]
 
@@ -163,16 +163,24 @@ def test_tensorrt_llm_gets_the_fields_of_its_source():
     time = TeaCache(0.2, coefficients=(1.0, 2.0, 0.0), input="time")
     found = settings_of(export(time, "tensorrt-llm"))["cache_config"]
     assert found == {
-        "cache_backend": "teacache", "teacache_thresh": 0.2, "use_ret_steps": False,
+        "cache_backend": "teacache",
+        "teacache_thresh": 0.2,
+        "use_ret_steps": False,
         "coefficients": [1.0, 2.0, 0.0],
-    }  # fmt: skip
+    }
     gate = settings_of(export(DBCache(0.12, order=2), "tensorrt-llm"))["cache_config"]
     assert gate["cache_backend"] == "cache_dit" and gate["taylorseer_order"] == 2
     assert set(gate) <= {
-        "cache_backend", "Fn_compute_blocks", "Bn_compute_blocks", "max_warmup_steps",
-        "max_cached_steps", "max_continuous_cached_steps", "residual_diff_threshold",
-        "enable_taylorseer", "taylorseer_order",
-    }  # fmt: skip
+        "cache_backend",
+        "Fn_compute_blocks",
+        "Bn_compute_blocks",
+        "max_warmup_steps",
+        "max_cached_steps",
+        "max_continuous_cached_steps",
+        "residual_diff_threshold",
+        "enable_taylorseer",
+        "taylorseer_order",
+    }
 
 
 # ComfyUI: the node reads a method and its settings as a command line has them ------------------

@@ -100,17 +100,14 @@ def model() -> Any:
 def left(model: Any) -> Any:
     """Everything a cache could leave behind."""
     parts = {
-        path: (type(part), sorted(part.__dict__), list(part._forward_hooks))
-        for path, part in model.named_modules()
+        path: (type(part), sorted(part.__dict__), list(part._forward_hooks)) for path, part in model.named_modules()
     }
     return parts, model.config._attn_implementation, dict(vars(model))
 
 
 def test_a_model_with_a_recipe_caches_every_call_until_it_is_unwrapped(model: Any) -> None:
     before, stock = left(model), model.generate(**ONE, **GREEDY)
-    expected = model.generate(
-        **ONE, past_key_values=kv.cache_for(model, "snapkv", **SNAP), **GREEDY
-    )
+    expected = model.generate(**ONE, past_key_values=kv.cache_for(model, "snapkv", **SNAP), **GREEDY)
     kv.detach(model)
     assert not torch.equal(expected.sequences, stock.sequences), "dropping slots must show"
     for ask in (
@@ -262,8 +259,10 @@ def test_what_decodes_is_wrapped_in_the_place_of_its_model() -> None:
 def test_errors_say_what_each_kind_goes_into(model: Any) -> None:
     pipe, video = flux(), CausalVideo(wan(layers=1))
     for ask, why in (
-        (lambda: diffcache.wrap(pipe, "snapkv"),
-         "a FluxPipeline with 'snapkv': a recipe goes into a language model of transformers"),
+        (
+            lambda: diffcache.wrap(pipe, "snapkv"),
+            "a FluxPipeline with 'snapkv': a recipe goes into a language model of transformers",
+        ),
         (lambda: diffcache.wrap(video, "snapkv"), "a recipe goes into a language model"),
         (lambda: diffcache.wrap(pipe, kv.snapkv(8)), "a recipe goes into a language model"),
         (lambda: diffcache.wrap(model, "deep-forcing"), "a video policy goes into a CausalVideo"),
@@ -271,7 +270,7 @@ def test_errors_say_what_each_kind_goes_into(model: Any) -> None:
         (lambda: diffcache.wrap(model, "taylorseer"), "takes no timestep.*a recipe such as"),
         (lambda: diffcache.wrap(pipe, "elastic"), "serves language models of transformers"),
         (lambda: diffcache.wrap(object(), "taylorseer"), "cannot wrap a object"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(AttachError, match=why):
             ask()
     for ask, why in (
@@ -284,11 +283,7 @@ def test_errors_say_what_each_kind_goes_into(model: Any) -> None:
             ask()
     with pytest.raises(TypeError, match="is what makes a recipe; call it"):
         diffcache.wrap(model, kv.snapkv)  # type: ignore[arg-type]
-    for name, meant in (
-        ("snapkw", "snapkv"),
-        ("deepforcing", "deep-forcing"),
-        ("fbcache", "first"),
-    ):
+    for name, meant in (("snapkw", "snapkv"), ("deepforcing", "deep-forcing"), ("fbcache", "first")):
         with pytest.raises(diffcache.UnknownMethodError, match=meant):
             diffcache.wrap(pipe, name)
     diffcache.wrap(model, "snapkv", **SNAP)

@@ -53,8 +53,7 @@ def ready(name, kind, case, pipe, *, off=False):
 
 
 @pytest.mark.parametrize(
-    "name",
-    sorted({n for n in ON_PIPELINES if issubclass(method_class(n), Calibrated)} - {"harmonica"}),
+    "name", sorted({n for n in ON_PIPELINES if issubclass(method_class(n), Calibrated)} - {"harmonica"})
 )
 def test_a_calibration_that_breaks_off_goes_on(built, tmp_path, name):
     """With what its first run left in a file; tests/router_training has it of harmonica."""

@@ -72,18 +72,14 @@ def test_newton_is_exact_on_polynomials_at_any_spacing(order, steps):
 @pytest.mark.parametrize("order", [1, 2, 3])
 def test_taylor_is_exact_on_affine_features_and_no_further(order):
     steps = [0, 4, 8, 12]
-    for index, (estimate, truth) in forecasts(
-        Taylor(order), steps, 24, lambda s: 3 - 2 * s
-    ).items():
+    for index, (estimate, truth) in forecasts(Taylor(order), steps, 24, lambda s: 3 - 2 * s).items():
         if index > steps[1]:
             assert estimate == pytest.approx(truth, abs=1e-9)
 
 
 def test_taylor_of_order_two_misses_a_quadratic_by_the_known_amount():
     slope, spacing = 0.7, 4
-    for index, (estimate, truth) in forecasts(
-        Taylor(2), [0, 4, 8], 12, lambda s: slope * s * s
-    ).items():
+    for index, (estimate, truth) in forecasts(Taylor(2), [0, 4, 8], 12, lambda s: slope * s * s).items():
         if index > 8:
             assert estimate - truth == pytest.approx(-slope * spacing * (index - 8), rel=1e-9)
 
@@ -100,9 +96,7 @@ def test_differences_start_one_step_before_the_warmup_ends():
 @pytest.mark.parametrize("instead", [Reuse(), Taylor(0), Newton(0)])
 def test_order_zero_is_reuse(instead):
     found = forecasts(instead, [0, 3, 6], 9, math.sin)
-    assert {i: e for i, (e, _) in found.items()} == {
-        i: pytest.approx(math.sin(i - i % 3)) for i in found
-    }
+    assert {i: e for i, (e, _) in found.items()} == {i: pytest.approx(math.sin(i - i % 3)) for i in found}
 
 
 def test_batched_estimates_equal_single_ones():
@@ -112,9 +106,7 @@ def test_batched_estimates_equal_single_ones():
     for index in (0, 1, 4):
         for state in states:
             instead.record(state, Step(index), torch.randn(2, 3))
-    for one, many in zip(
-        [instead.estimate(s, step) for s in states], instead.estimate_all(states, step), strict=True
-    ):
+    for one, many in zip([instead.estimate(s, step) for s in states], instead.estimate_all(states, step), strict=True):
         assert torch.equal(one, many)
 
 
@@ -142,9 +134,7 @@ def test_gate_limits():
     probes = [torch.full((2,), float(s + 1)) for s in range(10)]
     gated = ConfidenceGatedTaylor(threshold=math.inf, warmup=3)
     assert computed_steps(gated.parts().when, 10, probes) == [0, 1, 2, 9]
-    assert computed_steps(ConfidenceGatedTaylor(threshold=0).parts().when, 10, probes) == [
-        *range(10)
-    ]
+    assert computed_steps(ConfidenceGatedTaylor(threshold=0).parts().when, 10, probes) == [*range(10)]
     assert computed_steps(FirstBlock(threshold=math.inf).parts().when, 10, probes) == [0]
     assert computed_steps(FirstBlock(threshold=0).parts().when, 10, probes) == [*range(10)]
     affine = ConfidenceGatedTaylor(threshold=1e-5, warmup=4, start=1).parts().when
@@ -186,9 +176,7 @@ def test_repr_is_python(name):
 
 
 def test_repr_of_a_combination_is_python():
-    method = Combine(
-        Gate(0.1, forecast=Taylor(1)), Newton(2), site="run", lead=1, blocks="blocks.1-2"
-    )
+    method = Combine(Gate(0.1, forecast=Taylor(1)), Newton(2), site="run", lead=1, blocks="blocks.1-2")
     assert eval(repr(method), vars(diffcache)) == method
 
 

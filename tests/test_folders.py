@@ -16,12 +16,7 @@ from PIL import Image
 
 from diffcache.eval.samples import folders, npz, pictures
 from diffcache.eval.samples.clips import read_clip, write_clip
-from diffcache.eval.samples.prompts import (
-    SHIPPED,
-    Prompts,
-    calibration_prompts,
-    load_prompts,
-)
+from diffcache.eval.samples.prompts import SHIPPED, Prompts, calibration_prompts, load_prompts
 from diffcache.eval.workshop.small.sticker_films import sample_film
 from diffcache.eval.workshop.small.stickers import held_out_captions, parse
 from tests.picture_files import filled, noise, save, save_npz
@@ -46,9 +41,7 @@ def test_other_files_are_left_out_with_one_note(tmp_path: Path) -> None:
     found = folders.open_pictures(tmp_path)
     assert found.names == ("a",) and len(found.notes) == 2
     assert "left out 3 files that are no pictures, such as .DS_Store" in found.notes[0]
-    assert (
-        "left out 1 folders of pictures (--recursive reads them), such as inside" in found.notes[1]
-    )
+    assert "left out 1 folders of pictures (--recursive reads them), such as inside" in found.notes[1]
     assert folders.open_pictures(tmp_path, recursive=True).names == ("a", "inside/b")
 
 
@@ -68,9 +61,7 @@ def test_folders_are_paired_by_name(tmp_path: Path) -> None:
     filled(tmp_path / "b", ["11.png", "12.png", "13.png", "14.png"])
     (tmp_path / "b" / "2.png").unlink()
     b = folders.open_pictures(tmp_path / "b")
-    with pytest.raises(
-        ValueError, match=r"b lacks 1 of .*a: 2; .*a lacks 4 of .*b: 11, 12, 13, \.\.\."
-    ):
+    with pytest.raises(ValueError, match=r"b lacks 1 of .*a: 2; .*a lacks 4 of .*b: 11, 12, 13, \.\.\."):
         folders.pair(a, b)
     one, other = (folders.open_pictures(tmp_path / "a" / f"{n}.png") for n in (1, 2))
     assert folders.pair(one, other) == [(0, 0)]
@@ -163,9 +154,7 @@ def test_lossless_pictures_are_read_byte_for_byte(name: str, tmp_path: Path) -> 
 
 def test_webp_and_jpeg_are_read(tmp_path: Path) -> None:
     flat = torch.full((3, 16, 16), 200, dtype=torch.uint8)
-    assert torch.equal(
-        pictures.read_picture(save(tmp_path / "a.webp", noise(), lossless=True)), noise()
-    )
+    assert torch.equal(pictures.read_picture(save(tmp_path / "a.webp", noise(), lossless=True)), noise())
     assert (pictures.read_picture(save(tmp_path / "a.jpg", flat)).int() - 200).abs().max() <= 2
 
 
@@ -189,9 +178,7 @@ def sixteen_bit_png(file: Path, values: np.ndarray) -> Path:
     rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
 
     def chunk(name: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-        )
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
     head = struct.pack(">IIBBBBB", width, height, 16, kind, 0, 0, 0)
     body = chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")
@@ -262,9 +249,7 @@ FILES = {
     "VBench_full_info.json": json.dumps([{"prompt_en": t, "dimension": []} for t in TEXTS]),
     "texts.json": json.dumps(TEXTS),
     "objects.json": json.dumps([{"prompt": t} for t in TEXTS]),
-    "lines.jsonl": "\n".join(
-        json.dumps(t) for t in (TEXTS[0], {"prompt": TEXTS[1]}, {"caption": TEXTS[2]})
-    ),
+    "lines.jsonl": "\n".join(json.dumps(t) for t in (TEXTS[0], {"prompt": TEXTS[1]}, {"caption": TEXTS[2]})),
 }
 
 
@@ -309,8 +294,7 @@ def test_a_list_begins_again_where_it_ends() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "count"),
-    [("stickers", 256), ("sticker-films", 11), ("pictures", 100), ("films", 50)],
+    ("name", "count"), [("stickers", 256), ("sticker-films", 11), ("pictures", 100), ("films", 50)]
 )
 def test_shipped_lists(name: str, count: int) -> None:
     found = load_prompts(name)
@@ -339,9 +323,7 @@ def test_what_is_calibrated_on_is_not_evaluated_on(tmp_path: Path) -> None:
     for name in SHIPPED:
         own = calibration_prompts(name)
         assert len(own.texts) >= 32 and len(set(own.texts)) == len(own.texts)
-        assert not {text.lower() for text in own.texts} & {
-            text.lower() for text in load_prompts(name).texts
-        }
+        assert not {text.lower() for text in own.texts} & {text.lower() for text in load_prompts(name).texts}
     texts = [f"prompt {number}" for number in range(60)]
     file = written(tmp_path, "own.txt", "\n".join(texts))
     one, other = calibration_prompts(str(file)), load_prompts(f"held-out:{file}")

@@ -8,23 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffcache.eval.metrics.bootstrap import (
-    Interval,
-    frechet_between,
-    frechet_change,
-    frechet_interval,
-    mean_interval,
-)
+from diffcache.eval.metrics.bootstrap import Interval, frechet_between, frechet_change, frechet_interval, mean_interval
 from diffcache.eval.metrics.catalog import METRICS
 from diffcache.eval.metrics.frechet import Moments, frechet, moments
-from diffcache.eval.metrics.intervals import (
-    _BOUNDS,
-    _SHARES,
-    is_wilson,
-    metric_interval,
-    share_change,
-    share_interval,
-)
+from diffcache.eval.metrics.intervals import _BOUNDS, _SHARES, is_wilson, metric_interval, share_change, share_interval
 from tests.picture_files import normal
 
 
@@ -189,7 +176,10 @@ def test_the_seed_decides_and_blocks_do_not(monkeypatch: pytest.MonkeyPatch) -> 
     first = mean_interval(values, 100)
     assert first == mean_interval(values, 100) != mean_interval(values, 100, seed=1)
     assert json.loads(json.dumps(first.to_dict())) == {
-        "value": first.value, "low": first.low, "high": first.high, "n": 50,
-    }  # fmt: skip
+        "value": first.value,
+        "low": first.low,
+        "high": first.high,
+        "n": 50,
+    }
     monkeypatch.setattr("diffcache.eval.metrics.bootstrap.DRAWN_AT_ONCE", 170)
     assert mean_interval(values, 100).to_dict() == pytest.approx(first.to_dict(), rel=1e-12)

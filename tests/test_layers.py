@@ -19,18 +19,7 @@ FILES = sorted(file for top in TOPS for file in (ROOT / top).rglob("*.py"))
 LAYERS = [
     {"foreign"},
     {"kernels"},
-    {
-        "step",
-        "anchor",
-        "digest",
-        "errors",
-        "files",
-        "psnr",
-        "registry",
-        "method",
-        "presets",
-        "weights",
-    },
+    {"step", "anchor", "digest", "errors", "files", "psnr", "registry", "method", "presets", "weights"},
     {"kv"},
     {"quant"},
     {"features", "video", "dllm"},
@@ -71,9 +60,7 @@ def part_of(file: Path) -> str:
 def imports(file: Path) -> Iterator[tuple[str, int, bool]]:
     """Yield (dotted name, line, whether inside a function) of every import of a file."""
     tree = ast.parse(file.read_text())
-    functions = [
-        n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))
-    ]
+    functions = [n for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef))]
     inner = {id(node) for function in functions for node in ast.walk(function)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -183,16 +170,10 @@ CONTEXTS = {
     ("diffcache/step.py", "diffcache_call"): "the open call, which taps and layers deep in a "
     "model find and other threads do not",
     ("diffcache/attach/cache_context.py", "diffcache_said"): "what the user says around a call",
-    (
-        "diffcache/attach/cache_context.py",
-        "diffcache_context",
-    ): "what the pipeline says around a call",
+    ("diffcache/attach/cache_context.py", "diffcache_context"): "what the pipeline says around a call",
     ("diffcache/attach/runs.py", "diffcache_places"): "the run that a thread is in, between calls",
     ("diffcache/attach/runs.py", "diffcache_methods"): "what a request asks of runs that start",
-    (
-        "diffcache/attach/reuse/modulated_probe.py",
-        "diffcache_peeking",
-    ): "whether a hook is to end the "
+    ("diffcache/attach/reuse/modulated_probe.py", "diffcache_peeking"): "whether a hook is to end the "
     "forward; a peek runs inside a call, on blocks that other threads may run",
     ("diffcache/command.py", "diffcache_debug"): "an option of the command line",
     (
@@ -222,9 +203,7 @@ def test_context_variables_are_few() -> None:
 # private names of other libraries --------------------------------------------------------------
 
 FOREIGN = ROOT / "diffcache" / "foreign.py"
-CHECKED = [
-    f for f in FILES if part_of(f) not in {"kv", "eval", "pipelines", "workshop"} and f != FOREIGN
-]
+CHECKED = [f for f in FILES if part_of(f) not in {"kv", "eval", "pipelines", "workshop"} and f != FOREIGN]
 HANDED_ON = "diffusers sets it on a processor: the stand-in's property hands it on"
 CALLED = "torch calls it on our layer"
 HEARD = "diffusers' registry looks for it on our listener"
@@ -306,9 +285,7 @@ def accesses(tree: ast.AST, own: bool) -> set[str]:
     return set(filter(is_private, found))
 
 
-def foreign_uses(
-    trees: dict[str, ast.AST], foreign: ast.AST, shared: set[str]
-) -> set[tuple[str, str]]:
+def foreign_uses(trees: dict[str, ast.AST], foreign: ast.AST, shared: set[str]) -> set[tuple[str, str]]:
     """Return (file, name) of every private name of another library outside `foreign.py`.
 
     A name that no file defines is another library's. So is one that `foreign.py` has, and one of

@@ -48,9 +48,7 @@ class TestFid:
         assert fid(lite.embed(corrupt(drawn[1], kind, strength))) > 1.5 * fid(clean)
 
     def test_sees_missing_classes(self, drawn, clean):
-        kept = torch.tensor(
-            [all(OBJECTS.index(s.name) < 8 for s in scene.stickers) for scene in drawn[0]]
-        )
+        kept = torch.tensor([all(OBJECTS.index(s.name) < 8 for s in scene.stickers) for scene in drawn[0]])
         even = torch.randperm(COUNT)[: int(kept.sum())]
         assert fid(clean[kept]) > 1.2 * fid(clean[even])
 
@@ -201,9 +199,7 @@ def test_training_runs_from_end_to_end(tmp_path, monkeypatch):
     job.export(run.average.eval(), tmp_path)
     assert lite.read_config(tmp_path)["seed"] == 3
     extractor = lite.load(tmp_path)
-    for one, other in zip(
-        extractor.parameters(), run.average["extractor"].parameters(), strict=True
-    ):
+    for one, other in zip(extractor.parameters(), run.average["extractor"].parameters(), strict=True):
         assert torch.equal(one, other.half().float())
     kept = lite.load_reference(tmp_path)
     found = lite.in_batches(extractor, draw(12, sticker_features.REFERENCE_SEED, held=True)[1])

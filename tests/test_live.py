@@ -87,24 +87,18 @@ def plain(pipe: Any, tmp_path_factory: Any) -> Evaluation:
 
 
 @pytest.mark.parametrize("change", [adapted, compiled, offloaded])
-def test_adapters_compiled_blocks_and_offload_stay(
-    change: Any, plain: Evaluation, tmp_path: Path
-) -> None:
+def test_adapters_compiled_blocks_and_offload_stay(change: Any, plain: Evaluation, tmp_path: Path) -> None:
     pipe = load("sticker-flux")[0]
     change(pipe)
     if change is not compiled:  # whose weights are the same
         with pytest.raises(RunError, match="holds a run with another model"):
             diffcache.evaluate(pipe, ["interval"], PROMPTS[:1], out=plain.folder, **QUICK)
     found = diffcache.evaluate(pipe, ["interval"], PROMPTS[:1], out=tmp_path / "run", **QUICK)
-    before, after = (
-        cases_of(one)["interval"]["fidelity"]["psnr_db"]["value"] for one in (plain, found)
-    )
+    before, after = (cases_of(one)["interval"]["fidelity"]["psnr_db"]["value"] for one in (plain, found))
     assert (before == after) is (change is not adapted)
 
 
-def test_pictures_go_to_the_call_of_an_editing_pipeline(
-    pipe: Any, picture: Image.Image, tmp_path: Path
-) -> None:
+def test_pictures_go_to_the_call_of_an_editing_pipeline(pipe: Any, picture: Image.Image, tmp_path: Path) -> None:
     edits = diffusers.FluxImg2ImgPipeline.from_pipe(pipe)
     given = {**QUICK, "strength": 0.5}
     with pytest.raises(ValueError, match=r"needs image.*--image.*evaluate\(pipe, .*image=\.\.\.\)"):
@@ -140,7 +134,7 @@ def test_what_cannot_be_evaluated_is_refused(pipe: Any, monkeypatch: Any) -> Non
             (["interval"], PROMPTS, {"strength": 0.5}, "call strength=0.5: FluxPipeline takes none"),
             (["interval"], PROMPTS, {"picture": object()}, "call picture=.*takes none"),
             (["interval"], PROMPTS, {"num_inference_steps": 5, "steps": 5}, "give one of them"),
-        ):  # fmt: skip
+        ):
             with pytest.raises(ValueError, match=message):
                 verb(pipe, methods, prompts, quiet=True, **settings)
     with pytest.raises(ValueError, match="rounds=0: nothing would be timed"):
@@ -187,8 +181,7 @@ def test_the_command_line_takes_a_function_and_a_picture(mine: Path, picture: An
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     assert "interval" in done.output and (mine / "run" / "record.json").exists()
-    words = ["eval", "latency", "mine_live:pipeline", "--method", "first-block:threshold=9",
-             "--rounds", "1", *small]  # fmt: skip
+    words = ["eval", "latency", "mine_live:pipeline", "--method", "first-block:threshold=9", "--rounds", "1", *small]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     assert "first-block:threshold=9" in done.output
@@ -235,7 +228,5 @@ def test_settings_files_are_rows_too(pipe: Any, tmp_path: Path) -> None:
     path = str(tmp_path / "cache.yaml")
     diffcache.save(diffcache.wrap(pipe, FirstBlock(9.0)), path)
     diffcache.unwrap(pipe)
-    found = diffcache.latency(
-        pipe, {"saved": path, "same": FirstBlock(9.0)}, PROMPTS[:1], rounds=1, **SMALL
-    )
+    found = diffcache.latency(pipe, {"saved": path, "same": FirstBlock(9.0)}, PROMPTS[:1], rounds=1, **SMALL)
     assert len({row["evaluations"] for row in found.record["rows"][1:]}) == 1

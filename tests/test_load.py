@@ -134,8 +134,7 @@ def test_auto_on_the_host():
 
 
 @pytest.mark.parametrize(
-    ("kept", "dtype"),
-    [("float16", "float16"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")],
+    ("kept", "dtype"), [("float16", "float16"), ("bfloat16", "bfloat16"), ("float32", "bfloat16")]
 )
 def test_auto_on_an_accelerator_follows_the_weights(kept, dtype, tmp_path):
     (tmp_path / "transformer").mkdir()

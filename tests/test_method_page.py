@@ -18,9 +18,7 @@ ROOT = Path(__file__).parents[1]
 
 def test_the_page_is_up_to_date(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     page = ROOT / "docs" / "methods.md"
-    assert method_page.main(["--check", str(page)]) == 0, (
-        "python -m diffcache.eval.workshop.method_page --write"
-    )
+    assert method_page.main(["--check", str(page)]) == 0, "python -m diffcache.eval.workshop.method_page --write"
     assert method_page.main(["--check", str(tmp_path / "none.md")]) == 1
     assert "out of date" in capsys.readouterr().err
 
@@ -39,9 +37,7 @@ def test_every_method_says_what_it_is() -> None:
 def test_comparisons_name_all_methods_and_their_tests() -> None:
     page = (ROOT / "docs" / "methods.md").read_text(encoding="utf-8")
     table = page.partition(BEGIN)[2].partition(END)[0]
-    rows = re.findall(
-        r"^\| \[`(.*?)`\]\(.*?\) \| (.*?) \| .*? \| .*? \| (.*) \|$", table, re.MULTILINE
-    )
+    rows = re.findall(r"^\| \[`(.*?)`\]\(.*?\) \| (.*?) \| .*? \| .*? \| (.*) \|$", table, re.MULTILINE)
     assert list(dict.fromkeys(name for name, _, _ in rows)) == list(rows_of("method")), (
         "python -m diffcache.eval.workshop.compared --write"
     )
@@ -68,22 +64,21 @@ def test_rows_of_records(tmp_path: Path) -> None:
     }
     (folder / "eval-sticker-flux-methods.json").write_text(json.dumps(record))
     row = {
-        "name": "bac:count=5,union=3", "kind": "method", "steps": 100, "flops_ratio": 4.5,
+        "name": "bac:count=5,union=3",
+        "kind": "method",
+        "steps": 100,
+        "flops_ratio": 4.5,
         "quality": {"success_rate": {"value": 0.95, "low": 0.92, "high": 0.98, "n": 256}},
         "fidelity": {"action_error": {"value": 0.0012, "low": 0.0010, "high": 0.0014, "n": 256}},
-    }  # fmt: skip
+    }
     other = {"task": {"model": "reach-policy", "samples": 256}, "rows": [row]}
     (folder / "eval-reach-policy-methods.json").write_text(json.dumps(other))
-    sections = dict(
-        part.partition("\n")[::2] for part in method_page.page(tmp_path).split("\n## ")[1:]
-    )
+    sections = dict(part.partition("\n")[::2] for part in method_page.page(tmp_path).split("\n## ")[1:])
     timed, untimed = figures(sections["interval"])
     assert timed.startswith("| sticker-flux, 28 steps, 256 samples | `every=4` | 3.97 | 3.66 (3.")
     assert untimed.startswith("| sticker-flux, 28 steps, 256 samples | `every=9` | 8.50 |  |")
     (row,) = figures(sections["bac"])
-    assert row.startswith(
-        "| reach-policy, 100 steps, 256 samples | `count=5,union=3` | 4.50 | 0.95"
-    )
+    assert row.startswith("| reach-policy, 100 steps, 256 samples | `count=5,union=3` | 4.50 | 0.95")
     assert row.endswith("0.950 (0.920 to 0.980) | 0.0012 (0.001 to 0.0014) |")
     assert "| model | settings | FLOPs ratio | success rate | action error |" in sections["bac"]
     assert not figures(sections["taylorseer"])

@@ -6,13 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diffcache.eval.metrics.distances import (
-    density_coverage,
-    inception_score,
-    kid,
-    precision_recall,
-    squared_mmd,
-)
+from diffcache.eval.metrics.distances import density_coverage, inception_score, kid, precision_recall, squared_mmd
 from diffcache.eval.metrics.frechet import Moments, at_infinity, frechet, moments
 from tests.picture_files import normal
 
@@ -91,10 +85,7 @@ def test_kid_is_torchmetrics_on_the_same_subsets() -> None:
     torch.manual_seed(3)  # torchmetrics draws from the global generator
     mean, deviation = metric.compute()
     ours = kid(real, fake, subsets=7, subset_size=45, seed=3)
-    assert ours == (
-        pytest.approx(float(mean), rel=1e-4),
-        pytest.approx(float(deviation), rel=1e-4),
-    )
+    assert ours == (pytest.approx(float(mean), rel=1e-4), pytest.approx(float(deviation), rel=1e-4))
     assert kid(real, fake, subsets=7, seed=3) == ours  # half of the smaller set by default
 
 
@@ -150,9 +141,7 @@ def test_manifolds_are_their_definition_in_any_chunks(monkeypatch: pytest.Monkey
     real, fake = normal(40, 3), normal(30, 3, seed=1) * 1.5
     monkeypatch.setattr("diffcache.eval.metrics.distances.DISTANCES_AT_ONCE", 100)
     radius = [sorted(float((a - b).norm()) for b in real)[4] for a in real]
-    inside = torch.tensor(
-        [[float((a - f).norm()) < r for f in fake] for a, r in zip(real, radius, strict=True)]
-    )
+    inside = torch.tensor([[float((a - f).norm()) < r for f in fake] for a, r in zip(real, radius, strict=True)])
     density, coverage = density_coverage(real, fake, k=4)
     assert density.tolist() == (inside.sum(dim=0) / 4).tolist()
     assert coverage.bool().tolist() == inside.any(dim=1).tolist()

@@ -25,9 +25,16 @@ def diffcache(*words: str) -> Result:
 
 def test_calibrate_then_run() -> None:
     done = diffcache(
-        "calibrate", "--method", "fitted-forecast:computed=2", "--model", "sticker-flux",
-        "--steps", "4", "--samples", "2",
-    )  # fmt: skip
+        "calibrate",
+        "--method",
+        "fitted-forecast:computed=2",
+        "--model",
+        "sticker-flux",
+        "--steps",
+        "4",
+        "--samples",
+        "2",
+    )
     assert done.exit_code == 0, done.stderr
     assert "wrote fitted-forecast.safetensors" in done.stdout
     method = "fitted-forecast:computed=2,tables=fitted-forecast.safetensors"
@@ -56,9 +63,18 @@ def test_tune_then_load(tmp_path: Path) -> None:
 
 def test_models_that_take_more_than_prompts(tmp_path: Path) -> None:
     done = diffcache(
-        "calibrate", "--method", "bac:count=3", "--model", "reach-policy",
-        "--steps", "6", "--samples", "4", "--out", "bac.safetensors",
-    )  # fmt: skip
+        "calibrate",
+        "--method",
+        "bac:count=3",
+        "--model",
+        "reach-policy",
+        "--steps",
+        "6",
+        "--samples",
+        "4",
+        "--out",
+        "bac.safetensors",
+    )
     assert done.exit_code == 0, done.stderr
     assert Tables.load(tmp_path / "bac.safetensors").steps == 6
     assert BAC(count=3, tables=str(tmp_path / "bac.safetensors")).parts().when.total == 6

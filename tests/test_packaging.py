@@ -117,8 +117,7 @@ def test_the_source_distribution_holds_what_makes_and_tests_it(wheel: Path) -> N
     (file,) = wheel.parent.glob("*.tar.gz")
     with tarfile.open(file) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
-    code = {p.relative_to(ROOT).as_posix() for top in ("eval/workshop", "tests")
-            for p in (ROOT / top).rglob("*.py")}  # fmt: skip
+    code = {p.relative_to(ROOT).as_posix() for top in ("eval/workshop", "tests") for p in (ROOT / top).rglob("*.py")}
     pages = {p.relative_to(ROOT).as_posix() for p in (ROOT / "docs").iterdir()}
     assert held > code | pages | {"pyproject.toml", "README.md", "LICENSE", *SOURCES}
     assert not any("__pycache__" in name for name in held)
@@ -137,13 +136,7 @@ def test_every_shipped_model_is_known() -> None:
     assert sorted(PACKED + OTHERS) == sorted(shipped)
 
 
-ASKED = (
-    "run sticker-dit 7",
-    "run chain-llada a",
-    "kv --recipe h2o",
-    "serve",
-    "inspect sticker-wan",
-)
+ASKED = ("run sticker-dit 7", "run chain-llada a", "kv --recipe h2o", "serve", "inspect sticker-wan")
 
 
 def test_wheel_says_where_the_other_models_are(fresh_python: Path) -> None:
@@ -178,9 +171,7 @@ print(package, *(p.relative_to(package.parent).as_posix() for p in files), sep="
 
 
 @pytest.mark.slow
-def test_the_repository_imports_beside_the_wheel_and_lets_hugging_face_import(
-    fresh_python: Path,
-) -> None:
+def test_the_repository_imports_beside_the_wheel_and_lets_hugging_face_import(fresh_python: Path) -> None:
     code = """
 import diffcache, diffcache.pipelines.small.reach, transformers
 from diffusers import FluxTransformer2DModel

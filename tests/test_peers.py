@@ -124,9 +124,7 @@ def test_without_cache_dit_its_rows_are_refused(monkeypatch, tmp_path, capsys) -
 
 
 class TestCacheDit:
-    MASK = (
-        "cache-dit/dbcache:Fn_compute_blocks=1,max_warmup_steps=1,steps_computation_mask=10010010"
-    )
+    MASK = "cache-dit/dbcache:Fn_compute_blocks=1,max_warmup_steps=1,steps_computation_mask=10010010"
     STATIC = f"{MASK},steps_computation_policy=static"
 
     @pytest.fixture(autouse=True)

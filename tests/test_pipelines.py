@@ -33,9 +33,7 @@ CALLS: dict[str, Any] = {
     # 4 evaluations in each of 3 Runge-Kutta steps, then one a step
     "StableDiffusionPipeline-pndm": [[0]] * (12 + STEPS - 3),
     # the skip-layer call comes in the steps with 0.1 < step / STEPS < 0.7
-    "StableDiffusion3Pipeline-slg": [
-        [0, 1] if 0.1 < s / STEPS < 0.7 else [0] for s in range(STEPS)
-    ],
+    "StableDiffusion3Pipeline-slg": [[0, 1] if 0.1 < s / STEPS < 0.7 else [0] for s in range(STEPS)],
     # guidance up to half of the steps
     "Lumina2Pipeline-truncated": [[0, 1] if s + 1 <= STEPS / 2 else [0] for s in range(STEPS)],
     # three frames enter one after the other, two steps apart
@@ -59,8 +57,17 @@ NO_LEVELS = {
 # Its frames go on after the steps that its scheduler announced, where MagCache's ratios are 1.
 LONGER = {"SkyReelsV2DiffusionForcingPipeline"}
 # Where the first attention is looked at: one pipeline of each kind, and those of a text list.
-LOOKED = {*MODELS, *REFUSED, *NO_LEVELS, "BriaPipeline", "WanAnimatePipeline", "Lumina2Pipeline",
-          "Kandinsky5T2VPipeline", "CogVideoXPipeline", "QwenImagePipeline"} & set(PIPES)  # fmt: skip
+LOOKED = {
+    *MODELS,
+    *REFUSED,
+    *NO_LEVELS,
+    "BriaPipeline",
+    "WanAnimatePipeline",
+    "Lumina2Pipeline",
+    "Kandinsky5T2VPipeline",
+    "CogVideoXPipeline",
+    "QwenImagePipeline",
+} & set(PIPES)
 # Runs of a pipeline that makes a video piece by piece.
 RUNS = {"WanAnimatePipeline": 2, "AnyFlowFARPipeline": 2}
 # Calls that write a KV cache between two runs: they are computed.
@@ -237,7 +244,5 @@ def test_components_by_name_or_names() -> None:
             assert len(handle.denoisers) == 1
     with pytest.raises(diffcache.AttachError, match="no 'trans'; the pipeline has transformer"):
         diffcache.wrap(pipe, "interval", components="trans")
-    with pytest.raises(
-        diffcache.AttachError, match=r"components=\[\]: is empty; name at least one"
-    ):
+    with pytest.raises(diffcache.AttachError, match=r"components=\[\]: is empty; name at least one"):
         diffcache.wrap(pipe, "interval", components=[])

@@ -5,15 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from diffcache.eval.metrics.pixels import (
-    both_ssim,
-    ms_ssim,
-    ms_ssim_variant,
-    pooled_psnr,
-    psnr,
-    ssim,
-    temporal_error,
-)
+from diffcache.eval.metrics.pixels import both_ssim, ms_ssim, ms_ssim_variant, pooled_psnr, psnr, ssim, temporal_error
 from tests.picture_files import normal
 
 SIZES = [(64, 64), (47, 72), (100, 102), (176, 181)]  # 3, 3, 4 and 5 scales

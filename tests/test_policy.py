@@ -21,8 +21,16 @@ from diffcache.pipelines.policy import DiffusionPolicyPipeline, load_policy, rol
 from diffcache.pipelines.policy_transformer import TransformerForDiffusion
 from diffcache.pipelines.small import demonstrations, reach
 
-SIZES = {"input_dim": 3, "output_dim": 3, "horizon": 5, "n_obs_steps": 2, "cond_dim": 4,
-         "n_layer": 2, "n_head": 2, "n_emb": 16}  # fmt: skip
+SIZES = {
+    "input_dim": 3,
+    "output_dim": 3,
+    "horizon": 5,
+    "n_obs_steps": 2,
+    "cond_dim": 4,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_emb": 16,
+}
 
 
 class Published(nn.Module):
@@ -30,8 +38,15 @@ class Published(nn.Module):
 
     def __init__(self, causal: bool, cond_layers: int) -> None:
         super().__init__()
-        options = {"d_model": 16, "nhead": 2, "dim_feedforward": 64, "dropout": 0.1,
-                   "activation": "gelu", "batch_first": True, "norm_first": True}  # fmt: skip
+        options = {
+            "d_model": 16,
+            "nhead": 2,
+            "dim_feedforward": 64,
+            "dropout": 0.1,
+            "activation": "gelu",
+            "batch_first": True,
+            "norm_first": True,
+        }
         self._dummy_variable = nn.Parameter()
         self.input_emb = nn.Linear(3, 16)
         self.pos_emb = nn.Parameter(torch.randn(1, 5, 16))
@@ -237,17 +252,13 @@ def test_every_site_can_be_cached(site):
     ran = {}
     for name, module in pipe.transformer.named_modules():
         if name.startswith("decoder.layers.1.") and name.count(".") == 3:
-            module.register_forward_hook(
-                lambda *_, name=name[17:]: ran.__setitem__(name, ran.get(name, 0) + 1)
-            )
+            module.register_forward_hook(lambda *_, name=name[17:]: ran.__setitem__(name, ran.get(name, 0) + 1))
     with diffcache.wrapped(pipe, Combine(Every(3), site=site)):
         cached = pipe(seen, 6, torch.Generator().manual_seed(0)).chunk
     assert not torch.equal(cached, plain)
     attention, linears = {"self_attn", "multihead_attn"}, {"linear1", "linear2"}
     skipped = {"attention": attention, "feed-forward": linears}.get(site, attention | linears)
-    assert {n: ran[n] for n in attention | linears} == {
-        n: 2 if n in skipped else 6 for n in attention | linears
-    }
+    assert {n: ran[n] for n in attention | linears} == {n: 2 if n in skipped else 6 for n in attention | linears}
     with diffcache.wrapped(pipe, Combine(Every(1), site=site)), pytest.warns(match="skipped"):
         assert torch.equal(pipe(seen, 6, torch.Generator().manual_seed(0)).chunk, plain)
     assert torch.equal(pipe(seen, 6, torch.Generator().manual_seed(0)).chunk, plain)
@@ -309,12 +320,9 @@ def test_what_is_seen_does_not_depend_on_where_north_is():
         return reach.turned(points, angle) + shift
 
     other = reach.Scenes(
-        moved(scenes.start[:, None])[:, 0], moved(scenes.goal[:, None])[:, 0],
-        moved(scenes.centers), scenes.radii,
-    )  # fmt: skip
-    torch.testing.assert_close(
-        reach.Reach(other).observe(), reach.Reach(scenes).observe(), atol=1e-4, rtol=1e-4
+        moved(scenes.start[:, None])[:, 0], moved(scenes.goal[:, None])[:, 0], moved(scenes.centers), scenes.radii
     )
+    torch.testing.assert_close(reach.Reach(other).observe(), reach.Reach(scenes).observe(), atol=1e-4, rtol=1e-4)
     moves = torch.randn(20, 3, 2) * 0.05
     here, there = reach.Reach(scenes), reach.Reach(other)
     here.act(moves)
@@ -350,10 +358,7 @@ def test_openings_are_the_nearest_free_directions():
         free.append((torch.where(counts, gaps, 1.0) > 0).all(1))
     assert free[0].all() and free[1].all()
     assert not free[2].any() and not free[3].any()  # the straight way is blocked in every scene
-    assert reach.openings(scene((0.0, 0.0), (1.0, 0.0)), torch.zeros(1, 2))[0, :2].tolist() == [
-        0,
-        0,
-    ]
+    assert reach.openings(scene((0.0, 0.0), (1.0, 0.0)), torch.zeros(1, 2))[0, :2].tolist() == [0, 0]
 
 
 def test_demonstrations_succeed_on_both_sides():
@@ -366,8 +371,9 @@ def test_demonstrations_succeed_on_both_sides():
     assert episode.succeeded.float().mean() > 0.98
 
     middle = scene((0.0, -0.9), (0.0, 0.9), (0.0, 0.0), 0.25)
-    many = reach.Scenes(*(getattr(middle, f).expand(400, *getattr(middle, f).shape[1:])
-                          for f in ("start", "goal", "centers", "radii")))  # fmt: skip
+    many = reach.Scenes(
+        *(getattr(middle, f).expand(400, *getattr(middle, f).shape[1:]) for f in ("start", "goal", "centers", "radii"))
+    )
     demonstrator = demonstrations.Demonstrator(torch.Generator().manual_seed(0))
     left = (demonstrator.steer(many, many.start)[:, 1] > 0).float().mean()
     assert 0.4 < left < 0.6
@@ -415,9 +421,7 @@ def test_training_lowers_the_loss_and_ships_a_pipeline(tmp_path):
     assert losses[1] < 0.8 * losses[0]
     job.export(run.average.eval(), tmp_path / "model")
     loaded = DiffusionPolicyPipeline.from_pretrained(str(tmp_path / "model"))
-    for one, other in zip(
-        loaded.transformer.parameters(), run.average["transformer"].parameters(), strict=True
-    ):
+    for one, other in zip(loaded.transformer.parameters(), run.average["transformer"].parameters(), strict=True):
         assert torch.equal(one, other.bfloat16().float())
 
 

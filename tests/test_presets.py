@@ -188,9 +188,7 @@ def test_settings_go_over_those_of_the_preset() -> None:
     with as_real("flux.1-schnell", guidance_embeds=True) as model:
         with diffcache.wrapped(model, preset="flux.1-dev/quality", threshold=0.1) as handle:
             assert handle.method == TeaCache.published("flux.1-dev", threshold=0.1)
-        with pytest.raises(
-            ValueError, match="no setting 'every'.*preset flux.1-dev/fast was taken"
-        ):
+        with pytest.raises(ValueError, match="no setting 'every'.*preset flux.1-dev/fast was taken"):
             diffcache.wrap(model, preset="flux.1-dev/fast", every=4)
         with pytest.raises(ValueError, match="preset='fast' and method='teacache': give one of th"):
             diffcache.wrap(model, "teacache", preset="fast")
@@ -213,9 +211,7 @@ def dev() -> Iterator[Any]:
 
 
 def test_the_report_has_the_preset_and_what_it_does_not_hold_for(dev: Any) -> None:
-    why = (
-        "preset   flux.1-dev/fast is magcache:threshold=0.24,longest=5,retention=0.1, published for"
-    )
+    why = "preset   flux.1-dev/fast is magcache:threshold=0.24,longest=5,retention=0.1, published for"
     assert why in str(diffcache.report(dev))
     for steps in (28, 10):
         pipes()["FluxPipeline"].run(dev, steps=steps)
@@ -319,8 +315,7 @@ def rows_of(model: nn.Module, method: Any, run: Callable[[], None]) -> list[Tens
     if isinstance(method, FirstBlock):
         hook = block.register_forward_hook(
             lambda m, args, named, out: rows.append(
-                next(o for o in out if o.shape == named["hidden_states"].shape)
-                - named["hidden_states"]
+                next(o for o in out if o.shape == named["hidden_states"].shape) - named["hidden_states"]
             ),
             with_kwargs=True,
         )
@@ -330,8 +325,7 @@ def rows_of(model: nn.Module, method: Any, run: Callable[[], None]) -> list[Tens
     else:
         attention = next(m for n, m in block.named_children() if n.startswith("attn"))
         hook = attention.register_forward_pre_hook(
-            lambda m, args, named: rows.append(named.get("hidden_states", *args[:1]).clone()),
-            with_kwargs=True,
+            lambda m, args, named: rows.append(named.get("hidden_states", *args[:1]).clone()), with_kwargs=True
         )
     run()
     hook.remove()
@@ -355,10 +349,7 @@ def official_first_block(rows: Sequence[Tensor], method: FirstBlock) -> list[int
     computed = [0]
     for index, row in enumerate(rows):
         before = rows[computed[-1]]
-        if (
-            index
-            and not ((before - row).abs().mean() / before.abs().mean()).item() < method.threshold
-        ):
+        if index and not ((before - row).abs().mean() / before.abs().mean()).item() < method.threshold:
             computed.append(index)
     return computed
 

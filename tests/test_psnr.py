@@ -49,6 +49,4 @@ def test_there_is_one_formula() -> None:
         for top in ("diffcache", "eval", "kernels", "pipelines")
         for file in (ROOT / top).rglob("*.py")
     }
-    assert [name for name, text in texts.items() if "10 * " in text and "log10(" in text] == [
-        "diffcache/psnr.py"
-    ]
+    assert [name for name, text in texts.items() if "10 * " in text and "log10(" in text] == ["diffcache/psnr.py"]

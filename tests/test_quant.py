@@ -69,9 +69,7 @@ def test_linear_equals_rounding_in_float(bits: int, bias: bool) -> None:
     plan = plan_of(dense, bits, [(-4, 5), (-1, 1), (0, 9)])
     layer = QuantizedLinear(dense, plan, bits, "l")
     for step in range(T):
-        torch.testing.assert_close(
-            at(step, layer, x), fake(dense, plan, bits, step, x).float(), rtol=1e-5, atol=1e-5
-        )
+        torch.testing.assert_close(at(step, layer, x), fake(dense, plan, bits, step, x).float(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -263,8 +261,7 @@ def test_exact_and_plain_leave_the_bias_out() -> None:
         kind = QuantizedLinear if isinstance(dense, nn.Linear) else QuantizedConv2d
         layer = kind(dense, plan, 8, "l")
         torch.testing.assert_close(
-            layer.shaped(layer.exact(given)),
-            dense(given) - layer.shaped(dense.bias.expand(*layer.exact(given).shape)),
+            layer.shaped(layer.exact(given)), dense(given) - layer.shaped(dense.bias.expand(*layer.exact(given).shape))
         )
         token = CURRENT.set(SimpleNamespace(step=Step(1), repeats=False, writes=False))
         plain = layer.shaped(layer.plain(given, plan.weight_scale) + dense.bias)

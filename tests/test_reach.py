@@ -16,9 +16,7 @@ from tests.zoo.catalog import cases
 
 def run(case, model, steps=8):
     with torch.no_grad():
-        return [
-            model(**case.kwargs(model, 0, step, steps), return_dict=False) for step in range(steps)
-        ]
+        return [model(**case.kwargs(model, 0, step, steps), return_dict=False) for step in range(steps)]
 
 
 def test_lead_and_tail_are_counted_over_the_blocks_of_the_image():
@@ -29,9 +27,7 @@ def test_lead_and_tail_are_counted_over_the_blocks_of_the_image():
         for block in getattr(model, key):
             hook = block.register_forward_hook(lambda *_, key=key: counts.update([key]))
             hooks.append(hook)
-    depth = {
-        key: len(getattr(model, key)) for key in ("context_refiner", "noise_refiner", "layers")
-    }
+    depth = {key: len(getattr(model, key)) for key in ("context_refiner", "noise_refiner", "layers")}
     method = diffcache.DBCache(float("inf"), lead=2, tail=1, warmup=1)
     with diffcache.wrapped(model, method) as handle:
         run(case, model)

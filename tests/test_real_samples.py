@@ -68,9 +68,7 @@ def test_mixed_sizes_are_refused_before_anything_is_drawn(
         plan(tmp_path, resize=64)
 
 
-def test_features_of_a_reference_are_kept(
-    mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_features_of_a_reference_are_kept(mixed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = plan(tmp_path, reference=mixed, resize=64)
     record = measure.evaluate(wanted, Progress())
     assert record is not None and record["task"]["reference"] == "mixed at 64 pixels"
@@ -110,9 +108,7 @@ def test_statistics_stand_for_pictures(tmp_path: Path, capsys: pytest.CaptureFix
     assert open_source(saved).lacking() == {}
     said = open_source(saved).describe(networks)["statistics"]["of"]
     assert said["extractor"] == "sticker-features" and said["source"] == str(file)
-    with pytest.raises(
-        ValueError, match="--resize 64 needs pictures, and .*bare.npz holds statistics"
-    ):
+    with pytest.raises(ValueError, match="--resize 64 needs pictures, and .*bare.npz holds statistics"):
         open_source(bare, Wish(side=64))
     stored = npz.read_statistics(saved)
     assert stored is not None
@@ -139,6 +135,8 @@ def test_neighbors_are_looked_for_among_samples_drawn_at_random() -> None:
 
 def test_a_line_says_what_is_real_and_what_is_left_out() -> None:
     assert summary(["fid", "kid"], {"lpips": "no file a", "clip_score": "no file b", "x": "no file a"}) == [
-        "real metrics: fid, kid", "left out: lpips, x: no file a", "left out: clip_score: no file b",
-    ]  # fmt: skip
+        "real metrics: fid, kid",
+        "left out: lpips, x: no file a",
+        "left out: clip_score: no file b",
+    ]
     assert summary([], {}) == ["real metrics: none"]

@@ -116,9 +116,7 @@ def cached(case, pipe, method):
         return out, [call.index for call in handle.last.calls if call.computed]
 
 
-@pytest.mark.parametrize(
-    ("every", "order", "warmup"), [(3, 0, 1), (3, 1, 1), (4, 1, 3), (3, 2, 2), (2, 2, 3)]
-)
+@pytest.mark.parametrize(("every", "order", "warmup"), [(3, 0, 1), (3, 1, 1), (4, 1, 3), (3, 2, 2), (2, 2, 3)])
 def test_taylorseer_equals_an_independent_loop(made, every, order, warmup, agrees):
     case, pipe = made
     expected, steps = reference_taylorseer(case, pipe, every, order, warmup)
@@ -186,17 +184,9 @@ def reference_gated(case, pipe, threshold, order, probe_order, warmup, start):  
 
 @pytest.mark.parametrize(
     ("threshold", "order", "probe_order", "warmup", "start"),
-    [
-        (0.05, 1, 1, 3, 1),
-        (0.2, 1, 2, 3, 0),
-        (0.5, 2, 3, 4, 2),
-        (0.5, 0, 1, 5, 2),
-        (1e9, 1, 1, 3, 2),
-    ],
+    [(0.05, 1, 1, 3, 1), (0.2, 1, 2, 3, 0), (0.5, 2, 3, 4, 2), (0.5, 0, 1, 5, 2), (1e9, 1, 1, 3, 2)],
 )
-def test_confidence_gating_equals_an_independent_loop(
-    made, threshold, order, probe_order, warmup, start, agrees
-):
+def test_confidence_gating_equals_an_independent_loop(made, threshold, order, probe_order, warmup, start, agrees):
     case, pipe = made
     settings = (threshold, order, probe_order, warmup, start)
     expected, steps = reference_gated(case, pipe, *settings)

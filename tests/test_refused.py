@@ -29,9 +29,7 @@ from tests.kv.eval import small
 from tests.zoo.catalog import cases
 
 TABLE = Path(__file__).with_name("refused.txt")
-NAMES: dict[str, Any] = {
-    "cases": cases, "diffcache": diffcache, "math": math, "nn": nn, "np": np, "torch": torch
-}  # fmt: skip
+NAMES: dict[str, Any] = {"cases": cases, "diffcache": diffcache, "math": math, "nn": nn, "np": np, "torch": torch}
 
 
 @dataclass
@@ -58,9 +56,8 @@ def rows() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("section", "call", "error", "pattern"), list(rows()))
 def test_a_call_is_refused(
-    section: Section, call: str, error: str, pattern: str,
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-) -> None:  # fmt: skip
+    section: Section, call: str, error: str, pattern: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def file(name: str, data: str | bytes) -> Path:
         (tmp_path / name).write_bytes(data.encode() if isinstance(data, str) else data)
         return tmp_path / name
@@ -88,9 +85,11 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         (made / name).mkdir()
     (made / "short.txt").write_text("Hello.")
     return {
-        "reader": small.save_with_words(made / "reader"), "recall": small.save(made / "recall"),
-        "texts": small.texts(made), "short": made / "short.txt",
-    }  # fmt: skip
+        "reader": small.save_with_words(made / "reader"),
+        "recall": small.save(made / "recall"),
+        "texts": small.texts(made),
+        "short": made / "short.txt",
+    }
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -105,13 +104,9 @@ def test_a_wrong_request_is_refused_in_one_line(
     importlib.import_module("diffcache.eval.demo")  # before, as it takes `load` by its name
     for owner in (TextModel, KVTask, load):  # nothing may be loaded
         monkeypatch.setattr(owner, "load", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(diffusers.DiffusionPipeline, "from_pretrained", lambda *_, **__: pytest.fail("loaded"))
     monkeypatch.setattr(
-        diffusers.DiffusionPipeline, "from_pretrained", lambda *_, **__: pytest.fail("loaded")
-    )
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, *rest: None if name == "torchao" else FIND(name, *rest),
+        importlib.util, "find_spec", lambda name, *rest: None if name == "torchao" else FIND(name, *rest)
     )
     done = CliRunner().invoke(cli.app, shlex.split(typed.format(**places)))
     told = " ".join(done.stderr.replace("│", "").split())

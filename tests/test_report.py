@@ -145,9 +145,7 @@ class TestText:
         report = run(flux, Interval(every=3))
         text = report.to_text(width=100)
         assert text.startswith("Interval(every=3, warmup=1, site='stack')")
-        rows = {
-            line.split()[1]: line.split()[2:4] for line in text.splitlines() if "blocks " in line
-        }
+        rows = {line.split()[1]: line.split()[2:4] for line in text.splitlines() if "blocks " in line}
         assert rows["transformer_blocks"] == ["16", "32"]
         assert "12: 4 computed, 8 skipped" in text
         assert "66.7 %" in text
@@ -178,10 +176,18 @@ class TestText:
 
     @pytest.mark.parametrize(
         ("number", "unit", "text"),
-        [(0, "B", "0 B"), (999, "", "999"), (1234, "", "1.23 k"), (2.5e9, "", "2.5 G"), (2.5 * 2**30, "B", "2.5 GiB"),
-         (1023, "B", "0.999 KiB"), (2**20 - 1, "B", "1 MiB"),
-         (999_600, "", "1 M"), (1.5e15, "", "1.5 P")],
-    )  # fmt: skip
+        [
+            (0, "B", "0 B"),
+            (999, "", "999"),
+            (1234, "", "1.23 k"),
+            (2.5e9, "", "2.5 G"),
+            (2.5 * 2**30, "B", "2.5 GiB"),
+            (1023, "B", "0.999 KiB"),
+            (2**20 - 1, "B", "1 MiB"),
+            (999_600, "", "1 M"),
+            (1.5e15, "", "1.5 P"),
+        ],
+    )
     def test_human(self, number, unit, text):
         assert human(number, unit) == text
 
@@ -197,10 +203,7 @@ class TestTimeline:
     def test_lanes_of_two_denoisers_stand_side_by_side(self):
         calls = [call(0), call(1, computed=False), call(0, denoiser="transformer_2")]
         lanes = {lane.label: lane.marks for lane in lanes_of(calls)}
-        assert lanes == {
-            "transformer branch 0": [True, False, None],
-            "transformer_2 branch 0": [None, None, True],
-        }
+        assert lanes == {"transformer branch 0": [True, False, None], "transformer_2 branch 0": [None, None, True]}
 
     def test_text_wraps_at_the_width(self):
         text = timeline_text([call(i, "cond", i % 5 == 0) for i in range(125)], width=60)

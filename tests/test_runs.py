@@ -56,8 +56,17 @@ def without_timing(record: dict) -> dict:
     return {key: value for key, value in record.items() if key not in times}
 
 
-WORDS = ["eval", "--model", "sticker-flux", *(w for name in METHODS for w in ("--method", name)),
-         *SETTINGS, "--device", "cpu", "--quiet", "--out"]  # fmt: skip
+WORDS = [
+    "eval",
+    "--model",
+    "sticker-flux",
+    *(w for name in METHODS for w in ("--method", name)),
+    *SETTINGS,
+    "--device",
+    "cpu",
+    "--quiet",
+    "--out",
+]
 
 
 def start(work: Callable[[], object], **environment: str) -> int:
@@ -154,8 +163,7 @@ class TestRun:
     def test_values_follow_from_the_files(self, run: Path) -> None:
         record = load(run)
         base, cached = (
-            torch.stack(CaseFolder(run / row["folder"]).read(range(10))).double()
-            for row in record["rows"][:2]
+            torch.stack(CaseFolder(run / row["folder"]).read(range(10))).double() for row in record["rows"][:2]
         )
         errors = ((base - cached) ** 2).mean(dim=(1, 2, 3))
         expected = (10 * torch.log10(255**2 / errors)).clamp(max=100).mean()
@@ -176,9 +184,7 @@ class TestRun:
         assert errors[:2] == [0.0, 0.0]
         assert errors[-1] > 0
 
-    def test_again_draws_and_scores_nothing(
-        self, run: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_again_draws_and_scores_nothing(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         before = {p: p.stat().st_mtime_ns for p in run.rglob("cases/**/*") if p.is_file()}
         monkeypatch.setattr(Drawer, "pipe", property(lambda self: pytest.fail("loaded")))
         torch.set_num_threads(2)
@@ -251,10 +257,7 @@ def test_two_processes_killed_once_give_the_same_record(run: Path, tmp_path: Pat
             free.bind(("127.0.0.1", 0))
             place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
         place |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}  # as `accelerate launch` sets them
-        first, second = (
-            start(partial(rank, tmp_path, kill), RANK=text, LOCAL_RANK=text, **place)
-            for text in "01"
-        )
+        first, second = (start(partial(rank, tmp_path, kill), RANK=text, LOCAL_RANK=text, **place) for text in "01")
         try:
             assert ended(second) == (-signal.SIGKILL if kill else 0)
         finally:
@@ -271,8 +274,7 @@ def test_two_processes_killed_once_give_the_same_record(run: Path, tmp_path: Pat
         scored = (tmp_path / f"scored.{number}").read_text().splitlines()
         assert sorted(scored) == sorted([texts[4 * n] for n in shared] * len(record["rows"]))
     one, two = (
-        {p.relative_to(place).as_posix(): load_file(p) for p in place.rglob("values/*")}
-        for place in (run, out)
+        {p.relative_to(place).as_posix(): load_file(p) for p in place.rglob("values/*")} for place in (run, out)
     )
     assert one.keys() == two.keys() and len(one) == 3 * len(record["rows"])
     for name, columns in one.items():
@@ -311,9 +313,7 @@ def test_relative_errors_are_per_sample_and_step() -> None:
     assert relative_errors(base, other) == [[0, 0, 0], [0, 0, pytest.approx(0.5)]]
 
 
-def test_peak_memory_is_that_of_a_process_for_each_case(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peak_memory_is_that_of_a_process_for_each_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = replace(TASK, samples=2, batch_size=2, steps=3)
     methods = {"interval:every=2": parse_method("interval:every=2")}
     watched = Plan(task, methods, tmp_path / "memory", rounds=0, memory=True)

@@ -75,9 +75,7 @@ class TestCaseFolder:
         with pytest.raises(ManifestError, match=r"00000\.png: it is not the file that was drawn"):
             folder.read([0], sums)
 
-    def test_a_last_batch_drawn_shorter_or_longer_is_told_by_its_files(
-        self, tmp_path: Path
-    ) -> None:
+    def test_a_last_batch_drawn_shorter_or_longer_is_told_by_its_files(self, tmp_path: Path) -> None:
         folder = CaseFolder(tmp_path)
         (long,), (short,) = batches(["a"], 2, 2, 0), batches(["a"], 1, 2, 0)
         first, second = self.sample(), self.sample()

@@ -8,13 +8,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import (
-    CLIPTextConfig,
-    CLIPTextModel,
-    PreTrainedTokenizerFast,
-    UMT5Config,
-    UMT5EncoderModel,
-)
+from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 import diffcache
 from diffcache.eval.cost.flops import denoisers
@@ -60,10 +54,18 @@ def umt5() -> UMT5EncoderModel:
 
 def film_decoder() -> nn.Module:
     return component(
-        "AutoencoderKLWan", 0, base_dim=8, z_dim=4, dim_mult=[1, 1, 1], num_res_blocks=1,
-        temperal_downsample=[True, True], latents_mean=[0.0] * 4, latents_std=[1.0] * 4,
-        scale_factor_temporal=4, scale_factor_spatial=4,
-    )  # fmt: skip
+        "AutoencoderKLWan",
+        0,
+        base_dim=8,
+        z_dim=4,
+        dim_mult=[1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[True, True],
+        latents_mean=[0.0] * 4,
+        latents_std=[1.0] * 4,
+        scale_factor_temporal=4,
+        scale_factor_spatial=4,
+    )
 
 
 def saved(place: Path, name: str, **parts: Any) -> Task:
@@ -88,9 +90,7 @@ def check(task: Task, out: Path, record: dict[str, Any], condition: dict[str, An
     for module in (m for d in denoisers(pipe).values() for m in d.modules()):
         if isinstance(module, nn.Linear):
             module.register_forward_hook(
-                lambda _, given, out: done.__setitem__(
-                    0, done[0] + out.numel() * given[0].shape[-1]
-                )
+                lambda _, given, out: done.__setitem__(0, done[0] + out.numel() * given[0].shape[-1])
             )
     full = 0.0
     for row in record["rows"]:
@@ -182,9 +182,7 @@ def test_films_of_two_denoisers(tmp_path: Path) -> None:
         ("FluxPipeline", {}, None),
     ],
 )
-def test_films_have_the_frame_rate_of_their_pipeline(
-    name: str, call: dict, fps: float | None, tmp_path: Path
-) -> None:
+def test_films_have_the_frame_rate_of_their_pipeline(name: str, call: dict, fps: float | None, tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text(f'{{"_class_name": "{name}"}}')
     parameters = pipeline_of(tmp_path)[1]
     assert arguments.frame_rate(name, parameters, Task(""), call) == fps
@@ -209,9 +207,7 @@ class TestRefused:
             evaluate(task, tmp_path / "run")
         assert not (tmp_path / "run").exists()
 
-    def test_one_that_says_so_only_when_it_is_called(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_one_that_says_so_only_when_it_is_called(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         # As for a pipeline whose input is not known by its name.
         monkeypatch.setattr(arguments, "needed_inputs", lambda *_: ())
         parts = dict(tokenizer=tokenizer(), text_encoder=clip(), vae=tiny_vae(0, 4))

@@ -35,9 +35,7 @@ def test_a_copied_scheduler_does_not_drive_the_clock():
     assert marks(pipe) == "CssCss"
 
 
-@pytest.mark.parametrize(
-    "kind", ["FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler"]
-)
+@pytest.mark.parametrize("kind", ["FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler"])
 def test_a_scheduler_replaced_after_wrapping(kind: str):
     import diffusers
 
@@ -215,6 +213,4 @@ def test_many_views_a_step_are_branches():
                 model(**case.kwargs(model, view, step=step, steps=4))
         calls = handle.last.calls
         assert [call.index for call in calls] == [step for step in range(4) for _ in range(views)]
-        assert [call.computed for call in calls] == [
-            step % 2 == 0 for step in range(4) for _ in range(views)
-        ]
+        assert [call.computed for call in calls] == [step % 2 == 0 for step in range(4) for _ in range(views)]

@@ -146,11 +146,7 @@ def test_wide_features_have_a_value_without_an_interval() -> None:
     other = {"features": torch.randn(40, 300)}
     real = moments(torch.randn(400, 300).double())
     found = quality(other, wide, Reference("r", {"": (real, None)}), False)
-    assert set(found["fid"]) == {"value", "n"} and set(found["fid_change"]) == {
-        "value",
-        "n",
-        "paired",
-    }
+    assert set(found["fid"]) == {"value", "n"} and set(found["fid_change"]) == {"value", "n", "paired"}
 
 
 def test_films_are_compared_frame_by_frame(tmp_path: Path) -> None:
@@ -168,9 +164,7 @@ def test_films_are_compared_frame_by_frame(tmp_path: Path) -> None:
     assert score.values(mine, None, NETWORKS)["features_lite"].shape == (2, 64)
 
 
-def test_a_missing_weight_leaves_a_network_out(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_missing_weight_leaves_a_network_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DIFFCACHE_WEIGHTS", str(tmp_path))
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setenv("HF_HOME", str(tmp_path))

@@ -114,9 +114,8 @@ def test_one_request_says_nothing_about_the_next(server: ModuleType, address: st
     assert server.images.draw(server.Request(**asked(4, 5))).body == first  # as it was wrapped
     diffcache.unwrap(server.images.pipe)
     plain = server.images.pipe(
-        ASK["prompt"], height=16, width=16, num_inference_steps=8,
-        generator=torch.Generator().manual_seed(5),
-    ).images[0]  # fmt: skip
+        ASK["prompt"], height=16, width=16, num_inference_steps=8, generator=torch.Generator().manual_seed(5)
+    ).images[0]
     diffcache.wrap(server.images.pipe, "taylorseer", every=4)
     exact = httpx.post(address, json=asked(1, 5), timeout=240).content
     assert exact == png(plain)
@@ -148,10 +147,7 @@ def test_on_ray(place: Path, server: ModuleType) -> None:
         serve.run(importlib.import_module("on_ray").application)
         with ThreadPoolExecutor(2) as pool:
             found = list(
-                pool.map(
-                    lambda every: post("http://127.0.0.1:8412/images", asked(every, 3)).content,
-                    (1, 6, 1),
-                )
+                pool.map(lambda every: post("http://127.0.0.1:8412/images", asked(every, 3)).content, (1, 6, 1))
             )
         assert found[0] == found[2] != found[1]
     finally:

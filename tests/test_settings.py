@@ -120,10 +120,7 @@ def lines() -> list[str]:
             if words is not None:
                 key = row, name, VALUE.sub(r"\1=..", words)
                 found.setdefault(key, []).append(repr(value))
-    return [
-        f"{row} {name}: {', '.join(values)}: {words}"
-        for (row, name, words), values in found.items()
-    ]
+    return [f"{row} {name}: {', '.join(values)}: {words}" for (row, name, words), values in found.items()]
 
 
 def test_settings_are_refused_in_the_words_of_the_table() -> None:

@@ -8,17 +8,7 @@ from typing import Any
 import pytest
 
 import diffcache
-from diffcache import (
-    AttachError,
-    Combine,
-    Gate,
-    Held,
-    Interval,
-    Newton,
-    Table,
-    TeaCache,
-    UnknownMethodError,
-)
+from diffcache import AttachError, Combine, Gate, Held, Interval, Newton, Table, TeaCache, UnknownMethodError
 from diffcache.catalog import make_method
 from diffcache.pipelines.causal_video import CausalVideo
 from diffcache.pipelines.load import load
@@ -36,9 +26,7 @@ MODEL = "FluxTransformer2DModel"
 MADE = [
     Held(Interval(every=4, site="block"), "int8"),
     Combine(Gate(float("inf"), of="output"), Newton(2), "block", lead=2, tail=1),
-    Combine(
-        Table({"transformer_blocks.0": [0, 3], "transformer_blocks.1": [0]}, 5), Newton(1), "block"
-    ),
+    Combine(Table({"transformer_blocks.0": [0, 3], "transformer_blocks.1": [0]}, 5), Newton(1), "block"),
     *(make_method(name, **settings) for name, settings in ON.items()),
 ]
 
@@ -69,11 +57,7 @@ def test_the_file_is_readable(model: Any, tmp_path: Path) -> None:
     diffcache.save(diffcache.wrap(model, "first-block", hold="bf16", threshold=0.1), path)
     title, *lines = path.read_text().splitlines()
     assert title == f'# diffcache {diffcache.__version__}: diffcache.wrap(pipe, "cache.yaml")'
-    assert lines == [
-        "method: first-block",
-        "settings: {threshold: 0.1, warmup: 1, by_branch: false}",
-        "hold: bf16",
-    ]
+    assert lines == ["method: first-block", "settings: {threshold: 0.1, warmup: 1, by_branch: false}", "hold: bf16"]
     diffcache.update(diffcache.unwrap(model) and diffcache.wrap(model, path), threshold=0.2)
     diffcache.save(model, path)
     assert read_settings(path).settings["threshold"] == 0.2
@@ -128,10 +112,7 @@ def test_every_kind_of_cache_is_saved(tmp_path: Path) -> None:
     assert method_of(model) == recipe
     diffcache.unwrap(model)
     said = "given as an object.*wrap with its name and settings"
-    with (
-        diffcache.wrapped(model, diffcache.kv.snapkv(budget=16)),
-        pytest.raises(ValueError, match=said),
-    ):
+    with diffcache.wrapped(model, diffcache.kv.snapkv(budget=16)), pytest.raises(ValueError, match=said):
         diffcache.save(model, path)
     with pytest.raises(AttachError, match="is not wrapped"):
         diffcache.save(model, path)

@@ -109,9 +109,7 @@ def test_shipped_rows_are_those_of_their_outcomes(file: Path) -> None:
     assert all(row["fidelity"] for row in record["rows"] if row["kind"] == "method")
 
 
-def test_rows_are_kept(
-    policy: Policy, of_policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_kept(policy: Policy, of_policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second run draws only what is missing, another measurement everything."""
     drawn: list[str] = []
 

@@ -14,12 +14,7 @@ from diffcache.eval.offline import inputs_of
 from diffcache.eval.runs.draw import Drawer
 from diffcache.eval.runs.task import Task
 from diffcache.eval.samples.prompts import calibration_prompts, load_prompts
-from diffcache.eval.workshop.small import (
-    sticker_dit,
-    sticker_flux,
-    sticker_kontext,
-    sticker_wan,
-)
+from diffcache.eval.workshop.small import sticker_dit, sticker_flux, sticker_kontext, sticker_wan
 from diffcache.eval.workshop.small.stickers import OBJECTS, parse
 
 CLASSES: dict[str, tuple[Any, type]] = {

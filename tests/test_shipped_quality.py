@@ -82,9 +82,7 @@ def test_cards_are_filled_from_records(folder: Path) -> None:
     assert "old" not in found and found.startswith("before\n") and found.endswith("after\n")
     assert cards.filled(found, folder) == found
     everything = cards.filled(text.replace("sticker-kontext", "all"), folder)
-    assert all(
-        f"[`{name}`](../assets/models/{name}/README.md)" in everything for name in quality.QUALITIES
-    )
+    assert all(f"[`{name}`](../assets/models/{name}/README.md)" in everything for name in quality.QUALITIES)
     with pytest.raises(ValueError, match="quality: sticker-none -->: must be one of all, "):
         cards.filled(text.replace("kontext", "none"), folder)
     with pytest.raises(FileNotFoundError, match="shipped.quality sticker-kontext"):

@@ -10,17 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import diffcache
-from diffcache import (
-    AttachError,
-    Combine,
-    ConfidenceGatedTaylor,
-    DBCache,
-    Every,
-    FirstBlock,
-    Interval,
-    Newton,
-    Taylor,
-)
+from diffcache import AttachError, Combine, ConfidenceGatedTaylor, DBCache, Every, FirstBlock, Interval, Newton, Taylor
 from diffcache.attach.reuse.setup import KINDS
 from diffcache.features.parts.accumulated import Accumulated
 from diffcache.features.parts.when import Gate
@@ -195,10 +185,7 @@ def test_a_refusal_names_the_sites_that_serve(site: str):
 
 
 def test_a_refusal_of_a_method_that_no_site_serves_says_so():
-    model, said = (
-        Reader(),
-        "no other site of this method serves it|so a gate has nothing to look at",
-    )
+    model, said = (Reader(), "no other site of this method serves it|so a gate has nothing to look at")
     for method in (FirstBlock(0.1), Combine(Every(2), lead=1)):
         with diffcache.wrapped(model, method), pytest.raises(AttachError, match=said):
             call(model, 0)

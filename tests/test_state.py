@@ -31,9 +31,7 @@ pytestmark = pytest.mark.usefixtures("quiet")
 # branches --------------------------------------------------------------------------------------
 
 
-def drive(
-    model: Any, batches: list[list[dict[str, Any]]], method: Any = EVERY
-) -> list[list[Tensor]]:
+def drive(model: Any, batches: list[list[dict[str, Any]]], method: Any = EVERY) -> list[list[Tensor]]:
     """Call a wrapped model with the calls of every step; return their outputs."""
     with diffcache.wrapped(model, method) as handle:
         outs = [[model(**call).sample.clone() for call in calls] for calls in batches]
@@ -48,11 +46,7 @@ def flux():
     case = CASES["FluxTransformer2DModel"]
     model = case.build(0)
     conditions = [
-        {
-            k: v
-            for k, v in case.kwargs(model, seed).items()
-            if k in ("encoder_hidden_states", "pooled_projections")
-        }
+        {k: v for k, v in case.kwargs(model, seed).items() if k in ("encoder_hidden_states", "pooled_projections")}
         for seed in (0, 1)
     ]
 
@@ -100,9 +94,7 @@ def test_guidance_switched_off_and_on_within_a_run(flux: Any):
         # the second branch returns at step 5, after step 3 was computed without it
         assert marks(model, 0) == "CssCssCs"
         assert marks(model, 1) == "CsCCs"
-        assert [c.reason for c in handle_of(model).last.calls if c.branch == 1][
-            2
-        ] == "missed a step"
+        assert [c.reason for c in handle_of(model).last.calls if c.branch == 1][2] == "missed a step"
     exact = model(**calls(5, 1)[0]).sample
     assert torch.equal(outs[5][1], exact)
 
@@ -225,9 +217,7 @@ def test_an_error_behind_the_forward_drops_the_half_done_step(flux: Any, error: 
         assert all(torch.equal(a, b[0]) for a, b in zip(again, fresh, strict=True))
 
 
-@pytest.mark.parametrize(
-    "when", [Listed((0, 3), total=4), Table({"transformer_blocks.1": (0, 3)}, total=4)]
-)
+@pytest.mark.parametrize("when", [Listed((0, 3), total=4), Table({"transformer_blocks.1": (0, 3)}, total=4)])
 def test_a_bare_model_that_runs_past_its_tables_is_refused(flux: Any, when: Any):
     model, calls = flux
     method = Combine(when, site="block")
@@ -250,10 +240,14 @@ CHANGES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "batch": lambda pipe: {"num_images_per_prompt": 2},
     "prompt": lambda pipe: {"prompt_embeds": noise(9, 1, 6, 24)},
     "longer prompt": lambda pipe: {"prompt_embeds": noise(9, 1, 9, 24)},
-    "dtype": lambda pipe: {"prompt_embeds": noise(1000, 1, 6, 24).double(), "pooled_prompt_embeds": noise(1005, 1, 12).double()} if pipe.transformer.double() else {},
+    "dtype": lambda pipe: (
+        {"prompt_embeds": noise(1000, 1, 6, 24).double(), "pooled_prompt_embeds": noise(1005, 1, 12).double()}
+        if pipe.transformer.double()
+        else {}
+    ),
     "scheduler": lambda pipe: _heun(pipe),
     "sigmas": lambda pipe: {"sigmas": [1.0, 0.8, 0.6, 0.3, 0.1], "num_inference_steps": 5},
-}  # fmt: skip
+}
 
 
 def _heun(pipe: Any) -> dict[str, Any]:
@@ -263,9 +257,7 @@ def _heun(pipe: Any) -> dict[str, Any]:
     return {}
 
 
-@pytest.mark.parametrize(
-    "method", [SEER, diffcache.FirstBlock(threshold=5.0)], ids=lambda m: type(m).__name__
-)
+@pytest.mark.parametrize("method", [SEER, diffcache.FirstBlock(threshold=5.0)], ids=lambda m: type(m).__name__)
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_run_equals_that_of_a_fresh_wrap(change: str, method: Any):
     name = "StableDiffusion3Pipeline" if change == "scheduler" else "FluxPipeline"
@@ -328,9 +320,7 @@ def test_a_run_after_one_that_was_cut_short_equals_a_fresh_one(name: str, how: s
     assert handle.last.finished
 
 
-@pytest.mark.parametrize(
-    "names", [("FluxPipeline", "FluxPipeline"), ("FluxPipeline", "WanPipeline")]
-)
+@pytest.mark.parametrize("names", [("FluxPipeline", "FluxPipeline"), ("FluxPipeline", "WanPipeline")])
 def test_pipelines_interleaved(names: tuple[str, str]):
     alone = [run(diffcache.wrap(PIPES[n].build(s), SEER), n, seed=s) for s, n in enumerate(names)]
     one, two = (diffcache.wrap(PIPES[n].build(s), SEER) for s, n in enumerate(names))
@@ -369,9 +359,7 @@ def test_threads_that_share_a_bare_denoiser():
 def test_wrapping_twice_is_an_error():
     pipe = diffcache.wrap(PIPES["FluxPipeline"].build(0), EVERY)
     for target in (pipe, pipe.transformer):
-        with pytest.raises(
-            AttachError, match=r"already runs under Interval\(every=3.*unwrap it first"
-        ):
+        with pytest.raises(AttachError, match=r"already runs under Interval\(every=3.*unwrap it first"):
             diffcache.wrap(target, SEER)
     diffcache.unwrap(diffcache.wrap(diffcache.unwrap(pipe), SEER))
     with pytest.raises(AttachError, match="is not wrapped"):
@@ -383,9 +371,7 @@ def test_other_caches_are_an_error():
 
     pipe = PIPES["FluxPipeline"].build(0)
     pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
-    with pytest.raises(
-        AttachError, match=r"already runs under diffusers' .*disable_cache\(\) first"
-    ):
+    with pytest.raises(AttachError, match=r"already runs under diffusers' .*disable_cache\(\) first"):
         diffcache.wrap(pipe, EVERY)
     pipe.transformer.disable_cache()
     diffcache.wrap(pipe, EVERY)
@@ -544,9 +530,7 @@ def test_settings_without_a_target_are_those_of_all_that_have_them(monkeypatch: 
         with diffcache.settings(pipes[1], every=6):
             assert all_marks() == ["CsCsCs", "Csssss", own[2]]
     assert all_marks() == own
-    with pytest.raises(
-        ValueError, match=r"settings \['evry'\]: not of what is wrapped, FirstBlock"
-    ):
+    with pytest.raises(ValueError, match=r"settings \['evry'\]: not of what is wrapped, FirstBlock"):
         diffcache.settings(evry=2)
     with pytest.raises(ValueError, match="every=0: must be a whole number"):
         diffcache.settings(every=0)
@@ -606,8 +590,5 @@ def test_tables_of_another_model_are_refused_when_settings_change(change: Any):
 )
 def test_settings_that_do_not_fit_are_refused(settings: Any, message: str, change: Any):
     model = CASES["FluxTransformer2DModel"].build(0)
-    with (
-        diffcache.wrapped(model, diffcache.TaylorSeer(every=3)),
-        pytest.raises(ValueError, match=message),
-    ):
+    with diffcache.wrapped(model, diffcache.TaylorSeer(every=3)), pytest.raises(ValueError, match=message):
         change(model, **settings)

@@ -27,9 +27,7 @@ from diffcache.video import FewSteps, FullHistory, VideoPolicy, Window
 def test_an_object_stays_whole_in_every_frame_and_moves_no_faster_than_it_may():
     film = sample_film(np.random.default_rng(3))
     (sticker,) = film.scene.stickers
-    still = replace(
-        film, sway=0.0, scene=replace(film.scene, stickers=(replace(sticker, tilt=0.0),))
-    )
+    still = replace(film, sway=0.0, scene=replace(film.scene, stickers=(replace(sticker, tilt=0.0),)))
     _, masks = render_film(still, 200)
     areas = masks.sum((1, 2))
     assert areas.min() > 0.93 * areas.max()  # never cut by an edge
@@ -63,11 +61,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Causal:
 
 @pytest.mark.parametrize(
     ("policy", "held"),
-    [
-        (FullHistory(), HeldChunks()),
-        (Window(window=3, sinks=0), HeldChunks(1)),
-        (Window(6), HeldChunks(2, True)),
-    ],
+    [(FullHistory(), HeldChunks()), (Window(window=3, sinks=0), HeldChunks(1)), (Window(6), HeldChunks(2, True))],
 )
 def test_a_stream_films_what_training_showed(job: Causal, policy: VideoPolicy, held: HeldChunks):
     torch.manual_seed(1)
@@ -76,17 +70,13 @@ def test_a_stream_films_what_training_showed(job: Causal, policy: VideoPolicy, h
         nn.init.normal_(weight, std=0.05)
     text = job.embed(models, job.ids(["a fox on grass"]))
     clean = torch.randn(1, CHANNELS, LATENTS, 8, 8, generator=torch.Generator().manual_seed(2))
-    video = CausalVideo(
-        models["transformer"], chunk=CHUNK, sampler=FewSteps((1000,), 1, predicts="clean")
-    )
+    video = CausalVideo(models["transformer"], chunk=CHUNK, sampler=FewSteps((1000,), 1, predicts="clean"))
     with video, torch.no_grad():
         session = video.session(text, size=(8, 8), policy=policy, seed=4)
         session.take(clean[:, :, :-CHUNK])
         filmed = session.next()
     noisy = clean.clone()
-    noisy[:, :, -CHUNK:] = torch.randn(
-        (1, CHANNELS, CHUNK, 8, 8), generator=torch.Generator().manual_seed(4)
-    )
+    noisy[:, :, -CHUNK:] = torch.randn((1, CHANNELS, CHUNK, 8, 8), generator=torch.Generator().manual_seed(4))
     job.attention(models["transformer"]).held = held
     levels = torch.ones(1, LATENTS)
     with torch.no_grad():
@@ -103,10 +93,7 @@ def test_a_shipped_folder_is_loaded_understands_as_in_training_and_says_how_it_i
     wanted = job.embed(models, job.ids(["a fox on grass", "an owl"]))
     job.export(models, tmp_path)
     pipe = WanPipeline.from_pretrained(tmp_path)
-    said = {
-        "do_classifier_free_guidance": False,
-        "max_sequence_length": CALL["max_sequence_length"],
-    }
+    said = {"do_classifier_free_guidance": False, "max_sequence_length": CALL["max_sequence_length"]}
     with torch.no_grad():
         found, _ = pipe.encode_prompt(["a fox on grass", "an owl"], **said)
     torch.testing.assert_close(found, wanted, atol=0.02, rtol=0.02)  # weights in bfloat16

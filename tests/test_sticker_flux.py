@@ -12,13 +12,7 @@ from torch import nn
 from diffcache.eval.workshop.bench.judge import KINDS, draw
 from diffcache.eval.workshop.small import sticker_autoencoder, sticker_judge
 from diffcache.eval.workshop.small.sticker_autoencoder import build_autoencoder, start_from_patches
-from diffcache.eval.workshop.small.sticker_judge import (
-    Reading,
-    correlation,
-    faults,
-    fit,
-    likeness,
-)
+from diffcache.eval.workshop.small.sticker_judge import Reading, correlation, faults, fit, likeness
 from diffcache.eval.workshop.small.stickers import Sticker, render, sample_scene
 
 FOX = Sticker("fox", 20, 24, 24, 8, False, 1.0)

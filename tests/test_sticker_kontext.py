@@ -7,14 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from diffcache.eval.workshop.small.sticker_edits import (
-    KINDS,
-    changed,
-    draw_edits,
-    edit_words,
-    judge,
-    sample_edit,
-)
+from diffcache.eval.workshop.small.sticker_edits import KINDS, changed, draw_edits, edit_words, judge, sample_edit
 from diffcache.eval.workshop.small.stickers import SIDE, held_out, render
 
 
@@ -36,9 +29,7 @@ def test_results_of_held_out_edits_are_left_out_of_training(held: bool):
     for edit in draw_edits(30, 5, held=held):
         names = tuple(sticker.name for sticker in edit.after.stickers)
         assert held_out(names, edit.after.ground) == held
-        assert held or not held_out(
-            tuple(sticker.name for sticker in edit.before.stickers), edit.before.ground
-        )
+        assert held or not held_out(tuple(sticker.name for sticker in edit.before.stickers), edit.before.ground)
 
 
 def test_instructions_say_what_was_changed():

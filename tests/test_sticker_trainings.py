@@ -45,9 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, model in {
         "sticker-autoencoder": autoencoder,
         "sticker-text": nn.ModuleDict({"text_encoder": clip, "text_encoder_2": t5}),
-        "sticker-video-autoencoder": nn.ModuleDict(
-            {"vae": sticker_video_autoencoder.build_autoencoder()}
-        ),
+        "sticker-video-autoencoder": nn.ModuleDict({"vae": sticker_video_autoencoder.build_autoencoder()}),
     }.items():
         for place in (made, made / "textless"):
             if name != "sticker-text" or place == made:
@@ -57,12 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def of_flux(job: Flux, models: nn.ModuleDict, pipe: Any) -> tuple[Tensor, Any]:
     texts = held_out_captions(2)
-    call = (
-        sticker_flux.CALL
-        | FEW
-        | UNGUIDED
-        | {"latents": torch.randn(2, 64, 48, generator=seeded(0))}
-    )
+    call = sticker_flux.CALL | FEW | UNGUIDED | {"latents": torch.randn(2, 64, 48, generator=seeded(0))}
     return job.sample(models, texts, steps=3), pipe(texts, **call).images
 
 
@@ -74,12 +67,7 @@ def of_kontext(job: Kontext, models: nn.ModuleDict, pipe: Any) -> tuple[Tensor, 
     other = job.sample(models, texts, steps=3, guidance=2.0, references=references[2:4])
     assert (other.float() - shown.float()).abs().max() > 5
     before = torch.from_numpy(np.stack([render(edit.before) for edit in edits])) / 255
-    call = (
-        sticker_kontext.CALL
-        | FEW
-        | UNGUIDED
-        | {"latents": torch.randn(2, 64, 48, generator=seeded(0))}
-    )
+    call = sticker_kontext.CALL | FEW | UNGUIDED | {"latents": torch.randn(2, 64, 48, generator=seeded(0))}
     return shown, pipe(before.permute(0, 3, 1, 2), texts, **call).images
 
 
@@ -97,9 +85,7 @@ def of_wan(job: Wan, models: nn.ModuleDict, pipe: Any) -> tuple[Tensor, Any]:
     return job.sample(models.eval(), ["a fox on grass"], steps=3), found
 
 
-DRAWN: dict[Any, Callable[..., tuple[Tensor, Any]]] = {
-    Flux: of_flux, Kontext: of_kontext, Dit: of_dit, Wan: of_wan
-}  # fmt: skip
+DRAWN: dict[Any, Callable[..., tuple[Tensor, Any]]] = {Flux: of_flux, Kontext: of_kontext, Dit: of_dit, Wan: of_wan}
 
 
 @pytest.fixture(scope="module")
@@ -109,11 +95,7 @@ def make(folder: Path) -> Iterator[Callable[[Any], Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sticker_wan, "HELD", 2)
         places = {Kontext: folder / "textless"}
-        yield (
-            lambda kind: (
-                made.get(kind) or made.setdefault(kind, kind(SETTINGS, places.get(kind, folder)))
-            )
-        )
+        yield (lambda kind: made.get(kind) or made.setdefault(kind, kind(SETTINGS, places.get(kind, folder))))
 
 
 def filled(job: Any) -> nn.ModuleDict:

@@ -156,9 +156,12 @@ def test_an_exception_in_a_writing_call_drops_the_stream(error: Any, place: str)
     target: Any = diffcache.wrap(Toy() if is_bare else Pipe(), method)
     model = target if is_bare else target.transformer
     again: dict[str, Loop] = {
-        "bare": bare, "told": bare_told, "scheduler": by_scheduler, "pipeline": in_calls,
+        "bare": bare,
+        "told": bare_told,
+        "scheduler": by_scheduler,
+        "pipeline": in_calls,
         "in a pipeline": in_pipeline,
-    }  # fmt: skip
+    }
     with diffcache.stream(target) as stream:
         again[place](target, 2, True)
         if place == "in a pipeline":
@@ -232,15 +235,9 @@ def test_streams_that_do_not_fit_are_errors() -> None:
     with diffcache.stream(model):
         with pytest.raises(AttachError, match=r"diffcache\.stream of this model is open"):
             diffcache.stream(model).__enter__()
-        with (
-            diffcache.run(model),
-            pytest.raises(AttachError, match=r"diffcache\.stream of this model is open"),
-        ):
+        with diffcache.run(model), pytest.raises(AttachError, match=r"diffcache\.stream of this model is open"):
             diffcache.stream(model).__enter__()
-    with (
-        diffcache.run(model),
-        pytest.raises(AttachError, match="a stream is made of runs"),
-    ):
+    with diffcache.run(model), pytest.raises(AttachError, match="a stream is made of runs"):
         diffcache.stream(model).__enter__()
     with diffcache.stream(model):
         pass
@@ -427,8 +424,7 @@ class Writes:
 
 
 def told_of(calls: Any) -> list[Any]:
-    return [(c.denoiser, c.index, c.branch, c.computed, c.counts, c.flops) for c in calls
-            if not c.writes]  # fmt: skip
+    return [(c.denoiser, c.index, c.branch, c.computed, c.counts, c.flops) for c in calls if not c.writes]
 
 
 @pytest.mark.parametrize("site", ["stack", "deep", "module"])
@@ -466,8 +462,13 @@ MORE: dict[str, Any] = {
 def on_method(name: str, case: Any, pipe: Any) -> Method:
     """Return a method that skips, calibrated where it has to be."""
     if name == "tuned":
-        header = {"method": "tuned", "steps": PIPE_STEPS, "choice": to_plain(Interval(every=3), {}),
-                  "front": [], **facts_of(pipe.transformer, pipe.scheduler)}  # fmt: skip
+        header = {
+            "method": "tuned",
+            "steps": PIPE_STEPS,
+            "choice": to_plain(Interval(every=3), {}),
+            "front": [],
+            **facts_of(pipe.transformer, pipe.scheduler),
+        }
         return diffcache.Tuned(tables=Tables(header, {}))
     if name == "a quantized model":
         given = case.call(pipe, 1, PIPE_STEPS)
@@ -484,9 +485,7 @@ SERVED_ELSEWHERE = ("regione", "fastercache")
 
 
 @pytest.mark.filterwarnings("ignore::diffcache.CacheWarning")
-@pytest.mark.parametrize(
-    "name", [*(name for name in rows_of("method") if name not in SERVED_ELSEWHERE), *MORE]
-)
+@pytest.mark.parametrize("name", [*(name for name in rows_of("method") if name not in SERVED_ELSEWHERE), *MORE])
 def test_methods_compute_a_call_that_writes_in_a_pipeline(built: Any, name: str) -> None:
     case, pipe = built
     with diffcache.wrapped(pipe, on_method(name, case, pipe)) as handle:
@@ -526,7 +525,6 @@ def test_regione_computes_a_call_that_writes() -> None:
 )
 def test_a_calibration_sees_no_call_that_writes(method: Any) -> None:
     alone, beside = (
-        diffcache.calibrate(Pipe(), method, [{"chunks": 1, "writes": writes}] * 2)
-        for writes in (False, True)
+        diffcache.calibrate(Pipe(), method, [{"chunks": 1, "writes": writes}] * 2) for writes in (False, True)
     )
     assert beside == alone

@@ -77,10 +77,7 @@ def test_same_sweep_same_folders_other_settings_other_folders(tmp_path: Path) ->
 
 
 def record(psnr: float = 30.0, low: float = 29.0, high: float = 31.0, steps: int = 28) -> dict:
-    task = {
-        "model": "m", "pipeline": "p", "prompts": {}, "samples": 8, "seed": 0, "steps": steps,
-        "call": {},
-    }  # fmt: skip
+    task = {"model": "m", "pipeline": "p", "prompts": {}, "samples": 8, "seed": 0, "steps": steps, "call": {}}
     entry = {"value": psnr, "low": low, "high": high, "n": 8}
     row = {"evaluations": 8.0, "held_bytes": 10, "quality": {}}
     return {
@@ -99,9 +96,7 @@ def test_changes_and_limits() -> None:
     assert crossed(found, [read_limit("psnr_db<-1")])
     assert not crossed(found, [read_limit("psnr_db<-2")])
     assert not crossed(found, [read_limit("psnr_db>+0.5")])
-    assert not crossed(
-        changes(record(), record()), [read_limit("psnr_db<-0"), read_limit("psnr_db>0")]
-    )
+    assert not crossed(changes(record(), record()), [read_limit("psnr_db<-0"), read_limit("psnr_db>0")])
 
 
 ROOT = Path(__file__).parents[1]
@@ -121,9 +116,7 @@ tables = "{}"
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_record_has_the_rows_of_its_sweep(
-    model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_record_has_the_rows_of_its_sweep(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(ROOT)
     if model.startswith("sticker-flux"):
         pytest.importorskip("cache_dit")  # some of its rows

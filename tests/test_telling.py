@@ -8,13 +8,7 @@ import pytest
 
 from diffcache.eval.record import FOLDER, ROOT
 from diffcache.eval.workshop.bench.telling import FACTORS, STEPS, computed, magcache
-from diffcache.eval.workshop.shipped.telling_page import (
-    FEWER,
-    FORECAST,
-    RECORD,
-    REUSE,
-    page,
-)
+from diffcache.eval.workshop.shipped.telling_page import FEWER, FORECAST, RECORD, REUSE, page
 from diffcache.files import read_json
 
 
@@ -30,8 +24,13 @@ def test_the_gate_computes_as_few_steps_as_the_others(factor: int):
 def row(method: str, factor: int, right: float, decibels: float) -> dict[str, Any]:
     ends = {"low": right - 0.1, "high": right + 0.1}
     close = {"value": decibels, "low": decibels - 1, "high": decibels + 1}
-    return {"method": method, "factor": factor, "steps": STEPS // factor, "psnr_db": close,
-            "whole_right": {"value": right, **ends}}  # fmt: skip
+    return {
+        "method": method,
+        "factor": factor,
+        "steps": STEPS // factor,
+        "psnr_db": close,
+        "whole_right": {"value": right, **ends},
+    }
 
 
 def test_the_page_says_which_pairs_stand_against_the_published_order():
@@ -42,8 +41,16 @@ def test_the_page_says_which_pairs_stand_against_the_published_order():
     rows += [row(FORECAST, 6, 0.5, 20.0), row(REUSE, 6, 0.2, 15.0), row(FEWER, 6, 0.4, 18.0)]
     ratios = [1.2 - 0.01 * step for step in range(STEPS - 1)]
     path = {"ratio": ratios, "cosine": ratios, "change": ratios, "first_to_last": [0.5]}
-    text = page({"rows": rows, "residuals": path, "shapes": {"samples": 64}, "commit": "abc",
-                 "seconds": 9.0, "command": "again"})  # fmt: skip
+    text = page(
+        {
+            "rows": rows,
+            "residuals": path,
+            "shapes": {"samples": 64},
+            "commit": "abc",
+            "seconds": 9.0,
+            "command": "again",
+        }
+    )
     assert "beyond the interval, by: reuse at 4 times, fewer steps at 4 times." in text
     assert "Reversed: reuse and fewer steps at 4 times." in text
     assert "| reuse | 20.0 (19.0 to 21.0) | 15.0 (14.0 to 16.0) |" in text

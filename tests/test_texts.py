@@ -73,11 +73,16 @@ def flat(out: Any) -> list[Any]:
 
 def same(one: Any, other: Any) -> bool:
     left, right = flat(one), flat(other)
-    return type(one) is type(other) and len(left) == len(right) and all(
-        torch.equal(a, b) and a.stride() == b.stride() and a.dtype == b.dtype
-        if isinstance(a, torch.Tensor) else a == b
-        for a, b in zip(left, right, strict=True)
-    )  # fmt: skip
+    return (
+        type(one) is type(other)
+        and len(left) == len(right)
+        and all(
+            torch.equal(a, b) and a.stride() == b.stride() and a.dtype == b.dtype
+            if isinstance(a, torch.Tensor)
+            else a == b
+            for a, b in zip(left, right, strict=True)
+        )
+    )
 
 
 @pytest.mark.parametrize("name", ENCODERS)
@@ -142,10 +147,8 @@ def change_setting(model: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
-    [change_weight, change_data, swap_rows, add_adapter, scale_adapter, change_dtype,
-     change_setting],
-)  # fmt: skip
+    "change", [change_weight, change_data, swap_rows, add_adapter, scale_adapter, change_dtype, change_setting]
+)
 @torch.no_grad()
 def test_what_an_encoder_returned_before_it_changed_is_dropped(change: Any) -> None:
     if "adapter" in change.__name__:

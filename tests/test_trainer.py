@@ -19,9 +19,8 @@ from diffcache.eval.workshop.small.muon import orthogonal
 from diffcache.eval.workshop.small.trainer import pace, record, train
 
 SETTINGS = Settings(
-    steps=24, batch=8, examples=40, rate=1e-2, muon=0.02, muon_in="deep", warmup=2, save_every=7,
-    measure_every=12,
-)  # fmt: skip
+    steps=24, batch=8, examples=40, rate=1e-2, muon=0.02, muon_in="deep", warmup=2, save_every=7, measure_every=12
+)
 
 
 class Line(Job):
@@ -30,9 +29,7 @@ class Line(Job):
     def build(self) -> nn.ModuleDict:
         return nn.ModuleDict({"deep": nn.Linear(6, 6), "last": nn.Linear(6, 2)})
 
-    def loss(
-        self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator
-    ) -> Tensor:
+    def loss(self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator) -> Tensor:
         chosen = drawn["chosen"]
         inputs = torch.sin(chosen[:, None] * torch.arange(1.0, 7.0))
         noise = 0.01 * torch.randn(len(chosen), 2, generator=generator)
@@ -40,9 +37,7 @@ class Line(Job):
 
     @torch.no_grad()
     def measure(self, models: nn.ModuleDict) -> dict[str, float]:
-        return {
-            "held_loss": float(self.loss(models, {"chosen": torch.arange(40)}, torch.Generator()))
-        }
+        return {"held_loss": float(self.loss(models, {"chosen": torch.arange(40)}, torch.Generator()))}
 
 
 def weights(run: trainer.Training) -> list[Tensor]:
@@ -123,9 +118,7 @@ def test_muon_steps_along_a_matrix_whose_singular_values_are_alike(shape):
 def test_settings_are_read_and_a_wrong_name_is_refused(tmp_path: Path, monkeypatch):
     for name in JOBS:
         assert read_settings(name).steps > 0
-    (tmp_path / "sticker-flux.toml").write_text(
-        "[sticker-text]\nsteps = 1\nbatch = 1\nexamples = 1\nspeed = 2\n"
-    )
+    (tmp_path / "sticker-flux.toml").write_text("[sticker-text]\nsteps = 1\nbatch = 1\nexamples = 1\nspeed = 2\n")
     monkeypatch.setattr(job, "SETTINGS", tmp_path)
     with pytest.raises(ValueError, match="no setting 'speed'; use steps, batch"):
         read_settings("sticker-text")
@@ -143,9 +136,7 @@ def test_a_run_takes_changes_of_its_own_settings_and_refuses_words(tmp_path: Pat
         load_job("mine", tmp_path, ["start=x"])
 
 
-def test_a_run_starts_from_shipped_weights_and_refuses_those_of_another_model(
-    tmp_path: Path, monkeypatch
-):
+def test_a_run_starts_from_shipped_weights_and_refuses_those_of_another_model(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(trainer, "MODELS", tmp_path)
     kept = Line(SETTINGS, tmp_path).build()
     for name, module in kept.items():

@@ -86,9 +86,7 @@ def test_a_pickled_model_comes_back_plain(how: str, site: str):
         twin = torch.load(buffer, weights_only=False)
     assert type(twin) is type(model)
     assert all(type(module.__dict__["_modules"]) is dict for module in twin.modules())
-    assert all(
-        type(m) is not type(model.transformer_blocks) for m in twin.modules() if site == "stack"
-    )
+    assert all(type(m) is not type(model.transformer_blocks) for m in twin.modules() if site == "stack")
     assert torch.equal(twin(**case.kwargs(twin, 0)).sample, expected)
     assert handle_of(model).last.calls[-1].index == 0
 
@@ -208,19 +206,9 @@ def test_saving_while_wrapped_writes_the_same_files(tmp_path: Path, site: str):
     diffcache.wrap(pipe, Interval(every=3, site=site))
     run(pipe)
     pipe.save_pretrained(tmp_path / "wrapped")
-    names = sorted(
-        str(f.relative_to(tmp_path / "plain"))
-        for f in (tmp_path / "plain").rglob("*")
-        if f.is_file()
-    )
-    others = sorted(
-        str(f.relative_to(tmp_path / "wrapped"))
-        for f in (tmp_path / "wrapped").rglob("*")
-        if f.is_file()
-    )
+    names = sorted(str(f.relative_to(tmp_path / "plain")) for f in (tmp_path / "plain").rglob("*") if f.is_file())
+    others = sorted(str(f.relative_to(tmp_path / "wrapped")) for f in (tmp_path / "wrapped").rglob("*") if f.is_file())
     assert names == others and any(name.endswith(".safetensors") for name in names)
-    same, different, _ = filecmp.cmpfiles(
-        tmp_path / "plain", tmp_path / "wrapped", names, shallow=False
-    )
+    same, different, _ = filecmp.cmpfiles(tmp_path / "plain", tmp_path / "wrapped", names, shallow=False)
     assert (sorted(same), different) == (names, [])
     assert isinstance(pipe.transformer, nn.Module) and os.listdir(tmp_path)

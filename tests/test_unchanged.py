@@ -39,18 +39,14 @@ BLIND = {
     ("StableCascadeUNet", "modulated"): "calls none of the attentions that were found",
 } | {
     (name, "modulated"): "down_blocks.0 has no attention module.*with lead=1, as FirstBlock"
-    for name in ("Kandinsky3UNet", "UNet1DModel", "UNet2DConditionModel-sdxl", "UNet2DModel",
-                 "UNet2DModel-skip")
-}  # fmt: skip
+    for name in ("Kandinsky3UNet", "UNet1DModel", "UNet2DConditionModel-sdxl", "UNet2DModel", "UNet2DModel-skip")
+}
 # Lists of the text alone, and refiners before text and image are joined: they always run.
 TEXT = {
     "BriaFibo2Transformer2DModel": {"perceiver.layers", "noise_refiner"},
     "Flux3Transformer2DModel": {"txt_mode_blocks", "mode_blocks.image_cond"},
     "Kandinsky5Transformer3DModel": {"text_transformer_blocks"},
-    "Kandinsky6Transformer3DModel": {
-        "video_text_transformer_blocks",
-        "audio_text_transformer_blocks",
-    },
+    "Kandinsky6Transformer3DModel": {"video_text_transformer_blocks", "audio_text_transformer_blocks"},
     "Krea2Transformer2DModel": {"text_fusion.layerwise_blocks", "text_fusion.refiner_blocks"},
     "Lumina2Transformer2DModel": {"context_refiner", "noise_refiner"},
     "MiniMaxH3Transformer3DModel": {"token_refiner.refiner_blocks"},
@@ -104,9 +100,7 @@ def make(name: str) -> Made:
     case = CASES[name]
     model = case.build(0)
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        expected = [
-            output_tensors(model(**inputs(case, model, step=step))) for step in range(STEPS)
-        ]
+        expected = [output_tensors(model(**inputs(case, model, step=step))) for step in range(STEPS)]
     return case, model, expected
 
 
@@ -158,10 +152,7 @@ def check_all(names: list[str], made: Made) -> None:
 def check_off(name: str, made: Made) -> None:
     case, model, expected = made
     tabled = name == "temporal-table"
-    with (
-        diffcache.wrapped(model, off.off_method(name, model)) as handle,
-        diffcache.branch("the only one"),
-    ):
+    with diffcache.wrapped(model, off.off_method(name, model)) as handle, diffcache.branch("the only one"):
         for _ in range(2 if tabled else 1):  # the first run fills tables, the next reads them
             for step in steps(handle, off.STEPS):
                 with diffcache.branch("one"):

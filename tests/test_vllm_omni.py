@@ -87,9 +87,7 @@ class Pipeline(nn.Module):
     def forward(self, seed: int, steps: int = 8) -> torch.Tensor:
         inputs = self.case.kwargs(self.transformer, 0)
         other = {**inputs, "encoder_hidden_states": -inputs["encoder_hidden_states"]}
-        sample = torch.randn(
-            inputs["hidden_states"].shape, generator=torch.Generator().manual_seed(seed)
-        )
+        sample = torch.randn(inputs["hidden_states"].shape, generator=torch.Generator().manual_seed(seed))
         self.scheduler.set_timesteps(steps)
         self.scheduler.set_begin_index(0)
         for t in self.scheduler.timesteps:

@@ -84,9 +84,7 @@ def test_case(name: str):
 
 
 # Their attention has no backward pass on a CPU: blocks are changed one by one.
-NO_SLOPES = (
-    "AnyFlowFARTransformer3DModel", "Kandinsky6SRTransformer3DModel", "WanAnimate2Transformer3DModel",
-)  # fmt: skip
+NO_SLOPES = ("AnyFlowFARTransformer3DModel", "Kandinsky6SRTransformer3DModel", "WanAnimate2Transformer3DModel")
 
 
 def check_blocks(case: Case, model: nn.Module, out: torch.Tensor) -> None:
@@ -111,9 +109,7 @@ def check_blocks(case: Case, model: nn.Module, out: torch.Tensor) -> None:
             assert moved > 1e-4, f"the output does not depend on {path}[{index}]"
 
 
-@pytest.mark.parametrize(
-    ("name", "extra"), [(name, extra) for name in sorted(CASES) for extra in CASES[name].extras]
-)
+@pytest.mark.parametrize(("name", "extra"), [(name, extra) for name in sorted(CASES) for extra in CASES[name].extras])
 def test_extras_change_the_output(name: str, extra: str):
     case = CASES[name]
     model = case.build()

@@ -22,9 +22,7 @@ SEER = Combine(Every(3), Taylor(2), site="block")
 STEPS = 6
 
 
-def run(
-    pipe: Any, name: str = "FluxPipeline", seed: int = 0, steps: int = STEPS, **more: Any
-) -> Tensor:
+def run(pipe: Any, name: str = "FluxPipeline", seed: int = 0, steps: int = STEPS, **more: Any) -> Tensor:
     """Return what a pipeline gives in so many steps."""
     return pipe(**{**PIPES[name].call(pipe, seed, steps), **more})[0]
 
@@ -39,9 +37,7 @@ def wrapped_pipe(name: str, method: Any = EVERY, seed: int = 0) -> Any:
     return diffcache.wrap(PIPES[name].build(seed), method)
 
 
-def sample(
-    case: Case, model: nn.Module, steps: int, seed: int = 0, order: Iterable[int] | None = None
-) -> Tensor:
+def sample(case: Case, model: nn.Module, steps: int, seed: int = 0, order: Iterable[int] | None = None) -> Tensor:
     """Return the outputs of all steps of a run, or of some of them in an order of their own."""
     outs = []
     with torch.no_grad():
@@ -51,9 +47,7 @@ def sample(
     return torch.stack(outs)
 
 
-def inputs(
-    case: Case, model: nn.Module, extra: str = "", step: int = 4, seed: int = 0
-) -> dict[str, Any]:
+def inputs(case: Case, model: nn.Module, extra: str = "", step: int = 4, seed: int = 0) -> dict[str, Any]:
     """Make the arguments of one step, with those of a variant of the case if one is named."""
     made = case.kwargs(model, seed, step)
     return {**made, **case.extras[extra](model, seed)} if extra else made

@@ -16,9 +16,7 @@ from diffcache.step import Site
 SHARE = 0.05  # a list with less of the blocks' parameters is left alone
 TIMESTEPS = ("timestep", "timesteps", "t", "time", "sigma", "sigmas")
 _ATTENTION = re.compile(r"(\w+_)?att(n|ention)(?!_?(norm|gate|scale))")
-_FEED_FORWARD = re.compile(
-    r"((img|txt|audio|video|image|text)_)?(ff|ffn|mlp|feed_?forward)(_|\d|$)|conv_ff"
-)
+_FEED_FORWARD = re.compile(r"((img|txt|audio|video|image|text)_)?(ff|ffn|mlp|feed_?forward)(_|\d|$)|conv_ff")
 
 
 @dataclass(frozen=True)
@@ -103,9 +101,7 @@ class Anatomy:
 
     def modules_at(self, site: Site) -> list[ModuleSite]:
         """Return the modules that a module site covers, with those a fused block leaves out."""
-        fused = (
-            {m.parent for m in self.modules if m.kind == "fused"} if site is Site.MODULE else set()
-        )
+        fused = {m.parent for m in self.modules if m.kind == "fused"} if site is Site.MODULE else set()
         kinds = {
             Site.ATTENTION: {"attention"},
             Site.FEED_FORWARD: {"feed-forward", "inner"},
@@ -125,11 +121,7 @@ class Anatomy:
 
     def supports(self, site: Site) -> bool:
         """Return whether the model has anything at a site."""
-        return (
-            any(m.kind != "empty" for m in self.modules_at(site))
-            if site.is_module
-            else bool(self.lists)
-        )
+        return any(m.kind != "empty" for m in self.modules_at(site)) if site.is_module else bool(self.lists)
 
 
 def anatomy_of(model: nn.Module) -> Anatomy:

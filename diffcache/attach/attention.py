@@ -38,9 +38,7 @@ class DoorProcessor:
             model's alone.
     """
 
-    def __init__(
-        self, original: Any, strategy: Strategy, sites: tuple[AttentionSite | None, ...]
-    ) -> None:
+    def __init__(self, original: Any, strategy: Strategy, sites: tuple[AttentionSite | None, ...]) -> None:
         self.original, self.sites = original, sites
         self.strategy: Strategy | None = strategy  # None once the door was removed
         self.serve = FAMILIES[type(original).__name__].serve
@@ -116,9 +114,7 @@ class Door:
         AttachError: If the attention of a site cannot be served, or has a door already.
     """
 
-    def __init__(
-        self, model: nn.Module, strategy: Strategy, sites: Iterable[AttentionSite] | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, strategy: Strategy, sites: Iterable[AttentionSite] | None = None) -> None:
         self.sites = attention_sites(model) if sites is None else list(sites)
         install = _install_processors
         if _is_of_transformers(model):
@@ -169,9 +165,7 @@ def attention_sites(model: nn.Module) -> list[AttentionSite]:
 def _in_call_order(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield names and attention modules that have a processor."""
     pairs = [
-        (name, module)
-        for name, module in model.named_modules()
-        if getattr(module, "processor", None) is not None
+        (name, module) for name, module in model.named_modules() if getattr(module, "processor", None) is not None
     ]
     place = {name: number for number, name in enumerate(_WAY)}
     pairs.sort(key=lambda pair: place.get(re.split(r"\.", pair[0])[0], -1))
@@ -186,9 +180,7 @@ def _family(model: nn.Module, path: str, module: Any) -> Any:
     """
     cls = type(_bare(module.processor))
     if issubclass(cls, DoorProcessor):
-        raise AttachError(
-            f"{type(model).__name__}: {path} has a door already; remove what was attached first"
-        )
+        raise AttachError(f"{type(model).__name__}: {path} has a door already; remove what was attached first")
     family = FAMILIES.get(cls.__name__) if cls.__module__.startswith("diffusers.") else None
     if family is None:
         raise AttachError(
@@ -221,9 +213,7 @@ def _is_of_transformers(model: nn.Module) -> bool:
     return hasattr(getattr(model, "config", None), "get_text_config")
 
 
-def _install_processors(
-    model: nn.Module, strategy: Strategy, sites: list[AttentionSite]
-) -> Callable[[], None]:
+def _install_processors(model: nn.Module, strategy: Strategy, sites: list[AttentionSite]) -> Callable[[], None]:
     """Replace the processors of the sites' modules; return a function that puts them back."""
     every = attention_sites(model)
     mine: list[tuple[Any, DoorProcessor]] = []

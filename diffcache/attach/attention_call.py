@@ -125,9 +125,7 @@ def dispatched(processor: Any, *, split: bool = True) -> Attend:
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         config = split_of(processor) if split else None
-        out: Tensor = _dispatcher()(
-            q, k, v, attn_mask=mask, backend=backend_of(processor), parallel_config=config
-        )
+        out: Tensor = _dispatcher()(q, k, v, attn_mask=mask, backend=backend_of(processor), parallel_config=config)
         return out
 
     return attend

@@ -267,9 +267,7 @@ def _hunyuan_video(
     parts = _own(attn, hidden_states, attn.heads, -1)
     q, k, v = parts if words is None else _joined(parts, words)
     rotary = _pairs(image_rotary_emb, q, some=text > 0)
-    out = yield AttentionCall(
-        q, k, v, dispatched(processor), rotary, attention_mask, text, text_first=False
-    )
+    out = yield AttentionCall(q, k, v, dispatched(processor), rotary, attention_mask, text, text_first=False)
     out = out.flatten(2, 3).to(q.dtype)
     if encoder_hidden_states is None:
         return out, None

@@ -103,9 +103,7 @@ def install(model: nn.Module, strategy: Strategy, sites: list[AttentionSite]) ->
     for site in sites:
         module = model.get_submodule(site.path)
 
-        def run(
-            forward: Any, *args: Any, of: nn.Module = module, at: Any = site, **kwargs: Any
-        ) -> Any:
+        def run(forward: Any, *args: Any, of: nn.Module = module, at: Any = site, **kwargs: Any) -> Any:
             with _Attending(of, strategy, at):
                 return forward(*args, **kwargs)
 
@@ -169,9 +167,7 @@ def _groups(module: Any, query: Tensor, key: Tensor) -> int:
     return copies if key.shape[1:3] == query.shape[1:3] else 1
 
 
-def _sdpa(
-    groups: int, kwargs: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
-) -> Tensor:
+def _sdpa(groups: int, kwargs: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if groups > 1:
         k, v = (x.repeat_interleave(groups, 1) for x in (k, v))

@@ -15,12 +15,7 @@ from torch import Tensor, nn
 
 from diffcache.attach.attention_call import AttentionCall, AttentionSite, Strategy
 from diffcache.errors import AttachError
-from diffcache.foreign import (
-    attention_name_of,
-    restore_attention,
-    use_attention,
-    without_dynamo,
-)
+from diffcache.foreign import attention_name_of, restore_attention, use_attention, without_dynamo
 
 NAME = "diffcache_door"
 HELD = "diffcache_held"  # argument that models hand on to their attention
@@ -91,12 +86,7 @@ def attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
 
 
 def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    **kwargs: Any,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Attend as `attention` says.
 
@@ -132,12 +122,7 @@ _apart: Any = without_dynamo(_attention)
 
 
 def _sdpa(
-    module: nn.Module,
-    kwargs: dict[str, Any],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None = None,
+    module: nn.Module, kwargs: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 ) -> Tensor:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -119,16 +119,12 @@ def alike(held: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
         if not isinstance(kept, KeptArgument):
             if kept != value:
                 return False
-        elif kept.tensor is not value or kept.version != version_of(
-            value
-        ):  # another, or written to
+        elif kept.tensor is not value or kept.version != version_of(value):  # another, or written to
             read.append((kept, value))
     return all(kept.equals(value) for kept, value in read) if read else True
 
 
-def tell(
-    timeline: Timeline, name: str | None, signature: Any, conditions: dict[str, Any]
-) -> tuple[Branch, str]:
+def tell(timeline: Timeline, name: str | None, signature: Any, conditions: dict[str, Any]) -> tuple[Branch, str]:
     """Return the branch that a call belongs to, a new one when it is none of those so far.
 
     Args:
@@ -156,11 +152,7 @@ def tell(
 
 
 def _doubt_or_add(
-    timeline: Timeline,
-    name: str | None,
-    signature: Any,
-    conditions: dict[str, Any],
-    found: Branch | None,
+    timeline: Timeline, name: str | None, signature: Any, conditions: dict[str, Any], found: Branch | None
 ) -> tuple[Branch, str]:
     """Return the answer of `tell` for a call without signs, or one that starts a branch.
 
@@ -232,9 +224,7 @@ def watch(timeline: Timeline, sample: Any) -> None:
         timeline.steady = timeline.steady + 1 if goes_on(before, timeline.glance) else 0
 
 
-def is_broken(
-    timeline: Timeline, branch: Branch, signature: Any, conditions: dict[str, Any], sample: Any
-) -> bool:
+def is_broken(timeline: Timeline, branch: Branch, signature: Any, conditions: dict[str, Any], sample: Any) -> bool:
     """Return whether a call is given a sample that is no next step of its branch's.
 
     A sample that has moved so far and does not any more is none either: inversion ends, and

@@ -13,15 +13,7 @@ from torch import Tensor, nn
 
 from diffcache.anchor import claim, owner_of, release
 from diffcache.attach.anatomy import Anatomy
-from diffcache.attach.branches import (
-    doubted,
-    glance,
-    is_broken,
-    note_output,
-    tell,
-    turned,
-    watch,
-)
+from diffcache.attach.branches import doubted, glance, is_broken, note_output, tell, turned, watch
 from diffcache.attach.cache_context import Context, current_context
 from diffcache.attach.call import Call
 from diffcache.attach.extension import Extension, make_extension
@@ -33,14 +25,7 @@ from diffcache.attach.runs import Runs
 from diffcache.attach.signature import all_conditions_of, conditions_of, signature_of
 from diffcache.attach.tree import leaves
 from diffcache.errors import AttachError, CacheWarning
-from diffcache.foreign import (
-    is_cached,
-    own_hooks,
-    process_group_of,
-    registry_of,
-    take_hooks,
-    without_dynamo,
-)
+from diffcache.foreign import is_cached, own_hooks, process_group_of, registry_of, take_hooks, without_dynamo
 from diffcache.step import CURRENT
 
 TOKEN = "token"  # of the context variable, in a call's storage
@@ -173,12 +158,7 @@ class Denoiser:
         return call
 
     def _branch(
-        self,
-        timeline: Timeline,
-        context: Context | None,
-        signature: Any,
-        given: dict[str, Any],
-        sample: Any,
+        self, timeline: Timeline, context: Context | None, signature: Any, given: dict[str, Any], sample: Any
     ) -> Branch:
         """Return the branch of a call; warn where nothing tells it.
 
@@ -187,9 +167,7 @@ class Denoiser:
         if self.counts_calls:
             return timeline.only_branch()
         if timeline.run.in_pipeline:
-            return timeline.branch_of(
-                context, signature, lambda: conditions_of(given, self.anatomy)
-            )
+            return timeline.branch_of(context, signature, lambda: conditions_of(given, self.anatomy))
         name = None if context is None else context.name
         conditions = all_conditions_of(given, self.anatomy)
         branch, said = tell(timeline, name, signature, conditions)
@@ -306,8 +284,7 @@ def check_alone(model: nn.Module) -> None:
         for hook in registry.hooks.values() if registry is not None else ():
             if type(hook).__module__.rpartition(".")[2] in _PEERS:
                 raise AttachError(
-                    f"{name} already runs under diffusers' {type(hook).__name__}; call "
-                    "disable_cache() first"
+                    f"{name} already runs under diffusers' {type(hook).__name__}; call disable_cache() first"
                 )
 
 

@@ -71,9 +71,7 @@ class Extension:
     def timesteps(self, run: Run, scheduler: Any) -> None:
         """Look at, or change, a scheduler's times after its `set_timesteps`."""
 
-    def stepping(
-        self, run: Run, scheduler: Any, output: Tensor, timestep: Any, sample: Tensor
-    ) -> None:
+    def stepping(self, run: Run, scheduler: Any, output: Tensor, timestep: Any, sample: Tensor) -> None:
         """See the arguments of the scheduler's next step: the guided output and the sample."""
 
     def counts(self, call: Call) -> dict[str, tuple[int, int]]:

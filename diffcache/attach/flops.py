@@ -24,9 +24,13 @@ from diffcache.kernels.dispatch import register_flops
 # Products of matrices -> which argument's last axis is summed over. torch's own formulas walk
 # through all arguments as trees, which takes as long as the products of a small model.
 _PRODUCTS = {
-    torch.ops.aten.mm: 0, torch.ops.aten.bmm: 0, INT_MM: 0, torch.ops.aten.addmm: 1,
-    torch.ops.aten.baddbmm: 1, torch.ops.aten.linear: 0,
-}  # fmt: skip
+    torch.ops.aten.mm: 0,
+    torch.ops.aten.bmm: 0,
+    INT_MM: 0,
+    torch.ops.aten.addmm: 1,
+    torch.ops.aten.baddbmm: 1,
+    torch.ops.aten.linear: 0,
+}
 # Products of matrices in libraries of quantized weights; the first argument's last axis is summed.
 _INT8_PRODUCTS = ("linear_matmul", "scaled_mm", "mixed_scaled_mm")
 _QUANTIZED_PRODUCTS = {"quanto::qbytes_mm", "bitsandbytes::gemv_4bit"}

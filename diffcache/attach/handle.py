@@ -146,9 +146,7 @@ class Handle(Runs):
     def check_fits(self, method: Method, scheduler: Any) -> None:
         """Raise AttachError or TablesError unless a method serves the denoisers and a scheduler."""
         for denoiser in self.denoisers:
-            method.for_denoiser(denoiser.name).check_model(
-                facts_of(denoiser.model, scheduler, self.target())
-            )
+            method.for_denoiser(denoiser.name).check_model(facts_of(denoiser.model, scheduler, self.target()))
 
     def use(self, method: Method) -> None:
         """Let the runs that start from now on have another method at the same places."""

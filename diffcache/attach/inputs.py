@@ -180,9 +180,7 @@ class _FullMask(Tensor):
     """Mask of prompts without padding, whose lengths can be read on the `meta` device too."""
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Return the lengths for a sum over the tokens, which Lumina 2 reads; else as ever."""
         if func is Tensor.sum:
             return torch.full((args[0].shape[0],), args[0].shape[1])
@@ -280,9 +278,7 @@ INPUTS: dict[str, CallInputs] = {
     "DiTTransformer2DModel": CallInputs(_dit, patch="patch_size"),
     "Flux2Transformer2DModel": CallInputs(_flux2, guidance="none"),
     "FluxTransformer2DModel": CallInputs(_flux, guidance="none"),
-    "HunyuanVideoTransformer3DModel": CallInputs(
-        _hunyuan_video, 8, 4, "patch_size", guidance="none"
-    ),
+    "HunyuanVideoTransformer3DModel": CallInputs(_hunyuan_video, 8, 4, "patch_size", guidance="none"),
     "LTXVideoTransformer3DModel": CallInputs(_ltx, 32, 8, 1),
     "Lumina2Transformer2DModel": CallInputs(_lumina2, patch="patch_size", guidance="calls"),
     "PixArtTransformer2DModel": CallInputs(_pixart, patch="patch_size"),
@@ -324,9 +320,7 @@ def inputs_of(
     patch = config[known.patch] if isinstance(known.patch, str) else known.patch
     for name in ("height", "width"):
         if getattr(size, name) % (spatial * patch):
-            raise ValueError(
-                f"{name}={getattr(size, name)}: must be a multiple of {spatial * patch} for {cls}"
-            )
+            raise ValueError(f"{name}={getattr(size, name)}: must be a multiple of {spatial * patch} for {cls}")
     if temporal == 1 and size.frames > 1:
         raise ValueError(f"frames={size.frames}: {cls} makes pictures; use frames=1")
     frames = (size.frames - (not known.rounds_up or size.frames == 1)) // temporal + 1

@@ -25,9 +25,7 @@ def tables_of(method: Method) -> list[Tables]:
     return found
 
 
-def effective(
-    signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
+def effective(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call by name, defaults included; none of a call that will fail.
 
     Args:

@@ -409,9 +409,7 @@ def _check_steady(branch: Branch, given: dict[Any, Tensor]) -> None:
 def _shared(held: dict[Any, Tensor], given: dict[Any, Tensor]) -> frozenset[Any]:
     """Return the names of the condition tensors that are the same memory."""
     return frozenset(
-        name
-        for name, tensor in given.items()
-        if name in held and held[name].data_ptr() == tensor.data_ptr()
+        name for name, tensor in given.items() if name in held and held[name].data_ptr() == tensor.data_ptr()
     )
 
 

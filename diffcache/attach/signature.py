@@ -67,9 +67,7 @@ def tensors_in(given: dict[str, Any]) -> dict[str, Tensor]:
 
 def others_in(given: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     """Return the arguments that are no tensors, hashable, with their paths."""
-    return tuple(
-        (path, hashable(value)) for path, value in _walk(given) if not isinstance(value, Tensor)
-    )
+    return tuple((path, hashable(value)) for path, value in _walk(given) if not isinstance(value, Tensor))
 
 
 def values_in(name: str, value: Any) -> Iterator[tuple[str, Any]]:

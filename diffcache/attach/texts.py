@@ -90,9 +90,7 @@ class TextCache:
             self.detach()
             raise
 
-    def answer(
-        self, encoder: nn.Module, run: Callable[[], Any], args: Any, kwargs: dict[str, Any]
-    ) -> Any:
+    def answer(self, encoder: nn.Module, run: Callable[[], Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """Answer a call of an encoder.
 
         Args:
@@ -158,9 +156,7 @@ class TextCache:
     def counts(self) -> TextCounts:
         """Return the counts of calls and bytes so far."""
         with self._lock:
-            return TextCounts(
-                self._looked_up, self._computed, self._held, self.limit_bytes, self._passed_over
-            )
+            return TextCounts(self._looked_up, self._computed, self._held, self.limit_bytes, self._passed_over)
 
     def clear(self) -> None:
         """Forget every output."""
@@ -184,9 +180,7 @@ class _Encoder:
         owner = owner_of(model)
         if owner is not None:
             what = "another pipeline's texts" if isinstance(owner, TextCache) else described(owner)
-            raise AttachError(
-                f"text_bytes: {name} is held by {what} already; unwrap that, or leave it out"
-            )
+            raise AttachError(f"text_bytes: {name} is held by {what} already; unwrap that, or leave it out")
         if is_compiled(model) and not is_compiled_in_place(model):
             raise AttachError(
                 f"text_bytes: {name} is compiled by torch.compile(...); compile it in place, "
@@ -223,25 +217,16 @@ def _encoders_of(pipeline: Any) -> dict[str, nn.Module]:
         AttachError: If there is none.
     """
     parts = {} if isinstance(pipeline, nn.Module) else getattr(pipeline, "components", {})
-    found = {
-        name: part
-        for name, part in parts.items()
-        if _NAMES.fullmatch(name) and isinstance(part, nn.Module)
-    }
+    found = {name: part for name, part in parts.items() if _NAMES.fullmatch(name) and isinstance(part, nn.Module)}
     if not found:
-        raise AttachError(
-            f"text_bytes: this {type(pipeline).__name__} has no text encoder; leave it out"
-        )
+        raise AttachError(f"text_bytes: this {type(pipeline).__name__} has no text encoder; leave it out")
     return found
 
 
 def _contents(tensors: dict[str, Tensor]) -> tuple[Any, ...]:
     """Return a hashable key of tensors by their paths: looks and contents."""
     contents = Contents()
-    return tuple(
-        (path, t.shape, t.stride(), t.dtype, t.device, contents.of(t))
-        for path, t in tensors.items()
-    )
+    return tuple((path, t.shape, t.stride(), t.dtype, t.device, contents.of(t)) for path, t in tensors.items())
 
 
 def _surroundings(encoder: nn.Module) -> Any:

@@ -61,9 +61,7 @@ def unshared(value: Any) -> Any:
 
 def hollow(value: Any) -> Any:
     """Return `value` with every tensor replaced by zeros of its shape that take no memory."""
-    tensors = [
-        torch.zeros((), dtype=t.dtype, device=t.device).expand(t.shape) for t in leaves(value)
-    ]
+    tensors = [torch.zeros((), dtype=t.dtype, device=t.device).expand(t.shape) for t in leaves(value)]
     return Template(value).build(tensors)
 
 

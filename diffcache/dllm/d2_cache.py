@@ -194,9 +194,7 @@ def filled(chosen: Tensor, distance: int) -> Tensor:
     return chosen | (after - before <= distance)
 
 
-def influence(
-    attention: Sequence[Tensor], index: Tensor, real: Tensor, valid: Tensor | None
-) -> Tensor:
+def influence(attention: Sequence[Tensor], index: Tensor, real: Tensor, valid: Tensor | None) -> Tensor:
     """Return the column sums of the attention rollout, `[B, T]`.
 
     Args:

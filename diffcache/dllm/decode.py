@@ -55,17 +55,13 @@ class Schedule:
         if self.block is not None:
             check_int("block", self.block, 1)
             if self.length % self.block:
-                raise ValueError(
-                    f"block={self.block}: must divide length={self.length}; use block=None for one "
-                    "block"
-                )
+                raise ValueError(f"block={self.block}: must divide length={self.length}; use block=None for one block")
         if self.steps is not None:
             check_int("steps", self.steps, 1)
             blocks = self.length // self.size
             if self.steps % blocks or self.steps > self.length:
                 raise ValueError(
-                    f"steps={self.steps}: must be a multiple of the {blocks} blocks, and at most "
-                    f"length={self.length}"
+                    f"steps={self.steps}: must be a multiple of the {blocks} blocks, and at most length={self.length}"
                 )
 
     @property
@@ -122,10 +118,7 @@ class Decoding:
     ) -> None:
         _check_prompts(prompts, mask_id, valid)
         if schedule.eos_id == mask_id:
-            raise ValueError(
-                f"eos_id={mask_id}: is the mask, which no answer ends with; give another token, or "
-                "None"
-            )
+            raise ValueError(f"eos_id={mask_id}: is the mask, which no answer ends with; give another token, or None")
         if isinstance(sampler.rule, Guided) and guide is None:
             raise ValueError(
                 f"rule={sampler.rule!r}: there is no guide; give DiffusionLM(..., guide=...) an "
@@ -324,9 +317,7 @@ class Decoding:
             self._starts = starts
             self._at = torch.tensor(starts, device=self.ids.device) + self._block
         self._may = self._may_commit()
-        if self.valid is not None and (
-            self.valid_now is None or self.valid_now.shape[1] != self.width
-        ):
+        if self.valid is not None and (self.valid_now is None or self.valid_now.shape[1] != self.width):
             self.valid_now = self.valid[:, : self.width]
 
     def _may_commit(self) -> Tensor:
@@ -353,9 +344,7 @@ class Decoding:
     def _drawn(self) -> Tensor:
         """Draw the order of all commits, `[B, length]`, the largest first."""
         size = (len(self.ids), self.ids.shape[1] - self.prompt)
-        return torch.rand(
-            size, dtype=torch.float64, device=self.ids.device, generator=self._generator
-        )
+        return torch.rand(size, dtype=torch.float64, device=self.ids.device, generator=self._generator)
 
     def _drawn_scores(self, may: Tensor) -> Tensor:
         """Return the places in the order drawn, `[B, n]`, the largest first, -inf elsewhere."""
@@ -474,9 +463,7 @@ class Decoding:
                 continue
             span, run = row.span, range(self.width) if plan.rows is None else plan.rows
             row = replace(  # a forward computes what was not computed as it stays
-                row,
-                final=max(row.final, span.start),
-                known=max(row.known, span.start if row.leads else span.stop),
+                row, final=max(row.final, span.start), known=max(row.known, span.start if row.leads else span.stop)
             )
             is_over = row.step + 1 >= len(self._quotas)
             if row.leads:
@@ -581,14 +568,11 @@ def _check_prompts(prompts: Tensor, mask_id: int, valid: Tensor | None) -> None:
         )
     if bool((prompts == mask_id).any()):
         raise ValueError(
-            f"prompts: hold the mask, token {mask_id}, which would never be decided; take it out, "
-            "or say mask_id"
+            f"prompts: hold the mask, token {mask_id}, which would never be decided; take it out, or say mask_id"
         )
     if valid is None:
         return
     if valid.shape != prompts.shape or valid.dtype != torch.bool:
-        raise ValueError(
-            f"valid={list(valid.shape)} of {valid.dtype}: must be bool {list(prompts.shape)}"
-        )
+        raise ValueError(f"valid={list(valid.shape)} of {valid.dtype}: must be bool {list(prompts.shape)}")
     if not bool(valid[:, -1].all()) or bool((valid[:, :-1] & ~valid[:, 1:]).any()):
         raise ValueError("valid: padding must be on the left of each prompt; pad on the left")

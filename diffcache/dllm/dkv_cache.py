@@ -72,8 +72,7 @@ class DKVCache(Policy):
         if self.every is not None:
             if self.variant == "prefill":
                 raise ValueError(
-                    f"every={self.every!r}: variant='prefill' has no refresh; leave it out, or use "
-                    "variant='pd'"
+                    f"every={self.every!r}: variant='prefill' has no refresh; leave it out, or use variant='pd'"
                 )
             check_int("every", self.every, 1)
         if self.variant != "greedy" and (self.window is not None or self.center != "next"):
@@ -82,9 +81,7 @@ class DKVCache(Policy):
                 "window; leave them out, or use variant='greedy'"
             )
         if self.variant in ("prefill", "greedy") and not self.delay:
-            raise ValueError(
-                f"delay=False: variant={self.variant!r} has no delay; use 'decode' or 'pd'"
-            )
+            raise ValueError(f"delay=False: variant={self.variant!r} has no delay; use 'decode' or 'pd'")
         if self.window is not None:
             check_int("window", self.window, 0)
 

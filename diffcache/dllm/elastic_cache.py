@@ -137,9 +137,7 @@ def most_attended(masses: Tensor, known: Tensor, count: int) -> Tensor:
     return torch.zeros_like(masses, dtype=torch.bool).scatter_(2, best, True).any(0) & known
 
 
-def likeness(
-    before: Tensor, after: Tensor, real: Tensor | None, seen: Tensor | None, axis: Axis
-) -> Tensor:
+def likeness(before: Tensor, after: Tensor, real: Tensor | None, seen: Tensor | None, axis: Axis) -> Tensor:
     """Return how alike the attention of tokens is at two times, `[B]`, from 0 to 1.
 
     Args:

@@ -65,9 +65,7 @@ class RowPlan:
     def twice(self) -> RowPlan:
         """Return the plan of a batch that has every sequence a second time, after all of them."""
         own: dict[str, Any] = {item.name: getattr(self, item.name) for item in fields(self)}
-        both: dict[str, Any] = {
-            k: torch.cat([v, v]) for k, v in own.items() if isinstance(v, Tensor)
-        }
+        both: dict[str, Any] = {k: torch.cat([v, v]) for k, v in own.items() if isinstance(v, Tensor)}
         return replace(self, **both)
 
     def count(self, width: int) -> int:

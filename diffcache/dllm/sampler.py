@@ -69,9 +69,7 @@ class Sampler:
                 options = ", ".join(map(repr, allowed))
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {options}")
         if not isinstance(self.rule, Rule):
-            raise ValueError(
-                f"rule={self.rule!r}: must be a rule, such as Quota(), Threshold(0.9) or Factor(1)"
-            )
+            raise ValueError(f"rule={self.rule!r}: must be a rule, such as Quota(), Threshold(0.9) or Factor(1)")
         for name in ("temperature", "cfg_scale"):
             value = getattr(self, name)
             if not is_number(value) or not 0 <= value <= _MOST:
@@ -84,13 +82,10 @@ class Sampler:
                 check_int(name, token, 0)
         if self.by != "confidence" and not self.rule.is_fixed:
             raise ValueError(
-                f"by={self.by!r}: {self.rule!r} looks at confidence; use by='confidence', or "
-                "rule=Quota()"
+                f"by={self.by!r}: {self.rule!r} looks at confidence; use by='confidence', or rule=Quota()"
             )
 
-    def candidates(
-        self, logits: Tensor, mask_id: int, generator: torch.Generator | None
-    ) -> tuple[Tensor, Tensor]:
+    def candidates(self, logits: Tensor, mask_id: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """Return the token that each position would take, and how good it is.
 
         Args:
@@ -141,9 +136,7 @@ class Sampler:
 
     def _tokens(self, logits: Tensor, mask_id: int, generator: torch.Generator | None) -> Tensor:
         if self.temperature:
-            noise = torch.rand(
-                logits.shape, dtype=torch.float64, device=logits.device, generator=generator
-            )
+            noise = torch.rand(logits.shape, dtype=torch.float64, device=logits.device, generator=generator)
             logits = logits.double() - self.temperature * (-noise.log()).log()
         logits = logits.clone()
         logits[..., mask_id] = float("-inf")

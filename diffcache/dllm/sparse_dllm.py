@@ -51,9 +51,7 @@ class SparsePlan(RowPlan):
         seen = (kept | ~self.hides)[:, None, None].expand(-1, -1, count, -1)
         return seen if mask is None else seen & mask
 
-    def chosen(
-        self, q: Tensor, k: Tensor, valid: Tensor | None, before: Tensor | None
-    ) -> Tensor | None:
+    def chosen(self, q: Tensor, k: Tensor, valid: Tensor | None, before: Tensor | None) -> Tensor | None:
         """Return what a layer keeps from now on, bool `[B, T]`: its choice, and the block.
 
         Args:
@@ -136,6 +134,4 @@ class SparseDLLM(Policy):
         for which in ([row.step == 1 for row in state.rows], [row.step > 1 for row in state.rows]):
             flags.append(torch.tensor(which, device=inside.device)[:, None] if any(which) else None)
         rows = state.plan(inside, lambda row: row.step < 2).rows
-        return SparsePlan(
-            rows, inside=inside, evicts=flags[0], hides=flags[1], keep=self.keep, kernel=self.kernel
-        )
+        return SparsePlan(rows, inside=inside, evicts=flags[0], hides=flags[1], keep=self.keep, kernel=self.kernel)

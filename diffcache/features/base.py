@@ -155,9 +155,7 @@ class Instead(ABC):
     def link(self, states: Sequence[Any]) -> None:  # noqa: B027
         """Note the order in which the states of a branch are asked for; for fetching ahead."""
 
-    def estimate_all(
-        self, states: Sequence[Any], step: Step, bases: Sequence[Tensor] | None = None
-    ) -> list[Tensor]:
+    def estimate_all(self, states: Sequence[Any], step: Step, bases: Sequence[Tensor] | None = None) -> list[Tensor]:
         """Return `estimate` of many states; a method may do them in fewer kernel launches.
 
         Args:

@@ -52,9 +52,7 @@ class Corrected(Instead):
 
     tables: Tables
     # maps by feature, dtype and device: moved once, never changed
-    _maps: dict[Any, tuple[Tensor, Tensor]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    _maps: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def init(self) -> Anchored:
         """Return the state of the only feature.
@@ -190,9 +188,7 @@ class CacheQuant(Calibrated):
     collected_by: ClassVar[str] = "diffcache.offline.cachequant_collect:collector"
     schema: ClassVar[Schema] = Schema(
         {
-            "starts": Entry(
-                ("computed",), whole=True, low=0, high="steps-1", ascending=True, first=0
-            ),
+            "starts": Entry(("computed",), whole=True, low=0, high="steps-1", ascending=True, first=0),
             "cache/*/a": Entry(("steps", "channels"), low=-1e4, high=1e4),
             "cache/*/b": Entry(("steps", "channels"), low=-1e6, high=1e6),
             "quant/*/weight_scale": Entry(("channels",), positive=True, high=1e4),
@@ -266,11 +262,17 @@ class CacheQuant(Calibrated):
     def settings(self) -> dict[str, Any]:
         """Return the settings that the tables depend on, as plain data."""
         return {
-            "every": self.every, "bits": self.bits, "site": Site.of(self.site).value,
-            "lead": self.lead, "tail": self.tail, "blocks": list(self.blocks),
-            "schedule": self.schedule, "corrected": list(self.corrected),
-            "exempt": list(self.exempt), "official": self.official,
-        }  # fmt: skip
+            "every": self.every,
+            "bits": self.bits,
+            "site": Site.of(self.site).value,
+            "lead": self.lead,
+            "tail": self.tail,
+            "blocks": list(self.blocks),
+            "schedule": self.schedule,
+            "corrected": list(self.corrected),
+            "exempt": list(self.exempt),
+            "official": self.official,
+        }
 
     def _check_settings(self, tables: Tables) -> None:
         """Raise TablesError unless the tables were made for these settings."""
@@ -308,10 +310,7 @@ def _names(argument: str, value: Any) -> tuple[str, ...]:
         return (value,)
     if not isinstance(value, (tuple, list)) or not all(isinstance(name, str) for name in value):
         example = "'blocks.2-9'" if argument == "blocks" else "'*.ff.net.2'"
-        raise ValueError(
-            f"{argument}={value!r}: must be a name such as {example} or a tuple of names, () for "
-            "none"
-        )
+        raise ValueError(f"{argument}={value!r}: must be a name such as {example} or a tuple of names, () for none")
     return tuple(value)
 
 

@@ -182,8 +182,7 @@ class Calibrated(FeatureMethod):
         if len(found) > 1:
             names = " or ".join(f"model={name!r}" for name in found)
             raise AttachError(
-                f"{cls.name}: nothing tells which of the published settings are this "
-                f"{facts['model']}'s; say {names}"
+                f"{cls.name}: nothing tells which of the published settings are this {facts['model']}'s; say {names}"
             )
         return found[0] if found else ""
 
@@ -237,11 +236,7 @@ class Calibrated(FeatureMethod):
             raise UncalibratedError(
                 f"{cls} has no tables for this model: method = diffcache.calibrate(pipe, "
                 f"{cls}(...), prompts=[...]), or give {cls}(..., tables='file.safetensors')"
-                + (
-                    f"; {cls}.published(NAME) is for {', '.join(self.publishes)}"
-                    if self.publishes
-                    else ""
-                ),
+                + (f"; {cls}.published(NAME) is for {', '.join(self.publishes)}" if self.publishes else ""),
                 self.name,
             )
         return self.tables

@@ -83,13 +83,9 @@ class Combine(FeatureMethod, Ability):
         check_int("lead", self.lead, 0)
         check_int("tail", self.tail, 0)
         if self.feature not in ("residual", "output", "change", "guidance"):
-            raise ValueError(
-                f"feature={self.feature!r}: must be 'residual', 'output', 'change' or 'guidance'"
-            )
+            raise ValueError(f"feature={self.feature!r}: must be 'residual', 'output', 'change' or 'guidance'")
         if self.feature in ("change", "guidance") and site is not Site.MODEL:
-            raise ValueError(
-                f"feature={self.feature!r} with site={site.value!r}: is for site 'model'"
-            )
+            raise ValueError(f"feature={self.feature!r} with site={site.value!r}: is for site 'model'")
         if isinstance(self.blocks, str):
             object.__setattr__(self, "blocks", (self.blocks,))
         if (site is Site.RUN) != bool(self.blocks):
@@ -103,9 +99,7 @@ class Combine(FeatureMethod, Ability):
                 "blocks and modules inside them decide apart"
             )
         if self.when.probe in ("residual", "output") and self.lead == 0:
-            raise ValueError(
-                f"lead=0 with when={self.when!r}: a gate looks at lead blocks; set lead=1"
-            )
+            raise ValueError(f"lead=0 with when={self.when!r}: a gate looks at lead blocks; set lead=1")
         if site.is_module and (self.lead or self.tail or self.when.waits):
             raise ValueError(
                 f"lead={self.lead}, tail={self.tail}: must be 0 at site {site.value!r}, and the "
@@ -133,12 +127,7 @@ def goes_in_place(new: Method, old: Method) -> bool:
     for made, had in pairs:
         if isinstance(made, Combine) and isinstance(had, Combine):
             a, b = made.when, had.when
-            looks = (a.probe, a.sites, a.by_branch, a.total) == (
-                b.probe,
-                b.sites,
-                b.by_branch,
-                b.total,
-            )
+            looks = (a.probe, a.sites, a.by_branch, a.total) == (b.probe, b.sites, b.by_branch, b.total)
             same = same and looks and replace(made, when=b, instead=had.instead) == had
         else:
             same = same and made == had

@@ -173,6 +173,4 @@ class DMD(FeatureMethod):
 
     def parts(self) -> Combine:
         """Return one step in `every` after the warm-up, and the fitted exponentials."""
-        return Combine(
-            Every(self.every, self.warmup), Exponentials(self.history, self.rank), self.site
-        )
+        return Combine(Every(self.every, self.warmup), Exponentials(self.history, self.rank), self.site)

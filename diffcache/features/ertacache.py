@@ -225,8 +225,7 @@ class ERTACache(Calibrated):
             raise ValueError(f"schedule={self.schedule!r}: must be 'list' or 'uniform'")
         if self.schedule == "uniform" and (self.time or self.rectify):
             raise ValueError(
-                "schedule='uniform': factors and maps are those of the list; "
-                "pass time=False, rectify=False with it"
+                "schedule='uniform': factors and maps are those of the list; pass time=False, rectify=False with it"
             )
         self.load_tables()
         if isinstance(self.tables, Tables) and self.threshold:

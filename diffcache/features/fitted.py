@@ -133,10 +133,7 @@ class FittedForecast(Calibrated):
             raise ValueError(f"computed={self.computed}: the tables are for {tables.steps} steps")
         steps, weights = _solved(tables, self.computed, self.history, float(self.ridge))
         return Combine(
-            Listed(steps, tables.steps),
-            Weighted(weights, self.history),
-            self.site,
-            feature=feature_at(self.site),
+            Listed(steps, tables.steps), Weighted(weights, self.history), self.site, feature=feature_at(self.site)
         )
 
 

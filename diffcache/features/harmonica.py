@@ -180,9 +180,7 @@ class HarmoniCa(Calibrated):
             )
         planned = arguments.get("num_sampling_steps", steps)
         if planned != steps:
-            raise TablesError(
-                f"{str(path)!r}: {steps} routers, but its arguments say {planned} sampling steps"
-            )
+            raise TablesError(f"{str(path)!r}: {steps} routers, but its arguments say {planned} sampling steps")
         names = [site.format(block) for block in range(width // len(sites)) for site in sites]
         header = {"method": cls.name, "steps": steps, "sites": names, "model": model}
         header["official"] = True

@@ -46,9 +46,7 @@ class CleanRate(Rate):
     def returned(self, state: Rates, step: Step, output: Tensor) -> None:
         """Measure the rate between this computed step and the one before."""
         if state.now is None:
-            raise AttachError(
-                "the sample is no single tensor; use another method, such as SeaCache"
-            )
+            raise AttachError("the sample is no single tensor; use another method, such as SeaCache")
         sample = state.now[tuple(map(slice, output.shape))]  # without added channels or tokens
         super().returned(state, step, sample - sigma_of(step) * output)
 

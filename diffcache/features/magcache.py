@@ -187,9 +187,7 @@ class MagCache(Calibrated):
             return Combine(Every(1), Reuse())
         ratios: Any = self.ratios or tuple(self.measured()["ratios"].tolist())
         lists = ratios if isinstance(ratios[0], tuple) else (ratios,)
-        when = Magnitude(
-            lists, self.threshold, self.longest, self.retention, self.always, len(lists) > 1
-        )
+        when = Magnitude(lists, self.threshold, self.longest, self.retention, self.always, len(lists) > 1)
         return Combine(when, Reuse())
 
 
@@ -202,9 +200,7 @@ def check_ratios(values: Any) -> Any:
     """
     nested = isinstance(values, (list, tuple)) and values and not is_number(values[0])
     try:
-        lists = tuple(
-            tuple(float(value) for value in row) for row in (values if nested else [values])
-        )
+        lists = tuple(tuple(float(value) for value in row) for row in (values if nested else [values]))
     except (TypeError, ValueError):
         lists = ((),)
     if not all(row and all(0 < value < math.inf for value in row) for row in lists):

@@ -96,9 +96,5 @@ class PAB(FeatureMethod):
 
     def parts(self) -> Combine:
         """Return the intervals of the kinds, and reuse of attention's output."""
-        every = (
-            ("self", self.self_every),
-            ("temporal", self.temporal_every),
-            ("cross", self.cross_every),
-        )
+        every = (("self", self.self_every), ("temporal", self.temporal_every), ("cross", self.cross_every))
         return Combine(ByKind(every, self.start, self.end), site=Site.ATTENTION)

@@ -178,13 +178,21 @@ _OF_CACHE_DIT = {
     "diffcache.run(pipe) around each",
 }
 _MAPPED_OF_CACHE_DIT = (
-    "cache_type", "Fn_compute_blocks", "Bn_compute_blocks", "residual_diff_threshold",
-    "max_warmup_steps", "max_cached_steps", "max_continuous_cached_steps",
-    "cfg_diff_compute_separate", "cfg_compute_first",
+    "cache_type",
+    "Fn_compute_blocks",
+    "Bn_compute_blocks",
+    "residual_diff_threshold",
+    "max_warmup_steps",
+    "max_cached_steps",
+    "max_continuous_cached_steps",
+    "cfg_diff_compute_separate",
+    "cfg_compute_first",
     # what a pipeline, its branches and a mask are, which is found out here by itself
-    "enable_separate_cfg", "num_inference_steps",
-    "steps_computation_policy", "force_refresh_step_policy",
-)  # fmt: skip
+    "enable_separate_cfg",
+    "num_inference_steps",
+    "steps_computation_policy",
+    "force_refresh_step_policy",
+)
 
 
 def _dbcache(config: Any) -> Method:
@@ -234,13 +242,11 @@ _REFUSED = {
     "use diffcache.PAB(self_every=..., cross_every=..., start=..., end=...)",
     "FasterCacheConfig": "its ranges are of timesteps, and it reuses attention too; use "
     "diffcache.FasterCache(every=..., start=...) for its guidance",
-    "TextKVCacheConfig": "it holds the keys and values of a prompt exactly, and skips no steps; "
-    "leave it to diffusers",
+    "TextKVCacheConfig": "it holds the keys and values of a prompt exactly, and skips no steps; leave it to diffusers",
     "DBPruneConfig": "use diffcache.DBPrune(threshold=..., lead=..., tail=..., warmup=...)",
     "BasicCacheConfig": "is the base of cache-dit's configurations; give a DBCacheConfig",
     **{
-        f"{name}CalibratorConfig": "forecasts the skipped residuals of a cache; use "
-        "diffcache.DBCache(..., order=1)"
+        f"{name}CalibratorConfig": "forecasts the skipped residuals of a cache; use diffcache.DBCache(..., order=1)"
         for name in ("", "TaylorSeer", "FoCa", "DMD")
     },
 }

@@ -32,10 +32,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "wan2.1-14b": {"background": tuple(f"blocks.{run}" for run in _WAN_RUNS)},
     # 14 of 20 double and 24 of 40 single blocks, 50 steps
     "hunyuanvideo": {
-        "background": (
-            "transformer_blocks.6-19",
-            *(f"single_transformer_blocks.{run}" for run in _HUNYUAN_SINGLE),
-        ),
+        "background": ("transformer_blocks.6-19", *(f"single_transformer_blocks.{run}" for run in _HUNYUAN_SINGLE)),
         "listed": (("single_transformer_blocks", _HUNYUAN_STEPS),),
         "total": 50,
     },
@@ -111,9 +108,7 @@ class ProfilingDiT(Calibrated):
         if isinstance(self.background, str):
             object.__setattr__(self, "background", (self.background,))
         if not isinstance(self.background, (tuple, list, type(None))):
-            raise ValueError(
-                f"background={self.background!r}: must be names such as 'blocks.2-9', or None"
-            )
+            raise ValueError(f"background={self.background!r}: must be names such as 'blocks.2-9', or None")
         check_int("every", self.every, 1, " (1 turns the cache off)")
         check_int("warmup", self.warmup, 0)
         check_int("sampled", self.sampled, 1)
@@ -122,11 +117,7 @@ class ProfilingDiT(Calibrated):
         if self.text not in (None, "first", "last"):
             raise ValueError(f"text={self.text!r}: must be 'first', 'last' or None")
         _check_share(self.share)
-        if not (
-            self.foreground is None
-            or isinstance(self.foreground, Tensor)
-            or callable(self.foreground)
-        ):
+        if not (self.foreground is None or isinstance(self.foreground, Tensor) or callable(self.foreground)):
             raise ValueError(
                 f"foreground={self.foreground!r}: must be a bool tensor over the image tokens, a "
                 "function that returns one, or None to find it in the output"
@@ -158,16 +149,12 @@ class ProfilingDiT(Calibrated):
         own = dict(self.listed)
         unknown = [key for key in own if not any(_parsed(name)[0] == key for name in blocks)]
         if unknown:
-            raise ValueError(
-                f"listed: {unknown[0]!r} is no list of the background blocks {', '.join(blocks)}"
-            )
+            raise ValueError(f"listed: {unknown[0]!r} is no list of the background blocks {', '.join(blocks)}")
         if own:
             assert self.total is not None
             common = steps_of(when, self.total)
             first = tuple(range(min(self.warmup, self.total)))
-            steps = {
-                b: (*first, *own[k]) if (k := _parsed(b)[0]) in own else common for b in blocks
-            }
+            steps = {b: (*first, *own[k]) if (k := _parsed(b)[0]) in own else common for b in blocks}
             when = Table(steps, self.total)
         return Combine(when, Reuse(), Site.RUN, blocks=blocks)
 
@@ -233,9 +220,7 @@ def _pairs(listed: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
         pairs = listed.items() if isinstance(listed, Mapping) else listed
         made = tuple((str(key), tuple(steps)) for key, steps in pairs)
     except (TypeError, ValueError):
-        raise ValueError(
-            f"listed={listed!r}: must be pairs such as (('blocks', (7, 12, 20)),)"
-        ) from None
+        raise ValueError(f"listed={listed!r}: must be pairs such as (('blocks', (7, 12, 20)),)") from None
     for _, steps in made:
         for index in steps:
             check_int("listed", index, 0)

@@ -219,10 +219,7 @@ def _is_inner(matrix: Tensor) -> bool:
 
 def _words(entry: Entry, shape: list[int | None], high: float) -> str:
     """Return the schema of a tensor in words."""
-    axes = [
-        str(axis) if length is None else str(length)
-        for axis, length in zip(entry.shape, shape, strict=True)
-    ]
+    axes = [str(axis) if length is None else str(length) for axis, length in zip(entry.shape, shape, strict=True)]
     words = f"[{', '.join(axes)}] {'whole' if entry.whole else 'real'} numbers"
     if entry.positive:
         words += " above 0" + (f" up to {high:g}" if high < LARGEST else "")

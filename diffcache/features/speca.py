@@ -70,8 +70,7 @@ class Verified(When):
             check_int(name, getattr(self, name), 1)
         if self.shortest > self.longest:
             raise ValueError(
-                f"shortest={self.shortest}: must be at most longest={self.longest}, or no step is "
-                "ever checked"
+                f"shortest={self.shortest}: must be at most longest={self.longest}, or no step is ever checked"
             )
 
     def init(self) -> Verification:

@@ -69,8 +69,7 @@ class Chebyshev(Instead):
             state.sums = [zeros.clone() for _ in range(self.degree + 1)]
         weights = self._polynomials([step.index])[0].tolist()
         state.sums = [
-            torch.add(total, feature, alpha=weight)
-            for total, weight in zip(state.sums, weights, strict=True)
+            torch.add(total, feature, alpha=weight) for total, weight in zip(state.sums, weights, strict=True)
         ]
         kept = 1 if self.blend == 1 else 2
         state.last = [feature, *state.last][:kept]

@@ -33,13 +33,9 @@ class Tables:
 
     __slots__ = ("_header", "_tensors", "digest", "path")
 
-    def __init__(
-        self, header: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path | None = None
-    ) -> None:
+    def __init__(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path | None = None) -> None:
         self._header = MappingProxyType(dict(header))
-        self._tensors = MappingProxyType(
-            {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
-        )
+        self._tensors = MappingProxyType({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()})
         self.path = path
         try:
             found = hashlib.sha256(json.dumps(self._plain(), sort_keys=True).encode())
@@ -67,9 +63,7 @@ class Tables:
             TablesError: If there is none of that name.
         """
         if name not in self._tensors:
-            raise TablesError(
-                f"{self!r}: no table {name!r}; it has {', '.join(self._tensors) or 'none'}"
-            )
+            raise TablesError(f"{self!r}: no table {name!r}; it has {', '.join(self._tensors) or 'none'}")
         return self._tensors[name]
 
     def __contains__(self, name: str) -> bool:
@@ -122,10 +116,7 @@ class Tables:
         path = Path(path)
         if not os.path.isfile(path):  # Path.is_file raises where a name is too long
             what = "is a folder; name a file in it" if os.path.isdir(path) else "no such file"
-            raise TablesError(
-                f"tables={str(path)[:500]!r}: {what}; diffcache.calibrate and diffcache.tune write "
-                "them"
-            )
+            raise TablesError(f"tables={str(path)[:500]!r}: {what}; diffcache.calibrate and diffcache.tune write them")
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
@@ -138,9 +129,7 @@ class Tables:
                 raise ValueError(fault)
             return cls(header, tensors, path)
         except (SafetensorError, ValueError, KeyError, RecursionError) as error:
-            raise TablesError(
-                f"tables={str(path)!r}: not a file of tables that diffcache wrote ({error})"
-            ) from error
+            raise TablesError(f"tables={str(path)!r}: not a file of tables that diffcache wrote ({error})") from error
 
     @classmethod
     def of(cls, value: Tables | str | Path | None, method: str) -> Tables | None:
@@ -161,10 +150,7 @@ class Tables:
         if not isinstance(value, Tables):
             raise ValueError(f"tables={value!r}: must be Tables, a file, or None")
         if value.header.get("method") != method:
-            raise TablesError(
-                f"tables={value!r}: made for method {shown(value.header.get('method'))}, not "
-                f"{method!r}"
-            )
+            raise TablesError(f"tables={value!r}: made for method {shown(value.header.get('method'))}, not {method!r}")
         return value
 
     def fit(self, schema: Schema) -> None:

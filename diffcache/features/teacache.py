@@ -133,12 +133,7 @@ class TeaCache(Calibrated):
     def _gate(self, rescaled: Rescaled) -> Accumulated:
         """Return the gate, whose settings are checked where it is made."""
         return Accumulated(
-            self.threshold,
-            rescaled,
-            warmup=self.warmup,
-            last=self.last,
-            of=self.compared(),
-            by_branch=self.by_branch,
+            self.threshold, rescaled, warmup=self.warmup, last=self.last, of=self.compared(), by_branch=self.by_branch
         )
 
     def compared(self) -> Input:
@@ -148,8 +143,7 @@ class TeaCache(Calibrated):
         measured: Input = self.tables.header.get("input", "modulated")
         if measured not in INPUTS:
             raise TablesError(
-                f"tables={self.tables!r}: input={measured!r} in their header: must be one of "
-                f"{', '.join(INPUTS)}"
+                f"tables={self.tables!r}: input={measured!r} in their header: must be one of {', '.join(INPUTS)}"
             )
         if self.input not in (None, measured):
             raise TablesError(

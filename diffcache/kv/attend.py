@@ -66,9 +66,7 @@ class Query:
         """Return queries `start` to `stop`."""
         pos = None if self.pos is None else self.pos[..., start:stop]
         mask = None if self.mask is None else self.mask[:, :, start:stop]
-        return replace(
-            self, q=self.q[:, :, start:stop], start=self.start + start, pos=pos, mask=mask
-        )
+        return replace(self, q=self.q[:, :, start:stop], start=self.start + start, pos=pos, mask=mask)
 
     def grouped(self, heads: int) -> Tensor:
         """Return the queries by key-value head, [B, H, G, n, D]."""
@@ -91,9 +89,7 @@ def attend(query: Query, views: Sequence[View]) -> Tensor:
     return attend_noting(query, views, note=False)[0]
 
 
-def attend_noting(
-    query: Query, views: Sequence[View], *, note: bool = True
-) -> tuple[Tensor, Tensor | None]:
+def attend_noting(query: Query, views: Sequence[View], *, note: bool = True) -> tuple[Tensor, Tensor | None]:
     """Return what `attend` does, and the log-sum-exps of queries where a kernel has them.
 
     Args:
@@ -284,9 +280,7 @@ def _by_kernel(query: Query, view: View, note: bool) -> tuple[Tensor, Tensor | N
     return out.to(query.q.dtype), lse
 
 
-def _parts(
-    query: Query, view: View, seen: dict[str, Any]
-) -> tuple[list[Tensor], list[Tensor]] | None:
+def _parts(query: Query, view: View, seen: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]] | None:
     """Return attention over each part of what is held, and its log-sum-exp; None without kernels.
 
     Args:
@@ -323,9 +317,7 @@ def _parts(
     return outs, lses
 
 
-def _pieces(
-    query: Query, view: View, seen: dict[str, Any]
-) -> tuple[list[Piece], dict[str, Any]] | None:
+def _pieces(query: Query, view: View, seen: dict[str, Any]) -> tuple[list[Piece], dict[str, Any]] | None:
     """Return the parts of what is held and what limits them; None where nothing is gained."""
     source = view.source
     if isinstance(source, Slots):
@@ -356,9 +348,8 @@ def _is_kivi(query: Query, k: Held, v: Held, seen: dict[str, Any]) -> bool:
 def _over_kivi(q: Tensor, k: Any, v: Any, scale: float) -> tuple[Tensor, Tensor]:
     """Return attention of one query over codes, and its log-sum-exp."""
     out, lse = attn_decode_kivi(
-        q[:, :, 0], k.codes, k.grid, v.codes, v.grid, scale, k.bits, v.bits, k.each, v.width,
-        k.shift, v.shift,
-    )  # fmt: skip
+        q[:, :, 0], k.codes, k.grid, v.codes, v.grid, scale, k.bits, v.bits, k.each, v.width, k.shift, v.shift
+    )
     return out[:, :, None], lse[:, :, None]
 
 
@@ -416,9 +407,7 @@ def _fused(query: Query, view: View) -> Tensor:
     if batch < len(q):
         k, v = (x.expand(len(q), -1, -1, -1) for x in (k, v))
     is_causal = bias is None and seen == _CAUSAL
-    out = scaled_dot_product_attention(
-        q, k, v, bias, is_causal=is_causal, scale=query.scale, enable_gqa=grouped
-    )
+    out = scaled_dot_product_attention(q, k, v, bias, is_causal=is_causal, scale=query.scale, enable_gqa=grouped)
     return out.reshape(len(q), heads * groups, count, v.shape[3])
 
 

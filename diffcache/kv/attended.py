@@ -108,9 +108,7 @@ class Attended:
             lse = lse.masked_fill(~self.valid[:, None], torch.inf)
         return attn_mass(q, k, lse, scale, **seen) * (k.shape[1] / q.shape[1])
 
-    def _block(
-        self, q: Tensor, k: Tensor, heads: range, part: range, change: Change | None
-    ) -> Tensor:
+    def _block(self, q: Tensor, k: Tensor, heads: range, part: range, change: Change | None) -> Tensor:
         """Return the attention that slots got from some queries, summed over them and their groups.
 
         Args:
@@ -138,9 +136,7 @@ class Attended:
         """Return how many queries could see each slot, float32 [B, 1 or H, S]."""
         if self.sees_all and self.valid is None:
             shape = self.slots.pos.shape
-            return torch.full(
-                shape, self.query.count, dtype=torch.float32, device=self.query.q.device
-            )
+            return torch.full(shape, self.query.count, dtype=torch.float32, device=self.query.q.device)
         batch, width = self.query.q.shape[0], self.slots.width
         _, count = self._sizes(batch * width * self.slots.pos.shape[1], 1)
         total = torch.zeros_like(self.slots.pos, dtype=torch.float32)

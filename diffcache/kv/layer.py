@@ -17,17 +17,7 @@ from diffcache.kv.mover import Mover
 from diffcache.kv.positions import PositionMap, Slot, key_places, own_places, placed
 from diffcache.kv.rotary import Rotation
 from diffcache.kv.segment import PLAIN, Dense, Flat, Segment, leveled, read_all
-from diffcache.kv.slots import (
-    EMPTY,
-    SlotIndex,
-    Slots,
-    chosen,
-    join_meta,
-    named,
-    one_row,
-    span,
-    writable,
-)
+from diffcache.kv.slots import EMPTY, SlotIndex, Slots, chosen, join_meta, named, one_row, span, writable
 from diffcache.kv.tail import Refill, Tail
 from diffcache.kv.view import Unread, View
 
@@ -120,10 +110,7 @@ class KVLayer:
         read_once: bool = False,
     ) -> None:
         if positions is not None and rotary is None and mover is None:
-            raise ValueError(
-                f"positions={positions!r}: keys are rotated when they are read, which takes a "
-                "rotary"
-            )
+            raise ValueError(f"positions={positions!r}: keys are rotated when they are read, which takes a rotary")
         if mover is not None and (rotary is not None or positions != Slot()):
             raise ValueError("mover: goes with positions=Slot() and keys that come rotated")
         self.index, self.rotary, self.positions, self.mover = index, rotary, positions, mover
@@ -139,12 +126,7 @@ class KVLayer:
     # writing -------------------------------------------------------------------------------
 
     def write(
-        self,
-        k: Tensor,
-        v: Tensor,
-        *,
-        valid: Tensor | None = None,
-        meta: Mapping[str, Tensor] | None = None,
+        self, k: Tensor, v: Tensor, *, valid: Tensor | None = None, meta: Mapping[str, Tensor] | None = None
     ) -> None:
         """Add tokens at the end, at positions from `seen` on.
 
@@ -158,9 +140,7 @@ class KVLayer:
             ValueError: If shapes do not fit each other or what is there.
         """
         if k.dim() != 4 or v.dim() != 4 or k.shape[:3] != v.shape[:3]:
-            raise ValueError(
-                f"k={list(k.shape)}, v={list(v.shape)}: must be [B, H, n, D] and [B, H, n, Dv]"
-            )
+            raise ValueError(f"k={list(k.shape)}, v={list(v.shape)}: must be [B, H, n, D] and [B, H, n, Dv]")
         form = Form.of(k, v)
         if form != self.form:
             form.check_fits(self.form, self.index, not self.tail.length)
@@ -175,9 +155,7 @@ class KVLayer:
             self.tail.append(Slots(k, v, {"pos": pos, **(meta or {})}))
         self.seen += k.shape[2]
 
-    def overwrite(
-        self, index: Tensor | range | SlotIndex, k: Tensor, v: Tensor, ver: int | None = None
-    ) -> None:
+    def overwrite(self, index: Tensor | range | SlotIndex, k: Tensor, v: Tensor, ver: int | None = None) -> None:
         """Write anew into slots that are there, which keep their positions.
 
         Args:

@@ -66,9 +66,6 @@ class Compensation(Merger):
         weight = logn.masked_fill(~gone, float("-inf"))
         total = weight.logsumexp(-1, keepdim=True)
         weight = weight.softmax(-1).nan_to_num(0.0)[..., None]
-        k, v = (
-            (weight * x).sum(2, keepdim=True).to(x.dtype).where(host[..., None], x)
-            for x in (slots.k, slots.v)
-        )
+        k, v = ((weight * x).sum(2, keepdim=True).to(x.dtype).where(host[..., None], x) for x in (slots.k, slots.v))
         meta = {**slots.meta, "logn": total.where(host, logn).float()}
         return Slots(k, v, meta), plan.masked_fill(host, KEEP)

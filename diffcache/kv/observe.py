@@ -122,9 +122,7 @@ class Observation:
         return (per_query * weight.to(per_query.dtype).view(shape)).sum(3)
 
 
-def observe(
-    layer: KVLayer, layers: int, queries: Query | None = None, out: Tensor | None = None
-) -> Observation:
+def observe(layer: KVLayer, layers: int, queries: Query | None = None, out: Tensor | None = None) -> Observation:
     """Return what scorers see of a layer."""
     slots, order = layer.read(), None
     if layer.segments or layer.tail.start is None:
@@ -139,10 +137,7 @@ def observe(
         slots = replace(slots, k=layer.rotary.rotate(slots.k, slots.rpos))
     stats = layer.stats
     if order is not None:
-        stats = {
-            name: value.gather(2, order.expand(-1, value.shape[1], -1))
-            for name, value in stats.items()
-        }
+        stats = {name: value.gather(2, order.expand(-1, value.shape[1], -1)) for name, value in stats.items()}
     tokens = torch.full((len(slots.k), 1), layer.seen, device=slots.k.device)
     if layer.padding is not None:
         tokens = tokens - layer.padding[:, None]
@@ -190,12 +185,8 @@ class Ring:
             pos = pos.where(valid[:, -new.count :], -1)
         new = replace(new, pos=pos, mask=None, sinks=None)
         if self.query is not None:
-            old = self.query.narrow(
-                max(self.query.count + new.count - self.size - spare, 0), self.query.count
-            )
-            new = replace(
-                new, q=torch.cat([old.q, new.q], 2), pos=torch.cat([old.positions(), pos], 1)
-            )
+            old = self.query.narrow(max(self.query.count + new.count - self.size - spare, 0), self.query.count)
+            new = replace(new, q=torch.cat([old.q, new.q], 2), pos=torch.cat([old.positions(), pos], 1))
         elif new.count < query.count:
             new = replace(new, q=new.q.clone())
         self.query = new
@@ -277,9 +268,13 @@ def lengthen(layer: KVLayer, names: Sequence[str]) -> None:
 
 
 def note(
-    score: Score, layer: KVLayer, query: Query, valid: Tensor | None, view: View | None = None,
+    score: Score,
+    layer: KVLayer,
+    query: Query,
+    valid: Tensor | None,
+    view: View | None = None,
     lse: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Have a score take note, in the statistics of a layer, of what queries asked of its slots.
 
     Args:

@@ -53,9 +53,13 @@ def per_layer(recipes: Sequence[Recipe]) -> Recipe:
         for name in ("score", "budget", "plan", "merge", "codec", "retrieve")
     }
     classes: Mapping[str, Any] = {
-        "score": LayerScores, "budget": LayerBudgets, "plan": LayerPlans, "merge": LayerMergers,
-        "codec": ByLayer, "retrieve": LayerRetrievers,
-    }  # fmt: skip
+        "score": LayerScores,
+        "budget": LayerBudgets,
+        "plan": LayerPlans,
+        "merge": LayerMergers,
+        "codec": ByLayer,
+        "retrieve": LayerRetrievers,
+    }
     for name, each in parts.items():
         if any(part is not None for part in each):
             changes[name] = classes[name](each)

@@ -189,9 +189,7 @@ def own_places(meta: Mapping[str, Tensor]) -> Tensor:
     return meta["rpos"].where(pos >= 0, EMPTY) if "rpos" in meta else pos
 
 
-def key_places(
-    positions: PositionMap | None, meta: Mapping[str, Tensor], rotary: Rotation
-) -> Tensor:
+def key_places(positions: PositionMap | None, meta: Mapping[str, Tensor], rotary: Rotation) -> Tensor:
     """Return the positions that keys of slots are rotated under, these being all that is held.
 
     Args:

@@ -63,25 +63,17 @@ class Recipe(Settings):
         evicting = [getattr(self, name) is not None for name in ("score", "budget", "plan")]
         if any(evicting) != all(evicting):
             raise ValueError(
-                f"score={self.score!r}, budget={self.budget!r}, plan={self.plan!r}: give all three "
-                "of them or none"
+                f"score={self.score!r}, budget={self.budget!r}, plan={self.plan!r}: give all three of them or none"
             )
         if (self.merge is not None or self.ladder) and not all(evicting):
-            raise ValueError(
-                f"{self.name or 'recipe'}: merging and ladders need score, budget and plan"
-            )
+            raise ValueError(f"{self.name or 'recipe'}: merging and ladders need score, budget and plan")
         if self.merge is not None and self.merge.space == "pre" and self.space != "pre":
-            raise ValueError(
-                f"merge={self.merge!r}: merges unrotated keys, which needs space='pre'"
-            )
+            raise ValueError(f"merge={self.merge!r}: merges unrotated keys, which needs space='pre'")
         if self.space != "pre" and not isinstance(self.positions, Slot | None):
-            raise ValueError(
-                f"positions={self.positions!r}: keys are rotated anew, which needs space='pre'"
-            )
+            raise ValueError(f"positions={self.positions!r}: keys are rotated anew, which needs space='pre'")
         if self.merge is not None and self.positions is not None and not self.positions.anchored:
             raise ValueError(
-                f"positions={self.positions!r}: moves keys that merge={self.merge!r} joins; "
-                "use Slot(), or None"
+                f"positions={self.positions!r}: moves keys that merge={self.merge!r} joins; use Slot(), or None"
             )
         if all(evicting) and self.trigger is None:
             object.__setattr__(self, "trigger", AfterPrefill())

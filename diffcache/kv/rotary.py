@@ -137,18 +137,14 @@ class Rotation(ABC):
         rows, heads, size = x.shape[:3]
         fits = lead in ((), (1, 1), (1, heads), (rows, 1), (rows, heads))
         if not fits or (slots and slots[0] not in (1, size)):
-            raise ValueError(
-                f"positions of {[*lead, *slots]} do not fit x of {list(x.shape)}: {_ROOM}"
-            )
+            raise ValueError(f"positions of {[*lead, *slots]} do not fit x of {list(x.shape)}: {_ROOM}")
         return angles
 
     def _turn(self, x: Tensor, pos: Position, scale: float, *, back: bool = False) -> Tensor:
         angles = self._angles(x, pos)
         if self.channels == 0:
             return x
-        return rotate(
-            x, angles, scale=scale, back=back, start=self.start, interleaved=self.interleaved
-        )
+        return rotate(x, angles, scale=scale, back=back, start=self.start, interleaved=self.interleaved)
 
 
 def place(pos: Position, freq: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:

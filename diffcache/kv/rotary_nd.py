@@ -45,15 +45,13 @@ class RotaryND(Rotation):
         self.check()
         if len(self.axes) != self.inv_freq.shape[0]:
             raise ValueError(
-                f"axes must name the axis of each of the {self.inv_freq.shape[0]} pairs, got "
-                f"{len(self.axes)} of them"
+                f"axes must name the axis of each of the {self.inv_freq.shape[0]} pairs, got {len(self.axes)} of them"
             )
         if self.count < 1 or not all(0 <= axis < self.count for axis in self.axes):
             raise ValueError(f"axes must be from 0 to count - 1 = {self.count - 1}: {self.axes}")
         if self.grid is not None and (len(self.grid) != self.count - 1 or min(self.grid) < 1):
             raise ValueError(
-                f"grid={self.grid}: must have the sizes of the last {self.count - 1} axes, each at "
-                "least 1"
+                f"grid={self.grid}: must have the sizes of the last {self.count - 1} axes, each at least 1"
             )
 
     @staticmethod
@@ -72,20 +70,13 @@ class RotaryND(Rotation):
         """
         bases = [theta] * len(dims) if isinstance(theta, (int, float)) else list(theta)
         if not dims or len(bases) != len(dims):
-            raise ValueError(
-                f"sections needs one dim and one theta for each axis, got {len(dims)} and "
-                f"{len(bases)}"
-            )
-        parts = [
-            frequencies(base, dim, torch.float64) for base, dim in zip(bases, dims, strict=True)
-        ]
+            raise ValueError(f"sections needs one dim and one theta for each axis, got {len(dims)} and {len(bases)}")
+        parts = [frequencies(base, dim, torch.float64) for base, dim in zip(bases, dims, strict=True)]
         axes = tuple(axis for axis, part in enumerate(parts) for _ in range(part.shape[0]))
         return RotaryND(torch.cat(parts), interleaved=True, axes=axes, count=len(dims))
 
     @staticmethod
-    def mrope(
-        inv_freq: Tensor, section: Sequence[int], *, scale: float = 1.0, alternate: bool = False
-    ) -> RotaryND:
+    def mrope(inv_freq: Tensor, section: Sequence[int], *, scale: float = 1.0, alternate: bool = False) -> RotaryND:
         """Return multimodal rotary: the pairs of one list of frequencies shared out to axes.
 
         Args:
@@ -100,9 +91,7 @@ class RotaryND(Rotation):
         """
         pairs = inv_freq.shape[0]
         if sum(section) != pairs or any(part < 0 for part in section):
-            raise ValueError(
-                f"section must share out the {pairs} pairs of inv_freq, got {tuple(section)}"
-            )
+            raise ValueError(f"section must share out the {pairs} pairs of inv_freq, got {tuple(section)}")
         count = len(section)
         if alternate:
             axes = tuple(i % count if i // count < section[i % count] else 0 for i in range(pairs))
@@ -121,10 +110,7 @@ class RotaryND(Rotation):
             pos = self._unravelled(torch.as_tensor(pos, device=like.device))
         at, freq = place(pos, self.inv_freq, like)
         if not at.ndim or at.shape[-1] != self.count:
-            raise ValueError(
-                f"positions must end in {self.count} axes, [..., S, {self.count}]; got "
-                f"{list(at.shape)}"
-            )
+            raise ValueError(f"positions must end in {self.count} axes, [..., S, {self.count}]; got {list(at.shape)}")
         own = at.index_select(-1, torch.tensor(self.axes, dtype=torch.long, device=at.device))
         return (own if own.ndim > 1 else own[None]) * freq
 

@@ -300,9 +300,7 @@ class Coded(Segment):
             for name, value in self.known(index.shape[0], index.device).items()
         }
         meta["pos"] = meta["pos"].where(keep, EMPTY)
-        return replace(
-            self, k=self.k.take(index), v=self.v.take(index), meta=meta, size=index.shape[2]
-        )
+        return replace(self, k=self.k.take(index), v=self.v.take(index), meta=meta, size=index.shape[2])
 
     def rows(self, index: Tensor) -> Coded:
         """Return batch rows."""

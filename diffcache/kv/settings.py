@@ -9,17 +9,7 @@ import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import NoneType, UnionType
-from typing import (
-    Annotated,
-    Any,
-    Literal,
-    ParamSpec,
-    TypeVar,
-    Union,
-    get_args,
-    get_origin,
-    get_type_hints,
-)
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -251,6 +241,4 @@ def check_multiple(name: str, value: int, group: int) -> None:
         ValueError: If it is not.
     """
     if value % group:
-        raise ValueError(
-            f"{name}={value}: must be a multiple of group={group}, the tokens coded together"
-        )
+        raise ValueError(f"{name}={value}: must be a multiple of group={group}, the tokens coded together")

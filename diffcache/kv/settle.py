@@ -71,8 +71,7 @@ def planned(recipe: Recipe, seen: Sequence[Observation]) -> list[tuple[Tensor, T
     scores = list(recipe.score.across(scores, seen))
     budgets = recipe.budget.allot(scores, seen)
     return [
-        (score, recipe.plan(score, budget, each))
-        for score, budget, each in zip(scores, budgets, seen, strict=True)
+        (score, recipe.plan(score, budget, each)) for score, budget, each in zip(scores, budgets, seen, strict=True)
     ]
 
 
@@ -120,9 +119,7 @@ def flush(codec: KVCodec, layers: Sequence[KVLayer]) -> bool:
     return [(layer.tail.length, *layer.segments) for layer in layers] != before
 
 
-def carry_out(
-    layer: KVLayer, seen: Observation, score: Tensor, plan: Tensor, recipe: Recipe
-) -> None:
+def carry_out(layer: KVLayer, seen: Observation, score: Tensor, plan: Tensor, recipe: Recipe) -> None:
     """Change what a layer holds.
 
     Args:
@@ -157,14 +154,11 @@ def _unsorted(plan: Tensor, order: Tensor | None) -> Tensor:
 
 def _take_stats(layer: KVLayer, index: Tensor, keep: Tensor) -> None:
     layer.stats = {
-        name: value.gather(2, index.expand(-1, value.shape[1], -1)) * keep
-        for name, value in layer.stats.items()
+        name: value.gather(2, index.expand(-1, value.shape[1], -1)) * keep for name, value in layer.stats.items()
     }
 
 
-def _merge(
-    layer: KVLayer, seen: Observation, score: Tensor, plan: Tensor, merger: Merger, flat: bool
-) -> None:
+def _merge(layer: KVLayer, seen: Observation, score: Tensor, plan: Tensor, merger: Merger, flat: bool) -> None:
     """Hold exact slots that took over what others had, and the others as they are."""
     before = seen.slots
     if layer.rotary is None:
@@ -188,9 +182,7 @@ def _merge(
     layer.replace(slots.gather(index, keep), flat=flat)
 
 
-def _merge_coded(
-    layer: KVLayer, seen: Observation, merged: tuple[Slots, Slots], plan: Tensor, flat: bool
-) -> None:
+def _merge_coded(layer: KVLayer, seen: Observation, merged: tuple[Slots, Slots], plan: Tensor, flat: bool) -> None:
     """Hold slots that took over others exactly, and leave the others in their codes."""
     before, slots = merged
     changed = (slots.k != before.k).any(-1) | (slots.v != before.v).any(-1)
@@ -257,9 +249,7 @@ def _hold(layer: KVLayer, held: Sequence[_Held], exact: Sequence[_Part], flat: b
     _take_stats(layer, index.clamp_min(0), index >= 0)
 
 
-def _sort(
-    into: _Sorted, source: Segment | None, shown: _Part, plan: Tensor, recipe: Recipe
-) -> None:
+def _sort(into: _Sorted, source: Segment | None, shown: _Part, plan: Tensor, recipe: Recipe) -> None:
     """Sort the slots of a segment, or of the tail, by what becomes of them."""
     level = 0 if source is None else source.level
     rests = (plan == KEEP) | (plan == level)
@@ -289,9 +279,7 @@ def _by_level(held: Sequence[_Held], ladder: Sequence[KVCodec]) -> list[_Held]:
     found: list[_Held] = []
     for each in held:
         level = each.segment.level
-        same = [
-            place for place, other in enumerate(found) if level and level == other.segment.level
-        ]
+        same = [place for place, other in enumerate(found) if level and level == other.segment.level]
         both = ladder[level - 1].joined(found[same[-1]].segment, each.segment) if same else None
         if both is None:
             found.append(each)

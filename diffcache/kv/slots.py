@@ -130,9 +130,7 @@ class SlotIndex:
         return cls(index, least, most + 1)
 
 
-def checked(
-    index: Tensor | range, stop: int, before: SlotIndex | range | None = None
-) -> SlotIndex | range:
+def checked(index: Tensor | range, stop: int, before: SlotIndex | range | None = None) -> SlotIndex | range:
     """Return slots that are checked, unless these very ones were checked before.
 
     Args:
@@ -152,10 +150,7 @@ def checked(
 
 def outside(least: int, most: int, start: int, stop: int) -> str:
     """Return what is wrong with slots `least` to `most`, where `start` to `stop` are there."""
-    return (
-        f"index={least}..{most}: slots {start} to {stop - 1} can be overwritten; what is before "
-        "them is settled"
-    )
+    return f"index={least}..{most}: slots {start} to {stop - 1} can be overwritten; what is before them is settled"
 
 
 def join(parts: Sequence[Slots]) -> Slots:

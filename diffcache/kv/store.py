@@ -149,9 +149,8 @@ class KVStore:
         return out
 
     def _take_note(
-        self, layer: KVLayer, query: Query, valid: Tensor | None, view: View | None,
-        lse: Tensor | None,
-    ) -> None:  # fmt: skip
+        self, layer: KVLayer, query: Query, valid: Tensor | None, view: View | None, lse: Tensor | None
+    ) -> None:
         """Let scorers look at queries, at once or when their tokens can no more be taken back."""
         if not self.speculative:
             self._note(layer, query, valid, view, lse)
@@ -418,9 +417,8 @@ class KVStore:
         self.torn = False
 
     def _note(
-        self, layer: KVLayer, query: Query, valid: Tensor | None, view: View | None = None,
-        lse: Tensor | None = None,
-    ) -> None:  # fmt: skip
+        self, layer: KVLayer, query: Query, valid: Tensor | None, view: View | None = None, lse: Tensor | None = None
+    ) -> None:
         score, trigger = self.recipe.score, self.recipe.trigger
         if score is None or not self.recipe.observes:
             return

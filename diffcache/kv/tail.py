@@ -118,9 +118,7 @@ class Tail:
             buffer[:, :, self.length : stop] = self._column(name, slots)
         self.length = stop
 
-    def extend(
-        self, k: Tensor, v: Tensor, start: int, meta: Mapping[str, Tensor] | None = None
-    ) -> None:
+    def extend(self, k: Tensor, v: Tensor, start: int, meta: Mapping[str, Tensor] | None = None) -> None:
         """Add tokens [B, H, n, D] at positions from `start` on, the common case."""
         count, follows = k.shape[2], start
         if self.start is not None:
@@ -160,9 +158,7 @@ class Tail:
             k, v = k.narrow(2, 0, length), v.narrow(2, 0, length)
         return Slots(k, v, meta)
 
-    def overwrite(
-        self, index: Tensor | range | SlotIndex, columns: dict[str, Tensor], before: int = 0
-    ) -> None:
+    def overwrite(self, index: Tensor | range | SlotIndex, columns: dict[str, Tensor], before: int = 0) -> None:
         """Write into slots that are there.
 
         Args:
@@ -195,17 +191,13 @@ class Tail:
         if held:
             write_slots(index, *((buffer, fresh[name]) for name, buffer in held.items()))
 
-    def _checked(
-        self, index: Tensor | range | SlotIndex, count: int, before: int
-    ) -> tuple[Tensor | range, int]:
+    def _checked(self, index: Tensor | range | SlotIndex, count: int, before: int) -> tuple[Tensor | range, int]:
         """Return slots counted from 0, and the first that may be among them."""
         stop = before + self.length
         if isinstance(index, Tensor):
             index = SlotIndex.of(index, stop, before)
         if isinstance(index, range) and (index.step != 1 or len(index) != count):
-            raise ValueError(
-                f"index={index!r} of {count} tokens: a range must have step 1 and as many slots"
-            )
+            raise ValueError(f"index={index!r} of {count} tokens: a range must have step 1 and as many slots")
         if count and not before <= index.start < index.stop <= stop:
             raise ValueError(outside(index.start, index.stop - 1, before, stop))
         least = index.start - before if count else self.length
@@ -268,9 +260,7 @@ class Tail:
 
     def map(self, select: Tensor) -> None:
         """Keep batch rows, int64 [m]."""
-        self._buffers = {
-            name: value.index_select(0, select) for name, value in self._buffers.items()
-        }
+        self._buffers = {name: value.index_select(0, select) for name, value in self._buffers.items()}
         self._lent, self.clean = False, 0
         self.moves += 1
 

@@ -138,8 +138,7 @@ def codes_of(held: Payload) -> Codes | None:
     if codec.bits not in (2, 4, 8) or held.codes.shape[3] * 8 != held.size * codec.bits:
         return None
     width = codec.width(held.size) if codec.along == "channels" else 1
-    return Codes(held.codes, held.grid.values, int(codec.bits), held.grid.each, width,
-                 -codec.intervals / 2)  # fmt: skip
+    return Codes(held.codes, held.grid.values, int(codec.bits), held.grid.each, width, -codec.intervals / 2)
 
 
 @dataclass(frozen=True)

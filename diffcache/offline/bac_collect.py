@@ -74,9 +74,7 @@ class PairCollector(Collector):
         seen, self._seen = self._seen, {}
         for (site, _), steps in seen.items():
             if len(steps) != self._total:
-                raise ValueError(
-                    f"{site} ran at {len(steps)} of {self._total} steps; schedules need all"
-                )
+                raise ValueError(f"{site} ran at {len(steps)} of {self._total} steps; schedules need all")
             rows = torch.stack([torch.cat(steps[i], 1) for i in range(self._total)], 1)
             compared = torch.stack((compare(rows, self.metric), compare(rows, "l1"))).sum(1)
             self.sums[site] = self.sums.get(site, 0) + compared.double().cpu()
@@ -86,9 +84,7 @@ class PairCollector(Collector):
         """Return the sums so far."""
         counts = torch.tensor(list(self.samples.values()), dtype=torch.int64)
         # numbered, since files of tensors do not keep their order
-        return {f"{i:04}.{site}": sums for i, (site, sums) in enumerate(self.sums.items())} | {
-            "samples": counts
-        }
+        return {f"{i:04}.{site}": sums for i, (site, sums) in enumerate(self.sums.items())} | {"samples": counts}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Go on from the sums of `state`."""

@@ -123,9 +123,7 @@ class CacheQuantCollector(Collector):
         self.stages: tuple[str, ...] = ("float",)
         if settings["bits"] is not None:
             exempt, corrected = tuple(settings["exempt"]), tuple(settings["corrected"])
-            self.layers = LayerCalibration(
-                settings["bits"], exempt, corrected, settings["official"]
-            )
+            self.layers = LayerCalibration(settings["bits"], exempt, corrected, settings["official"])
             self.stages = ("ranges", "errors", "done") if corrected else ("ranges", "done")
         self.passes = len(self.stages)
         self.pairs: StepPairs | None = None
@@ -149,9 +147,7 @@ class CacheQuantCollector(Collector):
         """
         pairs = self._pairs(run.total)
         if pairs.total != run.total:
-            raise ValueError(
-                f"steps={run.total}: the runs before had {pairs.total}; calibrate with one number"
-            )
+            raise ValueError(f"steps={run.total}: the runs before had {pairs.total}; calibrate with one number")
         self._stage = self.stages[run.number]
         self._seen, self._dense = {}, {}
         if self.layers is not None:

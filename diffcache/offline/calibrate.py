@@ -174,8 +174,7 @@ def with_steps(settings: Mapping[str, Any]) -> dict[str, Any]:
     if "num_inference_steps" in found:
         if found.get("steps") is not None:
             raise ValueError(
-                f"steps={found['steps']!r} and num_inference_steps="
-                f"{found['num_inference_steps']!r}: give one of them"
+                f"steps={found['steps']!r} and num_inference_steps={found['num_inference_steps']!r}: give one of them"
             )
         found["steps"] = found.pop("num_inference_steps")
     return found
@@ -250,9 +249,7 @@ def _denoiser(pipe: Any) -> tuple[str, torch.nn.Module]:
     return next(iter(found.items()))
 
 
-def _with_tables(
-    method: Calibrated, collector: Collector, header: dict[str, Any], plan: CollectPlan
-) -> Calibrated:
+def _with_tables(method: Calibrated, collector: Collector, header: dict[str, Any], plan: CollectPlan) -> Calibrated:
     tables = Tables(header, collector.tables())
     if plan.out is not None:
         tables = tables.save(plan.out)
@@ -260,9 +257,7 @@ def _with_tables(
     return made
 
 
-def header_of(
-    method: Calibrated, facts: Mapping[str, Any], plan: CollectPlan, **more: Any
-) -> dict[str, Any]:
+def header_of(method: Calibrated, facts: Mapping[str, Any], plan: CollectPlan, **more: Any) -> dict[str, Any]:
     """Return the header of a method's tables: their kind and the facts of their measurement."""
     from diffcache import __version__
 
@@ -316,9 +311,7 @@ class _Saved:
             )
         for index, collector in enumerate(collectors):
             mark = f"{index}/"
-            collector.load(
-                {k.removeprefix(mark): t for k, t in tensors.items() if k.startswith(mark)}
-            )
+            collector.load({k.removeprefix(mark): t for k, t in tensors.items() if k.startswith(mark)})
         self.seen = json.loads(metadata["seen"])
         return int(metadata["done"])
 

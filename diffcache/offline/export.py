@@ -37,10 +37,7 @@ from diffcache.features.tuned import Tuned
 from diffcache.presets.choose import word_of
 from diffcache.step import Site
 
-_CLAMPED = (
-    "changes outside of those at calibration count as the nearer end here, and as the polynomial "
-    "has it there"
-)
+_CLAMPED = "changes outside of those at calibration count as the nearer end here, and as the polynomial has it there"
 _APART = "each guidance branch decides for itself there, and the first decides for all here"
 _OWN_LISTS = "one residual over all lists of blocks there, one a list here"
 

@@ -39,9 +39,7 @@ def patches(value: Tensor, grid: tuple[int, ...]) -> Tensor:
     film = value.unsqueeze(2) if value.dim() == 4 else value
     batch, channels, frames, rows, columns = film.shape
     _, _, time, size = grid
-    cut = film.reshape(
-        batch, channels, frames // time, time, rows // size, size, columns // size, size
-    )
+    cut = film.reshape(batch, channels, frames // time, time, rows // size, size, columns // size, size)
     return cut.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(batch, grid[0] * grid[1], -1)
 
 

@@ -56,10 +56,7 @@ class ProfileCollector(Collector):
     wants_attention: ClassVar[bool] = True
 
     def __init__(
-        self,
-        sampled: int = 1,
-        text: Literal["first", "last"] | None = None,
-        foreground: Foreground | None = None,
+        self, sampled: int = 1, text: Literal["first", "last"] | None = None, foreground: Foreground | None = None
     ) -> None:
         check_int("sampled", sampled, 1)
         self.sampled, self.text, self.foreground = sampled, text, foreground
@@ -106,9 +103,7 @@ class ProfileCollector(Collector):
             given = given.transpose(1, 2)
         grids: dict[tuple[int, ...], Tensor] = {}
         for block, attention in received.items():
-            grid = token_grid(
-                (value.transpose(1, 2) if turned else value).shape, attention.shape[1]
-            )
+            grid = token_grid((value.transpose(1, 2) if turned else value).shape, attention.shape[1])
             if grid is None:
                 continue
             if grid not in grids:
@@ -145,8 +140,7 @@ class ProfileCollector(Collector):
         if not isinstance(mask, Tensor) or mask.shape[-1] != tokens:
             shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
             raise ValueError(
-                f"foreground: {shape}, but the output has {tokens} image tokens; give bool "
-                f"[{tokens}] or [B, {tokens}]"
+                f"foreground: {shape}, but the output has {tokens} image tokens; give bool [{tokens}] or [B, {tokens}]"
             )
         return mask.bool().expand(len(value), tokens)
 
@@ -177,8 +171,7 @@ class ProfileCollector(Collector):
         first, last = (float(end) for end in self.likeness[name])
         if first == last:
             raise ValueError(
-                f"text=None: the keys of {name} do not show where its text tokens are; set "
-                "text='first' or text='last'"
+                f"text=None: the keys of {name} do not show where its text tokens are; set text='first' or text='last'"
             )
         return "first" if first > last else "last"
 
@@ -200,9 +193,7 @@ class ProfileCollector(Collector):
             total = sums[_ENDS.index(self.text_end(name))]
             lists.setdefault(name, {})[int(index)] = float(total / sums[2])
         return {
-            OVERLAP + name: torch.tensor(
-                [values.get(index, float("nan")) for index in range(max(values) + 1)]
-            )
+            OVERLAP + name: torch.tensor([values.get(index, float("nan")) for index in range(max(values) + 1)])
             for name, values in lists.items()
         }
 

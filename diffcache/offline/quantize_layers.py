@@ -35,9 +35,7 @@ class LayerCalibration(LayerWatcher):
         dense: Whether a quantized call is being made again with dense layers.
     """
 
-    def __init__(
-        self, bits: Bits, exempt: tuple[str, ...], corrected: tuple[str, ...], official: bool
-    ) -> None:
+    def __init__(self, bits: Bits, exempt: tuple[str, ...], corrected: tuple[str, ...], official: bool) -> None:
         self.bits, self.exempt, self.corrected, self.official = bits, exempt, corrected, official
         self.stage: Stage = "ranges"
         self.total = 0
@@ -145,9 +143,7 @@ class LayerCalibration(LayerWatcher):
                 self.ranges[name] = InputRanges(tensor.shape[1])
                 self.ranges[name].low_high = tensor.clone()
             elif kind == "errors":
-                self.errors[name] = [
-                    AffineSums(part if bool(part[0].any()) else None) for part in tensor
-                ]
+                self.errors[name] = [AffineSums(part if bool(part[0].any()) else None) for part in tensor]
             elif kind == "scale":
                 self._grids[name] = tensor.clone(), state[f"zero/{name}"].clone()
             elif kind == "bias":

@@ -79,9 +79,7 @@ class VelocityRatios(Collector):
             )
         sigmas = self.run.sigmas.to(sample.device)
         clean = sample + (sigmas[-1] - sigmas[step.index]) * output
-        self.mask = edited_tokens(
-            clean, self.reference[:, tokens : 2 * tokens], self.threshold, None
-        )
+        self.mask = edited_tokens(clean, self.reference[:, tokens : 2 * tokens], self.threshold, None)
 
     def end(self) -> None:
         """Add the ratios of the run."""

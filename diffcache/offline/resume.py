@@ -55,6 +55,5 @@ def read_state(path: Path, *wanted: str) -> tuple[dict[str, Tensor], dict[str, s
 
 def _damaged(path: Path, why: str) -> TablesError:
     return TablesError(
-        f"{path}: not the state of a training or calibration, or damaged ({why}); delete it, or "
-        "pass resume=False"
+        f"{path}: not the state of a training or calibration, or damaged ({why}); delete it, or pass resume=False"
     )

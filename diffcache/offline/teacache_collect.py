@@ -99,16 +99,10 @@ class Changes(Collector):
             ValueError: If there is no pair.
         """
         if not len(self.points):
-            raise ValueError(
-                "no pair of neighboring steps was seen; calibrate with steps=2 or more"
-            )
+            raise ValueError("no pair of neighboring steps was seen; calibrate with steps=2 or more")
         coefficients = fit(self.points[:, 0], self.points[:, 1], self.degree)
         low, high = self.points[:, 0].aminmax()
-        return {
-            "coefficients": coefficients,
-            "range": torch.stack((low, high)),
-            "points": self.points,
-        }
+        return {"coefficients": coefficients, "range": torch.stack((low, high)), "points": self.points}
 
     def settings(self) -> dict[str, Any]:
         """Return the degree and the compared input."""

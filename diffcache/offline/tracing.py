@@ -125,8 +125,7 @@ class Tracer(Observer):
             raise AttachError(f"{type(pipe).__name__} never set its scheduler's times")
         if self._waits:
             raise AttachError(
-                f"{type(pipe).__name__} did not call its {', '.join(denoisers)} after it set its "
-                "scheduler's times"
+                f"{type(pipe).__name__} did not call its {', '.join(denoisers)} after it set its scheduler's times"
             )
         for collector in collectors:
             collector.end()
@@ -220,9 +219,7 @@ class _Shown:
 class _AttentionMode(TorchFunctionMode):
     """Show queries and keys of attention modules, of any library that calls torch's attention."""
 
-    def __init__(
-        self, model: nn.Module, collectors: Sequence[Collector], paths: Sequence[str]
-    ) -> None:
+    def __init__(self, model: nn.Module, collectors: Sequence[Collector], paths: Sequence[str]) -> None:
         super().__init__()
         self.model, self.collectors, self.paths = model, collectors, paths
         self.inside: list[str] = []
@@ -231,12 +228,8 @@ class _AttentionMode(TorchFunctionMode):
     def __enter__(self) -> Any:
         for name in self.paths:
             module = self.model.get_submodule(name)
-            self.hooks.append(
-                module.register_forward_pre_hook(lambda *_, name=name: self.inside.append(name))
-            )
-            self.hooks.append(
-                module.register_forward_hook(lambda *_: self._leave(), always_call=True)
-            )
+            self.hooks.append(module.register_forward_pre_hook(lambda *_, name=name: self.inside.append(name)))
+            self.hooks.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
@@ -254,9 +247,7 @@ class _AttentionMode(TorchFunctionMode):
         if func is functional.scaled_dot_product_attention and self.inside and step is not None:
             given = dict(zip(("query", "key"), args, strict=False)) | kwargs
             for collector in self.collectors:
-                collector.attention(
-                    step, self.inside[-1], given["query"].detach(), given["key"].detach()
-                )
+                collector.attention(step, self.inside[-1], given["query"].detach(), given["key"].detach())
         return func(*args, **kwargs)
 
 
@@ -265,12 +256,7 @@ def batches_of(prompts: Sequence[Any], size: int) -> list[list[Any]]:
     batches: list[list[Any]] = []
     for prompt in prompts:
         alone = isinstance(prompt, Mapping)
-        if (
-            batches
-            and not alone
-            and len(batches[-1]) < size
-            and not isinstance(batches[-1][0], Mapping)
-        ):
+        if batches and not alone and len(batches[-1]) < size and not isinstance(batches[-1][0], Mapping):
             batches[-1].append(prompt)
         else:
             batches.append([prompt])

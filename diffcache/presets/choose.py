@@ -82,9 +82,7 @@ class ChosenMethod:
     settings: Mapping[str, Any] = field(default_factory=dict)
     preset: Preset | None = None
 
-    def given(
-        self, denoisers: Iterable[str], settings: Mapping[str, Any]
-    ) -> tuple[Any, dict[str, Any]]:
+    def given(self, denoisers: Iterable[str], settings: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Return method and settings as `wrap` takes them: one, or one for each denoiser.
 
         Args:
@@ -95,10 +93,7 @@ class ChosenMethod:
         if not experts:
             return self.method, {**self.settings, **settings}
         over = {key: value for key, value in settings.items() if key != "hold"}
-        each = {
-            name: word_of(self.method, {**self.settings, **experts.get(name, {}), **over})
-            for name in denoisers
-        }
+        each = {name: word_of(self.method, {**self.settings, **experts.get(name, {}), **over}) for name in denoisers}
         return each, {key: value for key, value in settings.items() if key == "hold"}
 
 
@@ -119,10 +114,7 @@ def presets() -> Mapping[str, Mapping[str, Preset]]:
         for model, table in family.get("presets", {}).items():
             shared = {key: value for key, value in table.items() if key not in LEVELS}
             own = {level: table[level] for level in LEVELS if level in table}
-            found[model] = {
-                level: Preset(model=model, level=level, **{**shared, **one})
-                for level, one in own.items()
-            }
+            found[model] = {level: Preset(model=model, level=level, **{**shared, **one}) for level, one in own.items()}
     return found
 
 
@@ -195,9 +187,7 @@ def _wanted(facts: Mapping[str, Any], wanted: str) -> Preset:
     """Return the preset that was asked for."""
     name, _, level = wanted.rpartition("/")
     if level not in LEVELS:
-        raise ValueError(
-            f"preset={wanted!r}: must be {', '.join(LEVELS)}, or such as 'flux.1-dev/fast'"
-        )
+        raise ValueError(f"preset={wanted!r}: must be {', '.join(LEVELS)}, or such as 'flux.1-dev/fast'")
     if name and name not in presets():
         raise AttachError(f"preset={wanted!r}: there are presets of {', '.join(presets())}")
     found = [name] if name else fitting_models(facts)

@@ -122,11 +122,7 @@ def published_settings(method: str) -> dict[str, dict[str, Any]]:
 
 def _tables(kind: str) -> dict[str, dict[str, Any]]:
     """Return the tables of a kind in the files of all families, by the names of models."""
-    return {
-        name: entry
-        for family in families().values()
-        for name, entry in family.get(kind, {}).items()
-    }
+    return {name: entry for family in families().values() for name, entry in family.get(kind, {}).items()}
 
 
 @cache

@@ -58,14 +58,10 @@ class QuantizedConv2d(QuantizedLayer):
         (kh, kw), (sh, sw) = self.dense.kernel_size, self.dense.stride
         dh, dw = self.dense.dilation
         batch, height, width, channels = codes.shape
-        rows, columns = (
-            (height - dh * (kh - 1) - 1) // sh + 1,
-            (width - dw * (kw - 1) - 1) // sw + 1,
-        )
+        rows, columns = ((height - dh * (kh - 1) - 1) // sh + 1, (width - dw * (kw - 1) - 1) // sw + 1)
         item, line, pixel, one = codes.stride()
         return codes.as_strided(
-            (batch, rows, columns, kh, kw, channels),
-            (item, sh * line, sw * pixel, dh * line, dw * pixel, one),
+            (batch, rows, columns, kh, kw, channels), (item, sh * line, sw * pixel, dh * line, dw * pixel, one)
         )
 
     def _multiplied(self, patches: Tensor, zero: int, codes: Tensor) -> Tensor:

@@ -48,12 +48,7 @@ class QuantizedLayer(nn.Module, ABC):
     _floats: Tensor
 
     def __init__(
-        self,
-        dense: Any,
-        plan: LayerPlan,
-        bits: int,
-        name: str,
-        now: Callable[[], Step | None] = current_step,
+        self, dense: Any, plan: LayerPlan, bits: int, name: str, now: Callable[[], Step | None] = current_step
     ) -> None:
         super().__init__()
         weight: Tensor = dense.weight.detach()
@@ -125,9 +120,7 @@ class QuantizedLayer(nn.Module, ABC):
             dense: Tensor = self.dense.forward(given)  # whose hooks are this layer's as well
             return dense
         step = self.step()
-        factor, shift = self._floats.view(torch.float32)[
-            :, step if self._floats.shape[1] > 1 else 0
-        ]
+        factor, shift = self._floats.view(torch.float32)[:, step if self._floats.shape[1] > 1 else 0]
         return self.shaped(self.scaled(given, step, factor * self.input_scale[step], shift))
 
     def scaled(self, given: Tensor, step: int, factor: Tensor, shift: Tensor) -> Tensor:

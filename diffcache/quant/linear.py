@@ -53,10 +53,7 @@ class QuantizedLinear(QuantizedLayer):
     def product(self, given: Tensor, step: int) -> Tensor:
         """Return the whole-number product, `[..., O]` int32."""
         out = self.multiply(
-            self.input_codes(given, step),
-            self.lowered_zero(step),
-            self.weight_codes(),
-            self.weight_terms,
+            self.input_codes(given, step), self.lowered_zero(step), self.weight_codes(), self.weight_terms
         )
         return out.reshape(*given.shape[:-1], out.shape[1])
 

@@ -64,8 +64,7 @@ class Ca2VDM(VideoPolicy):
             raise ValueError(f"prefix={self.prefix}: must be at most queue={self.queue}")
         if self.length <= self.queue:
             raise ValueError(
-                f"length={self.length}: must be above queue={self.queue}, so that a chunk has "
-                "numbers of its own"
+                f"length={self.length}: must be above queue={self.queue}, so that a chunk has numbers of its own"
             )
 
     @property
@@ -120,13 +119,7 @@ def latest(name: str, frames: int) -> Recipe:
         name: Name of the recipe of a layer.
         frames: Number of frames.
     """
-    return Recipe(
-        f"ca2-vdm {name}",
-        score=Recency(),
-        budget=Uniform(frames),
-        plan=TopK(),
-        trigger=EveryStep(1),
-    )
+    return Recipe(f"ca2-vdm {name}", score=Recency(), budget=Uniform(frames), plan=TopK(), trigger=EveryStep(1))
 
 
 class History(Protocol):

@@ -80,9 +80,7 @@ class DeepForcing(VideoPolicy):
                 f"{self.sinks + self.recent} and at most window={self.window}"
             )
         if self.topc_phase not in get_args(Phase):
-            raise ValueError(
-                f"topc_phase={self.topc_phase!r}: must be one of 'original', 'contiguous'"
-            )
+            raise ValueError(f"topc_phase={self.topc_phase!r}: must be one of 'original', 'contiguous'")
         if self.max_reuse is not None:
             check_int("max_reuse", self.max_reuse, 1)
 
@@ -110,8 +108,7 @@ class DeepForcing(VideoPolicy):
         unit = layer.rotary.unit
         if query.count > self.recent * unit:
             raise ValueError(
-                f"recent={self.recent}: a chunk of {query.count // unit} frames must be among the "
-                "latest that stay"
+                f"recent={self.recent}: a chunk of {query.count // unit} frames must be among the latest that stay"
             )
         if layer.held <= self.window * unit:
             return

@@ -100,7 +100,5 @@ class Average(Merger):
             number = int(slots.pos[0, 0, start]) // unit
             sink = slice(number % self.sinks * unit, (number % self.sinks + 1) * unit)
             for column in (k, v):
-                column[:, :, sink] = torch.lerp(
-                    column[:, :, start : start + unit], column[:, :, sink], self.alpha
-                )
+                column[:, :, sink] = torch.lerp(column[:, :, start : start + unit], column[:, :, sink], self.alpha)
         return replace(slots, k=k, v=v), plan

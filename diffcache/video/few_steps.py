@@ -40,12 +40,7 @@ class FewSteps:
     def __post_init__(self) -> None:
         times = self.timesteps
         falls = all(one > other for one, other in pairwise(times))
-        if (
-            not times
-            or not all(map(is_number, times))
-            or not falls
-            or not (times[-1] > 0 and times[0] <= 1000)
-        ):
+        if not times or not all(map(is_number, times)) or not falls or not (times[-1] > 0 and times[0] <= 1000):
             raise ValueError(f"timesteps={times!r}: must be numbers in 0..1000 that fall")
         if not is_number(self.shift) or not self.shift > 0:
             raise ValueError(f"shift={self.shift!r}: must be a number above 0")

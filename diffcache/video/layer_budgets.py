@@ -141,14 +141,10 @@ class Parts(Budget):
             index = -lengths.double()
             if drafters and bool((lengths == lengths[0]).all()):
                 index = torch.stack([self._selectivity(each, row) for each in seen])
-            found = capacities(
-                index[:, None], self.size, drafters=drafters, reduction=self.reduction
-            )
+            found = capacities(index[:, None], self.size, drafters=drafters, reduction=self.reduction)
             table.append([slots for (slots,) in found])
         wanted = torch.tensor(table, device=held.device).T
-        return [
-            slots[:, None].minimum(each.lengths) for slots, each in zip(wanted, seen, strict=True)
-        ]
+        return [slots[:, None].minimum(each.lengths) for slots, each in zip(wanted, seen, strict=True)]
 
     def _selectivity(self, seen: Observation, row: int) -> Tensor:
         return selectivity(_probs(seen, self.recent)[row], min(self.recent, seen.slots.width))

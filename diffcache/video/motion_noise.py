@@ -45,9 +45,7 @@ class MotionNoise:
         if not 0 < self.rate <= 1:
             raise ValueError(f"rate={self.rate!r}: must be above 0 and at most 1")
 
-    def level(
-        self, pictures: Tensor, last: Tensor | None = None, before: float | None = None
-    ) -> float:
+    def level(self, pictures: Tensor, last: Tensor | None = None, before: float | None = None) -> float:
         """Return the noise level of a chunk, from `low` to `high`.
 
         Args:

@@ -56,8 +56,7 @@ class RollingSink(VideoPolicy):
         check_int("recent", self.recent, 1)
         if self.recent > self.sinks:
             raise ValueError(
-                f"recent={self.recent}: must be at most sinks={self.sinks}, the frames that a "
-                "chunk reads"
+                f"recent={self.recent}: must be at most sinks={self.sinks}, the frames that a chunk reads"
             )
 
     def recipe(self, unit: int) -> Recipe:

@@ -138,9 +138,7 @@ def scheduled(time: CallTime, steps: int, frames: int, rows: int, goal: Goal) ->
     return Schedule(frames, rows, frames / busy, waits)
 
 
-def choose(
-    time: CallTime, steps: int, goal: Goal, *, longest: int, keeps_up: float = 1.0
-) -> Schedule:
+def choose(time: CallTime, steps: int, goal: Goal, *, longest: int, keeps_up: float = 1.0) -> Schedule:
     """Return the shortest chunk that holds a service level, with the rows at the knee if they do.
 
     Where they do not, of the other numbers of rows the one nearest to the knee is taken.
@@ -196,12 +194,7 @@ class Simulated:
 
 
 def simulate(
-    seconds: Callable[[int, int], float],
-    steps: int,
-    schedule: Schedule,
-    goal: Goal,
-    *,
-    chunks: int = 100,
+    seconds: Callable[[int, int], float], steps: int, schedule: Schedule, goal: Goal, *, chunks: int = 100
 ) -> Simulated:
     """Play a live stream through, call by call.
 

@@ -131,10 +131,7 @@ class StreamDiffusionV2(VideoPolicy):
     def _unlike(self, marks: list[Tensor], sinks: Tensor, place: int) -> Tensor:
         """Return which sinks a frame takes the place of, bool [B, sinks]."""
         rows = torch.arange(len(sinks), device=sinks.device)[:, None]
-        cosines = [
-            functional.cosine_similarity(mark[rows, sinks], mark[:, place, None], dim=-1)
-            for mark in marks
-        ]
+        cosines = [functional.cosine_similarity(mark[rows, sinks], mark[:, place, None], dim=-1) for mark in marks]
         alike = (cosines[0] + cosines[1]) / 2
         below = alike < self.threshold
         if self.replaces == "least":

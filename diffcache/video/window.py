@@ -59,9 +59,7 @@ class Window(VideoPolicy):
         return rolling(self.name, self.sinks * unit, self.window * unit, numbering)
 
 
-def rolling(
-    name: str, sinks: int, window: int, positions: PositionMap, merge: Merger | None = None
-) -> Recipe:
+def rolling(name: str, sinks: int, window: int, positions: PositionMap, merge: Merger | None = None) -> Recipe:
     """Return the recipe that holds the first tokens and the latest.
 
     Args:

@@ -150,9 +150,7 @@ def resident(code: Mapping[str, Any], chip: Chip) -> int:
     return max(min(registers, shared, chip.warps // int(code["warps"]), 32), 1)
 
 
-def dynamic(
-    instructions: Sequence[str], spans: Sequence[tuple[int, int]], turns: Sequence[float]
-) -> dict[str, float]:
+def dynamic(instructions: Sequence[str], spans: Sequence[tuple[int, int]], turns: Sequence[float]) -> dict[str, float]:
     """Count the instructions that a warp begins, by kind.
 
     The longest loop of the machine code is that of the most turns in Triton's own form, and so on;

@@ -136,9 +136,7 @@ def count(target: Any, call: Mapping[str, Any]) -> Counted:
     with torch.no_grad(), counting(modules) as tally, _steps(target) as steps:
         target(**call)
     if not tally.calls:
-        raise ValueError(
-            f"the call of {type(target).__name__} reached none of {', '.join(modules)}"
-        )
+        raise ValueError(f"the call of {type(target).__name__} reached none of {', '.join(modules)}")
     unknown = next((name for name, flops in tally.calls if flops is None), None)
     reason = ""
     if unknown is not None:

@@ -80,10 +80,7 @@ class Timings:
             raise ValueError(f"reading={reading!r}: not every contender has it in every round")
         if not all(all(values) for values in taken.values()):
             raise ValueError(f"reading={reading!r}: 0 seconds, too short for its clock")
-        return {
-            name: [one / own for one, own in zip(first, values, strict=True)]
-            for name, values in taken.items()
-        }
+        return {name: [one / own for one, own in zip(first, values, strict=True)] for name, values in taken.items()}
 
     @property
     def warning(self) -> str | None:
@@ -128,9 +125,7 @@ class Timings:
         }
 
 
-def too_fast(
-    rows: Mapping[str, Mapping[str, Any]], allowed: Mapping[str, float | None]
-) -> list[str]:
+def too_fast(rows: Mapping[str, Mapping[str, Any]], allowed: Mapping[str, float | None]) -> list[str]:
     """Return a sentence for every row that is faster than its operations allow.
 
     Args:
@@ -162,12 +157,7 @@ def quartiles(found: Mapping[str, float]) -> str:
     return "{median:.2f} ({q1:.2f} to {q3:.2f})".format(**found)
 
 
-def measure(
-    contenders: Mapping[str, Call | Turn],
-    rounds: int,
-    warmup: int,
-    setting: Setting,
-) -> Timings:
+def measure(contenders: Mapping[str, Call | Turn], rounds: int, warmup: int, setting: Setting) -> Timings:
     """Time contenders in turn; in every round each is called once, another one first.
 
     An accelerator is waited for on both sides of a call. Each call is divided into the first

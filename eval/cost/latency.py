@@ -15,9 +15,7 @@ from diffcache.eval.runs.record import row
 from diffcache.eval.runs.task import Case
 from diffcache.pipelines.demo.saved import DTYPES
 
-_COUNTED = (
-    "name", "kind", "steps", "evaluations", "computed_steps", "flops", "flops_ratio", "held_bytes",
-)  # fmt: skip
+_COUNTED = ("name", "kind", "steps", "evaluations", "computed_steps", "flops", "flops_ratio", "held_bytes")
 
 
 def measure(plan: Plan, progress: Progress) -> dict[str, Any]:
@@ -49,19 +47,22 @@ def measure(plan: Plan, progress: Progress) -> dict[str, Any]:
     counted = [row(run, case, {}) for case in cases]
     timed = costs(run, cases)
     allowed = {this["name"]: this["flops_ratio"] for this in counted}
-    idle = [case.name for case, this in zip(cases[1:], counted[1:], strict=True)
-            if this["evaluations"] >= case.steps]  # fmt: skip
+    idle = [case.name for case, this in zip(cases[1:], counted[1:], strict=True) if this["evaluations"] >= case.steps]
     warnings = [timed["warning"]] if timed["warning"] else []
     body = {
-        "shapes": {"device": drawer.device.type, "model": drawer.name, **drawer.call,
-                   "num_inference_steps": drawer.steps, "batch_size": size},
-        "rounds": plan.rounds, "warmup": WARM_UP,
+        "shapes": {
+            "device": drawer.device.type,
+            "model": drawer.name,
+            **drawer.call,
+            "num_inference_steps": drawer.steps,
+            "batch_size": size,
+        },
+        "rounds": plan.rounds,
+        "warmup": WARM_UP,
         "seconds": round(time.monotonic() - started, 1),
-        "rows": [{key: this[key] for key in _COUNTED} | timed["rows"][this["name"]]
-                 for this in counted],
-        "warnings": [*warnings, *too_fast(timed["rows"], allowed),
-                     *(f"{name} skipped nothing" for name in idle)],
-    }  # fmt: skip
+        "rows": [{key: this[key] for key in _COUNTED} | timed["rows"][this["name"]] for this in counted],
+        "warnings": [*warnings, *too_fast(timed["rows"], allowed), *(f"{name} skipped nothing" for name in idle)],
+    }
     return envelope("latency", Setting(drawer.device, DTYPES[drawer.dtype]), plan.command, body)
 
 

@@ -51,12 +51,7 @@ class Place:
     loading: Loading = field(default_factory=Loading)
 
 
-def peak_bytes(
-    model: str | Path,
-    method: str | None,
-    call: Mapping[str, Any],
-    place: Place | None = None,
-) -> int:
+def peak_bytes(model: str | Path, method: str | None, call: Mapping[str, Any], place: Place | None = None) -> int:
     """Return the most memory in use during one call, in a fresh process, in bytes.
 
     Allocated by torch on an accelerator, resident memory of the process on the CPU.
@@ -181,9 +176,7 @@ def _now() -> int:
     try:
         import psutil
     except ImportError as error:
-        raise ValueError(
-            "psutil is missing, which measures memory here: pip install 'diffcache[eval]'"
-        ) from error
+        raise ValueError("psutil is missing, which measures memory here: pip install 'diffcache[eval]'") from error
     return int(psutil.Process().memory_info().rss)
 
 

@@ -23,14 +23,7 @@ from diffcache.eval.cost.roofline import ASSUMPTIONS, DEVICES, Device, Repeats
 from diffcache.features.base import Method, When, check_int
 from diffcache.features.combine import Combine, reuse_of
 from diffcache.files import read_json
-from diffcache.memory import (
-    Rehearsal,
-    check_reuse,
-    compression_of,
-    in_dtype,
-    size_of,
-    without_weights,
-)
+from diffcache.memory import Rehearsal, check_reuse, compression_of, in_dtype, size_of, without_weights
 from diffcache.presets.choose import presets
 from diffcache.presets.published import models
 from diffcache.run_report import human, share
@@ -236,9 +229,7 @@ def predict(
     chosen.check_model(facts_of(model, getattr(pipe, "scheduler", None), pipe))
     if choice is not None and choice.preset is not None:
         known = choice.preset
-        remarks += (
-            [f"measured {known.measured} (all of a run, by their code)"] if known.measured else []
-        )
+        remarks += [f"measured {known.measured} (all of a run, by their code)"] if known.measured else []
         if known.steps != total:
             remarks.append(f"preset   it holds for {known.steps} steps, and these are {total}")
     cost = _Costs(model, chosen, (size, compression_of(pipe), total, branches), place)
@@ -266,9 +257,7 @@ def _resolved(target: Any, published: str | None, preset: str | None) -> tuple[A
     if isinstance(cls, type) and issubclass(cls, diffusers.DiffusionPipeline):
         return _of_class(cls, published, preset)
     if published is not None:
-        raise ValueError(
-            f"published={published!r}: {str(target)!r} is no class of pipelines; leave it out"
-        )
+        raise ValueError(f"published={published!r}: {str(target)!r} is no class of pipelines; leave it out")
     if isinstance(target, Mapping):
         model = _built(resolve(target))
         return model, model
@@ -312,24 +301,23 @@ def _of_class(cls: Any, published: str | None, preset: str | None) -> tuple[Any,
     known = {
         one: entry
         for one, entry in models().items()
-        if entry.model in INPUTS and entry.sizes and re.fullmatch(entry.pipeline, name)
+        if entry.model in INPUTS
+        and entry.sizes
+        and re.fullmatch(entry.pipeline, name)
         and any(entry.model in text for text in texts)
-    }  # fmt: skip
+    }
     level = (preset or "").rpartition("/")
     wanted = published or level[0]
     fit = {
         one: entry
         for one, entry in known.items()
-        if one == wanted or (not wanted and level[2] in (*presets().get(one, ()), "")
-                             and one in presets())
-    }  # fmt: skip
+        if one == wanted or (not wanted and level[2] in (*presets().get(one, ()), "") and one in presets())
+    }
     if not fit or len({repr(entry.built) for entry in fit.values()}) > 1:
         told = f"say which: published={' or '.join(map(repr, fit or known))}"
         told = told if known else "name the directory of a model, or a configuration file"
         about = f"{name}, published={wanted!r}" if wanted else name
-        raise ValueError(
-            f"{about}: stands for {'several models' if fit else 'no known model'}; {told}"
-        )
+        raise ValueError(f"{about}: stands for {'several models' if fit else 'no known model'}; {told}")
     chosen, entry = next(iter(fit.items()))
     model = _built(Denoiser(entry.model, entry.built))
     pipe = _stand_in(cls, name, model, entry.compression)
@@ -348,11 +336,13 @@ def _stand_in(cls: Any, name: str, model: nn.Module, compression: Any) -> Any:
     rows, frames = compression or (None, None)
     config: Any = model.config
     facts = {
-        "components": {key: model}, key: model,
+        "components": {key: model},
+        key: model,
         "__call__": object.__init__ if cls is None else cls.__call__,
-        "vae_scale_factor_spatial": rows, "vae_scale_factor_temporal": frames,
+        "vae_scale_factor_spatial": rows,
+        "vae_scale_factor_temporal": frames,
         "default_sample_size": config.get("sample_size"),
-    }  # fmt: skip
+    }
     return type(name, (), facts)()
 
 
@@ -446,9 +436,7 @@ class _Costs:
         device: The device.
     """
 
-    def __init__(
-        self, model: nn.Module, method: Method, run: tuple[Size, Any, int, int], device: Device
-    ) -> None:
+    def __init__(self, model: nn.Module, method: Method, run: tuple[Size, Any, int, int], device: Device) -> None:
         size, compression, steps, branches = run
         check_reuse(method)
         parts = reuse_of(method)
@@ -489,9 +477,7 @@ class _Costs:
         self.skipped = skips[-1] if skips else None
         first = Cost(1, *(branches * one for one in whole))
         self.uncached = _sum([first] * steps)
-        self.most, self.least = (
-            _sum([first, *(costs[kind] for kind in kinds[1:])]) for kinds in (highest, lowest)
-        )
+        self.most, self.least = (_sum([first, *(costs[kind] for kind in kinds[1:])]) for kinds in (highest, lowest))
         self.held_bytes = held.of(branches)
 
 
@@ -507,10 +493,7 @@ def _call(model: nn.Module, inputs: Mapping[str, Any], size: Size) -> None:
 
 def _sum(costs: list[Cost]) -> Cost:
     steps = sum(cost.steps for cost in costs)
-    return Cost(
-        steps, sum(c.flops for c in costs), sum(c.seconds for c in costs),
-        sum(c.expected for c in costs),
-    )  # fmt: skip
+    return Cost(steps, sum(c.flops for c in costs), sum(c.seconds for c in costs), sum(c.expected for c in costs))
 
 
 def _alike(model: nn.Module, parts: Combine) -> Iterator[nn.Module]:

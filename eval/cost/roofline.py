@@ -73,7 +73,7 @@ DEVICES: dict[str, Device] = {
         ("5090", "GeForce RTX 5090", 209.5, 1792, "NVIDIA RTX Blackwell architecture, appendix A"),
         ("mi300x", "Instinct MI300X", 1307.4, 5300, "AMD MI300X data sheet: 1,307.4, 5.3 TB/s"),
     )
-}  # fmt: skip
+}
 
 
 class Roofline:

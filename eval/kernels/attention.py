@@ -23,9 +23,7 @@ LLAMA: Sizes = (32, 8, 1, 32768, 128)
 TINY: Sizes = (4, 2, 8, 160, 32)
 
 
-def _attention(
-    sizes: Sizes, small: Sizes = TINY
-) -> Callable[[torch.device, bool], tuple[Tensor, Tensor, Tensor]]:
+def _attention(sizes: Sizes, small: Sizes = TINY) -> Callable[[torch.device, bool], tuple[Tensor, Tensor, Tensor]]:
     def make(device: torch.device, tiny: bool) -> tuple[Tensor, Tensor, Tensor]:
         asking, heads, count, width, size = small if tiny else sizes
         kind: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
@@ -77,10 +75,16 @@ def _masses(model: str, sizes: Sizes) -> KernelCase:
     }
     moved = 2 * 2 * size * (asking * count + heads * width) + 4 * heads * width
     return KernelCase(
-        "attn_mass", model, f"q {[1, asking, count, size]}, k {[1, heads, width, size]} bfloat16",
-        _attention(sizes), ways, moved, 4 * asking * count * width * size,
-        target={"whole matrix": 5.0}, instead="whole matrix",
-    )  # fmt: skip
+        "attn_mass",
+        model,
+        f"q {[1, asking, count, size]}, k {[1, heads, width, size]} bfloat16",
+        _attention(sizes),
+        ways,
+        moved,
+        4 * asking * count * width * size,
+        target={"whole matrix": 5.0},
+        instead="whole matrix",
+    )
 
 
 def _listing() -> KernelCase:
@@ -104,12 +108,16 @@ def _listing() -> KernelCase:
         "gathered, then SDPA": gathered,
     }
     return KernelCase(
-        "attn_forward", "Llama 3.1 8B", f"q {[1, asking, count, size]}, {kept} of k and v "
-        f"{[1, heads, width, size]} bfloat16", make, ways,
+        "attn_forward",
+        "Llama 3.1 8B",
+        f"q {[1, asking, count, size]}, {kept} of k and v {[1, heads, width, size]} bfloat16",
+        make,
+        ways,
         2 * (2 * heads * kept * size + 2 * asking * count * size) + 8 * heads * kept,
-        4 * asking * count * kept * size, target={"gathered, then SDPA": 1.5},
+        4 * asking * count * kept * size,
+        target={"gathered, then SDPA": 1.5},
         instead="gathered, then SDPA",
-    )  # fmt: skip
+    )
 
 
 def _history() -> KernelCase:
@@ -144,11 +152,15 @@ def _history() -> KernelCase:
     }
     numbers = 2 * heads * width * size
     return KernelCase(
-        "attn_forward", "Wan2.1-1.3B", f"q {[1, asking, count, size]} bfloat16, k and v "
-        f"{[1, heads, width, size]} of 4 bits", make, ways,
+        "attn_forward",
+        "Wan2.1-1.3B",
+        f"q {[1, asking, count, size]} bfloat16, k and v {[1, heads, width, size]} of 4 bits",
+        make,
+        ways,
         numbers // 2 + 4 * numbers // group + 4 * asking * count * size,
-        4 * asking * count * width * size, instead="decoded, then SDPA",
-    )  # fmt: skip
+        4 * asking * count * width * size,
+        instead="decoded, then SDPA",
+    )
 
 
 def _only(backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -169,10 +181,14 @@ def _dense(model: str, sizes: Sizes) -> KernelCase:
         "FlashAttention": _only(SDPBackend.FLASH_ATTENTION),
     }
     return KernelCase(
-        dense.NAME, model, f"q {[1, asking, count, size]}, k and v {[1, heads, width, size]} "
-        "bfloat16", _attention(sizes, (2, 2, 8, 160, 32)), ways,
-        2 * 2 * size * (asking * count + heads * width), 4 * asking * count * width * size,
-    )  # fmt: skip
+        dense.NAME,
+        model,
+        f"q {[1, asking, count, size]}, k and v {[1, heads, width, size]} bfloat16",
+        _attention(sizes, (2, 2, 8, 160, 32)),
+        ways,
+        2 * 2 * size * (asking * count + heads * width),
+        4 * asking * count * width * size,
+    )
 
 
 def _rounded(model: str, sizes: Sizes) -> KernelCase:
@@ -185,10 +201,15 @@ def _rounded(model: str, sizes: Sizes) -> KernelCase:
     }
     moved = 2 * 2 * size * (asking * count + heads * width)
     return KernelCase(
-        "attn_int8", model, f"q {[1, asking, count, size]}, k and v {[1, heads, width, size]} "
-        "bfloat16", _attention(sizes, (2, 2, 8, 160, 32)), ways, moved,
-        4 * asking * count * width * size, instead="SDPA",
-    )  # fmt: skip
+        "attn_int8",
+        model,
+        f"q {[1, asking, count, size]}, k and v {[1, heads, width, size]} bfloat16",
+        _attention(sizes, (2, 2, 8, 160, 32)),
+        ways,
+        moved,
+        4 * asking * count * width * size,
+        instead="SDPA",
+    )
 
 
 def cases() -> list[KernelCase]:
@@ -200,9 +221,14 @@ def cases() -> list[KernelCase]:
         "torch.compile": compiled(merge.merge_twin),
     }
     parts = KernelCase(
-        "lse_merge", "FLUX.1-dev", f"two parts {[1, asking, count, size]} float32", _parts, merges,
-        3 * 4 * asking * count * (size + 1), target={"plain": 3.0, "torch.compile": 1.0},
-    )  # fmt: skip
+        "lse_merge",
+        "FLUX.1-dev",
+        f"two parts {[1, asking, count, size]} float32",
+        _parts,
+        merges,
+        3 * 4 * asking * count * (size + 1),
+        target={"plain": 3.0, "torch.compile": 1.0},
+    )
     masses = [_masses("FLUX.1-dev", FLUX), _masses("Wan2.1-1.3B", WAN)]
     denses = [_dense("FLUX.1-dev", FLUX), _dense("Wan2.1-1.3B", CHUNK)]
     rounded = [_rounded("FLUX.1-dev", FLUX), _rounded("Wan2.1-1.3B", CHUNK)]

@@ -48,9 +48,7 @@ class KernelCase:
     instead: str = "plain"
 
 
-def tensors(
-    count: int, shape: tuple[int, int]
-) -> Callable[[torch.device, bool], tuple[Tensor, ...]]:
+def tensors(count: int, shape: tuple[int, int]) -> Callable[[torch.device, bool], tuple[Tensor, ...]]:
     """Return a function that draws random tensors of a shape, or of a tiny one, in bfloat16."""
 
     def make(device: torch.device, tiny: bool) -> tuple[Tensor, ...]:

@@ -27,6 +27,11 @@ def cases() -> Iterator[KernelCase]:
     for model, shape in SIZES.items():
         ways = {"kernel": _launch, "plain": _plain, "torch.compile": compiled(_plain)}
         yield KernelCase(
-            "int8_codes", model, f"{list(shape)} bfloat16", tensors(1, shape), ways,
-            3 * math.prod(shape), target={"plain": 4.0},
-        )  # fmt: skip
+            "int8_codes",
+            model,
+            f"{list(shape)} bfloat16",
+            tensors(1, shape),
+            ways,
+            3 * math.prod(shape),
+            target={"plain": 4.0},
+        )

@@ -16,9 +16,7 @@ from diffcache.pipelines.demo.console import print_rows, progress
 from diffcache.registry import rows_of
 
 app = typer.Typer(
-    invoke_without_command=True,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
+    invoke_without_command=True, rich_markup_mode="rich", context_settings={"help_option_names": ["-h", "--help"]}
 )
 
 
@@ -58,8 +56,7 @@ def measure(
         float, typer.Option(min=1, help="Time that there is; the most useful operators go first.")
     ] = 170,
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write here, and leave this machine as it is."),
+        Path | None, typer.Option(metavar="FILE", help="Write here, and leave this machine as it is.")
     ] = None,
     device: Device = "auto",
 ) -> None:

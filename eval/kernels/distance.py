@@ -30,11 +30,13 @@ def _plain(values: Tensor, reference: Tensor) -> Tensor:
 def cases() -> Iterator[KernelCase]:
     """Yield the rows of the benchmark."""
     for model, shape in SIZES.items():
-        ways = {
-            "kernel": _launch, "plain": _plain, "as published": _ratio,
-            "torch.compile": compiled(_plain),
-        }  # fmt: skip
+        ways = {"kernel": _launch, "plain": _plain, "as published": _ratio, "torch.compile": compiled(_plain)}
         yield KernelCase(
-            "l1_sums", model, f"{list(shape)} bfloat16", tensors(2, shape), ways,
-            2 * 2 * math.prod(shape), target={"as published": 3.5},
-        )  # fmt: skip
+            "l1_sums",
+            model,
+            f"{list(shape)} bfloat16",
+            tensors(2, shape),
+            ways,
+            2 * 2 * math.prod(shape),
+            target={"as published": 3.5},
+        )

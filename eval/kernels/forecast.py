@@ -15,9 +15,7 @@ from diffcache.kernels import forecast
 DISTANCE = 3
 
 
-def _terms(
-    shape: tuple[int, int], count: int
-) -> Callable[[torch.device, bool], tuple[list[Tensor], Tensor]]:
+def _terms(shape: tuple[int, int], count: int) -> Callable[[torch.device, bool], tuple[list[Tensor], Tensor]]:
     def make(device: torch.device, tiny: bool) -> tuple[list[Tensor], Tensor]:
         base, *terms = tensors(count + 1, shape)(device, tiny)
         return terms, base
@@ -59,20 +57,17 @@ def cases() -> Iterator[KernelCase]:
     """Yield the rows of the benchmark."""
     for model, shape in SIZES.items():
         moved, shown = 5 * 2 * math.prod(shape), f"{list(shape)} bfloat16, order 2"
-        sums = {
-            "kernel": _launch_sum, "plain": _sum, "as published": _as_published,
-            "torch.compile": compiled(_sum),
-        }  # fmt: skip
+        sums = {"kernel": _launch_sum, "plain": _sum, "as published": _as_published, "torch.compile": compiled(_sum)}
         yield KernelCase(
-            "weighted_sum", model, f"{shown}, and a base", _terms(shape, 3), sums, moved,
+            "weighted_sum",
+            model,
+            f"{shown}, and a base",
+            _terms(shape, 3),
+            sums,
+            moved,
             target={"as published": 4.0, "limit": 1 / 1.15},
-        )  # fmt: skip
-        differences = {
-            "kernel": _launch_differences,
-            "plain": _differences,
-            "torch.compile": compiled(_differences),
-        }
+        )
+        differences = {"kernel": _launch_differences, "plain": _differences, "torch.compile": compiled(_differences)}
         yield KernelCase(
-            "finite_differences", model, shown, _terms(shape, 3), differences, moved,
-            target={"plain": 1.5},
-        )  # fmt: skip
+            "finite_differences", model, shown, _terms(shape, 3), differences, moved, target={"plain": 1.5}
+        )

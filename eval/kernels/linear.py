@@ -23,9 +23,7 @@ def _launch(
     return linear.linear_of_codes(rows, codes, terms, zero, factor, shift, torch.bfloat16)
 
 
-def _plain(
-    dense: Any, rows: Tensor, codes: Tensor, terms: Tensor, zero: int, factor: Tensor, shift: Tensor
-) -> Tensor:
+def _plain(dense: Any, rows: Tensor, codes: Tensor, terms: Tensor, zero: int, factor: Tensor, shift: Tensor) -> Tensor:
     return linear.linear_twin(rows, codes, terms, zero, factor, shift, torch.bfloat16)
 
 
@@ -49,13 +47,10 @@ def cases() -> Iterator[KernelCase]:
     """Yield the rows of the benchmark."""
     for model, shape in SIZES.items():
 
-        def make(
-            device: torch.device, tiny: bool, shape: tuple[int, int, int] = shape
-        ) -> tuple[Any, ...]:
+        def make(device: torch.device, tiny: bool, shape: tuple[int, int, int] = shape) -> tuple[Any, ...]:
             height, depth, width = (24, 64, 40) if tiny else shape
             rows, codes = (
-                torch.randint(-128, 128, (n, depth), device=device, dtype=torch.int8)
-                for n in (height, width)
+                torch.randint(-128, 128, (n, depth), device=device, dtype=torch.int8) for n in (height, width)
             )
             zeros = torch.randint(-9, 10, (width,), device=device, dtype=torch.int32)
             terms = torch.stack((codes.sum(1, dtype=torch.int32), zeros))
@@ -68,8 +63,13 @@ def cases() -> Iterator[KernelCase]:
         height, depth, width = shape
         ways = {"kernel": _launch, "plain": _plain, "in steps": _in_steps, "dense": _dense}
         yield KernelCase(
-            "linear_of_codes", model, f"[{height}, {depth}] x [{width}, {depth}] int8", make,
-            ways, (height + width) * depth + 2 * height * width,
-            flops=2 * height * depth * width, target={"in steps": 1.2, "dense": 1.2},
+            "linear_of_codes",
+            model,
+            f"[{height}, {depth}] x [{width}, {depth}] int8",
+            make,
+            ways,
+            (height + width) * depth + 2 * height * width,
+            flops=2 * height * depth * width,
+            target={"in steps": 1.2, "dense": 1.2},
             instead="in steps",
-        )  # fmt: skip
+        )

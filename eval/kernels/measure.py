@@ -22,25 +22,25 @@ from typing import Any
 import torch
 
 from diffcache.eval.kernels.case import KernelCase, all_cases
-from diffcache.eval.kernels.options import (
-    Built,
-    Options,
-    arch_of,
-    built,
-    choices_of,
-    faster,
-    ratios,
-    trial,
-)
+from diffcache.eval.kernels.options import Built, Options, arch_of, built, choices_of, faster, ratios, trial
 from diffcache.eval.kernels.timing import CALLS, ceilings, row
 from diffcache.eval.record import Setting, envelope
 from diffcache.kernels.dispatch import OPERATORS, device_name, refused, versions
 
 # What most runs call comes first, so that little time is enough for it.
 FIRST = (
-    "weighted_sum", "finite_differences", "l1_sums", "sdpa_cudnn", "attn_forward", "rotate",
-    "kv_gather", "kv_scatter", "attn_decode_kivi", "quant_groups", "dequant_groups",
-)  # fmt: skip
+    "weighted_sum",
+    "finite_differences",
+    "l1_sums",
+    "sdpa_cudnn",
+    "attn_forward",
+    "rotate",
+    "kv_gather",
+    "kv_scatter",
+    "attn_decode_kivi",
+    "quant_groups",
+    "dequant_groups",
+)
 ROUNDS, LONGEST = 30, 0.6  # timed turns of a row, and seconds of them
 TRIALS, SHORT = 12, 0.4  # the same of candidates
 BUILDS = 30.0  # seconds that a task waits for what others compile for it
@@ -107,9 +107,8 @@ def _record(device: torch.device) -> dict[str, Any]:
 
 
 def checked(
-    cases: list[tuple[int, KernelCase]], device: torch.device, limits: dict[str, float],
-    made: dict[Any, Future[Built]],
-) -> dict[str, Any]:  # fmt: skip
+    cases: list[tuple[int, KernelCase]], device: torch.device, limits: dict[str, float], made: dict[Any, Future[Built]]
+) -> dict[str, Any]:
     """Compare an operator with plain PyTorch and time it in all of its rows.
 
     Returns:
@@ -130,9 +129,8 @@ def checked(
 
 
 def best_options(
-    cases: list[tuple[int, KernelCase]], device: torch.device, limits: dict[str, float],
-    made: dict[Any, Future[Built]],
-) -> dict[str, Any]:  # fmt: skip
+    cases: list[tuple[int, KernelCase]], device: torch.device, limits: dict[str, float], made: dict[Any, Future[Built]]
+) -> dict[str, Any]:
     """Time candidates for the options of an operator's launch beside its defaults.
 
     Returns:
@@ -170,9 +168,7 @@ def compilers(
         yield {}
         return
     arch = arch_of(device)
-    pool = ProcessPoolExecutor(
-        max(min((os.cpu_count() or 2) // 2, COMPILERS), 1), get_context("spawn"), _blind
-    )
+    pool = ProcessPoolExecutor(max(min((os.cpu_count() or 2) // 2, COMPILERS), 1), get_context("spawn"), _blind)
     made: dict[Any, Future[Built]] = {}
     for kind, operator in wanted:
         if operator not in OPERATORS:
@@ -232,9 +228,7 @@ def main(arguments: Sequence[str]) -> int:
         place = torch.device(device)
         if place.type == "cuda":
             torch.cuda.set_device(place)
-        return (
-            0 if work(place, [(kind, name) for kind, name in json.loads(wanted)], tell) else BROKEN
-        )
+        return 0 if work(place, [(kind, name) for kind, name in json.loads(wanted)], tell) else BROKEN
 
 
 if __name__ == "__main__":

@@ -32,9 +32,7 @@ class Launched(TorchDispatchMode):
         super().__init__()
         self.operators = {OPERATORS[name].op: OPERATORS[name] for name in names}
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func not in self.operators:
             return func(*args, **(kwargs or {}))
         module, _, name = self.operators[func].kernel.partition(":")
@@ -86,9 +84,7 @@ def arch_of(device: torch.device) -> int:
     major, minor = torch.cuda.get_device_capability(device)
     known = kernel_module("machine").SHARED
     if 10 * major + minor not in known:
-        raise ValueError(
-            f"sm_{major}{minor}: not tuned for; there are {', '.join(map(str, known))}"
-        )
+        raise ValueError(f"sm_{major}{minor}: not tuned for; there are {', '.join(map(str, known))}")
     return 10 * major + minor
 
 

@@ -26,9 +26,7 @@ def _coded(x: Tensor, bits: int, each: int, width: int) -> tuple[Tensor, Tensor]
     return quantize.quant_groups(x, bits, each, width, 2**bits - 1, False)
 
 
-def _restored(
-    codes: Tensor, grid: Tensor, bits: int, each: int, width: int, kernel: bool
-) -> Tensor:
+def _restored(codes: Tensor, grid: Tensor, bits: int, each: int, width: int, kernel: bool) -> Tensor:
     shape = (*codes.shape[:3], codes.shape[3] * 8 // bits)
     out = torch.empty(shape, dtype=torch.float16, device=codes.device)
     run = quantize.DEQUANT if kernel else quantize.dequant_twin
@@ -51,10 +49,14 @@ def _coding(bits: int, each: int, width: int) -> KernelCase:
     moved = 2 * count + count * bits // 8 + 4 * count // GROUP
     axis = "tokens" if width == 1 else "channels"
     return KernelCase(
-        "quant_groups", MODEL, f"[1, {HEADS}, {SLOTS}, {SIZE}], {bits} bits, {GROUP} {axis}",
-        lambda device, tiny: (_tensor(device, tiny),), ways, moved,
+        "quant_groups",
+        MODEL,
+        f"[1, {HEADS}, {SLOTS}, {SIZE}], {bits} bits, {GROUP} {axis}",
+        lambda device, tiny: (_tensor(device, tiny),),
+        ways,
+        moved,
         target={"torch.compile": 2.0},
-    )  # fmt: skip
+    )
 
 
 def _restoring(bits: int, each: int, width: int) -> KernelCase:
@@ -73,9 +75,14 @@ def _restoring(bits: int, each: int, width: int) -> KernelCase:
     moved = 2 * count + count * bits // 8 + 4 * count // GROUP
     axis = "tokens" if width == 1 else "channels"
     return KernelCase(
-        "dequant_groups", MODEL, f"[1, {HEADS}, {SLOTS}, {SIZE}], {bits} bits, {GROUP} {axis}",
-        make, ways, moved, target={"limit": 0.75},
-    )  # fmt: skip
+        "dequant_groups",
+        MODEL,
+        f"[1, {HEADS}, {SLOTS}, {SIZE}], {bits} bits, {GROUP} {axis}",
+        make,
+        ways,
+        moved,
+        target={"limit": 0.75},
+    )
 
 
 def _attending(bits: int) -> KernelCase:
@@ -100,10 +107,16 @@ def _attending(bits: int) -> KernelCase:
     }
     count = 2 * HEADS * SLOTS * SIZE
     return KernelCase(
-        "attn_decode_kivi", MODEL, f"{QUERIES}/{HEADS} heads, {SLOTS} slots of {bits} bits", make,
-        ways, count * bits // 8 + 4 * count // GROUP, 4 * QUERIES * SLOTS * SIZE,
-        target={"decoded, then SDPA": 5.0}, instead="decoded, then SDPA",
-    )  # fmt: skip
+        "attn_decode_kivi",
+        MODEL,
+        f"{QUERIES}/{HEADS} heads, {SLOTS} slots of {bits} bits",
+        make,
+        ways,
+        count * bits // 8 + 4 * count // GROUP,
+        4 * QUERIES * SLOTS * SIZE,
+        target={"decoded, then SDPA": 5.0},
+        instead="decoded, then SDPA",
+    )
 
 
 def cases() -> list[KernelCase]:

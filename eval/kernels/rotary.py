@@ -68,7 +68,11 @@ def cases() -> Iterator[KernelCase]:
         }
         read = math.prod(shape[2:]) // 2 * precise.itemsize
         yield KernelCase(
-            "rotate", model, f"{list(shape)} bfloat16, {'pairs' if interleaved else 'halves'}",
-            _inputs(shape, precise), ways, 4 * math.prod(shape) + read,
+            "rotate",
+            model,
+            f"{list(shape)} bfloat16, {'pairs' if interleaved else 'halves'}",
+            _inputs(shape, precise),
+            ways,
+            4 * math.prod(shape) + read,
             target={"plain": 3.0, "torch.compile": 1.0},
-        )  # fmt: skip
+        )

@@ -51,21 +51,23 @@ def cases() -> Iterator[KernelCase]:
             return list(codes.unbind()), list(scales.unbind()), base
 
         count, tokens = math.prod(shape), shape[0]
-        packs = {
-            "kernel": _launch_pack,
-            "plain": rows.pack_twin,
-            "torch.compile": compiled(rows.pack_twin),
-        }
+        packs = {"kernel": _launch_pack, "plain": rows.pack_twin, "torch.compile": compiled(rows.pack_twin)}
         yield KernelCase(
-            "pack_rows", model, f"{list(shape)} bfloat16", tensors(1, shape), packs,
-            3 * count + 2 * tokens, target={"plain": 4.0},
-        )  # fmt: skip
-        sums = {
-            "kernel": _launch_sum, "plain": _sum, "unpack first": _unpack_first,
-            "torch.compile": compiled(_sum),
-        }  # fmt: skip
+            "pack_rows",
+            model,
+            f"{list(shape)} bfloat16",
+            tensors(1, shape),
+            packs,
+            3 * count + 2 * tokens,
+            target={"plain": 4.0},
+        )
+        sums = {"kernel": _launch_sum, "plain": _sum, "unpack first": _unpack_first, "torch.compile": compiled(_sum)}
         yield KernelCase(
-            "weighted_sum_int8", model, f"{list(shape)} int8, order 2, and a bfloat16 base",
-            held, sums, TERMS * (count + 2 * tokens) + 2 * 2 * count,
+            "weighted_sum_int8",
+            model,
+            f"{list(shape)} int8, order 2, and a bfloat16 base",
+            held,
+            sums,
+            TERMS * (count + 2 * tokens) + 2 * 2 * count,
             target={"plain": 4.0, "unpack first": 1.5},
-        )  # fmt: skip
+        )

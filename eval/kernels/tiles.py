@@ -16,8 +16,14 @@ from itertools import product
 
 SAMPLES = 64, 3, 3  # programs along each axis of a grid, for an average
 BITS = {"f8": 8, "i1": 8}  # of elements whose name ends in another number
-COMPARED = {"eq": operator.eq, "ne": operator.ne, "lt": operator.lt, "le": operator.le,
-            "gt": operator.gt, "ge": operator.ge}  # fmt: skip
+COMPARED = {
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+}
 AXES = "xyz"
 
 
@@ -72,9 +78,7 @@ def _sample(size: int, most: int) -> list[int]:
     return sorted({round(n * (size - 1) / (most - 1)) for n in range(most)})
 
 
-def _program(
-    text: str, known: dict[str, int], place: tuple[int, ...], grid: tuple[int, ...]
-) -> Tiles:
+def _program(text: str, known: dict[str, int], place: tuple[int, ...], grid: tuple[int, ...]) -> Tiles:
     """Count the work of one program of the grid."""
     found, times = Tiles(), [1.0]  # how often the lines of each open block are run
     for line in _lines(text):
@@ -89,9 +93,7 @@ def _program(
             found.loaded += times[-1] * _bytes(line)
         elif re.search(r"tt\.(descriptor_)?store\b", line):
             found.stored += times[-1] * _bytes(line)
-        elif shape := re.search(
-            r"tt\.dot .*: tensor<([\dx]+)x(\w+)> \* .* -> tensor<([\dx]+)x(\w+)>", line
-        ):
+        elif shape := re.search(r"tt\.dot .*: tensor<([\dx]+)x(\w+)> \* .* -> tensor<([\dx]+)x(\w+)>", line):
             left, right = (list(map(int, shape[n].split("x"))) for n in (1, 3))
             found.rows = max(found.rows, left[-2])
             count = times[-1] * 2 * math.prod(left) * right[-1]
@@ -139,9 +141,7 @@ def _bytes(line: str) -> int:
     return math.prod(map(int, shape.rstrip("x").split("x"))) * bits // 8
 
 
-def _scalar(
-    line: str, known: dict[str, int], place: tuple[int, ...], grid: tuple[int, ...]
-) -> None:
+def _scalar(line: str, known: dict[str, int], place: tuple[int, ...], grid: tuple[int, ...]) -> None:
     """Compute a whole number, if a line makes one of known ones."""
     made = re.match(r"%(\S+) = (\S+) (.*?)(?: : (\S+).*)?$", line)
     if made is None:
@@ -181,8 +181,15 @@ def _computed(what: str, sign: str, given: list[int]) -> int | None:
         whole = abs(one) // abs(other) * (1 if one * other >= 0 else -1)  # toward zero, as C does
         return whole if what[:3] == "div" else one - whole * other
     simple = {
-        "addi": one + other, "subi": one - other, "muli": one * other, "minsi": min(one, other),
-        "maxsi": max(one, other), "minui": min(one, other), "maxui": max(one, other),
-        "andi": one & other, "ori": one | other, "xori": one ^ other,
-    }  # fmt: skip
+        "addi": one + other,
+        "subi": one - other,
+        "muli": one * other,
+        "minsi": min(one, other),
+        "maxsi": max(one, other),
+        "minui": min(one, other),
+        "maxui": max(one, other),
+        "andi": one & other,
+        "ori": one | other,
+        "xori": one ^ other,
+    }
     return simple.get(what)

@@ -45,11 +45,7 @@ def ceilings(device: torch.device, tiny: bool) -> dict[str, float]:
 
 
 def row(
-    case: KernelCase,
-    device: torch.device,
-    rounds: int,
-    limits: Mapping[str, float],
-    longest: float = math.inf,
+    case: KernelCase, device: torch.device, rounds: int, limits: Mapping[str, float], longest: float = math.inf
 ) -> dict[str, Any]:
     """Check and time all ways of one case.
 
@@ -75,12 +71,17 @@ def row(
         for key, values in times.items():
             ways[name][key] = [1e6 * q for q in quartiles(values)]
     return {
-        "name": f"{case.operator}, {case.model}", "operator": case.operator,
-        "model": case.model, "shapes": case.shapes,
-        "moved": case.moved, "flops": case.flops, "limit_us": limit, "ways": ways,
+        "name": f"{case.operator}, {case.model}",
+        "operator": case.operator,
+        "model": case.model,
+        "shapes": case.shapes,
+        "moved": case.moved,
+        "flops": case.flops,
+        "limit_us": limit,
+        "ways": ways,
         "instead": case.instead,
         "targets": [] if limit is None else targets(case, ways, limit),
-    }  # fmt: skip
+    }
 
 
 def errors_of(case: KernelCase, device: torch.device) -> dict[str, float | str]:
@@ -97,11 +98,7 @@ def errors_of(case: KernelCase, device: torch.device) -> dict[str, float | str]:
 
 
 def timed(
-    case: KernelCase,
-    ways: Mapping[str, Callable[..., Any]],
-    device: torch.device,
-    rounds: int,
-    longest: float,
+    case: KernelCase, ways: Mapping[str, Callable[..., Any]], device: torch.device, rounds: int, longest: float
 ) -> dict[str, dict[str, list[float]]]:
     """Return the seconds of a call of each way in every round, by kind of time; see `row`."""
     tiny = device.type == "cpu"
@@ -110,9 +107,7 @@ def timed(
     for way in ways.values():
         turn(device, lambda: [way(*given) for given in sets], 1)  # noqa: B023 - called at once
     kinds = ("us",) if tiny else ("called_us", "us")
-    seconds: dict[str, dict[str, list[float]]] = {
-        name: {kind: [] for kind in kinds} for name in ways
-    }
+    seconds: dict[str, dict[str, list[float]]] = {name: {kind: [] for kind in kinds} for name in ways}
     at, started = 0, time.monotonic()
     for number in range(rounds):
         if number >= FEWEST and time.monotonic() - started > longest:
@@ -129,18 +124,14 @@ def timed(
     return seconds
 
 
-def error_of(
-    way: Callable[..., Any], given: tuple[Any, ...], expected: list[torch.Tensor]
-) -> float | str:
+def error_of(way: Callable[..., Any], given: tuple[Any, ...], expected: list[torch.Tensor]) -> float | str:
     """Return the largest error of a way relative to the reference, or why there is none."""
     try:
         found = tensors_of(way(*given))
         if [t.shape for t in found] != [t.shape for t in expected]:
             return f"shapes {[list(t.shape) for t in found]}"
         error = max(starmap(distance, zip(found, expected, strict=True)))
-        return (
-            error if math.isfinite(error) else "numbers that are not finite, unlike those expected"
-        )
+        return error if math.isfinite(error) else "numbers that are not finite, unlike those expected"
     except Exception as error:  # a rival that cannot run is told, not hidden
         return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
@@ -180,24 +171,17 @@ def turn(device: torch.device, run: Callable[[], Any], calls: int, ahead: float 
 
 def quartiles(values: list[float]) -> list[float]:
     """Return the lower quartile, the median and the upper quartile."""
-    return (
-        [values[0]] * 3
-        if len(values) < 2
-        else statistics.quantiles(values, n=4, method="inclusive")
-    )
+    return [values[0]] * 3 if len(values) < 2 else statistics.quantiles(values, n=4, method="inclusive")
 
 
-def targets(
-    case: KernelCase, ways: Mapping[str, Mapping[str, Any]], limit: float
-) -> list[dict[str, Any]]:
+def targets(case: KernelCase, ways: Mapping[str, Mapping[str, Any]], limit: float) -> list[dict[str, Any]]:
     """Return the target of the kernel and its result."""
     ours = ways.get("kernel", {}).get("us")  # a trial of options has no way of this name
     found = []
     for against, wanted in case.target.items():
         other = [0, limit] if against == "limit" else ways[against].get("us")
         got = None if ours is None or other is None else other[1] / ours[1]
-        found.append({"against": against, "wanted": wanted, "got": got,
-                      "met": got is not None and got >= wanted})  # fmt: skip
+        found.append({"against": against, "wanted": wanted, "got": got, "met": got is not None and got >= wanted})
     return found
 
 

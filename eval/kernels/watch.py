@@ -77,9 +77,12 @@ class Found:
         if self.body:  # a second process
             return
         empty: dict[str, Any] = {
-            "choices": {line["device"]: {}}, "configs": {line["device"]: {}}, "failed": {},
-            "buckets": {}, "rows": [],
-        }  # fmt: skip
+            "choices": {line["device"]: {}},
+            "configs": {line["device"]: {}},
+            "failed": {},
+            "buckets": {},
+            "rows": [],
+        }
         before = read_json(self.file(line["device"])) or {}
         same = all(before.get(key) == line[key] for key in ("device", "versions"))
         self.body = {**empty, **(before if same else {}), **line}
@@ -108,9 +111,8 @@ class Found:
 
 
 def measure(
-    command: Sequence[str], wanted: Sequence[Task], found: Found, seconds: float,
-    show: Callable[[int, int, str], None],
-) -> None:  # fmt: skip
+    command: Sequence[str], wanted: Sequence[Task], found: Found, seconds: float, show: Callable[[int, int, str], None]
+) -> None:
     """Have tasks done in other processes, until all are done or time is up.
 
     Args:
@@ -135,9 +137,14 @@ def measure(
                     call, stdout=words, stderr=words, start_new_session=True, env=_environment()
                 )
                 try:
-                    why = watched(process, lines, left, found, until, lambda: show(
-                        len(found.done), len(wanted), (found.running or ("", ""))[1]
-                    ))  # fmt: skip
+                    why = watched(
+                        process,
+                        lines,
+                        left,
+                        found,
+                        until,
+                        lambda: show(len(found.done), len(wanted), (found.running or ("", ""))[1]),
+                    )
                 finally:
                     _end(process)
             if why == "time":
@@ -156,9 +163,13 @@ def measure(
 
 
 def watched(
-    process: subprocess.Popen[bytes], lines: Path, wanted: Sequence[Task], found: Found,
-    until: float, show: Callable[[], None],
-) -> str:  # fmt: skip
+    process: subprocess.Popen[bytes],
+    lines: Path,
+    wanted: Sequence[Task],
+    found: Found,
+    until: float,
+    show: Callable[[], None],
+) -> str:
     """Take results of a process until all are there; return why it is cut short, if it is."""
     begun, running = time.monotonic(), None
     with lines.open() as file:

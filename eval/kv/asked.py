@@ -170,9 +170,7 @@ class Spelled:
         last = self.ids[0, -1:].tolist()
         return [
             bool(score(model, cache.fork(), last + question + start, answer, recipe)[1].all())
-            for question, start, answer in zip(
-                self.questions, self.starts, self.answers, strict=True
-            )
+            for question, start, answer in zip(self.questions, self.starts, self.answers, strict=True)
         ]
 
     def aware_hits(self, model: Any, tokenizer: Any, raw: KVCache, recipe: Recipe) -> list[bool]:

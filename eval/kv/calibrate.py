@@ -19,25 +19,20 @@ def calibrate(
     recipe: Annotated[
         str,
         typer.Option(
-            metavar="NAME[:KEY=VALUE,...]",
-            help="A recipe that needs tables, and settings of the measurement.",
+            metavar="NAME[:KEY=VALUE,...]", help="A recipe that needs tables, and settings of the measurement."
         ),
     ],
-    model: Annotated[
-        str, typer.Option(help="Directory of a causal model, or a Hugging Face model ID.")
-    ],
+    model: Annotated[str, typer.Option(help="Directory of a causal model, or a Hugging Face model ID.")],
     out: Annotated[Path, typer.Option(help="File of the tables, .safetensors.")],
     texts: Annotated[
         Path | None,
         typer.Option(
-            help='A file with a text on each line, a .jsonl file with "text", or a folder of .txt '
-            "files.",
+            help='A file with a text on each line, a .jsonl file with "text", or a folder of .txt files.',
             show_default="of recall-llama contexts with facts",
         ),
     ] = None,
     context: Annotated[
-        int | None,
-        typer.Option(min=_SHORTEST, help="Tokens of a context.", show_default="512, of facts 513"),
+        int | None, typer.Option(min=_SHORTEST, help="Tokens of a context.", show_default="512, of facts 513")
     ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Contexts at most.")] = 16,
     device: Device = "auto",

@@ -137,9 +137,7 @@ def choose(
     if not 0 < memory <= 1:
         raise ValueError(f"memory={memory}: must be a share above 0 and at most 1, such as 0.5")
     if samples < 4:
-        raise ValueError(
-            f"samples={samples}: must be at least 4, two to choose by and two held out"
-        )
+        raise ValueError(f"samples={samples}: must be at least 4, two to choose by and two held out")
     place = None if texts is None else Path(texts)
     task = TextTask(TextModel(str(model), device), place, context, samples, seed)
     words = list(recipes) or candidates(memory)
@@ -170,9 +168,7 @@ def pick(
     tried = []
     for word in [word for word in rows if word != NONE]:
         row, held = rows[word], held_share(rows[word])
-        tried.append(
-            Tried(word, held, held <= memory, *(_half(rows[NONE], row, h) for h in halves))
-        )
+        tried.append(Tried(word, held, held <= memory, *(_half(rows[NONE], row, h) for h in halves)))
     fitting = [one for one in tried if one.fits]
     if not fitting:
         least = min(tried, key=lambda one: one.held, default=None)
@@ -200,9 +196,7 @@ def command(
     model: CausalModel,
     texts: Texts = None,
     memory: Annotated[float, typer.Option(help="Share of the bytes of an exact cache.")] = 0.5,
-    recipe: Annotated[
-        list[str], typer.Option("--recipe", help="A recipe to try. May be repeated.")
-    ] = NO_RECIPES,
+    recipe: Annotated[list[str], typer.Option("--recipe", help="A recipe to try. May be repeated.")] = NO_RECIPES,
     context: Annotated[int, typer.Option(help="Tokens of a context.")] = 512,
     samples: Annotated[int, typer.Option(help="Contexts at most, half of them held out.")] = 16,
     device: Device = "auto",
@@ -227,10 +221,18 @@ def command(
     quiet()
     with progress("reading") as show:
         made = choose(
-            model, texts, memory, recipes=recipe, context=context, samples=samples, seed=seed,
-            device=str(device_of(device)), out=out, progress=show,
+            model,
+            texts,
+            memory,
+            recipes=recipe,
+            context=context,
+            samples=samples,
+            seed=seed,
+            device=str(device_of(device)),
+            out=out,
+            progress=show,
             each=lambda so_far, word: typer.echo(text_line(so_far.rows[word]), err=True),
-        )  # fmt: skip
+        )
     lines = []
     for one in made.tried:
         cells = [broken(one.word), f"{one.held:.1%}" + ("" if one.fits else ", too much")]

@@ -10,17 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from diffcache.command import (
-    EXIT_LINE,
-    FAILED,
-    Device,
-    Seed,
-    check_target,
-    device_of,
-    fail,
-    guarded,
-    refuse,
-)
+from diffcache.command import EXIT_LINE, FAILED, Device, Seed, check_target, device_of, fail, guarded, refuse
 from diffcache.errors import MissingError
 from diffcache.eval.cost.interleave import quartiles
 from diffcache.eval.kv import choose, convert, reuse
@@ -34,16 +24,17 @@ from diffcache.run_report import human
 NO_RECIPES: list[str] = []
 TEXT, RECALL, MODEL = "text", "recall", "recall-llama"
 FIRST = (  # recipes that are measured where none is named: those that hold about half, and less
-    "snapkv:budget=0.5", "keydiff:budget=0.5", "streaming_llm:budget=0.5", "kivi:bits=4",
+    "snapkv:budget=0.5",
+    "keydiff:budget=0.5",
+    "streaming_llm:budget=0.5",
+    "kivi:bits=4",
     "snapkv:budget=0.5|kivi:bits=4",
-)  # fmt: skip
+)
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 
 app = typer.Typer(
-    invoke_without_command=True,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"]},
+    invoke_without_command=True, rich_markup_mode="rich", context_settings={"help_option_names": ["-h", "--help"]}
 )
 app.command(epilog=EXIT_LINE)(calibrate)
 app.command("choose", epilog=EXIT_LINE)(choose.command)
@@ -60,15 +51,11 @@ def kv(
         typer.Option(
             "--recipe",
             "--method",
-            help="name:key=value,...; joined by | they compose; kvpress/name is a peer. May be "
-            "repeated.",
+            help="name:key=value,...; joined by | they compose; kvpress/name is a peer. May be repeated.",
         ),
     ] = NO_RECIPES,
     model: Annotated[
-        str,
-        typer.Option(
-            help="Directory of a causal model, Hugging Face model ID, recall-llama, or smollm2."
-        ),
+        str, typer.Option(help="Directory of a causal model, Hugging Face model ID, recall-llama, or smollm2.")
     ] = MODEL,
     tasks: Annotated[
         str | None,
@@ -80,46 +67,30 @@ def kv(
     texts: Annotated[
         Path | None,
         typer.Option(
-            help='text: a file with a text on each line, a .jsonl file with "text", or a folder '
-            "of .txt files.",
+            help='text: a file with a text on each line, a .jsonl file with "text", or a folder of .txt files.',
             show_default="Python's reference",
         ),
     ] = None,
     query_aware: Annotated[
-        bool,
-        typer.Option("--query-aware", help="text: compress after each question as well."),
+        bool, typer.Option("--query-aware", help="text: compress after each question as well.")
     ] = False,
     context: Annotated[
-        int | None,
-        typer.Option(
-            help="Tokens of a context; of recall 1 + 4 n.", show_default="512, recall 513"
-        ),
+        int | None, typer.Option(help="Tokens of a context; of recall 1 + 4 n.", show_default="512, recall 513")
     ] = None,
-    facts: Annotated[
-        int | None, typer.Option(help="recall: facts in a context.", show_default="64")
-    ] = None,
-    samples: Annotated[
-        int | None, typer.Option(help="Contexts.", show_default="8, recall 32")
-    ] = None,
+    facts: Annotated[int | None, typer.Option(help="recall: facts in a context.", show_default="64")] = None,
+    samples: Annotated[int | None, typer.Option(help="Contexts.", show_default="8, recall 32")] = None,
     sweep: Annotated[
-        Path | None,
-        typer.Option(help="recall: a TOML file of recipes and budgets, instead of --recipe."),
+        Path | None, typer.Option(help="recall: a TOML file of recipes and budgets, instead of --recipe.")
     ] = None,
-    limit: Annotated[
-        int | None, typer.Option(help="Others: questions of each task.", show_default="all")
-    ] = None,
-    include_path: Annotated[
-        str | None, typer.Option(help="Others: a folder with task files of your own.")
-    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Others: questions of each task.", show_default="all")] = None,
+    include_path: Annotated[str | None, typer.Option(help="Others: a folder with task files of your own.")] = None,
     batch: Annotated[
         int | None, typer.Option(help="Others: prompts generated from at once.", show_default="1")
     ] = None,
     device: Device = "auto",
     seed: Seed = 0,
     out: Annotated[Path | None, typer.Option(help="Write the record here (JSON).")] = None,
-    plot: Annotated[
-        bool, typer.Option(help="text: draw answers against bytes and seconds beside --out.")
-    ] = True,
+    plot: Annotated[bool, typer.Option(help="text: draw answers against bytes and seconds beside --out.")] = True,
     show: Annotated[bool, typer.Option("--list", help="List the recipes.")] = False,
 ) -> None:
     """Measure recipes on a task, beside the cache that keeps everything.
@@ -187,8 +158,7 @@ def kv(
         return
     refuse({"texts": texts, "query-aware": query_aware or None}, "is for --tasks text alone")
     if tasks == RECALL:
-        refuse({"limit": limit, "include-path": include_path, "batch": batch},
-                "is not for --tasks recall")  # fmt: skip
+        refuse({"limit": limit, "include-path": include_path, "batch": batch}, "is not for --tasks recall")
         if device not in ("auto", "cpu"):
             raise ValueError(f"--device {device}: recall is measured on the CPU; leave it out")
         shape["samples"] = 32 if samples is None else samples
@@ -208,13 +178,7 @@ def _list() -> None:
 
 
 def _text(
-    recipe: list[str],
-    model: str,
-    texts: Path | None,
-    out: Path | None,
-    plot: bool,
-    device: str,
-    **shape: Any,
+    recipe: list[str], model: str, texts: Path | None, out: Path | None, plot: bool, device: str, **shape: Any
 ) -> None:
     """Measure recipes on texts, print what came out, and write and draw the record."""
     from diffcache.eval.kv.text_plot import draw
@@ -226,9 +190,8 @@ def _text(
     task = TextTask(chosen, texts, **{k: v for k, v in shape.items() if v is not None})
     with progress("reading") as show_progress:
         found = run(
-            task, recipe, out, show_progress,
-            lambda so_far, word: typer.echo(text_line(so_far.rows[word]), err=True),
-        )  # fmt: skip
+            task, recipe, out, show_progress, lambda so_far, word: typer.echo(text_line(so_far.rows[word]), err=True)
+        )
     for titles, lines in text_tables(found.rows):
         print_rows(titles, lines)
     typer.echo(f"{found.count} windows of {task.context} tokens, {chosen.device}")
@@ -277,14 +240,10 @@ def _recall(recipe: list[str], file: Path | None, out: Path | None, **task: Any)
     _told(out)
 
 
-def _harness(
-    recipe: list[str], out: Path | None, model: str, tasks: str, device: str, **given: Any
-) -> None:
+def _harness(recipe: list[str], out: Path | None, model: str, tasks: str, device: str, **given: Any) -> None:
     """Ask questions of the harness, print what came out, and write the record."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise MissingError(
-            f"--tasks {tasks}: lm-evaluation-harness is missing: pip install 'diffcache[llm]'"
-        )
+        raise MissingError(f"--tasks {tasks}: lm-evaluation-harness is missing: pip install 'diffcache[llm]'")
     from diffcache.eval.kv.harness import Questions, ask
     from diffcache.eval.kv.texts import TextModel
     from diffcache.eval.kv.words import names_tables, parse_recipe

@@ -25,13 +25,9 @@ def command(
     rope: Annotated[
         int | None, typer.Option(help="Rotary channels of a token.", show_default="those of a head")
     ] = None,
-    rank: Annotated[
-        int | None, typer.Option(help="Channels of a latent.", show_default="as lose nothing")
-    ] = None,
+    rank: Annotated[int | None, typer.Option(help="Channels of a latent.", show_default="as lose nothing")] = None,
     fold: Annotated[int, typer.Option(help="Neighboring frequencies taken for one.")] = 1,
-    turned: Annotated[
-        bool, typer.Option("--turned", help="Decompose pairs of channels as complex numbers.")
-    ] = False,
+    turned: Annotated[bool, typer.Option("--turned", help="Decompose pairs of channels as complex numbers.")] = False,
     texts: Texts = None,
     context: Annotated[int, typer.Option(min=2, help="Tokens of a context.")] = 512,
     samples: Annotated[int, typer.Option(min=4, help="Contexts, a quarter held out.")] = 32,
@@ -71,13 +67,9 @@ def command(
     after = config.kv_lora_rank + config.qk_rope_head_dim
     typer.echo(f"wrote {out}: a token is held in {after} channels of a layer, before in {before}")
     was, now, ratio = (
-        spread(perplexity_of(mean_interval(part)).to_dict())
-        for part in (nats[0], nats[1], nats[1] - nats[0])
+        spread(perplexity_of(mean_interval(part)).to_dict()) for part in (nats[0], nats[1], nats[1] - nats[0])
     )
-    typer.echo(
-        f"perplexity of {least} contexts of {context} tokens held out: {was} before, {now} now, "
-        f"x {ratio}"
-    )
+    typer.echo(f"perplexity of {least} contexts of {context} tokens held out: {was} before, {now} now, x {ratio}")
     typer.echo(f"take it: diffcache kv --model {out}")
 
 

@@ -113,16 +113,10 @@ class RecipeLM(HFLM):  # type: ignore[misc] # lm_eval has no types
 
     recipe = Recipe()
 
-    def _model_generate(
-        self, context: Tensor, max_length: int, stop: list[str], **settings: Any
-    ) -> Tensor:
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **settings: Any) -> Tensor:
         cache = cache_for(self.model, self.recipe)
         made: Tensor = super()._model_generate(
-            context,
-            max_length,
-            stop,
-            **{cache_name(self.model.forward) or CACHES[0]: cache},
-            **settings,
+            context, max_length, stop, **{cache_name(self.model.forward) or CACHES[0]: cache}, **settings
         )
         return made
 
@@ -143,8 +137,7 @@ class RecipeLM(HFLM):  # type: ignore[misc] # lm_eval has no types
         _, context, following = request
         if len(following) > self.max_length:
             raise ValueError(
-                f"{len(following)} tokens are to be scored at once, and the model takes "
-                f"{self.max_length}"
+                f"{len(following)} tokens are to be scored at once, and the model takes {self.max_length}"
             )
         return context[-(self.max_length + 1 - len(following)) :]
 
@@ -237,12 +230,7 @@ def ask(
             rows.append({"name": name, **row, "change": change})
     if out is not None:
         shapes = asdict(questions) | {"device": lm.device.type}
-        body = {
-            "shapes": shapes,
-            "rounds": 1,
-            "seconds": time.perf_counter() - started,
-            "rows": rows,
-        }
+        body = {"shapes": shapes, "rounds": 1, "seconds": time.perf_counter() - started, "rows": rows}
         write_rows(BENCHMARK, Setting(lm.device, lm.model.dtype), body, out, "lm_eval")
     return rows
 
@@ -251,9 +239,7 @@ def _evaluate(lm: RecipeLM, questions: Questions, manager: TaskManager) -> dict[
     seed = questions.seed
     of = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
     asked = {"tasks": list(questions.tasks), "task_manager": manager, "limit": questions.limit}
-    found: dict[str, Any] = lm_eval.simple_evaluate(
-        model=lm, bootstrap_iters=0, **asked, **dict.fromkeys(of, seed)
-    )
+    found: dict[str, Any] = lm_eval.simple_evaluate(model=lm, bootstrap_iters=0, **asked, **dict.fromkeys(of, seed))
     return found
 
 

@@ -131,9 +131,7 @@ class TextSamples:
         drawn = torch.Generator().manual_seed(SEED | self.seed)
         length = self.cue + self.span
         for ids in self.contexts:
-            starts = torch.randint(
-                1, self.context - length + 1, (self.questions,), generator=drawn
-            ).tolist()
+            starts = torch.randint(1, self.context - length + 1, (self.questions,), generator=drawn).tolist()
             parts = [ids, *(ids[:, start : start + length] for start in starts)]
             first = [self.context + number * length + self.cue for number in range(self.questions)]
             answers = tuple(

@@ -59,9 +59,7 @@ def kv_heads(work: Work, *, groups: int = 1) -> Prepared:
     pairs, given = _projections(work)
     heads = work.model.config.get_text_config(decoder=True).num_key_value_heads
     bases = fewer_heads.fit(pairs, given, heads, groups)
-    return Prepared(
-        "Bases", basis_tensors("bases", bases), {"bases": ["bases"]}, {"groups": groups}
-    )
+    return Prepared("Bases", basis_tensors("bases", bases), {"bases": ["bases"]}, {"groups": groups})
 
 
 def xquant_latent(work: Work) -> Prepared:

@@ -14,15 +14,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from diffcache.errors import AttachError
-from diffcache.eval.kv.offline import (
-    Prepared,
-    Report,
-    Sample,
-    Work,
-    observations,
-    read,
-    seen_by,
-)
+from diffcache.eval.kv.offline import Prepared, Report, Sample, Work, observations, read, seen_by
 from diffcache.foreign import attention_names, set_attention_names
 from diffcache.kv.attend import Query
 from diffcache.kv.hf.model import decoder_of
@@ -38,9 +30,7 @@ NAME = "diffcache-gates"
 _BUDGETS = (0.5, 0.25, 0.125, 0.0625)
 
 
-def duo_attention(
-    work: Work, *, share: float = 0.5, sinks: int = 4, recent: int = 32, epochs: int = 4
-) -> Prepared:
+def duo_attention(work: Work, *, share: float = 0.5, sinks: int = 4, recent: int = 32, epochs: int = 4) -> Prepared:
     """Return which heads hold everything, and the gates.
 
     Args:
@@ -63,11 +53,13 @@ def duo_attention(
     try:
         with torch.enable_grad():
             found = fit_gates(
-                gates, list(work.samples.each()), student=student,
+                gates,
+                list(work.samples.each()),
+                student=student,
                 teacher=lambda sample: _answers(work.model, sample),
                 training=GateTraining(epochs=epochs),
                 report=lambda step, _: work.report(step, total, "gates"),
-            )  # fmt: skip
+            )
     finally:
         for parameter, before in zip(work.model.parameters(), needed, strict=True):
             parameter.requires_grad_(before)
@@ -127,12 +119,7 @@ def _gated(model: Any, gates: dict[int, Tensor], sinks: int, recent: int) -> Ite
 
 
 def lococo(
-    work: Work,
-    *,
-    steps: int = 400,
-    memory: int | None = None,
-    recent: int | None = None,
-    taps: int = 7,
+    work: Work, *, steps: int = 400, memory: int | None = None, recent: int | None = None, taps: int = 7
 ) -> Prepared:
     """Return trained mixing weights.
 
@@ -164,9 +151,7 @@ def lococo(
     first = replace(fresh, **{name: x.to(slots.k.device) for name, x in vars(fresh).items()})
     losses: list[float] = []
     with torch.enable_grad():
-        made = mixing.train(
-            first, found, recent=last, steps=steps, watch=_noting(losses, steps, work.report)
-        )
+        made = mixing.train(first, found, recent=last, steps=steps, watch=_noting(losses, steps, work.report))
     tensors = {name: getattr(made, name).half().cpu() for name in ("weight", "bias", "gate")}
     about = _went(losses, len(found)) | {"recent": last}
     return Prepared("MixWeights", tensors, {"weights": ["weight"]}, about)
@@ -184,9 +169,7 @@ def locret(work: Work, *, steps: int = 1200, width: int = 64) -> Prepared:
     for sample in work.each("targets"):
         for number, seen in enumerate(seen_by(work.model, sample.ids)):
             q, k, v = (x.float().cpu() for x in (seen.query.q, seen.slots.k, seen.slots.v))
-            found.append(
-                retaining.RetainCase(number, q, k, v, work.samples.context, float(seen.query.scale))
-            )
+            found.append(retaining.RetainCase(number, q, k, v, work.samples.context, float(seen.query.scale)))
     one = found[0]
     channels = sum(x.shape[1] * x.shape[3] for x in (one.q, one.k, one.v))
     first = retaining.fresh(1 + max(each.layer for each in found), channels, one.k.shape[1], width)

@@ -8,14 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcache.eval.kv.offline import (
-    Prepared,
-    Sample,
-    Work,
-    observations,
-    read,
-    seen_by,
-)
+from diffcache.eval.kv.offline import Prepared, Sample, Work, observations, read, seen_by
 from diffcache.foreign import with_cache
 from diffcache.kv.attend import attend
 from diffcache.kv.hf.cache import KVCache, cache_for
@@ -80,9 +73,7 @@ def compresskv(work: Work, *, heads: int = 2, budget: float = 0.25) -> Prepared:
     errors = [_errors(work.model, recipe, sample) for sample in work.each("layers")]
     weights = torch.tensor(heads_that_retrieve.layer_weights(errors), dtype=torch.float64)
     tensors = {"heads": torch.tensor(chosen), "weights": weights}
-    return Prepared(
-        "table", tensors, {"heads": ["heads"], "weights": ["weights"]}, {"budget": budget}
-    )
+    return Prepared("table", tensors, {"heads": ["heads"], "weights": ["weights"]}, {"budget": budget})
 
 
 def _errors(model: Any, recipe: Recipe, sample: Sample) -> list[float]:
@@ -159,9 +150,7 @@ def epicache(work: Work, *, budget: float = 0.25, block: int = 128) -> Prepared:
     return Prepared("table", made, {"weights": ["weights"]}, {"budget": budget, "block": block})
 
 
-def _noting(
-    model: Any, noted: KVCache, keys: list[list[Tensor]], ids: Tensor, cache: KVCache
-) -> None:
+def _noting(model: Any, noted: KVCache, keys: list[list[Tensor]], ids: Tensor, cache: KVCache) -> None:
     """Run a model on ids, and note the new keys of one cache, [B, H, n, D] of each layer."""
     model(input_ids=ids, **with_cache(model, cache))
     if cache is noted:  # not a fork that a probe is run on

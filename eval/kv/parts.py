@@ -34,9 +34,7 @@ _TABLES: Mapping[str, Callable[[], Any]] = {
     "projections": lambda: [Projections(torch.zeros(2, 2), torch.zeros(2, 2), 1)],
 }
 _OF_METHOD: Mapping[tuple[str, str], Callable[[], Any]] = {
-    ("lococo", "weights"): lambda: MixWeights(
-        torch.zeros(1, 1, 2, 1), torch.zeros(1, 1), torch.zeros(1)
-    ),
+    ("lococo", "weights"): lambda: MixWeights(torch.zeros(1, 1, 2, 1), torch.zeros(1, 1), torch.zeros(1)),
     ("locret", "heads"): lambda: RetainingHeads(torch.zeros(1, 3, 1), torch.zeros(1, 1, 1)),
 }
 

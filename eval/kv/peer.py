@@ -69,30 +69,30 @@ PRESSES: Mapping[str, Spec] = {
     "streaming_llm": Spec("streaming_llm_press", "StreamingLLMPress", {"n_sink": 4}),
     "snapkv": Spec("snapkv_press", "SnapKVPress", WINDOW),
     "tova": Spec("tova_press", "TOVAPress"),
-    "observed_attention":
-        Spec("observed_attention_press", "ObservedAttentionPress", attentions=True),
+    "observed_attention": Spec("observed_attention_press", "ObservedAttentionPress", attentions=True),
     "criticalkv": Spec("criticalkv_press", "CriticalKVPress", _TWO_STAGES, "snapkv"),
-    "expected_attention":
-        Spec("expected_attention_press", "ExpectedAttentionPress",
-             {**FUTURE, "use_covariance": True, "use_vnorm": True, "epsilon": 0.02}),
+    "expected_attention": Spec(
+        "expected_attention_press",
+        "ExpectedAttentionPress",
+        {**FUTURE, "use_covariance": True, "use_vnorm": True, "epsilon": 0.02},
+    ),
     "lagkv": Spec("lagkv_press", "LagKVPress", {"n_sink": 4, "lag_size": 12}),
     "leverage": Spec("leverage_press", "LeverageScorePress", {"sketch_dimension": 12}),
     "non_causal": Spec("non_causal_attention_press", "NonCausalAttnPress", {"chunk_size": 32}),
-    "compactor":
-        Spec("compactor_press", "CompactorPress",
-             {"sink_size_start": 8, "sink_size_end": 4, "chunk_size": 32, "sketch_dimension": 12}),
-    "cur":
-        Spec("cur_press", "CURPress",
-             {"num_sinks": 4, "leverage_type": "kv_product", "local_window_size": 16}),
+    "compactor": Spec(
+        "compactor_press",
+        "CompactorPress",
+        {"sink_size_start": 8, "sink_size_end": 4, "chunk_size": 32, "sketch_dimension": 12},
+    ),
+    "cur": Spec("cur_press", "CURPress", {"num_sinks": 4, "leverage_type": "kv_product", "local_window_size": 16}),
     "cap": Spec("cap_press", "CapPress", {"tau": 5.0, **FUTURE}),
     "pyramidkv": Spec("pyramidkv_press", "PyramidKVPress", {**WINDOW, "beta": 20}),
     "adakv": Spec("adakv_press", "AdaKVPress", _SAFE, "snapkv"),
-    "critical_adakv":
-        Spec("criticalkv_press", "CriticalAdaKVPress", {**_SAFE, **_TWO_STAGES}, "snapkv"),
+    "critical_adakv": Spec("criticalkv_press", "CriticalAdaKVPress", {**_SAFE, **_TWO_STAGES}, "snapkv"),
     "chunkkv": Spec("chunkkv_press", "ChunkKVPress", {"chunk_length": 8}, "snapkv"),
     "chunk_keydiff": Spec("chunk_press", "ChunkPress", {"chunk_length": 18}, "keydiff"),
     "block_keydiff": Spec("block_press", "BlockPress", {"block_size": 16}, "keydiff"),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
@@ -256,10 +256,7 @@ def capture(model: Any, ids: Tensor) -> list[Seen]:
         cos, sin = cos.expand(rows, -1, -1), sin.expand(rows, -1, -1)
         layers.append(Seen(module, hidden, q, layer.keys, layer.values, output[1], cos, sin))
 
-    handles = [
-        layer.self_attn.register_forward_hook(look, with_kwargs=True)
-        for layer in model.model.layers
-    ]
+    handles = [layer.self_attn.register_forward_hook(look, with_kwargs=True) for layer in model.model.layers]
     try:
         model(ids, **with_cache(model, cache))
     finally:
@@ -288,9 +285,7 @@ def press_class(file: str, cls: str) -> Any:
             raise ModuleNotFoundError(f"kvpress is missing: {INSTALL}")
         sys.modules["kvpress"] = _stub("kvpress", __path__=[str(Path(spec.origin).parent)])
     stubs = {
-        "cachetools": _stub(
-            "cachetools", LRUCache=dict, cached=lambda *_, **__: lambda function: function
-        ),
+        "cachetools": _stub("cachetools", LRUCache=dict, cached=lambda *_, **__: lambda function: function),
         "datasets": _stub("datasets", load_dataset=None),
     }
     absent = {name: stub for name, stub in stubs.items() if name not in sys.modules}

@@ -17,10 +17,19 @@ from diffcache.kv.hf.cache import detach
 
 # Recipe -> what finds its tables: called with its work, and settings.
 _STAGES = (
-    gates.duo_attention, heads.razor_attention, heads.compresskv, heads.prefixkv, heads.epicache,
-    gates.lococo, gates.locret, heads.double_sparsity, bases.a2ats, bases.cskv, bases.kv_heads,
+    gates.duo_attention,
+    heads.razor_attention,
+    heads.compresskv,
+    heads.prefixkv,
+    heads.epicache,
+    gates.lococo,
+    gates.locret,
+    heads.double_sparsity,
+    bases.a2ats,
+    bases.cskv,
+    bases.kv_heads,
     bases.xquant_latent,
-)  # fmt: skip
+)
 MAKERS: dict[str, Callable[..., Prepared]] = {stage.__name__: stage for stage in _STAGES}
 
 

@@ -83,10 +83,7 @@ class KVTask:
             return present(DIRECTORY)
         directory = Path(self.model)
         if not (directory / "config.json").is_file():
-            raise ValueError(
-                f"model={self.model!r}: not a directory with a config.json; give one, "
-                f"or {SHIPPED!r}"
-            )
+            raise ValueError(f"model={self.model!r}: not a directory with a config.json; give one, or {SHIPPED!r}")
         return directory
 
     def load(self) -> nn.Module:
@@ -146,9 +143,7 @@ def hits_of(row: Mapping[str, Any]) -> Tensor:
     A record holds a context as text, `"11 10"` for a right answer and one whose second token is
     wrong.
     """
-    return torch.tensor(
-        [[[bit == "1" for bit in one] for one in text.split()] for text in row["hits"]]
-    )
+    return torch.tensor([[[bit == "1" for bit in one] for one in text.split()] for text in row["hits"]])
 
 
 def _recipe(row: Recipe | PressPeer, model: nn.Module, batch: RecallBatch) -> Recipe:
@@ -162,9 +157,7 @@ def exact_bytes(cache: KVCache, tokens: int) -> int:
     total = 0
     for layer in cache.store.layers:
         slots = layer.read()
-        total += tokens * sum(
-            x.shape[0] * x.shape[1] * x.shape[3] * x.element_size() for x in (slots.k, slots.v)
-        )
+        total += tokens * sum(x.shape[0] * x.shape[1] * x.shape[3] * x.element_size() for x in (slots.k, slots.v))
     return total
 
 

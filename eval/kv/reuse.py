@@ -83,9 +83,7 @@ class ReuseTask:
         if self.requests < 2:
             raise ValueError(f"--requests {self.requests}: an interval needs at least 2")
         if not 1 <= self.questions <= self.documents:
-            raise ValueError(
-                f"--questions {self.questions}: must be from 1 to {self.documents}, one a document"
-            )
+            raise ValueError(f"--questions {self.questions}: must be from 1 to {self.documents}, one a document")
         if self.length < 16:
             raise ValueError(f"--length {self.length}: must be at least 16 tokens")
 
@@ -170,9 +168,7 @@ def reuse(
     for word, (name, settings) in read.items():
         with naming(f"--method {word}"):
             clock = getattr(time, setting.clock)
-            shelves[word] = Documents(
-                own if name == FULL else model, tokenizer, name, clock=clock, **settings
-            )
+            shelves[word] = Documents(own if name == FULL else model, tokenizer, name, clock=clock, **settings)
     taken: dict[str, list[_Taken]] = {word: [] for word in shelves}
     order, total = list(shelves), len(shelves) * (len(first) + len(later))
     try:
@@ -195,8 +191,7 @@ def _ask(shelf: Documents, request: Request) -> _Taken:
     given: dict[str, Any] = {"generate": GENERATE, "answer_prefix": "The secret number is"}
     found = shelf.ask(request.questions, request.documents, **given)
     said = [re.match(r"\D{0,3}(\d+)", text) for text in found.texts]
-    hits = [one is not None and one[1] == right
-            for one, right in zip(said, request.answers, strict=True)]  # fmt: skip
+    hits = [one is not None and one[1] == right for one, right in zip(said, request.answers, strict=True)]
     return found, hits, shelf.nbytes
 
 
@@ -205,8 +200,7 @@ def _row(word: str, own: Sequence[_Taken], full: Sequence[_Taken]) -> dict[str, 
     plain, before, _ = zip(*full, strict=True)
     right, was_right = torch.tensor(hits), torch.tensor(before)
     change = None if own is full else share_change(was_right, right).to_dict()
-    row = {"name": word, "answers": share_interval(right).to_dict(), "change": change,
-           "values": values(right)}  # fmt: skip
+    row = {"name": word, "answers": share_interval(right).to_dict(), "change": change, "values": values(right)}
     for name, key in (("first", "first_seconds"), ("all", "seconds")):
         mine, theirs = ([getattr(one, key) for one in some] for some in (answers, plain))
         ratios = [a / b for a, b in zip(mine, theirs, strict=True)]
@@ -222,8 +216,7 @@ def command(
         typer.Option(
             "--method",
             metavar="NAME[:KEY=VALUE,...]",
-            help="prefix, hydragen, concatenate, cacheblend, ape, cachecraft, kvshare or pie. May "
-            "be repeated.",
+            help="prefix, hydragen, concatenate, cacheblend, ape, cachecraft, kvshare or pie. May be repeated.",
             show_default="all",
         ),
     ] = NO_METHODS,

@@ -19,9 +19,7 @@ def acts_on_tokens(recipe: Recipe) -> bool:
 
 
 @torch.no_grad()
-def score(
-    model: Any, cache: KVCache, given: list[int], following: list[int], recipe: Recipe
-) -> tuple[Tensor, Tensor]:
+def score(model: Any, cache: KVCache, given: list[int], following: list[int], recipe: Recipe) -> tuple[Tensor, Tensor]:
     """Return how likely tokens are after a context, and which of them greedy decoding gives.
 
     They are fed token by token where the recipe acts while tokens are generated, and at once where

@@ -75,11 +75,7 @@ def read_sweep(file: Path) -> RecipeSweep:
     return RecipeSweep(KVTask(**found), spelled)
 
 
-def run(
-    sweep: RecipeSweep,
-    out: Path | None = None,
-    progress: Progress | None = None,
-) -> list[dict[str, Any]]:
+def run(sweep: RecipeSweep, out: Path | None = None, progress: Progress | None = None) -> list[dict[str, Any]]:
     """Measure every recipe of a sweep, those that `out` holds already excepted.
 
     Args:
@@ -105,10 +101,7 @@ def run(
 
 
 def write_record(
-    rows: list[dict[str, Any]],
-    task: KVTask,
-    out: Path,
-    families: Mapping[str, list[str]] | None = None,
+    rows: list[dict[str, Any]], task: KVTask, out: Path, families: Mapping[str, list[str]] | None = None
 ) -> None:
     """Write what was measured, and with what."""
     setting = Setting(torch.device("cpu"), DTYPES[task.dtype])
@@ -119,9 +112,7 @@ def write_record(
     write_rows(BENCHMARK, setting, body, out)
 
 
-def write_rows(
-    benchmark: str, setting: Setting, body: dict[str, Any], out: Path, *libraries: str
-) -> None:
+def write_rows(benchmark: str, setting: Setting, body: dict[str, Any], out: Path, *libraries: str) -> None:
     """Write the record of a command.
 
     Args:

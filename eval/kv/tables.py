@@ -76,9 +76,7 @@ def write_table(file: Path, tensors: Mapping[str, Tensor], about: Mapping[str, A
 def basis_tensors(entry: str, bases: Sequence[Bases]) -> dict[str, Tensor]:
     """Return the bases of all layers as tensors by name, behind `entry`."""
     return {
-        f"{entry}.{number}.{name}": getattr(each, name).half()
-        for number, each in enumerate(bases)
-        for name in _BASES
+        f"{entry}.{number}.{name}": getattr(each, name).half() for number, each in enumerate(bases) for name in _BASES
     }
 
 
@@ -97,9 +95,7 @@ def read_table(word: str, setting: str, weights: str | None = None) -> Any:
     name, _, entry = word.removeprefix(MARK).partition("#")
     file = _file(name, f"{setting}={word}")
     tensors, about = _read(file, f"{setting}={word}", weights)
-    return _entry(
-        tensors, about.get("kind", ""), entry or setting, f"{setting}={word}: {file.name}"
-    )
+    return _entry(tensors, about.get("kind", ""), entry or setting, f"{setting}={word}: {file.name}")
 
 
 def settings_of(word: str, recipe: str, weights: str | None = None) -> dict[str, Any]:
@@ -184,8 +180,7 @@ def _entry(tensors: Mapping[str, Tensor], kind: str, entry: str, said: str) -> A
 def _bases(entry: str, tensors: Mapping[str, Tensor]) -> tuple[Bases, ...]:
     layers = {key.split(".")[1] for key in tensors if key.partition(".")[0] == entry}
     return tuple(
-        Bases(*(tensors[f"{entry}.{number}.{name}"].float() for name in _BASES))
-        for number in range(len(layers))
+        Bases(*(tensors[f"{entry}.{number}.{name}"].float() for name in _BASES)) for number in range(len(layers))
     )
 
 

@@ -88,10 +88,7 @@ def run(
     for place, (word, recipe) in enumerate(recipes.items()):
         step = partial(_step, told, place * len(drawn.ids), total, word)
         try:
-            found.rows[word] = before.get(word) or {
-                **measure(model, recipe, task, drawn, step, kinds),
-                "name": word,
-            }
+            found.rows[word] = before.get(word) or {**measure(model, recipe, task, drawn, step, kinds), "name": word}
         except Exception as error:  # a row may fail in any way a model can
             if word == NONE:
                 raise
@@ -147,9 +144,7 @@ class _Decoding:
         self.taken += 1
 
 
-def _time(
-    found: Measured, recipes: Mapping[str, Recipe], model: Any, task: TextTask, drawn: TextWindows
-) -> None:
+def _time(found: Measured, recipes: Mapping[str, Recipe], model: Any, task: TextTask, drawn: TextWindows) -> None:
     """Time tokens of all caches in turn after the first context, and add them to the rows."""
     ids = drawn.ids[0]
     context, later = ids[:, : task.context], ids[:, task.context :]
@@ -176,9 +171,7 @@ def _time(
         except Exception as error:
             del found.rows[word]
             found.failed[word] = _why(error)
-    turns: dict[str, Call | Turn] = {
-        name: Turn(each.step, calls=calls) for name, each in run_of.items()
-    }
+    turns: dict[str, Call | Turn] = {name: Turn(each.step, calls=calls) for name, each in run_of.items()}
     setting = Setting(torch.device(task.model.device), model.dtype)
     found.timings = take_turns(turns, ROUNDS, WARMUP, setting)
     taken = found.timings.cpu_seconds if setting.device.type == "cpu" else found.timings.seconds
@@ -188,24 +181,26 @@ def _time(
 
 
 def _write(
-    found: Measured,
-    model: Any,
-    task: TextTask,
-    drawn: TextWindows,
-    key: str | None,
-    seconds: float,
-    out: Path,
+    found: Measured, model: Any, task: TextTask, drawn: TextWindows, key: str | None, seconds: float, out: Path
 ) -> None:
     device = torch.device(task.model.device)
     body = {
         "shapes": {
-            "device": device.type, "model": task.model.name, "context": task.context,
-            "following": FOLLOWING, "samples": len(drawn.ids),
+            "device": device.type,
+            "model": task.model.name,
+            "context": task.context,
+            "following": FOLLOWING,
+            "samples": len(drawn.ids),
             "clock": "cpu" if device.type == "cpu" else "wall",
-            "parameters": sum(weight.numel() for weight in model.parameters()), **drawn.source,
+            "parameters": sum(weight.numel() for weight in model.parameters()),
+            **drawn.source,
         },
-        "rounds": ROUNDS, "seed": task.seed, "seconds": round(seconds, 1),
-        "rows": list(found.rows.values()), "failed": found.failed, "fingerprint": key,
+        "rounds": ROUNDS,
+        "seed": task.seed,
+        "seconds": round(seconds, 1),
+        "rows": list(found.rows.values()),
+        "failed": found.failed,
+        "fingerprint": key,
         "load": None if found.timings is None else found.timings.load,
-    }  # fmt: skip
+    }
     write_rows(BENCHMARK, Setting(device, model.dtype), body, out)

@@ -137,8 +137,7 @@ def measure(
             nats, _ = score(model, cache.fork(), last, later, recipe)
             found.nats.append(-nats.double().mean())
             hits = [
-                score(model, cache.fork(), last, span, recipe)[1][CUE:]
-                for span in spans(read[0], task.seed + number)
+                score(model, cache.fork(), last, span, recipe)[1][CUE:] for span in spans(read[0], task.seed + number)
             ]
             found.copies.append(torch.cat(hits))
             if asked is not None:
@@ -173,9 +172,7 @@ def _share_of_16_bits(cache: KVCache, recipe: Recipe, tokens: int) -> float | No
         heads = slots.k.shape[1]
         asking = getattr(cache.setup.config, "num_attention_heads", heads)
         sizes = (heads, slots.k.shape[3]), (heads, slots.v.shape[3]), (asking, slots.k.shape[3])
-        k, v, q = (
-            torch.randn(1, count, tokens, size, generator=drawn).half() for count, size in sizes
-        )
+        k, v, q = (torch.randn(1, count, tokens, size, generator=drawn).half() for count, size in sizes)
         exact += 2 * (k.numel() + v.numel())
         store.layers[place].write(k, v)
         store.attend(place, Query(q, 0, k.shape[3] ** -0.5))
@@ -195,11 +192,18 @@ def _row(found: _Found, kinds: Sequence[str] | None) -> dict[str, Any]:
     row: dict[str, Any] = {
         "perplexity": perplexity_of(mean_interval(torch.stack(found.nats))).to_dict(),
         "copy": share_interval(torch.stack(found.copies)).to_dict(),
-        "whole": None, "kinds": {}, "needle_by_depth": [], "aware": None, "able": [], "hits": {},
+        "whole": None,
+        "kinds": {},
+        "needle_by_depth": [],
+        "aware": None,
+        "able": [],
+        "hits": {},
         "bytes": sum(found.bytes) / len(found.bytes),
-        "share": sum(found.bytes) / sum(found.exact), "share_16": found.in_16_bits,
-        "mode": found.mode, "nats": torch.stack(found.nats).tolist(),
-    }  # fmt: skip
+        "share": sum(found.bytes) / sum(found.exact),
+        "share_16": found.in_16_bits,
+        "mode": found.mode,
+        "nats": torch.stack(found.nats).tolist(),
+    }
     if found.asked is None:
         return row
     table, of = torch.tensor(found.hits), found.asked.kinds

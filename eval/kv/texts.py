@@ -82,9 +82,7 @@ def check_model(model: str) -> None:
         fetched(model)
     known = model == SHIPPED or model in PACKAGES or (Path(model) / "config.json").is_file()
     if not known and not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        raise ValueError(
-            f"--model {model}: no directory with a config.json, and no model ID of Hugging Face"
-        )
+        raise ValueError(f"--model {model}: no directory with a config.json, and no model ID of Hugging Face")
 
 
 @dataclass(frozen=True)
@@ -151,8 +149,7 @@ class TextModel:
             model = AutoModelForCausalLM.from_pretrained(self.place, dtype="auto")
         except (OSError, ValueError, KeyError) as error:
             raise ValueError(
-                f"--model {self.name}: transformers loads no causal language model from there "
-                f"({_short(error)})"
+                f"--model {self.name}: transformers loads no causal language model from there ({_short(error)})"
             ) from error
         return model.to(self.device).eval()
 

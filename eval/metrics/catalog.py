@@ -19,10 +19,7 @@ Direction = Literal["up", "down", "none"]
 BEGIN = "<!-- table of metrics: begin (generated, see eval/metrics/catalog.py) -->"
 END = "<!-- table of metrics: end -->"
 SHIPPED = ("sticker-features",)
-TITLES = (
-    "Metric", "Key", "Definition", "Source", "Library call", "Weights", "Offline stand-in",
-    "Better",
-)  # fmt: skip
+TITLES = ("Metric", "Key", "Definition", "Source", "Library call", "Weights", "Offline stand-in", "Better")
 
 
 @dataclass(frozen=True)
@@ -63,13 +60,20 @@ class Metric:
 
 def _read(row: Row) -> Metric:
     cells = row.cells
-    needed, imported = (
-        tuple(filter(None, cells[name].split(", "))) for name in ("weights", "packages")
-    )
+    needed, imported = (tuple(filter(None, cells[name].split(", "))) for name in ("weights", "packages"))
     return Metric(
-        row.name, cells["title"], cells["definition"], row.paper, cells["call"], needed, imported,
-        cells["stand_in"], cast(Direction, cells["direction"]), cells["unit"], row.family,
-    )  # fmt: skip
+        row.name,
+        cells["title"],
+        cells["definition"],
+        row.paper,
+        cells["call"],
+        needed,
+        imported,
+        cells["stand_in"],
+        cast(Direction, cells["direction"]),
+        cells["unit"],
+        row.family,
+    )
 
 
 METRICS: dict[str, Metric] = {name: _read(row) for name, row in rows_of("metric").items()}

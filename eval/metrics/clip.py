@@ -37,9 +37,7 @@ class ClipScore:
         ValueError: If the folder does not hold a CLIP model.
     """
 
-    def __init__(
-        self, folder: str | Path | None = None, device: str | torch.device = "cpu"
-    ) -> None:
+    def __init__(self, folder: str | Path | None = None, device: str | torch.device = "cpu") -> None:
         self.folder = weights.find("clip", folder)
         self.device = torch.device(device)
         model, processor, tokenizer = classes()
@@ -99,9 +97,8 @@ class ClipScore:
     def text_features(self, prompts: Sequence[str]) -> Tensor:
         """Return features of texts, float64 [N, D] on the CPU."""
         tokens = self.tokenizer(
-            list(prompts), padding=True, truncation=True, max_length=self.longest,
-            return_tensors="pt",
-        ).to(self.device)  # fmt: skip
+            list(prompts), padding=True, truncation=True, max_length=self.longest, return_tensors="pt"
+        ).to(self.device)
         chosen = {name: tokens[name] for name in ("input_ids", "attention_mask")}
         features: Tensor = self.model.get_text_features(**chosen).pooler_output.double().cpu()
         return features

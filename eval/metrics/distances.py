@@ -109,9 +109,7 @@ def inception_score(probabilities: Tensor, splits: int = 10, seed: int = 0) -> t
     if not 1 <= splits <= len(table):
         raise ValueError(f"splits={splits} must be in 1..{len(table)}, the number of samples")
     order = torch.randperm(len(table), generator=torch.Generator().manual_seed(seed))
-    scores = torch.stack(
-        [_split_score(part) for part in table[order.to(table.device)].tensor_split(splits)]
-    )
+    scores = torch.stack([_split_score(part) for part in table[order.to(table.device)].tensor_split(splits)])
     return float(scores.mean()), float(scores.std()) if splits > 1 else 0.0
 
 
@@ -179,9 +177,7 @@ def _covered(points: Tensor, centers: Tensor, k: int) -> Tensor:
 def _radii(features: Tensor, k: int) -> Tensor:
     """Return every sample's squared distance to its k-th neighbor, float64 [N]."""
     if not 1 <= k < len(features):
-        raise ValueError(
-            f"k={k} must be in 1..{len(features) - 1}: there are {len(features)} samples"
-        )
+        raise ValueError(f"k={k} must be in 1..{len(features) - 1}: there are {len(features)} samples")
     # The sample itself is its own nearest, at exactly 0.
     parts = [rows.kthvalue(k + 1, dim=1).values for _, rows in _distances(features, features)]
     return torch.cat(parts)

@@ -35,13 +35,10 @@ class Moments:
         dim = self.mean.numel()
         if self.mean.shape != (dim,) or self.cov.shape != (dim, dim):
             raise ValueError(
-                f"mean {list(self.mean.shape)} and cov {list(self.cov.shape)} do not fit: "
-                "expected [D] and [D, D]"
+                f"mean {list(self.mean.shape)} and cov {list(self.cov.shape)} do not fit: expected [D] and [D, D]"
             )
         if self.mean.dtype != torch.float64 or self.cov.dtype != torch.float64:
-            raise ValueError(
-                f"moments must be float64, got mean {self.mean.dtype} and cov {self.cov.dtype}"
-            )
+            raise ValueError(f"moments must be float64, got mean {self.mean.dtype} and cov {self.cov.dtype}")
         if self.count < 2:
             raise ValueError(f"moments need two samples or more, got count={self.count}")
 
@@ -105,9 +102,7 @@ def at_infinity(fake_features: Tensor, reference: Moments, seed: int = 0) -> flo
     total, dim = fake_features.shape
     check_same_size(fake_features[0], reference.mean)
     if total < 2 * (dim + 1):
-        raise ValueError(
-            f"{total} samples of {dim} features are too few to extrapolate: need {2 * (dim + 1)}"
-        )
+        raise ValueError(f"{total} samples of {dim} features are too few to extrapolate: need {2 * (dim + 1)}")
     generator = torch.Generator().manual_seed(seed)
     inverse = torch.linspace(2 / total, 1 / total, SIZES, dtype=torch.float64)
     sizes = (1 / inverse).round().to(torch.int64)
@@ -135,9 +130,7 @@ def matrix_root(cov: Tensor) -> Tensor:
 def check_features(features: Tensor, name: str) -> None:
     """Raise ValueError unless features are a finite float [N, D] with N at least 2."""
     if features.ndim != 2 or not features.is_floating_point():
-        raise ValueError(
-            f"{name} must be a float tensor [N, D], got {features.dtype} {list(features.shape)}"
-        )
+        raise ValueError(f"{name} must be a float tensor [N, D], got {features.dtype} {list(features.shape)}")
     if len(features) < 2 or features.shape[1] == 0:
         raise ValueError(f"{name} need two samples or more, got shape {list(features.shape)}")
     if not bool(features.isfinite().all()):
@@ -149,6 +142,5 @@ def check_same_size(a: Tensor, b: Tensor) -> None:
     """Raise ValueError unless two feature vectors [D] have one size."""
     if a.shape != b.shape:
         raise ValueError(
-            f"features of {a.numel()} and {b.numel()} values cannot be compared; "
-            "use one extractor for both"
+            f"features of {a.numel()} and {b.numel()} values cannot be compared; use one extractor for both"
         )

@@ -75,8 +75,4 @@ class I3D:
 
     def entry(self) -> dict[str, str]:
         """Return the back end's entry in a record."""
-        return {
-            "backend": "real",
-            "extractor": "i3d kinetics-400 (StyleGAN-V torchscript)",
-            "sha256": self.sha256,
-        }
+        return {"backend": "real", "extractor": "i3d kinetics-400 (StyleGAN-V torchscript)", "sha256": self.sha256}

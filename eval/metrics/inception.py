@@ -63,8 +63,7 @@ class Features:
         """
         if self.logits is None:
             raise ValueError(
-                "the clean convention has no logits: use convention='torch-fidelity' for the "
-                "Inception score"
+                "the clean convention has no logits: use convention='torch-fidelity' for the Inception score"
             )
         return self.logits.double().softmax(dim=1)
 
@@ -100,9 +99,7 @@ class Inception:
         check_pictures(pictures)
         found = [self.network(part.to(self.device)) for part in pictures.split(self.batch_size)]
         logits = [part.logits.cpu() for part in found if part.logits is not None]
-        return Features(
-            torch.cat([part.pool.cpu() for part in found]), torch.cat(logits) if logits else None
-        )
+        return Features(torch.cat([part.pool.cpu() for part in found]), torch.cat(logits) if logits else None)
 
     def entry(self) -> dict[str, str]:
         """Return the back end's entry in a record."""
@@ -116,9 +113,7 @@ class Inception:
 
 
 def load(
-    path: str | Path | None = None,
-    convention: str = "torch-fidelity",
-    device: str | torch.device = "cpu",
+    path: str | Path | None = None, convention: str = "torch-fidelity", device: str | torch.device = "cpu"
 ) -> Inception:
     """Load the network of a convention; nothing is downloaded.
 

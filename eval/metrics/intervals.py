@@ -20,10 +20,15 @@ from diffcache.eval.metrics.bootstrap import LEVEL, RESAMPLES, Interval, mean_in
 # ones as those they stand in for.
 _SHARES = ("precision", "recall", "coverage", "exact_match")
 _BOUNDS = {
-    "psnr_db": (0.0, 100.0), "ssim": (-1.0, 1.0), "ms_ssim": (0.0, 1.0), "lpips": (0.0, math.inf),
-    "temporal_error": (0.0, 2.0), "temporal_flickering": (0.0, 1.0), "density": (0.0, math.inf),
+    "psnr_db": (0.0, 100.0),
+    "ssim": (-1.0, 1.0),
+    "ms_ssim": (0.0, 1.0),
+    "lpips": (0.0, math.inf),
+    "temporal_error": (0.0, 2.0),
+    "temporal_flickering": (0.0, 1.0),
+    "density": (0.0, math.inf),
     "clip_score": (-100.0, 100.0),
-}  # fmt: skip
+}
 
 
 def share_interval(hits: Tensor) -> Interval:
@@ -96,8 +101,7 @@ def share_change(before: Tensor, after: Tensor) -> Interval:
     """
     if before.shape != after.shape:
         raise ValueError(
-            f"outcomes of shape {list(before.shape)} and {list(after.shape)}: a paired change "
-            "needs the same samples"
+            f"outcomes of shape {list(before.shape)} and {list(after.shape)}: a paired change needs the same samples"
         )
     one, other = share_interval(before), share_interval(after)
     change = (after.double() - before.double()).reshape(len(before), -1).mean(dim=1).cpu()
@@ -109,9 +113,7 @@ def share_change(before: Tensor, after: Tensor) -> Interval:
     return Interval(value, min(low, value), max(high, value), len(change))
 
 
-def metric_interval(
-    key: str, values: Tensor, resamples: int = RESAMPLES, seed: int = 0
-) -> Interval:
+def metric_interval(key: str, values: Tensor, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
     """Return the mean of a metric's values with an interval within the metric's range.
 
     Args:

@@ -70,9 +70,7 @@ class Extractor(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.levels = nn.ModuleList(
-            nn.Sequential(
-                nn.Conv2d(before, after, 3, 1, 1, bias=False), nn.BatchNorm2d(after), nn.ReLU()
-            )
+            nn.Sequential(nn.Conv2d(before, after, 3, 1, 1, bias=False), nn.BatchNorm2d(after), nn.ReLU())
             for before, after in pairwise((3, *WIDTHS))
         )
         self.pooled = nn.Linear(2 * sum(WIDTHS), DIMENSIONS)
@@ -173,9 +171,7 @@ def check(pictures: Tensor, name: str = "pictures") -> Tensor:
         ValueError: If they are not.
     """
     if pictures.dtype != torch.uint8 or pictures.ndim != 4 or pictures.shape[1] != 3:
-        raise ValueError(
-            f"{name} are {pictures.dtype} {list(pictures.shape)}; pass torch.uint8 [N, 3, H, W]"
-        )
+        raise ValueError(f"{name} are {pictures.dtype} {list(pictures.shape)}; pass torch.uint8 [N, 3, H, W]")
     if 0 in pictures.shape:
         raise ValueError(f"{name} are empty, {list(pictures.shape)}; pass at least one")
     return pictures
@@ -276,9 +272,7 @@ def class_probabilities(pictures: Tensor) -> Tensor:
         ValueError: if these are no pictures.
     """
     extractor = _extractor(check(pictures))
-    return in_batches(
-        lambda part: extractor.classes(extractor.maps(part)[-1]).double().softmax(-1), pictures
-    )
+    return in_batches(lambda part: extractor.classes(extractor.maps(part)[-1]).double().softmax(-1), pictures)
 
 
 def film_statistics(frames: Tensor) -> Tensor:

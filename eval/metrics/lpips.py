@@ -42,9 +42,7 @@ class LPIPS(nn.Module):
     shift: Tensor
     scale: Tensor
 
-    def __init__(
-        self, alexnet: Mapping[str, Tensor], heads: Mapping[str, Tensor], sha256: str = ""
-    ) -> None:
+    def __init__(self, alexnet: Mapping[str, Tensor], heads: Mapping[str, Tensor], sha256: str = "") -> None:
         super().__init__()
         self.sha256 = sha256
         self.features = _features()
@@ -54,9 +52,7 @@ class LPIPS(nn.Module):
             state |= {f"heads.{i}.weight": heads[f"lin{i}.model.1.weight"] for i in range(5)}
             self.load_state_dict(state)
         except (RuntimeError, KeyError) as error:
-            raise ValueError(
-                f"not the weights of AlexNet and of its LPIPS heads: {error}"
-            ) from error
+            raise ValueError(f"not the weights of AlexNet and of its LPIPS heads: {error}") from error
         self.register_buffer("shift", torch.tensor(_SHIFT).reshape(1, 3, 1, 1), persistent=False)
         self.register_buffer("scale", torch.tensor(_SCALE).reshape(1, 3, 1, 1), persistent=False)
         self.requires_grad_(False).eval()
@@ -75,9 +71,7 @@ class LPIPS(nn.Module):
         """
         check_pairs(a, b)
         if min(a.shape[2:]) < SMALLEST:
-            raise ValueError(
-                f"pictures of {a.shape[2]} x {a.shape[3]} pixels: LPIPS needs {SMALLEST} or more"
-            )
+            raise ValueError(f"pictures of {a.shape[2]} x {a.shape[3]} pixels: LPIPS needs {SMALLEST} or more")
         parts = zip(a.split(batch_size), b.split(batch_size), strict=True)
         return torch.cat([self(one, other).cpu() for one, other in parts])
 
@@ -142,8 +136,7 @@ def heads_file() -> Path:
         if file.is_file():
             return file
     raise MissingPackageError(
-        "torchmetrics with functional/image/lpips_models/alex.pth is not installed: "
-        "pip install 'diffcache[eval]'"
+        "torchmetrics with functional/image/lpips_models/alex.pth is not installed: pip install 'diffcache[eval]'"
     )
 
 

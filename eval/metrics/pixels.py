@@ -195,9 +195,7 @@ def check_pairs(a: Tensor, b: Tensor) -> None:
             "resizing would change the result"
         )
     if len(a) != len(b):
-        raise ValueError(
-            f"{len(a)} pictures against {len(b)}; a pairwise metric needs the same samples in both"
-        )
+        raise ValueError(f"{len(a)} pictures against {len(b)}; a pairwise metric needs the same samples in both")
 
 
 def _per_picture(metric: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> Tensor:
@@ -253,6 +251,4 @@ def _scales(height: int, width: int) -> int:
     for scales in range(len(SCALE_WEIGHTS), 1, -1):
         if min(height, width) // 2 ** (scales - 1) >= window:
             return scales
-    raise ValueError(
-        f"MS-SSIM needs sides of {2 * window} pixels or more, got {height} x {width}; use ssim"
-    )
+    raise ValueError(f"MS-SSIM needs sides of {2 * window} pixels or more, got {height} x {width}; use ssim")

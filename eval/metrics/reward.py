@@ -156,7 +156,5 @@ def score(reward: Reward, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
     if found.shape != (len(pictures),):
         raise RewardError(f"the reward returned {list(found.shape)}, not [{len(pictures)}]")
     if not bool(found.isfinite().all()):
-        raise RewardError(
-            f"the reward of picture {int((~found.isfinite()).nonzero()[0])} is not a finite number"
-        )
+        raise RewardError(f"the reward of picture {int((~found.isfinite()).nonzero()[0])} is not a finite number")
     return found

@@ -120,14 +120,10 @@ def floor(real: FeatureSet, fake: FeatureSet, seed: int = 0) -> float | None:
     return fmean(found) * asked / measured
 
 
-def _frechet(
-    real: FeatureSet, fake: FeatureSet, features: Tensor, wanted: Wanted
-) -> dict[str, Any]:
+def _frechet(real: FeatureSet, fake: FeatureSet, features: Tensor, wanted: Wanted) -> dict[str, Any]:
     found: dict[str, Any] = {"value": frechet(fake.moments, real.moments), "n": len(features)}
     if wanted.resamples:
-        found = bootstrap.frechet_interval(
-            features, real.moments, wanted.resamples, seed=wanted.seed
-        ).to_dict()
+        found = bootstrap.frechet_interval(features, real.moments, wanted.resamples, seed=wanted.seed).to_dict()
     found["floor"] = floor(real, fake, wanted.seed)
     return found
 

@@ -58,12 +58,7 @@ class WeightFile:
 
 
 _INCEPTION = ("fid", "fid_to_uncached", "kid", "is", "precision", "recall", "density", "coverage")
-_GRIT = (
-    "vbench_object_class",
-    "vbench_multiple_objects",
-    "vbench_color",
-    "vbench_spatial_relationship",
-)
+_GRIT = ("vbench_object_class", "vbench_multiple_objects", "vbench_color", "vbench_spatial_relationship")
 _VICLIP = ("vbench_temporal_style", "vbench_overall_consistency")
 _FIDELITY = "https://github.com/toshas/torch-fidelity/releases/download/"
 _OPENAI = "https://openaipublic.azureedge.net/clip/models/"
@@ -74,9 +69,7 @@ _CLIP_REPOSITORY = "openai/clip-vit-large-patch14"
 _PICK_REPOSITORY = "yuvalkirstain/PickScore_v1"
 
 
-def _vbench(
-    name: str, place: str, url: str, sha256: str | None, used_by: tuple[str, ...]
-) -> WeightFile:
+def _vbench(name: str, place: str, url: str, sha256: str | None, used_by: tuple[str, ...]) -> WeightFile:
     folder, _, file = place.rpartition("/")
     return WeightFile(f"vbench-{name}", file, url, sha256, used_by, folder, "vbench")
 

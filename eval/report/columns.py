@@ -8,16 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from diffcache.eval.report.records import (
-    Record,
-    Value,
-    matches_of,
-    metric_of,
-    number,
-    speed_of,
-    timing_of,
-    value,
-)
+from diffcache.eval.report.records import Record, Value, matches_of, metric_of, number, speed_of, timing_of, value
 
 ARROWS = {"up": "↑", "down": "↓"}
 CHANGE, TO_UNCACHED = "_change", "_to_uncached"
@@ -140,9 +131,7 @@ def _cost(record: Record) -> list[Column]:
     def column(key: str, title: str, direction: str | None, form: Form, unit: str = "") -> Column:
         is_timed = key == "seconds" or (key.endswith("ratio") and key != "flops_ratio")
         read = partial(timed if is_timed else plain, key=key)
-        return Column(
-            key, title, "cost", direction, "quartiles" if is_timed else "", form, read, unit
-        )
+        return Column(key, title, "cost", direction, "quartiles" if is_timed else "", form, read, unit)
 
     return [
         column("evaluations", "Evaluations", None, "number"),
@@ -180,9 +169,7 @@ def decimals(values: Sequence[Value]) -> int:
     """Return how many decimals a column needs: three digits, and one of the typical interval."""
     largest = max((abs(v.middle) for v in values), default=0.0)
     digits = 2 - math.floor(math.log10(largest)) if largest > 0 else 2
-    halves = sorted(
-        (v.high - v.low) / 2 for v in values if v.low is not None and v.high is not None
-    )
+    halves = sorted((v.high - v.low) / 2 for v in values if v.low is not None and v.high is not None)
     halves = [half for half in halves if half > 0]
     if halves:
         digits = max(digits, -math.floor(math.log10(halves[len(halves) // 2])))
@@ -208,9 +195,7 @@ def shown(found: Value, column: Column, places: int) -> str:
     if found.low is None or found.high is None or not column.brackets:
         return text(found.middle)
     both = f"{text(found.low)}, {text(found.high)}"
-    return f"{text(found.middle)} " + (
-        f"[{both}]" if column.brackets == "interval" else f"({both})"
-    )
+    return f"{text(found.middle)} " + (f"[{both}]" if column.brackets == "interval" else f"({both})")
 
 
 def bytes_text(count: float) -> str:

@@ -92,9 +92,7 @@ def styles(record: Record) -> dict[str, Style]:
             families[family(row)] += 1
             place = list(families).index(family(row))
             found[row["name"]] = Style(
-                OKABE_ITO[place % len(OKABE_ITO)],
-                MARKERS[place % len(MARKERS)],
-                _DASHES[kin % len(_DASHES)],
+                OKABE_ITO[place % len(OKABE_ITO)], MARKERS[place % len(MARKERS)], _DASHES[kin % len(_DASHES)]
             )
     return found
 
@@ -163,7 +161,5 @@ def _matplotlib() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise PlotError(
-            "matplotlib is missing: pip install 'diffcache[eval]', or ask for --format csv"
-        ) from error
+        raise PlotError("matplotlib is missing: pip install 'diffcache[eval]', or ask for --format csv") from error
     return matplotlib

@@ -7,15 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diffcache.eval.report.palette import (
-    GREY,
-    INK,
-    Style,
-    legend_columns,
-    new_figure,
-    short,
-    styled,
-)
+from diffcache.eval.report.palette import GREY, INK, Style, legend_columns, new_figure, short, styled
 from diffcache.eval.report.records import Value
 from diffcache.eval.report.table import LEAST_SAVED
 
@@ -23,9 +15,8 @@ _AROUND = ((7, 5), (7, -12), (-7, 5), (-7, -12), (0, 9), (0, -16), (11, -3), (-1
 _FRONT, _FEWER = "Pareto front of caches", "uncached, fewer steps"
 _TICKS = (
     (0.1, 0.2, 0.5, 1, 2, 3, 4, 5, 7, 10, 15, 20, 30, 50, 100),
-    (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.4, 1.6, 1.8, 2, 2.25, 2.5, 2.75, 3, 3.5, 4, 4.5, 5, 6, 7,
-     8),
-)  # fmt: skip
+    (0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.2, 1.4, 1.6, 1.8, 2, 2.25, 2.5, 2.75, 3, 3.5, 4, 4.5, 5, 6, 7, 8),
+)
 _LINES = 4  # of a legend for which there is room
 _WAYS = {"up": " (more is better ↑)", "down": " (less is better: up)"}
 
@@ -102,9 +93,7 @@ def plot(panels: Sequence[Panel], title: str, direction: str | None) -> Any:
     Returns:
         A matplotlib figure.
     """
-    figure, axes = new_figure(
-        4.6 * len(panels) + (0.6 if len(panels) == 1 else 0), 4.4, len(panels)
-    )
+    figure, axes = new_figure(4.6 * len(panels) + (0.6 if len(panels) == 1 else 0), 4.4, len(panels))
     handles: dict[str, Any] = {}
     for axis, panel in zip(axes, panels, strict=True):
         _draw(axis, panel, direction, handles)
@@ -141,18 +130,25 @@ def _draw(axis: Any, panel: Panel, direction: str | None, handles: dict[str, Any
     for point in panel.points:
         cross = point.kind == "fewer steps"
         drawn = axis.errorbar(
-            [point.x.middle], [point.y.middle], xerr=point.x.arms, yerr=point.y.arms,
-            color=point.style.color, marker=point.style.marker, markersize=8 if cross else 7,
-            markeredgewidth=2 if cross else 0.8, markeredgecolor=GREY if cross else "white",
-            elinewidth=1, capsize=2.5, linestyle="none", zorder=2 if cross else 3,
-        )  # fmt: skip
+            [point.x.middle],
+            [point.y.middle],
+            xerr=point.x.arms,
+            yerr=point.y.arms,
+            color=point.style.color,
+            marker=point.style.marker,
+            markersize=8 if cross else 7,
+            markeredgewidth=2 if cross else 0.8,
+            markeredgecolor=GREY if cross else "white",
+            elinewidth=1,
+            capsize=2.5,
+            linestyle="none",
+            zorder=2 if cross else 3,
+        )
         name = point.group if point.group in several else point.name
         handles.setdefault(_FEWER if cross else short(name), drawn.lines[0])
 
 
-def _draw_front(
-    axis: Any, points: Sequence[Point], direction: str | None, handles: dict[str, Any]
-) -> None:
+def _draw_front(axis: Any, points: Sequence[Point], direction: str | None, handles: dict[str, Any]) -> None:
     """Draw the staircase: the best metric to be had at this ratio or more.
 
     A row that skipped nothing is no rival.
@@ -165,9 +161,7 @@ def _draw_front(
     best = [rivals[place] for place in front(rivals, direction == "up")]
     xs = [x for x, _ in best]
     ys = [y for _, y in best]
-    (line,) = axis.plot(
-        xs, ys, drawstyle="steps-pre", color=INK, linewidth=1.2, linestyle=(0, (4, 2)), zorder=1.5
-    )
+    (line,) = axis.plot(xs, ys, drawstyle="steps-pre", color=INK, linewidth=1.2, linestyle=(0, (4, 2)), zorder=1.5)
     handles.setdefault(_FRONT, line)
 
 
@@ -202,15 +196,18 @@ def _write_labels(axis: Any, points: Sequence[Point]) -> None:
         written.add(key)
         for right, up in _AROUND:
             text = axis.annotate(
-                point.label, (point.x.middle, point.y.middle), (right, up),
-                textcoords="offset points", fontsize=8, color=point.style.color,
+                point.label,
+                (point.x.middle, point.y.middle),
+                (right, up),
+                textcoords="offset points",
+                fontsize=8,
+                color=point.style.color,
                 ha="left" if right > 0 else "right" if right < 0 else "center",
-            )  # fmt: skip
+            )
             box = text.get_window_extent(renderer).expanded(1.05, 1.1)
             inside = axis.bbox.contains(box.x0, box.y0) and axis.bbox.contains(box.x1, box.y1)
             clear = not any(
-                box.x0 - 4 * scale < x < box.x1 + 4 * scale
-                and box.y0 - 4 * scale < y < box.y1 + 4 * scale
+                box.x0 - 4 * scale < x < box.x1 + 4 * scale and box.y0 - 4 * scale < y < box.y1 + 4 * scale
                 for x, y in marks
             )
             if inside and clear and not any(box.overlaps(other) for other in taken):

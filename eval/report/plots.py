@@ -112,9 +112,7 @@ def _points(record: Record, key: str, side: str) -> list[pareto.Point]:
         label = names.get(row["name"], "")
         if row["kind"] == "fewer steps":
             label = f"{row['steps']} step{'s' * (row['steps'] != 1)}"
-        points.append(
-            pareto.Point(row["name"], row["kind"], x, y, looks[row["name"]], family(row), label)
-        )
+        points.append(pareto.Point(row["name"], row["kind"], x, y, looks[row["name"]], family(row), label))
     return points
 
 
@@ -191,16 +189,14 @@ def _draw_timeline(lanes: Mapping[str, Sequence[tuple[float | None, float]]]) ->
     colors = LinearSegmentedColormap.from_list("computed", [PALE, COMPUTED])
     edges = [0.5 + np.arange(-1, count) for count in (columns, len(lanes))]
     mesh = axis.pcolormesh(
-        *edges, np.ma.masked_invalid(grid), cmap=colors, vmin=0, vmax=1, edgecolor="white",
-        linewidth=0.8,
-    )  # fmt: skip
+        *edges, np.ma.masked_invalid(grid), cmap=colors, vmin=0, vmax=1, edgecolor="white", linewidth=0.8
+    )
     _label_rows(axis, names)
     _label_steps(axis, columns)
     _label_timesteps(axis, [[step for step, _ in lane] for lane in lanes.values()])
     bar = figure.colorbar(
-        mesh, ax=axis, orientation="horizontal", fraction=0.09, aspect=40, shrink=0.5, pad=0.03,
-        anchor=(0.0, 0.0),
-    )  # fmt: skip
+        mesh, ax=axis, orientation="horizontal", fraction=0.09, aspect=40, shrink=0.5, pad=0.03, anchor=(0.0, 0.0)
+    )
     bar.set_label("share of runs that computed the step", fontsize=9)
     bar.outline.set_visible(False)
     return figure
@@ -265,10 +261,16 @@ def _draw_growth(curves: Mapping[str, Sequence[float]], looks: Mapping[str, Styl
     for name, errors in curves.items():
         look = looks[name]
         axis.plot(
-            range(len(errors)), errors, color=look.color, linestyle=look.dash, linewidth=1.8,
-            marker=look.marker, markersize=4, markevery=max(1, len(errors) // 14),
+            range(len(errors)),
+            errors,
+            color=look.color,
+            linestyle=look.dash,
+            linewidth=1.8,
+            marker=look.marker,
+            markersize=4,
+            markevery=max(1, len(errors) // 14),
             label=short(name),
-        )  # fmt: skip
+        )
     axis.set_yscale("log")
     axis.set_xlabel("step")
     axis.set_ylabel("relative L2 error of the latents\n(log scale, less is better ↓)")
@@ -298,9 +300,7 @@ def _cost(record: Record) -> tuple[list[Picture], list[str]]:
 
 
 @styled
-def _draw_cost(
-    names: Sequence[str], looks: Mapping[str, Style], groups: Mapping[str, Sequence[Value | None]]
-) -> Any:
+def _draw_cost(names: Sequence[str], looks: Mapping[str, Style], groups: Mapping[str, Sequence[Value | None]]) -> Any:
     """Draw a group of bars for each kind of cost, side by side, a bar for every row."""
     figure, axes = new_figure(2.4 + 2.9 * len(groups), 1.1 + 0.36 * len(names), len(groups))
     for place, (axis, (title, values)) in enumerate(zip(axes, groups.items(), strict=True)):
@@ -321,11 +321,11 @@ def _draw_bar(axis: Any, row: int, found: Value | None, color: str) -> None:
     if found is None:
         axis.text(0, row, " not measured", va="center", fontsize=8, color="#697079")
         return
-    axis.barh(row, found.middle, xerr=found.arms, height=0.62, color=color, capsize=2.5,
-              ecolor="#8a929c")  # fmt: skip
+    axis.barh(row, found.middle, xerr=found.arms, height=0.62, color=color, capsize=2.5, ecolor="#8a929c")
     end = found.middle if found.high is None else max(found.high, found.middle)
-    axis.annotate(f"{found.middle:.3g}", (end, row), (4, 0), textcoords="offset points",
-                  va="center", fontsize=8, color="#697079")  # fmt: skip
+    axis.annotate(
+        f"{found.middle:.3g}", (end, row), (4, 0), textcoords="offset points", va="center", fontsize=8, color="#697079"
+    )
 
 
 def _scale(values: Iterable[Value | None], units: Any) -> tuple[float, str]:

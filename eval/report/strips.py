@@ -93,9 +93,8 @@ def _caption(samples: Samples, number: int, of: str) -> str:
 
 
 def _picture_block(
-    samples: Samples, uncached: dict[str, Any], methods: Sequence[dict[str, Any]],
-    chosen: tuple[int, str],
-) -> Image.Image | None:  # fmt: skip
+    samples: Samples, uncached: dict[str, Any], methods: Sequence[dict[str, Any]], chosen: tuple[int, str]
+) -> Image.Image | None:
     """Draw one sample: uncached and methods above, prompt and differences below."""
     number, of = chosen
     base = samples.picture(uncached, number)
@@ -125,9 +124,8 @@ def _picture_block(
 
 
 def _film_block(
-    samples: Samples, uncached: dict[str, Any], methods: Sequence[dict[str, Any]],
-    chosen: tuple[int, str],
-) -> Image.Image | None:  # fmt: skip
+    samples: Samples, uncached: dict[str, Any], methods: Sequence[dict[str, Any]], chosen: tuple[int, str]
+) -> Image.Image | None:
     """Draw one film: a row of frames for uncached and for every method."""
     number, of = chosen
     base = samples.film(uncached, number)
@@ -182,9 +180,7 @@ def _enlarged(pixels: Any, side: int = _SIDE) -> Image.Image:
     return image.resize(size, Image.Resampling.LANCZOS)
 
 
-def _place(
-    canvas: Image.Image, panel: Image.Image, at: tuple[int, int], words: tuple[str, str]
-) -> None:
+def _place(canvas: Image.Image, panel: Image.Image, at: tuple[int, int], words: tuple[str, str]) -> None:
     """Paste a panel with a hairline and two short texts under it, the second to the right."""
     pen = ImageDraw.Draw(canvas)
     canvas.paste(panel, at)

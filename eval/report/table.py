@@ -12,16 +12,7 @@ from typing import TYPE_CHECKING, Any
 from diffcache.eval.metrics.intervals import is_wilson
 from diffcache.eval.pages import escape_markdown
 from diffcache.eval.pages import table as lines_of
-from diffcache.eval.report.columns import (
-    CHANGE,
-    Column,
-    columns_of,
-    decimals,
-    describe,
-    flat,
-    metric_keys,
-    shown,
-)
+from diffcache.eval.report.columns import CHANGE, Column, columns_of, decimals, describe, flat, metric_keys, shown
 from diffcache.eval.report.records import Record, Value, matches_of, ordered
 
 if TYPE_CHECKING:
@@ -139,15 +130,17 @@ def _cells(column: Column, rows: Sequence[dict[str, Any]]) -> list[Cell]:
         holds_zero = low is not None and high is not None and low <= 0 <= high
         unsure = column.form == "change" and holds_zero
         cells.append(
-            Cell(shown(one, column, places), best is not None and one.middle == best
-                 and _rivals(row), unsure, one.middle)
-        )  # fmt: skip
+            Cell(
+                shown(one, column, places),
+                best is not None and one.middle == best and _rivals(row),
+                unsure,
+                one.middle,
+            )
+        )
     return cells
 
 
-def _best(
-    column: Column, rows: Sequence[dict[str, Any]], values: Sequence[Value | None]
-) -> float | None:
+def _best(column: Column, rows: Sequence[dict[str, Any]], values: Sequence[Value | None]) -> float | None:
     """Return the best number of rows that saved something; None where there is no choice."""
     pairs = zip(rows, values, strict=True)
     rivals = [v.middle for row, v in pairs if v is not None and _rivals(row)]
@@ -176,9 +169,7 @@ def notes_of(record: Record, columns: Sequence[Column]) -> list[str]:
     if "evaluations" in shown_keys:
         notes.append("Evaluations: denoiser calls of a full run that cost the same FLOPs.")
     if any(row["kind"] == "fewer steps" for row in record["rows"]):
-        notes.append(
-            f"{UNDER.strip()} uncached at fewer steps, at about the cost of the method above it."
-        )
+        notes.append(f"{UNDER.strip()} uncached at fewer steps, at about the cost of the method above it.")
     notes += _back_ends(record, shown_keys)
     if not record.get("finished", True):
         notes.append(f"{WARNING}the run is not finished; these numbers will change.")

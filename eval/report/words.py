@@ -7,16 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from diffcache.eval.report.columns import CHANGE, columns_of, decimals, describe, metric_keys, shown
-from diffcache.eval.report.records import (
-    Record,
-    Value,
-    environment,
-    matches_of,
-    metric_of,
-    number,
-    ordered,
-    speed_of,
-)
+from diffcache.eval.report.records import Record, Value, environment, matches_of, metric_of, number, ordered, speed_of
 
 LITE = (
     "“Lite” metrics are measured with a small network that is trained and shipped with diffcache. "

@@ -71,13 +71,23 @@ def _pages(record: Record, folder: Path, formats: Sequence[str]) -> dict[str, st
     count, kind = task.get("samples", "?"), task.get("kind", "samples")
     given = {
         "title": f"{task.get('model', 'model')}: {count} {kind}, with and without cache",
-        "record": record, "table": table_of(record), "plots": drawn, "sheets": sheets,
-        "films": _films(record, folder), "left_out": [*left_out, *missing],
-    }  # fmt: skip
+        "record": record,
+        "table": table_of(record),
+        "plots": drawn,
+        "sheets": sheets,
+        "films": _films(record, folder),
+        "left_out": [*left_out, *missing],
+    }
     used = {
-        "words": words, "DAGGER": DAGGER, "WARNING": WARNING, "data": _data, "width": _width,
-        "halves": _halves, "warnings": _warnings, "markdown": markdown,
-    }  # fmt: skip
+        "words": words,
+        "DAGGER": DAGGER,
+        "WARNING": WARNING,
+        "data": _data,
+        "width": _width,
+        "halves": _halves,
+        "warnings": _warnings,
+        "markdown": markdown,
+    }
     for ending in ("md", "html"):
         if ending in formats:
             page = environment().get_template(f"report/page.{ending}.jinja", globals=used)

@@ -19,14 +19,14 @@ from diffcache.pipelines.demo.saved import Parameters
 _CLASSES = 1000
 # Arguments that a run sets itself, and the field of the task that says what to.
 _OWN = {
-    "prompt": "prompts", "class_labels": "prompts", "num_inference_steps": "steps",
-    "generator": "seed", "batch_size": "batch_size",
-}  # fmt: skip
+    "prompt": "prompts",
+    "class_labels": "prompts",
+    "num_inference_steps": "steps",
+    "generator": "seed",
+    "batch_size": "batch_size",
+}
 # One sample for each prompt, as pictures: a run could not read anything else.
-_FIXED = (
-    "num_images_per_prompt", "num_videos_per_prompt", "output_type", "return_dict",
-    "callback_on_step_end",
-)  # fmt: skip
+_FIXED = ("num_images_per_prompt", "num_videos_per_prompt", "output_type", "return_dict", "callback_on_step_end")
 _RATES = ("frame_rate", "fps")  # what pipelines call their frames per second
 # Frame rates of pipelines whose documentation in diffusers names none, from their model cards.
 _KNOWN_RATES = {"MochiPipeline": 30.0}
@@ -34,11 +34,7 @@ _REAL = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 
 def check_call(
-    pipeline: str,
-    parameters: Parameters,
-    task: Task,
-    call: Mapping[str, Any],
-    inputs: Mapping[str, Any] | None = None,
+    pipeline: str, parameters: Parameters, task: Task, call: Mapping[str, Any], inputs: Mapping[str, Any] | None = None
 ) -> None:
     """Check that a pipeline takes the arguments of a run.
 
@@ -77,9 +73,7 @@ def check_call(
             )
 
 
-def frame_rate(
-    pipeline: str, parameters: Parameters, task: Task, call: Mapping[str, Any]
-) -> float | None:
+def frame_rate(pipeline: str, parameters: Parameters, task: Task, call: Mapping[str, Any]) -> float | None:
     """Return the frames per second of a pipeline's films.
 
     The task's number goes first, then the call's own argument, given or default. Pipelines without
@@ -116,9 +110,7 @@ def frame_rate(
         return rates.pop()
     if pipeline in _KNOWN_RATES:
         return _KNOWN_RATES[pipeline]
-    raise ValueError(
-        f"{pipeline} does not say how many frames a second its films have: give them with --fps"
-    )
+    raise ValueError(f"{pipeline} does not say how many frames a second its films have: give them with --fps")
 
 
 def prompts_of(task: Task, pipeline: str, parameters: Parameters, model: Any) -> Prompts:
@@ -177,9 +169,7 @@ def _check_classes(texts: Sequence[str], pipeline: str, count: int) -> None:
     """Raise ValueError unless all texts are class numbers."""
     wrong = [text for text in texts if not (text.isdecimal() and int(text) < count)]
     if wrong:
-        raise ValueError(
-            f"prompts: {pipeline} takes class numbers from 0 to {count - 1}, not {wrong[0]!r}"
-        )
+        raise ValueError(f"prompts: {pipeline} takes class numbers from 0 to {count - 1}, not {wrong[0]!r}")
 
 
 def _class_count(model: Any) -> int:

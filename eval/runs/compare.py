@@ -114,7 +114,5 @@ def crossed(found: Sequence[Change], limits: Sequence[Limit]) -> list[str]:
             moved = change.after - change.before
             too_much = moved > limit.bound if limit.sign == ">" else moved < limit.bound
             if too_much:
-                broken.append(
-                    f"{change.row}: {limit.metric} {moved:+.3g} {limit.sign} {limit.bound}"
-                )
+                broken.append(f"{change.row}: {limit.metric} {moved:+.3g} {limit.sign} {limit.bound}")
     return broken

@@ -26,14 +26,7 @@ from diffcache.eval.runs.arguments import check_call, frame_rate, prompts_of
 from diffcache.eval.runs.folder import Batch
 from diffcache.eval.runs.peers import Peer, observed
 from diffcache.eval.runs.ranks import Ranks
-from diffcache.eval.runs.task import (
-    Case,
-    Task,
-    digest,
-    directory_sha256,
-    versions,
-    weights_sha256,
-)
+from diffcache.eval.runs.task import Case, Task, digest, directory_sha256, versions, weights_sha256
 from diffcache.eval.samples.prompts import Prompts
 from diffcache.features.base import Method
 from diffcache.pipelines import load
@@ -76,11 +69,7 @@ class Drawer:
     """
 
     def __init__(
-        self,
-        task: Task,
-        ranks: Ranks | None = None,
-        live: Any = None,
-        inputs: Mapping[str, Any] | None = None,
+        self, task: Task, ranks: Ranks | None = None, live: Any = None, inputs: Mapping[str, Any] | None = None
     ) -> None:
         self.task, self.ranks, self.live = task, ranks or Ranks(), live
         self.inputs = dict(inputs or {})
@@ -170,12 +159,17 @@ class Drawer:
         more = {"loading": loading, "fps": self.fps, "inputs": inputs}
         return {
             **{key: value for key, value in more.items() if value},
-            "model": model, "pipeline": self.pipeline,
-            "call": self.call, "dtype": self.dtype, "device": self.device.type,
-            "threads": task.threads, "batch_size": task.batch_size, "seed": task.seed,
+            "model": model,
+            "pipeline": self.pipeline,
+            "call": self.call,
+            "dtype": self.dtype,
+            "device": self.device.type,
+            "threads": task.threads,
+            "batch_size": task.batch_size,
+            "seed": task.seed,
             "prompts": self.prompts.sha256,
             "versions": versions(),
-        }  # fmt: skip
+        }
 
     @cached_property
     def pipe(self) -> Any:
@@ -209,9 +203,7 @@ class Drawer:
             return case.method.applied(self.pipe, case.steps)
         return diffcache.wrapped(self.pipe, case.method)
 
-    def draw(
-        self, case: Case, batch: Batch, keep_latents: bool = False, timed: bool = False
-    ) -> Drawn:
+    def draw(self, case: Case, batch: Batch, keep_latents: bool = False, timed: bool = False) -> Drawn:
         """Draw a batch; within `wrapped(case)`.
 
         Args:
@@ -255,10 +247,13 @@ def summary(pipe: Any) -> dict[str, Any]:
     for calls in steps_of(report.calls):
         steps.append([calls[0].timestep, int(any(call.computed for call in calls))])
     return {
-        "steps": steps, "computed": report.computed, "skipped": report.skipped,
-        "flops_computed": report.flops_computed, "flops_saved": report.flops_saved,
+        "steps": steps,
+        "computed": report.computed,
+        "skipped": report.skipped,
+        "flops_computed": report.flops_computed,
+        "flops_saved": report.flops_saved,
         "held_bytes": report.peak_bytes,
-    }  # fmt: skip
+    }
 
 
 def samples_of(output: Any) -> list[Tensor]:

@@ -99,13 +99,9 @@ class Plan:
             if stage not in STAGES:
                 raise ValueError(f"stages: {stage!r}: must be of {', '.join(STAGES)}")
         if self.convention not in CONVENTIONS:
-            raise ValueError(
-                f"convention={self.convention!r}: must be one of {', '.join(CONVENTIONS)}"
-            )
+            raise ValueError(f"convention={self.convention!r}: must be one of {', '.join(CONVENTIONS)}")
         if self.resize is not None and (self.reference is None or self.resize < 1):
-            raise ValueError(
-                f"resize={self.resize}: must be a number of pixels, beside a reference to resize"
-            )
+            raise ValueError(f"resize={self.resize}: must be a number of pixels, beside a reference to resize")
 
 
 @dataclass
@@ -300,9 +296,7 @@ def draw(run: Run, case: Case, uncached: Case | None = None) -> None:
             run.progress.advance(len(batch.ids), case.name)
 
 
-def _latents(
-    run: Run, folder: CaseFolder, batch: Batch, latents: Tensor, uncached: Case | None
-) -> dict[str, Any]:
+def _latents(run: Run, folder: CaseFolder, batch: Batch, latents: Tensor, uncached: Case | None) -> dict[str, Any]:
     """Keep the latents of the uncached case; compare those of a method with them."""
     name = f"latents/{batch.number:05d}.safetensors"
     if uncached is None:

@@ -78,10 +78,7 @@ class Extractors:
             `features`, `probabilities`, `clip_score`, and every reward under its key.
         """
         there = self.placed(pictures)
-        found: Columns = {
-            "features_lite": lite.embed(there),
-            "probabilities_lite": lite.class_probabilities(there),
-        }
+        found: Columns = {"features_lite": lite.embed(there), "probabilities_lite": lite.class_probabilities(there)}
         # Class numbers are prompts without words.
         in_words = all(any(map(str.isalpha, text)) for text in prompts)
         if self.inception is not None:
@@ -113,9 +110,7 @@ class Extractors:
 
     def of_films(self, films: Sequence[Tensor]) -> Columns:
         """Return `features_lite` [N, D] and, with I3D, `features` [N, 400] of films."""
-        found: Columns = {
-            "features_lite": lite.clip_features([self.placed(film) for film in films])
-        }
+        found: Columns = {"features_lite": lite.clip_features([self.placed(film) for film in films])}
         if self.i3d is not None:
             found["features"] = self.i3d.features(films)
         return found
@@ -128,12 +123,7 @@ class Extractors:
         return found
 
 
-def at_hand(
-    device: str,
-    films: bool,
-    reward_name: str = "",
-    convention: str = "torch-fidelity",
-) -> Extractors:
+def at_hand(device: str, films: bool, reward_name: str = "", convention: str = "torch-fidelity") -> Extractors:
     """Return the networks whose weights are found here; a wrong weight file is an error.
 
     Args:
@@ -166,6 +156,4 @@ def at_hand(
     if not films:
         networks["rewards"] = reward.load(reward_name, device)
         entries |= {key: one.entry() for key, one in networks["rewards"].items()}
-    return Extractors(
-        **networks, reward_name=reward_name, device=device, entries=entries, lacking=lacking
-    )
+    return Extractors(**networks, reward_name=reward_name, device=device, entries=entries, lacking=lacking)

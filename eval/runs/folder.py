@@ -89,9 +89,7 @@ class CaseFolder:
         names: Name of the film of every sample, for films that go by other names than numbers.
     """
 
-    def __init__(
-        self, path: Path, rank: int = 0, fps: float | None = None, names: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, path: Path, rank: int = 0, fps: float | None = None, names: Sequence[str] = ()) -> None:
         self.path, self.fps, self.names = path, fps, names
         self.manifest = path / f"manifest.{rank}.jsonl"
 
@@ -112,8 +110,7 @@ class CaseFolder:
                     found.setdefault(line["batch"], []).append(line)
                 except (ValueError, KeyError, TypeError) as error:
                     raise ManifestError(
-                        f"{file} is damaged: delete the folder {self.path} and run the command "
-                        f"again ({error})"
+                        f"{file} is damaged: delete the folder {self.path} and run the command again ({error})"
                     ) from error
         return found
 
@@ -161,9 +158,12 @@ class CaseFolder:
         """
         files = [self._save(i, sample) for i, sample in zip(batch.ids, samples, strict=True)]
         line = {
-            "batch": batch.number, "ids": batch.ids, "prompts": batch.prompts,
-            "digest": batch.digest, "files": files,
-        }  # fmt: skip
+            "batch": batch.number,
+            "ids": batch.ids,
+            "prompts": batch.prompts,
+            "digest": batch.digest,
+            "files": files,
+        }
         text = json.dumps({**line, **about}, allow_nan=False) + "\n"
         self._drop_cut_line()
         with self.manifest.open("ab") as manifest:
@@ -224,9 +224,7 @@ class CaseFolder:
             with Image.open(picture) as opened:
                 array = np.array(opened.convert("RGB"))
         except (OSError, SyntaxError, ValueError) as error:
-            raise ManifestError(
-                f"cannot read {place}: {error}; delete the file and run the command again"
-            ) from error
+            raise ManifestError(f"cannot read {place}: {error}; delete the file and run the command again") from error
         return torch.from_numpy(array).movedim(-1, 0)
 
 

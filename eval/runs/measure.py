@@ -149,9 +149,7 @@ def samples_of(run: Run, case: Case) -> score.Samples:
     return score.Samples(folder, tuple(run.batches), sums)
 
 
-def _row(
-    run: Run, case: Case, drawn: Drawn, base: Columns, against: Callable[[], Reference | None]
-) -> dict[str, Any]:
+def _row(run: Run, case: Case, drawn: Drawn, base: Columns, against: Callable[[], Reference | None]) -> dict[str, Any]:
     """Return the row of a case; slow results are kept."""
     run.progress.say(f"score {case.name}")
     mine, uncached = drawn.samples[case.name], drawn.samples["uncached"]
@@ -160,9 +158,10 @@ def _row(
     parts = [mine.content, uncached.content, drawn.networks.identity, real]
     shown = {key: values[key] for key in values if key == "psnr_db" or key.startswith("reward_")}
     measured: dict[str, Any] = {
-        "fidelity": {}, "samples": {"count": len(mine.ids)},
+        "fidelity": {},
+        "samples": {"count": len(mine.ids)},
         "values": {key: plain(each) for key, each in shown.items() if len(each) <= _VALUES},
-    }  # fmt: skip
+    }
     if mine is not uncached:
         measured["fidelity"], measured["samples"] = score.fidelity(values, mine.ids)
     measured["quality"] = remember(

@@ -64,9 +64,7 @@ class Peer(ABC):
     def __post_init__(self) -> None:
         unknown = [key for key in self.settings if key not in self.fields]
         if unknown:
-            raise ValueError(
-                f"{self.name}: no setting {unknown[0]!r}; there are {', '.join(self.fields)}"
-            )
+            raise ValueError(f"{self.name}: no setting {unknown[0]!r}; there are {', '.join(self.fields)}")
         try:
             self.config()
         except (TypeError, ValueError, OSError, LookupError) as error:
@@ -248,9 +246,7 @@ class CacheDit(Peer):
             try:
                 library.enable_cache(pipe, cache_config=self.config(), calibrator_config=calibrator)
             except _REFUSALS as error:
-                raise AttachError(
-                    f"{self.name}: cache-dit cannot cache {type(pipe).__name__}: {error}"
-                ) from error
+                raise AttachError(f"{self.name}: cache-dit cannot cache {type(pipe).__name__}: {error}") from error
             yield
         finally:
             library.disable_cache(pipe)
@@ -395,8 +391,7 @@ def held_bytes(models: Iterable[nn.Module]) -> int:
             for hook in registry.hooks.values() if registry is not None else ():
                 states = getattr(getattr(hook, "state_manager", None), "_state_cache", {})
                 kept += [*states.values(), getattr(hook, "state", None)]
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-                for t in _tensors(kept, set())}.values())  # fmt: skip
+    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in _tensors(kept, set())}.values())
 
 
 def _tensors(value: Any, known: set[int]) -> Iterator[Tensor]:

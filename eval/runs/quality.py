@@ -11,13 +11,7 @@ from torch import Tensor
 from diffcache.eval.metrics import bootstrap, distances, reward
 from diffcache.eval.metrics.frechet import Moments, at_infinity, frechet, moments
 from diffcache.eval.metrics.intervals import metric_interval
-from diffcache.eval.metrics.sets import (
-    FeatureSet,
-    floor,
-    kernel_distance,
-    mean_and_spread,
-    neighbors,
-)
+from diffcache.eval.metrics.sets import FeatureSet, floor, kernel_distance, mean_and_spread, neighbors
 from diffcache.eval.runs.extractors import Columns
 
 _FEWEST_FOR_SETS = 32  # samples below which distances of sets say nothing
@@ -46,9 +40,7 @@ def interval(key: str, column: Tensor) -> dict[str, Any]:
     return metric_interval(key, column).to_dict()
 
 
-def quality(
-    mine: Columns, uncached: Columns, reference: Reference | None, is_film: bool
-) -> dict[str, Any]:
+def quality(mine: Columns, uncached: Columns, reference: Reference | None, is_film: bool) -> dict[str, Any]:
     """Return how good the samples of a case are, with intervals.
 
     Args:
@@ -71,9 +63,7 @@ def quality(
     return found
 
 
-def _sets(
-    mine: Columns, uncached: Columns, reference: Reference | None, key: tuple[str, str]
-) -> dict[str, Any]:
+def _sets(mine: Columns, uncached: Columns, reference: Reference | None, key: tuple[str, str]) -> dict[str, Any]:
     """Compare features as sets: with the uncached ones, and with real ones."""
     distance, ending = key
     found: dict[str, Any] = {}

@@ -76,11 +76,7 @@ def _latent_error(lines: Sequence[Mapping[str, Any]]) -> list[float] | None:
 
 
 def assemble(
-    run: Run,
-    rows: Sequence[Mapping[str, Any]],
-    timing: Mapping[str, Any],
-    extractors: Extractors,
-    first: Tensor,
+    run: Run, rows: Sequence[Mapping[str, Any]], timing: Mapping[str, Any], extractors: Extractors, first: Tensor
 ) -> dict[str, Any]:
     """Return the record.
 
@@ -102,21 +98,32 @@ def assemble(
         drawn[f"{this['name']}: draw"] = round(float(sum(line["seconds"] for line in lines)), 3)
     setting = Setting(drawer.device, DTYPES[drawer.dtype])
     body = {
-        "schema": SCHEMA, "seed": task.seed, "finished": True,
+        "schema": SCHEMA,
+        "seed": task.seed,
+        "finished": True,
         "task": {
-            "model": drawer.name, "model_sha256": drawer.about["model"],
+            "model": drawer.name,
+            "model_sha256": drawer.about["model"],
             **({"loading": drawer.about["loading"]} if "loading" in drawer.about else {}),
-            "pipeline": drawer.pipeline, "kind": "films" if first.ndim == 4 else "pictures",
+            "pipeline": drawer.pipeline,
+            "kind": "films" if first.ndim == 4 else "pictures",
             "prompts": {
-                "source": drawer.prompts.source, "sha256": drawer.prompts.sha256,
+                "source": drawer.prompts.source,
+                "sha256": drawer.prompts.sha256,
                 "count": len(drawer.prompts.texts),
                 **({"rule": drawer.prompts.rule} if drawer.prompts.rule else {}),
             },
-            "samples": task.samples, "seed": task.seed, "batch_size": task.batch_size,
-            "steps": drawer.steps, "call": drawer.call, "dtype": drawer.dtype,
-            "device": drawer.device.type, "threads": task.threads,
+            "samples": task.samples,
+            "seed": task.seed,
+            "batch_size": task.batch_size,
+            "steps": drawer.steps,
+            "call": drawer.call,
+            "dtype": drawer.dtype,
+            "device": drawer.device.type,
+            "threads": task.threads,
             "reference": reference_name(run),
-            "code_sha256": code_sha256(), "versions": versions(),
+            "code_sha256": code_sha256(),
+            "versions": versions(),
         },
         "metrics": describe(rows, extractors, size),
         "rows": list(rows),
@@ -124,13 +131,12 @@ def assemble(
         "missing": lacking(run, extractors),
         "warnings": warnings(run, rows, timing.get("rows", {})),
         "timing": {
-            "parts_seconds": {**run.parts_seconds, **drawn}, "rows": timing.get("rows", {}),
+            "parts_seconds": {**run.parts_seconds, **drawn},
+            "rows": timing.get("rows", {}),
             "warning": timing.get("warning"),
         },
-        "env": {
-            "processes": run.ranks.count, "load": [round(value, 2) for value in os.getloadavg()],
-        },
-    }  # fmt: skip
+        "env": {"processes": run.ranks.count, "load": [round(value, 2) for value in os.getloadavg()]},
+    }
     record = envelope("eval", setting, run.plan.command, body)
     check(record)
     return record
@@ -145,9 +151,7 @@ def reference_name(run: Run) -> str | None:
     return "held-out scenes of stickers" if are_stickers else None
 
 
-def describe(
-    rows: Sequence[Mapping[str, Any]], extractors: Extractors, size: tuple[int, int]
-) -> dict[str, Any]:
+def describe(rows: Sequence[Mapping[str, Any]], extractors: Extractors, size: tuple[int, int]) -> dict[str, Any]:
     """Return title, unit, direction and back end of every metric that the rows hold.
 
     Args:
@@ -173,9 +177,7 @@ def describe(
     return found
 
 
-def warnings(
-    run: Run, rows: Sequence[Mapping[str, Any]], timed: Mapping[str, Mapping[str, Any]]
-) -> list[str]:
+def warnings(run: Run, rows: Sequence[Mapping[str, Any]], timed: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return the caveats of the numbers.
 
     Args:

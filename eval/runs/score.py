@@ -110,9 +110,7 @@ def values(samples: Samples, uncached: Samples | None, extractors: Extractors) -
     return joined([batch_values(samples, b, uncached, extractors) for b in samples.batches])
 
 
-def batch_values(
-    samples: Samples, batch: Batch, uncached: Samples | None, extractors: Extractors
-) -> Columns:
+def batch_values(samples: Samples, batch: Batch, uncached: Samples | None, extractors: Extractors) -> Columns:
     """Return the values of one batch, as `values` does of all."""
     sets = [samples] if uncached is None else [samples, uncached]
     sums = [[one.sums[i] for i in batch.ids] for one in sets]
@@ -142,12 +140,7 @@ def _beside(theirs: list[Tensor], mine: list[Tensor], extractors: Extractors) ->
     return joined([_film_pair(*films, extractors) for films in zip(theirs, mine, strict=True)])
 
 
-def closeness(
-    theirs: Tensor,
-    mine: Tensor,
-    extractors: Extractors,
-    wanted: Collection[str] = CLOSENESS,
-) -> Columns:
+def closeness(theirs: Tensor, mine: Tensor, extractors: Extractors, wanted: Collection[str] = CLOSENESS) -> Columns:
     """Return how close pictures are to their counterparts, float64 [N] each.
 
     Args:

@@ -173,14 +173,9 @@ def settings_of(file: Path, tables: Any) -> Iterator[tuple[str, dict[str, Any]]]
         yield from ((str(table["name"]), values) for values in _combinations(settings))
 
 
-def _combinations(
-    values: Mapping[str, Any], sweeps: Any = lambda name: True
-) -> Iterator[dict[str, Any]]:
+def _combinations(values: Mapping[str, Any], sweeps: Any = lambda name: True) -> Iterator[dict[str, Any]]:
     """Yield every combination of the values that are lists."""
-    columns = [
-        value if isinstance(value, list) and sweeps(name) else [value]
-        for name, value in values.items()
-    ]
+    columns = [value if isinstance(value, list) and sweeps(name) else [value] for name, value in values.items()]
     count = math.prod(map(len, columns))
     if count > MOST:
         raise ValueError(f"lists of a sweep have {count:,} combinations; most are {MOST:,}")

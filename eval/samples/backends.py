@@ -18,9 +18,7 @@ Backend = Annotated[
     Literal["auto", "real", "lite"],
     typer.Option(help="real: published weights; lite: shipped ones; auto: real if they are here."),
 ]
-Weights = Annotated[
-    str, typer.Option(metavar="PATH", help="Weights of the network; means --backend real.")
-]
+Weights = Annotated[str, typer.Option(metavar="PATH", help="Weights of the network; means --backend real.")]
 Recursive = Annotated[bool, typer.Option("--recursive", help="Look into folders inside, too.")]
 
 
@@ -45,9 +43,7 @@ class Choice:
         if self.weights and self.kind == "auto":
             object.__setattr__(self, "kind", "real")
 
-    def load(
-        self, name: Literal["inception", "lpips"], warnings: list[str], **settings: Any
-    ) -> Extractors:
+    def load(self, name: Literal["inception", "lpips"], warnings: list[str], **settings: Any) -> Extractors:
         """Return the network that reads pictures: the real one, or the shipped extractor alone.
 
         Args:

@@ -30,10 +30,7 @@ LOSSLESS: dict[str, tuple[str, str, str, dict[str, str]]] = {
 }
 _PREVIEW = ("mp4", "libx264", "yuv420p", {"crf": "18", "preset": "veryfast", "threads": "1"})
 # One fixed container identifier in place of a random one: equal films give equal files.
-_CONTAINER = {
-    "mp4": {"fflags": "+bitexact", "movflags": "+faststart"},
-    "matroska": {"fflags": "+bitexact"},
-}
+_CONTAINER = {"mp4": {"fflags": "+bitexact", "movflags": "+faststart"}, "matroska": {"fflags": "+bitexact"}}
 _BT709 = 1  # the number of ITU-R BT.709 in H.264 for matrix, primaries and transfer
 _LIMITED = 1  # the number that libav gives the 16..235 range
 Picture = npt.NDArray[np.uint8]
@@ -148,9 +145,7 @@ def read_fps(path: str | Path) -> float | None:
 def _check(path: Path, frames: torch.Tensor, fps: float) -> None:
     """Check the frames to write."""
     if frames.ndim != 4 or frames.shape[1] != 3 or frames.dtype != torch.uint8:
-        raise ValueError(
-            f"{path}: frames must be uint8 [F, 3, H, W], not {frames.dtype} {list(frames.shape)}"
-        )
+        raise ValueError(f"{path}: frames must be uint8 [F, 3, H, W], not {frames.dtype} {list(frames.shape)}")
     if frames.numel() == 0:
         raise ValueError(f"{path}: no frame to write, frames are {list(frames.shape)}")
     if not (math.isfinite(fps) and 0.01 <= fps <= 1000):
@@ -166,9 +161,7 @@ def _av() -> Any:
     return av
 
 
-def _encode(
-    path: Path, frames: torch.Tensor, fps: float, how: tuple[str, str, str, dict[str, str]]
-) -> None:
+def _encode(path: Path, frames: torch.Tensor, fps: float, how: tuple[str, str, str, dict[str, str]]) -> None:
     """Encode all frames into `path`, which appears only when it is whole."""
     av = _av()
     kind, codec, pixel_format, options = how

@@ -13,14 +13,7 @@ from torch import Tensor
 
 from diffcache.eval.samples import npz
 from diffcache.eval.samples.clips import FILM_ENDINGS
-from diffcache.eval.samples.pictures import (
-    PICTURE_ENDINGS,
-    is_picture,
-    natural,
-    read_picture,
-    read_size,
-    resized,
-)
+from diffcache.eval.samples.pictures import PICTURE_ENDINGS, is_picture, natural, read_picture, read_size, resized
 
 Size = tuple[int, int]
 _NAMED = 3  # files that a message names
@@ -137,9 +130,7 @@ def open_films(path: str | Path) -> Folder:
     if frames:
         raise ValueError(f"{path} holds films and pictures, such as {frames[0].name}: part them")
     if not found:
-        raise ValueError(
-            f"folder {path} holds no film ({', '.join(FILM_ENDINGS)}, or folders of frames)"
-        )
+        raise ValueError(f"folder {path} holds no film ({', '.join(FILM_ENDINGS)}, or folders of frames)")
     return _named(path, found, _left_out(path, set(files) - set(found), "files that are no films"))
 
 
@@ -151,9 +142,7 @@ def holds_films(path: str | Path) -> bool:
     files = [file for file in path.iterdir() if file.is_file()]
     films, pictures = (list(filter(kind, files)) for kind in (is_film, is_picture))
     if films and pictures:
-        raise ValueError(
-            f"{path} holds films ({films[0].name}) and pictures ({pictures[0].name}): part them"
-        )
+        raise ValueError(f"{path} holds films ({films[0].name}) and pictures ({pictures[0].name}): part them")
     return bool(films)
 
 
@@ -184,9 +173,7 @@ def pair(a: Folder, b: Folder) -> list[tuple[int, int]]:
     return [(place, places[name]) for place, name in enumerate(a.names)]
 
 
-def common_size(
-    folder: Folder, progress: Callable[[Iterable[Size]], Iterable[Size]] = iter
-) -> Size:
+def common_size(folder: Folder, progress: Callable[[Iterable[Size]], Iterable[Size]] = iter) -> Size:
     """Return the height and width that all pictures have.
 
     Args:

@@ -100,14 +100,10 @@ def open_pictures(path: Path) -> StoredPictures:
     """
     found = keys(path)
     if PICTURES not in found:
-        raise ValueError(
-            f"{path} holds no {PICTURES!r} (uint8 [N, H, W, 3]) but {', '.join(found) or 'nothing'}"
-        )
+        raise ValueError(f"{path} holds no {PICTURES!r} (uint8 [N, H, W, 3]) but {', '.join(found) or 'nothing'}")
     shape, dtype = _header(path)
     if dtype != np.uint8 or len(shape) != 4 or shape[3] != 3 or 0 in shape:
-        raise ValueError(
-            f"{path}: {PICTURES} must be pictures, uint8 [N, H, W, 3], not {dtype} {list(shape)}"
-        )
+        raise ValueError(f"{path}: {PICTURES} must be pictures, uint8 [N, H, W, 3], not {dtype} {list(shape)}")
     return StoredPictures(path, shape[0], (shape[1], shape[2]))
 
 
@@ -126,9 +122,7 @@ def read_statistics(path: Path) -> Statistics | None:
         some = torch.from_numpy(data["features"].astype(np.float64)) if "features" in data else None
         about = json.loads(str(data["about"])) if "about" in data else {}
     if mean.ndim != 1 or cov.shape != (len(mean), len(mean)) or len(mean) == 0:
-        raise ValueError(
-            f"{path}: mu {list(mean.shape)} and sigma {list(cov.shape)} must be [D] and [D, D]"
-        )
+        raise ValueError(f"{path}: mu {list(mean.shape)} and sigma {list(cov.shape)} must be [D] and [D, D]")
     if not (bool(mean.isfinite().all()) and bool(cov.isfinite().all())):
         raise ValueError(f"{path}: mu or sigma holds NaN or infinity")
     if not torch.allclose(cov, cov.T, rtol=1e-4, atol=1e-6 * float(cov.abs().max())):
@@ -167,11 +161,7 @@ def check_about(path: str, statistics: Statistics, entry: Mapping[str, Any]) -> 
 
 def _header(path: Path) -> tuple[tuple[int, ...], np.dtype[np.generic]]:
     """Return shape and dtype of `arr_0` without reading it."""
-    with (
-        _reading(path),
-        zipfile.ZipFile(path) as archive,
-        archive.open(f"{PICTURES}.npy") as stream,
-    ):
+    with _reading(path), zipfile.ZipFile(path) as archive, archive.open(f"{PICTURES}.npy") as stream:
         version = npy.read_magic(stream)
         read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
         shape, _, dtype = read(stream)

@@ -38,9 +38,7 @@ def target_of(out: Path | None, is_video: bool) -> Path:
         raise ValueError(f"--out {out}: {kind} is written as {', '.join(endings)}")
     check_target("--out", out)
     if out.suffix.lower() == ".mp4" and importlib.util.find_spec("av") is None:
-        raise MissingError(
-            f"--out {out}: needs PyAV, pip install 'diffcache[eval]'; or name a .gif"
-        )
+        raise MissingError(f"--out {out}: needs PyAV, pip install 'diffcache[eval]'; or name a .gif")
     return out
 
 

@@ -137,9 +137,7 @@ def _locate(source: str | Path) -> tuple[Path, str | None]:
         return file, None
     close = difflib.get_close_matches(str(source), SHIPPED, n=1)
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    raise FileNotFoundError(
-        f"no prompts {str(source)!r}: neither a file nor one of {', '.join(SHIPPED)}{hint}"
-    )
+    raise FileNotFoundError(f"no prompts {str(source)!r}: neither a file nor one of {', '.join(SHIPPED)}{hint}")
 
 
 def _read(file: Path, column: str | None) -> tuple[list[str], str]:
@@ -152,9 +150,7 @@ def _read(file: Path, column: str | None) -> tuple[list[str], str]:
     try:
         text = file.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{file} is not UTF-8 (byte {error.start}): save it as UTF-8 text"
-        ) from error
+        raise ValueError(f"{file} is not UTF-8 (byte {error.start}): save it as UTF-8 text") from error
     try:
         found = _READERS[ending](text, column)
     except (ValueError, csv.Error) as error:
@@ -197,9 +193,7 @@ def _cells(rows: list[list[str]], column: str | None) -> list[str]:
     if len(places) != 1:
         asked = "prompts" if column is None else repr(column)
         many = "several columns" if places else "no column"
-        raise ValueError(
-            f"{many} of {asked}, there are {', '.join(header)}: name one as FILE:COLUMN"
-        )
+        raise ValueError(f"{many} of {asked}, there are {', '.join(header)}: name one as FILE:COLUMN")
     return [row[places[0]] for row in rows[1:] if len(row) > places[0]]
 
 

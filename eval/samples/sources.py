@@ -156,17 +156,21 @@ class Source:
         """Return the reference's entry in a record."""
         stored = self.statistics
         about: dict[str, Any] = {
-            "path": str(self.path), "identity": self.identity, "resize": self.side,
+            "path": str(self.path),
+            "identity": self.identity,
+            "resize": self.side,
             "count": len(self.folder) if self.folder else stored.count if stored else None,
             "statistics": None,
-        }  # fmt: skip
+        }
         if stored is not None:
             said = stored.about or {"extractor": "not stated in the file, taken as that of fid"}
             some_features = 0 if stored.features is None else len(stored.features)
             about["statistics"] = {
-                "count": stored.count, "dimensions": len(stored.mean), "of": said,
+                "count": stored.count,
+                "dimensions": len(stored.mean),
+                "of": said,
                 "features": some_features,
-            }  # fmt: skip
+            }
         return about
 
     def lacking(self) -> dict[str, str]:
@@ -177,8 +181,7 @@ class Source:
             return {}
         names = ("kvd" if self.is_film else "kid", "precision", "recall", "density", "coverage")
         reason = (
-            f"{self.path} holds mean and covariance only; pictures, or a file of `diffcache eval "
-            "fid --save`, give it"
+            f"{self.path} holds mean and covariance only; pictures, or a file of `diffcache eval fid --save`, give it"
         )
         return {f"{name}{self.ending}": reason for name in names}
 
@@ -229,9 +232,7 @@ def open_source(path: str | Path, wish: Wish | None = None) -> Source:
         if stored is not None and (wish.is_film or npz.PICTURES not in npz.keys(path)):
             for option, value in (("samples", wish.samples), ("resize", wish.side)):
                 if value is not None:
-                    raise ValueError(
-                        f"--{option} {value} needs pictures, and {path} holds statistics only"
-                    )
+                    raise ValueError(f"--{option} {value} needs pictures, and {path} holds statistics only")
             return Source(path, None, is_film=wish.is_film, statistics=stored)
     if wish.is_film:
         if wish.side is not None:

@@ -10,16 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from diffcache.command import (
-    EXIT_LINE,
-    FAILED,
-    METHOD,
-    MISSING,
-    Json,
-    check_json,
-    guarded,
-    print_or_write,
-)
+from diffcache.command import EXIT_LINE, FAILED, METHOD, MISSING, Json, check_json, guarded, print_or_write
 from diffcache.eval.options import EMPTY, NONE, Quiet, Settings, with_task
 
 if TYPE_CHECKING:
@@ -47,8 +38,7 @@ app = typer.Typer(
     help="Draw the films of VBench's suite, measure films, form the scores.",
 )
 Dimensions = Annotated[
-    list[str],
-    typer.Option("--dimension", metavar="NAME", help="May be repeated (default: all that apply)."),
+    list[str], typer.Option("--dimension", metavar="NAME", help="May be repeated (default: all that apply).")
 ]
 
 
@@ -57,19 +47,13 @@ Dimensions = Annotated[
 @with_task("model", "steps", "seed", "call", "fps", "dtype", "device", "threads")
 def draw(
     out: Annotated[Path, typer.Option(help="Folder of the run; the films go to OUT/films.")],
-    info: Annotated[
-        str, typer.Option(help="VBench_full_info.json, or the one of the installed package.")
-    ] = INSTALLED,
+    info: Annotated[str, typer.Option(help="VBench_full_info.json, or the one of the installed package.")] = INSTALLED,
     dimensions: Dimensions = EMPTY,
     samples: Annotated[
-        int,
-        typer.Option(
-            "--samples-per-prompt", min=1, max=5, help="Films; 5 times as many of flickering."
-        ),
+        int, typer.Option("--samples-per-prompt", min=1, max=5, help="Films; 5 times as many of flickering.")
     ] = 5,
     rewritten: Annotated[
-        Path | None,
-        typer.Option(help="Prompts to draw from, a line for each of the list, in its order."),
+        Path | None, typer.Option(help="Prompts to draw from, a line for each of the list, in its order.")
     ] = None,
     method: Annotated[str, typer.Option(metavar=METHOD, help="Cache (default: uncached).")] = "",
     task: Settings = NONE,
@@ -124,17 +108,11 @@ def measure(
             "of the package (default: films of any prompts)."
         ),
     ] = "",
-    prompts: Annotated[
-        Path | None, typer.Option(help="JSON {file: prompt} of films of any prompts.")
-    ] = None,
-    filtered: Annotated[
-        Path | None, typer.Option(help="Films that VBench's static filter kept.")
-    ] = None,
+    prompts: Annotated[Path | None, typer.Option(help="JSON {file: prompt} of films of any prompts.")] = None,
+    filtered: Annotated[Path | None, typer.Option(help="Films that VBench's static filter kept.")] = None,
     device: Annotated[str, typer.Option(help="Device of torch (default: cuda).")] = "",
     gpus: Annotated[int, typer.Option(min=1, help="GPUs that share the dimensions.")] = 1,
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of the results (default: FOLDER-vbench).")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the results (default: FOLDER-vbench).")] = None,
     machine: Json = "",
 ) -> None:
     """Measure a folder of films.
@@ -153,9 +131,14 @@ def measure(
     check_json(machine)
     if backend == "own":
         useless = {
-            "--dimension": dimensions, "--info": info, "--prompts": prompts, "--out": out,
-            "--filtered": filtered, "--device": device, "--gpus": gpus > 1,
-        }  # fmt: skip
+            "--dimension": dimensions,
+            "--info": info,
+            "--prompts": prompts,
+            "--out": out,
+            "--filtered": filtered,
+            "--device": device,
+            "--gpus": gpus > 1,
+        }
         named = [option for option, value in useless.items() if value]
         if named:
             raise ValueError(f"{', '.join(named)} has no effect with --backend own: leave out")
@@ -184,8 +167,7 @@ def measure(
 @app.command(epilog=EXIT_LINE)
 @guarded
 def score(
-    folder: Annotated[Path, typer.Argument(help="Folder of VBench's *_eval_results.json.")],
-    machine: Json = "",
+    folder: Annotated[Path, typer.Argument(help="Folder of VBench's *_eval_results.json.")], machine: Json = ""
 ) -> None:
     """Normalize results of VBench, and form quality, semantic and total score.
 
@@ -196,9 +178,7 @@ def score(
     from diffcache.eval.vbench import scores
 
     found = scores.summarize(scores.read_results(folder))
-    print_or_write(
-        machine, {"backend": "official", **found.to_dict()}, lambda: typer.echo(_text(found))
-    )
+    print_or_write(machine, {"backend": "official", **found.to_dict()}, lambda: typer.echo(_text(found)))
 
 
 def _own(folder: Path, machine: str) -> None:

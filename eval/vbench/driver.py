@@ -250,9 +250,7 @@ def _measure(job: DriverJob, dimension: str, visible: str) -> None:
     command = [job.interpreter, "-c", _PROGRAM]
     text = json.dumps(message)
     try:
-        done = subprocess.run(
-            command, input=text, env=_environment(visible), capture_output=True, text=True
-        )
+        done = subprocess.run(command, input=text, env=_environment(visible), capture_output=True, text=True)
     except OSError as error:
         raise VBenchError(f"cannot start {job.interpreter} ({PYTHON}): {error}") from error
     result = work / f"{dimension}{scores.ENDING}"
@@ -273,9 +271,5 @@ def _environment(visible: str) -> dict[str, str]:
 
     Parts of VBench ask for `cuda` without a number, so each process is shown its own device only.
     """
-    ours = {
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
-    }
+    ours = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
     return {**os.environ, **ours, **({_VISIBLE: visible} if visible else {})}

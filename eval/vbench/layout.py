@@ -49,8 +49,7 @@ def find_info(path: str | Path | None = None) -> Path:
         if (Path(folder) / INFO).is_file():
             return Path(folder) / INFO
     raise FileNotFoundError(
-        f"no {INFO}: give its path, from vbench/ in https://github.com/Vchitect/VBench, or install "
-        "the package vbench"
+        f"no {INFO}: give its path, from vbench/ in https://github.com/Vchitect/VBench, or install the package vbench"
     )
 
 
@@ -71,9 +70,7 @@ def read_info(path: str | Path) -> list[Prompt]:
         text = entry.get("prompt_en") if isinstance(entry, dict) else None
         named = entry.get("dimension") if isinstance(entry, dict) else None
         if not isinstance(text, str) or not isinstance(named, list):
-            raise ValueError(
-                f"{path}: entry {number} needs prompt_en and a list dimension: {entry}"
-            )
+            raise ValueError(f"{path}: entry {number} needs prompt_en and a list dimension: {entry}")
         unknown = set(map(str, named)) - set(suite.DIMENSIONS)
         if unknown:
             raise ValueError(f"{path}: entry {number} names unknown dimensions {sorted(unknown)}")
@@ -110,9 +107,7 @@ def film_name(prompt: str, index: int, ending: str = ".mp4") -> str:
 
 
 def expected(
-    prompts: Iterable[Prompt],
-    dimensions: Sequence[str] | None = None,
-    samples: int = suite.SAMPLES,
+    prompts: Iterable[Prompt], dimensions: Sequence[str] | None = None, samples: int = suite.SAMPLES
 ) -> list[str]:
     """Return the name of every film that these dimensions need, in the order of the prompts.
 
@@ -143,9 +138,7 @@ def missing(
     return lacking
 
 
-def require_complete(
-    folder: str | Path, prompts: Sequence[Prompt], dimensions: Sequence[str] | None = None
-) -> None:
+def require_complete(folder: str | Path, prompts: Sequence[Prompt], dimensions: Sequence[str] | None = None) -> None:
     """Refuse a folder that lacks films of the standard suite; its scores would not be VBench's.
 
     Raises:
@@ -165,8 +158,7 @@ def require_complete(
         counts = ", ".join(f"{name} {len(films)}" for name, films in lacking.items())
         first = next(iter(lacking.values()))[0]
         raise ValueError(
-            f"{folder} lacks films, and a part of the suite is not VBench: {counts}; "
-            f"the first is {first!r}"
+            f"{folder} lacks films, and a part of the suite is not VBench: {counts}; the first is {first!r}"
         )
 
 

@@ -21,9 +21,7 @@ from diffcache.eval.vbench import suite
 SCHEMA = "diffcache.films/1"
 
 
-def measure_films(
-    folder: Path, progress: Callable[[Sequence[Path]], Iterable[Path]] = iter
-) -> dict[str, Any]:
+def measure_films(folder: Path, progress: Callable[[Sequence[Path]], Iterable[Path]] = iter) -> dict[str, Any]:
     """Measure temporal flickering of the films of a folder.
 
     Args:

@@ -12,13 +12,7 @@ from pathlib import Path
 
 from diffcache.eval.methods import parse_row
 from diffcache.eval.runs.draw import Drawer
-from diffcache.eval.runs.folder import (
-    FILMS,
-    MARKER,
-    Batch,
-    CaseFolder,
-    check_claim,
-)
+from diffcache.eval.runs.folder import FILMS, MARKER, Batch, CaseFolder, check_claim
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.ranks import join
 from diffcache.eval.runs.task import Case, Task, code_sha256, digest
@@ -100,9 +94,7 @@ def draw_suite(job: Suite, progress: Progress) -> tuple[int, float] | None:
     return (len(wanted), drawer.fps) if ranks.is_first else None
 
 
-def _draw(
-    drawer: Drawer, case: Case, folder: CaseFolder, share: Sequence[Batch], progress: Progress
-) -> None:
+def _draw(drawer: Drawer, case: Case, folder: CaseFolder, share: Sequence[Batch], progress: Progress) -> None:
     """Draw the films of this process that are not drawn yet, one a call."""
     done = folder.done(share)
     progress.expect(len(share))

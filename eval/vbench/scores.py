@@ -124,9 +124,7 @@ def read_results(path: str | Path) -> dict[str, float]:
     for file in files:
         for name, value in _read(file).items():
             if scores.get(name, value) != value:
-                raise ValueError(
-                    f"{source[name]} and {file} disagree on {name}: {scores[name]} and {value}"
-                )
+                raise ValueError(f"{source[name]} and {file} disagree on {name}: {scores[name]} and {value}")
             scores[name], source[name] = value, file
     return scores
 

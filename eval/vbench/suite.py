@@ -13,9 +13,7 @@ from typing import Literal
 from diffcache.eval.metrics.weights import WEIGHTS, WeightFile
 
 SAMPLES = 5  # films a prompt
-FLICKER_TIMES = (
-    5  # as many of flickering, of which VBench's static filter keeps those that are still
-)
+FLICKER_TIMES = 5  # as many of flickering, of which VBench's static filter keeps those that are still
 FLICKER = "temporal_flickering"
 
 
@@ -85,8 +83,7 @@ def choose(names: Sequence[str] | None, custom: bool = False) -> list[str]:
     unknown = [name for name in wanted if name not in DIMENSIONS]
     if unknown or not wanted:
         raise ValueError(
-            f"unknown VBench dimension {', '.join(unknown) or '(none given)'}: "
-            f"must be of {', '.join(DIMENSIONS)}"
+            f"unknown VBench dimension {', '.join(unknown) or '(none given)'}: must be of {', '.join(DIMENSIONS)}"
         )
     refused = [name for name in wanted if custom and not DIMENSIONS[name].custom]
     if refused and names is not None:

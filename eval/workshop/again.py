@@ -160,9 +160,7 @@ def _recall(record: Record, rows: Sequence[Row], share: float, seed: int) -> Ite
 def _texts(record: Record, rows: Sequence[Row], share: float, seed: int) -> Iterator[Made]:
     """Ask about the first windows; the record keeps the answers of each."""
     shapes = record["shapes"]
-    task = text_task.TextTask(
-        TextModel(shapes["model"]), None, shapes["context"], shapes["samples"], record["seed"]
-    )
+    task = text_task.TextTask(TextModel(shapes["model"]), None, shapes["context"], shapes["samples"], record["seed"])
     drawn, model = task.windows(), task.model.load()
     drawn = replace(drawn, ids=drawn.ids[:FEW])
     weights = task.model.weights
@@ -254,35 +252,57 @@ def _reuse(record: Record, rows: Sequence[Row], share: float, seed: int) -> Iter
 
 
 AGAIN: Mapping[str, Again] = {
-    "*-quality": _quality, "eval-sticker-*-methods": _methods, "telling": _telling,
-    "eval-reach-policy-methods": _reach, "kv-recall": _recall, "kv-smollm2": _texts,
-    "guarantee": _guarantee, "search": _search, "judge": _judge, "dllm-*": _dllm,
-    "kv-reuse": _reuse, "demo": _demo,
-}  # fmt: skip
+    "*-quality": _quality,
+    "eval-sticker-*-methods": _methods,
+    "telling": _telling,
+    "eval-reach-policy-methods": _reach,
+    "kv-recall": _recall,
+    "kv-smollm2": _texts,
+    "guarantee": _guarantee,
+    "search": _search,
+    "judge": _judge,
+    "dllm-*": _dllm,
+    "kv-reuse": _reuse,
+    "demo": _demo,
+}
 # Share of the samples that are made again, where 5 % would take more than half a minute.
 SHARES: Mapping[str, float] = {
-    "sticker-flux-quality": 0.01, "sticker-kontext-quality": 0.03,
-    "sticker-wan-quality": 0.02, "chain-llada-quality": 0.01, "dllm-chain-llada": 0.01,
-    "dllm-*": 0.02, "guarantee": 0.02, "telling": 0.04, "eval-reach-policy-methods": 0.01,
+    "sticker-flux-quality": 0.01,
+    "sticker-kontext-quality": 0.03,
+    "sticker-wan-quality": 0.02,
+    "chain-llada-quality": 0.01,
+    "dllm-chain-llada": 0.01,
+    "dllm-*": 0.02,
+    "guarantee": 0.02,
+    "telling": 0.04,
+    "eval-reach-policy-methods": 0.01,
     "reach-policy-quality": 0.02,
-}  # fmt: skip
+}
 # Records of times, bytes and errors alone -> why no part of them is made again: they are of their
 # machine, and of the release that they name.
 NOT_MADE: Mapping[str, str] = {
-    "kernels": "times of a GPU", "overhead": "times of another machine",
-    "kv": "times of another machine", "decode": "times of a machine without other work",
-    "decode-4096": "as decode", "decode-smollm2": "as decode",
+    "kernels": "times of a GPU",
+    "overhead": "times of another machine",
+    "kv": "times of another machine",
+    "decode": "times of a machine without other work",
+    "decode-4096": "as decode",
+    "decode-smollm2": "as decode",
     "capacity": "times; 40 minutes",
-}  # fmt: skip
+}
 # Records with numbers that are tested by their intervals alone -> what the values of all samples
 # take, which `records NAME --keep` makes, but for hours of a sweep: its command keeps them, too.
 WEAK: Mapping[str, str] = {
     "sticker-flux-quality": "20 CPU minutes",
-    "reach-policy-quality": "10 CPU minutes", "recall-llama-quality": "10 CPU minutes",
-    "telling": "40 CPU minutes", "eval-sticker-flux-methods": "hours", "judge": "2 CPU minutes",
-    "dllm-chain-llada": "an hour", "dllm-chain-llada-probe": "10 CPU minutes",
-    "dllm-chain-llada-walk": "10 CPU minutes", "kv-reuse": "4 CPU minutes",
-}  # fmt: skip
+    "reach-policy-quality": "10 CPU minutes",
+    "recall-llama-quality": "10 CPU minutes",
+    "telling": "40 CPU minutes",
+    "eval-sticker-flux-methods": "hours",
+    "judge": "2 CPU minutes",
+    "dllm-chain-llada": "an hour",
+    "dllm-chain-llada-probe": "10 CPU minutes",
+    "dllm-chain-llada-walk": "10 CPU minutes",
+    "kv-reuse": "4 CPU minutes",
+}
 
 
 def again_of(name: str) -> Again | None:

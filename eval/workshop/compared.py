@@ -78,9 +78,7 @@ def lines_of(found: list[Row]) -> list[str]:
     return table(TITLES, rows)
 
 
-main = keep_pages(
-    lambda before: between(before, BEGIN, END, "\n".join([*lines_of(compare()), ""])), PAGE
-)
+main = keep_pages(lambda before: between(before, BEGIN, END, "\n".join([*lines_of(compare()), ""])), PAGE)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -33,9 +33,7 @@ from tests.zoo.case import Case
 from tests.zoo.catalog import cases
 
 STEPS, EVERY = 12, 3
-SITES = tuple(
-    Site.of(name) for name in ("stack", "block", "module", "attention", "feed-forward", "model")
-)
+SITES = tuple(Site.of(name) for name in ("stack", "block", "module", "attention", "feed-forward", "model"))
 _HEAD = """# Coverage
 
 What diffcache finds in the denoisers of diffusers, and what it skips in them. Written by
@@ -179,14 +177,7 @@ def markdown(rows: Sequence[Row]) -> str:
     head = _HEAD.format(steps=STEPS, every=EVERY, computed=len(range(0, STEPS, EVERY)))
     parts = [head + _summary(rows, diffusers.__version__)]
     titles = ["case", "block lists (depth)", *(site.value for site in SITES)]
-    lines = [
-        [
-            f"`{row.case.name}`",
-            _lists(row.anatomy),
-            *(str(row.outcomes[site]) for site in SITES),
-        ]
-        for row in rows
-    ]
+    lines = [[f"`{row.case.name}`", _lists(row.anatomy), *(str(row.outcomes[site]) for site in SITES)] for row in rows]
     parts.append("## Sites\n\nSkipped evaluations of blocks or modules, out of all.\n")
     parts.append(_table(titles, lines, right=len(SITES)))
     parts.append(

@@ -134,9 +134,7 @@ def pool() -> dict[str, list[Number]]:
     for name in names():
         record = json.loads(file_of(name).read_text(encoding="utf-8"))
         rows = record.get("rows") or [{"name": METHOD, "psnr_db": record["psnr_db"]}]
-        found[name] = [
-            Number(name, row, key) for row in rows for key, can in numbers_of(row).items() if can
-        ]
+        found[name] = [Number(name, row, key) for row in rows for key, can in numbers_of(row).items() if can]
     return found
 
 

@@ -92,17 +92,13 @@ STATE = ROOT / OUT / "figures.json"
 HOUR_TITLES = ("record", "hours", "drawn", "commit", "device")
 GPU = "NVIDIA"
 # Modules that make pages of records.
-PAGES = ("kv.page", "method_page", "dllm.page", "kernels.page", "video.page", "shipped.cards",
-         "shipped.telling_page")  # fmt: skip
+PAGES = ("kv.page", "method_page", "dllm.page", "kernels.page", "video.page", "shipped.cards", "shipped.telling_page")
 
 
 def models(folder: Path = FOLDER) -> list[str]:
     """Return the names of the models that have a sweep."""
     start, end = NAME.split("{}")
-    return sorted(
-        path.stem.removeprefix(start).removesuffix(end)
-        for path in folder.glob(NAME.format("*") + ".toml")
-    )
+    return sorted(path.stem.removeprefix(start).removesuffix(end) for path in folder.glob(NAME.format("*") + ".toml"))
 
 
 def missing_tables(sweep: Path) -> list[tuple[str, dict[str, Any], Path]]:
@@ -142,9 +138,7 @@ def calibrate(sweep: Path, samples: int = SAMPLES) -> None:
     for name, _, file in missing:
         if name == "tuned":
             raise ValueError(f"{sweep}: {file} is missing; make it: diffcache tune --out {file}")
-    task = Task(
-        model=top["model"], samples=samples, steps=top.get("steps"), call=top.get("call", {})
-    )
+    task = Task(model=top["model"], samples=samples, steps=top.get("steps"), call=top.get("call", {}))
     inputs = inputs_of(task)
     for name, settings, file in missing:
         if name == MAG_CACHE:
@@ -157,10 +151,15 @@ def calibrate(sweep: Path, samples: int = SAMPLES) -> None:
             raise ValueError(f"{sweep}: {name} takes no tables, yet names {file}")
         with progress(name) as bar:
             diffcache.calibrate(
-                inputs.pipe, method, inputs.prompts, steps=task.steps, seed=inputs.seed,
-                out=file, progress=bar,
+                inputs.pipe,
+                method,
+                inputs.prompts,
+                steps=task.steps,
+                seed=inputs.seed,
+                out=file,
+                progress=bar,
                 **inputs.call,
-            )  # fmt: skip
+            )
 
 
 def draw(model: str, folder: Path = FOLDER, out: Path = OUT) -> None:
@@ -204,9 +203,7 @@ def page(folder: Path = FOLDER) -> str:
         parts += [f"## {model}\n", markdown(shown), f"{escape_markdown(drawn)}\n"]
         if file.with_suffix(".png").exists():
             parts.append(f"![rows of {model}](../assets/bench/{file.stem}.png)\n")
-    return "\n".join(
-        [*parts, HOURS, *table(HOUR_TITLES, map(hours_of, drawable(folder).items())), ""]
-    )
+    return "\n".join([*parts, HOURS, *table(HOUR_TITLES, map(hours_of, drawable(folder).items())), ""])
 
 
 def drawable(folder: Path = FOLDER) -> dict[str, Record]:
@@ -303,21 +300,15 @@ def _cpu_hours() -> float:
 
 
 def figures(
-    named: Annotated[
-        list[str], typer.Argument(metavar="NAME...", help="Models or records (all records).")
-    ] = ALL,
+    named: Annotated[list[str], typer.Argument(metavar="NAME...", help="Models or records (all records).")] = ALL,
     budget: Budget = math.inf,
-    only_page: Annotated[
-        bool, typer.Option("--page", help="Only make docs/figures.md of the records.")
-    ] = False,
+    only_page: Annotated[bool, typer.Option("--page", help="Only make docs/figures.md of the records.")] = False,
 ) -> None:
     """Draw the figures of the pages again, each by the command of its record."""
     known, recorded = models(), drawable()
     for name in named:
         if name not in known and name not in recorded:
-            raise ValueError(
-                f"no sweep or record of {name!r}; there are {', '.join([*known, *recorded])}"
-            )
+            raise ValueError(f"no sweep or record of {name!r}; there are {', '.join([*known, *recorded])}")
     quiet()
     for model in known:
         if model in named:

@@ -32,10 +32,18 @@ FILMS = 256
 SEED = 2_000
 LADDER = (1.0, 0.5, 0.25, 0.1, 0.05, 0.02, 0.0)
 CASES = (
-    ("noise", 0.015), ("noise", 0.075), ("ghost", 0.1), ("ghost", 0.5), ("echo", 0.1),
-    ("echo", 0.5), ("patch", 0.01), ("patch", 0.05), ("grid", 0.006), ("grid", 0.03),
+    ("noise", 0.015),
+    ("noise", 0.075),
+    ("ghost", 0.1),
+    ("ghost", 0.5),
+    ("echo", 0.1),
+    ("echo", 0.5),
+    ("patch", 0.01),
+    ("patch", 0.05),
+    ("grid", 0.006),
+    ("grid", 0.03),
     ("color", 0.1),
-)  # fmt: skip
+)
 
 Row = tuple[str, float]
 
@@ -73,11 +81,7 @@ def picture_rows(scenes: Sequence[Scene], pictures: Tensor) -> Iterator[Row]:
 def class_rows(scenes: Sequence[Scene], pictures: Tensor) -> Iterator[Row]:
     """Yield IS-lite of all pictures, blurred ones, and those that hold a fox."""
     foxes = [any(one.name == "fox" for one in scene.stickers) for scene in scenes]
-    sets = {
-        "clean": pictures,
-        "blur 1": corrupt(pictures, "blur", 1.0),
-        "foxes only": pictures[torch.tensor(foxes)],
-    }
+    sets = {"clean": pictures, "blur 1": corrupt(pictures, "blur", 1.0), "foxes only": pictures[torch.tensor(foxes)]}
     for name, chosen in sets.items():
         yield name, inception_score(lite.class_probabilities(chosen), splits=1)[0]
 
@@ -138,16 +142,24 @@ def card(tables: dict[str, dict[str, float]]) -> str:
     """
     weights = (one.numel() for one in lite.load().parameters())
     floors = {"FID-lite": f"clean, {PICTURES:,} pictures", "FVD-lite": f"clean, {FILMS} films"}
-    text: str = environment().get_template("workshop/lite_card.md.jinja").render(
-        weights=sum(weights), config=lite.read_config(), films=FILMS, held=PICTURES,
-        tables=tables, legends=LEGENDS, floors=floors,
-    )  # fmt: skip
+    text: str = (
+        environment()
+        .get_template("workshop/lite_card.md.jinja")
+        .render(
+            weights=sum(weights),
+            config=lite.read_config(),
+            films=FILMS,
+            held=PICTURES,
+            tables=tables,
+            legends=LEGENDS,
+            floors=floors,
+        )
+    )
     return text
 
 
 def lite_card(
-    out: Annotated[Path, typer.Option(help="Folder of the card.")] = lite.DIRECTORY,
-    threads: Threads = 1,
+    out: Annotated[Path, typer.Option(help="Folder of the card.")] = lite.DIRECTORY, threads: Threads = 1
 ) -> None:
     """Measure what the -lite metrics see and write their model card."""
     torch.set_num_threads(threads)

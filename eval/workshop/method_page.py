@@ -91,9 +91,7 @@ def story(cls: type) -> str:
     """Return the docstring up to its first section, paragraphs and entries on one line each."""
     text = re.split(r"\n(?:Args|Attributes|Raises|Example):\n", _doc(cls))[0]
     parts = re.split(r"(\n\n(?:- )?|\n- )", text.strip())  # every second one is a break
-    return "".join(
-        part if place % 2 else " ".join(part.split()) for place, part in enumerate(parts)
-    )
+    return "".join(part if place % 2 else " ".join(part.split()) for place, part in enumerate(parts))
 
 
 def _doc(cls: type) -> str:

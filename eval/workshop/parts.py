@@ -18,9 +18,7 @@ from diffcache.eval.record import commit
 from diffcache.files import read_json, write_json
 
 Value = TypeVar("Value")
-Budget = Annotated[
-    float, typer.Option(min=0.0, help="Hours; what would take longer than is left is not begun.")
-]
+Budget = Annotated[float, typer.Option(min=0.0, help="Hours; what would take longer than is left is not begun.")]
 
 
 class Parts:

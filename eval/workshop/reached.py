@@ -81,8 +81,7 @@ class Reached:
 
 def changed(found: Mapping[str, str]) -> list[str]:
     """Return the files whose definitions are no longer those that were reached."""
-    return [file for file, said in found.items()
-            if digest(file, said.split()[1:]) != said.split()[0]]  # fmt: skip
+    return [file for file, said in found.items() if digest(file, said.split()[1:]) != said.split()[0]]
 
 
 def digest(file: str, names: list[str]) -> str:
@@ -119,8 +118,7 @@ def said(node: Any) -> str:
 
 
 def _is_text(node: ast.AST) -> bool:
-    return (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-            and isinstance(node.value.value, str))  # fmt: skip
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 @cache

@@ -45,9 +45,7 @@ from diffcache.pipelines.shipped_models import MODELS
 
 STAMPS = FOLDER / "stamps"
 ALL: list[str] = []
-Share = Annotated[
-    float | None, typer.Option(min=0.0, max=1.0, help="Share of the samples (each its own).")
-]
+Share = Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Share of the samples (each its own).")]
 # Begin of a model's name -> what its samples are also made of, or judged with.
 ASSETS = ROOT / "assets"
 BESIDE = {
@@ -167,8 +165,7 @@ def stamp(name: str, share: float | None = None, seed: int = 0, keep: bool = Fal
     if off:
         told = "; ".join(f"{one.row}, {one.key}" for one in off[:3])
         raise ValueError(
-            f"{name}: {len(off)} of {len(made)} numbers differ ({told}); draw it again: "
-            f"{record['command']}"
+            f"{name}: {len(off)} of {len(made)} numbers differ ({told}); draw it again: {record['command']}"
         )
     if keep:
         keep_values(record, made)
@@ -177,13 +174,19 @@ def stamp(name: str, share: float | None = None, seed: int = 0, keep: bool = Fal
     exact = sum(one.now.numel() for one in made if one.kept is not None)
     seconds = time.process_time() - started
     stamped = {
-        "record": digest(file_of(name)), "commit": commit(),
+        "record": digest(file_of(name)),
+        "commit": commit(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "device": Setting(torch.device("cpu")).device_name, "torch": torch.__version__,
-        "share": share, "seed": seed, "numbers": len(made), "values": exact,
-        "cpu_seconds": round(seconds, 1), "inputs": inputs(name, record),
+        "device": Setting(torch.device("cpu")).device_name,
+        "torch": torch.__version__,
+        "share": share,
+        "seed": seed,
+        "numbers": len(made),
+        "values": exact,
+        "cpu_seconds": round(seconds, 1),
+        "inputs": inputs(name, record),
         "not_made": [row["name"] for row in rows if row["name"] not in again_made],
-    }  # fmt: skip
+    }
     write_json(stamp_of(name), {**stamped, "code": reached.definitions()})
     how = f"{exact} values are the same" if exact else "inside the interval of the part"
     return f"{name}: {len(made)} numbers hold, {how}; {seconds:.0f} CPU seconds"

@@ -38,8 +38,7 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
 }
 FENCE = r"^(?P<indent> *)```.*?^(?P=indent)```$"
 LINK = re.compile(
-    rf"{FENCE}|(?P<text>!?\[(?:[^\[\]`]|`[^`]*`)*\]\()(?P<to>[^)\s]+)\)|`[^`\n]+`",
-    re.MULTILINE | re.DOTALL,
+    rf"{FENCE}|(?P<text>!?\[(?:[^\[\]`]|`[^`]*`)*\]\()(?P<to>[^)\s]+)\)|`[^`\n]+`", re.MULTILINE | re.DOTALL
 )
 
 
@@ -62,8 +61,7 @@ class Website:
         for place, (source, _) in texts.items():
             self._places.setdefault(source, place)
         self.pages = {
-            place: self._with_links(place, source, text) if source else text
-            for place, (source, text) in texts.items()
+            place: self._with_links(place, source, text) if source else text for place, (source, text) in texts.items()
         }
 
     def _with_links(self, place: str, source: str, text: str) -> str:
@@ -97,8 +95,7 @@ class Website:
 
 def _texts(root: Path) -> Iterator[tuple[str, tuple[str, str]]]:
     """Yield place of each page -> its file in the repository, if it has one, and its text."""
-    named = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md",
-             "changelog.md": "CHANGELOG.md"}  # fmt: skip
+    named = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
     named |= {file.name: f"docs/{file.name}" for file in sorted((root / "docs").glob("*.md"))}
     for file in sorted((root / "assets" / "models").glob("*/README.md")):
         named[f"models/{file.parent.name}.md"] = file.relative_to(root).as_posix()
@@ -141,9 +138,10 @@ def _reference() -> Iterator[tuple[str, str]]:
         held = {name: value for name, value in vars(module).items() if name[0] != "_"}
         listed = getattr(module, "__all__", sorted(held, key=str.lower))
         paths = [
-            _path_of(getattr(module, name)) for name in listed
+            _path_of(getattr(module, name))
+            for name in listed
             if name not in rows_of("recipe") and _is_ours(getattr(module, name))
-        ]  # fmt: skip
+        ]
         entries = [_entry(path) for path in dict.fromkeys([*first, *paths])]
         about = (module.__doc__ or "").strip()
         yield f"api/{package}.md", "\n".join([f"# diffcache.{package}", "", about, "", *entries])

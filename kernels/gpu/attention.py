@@ -19,8 +19,7 @@ PROGRAMS = 396  # three for each multiprocessor of a large device
 SHARES = 64  # at most
 CANDIDATES = {
     "attn_forward": combinations(KEYS=(32, 64, 128), num_warps=(4, 8), num_stages=(2, 3)),
-    "attn_mass": combinations(ROWS=(64, 128), KEYS=(64, 128), num_warps=(4, 8))
-    + combinations(num_stages=(2, 4)),
+    "attn_mass": combinations(ROWS=(64, 128), KEYS=(64, 128), num_warps=(4, 8)) + combinations(num_stages=(2, 4)),
 }
 
 
@@ -91,9 +90,19 @@ def turned(x, turns, slot, there, row_size, SIZE: tl.constexpr, INTERLEAVED: tl.
 
 @triton.jit
 def seen_of(
-    place, query, there, mask, m2, m3, offset, window, sinks,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
+    place,
+    query,
+    there,
+    mask,
+    m2,
+    m3,
+    offset,
+    window,
+    sinks,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASK: tl.constexpr,
+):
     """Return which places queries see; places lie along one axis and queries along the other."""
     seen = there
     if CAUSAL:
@@ -107,10 +116,7 @@ def seen_of(
 
 
 @triton.jit
-def bounds(
-    first_own, last_own, width, window, sinks,
-    KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
-):  # fmt: skip
+def bounds(first_own, last_own, width, window, sinks, KEYS: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
     """Return the end of what some queries see, the start of their windows, and blocks of sinks."""
     stop, least, early = width, 0, 0
     if CAUSAL:
@@ -209,10 +215,7 @@ def forward_kernel(
 
 
 @triton.jit
-def combine_kernel(
-    out, lse, parts, logs, rows, shares,
-    SHARES: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+def combine_kernel(out, lse, parts, logs, rows, shares, SHARES: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr):
     """Merge the shares of one row."""
     row = tl.program_id(0).to(tl.int64)
     share, cols = tl.arange(0, SHARES).to(tl.int64), tl.arange(0, WIDTH)
@@ -226,8 +229,9 @@ def combine_kernel(
     if SIZE > 0:
         part = tl.load(
             parts + (share * rows + row)[:, None] * SIZE + cols[None, :],
-            mask=live[:, None] & (cols < SIZE)[None, :], other=0.0,
-        )  # fmt: skip
+            mask=live[:, None] & (cols < SIZE)[None, :],
+            other=0.0,
+        )
         found = tl.sum(part * weight[:, None], 0) / some
         tl.store(out + row * SIZE + cols, found.to(out.dtype.element_ty), mask=cols < SIZE)
     tl.store(lse + row, top + tl.log(some))
@@ -302,8 +306,9 @@ def attn_forward(
     options = tuned(
         "attn_forward",
         (q.dtype, max(size, last), rows, width, *(["coded"] if coded else [])),
-        tiles(q.dtype, max(size, last), rows, coded), q.device,
-    )  # fmt: skip
+        tiles(q.dtype, max(size, last), rows, coded),
+        q.device,
+    )
     tiled = triton.cdiv(rows, options["ROWS"])
     near = min(width, window + count + sinks + 2 * options["KEYS"]) if window else width
     most = min(triton.cdiv(near, 2 * options["KEYS"]), SHARES)
@@ -321,9 +326,17 @@ def attn_forward(
     )  # fmt: skip
     if shares > 1:
         combine_kernel[(lse.numel(),)](
-            out, lse, parts, logs, lse.numel(), shares,
-            SHARES=triton.next_power_of_2(shares), SIZE=last, WIDTH=wide, num_warps=4,
-        )  # fmt: skip
+            out,
+            lse,
+            parts,
+            logs,
+            lse.numel(),
+            shares,
+            SHARES=triton.next_power_of_2(shares),
+            SIZE=last,
+            WIDTH=wide,
+            num_warps=4,
+        )
     return out, lse
 
 
@@ -338,8 +351,9 @@ def attn_mass(
     options = tuned(
         "attn_mass",
         (q.dtype, q.shape[3], q.shape[2], width, *(["coded"] if coded else [])),
-        mass_tiles(q.dtype, q.shape[3]), q.device,
-    )  # fmt: skip
+        mass_tiles(q.dtype, q.shape[3]),
+        q.device,
+    )
     out = q.new_empty((len(q), k.shape[1], width), dtype=torch.float32)
     seen, steps, known = _seen(q, k, key_grid, slots, mask, turns, key_form)
     mass_kernel[(triton.cdiv(width, options["KEYS"]), len(q) * k.shape[1])](
@@ -357,9 +371,11 @@ def tiles(dtype: torch.dtype, size: int, rows: int, coded: bool) -> dict[str, in
     most = 16 if wide else 64 if size > 128 else 128  # what fits registers
     tall = min(max(triton.next_power_of_2(rows), 16), most)
     return {
-        "ROWS": tall, "KEYS": 16 if wide and coded else 32 if small else 64,
-        "num_warps": 8 if wide or tall > 16 else 4, "num_stages": 2 if small else 3,
-    }  # fmt: skip
+        "ROWS": tall,
+        "KEYS": 16 if wide and coded else 32 if small else 64,
+        "num_warps": 8 if wide or tall > 16 else 4,
+        "num_stages": 2 if small else 3,
+    }
 
 
 def mass_tiles(dtype: torch.dtype, size: int) -> dict[str, int]:
@@ -383,26 +399,39 @@ def _held(
     grid = x[..., None] if grid is None else grid.contiguous()
     x, grid = (one.expand(len(q), *one.shape[1:]) for one in (x, grid))
     constants = {
-        "SIZE": size, "WIDTH": wide, "BITS": bits, "EACH": each,
+        "SIZE": size,
+        "WIDTH": wide,
+        "BITS": bits,
+        "EACH": each,
         "GROUP": wide if group >= size else group,  # a power of two, as all of a block's sides
-        "PARTS": grid.shape[3], "COLUMNS": grid.shape[4],
-    }  # fmt: skip
+        "PARTS": grid.shape[3],
+        "COLUMNS": grid.shape[4],
+    }
     if not bits:
         constants |= {"PARTS": 1, "COLUMNS": 1}
     return [x, grid], [*x.stride()[:3], *grid.stride()[:3]], constants
 
 
 def _seen(
-    q: Tensor, k: Tensor, grid: Tensor | None, slots: Tensor | None, mask: Tensor | None,
-    turns: Tensor | None, form: list[int],
-) -> tuple[list[Tensor], list[int], dict[str, Any]]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    grid: Tensor | None,
+    slots: Tensor | None,
+    mask: Tensor | None,
+    turns: Tensor | None,
+    form: list[int],
+) -> tuple[list[Tensor], list[int], dict[str, Any]]:
     """Return keys and limits, the strides of queries and of these, and constants."""
     (batch, asking, count, _), heads = q.shape, k.shape[1]
     tensors, strides, constants = _held(q, k, grid, form)
     known = {
-        "SLOTS": slots is not None, "MASK": mask is not None, "TURNS": turns is not None,
-        "GROUPS": asking // heads, "SIZE": constants.pop("SIZE"), "WIDTH": constants.pop("WIDTH"),
-    }  # fmt: skip
+        "SLOTS": slots is not None,
+        "MASK": mask is not None,
+        "TURNS": turns is not None,
+        "GROUPS": asking // heads,
+        "SIZE": constants.pop("SIZE"),
+        "WIDTH": constants.pop("WIDTH"),
+    }
     known |= {f"KEY_{name}": value for name, value in constants.items()}
     more = [0] * 9
     if slots is not None:

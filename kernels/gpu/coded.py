@@ -53,13 +53,9 @@ def planes(units, BITS: tl.constexpr, ASM: tl.constexpr):
     elif BITS == 8:
         found = tl.inline_asm_elementwise(EIGHT, "=r,=r,r", [units], (tl.float16,) * 2, True, 2)
     elif BITS == 4:
-        found = tl.inline_asm_elementwise(
-            FOUR, "=r,=r,=r,=r,r", [units], (tl.float16,) * 4, True, 2
-        )
+        found = tl.inline_asm_elementwise(FOUR, "=r,=r,=r,=r,r", [units], (tl.float16,) * 4, True, 2)
     else:
-        found = tl.inline_asm_elementwise(
-            TWO, "=r,=r,=r,=r,=r,=r,=r,=r,r", [units], (tl.float16,) * 8, True, 2
-        )
+        found = tl.inline_asm_elementwise(TWO, "=r,=r,=r,=r,=r,=r,=r,=r,r", [units], (tl.float16,) * 8, True, 2)
     return found
 
 
@@ -167,9 +163,8 @@ def part_kernel(
         else:
             low = gap * value_shift
         units = tl.load(
-            values + (pair * count + slot)[None, :] * VALUE_ROOM + value_unit[:, None],
-            mask=there[None, :], other=0,
-        )  # fmt: skip
+            values + (pair * count + slot)[None, :] * VALUE_ROOM + value_unit[:, None], mask=there[None, :], other=0
+        )
         # The scales of values go with the weights, brought to at most 1, too.
         wider = tl.maximum(reach, tl.max(tl.max(gap, 1), 0))
         inverse = 1 / wider
@@ -200,9 +195,7 @@ def part_kernel(
 
 
 @triton.jit
-def merge_kernel(
-    out, lse, outs, lses, parts, GROUPS: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr
-):
+def merge_kernel(out, lse, outs, lses, parts, GROUPS: tl.constexpr, WIDE: tl.constexpr, PARTS: tl.constexpr):
     """Merge the parts of one query head."""
     row = tl.program_id(0).to(tl.int64)
     part, channel = tl.arange(0, PARTS), tl.arange(0, WIDE)
@@ -211,20 +204,27 @@ def merge_kernel(
     peak = tl.max(known, 0)
     weights = tl.exp2(known - peak)
     total = tl.sum(weights, 0)
-    found = tl.load(outs + at[:, None] * WIDE + channel[None, :], mask=(part < parts)[:, None],
-                    other=0.0)  # fmt: skip
+    found = tl.load(outs + at[:, None] * WIDE + channel[None, :], mask=(part < parts)[:, None], other=0.0)
     tl.store(out + row * WIDE + channel, tl.sum(found * weights[:, None], 0) / total)
     tl.store(lse + row, (peak + tl.log2(total)) / LOG2E)
 
 
 def attn_decode_kivi(
-    q: Tensor, keys: Tensor, key_grid: Tensor, values: Tensor, value_grid: Tensor, scale: float,
-    key_bits: int, value_bits: int, each: int, width: int, key_shift: float, value_shift: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    keys: Tensor,
+    key_grid: Tensor,
+    values: Tensor,
+    value_grid: Tensor,
+    scale: float,
+    key_bits: int,
+    value_bits: int,
+    each: int,
+    width: int,
+    key_shift: float,
+    value_shift: float,
+) -> tuple[Tensor, Tensor]:
     """Launch `attn_decode_kivi`."""
-    q, keys, key_grid, values, value_grid = (
-        x.contiguous() for x in (q, keys, key_grid, values, value_grid)
-    )
+    q, keys, key_grid, values, value_grid = (x.contiguous() for x in (q, keys, key_grid, values, value_grid))
     batch, heads, count = values.shape[:3]
     groups, size, wide = q.shape[1] // heads, q.shape[2], width * value_grid.shape[-1]
     queries = triton.next_power_of_2(groups)
@@ -250,9 +250,8 @@ def attn_decode_kivi(
     out = q.new_empty(batch, q.shape[1], wide, dtype=torch.float32)
     lse = q.new_empty(batch, q.shape[1], dtype=torch.float32)
     merge_kernel[(batch * q.shape[1],)](
-        out, lse, outs, lses, parts, GROUPS=groups, WIDE=wide,
-        PARTS=triton.next_power_of_2(parts), num_warps=8,
-    )  # fmt: skip
+        out, lse, outs, lses, parts, GROUPS=groups, WIDE=wide, PARTS=triton.next_power_of_2(parts), num_warps=8
+    )
     return out, lse
 
 

@@ -19,9 +19,19 @@ FAR = tl.constexpr(2097152.0)  # beyond any code, and near enough to be rounded 
 
 @triton.jit
 def codes_kernel(
-    codes, values, scales, zeros, size, width, share, zero,
-    BITS: tl.constexpr, PER_ROW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    codes,
+    values,
+    scales,
+    zeros,
+    size,
+    width,
+    share,
+    zero,
+    BITS: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Round a tile to codes."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -60,7 +70,6 @@ def int8_codes(
     grid = (triton.cdiv(rows, form["ROWS"]), triton.cdiv(width, form["COLUMNS"]))
     extra = [here if each is None else each.contiguous() for each in (scales, zeros)]
     codes_kernel[grid](
-        codes, here, *extra, values.numel(), width, 1 / scale, float(zero), BITS=bits,
-        PER_ROW=per_row, **form,
-    )  # fmt: skip
+        codes, here, *extra, values.numel(), width, 1 / scale, float(zero), BITS=bits, PER_ROW=per_row, **form
+    )
     return codes

@@ -13,8 +13,7 @@ from diffcache.kernels.gpu.launch import aligned, programs
 
 DEFAULT = {"BLOCK": 2048, "num_warps": 4}
 CANDIDATES = dict.fromkeys(
-    ("weighted_sum", "finite_differences"),
-    combinations(BLOCK=(1024, 2048, 4096), num_warps=(4, 8)),
+    ("weighted_sum", "finite_differences"), combinations(BLOCK=(1024, 2048, 4096), num_warps=(4, 8))
 )
 
 
@@ -44,9 +43,8 @@ def sum_kernel(
 
 @triton.jit
 def differences_kernel(
-    feature, o0, o1, o2, o3, r0, r1, r2, r3, size, s0, s1, s2, s3,
-    COUNT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    feature, o0, o1, o2, o3, r0, r1, r2, r3, size, s0, s1, s2, s3, COUNT: tl.constexpr, BLOCK: tl.constexpr
+):
     """Take the differences of a block; all old ones are read before a new one is written."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = at < size
@@ -66,9 +64,7 @@ def differences_kernel(
     tl.store(r0 + at, d0.to(r0.dtype.element_ty), mask=live)
 
 
-def weighted_sum(
-    terms: list[Tensor], weights: list[float], base: Tensor | None, gate: Tensor | None
-) -> Tensor:
+def weighted_sum(terms: list[Tensor], weights: list[float], base: Tensor | None, gate: Tensor | None) -> Tensor:
     """Launch `weighted_sum`."""
     out = torch.empty_like(terms[0])
     spare = MOST - len(terms)
@@ -76,15 +72,22 @@ def weighted_sum(
     extra = [here[0] if each is None else aligned(out, each) for each in (base, gate)]
     form = tuned("weighted_sum", (out.dtype, len(terms), out.numel()), DEFAULT, out.device)
     sum_kernel[programs(out.numel(), form["BLOCK"])](
-        out, *here, *here[:1] * spare, *extra, out.numel(), *weights, *[0.0] * spare,
-        COUNT=len(terms), BASE=base is not None, GATE=gate is not None, **form,
-    )  # fmt: skip
+        out,
+        *here,
+        *here[:1] * spare,
+        *extra,
+        out.numel(),
+        *weights,
+        *[0.0] * spare,
+        COUNT=len(terms),
+        BASE=base is not None,
+        GATE=gate is not None,
+        **form,
+    )
     return out
 
 
-def finite_differences(
-    feature: Tensor, old: list[Tensor], room: list[Tensor], distances: list[float]
-) -> None:
+def finite_differences(feature: Tensor, old: list[Tensor], room: list[Tensor], distances: list[float]) -> None:
     """Launch `finite_differences`."""
     fresh, *before = (aligned(room[0], tensor) for tensor in (feature, *old))
     spare = MOST - 1 - len(room)
@@ -92,6 +95,14 @@ def finite_differences(
     key = feature.dtype, len(room), feature.numel()
     form = tuned("finite_differences", key, DEFAULT, feature.device)
     differences_kernel[programs(feature.numel(), form["BLOCK"])](
-        fresh, *before, *before[:1] * spare, *room, *room[:1] * spare, feature.numel(), *shares,
-        *[0.0] * spare, COUNT=len(room), **form,
-    )  # fmt: skip
+        fresh,
+        *before,
+        *before[:1] * spare,
+        *room,
+        *room[:1] * spare,
+        feature.numel(),
+        *shares,
+        *[0.0] * spare,
+        COUNT=len(room),
+        **form,
+    )

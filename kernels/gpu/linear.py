@@ -9,9 +9,7 @@ from torch import Tensor
 
 from diffcache.kernels.configs import combinations, tuned
 
-CANDIDATES = {
-    "linear_of_codes": combinations(COLUMNS=(64, 128, 256), DEPTH=(64, 128), num_warps=(4, 8))
-}
+CANDIDATES = {"linear_of_codes": combinations(COLUMNS=(64, 128, 256), DEPTH=(64, 128), num_warps=(4, 8))}
 
 
 @triton.jit
@@ -54,9 +52,8 @@ def tile(height: int) -> dict[str, int]:
 
 
 def linear_of_codes(
-    rows: Tensor, codes: Tensor, terms: Tensor, zero: int, factor: Tensor, shift: Tensor,
-    dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+    rows: Tensor, codes: Tensor, terms: Tensor, zero: int, factor: Tensor, shift: Tensor, dtype: torch.dtype
+) -> Tensor:
     """Launch `linear_of_codes`."""
     (height, depth), width = rows.shape, codes.shape[0]
     form = tuned("linear_of_codes", (height, width, depth), tile(height), rows.device)

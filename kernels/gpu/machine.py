@@ -27,8 +27,16 @@ VERSION: str = triton.__version__
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 # KiB that a block may have, from NVIDIA's table of compute capabilities, and AMD's of its chips.
 SHARED: dict[int | str, int] = {
-    80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, "gfx942": 64, "gfx1100": 64,
-}  # fmt: skip
+    80: 163,
+    86: 99,
+    89: 99,
+    90: 227,
+    100: 227,
+    103: 227,
+    120: 99,
+    "gfx942": 64,
+    "gfx1100": 64,
+}
 THREADS = 1024  # most of a block
 
 
@@ -70,9 +78,11 @@ class Nowhere:
     def get_device_properties(self, device: int) -> dict[str, int]:
         """Return the limits of a launch."""
         return {
-            "max_shared_mem": SHARED[self.target.arch] * 1024, "multiprocessor_count": 132,
-            "max_num_regs": 65536, "warpSize": 32,
-        }  # fmt: skip
+            "max_shared_mem": SHARED[self.target.arch] * 1024,
+            "multiprocessor_count": 132,
+            "max_num_regs": 65536,
+            "warpSize": 32,
+        }
 
     def load_binary(self, name: str, code: bytes, shared: int, device: int) -> tuple[Any, ...]:
         """Return a module, a function, registers, spills and most threads; the function is read."""
@@ -187,15 +197,14 @@ def read(cubin: bytes, shared: int, disassembled: bool = True) -> Machine:
         file.write(cubin)
         file.flush()
         used, code = (
-            subprocess.run([TOOLS / "cuobjdump", flag, file.name], capture_output=True, text=True,
-                           check=True).stdout if wanted else ""
+            subprocess.run([TOOLS / "cuobjdump", flag, file.name], capture_output=True, text=True, check=True).stdout
+            if wanted
+            else ""
             for flag, wanted in (("--dump-resource-usage", True), ("-sass", disassembled))
-        )  # fmt: skip
+        )
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", used)
     assert found is not None, used
-    lines = [
-        (int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", code)
-    ]
+    lines = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", code)]
     numbers = {at: number for number, (at, _) in enumerate(lines)}
     spans = []
     for number, (at, text) in enumerate(lines):

@@ -38,12 +38,20 @@ def scatter_kernel(
     there = (at >= 0) & (at < slots)
     copy_rows(
         k + batch * k_batch + head * k_head + at * k_slot,
-        new_k + batch * new_k_batch + head * new_k_head + row * new_k_slot, there, there, k_size, K,
-    )  # fmt: skip
+        new_k + batch * new_k_batch + head * new_k_head + row * new_k_slot,
+        there,
+        there,
+        k_size,
+        K,
+    )
     copy_rows(
         v + batch * v_batch + head * v_head + at * v_slot,
-        new_v + batch * new_v_batch + head * new_v_head + row * new_v_slot, there, there, v_size, V,
-    )  # fmt: skip
+        new_v + batch * new_v_batch + head * new_v_head + row * new_v_slot,
+        there,
+        there,
+        v_size,
+        V,
+    )
 
 
 @triton.jit
@@ -59,14 +67,8 @@ def gather_kernel(
     at = tl.load(index + batch * index_batch + head * index_head + row, mask=live, other=-1)
     there = (at >= 0) & (at < slots)
     place = (batch * heads + head) * count + row
-    copy_rows(
-        found_k + place * k_size, k + batch * k_batch + head * k_head + at * k_slot,
-        live, there, k_size, K,
-    )  # fmt: skip
-    copy_rows(
-        found_v + place * v_size, v + batch * v_batch + head * v_head + at * v_slot,
-        live, there, v_size, V,
-    )  # fmt: skip
+    copy_rows(found_k + place * k_size, k + batch * k_batch + head * k_head + at * k_slot, live, there, k_size, K)
+    copy_rows(found_v + place * v_size, v + batch * v_batch + head * v_head + at * v_slot, live, there, v_size, V)
 
 
 def kv_scatter(k: Tensor, v: Tensor, new_k: Tensor, new_v: Tensor, index: Tensor) -> None:

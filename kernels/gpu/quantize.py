@@ -33,9 +33,7 @@ def grid_of(high, low, bad, intervals, limit, dtype: tl.constexpr, SYMMETRIC: tl
 
 
 @triton.jit
-def bytes_of(
-    x, scale, low, live, top, ROWS: tl.constexpr, CHANNELS: tl.constexpr, BITS: tl.constexpr
-):
+def bytes_of(x, scale, low, live, top, ROWS: tl.constexpr, CHANNELS: tl.constexpr, BITS: tl.constexpr):
     """Return codes of [ROWS, CHANNELS] numbers, packed; those that are not live are 0."""
     PER: tl.constexpr = 8 // BITS
     step = tl.where(scale > 0, scale, float("inf"))
@@ -80,8 +78,7 @@ def tokens_kernel(
     packed = bytes_of(found, step[None, :], base[None, :], live, top, ROWS, CHANNELS, BITS)
     byte = tl.program_id(1) * (CHANNELS // PER) + tl.arange(0, CHANNELS // PER)
     here = (place < each)[:, None] & (byte < room)[None, :]
-    tl.store(codes + (row * slots + first + place)[:, None] * room + byte[None, :], packed,
-             mask=here)  # fmt: skip
+    tl.store(codes + (row * slots + first + place)[:, None] * room + byte[None, :], packed, mask=here)
 
 
 @triton.jit
@@ -192,9 +189,8 @@ def restore_kernel(
 
 
 def quant_groups(
-    x: Tensor, bits: int, each: int, width: int, intervals: float, symmetric: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor, bits: int, each: int, width: int, intervals: float, symmetric: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Launch `quant_groups`."""
     x = x if x.stride(3) == 1 else x.contiguous()
     batch, heads, slots, size = x.shape
@@ -202,10 +198,7 @@ def quant_groups(
     columns = size if width == 1 else -(-size // width)
     codes = x.new_empty(batch, heads, slots, room, dtype=torch.uint8)
     grid = x.new_empty(batch, heads, slots // each, 2 - symmetric, columns, dtype=dtype)
-    numbers = (
-        *x.stride()[:3], intervals, -intervals / 2, torch.finfo(dtype).max,
-        float(min(intervals, 2**bits - 1)),
-    )  # fmt: skip
+    numbers = (*x.stride()[:3], intervals, -intervals / 2, torch.finfo(dtype).max, float(min(intervals, 2**bits - 1)))
     way = "tokens" if width == 1 else "channels"
     key = x.dtype, way, bits, max(each, width), size, x.numel()
     default = tokens_default(each, size) if width == 1 else DEFAULT
@@ -251,9 +244,8 @@ def restore_block(room: int, bits: int, tile: int) -> dict[str, int]:
 
 
 def dequant_groups(
-    codes: Tensor, grid: Tensor, out: Tensor, bits: int, each: int, width: int, shift: float,
-    of: Tensor | None,
-) -> None:  # fmt: skip
+    codes: Tensor, grid: Tensor, out: Tensor, bits: int, each: int, width: int, shift: float, of: Tensor | None
+) -> None:
     """Launch `dequant_groups`."""
     codes, grid = codes.contiguous(), grid.contiguous()
     batch, heads, slots, room = codes.shape

@@ -50,9 +50,8 @@ def rotate_kernel(
     pair = tl.arange(0, PAIRS)[None, :]
     live = (slot < slots) & (pair < pairs)
     angle = tl.load(
-        angles + batch * a_batch + first.to(tl.int64) * a_head + slot * a_slot + pair,
-        mask=live, other=0.0,
-    )  # fmt: skip
+        angles + batch * a_batch + first.to(tl.int64) * a_head + slot * a_slot + pair, mask=live, other=0.0
+    )
     cos, sin = cos_sin(angle)
     cos, sin = cos * by_cos, sin * by_sin
     source = x + batch * x_batch + slot * x_slot + start
@@ -80,9 +79,7 @@ def rotate_kernel(
             tl.store(there + other, tl.load(here + other, mask=kept), mask=kept)
 
 
-def rotate(
-    x: Tensor, angles: Tensor, scale: float, back: bool, start: int, interleaved: bool
-) -> Tensor:
+def rotate(x: Tensor, angles: Tensor, scale: float, back: bool, start: int, interleaved: bool) -> Tensor:
     """Launch `rotate`."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -13,19 +13,24 @@ from diffcache.kernels.gpu.launch import programs
 from diffcache.kernels.rows import LARGEST, LEAST, ROOM
 
 DEFAULT = {"TILE": 4096, "num_warps": 4}  # numbers of a program, and the fewest warps of it
-CANDIDATES = dict.fromkeys(
-    ("pack_rows", "weighted_sum_int8"), combinations(TILE=(2048, 4096, 8192), num_warps=(4, 8))
-)
+CANDIDATES = dict.fromkeys(("pack_rows", "weighted_sum_int8"), combinations(TILE=(2048, 4096, 8192), num_warps=(4, 8)))
 COLUMNS = 1024  # most numbers of a row that a program of a sum takes
 NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2**23: what is added to it is rounded to whole numbers
 
 
 @triton.jit
 def pack_kernel(
-    codes, scales, tensor, rows, width,
-    ROOM: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    codes,
+    scales,
+    tensor,
+    rows,
+    width,
+    ROOM: tl.constexpr,
+    LARGEST: tl.constexpr,
+    LEAST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Find the scales of whole rows and divide by them."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
@@ -100,18 +105,13 @@ def pack_rows(tensor: Tensor) -> tuple[Tensor, Tensor]:
     key = tensor.dtype, width, scale.numel()
     tile = pack_tile(width, tuned("pack_rows", key, DEFAULT, tensor.device))
     pack_kernel[programs(scale.numel(), tile["ROWS"])](
-        codes, scale, tensor.contiguous(), scale.numel(), width, ROOM=ROOM, LARGEST=LARGEST,
-        LEAST=LEAST, **tile,
-    )  # fmt: skip
+        codes, scale, tensor.contiguous(), scale.numel(), width, ROOM=ROOM, LARGEST=LARGEST, LEAST=LEAST, **tile
+    )
     return codes, scale
 
 
 def weighted_sum_int8(
-    codes: list[Tensor],
-    scales: list[Tensor],
-    weights: list[float],
-    base: Tensor | None,
-    dtype: torch.dtype,
+    codes: list[Tensor], scales: list[Tensor], weights: list[float], base: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """Launch `weighted_sum_int8`."""
     out = codes[0].new_empty(codes[0].shape, dtype=dtype)

@@ -26,10 +26,14 @@ from diffcache.registry import find, read_word, rows_of
 KEY = "diffcache"
 PRESET, AUTO, AS_COMPUTED = "preset", "auto", "as computed"
 # Methods that need no calibration, or have published numbers.
-METHODS = (PRESET, *(
-    name for name, row in rows_of("method").items()
-    if name != "tuned" and (row.load().publishes or not issubclass(row.load(), Calibrated))
-))  # fmt: skip
+METHODS = (
+    PRESET,
+    *(
+        name
+        for name, row in rows_of("method").items()
+        if name != "tuned" and (row.load().publishes or not issubclass(row.load(), Calibrated))
+    ),
+)
 # Networks of ComfyUI that there are presets for -> their class in diffusers, by which presets go.
 KNOWN = {"Flux": "FluxTransformer2DModel", "WanModel": "WanTransformer3DModel"}
 # Samplers that evaluate the model once a step; of others the number of evaluations is not known.
@@ -93,9 +97,16 @@ class Cache:
         return executor(*args, **kwargs)
 
     def call(
-        self, executor: Any, x: Any, t: Any, c_concat: Any = None, c_crossattn: Any = None,
-        control: Any = None, transformer_options: Any = None, **kwargs: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        executor: Any,
+        x: Any,
+        t: Any,
+        c_concat: Any = None,
+        c_crossattn: Any = None,
+        control: Any = None,
+        transformer_options: Any = None,
+        **kwargs: Any,
+    ) -> Any:
         """Call the network as the branch of its conditions."""
         options = transformer_options or {}
         inner = (x, t, c_concat, c_crossattn, control, options)
@@ -164,9 +175,7 @@ def facts_about(network: nn.Module) -> dict[str, Any]:
     return {**facts, "model": KNOWN[model], "settings": sizes}
 
 
-def method_for(
-    network: nn.Module, method: str, settings: str, preset: str, hold: str
-) -> tuple[Method, str]:
+def method_for(network: nn.Module, method: str, settings: str, preset: str, hold: str) -> tuple[Method, str]:
     """Return the method that the widgets ask for, and why where they leave it to presets.
 
     Published numbers hold for weights, and so for ComfyUI's class of the same model; that they are
@@ -224,25 +233,31 @@ class DiffcacheModel:
         return {
             "required": {
                 "model": ("MODEL", {"tooltip": "Model to cache; it is left as it is."}),
-                "method": (METHODS, {
-                    "default": PRESET,
-                    "tooltip": "preset takes what was published for the model, else taylorseer.",
-                }),
-                "settings": ("STRING", {
-                    "default": "",
-                    "tooltip": "Such as every=4 (interval, taylorseer) or threshold=0.08 (gates); "
-                    "empty for the defaults. `diffcache methods` lists them.",
-                }),
-                "preset": (names, {
-                    "default": AUTO,
-                    "tooltip": "Published settings of a model; auto recognizes it by its sizes.",
-                }),
-                "hold": ((AS_COMPUTED, "bf16", "int8", "host"), {
-                    "default": AS_COMPUTED,
-                    "tooltip": "Form of what is kept between steps: fewer bytes, or host memory.",
-                }),
+                "method": (
+                    METHODS,
+                    {"default": PRESET, "tooltip": "preset takes what was published for the model, else taylorseer."},
+                ),
+                "settings": (
+                    "STRING",
+                    {
+                        "default": "",
+                        "tooltip": "Such as every=4 (interval, taylorseer) or threshold=0.08 (gates); "
+                        "empty for the defaults. `diffcache methods` lists them.",
+                    },
+                ),
+                "preset": (
+                    names,
+                    {"default": AUTO, "tooltip": "Published settings of a model; auto recognizes it by its sizes."},
+                ),
+                "hold": (
+                    (AS_COMPUTED, "bf16", "int8", "host"),
+                    {
+                        "default": AS_COMPUTED,
+                        "tooltip": "Form of what is kept between steps: fewer bytes, or host memory.",
+                    },
+                ),
             }
-        }  # fmt: skip
+        }
 
     @classmethod
     def VALIDATE_INPUTS(cls, method: str, settings: str, preset: str) -> bool | str:  # noqa: N802

@@ -198,9 +198,7 @@ def _skeleton(path: Path, cls: str) -> nn.Module:
 
     found: Any = getattr(diffusers, cls, None) or getattr(transformers, cls, None)
     if found is None:
-        raise ValueError(
-            f"{path} holds a {cls}, which neither the installed diffusers nor transformers has"
-        )
+        raise ValueError(f"{path} holds a {cls}, which neither the installed diffusers nor transformers has")
     if issubclass(found, transformers.PreTrainedModel):
         make, config = found, found.config_class.from_pretrained(str(path))
     else:

@@ -85,9 +85,7 @@ class PageGuard:
                 self.listeners.leave(who)
 
 
-def guarded_by(
-    listeners: Listeners, host: str, names: Sequence[str], most_bytes: int = MOST_BYTES
-) -> dict[str, Any]:
+def guarded_by(listeners: Listeners, host: str, names: Sequence[str], most_bytes: int = MOST_BYTES) -> dict[str, Any]:
     """Return arguments of an application that lets in nothing but the page's own requests.
 
     Args:

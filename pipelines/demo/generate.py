@@ -198,15 +198,9 @@ def _check_divides(pipe: Any, order: Order) -> None:
 
 def _check_size(made: list[Image.Image], order: Order) -> None:
     """Warn if the images have another size than the one that was asked for."""
-    for name, asked, side in zip(
-        ("width", "height"), (order.width, order.height), made[0].size, strict=True
-    ):
+    for name, asked, side in zip(("width", "height"), (order.width, order.height), made[0].size, strict=True):
         if asked not in (None, side):
-            warnings.warn(
-                f"--{name} {asked}: the pipeline rounded it to {side}",
-                diffcache.CacheWarning,
-                stacklevel=2,
-            )
+            warnings.warn(f"--{name} {asked}: the pipeline rounded it to {side}", diffcache.CacheWarning, stacklevel=2)
 
 
 def _place(pipe: Any) -> str:

@@ -28,8 +28,11 @@ AUTOMATIC = "what fits the model"
 LONGEST = 200  # letters of a method with its settings
 MOST_TIMES = 64  # that a difference is scaled by
 BRIGHT = 200  # of 255
-PROMPTS = ("a fox left of a pineapple on wood", "a guitar above a mushroom on grass",
-           "a frog right of a rocket on gravel")  # fmt: skip
+PROMPTS = (
+    "a fox left of a pineapple on wood",
+    "a guitar above a mushroom on grass",
+    "a frog right of a rocket on gravel",
+)
 
 
 @dataclass
@@ -56,9 +59,7 @@ class Drawer:
     def __post_init__(self) -> None:
         name, taken = saved.pipeline_of(saved.locate(self.model))
         if "prompt" not in taken or {"num_frames", "image"} & set(taken):
-            raise ValueError(
-                f"--images {self.model}: {name} draws no pictures from prompts alone; name another"
-            )
+            raise ValueError(f"--images {self.model}: {name} draws no pictures from prompts alone; name another")
 
     @cached_property
     def _loaded(self) -> tuple[Any, dict[str, Any]]:
@@ -91,9 +92,7 @@ class Drawer:
             AttachError: If the pipeline cannot be cached with this method.
         """
         text, word = checked_prompt(prompt), self._checked(method)
-        order = generate.Order(
-            text, whole("steps", steps, 1, MOST_STEPS), whole("seed", seed, 0, 2**32 - 1)
-        )
+        order = generate.Order(text, whole("steps", steps, 1, MOST_STEPS), whole("seed", seed, 0, 2**32 - 1))
         with self._lock:
             pipe, defaults = self._loaded
             try:
@@ -113,9 +112,7 @@ class Drawer:
             return None
         word = str(method)
         if len(word) > LONGEST:
-            raise ValueError(
-                f"method={word[:40]!r}... has {len(word):,} letters; at most {LONGEST} are read"
-            )
+            raise ValueError(f"method={word[:40]!r}... has {len(word):,} letters; at most {LONGEST} are read")
         name, settings = read_word(word)
         known = self.methods()
         if name not in known:

@@ -38,9 +38,7 @@ def needed_inputs(pipeline: str, parameters: Parameters) -> tuple[str, ...]:
     return tuple(name for name in (*IMAGES, VIDEO) if name in parameters)
 
 
-def read_images(
-    texts: Sequence[str], pipeline: str, parameters: Parameters
-) -> dict[str, Image.Image]:
+def read_images(texts: Sequence[str], pipeline: str, parameters: Parameters) -> dict[str, Image.Image]:
     """Read the input images of a pipeline's call.
 
     Args:

@@ -122,9 +122,16 @@ class Kept:
         turn = "b" if before is not None and before[2] == "a" else "a"
         film.film.save(str(place / turn))  # type: ignore[attr-defined]
         asked = film.asked
-        note = {"prompt": asked.prompt, "policy": asked.policy, "seed": asked.seed,
-                "steps": asked.steps, "size": asked.size, "anew": asked.anew,
-                "made": film.made, "turn": turn}  # fmt: skip
+        note = {
+            "prompt": asked.prompt,
+            "policy": asked.policy,
+            "seed": asked.seed,
+            "steps": asked.steps,
+            "size": asked.size,
+            "anew": asked.anew,
+            "made": film.made,
+            "turn": turn,
+        }
         (place / "new").touch(mode=0o600)
         (place / "new").write_text(json.dumps(note), encoding="utf-8")
         with self._lock:  # in the meantime another film may have begun, in another tab
@@ -214,8 +221,14 @@ def _read(place: Path) -> tuple[Asked, int, str] | None:
     try:
         note = json.loads((place / _NOTE).read_text(encoding="utf-8"))
         height, width = map(int, note["size"])
-        asked = Asked(checked_prompt(note["prompt"]), str(note["policy"]), int(note["seed"]),
-                      int(note["steps"]), (height, width), anew=bool(note["anew"]))  # fmt: skip
+        asked = Asked(
+            checked_prompt(note["prompt"]),
+            str(note["policy"]),
+            int(note["seed"]),
+            int(note["steps"]),
+            (height, width),
+            anew=bool(note["anew"]),
+        )
         return asked, int(note["made"]), "b" if note["turn"] == "b" else "a"
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None

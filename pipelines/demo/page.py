@@ -22,9 +22,11 @@ from diffcache.pipelines.demo.showing import ALONE, Viewers, show
 from diffcache.registry import find
 
 for _name, _value in {
-    "GRADIO_ANALYTICS_ENABLED": "False", "HF_HUB_DISABLE_TELEMETRY": "1", "DO_NOT_TRACK": "1",
+    "GRADIO_ANALYTICS_ENABLED": "False",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "DO_NOT_TRACK": "1",
     "OTEL_SDK_DISABLED": "true",
-}.items():  # fmt: skip
+}.items():
     os.environ.setdefault(_name, _value)  # gradio reads them when it is imported
 
 try:
@@ -99,13 +101,10 @@ class Handlers:
         self.program, self.viewers = program, viewers
 
     def start(
-        self, prompt: Any, policy: Any, other: Any, seed: Any, steps: Any, size: Any, viewer: Any,
-        request: gr.Request,
-    ) -> Iterator[tuple[Any, ...]]:  # fmt: skip
+        self, prompt: Any, policy: Any, other: Any, seed: Any, steps: Any, size: Any, viewer: Any, request: gr.Request
+    ) -> Iterator[tuple[Any, ...]]:
         """Film, and yield the player's value, a note, and the button of a saved film."""
-        yield from self._show(
-            lambda: self.program.asked(prompt, policy, seed, steps, size), request, other, viewer
-        )
+        yield from self._show(lambda: self.program.asked(prompt, policy, seed, steps, size), request, other, viewer)
 
     def arrive(self, viewer: Any) -> tuple[Any, Any]:
         """Tell a viewer of a film that was saved; return button and note."""
@@ -127,9 +126,8 @@ class Handlers:
         yield from self._show(asked, request, ALONE, viewer, goes_on=True)
 
     def _show(
-        self, settings: Callable[[], Asked], request: gr.Request, other: Any, viewer: Any,
-        goes_on: bool = False,
-    ) -> Iterator[tuple[Any, ...]]:  # fmt: skip
+        self, settings: Callable[[], Asked], request: gr.Request, other: Any, viewer: Any, goes_on: bool = False
+    ) -> Iterator[tuple[Any, ...]]:
         kept: Any = ""  # note and button of the film before go
         back: Any = gr.Button(visible=False)
         try:
@@ -160,8 +158,7 @@ class Handlers:
     def apply(self, prompt: Any, switch: Any, request: gr.Request) -> str:
         """Change the prompt from the next chunk on."""
         try:
-            orders = {"prompt": checked_prompt(prompt),
-                      "switch": one_of("switch", switch, self.program.switches)}  # fmt: skip
+            orders = {"prompt": checked_prompt(prompt), "switch": one_of("switch", switch, self.program.switches)}
         except ValueError as error:
             return f"**{error}**"
         return self._order(request, **orders)
@@ -250,18 +247,23 @@ def _film(program: Program, do: Handlers) -> list[Any]:
     """Lay out the films and their controls; return what a page that was opened fills."""
     player = gr.HTML(value={"job": ""}, html_template=_HTML, js_on_load=_SCRIPT, elem_id="player")
     with gr.Row(elem_id="say"):
-        prompt = gr.Textbox(program.prompts[0], label="Prompt", elem_id="prompt", scale=6,
-                            min_width=240)  # fmt: skip
+        prompt = gr.Textbox(program.prompts[0], label="Prompt", elem_id="prompt", scale=6, min_width=240)
         start = gr.Button("Start", variant="primary", elem_id="start", min_width=90)
         back = gr.Button("Go on with my film", visible=False, elem_id="back", min_width=185)
         use = gr.Button("New prompt", elem_id="apply", min_width=110)
     gr.Examples([[text] for text in program.prompts], prompt, label="Try")
     if program.seen is not None:
         height, width = next(iter(program.sizes.values()))
-        pictures = gr.HTML({}, html_template=_PICTURES, js_on_load=_CAMERA, width=width,
-                           height=height, fps=program.fps, elem_id="pictures")  # fmt: skip
-        pictures.input(do.see, pictures, None, queue=False, show_progress="hidden",
-                       trigger_mode="multiple")  # fmt: skip
+        pictures = gr.HTML(
+            {},
+            html_template=_PICTURES,
+            js_on_load=_CAMERA,
+            width=width,
+            height=height,
+            fps=program.fps,
+            elem_id="pictures",
+        )
+        pictures.input(do.see, pictures, None, queue=False, show_progress="hidden", trigger_mode="multiple")
     with gr.Row(elem_id="controls"):
         policy, other, switch = _choices(program)
         pause = gr.Button(_PAUSE, elem_id="pause", min_width=80)
@@ -272,17 +274,26 @@ def _film(program: Program, do: Handlers) -> list[Any]:
         with gr.Row():
             seed = gr.Number(0, label="Seed", elem_id="seed", min_width=90)
             steps = gr.Number(program.steps, label="Steps", elem_id="steps", min_width=90)
-            size = gr.Dropdown(list(program.sizes), value=next(iter(program.sizes)),
-                               label="Size", elem_id="size", min_width=130)  # fmt: skip
-        save = gr.Button(_SAVE if has_mp4() else f"{_SAVE}: pip install 'diffcache[eval]'",
-                         interactive=has_mp4(), elem_id="save")  # fmt: skip
+            size = gr.Dropdown(
+                list(program.sizes), value=next(iter(program.sizes)), label="Size", elem_id="size", min_width=130
+            )
+        save = gr.Button(
+            _SAVE if has_mp4() else f"{_SAVE}: pip install 'diffcache[eval]'", interactive=has_mp4(), elem_id="save"
+        )
         link = gr.HTML(f"the latest {LATEST / program.fps:.0f} seconds", elem_id="link")
     viewer = gr.Textbox(visible=False)  # whose value is that of `_VIEWER`
     asked = [prompt, policy, other, seed, steps, size, viewer]
     gr.on([start.click, back.click], lambda: _PAUSE, None, pause, **_QUICK)
     for button, film, given in ((start, do.start, asked), (back, do.go_on, [viewer])):
-        button.click(film, given, [player, note, back], show_progress="hidden",
-                     concurrency_limit=None, trigger_mode="multiple", js=_VIEWER)  # fmt: skip
+        button.click(
+            film,
+            given,
+            [player, note, back],
+            show_progress="hidden",
+            concurrency_limit=None,
+            trigger_mode="multiple",
+            js=_VIEWER,
+        )
     gr.on([use.click, prompt.submit], do.apply, [prompt, switch], note, **_QUICK)
     policy.input(do.policy, policy, note, **_QUICK)
     for chosen in asked[1:3]:
@@ -297,21 +308,31 @@ def _image(drawer: Drawer, do: Handlers) -> None:
     """Lay out the tab of a picture with and without a cache."""
     drawn = gr.HTML(_IDLE, elem_id="drawn")
     with gr.Row(elem_id="describe"):
-        prompt = gr.Textbox(drawer.prompts[0], label="Prompt", elem_id="image-prompt", scale=6,
-                            min_width=240)  # fmt: skip
+        prompt = gr.Textbox(drawer.prompts[0], label="Prompt", elem_id="image-prompt", scale=6, min_width=240)
         draw = gr.Button(_DRAW, variant="primary", elem_id="draw", min_width=90)
     gr.Examples([[text] for text in drawer.prompts], prompt, label="Try")
     with gr.Row(elem_id="how"):
         method = gr.Dropdown(
-            drawer.methods(), value="taylorseer", label="Cache", allow_custom_value=True,
-            info="with settings behind it, if you like: taylorseer:every=3", elem_id="method",
-            scale=4, min_width=200,
-        )  # fmt: skip
+            drawer.methods(),
+            value="taylorseer",
+            label="Cache",
+            allow_custom_value=True,
+            info="with settings behind it, if you like: taylorseer:every=3",
+            elem_id="method",
+            scale=4,
+            min_width=200,
+        )
         steps = gr.Number(28, label="Steps", elem_id="image-steps", min_width=90)
         seed = gr.Number(0, label="Seed", elem_id="image-seed", min_width=90)
     note = gr.Markdown(elem_id="image-note")
-    gr.on([draw.click, prompt.submit], do.draw, [prompt, method, steps, seed], [drawn, note, draw],
-          show_progress="hidden", trigger_mode="once")  # fmt: skip
+    gr.on(
+        [draw.click, prompt.submit],
+        do.draw,
+        [prompt, method, steps, seed],
+        [drawn, note, draw],
+        show_progress="hidden",
+        trigger_mode="once",
+    )
 
 
 def _broken(what: str, error: Exception) -> str:
@@ -337,7 +358,12 @@ def _choices(program: Program) -> list[Any]:
         for name, label, names, value, about in (
             ("policy", "Cache", program.policies, first, _about(first)),
             ("other", "Beside it", [ALONE, *program.policies], beside, _about(beside)),
-            ("switch", "Old frames then", program.switches, program.switches[0],
-             "what a new prompt does to the cache"),
+            (
+                "switch",
+                "Old frames then",
+                program.switches,
+                program.switches[0],
+                "what a new prompt does to the cache",
+            ),
         )
-    ]  # fmt: skip
+    ]

@@ -250,9 +250,7 @@ class RemoteFilm:
                 answer, process = self._call("begin", self._asked)
                 if answer == "done" and all(self._call(*order)[0] == "done" for order in orders):
                     self._process = process
-                    self._news = (
-                        f"the replica of this film ended at chunk {self._made}; it {goes_on}"
-                    )
+                    self._news = f"the replica of this film ended at chunk {self._made}; it {goes_on}"
                     self._made = self._saved or 0
                     return
             time.sleep(0.2)
@@ -275,9 +273,14 @@ def _end(handle: Any, name: str, folder: str) -> None:
 
 @contextmanager
 def replicas(
-    opened: Callable[[], Make], *, folder: str, count: int = 2, least: int | None = None,
-    cpus: float = 1.0, gpus: float = 0.0,
-) -> Iterator[Make]:  # fmt: skip
+    opened: Callable[[], Make],
+    *,
+    folder: str,
+    count: int = 2,
+    least: int | None = None,
+    cpus: float = 1.0,
+    gpus: float = 0.0,
+) -> Iterator[Make]:
     """Start replicas under Ray Serve and yield a maker of films in them; end them all at the end.
 
     A film begins in the replica with the fewest films. Where a replica is killed, its films go on
@@ -312,24 +315,29 @@ def replicas(
     is_ours = not ray.is_initialized()
     if is_ours:
         ray.init(
-            address="local", num_cpus=max(os.cpu_count() or 1, int(count * cpus) + 1),
-            include_dashboard=False, object_store_memory=STORE_BYTES, logging_level="ERROR",
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, int(count * cpus) + 1),
+            include_dashboard=False,
+            object_store_memory=STORE_BYTES,
+            logging_level="ERROR",
             log_to_driver=False,
-        )  # fmt: skip
+        )
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
     films: weakref.WeakSet[RemoteFilm] = weakref.WeakSet()
     names = [f"diffcache-{uuid.uuid4().hex[:8]}-{number}" for number in range(count)]
     try:
         serve.start(proxy_location="Disabled")
         deployment = serve.deployment(
-            max_ongoing_requests=BUSY,
-            ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
+            max_ongoing_requests=BUSY, ray_actor_options={"num_cpus": cpus, "num_gpus": gpus}
         )(Replica)
-        handles = serve.run_many([
-            serve.RunTarget(deployment.options(**scaling(number < least)).bind(opened), name=name,
-                            route_prefix=None)
-            for number, name in enumerate(names)
-        ])  # fmt: skip
+        handles = serve.run_many(
+            [
+                serve.RunTarget(
+                    deployment.options(**scaling(number < least)).bind(opened), name=name, route_prefix=None
+                )
+                for number, name in enumerate(names)
+            ]
+        )
         yield _spread(handles, films, folder, least)
     finally:
         for film in list(films):
@@ -365,10 +373,16 @@ def scaling(stays: bool) -> dict[str, Any]:
     """
     if stays:
         return {"num_replicas": 1}
-    return {"autoscaling_config": {
-        "min_replicas": 0, "initial_replicas": 0, "max_replicas": 1, "target_ongoing_requests": 1,
-        "upscale_delay_s": 0.0, "downscale_delay_s": IDLE,
-    }}  # fmt: skip
+    return {
+        "autoscaling_config": {
+            "min_replicas": 0,
+            "initial_replicas": 0,
+            "max_replicas": 1,
+            "target_ongoing_requests": 1,
+            "upscale_delay_s": 0.0,
+            "downscale_delay_s": IDLE,
+        }
+    }
 
 
 def place_of(films: Sequence[int], least: int) -> int:
@@ -386,9 +400,7 @@ def place_of(films: Sequence[int], least: int) -> int:
     return asleep[0] if asleep and films[fewest] >= QUEUE else fewest
 
 
-def _spread(
-    handles: list[Any], films: weakref.WeakSet[RemoteFilm], folder: str, least: int
-) -> Make:
+def _spread(handles: list[Any], films: weakref.WeakSet[RemoteFilm], folder: str, least: int) -> Make:
     """Return a function that makes a film in the replica with the fewest.
 
     Args:

@@ -19,9 +19,7 @@ _DENOISERS = ("transformer", "unet", "prior")
 _OWN = {"DiffusionPolicyPipeline": "diffcache.pipelines.policy"}
 
 
-def locate(
-    model: str, configs_only: bool = False, *, variant: str = "", revision: str = ""
-) -> Path:
+def locate(model: str, configs_only: bool = False, *, variant: str = "", revision: str = "") -> Path:
     """Return the directory of a pipeline: a path, a shipped name, or a Hugging Face model ID.
 
     A model ID is looked up in the local hub cache, and downloaded unless `HF_HUB_OFFLINE` is set.
@@ -43,9 +41,7 @@ def locate(
         return _from_hub(model, configs_only, {k: v for k, v in chosen.items() if v})
     what = f"no pipeline at {model!r}"
     if any(_field(path / "config.json", "model_type") for path in places(model)):
-        what = (
-            f"{model!r} is for `diffcache kv --model {model}`, as a language model, and no pipeline"
-        )
+        what = f"{model!r} is for `diffcache kv --model {model}`, as a language model, and no pipeline"
     shipped = sorted(place.parent.name for place in MODELS.glob("*/model_index.json"))
     raise FileNotFoundError(
         f"{what}: name a directory that holds a model_index.json, as "
@@ -62,9 +58,7 @@ def _from_hub(model: str, configs_only: bool, chosen: Mapping[str, str]) -> Path
             from huggingface_hub import snapshot_download
 
             names = ["model_index.json", "config.json", "*/config.json"]
-            return Path(
-                snapshot_download(model, allow_patterns=names, revision=chosen.get("revision"))
-            )
+            return Path(snapshot_download(model, allow_patterns=names, revision=chosen.get("revision")))
         from diffusers import DiffusionPipeline
 
         return Path(DiffusionPipeline.download(model, **chosen))
@@ -76,9 +70,7 @@ def _from_hub(model: str, configs_only: bool, chosen: Mapping[str, str]) -> Path
             if HF_HUB_OFFLINE
             else str(error).strip().split("\n", 1)[0]
         )
-        raise FileNotFoundError(
-            f"no pipeline at {model!r}, and the hub did not give one: {reason}"
-        ) from error
+        raise FileNotFoundError(f"no pipeline at {model!r}, and the hub did not give one: {reason}") from error
 
 
 def _field(file: Path, name: str) -> Any:

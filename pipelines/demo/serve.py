@@ -18,16 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from diffcache.command import (
-    METHOD,
-    Device,
-    Dtype,
-    Seed,
-    Threads,
-    check_target,
-    device_of,
-    guarded,
-)
+from diffcache.command import METHOD, Device, Dtype, Seed, Threads, check_target, device_of, guarded
 from diffcache.run_report import human
 
 if TYPE_CHECKING:
@@ -43,17 +34,11 @@ if TYPE_CHECKING:
     from diffcache.pipelines.video_stream import VideoStream
 
 
-Model = Annotated[
-    str, typer.Option(help="Folder of a causal WanPipeline, a shipped model or a Hugging Face ID.")
-]
+Model = Annotated[str, typer.Option(help="Folder of a causal WanPipeline, a shipped model or a Hugging Face ID.")]
 Checkpoint = Annotated[
-    Path | None,
-    typer.Option(help="File of causal weights for its transformer, as Self-Forcing's."),
+    Path | None, typer.Option(help="File of causal weights for its transformer, as Self-Forcing's.")
 ]
-Lora = Annotated[
-    Path | None,
-    typer.Option(help="File of low-rank updates of the checkpoint, as LongLive's lora.pt."),
-]
+Lora = Annotated[Path | None, typer.Option(help="File of low-rank updates of the checkpoint, as LongLive's lora.pt.")]
 SHIPPED, IMAGES = "sticker-causal", "sticker-flux"
 FILMS = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "diffcache" / "films"
 
@@ -69,24 +54,18 @@ def stream(
         str,
         typer.Option(
             metavar=METHOD,
-            help="Frames that are held; `diffcache methods` has the policies. "
-            "Empty for the model's own.",
+            help="Frames that are held; `diffcache methods` has the policies. Empty for the model's own.",
         ),
     ] = "",
     start: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Image or video that the film begins with; its latest 60 latent frames.",
-        ),
+        typer.Option(metavar="FILE", help="Image or video that the film begins with; its latest 60 latent frames."),
     ] = None,
     restyle: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Video that is made anew under the prompt."),
+        Path | None, typer.Option(metavar="FILE", help="Video that is made anew under the prompt.")
     ] = None,
     chunks: Annotated[
-        int | None,
-        typer.Option(min=1, help="Chunks of three latent frames [default: 7; all with --restyle]."),
+        int | None, typer.Option(min=1, help="Chunks of three latent frames [default: 7; all with --restyle].")
     ] = None,
     height: Annotated[int | None, typer.Option(min=1, help="Pixels.")] = None,
     width: Annotated[int | None, typer.Option(min=1, help="Pixels.")] = None,
@@ -95,8 +74,7 @@ def stream(
         bool, typer.Option(help="Keep rotated keys from step to step: half as much memory again.")
     ] = False,
     most_mb: Annotated[
-        int | None,
-        typer.Option(min=1, help="MB of keys and values to hold at most (default: what is free)."),
+        int | None, typer.Option(min=1, help="MB of keys and values to hold at most (default: what is free).")
     ] = None,
     threads: Threads = 1,
     dtype: Dtype = "auto",
@@ -127,9 +105,11 @@ def stream(
     video = _opened(model, checkpoint, lora, dtype, str(device_of(device)), threads)
     size = None if height is None or width is None else (height, width)
     settings: dict[str, Any] = {
-        "policy": policy or None, "size": size, "seed": seed,
+        "policy": policy or None,
+        "size": size,
+        "seed": seed,
         "most_bytes": None if most_mb is None else most_mb * 2**20,
-    }  # fmt: skip
+    }
     film: VideoStream | VideoToVideo
     made: Iterator[NDArray[np.uint8]]
     if restyle is None:
@@ -141,9 +121,7 @@ def stream(
         made = film.of(restyle)
     tall, wide = size or video.way.size
     length = "all of the video" if chunks is None else f"{chunks} chunks"
-    typer.echo(
-        f"{tall} x {wide}, {length}: at most {human(film.expected_bytes, 'B')} of keys and values"
-    )
+    typer.echo(f"{tall} x {wide}, {length}: at most {human(film.expected_bytes, 'B')} of keys and values")
     started = time.perf_counter()
     pictures: list[NDArray[np.uint8]] = []
     with progress("film") as show:
@@ -171,18 +149,13 @@ def _opened(
 
     check_dtype(dtype)
     torch.set_num_threads(threads)
-    return CausalVideo.from_pretrained(
-        model, checkpoint=checkpoint, lora=lora, dtype=DTYPES.get(dtype), device=device
-    )
+    return CausalVideo.from_pretrained(model, checkpoint=checkpoint, lora=lora, dtype=DTYPES.get(dtype), device=device)
 
 
 @guarded
 def serve(
     model: Annotated[
-        str,
-        typer.Argument(
-            help="Folder of a causal WanPipeline, a shipped model or a Hugging Face ID."
-        ),
+        str, typer.Argument(help="Folder of a causal WanPipeline, a shipped model or a Hugging Face ID.")
     ] = SHIPPED,
     checkpoint: Checkpoint = None,
     lora: Lora = None,
@@ -197,31 +170,22 @@ def serve(
     host: Annotated[str, typer.Option(help="Address; 0.0.0.0 lets others in.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 7860,
     known_as: Annotated[
-        list[str] | None,
-        typer.Option(help="Further host name that browsers ask for, as of a proxy; repeatable."),
+        list[str] | None, typer.Option(help="Further host name that browsers ask for, as of a proxy; repeatable.")
     ] = None,
     viewers: Annotated[int, typer.Option(min=1, help="Viewers that are served at a time.")] = 8,
-    cache_mb: Annotated[
-        int, typer.Option(min=1, help="MB of a film's cache at which the film ends.")
-    ] = 256,
+    cache_mb: Annotated[int, typer.Option(min=1, help="MB of a film's cache at which the film ends.")] = 256,
     ray: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="Film in N processes of Ray Serve, each with a model."
-        ),
+        int | None, typer.Option(min=1, metavar="N", help="Film in N processes of Ray Serve, each with a model.")
     ] = None,
     ray_least: Annotated[
         int | None,
-        typer.Option(
-            min=1, metavar="N", help="Processes that stay; others start as films wait, up to --ray."
-        ),
+        typer.Option(min=1, metavar="N", help="Processes that stay; others start as films wait, up to --ray."),
     ] = None,
     keep: Annotated[
         Path,
         typer.Option(
             metavar="FOLDER",
-            help="Films are saved here every few chunks, so that viewers go on with them after a "
-            "restart, for a day.",
+            help="Films are saved here every few chunks, so that viewers go on with them after a restart, for a day.",
         ),
     ] = FILMS,
     keep_mb: Annotated[
@@ -279,12 +243,7 @@ def serve(
             return
         films = os.path.join(folder, "films")
         with replicas(
-            lambda: opened(str(place)).make,
-            folder=films,
-            count=ray,
-            least=ray_least,
-            cpus=threads,
-            gpus=gpus,
+            lambda: opened(str(place)).make, folder=films, count=ray, least=ray_least, cpus=threads, gpus=gpus
         ) as make:
             program = replace(program, make=make)  # which drops the model of this process
             run(program, names, chosen, typer.echo, kept)
@@ -308,9 +267,8 @@ def _kept(folder: Path, most_mb: int) -> Kept | None:
 
 
 def run(
-    program: Program, hosts: Sequence[str], port: int, tell: Callable[[str], None],
-    kept: Kept | None = None,
-) -> None:  # fmt: skip
+    program: Program, hosts: Sequence[str], port: int, tell: Callable[[str], None], kept: Kept | None = None
+) -> None:
     """Serve a page until the process is interrupted; nothing but saved films is left then.
 
     Args:
@@ -355,11 +313,18 @@ def served(
     page = build(program, viewers)
     try:
         _, url, _ = page.launch(
-            server_name=hosts[0], server_port=port, prevent_thread_lock=True, quiet=True,
-            share=False, ssr_mode=False, footer_links=[], enable_monitoring=False, css=STYLE,
+            server_name=hosts[0],
+            server_port=port,
+            prevent_thread_lock=True,
+            quiet=True,
+            share=False,
+            ssr_mode=False,
+            footer_links=[],
+            enable_monitoring=False,
+            css=STYLE,
             app_kwargs=guarded_by(listeners, hosts[0], hosts[1:], most_bytes(program)),
             max_threads=max(40, 8 + 2 * program.viewers),
-        )  # fmt: skip
+        )
         yield url, page, viewers
     finally:
         viewers.close()

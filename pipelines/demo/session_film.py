@@ -19,9 +19,7 @@ from diffcache.pipelines.video_to_video import VideoToVideo
 from diffcache.registry import rows_of
 from diffcache.video import Cut, FewSteps, Flush, Keep, Recache, Switch
 
-SWITCHES: dict[str, Switch] = {
-    "keep": Keep(), "flush": Flush(), "re-cache": Recache(), "cut": Cut(),
-}  # fmt: skip
+SWITCHES: dict[str, Switch] = {"keep": Keep(), "flush": Flush(), "re-cache": Recache(), "cut": Cut()}
 
 
 def policies() -> list[str]:
@@ -48,10 +46,19 @@ def program_of(video: CausalVideo, name: str, viewers: int, most_bytes: int) -> 
         return (LiveFilm if asked.anew else SessionFilm)(video, asked, most_bytes)
 
     return Program(
-        make, names, list(SWITCHES), way.prompts,
-        sizes, len(way.sampler.timesteps), way.fps, f"{name} - diffcache", viewers,
-        "infinity-rope" if way.policy == "window" else "window", (later - each + 1, later), each,
-    )  # fmt: skip
+        make,
+        names,
+        list(SWITCHES),
+        way.prompts,
+        sizes,
+        len(way.sampler.timesteps),
+        way.fps,
+        f"{name} - diffcache",
+        viewers,
+        "infinity-rope" if way.policy == "window" else "window",
+        (later - each + 1, later),
+        each,
+    )
 
 
 class Colors:
@@ -86,9 +93,14 @@ class SessionFilm:
 
     def __init__(self, video: CausalVideo, asked: Asked, most_bytes: int) -> None:
         self.stream = VideoStream(
-            video, asked.prompt, policy=asked.policy, size=asked.size, seed=asked.seed,
-            start=asked.start, most_bytes=most_bytes,
-        )  # fmt: skip
+            video,
+            asked.prompt,
+            policy=asked.policy,
+            size=asked.size,
+            seed=asked.seed,
+            start=asked.start,
+            most_bytes=most_bytes,
+        )
         self.stream.session.sampler = sampler_of(video.sampler, asked.steps)
         self._colors = Colors()
 
@@ -154,9 +166,14 @@ class LiveFilm:
 
     def __init__(self, video: CausalVideo, asked: Asked, most_bytes: int) -> None:
         self._make = partial(
-            VideoToVideo, video, size=asked.size, seed=asked.seed, rows=1, most_bytes=most_bytes,
+            VideoToVideo,
+            video,
+            size=asked.size,
+            seed=asked.seed,
+            rows=1,
+            most_bytes=most_bytes,
             sampler=sampler_of(video.sampler, asked.steps),
-        )  # fmt: skip
+        )
         self.live = self._make(asked.prompt, policy=asked.policy)
         self._colors = Colors()
 
@@ -203,10 +220,7 @@ class LiveFilm:
     def readings(self) -> dict[str, float]:
         """Return bytes, and how far colors are from those of the prompt's first chunk."""
         held = self.live.encoder.nbytes + self.live.decoder.nbytes
-        return {
-            "bytes": float(self.live.nbytes), "decoder_bytes": float(held),
-            "drift": self._colors.drift,
-        }  # fmt: skip
+        return {"bytes": float(self.live.nbytes), "decoder_bytes": float(held), "drift": self._colors.drift}
 
 
 def sampler_of(sampler: FewSteps, steps: int) -> FewSteps:
@@ -241,6 +255,8 @@ def bytes_by_role(session: Session) -> dict[str, float]:
         sinks += old * codes + new * exact
         history += (coded - old) * codes + (layer.tail.length - new) * exact
     return {
-        "bytes": total, "sinks_bytes": sinks, "history_bytes": history,
+        "bytes": total,
+        "sinks_bytes": sinks,
+        "history_bytes": history,
         "working_bytes": max(0.0, total - sinks - history),
-    }  # fmt: skip
+    }

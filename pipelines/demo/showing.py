@@ -80,9 +80,7 @@ class Viewers:
         kept: Saved films, from which viewers go on; None where none are saved.
     """
 
-    def __init__(
-        self, most: int, listeners: Container[str] | None = None, kept: Kept | None = None
-    ) -> None:
+    def __init__(self, most: int, listeners: Container[str] | None = None, kept: Kept | None = None) -> None:
         self.most, self._listeners, self.kept = most, listeners, kept
         self._showings: dict[str, Showing] = {}
         self._sources: dict[str, Source] = {}  # the latest that sent something last
@@ -207,9 +205,14 @@ class Viewers:
 
 
 def show(
-    program: Program, viewers: Viewers, who: str, asked: Asked, other: str = ALONE,
-    viewer: str = "", goes_on: bool = False,
-) -> Iterator[dict[str, Any]]:  # fmt: skip
+    program: Program,
+    viewers: Viewers,
+    who: str,
+    asked: Asked,
+    other: str = ALONE,
+    viewer: str = "",
+    goes_on: bool = False,
+) -> Iterator[dict[str, Any]]:
     """Yield the values of a page, chunk by chunk, and end the films when nobody takes them.
 
     Args:
@@ -225,16 +228,10 @@ def show(
         ValueError: If there are too many viewers, nobody listens, there is no such policy, or the
             film cannot be made.
     """
-    names = (
-        [asked.policy]
-        if other == ALONE
-        else [asked.policy, one_of("policy", other, program.policies)]
-    )
+    names = [asked.policy] if other == ALONE else [asked.policy, one_of("policy", other, program.policies)]
     viewers.wait_for(who)
     asked, source = _with_pictures(program, asked, viewers.source(who), goes_on)
-    makers: list[Callable[[], Film]] = [
-        partial(program.make, replace(asked, policy=name)) for name in names
-    ]
+    makers: list[Callable[[], Film]] = [partial(program.make, replace(asked, policy=name)) for name in names]
     if viewers.kept is not None and is_viewer(viewer):
         makers[0] = partial(viewers.kept.film, viewer, asked, makers[0], goes_on)
     streams = [Stream(make) for make in makers]
@@ -278,9 +275,7 @@ def _with_pictures(
     return replace(asked, start=source.latest(asked.size, program.latent)), None
 
 
-def _values(
-    program: Program, showing: Showing, asked: Asked, listens: Callable[[], bool]
-) -> Iterator[dict[str, Any]]:
+def _values(program: Program, showing: Showing, asked: Asked, listens: Callable[[], bool]) -> Iterator[dict[str, Any]]:
     """Yield the page's values after every chunk that all films have, and at the end."""
     sources = [stream.chunks() for stream in showing.streams]
     sent: list[deque[dict[str, Any]]] = [deque(maxlen=AGAIN) for _ in sources]
@@ -288,13 +283,15 @@ def _values(
     marks = [{"frame": 0, "text": asked.prompt}]
     started, shown, frames, plotted, first = time.monotonic(), 0.0, 0, -1.0, 0.0
     player = {
-        "job": showing.job, "fps": program.fps, "titles": showing.titles, "height": asked.size[0],
-        "width": asked.size[1], "over": "",
-    }  # fmt: skip
+        "job": showing.job,
+        "fps": program.fps,
+        "titles": showing.titles,
+        "height": asked.size[0],
+        "width": asked.size[1],
+        "over": "",
+    }
     while True:
-        found = [
-            next((chunk for chunk in source if chunk or not listens()), None) for source in sources
-        ]
+        found = [next((chunk for chunk in source if chunk or not listens()), None) for source in sources]
         chunks = [chunk for chunk in found if chunk is not None]
         if len(chunks) < len(sources) or not listens():
             films = [list(kept) for kept in sent]
@@ -309,24 +306,32 @@ def _values(
             showing.titles[film] = chunk.applied.get("policy", showing.titles[film])
             files = [jpeg(frame) for frame in chunk.frames]
             showing.recording.add(film, files)
-            kept.append({
-                "number": chunk.number, "marked": bool(chunk.applied),
-                "frames": [base64.b64encode(file).decode() for file in files],
-            })  # fmt: skip
+            kept.append(
+                {
+                    "number": chunk.number,
+                    "marked": bool(chunk.applied),
+                    "frames": [base64.b64encode(file).decode() for file in files],
+                }
+            )
         marks += _marks(frames, chunks[0])
         frames += len(chunks[0].frames)
         value: dict[str, Any] = {
-            **player, "films": [list(kept) for kept in sent], "marks": marks, "frames": frames,
+            **player,
+            "films": [list(kept) for kept in sent],
+            "marks": marks,
+            "frames": frames,
             "table": table(chunks, [s.waiting for s in showing.streams], first),
             "dropped": int(max(chunk.readings.get("dropped", 0) for chunk in chunks)),
-        }  # fmt: skip
+        }
         if shown - plotted >= 1:  # a page draws plots slowly
             plotted = shown
-            points.append({
-                "second": round(shown, 1),
-                "ms": [round(1e3 * chunk.readings["seconds"], 1) for chunk in chunks],
-                "MB": [round(chunk.readings.get("bytes", 0.0) / 1e6, 2) for chunk in chunks],
-            })  # fmt: skip
+            points.append(
+                {
+                    "second": round(shown, 1),
+                    "ms": [round(1e3 * chunk.readings["seconds"], 1) for chunk in chunks],
+                    "MB": [round(chunk.readings.get("bytes", 0.0) / 1e6, 2) for chunk in chunks],
+                }
+            )
             value["points"] = list(points)
         yield {"player": value, "note": _note(chunks)}
 
@@ -350,9 +355,7 @@ def _note(chunks: Sequence[Chunk]) -> str:
         return f"**{news}**"
     applied = chunks[0].applied
     return (
-        f"from chunk {chunks[0].number} on: " + ", ".join(f"{k} {v!r}" for k, v in applied.items())
-        if applied
-        else ""
+        f"from chunk {chunks[0].number} on: " + ", ".join(f"{k} {v!r}" for k, v in applied.items()) if applied else ""
     )
 
 

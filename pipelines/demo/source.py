@@ -174,16 +174,12 @@ def opened(file: bytes, side: int = MOST_SIDE) -> Image.Image:
         ValueError: If it is none, too large, or has too many scans.
     """
     if (scans := file.count(b"\xff\xda")) > MOST_SCANS:  # a small file may take minutes
-        raise ValueError(
-            f"a picture has {scans} scans, at most {MOST_SCANS} are read; send a baseline JPEG"
-        )
+        raise ValueError(f"a picture has {scans} scans, at most {MOST_SCANS} are read; send a baseline JPEG")
     try:
         with Image.open(io.BytesIO(file), formats=["JPEG"]) as image:
             if max(image.size) > side:
                 wide, tall = image.size
-                raise ValueError(
-                    f"a picture has {wide} x {tall} pixels; scale its longer side to at most {side}"
-                )
+                raise ValueError(f"a picture has {wide} x {tall} pixels; scale its longer side to at most {side}")
             return image.convert("RGB")
     except (OSError, SyntaxError, Image.DecompressionBombError) as error:
         raise ValueError("a picture cannot be read: it must be a JPEG") from error

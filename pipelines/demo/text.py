@@ -47,9 +47,7 @@ class Order:
     sampler: str | None = None
     seed: int = 0
 
-    def schedule(
-        self, defaults: dict[str, Any], eos_id: int | None, window: int | None = None
-    ) -> Schedule:
+    def schedule(self, defaults: dict[str, Any], eos_id: int | None, window: int | None = None) -> Schedule:
         """Return how the answer is decoded.
 
         Args:
@@ -132,12 +130,17 @@ class Done:
     def to_dict(self) -> dict[str, Any]:
         """Return the numbers as plain data."""
         return {
-            "schema": 1, "place": self.place, "seconds": self.seconds,
-            "uncached_seconds": self.plain_seconds, "text": self.answer.texts,
-            "tokens": self.answer.ids.numel(), "same_tokens": self.same,
-            "forwards": self.answer.forwards, "rows": self.answer.rows,
+            "schema": 1,
+            "place": self.place,
+            "seconds": self.seconds,
+            "uncached_seconds": self.plain_seconds,
+            "text": self.answer.texts,
+            "tokens": self.answer.ids.numel(),
+            "same_tokens": self.same,
+            "forwards": self.answer.forwards,
+            "rows": self.answer.rows,
             "report": self.report.to_dict(),
-        }  # fmt: skip
+        }
 
 
 def find(model: str) -> str | None:
@@ -177,12 +180,7 @@ def _has_mask(path: Path) -> bool:
 
 
 def load(
-    source: str,
-    dtype: str,
-    device: torch.device,
-    guide: str | None = None,
-    *,
-    trust_remote_code: bool = False,
+    source: str, dtype: str, device: torch.device, guide: str | None = None, *, trust_remote_code: bool = False
 ) -> tuple[DiffusionLM, dict[str, Any]]:
     """Load a model with its tokenizer, and the defaults of its decoding.
 

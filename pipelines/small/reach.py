@@ -79,9 +79,7 @@ def draw_scenes(count: int, seed: int) -> Scenes:
         start = torch.stack((uniform(-0.8, 0.8, tries), uniform(-1.0, -0.8, tries)), 1)
         goal = torch.stack((uniform(-0.8, 0.8, tries), uniform(0.8, 1.0, tries)), 1)
         radii = uniform(0.15, 0.28, tries, OBSTACLES)
-        centers = torch.stack(
-            (uniform(-0.8, 0.8, tries, OBSTACLES), uniform(-0.45, 0.45, tries, OBSTACLES)), 2
-        )
+        centers = torch.stack((uniform(-0.8, 0.8, tries, OBSTACLES), uniform(-0.45, 0.45, tries, OBSTACLES)), 2)
         between = torch.cdist(centers, centers) - radii[:, :, None] - radii[:, None, :]
         between += 9 * torch.eye(OBSTACLES)
         blocked = gaps(start, goal, centers, radii).amin(1) < -0.05

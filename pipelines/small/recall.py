@@ -54,20 +54,12 @@ class Task:
 
     def __post_init__(self) -> None:
         if self.context < 1 + BLOCK or (self.context - 1) % BLOCK:
-            raise ValueError(
-                f"context must be 1 + 4 n with n >= 1 (5, 9, ..., 257, ...), got {self.context}"
-            )
+            raise ValueError(f"context must be 1 + 4 n with n >= 1 (5, 9, ..., 257, ...), got {self.context}")
         most = min(self.blocks, NK)
         if not 1 <= self.facts <= most:
-            raise ValueError(
-                f"facts must be in 1..{most} (blocks of the context, and {NK} keys), "
-                f"got {self.facts}"
-            )
+            raise ValueError(f"facts must be in 1..{most} (blocks of the context, and {NK} keys), got {self.facts}")
         if self.queries < 1 or (self.queries > self.facts and not self.repeat):
-            raise ValueError(
-                f"queries must be in 1..{self.facts} (facts; more with repeat=True), "
-                f"got {self.queries}"
-            )
+            raise ValueError(f"queries must be in 1..{self.facts} (facts; more with repeat=True), got {self.queries}")
         if not 0 < self.odds < math.inf:
             raise ValueError(f"odds must be positive and finite, got {self.odds}")
 

@@ -77,9 +77,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def load(
-    dtype: torch.dtype = torch.float32,
-    directory: str | Path = DIRECTORY,
-    attention: str = "sdpa",
+    dtype: torch.dtype = torch.float32, directory: str | Path = DIRECTORY, attention: str = "sdpa"
 ) -> LlamaForCausalLM:
     """Load the trained model, in evaluation mode.
 
@@ -88,9 +86,7 @@ def load(
         directory: Directory of the saved model.
         attention: transformers' name of the attention.
     """
-    model = LlamaForCausalLM.from_pretrained(
-        present(directory), dtype=dtype, attn_implementation=attention
-    )
+    model = LlamaForCausalLM.from_pretrained(present(directory), dtype=dtype, attn_implementation=attention)
     return model.eval()
 
 

@@ -11,18 +11,7 @@ from torch import Tensor
 
 import diffcache
 from diffcache.targets import handle_of
-from tests.bare.toys import (
-    COND,
-    EVERY,
-    PLAIN,
-    STEPS,
-    Toy,
-    alone,
-    is_own,
-    said,
-    sample,
-    track,
-)
+from tests.bare.toys import COND, EVERY, PLAIN, STEPS, Toy, alone, is_own, said, sample, track
 from tests.internals import marks
 
 # what must go on being skipped -------------------------------------------------------------------
@@ -108,9 +97,7 @@ def test_a_branch_that_is_left_out_is_not_taken_for_the_other(model, caught: Any
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_buffer_that_is_written_over_is_not_taken_for_what_it_held(
-    model, caught: Any, mode: Callable[[], Any]
-):
+def test_a_buffer_that_is_written_over_is_not_taken_for_what_it_held(model, caught: Any, mode: Callable[[], Any]):
     own = [alone(track(0, cond=COND[which])) for which in (0, 1)]
     with mode():
         buffer = torch.empty(1, 8, 8)
@@ -180,10 +167,7 @@ def test_a_name_that_is_used_twice_at_a_timestep_is_computed_and_said_once(model
     assert said(caught, "in the same diffcache.branch") == 1
 
 
-@pytest.mark.parametrize(
-    "order",
-    ["ABAABBABABAB", "AABBAABBAABB", "AAABABBBAABB", "ABBBBBABAAAA", "AAAABBBBAABB"],
-)
+@pytest.mark.parametrize("order", ["ABAABBABABAB", "AABBAABBAABB", "AAABABBBAABB", "ABBBBBABAAAA", "AAAABBBBAABB"])
 def test_runs_that_take_turns_are_not_mixed(model, caught: Any, order: str):
     tracks = {"A": track(0), "B": track(1)}
     at = {"A": 0, "B": 0}

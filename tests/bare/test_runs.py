@@ -19,16 +19,7 @@ from torch import Tensor, nn
 import diffcache
 from diffcache import AttachError, Combine, Every, Interval
 from diffcache.targets import handle_of
-from tests.bare.toys import (
-    EVERY,
-    PLAIN,
-    STEPS,
-    Toy,
-    alone,
-    said,
-    sample,
-    track,
-)
+from tests.bare.toys import EVERY, PLAIN, STEPS, Toy, alone, said, sample, track
 from tests.internals import marks
 from tests.zoo.pipes import pipes
 

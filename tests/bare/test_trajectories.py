@@ -8,12 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import (
-    DDIMScheduler,
-    DDPMScheduler,
-    DPMSolverMultistepScheduler,
-    EulerAncestralDiscreteScheduler,
-)
+from diffusers import DDIMScheduler, DDPMScheduler, DPMSolverMultistepScheduler, EulerAncestralDiscreteScheduler
 from torch import Tensor
 
 import diffcache
@@ -21,18 +16,7 @@ from diffcache import CacheWarning
 from diffcache.attach.branches import FEWEST, glance, goes_on
 from diffcache.eval.workshop.small import sticker_dit
 from diffcache.targets import handle_of
-from tests.bare.toys import (
-    COND,
-    EVERY,
-    PLAIN,
-    Toy,
-    alone,
-    is_own,
-    noise,
-    said,
-    sample,
-    track,
-)
+from tests.bare.toys import COND, EVERY, PLAIN, Toy, alone, is_own, noise, said, sample, track
 from tests.internals import marks
 
 # words for it ----------------------------------------------------------------------------------
@@ -49,9 +33,7 @@ def both(cond: Any = None) -> dict[str, list[Any]]:
 
 @pytest.mark.parametrize("cond", [None, COND[0]], ids=["unconditional", "same condition"])
 @pytest.mark.parametrize("order", ["ABABABABABAB", "ABBAABBABA", "AABBBBBB", "ABBBBBB", "ABABBBBB"])
-def test_a_trajectory_that_is_first_seen_lower_is_not_taken_for_the_next_step(
-    model, order: str, cond: Any
-):
+def test_a_trajectory_that_is_first_seen_lower_is_not_taken_for_the_next_step(model, order: str, cond: Any):
     tracks, at = both(cond), {"A": 0, "B": 0}
     scale = 1.0 if cond is None else cond
     for name in order:
@@ -62,10 +44,7 @@ def test_a_trajectory_that_is_first_seen_lower_is_not_taken_for_the_next_step(
         assert is_own(out if cond is None else (out - cond) / scale, bare), at
 
 
-def test_trajectories_that_take_turns_at_ever_lower_timesteps_are_computed_and_said_once(
-    model,
-    caught: Any,
-):
+def test_trajectories_that_take_turns_at_ever_lower_timesteps_are_computed_and_said_once(model, caught: Any):
     high, low = track(0), [(x, t - 0.5, None) for x, t, _ in track(1)]
     for together in zip(high, low, strict=True):
         for call in together:
@@ -79,9 +58,7 @@ def test_trajectories_that_take_turns_at_ever_lower_timesteps_are_computed_and_s
 
 
 @pytest.mark.parametrize("cond", [None, COND[0]], ids=["unconditional", "same condition"])
-def test_runs_that_start_one_after_another_are_computed_once_it_was_said(
-    model, caught: Any, cond: Any
-):
+def test_runs_that_start_one_after_another_are_computed_once_it_was_said(model, caught: Any, cond: Any):
     """Continuous batching: requests of one prompt join at every step."""
     tracks = [track(number, cond=cond) for number in range(4)]
     for time in range(9):
@@ -89,9 +66,7 @@ def test_runs_that_start_one_after_another_are_computed_once_it_was_said(
             if 0 <= time - number < 6:
                 call = tracks[number][time - number]
                 out = model(*call)
-                assert not said(caught, "runs may be taking turns") or torch.equal(
-                    out, PLAIN(*call)
-                )
+                assert not said(caught, "runs may be taking turns") or torch.equal(out, PLAIN(*call))
     assert said(caught, "runs may be taking turns") == 1 and marks(model).count("s") <= 1
 
 
@@ -145,9 +120,7 @@ def test_a_sample_that_is_written_in_place_is_known_by_what_it_held(model):
     assert marks(model) == "Css"
 
 
-def test_a_sampler_that_draws_new_noise_is_computed_and_said_once_until_a_run_tells(
-    model, caught: Any
-):
+def test_a_sampler_that_draws_new_noise_is_computed_and_said_once_until_a_run_tells(model, caught: Any):
     calls = [(noise(step), float(9 - step)) for step in range(6)]
     for call in calls:
         assert torch.equal(model(*call), PLAIN(*call))
@@ -177,24 +150,19 @@ def test_samples_that_cannot_be_told_are_computed_and_said_once(caught: Any, sam
 
 def test_conditions_tell_where_a_sample_is_too_small(model, caught: Any):
     """Two policies' observations: their actions are few numbers."""
-    tracks = [[(x[:, :7], t, torch.full((1, 1, 8), cond)) for x, t, _ in track(n)] for n, cond in
-              ((0, 0.5), (1, 2.0))]  # fmt: skip
+    tracks = [[(x[:, :7], t, torch.full((1, 1, 8), cond)) for x, t, _ in track(n)] for n, cond in ((0, 0.5), (1, 2.0))]
     for number, calls in enumerate(tracks):
         outs = [model(*call) for call in calls]
         assert marks(model) == "CssCss"
         fresh = diffcache.wrap(Toy(), EVERY)
         with diffcache.run(fresh):
-            assert all(torch.equal(fresh(*c), out) for c, out in zip(calls, outs, strict=True)), (
-                number
-            )
+            assert all(torch.equal(fresh(*c), out) for c, out in zip(calls, outs, strict=True)), number
     assert caught == []
 
 
 @pytest.mark.parametrize("order", [1, 2, 3])
 @pytest.mark.parametrize("guided", [False, True], ids=["alone", "guidance in one batch"])
-def test_an_edit_at_low_noise_after_a_run_that_was_cut_short_is_computed(
-    model, caught: Any, order: int, guided: bool
-):
+def test_an_edit_at_low_noise_after_a_run_that_was_cut_short_is_computed(model, caught: Any, order: int, guided: bool):
     """No sum of the steps before makes its sample, though it is very much like the last one."""
     cond = torch.tensor([1.0, -1.0])[:, None, None]
 

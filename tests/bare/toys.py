@@ -77,9 +77,7 @@ def alone(calls: Sequence[Call]) -> list[Tensor]:
 def is_own(out: Tensor, calls: Sequence[Call]) -> bool:
     """Return whether the last call, of no condition, was computed, or skipped with features of the calls before."""
     x = calls[-1][0]
-    return any(
-        torch.allclose(out, x + PLAIN(*call) - call[0], atol=1e-5) for call in reversed(calls)
-    )
+    return any(torch.allclose(out, x + PLAIN(*call) - call[0], atol=1e-5) for call in reversed(calls))
 
 
 def track(number: int, start: int = 9, cond: Any = None, steps: int = STEPS) -> list[Call]:

@@ -11,6 +11,4 @@ SETTINGS = {"steps": STEPS, "batch_size": 2, **CALL}
 
 def draw(pipe):
     generator = torch.Generator().manual_seed(7)
-    return pipe(
-        PROMPTS[:1], generator=generator, num_inference_steps=STEPS, output_type="pt", **CALL
-    ).images
+    return pipe(PROMPTS[:1], generator=generator, num_inference_steps=STEPS, output_type="pt", **CALL).images

@@ -58,8 +58,13 @@ def test_the_tables_are_inner_products_of_the_features(pipe, calibrated):
     for number, batch in enumerate((PROMPTS[:2], PROMPTS[2:])):
         seen.clear()
         given = {"num_inference_steps": STEPS, **CALL}
-        Tracer().run(pipe, {"transformer": pipe.transformer}, [Spy()], (0, number),
-                    lambda b=batch, n=number, g=given: call_pipeline(pipe, b, n, g))  # fmt: skip
+        Tracer().run(
+            pipe,
+            {"transformer": pipe.transformer},
+            [Spy()],
+            (0, number),
+            lambda b=batch, n=number, g=given: call_pipeline(pipe, b, n, g),
+        )
         for features in seen.values():
             stacked = torch.stack(features)
             expected = expected + stacked @ stacked.T
@@ -78,9 +83,12 @@ def test_calibrating_leaves_the_pipeline_as_it_was(pipe, calibrated):
 def test_several_methods_share_a_pass(pipe, calibrated):
     runs = []
     both = diffcache.calibrate(
-        pipe, [FittedForecast(computed=2), FittedForecast(computed=3)], PROMPTS,
-        progress=lambda *a: runs.append(a), **SETTINGS,
-    )  # fmt: skip
+        pipe,
+        [FittedForecast(computed=2), FittedForecast(computed=3)],
+        PROMPTS,
+        progress=lambda *a: runs.append(a),
+        **SETTINGS,
+    )
     assert runs[-1][1] == 2  # two batches in all, not four
     assert [m.computed for m in both] == [2, 3]
     assert torch.equal(both[0].tables["products"], both[1].tables["products"])
@@ -139,8 +147,7 @@ def test_tables_of_another_run_or_model_are_refused(pipe, calibrated):
     header = {**calibrated.tables.header, "config": "0" * 16}
     other = Tables(header, {n: calibrated.tables[n] for n in calibrated.tables.names()})
     with pytest.raises(
-        TablesError,
-        match=r"\(.*/transformer\) with config='0{16}', this is Flux.* \(.*/transformer\) with config=",
+        TablesError, match=r"\(.*/transformer\) with config='0{16}', this is Flux.* \(.*/transformer\) with config="
     ):
         diffcache.wrap(pipe, FittedForecast(computed=3, tables=other))
     from diffusers import FlowMatchHeunDiscreteScheduler
@@ -227,9 +234,7 @@ def test_numbers_that_are_not_finite_are_refused(pipe):
 
 @pytest.mark.parametrize("prompts", ["", "pictures", "sticker-films", "own.txt"])
 @pytest.mark.parametrize("own", [True, False])
-def test_the_command_line_draws_no_prompts_and_noise_of_an_evaluation(
-    prompts: str, own: bool, tmp_path: Path
-) -> None:
+def test_the_command_line_draws_no_prompts_and_noise_of_an_evaluation(prompts: str, own: bool, tmp_path: Path) -> None:
     model = "sticker-flux"
     if own:  # a user's own pipeline: any whose folder is not called sticker-
         model = str(tmp_path / "my-flux")
@@ -245,10 +250,8 @@ def test_the_command_line_draws_no_prompts_and_noise_of_an_evaluation(
     assert len(set(inputs.prompts)) > 8
     assert not evaluated & set(inputs.prompts)
     seeds = {s for b in batches(drawer.prompts.texts, 256, 8, 0) for s in b.seeds}
-    used = {torch.Generator().manual_seed(inputs.seed + i).get_state().numpy().tobytes() for i in range(4)}  # fmt: skip
-    assert not used & {
-        torch.Generator().manual_seed(s).get_state().numpy().tobytes() for s in seeds
-    }
+    used = {torch.Generator().manual_seed(inputs.seed + i).get_state().numpy().tobytes() for i in range(4)}
+    assert not used & {torch.Generator().manual_seed(s).get_state().numpy().tobytes() for s in seeds}
     assert inputs.seed != inputs_of(Task(model=model, prompts=prompts, samples=1, seed=4)).seed
 
 
@@ -264,9 +267,7 @@ def test_an_evaluation_on_prompts_of_the_calibration_says_so(calibrated) -> None
 
     def said(method, prompts):
         drawn = batches(prompts, 6, 2, 0)
-        return calibrated_on(
-            SimpleNamespace(plan=SimpleNamespace(methods={"x": method}), batches=drawn)
-        )
+        return calibrated_on(SimpleNamespace(plan=SimpleNamespace(methods={"x": method}), batches=drawn))
 
     for method in (calibrated, TemporalTable(calibrated)):
         (text,) = said(method, texts)
@@ -298,9 +299,7 @@ def test_an_interrupted_calibration_goes_on(pipe, calibrated, tmp_path):
     with pytest.raises(TablesError, match="of another calibration"):
         diffcache.calibrate(pipe, method, PROMPTS, out=out, seed=1, **SETTINGS)
     done = []
-    made = diffcache.calibrate(
-        pipe, method, PROMPTS, out=out, progress=lambda *a: done.append(a[0]), **SETTINGS
-    )
+    made = diffcache.calibrate(pipe, method, PROMPTS, out=out, progress=lambda *a: done.append(a[0]), **SETTINGS)
     assert done == [1, 2]  # the first batch was not run again
     assert made.tables == calibrated.tables
     assert Tables.load(out) == calibrated.tables
@@ -313,10 +312,7 @@ def test_inputs_count_by_their_content():
 
     def inputs():
         big = torch.zeros(1, 64, 24, dtype=torch.bfloat16)  # its print leaves the middle out
-        return {
-            "embeds": big, "array": np.arange(4), "noise": [noise(1), "a", 1],
-            "picture": Image.new("RGB", (8, 8)),
-        }  # fmt: skip
+        return {"embeds": big, "array": np.arange(4), "noise": [noise(1), "a", 1], "picture": Image.new("RGB", (8, 8))}
 
     first = inputs()
     assert content(first) == content(inputs())
@@ -337,13 +333,8 @@ def test_inputs_count_by_their_content():
     for other in others:
         assert content({**first, **other}) != content(first), other
         assert CollectPlan([{**first, **other}]).about() != CollectPlan([first]).about()
-        assert (
-            CollectPlan(["a"], call={**first, **other}).about()
-            != CollectPlan(["a"], call=first).about()
-        )
-    assert (
-        CollectPlan([inputs()], call=inputs()).about() == CollectPlan([first], call=first).about()
-    )
+        assert CollectPlan(["a"], call={**first, **other}).about() != CollectPlan(["a"], call=first).about()
+    assert CollectPlan([inputs()], call=inputs()).about() == CollectPlan([first], call=first).about()
 
 
 def test_a_damaged_state_says_to_delete_it(pipe, tmp_path):
@@ -370,19 +361,16 @@ def test_tables_that_cannot_be_written_leave_the_state(pipe, calibrated, tmp_pat
         with pytest.raises(OSError, match="No space"):
             diffcache.calibrate(pipe, method, PROMPTS, out=out, **SETTINGS)
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors.part"]
-    made = diffcache.calibrate(
-        pipe, method, PROMPTS, out=out, progress=lambda *a: done.append(a[0]), **SETTINGS
-    )
+    made = diffcache.calibrate(pipe, method, PROMPTS, out=out, progress=lambda *a: done.append(a[0]), **SETTINGS)
     assert done == [2] and made.tables == calibrated.tables  # no batch was run again
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
 
 
 @pytest.mark.parametrize(
     "view",
-    [torch.tensor(3.0).expand(1), torch.tensor([[1, 2], [3, 4]]).t(), torch.arange(8)[::3],
-     torch.zeros(0)],
+    [torch.tensor(3.0).expand(1), torch.tensor([[1, 2], [3, 4]]).t(), torch.arange(8)[::3], torch.zeros(0)],
     ids=["repeated", "transposed", "strided", "empty"],
-)  # fmt: skip
+)
 def test_a_view_counts_as_what_it_shows(view: torch.Tensor) -> None:
     plain = torch.tensor(view.tolist(), dtype=view.dtype)
     assert content(view) == content(plain) != content(plain.new_ones(9))

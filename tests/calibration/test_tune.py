@@ -9,18 +9,7 @@ import pytest
 import torch
 
 import diffcache
-from diffcache import (
-    Combine,
-    Every,
-    FirstBlock,
-    FittedForecast,
-    Listed,
-    Newton,
-    Reuse,
-    Tables,
-    Taylor,
-    TaylorSeer,
-)
+from diffcache import Combine, Every, FirstBlock, FittedForecast, Listed, Newton, Reuse, Tables, Taylor, TaylorSeer
 from diffcache.errors import AttachError, TablesError
 from diffcache.features.combine import reuse_of
 from diffcache.features.tuned import Guarantee
@@ -86,9 +75,7 @@ def test_tune_returns_the_best_of_what_it_saw_and_goes_on(pipe, tmp_path):
     assert [call.index for call in done.calls if call.computed] == listed
 
 
-def test_every_kind_of_the_built_in_space_is_calibrated_and_tried_or_said_to_be_refused(
-    pipe, monkeypatch
-):
+def test_every_kind_of_the_built_in_space_is_calibrated_and_tried_or_said_to_be_refused(pipe, monkeypatch):
     tried = []
 
     def measure(self, method, number):
@@ -103,9 +90,7 @@ def test_every_kind_of_the_built_in_space_is_calibrated_and_tried_or_said_to_be_
     best = diffcache.tune(pipe, PROMPTS[:2], speedup=1.5, trials=300, **settings)
     reuses = [reuse_of(method) for method in tried if isinstance(method, Combine)]
     forecasts = {type(reuse.instead).__name__ for reuse in reuses}
-    assert forecasts >= {
-        "Reuse", "Taylor", "Newton", "Hermite", "Heun", "Exponentials", "HighBand", "Chebyshev",
-    }  # fmt: skip
+    assert forecasts >= {"Reuse", "Taylor", "Newton", "Hermite", "Heun", "Exponentials", "HighBand", "Chebyshev"}
     assert {reuse.site.value for reuse in reuses} == {"model", "stack", "module"}
     on_schedules = {"interval", "taylorseer", "hicache", "foca", "dmd", "freqca"}
     header = best.tables.header
@@ -252,9 +237,7 @@ def test_the_best_methods_as_they_are_are_finalists_whatever_their_first_look():
 
     class Uneven(Landscape):
         def measure(self, method, batches):
-            mean = (
-                20.0 if method is steady and batches == [0] else 40.0 if method is steady else 30.0
-            )
+            mean = 20.0 if method is steady and batches == [0] else 40.0 if method is steady else 30.0
             each = [mean - 1, mean, mean + 1]
             return Trial(repr(method), 0.2, mean, mean, mean, 1.0, 3, each)
 
@@ -273,15 +256,15 @@ def test_the_best_methods_as_they_are_are_finalists_whatever_their_first_look():
 def test_ranks_fronts_and_moves():
     cheap, close, worse = (
         Trial(name, cost, psnr, psnr, psnr, seconds, 1)
-        for name, cost, psnr, seconds in (
-            ("a", 0.2, 30.0, 1.0), ("b", 0.5, 50.0, 2.0), ("c", 0.6, 40.0, 3.0),
-        )
-    )  # fmt: skip
+        for name, cost, psnr, seconds in (("a", 0.2, 30.0, 1.0), ("b", 0.5, 50.0, 2.0), ("c", 0.6, 40.0, 3.0))
+    )
     assert front_of([close, worse, cheap]) == [cheap, close]
     for goal, best in (
-        (Goal(speedup=4.0), cheap), (Goal(speedup=2.0), close), (Goal(psnr=35.0), close),
+        (Goal(speedup=4.0), cheap),
+        (Goal(speedup=2.0), close),
+        (Goal(psnr=35.0), close),
         (Goal(seconds=1.5), cheap),
-    ):  # fmt: skip
+    ):
         assert max((cheap, close, worse), key=goal.rank) is best
     assert set(moves((0, 2, 3), 5)) == {(0, 1, 3), (0, 2, 4)}
     assert set(moves((0, 2, 3), 5, together=2)) == {(0, 1, 2), (0, 3, 4)}
@@ -389,8 +372,7 @@ def test_samples_may_be_scored_by_lpips_or_by_a_judge(monkeypatch):
     assert _score(0.1, None)(drawn, plain, prompts) == pytest.approx([-0.2, 0, -0.4, 0])
     film = _score(0.1, None)(drawn[None], plain[None], ["a film"])
     assert film == pytest.approx([-0.15])  # mean over its frames
-    judge = {("a", 0): True, ("a", 51): False, ("b", 51): True, ("c", 102): False, ("c", 0): False,
-             ("d", 102): True}  # fmt: skip
+    judge = {("a", 0): True, ("a", 51): False, ("b", 51): True, ("c", 102): False, ("c", 0): False, ("d", 102): True}
     right = _score(None, lambda picture, prompt: judge[prompt, int(picture[0, 0, 0])])
     assert right(drawn, plain, prompts) == [0.0, 1.0, 1.0, 1.0]  # spoilt; as it was wrong before
     with pytest.raises(ValueError, match=r"lpips=0.1: needs pictures, .*float32"):
@@ -462,9 +444,7 @@ def test_tune_certifies_on_prompts_apart_and_its_file_says_so(pipe, tmp_path, mo
     header["guarantee"] = header["guarantee"] | {"strayed": 99}
     with pytest.raises(TablesError, match=r"guarantee=.*in range"):
         diffcache.features.tuned.Tuned(Tables(header, {}))
-    with pytest.raises(
-        AttachError, match=r"none is certified .* 20 of 20 prompts strayed .* 0 may"
-    ):
+    with pytest.raises(AttachError, match=r"none is certified .* 20 of 20 prompts strayed .* 0 may"):
         diffcache.tune(pipe, prompts, trials=4, **own | {"psnr": 44.0})
     for wrong, message in (
         ({"batch_size": 2}, "batch_size=2: must be 1 with confidence="),

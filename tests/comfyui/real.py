@@ -48,8 +48,16 @@ def comfy() -> SimpleNamespace:
     try:
         importlib.import_module("comfy.options").enable_args_parsing(False)
         importlib.import_module("comfy.cli_args").args.cpu = True
-        names = ("samplers", "sample", "model_patcher", "model_management", "supported_models",
-                 "controlnet", "lora", "patcher_extension")  # fmt: skip
+        names = (
+            "samplers",
+            "sample",
+            "model_patcher",
+            "model_management",
+            "supported_models",
+            "controlnet",
+            "lora",
+            "patcher_extension",
+        )
         return SimpleNamespace(**{n: importlib.import_module(f"comfy.{n}") for n in names})
     except ImportError as error:
         pytest.skip(f"ComfyUI in {PLACE} lacks a package: {error}", allow_module_level=True)
@@ -64,19 +72,28 @@ FLUX = dict(
     **({"txt_ids_dims": []} if "txt_ids_dims" in PARAMS.__annotations__ else {}),  # newer ones
 )  # fmt: skip
 WAN = dict(
-    image_model="wan2.1", model_type="t2v", patch_size=(1, 2, 2), text_len=8, in_dim=16, dim=48,
-    ffn_dim=64, freq_dim=16, text_dim=8, out_dim=16, num_heads=4, num_layers=4,
-)  # fmt: skip
+    image_model="wan2.1",
+    model_type="t2v",
+    patch_size=(1, 2, 2),
+    text_len=8,
+    in_dim=16,
+    dim=48,
+    ffn_dim=64,
+    freq_dim=16,
+    text_dim=8,
+    out_dim=16,
+    num_heads=4,
+    num_layers=4,
+)
 
 
 class Model:
     """A tiny random model in ComfyUI's `ModelPatcher`, with a count of the blocks that ran."""
 
     def __init__(self, name: str) -> None:
-        kind, sizes, self.shape = {
-            "flux": ("Flux", FLUX, (1, 4, 8, 8)),
-            "wan": ("WAN21_T2V", WAN, (1, 16, 2, 8, 8)),
-        }[name]
+        kind, sizes, self.shape = {"flux": ("Flux", FLUX, (1, 4, 8, 8)), "wan": ("WAN21_T2V", WAN, (1, 16, 2, 8, 8))}[
+            name
+        ]
         config = getattr(COMFY.supported_models, kind)({**sizes, "dtype": torch.float32})
         config.set_inference_dtype(torch.float32, None)
         torch.manual_seed(0)
@@ -129,8 +146,17 @@ def sample(
     noise = torch.randn(model.shape, generator=torch.Generator().manual_seed(seed))
     with torch.inference_mode():
         made: torch.Tensor = COMFY.sample.sample(
-            model.patcher if patcher is None else patcher, noise, steps, 3.0, sampler, "simple",
-            condition(1, **(more or {})), condition(2, 7 if apart else 5, **(more or {})),
-            torch.zeros(model.shape), seed=seed, disable_pbar=True, callback=callback,
-        )  # fmt: skip
+            model.patcher if patcher is None else patcher,
+            noise,
+            steps,
+            3.0,
+            sampler,
+            "simple",
+            condition(1, **(more or {})),
+            condition(2, 7 if apart else 5, **(more or {})),
+            torch.zeros(model.shape),
+            seed=seed,
+            disable_pbar=True,
+            callback=callback,
+        )
     return made

@@ -68,8 +68,7 @@ def test_the_wrappers_are_comfyui_s() -> None:
 @pytest.mark.parametrize("sampler", ["euler", "heun", "dpmpp_2m_sde", "uni_pc"])
 def test_interval_one_is_exact(model: Model, sampler: str, apart: bool) -> None:
     plain = sample(model, sampler=sampler, apart=apart)
-    assert torch.equal(sample(model, cached(model.patcher, settings="every=1"), sampler=sampler,
-                              apart=apart), plain)  # fmt: skip
+    assert torch.equal(sample(model, cached(model.patcher, settings="every=1"), sampler=sampler, apart=apart), plain)
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -133,9 +132,7 @@ def test_an_interrupt_leaves_nothing(flux: Model) -> None:
     assert torch.equal(sample(flux, cached(flux.patcher)), sample(flux, patched))
 
 
-def test_memory_that_runs_short_midway_mixes_no_features(
-    flux: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_runs_short_midway_mixes_no_features(flux: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """From step 4 on the two prompts go in two calls: their branches have no features yet."""
     free: list[float] = []
 
@@ -186,9 +183,7 @@ class Residuals(COMFY.controlnet.ControlBase):
     def get_control(self, x: torch.Tensor, t: Any, cond: Any, *given: Any) -> dict[str, Any]:
         """Return residuals of two double blocks and one single block."""
         each = x.mean(dim=(1, 2, 3), keepdim=False)[:, None, None].expand(len(x), 16, 32)
-        return self.control_merge(
-            {"input": [each * 1.0, each * 2.0], "output": [each * 0.5]}, None, x.dtype
-        )
+        return self.control_merge({"input": [each * 1.0, each * 2.0], "output": [each * 0.5]}, None, x.dtype)
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -259,9 +254,7 @@ def test_seacache_hears_the_noise_level_of_comfyui() -> None:
         ("preset", "nonsense=1", "nonsense"),
     ],
 )
-def test_what_the_model_cannot_do_is_refused(
-    flux: Model, method: str, settings: str, words: str
-) -> None:
+def test_what_the_model_cannot_do_is_refused(flux: Model, method: str, settings: str, words: str) -> None:
     with pytest.raises((AttachError, ValueError), match=words):
         sample(flux, cached(flux.patcher, method, settings))
     assert diffcache.inspect(flux.network)  # and is not left wrapped

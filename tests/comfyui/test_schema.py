@@ -68,9 +68,7 @@ def test_widgets_offer_every_preset_and_have_defaults() -> None:
         ("magcache", "tables=/etc/passwd", "auto", "files are not read"),
     ],
 )
-def test_bad_widgets_are_named_before_anything_runs(
-    method: str, settings: str, preset: str, words: str
-) -> None:
+def test_bad_widgets_are_named_before_anything_runs(method: str, settings: str, preset: str, words: str) -> None:
     said = NODE.VALIDATE_INPUTS(method, settings, preset)
     assert said is True if not words else words in said
 
@@ -98,9 +96,7 @@ def test_what_is_not_told_falls_back_and_says_so() -> None:
         assert words in why
 
 
-@pytest.mark.parametrize(
-    ("model", "preset"), [(flux(depth=3), "flux.1-dev/fast"), (wan(40, 40), "flux.1-dev/fast")]
-)
+@pytest.mark.parametrize(("model", "preset"), [(flux(depth=3), "flux.1-dev/fast"), (wan(40, 40), "flux.1-dev/fast")])
 def test_a_preset_of_another_model_is_refused(model: nn.Module, preset: str) -> None:
     with pytest.raises(AttachError, match="another model"):
         CODE.method_for(model, "preset", "", preset, "as computed")
@@ -152,6 +148,4 @@ def test_the_example_connects_what_the_nodes_have() -> None:
         for name, value in values.items():
             assert required[name][0] == "STRING" or value in required[name][0]
         if values:
-            assert (
-                NODE.VALIDATE_INPUTS(*(values[k] for k in ("method", "settings", "preset"))) is True
-            )
+            assert NODE.VALIDATE_INPUTS(*(values[k] for k in ("method", "settings", "preset"))) is True

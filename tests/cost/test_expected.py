@@ -75,8 +75,9 @@ def test_most_rows_of_the_record_are_expected_near_what_was_measured():
     }
     ratios = [
         expected.expect(row, "h200").us / measured[key]
-        for row in rows if (key := (row["operator"], row["model"], row["shapes"])) in measured
-    ]  # fmt: skip
+        for row in rows
+        if (key := (row["operator"], row["model"], row["shapes"])) in measured
+    ]
     near = [ratio for ratio in ratios if 0.7 <= ratio <= 1.3]
     assert len(ratios) >= 35 and len(near) >= 0.8 * len(ratios)
     for row in rows:

@@ -56,9 +56,11 @@ def test_contenders_take_turns_and_ratios_are_those_of_a_round(clock):
 
     seen = []
     timings = interleave.measure(
-        {"one": contender("one", 1.0), "half": contender("half", 0.5)}, rounds=4, warmup=1,
+        {"one": contender("one", 1.0), "half": contender("half", 0.5)},
+        rounds=4,
+        warmup=1,
         setting=replace(CPU, progress=lambda *given: seen.append(given)),
-    )  # fmt: skip
+    )
     assert order == ["one", "half", "half", "one"] * 2 + ["one", "half"]
     assert timings.seconds == {"one": [1.0, 2.0, 10.0, 4.0], "half": [0.5, 1.0, 5.0, 2.0]}
     assert timings.ratios() == {"one": [1.0] * 4, "half": [2.0] * 4}
@@ -102,9 +104,11 @@ def test_what_surrounds_a_turn_is_not_timed(clock):
 def test_short_calls_are_timed_in_a_row(clock):
     log = []
     turn = interleave.Turn(
-        lambda: log.append("call") or clock.takes(2, 1), prepare=lambda: clock.takes(9, 9),
-        after=lambda: log.append("after") or clock.takes(7, 7), calls=2,
-    )  # fmt: skip
+        lambda: log.append("call") or clock.takes(2, 1),
+        prepare=lambda: clock.takes(9, 9),
+        after=lambda: log.append("after") or clock.takes(7, 7),
+        calls=2,
+    )
     timings = interleave.measure({"a": turn}, 2, 1, CPU)
     assert timings.seconds == {"a": [2.0] * 4} and timings.cpu_seconds == {"a": [1.0] * 4}
     assert log == ["call", "after"] * 6
@@ -171,10 +175,13 @@ def test_resident_memory_sees_what_is_gone_again():
 
 def test_memory_of_a_call_in_this_process():
     order = {
-        "model": str(flux.DIRECTORY), "method": "taylorseer:every=2,order=1,warmup=1,site=module",
+        "model": str(flux.DIRECTORY),
+        "method": "taylorseer:every=2,order=1,warmup=1,site=module",
         "call": {"prompt": ["a small red ring"], "num_inference_steps": 3, "seed": 0},
-        "device": "cpu", "dtype": "float32", "threads": 1,
-    }  # fmt: skip
+        "device": "cpu",
+        "dtype": "float32",
+        "threads": 1,
+    }
     found = memory.measure(order)
     assert found > MIB
 

@@ -79,9 +79,13 @@ def asked(said):
     """What a prediction is asked for to be that of the same calls of one sample."""
     size = said.size
     return dict(
-        height=size.height, width=size.width, frames=size.frames, text_tokens=size.text_tokens,
-        steps=said.steps, guidance=said.calls * size.batch == 2,
-    )  # fmt: skip
+        height=size.height,
+        width=size.width,
+        frames=size.frames,
+        text_tokens=size.text_tokens,
+        steps=said.steps,
+        guidance=said.calls * size.batch == 2,
+    )
 
 
 @pytest.mark.parametrize("cls", INPUTS)
@@ -92,9 +96,7 @@ def test_every_class_is_counted_as_a_real_run(cls):
     text = model.config.get("max_text_seq_length", 6)
     frames = 1 + known.temporal * (known.temporal > 1)
     size = Size(8 * known.spatial, 4 * known.spatial, frames, text, batch=2)
-    asked = {
-        key: getattr(size, key) for key in ("height", "width", "frames", "text_tokens", "batch")
-    }
+    asked = {key: getattr(size, key) for key in ("height", "width", "frames", "text_tokens", "batch")}
     said = diffcache.predict(model, "first-block", steps=7, guidance=False, **asked)
     with torch.no_grad(), flops.counting({"": model}) as real:
         model(**inputs_of(cls, model.config, size, device="cpu"))
@@ -114,9 +116,9 @@ def folder(tmp_path_factory):
     case = cases()["FluxTransformer2DModel"]
     made = tmp_path_factory.mktemp("configurations")
     (made / "transformer").mkdir()
-    (made / "model_index.json").write_text(json.dumps({
-        "_class_name": "FluxPipeline", "transformer": ["diffusers", "FluxTransformer2DModel"],
-    }))  # fmt: skip
+    (made / "model_index.json").write_text(
+        json.dumps({"_class_name": "FluxPipeline", "transformer": ["diffusers", "FluxTransformer2DModel"]})
+    )
     config = {"_class_name": "FluxTransformer2DModel", **case.config}
     (made / "transformer" / "config.json").write_text(json.dumps(config))
     return made
@@ -149,11 +151,7 @@ def test_seconds_are_those_of_the_device(folder):
     [
         ("WanPipeline", {"preset": "fast"}, "stands for several models; say which: published='wan"),
         ("StableDiffusion3Pipeline", {}, "stands for no known model; name the directory"),
-        (
-            "FluxPipeline",
-            {"published": "wan2.1-14b"},
-            "published='wan2.1-14b': stands for no known",
-        ),
+        ("FluxPipeline", {"published": "wan2.1-14b"}, "published='wan2.1-14b': stands for no known"),
         ("FluxTransformer2DModel", {"published": "flux.1-dev"}, "is no class of pipelines"),
         ("FluxPipeline", {"device": "h999"}, "must be one of h100, h200"),
         ("Fluks", {}, "Fluks"),

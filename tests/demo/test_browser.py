@@ -31,9 +31,7 @@ CANVAS = """() => {
 
 
 @contextmanager
-def server(
-    folder: Path, *arguments: str, port: str = "0"
-) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def server(folder: Path, *arguments: str, port: str = "0") -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Run `diffcache serve` on a free port; give the process and its address, and end it."""
     for name in ("cwd", "tmp"):
         (folder / name).mkdir(exist_ok=True)
@@ -42,11 +40,15 @@ def server(
     # diffusers imports torch's compiler, which makes its folder wherever temporary files are.
     own = {"TMPDIR": str(folder / "tmp"), "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiler")}
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder / "cwd",
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder / "cwd",
         env=os.environ if "--ray" in arguments else os.environ | own,
         # A shell has what it runs in the background ignore Ctrl-C, which is inherited.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
+    )
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -65,11 +67,7 @@ def browser_page(problems: list[str]) -> Iterator[Any]:
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=CHROMIUM,
-            args=[
-                "--no-sandbox",
-                "--disable-gpu",
-                *(f"--use-fake-{x}-for-media-stream" for x in ("ui", "device")),
-            ],
+            args=["--no-sandbox", "--disable-gpu", *(f"--use-fake-{x}-for-media-stream" for x in ("ui", "device"))],
         )
         try:
             page = browser.new_page(viewport={"width": 1280, "height": 960})
@@ -177,9 +175,7 @@ def draw_screens(page: Any, folder: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(CHROMIUM is None, reason=f"none of {', '.join(NAMES)} is on the path")
 @pytest.mark.parametrize("replicas", [0, 2])
-def test_a_page_streams_takes_orders_stops_and_leaves_nothing(
-    replicas: int, tmp_path: Path
-) -> None:
+def test_a_page_streams_takes_orders_stops_and_leaves_nothing(replicas: int, tmp_path: Path) -> None:
     pytest.importorskip("gradio", reason="gradio is not installed")
     if replicas:
         pytest.importorskip("ray.serve", reason="needs ray[serve]")
@@ -238,9 +234,7 @@ def test_a_page_streams_takes_orders_stops_and_leaves_nothing(
         process.send_signal(signal.SIGINT)  # while a film runs whose page was closed
         told, _ = process.communicate(timeout=120)
         # Ray tells of its end, and of the replica that was killed.
-        own = [
-            line for line in told.splitlines() if not re.search(r"\(raylet\)| serve \d+ -- ", line)
-        ]
+        own = [line for line in told.splitlines() if not re.search(r"\(raylet\)| serve \d+ -- ", line)]
         assert (process.returncode, "".join(own)) == (0, "ended"), told
     assert problems == []
     assert [list((tmp_path / name).iterdir()) for name in ("cwd", "tmp")] == [[], []]
@@ -249,9 +243,7 @@ def test_a_page_streams_takes_orders_stops_and_leaves_nothing(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(CHROMIUM is None, reason=f"none of {', '.join(NAMES)} is on the path")
-def test_a_page_shows_two_policies_makes_films_from_pictures_and_draws_images(
-    tmp_path: Path,
-) -> None:
+def test_a_page_shows_two_policies_makes_films_from_pictures_and_draws_images(tmp_path: Path) -> None:
     pytest.importorskip("gradio", reason="gradio is not installed")
     problems: list[str] = []
     with server(tmp_path) as (_, address), browser_page(problems) as page:

@@ -44,17 +44,17 @@ def client(**settings: Any) -> TestClient:
 
 def test_requests_of_the_page_pass_and_others_are_not_found() -> None:
     page = client()
-    for path in (
-        "/",
-        "/config",
-        "/assets/index.js",
-        "/theme.css",
-        HEARD,
-        "/gradio_api/heartbeat/x",
-    ):
+    for path in ("/", "/config", "/assets/index.js", "/theme.css", HEARD, "/gradio_api/heartbeat/x"):
         assert page.get(path).status_code == 200, path
-    for path in ("/monitoring", "/gradio_api/upload", "/gradio_api/file=/etc/passwd", "/openapi.json",
-                 "/gradio_api/call/start", "/gradio_api/token", "/gradio_api/dev/reload"):  # fmt: skip
+    for path in (
+        "/monitoring",
+        "/gradio_api/upload",
+        "/gradio_api/file=/etc/passwd",
+        "/openapi.json",
+        "/gradio_api/call/start",
+        "/gradio_api/token",
+        "/gradio_api/dev/reload",
+    ):
         assert page.post(path).status_code == page.get(path).status_code == 404, path
     assert page.post("/gradio_api/run/predict").status_code == 404  # a function that is not there
     assert page.get("/", headers={"X-Forwarded-Host": "evil.example"}).text == "0 None"
@@ -65,11 +65,14 @@ def test_bodies_are_bounded_and_hosts_are_the_pages_own() -> None:
     join = "/gradio_api/queue/join"
     assert page.post(join, content=b"x" * 65_536).text == "65536 None"
     assert page.post(join, content=b"x" * 65_537).status_code == 413
-    assert (
-        page.post(join, content=iter([b"x" * 40_000] * 2)).status_code == 413
-    )  # of unknown length
-    for host, code in (("localhost:7860", 200), ("127.0.0.1", 200), ("films.example", 200),
-                       ("evil.example", 400), ("localhost.evil.example", 400)):  # fmt: skip
+    assert page.post(join, content=iter([b"x" * 40_000] * 2)).status_code == 413  # of unknown length
+    for host, code in (
+        ("localhost:7860", 200),
+        ("127.0.0.1", 200),
+        ("films.example", 200),
+        ("evil.example", 400),
+        ("localhost.evil.example", 400),
+    ):
         assert page.get("/", headers={"Host": host}).status_code == code, host
 
 

@@ -23,8 +23,7 @@ def test_a_picture_is_drawn_with_and_without_a_cache_and_leaves_none_behind() ->
     drawn = drawer.draw(prompt := "a fox <b>on</b> grass", "interval:every=2", "6", 3)
     page = drawn.html()
     assert "<b>on" not in page and "a fox &lt;b&gt;on&lt;/b&gt; grass: with the cache" in page
-    shown = [Image.open(io.BytesIO(base64.b64decode(file)))
-             for file in re.findall(r'base64,([^"]+)"', page)]  # fmt: skip
+    shown = [Image.open(io.BytesIO(base64.b64decode(file))) for file in re.findall(r'base64,([^"]+)"', page)]
     pipe, defaults = drawer._loaded
     plain = generate(pipe, Order(prompt, 6, 3), defaults)[0]
     assert np.array_equal(np.asarray(shown[0]), np.asarray(plain))  # and nothing is left on it
@@ -60,9 +59,7 @@ def test_a_method_is_checked_to_its_last_letter() -> None:
     drawer = Drawer("sticker-flux")
     word = "interval:every=2"
     assert drawer._checked(word) == word
-    with pytest.raises(
-        ValueError, match="method='interval:every=2 .* has 227 letters; at most 200"
-    ):
+    with pytest.raises(ValueError, match="method='interval:every=2 .* has 227 letters; at most 200"):
         drawer.draw("a", f"{word}{' ' * 190},tables='/etc/passwd'", 6, 0)
     for key in ("tables", "model", "method", "hold"):
         with pytest.raises(ValueError, match=f"{key}='x': must be a number here"):

@@ -28,9 +28,14 @@ def until(true: Callable[[], bool]) -> None:
 def asked(port: int, path: str, body: dict[str, Any] | None = None) -> socket.socket:
     """Send a request, and return the connection, of which nothing is read."""
     coded = json.dumps(body).encode() if body is not None else b""
-    lines = [f"{'POST' if coded else 'GET'} /gradio_api/{path} HTTP/1.1",
-             f"Host: 127.0.0.1:{port}", "Content-Type: application/json",
-             f"Content-Length: {len(coded)}", "", ""]  # fmt: skip
+    lines = [
+        f"{'POST' if coded else 'GET'} /gradio_api/{path} HTTP/1.1",
+        f"Host: 127.0.0.1:{port}",
+        "Content-Type: application/json",
+        f"Content-Length: {len(coded)}",
+        "",
+        "",
+    ]
     found = socket.create_connection(("127.0.0.1", port), timeout=60)
     found.sendall("\r\n".join(lines).encode() + coded)
     return found

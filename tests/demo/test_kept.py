@@ -104,9 +104,7 @@ def test_a_page_goes_on_with_its_viewers_film_alone(video: CausalVideo, tmp_path
         next(show(program, viewers, "live", live, viewer=viewer, goes_on=True))
 
 
-def test_the_folder_is_bounded_and_a_film_of_something_else_is_refused(
-    video: CausalVideo, tmp_path: Path
-) -> None:
+def test_the_folder_is_bounded_and_a_film_of_something_else_is_refused(video: CausalVideo, tmp_path: Path) -> None:
     make = program_of(video, "tiny", 2, PLENTY).make
     viewers = [token_hex(16) for _ in range(3)]
 
@@ -138,9 +136,7 @@ def test_the_folder_is_bounded_and_a_film_of_something_else_is_refused(
     assert late.find(viewers[2]) is None and not list(tmp_path.iterdir())
 
 
-def test_a_save_that_cannot_be_is_told_and_the_film_goes_on(
-    video: CausalVideo, tmp_path: Path
-) -> None:
+def test_a_save_that_cannot_be_is_told_and_the_film_goes_on(video: CausalVideo, tmp_path: Path) -> None:
     make, viewer = program_of(video, "tiny", 2, PLENTY).make, token_hex(16)
     kept = Kept(tmp_path, PLENTY)
     film = kept.film(viewer, asked(), lambda: make(asked()), False)

@@ -31,9 +31,16 @@ def opener() -> Any:
         torch.set_num_threads(1)
         torch.manual_seed(0)
         model = WanTransformer3DModel(
-            num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4,
-            text_dim=8, freq_dim=16, ffn_dim=24, num_layers=1, rope_max_seq_len=64,
-        )  # fmt: skip
+            num_attention_heads=2,
+            attention_head_dim=12,
+            in_channels=4,
+            out_channels=4,
+            text_dim=8,
+            freq_dim=16,
+            ffn_dim=24,
+            num_layers=1,
+            rope_max_seq_len=64,
+        )
         video = CausalVideo(model.eval(), sampler=FewSteps((1000,)))
 
         class Film:

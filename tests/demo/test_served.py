@@ -56,18 +56,20 @@ def test_a_folder_says_how_it_is_streamed(tmp_path: Path) -> None:
     sampler = FewSteps(shift=2.0, predicts="clean")
     assert streaming(tmp_path) == Streaming((64, 64), 8, 3, 12, ["a fox on grass"], sampler, "full")
     for wrong, words in (
-        ({"chunks": 2}, "stream: .*'chunks'"), ({"chunk": 0}, "chunk=0: must be"), (3, "stream: "),
-        ({"sampler": {"predicts": "x"}}, "stream: predicts='x'"), ({"prompts": []}, "prompts="),
-        ({"policy": "windw"}, "stream: .*windw"), ({"policy": "window:window=0"}, "window=0: must"),
-    ):  # fmt: skip
+        ({"chunks": 2}, "stream: .*'chunks'"),
+        ({"chunk": 0}, "chunk=0: must be"),
+        (3, "stream: "),
+        ({"sampler": {"predicts": "x"}}, "stream: predicts='x'"),
+        ({"prompts": []}, "prompts="),
+        ({"policy": "windw"}, "stream: .*windw"),
+        ({"policy": "window:window=0"}, "window=0: must"),
+    ):
         file.write_text(json.dumps({"stream": wrong}))
         with pytest.raises(ValueError, match=words):
             streaming(tmp_path)
 
 
-def test_what_cannot_be_served_is_said_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_cannot_be_served_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(serve, "run", lambda *given: pytest.fail("it was served"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -98,9 +100,7 @@ def test_replicas_open_the_model_and_make_the_films_of_the_page(
         return asked
 
     def program(video: Any, name: str, viewers: int, most_bytes: int) -> Program:
-        return Program(
-            lambda asked: (*video, most_bytes), [], [], [], {}, title=name, viewers=viewers
-        )  # type: ignore[arg-type, return-value]
+        return Program(lambda asked: (*video, most_bytes), [], [], [], {}, title=name, viewers=viewers)  # type: ignore[arg-type, return-value]
 
     @contextmanager
     def stand_in(opened: Callable[[], Any], **settings: Any) -> Iterator[Any]:

@@ -20,12 +20,7 @@ from torch import Tensor
 from diffcache.pipelines import video_stream
 from diffcache.pipelines.causal_video import CausalVideo
 from diffcache.pipelines.demo.program import Asked
-from diffcache.pipelines.demo.session_film import (
-    SWITCHES,
-    SessionFilm,
-    policies,
-    program_of,
-)
+from diffcache.pipelines.demo.session_film import SWITCHES, SessionFilm, policies, program_of
 from diffcache.pipelines.demo.showing import ALONE, Viewers, show
 from diffcache.pipelines.pretrained_video import Streaming
 from diffcache.pipelines.video_stream import to_pictures
@@ -59,10 +54,7 @@ def words(text: str, **_: Any) -> tuple[Tensor, None]:
 @pytest.fixture(scope="module")
 def served() -> Iterator[CausalVideo]:
     sampler = FewSteps((1000, 500), shift=1.0, predicts="clean")
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        CausalVideo(wan(layers=1), sampler=sampler) as video,
-    ):
+    with pytest.MonkeyPatch.context() as patch, CausalVideo(wan(layers=1), sampler=sampler) as video:
         patch.setattr(video_stream, "WanDecoder", Pixels)
         vae = SimpleNamespace(config=SimpleNamespace(temperal_downsample=[]))
         video.pipe = SimpleNamespace(encode_prompt=words, vae=vae, vae_scale_factor_spatial=1)
@@ -173,11 +165,7 @@ def test_viewers_at_random_leave_nothing_behind(
         prompt = "broken" if breaks else "a red ring"
         request = asked(names[random.integers(len(names))], prompt=prompt, seed=number)
         other = ALONE if random.random() < 0.7 else names[-1]
-        values, who, taken = (
-            show(program, viewers, who=str(number), asked=request, other=other),
-            str(number),
-            0,
-        )
+        values, who, taken = (show(program, viewers, who=str(number), asked=request, other=other), str(number), 0)
         try:
             for _ in range(max(chunks, int(breaks))):
                 taken += bool(next(values)["player"]["films"][0])

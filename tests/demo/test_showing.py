@@ -42,9 +42,7 @@ class Plain:
         return {"bytes": 1e6 * (self.made if self.policy == "full" else 1)}
 
 
-PROGRAM = Program(
-    Plain, ("window", "full"), ("keep",), ("red",), {"16 x 24": (16, 24)}, fps=10_000, viewers=2
-)
+PROGRAM = Program(Plain, ("window", "full"), ("keep",), ("red",), {"16 x 24": (16, 24)}, fps=10_000, viewers=2)
 RED = PROGRAM.asked("red", "window", 0, 4, "16 x 24")
 
 
@@ -105,9 +103,7 @@ def test_a_viewer_has_one_showing_and_there_are_no_more_than_places() -> None:
     assert len(viewers._showings) <= 9
 
 
-def test_a_film_that_nobody_listens_to_never_begins_or_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_film_that_nobody_listens_to_never_begins_or_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(showing, "_LISTEN", 0.1)
     listening: set[str] = set()
     viewers = Viewers(2, listening)

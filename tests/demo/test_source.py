@@ -81,9 +81,18 @@ def test_a_film_is_never_more_than_two_chunks_behind(clock: list[float]) -> None
 
 def test_what_is_no_picture_is_refused() -> None:
     source, good = Source(4), sent(0, [1])
-    for bad in (None, [], {}, good | {"use": "x"}, good | {"first": -1}, good | {"first": 1.0},
-                good | {"files": 3}, good | {"files": ["?"]}, good | {"files": [3]},
-                good | {"files": [""] * 65}):  # fmt: skip
+    for bad in (
+        None,
+        [],
+        {},
+        good | {"use": "x"},
+        good | {"first": -1},
+        good | {"first": 1.0},
+        good | {"files": 3},
+        good | {"files": ["?"]},
+        good | {"files": [3]},
+        good | {"files": [""] * 65},
+    ):
         with pytest.raises(ValueError, match="these are no pictures of the page"):
             source.put(bad)
     source.put(good | {"files": [base64.b64encode(b"\x89PNG").decode()]})
@@ -176,17 +185,16 @@ def test_a_live_film_is_that_of_the_pictures_and_takes_orders() -> None:
         for group in (pictures[:5], pictures[5:11]):
             assert np.array_equal(film.next(group), plain.next(group))
         assert {"bytes", "decoder_bytes", "drift"} == film.readings().keys()
-        for bad, said in (({"prompt": "a fox", "switch": "re-cache"}, "no.* clean pass|has none"),
-                          ({"policy": "deep-forcing", "prompt": "a fox"}, "queries of finished")):  # fmt: skip
+        for bad, said in (
+            ({"prompt": "a fox", "switch": "re-cache"}, "no.* clean pass|has none"),
+            ({"policy": "deep-forcing", "prompt": "a fox"}, "queries of finished"),
+        ):
             with pytest.raises(ValueError, match=said):
                 film.apply(bad)
         assert np.array_equal(film.next(pictures[11:17]), plain.next(pictures[11:17]))
         film.apply({"prompt": "a fox", "policy": "infinity-rope"})
         later = film.next(pictures[17:23])
-        assert len(later) == 6 and (film.live.prompt, film.live.policy) == (
-            "a fox",
-            "infinity-rope",
-        )
+        assert len(later) == 6 and (film.live.prompt, film.live.policy) == ("a fox", "infinity-rope")
         assert not np.array_equal(later, plain.next(pictures[17:23]))
         again = program.make(asked)  # in another replica, where chunks go on as before
         assert len(again.next(pictures[:6])) == 5

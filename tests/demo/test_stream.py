@@ -69,9 +69,7 @@ def test_of_orders_before_a_chunk_the_latest_counts() -> None:
         made = [chunk for chunk in taken if chunk is not None]
     assert film.applied[-1] == {"prompt": "dddd", "mode": "keep"}
     where = next(chunk.number for chunk in made if chunk.applied)
-    assert where <= 1 and [int(c.frames[0, 1, 1, 0]) for c in made] == [1] * where + [4] * (
-        3 - where
-    )
+    assert where <= 1 and [int(c.frames[0, 1, 1, 0]) for c in made] == [1] * where + [4] * (3 - where)
 
 
 def test_an_order_that_cannot_be_done_is_told_and_the_film_goes_on() -> None:

@@ -45,11 +45,19 @@ class LLaDAConfig(PretrainedConfig):
 
     def __init__(self, **settings: Any) -> None:
         sizes = {
-            "d_model": 32, "n_heads": 4, "n_kv_heads": 4, "n_layers": 3, "mlp_hidden_size": 48,
-            "vocab_size": 64, "max_sequence_length": 64, "rope_theta": 10000.0,
-            "rope_full_precision": True, "rms_norm_eps": 1e-5, "mask_token_id": 63,
+            "d_model": 32,
+            "n_heads": 4,
+            "n_kv_heads": 4,
+            "n_layers": 3,
+            "mlp_hidden_size": 48,
+            "vocab_size": 64,
+            "max_sequence_length": 64,
+            "rope_theta": 10000.0,
+            "rope_full_precision": True,
+            "rms_norm_eps": 1e-5,
+            "mask_token_id": 63,
             "honors_mask": True,
-        }  # fmt: skip
+        }
         super().__init__(**{**sizes, **settings})
         self.__dict__.pop("use_cache", None)
 
@@ -107,9 +115,7 @@ class LLaDALlamaBlock(nn.Module):
         self.ff_proj = nn.Linear(width, hidden, bias=False)
         self.up_proj = nn.Linear(width, hidden, bias=False)
 
-    def attention(
-        self, q: Tensor, k: Tensor, v: Tensor, attention_bias: Tensor | None = None
-    ) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, attention_bias: Tensor | None = None) -> Tensor:
         size = self.config.d_model // self.config.n_heads
         q, k, v = (x.unflatten(2, (-1, size)).transpose(1, 2) for x in (q, k, v))
         q, k = self.rotary_emb(q, k)
@@ -124,11 +130,7 @@ class LLaDALlamaBlock(nn.Module):
         return self.attn_out(out.transpose(1, 2).contiguous().flatten(2))
 
     def forward(
-        self,
-        x: Tensor,
-        attention_bias: Tensor | None = None,
-        layer_past: Any = None,
-        use_cache: bool = False,
+        self, x: Tensor, attention_bias: Tensor | None = None, layer_past: Any = None, use_cache: bool = False
     ) -> tuple[Tensor, None]:
         inner = self.attn_norm(x)
         q, k, v = self.q_proj(inner), self.k_proj(inner), self.v_proj(inner)
@@ -197,10 +199,16 @@ class DreamConfig(PretrainedConfig):
 
     def __init__(self, **settings: Any) -> None:
         sizes = {
-            "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
-            "num_hidden_layers": 3, "intermediate_size": 48, "vocab_size": 64,
-            "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "mask_token_id": 63,
-        }  # fmt: skip
+            "hidden_size": 32,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "num_hidden_layers": 3,
+            "intermediate_size": 48,
+            "vocab_size": 64,
+            "rope_theta": 10000.0,
+            "rms_norm_eps": 1e-6,
+            "mask_token_id": 63,
+        }
         super().__init__(**{**sizes, **settings})
 
 
@@ -264,14 +272,9 @@ class DreamSdpaAttention(nn.Module):
         position_embeddings: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, None, Any]:
         q, k, v = self.projected(hidden_states, position_embeddings)
-        k, v = (
-            x[:, :, None].expand(-1, -1, self.num_key_value_groups, -1, -1).flatten(1, 2)
-            for x in (k, v)
-        )
+        k, v = (x[:, :, None].expand(-1, -1, self.num_key_value_groups, -1, -1).flatten(1, 2) for x in (k, v))
         mask = attention_mask if isinstance(attention_mask, Tensor) else None
-        out = functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=0.0, is_causal=False
-        )
+        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=0.0, is_causal=False)
         return self.o_proj(out.transpose(1, 2).contiguous().flatten(2)), None, past_key_value
 
 
@@ -339,10 +342,14 @@ class DreamBaseModel(DreamPreTrainedModel):
         embeddings = self.rotary_emb(hidden_states, position_ids)
         for layer in self.layers:
             hidden_states = layer(
-                hidden_states, attention_mask=attention_mask, position_ids=position_ids,
-                past_key_value=None, output_attentions=False, use_cache=False,
+                hidden_states,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_value=None,
+                output_attentions=False,
+                use_cache=False,
                 position_embeddings=embeddings,
-            )[0]  # fmt: skip
+            )[0]
         return self.norm(hidden_states)
 
 
@@ -442,9 +449,14 @@ class SDARAttention(DreamSdpaAttention):
         attention_mask = attention_mask.bool()
         torch.all(attention_mask)  # whether flash attention would do
         out = functional.scaled_dot_product_attention(
-            query=q, key=k, value=v, attn_mask=attention_mask, is_causal=False,
-            scale=self.head_dim**-0.5, enable_gqa=True,
-        )  # fmt: skip
+            query=q,
+            key=k,
+            value=v,
+            attn_mask=attention_mask,
+            is_causal=False,
+            scale=self.head_dim**-0.5,
+            enable_gqa=True,
+        )
         return self.o_proj(out.transpose(1, 2).flatten(2)), None, None
 
 
@@ -461,9 +473,11 @@ class FastDLLMAttention(DreamSdpaAttention):
 
 
 ATTENTIONS = {
-    "Dream": DreamSdpaAttention, "llada2_moe": LLaDA2MoeAttention, "sdar": SDARAttention,
+    "Dream": DreamSdpaAttention,
+    "llada2_moe": LLaDA2MoeAttention,
+    "sdar": SDARAttention,
     "Fast_dLLM_Qwen": FastDLLMAttention,
-}  # fmt: skip
+}
 
 
 class LLaDA2MoeSparseMoeBlock(nn.Module):

@@ -101,10 +101,13 @@ def llada2_by_hand(
                 best = sorted(masks, key=lambda place: -sure[place - start])
                 chosen = best[: shares[min(step, steps - 1)]]
             edits = [
-                place for place in range(max(start, len(prompt)), stop)
-                if editing is not None and place not in masks
-                and tokens[place - start] != ids[place] and sure[place - start] > editing
-            ]  # fmt: skip
+                place
+                for place in range(max(start, len(prompt)), stop)
+                if editing is not None
+                and place not in masks
+                and tokens[place - start] != ids[place]
+                and sure[place - start] > editing
+            ]
             for place in chosen + edits:
                 ids[place] = tokens[place - start]
             step, after = step + bool(masks), after + (not masks)
@@ -179,10 +182,8 @@ RULES: dict[str, tuple[dict[str, Any], Any, int | None]] = {
     "three steps a block": ({"steps": 3}, Quota(), 3),
     "confident": ({"steps": 4, "threshold": 0.3}, Dynamic(0.3), 4),
     "edited": ({"steps": 4, "threshold": 0.3, "editing": 0.25}, Dynamic(0.3, 0.25), 4),
-    "edited to the last": (
-        {"steps": 8, "threshold": 0.6, "editing": 0.02, "post_steps": 3}, Dynamic(0.6, 0.02, 3), 8,
-    ),
-}  # fmt: skip
+    "edited to the last": ({"steps": 8, "threshold": 0.6, "editing": 0.02, "post_steps": 3}, Dynamic(0.6, 0.02, 3), 8),
+}
 LENGTHS = (13, 16, 3)  # of prompts: none ends like the others within its block
 
 
@@ -230,9 +231,7 @@ def check_rows(texts: list[Tensor], seen: list[Tensor], shift: bool, edits: bool
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["all rows", "cached"])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", ["llada2", "sdar"])
-def test_llada2_and_sdar_are_decoded_as_their_code_does(
-    name: str, rule: str, dtype: torch.dtype
-) -> None:
+def test_llada2_and_sdar_are_decoded_as_their_code_does(name: str, rule: str, dtype: torch.dtype) -> None:
     """All rows: to the bit. Cached, in float64: 1e-10, since other rows share their products."""
     settings, chosen, steps = RULES[rule]
     model = made(name, dtype)
@@ -325,9 +324,7 @@ def test_policies_choose_rows_of_the_active_block(name: str) -> None:
     lm = DiffusionLM(model, block=BLOCK)
     lm.generate(prompt, when)
     with diffcache.wrapped(model, policy), seen_of(model) as seen:
-        model.register_forward_pre_hook(
-            lambda _, args, given: calls.append(given), with_kwargs=True, prepend=True
-        )
+        model.register_forward_pre_hook(lambda _, args, given: calls.append(given), with_kwargs=True, prepend=True)
         sampler = Sampler(by="random" if policy.needs_order else "confidence")
         answer = lm.generate(prompt, when, sampler, check=name != "free")
     kept, width, fewer, rows = Kept(model), 0, 0, 0
@@ -402,9 +399,7 @@ def test_what_is_edited_settles_with_its_block() -> None:
     model, (prompt,), told = made("llada2"), prompts(13), list[int]()
     _, rule, steps = RULES["edited"]
     lm = DiffusionLM(diffcache.wrap(model, BlockCache()))
-    answer = lm.generate(
-        prompt, schedule(steps), Sampler(rule=rule), on_settled=lambda _, ids: told.extend(ids)
-    )
+    answer = lm.generate(prompt, schedule(steps), Sampler(rule=rule), on_settled=lambda _, ids: told.extend(ids))
     assert told == answer.ids[0].tolist()
 
 
@@ -439,9 +434,14 @@ def test_llada2s_pipeline_goes_through_the_same_door(policy: Policy | None) -> N
         model.lm_head.weight[MASK] = 0  # the pipeline would take the mask for a token
     pipe, (prompt,) = pipeline(model), prompts(13)
     wanted = pipe(
-        input_ids=torch.tensor([prompt]), gen_length=LENGTH, num_inference_steps=4, threshold=0.3,
-        editing_threshold=0.25, mask_token_id=MASK, output_type="seq",
-    ).sequences  # fmt: skip
+        input_ids=torch.tensor([prompt]),
+        gen_length=LENGTH,
+        num_inference_steps=4,
+        threshold=0.3,
+        editing_threshold=0.25,
+        mask_token_id=MASK,
+        output_type="seq",
+    ).sequences
     lm = DiffusionLM(pipe)
     assert lm.block == BLOCK and lm.network is model
     if policy is not None:
@@ -459,13 +459,7 @@ def test_what_blocks_do_not_go_with_is_refused() -> None:
         (lm, None, 3, Sampler(), "block=3: must divide the 8 tokens that the model's attention"),
         (lm, None, None, Sampler(cfg_scale=1.0), "cfg_scale=1.0: is for models that attend both"),
         (lm, DKVCache(), None, edits, "edits decided tokens, whose rows DKVCache.* leaves out"),
-        (
-            DiffusionLM(model, block=4),
-            None,
-            None,
-            Sampler(),
-            "attention of TakesTokens is not causal",
-        ),
+        (DiffusionLM(model, block=4), None, None, Sampler(), "attention of TakesTokens is not causal"),
         (DiffusionLM(plain), BlockCache(), None, Sampler(), "nobody says that the model's attenti"),
         (DiffusionLM(plain), None, None, edits, "editing=.*: edits tokens of models that are caus"),
     ]

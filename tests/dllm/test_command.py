@@ -28,9 +28,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words = {f"w{number}": number for number in range(EOS)} | {"[EOS]": EOS, "[MASK]": MASK}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="[EOS]", mask_token="[MASK]"
-    ).save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="[EOS]", mask_token="[MASK]").save_pretrained(folder)
     (folder / "diffcache.json").write_text('{"call": {"length": 8, "block": 4}}')
     return folder
 
@@ -73,10 +71,7 @@ def test_a_drawn_order_and_lower_case_settings(saved: Path, tmp_path: Path) -> N
     lm = DiffusionLM.from_pretrained(str(saved), dtype=torch.float32)
     diffcache.wrap(lm.model, "dkv-cache", variant="greedy")
     sampler = Sampler(by="random", seed=3)
-    assert (
-        json.loads(record.read_text())["text"]
-        == lm.generate(PROMPT, Schedule(8, 4, eos_id=EOS), sampler).texts
-    )
+    assert json.loads(record.read_text())["text"] == lm.generate(PROMPT, Schedule(8, 4, eos_id=EOS), sampler).texts
     assert "FastDLLM(dual=True)" in call(saved, PROMPT, "--method", "fast-dllm:dual=true")
 
 

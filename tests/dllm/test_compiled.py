@@ -11,16 +11,7 @@ import torch
 from torch import Tensor
 
 import diffcache
-from diffcache.dllm import (
-    BlockCache,
-    D2Cache,
-    DKVCache,
-    DLLMCache,
-    ElasticCache,
-    FastDLLM,
-    Policy,
-    Schedule,
-)
+from diffcache.dllm import BlockCache, D2Cache, DKVCache, DLLMCache, ElasticCache, FastDLLM, Policy, Schedule
 from diffcache.pipelines.diffusion_lm import DiffusionLM
 from tests.dllm.test_remote import made
 from tests.dllm.toys import MASK, bidirectional, prompts

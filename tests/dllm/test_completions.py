@@ -90,9 +90,7 @@ def ask(address: str, **asked: Any) -> Any:
 
 
 def streamed(address: str, **asked: Any) -> list[dict[str, Any]]:
-    with httpx.stream(
-        "POST", f"{address}/completions", json={**asked, "stream": True}, timeout=300
-    ) as answer:
+    with httpx.stream("POST", f"{address}/completions", json={**asked, "stream": True}, timeout=300) as answer:
         rows = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
     assert rows.pop() == "[DONE]"
     return [json.loads(row)["choices"][0] for row in rows]
@@ -106,9 +104,7 @@ def idle(completions: Completions) -> None:
         time.sleep(0.05)
 
 
-def test_requests_at_the_same_time_are_answered_as_alone(
-    lm: DiffusionLM, served: tuple[Completions, str]
-) -> None:
+def test_requests_at_the_same_time_are_answered_as_alone(lm: DiffusionLM, served: tuple[Completions, str]) -> None:
     completions, address = served
     wanted = [alone(lm, row) for row in ROWS]
     assert len({count for *_, count in wanted}) > 1
@@ -118,15 +114,15 @@ def test_requests_at_the_same_time_are_answered_as_alone(
     for row, one, pieces, (said, why, count) in zip(ROWS, whole, parts, wanted, strict=True):
         assert [one["choices"][0][key] for key in ("text", "finish_reason")] == [said, why]
         assert one["usage"] == {
-            "prompt_tokens": len(row), "completion_tokens": count, "total_tokens": len(row) + count,
-        }  # fmt: skip
+            "prompt_tokens": len(row),
+            "completion_tokens": count,
+            "total_tokens": len(row) + count,
+        }
         assert "".join(piece["text"] for piece in pieces) == said
         assert [piece["finish_reason"] for piece in pieces] == [None] * (len(pieces) - 1) + [why]
     assert max(map(len, parts)) > 1  # text comes as it settles
     short = ask(address, prompt=[ROWS[0], text(ROWS[1])], max_tokens=3, model="diffusion-lm").json()
-    assert [(c["text"], c["finish_reason"]) for c in short["choices"]] == [
-        alone(lm, row, 3)[:2] for row in ROWS[:2]
-    ]
+    assert [(c["text"], c["finish_reason"]) for c in short["choices"]] == [alone(lm, row, 3)[:2] for row in ROWS[:2]]
     assert httpx.get(f"{address}/models").json()["data"][0]["id"] == "diffusion-lm"
     idle(completions)
 
@@ -175,10 +171,7 @@ def test_what_is_not_served_is_said(
 
 
 def test_a_forward_that_fails_ends_those_under_way_alone(
-    lm: DiffusionLM,
-    served: tuple[Completions, str],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    lm: DiffusionLM, served: tuple[Completions, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     completions, address = served
     own, calls = lm.masked.logits, []
@@ -214,9 +207,7 @@ def test_a_hundred_clients_that_cancel_and_drop_leave_nothing(
                 return next(answer.iter_lines(), "") is not None
         if number % 3 == 1:
             body = json.dumps(asked).encode()
-            head = (
-                f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-            )
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
             with socket.create_connection(("127.0.0.1", port), 60) as line:
                 line.sendall(head.encode() + body[: None if number % 2 else -1])
             return True
@@ -245,9 +236,7 @@ def test_more_than_may_wait_are_told_to_come_again(lm: DiffusionLM) -> None:
 
     async def come() -> list[int]:
         found = []
-        async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(app), base_url="http://a"
-        ) as one:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a") as one:
             early = asyncio.create_task(one.post("/", json={"prompt": [[1], [2], [3]]}))
             while not completions.queue:
                 await asyncio.sleep(0.01)

@@ -67,14 +67,19 @@ def test_places_are_left_free_by_who_stops_early() -> None:
     bad: list[Any] = [[1] * 41, rows[0], [99], rows[1], [MASK], rows[2], "text", rows[3]]
     told: dict[int, list[int]] = {}
     given = lm.serve(
-        iter(bad), Schedule(8, None), slots=2, longest=40,
+        iter(bad),
+        Schedule(8, None),
+        slots=2,
+        longest=40,
         on_settled=lambda number, ids: told.setdefault(number, []).extend(ids),
-    )  # fmt: skip
+    )
     served = dict(given)
     for place, said in (
-        (0, "number 0 has 41 tokens where longest=40"), (2, "hold 99, which is no token"),
-        (4, "or holds the mask, token 63"), (6, "is text, and there is no tokenizer"),
-    ):  # fmt: skip
+        (0, "number 0 has 41 tokens where longest=40"),
+        (2, "hold 99, which is no token"),
+        (4, "or holds the mask, token 63"),
+        (6, "is text, and there is no tokenizer"),
+    ):
         assert said in str(served.pop(place))
     assert served == {2 * n + 1: ids for n, ids in wanted.items()} == told
     canceled = dict(lm.serve(rows, Schedule(8, None), slots=2, is_canceled={0, 3}.__contains__))

@@ -70,9 +70,7 @@ def expected(name: str, notes: list[Noted], step: int, row: int, known: Any) -> 
     kth = masks[policy.current_k - 1] if len(masks) >= policy.current_k else WIDTH - 1
     stop = LONGEST + ((kth - LONGEST) // block + 1) * block
     worth = {
-        p: (p in may, float(confidence[p]) * density(decided, p - LONGEST, policy.sigma))
-        for p in masks
-        if p < stop
+        p: (p in may, float(confidence[p]) * density(decided, p - LONGEST, policy.sigma)) for p in masks if p < stop
     }
     rows = set(sorted(worth, key=lambda p: worth[p], reverse=True)[: policy.current_k])
     rows |= now.decided(row) - notes[step - 1].decided(row)
@@ -117,9 +115,7 @@ def test_rows_notes_and_logits_are_the_oracle_s(name: str) -> None:
 def test_with_a_shift_confidence_is_that_of_the_row_before() -> None:
     policy, ids = D2Cache(3, 2.0, 0.1), torch.tensor(prompts(9))
     generator, plans = torch.Generator().manual_seed(0), []
-    logits, sure, flow = (
-        torch.rand(1, WIDTH, *more, generator=generator) for more in ((64,), (), ())
-    )
+    logits, sure, flow = (torch.rand(1, WIDTH, *more, generator=generator) for more in ((64,), (), ()))
     for shift in (0, 1):
         decoding = Decoding(ids, Schedule(ANSWER, 8), Sampler(), MASK, shift=bool(shift))
         plan = NotedPlan()

@@ -35,9 +35,7 @@ from diffcache.dllm.rules import Rule
 MASK, WORDS = 15, 16
 
 
-def finish(
-    policy: Policy, schedule: Schedule, sampler: Sampler, prompt: int = 50
-) -> tuple[Decoding, list[int]]:
+def finish(policy: Policy, schedule: Schedule, sampler: Sampler, prompt: int = 50) -> tuple[Decoding, list[int]]:
     """Decode by random logits; return the decoding and the rows of every forward."""
     generator = torch.Generator().manual_seed(3)
     decoding = Decoding(torch.zeros(1, prompt, dtype=torch.int64), schedule, sampler, MASK)
@@ -68,9 +66,7 @@ def finish(
     ],
     ids=repr,
 )
-def test_rows_are_those_of_an_independent_implementation(
-    policy: Policy, sampler: Sampler, rows: int
-) -> None:
+def test_rows_are_those_of_an_independent_implementation(policy: Policy, sampler: Sampler, rows: int) -> None:
     """50 tokens of prompt, 48 of answer, blocks of 16, a token a step: counted elsewhere.
 
     Of the window of four masks there are two in the last but two steps and none in the last.
@@ -177,9 +173,7 @@ def credit(step: Callable[[], Tensor]) -> Told:
         yield chosen
 
 
-@pytest.mark.parametrize(
-    ("rule", "told"), [(SlowFast(0.8, 0.3, 3), slow_fast), (Credit(0.8), credit)]
-)
+@pytest.mark.parametrize(("rule", "told"), [(SlowFast(0.8, 0.3, 3), slow_fast), (Credit(0.8), credit)])
 def test_rules_with_a_memory_commit_as_their_papers_say(
     rule: Rule, told: Callable[[Callable[[], Tensor]], Told]
 ) -> None:
@@ -218,10 +212,7 @@ def test_masks_far_from_the_block_are_kept_by_chance() -> None:
     state = decoding.state
     for block in range(400):
         row = replace(state.rows[0], start=3 + 4 * block, stop=7 + 4 * block, block=block)
-        found = [
-            policy.plan(replace(state, rows=(replace(row, step=step),), last=ALL))
-            for step in (0, 1)
-        ]
+        found = [policy.plan(replace(state, rows=(replace(row, step=step),), last=ALL)) for step in (0, 1)]
         assert found[0].seen is not None and torch.equal(found[0].seen, found[1].seen)  # type: ignore[arg-type]
         kept += found[0].seen[0, row.stop : row.stop + 24]
     density = 1.5 * torch.exp(-torch.linspace(0, 2, 8).square() / 2) / (2 * torch.pi) ** 0.5
@@ -235,19 +226,13 @@ def test_the_factor_commits_the_largest_number_that_fits(factor: float) -> None:
     chosen = Factor(factor).choose(scores, 1)
     for row, picked in zip(scores.tolist(), chosen.tolist(), strict=True):
         best = sorted((c for c in row if c > 0), reverse=True)
-        most = max(
-            [n for n in range(1, len(best) + 1) if (n + 1) * (1 - best[n - 1]) < factor], default=1
-        )
+        most = max([n for n in range(1, len(best) + 1) if (n + 1) * (1 - best[n - 1]) < factor], default=1)
         assert {c for c, is_in in zip(row, picked, strict=True) if is_in} == set(best[:most])
 
 
 def test_scores_are_their_closed_forms() -> None:
     logits = torch.tensor([[[0.5, 0.25, 0.125, 0.125]]]).log()
-    for by, score in (
-        ("confidence", 0.5),
-        ("margin", 0.25),
-        ("entropy", -1.75 * 0.6931471805599453),
-    ):
+    for by, score in (("confidence", 0.5), ("margin", 0.25), ("entropy", -1.75 * 0.6931471805599453)):
         tokens, scores = Sampler(by=by).candidates(logits, 3, None)  # type: ignore[arg-type]
         assert tokens.item() == 0
         assert scores.item() == pytest.approx(score, abs=1e-6)
@@ -262,8 +247,10 @@ def test_the_mask_and_banned_tokens_are_never_chosen() -> None:
     hot = Sampler(temperature=50.0, banned=(3,))
     drawn = hot.candidates(logits.expand(1, 500, 4), 2, torch.Generator().manual_seed(0))[0]
     assert set(drawn.flatten().tolist()) == {0, 1}
-    for banned, message in (((1, 4), r"banned=\(1, 4\): names a token outside .* has 4; leave 4 out"),
-                            ((0, 3, 1), r"banned=\(0, 3, 1\): leaves none of .* 4 tokens")):  # fmt: skip
+    for banned, message in (
+        ((1, 4), r"banned=\(1, 4\): names a token outside .* has 4; leave 4 out"),
+        ((0, 3, 1), r"banned=\(0, 3, 1\): leaves none of .* 4 tokens"),
+    ):
         with pytest.raises(ValueError, match=message):
             Sampler(banned=banned).candidates(logits, 2, None)
 
@@ -277,9 +264,7 @@ def test_late_tokens_are_chosen_and_committed_last() -> None:
         assert tokens.tolist() == [[3, 1]]
         rest = logits[0, 1, :3].double().softmax(-1)[1].item()
         assert scores[0].tolist() == [0, pytest.approx(rest)]
-    with pytest.raises(
-        ValueError, match=r"late=\(4,\): names a token outside .* has 4; leave 4 out"
-    ):
+    with pytest.raises(ValueError, match=r"late=\(4,\): names a token outside .* has 4; leave 4 out"):
         Sampler(late=(4,)).candidates(logits, 2, None)
 
 
@@ -291,16 +276,13 @@ def test_temperature_draws_from_the_tempered_softmax_and_a_seed_repeats_it() -> 
     found = torch.bincount(drawn.flatten(), minlength=3)[:3] / drawn.numel()
     torch.testing.assert_close(found, wanted, rtol=0, atol=0.015)
     answers = [
-        finish(FastDLLM(), Schedule(8, 4), Sampler(temperature=1.0, seed=seed))[0].ids.tolist()
-        for seed in (0, 0, 1)
+        finish(FastDLLM(), Schedule(8, 4), Sampler(temperature=1.0, seed=seed))[0].ids.tolist() for seed in (0, 0, 1)
     ]
     assert answers[0] == answers[1] != answers[2]
 
 
 def test_a_random_order_is_kept_and_told_beforehand() -> None:
-    decoding = Decoding(
-        torch.zeros(2, 3, dtype=torch.int64), Schedule(8, 4, 4), Sampler(by="random"), MASK
-    )
+    decoding = Decoding(torch.zeros(2, 3, dtype=torch.int64), Schedule(8, 4, 4), Sampler(by="random"), MASK)
     while not decoding.is_finished:
         state = decoding.state
         assert state.upcoming is not None and state.upcoming.sum(1).tolist() == [2, 2]
@@ -401,9 +383,7 @@ def test_masks_that_nothing_decides_are_noticed(schedule: Schedule, rule: Any, s
 # what is refused -----------------------------------------------------------------------------------
 
 
-def decoding_of(
-    rows: list[list[int]], valid: list[list[bool]] | None = None, **schedule: Any
-) -> Decoding:
+def decoding_of(rows: list[list[int]], valid: list[list[bool]] | None = None, **schedule: Any) -> Decoding:
     there = None if valid is None else torch.tensor(valid)
     ids = torch.tensor(rows, dtype=torch.int64)
     return Decoding(ids, Schedule(**schedule), Sampler(), MASK, there)

@@ -28,12 +28,21 @@ class Processor:
 
 def gemma() -> DiffusionGemmaPipeline:
     text = {
-        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "global_head_dim": 8,
-        "num_global_key_value_heads": 2, "sliding_window": 16, "num_experts": 4,
-        "layer_types": ["sliding_attention", "full_attention"], "top_k_experts": 2,
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "global_head_dim": 8,
+        "num_global_key_value_heads": 2,
+        "sliding_window": 16,
+        "num_experts": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "top_k_experts": 2,
         "moe_intermediate_size": 16,
-    }  # fmt: skip
+    }
     torch.manual_seed(0)
     config = DiffusionGemmaConfig(text_config=text, vision_config=None, canvas_length=BLOCK)
     model = DiffusionGemmaForBlockDiffusion(config).eval()
@@ -57,10 +66,14 @@ def test_the_canvas_of_diffusion_gemma_takes_feature_methods_and_no_row_plans() 
 
     def text(cache: str | None = None) -> Tensor:
         found: Tensor = pipe(
-            prompt="", gen_length=2 * BLOCK, num_inference_steps=6, confidence_threshold=None,
-            cache_implementation=cache, output_type="seq",
+            prompt="",
+            gen_length=2 * BLOCK,
+            num_inference_steps=6,
+            confidence_threshold=None,
+            cache_implementation=cache,
+            output_type="seq",
             generator=torch.Generator().manual_seed(0),
-        ).sequences  # fmt: skip
+        ).sequences
         return found
 
     wanted = text()

@@ -122,9 +122,7 @@ def llada_by_hand(model: Any, prompt: list[int], scale: float, late: list[int]) 
 
 
 @pytest.mark.parametrize(
-    "policy",
-    [None, Uncached(), DKVCache(every=1), FastDLLM(), DLLMCache(1, 1), D2Cache(), ElasticCache()],
-    ids=repr,
+    "policy", [None, Uncached(), DKVCache(every=1), FastDLLM(), DLLMCache(1, 1), D2Cache(), ElasticCache()], ids=repr
 )
 def test_guidance_and_late_tokens_are_those_of_llada(policy: Policy | None) -> None:
     """With a cache that computes every row; others compute as many rows of both branches."""
@@ -164,9 +162,7 @@ def test_texts_go_in_and_come_out_as_they_settle() -> None:
 
 def test_the_progress_bar_shows_decided_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     done = []
-    monkeypatch.setattr(
-        Progress, "update", lambda bar, task, completed, total: done.append((completed, total))
-    )
+    monkeypatch.setattr(Progress, "update", lambda bar, task, completed, total: done.append((completed, total)))
     DiffusionLM(bidirectional()).generate(prompts(*LENGTHS), SCHEDULE, progress=True)
     assert done == [(2 * step, 16) for step in range(1, 9)]  # one of each sequence a step
 
@@ -176,8 +172,7 @@ def test_a_model_whose_weights_accelerate_offloads_is_served() -> None:
     assert next(model.parameters()).is_meta
     rows = prompts(*LENGTHS)
     assert torch.equal(
-        DiffusionLM(model).generate(rows, SCHEDULE).ids,
-        DiffusionLM(plain).generate(rows, SCHEDULE).ids,
+        DiffusionLM(model).generate(rows, SCHEDULE).ids, DiffusionLM(plain).generate(rows, SCHEDULE).ids
     )
     wanted = answer_of(plain, DKVCache(every=3), rows)
     assert torch.equal(answer_of(model, DKVCache(every=3), rows), wanted)
@@ -203,14 +198,9 @@ def test_padding_of_one_decoding_does_not_hide_tokens_of_the_next(policy: Policy
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("policy", "whole", "some"),
-    [
-        (DKVCache(), RowPlan(), RowPlan(range(7, 9))),
-        (DLLMCache(), BranchPlan(None, 6), BranchPlan(None, 6, False)),
-    ],
+    [(DKVCache(), RowPlan(), RowPlan(range(7, 9))), (DLLMCache(), BranchPlan(None, 6), BranchPlan(None, 6, False))],
 )
-def test_other_padding_than_that_of_what_is_held_is_refused(
-    policy: Policy, whole: RowPlan, some: RowPlan
-) -> None:
+def test_other_padding_than_that_of_what_is_held_is_refused(policy: Policy, whole: RowPlan, some: RowPlan) -> None:
     model = bidirectional()
     ids, valid = padded(prompts(9, 6))
     assert valid is not None
@@ -252,9 +242,7 @@ class Reads(TorchDispatchMode):
 SOME = torch.tensor([[1, 3, 4], [1, 2, 5]])
 PLANS: dict[Any, list[RowPlan]] = {
     Uncached(): [RowPlan(range(2, 5)), RowPlan(SOME), RowPlan()],
-    DLLMCache(ratio=0.5): [
-        BranchPlan(None, 2, *parts) for parts in itertools.product([False, True], repeat=2)
-    ],
+    DLLMCache(ratio=0.5): [BranchPlan(None, 2, *parts) for parts in itertools.product([False, True], repeat=2)],
     D2Cache(): [NotedPlan(SOME), NotedPlan()],
 }
 
@@ -324,9 +312,14 @@ def test_a_causal_model_of_other_code_is_never_served() -> None:
 
 
 MASKED: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "intermediate_size": 48, "max_position_embeddings": 66, "pad_token_id": 1,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 66,
+    "pad_token_id": 1,
+}
 
 
 @pytest.mark.parametrize(
@@ -353,15 +346,13 @@ def test_positions_of_encoders_are_the_models_own(config: Any, network: Any) -> 
     ("config", "network"),
     [
         (
-            EsmConfig(**MASKED, mask_token_id=MASK, position_embedding_type="rotary",
-                      token_dropout=True),
+            EsmConfig(**MASKED, mask_token_id=MASK, position_embedding_type="rotary", token_dropout=True),
             EsmForMaskedLM,
         ),
-        (MobileBertConfig(**MASKED, embedding_size=32, intra_bottleneck_size=32),
-         MobileBertForMaskedLM),
+        (MobileBertConfig(**MASKED, embedding_size=32, intra_bottleneck_size=32), MobileBertForMaskedLM),
     ],
     ids=["scaled by the number of masks", "neighbors in embeddings"],
-)  # fmt: skip
+)
 def test_tokens_that_meet_outside_of_attention_are_refused(config: Any, network: Any) -> None:
     model = bidirectional(config=config, network=network)
     for policy in (FastDLLM(), ElasticCache(), D2Cache()):
@@ -378,8 +369,12 @@ def test_what_cannot_be_served_is_refused() -> None:
         DiffusionLM(model).generate("Hi")
     with pytest.raises(ValueError, match="must have at least one token"):
         DiffusionLM(model).generate([[]])
-    for text, said in (("", "the empty text ''"), (" ", "the empty text"), ("\ud83d", "half a char"),
-                       ("AB?", r"no token for 1 of the words of 'AB\?'; .* another kind")):  # fmt: skip
+    for text, said in (
+        ("", "the empty text ''"),
+        (" ", "the empty text"),
+        ("\ud83d", "half a char"),
+        ("AB?", r"no token for 1 of the words of 'AB\?'; .* another kind"),
+    ):
         with pytest.raises(ValueError, match=f"prompts: .*{said}"):
             DiffusionLM(model, Unknowing()).generate(text, SCHEDULE)
     short = bidirectional(max_position_embeddings=16)

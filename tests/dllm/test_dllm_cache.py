@@ -80,8 +80,10 @@ class Sequence:
         at = torch.arange(len(ids))
         cosine, sine = core.rotary_emb(x[None], position_ids=at[None])
         angles = torch.complex(cosine, sine)[0, :, : cosine.shape[-1] // 2]
-        due = [self.step == 0 or (n is not None and self.step % n == 0)
-               for n in (method.prompt_every, method.answer_every)]  # fmt: skip
+        due = [
+            self.step == 0 or (n is not None and self.step % n == 0)
+            for n in (method.prompt_every, method.answer_every)
+        ]
         self.rows = []
         for number, (layer, kept) in enumerate(zip(core.layers, self.kept, strict=True)):
             attn, inner = layer.self_attn, layer.input_layernorm(x)
@@ -100,9 +102,7 @@ class Sequence:
                 kept |= {n: torch.zeros_like(attn.k_proj(inner)) for n in ("k", "v")}
             for name, project in (("k", attn.k_proj), ("v", attn.v_proj)):
                 kept[name] = kept[name].index_copy(0, some, project(inner[some]))
-            fresh = attended(
-                layer, attn.q_proj(inner[some]), kept["k"], kept["v"], (angles[some], angles)
-            )
+            fresh = attended(layer, attn.q_proj(inner[some]), kept["k"], kept["v"], (angles[some], angles))
             kept["attention"] = kept["attention"].index_copy(0, some, fresh)
             x = x + kept["attention"]
             fresh = layer.mlp(layer.post_attention_layernorm(x[some]))
@@ -125,8 +125,7 @@ def test_logits_rows_and_what_is_held_are_those_of_the_oracle(method: DLLMCache)
             for layer in range(LAYERS):
                 kept, outputs = oracle.kept[layer], now.more[2 * layer :][:2]
                 values = now.kept[layer][1][row].transpose(0, 1).flatten(1)
-                for name, ours in (("v", values), ("attention", outputs[0][row]),
-                                   ("mlp", outputs[1][row])):  # fmt: skip
+                for name, ours in (("v", values), ("attention", outputs[0][row]), ("mlp", outputs[1][row])):
                     torch.testing.assert_close(ours[first:], kept[name], rtol=0, atol=1e-9)
                 if before is not None:  # of all others the very bytes are held
                     for ours, old in zip(outputs, before[2 * layer :], strict=False):
@@ -153,10 +152,13 @@ def test_other_layers_are_served(config: Any, network: Any) -> None:
     size: dict[Any, dict[str, Any]] = {
         Qwen3Config: {"head_dim": 8},
         Llama4TextConfig: {
-            "head_dim": 8, "intermediate_size_mlp": 48, "moe_layers": [], "no_rope_layers": [1, 0, 1],
+            "head_dim": 8,
+            "intermediate_size_mlp": 48,
+            "moe_layers": [],
+            "no_rope_layers": [1, 0, 1],
             "layer_types": ["full_attention"] * LAYERS,
         },
-    }  # fmt: skip
+    }
     bound = 1e-5 if config is Llama4TextConfig else 1e-9  # it rotates in float32
     other = bidirectional(config=config(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS,
@@ -169,9 +171,7 @@ def test_other_layers_are_served(config: Any, network: Any) -> None:
     for one, two in zip(plain, chosen, strict=True):
         for row, length in enumerate(LENGTHS):
             first = LONGEST - length
-            torch.testing.assert_close(
-                one.logits[row, first:], two.logits[row, first:], rtol=0, atol=bound
-            )
+            torch.testing.assert_close(one.logits[row, first:], two.logits[row, first:], rtol=0, atol=bound)
     few = trace(other, DLLMCache(5, 3), rows, SCHEDULE)[1]
     assert not torch.equal(few[-1].logits, plain[-1].logits)
 
@@ -199,8 +199,9 @@ def test_counts_and_memory_are_the_closed_forms(method: DLLMCache) -> None:
     assert report is not None
     computed, values = 0, 0
     for step in range(ANSWER):
-        prompt, answer = (step == 0 or (n is not None and step % n == 0)
-                          for n in (method.prompt_every, method.answer_every))  # fmt: skip
+        prompt, answer = (
+            step == 0 or (n is not None and step % n == 0) for n in (method.prompt_every, method.answer_every)
+        )
         few = ANSWER if answer else int(method.ratio * ANSWER)
         computed += WIDTH + (LAYERS - 1) * (LONGEST * prompt + few)
         values += (LAYERS - 1) * ANSWER * (not answer and method.ratio > 0)
@@ -232,8 +233,15 @@ class Mixing(nn.Module):
 
 def test_what_cannot_be_served_is_refused() -> None:
     ids = torch.tensor(prompts(5))
-    config = Phi3Config(num_hidden_layers=2, hidden_size=32, vocab_size=64, intermediate_size=48,
-                        num_attention_heads=4, pad_token_id=0, is_causal=False)  # fmt: skip
+    config = Phi3Config(
+        num_hidden_layers=2,
+        hidden_size=32,
+        vocab_size=64,
+        intermediate_size=48,
+        num_attention_heads=4,
+        pad_token_id=0,
+        is_causal=False,
+    )
     with pytest.raises(AttachError, match=r"layers\.0 is not a layer of an attention with a v_pr"):
         diffcache.wrap(Phi3ForCausalLM(config), DLLMCache())
     network, plan = bidirectional(), BranchPlan(None, 3)
@@ -254,10 +262,18 @@ def test_what_cannot_be_served_is_refused() -> None:
     with diffcache.wrapped(network, DLLMCache()), pytest.raises(AttachError, match=mixes):
         DiffusionLM(network).generate(prompts(5), SCHEDULE)
     experts = Llama4TextConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, intermediate_size_mlp=48, head_dim=8,
-        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, num_local_experts=2,
-        is_causal=False, mask_token_id=MASK,
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        intermediate_size_mlp=48,
+        head_dim=8,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=2,
+        is_causal=False,
+        mask_token_id=MASK,
+    )
     network = bidirectional(config=experts, network=Llama4ForCausalLM)
     routes = r"layers\.0\.feed_forward returns tuple, not a tensor of its rows"
     with diffcache.wrapped(network, DLLMCache()), pytest.raises(AttachError, match=routes):

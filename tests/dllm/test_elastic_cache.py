@@ -72,9 +72,7 @@ def follow(model: Any, policy: Any, rule: Rule) -> list[Seen]:
         while not decoding.is_finished:
             plan = policy.plan(decoding.state)
             check_coverage(decoding.state, plan)
-            logits = model(
-                decoding.ids, attention_mask=decoding.valid, row_plan=plan, use_cache=False
-            ).logits
+            logits = model(decoding.ids, attention_mask=decoding.valid, row_plan=plan, use_cache=False).logits
             held = handle.run().storage[handle.denoisers[0].extensions[0]]
             kept = replace(
                 held,
@@ -182,12 +180,9 @@ def test_every_layer_and_step_of_a_padded_batch_is_the_oracle_s(name: str) -> No
             at = now.plan.index(2, WIDTH, ids.device)[row]
             assert step == 0 or set(at.tolist()) == {p + skip for p in fed}
             there = at >= skip
-            torch.testing.assert_close(
-                now.logits[row][there], logits[at[there] - skip], rtol=0, atol=1e-10
-            )
+            torch.testing.assert_close(now.logits[row][there], logits[at[there] - skip], rtol=0, atol=1e-10)
             for layer in range(LAYERS):
-                k, v = (x[row, :, skip:].transpose(0, 1).repeat_interleave(2, 1)
-                        for x in now.held.layers[layer])  # fmt: skip
+                k, v = (x[row, :, skip:].transpose(0, 1).repeat_interleave(2, 1) for x in now.held.layers[layer])
                 pairs = [(k, oracle.k), (v, oracle.v)]
                 if policy.gamma > 0:  # else no layer is ever widened, and these are not held
                     pairs.append((now.held.inputs[layer][row, skip:], oracle.x))
@@ -195,9 +190,7 @@ def test_every_layer_and_step_of_a_padded_batch_is_the_oracle_s(name: str) -> No
                 for ours, theirs in pairs:
                     torch.testing.assert_close(ours, theirs[layer], rtol=0, atol=1e-10)
                 assert (layer in now.held.inputs) == (policy.gamma > 0)
-            assert now.places(now.held.tracked, row) == {
-                p + skip for p in set().union(*oracle.tracked)
-            }
+            assert now.places(now.held.tracked, row) == {p + skip for p in set().union(*oracle.tracked)}
             assert now.held.starts[row] == oracle.start
             old = sorted({p + skip for p in range(oracle.width)} - {p + skip for p in oracle.rows})
             for layer in range(oracle.start):  # frozen to the bit
@@ -241,9 +234,7 @@ def test_wrap_and_generate_slide_a_window_of_sixteen() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("gamma", [0.0, 1e-9])
-def test_a_layer_reads_one_number_where_it_is_tested(
-    gamma: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_layer_reads_one_number_where_it_is_tested(gamma: float, monkeypatch: pytest.MonkeyPatch) -> None:
     model, policy = toy(), ElasticCache(gamma=gamma)
     decoding = Decoding(padded(prompts(9))[0], SCHEDULE, Sampler(), MASK)
     lists, to_list = [], Tensor.tolist  # which no dispatch shows
@@ -283,9 +274,7 @@ def test_models_and_plans_that_do_not_fit_are_refused() -> None:
     model.model.rotary_emb = Lexical(model.model.rotary_emb)
     with diffcache.wrapped(model, ElasticCache()), pytest.raises(AttachError, match="block 0 is g"):
         DiffusionLM(model).generate(prompts(6), SCHEDULE)
-    config = GPT2Config(
-        vocab_size=64, n_embd=32, n_layer=2, n_head=4, is_causal=False, mask_token_id=MASK
-    )
+    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, is_causal=False, mask_token_id=MASK)
     model = bidirectional(config=config, network=GPT2LMHeadModel)
     with diffcache.wrapped(model, ElasticCache()):
         for _ in range(2):  # however often it is asked
@@ -294,8 +283,5 @@ def test_models_and_plans_that_do_not_fit_are_refused() -> None:
     with diffcache.wrapped(model, DKVCache()):
         DiffusionLM(model).generate(prompts(6), SCHEDULE)
     model = toy()
-    with (
-        diffcache.wrapped(model, ElasticCache()),
-        pytest.raises(AttachError, match="must be a WatchedPlan"),
-    ):
+    with diffcache.wrapped(model, ElasticCache()), pytest.raises(AttachError, match="must be a WatchedPlan"):
         model(torch.tensor(prompts(5)), row_plan=RowPlan())

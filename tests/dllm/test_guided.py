@@ -10,18 +10,7 @@ from torch import Tensor
 from transformers import BertConfig, BertForMaskedLM
 
 import diffcache
-from diffcache.dllm import (
-    ALL,
-    Decoding,
-    DKVCache,
-    FastDLLM,
-    FreeCache,
-    Guided,
-    Policy,
-    Quota,
-    Sampler,
-    Schedule,
-)
+from diffcache.dllm import ALL, Decoding, DKVCache, FastDLLM, FreeCache, Guided, Policy, Quota, Sampler, Schedule
 from diffcache.pipelines.diffusion_lm import DiffusionLM
 from diffcache.pipelines.masked_model import MaskedModel
 from tests.dllm.toys import EOS, MASK, bidirectional, padded, prompts
@@ -55,9 +44,7 @@ class Opinion:
         return torch.nn.functional.one_hot(self.wanted(ids, at), 64).double()
 
 
-def decode(
-    opinion: Opinion, rows: list[list[int]], schedule: Schedule, rule: Guided | None = None
-) -> Decoding:
+def decode(opinion: Opinion, rows: list[list[int]], schedule: Schedule, rule: Guided | None = None) -> Decoding:
     model, (ids, valid) = MaskedModel(bidirectional(), None), padded(rows)
     decoding = Decoding(ids, schedule, Sampler(rule=rule or Guided()), MASK, valid, opinion)
     while not decoding.is_finished:
@@ -203,9 +190,7 @@ def test_what_cannot_guide_is_refused() -> None:
     model = bidirectional()
     with pytest.raises(ValueError, match=r"rule=Guided\(k=2, ratio=0.5\): there is no guide"):
         DiffusionLM(model).generate(prompts(4), SCHEDULE, Sampler(rule=Guided()))
-    with pytest.raises(
-        ValueError, match=r"vocabulary of 40 tokens.*guide.resize_token_embeddings\(64"
-    ):
+    with pytest.raises(ValueError, match=r"vocabulary of 40 tokens.*guide.resize_token_embeddings\(64"):
         DiffusionLM(model, guide=guide_of(vocab_size=40, mask_token_id=None))
     size = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
     bert = BertForMaskedLM(BertConfig(vocab_size=64, **size)).eval()
@@ -213,8 +198,6 @@ def test_what_cannot_guide_is_refused() -> None:
         with pytest.raises(ValueError, match=f"guide: {type(guide).__name__} attends both ways"):
             DiffusionLM(model, guide=guide)
     plain = DiffusionLM(model).generate(prompts(4), SCHEDULE)
-    asked = DiffusionLM(model, guide=guide_of()).generate(
-        prompts(4), SCHEDULE, Sampler(rule=Quota())
-    )
+    asked = DiffusionLM(model, guide=guide_of()).generate(prompts(4), SCHEDULE, Sampler(rule=Quota()))
     assert torch.equal(plain.ids, asked.ids) and asked.guide_rows == 0
     assert EOS not in plain.ids

@@ -28,18 +28,7 @@ from diffcache.dllm import (
 )
 from diffcache.pipelines.diffusion_lm import DiffusionLM
 from diffcache.targets import handle_of
-from tests.dllm.cases import (
-    CASES,
-    CONFIDENT,
-    LENGTHS,
-    LIMITS,
-    LONGEST,
-    ROW_PLANS,
-    VALID,
-    WIDTH,
-    model,
-    traced,
-)
+from tests.dllm.cases import CASES, CONFIDENT, LENGTHS, LIMITS, LONGEST, ROW_PLANS, VALID, WIDTH, model, traced
 from tests.dllm.test_remote import alone, made
 from tests.dllm.toys import LAYERS, bidirectional, prompts, trace
 
@@ -262,9 +251,7 @@ def test_decodings_in_turns_and_in_threads_are_apart(door: tuple[Door, Any, Diff
     assert handle_of(model).held_bytes() == 0
 
 
-def test_a_decoding_that_is_cut_off_leaves_nothing_behind(
-    door: tuple[Door, Any, DiffusionLM],
-) -> None:
+def test_a_decoding_that_is_cut_off_leaves_nothing_behind(door: tuple[Door, Any, DiffusionLM]) -> None:
     one, model, lm = door
     handle, wanted = handle_of(model), lm.generate(prompts(6), one.schedule).ids
     steps = lm.steps(prompts(9), one.schedule)

@@ -75,9 +75,13 @@ def prompt(*shape: int) -> Tensor:
 
 def ask(pipe: Any, ids: Tensor, **settings: Any) -> Any:
     defaults = {
-        "gen_length": 35, "num_inference_steps": 4, "threshold": 0.5, "editing_threshold": None,
-        "mask_token_id": MASK, "output_type": "seq",
-    }  # fmt: skip
+        "gen_length": 35,
+        "num_inference_steps": 4,
+        "threshold": 0.5,
+        "editing_threshold": None,
+        "mask_token_id": MASK,
+        "output_type": "seq",
+    }
     found = pipe(input_ids=ids, **{**defaults, **settings})
     return getattr(found, "sequences", found)
 
@@ -87,9 +91,7 @@ class Fed:
 
     def __init__(self, model: Any) -> None:
         self.counts: list[int] = []
-        model.model.embed_tokens.register_forward_pre_hook(
-            lambda _, args: self.counts.append(args[0].numel())
-        )
+        model.model.embed_tokens.register_forward_pre_hook(lambda _, args: self.counts.append(args[0].numel()))
 
     def taken(self) -> list[int]:
         counts, self.counts = self.counts, []
@@ -237,9 +239,7 @@ def test_finished_blocks_are_stale_as_put_in_by_hand_and_the_report_says_so() ->
     given: list[Tensor] = []
     out: list[Tensor] = []
     diffcache.wrap(pipe, BlockCache())
-    model.register_forward_pre_hook(
-        lambda _, args: given.append(args[0].clone()) if args else None, prepend=True
-    )
+    model.register_forward_pre_hook(lambda _, args: given.append(args[0].clone()) if args else None, prepend=True)
     model.register_forward_hook(lambda _, args, made: out.append(made.logits))
     with pytest.warns(CacheWarning, match="approximate: attention goes both ways"):
         ask(pipe, prompt(2, 13), gen_length=27)
@@ -304,10 +304,7 @@ def test_a_bare_model_is_served_in_a_run() -> None:
 
 def test_what_cannot_be_served_is_refused() -> None:
     for model, message in (
-        (
-            bidirectional(is_causal=True),
-            r"layers\.0\.self_attn neither attends both ways nor to its",
-        ),
+        (bidirectional(is_causal=True), r"layers\.0\.self_attn neither attends both ways nor to its"),
         (block_causal(WiderBlocks), "nor to blocks of 8 tokens and all before.*block_length"),
         (block_causal(NoPositions), "last block comes out otherwise when it is computed alone"),
     ):
@@ -319,9 +316,11 @@ def test_what_cannot_be_served_is_refused() -> None:
     model = block_causal()
     said = r"BlockCache\(block=None\): a bare model has no scheduler"
     with (
-        torch.no_grad(), diffcache.wrapped(model, BlockCache()), diffcache.run(model),
+        torch.no_grad(),
+        diffcache.wrapped(model, BlockCache()),
+        diffcache.run(model),
         pytest.raises(AttachError, match=said),
-    ):  # fmt: skip
+    ):
         model(**arguments(prompt(1, 16)))
     with pytest.raises(AttachError, match="a LLaDA2Pipeline does not ask for; use BlockCache"):
         diffcache.wrap(pipeline(model), DKVCache())

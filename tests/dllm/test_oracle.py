@@ -9,19 +9,7 @@ import torch
 
 from diffcache.attach.extensions.partial import HeldKV
 from diffcache.dllm import RowPlan, Schedule, Uncached
-from tests.dllm.cases import (
-    ANSWER,
-    BLOCK,
-    CASES,
-    LENGTHS,
-    LONGEST,
-    ROW_PLANS,
-    SCHEDULE,
-    VALID,
-    WIDTH,
-    model,
-    traced,
-)
+from tests.dllm.cases import ANSWER, BLOCK, CASES, LENGTHS, LONGEST, ROW_PLANS, SCHEDULE, VALID, WIDTH, model, traced
 from tests.dllm.toys import Noted, bidirectional, check_step, prompts, trace
 
 

@@ -52,10 +52,15 @@ CODES = {
     "fast-dllm": (remote_models.FastDLLMForCausalLM, remote_models.FastDLLMConfig),
 }
 POLICIES: dict[str, Policy] = {
-    "decode": DKVCache(every=3), "pd": DKVCache("pd", every=3), "dual": FastDLLM(dual=True),
-    "free": FreeCache(commit=True), "elastic": ElasticCache(0.97, track=2), "d2": D2Cache(3, 2.0),
-    "dllm": DLLMCache(5, 3), "dllm, none": DLLMCache(3, 4, 0),
-}  # fmt: skip
+    "decode": DKVCache(every=3),
+    "pd": DKVCache("pd", every=3),
+    "dual": FastDLLM(dual=True),
+    "free": FreeCache(commit=True),
+    "elastic": ElasticCache(0.97, track=2),
+    "d2": D2Cache(3, 2.0),
+    "dllm": DLLMCache(5, 3),
+    "dllm, none": DLLMCache(3, 4, 0),
+}
 
 
 def made(name: str, dtype: torch.dtype = torch.float64, **settings: Any) -> Any:
@@ -82,22 +87,26 @@ def llama(name: str) -> Any:
     """Return a Llama of transformers with a model's weights."""
     own, is_dream = model(name), name == "dream"
     rms_norm_eps = 1e-6 if is_dream else 1e-5
-    twin = bidirectional(
-        num_key_value_heads=2 if is_dream else 4, rms_norm_eps=rms_norm_eps, attention_bias=is_dream
-    )
+    twin = bidirectional(num_key_value_heads=2 if is_dream else 4, rms_norm_eps=rms_norm_eps, attention_bias=is_dream)
     weights = {
-        key.replace("transformer.wte", "embed_tokens").replace("transformer.blocks", "layers")
-        .replace("transformer.ln_f", "norm").replace("model.transformer.ff_out", "lm_head")
+        key.replace("transformer.wte", "embed_tokens")
+        .replace("transformer.blocks", "layers")
+        .replace("transformer.ln_f", "norm")
+        .replace("model.transformer.ff_out", "lm_head")
         .replace("q_proj", "self_attn.q_proj" if not is_dream else "q_proj"): value
         for key, value in own.state_dict().items()
-    }  # fmt: skip
+    }
     if not is_dream:
         names = {
-            ".k_proj": ".self_attn.k_proj", ".v_proj": ".self_attn.v_proj",
-            ".attn_out": ".self_attn.o_proj", ".ff_out": ".mlp.down_proj",
-            ".ff_proj": ".mlp.gate_proj", ".up_proj": ".mlp.up_proj",
-            ".attn_norm": ".input_layernorm", ".ff_norm": ".post_attention_layernorm",
-        }  # fmt: skip
+            ".k_proj": ".self_attn.k_proj",
+            ".v_proj": ".self_attn.v_proj",
+            ".attn_out": ".self_attn.o_proj",
+            ".ff_out": ".mlp.down_proj",
+            ".ff_proj": ".mlp.gate_proj",
+            ".up_proj": ".mlp.up_proj",
+            ".attn_norm": ".input_layernorm",
+            ".ff_norm": ".post_attention_layernorm",
+        }
         for old, new in names.items():
             weights = {key.replace(old, new): value for key, value in weights.items()}
     missing, unexpected = twin.load_state_dict(weights, strict=False)
@@ -124,9 +133,7 @@ def alone(own: Any, ids: Tensor, valid: Tensor | None) -> Tensor:
 @pytest.mark.parametrize("lengths", [(9,), LENGTHS], ids=["alone", "padded"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", NAMES)
-def test_all_rows_are_the_model_bit_for_bit(
-    name: str, dtype: torch.dtype, lengths: tuple[int, ...]
-) -> None:
+def test_all_rows_are_the_model_bit_for_bit(name: str, dtype: torch.dtype, lengths: tuple[int, ...]) -> None:
     own = made(name, dtype)
     ids, valid = padded(prompts(*lengths))
     width = ids.shape[1]
@@ -293,10 +300,7 @@ def test_attention_that_cannot_be_taken_is_refused() -> None:
     own = made("dream")
     core, base = own.model, type(own.model).forward
     core.forward = lambda ids, mask, at: base(core, ids, mask, None)
-    with (
-        diffcache.wrapped(own, FastDLLM()),
-        pytest.raises(AttachError, match="counts rows where it has position_ids"),
-    ):
+    with diffcache.wrapped(own, FastDLLM()), pytest.raises(AttachError, match="counts rows where it has position_ids"):
         DiffusionLM(own).generate(ids, SCHEDULE)
     with pytest.raises(AttachError, match="fills in masks, .* such as diffcache.wrap"):
         cache_for(own, "knorm", budget=8)

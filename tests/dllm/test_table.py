@@ -36,11 +36,7 @@ def test_every_row_stands_behind_the_one_it_is_compared_with(model: str) -> None
 def test_a_measured_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dllm, "replay", lambda *given: {})
     found = dllm.measure(
-        SETTING,
-        model=PROBE,
-        rounds=1,
-        samples=1,
-        named=["Fast-dLLM dual", "dKV-Cache, no delay", "the guide alone"],
+        SETTING, model=PROBE, rounds=1, samples=1, named=["Fast-dLLM dual", "dKV-Cache, no delay", "the guide alone"]
     )
     told = {row["name"]: row for row in found["rows"]}
     assert list(told) == ["uncached", "dKV-Cache, no delay", "Fast-dLLM dual", "the guide alone"]

@@ -21,17 +21,20 @@ Kept = list[tuple[Tensor, Tensor]]  # keys and values of each layer, [B, H, T, D
 
 
 def bidirectional(
-    dtype: torch.dtype = torch.float64,
-    config: Any = None,
-    network: Any = LlamaForCausalLM,
-    **changes: Any,
+    dtype: torch.dtype = torch.float64, config: Any = None, network: Any = LlamaForCausalLM, **changes: Any
 ) -> Any:
     """Return a model whose tokens depend on each other strongly; a Llama unless said otherwise."""
     settings = {
-        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "is_causal": False,
-        "mask_token_id": MASK, **changes,
-    }  # fmt: skip
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "is_causal": False,
+        "mask_token_id": MASK,
+        **changes,
+    }
     config = LlamaConfig(**settings) if config is None else config
     model = network._from_config(config, attn_implementation="sdpa")
     generator = torch.Generator().manual_seed(0)
@@ -102,9 +105,8 @@ def trace(
         more = held_besides(model) if policy is not None else []
         index = plan.index(*now.shape, now.device)
         notes.append(
-            Noted(now, plan, index, logits, kept, tuple(r.start for r in before),
-                  tuple(r.step for r in before), more)
-        )  # fmt: skip
+            Noted(now, plan, index, logits, kept, tuple(r.start for r in before), tuple(r.step for r in before), more)
+        )
         decoding.commit(logits, plan)
 
     if policy is None:
@@ -208,9 +210,7 @@ def by_hand(  # noqa: C901
     return model.lm_head(core.norm(hidden)), made
 
 
-def check_step(
-    model: Any, now: Noted, kept: Kept | None, valid: Tensor, **given: Any
-) -> tuple[Tensor, Kept]:
+def check_step(model: Any, now: Noted, kept: Kept | None, valid: Tensor, **given: Any) -> tuple[Tensor, Kept]:
     """Hold the logits of a step, and what is kept after it, against those by hand; return these."""
     logits, fresh = by_hand(model, now.ids, now.rows, kept, valid, **given)
     there = valid.gather(1, now.rows)

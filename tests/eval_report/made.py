@@ -41,19 +41,26 @@ def row(name: str, kind: str, computed: int, damage: float, matches: list[str]) 
         quality["fid_lite_to_uncached"] = {"value": damage / 3, "n": 64}
     marks = [step % (STEPS // computed) == 0 for step in range(STEPS)]
     return {
-        "name": name, "kind": kind, "method": method if kind == "method" else None,
-        "matches": matches, "steps": computed if kind == "fewer steps" else STEPS,
+        "name": name,
+        "kind": kind,
+        "method": method if kind == "method" else None,
+        "matches": matches,
+        "steps": computed if kind == "fewer steps" else STEPS,
         "hash": name.encode().hex().ljust(16, "0")[-16:],
         "folder": f"cases/{re.sub('[^a-z0-9]+', '-', name)}",
-        "evaluations": float(computed), "computed_steps": float(computed),
-        "flops": 1e8 * computed, "flops_ratio": STEPS / computed,
+        "evaluations": float(computed),
+        "computed_steps": float(computed),
+        "flops": 1e8 * computed,
+        "flops_ratio": STEPS / computed,
         "held_bytes": 360_448 if kind == "method" else 0,
-        "fidelity": {} if kind == "uncached" else fidelity, "quality": quality,
-        "timeline": [{"step": s, "timestep": 1000.0 - 80 * s, "computed": float(m)}
-                     for s, m in enumerate(marks)] if kind == "method" else None,
+        "fidelity": {} if kind == "uncached" else fidelity,
+        "quality": quality,
+        "timeline": [{"step": s, "timestep": 1000.0 - 80 * s, "computed": float(m)} for s, m in enumerate(marks)]
+        if kind == "method"
+        else None,
         "latent_error": [damage * s / 1000 for s in range(STEPS)] if kind == "method" else None,
         "samples": {"count": 64, "worst": [1, 0], "median": [2], "best": [3]},
-    }  # fmt: skip
+    }
 
 
 def make_record(**task: Any) -> dict[str, Any]:

@@ -12,21 +12,13 @@ from PIL import Image
 from diffcache.eval.report.__main__ import main
 from diffcache.eval.report.table import table_of
 from diffcache.eval.report.write import write_report
-from tests.eval_report.made import (
-    EVIL,
-    brief_record,
-    make_record,
-    make_run,
-    read_page,
-)
+from tests.eval_report.made import EVIL, brief_record, make_record, make_run, read_page
 
 
 def test_page_needs_nothing_else(run: Any) -> None:
     record, folder, _ = run
     reader = read_page(folder / "report" / "report.html")
-    assert reader.fetched and all(
-        link.startswith("data:image/png;base64,") for link in reader.fetched
-    )
+    assert reader.fetched and all(link.startswith("data:image/png;base64,") for link in reader.fetched)
     text = (folder / "report" / "report.html").read_text()
     assert not re.search(r"(src|href)\s*=\s*[\"']?(https?:)?//|url\(|@import", text)
     assert text.count("<script") == 1
@@ -57,9 +49,7 @@ def test_every_text_is_escaped(tmp_path: Path) -> None:
 
 def test_prompts_stand_under_the_samples(run: Any) -> None:
     _, folder, _ = run
-    assert (
-        f"sample 1, worst of taylorseer: {EVIL}, 1" in read_page(folder / "report/report.html").text
-    )
+    assert f"sample 1, worst of taylorseer: {EVIL}, 1" in read_page(folder / "report/report.html").text
 
 
 def test_same_record_gives_the_same_bytes(tmp_path: Path) -> None:
@@ -84,9 +74,7 @@ def test_report_without_samples_says_so(tmp_path: Path) -> None:
 
 def test_only_what_was_asked_for_is_written(tmp_path: Path) -> None:
     files = write_report(make_record(), tmp_path, formats=["csv"])
-    assert (
-        files == [tmp_path / "report" / "table.csv"] and len(list(files[0].parent.iterdir())) == 1
-    )
+    assert files == [tmp_path / "report" / "table.csv"] and len(list(files[0].parent.iterdir())) == 1
     with pytest.raises(ValueError, match=r"formats=\['pdf'\]: must be of md, html, csv"):
         write_report(make_record(), tmp_path, formats=["pdf"])
 

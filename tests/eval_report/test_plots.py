@@ -17,9 +17,7 @@ def test_front_is_what_brute_force_finds(upward: bool) -> None:
     chance = random.Random(0)
     sign = 1 if upward else -1
     for _ in range(200):
-        places = [
-            (chance.randint(0, 6), chance.randint(0, 6)) for _ in range(chance.randint(1, 14))
-        ]
+        places = [(chance.randint(0, 6), chance.randint(0, 6)) for _ in range(chance.randint(1, 14))]
         found = pareto.front(places, upward)
         unbeaten = {
             (x, y)
@@ -44,16 +42,21 @@ def test_a_method_keeps_its_color_everywhere() -> None:
 def test_settings_of_a_method_are_told_apart_by_what_differs() -> None:
     rows = [{"name": f"taylor every={n}, order=1", "method": f"T(every={n})"} for n in (3, 5)]
     rows.append({"name": "gate", "method": "Gate()"})
-    assert plots.settings(rows) == {
-        r["name"]: f"every={n}" for r, n in zip(rows, (3, 5), strict=False)
-    }
+    assert plots.settings(rows) == {r["name"]: f"every={n}" for r, n in zip(rows, (3, 5), strict=False)}
 
 
 def test_every_plot_is_drawn(run: Any) -> None:
     _, folder, files = run
     names = {file.name for file in files}
-    stems = ["pareto-fid_lite_change", "pareto-lpips_lite", "pareto-psnr_db", "pareto-clip_score",
-             "timeline", "latent-error", "cost"]  # fmt: skip
+    stems = [
+        "pareto-fid_lite_change",
+        "pareto-lpips_lite",
+        "pareto-psnr_db",
+        "pareto-clip_score",
+        "timeline",
+        "latent-error",
+        "cost",
+    ]
     for stem in stems:
         assert {f"{stem}.png", f"{stem}.svg"} <= names
         with Image.open(folder / "report" / f"{stem}.png") as opened:
@@ -72,8 +75,11 @@ def test_missing_data_is_said_in_words() -> None:
     drawn, left_out = plots.draw(record)
     assert drawn == []
     assert [text.partition(":")[0] for text in left_out] == [
-        "Quality against speed", "Decisions", "Error of the latents", "Cost",
-    ]  # fmt: skip
+        "Quality against speed",
+        "Decisions",
+        "Error of the latents",
+        "Cost",
+    ]
 
 
 def test_a_metric_in_which_all_rows_are_equal_is_not_plotted() -> None:

@@ -11,14 +11,7 @@ from PIL import Image
 from diffcache.eval.report import strips
 from diffcache.eval.report.samples import Samples
 from diffcache.eval.report.write import write_report
-from tests.eval_report.made import (
-    brief_record,
-    make_record,
-    make_run,
-    picture,
-    pixels_of,
-    read_page,
-)
+from tests.eval_report.made import brief_record, make_record, make_run, picture, pixels_of, read_page
 
 
 def test_sheet_shows_the_pixels_and_their_difference(tmp_path: Path) -> None:
@@ -130,11 +123,7 @@ def test_links_that_lead_out_of_a_run_are_not_followed(tmp_path: Path) -> None:
     Image.new("RGB", (8, 8)).save(other / "samples" / "00000.png")
     (other / "manifest.jsonl").write_text('{"ids": [0], "prompts": ["secret"]}\n')
     linked, whole = own / "a-01234567", own / "b-76543210"
-    for folder, name in (
-        ("previews", "00000.mp4"),
-        ("samples", "00000.png"),
-        (".", "manifest.jsonl"),
-    ):
+    for folder, name in (("previews", "00000.mp4"), ("samples", "00000.png"), (".", "manifest.jsonl")):
         (linked / folder).mkdir(parents=True, exist_ok=True)
         (linked / folder / name).symlink_to(other / folder / name)
     whole.symlink_to(other)

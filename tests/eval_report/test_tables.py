@@ -14,11 +14,7 @@ from diffcache.eval.report import words
 from diffcache.eval.report.columns import Column, bytes_text, decimals, shown
 from diffcache.eval.report.records import Value, checked, ordered
 from diffcache.eval.report.table import markdown, table_of, terminal_table, to_csv
-from tests.eval_report.made import (
-    cells,
-    interval,
-    make_record,
-)
+from tests.eval_report.made import cells, interval, make_record
 
 
 def test_wrong_records_are_refused() -> None:
@@ -28,12 +24,7 @@ def test_wrong_records_are_refused() -> None:
         checked(record)
     with pytest.raises(ValueError, match="'uncached'"):
         checked(make_record() | {"rows": make_record()["rows"][1:]})
-    for timing in (
-        7,
-        {"rows": [None]},
-        {"rows": {"interval": 7}},
-        {"rows": {"interval": {"ratio": -1}}},
-    ):
+    for timing in (7, {"rows": [None]}, {"rows": {"interval": 7}}, {"rows": {"interval": {"ratio": -1}}}):
         with pytest.raises(ValueError, match="timing.rows: .* must be an object"):
             checked(make_record() | {"timing": timing})
     record = make_record()
@@ -53,9 +44,7 @@ def test_wrong_records_are_refused() -> None:
         (Value(3, 2, 4), Value(6, 5, 7), None, None),
     ],
 )
-def test_better_means_that_intervals_do_not_overlap(
-    one: Any, other: Any, direction: Any, outcome: Any
-) -> None:
+def test_better_means_that_intervals_do_not_overlap(one: Any, other: Any, direction: Any, outcome: Any) -> None:
     assert words.compare(one, other, direction) == outcome
 
 
@@ -69,9 +58,7 @@ def test_summary_says_whether_a_cache_beats_fewer_steps() -> None:
 
 def test_rows_stand_under_what_they_are_to_be_compared_with() -> None:
     names = [row["name"] for row in ordered(make_record())]
-    assert names == [
-        "uncached", "taylorseer", "uncached, 3 steps", "first-block", "interval", "uncached, 4 steps",
-    ]  # fmt: skip
+    assert names == ["uncached", "taylorseer", "uncached, 3 steps", "first-block", "interval", "uncached, 4 steps"]
     labels = [row.label for row in table_of(make_record()).rows]
     assert labels[2] == "↳ uncached, 3 steps"
     assert labels[5] == "↳ uncached, 4 steps (for first-block, interval)"
@@ -84,9 +71,7 @@ def test_numbers_are_those_of_the_record() -> None:
             text = cells(record, key)[row_["name"]].text
             found = [float(n) for n in re.findall(r"-?\d+\.\d+", text)]
             wanted = [row_["quality"][key][part] for part in ("value", "low", "high")]
-            assert found == pytest.approx(
-                wanted, abs=0.5 * 10 ** -(2 if key == "fid_lite" else 3) + 1e-9
-            )
+            assert found == pytest.approx(wanted, abs=0.5 * 10 ** -(2 if key == "fid_lite" else 3) + 1e-9)
     assert cells(record, "seconds")["taylorseer"].text == "0.30 (0.29, 0.33)"
     assert cells(record, "held_bytes")["interval"].text == "352 KiB"
 
@@ -165,9 +150,7 @@ def test_columns_follow_the_record() -> None:
 def test_chosen_columns_come_in_their_order() -> None:
     table = table_of(make_record(), ["ssim", "evaluations"])
     assert [column.key for column in table.columns] == ["ssim", "evaluations"]
-    with pytest.raises(
-        ValueError, match=r"columns=\['sim'\]: the record has evaluations, flops_ratio"
-    ):
+    with pytest.raises(ValueError, match=r"columns=\['sim'\]: the record has evaluations, flops_ratio"):
         table_of(make_record(), ["sim"])
 
 
@@ -188,9 +171,7 @@ def test_a_footnote_says_which_interval_is_which() -> None:
 
 def test_footnotes_name_back_ends_and_warnings() -> None:
     notes = "\n".join(table_of(make_record()).notes)
-    assert (
-        "FID-lite to uncached, LPIPS-lite, KID-lite: lite (sticker-features abababababab)" in notes
-    )
+    assert "FID-lite to uncached, LPIPS-lite, KID-lite: lite (sticker-features abababababab)" in notes
     assert "not comparable with published figures" in notes
     assert "Warning: 64 samples are few" in notes
     assert "not finished" not in notes
@@ -219,8 +200,13 @@ def test_changes_have_signs_and_zero_has_none_below_it() -> None:
 
 def test_bytes_are_readable() -> None:
     assert [bytes_text(n) for n in (0, 512, 1024, 1536, 360_448, 5 << 30)] == [
-        "0 B", "512 B", "1 KiB", "1.5 KiB", "352 KiB", "5 GiB",
-    ]  # fmt: skip
+        "0 B",
+        "512 B",
+        "1 KiB",
+        "1.5 KiB",
+        "352 KiB",
+        "5 GiB",
+    ]
 
 
 def test_csv_holds_full_precision() -> None:

@@ -12,18 +12,23 @@ from diffcache.pipelines.policy_transformer import TransformerForDiffusion
 
 STEPS = 12
 SITES = [
-    f"decoder.layers.{layer}.{child}"
-    for layer in range(2)
-    for child in ("self_attn", "multihead_attn", "linear2")
+    f"decoder.layers.{layer}.{child}" for layer in range(2) for child in ("self_attn", "multihead_attn", "linear2")
 ]
 
 
 def tiny_policy():
     torch.manual_seed(3)
     model = TransformerForDiffusion(
-        input_dim=2, output_dim=2, horizon=4, n_obs_steps=2, cond_dim=3, n_layer=2, n_head=2,
-        n_emb=16, causal_attn=True,
-    )  # fmt: skip
+        input_dim=2,
+        output_dim=2,
+        horizon=4,
+        n_obs_steps=2,
+        cond_dim=3,
+        n_layer=2,
+        n_head=2,
+        n_emb=16,
+        causal_attn=True,
+    )
     for parameter in model.parameters():  # random features that change a lot
         torch.nn.init.normal_(parameter, std=0.3)
     pipe = DiffusionPolicyPipeline(model.eval(), scheduler(), n_action_steps=2)

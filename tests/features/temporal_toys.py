@@ -31,9 +31,7 @@ class Block(nn.Module):
         if self.kind == "twice":
             scale = scale + self.mod(2 * given)
         squeezed = self.squeeze(hidden_states.mean(1))
-        return (
-            hidden_states + scale[:, None] * torch.tanh(squeezed)[:, None] + self.act(temb)[:, None]
-        )
+        return hidden_states + scale[:, None] * torch.tanh(squeezed)[:, None] + self.act(temb)[:, None]
 
 
 class Toy(nn.Module):

@@ -33,9 +33,7 @@ def test_modules_run_as_often_as_scheduled():
     ran = {}
     for name, module in pipe.transformer.named_modules():
         if name in SITES or name.endswith("linear1"):
-            module.register_forward_hook(
-                lambda *_, name=name: ran.__setitem__(name, ran.get(name, 0) + 1)
-            )
+            module.register_forward_hook(lambda *_, name=name: ran.__setitem__(name, ran.get(name, 0) + 1))
     with diffcache.wrapped(pipe, method):
         draw(pipe)
         expected = {site: len(steps) for site, steps in method.schedules().items()}
@@ -48,10 +46,7 @@ def test_modules_run_as_often_as_scheduled():
 def test_another_length_of_run_is_refused():
     pipe = tiny_policy()
     method = BAC(4, union=0, tables=calibrated_like(pipe, random_pairs(0)))
-    with (
-        diffcache.wrapped(pipe, method),
-        pytest.raises(diffcache.errors.DiffcacheError, match=r"12.*11|11.*12"),
-    ):
+    with diffcache.wrapped(pipe, method), pytest.raises(diffcache.errors.DiffcacheError, match=r"12.*11|11.*12"):
         draw(pipe, steps=11)
 
 
@@ -74,18 +69,14 @@ def test_schedule_equals_brute_force(objective, metric, agrees):
                     score += float(pairs[step - 1, step])
             scores[starts] = score
         made = BAC(count, metric, objective, 0).starts(pairs)
-        found, wanted = (
-            [torch.tensor(each)] for each in (scores[tuple(made)], best(scores.values()))
-        )
+        found, wanted = ([torch.tensor(each)] for each in (scores[tuple(made)], best(scores.values())))
         agrees("bac", "all schedules, with the paper's costs", found, wanted, 1e-6)
         assert len(made) == count
 
 
 def test_union_by_hand():
     """A site takes the steps of its own and deeper feed-forwards, enlarged ones included."""
-    given = {
-        "l.0.attn": (0, 1), "l.0.ff": (0, 2), "l.1.attn": (0, 3), "l.1.ff": (0, 4), "l.2.ff": (0, 5)
-    }  # fmt: skip
+    given = {"l.0.attn": (0, 1), "l.0.ff": (0, 2), "l.1.attn": (0, 3), "l.1.ff": (0, 4), "l.2.ff": (0, 5)}
     assert bubble(given, []) == given
     assert bubble(given, ["l.1.attn"]) == given | {"l.1.attn": (0, 3, 4, 5)}
     assert bubble(given, ["l.2.ff"]) == given
@@ -159,9 +150,7 @@ def test_calibration_measures_every_site():
         for site in SITES
     ]
     for number, given in enumerate(observations()):
-        pipe(
-            **given, num_inference_steps=STEPS, generator=torch.Generator().manual_seed(7 + number)
-        )
+        pipe(**given, num_inference_steps=STEPS, generator=torch.Generator().manual_seed(7 + number))
     for hook in hooks:
         hook.remove()
     for site in SITES:

@@ -64,9 +64,7 @@ def brute_force(values: list[Tensor], count: int, shortest: int, longest: int) -
         lengths = [b - a for a, b in itertools.pairwise(edges)]
         if all(shortest <= length <= longest for length in lengths):
             cost = sum(
-                float((values[t] - values[a]).abs().sum())
-                for a, b in itertools.pairwise(edges)
-                for t in range(a, b)
+                float((values[t] - values[a]).abs().sum()) for a, b in itertools.pairwise(edges) for t in range(a, b)
             )
             best = min(best, (cost, edges[:-1]))
     return best
@@ -220,18 +218,30 @@ def test_foreign_tables_are_refused() -> None:
 def unet() -> nn.Module:
     torch.manual_seed(1)
     return diffusers.UNet2DModel(
-        sample_size=8, in_channels=2, out_channels=2, layers_per_block=1, norm_num_groups=4,
-        block_out_channels=(8, 16), down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"), attention_head_dim=8,
-    ).eval()  # fmt: skip
+        sample_size=8,
+        in_channels=2,
+        out_channels=2,
+        layers_per_block=1,
+        norm_num_groups=4,
+        block_out_channels=(8, 16),
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=8,
+    ).eval()
 
 
 def dit() -> nn.Module:
     torch.manual_seed(1)
     model = diffusers.DiTTransformer2DModel(
-        num_attention_heads=2, attention_head_dim=8, in_channels=2, out_channels=2, num_layers=4,
-        sample_size=8, patch_size=2, num_embeds_ada_norm=1000,
-    ).eval()  # fmt: skip
+        num_attention_heads=2,
+        attention_head_dim=8,
+        in_channels=2,
+        out_channels=2,
+        num_layers=4,
+        sample_size=8,
+        patch_size=2,
+        num_embeds_ada_norm=1000,
+    ).eval()
     for parameter in model.parameters():
         parameter.copy_(torch.randn_like(parameter) * 0.2)
     return model
@@ -301,9 +311,7 @@ def test_joint_from_end_to_end(name: str, bits: Any) -> None:
     kinds = (nn.Linear, nn.Conv2d)
     inside = ("down_blocks.", "mid_block.", "up_blocks.", "transformer_blocks.")
     assert quantized == {
-        n
-        for n, m in before.items()
-        if type(m) in kinds and n.startswith(inside) and not n.endswith("to_v")
+        n for n, m in before.items() if type(m) in kinds and n.startswith(inside) and not n.endswith("to_v")
     }
     hooked.clear()
     with attached(model, method) as handle:
@@ -355,9 +363,7 @@ def test_calibrate_goes_on_where_it_was_interrupted(name: str, tmp_path: Any) ->
     pipe, out = pipeline(name), tmp_path / "t.safetensors"
     prompts = [{"class_labels": [n]} if name == "dit" else {"batch_size": 1} for n in (0, 1)]
     method = CacheQuant(every=2, bits="w8a8", corrected=("*conv1", "*.ff.*"))
-    calibrate = functools.partial(
-        diffcache.calibrate, pipe, method, prompts, steps=STEPS, output_type="np"
-    )
+    calibrate = functools.partial(diffcache.calibrate, pipe, method, prompts, steps=STEPS, output_type="np")
 
     def stop(done: int, total: int, word: str) -> None:
         if done == 3:

@@ -47,8 +47,7 @@ def test_lead_and_tail_always_run_and_the_rest_as_the_limits_say(made):
     blocks = [*model.transformer_blocks, *model.single_transformer_blocks]
     ran = [0] * len(blocks)
     hooks = [
-        block.register_forward_hook(lambda *_, n=n: ran.__setitem__(n, ran[n] + 1))
-        for n, block in enumerate(blocks)
+        block.register_forward_hook(lambda *_, n=n: ran.__setitem__(n, ran[n] + 1)) for n, block in enumerate(blocks)
     ]
     method = DBCache(math.inf, lead=2, tail=1, warmup=3, longest=2)
     with diffcache.wrapped(model, method) as handle:

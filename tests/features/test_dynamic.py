@@ -50,9 +50,7 @@ def test_ties_take_the_smallest_starts(maximise):
     for seed in range(20):
         cost = torch.randint(0, 3, (9, 9), generator=torch.Generator().manual_seed(seed))
         for count in range(1, 10):
-            assert best_starts(cost, count, maximise=maximise) == brute_force(
-                cost, count, maximise=maximise
-            )
+            assert best_starts(cost, count, maximise=maximise) == brute_force(cost, count, maximise=maximise)
 
 
 def test_the_lower_triangle_is_not_read():

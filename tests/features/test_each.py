@@ -16,9 +16,7 @@ BOTH = {"transformer": "taylorseer:every=3,warmup=4", "transformer_2": Interval(
 def computed(handle, pipe, steps=14):
     """The steps that each denoiser computed, of both guidance passes."""
     pipes()["WanPipeline-two"].run(pipe, steps=steps)
-    return [
-        [c.index for c in handle.last.calls if c.denoiser == name and c.computed] for name in NAMES
-    ]
+    return [[c.index for c in handle.last.calls if c.denoiser == name and c.computed] for name in NAMES]
 
 
 def test_each_denoiser_follows_its_own_method():
@@ -35,10 +33,7 @@ def test_each_denoiser_follows_its_own_method():
             (("transformer", TaylorSeer(every=3, warmup=4)), ("transformer_2", Interval(every=2)))
         )
         assert (
-            eval(
-                repr(handle.method),
-                {name: getattr(diffcache, name) for name in ("Each", "Interval", "TaylorSeer")},
-            )
+            eval(repr(handle.method), {name: getattr(diffcache, name) for name in ("Each", "Interval", "TaylorSeer")})
             == handle.method
         )
         assert diffcache.cite(pipe) == TaylorSeer.bibtex + "\n" + Interval.bibtex

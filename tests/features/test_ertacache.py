@@ -35,9 +35,7 @@ def test_time_is_conserved_for_any_factors(dtype):
         assert after[0] == given[0] and after[-1] == given[-1]
         steps = after.diff() * (given[-1] - given[0]).sign()
         assert (steps >= 0).all()
-        assert float(after.double().diff().sum()) == pytest.approx(
-            float((given[-1] - given[0]).double()), abs=1e-12
-        )
+        assert float(after.double().diff().sum()) == pytest.approx(float((given[-1] - given[0]).double()), abs=1e-12)
 
 
 def test_factors_of_one_leave_the_times_as_they_are_to_the_bit():

@@ -35,10 +35,13 @@ def curve(total=TOTAL, rows=2, seed=0):
     torch.manual_seed(seed)
     base = torch.randn(5, rows, 6, 4)
     return [
-        base[0] + 0.03 * s * base[1] + math.exp(-s / 9) * base[2]
-        + math.cos(s / 7) * base[3] + math.sin(s / 7) * base[4]
+        base[0]
+        + 0.03 * s * base[1]
+        + math.exp(-s / 9) * base[2]
+        + math.cos(s / 7) * base[3]
+        + math.sin(s / 7) * base[4]
         for s in range(total)
-    ]  # fmt: skip
+    ]
 
 
 # Spectrum -------------------------------------------------------------------------------------
@@ -179,8 +182,7 @@ def test_official_freqca_forecast(every, tokens, agrees):
     torch.manual_seed(2)
     ways = torch.randn(4, 2, tokens, 3)
     features = [
-        ways[0] + math.cos(s / 7) * ways[1] + math.exp(-s / 9) * ways[2] + 0.02 * s * ways[3]
-        for s in range(TOTAL)
+        ways[0] + math.cos(s / 7) * ways[1] + math.exp(-s / 9) * ways[2] + 0.02 * s * ways[3] for s in range(TOTAL)
     ]
     places = torch.fft.fftfreq(tokens).abs()
     is_low = (places <= 0.1 * places.max())[None, :, None]
@@ -202,9 +204,7 @@ def test_freqca_of_one_band_is_reuse_or_hicache():
     for index, guess in all_low.items():
         assert torch.equal(guess, features[max(s for s in computed if s < index)])
     images = [feature.reshape(2, 2, 3, 4) for feature in features]  # [B, C, H, W]
-    still = follow(
-        HighBand(share=0.0), [i - i.mean((2, 3), keepdim=True) for i in images], computed
-    )
+    still = follow(HighBand(share=0.0), [i - i.mean((2, 3), keepdim=True) for i in images], computed)
     whole = follow(Hermite(2, 0.71), [i - i.mean((2, 3), keepdim=True) for i in images], computed)
     assert all(torch.allclose(still[i], whole[i], atol=1e-5) for i in still)
 
@@ -220,7 +220,7 @@ def test_dmd_is_exact_on_exponentials(every):
     features = [
         (damp**s * (base[0, 0] * math.cos(s / 6) + base[0, 1] * math.sin(s / 6)) + 0.99**s * base[0, 2])
         for s in range(30)
-    ]  # fmt: skip
+    ]
     computed = computed_steps(DMD(every, warmup=1), 30)
     found = follow(Exponentials(), features, computed)
     for index in [i for i in found if i > 4 * every]:
@@ -229,8 +229,7 @@ def test_dmd_is_exact_on_exponentials(every):
     assert early and all(
         torch.allclose(
             found[i],
-            features[2 * every]
-            + (features[2 * every] - features[every]) * ((i - 2 * every) / every),
+            features[2 * every] + (features[2 * every] - features[every]) * ((i - 2 * every) / every),
             atol=1e-5,
         )
         for i in early

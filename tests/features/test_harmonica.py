@@ -54,9 +54,7 @@ def independent(pipe, computes):
         times = t.expand(4)
         hidden = model.pos_embed(torch.cat([x[:2], x[:2]]))
         for number, block in enumerate(model.transformer_blocks):
-            normed, gate, shift, scale, gate_ff = block.norm1(
-                hidden, times, labels, hidden_dtype=hidden.dtype
-            )
+            normed, gate, shift, scale, gate_ff = block.norm1(hidden, times, labels, hidden_dtype=hidden.dtype)
             if computes[step][2 * number]:
                 kept[number, 0] = block.attn1(normed)
             hidden = gate.unsqueeze(1) * kept[number, 0] + hidden
@@ -131,8 +129,7 @@ def official(path, logits, **changed):
     moments = {"step": torch.tensor(9.0), "exp_avg": logits[0], "exp_avg_sq": logits[0]}
     groups = [{"lr": 0.01, "betas": (0.9, 0.999), "params": [0], "fused": None}]
     arguments = argparse.Namespace(num_sampling_steps=len(logits), l1=7e-8, wandb=False, ckpt=None)
-    held = {"routers": rows, "opt": {"state": {0: moments}, "param_groups": groups},
-            "args": arguments, **changed}  # fmt: skip
+    held = {"routers": rows, "opt": {"state": {0: moments}, "param_groups": groups}, "args": arguments, **changed}
     torch.save(held, path)
     return path
 

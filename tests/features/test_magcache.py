@@ -100,9 +100,7 @@ def test_ratios_of_two_branches_decide_apart_on_a_pipeline(threshold, agrees):
     with diffcache.wrapped(pipe, method) as handle, torch.no_grad():
         case.run(pipe, steps=total)
         calls = handle.last.calls
-    found = [
-        [c.index for c in calls if c.computed and c.branch == name] for name in ("cond", "uncond")
-    ]
+    found = [[c.index for c in calls if c.computed and c.branch == name] for name in ("cond", "uncond")]
     agrees("magcache", "official code (Wan2.1), as a loop", steps=(found, expected))
     assert expected[0] != expected[1]
 

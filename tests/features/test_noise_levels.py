@@ -12,9 +12,12 @@ STEPS = 4
 FAMILIES = " ".join([*OF_NOISE.values(), *OF_SIGNAL.values()]).split()
 # Family -> a pipeline that calls it.
 PIPELINES = {family: f"{family}Pipeline" for family in FAMILIES} | {
-    "SD3": "StableDiffusion3Pipeline", "LTXVideo": "LTXPipeline", "LTX2Video": "LTX2Pipeline",
-    "Kandinsky5": "Kandinsky5T2VPipeline", "SkyReelsV2": "SkyReelsV2DiffusionForcingPipeline",
-}  # fmt: skip
+    "SD3": "StableDiffusion3Pipeline",
+    "LTXVideo": "LTXPipeline",
+    "LTX2Video": "LTX2Pipeline",
+    "Kandinsky5": "Kandinsky5T2VPipeline",
+    "SkyReelsV2": "SkyReelsV2DiffusionForcingPipeline",
+}
 
 pytestmark = pytest.mark.usefixtures("quiet")
 

@@ -49,9 +49,7 @@ def test_peer_pab_step_by_step(cls, agrees):
 
 def test_a_run_of_unknown_length_is_refused():
     when = PAB().parts().when
-    assert [i for i in range(10) if when.computes_at(Step(i, total=10), "self")] == [
-        0, 1, 2, 4, 6, 8, 9,
-    ]  # fmt: skip
+    assert [i for i in range(10) if when.computes_at(Step(i, total=10), "self")] == [0, 1, 2, 4, 6, 8, 9]
     assert when.computes_at(Step(7, total=10), "of another kind")
     with pytest.raises(AttachError, match=r"length nobody said.*diffcache.run\(model, steps="):
         when.computes_at(Step(3), "self")

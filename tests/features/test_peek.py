@@ -52,10 +52,7 @@ def test_a_block_that_writes_to_its_input_is_refused(flux):
             return forward(self, hidden_states, *args, **kwargs)
 
     model.transformer_blocks[0].__class__ = Greedy
-    with (
-        diffcache.wrapped(model, TEA),
-        pytest.raises(AttachError, match="writes to its input before its attention"),
-    ):
+    with diffcache.wrapped(model, TEA), pytest.raises(AttachError, match="writes to its input before its attention"):
         sample(case, model, STEPS)
 
 

@@ -65,9 +65,7 @@ def watched(pipe, prompt):
             )
         )
         hooks.append(
-            blocks[-1].register_forward_hook(
-                lambda m, a, k, o, key=key: leave(m, a, k, o, key), with_kwargs=True
-            )
+            blocks[-1].register_forward_hook(lambda m, a, k, o, key=key: leave(m, a, k, o, key), with_kwargs=True)
         )
     pipe(**prompt)
     for hook in hooks:
@@ -82,24 +80,15 @@ def test_tables_are_what_hooks_on_uncached_runs_see(made):
     for run in runs:
         for before, now in pairwise(run):
             moved = (now["probe"] - before["probe"]).abs().sum() / before["probe"].abs().sum()
-            error = sum(
-                (b - a).abs().sum() for a, b in zip(before["out", 1], now["out", 1], strict=True)
-            )
+            error = sum((b - a).abs().sum() for a, b in zip(before["out", 1], now["out", 1], strict=True))
             scale = sum(a.abs().sum() for a in before["out", 1])
             points.append((float(moved), float(error / scale)))
-        added = [
-            torch.cat([sum(s["out", k][n] - s["in", k][n] for k in (0, 1)) for n in (0, 1)], 1)
-            for s in run
-        ]
+        added = [torch.cat([sum(s["out", k][n] - s["in", k][n] for k in (0, 1)) for n in (0, 1)], 1) for s in run]
         norms = torch.stack([value.norm(dim=-1) for value in added])
         ratios.append((norms[1:] / norms[:-1]).flatten(1).mean(1))
-    tea, mag = diffcache.calibrate(
-        pipe, [TeaCache(), MagCache()], prompts, steps=STEPS, batch_size=1
-    )
+    tea, mag = diffcache.calibrate(pipe, [TeaCache(), MagCache()], prompts, steps=STEPS, batch_size=1)
     assert len(tea.tables["points"]) == 2 * (STEPS - 1)
-    assert torch.allclose(
-        tea.tables["points"], torch.tensor(points, dtype=torch.float64), rtol=1e-3, atol=1e-6
-    )
+    assert torch.allclose(tea.tables["points"], torch.tensor(points, dtype=torch.float64), rtol=1e-3, atol=1e-6)
     expected = torch.stack(ratios).mean(0).double()
     assert torch.allclose(mag.tables["ratios"][1:], expected, rtol=1e-3)
     assert mag.tables["ratios"][0] == 1

@@ -82,9 +82,7 @@ IDS = [f"{type(config).__name__}-{name}-{n}" for n, (name, config, _) in enumera
 
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize(("name", "config", "inside"), CONFIGS, ids=IDS)
-def test_the_same_steps_are_computed_as_by_diffusers(
-    name: str, config: Any, inside: str, agrees: Any
-) -> None:
+def test_the_same_steps_are_computed_as_by_diffusers(name: str, config: Any, inside: str, agrees: Any) -> None:
     expected, image = drawn(theirs, name, copy.deepcopy(config), inside)
     found, made = drawn(ours, name, config, inside)
     assert 0 < sum(expected[0]) < STEPS
@@ -100,17 +98,26 @@ def dit_config(**changes: Any) -> Any:
         [
             (name, Any, field(default=default))
             for name, default in {
-                "cache_type": "DBCache", "Fn_compute_blocks": 8, "Bn_compute_blocks": 0,
-                "residual_diff_threshold": 0.08, "max_accumulated_residual_diff_threshold": None,
-                "max_warmup_steps": 8, "warmup_interval": 1, "max_cached_steps": -1,
-                "max_continuous_cached_steps": -1, "enable_separate_cfg": None,
-                "cfg_compute_first": False, "cfg_diff_compute_separate": True,
-                "num_inference_steps": None, "steps_computation_mask": None,
-                "steps_computation_policy": "dynamic", "force_refresh_step_hint": None,
+                "cache_type": "DBCache",
+                "Fn_compute_blocks": 8,
+                "Bn_compute_blocks": 0,
+                "residual_diff_threshold": 0.08,
+                "max_accumulated_residual_diff_threshold": None,
+                "max_warmup_steps": 8,
+                "warmup_interval": 1,
+                "max_cached_steps": -1,
+                "max_continuous_cached_steps": -1,
+                "enable_separate_cfg": None,
+                "cfg_compute_first": False,
+                "cfg_diff_compute_separate": True,
+                "num_inference_steps": None,
+                "steps_computation_mask": None,
+                "steps_computation_policy": "dynamic",
+                "force_refresh_step_hint": None,
                 "force_refresh_step_policy": "once",
             }.items()
         ],
-    )  # fmt: skip
+    )
     made.__module__ = "cache_dit.caching.cache_contexts.cache_config"
     return made(**changes)
 
@@ -118,10 +125,16 @@ def dit_config(**changes: Any) -> Any:
 def test_dbcache_of_cache_dit_is_dbcache() -> None:
     assert method_of_config(dit_config()) == DBCache(0.08, lead=8, warmup=8, by_branch=True)
     config = dit_config(
-        Fn_compute_blocks=1, Bn_compute_blocks=2, residual_diff_threshold=torch.tensor(0.25),
-        max_warmup_steps=0, max_cached_steps=6, max_continuous_cached_steps=2,
-        cfg_diff_compute_separate=False, enable_separate_cfg=True, num_inference_steps=28,
-    )  # fmt: skip
+        Fn_compute_blocks=1,
+        Bn_compute_blocks=2,
+        residual_diff_threshold=torch.tensor(0.25),
+        max_warmup_steps=0,
+        max_cached_steps=6,
+        max_continuous_cached_steps=2,
+        cfg_diff_compute_separate=False,
+        enable_separate_cfg=True,
+        num_inference_steps=28,
+    )
     assert make_method(config) == DBCache(0.25, lead=1, tail=2, warmup=1, longest=2, skips=6)
 
 
@@ -131,9 +144,12 @@ def test_the_same_steps_are_computed_as_by_cache_dit(agrees: Any) -> None:
 
     def config() -> Any:
         return cache_dit.DBCacheConfig(
-            Fn_compute_blocks=1, residual_diff_threshold=0.4, max_warmup_steps=3,
-            max_continuous_cached_steps=2, enable_separate_cfg=True,
-        )  # fmt: skip
+            Fn_compute_blocks=1,
+            residual_diff_threshold=0.4,
+            max_warmup_steps=3,
+            max_continuous_cached_steps=2,
+            enable_separate_cfg=True,
+        )
 
     @contextmanager
     def cached(pipe: Any, config: Any) -> Iterator[None]:
@@ -174,7 +190,7 @@ REFUSED = [
     (dit_config(max_cached_steps=0), "max_cached_steps=0.*-1 for no limit"),
     (dit_config(cfg_compute_first=True, cfg_diff_compute_separate=False), "cfg_compute_first=True"),
     (dit_config(Fn_compute_blocks=0), "lead=0"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("config", "message"), REFUSED, ids=[message for _, message in REFUSED])

@@ -15,12 +15,7 @@ from diffcache.features.profilingdit import Decreasing, ProfilingDiT, background
 from diffcache.features.tables import Tables
 from diffcache.offline.calibrate import calibrate
 from diffcache.offline.foreground import above_otsu, foreground_of, patches, token_grid
-from diffcache.offline.profilingdit_collect import (
-    ProfileCollector,
-    likeness,
-    overlap,
-    received_attention,
-)
+from diffcache.offline.profilingdit_collect import ProfileCollector, likeness, overlap, received_attention
 from diffcache.step import Step
 from tests.internals import computed_steps, reuse_in
 from tests.zoo.case import randomize
@@ -124,9 +119,7 @@ def profile(collector, text_first, tokens=12, words=5, steps=6, given=lambda out
 
 
 def calibrated(method, collector):
-    return dataclasses.replace(
-        method, tables=Tables({"method": "profilingdit", "steps": 6}, collector.tables())
-    )
+    return dataclasses.replace(method, tables=Tables({"method": "profilingdit", "steps": 6}, collector.tables()))
 
 
 @pytest.mark.parametrize("text_first", [True, False])
@@ -195,10 +188,7 @@ def test_cross_attention_and_other_sizes_are_left_out():
 
 
 def test_the_median_and_unmeasured_blocks():
-    tables = Tables(
-        {"method": "profilingdit"},
-        {"overlap.b": torch.tensor([0.5, 0.1, float("nan"), 0.2, 0.5, 0.9])},
-    )
+    tables = Tables({"method": "profilingdit"}, {"overlap.b": torch.tensor([0.5, 0.1, float("nan"), 0.2, 0.5, 0.9])})
     assert background_of(tables, None) == ("b.1", "b.3")
     assert background_of(tables, 0.6) == ("b.0-1", "b.3")  # of equal ones the first
 
@@ -293,8 +283,7 @@ def wrapped_run(model, method, steps):
 
 
 @pytest.mark.parametrize(
-    "background",
-    [[0], [0, 1, 2], [1, 3], [2, 3, 4, 6, 7], [7], list(range(8)), [0, 1, 3, 4, 5, 7]],
+    "background", [[0], [0, 1, 2], [1, 3], [2, 3, 4, 6, 7], [7], list(range(8)), [0, 1, 3, 4, 5, 7]]
 )
 def test_runs_of_blocks_equal_a_loop_that_knows_one_block_at_a_time(background, agrees):
     model = toy(8)

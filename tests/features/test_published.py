@@ -81,13 +81,9 @@ def test_numbers_of_another_model_of_the_class_are_refused_with_the_right_one_na
         message = refused(model, small)
         assert "num_layers=40 instead of 30; num_attention_heads=40 instead of 12" in message
         assert "take those of model='wan2.1-t2v-14b' or model='wan2.1-t2v-14b-ret', or" in message
-        assert "in_channels=16 instead of 36" in refused(
-            model, MagCache.published("wan2.1-i2v-14b-480p")
-        )
+        assert "in_channels=16 instead of 36" in refused(model, MagCache.published("wan2.1-i2v-14b-480p"))
     with as_real("cogvideox-5b") as model:
-        assert "take those of model='cogvideox-5b'" in refused(
-            model, TeaCache.published("cogvideox-2b")
-        )
+        assert "take those of model='cogvideox-5b'" in refused(model, TeaCache.published("cogvideox-2b"))
     facts = facts_of_real("flux.1-dev", "FluxPipeline")
     with pytest.raises(AttachError, match="its pipeline is FluxPipeline; take .*'flux.1-dev'"):
         MagCache.published("flux.1-kontext-dev").check_model(facts)
@@ -105,9 +101,7 @@ def test_a_name_without_tables_takes_what_is_published_for_the_model():
             assert (handle.method.threshold, handle.method.warmup) == (0.1, 5)
         with diffcache.wrapped(model, "teacache", coefficients=(1, 0)) as handle:
             assert handle.method.threshold == 0.25 and handle.method.model == ""
-        with pytest.raises(
-            UncalibratedError, match=r"no tables.*published\(NAME\) is for consisid"
-        ):
+        with pytest.raises(UncalibratedError, match=r"no tables.*published\(NAME\) is for consisid"):
             diffcache.wrap(model, TeaCache())
     with pytest.raises(UncalibratedError, match="no tables"):
         diffcache.wrap(model, "teacache")  # tiny

@@ -20,13 +20,7 @@ from diffcache.attach.attention import DoorProcessor
 from diffcache.attach.pipeline_hooks import tap_scheduler
 from diffcache.errors import AttachError, TablesError
 from diffcache.features.collect import RunInfo
-from diffcache.features.parts.region_mask import (
-    edited_tokens,
-    gather,
-    rows_of,
-    scatter,
-    without_scattered,
-)
+from diffcache.features.parts.region_mask import edited_tokens, gather, rows_of, scatter, without_scattered
 from diffcache.features.regione import MODELS, RegionE
 from diffcache.features.tables import Tables
 from diffcache.step import Step
@@ -297,9 +291,7 @@ class Dense:
             pipe.transformer.register_forward_hook(self.after),
         ]
         step = pipe.scheduler.step
-        patch.setattr(
-            pipe.scheduler, "step", lambda *args, **kw: (self.stepping(*args), step(*args, **kw))[1]
-        )
+        patch.setattr(pipe.scheduler, "step", lambda *args, **kw: (self.stepping(*args), step(*args, **kw))[1])
 
     def before(self, module: Any, args: Any, kwargs: Any) -> None:
         self.branch = self.calls % self.branches
@@ -370,18 +362,15 @@ METHODS: dict[str, dict[str, Any]] = {
     "nothing skipped": {"threshold": 0.1, "decay": -1.0},
     "morphology": {"threshold": 0.2, "morphology": True, "official": False, "decay": 0.2, "refresh": (10, 20)},
     "all edited": {"threshold": 2.0, "morphology": True, "decay": -1.0, "warmup": 1, "refresh": ()},
-}  # fmt: skip
+}
 FEW = ("kontext, two samples", "qwen")  # for the methods that say little more
 
 
 @pytest.mark.usefixtures("small_qwen")
 @pytest.mark.parametrize(
-    ("case", "kind"),
-    [(c, k) for k in METHODS for c in CASES if k.startswith(("pub", "all")) or c in FEW],
+    ("case", "kind"), [(c, k) for k in METHODS for c in CASES if k.startswith(("pub", "all")) or c in FEW]
 )
-def test_runs_are_those_of_the_dense_loop(
-    case: str, kind: str, monkeypatch: Any, agrees: Any
-) -> None:
+def test_runs_are_those_of_the_dense_loop(case: str, kind: str, monkeypatch: Any, agrees: Any) -> None:
     build, call, branches, where = CASES[case]
     pipe = build()
     chosen = method(pipe, **METHODS[kind])
@@ -577,9 +566,7 @@ def test_other_schedulers_are_refused() -> None:
 
     pipe = kontext()
     pipe.scheduler = FlowMatchHeunDiscreteScheduler()
-    with pytest.raises(
-        AttachError, match="needs FlowMatchEulerDiscreteScheduler, not FlowMatchHeu"
-    ):
+    with pytest.raises(AttachError, match="needs FlowMatchEulerDiscreteScheduler, not FlowMatchHeu"):
         diffcache.wrap(pipe, RegionE())
     pipe.scheduler = flow_euler(stochastic_sampling=True)
     with pytest.raises(AttachError, match="with stochastic_sampling"):
@@ -601,10 +588,7 @@ def test_a_reference_is_needed_and_of_the_same_size() -> None:
 
 
 def test_foreign_attention_is_refused() -> None:
-    from diffusers.models.transformers.transformer_flux import (
-        FluxAttnProcessor,
-        FluxIPAdapterAttnProcessor,
-    )
+    from diffusers.models.transformers.transformer_flux import FluxAttnProcessor, FluxIPAdapterAttnProcessor
 
     pipe = kontext()
     attention = pipe.transformer.transformer_blocks[1].attn

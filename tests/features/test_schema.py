@@ -39,19 +39,13 @@ GOOD = {
     "ertacache": ("ertacache", {}),
     "fitted-forecast": ("fitted-forecast-7", {}),
     "dpcache": (
-        lambda: Tables(
-            {"method": "dpcache", "steps": 12, "site": "stack"}, {"errors": torch.ones(12, 12, 12)}
-        ),
+        lambda: Tables({"method": "dpcache", "steps": 12, "site": "stack"}, {"errors": torch.ones(12, 12, 12)}),
         {},
     ),
     "bac": ("bac", {}),
     "cachequant": (
         "cachequant-w4a8",
-        {
-            "every": 4,
-            "bits": "w4a8",
-            "exempt": ("single_transformer_blocks.*", "transformer_blocks.1.*"),
-        },
+        {"every": 4, "bits": "w4a8", "exempt": ("single_transformer_blocks.*", "transformer_blocks.1.*")},
     ),
     "harmonica": ("harmonica-20", {}),
     "profilingdit": ("profilingdit", {}),
@@ -87,16 +81,8 @@ def spoiled(value):
     real = value.is_floating_point()
     for text in ("nan", "inf", "-inf"):
         yield text, torch.full_like(value.double(), float(text))
-    yield (
-        "one inf",
-        torch.cat([value.reshape(-1).double()[:-1], torch.tensor([math.inf])]).view(value.shape),
-    )
-    yield (
-        "absurd",
-        torch.full_like(
-            value, 1e300 if real else 10**9, dtype=torch.float64 if real else torch.int64
-        ),
-    )
+    yield ("one inf", torch.cat([value.reshape(-1).double()[:-1], torch.tensor([math.inf])]).view(value.shape))
+    yield ("absurd", torch.full_like(value, 1e300 if real else 10**9, dtype=torch.float64 if real else torch.int64))
     yield "complex", value.to(torch.complex64)
     yield "bool", value.bool()
     yield "of other numbers", value.long() if real else value.double()
@@ -151,9 +137,7 @@ def test_tensors_that_are_not_what_they_must_be_are_refused(name):
     with pytest.raises(TablesError, match="'evil', which is no table"):
         use(name, header, tensors | {"evil": torch.zeros(2)}, settings)
     # an empty list of reused steps computes all
-    allowed = {(key, "one less") for key in ANY_LENGTH} | {
-        (k, "empty") for k in ("reuse", "points", "curve")
-    }
+    allowed = {(key, "one less") for key in ANY_LENGTH} | {(k, "empty") for k in ("reuse", "points", "curve")}
     assert set(taken) <= allowed | {("curve", "missing")}  # official routers have none
 
 
@@ -164,8 +148,16 @@ def bad_headers(header):
         yield json.dumps({**header, "steps": steps})
     for key in ("steps", "method"):
         yield json.dumps({k: v for k, v in header.items() if k != key})
-    for key, value in (("method", 3), ("method", ["x"]), ("method", "x" * 10_000_000), ("guidance", [1]),
-                       ("guidance", "x"), ("shape", "x"), ("shape", [-1]), ("shape", 3)):  # fmt: skip
+    for key, value in (
+        ("method", 3),
+        ("method", ["x"]),
+        ("method", "x" * 10_000_000),
+        ("guidance", [1]),
+        ("guidance", "x"),
+        ("shape", "x"),
+        ("shape", [-1]),
+        ("shape", 3),
+    ):
         yield json.dumps({**header, key: value})
     needed = getattr(method_class(header["method"]), "schema", None)
     for key in ("choice", "front") if needed is None else needed.header:
@@ -210,9 +202,7 @@ def test_finite_numbers_that_no_measurement_gives_are_refused(name):
     for key in some(tensors):
         tensor = tensors[key]
         if tensor.is_floating_point() and key != "curve":
-            with pytest.raises(
-                TablesError, match=r"(with 1e\+38 in it|without a number .*); must be"
-            ):
+            with pytest.raises(TablesError, match=r"(with 1e\+38 in it|without a number .*); must be"):
                 use(name, header, tensors | {key: torch.full_like(tensor, 1e38)}, settings)
 
 
@@ -249,16 +239,11 @@ def test_products_that_are_none_are_refused():
     header, tensors, _ = good("fitted-forecast")
     products = tensors["products"]
     for wrong in (-products, 0 * products, torch.randn(20, 20, dtype=torch.float64)):
-        with pytest.raises(
-            TablesError, match="'products' is float64 .* must be .*, inner products"
-        ):
+        with pytest.raises(TablesError, match="'products' is float64 .* must be .*, inner products"):
             use("fitted-forecast", header, tensors | {"products": wrong}, {})
 
 
-LINE = {
-    "class": "combine:Combine",
-    "fields": {"when": {"class": "when:Every", "fields": {"every": 2}}},
-}
+LINE = {"class": "combine:Combine", "fields": {"when": {"class": "when:Every", "fields": {"every": 2}}}}
 
 
 class Nested(str):
@@ -328,9 +313,7 @@ def test_a_tuned_file_that_names_itself_is_refused(tmp_path):
 @pytest.mark.parametrize("weight", [math.nan, math.inf])
 def test_weights_of_a_forecast_are_finite_and_one_for_each_feature(weight):
     for weights in (((1, (0,), (weight,)),), ((1, (0,), (0.5, 0.5)),), ((1, (), ()),)):
-        with pytest.raises(
-            ValueError, match="must be a finite number for each of up to 2 computed"
-        ):
+        with pytest.raises(ValueError, match="must be a finite number for each of up to 2 computed"):
             Weighted(weights, 2)
     good_weights = Weighted(((1, (0,), (1.0,)), (3, (2, 0), (1.5, -0.5))), 2)
     tensors = {}

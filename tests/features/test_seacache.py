@@ -44,9 +44,7 @@ def test_the_filter_is_that_of_diffusers(sigma, power, agrees):
     agrees("seacache", "filter of diffusers, run", [mine[0]], [theirs], 1e-5)
 
 
-@pytest.mark.parametrize(
-    ("first", "warmup", "last"), [("filtered", 1, True), ("plain", 1, True), ("plain", 3, False)]
-)
+@pytest.mark.parametrize(("first", "warmup", "last"), [("filtered", 1, True), ("plain", 1, True), ("plain", 3, False)])
 def test_the_schedule_follows_an_independent_trace(first, warmup, last, agrees):
     """Tokens on a 4 x 4 grid whose pattern and level move; distances by a loop written here.
 
@@ -115,12 +113,7 @@ def test_scenes_find_the_grid_of_so_many_tokens():
 
 
 def test_noise_levels_of_schedulers():
-    from diffusers import (
-        DDIMScheduler,
-        EDMEulerScheduler,
-        FlowMatchEulerDiscreteScheduler,
-        UniPCMultistepScheduler,
-    )
+    from diffusers import DDIMScheduler, EDMEulerScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
     flow = FlowMatchEulerDiscreteScheduler(shift=3.0)
     flow.set_timesteps(5)

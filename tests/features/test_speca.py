@@ -92,8 +92,9 @@ def test_official_steps_one_by_one(threshold, shortest, longest, warmup, agrees)
     shares = [(step / STEPS) ** 2 for step in range(STEPS)]
     samples = [(1 - share) * first + share * second for share in shares]
     times = [torch.tensor([1 - step / STEPS]) for step in range(STEPS)]
-    settings = dict(threshold=threshold, decay=0.3, floor=0.01, shortest=shortest, longest=longest,
-                    order=2, warmup=warmup)  # fmt: skip
+    settings = dict(
+        threshold=threshold, decay=0.3, floor=0.01, shortest=shortest, longest=longest, order=2, warmup=warmup
+    )
     with torch.no_grad():
         computed, drawn = official(model, samples, times, **settings)
         with diffcache.wrapped(model, SpeCa(**settings)) as handle:

@@ -29,9 +29,7 @@ def test_peer_step_reuse_step_by_step(threshold, longest, agrees):
                 expected.append(history)
                 continue
             real = model(**given[step], return_dict=False)[0]
-            alike = history is not None and (real - history).abs().mean() < (
-                threshold * history.abs().mean()
-            )
+            alike = history is not None and (real - history).abs().mean() < (threshold * history.abs().mean())
             history, left = real, longest if alike else 0
             computed.append(step)
             expected.append(real)

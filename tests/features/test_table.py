@@ -28,14 +28,8 @@ class Held(torch.nn.Module):
 @pytest.mark.parametrize(
     ("name", "tables"),
     [
-        (
-            "DiTTransformer2DModel",
-            {"transformer_blocks.0.attn1": [0, 3], "transformer_blocks.1.ff": [0, 1, 5]},
-        ),
-        (
-            "WanTransformer3DModel",
-            {"blocks.0.attn1": [0, 2, 4], "blocks.0.attn2": [0], "blocks.1.ffn": [0, 5]},
-        ),
+        ("DiTTransformer2DModel", {"transformer_blocks.0.attn1": [0, 3], "transformer_blocks.1.ff": [0, 1, 5]}),
+        ("WanTransformer3DModel", {"blocks.0.attn1": [0, 2, 4], "blocks.0.attn2": [0], "blocks.1.ffn": [0, 5]}),
         ("FluxTransformer2DModel", {"transformer_blocks.0.attn": [0, 4]}),
     ],
 )

@@ -109,8 +109,7 @@ def test_calibration_pairs_changes_of_neighboring_steps():
 
 # on models ------------------------------------------------------------------------------------
 
-MODELS = ["FluxTransformer2DModel", "WanTransformer3DModel", "SD3Transformer2DModel",
-          "DiTTransformer2DModel"]  # fmt: skip
+MODELS = ["FluxTransformer2DModel", "WanTransformer3DModel", "SD3Transformer2DModel", "DiTTransformer2DModel"]
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -146,10 +145,7 @@ def test_the_probe_is_what_the_first_attention_is_given(made):
     _, attention = first_attention(model)
     given = []
     hook = attention.register_forward_pre_hook(
-        lambda m, args, kwargs: given.append(
-            kwargs.get("hidden_states", args[0] if args else None)
-        ),
-        with_kwargs=True,
+        lambda m, args, kwargs: given.append(kwargs.get("hidden_states", args[0] if args else None)), with_kwargs=True
     )
     sample(case, model, 5)
     hook.remove()
@@ -168,9 +164,7 @@ def test_a_skipped_step_costs_the_norm_and_nothing_behind_it(made):
     counts = {"norm": 0, "attention": 0, "linear": 0}
     linear = next(m for m in attention.modules() if isinstance(m, torch.nn.Linear))
     hooks = [
-        module.register_forward_hook(
-            lambda *_, name=name: counts.__setitem__(name, counts[name] + 1)
-        )
+        module.register_forward_hook(lambda *_, name=name: counts.__setitem__(name, counts[name] + 1))
         for name, module in (("norm", norm), ("attention", attention), ("linear", linear))
     ]
     with diffcache.wrapped(model, TeaCache(math.inf, (1.0, 0.0))) as handle:

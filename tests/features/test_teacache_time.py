@@ -21,14 +21,9 @@ from tests.zoo.catalog import cases
 from tests.zoo.pipes import pipes
 
 # TeaCache4Wan2.1/teacache_generate.py of ali-vilab/TeaCache (Apache-2.0), lines 883 and 890
-WAN_1_3B_PROJECTION = (
-    -5.21862437e04, 9.23041404e03, -5.28275948e02, 1.36987616e01, -4.99875664e-02
-)  # fmt: skip
+WAN_1_3B_PROJECTION = (-5.21862437e04, 9.23041404e03, -5.28275948e02, 1.36987616e01, -4.99875664e-02)
 WAN_1_3B = (2.39676752e03, -1.31110545e03, 2.01331979e02, -8.29855975e00, 1.37887774e-01)
-SETTINGS = {
-    "time": {"input": "time"},
-    "time-projection": {"input": "time-projection", "warmup": 5, "last": False},
-}
+SETTINGS = {"time": {"input": "time"}, "time-projection": {"input": "time-projection", "warmup": 5, "last": False}}
 
 pytestmark = pytest.mark.usefixtures("quiet")
 
@@ -96,8 +91,7 @@ def test_both_branches_of_a_pipeline_take_the_official_steps(which, by_branch, a
         with diffcache.wrapped(pipe, method) as handle:
             case.run(pipe, steps=14)
             calls = handle.last.calls
-        found = [[c.index for c in calls if c.computed and c.branch == name]
-                 for name in ("cond", "uncond")]  # fmt: skip
+        found = [[c.index for c in calls if c.computed and c.branch == name] for name in ("cond", "uncond")]
         rows = embeddings(pipe.transformer, pipe.scheduler.timesteps, which)
         steps = found, official(rows, curve, threshold, which)
         agrees("teacache", "official code (Wan2.1, HiDream), as a loop", steps=steps)
@@ -127,10 +121,14 @@ def noted(model, probe, calls):
 @pytest.mark.parametrize(
     ("name", "probe"),
     [(name, "time") for name in BY_TIME]
-    + [("WanTransformer3DModel", "time-projection"), ("FluxTransformer2DModel", "time"),
-       ("SD3Transformer2DModel", "time"), ("UNet2DConditionModel", "time"),
-       ("ChronoEditTransformer3DModel", "time-projection")],
-)  # fmt: skip
+    + [
+        ("WanTransformer3DModel", "time-projection"),
+        ("FluxTransformer2DModel", "time"),
+        ("SD3Transformer2DModel", "time"),
+        ("UNet2DConditionModel", "time"),
+        ("ChronoEditTransformer3DModel", "time-projection"),
+    ],
+)
 def test_what_is_looked_at_depends_on_the_timestep_alone(name, probe):
     case = cases()[name]
     model = case.build()
@@ -172,9 +170,7 @@ def test_a_published_polynomial_needs_its_input_named():
             diffcache.wrap(model, TeaCache(0.1, WAN_1_3B))
         for named in ("time", "modulated"):
             diffcache.unwrap(diffcache.wrap(model, TeaCache(0.1, WAN_1_3B, input=named)))
-    diffcache.unwrap(
-        diffcache.wrap(cases()["FluxTransformer2DModel"].build(), TeaCache(0.1, WAN_1_3B))
-    )
+    diffcache.unwrap(diffcache.wrap(cases()["FluxTransformer2DModel"].build(), TeaCache(0.1, WAN_1_3B)))
 
 
 def test_inputs_that_are_not_there_are_refused():
@@ -226,11 +222,7 @@ def test_calibration_on_the_time_embedding(tmp_path):
     with diffcache.wrapped(pipe, loaded) as handle:
         case.run(pipe, steps=6)
         assert handle.last.calls
-    assert not any(
-        isinstance(h, TimeWatch)
-        for m in pipe.transformer.modules()
-        for h in m._forward_hooks.values()
-    )
+    assert not any(isinstance(h, TimeWatch) for m in pipe.transformer.modules() for h in m._forward_hooks.values())
 
 
 @pytest.mark.parametrize("threshold", [0.2, 0.3])

@@ -15,14 +15,7 @@ from diffcache.errors import TablesError
 from diffcache.features.profilingdit import ProfilingDiT
 from diffcache.features.tables import Tables
 from diffcache.features.taylorseer import TaylorSeer
-from diffcache.features.temporal_table import (
-    TemporalTable,
-    TimeTables,
-    disturbance,
-    keeps_table,
-    rounded,
-    step_of,
-)
+from diffcache.features.temporal_table import TemporalTable, TimeTables, disturbance, keeps_table, rounded, step_of
 from diffcache.weights import Weights, checksum
 from tests.features.temporal_toys import ALL, Block, Toy, counts, table_of, toy, toy_run
 from tests.internals import state_of
@@ -50,9 +43,7 @@ class Calls:
 
     def __init__(self, model, paths):
         self.count = 0
-        self.hooks = [
-            model.get_submodule(path).register_forward_hook(self._count) for path in paths
-        ]
+        self.hooks = [model.get_submodule(path).register_forward_hook(self._count) for path in paths]
 
     def _count(self, *_):
         self.count += 1
@@ -83,13 +74,9 @@ def test_a_second_run_is_looked_up_bit_for_bit(made):
         assert torch.equal(second, plain)
         assert (again, ran > 0) == (0, True)
         assert counts(handle) == [(0, len(paths))] * STEPS
-        assert torch.equal(
-            sample(case, model, STEPS, order=range(STEPS - 1, -1, -1)), plain.flip(0)
-        )
+        assert torch.equal(sample(case, model, STEPS, order=range(STEPS - 1, -1, -1)), plain.flip(0))
         assert counts(handle)[0] == (0, len(paths))
-        assert torch.equal(
-            sample(case, model, STEPS, seed=1), other
-        )  # the latent, at least, differs
+        assert torch.equal(sample(case, model, STEPS, seed=1), other)  # the latent, at least, differs
     for hook in calls.hooks:
         hook.remove()
 
@@ -409,9 +396,7 @@ def test_columns_take_up_what_rounding_missed():
     made.fit(layer.weight, given)
     missed = layer.weight / made.step - made.codes
     assert (missed[:, 0] + missed[:, 1]).abs().max() <= 0.51
-    assert (made(given) - layer(given)).norm() < (
-        given @ ((nearest * made.step) - layer.weight).T
-    ).norm()
+    assert (made(given) - layer(given)).norm() < (given @ ((nearest * made.step) - layer.weight).T).norm()
     # With 16 bits nothing is left to see.
     fine = rounded_copy(layer, 16, activations=16)
     fine.fit(layer.weight, given)
@@ -432,8 +417,10 @@ def test_it_passes_on_what_the_inner_method_is_made_of():
 
 
 def test_the_length_of_runs_is_that_of_the_method_inside() -> None:
-    tables = Tables({"method": "bac", "steps": 9, "metric": "cosine", "sites": ["a.ff"]},
-                    {"pairs.a.ff": torch.ones(9, 9), "shift.a.ff": torch.zeros(9, 9)})  # fmt: skip
+    tables = Tables(
+        {"method": "bac", "steps": 9, "metric": "cosine", "sites": ["a.ff"]},
+        {"pairs.a.ff": torch.ones(9, 9), "shift.a.ff": torch.zeros(9, 9)},
+    )
     assert TemporalTable(diffcache.BAC(count=2, union=1, tables=tables)).total == 9
     assert TemporalTable().total is TemporalTable(TaylorSeer()).total is None
 
@@ -603,8 +590,7 @@ def load(model):
     model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()})
 
 
-CHANGES = [grow, grow_data, grow_upstream, move_columns, replace, replace_upstream, new_parameter,
-           load]  # fmt: skip
+CHANGES = [grow, grow_data, grow_upstream, move_columns, replace, replace_upstream, new_parameter, load]
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -14,8 +14,14 @@ from diffcache.step import CURRENT, Step
 from tests.zoo.catalog import cases
 
 CASES = cases()
-SERVED = ["FluxTransformer2DModel", "HunyuanVideoTransformer3DModel", "UNet2DConditionModel",
-          "WanTransformer3DModel", "CogVideoXTransformer3DModel-15", "DiTTransformer2DModel"]  # fmt: skip
+SERVED = [
+    "FluxTransformer2DModel",
+    "HunyuanVideoTransformer3DModel",
+    "UNet2DConditionModel",
+    "WanTransformer3DModel",
+    "CogVideoXTransformer3DModel-15",
+    "DiTTransformer2DModel",
+]
 OTHERS = ["LTX2VideoTransformer3DModel", "CosmosTransformer3DModel", "MochiTransformer3DModel"]
 
 
@@ -31,8 +37,7 @@ class Noted:
 
 def noted(name: str, by_mode: bool) -> list[tuple[str, Tensor, Tensor]]:
     model, collector = CASES[name].build(0), Noted()
-    paths = [f"{site.parent}.{site.child}" for site in tracing.anatomy_of(model).modules
-             if site.kind == "attention"]  # fmt: skip
+    paths = [f"{site.parent}.{site.child}" for site in tracing.anatomy_of(model).modules if site.kind == "attention"]
     watch: Any = tracing._attention_watch(model, [collector])  # type: ignore[list-item]
     assert isinstance(watch, tracing._AttentionMode) == (name in OTHERS)
     if by_mode:

@@ -33,9 +33,7 @@ def test_fid_is_that_of_the_features_and_sees_ghosts(capsys: Any, shapes: dict[s
     for name in ("fake", "ghost"):
         found = report(capsys, fid.main, shapes["real"], shapes[name], "--resamples", "50")
         distance = found["metrics"]["fid_lite"]
-        assert distance["value"] == pytest.approx(
-            frechet(moments(features[name]), reference), rel=1e-5
-        )
+        assert distance["value"] == pytest.approx(frechet(moments(features[name]), reference), rel=1e-5)
         expected = bootstrap.frechet_interval(features[name], reference, 50)
         assert distance["low"] == pytest.approx(expected.low, rel=1e-4)
         assert distance["high"] == pytest.approx(expected.high, rel=1e-4)
@@ -47,35 +45,19 @@ def test_fid_is_that_of_the_features_and_sees_ghosts(capsys: Any, shapes: dict[s
 
 
 def test_fid_other_metrics_and_warnings(capsys: Any, shapes: dict[str, Any]) -> None:
-    found = report(
-        capsys,
-        fid.main,
-        shapes["real"],
-        shapes["ghost"],
-        "--kid",
-        "--prdc",
-        "--is",
-        "--resamples",
-        "50",
-    )
+    found = report(capsys, fid.main, shapes["real"], shapes["ghost"], "--kid", "--prdc", "--is", "--resamples", "50")
     assert list(found["metrics"]) == [
-        f"{name}_lite"
-        for name in ("fid", "kid", "precision", "recall", "density", "coverage", "is")
+        f"{name}_lite" for name in ("fid", "kid", "precision", "recall", "density", "coverage", "is")
     ]
     assert found["metrics"]["precision_lite"]["value"] < 0.9
     assert 1 <= found["metrics"]["is_lite"]["value"] <= 5
     fallback, few = found["warnings"]
-    assert (
-        "FID-lite in place of FID" in fallback
-        and "weights-inception-2015-12-05-6726825d.pth" in fallback
-    )
+    assert "FID-lite in place of FID" in fallback and "weights-inception-2015-12-05-6726825d.pth" in fallback
     assert "160 samples are few for FID-lite (2,000 are enough)" in few
     assert found["backend"]["backend"] == "lite"
 
 
-def test_fid_prints_a_table_and_warns_on_standard_error(
-    capsys: Any, shapes: dict[str, Any]
-) -> None:
+def test_fid_prints_a_table_and_warns_on_standard_error(capsys: Any, shapes: dict[str, Any]) -> None:
     assert fid.main([shapes["real"], shapes["fake"], "--backend", "lite", "--resamples", "20"]) == 0
     out, err = capsys.readouterr()
     assert "FID-lite" in out and " .. " in out and "160 samples against 160" in out
@@ -99,17 +81,13 @@ def test_fid_takes_stored_statistics(capsys: Any, shapes: dict[str, Any], tmp_pa
     found = report(capsys, fid.main, str(file), shapes["fake"], "--resamples", "20")
     expected = report(capsys, fid.main, shapes["real"], shapes["fake"], "--resamples", "20")
     for key in ("value", "low", "high"):
-        assert found["metrics"]["fid_lite"][key] == pytest.approx(
-            expected["metrics"]["fid_lite"][key], rel=1e-4
-        )
+        assert found["metrics"]["fid_lite"][key] == pytest.approx(expected["metrics"]["fid_lite"][key], rel=1e-4)
     assert found["real"]["statistics"] and found["real"]["count"] is None
     message = error(capsys, 2, fid.main, str(file), shapes["fake"], "--kid")
     assert "--kid needs pictures" in message and "real.npz" in message
 
 
-def test_fid_statistics_of_inception_need_its_weights(
-    capsys: Any, shapes: dict[str, Any], tmp_path: Path
-) -> None:
+def test_fid_statistics_of_inception_need_its_weights(capsys: Any, shapes: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "inception.npz"
     np.savez(file, mu=np.zeros(2048), sigma=np.eye(2048))
     message = error(capsys, 3, fid.main, str(file), shapes["fake"])
@@ -118,18 +96,13 @@ def test_fid_statistics_of_inception_need_its_weights(
     assert "inception.npz: statistics of 2048 features, lite has 64" in message
     pictures = shapes["pictures"]["real"].permute(0, 2, 3, 1).contiguous().numpy()
     np.savez(file, mu=np.zeros(2048), sigma=np.eye(2048), arr_0=pictures)
-    found = report(
-        capsys, fid.main, str(file), shapes["real"], "--resamples", "0", "--backend", "lite"
-    )
+    found = report(capsys, fid.main, str(file), shapes["real"], "--resamples", "0", "--backend", "lite")
     assert found["metrics"]["fid_lite"]["value"] < 1e-6 and not found["real"]["statistics"]
     assert "statistics of 2048 features, lite has 64: using the pictures" in found["warnings"][0]
 
 
 def test_fid_with_a_real_network_has_the_real_names(
-    capsys: Any,
-    shapes: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    capsys: Any, shapes: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def network(pictures: Tensor) -> inception.Features:
         seen = pictures.double().mean(dim=(2, 3)).float()
@@ -137,39 +110,38 @@ def test_fid_with_a_real_network_has_the_real_names(
 
     made = inception.Inception("torch-fidelity", "0" * 64, network, torch.device("cpu"))
     asked = []
-    monkeypatch.setattr(
-        inception, "load", lambda *given, **more: asked.append((given, more)) or made
-    )
+    monkeypatch.setattr(inception, "load", lambda *given, **more: asked.append((given, more)) or made)
     found = report(
-        capsys, fid.main, shapes["real"], shapes["fake"], "--weights", "w.pth", "--device", "cpu",
-        "--is", "--resamples", "20",
-    )  # fmt: skip
+        capsys,
+        fid.main,
+        shapes["real"],
+        shapes["fake"],
+        "--weights",
+        "w.pth",
+        "--device",
+        "cpu",
+        "--is",
+        "--resamples",
+        "20",
+    )
     assert asked == [(("w.pth",), {"device": "cpu", "convention": "torch-fidelity"})]
     means = [shapes["pictures"][name].double().mean(dim=(2, 3)) for name in ("real", "fake")]
     assert list(found["metrics"]) == ["fid", "is"]
-    assert found["metrics"]["fid"]["value"] == pytest.approx(
-        frechet(*map(moments, means)), rel=1e-5
-    )
+    assert found["metrics"]["fid"]["value"] == pytest.approx(frechet(*map(moments, means)), rel=1e-5)
     assert found["backend"]["convention"] == "torch-fidelity"
     assert "160 samples are few for FID (10,000 are enough)" in found["warnings"][0]
 
 
-def test_fid_without_weights_says_which_where_from_and_the_hash(
-    capsys: Any, shapes: dict[str, Any]
-) -> None:
+def test_fid_without_weights_says_which_where_from_and_the_hash(capsys: Any, shapes: dict[str, Any]) -> None:
     message = error(capsys, 3, fid.main, shapes["real"], shapes["fake"], "--backend", "real")
     assert "no file weights-inception-2015-12-05-6726825d.pth" in message
     assert "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2" in message
     assert "https://github.com/toshas/torch-fidelity/releases" in message
-    message = error(
-        capsys, 3, fid.main, shapes["real"], shapes["fake"], "--weights", "/nowhere/w.pth"
-    )
+    message = error(capsys, 3, fid.main, shapes["real"], shapes["fake"], "--weights", "/nowhere/w.pth")
     assert "/nowhere/w.pth" in message
 
 
-def test_fid_errors_name_the_file_or_the_option(
-    capsys: Any, shapes: dict[str, Any], tmp_path: Path
-) -> None:
+def test_fid_errors_name_the_file_or_the_option(capsys: Any, shapes: dict[str, Any], tmp_path: Path) -> None:
     real, fake = shapes["real"], shapes["fake"]
     (tmp_path / "empty").mkdir()
     odd = saved(tmp_path / "odd", shapes["pictures"]["real"][:3])
@@ -208,21 +180,14 @@ def test_fid_help_and_json_file(capsys: Any, shapes: dict[str, Any], tmp_path: P
 
 
 def gaussian(count: int, seed: int, dim: int = 6) -> sets.FeatureSet:
-    features = torch.randn(
-        count, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    )
+    features = torch.randn(count, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return sets.FeatureSet(moments(features), count, features)
 
 
 @pytest.mark.parametrize(("one", "other"), [(200, 200), (100, 1000), (1000, 100)])
 def test_the_floor_is_what_two_sets_of_one_distribution_are_apart(one: int, other: int) -> None:
-    apart = [
-        frechet(gaussian(one, 2 * seed).moments, gaussian(other, 2 * seed + 1).moments)
-        for seed in range(60)
-    ]
-    floors = [
-        sets.floor(gaussian(one, seed), gaussian(other, seed + 1), seed) for seed in range(12)
-    ]
+    apart = [frechet(gaussian(one, 2 * seed).moments, gaussian(other, 2 * seed + 1).moments) for seed in range(60)]
+    floors = [sets.floor(gaussian(one, seed), gaussian(other, seed + 1), seed) for seed in range(12)]
     assert np.mean(floors) == pytest.approx(np.mean(apart), rel=0.15)
     exact = sets.FeatureSet(gaussian(100_000, 5).moments, None)
     floors = [sets.floor(exact, gaussian(other, seed), seed) for seed in range(12)]

@@ -26,10 +26,7 @@ def shifted(pictures: Tensor, by: int = 1) -> Tensor:
 
 def noisy(pictures: Tensor) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    noise = (
-        torch.randn(pictures.shape, generator=generator)
-        * torch.linspace(1, 9, len(pictures))[:, None, None, None]
-    )
+    noise = torch.randn(pictures.shape, generator=generator) * torch.linspace(1, 9, len(pictures))[:, None, None, None]
     return (pictures.float() + noise).round().clamp(0, 255).to(torch.uint8)
 
 
@@ -38,21 +35,13 @@ def test_fidelity_equals_the_functions_on_the_same_pictures(capsys: Any, tmp_pat
     b = noisy(a)
     folders = [str(saved(tmp_path / "a", a)), str(saved(tmp_path / "b", b, "bmp"))]
     table = tmp_path / "pairs.csv"
-    found = report(
-        capsys,
-        fidelity.main,
-        *folders,
-        "--batch-size",
-        "5",
-        "--csv",
-        str(table),
-        "--resamples",
-        "100",
-    )
+    found = report(capsys, fidelity.main, *folders, "--batch-size", "5", "--csv", str(table), "--resamples", "100")
     expected = {
-        "psnr_db": pixels.psnr(a, b), "ssim": pixels.ssim(a, b), "ms_ssim": pixels.ms_ssim(a, b),
+        "psnr_db": pixels.psnr(a, b),
+        "ssim": pixels.ssim(a, b),
+        "ms_ssim": pixels.ms_ssim(a, b),
         "lpips_lite": lite.lpips_lite(a, b).double(),
-    }  # fmt: skip
+    }
     assert list(found["metrics"]) == list(expected)
     order = sorted(range(12), key=str)  # natural order is numeric: 0, 1, 2, ..., 10, 11
     with table.open() as stream:
@@ -69,9 +58,7 @@ def test_fidelity_equals_the_functions_on_the_same_pictures(capsys: Any, tmp_pat
         assert row["worst"][0]["name"] == str(worst) and len(row["worst"]) == 5
         tail = torch.quantile(column, 0.95 if low_is_good else 0.05)
         assert row["p95" if low_is_good else "p5"] == pytest.approx(float(tail), rel=1e-5)
-    assert found["metrics"]["psnr_db"]["pooled"] == pytest.approx(
-        pixels.pooled_psnr(a, b), rel=1e-9
-    )
+    assert found["metrics"]["psnr_db"]["pooled"] == pytest.approx(pixels.pooled_psnr(a, b), rel=1e-9)
     assert any("LPIPS-lite in place of LPIPS" in text for text in found["warnings"])
     assert any("MS-SSIM of 3 of 5 scales" in text for text in found["warnings"])
 
@@ -83,9 +70,7 @@ def test_fidelity_of_a_constant_shift_is_known(capsys: Any, tmp_path: Path) -> N
     psnr = found["metrics"]["psnr_db"]
     assert psnr["value"] == pytest.approx(20 * np.log10(255 / 5)) == psnr["pooled"]
     assert found["backend"] is None and found["warnings"] == []
-    single = report(
-        capsys, fidelity.main, str(one / "0.png"), str(other / "1.png"), "--metrics", "psnr"
-    )
+    single = report(capsys, fidelity.main, str(one / "0.png"), str(other / "1.png"), "--metrics", "psnr")
     assert single["metrics"]["psnr_db"]["value"] == psnr["value"] and single["count"] == 1
     assert "low" not in single["metrics"]["psnr_db"]
 
@@ -94,9 +79,7 @@ def test_fidelity_of_npz_and_of_different_sizes_in_a_folder(capsys: Any, tmp_pat
     a = drawn(5, 4)
     files = [str(save_npz(tmp_path / f"{n}.npz", x)) for n, x in (("a", a), ("b", noisy(a)))]
     found = report(capsys, fidelity.main, *files, "--metrics", "psnr,ssim", "--batch-size", "2")
-    assert found["metrics"]["psnr_db"]["value"] == pytest.approx(
-        float(pixels.psnr(a, noisy(a)).mean())
-    )
+    assert found["metrics"]["psnr_db"]["value"] == pytest.approx(float(pixels.psnr(a, noisy(a)).mean()))
     sizes = [(24, 24), (24, 24), (30, 24), (24, 30)]
     b = [torch.randint(0, 256, (3, *size), dtype=torch.uint8) for size in sizes]
     for name, by in (("c", 0), ("d", 2)):
@@ -116,9 +99,7 @@ def test_fidelity_of_films(capsys: Any, tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         write_clip(tmp_path / name / "first.mkv", made[0], 8)
         saved(tmp_path / name / "second", made[1])
-    found = report(
-        capsys, fidelity.main, str(tmp_path / "a"), str(tmp_path / "b"), "--resamples", "20"
-    )
+    found = report(capsys, fidelity.main, str(tmp_path / "a"), str(tmp_path / "b"), "--resamples", "20")
     expected = [float(pixels.psnr(x, y).mean()) for x, y in zip(films, others, strict=True)]
     change = [pixels.temporal_error(x, y) for x, y in zip(films, others, strict=True)]
     assert found["kind"] == "films" and found["count"] == 2
@@ -138,9 +119,7 @@ def test_fidelity_warns_of_lossy_films_and_pictures(capsys: Any, tmp_path: Path)
     film = drawn(3, 7)
     write_preview(tmp_path / "a.mp4", film, 8)
     write_clip(tmp_path / "b.mp4", film, 8)
-    found = report(
-        capsys, fidelity.main, str(tmp_path / "b.mp4"), str(tmp_path / "a.mp4"), "--metrics", "psnr"
-    )
+    found = report(capsys, fidelity.main, str(tmp_path / "b.mp4"), str(tmp_path / "a.mp4"), "--metrics", "psnr")
     assert "1 of 2 films are encoded with loss, a.mp4 as h264 yuv420p" in found["warnings"][0]
     assert "about 32 dB" in found["warnings"][0] and found["metrics"]["psnr_db"]["value"] < 45
     (tmp_path / "cut.mp4").write_bytes((tmp_path / "b.mp4").read_bytes()[:1500])
@@ -166,16 +145,12 @@ def test_fidelity_leaves_out_what_pictures_are_too_small_for(capsys: Any, tmp_pa
     message = error(capsys, 2, fidelity.main, one, other, "--metrics", "ms-ssim")
     assert "0.png" in message and "ms-ssim needs sides of 22 pixels" in message
     write_clip(tmp_path / "a.mkv", a, 8)
-    message = error(
-        capsys, 2, fidelity.main, *[str(tmp_path / "a.mkv")] * 2, "--metrics", "ms-ssim"
-    )
+    message = error(capsys, 2, fidelity.main, *[str(tmp_path / "a.mkv")] * 2, "--metrics", "ms-ssim")
     assert "a.mkv" in message and "22 pixels" in message
 
 
 def test_fidelity_with_a_real_network_has_the_real_name(
-    capsys: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Fake:
         def entry(self) -> dict[str, str]:
@@ -189,14 +164,10 @@ def test_fidelity_with_a_real_network_has_the_real_name(
     one, other = str(saved(tmp_path / "a", a)), str(saved(tmp_path / "b", noisy(a)))
     found = report(capsys, fidelity.main, one, other, "--metrics", "lpips")
     assert list(found["metrics"]) == ["lpips"] and found["backend"]["backend"] == "real"
-    assert found["metrics"]["lpips"]["value"] == pytest.approx(
-        float(Fake().distances(a, noisy(a)).mean()), rel=1e-6
-    )
+    assert found["metrics"]["lpips"]["value"] == pytest.approx(float(Fake().distances(a, noisy(a)).mean()), rel=1e-6)
     small = a[:, :, :30].contiguous()
     one, other = str(saved(tmp_path / "c", small)), str(saved(tmp_path / "d", noisy(small)))
-    assert "lpips needs sides of 32 pixels" in error(
-        capsys, 2, fidelity.main, one, other, "--metrics", "lpips"
-    )
+    assert "lpips needs sides of 32 pixels" in error(capsys, 2, fidelity.main, one, other, "--metrics", "lpips")
 
 
 def test_fidelity_errors_name_the_file_or_the_option(capsys: Any, tmp_path: Path) -> None:
@@ -225,7 +196,7 @@ def test_fidelity_errors_name_the_file_or_the_option(capsys: Any, tmp_path: Path
         ((names["a"], names["b"], "--metrics", "temporal-error"), "needs films"),
         ((names["a"], names["b"], "--csv", str(tmp_path / "broken.mp4" / "x.csv")), "--csv"),
         ((names["a"], names["b"], "--csv", "-"), "--csv"),
-    ]  # fmt: skip
+    ]
     for arguments, message in cases:
         assert message in error(capsys, 2, fidelity.main, *arguments, "--backend", "lite")
     message = error(capsys, 3, fidelity.main, names["a"], names["b"], "--backend", "real")

@@ -20,9 +20,7 @@ def pair(*, bits: float = 2, slide: bool = True, sinks: int = 0) -> Pair:
     return Pair(keys, values, 32, slide=slide, sinks=sinks)
 
 
-def layer(
-    codec: Pair, tokens: int, dtype: torch.dtype, batch: int = 2, rotary: Rotary | None = None
-) -> KVLayer:
+def layer(codec: Pair, tokens: int, dtype: torch.dtype, batch: int = 2, rotary: Rotary | None = None) -> KVLayer:
     """Return a layer with tokens that were coded as they came."""
     made, random = KVLayer(rotary=rotary), torch.Generator().manual_seed(tokens)
     for count in (tokens - 3, 1, 1, 1):

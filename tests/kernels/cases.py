@@ -43,11 +43,7 @@ def copied(tree: Any, change: Callable[[Tensor], Tensor] = torch.clone) -> Any:
     """Return arguments with every tensor changed, copied by default."""
     if isinstance(tree, Tensor):
         return change(tree)
-    return (
-        type(tree)(copied(each, change) for each in tree)
-        if isinstance(tree, (list, tuple))
-        else tree
-    )
+    return type(tree)(copied(each, change) for each in tree) if isinstance(tree, (list, tuple)) else tree
 
 
 def wide(tree: Any) -> Any:

@@ -55,9 +55,7 @@ def bits(values: np.ndarray) -> np.ndarray:
     return values.view(BITS[values.dtype]) if values.dtype in BITS else values
 
 
-def load(
-    self: Any, places: Handle, mask: Handle, other: Handle | None, *_: Any, **__: Any
-) -> Handle:
+def load(self: Any, places: Handle, mask: Handle, other: Handle | None, *_: Any, **__: Any) -> Handle:
     """Read memory as bits, then see them as values."""
     element = places.get_element_ty()
     dtype = numpy_dtype(element)
@@ -83,9 +81,7 @@ def install() -> None:
     builder.create_dot = dot
     builder.create_masked_load, builder.create_masked_store = load, store
     if not hasattr(builder, "get_bf16"):  # 3.6 and 3.7
-        builder.get_bf16 = lambda self, value: Handle(
-            np.array([value], ml_dtypes.bfloat16), tl.bfloat16
-        )
+        builder.get_bf16 = lambda self, value: Handle(np.array([value], ml_dtypes.bfloat16), tl.bfloat16)
     patch = interpreter._patch_lang_tensor
     if "squeeze" in inspect.getsource(patch):
         return

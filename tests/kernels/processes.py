@@ -20,10 +20,16 @@ MARKS = [
 
 def run(folder: str, cache: Path, **settings: str) -> None:
     """Run the tests of a folder; what they print is shown if one fails."""
-    env = os.environ | settings | {
-        "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1]),
-        "TRITON_CACHE_DIR": str(cache),
-    }  # fmt: skip
+    env = (
+        os.environ
+        | settings
+        | {
+            "OPENBLAS_NUM_THREADS": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(HERE.parents[1]),
+            "TRITON_CACHE_DIR": str(cache),
+        }
+    )
     env.pop("PYTEST_XDIST_WORKER", None)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", HERE / folder]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)

@@ -11,11 +11,15 @@ from diffcache.kernels.quantize import quant_twin
 from diffcache.kv.codec.quant import GroupQuant
 
 CODECS = [
-    GroupQuant(2, "tokens", 32), GroupQuant(4, "tokens", None), GroupQuant(8, "tokens", 16),
-    GroupQuant(2, "channels", 16), GroupQuant(4, "channels", None, symmetric=True),
-    GroupQuant(8, "channels", 24), GroupQuant(4, "channels", 16, levels=9),
+    GroupQuant(2, "tokens", 32),
+    GroupQuant(4, "tokens", None),
+    GroupQuant(8, "tokens", 16),
+    GroupQuant(2, "channels", 16),
+    GroupQuant(4, "channels", None, symmetric=True),
+    GroupQuant(8, "channels", 24),
+    GroupQuant(4, "channels", 16, levels=9),
     GroupQuant(4, "tokens", 32, symmetric=True, scale_dtype=torch.float32),
-]  # fmt: skip
+]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -34,6 +38,4 @@ def by_twin(codec: GroupQuant, x: Tensor) -> tuple[Tensor, Tensor]:
     """Return codes and grid by the twin of the operator."""
     tokens = codec.along == "tokens"
     each, width = (codec.group or x.shape[2], 1) if tokens else (1, codec.width(x.shape[3]))
-    return quant_twin(
-        x, int(codec.bits), each, width, float(codec.intervals), codec.symmetric, codec.scale_dtype
-    )
+    return quant_twin(x, int(codec.bits), each, width, float(codec.intervals), codec.symmetric, codec.scale_dtype)

@@ -24,14 +24,10 @@ def test_attention_is_that_over_decoded_slots(sinks: int, dtype: torch.dtype) ->
     assert torch.equal(attend(several, held.views()), attend(several, [decoded]))
 
 
-def test_codes_are_decoded_when_they_are_looked_at_and_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_codes_are_decoded_when_they_are_looked_at_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     held = layer(pair(), 103, torch.float32)
     decoded, count = Quantized.decode_into, []
-    monkeypatch.setattr(
-        Quantized, "decode_into", lambda self, out: count.append(1) or decoded(self, out)
-    )
+    monkeypatch.setattr(Quantized, "decode_into", lambda self, out: count.append(1) or decoded(self, out))
     (view,) = held.views()
     assert view.width == 103
     assert not count

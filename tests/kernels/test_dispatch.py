@@ -172,9 +172,7 @@ def test_a_difference_of_infinities_and_nan_is_none() -> None:
     assert dispatch.difference([inf], [torch.tensor([0.0, 1.0])]) is not None
     assert dispatch.difference([torch.tensor([torch.nan])], [torch.tensor([1.0])]) is not None
     codes = torch.zeros(8, dtype=torch.int8)
-    assert "12.50%" in dispatch.difference(
-        [codes], [codes.clone().index_fill(0, torch.tensor([3]), 1)]
-    )
+    assert "12.50%" in dispatch.difference([codes], [codes.clone().index_fill(0, torch.tensor([3]), 1)])
 
 
 def test_options_of_a_launch_come_from_the_files(monkeypatch, tmp_path) -> None:
@@ -188,11 +186,7 @@ def test_options_of_a_launch_come_from_the_files(monkeypatch, tmp_path) -> None:
     configs._entries.cache_clear()
     try:
         assert configs.tuned("own", key, default, cuda) == {"BLOCK": 32, "num_warps": 4}
-        for name, sizes, place in (
-            ("own", (*key[:3], 3), cuda),
-            ("else", key, cuda),
-            ("own", key, cpu),
-        ):
+        for name, sizes, place in (("own", (*key[:3], 3), cuda), ("else", key, cuda), ("own", key, cpu)):
             assert configs.tuned(name, sizes, default, place) == default
         own.write_text(json.dumps({"a GPU": {"own": {"bfloat16-rows-128-8192": {"num_warps": 8}}}}))
         monkeypatch.setenv("DIFFCACHE_KERNELS_CONFIGS", str(own))

@@ -28,18 +28,14 @@ def test_a_kernel_is_exact_but_for_rounding_and_repeats(case: Case, monkeypatch)
             first = found
             here = copied(args, lambda tensor: tensor.cpu())
             returned = copied(list(found), lambda tensor: tensor.cpu())
-            exact = Case(
-                case.name, case.operator, here, case.exact, lambda a, out: out, case.tolerance
-            )
+            exact = Case(case.name, case.operator, here, case.exact, lambda a, out: out, case.tolerance)
             check(exact, returned, here, case.args)
         for one, other in zip(found, first, strict=True):
             assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("case", attention(torch.float16), ids=lambda case: case.name)
-def test_codes_are_the_same_by_assembly_and_without(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_codes_are_the_same_by_assembly_and_without(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     launched = importlib.import_module("diffcache.kernels.gpu.coded")
     args = copied(case.args, lambda tensor: tensor.cuda())

@@ -60,10 +60,19 @@ def test_attention_inside_is_rounded_and_all_else_is_torch() -> None:
     assert (mode.taken, mode.left) == (0, 1)
 
 
-@pytest.mark.parametrize("sizes", [
-    {"k": (1, 3, 9, 8)}, {"k": (2, 2, 9, 8)}, {"k": (1, 2, 9, 4)}, {"v": (1, 2, 8, 8)},
-    {"k": (1, 2, 0, 8), "v": (1, 2, 0, 8)}, {"k": (2, 9, 8)}, {"v": (1, 2, 9)}, {},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"k": (1, 3, 9, 8)},
+        {"k": (2, 2, 9, 8)},
+        {"k": (1, 2, 9, 4)},
+        {"v": (1, 2, 8, 8)},
+        {"k": (1, 2, 0, 8), "v": (1, 2, 0, 8)},
+        {"k": (2, 9, 8)},
+        {"v": (1, 2, 9)},
+        {},
+    ],
+)
 def test_what_does_not_go_together_is_refused_and_left_to_torch(sizes) -> None:
     shapes = {"q": (1, 4, 5, 8), "k": (1, 2, 9, 8), "v": (1, 2, 9, 8)} | sizes
     q, k, v = map(torch.zeros, shapes.values())
@@ -88,9 +97,6 @@ def test_pictures_of_a_shipped_model_stay_as_they_were(monkeypatch) -> None:
     assert 30 < float(psnr(found, plain).mean()) < 100
     assert torch.equal(draw(), plain)
     monkeypatch.setattr(Int8Attention, "_attend", lambda *given, **named: None)
-    with (
-        pytest.raises(AttachError, match="kernels/int8: .* has no attention without a mask"),
-        row.applied(pipe),
-    ):
+    with pytest.raises(AttachError, match="kernels/int8: .* has no attention without a mask"), row.applied(pipe):
         draw()
     assert torch.equal(draw(), plain)

@@ -76,9 +76,12 @@ def test_a_broken_and_a_wrong_operator_are_left_out_alone(monkeypatch, clock, ca
     seconds, timed = clock
     seconds |= {"good": 2e-6, "slow": 12e-6}
     cases = [
-        case("good", timed("good")), case("broken", broken), case("wrong", lambda x: x + 0.5),
-        case("slow", timed("slow")), case("good", timed("slow"), "another"),
-    ]  # fmt: skip
+        case("good", timed("good")),
+        case("broken", broken),
+        case("wrong", lambda x: x + 0.5),
+        case("slow", timed("slow")),
+        case("good", timed("slow"), "another"),
+    ]
     monkeypatch.setattr(measure, "all_cases", lambda: cases)
     names = dict.fromkeys(case.operator for case in cases)
     found = watch.Found(dispatch.kept_file)
@@ -90,10 +93,7 @@ def test_a_broken_and_a_wrong_operator_are_left_out_alone(monkeypatch, clock, ca
         "broken": "a model: RuntimeError: out of registers",
         "wrong": "a model: off by 0.5, at most 0.02",
     }
-    assert {row["model"] for row in kept["rows"] if row["operator"] == "good"} == {
-        "a model",
-        "another",
-    }
+    assert {row["model"] for row in kept["rows"] if row["operator"] == "good"} == {"a model", "another"}
     assert all("torch.compile" not in row["ways"] for row in kept["rows"])
     assert dispatch.ratio("good", torch.device("cuda", 0)) == 0.5
 
@@ -107,13 +107,7 @@ def test_options_that_are_faster_count_in_the_choice_and_in_launches(monkeypatch
         return timed(f"TILE={tile}")(values)
 
     done = [
-        Built(
-            {"TILE": tile} if tile > 1 else {},
-            "16",
-            {"TILE": tile},
-            (),
-            "spills" if tile == 4 else "",
-        )
+        Built({"TILE": tile} if tile > 1 else {}, "16", {"TILE": tile}, (), "spills" if tile == 4 else "")
         for tile in (1, 2, 3, 4)
     ]
     monkeypatch.setattr(measure, "all_cases", lambda: [case("own", kernel)])
@@ -164,10 +158,7 @@ def test_a_trial_of_options_has_no_targets_to_reach() -> None:
 def test_another_version_drops_what_was_measured(monkeypatch, cache, caplog, name: str) -> None:
     known, forget = cache
     monkeypatch.setattr(dispatch, "has_triton", lambda: True)
-    body = FIRST | {
-        "choices": {"a GPU": {"own": 2.0}},
-        "configs": {"a GPU": {"own": {"16": {"TILE": 2}}}},
-    }
+    body = FIRST | {"choices": {"a GPU": {"own": 2.0}}, "configs": {"a GPU": {"own": {"16": {"TILE": 2}}}}}
     dispatch.kept_file("a GPU").parent.mkdir(parents=True)
     dispatch.kept_file("a GPU").write_text(json.dumps(body))
     device = torch.device("cuda", 0)
@@ -180,10 +171,7 @@ def test_another_version_drops_what_was_measured(monkeypatch, cache, caplog, nam
     found = watch.Found(dispatch.kept_file)
     for line in (FIRST | {"versions": dict(known)}, {"task": ["check", "own"], "failed": "no"}):
         found.take(line)
-    assert (
-        found.body["choices"] == {"a GPU": {"own": 0.0}}
-        and "own" not in found.body["configs"]["a GPU"]
-    )
+    assert found.body["choices"] == {"a GPU": {"own": 0.0}} and "own" not in found.body["configs"]["a GPU"]
 
 
 # A process that measures: each task is done as its operator's name says.
@@ -222,10 +210,7 @@ def test_a_task_that_crashes_or_hangs_ends_its_process_alone(monkeypatch, tmp_pa
     kept = json.loads((tmp_path / "kept.json").read_text())
     three = dict.fromkeys(("one", "two", "breaks", "three"), 3.0)
     assert kept["choices"] == {"a GPU": three | {"crashes": 0.0, "hangs": 0.0}}
-    assert kept["failed"] == {
-        "crashes": "crashed: illegal memory access",
-        "hangs": "took longer than 0.5 seconds",
-    }
+    assert kept["failed"] == {"crashes": "crashed: illegal memory access", "hangs": "took longer than 0.5 seconds"}
     assert kept["finished"] is True
 
 
@@ -247,14 +232,13 @@ def test_a_process_that_cannot_begin_says_why(tmp_path) -> None:
 def test_a_result_that_is_not_finite_is_an_error_and_can_be_written() -> None:
     wrong = case("own", lambda values: values * float("nan"))
     found = timing.row(replace(wrong), torch.device("cpu"), 1, FIRST["limits"])
-    assert found["ways"]["kernel"] == {
-        "error": "numbers that are not finite, unlike those expected"
-    }
+    assert found["ways"]["kernel"] == {"error": "numbers that are not finite, unlike those expected"}
 
 
 def test_a_kernel_has_to_be_faster_on_the_device_and_in_calls() -> None:
-    kernel, plain = ({kind: [0, us, 0] for kind, us in zip(("us", "called_us"), both, strict=True)}
-                     for both in ((2, 9), (8, 10)))  # fmt: skip
+    kernel, plain = (
+        {kind: [0, us, 0] for kind, us in zip(("us", "called_us"), both, strict=True)} for both in ((2, 9), (8, 10))
+    )
     rows = [{"operator": "own", "ways": {"kernel": kernel, "plain": plain}}]
     assert timing.choices(rows) == {"own": 1.11}
     rows.append({"operator": "own", "ways": {"kernel": {"error": "no"}, "plain": plain}})
@@ -273,8 +257,10 @@ def test_a_kernel_has_to_be_faster_than_what_runs_in_its_place() -> None:
 def test_the_command_says_what_is_used_and_why(monkeypatch, cache) -> None:
     monkeypatch.delenv("DIFFCACHE_KERNELS", raising=False)
     monkeypatch.setattr(dispatch, "has_triton", lambda: True)
-    body = FIRST | {"choices": {"a GPU": {"rotate": 2.0, "l1_sums": 0.9, "int8_codes": 0.0}},
-                    "failed": {"int8_codes": "off by 0.5"}}  # fmt: skip
+    body = FIRST | {
+        "choices": {"a GPU": {"rotate": 2.0, "l1_sums": 0.9, "int8_codes": 0.0}},
+        "failed": {"int8_codes": "off by 0.5"},
+    }
     dispatch.kept_file("a GPU").parent.mkdir(parents=True)
     dispatch.kept_file("a GPU").write_text(json.dumps(body))
 

@@ -42,9 +42,7 @@ def test_torch_accepts_the_registration(case: Case) -> None:
 def test_shapes_are_known_without_numbers(case: Case) -> None:
     args, meta = copied(case.args), copied(case.args, lambda tensor: tensor.to("meta"))
     expected, found = (case.results(a, case.operator(*a)) for a in (args, meta))
-    assert [(t.shape, t.dtype, t.stride()) for t in found] == [
-        (t.shape, t.dtype, t.stride()) for t in expected
-    ]
+    assert [(t.shape, t.dtype, t.stride()) for t in found] == [(t.shape, t.dtype, t.stride()) for t in expected]
 
 
 def test_results_lie_as_compilers_are_told_where_arguments_lie_otherwise() -> None:
@@ -63,11 +61,7 @@ def test_float16_near_its_end_overflows_only_where_the_result_does() -> None:
     terms = [each * signs for each in (6e4, -3e4, 2e4, -1e4, 100.0)]
     weights = [1.0, 4.0, 8.0, 32 / 3, 32 / 3]
     exact = sum(w * t.double() for w, t in zip(weights, terms, strict=True))
-    assert (
-        exact.abs().max()
-        < 65504
-        < max(w * float(t[0]) for w, t in zip(weights, terms, strict=True))
-    )
+    assert exact.abs().max() < 65504 < max(w * float(t[0]) for w, t in zip(weights, terms, strict=True))
     assert torch.equal(forecast.weighted_sum(terms, weights), exact.half())
     wide = forecast.weighted_sum(terms, weights, torch.zeros(2))  # a float32 stream
     torch.testing.assert_close(wide, exact.float())

@@ -17,8 +17,7 @@ def test_every_operator_has_a_row_and_a_caller() -> None:
 def test_measured_times_stand_in_the_row_and_misses_are_told(tmp_path) -> None:
     case = all_cases()[0]
     ways = {name: {"error": 0.0, "us": [1.0, 2.0, 3.0]} for name in case.ways}
-    row = {"limit_us": 1.5, "ways": ways,
-           "targets": [{"against": "plain", "wanted": 4.0, "got": 1.0, "met": False}]}  # fmt: skip
+    row = {"limit_us": 1.5, "ways": ways, "targets": [{"against": "plain", "wanted": 4.0, "got": 1.0, "met": False}]}
     line = page._line(case, row, "nobody")
     assert line[3:6] == ["1.5", "-", "2.0; aim 4 of plain, 1"]
     ways["kernel"]["called_us"], ways["plain"] = [4.0, 5.0, 6.0], {"error": "no"}

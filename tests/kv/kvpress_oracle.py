@@ -34,9 +34,7 @@ SCORERS = {
     **{name: PRESSES[name] for name in _SCORERS},
     "critical_snapkv": PRESSES["criticalkv"],
     "expected_attention_mean": Spec(
-        "expected_attention_press",
-        "ExpectedAttentionPress",
-        {**FUTURE, "use_covariance": False, "use_vnorm": False},
+        "expected_attention_press", "ExpectedAttentionPress", {**FUTURE, "use_covariance": False, "use_vnorm": False}
     ),
     "qfilter": Spec("qfilter_press", "QFilterPress"),
 }
@@ -126,9 +124,7 @@ def finch_scores(seen: Seen) -> Tensor:
     """Return FINCH's scores [B, H, S] with a window of 8."""
     made = press_class("finch_press", "FinchPress")(normalize_scores=True)
     made.window_size = WINDOW["window_size"]
-    return torch.cat(
-        [made.score(r.module, r.hidden, r.k, r.v, None, r.rotation) for r in rows(seen)]
-    )
+    return torch.cat([made.score(r.module, r.hidden, r.k, r.v, None, r.rotation) for r in rows(seen)])
 
 
 @torch.no_grad()

@@ -151,9 +151,7 @@ def golden_kept(layers: list[Seen]) -> tuple[dict[str, Tensor], list[str]]:
             key = f"kept.{name}.{percent}"
             sure = [
                 not at_border(name, seen, ratio)
-                and torch.equal(
-                    oracle.kept(name, seen, ratio), oracle.kept(name, nudged(seen), ratio)
-                )
+                and torch.equal(oracle.kept(name, seen, ratio), oracle.kept(name, nudged(seen), ratio))
                 for seen in layers
             ]
             if all(sure):
@@ -173,18 +171,14 @@ def changed(layers: list[Seen]) -> dict[str, Tensor]:
         found = [oracle.compressed(name, seen, 0.75) for seen in layers]
         return torch.stack([torch.cat([row[place] for row in rows]) for rows in found])
 
-    return {
-        "values.merged_snapkv.75": part("merged_snapkv", 1),
-        "keys.rerotated_knorm.75": part("rerotated_knorm", 0),
-    }
+    return {"values.merged_snapkv.75": part("merged_snapkv", 1), "keys.rerotated_knorm.75": part("rerotated_knorm", 0)}
 
 
 def header(tied: list[str]) -> dict[str, str]:
     """Return where the numbers come from and the settings of every press."""
     duo = {"streaming": DUO_STREAMING, "sink": DUO_SINK, "recent": DUO_RECENT}
     settings = {
-        name: {"class": spec.cls, "settings": dict(spec.settings), "base": spec.base}
-        for name, spec in ALL.items()
+        name: {"class": spec.cls, "settings": dict(spec.settings), "base": spec.base} for name, spec in ALL.items()
     }
     settings["duo"]["settings"] = duo
     notes = {

@@ -34,9 +34,15 @@ TOKEN = torch.tensor([[7]])
 ROWS = prompts()
 ONE = row(ROWS, 1)
 SMALL = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "vocab_size": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 
 @pytest.fixture
@@ -52,9 +58,7 @@ def keep(budget: int | float, **changes: Any) -> Recipe:
     return Recipe("keep", score=Recency(), budget=Uniform(budget), plan=plan, **changes)
 
 
-def filled(
-    model: Any, recipe: Recipe | None = None, inputs: Any = ONE, mode: Any = "native"
-) -> Any:
+def filled(model: Any, recipe: Recipe | None = None, inputs: Any = ONE, mode: Any = "native") -> Any:
     cache = cache_for(model, keep(12) if recipe is None else recipe, mode=mode)
     model(**inputs, past_key_values=cache)
     return cache
@@ -193,12 +197,8 @@ def test_a_fork_of_inputs_outlives_its_cache(model: Any) -> None:
     assert not model.model.layers[0].self_attn.k_proj._forward_pre_hooks
 
 
-@pytest.mark.parametrize(
-    "recipe", [Recipe(), eviction.h2o(12), streaming.streaming_llm(12)], ids=repr
-)
-def test_a_cache_that_was_filled_in_inference_mode_goes_on_outside(
-    model: Any, recipe: Recipe
-) -> None:
+@pytest.mark.parametrize("recipe", [Recipe(), eviction.h2o(12), streaming.streaming_llm(12)], ids=repr)
+def test_a_cache_that_was_filled_in_inference_mode_goes_on_outside(model: Any, recipe: Recipe) -> None:
     with torch.no_grad():
         expected = filled(model, recipe)
         for _ in range(3):
@@ -212,9 +212,7 @@ def test_a_cache_that_was_filled_in_inference_mode_goes_on_outside(
 
 
 @pytest.mark.parametrize(
-    "recipe",
-    [quantized.kivi(2, group=8, residual=16), quantized.vidkv(group=8, residual=16)],
-    ids=repr,
+    "recipe", [quantized.kivi(2, group=8, residual=16), quantized.vidkv(group=8, residual=16)], ids=repr
 )
 def test_codes_are_appended_within_autocast(recipe: Recipe) -> None:
     model, inputs = llama(), row(prompts(), 1)
@@ -258,9 +256,7 @@ def test_what_is_settled_cannot_be_taken_back(model: Any, layout: Any) -> None:
 
 
 @pytest.mark.parametrize("recipe", [eviction.h2o(0.3), eviction.snapkv(12, window=4)], ids=repr)
-def test_what_scorers_noted_is_taken_back_only_where_that_was_announced(
-    model: Any, recipe: Recipe
-) -> None:
+def test_what_scorers_noted_is_taken_back_only_where_that_was_announced(model: Any, recipe: Recipe) -> None:
     ids = row(prompts(), 1)["input_ids"]
     cache, short = cache_for(model, recipe), cache_for(model, recipe)
     model(input_ids=ids, past_key_values=cache)
@@ -327,9 +323,12 @@ def test_padding_is_found_one_token_at_a_time(model: Any) -> None:
     pos = (mask.cumsum(1) - 1).clamp_min(0)
     for at in range(30):
         now = slice(at, at + 1)
-        model(input_ids=ROWS["input_ids"][:, now], attention_mask=mask[:, : at + 1],
-              position_ids=pos[:, now],
-              past_key_values=cache)  # fmt: skip
+        model(
+            input_ids=ROWS["input_ids"][:, now],
+            attention_mask=mask[:, : at + 1],
+            position_ids=pos[:, now],
+            past_key_values=cache,
+        )
     found = cache.store.layers[0]
     assert found.padding is not None and found.padding.tolist() == [17, 0, 5]
     assert [found.read().pos[at].amin().item() for at in (0, 2)] == [17, 5]
@@ -371,9 +370,15 @@ def test_a_stock_mask_is_for_the_slots_there_are(model: Any) -> None:
 
 def test_models_that_cannot_be_compressed_say_so() -> None:
     bart = hf.BartConfig(
-        d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=32, decoder_ffn_dim=32,
-        encoder_attention_heads=2, decoder_attention_heads=2, vocab_size=64,
-    )  # fmt: skip
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_ffn_dim=32,
+        decoder_ffn_dim=32,
+        encoder_attention_heads=2,
+        decoder_attention_heads=2,
+        vocab_size=64,
+    )
     with pytest.raises(AttachError, match="has an encoder.* use a decoder-only model"):
         cache_for(hf.BartForConditionalGeneration(bart), keep(12))
     states = build("RecurrentGemmaForCausalLM", "recurrent_gemma")

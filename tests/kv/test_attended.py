@@ -36,9 +36,7 @@ def whole(query: Query, slots: Slots, valid: Tensor | None = None) -> tuple[Tens
 
 @pytest.mark.parametrize("room", [1 << 10, 1 << 13, 1 << 22])  # one head at a time, some, all
 @pytest.mark.parametrize("case", ["plain", "last", "alone", "padded", "windowed", "unordered"])
-def test_sums_and_counts_are_those_of_the_whole_matrix(
-    case: str, room: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sums_and_counts_are_those_of_the_whole_matrix(case: str, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attended, "_CPU_BYTES", room)
     query, slots = drawn({"last": 20, "alone": 1}.get(case, TOKENS))
     known = {"start": 0, "below": TOKENS}
@@ -60,9 +58,7 @@ def test_sums_and_counts_are_those_of_the_whole_matrix(
     torch.testing.assert_close(asked.sums(), sums, rtol=1e-5, atol=1e-5)
     assert torch.equal(asked.counts().expand_as(counts), counts)
     noise = torch.linspace(0, 3, TOKENS).expand(HEADS, TOKENS) + torch.arange(HEADS)[:, None]
-    changed = asked.sums(
-        lambda x, heads, part: x + noise[heads.start : heads.stop, None, None, : x.shape[-1]]
-    )
+    changed = asked.sums(lambda x, heads, part: x + noise[heads.start : heads.stop, None, None, : x.shape[-1]])
     biased = replace(slots, meta={**slots.meta, "logn": slots.meta.get("logn", 0) + noise[None]})
     torch.testing.assert_close(changed, whole(query, biased, valid)[0], rtol=1e-5, atol=1e-5)
 

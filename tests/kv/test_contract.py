@@ -90,9 +90,7 @@ def held(thing: object) -> Iterator[Tensor]:
         seen.add(id(item))
         if isinstance(item, Tensor):
             yield item
-        elif isinstance(item, (dict, list, tuple, set)) or type(item).__module__.startswith(
-            "diffcache.kv"
-        ):
+        elif isinstance(item, (dict, list, tuple, set)) or type(item).__module__.startswith("diffcache.kv"):
             todo += gc.get_referents(item)
 
 
@@ -170,9 +168,7 @@ def test_losing_nothing_is_stock(model: Any, stock: Any, name: str) -> None:
 @pytest.fixture(scope="module")
 def stock_ways(model: Any) -> dict[str, Any]:
     """Return the outputs of the model without a cache of ours, by way."""
-    return {
-        way: model.generate(**given(way), **SHORT, **settings) for way, settings in WAYS.items()
-    }
+    return {way: model.generate(**given(way), **SHORT, **settings) for way, settings in WAYS.items()}
 
 
 @pytest.mark.parametrize("name", [name for name in lossless() if lossless()[name][0]().retrieve])
@@ -197,9 +193,7 @@ def test_what_only_drops_is_what_hides(model: Any, stock: Any, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_a_row_alone_is_the_row_in_a_batch(
-    model: Any, first: First, alone: Callable[[str], Any], name: str
-) -> None:
+def test_a_row_alone_is_the_row_in_a_batch(model: Any, first: First, alone: Callable[[str], Any], name: str) -> None:
     recipe, together, cache = first(name)
     if recipe.name.startswith("random"):
         pytest.skip("lots are drawn for places, and padding moves them")
@@ -249,20 +243,20 @@ def test_rows_that_are_taken_go_on_as_they_were(model: Any, first: First, name: 
     recipe, _, cache = first(name)
     every, some, index = cache.fork(), cache.fork(), torch.arange(3)
     cache_for(model, recipe, mode=cache.mode)  # sets the model up again
-    mask = torch.nn.functional.pad(
-        ROWS["attention_mask"], (0, cache.get_seq_length() - 48), value=1
-    )
+    mask = torch.nn.functional.pad(ROWS["attention_mask"], (0, cache.get_seq_length() - 48), value=1)
     with torch.no_grad():
         for token, kept in ((7, [2, 0, 1]), (9, [1, 1]), (11, [0])):
             some.reorder_cache(torch.tensor(kept))
             index, mask = index[kept], torch.nn.functional.pad(mask, (0, 1), value=1)
             wanted, found = (
                 model(
-                    input_ids=torch.full((len(rows), 1), token), attention_mask=rows,
-                    position_ids=rows.sum(-1, keepdim=True) - 1, past_key_values=each,
+                    input_ids=torch.full((len(rows), 1), token),
+                    attention_mask=rows,
+                    position_ids=rows.sum(-1, keepdim=True) - 1,
+                    past_key_values=each,
                 ).logits
                 for rows, each in ((mask, every), (mask[index], some))
-            )  # fmt: skip
+            )
             torch.testing.assert_close(found, wanted[index], rtol=0, atol=1e-6)
     detach(model)
 

@@ -116,9 +116,7 @@ def test_the_order_of_slots_changes_nothing() -> None:
     slots = Slots(k, v, {"pos": span(0, 30, B, k.device)})
     order = torch.rand(B, H, 30, generator=torch.Generator().manual_seed(1)).argsort(-1)
     query = asked(4, 20)
-    assert torch.allclose(
-        attend(query, [View(slots)]), attend(query, [View(slots.gather(order))]), atol=1e-14
-    )
+    assert torch.allclose(attend(query, [View(slots)]), attend(query, [View(slots.gather(order))]), atol=1e-14)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 13, 29])
@@ -159,9 +157,7 @@ def test_a_shared_segment_is_one_row_in_memory() -> None:
     layer.segments = [Dense(shared, Traits(apart=True))]
     layer.write(own_k, own_v)
     query = asked(2, 12)
-    whole_k, whole_v = (
-        torch.cat([x[:1].expand(B, -1, -1, -1), own], 2) for x, own in ((k, own_k), (v, own_v))
-    )
+    whole_k, whole_v = (torch.cat([x[:1].expand(B, -1, -1, -1), own], 2) for x, own in ((k, own_k), (v, own_v)))
     seen = (torch.arange(14) <= torch.arange(12, 14)[:, None]).expand(B, H, 2, 14)
     assert torch.allclose(attend(query, layer.views()), plain(query, whole_k, whole_v, seen))
     layer.rows(torch.tensor([1, 1, 0]))

@@ -67,9 +67,7 @@ def test_a_cache_that_is_off_is_found_wrong(monkeypatch: pytest.MonkeyPatch) -> 
     """The harness itself: attention that leaves something out is seen in every column."""
     asked = attention.Query
     monkeypatch.setattr(
-        attention,
-        "Query",
-        lambda q, start, scale, *rest, **more: asked(q, start, 0.9 * scale, *rest, **more),
+        attention, "Query", lambda q, start, scale, *rest, **more: asked(q, start, 0.9 * scale, *rest, **more)
     )
     words = [verdict.word for verdict in row_of("LlamaForCausalLM", "llama").verdicts]
     assert words == ["wrong"] * 5 + ["exact"], "the last goes through stock attention"

@@ -76,9 +76,7 @@ def test_samples_pass_through_the_same_processors() -> None:
     cache = cache_for(model, Recipe())
     draft = triforce(model, cache, budget=64)
     one = {"do_sample": True, "top_k": 1, "output_logits": False}
-    assert said(model, cache, assistant_model=draft, **one) == said(
-        model, cache_for(model, Recipe())
-    )
+    assert said(model, cache, assistant_model=draft, **one) == said(model, cache_for(model, Recipe()))
 
 
 def test_models_learn_from_a_draft_as_much_as_they_are_told() -> None:

@@ -93,15 +93,8 @@ def test_the_command_line_lists_recipes_with_a_sentence() -> None:
 
 @pytest.mark.parametrize("model", [None, torch.nn.Linear(2, 2), "gpt2"])
 @pytest.mark.parametrize(
-    "door",
-    [
-        lambda m: kv.cache_for(m, "snapkv"),
-        lambda m: kv.static_cache_for(m, 8),
-        lambda m: kv.detach(m),
-    ],
+    "door", [lambda m: kv.cache_for(m, "snapkv"), lambda m: kv.static_cache_for(m, 8), lambda m: kv.detach(m)]
 )
-def test_what_is_no_model_of_transformers_is_refused(
-    door: Callable[[Any], Any], model: Any
-) -> None:
+def test_what_is_no_model_of_transformers_is_refused(door: Callable[[Any], Any], model: Any) -> None:
     with pytest.raises(AttachError, match="model is .*: pass a model of transformers, such as"):
         door(model)

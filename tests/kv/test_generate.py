@@ -19,18 +19,7 @@ from diffcache.kv.plan import TopK
 from diffcache.kv.recipe import Layout, Recipe
 from diffcache.kv.score.base import Score
 from diffcache.kv.trigger import EveryStep
-from tests.kv.tiny import (
-    GREEDY,
-    WAYS,
-    gemma,
-    grouped_rounding,
-    llama,
-    prompts,
-    row,
-    same,
-    second_turn,
-    stock,
-)
+from tests.kv.tiny import GREEDY, WAYS, gemma, grouped_rounding, llama, prompts, row, same, second_turn, stock
 
 
 @dataclass(frozen=True)
@@ -41,9 +30,7 @@ class Lots(Score):
         pos = seen.slots.pos.long() - seen.pad.amin() * 0
         heads = seen.slots.k.shape[1]
         drawn = torch.rand(heads, 4096, generator=torch.Generator().manual_seed(seen.layer))
-        return (
-            drawn[None].expand(len(pos), -1, -1).gather(2, pos.clamp_min(0).expand(-1, heads, -1))
-        )
+        return drawn[None].expand(len(pos), -1, -1).gather(2, pos.clamp_min(0).expand(-1, heads, -1))
 
 
 @dataclass(frozen=True)
@@ -159,10 +146,7 @@ def test_the_model_is_itself_again_after_release(model: Any) -> None:
 def test_auto_says_why(model: Any) -> None:
     assert cache_for(model, Recipe()).mode == "stock"
     cache = cache_for(model, lots(Uniform(12)))
-    assert (cache.mode, cache.why) == (
-        "native",
-        "slots are dropped, and positions say who sees what",
-    )
+    assert (cache.mode, cache.why) == ("native", "slots are dropped, and positions say who sees what")
     detach(model)
 
 
@@ -179,9 +163,7 @@ def test_a_cache_that_was_compressed_by_hand(exact: Any) -> None:
 
 
 @pytest.mark.parametrize(("chunk", "held"), [(None, 12), (16, 48)])
-def test_a_whole_prompt_is_compressed_where_it_ends(
-    exact: Any, chunk: int | None, held: int
-) -> None:
+def test_a_whole_prompt_is_compressed_where_it_ends(exact: Any, chunk: int | None, held: int) -> None:
     cache, guessing = (cache_for(exact, lots(Uniform(12)), mode="native") for _ in range(2))
     guessing.activate_past_recording()
     inputs = {**row(prompts(), 1), "max_new_tokens": 1}
@@ -193,9 +175,7 @@ def test_a_whole_prompt_is_compressed_where_it_ends(
     detach(exact)
 
 
-def test_a_prefill_of_ones_own_is_not_taken_for_a_whole_prompt(
-    exact: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prefill_of_ones_own_is_not_taken_for_a_whole_prompt(exact: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     read = type(exact)._prefill
 
     def _prefill(self: Any, ids: Tensor, config: Any, settings: Any, **more: Any) -> Any:

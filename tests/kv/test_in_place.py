@@ -43,9 +43,8 @@ class Run:
     """A store that is fed the same random tokens as any other."""
 
     def __init__(
-        self, recipe: Recipe, batch: int = 1, rotary: Rotary = ROTARY, *, layers: int = LAYERS,
-        size: int = SIZE,
-    ) -> None:  # fmt: skip
+        self, recipe: Recipe, batch: int = 1, rotary: Rotary = ROTARY, *, layers: int = LAYERS, size: int = SIZE
+    ) -> None:
         self.drawn = torch.Generator().manual_seed(0)
         self.store = KVStore(layers, recipe, rotary=[rotary] * layers)
         self.batch, self.rotary, self.size = batch, rotary, size
@@ -70,9 +69,7 @@ class Run:
 
 
 @pytest.mark.parametrize(("name", "batch"), [("h2o", 1), *((name, 2) for name in RECIPES)])
-def test_what_is_kept_is_what_sorting_all_slots_keeps(
-    name: str, batch: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_kept_is_what_sorting_all_slots_keeps(name: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     chunks = [40] + [1 if step % 7 else 2 for step in range(44)]
     quick, sorting = Run(RECIPES[name], batch), Run(RECIPES[name], batch)
     choose, done = store_module.slots_to_drop, Counter[bool]()
@@ -98,21 +95,14 @@ def test_slots_that_go_are_replaced_by_the_last_and_others_stay() -> None:
     held = torch.arange(8).repeat(2, 2, 1)
     moved = held.clone()
     Refill.of(index, 8).apply(moved)
-    for row, gone, after in zip(
-        held.flatten(0, 1), index.flatten(0, 1), moved.flatten(0, 1)[:, :5], strict=True
-    ):
+    for row, gone, after in zip(held.flatten(0, 1), index.flatten(0, 1), moved.flatten(0, 1)[:, :5], strict=True):
         stays = [slot for slot in row.tolist() if slot not in gone.tolist()]
         assert sorted(after.tolist()) == stays
         assert all(int(after[slot]) == slot for slot in stays if slot < 5)
 
 
 @pytest.mark.parametrize(
-    "rotary",
-    [
-        ROTARY,
-        Rotary.default(1e4, 8, interleaved=True),
-        Rotary(Rotary.default(1e4, 4).inv_freq, 1.3),
-    ],
+    "rotary", [ROTARY, Rotary.default(1e4, 8, interleaved=True), Rotary(Rotary.default(1e4, 4).inv_freq, 1.3)]
 )
 def test_keys_held_rotated_are_read_as_those_rotated_on_reading(rotary: Rotary) -> None:
     for recipe in (streaming_llm(16), streaming_llm(0.4), streaming_llm(16, sinks=0)):
@@ -157,10 +147,16 @@ class HostReads(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     "recipe",
-    [streaming_llm(16), streaming_llm(16, rotate=False), h2o(16), tova(16), keyformer(16),
-     kivi(2, group=8, residual=64)],
+    [
+        streaming_llm(16),
+        streaming_llm(16, rotate=False),
+        h2o(16),
+        tova(16),
+        keyformer(16),
+        kivi(2, group=8, residual=64),
+    ],
     ids=lambda recipe: recipe.name,
-)  # fmt: skip
+)
 def test_a_generated_token_reads_nothing_from_the_device(recipe: Recipe) -> None:
     run = Run(recipe)
     for count in (72, 1, 1, 1):

@@ -21,8 +21,7 @@ from tests.kv.tiny import ALL, GREEDY, IDS, ONE, generate, same, zoo
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [("DeepseekV3ForCausalLM", "deepseek_v3"), ("MiniCPM3ForCausalLM", "minicpm3")],
+    ("name", "kind"), [("DeepseekV3ForCausalLM", "deepseek_v3"), ("MiniCPM3ForCausalLM", "minicpm3")]
 )
 def test_latents_are_dropped_and_chosen_as_a_whole(name: str, kind: str, tmp_path: Path) -> None:
     model = zoo(name, kind)
@@ -83,9 +82,7 @@ def test_what_latents_cannot_do_is_refused(recipe: Recipe, why: str) -> None:
 # full attention and a state in one layer ---------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [("FalconH1ForCausalLM", "falcon_h1"), ("ZambaForCausalLM", "zamba")]
-)
+@pytest.mark.parametrize(("name", "kind"), [("FalconH1ForCausalLM", "falcon_h1"), ("ZambaForCausalLM", "zamba")])
 def test_states_beside_full_attention_go_along(name: str, kind: str) -> None:
     model = zoo(name, kind)
     expected = generate(model)

@@ -23,9 +23,11 @@ from tests.zoo.language import build
 def paligemma(text: str = "gemma") -> Any:
     more = {"query_pre_attn_scalar": 16, "layer_types": ["full_attention"] * 4}
     return build(
-        "PaliGemmaForConditionalGeneration", "paligemma",
-        **{"text_config.model_type": text}, **({"text_config.layer_types": more["layer_types"]} if text == "gemma2" else {}),
-    )  # fmt: skip
+        "PaliGemmaForConditionalGeneration",
+        "paligemma",
+        **{"text_config.model_type": text},
+        **({"text_config.layer_types": more["layer_types"]} if text == "gemma2" else {}),
+    )
 
 
 # who sees whom ---------------------------------------------------------------------------------
@@ -95,9 +97,7 @@ def test_what_attention_is_given_beside_is_refused_by_name() -> None:
         ("JetMoeForCausalLM", "jetmoe", "JetMoeAttention changes keys and values between"),
     ],
 )
-def test_keys_and_values_changed_after_the_cache_are_refused(
-    name: str, kind: str, what: str
-) -> None:
+def test_keys_and_values_changed_after_the_cache_are_refused(name: str, kind: str, what: str) -> None:
     model = zoo(name, kind)
     before = attention_names(model)
     with pytest.raises(AttachError, match=f"{what} .* mode='stock'"):
@@ -177,9 +177,7 @@ def test_generate_that_hands_all_tokens_over_again_is_refused() -> None:
 # parts of composite models -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "vision"), [("eager", "sdpa"), ("sdpa", "eager"), ("eager", "eager")]
-)
+@pytest.mark.parametrize(("text", "vision"), [("eager", "sdpa"), ("sdpa", "eager"), ("eager", "eager")])
 def test_each_part_of_a_composite_model_is_given_back_what_it_had(text: str, vision: str) -> None:
     model = build("LlavaForConditionalGeneration", "llava")
     model.set_attn_implementation({"": "sdpa", "text_config": text, "vision_config": vision})
@@ -209,10 +207,7 @@ def test_only_the_text_needs_the_interface() -> None:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [
-        ("Step3p7ForConditionalGeneration", "step3p7"),
-        ("MiniMaxM3SparseForConditionalGeneration", "minimax_m3_vl"),
-    ],
+    [("Step3p7ForConditionalGeneration", "step3p7"), ("MiniMaxM3SparseForConditionalGeneration", "minimax_m3_vl")],
 )
 def test_the_rotary_embedding_is_that_of_the_text(name: str, kind: str) -> None:
     model = zoo(name, kind)

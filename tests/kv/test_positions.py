@@ -27,9 +27,14 @@ from tests.zoo.language import build
 
 GRID, UNIT = (2, 3), 6
 MAPS: dict[str, PositionMap | None] = {
-    "none": None, "absolute": Absolute(), "slot": Slot(), "relativistic": BlockRelativistic(7),
-    "refresh": Refresh(8, 3), "official refresh": Refresh(8, 3, official=True), "cyclic": Cyclic(5),
-}  # fmt: skip
+    "none": None,
+    "absolute": Absolute(),
+    "slot": Slot(),
+    "relativistic": BlockRelativistic(7),
+    "refresh": Refresh(8, 3),
+    "official refresh": Refresh(8, 3, official=True),
+    "cyclic": Cyclic(5),
+}
 
 
 def number(name: str, frame: int, held: list[int]) -> int:
@@ -138,11 +143,7 @@ def test_maps_go_where_they_can() -> None:
 def with_image(model: Any) -> Any:
     """Return two rows of text around an image of four by six tokens, the second one padded."""
     config = model.config
-    image = [
-        config.vision_start_token_id,
-        *[config.image_token_id] * 24,
-        config.vision_end_token_id,
-    ]
+    image = [config.vision_start_token_id, *[config.image_token_id] * 24, config.vision_end_token_id]
     ids = torch.cat([IDS[:, :8], torch.tensor([image]), IDS[:, 8:20]], 1)
     ids = torch.cat([ids, torch.cat([torch.zeros_like(ids[:, :5]), ids[:, 5:]], 1)])
     mask = (ids != 0).long()
@@ -151,18 +152,17 @@ def with_image(model: Any) -> Any:
     size = 3 * vision.temporal_patch_size * vision.patch_size**2
     pixels = torch.randn(2 * 96, size, generator=torch.Generator().manual_seed(0))
     return {
-        "input_ids": ids, "attention_mask": mask, "pixel_values": pixels,
+        "input_ids": ids,
+        "attention_mask": mask,
+        "pixel_values": pixels,
         "image_grid_thw": torch.tensor([[1, 8, 12]] * 2),
         "mm_token_type_ids": (ids == config.image_token_id).int(),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [
-        ("Qwen2VLForConditionalGeneration", "qwen2_vl"),
-        ("Qwen3VLForConditionalGeneration", "qwen3_vl"),
-    ],
+    [("Qwen2VLForConditionalGeneration", "qwen2_vl"), ("Qwen3VLForConditionalGeneration", "qwen3_vl")],
 )
 def test_unrotated_keys_of_an_image_are_where_the_model_put_them(name: str, kind: str) -> None:
     model = build(name, kind, **({"vision_config.hidden_size": 64} if kind == "qwen2_vl" else {}))
@@ -200,9 +200,7 @@ def test_gaps_close_on_all_axes_and_images_keep_their_shape() -> None:
     def closed(*tokens: int) -> list[list[int]]:
         return rotary.closed(torch.tensor([[tokens]]))[0, 0].tolist()
 
-    assert closed(0, 2, 3, 4, 5, 8, 9) == [
-        [3, 3, 3], [4, 4, 4], [4, 4, 5], [4, 5, 4], [4, 5, 5], [6, 6, 6], [7, 7, 7]
-    ]  # fmt: skip
+    assert closed(0, 2, 3, 4, 5, 8, 9) == [[3, 3, 3], [4, 4, 4], [4, 4, 5], [4, 5, 4], [4, 5, 5], [6, 6, 6], [7, 7, 7]]
     assert closed(9, 8, 0) == [[7, 7, 7], [6, 6, 6], [5, 5, 5]], "in whatever order"
     assert closed(-1, 2, 4, 5, 6)[1:] == table[[2, 4, 5, 6]].tolist(), "holes in an image stay"
     whole = torch.arange(10)[None, None]

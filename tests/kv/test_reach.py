@@ -219,9 +219,7 @@ def test_layers_of_different_recipes_are_the_masked_full_cache(model: Any) -> No
         ({5: SNAP}, r"recipe of layers \[5\]: must be of \[0, 1, 2, 3\]"),
     ],
 )
-def test_recipes_that_are_not_of_single_layers_are_refused(
-    model: Any, recipes: Any, why: str
-) -> None:
+def test_recipes_that_are_not_of_single_layers_are_refused(model: Any, recipes: Any, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         kv.cache_for(model, recipes)
     with pytest.raises(ValueError, match=r"settings \['budget'\] go with one name"):
@@ -270,10 +268,14 @@ def test_what_is_taken_over_was_read(make: Any, recipe: Recipe, inputs: Any) -> 
 
 @pytest.mark.parametrize(
     ("make", "recipe"),
-    [(llama, SNAP), (gemma, kv.streaming_llm(64)), (llama, kv.kivi(8, group=8, residual=8)),
-     (partial(build, "MistralForCausalLM", "mistral", sliding_window=24), SNAP)],
+    [
+        (llama, SNAP),
+        (gemma, kv.streaming_llm(64)),
+        (llama, kv.kivi(8, group=8, residual=8)),
+        (partial(build, "MistralForCausalLM", "mistral", sliding_window=24), SNAP),
+    ],
     ids=["plain", "hybrid", "coded", "windows"],
-)  # fmt: skip
+)
 def test_what_is_handed_out_goes_on_as_stock(make: Any, recipe: Recipe) -> None:
     model = make()
     inputs = {**ROWS, "input_ids": ROWS["input_ids"] % 120}
@@ -283,8 +285,7 @@ def test_what_is_handed_out_goes_on_as_stock(make: Any, recipe: Recipe) -> None:
         out = cache.to_dynamic()
         assert type(out) is DynamicCache and out.get_seq_length() == CUT
         expected = model.generate(**inputs, past_key_values=stock, **GREEDY)
-        same(model.generate(**inputs, past_key_values=out, **GREEDY), expected,
-             0.5 if "kivi" in recipe.name else 1e-4)  # fmt: skip
+        same(model.generate(**inputs, past_key_values=out, **GREEDY), expected, 0.5 if "kivi" in recipe.name else 1e-4)
         cache.settle()
         again = kv.cache_for(model, kv.Recipe(), past=expected.past_key_values, mode="native")
         assert again.get_seq_length() == 57 and again.to_dynamic().get_seq_length() == 57

@@ -52,12 +52,8 @@ def dropped(layer: KVLayer) -> None:
 
 STEPS: dict[str, Callable[[KVLayer], object]] = {
     "write": lambda layer: layer.write(*drawn(6, 1)),
-    "overwrite a run": lambda layer: layer.overwrite(
-        range(layer.held - 4, layer.held), *drawn(4, 2)
-    ),
-    "overwrite slots": lambda layer: layer.overwrite(
-        torch.tensor([layer.held - 3, layer.held - 1]), *drawn(2, 3)
-    ),
+    "overwrite a run": lambda layer: layer.overwrite(range(layer.held - 4, layer.held), *drawn(4, 2)),
+    "overwrite slots": lambda layer: layer.overwrite(torch.tensor([layer.held - 3, layer.held - 1]), *drawn(2, 3)),
     "overwrite early": lambda layer: layer.overwrite(
         range(layer.held - layer.tail.length, layer.held - layer.tail.length + 1), *drawn(1, 4)
     ),
@@ -69,9 +65,7 @@ STEPS: dict[str, Callable[[KVLayer], object]] = {
     "drop": dropped,
     "a token": lambda layer: layer.write(*drawn(1, 6)),
     "a fork": lambda layer: layer.fork().overwrite(range(layer.held - 1, layer.held), *drawn(1, 7)),
-    "tokens of some rows": lambda layer: layer.write(
-        *drawn(2, 8), valid=torch.tensor([[True, True], [False, True]])
-    ),
+    "tokens of some rows": lambda layer: layer.write(*drawn(2, 8), valid=torch.tensor([[True, True], [False, True]])),
 }
 
 
@@ -103,13 +97,9 @@ def test_a_chunk_that_is_denoised_five_times_is_read_once(monkeypatch: pytest.Mo
     turned: list[int] = []
     decoded: list[int] = []
     rotate, read, read_into = Rotary.rotate, Coded.read, Coded.read_into
-    monkeypatch.setattr(
-        Rotary, "rotate", lambda self, x, pos: (turned.append(x.shape[2]), rotate(self, x, pos))[1]
-    )
+    monkeypatch.setattr(Rotary, "rotate", lambda self, x, pos: (turned.append(x.shape[2]), rotate(self, x, pos))[1])
     monkeypatch.setattr(Coded, "read", lambda self: (decoded.append(1), read(self))[1])
-    monkeypatch.setattr(
-        Coded, "read_into", lambda self, *to: (decoded.append(1), read_into(self, *to))[1]
-    )
+    monkeypatch.setattr(Coded, "read_into", lambda self, *to: (decoded.append(1), read_into(self, *to))[1])
     layer = KVLayer(rotary=ROTARY, positions=Slot(), read_once=True)
     layer.write(*drawn(24, 1))
     coded(layer)

@@ -28,8 +28,7 @@ def one_hot_of_next(ids, scale=20.0):
 
 class TestDraw:
     @pytest.mark.parametrize(
-        "task",
-        [Task(), Task(5, 1, 1), Task(129, 32, 32), Task(129, 20, 40, repeat=True), Task(513, 128)],
+        "task", [Task(), Task(5, 1, 1), Task(129, 32, 32), Task(129, 20, 40, repeat=True), Task(513, 128)]
     )
     def test_every_token_is_what_the_task_says(self, task):
         batch = draw(6, task, generator(3))
@@ -91,9 +90,7 @@ class TestDraw:
         marked = batch.marks.sum(1).double()
         expected = odds * marked / (odds * marked + 6 - marked)
         error = math.sqrt((expected * (1 - expected)).sum()) / 6000
-        assert batch.asked_marks.double().mean().item() == pytest.approx(
-            expected.mean().item(), abs=4 * error
-        )
+        assert batch.asked_marks.double().mean().item() == pytest.approx(expected.mean().item(), abs=4 * error)
 
     def test_repeated_queries_stay_in_half_of_the_facts(self):
         batch = draw(50, Task(65, 8, 40, repeat=True), generator(5))
@@ -157,9 +154,7 @@ class TestTraining:
         job.export(run.average.eval(), tmp_path / "model")
         assert not list(tmp_path.glob("**/*.part"))
         loaded = AutoModelForCausalLM.from_pretrained(str(tmp_path / "model"))
-        for (name, trained), kept in zip(
-            run.average["model"].named_parameters(), loaded.parameters(), strict=True
-        ):
+        for (name, trained), kept in zip(run.average["model"].named_parameters(), loaded.parameters(), strict=True):
             assert torch.equal(trained.bfloat16().float(), kept), name
 
 

@@ -19,9 +19,7 @@ POS = torch.tensor([0, 1, 5, 17, 40, 63, 90])
 
 
 def _x(dtype=torch.float64, shape=SHAPE, seed=0):
-    return torch.randn(
-        shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
-    ).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def _matrix(rotation, pos, size):
@@ -188,9 +186,7 @@ class TestWan:
             attention(x.transpose(1, 2).flatten(2), rotary_emb=tables)
         return seen[0].transpose(1, 2)
 
-    @pytest.mark.parametrize(
-        ("size", "grid"), [(128, (5, 3, 4)), (32, (5, 3, 4)), (128, (900, 1, 1))]
-    )
+    @pytest.mark.parametrize(("size", "grid"), [(128, (5, 3, 4)), (32, (5, 3, 4)), (128, (900, 1, 1))])
     def test_equals(self, size, grid):
         axis = torch.cartesian_prod(*(torch.arange(n) for n in grid))[-64:]
         x = _x(torch.float32, (1, 2, math.prod(grid), size))
@@ -371,10 +367,7 @@ def test_a_layer_without_positions_turns_nothing():
 
 
 def _qwen(kind, section):
-    changes = dict(
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": section},
-        head_dim=16,
-    )
+    changes = dict(rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": section}, head_dim=16)
     text = type(transformers.AutoConfig.for_model(kind))
     torch.manual_seed(0)
     return transformers.AutoModel.from_config(text(**{**TINY, **changes})).eval()

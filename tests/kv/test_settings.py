@@ -26,10 +26,7 @@ TABLES: dict[str, Any] = {
     [
         (lambda n: kv.quest(n, page=16), "16 slots .*page=16"),
         (lambda n: kv.mpcache_select(n, small=16), "16 slots .*small=16"),
-        (
-            lambda n: kv.double_sparsity(examples.CHANNELS, n, recent=64, sinks=4),
-            "68 slots .*sinks=4, recent=64",
-        ),
+        (lambda n: kv.double_sparsity(examples.CHANNELS, n, recent=64, sinks=4), "68 slots .*sinks=4, recent=64"),
         (lambda n: kv.tidal_decode(n, recent=64), "64 slots .*sinks=0, recent=64"),
         (lambda n: kv.sentence_kv(n), "64 slots .*sinks=32, recent=32"),
         (lambda n: kv.probe_query(n), "68 slots .*sinks=4, recent=64"),

@@ -22,9 +22,7 @@ from tests.zoo.language import build
 
 def window(capacity: int, sinks: int) -> Recipe:
     """Return what the static window does, one token later: its newest token is in the budget."""
-    return Recipe(
-        score=Recency(), budget=Uniform(capacity - 1), plan=TopK(sinks=sinks), trigger=EveryStep()
-    )
+    return Recipe(score=Recency(), budget=Uniform(capacity - 1), plan=TopK(sinks=sinks), trigger=EveryStep())
 
 
 @pytest.mark.parametrize(("capacity", "sinks"), [(12, 4), (40, 1), (47, 0)])
@@ -60,17 +58,13 @@ def test_a_chunk_later_on_sees_what_is_held() -> None:
         StaticWindow(6, 6)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [("FalconH1ForCausalLM", "falcon_h1"), ("Zamba2ForCausalLM", "zamba2")]
-)
+@pytest.mark.parametrize(("name", "kind"), [("FalconH1ForCausalLM", "falcon_h1"), ("Zamba2ForCausalLM", "zamba2")])
 def test_layers_of_states_and_attention_in_one_are_refused(name: str, kind: str) -> None:
     with pytest.raises(AttachError, match=f"{name} has layers of states and full attention in one"):
         static_cache_for(build(name, kind), 12)
 
 
-@pytest.mark.skipif(
-    torch.__version__.startswith("2.6."), reason="torch 2.6 cannot trace transformers' own wrappers"
-)
+@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="torch 2.6 cannot trace transformers' own wrappers")
 def test_one_graph_serves_every_step() -> None:
     model = llama(num_hidden_layers=2)
     inputs = row(prompts(), 1)

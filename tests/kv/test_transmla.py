@@ -111,11 +111,15 @@ def test_official_rotary_keys(fold: int, rope: int) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"fold": 3}, "fold=3"), ({"rope": 24}, "rope=24"), ({"rope": 48}, "rope=48"),
-        ({"rope": 8}, "fold=1 must be a multiple"), ({"rank": 0}, "rank=0"),
-        ({"rank": 49}, "rank=49"), ({"balance": 0.0}, r"balance=0\.0"),
+        ({"fold": 3}, "fold=3"),
+        ({"rope": 24}, "rope=24"),
+        ({"rope": 48}, "rope=48"),
+        ({"rope": 8}, "fold=1 must be a multiple"),
+        ({"rank": 0}, "rank=0"),
+        ({"rank": 49}, "rank=49"),
+        ({"balance": 0.0}, r"balance=0\.0"),
     ],
-)  # fmt: skip
+)
 def test_numbers_that_do_not_fit_are_refused(settings: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         to_mla(llama(), TEXTS, **settings)

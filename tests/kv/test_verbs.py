@@ -70,18 +70,14 @@ def test_named_slots_are_what_is_seen_and_the_last_can_be_written(way: str, flat
     assert layer.seen == 20 and layer.tail.loose == 4
     assert any(isinstance(x, Flat) for x in layer.segments) is (flat and way == "of each head")
     ask = query(4, 16)
-    torch.testing.assert_close(
-        attend(ask, layer.views()), masked(ask, k, v, seen), atol=1e-14, rtol=0
-    )
+    torch.testing.assert_close(attend(ask, layer.views()), masked(ask, k, v, seen), atol=1e-14, rtol=0)
     pos = layer.meta()["pos"].expand(B, H, -1)
     mass = torch.arange(B * H * 20.0).view(B, H, 20).gather(2, pos.clamp_min(0).long()) * (pos >= 0)
     assert torch.equal(layer.stats["mass"], mass)
     fresh = drawn(4, 2)
     layer.overwrite(range(layer.held - 4, layer.held), *fresh)
     k[:, :, 16:], v[:, :, 16:] = fresh
-    torch.testing.assert_close(
-        attend(ask, layer.views()), masked(ask, k, v, seen), atol=1e-14, rtol=0
-    )
+    torch.testing.assert_close(attend(ask, layer.views()), masked(ask, k, v, seen), atol=1e-14, rtol=0)
     layer.rollback(4)
     assert layer.seen == 16
     for which, why in (
@@ -107,8 +103,7 @@ def test_a_flush_keeps_first_and_last_frames_of_codes_too() -> None:
             [recipe.codec.align(layer) for layer in store.layers]
         before = [layer.read() for layer in store.layers]
         for _ in range(2):  # and a second flush changes nothing
-            store.keep(lambda layer: (layer.meta()["pos"] < frame)
-                       | (layer.meta()["pos"] >= layer.seen - 2 * frame))  # fmt: skip
+            store.keep(lambda layer: (layer.meta()["pos"] < frame) | (layer.meta()["pos"] >= layer.seen - 2 * frame))
             for layer, slots in zip(store.layers, before, strict=True):
                 assert layer.read().pos[0, 0].tolist() == [*range(4), *range(16, 24)]
                 assert torch.equal(layer.read().k[:, :, :4], slots.k[:, :, :4])
@@ -119,8 +114,9 @@ def test_a_flush_keeps_first_and_last_frames_of_codes_too() -> None:
 
 
 def compressing(window: int = 4) -> KVStore:
-    recipe = Recipe("now", score=Window(window, kernel=1), budget=Uniform(10), plan=TopK(recent=4),
-                    trigger=Overflow(10**6))  # fmt: skip
+    recipe = Recipe(
+        "now", score=Window(window, kernel=1), budget=Uniform(10), plan=TopK(recent=4), trigger=Overflow(10**6)
+    )
     return KVStore(2, recipe)
 
 
@@ -200,8 +196,10 @@ def test_queries_that_choose_together_read_what_their_mean_chooses() -> None:
     alone, together = (query(chunk, 30, together=flag) for flag in (False, True))
     torch.testing.assert_close(
         attend(alone, chooser.views(alone, layer, [layer])),
-        masked(alone, k, v, torch.ones(B, H, 40, dtype=torch.bool)), atol=1e-14, rtol=0,
-    )  # fmt: skip
+        masked(alone, k, v, torch.ones(B, H, 40, dtype=torch.bool)),
+        atol=1e-14,
+        rtol=0,
+    )
     views = chooser.views(together, layer, [layer])
     always = torch.tensor([0, 1, *range(27, 40)])
     mean = Query(together.q.mean(2, keepdim=True), 30, together.scale)

@@ -73,11 +73,19 @@ def llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
     """Return a Llama of four layers, four heads and two key-value heads."""
     torch.manual_seed(seed)
     settings = {
-        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256,
-        "max_position_embeddings": 4096, "head_dim": 16, "pad_token_id": 0, "bos_token_id": 1,
-        "eos_token_id": 2, **changes,
-    }  # fmt: skip
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 256,
+        "max_position_embeddings": 4096,
+        "head_dim": 16,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        **changes,
+    }
     return peaked(LlamaForCausalLM(LlamaConfig(**settings)))
 
 
@@ -85,10 +93,19 @@ def gemma(seed: int = 0) -> Gemma3ForCausalLM:
     """Return a Gemma 3 whose every third layer attends to all tokens, the others to 16."""
     torch.manual_seed(seed)
     config = Gemma3TextConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, vocab_size=256, sliding_window=16,
-        max_position_embeddings=512, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=256,
+        sliding_window=16,
+        max_position_embeddings=512,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     return peaked(Gemma3ForCausalLM(config))
 
 
@@ -111,9 +128,7 @@ def second_turn(
     inputs: dict[str, torch.Tensor], sequences: torch.Tensor, count: int = 5, seed: int = 9
 ) -> dict[str, torch.Tensor]:
     """Return all ids so far with `count` more, as transformers wants a conversation."""
-    more = torch.randint(
-        3, 256, (len(sequences), count), generator=torch.Generator().manual_seed(seed)
-    )
+    more = torch.randint(3, 256, (len(sequences), count), generator=torch.Generator().manual_seed(seed))
     ids = torch.cat([sequences, more], 1)
     fresh = ids.shape[1] - inputs["attention_mask"].shape[1]
     mask = torch.cat([inputs["attention_mask"], torch.ones(len(ids), fresh, dtype=torch.long)], 1)

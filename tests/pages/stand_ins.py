@@ -70,9 +70,7 @@ def adapter(folder: Path) -> None:
     pipe = FluxPipeline.from_pretrained(folder / "my-pipeline")
     pipe.transformer.add_adapter(LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False))
     layers = get_peft_model_state_dict(pipe.transformer)
-    FluxPipeline.save_lora_weights(
-        folder, transformer_lora_layers=layers, weight_name="my-lora.safetensors"
-    )
+    FluxPipeline.save_lora_weights(folder, transformer_lora_layers=layers, weight_name="my-lora.safetensors")
 
 
 def language_model(folder: Path) -> None:

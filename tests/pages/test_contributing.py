@@ -14,10 +14,7 @@ from tests.pages.blocks import ROOT, blocks
 
 PAGE = "CONTRIBUTING.md"
 COPIED = ("diffcache", "docs", "eval", "kernels", "pipelines", "tests")
-WRITERS = (
-    "workshop.method_page", "workshop.video.page", "workshop.dllm.page", "workshop.kv.page",
-    "metrics.catalog",
-)  # fmt: skip
+WRITERS = ("workshop.method_page", "workshop.video.page", "workshop.dllm.page", "workshop.kv.page", "metrics.catalog")
 # File -> tests of the contract of what the page adds, and those that hold lists and pages to it.
 TESTS = {
     "tests/test_contract.py": "alternate and FluxTransformer2DModel",
@@ -88,8 +85,12 @@ for name in {WRITERS}:
 sys.exit(pytest.main({words}))
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=place, env=os.environ | {"PYTHONPATH": str(place)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-c", program],
+        cwd=place,
+        env=os.environ | {"PYTHONPATH": str(place)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "deselected" in done.stdout and "skipped" not in done.stdout

@@ -92,9 +92,7 @@ def small(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Work among the stand-ins, and leave out what takes a large model or a GPU."""
     monkeypatch.chdir(folder)
     only = [diffcache.Interval(every=8, site="model")]
-    monkeypatch.setattr(
-        diffcache, "tune", partial(diffcache.tune, batch_size=1, steps=8, methods=only)
-    )
+    monkeypatch.setattr(diffcache, "tune", partial(diffcache.tune, batch_size=1, steps=8, methods=only))
     quick = {"samples": 2, "steps": 6, "rounds": 0, "quiet": True}
     monkeypatch.setattr(diffcache, "evaluate", partial(diffcache.evaluate, **quick))
     begin = FluxPipeline.__init__
@@ -146,8 +144,14 @@ def reader_of_kv() -> dict[str, Any]:
 
 def test_every_block_says_its_language() -> None:
     assert {block.language for page in PAGES for block in blocks(page)} == {
-        "python", "sh", "diff", "toml", "bibtex", "json", "text"
-    }  # fmt: skip
+        "python",
+        "sh",
+        "diff",
+        "toml",
+        "bibtex",
+        "json",
+        "text",
+    }
 
 
 def test_what_does_not_run_is_there() -> None:
@@ -169,8 +173,9 @@ def test_what_does_not_run_is_there() -> None:
 FILES = ("CONTRIBUTING.md", "docs/serving.md")
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in FILES and any(
-    block.language == "python" for block in blocks(page))])  # fmt: skip
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if page not in FILES and any(block.language == "python" for block in blocks(page))]
+)
 def test_python_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Block after block, in one module."""
     module = ModuleType("page")
@@ -189,9 +194,7 @@ def test_python_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "block",
-    [b for page in PAGES for b in blocks(page) if b.language == "sh"],
-    ids=lambda block: block.place,
+    "block", [b for page in PAGES for b in blocks(page) if b.language == "sh"], ids=lambda block: block.place
 )
 def test_commands_run(block: Block, monkeypatch: pytest.MonkeyPatch) -> None:
     for command in block.commands:
@@ -277,10 +280,15 @@ def check_pre_commit(words: list[str]) -> None:
 
 
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
-    "diffcache": run_diffcache, "python": run_python, "accelerate": run_accelerate,
-    "pip": check_pip, "make": check_make, ".venv/bin/pre-commit": check_pre_commit,
-    "git": lambda words: None, "cd": lambda words: None,
-}  # fmt: skip
+    "diffcache": run_diffcache,
+    "python": run_python,
+    "accelerate": run_accelerate,
+    "pip": check_pip,
+    "make": check_make,
+    ".venv/bin/pre-commit": check_pre_commit,
+    "git": lambda words: None,
+    "cd": lambda words: None,
+}
 
 
 # the others --------------------------------------------------------------------------------------

@@ -93,9 +93,7 @@ def test_compatibility_names_tests_that_are_there() -> None:
         assert any(isinstance(n, ast.FunctionDef) and n.name == name for n in tree.body), name
 
 
-def test_the_notebook_was_executed_and_its_cells_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_notebook_was_executed_and_its_cells_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     cells = [c for c in json.loads(NOTEBOOK.read_text())["cells"] if c["cell_type"] == "code"]
     assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))

@@ -48,8 +48,7 @@ def save_clip(folder: Path, **config: Any) -> tuple[Any, Any]:
 
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2,
-             "num_attention_heads": 2}  # fmt: skip
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     text = {**sizes, **ends, "vocab_size": len(tokenizer), "max_position_embeddings": LONGEST}
     vision = {**sizes, "image_size": 32, "patch_size": 8}

@@ -30,9 +30,7 @@ def test_clip_score_is_a_hundred_times_the_cosine(clip_folder: Path) -> None:
     for place, prompt in enumerate(prompts):
         output = seen_by_clip(model, scorer.tokenizer, given[place], prompt)
         cosine = (output.image_embeds * output.text_embeds).sum()
-        torch.testing.assert_close(
-            found[place].float(), 100 * cosine.clamp(min=0), rtol=1e-4, atol=1e-3
-        )
+        torch.testing.assert_close(found[place].float(), 100 * cosine.clamp(min=0), rtol=1e-4, atol=1e-3)
         cosines = functional.cosine_similarity(
             scorer.image_features(given[place : place + 1]), scorer.text_features([prompt])
         )

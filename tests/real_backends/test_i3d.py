@@ -17,9 +17,7 @@ class FakeI3D(nn.Module):
         super().__init__()
         self.width = width
 
-    def forward(
-        self, x: Tensor, rescale: bool = False, resize: bool = False, return_features: bool = False
-    ) -> Tensor:
+    def forward(self, x: Tensor, rescale: bool = False, resize: bool = False, return_features: bool = False) -> Tensor:
         flags = float(rescale) + 2 * float(resize) + 4 * float(return_features)
         found = torch.zeros(x.shape[0], self.width)
         found[:, 0] = flags
@@ -35,9 +33,7 @@ def i3d_file(monkeypatch: pytest.MonkeyPatch, folder: Path, width: int = 400) ->
     return file
 
 
-def test_i3d_is_called_as_stylegan_v_calls_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_i3d_is_called_as_stylegan_v_calls_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     network = i3d.I3D(i3d_file(monkeypatch, tmp_path))
     films = [pictures(16, 8, 8, seed=seed) for seed in range(5)]
     found = network.features(films, batch_size=2)
@@ -49,9 +45,7 @@ def test_i3d_is_called_as_stylegan_v_calls_it(
     assert network.entry()["sha256"] == weights.sha256(tmp_path / "i3d_torchscript.pt")
 
 
-def test_i3d_refuses_films_that_cannot_be_compared(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_i3d_refuses_films_that_cannot_be_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     network = i3d.I3D(i3d_file(monkeypatch, tmp_path))
     with pytest.raises(ValueError, match="there are none"):
         network.features([])

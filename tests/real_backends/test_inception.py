@@ -44,15 +44,9 @@ def inception_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return file
 
 
-def test_inception_hands_on_the_very_bytes(
-    monkeypatch: pytest.MonkeyPatch, inception_file: Path
-) -> None:
+def test_inception_hands_on_the_very_bytes(monkeypatch: pytest.MonkeyPatch, inception_file: Path) -> None:
     fake_module(monkeypatch, "torch_fidelity")
-    fake_module(
-        monkeypatch,
-        "torch_fidelity.feature_extractor_inceptionv3",
-        FeatureExtractorInceptionV3=FakeExtractor,
-    )
+    fake_module(monkeypatch, "torch_fidelity.feature_extractor_inceptionv3", FeatureExtractorInceptionV3=FakeExtractor)
     network = dataclasses.replace(inception.load(inception_file), batch_size=2)
     given = pictures(5)
     found = network(given)
@@ -61,9 +55,7 @@ def test_inception_hands_on_the_very_bytes(
     probabilities = found.probabilities()
     assert probabilities.dtype == torch.float64
     torch.testing.assert_close(probabilities.sum(1), torch.ones(5, dtype=torch.float64))
-    torch.testing.assert_close(
-        probabilities.log().diff().mean(1), found.logits.double().diff().mean(1)
-    )
+    torch.testing.assert_close(probabilities.log().diff().mean(1), found.logits.double().diff().mean(1))
     assert network.entry()["convention"] == "torch-fidelity"
     with pytest.raises(ValueError, match="must be uint8"):
         network(given.float() / 255)
@@ -71,18 +63,14 @@ def test_inception_hands_on_the_very_bytes(
         inception.load(inception_file, "cleaner")
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("torch_fidelity") is not None, reason="torch-fidelity is installed"
-)
+@pytest.mark.skipif(importlib.util.find_spec("torch_fidelity") is not None, reason="torch-fidelity is installed")
 def test_inception_without_its_library_says_what_to_install(inception_file: Path) -> None:
     with pytest.raises(inception.MissingPackageError, match=r"diffcache\[fid\]"):
         inception.load(inception_file)
 
 
 def test_inception_is_torch_fidelitys_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    module = pytest.importorskip(
-        "torch_fidelity.feature_extractor_inceptionv3", exc_type=ImportError
-    )
+    module = pytest.importorskip("torch_fidelity.feature_extractor_inceptionv3", exc_type=ImportError)
     extractor = module.FeatureExtractorInceptionV3
     plain = object.__new__(extractor)  # its weights are only known once it has them
     monkeypatch.setattr(module, "load_state_dict_from_url", lambda *a, **k: {})
@@ -127,9 +115,7 @@ def clean_resizer(mode: str) -> object:
     return resize
 
 
-def test_the_clean_convention_goes_through_clean_fid(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_clean_convention_goes_through_clean_fid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fake_module(monkeypatch, "cleanfid")
     fake_module(monkeypatch, "cleanfid.resize", build_resizer=clean_resizer)
     fake_module(monkeypatch, "cleanfid.inception_torchscript", InceptionV3W=CleanNetwork)
@@ -141,9 +127,7 @@ def test_the_clean_convention_goes_through_clean_fid(
     found = network(given)
     assert found.pool.shape == (3, 2048) and found.logits is None
     red = np.asarray(
-        Image.fromarray(given[1, 0].numpy().astype(np.float32)).resize(
-            (299, 299), Image.Resampling.BICUBIC
-        )
+        Image.fromarray(given[1, 0].numpy().astype(np.float32)).resize((299, 299), Image.Resampling.BICUBIC)
     )
     row = (torch.from_numpy(red.clip(0, 255)).flatten()[:2048] - 128) / 128
     torch.testing.assert_close(found.pool[1], row)

@@ -22,9 +22,7 @@ def alexnet() -> dict[str, Tensor]:
     """Return random weights under the names of torchvision's file."""
     state = {}
     for place, (out, into, side) in zip(PLACES, SIZES, strict=True):
-        state[f"features.{place}.weight"] = (
-            torch.randn(out, into, side, side) / (into * side**2) ** 0.5
-        )
+        state[f"features.{place}.weight"] = torch.randn(out, into, side, side) / (into * side**2) ** 0.5
         state[f"features.{place}.bias"] = torch.randn(out) / 10
     state["classifier.1.weight"] = torch.zeros(2, 2)
     return state
@@ -38,14 +36,10 @@ def written_out(state: dict[str, Tensor], heads: dict[str, Tensor], a: Tensor, b
         shift, scale = torch.tensor([-0.030, -0.088, -0.188]), torch.tensor([0.458, 0.448, 0.450])
         x = (x - shift.double().view(1, 3, 1, 1)) / scale.double().view(1, 3, 1, 1)
         found = []
-        for level, (place, stride, padding) in enumerate(
-            zip(PLACES, (4, 1, 1, 1, 1), (2, 2, 1, 1, 1), strict=True)
-        ):
+        for level, (place, stride, padding) in enumerate(zip(PLACES, (4, 1, 1, 1, 1), (2, 2, 1, 1, 1), strict=True)):
             if level in (1, 2):
                 x = functional.max_pool2d(x, 3, 2)
-            weight, bias = (
-                state[f"features.{place}.{kind}"].double() for kind in ("weight", "bias")
-            )
+            weight, bias = (state[f"features.{place}.{kind}"].double() for kind in ("weight", "bias"))
             x = functional.conv2d(x, weight, bias, stride=stride, padding=padding).clamp(min=0)
             found.append(x)
         return found
@@ -79,9 +73,7 @@ def test_lpips_is_its_formula(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert network.entry()["sha256"] == weights.sha256(file)
 
 
-def test_lpips_heads_are_those_of_version_0_1(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_lpips_heads_are_those_of_version_0_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert weights.sha256(lpips.heads_file()) == lpips.HEADS_SHA256
     file = tmp_path / "alexnet.pth"
     torch.save(alexnet(), file)

@@ -24,15 +24,16 @@ def test_a_reward_goes_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
     given = pictures(3)
     networks = at_hand("cpu", films=False, reward_name="my_rewards:bright")
     found = networks.of_pictures(given, ["a", "b", "c"])
-    torch.testing.assert_close(
-        found["reward_bright"], given.double().mean(dim=(1, 2, 3)), rtol=1e-6, atol=0
-    )
+    torch.testing.assert_close(found["reward_bright"], given.double().mean(dim=(1, 2, 3)), rtol=1e-6, atol=0)
     rows = [{"fidelity": {}, "quality": quality(found, found | {}, None, is_film=False)}]
     told = describe(rows, networks, (40, 48))
     assert told["reward_bright"] == {
-        "title": "bright", "unit": "", "direction": "up", "backend": "user",
+        "title": "bright",
+        "unit": "",
+        "direction": "up",
+        "backend": "user",
         "extractor": "my_rewards:bright",
-    }  # fmt: skip
+    }
     assert told["reward_bright_change"]["title"] == "bright, change"
 
 
@@ -46,9 +47,7 @@ def test_a_reward_goes_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
         ("my_rewards:bright,my_rewards:bright", "two of them are reward_bright"),
     ],
 )
-def test_what_is_no_reward_is_an_error(
-    names: str, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_no_reward_is_an_error(names: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_module(monkeypatch, "my_rewards", bright=brightness, number=3)
     with pytest.raises(ValueError, match=f"reward {names}: .*{words}"):
         reward.load(names)

@@ -28,17 +28,13 @@ class Loop:
         times, model = self.solver.timesteps[step].expand(len(self.labels)), self.model
         hidden = model.pos_embed(self.x)
         for number, block in enumerate(model.transformer_blocks):
-            normed, gate, shift, scale, gate_ff = block.norm1(
-                hidden, times, self.labels, hidden_dtype=hidden.dtype
-            )
+            normed, gate, shift, scale, gate_ff = block.norm1(hidden, times, self.labels, hidden_dtype=hidden.dtype)
             out = self.mix(2 * number, block.attn1(normed), weights)
             hidden = gate.unsqueeze(1) * out + hidden
             normed = block.norm3(hidden) * (1 + scale[:, None]) + shift[:, None]
             out = self.mix(2 * number + 1, block.ff(normed), weights)
             hidden = gate_ff.unsqueeze(1) * out + hidden
-        embedded = model.transformer_blocks[0].norm1.emb(
-            times, self.labels, hidden_dtype=hidden.dtype
-        )
+        embedded = model.transformer_blocks[0].norm1.emb(times, self.labels, hidden_dtype=hidden.dtype)
         shift, scale = model.proj_out_1(functional.silu(embedded)).chunk(2, dim=1)
         hidden = model.norm_out(hidden) * (1 + scale[:, None]) + shift[:, None]
         hidden = model.proj_out_2(hidden).reshape(-1, 4, 4, 2, 2, 8)

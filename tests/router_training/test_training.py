@@ -11,12 +11,7 @@ from diffcache.features.harmonica import HarmoniCa
 from diffcache.offline.calibrate import CollectPlan, calibrate
 from diffcache.offline.harmonica.mixing import image_errors, step_loss
 from diffcache.offline.harmonica.replay import Replay
-from diffcache.offline.harmonica.training import (
-    COLUMNS,
-    _drawn,
-    _generator,
-    train,
-)
+from diffcache.offline.harmonica.training import COLUMNS, _drawn, _generator, train
 from tests.router_training.dit_loop import CALL, SITES, STEPS, Loop, causes_of
 from tests.zoo.pipes import pipes
 
@@ -92,7 +87,7 @@ def test_the_teacher_neither_reads_nor_keeps(replay, mixer):
     assert len(kept) == len(SITES)
     with torch.no_grad():
         track.predict(mixer)
-    assert all(torch.equal(a, b) for key, held in mixer.kept().items() for a, b in zip(held, kept[key], strict=True))  # fmt: skip
+    assert all(torch.equal(a, b) for key, held in mixer.kept().items() for a, b in zip(held, kept[key], strict=True))
 
 
 @pytest.mark.parametrize("proxy", ["paper", "official"])
@@ -130,9 +125,7 @@ def test_typical_errors_are_geometric_means_of_the_papers(pipe, replay, mixer, l
     assert bool((causes <= plain[1] * (1 + 1e-9))[1:].all())
 
 
-@pytest.mark.parametrize(
-    ("name", "sites"), [("FluxPipeline", 16), ("WanPipeline", 12), ("PixArtAlphaPipeline", 12)]
-)
+@pytest.mark.parametrize(("name", "sites"), [("FluxPipeline", 16), ("WanPipeline", 12), ("PixArtAlphaPipeline", 12)])
 def test_the_replay_ends_where_the_pipeline_ends(name, sites):
     case = pipes()[name]
     pipe = case.build(0)
@@ -187,18 +180,16 @@ def test_other_loops_are_refused(name, message):
 
 
 def test_wrapped_pipelines_and_bare_models_are_refused(pipe):
-    with (
-        diffcache.wrapped(pipe, "taylorseer"),
-        pytest.raises(AttachError, match="unwrap it before training"),
-    ):
+    with diffcache.wrapped(pipe, "taylorseer"), pytest.raises(AttachError, match="unwrap it before training"):
         Replay(pipe, CALL, [3])
     with pytest.raises(AttachError, match="on a pipeline, not a model"):
         Replay(pipe.transformer, CALL, [3])
 
 
 def plan_of(**changed):
-    return CollectPlan(**{"prompts": [1, 3, 5, 8], "steps": 3, "batch_size": 2, "seed": 4,
-                   "call": {"guidance_scale": 4.0}, **changed})  # fmt: skip
+    return CollectPlan(
+        **{"prompts": [1, 3, 5, 8], "steps": 3, "batch_size": 2, "seed": 4, "call": {"guidance_scale": 4.0}, **changed}
+    )
 
 
 def loop_of(pipe, plan, number):
@@ -225,9 +216,7 @@ def proxies(loop, scores, proxy):
 @pytest.mark.parametrize(("proxy", "relative"), [("official", False), ("paper", True)])
 def test_a_training_equals_a_loop_of_its_own(pipe, proxy, relative):
     beta = 1.0 if relative else 1e-4
-    method = HarmoniCa(
-        0.3, epochs=3, rate=0.2, beta=beta, beta_sites=16, proxy=proxy, refresh=6, relative=relative
-    )
+    method = HarmoniCa(0.3, epochs=3, rate=0.2, beta=beta, beta_sites=16, proxy=proxy, refresh=6, relative=relative)
     plan = plan_of()
     state = torch.get_rng_state()
     trained = train(pipe, method, plan)
@@ -267,9 +256,15 @@ def test_calibrate_trains_saves_and_leaves_the_pipeline_alone(pipe, tmp_path):
     wanted = [p.requires_grad for p in pipe.transformer.parameters()]
     seen = []
     method = calibrate(
-        pipe, HarmoniCa(0.5, epochs=2, beta=1e-4), [1, 3], steps=3, batch_size=1, guidance_scale=4.0,
-        out=tmp_path / "router.safetensors", progress=lambda *given: seen.append(given),
-    )  # fmt: skip
+        pipe,
+        HarmoniCa(0.5, epochs=2, beta=1e-4),
+        [1, 3],
+        steps=3,
+        batch_size=1,
+        guidance_scale=4.0,
+        out=tmp_path / "router.safetensors",
+        progress=lambda *given: seen.append(given),
+    )
     assert [dict(module.__dict__) for module in pipe.transformer.modules()] == modules
     assert [p.requires_grad for p in pipe.transformer.parameters()] == wanted
     assert [given[:2] for given in seen] == [(1, 2), (2, 2)]
@@ -331,7 +326,7 @@ def test_the_state_of_another_training_is_refused(pipe, tmp_path, monkeypatch):
     out.with_name("router.safetensors.part").write_bytes(b"nonsense")
     with pytest.raises(TablesError, match="not the state of a training"):
         train(pipe, HarmoniCa(epochs=2), plan_of(out=out, **short))
-    assert len(curve_of(train(pipe, HarmoniCa(epochs=1), plan_of(out=out, resume=False, **short)).measured())) == 1  # fmt: skip
+    assert len(curve_of(train(pipe, HarmoniCa(epochs=1), plan_of(out=out, resume=False, **short)).measured())) == 1
 
 
 def test_fewer_epochs_than_were_trained_are_refused(pipe, tmp_path, monkeypatch):

@@ -29,17 +29,20 @@ def info(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *[
             ((name,), suite.DIMENSIONS[name].prompts)
             for name in (
-                "temporal_flickering", "object_class", "multiple_objects", "human_action", "color",
-                "spatial_relationship", "temporal_style", "appearance_style",
+                "temporal_flickering",
+                "object_class",
+                "multiple_objects",
+                "human_action",
+                "color",
+                "spatial_relationship",
+                "temporal_style",
+                "appearance_style",
             )
         ],
-    ]  # fmt: skip
+    ]
     for names, count in groups:
         for number in range(count):
-            entry: dict[str, Any] = {
-                "prompt_en": f"{names[0]} {number}.",
-                "dimension": list(names),
-            }
+            entry: dict[str, Any] = {"prompt_en": f"{names[0]} {number}.", "dimension": list(names)}
             if names[0] == "object_class":
                 entry["auxiliary_info"] = {"object_class": {"object": f"thing {number}"}}
             if names[0] == "appearance_style" and number < 2:

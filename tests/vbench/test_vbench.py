@@ -46,16 +46,11 @@ def test_missing_films_are_counted_and_a_part_is_refused(tmp_path: Path, info: P
     (folder / "background_consistency 3.-4.mp4").unlink()
     (folder / "color 9.-0.mp4").unlink()
     lacking = layout.missing(folder, prompts, ["scene", "color"])
-    assert lacking == {
-        "color": ["color 9.-0.mp4"],
-        "scene": ["background_consistency 3.-4.mp4"],
-    }
+    assert lacking == {"color": ["color 9.-0.mp4"], "scene": ["background_consistency 3.-4.mp4"]}
     with pytest.raises(ValueError, match=r"not VBench: color 1, scene 1; the first is 'color 9"):
         layout.require_complete(folder, prompts, ["scene", "color"])
     with pytest.raises(ValueError, match="85 of the 86 prompts of scene"):
-        layout.require_complete(
-            folder, [p for p in prompts if p.text != "background_consistency 8."], ["scene"]
-        )
+        layout.require_complete(folder, [p for p in prompts if p.text != "background_consistency 8."], ["scene"])
 
 
 def test_nothing_but_films_may_lie_in_the_folder(tmp_path: Path) -> None:
@@ -76,9 +71,7 @@ def test_nothing_but_films_may_lie_in_the_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mark", [*'/\\:*?"<>|', "\n", "\0"])
 def test_a_prompt_that_is_no_file_name_is_an_error(mark: str) -> None:
-    with pytest.raises(
-        ValueError, match=r"prompt 'a.+b' cannot be a file name.*take it out of the list"
-    ):
+    with pytest.raises(ValueError, match=r"prompt 'a.+b' cannot be a file name.*take it out of the list"):
         layout.film_name(f"a{mark}b", 0)
 
 
@@ -140,9 +133,7 @@ def test_vbench_s_own_loader_takes_the_folder(
     vbench = pytest.importorskip("vbench", exc_type=ImportError)
     bench = vbench.VBench(torch.device("cpu"), str(EXCERPT), str(tmp_path))
     names = bench.build_full_dimension_list()
-    entries = json.loads(
-        Path(bench.build_full_info_json(str(drawn.films), "all", names)).read_text()
-    )
+    entries = json.loads(Path(bench.build_full_info_json(str(drawn.films), "all", names)).read_text())
     assert "not found" not in capsys.readouterr().out
     assert [len(entry["video_list"]) for entry in entries] == [5] * 20
     film = vbench.utils.load_video(entries[0]["video_list"][0])
@@ -191,9 +182,7 @@ def test_a_stopped_run_goes_on_and_a_part_has_the_films_of_the_whole(
     assert len(list(job.films.iterdir())) == 10 and same_films(job, drawn)
 
 
-def test_processes_share_the_films_out(
-    drawn: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_share_the_films_out(drawn: Suite, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ranks, "wait", lambda self: None)
     monkeypatch.setattr(Ranks, "close", lambda self: None)
     job = some(drawn, tmp_path / "shared", samples=1)
@@ -213,10 +202,7 @@ def test_rewritten_prompts_go_under_the_names_of_vbench_s(drawn: Suite, tmp_path
     draw_suite(job, QUIET)
     assert {film.name for film in job.films.iterdir()} == {"a cross-0.mp4", "a ring-0.mp4"}
     lines = (job.out / "manifest.0.jsonl").read_text().splitlines()
-    assert {json.loads(line)["prompts"][0] for line in lines} == {
-        "a long story of a cross",
-        "a long story of a ring",
-    }
+    assert {json.loads(line)["prompts"][0] for line in lines} == {"a long story of a cross", "a long story of a ring"}
     assert not same_films(job, drawn)
     file.write_text("\n".join(texts[:-1]) + "\n")
     with pytest.raises(ValueError, match=r"longer.txt: has 19 prompts .* each of the 20"):
@@ -224,11 +210,7 @@ def test_rewritten_prompts_go_under_the_names_of_vbench_s(drawn: Suite, tmp_path
 
 
 def test_films_of_other_settings_do_not_mix(drawn: Suite, tmp_path: Path) -> None:
-    for change, words in (
-        ({"fps": 8}, "another fps"),
-        ({"seed": 3}, "another seed"),
-        ({"steps": 2}, "another steps"),
-    ):
+    for change, words in (({"fps": 8}, "another fps"), ({"seed": 3}, "another seed"), ({"steps": 2}, "another steps")):
         with pytest.raises(RunError, match=words):
             draw_suite(replace(drawn, task=replace(TASK, **change)), QUIET)
     with pytest.raises(RunError, match="another method"):
@@ -308,15 +290,10 @@ def test_prompts_of_any_films_reach_vbench(tmp_path: Path, other: Path) -> None:
     driver.run(driver.DriverJob(films, tmp_path / "out", prompts=prompts), ["temporal_flickering"])
     assert calls(other)[0][5] == prompts
     with pytest.raises(ValueError, match=r"no prompt is given for a cat-1.mp4 \(1 films without\)"):
-        driver.run(
-            driver.DriverJob(films, tmp_path / "out", prompts={"a cat-0.mp4": "a"}),
-            ["temporal_flickering"],
-        )
+        driver.run(driver.DriverJob(films, tmp_path / "out", prompts={"a cat-0.mp4": "a"}), ["temporal_flickering"])
 
 
-def test_all_missing_weights_are_named_at_once_before_anything_runs(
-    tmp_path: Path, other: Path
-) -> None:
+def test_all_missing_weights_are_named_at_once_before_anything_runs(tmp_path: Path, other: Path) -> None:
     job = driver.DriverJob(some_films(tmp_path / "films"), tmp_path / "out")
     with pytest.raises(MissingWeightsError) as caught:
         driver.run(job, ["temporal_flickering", "subject_consistency", "aesthetic_quality"])
@@ -335,9 +312,7 @@ def test_all_missing_weights_are_named_at_once_before_anything_runs(
     assert calls(other) == []
 
 
-def test_every_dimension_but_flickering_has_weights_and_wrong_ones_are_refused(
-    tmp_path: Path, other: Path
-) -> None:
+def test_every_dimension_but_flickering_has_weights_and_wrong_ones_are_refused(tmp_path: Path, other: Path) -> None:
     without = [name for name, dimension in suite.DIMENSIONS.items() if not dimension.files]
     assert without == ["temporal_flickering"]
     driver.preflight(["temporal_flickering"])
@@ -358,9 +333,7 @@ def test_a_failure_shows_what_vbench_said_and_keeps_what_was_done(
     monkeypatch.setenv("FAKE_FAILS", "imaging_quality")
     with pytest.raises(driver.VBenchError, match=r"(?s)imaging_quality in .*out of memory on the"):
         driver.run(job, names)
-    assert [f.name for f in sorted(job.out.glob("*_eval_results.json"))] == [
-        "temporal_flickering_eval_results.json"
-    ]
+    assert [f.name for f in sorted(job.out.glob("*_eval_results.json"))] == ["temporal_flickering_eval_results.json"]
     monkeypatch.delenv("FAKE_FAILS")
     driver.run(job, names)
     assert [call[0][0] for call in calls(other)] == [*names, "imaging_quality"]
@@ -387,10 +360,7 @@ def test_the_standard_suite_must_be_whole(
         driver.run(job, ["temporal_flickering"])
     some_films(kept)
     job = driver.DriverJob(films, tmp_path / "out", info=info, filtered=kept)
-    assert driver.run(job, ["temporal_flickering", "color"]) == {
-        "temporal_flickering": 0.5,
-        "color": 0.5,
-    }
+    assert driver.run(job, ["temporal_flickering", "color"]) == {"temporal_flickering": 0.5, "color": 0.5}
     assert [(call[0][0], call[2], call[4]) for call in calls(other)] == [
         ("temporal_flickering", "vbench_standard", 2),
         ("color", "vbench_standard", len(names)),
@@ -401,11 +371,7 @@ def test_the_standard_suite_must_be_whole(
 
 @pytest.mark.parametrize(("visible", "devices"), [(None, {"0", "1"}), ("6,2,3", {"6", "2"})])
 def test_dimensions_are_shared_out_over_gpus(
-    tmp_path: Path,
-    other: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    visible: str | None,
-    devices: set[str],
+    tmp_path: Path, other: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, devices: set[str]
 ) -> None:
     weights(tmp_path, monkeypatch, "imaging_quality")
     monkeypatch.setenv("FAKE_MEETS", "2")  # each of the two waits for the other
@@ -447,9 +413,7 @@ def test_the_command_runs_vbench(tmp_path: Path, other: Path, run: Any) -> None:
     assert any("raft-things.pth" in line for line in done.stderr.splitlines()[1:])
 
 
-def test_a_failure_of_vbench_is_quoted(
-    tmp_path: Path, other: Path, run: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_of_vbench_is_quoted(tmp_path: Path, other: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_FAILS", "temporal_flickering")
     films = some_films(tmp_path / "films")
     command = [str(films), "--backend", "official", "--dimension", "temporal_flickering"]
@@ -487,9 +451,7 @@ def test_flickering_is_vbench_s_to_the_last_bit(tmp_path: Path, run: Any) -> Non
     report = json.loads(target.read_text())
     mean, films = report["results"]["temporal_flickering"]
     assert [Path(film["video_path"]).name for film in films] == ["a.mp4", "b.mp4", "c.mp4"]
-    assert [film["video_results"] for film in films] == [
-        as_vbench_reads(folder / f"{name}.mp4") for name in "abc"
-    ]
+    assert [film["video_results"] for film in films] == [as_vbench_reads(folder / f"{name}.mp4") for name in "abc"]
     assert films[2]["video_results"] == 1
     row = report["summary"]["temporal_flickering"]
     assert row["low"] < row["value"] < row["high"] and row["value"] == pytest.approx(mean)
@@ -579,9 +541,7 @@ def test_results_that_disagree_are_an_error(tmp_path: Path) -> None:
     for place, value in (("a", 0.5), ("b", 0.25)):
         (tmp_path / place).mkdir()
         write(tmp_path / place, "scene", value)
-        (tmp_path / place / "scene_eval_results.json").rename(
-            tmp_path / f"{place}_eval_results.json"
-        )
+        (tmp_path / place / "scene_eval_results.json").rename(tmp_path / f"{place}_eval_results.json")
     with pytest.raises(ValueError, match=r"a_eval.*b_eval.*disagree on scene: 0.5 and 0.25"):
         scores.read_results(tmp_path)
 

@@ -101,9 +101,7 @@ class ByHand:
         return self.linear(f"{name}.out", torch.stack(outs, 1))
 
     def waves(self, at: Tensor, width: int) -> Tensor:
-        rate = torch.exp(
-            -torch.arange(0, width, 2).double() / width * torch.tensor(1e4).double().log()
-        )
+        rate = torch.exp(-torch.arange(0, width, 2).double() / width * torch.tensor(1e4).double().log())
         return torch.cat([f(at.double()[..., None] * rate) for f in (torch.sin, torch.cos)], -1)
 
     def seen(self, lengths: list[int]) -> Tensor:
@@ -207,9 +205,7 @@ def test_one_pass_is_a_rollout_until_the_queue_is_full_and_not_after() -> None:
         once = OnePass(POLICY, POLICY.queue, before - POLICY.queue)
         whole = model(torch.cat([held, film[:, :, :CHUNK]], 2), times, text(), once)[:, :, -CHUNK:]
         far = float((cached - whole).abs().max())
-        assert (
-            far < 1e-5 if equal else far > 1e-3
-        )  # frames that left live on in those they were seen by
+        assert far < 1e-5 if equal else far > 1e-3  # frames that left live on in those they were seen by
 
 
 class Told(FewSteps):
@@ -251,9 +247,7 @@ def test_a_batch_is_its_rows_and_guidance_its_branches() -> None:
         for each, own in ((whole, noise), *zip(rows, noise.split(1), strict=True)):
             each.noise = lambda _, own=own: own  # type: ignore[method-assign]
         together = whole.next()
-        torch.testing.assert_close(
-            together, torch.cat([row.next() for row in rows]), atol=1e-4, rtol=1e-4
-        )
+        torch.testing.assert_close(together, torch.cat([row.next() for row in rows]), atol=1e-4, rtol=1e-4)
     one, other = (opened(model, Told((1000,)), prompt=each) for each in (prompts, against))
     both = opened(model, Told((1000,)), prompt=prompts, **guidance)
     for session in (one, other, both):

@@ -52,10 +52,13 @@ def published(model: Any) -> dict[str, Tensor]:
 def wrapped(weights: dict[str, Tensor]) -> OrderedDict[str, Tensor]:
     """Return weights with the names that sharded training leaves."""
     return OrderedDict(
-        ("model._fsdp_wrapped_module." + re.sub(
-            r"^(blocks\.\d+\.)", r"\1_fsdp_wrapped_module._checkpoint_wrapped_module.", name), value)
+        (
+            "model._fsdp_wrapped_module."
+            + re.sub(r"^(blocks\.\d+\.)", r"\1_fsdp_wrapped_module._checkpoint_wrapped_module.", name),
+            value,
+        )
         for name, value in weights.items()
-    )  # fmt: skip
+    )
 
 
 def named(weights: dict[str, Tensor], prefix: str = "model.") -> dict[str, Tensor]:
@@ -100,10 +103,7 @@ def lora_of(weights: dict[str, Tensor], rank: int = 2) -> dict[str, Tensor]:
     """Return updates of all linear layers of the blocks, named as peft saves LongLive's."""
     found = {}
     for name, value in weights.items():
-        if (
-            re.match(r"blocks\.\d+\.(self_attn|cross_attn|ffn)\.\w+\.weight", name)
-            and value.dim() == 2
-        ):
+        if re.match(r"blocks\.\d+\.(self_attn|cross_attn|ffn)\.\w+\.weight", name) and value.dim() == 2:
             stem = "base_model.model." + name.removesuffix(".weight")
             found[f"{stem}.lora_A.weight"] = torch.randn(rank, value.shape[1])
             found[f"{stem}.lora_B.weight"] = torch.randn(len(value), rank)
@@ -128,10 +128,7 @@ def test_low_rank_updates_are_added_as_peft_adds_them(tmp_path: Path) -> None:
     torch.testing.assert_close(loaded.blocks[0].attn1.to_q.weight, merged, atol=1e-6, rtol=1e-6)
     assert torch.equal(loaded.blocks[0].norm2.weight, model.blocks[0].norm2.weight)
     for wrong, said in (
-        (
-            {"base_model.model.head.lora_A.weight": torch.ones(2, 3)},
-            "head.lora_A.weight updates none",
-        ),
+        ({"base_model.model.head.lora_A.weight": torch.ones(2, 3)}, "head.lora_A.weight updates none"),
         ({"blocks.0.alpha": torch.ones(3)}, "must hold pairs NAME.lora_A.weight"),
     ):
         torch.save({"generator_lora": wrong}, tmp_path / "wrong.pt")
@@ -141,12 +138,16 @@ def test_low_rank_updates_are_added_as_peft_adds_them(tmp_path: Path) -> None:
 
 def test_anyflow_is_refused_by_its_name(tmp_path: Path) -> None:
     model = AnyFlowFARTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=8,
-        freq_dim=16, ffn_dim=24, num_layers=1,
-    )  # fmt: skip
-    save_file(
-        {k: v.contiguous() for k, v in model.state_dict().items()}, tmp_path / "a.safetensors"
+        num_attention_heads=2,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        text_dim=8,
+        freq_dim=16,
+        ffn_dim=24,
+        num_layers=1,
     )
+    save_file({k: v.contiguous() for k, v in model.state_dict().items()}, tmp_path / "a.safetensors")
     with pytest.raises(CheckpointError, match="is of AnyFlow.* AnyFlowFARPipeline of diffusers"):
         load_causal(tmp_path / "a.safetensors")
 

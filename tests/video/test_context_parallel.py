@@ -40,10 +40,13 @@ pytestmark = pytest.mark.skipif(
 )
 SAMPLER = FewSteps((1000, 500))
 POLICIES = {
-    "full": FullHistory(), "window": Window(3, 1), "infinity": InfinityRoPE(3),
-    "average": EMASink(3, 1, 0.9), "coded": Quantized(Window(6, 3), group=16),
+    "full": FullHistory(),
+    "window": Window(3, 1),
+    "infinity": InfinityRoPE(3),
+    "average": EMASink(3, 1, 0.9),
+    "coded": Quantized(Window(6, 3), group=16),
     "rolling sink": RollingSink(6),
-}  # fmt: skip
+}
 GUIDED = {"negative": text(1, 9), "guidance": 2.0, "seed": 7}
 
 
@@ -107,10 +110,7 @@ def refusals(video: CausalVideo, before: Session, rank: int, folder: Path) -> di
     other = CausalVideo(wan(layers=1, heads=3))
     split(other.transformer, ulysses=2)
     told("heads", lambda: other.session(text(), size=SIZE))
-    degrees: dict[str, Any] = {
-        "ring": {"ring": 2},
-        "anything": {"ulysses": 2, "ulysses_anything": True},
-    }
+    degrees: dict[str, Any] = {"ring": {"ring": 2}, "anything": {"ulysses": 2, "ulysses_anything": True}}
     for name, settings in degrees.items():
         split(model := wan(layers=1), **settings)
         told(name, lambda m=model: CausalVideo(m).session(text(), size=SIZE))
@@ -183,9 +183,7 @@ def test_two_processes_make_the_frames_of_one_and_hold_half_each(
         assert each[name][1] <= 0.55 * held
 
 
-def test_a_split_model_is_its_own_outside_of_a_stream(
-    one: dict[str, Any], two: list[dict[str, Any]]
-) -> None:
+def test_a_split_model_is_its_own_outside_of_a_stream(one: dict[str, Any], two: list[dict[str, Any]]) -> None:
     for each in two:
         torch.testing.assert_close(each["outside"], one["outside"])
 

@@ -64,9 +64,7 @@ def test_the_tokens_of_the_largest_dot_product_with_all_recent_queries_stay() ->
     at = torch.arange(32)[None, None]
     keys, asked = turn.rotate(k, at), turn.rotate(q, at)[:, :, 20:]  # the chunk and one frame more
     score = torch.einsum("bhqd,bhkd->bk", asked, keys)[:, 4:20]
-    wanted = [
-        [*range(4), *sorted((row.topk(4).indices + 4).tolist()), *range(20, 32)] for row in score
-    ]
+    wanted = [[*range(4), *sorted((row.topk(4).indices + 4).tolist()), *range(20, 32)] for row in score]
     assert positions(store) == wanted
     assert wanted[0] != wanted[1]  # rows choose for themselves
     assert not set(wanted[0]) <= {*range(4), *range(16, 32)}
@@ -142,9 +140,7 @@ def numbered(tokens: Tensor, sinks: int, closed: bool) -> Tensor:
 
 
 @pytest.mark.parametrize("phase", ["original", "contiguous"])
-def test_a_rollout_is_the_masked_recompute_of_the_tokens_it_kept(
-    video: CausalVideo, phase: Any
-) -> None:
+def test_a_rollout_is_the_masked_recompute_of_the_tokens_it_kept(video: CausalVideo, phase: Any) -> None:
     prompt, policy = text(2), replace(POLICY, topc_phase=phase)
     session = video.session(prompt, size=SIZE, policy=policy)
     made, read = [], [[], []]

@@ -38,18 +38,14 @@ def marks(calls: Any) -> str:
 @pytest.mark.parametrize("name", [*ON, "temporal-table", "guided", "flow-cache"])
 def test_what_is_held_after_a_chunk_is_a_clean_pass_of_it(name: str) -> None:
     """An independent transformer that is given the finished frames holds the same, to the bit."""
-    method = (
-        make_method(name, **ON.get(name, {})) if name in rows_of("method") else Interval(every=3)
-    )
+    method = make_method(name, **ON.get(name, {})) if name in rows_of("method") else Interval(every=3)
     if name == "flow-cache":  # its other half
         method = make_method("teacache", threshold=9.0, coefficients=(1.0, 0.0), input="modulated")
     policy = FlowCache(4) if name == "flow-cache" else Window(3, 3)
     guide = {"negative": text(seed=9), "guidance": 2.0} if name == "guided" else {}
     model, other = wan(layers=2), wan(layers=2)
     with CausalVideo(model, sampler=SAMPLER) as video, CausalVideo(other) as plain:
-        one, two, third = (
-            each.session(text(), policy=policy, **SMALL, **guide) for each in (video, plain, video)
-        )
+        one, two, third = (each.session(text(), policy=policy, **SMALL, **guide) for each in (video, plain, video))
         made = []
         with diffcache.wrapped(model, method) as handle:
             for _ in range(3):
@@ -58,42 +54,30 @@ def test_what_is_held_after_a_chunk_is_a_clean_pass_of_it(name: str) -> None:
                 for mine, theirs in zip(held(one), held(two), strict=True):
                     assert torch.equal(mine, theirs)
                 steps = marks(handle.last.calls)
-                assert (
-                    len(steps) == STEPS + 1 and steps[0] == "C" and steps[1:].find("w") == STEPS - 1
-                )
+                assert len(steps) == STEPS + 1 and steps[0] == "C" and steps[1:].find("w") == STEPS - 1
                 assert ("s" in steps) == (name != "temporal-table")  # which stands in for modules
         same = torch.equal(torch.cat([third.next() for _ in range(3)], 2), torch.cat(made, 2))
         assert same == ("s" not in steps)
 
 
 # Methods that need neither a pipeline nor tables, though contract tests have no row for them alone.
-BARE = {
-    "temporal-table",
-    "seacache",
-    "lazycache",
-    "dbprune",
-    "pab",
-    "step-mask",
-    "fastercache",
-    "speca",
-}
+BARE = {"temporal-table", "seacache", "lazycache", "dbprune", "pab", "step-mask", "fastercache", "speca"}
 
 
 @pytest.mark.parametrize("name", sorted(set(rows_of("method")) - {*ON, *BARE}))
 def test_a_method_that_needs_a_pipeline_is_refused_before_a_stream_begins(name: str) -> None:
     model = wan(layers=2)
-    with (
-        CausalVideo(model),
-        pytest.raises((diffcache.AttachError, diffcache.UncalibratedError), match=REFUSED),
-    ):
+    with CausalVideo(model), pytest.raises((diffcache.AttachError, diffcache.UncalibratedError), match=REFUSED):
         diffcache.wrap(model, method_class(name)())
 
 
 def test_runs_of_two_streams_are_apart_whichever_way_they_take_turns() -> None:
     model = wan(layers=2)
     with CausalVideo(model, sampler=SAMPLER) as video, diffcache.wrapped(model, Interval(every=3)):
-        alone = [torch.cat([session.next() for _ in range(3)], 2)
-                 for session in (opened(video), opened(video, FullHistory()))]  # fmt: skip
+        alone = [
+            torch.cat([session.next() for _ in range(3)], 2)
+            for session in (opened(video), opened(video, FullHistory()))
+        ]
         found: dict[int, Tensor] = {}
 
         def film(number: int, session: Session) -> Callable[[], None]:

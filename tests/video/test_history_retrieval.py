@@ -12,18 +12,7 @@ from torch.nn import functional
 from diffcache.pipelines.causal_video import CausalVideo, Session
 from diffcache.video import HistoryRetrieval
 from diffcache.video.history_retrieval import Numbers
-from tests.video.toys import (
-    CHANNELS,
-    CHUNK,
-    SIZE,
-    UNIT,
-    by_frames,
-    check_calls,
-    frames,
-    rollout,
-    text,
-    wan,
-)
+from tests.video.toys import CHANNELS, CHUNK, SIZE, UNIT, by_frames, check_calls, frames, rollout, text, wan
 
 
 @torch.no_grad()
@@ -49,9 +38,7 @@ def alike(policy: HistoryRetrieval, means: Tensor, start: int) -> list[int]:
 
 
 @pytest.mark.parametrize("numbers", ["before", "after"])
-def test_a_rollout_is_the_recompute_over_what_is_alike(
-    video: CausalVideo, numbers: Numbers
-) -> None:
+def test_a_rollout_is_the_recompute_over_what_is_alike(video: CausalVideo, numbers: Numbers) -> None:
     chunks, policy = 7, HistoryRetrieval(3, 5, 1, 2, numbers)
     session, made, calls = rollout(video, chunks, policy=policy)
     means = marks(wan(layers=2), torch.cat(made, 2), text())[0]

@@ -44,9 +44,7 @@ def test_the_layer_that_looks_far_back_holds_what_the_others_save_for_good() -> 
 
 def test_what_is_attended_to_stays() -> None:
     rotary = RotaryND(torch.zeros(3, dtype=torch.float64), axes=(0, 1, 2), grid=(4, 4))
-    store = KVStore(
-        1, LayerBudgets(4, recent=1, reduction=0, sinks=0).recipe(UNIT), rotary=[rotary]
-    )
+    store = KVStore(1, LayerBudgets(4, recent=1, reduction=0, sinks=0).recipe(UNIT), rotary=[rotary])
     layer, count = store.layers[0], CHUNK * UNIT
     for chunk in range(3):
         store.begin(count)

@@ -55,9 +55,7 @@ from tests.video.toys import (
 
 
 @pytest.mark.parametrize("window", [3, None])
-def test_frames_below_the_horizon_are_numbered_as_the_first(
-    video: CausalVideo, window: int | None
-) -> None:
+def test_frames_below_the_horizon_are_numbered_as_the_first(video: CausalVideo, window: int | None) -> None:
     chunks, horizon = 4, 8
     policy = InfinityRoPE(window, 2, "horizon", horizon)
     _, made, calls = rollout(video, chunks, policy=policy)
@@ -113,24 +111,25 @@ LIMITS: list[tuple[VideoPolicy, VideoPolicy, float, VideoPolicy | None]] = [
     (DeepForcing(15, 3, 8, 4), FullHistory(), 1e-6, DeepForcing(9, 3, 8, 4)),
     (HistoryRetrieval(3, 5, count=0), Window(3, 0), 1e-5, HistoryRetrieval(3, 5, count=2)),
     (HistoryRetrieval(3, 5, count=5), Window(7, 1), 1e-5, None),
-    (SemanticBank(3, 20, count=20, mass=1), FullHistory(), 1e-5,
-     SemanticBank(3, 20, count=20, mass=0.5)),
+    (SemanticBank(3, 20, count=20, mass=1), FullHistory(), 1e-5, SemanticBank(3, 20, count=20, mass=0.5)),
     (LayerBudgets(30), FullHistory(), 1e-6, LayerBudgets(8)),
-    (StreamDiffusionV2(3, 3, threshold=-1.0, refresh=1000), Window(3, 3, "absolute"), 1e-5,
-     StreamDiffusionV2(3, 3, threshold=1.0, refresh=1000)),
+    (
+        StreamDiffusionV2(3, 3, threshold=-1.0, refresh=1000),
+        Window(3, 3, "absolute"),
+        1e-5,
+        StreamDiffusionV2(3, 3, threshold=1.0, refresh=1000),
+    ),
     # A refresh moves all frames of a window alike, which rotary embedding does not see.
     (StreamDiffusionV2(3, 0, refresh=7), Window(3, 0), 1e-5, None),
-    (Quantized(HistoryRetrieval(3, 4, count=2), 8, recent=8, group=8),
-     HistoryRetrieval(3, 4, count=2), 0.05, None),
+    (Quantized(HistoryRetrieval(3, 4, count=2), 8, recent=8, group=8), HistoryRetrieval(3, 4, count=2), 0.05, None),
     (Quantized(RollingSink(6, 3), 8, group=8), RollingSink(6, 3), 0.05, None),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("policy", "limit", "apart", "other"), LIMITS, ids=repr)
 def test_a_policy_at_its_limit_is_another(
-    video: CausalVideo, policy: VideoPolicy, limit: VideoPolicy, apart: float,
-    other: VideoPolicy | None,
-) -> None:  # fmt: skip
+    video: CausalVideo, policy: VideoPolicy, limit: VideoPolicy, apart: float, other: VideoPolicy | None
+) -> None:
     one, two = (torch.cat(rollout(video, 5, policy=each)[1], 2) for each in (policy, limit))
     torch.testing.assert_close(one, two, atol=apart, rtol=0)
     if other is not None:
@@ -156,9 +155,7 @@ def test_every_policy_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_memory_stays_as_it_is_and_a_chunk_that_is_cut_off_leaves_nothing(
-    video: CausalVideo, name: str
-) -> None:
+def test_memory_stays_as_it_is_and_a_chunk_that_is_cut_off_leaves_nothing(video: CausalVideo, name: str) -> None:
     policy, sizes = POLICIES[name], []
     one, other = (video.session(text(), size=SIZE, policy=policy) for _ in range(2))
     for chunk in range(8):
@@ -223,9 +220,7 @@ def test_keys_held_before_rotation_lose_nothing() -> None:
     last = torch.full((1, UNIT), 98)  # the newest is 100
     wanted = turned(frame, last, torch.arange(UNIT))
     torch.testing.assert_close(met, wanted, atol=0.04, rtol=0)  # one rounding
-    drift = [
-        (each.float() - wanted.float()).norm() / wanted.float().norm() for each in (met, in_place)
-    ]
+    drift = [(each.float() - wanted.float()).norm() / wanted.float().norm() for each in (met, in_place)]
     assert drift[0] < 0.005 and drift[1] > 0.01
 
 
@@ -269,9 +264,7 @@ class Work(TorchDispatchMode):
 
     total = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
         read = tree_leaves((args, kwargs))
         self.total += sum(x.numel() for x in read if isinstance(x, Tensor))
         return func(*args, **(kwargs or {}))

@@ -36,9 +36,7 @@ def overwritten(chunks: int, sinks: int) -> list[list[Pair]]:
 
 
 @pytest.mark.parametrize("sinks", [6, 9])
-def test_a_rollout_is_the_recompute_over_an_overwritten_cache(
-    video: CausalVideo, sinks: int
-) -> None:
+def test_a_rollout_is_the_recompute_over_an_overwritten_cache(video: CausalVideo, sinks: int) -> None:
     chunks = 9
     session, made, calls = rollout(video, chunks, policy=RollingSink(sinks, 3))
     kept = overwritten(chunks, sinks)
@@ -51,12 +49,8 @@ def test_a_rollout_is_the_recompute_over_an_overwritten_cache(
     assert session.store.layers[0].held == (sinks + 2 * CHUNK) * UNIT
 
 
-def test_until_the_sinks_are_full_it_is_the_whole_history_and_then_sinks_speak(
-    video: CausalVideo,
-) -> None:
-    full, rolling = (
-        rollout(video, 5, policy=each)[1] for each in (FullHistory(), RollingSink(6, 3))
-    )
+def test_until_the_sinks_are_full_it_is_the_whole_history_and_then_sinks_speak(video: CausalVideo) -> None:
+    full, rolling = (rollout(video, 5, policy=each)[1] for each in (FullHistory(), RollingSink(6, 3)))
     torch.testing.assert_close(rolling[:3], full[:3], atol=1e-5, rtol=1e-5)
     assert (rolling[3] - full[3]).abs().max() > 1e-3
 

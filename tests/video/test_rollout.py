@@ -178,9 +178,8 @@ def test_bad_frames_are_refused_and_a_policy_stays(video: CausalVideo) -> None:
 
 @torch.no_grad()
 def film_by_hand(
-    model: Any, prompt: Tensor, levels: Sequence[float], read: Sequence[Read], seed: int,
-    made: Sequence[Tensor] = (),
-) -> list[Tensor]:  # fmt: skip
+    model: Any, prompt: Tensor, levels: Sequence[float], read: Sequence[Read], seed: int, made: Sequence[Tensor] = ()
+) -> list[Tensor]:
     """Return chunks that follow others, each step one masked pass, as few-step models are sampled.
 
     Args:
@@ -226,9 +225,8 @@ def test_longlive_changes_the_prompt_by_a_recache() -> None:
     levels = FewSteps().levels
     kept = [held_before(chunk, 6, 3) for chunk in range(5)]
     before = film_by_hand(
-        model, old, levels,
-        by_frames(kept, [numbers(chunk, frames, False) for chunk, frames in enumerate(kept)]), 4,
-    )  # fmt: skip
+        model, old, levels, by_frames(kept, [numbers(chunk, frames, False) for chunk, frames in enumerate(kept)]), 4
+    )
     own = [range(CHUNK * chunk, CHUNK * (chunk + 1)) for chunk in range(4)]
     anew = [[frame for frame in range(12) if frame not in chunk] for chunk in own]
     anew += [held_before(chunk, 6, 3) for chunk in (4, 5)]

@@ -68,10 +68,7 @@ def test_a_saved_stream_of_something_else_is_refused(tmp_path: Path) -> None:
             model.blocks[0].ffn.net[2].bias.add_(1)
         with pytest.raises(SavedCacheError, match="saved with weights="):
             video.restore(tmp_path / "one", Window(3, 3))
-    for layers, chunk, said in (
-        (2, 3, "saved with transformer="),
-        (1, 2, "saved with chunk=3, here is chunk=2"),
-    ):
+    for layers, chunk, said in ((2, 3, "saved with transformer="), (1, 2, "saved with chunk=3, here is chunk=2")):
         with (
             CausalVideo(wan(layers=layers), sampler=FewSteps((1000,)), chunk=chunk) as other,
             pytest.raises(SavedCacheError, match=said),
@@ -112,9 +109,7 @@ def test_a_stream_that_was_altered_with_care_is_refused(
         video.restore(tmp_path, Window(3, 3))
 
 
-def test_a_saved_stream_of_numbers_that_are_not_finite_is_refused(
-    video: CausalVideo, tmp_path: Path
-) -> None:
+def test_a_saved_stream_of_numbers_that_are_not_finite_is_refused(video: CausalVideo, tmp_path: Path) -> None:
     session, _, _ = rollout(video, 1)
     session.store.layers[0].read().k[0, 0, 0] = torch.nan
     session.save(tmp_path)

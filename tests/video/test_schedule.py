@@ -28,9 +28,7 @@ def test_the_time_of_a_call_is_fitted_and_has_a_knee() -> None:
 
 @pytest.mark.parametrize(("steps", "rows"), [(1, 1), (4, 1), (4, 2), (4, 4), (5, 2), (5, 4)])
 @pytest.mark.parametrize("frames", [1, 3])
-def test_a_stream_that_keeps_up_shows_its_first_frame_when_it_says(
-    steps: int, rows: int, frames: int
-) -> None:
+def test_a_stream_that_keeps_up_shows_its_first_frame_when_it_says(steps: int, rows: int, frames: int) -> None:
     rows = min(rows, steps)
     slow, fast = Goal(2.0, 9.0), Goal(500.0, 9.0)
     known = scheduled(TIME, steps, frames, rows, slow)

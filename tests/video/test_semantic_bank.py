@@ -39,12 +39,8 @@ def read_after(video: CausalVideo, batch: int, mode: Switch | None) -> tuple[Ses
     return session, sorted((pos[pos >= 0] // UNIT).unique().tolist())
 
 
-@pytest.mark.parametrize(
-    ("mode", "read"), [(Keep(), [1, 2]), (Flush(2), [0]), (Recache(6), [1, 2])]
-)
-def test_a_prompt_that_comes_again_reads_its_own_frames(
-    video: CausalVideo, mode: Switch, read: list[int]
-) -> None:
+@pytest.mark.parametrize(("mode", "read"), [(Keep(), [1, 2]), (Flush(2), [0]), (Recache(6), [1, 2])])
+def test_a_prompt_that_comes_again_reads_its_own_frames(video: CausalVideo, mode: Switch, read: list[int]) -> None:
     session, found = read_after(video, 1, mode)
     assert found == read  # of the six of the other prompt none, though they are later
     assert session.store.layers[0].held < (9 + 3 + CHUNK) * UNIT

@@ -36,9 +36,7 @@ def video() -> Iterator[CausalVideo]:
 
 def filmed(stream: StreamBatch, chunks: int, **given: Any) -> list[Tensor]:
     """Return a whole film."""
-    found = [
-        stream.next(**{name: next(each) for name, each in given.items()}) for _ in range(chunks)
-    ]
+    found = [stream.next(**{name: next(each) for name, each in given.items()}) for _ in range(chunks)]
     return [chunk for chunk in found if chunk is not None] + stream.finish()
 
 
@@ -55,10 +53,7 @@ def test_one_batch_makes_the_film_of_one_level_after_the_other(
     video: CausalVideo, policy: Any, settings: dict[str, Any]
 ) -> None:
     settings = {"size": SIZE, "policy": policy, "seed": 4, **settings}
-    films = [
-        torch.cat(filmed(StreamBatch(video, text(2), rows=rows, **settings), 5), 2)
-        for rows in (None, 2, 1)
-    ]
+    films = [torch.cat(filmed(StreamBatch(video, text(2), rows=rows, **settings), 5), 2) for rows in (None, 2, 1)]
     assert films[0].shape[2] == 5 * CHUNK
     for film in films[1:]:
         torch.testing.assert_close(film, films[0], atol=1e-5, rtol=1e-5)
@@ -145,10 +140,7 @@ def test_a_video_is_noised_as_far_as_it_is_told_to(video: CausalVideo) -> None:
             StreamBatch(video, text(), size=SIZE, policy=policy)
     for given, said in (
         ({"level": 0.95}, "level=0.95: is for latents"),
-        (
-            {"latents": latents[0], "level": 0.5},
-            "level=0.5: must be above .* second step, 0.93",
-        ),
+        ({"latents": latents[0], "level": 0.5}, "level=0.5: must be above .* second step, 0.93"),
         ({"latents": latents[0][:, :1]}, r"latents=\[1, 1, 2, 8, 8\]: must be"),
         ({"frames": 0}, "frames=0"),
     ):

@@ -35,9 +35,7 @@ def by_hand(policy: StreamDiffusionV2, keys: Tensor, values: Tensor) -> list[int
     for frame in range(policy.sinks + policy.window, len(keys)):
         alike = []
         for sink in sinks:
-            pairs = [
-                (x[frame].mean(0).flatten(), x[sink].mean(0).flatten()) for x in (keys, values)
-            ]
+            pairs = [(x[frame].mean(0).flatten(), x[sink].mean(0).flatten()) for x in (keys, values)]
             alike.append(sum(cosine(*pair) for pair in pairs) / 2)
         below = [number for number, each in enumerate(alike) if each < policy.threshold]
         if policy.replaces == "least" and below:

@@ -35,18 +35,22 @@ CUTS = ([3, 3, 3], [1, 2, 6], [1] * 9)
 def autoencoder(**settings: Any) -> Any:
     """Return a tiny causal autoencoder that makes four pictures of a latent frame."""
     torch.manual_seed(0)
-    settings = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 2, 2], "num_res_blocks": 1,
-                "temperal_downsample": [True, True], "latents_mean": [0.1, -0.7, 0.0, 1.5],
-                "latents_std": [2.8, 1.4, 0.3, 1.0], **settings}  # fmt: skip
+    settings = {
+        "base_dim": 8,
+        "z_dim": 4,
+        "dim_mult": [1, 2, 2],
+        "num_res_blocks": 1,
+        "temperal_downsample": [True, True],
+        "latents_mean": [0.1, -0.7, 0.0, 1.5],
+        "latents_std": [2.8, 1.4, 0.3, 1.0],
+        **settings,
+    }
     return AutoencoderKLWan(**settings).eval()
 
 
 def at_once(vae: Any, latents: Tensor) -> Tensor:
     """Return what an autoencoder makes of all latents at once, as WanPipeline gives them to it."""
-    mean, std = (
-        torch.tensor(x)[:, None, None, None]
-        for x in (vae.config.latents_mean, vae.config.latents_std)
-    )
+    mean, std = (torch.tensor(x)[:, None, None, None] for x in (vae.config.latents_mean, vae.config.latents_std))
     with torch.no_grad():
         made: Tensor = vae.decode(latents / (1 / std) + mean).sample
     return made.clamp(-1, 1)
@@ -114,9 +118,7 @@ def tiny_wan(folder: Path) -> tuple[Path, Path]:
     sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
     text = UMT5EncoderModel(UMT5Config(vocab_size=len(pipe.tokenizer), **sizes))
     vae = AutoencoderKLWan(base_dim=8, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
-    transformer = WanTransformer3DModel(
-        num_attention_heads=1, text_dim=16, freq_dim=32, ffn_dim=64, num_layers=1
-    )
+    transformer = WanTransformer3DModel(num_attention_heads=1, text_dim=16, freq_dim=32, ffn_dim=64, num_layers=1)
     torch.nn.init.normal_(transformer.proj_out.weight)
     parts = {**pipe.components, "text_encoder": text, "vae": vae, "transformer": transformer}
     WanPipeline(**parts).save_pretrained(folder / "wan")
@@ -133,10 +135,12 @@ def test_the_documented_lines_make_the_pictures_of_the_pipeline(
     (lines,) = (x for x in re.findall(r"```python\n(.*?)```", docs, re.S) if "checkpoint=" in x)
     folder, weights = tiny_wan(tmp_path)
     for name, here in {
-        "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": str(folder), "self_forcing_dmd.pt": str(weights),
-        '"cuda"': '"cpu", dtype=torch.bfloat16', "print(frames.shape)": "film.append(frames)",
+        "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": str(folder),
+        "self_forcing_dmd.pt": str(weights),
+        '"cuda"': '"cpu", dtype=torch.bfloat16',
+        "print(frames.shape)": "film.append(frames)",
         "chunks=7": "chunks=3",
-    }.items():  # fmt: skip
+    }.items():
         assert lines.count(name) == 1
         lines = lines.replace(name, here)
     made: dict[str, Any] = {"torch": torch, "film": []}
@@ -154,9 +158,15 @@ def test_the_documented_lines_make_the_pictures_of_the_pipeline(
     video.close()
     pipe.scheduler.step = lambda _, time, x, **rest: (x,)  # the latents are finished
     wanted = pipe(
-        prompt_embeds=text, guidance_scale=1.0, height=32, width=48, num_frames=33,
-        num_inference_steps=1, latents=latents, output_type="np",
-    ).frames[0]  # fmt: skip
+        prompt_embeds=text,
+        guidance_scale=1.0,
+        height=32,
+        width=48,
+        num_frames=33,
+        num_inference_steps=1,
+        latents=latents,
+        output_type="np",
+    ).frames[0]
     assert np.array_equal(film, (255 * wanted).round().astype(np.uint8))
 
 
@@ -171,9 +181,7 @@ SHORT = {"size": (16, 16)}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_bytes_that_are_told_before_are_those_that_are_held(
-    video: CausalVideo, name: str
-) -> None:
+def test_the_bytes_that_are_told_before_are_those_that_are_held(video: CausalVideo, name: str) -> None:
     for read_once in (False, True) if name in ("window", "quantized") else (False,):
         stream = video.stream("a fox", policy=name, chunks=12, read_once=read_once, **SHORT)
         held = []
@@ -201,9 +209,7 @@ def test_defaults_hold_no_more_than_the_released_code_sets_aside() -> None:
     assert CausalVideo.session.__kwdefaults__["read_once"] is False
 
 
-def test_a_stream_takes_orders_and_goes_on_where_it_was_saved(
-    video: CausalVideo, tmp_path: Path
-) -> None:
+def test_a_stream_takes_orders_and_goes_on_where_it_was_saved(video: CausalVideo, tmp_path: Path) -> None:
     one, other = (video.stream("a fox", policy="window:window=3", seed=5, **SHORT) for _ in "ab")
     assert np.array_equal(next(one), next(other)) and len(next(one)) == len(next(other)) > 3
     one.save(tmp_path)
@@ -256,8 +262,10 @@ def test_pictures_that_wait_to_be_shown_are_saved(video: CausalVideo, tmp_path: 
 
 def test_what_would_hold_too_much_is_refused_with_the_way_out(video: CausalVideo) -> None:
     window = video.expected_bytes("window", **SHORT)
-    said = (r"policy='full': would hold 360 KiB of keys and values, and there are .* for it; take "
-            r"policy='window' \(.*\), .*a smaller size, or allow more by most_bytes")  # fmt: skip
+    said = (
+        r"policy='full': would hold 360 KiB of keys and values, and there are .* for it; take "
+        r"policy='window' \(.*\), .*a smaller size, or allow more by most_bytes"
+    )
     with pytest.raises(ValueError, match=said):
         video.stream("a fox", policy="full", most_bytes=window, **SHORT)
     stream = video.stream("a fox", policy="window", most_bytes=window, **SHORT)
@@ -266,9 +274,7 @@ def test_what_would_hold_too_much_is_refused_with_the_way_out(video: CausalVideo
     with pytest.raises(ValueError, match="policy='full': would hold"):
         stream.use("full")
     assert (stream.session, stream.policy, stream.expected_bytes) == (before, "window", window)
-    with pytest.raises(
-        ValueError, match="size=\\(16, 12\\): width must be a multiple of 16 pixels"
-    ):
+    with pytest.raises(ValueError, match="size=\\(16, 12\\): width must be a multiple of 16 pixels"):
         video.stream("a fox", size=(16, 12))
     with pytest.raises(ValueError, match="prompt='  ': must be a text"):
         video.stream("  ")
@@ -290,7 +296,10 @@ def test_the_command_writes_a_film(tmp_path: Path) -> None:
     assert "at most" in done.output and "wrote" in done.output
     with Image.open(file) as film:
         assert film.size == (16, 16) and film.n_frames >= 2
-    for more, said in ((["--policy", "windw"], "did you mean"), (["--out", "x.avi"], "--out"),
-                       (["--height", 16], "go together")):  # fmt: skip
+    for more, said in (
+        (["--policy", "windw"], "did you mean"),
+        (["--out", "x.avi"], "--out"),
+        (["--height", 16], "go together"),
+    ):
         done = CliRunner().invoke(cli.app, list(map(str, [*order[:4], *more])))
         assert done.exit_code == 2 and said in done.output, done.output

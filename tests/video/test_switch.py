@@ -22,24 +22,10 @@ from diffcache.video import (
     VideoPolicy,
     Window,
 )
-from tests.video.toys import (
-    CHUNK,
-    SIZE,
-    UNIT,
-    by_frames,
-    check_calls,
-    disturb,
-    frames,
-    held,
-    noted,
-    rollout,
-    text,
-)
+from tests.video.toys import CHUNK, SIZE, UNIT, by_frames, check_calls, disturb, frames, held, noted, rollout, text
 
 OLD, NEW = text(seed=2), text(seed=3)
-MODES: list[Switch] = [
-    Keep(), Flush(1), Recache(6), Recache(6, "block_causal", keep_sinks=True), Cut(42),
-]  # fmt: skip
+MODES: list[Switch] = [Keep(), Flush(1), Recache(6), Recache(6, "block_causal", keep_sinks=True), Cut(42)]
 
 
 def opened(video: CausalVideo, chunks: int, policy: VideoPolicy) -> Session:
@@ -59,9 +45,11 @@ def test_keep_changes_the_text_alone_and_the_last_call_counts(video: CausalVideo
 
 def test_a_flush_leaves_sinks_and_the_latest_and_nothing_of_the_others(video: CausalVideo) -> None:
     for policy, last, wanted in (
-        (InfinityRoPE(3, 1), 1, [0, 8]), (InfinityRoPE(3, 1), 2, [0, 7, 8]),
-        (FullHistory(), 2, [7, 8]), (Window(3, 3), 0, [0, 1, 2]),
-    ):  # fmt: skip
+        (InfinityRoPE(3, 1), 1, [0, 8]),
+        (InfinityRoPE(3, 1), 2, [0, 7, 8]),
+        (FullHistory(), 2, [7, 8]),
+        (Window(3, 3), 0, [0, 1, 2]),
+    ):
         one, other = (opened(video, 3, policy) for _ in range(2))
         there = frames(other)
         for layer in other.store.layers:
@@ -113,9 +101,7 @@ def test_a_recache_is_a_new_session_that_takes_the_latest_frames(
 
 
 @pytest.mark.parametrize("keep_sinks", [False, True])
-def test_a_recache_is_as_long_as_numbers_that_begin_anew_allow(
-    video: CausalVideo, keep_sinks: bool
-) -> None:
+def test_a_recache_is_as_long_as_numbers_that_begin_anew_allow(video: CausalVideo, keep_sinks: bool) -> None:
     policy = StreamDiffusionV2(2, 3, back=5)
     session = opened(video, 6, policy)
     with pytest.raises(ValueError, match="frames=7: StreamDiffusionV2.* give Recache\\(6\\)"):
@@ -193,9 +179,7 @@ def test_a_switch_that_is_cut_off_is_made_again(video: CausalVideo, mode: Switch
     # A switch that is ordered while a chunk is made counts for the next, though this one breaks off.
     for session in (one, other):
         session.switch(text(seed=8), mode)
-    handle = video.transformer.blocks[1].register_forward_pre_hook(
-        lambda *_: one.switch(NEW, mode) or fails()
-    )
+    handle = video.transformer.blocks[1].register_forward_pre_hook(lambda *_: one.switch(NEW, mode) or fails())
     with pytest.raises(KeyboardInterrupt):
         one.next()
     handle.remove()

@@ -62,9 +62,7 @@ def test_names_of_rows_are_their_own() -> None:
     assert len({row.name for row in ROWS}) == len(ROWS) and ROWS[0].role == "stock"
 
 
-def test_the_benchmark_measures_every_part(
-    rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_benchmark_measures_every_part(rollouts: Rollouts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "Rollouts", lambda samples, setting: rollouts)
     rows = [ROWS[0], Row("window 3", Window(3, 0))]
     body: dict[str, Any] = bench.measure(SETTING, rounds=9, samples=2, length=3, rows=rows)

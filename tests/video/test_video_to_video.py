@@ -49,9 +49,7 @@ def pictures(number: int, seed: int = 0) -> np.ndarray[Any, np.dtype[np.uint8]]:
 def encoded(vae: Any, film: Tensor) -> Tensor:
     """Return normalized latents of a whole film, as diffusers makes them."""
     config = vae.config
-    mean, std = (
-        torch.tensor(x)[:, None, None, None] for x in (config.latents_mean, config.latents_std)
-    )
+    mean, std = (torch.tensor(x)[:, None, None, None] for x in (config.latents_mean, config.latents_std))
     with torch.no_grad():
         found: Tensor = (vae.encode(film).latent_dist.mode() - mean) / std
     return found
@@ -59,10 +57,9 @@ def encoded(vae: Any, film: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"patch_size": 2, "in_channels": 12, "out_channels": 12, "is_residual": True,
-          "decoder_base_dim": 8}],
+    [{}, {"patch_size": 2, "in_channels": 12, "out_channels": 12, "is_residual": True, "decoder_base_dim": 8}],
     ids=["wan 2.1", "wan 2.2"],
-)  # fmt: skip
+)
 def test_any_cut_encodes_to_the_same_latents(settings: dict[str, Any]) -> None:
     vae = autoencoder(**settings)
     films = [torch.rand(2, 3, 17, 32, 48) * 2 - 1 for _ in range(3)]
@@ -108,9 +105,7 @@ def test_a_film_begins_with_pictures(video: CausalVideo, number: int) -> None:
     assert stream.session.frames == 1 + len(used) // 2 + 6
 
     vae = video.pipe.vae
-    session = video.session(
-        video.embed("a fox"), size=video.latent_size(SIZE), policy=SHORT["policy"], seed=3
-    )
+    session = video.session(video.embed("a fox"), size=video.latent_size(SIZE), policy=SHORT["policy"], seed=3)
     latents = encoded(vae, to_tensor(used, torch.device("cpu")))
     session.take(latents)
     whole = torch.cat([latents, session.next(), session.next()], 2)
@@ -125,8 +120,15 @@ def by_hand(video: CausalVideo, film: Any, noise: MotionNoise) -> tuple[Any, lis
     """Return what StreamDiffusionV2 makes of a film, a level of every chunk after the other."""
     whole = to_tensor(film, torch.device("cpu"))
     latents = encoded(video.pipe.vae, whole)
-    batch = StreamBatch(video, video.embed("a crab"), rows=1, size=video.latent_size(SIZE), seed=1,
-                        policy=SHORT["policy"], sampler=below(video.sampler, noise.low))  # fmt: skip
+    batch = StreamBatch(
+        video,
+        video.embed("a crab"),
+        rows=1,
+        size=video.latent_size(SIZE),
+        seed=1,
+        policy=SHORT["policy"],
+        sampler=below(video.sampler, noise.low),
+    )
     made, levels, level, seen = [], [], None, 0
     for part in latents.split(3, 2):
         until = 1 + 2 * (2 + 3 * len(made))
@@ -157,9 +159,7 @@ def test_a_video_is_made_anew_as_stream_diffusion_v2_does(video: CausalVideo) ->
     assert np.abs(np.concatenate(list(still.of(film))).astype(int) - wanted).max() > 8
 
 
-def test_chunks_on_their_way_come_later_take_orders_and_are_saved(
-    video: CausalVideo, tmp_path: Path
-) -> None:
+def test_chunks_on_their_way_come_later_take_orders_and_are_saved(video: CausalVideo, tmp_path: Path) -> None:
     live, plain = (VideoToVideo(video, "a crab", seed=2, **SHORT) for _ in "ab")
     endless = (pictures(1, seed)[0] for seed in count())
     taken = [np.stack([next(endless) for _ in range(wanted)]) for wanted in (5, 6, 6, 6)]

@@ -23,16 +23,20 @@ Kept = Sequence[Sequence[int | tuple[int, int]]]
 Read = tuple[Tensor, Tensor]  # tokens, and the numbers of their frames, `[B, H, n]` each
 
 
-def wan(
-    dtype: torch.dtype = torch.float32, layers: int = 3, heads: int = HEADS
-) -> WanTransformer3DModel:
+def wan(dtype: torch.dtype = torch.float32, layers: int = 3, heads: int = HEADS) -> WanTransformer3DModel:
     """Return a transformer whose tokens depend on each other strongly."""
     torch.manual_seed(0)
     model = WanTransformer3DModel(
-        num_attention_heads=heads, attention_head_dim=HEAD, in_channels=CHANNELS,
-        out_channels=CHANNELS, text_dim=TEXT, freq_dim=64, ffn_dim=192, num_layers=layers,
+        num_attention_heads=heads,
+        attention_head_dim=HEAD,
+        in_channels=CHANNELS,
+        out_channels=CHANNELS,
+        text_dim=TEXT,
+        freq_dim=64,
+        ffn_dim=192,
+        num_layers=layers,
         rope_max_seq_len=64,
-    )  # fmt: skip
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
@@ -174,9 +178,14 @@ def by_frames(kept: Kept, numbers: Sequence[dict[int, int]]) -> list[Read]:
 
 @torch.no_grad()
 def recomputed(
-    model: Any, made: list[Tensor], noisy: Tensor, time: float, prompt: Tensor,
-    read: Sequence[Sequence[Read]], context: float = 0.0,
-) -> Tensor:  # fmt: skip
+    model: Any,
+    made: list[Tensor],
+    noisy: Tensor,
+    time: float,
+    prompt: Tensor,
+    read: Sequence[Sequence[Read]],
+    context: float = 0.0,
+) -> Tensor:
     """Return the velocity of the last chunk, from one masked pass over everything before it.
 
     What was made before has the noise level `context`, in thousandths; `read` is of each layer.
@@ -196,9 +205,13 @@ def recomputed(
 
 
 def check_calls(
-    model: Any, made: list[Tensor], calls: list[Call], prompt: Tensor,
-    read: Sequence[Read] | Sequence[Sequence[Read]], context: float = 0.0,
-) -> None:  # fmt: skip
+    model: Any,
+    made: list[Tensor],
+    calls: list[Call],
+    prompt: Tensor,
+    read: Sequence[Read] | Sequence[Sequence[Read]],
+    context: float = 0.0,
+) -> None:
     """Hold the calls for a chunk against a pass over all before it; `read` may be of each layer."""
     layers = read if isinstance(read[0], list) else [read] * len(model.blocks)
     for noisy, time, velocity in calls:

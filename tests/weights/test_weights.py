@@ -77,9 +77,7 @@ def test_other_caches_are_searched(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         find("clip")
 
 
-def test_a_wrong_file_is_named_with_both_hashes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_wrong_file_is_named_with_both_hashes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = put(tmp_path / "alexnet-owt-7be5be79.pth")
     with pytest.raises(WrongWeightsError) as raised:
         find("alexnet", file)
@@ -142,9 +140,7 @@ def test_the_page_holds_the_table() -> None:
     assert all(f"Key `{key}`" in text for key in METRICS)
 
 
-def test_the_table_is_written_between_its_markers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_table_is_written_between_its_markers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
     assert catalog.main(["--check", str(page)]) == 2
     page.write_text("no markers")
@@ -175,14 +171,10 @@ def packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_a_broken_package_is_told_from_a_missing_one(packages: Path) -> None:
-    with pytest.raises(
-        MissingPackageError, match=r"no_such_lib is not installed: pip install 'dif"
-    ):
+    with pytest.raises(MissingPackageError, match=r"no_such_lib is not installed: pip install 'dif"):
         load_package("no_such_lib.part", "fid")
     broken_package(packages, "torchvision", "raise RuntimeError('operator nms does not exist')")
-    with pytest.raises(
-        MissingPackageError, match=r"cannot be imported \(RuntimeError: operator nms"
-    ):
+    with pytest.raises(MissingPackageError, match=r"cannot be imported \(RuntimeError: operator nms"):
         load_package("torchvision", "fid")
     broken_package(packages, "torch_fidelity", "import no_such_lib")
     with pytest.raises(MissingPackageError, match="torch_fidelity needs no_such_lib"):
@@ -228,9 +220,7 @@ def test_without_the_shipped_model_there_is_no_stand_in(monkeypatch: pytest.Monk
     assert any(line.startswith("sticker-features") for line in doctor.missing(doctor.rows()))
 
 
-def test_the_doctor_asks_the_other_interpreter(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_doctor_asks_the_other_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("VBENCH_PYTHON", str(tmp_path / "none" / "python"))
     assert "no such interpreter" in doctor.probe("VBENCH_PYTHON", "interpreter").note
     monkeypatch.setenv("VBENCH_PYTHON", sys.executable)

@@ -34,12 +34,7 @@ def ltx2_refiner(model: Any, seed: int) -> dict[str, Any]:
         encoder_attention_mask=ones(2, 6),
     )(model, seed)
     made["video_rotary_emb"] = model.build_rotary_emb_for_absolute_positions(
-        batch_size=2,
-        frame_positions=[0, 1],
-        height=4,
-        width=4,
-        device=torch.device("cpu"),
-        fps=16.0,
+        batch_size=2, frame_positions=[0, 1], height=4, width=4, device=torch.device("cpu"), fps=16.0
     )
     return made
 
@@ -86,22 +81,16 @@ def unet_control(model: Any, seed: int) -> dict[str, Any]:
             size //= 2
             shapes.append((width, size))
     drawn = [
-        0.3 * torch.randn(2, width, side, side, generator=generator)
-        for width, side in [*shapes, (channels[-1], size)]
+        0.3 * torch.randn(2, width, side, side, generator=generator) for width, side in [*shapes, (channels[-1], size)]
     ]
-    return {
-        "down_block_additional_residuals": tuple(drawn[:-1]),
-        "mid_block_additional_residual": drawn[-1],
-    }
+    return {"down_block_additional_residuals": tuple(drawn[:-1]), "mid_block_additional_residual": drawn[-1]}
 
 
 def unet_adapter(model: Any, seed: int) -> dict[str, Any]:
     """Make the residuals of a T2I adapter, one for each down block."""
     generator = torch.Generator().manual_seed(seed + 1)
     channels, size, drawn = model.config.block_out_channels, _SIZE, []
-    for level, (kind, width) in enumerate(
-        zip(model.config.down_block_types, channels, strict=True)
-    ):
+    for level, (kind, width) in enumerate(zip(model.config.down_block_types, channels, strict=True)):
         after = size // 2 if level < len(channels) - 1 else size
         side = size if "CrossAttn" in kind else after
         drawn.append(0.3 * torch.randn(2, width, side, side, generator=generator))

@@ -49,9 +49,8 @@ def _case(name: str, table: dict[str, Any]) -> Case:
     fields = {key: _tuples(table[key]) for key in (*INHERITED, "short") if key in table}
     extras = {key: _inputs(value) for key, value in table.get("extras", {}).items()}
     return Case(
-        name, name.partition("-")[0], read(_tuples(table["config"])), _inputs(table["inputs"]),
-        extras=extras, **fields,
-    )  # fmt: skip
+        name, name.partition("-")[0], read(_tuples(table["config"])), _inputs(table["inputs"]), extras=extras, **fields
+    )
 
 
 def _inputs(said: Any) -> Inputs:

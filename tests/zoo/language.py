@@ -74,20 +74,13 @@ def _within(part: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{part}.{name}": value for name, value in settings.items()}
 
 
-TEXT_PARTS = (
-    "text_config", "llm_config", "language_config", "text_decoder_config", "decoder_config",
-    "decoder",
-)  # fmt: skip
+TEXT_PARTS = ("text_config", "llm_config", "language_config", "text_decoder_config", "decoder_config", "decoder")
 # What the generic settings do not fit; settings of parts have a dot.
 _EQUAL_HEADS = {"num_key_value_heads": 4}
 _NO_TABLE = {"vocabulary_map": {"<image>": 150}}
 _COMPASS = {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}}
 _MIXED = ["linear_attention", "full_attention"] * 2
-_SECTIONS = {
-    "text_config.rope_parameters": {
-        "rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3],
-    }
-}  # fmt: skip
+_SECTIONS = {"text_config.rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
 _QSA = {"indexer_kv_heads": 1}
 OWN: Mapping[str, Mapping[str, Any]] = {
     "CohereCompassForCausalLM": _COMPASS,

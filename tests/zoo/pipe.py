@@ -165,17 +165,11 @@ class Words:
 def scaled(scheduler: Any, **config: Any) -> Any:
     """Make a scheduler with the noise levels of Stable Diffusion."""
     return scheduler(
-        beta_schedule="scaled_linear",
-        beta_start=0.00085,
-        beta_end=0.012,
-        prediction_type="v_prediction",
-        **config,
+        beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, prediction_type="v_prediction", **config
     )
 
 
-def prompt(
-    seed: int, *, negative: bool = False, pooled: bool = False, mask: str = ""
-) -> dict[str, Any]:
+def prompt(seed: int, *, negative: bool = False, pooled: bool = False, mask: str = "") -> dict[str, Any]:
     """Make prompt embeddings in place of a prompt."""
     made: dict[str, Any] = {}
     for offset, prefix in enumerate(("", "negative_")[: 1 + negative]):

@@ -67,16 +67,12 @@ def _build(name: str, table: dict[str, Any], words: dict[str, Any], seed: int) -
     return made
 
 
-def _call(
-    table: dict[str, Any], words: dict[str, Any], pipeline: Any, seed: int, steps: int
-) -> dict[str, Any]:
+def _call(table: dict[str, Any], words: dict[str, Any], pipeline: Any, seed: int, steps: int) -> dict[str, Any]:
     """Make the arguments of a call, with latents as output where the table names none."""
     if table.get("global_seed"):
         torch.manual_seed(seed)
     made: dict[str, Any] = dict(
-        num_inference_steps=steps,
-        generator=torch.Generator().manual_seed(seed),
-        output_type="latent",
+        num_inference_steps=steps, generator=torch.Generator().manual_seed(seed), output_type="latent"
     )
     said = dict(table["call"])
     if "size" in said:

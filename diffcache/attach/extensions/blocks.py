@@ -33,10 +33,7 @@ from diffcache.dllm.block_cache import FinishedBlocks
 from diffcache.errors import AttachError
 
 EXACT = "exact: attention is causal by blocks of {} tokens, checked against an uncached call"
-APPROXIMATE = (
-    "approximate: attention goes both ways, so finished blocks keep the keys and values of a "
-    "shorter text"
-)
+APPROXIMATE = "approximate: attention goes both ways, so finished blocks keep the keys and values of a shorter text"
 _TAKEN = (IDS, VALID, POSITIONS, "use_cache")
 
 
@@ -101,9 +98,7 @@ class BlockRows(Rows):
         self.block = ability.block
         self.is_exact: dict[CallKind, bool] = {}  # of the kinds of calls that were checked
 
-    def stepping(
-        self, run: Run, scheduler: Any, output: Tensor, timestep: Any, sample: Tensor
-    ) -> None:
+    def stepping(self, run: Run, scheduler: Any, output: Tensor, timestep: Any, sample: Tensor) -> None:
         """Learn the length of a block: the scheduler steps with the last one."""
         held: Window | None = run.storage.get(self)
         if held is not None and self.block is None and sample.dim() == 2:
@@ -177,9 +172,7 @@ class BlockRows(Rows):
             found.append(value.to(torch.int64).expand_as(given[IDS]))
         return torch.stack(found)
 
-    def _whole(
-        self, tokens: Tensor, block: int | None, kind: CallKind | None = None, cached: int = 0
-    ) -> BlockTurn:
+    def _whole(self, tokens: Tensor, block: int | None, kind: CallKind | None = None, cached: int = 0) -> BlockTurn:
         """Return the attention turn of a call of the model's own, with an empty window."""
         batch, width = tokens.shape[1:]
         layers = [HeldKV() for _ in self.numbers]
@@ -197,9 +190,7 @@ class BlockRows(Rows):
             mask = block_mask(at[:, start:], at, kind.block, mask)
         return BlockTurn(held, range(start, width), width - start, mask, start=start, kind=kind)
 
-    def _checked_part(
-        self, call: Call, whole: BlockTurn, kind: CallKind, wanted: Tensor
-    ) -> tuple[BlockTurn, Any]:
+    def _checked_part(self, call: Call, whole: BlockTurn, kind: CallKind, wanted: Tensor) -> tuple[BlockTurn, Any]:
         """Compare the cache with a call of the model's own; return the cache's part and output.
 
         Where finished blocks are stale by nature, the last block is compared next to fresh ones.
@@ -238,9 +229,7 @@ class BlockRows(Rows):
 
     # attention -------------------------------------------------------------------------------
 
-    def attend(
-        self, site: AttentionSite, call: AttentionCall, turn: RowTurn | None = None
-    ) -> Tensor | None:
+    def attend(self, site: AttentionSite, call: AttentionCall, turn: RowTurn | None = None) -> Tensor | None:
         """Write the keys and values of computed positions, and attend to all that are held."""
         part = turn or self.turn()
         if not isinstance(part, BlockTurn):

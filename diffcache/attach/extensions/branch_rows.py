@@ -138,15 +138,11 @@ class Branches(Partial):
         self.parents = [denoiser.model.get_submodule(layer.path) for layer in self.layers]
         self.values = [getattr(parent, "v_proj", None) for parent in self.parents]
         for number, (parent, layer) in enumerate(zip(self.parents, self.layers, strict=True)):
-            serve: dict[str, Callable[..., Any]] = {
-                layer.attention: self.attention,
-                layer.mlp: self.feed_forward,
-            }
+            serve: dict[str, Callable[..., Any]] = {layer.attention: self.attention, layer.mlp: self.feed_forward}
             if not layer.attention:
                 serve = {name: partial(self.linear, name) for name in (*ENTRIES, *EXITS)}
             taps: dict[str, Tap] = {
-                name: ServedTap(parent.get_submodule(name), partial(method, number))
-                for name, method in serve.items()
+                name: ServedTap(parent.get_submodule(name), partial(method, number)) for name, method in serve.items()
             }
             tap_children(parent, denoiser, taps)
 
@@ -173,9 +169,7 @@ class Branches(Partial):
         """Return whether a plan computes all rows."""
         return plan.renews_prompt and plan.renews_answer
 
-    def begin(
-        self, call: Call, plan: BranchPlan, held: HeldRun[HeldLayer], given: dict[str, Any]
-    ) -> dict[str, Any]:
+    def begin(self, call: Call, plan: BranchPlan, held: HeldRun[HeldLayer], given: dict[str, Any]) -> dict[str, Any]:
         """Note the turns of layers in this call, and give the model all rows."""
         for layer, parent in zip(self.layers, self.parents, strict=True):
             if is_compiled(parent):  # since it was wrapped
@@ -252,9 +246,7 @@ class Branches(Partial):
             return module(*args, **given)
         path = f"{self.layers[number].path}.{self.layers[number].mlp}"
         if number not in turn.rows or len(args) != 1 or given:
-            raise AttachError(
-                f"{self.model}: {path} is not called with one tensor, after the layer's attention"
-            )
+            raise AttachError(f"{self.model}: {path} is not called with one tensor, after the layer's attention")
         rows, held = turn.rows[number], turn.held.layers[number]
         turn.finished.add(number)
         if rows is None:
@@ -417,9 +409,7 @@ def layers_of(denoiser: Denoiser) -> list[RowLayer]:
         block: Any = denoiser.model.get_submodule(path)
         check_plain(path, *block.modules())
         if all(hasattr(block, name) for name in (*ENTRIES, *EXITS)):
-            found.append(
-                RowLayer(path, "", "", linear_weights(block), linear_weights(block.v_proj))
-            )
+            found.append(RowLayer(path, "", "", linear_weights(block), linear_weights(block.v_proj)))
             continue
         own = {site.kind: site.child for site in anatomy.modules if site.parent == path}
         attention: Any = getattr(block, own.get("attention", ""), None)

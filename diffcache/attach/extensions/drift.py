@@ -19,14 +19,7 @@ from torch import Tensor, nn
 from diffcache.attach.attention_call import AttentionCall, AttentionSite
 from diffcache.attach.call import Call
 from diffcache.attach.denoiser import Denoiser
-from diffcache.attach.extensions.partial import (
-    IDS,
-    VALID,
-    HeldKV,
-    HeldRun,
-    check_arguments,
-    check_sites,
-)
+from diffcache.attach.extensions.partial import IDS, VALID, HeldKV, HeldRun, check_arguments, check_sites
 from diffcache.attach.extensions.rows import HeldRows, Rows, RowTurn
 from diffcache.attach.run import Run
 from diffcache.attach.tap import ITEMS, ServedTap, Tap, tap_list, untap_list
@@ -253,9 +246,7 @@ class Drift(Rows):
                 way.real = numbers < is_tracked.sum(1, keepdim=True)
         return way
 
-    def begin(
-        self, call: Call, plan: WatchedPlan, held: Any, given: dict[str, Any]
-    ) -> dict[str, Any]:
+    def begin(self, call: Call, plan: WatchedPlan, held: Any, given: dict[str, Any]) -> dict[str, Any]:
         """Give the model the planned rows and the tracked tokens, and its blocks stand-ins."""
         some, way = super().begin(call, plan, held, given), call.storage[self]
         items, number, last = call.storage.setdefault(ITEMS, {}), 0, len(self.numbers) - 1
@@ -300,9 +291,7 @@ class Drift(Rows):
         *others, last = children_of(blocks).values()
         failure = None
         try:
-            _, out = self.run_alone(
-                call, held, range(2), **{ITEMS: {key: [*others, ServedTap(last, cut)]}}
-            )
+            _, out = self.run_alone(call, held, range(2), **{ITEMS: {key: [*others, ServedTap(last, cut)]}})
             if out[0].shape[1] == 1:
                 return
         except RuntimeError as error:  # of a shape
@@ -334,9 +323,7 @@ class Drift(Rows):
 
     # attention -------------------------------------------------------------------------------
 
-    def attend(
-        self, site: AttentionSite, call: AttentionCall, turn: RowTurn | None = None
-    ) -> Tensor | None:
+    def attend(self, site: AttentionSite, call: AttentionCall, turn: RowTurn | None = None) -> Tensor | None:
         """Attend as `Rows` does, compare the tracked tokens' attention, and track anew."""
         way = turn or self.turn()
         if not isinstance(way, Way):
@@ -374,13 +361,7 @@ class Drift(Rows):
         assert way.tested is not None
         mask, blocks = way.held.mask, len(self.numbers)
         after = _rows(weights.transpose(1, 2), way.tested).transpose(1, 2)
-        alike = likeness(
-            before,
-            after,
-            way.real,
-            None if mask is None else mask[:, 0, 0],
-            self.ability.similarity,
-        )
+        alike = likeness(before, after, way.real, None if mask is None else mask[:, 0, 0], self.ability.similarity)
         drifted = ((alike < self.ability.gamma) & way.goes_on).tolist()
         if not any(drifted):
             return
@@ -425,11 +406,7 @@ def install(denoiser: Denoiser, ability: WideningRows) -> Rows:
     """
     check_arguments(denoiser, IDS, VALID)
     rows = check_sites(Drift(denoiser, ability))
-    paths = [
-        f"{entry.key}.{number}."
-        for entry in denoiser.anatomy.lists
-        for number in range(entry.depth)
-    ]
+    paths = [f"{entry.key}.{number}." for entry in denoiser.anatomy.lists for number in range(entry.depth)]
     sites = rows.door.sites
     if len(paths) != len(sites) or not all(
         f"{site.path}.".startswith(path) for site, path in zip(sites, paths, strict=True)

@@ -13,13 +13,7 @@ from torch import Tensor, nn
 from diffcache.attach.call import Call, in_call
 from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extension import Extension
-from diffcache.attach.extensions.lookup_entries import (
-    ConditionEntries,
-    LookupTable,
-    RunWrites,
-    SiteEntry,
-    Write,
-)
+from diffcache.attach.extensions.lookup_entries import ConditionEntries, LookupTable, RunWrites, SiteEntry, Write
 from diffcache.attach.extensions.lookup_layers import Given
 from diffcache.attach.extensions.lookup_sites import TimeSite, time_sites
 from diffcache.attach.record import CallRecord
@@ -200,9 +194,7 @@ class Lookup(Extension):
                 going.append((run, writes))
         self._runs = going
 
-    def _sites(
-        self, call: Call, given: dict[str, Any], tensors: dict[str, Tensor]
-    ) -> list[TimeSite]:
+    def _sites(self, call: Call, given: dict[str, Any], tensors: dict[str, Tensor]) -> list[TimeSite]:
         """Return the sites of this kind of call, learned when it is new or weights changed."""
         state: RunState = call.run.storage[self]
         if self.weights is not None and self.weights.changed(state.fresh):

@@ -12,14 +12,7 @@ from torch import Tensor, nn
 from diffcache.attach.extensions.lookup_layers import Given, reconstruct, rounded_copy
 from diffcache.attach.tree import Template, leaves
 from diffcache.digest import bits_of
-from diffcache.features.temporal_table import (
-    Rounded,
-    TimeTables,
-    disturbance,
-    keeps_table,
-    rounded,
-    step_of,
-)
+from diffcache.features.temporal_table import Rounded, TimeTables, disturbance, keeps_table, rounded, step_of
 
 
 @dataclass(frozen=True)
@@ -169,19 +162,15 @@ class LookupTable:
         if self.ability.reconstruct:
             harms = self._reconstructed(name, written)
         errors = [
-            disturbance(leaves(kept.value()), leaves(table.value()))
-            for kept, table in zip(exact, tables, strict=True)
+            disturbance(leaves(kept.value()), leaves(table.value())) for kept, table in zip(exact, tables, strict=True)
         ]
         by_layer, by_table = (
-            torch.tensor([value or 0.0 for value in values], dtype=torch.float64)
-            for values in (harms, errors)
+            torch.tensor([value or 0.0 for value in values], dtype=torch.float64) for values in (harms, errors)
         )
         chosen = torch.full(by_table.shape, self.ability.keep == "table")
         if self.ability.keep == "closer":
             chosen = keeps_table(by_layer, by_table, self.ability.by)
-        for line, kept, harm, error, stays in zip(
-            written, tables, harms, errors, chosen.tolist(), strict=True
-        ):
+        for line, kept, harm, error, stays in zip(written, tables, harms, errors, chosen.tolist(), strict=True):
             found = None if harm is None else (harm, error)
             rows = kept.rows if stays else ()
             places = kept.places if stays else ()
@@ -197,10 +186,7 @@ class LookupTable:
             reconstruct(layer, source, calls)
             self._fitted.add(name)
         outs = (call.repeat(layer) for call in calls)
-        return [
-            disturbance(leaves(line.kept.value()), leaves(out))
-            for line, out in zip(written, outs, strict=True)
-        ]
+        return [disturbance(leaves(line.kept.value()), leaves(out)) for line, out in zip(written, outs, strict=True)]
 
     def layer(self, name: str, module: nn.Module) -> nn.Module:
         """Return a copy of a module whose linear layers have rounded weights."""
@@ -221,13 +207,9 @@ class LookupTable:
     def nbytes(self) -> int:
         """Bytes of all entries and rounded layers."""
         layers = sum(
-            tensor.nbytes
-            for layer, _ in self._layers.values()
-            for tensor in (*layer.parameters(), *layer.buffers())
+            tensor.nbytes for layer, _ in self._layers.values() for tensor in (*layer.parameters(), *layer.buffers())
         )
-        return layers + sum(
-            kept.nbytes for entries in self.conditions.values() for kept in entries.values()
-        )
+        return layers + sum(kept.nbytes for entries in self.conditions.values() for kept in entries.values())
 
 
 def _round(kept: SiteEntry, site: list[SiteEntry], ability: TimeTables, bits: int) -> SiteEntry:

@@ -131,9 +131,7 @@ def reconstruct(layer: nn.Module, source: nn.Module, calls: list[Given]) -> None
         linear.fit(source.get_submodule(name).get_parameter("weight"), torch.cat(given))
 
 
-def _inputs(
-    layer: nn.Module, linears: dict[str, RoundedLinear], calls: list[Given]
-) -> dict[str, list[Tensor]]:
+def _inputs(layer: nn.Module, linears: dict[str, RoundedLinear], calls: list[Given]) -> dict[str, list[Tensor]]:
     """Return inputs of linear layers in some calls of a module, float [N, K], in their order."""
     found: dict[str, list[Tensor]] = {}
 

@@ -127,10 +127,7 @@ class _Seen:
 
 
 def time_sites(
-    model: nn.Module,
-    call: Callable[[], Any],
-    conditions: dict[str, Tensor],
-    samples: Sequence[Tensor] = (),
+    model: nn.Module, call: Callable[[], Any], conditions: dict[str, Tensor], samples: Sequence[Tensor] = ()
 ) -> list[TimeSite]:
     """Return the outermost modules that see conditions alone, and no axis of tokens.
 

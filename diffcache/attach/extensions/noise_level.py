@@ -25,8 +25,7 @@ SIZES = ("num_frames", "height", "width")  # arguments that speak of a grid
 # times the signal's weight. As the pipelines of diffusers call them.
 OF_NOISE = {
     1.0: "Flux Flux2 QwenImage Chroma AuraFlow",
-    1000.0: "Bria SD3 Sana CogView4 HiDreamImage Wan WanAnimate HunyuanVideo LTXVideo LTX2Video "
-    "Kandinsky5 SkyReelsV2",
+    1000.0: "Bria SD3 Sana CogView4 HiDreamImage Wan WanAnimate HunyuanVideo LTXVideo LTX2Video Kandinsky5 SkyReelsV2",
 }
 OF_SIGNAL = {1.0: "ZImage Lumina2", 1000.0: "Mochi"}
 
@@ -126,9 +125,7 @@ def weights_of(scheduler: Any) -> list[tuple[float, float]]:
     if "FlowMatch" in name or flows:
         sigmas = scheduler.sigmas[: len(scheduler.timesteps)].tolist()
         pairs = [(1 - sigma, sigma) for sigma in sigmas]
-        return (
-            [(noise, signal) for signal, noise in pairs] if config.get("invert_sigmas") else pairs
-        )
+        return [(noise, signal) for signal, noise in pairs] if config.get("invert_sigmas") else pairs
     alphas = getattr(scheduler, "alphas_cumprod", None)
     if alphas is None:
         raise AttachError(

@@ -401,11 +401,7 @@ def first_position(model: nn.Module) -> int:
 
 
 def check_sees_all(
-    model: str,
-    site: AttentionSite,
-    call: AttentionCall,
-    mask: Tensor | None,
-    block: int | None = None,
+    model: str, site: AttentionSite, call: AttentionCall, mask: Tensor | None, block: int | None = None
 ) -> None:
     """Raise unless every row sees all that it should; the host waits, at a run's first call.
 
@@ -489,8 +485,7 @@ def _is_causal(model: nn.Module) -> bool:
         return False
     configs = [part.config for part in model.modules() if hasattr(part, "config")]
     both_ways = any(
-        getattr(config, "is_causal", None) is False
-        or getattr(config, "use_bidirectional_attention", None)
+        getattr(config, "is_causal", None) is False or getattr(config, "use_bidirectional_attention", None)
         for config in configs
     )
     marks = [getattr(part, "is_causal", None) for part in model.modules()]

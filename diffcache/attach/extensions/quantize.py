@@ -21,10 +21,7 @@ from diffcache.quant.linear import QuantizedLinear
 from diffcache.quant.plan import QuantPlan
 from diffcache.step import current_step
 
-KINDS: dict[type, type[QuantizedLayer]] = {
-    nn.Linear: QuantizedLinear,
-    nn.Conv2d: QuantizedConv2d,
-}
+KINDS: dict[type, type[QuantizedLayer]] = {nn.Linear: QuantizedLinear, nn.Conv2d: QuantizedConv2d}
 
 
 def install(denoiser: Denoiser, ability: Quantize) -> QuantizedLayers:
@@ -47,8 +44,7 @@ def watch(denoiser: Denoiser, ability: WatchLayers) -> WatchedLayers:
     for name, module in denoiser.model.named_modules():
         if is_compiled(module) and _is_in(name, inside):
             raise AttachError(
-                f"{name} is compiled, so what its layers are given cannot be seen; calibrate "
-                "before you compile"
+                f"{name} is compiled, so what its layers are given cannot be seen; calibrate before you compile"
             )
     return WatchedLayers(denoiser.model, inside, ability.watcher)
 

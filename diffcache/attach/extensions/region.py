@@ -27,13 +27,7 @@ from diffcache.attach.extensions.partial import HeldKV
 from diffcache.attach.run import Run
 from diffcache.attach.tree import Template, leaves
 from diffcache.errors import AttachError
-from diffcache.features.parts.region_mask import (
-    RegionPlan,
-    edited_tokens,
-    gather,
-    rows_of,
-    scatter,
-)
+from diffcache.features.parts.region_mask import RegionPlan, edited_tokens, gather, rows_of, scatter
 from diffcache.foreign import is_split
 from diffcache.kv.slots import SlotIndex
 from diffcache.step import CURRENT
@@ -212,9 +206,7 @@ class Regions(Extension):
         run.storage[self] = RegionState(skips)
         run.left_out.update(skips)
 
-    def stepping(
-        self, run: Run, scheduler: Any, output: Tensor, timestep: Any, sample: Tensor
-    ) -> None:
+    def stepping(self, run: Run, scheduler: Any, output: Tensor, timestep: Any, sample: Tensor) -> None:
         """Choose the edited tokens at the end of the first stage, from the guided velocity."""
         progress, timeline = self._progress(run), run.timelines.get(self.denoiser)
         if progress is None or progress.given is None or timeline is None:
@@ -266,9 +258,7 @@ class Regions(Extension):
             progress.given = given
         return call
 
-    def _rows_only(
-        self, progress: RegionState, store: Store | None, given: dict[str, Any]
-    ) -> dict[str, Any]:
+    def _rows_only(self, progress: RegionState, store: Store | None, given: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call with the edited rows alone."""
         rows, states = progress.rows, given[SAMPLE]
         assert rows is not None

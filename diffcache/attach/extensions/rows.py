@@ -116,9 +116,7 @@ class HeldTensors(NamedTuple):
         if isinstance(turn.plan, NotedPlan):
             some = layers[0][0]
             dtype, shape = torch.promote_types(some.dtype, torch.float32), held.shape
-            turn.attention = [
-                some.new_empty(shape[0], turn.rows, shape[1], dtype=dtype) for _ in layers
-            ]
+            turn.attention = [some.new_empty(shape[0], turn.rows, shape[1], dtype=dtype) for _ in layers]
         return cls(at, turn.mask, layers, tuple(turn.attention))
 
     def attend(
@@ -166,10 +164,7 @@ class Rows(Partial):
         self.channels: dict[int, int] = {}  # of queries, where attention is known as the model's
         self._compiled: Replaced | None = None  # the model's forward, once rows are compiled
         self.is_tried = False  # whether rows alone were compared with the same among all
-        self.weights = sum(
-            linear_weights(denoiser.model.get_submodule(entry.key))
-            for entry in denoiser.anatomy.lists
-        )
+        self.weights = sum(linear_weights(denoiser.model.get_submodule(entry.key)) for entry in denoiser.anatomy.lists)
 
     def remove(self) -> None:
         """Give the model its forward and its attention function back."""
@@ -191,9 +186,7 @@ class Rows(Partial):
         """Return whether a plan computes all rows."""
         return plan.rows is None
 
-    def begin(
-        self, call: Call, plan: Any, held: HeldRun[HeldKV], given: dict[str, Any]
-    ) -> dict[str, Any]:
+    def begin(self, call: Call, plan: Any, held: HeldRun[HeldKV], given: dict[str, Any]) -> dict[str, Any]:
         """Note the attention turn, and give the model the planned rows alone."""
         rows, width = self.rows_of(plan, held), held.shape[1]
         if rows is None:
@@ -243,11 +236,7 @@ class Rows(Partial):
                 self._compiled = Replaced(model, "forward", run)
 
     def _seen(
-        self,
-        held: HeldRun[HeldKV],
-        rows: Tensor | range,
-        block: int | None,
-        shown: Tensor | None = None,
+        self, held: HeldRun[HeldKV], rows: Tensor | range, block: int | None, shown: Tensor | None = None
     ) -> Tensor | None:
         """Return the mask of rows, bool `[1 or B, 1, 1 or n, T]`; None where they see all."""
         mask = held.mask
@@ -357,9 +346,7 @@ class Rows(Partial):
                 "or tokens meet outside of attention; run it as it is"
             )
 
-    def run_alone(
-        self, call: Call, held: HeldRun[HeldKV], places: range, **storage: Any
-    ) -> tuple[RowTurn, Any]:
+    def run_alone(self, call: Call, held: HeldRun[HeldKV], places: range, **storage: Any) -> tuple[RowTurn, Any]:
         """Return the model's output for some rows of a whole call; held rows stay.
 
         Args:
@@ -371,9 +358,7 @@ class Rows(Partial):
         given = self.denoiser.named(call.args, call.kwargs)
         index = torch.tensor(places, device=given[IDS].device).expand(held.shape[0], -1)
         plan = call.storage[self].plan
-        turn = RowTurn(
-            held, index, len(places), self._seen(held, index, plan.block, plan.seen), plan
-        )
+        turn = RowTurn(held, index, len(places), self._seen(held, index, plan.block, plan.seen), plan)
         return turn, self.again(call, {TRIAL: turn, **storage}, self._cut(given, turn))
 
     def counts(self, call: Call) -> dict[str, tuple[int, int]]:
@@ -396,9 +381,7 @@ class Rows(Partial):
 
     # attention -------------------------------------------------------------------------------
 
-    def attend(
-        self, site: AttentionSite, call: AttentionCall, turn: RowTurn | None = None
-    ) -> Tensor | None:
+    def attend(self, site: AttentionSite, call: AttentionCall, turn: RowTurn | None = None) -> Tensor | None:
         """Write the rows' keys and values, and attend to all that is held."""
         turn = turn or self.turn()
         if turn is None:

@@ -41,11 +41,7 @@ def split(model: nn.Module, anatomy: Anatomy, parts: Combine) -> tuple[Anatomy, 
         )
     down, up = _Way(model, "down_blocks"), _Way(model, "up_blocks")
     first, last = down.keep(lead - 1), up.keep(tail)
-    anatomy = replace(
-        anatomy,
-        lists=(*anatomy.lists, *down.lists, *up.lists),
-        opened=(*down.opened, *up.opened),
-    )
+    anatomy = replace(anatomy, lists=(*anatomy.lists, *down.lists, *up.lists), opened=(*down.opened, *up.opened))
     return anatomy, replace(parts, site=Site.STACK, lead=first, tail=last)
 
 

@@ -120,9 +120,7 @@ class PeekTap(Tap):
         return probe  # type: ignore[no-any-return]
 
 
-def gated_items(
-    layout: Layout, blocks: dict[str, list[nn.Module]], probe: Probe | None
-) -> dict[str, list[Any]]:
+def gated_items(layout: Layout, blocks: dict[str, list[nn.Module]], probe: Probe | None) -> dict[str, list[Any]]:
     """Return the items of the block lists while the decision waits for the probe."""
     if layout.gated is not None:
         return layout.gated
@@ -131,9 +129,7 @@ def gated_items(
         for key in layout.streams:
             argument = main_stream(layout, key)[0]
             items[key] = [
-                InputTap(blocks[key][index], (key, index), argument)
-                if isinstance(item, Tap)
-                else item
+                InputTap(blocks[key][index], (key, index), argument) if isinstance(item, Tap) else item
                 for index, item in enumerate(layout.skip[key])
             ]
         layout.gated = items

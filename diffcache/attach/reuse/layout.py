@@ -85,8 +85,7 @@ class Layout:
             places = {place for site in skipped for place in self.sites[site]}
             items = {
                 key: [
-                    (self.skip if (key, index) in places else self.compute)[key][index]
-                    for index in range(len(group))
+                    (self.skip if (key, index) in places else self.compute)[key][index] for index in range(len(group))
                 ]
                 for key, group in self.compute.items()
             }

@@ -31,10 +31,7 @@ from diffcache.step import Site
 
 
 def again(
-    frame: Frame,
-    items: dict[str, list[Any]],
-    given: tuple[Any, Any],
-    look: Callable[..., Any] | None = None,
+    frame: Frame, items: dict[str, list[Any]], given: tuple[Any, Any], look: Callable[..., Any] | None = None
 ) -> Any:
     """Run the denoiser once more under a frame, with other items.
 
@@ -312,11 +309,7 @@ def verify(frame: Frame, trace: Trace, call: tuple[Any, Any], out: Any) -> bool:
 
 
 def _attempt(
-    frame: Frame,
-    trace: Trace,
-    seen: tuple[Any, Any],
-    parts: Combine,
-    attempts: tuple[tuple[str, bool], ...],
+    frame: Frame, trace: Trace, seen: tuple[Any, Any], parts: Combine, attempts: tuple[tuple[str, bool], ...]
 ) -> None:
     """Lay out parts in several ways until one is exact; raise the last AttachError otherwise."""
     call, out = seen

@@ -98,9 +98,7 @@ class Peek:
         inputs = self.inputs(run, args, kwargs)
         if self.other is not None:
             other, self.other = self.other, None
-            changed = [
-                k for k, v in inputs.items() if k not in other or not torch.equal(v, other[k])
-            ]
+            changed = [k for k, v in inputs.items() if k not in other or not torch.equal(v, other[k])]
             if not changed:
                 raise AttachError(
                     f"{self._name}: what its first attention is given does not change with the "
@@ -109,9 +107,7 @@ class Peek:
             self._key = changed[0]
         return inputs[self._key if self._key in inputs else next(iter(inputs))]
 
-    def inputs(
-        self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> dict[int | str, Tensor]:
+    def inputs(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Tensor]:
         """Return the tensors that the first attention that `run` comes to is about to be given.
 
         Args:

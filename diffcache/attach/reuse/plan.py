@@ -30,11 +30,7 @@ from diffcache.step import Site
 
 
 def plan(
-    parts: Combine,
-    trace: Trace,
-    blocks: dict[str, list[nn.Module]],
-    is_unet: bool,
-    live: str = "mixed",
+    parts: Combine, trace: Trace, blocks: dict[str, list[nn.Module]], is_unet: bool, live: str = "mixed"
 ) -> Layout:
     """Return the layout of a method over the traced calls.
 
@@ -62,9 +58,7 @@ def plan(
         )
     by_place = {(c.list_key, c.index): c for c in calls}
     for number, span in enumerate(spans):
-        _assign(
-            number, span, specs, by_place, parts, is_last=number == len(spans) - 1, unet=is_unet
-        )
+        _assign(number, span, specs, by_place, parts, is_last=number == len(spans) - 1, unet=is_unet)
         if live == "all" or (live == "mixed" and wirings[span[0][0]].source != "identity"):
             _enliven(number, span, specs)
     skipped = {place for span in spans for place in span}
@@ -79,15 +73,11 @@ def plan(
     follow_skipped = skipped
     if parts.feature == "output" and not reads_lead:
         follow_skipped = skipped | set(lead)
-    compute = _items(
-        blocks, specs, lambda m, d, p: _compute_tap(m, d) if p in follow_skipped else m
-    )
+    compute = _items(blocks, specs, lambda m, d, p: _compute_tap(m, d) if p in follow_skipped else m)
     skip = _items(blocks, specs, lambda m, d, p: _skip_tap(m, d, kinds[p]) if p in skipped else m)
     follow = skip
     if follow_skipped != skipped:
-        follow = _items(
-            blocks, specs, lambda m, d, p: _skip_tap(m, d, kinds[p]) if p in follow_skipped else m
-        )
+        follow = _items(blocks, specs, lambda m, d, p: _skip_tap(m, d, kinds[p]) if p in follow_skipped else m)
     foreseen = [place for place in order if place in skipped and _adds(specs[place])]
     for number, (key, index) in enumerate(foreseen):
         skip[key][index].number = number
@@ -173,8 +163,7 @@ def _assign(
     shapes_first = [calls[span[0]].shapes_in.get(key) for key in first.carry.values()]
     shapes_last = [calls[span[-1]].shapes_out[n] for n in last.carry]
     matching = list(first.carry) == list(last.carry) and all(
-        there is None or here == there
-        for here, there in zip(shapes_first, shapes_last, strict=True)
+        there is None or here == there for here, there in zip(shapes_first, shapes_last, strict=True)
     )
     if wants_residual and first.carry and matching:
         first.opens, first.span, last.residual = True, number, True
@@ -233,9 +222,7 @@ def _adds(spec: TapSpec) -> bool:
 # spans: blocks that are skipped together ----------------------------------------------------------
 
 
-def spans_of(
-    parts: Combine, order: list[Place], kept: set[Place], is_unet: bool
-) -> list[list[Place]]:
+def spans_of(parts: Combine, order: list[Place], kept: set[Place], is_unet: bool) -> list[list[Place]]:
     """Return the runs of blocks that are skipped together."""
     if parts.site is Site.MODEL:
         return []

@@ -155,8 +155,4 @@ def can_set(method: Method, name: str) -> bool:
 def use_sites(method: Method, sites: list[Site]) -> str:
     """Return the advice to cache at other sites, or to take a method that lets them be set."""
     names = " or ".join(f"site={site.value!r}" for site in sites)
-    return (
-        f"use {names}"
-        if can_set(method, "site")
-        else f"use a method with {names}, such as TaylorSeer"
-    )
+    return f"use {names}" if can_set(method, "site") else f"use a method with {names}, such as TaylorSeer"

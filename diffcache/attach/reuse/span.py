@@ -146,18 +146,14 @@ def record(frame: Frame, spec: TapSpec, out: Any) -> None:
     store_features(frame, spec.key, tensors, kinds, Template(out))
 
 
-def store_features(
-    frame: Frame, key: Any, tensors: list[Tensor], kinds: list[Kind], template: Template
-) -> None:
+def store_features(frame: Frame, key: Any, tensors: list[Tensor], kinds: list[Kind], template: Template) -> None:
     """Hand fresh features to the method's states, new ones where their shapes changed."""
     instead, features = frame.instead, frame.features
     shapes = [(t.shape, t.dtype, t.device) for t in tensors]
     held: BlockFeatures | None = features.get(key)
     if held is None or held.shapes != shapes:
         site = f"{key[0]}.{key[1]}"
-        before: BlockFeatures | None = (
-            next(reversed(features.values()), None) if held is None else None
-        )
+        before: BlockFeatures | None = next(reversed(features.values()), None) if held is None else None
         states = [instead.init_at(site, index) for index in range(len(tensors))]
         instead.link([*(before.states[-1:] if before is not None else ()), *states])
         held = features[key] = BlockFeatures(states, kinds, template, shapes=shapes)

@@ -9,16 +9,7 @@ from torch import Tensor, nn
 
 from diffcache.attach.call import Call
 from diffcache.attach.reuse.frame import FRAME, Frame, current_frame, lost
-from diffcache.attach.reuse.span import (
-    BlockFeatures,
-    TapSpec,
-    by_place,
-    copied,
-    estimate,
-    foresee,
-    picker,
-    record,
-)
+from diffcache.attach.reuse.span import BlockFeatures, TapSpec, by_place, copied, estimate, foresee, picker, record
 from diffcache.attach.tap import Tap
 from diffcache.attach.tree import Template, leaves, outputs_of
 from diffcache.step import CURRENT
@@ -119,11 +110,7 @@ class CloseTap(Tap):
         frame.closed += 1
         held: BlockFeatures = frame.features[self.spec.key]
         live = self.input_of
-        base = (
-            frame.bases[self.spec.span]
-            if live is None
-            else live(kwargs if not args else by_place(args, kwargs))
-        )
+        base = frame.bases[self.spec.span] if live is None else live(kwargs if not args else by_place(args, kwargs))
         found = frame.instead.estimate_all(held.states, frame.step, base)
         return found[0] if self.container is Tensor else self.container(found)
 

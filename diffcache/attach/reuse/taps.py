@@ -168,11 +168,7 @@ class Taps:
         stale = False
         for key, known in self.blocks.items():
             blocks = self._lists.get(key)
-            now = (
-                [self.model.get_submodule(key)]
-                if blocks is None
-                else [*children_of(blocks).values()]
-            )
+            now = [self.model.get_submodule(key)] if blocks is None else [*children_of(blocks).values()]
             if len(now) != len(known) or any(a is not b for a, b in zip(now, known, strict=True)):
                 self.blocks[key], stale = now, True
         return stale

@@ -58,16 +58,13 @@ class TimePeek:
 
     def __init__(self, model: nn.Module, probe: Probe) -> None:
         self._name, self._probe = type(model).__name__, probe
-        modules = {
-            path: m for path, m in model.named_modules() if any(True for _ in m.parameters())
-        }
+        modules = {path: m for path, m in model.named_modules() if any(True for _ in m.parameters())}
         known = PATHS[probe]
         self.paths = next((paths for paths in known if all(p in modules for p in paths)), ())
         if not self.paths:
             names = ", ".join(" + ".join(paths) for paths in known)
             raise AttachError(
-                f"{self._name} has no {probe} embedding where one is looked for ({names}); "
-                "use input='modulated'"
+                f"{self._name} has no {probe} embedding where one is looked for ({names}); use input='modulated'"
             )
         for path in self.paths:
             unwatch(modules[path])  # a copy of a watched one
@@ -95,9 +92,7 @@ class TimePeek:
         return total
 
     def _refusal(self, times: list[list[Tensor]]) -> str:
-        counts = ", ".join(
-            f"{path} {len(outputs)} times" for path, outputs in zip(self.paths, times, strict=True)
-        )
+        counts = ", ".join(f"{path} {len(outputs)} times" for path, outputs in zip(self.paths, times, strict=True))
         return (
             f"{self._name}: its {self._probe} embedding must be computed once in a call, before "
             f"its blocks; it ran {counts}; use input='modulated'"

@@ -80,9 +80,7 @@ class Trace:
     def items(self, key: str, blocks: list[nn.Module], opened: tuple[str, ...]) -> list[Any]:
         """Return a recording stand-in for every block but those that are opened."""
         return [
-            block
-            if f"{key}.{index}" in opened
-            else ServedTap(block, partial(self.call, key, index))
+            block if f"{key}.{index}" in opened else ServedTap(block, partial(self.call, key, index))
             for index, block in enumerate(blocks)
         ]
 

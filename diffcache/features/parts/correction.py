@@ -52,9 +52,7 @@ class AffineSums:
             ValueError: If the shapes differ, or the number of channels is not that of before.
         """
         if x.shape != y.shape or x.ndim == 0:
-            raise ValueError(
-                f"x {tuple(x.shape)}, y {tuple(y.shape)}: must be of one shape [..., channels]"
-            )
+            raise ValueError(f"x {tuple(x.shape)}, y {tuple(y.shape)}: must be of one shape [..., channels]")
         x = x.detach().reshape(-1, x.shape[-1]).double()
         y = y.detach().reshape(-1, y.shape[-1]).double()
         if not x.numel():
@@ -81,8 +79,7 @@ class AffineSums:
             return
         if mine.shape != more.shape:
             raise ValueError(
-                f"{more.shape[1]} channels do not join {mine.shape[1]}; keep sums of their own for "
-                "every feature"
+                f"{more.shape[1]} channels do not join {mine.shape[1]}; keep sums of their own for every feature"
             )
         total = mine[0] + more[0]
         apart_x, apart_y = more[1] - mine[1], more[2] - mine[2]

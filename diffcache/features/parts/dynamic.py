@@ -10,12 +10,7 @@ from diffcache.features.base import check_int
 
 
 def best_starts(
-    cost: Tensor,
-    count: int,
-    *,
-    shortest: int = 1,
-    longest: int | None = None,
-    maximise: bool = False,
+    cost: Tensor, count: int, *, shortest: int = 1, longest: int | None = None, maximise: bool = False
 ) -> tuple[list[int], float]:
     """Split the steps into `count` segments of least total cost.
 
@@ -53,8 +48,7 @@ def best_starts(
         least, most = -(-total // longest), total // shortest
         way = f"use a count from {least} to {most}" if least <= most else "allow other lengths"
         raise ValueError(
-            f"count={count}: {total} steps do not split into {count} segments of {shortest} to "
-            f"{longest} steps; {way}"
+            f"count={count}: {total} steps do not split into {count} segments of {shortest} to {longest} steps; {way}"
         )
     lengths = np.arange(total)[None, :] - np.arange(total)[:, None] + 1  # [start, end]
     allowed = (lengths >= shortest) & (lengths <= longest)

@@ -13,11 +13,7 @@ from torch import Tensor
 
 
 def best_steps(
-    costs: Callable[[tuple[int, ...]], list[float]],
-    total: int,
-    computed: int,
-    history: int,
-    first: int = 1,
+    costs: Callable[[tuple[int, ...]], list[float]], total: int, computed: int, history: int, first: int = 1
 ) -> tuple[float, tuple[int, ...]]:
     """Return the least sum of costs of all schedules, and the smallest steps of those that have it.
 
@@ -104,8 +100,5 @@ class Fit:
             anchors = tuple(reversed(steps[: position + 1]))[: self.history]
             coefficients = self.coefficients(anchors)
             end = steps[position + 1] if position + 1 < len(steps) else self.total
-            found += [
-                (step, anchors, tuple(coefficients[:, step].tolist()))
-                for step in range(anchor + 1, end)
-            ]
+            found += [(step, anchors, tuple(coefficients[:, step].tolist())) for step in range(anchor + 1, end)]
         return tuple(found)

@@ -89,9 +89,7 @@ def pack(tensor: Tensor, form: Form) -> Packed:
     if form == "bf16":
         return Packed(tensor.to(torch.bfloat16), None, tensor.dtype, tensor.device)
     if form == "host":
-        values = torch.empty(
-            tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda
-        )
+        values = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
         values.copy_(tensor, non_blocking=False)
         return Packed(values, None, tensor.dtype, tensor.device)
     values, scale = pack_rows(tensor, axis=1 if tensor.dim() >= 4 else -1)
@@ -163,9 +161,7 @@ class Hold(Instead):
                 packed.prefetch()
         return guess
 
-    def estimate_all(
-        self, states: Sequence[Box], step: Step, bases: Sequence[Tensor] | None = None
-    ) -> list[Tensor]:
+    def estimate_all(self, states: Sequence[Box], step: Step, bases: Sequence[Tensor] | None = None) -> list[Tensor]:
         """Return every state's estimate; a sum of codes takes its base in the same pass."""
         if bases is None:
             return super().estimate_all(states, step)
@@ -183,10 +179,7 @@ class Hold(Instead):
         scales = [packed.scale for packed in factors if packed.scale is not None]
         if len(scales) < len(factors):  # whole numbers are not packed
             return None
-        codes, weights = (
-            [packed.values for packed in factors],
-            self.inner.weights(state.state, step),
-        )
+        codes, weights = ([packed.values for packed in factors], self.inner.weights(state.state, step))
         return weighted_sum_int8(codes, scales, weights, base, factors[0].dtype)
 
     def correct(self, state: Box, step: Step, value: Tensor) -> Tensor:
@@ -240,9 +233,7 @@ class Held(Method):
     def abilities(self) -> tuple[Ability, ...]:
         """Return the method's, with its features packed."""
         return tuple(
-            replace(ability, instead=Hold(ability.instead, self.hold))
-            if isinstance(ability, Combine)
-            else ability
+            replace(ability, instead=Hold(ability.instead, self.hold)) if isinstance(ability, Combine) else ability
             for ability in self.method.abilities()
         )
 
@@ -263,9 +254,7 @@ def mapped(state: Any, cls: type, change: Callable[[Any], Any]) -> Any:
     if isinstance(state, (list, tuple)):
         return type(state)([mapped(item, cls, change) for item in state])
     if dataclasses.is_dataclass(state) and not isinstance(state, (type, Packed)):
-        values = {
-            f.name: mapped(getattr(state, f.name), cls, change) for f in dataclasses.fields(state)
-        }
+        values = {f.name: mapped(getattr(state, f.name), cls, change) for f in dataclasses.fields(state)}
         return dataclasses.replace(state, **values)
     return state
 

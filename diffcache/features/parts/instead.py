@@ -55,9 +55,7 @@ class Summed(Instead):
             return cast(Tensor, state.factors[0])
         return weighted_sum(state.factors, self.weights(state, step))
 
-    def estimate_all(
-        self, states: Sequence[Any], step: Step, bases: Sequence[Tensor] | None = None
-    ) -> list[Tensor]:
+    def estimate_all(self, states: Sequence[Any], step: Step, bases: Sequence[Tensor] | None = None) -> list[Tensor]:
         """Return every state's estimate; a base is added in the same pass."""
         if len(states) >= FUSED:
             found = self.fused(states, step, bases)
@@ -72,9 +70,7 @@ class Summed(Instead):
             sums.append(add_up(state.factors, weights, base))
         return sums
 
-    def fused(
-        self, states: Sequence[Any], step: Step, bases: Sequence[Tensor] | None
-    ) -> list[Tensor] | None:
+    def fused(self, states: Sequence[Any], step: Step, bases: Sequence[Tensor] | None) -> list[Tensor] | None:
         """Return every state's estimate, made together; None where that is not possible."""
         return None
 
@@ -140,9 +136,7 @@ class Taylor(Summed):
             found.append(distance**power / math.factorial(power))
         return found
 
-    def fused(
-        self, states: Sequence[Differences], step: Step, bases: Sequence[Tensor] | None
-    ) -> list[Tensor] | None:
+    def fused(self, states: Sequence[Differences], step: Step, bases: Sequence[Tensor] | None) -> list[Tensor] | None:
         """Return every state's estimate, with one fused launch an order."""
         factors = [state.factors for state in states]
         anchor = states[0].anchor

@@ -16,9 +16,7 @@ from diffcache.step import Step
 Phase = Literal["full", "store", "region"]
 
 
-def edited_tokens(
-    clean: Tensor, reference: Tensor, threshold: float, grid: tuple[int, int] | None
-) -> Tensor:
+def edited_tokens(clean: Tensor, reference: Tensor, threshold: float, grid: tuple[int, int] | None) -> Tensor:
     """Return which tokens an edit changes: those whose clean estimate left the reference.
 
     Args:
@@ -34,9 +32,7 @@ def edited_tokens(
         ValueError: If the shapes differ, or the grid does not have T cells.
     """
     if clean.shape != reference.shape or clean.dim() != 3:
-        raise ValueError(
-            f"clean {list(clean.shape)} and reference {list(reference.shape)}: must be [B, T, C]"
-        )
+        raise ValueError(f"clean {list(clean.shape)} and reference {list(reference.shape)}: must be [B, T, C]")
     mask = functional.cosine_similarity(clean.float(), reference.float(), dim=-1) <= threshold
     if grid is None:
         return mask

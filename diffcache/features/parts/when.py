@@ -49,11 +49,7 @@ class Every(When):
 
     def should_compute(self, state: LastComputed, step: Step, probe: Tensor | None) -> bool:
         """Return whether the step is warm-up or `every` steps after the last computed one."""
-        return (
-            state.index is None
-            or step.index < self.warmup
-            or step.index - state.index >= self.every
-        )
+        return state.index is None or step.index < self.warmup or step.index - state.index >= self.every
 
     def computed(self, state: LastComputed, step: Step, probe: Tensor | None) -> None:
         """Start the interval anew."""
@@ -108,9 +104,7 @@ class Table(When):
     total: int | None
 
     def __init__(
-        self,
-        steps: Mapping[str, Iterable[int]] | Iterable[tuple[str, Iterable[int]]],
-        total: int | None = None,
+        self, steps: Mapping[str, Iterable[int]] | Iterable[tuple[str, Iterable[int]]], total: int | None = None
     ) -> None:
         if total is not None:
             check_int("total", total, 1)
@@ -224,9 +218,7 @@ class Gate(When):
         return self.forecast.held(state.forecast)
 
 
-def relative_l1(
-    guess: Tensor, probe: Tensor, relative_to: str = "probe", ranks: Any = None
-) -> float:
+def relative_l1(guess: Tensor, probe: Tensor, relative_to: str = "probe", ranks: Any = None) -> float:
     """Return `mean|guess - probe| / mean|reference|` in float32; waits for the device.
 
     Args:

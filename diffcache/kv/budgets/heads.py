@@ -114,9 +114,7 @@ class HeadTable(Budget):
     def check(self) -> None:
         """Raise ValueError unless settings go together."""
         if not self.whole or len({len(row) for row in self.whole}) != 1:
-            raise ValueError(
-                f"whole={self.whole!r}: must be a table of layers, each with as many heads"
-            )
+            raise ValueError(f"whole={self.whole!r}: must be a table of layers, each with as many heads")
 
     @property
     def bounded(self) -> bool:

@@ -238,9 +238,7 @@ class CDFLevel(Budget):
         rest = (total - stay.sum(0)).clamp_min(0)
         counts = stay + prefix_counts(torch.stack(means), held - stay, rest)
         counts = counts.maximum(held.clamp_max(self.least))
-        return [
-            count[:, None].minimum(each.lengths) for each, count in zip(seen, counts, strict=True)
-        ]
+        return [count[:, None].minimum(each.lengths) for each, count in zip(seen, counts, strict=True)]
 
 
 def prefix_counts(scores: Tensor, held: Tensor, total: Tensor) -> Tensor:
@@ -259,9 +257,7 @@ def prefix_counts(scores: Tensor, held: Tensor, total: Tensor) -> Tensor:
     # A trace of mass for every slot, so that those without any are reached last, at level 1.
     trace = 1e-9 * ranked.sum(-1, keepdim=True).clamp_min(1e-30) / held[..., None].clamp_min(1)
     mass = (ranked + trace) * there
-    reached = (mass.cumsum(-1) / mass.sum(-1, keepdim=True).clamp_min(1e-300)).masked_fill(
-        ~there, float("inf")
-    )
+    reached = (mass.cumsum(-1) / mass.sum(-1, keepdim=True).clamp_min(1e-300)).masked_fill(~there, float("inf"))
     low, high = torch.zeros_like(total, dtype=torch.float64), torch.ones_like(total).double()
     for _ in range(_ROUNDS):
         level = (low + high) / 2
@@ -360,9 +356,7 @@ class LayerTable(Budget):
     def check(self) -> None:
         """Raise ValueError unless settings go together."""
         if self.weights and (min(self.weights) < 0 or not 0 < sum(self.weights) < float("inf")):
-            raise ValueError(
-                f"weights={self.weights}: must be numbers, none negative and not all 0"
-            )
+            raise ValueError(f"weights={self.weights}: must be numbers, none negative and not all 0")
 
     def allot(self, scores: Sequence[Tensor], seen: Sequence[Observation]) -> list[Tensor]:
         """Return the shares.

@@ -112,15 +112,11 @@ class Parts(Payload):
 
     def take(self: Q, index: Tensor) -> Q:
         """Keep some slots of every part."""
-        return self._changed(
-            lambda part: gather_slots(part, index) if isinstance(part, Tensor) else part.take(index)
-        )
+        return self._changed(lambda part: gather_slots(part, index) if isinstance(part, Tensor) else part.take(index))
 
     def rows(self: Q, index: Tensor) -> Q:
         """Keep some batch rows of every part."""
-        return self._changed(
-            lambda part: part[index] if isinstance(part, Tensor) else part.rows(index)
-        )
+        return self._changed(lambda part: part[index] if isinstance(part, Tensor) else part.rows(index))
 
     def _changed(self: Q, change: Callable[[Any], Any]) -> Q:
         new = copy(self)

@@ -139,9 +139,7 @@ class CacheGen(Settings):
         scales[:, :, :: self.group], scales[:, :, rest] = fine[..., 0], coarse[..., 0]
         return Symbols(codes.int(), scales, (anchors + _FINE).to(torch.uint8))
 
-    def restore(
-        self, symbols: Symbols, heads: int, dtype: torch.dtype, level: int = 0
-    ) -> tuple[Tensor, Tensor]:
+    def restore(self, symbols: Symbols, heads: int, dtype: torch.dtype, level: int = 0) -> tuple[Tensor, Tensor]:
         """Return the keys and values that symbols stand for, each [L, H, S, D]."""
         work = work_dtype(dtype)
         steps = self.steps(symbols.codes.shape[1], level).to(symbols.codes.device)[..., None, None]
@@ -241,9 +239,7 @@ class CacheGen(Settings):
     def _pack(self, symbols: Symbols, k: Tensor, tables: Tables, level: int) -> bytes:
         layers, heads, count, size = k.shape
         coded = _range_coded(symbols.codes.flatten(0, 1).cpu(), tables.weights[level].flatten(0, 1))
-        head = _HEAD.pack(
-            _MAGIC, _DTYPES.index(k.dtype), level, layers, heads, count, size, len(coded)
-        )
+        head = _HEAD.pack(_MAGIC, _DTYPES.index(k.dtype), level, layers, heads, count, size, len(coded))
         raw = _bytes(symbols.scales) + _bytes(symbols.anchors)
         body = head + raw + coded
         return body + blake2b(body, digest_size=16).digest()
@@ -265,9 +261,7 @@ class CacheGen(Settings):
             fine = torch.frombuffer(raw[sizes[0] :], dtype=torch.uint8)
         coded = body[_HEAD.size + sum(sizes) :]
         codes = _range_decoded(coded, tables.weights[level].flatten(0, 1), rest)
-        symbols = Symbols(
-            codes.unflatten(0, (2, layers)), scales, fine.view(2, layers, anchors, channels)
-        )
+        symbols = Symbols(codes.unflatten(0, (2, layers)), scales, fine.view(2, layers, anchors, channels))
         return self.restore(symbols, heads, _DTYPES[kind], level)
 
 
@@ -296,9 +290,7 @@ def _library() -> Any:
     try:
         return import_module("constriction")
     except ImportError as error:
-        raise ImportError(
-            "bit streams need the package constriction: pip install 'diffcache[transport]'"
-        ) from error
+        raise ImportError("bit streams need the package constriction: pip install 'diffcache[transport]'") from error
 
 
 def _range_coded(codes: Tensor, weights: Tensor) -> bytes:
@@ -334,9 +326,7 @@ def _range_decoded(coded: bytes, weights: Tensor, count: int) -> Tensor:
     rows = [
         torch.stack(
             [
-                torch.from_numpy(
-                    coder.decode(stream.model.Categorical(weight, perfect=False), count)
-                )
+                torch.from_numpy(coder.decode(stream.model.Categorical(weight, perfect=False), count))
                 for weight in table
             ],
             1,

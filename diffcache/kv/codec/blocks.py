@@ -207,10 +207,7 @@ class CacheGenBlocks(BlockCodec):
     def check(self) -> None:
         """Raise ValueError unless settings go together."""
         if not 0 <= self.level < len(self.tables.weights):
-            raise ValueError(
-                f"level={self.level}: must be 0 to {len(self.tables.weights) - 1}, a level of the "
-                "tables"
-            )
+            raise ValueError(f"level={self.level}: must be 0 to {len(self.tables.weights) - 1}, a level of the tables")
 
     def encode(self, x: Tensor) -> bytes:
         """Return a block."""

@@ -11,14 +11,7 @@ import torch
 from torch import Tensor
 
 from diffcache.kernels.move import gather_slots
-from diffcache.kv.codec.base import (
-    Parts,
-    Payload,
-    TensorCodec,
-    all_of,
-    checked,
-    work_dtype,
-)
+from diffcache.kv.codec.base import Parts, Payload, TensorCodec, all_of, checked, work_dtype
 from diffcache.kv.codec.lowrank import steady_product
 from diffcache.kv.codec.pack import pack, unpack
 from diffcache.kv.codec.quant import GroupQuant

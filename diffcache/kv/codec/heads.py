@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 
 from diffcache.kernels.move import gather_slots
-from diffcache.kv.codec.base import (
-    Payload,
-    TensorCodec,
-    all_of,
-    checked,
-    tensors,
-)
+from diffcache.kv.codec.base import Payload, TensorCodec, all_of, checked, tensors
 from diffcache.kv.codec.table import compact, narrow
 from diffcache.kv.settings import Count
 

@@ -45,9 +45,7 @@ class KVCodec(Settings, ABC):
     def align(self, layer: KVLayer) -> None:
         """Code what is only half coded, so that slots can be dropped."""
 
-    def hold_beside(
-        self, slots: Slots, level: int, seen: Observation, old: Segment | None
-    ) -> Segment:
+    def hold_beside(self, slots: Slots, level: int, seen: Observation, old: Segment | None) -> Segment:
         """Return slots held by this codec, for a ladder that holds others at this level already.
 
         Args:
@@ -62,9 +60,7 @@ class KVCodec(Settings, ABC):
         """Return two segments of this codec as one, nothing coded anew; None if it cannot."""
         return None
 
-    def converted(
-        self, segment: Segment, index: Tensor, keep: Tensor, level: int
-    ) -> Segment | None:
+    def converted(self, segment: Segment, index: Tensor, keep: Tensor, level: int) -> Segment | None:
         """Return slots of a segment of another level without decoding them; None if it cannot.
 
         Args:

@@ -11,16 +11,7 @@ from torch import Tensor
 
 from diffcache.kv.codec.base import Payload, TensorCodec, tensors
 from diffcache.kv.codec.held import KVCodec
-from diffcache.kv.codec.tails import (
-    append,
-    appended_meta,
-    cut,
-    due,
-    filled_up,
-    gather_exact,
-    own_meta,
-    without_gaps,
-)
+from diffcache.kv.codec.tails import append, appended_meta, cut, due, filled_up, gather_exact, own_meta, without_gaps
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.segment import Coded, Segment
 from diffcache.kv.settings import Count, Settings, Whole
@@ -106,8 +97,7 @@ class Together(KVCodec):
         """Raise ValueError unless settings go together."""
         if self.block % self.multiple:
             raise ValueError(
-                f"block={self.block}: must be a multiple of {self.multiple}, the tokens that are "
-                "coded together"
+                f"block={self.block}: must be a multiple of {self.multiple}, the tokens that are coded together"
             )
 
     @property
@@ -199,6 +189,4 @@ def alike(layers: Sequence[KVLayer]) -> bool:
         return len({tail.start for tail in tails}) == 1
     slots = [tail.read() for tail in tails]
     known = [each.pos for each in slots if each is not None]
-    return len(known) == len(layers) and all(
-        torch.equal(*torch.broadcast_tensors(known[0], pos)) for pos in known[1:]
-    )
+    return len(known) == len(layers) and all(torch.equal(*torch.broadcast_tensors(known[0], pos)) for pos in known[1:])

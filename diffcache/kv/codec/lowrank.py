@@ -11,17 +11,7 @@ import torch
 from torch import Tensor
 
 from diffcache.kernels.move import gather_slots
-from diffcache.kv.codec.base import (
-    Dense,
-    Exact,
-    Parts,
-    Payload,
-    TensorCodec,
-    all_of,
-    appended,
-    checked,
-    work_dtype,
-)
+from diffcache.kv.codec.base import Dense, Exact, Parts, Payload, TensorCodec, all_of, appended, checked, work_dtype
 from diffcache.kv.codec.heads import JoinHeads
 from diffcache.kv.codec.table import SlotTable, joined_slots
 from diffcache.kv.settings import Count
@@ -91,10 +81,13 @@ class Factors(Parts):
         if self.basis.runs is None:
             return None
         return [
-            (run.first, coordinates[:, :, run.first : run.stop].unflatten(2, (run.rows, run.each)),
-             values[:, :, run.row : run.row + run.rows])
+            (
+                run.first,
+                coordinates[:, :, run.first : run.stop].unflatten(2, (run.rows, run.each)),
+                values[:, :, run.row : run.row + run.rows],
+            )
             for run in self.basis.runs
-        ]  # fmt: skip
+        ]
 
     def near(self) -> Tensor:
         """Return the coordinates times the basis, summed in the dtype of the arithmetic."""

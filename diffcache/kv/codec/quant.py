@@ -13,15 +13,7 @@ from torch.nn import functional
 
 from diffcache.kernels.move import gather_slots
 from diffcache.kernels.quantize import can_quantize, can_restore, dequant_groups, quant_groups
-from diffcache.kv.codec.base import (
-    Parts,
-    Payload,
-    TensorCodec,
-    all_of,
-    appended,
-    checked,
-    work_dtype,
-)
+from diffcache.kv.codec.base import Parts, Payload, TensorCodec, all_of, appended, checked, work_dtype
 from diffcache.kv.codec.pack import chunk_of, pack, unpack
 from diffcache.kv.codec.table import SlotTable
 from diffcache.kv.settings import Bits, Count, FloatType, Range, Several
@@ -88,9 +80,7 @@ class Quantized(Parts):
     def _in_one_pass(self, dtype: torch.dtype) -> bool:
         """Return whether a kernel decodes to a dtype."""
         known = dtype in (self.dtype, work_dtype(self.dtype))
-        return known and can_restore(
-            self.codes, self.grid.values, self.codec.bits, self._columns, self.size, dtype
-        )
+        return known and can_restore(self.codes, self.grid.values, self.codec.bits, self._columns, self.size, dtype)
 
     def decode_at(self, index: Tensor) -> Tensor:
         """Decode some slots, each with its grid."""

@@ -9,16 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from diffcache.kv.codec.base import (
-    Exact,
-    Parts,
-    Payload,
-    TensorCodec,
-    all_of,
-    appended,
-    checked,
-    work_dtype,
-)
+from diffcache.kv.codec.base import Exact, Parts, Payload, TensorCodec, all_of, appended, checked, work_dtype
 from diffcache.kv.codec.lowrank import Factors
 from diffcache.kv.codec.quant import GroupQuant, Quantized
 from diffcache.kv.codec.sparse import Outliers, Scattered

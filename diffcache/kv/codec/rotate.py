@@ -8,15 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from diffcache.kv.codec.base import (
-    Parts,
-    Payload,
-    TensorCodec,
-    all_of,
-    appended,
-    checked,
-    work_dtype,
-)
+from diffcache.kv.codec.base import Parts, Payload, TensorCodec, all_of, appended, checked, work_dtype
 from diffcache.kv.codec.heads import JoinHeads
 from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.codec.table import SlotTable, joined_slots, narrow
@@ -162,9 +154,7 @@ class Permuted(Parts):
         for run in runs:
             order = self.order.values[:, :, run.row : run.row + run.rows, None].long()
             order = order.expand(*order.shape[:3], *turn.shape)
-            placed = torch.empty_like(order, dtype=x.dtype).scatter_(
-                4, order, turn.expand_as(order)
-            )
+            placed = torch.empty_like(order, dtype=x.dtype).scatter_(4, order, turn.expand_as(order))
             some = x[:, :, run.first : run.stop].unflatten(2, (run.rows, run.each))
             parts.append(some @ placed)
         return joined_slots(parts).to(inner.dtype)
@@ -208,9 +198,7 @@ class ChannelPermute(TensorCodec):
         if self.order is None:
             order = energy_order(x)
         elif self.order.shape[-1] != size or self.order.shape[:-1] not in ((), (heads,)):
-            raise ValueError(
-                f"order has shape {list(self.order.shape)}: x has {heads} heads, {size} channels"
-            )
+            raise ValueError(f"order has shape {list(self.order.shape)}: x has {heads} heads, {size} channels")
         else:
             order = self.order.long().to(x.device).expand(batch, heads, size)
         sorted_ = x.gather(3, order.unsqueeze(2).expand(-1, -1, slots, -1))
@@ -236,11 +224,7 @@ def energy_order(x: Tensor) -> Tensor:
 
 
 def rotatekv(
-    bits: float = 2,
-    group: int = 32,
-    heads: int = 1,
-    order: Tensor | None = None,
-    mode: Mode = "paper",
+    bits: float = 2, group: int = 32, heads: int = 1, order: Tensor | None = None, mode: Mode = "paper"
 ) -> TensorCodec:
     """Return the key codec of RotateKV: reorder, rotate over grouped heads, quantize per token.
 

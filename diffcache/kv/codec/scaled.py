@@ -8,15 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diffcache.kv.codec.base import (
-    Parts,
-    Payload,
-    TensorCodec,
-    all_of,
-    appended,
-    checked,
-    work_dtype,
-)
+from diffcache.kv.codec.base import Parts, Payload, TensorCodec, all_of, appended, checked, work_dtype
 from diffcache.kv.codec.table import SlotTable
 from diffcache.kv.settings import FloatType
 

@@ -9,17 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from diffcache.kv.codec.base import (
-    Exact,
-    Parts,
-    Payload,
-    TensorCodec,
-    all_of,
-    appended,
-    checked,
-    tensors,
-    work_dtype,
-)
+from diffcache.kv.codec.base import Exact, Parts, Payload, TensorCodec, all_of, appended, checked, tensors, work_dtype
 from diffcache.kv.codec.heads import JoinedHeads, JoinHeads
 from diffcache.kv.codec.layers import LayersCodec
 from diffcache.kv.codec.lowrank import Factors, LowRank
@@ -86,11 +76,7 @@ class SharedBasis(LayersCodec):
         parts = basis.to(xs[0].dtype).split([x.shape[3] for x in wide], 3)
         shape = (batch, 1, slots)
         return [
-            JoinedHeads(
-                Factors(stored, SlotTable.single(part.contiguous(), slots), x.dtype),
-                heads,
-                shape,
-            )
+            JoinedHeads(Factors(stored, SlotTable.single(part.contiguous(), slots), x.dtype), heads, shape)
             for part, x in zip(parts, xs, strict=True)
         ]
 
@@ -204,9 +190,7 @@ class SharedDirection(LayersCodec):
         inner = self.inner or Exact()
         joined = [appended(all_of(Directed, parts), direction=inner) for parts in layers]
         lead = joined[0].direction
-        return [
-            replace(each, direction=lead) if same(lead, each.direction) else each for each in joined
-        ]
+        return [replace(each, direction=lead) if same(lead, each.direction) else each for each in joined]
 
 
 def slerp(first: Tensor, second: Tensor, angle: Tensor, t: float) -> Tensor:
@@ -221,10 +205,7 @@ def slerp(first: Tensor, second: Tensor, angle: Tensor, t: float) -> Tensor:
     sine = angle.sin()
     near = sine < 1e-4  # as good as parallel: a straight line
     safe = sine.where(~near, 1)
-    one, two = (
-        ((part * angle).sin() / safe).where(~near, angle.new_tensor(part))[..., None]
-        for part in (1 - t, t)
-    )
+    one, two = (((part * angle).sin() / safe).where(~near, angle.new_tensor(part))[..., None] for part in (1 - t, t))
     return one * first + two * second
 
 

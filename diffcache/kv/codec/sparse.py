@@ -139,9 +139,7 @@ class Scattered(Payload):
         total = torch.arange(int(chosen.sum()), device=order.device)
         first = (chosen.cumsum(0) - chosen).repeat_interleave(chosen)
         places = total - first + wanted.repeat_interleave(chosen)
-        return Scattered(
-            self.counts.flatten()[order], self.channels[places], self.values[places], self.size
-        )
+        return Scattered(self.counts.flatten()[order], self.channels[places], self.values[places], self.size)
 
     def numbers(self) -> Tensor:
         """Return the number of each slot, `[B, H, S]` int64."""
@@ -184,9 +182,7 @@ class Outliers(TensorCodec):
         length = x.shape[axis]
         order = x.argsort(dim=axis, stable=True)
         half = self.half(length)
-        ends = torch.cat(
-            [order.narrow(axis, 0, half), order.narrow(axis, length - half, half)], axis
-        )
+        ends = torch.cat([order.narrow(axis, 0, half), order.narrow(axis, length - half, half)], axis)
         kept = torch.zeros_like(x, dtype=torch.bool).scatter_(axis, ends, True)
         channels = kept.nonzero()[:, 3]
         size = x.shape[3]

@@ -44,9 +44,7 @@ def shifted(payload: Quantized, bits: int) -> Quantized:
     found = torch.stack([scale * 2**drop, low + scale * ((2**drop - 1) / 2)], 3)
     limit = torch.finfo(payload.codec.scale_dtype).max
     grid = replace(payload.grid, values=found.clamp(-limit, limit).to(payload.grid.values.dtype))
-    return replace(
-        payload, codes=pack(codes, bits), grid=grid, codec=replace(payload.codec, bits=bits)
-    )
+    return replace(payload, codes=pack(codes, bits), grid=grid, codec=replace(payload.codec, bits=bits))
 
 
 @dataclass(frozen=True)
@@ -74,10 +72,7 @@ class Stair(KVCodec):
     def check(self) -> None:
         """Raise ValueError unless settings go together."""
         if self.bits not in _POWERS or self.first not in _POWERS or self.bits > self.first:
-            raise ValueError(
-                f"bits={self.bits}, first={self.first}: must be of 1, 2, 4 and 8, and bits at most "
-                "first"
-            )
+            raise ValueError(f"bits={self.bits}, first={self.first}: must be of 1, 2, 4 and 8, and bits at most first")
 
     def flush(self, layers: Sequence[KVLayer]) -> None:
         """Leave tails alone: slots come from the plan."""
@@ -90,9 +85,7 @@ class Stair(KVCodec):
         """Return two segments of this rung as one."""
         return self._pair.joined(first, second)
 
-    def converted(
-        self, segment: Segment, index: Tensor, keep: Tensor, level: int
-    ) -> Segment | None:
+    def converted(self, segment: Segment, index: Tensor, keep: Tensor, level: int) -> Segment | None:
         """Return slots of a rung above, their codes shifted."""
         if not isinstance(segment, Coded) or segment.exact is not None:
             return None
@@ -128,9 +121,7 @@ class BalancedRung(KVCodec):
     that of the queries that the recipe's score keeps, not of the whole prompt.
     """
 
-    pair: Pair = field(
-        default_factory=lambda: Pair(GroupQuant(2, "channels", 32), GroupQuant(2, "channels", 32))
-    )
+    pair: Pair = field(default_factory=lambda: Pair(GroupQuant(2, "channels", 32), GroupQuant(2, "channels", 32)))
 
     def flush(self, layers: Sequence[KVLayer]) -> None:
         """Leave tails alone: slots come from the plan."""
@@ -139,9 +130,7 @@ class BalancedRung(KVCodec):
         """Return slots coded without factors."""
         return self.pair.hold(slots, level)
 
-    def hold_beside(
-        self, slots: Slots, level: int, seen: Observation, old: Segment | None
-    ) -> Segment:
+    def hold_beside(self, slots: Slots, level: int, seen: Observation, old: Segment | None) -> Segment:
         """Return slots coded with the factors of those that are held, or new ones."""
         slots = without_gaps(filled_up(slots, self.pair.multiple))
         if isinstance(old, Coded) and isinstance(old.k, Scaled) and old.k.factor.values.shape[2]:

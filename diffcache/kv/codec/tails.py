@@ -67,8 +67,7 @@ def set_apart(layer: KVLayer, count: int) -> None:
         place = torch.arange(first, device=order.device).expand(*order.shape[:2], -1)
         where = torch.cat([place, order + first], -1)
         layer.stats = {
-            name: value.gather(2, where.expand(-1, value.shape[1], -1))
-            for name, value in layer.stats.items()
+            name: value.gather(2, where.expand(-1, value.shape[1], -1)) for name, value in layer.stats.items()
         }
         layer.tail, layer.summary = Tail.of(slots.gather(order)), None
     slots, _ = cut(layer, count)

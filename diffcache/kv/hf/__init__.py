@@ -21,10 +21,14 @@ if TYPE_CHECKING:
 
 # transformers takes seconds to import, so names are looked up when they are first asked for.
 _LATER = {
-    "KVCache": "cache", "cache_for": "cache", "detach": "cache",
-    "ask": "questions", "caching": "implicit",
-    "remat_cache_for": "remat", "static_cache_for": "static",
-}  # fmt: skip
+    "KVCache": "cache",
+    "cache_for": "cache",
+    "detach": "cache",
+    "ask": "questions",
+    "caching": "implicit",
+    "remat_cache_for": "remat",
+    "static_cache_for": "static",
+}
 _OLDEST = "5.14"  # of transformers; feature caches take earlier ones
 
 if Version(version("transformers")) < Version(_OLDEST):

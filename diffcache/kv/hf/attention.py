@@ -160,9 +160,7 @@ def attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _refreshed(
-    handle: _Handle, module: nn.Module, asked: Query, made: tuple[Tensor, Tensor]
-) -> Tensor:
+def _refreshed(handle: _Handle, module: nn.Module, asked: Query, made: tuple[Tensor, Tensor]) -> Tensor:
     """Return attention of tokens that are computed anew in place, [B, n, Hq, Dv]."""
     writer, layer = handle.writer, handle.writer.store.layers[handle.number]
     assert writer.refreshing is not None
@@ -178,9 +176,8 @@ def _refreshed(
 
 
 def _over_latents(
-    handle: _Handle, module: nn.Module, asked: Query, made: tuple[Tensor, Tensor],
-    valid: Tensor | None,
-) -> Tensor:  # fmt: skip
+    handle: _Handle, module: nn.Module, asked: Query, made: tuple[Tensor, Tensor], valid: Tensor | None
+) -> Tensor:
     """Return attention over slots that hold latents, [B, Hq, n, Dv].
 
     Args:
@@ -279,13 +276,7 @@ def handed_out(layer: KVLayer) -> Slots:
 
 
 def _foreign(
-    stock: Attention,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    **kwargs: Any,
+    stock: Attention, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Attend without a cache of ours."""
     if kwargs.get("softcap") is None and kwargs.get("s_aux") is None:
@@ -315,9 +306,7 @@ def _causal(module: nn.Module, kwargs: dict[str, Any], eager: bool) -> bool:
     return causal
 
 
-def _check(
-    module: nn.Module, mask: Tensor | None, width: int | None, kwargs: dict[str, Any]
-) -> None:
+def _check(module: nn.Module, mask: Tensor | None, width: int | None, kwargs: dict[str, Any]) -> None:
     """Refuse what attention over slots would have to leave out."""
     if kwargs.get("output_attentions"):
         raise ValueError(
@@ -325,9 +314,7 @@ def _check(
             "use a stock cache and attn_implementation='eager'"
         )
     if kwargs.get("dropout"):
-        raise ValueError(
-            f"dropout={kwargs['dropout']}: a cache is for inference; call model.eval() first"
-        )
+        raise ValueError(f"dropout={kwargs['dropout']}: a cache is for inference; call model.eval() first")
     unknown = kwargs.keys() - _KNOWN
     if unknown:  # most often there is none
         unknown -= {name for name in unknown if kwargs[name] is None or kwargs[name] is False}

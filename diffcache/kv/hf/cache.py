@@ -121,9 +121,7 @@ def cache_for(
             recipe = replace(recipe, space="pre")
     out = [output_of(modules, index) for index in owned] if recipe.wants_out else None
     eager = mode == "native" and set_up(model, modules, latent) == "eager"
-    store = KVStore(
-        len(owned), recipe, rotary=None if readers is None else [r.read() for r in readers], out=out
-    )
+    store = KVStore(len(owned), recipe, rotary=None if readers is None else [r.read() for r in readers], out=out)
     for layer in store.layers:
         layer.latent = latent
     store.origin = partial(origin_of, weakref.ref(decoder_of(model)))
@@ -217,8 +215,7 @@ def owned_layers(model: nn.Module, stock: Sequence[Any]) -> list[int]:
     if not owned:
         names = ", ".join(sorted({kind.__name__ for kind in kinds}))
         raise AttachError(
-            f"{type(model).__name__} has no layer of full attention alone, only {names}; use the "
-            "cache of transformers"
+            f"{type(model).__name__} has no layer of full attention alone, only {names}; use the cache of transformers"
         )
     return owned
 
@@ -237,9 +234,7 @@ class KVCache(Host, Cache):  # type: ignore[misc]
         layers = list(stock)
         for number, index in enumerate(setup.owned):
             fused = FUSED is not DynamicLayer and isinstance(stock[index], FUSED)
-            layers[index] = (
-                FusedLayer(self, number, stock[index]) if fused else SlotLayer(self, number)
-            )
+            layers[index] = FusedLayer(self, number, stock[index]) if fused else SlotLayer(self, number)
         super().__init__(layers=layers)
         self.store, self.setup = store, setup
         self.writer = Writer(store, setup, readers, tags)
@@ -458,9 +453,7 @@ def take_over(cache: Host, past: DynamicCache, mask: Tensor | None, seen: int) -
         )
     first = past.layers[setup.owned[0]].keys
     if mask is not None and mask.shape != (len(first), seen):
-        raise ValueError(
-            f"past_mask={list(mask.shape)}: must be {[len(first), seen]}, 0 for padding"
-        )
+        raise ValueError(f"past_mask={list(mask.shape)}: must be {[len(first), seen]}, 0 for padding")
     valid = pos = None
     if mask is not None and setup.mode == "native" and not bool(mask.all()):
         valid = mask.to(first.device).bool()

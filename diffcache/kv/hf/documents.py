@@ -28,10 +28,7 @@ from diffcache.kv.reuse.recompute import cacheblend, kvshare, pie
 from diffcache.kv.settings import Count, NotNegative, Positive, Share, check_setting
 from diffcache.weights import all_of
 
-NAMES = (
-    *("recompute", "prefix", "hydragen", "concatenate"),
-    *("cacheblend", "ape", "cachecraft", "kvshare", "pie"),
-)
+NAMES = (*("recompute", "prefix", "hydragen", "concatenate"), *("cacheblend", "ape", "cachecraft", "kvshare", "pie"))
 _READ = 512  # tokens of a row in which documents are read together
 # A cache up to the question, None where nothing is held; the tokens of the prompt up to there,
 # int64 [n]; and how many of them were computed.
@@ -176,9 +173,7 @@ class Documents:
         asked = _texts("questions", [questions] if isinstance(questions, str) else questions)
         texts = _texts("documents", documents)
         if not asked or not texts:
-            raise ValueError(
-                f"questions={len(asked)}, documents={len(texts)}: give at least one of each"
-            )
+            raise ValueError(f"questions={len(asked)}, documents={len(texts)}: give at least one of each")
         settings = one_answer(self._tokenizer, generate)
         started = self._clock()
         self._check_model()
@@ -192,9 +187,7 @@ class Documents:
         answers: list[str] = []
         for some in together:
             answers += answer(self._model, self._tokenizer, cache, shown, some, settings)
-        return Answers(
-            tuple(answers), len(ids), computed, noted.time - started, self._clock() - started
-        )
+        return Answers(tuple(answers), len(ids), computed, noted.time - started, self._clock() - started)
 
     def _recompute(self, documents: Sequence[str]) -> _Filled:
         ids = self._prompt(documents)
@@ -224,18 +217,12 @@ class Documents:
         lay_out(cache.store, whole, torch.arange(len(whole.ids)), self._rotary)
         return cache, whole.ids, 0
 
-    def _cacheblend(
-        self, documents: Sequence[str], *, share: Share = 0.15, check: Count = 1
-    ) -> _Filled:
+    def _cacheblend(self, documents: Sequence[str], *, share: Share = 0.15, check: Count = 1) -> _Filled:
         pieces, cache = self._pieces(documents), self._empty()
-        index = cacheblend(
-            self._model, cache, pieces, share=share, check=check, rotary=self._rotary
-        )
+        index = cacheblend(self._model, cache, pieces, share=share, check=check, rotary=self._rotary)
         return cache, _ids(pieces), len(index)
 
-    def _ape(
-        self, documents: Sequence[str], *, temperature: Positive = 0.9, scale: Positive = 0.9
-    ) -> _Filled:
+    def _ape(self, documents: Sequence[str], *, temperature: Positive = 0.9, scale: Positive = 0.9) -> _Filled:
         pieces, cache = self._pieces(documents), self._empty()
         if not len(self._head):
             raise ValueError(
@@ -261,18 +248,14 @@ class Documents:
         ids = _ids([each.piece for each in found])
         return cache, ids, len(ids) if new else len(index)
 
-    def _kvshare(
-        self, documents: Sequence[str], *, share: Share = 0.15, check: Count = 1
-    ) -> _Filled:
+    def _kvshare(self, documents: Sequence[str], *, share: Share = 0.15, check: Count = 1) -> _Filled:
         index = ids = self._prompt(documents)
         cache = self._empty()
         if self._last is None:
             feed(self._model, cache, ids[None])
         else:
             piece = cut(self._last[0].store, self._last[1])
-            index = kvshare(
-                self._model, cache, piece, ids, share=share, check=check, rotary=self._rotary
-            )
+            index = kvshare(self._model, cache, piece, ids, share=share, check=check, rotary=self._rotary)
         self._last = cache, ids
         return cache, ids, len(index)
 
@@ -301,10 +284,7 @@ class Documents:
     def _read(self, texts: Sequence[str | None]) -> None:
         """Read texts each alone behind the head, many in a row."""
         own = [self._text(text) for text in texts]
-        prompts = [
-            ids if text is None else torch.cat([self._head, ids])
-            for text, ids in zip(texts, own, strict=True)
-        ]
+        prompts = [ids if text is None else torch.cat([self._head, ids]) for text, ids in zip(texts, own, strict=True)]
         packed = pack(prompts, max(_READ, max(map(len, prompts))))
         cache = self._empty("pre")
         given = {"position_ids": packed.position_ids, "attention_mask": packed.mask}

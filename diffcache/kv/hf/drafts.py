@@ -66,9 +66,14 @@ class Draft(ABC):
 
     @torch.no_grad()
     def generate(
-        self, input_ids: Tensor, *, generation_config: Any, max_new_tokens: int,
-        logits_processor: Sequence[Any] = (), **others: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        input_ids: Tensor,
+        *,
+        generation_config: Any,
+        max_new_tokens: int,
+        logits_processor: Sequence[Any] = (),
+        **others: Any,
+    ) -> Any:
         """Return guesses and their scores, as `generate` of a model does."""
         if len(input_ids) != 1:
             raise ValueError(f"input_ids={list(input_ids.shape)}: drafts are of one row")
@@ -91,9 +96,7 @@ class Draft(ABC):
             if number + 1 == count or int(token) in ends:
                 break
             logits = self.step(token, ids.shape[1] - 1)
-        return SimpleNamespace(
-            sequences=ids, scores=tuple(scores), cache=None, past_key_values=None
-        )
+        return SimpleNamespace(sequences=ids, scores=tuple(scores), cache=None, past_key_values=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,8 +181,9 @@ class TriForce(Draft):
     def _choose(self, token: Tensor) -> Tensor:
         """Read a token with a fork of the whole cache, by which chunks are chosen."""
         fork = self.cache.fork()
-        fork.store.recipe = replace(fork.store.recipe, retrieve=self.chooser, skip=0, score=None,
-                                    budget=None, plan=None, trigger=None)  # fmt: skip
+        fork.store.recipe = replace(
+            fork.store.recipe, retrieve=self.chooser, skip=0, score=None, budget=None, plan=None, trigger=None
+        )
         setup = replace(fork.setup, mode="native", eager=self.eager)
         fork.setup = fork.writer.setup = setup
         given = with_cache(self.model, fork) | last_logits(self.model)
@@ -195,9 +199,7 @@ class TriForce(Draft):
         return logits
 
 
-def triforce(
-    model: nn.Module, cache: KVCache, *, budget: int = 256, chunk: int = 8, guesses: int = 6
-) -> TriForce:
+def triforce(model: nn.Module, cache: KVCache, *, budget: int = 256, chunk: int = 8, guesses: int = 6) -> TriForce:
     """Return a draft of a model that reads chunks of its own cache, for one call of `generate`.
 
     The last token of the prompt chooses, in each layer and head, the chunks whose mean key it
@@ -260,9 +262,7 @@ class RAPID(Draft):
         """Read what was verified and not read before."""
         length = self.long.shape[1]
         if not torch.equal(ids[:, :length], self.long):
-            raise ValueError(
-                "input_ids: another prompt than the draft was made for; make a new one"
-            )
+            raise ValueError("input_ids: another prompt than the draft was made for; make a new one")
         wanted = [*self.prompt[0].tolist(), *ids[0, length:].tolist()]
         same = 0
         for one, other in zip(self.read, wanted[:-1], strict=False):
@@ -388,9 +388,7 @@ def rapid(
     chunks = list(context.split(chunk)) if len(context) else []
     worth = list(score(chunks, asked)) if chunks else []
     if len(worth) != len(chunks):
-        raise ValueError(
-            f"score: gave {len(worth)} numbers for {len(chunks)} chunks; give one each"
-        )
+        raise ValueError(f"score: gave {len(worth)} numbers for {len(chunks)} chunks; give one each")
     order = sorted(range(len(chunks)), key=lambda number: -worth[number])
     chosen = sorted(order[: keep // chunk])
     parts = [row[:before], *(chunks[number] for number in chosen), asked]

@@ -30,9 +30,7 @@ class Caching(Attached):
         count: Caches that were made.
     """
 
-    def __init__(
-        self, model: nn.Module, recipe: Recipes, *, mode: Mode = "auto", **settings: Any
-    ) -> None:
+    def __init__(self, model: nn.Module, recipe: Recipes, *, mode: Mode = "auto", **settings: Any) -> None:
         config = decoder_config(model)
         with _LOCK:
             owner = owner_of(model)
@@ -150,9 +148,7 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
         used._open.remove(threading.get_ident())
 
 
-def _given(
-    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def _given(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Give a forward a new cache where it has none and would make one; not that of a copy."""
     used = owner_of(model)
     if not isinstance(used, Caching):

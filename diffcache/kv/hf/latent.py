@@ -80,9 +80,7 @@ def absorbed(module: Any, query: Tensor, rotary: Tensor) -> Tensor:
     """
     size = query.shape[3] - rotary.shape[3]
     keys = _weight(module, query.shape[1])[:, :size]
-    return torch.cat(
-        [torch.einsum("bhnd,hdl->bhnl", query[..., :size], keys), query[..., size:]], 3
-    )
+    return torch.cat([torch.einsum("bhnd,hdl->bhnl", query[..., :size], keys), query[..., size:]], 3)
 
 
 def values_of(module: Any, out: Tensor, size: int) -> Tensor:

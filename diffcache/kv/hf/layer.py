@@ -47,9 +47,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]
         """Do nothing: the store needs no shapes."""
         self.is_initialized = True
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take new keys and values [B, H, n, D] and return what the attention function gets.
 
         In native mode that is what came; the attention function writes and reads the store.

@@ -55,8 +55,7 @@ def config_of(model: Any) -> Any:
     if not isinstance(model, nn.Module) or not hasattr(config, "get_text_config"):
         given = "None" if model is None else f"a {type(model).__name__}"
         raise AttachError(
-            f"model is {given}: pass a model of transformers, such as "
-            "AutoModelForCausalLM.from_pretrained(...)"
+            f"model is {given}: pass a model of transformers, such as AutoModelForCausalLM.from_pretrained(...)"
         )
     return config
 

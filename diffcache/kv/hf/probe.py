@@ -85,9 +85,7 @@ class LayerProbe:
         tokens = torch.randn(_ROWS, 1, width, generator=random, dtype=torch.float64)
         self.tokens = tokens.to(self.device, dtype)
         extras = list(known.values())[1:]  # after the hidden states
-        self.given: dict[str, Any] = {
-            p.name: None for p in extras if p.default is p.empty and p.kind in _NAMED
-        }
+        self.given: dict[str, Any] = {p.name: None for p in extras if p.default is p.empty and p.kind in _NAMED}
         self.given |= {cache: _Catch()} | ({"use_cache": True} if "use_cache" in known else {})
         self.given.pop("position_embeddings", None)
 
@@ -151,8 +149,7 @@ class LayerProbe:
         cos = table.select(-2, 0).abs().float()
         if (cos - self.scale).abs().max() > self.tolerance * self.scale:
             raise refusal(
-                self.embedding,
-                f"cos at position 0 is {float(cos.max()):.6g}, attention_scaling {self.scale:.6g}",
+                self.embedding, f"cos at position 0 is {float(cos.max()):.6g}, attention_scaling {self.scale:.6g}"
             )
 
 

@@ -22,16 +22,13 @@ _GENERATE = {"max_new_tokens": 50, "do_sample": False, **_ONE}
 
 
 @overload
-def ask(
-    model: nn.Module, tokenizer: Any, context: str, questions: str, recipe: Recipes, **settings: Any
-) -> str: ...
+def ask(model: nn.Module, tokenizer: Any, context: str, questions: str, recipe: Recipes, **settings: Any) -> str: ...
 
 
 @overload
 def ask(
-    model: nn.Module, tokenizer: Any, context: str, questions: Sequence[str], recipe: Recipes,
-    **settings: Any,
-) -> list[str]: ...  # fmt: skip
+    model: nn.Module, tokenizer: Any, context: str, questions: Sequence[str], recipe: Recipes, **settings: Any
+) -> list[str]: ...
 
 
 def ask(
@@ -107,9 +104,8 @@ def one_answer(tokenizer: Any, generate: Mapping[str, Any] | None) -> dict[str, 
 
 
 def answer(
-    model: Any, tokenizer: Any, cache: KVCache | None, ids: Tensor, ends: Sequence[Tensor],
-    settings: Mapping[str, Any],
-) -> list[str]:  # fmt: skip
+    model: Any, tokenizer: Any, cache: KVCache | None, ids: Tensor, ends: Sequence[Tensor], settings: Mapping[str, Any]
+) -> list[str]:
     """Answer questions behind one prompt in one batch, padded between it and them.
 
     Args:

@@ -36,9 +36,7 @@ class Refreshing:
         new: Values that were computed there.
     """
 
-    def __init__(
-        self, store: KVStore, index: Tensor, *, last: int | None = None, watch: Watch | None = None
-    ) -> None:
+    def __init__(self, store: KVStore, index: Tensor, *, last: int | None = None, watch: Watch | None = None) -> None:
         self.index = index
         self._slots: SlotIndex | range | None = None  # checked at the first layer, for all of them
         self.old: Tensor | None = None
@@ -77,13 +75,7 @@ class Refreshing:
 
 
 def recompute(
-    model: Any,
-    cache: Host,
-    ids: Tensor,
-    index: Tensor,
-    *,
-    watch: Watch | None = None,
-    logits: bool = True,
+    model: Any, cache: Host, ids: Tensor, index: Tensor, *, watch: Watch | None = None, logits: bool = True
 ) -> Any:
     """Compute chosen tokens anew, layer by layer, each seeing all tokens up to its own position.
 

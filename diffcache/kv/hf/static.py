@@ -55,9 +55,7 @@ class _Static(CacheLayerMixin):  # type: ignore[misc]
             torch._dynamo.mark_static_address(tensor)
         self.is_initialized = True
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take new keys and values [B, H, n, D] and return what their queries attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -99,9 +97,7 @@ class StaticWindow:
 
     def __init__(self, capacity: int, sinks: int = 4) -> None:
         if not 0 <= sinks < capacity:
-            raise ValueError(
-                f"sinks={sinks}: must be from 0 to less than capacity={capacity} slots"
-            )
+            raise ValueError(f"sinks={sinks}: must be from 0 to less than capacity={capacity} slots")
         self.capacity, self.sinks = capacity, sinks
         self.seen = torch.zeros((), dtype=torch.int64)
         self.k: Tensor | None = None
@@ -135,10 +131,7 @@ class StaticWindow:
             return self.k, self.v
         before = int(self.seen)
         held = self._slot(self._kept(before))
-        whole = tuple(
-            torch.cat([old.index_select(2, held), new], 2)
-            for old, new in ((self.k, k), (self.v, v))
-        )
+        whole = tuple(torch.cat([old.index_select(2, held), new], 2) for old, new in ((self.k, k), (self.v, v)))
         at = self._kept(before + count)
         at = at[at >= before]
         self._put(self._slot(at), k.index_select(2, at - before), v.index_select(2, at - before))

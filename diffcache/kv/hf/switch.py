@@ -11,12 +11,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from diffcache.errors import AttachError
-from diffcache.foreign import (
-    attention_name_before,
-    attention_name_of,
-    restore_attention,
-    use_attention,
-)
+from diffcache.foreign import attention_name_before, attention_name_of, restore_attention, use_attention
 from diffcache.kv.hf.attention import attention
 from diffcache.kv.hf.model import NAME, config_of, decoder_of
 from diffcache.kv.hf.writer import unwatch

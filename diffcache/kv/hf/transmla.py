@@ -25,8 +25,14 @@ from diffcache.errors import AttachError
 
 _FORMS = ("LlamaForCausalLM", "MistralForCausalLM")
 _ROPES = ("default", "linear", "llama3")  # those that treat each frequency on its own
-_SHARED = ("input_layernorm", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj",
-           "mlp.down_proj", "self_attn.o_proj")  # fmt: skip
+_SHARED = (
+    "input_layernorm",
+    "post_attention_layernorm",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+    "self_attn.o_proj",
+)
 
 
 def to_mla(
@@ -125,10 +131,7 @@ def _check_numbers(heads: int, size: int, rope: int, rank: int, fold: int, balan
             f"them, and be at most {most}"
         )
     if rope * fold % size:
-        raise ValueError(
-            f"rope={rope} keeps a frequency of {size // rope}: fold={fold} must be a multiple of "
-            "that"
-        )
+        raise ValueError(f"rope={rope} keeps a frequency of {size // rope}: fold={fold} must be a multiple of that")
     if not 1 <= rank <= 2 * most - rope:
         raise ValueError(f"rank={rank}: must be from 1 to {2 * most - rope}, which loses nothing")
     if not 0 < balance < math.inf:
@@ -178,16 +181,27 @@ def _config(model: Any, rope: int, rank: int, fold: int) -> Any:
         wanted = model.model.rotary_emb.inv_freq.cpu().double()[_frequencies(size, rope, fold)]
         factors = (ours / wanted).tolist()
         positions = {
-            "rope_type": "longrope", "rope_theta": theta, "factor": 1.0, "attention_factor": 1.0,
-            "short_factor": factors, "long_factor": factors,
+            "rope_type": "longrope",
+            "rope_theta": theta,
+            "factor": 1.0,
+            "attention_factor": 1.0,
+            "short_factor": factors,
+            "long_factor": factors,
             "original_max_position_embeddings": old.max_position_embeddings,
-        }  # fmt: skip
+        }
     return DeepseekV3Config(
         **{name: getattr(old, name) for name in names},
-        num_key_value_heads=old.num_attention_heads, first_k_dense_replace=old.num_hidden_layers,
-        num_mtp_layers=0, q_lora_rank=None, kv_lora_rank=rank + 1, qk_rope_head_dim=rope,
-        qk_nope_head_dim=size, v_head_dim=size, attention_bias=True, rope_parameters=positions,
-    )  # fmt: skip
+        num_key_value_heads=old.num_attention_heads,
+        first_k_dense_replace=old.num_hidden_layers,
+        num_mtp_layers=0,
+        q_lora_rank=None,
+        kv_lora_rank=rank + 1,
+        qk_rope_head_dim=rope,
+        qk_nope_head_dim=size,
+        v_head_dim=size,
+        attention_bias=True,
+        rope_parameters=positions,
+    )
 
 
 def _frequencies(size: int, rope: int, fold: int) -> Tensor:
@@ -198,9 +212,16 @@ def _frequencies(size: int, rope: int, fold: int) -> Tensor:
 
 
 def _attention(
-    attention: Any, moment: Tensor, heads: int, size: int, rope: int, rank: int, fold: int,
-    turned: bool, balance: float,
-) -> dict[str, Tensor]:  # fmt: skip
+    attention: Any,
+    moment: Tensor,
+    heads: int,
+    size: int,
+    rope: int,
+    rank: int,
+    fold: int,
+    turned: bool,
+    balance: float,
+) -> dict[str, Tensor]:
     """Return the weights of an attention layer with latents."""
     q, k, v = (getattr(attention, f"{n}_proj").weight.detach().cpu().double() for n in "qkv")
     width = q.shape[1]
@@ -228,9 +249,7 @@ def _attention(
     joint = torch.cat([left / ratio, v])
     basis = torch.linalg.eigh(joint @ moment @ joint.T).eigenvectors[:, -rank:].flip(1)
     back = plain.conj().permute(1, 2, 0)  # [heads, size / 2, plain pairs]
-    key = torch.cat(
-        [torch.cat([back.real, -back.imag], 2), torch.cat([back.imag, back.real], 2)], 1
-    )
+    key = torch.cat([torch.cat([back.real, -back.imag], 2), torch.cat([back.imag, back.real], 2)], 1)
     key = ratio * key @ basis[: len(left)]
     value = basis[len(left) :].view(heads, size, rank)
     up = torch.cat([key, value], 1).repeat_interleave(per, 0).flatten(0, 1)

@@ -47,11 +47,7 @@ class Writer:
     """
 
     def __init__(
-        self,
-        store: KVStore,
-        setup: CacheSetup,
-        readers: Sequence[RotaryReader] | None,
-        tags: Tensor | None,
+        self, store: KVStore, setup: CacheSetup, readers: Sequence[RotaryReader] | None, tags: Tensor | None
     ) -> None:
         self.store = store
         self.setup = setup

@@ -45,10 +45,7 @@ class Codebook:
                 f"the codebook is of {layers} layers, {heads} heads and {size} channels; layer "
                 f"{index} has {keys.shape[1]} and {keys.shape[3]}: fit one to this model"
             )
-        found = (
-            one[index].to(keys.device).expand(len(keys), -1, -1, -1)
-            for one in (self.vectors, self.weight)
-        )
+        found = (one[index].to(keys.device).expand(len(keys), -1, -1, -1) for one in (self.vectors, self.weight))
         vectors, weight = found
         return vectors, weight
 

@@ -28,9 +28,7 @@ def retrieval_score(probs: Tensor, start: int, stop: int) -> Tensor:
     Reference: CompressKV, arXiv 2508.02401.
     """
     if not 0 <= start < stop <= probs.shape[-1]:
-        raise ValueError(
-            f"start={start}, stop={stop}: must be a span within {probs.shape[-1]} slots"
-        )
+        raise ValueError(f"start={start}, stop={stop}: must be a span within {probs.shape[-1]} slots")
     return probs[..., start:stop].sum(-1).mean(-1)
 
 
@@ -45,9 +43,7 @@ def top_heads(scores: Tensor, count: int = 4) -> tuple[tuple[int, ...], ...]:
         ValueError: If there are fewer heads.
     """
     if scores.dim() != 2 or not 1 <= count <= scores.shape[1]:
-        raise ValueError(
-            f"scores={list(scores.shape)}, count={count}: must be [L, Hq] and 1 to Hq heads"
-        )
+        raise ValueError(f"scores={list(scores.shape)}, count={count}: must be [L, Hq] and 1 to Hq heads")
     order = scores.argsort(dim=-1, descending=True, stable=True)[:, :count].sort(-1).values
     return tuple(tuple(row) for row in order.tolist())
 

@@ -93,9 +93,7 @@ def start(weight: Tensor, inputs: Tensor, rank: int, alpha: float = 0.5) -> tupl
     return up.T.contiguous(), up.contiguous()
 
 
-def train(
-    outputs: Tensor, down: Tensor, up: Tensor, how: BasisFit
-) -> tuple[Tensor, Tensor, list[float]]:
+def train(outputs: Tensor, down: Tensor, up: Tensor, how: BasisFit) -> tuple[Tensor, Tensor, list[float]]:
     """Fit a basis to the outputs of a projection, by their mean squared error.
 
     Args:

@@ -126,9 +126,7 @@ def fit_gates(
             wanted = teacher(batch)
         got = student(values, batch)
         if got.shape != wanted.shape:
-            raise ValueError(
-                f"student gives {list(got.shape)}, teacher {list(wanted.shape)}: must be the same"
-            )
+            raise ValueError(f"student gives {list(got.shape)}, teacher {list(wanted.shape)}: must be the same")
         loss = (got - wanted).square().mean() + training.penalty * values.mean()
         (values.grad,) = torch.autograd.grad(loss, [values])
         optimizer.step()
@@ -154,9 +152,7 @@ def retrieval_heads(gates: Tensor, share: float = 0.5) -> Heads:
         ValueError: If `gates` is no table or `share` out of its range.
     """
     if gates.dim() != 2 or not 0 <= share <= 1:
-        raise ValueError(
-            f"gates={list(gates.shape)}, share={share}: must be [L, H] and from 0 to 1"
-        )
+        raise ValueError(f"gates={list(gates.shape)}, share={share}: must be [L, H] and from 0 to 1")
     order = torch.argsort(gates.flatten(), descending=True, stable=True)
     whole = torch.zeros(gates.numel(), dtype=torch.bool)
     whole[order[: round(share * gates.numel())].cpu()] = True

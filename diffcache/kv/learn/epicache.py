@@ -24,16 +24,12 @@ def sensitivity(full: Sequence[Tensor], blockwise: Sequence[Tensor]) -> Tensor:
 
     Reference: EpiCache, arXiv 2509.17396.
     """
-    if len(full) != len(blockwise) or any(
-        one.shape != two.shape for one, two in zip(full, blockwise, strict=False)
-    ):
+    if len(full) != len(blockwise) or any(one.shape != two.shape for one, two in zip(full, blockwise, strict=False)):
         raise ValueError("full, blockwise: must be keys of the same tokens in the same layers")
     return torch.stack(
         [
             # Rounding can leave a cosine above 1.
-            (1 - functional.cosine_similarity(one.double(), two.double(), dim=-1))
-            .mean()
-            .clamp_min(0)
+            (1 - functional.cosine_similarity(one.double(), two.double(), dim=-1)).mean().clamp_min(0)
             for one, two in zip(full, blockwise, strict=True)
         ]
     )

@@ -39,10 +39,7 @@ def group_bases(outputs: Tensor, heads: int, groups: int) -> tuple[Tensor, Tenso
 
 
 def fit(
-    projections: Sequence[tuple[nn.Linear, nn.Linear]],
-    inputs: Sequence[Sequence[Tensor]],
-    heads: int,
-    groups: int,
+    projections: Sequence[tuple[nn.Linear, nn.Linear]], inputs: Sequence[Sequence[Tensor]], heads: int, groups: int
 ) -> list[Bases]:
     """Fit the bases of all layers for the recipe `kv_heads`.
 

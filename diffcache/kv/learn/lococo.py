@@ -45,9 +45,7 @@ def fresh(layers: int, memory: int, channels: int, taps: int = 21, gate: float =
         ValueError: If `taps` is even.
     """
     return MixWeights(
-        torch.zeros(layers, memory, channels, taps),
-        torch.zeros(layers, memory),
-        torch.full((layers,), gate),
+        torch.zeros(layers, memory, channels, taps), torch.zeros(layers, memory), torch.full((layers,), gate)
     )
 
 

@@ -57,9 +57,7 @@ def targets(sample: RetainCase) -> Tensor:
     return found.amax((2, 3))
 
 
-def fresh(
-    layers: int, channels: int, heads: int, width: int = 1024, seed: int = 0
-) -> RetainingHeads:
+def fresh(layers: int, channels: int, heads: int, width: int = 1024, seed: int = 0) -> RetainingHeads:
     """Return networks to start from.
 
     Args:

@@ -47,8 +47,7 @@ class Repeating(Score):
         """Add what slots got from queries for which they are a copy, or follow one."""
         if probs.shape[2] != self.groups:
             raise ValueError(
-                f"groups={self.groups}: this model has {probs.shape[2]} query heads for each "
-                "key-value head"
+                f"groups={self.groups}: this model has {probs.shape[2]} query heads for each key-value head"
             )
         at = asked.positions()[..., None]
         slot = torch.arange(probs.shape[-1], device=probs.device)
@@ -93,9 +92,7 @@ def repeated_tokens(
     Reference: RazorAttention, arXiv 2407.15891, with 2500 tokens four times.
     """
     if vocabulary < 2 or period < 2 or times < 2:
-        raise ValueError(
-            f"vocabulary={vocabulary}, period={period}, times={times}: must all be at least 2"
-        )
+        raise ValueError(f"vocabulary={vocabulary}, period={period}, times={times}: must all be at least 2")
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(vocabulary, (1, period), generator=generator).repeat(1, times)
     return ids if first is None else torch.cat([torch.tensor([[first]]), ids], 1)
@@ -133,12 +130,7 @@ def head_scores(store: KVStore) -> tuple[Tensor, Tensor]:
 
 
 def retrieval_heads(
-    echo: Tensor,
-    induction: Tensor,
-    groups: int = 1,
-    *,
-    echo_share: float = 0.01,
-    induction_share: float = 0.14,
+    echo: Tensor, induction: Tensor, groups: int = 1, *, echo_share: float = 0.01, induction_share: float = 0.14
 ) -> Heads:
     """Return the table of the heads that look for earlier tokens.
 
@@ -163,10 +155,7 @@ def retrieval_heads(
             "be two of [L, Hq] with Hq a multiple of groups"
         )
     found = torch.zeros(echo.numel(), dtype=torch.bool)
-    for name, score, share in (
-        ("echo", echo, echo_share),
-        ("induction", induction, induction_share),
-    ):
+    for name, score, share in (("echo", echo, echo_share), ("induction", induction, induction_share)):
         if not 0 < share <= 1:
             raise ValueError(f"{name}_share={share}: must be above 0 and at most 1")
         order = torch.argsort(score.flatten(), descending=True, stable=True).cpu()

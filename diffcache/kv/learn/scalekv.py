@@ -25,9 +25,7 @@ def selectivity(probs: Tensor, current: int, best: int = 16) -> Tensor:
     shares of one attention, where the paper multiplies them; and not normalized over layers.
     """
     if not 1 <= current <= probs.shape[-1] or best < 1:
-        raise ValueError(
-            f"current={current}, best={best}: must be 1 to {probs.shape[-1]} slots, and at least 1"
-        )
+        raise ValueError(f"current={current}, best={best}: must be 1 to {probs.shape[-1]} slots, and at least 1")
     probs = probs.double()
     history = probs[..., : probs.shape[-1] - current]
     here = probs[..., probs.shape[-1] - current :].sum(-1)
@@ -59,9 +57,7 @@ def capacities(
     pairs of layer and scale together.
     """
     if index.dim() != 2 or not 0 <= drafters <= len(index):
-        raise ValueError(
-            f"index={list(index.shape)}, drafters={drafters}: must be [L, K] and 0 to L layers"
-        )
+        raise ValueError(f"index={list(index.shape)}, drafters={drafters}: must be [L, K] and 0 to L layers")
     if size < 1 or not 0 <= reduction < 1 or not 1 <= least <= size:
         raise ValueError(
             f"size={size}, reduction={reduction}, least={least}: must be at least 1 slot, 0 to "

@@ -68,9 +68,7 @@ def serde(blocks: BlockCodec) -> tuple[Any, Any]:
             """Write a block into `dst` and return its bytes."""
             block, room = blocks.encode(_tensor(src)), _tensor(dst).view(torch.uint8).flatten()
             if len(block) > len(room):
-                raise BlockError(
-                    f"a block of {len(block)} bytes, and there is room for {len(room)}"
-                )
+                raise BlockError(f"a block of {len(block)} bytes, and there is room for {len(room)}")
             room[: len(block)].copy_(torch.frombuffer(bytearray(block), dtype=torch.uint8))
             return len(block)
 
@@ -136,9 +134,7 @@ def _lmcache() -> Any:
     try:
         return importlib.import_module("lmcache.v1.distributed.serde")
     except ImportError as error:
-        raise MissingError(
-            f"LMCache with its serde interface is missing ({error}): pip install lmcache"
-        ) from error
+        raise MissingError(f"LMCache with its serde interface is missing ({error}): pip install lmcache") from error
 
 
 def _tensor(holder: Any) -> torch.Tensor:

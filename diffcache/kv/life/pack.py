@@ -84,9 +84,7 @@ def pack(prompts: Sequence[Tensor], width: int | None = None, pad: int = 0) -> P
     lengths = [len(prompt) for prompt in prompts]
     width = max(lengths, default=0) if width is None else width
     if not lengths or not 0 < min(lengths) <= max(lengths) <= width:
-        raise ValueError(
-            f"prompts of {lengths} tokens, width={width}: give prompts of 1 to `width` tokens"
-        )
+        raise ValueError(f"prompts of {lengths} tokens, width={width}: give prompts of 1 to `width` tokens")
     used: list[int] = []
     places = [(0, 0, 0)] * len(prompts)
     for number in sorted(range(len(prompts)), key=lambda i: (-lengths[i], i)):

@@ -66,11 +66,7 @@ class PrefixTree(Generic[T]):
     """
 
     def __init__(
-        self,
-        model: str,
-        budget_bytes: int,
-        chunk: int = 256,
-        clock: Callable[[], float] = time.monotonic,
+        self, model: str, budget_bytes: int, chunk: int = 256, clock: Callable[[], float] = time.monotonic
     ) -> None:
         check_int("budget_bytes", budget_bytes, 0)
         chain((), model, chunk)
@@ -192,8 +188,7 @@ def time_to_live(durations: Sequence[float], reload_seconds: float, holding: flo
     """
     if min([*durations, reload_seconds, holding]) < 0:
         raise ValueError(
-            f"durations={list(durations)}, reload_seconds={reload_seconds}, holding={holding}: "
-            "must be at least 0"
+            f"durations={list(durations)}, reload_seconds={reload_seconds}, holding={holding}: must be at least 0"
         )
     best, gain = 0.0, 0.0
     for rank, seconds in enumerate(sorted(durations), start=1):

@@ -57,9 +57,7 @@ class SavedCacheError(DiffcacheError, ValueError):
     """A saved cache cannot be read, or is not of this model and recipe."""
 
 
-def save(
-    path: str | os.PathLike[str], store: KVStore, about: Mapping[str, str] | None = None
-) -> None:
+def save(path: str | os.PathLike[str], store: KVStore, about: Mapping[str, str] | None = None) -> None:
     """Write all that a store holds into one file of safetensors.
 
     Queries, statistics of scorers and what retrievers know are in it, so that a recipe goes on as
@@ -81,23 +79,22 @@ def save(
     state = store.state()
     state["layers"] = [
         {
-            "seen": layer.seen, "padding": layer.padding, "segments": layer.segments,
-            "tail": layer.tail.read(), "start": layer.tail.start, "whole": layer.tail.whole,
-            "stats": layer.stats, "summary": layer.summary,
+            "seen": layer.seen,
+            "padding": layer.padding,
+            "segments": layer.segments,
+            "tail": layer.tail.read(),
+            "start": layer.tail.start,
+            "whole": layer.tail.whole,
+            "stats": layer.stats,
+            "summary": layer.summary,
         }
         for layer in store.layers
-    ]  # fmt: skip
-    said = {
-        "recipe": repr(store.recipe),
-        "origin": dict(store.origin()),
-        "about": dict(about or {}),
-    }
+    ]
+    said = {"recipe": repr(store.recipe), "origin": dict(store.origin()), "about": dict(about or {})}
     write(path, state, said)
 
 
-def load(
-    path: str | os.PathLike[str], store: KVStore, device: str | torch.device = "cpu"
-) -> dict[str, str]:
+def load(path: str | os.PathLike[str], store: KVStore, device: str | torch.device = "cpu") -> dict[str, str]:
     """Fill a store with what `save` wrote, and return what was said about it.
 
     Args:
@@ -125,9 +122,7 @@ def load(
 def _check_origin(path: str | os.PathLike[str], header: Mapping[str, Any], store: KVStore) -> None:
     """Refuse what was saved by another recipe, or of another model as far as both are known."""
     if header["recipe"] != repr(store.recipe):
-        raise SavedCacheError(
-            f"{path} was saved with {header['recipe']}; this cache is of {store.recipe!r}"
-        )
+        raise SavedCacheError(f"{path} was saved with {header['recipe']}; this cache is of {store.recipe!r}")
     theirs, ours = header.get("origin", {}), store.origin()
     other = [name for name in theirs if name in ours and theirs[name] != ours[name]]
     if other:
@@ -151,14 +146,11 @@ def _filled(state: Mapping[str, Any], like: KVStore) -> KVStore:
     saved = state["layers"]
     if len(saved) != len(like.layers):
         raise SavedCacheError(
-            f"{len(saved)} layers were saved, this cache has {len(like.layers)}: it is of another "
-            "model"
+            f"{len(saved)} layers were saved, this cache has {len(like.layers)}: it is of another model"
         )
     found = [x.rotary if x.mover is None else x.mover.rotation for x in like.layers]
     rotary = [each for each in found if each is not None]
-    store = KVStore(
-        len(saved), like.recipe, rotary=rotary or None, out=like.out, read_once=like.read_once
-    )
+    store = KVStore(len(saved), like.recipe, rotary=rotary or None, out=like.out, read_once=like.read_once)
     for layer, each, ours in zip(store.layers, saved, like.layers, strict=True):
         layer.latent = ours.latent
         _fill(layer, each)
@@ -274,14 +266,11 @@ def refusing(path: str | os.PathLike[str], kind: str = "cache") -> Iterator[None
         raise
     except Exception as error:
         raise SavedCacheError(
-            f"{os.fspath(path)} holds what no {kind} holds ({type(error).__name__}: {error}); save "
-            "it again"
+            f"{os.fspath(path)} holds what no {kind} holds ({type(error).__name__}: {error}); save it again"
         ) from error
 
 
-def write(
-    path: str | os.PathLike[str], item: object, about: Mapping[str, Any] | None = None
-) -> None:
+def write(path: str | os.PathLike[str], item: object, about: Mapping[str, Any] | None = None) -> None:
     """Write anything made of tensors, plain values and the classes of a cache into one file.
 
     Args:
@@ -307,9 +296,7 @@ def write(
         part.unlink(missing_ok=True)
 
 
-def read(
-    path: str | os.PathLike[str], device: str | torch.device = "cpu"
-) -> tuple[Any, dict[str, Any]]:
+def read(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> tuple[Any, dict[str, Any]]:
     """Return what `write` wrote, and what was written beside it.
 
     Args:
@@ -328,9 +315,7 @@ def read(
             names = sorted(file.keys(), key=int) if _HEADER in about else []
             found = [file.get_tensor(name) for name in names]
     except (SafetensorError, ValueError) as error:
-        raise SavedCacheError(
-            f"{path} is truncated, altered or no saved cache ({error}); save it again"
-        ) from error
+        raise SavedCacheError(f"{path} is truncated, altered or no saved cache ({error}); save it again") from error
     if _HEADER not in about:
         raise SavedCacheError(f"{path} is no saved cache; give a file that `save` wrote")
     if _digest(about[_HEADER], found) != about.get(_DIGEST):
@@ -339,14 +324,10 @@ def read(
     with refusing(path):
         header = json.loads(about[_HEADER])
         if header["version"] != VERSION:
-            raise SavedCacheError(
-                f"{path} is of version {header['version']}, this diffcache reads {VERSION}"
-            )
+            raise SavedCacheError(f"{path} is of version {header['version']}, this diffcache reads {VERSION}")
         kinds = [[str(x.dtype), list(x.shape)] for x in found]
         if kinds != header["tensors"]:
-            raise SavedCacheError(
-                f"{path} was altered: its tensors have other shapes; save it again"
-            )
+            raise SavedCacheError(f"{path} was altered: its tensors have other shapes; save it again")
         return unfold(Folded(header["tree"], moved)), dict(header["about"])
 
 

@@ -54,9 +54,7 @@ class Tiers:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if device_bytes < 0 or (host_bytes is not None and host_bytes < 0):
-            raise ValueError(
-                f"device_bytes={device_bytes}, host_bytes={host_bytes}: must be at least 0"
-            )
+            raise ValueError(f"device_bytes={device_bytes}, host_bytes={host_bytes}: must be at least 0")
         self.device = torch.device(device)
         self.hits = self.misses = 0
         self._room = {"device": device_bytes, "host": host_bytes}
@@ -232,10 +230,7 @@ def moved(block: Any, device: str | torch.device, *, pinned: bool = False) -> An
             return block.to("cpu").pin_memory() if not block.is_pinned() else block
         return block.to(device, non_blocking=block.is_pinned() if block.is_cpu else False)
     if is_dataclass(block) and not isinstance(block, type):
-        changes = {
-            field.name: moved(getattr(block, field.name), device, pinned=pinned)
-            for field in fields(block)
-        }
+        changes = {field.name: moved(getattr(block, field.name), device, pinned=pinned) for field in fields(block)}
         return replace(block, **changes)
     if isinstance(block, Mapping):
         return {name: moved(value, device, pinned=pinned) for name, value in block.items()}

@@ -112,9 +112,7 @@ def total(match: Match, weight: Tensor, width: int) -> Tensor:
     return found.new_zeros(*found.shape[:2], width).scatter_add_(2, match.target, found)
 
 
-def absorb(
-    slots: Slots, match: Match, weight: Tensor, own: Tensor, divisor: Tensor | None = None
-) -> Slots:
+def absorb(slots: Slots, match: Match, weight: Tensor, own: Tensor, divisor: Tensor | None = None) -> Slots:
     """Add keys and values of slots that go to those that stay; the others come out bit for bit.
 
     A slot x becomes `(own * x + sum of weight * source) / divisor`.
@@ -139,9 +137,7 @@ def absorb(
     )
 
 
-def _mixed(
-    x: Tensor, match: Match, weight: Tensor, own: Tensor, at: tuple[Tensor, Tensor]
-) -> Tensor:
+def _mixed(x: Tensor, match: Match, weight: Tensor, own: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
     hit, divisor = at
     work = x.to(work_dtype(x.dtype))
     share = weight / divisor.gather(2, match.target)

@@ -173,9 +173,7 @@ class DenseLayers(Budget):
             ValueError: If the score is not wrapped in `Density`.
         """
         if any(_DENSITY not in each.stats for each in seen):
-            raise ValueError(
-                "DenseLayers needs the variance that `Density(score)` notes; wrap the score in it"
-            )
+            raise ValueError("DenseLayers needs the variance that `Density(score)` notes; wrap the score in it")
         spread = torch.stack([each.stats[_DENSITY].amax(-1) for each in seen]).double()
         room = torch.stack([each.lengths for each in seen])
         each = slots_for(self.size, seen[0].tokens)

@@ -86,9 +86,7 @@ class Diversity(Planner):
         filled = torch.zeros_like(bits).scatter_(2, cell, inner)
         total = torch.zeros(shape, dtype=score.dtype, device=score.device)
         total.scatter_(2, cell, score.where(inner, 0))
-        bits, filled, total = (
-            x[..., :-1].unflatten(2, (count, self.block)) for x in (bits, filled, total)
-        )
+        bits, filled, total = (x[..., :-1].unflatten(2, (count, self.block)) for x in (bits, filled, total))
         units = self._picked(total.sum(-1), bits, filled.any(-1), room // self.block)
         home = (cell // self.block).clamp_max(count - 1)
         return units.gather(2, home)

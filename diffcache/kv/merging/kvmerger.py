@@ -61,9 +61,7 @@ class ContiguousMerge(Merger):
         best = best.scatter_reduce(2, sets, worth, "amax")
         place = torch.arange(width, device=score.device).expand_as(sets)
         leads = valid & (worth == best.gather(2, sets))
-        pivot = torch.full_like(sets, width).scatter_reduce(
-            2, sets, place.where(leads, width), "amin"
-        )
+        pivot = torch.full_like(sets, width).scatter_reduce(2, sets, place.where(leads, width), "amin")
         pivot = pivot.gather(2, sets).clamp_max(width - 1)
         is_pivot = (pivot == place) & valid
         slots = self._absorb(slots, pivot, valid & joined_any(joined))

@@ -35,8 +35,7 @@ class MixWeights:
         layers, memory = self.bias.shape
         if self.weight.dim() != 4 or self.weight.shape[:2] != (layers, memory):
             raise ValueError(
-                f"weight={list(self.weight.shape)}: must be [{layers}, {memory}, D + Dv, w], as "
-                "bias says"
+                f"weight={list(self.weight.shape)}: must be [{layers}, {memory}, D + Dv, w], as bias says"
             )
         if self.weight.shape[3] % 2 == 0:
             raise ValueError(f"weight has {self.weight.shape[3]} taps: must be odd")
@@ -101,9 +100,7 @@ class ConvolutionMerge(Merger):
         """Return the weights of all slots in each memory slot, [B, H, M, S]; rows sum to 1."""
         work = work_dtype(slots.k.dtype)
         x = torch.cat([slots.k, slots.v], -1).to(work) * source[..., None]
-        weight, bias = (
-            each[layer].to(x.device, work) for each in (self.weights.weight, self.weights.bias)
-        )
+        weight, bias = (each[layer].to(x.device, work) for each in (self.weights.weight, self.weights.bias))
         found = conv1d(x.flatten(0, 1).mT, weight, bias, padding=weight.shape[2] // 2)
         found = found.unflatten(0, slots.k.shape[:2])
         seen = found.masked_fill(~source[:, :, None], float("-inf"))

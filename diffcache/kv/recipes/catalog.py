@@ -61,9 +61,7 @@ def make_recipe(recipe: str | Recipe, **settings: Any) -> Recipe:
     taken = inspect.signature(function)
     unknown_settings = sorted(set(settings) - set(taken.parameters))
     if unknown_settings:
-        raise ValueError(
-            f"{recipe} has no setting {unknown_settings[0]!r}; it has {', '.join(taken.parameters)}"
-        )
+        raise ValueError(f"{recipe} has no setting {unknown_settings[0]!r}; it has {', '.join(taken.parameters)}")
     try:
         taken.bind(**settings)
     except TypeError as error:
@@ -72,9 +70,7 @@ def make_recipe(recipe: str | Recipe, **settings: Any) -> Recipe:
 
 
 def read_recipe(
-    text: str,
-    settle: Callable[[str, dict[str, Any]], Mapping[str, Any]] = lambda name, given: given,
-    **settings: Any,
+    text: str, settle: Callable[[str, dict[str, Any]], Mapping[str, Any]] = lambda name, given: given, **settings: Any
 ) -> Recipe:
     """Return the recipe that a word describes, of one name or of several joined by `|`.
 
@@ -94,10 +90,7 @@ def read_recipe(
     whole = Recipe()
     for part in parts:
         if not part.partition(":")[0].strip():
-            raise ValueError(
-                f"a name is missing between the signs | of {text!r}; `diffcache kv --list` lists "
-                "them"
-            )
+            raise ValueError(f"a name is missing between the signs | of {text!r}; `diffcache kv --list` lists them")
         name, own = read_word(part.strip())
         if name == "none" and not own:
             continue

@@ -7,14 +7,7 @@ from typing import Literal
 
 from diffcache.kv.budget import Steady, Uniform
 from diffcache.kv.budgets.heads import AdaHead, Safeguard
-from diffcache.kv.budgets.layers import (
-    Arithmetic,
-    CDFLevel,
-    EntropyVariance,
-    LayerTable,
-    Pyramid,
-    Scheduled,
-)
+from diffcache.kv.budgets.layers import Arithmetic, CDFLevel, EntropyVariance, LayerTable, Pyramid, Scheduled
 from diffcache.kv.life.on_request import AfterProbe
 from diffcache.kv.plan import FixedSlot, Planner, RecentShare, TopK, TwoStage, Windows
 from diffcache.kv.recipe import Recipe
@@ -104,12 +97,7 @@ def lagkv(budget: Size = 0.5, *, lag: int = 128, sinks: int = 4) -> Recipe:
 
 @checked
 def expected_attention(
-    budget: Size = 0.5,
-    *,
-    queries: Count = 1024,
-    future: int = 512,
-    sinks: int = 4,
-    epsilon: float = 0.0,
+    budget: Size = 0.5, *, queries: Count = 1024, future: int = 512, sinks: int = 4, epsilon: float = 0.0
 ) -> Recipe:
     """Keep what queries to come are expected to attend to, judged by those of the prompt.
 
@@ -159,12 +147,7 @@ def tova(budget: Size = 1024, *, every: int = 1) -> Recipe:
 
 @checked
 def snapkv(
-    budget: Size = 1024,
-    *,
-    window: Count = 32,
-    kernel: int = 5,
-    pooling: Pooling = "avg",
-    groups: Groups = "mean",
+    budget: Size = 1024, *, window: Count = 32, kernel: int = 5, pooling: Pooling = "avg", groups: Groups = "mean"
 ) -> Recipe:
     """Keep what the end of the prompt attends to, with its neighbors.
 
@@ -183,12 +166,7 @@ def snapkv(
 
 @checked
 def pyramidkv(
-    budget: Size = 1024,
-    *,
-    beta: float = 20.0,
-    window: Count = 8,
-    kernel: int = 5,
-    mode: Mode = "paper",
+    budget: Size = 1024, *, beta: float = 20.0, window: Count = 8, kernel: int = 5, mode: Mode = "paper"
 ) -> Recipe:
     """Keep what the end of the prompt attends to, fewer slots the deeper the layer.
 
@@ -209,12 +187,7 @@ def pyramidkv(
 
 @checked
 def cake(
-    budget: Size = 1024,
-    *,
-    window: Count = 32,
-    gamma: float = 200.0,
-    tau1: float = 1.0,
-    tau2: float = 1.0,
+    budget: Size = 1024, *, window: Count = 32, gamma: float = 200.0, tau1: float = 1.0, tau2: float = 1.0
 ) -> Recipe:
     """Keep what the end of the prompt attends to or shifts to, more in layers that spread out.
 
@@ -235,11 +208,7 @@ def cake(
 
 @checked
 def adakv(
-    budget: Size = 1024,
-    *,
-    floor: float = 0.2,
-    safeguard: Safeguard = "blend",
-    base: Recipe | None = None,
+    budget: Size = 1024, *, floor: float = 0.2, safeguard: Safeguard = "blend", base: Recipe | None = None
 ) -> Recipe:
     """Share the slots of a layer out among its heads by their highest scores.
 
@@ -291,9 +260,7 @@ def criticalkv(
 
 
 @checked
-def scissorhands(
-    budget: Size = 1024, *, history: int = 400, recent: int = 10, drop: float = 0.5
-) -> Recipe:
+def scissorhands(budget: Size = 1024, *, history: int = 400, recent: int = 10, drop: float = 0.5) -> Recipe:
     """Drop what queries keep overlooking, half of the cache at a time, whenever it is full.
 
     Args:
@@ -408,12 +375,7 @@ def windowkv(
 
 
 @checked
-def epicache(
-    budget: Size = 1024,
-    *,
-    weights: tuple[float, ...] = (),
-    sinks: int = 0,
-) -> Recipe:
+def epicache(budget: Size = 1024, *, weights: tuple[float, ...] = (), sinks: int = 0) -> Recipe:
     """Keep what a text that is typical of an episode attends to, when asked to.
 
     Nothing is dropped by itself, and going on without is refused:
@@ -471,12 +433,7 @@ def curdkv(budget: Size = 0.5, *, window: Count = 16, sinks: int = 4) -> Recipe:
 
 @checked
 def compactor(
-    budget: Size = 0.5,
-    *,
-    blend: float | None = None,
-    chunk: int = 256,
-    queries: int = 4096,
-    mode: Mode = "paper",
+    budget: Size = 0.5, *, blend: float | None = None, chunk: int = 256, queries: int = 4096, mode: Mode = "paper"
 ) -> Recipe:
     """Keep keys that others do not span, and what chunks attend to within, after the prompt.
 
@@ -498,12 +455,7 @@ def compactor(
 
 @checked
 def prefixkv(
-    budget: Size = 0.2,
-    *,
-    shares: tuple[float, ...] = (),
-    sinks: int = 4,
-    distance: Count = 25,
-    mode: Mode = "paper",
+    budget: Size = 0.2, *, shares: tuple[float, ...] = (), sinks: int = 4, distance: Count = 25, mode: Mode = "paper"
 ) -> Recipe:
     """Keep in every layer the fewest slots that hold the same share of attention.
 

@@ -131,15 +131,11 @@ def rematerialised(
             "projections=(): must have one for each layer; diffcache.kv.hf.remat_cache_for(model) "
             "finds them and makes the cache"
         )
-    return Recipe(
-        "rematerialised", codec=codec, retrieve=Rematerialise(tuple(projections)), space="pre"
-    )
+    return Recipe("rematerialised", codec=codec, retrieve=Rematerialise(tuple(projections)), space="pre")
 
 
 @checked
-def xquant_latent(
-    bases: Sequence[Bases], bits: float = 4, *, group: Count = 32, residual: Count = 32
-) -> Recipe:
+def xquant_latent(bases: Sequence[Bases], bits: float = 4, *, group: Count = 32, residual: Count = 32) -> Recipe:
     """Hold, of models with grouped queries, the inputs of layers as their projections see them.
 
     Args:

@@ -25,12 +25,7 @@ from diffcache.kv.trigger import EveryStep
 
 @checked
 def d2o(
-    budget: Size = 0.2,
-    *,
-    recent: Share = 0.25,
-    beta: float | None = None,
-    mode: Mode = "paper",
-    space: Space = "post",
+    budget: Size = 0.2, *, recent: Share = 0.25, beta: float | None = None, mode: Mode = "paper", space: Space = "post"
 ) -> Recipe:
     """Evict as H2O does, recall what is like something kept, give even layers more slots.
 
@@ -185,13 +180,7 @@ def kvmerger(
 
 @checked
 def chelsea(
-    budget: Size = 0.2,
-    *,
-    chunk: int = 32,
-    sinks: int = 4,
-    recent: int = 32,
-    every: int = 128,
-    space: Space = "post",
+    budget: Size = 0.2, *, chunk: int = 32, sinks: int = 4, recent: int = 32, every: int = 128, space: Space = "post"
 ) -> Recipe:
     """Cluster the keys of chunks by soft matching, and count the tokens of each centroid.
 
@@ -212,9 +201,7 @@ def chelsea(
 
 
 @checked
-def lococo(
-    weights: MixWeights, budget: Size = 512, *, recent: int = 128, chunk: Count = 512
-) -> Recipe:
+def lococo(weights: MixWeights, budget: Size = 512, *, recent: int = 128, chunk: Count = 512) -> Recipe:
     """Mix a memory of fixed size from heavy hitters and all else, by a trained convolution.
 
     Args:
@@ -257,9 +244,7 @@ def kvcrush(
 
 
 @checked
-def locret(
-    heads: RetainingHeads, budget: Size = 6000, *, stabilizers: Whole = 2500, chunk: Count = 3072
-) -> Recipe:
+def locret(heads: RetainingHeads, budget: Size = 6000, *, stabilizers: Whole = 2500, chunk: Count = 3072) -> Recipe:
     """Score tokens once, as they are written, by trained heads; evict after each chunk.
 
     Args:

@@ -22,17 +22,7 @@ from diffcache.kv.plan import ByAge, Demote
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.score.recency import Recency
 from diffcache.kv.score.salience import Salience, WithQueries
-from diffcache.kv.settings import (
-    Bits,
-    Count,
-    Mode,
-    Share,
-    Size,
-    SomeShare,
-    Whole,
-    check_multiple,
-    checked,
-)
+from diffcache.kv.settings import Bits, Count, Mode, Share, Size, SomeShare, Whole, check_multiple, checked
 from diffcache.kv.trigger import EveryStep
 
 
@@ -56,9 +46,7 @@ def kivi(bits: float = 2, *, group: Count = 32, residual: Count = 128) -> Recipe
 
 
 @checked
-def gear(
-    bits: float = 2, *, group: Count = 32, rank: int = 4, outliers: float = 0.02, buffer: Count = 64
-) -> Recipe:
+def gear(bits: float = 2, *, group: Count = 32, rank: int = 4, outliers: float = 0.02, buffer: Count = 64) -> Recipe:
     """Quantize, keep outliers apart, and add a low rank of what is still missing.
 
     Args:
@@ -80,12 +68,7 @@ def gear(
 
 @checked
 def zipcache(
-    budget: SomeShare = 0.6,
-    *,
-    high: Bits = 4,
-    low: Bits = 2,
-    every: int = 100,
-    probes: SomeShare = 0.1,
+    budget: SomeShare = 0.6, *, high: Bits = 4, low: Bits = 2, every: int = 100, probes: SomeShare = 0.1
 ) -> Recipe:
     """Hold tokens that probes attend to in more bits than the others.
 
@@ -110,9 +93,7 @@ def zipcache(
 
 
 @checked
-def mikv(
-    budget: Size = 0.2, *, bits: float = 2, group: int = 32, queries: Count = 32, every: int = 16
-) -> Recipe:
+def mikv(budget: Size = 0.2, *, bits: float = 2, group: int = 32, queries: Count = 32, every: int = 16) -> Recipe:
     """Hold in few bits what H2O would drop.
 
     Args:
@@ -164,9 +145,7 @@ def rotatekv(
 
 
 @checked
-def vidkv(
-    *, wide: Share = 0.5, value_bits: Bits = 1.58, group: Count = 32, residual: Count = 128
-) -> Recipe:
+def vidkv(*, wide: Share = 0.5, value_bits: Bits = 1.58, group: Count = 32, residual: Count = 128) -> Recipe:
     """Hold keys in 1.5 bits, by the spectrum of their calm channels, and values in 1.58 bits.
 
     Args:
@@ -239,9 +218,7 @@ def staircase(steps: tuple[int, ...] = (32, 128, 512), *, group: Count = 32) -> 
 
 
 @checked
-def mustafar(
-    sparsity: float = 0.7, *, recent: int = 32, bits: float | None = None, mode: Mode = "paper"
-) -> Recipe:
+def mustafar(sparsity: float = 0.7, *, recent: int = 32, bits: float | None = None, mode: Mode = "paper") -> Recipe:
     """Keep the largest elements of every key and value behind a bitmap.
 
     Args:

@@ -68,9 +68,14 @@ def mpcache_select(
 
 @checked
 def double_sparsity(
-    channels: Channels, budget: Size = 0.0625, recent: int = 1, bits: int | None = None,
-    *, sinks: int = 0, skip: int = 2,
-) -> Recipe:  # fmt: skip
+    channels: Channels,
+    budget: Size = 0.0625,
+    recent: int = 1,
+    bits: int | None = None,
+    *,
+    sinks: int = 0,
+    skip: int = 2,
+) -> Recipe:
     """Read the tokens of the highest logits over a few label channels.
 
     Args:
@@ -95,9 +100,7 @@ def double_sparsity(
 
 
 @checked
-def tidal_decode(
-    budget: Size = 1024, select: tuple[int, ...] = (2, 9), recent: int = 1, *, sinks: int = 0
-) -> Recipe:
+def tidal_decode(budget: Size = 1024, select: tuple[int, ...] = (2, 9), recent: int = 1, *, sinks: int = 0) -> Recipe:
     """Let a few layers choose positions by full attention, and the others read the same ones.
 
     Args:
@@ -115,9 +118,7 @@ def tidal_decode(
 
 
 @checked
-def sentence_kv(
-    budget: Size = 1024, sinks: int = 32, recent: int = 32, block: Count = 32
-) -> Recipe:
+def sentence_kv(budget: Size = 1024, sinks: int = 32, recent: int = 32, block: Count = 32) -> Recipe:
     """Read the sentences whose mean key the queries since the last full stop agree with.
 
     Args:
@@ -139,9 +140,8 @@ def sentence_kv(
 
 @checked
 def rekv(
-    budget: Size = 12544, recent: Whole = 15000, sinks: Whole = 4, block: Count = 196,
-    tiers: Tiers | None = None,
-) -> Recipe:  # fmt: skip
+    budget: Size = 12544, recent: Whole = 15000, sinks: Whole = 4, block: Count = 196, tiers: Tiers | None = None
+) -> Recipe:
     """Let frames of a video see the last tokens, and a question the frames it is about.
 
     Args:
@@ -179,17 +179,20 @@ def probe_query(
     `diffcache.kv.retrieval.probe_query`.
     """
     check_room(budget, {"sinks": sinks, "recent": recent})
-    chooser = ProbeQuery(
-        budget, sinks=sinks, recent=recent, group="mean", block=block, density=density
-    )
+    chooser = ProbeQuery(budget, sinks=sinks, recent=recent, group="mean", block=block, density=density)
     return Recipe("probe_query", retrieve=chooser, space="pre")
 
 
 @checked
 def a2ats(
-    budget: Size = 0.0625, codes: int = 256, far: int = 64, recent: int = 64,
-    codebook: Codebook | None = None, *, sinks: int = 4,
-) -> Recipe:  # fmt: skip
+    budget: Size = 0.0625,
+    codes: int = 256,
+    far: int = 64,
+    recent: int = 64,
+    codebook: Codebook | None = None,
+    *,
+    sinks: int = 4,
+) -> Recipe:
     """Read the tokens of the highest logits that a codebook of unrotated keys gives.
 
     Args:
@@ -203,17 +206,14 @@ def a2ats(
     Reference: A2ATS, arXiv 2502.12665. Departures: see `diffcache.kv.retrieval.a2ats`.
     """
     check_room(budget, {"sinks": sinks, "recent": recent})
-    chooser = KeyCodes(
-        budget, sinks=sinks, recent=recent, group="mean", codes=codes, far=far, codebook=codebook
-    )
+    chooser = KeyCodes(budget, sinks=sinks, recent=recent, group="mean", codes=codes, far=far, codebook=codebook)
     return Recipe("a2ats", retrieve=chooser, space="pre")
 
 
 @checked
 def shadowkv(
-    budget: Size = 2048, rank: int = 160, outliers: int = 48, block: int = 512,
-    tiers: Tiers | None = None,
-) -> Recipe:  # fmt: skip
+    budget: Size = 2048, rank: int = 160, outliers: int = 48, block: int = 512, tiers: Tiers | None = None
+) -> Recipe:
     """Hold keys in low rank and read the chunks of 8 whose mean key the query attends to.
 
     Args:

@@ -14,9 +14,7 @@ from diffcache.kv.trigger import EveryStep
 
 
 @checked
-def streaming_llm(
-    budget: Size = 516, *, sinks: int = 4, rotate: bool = True, every: int = 1
-) -> Recipe:
+def streaming_llm(budget: Size = 516, *, sinks: int = 4, rotate: bool = True, every: int = 1) -> Recipe:
     """Keep the first tokens and the latest, and let positions follow one another.
 
     Args:

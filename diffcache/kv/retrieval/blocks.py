@@ -94,9 +94,7 @@ class Blocks:
         order = torch.arange(width, device=pos.device).expand_as(pos)
         # The valid slot before each, -1 where that came with earlier tokens.
         before = functional.pad(order.where(valid, -1).cummax(-1).values, (1, 0), value=-1)
-        former = tag.gather(2, before[..., :-1].clamp_min(0)).where(
-            before[..., :-1] >= 0, last[..., None]
-        )
+        former = tag.gather(2, before[..., :-1].clamp_min(0)).where(before[..., :-1] >= 0, last[..., None])
         rank = valid.cumsum(-1) - 1
         begins = valid & (tag != former)
         since = rank.where(begins, -run[..., None]).cummax(-1).values
@@ -117,9 +115,7 @@ class Blocks:
         return block, {**state, **now}
 
 
-def scattered(
-    old: Tensor, place: Tensor, new: Tensor, count: int, how: str, empty: float = 0
-) -> Tensor:
+def scattered(old: Tensor, place: Tensor, new: Tensor, count: int, how: str, empty: float = 0) -> Tensor:
     """Return [B, H, count, ...] to which new values [B, H, n, ...] were added at their places."""
     heads = max(old.shape[1], place.shape[1])
     old = old.expand(-1, heads, *old.shape[2:])

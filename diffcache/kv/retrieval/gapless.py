@@ -84,9 +84,7 @@ def views_at(layer: KVLayer, pick: Pick, first: int, last: int) -> list[View]:
     """Return chosen slots, and all before `first` and from `last` on, as queries meet them."""
     rows, device = pick.index.shape[:2], pick.index.device
     ends = [range(first), range(last, layer.held)]
-    early, late = (
-        torch.arange(end.start, end.stop, device=device).expand(*rows, -1) for end in ends
-    )
+    early, late = (torch.arange(end.start, end.stop, device=device).expand(*rows, -1) for end in ends)
     index = torch.cat([early, pick.index, late] if first else [pick.index, late], -1)
     keep = pick.keep
     if keep is not None:

@@ -49,9 +49,7 @@ class MinMaxTree(Selecting):
     def check(self) -> None:
         """Raise ValueError unless clusters nest."""
         if self.large % self.small:
-            raise ValueError(
-                f"large={self.large}, small={self.small}: large must be a multiple of small"
-            )
+            raise ValueError(f"large={self.large}, small={self.small}: large must be a multiple of small")
 
     def extend(self, old: Summary, fresh: Slots, query: Query, layer: KVLayer) -> Summary:
         """Widen the bounds of the last small cluster, and begin new ones."""

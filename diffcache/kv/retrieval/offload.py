@@ -69,9 +69,7 @@ class Lent(Payload):
         names = [keys[number] for number in wanted.tolist()]
         self.tiers.prefetch(names)
         rows = self.row[wanted]
-        found = torch.cat(
-            [self.tiers.get(name)[row] for name, row in zip(names, rows, strict=True)], 2
-        )
+        found = torch.cat([self.tiers.get(name)[row] for name, row in zip(names, rows, strict=True)], 2)
         if self.place is None:
             return found
         order = torch.searchsorted(wanted, place // self.block)

@@ -59,9 +59,7 @@ class ProbeQuery(Selecting):
 
     def _dense(self, score: Tensor, free: Tensor) -> Tensor:
         """Return the fewest blocks that hold enough of the mass, bool [B, H, n, N]."""
-        share = (
-            score.masked_fill((free <= 0)[:, :, None], float("-inf")).softmax(-1).nan_to_num(0.0)
-        )
+        share = score.masked_fill((free <= 0)[:, :, None], float("-inf")).softmax(-1).nan_to_num(0.0)
         best = share.sort(dim=-1, descending=True, stable=True)
         needed = best.values.cumsum(-1) - best.values < self.density
         return torch.zeros_like(needed).scatter_(-1, best.indices, needed)

@@ -76,9 +76,7 @@ class Chunk:
         return share * (1 - wrong)
 
 
-def chunks_of(
-    model: Any, cache: Host, texts: Sequence[Tensor], names: Sequence[Hashable]
-) -> list[Chunk]:
+def chunks_of(model: Any, cache: Host, texts: Sequence[Tensor], names: Sequence[Hashable]) -> list[Chunk]:
     """Compute chunks one after the other and note the attention each pays to those before it.
 
     The tokens are run a second time for that.
@@ -123,12 +121,7 @@ def chunks_of(
 
 
 def cachecraft(
-    model: Any,
-    cache: Host,
-    chunks: Sequence[Chunk],
-    *,
-    alpha: float = 1.0,
-    rotary: Sequence[Rotation] | None = None,
+    model: Any, cache: Host, chunks: Sequence[Chunk], *, alpha: float = 1.0, rotary: Sequence[Rotation] | None = None
 ) -> Tensor:
     """Fill a cache with chunks in a new order, and compute anew the tokens that owe most.
 

@@ -74,9 +74,7 @@ def joined(pieces: Sequence[Piece]) -> Piece:
     return Piece(torch.cat([piece.ids for piece in pieces]), tuple(layers), pieces[0].rotated)
 
 
-def lay_out(
-    store: KVStore, piece: Piece, source: Tensor, rotary: Sequence[Rotation] | None = None
-) -> None:
+def lay_out(store: KVStore, piece: Piece, source: Tensor, rotary: Sequence[Rotation] | None = None) -> None:
     """Fill an empty store with tokens of a piece in a new order, keys turned to new positions.
 
     A store that holds keys before rotation takes them exactly, wherever they go. In one that holds
@@ -107,9 +105,7 @@ def lay_out(
         layer.write(k.masked_fill(empty, 0), chosen.v.masked_fill(empty, 0))
 
 
-def turns_of(
-    store: KVStore, piece: Piece, source: Tensor, rotary: Sequence[Rotation] | None
-) -> list[Rotation | None]:
+def turns_of(store: KVStore, piece: Piece, source: Tensor, rotary: Sequence[Rotation] | None) -> list[Rotation | None]:
     """Return how the keys of each layer are turned, None where they need not be.
 
     Args:
@@ -126,10 +122,7 @@ def turns_of(
             f"piece has {len(piece.layers)} layers, the store {len(store.layers)}: use a piece "
             "that was cut from a cache of this model"
         )
-    turns = [
-        layer.rotary or (rotary[layer.index] if rotary is not None else None)
-        for layer in store.layers
-    ]
+    turns = [layer.rotary or (rotary[layer.index] if rotary is not None else None) for layer in store.layers]
     at = source.cpu()
     known = piece.layers[0].rpos[0, 0].cpu()[at.clamp_min(0)]
     moves = piece.rotated and bool((known != torch.arange(len(at)))[at >= 0].any())
@@ -141,9 +134,7 @@ def turns_of(
     return turns
 
 
-def placed(
-    layer: KVLayer, slots: Slots, pos: Tensor, rotated: bool, turn: Rotation | None
-) -> Tensor:
+def placed(layer: KVLayer, slots: Slots, pos: Tensor, rotated: bool, turn: Rotation | None) -> Tensor:
     """Return keys of a piece at new positions, as the layer holds them."""
     if layer.rotary is not None:
         return layer.rotary.unrotate(slots.k, slots.rpos) if rotated else slots.k

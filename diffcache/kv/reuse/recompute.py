@@ -103,14 +103,7 @@ def kvshare(
     return index[0]
 
 
-def pie(
-    model: Any,
-    cache: Host,
-    before: Tensor,
-    after: Tensor,
-    *,
-    rotary: Sequence[Rotation] | None = None,
-) -> Tensor:
+def pie(model: Any, cache: Host, before: Tensor, after: Tensor, *, rotary: Sequence[Rotation] | None = None) -> Tensor:
     """Edit the text a cache holds: move keys to their new positions, encode what was put in.
 
     Reference: Let the Code LLM Edit Itself When You Edit the Code, arXiv 2407.03157.
@@ -130,10 +123,7 @@ def pie(
         ValueError: If the cache does not hold `before`.
     """
     if len(before) != cache.store.seen:
-        raise ValueError(
-            f"before={list(before.shape)}: the cache has seen {cache.store.seen} tokens; give them "
-            "all"
-        )
+        raise ValueError(f"before={list(before.shape)}: the cache has seen {cache.store.seen} tokens; give them all")
     source = align(before, after)
     new = (source < 0).nonzero()[:, 0]
     if len(after) == len(before) and torch.equal(source, torch.arange(len(before))):

@@ -174,10 +174,7 @@ class Mass(Score):
         """Return the sum, or the mean."""
         mass = seen.stats.get("mass")
         if mass is None:
-            raise ValueError(
-                "no attention was observed: the cache must be used through attention, in "
-                "mode='native'"
-            )
+            raise ValueError("no attention was observed: the cache must be used through attention, in mode='native'")
         return mass / seen.stats["asked"].clamp_min(1) if self.mean else mass
 
     def note(self, stats: dict[str, Tensor], attended: Attended) -> None:

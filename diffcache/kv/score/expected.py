@@ -86,7 +86,6 @@ class Expected(Score):
         units = torch.eye(size, device=like.device, dtype=like.dtype)
         ahead = torch.arange(1, self.future + 1, device=like.device)
         rows = [
-            rotary.rotate(units[None, :, None].expand(-1, -1, self.future, -1), last + ahead)
-            for last in newest[:, 0]
+            rotary.rotate(units[None, :, None].expand(-1, -1, self.future, -1), last + ahead) for last in newest[:, 0]
         ]
         return torch.cat(rows).mean(2)

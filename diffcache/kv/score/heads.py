@@ -39,9 +39,7 @@ class HeadVote(Score):
         """Raise ValueError unless settings go together."""
         for layer, heads in enumerate(self.heads):
             if not heads or min(heads) < 0 or len(set(heads)) < len(heads):
-                raise ValueError(
-                    f"heads[{layer}]={heads}: name at least one query head, each once, from 0"
-                )
+                raise ValueError(f"heads[{layer}]={heads}: name at least one query head, each once, from 0")
 
     @property
     def window(self) -> int:

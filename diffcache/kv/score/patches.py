@@ -48,9 +48,7 @@ class PatchCenters(Score):
     def check(self) -> None:
         """Raise ValueError unless settings go together."""
         if not self.scales or min(min(scale) for scale in self.scales) < 1:
-            raise ValueError(
-                f"scales={self.scales}: must be (height, width) of at least one token map"
-            )
+            raise ValueError(f"scales={self.scales}: must be (height, width) of at least one token map")
 
     @property
     def window(self) -> int:

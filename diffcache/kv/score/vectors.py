@@ -150,15 +150,13 @@ def projected_norm(seen: Observation) -> Tensor:
     """
     if seen.out is None:
         raise ValueError(
-            "the weight of the output projection is not known: use the cache with a model, or give "
-            "the store `out`"
+            "the weight of the output projection is not known: use the cache with a model, or give the store `out`"
         )
     v = seen.slots.v
     heads, size = v.shape[1], v.shape[3]
     if seen.out.shape[1] % (heads * size):
         raise ValueError(
-            f"out={list(seen.out.shape)}: must have columns for {heads} key-value heads of values "
-            f"of {size} channels"
+            f"out={list(seen.out.shape)}: must have columns for {heads} key-value heads of values of {size} channels"
         )
     weight = seen.out.to(torch.promote_types(v.dtype, torch.float32))
     weight = weight.T.reshape(heads, -1, size, len(weight))  # [H, G, Dv, hidden]

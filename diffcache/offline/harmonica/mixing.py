@@ -41,8 +41,7 @@ class Mixer:
         self._kept: dict[tuple[int, int, int], list[Tensor]] = {}
         self._visits: dict[int, int] = {}
         self._hooks = [
-            model.get_submodule(site).register_forward_hook(self._hook(number))
-            for number, site in enumerate(sites)
+            model.get_submodule(site).register_forward_hook(self._hook(number)) for number, site in enumerate(sites)
         ]
 
     def enter(self, branch: int) -> None:

@@ -79,8 +79,7 @@ class Recorder:
             call_pipeline(self.pipe, list(prompts), seed, call)
         if not self.moments:
             raise AttachError(
-                f"{type(self.pipe).__name__} took no step with its scheduler, so its loop cannot "
-                "be replayed"
+                f"{type(self.pipe).__name__} took no step with its scheduler, so its loop cannot be replayed"
             )
         return self.moments
 
@@ -136,8 +135,7 @@ def denoiser_of(pipe: Any) -> tuple[nn.Module, Anatomy]:
     found = anatomies_of(pipe)
     if len(found) != 1:
         raise AttachError(
-            f"{type(pipe).__name__} has {len(found)} denoisers ({', '.join(found)}); a router is "
-            "trained for one"
+            f"{type(pipe).__name__} has {len(found)} denoisers ({', '.join(found)}); a router is trained for one"
         )
     ((name, anatomy),) = found.items()
     model: nn.Module = getattr(pipe, name)

@@ -74,9 +74,7 @@ class Replay:
         found = self.anatomy.modules_at(Site.MODULE)
         names = [f"{site.parent}.{site.child}" for site in found if site.kind != "empty"]
         if not names:
-            raise AttachError(
-                f"{self.anatomy.model} has no attention or feed-forward modules to route"
-            )
+            raise AttachError(f"{self.anatomy.model} has no attention or feed-forward modules to route")
         return names
 
     def begin(self, prompts: Sequence[Any], seed: int) -> Track:
@@ -173,9 +171,7 @@ class Track:
         replay, shape = self.replay, self._shape
         taken = guided.detach()[: shape[0], : shape[1]]
         time = replay.times[self.index]
-        out = self._solver.step(
-            taken, time, self.sample, **{**replay.options, "return_dict": False}
-        )
+        out = self._solver.step(taken, time, self.sample, **{**replay.options, "return_dict": False})
         self.sample = out[0].detach()
         self.index += 1
 

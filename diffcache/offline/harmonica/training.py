@@ -182,12 +182,13 @@ class _Trainer:
     def _save(self, path: Path) -> None:
         states = [self.optimizer.state[row] for row in self.rows]
         tensors = {
-            "logits": self.logits(), "weights": self.weights,
+            "logits": self.logits(),
+            "weights": self.weights,
             "curve": torch.tensor(self.curve, dtype=torch.float64),
             "step": torch.tensor([float(state["step"]) for state in states]),
             "first_moments": torch.stack([state["exp_avg"] for state in states]),
             "second_moments": torch.stack([state["exp_avg_sq"] for state in states]),
-        }  # fmt: skip
+        }
         write_state(path, tensors, {"format": FORMAT, "about": _json(self.about)})
 
     def _load(self, path: Path) -> None:
@@ -195,9 +196,7 @@ class _Trainer:
         mine, theirs = self.about, dict(json.loads(metadata["about"]))
         odd = [f"{k}: {theirs.get(k)!r}, now {v!r}" for k, v in mine.items() if theirs.get(k) != v]
         if metadata["format"] != FORMAT or odd:
-            raise TablesError(
-                f"{path} is of another training ({'; '.join(odd)}); delete it, or pass resume=False"
-            )
+            raise TablesError(f"{path} is of another training ({'; '.join(odd)}); delete it, or pass resume=False")
         epochs = self.method.epochs
         if len(held["curve"]) > epochs:
             raise TablesError(

@@ -67,14 +67,10 @@ class Goal:
         if self.right:
             given["right"] = True
         if len(given) != 1:
-            raise ValueError(
-                f"goal {given}: give one of speedup=, psnr=, seconds=, lpips= and right="
-            )
+            raise ValueError(f"goal {given}: give one of speedup=, psnr=, seconds=, lpips= and right=")
         if self.confidence is not None:
             if self.bar is None:
-                raise ValueError(
-                    f"confidence={self.confidence!r}: goes with psnr=, lpips= or right=, give one"
-                )
+                raise ValueError(f"confidence={self.confidence!r}: goes with psnr=, lpips= or right=, give one")
             if not 0 < self.confidence < 1:
                 raise ValueError(f"confidence={self.confidence!r}: must be between 0 and 1")
         elif self.right:
@@ -232,9 +228,7 @@ class Search:
             elif self.runs < self._allowed or reason:
                 self.skipped[str(family)] = reason or "no setting of it could change the choice"
 
-    def _expected(
-        self, waiting: Sequence[space.Rungs], ranks: dict[space.Rungs, Trial]
-    ) -> list[float]:
+    def _expected(self, waiting: Sequence[space.Rungs], ranks: dict[space.Rungs, Trial]) -> list[float]:
         """Return how well families should do, 0 to 1, by those that share a trait with them.
 
         A trait that nobody had yet counts for more than the middle, so that every kind is seen, but
@@ -246,8 +240,7 @@ class Search:
             for trait in family.traits:
                 places.setdefault(trait, []).append(place / len(order))
         return [
-            mean([mean(places.get(trait, [UNKNOWN])) for trait in family.traits] or [UNKNOWN])
-            for family in waiting
+            mean([mean(places.get(trait, [UNKNOWN])) for trait in family.traits] or [UNKNOWN]) for family in waiting
         ]
 
     def _find_start(self, ladder: space.Ladder) -> None:
@@ -274,9 +267,7 @@ class Search:
 
     # measuring -----------------------------------------------------------------------------
 
-    def attempt(
-        self, method: Method, batches: list[int], into: Tried, rival: Trial | None = None
-    ) -> Trial | None:
+    def attempt(self, method: Method, batches: list[int], into: Tried, rival: Trial | None = None) -> Trial | None:
         """Measure a method if it fits the model, may change the choice, and budget is left.
 
         Args:
@@ -304,9 +295,7 @@ class Search:
         """Return the trial of a finalist beside the budget, None once it is behind a rival."""
         return self._over(lambda m, n: self.bench.measure(m, [n]), method, batches, rival)
 
-    def _over(
-        self, run: Run, method: Method, batches: list[int], rival: Trial | None = None
-    ) -> Trial | None:
+    def _over(self, run: Run, method: Method, batches: list[int], rival: Trial | None = None) -> Trial | None:
         """Return the trial over batches, None once it is behind a rival or a run is not made."""
         parts: list[Trial] = []
         for batch in batches:

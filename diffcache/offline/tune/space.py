@@ -71,14 +71,28 @@ from diffcache.step import Site
 Ladder = Sequence[Method]
 # Methods whose forecasts are put on schedules; Newton's is of no method of the catalog.
 FORECASTS: tuple[FeatureMethod, ...] = (
-    TaylorSeer(order=1), Interval(), Combine(Every(2), Newton(2)), TaylorSeer(order=2), HiCache(),
-    FoCa(), DMD(), FreqCa(), Spectrum(),
-)  # fmt: skip
+    TaylorSeer(order=1),
+    Interval(),
+    Combine(Every(2), Newton(2)),
+    TaylorSeer(order=2),
+    HiCache(),
+    FoCa(),
+    DMD(),
+    FreqCa(),
+    Spectrum(),
+)
 GATES: tuple[FeatureMethod, ...] = (
-    FirstBlock(), ConfidenceGatedTaylor(warmup=3), DBCache(warmup=3, order=1),
-    SeaCache(first="filtered"), SeaCache(first="filtered", order=1), EasyCache(warmup=3),
-    LazyCache(warmup=3), StepReuse(warmup=3, longest=3), DBPrune(warmup=3), SpeCa(),
-)  # fmt: skip
+    FirstBlock(),
+    ConfidenceGatedTaylor(warmup=3),
+    DBCache(warmup=3, order=1),
+    SeaCache(first="filtered"),
+    SeaCache(first="filtered", order=1),
+    EasyCache(warmup=3),
+    LazyCache(warmup=3),
+    StepReuse(warmup=3, longest=3),
+    DBPrune(warmup=3),
+    SpeCa(),
+)
 THRESHOLDS = tuple(round(1.5 * 0.75**number, 3) for number in range(16))
 WINDOWS = (12.0, 9.0, 7.0, 5.0, 4.0, 3.0, 2.0, 1.5)  # of Spectrum
 # Method of the catalog -> why a search leaves it out.

@@ -201,9 +201,7 @@ class Trials:
             for hook in hooks:
                 hook.remove()
         with torch.no_grad():
-            self._flops = {
-                name: counted(found[name], args, kwargs)[1] for name, (args, kwargs) in seen.items()
-            }
+            self._flops = {name: counted(found[name], args, kwargs)[1] for name, (args, kwargs) in seen.items()}
         scheduler = getattr(self.pipe, "scheduler", None)
         timesteps, first = (getattr(scheduler, name, None) for name in ("timesteps", "begin_index"))
         self.total = 0 if timesteps is None else len(timesteps) - (first or 0)

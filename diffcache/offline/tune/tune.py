@@ -213,8 +213,7 @@ def _check_apart(plan: CollectPlan, confidence: float) -> None:
     for prompt in plan.prompts:
         if prompt in seen:
             raise ValueError(
-                f"prompts: {prompt!r} is there twice; with confidence= no prompt may be both "
-                "searched and validated on"
+                f"prompts: {prompt!r} is there twice; with confidence= no prompt may be both searched and validated on"
             )
         seen.append(prompt)
     needed = samples_needed(confidence)
@@ -253,9 +252,7 @@ def _certified(
 
     def measure(key: str) -> Sequence[float]:
         if search.progress is not None:
-            search.progress(
-                search.trials, search.trials, f"validating {len(validated) + 1} settings"
-            )
+            search.progress(search.trials, search.trials, f"validating {len(validated) + 1} settings")
         validated[key] = search.bench.measure(tried[key][0], batches)
         return validated[key].scored
 

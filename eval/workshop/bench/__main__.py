@@ -42,18 +42,16 @@ from diffcache.pipelines.demo.console import progress, quiet
 from diffcache.pipelines.demo.saved import DTYPES
 
 BENCHMARKS: dict[str, Bench] = {
-    "overhead": Bench(
-        overhead.measure, "host time of a skipped step",
-        quick={"rounds": 5, "shape": Shape(4, 8)},
-    ),
+    "overhead": Bench(overhead.measure, "host time of a skipped step", quick={"rounds": 5, "shape": Shape(4, 8)}),
     "kv": Bench(
-        kv.measure, "host time, bytes and error of caches of keys and values",
-        quick={"rounds": 2, "slots": 256},
+        kv.measure, "host time, bytes and error of caches of keys and values", quick={"rounds": 2, "slots": 256}
     ),
     **{
         name: Bench(
-            decode.measure, f"time of a token with each cache beside the stock cache's, {about}",
-            quick={"rounds": 2, "layers": 2, "prompt": 256, "model": decode.BAR}, sized=True,
+            decode.measure,
+            f"time of a token with each cache beside the stock cache's, {about}",
+            quick={"rounds": 2, "layers": 2, "prompt": 256, "model": decode.BAR},
+            sized=True,
             sizes={"model": model, "prompt": prompt},
         )
         for name, about, model, prompt in (
@@ -64,43 +62,53 @@ BENCHMARKS: dict[str, Bench] = {
         )
     },
     "capacity": Bench(
-        capacity.measure, "whether time and bytes stay flat for 10,000 tokens",
-        quick={"tokens": 30}, has_rounds=False,
+        capacity.measure, "whether time and bytes stay flat for 10,000 tokens", quick={"tokens": 30}, has_rounds=False
     ),
     "kernels": Bench(
         kernels.measure,
         "every kernel beside plain PyTorch and rivals; on a CPU only whether they are right",
-        quick={"rounds": 2}, needs_gpu=True,
+        quick={"rounds": 2},
+        needs_gpu=True,
     ),
     "full-size": Bench(
         full_size.measure,
         "runs of FLUX.1-dev and Wan2.1-1.3B with random weights; tiny ones on a CPU",
-        quick={"rounds": 1}, needs_gpu=True,
+        quick={"rounds": 1},
+        needs_gpu=True,
     ),
     "judge": Bench(
-        judge.measure, "whole and broken objects that the judge of the sticker models accepts",
-        quick={"samples": 2}, has_rounds=False,
+        judge.measure,
+        "whole and broken objects that the judge of the sticker models accepts",
+        quick={"samples": 2},
+        has_rounds=False,
     ),
     "telling": Bench(
-        telling.measure, "caches on sticker-flux at 2 to 8 times, beside fewer steps; half an hour",
-        quick={"samples": 2, "factors": (8,), "picture": None}, has_rounds=False, resumes=True,
+        telling.measure,
+        "caches on sticker-flux at 2 to 8 times, beside fewer steps; half an hour",
+        quick={"samples": 2, "factors": (8,), "picture": None},
+        has_rounds=False,
+        resumes=True,
     ),
     "search": Bench(
         search.measure,
         "choices of diffcache tune on sticker-flux beside every single method; ten minutes",
-        quick={"samples": 4, "factors": (4,), "trials": 2}, has_rounds=False, resumes=True,
+        quick={"samples": 4, "factors": (4,), "trials": 2},
+        has_rounds=False,
+        resumes=True,
     ),
     "causal": Bench(
         causal.measure,
         "what films of causal video keep with each cache, time and bytes of a chunk; hours",
-        quick={"rounds": 12, "samples": 2, "length": 3}, resumes=True,
+        quick={"rounds": 12, "samples": 2, "length": 3},
+        resumes=True,
     ),
     **{
         f"dllm-{model}": Bench(
             dllm.measure,
             f"right answers, token-layers and time of caches on {model}; hours",
             quick={"rounds": 1, "samples": 2, "named": ["Fast-dLLM dual"]},
-            sizes={"model": model}, resumes=True,
+            sizes={"model": model},
+            resumes=True,
         )
         for model in dllm.MODELS
     },
@@ -108,7 +116,8 @@ BENCHMARKS: dict[str, Bench] = {
         name: Bench(
             steps.measure,
             f"host time of a step of each cache beside plain forwards of as many rows, {about}",
-            quick={"rounds": 1, "named": ["uncached", "Fast-dLLM dual"]}, sizes=sizes,
+            quick={"rounds": 1, "named": ["uncached", "Fast-dLLM dual"]},
+            sizes=sizes,
         )
         for name, about, sizes in (
             ("dllm-steps", "chain-llada, batch 1", {}),
@@ -118,7 +127,7 @@ BENCHMARKS: dict[str, Bench] = {
             ("dllm-steps-compiled-8", "compiled, batch 8", {"compiled": True, "size": 8}),
         )
     },
-}  # fmt: skip
+}
 ALL: list[str] = []
 _LISTED = "; ".join(f"{name}: {bench.about}" for name, bench in BENCHMARKS.items()) + " (all)."
 QUICK = ROOT / "out" / "bench"
@@ -129,13 +138,8 @@ def bench(
     device: Device = "cpu",
     dtype: Annotated[Literal["float32", "float16", "bfloat16"], typer.Option()] = "float32",
     threads: Threads = 1,
-    rounds: Annotated[
-        int | None,
-        typer.Option(min=1, help="Timed rounds (50, dllm: 16, full-size: 3)."),
-    ] = None,
-    layers: Annotated[
-        int | None, typer.Option(help=f"decode: layers of the model ({decode.LAYERS}).")
-    ] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Timed rounds (50, dllm: 16, full-size: 3).")] = None,
+    layers: Annotated[int | None, typer.Option(help=f"decode: layers of the model ({decode.LAYERS}).")] = None,
     prompt: Annotated[int | None, typer.Option(help="decode: tokens of the prompt.")] = None,
     recipes: Annotated[str, typer.Option(help="decode: caches, with commas (all).")] = "",
     out: Annotated[Path | None, typer.Option(help="Folder (default: assets/bench).")] = None,
@@ -158,8 +162,12 @@ def bench(
         sizes: dict[str, Any] = {"rounds": rounds} if found.has_rounds and rounds else {}
         sizes |= found.quick if quick else {}
         sizes |= chosen if found.sized else {}
-        words = ["python -m diffcache.eval.workshop.bench", name, f"--device {device}",
-                 f"--dtype {dtype} --threads {threads}"]  # fmt: skip
+        words = [
+            "python -m diffcache.eval.workshop.bench",
+            name,
+            f"--device {device}",
+            f"--dtype {dtype} --threads {threads}",
+        ]
         if found.sized:
             words += [f"--{key} {_quoted(value)}" for key, value in chosen.items()]
         if "rounds" in sizes:

@@ -74,7 +74,5 @@ def measure(setting: Setting, *, tokens: int = TOKENS) -> dict[str, Any]:
     return {
         "shapes": {"layers": 1, "prompt": BUDGET, "budget": BUDGET},
         "rounds": tokens,
-        "rows": [
-            {"name": name} | thirds(seconds[name], seconds[ALONE], held[name]) for name in run
-        ],
+        "rows": [{"name": name} | thirds(seconds[name], seconds[ALONE], held[name]) for name in run],
     }

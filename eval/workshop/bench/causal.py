@@ -59,24 +59,29 @@ def measure(
         raise ValueError(f"rounds={rounds}, samples={samples}: must be at least 3 and 2")
     rollouts = Rollouts(samples, setting)
     model = rollouts.pipe.transformer
-    kept = Parts(unfinished, {"samples": samples, "length": length, "dtype": str(setting.dtype),
-                              "model": digest_of(model)})  # fmt: skip
+    kept = Parts(
+        unfinished, {"samples": samples, "length": length, "dtype": str(setting.dtype), "model": digest_of(model)}
+    )
     found = rollouts.table(rows, length, kept, setting.progress)
     text = rollouts.text[:1]
     with rollouts.video() as video:
         chunks = chunk_times(video, text, rows, rounds, setting)
         return {
-            "shapes": {"model": "sticker-causal", "samples": samples, "length": length,
-                       "chunk": CHUNK, "every": EVERY},
+            "shapes": {
+                "model": "sticker-causal",
+                "samples": samples,
+                "length": length,
+                "chunk": CHUNK,
+                "every": EVERY,
+            },
             "rounds": rounds,
             "rows": [
-                {"name": row.name, "role": row.role, **found[row.name], "chunk": chunks[row.name]}
-                for row in rows
+                {"name": row.name, "role": row.role, **found[row.name], "chunk": chunks[row.name]} for row in rows
             ],
             "anew": anew(video, text, [depth for depth in DEPTHS if depth < rounds], setting),
             "stream_batch": stream_batch(video, text, min(rounds, 40), setting),
             "parts": kept.end(),
-        }  # fmt: skip
+        }
 
 
 def chunk_times(
@@ -98,15 +103,11 @@ def chunk_times(
     return {name: thirds(seconds[name], seconds[ALONE], held[name]) for name in sessions}
 
 
-def _clock(
-    steps: Mapping[str, Call | Turn], rounds: int, setting: Setting
-) -> dict[str, list[float]]:
+def _clock(steps: Mapping[str, Call | Turn], rounds: int, setting: Setting) -> dict[str, list[float]]:
     return take_turns(steps, rounds, 0, setting).own(setting)
 
 
-def anew(
-    video: CausalVideo, text: Tensor, depths: Sequence[int], setting: Setting
-) -> list[dict[str, Any]]:
+def anew(video: CausalVideo, text: Tensor, depths: Sequence[int], setting: Setting) -> list[dict[str, Any]]:
     """Return how long a chunk takes whose history is computed anew, against cached histories.
 
     One clean pass over the history a chunk is counted; without any cache it would be one in every
@@ -131,13 +132,17 @@ def anew(
         full, window = begin(FullHistory()), begin(Window(12, 3))
         steps: dict[str, Call | Turn] = {
             "anew": lambda begin=begin: begin(FullHistory()).next(),  # type: ignore[misc]
-            "cached": full.next, "window": window.next,
-        }  # fmt: skip
+            "cached": full.next,
+            "window": window.next,
+        }
         clock = _clock(steps, 3, setting)
-        found.append({"chunks": depth} | {
-            f"of_{name}": summary([a / b for a, b in zip(clock["anew"], clock[name], strict=True)])
-            for name in ("cached", "window")
-        })  # fmt: skip
+        found.append(
+            {"chunks": depth}
+            | {
+                f"of_{name}": summary([a / b for a, b in zip(clock["anew"], clock[name], strict=True)])
+                for name in ("cached", "window")
+            }
+        )
     return found
 
 
@@ -158,9 +163,5 @@ def stream_batch(video: CausalVideo, text: Tensor, rounds: int, setting: Setting
     clock = _clock({name: partial(step, name) for name in streams}, rounds + levels, setting)
     films[BATCHED] += streams[BATCHED].finish()
     pairs = zip(clock[SEQUENTIAL][levels:], clock[BATCHED][levels:], strict=True)
-    error = max(
-        float((one - other).abs().max())
-        for one, other in zip(films[SEQUENTIAL], films[BATCHED], strict=True)
-    )
-    return {"levels": levels, "faster": summary([one / other for one, other in pairs]),
-            "largest_difference": error}  # fmt: skip
+    error = max(float((one - other).abs().max()) for one, other in zip(films[SEQUENTIAL], films[BATCHED], strict=True))
+    return {"levels": levels, "faster": summary([one / other for one, other in pairs]), "largest_difference": error}

@@ -81,9 +81,7 @@ def cases(layers: int = LAYERS, prompt: int = PROMPT) -> dict[str, Decoded]:
         "kivi 4 + quest 256": Decoded(kivi(4) | chosen, 1.0),
         "snapkv 25 % + kivi 4": Decoded(snapkv(quarter) | kivi(4)),
         "xkv": Decoded(xkv(layers=min(4, layers)), 1.5, "native"),
-        "shadowkv 512": Decoded(
-            shadowkv(min(512, prompt // 2), outliers=min(16, prompt // 64)), 1.3
-        ),
+        "shadowkv 512": Decoded(shadowkv(min(512, prompt // 2), outliers=min(16, prompt // 64)), 1.3),
         "gear 2": Decoded(gear(2), 1.5, "native"),
         "mustafar": Decoded(mustafar(), 1.5, "native"),
         "rotatekv 4": Decoded(rotatekv(4), 1.6, "native"),
@@ -141,10 +139,16 @@ def build(layers: int, tokens: int, setting: Setting) -> LlamaForCausalLM:
         setting: Device and dtype.
     """
     config = LlamaConfig(
-        vocab_size=_WORDS_A_LAYER * layers, hidden_size=_WIDTH, intermediate_size=_INNER,
-        num_hidden_layers=layers, num_attention_heads=_HEADS, num_key_value_heads=_KV_HEADS,
-        head_dim=_SIZE, max_position_embeddings=tokens, tie_word_embeddings=True,
-    )  # fmt: skip
+        vocab_size=_WORDS_A_LAYER * layers,
+        hidden_size=_WIDTH,
+        intermediate_size=_INNER,
+        num_hidden_layers=layers,
+        num_attention_heads=_HEADS,
+        num_key_value_heads=_KV_HEADS,
+        head_dim=_SIZE,
+        max_position_embeddings=tokens,
+        tie_word_embeddings=True,
+    )
     torch.manual_seed(0)
     model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
     for name, weight in model.named_parameters():
@@ -153,9 +157,7 @@ def build(layers: int, tokens: int, setting: Setting) -> LlamaForCausalLM:
     return model.to(setting.device, setting.dtype).eval()
 
 
-def contenders(
-    chosen: Mapping[str, Decoded], model: LlamaForCausalLM, tokens: int
-) -> dict[str, Contender]:
+def contenders(chosen: Mapping[str, Decoded], model: LlamaForCausalLM, tokens: int) -> dict[str, Contender]:
     """Return what is timed, by name; the stock cache first.
 
     Args:
@@ -166,17 +168,12 @@ def contenders(
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, model.config.vocab_size, (1, tokens), generator=generator)
     given = ids.to(model.device)
-    makes: dict[str, Callable[[LlamaForCausalLM], Any]] = {
-        STOCK: lambda model: DynamicCache(config=model.config)
-    }
+    makes: dict[str, Callable[[LlamaForCausalLM], Any]] = {STOCK: lambda model: DynamicCache(config=model.config)}
     for name, case in chosen.items():
         makes[name] = partial(cache_for, recipe=case.recipe, mode=case.mode)
     # Every contender has a model object of its own, which shares the weights.
     weights = {id(weight): weight for weight in model.parameters()}
-    return {
-        name: Contender(copy.deepcopy(model, dict(weights)), make, given)
-        for name, make in makes.items()
-    }
+    return {name: Contender(copy.deepcopy(model, dict(weights)), make, given) for name, make in makes.items()}
 
 
 @torch.no_grad()
@@ -208,9 +205,7 @@ def measure(
     tokens, dtype = prompt + 1 + _WARMUP + rounds, setting.dtype
     if model == SMOLLM2:
         place = fetched(SMOLLM2)
-        loaded = AutoModelForCausalLM.from_pretrained(
-            place, dtype=dtype, attn_implementation="sdpa"
-        )
+        loaded = AutoModelForCausalLM.from_pretrained(place, dtype=dtype, attn_implementation="sdpa")
         whole = loaded.to(setting.device).eval()
         layers = whole.config.num_hidden_layers
     else:
@@ -221,28 +216,34 @@ def measure(
         raise ValueError(f"no cache {unknown[0]!r} is timed; there are {', '.join(found)}")
     chosen = {name: case for name, case in found.items() if recipes is None or name in recipes}
     run = contenders(chosen, whole, tokens)
-    reads: dict[str, Call | Turn] = {
-        name: partial(each.prefill, prompt) for name, each in run.items()
-    }
+    reads: dict[str, Call | Turn] = {name: partial(each.prefill, prompt) for name, each in run.items()}
     steps: dict[str, Call | Turn] = {name: each.step for name, each in run.items()}
     prefill = take_turns(reads, 1, 0, setting)
     first = take_turns(steps, 1, 0, setting)
     later = take_turns(steps, rounds, _WARMUP, setting)
     config = whole.config
     return {
-        "shapes": {"device": setting.device.type, "layers": layers, "prompt": prompt,
-                   "heads": config.num_attention_heads, "kv_heads": config.num_key_value_heads,
-                   "head_size": config.head_dim, "width": config.hidden_size, "model": model,
-                   "parameters": sum(p.numel() for p in run[STOCK].model.parameters())},
-        "rounds": rounds, "clock": setting.clock, "load": later.load, "cores": later.cores,
+        "shapes": {
+            "device": setting.device.type,
+            "layers": layers,
+            "prompt": prompt,
+            "heads": config.num_attention_heads,
+            "kv_heads": config.num_key_value_heads,
+            "head_size": config.head_dim,
+            "width": config.hidden_size,
+            "model": model,
+            "parameters": sum(p.numel() for p in run[STOCK].model.parameters()),
+        },
+        "rounds": rounds,
+        "clock": setting.clock,
+        "load": later.load,
+        "cores": later.cores,
         "rows": rows(run, chosen, [each.own(setting) for each in (prefill, first, later)]),
-    }  # fmt: skip
+    }
 
 
 def rows(
-    run: Mapping[str, Contender],
-    chosen: Mapping[str, Decoded],
-    taken: Sequence[Mapping[str, list[float]]],
+    run: Mapping[str, Contender], chosen: Mapping[str, Decoded], taken: Sequence[Mapping[str, list[float]]]
 ) -> list[dict[str, Any]]:
     """Return what each cache took and holds.
 
@@ -257,18 +258,20 @@ def rows(
         case = chosen.get(name)
         ratios = [own / stock for own, stock in zip(later[name], later[STOCK], strict=True)]
         ratio, target = summary(ratios), None if case is None else case.target
-        rows.append({
-            "name": name,
-            "recipe": None if case is None else case.recipe.name,
-            "mode": each.cache.mode if isinstance(each.cache, KVCache) else None,
-            "token_ms": summary([1e3 * seconds for seconds in later[name]]),
-            "ratio": ratio,
-            "target": target,
-            "missed": None if target is None else ratio["median"] > target,
-            "bytes": each.nbytes,
-            "share": each.nbytes / run[STOCK].nbytes,
-            "first_ms": 1e3 * first[name][0],
-            "prefill_seconds": prefill[name][0],
-            "prefill_ratio": prefill[name][0] / prefill[STOCK][0],
-        })  # fmt: skip
+        rows.append(
+            {
+                "name": name,
+                "recipe": None if case is None else case.recipe.name,
+                "mode": each.cache.mode if isinstance(each.cache, KVCache) else None,
+                "token_ms": summary([1e3 * seconds for seconds in later[name]]),
+                "ratio": ratio,
+                "target": target,
+                "missed": None if target is None else ratio["median"] > target,
+                "bytes": each.nbytes,
+                "share": each.nbytes / run[STOCK].nbytes,
+                "first_ms": 1e3 * first[name][0],
+                "prefill_seconds": prefill[name][0],
+                "prefill_ratio": prefill[name][0] / prefill[STOCK][0],
+            }
+        )
     return rows

@@ -47,15 +47,17 @@ def measure(
     if model not in MODELS:
         raise ValueError(f"no model {model!r}; there are {', '.join(MODELS)}")
     chosen = _chosen(model, named)
-    kept = Parts(unfinished, {"samples": samples, "dtype": str(setting.dtype),
-                              "model": digest_of(load(model, setting.dtype))})  # fmt: skip
+    kept = Parts(
+        unfinished, {"samples": samples, "dtype": str(setting.dtype), "model": digest_of(load(model, setting.dtype))}
+    )
     found = measure_model(model, chosen, setting, samples=samples, rounds=rounds, kept=kept)
     return {
         "shapes": {"model": model, "samples": samples, "batch": BATCH, "block": BLOCKS[model]},
-        "rounds": rounds, "rows": found,
+        "rounds": rounds,
+        "rows": found,
         "replay": replay(model, chosen, setting, min(samples, REPLAYED), kept),
         "parts": kept.end(),
-    }  # fmt: skip
+    }
 
 
 def _chosen(model: str, named: Sequence[str] | None) -> list[Row]:

@@ -83,9 +83,19 @@ def made(cls: Any, setting: Setting, **config: Any) -> Any:
 
 def flux(setting: Setting, tiny: bool) -> FullSizeModel:
     """Return FLUX.1-dev at 1024 x 1024 pixels: 4,096 tokens of the picture, 512 of the prompt."""
-    sizes = {"num_layers": 2, "num_single_layers": 2, "num_attention_heads": 2,
-             "attention_head_dim": 16, "joint_attention_dim": 32, "pooled_projection_dim": 32,
-             "axes_dims_rope": (4, 6, 6)} if tiny else {}  # fmt: skip
+    sizes = (
+        {
+            "num_layers": 2,
+            "num_single_layers": 2,
+            "num_attention_heads": 2,
+            "attention_head_dim": 16,
+            "joint_attention_dim": 32,
+            "pooled_projection_dim": 32,
+            "axes_dims_rope": (4, 6, 6),
+        }
+        if tiny
+        else {}
+    )
     model = made(FluxTransformer2DModel, setting, guidance_embeds=True, **sizes)
     pipe = FluxPipeline(FlowMatchEulerDiscreteScheduler(), None, None, None, None, None, model)
     config, side, words = model.config, (64 if tiny else 1024), (8 if tiny else 512)
@@ -103,8 +113,14 @@ def wan(setting: Setting, tiny: bool) -> FullSizeModel:
     """Return Wan2.1-1.3B with 33 frames of 832 x 480 pixels: 14,040 tokens, guided."""
     sizes: dict[str, Any] = {"num_layers": 30, "num_attention_heads": 12, "ffn_dim": 8960}
     if tiny:
-        sizes = {"num_layers": 3, "num_attention_heads": 2, "ffn_dim": 32, "text_dim": 32,
-                 "attention_head_dim": 12, "freq_dim": 16}  # fmt: skip
+        sizes = {
+            "num_layers": 3,
+            "num_attention_heads": 2,
+            "ffn_dim": 32,
+            "text_dim": 32,
+            "attention_head_dim": 12,
+            "freq_dim": 16,
+        }
     model = made(WanTransformer3DModel, setting, **sizes)
     scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)
     pipe = WanPipeline(None, None, None, scheduler, model)
@@ -129,9 +145,11 @@ def caches(model: FullSizeModel) -> dict[str, Callable[[], AbstractContextManage
     found: dict[str, Callable[[], AbstractContextManager[Any]]] = {"uncached": nullcontext}
     ours = {
         "Interval": Interval(EVERY),
-        **{f"TaylorSeer {site}": TaylorSeer(EVERY, 1, warmup=1, site=site)
-           for site in ("stack", "model", "block", "module")},
-    }  # fmt: skip
+        **{
+            f"TaylorSeer {site}": TaylorSeer(EVERY, 1, warmup=1, site=site)
+            for site in ("stack", "model", "block", "module")
+        },
+    }
     for name, method in ours.items():
         found[name] = lambda method=method: diffcache.wrapped(model.pipe, method)  # type: ignore[misc]
     for name, (kind, settings) in PEERS.items():
@@ -161,9 +179,11 @@ def measure(setting: Setting, *, rounds: int = 3) -> dict[str, Any]:
         if not tiny:
             torch.cuda.empty_cache()
     return {
-        "shapes": {"device": setting.device.type, "steps": STEPS, "every": EVERY}, "rounds": rounds,
-        "tiny": tiny, "rows": found,
-    }  # fmt: skip
+        "shapes": {"device": setting.device.type, "steps": STEPS, "every": EVERY},
+        "rounds": rounds,
+        "tiny": tiny,
+        "rows": found,
+    }
 
 
 def rows(model: FullSizeModel, setting: Setting, rounds: int) -> list[dict[str, Any]]:
@@ -197,10 +217,15 @@ def rows(model: FullSizeModel, setting: Setting, rounds: int) -> list[dict[str, 
         step = (summary(timings.seconds[name])["median"] - plain * computed[name] / STEPS) / max(
             STEPS - computed[name], 1
         )
-        found.append({
-            "name": f"{model.name}, {name}", "seconds": summary(timings.seconds[name]),
-            "ratio": ratio, "computed": computed[name], "held_bytes": held[name],
-            "share_of_allowed": ratio["median"] / allowed,
-            "skipped_step_ms": 1e3 * step if name != "uncached" else None,
-        })  # fmt: skip
+        found.append(
+            {
+                "name": f"{model.name}, {name}",
+                "seconds": summary(timings.seconds[name]),
+                "ratio": ratio,
+                "computed": computed[name],
+                "held_bytes": held[name],
+                "share_of_allowed": ratio["median"] / allowed,
+                "skipped_step_ms": 1e3 * step if name != "uncached" else None,
+            }
+        )
     return found + [{"name": f"{model.name}, {n}", "refused": why} for n, why in refused.items()]

@@ -19,16 +19,7 @@ from torch.nn import functional
 from diffcache.eval.metrics.intervals import share_interval
 from diffcache.eval.record import Setting, values
 from diffcache.eval.workshop.small.sticker_judge import LEAST_LIKENESS, fit, likeness
-from diffcache.eval.workshop.small.stickers import (
-    GROUNDS,
-    OBJECTS,
-    SIDE,
-    Sticker,
-    ground,
-    place,
-    put,
-    to_bytes,
-)
+from diffcache.eval.workshop.small.stickers import GROUNDS, OBJECTS, SIDE, Sticker, ground, place, put, to_bytes
 
 KINDS = {
     "whole": "nothing",
@@ -64,9 +55,7 @@ def draw(kind: str, rng: np.random.Generator) -> tuple[Sticker, NDArray[np.uint8
     return wanted, soften(_fault(kind, picture, behind, cover, rng), rng)
 
 
-def _fault(
-    kind: str, picture: Pixels, behind: Pixels, cover: Pixels, rng: np.random.Generator
-) -> Pixels:
+def _fault(kind: str, picture: Pixels, behind: Pixels, cover: Pixels, rng: np.random.Generator) -> Pixels:
     rows, columns = np.nonzero(cover > 0.5)
     angle, grid = rng.uniform(0, 2 * np.pi), np.arange(SIDE)
     along = (grid - columns.mean()) * np.cos(angle) + (grid[:, None] - rows.mean()) * np.sin(angle)
@@ -84,11 +73,7 @@ def _fault(
     if kind == "shattered":
         count = int(rng.integers(2, 4))
         high, wide = np.ptp(rows) // count, np.ptp(columns) // count
-        corners = [
-            (rows.min() + i * high, columns.min() + j * wide)
-            for i in range(count)
-            for j in range(count)
-        ]
+        corners = [(rows.min() + i * high, columns.min() + j * wide) for i in range(count) for j in range(count)]
         order, broken = rng.permutation(len(corners)), picture.copy()
         for one, other in zip(order, np.roll(order, 1), strict=True):
             (y, x), (v, u) = corners[one], corners[other]
@@ -100,15 +85,11 @@ def _fault(
 def soften(picture: Pixels, rng: np.random.Generator) -> NDArray[np.uint8]:
     """Bend a picture by up to some pixels, blur it, and add noise."""
     random = torch.Generator().manual_seed(int(rng.integers(1 << 31)))
-    bend = functional.interpolate(
-        torch.randn(1, 2, 7, 7, generator=random), size=(SIDE, SIDE), mode="bicubic"
-    )
+    bend = functional.interpolate(torch.randn(1, 2, 7, 7, generator=random), size=(SIDE, SIDE), mode="bicubic")
     bend = bend / bend.std() * rng.uniform(0, 1.6) * 2 / SIDE
     plain = functional.affine_grid(torch.eye(2, 3)[None], [1, 3, SIDE, SIDE], align_corners=False)
     pixels = torch.from_numpy(picture).permute(2, 0, 1)[None].float()
-    bent = functional.grid_sample(
-        pixels, plain + bend.permute(0, 2, 3, 1), padding_mode="border", align_corners=False
-    )
+    bent = functional.grid_sample(pixels, plain + bend.permute(0, 2, 3, 1), padding_mode="border", align_corners=False)
     share = rng.uniform(0, 0.25)  # of the neighbors on both sides
     kernel = torch.tensor([share, 1 - 2 * share, share])
     kernel = torch.outer(kernel, kernel).expand(3, 1, 3, 3)
@@ -151,7 +132,18 @@ def measure(setting: Setting, *, samples: int = 200, seed: int = 0) -> dict[str,
         found = likenesses(kind, range(samples), seed)
         taken = torch.from_numpy(found >= LEAST_LIKENESS)
         cuts = np.quantile(found, (0.05, 0.5, 0.95)).round(3).tolist()
-        rows.append({"name": kind, "about": about, "taken": share_interval(taken).to_dict(),
-                     "likeness": cuts, "values": values(taken)})  # fmt: skip
-    return {"shapes": {"device": "cpu", "least_likeness": LEAST_LIKENESS, "samples": samples},
-            "rounds": 1, "seed": seed, "rows": rows}  # fmt: skip
+        rows.append(
+            {
+                "name": kind,
+                "about": about,
+                "taken": share_interval(taken).to_dict(),
+                "likeness": cuts,
+                "values": values(taken),
+            }
+        )
+    return {
+        "shapes": {"device": "cpu", "least_likeness": LEAST_LIKENESS, "samples": samples},
+        "rounds": 1,
+        "seed": seed,
+        "rows": rows,
+    }

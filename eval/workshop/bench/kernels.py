@@ -33,6 +33,10 @@ def measure(setting: Setting, *, rounds: int = ROUNDS) -> dict[str, Any]:
             setting.progress(number, len(cases), f"{case.operator}, {case.model}")
         rows.append(row(case, setting.device, rounds, limits))
     return {
-        "shapes": {"calls": CALLS}, "rounds": rounds, "tiny": tiny, "limits": limits, "rows": rows,
+        "shapes": {"calls": CALLS},
+        "rounds": rounds,
+        "tiny": tiny,
+        "limits": limits,
+        "rows": rows,
         "choices": {} if tiny else {torch.cuda.get_device_name(setting.device): choices(rows)},
-    }  # fmt: skip
+    }

@@ -145,9 +145,7 @@ def _decoding(store: KVStore) -> Callable[[int], tuple[Tensor, Tensor]]:
     return decoded
 
 
-def _cached(
-    name: str, cache: Any, attend: Callable[..., Any], module: nn.Module, x: Inputs
-) -> CacheVariant:
+def _cached(name: str, cache: Any, attend: Callable[..., Any], module: nn.Module, x: Inputs) -> CacheVariant:
     """Return steps of a cache of transformers, as an attention module of a model takes them."""
     for index in range(LAYERS):
         keys, values = cache.update(x.k, x.v, index)
@@ -176,9 +174,13 @@ def variants(setting: Setting, slots: int = SLOTS) -> list[CacheVariant]:
     quantized, store = store_variant("kivi 2 bit", "reading, kivi", kivi(bits=2), coded)
     found += [bare("reading, kivi", coded, _decoding(store)), quantized]
     config = LlamaConfig(
-        vocab_size=8, hidden_size=HEADS * GROUPS * SIZE, intermediate_size=8,
-        num_hidden_layers=LAYERS, num_attention_heads=HEADS * GROUPS, num_key_value_heads=HEADS,
-    )  # fmt: skip
+        vocab_size=8,
+        hidden_size=HEADS * GROUPS * SIZE,
+        intermediate_size=8,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS * GROUPS,
+        num_key_value_heads=HEADS,
+    )
     model = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
 
     def ours(*given: Any, **more: Any) -> Any:
@@ -203,13 +205,21 @@ def measure(setting: Setting, *, rounds: int = 50, slots: int = SLOTS) -> dict[s
     found = variants(setting, slots)
     turns = {variant.name: variant.turn() for variant in found}
     timings = take_turns(turns, rounds, _WARMUP, setting)
-    shapes = {"device": setting.device.type, "slots": slots, "layers": LAYERS, "heads": HEADS,
-              "groups": GROUPS, "head_size": SIZE}  # fmt: skip
+    shapes = {
+        "device": setting.device.type,
+        "slots": slots,
+        "layers": LAYERS,
+        "heads": HEADS,
+        "groups": GROUPS,
+        "head_size": SIZE,
+    }
     return {
-        "shapes": shapes, "rounds": rounds, "clock": setting.clock,
+        "shapes": shapes,
+        "rounds": rounds,
+        "clock": setting.clock,
         "rows": times(found, timings.own(setting)),
         "held": [*held_rows(slots), *trained_rows(slots + 1)],
-    }  # fmt: skip
+    }
 
 
 def times(found: list[CacheVariant], taken: dict[str, list[float]]) -> list[dict[str, Any]]:
@@ -226,6 +236,13 @@ def times(found: list[CacheVariant], taken: dict[str, list[float]]) -> list[dict
         above = None
         if floor is not None:
             above = {key: mine[key] - floor["median"] for key in ("median", "q1", "q3")}
-        rows.append({"name": variant.name, "step_us": mine, "floor": variant.floor or None,
-                     "above_floor_us": above, "target_us": variant.target})  # fmt: skip
+        rows.append(
+            {
+                "name": variant.name,
+                "step_us": mine,
+                "floor": variant.floor or None,
+                "above_floor_us": above,
+                "target_us": variant.target,
+            }
+        )
     return rows

@@ -134,9 +134,7 @@ class Loop:
         steps: Length of a run.
     """
 
-    def __init__(
-        self, model: Any, method: Method, call: dict[str, Any], steps: int = 10**6
-    ) -> None:
+    def __init__(self, model: Any, method: Method, call: dict[str, Any], steps: int = 10**6) -> None:
         self.model, self.method, self.steps, self.arguments = model, method, steps, call
         self.scheduler = Ticker()
         self.components = {"transformer": model, "scheduler": self.scheduler}
@@ -150,10 +148,7 @@ class Loop:
         return self
 
     def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         diffcache.unwrap(self)
 

@@ -68,9 +68,7 @@ class Variant:
             step()
             self.tick()
 
-        return Turn(
-            step, lambda: self.model.cache_context("cond"), first, None, self.tick, self.calls
-        )
+        return Turn(step, lambda: self.model.cache_context("cond"), first, None, self.tick, self.calls)
 
     def open(self) -> None:
         """Open a context and close it."""
@@ -81,10 +79,7 @@ class Variant:
 def methods() -> dict[str, tuple[Method, str]]:
     """Return the methods of diffcache to time, with their floors."""
     taylor: dict[str, tuple[Method, str]] = {
-        f"TaylorSeer {site}": (
-            TaylorSeer(NEVER, 1, site=site),
-            f"{site} rest" if site in _SITES else "0 blocks",
-        )
+        f"TaylorSeer {site}": (TaylorSeer(NEVER, 1, site=site), f"{site} rest" if site in _SITES else "0 blocks")
         for site in ("stack", "model", "block", *_SITES)
     }
     return {
@@ -98,15 +93,12 @@ def methods() -> dict[str, tuple[Method, str]]:
 def peers(steps: int) -> dict[str, tuple[Any, str]]:
     """Return the configurations of diffusers to time, with their floors."""
     lite, attention = (
-        TaylorSeerCacheConfig(
-            cache_interval=NEVER, use_lite_mode=lite, taylor_factors_dtype=torch.float32
-        )
+        TaylorSeerCacheConfig(cache_interval=NEVER, use_lite_mode=lite, taylor_factors_dtype=torch.float32)
         for lite in (True, False)
     )
     mag = MagCacheConfig(
-        threshold=1e9, max_skip_steps=NEVER, retention_ratio=0.0, num_inference_steps=steps,
-        mag_ratios=[1.0] * steps,
-    )  # fmt: skip
+        threshold=1e9, max_skip_steps=NEVER, retention_ratio=0.0, num_inference_steps=steps, mag_ratios=[1.0] * steps
+    )
     return {
         "diffusers MagCache": (mag, "0 blocks"),
         "diffusers TaylorSeer lite": (lite, "0 blocks"),
@@ -192,11 +184,7 @@ def measure(setting: Setting, *, rounds: int = 50, shape: Shape | None = None) -
             turns[name] = variant.turn(variants.call)
         seconds = take_turns(turns, rounds, 0, setting).cpu_seconds
     return {
-        "shapes": {
-            "device": setting.device.type,
-            "model": "tiny FLUX, random weights",
-            **asdict(shape),
-        },
+        "shapes": {"device": setting.device.type, "model": "tiny FLUX, random weights", **asdict(shape)},
         "rounds": rounds,
         "clock": "CPU time of the process until a call returned, 10th percentile",
         "rows": rows(variants, seconds),
@@ -216,15 +204,17 @@ def rows(variants: dict[str, Variant], seconds: dict[str, list[float]]) -> list[
         above = taken[name]["p10"] - taken[variant.floor]["p10"] if variant.floor else None
         sites = variant.sites or None
         is_ours = not name.startswith("diffusers")
-        found.append({
-            "name": name,
-            "step_us": taken[name],
-            "floor": variant.floor or None,
-            "above_floor_us": above,
-            "sites": sites,
-            "above_floor_us_a_site": above / sites if above is not None and sites else None,
-            "cache_context_us": taken[_OPENING.format(name)]["p10"],
-            "target_us": TARGETS.get(name),
-            "target_us_a_site": SITE_TARGET if sites and is_ours else None,
-        })  # fmt: skip
+        found.append(
+            {
+                "name": name,
+                "step_us": taken[name],
+                "floor": variant.floor or None,
+                "above_floor_us": above,
+                "sites": sites,
+                "above_floor_us_a_site": above / sites if above is not None and sites else None,
+                "cache_context_us": taken[_OPENING.format(name)]["p10"],
+                "target_us": TARGETS.get(name),
+                "target_us_a_site": SITE_TARGET if sites and is_ours else None,
+            }
+        )
     return found

@@ -41,9 +41,7 @@ class Bench:
     resumes: bool = False
     sized: bool = False
 
-    def run(
-        self, name: str, setting: Setting, sizes: Mapping[str, Any], unfinished: Path
-    ) -> dict[str, Any]:
+    def run(self, name: str, setting: Setting, sizes: Mapping[str, Any], unfinished: Path) -> dict[str, Any]:
         """Measure; return the record, which names no command yet.
 
         Args:
@@ -103,7 +101,9 @@ def thirds(seconds: Sequence[float], alone: Sequence[float], held: Sequence[int]
     shares = [own / other for own, other in zip(seconds, alone, strict=True)]
     of_alone = [median(shares[part]) for part in parts]
     return {
-        "ms": [1e3 * median(seconds[part]) for part in parts], "of_alone": of_alone,
-        "time_ratio": of_alone[2] / of_alone[1], "bytes": list(held),
+        "ms": [1e3 * median(seconds[part]) for part in parts],
+        "of_alone": of_alone,
+        "time_ratio": of_alone[2] / of_alone[1],
+        "bytes": list(held),
         "bytes_ratio": held[2] / held[1],
-    }  # fmt: skip
+    }

@@ -87,9 +87,13 @@ def sentences(name: str) -> list[str]:
 
 
 def measure(
-    setting: Setting, *, samples: int = 48, factors: Sequence[int] = (3, 4, 6), trials: int = 30,
+    setting: Setting,
+    *,
+    samples: int = 48,
+    factors: Sequence[int] = (3, 4, 6),
+    trials: int = 30,
     unfinished: Path | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Search at every factor, and measure the choice and all single methods on held-out sentences.
 
     Args:
@@ -115,9 +119,8 @@ def measure(
 
     def searched(factor: int) -> dict[str, Any]:
         method = diffcache.tune(
-            pipe, mine[:SEARCHED], speedup=factor, trials=trials, steps=STEPS, batch_size=BATCH,
-            **sticker_flux.CALL,
-        )  # fmt: skip
+            pipe, mine[:SEARCHED], speedup=factor, trials=trials, steps=STEPS, batch_size=BATCH, **sticker_flux.CALL
+        )
         return told("tuned", method.method, held.measure(method.method, whole))
 
     @cache
@@ -148,10 +151,20 @@ def measure(
         found = {"tuned": kept.take(f"{factor} tuned", partial(searched, factor)), **found}
         rows += [{**row, "factor": factor} for row in found.values()]
     return {
-        "shapes": {"device": setting.device.type, "model": "sticker-flux", "samples": samples,
-                   "steps": STEPS, "searched": SEARCHED, "trials": trials, "model_sha256": digest},
-        "rounds": 1, "seed": SEED, "rows": compared(rows), "parts": kept.end(),
-    }  # fmt: skip
+        "shapes": {
+            "device": setting.device.type,
+            "model": "sticker-flux",
+            "samples": samples,
+            "steps": STEPS,
+            "searched": SEARCHED,
+            "trials": trials,
+            "model_sha256": digest,
+        },
+        "rounds": 1,
+        "seed": SEED,
+        "rows": compared(rows),
+        "parts": kept.end(),
+    }
 
 
 def again(

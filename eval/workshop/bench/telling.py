@@ -65,10 +65,7 @@ def magcache(ratios: Sequence[float], factor: int) -> MagCache:
         ValueError: If no threshold skips as much.
     """
     for threshold in np.geomspace(1e-3, 30, 400):
-        method = MagCache(
-            threshold=float(f"{threshold:.3g}"), longest=STEPS, retention=0.0,
-            ratios=(1.0, *ratios),
-        )  # fmt: skip
+        method = MagCache(threshold=float(f"{threshold:.3g}"), longest=STEPS, retention=0.0, ratios=(1.0, *ratios))
         if len(computed(method)) <= -(-STEPS // factor):
             return method
     raise ValueError(f"factor={factor}: no threshold skips as much with these ratios")
@@ -105,9 +102,7 @@ def residuals(pipe: FluxPipeline, texts: list[str]) -> dict[str, list[float]]:
         model.transformer_blocks[0].register_forward_pre_hook(
             lambda _, args, kwargs: entered.append(kwargs["hidden_states"]), with_kwargs=True
         ),
-        model.single_transformer_blocks[-1].register_forward_hook(
-            lambda _, args, output: left.append(output[1])
-        ),
+        model.single_transformer_blocks[-1].register_forward_hook(lambda _, args, output: left.append(output[1])),
     ]
     try:
         _draw(pipe, texts)
@@ -127,9 +122,13 @@ def residuals(pipe: FluxPipeline, texts: list[str]) -> dict[str, list[float]]:
 
 
 def measure(
-    setting: Setting, *, samples: int = 64, factors: Sequence[int] = FACTORS,
-    picture: Path | None = PICTURE, unfinished: Path | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    setting: Setting,
+    *,
+    samples: int = 64,
+    factors: Sequence[int] = FACTORS,
+    picture: Path | None = PICTURE,
+    unfinished: Path | None = None,
+) -> dict[str, Any]:
     """Measure every method at every factor, and draw the picture of `docs/telling_power.md`.
 
     Args:
@@ -141,8 +140,7 @@ def measure(
     """
     pipe = sticker_flux.load(dtype=setting.dtype).to(setting.device)
     texts = held_out_captions(samples, SEED)
-    key = {"samples": samples, "dtype": str(setting.dtype),
-           "model": directory_sha256(sticker_flux.DIRECTORY)}  # fmt: skip
+    key = {"samples": samples, "dtype": str(setting.dtype), "model": directory_sha256(sticker_flux.DIRECTORY)}
     kept = Parts(unfinished, key)
     path = kept.take("residuals", lambda: residuals(pipe, texts[:8]))
     base = np.array(kept.take(UNCACHED, lambda: _draw(pipe, texts).tolist()), np.uint8)
@@ -163,8 +161,7 @@ def measure(
                     pictures = _draw(pipe, texts)
                     done = diffcache.report(pipe)
                 steps = round(STEPS * done.computed / (done.computed + done.skipped))
-            return {"steps": steps, "shown": pictures[:SHOWN].tolist(),
-                    **_compared(texts, pictures, base, right)}  # fmt: skip
+            return {"steps": steps, "shown": pictures[:SHOWN].tolist(), **_compared(texts, pictures, base, right)}
 
         found = dict(kept.take(title, make_row))
         shown[title] = np.array(found.pop("shown"), np.uint8)
@@ -172,19 +169,29 @@ def measure(
         rows.append({"name": title, **about, **found})
     if picture is not None:
         _picture(texts, shown).save(picture, optimize=True)
-    uncached = {"name": UNCACHED, "method": UNCACHED, "factor": 1, "steps": STEPS,
-                "whole_right": share_interval(torch.tensor(right)).to_dict()}  # fmt: skip
+    uncached = {
+        "name": UNCACHED,
+        "method": UNCACHED,
+        "factor": 1,
+        "steps": STEPS,
+        "whole_right": share_interval(torch.tensor(right)).to_dict(),
+    }
     return {
-        "shapes": {"device": setting.device.type, "model": "sticker-flux", "samples": samples,
-                   "model_sha256": key["model"]},
-        "rounds": 1, "seed": SEED, "rows": [uncached, *rows], "residuals": path,
+        "shapes": {
+            "device": setting.device.type,
+            "model": "sticker-flux",
+            "samples": samples,
+            "model_sha256": key["model"],
+        },
+        "rounds": 1,
+        "seed": SEED,
+        "rows": [uncached, *rows],
+        "residuals": path,
         "parts": kept.end(),
-    }  # fmt: skip
+    }
 
 
-def again(
-    record: Mapping[str, Any], row: Mapping[str, Any], numbers: Sequence[int]
-) -> dict[str, Tensor]:
+def again(record: Mapping[str, Any], row: Mapping[str, Any], numbers: Sequence[int]) -> dict[str, Tensor]:
     """Draw some pictures of a row of a record again; return right ones and PSNR of each."""
     pipe, texts, base = _uncached(record["shapes"]["samples"], tuple(numbers))
     pictures = base
@@ -199,9 +206,7 @@ def again(
 
 
 @cache
-def _uncached(
-    samples: int, numbers: tuple[int, ...]
-) -> tuple[FluxPipeline, list[str], NDArray[np.uint8]]:
+def _uncached(samples: int, numbers: tuple[int, ...]) -> tuple[FluxPipeline, list[str], NDArray[np.uint8]]:
     """Return the pipeline, some of the sentences, and their uncached pictures."""
     pipe, every = sticker_flux.load(), held_out_captions(samples, SEED)
     texts = [every[number] for number in numbers]

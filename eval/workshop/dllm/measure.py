@@ -51,9 +51,7 @@ class Runner:
         """Return the answers to prompts, int64 `[B, P]`."""
         if self.row.alone:
             return self._alone(prompts)
-        return self.lm.generate(
-            prompts, self.row.schedule(self.length, self.block), self.row.sampler()
-        )
+        return self.lm.generate(prompts, self.row.schedule(self.length, self.block), self.row.sampler())
 
     @torch.no_grad()
     def _alone(self, prompts: Tensor) -> Answer:
@@ -92,11 +90,7 @@ def runners(model: str, chosen: Sequence[Row], setting: Setting) -> dict[str, Ru
 
 
 def runners_of(
-    base: LlamaForCausalLM,
-    chosen: Sequence[Row],
-    length: int,
-    block: int,
-    guide: LlamaForCausalLM | None = None,
+    base: LlamaForCausalLM, chosen: Sequence[Row], length: int, block: int, guide: LlamaForCausalLM | None = None
 ) -> dict[str, Runner]:
     """Return a runner for each row, whose models share their weights.
 
@@ -120,9 +114,8 @@ def runners_of(
 
 
 def quality(
-    found: Mapping[str, Runner], model: str, samples: int, seed: int, kept: Parts,
-    progress: Progress | None,
-) -> dict[str, Tensor]:  # fmt: skip
+    found: Mapping[str, Runner], model: str, samples: int, seed: int, kept: Parts, progress: Progress | None
+) -> dict[str, Tensor]:
     """Return which answers are right from the first token to the last, bool `[samples]` by row.
 
     Args:
@@ -150,9 +143,7 @@ def _hits(runner: Runner, batch: ChainBatch) -> list[bool]:
     return right
 
 
-def timing(
-    found: Mapping[str, Runner], prompts: Tensor, size: int, setting: Setting
-) -> dict[str, dict[str, Any]]:
+def timing(found: Mapping[str, Runner], prompts: Tensor, size: int, setting: Setting) -> dict[str, dict[str, Any]]:
     """Return seconds, forwards, token-layers and bytes of a batch by row; rows take turns.
 
     Args:
@@ -176,22 +167,17 @@ def timing(
         forwards, computed, held = zip(*runner.told[1:], strict=True)
         told[name] = {
             "seconds": summary([value / size for value in seconds[name]]),
-            "faster": summary(ratios), "forwards": fmean(forwards),
-            "token_layers": fmean(computed) / size, "held_bytes": max(held),
-        }  # fmt: skip
+            "faster": summary(ratios),
+            "forwards": fmean(forwards),
+            "token_layers": fmean(computed) / size,
+            "held_bytes": max(held),
+        }
     return told
 
 
 @torch.no_grad()
 def measure_model(
-    model: str,
-    chosen: Sequence[Row],
-    setting: Setting,
-    *,
-    samples: int,
-    rounds: int,
-    seed: int = 0,
-    kept: Parts,
+    model: str, chosen: Sequence[Row], setting: Setting, *, samples: int, rounds: int, seed: int = 0, kept: Parts
 ) -> list[dict[str, Any]]:
     """Return what every row measured on one model.
 
@@ -214,11 +200,17 @@ def measure_model(
     made = []
     for row in chosen:
         lost = share_change(hits[row.against], hits[row.name])
-        made.append({
-            "name": row.name, "policy": row.policy, "role": row.role, "against": row.against,
-            "threshold": row.threshold, "exact_match": share_interval(hits[row.name]).to_dict(),
-            "values": values(hits[row.name]),
-            "change": None if row.against == row.name else lost.to_dict(),
-            **{f"batch_{size}": told[row.name] for size, told in times.items()},
-        })  # fmt: skip
+        made.append(
+            {
+                "name": row.name,
+                "policy": row.policy,
+                "role": row.role,
+                "against": row.against,
+                "threshold": row.threshold,
+                "exact_match": share_interval(hits[row.name]).to_dict(),
+                "values": values(hits[row.name]),
+                "change": None if row.against == row.name else lost.to_dict(),
+                **{f"batch_{size}": told[row.name] for size, told in times.items()},
+            }
+        )
     return made

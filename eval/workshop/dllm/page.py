@@ -105,9 +105,19 @@ def _measured(record: Mapping[str, Any]) -> str:
         f"{shapes['samples']} prompts, {record['dtype']}, {record['threads']} thread, "
         f"{record['device']} (`{record['command']}`)."
     )
-    heads = ["", "exact match", "change", "against", "forwards", "token-layers", "fewer",
-             "faster, batch 1", "the cache's share", f"batch {shapes['batch']}",
-             "the cache's share"]  # fmt: skip
+    heads = [
+        "",
+        "exact match",
+        "change",
+        "against",
+        "forwards",
+        "token-layers",
+        "fewer",
+        "faster, batch 1",
+        "the cache's share",
+        f"batch {shapes['batch']}",
+        "the cache's share",
+    ]
     known = {row["name"]: row for row in rows}
     lines = table(heads, [_row(row, known, shapes["batch"]) for row in rows])
     return "\n".join([f"### {shapes['model']}\n", about, "", *lines, ""])
@@ -119,12 +129,16 @@ def _row(row: Mapping[str, Any], known: Mapping[str, Any], batch: int) -> list[s
     share = "{value:.3f} ({low:.3f} to {high:.3f})".format(**row["exact_match"])
     change = row["change"]
     return [
-        name, share,
+        name,
+        share,
         "" if change is None else "{value:+.3f} ({low:+.3f} to {high:+.3f})".format(**change),
-        "" if change is None else row["against"], f"{one['forwards']:.1f}",
-        f"{one['token_layers']:,.0f}", f"{whole / one['token_layers']:.2f}",
-        *_faster(row, known, "batch_1"), *_faster(row, known, f"batch_{batch}"),
-    ]  # fmt: skip
+        "" if change is None else row["against"],
+        f"{one['forwards']:.1f}",
+        f"{one['token_layers']:,.0f}",
+        f"{whole / one['token_layers']:.2f}",
+        *_faster(row, known, "batch_1"),
+        *_faster(row, known, f"batch_{batch}"),
+    ]
 
 
 def _faster(row: Mapping[str, Any], known: Mapping[str, Any], batch: str) -> tuple[str, str]:

@@ -53,10 +53,11 @@ class Errors:
         """Return the shares and the mean errors as plain data."""
         values = [value for found in self.by_age.values() for value in found]
         return {
-            "same_argmax": self.same / self.masks, "same_commit": self.first / self.commits,
+            "same_argmax": self.same / self.masks,
+            "same_commit": self.first / self.commits,
             "kv_error": sum(values) / len(values) if values else None,
             "kv_error_by_age": {age: sum(v) / len(v) for age, v in sorted(self.by_age.items())},
-        }  # fmt: skip
+        }
 
 
 @torch.no_grad()

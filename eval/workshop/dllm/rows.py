@@ -16,11 +16,20 @@ Role = Literal["cache", "baseline", "control"]
 MANY = 0.9  # the papers' threshold of parallel decoding
 
 SMALLER = {  # rows that the smaller models have, on which an answer takes a tenth of the time
-    "uncached, blocks of 8", "uncached, random order", "dKV-Cache decode, every 2",
-    "dKV-Cache decode, every 32", "dKV-Cache prefill", "dKV-Cache greedy", "FreeCache, blocks of 8",
-    "FreeCache, commit forward, blocks of 8", "dLLM-Cache 25/8, none", "Elastic-Cache, always",
-    "Elastic-Cache, head axis 0.9", "Elastic-Cache, key axis 0.99", "Fast-dLLM prefix",
-}  # fmt: skip
+    "uncached, blocks of 8",
+    "uncached, random order",
+    "dKV-Cache decode, every 2",
+    "dKV-Cache decode, every 32",
+    "dKV-Cache prefill",
+    "dKV-Cache greedy",
+    "FreeCache, blocks of 8",
+    "FreeCache, commit forward, blocks of 8",
+    "dLLM-Cache 25/8, none",
+    "Elastic-Cache, always",
+    "Elastic-Cache, head axis 0.9",
+    "Elastic-Cache, key axis 0.99",
+    "Fast-dLLM prefix",
+}
 
 
 @dataclass(frozen=True)
@@ -118,8 +127,7 @@ def rows(model: str) -> list[Row]:
         Row("FreeCache, blocks of 8", "free-cache", role="control", **small),
         Row("FreeCache, commit forward, blocks of 8", "free-cache:commit=True", **small),
         Row("dLLM-Cache 100/7, a quarter", "dllm-cache:prompt_every=100"),
-        Row("dLLM-Cache 25/8, none", "dllm-cache:prompt_every=25,answer_every=8,ratio=0",
-            role="control"),
+        Row("dLLM-Cache 25/8, none", "dllm-cache:prompt_every=25,answer_every=8,ratio=0", role="control"),
         Row("Sparse-dLLM", "sparse-dllm"),
         Row("d2Cache", "d2cache"),
         Row("Window-Diffusion", "window-diffusion", **slide),
@@ -129,9 +137,13 @@ def rows(model: str) -> list[Row]:
         Row("Elastic-Cache, key axis 0.9", "elastic:gamma=0.9,similarity=key", **slide),
         Row("Elastic-Cache, key axis 0.99", "elastic:gamma=0.99,similarity=key", **slide),
         Row("Elastic-Cache, always", "elastic:gamma=2", **slide),
-        Row("Elastic-Cache, key axis 0.9, threshold 0.9", "elastic:gamma=0.9,similarity=key",
-            against="uncached, sliding window, threshold 0.9", **both),
-    ]  # fmt: skip
+        Row(
+            "Elastic-Cache, key axis 0.9, threshold 0.9",
+            "elastic:gamma=0.9,similarity=key",
+            against="uncached, sliding window, threshold 0.9",
+            **both,
+        ),
+    ]
     if model == "chain-llada":
         found = [row for row in found if row.name not in SMALLER]
     if model in GUIDES:

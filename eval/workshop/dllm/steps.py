@@ -31,10 +31,18 @@ from diffcache.pipelines.diffusion_lm import can_be_compiled
 from diffcache.targets import handle_of
 
 NAMES = (
-    "uncached", "dKV-Cache decode, every 8", "dKV-Cache PD, every 4", "Fast-dLLM dual",
-    "FreeCache, commit forward", "dLLM-Cache 100/7, a quarter", "d2Cache", "Window-Diffusion",
-    "Elastic-Cache, never", "Elastic-Cache, head axis 0.9", "Elastic-Cache, key axis 0.9",
-)  # fmt: skip
+    "uncached",
+    "dKV-Cache decode, every 8",
+    "dKV-Cache PD, every 4",
+    "Fast-dLLM dual",
+    "FreeCache, commit forward",
+    "dLLM-Cache 100/7, a quarter",
+    "d2Cache",
+    "Window-Diffusion",
+    "Elastic-Cache, never",
+    "Elastic-Cache, head axis 0.9",
+    "Elastic-Cache, key axis 0.9",
+)
 LARGE = {"prompt": 384, "length": 64, "block": 32}  # of the model of 28 M parameters
 MODEL = "chain-llada"
 
@@ -42,9 +50,15 @@ MODEL = "chain-llada"
 def large() -> LlamaForCausalLM:
     """Return a model of 8 layers of 512 channels, with random weights."""
     config = LlamaConfig(
-        vocab_size=1024, hidden_size=512, intermediate_size=1536, num_hidden_layers=8,
-        num_attention_heads=8, is_causal=False, mask_token_id=1023, max_position_embeddings=512,
-    )  # fmt: skip
+        vocab_size=1024,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        is_causal=False,
+        mask_token_id=1023,
+        max_position_embeddings=512,
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: LlamaForCausalLM = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
@@ -92,10 +106,7 @@ def answer(runner: Any, prompts: Tensor, twin: nn.Module) -> dict[str, float]:
     finally:
         del masked.logits
     seconds = time.process_time() - start - sum(plain)
-    return {
-        "call": sum(calls) / sum(plain), "step": seconds / sum(plain), "rows": fmean(counts),
-        "seconds": seconds,
-    }  # fmt: skip
+    return {"call": sum(calls) / sum(plain), "step": seconds / sum(plain), "rows": fmean(counts), "seconds": seconds}
 
 
 def _computed(lm: Any, ids: Tensor) -> int:
@@ -153,14 +164,18 @@ def measure(
     for name, answers in told.items():
         timed_ones = answers[1:]  # the first checks the model
         faster = [base / one["seconds"] for base, one in zip(stock, timed_ones, strict=True)]
-        made.append({
-            "name": name, "rows": fmean(one["rows"] for one in timed_ones),
-            "call_ratio": summary([one["call"] for one in timed_ones]),
-            "step_ratio": summary([one["step"] for one in timed_ones]),
-            "faster": summary(faster),
-        })  # fmt: skip
+        made.append(
+            {
+                "name": name,
+                "rows": fmean(one["rows"] for one in timed_ones),
+                "call_ratio": summary([one["call"] for one in timed_ones]),
+                "step_ratio": summary([one["step"] for one in timed_ones]),
+                "faster": summary(faster),
+            }
+        )
     return {
-        "shapes": {"model": "28 M parameters" if is_large else MODEL, "batch": size,
-                   "device": setting.device.type},
-        "rounds": rounds, "clock": "CPU time of the process", "rows": made,
-    }  # fmt: skip
+        "shapes": {"model": "28 M parameters" if is_large else MODEL, "batch": size, "device": setting.device.type},
+        "rounds": rounds,
+        "clock": "CPU time of the process",
+        "rows": made,
+    }

@@ -24,7 +24,7 @@ MODELS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("FluxPipeline", "flux.1-dev", {"height": 1024, "width": 1024}),
     ("WanPipeline", "wan2.1-t2v-1.3b", {"height": 480, "width": 832, "frames": 81}),
     ("WanPipeline", "wan2.1-t2v-14b", {"height": 480, "width": 832, "frames": 81}),
-)  # fmt: skip
+)
 # Layers, hidden, intermediate, heads, key-value heads, words and tokens that are held.
 LLAMA = (32, 4096, 14336, 32, 8, 128256)
 HELD = 32768
@@ -52,10 +52,19 @@ def steps() -> Iterator[list[str]]:
     for pipeline, name, size in MODELS:
         for device in WHERE:
             said = [
-                predict(pipeline, "taylorseer", every=5, order=1, site=site, steps=11,
-                        published=name, device=device, **size)
+                predict(
+                    pipeline,
+                    "taylorseer",
+                    every=5,
+                    order=1,
+                    site=site,
+                    steps=11,
+                    published=name,
+                    device=device,
+                    **size,
+                )
                 for site in ("stack", "module")
-            ]  # fmt: skip
+            ]
             skips = [_shown(one.skipped) if one.skipped else "-" for one in said]
             yield [name, device, _shown(said[0].uncached, 1 / 11), *skips]
 
@@ -66,10 +75,15 @@ def token(device: str) -> Cost:
 
     layers, hidden, wide, heads, own, words = LLAMA
     config = LlamaConfig(
-        num_hidden_layers=layers, hidden_size=hidden, intermediate_size=wide,
-        num_attention_heads=heads, num_key_value_heads=own, vocab_size=words,
-        max_position_embeddings=4 * HELD, attn_implementation="sdpa",
-    )  # fmt: skip
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=wide,
+        num_attention_heads=heads,
+        num_key_value_heads=own,
+        vocab_size=words,
+        max_position_embeddings=4 * HELD,
+        attn_implementation="sdpa",
+    )
     with torch.device("meta"), torch.no_grad():
         model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
         cache = DynamicCache()
@@ -87,13 +101,8 @@ def page(before: str) -> str:
     introduction, _, rest = before.partition(HEAD)
     _, _, after = rest.partition("\n## ")
     titles = ("Model", "Device", "Computed step, or token", "Skipped, `stack`", "Skipped, `module`")
-    rows = [
-        *steps(),
-        *(["llama-3.1-8b, a token", one, _shown(token(one)), "", ""] for one in WHERE),
-    ]
-    return "\n".join(
-        [introduction + HEAD, EXPLAINED + "\n".join(table(titles, rows)), "", "## " + after]
-    )
+    rows = [*steps(), *(["llama-3.1-8b, a token", one, _shown(token(one)), "", ""] for one in WHERE)]
+    return "\n".join([introduction + HEAD, EXPLAINED + "\n".join(table(titles, rows)), "", "## " + after])
 
 
 main = keep_pages(page, PAGE)

@@ -22,9 +22,15 @@ from diffcache.registry import rows_of
 CODE = Path(__file__).with_name("code.json")  # facts of machine code, see targets.py
 # Architectures of the record, and GPUs that have them.
 TARGETS = {
-    "80": "A100", "86": "RTX 30", "89": "RTX 40, L40S", "90": "H100, H200", "100": "B200",
-    "120": "RTX 50", "gfx942": "MI300X", "gfx1100": "RX 7900",
-}  # fmt: skip
+    "80": "A100",
+    "86": "RTX 30",
+    "89": "RTX 40, L40S",
+    "90": "H100, H200",
+    "100": "B200",
+    "120": "RTX 50",
+    "gfx942": "MI300X",
+    "gfx1100": "RX 7900",
+}
 PAGE, RECORD, CHOICES = Path("docs/kernels.md"), "kernels.json", Path("kernels/choices.json")
 HEAD = "## Operators\n"  # what stands before is written by hand
 REWRITTEN = ("attn_mass",)  # operators that are others since the record was measured
@@ -88,9 +94,7 @@ def page(directory: Path = ROOT) -> str:
     introduction, _, _ = (directory / PAGE).read_text(encoding="utf-8").partition(HEAD)
     record = read_json(directory / "assets" / "bench" / RECORD) or {"rows": []}
     timed = {(row["operator"], row["model"], row["shapes"]): row for row in record["rows"]}
-    titles = (
-        "Operator", "Model and shapes", "Bytes", "Limit", "Expected", "Kernel", "Others", "Used by"
-    )  # fmt: skip
+    titles = ("Operator", "Model and shapes", "Bytes", "Limit", "Expected", "Kernel", "Others", "Used by")
     code = read_json(CODE) or {}
     codes = {(row["operator"], row["model"], row["shapes"]): row for row in code["rows"]}
     lines, apart = [], []
@@ -106,15 +110,13 @@ def page(directory: Path = ROOT) -> str:
         start=START, cached=CHIPS[DEVICE].cached, rows=len(apart), near=len(apart) - len(far)
     )
     distances = [
-        [f"`{case.operator}`", f"{case.model}: {case.shapes}", f"{said.us:.1f}", f"{us:.1f}",
-         f"{said.us / us:.2f}"] for case, us, said in far
-    ]  # fmt: skip
+        [f"`{case.operator}`", f"{case.model}: {case.shapes}", f"{said.us:.1f}", f"{us:.1f}", f"{said.us / us:.2f}"]
+        for case, us, said in far
+    ]
     operators: dict[str, list[Mapping[str, Any]]] = {}
     for one in code["rows"]:
         operators.setdefault(one["operator"], []).append(one)
-    shown = [
-        [f"`{name}`", *(_code(rows, arch) for arch in TARGETS)] for name, rows in operators.items()
-    ]
+    shown = [[f"`{name}`", *(_code(rows, arch) for arch in TARGETS)] for name, rows in operators.items()]
     heads = [f"{name if name[0] == 'g' else f'sm_{name}'} ({gpu})" for name, gpu in TARGETS.items()]
     far_heads = "Operator", "Row", "Expected", "Measured", "Ratio"
     return "\n".join([
@@ -130,8 +132,16 @@ def _published(code: Mapping[str, Any]) -> list[str]:
     for one, row in zip(published(), code["published"], strict=True):
         said = expect(row, one.device)
         assert said is not None, one.name
-        rows.append([one.name, one.device, f"{said.us:.1f} {said.bound}", f"{one.us:.1f}",
-                     f"{said.us / one.us:.2f}", one.source])  # fmt: skip
+        rows.append(
+            [
+                one.name,
+                one.device,
+                f"{said.us:.1f} {said.bound}",
+                f"{one.us:.1f}",
+                f"{said.us / one.us:.2f}",
+                one.source,
+            ]
+        )
     return table(("Published", "Device", "Expected", "Published", "Ratio", "Source"), rows)
 
 
@@ -141,10 +151,7 @@ def _code(rows: Sequence[Mapping[str, Any]], arch: str) -> str:
     failed = [code for code in found if isinstance(code, str)]
     if failed:
         return "too large" if "OutOfResources" in failed[0] else "no"
-    pairs = [
-        pair for row, codes in zip(rows, found, strict=True)
-        for pair in zip(row["launches"], codes, strict=True)
-    ]  # fmt: skip
+    pairs = [pair for row, codes in zip(rows, found, strict=True) for pair in zip(row["launches"], codes, strict=True)]
     codes = [code for _, code in pairs]
     told = [f"{max(code['registers'] for code in codes)} r"]
     told += [f"{most:.3g} K"] if (most := max(code["shared"] for code in codes)) >= 1 else []
@@ -167,9 +174,7 @@ def wrong(launch: Mapping[str, Any], code: Mapping[str, Any]) -> list[str]:
     return found + (["narrow"] if loaded >= STREAM and not code["wide"] else [])
 
 
-def _line(
-    case: KernelCase, row: Mapping[str, Any] | None, used: str, said: Expected | None = None
-) -> list[str]:
+def _line(case: KernelCase, row: Mapping[str, Any] | None, used: str, said: Expected | None = None) -> list[str]:
     expected = f"{said.us:.1f} {said.bound}" if said else "-"
     head = [f"`{case.operator}`", f"{case.model}: {case.shapes}", f"{case.moved / 1e6:.3g}"]
     others = [name for name in case.ways if name != "kernel"]

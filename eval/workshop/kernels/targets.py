@@ -31,13 +31,22 @@ from diffcache.kernels.gpu import machine
 ARCHS: tuple[int | str, ...] = (80, 86, 89, 90, 100, 120, "gfx942", "gfx1100")
 # Instructions that multiply matrices: with less than 64 rows, and with 64 or more.
 MATRIX = {
-    90: ("HMMA IMMA", "HGMMA IGMMA"), 100: ("HMMA IMMA", "UTC"),
-    "gfx942": ("v_mfma", "v_mfma"), "gfx1100": ("v_wmma", "v_wmma"),
-}  # fmt: skip
+    90: ("HMMA IMMA", "HGMMA IGMMA"),
+    100: ("HMMA IMMA", "UTC"),
+    "gfx942": ("v_mfma", "v_mfma"),
+    "gfx1100": ("v_wmma", "v_wmma"),
+}
 USUAL = ("HMMA IMMA", "HMMA IMMA")
 # Loads of 16 bytes of a thread, asynchronous ones, and those of whole tiles.
-WIDE = ("LDG.E.128", "LDGSTS", "UTMALDG", "buffer_load_dwordx4", "buffer_load_b128",
-        "global_load_dwordx4", "global_load_b128")  # fmt: skip
+WIDE = (
+    "LDG.E.128",
+    "LDGSTS",
+    "UTMALDG",
+    "buffer_load_dwordx4",
+    "buffer_load_b128",
+    "global_load_dwordx4",
+    "global_load_b128",
+)
 
 
 def row(case: KernelCase, archs: Sequence[int | str] = ARCHS) -> dict[str, Any]:
@@ -55,20 +64,29 @@ def row(case: KernelCase, archs: Sequence[int | str] = ARCHS) -> dict[str, Any]:
         except Exception as error:  # of a compiler: it says what it cannot do
             targets[str(arch)] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
             continue
-        launches = launches or [{
-            "kernel": kernel, "grid": list(grid), "loaded": round(work.loaded),
-            "stored": round(work.stored), "products": work.products, "turns": work.turns,
-        } for kernel, grid, work, _ in made]  # fmt: skip
+        launches = launches or [
+            {
+                "kernel": kernel,
+                "grid": list(grid),
+                "loaded": round(work.loaded),
+                "stored": round(work.stored),
+                "products": work.products,
+                "turns": work.turns,
+            }
+            for kernel, grid, work, _ in made
+        ]
         targets[str(arch)] = [code for *_, code in made]
     return {
-        "operator": case.operator, "model": case.model, "shapes": case.shapes,
-        "moved": case.moved, "launches": launches, "targets": targets,
-    }  # fmt: skip
+        "operator": case.operator,
+        "model": case.model,
+        "shapes": case.shapes,
+        "moved": case.moved,
+        "launches": launches,
+        "targets": targets,
+    }
 
 
-def compiled(
-    case: KernelCase, arch: int | str
-) -> list[tuple[str, tuple[int, ...], Tiles, dict[str, Any]]]:
+def compiled(case: KernelCase, arch: int | str) -> list[tuple[str, tuple[int, ...], Tiles, dict[str, Any]]]:
     """Compile what a row launches: names, grids, work of a program, and facts of the code."""
     given = case.make(torch.device("meta"), False)
     found = []
@@ -90,13 +108,16 @@ def facts(code: machine.Machine, warps: int, work: Tiles, arch: int | str) -> di
     # Float32 is multiplied exactly, without instructions for matrices.
     wanted = bool(expected) and not set(work.products) <= {"f32"}
     return {
-        "warps": warps, "registers": code.registers, "spilled": code.stack + code.local,
-        "shared": code.shared, "matrix": {k: v for k, v in counts.items() if v}, "wanted": wanted,
+        "warps": warps,
+        "registers": code.registers,
+        "spilled": code.stack + code.local,
+        "shared": code.shared,
+        "matrix": {k: v for k, v in counts.items() if v},
+        "wanted": wanted,
         "large": many or arch not in (90, 100),
         "wide": sum(code.count(name) for name in WIDE),
-        "issue": {k: round(v, 1) for k, v in
-                  dynamic(code.instructions, code.spans, work.turns).items()},
-    }  # fmt: skip
+        "issue": {k: round(v, 1) for k, v in dynamic(code.instructions, code.spans, work.turns).items()},
+    }
 
 
 @cache
@@ -126,8 +147,7 @@ def main(arguments: Sequence[str]) -> int:
     made = {_key(one): one for one in map(row, asked)}
     rows = [found for case in cases if (found := (before | made).get(_key(vars(case))))]
     others = [row(one.case(), (CHIPS[one.device].arch,)) for one in published()]
-    write_json(CODE, {"triton": machine.VERSION, "commit": commit(), "rows": rows,
-                        "published": others})  # fmt: skip
+    write_json(CODE, {"triton": machine.VERSION, "commit": commit(), "rows": rows, "published": others})
     for one in rows:
         for arch, codes in one["targets"].items():
             name = f"{one['operator']}, {one['model']}, {arch}"

@@ -27,9 +27,14 @@ from tests.zoo.language import build, kinds
 
 NEAR = 2e-4  # of the largest logit: float32 of models whose attention is peaked
 GREEDY = {
-    "max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True,
-    "output_logits": True, "eos_token_id": None, "pad_token_id": 0,
-}  # fmt: skip
+    "max_new_tokens": 6,
+    "min_new_tokens": 6,
+    "do_sample": False,
+    "return_dict_in_generate": True,
+    "output_logits": True,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
 Inputs = dict[str, Tensor]
 
 
@@ -206,14 +211,19 @@ def text_of(rows: Sequence[Row]) -> str:
     notes: dict[str, int] = {}
     judged = [[row.name, *_words(row, notes)] for row in tried]
     lines = [
-        *table(["class", *COLUMNS], judged), "",
-        *(f"{number}. {note}" for note, number in notes.items()), "",
+        *table(["class", *COLUMNS], judged),
+        "",
+        *(f"{number}. {note}" for note, number in notes.items()),
+        "",
         *entries(["not tried", "why"], [[row.name, _cell(row.why)] for row in untried]),
-    ]  # fmt: skip
+    ]
     head = HEAD.format(
-        version=transformers.__version__, tokens=prompts(1)["input_ids"].shape[1], near=NEAR,
-        tried=len(tried), all=len(rows),
-    )  # fmt: skip
+        version=transformers.__version__,
+        tokens=prompts(1)["input_ids"].shape[1],
+        near=NEAR,
+        tried=len(tried),
+        all=len(rows),
+    )
     return head + "\n".join(lines) + "\n"
 
 

@@ -78,9 +78,7 @@ def trained_rows(tokens: int = TOKENS + 1) -> list[dict[str, Any]]:
     try:
         whole = _read(model, Recipe(), batch)
         asked = torch.cat([batch.context, batch.questions[:, 0]], 1)
-        later = [
-            seen.query.narrow(task.context, seen.query.count) for seen in seen_by(model, asked)
-        ]
+        later = [seen.query.narrow(task.context, seen.query.count) for seen in seen_by(model, asked)]
         wanted = _outputs(whole, later)
         exact = exact_bytes(whole, task.context)
         rows = []
@@ -93,12 +91,16 @@ def trained_rows(tokens: int = TOKENS + 1) -> list[dict[str, Any]]:
         detach(model)
 
 
-def _row(
-    name: str, store: KVStore, exact: int, most: float | None, error: float | None
-) -> dict[str, Any]:
+def _row(name: str, store: KVStore, exact: int, most: float | None, error: float | None) -> dict[str, Any]:
     held = store.nbytes
-    return {"name": name, "bytes": held, "exact_bytes": exact, "share": held / exact,
-            "target_share": most, "error": error}  # fmt: skip
+    return {
+        "name": name,
+        "bytes": held,
+        "exact_bytes": exact,
+        "share": held / exact,
+        "target_share": most,
+        "error": error,
+    }
 
 
 def _read(model: nn.Module, recipe: Recipe, batch: RecallBatch) -> KVCache:

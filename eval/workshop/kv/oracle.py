@@ -71,12 +71,7 @@ def masked(model: Any, log: Log, setup: CacheSetup, full: Full) -> Iterator[None
     """Have a model with a full cache see only what the log names."""
 
     def attention(
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        **kwargs: Any,
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, None]:
         seen = _seen(module, query, key, attention_mask, kwargs, setup.eager)
         if full.last in setup.owned:
@@ -115,14 +110,7 @@ def expected(model: Any, cache: KVCache, log: Log, inputs: Any, **settings: Any)
         return model.generate(**inputs, **with_cache(model, full), **settings)
 
 
-def _seen(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    mask: Tensor | None,
-    kwargs: dict[str, Any],
-    eager: bool,
-) -> Tensor:
+def _seen(module: Any, query: Tensor, key: Tensor, mask: Tensor | None, kwargs: dict[str, Any], eager: bool) -> Tensor:
     """Return which keys the model lets each query see, bool [B, H, n, T]."""
     width, count = key.shape[2], query.shape[2]
     if mask is not None:
@@ -143,9 +131,7 @@ def _logged(pos: Tensor, key: Tensor) -> Tensor:
     return kept.scatter_(2, pos.where(pos >= 0, width), True)[..., :width]
 
 
-def _softmax(
-    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, kwargs: dict[str, Any]
-) -> Tensor:
+def _softmax(query: Tensor, key: Tensor, value: Tensor, seen: Tensor, kwargs: dict[str, Any]) -> Tensor:
     """Return attention written out, [B, n, Hq, Dv]."""
     groups = query.shape[1] // key.shape[1]
     k, v, seen = (x.repeat_interleave(groups, 1) for x in (key, value, seen))

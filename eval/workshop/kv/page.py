@@ -75,8 +75,7 @@ SLOW: Mapping[str, str] = {
     "shadowkv 512": "some 240 small operations a layer, of landmarks, chosen keys, outliers",
     "gear 2": "codes are spread and scaled (two thirds), outliers put in; the low rank is apart",
     "mustafar": "two look-ups a byte of the bitmap, an addition and a look-up a channel",
-    "rotatekv 4": "keys: restored, multiplied back by the rotation, rotated by position; values: "
-    "restored",
+    "rotatekv 4": "keys: restored, multiplied back by the rotation, rotated by position; values: restored",
 }
 # Presses that are called otherwise here, and what else our word says.
 OURS: Mapping[str, tuple[str, str]] = {
@@ -156,14 +155,26 @@ def half(record: Mapping[str, Any]) -> str:
     )
     lines = []
     for row in [exact, *others]:
-        lines.append([
-            f"`{row['name']}`", f"{held_share(row):.0%}", _share(row["whole"]),
-            "" if row is exact else _share(row["change"], "+"),
-            "" if row["aware"] is None else _share(row["aware"]),
-            _share(row["ratio"]), quartiles(row["token_ratio"]),
-        ])  # fmt: skip
-    heads = ["recipe", "held, of 16 bits", "answered whole", "change", "asked first",
-             "perplexity x exact", "time of a token"]  # fmt: skip
+        lines.append(
+            [
+                f"`{row['name']}`",
+                f"{held_share(row):.0%}",
+                _share(row["whole"]),
+                "" if row is exact else _share(row["change"], "+"),
+                "" if row["aware"] is None else _share(row["aware"]),
+                _share(row["ratio"]),
+                quartiles(row["token_ratio"]),
+            ]
+        )
+    heads = [
+        "recipe",
+        "held, of 16 bits",
+        "answered whole",
+        "change",
+        "asked first",
+        "perplexity x exact",
+        "time of a token",
+    ]
     picture = f"![answers against bytes and seconds](../assets/bench/{Path(TEXTS).stem}.png)"
     return "\n".join([said, "", *table(heads, lines), "", about, "", picture, ""])
 
@@ -187,8 +198,11 @@ def story(function: Callable[..., Recipe]) -> dict[str, str]:
     """
     what = inspect.cleandoc(function.__doc__ or "").partition("\n\n")[0]
     source, *rest = re.split(r"\s*Departures?:\s*", reference(function), maxsplit=1)
-    return {"what": " ".join(what.split()).rstrip("."), "source": source.rstrip("."),
-            "departures": "".join(rest).rstrip(".")}  # fmt: skip
+    return {
+        "what": " ".join(what.split()).rstrip("."),
+        "source": source.rstrip("."),
+        "departures": "".join(rest).rstrip("."),
+    }
 
 
 def compared(directory: Path = ROOT) -> dict[str, str]:
@@ -211,9 +225,7 @@ def modes(function: Callable[..., Recipe]) -> str:
     default = inspect.signature(function).parameters.get("mode")
     if default is None:
         return ""
-    others = [
-        mode for mode in get_args(get_type_hints(function)["mode"]) if mode != default.default
-    ]
+    others = [mode for mode in get_args(get_type_hints(function)["mode"]) if mode != default.default]
     return ", ".join(f"`{mode}`" for mode in (default.default, *others))
 
 
@@ -241,10 +253,15 @@ def results(record: Mapping[str, Any]) -> str:
     lines = ["## Together and beside kvpress\n", about, ""]
     lines += table(["recipes", *FIGURES], ([f"`{row['name']}`", *_figures(row)] for row in joined))
     beside = [
-        [f"`{ours['name']}`", _share(ours["whole"]), f"`{peer['name']}`", _share(peer["whole"]),
-         _share(share_change(_whole(peer), _whole(ours)).to_dict(), "+")]
+        [
+            f"`{ours['name']}`",
+            _share(ours["whole"]),
+            f"`{peer['name']}`",
+            _share(peer["whole"]),
+            _share(share_change(_whole(peer), _whole(ours)).to_dict(), "+"),
+        ]
         for ours, peer in pairs(record)
-    ]  # fmt: skip
+    ]
     if beside:
         titles = ["ours", "whole answers", "kvpress", "whole answers", "difference"]
         lines += ["", ALIKE, "", *table(titles, beside)]
@@ -260,10 +277,13 @@ def pairs(record: Mapping[str, Any]) -> list[tuple[Row, Row]]:
         press = _first(peer).removeprefix(PREFIX)
         name, inside = OURS.get(press, (press, ""))
         ours = [
-            row for row in record["rows"]
-            if _first(row) == name and _budget(row) == _budget(peer)
-            and "|" not in row["name"] and inside in row["name"]
-        ]  # fmt: skip
+            row
+            for row in record["rows"]
+            if _first(row) == name
+            and _budget(row) == _budget(peer)
+            and "|" not in row["name"]
+            and inside in row["name"]
+        ]
         found += [(row, peer) for row in ours[:1]]
     return found
 
@@ -286,10 +306,14 @@ def timing(record: Mapping[str, Any]) -> str:
     def some(text: str, value: float | None) -> str:
         return "" if value is None else text.format(value)
 
-    steps = [[row["name"], spread(row["step_us"]), spread(row["above_floor_us"]),
-              some("at most {:.0f}", row["target_us"])] for row in record["rows"]]  # fmt: skip
-    held = [[row["name"], f"{row['share']:.4f}", some("at most {}", row["target_share"]),
-             some("{:.4f}", row["error"])] for row in record["held"]]  # fmt: skip
+    steps = [
+        [row["name"], spread(row["step_us"]), spread(row["above_floor_us"]), some("at most {:.0f}", row["target_us"])]
+        for row in record["rows"]
+    ]
+    held = [
+        [row["name"], f"{row['share']:.4f}", some("at most {}", row["target_share"]), some("{:.4f}", row["error"])]
+        for row in record["held"]
+    ]
     lines = ["## Host time and bytes\n", about, ""]
     lines += table(["", "µs in all", "µs above the arithmetic", "aim"], steps)
     lines += ["", HELD, "", *table(["", "share of exact bytes", "aim", "error"], held)]
@@ -303,9 +327,7 @@ def seconds(records: Sequence[Mapping[str, Any]]) -> str:
         records: Records of `bench decode`, the one of all caches first.
     """
     first, bar, *_ = records[0], records[0]["shapes"]
-    runs = "; ".join(
-        f"n = {each['rounds']} at {each['commit']} by `{each['command']}`" for each in records
-    )
+    runs = "; ".join(f"n = {each['rounds']} at {each['commit']} by `{each['command']}`" for each in records)
     about = (
         "CPU seconds of a generated token by those of `DynamicCache` with sdpa, in turn in one "
         f"process: medians, for the first also quartiles. The bar is a Llama of "
@@ -326,9 +348,17 @@ def seconds(records: Sequence[Mapping[str, Any]]) -> str:
         ratios = ["" if one is None else f"{one['ratio']['median']:.2f}" for one in found]
         missed = [one for one in found if one is not None and one["missed"]]
         aim = "" if row["target"] is None else f"{row['target']:.2f}"
-        rows.append([name, row["mode"] or "", aim, quartiles(row["ratio"]), *ratios[1:],
-                     f"{row['share']:.0%}",
-                     f"missed {len(missed)}: {SLOW[name]}" if missed else ""])  # fmt: skip
+        rows.append(
+            [
+                name,
+                row["mode"] or "",
+                aim,
+                quartiles(row["ratio"]),
+                *ratios[1:],
+                f"{row['share']:.0%}",
+                f"missed {len(missed)}: {SLOW[name]}" if missed else "",
+            ]
+        )
     heads = [f"{each['shapes']['model']} {each['shapes']['prompt']:,}" for each in records]
     titles = ["cache", "mode", "at most", *heads, "bytes", "where its time goes"]
     return "\n".join(["## A generated token\n", about, "", *table(titles, rows), ""])
@@ -360,10 +390,17 @@ def reused(record: Mapping[str, Any]) -> str:
     lines = []
     for row in record["rows"]:
         change = "" if row["change"] is None else _share(row["change"], "+")
-        lines.append([
-            f"`{row['name']}`", quartiles(row["first_ratio"]), quartiles(row["all_ratio"]),
-            _share(row["answers"]), change, f"{row['computed']:.0%}", human(row["bytes"], "B"),
-        ])  # fmt: skip
+        lines.append(
+            [
+                f"`{row['name']}`",
+                quartiles(row["first_ratio"]),
+                quartiles(row["all_ratio"]),
+                _share(row["answers"]),
+                change,
+                f"{row['computed']:.0%}",
+                human(row["bytes"], "B"),
+            ]
+        )
     heads = ["method", "first token", "all", "answered", "change", "computed", "bytes held"]
     return "\n".join(["## Documents that were read before\n", about, "", *table(heads, lines), ""])
 
@@ -381,13 +418,21 @@ def capacity(record: Mapping[str, Any]) -> str:
     )
     rows = []
     for row in record["rows"]:
-        times, sizes = ([f"{value:{form}}" for value in row[key]]
-                        for key, form in (("of_alone", ".2f"), ("bytes", ",")))  # fmt: skip
-        rows.append(
-            [row["name"], *times, f"{row['time_ratio']:.2f}", *sizes, f"{row['bytes_ratio']:.2f}"]
+        times, sizes = (
+            [f"{value:{form}}" for value in row[key]] for key, form in (("of_alone", ".2f"), ("bytes", ","))
         )
-    heads = ["cache", "first third", "middle", "last", "last by middle", "first, bytes", "middle",
-             "last", "last by middle"]  # fmt: skip
+        rows.append([row["name"], *times, f"{row['time_ratio']:.2f}", *sizes, f"{row['bytes_ratio']:.2f}"])
+    heads = [
+        "cache",
+        "first third",
+        "middle",
+        "last",
+        "last by middle",
+        "first, bytes",
+        "middle",
+        "last",
+        "last by middle",
+    ]
     return "\n".join(["## Ten thousand tokens\n", about, "", *table(heads, rows), ""])
 
 

@@ -24,12 +24,16 @@ from diffcache.pipelines.shipped_models import MODELS
 _PLACE = re.compile(r"(<!-- quality: (\S+) -->\n).*?(<!-- /quality -->)", re.DOTALL)
 _TITLES = {
     WHOLE: "right in everything",
-    "target_right": "target right", "touched": "touched an obstacle",
-    "first_right": "first value", "second_right": "second value, given the first",
-    "token_right": "tokens", "frame_right": "frames", "wall_db": "wall in the last frame, dB",
+    "target_right": "target right",
+    "touched": "touched an obstacle",
+    "first_right": "first value",
+    "second_right": "second value, given the first",
+    "token_right": "tokens",
+    "frame_right": "frames",
+    "wall_db": "wall in the last frame, dB",
     "untouched_psnr_db": "untouched part, dB",
     "autoencoder_untouched_psnr_db": "the same, autoencoder alone, dB",
-}  # fmt: skip
+}
 
 
 def filled(text: str, folder: Path = FOLDER) -> str:
@@ -60,9 +64,7 @@ def _block(name: str, folder: Path) -> str:
     )
     keys = [key for key in first["quality"] if key != WHOLE]
     titles = [_TITLES.get(key, key.replace("_", " ")) for key in (WHOLE, *keys)]
-    cells = [
-        [row["name"], *(_cell(key, row["quality"][key]) for key in (WHOLE, *keys))] for row in rows
-    ]
+    cells = [[row["name"], *(_cell(key, row["quality"][key]) for key in (WHOLE, *keys))] for row in rows]
     source = (
         f"Measured by `{record['command']}` at commit `{record['commit']}` and kept in "
         f"`assets/bench/{file_of(name).name}`."

@@ -16,9 +16,8 @@ from diffcache.eval.workshop.small import sticker_flux, sticker_kontext
 
 
 def outputs_of(
-    pipe: DiffusionPipeline, columns: Sequence[Any], steps: int, seeds: Sequence[int], batch: int,
-    **call: Any,
-) -> Iterator[Any]:  # fmt: skip
+    pipe: DiffusionPipeline, columns: Sequence[Any], steps: int, seeds: Sequence[int], batch: int, **call: Any
+) -> Iterator[Any]:
     """Call a pipeline on some samples at a time, each from noise of a seed of its own.
 
     Args:
@@ -37,9 +36,8 @@ def outputs_of(
 
 
 def draw_pictures(
-    pipe: DiffusionPipeline, prompts: Sequence[Any], *, steps: int, seeds: Sequence[int],
-    call: Mapping[str, Any],
-) -> list[Image.Image]:  # fmt: skip
+    pipe: DiffusionPipeline, prompts: Sequence[Any], *, steps: int, seeds: Sequence[int], call: Mapping[str, Any]
+) -> list[Image.Image]:
     """Draw one picture for each prompt, a text or class; see `outputs_of`."""
     made = outputs_of(pipe, [list(prompts)], steps, seeds, 32, **call)
     return [picture for output in made for picture in output.images]
@@ -66,9 +64,15 @@ def draw_stickers(
 
 
 def edit_stickers(
-    pipe: FluxKontextPipeline, before: NDArray[np.uint8], texts: Sequence[str], *, steps: int,
-    seeds: Sequence[int], batch: int = 32, each: Callable[[int], None] = lambda count: None,
-) -> NDArray[np.uint8]:  # fmt: skip
+    pipe: FluxKontextPipeline,
+    before: NDArray[np.uint8],
+    texts: Sequence[str],
+    *,
+    steps: int,
+    seeds: Sequence[int],
+    batch: int = 32,
+    each: Callable[[int], None] = lambda count: None,
+) -> NDArray[np.uint8]:
     """Edit pictures of stickers, with guidance; see `outputs_of`.
 
     Args:

@@ -67,9 +67,7 @@ def closeness(
     return np.array(rows).T, costs
 
 
-def redrawn(
-    values: dict[str, NDArray[np.float64]], kind: str, psnr: float, confidence: float
-) -> dict[str, Any]:
+def redrawn(values: dict[str, NDArray[np.float64]], kind: str, psnr: float, confidence: float) -> dict[str, Any]:
     """Certify on prompts drawn at random, many times, and count how often others stray.
 
     Args:
@@ -92,12 +90,18 @@ def redrawn(
             strayed_of_other.append(float((others[:, chosen] < psnr).mean()))
     mean, error = float(np.mean(strayed)), 1.96 * float(np.std(strayed)) / DRAWS**0.5
     return {
-        "name": f"{kind}, {psnr:g} dB, {confidence:.0%}", "kind": kind, "psnr": psnr,
-        "confidence": confidence, "seen": SEEN[kind], "draws": DRAWS,
-        "strayed": mean, "low": mean - error, "high": mean + error,
+        "name": f"{kind}, {psnr:g} dB, {confidence:.0%}",
+        "kind": kind,
+        "psnr": psnr,
+        "confidence": confidence,
+        "seen": SEEN[kind],
+        "draws": DRAWS,
+        "strayed": mean,
+        "low": mean - error,
+        "high": mean + error,
         "strayed_of_other": float(np.mean(strayed_of_other)) if strayed_of_other else None,
         "chosen": {str(k): chosen_of.count(k) for k in sorted(set(chosen_of))},
-    }  # fmt: skip
+    }
 
 
 def rows_of(values: dict[str, NDArray[np.float64]]) -> list[dict[str, Any]]:
@@ -126,13 +130,16 @@ def measure(
     rows = rows_of(found)
     shapes = {"device": "cpu", "model": "sticker-flux", "steps": steps}
     body = {
-        "seed": seed, "rounds": 1, "seconds": round(time.monotonic() - begun, 1), "rows": rows,
-        "shapes": shapes, "settings": [repr(method) for method in LADDER], "costs": costs,
+        "seed": seed,
+        "rounds": 1,
+        "seconds": round(time.monotonic() - begun, 1),
+        "rows": rows,
+        "shapes": shapes,
+        "settings": [repr(method) for method in LADDER],
+        "costs": costs,
         "psnr": {kind: np.round(each, 3).tolist() for kind, each in found.items()},
-    }  # fmt: skip
-    command = (
-        f"python -m diffcache.eval.workshop.shipped.guarantee --prompts {prompts} --seed {seed}"
-    )
+    }
+    command = f"python -m diffcache.eval.workshop.shipped.guarantee --prompts {prompts} --seed {seed}"
     file = write(envelope("guarantee", Setting(torch.device("cpu")), command, body), FOLDER)
     for row in rows:
         print(

@@ -33,12 +33,7 @@ from diffcache.eval.metrics.bootstrap import mean_interval
 from diffcache.eval.metrics.intervals import share_interval
 from diffcache.eval.record import FOLDER, Row, Setting, check, envelope, values
 from diffcache.eval.runs.task import directory_sha256
-from diffcache.eval.workshop.shipped.draw import (
-    draw_pictures,
-    draw_stickers,
-    edit_stickers,
-    outputs_of,
-)
+from diffcache.eval.workshop.shipped.draw import draw_pictures, draw_stickers, edit_stickers, outputs_of
 from diffcache.eval.workshop.small import (
     chain_llada,
     sticker_dit,
@@ -114,9 +109,7 @@ def _seeds(seed: int, numbers: Numbers) -> list[int]:
     return [seed + number for number in numbers]
 
 
-def _of_sticker_classes(
-    pipe: Any, steps: int, samples: int, seed: int, numbers: Numbers
-) -> Outcomes:
+def _of_sticker_classes(pipe: Any, steps: int, samples: int, seed: int, numbers: Numbers) -> Outcomes:
     """Judge pictures of all objects in turn: one whole object of the class and no other."""
     labels, seeds = [number % len(OBJECTS) for number in numbers], _seeds(seed, numbers)
     drawn = draw_pictures(pipe, labels, steps=steps, seeds=seeds, call=sticker_dit.CALL)
@@ -202,15 +195,14 @@ def _of_reach(pipe: Any, steps: int, samples: int, seed: int, numbers: Numbers) 
         halves.append((episodes.succeeded[own], episodes.touched[own]))
     right, touched = (torch.cat(column) for column in zip(*halves, strict=True))
     return {
-        WHOLE: right, "touched": touched,
+        WHOLE: right,
+        "touched": touched,
         **{f"right_of_seed_{seed + half}": each for half, (each, _) in enumerate(halves)},
-    }  # fmt: skip
+    }
 
 
 @torch.no_grad()
-def _of_chain(
-    name: str, model: Any, steps: int, samples: int, seed: int, numbers: Numbers
-) -> Outcomes:
+def _of_chain(name: str, model: Any, steps: int, samples: int, seed: int, numbers: Numbers) -> Outcomes:
     """Judge traces of automata; a step is a forward, of which the guide has one a token."""
     world = WORLDS[name]
     batch = draw_chains(samples, world, torch.Generator().manual_seed(HELD_OUT + seed))
@@ -306,26 +298,17 @@ def _strips(films: NDArray[np.uint8], texts: Sequence[str]) -> tuple[str, Image.
 
 QUALITIES: Mapping[str, Model] = {
     "sticker-flux": Model("pictures", sticker_flux.load, _of_stickers, grid=_sticker_grid),
-    "sticker-dit": Model(
-        "pictures", sticker_dit.load, _of_sticker_classes, (28,), 240, _sticker_classes_grid
-    ),
-    "sticker-kontext": Model(
-        "edits", sticker_kontext.load, _of_sticker_edits, (28,), 128, _sticker_edits_grid
-    ),
+    "sticker-dit": Model("pictures", sticker_dit.load, _of_sticker_classes, (28,), 240, _sticker_classes_grid),
+    "sticker-kontext": Model("edits", sticker_kontext.load, _of_sticker_edits, (28,), 128, _sticker_edits_grid),
     "sticker-wan": Model("films", sticker_wan.load, _of_films, (28,), 128, _films_grid),
-    "sticker-causal": Model(
-        "films' last frames", rollouts.load, _of_streams, (40,), 64, _streams_grid, "chunks"
-    ),
+    "sticker-causal": Model("films' last frames", rollouts.load, _of_streams, (40,), 64, _streams_grid, "chunks"),
     "reach-policy": Model("episodes", reach.load, _of_reach, (100,), 512),
     "recall-llama": Model("answers", recall_llama.load, of_recall, TASKS, 128),
     **{
-        name: Model(
-            "traces", partial(chain_llada.load, name), partial(_of_chain, name),
-            (WORLDS[name].length,), 400,
-        )
+        name: Model("traces", partial(chain_llada.load, name), partial(_of_chain, name), (WORLDS[name].length,), 400)
         for name in chain_llada.SIZES
     },
-}  # fmt: skip
+}
 
 
 def measure(name: str, samples: int, seed: int) -> dict[str, Any]:
@@ -344,16 +327,28 @@ def measure(name: str, samples: int, seed: int) -> dict[str, Any]:
         outcomes = model.measure(pipe, steps, samples, seed, range(samples))
         about = _about(model, steps)
         found = {key: _interval(key, column) for key, column in outcomes.items()}
-        rows.append({
-            "name": ", ".join(f"{value} {key}" for key, value in about.items()), **about,
-            "samples": samples, "quality": found, "values": values_of(outcomes),
-            "seconds_per_sample": round((time.monotonic() - begun) / samples, 4),
-        })  # fmt: skip
+        rows.append(
+            {
+                "name": ", ".join(f"{value} {key}" for key, value in about.items()),
+                **about,
+                "samples": samples,
+                "quality": found,
+                "values": values_of(outcomes),
+                "seconds_per_sample": round((time.monotonic() - begun) / samples, 4),
+            }
+        )
     body = {
-        "seed": seed, "rounds": 1, "seconds": round(time.monotonic() - started, 1), "rows": rows,
-        "shapes": {"device": "cpu", "model": name, "what": model.what,
-                   "model_sha256": directory_sha256(MODELS / name)},
-    }  # fmt: skip
+        "seed": seed,
+        "rounds": 1,
+        "seconds": round(time.monotonic() - started, 1),
+        "rows": rows,
+        "shapes": {
+            "device": "cpu",
+            "model": name,
+            "what": model.what,
+            "model_sha256": directory_sha256(MODELS / name),
+        },
+    }
     module = "diffcache.eval.workshop.shipped.quality"
     command = f"python -m {module} {name} --samples {samples} --seed {seed}"
     record = envelope(f"{name}-quality", SETTING, command, body)
@@ -402,12 +397,8 @@ def file_of(name: str, folder: Path = FOLDER) -> Path:
 
 
 def quality(
-    models: Annotated[
-        list[str], typer.Argument(metavar="MODEL...", help=f"Of {', '.join(QUALITIES)} (all).")
-    ] = ALL,
-    samples: Annotated[
-        int | None, typer.Option(min=2, help="Samples of a row (default: the model's own).")
-    ] = None,
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help=f"Of {', '.join(QUALITIES)} (all).")] = ALL,
+    samples: Annotated[int | None, typer.Option(min=2, help="Samples of a row (default: the model's own).")] = None,
     seed: Seed = 0,
     threads: Threads = 1,
 ) -> None:
@@ -422,8 +413,11 @@ def quality(
         write_json(file_of(name), record)
         for row in record["rows"]:
             whole = row["quality"][WHOLE]
-            print(f"{name}, {row['name']}: {whole['value']:.1%} of {whole['n']} {model.what} right "
-                  f"({whole['low']:.1%} to {whole['high']:.1%})", flush=True)  # fmt: skip
+            print(
+                f"{name}, {row['name']}: {whole['value']:.1%} of {whole['n']} {model.what} right "
+                f"({whole['low']:.1%} to {whole['high']:.1%})",
+                flush=True,
+            )
         if model.grid is not None:
             file, picture = model.grid(model.load())
             picture.save(MODELS / name / file, optimize=True)

@@ -76,18 +76,27 @@ class Policy(Subject):
     }
 
     def __init__(
-        self, directory: Path = reach.DIRECTORY, episodes: int = 256, seed: int = 0,
-        steps: int = 100, seeds: int = 2, numbers: Sequence[int] | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        directory: Path = reach.DIRECTORY,
+        episodes: int = 256,
+        seed: int = 0,
+        steps: int = 100,
+        seeds: int = 2,
+        numbers: Sequence[int] | None = None,
+    ) -> None:
         self.numbers = list(range(episodes) if numbers is None else numbers)
         self.directory, self.seeds = directory, range(seed, seed + seeds)
         source = f"held-out scenes of {seeds} seeds"
         self.about = {
-            "pipeline": DiffusionPolicyPipeline.__name__, "kind": "episodes",
-            "prompts": {"source": source, "count": seeds * episodes}, "samples": seeds * episodes,
-            "seed": seed, "steps": steps, "call": {},
+            "pipeline": DiffusionPolicyPipeline.__name__,
+            "kind": "episodes",
+            "prompts": {"source": source, "count": seeds * episodes},
+            "samples": seeds * episodes,
+            "seed": seed,
+            "steps": steps,
+            "call": {},
             "calibration": "32 observations of 8 demonstrations, neither trained nor tested on",
-        }  # fmt: skip
+        }
         self.episodes, self.seed, self.steps = episodes, seed, steps
         self.pipe, self.plain = reach.load(directory), reach.load(directory)
         self._tables: dict[Any, Any] = {}
@@ -108,8 +117,7 @@ class Policy(Subject):
     def draw(self, method: Method) -> Drawn:
         """Run all episodes; cost is that of one chunk."""
         drawn = self._drawn(self.pipe)
-        self.pipe(torch.zeros(1, reach.OBSERVED, reach.OBSERVATION), self.steps,
-                  torch.Generator().manual_seed(0))  # fmt: skip
+        self.pipe(torch.zeros(1, reach.OBSERVED, reach.OBSERVATION), self.steps, torch.Generator().manual_seed(0))
         return replace(drawn, reports=[(diffcache.report(self.pipe), 1)])
 
     def fidelity(self, mine: Tensor, uncached: Tensor) -> dict[str, Any]:

@@ -110,10 +110,15 @@ class Subject(ABC):
     def task(self) -> dict[str, Any]:
         """Return what must be equal for rows to be of the same measurement."""
         return {
-            "model": self.name, "model_sha256": directory_sha256(self.directory), **self.about,
-            "dtype": "float32", "device": "cpu", "threads": torch.get_num_threads(),
-            "code_sha256": code_sha256(), "versions": versions(),
-        }  # fmt: skip
+            "model": self.name,
+            "model_sha256": directory_sha256(self.directory),
+            **self.about,
+            "dtype": "float32",
+            "device": "cpu",
+            "threads": torch.get_num_threads(),
+            "code_sha256": code_sha256(),
+            "versions": versions(),
+        }
 
 
 def named(name: str, settings: Mapping[str, Any]) -> str:
@@ -122,9 +127,7 @@ def named(name: str, settings: Mapping[str, Any]) -> str:
     return f"{name}:{text}" if text else name
 
 
-def run(
-    subject: Subject, file: Path, command: str, rounds: int, only: Sequence[str] = ()
-) -> dict[str, Any]:
+def run(subject: Subject, file: Path, command: str, rounds: int, only: Sequence[str] = ()) -> dict[str, Any]:
     """Measure every row that the record does not have yet, write it after each, and plot it.
 
     Args:
@@ -168,20 +171,22 @@ def run(
                 times |= _times(subject, name, method, rounds)
         warning = next((one["warning"] for one in times.values() if one["warning"]), None)
         body = {
-            "schema": SCHEMA, "seed": subject.about["seed"], "task": task,
-            "finished": all(name in rows for name in wanted), "metrics": dict(subject.metrics),
-            "rows": list(rows.values()), "warnings": [],
+            "schema": SCHEMA,
+            "seed": subject.about["seed"],
+            "task": task,
+            "finished": all(name in rows for name in wanted),
+            "metrics": dict(subject.metrics),
+            "rows": list(rows.values()),
+            "warnings": [],
             "timing": {"rows": times, "warning": warning},
-        }  # fmt: skip
+        }
         kept = checked(envelope("eval", SETTING, command, body))
         write_json(file, kept)
     write_plot(kept, file.with_suffix(".png"))
     return kept
 
 
-def draw_record(
-    subject: Subject, module: str, options: Mapping[str, int], rounds: int, only: Sequence[str]
-) -> None:
+def draw_record(subject: Subject, module: str, options: Mapping[str, int], rounds: int, only: Sequence[str]) -> None:
     """Measure a subject, as the module of that name in this package does on a command line.
 
     Records of other seeds stand beside the first.
@@ -243,9 +248,6 @@ def _cost(reports: Sequence[tuple[Report, int]], steps: int, step_flops: float) 
 
 def _times(subject: Subject, name: str, method: Method, rounds: int) -> dict[str, Any]:
     """Return the times of a method and of the uncached pipeline, in turn with each other."""
-    turns = {
-        UNCACHED: subject.timed(subject.plain, method),
-        name: subject.timed(subject.pipe, method),
-    }
+    turns = {UNCACHED: subject.timed(subject.plain, method), name: subject.timed(subject.pipe, method)}
     timings = measure(turns, rounds, 1, SETTING)
     return {name: {**timings.rows()[name], "warning": timings.warning}}

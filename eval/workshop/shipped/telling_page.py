@@ -88,14 +88,12 @@ def page(record: Mapping[str, Any]) -> str:
     close = max(each["high"] - each["low"] for each in of_all) / 2
     short = SHORT.format(close=close, reversed=told, lost=_lost(changed), **numbers)
     parts = [head, short, f"Uncached, {_share(right)} are right.\n"]
-    for title, key, show in (("PSNR to uncached, dB", "psnr_db", _decibels),
-                             ("Right", "whole_right", _share)):  # fmt: skip
+    for title, key, show in (("PSNR to uncached, dB", "psnr_db", _decibels), ("Right", "whole_right", _share)):
         lines = [[name, *(show(rows[name, n][key]) for n in factors)] for name in names]
         parts += [f"## {title}\n", *table(["", *(f"{n} times" for n in factors)], lines, True), ""]
     parts.append(f"![A row for each method at {worst} times](telling_power.png)\n")
     parts += [*order, *_path(record["residuals"])]
-    parts.append(f"Measured at commit `{record['commit']}` in {record['seconds']:.0f} s by "
-                 f"`{record['command']}`.")  # fmt: skip
+    parts.append(f"Measured at commit `{record['commit']}` in {record['seconds']:.0f} s by `{record['command']}`.")
     return "\n".join(parts) + "\n"
 
 
@@ -109,8 +107,7 @@ def _share(value: Mapping[str, float]) -> str:
 
 def _lost(rows: Sequence[Mapping[str, Any]]) -> str:
     """Say which rows have fewer right pictures than uncached, by the intervals of their pairs."""
-    lost = [f"{row['method']} at {row['factor']} times" for row in rows
-            if row["whole_right_change"]["high"] < 0]  # fmt: skip
+    lost = [f"{row['method']} at {row['factor']} times" for row in rows if row["whole_right_change"]["high"] < 0]
     told = f"by: {', '.join(lost)}" if lost else "by none"
     return f"fewer are right than uncached, picture by picture and beyond the interval, {told}."
 
@@ -125,8 +122,14 @@ def _order(rows: Mapping[tuple[str, int], Any], factors: Sequence[int]) -> tuple
         for name in order:
             times, reward = published[name]
             row = rows[name, factor]
-            found.append([f"{name}, {factor} times", f"{reward:.3f} at {times:.2f}",
-                          _share(row["whole_right"]), _decibels(row["psnr_db"])])  # fmt: skip
+            found.append(
+                [
+                    f"{name}, {factor} times",
+                    f"{reward:.3f} at {times:.2f}",
+                    _share(row["whole_right"]),
+                    _decibels(row["psnr_db"]),
+                ]
+            )
         for place, one in enumerate(order):
             for other in order[place + 1 :]:
                 better, worse = rows[one, factor], rows[other, factor]
@@ -140,9 +143,10 @@ def _order(rows: Mapping[tuple[str, int], Any], factors: Sequence[int]) -> tuple
 
 def _path(mine: Mapping[str, Sequence[float]]) -> list[str]:
     """Return ratios and cosines of neighboring residuals beside MagCache's published ratios."""
-    peers = {name: _published(model, branches)
-             for name, model, branches in (("FLUX.1-dev", "flux.1-dev", 1),
-                                           ("Wan2.1 1.3B", "wan2.1-t2v-1.3b", 2))}  # fmt: skip
+    peers = {
+        name: _published(model, branches)
+        for name, model, branches in (("FLUX.1-dev", "flux.1-dev", 1), ("Wan2.1 1.3B", "wan2.1-t2v-1.3b", 2))
+    }
     steps = len(mine["ratio"])
     shown = [step for step in (1, 2, 3, 4, 5, 7, 10, 14, 18, 22, 25, 26, 27) if step <= steps]
     lines = []
@@ -177,9 +181,7 @@ def made(_: str) -> str:
     """Return the page of the committed record."""
     record = read_json(FOLDER / RECORD)
     if not isinstance(record, dict):
-        raise FileNotFoundError(
-            f"{FOLDER / RECORD}: python -m diffcache.eval.workshop.bench telling"
-        )
+        raise FileNotFoundError(f"{FOLDER / RECORD}: python -m diffcache.eval.workshop.bench telling")
     return page(record)
 
 

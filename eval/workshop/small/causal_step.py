@@ -113,9 +113,7 @@ class ChunkAttention:
         angles = torch.cat(
             [
                 place.flatten()[:, None] * 10_000.0 ** (-torch.arange(0, width, 2) / width)
-                for place, width in zip(
-                    torch.meshgrid(*places, indexing="ij"), self.sections, strict=True
-                )
+                for place, width in zip(torch.meshgrid(*places, indexing="ij"), self.sections, strict=True)
             ],
             -1,
         ).view(len(numbers), -1, 1, x.shape[-1] // 2)
@@ -132,9 +130,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return found
 
 
-def predict(
-    model: WanTransformer3DModel, clean: Tensor, noisy: Tensor, levels: Tensor, text: Tensor
-) -> Tensor:
+def predict(model: WanTransformer3DModel, clean: Tensor, noisy: Tensor, levels: Tensor, text: Tensor) -> Tensor:
     """Return the clean frames that the transformer makes of noisy ones, after clean ones.
 
     Args:

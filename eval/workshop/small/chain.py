@@ -54,9 +54,7 @@ class World:
         if not ROUND <= self.states <= STATES:
             raise ValueError(f"states={self.states}: must be in {ROUND}..{STATES}")
         if self.kind == "walk" and self.letters != 2 * REACH + 1:
-            raise ValueError(
-                f"letters={self.letters}: must be {2 * REACH + 1}, the moves of a walk"
-            )
+            raise ValueError(f"letters={self.letters}: must be {2 * REACH + 1}, the moves of a walk")
         if not 3 <= self.letters <= LETTERS:
             raise ValueError(f"letters={self.letters}: must be in 3..{LETTERS}")
         if self.length < 1:

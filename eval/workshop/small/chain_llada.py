@@ -18,16 +18,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from diffcache.eval.workshop.small.chain import (
-    BOS,
-    EOS,
-    EQ,
-    MASK,
-    PAD,
-    VOCABULARY,
-    WORLDS,
-    World,
-)
+from diffcache.eval.workshop.small.chain import BOS, EOS, EQ, MASK, PAD, VOCABULARY, WORLDS, World
 from diffcache.pipelines.shipped_models import MODELS
 
 MARKS = {"pad_token": "[PAD]", "bos_token": "[BOS]", "eos_token": "[EOS]", "unk_token": "[UNK]"}
@@ -102,9 +93,7 @@ def build_tokenizer(world: World) -> PreTrainedTokenizerFast:
     known = {word: number for number, word in enumerate(world.words())}
     backend = Tokenizer(WordLevel(known, unk_token="[UNK]"))
     backend.pre_tokenizer = WhitespaceSplit()
-    backend.post_processor = TemplateProcessing(
-        single="[BOS] $A [EQ]", special_tokens=[("[BOS]", BOS), ("[EQ]", EQ)]
-    )
+    backend.post_processor = TemplateProcessing(single="[BOS] $A [EQ]", special_tokens=[("[BOS]", BOS), ("[EQ]", EQ)])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         clean_up_tokenization_spaces=False,
@@ -117,9 +106,7 @@ def build_tokenizer(world: World) -> PreTrainedTokenizerFast:
     )
 
 
-def load(
-    name: str = "chain-llada", dtype: torch.dtype = torch.float32, attention: str = "sdpa"
-) -> LlamaForCausalLM:
+def load(name: str = "chain-llada", dtype: torch.dtype = torch.float32, attention: str = "sdpa") -> LlamaForCausalLM:
     """Load a trained model, in evaluation mode.
 
     Args:
@@ -127,9 +114,7 @@ def load(
         dtype: Data type of the weights; the file holds bfloat16.
         attention: transformers' name of the attention.
     """
-    model = LlamaForCausalLM.from_pretrained(
-        str(MODELS / name), dtype=dtype, attn_implementation=attention
-    )
+    model = LlamaForCausalLM.from_pretrained(str(MODELS / name), dtype=dtype, attn_implementation=attention)
     return model.eval()
 
 

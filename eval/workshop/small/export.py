@@ -16,9 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from diffcache.files import write_json
 
 
-def save_pipeline(
-    pipe: DiffusionPipeline, directory: Path, call: Mapping[str, Any] | None = None
-) -> int:
+def save_pipeline(pipe: DiffusionPipeline, directory: Path, call: Mapping[str, Any] | None = None) -> int:
     """Save a pipeline in bfloat16; files are replaced one by one, each whole.
 
     Args:
@@ -39,9 +37,7 @@ def save_pipeline(
     return _replace(part, directory)
 
 
-def save_language_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path
-) -> int:
+def save_language_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> int:
     """Save a language model in bfloat16 with its tokenizer; files are replaced one by one.
 
     Args:

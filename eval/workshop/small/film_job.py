@@ -43,9 +43,7 @@ class FilmJob(Job):
 
     on_gpu = True
 
-    def __init__(
-        self, settings: Settings, folder: Path, films: list[Film], held: list[Film], frames: int
-    ) -> None:
+    def __init__(self, settings: Settings, folder: Path, films: list[Film], held: list[Film], frames: int) -> None:
         super().__init__(settings, folder)
         self.tokenizer, _ = build_text()
         self.autoencoder = load_autoencoder(folder / "sticker-video-autoencoder.state")
@@ -64,10 +62,7 @@ class FilmJob(Job):
         name = f"film-latents-{len(self.films)}-{frames}-{made_by}.safetensors"
         path = self.folder / name
         if not path.exists():
-            kept = {
-                "latents": self._encode(self.films, frames),
-                "held": self._encode(self.held_films, frames),
-            }
+            kept = {"latents": self._encode(self.films, frames), "held": self._encode(self.held_films, frames)}
             sample = kept["latents"][:2000].float()
             kept["mean"], kept["std"] = sample.mean((0, 2, 3, 4)), sample.std((0, 2, 3, 4))
             part = path.with_name(f"part-{name}")

@@ -138,9 +138,7 @@ class Job(ABC):
         return ()
 
     @abstractmethod
-    def loss(
-        self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator
-    ) -> Tensor:
+    def loss(self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator) -> Tensor:
         """Return the loss of examples, a 0-d tensor.
 
         Args:
@@ -242,7 +240,5 @@ def load_job(name: str, folder: Path, changes: Iterable[str] = ()) -> Job:
             raise ValueError(f"--set {change}: {key!r} is no number among the settings")
         settings = replace(settings, **{key: kind(value)})
     module, _, member = JOBS[name][0].partition(":")
-    made: Job = getattr(import_module(f"diffcache.eval.workshop.small.{module}"), member)(
-        settings, folder
-    )
+    made: Job = getattr(import_module(f"diffcache.eval.workshop.small.{module}"), member)(settings, folder)
     return made

@@ -97,9 +97,7 @@ def start_from_patches(model: AutoencoderKL, pictures: Tensor) -> None:
             nn.init.zeros_(module.bias)
     _route(encoder.conv_in, {(c, c): (1, 1) for c in range(3)})
     first, second = (block.downsamplers[0].conv for block in encoder.down_blocks[:2])
-    _route(
-        first, {(4 * c + 2 * i + j, c): (i, j) for c in range(3) for i in (0, 1) for j in (0, 1)}
-    )
+    _route(first, {(4 * c + 2 * i + j, c): (i, j) for c in range(3) for i in (0, 1) for j in (0, 1)})
     _route(encoder.down_blocks[1].resnets[0].conv_shortcut, {(c, c): (0, 0) for c in range(12)})
     nn.init.zeros_(second.weight)
     nn.init.zeros_(second.bias)
@@ -192,9 +190,7 @@ class Autoencoder(Job):
         start_from_patches(model, to_unit(self.pictures[:2000]))
         return nn.ModuleDict({"encoder": model.encoder, "decoder": model.decoder})
 
-    def loss(
-        self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator
-    ) -> Tensor:
+    def loss(self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator) -> Tensor:
         """Return the loss of the pictures with these numbers."""
         chosen = drawn["chosen"]
         wanted = to_unit(self.pictures[chosen])

@@ -14,32 +14,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import (
-    AutoencoderKLWan,
-    FlowMatchEulerDiscreteScheduler,
-    WanPipeline,
-    WanTransformer3DModel,
-)
+from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from PIL import Image
 from torch import Tensor, nn
 from transformers import T5TokenizerFast
 
-from diffcache.eval.workshop.small.causal_step import (
-    ChunkAttention,
-    HeldChunks,
-    draw_held,
-    predict,
-)
+from diffcache.eval.workshop.small.causal_step import ChunkAttention, HeldChunks, draw_held, predict
 from diffcache.eval.workshop.small.export import save_pipeline
 from diffcache.eval.workshop.small.film_job import TEXT_TOKENS, FilmJob, build_text
 from diffcache.eval.workshop.small.grid import draw_grid
 from diffcache.eval.workshop.small.job import Settings, seeded
 from diffcache.eval.workshop.small.sticker_films import FPS, Film, sample_film
-from diffcache.eval.workshop.small.sticker_video_autoencoder import (
-    CHANNELS,
-    TIMES,
-)
+from diffcache.eval.workshop.small.sticker_video_autoencoder import CHANNELS, TIMES
 from diffcache.eval.workshop.small.text_encoders import TEXT_WIDTH
 from diffcache.files import read_json, write_json
 from diffcache.pipelines.causal_video import CausalVideo
@@ -160,9 +147,7 @@ class Causal(FilmJob):
         late = self.step >= _OWN_FROM * self.settings.steps
         return drawn["own"] if late else 0, drawn["held"]
 
-    def loss(
-        self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator
-    ) -> Tensor:
+    def loss(self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator) -> Tensor:
         """Return the mean square error of clean frames, in which the first chunk counts more."""
         own, held = self.way(drawn)
         self.attention(models["transformer"]).held = held
@@ -170,12 +155,7 @@ class Causal(FilmJob):
         return self._error(models, drawn["latents"].float(), said, generator, own)
 
     def _error(
-        self,
-        models: nn.ModuleDict,
-        clean: Tensor,
-        said: tuple[Tensor, Tensor],
-        generator: torch.Generator,
-        own: int,
+        self, models: nn.ModuleDict, clean: Tensor, said: tuple[Tensor, Tensor], generator: torch.Generator, own: int
     ) -> Tensor:
         """Return the error after histories that the model has made anew this many times."""
         states = self.embed(models, said).unflatten(0, (len(clean), -1))
@@ -222,14 +202,7 @@ class Causal(FilmJob):
         }
 
     @torch.no_grad()
-    def stream(
-        self,
-        models: nn.ModuleDict,
-        text: str,
-        *,
-        chunks: int,
-        first: int | None = None,
-    ) -> Tensor:
+    def stream(self, models: nn.ModuleDict, text: str, *, chunks: int, first: int | None = None) -> Tensor:
         """Film as a stream does, uint8 [F, 64, 64, 3].
 
         Args:
@@ -271,9 +244,7 @@ class Causal(FilmJob):
         write_json(path, read_json(path) | {"stream": STREAM})
 
 
-def build_pipeline(
-    autoencoder: AutoencoderKLWan, models: nn.ModuleDict, tokenizer: T5TokenizerFast
-) -> WanPipeline:
+def build_pipeline(autoencoder: AutoencoderKLWan, models: nn.ModuleDict, tokenizer: T5TokenizerFast) -> WanPipeline:
     """Put the pipeline together."""
     return WanPipeline(
         tokenizer=tokenizer,

@@ -28,12 +28,7 @@ from diffcache.eval.workshop.small.grid import draw_grid
 from diffcache.eval.workshop.small.job import Job, Settings, seeded
 from diffcache.eval.workshop.small.loader import loader
 from diffcache.eval.workshop.small.sticker_autoencoder import CHANNELS, load_autoencoder
-from diffcache.eval.workshop.small.sticker_flux import (
-    HELD,
-    PROMPT_DROPOUT,
-    decode,
-    keep_latents,
-)
+from diffcache.eval.workshop.small.sticker_flux import HELD, PROMPT_DROPOUT, decode, keep_latents
 from diffcache.eval.workshop.small.stickers import OBJECTS, Scene, draw_scenes
 from diffcache.pipelines.shipped_models import MODELS
 
@@ -102,9 +97,7 @@ class Dit(Job):
         self.autoencoder = load_autoencoder(folder / "sticker-autoencoder.state")
         self.scenes = draw_scenes(settings.examples, settings.seed + 1, single=1.0)
         self.held_scenes = draw_scenes(HELD, settings.seed + 2, held=True, single=1.0)
-        kept = keep_latents(
-            folder, self.autoencoder, {"latents": self.scenes, "held": self.held_scenes}
-        )
+        kept = keep_latents(folder, self.autoencoder, {"latents": self.scenes, "held": self.held_scenes})
         config = self.autoencoder.config
         offset = config.shift_factor * config.scaling_factor
         self.autoencoder.register_to_config(shift_factor=None)
@@ -138,15 +131,11 @@ class Dit(Job):
         texts = [self.tell(self.scenes[i], rng) for i in chosen]
         return {"latents": self.latents[chosen], "asked": self.ids(texts)}
 
-    def loss(
-        self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator
-    ) -> Tensor:
+    def loss(self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator) -> Tensor:
         """Return the mean square error of v."""
         return self._error(models, drawn["latents"].float(), drawn["asked"], generator)
 
-    def _error(
-        self, models: nn.ModuleDict, latents: Tensor, asked: Tensor, generator: torch.Generator
-    ) -> Tensor:
+    def _error(self, models: nn.ModuleDict, latents: Tensor, asked: Tensor, generator: torch.Generator) -> Tensor:
         shares = torch.rand(len(latents), generator=generator)
         times = (len(self.signal) * shares**_LATER).long().clamp_max(len(self.signal) - 1)
         signal, level = (part[times, None, None, None] for part in (self.signal, self.noise))
@@ -187,10 +176,7 @@ class Dit(Job):
         """Put the pipeline together."""
         names = dict(enumerate(OBJECTS))
         pipe = DiTPipeline(
-            transformer=models["transformer"],
-            vae=self.autoencoder,
-            scheduler=self.scheduler,
-            id2label=names,
+            transformer=models["transformer"], vae=self.autoencoder, scheduler=self.scheduler, id2label=names
         )
         pipe.register_to_config(id2label=names)  # it saves no names by itself
         return pipe

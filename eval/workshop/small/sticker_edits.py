@@ -66,9 +66,7 @@ class Edit:
     after: Scene
 
 
-def sample_edit(
-    rng: np.random.Generator, *, held: bool = False, kinds: Sequence[str] | None = None
-) -> Edit:
+def sample_edit(rng: np.random.Generator, *, held: bool = False, kinds: Sequence[str] | None = None) -> Edit:
     """Draw an edit.
 
     Args:
@@ -89,9 +87,7 @@ def sample_edit(
             return Edit(kind, text, scene, after)
 
 
-def draw_edits(
-    count: int, seed: int, *, held: bool = False, kinds: Sequence[str] | None = None
-) -> list[Edit]:
+def draw_edits(count: int, seed: int, *, held: bool = False, kinds: Sequence[str] | None = None) -> list[Edit]:
     """Draw edits, each from a seed of its own; see `sample_edit`."""
     return list(spread(partial(_numbered, seed, held, kinds), range(count)))
 

@@ -25,13 +25,7 @@ from diffcache.eval.metrics.lite import Extractor, film_statistics, in_batches
 from diffcache.eval.workshop.small.corruptions import RANGES, corrupt
 from diffcache.eval.workshop.small.job import Job, Settings, spread
 from diffcache.eval.workshop.small.sticker_films import render_film, sample_film
-from diffcache.eval.workshop.small.stickers import (
-    GROUNDS,
-    OBJECTS,
-    Scene,
-    draw_scenes,
-    render,
-)
+from diffcache.eval.workshop.small.stickers import GROUNDS, OBJECTS, Scene, draw_scenes, render
 from diffcache.files import write_file, write_json
 
 PART = 128  # pictures that are disturbed at once
@@ -81,15 +75,11 @@ class Features(Job):
         answers = nn.Linear(lite.DIMENSIONS, sum(_ANSWERS))
         return nn.ModuleDict({"extractor": Extractor(), "answers": answers})
 
-    def loss(
-        self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator
-    ) -> Tensor:
+    def loss(self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator) -> Tensor:
         """Return the error of all answers about disturbed pictures."""
         return sum(self._errors(models, drawn["chosen"], generator).values(), torch.zeros(()))
 
-    def _errors(
-        self, models: nn.ModuleDict, chosen: Tensor, generator: torch.Generator
-    ) -> dict[str, Tensor]:
+    def _errors(self, models: nn.ModuleDict, chosen: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
         """Return the weighted parts of the loss, 0-d each."""
         model = models["extractor"]
         assert isinstance(model, Extractor)
@@ -128,9 +118,7 @@ class Features(Job):
         }
         write_json(directory / "config.json", record, indent=2)
         # The reference is of the stored, rounded weights.
-        record["reference_sha256"] = save(
-            directory, "reference.safetensors", reference(lite.load(directory))
-        )
+        record["reference_sha256"] = save(directory, "reference.safetensors", reference(lite.load(directory)))
         write_json(directory / "config.json", record, indent=2)
 
 

@@ -29,9 +29,19 @@ FPS = 12
 # Half of the objects, those that models of 4 million weights learn first: trained on all 24,
 # sticker-causal filmed six of them without one frame that is right.
 FILMED = (
-    "fox", "frog", "fish", "crab", "strawberry", "pineapple", "burger", "cupcake", "umbrella",
-    "gift", "sunflower", "pumpkin",
-)  # fmt: skip
+    "fox",
+    "frog",
+    "fish",
+    "crab",
+    "strawberry",
+    "pineapple",
+    "burger",
+    "cupcake",
+    "umbrella",
+    "gift",
+    "sunflower",
+    "pumpkin",
+)
 _SPEEDS = (0.5, 1.4)  # pixels a frame
 _SWAYS = (0.0, 14.0)  # degrees to either side
 _PERIODS = (20.0, 40.0)  # frames of one sway
@@ -66,11 +76,7 @@ class Film:
 
 
 def sample_film(
-    rng: np.random.Generator,
-    *,
-    held: bool = False,
-    switches: tuple[int, ...] = (),
-    objects: tuple[str, ...] = FILMED,
+    rng: np.random.Generator, *, held: bool = False, switches: tuple[int, ...] = (), objects: tuple[str, ...] = FILMED
 ) -> Film:
     """Draw a film, with combinations of object and ground that training leaves out or with others.
 
@@ -98,9 +104,7 @@ def sample_film(
     )
 
 
-def render_film(
-    film: Film, count: int, start: int = 0
-) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+def render_film(film: Film, count: int, start: int = 0) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
     """Draw frames of a film.
 
     Args:

@@ -34,11 +34,7 @@ from diffcache.eval.workshop.small.export import save_pipeline
 from diffcache.eval.workshop.small.grid import draw_grid
 from diffcache.eval.workshop.small.job import Job, Settings, seeded, spread
 from diffcache.eval.workshop.small.loader import loader
-from diffcache.eval.workshop.small.sticker_autoencoder import (
-    CHANNELS,
-    load_autoencoder,
-    to_unit,
-)
+from diffcache.eval.workshop.small.sticker_autoencoder import CHANNELS, load_autoencoder, to_unit
 from diffcache.eval.workshop.small.sticker_text import TEXT_TOKENS, Encoder, load_text
 from diffcache.eval.workshop.small.stickers import (
     Scene,
@@ -97,10 +93,7 @@ def build_transformer(text_width: int = 64) -> FluxTransformer2DModel:
 
 
 def build_pipeline(
-    autoencoder: AutoencoderKL,
-    models: nn.ModuleDict,
-    encoder: Encoder,
-    kind: type[P] = FluxPipeline,
+    autoencoder: AutoencoderKL, models: nn.ModuleDict, encoder: Encoder, kind: type[P] = FluxPipeline
 ) -> P:
     """Put trained parts together.
 
@@ -133,8 +126,7 @@ def encode(autoencoder: AutoencoderKL, pictures: Iterable[NDArray[np.uint8]]) ->
     means = torch.cat(parts)
     if autoencoder.config.shift_factor is None:
         autoencoder.register_to_config(
-            shift_factor=round(float(means[:2000].mean()), 5),
-            scaling_factor=round(1 / float(means[:2000].std()), 5),
+            shift_factor=round(float(means[:2000].mean()), 5), scaling_factor=round(1 / float(means[:2000].std()), 5)
         )
     config = autoencoder.config
     scaled: Tensor = (means - config.shift_factor) * config.scaling_factor
@@ -156,9 +148,7 @@ def pack(latents: Tensor) -> Tensor:
     return packed
 
 
-def keep_latents(
-    folder: Path, autoencoder: AutoencoderKL, scenes: dict[str, list[Scene]]
-) -> dict[str, Tensor]:
+def keep_latents(folder: Path, autoencoder: AutoencoderKL, scenes: dict[str, list[Scene]]) -> dict[str, Tensor]:
     """Draw and encode scenes once, and keep their latents, float16 [B, 12, 16, 16], by name.
 
     Args:
@@ -171,9 +161,7 @@ def keep_latents(
     if not path.exists():
         made = {name: encode(autoencoder, spread(render, part)) for name, part in scenes.items()}
         config = autoencoder.config
-        made["factors"] = torch.tensor(
-            [config.shift_factor, config.scaling_factor], dtype=torch.float64, device="cpu"
-        )
+        made["factors"] = torch.tensor([config.shift_factor, config.scaling_factor], dtype=torch.float64, device="cpu")
         save_file(made, path)
     kept: dict[str, Tensor] = load_file(path)
     shift, scale = (round(float(value), 5) for value in kept.pop("factors"))
@@ -270,9 +258,7 @@ class Flux(Job):
         clip, t5 = self.encoder.ids([retell(self.scenes[i], rng) for i in chosen])
         return {"latents": self.latents[chosen], "clip": clip, "t5": t5}
 
-    def loss(
-        self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator
-    ) -> Tensor:
+    def loss(self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator) -> Tensor:
         """Return the mean square error of the velocity."""
         said = (drawn["clip"], drawn["t5"])
         tokens = pack(drawn["latents"].float())

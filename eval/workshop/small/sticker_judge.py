@@ -22,12 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from diffcache.eval.workshop.small.job import Job, Settings
-from diffcache.eval.workshop.small.sticker_autoencoder import (
-    HELD,
-    draw_pictures,
-    load_autoencoder,
-    to_unit,
-)
+from diffcache.eval.workshop.small.sticker_autoencoder import HELD, draw_pictures, load_autoencoder, to_unit
 from diffcache.eval.workshop.small.stickers import (
     GROUNDS,
     OBJECTS,
@@ -63,9 +58,13 @@ class Judge(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Sequential(
-            nn.Conv2d(3, 32, 5, 2, 2), nn.BatchNorm2d(32), nn.ReLU(),
-            nn.Conv2d(32, 64, 3, 2, 1), nn.BatchNorm2d(64), nn.ReLU(),
-        )  # fmt: skip
+            nn.Conv2d(3, 32, 5, 2, 2),
+            nn.BatchNorm2d(32),
+            nn.ReLU(),
+            nn.Conv2d(32, 64, 3, 2, 1),
+            nn.BatchNorm2d(64),
+            nn.ReLU(),
+        )
         self.blocks = nn.ModuleList(_Residual(64, dilation) for dilation in (1, 2, 4, 1, 2))
         self.objects = nn.Conv2d(64, len(OBJECTS), 1)
         self.pose = nn.Sequential(nn.Conv2d(64, 64, 1), nn.ReLU(), nn.Conv2d(64, _POSE, 1))
@@ -134,8 +133,7 @@ def read(judge: Judge, pictures: NDArray[np.uint8]) -> list[Reading]:
         for index, picture in enumerate(part.numpy()):
             found = torch.nonzero(peaks[index] & (scores[index] > 0.35)).tolist()
             guesses = [
-                _sticker(OBJECTS[kind], poses[index, :, row, column], row, column)
-                for kind, row, column in found
+                _sticker(OBJECTS[kind], poses[index, :, row, column], row, column) for kind, row, column in found
             ]
             fitted = [fit(guess, picture)[0] for guess in guesses]
             whole = tuple(one for one in fitted if likeness(one, picture) >= LEAST_LIKENESS)
@@ -277,12 +275,14 @@ def fit(sticker: Sticker, picture: NDArray[np.uint8]) -> tuple[Sticker, float]:
         for _ in range(5):
             tries = [
                 replace(
-                    best, x=best.x + dx, y=best.y + dy, tilt=best.tilt + turn,
+                    best,
+                    x=best.x + dx,
+                    y=best.y + dy,
+                    tilt=best.tilt + turn,
                     size=int(np.clip(best.size + grow, least, max(least, most))),
                 )
-                for dx, dy, grow, turn in _MOVES
-                * np.array([reach, reach, max(1, round(reach)), 6 * reach])
-            ]  # fmt: skip
+                for dx, dy, grow, turn in _MOVES * np.array([reach, reach, max(1, round(reach)), 6 * reach])
+            ]
             values = [correlation(one, picture) for one in tries]
             place = int(np.argmax(values))
             if values[place] <= value:
@@ -349,9 +349,7 @@ class JudgeJob(Job):
     def __init__(self, settings: Settings, folder: Path) -> None:
         super().__init__(settings, folder)
         seed = settings.seed
-        self.pictures = draw_pictures(
-            folder / "pictures.npz", settings.examples, seed + 1, held=False
-        )[0]
+        self.pictures = draw_pictures(folder / "pictures.npz", settings.examples, seed + 1, held=False)[0]
         rng = np.random.default_rng(seed + 1)
         self.targets = [targets(sample_scene(rng)) for _ in range(settings.examples)]
         held = np.random.default_rng(seed + 2)
@@ -365,10 +363,7 @@ class JudgeJob(Job):
         path = self.folder / f"rebuilt-{len(pictures)}.pt"
         if not path.exists():
             model = load_autoencoder(self.folder / "sticker-autoencoder.state")
-            parts = [
-                model.decode(model.encode(to_unit(part)).latent_dist.mean).sample
-                for part in pictures.split(100)
-            ]
+            parts = [model.decode(model.encode(to_unit(part)).latent_dist.mean).sample for part in pictures.split(100)]
             made = ((torch.cat(parts).clamp(-1, 1) + 1) * 127.5).round().byte()
             torch.save(made.permute(0, 2, 3, 1).contiguous(), path)
         rebuilt: Tensor = torch.load(path, weights_only=True)
@@ -378,24 +373,18 @@ class JudgeJob(Job):
         """Build the network."""
         return nn.ModuleDict({"judge": Judge()})
 
-    def loss(
-        self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator
-    ) -> Tensor:
+    def loss(self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator) -> Tensor:
         """Return errors of objects, poses and ground, on pictures with noise and of other light."""
         chosen = drawn["chosen"]
         halves = (chosen < len(self.rebuilt)) & (torch.rand(len(chosen), generator=generator) < 0.7)
         shown = torch.where(
-            halves[:, None, None, None],
-            self.rebuilt[chosen.clamp_max(len(self.rebuilt) - 1)],
-            self.pictures[chosen],
+            halves[:, None, None, None], self.rebuilt[chosen.clamp_max(len(self.rebuilt) - 1)], self.pictures[chosen]
         )
         pictures = to_unit(shown)
         light = 1 + 0.15 * torch.randn(len(chosen), 3, 1, 1, generator=generator)
         noise = 0.06 * torch.rand(len(chosen), 1, 1, 1, generator=generator)
         pictures = pictures * light + noise * torch.randn(pictures.shape, generator=generator)
-        logits, poses, grounds = models["judge"](
-            pictures.contiguous(memory_format=torch.channels_last)
-        )
+        logits, poses, grounds = models["judge"](pictures.contiguous(memory_format=torch.channels_last))
         heat, wanted, places, ground = (
             torch.stack(parts) for parts in zip(*(self.targets[i] for i in chosen), strict=True)
         )
@@ -418,9 +407,7 @@ class JudgeJob(Job):
         shares = {}
         for name, pictures in (("drawn", self.held), ("decoded", self.held_rebuilt)):
             readings = read(judge, pictures.numpy())
-            right = [
-                not faults(full(s), r) for s, r in zip(self.held_scenes, readings, strict=True)
-            ]
+            right = [not faults(full(s), r) for s, r in zip(self.held_scenes, readings, strict=True)]
             shares[name] = sum(right) / len(right)
         return shares
 
@@ -448,14 +435,18 @@ def targets(scene: Scene) -> tuple[Tensor, Tensor, Tensor, Tensor]:
                     continue
                 away = np.hypot(sticker.y / _CELL - i - 0.5, sticker.x / _CELL - j - 0.5)
                 if (down, across) != (0, 0):
-                    heat[kind, i, j] = max(
-                        float(heat[kind, i, j]), float(np.exp(-2 * away**2)) * 0.6
-                    )
+                    heat[kind, i, j] = max(float(heat[kind, i, j]), float(np.exp(-2 * away**2)) * 0.6)
                 places[i, j] = 1.0
                 tilt = np.radians(sticker.tilt)
-                pose[:, i, j] = torch.tensor([
-                    sticker.x / _CELL - j, sticker.y / _CELL - i, sticker.size / _LARGEST,
-                    np.sin(tilt), np.cos(tilt), float(sticker.mirrored),
-                ])  # fmt: skip
+                pose[:, i, j] = torch.tensor(
+                    [
+                        sticker.x / _CELL - j,
+                        sticker.y / _CELL - i,
+                        sticker.size / _LARGEST,
+                        np.sin(tilt),
+                        np.cos(tilt),
+                        float(sticker.mirrored),
+                    ]
+                )
         heat[kind, row, column] = 1.0
     return heat, pose, places, torch.tensor(_GROUND_NAMES.index(scene.ground))

@@ -24,25 +24,14 @@ from diffcache.eval.workshop.small.job import Settings
 from diffcache.eval.workshop.small.loader import loader
 from diffcache.eval.workshop.small.sticker_edits import KINDS, draw_edits, edit_words
 from diffcache.eval.workshop.small.sticker_flux import CALL as FLUX_CALL
-from diffcache.eval.workshop.small.sticker_flux import (
-    HELD,
-    PROMPT_DROPOUT,
-    Flux,
-    build_pipeline,
-    keep_latents,
-    pack,
-)
+from diffcache.eval.workshop.small.sticker_flux import HELD, PROMPT_DROPOUT, Flux, build_pipeline, keep_latents, pack
 from diffcache.eval.workshop.small.sticker_text import Encoder, learn_words
 from diffcache.eval.workshop.small.stickers import render
 from diffcache.pipelines.shipped_models import MODELS
 
 DIRECTORY = MODELS / "sticker-kontext"
 GUIDANCE = 2.0
-CALL: dict[str, Any] = FLUX_CALL | {
-    "max_area": 64 * 64,
-    "_auto_resize": False,
-    "true_cfg_scale": GUIDANCE,
-}
+CALL: dict[str, Any] = FLUX_CALL | {"max_area": 64 * 64, "_auto_resize": False, "true_cfg_scale": GUIDANCE}
 SHOWN = 24
 # What a model of this size learns last stands more than once; held-out edits have all kinds alike.
 TRAINED = (*KINDS, "replace", "move", "move", "size")
@@ -101,9 +90,7 @@ class Kontext(Flux):
         """Edit held-out pictures, the same and with the same noise each time."""
         assert self.held_references is not None
         texts = self.held_texts[:SHOWN]
-        made = self.sample(
-            models, texts, guidance=GUIDANCE, references=self.held_references[:SHOWN]
-        )
+        made = self.sample(models, texts, guidance=GUIDANCE, references=self.held_references[:SHOWN])
         before = [render(edit.before) for edit in self.held_edits[:SHOWN]]
         cells = [
             [Image.fromarray(np.asarray(picture)) for picture in pair]

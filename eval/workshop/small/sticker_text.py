@@ -18,27 +18,13 @@ from torch.nn import functional
 from transformers import CLIPTextModel, T5EncoderModel
 
 from diffcache.eval.workshop.small.job import Job, Settings
-from diffcache.eval.workshop.small.stickers import (
-    GROUNDS,
-    OBJECTS,
-    RELATIONS,
-    caption,
-    parse,
-    sample_scene,
-    words,
-)
+from diffcache.eval.workshop.small.stickers import GROUNDS, OBJECTS, RELATIONS, caption, parse, sample_scene, words
 from diffcache.eval.workshop.small.text_encoders import build_text_encoders, build_tokenizers
 from diffcache.pipelines.shipped_models import MODELS
 
 TEXT_TOKENS = 12
 _ROLES = ("", *RELATIONS)
-_OPPOSITE = {
-    "": "",
-    "left of": "right of",
-    "right of": "left of",
-    "above": "below",
-    "below": "above",
-}
+_OPPOSITE = {"": "", "left of": "right of", "right of": "left of", "above": "below", "below": "above"}
 _GROUNDS = tuple(GROUNDS)
 _POOLED = (len(OBJECTS), len(OBJECTS) + 1, len(_ROLES), len(_GROUNDS))
 _TOKEN = (len(OBJECTS), len(_ROLES), len(_GROUNDS))
@@ -129,15 +115,10 @@ class Text(Job):
         """Build encoders and readouts."""
         clip, t5 = self.encoder.build()
         width = t5.config.d_model
-        readouts = {
-            "pooled": nn.Linear(width, sum(_POOLED)),
-            "token": nn.Linear(width, sum(_TOKEN)),
-        }
+        readouts = {"pooled": nn.Linear(width, sum(_POOLED)), "token": nn.Linear(width, sum(_TOKEN))}
         return nn.ModuleDict({"text_encoder": clip, "text_encoder_2": t5, **readouts})
 
-    def loss(
-        self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator
-    ) -> Tensor:
+    def loss(self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator) -> Tensor:
         """Return the cross-entropy of all that the sentences say."""
         return self._errors(models, [self.texts[i] for i in drawn["chosen"]])[0]
 

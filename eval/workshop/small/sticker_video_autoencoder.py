@@ -61,13 +61,9 @@ def load_autoencoder(path: Path) -> AutoencoderKLWan:
         path: Path of a checkpoint; where there is none, sticker-causal's autoencoder is taken.
     """
     if not path.exists():
-        shipped: AutoencoderKLWan = AutoencoderKLWan.from_pretrained(
-            MODELS / "sticker-causal" / "vae"
-        )
+        shipped: AutoencoderKLWan = AutoencoderKLWan.from_pretrained(MODELS / "sticker-causal" / "vae")
         return shipped.eval().requires_grad_(False)
-    average = torch.load(path, weights_only=True, map_location=torch.get_default_device())[
-        "average"
-    ]
+    average = torch.load(path, weights_only=True, map_location=torch.get_default_device())["average"]
     model = build_autoencoder()
     nn.ModuleDict({"vae": model}).load_state_dict(average)
     return model.eval().requires_grad_(False)
@@ -84,10 +80,7 @@ def draw_films(numbers: Tensor, seed: int, *, held: bool = False) -> tuple[Tenso
     Returns:
         Films uint8 [B, F, 64, 64, 3], and where objects are, bool [B, 1, F, 64, 64].
     """
-    drawn = [
-        render_film(sample_film(np.random.default_rng([seed, int(n)]), held=held), FRAMES)
-        for n in numbers
-    ]
+    drawn = [render_film(sample_film(np.random.default_rng([seed, int(n)]), held=held), FRAMES) for n in numbers]
     pictures, masks = (torch.from_numpy(np.stack(part)) for part in zip(*drawn, strict=True))
     return pictures, masks[:, None]
 
@@ -117,9 +110,7 @@ class VideoAutoencoder(Job):
         films, masks = draw_films(chosen, self.settings.seed + 1)
         return {"films": films, "masks": masks}
 
-    def loss(
-        self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator
-    ) -> Tensor:
+    def loss(self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator) -> Tensor:
         """Return the loss of drawn films."""
         wanted, masks = to_film(drawn["films"]), drawn["masks"]
         vae: Any = models["vae"]

@@ -73,25 +73,17 @@ class Wan(FilmJob):
     def draw(self, chosen: Tensor, generator: torch.Generator) -> dict[str, Any]:
         """Draw latents and sentences, of which a tenth say nothing."""
         unsaid = torch.rand(len(chosen), generator=generator) < PROMPT_DROPOUT
-        texts = [
-            "" if no else self.films[i].caption_at(0) for i, no in zip(chosen, unsaid, strict=True)
-        ]
+        texts = ["" if no else self.films[i].caption_at(0) for i, no in zip(chosen, unsaid, strict=True)]
         numbers, known = self.ids(texts)
         return {"latents": self.latents[chosen], "numbers": numbers, "known": known}
 
-    def loss(
-        self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator
-    ) -> Tensor:
+    def loss(self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator) -> Tensor:
         """Return the mean square error of the velocity."""
         said = (drawn["numbers"], drawn["known"])
         return self._error(models, drawn["latents"].float(), said, generator)
 
     def _error(
-        self,
-        models: nn.ModuleDict,
-        clean: Tensor,
-        said: tuple[Tensor, Tensor],
-        generator: torch.Generator,
+        self, models: nn.ModuleDict, clean: Tensor, said: tuple[Tensor, Tensor], generator: torch.Generator
     ) -> Tensor:
         levels = shifted(torch.sigmoid(torch.randn(len(clean), generator=generator)))
         noise = torch.randn(clean.shape, generator=generator)
@@ -99,9 +91,7 @@ class Wan(FilmJob):
         answer = self.velocity(models, noisy, levels, said)
         return functional.mse_loss(answer, noise - clean)
 
-    def velocity(
-        self, models: nn.ModuleDict, noisy: Tensor, levels: Tensor, said: tuple[Tensor, Tensor]
-    ) -> Tensor:
+    def velocity(self, models: nn.ModuleDict, noisy: Tensor, levels: Tensor, said: tuple[Tensor, Tensor]) -> Tensor:
         """Return what the transformer answers to films [B, C, F, 8, 8] at noise levels [B]."""
         text = self.embed(models, said)
         model = self.compile(models["transformer"])
@@ -126,20 +116,14 @@ class Wan(FilmJob):
             said, unsaid = self.velocity(models, films.repeat(2, 1, 1, 1, 1), level, both).chunk(2)
             films = films + (following - sigma) * (unsaid + GUIDANCE * (said - unsaid))
         config = self.autoencoder.config
-        mean, std = (
-            torch.tensor(values).view(1, -1, 1, 1, 1)
-            for values in (config.latents_mean, config.latents_std)
-        )
+        mean, std = (torch.tensor(values).view(1, -1, 1, 1, 1) for values in (config.latents_mean, config.latents_std))
         made: Tensor = self.autoencoder.decode(films * std + mean).sample
         return ((made.clamp(-1, 1) + 1) * 127.5).round().permute(0, 2, 3, 4, 1).byte().cpu()
 
     def show(self, models: nn.ModuleDict) -> Image.Image:
         """Draw every fourth frame of held-out films, the same and with the same noise each time."""
         texts = [film.caption_at(0) for film in self.held_films[:12]]
-        rows = [
-            [Image.fromarray(picture) for picture in film[::4].numpy()]
-            for film in self.sample(models, texts)
-        ]
+        rows = [[Image.fromarray(picture) for picture in film[::4].numpy()] for film in self.sample(models, texts)]
         return draw_grid(rows, texts, scale=1, columns=2)
 
     def pipeline(self, models: nn.ModuleDict) -> WanPipeline:

@@ -169,12 +169,7 @@ def true_relations(first: Sticker, second: Sticker) -> list[str]:
     """
     across, down = first.x - second.x, first.y - second.y
     least = max(_LEAST_APART, 0.7 * max(abs(across), abs(down)))
-    tests = {
-        "left of": -across,
-        "right of": across,
-        "above": -down,
-        "below": down,
-    }
+    tests = {"left of": -across, "right of": across, "above": -down, "below": down}
     return [name for name, distance in tests.items() if distance >= least]
 
 
@@ -269,12 +264,14 @@ def layer(sticker: Sticker) -> tuple[Array, Array]:
     scale = reduced.width / sticker.size
     middle = reduced.width / 2
     matrix = (
-        scale * cosine, -scale * sine, middle - scale * (cosine * sticker.x - sine * sticker.y),
-        scale * sine, scale * cosine, middle - scale * (sine * sticker.x + cosine * sticker.y),
-    )  # fmt: skip
-    turned = reduced.transform(
-        (SIDE, SIDE), Image.Transform.AFFINE, matrix, Image.Resampling.BICUBIC
+        scale * cosine,
+        -scale * sine,
+        middle - scale * (cosine * sticker.x - sine * sticker.y),
+        scale * sine,
+        scale * cosine,
+        middle - scale * (sine * sticker.x + cosine * sticker.y),
     )
+    turned = reduced.transform((SIDE, SIDE), Image.Transform.AFFINE, matrix, Image.Resampling.BICUBIC)
     pixels = np.asarray(turned, np.float64)
     cover = pixels[..., 3] / 255
     # Colors are kept multiplied by the cover: dividing here avoids dark edges of resampling.
@@ -309,8 +306,7 @@ def textures() -> dict[str, Array]:
     """Return the photographed grounds by name, float64 [192, 192, 1 or 3] in [0, 1]."""
     gray = np.asarray(Image.open(ART / "grounds.jpg").convert("L"), np.float64) / 255
     color = np.asarray(Image.open(ART / "photos.jpg").convert("RGB"), np.float64) / 255
-    made = {name: gray[:, 192 * i : 192 * (i + 1), None]
-            for i, name in enumerate(("bricks", "grass", "gravel"))}  # fmt: skip
+    made = {name: gray[:, 192 * i : 192 * (i + 1), None] for i, name in enumerate(("bricks", "grass", "gravel"))}
     return made | {"space": color[:, :192], "wood": color[:, 192:]}
 
 
@@ -337,9 +333,7 @@ def ground(name: str, seed: int) -> Array:
     texture = textures()[name]
     side = int(rng.integers(80, 160))
     top, left = rng.integers(0, 192 - side, 2, endpoint=True)
-    crop = Image.fromarray(
-        (255 * texture[top : top + side, left : left + side].squeeze()).astype("uint8")
-    )
+    crop = Image.fromarray((255 * texture[top : top + side, left : left + side].squeeze()).astype("uint8"))
     if rng.random() < 0.5:
         crop = crop.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     contrast = 0.9 if name in ("bricks", "space") else 0.65

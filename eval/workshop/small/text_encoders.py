@@ -6,14 +6,7 @@ from collections import Counter
 from itertools import pairwise
 from typing import Any
 
-from transformers import (
-    CLIPTextConfig,
-    CLIPTextModel,
-    CLIPTokenizer,
-    T5Config,
-    T5EncoderModel,
-    T5TokenizerFast,
-)
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5TokenizerFast
 
 TEXT_WIDTH = 64
 _CLIP_TOKENS = 32
@@ -77,9 +70,7 @@ def _t5_tokenizer(known: list[str]) -> T5TokenizerFast:
     return T5TokenizerFast(vocab=pieces, extra_ids=0, model_max_length=512)
 
 
-def build_text_encoders(
-    clip: CLIPTokenizer, t5: T5TokenizerFast
-) -> tuple[CLIPTextModel, T5EncoderModel]:
+def build_text_encoders(clip: CLIPTokenizer, t5: T5TokenizerFast) -> tuple[CLIPTextModel, T5EncoderModel]:
     """Build both text encoders, untrained."""
     first = CLIPTextModel(
         CLIPTextConfig(

@@ -64,18 +64,14 @@ class Chain(Job):
         """Build the model."""
         return nn.ModuleDict({"model": build_model(self.settings.model)})
 
-    def loss(
-        self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator
-    ) -> Tensor:
+    def loss(self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator) -> Tensor:
         """Return the weighted cross-entropy of a step's masked tokens."""
         batch = draw(len(drawn["chosen"]), self.world, generator)
         logits, masked = self._predict(self.compile(models["model"]), batch, generator)
         error = cross_entropy(logits.float().mT, batch.answers, reduction="none")
         return ((error * masked).sum(1) / (masked.sum(1) + TAMED)).mean()
 
-    def _predict(
-        self, model: nn.Module, batch: ChainBatch, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor]:
+    def _predict(self, model: nn.Module, batch: ChainBatch, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return logits of answers [B, N, V], and which of their tokens are asked for [B, N]."""
         length = self.world.length
         if self.block is not None:
@@ -97,10 +93,7 @@ class Chain(Job):
         if self.block is not None:
             known[:, 1:] = ~masked[:, :-1]
         right = (logits.argmax(-1) == batch.answers).float()
-        return {
-            "masked": float(right[masked].mean()),
-            "frontier": float(right[masked & known].mean()),
-        }
+        return {"masked": float(right[masked].mean()), "frontier": float(right[masked & known].mean())}
 
     def export(self, models: nn.ModuleDict, directory: Path) -> None:
         """Save model and tokenizer, with what a call needs."""

@@ -38,17 +38,13 @@ class Reach(Job):
         """Build the network."""
         return nn.ModuleDict({"transformer": reach.build().transformer})
 
-    def loss(
-        self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator
-    ) -> Tensor:
+    def loss(self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator) -> Tensor:
         """Return the mean square error of the actions, in units of `reach.REACH`."""
         chosen = drawn["chosen"]
         seen, moves = self.seen[chosen], self.moves[chosen]
         scheduler = self.pipe.scheduler
         noise = torch.randn(moves.shape, generator=generator)
-        times = torch.randint(
-            scheduler.config.num_train_timesteps, (len(moves),), generator=generator
-        )
+        times = torch.randint(scheduler.config.num_train_timesteps, (len(moves),), generator=generator)
         noisy = scheduler.add_noise(moves, noise, times)
         return functional.mse_loss(models["transformer"](noisy, times, seen), moves)
 

@@ -57,9 +57,7 @@ class Recall(Job):
         """Build the model."""
         return nn.ModuleDict({"model": build_model()})
 
-    def loss(
-        self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator
-    ) -> Tensor:
+    def loss(self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator) -> Tensor:
         """Return the weighted cross-entropy of a step's texts."""
         rng = np.random.default_rng(self.settings.seed * 1_000_003 + self.step)
         task = choose(self.step, self.step / self.settings.steps, rng)

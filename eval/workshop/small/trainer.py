@@ -246,8 +246,7 @@ class Training:
                     loss = self._take(moved(drawn))
                 torch.cuda.current_stream().wait_stream(self._side)
                 return loss
-            kept.drawn = {k: v.clone() if isinstance(v, Tensor) else v
-                          for k, v in moved(drawn).items()}  # fmt: skip
+            kept.drawn = {k: v.clone() if isinstance(v, Tensor) else v for k, v in moved(drawn).items()}
             kept.graph.register_generator_state(self.generator)
             self.models.zero_grad(set_to_none=True)
             with torch.cuda.graph(kept.graph, pool=self._pool):
@@ -430,25 +429,18 @@ def main(arguments: list[str] | None = None) -> None:
     """Train a model, or ship its last checkpoint with the record of its training."""
     parser = argparse.ArgumentParser("trainer", description=__doc__.split("\n")[0])
     parser.add_argument("model", choices=JOBS)
-    parser.add_argument(
-        "--out", type=Path, required=True, help="folder of checkpoints and examples"
-    )
-    parser.add_argument(
-        "--minutes", type=float, default=math.inf, help="stop after so many minutes"
-    )
+    parser.add_argument("--out", type=Path, required=True, help="folder of checkpoints and examples")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after so many minutes")
     parser.add_argument("--precision", choices=("auto", *PRECISIONS), default="auto")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE",
-                        help="a number among the settings, such as batch=64")  # fmt: skip
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="a number among the settings, such as batch=64"
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--workers", type=int, default=0, help="processes that draw examples")
     parser.add_argument("--no-pictures", action="store_true", help="draw none to look at")
-    parser.add_argument(
-        "--fit", action="store_true", help="shorten the run to what fits in --minutes"
-    )
-    parser.add_argument(
-        "--export", action="store_true", help="train no more; ship the last checkpoint"
-    )
+    parser.add_argument("--fit", action="store_true", help="shorten the run to what fits in --minutes")
+    parser.add_argument("--export", action="store_true", help="train no more; ship the last checkpoint")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(chosen.threads)
     if chosen.device == "cuda":
@@ -478,9 +470,7 @@ def main(arguments: list[str] | None = None) -> None:
     job.export(run.average.eval(), directory)
     command = f"python -m diffcache.eval.workshop.small.trainer {chosen.model} --out DIR"
     path = directory / f"training-{chosen.model}.json"
-    path.write_text(
-        json.dumps(record(run, chosen.model, command), indent=1) + "\n", encoding="utf-8"
-    )
+    path.write_text(json.dumps(record(run, chosen.model, command), indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

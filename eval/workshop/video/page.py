@@ -62,26 +62,41 @@ def _value(found: Mapping[str, float], digits: int) -> str:
 
 
 def _measured(record: Mapping[str, Any]) -> str:
-    rows = [
-        [_name(row), *(_value(row[key], digits) for key, digits in MEASURES.items())]
-        for row in record["rows"]
-    ]
+    rows = [[_name(row), *(_value(row[key], digits) for key, digits in MEASURES.items())] for row in record["rows"]]
     about = MEASURED.format(**record["shapes"])
     told = f"{record['dtype']}, {record['threads']} thread, {record['device']} "
-    return "\n".join([about, *table(["", *MEASURES], rows), "",
-                      f"{told}(`{record['command']}`).", ""])  # fmt: skip
+    return "\n".join([about, *table(["", *MEASURES], rows), "", f"{told}(`{record['command']}`).", ""])
 
 
 def _timed(record: Mapping[str, Any]) -> str:
     rows = []
     for row in record["rows"]:
         chunk = row["chunk"]
-        times, sizes = ([f"{value:{form}}" for value in chunk[key]]
-                        for key, form in (("of_alone", ".2f"), ("bytes", ",")))  # fmt: skip
-        rows.append([_name(row), f"{chunk['ms'][2]:.1f}", *times, f"{chunk['time_ratio']:.2f}",
-                     *sizes, f"{chunk['bytes_ratio']:.2f}"])  # fmt: skip
-    heads = ["", "ms", "first third", "middle", "last", "last by middle", "first, bytes", "middle",
-             "last", "last by middle"]  # fmt: skip
+        times, sizes = (
+            [f"{value:{form}}" for value in chunk[key]] for key, form in (("of_alone", ".2f"), ("bytes", ","))
+        )
+        rows.append(
+            [
+                _name(row),
+                f"{chunk['ms'][2]:.1f}",
+                *times,
+                f"{chunk['time_ratio']:.2f}",
+                *sizes,
+                f"{chunk['bytes_ratio']:.2f}",
+            ]
+        )
+    heads = [
+        "",
+        "ms",
+        "first third",
+        "middle",
+        "last",
+        "last by middle",
+        "first, bytes",
+        "middle",
+        "last",
+        "last by middle",
+    ]
     return "\n".join([TIMED.format(rounds=record["rounds"]), *table(heads, rows), ""])
 
 

@@ -60,9 +60,8 @@ class Rollouts:
     def text(self) -> Tensor:
         """Embeddings of the sentences, `[B, S, E]`."""
         found: Tensor = self.pipe.encode_prompt(
-            self.said, do_classifier_free_guidance=False,
-            max_sequence_length=CALL["max_sequence_length"],
-        )[0]  # fmt: skip
+            self.said, do_classifier_free_guidance=False, max_sequence_length=CALL["max_sequence_length"]
+        )[0]
         return found
 
     @torch.no_grad()
@@ -74,9 +73,7 @@ class Rollouts:
         film = torch.cat(made, 2).clamp(-1, 1)
         return ((film + 1) * 127.5).round().permute(0, 2, 3, 4, 1).byte()
 
-    def table(
-        self, rows: Sequence[Row], chunks: int, kept: Parts, progress: Progress | None
-    ) -> dict[str, Any]:
+    def table(self, rows: Sequence[Row], chunks: int, kept: Parts, progress: Progress | None) -> dict[str, Any]:
         """Return what every row's films keep, by name.
 
         Args:

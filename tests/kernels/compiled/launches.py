@@ -9,18 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import (
-    Tensor,
-    bfloat16,
-    float8_e4m3fn,
-    float16,
-    float32,
-    float64,
-    int8,
-    int32,
-    int64,
-    uint8,
-)
+from torch import Tensor, bfloat16, float8_e4m3fn, float16, float32, float64, int8, int32, int64, uint8
 from triton.runtime.jit import JITFunction, MockTensor
 
 from diffcache.kernels.gpu import (
@@ -77,15 +66,15 @@ Call = tuple[str, Callable[[], Any], dict[str, Any]]  # and what holds of its fi
 def attentions() -> Iterator[Call]:
     """Yield calls of attention to codes, of a few queries, of masses, and of merged parts."""
     for bits, group, size, dtype in (
-        (4, 128, 128, bfloat16), (8, 32, 128, bfloat16), (4, 64, 256, float16), (2, 32, 128, float32),
-    ):  # fmt: skip
+        (4, 128, 128, bfloat16),
+        (8, 32, 128, bfloat16),
+        (4, 64, 256, float16),
+        (2, 32, 128, float32),
+    ):
         # A thread of one warp takes `block * size / 16` codes in an iteration: 512 of 4 bits in
         # groups of 128, at 2.1 instructions each.
         held, shift = t(uint8, 1, HEADS, SLOTS, size * bits // 8), -(2**bits - 1) / 2
-        grids = (
-            t(float16, 1, HEADS, SLOTS // group, 2, size),
-            t(float16, 1, HEADS, SLOTS, 2, size // group),
-        )
+        grids = (t(float16, 1, HEADS, SLOTS // group, 2, size), t(float16, 1, HEADS, SLOTS, 2, size // group))
         given = t(dtype, 1, QUERIES, size), held, grids[0], held, grids[1]
         numbers = 0.088, bits, bits, group, group, shift, shift
         mask = str(CODED_TEXTS[bits].value).split(";")[2].split(",")[-1]  # of codes
@@ -95,9 +84,7 @@ def attentions() -> Iterator[Call]:
             {"products": "" if dtype == float32 else FEW, "text": rf"and\.b32 .*,{mask};"},
         )
     yield from attended()
-    for parts, size, dtype in (
-        (2, 128, bfloat16), (3, 64, float32), (8, 256, float32)
-    ):  # fmt: skip
+    for parts, size, dtype in ((2, 128, bfloat16), (3, 64, float32), (8, 256, float32)):
         outs, logs = [t(dtype, 24, 4608, size)] * parts, [t(float32, 24, 4608)] * parts
         yield f"lse_merge-{parts}-{size}-{dtype}", partial(merge.lse_merge, outs, logs), {}
 
@@ -109,12 +96,17 @@ def attended() -> Iterator[Call]:
     halves = {"turns": t(float32, 1, 1, SLOTS, 256)}
     hidden = {"mask": t(uint8, 1, 1, 1, SLOTS).view(torch.bool)}
     for name, dtype, size, count, form, seen in (
-        ("dense", bfloat16, 128, 4680, (), {}), ("list", bfloat16, 128, 16, (), listed),
-        ("list", float32, 128, 1, (), listed), ("dense", bfloat16, 256, 1, (), {}),
-        ("turned", bfloat16, 128, 4680, (4, 32), turned), ("hidden", float16, 64, 4680, (2, 32), hidden),
-        ("halves", bfloat16, 256, 4680, (8, 32), halves), ("dense", float32, 128, 4680, (2, 32), {}),
-        ("bytes", bfloat16, 128, 4680, (8, 128), {"offset": 0}), ("alone", bfloat16, 128, 4608, (), {"offset": 0}),
-    ):  # fmt: skip
+        ("dense", bfloat16, 128, 4680, (), {}),
+        ("list", bfloat16, 128, 16, (), listed),
+        ("list", float32, 128, 1, (), listed),
+        ("dense", bfloat16, 256, 1, (), {}),
+        ("turned", bfloat16, 128, 4680, (4, 32), turned),
+        ("hidden", float16, 64, 4680, (2, 32), hidden),
+        ("halves", bfloat16, 256, 4680, (8, 32), halves),
+        ("dense", float32, 128, 4680, (2, 32), {}),
+        ("bytes", bfloat16, 128, 4680, (8, 128), {"offset": 0}),
+        ("alone", bfloat16, 128, 4608, (), {"offset": 0}),
+    ):
         q = t(dtype, 1, QUERIES, count, size)
         k, key_grid, v, value_grid = t(dtype, 1, HEADS, SLOTS, size), None, q, None
         v = None if name == "alone" else k
@@ -131,24 +123,19 @@ def attended() -> Iterator[Call]:
                 key_grid = value_grid = t(float16, 1, HEADS, SLOTS, 1, 1)
                 key_form = value_form
         keys = k, key_grid, *(seen.get(one) for one in ("slots", "mask", "turns"))
-        limits = (
-            seen.get("interleaved", False), seen.get("offset"), seen.get("window", 0),
-            seen.get("sinks", 0),
-        )  # fmt: skip
+        limits = (seen.get("interleaved", False), seen.get("offset"), seen.get("window", 0), seen.get("sinks", 0))
         products = "" if dtype == float32 else FEW if count == 1 else MANY
         yield (
             f"attn_forward-{name}-{dtype}-{size}-{count}",
-            partial(attention.attn_forward, q, *keys, v, value_grid, 0.5, *limits, key_form, 0.0,
-                    value_form, 0.0),
+            partial(attention.attn_forward, q, *keys, v, value_grid, 0.5, *limits, key_form, 0.0, value_form, 0.0),
             {"products": products},
-        )  # fmt: skip
+        )
         if name in ("turned", "alone", "halves") or (name, dtype) == ("list", float32):
             yield (
                 f"attn_mass-{name}-{dtype}-{size}-{count}",
-                partial(attention.attn_mass, q, *keys, t(float32, *q.shape[:3]), 0.5, *limits,
-                        key_form, 0.0),
+                partial(attention.attn_mass, q, *keys, t(float32, *q.shape[:3]), 0.5, *limits, key_form, 0.0),
                 {"products": products},
-            )  # fmt: skip
+            )
 
 
 def features() -> Iterator[Call]:
@@ -182,11 +169,7 @@ def features() -> Iterator[Call]:
     for count, base, width in ((5, True, 3072), (3, True, 64)):
         held, scale = [t(int8, 4608, width)] * count, [t(bfloat16, 4608, 1)] * count
         given = held, scale, weights[:count], t(bfloat16, 4608, width) if base else None, bfloat16
-        yield (
-            f"weighted_sum_int8-{count}-{base}-{width}",
-            partial(rows.weighted_sum_int8, *given),
-            {},
-        )
+        yield (f"weighted_sum_int8-{count}-{base}-{width}", partial(rows.weighted_sum_int8, *given), {})
 
 
 def slots() -> Iterator[Call]:
@@ -212,11 +195,7 @@ def slots() -> Iterator[Call]:
             held = t(uint8, 1, HEADS, SLOTS, 16 * bits)
             grid = t(float16, 1, HEADS, SLOTS // each, 2, 128 // width)
             numbers = bits, each, width, 2.0**bits - 1, False, float16
-            yield (
-                f"quant_groups-{way}-{bits}",
-                partial(quantize.quant_groups, x, *numbers),
-                {},
-            )
+            yield (f"quant_groups-{way}-{bits}", partial(quantize.quant_groups, x, *numbers), {})
             yield (
                 f"dequant_groups-{way}-{bits}",
                 partial(quantize.dequant_groups, held, grid, x, bits, each, width, 0.0, None),

@@ -43,9 +43,17 @@ def decoded(codes: Tensor, grid: Tensor | None, form: list[int], shift: float) -
 
 
 def by_place(
-    q: Tensor, k: Tensor, slots: Any, mask: Any, turns: Any, scale: float, interleaved: bool,
-    offset: int | None, window: int, sinks: int,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    slots: Any,
+    mask: Any,
+    turns: Any,
+    scale: float,
+    interleaved: bool,
+    offset: int | None,
+    window: int,
+    sinks: int,
+) -> Tensor:
     """Return the logits by place, [B, Hq, n, P], -inf where unseen.
 
     Angles are recovered from their cosines, to turn pairs as complex numbers.
@@ -55,9 +63,7 @@ def by_place(
     if turns is not None:
         cos, sin = turns.expand(len(k), heads, -1, -1).chunk(2, -1)
         pairs = k.unflatten(3, (-1, 2)) if interleaved else k.unflatten(3, (2, -1)).mT
-        spun = torch.view_as_real(
-            torch.view_as_complex(pairs.contiguous()) * torch.complex(cos, sin)
-        )
+        spun = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.complex(cos, sin))
         k = spun.flatten(3) if interleaved else spun.mT.flatten(3)
     same = k.expand(batch, -1, -1, -1).repeat_interleave(asking // heads, 1)
     logits = scale * (q[:, :, :, None] * same[:, :, None]).sum(-1)
@@ -122,9 +128,7 @@ def held(codec: str, dtype: torch.dtype, batch: int, heads: int, tokens: bool) -
         grid[:, :, :, 0] = 1.0 if codec == "fp8" else 0.03
         return attention.Codes(codes, grid, 8, 1, SIZE)
     bits = int(codec)
-    codes = torch.randint(
-        256, (batch, heads, KEYS, SIZE * bits // 8), generator=random, dtype=torch.uint8
-    )
+    codes = torch.randint(256, (batch, heads, KEYS, SIZE * bits // 8), generator=random, dtype=torch.uint8)
     shape = (KEYS // 16, 2, SIZE) if tokens else (KEYS, 1, SIZE // 16)
     grid = guarded((batch, heads, *shape), torch.float16, 5 + tokens)
     grid[:, :, :, 0] = grid[:, :, :, 0].abs() / 2**bits
@@ -139,8 +143,10 @@ Call = tuple[str, Tensor, Any, Any, float, dict[str, Any]]
 def calls(dtype: torch.dtype) -> Iterator[Call]:
     """Yield queries, keys, values, scales and what is seen: of shapes, then of combinations."""
     for rows, asking, heads, count, width, size, last, *limits in SHAPES:
-        q, k, v = (guarded((rows, n, *rest), dtype, seed) for seed, (n, *rest) in enumerate(
-            ((asking, count, size), (heads, width, size), (heads, width, last))))  # fmt: skip
+        q, k, v = (
+            guarded((rows, n, *rest), dtype, seed)
+            for seed, (n, *rest) in enumerate(((asking, count, size), (heads, width, size), (heads, width, last)))
+        )
         name = "-".join(map(str, (rows, asking, heads, count, width, size, last, *limits)))
         seen = dict(zip(("offset", "window", "sinks"), limits, strict=False))
         yield name, q, k, v, 1.5 * size**-0.5, seen
@@ -162,23 +168,19 @@ def calls(dtype: torch.dtype) -> Iterator[Call]:
     for number, (codec, mask, layout) in enumerate(product(CODECS, MASKS, ("dense", "listed"))):
         q = guarded((1, 2, QUERIES, SIZE), dtype, number)
         k, v = (guarded((1, 1, KEYS, SIZE), dtype, 99 + seed) for seed in range(2))
-        pair: Any = (
-            (k, v) if codec == "exact" else (held(codec, dtype, 1, 1, t) for t in (True, False))
-        )
+        pair: Any = (k, v) if codec == "exact" else (held(codec, dtype, 1, 1, t) for t in (True, False))
         width = KEYS if layout == "dense" else few.shape[2]
         seen = {
-            "all": {}, "causal": {"offset": width - QUERIES},
+            "all": {},
+            "causal": {"offset": width - QUERIES},
             "window": {"offset": width - QUERIES, "window": 9, "sinks": 3},
             "mask": {"mask": torch.rand(1, 1, QUERIES, width, generator=random) > 0.4},
-        }[mask]  # fmt: skip
+        }[mask]
         if layout == "listed":
             seen |= {"slots": few}
         if number % 3:
             angles = 6 * torch.rand(1, 1, KEYS, SIZE // 2, generator=random)
-            seen |= {
-                "turns": torch.cat([angles.cos(), angles.sin()], -1),
-                "interleaved": number % 3 > 1,
-            }
+            seen |= {"turns": torch.cat([angles.cos(), angles.sin()], -1), "interleaved": number % 3 > 1}
         yield f"{codec}-{mask}-{layout}-{number % 3}", q, *pair, 0.3, seen
 
 
@@ -186,7 +188,10 @@ def given(k: Any, v: Any, scale: float, seen: dict[str, Any], lse: Any = None) -
     """Return the arguments of an operator behind its queries; of masses, with log-sum-exps."""
     keys, grid, *form = attention._apart(k)
     tensors = [keys, grid, *(seen.get(name) for name in ("slots", "mask", "turns"))]
-    limits = [seen.get("interleaved", False), *(seen.get(*one) for one in (("offset", None), ("window", 0), ("sinks", 0)))]  # fmt: skip
+    limits = [
+        seen.get("interleaved", False),
+        *(seen.get(*one) for one in (("offset", None), ("window", 0), ("sinks", 0))),
+    ]
     if lse is not None:
         return (*tensors, lse, scale, *limits, *form)
     values, value_grid, *value_form = attention._apart(v)
@@ -216,8 +221,14 @@ def masses(dtype: torch.dtype) -> Iterator[Case]:
             lse[0, :, ::5] = math.inf
         exact = isinstance(k, Tensor) and "turns" not in seen
         rounded = dtype if not exact and dtype != torch.float32 else torch.float32
-        yield Case(f"mass-{name}", attention.MASS, (q, *given(k, None, scale, seen, lse)), exact_mass,
-                   lambda args, out, to=rounded: [out.to(to)], 40 if rounded == torch.float32 else 6)  # fmt: skip
+        yield Case(
+            f"mass-{name}",
+            attention.MASS,
+            (q, *given(k, None, scale, seen, lse)),
+            exact_mass,
+            lambda args, out, to=rounded: [out.to(to)],
+            40 if rounded == torch.float32 else 6,
+        )
 
 
 FAMILIES = (forwards, masses)

@@ -14,23 +14,32 @@ from tests.kernels.families.quantize import numbers
 # batch, heads, query heads, slots of keys, slots of values, D, Dv, slots and channels of a group,
 # bits of keys and of values, whether grids are symmetric
 CALLS = (
-    (1, 1, 1, 16, 1, 64, 64, 16, 64, 8, 4, False), (2, 2, 4, 96, 70, 64, 128, 32, 32, 2, 2, False),
-    (1, 1, 4, 320, 300, 128, 64, 64, 32, 4, 2, False), (1, 2, 6, 64, 64, 64, 64, 16, 16, 4, 8, True),
-)  # fmt: skip
+    (1, 1, 1, 16, 1, 64, 64, 16, 64, 8, 4, False),
+    (2, 2, 4, 96, 70, 64, 128, 32, 32, 2, 2, False),
+    (1, 1, 4, 320, 300, 128, 64, 64, 32, 4, 2, False),
+    (1, 2, 6, 64, 64, 64, 64, 16, 16, 4, 8, True),
+)
 
 
 def attention(dtype: torch.dtype) -> Iterator[Case]:
     """Yield queries over coded slots: one slot, split slots, several groups and constant ones."""
 
     def exact(
-        q: Tensor, keys: Tensor, key_grid: Tensor, values: Tensor, value_grid: Tensor,
-        scale: float, key_bits: int, value_bits: int, each: int, width: int, *shifts: float,
-    ) -> list[Tensor]:  # fmt: skip
+        q: Tensor,
+        keys: Tensor,
+        key_grid: Tensor,
+        values: Tensor,
+        value_grid: Tensor,
+        scale: float,
+        key_bits: int,
+        value_bits: int,
+        each: int,
+        width: int,
+        *shifts: float,
+    ) -> list[Tensor]:
         held = []
         wide = key_grid.repeat_interleave(each, 2), value_grid.repeat_interleave(width, 4)
-        for codes, bits, grid, shift in zip(
-            (keys, values), (key_bits, value_bits), wide, shifts, strict=True
-        ):
+        for codes, bits, grid, shift in zip((keys, values), (key_bits, value_bits), wide, shifts, strict=True):
             known = torch.from_numpy(numbers(codes.numpy(), bits)).double()
             gap = grid[:, :, :, 0]
             low = grid[:, :, :, 1] if grid.shape[3] == 2 else gap * shift
@@ -58,12 +67,13 @@ def attention(dtype: torch.dtype) -> Iterator[Case]:
         q = guarded((batch, asked, size), dtype, 5)
         shifts = -(2**key_bits - 2) / 2, -(2**value_bits - 2) / 2
         yield Case(
-            f"kivi{key_bits}-{value_bits}-{slots}-{count}-{size}-{wide}", coded.ATTEND,
-            (q, keys, key_grid, values, value_grid, size**-0.5, key_bits, value_bits, each, width,
-             *shifts),
-            exact, lambda args, out: [each.to(args[0].dtype) for each in out],
+            f"kivi{key_bits}-{value_bits}-{slots}-{count}-{size}-{wide}",
+            coded.ATTEND,
+            (q, keys, key_grid, values, value_grid, size**-0.5, key_bits, value_bits, each, width, *shifts),
+            exact,
+            lambda args, out: [each.to(args[0].dtype) for each in out],
             {torch.float32: 60.0, torch.float16: 6.0, torch.bfloat16: 6.0}[dtype],
-        )  # fmt: skip
+        )
 
 
 FAMILIES = (attention,)

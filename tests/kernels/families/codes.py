@@ -15,9 +15,7 @@ from tests.kernels.cases import Case, guarded
 SHAPES = ((1,), (15,), (3, 16), (2, 5, 50), (70, 64), (2, 3, 5, 7), (3, 1100), (4099,))
 
 
-def rounded(
-    values: Tensor, scale: float, zero: int, scales: Any, zeros: Any, bits: int
-) -> list[Tensor]:
+def rounded(values: Tensor, scale: float, zero: int, scales: Any, zeros: Any, bits: int) -> list[Tensor]:
     """Return the codes, by the nearest of all of them to each number."""
     width, middle = scale if scales is None else scales, zero if zeros is None else zeros
     steps = values / width + middle

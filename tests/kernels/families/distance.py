@@ -24,12 +24,9 @@ def sums(dtype: torch.dtype) -> Iterator[Case]:
         pair = guarded(shape, dtype, 1), guarded(shape, dtype, 2)
         yield Case(f"l1-{shape}", distance.SUMS, pair, exact, tolerance=TOLERANCE)
     turned = guarded((6, 40), dtype, 2).t()
-    yield Case("l1-strides", distance.SUMS, (guarded((40, 6), dtype, 1), turned), exact,
-               tolerance=TOLERANCE)  # fmt: skip
+    yield Case("l1-strides", distance.SUMS, (guarded((40, 6), dtype, 1), turned), exact, tolerance=TOLERANCE)
     wide = guarded((1, 40), dtype, 3).expand(3, 40)  # not dense
-    yield Case(
-        "l1-expanded", distance.SUMS, (wide, guarded((3, 40), dtype, 4)), exact, tolerance=TOLERANCE
-    )
+    yield Case("l1-expanded", distance.SUMS, (wide, guarded((3, 40), dtype, 4)), exact, tolerance=TOLERANCE)
     mixed = guarded((99,), dtype, 5), guarded((99,), DTYPES[0], 6)
     yield Case("l1-dtypes", distance.SUMS, mixed, exact, tolerance=TOLERANCE)
 

@@ -18,9 +18,7 @@ def sums(dtype: torch.dtype) -> Iterator[Case]:
     """Yield weighted sums of one to five terms, with and without base and gate."""
 
     def exact(terms: list[Tensor], weights: list[float], base: Any, gate: Any) -> list[Tensor]:
-        stacked = torch.stack(terms) * torch.tensor(weights).double().view(
-            -1, *[1] * terms[0].dim()
-        )
+        stacked = torch.stack(terms) * torch.tensor(weights).double().view(-1, *[1] * terms[0].dim())
         total = stacked.sum(0)
         total = total if gate is None else total * gate
         return [total if base is None else total + base]
@@ -33,9 +31,7 @@ def sums(dtype: torch.dtype) -> Iterator[Case]:
             name = f"sum{count}-{shape}-{extra}"
             yield Case(name, forecast.SUM, (terms, weights, base, gate), exact)
     mixed = [guarded((4, 6), dtype, 1), guarded((6, 4), dtype, 2).t()]
-    yield Case(
-        "sum-strides", forecast.SUM, (mixed, [0.5, -2.0], None, guarded((6,), dtype, 3)), exact
-    )
+    yield Case("sum-strides", forecast.SUM, (mixed, [0.5, -2.0], None, guarded((6,), dtype, 3)), exact)
 
 
 def differences(dtype: torch.dtype) -> Iterator[Case]:
@@ -51,8 +47,7 @@ def differences(dtype: torch.dtype) -> Iterator[Case]:
         old = [guarded(shape, dtype, seed) for seed in range(count)]
         room = [guarded(shape, dtype, 9 + seed) for seed in range(count)]
         args = guarded(shape, dtype, 7), old, room, [4.0, -3.0, 2.0, 5.0][:count]
-        yield Case(f"differences{count}-{shape}", forecast.DIFFERENCES, args, exact,
-                   lambda args, out: args[2])  # fmt: skip
+        yield Case(f"differences{count}-{shape}", forecast.DIFFERENCES, args, exact, lambda args, out: args[2])
 
 
 FAMILIES = (sums, differences)

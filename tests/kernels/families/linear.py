@@ -26,8 +26,7 @@ def products(dtype: torch.dtype) -> Iterator[Case]:
     for seed, (height, depth, width) in enumerate(SHAPES):
         random = torch.Generator().manual_seed(seed)
         rows, codes = (
-            torch.randint(-128, 128, (n, depth), generator=random, dtype=torch.int8)
-            for n in (height, width)
+            torch.randint(-128, 128, (n, depth), generator=random, dtype=torch.int8) for n in (height, width)
         )
         rows[0] = codes[0] = -128
         zeros = torch.randint(-128, 128, (width,), generator=random, dtype=torch.int32)

@@ -62,10 +62,9 @@ def gathers(dtype: torch.dtype) -> Iterator[Case]:
     def exact(k: Tensor, v: Tensor, index: Tensor) -> list[Tensor]:
         wide = index.expand(-1, k.shape[1], -1)
         return [
-            torch.stack([torch.stack([x[b, h, wide[b, h]] for h in range(x.shape[1])])
-                         for b in range(len(wide))])
+            torch.stack([torch.stack([x[b, h, wide[b, h]] for h in range(x.shape[1])]) for b in range(len(wide))])
             for x in (k, v)
-        ]  # fmt: skip
+        ]
 
     def case(name: str, *args: Tensor) -> Case:
         return Case(f"gather-{name}", move.GATHER, args, exact, lambda args, out: list(out))

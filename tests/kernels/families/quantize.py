@@ -15,10 +15,15 @@ from tests.kernels.cases import Case, guarded
 
 # bits, symmetric, slots, channels, slots of a group, channels of a group
 SHAPES = (
-    (2, False, 64, 32, 32, 1), (4, True, 12, 70, 6, 1), (8, False, 12, 70, 12, 1),
-    (4, False, 5, 6, 1, 1), (2, False, 9, 64, 1, 32), (2, True, 3, 40, 1, 16),
-    (4, False, 7, 5, 1, 5), (8, True, 4, 24, 1, 16),
-)  # fmt: skip
+    (2, False, 64, 32, 32, 1),
+    (4, True, 12, 70, 6, 1),
+    (8, False, 12, 70, 12, 1),
+    (4, False, 5, 6, 1, 1),
+    (2, False, 9, 64, 1, 32),
+    (2, True, 3, 40, 1, 16),
+    (4, False, 7, 5, 1, 5),
+    (8, True, 4, 24, 1, 16),
+)
 
 
 def written(x: np.ndarray, bits: int, intervals: float, symmetric: bool) -> tuple[Any, Any, Any]:
@@ -39,9 +44,9 @@ def written(x: np.ndarray, bits: int, intervals: float, symmetric: bool) -> tupl
 def numbers(codes: np.ndarray, bits: int) -> np.ndarray:
     """Return the bytes [..., room] as codes [..., room * 8 / bits]."""
     per = 8 // bits
-    return np.stack(
-        [codes.astype(np.int64) >> bits * n & 2**bits - 1 for n in range(per)], -1
-    ).reshape(*codes.shape[:-1], -1)
+    return np.stack([codes.astype(np.int64) >> bits * n & 2**bits - 1 for n in range(per)], -1).reshape(
+        *codes.shape[:-1], -1
+    )
 
 
 def groups(slots: int, size: int, each: int, width: int) -> Iterator[tuple[int, int, slice, slice]]:
@@ -54,9 +59,7 @@ def groups(slots: int, size: int, each: int, width: int) -> Iterator[tuple[int, 
 def coded(dtype: torch.dtype) -> Iterator[Case]:
     """Yield tensors to code: along tokens and channels, constant groups and outliers among them."""
 
-    def exact(
-        x: Tensor, bits: int, each: int, width: int, intervals: float, symmetric: bool, to: Any
-    ) -> list[Tensor]:
+    def exact(x: Tensor, bits: int, each: int, width: int, intervals: float, symmetric: bool, to: Any) -> list[Tensor]:
         batch, heads, slots, size = x.shape
         codes = np.zeros((batch, heads, slots, -(-size * bits // 8)), np.int64)
         columns = -(-size // width)
@@ -77,23 +80,28 @@ def coded(dtype: torch.dtype) -> Iterator[Case]:
         x[1, 0, 0, 0] = 30000.0
         intervals = 2**bits - (2 if symmetric else 1)
         name = f"quant{bits}-{symmetric}-{slots}-{size}-{each}-{width}"
-        yield Case(name, quantize.QUANT,
-                   (x, bits, each, width, float(intervals), symmetric, torch.float16), exact,
-                   lambda args, out: list(out))  # fmt: skip
+        yield Case(
+            name,
+            quantize.QUANT,
+            (x, bits, each, width, float(intervals), symmetric, torch.float16),
+            exact,
+            lambda args, out: list(out),
+        )
     x = guarded((2, 64, 2, 32), dtype, 3).transpose(1, 2)
-    yield Case("quant-strides", quantize.QUANT, (x, 4, 32, 1, 15.0, False, torch.float16), exact,
-               lambda args, out: list(out))  # fmt: skip
-    yield Case("quant-levels", quantize.QUANT, (x, 4, 1, 32, 8.0, False, torch.float16), exact,
-               lambda args, out: list(out))  # fmt: skip
+    yield Case(
+        "quant-strides", quantize.QUANT, (x, 4, 32, 1, 15.0, False, torch.float16), exact, lambda args, out: list(out)
+    )
+    yield Case(
+        "quant-levels", quantize.QUANT, (x, 4, 1, 32, 8.0, False, torch.float16), exact, lambda args, out: list(out)
+    )
 
 
 def decoded(dtype: torch.dtype) -> Iterator[Case]:
     """Yield codes to take back, with rows of the grid in order and listed."""
 
     def exact(
-        codes: Tensor, grid: Tensor, out: Tensor, bits: int, each: int, width: int, shift: float,
-        of: Tensor | None,
-    ) -> list[Tensor]:  # fmt: skip
+        codes: Tensor, grid: Tensor, out: Tensor, bits: int, each: int, width: int, shift: float, of: Tensor | None
+    ) -> list[Tensor]:
         found = np.zeros(out.shape)
         known, parts = numbers(codes.numpy(), bits), grid.numpy()
         for b, h, s, c in np.ndindex(*out.shape):
@@ -115,8 +123,14 @@ def decoded(dtype: torch.dtype) -> Iterator[Case]:
         if size == 70:
             of = torch.randint(0, slots // each, (2, 2, slots), generator=random, dtype=torch.uint8)
             room = torch.full((2, slots, 2, size), float("nan"), dtype=dtype).transpose(1, 2)
-            yield Case(f"{name}-listed", quantize.DEQUANT, (*args[:2], room, *args[3:], of), exact,
-                       lambda args, out: [args[2]], 1.2)  # fmt: skip
+            yield Case(
+                f"{name}-listed",
+                quantize.DEQUANT,
+                (*args[:2], room, *args[3:], of),
+                exact,
+                lambda args, out: [args[2]],
+                1.2,
+            )
 
 
 FAMILIES = (coded, decoded)

@@ -25,16 +25,20 @@ CALLS = (
 )
 
 
-def exact(
-    x: Tensor, angles: Tensor, scale: float, back: bool, start: int, interleaved: bool
-) -> list[Tensor]:
+def exact(x: Tensor, angles: Tensor, scale: float, back: bool, start: int, interleaved: bool) -> list[Tensor]:
     """Multiply every pair by the matrix of its rotation."""
     pairs = angles.shape[-1]
     sign, size = (-1, 1 / scale) if back else (1, scale)
-    matrix = torch.stack(
-        [torch.stack([angles.cos(), -sign * angles.sin()], -1),
-         torch.stack([sign * angles.sin(), angles.cos()], -1)], -2,
-    ) * size  # fmt: skip
+    matrix = (
+        torch.stack(
+            [
+                torch.stack([angles.cos(), -sign * angles.sin()], -1),
+                torch.stack([sign * angles.sin(), angles.cos()], -1),
+            ],
+            -2,
+        )
+        * size
+    )
     matrix = matrix.expand(*x.shape[:3], pairs, 2, 2)
     first = start + torch.arange(pairs) * (2 if interleaved else 1)
     second = first + (1 if interleaved else pairs)

@@ -23,8 +23,7 @@ def packed(tensor: Tensor) -> list[Tensor]:
 def packs(dtype: torch.dtype) -> Iterator[Case]:
     """Yield rows of all widths; of zeros, of subnormals, and with one large number."""
     for shape in SHAPES:
-        yield Case(f"pack-{shape}", rows.PACK, (guarded(shape, dtype, 1),), packed,
-                   lambda args, out: list(out))  # fmt: skip
+        yield Case(f"pack-{shape}", rows.PACK, (guarded(shape, dtype, 1),), packed, lambda args, out: list(out))
     odd = guarded((4, 40), dtype, 2)
     odd[0], odd[1], odd[2, 7] = 0, torch.finfo(dtype).tiny / 4, 1e4
     odd[3] = torch.arange(40) * 0.5  # numbers in the middle of two codes, were the scale 1
@@ -43,9 +42,7 @@ def coded(shape: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor]:
 def sums(dtype: torch.dtype) -> Iterator[Case]:
     """Yield sums of one to five terms, with and without a base."""
 
-    def exact(
-        codes: list[Tensor], scales: list[Tensor], weights: list[float], base: Any, _: Any
-    ) -> list[Tensor]:
+    def exact(codes: list[Tensor], scales: list[Tensor], weights: list[float], base: Any, _: Any) -> list[Tensor]:
         triples = zip(codes, scales, weights, strict=True)
         total = sum(code.double() * scale * weight for code, scale, weight in triples)
         return [total if base is None else total + base]

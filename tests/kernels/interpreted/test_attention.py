@@ -39,9 +39,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, *operators: Any) -> list[str]:
     names: list[str] = []
     for operator in operators:
         run = operator.launch
-        monkeypatch.setattr(
-            operator, "launch", lambda *a, r=run, n=operator.name: names.append(n) or r(*a)
-        )
+        monkeypatch.setattr(operator, "launch", lambda *a, r=run, n=operator.name: names.append(n) or r(*a))
     return names
 
 
@@ -63,9 +61,7 @@ def test_a_key_that_no_query_attends_to_gets_no_mass() -> None:
     q, k = torch.ones(1, 1, 5, D), torch.ones(1, 1, 40, D)
     k[:, :, 3] = -math.inf
     found = attn_mass(q, k, attn_forward(q, k, None, SCALE)[1], SCALE)
-    torch.testing.assert_close(
-        found[0, 0], torch.full((40,), 5 / 39).index_fill(0, torch.tensor(3), 0)
-    )
+    torch.testing.assert_close(found[0, 0], torch.full((40,), 5 / 39).index_fill(0, torch.tensor(3), 0))
 
 
 @pytest.mark.parametrize("way", ["window", "listed", "mask"])
@@ -87,9 +83,7 @@ def test_what_is_not_seen_may_be_nan(way: str) -> None:
 
 
 @pytest.mark.parametrize("case", ["plain", "last", "all", "padded"])
-def test_sums_of_a_layer_are_those_of_plain_pytorch(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sums_of_a_layer_are_those_of_plain_pytorch(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     width = 40
     count = {"last": 9, "all": 1}.get(case, width)
     q, k, v = (x[:, :, :width] for x in drawn(count))
@@ -105,9 +99,7 @@ def test_sums_of_a_layer_are_those_of_plain_pytorch(
     torch.testing.assert_close(found, softly, **CLOSE)
 
 
-def test_kernels_attend_where_something_is_spared_or_parts_are_merged(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_kernels_attend_where_something_is_spared_or_parts_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = drawn(3)
     slots = Slots(k, v, {"pos": span(7, N + 7, B, k.device)})
     last, whole = N + 4, View(slots, 7)  # position of the first query, and all slots
@@ -125,10 +117,12 @@ def test_kernels_attend_where_something_is_spared_or_parts_are_merged(
     mask = torch.rand(B, 1, 3, N + 7) > 0.3
     others = [
         (Query(q, last, SCALE, causal=False), whole),
-        (Query(q, last, SCALE, mask=mask), whole), (Query(q, last, SCALE), View(slots)),
-        (Query(q, last, SCALE, window=20, causal=False), whole), (Query(q, 5, SCALE), whole),
+        (Query(q, last, SCALE, mask=mask), whole),
+        (Query(q, last, SCALE), View(slots)),
+        (Query(q, last, SCALE, window=20, causal=False), whole),
+        (Query(q, 5, SCALE), whole),
         (Query(q, N + 30, SCALE, window=20), whole),  # the last query sees nothing
-    ]  # fmt: skip
+    ]
     for query, view in others:  # torch's own attention
         attend(query, [view])
     assert len(names) == 7
@@ -139,9 +133,7 @@ def test_kernels_attend_where_something_is_spared_or_parts_are_merged(
 
 
 @pytest.mark.parametrize("kind", ["runs", "rows", "tidal"])
-def test_chosen_slots_are_attended_to_where_they_are(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chosen_slots_are_attended_to_where_they_are(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = drawn(1)
     layers = [KVLayer(number) for number in range(2)]
     valid = torch.ones(B, N, dtype=torch.bool)

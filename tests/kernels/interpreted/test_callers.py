@@ -20,9 +20,7 @@ from tests.video.toys import ONE, rollout, wan
 
 
 @pytest.fixture(name="both")
-def _both(
-    monkeypatch: pytest.MonkeyPatch,
-) -> Callable[[Callable[[], Tensor]], list[tuple[str, Any]]]:
+def _both(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Tensor]], list[tuple[str, Any]]]:
     """Return a function that calls another with kernels and without, and compares.
 
     It returns the operators that were launched and their arguments.
@@ -33,9 +31,8 @@ def _both(
         plain = dispatch.Operator.launch
         with monkeypatch.context() as within, torch.no_grad():
             within.setattr(
-                dispatch.Operator, "launch",
-                lambda self, *args: made.append((self.name, args)) or plain(self, *args),
-            )  # fmt: skip
+                dispatch.Operator, "launch", lambda self, *args: made.append((self.name, args)) or plain(self, *args)
+            )
             found = run()
             within.setenv("DIFFCACHE_KERNELS", "torch")
             count = len(made)
@@ -48,9 +45,7 @@ def _both(
 
 
 @pytest.mark.parametrize("policy", [InfinityRoPE(3, 1), Quantized(Window(5, 1), 4, 1, 16)])
-def test_a_film_reads_its_history_in_codes_and_before_rotation(
-    policy: VideoPolicy, both: Any
-) -> None:
+def test_a_film_reads_its_history_in_codes_and_before_rotation(policy: VideoPolicy, both: Any) -> None:
     with CausalVideo(wan(layers=1, heads=1), chunk=2, sampler=ONE) as video:
         made = both(lambda: torch.cat(rollout(video, 3, policy=policy)[1], 2))
     assert made and all(args[5] is not None for _, args in made)  # cosines and sines of keys
@@ -59,10 +54,7 @@ def test_a_film_reads_its_history_in_codes_and_before_rotation(
 
 def test_a_prefix_that_rows_share_is_attended_to_apart_and_merged(both: Any) -> None:
     fixed = torch.Generator().manual_seed(0)
-    prefix, suffix = (
-        torch.randn(2, 1, 2, 20, 16, generator=fixed),
-        torch.randn(2, 3, 2, 4, 16, generator=fixed),
-    )
+    prefix, suffix = (torch.randn(2, 1, 2, 20, 16, generator=fixed), torch.randn(2, 3, 2, 4, 16, generator=fixed))
     q = torch.randn(3, 4, 4, 16, generator=fixed)
 
     def read() -> Tensor:

@@ -46,20 +46,28 @@ TURNED = {"rotary": Rotary.default(1e4, 64)}
 @pytest.mark.parametrize(
     ("codec", "dtype", "made", "settings"),
     [
-        (pair(), torch.float32, "one", {}), (pair(bits=4), torch.float16, "one", {}),
+        (pair(), torch.float32, "one", {}),
+        (pair(bits=4), torch.float16, "one", {}),
         (pair(bits=4, slide=False), torch.bfloat16, "one", {}),
-        (pair(sinks=4), torch.float32, "one", {}), (pair(bits=8), torch.float32, "one", {}),
-        (pair(bits=3), torch.float32, "", {}), (pair(), torch.float32, "many", {"window": 50}),
-        (pair(bits=4), torch.float16, "many", SEVERAL), (pair(bits=8), torch.float32, "many", TURNED),
+        (pair(sinks=4), torch.float32, "one", {}),
+        (pair(bits=8), torch.float32, "one", {}),
+        (pair(bits=3), torch.float32, "", {}),
+        (pair(), torch.float32, "many", {"window": 50}),
+        (pair(bits=4), torch.float16, "many", SEVERAL),
+        (pair(bits=8), torch.float32, "many", TURNED),
         (pair(), torch.float32, "many", SEVERAL | {"window": 50}),
         (pair(sinks=4), torch.bfloat16, "many", SEVERAL | TURNED | {"causal": False}),
         (pair(slide=False), torch.float32, "many", SEVERAL | {"mask": 0.7}),
     ],
-)  # fmt: skip
+)
 def test_a_layer_is_attended_to_in_its_codes(
-    codec: Pair, dtype: torch.dtype, made: str, settings: dict[str, Any], calls: list[str],
+    codec: Pair,
+    dtype: torch.dtype,
+    made: str,
+    settings: dict[str, Any],
+    calls: list[str],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     more = dict(settings)
     held = layer(codec, 103, dtype, rotary=more.pop("rotary", None))
     if "mask" in more:

@@ -32,11 +32,7 @@ def launched(monkeypatch):
     """Names of the operators whose kernels ran."""
     names = []
     plain = dispatch.Operator.launch
-    monkeypatch.setattr(
-        dispatch.Operator,
-        "launch",
-        lambda self, *args: names.append(self.name) or plain(self, *args),
-    )
+    monkeypatch.setattr(dispatch.Operator, "launch", lambda self, *args: names.append(self.name) or plain(self, *args))
     return names
 
 
@@ -55,12 +51,9 @@ def test_a_compiler_follows_what_chooses_kernels(launched) -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"order": 2, "site": "module"}, {"order": 2, "form": "newton"}, {"order": 1, "site": "model"}],
+    "settings", [{"order": 2, "site": "module"}, {"order": 2, "form": "newton"}, {"order": 1, "site": "model"}]
 )
-def test_a_cached_run_is_that_of_plain_pytorch_and_repeats(
-    flux, launched, monkeypatch, settings
-) -> None:
+def test_a_cached_run_is_that_of_plain_pytorch_and_repeats(flux, launched, monkeypatch, settings) -> None:
     case, model = flux
     found = []
     for backend in ("triton", "triton", "torch"):

@@ -19,9 +19,7 @@ def _calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """List queries, lists, offsets and windows that `attn_forward` was called with, and masses."""
     made: list[Any] = []
     launch, add = FORWARD.launch, MASS.launch
-    monkeypatch.setattr(
-        FORWARD, "launch", lambda *a: made.append((a[0].shape[2], a[3], *a[10:12])) or launch(*a)
-    )
+    monkeypatch.setattr(FORWARD, "launch", lambda *a: made.append((a[0].shape[2], a[3], *a[10:12])) or launch(*a))
     monkeypatch.setattr(MASS, "launch", lambda *a: made.append("mass") or add(*a))
     return made
 

@@ -50,9 +50,7 @@ def test_a_quantized_layer_is_the_same_with_kernels(monkeypatch, bits, dtype):
     x, calls, outputs = guarded((2, 5, 41), dtype, 1), [], []
     for operator in (codes.CODES, linear.LINEAR):
         monkeypatch.setattr(
-            operator,
-            "op",
-            lambda *args, op=operator.op, name=operator.name: (calls.append(name), op(*args))[1],
+            operator, "op", lambda *args, op=operator.op, name=operator.name: (calls.append(name), op(*args))[1]
         )
     for how in ("triton", "torch"):
         monkeypatch.setenv("DIFFCACHE_KERNELS", how)
@@ -72,9 +70,7 @@ def launched(monkeypatch):
     names = []
     for operator in (rows.PACK, rows.SUM):
         monkeypatch.setattr(
-            operator,
-            "op",
-            lambda *args, op=operator.op, name=operator.name: (names.append(name), op(*args))[1],
+            operator, "op", lambda *args, op=operator.op, name=operator.name: (names.append(name), op(*args))[1]
         )
     return names
 

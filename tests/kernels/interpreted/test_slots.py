@@ -67,11 +67,7 @@ def test_shapes_that_do_not_fit_are_refused(index: Tensor, launches: Counter[str
 @pytest.mark.parametrize("wrong", ["channels", "slots", "heads"])
 def test_values_that_do_not_fit_are_refused(wrong: str, launches: Counter[str]) -> None:
     heads, slots, size = 2 - (wrong == "heads"), 6 - (wrong == "slots"), 8 - (wrong == "channels")
-    k, v, fresh = (
-        torch.zeros(1, 2, 6, 8),
-        torch.zeros(1, heads, slots, size),
-        torch.ones(1, 2, 1, 8),
-    )
+    k, v, fresh = (torch.zeros(1, 2, 6, 8), torch.zeros(1, heads, slots, size), torch.ones(1, 2, 1, 8))
     with pytest.raises((IndexError, RuntimeError)):
         move.kv_scatter(k, v, fresh, fresh, torch.tensor([5]))
     if wrong == "slots":
@@ -93,13 +89,11 @@ def test_channels_that_lie_apart_or_are_not_there_are_moved(shape: tuple[int, ..
 @MOVED
 @pytest.mark.parametrize("settled", [0, 3])
 @pytest.mark.parametrize(
-    "index", [torch.tensor([4, 8, 6]), torch.tensor([[4, 8, 6], [3, 7, 5]]),
-              torch.tensor([[5, 4, 3]]).expand(2, -1)],
-)  # fmt: skip
+    "index", [torch.tensor([4, 8, 6]), torch.tensor([[4, 8, 6], [3, 7, 5]]), torch.tensor([[5, 4, 3]]).expand(2, -1)]
+)
 def test_a_layer_is_overwritten_in_one_launch(
-    index: Tensor, settled: int, dtype: torch.dtype, launches: Counter[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    index: Tensor, settled: int, dtype: torch.dtype, launches: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = []
     for kernels, checked in (("torch", False), ("triton", False), ("triton", True)):
         monkeypatch.setenv("DIFFCACHE_KERNELS", kernels)
@@ -124,9 +118,7 @@ def test_a_layer_is_overwritten_in_one_launch(
         )
 
 
-def test_slots_are_gathered_in_one_launch(
-    launches: Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slots_are_gathered_in_one_launch(launches: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pos = torch.arange(9, dtype=torch.int32).expand(2, 1, -1)
     slots = Slots(drawn(2, 3, 9, 8), drawn(2, 3, 9, 4, seed=1), {"pos": pos})
     index = torch.randint(9, (2, 3, 5), generator=torch.Generator().manual_seed(0))
@@ -161,7 +153,7 @@ KINDS: dict[str, tuple[Rotation, Tensor]] = {
     "interleaved": (Rotary(torch.tensor([1.0, 0.1]), 1.3, True, 2), torch.tensor([[[9, 0, 5, 1, 2]]])),
     "axes": (AXES, torch.arange(15).view(5, 3)),
     "table": (RotaryTable.of(AXES, TABLE), torch.arange(5)[None, None]),
-}  # fmt: skip
+}
 
 
 @LAYOUTS
@@ -181,9 +173,7 @@ def test_what_begins_at_an_odd_place_is_turned_as_elsewhere(
 
 @LAYOUTS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_channels_outside_and_turns_by_nothing_come_out_bit_for_bit(
-    interleaved: bool, dtype: torch.dtype
-) -> None:
+def test_channels_outside_and_turns_by_nothing_come_out_bit_for_bit(interleaved: bool, dtype: torch.dtype) -> None:
     x = drawn(2, 3, 5, 30).to(dtype)
     x[..., 0], x[..., -1] = torch.inf, torch.nan
     found = rotate(x, drawn(5, 6), start=7, interleaved=interleaved)

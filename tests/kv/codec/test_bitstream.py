@@ -65,9 +65,7 @@ def test_differences_are_to_the_anchor_of_the_group() -> None:
     known = (symbols.anchors.float() - 127) / 127 * fine
     torch.testing.assert_close(known, x[:, :, ::10], atol=0.2, rtol=0)
     away = x[:, :, 11] - known[:, :, 1]
-    torch.testing.assert_close(
-        symbols.scales[:, :, 11].float(), away.abs().amax(-1), rtol=1e-3, atol=0
-    )
+    torch.testing.assert_close(symbols.scales[:, :, 11].float(), away.abs().amax(-1), rtol=1e-3, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])

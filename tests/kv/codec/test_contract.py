@@ -130,9 +130,7 @@ def test_take_join_and_rows_are_bit_for_bit(codec: TensorCodec, dtype: torch.dty
     near, rest = plain.float(), {"atol": 1e-5 if dtype == torch.float32 else 0.02, "rtol": 0.001}
     torch.testing.assert_close(whole.near().float(), near, **rest)
     torch.testing.assert_close(whole.dot(q), q @ near.mT, atol=4 * rest["atol"], rtol=0.001)
-    torch.testing.assert_close(
-        whole.mix(weights), weights @ near, atol=4 * rest["atol"], rtol=0.001
-    )
+    torch.testing.assert_close(whole.mix(weights), weights @ near, atol=4 * rest["atol"], rtol=0.001)
     for index in (
         torch.randint(0, 32, (B, H, 5)),
         torch.arange(8, 24).expand(B, H, -1),
@@ -306,9 +304,7 @@ def test_bytes_are_the_digits_of_a_number(bits: float) -> None:
     for row, packed in zip(codes.tolist(), pack(codes, bits).tolist(), strict=True):
         for chunk in range(3):
             whole = sum(row[chunk * count + i] * base**i for i in range(count))
-            assert packed[chunk * width : (chunk + 1) * width] == list(
-                whole.to_bytes(width, "little")
-            )
+            assert packed[chunk * width : (chunk + 1) * width] == list(whole.to_bytes(width, "little"))
             assert base**count <= 256**width
 
 

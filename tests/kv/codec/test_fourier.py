@@ -37,9 +37,7 @@ def test_signs_equal_a_loop() -> None:
                     scale = rest.abs().mean()
                     coded = scale * torch.where(rest >= 0, 1.0, -1.0)
                     wanted = signal.mean() + coded @ basis[1:]
-                    torch.testing.assert_close(
-                        found[b, h, start : start + group, c], wanted, rtol=1e-3, atol=2e-3
-                    )
+                    torch.testing.assert_close(found[b, h, start : start + group, c], wanted, rtol=1e-3, atol=2e-3)
 
 
 def test_bytes_are_a_bit_and_two_halves_a_group() -> None:

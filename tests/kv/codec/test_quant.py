@@ -72,9 +72,7 @@ def test_symmetric_grid_by_hand(bits: float) -> None:
     torch.testing.assert_close((found - x).abs(), nearest, rtol=0, atol=2e-3 * float(largest.max()))
     assert payload.grid.values.shape[3] == 1
     if values % 2:
-        assert (
-            GroupQuant(bits, symmetric=True).encode(torch.zeros(1, 1, 2, 8)).decode() == 0
-        ).all()
+        assert (GroupQuant(bits, symmetric=True).encode(torch.zeros(1, 1, 2, 8)).decode() == 0).all()
 
 
 def test_relaxed_grid_draws_both_ends_in() -> None:

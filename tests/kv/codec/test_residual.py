@@ -58,9 +58,7 @@ def test_error_never_grows_with_rank(along: str, group: int, iterations: int) ->
 
 def test_a_seed_is_repeatable_and_matters() -> None:
     x = heavy(1, 2, 32, 32)
-    first, second, other = (
-        Gear(rank=2, iterations=1, seed=s).encode(x).decode() for s in (0, 0, 1)
-    )
+    first, second, other = (Gear(rank=2, iterations=1, seed=s).encode(x).decode() for s in (0, 0, 1))
     assert torch.equal(first, second) and not torch.equal(first, other)
 
 

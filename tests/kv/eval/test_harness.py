@@ -117,9 +117,7 @@ def test_what_drops_nothing_scores_as_the_stock_model(
 
 def test_what_acts_while_tokens_come_is_scored_token_by_token(lm: harness.RecipeLM) -> None:
     ids = BATCH.context[0, :60].tolist()
-    ((value, _),) = scores(
-        lm, h2o(8), [(text(BATCH.context[0, :20]), " " + text(BATCH.context[0, 20:60]))]
-    )
+    ((value, _),) = scores(lm, h2o(8), [(text(BATCH.context[0, :20]), " " + text(BATCH.context[0, 20:60]))])
     cache, wanted = cache_for(lm.model, h2o(8)), 0.0
     with torch.no_grad():
         lm.model(input_ids=torch.tensor([ids[:19]]), past_key_values=cache)
@@ -143,9 +141,7 @@ def test_whole_texts_are_scored_where_something_is_compressed(lm: harness.Recipe
 
 
 @pytest.mark.parametrize("recipe", [Recipe(), snapkv(16), h2o(16)], ids=lambda each: each.name)
-def test_padded_batches_generate_what_the_model_generates_alone(
-    lm: harness.RecipeLM, recipe: Recipe
-) -> None:
+def test_padded_batches_generate_what_the_model_generates_alone(lm: harness.RecipeLM, recipe: Recipe) -> None:
     lm.recipe = recipe
     contexts = [context for context, _ in questions()]
     contexts[1] = " ".join(contexts[1].split()[40:])  # shorter: padded beside the others
@@ -155,9 +151,7 @@ def test_padded_batches_generate_what_the_model_generates_alone(
     for context, answer in zip(contexts, found, strict=True):
         ids = lm.tokenizer(context, return_tensors="pt").input_ids
         cache = cache_for(lm.model, recipe)
-        out = lm.model.generate(
-            ids, past_key_values=cache, max_new_tokens=6, do_sample=False, pad_token_id=0
-        )
+        out = lm.model.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=False, pad_token_id=0)
         alone = lm.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
         assert answer == alone and len(alone.split()) == 6
 
@@ -166,10 +160,7 @@ def test_padded_batches_generate_what_the_model_generates_alone(
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tasks")
     data = folder / "questions.jsonl"
-    rows = [
-        {"text": context, "answer": answer.strip(), "short": context[:100]}
-        for context, answer in questions()
-    ]
+    rows = [{"text": context, "answer": answer.strip(), "short": context[:100]} for context, answer in questions()]
     data.write_text("\n".join(map(json.dumps, rows)))
     for kind, said in KINDS.items():
         (folder / f"{kind}.yaml").write_text(COMMON.format(kind=kind, data=data) + said)
@@ -183,8 +174,9 @@ def call(folder: Path, *given: object) -> Any:
 @pytest.mark.slow
 def test_the_command_puts_recipes_beside_the_exact_cache(tasks: Path, tmp_path: Path) -> None:
     out = tmp_path / "record.json"
-    found = call(tasks, "--tasks", "tiny_generate,tiny_rolling", "--recipe", "h2o:budget=8",
-                 "--limit", 3, "--out", out)  # fmt: skip
+    found = call(
+        tasks, "--tasks", "tiny_generate,tiny_rolling", "--recipe", "h2o:budget=8", "--limit", 3, "--out", out
+    )
     assert found.exit_code == 0, found.output
     record = json.loads(out.read_text())
     rows = {(row["name"], row["metric"]): row for row in record["rows"]}
@@ -210,10 +202,7 @@ def test_the_command_puts_recipes_beside_the_exact_cache(tasks: Path, tmp_path: 
         (["--tasks", "tiny_generate,", "--recipe", "h2o"], "a name is empty"),
         (["--tasks", "tiny_generate", "--recipe", "h2o", "--limit", "1"], "--limit 1: an interval"),
         (["--tasks", "tiny_generate", "--recipe", "h2o", "--batch", "0"], "--batch 0: must be"),
-        (
-            ["--tasks", "tiny_generate", "--recipe", "h2o", "--facts", "4"],
-            "for --tasks recall alone",
-        ),
+        (["--tasks", "tiny_generate", "--recipe", "h2o", "--facts", "4"], "for --tasks recall alone"),
         (["--tasks", "tiny_generate", "--recipe", "h2o", "--model", "nowhere"], "--model nowhere"),
         (["--recipe", "h2o"], "--include-path"),
     ],
@@ -225,9 +214,7 @@ def test_what_tasks_cannot_do_is_said_before_anything_runs(
     # The thousands of files of the harness itself take ten seconds.
     real = harness.TaskManager
     monkeypatch.setattr(
-        harness,
-        "TaskManager",
-        lambda include_path, **_: real(include_path=include_path, include_defaults=False),
+        harness, "TaskManager", lambda include_path, **_: real(include_path=include_path, include_defaults=False)
     )
     found = call(tasks, *given)
     assert found.exit_code == 2, found.output

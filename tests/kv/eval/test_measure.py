@@ -38,10 +38,7 @@ def test_an_exact_cache_holds_all_and_reads_all(model: nn.Module, folder: Path) 
 def test_measuring_again_gives_the_same(model: nn.Module, folder: Path) -> None:
     row = keydiff(0.5)
     assert measured(model, row, folder) == measured(model, row, folder)
-    assert (
-        measured(model, row, folder)["perplexity"]
-        != measured(model, row, folder, seed=1)["perplexity"]
-    )
+    assert measured(model, row, folder)["perplexity"] != measured(model, row, folder, seed=1)["perplexity"]
 
 
 def test_the_answers_are_those_of_the_whole_text(model: nn.Module, folder: Path) -> None:

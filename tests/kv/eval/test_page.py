@@ -23,9 +23,7 @@ from diffcache.kv.recipes.quantized import kivi
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert page.main(["--check", str(ROOT / page.PAGE)]) == 0, (
-        "run python -m diffcache.eval.workshop.kv.page --write"
-    )
+    assert page.main(["--check", str(ROOT / page.PAGE)]) == 0, "run python -m diffcache.eval.workshop.kv.page --write"
 
 
 @pytest.mark.parametrize("name", recipes())
@@ -105,15 +103,19 @@ def row(name: str, value: float, **changes: Any) -> dict[str, Any]:
 def test_rows_stand_beside_those_of_kvpress() -> None:
     record = {
         "rows": [
-            row("none", 1.0), row("snapkv:budget=0.25,window=8", 0.5), row("h2o:budget=0.25", 0.3),
-            row("snapkv:budget=0.25|kivi:bits=2", 0.1), row("quest:budget=0.5", 0.9, read=0.5),
+            row("none", 1.0),
+            row("snapkv:budget=0.25,window=8", 0.5),
+            row("h2o:budget=0.25", 0.3),
+            row("snapkv:budget=0.25|kivi:bits=2", 0.1),
+            row("quest:budget=0.5", 0.9, read=0.5),
             row("kvpress/snapkv:budget=0.25", 0.4, hits=["11 01", "11 01", "01 10"]),
             row("kvpress/snapkv:budget=0.5", 0.4),
             row("kvpress/observed_attention:budget=0.25", 0.35),
         ],
         "shapes": {"context": 513, "facts": 64, "samples": 3, "queries": 2, "dtype": "bfloat16"},
-        "versions": {"transformers": "5"}, "command": "again",
-    }  # fmt: skip
+        "versions": {"transformers": "5"},
+        "command": "again",
+    }
     found = [(ours["name"], theirs["name"]) for ours, theirs in page.pairs(record)]
     assert found == [
         ("snapkv:budget=0.25,window=8", "kvpress/snapkv:budget=0.25"),
@@ -125,14 +127,7 @@ def test_rows_stand_beside_those_of_kvpress() -> None:
     assert "| +0.167 (-0.481 to +0.681) |" in text and "| +0.000 (-0.554 to +0.554) |" in text
     assert "snapkv:budget=0.25\\|kivi" in text
     assert page.figures_of(record, "snapkv") == [
-        [
-            "`snapkv:budget=0.25,window=8`",
-            "0.500 (0.400 to 0.600)",
-            "0.250",
-            "0.750",
-            "26.0%",
-            "100%",
-        ]
+        ["`snapkv:budget=0.25,window=8`", "0.500 (0.400 to 0.600)", "0.250", "0.750", "26.0%", "100%"]
     ]
     assert page.figures_of(record, "quest")[0][-1] == "50%"
 
@@ -151,8 +146,15 @@ def test_a_benchmark_makes_a_whole_record(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_page_says_why_a_cache_misses_its_aim() -> None:
     spread = {"median": 1.2, "q1": 1.1, "q3": 1.3}
-    row = {"name": "xkv", "token_ms": spread, "ratio": spread, "target": 1.0, "missed": True,
-           "share": 0.5, "mode": "native"}  # fmt: skip
+    row = {
+        "name": "xkv",
+        "token_ms": spread,
+        "ratio": spread,
+        "target": 1.0,
+        "missed": True,
+        "share": 0.5,
+        "mode": "native",
+    }
     record = json.loads((ROOT / "assets" / "bench" / "decode.json").read_text()) | {"rows": [row]}
     met = record | {"rows": [row | {"ratio": spread | {"median": 0.5}, "missed": False}]}
     found = page.seconds([record, met])
@@ -166,19 +168,36 @@ def test_half_the_memory_is_answered_first() -> None:
     def of(name: str, share: float, value: float, **changes: Any) -> dict[str, Any]:
         found = {"value": value, "low": value - 0.1, "high": value + 0.1}
         return {
-            "name": name, "share": share, "share_16": None, "whole": found, "change": found,
-            "ratio": found, "aware": None, "able": ["needle"], "hits": {"needle": ["11"]},
+            "name": name,
+            "share": share,
+            "share_16": None,
+            "whole": found,
+            "change": found,
+            "ratio": found,
+            "aware": None,
+            "able": ["needle"],
+            "hits": {"needle": ["11"]},
             "kinds": {"needle": found, "values": {**found, "value": 0.0}},
-            "token_ratio": {"median": 1.0, "q1": 0.9, "q3": 1.1}, **changes,
-        }  # fmt: skip
+            "token_ratio": {"median": 1.0, "q1": 0.9, "q3": 1.1},
+            **changes,
+        }
 
     record = {
-        "rows": [of("none", 1.0, 0.9), of("a", 0.6, 0.9), of("b", 0.3, 0.2),
-                 of("c", 0.3, 0.7, share_16=0.52), of("d", 0.3, 0.8, share_16=0.7)],
-        "shapes": {"samples": 2, "context": 800}, "threads": 1, "device": "x", "dtype": "float32",
+        "rows": [
+            of("none", 1.0, 0.9),
+            of("a", 0.6, 0.9),
+            of("b", 0.3, 0.2),
+            of("c", 0.3, 0.7, share_16=0.52),
+            of("d", 0.3, 0.8, share_16=0.7),
+        ],
+        "shapes": {"samples": 2, "context": 800},
+        "threads": 1,
+        "device": "x",
+        "dtype": "float32",
         "load": 2.0,
-        "commit": "0" * 12, "command": "diffcache kv",
-    }  # fmt: skip
+        "commit": "0" * 12,
+        "command": "diffcache kv",
+    }
     said = page.half(record)
     assert said.startswith("Of the recipes that hold about half")
     assert "`c` kept most: 0.700" in said and "with 52% of its bytes" in said

@@ -88,18 +88,30 @@ def test_contexts_are_not_those_that_are_measured(folder: Path) -> None:
 # On the user's own model and texts ---------------------------------------------------------------
 
 SHORT: dict[str, dict[str, Any]] = {
-    "duo_attention": {"epochs": 1}, "lococo": {"steps": 2}, "locret": {"steps": 2},
-    "epicache": {"block": 32}, "a2ats": {"codes": 8}, "cskv": {"steps": 2, "ranks": (8,)},
-    "prefixkv": {"budgets": (0.5,)}, "razor_attention": {"period": 8},
-}  # fmt: skip
+    "duo_attention": {"epochs": 1},
+    "lococo": {"steps": 2},
+    "locret": {"steps": 2},
+    "epicache": {"block": 32},
+    "a2ats": {"codes": 8},
+    "cskv": {"steps": 2, "ranks": (8,)},
+    "prefixkv": {"budgets": (0.5,)},
+    "razor_attention": {"period": 8},
+}
 # Recipe -> settings that have it act on contexts of 48 tokens.
 ACTING = {
-    "duo_attention": "budget=16,sinks=2", "razor_attention": "budget=8,least=4",
-    "compresskv": "budget=16,least=2", "prefixkv": "budget=0.5", "epicache": "budget=16",
-    "lococo": "budget=16,recent=1", "locret": "budget=16,stabilizers=2",
-    "double_sparsity": "budget=16,recent=4,skip=0", "a2ats": "budget=16,recent=4", "cskv": "recent=4",
-    "kv_heads": "", "xquant_latent": "bits=4",
-}  # fmt: skip
+    "duo_attention": "budget=16,sinks=2",
+    "razor_attention": "budget=8,least=4",
+    "compresskv": "budget=16,least=2",
+    "prefixkv": "budget=0.5",
+    "epicache": "budget=16",
+    "lococo": "budget=16,recent=1",
+    "locret": "budget=16,stabilizers=2",
+    "double_sparsity": "budget=16,recent=4,skip=0",
+    "a2ats": "budget=16,recent=4",
+    "cskv": "recent=4",
+    "kv_heads": "",
+    "xquant_latent": "bits=4",
+}
 
 
 def test_texts_are_read_from_files_and_folders(tmp_path: Path) -> None:
@@ -111,9 +123,7 @@ def test_texts_are_read_from_files_and_folders(tmp_path: Path) -> None:
     assert read_texts(tmp_path) == ["one text\n\ntwo\n"]
 
 
-def test_windows_begin_as_the_tokenizer_begins_and_do_not_overlap(
-    reader: Path, texts: Path
-) -> None:
+def test_windows_begin_as_the_tokenizer_begins_and_do_not_overlap(reader: Path, texts: Path) -> None:
     model = TextModel(str(reader))
     found = windows(model, texts, 48, 1000)
     assert all(ids.shape == (1, 48) and ids[0, 0] == 0 for ids in found.ids)
@@ -154,9 +164,7 @@ def measured(reader: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory
     model, found = chosen.load(), windows(chosen, texts, 48, 2)
     work = Work(model, TextSamples(found.ids, found.source, questions=2), lambda *_: None)
     for name in prepare.MAKERS:
-        prepare.make(
-            name, work, into / f"{name}.safetensors", chosen.weights, **SHORT.get(name, {})
-        )
+        prepare.make(name, work, into / f"{name}.safetensors", chosen.weights, **SHORT.get(name, {}))
     assert model.config._attn_implementation == "sdpa"
     assert all(each.requires_grad for each in model.parameters())
     return into
@@ -181,9 +189,7 @@ def test_every_recipe_takes_the_tables_of_its_model(measured: Path, reader: Path
     detach(model)
 
 
-def test_tables_of_another_model_recipe_or_setting_are_refused(
-    measured: Path, tmp_path: Path
-) -> None:
+def test_tables_of_another_model_recipe_or_setting_are_refused(measured: Path, tmp_path: Path) -> None:
     file = measured / "compresskv.safetensors"
     with pytest.raises(TablesError, match="a model of other weights .*calibrate"):
         words.parse_recipe(f"compresskv:tables={file}", DIGEST)
@@ -201,9 +207,14 @@ def test_tables_of_another_model_recipe_or_setting_are_refused(
 
 def test_bases_are_refused_where_keys_are_changed_after_the_projection() -> None:
     config = Qwen3Config(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, vocab_size=64,
-    )  # fmt: skip
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        vocab_size=64,
+    )
     model, samples = Qwen3ForCausalLM(config).eval(), TextSamples((torch.arange(40)[None],))
     for name in ("cskv", "kv_heads", "xquant_latent"):
         with pytest.raises(AttachError, match="the keys that are held are not what the proj"):
@@ -227,9 +238,7 @@ def call(*given: object) -> Any:
     return CliRunner().invoke(cli.app, ["kv", *map(str, given)])
 
 
-def test_the_command_measures_and_says_how_to_take_it(
-    reader: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_the_command_measures_and_says_how_to_take_it(reader: Path, texts: Path, tmp_path: Path) -> None:
     out = tmp_path / "x.safetensors"
     shape = ["calibrate", "--model", reader, "--texts", texts, "--out", out, "--context", 48]
     found = call(*shape, "--samples", 2, "--recipe", "double-sparsity:channels=2")
@@ -254,9 +263,7 @@ def test_the_shipped_model_needs_no_texts(tmp_path: Path) -> None:
     assert found.exit_code == 2 and "no table 'duo'; there are" in " ".join(found.output.split())
 
 
-def test_settings_that_the_model_cannot_have_are_refused(
-    reader: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_settings_that_the_model_cannot_have_are_refused(reader: Path, texts: Path, tmp_path: Path) -> None:
     out = tmp_path / "x.safetensors"
     shape = ["calibrate", "--model", reader, "--texts", texts, "--out", out, "--context", 48]
     found = call(*shape, "--samples", 2, "--recipe", "compresskv:heads=9")

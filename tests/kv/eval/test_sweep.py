@@ -46,15 +46,16 @@ def written(folder: Path, text: str) -> Path:
 def test_budgets_are_filled_in_and_rows_measured_once(tmp_path: Path) -> None:
     found = sweep.read_sweep(written(tmp_path, TEXT))
     assert found.families["a"] == [
-        "keydiff:budget=0.5", "keydiff:budget=0.25", "knorm:budget=0.5", "knorm:budget=0.25"
-    ]  # fmt: skip
+        "keydiff:budget=0.5",
+        "keydiff:budget=0.25",
+        "knorm:budget=0.5",
+        "knorm:budget=0.25",
+    ]
     assert len(found.words()) == 6 and found.words()[0] == "none"
     assert found.task.samples == 4
 
 
-def test_a_run_that_was_cut_off_goes_on(
-    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_was_cut_off_goes_on(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     real = sweep.measure
 
@@ -96,9 +97,7 @@ def test_the_command_prints_a_table_and_writes_a_record(tmp_path: Path, folder: 
     for row in rows:  # 4 contexts of 4 questions, two tokens each; intervals of some width
         hits = recall.hits_of(row)
         assert hits.shape == (4, 4, 2)
-        for name, right in zip(
-            ("whole", "lookup", "copy"), (hits.all(-1), *hits.unbind(-1)), strict=True
-        ):
+        for name, right in zip(("whole", "lookup", "copy"), (hits.all(-1), *hits.unbind(-1)), strict=True):
             share = row[name]
             assert share["value"] == right.double().mean()
             assert 0 <= share["low"] < share["high"] <= 1
@@ -138,9 +137,7 @@ def test_recipes_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     assert words.parse_recipe("half|pre") == parts["half"] | parts["pre"]
 
 
-def test_a_table_is_read_by_the_name_of_the_setting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_table_is_read_by_the_name_of_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "FOLDER", tmp_path)
     heads = torch.tensor([[True, False], [False, True]])
     tables.write_table(tmp_path / "two.safetensors", {"heads": heads}, {"kind": "table"})
@@ -157,9 +154,7 @@ def test_a_table_is_read_by_the_name_of_the_setting(
         tables.read_table("@bad", "heads")
 
 
-def test_weights_come_back_as_what_they_were(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_come_back_as_what_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tables, "FOLDER", tmp_path)
     heads = RetainingHeads(torch.randn(2, 6, 4), torch.randn(2, 4, 2))
     tables.write_table(tmp_path / "locret.safetensors", vars(heads), {"kind": "RetainingHeads"})

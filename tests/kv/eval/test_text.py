@@ -40,9 +40,7 @@ def model(task: TextTask) -> Any:
     return task.model.load()
 
 
-def test_an_exact_cache_scores_as_the_stock_model(
-    task: TextTask, model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_exact_cache_scores_as_the_stock_model(task: TextTask, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_task, "spells", lambda tokenizer: False)
     drawn = task.windows()
     found = measure(model, Recipe(), task, drawn)
@@ -66,9 +64,7 @@ def test_an_exact_cache_scores_as_the_stock_model(
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_log_is_told_how_far_it_is(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_log_is_told_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(console, "SECONDS", 0.01)
     told = ""
     with console.progress("reading") as show:
@@ -77,9 +73,7 @@ def test_a_log_is_told_how_far_it_is(
             told += capsys.readouterr().err
 
 
-def test_a_context_that_is_too_long_with_what_is_hidden_is_refused(
-    reader: Path, texts: Path
-) -> None:
+def test_a_context_that_is_too_long_with_what_is_hidden_is_refused(reader: Path, texts: Path) -> None:
     long = TextTask(TextModel(str(reader)), texts, 600, 2)
     with pytest.raises(ValueError, match=r"--context 600: 1\d+ tokens with .* takes 1024"):
         measure(long.model.load(), Recipe(), long, long.windows())
@@ -102,13 +96,15 @@ def test_what_is_asked_for_stands_in_the_text() -> None:
     for one in asked.questions:
         by_kind.setdefault(one.kind, []).append(one)
     assert {kind: len(some) for kind, some in by_kind.items()} == {
-        "needle": 5, "values": 1, "pair": 4, "variables": 1, "frequent": 1
-    }  # fmt: skip
+        "needle": 5,
+        "values": 1,
+        "pair": 4,
+        "variables": 1,
+        "frequent": 1,
+    }
     for one, depth in zip(by_kind["needle"], DEPTHS, strict=True):
         before, found, _ = asked.text.partition(f"{one.start}{one.answer}.")
-        assert found and sum(
-            word[1:].isdigit() for word in before.split() if word[0] == "w"
-        ) == round(depth * 80)
+        assert found and sum(word[1:].isdigit() for word in before.split() if word[0] == "w") == round(depth * 80)
     for one in by_kind["pair"]:
         assert f'{{{one.start}{one.answer}"}}' in asked.text
     (several,) = by_kind["values"]
@@ -128,9 +124,7 @@ def asked_words(text: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "recipe",
-    [snapkv(0.5), streaming_llm(24), kivi(bits=2, group=8, residual=8)],
-    ids=lambda r: r.name,
+    "recipe", [snapkv(0.5), streaming_llm(24), kivi(bits=2, group=8, residual=8)], ids=lambda r: r.name
 )
 def test_whole_answers_are_those_of_greedy_generation(reader: Path, recipe: Recipe) -> None:
     chosen = TextModel(str(reader))
@@ -146,9 +140,7 @@ def test_whole_answers_are_those_of_greedy_generation(reader: Path, recipe: Reci
     given = [int(ids[0, -1]), *question[0].tolist()]
     assert score(model, cache.fork(), given, said, recipe)[1].all() and len(said) > 2
     other = [*said[:-1], said[-1] ^ 1]
-    assert score(model, cache.fork(), given, other, recipe)[1].tolist() == [True] * (
-        len(said) - 1
-    ) + [False]
+    assert score(model, cache.fork(), given, other, recipe)[1].tolist() == [True] * (len(said) - 1) + [False]
 
 
 def test_a_question_that_is_known_decides_what_is_kept(reader: Path) -> None:
@@ -174,9 +166,7 @@ def call(*given: object) -> Any:
     return CliRunner().invoke(cli.app, ["kv", *map(str, given)])
 
 
-def test_a_row_that_fails_is_told_and_the_others_go_on(
-    reader: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_a_row_that_fails_is_told_and_the_others_go_on(reader: Path, texts: Path, tmp_path: Path) -> None:
     out = tmp_path / "record.json"
     wrong = "duo_attention:heads=((True,False),)"  # of one layer, and there are three
     found = call(
@@ -192,9 +182,7 @@ def test_a_row_that_fails_is_told_and_the_others_go_on(
     assert list(rows) == ["none", "snapkv:budget=0.25"]
     assert rows["none"]["ratio"]["value"] == 1 and rows["snapkv:budget=0.25"]["share"] < 0.3
     for row in rows.values():
-        assert row["token_ratio"]["n"] == text_run.ROUNDS * min(
-            text_run.CALLS, (FOLLOWING - 1) // 6
-        )
+        assert row["token_ratio"]["n"] == text_run.ROUNDS * min(text_run.CALLS, (FOLLOWING - 1) // 6)
         assert row["token_ratio"]["median"] > 0
         assert row["able"] == rows["none"]["able"]
         for name in ("perplexity", "copy", "ratio", *(["whole"] if row["able"] else [])):
@@ -236,9 +224,7 @@ def test_timing_shares_the_weights(task: TextTask, model: Any) -> None:
     assert seen[0] is not model and model.config._attn_implementation == "sdpa"
 
 
-def test_a_model_is_converted_without_loss_into_a_folder_of_its_own(
-    reader: Path, texts: Path, tmp_path: Path
-) -> None:
+def test_a_model_is_converted_without_loss_into_a_folder_of_its_own(reader: Path, texts: Path, tmp_path: Path) -> None:
     config = TextModel(str(reader)).config
     rope = config.num_key_value_heads * config.head_dim
     words = ["convert", "--model", reader, "--texts", texts, "--context", CONTEXT, "--samples", 4,

@@ -14,9 +14,16 @@ from tests.kv.kvpress_presses import GROUPS, HEADS, LAYERS, SIZE, TOKENS, golden
 
 
 def observed(
-    k: Tensor, v: Tensor, q: Tensor | None = None, *, window: int = 8, pad: int = 0,
-    out: Tensor | None = None, layer: int = 0, layers: int = 2,
-) -> Observation:  # fmt: skip
+    k: Tensor,
+    v: Tensor,
+    q: Tensor | None = None,
+    *,
+    window: int = 8,
+    pad: int = 0,
+    out: Tensor | None = None,
+    layer: int = 0,
+    layers: int = 2,
+) -> Observation:
     """Return what scorers see of one layer [B, H, S, D], with padding put before its tokens."""
     batch, heads, width = k.shape[:3]
     pos = torch.arange(width, dtype=torch.int32) + pad
@@ -49,9 +56,17 @@ def golden_kept(name: str, percent: int) -> Tensor:
     return golden()[0][f"kept.{name}.{percent}"]
 
 
-def filled(recipe: Recipe, *, heads: int = HEADS, groups: int = GROUPS, tokens: int = TOKENS,
-           layers: int = 2, dtype: torch.dtype = torch.float32, size: int = SIZE,
-           out: bool = False) -> KVStore:  # fmt: skip
+def filled(
+    recipe: Recipe,
+    *,
+    heads: int = HEADS,
+    groups: int = GROUPS,
+    tokens: int = TOKENS,
+    layers: int = 2,
+    dtype: torch.dtype = torch.float32,
+    size: int = SIZE,
+    out: bool = False,
+) -> KVStore:
     """Return a store of random tokens that were attended to as a prompt is."""
     weights = [torch.randn(32, heads * groups * size, dtype=dtype) for _ in range(layers)]
     store = KVStore(layers, recipe, out=weights if out else None)
@@ -61,9 +76,7 @@ def filled(recipe: Recipe, *, heads: int = HEADS, groups: int = GROUPS, tokens: 
     return store
 
 
-def feed(
-    store: KVStore, index: int, tokens: int, heads: int, groups: int, size: int, dtype: torch.dtype
-) -> Tensor:
+def feed(store: KVStore, index: int, tokens: int, heads: int, groups: int, size: int, dtype: torch.dtype) -> Tensor:
     """Write random tokens to a layer and attend to it."""
     layer = store.layers[index]
     start = layer.seen

@@ -84,8 +84,7 @@ def test_noisy_mass_is_a_sum_of_noisy_softmaxes() -> None:
             for query in range(TOKENS):
                 step = max(query - 13, 0)
                 row = [
-                    float(logits[head, group, query, slot])
-                    + _noise(head * GROUPS + group, query, slot, 3)
+                    float(logits[head, group, query, slot]) + _noise(head * GROUPS + group, query, slot, 3)
                     for slot in range(query + 1)
                 ]
                 weights = (torch.tensor(row).double() / (1.5 + 0.25 * step)).softmax(0)
@@ -120,9 +119,7 @@ def test_chosen_heads_vote(heads: Any) -> None:
         attention = text.attention(layer=layer).flatten(0, 1)
         before = TOKENS - 4
         mean = [
-            sum(float(attention[h, q, s]) for h in voters for q in range(before, TOKENS))
-            / len(voters)
-            / 4
+            sum(float(attention[h, q, s]) for h in voters for q in range(before, TOKENS)) / len(voters) / 4
             for s in range(before)
         ]
         for slot in range(before):
@@ -296,9 +293,7 @@ def by_hand(plan: Windows, score: list[float], budget: int) -> list[bool]:
     if plan.recent > budget:
         return [slot >= count - budget for slot in range(count)]
     inner = max(count - plan.recent, 0)
-    windows = [
-        list(range(first, min(first + plan.size, inner))) for first in range(0, inner, plan.size)
-    ]
+    windows = [list(range(first, min(first + plan.size, inner))) for first in range(0, inner, plan.size)]
 
     def worth(window: list[int]) -> float:
         values = sorted((score[slot] for slot in window), reverse=True)

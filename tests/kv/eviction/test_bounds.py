@@ -11,11 +11,7 @@ from torch import Tensor
 from diffcache.kv.attend import Query
 from diffcache.kv.merge import Compensation
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.eviction import (
-    adakv,
-    criticalkv,
-    snapkv,
-)
+from diffcache.kv.recipes.eviction import adakv, criticalkv, snapkv
 from diffcache.kv.recipes.streaming import duo_attention, razor_attention
 from diffcache.kv.segment import Flat
 from diffcache.kv.store import KVStore

@@ -106,9 +106,7 @@ def test_cake_is_the_same_whatever_padding() -> None:
 def test_ada_heads_sum_to_the_budget_and_keep_a_floor(size: Any, floor: float) -> None:
     seen = layers(2, 60, heads=4, pad=5)
     scores = [
-        (torch.rand(1, 4, 65) ** (1 + torch.arange(4.0)[:, None])).masked_fill(
-            ~each.valid, float("-inf")
-        )
+        (torch.rand(1, 4, 65) ** (1 + torch.arange(4.0)[:, None])).masked_fill(~each.valid, float("-inf"))
         for each in seen
     ]
     base = Uniform(size).allot(scores, seen)
@@ -139,10 +137,7 @@ def test_ada_heads_keep_what_kvpress_keeps(name: str, percent: int, layer: int) 
 def test_head_table() -> None:
     seen = layers(2, 100)
     table = ((True, False), (False, False))
-    assert [each.tolist() for each in HeadTable(table, 16).allot([], seen)] == [
-        [[100, 16]],
-        [[16, 16]],
-    ]
+    assert [each.tolist() for each in HeadTable(table, 16).allot([], seen)] == [[[100, 16]], [[16, 16]]]
     few = HeadTable(table, 0.2, least=10, more=3).allot([], seen)
     assert few[1].tolist() == [[23, 23]]
     assert HeadTable(table, 0.2, least=40, more=3).allot([], seen)[0].tolist() == [[100, 43]]
@@ -167,17 +162,12 @@ DEPTH, HEADS = 5, 2
 def held(lengths: list[int], tokens: int | None = None, layers: int = DEPTH) -> list[Observation]:
     """Return layers whose rows hold so many slots."""
     width = max(lengths)
-    pos = (
-        torch.arange(width).expand(len(lengths), 1, -1)
-        - (width - torch.tensor(lengths))[:, None, None]
-    )
+    pos = torch.arange(width).expand(len(lengths), 1, -1) - (width - torch.tensor(lengths))[:, None, None]
     pos = pos.clamp_min(-1).to(torch.int32)
     empty = torch.zeros(len(lengths), HEADS, width, 2)
     seen = torch.tensor(lengths) if tokens is None else torch.full((len(lengths),), tokens)
     return [
-        Observation(
-            index, layers, Slots(empty, empty, {"pos": pos}), {}, seen[:, None].expand(-1, HEADS)
-        )
+        Observation(index, layers, Slots(empty, empty, {"pos": pos}), {}, seen[:, None].expand(-1, HEADS))
         for index in range(layers)
     ]
 

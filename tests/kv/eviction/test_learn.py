@@ -82,9 +82,7 @@ class Gated:
         AttentionMaskInterface.register("gated", sdpa_mask)
         self.model.set_attn_implementation("gated")
 
-    def attention(
-        self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any
-    ) -> tuple[Tensor, None]:
+    def attention(self, module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any) -> tuple[Tensor, None]:
         query = Query(q, 0, kwargs["scaling"])
         slots = Slots(k, v, {"pos": span(0, k.shape[2], len(k), CPU)})
         if self.gates is None:
@@ -121,9 +119,7 @@ def test_gates_of_a_model_fall_where_they_do_not_matter(gated: Gated) -> None:
     values = first.values
     assert values[0, 1] == values.min() < 0.1 and values.max() > 0.5
     assert not duo.retrieval_heads(values, 0.75)[0][1]
-    whole = fit_gates(
-        Gates.open(2, 2), [*ids[:4], *ids[4:]], **{**settings, "training": GateTraining(rate=0.05)}
-    )
+    whole = fit_gates(Gates.open(2, 2), [*ids[:4], *ids[4:]], **{**settings, "training": GateTraining(rate=0.05)})
     half = fit_gates(Gates.open(2, 2), ids[:4], **{**settings, "training": GateTraining(rate=0.05)})
     both = fit_gates(half, ids[4:], **{**settings, "training": GateTraining(rate=0.05)})
     assert torch.equal(both.values, whole.values) and both.losses == whole.losses

@@ -76,9 +76,7 @@ def test_several_probes_and_heads_of_their_own_size(exact: Any) -> None:
     run = forward(exact)
     cache = cache_for(exact, kvzip(12, sinks=2), mode="native")
     run(ids, cache)
-    compress_by_probe(
-        cache, lambda fork: run(ids[:, :20], fork), lambda fork: run(ids[:, 20:], fork)
-    )
+    compress_by_probe(cache, lambda fork: run(ids[:, :20], fork), lambda fork: run(ids[:, 20:], fork))
     detach(exact)
     lengths = torch.stack([(layer.read().pos >= 0).sum(-1)[0] for layer in cache.store.layers])
     assert bool((lengths.sum(1) == 24).all()) and len(lengths.unique()) > 1

@@ -160,15 +160,7 @@ def test_chance_is_even_and_differs_by_seed_layer_and_head() -> None:
     assert one.min() >= 0 and one.max() <= 1
     assert abs(float(one.mean()) - 0.5) < 0.02
     assert (torch.histc(one, 10) - 2000).abs().max() < 200
-    columns = [
-        one[0, 0],
-        one[0, 1],
-        one[0, 2],
-        one[0, 3],
-        two[0, 0],
-        other[0, 0],
-        one[0, 0].roll(1),
-    ]
+    columns = [one[0, 0], one[0, 1], one[0, 2], one[0, 3], two[0, 0], other[0, 0], one[0, 0].roll(1)]
     off = torch.corrcoef(torch.stack(columns)).fill_diagonal_(0)
     assert off.abs().max() < 0.06
     shorter = Chance(0)(observed(k[:, :, :3000], k[:, :, :3000], pad=7))

@@ -143,9 +143,7 @@ def finished(query: Any, task: int) -> bool:
             return found
 
 
-def test_a_chunk_goes_through_the_processor_of_lmcache(
-    theirs: Any, blocks: BlockCodec, tmp_path: Path
-) -> None:
+def test_a_chunk_goes_through_the_processor_of_lmcache(theirs: Any, blocks: BlockCodec, tmp_path: Path) -> None:
     assert lmcache.register() == lmcache.register() == ["diffcache-kivi", "diffcache-cachegen"]
     settings: dict[str, Any] = {"bits": 4, "group": 8}
     if isinstance(blocks, CacheGenBlocks):

@@ -31,9 +31,7 @@ def test_a_change_changes_the_hashes_from_there_on_and_none_before() -> None:
         other = list(ids)
         other[place] += 1
         changed = chain(other, "m", 5)
-        assert [a == b for a, b in zip(plain, changed, strict=True)] == [
-            chunk < place // 5 for chunk in range(8)
-        ]
+        assert [a == b for a, b in zip(plain, changed, strict=True)] == [chunk < place // 5 for chunk in range(8)]
     assert chain(ids[:40], "m", 5) == plain
     assert not set(chain(ids, "n", 5)) & set(plain)
     assert not set(chain(ids, "m", 4)) & set(plain)
@@ -107,10 +105,7 @@ def test_a_held_prefix_goes_on_bit_for_bit(space: str) -> None:
     cache = cache_for(model, Recipe(space=space), mode="native")
     with torch.no_grad():
         model(input_ids=text[None], past_key_values=cache)
-    pieces = [
-        cut(cache.store, text[start : start + CHUNK], start)
-        for start in range(0, 37 // CHUNK * CHUNK, CHUNK)
-    ]
+    pieces = [cut(cache.store, text[start : start + CHUNK], start) for start in range(0, 37 // CHUNK * CHUNK, CHUNK)]
     tree: PrefixTree[Piece] = PrefixTree("tiny", 10**6, CHUNK)
     tree.insert(text.tolist(), pieces, [piece.nbytes for piece in pieces])
 

@@ -47,9 +47,18 @@ TURNED = {"rope_type": "default", "rope_theta": 5e5}
 ROW = GroupQuant(2, "channels", 8)
 ELSEWHERE = {"Lent", "_Chunks"}  # blocks in tiers, not in the cache; a choice of one forward
 CODECS: list[TensorCodec] = [
-    Exact(torch.bfloat16), ROW, GroupQuant(3, "tokens", 4), ChannelSeparable(ROW), Hadamard(ROW),
-    ChannelPermute(ROW), JoinHeads(ROW), LowRank(3), BitmapSparse(), Outliers(0.2), Gear(group=8),
-]  # fmt: skip
+    Exact(torch.bfloat16),
+    ROW,
+    GroupQuant(3, "tokens", 4),
+    ChannelSeparable(ROW),
+    Hadamard(ROW),
+    ChannelPermute(ROW),
+    JoinHeads(ROW),
+    LowRank(3),
+    BitmapSparse(),
+    Outliers(0.2),
+    Gear(group=8),
+]
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -80,8 +89,10 @@ def test_another_process_goes_on_bit_for_bit(tmp_path: Path) -> None:
     code = "import sys; from pathlib import Path; from tests.kv.life.turns import main; "
     subprocess.run(
         [sys.executable, "-c", code + "main(Path(sys.argv[1]))", str(tmp_path)],
-        cwd=ROOT, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+        cwd=ROOT,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
     for case, out in wanted.items():
         found = load_file(tmp_path / f"{case}.out")
         assert torch.equal(found["ids"], out.sequences), case
@@ -97,9 +108,7 @@ def test_what_is_loaded_weighs_what_was_saved(tmp_path: Path) -> None:
     other = turns.cache(model, case)
     load(tmp_path / "x", other.store)
     assert any(segment.coded for layer in other.store.layers for segment in layer.segments)
-    mine, theirs = (
-        [nbytes(layer.segments) for layer in each.store.layers] for each in (cache, other)
-    )
+    mine, theirs = ([nbytes(layer.segments) for layer in each.store.layers] for each in (cache, other))
     assert mine == theirs
     for one, two in zip(cache.store.layers, other.store.layers, strict=True):
         a, b = one.read(), two.read()
@@ -287,7 +296,7 @@ FORGED = {
     "too few queries": lambda h, t: set_entry(h["tree"], "queries", {"list": []}),
     "text for what was written": lambda h, t: set_entry(h["tree"], "wrote", {"list": ["a", 1]}),
     "something about it that is no mapping": lambda h, t: h["about"].update(about=[1]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FORGED)

@@ -72,9 +72,7 @@ def alike(one: list[Tensor], two: list[Tensor]) -> bool:
 
 def overwritten(store: KVStore) -> None:
     for layer in store.layers:
-        layer.overwrite(
-            torch.tensor([layer.held - 1]), torch.ones(2, 2, 1, 8), torch.ones(2, 2, 1, 8)
-        )
+        layer.overwrite(torch.tensor([layer.held - 1]), torch.ones(2, 2, 1, 8), torch.ones(2, 2, 1, 8))
 
 
 CHANGES: dict[str, Callable[[KVStore], object]] = {
@@ -265,10 +263,7 @@ def test_rows_are_few_and_hold_every_prompt_once() -> None:
         assert found.position_ids[here].tolist() == list(range(len(prompt)))
         assert found.ids[rows[number], last[number]] == prompt[-1]
     assert pack([torch.arange(4)], pad=7).ids.tolist() == [[0, 1, 2, 3]]
-    assert pack([torch.arange(4), torch.arange(2)], pad=7).ids.tolist() == [
-        [0, 1, 2, 3],
-        [0, 1, 7, 7],
-    ]
+    assert pack([torch.arange(4), torch.arange(2)], pad=7).ids.tolist() == [[0, 1, 2, 3], [0, 1, 7, 7]]
 
 
 def test_the_mask_is_block_diagonal() -> None:
@@ -287,9 +282,8 @@ def test_packed_and_unpacked_is_each_prompt_alone(model: Any, space: str) -> Non
     cache = cache_for(model, Recipe(space=space), mode="native")
     with torch.no_grad():
         out = model(
-            input_ids=found.ids, position_ids=found.position_ids, attention_mask=found.mask,
-            past_key_values=cache,
-        )  # fmt: skip
+            input_ids=found.ids, position_ids=found.position_ids, attention_mask=found.mask, past_key_values=cache
+        )
     rows, last = found.last
     apart = found.unpack(cache.store)
     for number, prompt in enumerate(prompts()):

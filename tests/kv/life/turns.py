@@ -18,10 +18,7 @@ from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import h2o, snapkv
 from tests.kv.tiny import GREEDY, llama, prompts, second_turn
 
-_TWO = Recipe(
-    "two-bit",
-    codec=Pair(GroupQuant(2, "tokens", 8), GroupQuant(2, "channels", 8), block=8, slide=True),
-)
+_TWO = Recipe("two-bit", codec=Pair(GroupQuant(2, "tokens", 8), GroupQuant(2, "channels", 8), block=8, slide=True))
 CASES: dict[str, tuple[Recipe, str]] = {
     "pre": (Recipe("pre", space="pre"), "native"),
     "evicted": (snapkv(16, window=4), "native"),

@@ -32,10 +32,7 @@ def reference(seen: Observation, b: int, h: int, keep: int, chunk: int, edges: s
             b_set = members[1::2]
             for a in members[0::2]:
                 if b_set:
-                    near = max(
-                        b_set,
-                        key=lambda t: float(torch.cosine_similarity(left[a][1], left[t][1], dim=0)),
-                    )
+                    near = max(b_set, key=lambda t: float(torch.cosine_similarity(left[a][1], left[t][1], dim=0)))
                     cos = float(torch.cosine_similarity(left[a][1], left[near][1], dim=0))
                     found.append((cos, a, near))
         if not found:
@@ -116,9 +113,7 @@ def bits_of(anchor: str, size: int, left: list[list[int]]) -> list[int]:
     return {"zeros": [0] * size, "ones": [1] * size}.get(anchor, [i % 2 for i in range(size)])
 
 
-def representatives(
-    units: list[int], bits: dict[int, list[int]], anchor: str, want: int
-) -> set[int]:
+def representatives(units: list[int], bits: dict[int, list[int]], anchor: str, want: int) -> set[int]:
     if want >= len(units):
         return set(units)
     start = bits_of(anchor, len(next(iter(bits.values()))), [bits[u] for u in units])

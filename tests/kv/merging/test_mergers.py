@@ -28,9 +28,7 @@ from tests.kv.merging import rows
 
 def pairs(match: Match, b: int, h: int) -> dict[int, int]:
     there = match.found[b, h]
-    return dict(
-        zip(match.source[b, h][there].tolist(), match.target[b, h][there].tolist(), strict=True)
-    )
+    return dict(zip(match.source[b, h][there].tolist(), match.target[b, h][there].tolist(), strict=True))
 
 
 def test_cosine_finds_what_a_loop_finds() -> None:
@@ -182,9 +180,7 @@ def test_scores_of_zero_or_infinity_do_no_harm() -> None:
 
 def test_score_is_the_sum_of_shares() -> None:
     seen = rows.layer(pads=(0, 3), width=9)
-    seen.queries = Query(
-        torch.randn(2, 4, 3, 4, dtype=torch.float64), 6, 0.5, pos=torch.tensor([[6, 7, 8]] * 2)
-    )
+    seen.queries = Query(torch.randn(2, 4, 3, 4, dtype=torch.float64), 6, 0.5, pos=torch.tensor([[6, 7, 8]] * 2))
     drawn = torch.rand(2, 2, 9)
     asked = torch.arange(9, 0, -1.0).expand(2, 2, -1)
     seen.stats.update(mass=drawn, asked=asked)
@@ -222,11 +218,7 @@ def test_kvmerger_is_what_loops_give(threshold: float, keep: int) -> None:
         for h in range(2):
             x = seen.slots.k[b, h]
             free = range(pad + 1, 22)
-            links = {
-                i: float(torch.cosine_similarity(x[i], x[i - 1], dim=0))
-                for i in free
-                if i - 1 in free
-            }
+            links = {i: float(torch.cosine_similarity(x[i], x[i - 1], dim=0)) for i in free if i - 1 in free}
             usable = [i for i in sorted(links, key=lambda i: -links[i]) if links[i] > threshold]
             closed = set(usable[: 24 - pad - keep])
             sets: list[list[int]] = []
@@ -240,9 +232,7 @@ def test_kvmerger_is_what_loops_give(threshold: float, keep: int) -> None:
                 others = [i for i in group if i != pivot]
                 far = {i: float((x[i] - x[pivot]).norm()) for i in group}
                 sigma = sum(far[i] for i in others) / max(len(others), 1)
-                weights = {
-                    i: math.exp(-(far[i] ** 2) / (2 * sigma**2)) if others else 1.0 for i in group
-                }
+                weights = {i: math.exp(-(far[i] ** 2) / (2 * sigma**2)) if others else 1.0 for i in group}
                 whole = sum(weights.values())
                 for new, old in ((slots.k, seen.slots.k), (slots.v, seen.slots.v)):
                     wanted = sum(weights[i] / whole * old[b, h, i] for i in group)

@@ -60,9 +60,7 @@ def model() -> Any:
 
 def held(cache: KVCache) -> torch.Tensor:
     """Return slots in use, [L, B, H]."""
-    return torch.stack(
-        [layer.read().valid.expand(-1, 2, -1).sum(-1) for layer in cache.store.layers]
-    )
+    return torch.stack([layer.read().valid.expand(-1, 2, -1).sum(-1) for layer in cache.store.layers])
 
 
 # The official code of D2O leaves whole layers, and so does this.
@@ -117,9 +115,14 @@ def test_slots_that_take_over_nothing_keep_their_codes() -> None:
     drawn = torch.Generator().manual_seed(0)
     x = torch.randn(1, 2, 24, 8, generator=drawn)
     counted = Counted()
-    recipe = Recipe("few", score=Recency(), budget=Uniform(20), plan=TopK(),
-                    merge=NearestMerge("averaged"),
-                    codec=Pair(counted, counted, block=8))  # fmt: skip
+    recipe = Recipe(
+        "few",
+        score=Recency(),
+        budget=Uniform(20),
+        plan=TopK(),
+        merge=NearestMerge("averaged"),
+        codec=Pair(counted, counted, block=8),
+    )
     store = KVStore(1, recipe)
     layer = store.layers[0]
     layer.write(x, x)
@@ -186,8 +189,9 @@ def test_slots_that_took_over_nothing_are_not_turned_to_and_fro() -> None:
     """In half precision that would round them."""
     drawn = torch.Generator().manual_seed(0)
     k = torch.randn(1, 2, 12, 64, generator=drawn).bfloat16()
-    recipe = Recipe("few", score=Recency(), budget=Uniform(6), plan=TopK(), space="pre",
-                    merge=NearestMerge("averaged"))  # fmt: skip
+    recipe = Recipe(
+        "few", score=Recency(), budget=Uniform(6), plan=TopK(), space="pre", merge=NearestMerge("averaged")
+    )
     store = KVStore(1, recipe, rotary=[ROTARY])
     layer = store.layers[0]
     layer.write(k, k)

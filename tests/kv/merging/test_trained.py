@@ -63,9 +63,8 @@ def test_training_lowers_what_the_memory_loses() -> None:
     before = [float(lococo.loss(ConvolutionMerge(start, 2), each)) for each in samples]
     seen_losses: list[float] = []
     trained = lococo.train(
-        start, samples, recent=2, steps=60, rate=0.03,
-        watch=lambda step, found: seen_losses.append(found),
-    )  # fmt: skip
+        start, samples, recent=2, steps=60, rate=0.03, watch=lambda step, found: seen_losses.append(found)
+    )
     after = [float(lococo.loss(ConvolutionMerge(trained, 2), each)) for each in samples]
     assert len(seen_losses) == 60 and seen_losses[0] == pytest.approx(before[0])
     assert all(new < 0.7 * old for new, old in zip(after, before, strict=True)), (before, after)
@@ -149,9 +148,7 @@ def test_targets_are_the_largest_logits_of_the_answer() -> None:
     found = locret.targets(locret.RetainCase(0, q, k, v, 4, 0.5))
     for h in range(2):
         for s in range(4):
-            wanted = max(
-                float(q[0, g, t] @ k[0, h, s]) * 0.5 for g in (2 * h, 2 * h + 1) for t in (4, 5, 6)
-            )
+            wanted = max(float(q[0, g, t] @ k[0, h, s]) * 0.5 for g in (2 * h, 2 * h + 1) for t in (4, 5, 6))
             assert float(found[0, h, s]) == pytest.approx(wanted, rel=1e-5)
 
 

@@ -21,9 +21,7 @@ Kept = list[list[list[int]]]  # of each layer and head, the positions that are h
 class Prompt:
     """Queries [L, 1, H * G, T, D], keys and values [L, 1, H, T, D] of one text."""
 
-    def __init__(
-        self, tokens: int, layers: int = 1, heads: int = 2, groups: int = 1, seed: int = 0
-    ) -> None:
+    def __init__(self, tokens: int, layers: int = 1, heads: int = 2, groups: int = 1, seed: int = 0) -> None:
         drawn = torch.Generator().manual_seed(seed)
 
         def draw(count: int) -> Tensor:

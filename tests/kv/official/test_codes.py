@@ -98,10 +98,7 @@ def test_official_rotatekv(bits: int) -> None:
 
     sorted_ = torch.empty_like(x)
     sorted_[..., order] = grid(x[..., order] @ turn) @ turn.mT
-    for found, wanted in (
-        (codec.keys.encode(x).decode(), sorted_),
-        (codec.values.encode(x).decode(), grid(x)),
-    ):
+    for found, wanted in ((codec.keys.encode(x).decode(), sorted_), (codec.values.encode(x).decode(), grid(x))):
         # Scales are stored in half precision, so that a few codes next to a tie are the other one.
         close = (found - wanted).norm(dim=-1) < 0.01 * x.norm(dim=-1)
         assert close.double().mean() > 0.95

@@ -87,8 +87,7 @@ def test_official_cake(size: int) -> None:
     assert len(set(counts)) > 2
     tail = list(range(tokens - WINDOW, tokens))
     assert found == [
-        [best(head.tolist(), count) + tail for head in score]
-        for score, count in zip(scores, counts, strict=True)
+        [best(head.tolist(), count) + tail for head in score] for score, count in zip(scores, counts, strict=True)
     ]
 
 

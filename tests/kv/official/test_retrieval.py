@@ -78,9 +78,7 @@ def test_official_sentence_kv(tokens: int) -> None:
     text.tags = tags
     (found,) = last(text, recipe, prompt)
     sentences = [list(range(start, start + 6)) for start in range(0, prompt, 6)]
-    sentences += [
-        list(range(start, min(start + block, tokens))) for start in range(prompt, tokens, block)
-    ]
+    sentences += [list(range(start, min(start + block, tokens))) for start in range(prompt, tokens, block)]
     since = prompt + (tokens - 1 - prompt) // block * block
     for head in range(2):
         k = text.k[0, 0, head]

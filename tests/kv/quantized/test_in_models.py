@@ -57,9 +57,7 @@ def test_coding_what_is_left_changes_nothing_of_what_was_dropped(codec: Any) -> 
 
 @pytest.mark.parametrize("mode", ["stock", "native"])
 @pytest.mark.parametrize("name", PLUMBING)
-def test_exact_codecs_are_stock_bit_for_bit(
-    model: Any, theirs: dict[str, Any], name: str, mode: Any
-) -> None:
+def test_exact_codecs_are_stock_bit_for_bit(model: Any, theirs: dict[str, Any], name: str, mode: Any) -> None:
     for way, settings in WAYS.items():
         cache = cache_for(model, PLUMBING[name], mode=mode)
         ours = shortly(model, cache, given(way), **settings)
@@ -67,26 +65,19 @@ def test_exact_codecs_are_stock_bit_for_bit(
         same(ours, theirs[way])
 
 
-def test_setting_sinks_apart_changes_the_order_of_sums_alone(
-    model: Any, theirs: dict[str, Any]
-) -> None:
+def test_setting_sinks_apart_changes_the_order_of_sums_alone(model: Any, theirs: dict[str, Any]) -> None:
     recipe = Recipe(codec=Pair(Exact(), Exact(), 8, whole=True, sinks=4))
     ours = shortly(model, cache_for(model, recipe, mode="native"), prompts())
     same(ours, theirs["greedy"], 2e-6)
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_stock_and_native_modes_say_the_same(
-    model: Any, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stock_and_native_modes_say_the_same(model: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Native mode multiplies codes as they are held, and stock mode decodes them."""
     inputs = {key: value[1:2] for key, value in prompts().items()}  # without padding
     held: list[int] = []
     whole = Unread.held
     monkeypatch.setattr(Unread, "held", lambda self: held.append(1) or whole(self))
-    outs = [
-        shortly(model, cache_for(model, RECIPES[name], mode=mode), inputs)
-        for mode in ("stock", "native")
-    ]
+    outs = [shortly(model, cache_for(model, RECIPES[name], mode=mode), inputs) for mode in ("stock", "native")]
     assert len(held) == (0 if name in ("kivi", "xquant", "minicache") else 20)
     same(*outs, tolerance=2e-4)

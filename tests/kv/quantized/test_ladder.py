@@ -54,9 +54,7 @@ def test_shift_after_shift_is_one_shift() -> None:
     assert shifted(eight, 8) is eight
 
 
-def test_the_staircase_steps_down_by_shifting_and_never_codes_anew(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_staircase_steps_down_by_shifting_and_never_codes_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     encode = GroupQuant.encode
 
     def spy(self: GroupQuant, x: Tensor) -> Quantized:
@@ -127,11 +125,7 @@ def observed(count: int = 12, levels: list[int] | None = None, pad: int = 0) -> 
 
 
 def plan(planner: Planner, score: list[float], seen: Observation, size: int) -> list[int]:
-    worth = (
-        torch.tensor(score, dtype=torch.float32)
-        .expand(1, 2, -1)
-        .masked_fill(~seen.valid, -math.inf)
-    )
+    worth = torch.tensor(score, dtype=torch.float32).expand(1, 2, -1).masked_fill(~seen.valid, -math.inf)
     return planner(worth, torch.full((1, 2), size), seen)[0, 0].tolist()
 
 
@@ -152,9 +146,7 @@ def test_blocks_step_down_when_their_youngest_is_old_enough() -> None:
     planner = ByAge((2, 6), 4)
     assert plan(planner, [0.0] * 12, observed(12), 1) == [2] * 4 + [1] * 4 + [0] * 4
     assert plan(planner, [0.0] * 10, observed(10), 1) == [2] * 4 + [1] * 4 + [0] * 2
-    assert (
-        plan(planner, [0.0] * 12, observed(12, pad=2), 1) == [0] * 2 + [2] * 4 + [1] * 4 + [0] * 2
-    )
+    assert plan(planner, [0.0] * 12, observed(12, pad=2), 1) == [0] * 2 + [2] * 4 + [1] * 4 + [0] * 2
     again = observed(10, [2] * 4 + [2] * 4 + [0] * 2)
     assert plan(planner, [0.0] * 10, again, 1) == [0] * 10
 
@@ -163,9 +155,7 @@ def test_blocks_step_down_when_their_youngest_is_old_enough() -> None:
 
 
 def test_statistics_follow_slots_through_levels_and_ragged_rows() -> None:
-    recipe = Recipe(
-        "levels", Recency(), Uniform(5), Demote(), trigger=EveryStep(3), ladder=(Stair(8, 4),)
-    )
+    recipe = Recipe("levels", Recency(), Uniform(5), Demote(), trigger=EveryStep(3), ladder=(Stair(8, 4),))
     store = KVStore(1, recipe)
     layer = store.layers[0]
     valid = torch.tensor([[True] * 11, [False] * 4 + [True] * 7])
@@ -176,9 +166,7 @@ def test_statistics_follow_slots_through_levels_and_ragged_rows() -> None:
         pos = layer.read().pos.expand(2, 2, -1)
         held = layer.stats["mass"]
         there = pos[..., : held.shape[2]] >= 0
-        assert torch.equal(
-            held.where(there, 0).long(), pos[..., : held.shape[2]].where(there, 0).long()
-        )
+        assert torch.equal(held.where(there, 0).long(), pos[..., : held.shape[2]].where(there, 0).long())
         kept = [sorted(p for p in pos[row, 0].tolist() if p >= 0) for row in range(2)]
         assert kept == [list(range(at + 1)), list(range(4, at + 1))]
 
@@ -230,8 +218,10 @@ def test_as_many_are_probes_where_slots_were_dropped() -> None:
 def test_slots_that_no_probe_saw_are_worth_most() -> None:
     layer = KVLayer()
     layer.write(draw(3, 0), draw(3, 0))
-    layer.stats = {"mass": torch.tensor([0.5, 2, 0]).expand(1, 2, 3),
-                   "asked": torch.tensor([1.0, 4, 0]).expand(1, 2, 3)}  # fmt: skip
+    layer.stats = {
+        "mass": torch.tensor([0.5, 2, 0]).expand(1, 2, 3),
+        "asked": torch.tensor([1.0, 4, 0]).expand(1, 2, 3),
+    }
     assert Salience()(observe(layer, 1))[0, 0].tolist() == [0.5, 0.5, math.inf]
 
 
@@ -276,9 +266,7 @@ def test_mikv_balances_keys_against_the_last_queries() -> None:
     index = slots.pos.long()[..., None].expand(-1, 2, -1, SIZE)
     assert (slots.k - k.gather(2, index))[..., :3].abs().max() < 0.05
     plain = Pair(GroupQuant(8, "channels", 8), GroupQuant(8, "channels", 8), 1)
-    assert torch.equal(
-        BalancedRung(plain).hold(_slots(8), 1).read().k, plain.hold(_slots(8), 1).read().k
-    )
+    assert torch.equal(BalancedRung(plain).hold(_slots(8), 1).read().k, plain.hold(_slots(8), 1).read().k)
 
 
 def test_scores_pass_through_what_keeps_queries() -> None:

@@ -8,24 +8,9 @@ import pytest
 import torch
 
 from diffcache.kv.codec.base import tensors
-from diffcache.kv.recipes.quantized import (
-    gear,
-    kivi,
-    mikv,
-    mustafar,
-    rotatekv,
-    vidkv,
-    xquant,
-    zipcache,
-)
+from diffcache.kv.recipes.quantized import gear, kivi, mikv, mustafar, rotatekv, vidkv, xquant, zipcache
 from diffcache.kv.store import KVStore
-from tests.kv.quantized.stores import (
-    RESIDUAL,
-    coded,
-    held_codes,
-    small_kivi,
-    write,
-)
+from tests.kv.quantized.stores import RESIDUAL, coded, held_codes, small_kivi, write
 
 
 @pytest.mark.parametrize("tokens", [3, 8, 9, 17, 24, 30])

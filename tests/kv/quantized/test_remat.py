@@ -78,10 +78,17 @@ def test_hooks_go_with_the_cache(model: Any) -> None:
 def test_models_that_change_keys_after_the_projection_are_refused() -> None:
     torch.manual_seed(0)
     config = Qwen3Config(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, vocab_size=256, pad_token_id=0, bos_token_id=1,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        vocab_size=256,
+        pad_token_id=0,
+        bos_token_id=1,
         eos_token_id=2,
-    )  # fmt: skip
+    )
     model = Qwen3ForCausalLM(config).eval()
     with pytest.raises(AttachError, match="normalization"):
         shortly(model, remat_cache_for(model, 4), prompts())

@@ -29,14 +29,10 @@ CODECS: dict[str, Any] = {
 }
 
 
-def draw(
-    layers: int = 2, slots: int = 8, seed: int = 0, dtype: Any = torch.float32
-) -> list[Tensor]:
+def draw(layers: int = 2, slots: int = 8, seed: int = 0, dtype: Any = torch.float32) -> list[Tensor]:
     drawn = torch.Generator().manual_seed(seed)
     base = torch.randn(2, 2, slots, 8, generator=drawn)
-    return [
-        (base + 0.3 * torch.randn(2, 2, slots, 8, generator=drawn)).to(dtype) for _ in range(layers)
-    ]
+    return [(base + 0.3 * torch.randn(2, 2, slots, 8, generator=drawn)).to(dtype) for _ in range(layers)]
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -93,9 +89,7 @@ def test_a_full_basis_is_exact_and_a_small_one_is_the_best_of_its_rank() -> None
     for rank, slots in ((5, 40), (5, 7)):
         short = [x[:, :, :slots] for x in xs]
         found = SharedBasis(rank).encode(short)
-        error = sum(
-            (p.decode() - x).square().sum((1, 2, 3)) for p, x in zip(found, short, strict=True)
-        )
+        error = sum((p.decode() - x).square().sum((1, 2, 3)) for p, x in zip(found, short, strict=True))
         tail = torch.linalg.svdvals(wide[:, :slots])[:, rank:].square().sum(-1)
         assert torch.allclose(error, tail, rtol=1e-9)
 

@@ -88,9 +88,15 @@ class Row:
 
 
 def run(
-    chooser: Selecting | None, name: str, k: Tensor, v: Tensor, q: Tensor, prompt: int,
-    valid: Tensor | None = None, tag: Tensor | None = None,
-) -> tuple[Tensor, KVLayer]:  # fmt: skip
+    chooser: Selecting | None,
+    name: str,
+    k: Tensor,
+    v: Tensor,
+    q: Tensor,
+    prompt: int,
+    valid: Tensor | None = None,
+    tag: Tensor | None = None,
+) -> tuple[Tensor, KVLayer]:
     """Write a prompt at once and the rest token by token; return attention [B, Hq, n, D]."""
     row, width = Row(name), k.shape[2]
     edges = [0, prompt, *range(prompt + 1, width + 1)]
@@ -99,11 +105,14 @@ def run(
         part = slice(first, last)
         found.append(
             row.step(
-                chooser, k[:, :, part], v[:, :, part], q[:, :, part],
+                chooser,
+                k[:, :, part],
+                v[:, :, part],
+                q[:, :, part],
                 valid[:, part] if valid is not None and first == 0 else None,
                 None if tag is None else tag[..., part],
             )
-        )  # fmt: skip
+        )
     return torch.cat(found, 2), row.layers[0]
 
 

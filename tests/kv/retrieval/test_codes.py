@@ -156,9 +156,7 @@ def test_a_landmark_has_the_mean_of_the_logits_of_its_chunk() -> None:
     found = landmarks(Summary(slots={"pos": pos}), slots, 8)
     q = noise(B, H, 1, D, seed=8)
     mean = found.blocks["sum"] / 8
-    torch.testing.assert_close(
-        (q @ mean.mT)[:, :, 0], (q @ k.mT)[:, :, 0].unflatten(2, (8, 8)).mean(-1)
-    )
+    torch.testing.assert_close((q @ mean.mT)[:, :, 0], (q @ k.mT)[:, :, 0].unflatten(2, (8, 8)).mean(-1))
     chunks = k.unflatten(2, (8, 8))
     cosine = torch.nn.functional.cosine_similarity(chunks, chunks.mean(3, keepdim=True), dim=-1)
     torch.testing.assert_close(found.blocks["cosine"], cosine.amin(-1))

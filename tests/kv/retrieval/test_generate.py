@@ -42,16 +42,12 @@ def model() -> Any:
 def stock(model: Any) -> dict[str, Any]:
     """Return the outputs of the model without a cache of ours, by way."""
     detach(model)
-    return {
-        way: model.generate(**given(way), **SHORT, **settings) for way, settings in WAYS.items()
-    }
+    return {way: model.generate(**given(way), **SHORT, **settings) for way, settings in WAYS.items()}
 
 
 @pytest.mark.parametrize("way", ["beams", "assisted"])
 @pytest.mark.parametrize("name", RECIPES)
-def test_reading_less_reads_less(
-    model: Any, stock: Any, name: str, way: str, reads: dict[KVLayer, Tensor]
-) -> None:
+def test_reading_less_reads_less(model: Any, stock: Any, name: str, way: str, reads: dict[KVLayer, Tensor]) -> None:
     budget = 44 if name == "shadowkv" else 12  # its last four chunks are exact
     cache = cache_for(model, made(name, budget))
     found = model.generate(**given(way), past_key_values=cache, **SHORT, **WAYS[way])
@@ -84,9 +80,7 @@ def test_label_channels_are_chosen_from_what_a_model_does(
     assert max(float(reads[layer].float().mean()) for layer in cache.store.layers) <= 16
 
 
-def test_layers_that_follow_read_the_positions_of_the_one_that_chose(
-    model: Any, reads: dict[KVLayer, Tensor]
-) -> None:
+def test_layers_that_follow_read_the_positions_of_the_one_that_chose(model: Any, reads: dict[KVLayer, Tensor]) -> None:
     cache = cache_for(model, made("tidal_decode", 12))
     model.generate(**prompts(), past_key_values=cache, **SHORT)
     detach(model)

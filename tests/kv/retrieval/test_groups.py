@@ -39,9 +39,7 @@ def test_whole_sentences_are_read() -> None:
             sentences = {p // 11 for p in found}
             want = score[row, head].argsort(descending=True)[:3].tolist()
             assert sentences - {7} <= set(want) and len(found) <= 42
-            assert all(
-                found.count(p) == 1 for s in sentences - {7} for p in range(11 * s, 11 * s + 11)
-            )
+            assert all(found.count(p) == 1 for s in sentences - {7} for p in range(11 * s, 11 * s + 11))
 
 
 def test_frames_see_the_last_tokens_and_a_question_its_frames(reads: dict[KVLayer, Tensor]) -> None:
@@ -58,9 +56,7 @@ def test_frames_see_the_last_tokens_and_a_question_its_frames(reads: dict[KVLaye
     outs = []
     for first, last in ((0, 45), (45, 50), (50, 56), (56, 57), (57, 58)):
         part = slice(first, last)
-        outs.append(
-            line.step(chooser, k[:, :, part], v[:, :, part], q[:, :, part], tag=tag[..., part])
-        )
+        outs.append(line.step(chooser, k[:, :, part], v[:, :, part], q[:, :, part], tag=tag[..., part]))
         if last == 50:
             assert int(reads[line.layers[0]].amax()) == 2 + 4 + 5 - 1
         if last >= 56:  # the question's frames are read until the next question
@@ -82,8 +78,11 @@ def test_frames_are_read_at_positions_without_gaps() -> None:
         kept = sorted({0, 1, 46, 47, 48, 49, *(p for p in pos[row].tolist() if p >= 0)})
         assert 6 < len(kept) < 50
         near = torch.arange(50 - len(kept), 50)
-        slots = Slots(rotary().rotate(k[row : row + 1, :, kept], near), v[row : row + 1, :, kept],
-                      {"pos": near.to(torch.int32).expand(1, 1, -1)})  # fmt: skip
+        slots = Slots(
+            rotary().rotate(k[row : row + 1, :, kept], near),
+            v[row : row + 1, :, kept],
+            {"pos": near.to(torch.int32).expand(1, 1, -1)},
+        )
         want = logits(Query(query.q[row : row + 1], 49, 0.25), slots).softmax(-1)
         want = torch.einsum("bhgns,bhsd->bhgnd", want, slots.v).flatten(1, 2)
         torch.testing.assert_close(out[row : row + 1], want, atol=2e-6, rtol=1e-5)
@@ -112,11 +111,7 @@ def test_unusual_queries_weigh_more_and_padding_nothing() -> None:
 def test_density_cuts_off_what_holds_little_mass(reads: dict[KVLayer, Tensor]) -> None:
     k, v, q = tokens(200)
     few = [
-        int(
-            reads[
-                run(ProbeQuery(150, density=d, block=4, **FEW), "probe_query", k, v, q, 199)[1]
-            ].sum()
-        )
+        int(reads[run(ProbeQuery(150, density=d, block=4, **FEW), "probe_query", k, v, q, 199)[1]].sum())
         for d in (0.3, 0.8, 1.0)
     ]
     assert few[0] < few[1] < few[2] <= 4 * 150

@@ -24,28 +24,13 @@ from diffcache.kv.retrieval.select import fill, top
 from diffcache.kv.retrieval.summary import Summary, known
 from diffcache.kv.segment import Coded, Dense
 from diffcache.kv.slots import Slots
-from tests.kv.retrieval.setting import (
-    FEW,
-    MADE,
-    PRE,
-    B,
-    D,
-    G,
-    H,
-    Row,
-    noise,
-    rotary,
-    run,
-    tokens,
-)
+from tests.kv.retrieval.setting import FEW, MADE, PRE, B, D, G, H, Row, noise, rotary, run, tokens
 
 EACH = pytest.mark.parametrize("name", MADE)
 
 
 @EACH
-def test_slots_that_are_gathered_are_attended_to_as_they_are(
-    name: str, reads: dict[KVLayer, Tensor]
-) -> None:
+def test_slots_that_are_gathered_are_attended_to_as_they_are(name: str, reads: dict[KVLayer, Tensor]) -> None:
     """With all slots of one row and fewer of a padded one, the gathered ones are all there is."""
     k, v, q = tokens(64)
     valid = torch.ones(B, 60, dtype=torch.bool)
@@ -241,9 +226,13 @@ def test_the_channels_that_matter_are_found() -> None:
 
 @pytest.mark.parametrize(
     ("channels", "message"),
-    [((), r"\[\] label"), ((((1,), (1, 2)),), r"\[1, 2\]"), (((((1,),) * 3),), "2 heads"),
-     ((((1,), (16,)),), "channels 0 to 15")],
-)  # fmt: skip
+    [
+        ((), r"\[\] label"),
+        ((((1,), (1, 2)),), r"\[1, 2\]"),
+        (((((1,),) * 3),), "2 heads"),
+        ((((1,), (16,)),), "channels 0 to 15"),
+    ],
+)
 def test_channels_that_do_not_fit_are_refused(channels: object, message: str) -> None:
     k, v, q = tokens(20)
     with pytest.raises(ValueError, match=message):

@@ -50,9 +50,7 @@ def test_only_blocks_that_are_read_are_fetched_and_hot_ones_stay(tiers: Tiers) -
     some = payload.take(torch.tensor([[[12, 15]]]).expand(2, 2, -1))
     for _ in range(2):
         some.decode()
-        assert [tiers.where(key) for key in payload.keys] == ["host"] * 3 + ["device"] + [
-            "host"
-        ] * 6
+        assert [tiers.where(key) for key in payload.keys] == ["host"] * 3 + ["device"] + ["host"] * 6
     assert tiers.hits == 1
 
 

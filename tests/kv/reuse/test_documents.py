@@ -42,17 +42,15 @@ def ask(shelf: Documents, *documents: str) -> Answers:
 @pytest.mark.parametrize(
     ("method", "settings"),
     [
-        ("prefix", {"chunk": 8}), ("hydragen", {}), ("cacheblend", {"share": 1.0}),
-        ("kvshare", {"share": 1.0}), ("cachecraft", {"alpha": 0.0}),
+        ("prefix", {"chunk": 8}),
+        ("hydragen", {}),
+        ("cacheblend", {"share": 1.0}),
+        ("kvshare", {"share": 1.0}),
+        ("cachecraft", {"alpha": 0.0}),
     ],
-)  # fmt: skip
-def test_answers_are_those_of_recomputation(
-    model: Any, tokenizer: Any, method: str, settings: dict[str, Any]
-) -> None:
-    full, shelf = (
-        Documents(model, tokenizer, "recompute"),
-        Documents(model, tokenizer, method, **settings),
-    )
+)
+def test_answers_are_those_of_recomputation(model: Any, tokenizer: Any, method: str, settings: dict[str, Any]) -> None:
+    full, shelf = (Documents(model, tokenizer, "recompute"), Documents(model, tokenizer, method, **settings))
     # cachecraft computes all of a prompt where a document is new, whatever is held of others
     for some in ((RHINE, SEA), (SEA, RHINE, ROME), (RHINE, SEA)):
         if method == "cachecraft" and some == (RHINE, SEA) and shelf.nbytes:
@@ -69,9 +67,7 @@ def test_a_beginning_that_is_held_is_not_computed(model: Any, tokenizer: Any) ->
     assert again.computed == first.tokens % 8 and other.computed == other.tokens - 24
 
 
-def test_the_first_document_read_alone_is_what_it_is_in_a_prompt(
-    model: Any, tokenizer: Any
-) -> None:
+def test_the_first_document_read_alone_is_what_it_is_in_a_prompt(model: Any, tokenizer: Any) -> None:
     wanted = ask(Documents(model, tokenizer, "recompute"), SEA).texts
     for method in ("concatenate", "cacheblend"):
         shelf = Documents(model, tokenizer, method)

@@ -147,9 +147,7 @@ def test_bad_use_is_refused(model: Any) -> None:
         ape(cache, first, rest, temperature=0)
     with pytest.raises(ValueError, match="give a prefix"):
         ape(cache, read(model, text(0), [text(3)])[0], rest)
-    with pytest.raises(
-        ValueError, match=r"contexts\[0\] begins at position 4: read it right after"
-    ):
+    with pytest.raises(ValueError, match=r"contexts\[0\] begins at position 4: read it right after"):
         ape(cache, first, read(model, text(4), [text(3)])[1:])
     with pytest.raises(ValueError, match="all pieces rotated, as the prefix is, or none"):
         ape(cache, first, read(model, text(3), [text(3)], "pre")[1:])

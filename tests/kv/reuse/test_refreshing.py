@@ -297,10 +297,7 @@ def test_a_text_that_was_sent_goes_on(model: Any) -> None:
     codec = CacheGen(key_bins=((254, None),), value_bins=((254, None),), chunk=32)
     tables = codec.measure([(k, v)])
     found_k, found_v = codec.decode(codec.encode(k, v, tables), tables)
-    layers = tuple(
-        Slots(found_k[i : i + 1], found_v[i : i + 1], slots.meta)
-        for i, slots in enumerate(piece.layers)
-    )
+    layers = tuple(Slots(found_k[i : i + 1], found_v[i : i + 1], slots.meta) for i, slots in enumerate(piece.layers))
     cache = empty(model)
     lay_out(cache.store, Piece(ids, layers, piece.rotated), torch.arange(60))
     assert 0 < max(apart(cache, fresh(model, ids))) < 0.02
