@@ -1,6 +1,6 @@
 """Make a video anew under a prompt while it comes in: StreamDiffusionV2.
 
->>> for frames in video.restyle("a crab on sand", "fox.mp4"):  # doctest: +SKIP
+>>> for frames in video.restyle("a crab on gravel", "fox.mp4"):  # doctest: +SKIP
 ...     show(frames)  # uint8 [F, H, W, 3]
 """
 

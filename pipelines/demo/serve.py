@@ -86,7 +86,7 @@ def stream(
 
         diffcache stream "a fox on grass" --out fox.mp4
 
-        diffcache stream "a crab on sand" --restyle fox.mp4 --out crab.mp4
+        diffcache stream "a crab on gravel" --restyle fox.mp4 --out crab.mp4
 
         diffcache stream "A red fox trots ..." --model ./Wan2.1-T2V-1.3B-Diffusers
             --checkpoint self_forcing_dmd.pt --policy infinity-rope

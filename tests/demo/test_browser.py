@@ -161,7 +161,7 @@ def draw_screen(page: Any, file: Path) -> None:
 def draw_screens(page: Any, folder: Path) -> None:
     """Draw the page at two widths, light and dark, while a film runs."""
     page.click("#numbers summary")  # folded, as it is at first
-    page.locator("#prompt textarea").fill("a car on wood")
+    page.locator("#prompt textarea").fill("a burger on wood")
     page.click("#apply")
     page.wait_for_timeout(8000)
     for width, height in ((1280, 1220), (390, 1400)):
