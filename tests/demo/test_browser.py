@@ -97,11 +97,10 @@ def films_from_pictures(page: Any, folder: Path) -> None:
     page.click("#pictures .camera")
     said.get_by_text("the camera is on: press Start").wait_for()
     page.check("#pictures input[value=anew]")
-    page.click("#start")
-    page.locator("#numbers td", has_text="pictures left out").wait_for(state="attached")
     before = page.evaluate(CANVAS)
+    page.click("#start")
+    page.wait_for_function(f"before => String(({CANVAS})()) !== String(before)", arg=before)  # of the film before
     page.wait_for_function(f"{SHOWN} >= 6")
-    assert page.evaluate(CANVAS) != before
     page.click("#pictures .off")  # the film ends with its pictures
     page.locator("#player .status", has_text="stopped").wait_for()
     picture = folder / "red.png"
