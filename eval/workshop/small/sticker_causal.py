@@ -18,6 +18,7 @@ from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipe
 from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 from PIL import Image
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import T5TokenizerFast
 
 from diffcache.eval.workshop.small.causal_step import ChunkAttention, HeldChunks, draw_held, predict
@@ -49,7 +50,6 @@ HELD = 64
 _GRID = (4, 4)
 _WIDTH, _HEADS, _LAYERS = 192, 6, 6
 _DISTURBED = 0.1  # most noise on the history, whose noise level is said to be 0
-_FIRST = 3.0  # weight of the first chunk: what it shows is what all others go on with
 _OWN_FROM = 0.3  # share of the run after which histories are the model's own
 
 
@@ -148,7 +148,7 @@ class Causal(FilmJob):
         return drawn["own"] if late else 0, drawn["held"]
 
     def loss(self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator) -> Tensor:
-        """Return the mean square error of clean frames, in which the first chunk counts more."""
+        """Return the mean square error of clean frames."""
         own, held = self.way(drawn)
         self.attention(models["transformer"]).held = held
         said = (drawn["numbers"], drawn["known"])
@@ -170,11 +170,7 @@ class Causal(FilmJob):
         history = history + depth * torch.randn(clean.shape, generator=generator)
         noisy, levels = self.add_noise(clean, generator)
         found = predict(model, history, noisy, levels, text)
-        errors = (found.float() - clean).square().mean((0, 1, 3, 4)).unflatten(0, (-1, CHUNK))
-        weights = torch.ones(len(errors), device=errors.device)
-        weights[0] = _FIRST
-        loss: Tensor = (errors.mean(1) * weights).sum() / weights.sum()
-        return loss
+        return functional.mse_loss(found.float(), clean)
 
     def add_noise(self, clean: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return films [B, C, F, H, W] with noise, and its level in every frame [B, F].
