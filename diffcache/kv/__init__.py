@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from diffcache.kv.hf import detach as detach
     from diffcache.kv.hf import static_cache_for as static_cache_for
     from diffcache.kv.hf.documents import Documents as Documents
-    from diffcache.kv.hf.drafts import rapid as rapid
-    from diffcache.kv.hf.drafts import triforce as triforce
+    from diffcache.kv.hf.rapid import rapid as rapid
     from diffcache.kv.hf.transmla import to_mla as to_mla
+    from diffcache.kv.hf.triforce import triforce as triforce
     from diffcache.kv.life.pack import pack as pack
     from diffcache.kv.life.prefix import PrefixTree as PrefixTree
     from diffcache.kv.life.prefix import time_to_live as time_to_live
@@ -61,7 +61,8 @@ for _module, _names in {
     "life.prefix": ("PrefixTree", "time_to_live"),
     "reuse.cachecraft": ("chunks_of",),
     "hf.documents": ("Documents",),
-    "hf.drafts": ("rapid", "triforce"),
+    "hf.rapid": ("rapid",),
+    "hf.triforce": ("triforce",),
     "hf.transmla": ("to_mla",),
     "reuse.piece": ("Piece", "cut", "joined", "lay_out"),
 }.items():

@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from diffcache.errors import AttachError
 from diffcache.foreign import with_cache
 from diffcache.kv import cache_for, h2o, kivi, quest, rapid, snapkv, triforce
-from diffcache.kv.hf.drafts import overlap
+from diffcache.kv.hf.rapid import overlap
 from diffcache.kv.recipe import Recipe
 from tests.kv.tiny import GREEDY, llama, zoo
 
