@@ -65,8 +65,7 @@ def evaluate(
     reward: Annotated[
         str,
         typer.Option(
-            metavar="NAME",
-            help="Rewards of pictures for prompts, with commas: pickscore, or your own module:function.",
+            metavar="NAME", help="Rewards of samples for prompts, with commas: pickscore, or your own module:function."
         ),
     ] = "",
     out: Out = None,

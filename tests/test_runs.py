@@ -218,7 +218,7 @@ class TestRun:
         for wrong, words in (
             ({"reference": tmp_path / "none"}, "no folder or file"),
             ({"reward": "json:none"}, "has no function none"),
-            ({"task": replace(TASK, model="sticker-wan"), "reward": "json:dumps"}, "not films"),
+            ({"task": replace(TASK, model="sticker-wan"), "reward": "pickscore"}, "not films"),
         ):
             with pytest.raises((ValueError, FileNotFoundError), match=words):
                 measure.evaluate(replace(plan(out), **wrong), Progress())

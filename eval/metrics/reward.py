@@ -1,4 +1,4 @@
-"""Learned human preference of pictures for their prompts: PickScore, or functions of the user's.
+"""Rewards of samples for their prompts: PickScore of pictures, or functions of the user's.
 
 Weights are looked for as `diffcache.eval.metrics.weights` says and never downloaded. PickScore
 (Kirstain et al., arXiv 2305.01569) is a CLIP model of transformers. ImageReward, HPSv2, GenEval and
@@ -32,13 +32,13 @@ class RewardError(DiffcacheError, RuntimeError):
 
 
 class Reward(Protocol):
-    """Scores pictures for their prompts."""
+    """Scores pictures, or films, for their prompts."""
 
-    def __call__(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
-        """Return one score a picture, float [N]; more is better.
+    def __call__(self, samples: Tensor, prompts: Sequence[str], /) -> Tensor:
+        """Return one score a sample, float [N]; more is better.
 
         Args:
-            pictures: uint8 [N, 3, H, W].
+            samples: Pictures uint8 [N, 3, H, W], or films uint8 [N, F, 3, H, W].
             prompts: N texts.
         """
 
@@ -100,14 +100,14 @@ class Own:
     def __post_init__(self) -> None:
         self.function = named_function("reward", self.named)
 
-    def __call__(self, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
+    def __call__(self, samples: Tensor, prompts: Sequence[str]) -> Tensor:
         """Return the rewards that the function gives, float64 [N].
 
         Args:
-            pictures: uint8 [N, 3, H, W].
+            samples: Pictures uint8 [N, 3, H, W], or films uint8 [N, F, 3, H, W].
             prompts: N texts.
         """
-        return torch.as_tensor(self.function(pictures, prompts)).detach().double().cpu()
+        return torch.as_tensor(self.function(samples, prompts)).detach().double().cpu()
 
     def entry(self) -> dict[str, Any]:
         """Return the back end's entry in a record, with the title of the metric."""
@@ -137,24 +137,26 @@ def load(names: str, device: str = "cpu") -> dict[str, PickScore | Own]:
     return found
 
 
-def score(reward: Reward, pictures: Tensor, prompts: Sequence[str]) -> Tensor:
-    """Return the checked reward of each picture, float64 [N].
+def score(reward: Reward, samples: Tensor, prompts: Sequence[str]) -> Tensor:
+    """Return the checked reward of each sample, float64 [N].
 
     Args:
-        reward: Reward that scores the pictures.
-        pictures: uint8 [N, 3, H, W].
+        reward: Reward that scores the samples.
+        samples: Pictures uint8 [N, 3, H, W], or films uint8 [N, F, 3, H, W].
         prompts: N texts.
 
     Raises:
-        ValueError: If there are not as many prompts as pictures.
-        RewardError: If it did not return one finite number a picture.
+        ValueError: If there are not as many prompts as samples.
+        RewardError: If it did not return one finite number a sample.
     """
-    check_pictures(pictures)
-    if len(prompts) != len(pictures):
-        raise ValueError(f"{len(pictures)} pictures need as many prompts, not {len(prompts)}")
-    found = reward(pictures, prompts)
-    if found.shape != (len(pictures),):
-        raise RewardError(f"the reward returned {list(found.shape)}, not [{len(pictures)}]")
+    is_film = samples.ndim == 5
+    check_pictures(samples.flatten(0, 1) if is_film else samples)
+    kind = "film" if is_film else "picture"
+    if len(prompts) != len(samples):
+        raise ValueError(f"{len(samples)} {kind}s need as many prompts, not {len(prompts)}")
+    found = reward(samples, prompts)
+    if found.shape != (len(samples),):
+        raise RewardError(f"the reward returned {list(found.shape)}, not [{len(samples)}]")
     if not bool(found.isfinite().all()):
-        raise RewardError(f"the reward of picture {int((~found.isfinite()).nonzero()[0])} is not a finite number")
+        raise RewardError(f"the reward of {kind} {int((~found.isfinite()).nonzero()[0])} is not a finite number")
     return found

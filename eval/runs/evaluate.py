@@ -192,7 +192,8 @@ def start(plan: Plan, progress: Progress) -> Run:
     if plan.reference is not None:
         run.real = open_source(plan.reference, Wish(run.is_film, plan.resize))
     if plan.reward:
-        if run.drawer.fps is not None:
+        named = {name.strip() for name in plan.reward.split(",")}
+        if run.drawer.fps is not None and named & set(reward.NAMES):
             raise ValueError(f"reward {plan.reward}: scores pictures, not films; leave it out")
         reward.load(plan.reward)
     if ranks.is_first and "score" in plan.stages:

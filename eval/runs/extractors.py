@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from diffcache.eval.metrics import clip, i3d, inception, lite, lpips, reward
@@ -90,8 +91,7 @@ class Extractors:
             found["clip_score"] = self.clip(pictures, prompts)
         for key, scorer in self.rewards.items():
             if in_words or key.startswith(reward.OWN):  # functions of the user's may take numbers
-                with _ALONE:
-                    found[key] = reward.score(scorer, pictures, prompts)
+                found[key] = _rewarded(scorer, pictures, prompts)
         return found
 
     def of_real(self, samples: Tensor | Sequence[Tensor]) -> Columns:
@@ -101,15 +101,30 @@ class Extractors:
             samples: Pictures uint8 [N, 3, H, W], or films.
         """
         if not isinstance(samples, Tensor):
-            return self.of_films(samples)
+            return self._features_of_films(samples)
         there = self.placed(samples)
         found: Columns = {"features_lite": lite.embed(there)}
         if self.inception is not None:
             found["features"] = self.inception(there).pool
         return found
 
-    def of_films(self, films: Sequence[Tensor]) -> Columns:
-        """Return `features_lite` [N, D] and, with I3D, `features` [N, 400] of films."""
+    def of_films(self, films: Sequence[Tensor], prompts: Sequence[str]) -> Columns:
+        """Return everything that is known of films by themselves.
+
+        Args:
+            films: uint8 [F, 3, H, W] each.
+            prompts: One for each.
+
+        Returns:
+            `features_lite` [N, D], with I3D `features` [N, 400], and every reward under its key.
+        """
+        found = self._features_of_films(films)
+        for key, scorer in self.rewards.items():
+            each = [_rewarded(scorer, film[None], [said]) for film, said in zip(films, prompts, strict=True)]
+            found[key] = torch.cat(each)
+        return found
+
+    def _features_of_films(self, films: Sequence[Tensor]) -> Columns:
         found: Columns = {"features_lite": lite.clip_features([self.placed(film) for film in films])}
         if self.i3d is not None:
             found["features"] = self.i3d.features(films)
@@ -121,6 +136,11 @@ class Extractors:
         if self.lpips is not None:
             found["lpips"] = self.lpips.distances(theirs, mine)
         return found
+
+
+def _rewarded(scorer: reward.Reward, samples: Tensor, prompts: Sequence[str]) -> Tensor:
+    with _ALONE:
+        return reward.score(scorer, samples, prompts)
 
 
 def at_hand(device: str, films: bool, reward_name: str = "", convention: str = "torch-fidelity") -> Extractors:
@@ -153,7 +173,6 @@ def at_hand(device: str, films: bool, reward_name: str = "", convention: str = "
             entries |= dict.fromkeys(metrics, networks[name].entry())
         except (MissingWeightsError, MissingPackageError) as error:
             lacking |= dict.fromkeys(metrics, str(error).split("; looked for")[0])
-    if not films:
-        networks["rewards"] = reward.load(reward_name, device)
-        entries |= {key: one.entry() for key, one in networks["rewards"].items()}
+    networks["rewards"] = reward.load(reward_name, device)
+    entries |= {key: one.entry() for key, one in networks["rewards"].items()}
     return Extractors(**networks, reward_name=reward_name, device=device, entries=entries, lacking=lacking)

@@ -130,7 +130,7 @@ def batch_values(samples: Samples, batch: Batch, uncached: Samples | None, extra
 
 def _alone(samples: list[Tensor], prompts: Sequence[str], extractors: Extractors) -> Columns:
     if samples[0].ndim == 4:
-        return extractors.of_films(samples)
+        return extractors.of_films(samples, prompts)
     return extractors.of_pictures(torch.stack(samples), prompts)
 
 

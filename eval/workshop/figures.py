@@ -57,10 +57,11 @@ SAMPLES = 32
 REWARDS = {
     "sticker-dit": "diffcache.eval.workshop.shipped.quality:right",
     "sticker-flux": "diffcache.eval.workshop.small.sticker_judge:right",
+    "sticker-wan": "diffcache.eval.workshop.video.rollouts:films_right",
 }
 COLUMNS = (
     "evaluations", "flops_ratio", "ratio", "cpu_ratio", "psnr_db", "ssim", "lpips_lite",
-    "temporal_error", "reward_right", "whole_right", "whole_right_change", "success_rate",
+    "temporal_error", "reward_right", "reward_films_right", "whole_right", "whole_right_change", "success_rate",
     "success_rate_change", "action_error", "fid_lite_to_uncached", "fvd_lite_to_uncached",
     "held_bytes",
 )  # fmt: skip
@@ -74,10 +75,10 @@ defines these, and [what these models can tell](telling_power.md) says what they
 
 A row is named by its settings that are not the defaults; the number of samples stands below the
 table. *Right* is the share of pictures in which the shipped judge finds all that the sentence
-names, whole and in its place, and nothing else; *success* that of episodes which reach the goal and
-touch no obstacle. *Held* are the most bytes that a cache keeps in a call, for its whole batch: 8
-samples of sticker-flux, one chunk of the policy. A row that skips less than 5 % of the operations
-is never the best.
+names, whole and in its place, and nothing else, *films right* that of films whose frames all are;
+*success* that of episodes which reach the goal and touch no obstacle. *Held* are the most bytes
+that a cache keeps in a call, for its whole batch: 8 samples of sticker-flux, one chunk of the
+policy. A row that skips less than 5 % of the operations is never the best.
 """
 HOURS = """## What draws what
 

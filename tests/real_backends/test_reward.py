@@ -37,6 +37,20 @@ def test_a_reward_goes_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told["reward_bright_change"]["title"] == "bright, change"
 
 
+def test_a_reward_of_films_is_given_all_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_module(
+        monkeypatch, "my_rewards", moves=lambda films, prompts: films.double().diff(dim=1).abs().amax((1, 2, 3, 4))
+    )
+    networks = at_hand("cpu", films=True, reward_name="my_rewards:moves")
+    still = pictures(1, 64, 64).expand(17, -1, -1, -1)
+    moved = still.clone()
+    moved[9:] = 255 - still[9:]
+    found = networks.of_films([still, moved], ["a", "b"])["reward_moves"]
+    assert found[0] == 0 and found[1] > 0
+    with pytest.raises(reward.RewardError, match=r"returned \[1, 17\], not \[1\]"):
+        reward.score(lambda films, prompts: films.double().mean((2, 3, 4)), still[None], ["a"])
+
+
 @pytest.mark.parametrize(
     ("names", "words"),
     [

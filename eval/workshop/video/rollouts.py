@@ -136,6 +136,16 @@ def frames_right(films: NDArray[np.uint8], said: Sequence[str]) -> Tensor:
     return right.reshape(films.shape[:2])
 
 
+def films_right(films: Tensor, prompts: Sequence[str]) -> Tensor:
+    """Reward films in all of whose frames the judge finds nothing wrong with 1, others with 0, float64 [N].
+
+    Args:
+        films: uint8 [N, F, 3, 64, 64].
+        prompts: Sentence of each film.
+    """
+    return frames_right(films.permute(0, 1, 3, 4, 2).cpu().numpy(), prompts).all(1).double()
+
+
 def _colors(films: Tensor) -> Tensor:
     """Return mean and standard deviation of each channel, `[B, 6]`."""
     pixels = films.float().flatten(1, 3)
