@@ -1,6 +1,6 @@
 """Films of the sticker world: one object that drifts over a ground that stands still.
 
-A sentence names the object, one of 12, and at times the ground. Size, place, direction, speed,
+A sentence names the object, one of nine, and at times the ground. Size, place, direction, speed,
 sway, light and colors of the ground stay unsaid, but the first frames tell them: what follows is
 then certain. The object bounces off the edges, so that a film can go on for ever. Where the
 sentence changes, another object takes the place of the one before in mid-flight.
@@ -26,22 +26,9 @@ from diffcache.eval.workshop.small.stickers import (
 )
 
 FPS = 12
-# Half of the objects, those that models of 4 million weights learn first: trained on all 24,
-# sticker-causal filmed six of them without one frame that is right.
-FILMED = (
-    "fox",
-    "frog",
-    "fish",
-    "crab",
-    "strawberry",
-    "pineapple",
-    "burger",
-    "cupcake",
-    "umbrella",
-    "gift",
-    "sunflower",
-    "pumpkin",
-)
+# Objects of which sticker-causal films half or more rightly to the end, of the 24 it was trained on: models of
+# 4 million weights learn some objects long before others.
+FILMED = ("frog", "crab", "strawberry", "pineapple", "burger", "cupcake", "gift", "sunflower", "pumpkin")
 _SPEEDS = (0.5, 1.4)  # pixels a frame
 _SWAYS = (0.0, 14.0)  # degrees to either side
 _PERIODS = (20.0, 40.0)  # frames of one sway
