@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -194,21 +193,41 @@ def filled(chosen: Tensor, distance: int) -> Tensor:
     return chosen | (after - before <= distance)
 
 
-def influence(attention: Sequence[Tensor], index: Tensor, real: Tensor, valid: Tensor | None) -> Tensor:
-    """Return the column sums of the attention rollout, `[B, T]`.
+class Noting(NamedTuple):
+    """What notes are taken from, of one forward.
 
-    Args:
-        attention: Mean attention over heads of the computed rows, `[B, n, T]`, of every layer.
-        index: Positions of the rows, int64 `[B, n]`.
-        real: Rows that count, bool `[B, n]`.
+    Attributes:
+        at: Positions of the rows, int64 `[B, n]`, filled up by repeating the last one.
         valid: Positions that are no padding, bool `[B, T]`; None for all.
+        before: Confidence so far, `[B, T]`; None before the first forward, which is of all rows.
+        attention: Mean attention over heads of the rows, `[B, n, T]`, of every layer.
     """
-    flow = torch.ones_like(attention[0][:, 0])
-    if valid is not None:
-        flow = flow * valid
-    half_real = real.to(flow.dtype) / 2
-    for weights in reversed(attention):
-        half = flow.gather(1, index) * half_real
-        spread = (half[:, None] @ weights)[:, 0]
-        flow = flow.scatter_add(1, index, -half) + spread
-    return flow
+
+    at: Tensor
+    valid: Tensor | None
+    before: Tensor | None
+    attention: list[Tensor]
+
+    def notes(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Return confidence and influence of all positions, `[B, T]` each.
+
+        Args:
+            logits: Logits of the rows, `[B, n, V]`.
+        """
+        found = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        sure = (found.amax(-1) - found.logsumexp(-1)).exp()
+        before = sure.new_zeros(self.attention[0][:, 0].shape) if self.before is None else self.before
+        return before.scatter(1, self.at, sure), self.influence()
+
+    def influence(self) -> Tensor:
+        """Return the column sums of the attention rollout, `[B, T]`."""
+        index, flow = self.at, torch.ones_like(self.attention[0][:, 0])
+        if self.valid is not None:
+            flow = flow * self.valid
+        half_real = torch.full_like(index, 0.5, dtype=flow.dtype)
+        half_real[:, 1:] = (index[:, 1:] != index[:, :-1]) / 2  # others fill up
+        for weights in reversed(self.attention):
+            half = flow.gather(1, index) * half_real
+            spread = (half[:, None] @ weights)[:, 0]
+            flow = flow.scatter_add(1, index, -half) + spread
+        return flow

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Lock
 from typing import Any, ClassVar, NamedTuple
 
@@ -35,7 +36,7 @@ from diffcache.attach.extensions.partial import (
 )
 from diffcache.attach.record import TOKEN_LAYERS
 from diffcache.attach.run import Run
-from diffcache.dllm.d2_cache import CONFIDENCE, INFLUENCE, NotedPlan, influence
+from diffcache.dllm.d2_cache import CONFIDENCE, INFLUENCE, NotedPlan, Noting
 from diffcache.dllm.entropy_cache import EntropyPlan
 from diffcache.dllm.policy import FedRows
 from diffcache.dllm.rows import ALL, RowPlan
@@ -75,7 +76,8 @@ class RowTurn:
         visits: Rows and channels of the queries of each attention that took part so far.
         products: Multiply-adds besides those of the layers.
         differs: Whether rows that were computed alone had other keys than among all.
-        attention: Mean attention of the rows in every layer so far, `[B, n, T]` each, for notes.
+        noting: What notes are taken from; None where none are.
+        notes: Notes that a compiled forward took.
     """
 
     held: HeldRun[HeldKV]
@@ -86,7 +88,8 @@ class RowTurn:
     visits: dict[int, tuple[int, int]] = field(default_factory=dict)
     products: int = 0
     differs: bool = False
-    attention: list[Tensor] = field(default_factory=list)
+    noting: Noting | None = None
+    notes: tuple[Tensor, Tensor] | None = None
 
 
 class HeldTensors(NamedTuple):
@@ -96,13 +99,13 @@ class HeldTensors(NamedTuple):
         at: Positions of the rows, int64 `[n]`, or `[B, n]`.
         mask: Positions that are seen, bool `[B, 1, n, T]`; None for all.
         layers: Keys and values of every attention, by its `layer_idx`, `[B, H, T, D]` each.
-        noted: Tensors that get the rows' mean attention over heads, `[B, n, T]` each; or none.
+        noting: What notes are taken from; None where none are.
     """
 
     at: Tensor
     mask: Tensor | None
     layers: tuple[tuple[Tensor, Tensor], ...]
-    noted: tuple[Tensor, ...] = ()
+    noting: Noting | None = None
 
     @classmethod
     def of(cls, turn: RowTurn) -> HeldTensors:
@@ -113,11 +116,7 @@ class HeldTensors(NamedTuple):
         elif at.shape[0] == 1:
             at = at[0]
         layers: Any = tuple([(layer.k, layer.v) for layer in held.layers])
-        if isinstance(turn.plan, NotedPlan):
-            some = layers[0][0]
-            dtype, shape = torch.promote_types(some.dtype, torch.float32), held.shape
-            turn.attention = [some.new_empty(shape[0], turn.rows, shape[1], dtype=dtype) for _ in layers]
-        return cls(at, turn.mask, layers, tuple(turn.attention))
+        return cls(at, turn.mask, layers, turn.noting)
 
     def attend(
         self,
@@ -143,10 +142,14 @@ class HeldTensors(NamedTuple):
         layer = HeldKV(*self.layers[module.layer_idx])
         layer.write(self.at, key.transpose(1, 2), value.transpose(1, 2))
         rows, scale = query.transpose(1, 2), query.shape[3] ** -0.5 if scaling is None else scaling
-        if self.noted:
-            weights = layer.weights(rows, scale, self.mask)
-            self.noted[module.layer_idx].copy_(weights.mean(1))
-        return layer.attend(rows, scale, self.mask).contiguous()
+        if self.noting is None:
+            return layer.attend(rows, scale, self.mask).contiguous()
+        weights = layer.weights(rows, scale, self.mask)
+        self.noting.attention.append(weights.mean(1))
+        values = self.layers[module.layer_idx][1]
+        of_group = weights.to(values.dtype).reshape(*values.shape[:2], -1, values.shape[2])
+        out: Tensor = of_group @ values
+        return out.view(query.shape).transpose(1, 2).contiguous()
 
 
 class Rows(Partial):
@@ -205,7 +208,7 @@ class Rows(Partial):
             if self._compiled is None:
                 self._compile(turn)
             turn.visits = {number: (count, size) for number, size in self.channels.items()}
-            if isinstance(plan, NotedPlan):
+            if turn.noting is not None:
                 turn.products = sum(self.channels.values()) * count * held.shape[0] * width
             # strides are guarded, and each other one would be compiled anew
             some |= {IDS: some[IDS].contiguous(), HELD: HeldTensors.of(turn)}
@@ -228,10 +231,13 @@ class Rows(Partial):
             )
         with _COMPILING:
             if self._compiled is None:  # no other thread was first
-                compiled: Any = torch.compile(model.forward)
+                compiled: Any = torch.compile(partial(_forward, model.forward))
 
                 def run(forward: Any, *args: Any, **kwargs: Any) -> Any:
-                    return (compiled if HELD in kwargs else forward)(*args, **kwargs)
+                    if HELD not in kwargs:
+                        return forward(*args, **kwargs)
+                    out, self.turn().notes = compiled(*args, **kwargs)
+                    return out
 
                 self._compiled = Replaced(model, "forward", run)
 
@@ -258,6 +264,12 @@ class Rows(Partial):
 
     def turn_of(self, plan: Any, turn: RowTurn) -> RowTurn:
         """Return the attention turn of a call, with the notes it takes."""
+        if isinstance(plan, NotedPlan):
+            held = turn.held
+            assert isinstance(held, HeldRows)
+            index = plan.index(*held.shape, held.positions.device)
+            valid = None if held.mask is None else held.mask[:, 0, 0]
+            turn.noting = Noting(index, valid, held.confidence, [])
         return turn
 
     def _cut(self, given: dict[str, Any], turn: RowTurn) -> dict[str, Any]:
@@ -293,8 +305,12 @@ class Rows(Partial):
         if not self.is_tried and call.run.storage.get(self) is turn.held:
             self._try_alone(call, turn.held)
             self.is_tried = True
-        if isinstance(turn.plan, NotedPlan):
-            self._take_notes(turn, turn.plan, out.logits)
+        if turn.noting is not None:
+            assert isinstance(turn.plan, NotedPlan)
+            assert isinstance(turn.held, HeldRows)
+            sure, flow = turn.notes or turn.noting.notes(out.logits)
+            turn.held.confidence = sure
+            turn.plan.notes.update({CONFIDENCE: sure, INFLUENCE: flow})
         elif isinstance(turn.plan, EntropyPlan):
             batch, width = turn.held.shape
             turn.plan.note(turn.plan.index(batch, width, out.logits.device), width, out.logits)
@@ -312,22 +328,6 @@ class Rows(Partial):
                 "and wrap it again; or code of its own attends without torch's fused attention: "
                 "load it with attn_implementation='sdpa'"
             )
-
-    def _take_notes(self, turn: RowTurn, plan: NotedPlan, logits: Tensor) -> None:
-        """Note how sure the model is of each position, and how much attention flows from it."""
-        held, attention = turn.held, turn.attention
-        assert isinstance(held, HeldRows)
-        batch, width = held.shape
-        index = plan.index(batch, width, logits.device)
-        real = torch.ones_like(index, dtype=torch.bool)
-        real[:, 1:] = index[:, 1:] != index[:, :-1]  # others fill up
-        mask = None if held.mask is None else held.mask[:, 0, 0]
-        found = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        sure = (found.amax(-1) - found.logsumexp(-1)).exp()
-        before = sure.new_zeros(batch, width) if held.confidence is None else held.confidence
-        held.confidence = before.scatter(1, index, sure)
-        plan.notes[CONFIDENCE] = held.confidence
-        plan.notes[INFLUENCE] = influence(attention, index, real, mask)
 
     def _try_alone(self, call: Call, held: HeldRun[HeldKV]) -> None:
         """Compute some rows of a whole call alone, to compare them; held rows stay.
@@ -393,9 +393,9 @@ class Rows(Partial):
             self._check_seen(site, call, turn)
         layer.write(turn.index, call.k, call.v)
         out = layer.attend(call.q, call.scale, self._mask(number, call, turn))
-        if isinstance(turn.plan, NotedPlan):
+        if turn.noting is not None:
             turn.products += call.q.numel() * turn.held.shape[1]
-            turn.attention.append(layer.weights(call.q, call.scale, turn.mask).mean(1))
+            turn.noting.attention.append(layer.weights(call.q, call.scale, turn.mask).mean(1))
         if number not in self.channels:
             if self.is_direct or turn.plan.masks_itself or turn.plan.seen is not None:
                 call.mask = turn.mask
@@ -468,6 +468,16 @@ class Rows(Partial):
                 f"{self.model}: {site.path} computes more than softmax attention of its queries, "
                 "keys and values (a bias of positions, say), which cannot be done for some rows"
             )
+
+
+def _forward(forward: Any, *args: Any, **kwargs: Any) -> tuple[Any, tuple[Tensor, Tensor] | None]:
+    """Run a model's forward on some rows, and take notes of it, all in one graph."""
+    held: HeldTensors = kwargs[HELD]
+    if held.noting is None:
+        return forward(*args, **kwargs), None
+    noting = held.noting._replace(attention=[])  # that of the call would be results of the graph
+    out = forward(*args, **kwargs | {HELD: held._replace(noting=noting)})
+    return out, noting.notes(out.logits)
 
 
 def _may_write(held: HeldRun[HeldKV]) -> bool:
