@@ -126,7 +126,7 @@ class Timings:
 
 
 def too_fast(rows: Mapping[str, Mapping[str, Any]], allowed: Mapping[str, float | None]) -> list[str]:
-    """Return a sentence for every row that is faster than its operations allow.
+    """Return a sentence on the rows that are faster than their operations allow, none if no row is.
 
     Args:
         rows: Rows of `Timings.rows`.
@@ -137,13 +137,13 @@ def too_fast(rows: Mapping[str, Mapping[str, Any]], allowed: Mapping[str, float 
     for name, row in rows.items():
         most = max(allowed.get(name) or math.inf, 1.0)  # a mean over calls: 1 may be rounded
         tops = {title: row[key]["q3"] for key, title in titles.items() if key in row}
-        told = [f"{title} ({top:.2f})" for title, top in tops.items() if top > most]
+        told = [f"{title} {top:.2f}" for title, top in tops.items() if top > most]
         if told:
-            found.append(
-                f"upper quartile of the {' and the '.join(told)} of {name} is above what its "
-                f"operations allow ({most:.2f}): timing noise, or work that FLOPs do not count"
-            )
-    return found
+            found.append(f"{name} ({', '.join(told)}; allowed {most:.2f})")
+    if not found:
+        return []
+    noise = "timing noise, or work that FLOPs do not count"
+    return [f"upper quartiles above what operations allow, {noise}, of {'; '.join(found)}"]
 
 
 def summary(values: list[float]) -> dict[str, float]:

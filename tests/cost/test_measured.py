@@ -122,11 +122,11 @@ def test_no_speed_above_what_operations_allow_goes_without_a_word():
     allowed = {"uncached": 0.999, "fitted": 4.63, "unknown": None, "slow": 2.0}
     (warning,) = interleave.too_fast(rows, allowed)
     assert warning == (
-        "upper quartile of the speed (4.94) of fitted is above what its operations allow (4.63): "
-        "timing noise, or work that FLOPs do not count"
+        "upper quartiles above what operations allow, timing noise, or work that FLOPs do not count, "
+        "of fitted (speed 4.94; allowed 4.63)"
     )
-    (warning,) = interleave.too_fast({"slow": row(2.2, 2.5)}, allowed)
-    assert "the speed (2.20) and the CPU ratio (2.50) of slow" in warning
+    (warning,) = interleave.too_fast({"slow": row(2.2, 2.5), "fitted": row(4.94)}, allowed)
+    assert warning.endswith("of slow (speed 2.20, CPU ratio 2.50; allowed 2.00); fitted (speed 4.94; allowed 4.63)")
 
 
 def test_a_busy_machine_is_told(clock, monkeypatch):
