@@ -25,7 +25,13 @@ def written(name, body, folder: Path):
 
 
 def test_overhead(tmp_path: Path):
-    body = overhead.measure(SETTING, rounds=2, shape=TINY)
+    body = overhead.measure(SETTING, rounds=2, shape=TINY, batches=[1], length=11)
+    runs = {run["name"]: run for run in body["runs"]}
+    assert runs["uncached"]["efficiency"]["median"] == runs[overhead.HOLLOW]["efficiency"]["median"] == 1
+    assert {name: run["computed_steps"] for name, run in runs.items() if "/" not in name} == {
+        "uncached": 11,
+        **dict.fromkeys((overhead.HOLLOW, "TaylorSeer", "Interval"), 3),
+    }
     found = written("overhead", body, tmp_path)
     rows = {row["name"]: row for row in found["rows"]}
     assert {"TaylorSeer stack", "TaylorSeer block", "TaylorSeer module"} <= set(rows)

@@ -7,13 +7,19 @@ that take turns is compared: what the machine's other work adds is left out. In 
 makes one call that is not timed and finds the processor's caches cold, and then a few that are:
 skipped steps come in rows. Calls are made inside a `cache_context` that is open already, whose own
 cost stands in a column of its own.
+
+Whole runs of sticker-flux say what that comes to. The yardstick is the same pipeline whose blocks
+are taken out in the steps that are skipped: it pays for embedders, head, guidance and scheduler of
+all steps, and for blocks of the computed ones alone. Efficiency is its time over a method's, moved
+along the line through the uncached run to as many computed steps as the method takes.
 """
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -21,10 +27,14 @@ import torch
 from diffusers import FirstBlockCacheConfig, MagCacheConfig, TaylorSeerCacheConfig
 
 import diffcache
-from diffcache.eval.cost.interleave import Turn
+from diffcache.errors import MissingError
+from diffcache.eval.cost.interleave import Turn, summary
 from diffcache.eval.cost.interleave import measure as take_turns
 from diffcache.eval.record import Setting, stats
+from diffcache.eval.runs.peers import make_peer
 from diffcache.eval.workshop.bench.models import Loop, Shape, build, hollow_out, inputs
+from diffcache.eval.workshop.small import sticker_flux
+from diffcache.eval.workshop.small.stickers import held_out_captions
 from diffcache.features.base import Method
 from diffcache.features.confidence_gated import ConfidenceGatedTaylor
 from diffcache.features.first_block import FirstBlock
@@ -38,6 +48,8 @@ SITE_TARGET = 15.0  # microseconds a module site
 _SITES = ("attention", "feed-forward", "module")
 _OPENING = "context of {}"
 _WARMUP = 8  # calls until every variant skips
+EVERY = 5  # steps of a whole run, from a computed one to the next
+HOLLOW = "no blocks in skipped steps"
 
 
 @dataclass(frozen=True)
@@ -164,13 +176,22 @@ class Variants(dict[str, Variant]):
             self[name] = replace(variant, sites=skipped)
 
 
-def measure(setting: Setting, *, rounds: int = 50, shape: Shape | None = None) -> dict[str, Any]:
+def measure(
+    setting: Setting,
+    *,
+    rounds: int = 50,
+    shape: Shape | None = None,
+    batches: Sequence[int] = (1, 4),
+    length: int = 28,
+) -> dict[str, Any]:
     """Measure the host time of skipped steps.
 
     Args:
         setting: Device and dtype.
-        rounds: Turns of every variant.
+        rounds: Turns of every variant; whole runs take a quarter as many, at least 2.
         shape: Sizes of the model; those of FLUX.1 in depth by default.
+        batches: Pictures of a whole run.
+        length: Steps of a whole run.
     """
     shape = shape or Shape()
     with ExitStack() as stack:
@@ -188,7 +209,115 @@ def measure(setting: Setting, *, rounds: int = 50, shape: Shape | None = None) -
         "rounds": rounds,
         "clock": "CPU time of the process until a call returned, 10th percentile",
         "rows": rows(variants, seconds),
+        "runs": [run for batch in batches for run in whole_runs(setting, max(rounds // 4, 2), batch, length)],
     }
+
+
+def _run_peers(mask: str) -> dict[str, dict[str, Any]]:
+    """Return settings of other libraries' forecasts that compute the steps of a mask, or nearly."""
+    return {
+        "diffusers/taylorseer": {"cache_interval": EVERY, "disable_cache_before_step": 1, "use_lite_mode": True},
+        "cache-dit/dbcache": {
+            "Fn_compute_blocks": 1,
+            "max_warmup_steps": 1,
+            "steps_computation_mask": mask,
+            "steps_computation_policy": "static",
+            "taylorseer_order": 1,
+        },
+    }
+
+
+class Runs(dict[str, Callable[[], None]]):
+    """Whole runs of sticker-flux by name, each on a pipeline of its own.
+
+    Args:
+        setting: Device and dtype.
+        batch: Pictures of a run.
+        length: Steps of a run.
+        stack: Ends what is put in.
+
+    Attributes:
+        computed: Number of computed steps of a run, by name.
+    """
+
+    def __init__(self, setting: Setting, batch: int, length: int, stack: ExitStack) -> None:
+        super().__init__()
+        self.setting, self.texts, self.length = setting, held_out_captions(batch), length
+        self.computed: dict[str, int] = {}
+        self._add("uncached", self._pipe())
+        pipe = self._pipe()
+        self._hollow(pipe.transformer)
+        self._add(HOLLOW, pipe)
+        for name, method in (("TaylorSeer", TaylorSeer(every=EVERY, warmup=1)), ("Interval", Interval(every=EVERY))):
+            pipe = self._pipe()
+            diffcache.wrap(pipe, method)
+            stack.callback(diffcache.unwrap, pipe)
+            self._add(name, pipe)
+        mask = "".join("01"[step % EVERY == 0] for step in range(length))
+        for name, settings in _run_peers(mask).items():
+            pipe = self._pipe()
+            with suppress(MissingError):  # cache-dit is not installed
+                stack.enter_context(make_peer(name, settings).applied(pipe, length))
+                self._add(name, pipe)
+
+    def _pipe(self) -> Any:
+        pipe = sticker_flux.load(self.setting.dtype).to(self.setting.device)
+        pipe.set_progress_bar_config(disable=True)
+        self._last = pipe.transformer.single_transformer_blocks[-1]  # before anything takes its place
+        return pipe
+
+    def _add(self, name: str, pipe: Any) -> None:
+        def run() -> None:
+            noise = torch.Generator().manual_seed(0)
+            call = {**sticker_flux.CALL, "output_type": "latent", "num_inference_steps": self.length}
+            pipe(self.texts, generator=noise, **call)
+
+        run()  # what a first run alone does, such as learning the model's loop, is over
+        seen: list[int] = []
+        hook = self._last.register_forward_pre_hook(lambda *_: seen.append(1))
+        run()
+        hook.remove()
+        self[name], self.computed[name] = run, len(seen) // 2  # guidance calls twice a step
+
+    def _hollow(self, model: Any) -> None:
+        kept, none = (model.transformer_blocks, model.single_transformer_blocks), (torch.nn.ModuleList(),) * 2
+        calls = itertools.count()
+
+        def choose(*_: Any) -> None:
+            computes = next(calls) // 2 % self.length % EVERY == 0
+            model.transformer_blocks, model.single_transformer_blocks = kept if computes else none
+
+        model.register_forward_pre_hook(choose)
+
+
+@torch.no_grad()
+def whole_runs(setting: Setting, rounds: int, batch: int, length: int) -> list[dict[str, Any]]:
+    """Measure whole runs beside one whose skipped steps have no blocks.
+
+    Args:
+        setting: Device and dtype.
+        rounds: Timed runs of each.
+        batch: Pictures of a run.
+        length: Steps of a run.
+    """
+    with ExitStack() as stack:
+        runs = Runs(setting, batch, length, stack)
+        seconds = take_turns(dict(runs), rounds, 1, setting).own(setting)
+    found = []
+    for name, computed in runs.computed.items():
+        share = (computed - runs.computed[HOLLOW]) / (length - runs.computed[HOLLOW])
+        rounds_of = zip(seconds["uncached"], seconds[HOLLOW], seconds[name], strict=True)
+        of_floor = [(floor + share * (full - floor)) / own for full, floor, own in rounds_of]
+        found.append(
+            {
+                "name": name,
+                "batch": batch,
+                "computed_steps": computed,
+                "run_ms": stats(seconds[name], 1e3),
+                "efficiency": summary(of_floor),
+            }
+        )
+    return found
 
 
 def rows(variants: dict[str, Variant], seconds: dict[str, list[float]]) -> list[dict[str, Any]]:

@@ -67,7 +67,7 @@ class Rollouts:
     @torch.no_grad()
     def films(self, video: CausalVideo, policy: VideoPolicy, chunks: int) -> Tensor:
         """Return films under a policy, uint8 `[B, F, 64, 64, 3]`, on the CPU."""
-        session = video.session(self.text, policy=policy, seed=self.seed, size=SIZE)
+        session = video.session(self.text, policy=policy, seed=self.seed, size=SIZE, read_once=True)
         decoder = WanDecoder(self.pipe.vae)
         made = [decoder.decode(session.next()).float().cpu() for _ in range(chunks)]
         film = torch.cat(made, 2).clamp(-1, 1)
