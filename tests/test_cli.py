@@ -356,10 +356,6 @@ class TestRun:
         path = output.save(made, tmp_path / "film.png")
         assert path.suffix == ".gif" and Image.open(path).n_frames == 3
 
-    def test_other_outputs_are_refused(self):
-        with pytest.raises(ValueError, match="neither images nor frames but audios"):
-            generate.pictures({"audios": [0]})
-
 
 class TestDemo:
     def test_figure_and_record(self, directory, tmp_path):

@@ -120,14 +120,6 @@ def test_a_model_compiled_as_a_whole_is_refused(how: str):
         diffcache.wrap(model, Interval(every=3))
 
 
-@pytest.mark.parametrize("site", ["module", "attention", "feed-forward"])
-def test_modules_inside_compiled_blocks_are_refused(site: str):
-    model = CASES["FluxTransformer2DModel"].build(0)
-    model.compile_repeated_blocks(fullgraph=True, backend="eager")
-    with pytest.raises(AttachError, match="transformer_blocks.0 is compiled.*use site='stack' or site='block'"):
-        diffcache.wrap(model, Interval(every=3, site=site))
-
-
 def test_a_model_compiled_as_a_whole_after_wrapping_is_refused_when_it_runs():
     name = "WanTransformer3DModel"
     model = CASES[name].build(0)

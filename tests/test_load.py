@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from diffcache import cli
-from diffcache.errors import MissingError
 from diffcache.eval.methods import parse_method
 from diffcache.eval.runs import measure
 from diffcache.eval.runs.draw import Drawer
@@ -111,12 +110,6 @@ def test_a_live_pipeline_draws_what_the_saved_one_does(tmp_path: Path) -> None:
     assert Drawer(live, live=pipe).about["model"] != known
     with pytest.raises(ValueError, match="dtype='float32': a loaded pipeline has its own"):
         Drawer(replace(live, dtype="float32"), live=pipe)
-
-
-def test_quantized_loading_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda *_: None)
-    with pytest.raises(MissingError, match="--quantize bnb-4bit needs bitsandbytes: pip install"):
-        Loading(quantize="bnb-4bit").check("sticker-flux", torch.device("cuda"))
 
 
 FLUX = saved.MODELS / "sticker-flux"

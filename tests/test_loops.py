@@ -168,13 +168,6 @@ def test_a_loop_that_uses_inner_outputs_is_refused_as_a_stack(loop: Callable[...
         call()
 
 
-def test_a_list_that_is_too_short_or_missing_is_an_error():
-    model = Model(plain, 1)
-    model.blocks = nn.ModuleList([Block()])
-    with pytest.raises(AttachError, match="no list of blocks: a cache needs"):
-        diffcache.wrap(model, Interval(every=3))
-
-
 def test_no_block_left_to_skip_is_an_error():
     model = Model(plain, 1)
     diffcache.wrap(model, Combine(Every(3), lead=3, tail=2))

@@ -198,15 +198,6 @@ def test_gain_and_shift_of_the_step() -> None:
         torch.testing.assert_close(found, gain[step] * bare + shift[step] + dense.bias)
 
 
-def test_outside_of_the_steps_is_an_error() -> None:
-    dense = nn.Linear(4, 3)
-    layer = QuantizedLinear(dense, plan_of(dense, 8, [(-1, 1)] * T), 8, "blocks.0.ff")
-    with pytest.raises(DiffcacheError, match=r"blocks\.0\.ff.*outside of a wrapped"):
-        layer(torch.randn(2, 4))
-    with pytest.raises(DiffcacheError, match="step 3 of a quantized layer calibrated for 3 steps"):
-        at(3, layer, torch.randn(2, 4))
-
-
 def test_the_dense_layer_stays_whole() -> None:
     dense = nn.Linear(4, 3)
     before = copy.deepcopy(dense.state_dict())

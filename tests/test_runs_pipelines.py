@@ -193,12 +193,6 @@ def test_films_have_the_frame_rate_of_their_pipeline(name: str, call: dict, fps:
         assert arguments.frame_rate(name, parameters, Task("", fps=12), call) == 12
 
 
-def test_a_frame_rate_that_nobody_says_is_asked_for(tmp_path: Path) -> None:
-    (tmp_path / "model_index.json").write_text('{"_class_name": "AnimateDiffPipeline"}')
-    with pytest.raises(ValueError, match="AnimateDiffPipeline does not say .* with --fps"):
-        Drawer(Task(str(tmp_path)))
-
-
 class TestRefused:
     @pytest.mark.parametrize("name", ["WanImageToVideoPipeline", "FluxKontextPipeline"])
     def test_a_pipeline_that_needs_a_picture(self, name: str, tmp_path: Path) -> None:
@@ -215,11 +209,6 @@ class TestRefused:
         with pytest.raises(RunError, match=r"cannot draw from prompts.*image must be passed"):
             evaluate(task, tmp_path / "run")
         assert not (tmp_path / "run" / "cases").exists()
-
-    def test_prompts_where_none_are_taken(self, tmp_path: Path) -> None:
-        task = saved(tmp_path, "DDIMPipeline")
-        with pytest.raises(ValueError, match="DDIMPipeline takes neither prompts nor classes"):
-            evaluate(Task(**{**vars(task), "prompts": "pictures"}), tmp_path / "run")
 
     def test_class_numbers_that_are_none(self, tmp_path: Path) -> None:
         task = saved(tmp_path, "DiTPipeline")

@@ -102,20 +102,10 @@ def test_a_preset_of_another_model_is_refused(model: nn.Module, preset: str) -> 
         CODE.method_for(model, "preset", "", preset, "as computed")
 
 
-def test_published_numbers_of_another_model_are_refused() -> None:
-    with pytest.raises(AttachError, match="is another"):
-        CODE.method_for(wan(30, 12), "magcache", "model='flux.1-dev'", "auto", "as computed")
-
-
 def test_a_report_needs_a_cached_model() -> None:
     bare = SimpleNamespace(get_attachment=lambda key: None)
     with pytest.raises(AttachError, match="no cache"):
         REPORT().tell(bare, {"samples": torch.zeros(1)})
-
-
-def test_two_nodes_in_a_row_are_refused() -> None:
-    with pytest.raises(AttachError, match="already"):
-        NODE().patch(SimpleNamespace(get_attachment=lambda key: object()), **PLAIN)
 
 
 def test_the_registry_finds_what_it_needs() -> None:

@@ -102,11 +102,3 @@ def test_a_tuned_method_survives_a_file(tmp_path):
     assert again.method == method
     assert again.parts() == method.parts()
     assert eval(repr(again), {"Tuned": Tuned}) == again
-
-
-def test_runs_of_different_lengths_are_refused():
-    collector = FittedForecast().collector()
-    for total in (4, 4):
-        collector.begin(RunInfo(0, 0, torch.arange(total), None, total))
-    with pytest.raises(ValueError, match="a run of 5 steps after one of 4: calibrate with"):
-        collector.begin(RunInfo(0, 0, torch.arange(5), None, 5))

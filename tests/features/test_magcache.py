@@ -5,7 +5,6 @@ import pytest
 import torch
 
 import diffcache
-from diffcache.errors import AttachError
 from diffcache.features.collect import RunInfo
 from diffcache.features.magcache import MagCache, ratio_at
 from diffcache.features.tables import Tables
@@ -103,14 +102,6 @@ def test_ratios_of_two_branches_decide_apart_on_a_pipeline(threshold, agrees):
     found = [[c.index for c in calls if c.computed and c.branch == name] for name in ("cond", "uncond")]
     agrees("magcache", "official code (Wan2.1), as a loop", steps=(found, expected))
     assert expected[0] != expected[1]
-
-
-def test_more_branches_than_lists_are_refused():
-    when = MagCache(0.1, 3, 0.0, ((1.0, 0.9), (1.0, 0.8))).parts().when
-    state = when.init()
-    when.computed(state, Step(0), None)
-    with pytest.raises(AttachError, match="lists for 2 guidance branches, and this is branch 3"):
-        when.should_compute(state, Step(1, branch=2), None)
 
 
 def collect(residuals, streams=1, branches=1):

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FirstBlockCacheConfig, MagCacheConfig, TaylorSeerCacheConfig
-from diffusers.hooks import PyramidAttentionBroadcastConfig
 from torch import nn
 
 import diffcache
@@ -170,33 +169,6 @@ class Newer(FirstBlockCacheConfig):
     """A configuration of a later version, with one field more."""
 
     warmup: int = 2
-
-
-REFUSED = [
-    (MagCacheConfig(calibrate=True), r"MagCacheConfig\(calibrate=True\): measure .*calibrate\(pipe"),
-    (TaylorSeerCacheConfig(cache_identifiers=["x"]), r"cache_identifiers=\['x'\]\).*by a site"),
-    (TaylorSeerCacheConfig(skip_predict_identifiers=["x"]), "skip_predict_identifiers"),
-    (TaylorSeerCacheConfig(disable_cache_before_step=0), "disable_cache_before_step=0.*use 1 or"),
-    (TaylorSeerCacheConfig(taylor_factors_dtype=torch.float16), "taylor_factors_dtype=torch.float16"),
-    (TaylorSeerCacheConfig(max_order=7), "order=7"),
-    (FirstBlockCacheConfig(threshold=-1), "threshold=-1"),
-    (Newer(warmup=3), r"Newer\(warmup=3\): diffcache does not know this field; leave it at 2"),
-    (PyramidAttentionBroadcastConfig(), "PyramidAttentionBroadcastConfig.*shares of the steps.*diffcache.PAB"),
-    (dit_config(warmup_interval=2), r"DBCacheConfig\(warmup_interval=2\): all steps of a warm-up"),
-    (dit_config(max_accumulated_residual_diff_threshold=1.0), "max_accumulated.*summed changes"),
-    (dit_config(steps_computation_mask=[1, 0]), r"steps_computation_mask=\[1, 0\].*Listed"),
-    (dit_config(force_refresh_step_hint=5), "force_refresh_step_hint=5.*diffcache.run"),
-    (dit_config(cache_type="DBPrune"), "cache_type='DBPrune'"),
-    (dit_config(max_cached_steps=0), "max_cached_steps=0.*-1 for no limit"),
-    (dit_config(cfg_compute_first=True, cfg_diff_compute_separate=False), "cfg_compute_first=True"),
-    (dit_config(Fn_compute_blocks=0), "lead=0"),
-]
-
-
-@pytest.mark.parametrize(("config", "message"), REFUSED, ids=[message for _, message in REFUSED])
-def test_what_has_no_equal_is_refused(config: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make_method(config)
 
 
 def test_configurations_are_methods_for_every_verb() -> None:

@@ -235,14 +235,6 @@ def test_a_header_nested_without_end_and_what_is_no_file_are_refused(tmp_path):
         Tables.load("a" * 5000)
 
 
-def test_products_that_are_none_are_refused():
-    header, tensors, _ = good("fitted-forecast")
-    products = tensors["products"]
-    for wrong in (-products, 0 * products, torch.randn(20, 20, dtype=torch.float64)):
-        with pytest.raises(TablesError, match="'products' is float64 .* must be .*, inner products"):
-            use("fitted-forecast", header, tensors | {"products": wrong}, {})
-
-
 LINE = {"class": "combine:Combine", "fields": {"when": {"class": "when:Every", "fields": {"every": 2}}}}
 
 

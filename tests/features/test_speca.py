@@ -121,18 +121,3 @@ def test_a_longer_run_of_skipped_steps_than_shortest_is_checked():
         assert rule.should_compute(state, step, None) is then  # asked twice in a step
         if output is not None:
             rule.verified(state, step, output)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"threshold": -1}, "threshold=-1: must be a number of at least 0"),
-        ({"decay": 1.5}, "decay=1.5: must be a number from 0 to 1"),
-        ({"floor": "x"}, "floor='x': must be a number from 0 to 1"),
-        ({"shortest": 0}, "shortest=0: must be a whole number of at least 1"),
-        ({"order": 5}, "order"),
-    ],
-)
-def test_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        SpeCa(**settings)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from diffcache.kernels.quantize import dequant_twin, quant_groups
+from diffcache.kernels.quantize import dequant_twin
 from diffcache.kv.codec.quant import GroupQuant
 from tests.kernels.quantized import CODECS, DTYPES, by_twin, tensor
 
@@ -31,8 +31,3 @@ def test_twins_are_the_codec(codec: GroupQuant, dtype: torch.dtype) -> None:
             held.grid.of,
         )
         assert torch.equal(out, held.decode())
-
-
-def test_groups_that_run_both_ways_are_refused() -> None:
-    with pytest.raises(ValueError, match="each=4, width=8: must be one of 2, 4, 8 bits, and"):
-        quant_groups(tensor(torch.float32), 4, 4, 8, 15, False)

@@ -22,10 +22,9 @@ from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.plan import TopK
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes import eviction, merging, quantized, streaming
+from diffcache.kv.recipes import eviction, quantized, streaming
 from diffcache.kv.score.recency import Recency
 from diffcache.kv.trigger import EveryStep
-from tests.kv.examples import HEADS
 from tests.kv.test_generate import Lots
 from tests.kv.tiny import ALL, GREEDY, SHORT, gemma, llama, prompts, row, same
 from tests.zoo.language import build
@@ -345,19 +344,6 @@ def test_what_slots_cannot_give_is_refused(model: Any) -> None:
         model(**ONE, past_key_values=cache_for(model, keep(12), tags=torch.zeros(2, 5)))
     with pytest.raises(ValueError, match=r"tags=\[5\]: must be \[B, T\]"):
         cache_for(model, keep(12), tags=torch.zeros(5))
-
-
-@pytest.mark.parametrize(
-    ("recipe", "why"),
-    [
-        (streaming.duo_attention(HEADS, 12), "different numbers"),
-        (merging.chelsea(12, chunk=8, recent=4, every=4), "stand for several"),
-    ],
-    ids=["duo_attention", "chelsea"],
-)
-def test_stock_attention_gets_no_slots_it_would_misread(model: Any, recipe: Any, why: str) -> None:
-    with pytest.raises(AttachError, match=f"mode='stock': .*{why}.*use mode='native'"):
-        model.generate(**ONE, past_key_values=cache_for(model, recipe, mode="stock"), **GREEDY)
 
 
 def test_a_stock_mask_is_for_the_slots_there_are(model: Any) -> None:

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffcache.errors import AttachError, UnknownMethodError
+from diffcache.errors import AttachError
 from diffcache.eval.workshop.kv import oracle
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.life.save import load, save
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.catalog import make_recipe, recipe_function, recipes
+from diffcache.kv.recipes.catalog import recipe_function, recipes
 from diffcache.kv.recipes.retrieval import a2ats
 from tests.kv import tiny
 from tests.kv.examples import APART, examples, lossless, variants
@@ -312,14 +312,3 @@ def test_tokens_taken_back_and_forwards_cut_off_are_exact_or_refused(model: Any,
 
 def cut(*_: Any) -> None:
     raise KeyboardInterrupt
-
-
-def test_unknown_names_and_settings_say_what_there_is(model: Any) -> None:
-    with pytest.raises(UnknownMethodError, match="unknown recipe 'snapkw'; did you mean 'snapkv'"):
-        make_recipe("snapkw")
-    with pytest.raises(ValueError, match="snapkv has no setting 'size'; it has budget, window"):
-        make_recipe("snapkv", size=3)
-    with pytest.raises(ValueError, match="settings .* go with a name"):
-        make_recipe(Recipe("x"), budget=3)
-    with pytest.raises(ValueError, match="mode='fast': must be 'auto', 'native' or 'stock'"):
-        cache_for(model, "snapkv", mode="fast")  # type: ignore[arg-type]

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 import diffcache
 from diffcache import kv
 from diffcache.cli import app
-from diffcache.errors import AttachError
 from diffcache.kv.recipe import Recipe
 from diffcache.registry import rows_of
 
@@ -89,12 +85,3 @@ def test_the_command_line_lists_recipes_with_a_sentence() -> None:
         assert sentence in row
         assert any(x.split()[:1] == [name] for x in called.output.splitlines())
     assert CliRunner().invoke(app, ["cite", "streaming-llm"]).output.count("2309.17453") == 2
-
-
-@pytest.mark.parametrize("model", [None, torch.nn.Linear(2, 2), "gpt2"])
-@pytest.mark.parametrize(
-    "door", [lambda m: kv.cache_for(m, "snapkv"), lambda m: kv.static_cache_for(m, 8), lambda m: kv.detach(m)]
-)
-def test_what_is_no_model_of_transformers_is_refused(door: Callable[[Any], Any], model: Any) -> None:
-    with pytest.raises(AttachError, match="model is .*: pass a model of transformers, such as"):
-        door(model)

@@ -71,13 +71,6 @@ def test_attention_made_for_eager_alone_is_causal_whatever_its_module_says() -> 
     detach(model)
 
 
-def test_causality_that_cannot_be_told_is_refused() -> None:
-    model = llama()
-    model.model.layers[0].self_attn.is_causal = None
-    with pytest.raises(AttachError, match="is_causal=None of LlamaAttention: must be True or"):
-        model(**ONE, past_key_values=cache_for(model, ALL))
-
-
 def test_what_attention_is_given_beside_is_refused_by_name() -> None:
     model = llama()
     cache = cache_for(model, ALL)
@@ -156,13 +149,6 @@ def test_a_cache_in_another_model_that_is_set_up_is_refused() -> None:
 
 
 # what models are told at the start ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize("recipe", [ALL, kivi(2)], ids=["native", "stock"])
-@pytest.mark.parametrize("name", ["MllamaForConditionalGeneration", "MllamaForCausalLM"])
-def test_layers_that_attend_to_an_image_are_refused(name: str, recipe: Recipe) -> None:
-    with pytest.raises(AttachError, match=r"layers \[3\] attend to something else than the tokens"):
-        cache_for(zoo(name, "mllama"), recipe)
 
 
 def test_generate_that_hands_all_tokens_over_again_is_refused() -> None:

@@ -205,27 +205,6 @@ def test_layers_of_different_recipes_are_the_masked_full_cache(model: Any) -> No
     assert per_layer([SNAP] * 4) is SNAP
 
 
-@pytest.mark.parametrize(
-    ("recipes", "why"),
-    [
-        ([kv.pyramidkv(16), SNAP] * 2, "pyramidkv looks across layers .budget=Pyramid"),
-        ([kv.tidal_decode(16, recent=4), SNAP] * 2, "looks across layers .retrieve=LayerReuse"),
-        ([kv.minicache(), Recipe()] * 2, "looks across layers .codec="),
-        ([kv.h2o(12), kv.keyformer(12)] * 2, "keep statistics of their slots in different ways"),
-        ([SNAP, kv.streaming_llm(12, every=64)] * 2, "layers differ in trigger"),
-        ({}, r"recipe=\{\}: names no layer.*such as \{0: 'snapkv'\}"),
-        ([], r"recipe=\[\]: names no layer; give a recipe for all layers"),
-        ([SNAP] * 3, r"recipe=3 recipes: must be one for each of the 4 layers \[0, 1, 2, 3\]"),
-        ({5: SNAP}, r"recipe of layers \[5\]: must be of \[0, 1, 2, 3\]"),
-    ],
-)
-def test_recipes_that_are_not_of_single_layers_are_refused(model: Any, recipes: Any, why: str) -> None:
-    with pytest.raises(ValueError, match=why):
-        kv.cache_for(model, recipes)
-    with pytest.raises(ValueError, match=r"settings \['budget'\] go with one name"):
-        kv.cache_for(model, recipes, budget=4)
-
-
 # in and out of caches of transformers ------------------------------------------------------------
 
 CUT = 20

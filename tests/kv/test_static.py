@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from diffcache.errors import AttachError
 from diffcache.eval.workshop.kv import oracle
 from diffcache.kv.budget import Uniform
 from diffcache.kv.hf import static_cache_for
@@ -17,7 +16,6 @@ from diffcache.kv.recipe import Recipe
 from diffcache.kv.score.recency import Recency
 from diffcache.kv.trigger import EveryStep
 from tests.kv.tiny import GREEDY, gemma, llama, prompts, row, same
-from tests.zoo.language import build
 
 
 def window(capacity: int, sinks: int) -> Recipe:
@@ -56,12 +54,6 @@ def test_a_chunk_later_on_sees_what_is_held() -> None:
     assert int(core.seen) == 0
     with pytest.raises(ValueError, match="sinks=6: must be from 0 to less than capacity=6"):
         StaticWindow(6, 6)
-
-
-@pytest.mark.parametrize(("name", "kind"), [("FalconH1ForCausalLM", "falcon_h1"), ("Zamba2ForCausalLM", "zamba2")])
-def test_layers_of_states_and_attention_in_one_are_refused(name: str, kind: str) -> None:
-    with pytest.raises(AttachError, match=f"{name} has layers of states and full attention in one"):
-        static_cache_for(build(name, kind), 12)
 
 
 @pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="torch 2.6 cannot trace transformers' own wrappers")

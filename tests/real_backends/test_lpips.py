@@ -81,18 +81,3 @@ def test_lpips_heads_are_those_of_version_0_1(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(lpips, "HEADS_SHA256", "0" * 64)
     with pytest.raises(weights.WrongWeightsError, match="another version of torchmetrics"):
         lpips.load(file)
-
-
-def test_lpips_refuses_what_it_cannot_compare() -> None:
-    heads = torch.load(lpips.heads_file(), map_location="cpu", weights_only=True)
-    network = lpips.LPIPS(alexnet(), heads)
-    with pytest.raises(ValueError, match="16 x 48 pixels: LPIPS needs 32"):
-        network.distances(pictures(1, 16), pictures(1, 16))
-    with pytest.raises(ValueError, match="2 pictures against 1"):
-        network.distances(pictures(2), pictures(1))
-    with pytest.raises(ValueError, match="must be uint8"):
-        network.distances(pictures(1).float(), pictures(1))
-    with pytest.raises(ValueError, match="not the weights of AlexNet"):
-        lpips.LPIPS({"features.0.weight": torch.zeros(1)}, heads)
-    with pytest.raises(ValueError, match="not the weights of AlexNet"):
-        lpips.LPIPS(alexnet(), {})

@@ -48,12 +48,6 @@ def test_of_those_that_fit_the_most_answers_and_then_perplexity_decide() -> None
     assert pick(ROWS, 0.45).word == "third" and pick(ROWS, 1.0).word == "first"
 
 
-def test_bytes_of_16_bits_count_where_they_are_known() -> None:
-    rows = {"none": ROWS["none"], "coded": row(0.3, "111111", FLAT, share_16=0.6)}
-    with pytest.raises(ValueError, match=r"memory=0.5: no recipe .* least is coded with 60.0%"):
-        pick(rows, 0.5)
-
-
 def test_without_questions_perplexity_decides() -> None:
     bare = {"able": [], "hits": {}}
     rows = {

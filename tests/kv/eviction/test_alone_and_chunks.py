@@ -262,13 +262,6 @@ def test_the_projection_follows_its_seed() -> None:
     assert Compactor(attention=0).window == 0 and Compactor(queries=7).window == 7
 
 
-def test_keys_before_rotation_are_asked_for() -> None:
-    seen = stored(0)
-    seen.rotary = None
-    with pytest.raises(ValueError, match="space='pre'"):
-        Compactor()(seen)
-
-
 def layer(lengths: list[int], tokens: int = 0) -> Observation:
     """Return a layer whose rows hold so many slots, right-aligned."""
     width = max(lengths)

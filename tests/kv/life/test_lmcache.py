@@ -101,16 +101,6 @@ def test_forged_blocks_are_refused_with_one_error(blocks: BlockCodec) -> None:
     assert refused > 30
 
 
-def test_what_is_no_chunk_is_refused() -> None:
-    for wrong in (chunk()[0], chunk().double(), chunk()[:1], chunk(0)):
-        with pytest.raises(ValueError, match="must be keys and values"):
-            KiviBlocks().encode(wrong)
-    with pytest.raises(BlockError, match="decode it with the codec that it was encoded with"):
-        cachegen().decode(KiviBlocks().encode(chunk()))
-    with pytest.raises(ValueError, match="measure them on this model"):
-        cachegen().most_bytes((L + 1, 8, H * D), torch.float16)
-
-
 def test_without_lmcache_it_is_said_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lmcache.v1.distributed.serde", None)
     with pytest.raises(MissingError, match="pip install lmcache"):

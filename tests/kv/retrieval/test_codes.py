@@ -95,15 +95,6 @@ def test_the_mean_squared_error_of_logits_is_the_weighted_distance() -> None:
     torch.testing.assert_close(covariance(q, valid), covariance(q[:, :, :100]))
 
 
-def test_codebooks_that_do_not_fit_are_refused() -> None:
-    k, v, q = tokens(40)
-    book = Codebook(noise(1, 5, 4, D), torch.eye(D).expand(1, 5, D, D))
-    with pytest.raises(ValueError, match="5 heads"):
-        run(KeyCodes(20, codebook=book, **FEW), "a2ats", k, v, q, 39)
-    with pytest.raises(ValueError, match="space='pre'"):
-        run(KeyCodes(20, **FEW), "rotated", k, v, q, 39)
-
-
 # shadowkv ----------------------------------------------------------------------------------
 
 

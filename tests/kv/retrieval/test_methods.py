@@ -224,21 +224,6 @@ def test_the_channels_that_matter_are_found() -> None:
         watch.channels(17)
 
 
-@pytest.mark.parametrize(
-    ("channels", "message"),
-    [
-        ((), r"\[\] label"),
-        ((((1,), (1, 2)),), r"\[1, 2\]"),
-        (((((1,),) * 3),), "2 heads"),
-        ((((1,), (16,)),), "channels 0 to 15"),
-    ],
-)
-def test_channels_that_do_not_fit_are_refused(channels: object, message: str) -> None:
-    k, v, q = tokens(20)
-    with pytest.raises(ValueError, match=message):
-        run(LabelChannels(8, channels=channels, **FEW), "double_sparsity", k, v, q, 19)  # type: ignore[arg-type]
-
-
 # codes -------------------------------------------------------------------------------------
 
 

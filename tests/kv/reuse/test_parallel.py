@@ -16,7 +16,6 @@ from diffcache.kv.reuse.hydragen import hydragen
 from diffcache.kv.reuse.piece import Piece, cut
 from diffcache.kv.segment import Traits
 from diffcache.kv.slots import Slots
-from diffcache.kv.store import KVStore
 from diffcache.kv.view import View
 from tests.kv.tiny import llama
 
@@ -138,23 +137,3 @@ def test_temperature_and_scale_follow_the_formula() -> None:
     weight = torch.stack([lses[0], lses[1] * s * t, lses[2]], -1).softmax(-1)
     wanted = sum(out * weight[..., i, None] for i, out in enumerate(outs))
     torch.testing.assert_close(found[:, :, 0].view(2, 2, 2, 8), wanted, atol=1e-13, rtol=0)
-
-
-def test_bad_use_is_refused(model: Any) -> None:
-    cache = cache_for(model, Recipe(), mode="native")
-    first, *rest = read(model, text(3), [text(3)])
-    with pytest.raises(ValueError, match="temperature=0"):
-        ape(cache, first, rest, temperature=0)
-    with pytest.raises(ValueError, match="give a prefix"):
-        ape(cache, read(model, text(0), [text(3)])[0], rest)
-    with pytest.raises(ValueError, match=r"contexts\[0\] begins at position 4: read it right after"):
-        ape(cache, first, read(model, text(4), [text(3)])[1:])
-    with pytest.raises(ValueError, match="all pieces rotated, as the prefix is, or none"):
-        ape(cache, first, read(model, text(3), [text(3)], "pre")[1:])
-    with pytest.raises(ValueError, match="native mode"):
-        ape(cache_for(model, Recipe(), mode="stock"), first, rest)
-    with pytest.raises(ValueError, match="prefill it once"):
-        hydragen(KVStore(2, Recipe()))
-    run(model, cache, text(2, 5))
-    with pytest.raises(ValueError, match="one row"):
-        hydragen(cache.store)
