@@ -56,8 +56,6 @@ def test_decode(tmp_path: Path):
     assert evicting["missed"] == (evicting["ratio"]["median"] > 0.85)
     with pytest.raises(ValueError, match=r"no cache 'h3o' is timed; there are full, snapkv"):
         decode.measure(SETTING, **sizes, recipes=["h3o"])
-    with pytest.raises(ValueError, match="prompt=255: must be at least 256"):
-        decode.measure(SETTING, rounds=1, layers=2, prompt=255)
 
 
 def test_capacity(tmp_path: Path):
@@ -79,8 +77,6 @@ def test_capacity(tmp_path: Path):
     }
     told = thirds([1.0, 1, 1, 2, 2, 2, 6, 6, 9], [1.0] * 6 + [2.0] * 3, [2, 4, 5])
     assert (told["time_ratio"], told["bytes_ratio"]) == (1.5, 1.25)
-    with pytest.raises(ValueError, match="tokens=8: must be at least 9"):
-        capacity.measure(SETTING, tokens=8)
 
 
 def test_cells_are_short():

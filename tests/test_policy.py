@@ -195,8 +195,6 @@ def test_a_whole_published_policy_loads():
     plain = pipe(seen * 0.5 + 0.1, 4, torch.Generator().manual_seed(0))
     torch.testing.assert_close(made.chunk, (plain.chunk + 0.2) / 4)
     assert torch.equal(made.actions, made.chunk[:, 1:4])
-    with pytest.raises(ValueError, match="must hold model.cond_obs_emb"):
-        load_policy({"model.input_emb.weight": torch.zeros(2, 2)}, 2)
 
 
 # The pipeline --------------------------------------------------------------------------------

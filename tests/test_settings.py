@@ -24,7 +24,7 @@ from diffcache.kv.recipes.catalog import recipe_function
 from diffcache.registry import rows_of
 from tests.dllm.cases import CASES
 from tests.kv.examples import examples
-from tests.kv.test_settings import TABLES
+from tests.kv.test_face import TABLES
 from tests.video.cases import POLICIES
 
 TABLE = Path(__file__).with_name("settings.txt")

@@ -84,7 +84,3 @@ def test_names_that_are_no_denoisers_are_refused():
         said = f"methods for {', '.join(names)}: the denoisers are transformer, transformer_2; give"
         with pytest.raises(AttachError, match=said):
             diffcache.wrap(pipe, dict.fromkeys(names, "interval"))
-    with pytest.raises(ValueError, match=r"methods=\(\): name a denoiser and its method"):
-        Each(())
-    with pytest.raises(AttachError, match="no method for unet: there are some for transformer"):
-        Each((("transformer", Interval()),)).for_denoiser("unet")

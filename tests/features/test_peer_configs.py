@@ -183,5 +183,3 @@ def test_configurations_are_methods_for_every_verb() -> None:
     for other in (object(), 3, {"threshold": 0.1}.items()):
         with pytest.raises(TypeError, match="must be a name.*or a configuration of diffusers"):
             make_method(other)
-    with pytest.raises(ValueError, match=r"settings \['every'\] go with a method's name"):
-        make_method(FirstBlockCacheConfig(0.1), every=3)

@@ -1,13 +1,15 @@
-"""Views that hold codes: decoded when they are looked at, once, and to what they were before."""
+"""Codes and the views that hold them: the twins are the codecs, and views decode once, when looked at."""
 
 import pytest
 import torch
 
 from diffcache.kernels import coded
+from diffcache.kernels.quantize import dequant_twin
 from diffcache.kv.attend import Query, attend
-from diffcache.kv.codec.quant import Quantized
+from diffcache.kv.codec.quant import GroupQuant, Quantized
 from diffcache.kv.view import Unread, View
 from tests.kernels.attended import layer, pair, query
+from tests.kernels.quantized import CODECS, DTYPES, by_twin, tensor
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -52,3 +54,28 @@ def test_a_kernel_is_not_asked_where_it_could_not_run() -> None:
     q = query(held).q[:, :, 0]
     settings = segment.k.codes, segment.v.codes, 2, 2, 32, 32
     assert not coded.can_attend(q, *settings, (64, 64))  # on a CPU
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_twins_are_the_codec(codec: GroupQuant, dtype: torch.dtype) -> None:
+    x = tensor(dtype)
+    made = codec.encode(x)
+    codes, grid = by_twin(codec, x)
+    assert torch.equal(codes, made.codes)
+    assert torch.equal(grid, made.grid.values)
+    index = torch.randint(64, (2, 2, 40), generator=torch.Generator().manual_seed(2))
+    for held in (made, made.take(index), made.take(index[..., :1].expand(-1, -1, 3))):
+        out = torch.empty_like(held.decode())
+        width = 1 if codec.along == "tokens" else codec.width(x.shape[3])
+        dequant_twin(
+            held.codes,
+            held.grid.values,
+            out,
+            int(codec.bits),
+            max(held.grid.each, 1),
+            width,
+            -codec.intervals / 2,
+            held.grid.of,
+        )
+        assert torch.equal(out, held.decode())

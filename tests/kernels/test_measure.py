@@ -1,4 +1,4 @@
-"""Measuring kernels without a device: what is kept, what is left out, and when it no longer counts."""
+"""Measuring kernels without a device: what is kept, left out and drawn, and when it no longer counts."""
 
 import json
 import sys
@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from diffcache.eval.kernels import command, measure, timing, watch
+from diffcache.eval.kernels import command, measure, options, timing, watch
 from diffcache.eval.kernels.case import KernelCase, all_cases
 from diffcache.eval.kernels.options import Built, trial
-from diffcache.kernels import configs, dispatch
+from diffcache.eval.workshop.kernels import page
+from diffcache.kernels import configs, dense, dispatch
 
 VERSIONS = {"driver": "580.1", "torch": "2.11", "triton": "3.6.0", "diffcache": "0.1"}
 FIRST = {"device": "a GPU", "versions": VERSIONS, "limits": {"bytes": 1.0, "operations": 1.0}}
@@ -281,3 +282,57 @@ def test_the_command_says_what_is_used_and_why(monkeypatch, cache) -> None:
     monkeypatch.setenv("DIFFCACHE_KERNELS_OFF", "rotate")
     assert said("rotate") == ("plain PyTorch", "DIFFCACHE_KERNELS_OFF")
     assert "measured on this machine" in "".join(command._heads("a GPU"))
+
+
+def test_candidates_that_are_right_are_timed_beside_the_defaults() -> None:
+    def kernel(values):
+        return values + (configs.tuned("own", (), {"TILE": 1}, values.device)["TILE"] == 3)
+
+    ways = {"kernel": kernel, "plain": torch.clone, "rival": torch.clone}
+    case = KernelCase("own", "a model", "", lambda device, tiny: (torch.ones(9),), ways, 1)
+    kept = [options.Built({"TILE": n} if n > 1 else {}, "all", {"TILE": n}, (), "") for n in (1, 2, 3)]
+    limits = {"bytes": 1.0, "operations": 1.0}
+    ways = timing.row(options.trial(case, kept), torch.device("cpu"), 2, limits)["ways"]
+    (found,) = options.ratios(case, kept, ways)
+    ratio = ways["default"]["us"][1] / ways["TILE=2"]["us"][1]
+    assert found == ("own", "all", {"TILE": 2}, ratio)
+    assert ways["TILE=3"]["error"] > case.tolerance and not configs.TRIED
+
+
+def test_the_best_of_the_worst_rows_is_an_entry_if_it_is_faster() -> None:
+    one, two, three = {"BLOCK": 1}, {"BLOCK": 2}, {"BLOCK": 3}
+    timed = [
+        ("a", "x", one, 1.5),
+        ("a", "x", two, 1.2),
+        ("a", "x", one, 1.04),
+        ("a", "x", two, 1.1),
+        ("a", "x", three, 2.0),  # in one of the two rows of its bucket
+        ("a", "y", one, 1.029),
+        ("b", "x", two, 0.9),
+        ("b", "z", three, 1.0301),
+    ]
+    expected = {"a": {"x": {"BLOCK": 2, "ratio": 1.1}}, "b": {"z": {"BLOCK": 3, "ratio": 1.03}}}
+    assert options.faster(timed) == expected
+    assert options.faster([]) == {}
+
+
+def test_the_page_and_the_choices_are_up_to_date() -> None:
+    assert page.main(["--check"]) == 0, "python -m diffcache.eval.workshop.kernels.page --write"
+
+
+def test_every_operator_has_a_row_and_a_caller() -> None:
+    listed = {case.operator for case in all_cases()}
+    assert listed == {*dispatch.OPERATORS, dense.NAME}
+
+
+def test_measured_times_stand_in_the_row_and_misses_are_told(tmp_path) -> None:
+    case = all_cases()[0]
+    ways = {name: {"error": 0.0, "us": [1.0, 2.0, 3.0]} for name in case.ways}
+    row = {"limit_us": 1.5, "ways": ways, "targets": [{"against": "plain", "wanted": 4.0, "got": 1.0, "met": False}]}
+    line = page._line(case, row, "nobody")
+    assert line[3:6] == ["1.5", "-", "2.0; aim 4 of plain, 1"]
+    ways["kernel"]["called_us"], ways["plain"] = [4.0, 5.0, 6.0], {"error": "no"}
+    del ways[left := list(ways)[-1]]  # `measure` does not time torch.compile
+    line = page._line(case, row, "nobody")
+    assert line[5].startswith("2.0 (5.0)") and "plain failed" in line[6] and f"{left} -" in line[6]
+    assert page._line(case, None, "nobody")[5] == page.UNKNOWN

@@ -1,18 +1,22 @@
-"""The face of `diffcache.kv`, and the one catalogue of methods and recipes."""
+"""The face of `diffcache.kv`, the one catalogue, and settings that go together or not."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import diffcache
 from diffcache import kv
 from diffcache.cli import app
-from diffcache.kv.recipe import Recipe
+from diffcache.kv.codec.remat import Projections
 from diffcache.registry import rows_of
+from tests.kv import examples
 
 
 def test_every_recipe_and_door_is_there_and_nothing_else() -> None:
@@ -70,10 +74,6 @@ def test_recipes_are_cited() -> None:
         assert f"@misc{{{name}20" in diffcache.cite(name)
     both = kv.adakv(base=kv.keydiff(0.5)) | kv.kivi()
     assert diffcache.cite(both).count("@misc{") == 3
-    with pytest.raises(ValueError, match="'random' has no paper of its own: the baseline"):
-        diffcache.cite("random")
-    with pytest.raises(ValueError, match="has no paper of its own; cite those of the parts"):
-        diffcache.cite(Recipe("mine"))
 
 
 def test_the_command_line_lists_recipes_with_a_sentence() -> None:
@@ -85,3 +85,38 @@ def test_the_command_line_lists_recipes_with_a_sentence() -> None:
         assert sentence in row
         assert any(x.split()[:1] == [name] for x in called.output.splitlines())
     assert CliRunner().invoke(app, ["cite", "streaming-llm"]).output.count("2309.17453") == 2
+
+
+TABLES: dict[str, Any] = {
+    **examples.TABLES,
+    "compresskv": {},
+    "scalekv": {"scales": ((1, 1), (2, 2))},
+    "rematerialised": {"projections": (Projections(torch.eye(8), torch.eye(8), 1),)},
+    "xquant_latent": {"bases": examples.BASES},
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "always"),
+    [
+        (lambda n: kv.quest(n, page=16), "16 slots .*page=16"),
+        (lambda n: kv.mpcache_select(n, small=16), "16 slots .*small=16"),
+        (lambda n: kv.double_sparsity(examples.CHANNELS, n, recent=64, sinks=4), "68 slots .*sinks=4, recent=64"),
+        (lambda n: kv.tidal_decode(n, recent=64), "64 slots .*sinks=0, recent=64"),
+        (lambda n: kv.sentence_kv(n), "64 slots .*sinks=32, recent=32"),
+        (lambda n: kv.probe_query(n), "68 slots .*sinks=4, recent=64"),
+        (lambda n: kv.a2ats(n), "68 slots .*sinks=4, recent=64"),
+        (lambda n: kv.shadowkv(n, outliers=4), "64 slots .*8 . outliers=32, last tokens=32"),
+    ],
+)
+def test_budgets_that_leave_nothing_to_choose_are_refused(make: Any, always: str) -> None:
+    count = int(always.split()[0])
+    with pytest.raises(ValueError, match=f"budget={count}: must be above the {always}"):
+        make(count)
+    make(count + 1)
+    make(0.01)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert kv.snapkv(np.int64(64)) == kv.snapkv(64)
+    assert kv.snapkv(np.float64(0.5), window=np.int32(8)) == kv.snapkv(0.5, window=8)

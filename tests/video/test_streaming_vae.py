@@ -11,14 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from diffusers import AutoencoderKL, AutoencoderKLWan, WanPipeline, WanTransformer3DModel
+from diffusers import AutoencoderKLWan, WanPipeline, WanTransformer3DModel
 from PIL import Image
 from torch import Tensor
 from transformers import UMT5Config, UMT5EncoderModel
 from typer.testing import CliRunner
 
 from diffcache import cli
-from diffcache.errors import AttachError
 from diffcache.eval.workshop.small import sticker_wan as wan
 from diffcache.kv.life.save import SavedCacheError, read, write
 from diffcache.pipelines.causal_video import CausalVideo
@@ -107,8 +106,6 @@ def test_what_does_not_fit_is_refused() -> None:
     stream.decode(latents())
     with pytest.raises(ValueError, match="this film is of B=2, H=4, W=6; reset"):
         stream.decode(latents()[:1])
-    with pytest.raises(AttachError, match="AutoencoderKL: films are decoded in pieces by"):
-        WanDecoder(AutoencoderKL())
 
 
 def tiny_wan(folder: Path) -> tuple[Path, Path]:
@@ -280,12 +277,6 @@ def test_what_would_hold_too_much_is_refused_with_the_way_out(video: CausalVideo
         video.stream("  ")
     with pytest.raises(ValueError, match="chunks=0"):
         video.stream("a fox", chunks=0)
-    with pytest.raises(ValueError, match="lora='x': goes with checkpoint"):
-        CausalVideo.from_pretrained("sticker-causal", lora="x")
-    with pytest.raises(ValueError, match="is a FluxPipeline, which makes no film"):
-        CausalVideo.from_pretrained("sticker-flux")
-    with pytest.raises(FileNotFoundError, match="no pipeline at '/none'"):
-        CausalVideo.from_pretrained("/none")
 
 
 def test_the_command_writes_a_film(tmp_path: Path) -> None:

@@ -36,8 +36,6 @@ def test_a_model_that_was_not_fetched_is_named_with_the_way_to_it(home: Path) ->
         TextModel(NAME)
     found = CliRunner().invoke(cli.app, ["kv", "--model", NAME, "--recipe", "snapkv"])
     assert found.exit_code == 3 and "diffcache fetch smollm2" in found.output
-    with pytest.raises(ValueError, match="unknown model 'smollm': must be one of smollm2"):
-        fetched.fetch("smollm")
     assert not home.exists()
 
 

@@ -1,21 +1,29 @@
-"""Recipes inside generate: budgets, triggers, windows and algorithms of their own, and a conversation in episodes."""
+"""Recipes that drop slots: budgets, triggers, windows, bounds of the loss, and probes on request."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from diffcache.kv.hf.cache import cache_for, detach
+from diffcache.kv.attend import Query
+from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.learn.scalekv import capacities
+from diffcache.kv.life.on_request import compress_by_probe, prefill_by_blocks
+from diffcache.kv.merge import Compensation
 from diffcache.kv.plan import Windows
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import (
     adakv,
     criticalkv,
+    epicache,
     keyformer,
     knorm,
+    kvzip,
     lazy_eviction,
     prefixkv,
     scalekv,
@@ -23,9 +31,12 @@ from diffcache.kv.recipes.eviction import (
     snapkv,
     windowkv,
 )
-from diffcache.kv.recipes.streaming import streaming_llm
+from diffcache.kv.recipes.streaming import duo_attention, razor_attention, streaming_llm
+from diffcache.kv.score.probe import Asked
+from diffcache.kv.segment import Flat
 from diffcache.kv.store import KVStore
 from tests.kv.eviction.plain import Text
+from tests.kv.eviction.seen import feed, filled, observed
 from tests.kv.examples import examples
 from tests.kv.tiny import GREEDY, llama, prompts, row
 
@@ -129,3 +140,189 @@ def test_windowkv_says_what_a_window_is_worth() -> None:
     """Localization takes the mean of a window, aggregation that of its best tokens (section 2.2)."""
     whole, best = windowkv(task="localization"), windowkv(task="aggregation", best=2)
     assert whole.plan == Windows(8, 8, None) and best.plan == Windows(8, 8, 2)
+
+
+def bytes_of(recipe: Recipe, tokens: int) -> tuple[int, int]:
+    """Return the bytes held after a prompt, and those of its keys and values in bfloat16."""
+    store = filled(recipe, tokens=tokens, size=64, dtype=torch.bfloat16, layers=1, out=True)
+    store.compress()
+    return store.nbytes, 2 * 2 * 64 * 2 * tokens
+
+
+@pytest.mark.parametrize("name", ["adakv", "snapkv", "critical"])
+def test_ragged_rows_hold_the_bytes_of_the_budget(name: str) -> None:
+    recipe = {"adakv": adakv(0.1), "snapkv": snapkv(0.1), "critical": criticalkv(base=adakv(0.1))}
+    held, whole = bytes_of(recipe[name], 2048)
+    assert 0.09 * whole < held <= 0.13 * whole
+
+
+def test_padded_rows_hold_what_the_longest_needs() -> None:
+    """The flat layout is what makes unequal heads small, so the padded one has to be larger."""
+    table = ((True, False),)
+    flat = duo_attention(table, 64, sinks=4)
+    held, whole = bytes_of(flat, 1024)
+    assert held < 0.6 * whole
+    padded = Recipe(score=flat.score, budget=flat.budget, plan=flat.plan, layout="padded")
+    assert bytes_of(padded, 1024)[0] > whole
+
+
+# one slot for many ------------------------------------------------------------------------------
+
+RAZOR = ((True, False),)
+
+
+def attended(store: KVStore, q: Tensor) -> Tensor:
+    return store.attend(0, Query(q, store.seen, q.shape[-1] ** -0.5))
+
+
+def test_one_slot_stands_for_many_alike_exactly() -> None:
+    store = KVStore(1, razor_attention(RAZOR, 10, least=0, sinks=4))
+    k, v = torch.randn(2, 1, 2, 60, 8, dtype=torch.float64).unbind()
+    k[:, 1, 4:50], v[:, 1, 4:50] = k[:, 1, 4:5], v[:, 1, 4:5]
+    store.begin(60)
+    store.layers[0].write(k, v)
+    q = torch.randn(1, 4, 5, 8, dtype=torch.float64)
+    wanted = attended(store, q)
+    store.compress()
+    slots = store.layers[0].read()
+    assert slots.valid.sum(-1).tolist() == [[60, 4 + 1 + 10]]
+    torch.testing.assert_close(attended(store, q), wanted, rtol=1e-6, atol=1e-6)
+    logn = slots.meta["logn"][0, 1]
+    assert math.isclose(float(logn.max()), math.log(46), rel_tol=1e-6)
+    (segment,) = store.layers[0].segments
+    assert isinstance(segment, Flat)
+    segment.meta["logn"].zero_()
+    assert (attended(store, q) - wanted).abs().max() > 1e-2  # the multiplicity is what does it
+
+
+def test_one_slot_takes_in_what_goes_later() -> None:
+    """Step by step it is the mean of all that ever went, as if they had gone at once."""
+    store = KVStore(1, razor_attention(((False, False),), 10, least=0, sinks=4))
+    store.begin(40)
+    feed(store, 0, 40, 2, 1, 8, torch.float64)
+    kept = store.layers[0].read().clone()
+    k, v = [kept.k], [kept.v]
+    for _ in range(7):
+        store.begin(1)
+        feed(store, 0, 1, 2, 1, 8, torch.float64)
+        last = store.layers[0].read()
+        newest = last.pos.expand(1, 2, -1).argmax(-1)[..., None, None].expand(-1, -1, -1, 8)
+        k.append(last.k.gather(2, newest))
+        v.append(last.v.gather(2, newest))
+    store.begin(1)
+    slots = store.layers[0].read()
+    assert slots.valid.sum(-1).expand(1, 2).tolist() == [[15, 15]] and store.seen == 47
+    every_k, every_v = torch.cat(k, 2), torch.cat(v, 2)
+    for head in range(2):
+        one = int(slots.meta["logn"].expand(1, 2, -1)[0, head].argmax())
+        many = slots.meta["logn"].expand(1, 2, -1)[0, head, one].exp()
+        torch.testing.assert_close(float(many), 33.0, rtol=1e-5, atol=0)
+        for found, every in ((slots.k, every_k), (slots.v, every_v)):
+            wanted = every[0, head, 4:37].mean(0)
+            torch.testing.assert_close(found[0, head, one], wanted, rtol=0, atol=1e-5)
+        held = sorted(slots.pos.expand(1, 2, -1)[0, head].tolist())
+        assert held == [0, 1, 2, 3, *range(36, 47)]  # it stands where the last that went stood
+
+
+def test_nothing_that_goes_changes_nothing() -> None:
+    k = torch.randn(1, 2, 6, 4)
+    seen = observed(k, k)
+    plan = torch.zeros(1, 2, 6, dtype=torch.int8)
+    slots, after = Compensation()(seen, torch.zeros(1, 2, 6), plan)
+    assert slots is seen.slots and torch.equal(after, plan)
+
+
+def forward(model: Any) -> Callable[[Tensor, KVCache], object]:
+    def run(ids: Tensor, cache: KVCache) -> object:
+        with torch.no_grad():
+            return model(ids, past_key_values=cache)
+
+    return run
+
+
+def test_a_probe_keeps_what_it_attends_to_most(exact: Any) -> None:
+    ids, probe = prompts(1, 30)["input_ids"][:, 17:], torch.arange(40, 46)[None]
+    ids = torch.cat([ids, ids + 1], 1)
+    run = forward(exact)
+    cache = cache_for(exact, epicache(9), mode="native")
+    run(ids, cache)
+    before = cache.store.seen
+    compress_by_probe(cache, lambda fork: run(probe, fork))
+    assert cache.store.seen == before
+    detach(exact)
+    exact.set_attn_implementation("eager")
+    with torch.no_grad():
+        full = exact(torch.cat([ids, probe], 1), output_attentions=True)
+    exact.set_attn_implementation("sdpa")
+    for layer, attention in zip(cache.store.layers, full.attentions, strict=True):
+        most = attention[0, :, ids.shape[1] :, : ids.shape[1]].amax(1).view(2, 2, -1).amax(1)
+        for head in range(2):
+            expected = most[head].argsort(descending=True)[:9].sort().values
+            assert torch.equal(layer.read().pos[0, head].long(), expected)
+        assert not layer.stats
+
+
+def test_a_conversation_in_blocks_never_holds_more(exact: Any) -> None:
+    ids, probe = prompts(2, 48)["input_ids"], torch.arange(40, 46)[None].expand(2, -1)
+    run, most = forward(exact), []
+    cache = cache_for(exact, epicache(10, weights=(4, 3, 2, 1), sinks=1), mode="native")
+
+    def watched(part: Tensor, fork: KVCache) -> object:
+        found = run(part, fork)
+        most.append([layer.held for layer in fork.store.layers])
+        return found
+
+    prefill_by_blocks(cache, watched, ids, probe, 12)
+    detach(exact)
+    assert [layer.held for layer in cache.store.layers] == [16, 12, 8, 4]
+    assert cache.store.seen == 48 and max(map(max, most)) <= 16 + 12 + 6
+    for layer in cache.store.layers:
+        assert bool((layer.read().pos[..., 0] == 0).all())
+    with pytest.raises(ValueError, match="block=0"):
+        prefill_by_blocks(cache, watched, ids, probe, 0)
+
+
+def test_several_probes_and_heads_of_their_own_size(exact: Any) -> None:
+    ids = row(prompts(), 1)["input_ids"]
+    run = forward(exact)
+    cache = cache_for(exact, kvzip(12, sinks=2), mode="native")
+    run(ids, cache)
+    compress_by_probe(cache, lambda fork: run(ids[:, :20], fork), lambda fork: run(ids[:, 20:], fork))
+    detach(exact)
+    lengths = torch.stack([(layer.read().pos >= 0).sum(-1)[0] for layer in cache.store.layers])
+    assert bool((lengths.sum(1) == 24).all()) and len(lengths.unique()) > 1
+
+
+def test_probes_are_checked(exact: Any) -> None:
+    run, ids = forward(exact), prompts(1, 20)["input_ids"][:, 17:]
+    cache = cache_for(exact, snapkv(4, window=2), mode="native")
+    run(ids, cache)
+    with pytest.raises(ValueError, match="needs a recipe that scores by"):
+        compress_by_probe(cache, lambda fork: run(ids, fork))
+    asked = cache_for(exact, epicache(4), mode="native")
+    run(ids, asked)
+    with pytest.raises(ValueError, match="0 probes"):
+        compress_by_probe(asked)
+    with pytest.raises(ValueError, match="without the fork"):
+        compress_by_probe(asked, lambda fork: None)
+    with pytest.raises(ValueError, match="compress_by_probe"):
+        asked.store.compress()
+    detach(exact)
+    assert asked.store.recipe.score == Asked()
+
+
+@pytest.mark.parametrize("made", [kvzip(12), epicache(12)], ids=["kvzip", "epicache"])
+def test_going_on_without_a_probe_is_refused(exact: Any, made: Any) -> None:
+    inputs = row(prompts(), 1)
+    cache = cache_for(exact, made)
+    with pytest.raises(ValueError, match="drops nothing by itself: run the prompt, ask with"):
+        exact.generate(**inputs, past_key_values=cache, **GREEDY)
+    cache.reset()
+    run, ids = forward(exact), inputs["input_ids"]
+    run(ids[:, :-1], cache)
+    compress_by_probe(cache, lambda fork: run(ids[:, :-1], fork))
+    exact.generate(**inputs, past_key_values=cache, **GREEDY)
+    run(ids[:, :5], cache)  # a later question is not asked about
+    run(ids[:, :1], cache)
+    detach(exact)
+    assert cache.store.layers[0].held < 48

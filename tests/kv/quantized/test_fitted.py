@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.learn import cskv as learn
@@ -74,8 +73,6 @@ def test_latents_lose_nothing_before_they_are_quantized(model: Any) -> None:
     eight = xquant_latent(bases, 8, group=8, residual=8)
     ours = shortly(model, cache_for(model, eight), prompts())
     assert torch.equal(ours.sequences, want.sequences)
-    with pytest.raises(ValueError, match="directions"):
-        latents([(nn.Linear(2, 4), nn.Linear(2, 4))])
 
 
 def test_scaled_start_weighs_inputs_that_are_large() -> None:

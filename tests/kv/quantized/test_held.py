@@ -1,25 +1,31 @@
-"""Codecs of a layer: with eviction, ragged rows, sinks, forks and batches."""
+"""Codecs of a layer: times at which tokens reach them, eviction, ragged rows, sinks, and `generate`."""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from diffcache.eval.workshop.kv import oracle
 from diffcache.kv.attend import Query
-from diffcache.kv.codec.base import Exact
+from diffcache.kv.codec.base import Exact, tensors
 from diffcache.kv.codec.held import ByLayer, Pair
+from diffcache.kv.codec.layers import Single, Together
 from diffcache.kv.codec.quant import GroupQuant
+from diffcache.kv.hf.cache import cache_for
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import snapkv
-from diffcache.kv.recipes.quantized import xquant
+from diffcache.kv.recipes.low_rank import minicache, xkv
+from diffcache.kv.recipes.quantized import gear, kivi, mikv, mustafar, rotatekv, vidkv, xquant, zipcache
 from diffcache.kv.segment import Coded, Dense, Flat
 from diffcache.kv.slots import Slots
 from diffcache.kv.store import KVStore
-from tests.kv.quantized.stores import GROUP, SIZE, coded, draw, grid, held_codes, small_kivi, write
+from diffcache.kv.view import Unread
+from tests.kv.quantized.stores import GROUP, RESIDUAL, SIZE, coded, draw, grid, held_codes, small_kivi, write
+from tests.kv.tiny import SHORT, WAYS, given, llama, prompts, same, shortly, stock
 
 
 def test_evicting_first_and_then_coding_is_coding_what_was_kept() -> None:
@@ -156,5 +162,158 @@ def test_a_codec_for_each_layer() -> None:
         codec.flush([KVLayer(2)])
     with pytest.raises(ValueError, match="no rung"):
         codec.hold(store.layers[0].read(), 1)
-    with pytest.raises(ValueError, match="scope"):
-        ByLayer((replace(xquant().codec, scope=2),))  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("tokens", [3, 8, 9, 17, 24, 30])
+def test_a_prompt_leaves_t_mod_r_keys_and_r_values(tokens: int) -> None:
+    store = KVStore(1, small_kivi())
+    write(store, tokens, 0)
+    store.begin(0)
+    layer = store.layers[0]
+    exact = coded(layer).exact if layer.segments else None
+    assert layer.tail.length == tokens % RESIDUAL
+    waits = 0 if exact is None else exact.shape[2]
+    assert waits + layer.tail.length == min(tokens, RESIDUAL)
+
+
+TIMED = {
+    "kivi": small_kivi(),
+    "gear": gear(group=4, buffer=8, rank=2),
+    "rotatekv": rotatekv(group=4, recent=4, sinks=2),
+    "vidkv": vidkv(group=4, residual=8),
+    "xquant": xquant(group=4, residual=8),
+    "mustafar": mustafar(recent=4),
+    "zipcache": zipcache(every=10),
+    "mikv": mikv(budget=12, every=4, queries=4, group=4),
+}
+
+
+@pytest.mark.parametrize("name", TIMED)
+def test_what_is_coded_never_changes(name: str) -> None:
+    store = KVStore(2, TIMED[name], rotary=[_still(), _still()])
+    write(store, 21, 0)
+    before: dict[Any, Any] = {}
+    for step in range(1, 41):
+        write(store, 1, step)
+        if step % 10 == 0:
+            now = held_codes(store)
+            assert before.keys() <= now.keys()
+            for at, (k, v) in before.items():
+                assert torch.equal(k, now[at][0]), (name, at)
+                assert v is None or torch.equal(v, now[at][1]), (name, at)
+            before = now
+    assert before
+
+
+def _still() -> Any:
+    from diffcache.kv.rotary import Rotary
+
+    return Rotary(torch.zeros(0))
+
+
+# bytes -----------------------------------------------------------------------------------------
+
+
+def test_kivi_at_2_bits_holds_a_fifth_of_bfloat16() -> None:
+    store = KVStore(1, kivi())
+    layer, worst = store.layers[0], 0.0
+    for step in range(131):
+        count = 4095 if not step else 1
+        store.begin(count)
+        k = torch.randn(1, 2, count, 32, generator=torch.Generator().manual_seed(step))
+        layer.write(k.bfloat16(), k.bfloat16())
+        if step:
+            worst = max(worst, store.nbytes / (store.seen * 2 * 2 * 32 * 2))
+    assert 0.19 < worst < 0.22
+    assert not coded(layer).meta  # positions that follow one another cost nothing
+
+
+def test_bits_of_a_slot_are_counted() -> None:
+    """ZipCache: 4 and 2 bits a channel, 32 bits for the values of a token, and rows of scales for each part."""
+    store = KVStore(1, zipcache(0.5, every=16))
+    write(store, 64, 0, size=32)
+    store.begin(1)
+    layer = store.layers[0]
+    assert [(s.level, s.width) for s in layer.segments] == [(1, 32), (2, 32)]
+    for segment, bits in zip(layer.segments, (4, 2), strict=True):
+        rows = 2 * 32 * (2 + 1) * 2  # key scale and minimum, value factor, of every channel
+        codes = 2 * 2 * 32 * 32 * bits // 8
+        vectors = 32 * 2 * 2
+        pos = 2 * 32 * 4
+        counted = sum(t.numel() * t.element_size() for t in tensors(segment))
+        assert counted == rows + codes + vectors + pos
+
+
+def test_mikv_stores_its_balancer_once() -> None:
+    store = KVStore(1, mikv(budget=8, every=4, queries=4, group=4))
+    write(store, 20, 0)
+    for step in range(1, 30):
+        write(store, 1, step)
+    first = next(s for s in store.layers[0].segments if s.level == 1)
+    assert first.width >= 30
+    assert first.k.factor.values.shape[2] == 1  # type: ignore[attr-defined]
+
+
+RECIPES = {
+    "kivi": kivi(4, group=8, residual=16),
+    "rotatekv": rotatekv(4, group=8, heads=2, recent=8),
+    "xquant": xquant(group=8, residual=16),
+    "xkv": xkv(block=16),
+    "minicache": minicache(block=16, bits=4, skip=2),
+    "gear": gear(4, group=4, buffer=4),
+    "mustafar": mustafar(0.5, recent=2),
+}
+EXACT = Pair(Exact(), Exact(), 8, recent=3)
+PLUMBING: dict[str, Recipe] = {
+    "pair": Recipe(codec=Pair(Exact(), Exact(), 8, slide=True)),
+    "whole": Recipe(codec=Pair(Exact(), Exact(), 8, whole=True)),
+    "layers": Recipe(codec=Together(Single(Exact()), Single(Exact()), 3, 8)),
+    "by layer": Recipe(codec=ByLayer((EXACT, None, EXACT, EXACT))),
+}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return llama()
+
+
+@pytest.fixture(scope="module")
+def theirs(model: Any) -> dict[str, Any]:
+    return {way: stock(model, given(way), **settings) for way, settings in WAYS.items()}
+
+
+@pytest.mark.parametrize("codec", [Pair(Exact(), Exact(), 4, slide=True), PLUMBING["layers"].codec])
+def test_coding_what_is_left_changes_nothing_of_what_was_dropped(codec: Any) -> None:
+    model = llama().double()
+    recipe = snapkv(20) | Recipe(codec=codec)
+    out, cache, log = oracle.run(model, recipe, prompts(), **SHORT)
+    assert all(layer.segments for layer in cache.store.layers)
+    same(out, oracle.expected(model, cache, log, prompts(), **SHORT), 1e-6)
+
+
+@pytest.mark.parametrize("mode", ["stock", "native"])
+@pytest.mark.parametrize("name", PLUMBING)
+def test_exact_codecs_are_stock_bit_for_bit(model: Any, theirs: dict[str, Any], name: str, mode: Any) -> None:
+    for way, settings in WAYS.items():
+        cache = cache_for(model, PLUMBING[name], mode=mode)
+        ours = shortly(model, cache, given(way), **settings)
+        assert cache.store.layers[0].segments
+        same(ours, theirs[way])
+
+
+def test_setting_sinks_apart_changes_the_order_of_sums_alone(model: Any, theirs: dict[str, Any]) -> None:
+    recipe = Recipe(codec=Pair(Exact(), Exact(), 8, whole=True, sinks=4))
+    ours = shortly(model, cache_for(model, recipe, mode="native"), prompts())
+    same(ours, theirs["greedy"], 2e-6)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_stock_and_native_modes_say_the_same(model: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native mode multiplies codes as they are held, and stock mode decodes them."""
+    inputs = {key: value[1:2] for key, value in prompts().items()}  # without padding
+    held: list[int] = []
+    whole = Unread.held
+    monkeypatch.setattr(Unread, "held", lambda self: held.append(1) or whole(self))
+    outs = [shortly(model, cache_for(model, RECIPES[name], mode=mode), inputs) for mode in ("stock", "native")]
+    assert len(held) == (0 if name in ("kivi", "xquant", "minicache") else 20)
+    same(*outs, tolerance=2e-4)

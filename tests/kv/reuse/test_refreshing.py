@@ -1,4 +1,4 @@
-"""Recomputing tokens in place: all of them is a prefill, and more of them are closer to it."""
+"""Recomputing tokens in place: which ones, that all of them is a prefill, and that more are closer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from diffcache.kv.codec.bitstream import CacheGen
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.hf.refresh import recompute
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.refresh import slots_of
+from diffcache.kv.refresh import align, most_changed, slots_of
 from diffcache.kv.reuse.ape import ape
 from diffcache.kv.reuse.cachecraft import Chunk, cachecraft, chunks_of, to_fix
 from diffcache.kv.reuse.piece import Piece, cut, joined, lay_out
@@ -256,8 +256,6 @@ def test_bad_use_is_refused(model: Any) -> None:
     assert post.store.seen == 12  # nothing was lost
     with pytest.raises(ValueError, match="alpha=-1"):
         cachecraft(model, empty(model), [], alpha=-1)
-    with pytest.raises(ValueError, match="at least one"):
-        joined([])
     with pytest.raises(ValueError, match="all is held"):
         cut(cache.store, ids, start=3)
     hybrid = gemma()
@@ -305,3 +303,40 @@ def test_a_text_that_was_sent_goes_on(model: Any) -> None:
         sent = model(input_ids=text(1, 4)[None], past_key_values=cache).logits
         whole = model(input_ids=torch.cat([ids, text(1, 4)])[None]).logits[:, -1:]
     assert float((sent - whole).norm() / whole.norm()) < 0.1
+
+
+PAD = 3  # tokens of padding in row 1
+
+
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.3, 1.0])
+def test_tokens_that_changed_most_are_those_of_loops(share: float) -> None:
+    old, new = torch.randn(2, 2, 2, 10, 4, generator=torch.Generator().manual_seed(0))
+    valid = torch.arange(10) >= torch.tensor([[0], [PAD]])
+    found = most_changed(old, new, valid, share)
+    for row, allowed in enumerate((range(10), range(PAD, 10))):
+        worth = [float((old[row, :, i] - new[row, :, i]).square().sum()) for i in range(10)]
+        count = -(-round(share * len(allowed) * 1000) // 1000)
+        wanted = sorted(sorted(allowed, key=lambda i: -worth[i])[:count])
+        assert found[row].nonzero()[:, 0].tolist() == wanted
+
+
+def test_equal_tokens_are_chosen_from_the_first() -> None:
+    same, valid = torch.ones(1, 1, 6, 2), torch.ones(1, 6, dtype=torch.bool)
+    assert most_changed(same, same, valid, 0.5).tolist() == [[True] * 3 + [False] * 3]
+
+
+def test_edits_are_what_is_not_in_the_text_before() -> None:
+    assert align([1, 2, 3, 4], [1, 9, 3, 4]).tolist() == [0, -1, 2, 3]
+    assert align([1, 2, 3, 4], [3, 4]).tolist() == [2, 3]
+    assert align([], [5]).tolist() == [-1]
+    before, after = torch.randint(0, 9, (2, 10), generator=torch.Generator().manual_seed(0))
+    source = align(before[:8], after)
+    kept = source[source >= 0]
+    assert bool((kept[1:] > kept[:-1]).all())  # in order
+    assert torch.equal(before[kept], after[source >= 0])
+
+
+def test_slots_fill_up_rows_with_their_last_one() -> None:
+    mask = torch.tensor([[1, 0, 1, 1], [0, 1, 0, 0], [0, 0, 0, 0]]).bool()
+    assert slots_of(mask).tolist() == [[0, 2, 3], [1, 1, 1], [3, 3, 3]]
+    assert slots_of(torch.zeros(2, 4, dtype=torch.bool)).shape == (2, 0)

@@ -1,0 +1,529 @@
+"""What is particular of each codec: loops and closed forms, error bounds, honest bytes."""
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from diffcache.kv.codec.base import Exact, nbytes
+from diffcache.kv.codec.fourier import FourierSigns, RangeSplit, real_fourier
+from diffcache.kv.codec.heads import JoinHeads
+from diffcache.kv.codec.lowrank import LowRank, StaticLowRank, steady_product
+from diffcache.kv.codec.quant import GroupQuant, Quantized
+from diffcache.kv.codec.residual import Gear
+from diffcache.kv.codec.rotate import ChannelPermute, Hadamard, energy_order, hadamard, rotatekv
+from diffcache.kv.codec.scaled import Balanced, ChannelSeparable, balancer
+from diffcache.kv.codec.sparse import BitmapSparse, Outliers
+
+
+def groups_of(x: Tensor, along: str, group: int) -> Iterator[tuple[int, ...]]:
+    """Yield (b, h, slots, channels) slices of every group, by definition."""
+    b, h, s, d = x.shape
+    for i in range(b):
+        for j in range(h):
+            if along == "tokens":
+                for start in range(0, s, group):
+                    for c in range(d):
+                        yield i, j, slice(start, start + group), slice(c, c + 1)
+            else:
+                for t in range(s):
+                    for start in range(0, d, group):
+                        yield i, j, slice(t, t + 1), slice(start, min(start + group, d))
+
+
+def reference(x: Tensor, bits: float, along: str, group: int) -> tuple[Tensor, Tensor]:
+    """Min-max rounding in Python floats; returns what is decoded and half a scale of each element."""
+    top = {1.58: 2}.get(bits, 2 ** int(bits) - 1)
+    out, half = torch.empty_like(x), torch.empty_like(x)
+    for place in groups_of(x, along, group):
+        values = x[place].flatten().tolist()
+        low = float(torch.tensor(min(values)).half())
+        scale = float(torch.tensor((max(values) - min(values)) / top).half())
+        codes = [min(max(round((v - low) / scale), 0), top) if scale else 0 for v in values]
+        out[place] = torch.tensor([low + code * scale for code in codes]).reshape(x[place].shape)
+        half[place] = scale / 2
+    return out, half
+
+
+@pytest.mark.parametrize("bits", [1, 1.58, 2, 3, 4, 8])
+@pytest.mark.parametrize(("along", "group"), [("tokens", 4), ("channels", 4), ("channels", 7)])
+def test_equals_a_loop_and_keeps_the_bound(bits: float, along: str, group: int) -> None:
+    x = torch.randn(2, 2, 8, 12)
+    wanted, half = reference(x, bits, along, group)
+    found = GroupQuant(bits, along, group).encode(x).decode()
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+    error = (found - x).abs()
+    slack = x.abs().max() * 2**-11 * 2  # of the stored minimum and scale
+    assert (error <= half + slack).all()
+
+
+def test_kivi_bytes() -> None:
+    x = torch.randn(2, 4, 128, 64).half()
+    for along in ("tokens", "channels"):
+        assert nbytes(GroupQuant(2, along, 32).encode(x)) == 0.1875 * x.nbytes
+    assert nbytes(GroupQuant(2, "channels", 32, symmetric=True).encode(x)) == 0.15625 * x.nbytes
+    joined = GroupQuant(2, "tokens", 32)
+    assert nbytes(joined.join([joined.encode(x)] * 3)) == 3 * 0.1875 * x.nbytes
+
+
+@pytest.mark.parametrize("bits", [1, 1.58, 2, 3, 4, 8])
+def test_symmetric_grid_by_hand(bits: float) -> None:
+    x = torch.randn(1, 2, 3, 16)
+    payload = GroupQuant(bits, "channels", None, symmetric=True).encode(x)
+    found, largest = payload.decode(), x.abs().amax(-1, keepdim=True)
+    values = {1: 2, 1.58: 3}.get(bits, 2 ** int(bits) - 1)
+    steps = torch.linspace(-1, 1, values)
+    ideal = (largest * steps).unsqueeze(3)  # [1, 2, 3, 1, values]
+    nearest = (x.unsqueeze(-1) - ideal).abs().min(-1).values
+    torch.testing.assert_close((found - x).abs(), nearest, rtol=0, atol=2e-3 * float(largest.max()))
+    assert payload.grid.values.shape[3] == 1
+    if values % 2:
+        assert (GroupQuant(bits, symmetric=True).encode(torch.zeros(1, 1, 2, 8)).decode() == 0).all()
+
+
+def test_relaxed_grid_draws_both_ends_in() -> None:
+    x = torch.tensor([0.0, 1, 2, 4])[None, None, None]
+    found = GroupQuant(1, "channels", None, relax=0.25).encode(x).decode()
+    assert found.flatten().tolist() == [1, 1, 1, 3]
+
+
+def test_more_levels_than_bits_leave_the_top_short() -> None:
+    x = torch.arange(9.0)[None, None, None]  # 8 widths of 1 and codes 0 to 7
+    found = GroupQuant(3, "channels", None, levels=9).encode(x).decode()
+    assert found.flatten().tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 7]
+    fewer = GroupQuant(2, "channels", None, levels=3).encode(x).decode()
+    assert fewer.unique().tolist() == [0, 4, 8]
+
+
+def test_a_constant_group_has_code_zero() -> None:
+    """Even where its value is not a half-precision number: codes may be shared by layers."""
+    payload = GroupQuant(8, "channels", None).encode(torch.full((1, 1, 2, 8), 40010.7))
+    assert (payload.codes == 0).all()
+    assert (payload.decode() == float(torch.tensor(40010.7).half())).all()
+
+
+def test_ranges_beyond_half_precision_saturate() -> None:
+    x = torch.tensor([-1e6, 0, 1e6, 5])[None, None, None]
+    assert GroupQuant(2, "channels", None).encode(x).decode().isfinite().all()
+    wide = GroupQuant(8, "channels", None, scale_dtype=torch.float32).encode(x).decode()
+    assert ((wide - x).abs() <= 1e6 / 255 + 1).all()
+
+
+def test_taking_whole_groups_needs_no_group_numbers() -> None:
+    codec = GroupQuant(2, "tokens", 4)
+    payload = codec.encode(torch.randn(1, 2, 16, 8))
+    slid = payload.take(torch.arange(4, 16).expand(1, 2, -1))
+    assert slid.grid.of is None and nbytes(slid) == nbytes(payload) * 12 // 16
+    apart = torch.stack([torch.arange(8), torch.arange(8, 16)])[None]  # other groups in each head
+    assert payload.take(apart).grid.of is None
+
+
+def test_taking_scattered_slots_keeps_only_their_groups() -> None:
+    payload: Quantized = GroupQuant(2, "tokens", 4).encode(torch.randn(1, 2, 64, 8))
+    some = payload.take(torch.tensor([[[0, 5, 6], [60, 61, 2]]]))
+    assert some.grid.values.shape[2] == 2 and some.codes.shape == (1, 2, 3, 2)
+
+
+def side_by_side(x: Tensor) -> Tensor:
+    return torch.stack([torch.cat(list(row), -1) for row in x])
+
+
+@pytest.mark.parametrize("rank", [1, 3, 8, 15])
+def test_error_is_the_tail_of_the_spectrum(rank: int) -> None:
+    x = torch.randn(2, 3, 40, 16, dtype=torch.float64)
+    error = LowRank(rank).encode(x).decode() - x
+    tail = torch.linalg.svdvals(x)[..., rank:]
+    wanted = tail.square().sum(-1).sqrt()
+    torch.testing.assert_close(error.flatten(2).norm(dim=-1), wanted, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("rank", [1, 6, 20])
+def test_joint_error_is_the_tail_of_all_heads(rank: int) -> None:
+    x = torch.randn(2, 3, 40, 8, dtype=torch.float64)
+    error = LowRank(rank, joint=True).encode(x).decode() - x
+    tail = torch.linalg.svdvals(side_by_side(x))[..., rank:]
+    wanted = tail.square().sum(-1).sqrt()
+    torch.testing.assert_close(error.flatten(1).norm(dim=-1), wanted, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("slots", [3, 16, 50])
+@pytest.mark.parametrize("joint", [False, True])
+def test_full_rank_is_exact(slots: int, joint: bool) -> None:
+    x = torch.randn(2, 3, slots, 8, dtype=torch.float64)
+    rank = min(slots, 24 if joint else 8)
+    found = LowRank(rank, joint=joint).encode(x).decode()
+    torch.testing.assert_close(found, x, rtol=1e-6, atol=1e-6 if slots == 3 else 1e-11)
+
+
+def test_coordinates_come_by_falling_energy() -> None:
+    x = torch.randn(1, 2, 50, 8, dtype=torch.float64)
+    left = LowRank(5).encode(x).left.decode()  # type: ignore[attr-defined]
+    torch.testing.assert_close(left.norm(dim=2), torch.linalg.svdvals(x)[..., :5])
+
+
+def test_bytes_are_coordinates_and_basis() -> None:
+    x = torch.randn(1, 4, 128, 16).half()
+    assert nbytes(LowRank(5).encode(x)) == 2 * 5 * (4 * 128 + 4 * 16)
+    assert nbytes(LowRank(5, joint=True).encode(x)) == 2 * 5 * (128 + 64)
+
+
+def test_quantized_coordinates() -> None:
+    x = torch.randn(1, 2, 64, 4) @ torch.randn(1, 2, 4, 32)
+    plain = LowRank(4).encode(x)
+    coded = LowRank(4, GroupQuant(8, "tokens", 32)).encode(x)
+    assert nbytes(coded.left) < nbytes(plain.left) / 2  # type: ignore[attr-defined]
+    assert (coded.decode() - x).norm() < 0.02 * x.norm()
+
+
+def test_given_basis_by_definition() -> None:
+    down, up = torch.randn(24, 7), torch.randn(7, 24)
+    x = torch.randn(2, 3, 5, 8)
+    found = side_by_side(StaticLowRank(down, up).encode(x).decode())
+    torch.testing.assert_close(found, side_by_side(x) @ down @ up, rtol=1e-4, atol=1e-4)
+    head = StaticLowRank(down[:8], up[:, :8]).encode(x).decode()
+    torch.testing.assert_close(head, x @ down[:8] @ up[:, :8], rtol=1e-4, atol=1e-4)
+
+
+def test_a_given_basis_is_shared_by_payloads() -> None:
+    down, up = torch.randn(16, 4), torch.randn(4, 16)
+    codec = StaticLowRank(down, up)
+    parts = [codec.encode(torch.randn(1, 2, 6, 8)) for _ in range(3)]
+    assert nbytes(parts) == 3 * 6 * 4 * 4 + up.nbytes
+
+
+def test_heads_that_keep_other_slots_share_what_they_can() -> None:
+    x = torch.randn(1, 2, 8, 4)
+    payload = JoinHeads(GroupQuant(8, "channels", None)).encode(x)
+    both = payload.take(torch.tensor([[[0, 1, 2], [0, 1, 2]]]))
+    assert both.at is None and both.shape == (1, 1, 3)
+    apart = payload.take(torch.tensor([[[0, 1, 2], [1, 2, 5]]]))
+    assert apart.at is not None and apart.shape == (1, 1, 4)  # 0, 1, 2 and 5
+    again = apart.take(torch.tensor([[[1, 2], [0, 1]]]))  # 1 and 2 for both
+    assert again.at is None and again.shape == (1, 1, 2)
+    assert torch.equal(again.decode(), payload.decode()[:, :, 1:3])
+
+
+def test_a_row_does_not_depend_on_its_company() -> None:
+    left, right = torch.randn(300, 33), torch.randn(33, 70)
+    whole = steady_product(left, right, torch.float32)
+    for some in (slice(0, 1), slice(17, 20), slice(5, 250)):
+        assert torch.equal(steady_product(left[some], right, torch.float32), whole[some])
+
+
+def pruned(x: Tensor, count: int) -> Tensor:
+    """Zero the `count` smallest magnitudes of each token, the later channel first among equals."""
+    out = x.clone()
+    for row in out.reshape(-1, x.shape[-1]):
+        order = sorted(range(len(row)), key=lambda c: (abs(float(row[c])), -c))
+        row[order[:count]] = 0
+    return out
+
+
+@pytest.mark.parametrize("sparsity", [0, 0.3, 0.5, 0.58, 0.7, 0.95])
+@pytest.mark.parametrize("size", [8, 10, 33, 50, 64])
+def test_bitmap_equals_a_loop(sparsity: float, size: int) -> None:
+    x = torch.randn(2, 2, 5, size)
+    count = math.floor(round(size * sparsity, 6))
+    assert torch.equal(BitmapSparse(sparsity).encode(x).decode(), pruned(x, count))
+    official = BitmapSparse(sparsity, mode="official").encode(x).decode()
+    assert torch.equal(official, pruned(x, max(count - 1, 0)))
+
+
+def test_exactly_as_many_are_pruned_among_equals() -> None:
+    x = torch.tensor([1.0, -1, 1, 1, -1, 1, 1, 1, 1, 1])[None, None, None]
+    found = BitmapSparse(0.7).encode(x).decode()
+    assert found.flatten().tolist() == [1, -1, 1, 0, 0, 0, 0, 0, 0, 0]
+    assert (BitmapSparse(0.7).encode(torch.zeros_like(x)).decode() == 0).all()
+
+
+def test_bitmap_bytes() -> None:
+    x = torch.randn(1, 4, 100, 64).half()
+    kept = 64 - 44
+    assert nbytes(BitmapSparse(0.7).encode(x)) == 400 * (8 + 2 * kept)
+    both = BitmapSparse(0.5, GroupQuant(2, "channels", 32)).encode(x)
+    assert nbytes(both) == 400 * (8 + 32 // 4 + 4)
+
+
+def test_quantized_values_stay_in_their_places() -> None:
+    x = torch.randn(1, 2, 8, 32)
+    exact = BitmapSparse(0.5).encode(x).decode()
+    coded = BitmapSparse(0.5, GroupQuant(8, "channels", None)).encode(x).decode()
+    assert ((coded - exact).abs() <= x.abs().max() / 100).all()
+    assert torch.equal(coded == 0, exact == 0)
+
+
+def extremes(vector: Tensor, half: int) -> Tensor:
+    order = sorted(range(len(vector)), key=lambda i: float(vector[i]))
+    out = torch.zeros_like(vector)
+    for place in (order[:half] + order[-half:]) if half else []:
+        out[place] = vector[place]
+    return out
+
+
+@pytest.mark.parametrize(("share", "length", "half"), [(0.02, 32, 1), (0.1, 40, 2), (0, 32, 0), (1, 8, 4), (1, 7, 3)])
+def test_outliers_equal_a_loop(share: float, length: int, half: int) -> None:
+    x = torch.randn(2, 2, 6, length)
+    found = Outliers(share).encode(x).decode()
+    wanted = torch.stack([extremes(v, half) for v in x.reshape(-1, length)]).reshape(x.shape)
+    assert torch.equal(found, wanted)
+    turned = Outliers(share, "tokens").encode(x.mT.contiguous()).decode()
+    assert torch.equal(turned, wanted.mT)
+
+
+def test_outlier_bytes() -> None:
+    x = torch.randn(2, 4, 50, 64).half()
+    assert nbytes(Outliers(0.1).encode(x)) == 2 * 4 * 50 * (1 + 6 * 3)
+
+
+def test_a_slot_may_hold_every_outlier_or_none() -> None:
+    x = torch.randn(1, 2, 40, 8) * 0.01
+    x[:, :, 7], x[:, :, 9] = 5, -5
+    payload = Outliers(0.05, "tokens").encode(x)
+    assert payload.counts[0, 0].tolist() == [8 if s in (7, 9) else 0 for s in range(40)]
+    kept = payload.take(torch.tensor([[[9, 0, 9], [1, 2, 3]]]))
+    assert kept.values.numel() == 16 and kept.counts.tolist() == [[[8, 0, 8], [0, 0, 0]]]
+
+
+SIDES = [("tokens", 16), ("channels", 16)]
+
+
+def heavy(*shape: int) -> Tensor:
+    """Numbers with heavy tails of both signs."""
+    return torch.randn(*shape) / torch.rand(*shape).clamp(min=0.02)
+
+
+def error(codec: Gear, x: Tensor) -> float:
+    return float((codec.encode(x).decode() - x).norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(("along", "group"), SIDES)
+def test_without_both_it_is_plain_quantization(along: str, group: int, dtype: torch.dtype) -> None:
+    x = heavy(2, 2, 32, 32).to(dtype)
+    plain, found = GroupQuant(2, along, group), Gear(2, along, group, outliers=0, rank=0)
+    assert torch.equal(found.encode(x).decode(), plain.encode(x).decode())
+    assert nbytes(found.encode(x)) == nbytes(plain.encode(x))
+
+
+@pytest.mark.parametrize(("along", "group"), SIDES)
+def test_the_low_rank_is_nearly_the_best_of_the_error(along: str, group: int) -> None:
+    x = heavy(1, 2, 32, 32).double()
+    found = Gear(2, along, group, 0.1, rank=4, iterations=30).encode(x).decode()
+    coded = Gear(2, along, group, 0.1, rank=0).encode(x).decode()
+    lost, low = x - coded, found - coded
+    values = torch.linalg.svdvals(low)
+    assert (values[..., 4:] < 1e-9 * values[..., :1]).all() and (values[..., 3] > 0).all()
+    inner = low.mT @ (lost - low)  # a projection onto directions over slots
+    torch.testing.assert_close(inner, torch.zeros_like(inner), rtol=0, atol=1e-8)
+    best = torch.linalg.svdvals(lost)[..., 4:].square().sum(-1).sqrt()
+    left = (lost - low).flatten(2).norm(dim=-1)
+    assert (left >= best * (1 - 1e-9)).all() and (left < 1.02 * best).all()
+
+
+@pytest.mark.parametrize(("along", "group"), SIDES)
+@pytest.mark.parametrize("iterations", [1, 2])
+def test_error_never_grows_with_rank(along: str, group: int, iterations: int) -> None:
+    x = heavy(2, 2, 32, 32)
+    ranks = (0, 1, 2, 3, 5, 8, 16, 31, 32)
+    found = [error(Gear(2, along, group, 0.05, rank, iterations), x) for rank in ranks]
+    assert all(b <= a * (1 + 1e-6) for a, b in itertools.pairwise(found))
+    assert found[4] < 0.95 * found[0] and found[-1] < 1e-4 * found[0]
+
+
+def test_a_seed_is_repeatable_and_matters() -> None:
+    x = heavy(1, 2, 32, 32)
+    first, second, other = (Gear(rank=2, iterations=1, seed=s).encode(x).decode() for s in (0, 0, 1))
+    assert torch.equal(first, second) and not torch.equal(first, other)
+
+
+def test_fewer_slots_than_rank() -> None:
+    x = heavy(1, 2, 2, 32)
+    assert error(Gear(2, "channels", 16, 0, rank=4), x) < 1e-4 * float(x.norm())
+
+
+def test_bytes_by_part() -> None:
+    x = heavy(1, 4, 64, 32).half()
+    found = Gear(2, "channels", 16, 0.1, rank=3).encode(x)
+    slots = 4 * 64
+    assert nbytes(found.quantized) == slots * (8 + 2 * 4)
+    assert nbytes(found.outliers) == slots * (1 + 4 * 3)
+    assert nbytes(found.factors) == 2 * 3 * (slots + 4 * 32)
+    assert nbytes(found) == sum(map(nbytes, (found.quantized, found.outliers, found.factors)))
+
+
+def sylvester(size: int) -> Tensor:
+    """The matrix by its definition."""
+    matrix = torch.ones(1, 1)
+    while matrix.shape[0] < size:
+        matrix = torch.kron(torch.tensor([[1.0, 1], [1, -1]]), matrix)
+    return matrix / size**0.5
+
+
+def outliers(*shape: int) -> Tensor:
+    """Keys of which three channels are thirty times as large."""
+    x = torch.randn(*shape)
+    x[..., [3, 17, 18]] *= 30
+    return x
+
+
+@pytest.mark.parametrize(("size", "block"), [(1, 1), (2, 2), (64, 64), (96, 32), (24, 4)])
+def test_equals_the_matrix(size: int, block: int) -> None:
+    x = torch.randn(3, 5, size)
+    wanted = torch.block_diag(*[sylvester(block)] * (size // block))
+    torch.testing.assert_close(hadamard(x, block), x @ wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(hadamard(hadamard(x, block), block), x, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("size", [64, 48])
+def test_logits_are_unchanged_without_quantization(heads: int, size: int) -> None:
+    k, q = outliers(2, 4, 32, size), torch.randn(2, 4, 6, size)
+    for codec in (Hadamard(Exact(), heads), ChannelPermute(Exact()), ChannelPermute(Hadamard(Exact(), heads))):
+        found = q @ codec.encode(k).decode().mT
+        torch.testing.assert_close(found, q @ k.mT, rtol=1e-5, atol=2e-4)
+
+
+def test_grouped_heads_share_an_outlier() -> None:
+    x = torch.randn(1, 4, 64, 16)
+    x[:, 1] *= 20  # one loud head
+    quant = GroupQuant(4, "channels", None)
+    found = Hadamard(Exact(), heads=4).encode(x)
+    inner = found.inner.inner.values  # type: ignore[attr-defined]
+    assert inner.shape == (1, 1, 64, 64)
+    assert (Hadamard(quant, 4).encode(x).decode() - x).isfinite().all()
+
+
+def test_energy_order_sorts_channels() -> None:
+    x = torch.tensor([[1.0, 3, 0, 2], [-1, 0, 0, -2]])[None, None]
+    assert energy_order(x).tolist() == [[[1, 3, 0, 2]]]
+    assert energy_order(torch.zeros(1, 1, 2, 3)).tolist() == [[[0, 1, 2]]]
+
+
+def test_a_given_order_is_used_and_stored_once() -> None:
+    order = torch.tensor([2, 0, 3, 1])
+    codec = ChannelPermute(Exact(), order)
+    x = torch.randn(1, 2, 5, 4)
+    payload = codec.encode(x)
+    assert torch.equal(payload.inner.decode(), x[..., order])
+    joined = codec.join([payload, codec.encode(torch.randn(1, 2, 9, 4))])
+    assert joined.order.values.shape[2] == 1 and joined.order.of is None
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_rotatekv_rounds_to_the_nearest_of_its_grid(bits: int) -> None:
+    x, order = torch.randn(1, 2, 64, 32), torch.arange(32)
+    rotated = hadamard(x, 32)
+    span = rotated.amax(-1, keepdim=True) - rotated.amin(-1, keepdim=True)
+    found = rotatekv(bits, 32, 1, order).encode(x).decode()
+    worst = ((hadamard(found, 32) - rotated).abs() / (span / (2**bits - 1))).max()
+    assert float(worst) == pytest.approx(0.5, abs=0.02)
+
+
+@pytest.mark.parametrize("length", [2, 3, 4, 7, 8, 32])
+def test_basis_is_orthonormal_and_the_transform(length: int) -> None:
+    basis = real_fourier(length)
+    torch.testing.assert_close(basis @ basis.mT, torch.eye(length, dtype=torch.float64))
+    signal = torch.randn(length, dtype=torch.float64)
+    wanted = torch.fft.rfft(signal, norm="ortho")
+    found = basis @ signal
+    torch.testing.assert_close(found[0], wanted[0].real)
+    for frequency in range(1, (length + 1) // 2):
+        pair = found[2 * frequency - 1], found[2 * frequency]
+        torch.testing.assert_close(pair[0], wanted[frequency].real * 2**0.5)
+        torch.testing.assert_close(pair[1], -wanted[frequency].imag * 2**0.5)
+    if length % 2 == 0:
+        torch.testing.assert_close(found[-1], wanted[-1].real)
+
+
+def test_signs_equal_a_loop() -> None:
+    x, group = torch.randn(2, 2, 12, 5), 4
+    found = FourierSigns(group).encode(x).decode()
+    basis = real_fourier(group).float()
+    for b in range(2):
+        for h in range(2):
+            for start in range(0, 12, group):
+                for c in range(5):
+                    signal = x[b, h, start : start + group, c]
+                    rest = basis[1:] @ signal
+                    scale = rest.abs().mean()
+                    coded = scale * torch.where(rest >= 0, 1.0, -1.0)
+                    wanted = signal.mean() + coded @ basis[1:]
+                    torch.testing.assert_close(found[b, h, start : start + group, c], wanted, rtol=1e-3, atol=2e-3)
+
+
+def test_bytes_are_a_bit_and_two_halves_a_group() -> None:
+    x = torch.randn(1, 4, 128, 64).half()
+    groups = 4 * 4
+    assert nbytes(FourierSigns(32).encode(x)) == groups * (31 * 8 + 2 * 2 * 64)
+
+
+def test_whole_groups_slide_out() -> None:
+    payload = FourierSigns(4).encode(torch.randn(1, 2, 16, 8))
+    slid = payload.take(torch.arange(4, 16).expand(1, 2, -1))
+    assert slid.at is None and nbytes(slid) == nbytes(payload) * 3 // 4
+    some = payload.take(torch.tensor([[[1, 2], [13, 15]]]))
+    assert some.signs.shape[2] == 1 and some.at is not None
+
+
+def test_the_widest_channels_are_coded_finer() -> None:
+    x = torch.randn(1, 2, 32, 8)
+    x[:, 0, :, [1, 6]] *= 50
+    x[:, 1, :, [0, 3]] *= 50
+    payload = RangeSplit(0.25, Exact(), FourierSigns(32)).encode(x)
+    found = payload.decode()
+    assert torch.equal(found[:, 0, :, [1, 6]], x[:, 0, :, [1, 6]])
+    assert torch.equal(found[:, 1, :, [0, 3]], x[:, 1, :, [0, 3]])
+    assert not torch.equal(found[:, 1, :, 1], x[:, 1, :, 1])
+    ranges = (x.amax(2) - x.amin(2)).argsort(-1, descending=True)
+    assert torch.equal(payload.order.values[:, :, 0].long(), ranges)
+
+
+def test_slots_are_a_multiple_of_both() -> None:
+    assert RangeSplit(0.5, GroupQuant(2, "tokens", 6), FourierSigns(4)).multiple == 12
+
+
+def test_separable_keeps_zero_channels_and_blocks_apart() -> None:
+    codec = ChannelSeparable(Exact())
+    x = torch.randn(1, 1, 4, 3)
+    x[..., 1] = 0
+    first, second = codec.encode(x), codec.encode(x * 100)
+    joined = codec.join([first, second])
+    assert joined.factor.values.shape[2] == 2
+    torch.testing.assert_close(joined.decode(), torch.cat([x, x * 100], 2))
+    assert (joined.decode()[..., 1] == 0).all()
+
+
+def test_balancer_by_definition() -> None:
+    q, k = torch.randn(2, 3, 2, 5, 4), torch.randn(2, 3, 7, 4)
+    found = balancer(q, k)
+    for b in range(2):
+        for h in range(3):
+            for c in range(4):
+                wanted = (q[b, h, :, :, c].abs().max() / k[b, h, :, c].abs().max()).sqrt()
+                torch.testing.assert_close(found[b, h, c], wanted)
+    k[..., 0] = 0
+    assert (balancer(q, k)[..., 0] == 1).all()
+
+
+def test_balanced_loses_nothing_without_quantization() -> None:
+    k = torch.randn(2, 3, 7, 4)
+    for shape in ((4,), (3, 4), (2, 3, 4), (1, 3, 1)):
+        found = Balanced(Exact(), torch.rand(shape) + 0.1).encode(k).decode()
+        torch.testing.assert_close(found, k, rtol=1e-6, atol=1e-6)
+
+
+def test_balanced_equals_scaling_queries_instead() -> None:
+    q, k = torch.randn(1, 2, 1, 5, 16), torch.randn(1, 2, 32, 16)
+    factor, quant = balancer(q, k), GroupQuant(4, "channels", None)
+    ours = q[:, :, 0] @ Balanced(quant, factor).encode(k).decode().mT
+    paper = (q[:, :, 0] / factor[:, :, None]) @ quant.encode(k * factor[:, :, None]).decode().mT
+    torch.testing.assert_close(ours, paper, rtol=1e-3, atol=1e-3)
+
+
+def test_one_factor_is_stored_once() -> None:
+    codec = Balanced(GroupQuant(2, "channels", 4), torch.rand(3, 4) + 0.5)
+    joined = codec.join([codec.encode(torch.randn(2, 3, s, 4)) for s in (5, 6)])
+    assert joined.factor.values.shape[2] == 1 and joined.factor.of is None
