@@ -128,3 +128,5 @@ def test_kvpress_answers_for_every_press(name: str, model: nn.Module, folder: Pa
 @pytest.mark.skipif(peer.installed() is None, reason="kvpress is not installed")
 def test_settings_go_to_the_press_that_has_them() -> None:
     assert dict(peer.peer("kvpress/adakv", 0.5, window_size=4).settings) == {"window_size": 4}
+    with pytest.raises(ValueError, match="KnormPress has no setting 'window'"):
+        peer.peer("kvpress/knorm", 0.5, window=4)
