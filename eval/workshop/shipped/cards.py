@@ -17,7 +17,7 @@ from typing import Any
 
 from diffcache.eval.pages import keep_pages, table
 from diffcache.eval.record import FOLDER, ROOT
-from diffcache.eval.workshop.shipped.quality import QUALITIES, WHOLE, file_of
+from diffcache.eval.workshop.shipped.quality import OF, QUALITIES, WHOLE, file_of
 from diffcache.files import read_json
 from diffcache.pipelines.shipped_models import MODELS
 
@@ -62,14 +62,17 @@ def _block(name: str, folder: Path) -> str:
         f"**{_share(whole)} of {whole['n']:,} {_unit(first, what)} are right in everything** "
         f"({first['name']}; 95 % interval)."
     )
-    keys = [key for key in first["quality"] if key != WHOLE]
+    keys = [key for key in first["quality"] if key != WHOLE and not key.startswith(OF)]
     titles = [_TITLES.get(key, key.replace("_", " ")) for key in (WHOLE, *keys)]
     cells = [[row["name"], *(_cell(key, row["quality"][key]) for key in (WHOLE, *keys))] for row in rows]
     source = (
         f"Measured by `{record['command']}` at commit `{record['commit']}` and kept in "
         f"`assets/bench/{file_of(name).name}`."
     )
-    return "\n".join([head, "", *table(["", *titles], cells, numbers=True), "", source])
+    own = {key: found for key, found in first["quality"].items() if key.startswith(OF)}
+    objects = [[key.removeprefix(OF), str(found["n"]), _share(found)] for key, found in own.items()]
+    by_object = [*table(["object", "films", _TITLES[WHOLE]], objects, numbers=True), ""] if own else []
+    return "\n".join([head, "", *table(["", *titles], cells, numbers=True), "", *by_object, source])
 
 
 def _overview(folder: Path) -> str:

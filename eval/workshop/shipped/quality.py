@@ -46,9 +46,10 @@ from diffcache.eval.workshop.small import (
 from diffcache.eval.workshop.small.chain import HELD_OUT, WORLDS
 from diffcache.eval.workshop.small.chain import draw as draw_chains
 from diffcache.eval.workshop.small.grid import draw_grid
+from diffcache.eval.workshop.small.sticker_films import FILMED, sample_film
 from diffcache.eval.workshop.small.sticker_flux import decode, encode
 from diffcache.eval.workshop.small.sticker_judge import read_faults
-from diffcache.eval.workshop.small.stickers import OBJECTS, held_out_captions, parse, with_article
+from diffcache.eval.workshop.small.stickers import GROUNDS, OBJECTS, held_out, held_out_captions, parse, with_article
 from diffcache.eval.workshop.small.stickers import render as render_stickers
 from diffcache.eval.workshop.video import rollouts
 from diffcache.eval.workshop.video.rollouts import EVERY, Rollouts, frames_right
@@ -64,6 +65,8 @@ from diffcache.video import FullHistory
 Outcomes = Mapping[str, Tensor]  # name -> [N] or [N, Q]; `whole_right` first, `_db` are no shares
 Numbers = Sequence[int]  # of the samples to make, out of all that are asked for
 WHOLE = "whole_right"
+OF = "of_"  # begins the keys of the films of one object
+_OTHERS = 12  # films of each object that no held-out film shows
 SETTING = Setting(torch.device("cpu"))
 ALL: list[str] = []
 _CHAINS, _TOKENS = 50, 8192  # prompts that are decoded together, tokens of a batch of contexts
@@ -158,11 +161,29 @@ def _of_sticker_edits(pipe: Any, steps: int, samples: int, seed: int, numbers: N
 
 
 def _of_films(pipe: Any, steps: int, samples: int, seed: int, numbers: Numbers) -> Outcomes:
-    """Judge films of held-out sentences: right where each of their frames is."""
+    """Judge films of held-out sentences, right where each of their frames is; and by object."""
     every = sticker_wan.draw_films(samples, seed, held=True)
     texts = [every[number].caption_at(0) for number in numbers]
     right = frames_right(_films_of(pipe, texts, steps, _seeds(seed, numbers)), texts)
-    return {WHOLE: right.all(1), "frame_right": right}
+    found = {WHOLE: right.all(1), "frame_right": right}
+    if len(numbers) < samples:
+        return found
+    more = _others(seed)
+    others = frames_right(_films_of(pipe, more, steps, _seeds(seed, range(len(more)))), more)
+    return {**found, **_by_object([*texts, *more], torch.cat([right, others]).all(1))}
+
+
+def _others(seed: int) -> list[str]:
+    """Return sentences of films of the objects that training saw on every ground, as many of each."""
+    rng = np.random.default_rng([seed, 31_013])
+    names = [name for name in FILMED if not any(held_out((name,), ground) for ground in GROUNDS)]
+    return [sample_film(rng, objects=(name,)).caption_at(0) for name in names for _ in range(_OTHERS)]
+
+
+def _by_object(texts: Sequence[str], right: Tensor) -> dict[str, Tensor]:
+    """Return which films of each object are right."""
+    names = [parse(text)[0][0] for text in texts]
+    return {f"{OF}{name}": right[[each == name for each in names]] for name in FILMED if name in names}
 
 
 def _films_of(pipe: Any, texts: list[str], steps: int, seeds: Numbers) -> NDArray[np.uint8]:
@@ -172,7 +193,7 @@ def _films_of(pipe: Any, texts: list[str], steps: int, seeds: Numbers) -> NDArra
 
 
 def _of_streams(pipe: Any, chunks: int, samples: int, seed: int, numbers: Numbers) -> Outcomes:
-    """Judge streams of held-out sentences with their whole history, by their last frame.
+    """Judge streams of held-out sentences with their whole history, by their last frame; and by object.
 
     Streams share their noise, so that a part is the beginning of all: as many chunks as numbers
     are of samples, and enough for a frame that is judged.
@@ -180,8 +201,15 @@ def _of_streams(pipe: Any, chunks: int, samples: int, seed: int, numbers: Number
     made = Rollouts(samples, SETTING, seed, pipe)
     with made.video() as video:
         films = made.films(video, FullHistory(), max(-(-chunks * len(numbers) // samples), 4))
-    right = frames_right(films[:, EVERY - 1 :: EVERY].numpy(), made.said)
-    return {WHOLE: right[:, -1], "frame_right": right, "right_after_a_second": right[:, 0]}
+        right = frames_right(films[:, EVERY - 1 :: EVERY].numpy(), made.said)
+        found = {WHOLE: right[:, -1], "frame_right": right, "right_after_a_second": right[:, 0]}
+        if len(numbers) < samples:
+            return found
+        more = Rollouts(0, SETTING, seed + 1, pipe)
+        more.said = _others(seed)
+        last = more.films(video, FullHistory(), chunks)[:, EVERY - 1 :: EVERY][:, -1:]
+        others = frames_right(last.numpy(), more.said)
+    return {**found, **_by_object([*made.said, *more.said], torch.cat([right[:, -1], others[:, -1]]))}
 
 
 def _of_reach(pipe: Any, steps: int, samples: int, seed: int, numbers: Numbers) -> Outcomes:
