@@ -84,9 +84,9 @@ def stream(
 
     [bold]Try[/bold]
 
-        diffcache stream "a fox on grass" --out fox.mp4
+        diffcache stream "a frog on grass" --out frog.mp4
 
-        diffcache stream "a crab on gravel" --restyle fox.mp4 --out crab.mp4
+        diffcache stream "a crab on gravel" --restyle frog.mp4 --out crab.mp4
 
         diffcache stream "A red fox trots ..." --model ./Wan2.1-T2V-1.3B-Diffusers
             --checkpoint self_forcing_dmd.pt --policy infinity-rope

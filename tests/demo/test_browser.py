@@ -187,7 +187,7 @@ def test_a_page_streams_takes_orders_stops_and_leaves_nothing(replicas: int, tmp
             page.click("#start")
             note.get_by_text("the prompt has 10,000 letters; at most 2,000 are read").wait_for()
 
-            prompt.fill("a fox on grass")
+            prompt.fill("a frog on grass")
             page.click("#start")
             page.wait_for_function(f"{SHOWN} >= 3")
             before = page.evaluate(CANVAS)
@@ -271,7 +271,7 @@ def test_a_film_goes_on_after_the_server_was_killed(tmp_path: Path) -> None:
     with browser_page(problems) as page:
         with server(tmp_path, "--images", "") as (process, address):
             page.goto(address, wait_until="domcontentloaded")
-            page.locator("#prompt textarea").fill("a fox on grass")
+            page.locator("#prompt textarea").fill("a frog on grass")
             page.click("#start")
             page.wait_for_function(f"{SHOWN} >= 30")  # five chunks, of which the fourth is saved
             assert page.locator("#back").count() == 0
@@ -279,7 +279,7 @@ def test_a_film_goes_on_after_the_server_was_killed(tmp_path: Path) -> None:
             process.wait()
         with server(tmp_path, "--images", "", port=address.split(":")[-1].strip("/")):
             page.goto(address, wait_until="domcontentloaded")
-            page.locator("#note", has_text="your film of 'a fox on grass' was saved").wait_for()
+            page.locator("#note", has_text="your film of 'a frog on grass' was saved").wait_for()
             if os.environ.get("DIFFCACHE_SCREENS"):
                 draw_screen(page, Path(os.environ["DIFFCACHE_SCREENS"]) / "serve-restart.png")
             page.click("#back")

@@ -36,9 +36,9 @@ def test_the_shipped_pipeline_is_filmed_through_its_text_encoder_and_autoencoder
     with CausalVideo.from_pretrained("sticker-causal") as video:
         program = program_of(video, "sticker-causal", 1, 10**9)
         assert (program.sizes, program.beside) == ({"64 x 64": (64, 64)}, "window")
-        assert (program.fps, program.prompts[0]) == (12, "a fox on grass")
+        assert (program.fps, program.prompts[0]) == (12, "a frog on grass")
         assert (program.policies[0], program.policies.count("full")) == ("full", 1)
-        film = program.make(Asked("a fox on grass", "window", 0, 2, (32, 48)))
+        film = program.make(Asked("a frog on grass", "window", 0, 2, (32, 48)))
         first, second = film.next(), film.next()
         assert first.shape[1:] == second.shape[1:] == (32, 48, 3) and len(second) > len(first)
         assert film.readings()["decoder_bytes"] > 0
@@ -54,7 +54,7 @@ def test_a_folder_says_how_it_is_streamed(tmp_path: Path) -> None:
     (told,) = re.findall("```json\n(.*?)```", Path("docs/serve.md").read_text(), re.S)
     file.write_text(told)
     sampler = FewSteps(shift=2.0, predicts="clean")
-    assert streaming(tmp_path) == Streaming((64, 64), 8, 3, 12, ["a fox on grass"], sampler, "full")
+    assert streaming(tmp_path) == Streaming((64, 64), 8, 3, 12, ["a frog on grass"], sampler, "full")
     for wrong, words in (
         ({"chunks": 2}, "stream: .*'chunks'"),
         ({"chunk": 0}, "chunk=0: must be"),

@@ -27,7 +27,7 @@ from diffcache.pipelines.causal_video import CausalVideo
 from diffcache.pipelines.stream_batch import StreamBatch
 from diffcache.video import FullHistory, Window
 
-SAMPLES, LENGTH = 64, 80  # films and their chunks, 479 frames
+SAMPLES, LENGTH = 32, 80  # films and their chunks, 479 frames
 CHUNKS = 96  # that are timed
 ALONE, BATCHED, SEQUENTIAL = "no history", "stream batch", "level by level"
 DEPTHS = (8, 32, 64, 128)  # chunks of history that are computed anew

@@ -43,7 +43,7 @@ STREAM: dict[str, Any] = {
     "chunk": CHUNK,
     "fps": FPS,
     "sampler": asdict(SAMPLER),
-    "prompts": ["a fox on grass", "a crab", "a sunflower in space", "a burger on wood"],
+    "prompts": ["a frog on grass", "a crab", "a sunflower in space", "a burger on wood"],
     "policy": "full",  # keeps most objects: films under a window fall apart after 60 chunks
 }
 HELD = 64

@@ -4,7 +4,7 @@ The shipped directory is an ordinary diffusers pipeline that `WanPipeline.from_p
 Guidance takes a second call a step, and a call has to pass `CALL`:
 
     pipe = load()
-    film = pipe("a fox on grass", **CALL).frames[0]
+    film = pipe("a frog on grass", **CALL).frames[0]
 """
 
 from __future__ import annotations
