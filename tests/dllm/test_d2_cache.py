@@ -16,7 +16,7 @@ from diffcache.dllm.d2_cache import NotedPlan
 from diffcache.errors import AttachError
 from diffcache.pipelines.diffusion_lm import DiffusionLM
 from tests.dllm.cases import ANSWER, LENGTHS, LONGEST, VALID, WIDTH, model
-from tests.dllm.toys import MASK, Noted, bidirectional, check_step, prompts, trace
+from tests.dllm.toys import MASK, Compared, Noted, after, bidirectional, check_step, following, prompts, trace
 
 CASES: dict[str, tuple[D2Cache, Schedule, Sampler]] = {
     "narrow": (D2Cache(3, 2.0, 0.3, 3), Schedule(ANSWER, 8), Sampler()),
@@ -84,15 +84,16 @@ def expected(name: str, notes: list[Noted], step: int, row: int, known: Any) -> 
     return rows
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_rows_notes_and_logits_are_the_oracle_s(name: str) -> None:
+def compared(name: str) -> Compared:
+    """Hold rows, notes and logits against those of the oracle."""
     policy, schedule, sampler = CASES[name]
-    _, notes = trace(model(), policy, prompts(*LENGTHS), schedule, sampler)
-    kept, confidence = None, torch.zeros(2, WIDTH, dtype=torch.float64)
+    decoding, notes = trace(model(), policy, prompts(*LENGTHS), schedule, sampler)
+    found, kept, confidence = Compared(), None, torch.zeros(2, WIDTH, dtype=torch.float64)
     flows: list[Tensor] = []
     for step, now in enumerate(notes):
         maps: list[Tensor] = []
-        logits, _ = check_step(model(), now, kept, VALID, maps=maps)
+        logits, _ = check_step(model(), now, kept, VALID, maps=maps, found=found)
+        found.goes_on(following(decoding, notes, step), after(now, logits, schedule, sampler))
         before, flows = flows, []
         assert isinstance(now.plan, NotedPlan)
         for row, length in enumerate(LENGTHS):
@@ -110,6 +111,7 @@ def test_rows_notes_and_logits_are_the_oracle_s(name: str) -> None:
                 torch.testing.assert_close(notes_of, wanted_of, rtol=0, atol=1e-10)
         kept = now.kept
     assert any(len(now.fed(0)) < WIDTH // 2 for now in notes)
+    return found
 
 
 def test_with_a_shift_confidence_is_that_of_the_row_before() -> None:

@@ -24,20 +24,20 @@ from transformers import (
 )
 
 import diffcache
-from diffcache.dllm import DLLMCache, RowPlan, Schedule
+from diffcache.dllm import Decoding, DLLMCache, RowPlan, Schedule
 from diffcache.dllm.dllm_cache import BranchPlan
 from diffcache.errors import AttachError
 from diffcache.pipelines.diffusion_lm import DiffusionLM
-from tests.dllm.cases import ANSWER, LENGTHS, LONGEST, SCHEDULE, WIDTH, model
-from tests.dllm.toys import LAYERS, MASK, Noted, bidirectional, prompts, trace
+from tests.dllm.cases import ANSWER, CONFIDENT, LENGTHS, LONGEST, SCHEDULE, VALID, WIDTH, model
+from tests.dllm.toys import LAYERS, MASK, Compared, Noted, after, bidirectional, following, prompts, trace
 
 SETTINGS = [DLLMCache(5, 3), DLLMCache(3, 8, 0.5), DLLMCache(2, None, 0), DLLMCache(4, 3, 0.05)]
 NAMES = [f"{m.prompt_every}, {m.answer_every}, {m.ratio}" for m in SETTINGS]
 
 
 @cache
-def traced(method: DLLMCache | None) -> list[Noted]:
-    return trace(model(), method, prompts(*LENGTHS), SCHEDULE)[1]
+def traced(method: DLLMCache) -> tuple[Decoding, list[Noted]]:
+    return trace(model(), method, prompts(*LENGTHS), SCHEDULE)
 
 
 # the oracle --------------------------------------------------------------------------------------
@@ -113,15 +113,17 @@ class Sequence:
         return model().lm_head(core.norm(x))
 
 
-@pytest.mark.parametrize("method", SETTINGS, ids=NAMES)
-def test_logits_rows_and_what_is_held_are_those_of_the_oracle(method: DLLMCache) -> None:
+def compared(method: DLLMCache) -> Compared:
+    """Hold logits, rows and what is held against those of the oracle."""
     oracles = [Sequence(method, length) for length in LENGTHS]
-    before = None
-    for now in traced(method):
+    before, found, (decoding, notes) = None, Compared(), traced(method)
+    for step, now in enumerate(notes):
+        by_hand = now.logits.new_zeros(now.logits.shape)
         for row, (oracle, length) in enumerate(zip(oracles, LENGTHS, strict=True)):
             first = LONGEST - length
             logits = oracle.forward(now.ids[row, first:])
             torch.testing.assert_close(now.logits[row, first:], logits, rtol=0, atol=1e-9)
+            by_hand[row, first:] = logits
             for layer in range(LAYERS):
                 kept, outputs = oracle.kept[layer], now.more[2 * layer :][:2]
                 values = now.kept[layer][1][row].transpose(0, 1).flatten(1)
@@ -132,6 +134,9 @@ def test_logits_rows_and_what_is_held_are_those_of_the_oracle(method: DLLMCache)
                         changed = (ours[row, first:] != old[row, first:]).any(-1).nonzero()[:, 0]
                         assert set(changed.tolist()) == oracle.rows[layer]
         before = now.more
+        found.step(now.tokens, now.logits[VALID], by_hand[VALID])
+        found.goes_on(following(decoding, notes, step), after(now, by_hand, SCHEDULE, CONFIDENT))
+    return found
 
 
 # the limits --------------------------------------------------------------------------------------

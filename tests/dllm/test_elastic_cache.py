@@ -27,7 +27,7 @@ from diffcache.errors import AttachError
 from diffcache.pipelines.diffusion_lm import DiffusionLM
 from diffcache.targets import handle_of
 from tests.dllm.test_diffusion_lm import Reads
-from tests.dllm.toys import MASK, bidirectional, padded, prompts
+from tests.dllm.toys import MASK, Compared, bidirectional, padded, prompts
 
 LAYERS, HEADS, SIZE, CHANNELS = 4, 4, 8, 32
 LENGTHS = (9, 5)  # of the prompts
@@ -157,15 +157,15 @@ class Oracle:
             self.start = min(self.start, number + 1)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
 @torch.no_grad()
-def test_every_layer_and_step_of_a_padded_batch_is_the_oracle_s(name: str) -> None:
-    model, (policy, rule) = toy(), SETTINGS[name]
+def compared(name: str) -> Compared:
+    """Hold every layer and step of a padded batch against the oracle."""
+    model, (policy, rule), found = toy(), SETTINGS[name], Compared()
     oracles = [Oracle(model, policy, length + ANSWER) for length in LENGTHS]
     starts, commits = set(), set()
     notes = follow(model, policy, rule)
     for step, now in enumerate(notes):
-        rows, before = [], notes[max(step - 1, 0)].ids
+        rows, before, both = [], notes[max(step - 1, 0)].ids, ([], [])
         for row, oracle in enumerate(oracles):
             skip = WIDTH - oracle.width
             ids = now.ids[row, skip:]
@@ -181,6 +181,8 @@ def test_every_layer_and_step_of_a_padded_batch_is_the_oracle_s(name: str) -> No
             assert step == 0 or set(at.tolist()) == {p + skip for p in fed}
             there = at >= skip
             torch.testing.assert_close(now.logits[row][there], logits[at[there] - skip], rtol=0, atol=1e-10)
+            for some, one in zip(both, (now.logits[row][there], logits[at[there] - skip]), strict=True):
+                some.append(one)
             for layer in range(LAYERS):
                 k, v = (x[row, :, skip:].transpose(0, 1).repeat_interleave(2, 1) for x in now.held.layers[layer])
                 pairs = [(k, oracle.k), (v, oracle.v)]
@@ -199,6 +201,7 @@ def test_every_layer_and_step_of_a_padded_batch_is_the_oracle_s(name: str) -> No
             starts.add((step, oracle.start))
             commits.add(len(just))
             rows.append(len(oracle.rows))
+        found.step(now.tokens[0], *map(torch.cat, both))
         wide = LAYERS - min(now.held.starts)
         assert now.tokens[0] == 2 * (wide * WIDTH + (LAYERS - wide) * max(rows))
         assert sum(now.tokens) == 2 * LAYERS * WIDTH
@@ -207,6 +210,7 @@ def test_every_layer_and_step_of_a_padded_batch_is_the_oracle_s(name: str) -> No
     if name not in ("never", "always"):  # layers in between, and sequences that differ
         assert len(later) > 2 and len(starts) > len(notes)
     assert rule.is_fixed or max(commits) > 1
+    return found
 
 
 # the front door ----------------------------------------------------------------------------------------

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 from diffcache.attach.extensions.partial import HeldKV
 from diffcache.dllm import RowPlan, Schedule, Uncached
-from tests.dllm.cases import ANSWER, BLOCK, CASES, LENGTHS, LONGEST, ROW_PLANS, SCHEDULE, VALID, WIDTH, model, traced
-from tests.dllm.toys import Noted, bidirectional, check_step, prompts, trace
+from tests.dllm.cases import ANSWER, BLOCK, CASES, LENGTHS, LONGEST, RANDOM, SCHEDULE, VALID, WIDTH, model, traced
+from tests.dllm.toys import Compared, Noted, after, bidirectional, check_step, following, prompts, trace
 
 
 def real(row: int) -> set[int]:
@@ -110,25 +109,21 @@ def greedy(name: str, notes: list[Noted], step: int, row: int) -> set[int]:
     return coming | just | near
 
 
-@pytest.mark.parametrize("name", ROW_PLANS)
-def test_the_rows_of_the_paper_are_computed(name: str) -> None:
-    notes = traced(name)[1]
-    assert len(notes) == (CASES[name].schedule.steps or ANSWER)
-    partial = 0
+def compared(name: str) -> Compared:
+    """Hold rows, logits and what is held against those of the papers."""
+    (decoding, notes), case, kept = traced(name), CASES[name], None
+    found, partial, last = Compared(), 0, decoding.state.order if case.sampler is RANDOM else None
+    assert len(notes) == (case.schedule.steps or ANSWER)
     for step, now in enumerate(notes):
         for row in range(len(LENGTHS)):
             rows = expected(name, notes, step, row)
             assert now.fed(row) == (set(range(WIDTH)) if rows is None else rows)
             partial += rows is not None
-    assert partial
-
-
-@pytest.mark.parametrize("name", ROW_PLANS)
-def test_logits_and_what_is_held_are_those_of_the_oracle(name: str) -> None:
-    notes, kept = traced(name)[1], None
-    for step, now in enumerate(notes):
-        check_step(model(), now, kept, VALID, seen=seen(name, notes, step))
+        logits, _ = check_step(model(), now, kept, VALID, seen=seen(name, notes, step), found=found)
+        found.goes_on(following(decoding, notes, step), after(now, logits, case.schedule, case.sampler, last))
         kept = now.kept
+    assert partial
+    return found
 
 
 # the engine ------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from diffcache.pipelines.diffusion_lm import DiffusionLM
 from diffcache.pipelines.language_model import _earlier_transformers, load_language_model
 from tests.dllm import remote_models
 from tests.dllm.remote_models import DreamConfig, DreamModel, LLaDAConfig, LLaDAModelLM
-from tests.dllm.toys import LAYERS, MASK, bidirectional, padded, prompts, trace
+from tests.dllm.toys import LAYERS, MASK, Compared, bidirectional, padded, prompts, trace
 
 NAMES = ("llada", "dream")
 LENGTHS = (9, 5)
@@ -151,16 +151,16 @@ def test_all_rows_are_the_model_bit_for_bit(name: str, dtype: torch.dtype, lengt
             assert torch.equal(alone(own, ids, valid), wanted)  # without a plan
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", NAMES)
-def test_every_step_is_that_of_a_llama_with_its_weights(name: str, policy: str) -> None:
-    """Rows, logits, and what is held of every layer; LLaDA counts padding as positions."""
+def compared(name: str, policy: str) -> Compared:
+    """Hold a model against a Llama with its weights; LLaDA counts padding as positions."""
     rows = prompts(*LENGTHS) if name == "dream" else prompts(9, 9)
     ours, notes = trace(model(name), POLICIES[policy], rows, SCHEDULE)
     theirs, others = trace(llama(name), POLICIES[policy], rows, SCHEDULE)
-    assert torch.equal(ours.ids, theirs.ids) and len(notes) == len(others)
+    found = Compared()
+    found.goes_on(ours.ids, theirs.ids)
     for now, other in zip(notes, others, strict=True):
-        assert torch.equal(now.rows, other.rows)
+        assert torch.equal(now.rows, other.rows) and now.tokens == other.tokens
+        found.step(now.tokens, now.logits, other.logits)
         torch.testing.assert_close(now.logits, other.logits, rtol=0, atol=1e-10)
         for (k, v), (k_, v_) in zip(now.kept, other.kept, strict=True):
             torch.testing.assert_close((k, v), (k_, v_), rtol=0, atol=1e-10)
@@ -168,6 +168,7 @@ def test_every_step_is_that_of_a_llama_with_its_weights(name: str, policy: str) 
             for one, two in zip(now.more, other.more, strict=True):
                 torch.testing.assert_close(one, two, rtol=0, atol=1e-10)
     assert "dllm" in policy or any(now.plan.rows is not None for now in notes)
+    return found
 
 
 @pytest.mark.parametrize("policy", ["decode", "dual", "elastic", "dllm"])

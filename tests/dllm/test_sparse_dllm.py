@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.dllm.cases import BLOCK, LENGTHS, LONGEST, VALID, WIDTH, model, traced
-from tests.dllm.toys import by_hand, check_step
+from tests.dllm.cases import BLOCK, CONFIDENT, LENGTHS, LONGEST, SCHEDULE, VALID, WIDTH, model, traced
+from tests.dllm.toys import Compared, after, by_hand, check_step, following
 
 
 def kept(q: Tensor, keys: Tensor, row: int, start: int) -> set[int]:
@@ -29,9 +29,11 @@ def kept(q: Tensor, keys: Tensor, row: int, start: int) -> set[int]:
     return {outside[n] for n in best}
 
 
-def test_every_step_is_that_by_hand() -> None:
+def compared(name: str) -> Compared:
+    """Hold every step against one by hand."""
     network, held, seen, layers = model(), None, None, None
-    for now in traced("sparse")[1]:
+    (decoding, notes), found = traced(name), Compared()
+    for step, now in enumerate(notes):
         inner, start = now.steps[0], now.starts[0]
         assert now.steps == (inner, inner)
         wanted = set(range(start, start + BLOCK)) if inner > 1 else None
@@ -40,7 +42,8 @@ def test_every_step_is_that_by_hand() -> None:
                 now.plan.rows is None and wanted is None
             )
         layers = seen if inner > 1 else None
-        _, held = check_step(network, now, held, VALID, seen=layers)
+        logits, held = check_step(network, now, held, VALID, seen=layers, found=found)
+        found.goes_on(following(decoding, notes, step), after(now, logits, SCHEDULE, CONFIDENT))
         if inner != 1:
             continue
         queries: list[Tensor] = []
@@ -53,3 +56,4 @@ def test_every_step_is_that_by_hand() -> None:
                 flags[row, start : start + BLOCK] = True
             seen.append(flags)
         assert not torch.equal(seen[0], seen[1])  # layers keep other positions
+    return found

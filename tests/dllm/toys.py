@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import diffcache
-from diffcache.dllm import ALL, Decoding, Policy, RowPlan, Sampler, Schedule
+from diffcache.dllm import ALL, Decoding, Policy, RowPlan, Sampler, Schedule, Threshold
 from diffcache.targets import handle_of
 
 MASK = 63
@@ -77,6 +77,7 @@ class Noted:
     starts: tuple[int, ...]  # of the active blocks
     steps: tuple[int, ...]  # within them
     more: list[Tensor]  # held besides keys and values after the forward
+    tokens: int  # rows that all layers computed, by the report; 0 where the model is not wrapped
 
     def fed(self, row: int) -> set[int]:
         return set(self.rows[row].tolist())
@@ -102,11 +103,11 @@ def trace(
         now, before = decoding.ids.clone(), decoding.rows.copy()
         logits = call()
         kept = [(k.clone(), v.clone()) for k, v in held(model)] if policy is not None else []
-        more = held_besides(model) if policy is not None else []
-        index = plan.index(*now.shape, now.device)
-        notes.append(
-            Noted(now, plan, index, logits, kept, tuple(r.start for r in before), tuple(r.step for r in before), more)
-        )
+        more, tokens = [], 0
+        if policy is not None:
+            more, (tokens, _) = held_besides(model), handle_of(model).run().record.calls[-1].counts["token-layers"]
+        index, starts, steps = plan.index(*now.shape, now.device), [r.start for r in before], [r.step for r in before]
+        notes.append(Noted(now, plan, index, logits, kept, tuple(starts), tuple(steps), more, tokens))
         decoding.commit(logits, plan)
 
     if policy is None:
@@ -210,13 +211,60 @@ def by_hand(  # noqa: C901
     return model.lm_head(core.norm(hidden)), made
 
 
-def check_step(model: Any, now: Noted, kept: Kept | None, valid: Tensor, **given: Any) -> tuple[Tensor, Kept]:
+def check_step(
+    model: Any, now: Noted, kept: Kept | None, valid: Tensor, *, found: Compared, **given: Any
+) -> tuple[Tensor, Kept]:
     """Hold the logits of a step, and what is kept after it, against those by hand; return these."""
     logits, fresh = by_hand(model, now.ids, now.rows, kept, valid, **given)
     there = valid.gather(1, now.rows)
     torch.testing.assert_close(now.logits[there], logits[there], rtol=0, atol=1e-10)
+    found.step(now.tokens, now.logits[there], logits[there])
     for ours, theirs in zip(now.kept, fresh, strict=True):
         for one, other in zip(ours, theirs, strict=True):
             one, other = one.transpose(1, 2)[valid], other.transpose(1, 2)[valid]
             torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
     return logits, fresh
+
+
+@dataclass
+class Compared:
+    """What of one decoding was compared with one that is derived without our code."""
+
+    text: bool | None = None  # whether it is the same; None where tokens were forced
+    forwards: int = 0
+    tokens: int = 0  # rows that all layers computed
+    logits: float = 0.0  # largest difference
+
+    def step(self, tokens: int, ours: Tensor, theirs: Tensor) -> None:
+        self.forwards, self.tokens = self.forwards + 1, self.tokens + tokens
+        self.logits = max(self.logits, float((ours - theirs).abs().max()))
+
+    def goes_on(self, ids: Tensor, wanted: Tensor) -> None:
+        self.text = self.text is not False and torch.equal(ids, wanted)
+
+
+def following(decoding: Decoding, notes: Sequence[Noted], step: int) -> Tensor:
+    """Return the tokens that a step left, int64 [B, T]."""
+    return notes[step + 1].ids if step + 1 < len(notes) else decoding.ids
+
+
+def after(now: Noted, logits: Tensor, schedule: Schedule, sampler: Sampler, order: Tensor | None = None) -> Tensor:
+    """Return the tokens after a step, int64 [B, T], by logits of its rows and the order drawn."""
+    ids, size = now.ids.clone(), schedule.size
+    steps = size if schedule.steps is None else schedule.steps * size // schedule.length
+    for row, start in enumerate(now.starts):
+        columns = {place: column for column, place in enumerate(now.rows[row].tolist())}
+        masks = [place for place in range(start, start + size) if ids[row, place] == MASK][: schedule.window]
+        sure, tokens = {}, {}
+        for place in columns.keys() & masks:
+            odds = logits[row, columns[place]].softmax(-1)
+            odds[MASK] = 0
+            sure[place], tokens[place] = float(odds.max()), int(odds.argmax())
+            if order is not None:
+                sure[place] = float(order[row, place - ids.shape[1] + schedule.length])
+        count = size // steps + (now.steps[row] < size % steps)
+        if isinstance(sampler.rule, Threshold):
+            count = max(sum(one >= sampler.rule.threshold for one in sure.values()), 1)
+        for place in sorted(sure, key=lambda place: -sure[place])[:count]:
+            ids[row, place] = tokens[place]
+    return ids
