@@ -20,11 +20,10 @@ from diffcache.dllm import DKVCache, Schedule
 from diffcache.pipelines.causal_video import CausalVideo
 from diffcache.pipelines.diffusion_lm import DiffusionLM
 from diffcache.registry import WORDS, rows_of
-from diffcache.video import Ca2VDM, DeepForcing, FullHistory, Window, make_policy
+from diffcache.video import DeepForcing, FullHistory, Window, make_policy
 from tests.dllm.toys import MASK, bidirectional
 from tests.kv.tiny import GREEDY, ONE, llama, same
 from tests.video.toys import SIZE, text, wan
-from tests.zoo_runs import flux
 
 SNAP = {"budget": 12, "window": 4}
 
@@ -254,45 +253,3 @@ def test_what_decodes_is_wrapped_in_the_place_of_its_model() -> None:
 
 
 # what goes on what -------------------------------------------------------------------------------
-
-
-def test_errors_say_what_each_kind_goes_into(model: Any) -> None:
-    pipe, video = flux(), CausalVideo(wan(layers=1))
-    for ask, why in (
-        (
-            lambda: diffcache.wrap(pipe, "snapkv"),
-            "a FluxPipeline with 'snapkv': a recipe goes into a language model of transformers",
-        ),
-        (lambda: diffcache.wrap(video, "snapkv"), "a recipe goes into a language model"),
-        (lambda: diffcache.wrap(pipe, kv.snapkv(8)), "a recipe goes into a language model"),
-        (lambda: diffcache.wrap(model, "deep-forcing"), "a video policy goes into a CausalVideo"),
-        (lambda: diffcache.wrap(pipe, Window()), "a FluxPipeline with Window.* a CausalVideo"),
-        (lambda: diffcache.wrap(model, "taylorseer"), "takes no timestep.*a recipe such as"),
-        (lambda: diffcache.wrap(pipe, "elastic"), "serves language models of transformers"),
-        (lambda: diffcache.wrap(object(), "taylorseer"), "cannot wrap a object"),
-    ):
-        with pytest.raises(AttachError, match=why):
-            ask()
-    for ask, why in (
-        (lambda: diffcache.wrap(model, "snapkv", hold="int8"), "hold='int8': is for feature"),
-        (lambda: diffcache.wrap(video, "window", components="x"), "components='x': is for feature"),
-        (lambda: diffcache.wrap(video, Ca2VDM()), "is for a transformer whose attention over time"),
-        (lambda: diffcache.wrap(model, "snapkv", budgets=3), "has no setting 'budgets'"),
-    ):
-        with pytest.raises(ValueError, match=why):
-            ask()
-    with pytest.raises(TypeError, match="is what makes a recipe; call it"):
-        diffcache.wrap(model, kv.snapkv)  # type: ignore[arg-type]
-    for name, meant in (("snapkw", "snapkv"), ("deepforcing", "deep-forcing"), ("fbcache", "first")):
-        with pytest.raises(diffcache.UnknownMethodError, match=meant):
-            diffcache.wrap(pipe, name)
-    diffcache.wrap(model, "snapkv", **SNAP)
-    with pytest.raises(AttachError, match="is wrapped with Recipe 'snapkv', which skips no steps"):
-        diffcache.report(model)
-    for name in ("kivi", "elastic"):
-        with pytest.raises(AttachError, match="already runs under Recipe 'snapkv'[;,]"):
-            diffcache.wrap(model, name)
-    diffcache.unwrap(model)
-    with pytest.raises(AttachError, match="LlamaForCausalLM is not wrapped"):
-        diffcache.unwrap(model)
-    video.close()

@@ -150,22 +150,6 @@ def test_seconds_are_those_of_the_device(folder):
     assert wide.uncached.seconds > wide.weight_bytes / 1e9 * 5, "weights are read at every step"
 
 
-@pytest.mark.parametrize(
-    ("target", "settings", "why"),
-    [
-        ("WanPipeline", {"preset": "fast"}, "stands for several models; say which: published='wan"),
-        ("StableDiffusion3Pipeline", {}, "stands for no known model; name the directory"),
-        ("FluxPipeline", {"published": "wan2.1-14b"}, "published='wan2.1-14b': stands for no known"),
-        ("FluxTransformer2DModel", {"published": "flux.1-dev"}, "is no class of pipelines"),
-        ("FluxPipeline", {"device": "h999"}, "must be one of h100, h200"),
-        ("Fluks", {}, "Fluks"),
-    ],
-)
-def test_what_is_not_known_is_refused(target, settings, why):
-    with pytest.raises((ValueError, FileNotFoundError), match=why):
-        diffcache.predict(target, settings.pop("method", None), **settings)
-
-
 def test_methods_and_lengths_that_do_not_fit_are_refused(folder):
     with pytest.raises(ValueError, match="holds more than features, which only a run can tell"):
         diffcache.predict(folder, "temporal-table", **FLUX)

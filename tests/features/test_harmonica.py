@@ -182,20 +182,3 @@ def test_the_allow_list_does_not_outlive_the_load(logits, tmp_path):
     before = set(torch.serialization.get_safe_globals())
     HarmoniCa.load_official(official(tmp_path / "router.pt", logits))
     assert set(torch.serialization.get_safe_globals()) == before
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"routers": None}, "has no `routers`"),
-        ({"routers": {}}, "'0.prob' to 'T-1.prob'"),
-        ({"routers": {"0.prob": torch.zeros(8), "2.prob": torch.zeros(8)}}, "'0.prob' to"),
-        ({"routers": {"0.weight": torch.zeros(8)}}, "found \\['0.weight'\\]"),
-        ({"routers": {"0.prob": torch.zeros(8), "1.prob": torch.zeros(6)}}, "different numbers"),
-        ({"routers": {"0.prob": torch.zeros(7)}}, "7 scores a step do not share out"),
-        ({"args": argparse.Namespace(num_sampling_steps=20)}, "6 routers, but .* 20 sampling"),
-    ],
-)
-def test_official_files_that_are_no_router_are_refused(logits, tmp_path, changed, message):
-    with pytest.raises(TablesError, match=message):
-        HarmoniCa.load_official(official(tmp_path / "router.pt", logits, **changed))

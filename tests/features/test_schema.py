@@ -206,15 +206,7 @@ def test_finite_numbers_that_no_measurement_gives_are_refused(name):
                 use(name, header, tensors | {key: torch.full_like(tensor, 1e38)}, settings)
 
 
-def test_tables_by_which_nothing_would_be_computed_are_refused():
-    header, tensors, _ = good("teacache")
-    for factor in (0.0, 5e-324, -1.0):
-        wrong = {"coefficients": tensors["coefficients"].double() * 0 + factor}
-        with pytest.raises(TablesError, match="polynomial is nowhere above 0 from .*calibrate"):
-            use("teacache", header, tensors | wrong, {})
-    for wrong in (0 * tensors["range"], tensors["range"].flip(0)):  # one change for all
-        with pytest.raises(TablesError, match=r"range=\[.*\]: no change; calibrate again"):
-            use("teacache", header, tensors | {"range": wrong}, {})
+def test_a_step_that_no_correction_covers_is_refused():
     source = Tables.load(MEASURED / "cachequant-5.safetensors")
     tensors = {name: source[name] for name in source.names()}
     CacheQuant(tables=Tables(source.header, tensors))

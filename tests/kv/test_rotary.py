@@ -448,15 +448,3 @@ class TestRefusals:
         embedding.forward = lambda x, ids: forward(embedding, x, ids.clamp(max=127))
         with pytest.raises(AttachError, match="turn otherwise at positions above"):
             rotary_of(attention, embedding)
-
-    def test_modules_of_another_form(self):
-        attention, embedding = _parts(_llama("default"))
-        with pytest.raises(AttachError, match="it has no inv_freq to read"):
-            rotary_of(attention, torch.nn.Identity())
-        with pytest.raises(AttachError, match="needs config.hidden_size and a forward"):
-            rotary_of(torch.nn.Linear(2, 2), embedding)
-        with pytest.raises(AttachError, match="meta device"):
-            rotary_of(attention, _parts(_llama("default"))[1].to("meta"))
-        other = _parts(_model("llama", hidden_size=32, head_dim=8))[0]
-        with pytest.raises(AttachError, match="could not be run by itself"):
-            rotary_of(other, embedding)

@@ -11,18 +11,7 @@ from torch import Tensor
 
 from diffcache.pipelines.causal_video import CausalVideo
 from diffcache.pipelines.stream_batch import StreamBatch
-from diffcache.video import (
-    Cut,
-    DeepForcing,
-    FewSteps,
-    FlowCache,
-    Flush,
-    FullHistory,
-    Keep,
-    Recache,
-    StreamDiffusionV2,
-    Window,
-)
+from diffcache.video import Cut, DeepForcing, FewSteps, FlowCache, Flush, FullHistory, Keep, StreamDiffusionV2, Window
 from tests.video.toys import CHANNELS, CHUNK, SIZE, by_frames, check_calls, noted, text, wan
 
 STEPS = FewSteps((1000, 750, 400))
@@ -107,17 +96,6 @@ def test_a_switch_takes_effect_with_the_chunk_that_brings_it(video: CausalVideo,
         torch.testing.assert_close(film, films[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(films[0][:, :, : 3 * CHUNK], plain[:, :, : 3 * CHUNK])
     assert (films[0] - plain)[:, :, 3 * CHUNK : 4 * CHUNK].abs().max() > 1e-3
-
-
-def test_a_switch_that_a_stream_batch_cannot_make_is_refused(video: CausalVideo) -> None:
-    stream = StreamBatch(video, text(), size=SIZE)
-    for prompt, mode, said in (
-        (text(), Recache(3), "mode=Recache.*clean pass, of which a stream batch has none"),
-        (text()[:, :4], None, r"prompt=\[1, 4, 32\]: must have 5 tokens as before"),
-        (text(2), None, "must have B=1 rows"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            stream.switch(prompt, mode)
 
 
 def test_a_video_is_noised_as_far_as_it_is_told_to(video: CausalVideo) -> None:

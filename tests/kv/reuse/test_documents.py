@@ -17,7 +17,7 @@ from diffcache import cli, kv
 from diffcache.kv.hf import documents as module
 from diffcache.kv.hf.documents import Answers, Documents, methods
 from tests.kv.eval import small
-from tests.kv.tiny import gemma, llama, zoo
+from tests.kv.tiny import llama
 
 torch.set_num_threads(1)
 RHINE, SEA, ROME = "The Rhine rises in the Alps.", "The North Sea is cold.", "Rome is old."
@@ -122,47 +122,10 @@ def test_an_edit_that_is_cut_off_leaves_nothing_to_go_on_from(
     assert ask(shelf, SEA, ROME).texts == wanted.texts
 
 
-def test_bad_use_is_refused(model: Any, tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="method='blend': must be one of recompute, prefix, hydra"):
-        Documents(model, tokenizer, "blend")
-    with pytest.raises(ValueError, match="alpha=1: settings of cacheblend are share, check"):
-        Documents(model, tokenizer, alpha=1)
-    for method, given, said in (
-        ("kvshare", {"share": 2}, "share=2: must be a number of at least 0 and at most 1"),
-        ("kvshare", {"check": 1.5}, "check=1.5: must be a whole number of at least 1"),
-        ("cachecraft", {"alpha": -1}, "alpha=-1: must be a number of at least 0"),
-        ("cachecraft", {"alpha": "1"}, "alpha='1': must be a number of at least 0"),
-        ("ape", {"temperature": 0}, "temperature=0: must be a number above 0"),
-        ("ape", {"scale": "much"}, "scale='much': must be a number above 0"),
-        ("prefix", {"chunk": 1.5}, "chunk=1.5: must be a whole number of at least 1"),
-        ("prefix", {"budget_bytes": -1}, "budget_bytes=-1: must be a whole number of at least 0"),
-        ("cacheblend", {"budget_bytes": "1"}, "budget_bytes='1': must be a whole number"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            Documents(model, tokenizer, method, **given)
-    with pytest.raises(ValueError, match="of 6 layers attend to a sliding window"):
-        Documents(gemma(), tokenizer)
-    windowed = zoo("MistralForCausalLM", "mistral")
-    with pytest.raises(ValueError, match="MistralForCausalLM see a window of 12 .*'prefix'"):
-        Documents(windowed, tokenizer, "hydragen")
+def test_a_question_that_is_refused_reads_nothing(model: Any, tokenizer: Any) -> None:
     shelf = Documents(model, tokenizer)
-    for questions, texts, said in (
-        ([], [SEA], "questions=0, documents=1: give at least one of each"),
-        ("Why?", [], "questions=1, documents=0: give at least one of each"),
-        ("Why?", [SEA, " "], r"documents\[1\]=' ': must be a text, and not empty"),
-        ("", [SEA], r"questions\[0\]='': must be a text, and not empty"),
-        (["Why?", 3], [SEA], r"questions\[1\]=3: must be a text, and not empty"),
-        ("Why?", SEA, "documents is one text: give a list"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            shelf.ask(questions, texts)
-    with pytest.raises(ValueError, match="documents is one text: give a list"):
-        shelf.read(SEA)
-    for name, value in (("num_return_sequences", 2), ("num_beams", 2), ("use_cache", False)):
-        with pytest.raises(ValueError, match=f"generate: {name}={value}: {name} must be"):
-            shelf.ask("Why?", [SEA], generate={name: value})
-        with pytest.raises(ValueError, match=f"generate: {name}={value}: {name} must be"):
-            kv.ask(model, tokenizer, SEA, "Why?", "tova", budget=8, generate={name: value})
+    with pytest.raises(ValueError, match=r"documents\[1\]=' ': must be a text, and not empty"):
+        shelf.ask("Why?", [SEA, " "])
     assert shelf.nbytes == 0
 
 
