@@ -128,14 +128,6 @@ def test_one_flipped_byte_is_an_error_in_a_film_with_checksums(tmp_path: Path) -
         read_clip(path)
 
 
-@pytest.mark.parametrize("data", [b"", b"not a film", bytes(4096)])
-@pytest.mark.parametrize("name", ["a.mp4", "a.mkv", "a.gif"])
-def test_what_is_no_film_is_an_error(tmp_path: Path, name: str, data: bytes) -> None:
-    (tmp_path / name).write_bytes(data)
-    with pytest.raises(ValueError, match=name):
-        read_clip(tmp_path / name)
-
-
 def test_frames_of_different_sizes_are_an_error(tmp_path: Path) -> None:
     for side in (4, 5):
         Image.fromarray(np.zeros((side, 4, 3), dtype=np.uint8)).save(tmp_path / f"{side}.png")

@@ -179,6 +179,6 @@ def test_repr_of_a_combination_is_python():
     assert eval(repr(method), vars(diffcache)) == method
 
 
-def test_catalogue_errors():
+def test_the_catalogue_names_every_method():
     assert set(diffcache.methods()) == set(rows_of("method"))
     assert Site.of("stack") is Site.STACK

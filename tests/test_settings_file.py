@@ -174,13 +174,3 @@ def test_other_files_are_refused(text: str, message: str, model: Any, tmp_path: 
         diffcache.wrap(model, path)
     with pytest.raises(AttachError, match="is not wrapped"):
         diffcache.report(model)
-
-
-def test_settings_besides_a_file_are_refused(model: Any, tmp_path: Path) -> None:
-    path = tmp_path / "cache.yaml"
-    path.write_text("method: interval")
-    for verb in (diffcache.wrap, lambda _, path, **given: make_method(str(path), **given)):
-        with pytest.raises(ValueError, match=r"\['every'\].*by diffcache.update"):
-            verb(model, path, every=2)
-    with pytest.raises(ValueError, match=r"nowhere.yaml': cannot be read \(No such file"):
-        diffcache.wrap(model, "nowhere.yaml")

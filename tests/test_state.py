@@ -577,18 +577,3 @@ def test_tables_of_another_model_are_refused_when_settings_change(change: Any):
         with pytest.raises(AttachError, match="ratios for wan2.1-t2v-1.3b, and this Flux"):
             change(model, model="wan2.1-t2v-1.3b")
         assert diffcache.report(model).method == method
-
-
-@pytest.mark.parametrize("change", [diffcache.settings, diffcache.update])
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"evry": 2}, "TaylorSeer has no setting 'evry'; it has every"),
-        ({"every": 0}, "every=0: must be a whole number"),
-        ({"site": "block"}, "site: must change only when TaylorSeer computes.*wrap anew"),
-    ],
-)
-def test_settings_that_do_not_fit_are_refused(settings: Any, message: str, change: Any):
-    model = CASES["FluxTransformer2DModel"].build(0)
-    with diffcache.wrapped(model, diffcache.TaylorSeer(every=3)), pytest.raises(ValueError, match=message):
-        change(model, **settings)

@@ -161,19 +161,6 @@ def test_tables_of_another_run_or_model_are_refused(pipe, calibrated):
         pipe.scheduler = mine
 
 
-def test_bad_requests_are_refused(pipe):
-    with pytest.raises(ValueError, match="takes no tables"):
-        diffcache.calibrate(pipe, "taylorseer", PROMPTS, **SETTINGS)
-    with pytest.raises(ValueError, match="at least one prompt"):
-        diffcache.calibrate(pipe, FittedForecast(), [], **SETTINGS)
-    with pytest.raises(ValueError, match="give one of speedup"):
-        diffcache.tune(pipe, PROMPTS, **SETTINGS)
-    with pytest.raises(ValueError, match="speedup=1: must be above 1"):
-        diffcache.tune(pipe, PROMPTS, speedup=1, **SETTINGS)
-    with pytest.raises(ValueError, match="at least two batches"):
-        diffcache.tune(pipe, PROMPTS[:1], speedup=2, **SETTINGS)
-
-
 @pytest.mark.parametrize("method", ["bac", "fitted-forecast", "harmonica"])
 def test_a_wrapped_pipeline_is_refused_and_stays_wrapped(pipe, method):
     plain = draw(pipe)

@@ -45,6 +45,7 @@ def test_factors_of_one_leave_the_times_as_they_are_to_the_bit():
         late = (1.0,) * 20 + (0.5,) + (1.0,) * 7
         assert torch.equal(adjust(given, late)[:21], given[:21])
         assert not torch.equal(adjust(given, late), given)
+    assert torch.equal(SigmaRule((1.0,) * 3).apply(sigmas(3)), sigmas(3))
 
 
 def test_times_of_a_uniform_schedule_by_hand():
@@ -54,10 +55,6 @@ def test_times_of_a_uniform_schedule_by_hand():
     assert torch.allclose(after, torch.tensor([4.0, 3, 2.5, 1.25, 0], dtype=torch.float64))
     after = adjust(given, (1.0, 0.0, 0.0, 1.0))
     assert torch.allclose(after, torch.tensor([4.0, 3, 3, 3, 0], dtype=torch.float64))
-
-
-def test_bad_factors_are_refused():
-    assert torch.equal(SigmaRule((1.0,) * 3).apply(sigmas(3)), sigmas(3))
 
 
 # settings -------------------------------------------------------------------------------------

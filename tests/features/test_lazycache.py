@@ -56,5 +56,5 @@ def test_peer_lazycache_step_by_step(threshold, warmup, agrees):
     assert warmup < len(computed) < STEPS
 
 
-def test_noise_that_is_not_of_flow_matching_is_refused():
+def test_noise_of_flow_matching_is_the_level():
     assert sigma_of(Step(0, scene=Scene(0.25, 0.75))) == 0.75

@@ -131,7 +131,7 @@ def test_the_first_and_last_places_of_a_refresh_are_allowed() -> None:
     assert RegionE(refresh=()).plan().regions == frozenset(range(6, 26))
 
 
-def test_foreign_and_broken_tables_are_refused(tmp_path) -> None:
+def test_ratios_in_a_file_are_tables(tmp_path) -> None:
     saved = tables(20).save(tmp_path / "ratios.safetensors")
     method = RegionE(tables=str(saved.path))
     assert method.steps == 20

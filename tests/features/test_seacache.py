@@ -180,13 +180,3 @@ def test_comfyui_tells_the_noise_level_in_an_argument():
         except AttachError:
             seen.append(None)
     assert seen == [(0.25, 0.75), None, None]
-
-
-def test_a_wrong_grid_is_refused():
-    case = PIPES["FluxPipeline"]
-    pipe = case.build(0)
-    with (
-        diffcache.wrapped(pipe, SeaCache(0.3, grid=(3, 3))),
-        pytest.raises(AttachError, match=r"spoken of: \(\(3, 3\),\)"),
-    ):
-        case.run(pipe, steps=STEPS)

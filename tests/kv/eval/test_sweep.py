@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from diffcache import cli, kv
 from diffcache.errors import TablesError
 from diffcache.eval.kv import peer, recall, sweep, tables, words
-from diffcache.eval.kv.choose import candidates, choose, pick
+from diffcache.eval.kv.choose import candidates, pick
 from diffcache.eval.kv.words import parse_recipe
 from diffcache.eval.record import ROOT
 from diffcache.kv.learn.cskv import Bases
@@ -222,16 +222,6 @@ def test_what_is_tried_fits_by_its_own_words() -> None:
         for word in candidates(memory):
             parse_recipe(word)
     assert "snapkv:budget=0.47" in candidates(0.5)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"), [({"memory": 0.0}, "memory=0.0: must be a share"), ({"samples": 3}, "samples=3: must be at")]
-)
-def test_wrong_settings_are_refused(reader: Path, given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        choose(reader, **given)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'memroy'"):
-        kv.choose(reader, memroy=0.5)
 
 
 def test_a_choice_on_texts_of_ones_own_is_a_recipe(reader: Path, texts: Path, tmp_path: Path) -> None:
