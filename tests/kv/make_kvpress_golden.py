@@ -72,8 +72,7 @@ duo                streaming heads keep the first 4 and the last 16; the others 
 lukv               sinks 4 and last 1 get top; head h keeps floor((1 - budget)S), and the rounded
                    total is filled up by largest fraction; ratio 50 reads row 0 of budgets, 75 row 1
 think              mean over the last 8 queries of q^2 (mean over G) times mean over slots of k^2:
-                   the int(D*ratio) lowest channels go
-"""
+                   the int(D*ratio) lowest channels go"""
 
 from __future__ import annotations
 
@@ -85,12 +84,47 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from diffcache.eval.kv.peer import Seen, capture, installed
 from tests.kv import kvpress_oracle as oracle
-from tests.kv.kvpress_inputs import tiny_ids, tiny_llama
 from tests.kv.kvpress_oracle import ALL, DUO_RECENT, DUO_SINK, DUO_STREAMING, SCORERS
-from tests.kv.kvpress_presses import GOLDEN, HEADS, LAYERS, SIZE
+from tests.kv.kvpress_presses import GOLDEN, GROUPS, HEADS, HIDDEN, LAYERS, ROWS, SIZE, TOKENS
+
+VOCABULARY = 256
+
+
+def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
+    """Make a random two-layer GQA Llama whose attention is peaked (weights of q, k, v x12)."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=HIDDEN,
+            intermediate_size=64,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS * GROUPS,
+            num_key_value_heads=HEADS,
+            head_dim=SIZE,
+            max_position_embeddings=2048,
+            attn_implementation="eager",
+        )
+        model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(12)
+            layer.self_attn.k_proj.weight.mul_(12)
+            layer.self_attn.v_proj.weight.mul_(12)
+            layer.self_attn.rotary_emb = model.model.rotary_emb  # as kvpress' own hook does
+    return model
+
+
+def tiny_ids(seed: int = 1) -> Tensor:
+    """Draw token ids [B, S], none twice in a row: equal tokens have equal values and tie."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = [torch.randperm(VOCABULARY, generator=generator)[:TOKENS] for _ in range(ROWS)]
+    return torch.stack(rows)
+
 
 RATIOS = {50: 0.5, 75: 0.75}
 NUDGE, MARGIN = 1e-6, 1e-5

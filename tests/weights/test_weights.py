@@ -1,5 +1,8 @@
 """Weights: the registry of files, the table of metrics, and the doctor."""
 
+from __future__ import annotations
+
+import dataclasses
 import hashlib
 import json
 import re
@@ -14,8 +17,37 @@ from diffcache.eval import doctor
 from diffcache.eval.metrics import catalog, weights
 from diffcache.eval.metrics.catalog import METRICS
 from diffcache.eval.metrics.inception import MissingPackageError, load_package
-from diffcache.eval.metrics.weights import WEIGHTS, MissingWeightsError, WrongWeightsError, find
-from tests.weights.files import DIGEST, known, put
+from diffcache.eval.metrics.weights import WEIGHTS, MissingWeightsError, WeightFile, WrongWeightsError, find
+
+
+@pytest.fixture(autouse=True)
+def empty_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A home without caches, and no variable that names any."""
+    home = tmp_path / "home"
+    home.mkdir()
+    for name in ("DIFFCACHE_WEIGHTS", "HF_HOME", "HF_HUB_CACHE", "VBENCH_CACHE_DIR", "VBENCH_PYTHON"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("TORCH_HOME", str(home / "torch"))
+    return home
+
+
+CONTENT = b"weights"
+DIGEST = hashlib.sha256(CONTENT).hexdigest()
+
+
+def known(monkeypatch: pytest.MonkeyPatch, name: str, sha256: str | None) -> WeightFile:
+    """Give an entry another hash, so that a small file can stand for it."""
+    changed = dataclasses.replace(WEIGHTS[name], sha256=sha256)
+    monkeypatch.setitem(WEIGHTS, name, changed)
+    return changed
+
+
+def put(path: Path, content: bytes = CONTENT) -> Path:
+    """Write a file, with the folders that it is in."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
 
 
 @pytest.mark.parametrize("name", WEIGHTS)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from diffcache.eval.workshop.kv import oracle
 from diffcache.kv.attend import Query
@@ -24,8 +25,61 @@ from diffcache.kv.segment import Coded, Dense, Flat
 from diffcache.kv.slots import Slots
 from diffcache.kv.store import KVStore
 from diffcache.kv.view import Unread
-from tests.kv.quantized.stores import GROUP, RESIDUAL, SIZE, coded, draw, grid, held_codes, small_kivi, write
 from tests.kv.tiny import SHORT, WAYS, given, llama, prompts, same, shortly, stock
+
+GROUP, RESIDUAL, SIZE = 4, 8, 8
+
+
+def draw(batch: int, count: int, seed: int, size: int = SIZE) -> tuple[Tensor, Tensor]:
+    drawn = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(batch, 2, count, size, generator=drawn) for _ in "kv")  # type: ignore[return-value]
+
+
+def write(store: KVStore, count: int, seed: int, batch: int = 1, size: int = SIZE) -> None:
+    """Do what a forward does: settle, write, ask."""
+    store.begin(count)
+    for layer in store.layers:
+        k, v = draw(batch, count, seed * 100 + layer.index, size)
+        start = layer.seen
+        layer.write(k, v)
+        q = torch.randn(batch, 4, count, size, generator=torch.Generator().manual_seed(seed))
+        store.attend(layer.index, Query(q, start, size**-0.5))
+
+
+def grid(x: Tensor, axis: int, bits: int = 2) -> Tensor:
+    """Round one group to its grid, as the paper has it."""
+    low, high = x.amin(axis, keepdim=True), x.amax(axis, keepdim=True)
+    scale = ((high - low) / (2**bits - 1)).half().float()
+    low = low.half().float()
+    return ((x - low) / scale).round().clamp(0, 2**bits - 1) * scale + low
+
+
+def small_kivi() -> Recipe:
+    return kivi(2, group=GROUP, residual=RESIDUAL)
+
+
+def coded(layer: KVLayer) -> Coded:
+    (segment,) = layer.segments
+    assert isinstance(segment, Coded)
+    return segment
+
+
+def held_codes(store: KVStore) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
+    """Return decoded keys and values of coded slots, by layer and position."""
+    found = {}
+    for layer in store.layers:
+        for segment in layer.segments:
+            if not segment.coded:
+                continue
+            slots = segment.read()
+            count = segment.v.decode().shape[2]  # type: ignore[attr-defined]
+            for head in range(2):
+                pos = slots.pos[0].expand(2, -1)[head]
+                for place, at in enumerate(pos.tolist()):
+                    if at >= 0:
+                        value = slots.v[0, head, place] if place < count else None
+                        found[layer.index, head, at] = (slots.k[0, head, place], value)
+    return found  # type: ignore[return-value]
 
 
 def test_evicting_first_and_then_coding_is_coding_what_was_kept() -> None:

@@ -26,7 +26,22 @@ from diffcache.kv.score.salience import Salience, WithQueries
 from diffcache.kv.segment import Coded
 from diffcache.kv.store import KVStore
 from diffcache.kv.trigger import EveryStep
-from tests.kv.quantized.drawn import SIZE, draw, write
+
+SIZE = 8
+
+
+def draw(count: int, seed: int, batch: int = 1) -> Tensor:
+    return torch.randn(batch, 2, count, SIZE, generator=torch.Generator().manual_seed(seed))
+
+
+def write(store: KVStore, k: Tensor, v: Tensor, q: Tensor | None = None, **more: Any) -> None:
+    store.begin(k.shape[2])
+    for layer in store.layers:
+        start = layer.seen
+        layer.write(k, v, **more)
+        if q is not None:
+            store.attend(layer.index, Query(q, start, SIZE**-0.5), more.get("valid"))
+
 
 # shifts ----------------------------------------------------------------------------------------
 
