@@ -21,7 +21,6 @@ from diffcache.features.serialize import to_plain
 from diffcache.features.tables import Tables
 from diffcache.registry import rows_of
 from diffcache.step import Site
-from tests import off
 from tests.internals import reuse_in
 from tests.near_zero import SETTINGS, near_zero
 from tests.zoo.case import Case, output_tensors
@@ -210,7 +209,7 @@ def check_all(names: list[str], made: Made) -> None:
 def check_off(name: str, made: Made) -> None:
     case, model, expected = made
     tabled = name == "temporal-table"
-    with diffcache.wrapped(model, off.off_method(name, model)) as handle, diffcache.branch("the only one"):
+    with diffcache.wrapped(model, off_method(name, model)) as handle, diffcache.branch("the only one"):
         for _ in range(2 if tabled else 1):  # the first run fills tables, the next reads them
             for step in steps(handle, off.STEPS):
                 with diffcache.branch("one"):
