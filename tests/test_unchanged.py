@@ -211,13 +211,13 @@ def check_off(name: str, made: Made) -> None:
     tabled = name == "temporal-table"
     with diffcache.wrapped(model, off_method(name, model)) as handle, diffcache.branch("the only one"):
         for _ in range(2 if tabled else 1):  # the first run fills tables, the next reads them
-            for step in steps(handle, off.STEPS):
+            for step in steps(handle, TABLE_STEPS):
                 with diffcache.branch("one"):
                     out = output_tensors(model(**inputs(case, model, step=step)))
                 assert len(out) == len(expected[step]), name
                 assert all(map(torch.equal, out, expected[step])), f"{name}, step {step}"
         calls = handle.last.calls
-        assert [call.computed for call in calls] == [True] * off.STEPS, name
+        assert [call.computed for call in calls] == [True] * TABLE_STEPS, name
         assert tabled or not any(left for c in calls for _, left in c.counts.values()), name
 
 
