@@ -28,6 +28,7 @@ from diffcache.method import check_int
 from diffcache.pipelines.diffusion_lm import DiffusionLM
 from diffcache.pipelines.prompt_tokens import tokens_of
 
+STOPS = "the server stops"
 BODY = 2**20  # bytes of a request
 LOOK = 0.2  # seconds between two looks at whether a client has gone
 # Fields of a request that are taken with this value alone.
@@ -159,16 +160,16 @@ class Completions:
             try:
                 self._decode_some()
             except Exception as error:  # of the model: those under way are told, others go on
-                self._end(self.running.values(), f"{type(error).__name__}: {error}")
+                self._end(self.running.values(), RuntimeError(f"{type(error).__name__}: {error}"))
                 self.running.clear()
         with self.change:
-            self._end([*self.running.values(), *self.queue], "the server stops")
+            self._end([*self.running.values(), *self.queue], StoppedError(STOPS))
             self.queue.clear()
         self.running.clear()
 
-    def _end(self, wanted: Iterable[Completion], why: str) -> None:
+    def _end(self, wanted: Iterable[Completion], why: RuntimeError) -> None:
         for one in wanted:
-            one.tell(RuntimeError(why))  # never the model's ValueError, which would be a 400
+            one.tell(why)  # never the model's ValueError, which would be a 400
 
     def _decode_some(self) -> None:
         """Decode until nobody asks any more."""
@@ -258,7 +259,7 @@ class Completions:
         with self.change:
             self.queue = deque(one for one in self.queue if not one.is_over)
             if self.is_closed:
-                return refusal("the server stops", 503)
+                return refusal(STOPS, 503)
             if len(self.queue) + len(wanted) > self.waiting:
                 return refusal("too many requests wait; come again in a second", 429)
             self.queue += wanted
@@ -389,6 +390,10 @@ def leave(wanted: Sequence[Completion]) -> None:
         one.is_over = True
 
 
+class StoppedError(RuntimeError):
+    """The server stops while an answer is under way."""
+
+
 def refusal(message: str, status: int) -> Response:
     """Return the answer to a request that is not served."""
     return JSONResponse(_error(message, status), status, {"Retry-After": "1"} if status == 429 else None)
@@ -401,6 +406,8 @@ def fault(error: Exception) -> tuple[str, int]:
     """
     if isinstance(error, ValueError):
         return str(error), 400
+    if isinstance(error, StoppedError):
+        return STOPS, 503
     _log.error("an answer broke off", exc_info=error)
     return "the answer broke off; the log of the server says more", 500
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from diffcache.dllm.rules import Memory, Places, Threshold
+from diffcache.dllm.rules import Threshold
+from diffcache.dllm.state import RowState
 from diffcache.method import is_number
 
 
@@ -47,7 +50,7 @@ class Credit(Threshold):
             if not is_number(value) or not 0 <= value <= most:
                 raise ValueError(f"{name}={value!r}: must be a number from 0 to {most}")
 
-    def weighed(self, logits: Tensor, masks: Tensor, rows: Places, memory: Memory) -> Tensor:
+    def weighed(self, logits: Tensor, masks: Tensor, rows: Sequence[RowState], memory: dict[Any, Any]) -> Tensor:
         """Return logits with the credit of this step and those before it in the block."""
         dtype = torch.promote_types(logits.dtype, torch.float32)
         credit = memory.get("credit")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,6 @@ from torch.nn import functional
 
 from diffcache.dllm.guided import Guide, Guided
 from diffcache.dllm.rows import RowPlan
-from diffcache.dllm.rules import Memory
 from diffcache.dllm.sampler import Sampler
 from diffcache.dllm.state import RowState, State
 from diffcache.method import check_int
@@ -156,7 +156,7 @@ class Decoding:
         self._check_window()
         self._block = torch.arange(size, device=prompts.device)
         self._last: RowPlan | None = None
-        self._memory: Memory = {}  # of the rule
+        self._memory: dict[Any, Any] = {}  # of the rule
         self._starts: list[list[int]] = []
         self.step = self.width = 0
         self.rows = [self._first(count) for count in counts]

@@ -14,9 +14,6 @@ from torch.nn import functional
 from diffcache.dllm.state import RowState
 from diffcache.method import check_int, is_number
 
-Places = Sequence[RowState]
-Memory = dict[Any, Any]  # what a rule keeps of one decoding, empty at first
-
 
 class Rule(ABC):
     """Choice of the block's candidates that are committed; a frozen dataclass of settings.
@@ -53,7 +50,7 @@ class Rule(ABC):
             quota: Commits of this step by `quotas`, of each sequence where it is int64 `[B, 1]`.
         """
 
-    def commit(self, scores: Tensor, quota: int | Tensor, rows: Places, memory: Memory) -> Tensor:
+    def commit(self, scores: Tensor, quota: int | Tensor, rows: Sequence[RowState], memory: dict[Any, Any]) -> Tensor:
         """Return which candidates are committed, bool `[B, n]`, by steps before as well.
 
         Args:
@@ -64,7 +61,7 @@ class Rule(ABC):
         """
         return self.choose(scores, quota)
 
-    def weighed(self, logits: Tensor, masks: Tensor, rows: Places, memory: Memory) -> Tensor:
+    def weighed(self, logits: Tensor, masks: Tensor, rows: Sequence[RowState], memory: dict[Any, Any]) -> Tensor:
         """Return the logits that tokens and confidence are taken from, `[B, n, V]`.
 
         Args:

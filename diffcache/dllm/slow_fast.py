@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from diffcache.dllm.rules import Memory, Places, Rule, check_share, first
+from diffcache.dllm.rules import Rule, check_share, first
+from diffcache.dllm.state import RowState
 from diffcache.method import check_int, is_number
 
 
@@ -78,7 +81,7 @@ class SlowFast(Rule):
         sure = (scores >= self.threshold) & scores.isfinite()
         return sure.where(sure.sum(-1, keepdim=True) > 1, first(scores, 1))
 
-    def commit(self, scores: Tensor, quota: int | Tensor, rows: Places, memory: Memory) -> Tensor:
+    def commit(self, scores: Tensor, quota: int | Tensor, rows: Sequence[RowState], memory: dict[Any, Any]) -> Tensor:
         """Return the candidates of each sequence's stage that are committed; the host waits."""
         ends = []
         for number, (found, row) in enumerate(zip(scores.tolist(), rows, strict=True)):

@@ -258,6 +258,24 @@ def test_more_than_may_wait_are_told_to_come_again(lm: DiffusionLM) -> None:
         Completions(lm, Schedule(15, 5))
 
 
+def test_who_is_answered_when_the_server_stops_is_told_so(lm: DiffusionLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    completions, app, own = Completions(lm, SCHEDULE, SAMPLER), fastapi.FastAPI(), lm.masked.logits
+    app.add_api_route("/", completions.complete, methods=["POST"])
+
+    def logits(*given: Any) -> Any:
+        completions.is_closed = True  # as `close` does, which waits for this thread
+        return own(*given)
+
+    async def come() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://a") as one:
+            return await one.post("/", json={"prompt": ROWS[0]})
+
+    monkeypatch.setattr(lm.masked, "logits", logits)
+    told = asyncio.run(come())
+    assert told.status_code == 503 and told.json()["error"]["message"] == "the server stops"
+    completions.close()
+
+
 def test_a_deployment_of_ray_serve_answers(tmp_path: Path, lm: DiffusionLM) -> None:
     """The program of docs/serving.md with a tiny model, asked over http."""
     ray = pytest.importorskip("ray", reason="ray is not installed: pip install 'ray[serve]'")

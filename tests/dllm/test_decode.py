@@ -15,11 +15,9 @@ from diffcache.dllm import (
     ALL,
     Credit,
     Decoding,
-    DKVCache,
     DPad,
     Factor,
     FastDLLM,
-    FreeCache,
     Hierarchical,
     Policy,
     Quota,
@@ -46,37 +44,6 @@ def finish(policy: Policy, schedule: Schedule, sampler: Sampler, prompt: int = 5
         logits = torch.randn(1, counts[-1], WORDS, generator=generator, dtype=torch.float64)
         decoding.commit(logits, plan)
     return decoding, counts
-
-
-@pytest.mark.parametrize(
-    ("policy", "sampler", "rows"),
-    [
-        (DKVCache(every=2), Sampler(), 3150),
-        (DKVCache(every=8), Sampler(), 1836),
-        (DKVCache(every=32), Sampler(), 1617),
-        (DKVCache(every=8, delay=False), Sampler(), 1797),
-        (DKVCache("prefill"), Sampler(), 2354),
-        (DKVCache("pd", every=8), Sampler(), 1388),
-        (DKVCache("pd", every=8, delay=False), Sampler(), 1346),
-        (FastDLLM(), Sampler(), 1734),
-        (FastDLLM(dual=True), Sampler(), 1014),
-        (FreeCache(), Sampler(), 1586),
-        (FreeCache(commit=True), Sampler(), 1618),
-        (DKVCache("greedy", every=2, window=4), Sampler(by="random"), 24 * 98 + 24 * 6 - 6),
-    ],
-    ids=repr,
-)
-def test_rows_are_those_of_an_independent_implementation(policy: Policy, sampler: Sampler, rows: int) -> None:
-    """50 tokens of prompt, 48 of answer, blocks of 16, a token a step: counted elsewhere.
-
-    Of the window of four masks there are two in the last but two steps and none in the last.
-    """
-    assert sum(finish(policy, Schedule(48, 16), sampler)[1]) == rows
-
-
-def test_free_cache_of_one_block_computes_the_prompt_once() -> None:
-    counts = finish(FreeCache(), Schedule(12, None), Sampler(), prompt=7)[1]
-    assert counts == [19] + [12] * 11
 
 
 # samplers ----------------------------------------------------------------------------------------

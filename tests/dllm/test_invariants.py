@@ -6,12 +6,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
 import diffcache
@@ -28,7 +28,7 @@ from diffcache.dllm import (
 )
 from diffcache.pipelines.diffusion_lm import DiffusionLM
 from diffcache.targets import handle_of
-from tests.dllm.cases import CASES, CONFIDENT, LENGTHS, LIMITS, LONGEST, ROW_PLANS, VALID, WIDTH, model, traced
+from tests.dllm.cases import CASES, CONFIDENT, LENGTHS, LIMITS, LONGEST, WIDTH, model, traced
 from tests.dllm.test_remote import alone, made
 from tests.dllm.toys import LAYERS, bidirectional, prompts, trace
 
@@ -62,25 +62,6 @@ def test_every_policy_has_a_limit() -> None:
     assert limits >= {type(case.policy) for case in CASES.values()}
 
 
-# 2: nothing changed ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if not case.hides])
-def test_any_rows_are_those_of_all_where_nothing_changed(name: str) -> None:
-    """The plans of a decoding, one after the other, on tokens that stay as they are."""
-    network, ids, valid = model(), traced(name)[0].ids, VALID
-    given: dict[str, Any] = {"attention_mask": valid, "use_cache": False}
-    at = (valid.long().cumsum(1) - 1).clamp_min(0)
-    with torch.no_grad():
-        whole = network(ids, position_ids=at, **given).logits
-        with diffcache.wrapped(network, CASES[name].policy), diffcache.run(network):
-            for now in traced(name)[1][:9]:
-                some = network(ids, row_plan=now.plan, **given).logits
-                wanted = whole.gather(1, now.rows[..., None].expand_as(some))
-                there = valid.gather(1, now.rows)
-                torch.testing.assert_close(some[there], wanted[there], rtol=0, atol=1e-10)
-
-
 # 3: coverage -------------------------------------------------------------------------------------
 
 
@@ -92,47 +73,6 @@ def test_plans_that_leave_out_what_changed_are_refused(name: str) -> None:
         lm = DiffusionLM(network)
         with pytest.raises(ValueError, match="leaves out position .* was changed by the last step"):
             lm.generate(prompts(*LENGTHS), case.schedule, case.sampler, check=True)
-
-
-# 4: what is frozen -------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ROW_PLANS)
-def test_rows_that_are_not_computed_keep_their_bytes(name: str) -> None:
-    notes, frozen = traced(name)[1], 0
-    for before, now in pairwise(notes):
-        fed = torch.zeros_like(VALID).scatter_(1, now.rows, True)
-        for layer in range(LAYERS):
-            for ours, old in zip(now.kept[layer], before.kept[layer], strict=True):
-                assert torch.equal(ours.transpose(1, 2)[~fed], old.transpose(1, 2)[~fed])
-        frozen += int((~fed).sum())
-    assert frozen
-
-
-# 5: positions ------------------------------------------------------------------------------------
-
-
-class Rotary(nn.Module):
-    """Rotary tables in float64, positions counted from anywhere."""
-
-    def __init__(self, first: int) -> None:
-        super().__init__()
-        self.first = first
-
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        slow = 10_000.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
-        angles = (position_ids + self.first)[..., None] * torch.cat([slow, slow])
-        return angles.cos(), angles.sin()
-
-
-@every_policy
-def test_positions_count_from_anywhere(name: str) -> None:
-    case, network, found = CASES[name], bidirectional(), []
-    for first in (0, 1000):
-        network.model.rotary_emb = Rotary(first)
-        found.append(trace(network, case.policy, prompts(9), case.schedule, case.sampler)[1])
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one.logits, other.logits, rtol=0, atol=1e-9)
 
 
 # 6: batches --------------------------------------------------------------------------------------

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from diffcache.attach.extensions.partial import HeldKV
-from diffcache.dllm import RowPlan, Schedule, Uncached
-from tests.dllm.cases import ANSWER, BLOCK, CASES, LENGTHS, LONGEST, RANDOM, SCHEDULE, VALID, WIDTH, model, traced
-from tests.dllm.toys import Compared, Noted, after, bidirectional, check_step, following, prompts, trace
+from diffcache.dllm import Schedule
+from tests.dllm.cases import ANSWER, BLOCK, CASES, LENGTHS, LONGEST, RANDOM, VALID, WIDTH, model, traced
+from tests.dllm.toys import Compared, Noted, after, check_step, following, prompts, trace
 
 
 def real(row: int) -> set[int]:
@@ -127,24 +125,6 @@ def compared(name: str) -> Compared:
 
 
 # the engine ------------------------------------------------------------------------------------
-
-
-def test_all_rows_one_by_one_are_the_uncached_model() -> None:
-    """Indices and runs write and read what a plan of all rows does."""
-    network = bidirectional(torch.float32)
-
-    class Listed(Uncached):
-        def plan(self, state: Any) -> RowPlan:
-            if state.step == 0:
-                return RowPlan()
-            if state.step % 2:
-                return RowPlan(range(state.width))
-            return RowPlan(torch.arange(state.width).expand(len(state.ids), -1))
-
-    for lengths in ((9,), LENGTHS):
-        _, notes = trace(network, Listed(), prompts(*lengths), SCHEDULE)
-        _, plain = trace(network, None, prompts(*lengths), SCHEDULE)
-        assert all(torch.equal(a.logits, b.logits) for a, b in zip(notes, plain, strict=True))
 
 
 def test_what_was_written_in_inference_mode_can_be_written_over() -> None:
