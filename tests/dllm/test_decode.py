@@ -33,17 +33,15 @@ from diffcache.dllm.rules import Rule
 MASK, WORDS = 15, 16
 
 
-def finish(policy: Policy, schedule: Schedule, sampler: Sampler, prompt: int = 50) -> tuple[Decoding, list[int]]:
-    """Decode by random logits; return the decoding and the rows of every forward."""
+def finish(policy: Policy, schedule: Schedule, sampler: Sampler) -> Decoding:
+    """Decode by random logits."""
     generator = torch.Generator().manual_seed(3)
-    decoding = Decoding(torch.zeros(1, prompt, dtype=torch.int64), schedule, sampler, MASK)
-    counts = []
+    decoding = Decoding(torch.zeros(1, 50, dtype=torch.int64), schedule, sampler, MASK)
     while not decoding.is_finished:
         plan = policy.plan(decoding.state)
-        counts.append(plan.count(decoding.ids.shape[1]))
-        logits = torch.randn(1, counts[-1], WORDS, generator=generator, dtype=torch.float64)
-        decoding.commit(logits, plan)
-    return decoding, counts
+        count = plan.count(decoding.ids.shape[1])
+        decoding.commit(torch.randn(1, count, WORDS, generator=generator, dtype=torch.float64), plan)
+    return decoding
 
 
 # samplers ----------------------------------------------------------------------------------------
@@ -243,7 +241,7 @@ def test_temperature_draws_from_the_tempered_softmax_and_a_seed_repeats_it() -> 
     found = torch.bincount(drawn.flatten(), minlength=3)[:3] / drawn.numel()
     torch.testing.assert_close(found, wanted, rtol=0, atol=0.015)
     answers = [
-        finish(FastDLLM(), Schedule(8, 4), Sampler(temperature=1.0, seed=seed))[0].ids.tolist() for seed in (0, 0, 1)
+        finish(FastDLLM(), Schedule(8, 4), Sampler(temperature=1.0, seed=seed)).ids.tolist() for seed in (0, 0, 1)
     ]
     assert answers[0] == answers[1] != answers[2]
 
@@ -345,12 +343,3 @@ def test_masks_that_nothing_decides_are_noticed(schedule: Schedule, rule: Any, s
         decoding.commit(logits, ALL)
     with pytest.raises(ValueError, match=f"step {step}: masks of sequence 0 could not be decided"):
         decoding.commit(logits, ALL)
-
-
-# what is refused -----------------------------------------------------------------------------------
-
-
-def decoding_of(rows: list[list[int]], valid: list[list[bool]] | None = None, **schedule: Any) -> Decoding:
-    there = None if valid is None else torch.tensor(valid)
-    ids = torch.tensor(rows, dtype=torch.int64)
-    return Decoding(ids, Schedule(**schedule), Sampler(), MASK, there)
