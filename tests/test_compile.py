@@ -109,17 +109,6 @@ def test_other_models_with_compiled_blocks(name: str):
     assert all(torch.equal(a, b) for a, b in zip(trajectory(model, name), plain, strict=True))
 
 
-@pytest.mark.parametrize("how", ["torch.compile", "Module.compile"])
-def test_a_model_compiled_as_a_whole_is_refused(how: str):
-    model = CASES["FluxTransformer2DModel"].build(0)
-    if how == "torch.compile":
-        model = torch.compile(model, backend="eager")
-    else:
-        model.compile(backend="eager")
-    with pytest.raises(AttachError, match=r"compiled as a whole.*compile_repeated_blocks\(fullgraph=True\)"):
-        diffcache.wrap(model, Interval(every=3))
-
-
 def test_a_model_compiled_as_a_whole_after_wrapping_is_refused_when_it_runs():
     name = "WanTransformer3DModel"
     model = CASES[name].build(0)

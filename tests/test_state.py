@@ -356,16 +356,6 @@ def test_threads_that_share_a_bare_denoiser():
     handle_of(model).detach()
 
 
-def test_wrapping_twice_is_an_error():
-    pipe = diffcache.wrap(PIPES["FluxPipeline"].build(0), EVERY)
-    for target in (pipe, pipe.transformer):
-        with pytest.raises(AttachError, match=r"already runs under Interval\(every=3.*unwrap it first"):
-            diffcache.wrap(target, SEER)
-    diffcache.unwrap(diffcache.wrap(diffcache.unwrap(pipe), SEER))
-    with pytest.raises(AttachError, match="is not wrapped"):
-        diffcache.unwrap(pipe)
-
-
 def test_other_caches_are_an_error():
     from diffusers import FirstBlockCacheConfig
 

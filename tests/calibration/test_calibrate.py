@@ -175,17 +175,6 @@ def test_a_wrapped_pipeline_is_refused_and_stays_wrapped(pipe, method):
     assert not pipe.transformer._forward_pre_hooks
 
 
-def test_a_pipeline_under_another_cache_is_refused(pipe):
-    from diffusers import FirstBlockCacheConfig
-
-    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
-    try:
-        with pytest.raises(AttachError, match="already runs under diffusers' "):
-            diffcache.calibrate(pipe, FittedForecast(), PROMPTS[:1], **SETTINGS)
-    finally:
-        pipe.transformer.disable_cache()
-
-
 def test_compiled_blocks_are_refused_where_modules_are_seen(pipe):
     block = pipe.transformer.transformer_blocks[0]
     block._compiled_call_impl = block._call_impl

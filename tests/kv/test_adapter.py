@@ -26,20 +26,11 @@ from diffcache.kv.score.recency import Recency
 from diffcache.kv.trigger import EveryStep
 from tests.kv.test_generate import Lots
 from tests.kv.tiny import ALL, GREEDY, SHORT, gemma, llama, prompts, row, same
+from tests.zoo.language import build
 
 TOKEN = torch.tensor([[7]])
 ROWS = prompts()
 ONE = row(ROWS, 1)
-SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "vocab_size": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 
 
 @pytest.fixture
@@ -349,8 +340,8 @@ def test_decoders_that_look_like_encoders_are_served() -> None:
 
 
 def test_attention_modules_are_found_by_either_name() -> None:
-    model = hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**SMALL)).double().eval()
-    expected = model.generate(**ROWS, **GREEDY)
+    model, inputs = build("GPTNeoXForCausalLM", "gpt_neox").double(), {**ROWS, "input_ids": ROWS["input_ids"] % 120}
+    expected = model.generate(**inputs, **GREEDY)
     for recipe in (keep(1.0, space="pre"), eviction.criticalkv(base=eviction.snapkv(1.0))):
         cache = cache_for(model, recipe, mode="native")
-        same(model.generate(**ROWS, past_key_values=cache, **GREEDY), expected, 1e-9)
+        same(model.generate(**inputs, past_key_values=cache, **GREEDY), expected, 1e-9)

@@ -366,16 +366,10 @@ def test_a_layer_without_positions_turns_nothing():
     assert torch.equal(reader.read().rotate(keys, NEAR), keys)
 
 
-def _qwen(kind, section):
-    changes = dict(rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": section}, head_dim=16)
-    text = type(transformers.AutoConfig.for_model(kind))
-    torch.manual_seed(0)
-    return transformers.AutoModel.from_config(text(**{**TINY, **changes})).eval()
-
-
 @pytest.mark.parametrize(("kind", "alternate"), [("qwen2_vl_text", False), ("qwen3_vl_text", True)])
 def test_multimodal_rotary(kind, alternate):
-    model = _qwen(kind, [2, 3, 3])
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+    model = _model(kind, rope_parameters=rope, head_dim=16)
     attention, embedding = _parts(model)
     reader = rotary_of(attention, embedding)
     rotation = reader.read()
