@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from diffcache.attach.attention import Door, DoorProcessor, attention_sites
 from diffcache.attach.attention_call import AttentionCall, AttentionSite, CallRotary, rotate_pairs
@@ -17,7 +17,6 @@ from diffcache.attach.attention_families import FAMILIES
 from diffcache.errors import AttachError
 from tests.zoo.case import output_tensors
 from tests.zoo.catalog import cases
-from tests.zoo.language import build
 
 CASES = cases()
 SOME = [
@@ -239,8 +238,17 @@ def test_compiled_blocks_go_through_the_door() -> None:
 
 def language_models() -> dict[str, nn.Module]:
     torch.manual_seed(0)
+    llama = LlamaConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
     bert = BertConfig(vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-    return {"llama": build("LlamaForCausalLM", "llama"), "bert": BertModel(bert, add_pooling_layer=False).eval()}
+    both = LlamaForCausalLM(llama), BertModel(bert, add_pooling_layer=False)
+    return {"llama": both[0].eval(), "bert": both[1].eval()}
 
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
@@ -267,3 +275,10 @@ def test_models_of_transformers(name: str, way: str, padded: bool) -> None:
         assert each.config._attn_implementation == "sdpa"
         assert torch.equal(each(**given)[0], plain)
     assert len(recorder.calls) == count
+
+
+def test_other_attention_functions_are_refused() -> None:
+    model: Any = language_models()["llama"]
+    model.set_attn_implementation("eager")
+    with pytest.raises(AttachError, match=r"attn_implementation='eager': the door serves 'sdpa'"):
+        Door(model, Recorder())

@@ -85,6 +85,14 @@ def test_a_wiring_that_is_not_exact_is_refused_and_leaves_the_model_usable():
     assert gap(model(**inputs(case, model)), expected) == 0
 
 
+def test_a_model_without_a_timestep_needs_a_scheduler():
+    case = CASES["UVit2DModel"]
+    model = case.build(0)
+    diffcache.wrap(model, Interval(every=2))
+    with pytest.raises(AttachError, match="no timestep to tell its steps by; wrap the pipeline"):
+        model(**inputs(case, model))
+
+
 def test_what_is_no_denoiser_is_refused_at_once():
     from diffusers import AutoencoderKL
     from transformers import CLIPTextConfig, CLIPTextModel
