@@ -288,6 +288,7 @@ NOT_MADE: Mapping[str, str] = {
     "decode-4096": "as decode",
     "decode-smollm2": "as decode",
     "capacity": "times; 40 minutes",
+    "causal": "films of 80 chunks, judged whole: 40 minutes; sticker-causal-quality has those of the whole history",
 }
 # Records with numbers that are tested by their intervals alone -> what the values of all samples
 # take, which `records NAME --keep` makes, but for hours of a sweep: its command keeps them, too.
