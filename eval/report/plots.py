@@ -25,6 +25,7 @@ from diffcache.eval.report.palette import (
     styles,
 )
 from diffcache.eval.report.records import Record, Value, metric_of, number, ordered, speed_of
+from diffcache.eval.report.table import is_rival
 
 # Each plot is of one metric; more than these would hide what matters.
 _HEADLINES = ("fid", "fvd", "lpips", "psnr_db", "clip_score")
@@ -67,7 +68,8 @@ def draw_pareto(record: Record) -> tuple[list[Picture], list[str]]:
             f"{known['title']} of every row against its FLOPs ratio"
             f"{' and its measured speed ratio' if len(panels) > 1 else ''}. Error bars: 95 % "
             f"intervals upwards{paired}, quartiles sideways. A cache is worth having where it "
-            "lies beyond the grey crosses, which are uncached at fewer steps."
+            "lies beyond the grey crosses, which are uncached at fewer steps. Rows that skip less than "
+            "5 % are left out."
         )
         figure = pareto.plot(panels, title, known["direction"])
         about = f"pareto-{key}", f"{known['title']} against speed", caption
@@ -102,6 +104,8 @@ def _points(record: Record, key: str, side: str) -> list[pareto.Point]:
     names = settings([row for row in rows if row["kind"] == "method"])
     points = []
     for row in rows:
+        if row["kind"] == "method" and not is_rival(row):
+            continue  # as close to uncached as one likes, it would set the scale of all others
         y = metric_of(row, key)
         x = speed_of(record, row, side) if side == "ratio" else _plain(row, side)
         if row["kind"] == "uncached":

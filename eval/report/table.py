@@ -132,7 +132,7 @@ def _cells(column: Column, rows: Sequence[dict[str, Any]]) -> list[Cell]:
         cells.append(
             Cell(
                 shown(one, column, places),
-                best is not None and one.middle == best and _rivals(row),
+                best is not None and one.middle == best and is_rival(row),
                 unsure,
                 one.middle,
             )
@@ -143,13 +143,13 @@ def _cells(column: Column, rows: Sequence[dict[str, Any]]) -> list[Cell]:
 def _best(column: Column, rows: Sequence[dict[str, Any]], values: Sequence[Value | None]) -> float | None:
     """Return the best number of rows that saved something; None where there is no choice."""
     pairs = zip(rows, values, strict=True)
-    rivals = [v.middle for row, v in pairs if v is not None and _rivals(row)]
+    rivals = [v.middle for row, v in pairs if v is not None and is_rival(row)]
     if column.direction not in ("up", "down") or len(set(rivals)) < 2:
         return None
     return max(rivals) if column.direction == "up" else min(rivals)
 
 
-def _rivals(row: dict[str, Any]) -> bool:
+def is_rival(row: dict[str, Any]) -> bool:
     """Say whether a row may be the best: one that skips next to nothing is close to uncached."""
     return row["kind"] != "uncached" and (row.get("flops_ratio") or LEAST_SAVED) >= LEAST_SAVED
 
@@ -157,7 +157,7 @@ def _rivals(row: dict[str, Any]) -> bool:
 def notes_of(record: Record, columns: Sequence[Column]) -> list[str]:
     """Return the footnotes of a table: signs, back ends, warnings."""
     shown_keys = {column.key for column in columns}
-    idle = [row for row in record["rows"] if row["kind"] != "uncached" and not _rivals(row)]
+    idle = [row for row in record["rows"] if row["kind"] != "uncached" and not is_rival(row)]
     but = "uncached and rows that skip less than 5 %" if idle else "uncached"
     notes = [f"↑ more is better, ↓ less is better; bold: the best but for {but}."]
     notes += _intervals(record, [column for column in columns if column.brackets == "interval"])
