@@ -17,7 +17,7 @@ from diffcache.eval.workshop.small.job import Settings
 from diffcache.eval.workshop.small.sticker_causal import CALL, CHUNK, LATENTS, SAMPLER, Causal
 from diffcache.eval.workshop.small.sticker_films import render_film, sample_film
 from diffcache.eval.workshop.small.sticker_video_autoencoder import CHANNELS
-from diffcache.eval.workshop.small.stickers import held_out
+from diffcache.eval.workshop.small.stickers import OBJECTS, held_out
 from diffcache.pipelines.causal_video import CausalVideo
 from diffcache.pipelines.pretrained_video import streaming
 from diffcache.pipelines.shipped_models import MODELS
@@ -41,10 +41,12 @@ def test_an_object_stays_whole_in_every_frame_and_moves_no_faster_than_it_may():
 @pytest.mark.parametrize("held", [False, True])
 def test_every_object_of_a_film_is_held_out_or_none_is(held: bool):
     for seed in range(20):
-        film = sample_film(np.random.default_rng(seed), held=held, switches=(9,))
+        film = sample_film(np.random.default_rng(seed), held=held, switches=(9,), objects=OBJECTS)
         assert film.caption_at(8) != film.caption_at(9)
         names = {film.name_at(0), film.name_at(9)}
         assert {held_out((name,), film.scene.ground) for name in names} == {held}
+    with pytest.raises(ValueError, match="a ground has 1 of these objects at most, for 1 switches"):
+        sample_film(np.random.default_rng(0), held=True, switches=(9,))
 
 
 @pytest.fixture(scope="module")
@@ -115,4 +117,4 @@ def test_the_loss_trains_every_part_and_histories_become_the_models_own(job: Cau
         nn.init.normal_(weight, std=0.05)
     job.attention(models["transformer"])
     found = job.measure(models)
-    assert abs(found["held_loss"] - found["held_own"]) > 1e-3
+    assert abs(found["held_loss"] - found["held_own"]) > 1e-4

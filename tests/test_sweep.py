@@ -118,7 +118,7 @@ tables = "{}"
 @pytest.mark.parametrize("model", MODELS)
 def test_record_has_the_rows_of_its_sweep(model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(ROOT)
-    if model.startswith("sticker-flux"):
+    if model.startswith("sticker-"):
         pytest.importorskip("cache_dit")  # some of its rows
     sweep = FOLDER / f"eval-{model}-methods.toml"
     (plan,) = read_sweep(sweep, tmp_path)  # its tables are there, and are those of the methods

@@ -40,7 +40,7 @@ TITLES = ("record", "row", "number", "published", "same samples", "now", "verdic
 # Numbers that are made again.
 KEYS = (
     "psnr_db", "whole_right", "whole", "perplexity", "taken", "exact_match", "answers",
-    "success_rate", "reward_right", "touched", "token_right", "frame_right", "first_right",
+    "success_rate", "reward_right", "reward_films_right", "touched", "token_right", "frame_right", "first_right",
     "second_right", "target_right", "untouched_psnr_db", "autoencoder_untouched_psnr_db", "strayed",
     "right_after_a_second",
 )  # fmt: skip
@@ -61,7 +61,9 @@ REST: Mapping[str, str] = {
     "likeness": DERIVED, "strayed_of_other": DERIVED, "chosen.*": DERIVED, "tuned_more": DERIVED,
     "fid_*": OF_ALL, "kid_*": OF_ALL, "precision_*": OF_ALL, "recall_*": OF_ALL,
     "density_*": OF_ALL, "coverage_*": OF_ALL, "latent_error": OF_ALL, "action_error": OF_ALL,
-    "ssim": OF_ALL, "ms_ssim": OF_ALL, "lpips_*": OF_ALL, "perplexity": OF_ALL,
+    "ssim": OF_ALL, "ms_ssim": OF_ALL, "lpips_*": OF_ALL, "perplexity": OF_ALL, "of_*": OF_ALL,
+    "fvd_*": OF_ALL, "temporal_error": OF_ALL, "right": OF_ALL, "late": OF_ALL, "drift": OF_ALL,
+    "motion": OF_ALL, "static": OF_ALL, "chunk.*": TIME,
 }  # fmt: skip
 SETTINGS = ("steps", "samples*", "chunks", "tokens", "facts", "factor", "threshold", "psnr",
             "confidence", "seen", "draws", "low", "high", "*target*", "settings.*",

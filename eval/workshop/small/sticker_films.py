@@ -72,7 +72,13 @@ def sample_film(
         held: Draw held-out combinations; else none of them.
         switches: Frames at which another object takes over.
         objects: Names of objects to choose from.
+
+    Raises:
+        ValueError: If no ground has enough combinations of the kind that is asked for.
     """
+    most = max(sum(held_out((name,), kind) == held for name in objects) for kind in GROUNDS)
+    if most <= len(switches):
+        raise ValueError(f"held={held}: a ground has {most} of these objects at most, for {len(switches)} switches")
     while True:
         kind = str(rng.choice(list(GROUNDS)))
         names = [str(name) for name in rng.choice(objects, 1 + len(switches), replace=False)]
