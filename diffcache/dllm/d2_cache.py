@@ -194,7 +194,7 @@ def filled(chosen: Tensor, distance: int) -> Tensor:
 
 
 class Noting(NamedTuple):
-    """What notes are taken from, of one forward.
+    """Inputs of the notes of one forward.
 
     Attributes:
         at: Positions of the rows, int64 `[B, n]`, filled up by repeating the last one.

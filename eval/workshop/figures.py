@@ -75,7 +75,7 @@ defines these, and [what these models can tell](telling_power.md) says what they
 
 A row is named by its settings that are not the defaults; the number of samples stands below the
 table. *Right* is the share of pictures in which the shipped judge finds all that the sentence
-names, whole and in its place, and nothing else, *films right* that of films whose frames all are;
+names, whole and in its place, and nothing else, *films_right* that of films whose frames all are;
 *success* that of episodes which reach the goal and touch no obstacle. *Held* are the most bytes
 that a cache keeps in a call, for its whole batch: 8 samples of sticker-flux, one chunk of the
 policy. A row that skips less than 5 % of the operations is never the best.

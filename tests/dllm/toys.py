@@ -228,7 +228,7 @@ def check_step(
 
 @dataclass
 class Compared:
-    """What of one decoding was compared with one that is derived without our code."""
+    """Comparison of a decoding with one that is derived without our code."""
 
     text: bool | None = None  # whether it is the same; None where tokens were forced
     forwards: int = 0

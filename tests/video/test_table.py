@@ -14,7 +14,7 @@ from diffcache.eval.workshop.bench import causal as bench
 from diffcache.eval.workshop.small.sticker_films import render_film
 from diffcache.eval.workshop.small.sticker_wan import draw_films
 from diffcache.eval.workshop.video import page
-from diffcache.eval.workshop.video.rollouts import EVERY, Rollouts, judged
+from diffcache.eval.workshop.video.rollouts import EVERY, Rollouts, held_sentences, judged
 from diffcache.eval.workshop.video.rows import ROWS, Row
 from diffcache.pipelines.causal_video import CausalVideo
 from diffcache.video import Window
@@ -24,7 +24,7 @@ SETTING = Setting(torch.device("cpu"), torch.float32)
 
 @pytest.fixture(scope="module")
 def rollouts() -> Rollouts:
-    return Rollouts(2, SETTING)
+    return Rollouts(held_sentences(2), SETTING)
 
 
 @pytest.fixture

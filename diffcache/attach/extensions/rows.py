@@ -76,7 +76,7 @@ class RowTurn:
         visits: Rows and channels of the queries of each attention that took part so far.
         products: Multiply-adds besides those of the layers.
         differs: Whether rows that were computed alone had other keys than among all.
-        noting: What notes are taken from; None where none are.
+        noting: Inputs of the notes that are taken; None where none are.
         notes: Notes that a compiled forward took.
     """
 
@@ -99,7 +99,7 @@ class HeldTensors(NamedTuple):
         at: Positions of the rows, int64 `[n]`, or `[B, n]`.
         mask: Positions that are seen, bool `[B, 1, n, T]`; None for all.
         layers: Keys and values of every attention, by its `layer_idx`, `[B, H, T, D]` each.
-        noting: What notes are taken from; None where none are.
+        noting: Inputs of the notes that are taken; None where none are.
     """
 
     at: Tensor

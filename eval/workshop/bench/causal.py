@@ -21,7 +21,7 @@ from diffcache.eval.record import Setting
 from diffcache.eval.workshop.bench.runner import thirds
 from diffcache.eval.workshop.parts import Parts, digest_of
 from diffcache.eval.workshop.small.sticker_causal import CHUNK
-from diffcache.eval.workshop.video.rollouts import EVERY, SIZE, Rollouts
+from diffcache.eval.workshop.video.rollouts import EVERY, SIZE, Rollouts, held_sentences
 from diffcache.eval.workshop.video.rows import ROWS, Row
 from diffcache.pipelines.causal_video import CausalVideo
 from diffcache.pipelines.stream_batch import StreamBatch
@@ -57,7 +57,7 @@ def measure(
     """
     if rounds < 3 or samples < 2:
         raise ValueError(f"rounds={rounds}, samples={samples}: must be at least 3 and 2")
-    rollouts = Rollouts(samples, setting)
+    rollouts = Rollouts(held_sentences(samples), setting)
     model = rollouts.pipe.transformer
     kept = Parts(
         unfinished, {"samples": samples, "length": length, "dtype": str(setting.dtype), "model": digest_of(model)}

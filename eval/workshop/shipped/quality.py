@@ -52,7 +52,7 @@ from diffcache.eval.workshop.small.sticker_judge import read_faults
 from diffcache.eval.workshop.small.stickers import GROUNDS, OBJECTS, held_out, held_out_captions, parse, with_article
 from diffcache.eval.workshop.small.stickers import render as render_stickers
 from diffcache.eval.workshop.video import rollouts
-from diffcache.eval.workshop.video.rollouts import EVERY, Rollouts, frames_right
+from diffcache.eval.workshop.video.rollouts import EVERY, Rollouts, frames_right, held_sentences
 from diffcache.files import write_json
 from diffcache.pipelines.diffusion_lm import DiffusionLM
 from diffcache.pipelines.policy import rollout
@@ -162,8 +162,8 @@ def _of_sticker_edits(pipe: Any, steps: int, samples: int, seed: int, numbers: N
 
 def _of_films(pipe: Any, steps: int, samples: int, seed: int, numbers: Numbers) -> Outcomes:
     """Judge films of held-out sentences, right where each of their frames is; and by object."""
-    every = sticker_wan.draw_films(samples, seed, held=True)
-    texts = [every[number].caption_at(0) for number in numbers]
+    every = held_sentences(samples, seed)
+    texts = [every[number] for number in numbers]
     right = frames_right(_films_of(pipe, texts, steps, _seeds(seed, numbers)), texts)
     found = {WHOLE: right.all(1), "frame_right": right}
     if len(numbers) < samples:
@@ -198,15 +198,14 @@ def _of_streams(pipe: Any, chunks: int, samples: int, seed: int, numbers: Number
     Streams share their noise, so that a part is the beginning of all: as many chunks as numbers
     are of samples, and enough for a frame that is judged.
     """
-    made = Rollouts(samples, SETTING, seed, pipe)
+    made = Rollouts(held_sentences(samples, seed), SETTING, seed, pipe)
     with made.video() as video:
         films = made.films(video, FullHistory(), max(-(-chunks * len(numbers) // samples), 4))
         right = frames_right(films[:, EVERY - 1 :: EVERY].numpy(), made.said)
         found = {WHOLE: right[:, -1], "frame_right": right, "right_after_a_second": right[:, 0]}
         if len(numbers) < samples:
             return found
-        more = Rollouts(0, SETTING, seed + 1, pipe)
-        more.said = _others(seed)
+        more = Rollouts(_others(seed), SETTING, seed + 1, pipe)
         last = more.films(video, FullHistory(), chunks)[:, EVERY - 1 :: EVERY][:, -1:]
         others = frames_right(last.numpy(), more.said)
     return {**found, **_by_object([*made.said, *more.said], torch.cat([right[:, -1], others[:, -1]]))}
@@ -308,12 +307,12 @@ def _sticker_edits_grid(pipe: Any) -> tuple[str, Image.Image]:
 
 
 def _films_grid(pipe: Any) -> tuple[str, Image.Image]:
-    texts = [film.caption_at(0) for film in sticker_wan.draw_films(12, 1, held=True)]
+    texts = held_sentences(12, 1)
     return _strips(_films_of(pipe, texts, 28, range(12))[:, ::4], texts)
 
 
 def _streams_grid(pipe: Any) -> tuple[str, Image.Image]:
-    made = Rollouts(12, SETTING, 1, pipe)
+    made = Rollouts(held_sentences(12, 1), SETTING, 1, pipe)
     with made.video() as video:
         films = made.films(video, FullHistory(), 40)
     return _strips(films[:, 4 * EVERY - 1 :: 4 * EVERY].numpy(), made.said)

@@ -78,7 +78,10 @@ def sample_film(
     """
     most = max(sum(held_out((name,), kind) == held for name in objects) for kind in GROUNDS)
     if most <= len(switches):
-        raise ValueError(f"held={held}: a ground has {most} of these objects at most, for {len(switches)} switches")
+        raise ValueError(
+            f"held={held}: a ground has {most} of these objects at most, for {len(switches)} switches; give fewer, or "
+            "other objects"
+        )
     while True:
         kind = str(rng.choice(list(GROUNDS)))
         names = [str(name) for name in rng.choice(objects, 1 + len(switches), replace=False)]

@@ -33,13 +33,18 @@ SIZE = (8, 8)  # of latents
 load = loader(WanPipeline, DIRECTORY)
 
 
+def held_sentences(samples: int, seed: int = 0) -> list[str]:
+    """Return sentences of held-out combinations of object and ground, of films drawn by seed."""
+    return [film.caption_at(0) for film in draw_films(samples, seed, held=True)]
+
+
 class Rollouts:
-    """Films of held-out sentences, made with the same noise under every policy.
+    """Films of sentences, made with the same noise under every policy.
 
     Args:
-        samples: Number of films.
+        said: Sentence of each film.
         setting: Device and dtype.
-        seed: Seed of the sentences and of the noise.
+        seed: Seed of the noise.
         pipe: Pipeline that films; None for the shipped one.
 
     Attributes:
@@ -47,10 +52,9 @@ class Rollouts:
         said: Sentence of each film.
     """
 
-    def __init__(self, samples: int, setting: Setting, seed: int = 0, pipe: Any = None) -> None:
+    def __init__(self, said: Sequence[str], setting: Setting, seed: int = 0, pipe: Any = None) -> None:
         self.pipe = (pipe or load(setting.dtype)).to(setting.device)
-        self.said = [film.caption_at(0) for film in draw_films(samples, seed, held=True)]
-        self.seed = seed
+        self.said, self.seed = list(said), seed
 
     def video(self) -> CausalVideo:
         """Return a video that films with the transformer."""

@@ -1,4 +1,4 @@
-"""What is particular of each codec: loops and closed forms, error bounds, honest bytes."""
+"""Properties of single codecs: loops and closed forms, error bounds, honest bytes."""
 
 import itertools
 import math
