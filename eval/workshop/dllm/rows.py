@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from diffcache.dllm import Policy, Quota, Sampler, Schedule, Threshold
+from diffcache.dllm import Credit, Hierarchical, Policy, Quota, Sampler, Schedule, SlowFast, Threshold
 from diffcache.dllm.guided import Guided
 from diffcache.dllm.rules import Rule
 from diffcache.eval.methods import parse_method
@@ -42,6 +42,7 @@ class Row:
         against: Name of the uncached row that decodes in the same order.
         role: `cache`; `baseline`, without any; or `control`, which must lose.
         threshold: Confidence of parallel decoding; None for a fixed number of tokens a step.
+        rule: Rule of commits other than these two.
         share: Forwards, as a share of the tokens.
         block: Tokens of a block; None for the world's, 0 for one block.
         window: Masks of a sliding window; None for whole blocks.
@@ -55,6 +56,7 @@ class Row:
     against: str = "uncached"
     role: Role = "cache"
     threshold: float | None = None
+    rule: Rule | None = None
     share: float = 1.0
     block: int | None = None
     window: int | None = None
@@ -89,7 +91,7 @@ class Row:
         rule: Rule = Quota() if self.threshold is None else Threshold(self.threshold)
         if self.guided:
             rule = Guided()
-        return Sampler(by=self.by, rule=rule, seed=seed)
+        return Sampler(by=self.by, rule=self.rule or rule, seed=seed)
 
 
 def rows(model: str) -> list[Row]:
@@ -109,6 +111,9 @@ def rows(model: str) -> list[Row]:
         _plain("uncached, a quarter of the steps", share=0.25),
         _plain("uncached, an eighth of the steps", share=0.125),
         _plain("uncached, threshold 0.9", threshold=MANY),
+        _plain("uncached, hierarchical commits", rule=Hierarchical()),
+        _plain("uncached, credit", rule=Credit()),
+        _plain("uncached, SlowFast", rule=SlowFast(), block=0),
         _plain("uncached, blocks of 8", block=8),
         _plain("uncached, sliding window", block=0, window=16),
         _plain("uncached, sliding window, threshold 0.9", **both),
@@ -129,6 +134,10 @@ def rows(model: str) -> list[Row]:
         Row("dLLM-Cache 100/7, a quarter", "dllm-cache:prompt_every=100"),
         Row("dLLM-Cache 25/8, none", "dllm-cache:prompt_every=25,answer_every=8,ratio=0", role="control"),
         Row("Sparse-dLLM", "sparse-dllm"),
+        Row("EntropyCache", "entropy-cache"),
+        Row("DPad", "dpad"),
+        Row("DPad, dual", "dpad:cache=dual"),
+        Row("vicinity of 4", "vicinity:before=4,after=4,warmup=1"),
         Row("d2Cache", "d2cache"),
         Row("Window-Diffusion", "window-diffusion", **slide),
         Row("Elastic-Cache, never", "elastic:gamma=-1", **slide),
