@@ -127,6 +127,7 @@ BENCHMARKS: dict[str, Bench] = {
             ("dllm-steps-28m", "28 M parameters", {"is_large": True}),
             ("dllm-steps-compiled", "compiled, chain-llada, batch 1", {"compiled": True}),
             ("dllm-steps-compiled-8", "compiled, batch 8", {"compiled": True, "size": 8}),
+            ("dllm-steps-compiled-28m", "compiled, 28 M parameters", {"compiled": True, "is_large": True}),
         )
     },
 }

@@ -34,25 +34,26 @@ uncached; those of a guide count. *Faster* is the time of uncached decoding, one
 by the row's: medians of answers taken in turn in one process, most of it the sampler's where fewer
 steps are taken. *The cache's share* of it is the time of the row that it is compared with by its
 own. Below 1, the cache's own work in every layer takes longer than the rows that it saves on a
-model this small. Rows in *italics* are controls, which are built to lose. The host time of a step
-was lowered since, and is still more than a plain forward of as many rows takes. At commit e72033c,
-CPU seconds in turn on a busy machine, batch 1, 16 answers (medians, quartiles in brackets), 8 steps
-after the first on chain-llada: uncached 1.17 (1.11 to 1.20), dKV-Cache PD 1.54 (1.48 to 1.65),
-Fast-dLLM dual 1.56 (1.43 to 1.78), Elastic-Cache never 2.16 (2.04 to 2.19) and by keys 2.40 (2.21
-to 2.54), d2Cache 2.27 (2.11 to 2.34). Four steps with 28 M parameters and random weights: dKV-Cache
-PD 1.24 (1.22 to 1.28), Fast-dLLM dual 1.24 (1.22 to 1.28), Elastic-Cache never 1.42 (1.39 to 1.44),
-d2Cache 1.40 (1.38 to 1.42). `python -m diffcache.eval.workshop.bench dllm-steps` measures whole
-answers.
+model this small. Rows in *italics* are controls, which are built to lose. Quartiles are in brackets.
+"""
+# Name of a bench of steps -> the head of its column.
+STEPS: Mapping[str, str] = {
+    "dllm-steps": "batch 1",
+    "dllm-steps-8": "batch 8",
+    "dllm-steps-28m": "28 M, batch 1",
+    "dllm-steps-compiled": "compiled, batch 1",
+    "dllm-steps-compiled-8": "compiled, batch 8",
+    "dllm-steps-compiled-28m": "compiled, 28 M",
+}
+STEP = """\
+## Time of a step
 
-With `DiffusionLM(..., compiled=True)` a step takes, by the same plain forward, which is not
-compiled (whole answers of chain-llada at batch 1, 16 of them after one that compiles): dKV-Cache
-decode 1.11 (1.07 to 1.15), PD 1.08 (1.05 to 1.14), FreeCache 1.04 (0.98 to 1.08), Window-Diffusion
-1.10 (1.03 to 1.24), all at a draft of commit e4fbc35; Fast-dLLM dual 0.99 (0.93 to 1.06), d2Cache
-1.48 (1.41 to 1.53), at that commit. Answers then come 1.7, 1.8, 1.9, 2.5, 2.7 and 1.5 times faster
-than uncached ones. A graph takes 25 to 70 seconds to compile on that machine. Logits differed by at
-most 3e-5 where the largest is 13. Fast-dLLM dual takes 1.19 (1.15 to 1.23) in batches of 8, and
-0.92 (0.91 to 0.94) with 28 M parameters, a prompt of 384 and an answer of 16 tokens. `bench
-dllm-steps-compiled` measures it.
+A step with its plan and commit, by a plain forward of as many rows on the same model without a
+cache, which is never compiled. It was wanted to be at most 1.3 on chain-llada and 1.15 with 28 M
+parameters (8 layers of 512 channels, random weights, a prompt of 384 and an answer of 64 tokens).
+CPU seconds of whole answers in turn in one process, after one that is not counted: medians, with
+quartiles in brackets. `compiled` is `DiffusionLM(..., compiled=True)`; a graph takes 25 to 70
+seconds to compile, and logits differ by at most 3e-5 where the largest is 13.
 
 What is left of a step, in milliseconds (one answer of chain-llada, batch 1, not compiled; the plain
 forward of as many rows in brackets): Elastic-Cache never 4.7 (2.9) in the call, 0.5 in the commit,
@@ -60,14 +61,10 @@ forward of as many rows in brackets): Elastic-Cache never 4.7 (2.9) in the call,
 it is attention to all 258 keys instead of the rows' own (44 microseconds a layer, 13 of the rows
 alone), and for Elastic-Cache and d2Cache the weights of attention once more (49), which torch's
 fused attention does not hand out. With 28 M parameters these are 258, 30 and 241 microseconds of a
-layer. Elastic-Cache is not compiled, as the host waits for the outcome of each layer's test.
-
-Rows that the tables below do not have yet, of 400 prompts of chain-llada-probe, whose guide is too
-small for it (exact match with Wilson's 95 % interval, forwards, token-layers; commit 8b38714): the
-guide alone 0.350 (0.305 to 0.398), 48.0, 97; uncached and guided 0.948 (0.921 to 0.965), 13.4,
-4,110; guided FreeCache with its commit forward 0.943 (0.915 to 0.961), 13.5, 1,650; guided
-Fast-dLLM dual 0.943 (0.915 to 0.961), 13.4, 1,558; uncached in a quarter of the steps 0.005 (0.001
-to 0.018) and in an eighth 0.000 (0.000 to 0.010); Sparse-dLLM 0.890 (0.856 to 0.917), 48.0, 3,780.
+layer.
+"""
+FASTER = """\
+Uncached decoding by each, of the same answers: how many times faster.
 """
 REPLAYED = """\
 ## Errors on one trajectory
@@ -94,7 +91,34 @@ def page(directory: Path = ROOT) -> str:
     if records:
         parts += [MEASURED, *map(_measured, records)]
         parts += [REPLAYED, *map(_replayed, records)]
+    steps = {name: read_json(folder / f"{name}.json") for name in STEPS}
+    parts += _steps({name: record for name, record in steps.items() if record})
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _steps(records: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return what a step takes in each record, and how much faster answers come."""
+    if not records:
+        return []
+    kept = {name: {row["name"]: row for row in record["rows"]} for name, record in records.items()}
+    policies = list(dict.fromkeys(policy for rows in kept.values() for policy in rows))
+    heads = ["", *(STEPS[name] for name in records)]
+
+    def drawn(key: str) -> list[str]:
+        lines = [[policy, *(_middle(rows.get(policy), key) for rows in kept.values())] for policy in policies]
+        return [*table(heads, lines), ""]
+
+    said = [
+        f"{STEPS[name]}: n = {record['rounds']} batches, {record['threads']} thread, {record['device']}, "
+        f"commit `{record['commit']}` (`{record['command']}`)"
+        for name, record in records.items()
+    ]
+    return [STEP, *drawn("step_ratio"), FASTER, *drawn("faster"), "; ".join(said) + ".", ""]
+
+
+def _middle(row: Mapping[str, Any] | None, key: str) -> str:
+    """Return the median of a row's numbers with its quartiles; nothing of a row that is not there."""
+    return "{median:.2f} ({q1:.2f} to {q3:.2f})".format(**row[key]) if row else ""
 
 
 def _measured(record: Mapping[str, Any]) -> str:
@@ -102,8 +126,9 @@ def _measured(record: Mapping[str, Any]) -> str:
     shapes, rows = record["shapes"], record["rows"]
     about = (
         f"{TITLES[shapes['model']].capitalize()}; blocks of {shapes['block']}, "
-        f"{shapes['samples']} prompts, {record['dtype']}, {record['threads']} thread, "
-        f"{record['device']} (`{record['command']}`)."
+        f"{shapes['samples']} prompts, {record['rounds']} timed at batch 1 and {max(1, record['rounds'] // 4)} "
+        f"batches of {shapes['batch']}, {record['dtype']}, {record['threads']} thread, {record['device']}, "
+        f"commit `{record['commit']}` (`{record['command']}`)."
     )
     heads = [
         "",
@@ -146,7 +171,7 @@ def _faster(row: Mapping[str, Any], known: Mapping[str, Any], batch: str) -> tup
     faster = row[batch]["faster"]["median"]
     against = known[row["against"]][batch]["faster"]["median"]
     is_cache = row["role"] != "baseline"
-    return f"{faster:.2f}", f"{faster / against:.2f}" if is_cache else ""
+    return _middle(row[batch], "faster"), f"{faster / against:.2f}" if is_cache else ""
 
 
 def _replayed(record: Mapping[str, Any]) -> str:
