@@ -128,7 +128,6 @@ class DiffusionLM(Loop):
                 "mask_id=None: neither the model's configuration nor the tokenizer says which "
                 "token the mask is; give mask_id"
             )
-        check_int("mask_id", found, 0)
         self.mask_id: int = found
         if shift is not None:
             check_bool("shift", shift)
@@ -143,6 +142,8 @@ class DiffusionLM(Loop):
             check_int("block", block, 1)
         self.block = block
         self.masked = MaskedModel(model, block)
+        self.masked.check_token("mask_id", found)
+        self.masked.check_token("eos_id", eos_id)
         self.eos_id = getattr(tokenizer, "eos_token_id", None) if eos_id is None else eos_id
 
     @classmethod

@@ -15,6 +15,7 @@ from diffcache.attach.extensions.partial import block_mask, first_position, plac
 from diffcache.dllm.decode import Decoding, Schedule
 from diffcache.dllm.rows import RowPlan
 from diffcache.foreign import device_of_model
+from diffcache.method import check_int
 
 
 @dataclass(frozen=True)
@@ -141,15 +142,25 @@ class MaskedModel:
         found = getattr(getattr(self.model, "config", None), name, None)
         return sys.maxsize if found is None else int(found)
 
+    def check_token(self, name: str, token: int | None) -> None:
+        """Raise unless a token is one of the model, or None.
+
+        Raises:
+            ValueError: If it is not.
+        """
+        vocabulary = self.size("vocab_size")
+        if token is not None:
+            check_int(name, token, 0)
+            if token >= vocabulary:
+                raise ValueError(f"{name}={token}: is no token of the model, which has {vocabulary}; give another")
+
     def check_sizes(self, prompt: int, schedule: Schedule) -> None:
         """Raise unless the model has the end token, and as many positions as prompt and answer.
 
         Raises:
             ValueError: If it has not.
         """
-        vocabulary, eos = self.size("vocab_size"), schedule.eos_id
-        if eos is not None and eos >= vocabulary:
-            raise ValueError(f"eos_id={eos}: is no token of the model, which has {vocabulary}; give another, or None")
+        self.check_token("eos_id", schedule.eos_id)
         whole = prompt + schedule.length
         whole += -whole % (self.block or 1)  # the last block is decoded to the end
         most = min(map(self.size, ("max_sequence_length", "max_position_embeddings"))) - self.first

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from itertools import chain
 from numbers import Integral
 from typing import Any
@@ -24,7 +24,8 @@ def tokens_of(prompts: Prompts, tokenizer: Any, vocabulary: int) -> list[list[in
         ValueError: If there are none, texts come without a tokenizer, are empty or of words that it
             does not know, or they are neither texts nor tokens of the model.
     """
-    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+    is_one = not getattr(prompts, "ndim", 1)  # number
+    if is_one or isinstance(prompts, (Mapping, Set, bytes)) or not isinstance(prompts, Iterable):
         raise ValueError(
             f"prompts={prompts!r}: must be a text, texts or token ids; of what a tokenizer returns, give the input_ids"
         )
@@ -34,6 +35,9 @@ def tokens_of(prompts: Prompts, tokenizer: Any, vocabulary: int) -> list[list[in
         rows = [prompts] if isinstance(prompts, str) else list(prompts)
     if rows and not isinstance(rows[0], Iterable):
         rows = [rows]
+    for row in rows:
+        if isinstance(row, bytes) or not isinstance(row, Iterable):
+            raise ValueError(f"prompts: hold {row!r} for a prompt; give each as a text, or a list of its tokens")
     if any(isinstance(row, str) for row in rows) and tokenizer is None:
         raise ValueError(f"prompts={rows[0]!r}: is text, and there is no tokenizer; give one, or token ids")
     rows = [_tokens(row, tokenizer) if isinstance(row, str) else row for row in rows]

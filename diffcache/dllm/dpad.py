@@ -83,8 +83,7 @@ class DPad(Policy):
             return replace(ALL, seen=shown)
         if shown is None:
             return state.runs(run_of)
-        chosen = state.between([run_of(row) for row in state.rows]) & shown
-        return replace(state.plan(chosen), seen=shown)
+        return replace(state.plan(state.each(run_of) & shown), seen=shown)
 
 
 @lru_cache(maxsize=1024)

@@ -43,8 +43,8 @@ class Sampler:
         seed: Seed of the noise and of random orders.
 
     Raises:
-        ValueError: If a setting is out of its range, or a random order goes with a rule that looks
-            at confidence.
+        ValueError: If a setting is out of its range, or `late` or a rule that looks at confidence
+            goes with another measure.
 
     Departure: with noise, LLaDA's code keeps the confidence of the first of its late tokens, by a
     slip of assignment.
@@ -80,10 +80,9 @@ class Sampler:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be a tuple of tokens")
             for token in getattr(self, name):
                 check_int(name, token, 0)
-        if self.by != "confidence" and not self.rule.is_fixed:
-            raise ValueError(
-                f"by={self.by!r}: {self.rule!r} looks at confidence; use by='confidence', or rule=Quota()"
-            )
+        if self.by != "confidence" and (self.late or not self.rule.is_fixed):
+            what, way = (f"late={self.late!r}", "late=()") if self.late else (repr(self.rule), "rule=Quota()")
+            raise ValueError(f"by={self.by!r}: {what} looks at confidence; use by='confidence', or {way}")
 
     def candidates(self, logits: Tensor, mask_id: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """Return the token that each position would take, and how good it is.

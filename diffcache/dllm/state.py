@@ -121,6 +121,17 @@ class State:
         at = torch.arange(self.width, device=self.ids.device)
         return (at >= ends[:, :1]) & (at < ends[:, 1:])
 
+    def each(self, run_of: Callable[[RowState], range]) -> Tensor:
+        """Return a run of each sequence, from the row on that predicts its first token, bool `[B, T]`.
+
+        In blocks of attention that row is computed where it is asked for alone.
+
+        Args:
+            run_of: Run of positions of a sequence.
+        """
+        runs = [(run_of(row), 0 if row.span else self.shift) for row in self.rows]
+        return self.between([range(max(run.start - shift, 0), run.stop) for run, shift in runs])
+
     def runs(self, run_of: Callable[[RowState], range]) -> RowPlan:
         """Return the plan that computes one run of positions in each sequence.
 
@@ -131,7 +142,7 @@ class State:
         if len(wanted) == 1:
             (run,) = wanted
             return ALL if run == range(self.width) else RowPlan(run)
-        return self.plan(self.between([run_of(row) for row in self.rows]))
+        return self.plan(self.each(run_of))
 
     def plan(self, chosen: Tensor, whole: Callable[[RowState], bool] | None = None) -> RowPlan:
         """Return the plan that computes chosen positions.

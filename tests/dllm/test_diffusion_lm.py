@@ -383,7 +383,13 @@ def test_what_cannot_be_served_is_refused() -> None:
         DiffusionLM(short).generate(prompts(9), SCHEDULE)
     with pytest.raises(ValueError, match="eos_id=64: is no token of the model, which has 64"):
         DiffusionLM(model).generate(prompts(4), Schedule(8, 4, eos_id=64))
-    for wrong in ({"input_ids": [[1, 2]]}, 5, torch.tensor([[0.5]]), [1, 64], [[True]], [[-1]]):
+    for token in ({"mask_id": 64}, {"eos_id": 64}):
+        with pytest.raises(ValueError, match="_id=64: is no token of the model, which has 64"):
+            DiffusionLM(model, **token)
+    for wrong in (
+        *({"input_ids": [[1, 2]]}, 5, torch.tensor([[0.5]]), [1, 64], [[True]], [[-1]]),
+        *(b"\1\2", [b"\1\2"], {1, 2}, torch.tensor(5), [[1, 2], 3]),
+    ):
         with pytest.raises(ValueError, match="prompts"):
             DiffusionLM(model, Letters()).generate(wrong, SCHEDULE)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="schedule=8: must be a Schedule"):

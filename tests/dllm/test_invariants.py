@@ -89,6 +89,10 @@ def test_a_padded_batch_is_its_prompts_alone(name: str) -> None:
         assert torch.equal(alone.ids[0, len(prompt) :], together.ids[row, LONGEST:])
         steps.add(alone.step)
     assert len(steps) > 1
+    rows = prompts(9, 5, 1, 3)
+    with diffcache.wrapped(model(), case.policy):  # rows that predict the token after their own
+        shifted = partial(DiffusionLM(model(), shift=True).generate, schedule=case.schedule, sampler=sampler)
+        assert torch.equal(shifted(rows).ids, torch.cat([shifted([row]).ids for row in rows]))
 
 
 # 7 and 8: one after the other, and accounts ------------------------------------------------------

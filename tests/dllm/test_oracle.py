@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 
 from diffcache.attach.extensions.partial import HeldKV
-from diffcache.dllm import Schedule
 from tests.dllm.cases import ANSWER, BLOCK, CASES, LENGTHS, LONGEST, RANDOM, VALID, WIDTH, model, traced
 from tests.dllm.toys import Compared, Noted, after, check_step, following, prompts, trace
 
@@ -136,9 +138,11 @@ def test_what_was_written_in_inference_mode_can_be_written_over() -> None:
     assert torch.equal(held.k[:, :, :2].transpose(1, 2), x[:, 2:4])
 
 
-def test_rows_are_filled_up_to_a_multiple() -> None:
-    rows = prompts(*LENGTHS)
-    plain = traced("decode")[0]
-    wide, notes = trace(model(), CASES["decode"].policy, rows, Schedule(ANSWER, BLOCK, multiple=8))
-    assert torch.equal(plain.ids, wide.ids)
-    assert {now.rows.shape[1] for now in notes} <= {8, 16, 24, WIDTH}
+@pytest.mark.parametrize("name", ["decode", "elastic"])
+def test_rows_are_filled_up_to_a_multiple(name: str) -> None:
+    case = CASES[name]
+    for rows in (prompts(*LENGTHS), prompts(9)):
+        plain = trace(model(), case.policy, rows, case.schedule)[0]
+        wide, notes = trace(model(), case.policy, rows, replace(case.schedule, multiple=8))
+        assert torch.equal(plain.ids, wide.ids)
+        assert {now.rows.shape[1] for now in notes} <= {8, 16, 24, WIDTH}

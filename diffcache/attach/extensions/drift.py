@@ -373,7 +373,8 @@ class Drift(Rows):
 
 def planned_rows(way: Way, out: Any) -> Any:
     """Return the output of the last block, of the planned rows alone."""
-    alone = way.fed.shape[0] == 1 and not way.is_wide
+    # what fills up to a multiple may count as tracked tokens do
+    alone = way.fed.shape[0] == way.plan.multiple == 1 and not way.is_wide
     if way.is_whole or (alone and way.rows == way.plan.count(way.fed.shape[1])):
         return out
     hidden = out if isinstance(out, Tensor) else out[0]
