@@ -37,8 +37,9 @@ def test_it_holds_what_streaming_holds(capacity: int, sinks: int) -> None:
 @pytest.mark.parametrize("model", [llama().double(), gemma().double()], ids=["llama", "gemma"])
 def test_nothing_is_lost_while_there_is_room(model: Any) -> None:
     inputs = row(prompts(), 1)
-    ours = model.generate(**inputs, past_key_values=static_cache_for(model, 128), **GREEDY)
-    same(ours, model.generate(**inputs, **GREEDY), 1e-6)
+    for way in ({}, {"num_beams": 3}):
+        ours = model.generate(**inputs, past_key_values=static_cache_for(model, 128), **GREEDY, **way)
+        same(ours, model.generate(**inputs, **GREEDY, **way), 1e-6)
 
 
 def test_a_chunk_later_on_sees_what_is_held() -> None:

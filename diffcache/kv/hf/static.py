@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, StaticCache, Static
 from diffcache.errors import AttachError
 from diffcache.kv.hf.layer import query_count
 from diffcache.kv.hf.model import decoder_config
+from diffcache.method import check_int
 
 
 def static_cache_for(model: nn.Module, capacity: int, *, sinks: int = 4) -> Cache:
@@ -79,6 +80,12 @@ class _Static(CacheLayerMixin):  # type: ignore[misc]
         """Forget everything, in place."""
         self.core.reset()
 
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorder rows for beam search, in place."""
+        for held in (self.core.k, self.core.v):
+            if held is not None:
+                held.copy_(held.index_select(0, beam_idx.to(held.device)))
+
 
 class StaticWindow:
     """Keys and values of the first tokens and of the latest, in two buffers that never move.
@@ -96,7 +103,9 @@ class StaticWindow:
     """
 
     def __init__(self, capacity: int, sinks: int = 4) -> None:
-        if not 0 <= sinks < capacity:
+        check_int("capacity", capacity, 1)
+        check_int("sinks", sinks, 0)
+        if sinks >= capacity:
             raise ValueError(f"sinks={sinks}: must be from 0 to less than capacity={capacity} slots")
         self.capacity, self.sinks = capacity, sinks
         self.seen = torch.zeros((), dtype=torch.int64)
