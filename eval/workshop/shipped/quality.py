@@ -46,10 +46,11 @@ from diffcache.eval.workshop.small import (
 from diffcache.eval.workshop.small.chain import HELD_OUT, WORLDS
 from diffcache.eval.workshop.small.chain import draw as draw_chains
 from diffcache.eval.workshop.small.grid import draw_grid
+from diffcache.eval.workshop.small.sticker_dit import CLASSES
 from diffcache.eval.workshop.small.sticker_films import FILMED, sample_film
 from diffcache.eval.workshop.small.sticker_flux import decode, encode
 from diffcache.eval.workshop.small.sticker_judge import read_faults
-from diffcache.eval.workshop.small.stickers import GROUNDS, OBJECTS, held_out, held_out_captions, parse, with_article
+from diffcache.eval.workshop.small.stickers import GROUNDS, held_out, held_out_captions, parse, with_article
 from diffcache.eval.workshop.small.stickers import render as render_stickers
 from diffcache.eval.workshop.video import rollouts
 from diffcache.eval.workshop.video.rollouts import EVERY, Rollouts, frames_right, held_sentences
@@ -113,8 +114,8 @@ def _seeds(seed: int, numbers: Numbers) -> list[int]:
 
 
 def _of_sticker_classes(pipe: Any, steps: int, samples: int, seed: int, numbers: Numbers) -> Outcomes:
-    """Judge pictures of all objects in turn: one whole object of the class and no other."""
-    labels, seeds = [number % len(OBJECTS) for number in numbers], _seeds(seed, numbers)
+    """Judge pictures of all classes in turn: one whole object of the class and no other."""
+    labels, seeds = [number % len(CLASSES) for number in numbers], _seeds(seed, numbers)
     drawn = draw_pictures(pipe, labels, steps=steps, seeds=seeds, call=sticker_dit.CALL)
     pictures = torch.from_numpy(np.stack([np.asarray(picture) for picture in drawn]))
     return {WHOLE: right(pictures.permute(0, 3, 1, 2), labels) > 0}
@@ -127,7 +128,7 @@ def right(pictures: Tensor, labels: Sequence[int | str]) -> Tensor:
         pictures: uint8 [N, 3, 64, 64].
         labels: Numbers of the classes.
     """
-    texts = [with_article(OBJECTS[int(label)]) for label in labels]
+    texts = [with_article(CLASSES[int(label)]) for label in labels]
     return sticker_judge.right(pictures, texts)
 
 
@@ -292,9 +293,10 @@ def _sticker_grid(pipe: Any) -> tuple[str, Image.Image]:
 
 
 def _sticker_classes_grid(pipe: Any) -> tuple[str, Image.Image]:
-    every = range(len(OBJECTS))
-    pictures = draw_pictures(pipe, every, steps=28, seeds=every, call=sticker_dit.CALL)
-    return "grid.png", draw_grid([[one] for one in pictures], OBJECTS, scale=2, columns=6)
+    every = range(2 * len(CLASSES))
+    labels = [number % len(CLASSES) for number in every]
+    pictures = draw_pictures(pipe, labels, steps=28, seeds=every, call=sticker_dit.CALL)
+    return "grid.png", draw_grid([[one] for one in pictures], [CLASSES[label] for label in labels], scale=2, columns=6)
 
 
 def _sticker_edits_grid(pipe: Any) -> tuple[str, Image.Image]:
