@@ -118,7 +118,7 @@ def test_classes(tmp_path: Path) -> None:
 
 
 def test_classes_are_those_that_the_pipeline_names() -> None:
-    assert Drawer(Task("sticker-dit")).prompts.texts == tuple(map(str, range(24)))
+    assert Drawer(Task("sticker-dit")).prompts.texts == tuple(map(str, range(12)))
 
 
 @pytest.mark.usefixtures("no_report")

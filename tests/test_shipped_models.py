@@ -15,7 +15,7 @@ from diffcache.eval.runs.draw import Drawer
 from diffcache.eval.runs.task import Task
 from diffcache.eval.samples.prompts import calibration_prompts, load_prompts
 from diffcache.eval.workshop.small import sticker_dit, sticker_flux, sticker_kontext, sticker_wan
-from diffcache.eval.workshop.small.stickers import OBJECTS, parse
+from diffcache.eval.workshop.small.stickers import parse
 
 CLASSES: dict[str, tuple[Any, type]] = {
     "sticker-flux": (sticker_flux, diffusers.FluxPipeline),
@@ -73,12 +73,12 @@ def test_evaluations_draw_and_calibrate_on_what_was_taught(
 
 def test_classes_are_those_that_were_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     pipe = sticker_dit.load()
-    assert pipe.get_label_ids(list(OBJECTS)) == list(range(len(OBJECTS)))
+    assert pipe.get_label_ids(list(sticker_dit.CLASSES)) == list(range(12))
     monkeypatch.setattr(Drawer, "pipe", pipe)
     task = Task("sticker-dit", samples=96)
     drawer = Drawer(task)
-    assert {int(drawer.prompts[number]) for number in range(96)} == set(range(len(OBJECTS)))
-    assert set(inputs_of(task).prompts) == set(range(len(OBJECTS)))
+    assert {int(drawer.prompts[number]) for number in range(96)} == set(range(12))
+    assert set(inputs_of(task).prompts) == set(range(12))
     seen = []
     hook = pipe.transformer.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(kwargs["class_labels"]), with_kwargs=True

@@ -21,12 +21,12 @@ from diffcache.eval.workshop.small import (
 from diffcache.eval.workshop.small.export import save_pipeline
 from diffcache.eval.workshop.small.job import Settings, seeded
 from diffcache.eval.workshop.small.sticker_autoencoder import build_autoencoder
-from diffcache.eval.workshop.small.sticker_dit import EMPTY, Dit, load
+from diffcache.eval.workshop.small.sticker_dit import CLASSES, EMPTY, Dit, load
 from diffcache.eval.workshop.small.sticker_flux import Flux
 from diffcache.eval.workshop.small.sticker_kontext import Kontext
 from diffcache.eval.workshop.small.sticker_text import Encoder, learn_words
 from diffcache.eval.workshop.small.sticker_wan import Wan
-from diffcache.eval.workshop.small.stickers import OBJECTS, held_out_captions, render
+from diffcache.eval.workshop.small.stickers import draw_scenes, held_out_captions, render
 from diffcache.eval.workshop.small.trainer import Draws
 
 SETTINGS = Settings(steps=2, batch=4, examples=16)
@@ -72,7 +72,7 @@ def of_kontext(job: Kontext, models: nn.ModuleDict, pipe: Any) -> tuple[Tensor, 
 
 
 def of_dit(job: Dit, models: nn.ModuleDict, pipe: Any) -> tuple[Tensor, Any]:
-    texts = list(OBJECTS[:2])
+    texts = list(CLASSES[:2])
     asked = pipe.get_label_ids(texts)
     assert not pipe.scheduler.config.clip_sample  # latents go beyond -1 and 1
     found = pipe(asked, generator=seeded(0), **sticker_dit.CALL, **FEW).images
@@ -140,29 +140,32 @@ def test_tables_hold_the_objects_the_empty_class_and_zeros(make: Any) -> None:
     dit = make(Dit)
     drawn = [label for step in range(2) for label in Draws(dit)[step]["asked"].tolist()]
     named = [scene.stickers[0].name for scene in dit.scenes]
-    assert {OBJECTS[label] for label in drawn if label != EMPTY} <= set(named)
+    assert {CLASSES[label] for label in drawn if label != EMPTY} <= set(named)
     assert all(len(scene.stickers) == 1 for scene in dit.scenes)
     rng = np.random.default_rng(0)
     told = [dit.tell(dit.scenes[0], rng) for _ in range(500)]
     assert 0.05 < told.count("") / 500 < 0.15
     for block in dit.build()["transformer"].transformer_blocks:
         table = block.norm1.emb.class_embedder.embedding_table.weight
-        assert table.shape[0] == EMPTY + 1 and not table[len(OBJECTS) : EMPTY].any()
-        assert table[: len(OBJECTS)].any(1).all() and table[EMPTY].any()
+        assert table.shape[0] == EMPTY + 1 and not table[len(CLASSES) : EMPTY].any()
+        assert table[: len(CLASSES)].any(1).all() and table[EMPTY].any()
 
 
 def test_a_saved_pipeline_knows_the_names_of_its_classes(folder: Path, tmp_path: Path) -> None:
     fresh = Dit(SETTINGS, folder)  # saving converts weights in place
     size = save_pipeline(fresh.pipeline(fresh.build()), tmp_path / "dit", sticker_dit.CALL)
     loaded = load(directory=tmp_path / "dit")
-    assert loaded.get_label_ids(list(OBJECTS)) == list(range(len(OBJECTS)))
+    assert loaded.get_label_ids(list(CLASSES)) == list(range(len(CLASSES)))
     assert size < 12_000_000
 
 
 def test_latents_are_scaled_alone_as_the_pipeline_takes_them(make: Any) -> None:
     job = make(Dit)
     assert job.autoencoder.config.shift_factor is None
-    assert job.latents.shape == (SETTINGS.examples, *sticker_dit.LATENT)
+    drawn = draw_scenes(SETTINGS.examples, SETTINGS.seed + 1, single=1.0)
+    of_classes = [scene for scene in drawn if scene.stickers[0].name in CLASSES]
+    assert 0 < len(of_classes) < len(drawn) and job.scenes == of_classes
+    assert job.latents.shape == (len(of_classes), *sticker_dit.LATENT)
     assert job.latents.float().std() == pytest.approx(1, abs=0.1)
 
 
