@@ -2,9 +2,9 @@
 
 A run starts at the pipeline's call or at `set_timesteps` of its scheduler, a step where the
 scheduler stepped since the last call of the denoiser, a branch with every further call in a step.
-Without a scheduler a step starts where the timestep changes, and a run where it turns back, or
-where the sample is no next step of the one before; where that may be wrong, the timeline is in
-doubt, and everything is computed.
+Without a scheduler a step starts where the timestep changes, or its number where that is said, and
+a run where either turns back, or where the sample is no next step of the one before; where that may
+be wrong, the timeline is in doubt, and everything is computed.
 """
 
 from __future__ import annotations
@@ -231,14 +231,17 @@ class Timeline:
 
     @property
     def is_guessed(self) -> bool:
-        """Return whether nothing but the timestep says which run the current call belongs to."""
-        return not self.run.is_told and self.mark[1] == "timestep"
+        """Return whether nothing but timesteps or numbers of steps say which run a call is of."""
+        by_number = self.mark[1] == "context" and not self.run.scheduled
+        return not self.run.is_told and (by_number or self.mark[1] == "timestep")
 
     def arrive(self, context: Context | None, timestep: Any) -> bool:
         """Note a call of the denoiser; return whether it starts a step."""
         run = self.run
         if context is not None and context.step_index is not None:
             mark: Any = (run.epoch, "context", context.step_index)
+            if self.mark is not None and self.mark[:2] == mark[:2] and mark[2] < self.mark[2]:
+                self._begin_anew()
         elif run.scheduled and not self._leaves_scheduler(timestep):
             mark = (run.epoch, "scheduler", run.ticks)
         else:
@@ -303,15 +306,19 @@ class Timeline:
         self.stride = max(self.stride, stride)
 
     def _turn_back(self, value: float) -> None:
-        """Start a new run, which stays in doubt where runs may go on taking turns."""
+        """Start a new run where the timestep turned back, from which the one before may go on."""
         calls, at = self.run.record.calls, self.at or 0.0
         paused = at, self.direction
         was_skipped = bool(calls) and calls[-1].computed is False
         left = self.glance if was_skipped and abs(value - at) <= 1.5 * self.stride else None
+        self._begin_anew()
+        self.paused, self.left = paused, left
+
+    def _begin_anew(self) -> None:
+        """Start a new run, in doubt still where runs may go on taking turns."""
         is_over = self.steady >= SURE or self.doubt == "long step"  # which is over with the turn
         doubt, seen, steady = self.doubt, self.glance, self.steady
         self.clear()
-        self.paused, self.left = paused, left
         if doubt and not is_over:
             self.doubt, self.glance, self.steady = doubt, seen, steady
 

@@ -155,6 +155,16 @@ def test_a_step_that_is_said_goes_before_the_timestep(model, caught: Any):
             with diffcache.branch("only", step):
                 model(sample(step), time)
     assert marks(model) == "CssCss" and not caught
+    for number in (1, 2):  # without a run, one starts where the numbers turn back
+        calls = track(number, steps=5)
+        for step, (call, own) in enumerate(zip(calls, alone(calls), strict=True)):
+            with diffcache.branch("only", step):
+                assert torch.equal(model(*call), own)
+        assert marks(model) == "CssCs" and not caught
+    for number, step in ((1, 0), (1, 1), (2, 0), (1, 2), (2, 1), (1, 3)):  # in turns: none is mixed up
+        with diffcache.branch("only", step):
+            out = model(*track(number)[step])
+        assert is_own(out, track(number)[: step + 1])
 
 
 def test_two_calls_that_look_alike_are_computed_and_said_once(model, caught: Any):
