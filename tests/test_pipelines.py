@@ -246,3 +246,16 @@ def test_components_by_name_or_names() -> None:
         diffcache.wrap(pipe, "interval", components="trans")
     with pytest.raises(diffcache.AttachError, match=r"components=\[\]: is empty; name at least one"):
         diffcache.wrap(pipe, "interval", components=[])
+
+
+def test_a_denoiser_replaced_after_wrapping_is_said() -> None:
+    case = pipes()["WanPipeline-two"]
+    pipe = diffcache.wrap(case.build(0), "interval")
+    pipe.transformer_2 = case.build(1).transformer_2
+    with pytest.warns(diffcache.CacheWarning, match="transformer_2 is another WanTransformer3DModel than when"):
+        case.run(pipe)
+    report = diffcache.report(pipe)
+    assert list(report.sites) == ["transformer"] and len(report.remarks) == 1
+    case.run(diffcache.wrap(diffcache.unwrap(pipe), "interval"))
+    report = diffcache.report(pipe)
+    assert list(report.sites) == list(case.denoisers) and not report.remarks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 from weakref import WeakSet
@@ -142,6 +143,18 @@ class Handle(Runs):
                 untap(old, self)
             tap_scheduler(scheduler, self)
             self.schedulers = [scheduler]
+
+    def replaced(self, pipeline: Any) -> Iterator[str]:
+        """Yield a remark for every denoiser in whose place the pipeline has another by now."""
+        for denoiser in self.denoisers:
+            found = getattr(pipeline, denoiser.name, None)
+            if found is denoiser.model or not isinstance(found, nn.Module):
+                continue
+            if all(part is not denoiser.model for part in found.modules()):  # nor is it inside
+                yield (
+                    f"{denoiser.name} is another {type(found).__name__} than when the pipeline was "
+                    "wrapped, and this cache is not on it; unwrap the pipeline and wrap it again"
+                )
 
     def check_fits(self, method: Method, scheduler: Any) -> None:
         """Raise AttachError or TablesError unless a method serves the denoisers and a scheduler."""

@@ -175,6 +175,8 @@ def _call(watch: _Watch, base: Callable[..., Any]) -> Callable[..., Any]:
             if callable(kwargs.get(name)) and not hasattr(kwargs[name], "tensor_inputs"):
                 kwargs[name] = handle.aside(kwargs[name])
         try:
+            if own is not None:
+                handle.remark(run, handle.replaced(self))
             if handle.tables:
                 call = effective(signature, (self, *args), kwargs)
                 handle.remark(run, other_guidance(handle.tables, call))

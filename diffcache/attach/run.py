@@ -399,6 +399,8 @@ class Timeline:
             branch = max(alike, key=lambda b: (len(_shared(b.conditions, given)), -b.number))
             if name is None and branch.signature == signature:
                 _check_steady(branch, given)
+            elif name is None:  # of another look, so that this call is computed
+                branch.conditions, branch.steady = given, None
         branch.seen_at = index
         return branch
 

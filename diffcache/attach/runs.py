@@ -83,6 +83,10 @@ class Runs(Attached):
     def follow(self, pipeline: Any) -> None:
         """Listen to the pipeline's scheduler, which users replace."""
 
+    @abstractmethod
+    def replaced(self, pipeline: Any) -> Iterator[str]:
+        """Yield a remark for every denoiser in whose place the pipeline has another by now."""
+
     @property
     @abstractmethod
     def watches_steps(self) -> bool:
