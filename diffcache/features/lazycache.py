@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -14,6 +15,9 @@ from diffcache.features.easycache import Rate, Rates
 from diffcache.features.parts.when import Every
 from diffcache.features.seacache import SceneRule
 from diffcache.step import Site, Step
+
+# Denoisers whose output points from the noise to the sample; their pipelines turn its sign, or time.
+TURNED = ("HiDreamImage", "Ideogram4", "LuminaNextDiT", "Lumina2", "Mochi", "NucleusMoEImage", "ZImage")
 
 
 def sigma_of(step: Step) -> float:
@@ -109,6 +113,15 @@ class LazyCache(FeatureMethod):
     threshold: float = 0.2
     warmup: int = 4
     last: bool = True
+
+    def check_model(self, facts: Mapping[str, Any]) -> None:
+        """Raise AttachError for models from whose output the clean sample is not taken that way."""
+        of_diffusers = bool(facts["settings"])  # networks of ComfyUI turn the sign themselves
+        if of_diffusers and facts["model"].startswith(TURNED) and self.threshold > 0:
+            raise AttachError(
+                f"{facts['model']}: its output points from the noise to the sample, against the "
+                "sign that LazyCache takes the clean sample by; use EasyCache"
+            )
 
     def parts(self) -> Combine:
         """Return the gate on the clean sample's rate, and reuse of its change."""

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import diffcache
-from diffcache.attach.extensions.noise_level import OF_NOISE, OF_SIGNAL, level_at, weights_of
+from diffcache.attach.extensions.noise_level import OF_NOISE, OF_SIGNAL, NoiseLevels, level_at, weights_of
 from diffcache.errors import AttachError
 from tests.zoo.pipes import pipes
 
@@ -73,6 +73,20 @@ def test_seacache_decides_in_a_bare_loop_as_in_a_pipeline(name):
         assert {call.index: call.computed for call in handle.last.calls} == expected
     assert set(expected.values()) == {True, False}
     assert all(torch.allclose(a, b) for a, b in zip(found, outs.values(), strict=True))
+
+
+def test_a_denoiser_that_takes_over_has_the_levels_of_its_own_steps(monkeypatch):
+    case, seen, levels = pipes()["WanPipeline-two"], [], NoiseLevels.open
+
+    def keep(self, call):
+        call = levels(self, call)
+        seen.append((call.record.denoiser, call.step.timestep, call.step.scene.noise))
+        return call
+
+    monkeypatch.setattr(NoiseLevels, "open", keep)
+    case.run(diffcache.wrap(case.build(0), "seacache"), 0, STEPS)
+    assert {name for name, _, _ in seen} == set(case.denoisers)
+    assert [noise for _, _, noise in seen] == pytest.approx([time / 1000 for _, time, _ in seen], abs=2e-3)
 
 
 def test_levels_that_are_not_known_are_not_guessed():

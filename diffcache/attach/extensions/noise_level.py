@@ -86,12 +86,13 @@ class NoiseLevels(Extension):
         Raises:
             AttachError: If nobody does.
         """
-        place = call.run.begin + call.step.index
+        step = call.timeline.started_at + call.step.index  # of the run: a denoiser may take over in it
+        place = call.run.begin + step
         weights: list[tuple[float, float]] = call.run.storage.get(self, [])
         if place < len(weights):
             return weights[place]
-        if call.step.index < len(call.run.sigmas):
-            sigma = call.run.sigmas[call.step.index]
+        if step < len(call.run.sigmas):
+            sigma = call.run.sigmas[step]
             return 1 - sigma, sigma
         options = call.kwargs.get("transformer_options")
         told = options.get("sigmas") if isinstance(options, dict) else None
