@@ -87,8 +87,7 @@ class DiffusionLM(Loop):
             ways inside; None for what its configuration says. It is tried once before the first
             answer, in three forwards of two blocks, and so is who makes the mask of blocks.
         compiled: Whether `torch.compile` runs forwards of some rows, for models whose attention
-            goes through transformers' interface, and all policies but Elastic-Cache, dLLM-Cache
-            and Sparse-dLLM.
+            goes through transformers' interface, and all policies but dLLM-Cache and Sparse-dLLM.
             Forwards of all rows, and those within `torch.inference_mode`, stay as they are. Logits
             agree up to rounding. A new number of rows may be compiled anew; `Schedule(multiple=16)`
             makes them few.
@@ -540,6 +539,6 @@ class DiffusionLM(Loop):
 
 
 def can_be_compiled(policy: Policy | None) -> bool:
-    """Return whether the layers of a forward compute the rows that a policy plans, and no more."""
+    """Return whether a compiled forward serves a policy."""
     abilities = () if policy is None else policy.abilities()
     return bool(abilities) and all(isinstance(x, FedRows) and x.plans.compiles for x in abilities)

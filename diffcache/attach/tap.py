@@ -91,7 +91,9 @@ def notice(denoiser: Any) -> None:
 
 def _items(blocks: nn.ModuleList) -> list[Any] | None:
     """Return the items of a block list in this call, None for the blocks themselves."""
-    owner, key = blocks.__dict__[ATTRIBUTE]
+    owner, key, compiled = blocks.__dict__[ATTRIBUTE]
+    if compiled is not None and torch.compiler.is_dynamo_compiling():
+        return compiled  # type: ignore[no-any-return]
     call: Call | None = CURRENT.get()
     if call is None or call.owner is not owner:
         notice(owner)
@@ -117,10 +119,17 @@ def _get(self: nn.ModuleList, index: Any) -> Any:
 TapList = subclass(nn.ModuleList, __iter__=_iterate, __getitem__=_get)
 
 
-def tap_list(blocks: nn.ModuleList, owner: Any, key: str) -> None:
-    """Observe the iteration of `blocks`, which the denoiser `owner` knows as `key`."""
+def tap_list(blocks: nn.ModuleList, owner: Any, key: str, compiled: list[Any] | None = None) -> None:
+    """Observe the iteration of `blocks`.
+
+    Args:
+        blocks: List of blocks.
+        owner: Denoiser whose calls are observed.
+        key: Name that it knows the list by.
+        compiled: Items of the list in code that is compiled; None for the blocks themselves.
+    """
     blocks.__class__ = TapList
-    blocks.__dict__[ATTRIBUTE] = (owner, key)
+    blocks.__dict__[ATTRIBUTE] = (owner, key, compiled)
 
 
 def untap_list(blocks: nn.ModuleList) -> None:

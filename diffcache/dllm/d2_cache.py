@@ -208,6 +208,10 @@ class Noting(NamedTuple):
     before: Tensor | None
     attention: list[Tensor]
 
+    def begun(self) -> Noting:
+        """Return the same before the first layer of a forward."""
+        return self._replace(attention=[])
+
     def notes(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Return confidence and influence of all positions, `[B, T]` each.
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from diffcache.dllm.decode import Schedule
 from diffcache.dllm.policy import FedRows, Policy
-from diffcache.dllm.rows import RowPlan
+from diffcache.dllm.rows import RowPlan, picked, put
 from diffcache.dllm.state import State
 from diffcache.method import Ability, check_bool, check_int, is_number
 
@@ -26,8 +26,6 @@ class WatchedPlan(RowPlan):
         known: Positions that may be tracked, bool `[B, T]`.
         multiple: Number that rows are filled up to a multiple of.
     """
-
-    compiles: ClassVar[bool] = False
 
     window: Tensor = field(kw_only=True)
     known: Tensor = field(kw_only=True)
@@ -76,8 +74,9 @@ class ElasticCache(Policy):
     tested, since no layer follows it. With `gamma` above 1 the first layer is still computed for
     the planned rows alone, so that decoding without a cache is `force_full`.
 
-    The host waits for one number a layer, the outcome of its test. Beside keys and values, the
-    input and the queries of every layer are held at full length where `gamma` is above 0.
+    The host waits for one number a layer, the outcome of its test; those of a compiled forward come
+    together at its end, and the layers after a drift then run once more. Beside keys and values,
+    the input and the queries of every layer are held at full length where `gamma` is above 0.
 
     Args:
         gamma: Least similarity, dimensionless; 0 or less never recomputes and is not tested, above
@@ -92,7 +91,7 @@ class ElasticCache(Policy):
     """
 
     name: ClassVar[str] = "elastic"
-    note: ClassVar[str] = "The host waited for one number a layer: whether attention had drifted."
+    note: ClassVar[str] = "The host waited for one number a layer, or all at once: whether attention had drifted."
     schedule: ClassVar[Schedule] = Schedule(block=None, window=16)
 
     gamma: float = 0.9
@@ -137,13 +136,13 @@ def most_attended(masses: Tensor, known: Tensor, count: int) -> Tensor:
     return torch.zeros_like(masses, dtype=torch.bool).scatter_(2, best, True).any(0) & known
 
 
-def likeness(before: Tensor, after: Tensor, real: Tensor | None, seen: Tensor | None, axis: Axis) -> Tensor:
+def likeness(before: Tensor, after: Tensor, real: Tensor, seen: Tensor | None, axis: Axis) -> Tensor:
     """Return how alike the attention of tokens is at two times, `[B]`, from 0 to 1.
 
     Args:
         before: Attention of each token at the first time, `[B, H, n, T]`.
         after: The same at the second time.
-        real: Tokens that count, bool `[B, n]`; None for all.
+        real: Tokens that count, bool `[B, n]`; without any, the likeness is not a number.
         seen: Keys that are no padding, bool `[B, T]`; None for all.
         axis: Axis of the cosine; its mean over the others counts.
     """
@@ -151,10 +150,98 @@ def likeness(before: Tensor, after: Tensor, real: Tensor | None, seen: Tensor | 
     # torch's own cosine takes five times as long over heads; 1e-16 is the square of its least norm
     squares = [x.square().sum(dim).clamp_min(1e-16) for x in (before, after)]
     cosine = (before * after).sum(dim) / (squares[0] * squares[1]).sqrt()
-    if real is None and (seen is None or axis == "key"):
-        return cosine.sum((1, 2)) / cosine[0].numel()
-    real = cosine.new_ones(cosine.shape[0], before.shape[2]).bool() if real is None else real
-    counts = (real[:, None] if axis == "key" else real[:, :, None]).expand_as(cosine)
-    if axis == "head" and seen is not None:
-        counts = counts & seen[:, None]
-    return (cosine * counts).sum((1, 2)) / counts.sum((1, 2))
+    if axis == "key" or seen is None:
+        each = cosine.mean(1 if axis == "key" else 2)
+    else:
+        each = (cosine * seen[:, None]).sum(2) / seen.sum(1, keepdim=True)
+    return (each * real).sum(1) / real.sum(1)
+
+
+class Watching(NamedTuple):
+    """Attention that one forward looks at, to test for drift and to choose tracked tokens.
+
+    Attributes:
+        places: Positions whose attention is looked at, int64 `[B, n]`, in ascending order, filled
+            up by repeating the last one.
+        window: Positions whose queries choose the tracked tokens, bool `[B, T]`.
+        known: Positions that may be tracked, bool `[B, T]`.
+        tracked: Positions that are tested, bool `[B, T]`; None for no test.
+        valid: Positions that are no padding, bool `[B, T]`; None for all.
+        track: Tokens that are tracked in each layer.
+        axis: Axis of the cosine.
+        inputs: Hidden states that each layer was given, `[B, T, C]`; empty where none are held.
+        queries: Queries of each layer, `[B, T, H, D]`; empty where none are held.
+        masses: Attention from the window to each token in the layers so far, `[B, T]` each.
+        alike: Likeness in the tested layers so far, `[B]` each; infinite without a window.
+        blocks: Numbers of the blocks of a compiled forward so far.
+        looks: Places of the window, without those that fill up a sequence, bool `[B, n]`.
+        tokens: Tested positions, filled up by others to a fixed number, int64 `[B, t]`.
+        real: Those of them that are tested, bool `[B, t]`.
+    """
+
+    places: Tensor
+    window: Tensor
+    known: Tensor
+    tracked: Tensor | None
+    valid: Tensor | None
+    track: int
+    axis: Axis
+    inputs: dict[int, Tensor]
+    queries: dict[int, Tensor]
+    masses: list[Tensor]
+    alike: list[Tensor]
+    blocks: list[int]
+    looks: Tensor | None = None
+    tokens: Tensor | None = None
+    real: Tensor | None = None
+
+    def begun(self) -> Watching:
+        """Return what a forward looks at before its first layer."""
+        places, tokens, real = self.places, None, None
+        looks = self.window.gather(1, places)
+        looks[:, 1:] &= places[:, 1:] != places[:, :-1]  # others fill up
+        if self.tracked is not None:
+            # as many at every step, so that nobody waits for their number, and one graph does
+            most = min(self.track * len(self.queries), self.tracked.shape[1])
+            tokens = self.tracked.int().topk(most, dim=1).indices
+            real = self.tracked.gather(1, tokens)
+        return self._replace(looks=looks, tokens=tokens, real=real, masses=[], alike=[], blocks=[])
+
+    def earlier(self, number: int) -> Tensor | None:
+        """Return the held queries of the tested tokens, `[B, t, H, D]`; None for no test.
+
+        Args:
+            number: Number of the layer. None follows the last one, so that it is not tested.
+        """
+        if self.tokens is None or number + 1 == len(self.queries):
+            return None
+        return picked(self.queries[number], self.tokens)
+
+    def see(self, weights: Tensor, before: Tensor | None) -> None:
+        """Note the attention of one layer.
+
+        Args:
+            weights: Attention of the places, `[B, H, n, T]`.
+            before: Attention of the tested tokens before this forward, `[B, H, t, T]`; None for no test.
+        """
+        looks = self.looks
+        assert looks is not None
+        self.masses.append((weights * looks[:, None, :, None]).sum((1, 2)))
+        if before is not None:
+            assert self.tokens is not None
+            assert self.real is not None
+            tested = torch.searchsorted(self.places, self.tokens) * self.real
+            after = picked(weights.transpose(1, 2), tested).transpose(1, 2)
+            alike = likeness(before, after, self.real, self.valid, self.axis)
+            self.alike.append(alike.masked_fill(~looks.any(1), torch.inf))
+
+    def put(self, held: dict[int, Tensor], number: int, fresh: Tensor) -> None:
+        """Write inputs or queries of the places, `[B, n, ...]`, where they are held."""
+        if number in held:
+            put(held[number], self.places, fresh)
+
+    def notes(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor | None, list[int]]:
+        """Return the tokens to track, `[B, T]`, masses and likeness of the layers, and the blocks."""
+        masses = torch.stack(self.masses)
+        alike = torch.stack(self.alike) if self.alike else None
+        return most_attended(masses, self.known, self.track), masses, alike, self.blocks

@@ -88,11 +88,7 @@ class RowPlan:
             return list(given)
         if isinstance(rows, range):
             return [x[:, rows.start : rows.stop] for x in given]
-        count = rows.shape[0]
-        if count == 1:
-            return [x.index_select(1, rows[0]) for x in given]
-        batch = torch.arange(count, device=rows.device)[:, None]
-        return [x.expand(count, *x.shape[1:])[batch, rows] for x in given]
+        return [picked(x, rows) for x in given]
 
     def mask(self, batch: int, width: int, device: torch.device) -> Tensor:
         """Return which positions are computed, bool `[B, T]`."""
@@ -114,3 +110,19 @@ def numbers_of(chosen: Tensor) -> Tensor:
     if chosen.shape[0] == 1:  # nothing to fill up
         return chosen[0].nonzero().mT
     return slots_of(chosen)
+
+
+def picked(x: Tensor, rows: Tensor) -> Tensor:
+    """Return positions `[B, n]` of each sequence of `[1 or B, T, ...]`."""
+    count = rows.shape[0]
+    if count == 1:
+        return x.index_select(1, rows[0])
+    return x.expand(count, *x.shape[1:])[torch.arange(count, device=rows.device)[:, None], rows]
+
+
+def put(held: Tensor, rows: Tensor, fresh: Tensor) -> Tensor:
+    """Write positions `[B, n]` of each sequence of `[B, T, ...]` in place; return all."""
+    if rows.shape[0] == 1:  # copies whole rows, three times as fast
+        return held.index_copy_(1, rows[0], fresh)
+    held[torch.arange(rows.shape[0], device=rows.device)[:, None], rows] = fresh
+    return held

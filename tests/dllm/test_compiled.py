@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,20 @@ import torch
 from torch import Tensor
 
 import diffcache
-from diffcache.dllm import BlockCache, D2Cache, DKVCache, DLLMCache, ElasticCache, FastDLLM, Policy, Schedule
+from diffcache.dllm import (
+    BlockCache,
+    D2Cache,
+    Decoding,
+    DKVCache,
+    DLLMCache,
+    ElasticCache,
+    FastDLLM,
+    Policy,
+    Sampler,
+    Schedule,
+)
 from diffcache.pipelines.diffusion_lm import DiffusionLM
+from tests.dllm.test_elastic_cache import compared
 from tests.dllm.test_remote import made
 from tests.dllm.toys import MASK, bidirectional, prompts
 
@@ -38,6 +51,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         (DKVCache(every=4), (9, 5), None),  # rows of each sequence, and padding
         (D2Cache(9), (9,), None),  # attention is noted
         (BlockCache(), (9,), 8),  # a text that grows
+        (ElasticCache(0.6, "key", 2), (9, 5), None),  # some steps widen
     ],
 )
 def test_compiled_rows_are_the_same(
@@ -67,10 +81,44 @@ def test_compiled_rows_are_the_same(
     assert graphs  # it was compiled
 
 
+@pytest.mark.parametrize("name", ["head", "all masks", "never"])
+def test_compiled_layers_and_what_follows_a_drift_are_those_of_the_oracle(graphs: list[Any], name: str) -> None:
+    compared(name, compiled=True)
+    assert graphs
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("compiled", "tests"), [(False, [(1,), (1,)]), (True, [(2, 1)])])
+def test_an_interrupt_at_the_test_of_a_layer_drops_the_run(
+    graphs: list[Any], monkeypatch: pytest.MonkeyPatch, compiled: bool, tests: list[Any]
+) -> None:
+    """The host reads one number a layer, all at once where that is compiled; the last layer has none."""
+    model, policy, reads, to_list = bidirectional(), ElasticCache(gamma=1e-9), [], Tensor.tolist
+    decoding = Decoding(torch.tensor(prompts(9)), Schedule(16, None, window=5), Sampler(), MASK)
+
+    def read(x: Tensor) -> Any:
+        reads.append(x.shape)
+        if reads == tests:
+            raise KeyboardInterrupt
+        return to_list(x)
+
+    with diffcache.wrapped(model, policy), diffcache.run(model):
+        for step in range(4):
+            plan = replace(policy.plan(decoding.state), compiled=compiled)
+            if step < 3:
+                decoding.commit(model(decoding.ids, row_plan=plan, use_cache=False).logits, plan)
+        monkeypatch.setattr(Tensor, "tolist", read)
+        with pytest.raises(KeyboardInterrupt):
+            model(decoding.ids, row_plan=plan, use_cache=False)
+        assert bool(graphs) == compiled
+        with pytest.raises(diffcache.AttachError, match="nothing is held"):
+            model(decoding.ids, row_plan=plan, use_cache=False)
+
+
 def test_what_cannot_be_compiled_is_refused() -> None:
     model = bidirectional(num_hidden_layers=2)
     lm = DiffusionLM(model, mask_id=MASK, compiled=True)
-    for policy in (None, ElasticCache(), DLLMCache()):
+    for policy in (None, DLLMCache()):
         with ExitStack() as stack:
             if policy is not None:
                 stack.enter_context(diffcache.wrapped(model, policy))

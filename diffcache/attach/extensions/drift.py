@@ -5,11 +5,16 @@ sequence widens, blocks are given that input instead of the rows, with the argum
 gave them at the last forward of all rows: its own loop hands on those of the rows. Sequences of the
 batch that do not widen go along at full length, and nothing but their planned rows is written, so
 that each is what it would be alone. The last block hands on the planned rows.
+
+A compiled forward is of the rows alone, and notes the outcomes of all tests, which the host reads
+at its end. Where one is a drift, the model runs once more, not compiled: blocks up to there hand on
+what they are given, and those after it widen. They write over what the compiled forward left, but
+for rows of sequences that do not widen, which are the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from diffcache.attach.attention_call import AttentionCall, AttentionSite
+from diffcache.attach.attention_transformers import HELD
 from diffcache.attach.call import Call
 from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extensions.partial import IDS, VALID, HeldKV, HeldRun, check_arguments, check_sites
@@ -24,10 +30,11 @@ from diffcache.attach.extensions.rows import HeldRows, Rows, RowTurn
 from diffcache.attach.run import Run
 from diffcache.attach.tap import ITEMS, ServedTap, Tap, tap_list, untap_list
 from diffcache.attach.tree import leaves
-from diffcache.dllm.elastic_cache import WatchedPlan, WideningRows, likeness, most_attended
-from diffcache.dllm.rows import RowPlan, numbers_of
+from diffcache.dllm.elastic_cache import WatchedPlan, Watching, WideningRows
+from diffcache.dllm.rows import RowPlan, numbers_of, picked, put
 from diffcache.errors import AttachError
 from diffcache.foreign import children_of
+from diffcache.step import CURRENT
 
 
 @dataclass(eq=False)
@@ -58,38 +65,26 @@ class Way(RowTurn):
 
     Attributes:
         plan: The plan that was asked for.
-        planned: Its rows and the tracked tokens, bool `[B, T]`.
-        places: Positions whose attention is looked at, int64 `[B, n]`: the planned ones; at a
-            forward of all rows those of the window.
-        looks: Which of these are of the window and do not just fill up a sequence, bool `[B, n]`.
-        goes_on: Which sequences have a window, bool `[B]`.
-        tested: Numbers among these of the tracked tokens, int64 `[B, t]`; None where no test is.
-        real: Tracked tokens that do not just fill up a sequence, bool `[B, t]`; None for all.
+        noting: Attention that is looked at: of the planned rows and the tracked tokens; at a
+            forward of all rows of the window.
         starts: First block of each sequence that computes all rows; the number of blocks for none.
-        fed: Positions that the current block computes, bool `[B, T]`.
+        fed: Positions that the current block computes, bool `[B, T]`; None where `index` tells.
         is_whole: Whether the call computes all rows in every layer.
         is_wide: Whether blocks run at full length.
         is_full: Whether every sequence computes all rows of the current block.
-        masses: Attention from the window to each token in the layers so far, `[B, T]` each.
-        batch: Numbers of the sequences, int64 `[B, 1]`.
+        resumes: First block that runs once more after a compiled forward; less than 0 for none.
         blocks: Blocks that ran so far.
     """
 
     held: HeldInputs
     plan: WatchedPlan = field(kw_only=True)
-    planned: Tensor = field(kw_only=True)
-    places: Tensor = field(kw_only=True)
-    looks: Tensor = field(kw_only=True)
-    goes_on: Tensor = field(kw_only=True)
-    tested: Tensor | None = field(default=None, kw_only=True)
-    real: Tensor | None = field(default=None, kw_only=True)
+    noting: Watching = field(kw_only=True)
     starts: list[int] = field(kw_only=True)
-    fed: Tensor = field(kw_only=True)
+    fed: Tensor | None = None
     is_whole: bool = field(kw_only=True)
     is_wide: bool = field(kw_only=True)
     is_full: bool = field(kw_only=True)
-    masses: list[Tensor] = field(default_factory=list)
-    batch: Tensor = field(kw_only=True)
+    resumes: int = -1
     blocks: set[int] = field(default_factory=set)
 
     def widen(self, block: int) -> None:
@@ -102,8 +97,10 @@ class Way(RowTurn):
             self.is_wide = True
         self.is_full = max(self.starts) <= block
         if not self.is_full:
+            places = self.noting.places
             whole = [[start <= block] for start in self.starts]
-            self.fed = self.planned | torch.tensor(whole, device=self.planned.device)
+            self.fed = RowPlan(places).mask(*self.held.shape, places.device)
+            self.fed |= torch.tensor(whole, device=places.device)
 
     def merged(self, held: Tensor | None, fresh: Tensor) -> Tensor:
         """Return held rows with the computed ones written over them.
@@ -114,12 +111,27 @@ class Way(RowTurn):
         """
         if held is None or self.is_full:
             return fresh.clone()
-        if self.is_wide:
+        if self.fed is not None:
             return fresh.where(self.fed.view(*self.fed.shape, *[1] * (fresh.dim() - 2)), held)
-        if self.places.shape[0] == 1:  # copies whole rows, three times as fast
-            return held.index_copy_(1, self.places[0], fresh)
-        held[self.batch, self.places] = fresh
-        return held
+        return put(held, self.noting.places, fresh)
+
+
+class Entrance:
+    """Stands for a block in a compiled forward: its input is written over what is held."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.module: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+    def __call__(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the block."""
+        noting = kwargs[HELD].noting
+        noting.blocks.append(self.number)
+        noting.put(noting.inputs, self.number, hidden)
+        return self.module(hidden, *args, **kwargs)
 
 
 class Seam(Tap):
@@ -140,8 +152,11 @@ class Seam(Tap):
                 "argument, so that it cannot be widened; use another policy"
             )
         hidden, *rest = args
+        if number < way.resumes:
+            return (hidden,) if owner.hands_on_tuples else hidden
         if owner.widens:
-            held.inputs[number] = way.merged(held.inputs.get(number), hidden)
+            if number != way.resumes:
+                held.inputs[number] = way.merged(held.inputs.get(number), hidden)
             if way.is_whole:
                 held.arguments[number] = (rest, kwargs)
             elif min(way.starts) <= number:
@@ -154,6 +169,7 @@ class Seam(Tap):
                 owner.compare(number, (rest, kwargs), held.arguments[number], way)
         way.blocks.add(number)
         out = self.module(hidden, *rest, **kwargs)
+        owner.hands_on_tuples = isinstance(out, tuple)
         return out if number + 1 < len(owner.numbers) else planned_rows(way, out)
 
 
@@ -179,9 +195,14 @@ class Drift(Rows):
         self.widens = ability.gamma > 0  # a cosine of weights is never negative
         self.compared: set[int] = set()  # blocks whose arguments were
         self.lists: dict[str, Any] = {}
+        self.hands_on_tuples = False  # as blocks of code of its own do
+        self.entrances: dict[str, list[Entrance]] = {}
+        number = 0
         for entry in denoiser.anatomy.lists:
             self.lists[entry.key] = denoiser.model.get_submodule(entry.key)
-            tap_list(self.lists[entry.key], denoiser, entry.key)
+            numbers = range(number, number := number + entry.depth)
+            self.entrances[entry.key] = list(map(Entrance, numbers))
+            tap_list(self.lists[entry.key], denoiser, entry.key, self.entrances[entry.key])
 
     def remove(self) -> None:
         """Give the model its attention function and its lists of blocks back."""
@@ -210,45 +231,55 @@ class Drift(Rows):
         """Return the way of a call through the blocks."""
         held, is_whole = turn.held, isinstance(turn.index, range)
         assert isinstance(held, HeldInputs)
-        batch = torch.arange(plan.window.shape[0], device=plan.window.device)[:, None]
-        if isinstance(turn.index, range):
-            planned, places = torch.ones_like(plan.window), numbers_of(plan.window)
-        else:
-            planned, places = torch.zeros_like(plan.window), turn.index
-            planned.scatter_(1, places, True)
-        real = torch.ones_like(places, dtype=torch.bool)
-        real[:, 1:] = places[:, 1:] != places[:, :-1]  # others fill up
-        looks = plan.window.gather(1, places) & real
-        way = Way(
+        noting = Watching(
+            numbers_of(plan.window) if isinstance(turn.index, range) else turn.index,
+            plan.window,
+            plan.known,
+            held.tracked if self.widens and not is_whole else None,
+            None if held.mask is None else held.mask[:, 0, 0],
+            self.ability.track,
+            self.ability.similarity,
+            held.inputs,
+            held.queries,
+            [],
+            [],
+            [],
+        )
+        return Way(
             held,
             turn.index,
             turn.rows,
             turn.mask,
             plan=plan,
-            planned=planned,
-            places=places,
-            looks=looks,
-            goes_on=looks.any(1),
-            starts=[0 if is_whole else len(self.numbers)] * planned.shape[0],
-            fed=planned,
+            noting=noting,
+            starts=[0 if is_whole else len(self.numbers)] * held.shape[0],
             is_whole=is_whole,
             is_wide=is_whole,
             is_full=is_whole,
-            batch=batch,
         )
-        if self.widens and not is_whole and held.tracked is not None:
-            is_tracked = held.tracked.gather(1, places) & real
-            tested = numbers_of(is_tracked)
-            if tested.shape[1]:
-                way.tested = tested
-            if tested.shape[0] > 1:
-                numbers = torch.arange(tested.shape[1], device=tested.device)
-                way.real = numbers < is_tracked.sum(1, keepdim=True)
-        return way
+
+    def may_compile(self, plan: Any, held: Any) -> bool:
+        """Return whether a forward can be compiled, and will hardly be in vain."""
+        if not super().may_compile(plan, held) or (self.widens and len(self.compared) < len(self.numbers)):
+            return False
+        # half of the layers, not compiled, take as long as all that are: steps drift alike
+        return not 0 < 2 * min(held.starts) < len(self.numbers)
 
     def begin(self, call: Call, plan: WatchedPlan, held: Any, given: dict[str, Any]) -> dict[str, Any]:
         """Give the model the planned rows and the tracked tokens, and its blocks stand-ins."""
         some, way = super().begin(call, plan, held, given), call.storage[self]
+        if HELD not in some:
+            self._start(call, way)
+            return some
+        for key, entrances in self.entrances.items():
+            for entrance, module in zip(entrances, children_of(self.lists[key]).values(), strict=True):
+                entrance.module = module
+        call.storage[ITEMS] = self.entrances  # for what is not compiled after all
+        return some
+
+    def _start(self, call: Call, way: Way) -> None:
+        """Let blocks of a forward that is not compiled be on the way."""
+        way.noting = way.noting.begun()
         items, number, last = call.storage.setdefault(ITEMS, {}), 0, len(self.numbers) - 1
         for key, blocks in self.lists.items():
             modules: list[Any] = list(children_of(blocks).values())
@@ -257,7 +288,27 @@ class Drift(Rows):
                     modules[at] = Seam(module, self, number + at, way)
             items[key] = modules
             number += len(modules)
-        return some
+
+    def finish(self, out: Any, again: Callable[[], Any]) -> Any:
+        """Return the output of a compiled forward, or run the blocks after a drift once more."""
+        call, way = CURRENT.get(), self.turn()
+        assert call is not None
+        _, masses, alike, blocks = way.notes
+        way.blocks.update(blocks)
+        if alike is not None:
+            drifted = (alike < self.ability.gamma).tolist()  # the host waits, once
+            for number, row in enumerate(drifted):
+                self._widen(way, number, row)
+        first = min(way.starts)
+        if first == len(self.numbers):
+            out.logits = planned_rows(way, out.logits)
+            return out
+        way.notes, way.resumes = None, first
+        way.noting = way.noting._replace(tracked=None)
+        call.storage[ITEMS] = {}
+        self._start(call, way)
+        way.noting.masses.extend(masses[:first])
+        return again()
 
     def close(self, call: Call, out: Any) -> Any:
         """Check that every block took part, and note the rows to track from now on.
@@ -269,16 +320,24 @@ class Drift(Rows):
         way = call.storage.get(self)
         if not isinstance(way, Way):
             return
-        if len(way.blocks) != (len(self.numbers) if self.widens else 1):
+        held, blocks, noting = way.held, len(self.numbers), way.noting
+        if len(way.blocks) != (blocks if self.widens or way.notes else 1):
             raise AttachError(
-                f"{self.model}: {len(way.blocks)} of {len(self.numbers)} blocks were taken from "
+                f"{self.model}: {len(way.blocks)} of {blocks} blocks were taken from "
                 "its lists in a call, so that it cannot be widened; use another policy"
             )
-        found = most_attended(torch.stack(way.masses), way.plan.known, self.ability.track)
-        way.held.tracked, way.held.starts = found, way.starts
+        held.tracked, *_ = way.notes or noting.notes(out.logits)
+        held.starts = way.starts
+        # attention of the places in all layers, and of the tokens that were tested before it
+        looked = [noting.places.numel()] * blocks
+        if self.widens and not way.is_whole:
+            tested = held.shape[0] * min(self.ability.track * blocks, held.shape[1])
+            for number in range(min(max(way.starts), blocks - 1)):
+                looked[number] += tested
+        way.products = held.shape[1] * sum(n * size for n, size in zip(looked, self.channels.values(), strict=True))
         if way.is_whole:
-            every = leaves(way.held.arguments)
-            way.held.leaves = list({id(leaf): leaf for leaf in every}.values())
+            every = leaves(held.arguments)
+            held.leaves = list({id(leaf): leaf for leaf in every}.values())
 
     def _try_alone(self, call: Call, held: HeldRun[HeldKV]) -> None:
         """Compute some rows alone, and let the last block hand on fewer than the first was given.
@@ -310,11 +369,10 @@ class Drift(Rows):
             AttachError: If arguments depend on the tokens, so that those kept are out of date.
         """
         self.compared.add(number)
-        index = way.index
-        assert isinstance(index, Tensor)
+        places = way.noting.places
         for some, every in zip(_by_token(given), _by_token(whole), strict=True):
-            every = every.expand(len(index), -1, -1)
-            if not torch.equal(some.expand(len(index), -1, -1), every[way.batch, index]):
+            rows = picked(every.expand(len(places), -1, -1), places)
+            if not torch.equal(some.expand_as(rows), rows):
                 raise AttachError(
                     f"{self.model}: block {number} is given more than positions of its tokens "
                     "(what depends on the tokens themselves), so that it cannot be widened; use "
@@ -329,15 +387,11 @@ class Drift(Rows):
         if not isinstance(way, Way):
             return super().attend(site, call, way)
         held, number = way.held, self.numbers[site.path]
-        layer, blocks = held.layers[number], len(self.numbers)
-        # no block follows the last, and who widens already is not asked
-        is_tested = way.tested is not None and number + 1 < blocks and blocks in way.starts
-        seen, before, products = held.mask, None, way.looks.numel()
-        if is_tested:
-            assert way.tested is not None
-            places = way.places.gather(1, way.tested)
-            before = layer.weights(_rows(held.queries[number], places), call.scale, seen)
-            products += way.tested.numel()
+        layer, noting, before = held.layers[number], way.noting, None
+        # who widens already is not asked
+        earlier = noting.earlier(number) if len(self.numbers) in way.starts else None
+        if earlier is not None:
+            before = layer.weights(earlier, call.scale, held.mask)
         if way.is_wide and not way.is_full:
             assert layer.k is not None
             assert layer.v is not None
@@ -345,53 +399,36 @@ class Drift(Rows):
             call.k = way.merged(layer.k.transpose(1, 2), call.k)
             call.v = way.merged(layer.v.transpose(1, 2), call.v)
         out = super().attend(site, call, way)
-        queries = _rows(call.q, way.places) if way.is_wide else call.q
+        queries = picked(call.q, noting.places) if way.is_wide else call.q
         if self.widens:
             held.queries[number] = way.merged(held.queries.get(number), call.q)
         # one product tells both how the tracked tokens attend now, and what the window looks at
-        weights = layer.weights(queries, call.scale, seen)
+        noting.see(layer.weights(queries, call.scale, held.mask), before)
         if before is not None:
-            self._test(way, number, before, weights)
-        way.products += products * call.q.shape[2] * call.q.shape[3] * held.shape[1]
-        way.masses.append((weights * way.looks[:, None, :, None]).sum((1, 2)))
+            self._widen(way, number, (noting.alike[-1] < self.ability.gamma).tolist())  # the host waits
         return out
 
-    def _test(self, way: Way, number: int, before: Tensor, weights: Tensor) -> None:
-        """Let sequences whose attention drifted widen at the next block; the host waits."""
-        assert way.tested is not None
-        mask, blocks = way.held.mask, len(self.numbers)
-        after = _rows(weights.transpose(1, 2), way.tested).transpose(1, 2)
-        alike = likeness(before, after, way.real, None if mask is None else mask[:, 0, 0], self.ability.similarity)
-        drifted = ((alike < self.ability.gamma) & way.goes_on).tolist()
-        if not any(drifted):
-            return
-        way.starts = [
-            number + 1 if start == blocks and has_drifted else start
-            for start, has_drifted in zip(way.starts, drifted, strict=True)
-        ]
+    def _widen(self, way: Way, number: int, drifted: list[bool]) -> None:
+        """Let sequences whose attention drifted, and that do not widen yet, do so at the next block."""
+        for row, has_drifted in enumerate(drifted):
+            if has_drifted and way.starts[row] == len(self.numbers):
+                way.starts[row] = number + 1
 
 
 def planned_rows(way: Way, out: Any) -> Any:
-    """Return the output of the last block, of the planned rows alone."""
+    """Return the output of the last block, or logits, of the planned rows alone."""
+    batch, width = way.held.shape
     # what fills up to a multiple may count as tracked tokens do
-    alone = way.fed.shape[0] == way.plan.multiple == 1 and not way.is_wide
-    if way.is_whole or (alone and way.rows == way.plan.count(way.fed.shape[1])):
+    alone = batch == way.plan.multiple == 1 and not way.is_wide
+    if way.is_whole or (alone and way.rows == way.plan.count(width)):
         return out
     hidden = out if isinstance(out, Tensor) else out[0]
-    batch, width = way.fed.shape
     places = way.plan.index(batch, width, hidden.device).contiguous()
     if not way.is_wide:
         assert isinstance(way.index, Tensor)
         places = torch.searchsorted(way.index.contiguous(), places)
-    picked = _rows(hidden, places)
-    return picked if isinstance(out, Tensor) else (picked, *out[1:])
-
-
-def _rows(x: Tensor, places: Tensor) -> Tensor:
-    """Return some positions of each sequence, `[B, n, ...]` of `[B, T, ...]`."""
-    if places.shape[0] == 1:
-        return x.index_select(1, places[0])
-    return x[torch.arange(places.shape[0], device=places.device)[:, None], places]
+    rows = picked(hidden, places)
+    return rows if isinstance(out, Tensor) else (rows, *out[1:])
 
 
 def _by_token(arguments: Any) -> list[Tensor]:

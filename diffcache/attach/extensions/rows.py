@@ -7,7 +7,7 @@ which does not hand them out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
@@ -37,6 +37,7 @@ from diffcache.attach.extensions.partial import (
 from diffcache.attach.record import TOKEN_LAYERS
 from diffcache.attach.run import Run
 from diffcache.dllm.d2_cache import CONFIDENCE, INFLUENCE, NotedPlan, Noting
+from diffcache.dllm.elastic_cache import Watching
 from diffcache.dllm.entropy_cache import EntropyPlan
 from diffcache.dllm.policy import FedRows
 from diffcache.dllm.rows import ALL, RowPlan
@@ -77,7 +78,7 @@ class RowTurn:
         products: Multiply-adds besides those of the layers.
         differs: Whether rows that were computed alone had other keys than among all.
         noting: Inputs of the notes that are taken; None where none are.
-        notes: Notes that a compiled forward took.
+        notes: Notes that a compiled forward took; None where none did.
     """
 
     held: HeldRun[HeldKV]
@@ -88,8 +89,8 @@ class RowTurn:
     visits: dict[int, tuple[int, int]] = field(default_factory=dict)
     products: int = 0
     differs: bool = False
-    noting: Noting | None = None
-    notes: tuple[Tensor, Tensor] | None = None
+    noting: Noting | Watching | None = None
+    notes: Any = None
 
 
 class HeldTensors(NamedTuple):
@@ -105,7 +106,7 @@ class HeldTensors(NamedTuple):
     at: Tensor
     mask: Tensor | None
     layers: tuple[tuple[Tensor, Tensor], ...]
-    noting: Noting | None = None
+    noting: Noting | Watching | None = None
 
     @classmethod
     def of(cls, turn: RowTurn) -> HeldTensors:
@@ -139,14 +140,23 @@ class HeldTensors(NamedTuple):
             scaling: Factor of the logits.
             kwargs: Further arguments of the model's attention function.
         """
-        layer = HeldKV(*self.layers[module.layer_idx])
-        layer.write(self.at, key.transpose(1, 2), value.transpose(1, 2))
+        number, noting, mask = module.layer_idx, self.noting, self.mask
+        layer, before = HeldKV(*self.layers[number]), None
         rows, scale = query.transpose(1, 2), query.shape[3] ** -0.5 if scaling is None else scaling
-        if self.noting is None:
-            return layer.attend(rows, scale, self.mask).contiguous()
-        weights = layer.weights(rows, scale, self.mask)
-        self.noting.attention.append(weights.mean(1))
-        values = self.layers[module.layer_idx][1]
+        if isinstance(noting, Watching):
+            earlier = noting.earlier(number)
+            if earlier is not None:
+                before = layer.weights(earlier, scale, None if mask is None else mask[:, :, :1])
+            noting.put(noting.queries, number, rows)
+        layer.write(self.at, key.transpose(1, 2), value.transpose(1, 2))
+        if noting is None:
+            return layer.attend(rows, scale, mask).contiguous()
+        weights = layer.weights(rows, scale, mask)
+        if isinstance(noting, Watching):
+            noting.see(weights, before)
+        else:
+            noting.attention.append(weights.mean(1))
+        values = self.layers[number][1]
         of_group = weights.to(values.dtype).reshape(*values.shape[:2], -1, values.shape[2])
         out: Tensor = of_group @ values
         return out.view(query.shape).transpose(1, 2).contiguous()
@@ -203,16 +213,19 @@ class Rows(Partial):
         mask = None if mask is None else mask.expand(-1, -1, count, -1)
         turn = call.storage[self] = self.turn_of(plan, RowTurn(held, rows, count, mask, plan))
         some = self._cut(given, turn)
-        is_checked = len(self.channels) == len(self.numbers)
-        if plan.compiled and plan.rows is not None and is_checked and _may_write(held):
-            if self._compiled is None:
-                self._compile(turn)
+        if plan.compiled and plan.rows is None and self._compiled is None:
+            self._compile(turn)  # from the next call on: torch has asked for this one's forward
+        if plan.compiled and self._compiled is not None and self.may_compile(plan, held):
             turn.visits = {number: (count, size) for number, size in self.channels.items()}
-            if turn.noting is not None:
-                turn.products = sum(self.channels.values()) * count * held.shape[0] * width
             # strides are guarded, and each other one would be compiled anew
             some |= {IDS: some[IDS].contiguous(), HELD: HeldTensors.of(turn)}
         return some
+
+    def may_compile(self, plan: Any, held: HeldRun[HeldKV]) -> bool:
+        """Return whether a forward is of some rows, all is checked, and compiled code can write."""
+        if plan.rows is None or len(self.channels) < len(self.numbers):
+            return False
+        return all(layer.k is not None and not layer.k.is_inference() for layer in held.layers)
 
     def _compile(self, turn: RowTurn) -> None:
         """Let the model's forward be compiled where it is given what is held.
@@ -237,9 +250,19 @@ class Rows(Partial):
                     if HELD not in kwargs:
                         return forward(*args, **kwargs)
                     out, self.turn().notes = compiled(*args, **kwargs)
-                    return out
+                    del kwargs[HELD]
+                    return self.finish(out, partial(forward, *args, **kwargs))
 
                 self._compiled = Replaced(model, "forward", run)
+
+    def finish(self, out: Any, again: Callable[[], Any]) -> Any:
+        """Return the output of a compiled forward.
+
+        Args:
+            out: Output of the model.
+            again: Function that runs the model on the same rows, not compiled.
+        """
+        return out
 
     def _seen(
         self, held: HeldRun[HeldKV], rows: Tensor | range, block: int | None, shown: Tensor | None = None
@@ -305,9 +328,11 @@ class Rows(Partial):
         if not self.is_tried and call.run.storage.get(self) is turn.held:
             self._try_alone(call, turn.held)
             self.is_tried = True
-        if turn.noting is not None:
+        if isinstance(turn.noting, Noting):
             assert isinstance(turn.plan, NotedPlan)
             assert isinstance(turn.held, HeldRows)
+            batch, width = turn.held.shape
+            turn.products = sum(self.channels.values()) * turn.rows * batch * width
             sure, flow = turn.notes or turn.noting.notes(out.logits)
             turn.held.confidence = sure
             turn.plan.notes.update({CONFIDENCE: sure, INFLUENCE: flow})
@@ -393,8 +418,7 @@ class Rows(Partial):
             self._check_seen(site, call, turn)
         layer.write(turn.index, call.k, call.v)
         out = layer.attend(call.q, call.scale, self._mask(number, call, turn))
-        if turn.noting is not None:
-            turn.products += call.q.numel() * turn.held.shape[1]
+        if isinstance(turn.noting, Noting):
             turn.noting.attention.append(layer.weights(call.q, call.scale, turn.mask).mean(1))
         if number not in self.channels:
             if self.is_direct or turn.plan.masks_itself or turn.plan.seen is not None:
@@ -470,19 +494,14 @@ class Rows(Partial):
             )
 
 
-def _forward(forward: Any, *args: Any, **kwargs: Any) -> tuple[Any, tuple[Tensor, Tensor] | None]:
+def _forward(forward: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
     """Run a model's forward on some rows, and take notes of it, all in one graph."""
     held: HeldTensors = kwargs[HELD]
     if held.noting is None:
         return forward(*args, **kwargs), None
-    noting = held.noting._replace(attention=[])  # that of the call would be results of the graph
+    noting = held.noting.begun()  # lists of the call would be results of the graph
     out = forward(*args, **kwargs | {HELD: held._replace(noting=noting)})
     return out, noting.notes(out.logits)
-
-
-def _may_write(held: HeldRun[HeldKV]) -> bool:
-    """Return whether compiled code can write to what is held."""
-    return all(layer.k is not None and not layer.k.is_inference() for layer in held.layers)
 
 
 def install(denoiser: Denoiser, ability: FedRows) -> Rows:
