@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,20 +11,8 @@ import torch
 from torch import Tensor
 
 import diffcache
-from diffcache.dllm import (
-    BlockCache,
-    D2Cache,
-    Decoding,
-    DKVCache,
-    DLLMCache,
-    ElasticCache,
-    FastDLLM,
-    Policy,
-    Sampler,
-    Schedule,
-)
+from diffcache.dllm import BlockCache, D2Cache, DKVCache, DLLMCache, ElasticCache, FastDLLM, Policy, Schedule
 from diffcache.pipelines.diffusion_lm import DiffusionLM
-from tests.dllm.test_elastic_cache import compared
 from tests.dllm.test_remote import made
 from tests.dllm.toys import MASK, bidirectional, prompts
 
@@ -79,40 +66,6 @@ def test_compiled_rows_are_the_same(
     for plain, same in zip(noted[False], noted[True], strict=True):
         torch.testing.assert_close(same, plain, rtol=0, atol=1e-12)
     assert graphs  # it was compiled
-
-
-@pytest.mark.parametrize("name", ["head", "all masks", "never"])
-def test_compiled_layers_and_what_follows_a_drift_are_those_of_the_oracle(graphs: list[Any], name: str) -> None:
-    compared(name, compiled=True)
-    assert graphs
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(("compiled", "tests"), [(False, [(1,), (1,)]), (True, [(2, 1)])])
-def test_an_interrupt_at_the_test_of_a_layer_drops_the_run(
-    graphs: list[Any], monkeypatch: pytest.MonkeyPatch, compiled: bool, tests: list[Any]
-) -> None:
-    """The host reads one number a layer, all at once where that is compiled; the last layer has none."""
-    model, policy, reads, to_list = bidirectional(), ElasticCache(gamma=1e-9), [], Tensor.tolist
-    decoding = Decoding(torch.tensor(prompts(9)), Schedule(16, None, window=5), Sampler(), MASK)
-
-    def read(x: Tensor) -> Any:
-        reads.append(x.shape)
-        if reads == tests:
-            raise KeyboardInterrupt
-        return to_list(x)
-
-    with diffcache.wrapped(model, policy), diffcache.run(model):
-        for step in range(4):
-            plan = replace(policy.plan(decoding.state), compiled=compiled)
-            if step < 3:
-                decoding.commit(model(decoding.ids, row_plan=plan, use_cache=False).logits, plan)
-        monkeypatch.setattr(Tensor, "tolist", read)
-        with pytest.raises(KeyboardInterrupt):
-            model(decoding.ids, row_plan=plan, use_cache=False)
-        assert bool(graphs) == compiled
-        with pytest.raises(diffcache.AttachError, match="nothing is held"):
-            model(decoding.ids, row_plan=plan, use_cache=False)
 
 
 def test_what_cannot_be_compiled_is_refused() -> None:

@@ -235,6 +235,52 @@ def test_wrap_and_generate_slide_a_window_of_sixteen() -> None:
     assert handle_of(model).held_bytes() == 0
 
 
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Count the passes that are one graph, and run them as they are written."""
+    found: list[Any] = []
+
+    def count(forward: Any) -> Any:
+        return lambda *args, **kwargs: found.append(1) or forward(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "compile", count)
+    return found
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_pass_of_all_layers_and_what_follows_a_drift_are_those_of_the_oracle(passes: list[Any], name: str) -> None:
+    compared(name, compiled=True)
+    assert bool(passes) == (name not in ("key", "always"))  # which drift early in all steps
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("compiled", "tests"), [(False, [(1,)] * 3), (True, [(3, 1)])])
+def test_an_interrupt_at_the_test_of_a_layer_drops_the_run(
+    passes: list[Any], monkeypatch: pytest.MonkeyPatch, compiled: bool, tests: list[Any]
+) -> None:
+    """The host reads one number a layer, all at once where that is compiled; the last layer has none."""
+    model, policy, reads, to_list = toy(), ElasticCache(gamma=1e-9), [], Tensor.tolist
+    decoding = Decoding(torch.tensor(prompts(9)), SCHEDULE, Sampler(), MASK)
+
+    def read(x: Tensor) -> Any:
+        reads.append(x.shape)
+        if reads == tests:
+            raise KeyboardInterrupt
+        return to_list(x)
+
+    with diffcache.wrapped(model, policy), diffcache.run(model):
+        for step in range(4):
+            plan = replace(policy.plan(decoding.state), compiled=compiled)
+            if step < 3:
+                decoding.commit(model(decoding.ids, row_plan=plan, use_cache=False).logits, plan)
+        monkeypatch.setattr(Tensor, "tolist", read)
+        with pytest.raises(KeyboardInterrupt):
+            model(decoding.ids, row_plan=plan, use_cache=False)
+        assert bool(passes) == compiled
+        with pytest.raises(diffcache.AttachError, match="nothing is held"):
+            model(decoding.ids, row_plan=plan, use_cache=False)
+
+
 # what is refused -----------------------------------------------------------------------------------
 
 
