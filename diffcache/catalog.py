@@ -136,6 +136,8 @@ def changed(method: Method, settings: Mapping[str, Any]) -> Method:
 def has_settings(method: Method, names: Iterable[str]) -> bool:
     """Return whether a method has all settings of some names."""
     inner: Any = method.method if isinstance(method, Held) else method
+    if isinstance(inner, Each):
+        return all(has_settings(own, names) for _, own in inner.methods)
     return set(names) <= {entry.name for entry in dataclasses.fields(inner)}
 
 

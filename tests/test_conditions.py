@@ -13,6 +13,7 @@ import diffcache
 from diffcache import CacheWarning, MagCache, TablesError, TemporalTable
 from diffcache.attach.fingerprint import facts_of
 from diffcache.attach.provenance import effective, other_guidance, other_shape, tables_of
+from diffcache.features.each import Each
 from diffcache.features.tables import Tables
 from tests.zoo.pipes import pipes
 
@@ -58,7 +59,9 @@ def test_a_run_like_the_calibration_says_nothing(pipe: Any) -> None:
     assert remarks(pipe, fitted(pipe, guidance=guidance, shape=shape_of(pipe))) == []
 
 
-@pytest.mark.parametrize("wrap", [lambda m: m, TemporalTable], ids=["itself", "inside"])
+@pytest.mark.parametrize(
+    "wrap", [lambda m: m, TemporalTable, lambda m: Each((("transformer", m),))], ids=["itself", "inside", "of each"]
+)
 def test_other_guidance_is_told_once_a_run(pipe: Any, wrap: Any) -> None:
     method = wrap(fitted(pipe, guidance={"guidance_scale": 2.0, "true_cfg_scale": 1.0}))
     (text,) = remarks(pipe, method, guidance_scale=9.0)

@@ -499,7 +499,7 @@ def test_settings_without_a_target_are_those_of_all_that_have_them(monkeypatch: 
     for module in ("diffcache.api", "diffcache.attach.handle"):
         monkeypatch.setattr(f"{module}.WRAPPED", fresh)
     names = ["FluxPipeline"] * 3
-    given = [diffcache.TaylorSeer(every=3, warmup=1), Interval(every=3), diffcache.FirstBlock(9.0)]
+    given = [diffcache.TaylorSeer(every=3, warmup=1), {"transformer": Interval(every=3)}, diffcache.FirstBlock(9.0)]
     pipes = [PIPES[name].build(0) for name in names]
     with pytest.raises(AttachError, match="nothing is wrapped"):
         diffcache.settings(every=2)
@@ -522,7 +522,7 @@ def test_settings_without_a_target_are_those_of_all_that_have_them(monkeypatch: 
         with diffcache.settings(pipes[1], every=6):
             assert all_marks() == ["CsCsCs", "Csssss", own[2]]
     assert all_marks() == own
-    with pytest.raises(ValueError, match=r"settings \['evry'\]: not of what is wrapped, FirstBlock"):
+    with pytest.raises(ValueError, match=r"settings \['evry'\]: not of what is wrapped, Each"):
         diffcache.settings(evry=2)
     with pytest.raises(ValueError, match="every=0: must be a whole number"):
         diffcache.settings(every=0)

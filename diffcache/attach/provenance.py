@@ -9,11 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from diffcache.features.base import Method
+from diffcache.features.each import Each
 from diffcache.features.tables import Tables
 
 
 def tables_of(method: Method) -> list[Tables]:
     """Return the tables of a method and of the methods it is made of."""
+    if isinstance(method, Each):
+        return [tables for _, own in method.methods for tables in tables_of(own)]
     found: list[Tables] = []
     made: Any = method
     for entry in dataclasses.fields(made) if dataclasses.is_dataclass(made) else ():
