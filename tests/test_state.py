@@ -358,19 +358,6 @@ def test_threads_that_share_a_bare_denoiser():
     handle_of(model).detach()
 
 
-def test_other_caches_are_an_error():
-    from diffusers import FirstBlockCacheConfig
-
-    pipe = PIPES["FluxPipeline"].build(0)
-    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=0.1))
-    with pytest.raises(AttachError, match=r"already runs under diffusers' .*disable_cache\(\) first"):
-        diffcache.wrap(pipe, EVERY)
-    pipe.transformer.disable_cache()
-    diffcache.wrap(pipe, EVERY)
-    run(pipe, "FluxPipeline")
-    assert marks(pipe) == "CssCss"
-
-
 @dataclass(frozen=True)
 class Slow(Interval):
     """A method that waits while it is attached, until another thread is as far."""

@@ -291,6 +291,8 @@ def test_a_cache_of_diffusers_that_comes_later_is_an_error():
     apply_first_block_cache(pipe.transformer, config)
     with pytest.raises(AttachError, match=r"call disable_cache\(\) first"):
         pipe(**zoo.call(pipe, 0, 3))
+    with pytest.raises(AttachError, match=r"call disable_cache\(\) first"):
+        diffcache.wrap(diffcache.unwrap(pipe), EVERY)
 
 
 def test_a_cache_like_cache_dit_that_comes_later_is_an_error(model):

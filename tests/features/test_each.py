@@ -4,7 +4,6 @@ import pytest
 
 import diffcache
 from diffcache import Interval, TaylorSeer
-from diffcache.errors import AttachError
 from diffcache.features.each import Each
 from tests.zoo.pipes import pipes
 
@@ -76,11 +75,3 @@ def test_bytes_are_those_of_each():
     both = dict(zip(NAMES, ("taylorseer", "taylorseer:order=2"), strict=True))
     expected = {name: held[number][name] for number, name in enumerate(NAMES)}
     assert diffcache.expected_bytes(pipe, both, **size) == expected != held[0]
-
-
-def test_names_that_are_no_denoisers_are_refused():
-    pipe = pipes()["WanPipeline-two"].build(0)
-    for names in (["transformer"], [*NAMES, "unet"]):
-        said = f"methods for {', '.join(names)}: the denoisers are transformer, transformer_2; give"
-        with pytest.raises(AttachError, match=said):
-            diffcache.wrap(pipe, dict.fromkeys(names, "interval"))
