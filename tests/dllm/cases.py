@@ -1,27 +1,13 @@
 """The policies that are tested: one place to add to."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 
-from diffcache.dllm import (
-    D2Cache,
-    Decoding,
-    DKVCache,
-    DLLMCache,
-    ElasticCache,
-    FastDLLM,
-    FreeCache,
-    Policy,
-    Sampler,
-    Schedule,
-    Threshold,
-    WindowDiffusion,
-)
+from diffcache import dllm
+from diffcache.dllm import D2Cache, DKVCache, DLLMCache, FastDLLM, FreeCache, Policy, Sampler, Schedule, Threshold
 from diffcache.registry import rows_of
 from tests.dllm.toys import Noted, bidirectional, prompts, trace
 
@@ -76,21 +62,18 @@ CASES = {
     "free, commit": Case(FreeCache(commit=True)),
     "window": Case(of("window-diffusion"), schedule=WINDOW),
     "dpad": Case(of("dpad"), hides=True),
-    "window, narrow": Case(WindowDiffusion(7, 6), schedule=WINDOW, hides=True),
+    "window, narrow": Case(dllm.WindowDiffusion(7, 6), schedule=WINDOW, hides=True),
     "dllm": Case(of("dllm-cache"), computes_its_plan=False),
     "dllm, half": Case(DLLMCache(3, 8, 0.5), computes_its_plan=False),
     "elastic": Case(of("elastic"), schedule=WINDOW, computes_its_plan=False),
-    "elastic, keys": Case(ElasticCache(0.5, "key", 2), CONFIDENT, WINDOW, computes_its_plan=False),
+    "elastic, keys": Case(dllm.ElasticCache(0.5, "key", 2), CONFIDENT, WINDOW, computes_its_plan=False),
     "sparse": Case(of("sparse-dllm"), hides=True, computes_its_plan=False),
     "d2": Case(of("d2cache"), computes_its_plan=False),
     "d2, wide": Case(D2Cache(9, inflate_w=0), schedule=WINDOW, computes_its_plan=False),
 }
 # What has no line above is decoded as most are.
-CASES |= {
-    name: Case(of(name))
-    for name, row in rows_of("dllm").items()
-    if row.skips is not None and name not in {case.policy.name for case in CASES.values()}
-}
+KNOWN = {case.policy.name for case in CASES.values()}
+CASES |= {n: Case(of(n)) for n, row in rows_of("dllm").items() if row.skips is not None and n not in KNOWN}
 ROW_PLANS = [name for name, case in CASES.items() if case.computes_its_plan]
 
 LIMITS = {  # where a policy computes everything
@@ -113,11 +96,8 @@ LIMITS = {  # where a policy computes everything
     "elastic, all rows": Case(of("elastic", off=True), schedule=WINDOW),
 }
 
-LIMITS |= {
-    name: Case(of(name, off=True))
-    for name, row in rows_of("dllm").items()
-    if row.off is not None and name not in {case.policy.name for case in LIMITS.values()}
-}
+KNOWN = {case.policy.name for case in LIMITS.values()}
+LIMITS |= {n: Case(of(n, off=True)) for n, row in rows_of("dllm").items() if row.off is not None and n not in KNOWN}
 
 
 @cache
@@ -127,7 +107,7 @@ def model() -> Any:
 
 
 @cache
-def traced(name: str) -> tuple[Decoding, list[Noted]]:
+def traced(name: str) -> tuple[dllm.Decoding, list[Noted]]:
     """Return the decoding of a case, of both prompts together, and its steps."""
     case = CASES[name]
     return trace(model(), case.policy, prompts(*LENGTHS), case.schedule, case.sampler)

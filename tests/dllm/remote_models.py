@@ -12,8 +12,6 @@ and asks for a mask; both are given that of blocks. Fast-dLLM v2 makes it, by an
 forward, and takes `sdpa` whatever it is told.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch
@@ -37,27 +35,13 @@ class RMSNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
-# LLaDA -------------------------------------------------------------------------------------------
-
-
 class LLaDAConfig(PretrainedConfig):
     model_type = "llada"
 
     def __init__(self, **settings: Any) -> None:
-        sizes = {
-            "d_model": 32,
-            "n_heads": 4,
-            "n_kv_heads": 4,
-            "n_layers": 3,
-            "mlp_hidden_size": 48,
-            "vocab_size": 64,
-            "max_sequence_length": 64,
-            "rope_theta": 10000.0,
-            "rope_full_precision": True,
-            "rms_norm_eps": 1e-5,
-            "mask_token_id": 63,
-            "honors_mask": True,
-        }
+        sizes = dict(d_model=32, n_heads=4, n_kv_heads=4, n_layers=3, mlp_hidden_size=48, vocab_size=64)
+        sizes |= dict(max_sequence_length=64, rope_theta=10000.0, rope_full_precision=True, rms_norm_eps=1e-5)
+        sizes |= dict(mask_token_id=63, honors_mask=True)
         super().__init__(**{**sizes, **settings})
         self.__dict__.pop("use_cache", None)
 
@@ -124,9 +108,7 @@ class LLaDALlamaBlock(nn.Module):
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-        out = functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=attention_bias, dropout_p=0.0, is_causal=False
-        )
+        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=attention_bias, dropout_p=0.0)
         return self.attn_out(out.transpose(1, 2).contiguous().flatten(2))
 
     def forward(
@@ -191,24 +173,12 @@ class LLaDAModelLM(PreTrainedModel):
         return None
 
 
-# Dream -------------------------------------------------------------------------------------------
-
-
 class DreamConfig(PretrainedConfig):
     model_type = "Dream"
 
     def __init__(self, **settings: Any) -> None:
-        sizes = {
-            "hidden_size": 32,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "num_hidden_layers": 3,
-            "intermediate_size": 48,
-            "vocab_size": 64,
-            "rope_theta": 10000.0,
-            "rms_norm_eps": 1e-6,
-            "mask_token_id": 63,
-        }
+        sizes = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3)
+        sizes |= dict(intermediate_size=48, vocab_size=64, rope_theta=10000.0, rms_norm_eps=1e-6, mask_token_id=63)
         super().__init__(**{**sizes, **settings})
 
 
@@ -340,16 +310,10 @@ class DreamBaseModel(DreamPreTrainedModel):
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
         embeddings = self.rotary_emb(hidden_states, position_ids)
+        given = dict(attention_mask=attention_mask, position_ids=position_ids, position_embeddings=embeddings)
         for layer in self.layers:
-            hidden_states = layer(
-                hidden_states,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                past_key_value=None,
-                output_attentions=False,
-                use_cache=False,
-                position_embeddings=embeddings,
-            )[0]
+            settings = dict(past_key_value=None, output_attentions=False, use_cache=False)
+            hidden_states = layer(hidden_states, **given, **settings)[0]
         return self.norm(hidden_states)
 
 
@@ -380,9 +344,6 @@ class DreamModel(DreamPreTrainedModel):
     ) -> MaskedLMOutput:
         hidden_states = self.model(input_ids, attention_mask, position_ids)
         return MaskedLMOutput(logits=self.lm_head(hidden_states[:, -num_logits_to_keep:]))
-
-
-# causal over blocks ------------------------------------------------------------------------------
 
 
 class LLaDA2MoeConfig(DreamConfig):
@@ -448,36 +409,21 @@ class SDARAttention(DreamSdpaAttention):
         q, k, v = self.projected(hidden_states, position_embeddings)
         attention_mask = attention_mask.bool()
         torch.all(attention_mask)  # whether flash attention would do
-        out = functional.scaled_dot_product_attention(
-            query=q,
-            key=k,
-            value=v,
-            attn_mask=attention_mask,
-            is_causal=False,
-            scale=self.head_dim**-0.5,
-            enable_gqa=True,
-        )
+        settings = dict(attn_mask=attention_mask, is_causal=False, scale=self.head_dim**-0.5, enable_gqa=True)
+        out = functional.scaled_dot_product_attention(query=q, key=k, value=v, **settings)
         return self.o_proj(out.transpose(1, 2).flatten(2)), None, None
 
 
 class FastDLLMAttention(DreamSdpaAttention):
-    def forward(
-        self, hidden_states: Tensor, attention_mask: Any, position_embeddings: Any, **_: Any
-    ) -> tuple[Tensor, None, None]:
+    def forward(self, hidden_states: Tensor, attention_mask: Any, position_embeddings: Any, **_) -> Any:
         q, k, v = self.projected(hidden_states, position_embeddings)
         scaling = self.head_dim**-0.5
-        out, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](
-            self, q, k, v, attention_mask, is_causal=False, dropout=0.0, scaling=scaling
-        )
+        out, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](self, q, k, v, attention_mask, is_causal=False, scaling=scaling)
         return self.o_proj(out.flatten(2).contiguous()), None, None
 
 
-ATTENTIONS = {
-    "Dream": DreamSdpaAttention,
-    "llada2_moe": LLaDA2MoeAttention,
-    "sdar": SDARAttention,
-    "Fast_dLLM_Qwen": FastDLLMAttention,
-}
+ATTENTIONS = {"Dream": DreamSdpaAttention, "llada2_moe": LLaDA2MoeAttention, "sdar": SDARAttention}
+ATTENTIONS |= {"Fast_dLLM_Qwen": FastDLLMAttention}
 
 
 class LLaDA2MoeSparseMoeBlock(nn.Module):

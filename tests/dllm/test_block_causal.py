@@ -1,7 +1,5 @@
 """Models whose attention is causal over blocks, against loops written from their authors' code."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise, product
@@ -13,26 +11,11 @@ from torch import Tensor
 from torch.nn import functional
 
 import diffcache
-from diffcache.dllm import (
-    BlockCache,
-    D2Cache,
-    DKVCache,
-    DLLMCache,
-    Dynamic,
-    ElasticCache,
-    FastDLLM,
-    FreeCache,
-    Policy,
-    Quota,
-    Sampler,
-    Schedule,
-    Threshold,
-    Uncached,
-    WindowDiffusion,
-)
+from diffcache import dllm
+from diffcache.dllm import BlockCache, DKVCache, Dynamic, FastDLLM, Policy, Sampler, Schedule, Threshold, Uncached
 from diffcache.pipelines.diffusion_lm import DiffusionLM
 from tests.dllm.remote_models import LLaDA2MoeModelLM
-from tests.dllm.test_llada2 import pipeline
+from tests.dllm.test_llada2 import ask, pipeline
 from tests.dllm.test_remote import made
 from tests.dllm.toys import LAYERS, MASK, Compared, bidirectional, blocks_of, by_hand, prompts
 
@@ -74,13 +57,13 @@ def ends(ids: list[int], prompt: list[int], eos: int | None, length: int) -> boo
 def llada2_by_hand(
     call: Call,
     prompt: list[int],
-    steps: int = BLOCK,
-    threshold: float = 1.0,
-    eos: int | None = None,
-    editing: float | None = None,
-    post_steps: int = 16,
-    noise: torch.Generator | None = None,
-    length: int = LENGTH,
+    steps=BLOCK,
+    threshold=1.0,
+    eos=None,
+    editing=None,
+    post_steps=16,
+    noise=None,
+    length=LENGTH,
 ) -> list[int]:
     """Decode as LLaDA2's `generate` does, and SDAR's, with edits as LLaDA2.1 makes them."""
     total = -(-(len(prompt) + length) // BLOCK) * BLOCK
@@ -117,13 +100,7 @@ def llada2_by_hand(
 
 
 def fast_dllm_by_hand(
-    call: Call,
-    prompt: list[int],
-    size: int = BLOCK,
-    threshold: float = 1.0,
-    eos: int | None = None,
-    part: Callable[[list[int], range], Tensor] | None = None,
-    length: int = LENGTH,
+    call: Call, prompt: list[int], size: int = BLOCK, threshold=1.0, eos=None, part=None, length: int = LENGTH
 ) -> list[int]:
     """Decode as Fast-dLLM v2's `generate` does: row p predicts token p + 1.
 
@@ -175,11 +152,9 @@ def seen_of(model: Any) -> Iterator[list[Tensor]]:
     hook.remove()
 
 
-# the decoders of the authors -----------------------------------------------------------------------
-
 RULES: dict[str, tuple[dict[str, Any], Any, int | None]] = {
-    "one a step": ({}, Quota(), None),
-    "three steps a block": ({"steps": 3}, Quota(), 3),
+    "one a step": ({}, dllm.Quota(), None),
+    "three steps a block": ({"steps": 3}, dllm.Quota(), 3),
     "confident": ({"steps": 4, "threshold": 0.3}, Dynamic(0.3), 4),
     "edited": ({"steps": 4, "threshold": 0.3, "editing": 0.25}, Dynamic(0.3, 0.25), 4),
     "edited to the last": ({"steps": 8, "threshold": 0.6, "editing": 0.02, "post_steps": 3}, Dynamic(0.6, 0.02, 3), 8),
@@ -198,7 +173,7 @@ def check(found: dict[str, Compared], model: Any, wanted: Any, texts: list[Tenso
     lm.generate([1, 2], Schedule(1, None))  # tries the model
     policies: list[Policy | None] = [BlockCache()] if is_cached else [None, Uncached()]
     if is_cached and how[1].rule.editing is None:
-        policies += [FastDLLM(), FreeCache(commit=True)]  # which compute a block whole
+        policies += [FastDLLM(), dllm.FreeCache(commit=True)]  # which compute a block whole
     for policy in policies:
         if policy is not None:
             diffcache.wrap(model, policy)
@@ -246,9 +221,6 @@ def compared(name: str, dtype: torch.dtype) -> dict[str, Compared]:
         wanted = by_hand(whole(model, texts), prompt, **settings)
         check(found, model, wanted, texts, prompt, schedule(steps), Sampler(rule=rule))
     return found
-
-
-# rows chosen inside a block ------------------------------------------------------------------------
 
 
 class Kept:
@@ -307,8 +279,8 @@ INSIDE: dict[str, tuple[Policy, Schedule]] = {
     "decode": (DKVCache(every=3), Schedule(20, None)),
     "prefill": (DKVCache("prefill"), Schedule(20, None)),
     "greedy": (DKVCache("greedy", every=3), Schedule(20, None)),
-    "free": (FreeCache(), Schedule(20, 4)),
-    "window": (WindowDiffusion(4, 3), Schedule(20, None, window=3)),
+    "free": (dllm.FreeCache(), Schedule(20, 4)),
+    "window": (dllm.WindowDiffusion(4, 3), Schedule(20, None, window=3)),
 }
 
 
@@ -336,14 +308,12 @@ def test_policies_choose_rows_of_the_active_block(name: str) -> None:
     assert fewer and answer.rows == rows
 
 
-# batches, ends, noise ------------------------------------------------------------------------------
-
 BATCH: dict[str, tuple[str, Policy | None, Sampler, int | None]] = {
     "uncached": ("llada2", None, Sampler(rule=Dynamic(0.3)), None),
     "blocks": ("llada2", BlockCache(), Sampler(rule=Dynamic(0.3, 0.25)), None),
     "blocks, by quota": ("sdar", BlockCache(), Sampler(), None),
     "decode": ("sdar", DKVCache(every=3), Sampler(rule=Threshold(0.3)), None),
-    "window": ("llada2", WindowDiffusion(4, 3), Sampler(rule=Threshold(0.3)), None),
+    "window": ("llada2", dllm.WindowDiffusion(4, 3), Sampler(rule=Threshold(0.3)), None),
     "dual": ("fast-dllm", FastDLLM(dual=True), Sampler(rule=Threshold(0.5)), 4),
     "blocks, shifted": ("fast-dllm", BlockCache(), Sampler(rule=Threshold(0.2)), None),
 }
@@ -412,9 +382,6 @@ def test_noise_is_drawn_for_the_block_alone(policy: Policy | None) -> None:
     assert answer.ids[0].tolist() == wanted
 
 
-# diffusers' pipelines, and what is refused -----------------------------------------------------------
-
-
 class TakesTokens(LLaDA2MoeModelLM):
     """Makes the mask of blocks from one of tokens, as the pipeline asks."""
 
@@ -430,15 +397,7 @@ def test_llada2s_pipeline_goes_through_the_same_door(policy: Policy | None) -> N
     with torch.no_grad():
         model.lm_head.weight[MASK] = 0  # the pipeline would take the mask for a token
     pipe, (prompt,) = pipeline(model), prompts(13)
-    wanted = pipe(
-        input_ids=torch.tensor([prompt]),
-        gen_length=LENGTH,
-        num_inference_steps=4,
-        threshold=0.3,
-        editing_threshold=0.25,
-        mask_token_id=MASK,
-        output_type="seq",
-    ).sequences
+    wanted = ask(pipe, torch.tensor([prompt]), gen_length=LENGTH, threshold=0.3, editing_threshold=0.25)
     lm = DiffusionLM(pipe)
     assert lm.block == BLOCK and lm.network is model
     if policy is not None:
@@ -447,33 +406,13 @@ def test_llada2s_pipeline_goes_through_the_same_door(policy: Policy | None) -> N
     assert torch.equal(lm.generate([prompt], schedule(4), sampler).ids, wanted)
 
 
-def test_what_blocks_do_not_go_with_is_refused() -> None:
-    lm, model, plain = DiffusionLM(made("llada2")), made("llada2"), bidirectional()
-    model.__class__ = TakesTokens  # of blocks of 8
+def test_rows_chosen_by_notes_of_all_tokens_are_refused_and_a_models_blocks_are_found() -> None:
+    lm = DiffusionLM(made("llada2"))
     assert lm.generate([1], Schedule(32, 16)).ids.shape == (1, 32)  # blocks of 8
-    edits = Sampler(rule=Dynamic(0.5, 0.5))
-    cases: list[tuple[Any, Policy | None, int | None, Sampler, str]] = [
-        (lm, None, 3, Sampler(), "block=3: must divide the 8 tokens that the model's attention"),
-        (lm, None, None, Sampler(cfg_scale=1.0), "cfg_scale=1.0: is for models that attend both"),
-        (lm, DKVCache(), None, edits, "edits decided tokens, whose rows DKVCache.* leaves out"),
-        (DiffusionLM(model, block=4), None, None, Sampler(), "attention of TakesTokens is not causal"),
-        (DiffusionLM(plain), BlockCache(), None, Sampler(), "nobody says that the model's attenti"),
-        (DiffusionLM(plain), None, None, edits, "editing=.*: edits tokens of models that are caus"),
-    ]
-    for policy in (ElasticCache(), DLLMCache(), D2Cache()):
-        said = "chooses rows by what its layers note of all tokens"
-        cases.append((DiffusionLM(plain, block=8), policy, None, Sampler(), said))
-    for other, policy, block, sampler, said in cases:
-        if policy is not None:
-            diffcache.wrap(other, policy)
-        with pytest.raises(ValueError, match=said):
-            other.generate([1], Schedule(12, block), sampler)
-        if policy is not None:
-            diffcache.unwrap(other)
-    with pytest.raises(ValueError, match="threshold=2: must be a number from 0 to 1"):
-        Dynamic(2)
-    with pytest.raises(ValueError, match="model=object: must be a model, or a LLaDA2Pipeline; a"):
-        DiffusionLM(object())
+    for policy in (dllm.ElasticCache(), dllm.DLLMCache(), dllm.D2Cache()):
+        other = diffcache.wrap(DiffusionLM(bidirectional(), block=8), policy)
+        with pytest.raises(ValueError, match="chooses rows by what its layers note of all tokens"):
+            other.generate([1], Schedule(12, None))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -488,7 +427,7 @@ def test_half_precision_is_tried_and_taken(code: str, dtype: torch.dtype) -> Non
 def test_settings_that_no_caller_of_ours_makes() -> None:
     model, (asked,) = made("llada2"), prompts(13)
     lm = DiffusionLM(model)
-    by_time = lm.generate([asked], Schedule(16, None), Sampler(rule=Quota("time"))).ids
+    by_time = lm.generate([asked], Schedule(16, None), Sampler(rule=dllm.Quota("time"))).ids
     assert not bool((by_time == MASK).any())  # its first steps decide nothing
     told = Schedule(16, None, window=4, eos_id=asked[-1])
     assert not bool((lm.generate([asked], told).ids == MASK).any())

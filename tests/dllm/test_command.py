@@ -1,7 +1,5 @@
 """`diffcache run` on a saved diffusion language model."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -103,19 +101,10 @@ def test_what_does_not_go_with_it_is_refused(saved: Path, words: list[object], s
     assert done.exit_code == 2 and said in done.output.replace("\n", " "), done.output
 
 
-def test_text_settings_are_refused_for_pictures() -> None:
-    for words in (["--length", "8"], ["--sampler", "random"]):
-        done = CliRunner().invoke(app, ["run", "sticker-flux", "a ring", *words])
-        assert done.exit_code == 2 and f"{' '.join(words)}: is not for a pipeline" in done.output
-
-
-def test_policies_by_name() -> None:
+def test_policies_by_name_of_which_no_two_caches_share_one() -> None:
+    names = [name.replace("_", "-") for kind in WORDS for name in rows_of(kind)]
+    assert len(names) == len(set(names))
     assert diffcache.catalog.make_method("fast_dllm", dual=True) == FastDLLM(dual=True)
     for name, row in rows_of("dllm").items():
         assert diffcache.catalog.method_class(name).name == name
         assert not row.paper or "@" in diffcache.cite(name)
-
-
-def test_no_two_caches_share_a_name() -> None:
-    names = [name.replace("_", "-") for kind in WORDS for name in rows_of(kind)]
-    assert len(names) == len(set(names))

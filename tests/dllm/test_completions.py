@@ -1,7 +1,5 @@
 """OpenAI-style completions: real clients that come, stream, cancel, drop and ask for nonsense."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import json
@@ -113,11 +111,8 @@ def test_requests_at_the_same_time_are_answered_as_alone(lm: DiffusionLM, served
         parts = list(pool.map(lambda row: streamed(address, prompt=row), ROWS))
     for row, one, pieces, (said, why, count) in zip(ROWS, whole, parts, wanted, strict=True):
         assert [one["choices"][0][key] for key in ("text", "finish_reason")] == [said, why]
-        assert one["usage"] == {
-            "prompt_tokens": len(row),
-            "completion_tokens": count,
-            "total_tokens": len(row) + count,
-        }
+        used = [one["usage"][f"{kind}_tokens"] for kind in ("prompt", "completion", "total")]
+        assert used == [len(row), count, len(row) + count] and len(one["usage"]) == 3
         assert "".join(piece["text"] for piece in pieces) == said
         assert [piece["finish_reason"] for piece in pieces] == [None] * (len(pieces) - 1) + [why]
     assert max(map(len, parts)) > 1  # text comes as it settles
@@ -162,9 +157,7 @@ def test_the_client_of_openai_is_served(lm: DiffusionLM, served: tuple[Completio
         ({"prompt": [[1]] * 21}, 400, "a list of 1 to 20 of either"),
     ],
 )
-def test_what_is_not_served_is_said(
-    served: tuple[Completions, str], asked: dict[str, Any], status: int, said: str
-) -> None:
+def test_what_is_not_served_is_said(served: tuple[Completions, str], asked: dict[str, Any], status: int, said: str):
     answer = ask(served[1], **asked)
     assert answer.status_code == status
     assert said in answer.json()["error"]["message"]
@@ -190,9 +183,7 @@ def test_a_forward_that_fails_ends_those_under_way_alone(
     idle(completions)
 
 
-def test_a_hundred_clients_that_cancel_and_drop_leave_nothing(
-    lm: DiffusionLM, served: tuple[Completions, str]
-) -> None:
+def test_a_hundred_clients_that_cancel_and_drop_leave_nothing(lm: DiffusionLM, served: tuple[Completions, str]):
     """A third reads a piece and closes, a third drops its connection, the others are answered."""
     completions, address = served
     before = threading.active_count()

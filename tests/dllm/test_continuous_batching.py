@@ -1,30 +1,19 @@
 """Prompts that take each other's places are answered as alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 
 import diffcache
-from diffcache.dllm import (
-    BlockCache,
-    Dynamic,
-    FastDLLM,
-    Policy,
-    Sampler,
-    Schedule,
-    Threshold,
-    Uncached,
-    WindowDiffusion,
-)
+from diffcache import dllm
+from diffcache.dllm import BlockCache, Dynamic, FastDLLM, Sampler, Schedule, Threshold, Uncached, WindowDiffusion
 from diffcache.pipelines.diffusion_lm import DiffusionLM
 from diffcache.targets import handle_of
 from tests.dllm.test_remote import made
 from tests.dllm.toys import MASK, bidirectional, prompts
 
-SERVED: dict[str, tuple[str, Policy, Sampler, int | None]] = {
+SERVED: dict[str, tuple[str, dllm.Policy, Sampler, int | None]] = {
     "edits": ("llada2", BlockCache(), Sampler(rule=Dynamic(0.3, 0.25)), None),
     "quota": ("sdar", BlockCache(), Sampler(), None),
     "sub-blocks": ("fast-dllm", FastDLLM(dual=True), Sampler(rule=Threshold(0.2)), 4),
@@ -66,14 +55,8 @@ def test_places_are_left_free_by_who_stops_early() -> None:
     assert handle.held_bytes() == 0 and list(lm.serve([])) == []
     bad: list[Any] = [[1] * 41, rows[0], [99], rows[1], [MASK], rows[2], "text", rows[3]]
     told: dict[int, list[int]] = {}
-    given = lm.serve(
-        iter(bad),
-        Schedule(8, None),
-        slots=2,
-        longest=40,
-        on_settled=lambda number, ids: told.setdefault(number, []).extend(ids),
-    )
-    served = dict(given)
+    settled = lambda number, ids: told.setdefault(number, []).extend(ids)  # noqa: E731
+    served = dict(lm.serve(iter(bad), Schedule(8, None), slots=2, longest=40, on_settled=settled))
     for place, said in (
         (0, "number 0 has 41 tokens where longest=40"),
         (2, "hold 99, which is no token"),

@@ -1,7 +1,5 @@
 """Samplers, schedules and row counts, without a model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import groupby
@@ -11,22 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffcache.dllm import (
-    ALL,
-    Credit,
-    Decoding,
-    DPad,
-    Factor,
-    FastDLLM,
-    Hierarchical,
-    Policy,
-    Quota,
-    RowPlan,
-    Sampler,
-    Schedule,
-    SlowFast,
-    Threshold,
-)
+from diffcache import dllm
+from diffcache.dllm import ALL, Credit, Decoding, DPad, Factor, Policy, Quota, RowPlan, Sampler, Schedule, Threshold
 from diffcache.dllm.dkv_cache import nearest
 from diffcache.dllm.rules import Rule
 
@@ -42,9 +26,6 @@ def finish(policy: Policy, schedule: Schedule, sampler: Sampler) -> Decoding:
         count = plan.count(decoding.ids.shape[1])
         decoding.commit(torch.randn(1, count, WORDS, generator=generator, dtype=torch.float64), plan)
     return decoding
-
-
-# samplers ----------------------------------------------------------------------------------------
 
 
 def scores_of(*values: float) -> torch.Tensor:
@@ -79,7 +60,7 @@ def test_the_best_of_every_run_is_committed(low: float) -> None:
     generator = torch.Generator().manual_seed(0)
     scores = torch.rand(40, 12, generator=generator, dtype=torch.float64)
     scores = scores.masked_fill(torch.rand(40, 12, generator=generator) < 0.4, float("-inf"))
-    chosen = Hierarchical(0.9, low).choose(scores, 1)
+    chosen = dllm.Hierarchical(0.9, low).choose(scores, 1)
     for row, flags in zip(scores.tolist(), chosen.tolist(), strict=True):
         wanted = {place for place, score in enumerate(row) if score > 0.9} | {row.index(max(row))}
         for is_mask, run in groupby(range(12), lambda place: row[place] >= 0):  # noqa: B023
@@ -138,10 +119,8 @@ def credit(step: Callable[[], Tensor]) -> Told:
         yield chosen
 
 
-@pytest.mark.parametrize(("rule", "told"), [(SlowFast(0.8, 0.3, 3), slow_fast), (Credit(0.8), credit)])
-def test_rules_with_a_memory_commit_as_their_papers_say(
-    rule: Rule, told: Callable[[Callable[[], Tensor]], Told]
-) -> None:
+@pytest.mark.parametrize(("rule", "told"), [(dllm.SlowFast(0.8, 0.3, 3), slow_fast), (Credit(0.8), credit)])
+def test_rules_with_a_memory_commit_as_their_papers_say(rule: Rule, told: Callable[[Callable[[], Tensor]], Told]):
     """Two sequences with blocks of their own, by logits that were drawn."""
     generator, steps = torch.Generator().manual_seed(4), []
     sampler, prompt = Sampler(rule=rule), torch.zeros(2, 3, dtype=torch.int64)
@@ -242,10 +221,10 @@ def test_temperature_draws_from_the_tempered_softmax_and_a_seed_repeats_it() -> 
     wanted = (logits[0, 0, :3] / 2).softmax(-1)
     found = torch.bincount(drawn.flatten(), minlength=3)[:3] / drawn.numel()
     torch.testing.assert_close(found, wanted, rtol=0, atol=0.015)
-    answers = [
-        finish(FastDLLM(), Schedule(8, 4), Sampler(temperature=1.0, seed=seed)).ids.tolist() for seed in (0, 0, 1)
+    ids = [
+        finish(dllm.FastDLLM(), Schedule(8, 4), Sampler(temperature=1.0, seed=seed)).ids.tolist() for seed in (0, 0, 1)
     ]
-    assert answers[0] == answers[1] != answers[2]
+    assert ids[0] == ids[1] != ids[2]
 
 
 def test_a_random_order_is_kept_and_told_beforehand() -> None:
@@ -255,9 +234,6 @@ def test_a_random_order_is_kept_and_told_beforehand() -> None:
         assert state.upcoming is not None and state.upcoming.sum(1).tolist() == [2, 2]
         decoding.commit(torch.randn(2, 11, WORDS), RowPlan())
         assert torch.equal(decoding.state.committed, state.upcoming)
-
-
-# the end of an answer ------------------------------------------------------------------------------
 
 
 def test_an_answer_ends_at_its_end_token() -> None:

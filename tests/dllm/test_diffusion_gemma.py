@@ -1,7 +1,5 @@
 """diffusers' pipeline of DiffusionGemma: its canvas takes feature methods and no row plans."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -14,7 +12,7 @@ import diffcache
 from diffcache.dllm import BlockCache, DKVCache
 from diffcache.errors import AttachError
 from diffcache.foreign import cache_name
-from tests.dllm.toys import prompts
+from tests.dllm.toys import SIZES, prompts
 
 BLOCK = 8
 
@@ -27,22 +25,9 @@ class Processor:
 
 
 def gemma() -> DiffusionGemmaPipeline:
-    text = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "global_head_dim": 8,
-        "num_global_key_value_heads": 2,
-        "sliding_window": 16,
-        "num_experts": 4,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "top_k_experts": 2,
-        "moe_intermediate_size": 16,
-    }
+    text = SIZES | dict(num_hidden_layers=2, num_key_value_heads=2, num_global_key_value_heads=2, head_dim=8)
+    text |= dict(global_head_dim=8, sliding_window=16, layer_types=["sliding_attention", "full_attention"])
+    text |= dict(num_experts=4, top_k_experts=2, moe_intermediate_size=16)
     torch.manual_seed(0)
     config = DiffusionGemmaConfig(text_config=text, vision_config=None, canvas_length=BLOCK)
     model = DiffusionGemmaForBlockDiffusion(config).eval()
@@ -65,16 +50,9 @@ def test_the_canvas_of_diffusion_gemma_takes_feature_methods_and_no_row_plans() 
             diffcache.wrap(pipe, policy)
 
     def text(cache: str | None = None) -> Tensor:
-        found: Tensor = pipe(
-            prompt="",
-            gen_length=2 * BLOCK,
-            num_inference_steps=6,
-            confidence_threshold=None,
-            cache_implementation=cache,
-            output_type="seq",
-            generator=torch.Generator().manual_seed(0),
-        ).sequences
-        return found
+        given = dict(prompt="", gen_length=2 * BLOCK, num_inference_steps=6, confidence_threshold=None)
+        drawn = torch.Generator().manual_seed(0)
+        return pipe(**given, cache_implementation=cache, output_type="seq", generator=drawn).sequences
 
     wanted = text()
     for cache in (None, "static"):

@@ -1,47 +1,25 @@
 """Decoding through the front door: texts, batches, padding, host reads, refusals."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from accelerate import cpu_offload
 from rich.progress import Progress
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    EsmConfig,
-    EsmForMaskedLM,
-    MobileBertConfig,
-    MobileBertForMaskedLM,
-    RobertaConfig,
-    RobertaForMaskedLM,
-)
 
 import diffcache
-from diffcache.dllm import (
-    D2Cache,
-    DKVCache,
-    DLLMCache,
-    ElasticCache,
-    FastDLLM,
-    FreeCache,
-    Policy,
-    RowPlan,
-    Sampler,
-    Schedule,
-    Uncached,
-)
+from diffcache import dllm
+from diffcache.dllm import D2Cache, DKVCache, DLLMCache, ElasticCache, FastDLLM, Policy, RowPlan, Schedule, Uncached
 from diffcache.dllm.d2_cache import NotedPlan
 from diffcache.dllm.dllm_cache import BranchPlan
 from diffcache.errors import AttachError
 from diffcache.pipelines.diffusion_lm import DiffusionLM
 from diffcache.registry import rows_of
 from diffcache.timeline import lanes_of, timeline_text
-from tests.dllm.toys import EOS, LAYERS, MASK, bidirectional, padded, prompts, trace
+from tests.dllm.toys import EOS, LAYERS, MASK, SIZES, bidirectional, padded, prompts, trace
 
 SCHEDULE = Schedule(8, 4)
 LENGTHS = (6, 3)
@@ -130,7 +108,7 @@ def test_guidance_and_late_tokens_are_those_of_llada(policy: Policy | None) -> N
     late = sorted({answer[0] for answer in free})
     wanted = [llada_by_hand(model, prompt, 0.5, late) for prompt in prompts(5, 5)]
     assert wanted != [llada_by_hand(model, prompt, 0.5, []) for prompt in prompts(5, 5)] != free
-    sampler = Sampler(cfg_scale=0.5, late=tuple(late))
+    sampler = dllm.Sampler(cfg_scale=0.5, late=tuple(late))
     if policy is not None:
         diffcache.wrap(model, policy)
     answer = DiffusionLM(model).generate(prompts(5, 5), schedule, sampler)
@@ -153,9 +131,7 @@ def test_texts_go_in_and_come_out_as_they_settle() -> None:
     for row in range(2):
         assert "".join(text for number, text in told if number == row) == answer.texts[row]
     ids: list[tuple[int, Any]] = []
-    plain = DiffusionLM(model).generate(
-        torch.tensor([1, 2, 3, 4]), Schedule(8, 4), on_settled=lambda *what: ids.append(what)
-    )
+    plain = DiffusionLM(model).generate([1, 2, 3, 4], Schedule(8, 4), on_settled=lambda *what: ids.append(what))
     assert list(itertools.chain(*[tokens for _, tokens in ids])) == plain.ids[0].tolist()
 
 
@@ -175,9 +151,6 @@ def test_a_model_whose_weights_accelerate_offloads_is_served() -> None:
     )
     wanted = answer_of(plain, DKVCache(every=3), rows)
     assert torch.equal(answer_of(model, DKVCache(every=3), rows), wanted)
-
-
-# lifetimes ---------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -207,9 +180,6 @@ def test_other_padding_than_that_of_what_is_held_is_refused(policy: Policy, whol
             model(ids, attention_mask=valid, row_plan=whole, use_cache=False)
         assert torch.equal(model(ids, row_plan=whole, use_cache=False).logits, plain)  # none is hidden
         model(ids, attention_mask=torch.ones_like(ids), row_plan=some, use_cache=False)
-
-
-# host reads ----------------------------------------------------------------------------------------
 
 
 class Reads(TorchDispatchMode):
@@ -269,9 +239,6 @@ def test_settings_of_a_decoding_are_those_it_was_given() -> None:
         diffcache.update(model, evry=3)
 
 
-# what is refused -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("policy", sorted(rows_of("dllm").keys() - {"block-cache"}))
 def test_an_autoregressive_model_is_refused_when_it_is_wrapped(policy: str) -> None:
     model = bidirectional(is_causal=True)
@@ -297,24 +264,17 @@ def test_a_causal_model_of_other_code_is_never_served() -> None:
     assert answer_of(model, DKVCache(), prompts(4)).shape == (1, 8)
 
 
-MASKED: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 66,
-    "pad_token_id": 1,
-}
+def masked(kind: str, **more: Any) -> Any:
+    """Return a masked language model of a kind of transformers."""
+    config = getattr(hf, f"{kind}Config")(
+        **SIZES, num_hidden_layers=2, max_position_embeddings=66, pad_token_id=1, **more
+    )
+    return bidirectional(config=config, network=getattr(hf, f"{kind}ForMaskedLM"))
 
 
-@pytest.mark.parametrize(
-    ("config", "network"),
-    [(BertConfig, BertForMaskedLM), (RobertaConfig, RobertaForMaskedLM)],
-    ids=["learned", "after that of padding"],
-)
-def test_positions_of_encoders_are_the_models_own(config: Any, network: Any) -> None:
-    model = bidirectional(config=config(**MASKED), network=network)
+@pytest.mark.parametrize("kind", ["Bert", "Roberta"])  # whose positions are learned, and after that of padding
+def test_positions_of_encoders_are_the_models_own(kind: str) -> None:
+    model = masked(kind)
     ids = torch.tensor(prompts(9)).clamp_min(2)  # none of them padding
     lm = DiffusionLM(model, mask_id=MASK)
     plain = lm.generate(prompts(6, 4), SCHEDULE)
@@ -328,78 +288,33 @@ def test_positions_of_encoders_are_the_models_own(config: Any, network: Any) -> 
         assert torch.equal(lm.generate(prompts(6, 4), SCHEDULE).ids, plain.ids)
 
 
-@pytest.mark.parametrize(
-    ("config", "network"),
-    [
-        (
-            EsmConfig(**MASKED, mask_token_id=MASK, position_embedding_type="rotary", token_dropout=True),
-            EsmForMaskedLM,
-        ),
-        (MobileBertConfig(**MASKED, embedding_size=32, intra_bottleneck_size=32), MobileBertForMaskedLM),
-    ],
-    ids=["scaled by the number of masks", "neighbors in embeddings"],
-)
-def test_tokens_that_meet_outside_of_attention_are_refused(config: Any, network: Any) -> None:
-    model = bidirectional(config=config, network=network)
+SCALED = dict(mask_token_id=MASK, position_embedding_type="rotary", token_dropout=True)  # by the number of masks
+NEIGHBORS = dict(embedding_size=32, intra_bottleneck_size=32)  # in embeddings
+
+
+@pytest.mark.parametrize(("kind", "more"), [("Esm", SCALED), ("MobileBert", NEIGHBORS)])
+def test_tokens_that_meet_outside_of_attention_are_refused(kind: str, more: dict[str, Any]) -> None:
+    model = masked(kind, **more)
     for policy in (FastDLLM(), ElasticCache(), D2Cache()):
         with diffcache.wrapped(model, policy), pytest.raises(AttachError, match="tokens meet out"):
             DiffusionLM(model, mask_id=MASK).generate(prompts(6), SCHEDULE)
 
 
-def test_what_cannot_be_served_is_refused() -> None:
-    model = bidirectional()
-    ids = torch.tensor(prompts(5))
-    with pytest.raises(ValueError, match="mask_id=None: neither the model's configuration"):
-        DiffusionLM(bidirectional(mask_token_id=None))
-    with pytest.raises(ValueError, match="prompts='Hi': is text, and there is no tokenizer"):
-        DiffusionLM(model).generate("Hi")
-    with pytest.raises(ValueError, match="must have at least one token"):
-        DiffusionLM(model).generate([[]])
-    for text, said in (
-        ("", "the empty text ''"),
-        (" ", "the empty text"),
-        ("\ud83d", "half a char"),
-        ("AB?", r"no token for 1 of the words of 'AB\?'; .* another kind"),
-    ):
-        with pytest.raises(ValueError, match=f"prompts: .*{said}"):
-            DiffusionLM(model, Unknowing()).generate(text, SCHEDULE)
-    short = bidirectional(max_position_embeddings=16)
-    assert DiffusionLM(short).generate(prompts(8), SCHEDULE).forwards == 8
-    with pytest.raises(ValueError, match="9 tokens and an answer of length=8 are more than the 16"):
-        DiffusionLM(short).generate(prompts(9), SCHEDULE)
-    with pytest.raises(ValueError, match="eos_id=64: is no token of the model, which has 64"):
-        DiffusionLM(model).generate(prompts(4), Schedule(8, 4, eos_id=64))
-    for token in ({"mask_id": 64}, {"eos_id": 64}):
-        with pytest.raises(ValueError, match="_id=64: is no token of the model, which has 64"):
-            DiffusionLM(model, **token)
+def test_calls_that_do_not_fit_what_is_held_are_refused() -> None:
+    model, ids = bidirectional(), torch.tensor(prompts(5))
     for wrong in (
         *({"input_ids": [[1, 2]]}, 5, torch.tensor([[0.5]]), [1, 64], [[True]], [[-1]]),
         *(b"\1\2", [b"\1\2"], {1, 2}, torch.tensor(5), [[1, 2], 3]),
     ):
         with pytest.raises(ValueError, match="prompts"):
             DiffusionLM(model, Letters()).generate(wrong, SCHEDULE)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="schedule=8: must be a Schedule"):
-        DiffusionLM(model).generate(prompts(4), 8)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"mask_id='\[MASK\]': must be a whole number"):
-        DiffusionLM(model, mask_id="[MASK]")  # type: ignore[arg-type]
     with torch.no_grad(), diffcache.wrapped(model, DKVCache("greedy")):
-        with pytest.raises(ValueError, match="by='confidence'.*use Sampler\\(by='random'\\)"):
-            DiffusionLM(model).generate(prompts(4), SCHEDULE)
-        with pytest.raises(AttachError, match="nothing is held of 1 sequences of 5 tokens"):
-            model(ids, row_plan=RowPlan(range(2)))
-        with pytest.raises(AttachError, match="takes no position_ids"):
-            model(ids, row_plan=RowPlan(), position_ids=torch.arange(5)[None])
-        with pytest.raises(AttachError, match="must be a RowPlan"):
-            model(ids, row_plan=3)
-    with pytest.raises(AttachError, match="it takes no timestep, so Interval"):
-        diffcache.wrap(model, "interval", every=2)
-    with pytest.raises(AttachError, match="takes no input_ids"):
-        diffcache.wrap(torch.nn.Sequential(torch.nn.ModuleList([Block(), Block()])), FreeCache())
-
-
-class Block(torch.nn.Module):
-    """A block without attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(4, 4)
+        for given, said in (
+            (dict(row_plan=RowPlan(range(2))), "nothing is held of 1 sequences of 5 tokens"),
+            (dict(row_plan=RowPlan(), position_ids=torch.arange(5)[None]), "takes no position_ids"),
+            (dict(row_plan=3), "must be a RowPlan"),
+        ):
+            with pytest.raises(AttachError, match=said):
+                model(ids, **given)
+    short = bidirectional(max_position_embeddings=16)  # and no longer ones, of which refused.txt tells
+    assert DiffusionLM(short).generate(prompts(8), SCHEDULE).forwards == 8

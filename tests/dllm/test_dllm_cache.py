@@ -1,27 +1,12 @@
 """dLLM-Cache against a dense float64 decoding with stale outputs put in by hand, and its limits."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch import Tensor, nn
-from transformers import (
-    CohereConfig,
-    CohereForCausalLM,
-    Llama4ForCausalLM,
-    Llama4TextConfig,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 import diffcache
 from diffcache.dllm import Decoding, DLLMCache, RowPlan, Schedule
@@ -29,18 +14,18 @@ from diffcache.dllm.dllm_cache import BranchPlan
 from diffcache.errors import AttachError
 from diffcache.pipelines.diffusion_lm import DiffusionLM
 from tests.dllm.cases import ANSWER, CONFIDENT, LENGTHS, LONGEST, SCHEDULE, VALID, WIDTH, model
-from tests.dllm.toys import LAYERS, MASK, Compared, Noted, after, bidirectional, following, prompts, trace
+from tests.dllm.toys import LAYERS, MASK, SIZES, Compared, Noted, after, bidirectional, following, prompts, trace
 
 SETTINGS = [DLLMCache(5, 3), DLLMCache(3, 8, 0.5), DLLMCache(2, None, 0), DLLMCache(4, 3, 0.05)]
-NAMES = [f"{m.prompt_every}, {m.answer_every}, {m.ratio}" for m in SETTINGS]
+
+
+def name(method: DLLMCache) -> str:
+    return f"{method.prompt_every}, {method.answer_every}, {method.ratio}"
 
 
 @cache
 def traced(method: DLLMCache) -> tuple[Decoding, list[Noted]]:
     return trace(model(), method, prompts(*LENGTHS), SCHEDULE)
-
-
-# the oracle --------------------------------------------------------------------------------------
 
 
 def attended(layer: Any, q: Tensor, k: Tensor, v: Tensor, turn: Tensor) -> Tensor:
@@ -80,10 +65,7 @@ class Sequence:
         at = torch.arange(len(ids))
         cosine, sine = core.rotary_emb(x[None], position_ids=at[None])
         angles = torch.complex(cosine, sine)[0, :, : cosine.shape[-1] // 2]
-        due = [
-            self.step == 0 or (n is not None and self.step % n == 0)
-            for n in (method.prompt_every, method.answer_every)
-        ]
+        due = [self.step == 0 or (n and self.step % n == 0) for n in (method.prompt_every, method.answer_every)]
         self.rows = []
         for number, (layer, kept) in enumerate(zip(core.layers, self.kept, strict=True)):
             attn, inner = layer.self_attn, layer.input_layernorm(x)
@@ -139,37 +121,20 @@ def compared(method: DLLMCache) -> Compared:
     return found
 
 
-# the limits --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("config", "network"),
-    [
-        (Qwen2Config, Qwen2ForCausalLM),  # biases
-        (Qwen3Config, Qwen3ForCausalLM),  # norms of queries and keys
-        (Olmo2Config, Olmo2ForCausalLM),  # norms after each branch
-        (CohereConfig, CohereForCausalLM),  # branches side by side
-        (Llama4TextConfig, Llama4ForCausalLM),  # one complex rotary table, and layers without
-    ],
-)
-def test_other_layers_are_served(config: Any, network: Any) -> None:
+# Biases; norms of queries and keys; norms after each branch; branches side by side; one complex
+# rotary table, and layers without.
+@pytest.mark.parametrize("kind", ["Qwen2", "Qwen3", "Olmo2", "Cohere", "Llama4"])
+def test_other_layers_are_served(kind: str) -> None:
     """All rows computed one by one are the uncached model; with few of them work is saved."""
-    size: dict[Any, dict[str, Any]] = {
-        Qwen3Config: {"head_dim": 8},
-        Llama4TextConfig: {
-            "head_dim": 8,
-            "intermediate_size_mlp": 48,
-            "moe_layers": [],
-            "no_rope_layers": [1, 0, 1],
-            "layer_types": ["full_attention"] * LAYERS,
-        },
-    }
-    bound = 1e-5 if config is Llama4TextConfig else 1e-9  # it rotates in float32
-    other = bidirectional(config=config(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=LAYERS,
-        num_attention_heads=4, num_key_value_heads=2, is_causal=False, mask_token_id=MASK,
-        bos_token_id=1, eos_token_id=2, pad_token_id=0, **size.get(config, {}),
-    ), network=network)  # fmt: skip
+    layered = dict(no_rope_layers=[1, 0, 1], layer_types=["full_attention"] * LAYERS)
+    llama4 = dict(head_dim=8, intermediate_size_mlp=48, moe_layers=[], **layered)
+    size: dict[str, dict[str, Any]] = {"Qwen3": {"head_dim": 8}, "Llama4": llama4}
+    bound = 1e-5 if kind == "Llama4" else 1e-9  # it rotates in float32
+    own = dict(num_hidden_layers=LAYERS, num_key_value_heads=2, is_causal=False, mask_token_id=MASK)
+    own |= dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    config = getattr(hf, "Llama4TextConfig" if kind == "Llama4" else f"{kind}Config")
+    network = getattr(hf, f"{kind}ForCausalLM")
+    other = bidirectional(config=config(**SIZES | own | size.get(kind, {})), network=network)
     rows = prompts(*LENGTHS)
     plain = trace(other, None, rows, SCHEDULE)[1]
     chosen = trace(other, DLLMCache(1, None, 1.0), rows, SCHEDULE)[1]
@@ -194,19 +159,14 @@ def test_the_row_that_predicts_the_first_token_is_the_answers() -> None:
     assert computed == {1: 4 * 5 * LAYERS, None: 5 * LAYERS + 3 * 5}  # of 5 rows in 4 steps
 
 
-# accounts ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("method", SETTINGS, ids=NAMES)
+@pytest.mark.parametrize("method", SETTINGS, ids=name)
 def test_operations_are_the_closed_forms(method: DLLMCache) -> None:
     with diffcache.wrapped(model(), method):
         report = DiffusionLM(model()).generate(prompts(*LENGTHS), SCHEDULE, check=True).report
     assert report is not None
     computed, values = 0, 0
     for step in range(ANSWER):
-        prompt, answer = (
-            step == 0 or (n is not None and step % n == 0) for n in (method.prompt_every, method.answer_every)
-        )
+        prompt, answer = (step == 0 or (n and step % n == 0) for n in (method.prompt_every, method.answer_every))
         few = ANSWER if answer else int(method.ratio * ANSWER)
         computed += WIDTH + (LAYERS - 1) * (LONGEST * prompt + few)
         values += (LAYERS - 1) * ANSWER * (not answer and method.ratio > 0)
@@ -218,34 +178,18 @@ def test_operations_are_the_closed_forms(method: DLLMCache) -> None:
     assert report.flops_saved == 2 * 2 * whole * row - flops
 
 
-# what is refused ---------------------------------------------------------------------------------
-
-
-class Mixing(nn.Module):
+class Mixing(nn.Sequential):
     """A feed-forward that lets tokens see each other."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(32, 32, dtype=torch.float64)
-
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.linear(x - x.mean(1, keepdim=True))
-        return out
+        return super().forward(x - x.mean(1, keepdim=True))
 
 
 def test_what_cannot_be_served_is_refused() -> None:
     ids = torch.tensor(prompts(5))
-    config = Phi3Config(
-        num_hidden_layers=2,
-        hidden_size=32,
-        vocab_size=64,
-        intermediate_size=48,
-        num_attention_heads=4,
-        pad_token_id=0,
-        is_causal=False,
-    )
+    config = hf.Phi3Config(**SIZES, num_hidden_layers=2, pad_token_id=0, is_causal=False)
     with pytest.raises(AttachError, match=r"layers\.0 is not a layer of an attention with a v_pr"):
-        diffcache.wrap(Phi3ForCausalLM(config), DLLMCache())
+        diffcache.wrap(hf.Phi3ForCausalLM(config), DLLMCache())
     network, plan = bidirectional(), BranchPlan(None, 3)
     with torch.no_grad(), diffcache.wrapped(network, DLLMCache()), diffcache.run(network):
         with pytest.raises(AttachError, match="must be a BranchPlan of diffcache.dllm"):
@@ -259,24 +203,13 @@ def test_what_cannot_be_served_is_refused() -> None:
         with pytest.raises(AttachError, match="nothing is held"):  # of the run that failed
             network(ids, row_plan=BranchPlan(None, 3, False, False))
     network = bidirectional()
-    network.model.layers[1].mlp = Mixing()
+    network.model.layers[1].mlp = Mixing(nn.Linear(32, 32, dtype=torch.float64))
     mixes = r"layers\.1\.mlp computes another output for a row alone"
     with diffcache.wrapped(network, DLLMCache()), pytest.raises(AttachError, match=mixes):
         DiffusionLM(network).generate(prompts(5), SCHEDULE)
-    experts = Llama4TextConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        intermediate_size_mlp=48,
-        head_dim=8,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=2,
-        is_causal=False,
-        mask_token_id=MASK,
-    )
-    network = bidirectional(config=experts, network=Llama4ForCausalLM)
+    own = dict(num_hidden_layers=2, num_key_value_heads=2, is_causal=False, mask_token_id=MASK)
+    experts = hf.Llama4TextConfig(**SIZES, **own, intermediate_size_mlp=48, head_dim=8, num_local_experts=2)
+    network = bidirectional(config=experts, network=hf.Llama4ForCausalLM)
     routes = r"layers\.0\.feed_forward returns tuple, not a tensor of its rows"
     with diffcache.wrapped(network, DLLMCache()), pytest.raises(AttachError, match=routes):
         DiffusionLM(network).generate(prompts(5), SCHEDULE)

@@ -1,7 +1,5 @@
 """Guided Diffusion: its limits, a guide with a cache against one without, batches, refusals."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ import diffcache
 from diffcache.dllm import ALL, Decoding, DKVCache, FastDLLM, FreeCache, Guided, Policy, Quota, Sampler, Schedule
 from diffcache.pipelines.diffusion_lm import DiffusionLM
 from diffcache.pipelines.masked_model import MaskedModel
-from tests.dllm.toys import EOS, MASK, bidirectional, padded, prompts
+from tests.dllm.toys import EOS, MASK, SIZES, bidirectional, padded, prompts
 
 LENGTHS = (6, 3)
 SCHEDULE = Schedule(16, 8)
@@ -50,9 +48,6 @@ def decode(opinion: Opinion, rows: list[list[int]], schedule: Schedule, rule: Gu
     while not decoding.is_finished:
         decoding.commit(model.logits(decoding, ALL, is_wrapped=False), ALL)
     return decoding
-
-
-# the limits --------------------------------------------------------------------------------------
 
 
 def test_a_guide_that_always_agrees_commits_a_draft_at_once() -> None:
@@ -105,9 +100,6 @@ def test_agreement_is_rank_and_ratio() -> None:
     assert Guided().scores(best, logits, open_, ends).tolist() == [[1, 1, 0]]
     later = torch.tensor([[False, True, True]])  # the first is decided
     assert Guided().scores(second, logits, later, none)[0, 1:].tolist() == [0, 0]
-
-
-# a model as guide --------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -183,17 +175,9 @@ def test_an_answer_ends_with_its_end_token() -> None:
     assert answer.forwards <= plain.forwards
 
 
-# what is refused -----------------------------------------------------------------------------------
-
-
-def test_what_cannot_guide_is_refused() -> None:
+def test_models_that_attend_both_ways_cannot_guide_and_other_rules_ask_no_guide() -> None:
     model = bidirectional()
-    with pytest.raises(ValueError, match=r"rule=Guided\(k=2, ratio=0.5\): there is no guide"):
-        DiffusionLM(model).generate(prompts(4), SCHEDULE, Sampler(rule=Guided()))
-    with pytest.raises(ValueError, match=r"vocabulary of 40 tokens.*guide.resize_token_embeddings\(64"):
-        DiffusionLM(model, guide=guide_of(vocab_size=40, mask_token_id=None))
-    size = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
-    bert = BertForMaskedLM(BertConfig(vocab_size=64, **size)).eval()
+    bert = BertForMaskedLM(BertConfig(**SIZES, num_hidden_layers=2)).eval()
     for guide in (bidirectional(), bert):  # which has no `is_causal`
         with pytest.raises(ValueError, match=f"guide: {type(guide).__name__} attends both ways"):
             DiffusionLM(model, guide=guide)

@@ -1,7 +1,5 @@
 """Contract of every policy and every door: whatever rows are computed, decodings are apart."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -15,17 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 import diffcache
-from diffcache.dllm import (
-    BlockCache,
-    DKVCache,
-    DLLMCache,
-    ElasticCache,
-    FastDLLM,
-    Policy,
-    Sampler,
-    Schedule,
-    Threshold,
-)
+from diffcache import dllm
+from diffcache.dllm import BlockCache, DKVCache, DLLMCache, ElasticCache, FastDLLM, Policy, Sampler, Schedule
 from diffcache.pipelines.diffusion_lm import DiffusionLM
 from diffcache.targets import handle_of
 from tests.dllm.cases import CASES, CONFIDENT, LENGTHS, LIMITS, LONGEST, WIDTH, model, traced
@@ -39,9 +28,6 @@ every_policy = pytest.mark.parametrize("name", CASES)
 def uncached(schedule: Schedule, sampler: Sampler, lengths: tuple[int, ...]) -> Any:
     """Return a decoding without a cache, in float32, and its steps."""
     return trace(bidirectional(torch.float32), None, prompts(*lengths), schedule, sampler)
-
-
-# 1: the off switch -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lengths", [(9,), LENGTHS], ids=["alone", "padded"])
@@ -62,9 +48,6 @@ def test_every_policy_has_a_limit() -> None:
     assert limits >= {type(case.policy) for case in CASES.values()}
 
 
-# 3: coverage -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.freezes_masks])
 def test_plans_that_leave_out_what_changed_are_refused(name: str) -> None:
     """All other policies are decoded with the same check, further down."""
@@ -75,13 +58,10 @@ def test_plans_that_leave_out_what_changed_are_refused(name: str) -> None:
             lm.generate(prompts(*LENGTHS), case.schedule, case.sampler, check=True)
 
 
-# 6: batches --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", [n for n, case in CASES.items() if case.sampler == CONFIDENT])
 def test_a_padded_batch_is_its_prompts_alone(name: str) -> None:
     """With a threshold, sequences leave their blocks at different steps."""
-    case, sampler = CASES[name], Sampler(rule=Threshold(0.4))
+    case, sampler = CASES[name], Sampler(rule=dllm.Threshold(0.4))
     together = trace(model(), case.policy, prompts(*LENGTHS), case.schedule, sampler)[0]
     steps = set()
     for row, prompt in enumerate(prompts(*LENGTHS)):
@@ -93,9 +73,6 @@ def test_a_padded_batch_is_its_prompts_alone(name: str) -> None:
     with diffcache.wrapped(model(), case.policy):  # rows that predict the token after their own
         shifted = partial(DiffusionLM(model(), shift=True).generate, schedule=case.schedule, sampler=sampler)
         assert torch.equal(shifted(rows).ids, torch.cat([shifted([row]).ids for row in rows]))
-
-
-# 7 and 8: one after the other, and accounts ------------------------------------------------------
 
 
 @every_policy
@@ -146,29 +123,18 @@ class Door:
     plain: Callable[[Any, Tensor], Tensor] = lambda model, ids: model(ids).logits
 
 
+def masked(model: Any, ids: Tensor) -> Tensor:
+    return model(ids, torch.ones_like(ids)).logits
+
+
 DOORS = {
     "rows": Door(bidirectional, DKVCache(every=3)),
     "two ways": Door(bidirectional, FastDLLM(dual=True)),
     "blocks": Door(bidirectional, DLLMCache(5, 3)),
     "drift": Door(bidirectional, ElasticCache(0.95, "key"), schedule=WINDOW),
-    "llada": Door(
-        partial(made, "llada"),
-        FastDLLM(dual=True),
-        "model.transformer.blocks.1.attn_out",
-        plain=lambda model, ids: alone(model, ids, None),
-    ),
-    "dream": Door(
-        partial(made, "dream"),
-        DKVCache(every=3),
-        "model.layers.1.mlp.down_proj",
-        plain=lambda model, ids: alone(model, ids, None),
-    ),
-    "finished blocks": Door(
-        partial(made, "llada2"),
-        BlockCache(),
-        schedule=Schedule(16, None),
-        plain=lambda model, ids: model(ids, torch.ones_like(ids)).logits,
-    ),
+    "llada": Door(partial(made, "llada"), FastDLLM(dual=True), "model.transformer.blocks.1.attn_out", plain=alone),
+    "dream": Door(partial(made, "dream"), DKVCache(every=3), "model.layers.1.mlp.down_proj", plain=alone),
+    "finished blocks": Door(partial(made, "llada2"), BlockCache(), schedule=Schedule(16, None), plain=masked),
     "sub-blocks": Door(partial(made, "fast-dllm"), FastDLLM(dual=True), schedule=Schedule(16, 4)),
 }
 

@@ -1,7 +1,5 @@
 """Finished blocks in a loop that is not ours: diffusers' pipeline of LLaDA2, and bare models."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 import diffcache
-from diffcache.dllm import BlockCache, DKVCache
+from diffcache.dllm import BlockCache
 from diffcache.errors import AttachError, CacheWarning
 from diffcache.pipelines.demo.describe import find
 from diffcache.pipelines.diffusion_lm import DiffusionLM
@@ -74,15 +72,8 @@ def prompt(*shape: int) -> Tensor:
 
 
 def ask(pipe: Any, ids: Tensor, **settings: Any) -> Any:
-    defaults = {
-        "gen_length": 35,
-        "num_inference_steps": 4,
-        "threshold": 0.5,
-        "editing_threshold": None,
-        "mask_token_id": MASK,
-        "output_type": "seq",
-    }
-    found = pipe(input_ids=ids, **{**defaults, **settings})
+    usual = dict(gen_length=35, num_inference_steps=4, threshold=0.5, editing_threshold=None)
+    found = pipe(input_ids=ids, **{**usual, "mask_token_id": MASK, "output_type": "seq", **settings})
     return getattr(found, "sequences", found)
 
 
@@ -97,8 +88,6 @@ class Fed:
         counts, self.counts = self.counts, []
         return counts
 
-
-# a block-causal model ------------------------------------------------------------------------------
 
 PADDED = torch.tensor([[0] * 10 + [1] * 3, [1] * 13])
 EDITS = {"threshold": 0.9, "editing_threshold": 0.05}
@@ -230,9 +219,6 @@ def test_code_that_attends_itself_is_served(dtype: torch.dtype) -> None:
     assert dtype != torch.float32 or torch.equal(found, wanted)
 
 
-# a model that attends both ways ----------------------------------------------------------------------
-
-
 def test_finished_blocks_are_stale_as_put_in_by_hand_and_the_report_says_so() -> None:
     model = bidirectional()
     pipe = pipeline(model)
@@ -269,9 +255,6 @@ def test_a_saved_pipeline_is_described_without_its_weights(tmp_path: Path) -> No
     assert find(str(tmp_path / "model")) == {str(tmp_path / "model"): (known, {})}
 
 
-# in a loop of one's own, and what is refused ---------------------------------------------------------
-
-
 def arguments(ids: Tensor) -> dict[str, Tensor]:
     at = torch.arange(ids.shape[1]).expand_as(ids)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": at}
@@ -302,29 +285,11 @@ def test_a_bare_model_is_served_in_a_run() -> None:
         assert reads.count <= 3  # however many layers: three numbers of one tensor
 
 
-def test_what_cannot_be_served_is_refused() -> None:
-    for model, message in (
-        (bidirectional(is_causal=True), r"layers\.0\.self_attn neither attends both ways nor to its"),
-        (block_causal(WiderBlocks), "nor to blocks of 8 tokens and all before.*block_length"),
-        (block_causal(NoPositions), "last block comes out otherwise when it is computed alone"),
-    ):
-        pipe = diffcache.wrap(pipeline(model), BlockCache())
-        with pytest.raises(AttachError, match=message):
-            ask(pipe, prompt(1, 13))
-        diffcache.unwrap(pipe)
-        assert ask(pipe, prompt(1, 13)).shape == (1, 35)
-    model = block_causal()
+def test_what_a_bare_model_does_not_take_is_refused() -> None:
+    model, ids = block_causal(), arguments(prompt(1, 16))
     said = r"BlockCache\(block=None\): a bare model has no scheduler"
-    with (
-        torch.no_grad(),
-        diffcache.wrapped(model, BlockCache()),
-        diffcache.run(model),
-        pytest.raises(AttachError, match=said),
-    ):
-        model(**arguments(prompt(1, 16)))
-    with pytest.raises(AttachError, match="a LLaDA2Pipeline does not ask for; use BlockCache"):
-        diffcache.wrap(pipeline(model), DKVCache())
-    ids = arguments(prompt(1, 16))
+    with diffcache.wrapped(model, BlockCache()), diffcache.run(model), pytest.raises(AttachError, match=said):
+        model(**ids)
     with torch.no_grad(), diffcache.wrapped(model, BlockCache(block=BLOCK)), diffcache.run(model):
         with pytest.raises(ValueError, match="nobody says that the model's attention is causal"):
             DiffusionLM(model).generate([1, 2])

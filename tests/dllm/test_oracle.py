@@ -1,7 +1,5 @@
 """Every policy of rows against a full recompute with stale keys and values put in by hand, in float64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -124,9 +122,6 @@ def compared(name: str) -> Compared:
         kept = now.kept
     assert partial
     return found
-
-
-# the engine ------------------------------------------------------------------------------------
 
 
 def test_what_was_written_in_inference_mode_can_be_written_over() -> None:

@@ -3,8 +3,6 @@
 `python -m tests.dllm.test_parity` runs all comparisons and prints it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -28,10 +26,7 @@ PAGE = (Path(__file__).parents[2] / "docs/diffusion_lm.md").read_text()
 RUNS: dict[tuple[str, str], Callable[[], Compared | dict[str, Compared]]] = {
     **{(f"`{CASES[name].policy.name}` {name}", "Llama"): partial(oracle.compared, name) for name in ROW_PLANS},
     **{(f"`d2cache` {name}", "Llama"): partial(d2.compared, name) for name in d2.CASES},
-    **{
-        (f"`dllm-cache` {name}", "Llama"): partial(dllm.compared, x)
-        for name, x in zip(dllm.NAMES, dllm.SETTINGS, strict=True)
-    },
+    **{(f"`dllm-cache` {dllm.name(x)}", "Llama"): partial(dllm.compared, x) for x in dllm.SETTINGS},
     **{(f"`elastic` {name}", "Llama"): partial(elastic.compared, name) for name in elastic.SETTINGS},
     ("`sparse-dllm`", "Llama"): partial(sparse.compared, "sparse"),
 }

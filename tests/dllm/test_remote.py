@@ -1,7 +1,5 @@
 """LLaDA's and Dream's own code: served unchanged, and as a Llama of transformers with its weights."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle
@@ -17,21 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 import diffcache
-from diffcache.dllm import (
-    ALL,
-    D2Cache,
-    DKVCache,
-    DLLMCache,
-    ElasticCache,
-    FastDLLM,
-    FreeCache,
-    Policy,
-    Quota,
-    RowPlan,
-    Sampler,
-    Schedule,
-    Uncached,
-)
+from diffcache import dllm
+from diffcache.dllm import ALL, D2Cache, DKVCache, DLLMCache, FastDLLM, Policy, Quota, RowPlan, Schedule, Uncached
 from diffcache.errors import AttachError, CacheWarning
 from diffcache.kv.hf import cache_for
 from diffcache.pipelines.demo.describe import find
@@ -55,8 +40,8 @@ POLICIES: dict[str, Policy] = {
     "decode": DKVCache(every=3),
     "pd": DKVCache("pd", every=3),
     "dual": FastDLLM(dual=True),
-    "free": FreeCache(commit=True),
-    "elastic": ElasticCache(0.97, track=2),
+    "free": dllm.FreeCache(commit=True),
+    "elastic": dllm.ElasticCache(0.97, track=2),
     "d2": D2Cache(3, 2.0),
     "dllm": DLLMCache(5, 3),
     "dllm, none": DLLMCache(3, 4, 0),
@@ -97,18 +82,11 @@ def llama(name: str) -> Any:
         for key, value in own.state_dict().items()
     }
     if not is_dream:
-        names = {
-            ".k_proj": ".self_attn.k_proj",
-            ".v_proj": ".self_attn.v_proj",
-            ".attn_out": ".self_attn.o_proj",
-            ".ff_out": ".mlp.down_proj",
-            ".ff_proj": ".mlp.gate_proj",
-            ".up_proj": ".mlp.up_proj",
-            ".attn_norm": ".input_layernorm",
-            ".ff_norm": ".post_attention_layernorm",
-        }
-        for old, new in names.items():
-            weights = {key.replace(old, new): value for key, value in weights.items()}
+        parts = {"k_proj": "self_attn.k_proj", "v_proj": "self_attn.v_proj", "attn_out": "self_attn.o_proj"}
+        parts |= {"ff_out": "mlp.down_proj", "ff_proj": "mlp.gate_proj", "up_proj": "mlp.up_proj"}
+        parts |= {"attn_norm": "input_layernorm", "ff_norm": "post_attention_layernorm"}
+        for old, new in parts.items():
+            weights = {key.replace(f".{old}", f".{new}"): value for key, value in weights.items()}
     missing, unexpected = twin.load_state_dict(weights, strict=False)
     assert not unexpected and all(key.endswith("o_proj.bias") for key in missing)
     with torch.no_grad():
@@ -117,7 +95,7 @@ def llama(name: str) -> Any:
     return twin
 
 
-def alone(own: Any, ids: Tensor, valid: Tensor | None) -> Tensor:
+def alone(own: Any, ids: Tensor, valid: Tensor | None = None) -> Tensor:
     """Return the logits of a model by itself, given padding as it takes it."""
     if valid is None:
         return own(ids).logits if own.config.model_type == "Dream" else own(ids, use_cache=False)[0]
@@ -125,9 +103,6 @@ def alone(own: Any, ids: Tensor, valid: Tensor | None) -> Tensor:
         at = (valid.long().cumsum(1) - 1).clamp_min(0)
         return own(ids, valid[:, None, None].expand(-1, 1, ids.shape[1], -1), at).logits
     return own(ids, attention_mask=valid.long(), use_cache=False).logits
-
-
-# the model itself --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lengths", [(9,), LENGTHS], ids=["alone", "padded"])
@@ -194,9 +169,6 @@ def test_padding_is_masked_where_the_code_ignores_it() -> None:
     assert torch.equal(*answers)
 
 
-# Dream's shift -------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def dream_by_hand(own: Any, prompt: list[int], length: int, by: str) -> list[int]:
     """Decode as Dream does: the last logits are dropped, the first stand twice."""
@@ -221,12 +193,12 @@ def dream_by_hand(own: Any, prompt: list[int], length: int, by: str) -> list[int
 @pytest.mark.parametrize("by", ["entropy", "margin"])
 def test_dreams_own_schedule_is_that_of_a_loop_by_hand(by: Any) -> None:
     own, (prompt,) = model("dream"), prompts(7)
-    schedule, sampler = Schedule(12, block=None), Sampler(by=by, rule=Quota("time"))
+    schedule, sampler = Schedule(12, block=None), dllm.Sampler(by=by, rule=Quota("time"))
     wanted = dream_by_hand(own, prompt, 12, by)
     assert DiffusionLM(own).generate(prompt, schedule, sampler).ids.tolist() == [wanted]
     with diffcache.wrapped(own, Uncached()):
         assert DiffusionLM(own).generate(prompt, schedule, sampler).ids.tolist() == [wanted]
-    assert DiffusionLM(own, shift=True).shift
+    assert DiffusionLM(own, shift=True).shift and not DiffusionLM(model("llada")).shift
     unshifted = DiffusionLM(llama("dream")).generate(prompt, schedule, sampler)
     assert unshifted.ids.tolist() != [wanted]
 
@@ -261,29 +233,15 @@ def test_with_a_shift_the_row_before_a_token_is_computed_too(policy: str) -> Non
             assert many == len(state.ids)  # one row more, before the block
 
 
-def test_a_shift_that_is_not_the_models_is_refused() -> None:
-    with pytest.raises(ValueError, match="shift=False: models of model_type='Dream' have"):
-        DiffusionLM(model("dream"), shift=False)
-    with pytest.raises(ValueError, match="shift=True: models of model_type='llada' have"):
-        DiffusionLM(model("llada"), shift=True)
-    assert not DiffusionLM(model("llada")).shift
-
-
-# lifetimes ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_copies_are_the_original(name: str) -> None:
     own, ids = made(name), torch.tensor(prompts(7))
     with torch.no_grad():
-        wanted = alone(own, ids, None)
+        wanted = alone(own, ids)
         diffcache.wrap(own, DKVCache())
         for other in (copy.deepcopy(own), pickle.loads(pickle.dumps(own))):
             with pytest.warns(CacheWarning, match="is a copy of a wrapped one"):
-                assert torch.equal(alone(other, ids, None), wanted)
-
-
-# what is refused -----------------------------------------------------------------------------------
+                assert torch.equal(alone(other, ids), wanted)
 
 
 def test_attention_that_cannot_be_taken_is_refused() -> None:
@@ -307,9 +265,7 @@ def test_attention_that_cannot_be_taken_is_refused() -> None:
         cache_for(own, "knorm", budget=8)
     own = made("llada")
     block = own.model.transformer.blocks[0]
-    block.attention = lambda q, k, v, bias: (
-        type(block).attention(block, q, k, v) + (type(block).attention(block, q, k, v))
-    )
+    block.attention = lambda q, k, v, bias: sum(type(block).attention(block, q, k, v) for _ in range(2))
     refused(own, r"blocks\.0 attends more than once a call")
     own = made("llada")
     for block in own.model.transformer.blocks:
@@ -325,13 +281,8 @@ def test_attention_that_cannot_be_taken_is_refused() -> None:
         DiffusionLM(own).generate(ids, SCHEDULE)
 
 
-# loading -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_a_checkpoint_with_code_for_transformers_4_is_loaded(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_with_code_for_transformers_4_is_loaded(name: str, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hf"))
     monkeypatch.syspath_prepend(str(tmp_path / "hf"))
     own, folder = made(name, torch.float32), tmp_path / f"tiny_{name}"
@@ -339,12 +290,8 @@ def test_a_checkpoint_with_code_for_transformers_4_is_loaded(
     shutil.copy(remote_models.__file__, folder / "modeling_tiny.py")
     model_class, config_class = CODES[name]
     codes = {"AutoConfig": config_class.__name__, "AutoModel": model_class.__name__}
-    settings = {
-        "model_type": own.config.model_type,
-        "architectures": [model_class.__name__],
-        "auto_map": {key: f"modeling_tiny.{value}" for key, value in codes.items()},
-        "dtype": "float32",
-    }
+    settings = {"model_type": own.config.model_type, "architectures": [model_class.__name__], "dtype": "float32"}
+    settings["auto_map"] = {key: f"modeling_tiny.{value}" for key, value in codes.items()}
     (folder / "config.json").write_text(json.dumps(settings))
     (folder / "generation_config.json").write_text('{"steps": 7}')
     save_file(own.state_dict(), folder / "model.safetensors", metadata={"format": "pt"})
@@ -354,7 +301,7 @@ def test_a_checkpoint_with_code_for_transformers_4_is_loaded(
     assert name == "llada" or loaded.generation_config.steps == 7
     ids = torch.tensor(prompts(6))
     with torch.no_grad():
-        assert torch.equal(loaded(ids).logits, alone(own, ids, None))
+        assert torch.equal(loaded(ids).logits, alone(own, ids))
     with diffcache.wrapped(loaded, DKVCache(every=3)):
         answer = DiffusionLM(loaded).generate(ids, SCHEDULE)
     with diffcache.wrapped(own, DKVCache(every=3)):

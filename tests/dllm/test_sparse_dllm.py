@@ -1,7 +1,5 @@
 """Sparse-dLLM against a recompute by hand in which every layer hides what it evicted, in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The table of diffusion language models: rows, errors on one trajectory, the page."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

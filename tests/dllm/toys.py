@@ -17,25 +17,14 @@ from diffcache.targets import handle_of
 MASK = 63
 EOS = 62
 LAYERS = 3
+SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_attention_heads=4)
 Kept = list[tuple[Tensor, Tensor]]  # keys and values of each layer, [B, H, T, D]
 
 
-def bidirectional(
-    dtype: torch.dtype = torch.float64, config: Any = None, network: Any = LlamaForCausalLM, **changes: Any
-) -> Any:
+def bidirectional(dtype: Any = torch.float64, config: Any = None, network: Any = LlamaForCausalLM, **changes) -> Any:
     """Return a model whose tokens depend on each other strongly; a Llama unless said otherwise."""
-    settings = {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "is_causal": False,
-        "mask_token_id": MASK,
-        **changes,
-    }
-    config = LlamaConfig(**settings) if config is None else config
+    own = dict(num_hidden_layers=LAYERS, num_key_value_heads=2, is_causal=False, mask_token_id=MASK)
+    config = LlamaConfig(**SIZES | own | changes) if config is None else config
     model = network._from_config(config, attn_implementation="sdpa")
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -181,10 +170,8 @@ def by_hand(  # noqa: C901
 
     for number, layer in enumerate(core.layers):
         inner, attn = layer.input_layernorm(hidden), layer.self_attn
-        q, k, v = (
-            project(inner).unflatten(2, (-1, size)).transpose(1, 2)
-            for project in (attn.q_proj, attn.k_proj, attn.v_proj)
-        )
+        projections = attn.q_proj, attn.k_proj, attn.v_proj
+        q, k, v = (project(inner).unflatten(2, (-1, size)).transpose(1, 2) for project in projections)
         q, k = rotated(q), rotated(k)
         if queries is not None:
             queries.append(q)
@@ -212,7 +199,7 @@ def by_hand(  # noqa: C901
 
 
 def check_step(
-    model: Any, now: Noted, kept: Kept | None, valid: Tensor, *, found: Compared, **given: Any
+    model: Any, now: Noted, kept: Any, valid: Tensor, *, found: Compared, **given: Any
 ) -> tuple[Tensor, Kept]:
     """Hold the logits of a step, and what is kept after it, against those by hand; return these."""
     logits, fresh = by_hand(model, now.ids, now.rows, kept, valid, **given)

@@ -1,7 +1,5 @@
 """A layer that holds codes, as recipes of KIVI's kind do, and queries of its newest tokens."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Calls of every operator, which `families` lists, and how results are compared."""
 
-from __future__ import annotations
-
 import importlib
 import math
 from collections.abc import Callable

@@ -13,11 +13,8 @@ import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
-SMALL = {
-    tl.bfloat16: np.dtype(ml_dtypes.bfloat16),
-    tl.float8e4nv: np.dtype(ml_dtypes.float8_e4m3fn),
-    tl.float8e5: np.dtype(ml_dtypes.float8_e5m2),
-}
+SMALL = {tl.bfloat16: np.dtype(ml_dtypes.bfloat16), tl.float8e5: np.dtype(ml_dtypes.float8_e5m2)}
+SMALL[tl.float8e4nv] = np.dtype(ml_dtypes.float8_e4m3fn)
 BITS = {dtype: np.dtype(f"u{dtype.itemsize}") for dtype in SMALL.values()}
 LARGEST = {tl.float8e4nv: 448.0, tl.float8e5: 57344.0}  # beyond these a cast saturates
 Handle = interpreter.TensorHandle

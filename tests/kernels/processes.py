@@ -1,7 +1,5 @@
 """Triton's interpreter and its compiler run in processes of their own: they exclude one another."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess
@@ -12,24 +10,14 @@ import pytest
 
 HERE = Path(__file__).parent
 NEEDED = [name for name in ("triton", "ml_dtypes") if importlib.util.find_spec(name) is None]
-MARKS = [
-    pytest.mark.skipif(bool(NEEDED), reason=f"needs {', '.join(NEEDED)}: pip install '.[gpu,dev]'"),
-    pytest.mark.timeout(900),
-]
+MISSING = pytest.mark.skipif(bool(NEEDED), reason=f"needs {', '.join(NEEDED)}: pip install '.[gpu,dev]'")
+MARKS = [MISSING, pytest.mark.timeout(900)]
 
 
 def run(folder: str, cache: Path, **settings: str) -> None:
     """Run the tests of a folder; what they print is shown if one fails."""
-    env = (
-        os.environ
-        | settings
-        | {
-            "OPENBLAS_NUM_THREADS": "1",
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(HERE.parents[1]),
-            "TRITON_CACHE_DIR": str(cache),
-        }
-    )
+    env = os.environ | settings | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    env |= {"PYTHONPATH": str(HERE.parents[1]), "TRITON_CACHE_DIR": str(cache)}
     env.pop("PYTEST_XDIST_WORKER", None)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", HERE / folder]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)

@@ -1,7 +1,5 @@
 """Codecs that the kernels of quantization stand for, and tensors to code."""
 
-from __future__ import annotations
-
 import math
 
 import torch

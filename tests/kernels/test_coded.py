@@ -68,14 +68,6 @@ def test_twins_are_the_codec(codec: GroupQuant, dtype: torch.dtype) -> None:
     for held in (made, made.take(index), made.take(index[..., :1].expand(-1, -1, 3))):
         out = torch.empty_like(held.decode())
         width = 1 if codec.along == "tokens" else codec.width(x.shape[3])
-        dequant_twin(
-            held.codes,
-            held.grid.values,
-            out,
-            int(codec.bits),
-            max(held.grid.each, 1),
-            width,
-            -codec.intervals / 2,
-            held.grid.of,
-        )
+        form = int(codec.bits), max(held.grid.each, 1), width, -codec.intervals / 2
+        dequant_twin(held.codes, held.grid.values, out, *form, held.grid.of)
         assert torch.equal(out, held.decode())

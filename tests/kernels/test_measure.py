@@ -76,13 +76,8 @@ def results(wanted, tasks) -> list[dict]:
 def test_a_broken_and_a_wrong_operator_are_left_out_alone(monkeypatch, clock, cache) -> None:
     seconds, timed = clock
     seconds |= {"good": 2e-6, "slow": 12e-6}
-    cases = [
-        case("good", timed("good")),
-        case("broken", broken),
-        case("wrong", lambda x: x + 0.5),
-        case("slow", timed("slow")),
-        case("good", timed("slow"), "another"),
-    ]
+    kernels = {"good": timed("good"), "broken": broken, "wrong": lambda x: x + 0.5, "slow": timed("slow")}
+    cases = [*(case(name, kernel) for name, kernel in kernels.items()), case("good", timed("slow"), "another")]
     monkeypatch.setattr(measure, "all_cases", lambda: cases)
     names = dict.fromkeys(case.operator for case in cases)
     found = watch.Found(dispatch.kept_file)
@@ -90,10 +85,8 @@ def test_a_broken_and_a_wrong_operator_are_left_out_alone(monkeypatch, clock, ca
         found.take(line)
     kept = json.loads(dispatch.kept_file("a GPU").read_text())
     assert kept["choices"] == {"a GPU": {"good": 0.5, "broken": 0.0, "wrong": 0.0, "slow": 0.5}}
-    assert kept["failed"] == {
-        "broken": "a model: RuntimeError: out of registers",
-        "wrong": "a model: off by 0.5, at most 0.02",
-    }
+    why = {"broken": "RuntimeError: out of registers", "wrong": "off by 0.5, at most 0.02"}
+    assert kept["failed"] == {name: f"a model: {said}" for name, said in why.items()}
     assert {row["model"] for row in kept["rows"] if row["operator"] == "good"} == {"a model", "another"}
     assert all("torch.compile" not in row["ways"] for row in kept["rows"])
     assert dispatch.ratio("good", torch.device("cuda", 0)) == 0.5
@@ -107,19 +100,17 @@ def test_options_that_are_faster_count_in_the_choice_and_in_launches(monkeypatch
         tile = configs.tuned("own", (values.numel(),), {"TILE": 1}, values.device)["TILE"]
         return timed(f"TILE={tile}")(values)
 
-    done = [
-        Built({"TILE": tile} if tile > 1 else {}, "16", {"TILE": tile}, (), "spills" if tile == 4 else "")
-        for tile in (1, 2, 3, 4)
+    tiles = [
+        ({"TILE": tile} if tile > 1 else {}, {"TILE": tile}, "spills" if tile == 4 else "") for tile in (1, 2, 3, 4)
     ]
+    done = [Built(options, "16", tried, (), why) for options, tried, why in tiles]
     monkeypatch.setattr(measure, "all_cases", lambda: [case("own", kernel)])
     monkeypatch.setattr(measure, "choices_of", lambda name: [one.tried for one in done[1:]])
     made = {(0, json.dumps(one.tried)): one for one in done}
     monkeypatch.setattr(measure, "_built", lambda one: one)
     found = watch.Found(dispatch.kept_file)
-    (first, second) = (
-        do([(0, case("own", kernel))], torch.device("cpu"), FIRST["limits"], made)
-        for do in (measure.checked, measure.best_options)
-    )
+    asked = [(0, case("own", kernel))], torch.device("cpu"), FIRST["limits"], made
+    first, second = measure.checked(*asked), measure.best_options(*asked)
     for line in (FIRST, {"task": ["check", "own"]} | first, {"task": ["options", "own"]} | second):
         found.take(line)
     assert second["configs"] == {"16": {"TILE": 2, "ratio": 2.5}}
@@ -130,9 +121,7 @@ def test_options_that_are_faster_count_in_the_choice_and_in_launches(monkeypatch
 
 
 @pytest.mark.parametrize("name", [None, "driver", "torch", "triton", "diffcache"])
-def test_shipped_ratios_count_with_their_torch_and_triton_alone(
-    monkeypatch, cache, tmp_path, name: str | None
-) -> None:
+def test_shipped_ratios_count_with_their_torch_and_triton_alone(monkeypatch, cache, tmp_path, name: str | None):
     known, forget = cache
     file, device = tmp_path / "choices.json", torch.device("cuda", 0)
     made_with = {key: VERSIONS[key] for key in dispatch.SHIPPED_FOR}
@@ -237,9 +226,7 @@ def test_a_result_that_is_not_finite_is_an_error_and_can_be_written() -> None:
 
 
 def test_a_kernel_has_to_be_faster_on_the_device_and_in_calls() -> None:
-    kernel, plain = (
-        {kind: [0, us, 0] for kind, us in zip(("us", "called_us"), both, strict=True)} for both in ((2, 9), (8, 10))
-    )
+    kernel, plain = ({"us": [0, us, 0], "called_us": [0, called, 0]} for us, called in ((2, 9), (8, 10)))
     rows = [{"operator": "own", "ways": {"kernel": kernel, "plain": plain}}]
     assert timing.choices(rows) == {"own": 1.11}
     rows.append({"operator": "own", "ways": {"kernel": {"error": "no"}, "plain": plain}})
@@ -258,10 +245,8 @@ def test_a_kernel_has_to_be_faster_than_what_runs_in_its_place() -> None:
 def test_the_command_says_what_is_used_and_why(monkeypatch, cache) -> None:
     monkeypatch.delenv("DIFFCACHE_KERNELS", raising=False)
     monkeypatch.setattr(dispatch, "has_triton", lambda: True)
-    body = FIRST | {
-        "choices": {"a GPU": {"rotate": 2.0, "l1_sums": 0.9, "int8_codes": 0.0}},
-        "failed": {"int8_codes": "off by 0.5"},
-    }
+    choices = {"rotate": 2.0, "l1_sums": 0.9, "int8_codes": 0.0}
+    body = FIRST | {"choices": {"a GPU": choices}, "failed": {"int8_codes": "off by 0.5"}}
     dispatch.kept_file("a GPU").parent.mkdir(parents=True)
     dispatch.kept_file("a GPU").write_text(json.dumps(body))
 

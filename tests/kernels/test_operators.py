@@ -13,12 +13,8 @@ from tests.kernels.cases import DTYPES, Case, cases, check, copied
 ALL = [case for dtype in DTYPES for case in cases(dtype)]
 FIRST = {case.operator.name: case for case in reversed(cases(torch.float32))}
 # ... and calls whose shapes follow from codes and lists.
-FIRST |= {
-    case.name: case
-    for case in ALL
-    if case.name in ("attention-4-mask-listed-2", "mass-int8-window-listed-1", "attention-rows")
-    and case.args[0].dtype == torch.float32
-}
+MORE = ("attention-4-mask-listed-2", "mass-int8-window-listed-1", "attention-rows")
+FIRST |= {case.name: case for case in ALL if case.name in MORE and case.args[0].dtype == torch.float32}
 EACH = pytest.mark.parametrize("case", FIRST.values(), ids=list(FIRST))
 
 

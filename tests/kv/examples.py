@@ -1,7 +1,5 @@
 """Settings for every recipe of the catalogue that do something in prompts of 48 tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -42,16 +40,9 @@ TABLES: dict[str, dict[str, Any]] = {
 }
 # How far the logits of what loses nothing may be from stock: keys that are turned, other sums.
 TURNED = 1e-5
-ROUNDING = {
-    "expected_attention": 1e-4,
-    "streaming_llm": 1e-4,
-    "razor_attention": 1e-4,
-    "compactor": TURNED,
-    "rekv": 1e-9,
-    "probe_query": 1e-9,
-    "a2ats": 1e-9,
-    "shadowkv": 1e-6,
-}
+ROUNDING = {"compactor": TURNED, "shadowkv": 1e-6}
+ROUNDING |= dict.fromkeys(("expected_attention", "streaming_llm", "razor_attention"), 1e-4)
+ROUNDING |= dict.fromkeys(("rekv", "probe_query", "a2ats"), 1e-9)
 # Other ways through the code of recipes: name in tests -> word of a command line.
 VARIANTS = {
     "h2o, mean": "h2o:budget=0.3,mean=True,every=3",
@@ -76,6 +67,7 @@ VARIANTS = {
     "snapkv | minicache": "snapkv:budget=20,window=4|minicache:block=8",
     "snapkv | rotatekv": "snapkv:budget=20,window=4|rotatekv:group=8,recent=8",
 }
+MERGING = ("d2o", "ems", "elastic_cache", "look_m", "kvmerger", "chelsea")
 LOSSLESS_VARIANTS = {
     "h2o, mean": "h2o:budget=1.0,mean=True,every=3",
     "streaming_llm, unturned": "streaming_llm:budget=1.0,rotate=False",
@@ -83,20 +75,14 @@ LOSSLESS_VARIANTS = {
     "d2o, official": "d2o:budget=64,mode=official",
     "elastic_cache, official": "elastic_cache:budget=1.0,mode=official",
     "kvcrush, official": "kvcrush:budget=1.0,mode=official",
-    **{
-        f"{name}, pre": f"{name}:budget=1.0,space=pre"
-        for name in ("d2o", "ems", "elastic_cache", "look_m", "kvmerger", "chelsea")
-    },
+    **{f"{name}, pre": f"{name}:budget=1.0,space=pre" for name in MERGING},
 }
 
 
 def examples() -> dict[str, Make]:
     """Return one recipe for each name, with `skips` of its row."""
-    return {
-        name: partial(make_recipe, name, **TABLES.get(name, {}) | row.skips)
-        for name, row in rows_of("recipe").items()
-        if row.skips is not None
-    }
+    known = {name: row for name, row in rows_of("recipe").items() if row.skips is not None}
+    return {name: partial(make_recipe, name, **TABLES.get(name, {}) | row.skips) for name, row in known.items()}
 
 
 def variants() -> dict[str, Make]:

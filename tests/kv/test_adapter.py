@@ -1,7 +1,5 @@
 """Faults around a cache: it says so, and the model and other caches are none the worse."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle
@@ -89,13 +87,17 @@ def test_a_cut_off_forward_is_noticed(model: Any, layer: int, error: Any, mode: 
     assert torch.equal(stepped(model, cache), expected)
 
 
-def test_a_cut_off_forward_of_a_hybrid_is_noticed() -> None:
+def test_a_cut_off_forward_of_a_hybrid_is_noticed_and_its_sliding_layers_are_not_cropped_alone() -> None:
     model = gemma().double()
-    cache = filled(model)
+    cache, other = filled(model), filled(model)
     with cut_off(model.model.layers[1].mlp, KeyboardInterrupt()):
         stepped(model, cache)
     with pytest.raises(ValueError, match="cut off"):
         stepped(model, cache)
+    other.activate_past_recording()
+    with pytest.raises(ValueError, match="48 tokens can be taken back"):
+        other.crop(-49)
+    assert {layer.get_seq_length() for layer in other.layers} == {48}
 
 
 def test_settling_that_was_cut_off_is_noticed(model: Any, monkeypatch: Any) -> None:
@@ -271,14 +273,6 @@ def test_assisted_decoding_does_not_read_tokens_a_second_time(model: Any) -> Non
         assert torch.equal(layer.read().k, k)
 
 
-def test_sliding_layers_are_not_cropped_alone() -> None:
-    cache = filled(gemma().double())
-    cache.activate_past_recording()
-    with pytest.raises(ValueError, match="48 tokens can be taken back"):
-        cache.crop(-49)
-    assert {layer.get_seq_length() for layer in cache.layers} == {48}
-
-
 @pytest.mark.parametrize("mode", ["native", "stock"])
 def test_rows_and_dtypes_stay_what_they_were(model: Any, mode: Any) -> None:
     recipe = keep(12) if mode == "native" else Recipe()
@@ -311,12 +305,8 @@ def test_padding_is_found_one_token_at_a_time(model: Any) -> None:
     pos = (mask.cumsum(1) - 1).clamp_min(0)
     for at in range(30):
         now = slice(at, at + 1)
-        model(
-            input_ids=ROWS["input_ids"][:, now],
-            attention_mask=mask[:, : at + 1],
-            position_ids=pos[:, now],
-            past_key_values=cache,
-        )
+        seen = dict(input_ids=ROWS["input_ids"][:, now], attention_mask=mask[:, : at + 1], position_ids=pos[:, now])
+        model(**seen, past_key_values=cache)
     found = cache.store.layers[0]
     assert found.padding is not None and found.padding.tolist() == [17, 0, 5]
     assert [found.read().pos[at].amin().item() for at in (0, 2)] == [17, 5]

@@ -1,7 +1,5 @@
 """Contract of the recipes of the catalogue, inside `generate` of a small random model."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import inspect
@@ -94,27 +92,16 @@ def held(thing: object) -> Iterator[Tensor]:
             todo += gc.get_referents(item)
 
 
-def storages(tensors: Any) -> int:
-    found = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(found.values())
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_every_recipe_has_an_example(name: str) -> None:
+def test_it_has_an_example_and_explains_its_settings(name: str) -> None:
     assert name in examples()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_it_says_where_it_comes_from(name: str) -> None:
     text = inspect.getdoc(recipe_function(name)) or ""
     assert "Args:" in text, "settings are explained"
     assert text.split("\n")[0].endswith("."), "the first line is a sentence"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_padded_rows_later_turns_fresh_starts_and_what_was_saved(
-    model: Any, first: First, name: str, tmp_path: Any
-) -> None:
+def test_padded_rows_later_turns_fresh_starts_and_what_was_saved(model: Any, first: First, name: str, tmp_path: Any):
     recipe, once, cache = first(name)
     length = ROWS["input_ids"].shape[1] + SHORT["max_new_tokens"]
     assert once.sequences.shape == (3, length)
@@ -139,14 +126,9 @@ def test_bytes_are_those_of_all_storages(model: Any, first: First, name: str) ->
     recipe, _, cache = first(name)
     config = {id(tensor) for tensor in held(recipe)}
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    found = [
-        tensor
-        for tensor in held(cache.store.__dict__)
-        if id(tensor) not in config
-        and tensor.untyped_storage().data_ptr() not in weights
-        and not _is_frequency(cache, tensor)
-    ]
-    assert cache.nbytes == storages(found)
+    found = [tensor for tensor in held(cache.store.__dict__) if id(tensor) not in config]
+    found = [x for x in found if x.untyped_storage().data_ptr() not in weights and not _is_frequency(cache, x)]
+    assert cache.nbytes == sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in found}.values())
 
 
 def _is_frequency(cache: KVCache, tensor: Tensor) -> bool:
@@ -237,6 +219,10 @@ def test_chunks_and_guesses_that_are_taken_back(
     assert guessed.sequences.shape == greedy.sequences.shape
 
 
+def placed(rows: Tensor) -> dict[str, Tensor]:
+    return {"attention_mask": rows, "position_ids": rows.sum(-1, keepdim=True) - 1}
+
+
 @pytest.mark.parametrize("name", EVERY)
 def test_rows_that_are_taken_go_on_as_they_were(model: Any, first: First, name: str) -> None:
     """Statistics of slots stay in step with them, even where the longest rows are gone."""
@@ -249,12 +235,7 @@ def test_rows_that_are_taken_go_on_as_they_were(model: Any, first: First, name: 
             some.reorder_cache(torch.tensor(kept))
             index, mask = index[kept], torch.nn.functional.pad(mask, (0, 1), value=1)
             wanted, found = (
-                model(
-                    input_ids=torch.full((len(rows), 1), token),
-                    attention_mask=rows,
-                    position_ids=rows.sum(-1, keepdim=True) - 1,
-                    past_key_values=each,
-                ).logits
+                model(input_ids=torch.full((len(rows), 1), token), **placed(rows), past_key_values=each).logits
                 for rows, each in ((mask, every), (mask[index], some))
             )
             torch.testing.assert_close(found, wanted[index], rtol=0, atol=1e-6)

@@ -1,7 +1,5 @@
 """The store: slots stay with what is known of them, and going back leaves no trace."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -21,10 +19,8 @@ B, H, D = 2, 2, 8
 
 def drawn(count: int, seed: int = 0, heads: int = H) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return (
-        torch.randn(B, heads, count, D, generator=generator, dtype=torch.float64),
-        torch.randn(B, heads, count, D, generator=generator, dtype=torch.float64),
-    )
+    k, v = (torch.randn(B, heads, count, D, generator=generator, dtype=torch.float64) for _ in "kv")
+    return k, v
 
 
 def filled(count: int, **settings: Any) -> KVLayer:
@@ -53,8 +49,8 @@ def test_tokens_written_one_by_one_are_those_written_at_once() -> None:
     one.write(k, v)
     for index in range(40):
         many.write(k[:, :, index : index + 1], v[:, :, index : index + 1])
-    for a, b in ((one.read(), many.read()),):
-        assert torch.equal(a.k, b.k) and torch.equal(a.v, b.v) and torch.equal(a.pos, b.pos)
+    a, b = one.read(), many.read()
+    assert torch.equal(a.k, b.k) and torch.equal(a.v, b.v) and torch.equal(a.pos, b.pos)
     assert one.seen == many.seen == many.held == 40
 
 
@@ -133,19 +129,14 @@ def test_parts_merge_to_the_whole(cut: int) -> None:
 
 def test_one_slot_may_stand_for_many() -> None:
     k, v = drawn(10)
-    many = Slots(
-        torch.cat([k, k[:, :, :1].expand(-1, -1, 6, -1)], 2),
-        torch.cat([v, v[:, :, :1].expand(-1, -1, 6, -1)], 2),
-        {"pos": span(0, 16, B, k.device)},
-    )
+    wide = [torch.cat([x, x[:, :, :1].expand(-1, -1, 6, -1)], 2) for x in (k, v)]
     logn = torch.zeros(B, 1, 10)
     logn[..., 0] = torch.tensor(7.0).log()
     one = Slots(k, v, {"pos": span(0, 10, B, k.device), "logn": logn})
     query = asked(2, 20)
-    expected = attend(query, [View(many)])
-    assert torch.allclose(attend(query, [View(one)]), expected, atol=1e-7)
-    apart = View(one, None, Traits(apart=True))
-    assert torch.allclose(attend(query, [apart]), expected, atol=1e-7)
+    expected = attend(query, [View(Slots(*wide, {"pos": span(0, 16, B, k.device)}))])
+    for view in (View(one), View(one, None, Traits(apart=True))):
+        assert torch.allclose(attend(query, [view]), expected, atol=1e-7)
 
 
 def test_a_shared_segment_is_one_row_in_memory() -> None:

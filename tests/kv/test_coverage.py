@@ -1,7 +1,5 @@
 """Classes of transformers with code paths of their own, and the page that lists all of them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -66,8 +64,7 @@ def test_the_page_shows_what_is_wrong() -> None:
 def test_a_cache_that_is_off_is_found_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     """The harness itself: attention that leaves something out is seen in every column."""
     asked = attention.Query
-    monkeypatch.setattr(
-        attention, "Query", lambda q, start, scale, *rest, **more: asked(q, start, 0.9 * scale, *rest, **more)
-    )
+    less = lambda q, start, scale, *rest, **more: asked(q, start, 0.9 * scale, *rest, **more)  # noqa: E731
+    monkeypatch.setattr(attention, "Query", less)
     words = [verdict.word for verdict in row_of("LlamaForCausalLM", "llama").verdicts]
     assert words == ["wrong"] * 5 + ["exact"], "the last goes through stock attention"

@@ -1,7 +1,5 @@
 """Drafts of assisted decoding that read little of a prompt."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

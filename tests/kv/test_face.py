@@ -1,7 +1,5 @@
 """The face of `diffcache.kv`, the one catalogue, and settings that go together or not."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import Any
@@ -21,17 +19,8 @@ from tests.kv import examples
 
 def test_every_recipe_and_door_is_there_and_nothing_else() -> None:
     doors = {"Recipe", "make_recipe", "recipe_names", "ask", "cache_for", "caching", "detach"}
-    doors |= {
-        "static_cache_for",
-        "load",
-        "save",
-        "Documents",
-        "PrefixTree",
-        "time_to_live",
-        "rapid",
-        "to_mla",
-        "triforce",
-    }
+    doors |= {"static_cache_for", "load", "save", "Documents", "PrefixTree"}
+    doors |= {"time_to_live", "rapid", "to_mla", "triforce"}
     doors |= {"choose", "Piece", "chunks_of", "cut", "joined", "lay_out", *rows_of("reuse")}
     assert set(dir(kv)) == set(kv.__all__) == doors | set(kv.recipe_names())
     for name in kv.__all__:

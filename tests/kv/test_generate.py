@@ -1,7 +1,5 @@
 """Caches inside `generate`: everything kept is stock, and what is dropped is as if it were hidden."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -19,7 +17,7 @@ from diffcache.kv.plan import TopK
 from diffcache.kv.recipe import Layout, Recipe
 from diffcache.kv.score.base import Score
 from diffcache.kv.trigger import EveryStep
-from tests.kv.tiny import GREEDY, WAYS, gemma, grouped_rounding, llama, prompts, row, same, second_turn, stock
+from tests.kv.tiny import GREEDY, WAYS, gemma, grouped_rounding, prompts, row, same, second_turn, stock
 
 
 @dataclass(frozen=True)
@@ -47,18 +45,11 @@ class Ragged(Budget):
         return found
 
 
+RAGGED = list(product([Ragged()], ["flat", "padded"], [None, EveryStep(), EveryStep(4)]))
+
+
 def lots(budget: Budget, **changes: Any) -> Recipe:
     return Recipe("lots", score=Lots(), budget=budget, plan=TopK(recent=4), **changes)
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return llama()
-
-
-@pytest.fixture(scope="module")
-def exact() -> Any:
-    return llama().double()
 
 
 @pytest.mark.parametrize("mode", ["native", "stock"])
@@ -100,11 +91,7 @@ def test_sliding_layers_of_a_hybrid_stay_stock(way: str) -> None:
 
 @pytest.mark.parametrize(
     ("budget", "layout", "trigger"),
-    [
-        (Uniform(0.4), "flat", None),
-        (Uniform(12), "padded", EveryStep(4)),
-        *product([Ragged()], ["flat", "padded"], [None, EveryStep(), EveryStep(4)]),
-    ],
+    [(Uniform(0.4), "flat", None), (Uniform(12), "padded", EveryStep(4)), *RAGGED],
     ids=repr,
 )
 def test_dropping_is_hiding(exact: Any, budget: Budget, layout: Layout, trigger: Any) -> None:
@@ -132,43 +119,29 @@ def test_dropping_is_hiding_in_the_next_turn(exact: Any) -> None:
     assert cache.get_seq_length() == turn["input_ids"].shape[1] + GREEDY["max_new_tokens"] - 1
 
 
-def test_the_model_is_itself_again_after_release(model: Any) -> None:
+def test_the_model_is_itself_again_after_release_and_auto_says_why(model: Any) -> None:
     before = model.config._attn_implementation
     inputs = prompts()
     reference = stock(model, inputs, **GREEDY)
-    cache_for(model, lots(Uniform(12)))
+    assert cache_for(model, Recipe()).mode == "stock"
+    cache = cache_for(model, lots(Uniform(12)))
+    assert (cache.mode, cache.why) == ("native", "slots are dropped, and positions say who sees what")
     assert model.config._attn_implementation == "diffcache"
     same(model.generate(**inputs, **GREEDY), reference)  # another cache, while ours is set up
     detach(model)
     assert model.config._attn_implementation == before
 
 
-def test_auto_says_why(model: Any) -> None:
-    assert cache_for(model, Recipe()).mode == "stock"
-    cache = cache_for(model, lots(Uniform(12)))
-    assert (cache.mode, cache.why) == ("native", "slots are dropped, and positions say who sees what")
-    detach(model)
-
-
-def test_a_cache_that_was_compressed_by_hand(exact: Any) -> None:
-    inputs = row(prompts(), 1)
-    cache = cache_for(exact, lots(Uniform(12)), mode="native")
-    with torch.no_grad():
-        exact(**inputs, past_key_values=cache)
-    assert cache.store.layers[0].held == 48
-    cache.settle()
-    assert {layer.held for layer in cache.store.layers} == {12}
-    assert cache.get_seq_length() == 48
-    detach(exact)
-
-
-@pytest.mark.parametrize(("chunk", "held"), [(None, 12), (16, 48)])
-def test_a_whole_prompt_is_compressed_where_it_ends(exact: Any, chunk: int | None, held: int) -> None:
-    cache, guessing = (cache_for(exact, lots(Uniform(12)), mode="native") for _ in range(2))
-    guessing.activate_past_recording()
+def test_a_whole_prompt_is_compressed_where_it_ends_or_by_hand(exact: Any) -> None:
     inputs = {**row(prompts(), 1), "max_new_tokens": 1}
-    exact.generate(**inputs, past_key_values=cache, prefill_chunk_size=chunk)
-    assert {layer.held for layer in cache.store.layers} == {held}  # no chunk is known as the last
+    for chunk, held in ((None, 12), (16, 48)):  # no chunk is known as the last
+        cache = cache_for(exact, lots(Uniform(12)), mode="native")
+        exact.generate(**inputs, past_key_values=cache, prefill_chunk_size=chunk)
+        assert {layer.held for layer in cache.store.layers} == {held}
+    cache.settle()
+    assert {layer.held for layer in cache.store.layers} == {12} and cache.get_seq_length() == 48
+    guessing = cache_for(exact, lots(Uniform(12)), mode="native")
+    guessing.activate_past_recording()
     exact.generate(**inputs, past_key_values=guessing)
     guessing.crop(-2)
     assert {layer.held for layer in guessing.store.layers} == {46}

@@ -1,9 +1,8 @@
 """Layers that keep latents, or a state beside full attention."""
 
-from __future__ import annotations
-
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,14 +15,10 @@ from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.life import save as life
 from tests.kv.tiny import ALL, GREEDY, IDS, ONE, generate, same, zoo
 
-# latents --------------------------------------------------------------------------------------
 
-
-@pytest.mark.parametrize(
-    ("name", "kind"), [("DeepseekV3ForCausalLM", "deepseek_v3"), ("MiniCPM3ForCausalLM", "minicpm3")]
-)
-def test_latents_are_dropped_and_chosen_as_a_whole(name: str, kind: str, tmp_path: Path) -> None:
-    model = zoo(name, kind)
+@pytest.mark.parametrize("model", ["DeepseekV3ForCausalLM deepseek_v3", "MiniCPM3ForCausalLM minicpm3"])
+def test_latents_are_dropped_and_chosen_as_a_whole(model: Any, tmp_path: Path) -> None:
+    model = zoo(*model.split())
     expected = generate(model)
     for recipe in (ALL, quest(64, page=4), kivi(2, group=8, residual=4096)):
         same(generate(model, cache_for(model, recipe, mode="native")), expected, 1e-4)
@@ -65,9 +60,6 @@ def test_an_adapter_between_latents_and_keys_is_noticed() -> None:
         layer.self_attn.kv_b_proj.register_forward_hook(lambda *given: given[-1] * 1.5)
     with pytest.raises(AttachError, match="makes keys and values from latents otherwise"):
         other(**ONE, past_key_values=cache)
-
-
-# full attention and a state in one layer ---------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "kind"), [("FalconH1ForCausalLM", "falcon_h1"), ("ZambaForCausalLM", "zamba")])

@@ -1,13 +1,13 @@
 """Models that a cache would serve wrongly, without a word, if it took them for plain ones."""
 
-from __future__ import annotations
-
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers as hf
+from transformers.models.llama import modeling_llama
 
 from diffcache.errors import AttachError, CacheWarning
 from diffcache.eval.workshop.kv import oracle
@@ -21,16 +21,8 @@ from tests.zoo.language import build
 
 
 def paligemma(text: str = "gemma") -> Any:
-    more = {"query_pre_attn_scalar": 16, "layer_types": ["full_attention"] * 4}
-    return build(
-        "PaliGemmaForConditionalGeneration",
-        "paligemma",
-        **{"text_config.model_type": text},
-        **({"text_config.layer_types": more["layer_types"]} if text == "gemma2" else {}),
-    )
-
-
-# who sees whom ---------------------------------------------------------------------------------
+    more = {"text_config.layer_types": ["full_attention"] * 4} if text == "gemma2" else {}
+    return build("PaliGemmaForConditionalGeneration", "paligemma", **{"text_config.model_type": text}, **more)
 
 
 @pytest.mark.parametrize("text", ["gemma", "gemma2"])
@@ -80,9 +72,6 @@ def test_what_attention_is_given_beside_is_refused_by_name() -> None:
     model(**ONE, past_key_values=cache, position_bias=None, alibi=False)
 
 
-# which keys and values -------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "kind", "what"),
     [
@@ -99,42 +88,27 @@ def test_keys_and_values_changed_after_the_cache_are_refused(name: str, kind: st
     same(generate(model, cache_for(model, kivi(2, group=8, residual=4096))), generate(model))
 
 
-@pytest.mark.parametrize("again", ["same queries", "other queries"])
-def test_keys_are_attended_to_once_in_a_forward(monkeypatch: Any, again: str) -> None:
-    """As in layers that read the keys of another, or attend twice to their own."""
-    from transformers.models.llama import modeling_llama as source
-
-    class Twice:
-        def get_interface(self, *given: Any) -> Any:
-            attend = hf.AttentionInterface()["diffcache"]
-
-            def twice(module: Any, query: Any, *more: Any, **kwargs: Any) -> Any:
-                attend(module, query, *more, **kwargs)
-                other = query if again == "same queries" else query * 2
-                return attend(module, other, *more, **kwargs)
-
-            return twice
-
-    model = llama()
-    cache = cache_for(model, ALL)
-    monkeypatch.setattr(source, "ALL_ATTENTION_FUNCTIONS", Twice())
-    with pytest.raises(AttachError, match="LlamaAttention attends to keys that were attended to"):
-        model(**ONE, past_key_values=cache)
+TWICE = "LlamaAttention attends to keys that were attended to"
 
 
-def test_other_keys_than_the_cache_was_given_are_refused_in_any_forward(monkeypatch: Any) -> None:
-    """As in layers that cannot be tried by themselves beforehand."""
-    from transformers.models.llama import modeling_llama as source
-
-    class Changing:
-        def get_interface(self, *given: Any) -> Any:
-            attend = hf.AttentionInterface()["diffcache"]
-            return lambda module, q, k, *more, **kwargs: attend(module, q, k * 1, *more, **kwargs)
+@pytest.mark.parametrize(
+    ("queries", "keys", "said"),
+    [([1, 1], 1, TWICE), ([1, 2], 1, TWICE), ([1], 1.0, "LlamaAttention changes keys between .* call it again")],
+    ids=["same queries", "other queries", "other keys"],
+)
+def test_layers_that_read_the_keys_of_another_or_attend_twice_are_refused_in_any_forward(
+    queries: list[int], keys: float, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wrong(module: Any, q: Any, k: Any, *more: Any, **kwargs: Any) -> Any:
+        k = k * keys if isinstance(keys, float) else k  # other memory
+        return [attend(module, q if n == 1 else q * n, k, *more, **kwargs) for n in queries][-1]
 
     model = llama()
     cache = cache_for(model, ALL)
-    monkeypatch.setattr(source, "ALL_ATTENTION_FUNCTIONS", Changing())
-    with pytest.raises(AttachError, match="LlamaAttention changes keys between .* call it again"):
+    interface = SimpleNamespace(get_interface=lambda *_: wrong)
+    monkeypatch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", interface)
+    attend = hf.AttentionInterface()["diffcache"]
+    with pytest.raises(AttachError, match=said):
         model(**ONE, past_key_values=cache)
 
 
@@ -148,9 +122,6 @@ def test_a_cache_in_another_model_that_is_set_up_is_refused() -> None:
     model(input_ids=IDS[:, :1], past_key_values=cache)  # nothing was written
 
 
-# what models are told at the start ---------------------------------------------------------------
-
-
 def test_generate_that_hands_all_tokens_over_again_is_refused() -> None:
     model = llama(use_cache=False)
     with pytest.raises(AttachError, match=r"set model\.generation_config\.use_cache = True"):
@@ -158,9 +129,6 @@ def test_generate_that_hands_all_tokens_over_again_is_refused() -> None:
     model.generation_config.use_cache = True
     expected = generate(model)
     same(generate(model, cache_for(model, ALL)), expected)
-
-
-# parts of composite models -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("text", "vision"), [("eager", "sdpa"), ("sdpa", "eager"), ("eager", "eager")])
@@ -200,9 +168,6 @@ def test_the_rotary_embedding_is_that_of_the_text(name: str, kind: str) -> None:
     expected = generate(model)
     same(generate(model, cache_for(model, streaming_llm(4096))), expected, 1e-3)
     detach(model)
-
-
-# windows -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Positions of frames and of images: tokens keep their place in the grid."""
 
-from __future__ import annotations
-
 import gc
 from dataclasses import replace
 from itertools import product
@@ -151,13 +149,8 @@ def with_image(model: Any) -> Any:
     vision = config.vision_config
     size = 3 * vision.temporal_patch_size * vision.patch_size**2
     pixels = torch.randn(2 * 96, size, generator=torch.Generator().manual_seed(0))
-    return {
-        "input_ids": ids,
-        "attention_mask": mask,
-        "pixel_values": pixels,
-        "image_grid_thw": torch.tensor([[1, 8, 12]] * 2),
-        "mm_token_type_ids": (ids == config.image_token_id).int(),
-    }
+    inputs = {"input_ids": ids, "attention_mask": mask, "mm_token_type_ids": (ids == config.image_token_id).int()}
+    return inputs | {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 8, 12]] * 2)}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Ways into a cache: code that gives none, questions about a context, recipes of single layers."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -36,9 +34,6 @@ def model() -> Iterator[Any]:
 def left_of(model: Any) -> Any:
     names = [name for _, name in attention_names(model)]
     return names, dict(vars(model)), dict(model._forward_pre_hooks)
-
-
-# code that gives no cache ------------------------------------------------------------------------
 
 
 def test_calls_that_give_no_cache_get_one_each_and_the_model_is_given_back(model: Any) -> None:
@@ -96,9 +91,6 @@ def test_a_block_serves_other_threads_and_is_alone(model: Any) -> None:
         with pytest.raises(AttachError, match="already runs under Recipe"), kv.caching(model, SNAP):
             pass
         same(model.generate(**ONE, **GREEDY), found[0])
-
-
-# questions about a context -----------------------------------------------------------------------
 
 
 class Words:
@@ -159,9 +151,6 @@ def test_a_template_goes_around_context_and_question(model: Any) -> None:
     assert seen == [f"[{text}\n", "\n\nRepeat the text above:\n", "why?] As"]
 
 
-# recipes of single layers ------------------------------------------------------------------------
-
-
 def slots(model: Any, recipe: Any) -> list[Any]:
     """Return what each layer holds after a prompt and three tokens, the same for all recipes."""
     cache, mask = kv.cache_for(model, recipe, mode="native"), ROWS["attention_mask"]
@@ -205,9 +194,8 @@ def test_layers_of_different_recipes_are_the_masked_full_cache(model: Any) -> No
     assert per_layer([SNAP] * 4) is SNAP
 
 
-# in and out of caches of transformers ------------------------------------------------------------
-
 CUT = 20
+windowed = partial(build, "MistralForCausalLM", "mistral", sliding_window=24)
 
 
 def in_two(model: Any, cache: Any, inputs: Any, cut: int = CUT) -> Any:
@@ -247,12 +235,7 @@ def test_what_is_taken_over_was_read(make: Any, recipe: Recipe, inputs: Any) -> 
 
 @pytest.mark.parametrize(
     ("make", "recipe"),
-    [
-        (llama, SNAP),
-        (gemma, kv.streaming_llm(64)),
-        (llama, kv.kivi(8, group=8, residual=8)),
-        (partial(build, "MistralForCausalLM", "mistral", sliding_window=24), SNAP),
-    ],
+    [(llama, SNAP), (gemma, kv.streaming_llm(64)), (llama, kv.kivi(8, group=8, residual=8)), (windowed, SNAP)],
     ids=["plain", "hybrid", "coded", "windows"],
 )
 def test_what_is_handed_out_goes_on_as_stock(make: Any, recipe: Recipe) -> None:

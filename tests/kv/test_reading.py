@@ -1,7 +1,5 @@
 """Keeping what was read: the same bits as reading anew, less work, and bytes that are counted."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -143,10 +141,7 @@ def test_what_is_kept_is_counted_and_not_kept_unless_asked() -> None:
         assert nbytes(fork.tensors()) == nbytes([layer.segments, layer.tail.tensors()])
         layer.keep(torch.arange(12))
         assert nbytes(layer.tensors()) == nbytes([layer.segments, layer.tail.tensors()])
-
-
-def test_segments_of_their_own_kind_are_read_anew() -> None:
-    layer = KVLayer(read_once=True)
+    layer = KVLayer(read_once=True)  # a segment of its own kind is read anew
     layer.write(*drawn(4, 1))
     layer.settle_tail(Dense(layer.read().clone(), Traits(apart=True)))
     layer.write(*drawn(2, 2))

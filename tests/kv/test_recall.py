@@ -26,10 +26,11 @@ def one_hot_of_next(ids, scale=20.0):
     return torch.nn.functional.one_hot(following, recall.VOCABULARY).float() * scale
 
 
+TASKS = Task(), Task(5, 1, 1), Task(129, 32, 32), Task(129, 20, 40, repeat=True), Task(513, 128)
+
+
 class TestDraw:
-    @pytest.mark.parametrize(
-        "task", [Task(), Task(5, 1, 1), Task(129, 32, 32), Task(129, 20, 40, repeat=True), Task(513, 128)]
-    )
+    @pytest.mark.parametrize("task", TASKS)
     def test_every_token_is_what_the_task_says(self, task):
         batch = draw(6, task, generator(3))
         table = recall.successors().tolist()
@@ -64,9 +65,7 @@ class TestDraw:
         assert torch.equal(batch.questions, queries[..., :2])
         assert torch.equal(batch.expected, queries[..., 2:])
         assert torch.equal(batch.aware(2), torch.cat([batch.ids[:, :33], queries[:, 2, :2]], 1))
-        assert batch.asked_marks.tolist() == [
-            [batch.marks[row, fact].item() for fact in batch.asked[row]] for row in range(3)
-        ]
+        assert torch.equal(batch.asked_marks, batch.marks.gather(1, batch.asked))
         slots = batch.fact_slots()
         assert slots.sum(1).tolist() == [20] * 3
         assert not (batch.context[slots] >= recall.F0).any()
@@ -107,15 +106,12 @@ class TestDraw:
 
 
 class TestScore:
-    def test_counts_exact_answers(self):
+    def test_exact_answers_count_and_logits_stand_one_before_what_they_predict(self):
         batch = draw(3, Task(33, 5, 4), generator())
         given = batch.expected.clone()
         given[1, 2, 0] += 1
         right = score(given, batch)
         assert right.shape == (3, 4, 2) and right.sum() == 23 and not right[1, 2, 0]
-
-    def test_logits_stand_one_before_what_they_predict(self):
-        batch = draw(3, Task(33, 5, 4), generator())
         logits = batch.answer_logits(one_hot_of_next(batch.ids))
         assert logits.shape == (3, 4, 2, 512) and score(logits, batch).all()
         late = batch.answer_logits(torch.roll(one_hot_of_next(batch.ids), 1, dims=1))
@@ -124,8 +120,7 @@ class TestScore:
     def test_who_knows_the_chain_has_a_perplexity_of_four(self):
         batch = draw(4, Task(129, 16, 2), generator())
         table = torch.full((512, 512), -30.0)
-        own = recall.successors() + recall.F0
-        table[recall.F0 :].scatter_(1, own, 0.0)
+        table[recall.F0 :].scatter_(1, recall.successors() + recall.F0, 0.0)
         nats = filler_nats(table[batch.ids], batch)
         assert nats.mean().exp().item() == pytest.approx(4.0, rel=1e-4)
         assert 0 < len(nats) < batch.context.numel()

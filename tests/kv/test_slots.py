@@ -1,8 +1,5 @@
 """Layers known without reading them: runs of slots are copied, checked once, and no mask without need."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -103,9 +100,7 @@ def ragged() -> KVLayer:
         (ragged, {"causal": False}, False),
     ],
 )
-def test_there_is_a_mask_exactly_where_something_is_hidden(
-    made: Callable[[], KVLayer], given: dict[str, Any], free: bool
-) -> None:
+def test_there_is_a_mask_exactly_where_something_is_hidden(made: Any, given: dict[str, Any], free: bool) -> None:
     layer = made()
     query = asked(1, given.pop("start", layer.seen - 1), **given)
     layer.views()  # what is known of a segment is read once
@@ -184,10 +179,7 @@ def test_all_layers_are_written_to_and_the_slots_are_read_once(index: Tensor) ->
         before, after = wanted.read(), layer.read()
         assert torch.equal(after.k, before.k) and torch.equal(after.v, before.v)
         assert layer.tail.clean == wanted.tail.clean
-
-
-def test_other_slots_are_checked_anew() -> None:
-    first = checked(torch.tensor([1, 2]), WIDTH)
+    first = checked(torch.tensor([1, 2]), WIDTH)  # and other slots anew
     assert checked(torch.tensor([1, 2]), WIDTH, first) is not first
     assert checked(range(3), WIDTH, first) == range(3)
 

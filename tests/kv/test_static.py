@@ -1,7 +1,5 @@
 """First and latest tokens in memory of a fixed size, and their compiled graph."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Models of grouped queries as models of multi-head latent attention."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Verbs of a session: keep named slots, compress one layer, observe once, choose together."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -80,11 +78,8 @@ def test_named_slots_are_what_is_seen_and_the_last_can_be_written(way: str, flat
     torch.testing.assert_close(attend(ask, layer.views()), masked(ask, k, v, seen), atol=1e-14, rtol=0)
     layer.rollback(4)
     assert layer.seen == 16
-    for which, why in (
-        (torch.ones(3, dtype=torch.bool), "which="),
-        (torch.ones(2, 3), "which="),
-        (torch.zeros(1, layer.held), "of torch.float32"),
-    ):
+    said = ["which=", "which=", "of torch.float32"]
+    for which, why in zip((torch.ones(3).bool(), torch.ones(2, 3), torch.zeros(1, layer.held)), said, strict=True):
         with pytest.raises(ValueError, match=why):
             layer.keep(which)
     with pytest.raises(ValueError, match="last=1: only 0"):
@@ -114,9 +109,8 @@ def test_a_flush_keeps_first_and_last_frames_of_codes_too() -> None:
 
 
 def compressing(window: int = 4) -> KVStore:
-    recipe = Recipe(
-        "now", score=Window(window, kernel=1), budget=Uniform(10), plan=TopK(recent=4), trigger=Overflow(10**6)
-    )
+    score, late = Window(window, kernel=1), Overflow(10**6)
+    recipe = Recipe("now", score=score, budget=Uniform(10), plan=TopK(recent=4), trigger=late)
     return KVStore(2, recipe)
 
 
@@ -154,15 +148,12 @@ def test_a_layer_is_compressed_by_the_queries_of_the_block_that_is_computed() ->
 
 
 def test_only_layers_that_can_be_compressed_alone_are() -> None:
-    for recipe in (pyramidkv(8), d2o(8)):
+    alone = "does more than drop slots of one layer"
+    for recipe, said in ((pyramidkv(8), alone), (d2o(8), alone), (Recipe("full"), "it has no score")):
         store = KVStore(2, recipe)
         step(store, 24, 1)
-        with pytest.raises(ValueError, match="does more than drop slots of one layer"):
+        with pytest.raises(ValueError, match=said):
             store.compress_layer(0)
-    store = KVStore(1, Recipe("full"))
-    step(store, 4, 1)
-    with pytest.raises(ValueError, match="it has no score"):
-        store.compress_layer(0)
 
 
 def test_what_is_not_to_be_observed_leaves_no_trace() -> None:
@@ -194,12 +185,8 @@ def test_queries_that_choose_together_read_what_their_mean_chooses() -> None:
     layer.write(k, v)
     chunk = 10
     alone, together = (query(chunk, 30, together=flag) for flag in (False, True))
-    torch.testing.assert_close(
-        attend(alone, chooser.views(alone, layer, [layer])),
-        masked(alone, k, v, torch.ones(B, H, 40, dtype=torch.bool)),
-        atol=1e-14,
-        rtol=0,
-    )
+    dense = masked(alone, k, v, torch.ones(B, H, 40, dtype=torch.bool))
+    torch.testing.assert_close(attend(alone, chooser.views(alone, layer, [layer])), dense, atol=1e-14, rtol=0)
     views = chooser.views(together, layer, [layer])
     always = torch.tensor([0, 1, *range(27, 40)])
     mean = Query(together.q.mean(2, keepdim=True), 30, together.scale)

@@ -1,7 +1,5 @@
 """The adapter where versions of transformers differ."""
 
-from __future__ import annotations
-
 import importlib
 import warnings
 from typing import Any
@@ -16,12 +14,7 @@ from diffcache.foreign import cache_name, with_cache
 from diffcache.kv import hf
 from diffcache.kv.hf import versions
 from diffcache.kv.recipe import Recipe
-from tests.kv.tiny import llama, prompts
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return llama()
+from tests.kv.tiny import prompts
 
 
 def read(model: Any, recipe: Recipe) -> Any:
@@ -30,9 +23,7 @@ def read(model: Any, recipe: Recipe) -> Any:
     return cache
 
 
-def test_a_positive_number_is_a_length_where_transformers_means_one(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_positive_number_is_a_length_where_transformers_means_one(model: Any, monkeypatch) -> None:
     monkeypatch.setattr(versions, "_CROPS_TO_LENGTH", False)
     cache = read(model, Recipe())
     with pytest.raises(ValueError, match="tokens_to_remove=29: must be negative"):
@@ -73,9 +64,7 @@ def test_versions_that_lack_what_caches_need_are_refused(monkeypatch: pytest.Mon
         importlib.reload(hf)
 
 
-def test_guesses_that_nobody_announced_are_refused_where_slots_are_dropped(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_guesses_that_nobody_announced_are_refused_where_slots_are_dropped(model: Any, monkeypatch) -> None:
     monkeypatch.setattr(versions, "_CROPS_TO_LENGTH", True)
     cache = read(model, kv.snapkv(8, window=4))
     with pytest.raises(AttachError, match=r"call cache.activate_past_recording\(\) before gen"):

@@ -1,7 +1,5 @@
 """Small random language models whose attention is peaked, so that dropping slots shows."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 
@@ -12,21 +10,14 @@ from diffcache.foreign import with_cache
 from diffcache.kv import detach, snapkv
 from tests.zoo.language import build
 
-GREEDY = {
-    "max_new_tokens": 10,
-    "do_sample": False,
-    "return_dict_in_generate": True,
-    "output_logits": True,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+GREEDY = dict(max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0)
+GREEDY |= dict(return_dict_in_generate=True, output_logits=True)
+SIZES: dict[str, Any] = dict(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+SIZES |= dict(hidden_size=64, intermediate_size=128, vocab_size=256, max_position_embeddings=4096)
+SIZES |= dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
 SHORT = {**GREEDY, "max_new_tokens": 6}
-WAYS: dict[str, dict[str, Any]] = {
-    "greedy": {},
-    "beams": {"num_beams": 3},
-    "chunks": {"prefill_chunk_size": 16},
-    "assisted": {"prompt_lookup_num_tokens": 3},
-}
+WAYS: dict[str, dict[str, Any]] = {"greedy": {}, "beams": {"num_beams": 3}}
+WAYS |= {"chunks": {"prefill_chunk_size": 16}, "assisted": {"prompt_lookup_num_tokens": 3}}
 ALL = snapkv(1.0, window=4)  # drops nothing
 IDS = torch.randint(3, 120, (1, 24), generator=torch.Generator().manual_seed(3))
 ONE = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
@@ -72,41 +63,14 @@ def peaked(model: Any) -> Any:
 def llama(seed: int = 0, **changes: Any) -> LlamaForCausalLM:
     """Return a Llama of four layers, four heads and two key-value heads."""
     torch.manual_seed(seed)
-    settings = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 256,
-        "max_position_embeddings": 4096,
-        "head_dim": 16,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        **changes,
-    }
-    return peaked(LlamaForCausalLM(LlamaConfig(**settings)))
+    return peaked(LlamaForCausalLM(LlamaConfig(**SIZES | changes)))
 
 
 def gemma(seed: int = 0) -> Gemma3ForCausalLM:
     """Return a Gemma 3 whose every third layer attends to all tokens, the others to 16."""
     torch.manual_seed(seed)
-    config = Gemma3TextConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        vocab_size=256,
-        sliding_window=16,
-        max_position_embeddings=512,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return peaked(Gemma3ForCausalLM(config))
+    changes = dict(num_hidden_layers=6, sliding_window=16, max_position_embeddings=512)
+    return peaked(Gemma3ForCausalLM(Gemma3TextConfig(**SIZES | changes)))
 
 
 def prompts(rows: int = 3, length: int = 48, seed: int = 3) -> dict[str, torch.Tensor]:
@@ -124,9 +88,7 @@ def row(inputs: dict[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]
     return {name: value[number : number + 1, keep] for name, value in inputs.items()}
 
 
-def second_turn(
-    inputs: dict[str, torch.Tensor], sequences: torch.Tensor, count: int = 5, seed: int = 9
-) -> dict[str, torch.Tensor]:
+def second_turn(inputs: Any, sequences: torch.Tensor, count: int = 5, seed: int = 9) -> dict[str, torch.Tensor]:
     """Return all ids so far with `count` more, as transformers wants a conversation."""
     more = torch.randint(3, 256, (len(sequences), count), generator=torch.Generator().manual_seed(seed))
     ids = torch.cat([sequences, more], 1)

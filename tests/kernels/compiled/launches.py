@@ -1,7 +1,5 @@
 """Launches of all kernels at sizes of real models: what the library launches on tensors without memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +28,7 @@ from diffcache.kernels.rows import WIDEST
 FEW, MANY, WHOLE = "HMMA", "HGMMA", "IGMMA"  # what multiplies matrices: 16 rows, 64, of integers
 CODED_TEXTS = {8: coded.EIGHT, 4: coded.FOUR, 2: coded.TWO}
 SLOTS, HEADS, QUERIES = 32768, 8, 32
+CODED = ((4, 128, 128, bfloat16), (8, 32, 128, bfloat16), (4, 64, 256, float16), (2, 32, 128, float32))
 
 
 @dataclass
@@ -65,12 +64,7 @@ Call = tuple[str, Callable[[], Any], dict[str, Any]]  # and what holds of its fi
 
 def attentions() -> Iterator[Call]:
     """Yield calls of attention to codes, of a few queries, of masses, and of merged parts."""
-    for bits, group, size, dtype in (
-        (4, 128, 128, bfloat16),
-        (8, 32, 128, bfloat16),
-        (4, 64, 256, float16),
-        (2, 32, 128, float32),
-    ):
+    for bits, group, size, dtype in CODED:
         # A thread of one warp takes `block * size / 16` codes in an iteration: 512 of 4 bits in
         # groups of 128, at 2.1 instructions each.
         held, shift = t(uint8, 1, HEADS, SLOTS, size * bits // 8), -(2**bits - 1) / 2
@@ -144,11 +138,8 @@ def features() -> Iterator[Call]:
     yield "int8_codes-15360", partial(codes.int8_codes, x, 4.0, 128, None, None, 8), {}
     x, each = t(float32, 3072, 64), (t(float32, 3072, 1), t(int32, 3072, 1))
     yield "int8_codes-rows-64", partial(codes.int8_codes, x, 1.0, 0, *each, 8), {}
-    for name, x in (
-        ("bfloat16", t(bfloat16, 4608, 3072)),
-        ("float32", t(float32, 4608, 3072)),
-        ("short", t(bfloat16, 4608, 64)),
-    ):
+    for name, kind, size in (("bfloat16", bfloat16, 3072), ("float32", float32, 3072), ("short", bfloat16, 64)):
+        x = t(kind, 4608, size)
         yield f"l1_sums-{name}", partial(distance.l1_sums, x, x), {}
     x, weights = t(bfloat16, 4608, 3072), [1.0, 3.0, 4.5, 4.5, 3.0]
     for count, extra in ((3, False), (5, True)):
@@ -159,11 +150,8 @@ def features() -> Iterator[Call]:
     for height in (4608, 64, 16):
         terms, factor = t(int32, 12288), t(float32, 12288)
         given = t(int8, height, 3072), t(int8, 12288, 3072), terms, 9, factor, factor, bfloat16
-        yield (
-            f"linear_of_codes-{height}",
-            partial(linear.linear_of_codes, *given),
-            {"products": WHOLE if height >= 64 else ""},
-        )
+        by = {"products": WHOLE if height >= 64 else ""}
+        yield f"linear_of_codes-{height}", partial(linear.linear_of_codes, *given), by
     for width in (64, WIDEST):
         yield f"pack_rows-{width}", partial(rows.pack_rows, t(bfloat16, 4608, width)), {}
     for count, base, width in ((5, True, 3072), (3, True, 64)):

@@ -1,7 +1,5 @@
 """The machine code of every kernel: nothing spills, shared memory fits, loads are wide."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -58,13 +56,11 @@ def test_the_record_is_what_is_compiled_here() -> None:
         made, kept = targets.row(case, ARCHS), known[case.operator, case.model]
         assert made["launches"] == kept["launches"]
         for arch in map(str, ARCHS):
-            for launch, code, other in zip(
-                made["launches"], made["targets"][arch], kept["targets"][arch], strict=True
-            ):
+            for launch, code, old in zip(made["launches"], made["targets"][arch], kept["targets"][arch], strict=True):
                 assert not page.wrong(launch, code), arch
                 assert bool(code["matrix"]) is code["wanted"]
                 # another version of the compiler may use a few registers more
-                assert code["registers"] <= 1.25 * other["registers"] and code["warps"]
+                assert code["registers"] <= 1.25 * old["registers"] and code["warps"]
 
 
 def test_candidates_that_spill_or_do_not_fit_are_dropped():

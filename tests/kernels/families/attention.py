@@ -1,7 +1,5 @@
 """Calls of the operators of diffcache.kernels.attention: every layout, codec and mask there is."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from itertools import product
@@ -43,23 +41,14 @@ def decoded(codes: Tensor, grid: Tensor | None, form: list[int], shift: float) -
 
 
 def by_place(
-    q: Tensor,
-    k: Tensor,
-    slots: Any,
-    mask: Any,
-    turns: Any,
-    scale: float,
-    interleaved: bool,
-    offset: int | None,
-    window: int,
-    sinks: int,
+    q: Tensor, k: Tensor, slots: Any, mask: Any, turns: Any, scale: float, interleaved: bool, *limits: Any
 ) -> Tensor:
     """Return the logits by place, [B, Hq, n, P], -inf where unseen.
 
     Angles are recovered from their cosines, to turn pairs as complex numbers.
     """
-    batch, asking, count, _ = q.shape
-    heads, held = k.shape[1:3]
+    (batch, asking, count, _), (heads, held) = q.shape, k.shape[1:3]
+    offset, window, sinks = limits
     if turns is not None:
         cos, sin = turns.expand(len(k), heads, -1, -1).chunk(2, -1)
         pairs = k.unflatten(3, (-1, 2)) if interleaved else k.unflatten(3, (2, -1)).mT
@@ -143,10 +132,8 @@ Call = tuple[str, Tensor, Any, Any, float, dict[str, Any]]
 def calls(dtype: torch.dtype) -> Iterator[Call]:
     """Yield queries, keys, values, scales and what is seen: of shapes, then of combinations."""
     for rows, asking, heads, count, width, size, last, *limits in SHAPES:
-        q, k, v = (
-            guarded((rows, n, *rest), dtype, seed)
-            for seed, (n, *rest) in enumerate(((asking, count, size), (heads, width, size), (heads, width, last)))
-        )
+        shapes = (asking, count, size), (heads, width, size), (heads, width, last)
+        q, k, v = (guarded((rows, *shape), dtype, seed) for seed, shape in enumerate(shapes))
         name = "-".join(map(str, (rows, asking, heads, count, width, size, last, *limits)))
         seen = dict(zip(("offset", "window", "sinks"), limits, strict=False))
         yield name, q, k, v, 1.5 * size**-0.5, seen
@@ -188,10 +175,7 @@ def given(k: Any, v: Any, scale: float, seen: dict[str, Any], lse: Any = None) -
     """Return the arguments of an operator behind its queries; of masses, with log-sum-exps."""
     keys, grid, *form = attention._apart(k)
     tensors = [keys, grid, *(seen.get(name) for name in ("slots", "mask", "turns"))]
-    limits = [
-        seen.get("interleaved", False),
-        *(seen.get(*one) for one in (("offset", None), ("window", 0), ("sinks", 0))),
-    ]
+    limits = [seen.get("interleaved", False), *(seen.get(*one) for one in (("offset",), ("window", 0), ("sinks", 0)))]
     if lse is not None:
         return (*tensors, lse, scale, *limits, *form)
     values, value_grid, *value_form = attention._apart(v)
@@ -221,14 +205,10 @@ def masses(dtype: torch.dtype) -> Iterator[Case]:
             lse[0, :, ::5] = math.inf
         exact = isinstance(k, Tensor) and "turns" not in seen
         rounded = dtype if not exact and dtype != torch.float32 else torch.float32
-        yield Case(
-            f"mass-{name}",
-            attention.MASS,
-            (q, *given(k, None, scale, seen, lse)),
-            exact_mass,
-            lambda args, out, to=rounded: [out.to(to)],
-            40 if rounded == torch.float32 else 6,
-        )
+        case_of = Case(f"mass-{name}", attention.MASS, (q, *given(k, None, scale, seen, lse)), exact_mass)
+        case_of.results = lambda args, out, to=rounded: [out.to(to)]
+        case_of.tolerance = 40 if rounded == torch.float32 else 6
+        yield case_of
 
 
 FAMILIES = (forwards, masses)

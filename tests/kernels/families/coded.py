@@ -1,7 +1,5 @@
 """Calls of the operators of diffcache.kernels.coded."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch
@@ -26,16 +24,16 @@ def attention(dtype: torch.dtype) -> Iterator[Case]:
 
     def exact(
         q: Tensor,
-        keys: Tensor,
-        key_grid: Tensor,
-        values: Tensor,
-        value_grid: Tensor,
-        scale: float,
+        keys,
+        key_grid,
+        values,
+        value_grid,
+        scale,
         key_bits: int,
         value_bits: int,
         each: int,
         width: int,
-        *shifts: float,
+        *shifts,
     ) -> list[Tensor]:
         held = []
         wide = key_grid.repeat_interleave(each, 2), value_grid.repeat_interleave(width, 4)

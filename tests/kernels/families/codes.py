@@ -1,7 +1,5 @@
 """Calls of the operators of diffcache.kernels.codes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """Calls of the operator of diffcache.kernels.int8."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -1,9 +1,6 @@
 """Calls of the operators of diffcache.kernels.linear."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +14,7 @@ SHAPES = ((1, 1, 1), (3, 40, 24), (17, 33, 5), (130, 64, 150), (65, 300, 16), (2
 def products(dtype: torch.dtype) -> Iterator[Case]:
     """Yield products of random codes, and the largest there are."""
 
-    def exact(
-        rows: Tensor, codes: Tensor, terms: Tensor, zero: int, factor: Tensor, shift: Tensor, _: Any
-    ) -> list[Tensor]:
+    def exact(rows: Tensor, codes: Tensor, terms: Tensor, zero: int, factor: Tensor, shift: Tensor, _) -> list[Tensor]:
         weight = codes.double() - terms[1].double()[:, None]
         return [torch.einsum("mk,nk->mn", rows.double() - zero, weight) * factor + shift]
 

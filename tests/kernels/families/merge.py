@@ -1,7 +1,5 @@
 """Calls of the operator of diffcache.kernels.merge."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

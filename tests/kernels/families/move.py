@@ -1,7 +1,5 @@
 """Calls of the operators of diffcache.kernels.move."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch
@@ -61,9 +59,9 @@ def gathers(dtype: torch.dtype) -> Iterator[Case]:
 
     def exact(k: Tensor, v: Tensor, index: Tensor) -> list[Tensor]:
         wide = index.expand(-1, k.shape[1], -1)
+        heads = range(k.shape[1])
         return [
-            torch.stack([torch.stack([x[b, h, wide[b, h]] for h in range(x.shape[1])]) for b in range(len(wide))])
-            for x in (k, v)
+            torch.stack([torch.stack([x[b, h, at[h]] for h in heads]) for b, at in enumerate(wide)]) for x in (k, v)
         ]
 
     def case(name: str, *args: Tensor) -> Case:

@@ -1,7 +1,5 @@
 """Calls of the operators of diffcache.kernels.quantize."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -44,9 +42,8 @@ def written(x: np.ndarray, bits: int, intervals: float, symmetric: bool) -> tupl
 def numbers(codes: np.ndarray, bits: int) -> np.ndarray:
     """Return the bytes [..., room] as codes [..., room * 8 / bits]."""
     per = 8 // bits
-    return np.stack([codes.astype(np.int64) >> bits * n & 2**bits - 1 for n in range(per)], -1).reshape(
-        *codes.shape[:-1], -1
-    )
+    found = np.stack([codes.astype(np.int64) >> bits * n & 2**bits - 1 for n in range(per)], -1)
+    return found.reshape(*codes.shape[:-1], -1)
 
 
 def groups(slots: int, size: int, each: int, width: int) -> Iterator[tuple[int, int, slice, slice]]:
@@ -54,6 +51,10 @@ def groups(slots: int, size: int, each: int, width: int) -> Iterator[tuple[int, 
     for row, column in product(range(slots // each), range(-(-size // width))):
         first = row * each, column * width
         yield row, column, slice(first[0], first[0] + each), slice(first[1], first[1] + width)
+
+
+def both(args: Any, out: Any) -> list[Tensor]:
+    return list(out)
 
 
 def coded(dtype: torch.dtype) -> Iterator[Case]:
@@ -81,19 +82,11 @@ def coded(dtype: torch.dtype) -> Iterator[Case]:
         intervals = 2**bits - (2 if symmetric else 1)
         name = f"quant{bits}-{symmetric}-{slots}-{size}-{each}-{width}"
         yield Case(
-            name,
-            quantize.QUANT,
-            (x, bits, each, width, float(intervals), symmetric, torch.float16),
-            exact,
-            lambda args, out: list(out),
+            name, quantize.QUANT, (x, bits, each, width, float(intervals), symmetric, torch.float16), exact, both
         )
     x = guarded((2, 64, 2, 32), dtype, 3).transpose(1, 2)
-    yield Case(
-        "quant-strides", quantize.QUANT, (x, 4, 32, 1, 15.0, False, torch.float16), exact, lambda args, out: list(out)
-    )
-    yield Case(
-        "quant-levels", quantize.QUANT, (x, 4, 1, 32, 8.0, False, torch.float16), exact, lambda args, out: list(out)
-    )
+    yield Case("quant-strides", quantize.QUANT, (x, 4, 32, 1, 15.0, False, torch.float16), exact, both)
+    yield Case("quant-levels", quantize.QUANT, (x, 4, 1, 32, 8.0, False, torch.float16), exact, both)
 
 
 def decoded(dtype: torch.dtype) -> Iterator[Case]:
@@ -123,14 +116,8 @@ def decoded(dtype: torch.dtype) -> Iterator[Case]:
         if size == 70:
             of = torch.randint(0, slots // each, (2, 2, slots), generator=random, dtype=torch.uint8)
             room = torch.full((2, slots, 2, size), float("nan"), dtype=dtype).transpose(1, 2)
-            yield Case(
-                f"{name}-listed",
-                quantize.DEQUANT,
-                (*args[:2], room, *args[3:], of),
-                exact,
-                lambda args, out: [args[2]],
-                1.2,
-            )
+            args = (*args[:2], room, *args[3:], of)
+            yield Case(f"{name}-listed", quantize.DEQUANT, args, exact, lambda args, out: [args[2]], 1.2)
 
 
 FAMILIES = (coded, decoded)

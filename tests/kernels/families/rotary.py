@@ -1,7 +1,5 @@
 """Calls of the operator of diffcache.kernels.rotary."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch
@@ -29,16 +27,8 @@ def exact(x: Tensor, angles: Tensor, scale: float, back: bool, start: int, inter
     """Multiply every pair by the matrix of its rotation."""
     pairs = angles.shape[-1]
     sign, size = (-1, 1 / scale) if back else (1, scale)
-    matrix = (
-        torch.stack(
-            [
-                torch.stack([angles.cos(), -sign * angles.sin()], -1),
-                torch.stack([sign * angles.sin(), angles.cos()], -1),
-            ],
-            -2,
-        )
-        * size
-    )
+    cos, sin = angles.cos(), sign * angles.sin()
+    matrix = torch.stack([torch.stack([cos, -sin], -1), torch.stack([sin, cos], -1)], -2) * size
     matrix = matrix.expand(*x.shape[:3], pairs, 2, 2)
     first = start + torch.arange(pairs) * (2 if interleaved else 1)
     second = first + (1 if interleaved else pairs)

@@ -1,7 +1,5 @@
 """Calls of the operators of diffcache.kernels.rows."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Laws of attention of whatever shape, of the kernels and of the library that calls them."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

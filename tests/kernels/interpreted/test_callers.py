@@ -1,7 +1,5 @@
 """Callers of attention to what a store holds: with kernels on they do what plain PyTorch does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -30,9 +28,7 @@ def _both(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Tensor]], l
         made: list[tuple[str, Any]] = []
         plain = dispatch.Operator.launch
         with monkeypatch.context() as within, torch.no_grad():
-            within.setattr(
-                dispatch.Operator, "launch", lambda self, *args: made.append((self.name, args)) or plain(self, *args)
-            )
+            within.setattr(dispatch.Operator, "launch", lambda own, *a: made.append((own.name, a)) or plain(own, *a))
             found = run()
             within.setenv("DIFFCACHE_KERNELS", "torch")
             count = len(made)

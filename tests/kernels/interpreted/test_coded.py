@@ -61,13 +61,8 @@ TURNED = {"rotary": Rotary.default(1e4, 64)}
     ],
 )
 def test_a_layer_is_attended_to_in_its_codes(
-    codec: Pair,
-    dtype: torch.dtype,
-    made: str,
-    settings: dict[str, Any],
-    calls: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    codec: Pair, dtype, made: str, settings: Any, calls: list[str], monkeypatch
+):
     more = dict(settings)
     held = layer(codec, 103, dtype, rotary=more.pop("rotary", None))
     if "mask" in more:

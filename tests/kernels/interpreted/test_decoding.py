@@ -1,7 +1,5 @@
 """Language models of transformers with kernels on: which of their tokens are given to kernels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -44,9 +42,7 @@ def logits(model: Any, recipe: Any, inputs: Any, blank: int = 0) -> torch.Tensor
 
 
 @pytest.mark.parametrize("kind", ["drafted", "window", "chosen", "scored", "padded"])
-def test_prompts_drafted_and_generated_tokens_take_the_kernel(
-    kind: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_prompts_drafted_and_generated_tokens_take_the_kernel(kind: str, calls: list[Any], monkeypatch) -> None:
     model, layers = llama(num_hidden_layers=1), 1
     recipe: Any = snapkv(1.0, window=4)
     expected: list[Any] = [(3, None, 21, 0)]  # a prompt, and one token, see all there is

@@ -1,7 +1,5 @@
 """Kernels of features: codes of layers and rows, distances and forecasts."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -49,9 +47,7 @@ def test_a_quantized_layer_is_the_same_with_kernels(monkeypatch, bits, dtype):
     plan = LayerPlan(*grid_of(low, high, bits), *inputs)
     x, calls, outputs = guarded((2, 5, 41), dtype, 1), [], []
     for operator in (codes.CODES, linear.LINEAR):
-        monkeypatch.setattr(
-            operator, "op", lambda *args, op=operator.op, name=operator.name: (calls.append(name), op(*args))[1]
-        )
+        monkeypatch.setattr(operator, "op", lambda *a, op=operator.op, n=operator.name: calls.append(n) or op(*a))
     for how in ("triton", "torch"):
         monkeypatch.setenv("DIFFCACHE_KERNELS", how)
         layer = QuantizedLinear(dense, plan, bits, "l", now=lambda: Step(0))
@@ -69,9 +65,7 @@ def launched(monkeypatch):
     """Return the names of the operators that are called, in order."""
     names = []
     for operator in (rows.PACK, rows.SUM):
-        monkeypatch.setattr(
-            operator, "op", lambda *args, op=operator.op, name=operator.name: (names.append(name), op(*args))[1]
-        )
+        monkeypatch.setattr(operator, "op", lambda *a, op=operator.op, n=operator.name: names.append(n) or op(*a))
     return names
 
 

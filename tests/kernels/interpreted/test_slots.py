@@ -1,7 +1,5 @@
 """Kernels of slots: moved, rotated, coded and restored."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
@@ -112,10 +110,8 @@ def test_a_layer_is_overwritten_in_one_launch(
         found.append([slots.k, slots.v, slots.meta["ver"], layer.tail.clean])
     assert launches == {"kv_scatter": 2}
     for other in found[1:]:
-        assert all(
-            torch.equal(one, two) if isinstance(one, Tensor) else one == two
-            for one, two in zip(found[0], other, strict=True)
-        )
+        for one, two in zip(found[0], other, strict=True):
+            assert torch.equal(one, two) if isinstance(one, Tensor) else one == two
 
 
 def test_slots_are_gathered_in_one_launch(launches: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,9 +127,7 @@ def test_slots_are_gathered_in_one_launch(launches: Counter[str], monkeypatch: p
     assert torch.equal(found.pos, wanted.pos)
 
 
-def test_a_decoding_that_writes_rows_is_that_of_plain_pytorch(
-    launches: Counter[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_decoding_that_writes_rows_is_that_of_plain_pytorch(launches: Counter[str], monkeypatch) -> None:
     found = []
     for backend in ("triton", "torch"):
         monkeypatch.setenv("DIFFCACHE_KERNELS", backend)
@@ -158,9 +152,7 @@ KINDS: dict[str, tuple[Rotation, Tensor]] = {
 
 @LAYOUTS
 @pytest.mark.parametrize("backend", ["triton", "torch"])
-def test_what_begins_at_an_odd_place_is_turned_as_elsewhere(
-    backend: str, interleaved: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_begins_at_an_odd_place_is_turned_as_elsewhere(backend: str, interleaved: bool, monkeypatch) -> None:
     monkeypatch.setenv("DIFFCACHE_KERNELS", backend)
     x, angles = drawn(1, 2, 6, 16), drawn(6, 8, seed=1)
     odd = torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
@@ -197,9 +189,7 @@ def test_cosines_and_sines_are_exact_at_positions_up_to_a_million(dtype: torch.d
 
 @LAYOUTS
 @pytest.mark.parametrize("shape", [(40, 4), (2, 1, 40, 4), (2, 5, 40, 4)])
-def test_heads_that_share_their_angles_share_programs(
-    interleaved: bool, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heads_that_share_their_angles_share_programs(interleaved: bool, shape: tuple[int, ...], monkeypatch) -> None:
     x, angles = drawn(2, 5, 40, 11), drawn(*shape, seed=1)
     alone = rotate(x, angles, start=2, interleaved=interleaved)
     for enough in (1, 3, 5):  # five heads, three or two of them in a program
@@ -228,14 +218,11 @@ def test_the_library_rotates_by_the_kernel(name: str, monkeypatch: pytest.Monkey
     assert len(calls) == 6  # plain PyTorch has float64 and gradients
 
 
-@pytest.mark.parametrize(
-    ("codec", "dtype"),
-    [*((codec, torch.float32) for codec in CODECS), *((CODECS[0], dtype) for dtype in DTYPES[1:])],
-    ids=str,
-)
-def test_codes_and_grids_are_those_of_plain_pytorch(
-    codec: GroupQuant, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+CODED = [*((codec, torch.float32) for codec in CODECS), *((CODECS[0], dtype) for dtype in DTYPES[1:])]
+
+
+@pytest.mark.parametrize(("codec", "dtype"), CODED, ids=str)
+def test_codes_and_grids_are_those_of_plain_pytorch(codec: GroupQuant, dtype: torch.dtype, monkeypatch) -> None:
     x = tensor(dtype)
     codes, grid = by_twin(codec, x)
     made = codec.encode(x)

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -19,19 +20,12 @@ from diffcache.kv.codec.scaled import Balanced, ChannelSeparable, balancer
 from diffcache.kv.codec.sparse import BitmapSparse, Outliers
 
 
-def groups_of(x: Tensor, along: str, group: int) -> Iterator[tuple[int, ...]]:
+def groups_of(x: Tensor, along: str, group: int) -> Iterator[tuple[int, int, slice, slice]]:
     """Yield (b, h, slots, channels) slices of every group, by definition."""
     b, h, s, d = x.shape
-    for i in range(b):
-        for j in range(h):
-            if along == "tokens":
-                for start in range(0, s, group):
-                    for c in range(d):
-                        yield i, j, slice(start, start + group), slice(c, c + 1)
-            else:
-                for t in range(s):
-                    for start in range(0, d, group):
-                        yield i, j, slice(t, t + 1), slice(start, min(start + group, d))
+    tokens, channels = (group, 1) if along == "tokens" else (1, group)
+    for i, j, t, c in itertools.product(range(b), range(h), range(0, s, tokens), range(0, d, channels)):
+        yield i, j, slice(t, t + tokens), slice(c, c + channels)
 
 
 def reference(x: Tensor, bits: float, along: str, group: int) -> tuple[Tensor, Tensor]:
@@ -58,15 +52,6 @@ def test_equals_a_loop_and_keeps_the_bound(bits: float, along: str, group: int) 
     error = (found - x).abs()
     slack = x.abs().max() * 2**-11 * 2  # of the stored minimum and scale
     assert (error <= half + slack).all()
-
-
-def test_kivi_bytes() -> None:
-    x = torch.randn(2, 4, 128, 64).half()
-    for along in ("tokens", "channels"):
-        assert nbytes(GroupQuant(2, along, 32).encode(x)) == 0.1875 * x.nbytes
-    assert nbytes(GroupQuant(2, "channels", 32, symmetric=True).encode(x)) == 0.15625 * x.nbytes
-    joined = GroupQuant(2, "tokens", 32)
-    assert nbytes(joined.join([joined.encode(x)] * 3)) == 3 * 0.1875 * x.nbytes
 
 
 @pytest.mark.parametrize("bits", [1, 1.58, 2, 3, 4, 8])
@@ -131,43 +116,42 @@ def side_by_side(x: Tensor) -> Tensor:
     return torch.stack([torch.cat(list(row), -1) for row in x])
 
 
-@pytest.mark.parametrize("rank", [1, 3, 8, 15])
-def test_error_is_the_tail_of_the_spectrum(rank: int) -> None:
-    x = torch.randn(2, 3, 40, 16, dtype=torch.float64)
-    error = LowRank(rank).encode(x).decode() - x
-    tail = torch.linalg.svdvals(x)[..., rank:]
-    wanted = tail.square().sum(-1).sqrt()
-    torch.testing.assert_close(error.flatten(2).norm(dim=-1), wanted, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("rank", [1, 6, 20])
-def test_joint_error_is_the_tail_of_all_heads(rank: int) -> None:
-    x = torch.randn(2, 3, 40, 8, dtype=torch.float64)
-    error = LowRank(rank, joint=True).encode(x).decode() - x
-    tail = torch.linalg.svdvals(side_by_side(x))[..., rank:]
-    wanted = tail.square().sum(-1).sqrt()
-    torch.testing.assert_close(error.flatten(1).norm(dim=-1), wanted, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("slots", [3, 16, 50])
+@pytest.mark.parametrize("slots", [40, 3])
+@pytest.mark.parametrize("rank", [1, 3, 8, 15, 24])
 @pytest.mark.parametrize("joint", [False, True])
-def test_full_rank_is_exact(slots: int, joint: bool) -> None:
+def test_error_is_the_tail_of_the_spectrum(joint: bool, rank: int, slots: int) -> None:
     x = torch.randn(2, 3, slots, 8, dtype=torch.float64)
-    rank = min(slots, 24 if joint else 8)
-    found = LowRank(rank, joint=joint).encode(x).decode()
-    torch.testing.assert_close(found, x, rtol=1e-6, atol=1e-6 if slots == 3 else 1e-11)
+    error = LowRank(rank, joint=joint).encode(x).decode() - x
+    tail = torch.linalg.svdvals(side_by_side(x) if joint else x)[..., rank:].square().sum(-1).sqrt()
+    close = 1e-6 if rank >= slots else 1e-10
+    torch.testing.assert_close(error.flatten(1 if joint else 2).norm(dim=-1), tail, rtol=1e-10, atol=close)
+
+
+@pytest.mark.parametrize(
+    ("codec", "shape", "wanted"),
+    [
+        *((GroupQuant(2, along, 32), (2, 4, 128, 64), 0.1875 * 2 * 2 * 4 * 128 * 64) for along in ("tokens", "channels")),
+        (GroupQuant(2, "channels", 32, symmetric=True), (2, 4, 128, 64), 0.15625 * 2 * 2 * 4 * 128 * 64),
+        (LowRank(5), (1, 4, 128, 16), 2 * 5 * (4 * 128 + 4 * 16)),
+        (LowRank(5, joint=True), (1, 4, 128, 16), 2 * 5 * (128 + 64)),
+        (BitmapSparse(0.7), (1, 4, 100, 64), 400 * (8 + 2 * (64 - 44))),
+        (BitmapSparse(0.5, GroupQuant(2, "channels", 32)), (1, 4, 100, 64), 400 * (8 + 32 // 4 + 4)),
+        (Outliers(0.1), (2, 4, 50, 64), 2 * 4 * 50 * (1 + 6 * 3)),
+        (FourierSigns(32), (1, 4, 128, 64), 4 * 4 * (31 * 8 + 2 * 2 * 64)),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_bytes_are_the_closed_forms(codec: Any, shape: tuple[int, ...], wanted: float) -> None:
+    x = torch.randn(shape).half()
+    assert nbytes(codec.encode(x)) == wanted
+    if isinstance(codec, GroupQuant):
+        assert nbytes(codec.join([codec.encode(x)] * 3)) == 3 * wanted
 
 
 def test_coordinates_come_by_falling_energy() -> None:
     x = torch.randn(1, 2, 50, 8, dtype=torch.float64)
     left = LowRank(5).encode(x).left.decode()  # type: ignore[attr-defined]
     torch.testing.assert_close(left.norm(dim=2), torch.linalg.svdvals(x)[..., :5])
-
-
-def test_bytes_are_coordinates_and_basis() -> None:
-    x = torch.randn(1, 4, 128, 16).half()
-    assert nbytes(LowRank(5).encode(x)) == 2 * 5 * (4 * 128 + 4 * 16)
-    assert nbytes(LowRank(5, joint=True).encode(x)) == 2 * 5 * (128 + 64)
 
 
 def test_quantized_coordinates() -> None:
@@ -239,14 +223,6 @@ def test_exactly_as_many_are_pruned_among_equals() -> None:
     assert (BitmapSparse(0.7).encode(torch.zeros_like(x)).decode() == 0).all()
 
 
-def test_bitmap_bytes() -> None:
-    x = torch.randn(1, 4, 100, 64).half()
-    kept = 64 - 44
-    assert nbytes(BitmapSparse(0.7).encode(x)) == 400 * (8 + 2 * kept)
-    both = BitmapSparse(0.5, GroupQuant(2, "channels", 32)).encode(x)
-    assert nbytes(both) == 400 * (8 + 32 // 4 + 4)
-
-
 def test_quantized_values_stay_in_their_places() -> None:
     x = torch.randn(1, 2, 8, 32)
     exact = BitmapSparse(0.5).encode(x).decode()
@@ -271,11 +247,6 @@ def test_outliers_equal_a_loop(share: float, length: int, half: int) -> None:
     assert torch.equal(found, wanted)
     turned = Outliers(share, "tokens").encode(x.mT.contiguous()).decode()
     assert torch.equal(turned, wanted.mT)
-
-
-def test_outlier_bytes() -> None:
-    x = torch.randn(2, 4, 50, 64).half()
-    assert nbytes(Outliers(0.1).encode(x)) == 2 * 4 * 50 * (1 + 6 * 3)
 
 
 def test_a_slot_may_hold_every_outlier_or_none() -> None:
@@ -439,25 +410,14 @@ def test_basis_is_orthonormal_and_the_transform(length: int) -> None:
 
 
 def test_signs_equal_a_loop() -> None:
-    x, group = torch.randn(2, 2, 12, 5), 4
+    x, group, basis = torch.randn(2, 2, 12, 5), 4, real_fourier(4).float()
     found = FourierSigns(group).encode(x).decode()
-    basis = real_fourier(group).float()
-    for b in range(2):
-        for h in range(2):
-            for start in range(0, 12, group):
-                for c in range(5):
-                    signal = x[b, h, start : start + group, c]
-                    rest = basis[1:] @ signal
-                    scale = rest.abs().mean()
-                    coded = scale * torch.where(rest >= 0, 1.0, -1.0)
-                    wanted = signal.mean() + coded @ basis[1:]
-                    torch.testing.assert_close(found[b, h, start : start + group, c], wanted, rtol=1e-3, atol=2e-3)
-
-
-def test_bytes_are_a_bit_and_two_halves_a_group() -> None:
-    x = torch.randn(1, 4, 128, 64).half()
-    groups = 4 * 4
-    assert nbytes(FourierSigns(32).encode(x)) == groups * (31 * 8 + 2 * 2 * 64)
+    for b, h, start, c in itertools.product(range(2), range(2), range(0, 12, group), range(5)):
+        signal = x[b, h, start : start + group, c]
+        rest = basis[1:] @ signal
+        coded = rest.abs().mean() * torch.where(rest >= 0, 1.0, -1.0)
+        wanted = signal.mean() + coded @ basis[1:]
+        torch.testing.assert_close(found[b, h, start : start + group, c], wanted, rtol=1e-3, atol=2e-3)
 
 
 def test_whole_groups_slide_out() -> None:
@@ -499,20 +459,11 @@ def test_separable_keeps_zero_channels_and_blocks_apart() -> None:
 def test_balancer_by_definition() -> None:
     q, k = torch.randn(2, 3, 2, 5, 4), torch.randn(2, 3, 7, 4)
     found = balancer(q, k)
-    for b in range(2):
-        for h in range(3):
-            for c in range(4):
-                wanted = (q[b, h, :, :, c].abs().max() / k[b, h, :, c].abs().max()).sqrt()
-                torch.testing.assert_close(found[b, h, c], wanted)
+    for b, h, c in itertools.product(range(2), range(3), range(4)):
+        wanted = (q[b, h, :, :, c].abs().max() / k[b, h, :, c].abs().max()).sqrt()
+        torch.testing.assert_close(found[b, h, c], wanted)
     k[..., 0] = 0
     assert (balancer(q, k)[..., 0] == 1).all()
-
-
-def test_balanced_loses_nothing_without_quantization() -> None:
-    k = torch.randn(2, 3, 7, 4)
-    for shape in ((4,), (3, 4), (2, 3, 4), (1, 3, 1)):
-        found = Balanced(Exact(), torch.rand(shape) + 0.1).encode(k).decode()
-        torch.testing.assert_close(found, k, rtol=1e-6, atol=1e-6)
 
 
 def test_balanced_equals_scaling_queries_instead() -> None:
@@ -527,3 +478,9 @@ def test_one_factor_is_stored_once() -> None:
     codec = Balanced(GroupQuant(2, "channels", 4), torch.rand(3, 4) + 0.5)
     joined = codec.join([codec.encode(torch.randn(2, 3, s, 4)) for s in (5, 6)])
     assert joined.factor.values.shape[2] == 1 and joined.factor.of is None
+
+
+@pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 3, 4), (1, 3, 1)])
+def test_balanced_loses_nothing_without_quantization(shape: tuple[int, ...]) -> None:
+    k = torch.randn(2, 3, 7, 4)
+    torch.testing.assert_close(Balanced(Exact(), torch.rand(shape) + 0.1).encode(k).decode(), k, rtol=1e-6, atol=1e-6)

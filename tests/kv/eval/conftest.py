@@ -1,7 +1,5 @@
 """The model that these tests share."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

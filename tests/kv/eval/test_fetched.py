@@ -1,7 +1,5 @@
 """A model from the package index: refused or whole, converted exactly; the real one where it is."""
 
-from __future__ import annotations
-
 import subprocess
 import zipfile
 from pathlib import Path
@@ -69,37 +67,20 @@ def gguf_of(model: LlamaForCausalLM, file: Path) -> None:
     """Write a Llama as llama.cpp's converter does: the halves of rotary channels interleaved."""
     gguf = pytest.importorskip("gguf", reason="needs the package gguf")
     config, writer = model.config, gguf.GGUFWriter(str(file), "llama")
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
-    writer.add_rope_dimension_count(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_vocab_size(config.vocab_size)
     signs = ["<e>", "<s>", "Ġ", "ĠĠ", *"abcdefghij0123456789\u010a"]
     signs += [f"<{number}>" for number in range(config.vocab_size - len(signs))]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(signs)
-    writer.add_token_types([3, 3] + [1] * (len(signs) - 2))
-    writer.add_token_merges(["Ġ Ġ"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(0)
-    writer.add_chat_template(TEMPLATE)
-    names = {
-        "input_layernorm": "attn_norm",
-        "post_attention_layernorm": "ffn_norm",
-        "self_attn.q_proj": "attn_q",
-        "self_attn.k_proj": "attn_k",
-        "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output",
-        "mlp.gate_proj": "ffn_gate",
-        "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down",
-    }
+    said = dict(block_count=config.num_hidden_layers, context_length=config.max_position_embeddings)
+    said |= dict(embedding_length=config.hidden_size, feed_forward_length=config.intermediate_size)
+    said |= dict(head_count=config.num_attention_heads, head_count_kv=config.num_key_value_heads)
+    said |= dict(rope_freq_base=config.rope_parameters["rope_theta"], rope_dimension_count=config.head_dim)
+    said |= dict(layer_norm_rms_eps=config.rms_norm_eps, vocab_size=config.vocab_size, bos_token_id=1, eos_token_id=0)
+    said |= dict(tokenizer_model="gpt2", tokenizer_pre="smollm", token_list=signs, chat_template=TEMPLATE)
+    said |= dict(token_types=[3, 3] + [1] * (len(signs) - 2), token_merges=["Ġ Ġ"])
+    for name, value in said.items():
+        getattr(writer, f"add_{name}")(value)
+    names = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.o_proj": "attn_output"}
+    names |= {f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"}
+    names |= {f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}
     for name, weight in model.model.named_parameters():
         if name == "embed_tokens.weight":
             name = "token_embd.weight"
@@ -120,24 +101,13 @@ def gguf_of(model: LlamaForCausalLM, file: Path) -> None:
     writer.close()
 
 
-def test_a_converted_model_is_the_one_that_was_packed(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_converted_model_is_the_one_that_was_packed(home: Path, tmp_path: Path, monkeypatch) -> None:
     """Three query heads to a key-value head and tied embeddings, as SmolLM2 has them."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        head_dim=8,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        max_position_embeddings=128,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e5},
-    )
-    model = peaked(LlamaForCausalLM(config)).eval()
+    config = dict(vocab_size=64, hidden_size=48, intermediate_size=64, head_dim=8, tie_word_embeddings=True)
+    config |= dict(num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=128)
+    config |= dict(rope_parameters={"rope_type": "default", "rope_theta": 1e5})
+    model = peaked(LlamaForCausalLM(LlamaConfig(**config))).eval()
     gguf_of(model, tmp_path / "model.gguf")
     with zipfile.ZipFile(tmp_path / "a.whl", "w") as packed:
         packed.write(tmp_path / "model.gguf", PACKAGE.file)
@@ -162,20 +132,15 @@ def test_a_converted_model_is_the_one_that_was_packed(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not (fetched.folder(NAME) / fetched.READY).is_file(), reason="SmolLM2 is not there: diffcache fetch smollm2"
-)
+@pytest.mark.skipif(not (fetched.folder(NAME) / fetched.READY).is_file(), reason="diffcache fetch smollm2")
 def test_the_real_model_answers_and_full_caches_are_exact() -> None:
     """Nine query heads over three, tied embeddings, its chat template."""
     place = fetched.fetched(NAME)
     model = AutoModelForCausalLM.from_pretrained(place).eval()
     tokenizer = AutoTokenizer.from_pretrained(place)
-    ids = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "What is the capital of France?"}],
-        add_generation_prompt=True,
-        return_tensors="pt",
-        return_dict=True,
-    )["input_ids"]
+    asked = [{"role": "user", "content": "What is the capital of France?"}]
+    given = dict(add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = tokenizer.apply_chat_template(asked, **given)["input_ids"]
     settings = {"max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     stock = model.generate(ids, **settings)
     said = tokenizer.decode(stock.sequences[0, ids.shape[1] :], skip_special_tokens=True)

@@ -1,7 +1,5 @@
 """Tasks of lm-evaluation-harness: what is scored was compressed, and an exact cache is stock."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from itertools import pairwise
@@ -101,9 +99,7 @@ def test_what_was_dropped_is_missing_when_answers_are_scored(lm: harness.RecipeL
 
 
 @pytest.mark.parametrize("recipe", [Recipe(), snapkv(1.0)], ids=["none", "everything"])
-def test_what_drops_nothing_scores_as_the_stock_model(
-    lm: harness.RecipeLM, stock: HFLM, recipe: Recipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_drops_nothing_scores_as_the_stock_model(lm: harness.RecipeLM, stock: HFLM, recipe: Recipe, monkeypatch):
     short, tail = text(BATCH.context[0, :20]), text(BATCH.context[1, :7])
     pairs = [*questions(), (short, " " + tail), (short, " f1"), (short, " f2"), ("", short)]
     pairs = pairs if recipe == Recipe() else pairs[:-1]
@@ -174,9 +170,8 @@ def call(folder: Path, *given: object) -> Any:
 @pytest.mark.slow
 def test_the_command_puts_recipes_beside_the_exact_cache(tasks: Path, tmp_path: Path) -> None:
     out = tmp_path / "record.json"
-    found = call(
-        tasks, "--tasks", "tiny_generate,tiny_rolling", "--recipe", "h2o:budget=8", "--limit", 3, "--out", out
-    )
+    given = "--recipe", "h2o:budget=8", "--limit", 3, "--out", out
+    found = call(tasks, "--tasks", "tiny_generate,tiny_rolling", *given)
     assert found.exit_code == 0, found.output
     record = json.loads(out.read_text())
     rows = {(row["name"], row["metric"]): row for row in record["rows"]}
@@ -207,15 +202,12 @@ def test_the_command_puts_recipes_beside_the_exact_cache(tasks: Path, tmp_path: 
         (["--recipe", "h2o"], "--include-path"),
     ],
 )
-def test_what_tasks_cannot_do_is_said_before_anything_runs(
-    tasks: Path, given: list[str], said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_tasks_cannot_do_is_said_before_anything_runs(tasks: Path, given: list[str], said: str, monkeypatch):
     monkeypatch.setattr(harness.Questions, "load", None)  # no model may be loaded
     # The thousands of files of the harness itself take ten seconds.
     real = harness.TaskManager
-    monkeypatch.setattr(
-        harness, "TaskManager", lambda include_path, **_: real(include_path=include_path, include_defaults=False)
-    )
+    small = lambda include_path, **_: real(include_path=include_path, include_defaults=False)  # noqa: E731
+    monkeypatch.setattr(harness, "TaskManager", small)
     found = call(tasks, *given)
     assert found.exit_code == 2, found.output
     assert said in " ".join(found.output.split()) and "Traceback" not in found.output

@@ -1,7 +1,5 @@
 """What is measured of a recipe: the same each time, with honest bytes, and peers alike."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -54,15 +52,12 @@ def test_the_answers_are_those_of_the_whole_text(model: nn.Module, folder: Path)
     assert recall.hits_of(measured(model, Recipe(), folder)).equal(wanted)
 
 
-def test_dropped_slots_are_not_counted(model: nn.Module, folder: Path) -> None:
+def test_dropped_slots_are_not_counted_and_what_single_queries_read_is(model: nn.Module, folder: Path) -> None:
     found = measured(model, streaming_llm(16, rotate=False), folder)
     assert found["slots"] == 16 and found["mode"] == "native"
     assert 16 / CONTEXT < found["share"] < 20 / CONTEXT  # keys, values, and positions
     whole = measured(model, kvzip(0.5), folder)  # asked by the context itself
     assert whole["slots"] == CONTEXT // 2
-
-
-def test_what_single_queries_read_is_counted(model: nn.Module, folder: Path) -> None:
     found = measured(model, quest(0.25, page=4, skip=0), folder)
     assert found["slots"] == CONTEXT and 0.2 < found["read"] < 0.35
     assert measured(model, quest(1.0, page=4, skip=0), folder)["read"] == 1.0
@@ -83,9 +78,7 @@ def test_the_model_is_as_before_whatever_happens(model: nn.Module, folder: Path)
     assert model.config._attn_implementation == before  # type: ignore[union-attr]
 
 
-def test_what_a_press_keeps_is_what_our_store_holds(
-    model: nn.Module, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_press_keeps_is_what_our_store_holds(model: nn.Module, folder: Path, monkeypatch) -> None:
     drawn = torch.Generator().manual_seed(0)
     said: list[Tensor] = []
 

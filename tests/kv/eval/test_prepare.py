@@ -1,7 +1,5 @@
 """Offline stages run on a tiny model, write tables that recipes take, and leave the model alone."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path
@@ -83,8 +81,6 @@ def test_contexts_are_not_those_that_are_measured(folder: Path) -> None:
     theirs = [row for batch in task(folder).batches() for row in batch.context]
     assert not any(torch.equal(mine[0], other) for mine in ours for other in theirs)
 
-
-# On the user's own model and texts ---------------------------------------------------------------
 
 SHORT: dict[str, dict[str, Any]] = {
     "duo_attention": {"epochs": 1},

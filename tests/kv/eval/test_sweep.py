@@ -1,7 +1,5 @@
 """Recipes in one word, sweeps of them, and the recipe that keeps most within the memory."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -47,14 +45,9 @@ def written(folder: Path, text: str) -> Path:
 
 def test_budgets_are_filled_in_and_rows_measured_once(tmp_path: Path) -> None:
     found = sweep.read_sweep(written(tmp_path, TEXT))
-    assert found.families["a"] == [
-        "keydiff:budget=0.5",
-        "keydiff:budget=0.25",
-        "knorm:budget=0.5",
-        "knorm:budget=0.25",
-    ]
+    words = [f"{name}:budget={size}" for name in ("keydiff", "knorm") for size in (0.5, 0.25)]
+    assert found.families["a"] == words and found.task.samples == 4
     assert len(found.words()) == 6 and found.words()[0] == "none"
-    assert found.task.samples == 4
 
 
 def test_a_run_that_was_cut_off_goes_on(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,14 +167,8 @@ def test_weights_come_back_as_what_they_were(tmp_path: Path, monkeypatch: pytest
 
 def row(held: float, answers: str, nats: list[float], **changes: Any) -> dict[str, Any]:
     """Return a row of one question a window."""
-    return {
-        "share": held,
-        "share_16": None,
-        "able": ["needle"],
-        "hits": {"needle": [*answers]},
-        "nats": nats,
-        **changes,
-    }
+    hits = {"needle": [*answers]}
+    return {"share": held, "share_16": None, "able": ["needle"], "hits": hits, "nats": nats, **changes}
 
 
 FLAT = [2.0] * 6
@@ -208,11 +195,8 @@ def test_of_those_that_fit_the_most_answers_and_then_perplexity_decide() -> None
 
 def test_without_questions_perplexity_decides() -> None:
     bare = {"able": [], "hits": {}}
-    rows = {
-        "none": row(1, "", FLAT, **bare),
-        "a": row(0.5, "", [2.2] * 6, **bare),
-        "b": row(0.5, "", [2.1] * 6, **bare),
-    }
+    rows = {"none": row(1, "", FLAT, **bare)}
+    rows |= {name: row(0.5, "", [nats] * 6, **bare) for name, nats in (("a", 2.2), ("b", 2.1))}
     made = pick(rows, 0.5)
     assert made.word == "b" and made.tried[0].held_out.change is None
 

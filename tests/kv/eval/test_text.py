@@ -1,7 +1,5 @@
 """Recipes on texts of the user's own: an exact cache is stock, rows that fail are told."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
@@ -95,13 +93,8 @@ def test_what_is_asked_for_stands_in_the_text() -> None:
     by_kind: dict[str, list[Any]] = {}
     for one in asked.questions:
         by_kind.setdefault(one.kind, []).append(one)
-    assert {kind: len(some) for kind, some in by_kind.items()} == {
-        "needle": 5,
-        "values": 1,
-        "pair": 4,
-        "variables": 1,
-        "frequent": 1,
-    }
+    counts = {"needle": 5, "values": 1, "pair": 4, "variables": 1, "frequent": 1}
+    assert {kind: len(some) for kind, some in by_kind.items()} == counts
     for one, depth in zip(by_kind["needle"], DEPTHS, strict=True):
         before, found, _ = asked.text.partition(f"{one.start}{one.answer}.")
         assert found and sum(word[1:].isdigit() for word in before.split() if word[0] == "w") == round(depth * 80)
@@ -134,9 +127,8 @@ def test_whole_answers_are_those_of_greedy_generation(reader: Path, recipe: Reci
     cache = cache_for(model, recipe)
     read_context(model, tokenizer, cache, ids[:, :-1])
     whole = torch.cat([ids, question], 1)
-    said = model.generate(whole, past_key_values=cache.fork(), max_new_tokens=12, do_sample=False)[
-        0, whole.shape[1] :
-    ].tolist()
+    out = model.generate(whole, past_key_values=cache.fork(), max_new_tokens=12, do_sample=False)
+    said = out[0, whole.shape[1] :].tolist()
     given = [int(ids[0, -1]), *question[0].tolist()]
     assert score(model, cache.fork(), given, said, recipe)[1].all() and len(said) > 2
     other = [*said[:-1], said[-1] ^ 1]
@@ -191,9 +183,7 @@ def test_a_row_that_fails_is_told_and_the_others_go_on(reader: Path, texts: Path
     assert out.with_suffix(".png").stat().st_size > 10_000
 
 
-def test_a_cache_no_recipe_serves_is_refused_before_texts_are_scored(
-    task: TextTask, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_no_recipe_serves_is_refused_before_texts_are_scored(task: TextTask, monkeypatch) -> None:
     def broken(self: TextModel) -> Any:
         model = self_load(self)
         model.generation_config.use_cache = False

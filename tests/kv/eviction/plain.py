@@ -50,11 +50,8 @@ class Text:
         for index in range(self.layers):
             layer = store.layers[index]
             at = layer.seen
-            layer.write(
-                self.k[index, :, :, start:stop],
-                self.v[index, :, :, start:stop],
-                valid=None if bool(valid.all()) else valid,
-            )
+            k, v = (x[index, :, :, start:stop] for x in (self.k, self.v))
+            layer.write(k, v, valid=None if bool(valid.all()) else valid)
             q = self.q[index, :, :, start:stop]
             asked = Query(q, at, q.shape[-1] ** -0.5)
             store.attend(index, asked, None if bool(valid.all()) else valid)

@@ -1,7 +1,5 @@
 """Observations and stores made by hand, for tests of scores, budgets and plans."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -10,20 +8,12 @@ from diffcache.kv.observe import Observation
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.slots import Slots
 from diffcache.kv.store import KVStore
-from tests.kv.kvpress_presses import GROUPS, HEADS, LAYERS, SIZE, TOKENS, golden
+from tests.kv.kvpress_golden import GROUPS, HEADS, LAYERS, SIZE, TOKENS, golden
 
 
 def observed(
-    k: Tensor,
-    v: Tensor,
-    q: Tensor | None = None,
-    *,
-    window: int = 8,
-    pad: int = 0,
-    out: Tensor | None = None,
-    layer: int = 0,
-    layers: int = 2,
-) -> Observation:
+    k: Tensor, v: Tensor, q=None, *, window: int = 8, pad: int = 0, out=None, layer: int = 0, layers: int = 2
+):
     """Return what scorers see of one layer [B, H, S, D], with padding put before its tokens."""
     batch, heads, width = k.shape[:3]
     pos = torch.arange(width, dtype=torch.int32) + pad
@@ -56,23 +46,13 @@ def golden_kept(name: str, percent: int) -> Tensor:
     return golden()[0][f"kept.{name}.{percent}"]
 
 
-def filled(
-    recipe: Recipe,
-    *,
-    heads: int = HEADS,
-    groups: int = GROUPS,
-    tokens: int = TOKENS,
-    layers: int = 2,
-    dtype: torch.dtype = torch.float32,
-    size: int = SIZE,
-    out: bool = False,
-) -> KVStore:
+def filled(recipe: Recipe, tokens: int = TOKENS, layers: int = 2, dtype=torch.float32, size: int = SIZE, out=False):
     """Return a store of random tokens that were attended to as a prompt is."""
-    weights = [torch.randn(32, heads * groups * size, dtype=dtype) for _ in range(layers)]
+    weights = [torch.randn(32, HEADS * GROUPS * size, dtype=dtype) for _ in range(layers)]
     store = KVStore(layers, recipe, out=weights if out else None)
     store.begin(tokens)
     for index in range(layers):
-        feed(store, index, tokens, heads, groups, size, dtype)
+        feed(store, index, tokens, HEADS, GROUPS, size, dtype)
     return store
 
 

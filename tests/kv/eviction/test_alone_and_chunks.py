@@ -1,7 +1,5 @@
 """Scores and plans against kvpress and loops over queries and slots, alone, in a padded batch, and in chunks."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -25,7 +23,7 @@ from diffcache.kv.score.vectors import KeyDifference, KeyNorm, Lag, NormProduct,
 from diffcache.kv.slots import Slots
 from diffcache.kv.store import KVStore
 from tests.kv.eviction.plain import GROUPS, HEADS, Text, recipe, scores
-from tests.kv.kvpress_presses import golden
+from tests.kv.kvpress_golden import golden
 
 PROMPT = [14, 1, 1, 1]  # tokens of each forward
 TOKENS = sum(PROMPT)
@@ -49,15 +47,10 @@ def test_low_counts_are_counted_by_hand() -> None:
     text = Text(TOKENS, pad=(0, 4))
     found = scores(LowCount(6), text, PROMPT)[0]
     for row, pad in enumerate(text.pad):
-        attention = text.attention(row)
-        count = TOKENS - pad
-        for head in range(HEADS):
-            for slot in range(count):
-                low = 0
-                for query in range(max(count - 6, slot), count):
-                    for group in range(GROUPS):
-                        low += bool(attention[head, group, query, slot] < 1 / (query + 1))
-                assert found[row, head, pad + slot] == -low
+        attention, count = text.attention(row), TOKENS - pad
+        fair = 1 / torch.arange(1, count + 1)[:, None]
+        low = (attention < fair).tril()[:, :, -6:].sum((1, 2))
+        assert torch.equal(found[row, :, pad:], -low.to(found.dtype))
 
 
 def _mixed(x: int) -> int:
@@ -83,10 +76,8 @@ def test_noisy_mass_is_a_sum_of_noisy_softmaxes() -> None:
         for group in range(GROUPS):
             for query in range(TOKENS):
                 step = max(query - 13, 0)
-                row = [
-                    float(logits[head, group, query, slot]) + _noise(head * GROUPS + group, query, slot, 3)
-                    for slot in range(query + 1)
-                ]
+                drawn = [_noise(head * GROUPS + group, query, slot, 3) for slot in range(query + 1)]
+                row = [float(one) + noise for one, noise in zip(logits[head, group, query], drawn, strict=False)]
                 weights = (torch.tensor(row).double() / (1.5 + 0.25 * step)).softmax(0)
                 expected[head, : query + 1] += weights / GROUPS
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
@@ -118,10 +109,7 @@ def test_chosen_heads_vote(heads: Any) -> None:
         voters = heads[layer] if heads else range(HEADS * GROUPS)
         attention = text.attention(layer=layer).flatten(0, 1)
         before = TOKENS - 4
-        mean = [
-            sum(float(attention[h, q, s]) for h in voters for q in range(before, TOKENS)) / len(voters) / 4
-            for s in range(before)
-        ]
+        mean = (attention[list(voters), before:, :before].sum((0, 1)) / len(voters) / 4).tolist()
         for slot in range(before):
             near = [mean[s] for s in range(slot - 1, slot + 2) if 0 <= s < before]
             assert found[layer][0, 0, slot] == pytest.approx(sum(near) / 3, rel=1e-4)

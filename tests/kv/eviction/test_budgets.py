@@ -1,7 +1,5 @@
 """Budgets: exact totals, bounds, closed forms, tables, and the slots that kvpress keeps."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -9,22 +7,15 @@ import torch
 from torch import Tensor
 
 from diffcache.kv.budget import Steady, Uniform
+from diffcache.kv.budgets import layers as budgets
 from diffcache.kv.budgets.heads import AdaHead, HeadTable
-from diffcache.kv.budgets.layers import (
-    Arithmetic,
-    CDFLevel,
-    EntropyVariance,
-    LayerTable,
-    Pyramid,
-    Scheduled,
-    apportion,
-)
+from diffcache.kv.budgets.layers import Arithmetic, CDFLevel, EntropyVariance, LayerTable, Pyramid, Scheduled
 from diffcache.kv.learn import compresskv, epicache, prefixkv, scalekv
 from diffcache.kv.observe import Observation
 from diffcache.kv.plan import TopK, TwoStage
 from diffcache.kv.slots import Slots
 from tests.kv.eviction.seen import golden_kept, golden_score, observed, stored
-from tests.kv.kvpress_presses import LAYERS
+from tests.kv.kvpress_golden import LAYERS
 
 
 def layers(count: int, tokens: int, *, heads: int = 2, pad: int = 0, q: bool = False) -> Any:
@@ -48,7 +39,7 @@ def test_apportion_keeps_total_and_bounds_and_follows_weights() -> None:
         low = torch.randint(0, 5, (6, 50), generator=generator)
         high = low + torch.randint(0, 60, (6, 50), generator=generator)
         total = torch.randint(0, 300, (50,), generator=generator)
-        found = apportion(weights, total, low, high)
+        found = budgets.apportion(weights, total, low, high)
         wanted = total.maximum(low.sum(0)).minimum(high.sum(0))
         assert torch.equal(found.sum(0), wanted)
         assert (found >= low).all() and (found <= high).all()
@@ -59,15 +50,14 @@ def test_apportion_keeps_total_and_bounds_and_follows_weights() -> None:
             if len(w) > 1:
                 assert ((n - 1) / w).max() <= ((n + 1) / w).min() + 1e-6, rate[:, column]
     none = torch.zeros(3, dtype=torch.int64)
-    assert apportion(none.float(), torch.tensor(8), none, none + 9).tolist() == [3, 3, 2]
+    assert budgets.apportion(none.float(), torch.tensor(8), none, none + 9).tolist() == [3, 3, 2]
 
 
 def test_pyramid_is_an_arithmetic_sequence() -> None:
     seen = layers(5, 400)
     found = [int(each[0, 0]) for each in Pyramid(68, beta=4, window=8).allot([], seen)]
     # Beyond the window of 8 the mean is 60: the last layer gets 60 / 4, the first 2 * 60 - 15.
-    assert found == [113, 90, 68, 46, 23] or found == [113, 91, 68, 45, 23]
-    assert sum(found) == 5 * 68
+    assert found in ([113, 90, 68, 46, 23], [113, 91, 68, 45, 23]) and sum(found) == 5 * 68
     assert {int(each[0, 0]) for each in Pyramid(68, 1.0).allot([], seen)} == {68}
 
 
@@ -105,10 +95,8 @@ def test_cake_is_the_same_whatever_padding() -> None:
 @pytest.mark.parametrize("floor", [0.0, 0.2, 0.9, 1.0])
 def test_ada_heads_sum_to_the_budget_and_keep_a_floor(size: Any, floor: float) -> None:
     seen = layers(2, 60, heads=4, pad=5)
-    scores = [
-        (torch.rand(1, 4, 65) ** (1 + torch.arange(4.0)[:, None])).masked_fill(~each.valid, float("-inf"))
-        for each in seen
-    ]
+    falling = [torch.rand(1, 4, 65) ** (1 + torch.arange(4.0)[:, None]) for _ in seen]
+    scores = [one.masked_fill(~each.valid, float("-inf")) for one, each in zip(falling, seen, strict=True)]
     base = Uniform(size).allot(scores, seen)
     for before, after in zip(base, AdaHead(Uniform(size), floor).allot(scores, seen), strict=True):
         assert after.sum() == before.sum()
@@ -142,8 +130,6 @@ def test_head_table() -> None:
     assert few[1].tolist() == [[23, 23]]
     assert HeadTable(table, 0.2, least=40, more=3).allot([], seen)[0].tolist() == [[100, 43]]
     assert HeadTable(table, 500).allot([], seen)[1].tolist() == [[100, 100]]
-    with pytest.raises(ValueError, match="2 layers with 2 heads, and this model has 3 with 2"):
-        HeadTable(table, 16).allot([], layers(3, 10))
 
 
 def test_budgets_compose() -> None:
@@ -166,10 +152,8 @@ def held(lengths: list[int], tokens: int | None = None, layers: int = DEPTH) -> 
     pos = pos.clamp_min(-1).to(torch.int32)
     empty = torch.zeros(len(lengths), HEADS, width, 2)
     seen = torch.tensor(lengths) if tokens is None else torch.full((len(lengths),), tokens)
-    return [
-        Observation(index, layers, Slots(empty, empty, {"pos": pos}), {}, seen[:, None].expand(-1, HEADS))
-        for index in range(layers)
-    ]
+    slots, each = Slots(empty, empty, {"pos": pos}), seen[:, None].expand(-1, HEADS)
+    return [Observation(index, layers, slots, {}, each) for index in range(layers)]
 
 
 def drawn(seen: list[Observation], seed: int = 0, power: float = 4.0) -> list[Tensor]:
@@ -240,8 +224,6 @@ def test_tables_are_proportions() -> None:
     assert budgets[:, 0, 0].tolist() == [40, 30, 20, 10, 0]
     least = torch.stack(LayerTable(20, (4, 3, 2, 1, 0), least=5).allot(drawn(seen), seen))
     assert int(least.amin()) == 5 and int(least[:, 0, 0].sum()) == 100
-    with pytest.raises(ValueError, match="weights of 2 layers"):
-        LayerTable(20, (1.0, 2.0)).allot(drawn(seen), seen)
 
 
 def test_groups_fall_by_equal_steps() -> None:
@@ -260,8 +242,6 @@ def test_the_scale_decides() -> None:
         found = budget.allot([], held([tokens], layers=2))
         assert [int(each[0, 0]) for each in found] == expected
     assert int(Scheduled(7, (4, 9)).allot([], held([13], layers=1))[0][0, 0]) == 7
-    with pytest.raises(ValueError, match="table of 2 layers"):
-        budget.allot([], held([5], layers=3))
 
 
 def test_steady_budgets_lose_one_slot_once_some_are_gone() -> None:

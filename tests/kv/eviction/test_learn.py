@@ -1,7 +1,5 @@
 """Heads are told apart: by gates that are trained, and by what they look at in repeated tokens."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -105,11 +103,8 @@ def gated() -> Gated:
 def test_gates_of_a_model_fall_where_they_do_not_matter(gated: Gated) -> None:
     ids = torch.randint(3, 256, (8, 2, 40), generator=torch.Generator().manual_seed(0))
     steps: list[tuple[int, float]] = []
-    settings: dict[str, Any] = {
-        "student": gated.run,
-        "teacher": lambda batch: gated.run(None, batch),
-        "training": GateTraining(penalty=0.05, rate=0.05, epochs=3),
-    }
+    settings: dict[str, Any] = {"student": gated.run, "teacher": lambda batch: gated.run(None, batch)}
+    settings["training"] = GateTraining(penalty=0.05, rate=0.05, epochs=3)
     with torch.no_grad():
         opened = float((gated.run(torch.ones(2, 2), ids[0]) - gated.run(None, ids[0])).abs().max())
     assert opened < 1e-4  # gates of one are the model itself
@@ -124,9 +119,6 @@ def test_gates_of_a_model_fall_where_they_do_not_matter(gated: Gated) -> None:
     both = fit_gates(half, ids[4:], **{**settings, "training": GateTraining(rate=0.05)})
     assert torch.equal(both.values, whole.values) and both.losses == whole.losses
     assert all(p.grad is None for p in gated.model.parameters())
-
-
-# repeated tokens --------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -1,7 +1,5 @@
 """Recipes that drop slots: budgets, triggers, windows, bounds of the loss, and probes on request."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,20 +15,8 @@ from diffcache.kv.life.on_request import compress_by_probe, prefill_by_blocks
 from diffcache.kv.merge import Compensation
 from diffcache.kv.plan import Windows
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.eviction import (
-    adakv,
-    criticalkv,
-    epicache,
-    keyformer,
-    knorm,
-    kvzip,
-    lazy_eviction,
-    prefixkv,
-    scalekv,
-    scissorhands,
-    snapkv,
-    windowkv,
-)
+from diffcache.kv.recipes import eviction
+from diffcache.kv.recipes.eviction import adakv, criticalkv, epicache, knorm, kvzip, prefixkv, snapkv, windowkv
 from diffcache.kv.recipes.streaming import duo_attention, razor_attention, streaming_llm
 from diffcache.kv.score.probe import Asked
 from diffcache.kv.segment import Flat
@@ -39,11 +25,6 @@ from tests.kv.eviction.plain import Text
 from tests.kv.eviction.seen import feed, filled, observed
 from tests.kv.examples import examples
 from tests.kv.tiny import GREEDY, llama, prompts, row
-
-
-@pytest.fixture(scope="module")
-def exact() -> Any:
-    return llama().double()
 
 
 def test_streaming_llm_is_a_model_of_one_layer_on_what_is_kept() -> None:
@@ -66,10 +47,13 @@ def test_streaming_llm_is_a_model_of_one_layer_on_what_is_kept() -> None:
     assert (moved - wanted).abs().max() > 1e-2  # with the positions of the text it is another
 
 
-def test_names_say_what_is_within() -> None:
+def test_names_and_plans_say_what_is_within() -> None:
     assert adakv(base=knorm(0.5)).name == "adakv(knorm)"
     assert criticalkv(base=adakv()).name == "criticalkv(adakv)"
     assert criticalkv().wants_out and not snapkv().wants_out
+    # Localization takes the mean of a window, aggregation that of its best tokens (section 2.2).
+    whole, best = windowkv(task="localization"), windowkv(task="aggregation", best=2)
+    assert whole.plan == Windows(8, 8, None) and best.plan == Windows(8, 8, 2)
 
 
 def widths(recipe: Recipe, prompt: int, steps: int) -> list[int]:
@@ -83,16 +67,16 @@ def widths(recipe: Recipe, prompt: int, steps: int) -> list[int]:
 
 
 def test_triggers_fire_when_they_should() -> None:
-    lazy = widths(lazy_eviction(12, lag=4), 20, 12)
+    lazy = widths(eviction.lazy_eviction(12, lag=4), 20, 12)
     assert lazy == [13, 14, 15, 16] * 3
-    full = widths(scissorhands(16, history=8, recent=2), 10, 16)
+    full = widths(eviction.scissorhands(16, history=8, recent=2), 10, 16)
     # 10 and one more each time; at 17 slots half of 16 stay.
     assert full == [11, 12, 13, 14, 15, 16, 17, 9, 10, 11, 12, 13, 14, 15, 16, 17]
     steady = widths(prefixkv(12, sinks=2, distance=4, mode="official"), 20, 6)
     assert steady == [13] * 6
     once = widths(prefixkv(12, sinks=2), 20, 6)
     assert once == [13, 14, 15, 16, 17, 18]
-    each = widths(keyformer(12), 20, 6)
+    each = widths(eviction.keyformer(12), 20, 6)
     assert each == [13] * 6
 
 
@@ -120,7 +104,7 @@ def test_scales_hold_what_their_table_says() -> None:
     scales = ((1, 1), (2, 2), (4, 4), (8, 8))
     index = torch.tensor([[0.1, 0.1, 0.9, 0.9], [0.9, 0.9, 0.1, 0.1]])
     table = capacities(index, 20, drafters=1, reduction=0.8)
-    store = KVStore(2, scalekv(scales=scales, table=table))
+    store = KVStore(2, eviction.scalekv(scales=scales, table=table))
     text, start = Text(85 + 1, pad=(0, 0), layers=2), 0
     before: list[int] = []
     for scale, (height, width) in enumerate(scales):
@@ -134,12 +118,6 @@ def test_scales_hold_what_their_table_says() -> None:
     text.feed(store, start, start + 1)
     assert [layer.held for layer in store.layers] == [table[0][3] + 1, table[1][3] + 1]
     assert table[0][3] == 4 and table[1][3] == 36
-
-
-def test_windowkv_says_what_a_window_is_worth() -> None:
-    """Localization takes the mean of a window, aggregation that of its best tokens (section 2.2)."""
-    whole, best = windowkv(task="localization"), windowkv(task="aggregation", best=2)
-    assert whole.plan == Windows(8, 8, None) and best.plan == Windows(8, 8, 2)
 
 
 def bytes_of(recipe: Recipe, tokens: int) -> tuple[int, int]:
@@ -165,8 +143,6 @@ def test_padded_rows_hold_what_the_longest_needs() -> None:
     padded = Recipe(score=flat.score, budget=flat.budget, plan=flat.plan, layout="padded")
     assert bytes_of(padded, 1024)[0] > whole
 
-
-# one slot for many ------------------------------------------------------------------------------
 
 RAZOR = ((True, False),)
 

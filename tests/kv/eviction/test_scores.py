@@ -1,7 +1,5 @@
 """Scores are those of kvpress, whatever padding stands before a row, and settings are checked."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -16,7 +14,7 @@ from diffcache.kv.score.expected import Expected
 from diffcache.kv.score.recency import Chance, Recency
 from diffcache.kv.score.vectors import KeyDifference, KeyNorm, projected_norm
 from tests.kv.eviction.seen import golden_kept, golden_score, observed, stored
-from tests.kv.kvpress_presses import GROUPS, HEADS, LAYERS, SIZE, TOKENS, golden
+from tests.kv.kvpress_golden import GROUPS, HEADS, LAYERS, SIZE, TOKENS, golden
 
 FREE: dict[str, tuple[Score, int]] = {  # name in the file, scorer, slots that we always keep
     "knorm": (KeyNorm(), 0),
@@ -37,19 +35,13 @@ def everything(layer: int, score: Mass, pad: int = 0) -> Observation:
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
-@pytest.mark.parametrize("name", FREE)
-def test_scores_are_those_of_kvpress(name: str, layer: int) -> None:
-    score, always = FREE[name]
-    found, wanted = score(stored(layer)), golden_score(name)[layer]
-    earlier = slice(0, TOKENS - always)
-    torch.testing.assert_close(found[..., earlier], wanted[..., earlier], rtol=2e-5, atol=1e-7)
-    assert found[..., TOKENS - always :].isposinf().all()
-
-
-@pytest.mark.parametrize("layer", range(LAYERS))
-def test_mean_mass_is_kvpress_observed_attention(layer: int) -> None:
-    score = Mass(mean=True)
-    found = score(everything(layer, score))
+def test_scores_are_those_of_kvpress(layer: int) -> None:
+    for name, (score, always) in FREE.items():
+        found, wanted = score(stored(layer)), golden_score(name)[layer]
+        earlier = slice(0, TOKENS - always)
+        torch.testing.assert_close(found[..., earlier], wanted[..., earlier], rtol=2e-5, atol=1e-7, msg=name)
+        assert found[..., TOKENS - always :].isposinf().all()
+    found = Mass(mean=True)(everything(layer, Mass(mean=True)))
     torch.testing.assert_close(found, golden_score("observed_attention")[layer], rtol=2e-5, atol=0)
 
 
@@ -80,22 +72,13 @@ def test_queries_of_padding_are_not_counted() -> None:
 
 @pytest.mark.parametrize("layer", range(LAYERS))
 @pytest.mark.parametrize("percent", [50, 75])
-def test_streaming_keeps_what_kvpress_keeps(layer: int, percent: int) -> None:
-    wanted = golden_kept("streaming_llm", percent)[layer]
-    seen = stored(layer)
-    plan = TopK(sinks=4)(Recency()(seen), wanted.sum(-1), seen)
-    assert torch.equal(plan == 0, wanted)
-
-
-@pytest.mark.parametrize("layer", range(LAYERS))
-@pytest.mark.parametrize("percent", [50, 75])
-def test_two_stages_keep_what_kvpress_keeps(layer: int, percent: int) -> None:
+def test_streaming_and_two_stages_keep_what_kvpress_keeps(layer: int, percent: int) -> None:
     """Its window can lose to large values in the second stage; ours stays, so only others count."""
-    seen = stored(layer)
+    seen, wanted = stored(layer), golden_kept("streaming_llm", percent)[layer]
+    assert torch.equal(TopK(sinks=4)(Recency()(seen), wanted.sum(-1), seen) == 0, wanted)
     window = golden_score("snapkv")[layer]  # the same finite window as theirs
     wanted = golden_kept("critical_snapkv", percent)[layer]
-    plan = TwoStage()(window, wanted.sum(-1), seen)
-    assert torch.equal(plan == 0, wanted)
+    assert torch.equal(TwoStage()(window, wanted.sum(-1), seen) == 0, wanted)
 
 
 def test_the_first_stage_has_at_least_one_slot_and_infinite_scores_stay() -> None:

@@ -1,7 +1,5 @@
 """Prefix tree: hashes of a chain, what is forgotten first, what is pinned; and in front of a model."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -12,14 +10,6 @@ from diffcache.kv.life.prefix import PrefixTree, chain, time_to_live
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.reuse.piece import Piece, cut, joined, lay_out
 from tests.kv.tiny import llama
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_a_change_changes_the_hashes_from_there_on_and_none_before() -> None:
@@ -63,14 +53,14 @@ def test_the_least_recent_leaf_goes_first() -> None:
 
 
 def test_a_pin_holds_until_its_time_has_come() -> None:
-    clock = Clock()
-    tree: PrefixTree[str] = PrefixTree("m", 20, chunk=1, clock=clock)
+    now = [0.0]
+    tree: PrefixTree[str] = PrefixTree("m", 20, chunk=1, clock=lambda: now[0])
     tree.insert([1, 2], ["a", "b"], [10, 10])
     assert tree.pin([1, 2, 3], 5.0) == 2
     assert tree.insert([3], ["c"], [10]) == 0
-    clock.now = 4.9
+    now[0] = 4.9
     assert tree.insert([3], ["c"], [10]) == 0
-    clock.now = 5.0
+    now[0] = 5.0
     assert tree.insert([3], ["c"], [10]) == 1
     assert tree.match([1, 2]) == ["a"]
     tree.pin([1], 100.0)
@@ -92,9 +82,7 @@ def test_time_to_live_weighs_reloading_against_holding() -> None:
     assert time_to_live([], 10.0) == 0.0
 
 
-torch.set_num_threads(1)
-CHUNK = 8
-GREEDY = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+CHUNK, FIVE = 8, {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
 
 @pytest.mark.parametrize("space", ["post", "pre"])
@@ -117,5 +105,5 @@ def test_a_held_prefix_goes_on_bit_for_bit(space: str) -> None:
     assert again.get_seq_length() == 16
     for layer, held in zip(again.store.layers, cache.store.layers, strict=True):
         assert torch.equal(layer.read().k, held.read().k[:, :, :16])
-    ours = model.generate(input_ids=other[None], past_key_values=again, **GREEDY)
-    assert torch.equal(ours, model.generate(input_ids=other[None], **GREEDY))
+    ours = model.generate(input_ids=other[None], past_key_values=again, **FIVE)
+    assert torch.equal(ours, model.generate(input_ids=other[None], **FIVE))

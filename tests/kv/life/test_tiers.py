@@ -1,7 +1,5 @@
 """Forks, tiers and packs: apart, back as they were, and as if every prompt had been alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,9 +20,7 @@ from diffcache.kv.rotary import Rotary
 from diffcache.kv.segment import Coded, Dense
 from diffcache.kv.slots import Slots
 from diffcache.kv.store import KVStore
-from tests.kv.tiny import llama
 
-torch.set_num_threads(1)
 _TWO = Pair(GroupQuant(2, "tokens", 4), GroupQuant(2, "channels", 8), block=4, slide=True)
 RECIPES = {
     "plain": Recipe("plain"),
@@ -121,16 +117,6 @@ def test_forks_share_memory_until_one_writes() -> None:
     assert not {tensor.data_ptr() for tensor in child.tensors()} & shared
 
 
-torch.set_num_threads(1)
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def block(seed: int) -> Dense:
     drawn = torch.Generator().manual_seed(seed)
     k, v = (torch.randn(1, 2, 5, 10, generator=drawn) for _ in "kv")  # 800 bytes together
@@ -156,7 +142,7 @@ def test_the_least_recent_goes_down_and_comes_back(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_use_makes_a_block_recent() -> None:
+def test_a_use_makes_a_block_recent_and_what_has_no_tier_is_forgotten() -> None:
     tiers = Tiers(1600)
     tiers.put("a", block(0))
     tiers.put("b", block(1))
@@ -164,9 +150,6 @@ def test_a_use_makes_a_block_recent() -> None:
     assert tiers.get("a") is first  # no copy
     tiers.put("c", block(2))
     assert [tiers.where(name) for name in "abc"] == ["device", "host", "device"]
-
-
-def test_what_has_no_tier_to_go_to_is_forgotten() -> None:
     tiers = Tiers(800, 0)
     tiers.put("a", block(0))
     tiers.put("b", block(1))
@@ -195,20 +178,20 @@ def test_what_was_prefetched_is_not_waited_for(tmp_path: Path) -> None:
 
 
 def test_a_pin_holds_until_its_time_has_come() -> None:
-    clock = Clock()
-    tiers = Tiers(800, clock=clock)
+    now = [0.0]
+    tiers = Tiers(800, clock=lambda: now[0])
     tiers.put("a", block(0))
     tiers.pin("a", 5.0)
     tiers.put("b", block(1))
     assert [tiers.where(name) for name in "ab"] == ["device", "host"]
-    clock.now = 5.0
+    now[0] = 5.0
     tiers.put("c", block(2))
     assert [tiers.where(name) for name in "abc"] == ["host", "host", "device"]
     tiers.pin("a", 9.0)
     assert tiers.where("a") == "device"
 
 
-def test_coded_blocks_keep_their_codes(tmp_path: Path) -> None:
+def test_coded_blocks_keep_their_codes_and_moving_keeps_everything_else(tmp_path: Path) -> None:
     x = torch.randn(1, 2, 8, 16, generator=torch.Generator().manual_seed(0))
     codec = GroupQuant(2, "channels", 8)
     segment = Coded(codec.encode(x), codec.encode(x), {}, 8)
@@ -218,9 +201,6 @@ def test_coded_blocks_keep_their_codes(tmp_path: Path) -> None:
     found = tiers.get("a")
     assert torch.equal(found.read().k, segment.read().k) and found.k.codes.dtype == torch.uint8
     tiers.close()
-
-
-def test_moving_keeps_everything_else() -> None:
     tree = {"a": [block(0), (1, None)], "b": torch.ones(2)}
     found = moved(tree, "meta")
     assert found["a"][0].slots.k.is_meta and found["a"][1] == (1, None) and found["b"].is_meta
@@ -239,13 +219,7 @@ def test_blocks_come_back_to_the_device() -> None:
     assert tiers.where("b") == "host" and tiers._tiers["host"]["b"].slots.k.is_pinned()
 
 
-torch.set_num_threads(1)
 LENGTHS = (5, 12, 3, 9, 7, 12)
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return llama()
 
 
 def prompts() -> list[Tensor]:
@@ -268,12 +242,8 @@ def test_rows_are_few_and_hold_every_prompt_once() -> None:
 
 def test_the_mask_is_block_diagonal() -> None:
     found = pack(prompts(), 20)
-    mask = found.mask
-    for row in range(len(found.ids)):
-        for i in range(20):
-            for j in range(20):
-                same = found.tags[row, i] == found.tags[row, j] >= 0
-                assert bool(mask[row, 0, i, j]) == (bool(same) and j <= i)
+    same = (found.tags[:, :, None] == found.tags[:, None]) & (found.tags[:, :, None] >= 0)
+    assert torch.equal(found.mask[:, 0], same.tril())
 
 
 @pytest.mark.parametrize("space", ["post", "pre"])
@@ -281,9 +251,8 @@ def test_packed_and_unpacked_is_each_prompt_alone(model: Any, space: str) -> Non
     found = pack(prompts(), 16)
     cache = cache_for(model, Recipe(space=space), mode="native")
     with torch.no_grad():
-        out = model(
-            input_ids=found.ids, position_ids=found.position_ids, attention_mask=found.mask, past_key_values=cache
-        )
+        given = dict(input_ids=found.ids, position_ids=found.position_ids, attention_mask=found.mask)
+        out = model(**given, past_key_values=cache)
     rows, last = found.last
     apart = found.unpack(cache.store)
     for number, prompt in enumerate(prompts()):

@@ -1,6 +1,6 @@
 """Layers as mergers see them, drawn at random, with padding."""
 
-from __future__ import annotations
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,9 +9,7 @@ from diffcache.kv.observe import Observation
 from diffcache.kv.slots import Slots
 
 
-def layer(
-    pads: tuple[int, ...] = (0, 3), heads: int = 2, width: int = 14, size: int = 4, seed: int = 0
-) -> Observation:
+def layer(pads: Any = (0, 3), heads: int = 2, width: int = 14, size: int = 4, seed: int = 0) -> Observation:
     """Return a layer whose rows begin with so many empty slots, float64."""
     drawn = torch.Generator().manual_seed(seed)
     k = torch.randn(len(pads), heads, width, size, generator=drawn, dtype=torch.float64)

@@ -1,7 +1,5 @@
 """KVCrush and Chelsea: representatives by Hamming distance, and centroids that count their tokens."""
 
-from __future__ import annotations
-
 from statistics import median_low
 
 import pytest
@@ -18,11 +16,8 @@ from tests.kv.merging import rows
 def reference(seen: Observation, b: int, h: int, keep: int, chunk: int, edges: set[int]) -> dict:
     """Return slot -> (key, value, tokens) of what is left of one row."""
     valid = seen.valid[b, 0]
-    left = [
-        (s, seen.slots.k[b, h, s].clone(), seen.slots.v[b, h, s].clone(), 1)
-        for s in range(seen.slots.width)
-        if valid[s]
-    ]
+    k, v = seen.slots.k[b, h].clone(), seen.slots.v[b, h].clone()
+    left = [(s, k[s], v[s], 1) for s in range(seen.slots.width) if valid[s]]
     fixed = {s: (k, v, n) for s, k, v, n in left if s in edges}
     left = [each for each in left if each[0] not in edges]
     while len(left) + len(fixed) > keep:

@@ -1,7 +1,5 @@
 """D2O: the gate, the weights, the layers' shares."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -20,9 +18,7 @@ from tests.kv.merging import rows
 GATE = "d2o_gate"
 
 
-def reference(
-    seen: Observation, plan: Tensor, gates: dict[tuple[int, int], float], beta: float
-) -> tuple[Tensor, Tensor]:
+def reference(seen: Observation, plan: Tensor, gates: dict[tuple[int, int], float], beta: float) -> list[Tensor]:
     """Merge with loops, and move the gates."""
     k, v = seen.slots.k.clone(), seen.slots.v.clone()
     batch, heads, width, _ = k.shape
@@ -50,7 +46,7 @@ def reference(
                 for new, x_of in ((k, seen.slots.k), (v, seen.slots.v)):
                     parts = sum(math.exp(best[s]) / whole * x_of[b, h, s] for s in group)
                     new[b, h, t] = math.e / whole * x_of[b, h, t] + parts
-    return k, v
+    return [k, v]
 
 
 def test_it_is_what_loops_give_twice_in_a_row() -> None:

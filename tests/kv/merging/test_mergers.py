@@ -1,7 +1,5 @@
 """Mergers: matches of slots, buckets, zero classes, neighbors and text before images; nothing is lost or made."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -40,11 +38,8 @@ def test_cosine_finds_what_a_loop_finds() -> None:
         for h in range(2):
             k = seen.slots.k[b, h]
             kept = [s for s in range(14) if stays[b, h, s]]
-            wanted = {
-                s: max(kept, key=lambda t: float(torch.cosine_similarity(k[s], k[t], dim=0)))
-                for s in range(14)
-                if goes[b, h, s]
-            }
+            gone = [s for s in range(14) if goes[b, h, s]]
+            wanted = {s: max(kept, key=lambda t: float(torch.cosine_similarity(k[s], k[t], dim=0))) for s in gone}
             assert pairs(match, b, h) == wanted
             for place, s in enumerate(match.source[b, h].tolist()):
                 if match.found[b, h, place]:
@@ -107,27 +102,6 @@ def test_halves_keep_their_dtype() -> None:
     slots = absorb(seen.slots, match, match.likeness, match.likeness.new_ones(()))
     assert slots.k.dtype == slots.v.dtype == torch.bfloat16
     assert torch.equal(slots.k, seen.slots.k)
-
-
-def test_buckets_are_averaged_as_loops_do() -> None:
-    seen = rows.layer()
-    score = rows.scores(seen)
-    plan = rows.plan(seen, score, 4)
-    slots, same = BucketMerge()(seen, score, plan)
-    for b in range(2):
-        for h in range(2):
-            valid = seen.valid.expand(plan.shape)[b, h]
-            kept = [s for s in range(14) if plan[b, h, s] >= 0]
-            buckets: dict[int, list[int]] = {t: [t] for t in kept}
-            for s in range(14):
-                if plan[b, h, s] < 0 and valid[s]:
-                    buckets[min(kept, key=lambda t: (abs(t - s), t))].append(s)
-            assert sum(len(bucket) for bucket in buckets.values()) == int(valid.sum())
-            for t, bucket in buckets.items():
-                for new, old in ((slots.k, seen.slots.k), (slots.v, seen.slots.v)):
-                    torch.testing.assert_close(new[b, h, t], old[b, h, bucket].mean(0))
-    assert torch.equal(same, plan)
-    rows.check(BucketMerge(), seen, score, plan)
 
 
 def test_a_row_that_loses_one_slot_only_drops_it() -> None:

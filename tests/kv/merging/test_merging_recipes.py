@@ -1,7 +1,5 @@
 """Recipes that merge, inside `generate`: padded batches, decoding, a second turn, other codecs."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +22,7 @@ from diffcache.kv.rotary import Rotary
 from diffcache.kv.score.recency import Recency
 from diffcache.kv.store import KVStore
 from tests.kv.examples import examples, variants
-from tests.kv.tiny import GREEDY, llama, prompts, same, second_turn
+from tests.kv.tiny import GREEDY, prompts, same, second_turn
 
 
 @dataclass(frozen=True)
@@ -53,11 +51,6 @@ HELD = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return llama().double()
-
-
 def held(cache: KVCache) -> torch.Tensor:
     """Return slots in use, [L, B, H]."""
     return torch.stack([layer.read().valid.expand(-1, 2, -1).sum(-1) for layer in cache.store.layers])
@@ -65,14 +58,14 @@ def held(cache: KVCache) -> torch.Tensor:
 
 # The official code of D2O leaves whole layers, and so does this.
 @pytest.mark.parametrize("name", HELD)
-def test_two_turns_hold_what_the_budget_says(model: Any, name: str) -> None:
+def test_two_turns_hold_what_the_budget_says(exact: Any, name: str) -> None:
     (most, over), inputs = HELD[name], prompts()
-    cache = cache_for(model, EVERY[name](), mode="native")
-    first = model.generate(**inputs, past_key_values=cache, **GREEDY)
+    cache = cache_for(exact, EVERY[name](), mode="native")
+    first = exact.generate(**inputs, past_key_values=cache, **GREEDY)
     again = second_turn(inputs, first.sequences)
     for turn in (None, again):
         if turn is not None:
-            second = model.generate(**turn, past_key_values=cache, **GREEDY)
+            second = exact.generate(**turn, past_key_values=cache, **GREEDY)
             assert all(logits.isfinite().all() for logits in second.logits)
         found = held(cache)
         if over > 1:
@@ -80,18 +73,18 @@ def test_two_turns_hold_what_the_budget_says(model: Any, name: str) -> None:
         assert (found <= most).all(), found
         assert name == "kvcrush, official" or (found >= most - 3).all(), found
     assert all((layer.seen, layer.held < 40) == (72, True) for layer in cache.store.layers)
-    detach(model)
+    detach(exact)
 
 
 @pytest.mark.parametrize("mode", ["paper", "official"])
-def test_tags_say_what_is_text(model: Any, mode: str) -> None:
+def test_tags_say_what_is_text(exact: Any, mode: str) -> None:
     inputs = prompts(rows=1)
     tags = torch.ones(1, 48, dtype=torch.int32)
     tags[:, 20:40] = 0
     recipe = merging.look_m(8, recent=0.25, mode=mode)  # type: ignore[arg-type]
-    cache = cache_for(model, recipe, mode="native", tags=tags)
-    model.generate(**inputs, past_key_values=cache, **GREEDY)
-    detach(model)
+    cache = cache_for(exact, recipe, mode="native", tags=tags)
+    exact.generate(**inputs, past_key_values=cache, **GREEDY)
+    detach(exact)
     for layer in cache.store.layers:
         pos = layer.read().pos
         prompt = ((pos >= 0) & (pos < 48)).sum(-1)
@@ -101,11 +94,11 @@ def test_tags_say_what_is_text(model: Any, mode: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["chelsea", "lococo", "kvcrush"])
-def test_an_exact_codec_changes_nothing(model: Any, name: str) -> None:
+def test_an_exact_codec_changes_nothing(exact: Any, name: str) -> None:
     codec = Recipe("exact", codec=Pair(Exact(), Exact(), block=4))
     inputs = prompts()
-    out, _, _ = oracle.run(model, EVERY[name](), inputs, **GREEDY)
-    coded, cache, _ = oracle.run(model, EVERY[name]() | codec, inputs, **GREEDY)
+    out, _, _ = oracle.run(exact, EVERY[name](), inputs, **GREEDY)
+    coded, cache, _ = oracle.run(exact, EVERY[name]() | codec, inputs, **GREEDY)
     assert cache.store.recipe.name.endswith("| exact")
     same(coded, out, 1e-5)
 
@@ -115,14 +108,8 @@ def test_slots_that_take_over_nothing_keep_their_codes() -> None:
     drawn = torch.Generator().manual_seed(0)
     x = torch.randn(1, 2, 24, 8, generator=drawn)
     counted = Counted()
-    recipe = Recipe(
-        "few",
-        score=Recency(),
-        budget=Uniform(20),
-        plan=TopK(),
-        merge=NearestMerge("averaged"),
-        codec=Pair(counted, counted, block=8),
-    )
+    pair = Pair(counted, counted, block=8)
+    recipe = Recipe("few", Recency(), Uniform(20), TopK(), NearestMerge("averaged"), codec=pair)
     store = KVStore(1, recipe)
     layer = store.layers[0]
     layer.write(x, x)
@@ -142,8 +129,6 @@ def test_slots_that_take_over_nothing_keep_their_codes() -> None:
     assert (exact.valid.sum(-1) == 20 - same_value.sum(-1)).all()  # only what changed is exact
     assert counted.encoded == [24, 24]  # and nothing was coded again
 
-
-# merging in a space -------------------------------------------------------------------------
 
 ROTARY = Rotary.default(10000.0, 64)
 
@@ -189,9 +174,7 @@ def test_slots_that_took_over_nothing_are_not_turned_to_and_fro() -> None:
     """In half precision that would round them."""
     drawn = torch.Generator().manual_seed(0)
     k = torch.randn(1, 2, 12, 64, generator=drawn).bfloat16()
-    recipe = Recipe(
-        "few", score=Recency(), budget=Uniform(6), plan=TopK(), space="pre", merge=NearestMerge("averaged")
-    )
+    recipe = Recipe("few", Recency(), Uniform(6), TopK(), space="pre", merge=NearestMerge("averaged"))
     store = KVStore(1, recipe, rotary=[ROTARY])
     layer = store.layers[0]
     layer.write(k, k)

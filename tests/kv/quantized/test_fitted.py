@@ -1,10 +1,7 @@
 """Bases and heads that are fitted to a model."""
 
-from __future__ import annotations
-
 from typing import Any
 
-import pytest
 import torch
 
 from diffcache.kv.hf.cache import cache_for, detach
@@ -12,12 +9,7 @@ from diffcache.kv.learn import cskv as learn
 from diffcache.kv.learn import kv_heads as heads
 from diffcache.kv.learn.latents import latents
 from diffcache.kv.recipes.low_rank import cskv, kv_heads, xquant_latent
-from tests.kv.tiny import llama, prompts, same, shortly, stock
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return llama()
+from tests.kv.tiny import prompts, same, shortly, stock
 
 
 def noted(model: Any) -> tuple[list[Any], list[list[torch.Tensor]]]:
@@ -80,9 +72,6 @@ def test_scaled_start_weighs_inputs_that_are_large() -> None:
     inputs = torch.tensor([[1.0, 9, 1, 4]]).repeat(3, 1)
     down, up = learn.start(weight, inputs, 2, 1.0)
     assert torch.allclose((down @ up).diag(), torch.tensor([0.0, 1, 0, 1]), atol=1e-6)
-
-
-# fewer heads -----------------------------------------------------------------------------------
 
 
 def test_a_group_keeps_the_best_of_what_its_heads_hold() -> None:

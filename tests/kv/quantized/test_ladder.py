@@ -1,7 +1,5 @@
 """Tokens that are held in more bits: ladders of codes, probes and balanced channels."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -43,9 +41,6 @@ def write(store: KVStore, k: Tensor, v: Tensor, q: Tensor | None = None, **more:
             store.attend(layer.index, Query(q, start, SIZE**-0.5), more.get("valid"))
 
 
-# shifts ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("along", ["tokens", "channels"])
 def test_a_shift_drops_the_lowest_bits_and_means_the_middle(along: Any) -> None:
     eight = GroupQuant(8, along, 8, scale_dtype=torch.float32).encode(draw(16, 0))
@@ -53,9 +48,8 @@ def test_a_shift_drops_the_lowest_bits_and_means_the_middle(along: Any) -> None:
     codes = unpack(eight.codes, 8, SIZE)
     assert torch.equal(unpack(four.codes, 4, SIZE), codes >> 4)
     assert four.codes.shape[3] == eight.codes.shape[3] // 2
-    scale = eight.decode() * 0 + (
-        eight.grid.lookup()[:, :, :, 0] if along == "tokens" else eight.grid.lookup()[..., 0, :]
-    )
+    grid = eight.grid.lookup()
+    scale = eight.decode() * 0 + (grid[:, :, :, 0] if along == "tokens" else grid[..., 0, :])
     middle = eight.decode() - scale * ((codes & 15).float() - 7.5)
     assert torch.allclose(four.decode(), middle, atol=1e-5)
     assert ((four.decode() - eight.decode()).abs() <= 7.5 * scale + 1e-5).all()
@@ -96,6 +90,9 @@ def test_the_staircase_steps_down_by_shifting_and_never_codes_anew(monkeypatch: 
 
 
 def test_a_prompt_comes_to_the_codes_that_single_tokens_come_to() -> None:
+    for level, rung in enumerate(staircase((8, 16, 32, 64), group=8).ladder, 1):
+        segment: Any = rung.hold(_slots(8), level)
+        assert (segment.level, segment.k.codes.shape[3]) == (level, SIZE >> (level - 1))
     whole, single = (KVStore(1, staircase((8, 16, 32), group=8)) for _ in range(2))
     k, v = draw(57, 1), draw(57, 2)
     write(whole, k, v)
@@ -111,22 +108,10 @@ def test_a_prompt_comes_to_the_codes_that_single_tokens_come_to() -> None:
         assert torch.equal(one.v.codes, two.v.codes)  # type: ignore[attr-defined]
 
 
-def test_rungs_have_the_bits_they_say() -> None:
-    for level, rung in enumerate(staircase((8, 16, 32, 64), group=8).ladder, 1):
-        slots = _slots(8)
-        segment = rung.hold(slots, level)
-        assert isinstance(segment, Coded)
-        assert segment.k.codes.shape[3] == SIZE >> (level - 1)  # type: ignore[attr-defined]
-        assert segment.level == level
-
-
 def _slots(count: int) -> Any:
     layer = KVLayer()
     layer.write(draw(count, 0), draw(count, 1))
     return layer.read()
-
-
-# plans -----------------------------------------------------------------------------------------
 
 
 def observed(count: int = 12, levels: list[int] | None = None, pad: int = 0) -> Observation:
@@ -164,9 +149,6 @@ def test_blocks_step_down_when_their_youngest_is_old_enough() -> None:
     assert plan(planner, [0.0] * 12, observed(12, pad=2), 1) == [0] * 2 + [2] * 4 + [1] * 4 + [0] * 2
     again = observed(10, [2] * 4 + [2] * 4 + [0] * 2)
     assert plan(planner, [0.0] * 10, again, 1) == [0] * 10
-
-
-# statistics follow -----------------------------------------------------------------------------
 
 
 def test_statistics_follow_slots_through_levels_and_ragged_rows() -> None:
@@ -233,10 +215,8 @@ def test_as_many_are_probes_where_slots_were_dropped() -> None:
 def test_slots_that_no_probe_saw_are_worth_most() -> None:
     layer = KVLayer()
     layer.write(draw(3, 0), draw(3, 0))
-    layer.stats = {
-        "mass": torch.tensor([0.5, 2, 0]).expand(1, 2, 3),
-        "asked": torch.tensor([1.0, 4, 0]).expand(1, 2, 3),
-    }
+    mass, asked = torch.tensor([[0.5, 2, 0], [1, 4, 0]])[:, None, None].expand(-1, 1, 2, 3)
+    layer.stats = {"mass": mass, "asked": asked}
     assert Salience()(observe(layer, 1))[0, 0].tolist() == [0.5, 0.5, math.inf]
 
 
@@ -259,9 +239,6 @@ def test_zipcache_holds_the_salient_in_more_bits() -> None:
     store.compress()
     assert [s.level for s in store.layers[0].segments] == [1, 2]
     assert store.layers[0].held == 17
-
-
-# balancing -------------------------------------------------------------------------------------
 
 
 def test_mikv_balances_keys_against_the_last_queries() -> None:

@@ -1,7 +1,5 @@
 """Inputs of layers in place of keys and values."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 
@@ -13,11 +11,6 @@ from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.hf.remat import projections_of, remat_cache_for
 from diffcache.kv.recipes.low_rank import rematerialised
 from tests.kv.tiny import WAYS, given, llama, prompts, same, second_turn, shortly, stock
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return llama()
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -1,7 +1,5 @@
 """A count of the slots that queries read."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,9 +1,8 @@
 """Layers of random keys, and every retriever with small settings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,22 +58,13 @@ class Row:
         self.turn = turn
 
     def step(
-        self,
-        chooser: Selecting | None,
-        k: Tensor,
-        v: Tensor,
-        q: Tensor,
-        valid: Tensor | None = None,
-        tag: Tensor | None = None,
-        layer: int = 0,
+        self, chooser, k: Tensor, v: Tensor, q: Tensor, valid: Any = None, tag: Any = None, layer: int = 0
     ) -> Tensor:
         """Write tokens (keys as queries meet them) and attend; without a chooser to all."""
         one = self.layers[layer]
         start, count = one.seen, k.shape[2]
         pos = torch.arange(start, start + count)
-        meta = {}
-        if tag is not None:
-            meta["tag"] = tag
+        meta = {} if tag is None else {"tag": tag}
         before = k if self.turn is None else self.turn.unrotate(k, pos)
         one.write(before, v, valid=valid, meta=meta)
         mask = None
@@ -88,31 +78,15 @@ class Row:
 
 
 def run(
-    chooser: Selecting | None,
-    name: str,
-    k: Tensor,
-    v: Tensor,
-    q: Tensor,
-    prompt: int,
-    valid: Tensor | None = None,
-    tag: Tensor | None = None,
+    chooser: Any, name: str, k: Tensor, v: Tensor, q: Tensor, prompt: int, valid: Any = None, tag: Any = None
 ) -> tuple[Tensor, KVLayer]:
     """Write a prompt at once and the rest token by token; return attention [B, Hq, n, D]."""
     row, width = Row(name), k.shape[2]
-    edges = [0, prompt, *range(prompt + 1, width + 1)]
     found = []
-    for first, last in pairwise(edges):
-        part = slice(first, last)
-        found.append(
-            row.step(
-                chooser,
-                k[:, :, part],
-                v[:, :, part],
-                q[:, :, part],
-                valid[:, part] if valid is not None and first == 0 else None,
-                None if tag is None else tag[..., part],
-            )
-        )
+    for first, last in pairwise([0, prompt, *range(prompt + 1, width + 1)]):
+        new = (x[:, :, first:last] for x in (k, v, q))
+        real = valid[:, first:last] if valid is not None and first == 0 else None
+        found.append(row.step(chooser, *new, real, None if tag is None else tag[..., first:last]))
     return torch.cat(found, 2), row.layers[0]
 
 

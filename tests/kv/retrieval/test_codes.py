@@ -1,7 +1,5 @@
 """Keys that stand for others: codebooks of A2ATS, low rank and landmarks of ShadowKV."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 
@@ -32,9 +30,6 @@ def far_logits(k: Tensor, q: Tensor, far: int) -> Tensor:
     plain = turn.unrotate(k, torch.arange(width))
     met = turn.rotate(plain, float(width - 1 - far))
     return torch.einsum("bhgd,bhsd->bhs", q[:, :, -1].reshape(B, H, G, D), met) / G * D**-0.5
-
-
-# a2ats -------------------------------------------------------------------------------------
 
 
 def test_rounding_changes_a_codebook_only_where_keys_are_equal() -> None:
@@ -93,9 +88,6 @@ def test_the_mean_squared_error_of_logits_is_the_weighted_distance() -> None:
     valid = torch.ones(B, 500, dtype=torch.bool)
     valid[:, 100:] = False
     torch.testing.assert_close(covariance(q, valid), covariance(q[:, :, :100]))
-
-
-# shadowkv ----------------------------------------------------------------------------------
 
 
 def written(width: int, codec: ShadowKeys, chooser: Landmarks | None) -> tuple[KVLayer, Tensor]:

@@ -1,7 +1,5 @@
 """Retrieval inside `generate`: reading all is stock, and reading less is run to the end."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -21,7 +19,7 @@ from diffcache.kv.retrieval.summary import known
 from diffcache.kv.settings import Size
 from diffcache.registry import rows_of
 from tests.kv.examples import TABLES
-from tests.kv.tiny import SHORT, WAYS, given, llama, prompts, same
+from tests.kv.tiny import SHORT, WAYS, given, prompts, same
 
 RECIPES = [name for name, row in rows_of("recipe").items() if ".retrieval:" in row.place]
 
@@ -30,12 +28,6 @@ def made(name: str, budget: Size) -> Recipe:
     """Return a retrieval with the settings of its row and another budget."""
     row = rows_of("recipe")[name]
     return make_recipe(name, **{**TABLES.get(name, {}), **row.skips, "budget": budget})
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    torch.set_num_threads(1)
-    return llama()
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +55,7 @@ def test_reading_less_reads_less(model: Any, stock: Any, name: str, way: str, re
     assert store.nbytes >= sum({t.untyped_storage().data_ptr(): t.nbytes for t in inside}.values())
 
 
-def test_label_channels_are_chosen_from_what_a_model_does(
-    model: Any, stock: Any, reads: dict[KVLayer, Tensor]
-) -> None:
+def test_label_channels_are_chosen_from_what_a_model_does(model: Any, stock: Any, reads: dict[KVLayer, Tensor]):
     watch = LabelCalibration()
     cache = cache_for(model, Recipe("calibrate", retrieve=watch))
     found = model.generate(**prompts(), past_key_values=cache, **SHORT)
@@ -94,9 +84,7 @@ CODEC = Recipe("bits", codec=Pair(GroupQuant(8, "tokens", 8), GroupQuant(8), blo
 
 @pytest.mark.parametrize("other", [snapkv(24), adakv(0.6), CODEC], ids=["snapkv", "adakv", "bits"])
 @pytest.mark.parametrize("name", ["quest", "tidal_decode", "sentence_kv"])
-def test_retrieval_composes_with_dropping_and_coding(
-    model: Any, name: str, other: Recipe, reads: dict[KVLayer, Tensor]
-) -> None:
+def test_retrieval_composes_with_dropping_and_coding(model: Any, name: str, other: Recipe, reads: Any) -> None:
     inputs = prompts()
     caches = [cache_for(model, x, mode="native") for x in (other, other | made(name, 1.0))]
     alone, both = (model.generate(**inputs, past_key_values=each, **SHORT) for each in caches)

@@ -1,7 +1,5 @@
 """Retrievers: all is dense attention, needles are found, rows do not mix; and particulars by loops."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 
@@ -36,11 +34,9 @@ EACH = pytest.mark.parametrize("name", MADE)
 @EACH
 def test_slots_that_are_gathered_are_attended_to_as_they_are(name: str, reads: dict[KVLayer, Tensor]) -> None:
     """With all slots of one row and fewer of a padded one, the gathered ones are all there is."""
-    k, v, q = tokens(64)
-    valid = torch.ones(B, 60, dtype=torch.bool)
-    valid[1, :23] = False
-    found, layer = run(MADE[name](41), name, k, v, q, 60, valid)
-    dense, _ = run(None, name, k, v, q, 60, valid)
+    given = *tokens(64), 60, torch.arange(60) >= torch.tensor([[0], [23]])
+    found, layer = run(MADE[name](41), name, *given)
+    dense, _ = run(None, name, *given)
     torch.testing.assert_close(found[1], dense[1], atol=1e-6, rtol=1e-5)
     # One layer that chooses reads all; what follows a question is read on top of the budget.
     assert 10 <= int(reads[layer].amax()) <= {"tidal": 64, "rekv": 45}.get(name, 41)
@@ -66,14 +62,12 @@ def test_one_needle_is_found(name: str, reads: dict[KVLayer, Tensor]) -> None:
 
 @EACH
 def test_slots_are_never_read_twice_and_empty_ones_never(name: str) -> None:
-    k, v, q = tokens(64)
-    valid = torch.ones(B, 60, dtype=torch.bool)
-    valid[1, :23] = False
-    _, layer = run(MADE[name](24), name, k, v, q, 60, valid)
+    valid = torch.arange(60) >= torch.tensor([[0], [23]])
+    _, layer = run(MADE[name](24), name, *tokens(64), 60, valid)
     pos = known(layer).state["chosen"]
-    for row in pos.flatten(0, 1).tolist():
-        real = [each for each in row if each >= 0]
-        assert len(real) == len(set(real))
+    for row in pos.flatten(0, 1):
+        real = row[row >= 0]
+        assert len(real) == len(real.unique())
     assert bool(((pos[1] < 0) | (pos[1] >= 23)).all())
 
 
@@ -138,9 +132,6 @@ def in_pieces(blocks: Blocks, slots: Slots, pieces: list[int]) -> Summary:
     return found
 
 
-# blocks ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("pieces", [[50], [20, 30], [7] * 7 + [1], [1] * 50])
 def test_blocks_are_what_a_loop_over_tokens_makes(pieces: list[int]) -> None:
     generator = torch.Generator().manual_seed(4)
@@ -191,9 +182,6 @@ def test_no_logit_is_above_the_bound_of_its_block() -> None:
     torch.testing.assert_close(exact, logits(query, made(67)))
 
 
-# double sparsity ---------------------------------------------------------------------------
-
-
 def best(k: Tensor, q: Tensor, free: range, count: int) -> Tensor:
     """Return the slots of the highest mean logits, sorted, [B, H, count]."""
     score = torch.einsum("bhgd,bhsd->bhs", q.reshape(B, H, G, D), k[:, :, free.start : free.stop])
@@ -228,9 +216,6 @@ def test_the_channels_that_matter_are_found() -> None:
         watch.channels(17)
 
 
-# codes -------------------------------------------------------------------------------------
-
-
 def test_only_pages_that_are_read_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where values wait for their codes; and rows without gaps choose as masks do."""
     k, v, q = tokens(93)
@@ -261,9 +246,6 @@ def test_only_pages_that_are_read_are_decoded(monkeypatch: pytest.MonkeyPatch) -
         assert set(mine.tolist()) - {-1} == set(theirs.tolist()) - {-1}
 
 
-# layers that share -------------------------------------------------------------------------
-
-
 def test_mpcache_layers_share_a_choice_in_pairs() -> None:
     chooser = MinMaxTree(30, layers=2, **FEW)
     stack = Row("mpcache", layers=4)
@@ -280,16 +262,14 @@ def test_mpcache_reads_small_clusters_of_the_large_ones_that_pass() -> None:
     k, v, q = tokens(128)
     chooser = MinMaxTree(32 + 8, large=16, small=4, widen=1.0, sinks=0, recent=8, group="mean")
     _, layer = run(chooser, "mpcache", k, v, q, 127)
-    mix = lambda x: 0.6 * x.amax(3) + 0.4 * x.amin(3)  # noqa: E731
     asked = q[:, :, -1].reshape(B, H, G, D).mean(2)
-    large = torch.einsum("bhd,bhnd->bhn", asked, mix(k.unflatten(2, (8, 16))))
-    small = torch.einsum("bhd,bhnd->bhn", asked, mix(k.unflatten(2, (32, 4))))
-    large[..., 7] -= 0  # half of it is read anyway, which leaves room for half a cluster more
+    parts = (k.unflatten(2, (-1, size)) for size in (16, 4))
+    large, small = (torch.einsum("bhd,bhnd->bhn", asked, 0.6 * x.amax(3) + 0.4 * x.amin(3)) for x in parts)
     for row in range(B):
         for head in range(H):
             order, room, passed = large[row, head].argsort(descending=True), 32, []
             for number in order.tolist():
-                size = 8 if number == 7 else 16
+                size = 8 if number == 7 else 16  # half of the last is read anyway
                 if size > room:
                     break
                 room -= size
@@ -299,9 +279,6 @@ def test_mpcache_reads_small_clusters_of_the_large_ones_that_pass() -> None:
             want = sorted(4 * n + i for n in ranked for i in range(4))
             found = [p for p in known(layer).state["chosen"][row, head].tolist() if p >= 0]
             assert found == want
-
-
-# sentences and frames ----------------------------------------------------------------------
 
 
 def test_sentences_end_where_their_ends_are() -> None:
@@ -364,17 +341,11 @@ def test_frames_are_read_at_positions_without_gaps() -> None:
         kept = sorted({0, 1, 46, 47, 48, 49, *(p for p in pos[row].tolist() if p >= 0)})
         assert 6 < len(kept) < 50
         near = torch.arange(50 - len(kept), 50)
-        slots = Slots(
-            rotary().rotate(k[row : row + 1, :, kept], near),
-            v[row : row + 1, :, kept],
-            {"pos": near.to(torch.int32).expand(1, 1, -1)},
-        )
+        part, pos = slice(row, row + 1), near.to(torch.int32).expand(1, 1, -1)
+        slots = Slots(rotary().rotate(k[part, :, kept], near), v[part, :, kept], {"pos": pos})
         want = logits(Query(query.q[row : row + 1], 49, 0.25), slots).softmax(-1)
         want = torch.einsum("bhgns,bhsd->bhgnd", want, slots.v).flatten(1, 2)
         torch.testing.assert_close(out[row : row + 1], want, atol=2e-6, rtol=1e-5)
-
-
-# probes ------------------------------------------------------------------------------------
 
 
 def test_unusual_queries_weigh_more_and_padding_nothing() -> None:
@@ -396,10 +367,8 @@ def test_unusual_queries_weigh_more_and_padding_nothing() -> None:
 
 def test_density_cuts_off_what_holds_little_mass(reads: dict[KVLayer, Tensor]) -> None:
     k, v, q = tokens(200)
-    few = [
-        int(reads[run(ProbeQuery(150, density=d, block=4, **FEW), "probe_query", k, v, q, 199)[1]].sum())
-        for d in (0.3, 0.8, 1.0)
-    ]
+    choosers = [ProbeQuery(150, density=d, block=4, **FEW) for d in (0.3, 0.8, 1.0)]
+    few = [int(reads[run(chooser, "probe_query", k, v, q, 199)[1]].sum()) for chooser in choosers]
     assert few[0] < few[1] < few[2] <= 4 * 150
 
 

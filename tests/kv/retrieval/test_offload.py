@@ -1,7 +1,5 @@
 """Blocks below the device: the same numbers come back, and only those that are read."""
 
-from __future__ import annotations
-
 import gc
 from typing import Any
 
@@ -81,8 +79,3 @@ def test_a_model_runs_with_tiers_as_without(name: str, way: dict[str, Any], tier
     detach(model)
     same(found[0], found[1], 1e-4)
     assert tiers.held("host") > 0
-
-
-def test_a_bad_block_is_refused(tiers: Tiers) -> None:
-    with pytest.raises(ValueError, match="block=0"):
-        InTiers(tiers, 0)

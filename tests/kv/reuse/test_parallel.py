@@ -1,7 +1,5 @@
 """Segments beside one another: shared prefixes, parallel contexts, and merging by log-sum-exp."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -17,14 +15,6 @@ from diffcache.kv.reuse.piece import Piece, cut
 from diffcache.kv.segment import Traits
 from diffcache.kv.slots import Slots
 from diffcache.kv.view import View
-from tests.kv.tiny import llama
-
-torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return llama()
 
 
 def text(*shape: int, seed: int = 0) -> Tensor:

@@ -1,7 +1,5 @@
 """Recomputing tokens in place: which ones, that all of them is a prefill, and that more are closer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -20,13 +18,7 @@ from diffcache.kv.reuse.recompute import cacheblend, kvshare, pie
 from diffcache.kv.slots import Slots
 from tests.kv.tiny import llama
 
-torch.set_num_threads(1)
 SPACES = ("pre", "post")
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return llama()
 
 
 def text(length: int, seed: int) -> Tensor:
@@ -46,8 +38,7 @@ def empty(model: Any, space: str = "pre") -> KVCache:
 
 
 def rotations(cache: KVCache) -> list[Any]:
-    """Return how the layers rotate, as a cache that holds unrotated keys knows."""
-    return [layer.rotary for layer in cache.store.layers]
+    return [layer.rotary for layer in cache.store.layers]  # as a cache that holds unrotated keys knows
 
 
 def apart(one: KVCache, two: KVCache) -> list[float]:
@@ -127,14 +118,15 @@ def test_cacheblend_chooses_by_the_squared_difference_of_values(model: Any) -> N
     assert index.tolist() == sorted(deviation.argsort(descending=True)[:12].tolist())
 
 
-def test_generation_goes_on_after_cacheblend(model: Any) -> None:
-    parts = pieces(model)
-    ids = torch.cat([*(part.ids for part in parts), text(5, 9)])[None]
-    cache = empty(model)
-    cacheblend(model, cache, parts, share=1.0)
+def test_generation_goes_on_after_cacheblend_and_after_an_edit(model: Any) -> None:
     settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    ours = model.generate(input_ids=ids, past_key_values=cache, **settings)
-    assert torch.equal(ours, model.generate(input_ids=ids, **settings))
+    parts, before, blended = pieces(model), text(30, 0), empty(model)
+    cacheblend(model, blended, parts, share=1.0)
+    after, edited = torch.cat([before[:25], text(6, 5)]), fresh(model, before)
+    pie(model, edited, before, after[:-1])  # all that follows the kept start is new
+    for ids, cache in ((torch.cat([*(part.ids for part in parts), text(5, 9)]), blended), (after, edited)):
+        ours = model.generate(input_ids=ids[None], past_key_values=cache, **settings)
+        assert torch.equal(ours, model.generate(input_ids=ids[None], **settings))
 
 
 @pytest.mark.parametrize("space", SPACES)
@@ -159,13 +151,14 @@ def test_pie_moves_keys_and_encodes_what_was_put_in(model: Any, space: str) -> N
         torch.testing.assert_close(layer.read().v[:, :, :13], wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_pie_without_an_edit_leaves_the_cache_alone(model: Any) -> None:
+def test_pie_leaves_a_cache_alone_without_an_edit_or_where_it_is_refused(model: Any) -> None:
     ids = text(30, 0)
     cache = fresh(model, ids, "post")
     before = [tensor.clone() for tensor in cache.store.tensors()]
     assert len(pie(model, cache, ids, ids.clone())) == 0
-    after = cache.store.tensors()
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    with pytest.raises(ValueError, match="give the rotation of each layer"):
+        pie(model, cache, ids, ids[2:])
+    assert all(map(torch.equal, before, cache.store.tensors())) and cache.store.seen == 30
 
 
 def test_kvshare_computes_the_difference_and_what_deviates(model: Any) -> None:
@@ -231,14 +224,6 @@ def test_impact_and_overlap_follow_their_formulas() -> None:
     assert to_fix(chunk, [], 100.0).tolist() == [0, 1, 2, 3]
 
 
-def test_an_edit_that_is_refused_loses_nothing(model: Any) -> None:
-    ids = text(12, 0)
-    post = fresh(model, ids, "post")
-    with pytest.raises(ValueError, match="give the rotation of each layer"):
-        pie(model, post, ids, ids[2:])
-    assert post.store.seen == 12
-
-
 def test_a_model_that_was_released_is_refused() -> None:
     model, ids = llama(), text(12, 0)
     cache = fresh(model, ids)
@@ -247,16 +232,6 @@ def test_a_model_that_was_released_is_refused() -> None:
     with pytest.raises(AttachError, match="LlamaForCausalLM uses the attention function"):
         recompute(model, cache, ids[None], torch.arange(12))
     assert cache.writer.refreshing is None
-
-
-def test_generation_goes_on_after_an_edit(model: Any) -> None:
-    before = text(30, 0)
-    after = torch.cat([before[:25], text(6, 5)])
-    settings = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    cache = fresh(model, before)
-    pie(model, cache, before, after[:-1])  # all that follows the kept start is new
-    ours = model.generate(input_ids=after[None], past_key_values=cache, **settings)
-    assert torch.equal(ours, model.generate(input_ids=after[None], **settings))
 
 
 def test_a_text_that_was_sent_goes_on(model: Any) -> None:
