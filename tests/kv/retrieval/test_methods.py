@@ -341,8 +341,8 @@ def test_frames_are_read_at_positions_without_gaps() -> None:
         kept = sorted({0, 1, 46, 47, 48, 49, *(p for p in pos[row].tolist() if p >= 0)})
         assert 6 < len(kept) < 50
         near = torch.arange(50 - len(kept), 50)
-        part, pos = slice(row, row + 1), near.to(torch.int32).expand(1, 1, -1)
-        slots = Slots(rotary().rotate(k[part, :, kept], near), v[part, :, kept], {"pos": pos})
+        part, place = slice(row, row + 1), near.to(torch.int32).expand(1, 1, -1)
+        slots = Slots(rotary().rotate(k[part, :, kept], near), v[part, :, kept], {"pos": place})
         want = logits(Query(query.q[row : row + 1], 49, 0.25), slots).softmax(-1)
         want = torch.einsum("bhgns,bhsd->bhgnd", want, slots.v).flatten(1, 2)
         torch.testing.assert_close(out[row : row + 1], want, atol=2e-6, rtol=1e-5)
