@@ -37,7 +37,7 @@ class Streamer:
         for row, number in enumerate(range(len(answers))) if numbers is None else numbers:
             settled: Any = self.text(answers[row]) if self.text else answers[row]
             told = self.told.get(number, settled[:0])
-            if self.text and settled.endswith("\ufffd"):  # half a character
+            if self.text and settled.endswith("\ufffd") and decoding.rows[row].is_active:  # half a character
                 continue
             if len(settled) > len(told) and settled[: len(told)] == told:
                 self.on_settled(number, settled[len(told) :])

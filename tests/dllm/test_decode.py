@@ -210,8 +210,6 @@ def test_late_tokens_are_chosen_and_committed_last() -> None:
         assert scores[0].tolist() == [0, pytest.approx(rest)]
     with pytest.raises(ValueError, match=r"late=\(4,\): names a token outside .* has 4; leave 4 out"):
         Sampler(late=(4,)).candidates(logits, 2, None)
-    with pytest.raises(ValueError, match=r"by='margin': late=\(3,\) looks at confidence; .* late=\(\)"):
-        Sampler("margin", late=(3,))
 
 
 def test_temperature_draws_from_the_tempered_softmax_and_a_seed_repeats_it() -> None:

@@ -37,6 +37,11 @@ class Letters:
         return "".join(chr(64 + number) for number in ids)
 
 
+class HalfLetters(Letters):
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        return super().decode(ids, skip_special_tokens) + "\ufffd"
+
+
 class Unknowing(Letters):
     """A tokenizer that has one token for all that are no letters."""
 
@@ -130,6 +135,10 @@ def test_texts_go_in_and_come_out_as_they_settle() -> None:
     assert answer.report is None and answer.texts is not None
     for row in range(2):
         assert "".join(text for number, text in told if number == row) == answer.texts[row]
+    half = DiffusionLM(model, HalfLetters())  # what ends within a character is told to its end
+    told.clear()
+    wanted = half.generate("ABCD", Schedule(8, 4), on_settled=lambda *what: told.append(what)).texts
+    assert ["".join(text for _, text in told)] == wanted
     ids: list[tuple[int, Any]] = []
     plain = DiffusionLM(model).generate([1, 2, 3, 4], Schedule(8, 4), on_settled=lambda *what: ids.append(what))
     assert list(itertools.chain(*[tokens for _, tokens in ids])) == plain.ids[0].tolist()

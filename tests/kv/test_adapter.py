@@ -170,7 +170,7 @@ def test_a_copy_is_a_fork(model: Any, copied: Any) -> None:
     expected = stepped(model, other)
     assert (cache.get_seq_length(), other.get_seq_length()) == (48, 49)
     assert torch.equal(stepped(model, cache), expected)
-    with pytest.raises(TypeError, match=r"use diffcache\.kv\.life\.save"):
+    with pytest.raises(TypeError, match=r"use diffcache\.kv\.save"):
         pickle.dumps(cache)
 
 

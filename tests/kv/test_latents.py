@@ -63,11 +63,15 @@ def test_an_adapter_between_latents_and_keys_is_noticed() -> None:
 
 
 @pytest.mark.parametrize(("name", "kind"), [("FalconH1ForCausalLM", "falcon_h1"), ("ZambaForCausalLM", "zamba")])
-def test_states_beside_full_attention_go_along(name: str, kind: str) -> None:
+def test_states_beside_full_attention_go_along(name: str, kind: str, tmp_path: Path) -> None:
     model = zoo(name, kind)
     expected = generate(model)
-    cache = cache_for(model, ALL)
+    cache, other = cache_for(model, ALL), cache_for(model, ALL)
     same(generate(model, cache), expected, 1e-4)
+    life.save(tmp_path / "store", cache.store)
+    life.load(tmp_path / "store", other.store)
+    with pytest.raises(ValueError, match="layers beside the store hold nothing of its 33 tokens"):
+        model(input_ids=IDS[:, :1], past_key_values=other)
     cache.reset()
     same(generate(model, cache), expected, 1e-4)
     with torch.no_grad():

@@ -289,7 +289,7 @@ class KVCache(Host, Cache):  # type: ignore[misc]
         return self.fork()
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a cache of a model is not pickled; use diffcache.kv.life.save")
+        raise TypeError("a cache of a model is not pickled; use diffcache.kv.save(path, cache.store)")
 
     # what generate calls -------------------------------------------------------------------
 

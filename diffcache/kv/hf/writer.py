@@ -17,6 +17,7 @@ from diffcache.foreign import CALL_CODE, PREFILL, reads_whole_prompt, take_hooks
 from diffcache.kv.hf.model import NAME, CacheSetup, Mode, decoder_of
 from diffcache.kv.hf.refresh import Refreshing
 from diffcache.kv.hf.rotary import NotedPositions, RotaryReader
+from diffcache.kv.hf.versions import FUSED
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.rotary import Rotation
 from diffcache.kv.rotary_nd import RotaryND, RotaryTable
@@ -232,9 +233,16 @@ class Host:
 
         Raises:
             AttachError: If the model uses another attention function by now.
-            ValueError: If an earlier forward did not come to its end.
+            ValueError: If an earlier forward did not come to its end, or only the store was filled.
         """
         self._check_used()
+        owned = self.setup.owned
+        beside = [x for at, x in enumerate(self.layers) if at not in owned or isinstance(x, FUSED)]
+        if self.store.seen and beside and all(map(_is_empty, beside)):
+            raise ValueError(
+                f"layers beside the store hold nothing of its {self.store.seen} tokens, as where the store alone was "
+                "loaded, or a first forward was cut off: reset the cache and read the prompt again"
+            )
         for layer in self.layers:
             known = type(layer) is DynamicSlidingWindowLayer and layer.is_initialized
             if known and layer.get_seq_length() != self.store.seen:
@@ -289,3 +297,10 @@ def unwatch(model: nn.Module) -> None:
     for part in model.modules():
         take_hooks(part, lambda hook: hook is _tell)
         _WATCHED.discard(part)
+
+
+def _is_empty(layer: Any) -> bool:
+    """Return whether a layer of transformers holds nothing yet, as far as it says."""
+    names = ("is_initialized", "has_previous_state", "is_conv_states_initialized", "is_recurrent_states_initialized")
+    said = [getattr(layer, name) for name in names if hasattr(layer, name)]
+    return bool(said) and not any(any(flag.values()) if isinstance(flag, dict) else flag for flag in said)

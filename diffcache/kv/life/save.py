@@ -71,6 +71,7 @@ def save(path: str | os.PathLike[str], store: KVStore, about: Mapping[str, str] 
     Raises:
         ValueError: If something in the store has no place in such a file.
     """
+    _check_store(store)
     if any(isinstance(layer.rotary, RotaryTable) for layer in store.layers):
         raise ValueError(
             "keys are held before a rotation whose positions are looked up by token, and have no "
@@ -105,7 +106,9 @@ def load(path: str | os.PathLike[str], store: KVStore, device: str | torch.devic
     Raises:
         SavedCacheError: If the file is truncated, altered, or of another recipe or model; the store
             is then as it was.
+        ValueError: If `store` is none.
     """
+    _check_store(store)
     state, header = read(path, device)
     with refusing(path):
         _check_origin(path, header, store)
@@ -117,6 +120,11 @@ def load(path: str | os.PathLike[str], store: KVStore, device: str | torch.devic
         layer.__dict__.update(other.__dict__)
     store.restore(state)
     return about
+
+
+def _check_store(store: object) -> None:
+    if not isinstance(store, KVStore):
+        raise ValueError(f"store: is a {type(store).__name__}; of a cache of cache_for(model, ...) give cache.store")
 
 
 def _check_origin(path: str | os.PathLike[str], header: Mapping[str, Any], store: KVStore) -> None:
