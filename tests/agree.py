@@ -1,7 +1,5 @@
 """Agreement of methods with other code: tests assert it, and docs/methods.md shows their findings."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path

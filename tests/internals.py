@@ -1,7 +1,5 @@
 """Looks inside methods and wrapped denoisers: schedules, calls, and what a cache would leave behind."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Methods of the registry as contract tests run them: with `skips` or `off` of their rows."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

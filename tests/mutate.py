@@ -7,8 +7,6 @@ run once on code that notes which test reaches which mutant; after that every mu
 process of its own, on the files of tests that reach it, until the first of them fails.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import os

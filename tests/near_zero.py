@@ -1,7 +1,5 @@
 """Every method with a threshold, asked together whether a step is computed at nearly zero."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Noise, pictures of noise, and files of them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

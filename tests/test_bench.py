@@ -1,18 +1,32 @@
-"""Benchmarks at their smallest size, and that long ones go on where they ended."""
+"""Benches and timings: what they write and print."""
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
+from diffcache.anchor import owner_of
+from diffcache.cli import app
 from diffcache.eval import record
+from diffcache.eval.cost.clock import DenoiserClock
+from diffcache.eval.methods import parse_row
+from diffcache.eval.record import FOLDER, ROOT, Setting
+from diffcache.eval.runs import cost
+from diffcache.eval.runs.evaluate import Plan, start
+from diffcache.eval.runs.progress import Progress
+from diffcache.eval.runs.task import Case, Task
 from diffcache.eval.workshop.bench import __main__ as bench
 from diffcache.eval.workshop.bench import capacity, decode, full_size, kernels, overhead
 from diffcache.eval.workshop.bench.models import Shape
 from diffcache.eval.workshop.bench.runner import Bench, cell, tables, thirds
+from diffcache.eval.workshop.bench.telling import FACTORS, STEPS, computed, magcache
 from diffcache.eval.workshop.parts import Parts, digest_of
+from diffcache.eval.workshop.shipped.telling_page import FEWER, FORECAST, RECORD, REUSE, page
+from diffcache.files import read_json
 
 SETTING = record.Setting(torch.device("cpu"))
 TINY = Shape(double=2, single=3, image_tokens=4, text_tokens=3)
@@ -160,3 +174,137 @@ def test_a_digest_is_of_names_shapes_and_values() -> None:
     assert digest_of(one) == digest_of(other)
     assert digest_of(nn.Sequential(one)) != digest_of(one)
     assert digest_of(one.to(torch.bfloat16)) != digest_of(other)
+
+
+STACK = "taylorseer:every=2,warmup=1,site=stack"
+PEER = "diffusers/taylorseer:cache_interval=2,disable_cache_before_step=1,use_lite_mode=True"
+WORDS = ["sticker-flux", "--device", "cpu", "--steps", "4", "--rounds", "2", "--batch-size", "2"]
+LATENCY_SETTING = Setting(torch.device("cpu"))
+
+
+def call(*words):
+    return CliRunner().invoke(app, ["eval", "latency", *words])
+
+
+def turns_of(tmp_path, method):
+    task = Task("sticker-flux", samples=1, batch_size=1, steps=4)
+    run = start(Plan(task, {}, tmp_path / "run"), Progress())
+    return run, cost._Turns(run, Case(method, "method", 4, parse_row(method)), LATENCY_SETTING)
+
+
+def test_the_record_of_a_run(tmp_path, monkeypatch):
+    asked = []
+
+    def peak_bytes(model, method, call, place):
+        asked.append((Path(model).name, method and method.partition(":")[0], place.device))
+        return 3000
+
+    monkeypatch.setattr(cost, "peak_bytes", peak_bytes)
+    monkeypatch.setenv("COLUMNS", "250")  # long times must not wrap the cells
+    file = tmp_path / "new" / "latency.json"
+    gate = "first-block:threshold=1e-9"
+    methods = [word for name in (STACK, gate, PEER) for word in ("--method", name)]
+    done = call(*WORDS, *methods, "--memory", "--json", str(file))
+    assert done.exit_code == 0, done.output
+    found = json.loads(file.read_text(encoding="utf-8"))
+    record.check(found)
+    uncached, stack, gated, peer = found["rows"]
+    assert [row["name"] for row in found["rows"]] == ["uncached", STACK, gate, PEER]
+    assert (uncached["steps"], uncached["evaluations"], uncached["flops_ratio"]) == (4, 4, 1)
+    assert (stack["steps"], stack["computed_steps"]) == (4, 2) and 2 < stack["evaluations"] < 2.05
+    assert stack["flops"] == pytest.approx(uncached["flops"] * stack["evaluations"] / 4)
+    assert stack["flops_ratio"] == pytest.approx(4 / stack["evaluations"])
+    assert gated["evaluations"] == 4 and uncached["held_bytes"] == 0 < stack["held_bytes"]
+    assert peer["computed_steps"] == 2 and peer["held_bytes"] > 0 and "peak_bytes" not in peer
+    for row in found["rows"]:
+        assert row["seconds"]["n"] == row["cpu_ratio"]["n"] == row["denoiser_seconds"]["n"] == 2
+        assert 0 < row["denoiser_seconds"]["median"] < row["seconds"]["median"]
+        assert row["throughput"] == pytest.approx(2 / row["seconds"]["median"])
+    assert uncached["ratio"]["median"] == uncached["denoiser_ratio"]["median"] == 1
+    assert uncached["peak_bytes"] == stack["peak_bytes"] == 3000
+    assert asked == [("sticker-flux", name, "cpu") for name in (None, "taylorseer", "first-block")]
+    assert f"{gate} skipped nothing" in found["warnings"]
+    assert found["shapes"]["num_inference_steps"] == 4 and found["shapes"]["batch_size"] == 2
+    assert "2.9 KiB" in done.output and "Samples a second" in done.output
+    assert "note: " in done.output
+
+
+def test_json_alone_on_standard_output():
+    done = call("sticker-flux", "--steps", "1", "--rounds", "1", "--json", "-", "--quiet")
+    (row,) = json.loads(done.stdout)["rows"]
+    assert (row["name"], row["steps"]) == ("uncached", 1)
+
+
+def test_the_pipeline_is_free_again_when_a_turn_fails(tmp_path):
+    run, turns = turns_of(tmp_path, "step-mask")
+    model = run.drawer.pipe.transformer
+    before = set(vars(model))
+
+    def fail():
+        with turns.turn().within():
+            turns.prepare()  # all steps: its masks are for four or more
+            assert owner_of(model) is not None
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert owner_of(model) is None and set(vars(model)) == before and not model._forward_hooks
+
+
+def test_the_clock_counts_denoiser_calls_only():
+    model = nn.Linear(2, 2)
+    with DenoiserClock(model, LATENCY_SETTING) as clock:
+        for _ in range(3):
+            model(torch.ones(1, 2))
+        assert clock.calls == 3 and clock.seconds > 0
+        clock.reset()
+        assert clock.calls == 0 and clock.seconds == 0
+    model(torch.ones(1, 2))
+    assert clock.calls == 0 and not model._forward_hooks and not model._forward_pre_hooks
+
+
+@pytest.mark.gpu
+def test_on_an_accelerator():
+    words = ["sticker-flux", "--device", "cuda", "--steps", "4", "--rounds", "2", "--memory"]
+    done = call(*words, "--method", STACK, "--json", "-", "--quiet")
+    for row in json.loads(done.stdout)["rows"]:
+        assert 0 < row["denoiser_seconds"]["median"] < row["seconds"]["median"]
+        assert row["peak_bytes"] > 0
+
+
+@pytest.mark.parametrize("factor", FACTORS)
+def test_the_gate_computes_as_few_steps_as_the_others(factor: int):
+    ratios = [1 + 0.2 / step for step in range(1, STEPS)]
+    method = magcache(ratios, factor)
+    steps = computed(method)
+    assert steps[0] == 0 and 2 <= len(steps) <= -(-STEPS // factor)
+    assert len(steps) >= -(-STEPS // factor) - 2  # no coarser than it has to be
+
+
+def row(method: str, factor: int, right: float, decibels: float) -> dict[str, Any]:
+    ends = {"low": right - 0.1, "high": right + 0.1}
+    close = {"value": decibels, "low": decibels - 1, "high": decibels + 1}
+    return dict(
+        method=method, factor=factor, steps=STEPS // factor, psnr_db=close, whole_right={"value": right, **ends}
+    )
+
+
+def test_the_page_says_which_pairs_stand_against_the_published_order():
+    rows = [row("uncached", 1, 0.7, 60.0)]
+    rows += [row(FORECAST, 4, 0.6, 24.0), row(REUSE, 4, 0.4, 20.0), row(FEWER, 4, 0.5, 22.0)]
+    for one, change in zip(rows[1:], (-0.1, -0.3, -0.2), strict=True):
+        one["whole_right_change"] = {"value": change, "low": change - 0.15, "high": change + 0.15}
+    rows += [row(FORECAST, 6, 0.5, 20.0), row(REUSE, 6, 0.2, 15.0), row(FEWER, 6, 0.4, 18.0)]
+    ratios = [1.2 - 0.01 * step for step in range(STEPS - 1)]
+    path = {"ratio": ratios, "cosine": ratios, "change": ratios, "first_to_last": [0.5]}
+    text = page(dict(rows=rows, residuals=path, shapes={"samples": 64}, commit="abc", seconds=9.0, command="again"))
+    assert "beyond the interval, by: reuse at 4 times, fewer steps at 4 times." in text
+    assert "Reversed: reuse and fewer steps at 4 times." in text
+    assert "| reuse | 20.0 (19.0 to 21.0) | 15.0 (14.0 to 16.0) |" in text
+    assert "Uncached, 70% (60% to 80%) are right." in text
+    assert "with FLUX.1-dev over the first ten steps" in text and "cosine of 0.50" in text
+
+
+def test_the_page_is_that_of_its_record():
+    text = (ROOT / "docs" / "telling_power.md").read_text(encoding="utf-8")
+    assert text == page(read_json(FOLDER / RECORD))

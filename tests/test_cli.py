@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import diffusers
 import pytest
@@ -16,7 +17,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import diffcache
-from diffcache import cli, command
+from diffcache import Tables, cli, command
 from diffcache.errors import MissingError
 from diffcache.eval import demo
 from diffcache.eval.demo import PROMPTS
@@ -24,6 +25,8 @@ from diffcache.eval.metrics.weights import MissingWeightsError
 from diffcache.eval.samples import output
 from diffcache.eval.samples.clips import read_clip
 from diffcache.eval.workshop import coverage
+from diffcache.features.bac import BAC
+from diffcache.features.tuned import Tuned
 from diffcache.pipelines.demo import generate, inputs, saved
 from diffcache.pipelines.demo.describe import EXCLUDED, STREAMS_FILE
 from diffcache.pipelines.load import load
@@ -47,18 +50,14 @@ def directory(tmp_path_factory):
 
 
 class TestPlain:
-    def test_version(self):
+    def test_version_citations_help_and_one_table_of_exit_codes(self):
         assert call("--version").output == f"diffcache {diffcache.__version__}\n"
-
-    def test_help_names_every_command_and_the_exit_codes(self):
+        assert call("cite", "taylorseer").output.strip() == diffcache.TaylorSeer.bibtex
+        page = Path(__file__).parents[1] / "docs" / "evaluation.md"
+        assert command.EXIT_LINE in page.read_text(encoding="utf-8")
         text = call("--help").output
         assert all(name in text for name in ("demo", "run", "inspect", "methods", "cite"))
         assert command.EXIT_LINE in " ".join(text.split())
-
-    def test_one_table_of_exit_codes(self):
-        page = Path(__file__).parents[1] / "docs" / "evaluation.md"
-        assert command.EXIT_LINE in page.read_text(encoding="utf-8")
-        assert (command.WRONG, command.MISSING, command.INTERRUPTED) == (2, 3, 130)
 
     @pytest.mark.parametrize("name", sorted(get_command(cli.app).commands))
     def test_help_has_an_example_and_the_exit_codes(self, name):
@@ -96,64 +95,32 @@ print(json.dumps([m for m in ("diffusers", "transformers", "matplotlib") if m in
         assert needs["taylorseer"] == set() and "Take taylorseer first" in done.output
         assert (needs["bac"], needs["tuned"]) == ({"calibrate"}, {"tune"})
 
-    def test_cite(self):
-        assert call("cite", "taylorseer").output.strip() == diffcache.TaylorSeer.bibtex
-
 
 class TestErrors:
-    def test_debug_lets_the_exception_out(self):
-        done = call("--debug", "cite", "taylorser")
-        assert isinstance(done.exception, diffcache.UnknownMethodError)
-
-    def test_debug_lasts_one_call(self):
-        call("--debug", "methods")
+    def test_debug_lets_the_exception_out_of_one_call(self):
+        assert isinstance(call("--debug", "cite", "taylorser").exception, diffcache.UnknownMethodError)
         assert call("cite", "taylorser").exit_code == 2
 
-    def test_failed_run_ends_with_one(self, monkeypatch):
-        def fail(name):
-            raise RuntimeError("out of\nmemory")
-
-        monkeypatch.setattr(cli, "bibtex", fail)
-        done = call("cite", "taylorseer")
-        assert done.exit_code == 1
-        assert done.stderr.startswith("error: RuntimeError: out of memory")
-
     @pytest.mark.parametrize(
-        "error", [ImportError("no av"), MissingWeightsError("no weights"), MissingError("no cv2")]
-    )
-    def test_what_is_missing_ends_with_three(self, error, monkeypatch):
-        def fail(name):
-            raise error
-
-        monkeypatch.setattr(cli, "bibtex", fail)
-        done = call("cite", "taylorseer")
-        assert (done.exit_code, done.stderr) == (3, f"error: {error}\n")
-
-    def test_interrupt(self, monkeypatch):
-        def interrupt(name):
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(cli, "bibtex", interrupt)
-        done = call("cite", "taylorseer")
-        assert (done.exit_code, done.stderr) == (130, "interrupted\n")
-
-
-class TestSettings:
-    @pytest.mark.parametrize(
-        ("pair", "value"),
+        ("error", "code", "said"),
         [
-            ("a=3", 3),
-            ("a=0.5", 0.5),
-            ("a=stack", "stack"),
-            ("a='x'", "x"),
-            ("a=[1, 2]", [1, 2]),
-            ("a=None", None),
-            ("a=b=c", "b=c"),
-            ("a=", ""),
+            (RuntimeError("out of\nmemory"), 1, "error: RuntimeError: out of memory"),
+            (ImportError("no av"), 3, "error: no av\n"),
+            (MissingWeightsError("no weights"), 3, "error: no weights\n"),
+            (MissingError("no cv2"), 3, "error: no cv2\n"),
+            (KeyboardInterrupt(), 130, "interrupted\n"),
         ],
     )
-    def test_values(self, pair, value):
-        assert command.parse_settings([pair], "--call") == {"a": value}
+    def test_what_failed_is_said_and_has_its_exit_code(self, error, code, said, monkeypatch):
+        monkeypatch.setattr(cli, "bibtex", Mock(side_effect=error))
+        done = call("cite", "taylorseer")
+        assert done.exit_code == code and done.stderr.startswith(said)
+
+
+def test_values_of_settings():
+    texts = ["a=3", "b=0.5", "c=stack", "d='x'", "e=[1, 2]", "f=None", "g=b=c", "h="]
+    values = [3, 0.5, "stack", "x", [1, 2], None, "b=c", ""]
+    assert command.parse_settings(texts, "--call") == dict(zip("abcdefgh", values, strict=True))
 
 
 class TestInspect:
@@ -208,20 +175,8 @@ class TestInspect:
 class TestRun:
     def test_picture_report_and_record(self, directory, tmp_path):
         out, record = tmp_path / "x" / "a.png", tmp_path / "a.json"
-        done = call(
-            "run",
-            directory,
-            PROMPT,
-            "--steps",
-            6,
-            "--compare",
-            "--method",
-            "interval:every=2",
-            "--out",
-            out,
-            "--json",
-            record,
-        )
+        order = ("run", directory, PROMPT, "--steps", 6, "--compare", "--method", "interval:every=2")
+        done = call(*order, "--out", out, "--json", record)
         assert done.exit_code == 0, done.output
         assert "6: 3 computed, 3 skipped" in done.output
         assert Image.open(out).size == (64, 64)
@@ -269,25 +224,21 @@ class TestRun:
         texts = [str(file), f"control_image={file}"]
         found = inputs.read_images(texts, "FluxControlNetImg2ImgPipeline", taken)
         assert {name: image.size for name, image in found.items()} == {"image": (8, 8), "control_image": (8, 8)}
-        with pytest.raises(ValueError, match="pass --image control_image=FILE"):
-            inputs.read_images(texts[:1], "FluxControlNetImg2ImgPipeline", taken)
-        with pytest.raises(ValueError, match="image is given twice"):
-            inputs.read_images(texts[:1] * 2, "FluxControlNetImg2ImgPipeline", taken)
-        with pytest.raises(ValueError, match="takes only image, control_image"):
-            inputs.read_images([f"mask_image={file}"], "FluxControlNetImg2ImgPipeline", taken)
-        with pytest.raises(FileNotFoundError, match="no such file"):
-            inputs.read_images(["nowhere.png"], "FluxControlNetImg2ImgPipeline", taken)
-        with pytest.raises(ValueError, match="cannot be read as an image"):
-            inputs.read_images([__file__], "FluxControlNetImg2ImgPipeline", taken)
+        # control images come first where there is no other
+        alone = inspect.signature(diffusers.FluxControlNetPipeline.__call__).parameters
+        assert list(inputs.read_images(texts[:1], "FluxControlNetPipeline", alone)) == ["control_image"]
+        for wrong, words in (
+            (texts[:1], "pass --image control_image=FILE"),
+            (texts[:1] * 2, "image is given twice"),
+            ([f"mask_image={file}"], "takes only image, control_image"),
+            (["nowhere.png"], "no such file"),
+            ([__file__], "cannot be read as an image"),
+        ):
+            with pytest.raises((ValueError, FileNotFoundError), match=words):
+                inputs.read_images(wrong, "FluxControlNetImg2ImgPipeline", taken)
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 8)  # as a bomb of 60,000 x 60,000
         with pytest.raises(ValueError, match="cannot be read as an image: .* exceeds limit"):
             inputs.read_images(texts[:1], "FluxControlNetImg2ImgPipeline", taken)
-
-    def test_control_images_come_first_where_there_is_no_other(self, tmp_path):
-        Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-        taken = inspect.signature(diffusers.FluxControlNetPipeline.__call__).parameters
-        found = inputs.read_images([str(tmp_path / "a.png")], "FluxControlNetPipeline", taken)
-        assert list(found) == ["control_image"]
 
     @pytest.mark.parametrize(
         ("name", "needed"),
@@ -393,49 +344,22 @@ class TestDemo:
         assert max(data["psnr_db"]) < 100
 
 
-def broken(tmp_path: Path, text: str) -> Path:
-    """Make a directory whose model_index.json holds `text`."""
-    folder = tmp_path / "broken"
-    folder.mkdir()
-    (folder / "model_index.json").write_text(text)
-    return folder
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("{", "model_index.json names no pipeline"),
         ("[]", "model_index.json names no pipeline"),
         ('{"_class_name": "NoSuchPipeline"}', "has no NoSuchPipeline; it may need a newer one"),
-        (
-            '{"_class_name": "FluxPipeline", "transformer": ["diffusers", "NoSuchModel"]}',
-            "has no NoSuchModel; it may need a newer one",
-        ),
-        (
-            '{"_class_name": "FluxPipeline", "transformer": ["diffusers", "logging"]}',
-            "has no logging; it may need a newer one",
-        ),
+        ('{"_class_name": "FluxPipeline", "vae": ["diffusers", "NoSuchModel"]}', "has no NoSuchModel; it may need"),
+        ('{"_class_name": "FluxPipeline", "vae": ["diffusers", "logging"]}', "has no logging; it may need"),
         ('{"_class_name": "FluxPipeline", "vae": [7, 8]}', "[7, 8]: must be a library and a class"),
         ('{"_class_name": "FluxTransformer2DModel"}', "must be a pipeline of diffusers"),
     ],
 )
 def test_a_broken_index(text, message, tmp_path):
-    done = call("run", broken(tmp_path, text), PROMPT)
+    (tmp_path / "model_index.json").write_text(text)
+    done = call("run", tmp_path, PROMPT)
     assert done.exit_code == 2 and message in done.stderr
-
-
-@pytest.mark.parametrize("text", ["[1,2", "[]", '{"call": 7}', '{"call": {"callback": "os.system"}}'])
-def test_broken_defaults_of_a_call(text, tmp_path):
-    (tmp_path / "diffcache.json").write_text(text)
-    with pytest.raises(ValueError, match=r"diffcache\.json: .*must be (an object|a number)"):
-        saved.call_defaults(tmp_path)
-
-
-def test_parts_that_claim_more_layers_than_can_be_built(tmp_path):
-    (tmp_path / "transformer").mkdir()
-    (tmp_path / "transformer" / "config.json").write_text('{"num_layers": 1000000000}')
-    with pytest.raises(ValueError, match="num_layers=1000000000: must be at most 10,000"):
-        saved.check_depth(tmp_path)
 
 
 def test_what_is_no_pipeline_is_told_by_what_it_is(monkeypatch):
@@ -457,3 +381,51 @@ def test_the_range_of_seeds(name, seed):
 
 def test_the_largest_seed_fits():
     torch.Generator("cpu").manual_seed(command.MAX_SEED + 1_000_000)
+
+
+LARGE_RING = "a large red ring in the center, on a white background"
+
+
+@pytest.fixture
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("in_a_folder")
+def test_calibrate_then_run() -> None:
+    asked = "calibrate --method fitted-forecast:computed=2 --model sticker-flux --steps 4 --samples 2"
+    done = call(*asked.split())
+    assert done.exit_code == 0, done.stderr
+    assert "wrote fitted-forecast.safetensors" in done.stdout
+    method = "fitted-forecast:computed=2,tables=fitted-forecast.safetensors"
+    run = ["run", "sticker-flux", LARGE_RING, "--method", method, "--compare"]
+    again = call(*run, "--steps", "4")
+    assert again.exit_code == 0, again.stderr
+    assert "PSNR" in again.stdout
+    other = call(*run, "--steps", "5")
+    assert other.exit_code == 2
+    assert "made for runs of 4 steps, this one has 5" in other.stderr
+
+
+@pytest.mark.usefixtures("in_a_folder")
+def test_tune_then_load(tmp_path: Path) -> None:
+    done = call(
+        "tune", "--model", "sticker-flux", "--speedup", "1.5", "--steps", "4",
+        "--samples", "2", "--batch-size", "1", "--trials", "3",
+        "--method", "interval:every=2", "--method", "taylorseer:every=2,warmup=1,site=model",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    best = Tuned(tmp_path / "tuned.safetensors")
+    assert repr(best.method) in done.stdout
+    held_out = f"{best.validation['psnr_db']:.1f} dB [{best.validation['low_db']:.1f}, "
+    assert held_out in done.stdout and "on 1 samples not searched on" in done.stdout
+    assert best.total == 4 and best.front
+
+
+@pytest.mark.usefixtures("in_a_folder")
+def test_models_that_take_more_than_prompts(tmp_path: Path) -> None:
+    asked = "calibrate --method bac:count=3 --model reach-policy --steps 6 --samples 4 --out bac.safetensors"
+    done = call(*asked.split())
+    assert done.exit_code == 0, done.stderr
+    assert Tables.load(tmp_path / "bac.safetensors").steps == 6
+    assert BAC(count=3, tables=str(tmp_path / "bac.safetensors")).parts().when.total == 6

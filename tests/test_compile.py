@@ -1,7 +1,5 @@
 """Compiled blocks: as many graphs as without a cache, no breaks, the same numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

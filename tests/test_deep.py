@@ -1,7 +1,5 @@
 """Site `deep`: a UNet split between the layers of its blocks, as DeepCache and CacheQuant do."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

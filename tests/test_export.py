@@ -52,9 +52,6 @@ def settings_of(made):
     return json.loads(made.text()) if made.form == "json" else yaml.safe_load(made.text())
 
 
-# diffusers -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("method", [str(MAG), FirstBlock(0.12, by_branch=True)], ids=["ratios", "gate"])
 def test_diffusers_reads_back_the_same_method(method):
     found = settings_of(export(method, "diffusers"))
@@ -66,9 +63,6 @@ def test_diffusers_reads_back_the_same_method(method):
     assert (again.threshold, again.longest) == (own.threshold, own.longest)
     total = own.measured().steps
     assert steps_of(again.parts().when, total) == steps_of(own.parts().when, total)
-
-
-# cache-dit, and SGLang that reads its files ------------------------------------------------------
 
 
 @pytest.mark.parametrize("to", ["cache-dit", "sglang"])
@@ -99,9 +93,6 @@ def test_cache_dit_reads_a_tuned_list_of_steps(tmp_path):
     assert forecast.taylorseer_order == 2 and "first block" in made.notes[0]
 
 
-# vLLM-Omni, SGLang: their own classes, which import more than is here --------------------------
-
-
 def omni(made):
     """The configuration that vLLM-Omni makes of it, and that of the backend."""
     reader = class_of("vllm_omni", "diffusion/data.py", "DiffusionCacheConfig")
@@ -127,13 +118,8 @@ def test_vllm_omni_reads_ratios_and_a_gate():
 
     backend, config = omni(export(str(MAG), "vllm-omni"))
     cls = class_of("vllm_omni", "diffusion/cache/magcache/config.py", "MagCacheConfig", torch=torch)
-    made = cls(
-        config.mag_threshold,
-        config.mag_max_skip_steps,
-        config.mag_retention_ratio,
-        config.num_inference_steps,
-        config.mag_ratios,
-    )
+    limits = config.mag_threshold, config.mag_max_skip_steps, config.mag_retention_ratio
+    made = cls(*limits, config.num_inference_steps, config.mag_ratios)
     tables = diffcache.Tables.load(MAG)
     assert (backend, made.num_inference_steps) == ("mag_cache", tables.steps)
     assert torch.equal(made.mag_ratios, tables["ratios"].float())
@@ -162,28 +148,14 @@ def test_sglang_reads_a_polynomial():
 def test_tensorrt_llm_gets_the_fields_of_its_source():
     time = TeaCache(0.2, coefficients=(1.0, 2.0, 0.0), input="time")
     found = settings_of(export(time, "tensorrt-llm"))["cache_config"]
-    assert found == {
-        "cache_backend": "teacache",
-        "teacache_thresh": 0.2,
-        "use_ret_steps": False,
-        "coefficients": [1.0, 2.0, 0.0],
-    }
+    assert found == dict(
+        cache_backend="teacache", teacache_thresh=0.2, use_ret_steps=False, coefficients=[1.0, 2.0, 0.0]
+    )
     gate = settings_of(export(DBCache(0.12, order=2), "tensorrt-llm"))["cache_config"]
     assert gate["cache_backend"] == "cache_dit" and gate["taylorseer_order"] == 2
-    assert set(gate) <= {
-        "cache_backend",
-        "Fn_compute_blocks",
-        "Bn_compute_blocks",
-        "max_warmup_steps",
-        "max_cached_steps",
-        "max_continuous_cached_steps",
-        "residual_diff_threshold",
-        "enable_taylorseer",
-        "taylorseer_order",
-    }
-
-
-# ComfyUI: the node reads a method and its settings as a command line has them ------------------
+    known = "cache_backend Fn_compute_blocks Bn_compute_blocks max_warmup_steps max_cached_steps "
+    known += "max_continuous_cached_steps residual_diff_threshold enable_taylorseer taylorseer_order"
+    assert set(gate) <= set(known.split())
 
 
 @pytest.mark.parametrize("method", [TaylorSeer(every=4), DBCache(0.12), MagCache(tables=str(MAG))])
@@ -197,8 +169,6 @@ def test_the_node_reads_back_the_same_method(method):
     else:
         assert again == method
 
-
-# refusals --------------------------------------------------------------------------------------
 
 BRANCHES = MagCache(ratios=((1.0, 0.9), (1.0, 0.8)))
 

@@ -1,7 +1,5 @@
 """Public names of `import diffcache`, and one pair of verbs for caches of every kind."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pkgutil
@@ -26,9 +24,6 @@ from tests.kv.tiny import GREEDY, ONE, llama, same
 from tests.video.toys import SIZE, text, wan
 
 SNAP = {"budget": 12, "window": 4}
-
-
-# names -------------------------------------------------------------------------------------------
 
 
 def test_what_is_shown_is_there_and_no_module_hides_behind_a_function() -> None:
@@ -86,9 +81,6 @@ def test_a_row_has_the_paper_of_the_docstring(kind: Any) -> None:
     for row in rows_of(kind).values():
         said = " ".join((row.load().__doc__ or "").split())
         assert f"Reference: {row.paper or 'none'}" in said, row.name
-
-
-# language models ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -178,9 +170,6 @@ def test_of_two_that_wrap_one_is_refused_and_a_call_under_way_is_not_cut(model: 
     assert left(model) == before
 
 
-# causal video ------------------------------------------------------------------------------------
-
-
 def film(session: Any, chunks: int = 3) -> torch.Tensor:
     return torch.cat([session.next() for _ in range(chunks)], 2)
 
@@ -236,9 +225,6 @@ def test_policies_by_name() -> None:
             ask()
 
 
-# diffusion language models -----------------------------------------------------------------------
-
-
 def test_what_decodes_is_wrapped_in_the_place_of_its_model() -> None:
     network = bidirectional(torch.float32)
     before = sorted(vars(network))
@@ -250,6 +236,3 @@ def test_what_decodes_is_wrapped_in_the_place_of_its_model() -> None:
     assert torch.equal(answer.ids, expected) and diffcache.report(lm).skipped > 0
     assert diffcache.unwrap(lm) is lm and lm.policy is None
     assert sorted(vars(network)) == before
-
-
-# what goes on what -------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def test_a_calibration_that_breaks_off_goes_on(built, tmp_path, name):
 
 
 def test_every_method_is_tried_on_three_kinds():
-    # RegionE is for editing pipelines: tests/features/test_region_attention.py runs it on both.
+    # RegionE is for editing pipelines: tests/features/test_regione.py runs it on both.
     assert set(ON_PIPELINES) == set(rows_of("method")) - {"tuned", "regione"}
     assert all(len(pipelines_of(name)) >= 3 for name in ON_PIPELINES)
 

@@ -1,7 +1,5 @@
 """Gradients through a wrapped denoiser: as if it were not wrapped."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

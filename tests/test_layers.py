@@ -121,8 +121,6 @@ def test_the_rules_fire(part: str, name: str, in_function: bool, allowed: bool) 
     assert (complaint(part, name, in_function) is None) is allowed
 
 
-# cycles of imports -----------------------------------------------------------------------------
-
 ACYCLIC = ("attach", "features")
 
 
@@ -163,8 +161,6 @@ def test_attach_imports_nothing_for_types_alone(file: Path) -> None:
     assert "TYPE_CHECKING" not in file.read_text(), "a circle that only runtime does not see"
 
 
-# context variables -----------------------------------------------------------------------------
-
 # (file, label) -> why it is no argument. None of them carries an input to a method.
 CONTEXTS = {
     ("diffcache/step.py", "diffcache_call"): "the open call, which taps and layers deep in a "
@@ -199,8 +195,6 @@ def test_context_variables_are_few() -> None:
     }
     assert found == set(CONTEXTS)
 
-
-# private names of other libraries --------------------------------------------------------------
 
 FOREIGN = ROOT / "diffcache" / "foreign.py"
 CHECKED = [f for f in FILES if part_of(f) not in {"kv", "eval", "pipelines", "workshop"} and f != FOREIGN]

@@ -1,7 +1,5 @@
 """A loaded pipeline is evaluated and timed as it stands, from Python and the command line."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Pipelines as their users run them: saved, adapted, compiled, live; and names that lead to them."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

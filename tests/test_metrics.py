@@ -1,13 +1,20 @@
-"""Metrics of features against torchmetrics, closed forms, limits and few-line twins."""
+"""Metrics of pictures and films, and their intervals."""
 
+import json
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import interpolate
 
+from diffcache.eval.metrics.bootstrap import Interval, frechet_between, frechet_change, frechet_interval, mean_interval
+from diffcache.eval.metrics.catalog import METRICS
 from diffcache.eval.metrics.distances import density_coverage, inception_score, kid, precision_recall, squared_mmd
 from diffcache.eval.metrics.frechet import Moments, at_infinity, frechet, moments
+from diffcache.eval.metrics.intervals import _BOUNDS, _SHARES, is_wilson, metric_interval, share_change, share_interval
+from diffcache.eval.metrics.pixels import both_ssim, ms_ssim, ms_ssim_variant, pooled_psnr, psnr, ssim, temporal_error
 from tests.picture_files import normal
 
 
@@ -146,3 +153,250 @@ def test_manifolds_are_their_definition_in_any_chunks(monkeypatch: pytest.Monkey
     assert density.tolist() == (inside.sum(dim=0) / 4).tolist()
     assert coverage.bool().tolist() == inside.any(dim=1).tolist()
     assert precision_recall(real, fake, k=4)[0].bool().tolist() == inside.any(0).tolist()
+
+
+SIZES = [(64, 64), (47, 72), (100, 102), (176, 181)]  # 3, 3, 4 and 5 scales
+
+
+def pair(height: int, width: int, count: int = 3, strength: float = 20) -> tuple[Tensor, Tensor]:
+    """Return smooth pictures with a flat white corner, and the same with noise of growing size."""
+    clean = interpolate(normal(count, 3, 8, 8), (height, width), mode="bicubic")
+    clean = (clean * 60 + 128).clamp(0, 255)
+    clean[..., : height // 3, : width // 3] = 255
+    scale = strength * torch.arange(1, count + 1).view(-1, 1, 1, 1)
+    other = clean + normal(count, 3, height, width, seed=1) * scale
+    other[..., : height // 3, : width // 3] = 250
+    return clean.round().to(torch.uint8), other.round().clamp(0, 255).to(torch.uint8)
+
+
+def test_psnr_is_torchmetrics_per_picture_and_pooled() -> None:
+    image = pytest.importorskip("torchmetrics.functional.image")
+    a, b = pair(40, 56)
+    x, y = a.double() / 255, b.double() / 255
+    each = image.peak_signal_noise_ratio(x, y, data_range=1.0, reduction="none", dim=(1, 2, 3))
+    torch.testing.assert_close(psnr(a, b), each, rtol=1e-6, atol=0)
+    pooled = image.peak_signal_noise_ratio(x, y, data_range=1.0)
+    assert pooled_psnr(a, b) == pytest.approx(float(pooled), rel=1e-6)
+    assert pooled_psnr(a, b) < float(psnr(a, b).mean())
+
+
+def test_equal_pictures_have_the_cap() -> None:
+    a, b = pair(24, 24)
+    assert psnr(a, a).tolist() == [100.0] * 3 and pooled_psnr(a, a) == 100.0
+    assert ssim(a, a).tolist() == pytest.approx([1.0] * 3, abs=1e-12)
+    assert ms_ssim(a, a).tolist() == pytest.approx([1.0] * 3, abs=1e-12)
+    assert (psnr(a, b) < 100).all() and (ssim(a, b) < 1).all() and (ms_ssim(a, b) < 1).all()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ssim_and_ms_ssim_are_torchmetrics(size: tuple[int, int]) -> None:
+    image = pytest.importorskip("torchmetrics.functional.image")
+    a, b = pair(*size, count=1)
+    x, y = a.double() / 255, b.double() / 255
+    theirs = image.structural_similarity_index_measure(x, y, data_range=1.0, reduction="none")
+    torch.testing.assert_close(ssim(a, b), theirs, rtol=1e-9, atol=0)
+    scales = 5 if min(size) >= 176 else 4 if min(size) >= 99 else 3
+    betas = torch.tensor([0.0448, 0.2856, 0.3001, 0.2363, 0.1333][:scales], dtype=torch.float64)
+    betas = betas if scales == 5 else betas / betas.sum()
+    theirs = image.multiscale_structural_similarity_index_measure(
+        x, y, data_range=1.0, betas=tuple(betas.tolist()), reduction="none"
+    )
+    torch.testing.assert_close(ms_ssim(a, b), theirs, rtol=1e-6, atol=0)
+    both = both_ssim(a, b)
+    assert torch.equal(both[0], ssim(a, b)) and torch.equal(both[1], ms_ssim(a, b))
+
+
+def test_opposite_pictures_have_ms_ssim_nothing_and_negative_ssim() -> None:
+    a = (normal(2, 3, 64, 64) * 40 + 128).clamp(0, 255).to(torch.uint8)
+    assert ms_ssim(a, 255 - a).tolist() == [0, 0]
+    assert (ssim(a, 255 - a) < 0).all()
+
+
+def test_many_batches_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = pair(48, 48, count=5)
+    whole = [psnr(a, b), ssim(a, b), ms_ssim(a, b), temporal_error(a, b)]
+    monkeypatch.setattr("diffcache.eval.metrics.pixels.VALUES_AT_ONCE", 2 * a[0].numel())
+    parts = [psnr(a, b), ssim(a, b), ms_ssim(a, b), temporal_error(a, b)]
+    torch.testing.assert_close(parts, whole, rtol=1e-12, atol=0)
+
+
+def test_ms_ssim_says_its_variant() -> None:
+    assert ms_ssim_variant(176, 400) == "5 scales"
+    assert ms_ssim_variant(64, 400) == "3 of 5 scales, weights rescaled"
+    edges = {175: "4 of", 88: "4 of", 87: "3 of", 44: "3 of", 43: "2 of", 22: "2 of"}
+    assert {side: ms_ssim_variant(400, side)[:4] for side in edges} == edges
+    for side in (22, 44, 88):
+        a, b = pair(side, side)
+        assert ((ms_ssim(a, b) > 0) & (ms_ssim(a, b) < 1)).all()
+
+
+def test_temporal_error_sees_flicker_and_not_a_constant_offset() -> None:
+    film = torch.full((6, 3, 8, 8), 100, dtype=torch.uint8)
+    flicker = film + torch.tensor([0, 4] * 3, dtype=torch.uint8).view(-1, 1, 1, 1)
+    assert temporal_error(film, film) == 0 and temporal_error(film, film + 7) == 0
+    assert temporal_error(film, flicker) == pytest.approx(4 / 255, rel=1e-12)
+
+
+def outcomes(right: int, count: int) -> torch.Tensor:
+    return torch.arange(count) < right
+
+
+def test_independent_outcomes_have_wilsons_interval() -> None:
+    # scipy.stats.binomtest(81, 263).proportion_ci(method="wilson")
+    found = share_interval(outcomes(81, 263))
+    assert (found.low, found.high) == pytest.approx((0.25528852, 0.36620958), abs=1e-7)
+    assert found.value == 81 / 263 and found.n == 263
+
+
+@pytest.mark.parametrize("hits", [torch.ones(512), torch.zeros(64, 4, dtype=torch.bool)])
+def test_a_share_at_an_end_has_an_interval_within_the_range(hits: torch.Tensor) -> None:
+    found = share_interval(hits)
+    assert 0 <= found.low < found.high <= 1
+    assert found.value in (found.low, found.high)
+    wilson = 1.959964**2 / (hits.numel() + 1.959964**2)
+    assert found.high - found.low == pytest.approx(wilson, rel=1e-6)
+
+
+def test_intervals_of_clusters_hold_the_true_share_19_times_in_20() -> None:
+    generator = torch.Generator().manual_seed(0)
+    inside = plain = 0
+    for _ in range(600):
+        chances = (torch.rand(64, 1, generator=generator) < 0.9).double() * 0.8  # of a context
+        hits = torch.rand(64, 8, generator=generator) < chances
+        inside += not share_interval(hits).excludes(0.72)
+        plain += not share_interval(hits.flatten()).excludes(0.72)
+    assert 0.92 <= inside / 600 <= 0.98
+    assert plain / 600 < 0.85  # what the clusters are for
+
+
+def test_a_change_is_of_the_same_samples_and_knows_that_others_may_change() -> None:
+    before = torch.rand(300, generator=torch.Generator().manual_seed(0)) < 0.9
+    after = before & (torch.arange(300) % 5 > 0)
+    lost = int((before & ~after).sum())
+    found = share_change(before, after)
+    assert found.value == pytest.approx(-lost / 300) and found.high < 0
+    assert found.n == 300 and share_change(after, before).value == pytest.approx(lost / 300)
+    # Bonett and Price's shares of pairs that changed either way
+    one, other = 1 / 302, (lost + 1) / 302
+    half = 1.959964 * math.sqrt((one + other - (one - other) ** 2) / 302)
+    assert (found.low, found.high) == pytest.approx((one - other - half, one - other + half))
+    same = share_change(before, before)
+    assert same.value == 0 and -0.02 < same.low < 0 < same.high < 0.02
+
+
+def test_intervals_end_where_the_metric_does() -> None:
+    near_cap = torch.full((200,), 100.0)
+    near_cap[:3] = torch.tensor([99.9, 99.9, 60.0])
+    assert mean_interval(near_cap).high > 100
+    found = metric_interval("psnr_db", near_cap)
+    assert found.low < found.value < found.high == 100
+    flicker = torch.zeros(100)
+    flicker[0] = 1.0
+    assert mean_interval(flicker).low < 0 == metric_interval("temporal_error", flicker).low
+    assert metric_interval("precision", torch.ones(50)).low < 1
+    assert metric_interval("precision_lite", torch.zeros(50)).high > 0
+    features = torch.randn(40, 8, generator=torch.Generator().manual_seed(1))
+    moved = features.clone()
+    moved[0] += 4  # one sample of forty, so that half of the resamplings hold it twice or not
+    assert frechet_between(features, moved, 200).low == 0
+
+
+def test_the_interval_of_wilson_is_known_by_its_ends() -> None:
+    drawn = torch.Generator().manual_seed(3)
+    for share in (0.0, 0.1, 0.5, 0.97, 1.0):
+        hits = torch.rand(60, 4, generator=drawn) < share
+        found = share_interval(hits)
+        assert is_wilson(found.value, found.low, found.high)
+    plain = mean_interval((torch.rand(90, generator=drawn) < 0.8).double())
+    assert not is_wilson(plain.value, plain.low, plain.high)
+    assert not is_wilson(1.0, 1.0, 1.0) and not is_wilson(0.5, None, None)
+
+
+def test_every_range_is_of_a_metric() -> None:
+    names = {key.removeprefix("lite_").removesuffix("_lite") for key in METRICS}
+    assert {*_SHARES, *_BOUNDS} <= names | {"density"}
+
+
+DIM = 6
+REFERENCE = Moments(torch.zeros(DIM).double(), torch.eye(DIM).double(), 10**9)
+
+
+def interval(statistic: Callable[[Tensor], float], n: int, resamples: int) -> Interval:
+    """Resample sample ids one by one and lay the quantiles around the point value."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = [statistic(ids) for ids in torch.randint(n, (resamples, n), generator=generator)]
+    ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
+    low, high = torch.quantile(torch.tensor(drawn, dtype=torch.float64), ends).tolist()
+    value = statistic(torch.arange(n))
+    mean = sum(drawn) / resamples
+    return Interval(value, value + low - mean, value + high - mean, n)
+
+
+def test_mean_intervals_hold_the_true_mean_19_times_in_20() -> None:
+    found = [mean_interval(normal(60, seed=s) + 3, resamples=300, seed=s) for s in range(400)]
+    hits = sum(not i.excludes(3) for i in found)
+    assert 0.91 <= hits / 400 <= 0.97
+    assert all(i.low < i.value < i.high and i.n == 60 for i in found)
+
+
+def test_frechet_intervals_hold_the_expected_distance_19_times_in_20() -> None:
+    def sample(seed: int) -> Tensor:
+        return normal(200, DIM, seed=seed) * 1.3 + 0.4
+
+    expected = torch.tensor([frechet(moments(sample(s)), REFERENCE) for s in range(600)]).mean()
+    found = [frechet_interval(sample(s), REFERENCE, 100, seed=s) for s in range(5000, 5100)]
+    hits = sum(not i.excludes(float(expected)) for i in found)
+    assert 0.89 <= hits / 100 <= 0.99
+
+
+def test_fast_frechet_intervals_are_the_plain_bootstrap() -> None:
+    a, b = normal(80, DIM) * 1.2 + 0.3, normal(80, DIM) * 1.3 + 0.3 + 0.1 * normal(80, DIM, seed=1)
+
+    def to(features: Tensor, ids: Tensor) -> float:
+        return frechet(moments(features[ids]), REFERENCE)
+
+    close = {"rel": 1e-8, "abs": 1e-10}
+    expected = interval(lambda ids: to(a, ids), 80, 60).to_dict()
+    assert frechet_interval(a, REFERENCE, 60).to_dict() == pytest.approx(expected, **close)
+    expected = interval(lambda ids: to(b, ids) - to(a, ids), 80, 60).to_dict()
+    assert frechet_change(a, b, REFERENCE, 60).to_dict() == pytest.approx(expected, **close)
+    expected = interval(lambda ids: frechet(moments(a[ids]), moments(b[ids])), 80, 60).to_dict()
+    assert frechet_between(a, b, 60).to_dict() == pytest.approx(expected, **close)
+    expected = interval(lambda ids: float(a[ids, 0].mean()), 80, 60).to_dict()
+    assert mean_interval(a[:, 0], 60).to_dict() == pytest.approx(expected, **close)
+
+
+def test_the_point_value_lies_inside_where_a_percentile_interval_would_miss_it() -> None:
+    features = normal(100, DIM, seed=2)  # at the floor: resampling doubles the distance
+    point = frechet(moments(features), REFERENCE)
+    drawn = []
+    interval(lambda ids: drawn.append(frechet(moments(features[ids]), REFERENCE)) or 0.0, 100, 200)
+    assert torch.tensor(drawn[:-1]).quantile(0.025) > point
+    found = frechet_interval(features, REFERENCE, 200)
+    assert found.value == pytest.approx(point, rel=1e-12) and found.low < point < found.high
+
+
+def test_the_point_value_lies_inside_however_skewed() -> None:
+    skewed = torch.zeros(1000)
+    skewed[0] = 1e6
+    found = mean_interval(skewed)
+    assert found.low <= found.value <= found.high
+    flat = mean_interval(torch.full((50,), 0.1))
+    assert flat.low <= flat.value <= flat.high and flat.high - flat.low < 1e-12
+
+
+def test_equal_features_do_not_differ_at_all() -> None:
+    features = normal(40, 64)  # rank below the size
+    zero = Interval(0.0, 0.0, 0.0, 40)
+    assert frechet_between(features, features.clone(), 20) == zero
+    reference = moments(normal(500, 64, seed=1))
+    assert frechet_change(features, features.clone(), reference, 20) == zero
+
+
+def test_the_seed_decides_and_blocks_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = normal(50)
+    first = mean_interval(values, 100)
+    assert first == mean_interval(values, 100) != mean_interval(values, 100, seed=1)
+    assert json.loads(json.dumps(first.to_dict())) == dict(value=first.value, low=first.low, high=first.high, n=50)
+    monkeypatch.setattr("diffcache.eval.metrics.bootstrap.DRAWN_AT_ONCE", 170)
+    assert mean_interval(values, 100).to_dict() == pytest.approx(first.to_dict(), rel=1e-12)

@@ -1,7 +1,5 @@
 """Modular pipelines of diffusers: wrapped like others, and left as they were."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

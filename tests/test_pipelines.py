@@ -1,7 +1,5 @@
 """Every tiny pipeline of the zoo: off is exact, on skips what the formula says, unwrap leaves no trace."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import cache
 from typing import Any

@@ -1,7 +1,5 @@
 """The diffusion policy: published names, its pipeline, the simulated task, the shipped model."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -21,16 +19,7 @@ from diffcache.pipelines.policy import DiffusionPolicyPipeline, load_policy, rol
 from diffcache.pipelines.policy_transformer import TransformerForDiffusion
 from diffcache.pipelines.small import demonstrations, reach
 
-SIZES = {
-    "input_dim": 3,
-    "output_dim": 3,
-    "horizon": 5,
-    "n_obs_steps": 2,
-    "cond_dim": 4,
-    "n_layer": 2,
-    "n_head": 2,
-    "n_emb": 16,
-}
+SIZES = dict(input_dim=3, output_dim=3, horizon=5, n_obs_steps=2, cond_dim=4, n_layer=2, n_head=2, n_emb=16)
 
 
 class Published(nn.Module):
@@ -38,15 +27,7 @@ class Published(nn.Module):
 
     def __init__(self, causal: bool, cond_layers: int) -> None:
         super().__init__()
-        options = {
-            "d_model": 16,
-            "nhead": 2,
-            "dim_feedforward": 64,
-            "dropout": 0.1,
-            "activation": "gelu",
-            "batch_first": True,
-            "norm_first": True,
-        }
+        options = dict(d_model=16, nhead=2, dim_feedforward=64, activation="gelu", batch_first=True, norm_first=True)
         self._dummy_variable = nn.Parameter()
         self.input_emb = nn.Linear(3, 16)
         self.pos_emb = nn.Parameter(torch.randn(1, 5, 16))
@@ -80,7 +61,7 @@ class Published(nn.Module):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("cond_layers", [0, 2])
 def test_published_weights_load_by_name(causal, cond_layers):
-    """Strictly, and the output is that of torch's own layers."""
+
     published = Published(causal, cond_layers).eval()
     model = TransformerForDiffusion(**SIZES, causal_attn=causal, n_cond_layers=cond_layers).eval()
     model.load_state_dict(published.state_dict(), strict=True)
@@ -197,9 +178,6 @@ def test_a_whole_published_policy_loads():
     assert torch.equal(made.actions, made.chunk[:, 1:4])
 
 
-# The pipeline --------------------------------------------------------------------------------
-
-
 def small_policy():
     torch.manual_seed(0)
     model = TransformerForDiffusion(**SIZES, causal_attn=True).eval()
@@ -209,7 +187,7 @@ def small_policy():
 
 
 def test_saved_and_loaded_it_is_the_same(tmp_path):
-    """With the ordinary functions of diffusers."""
+
     pipe, seen = small_policy(), torch.randn(3, 2, 4)
     pipe.save_pretrained(tmp_path)
     again = DiffusionPolicyPipeline.from_pretrained(tmp_path)
@@ -223,7 +201,7 @@ def test_saved_and_loaded_it_is_the_same(tmp_path):
 
 
 def test_noise_of_its_own_for_each_sample():
-    """With one generator a sample, a sample does not depend on its batch."""
+
     pipe, seen = small_policy(), torch.randn(3, 2, 4)
 
     def noises(chosen):
@@ -238,7 +216,7 @@ def test_noise_of_its_own_for_each_sample():
 
 @pytest.mark.parametrize("site", ["module", "attention", "feed-forward", "block", "stack"])
 def test_every_site_can_be_cached(site):
-    """Skipped steps run nothing of the site, and detaching leaves no trace."""
+
     pipe, seen = small_policy(), torch.randn(3, 2, 4)
     plain = pipe(seen, 6, torch.Generator().manual_seed(0)).chunk
     ran = {}
@@ -256,9 +234,6 @@ def test_every_site_can_be_cached(site):
     assert torch.equal(pipe(seen, 6, torch.Generator().manual_seed(0)).chunk, plain)
 
 
-# The shipped model ---------------------------------------------------------------------------
-
-
 def test_shipped_policy_reaches_goals():
     """A few held-out episodes with a fifth of the steps; measured far above this threshold."""
     pipe = reach.load()
@@ -274,9 +249,6 @@ def test_shipped_files():
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
     assert set(weights) == set(reach.build().transformer.state_dict())
     assert all(torch.isfinite(t).all() for name, t in weights.items() if "mask" not in name)
-
-
-# The task ------------------------------------------------------------------------------------
 
 
 def scene(start, goal, center=(9.0, 9.0), radius=0.2):
@@ -323,7 +295,7 @@ def test_what_is_seen_does_not_depend_on_where_north_is():
 
 
 def test_gaps_are_distances_to_segments():
-    """Against the nearest of many points on each segment."""
+
     scenes = reach.draw_scenes(50, 0)
     share = torch.linspace(0, 1, 2001)[:, None, None]
     points = scenes.start * (1 - share) + scenes.goal * share
@@ -373,7 +345,7 @@ def test_demonstrations_succeed_on_both_sides():
 
 
 def test_windows_are_what_was_done():
-    """Executing a window's actions from its second one on repeats the demonstration."""
+
     seen, moves = demonstrations.demonstrate(30, 5)
     assert seen.shape[1:] == (reach.OBSERVED, reach.OBSERVATION)
     assert moves.shape[1:] == (reach.HORIZON, 2) and len(seen) == len(moves) > 200
@@ -389,7 +361,7 @@ def test_windows_are_what_was_done():
 
 
 def test_a_rollout_does_not_depend_on_its_neighbors():
-    """Half of the episodes alone end as they do among others."""
+
     pipe = reach.build()
     pipe.set_progress_bar_config(disable=True)
     pipe.transformer.eval()
@@ -415,9 +387,3 @@ def test_training_lowers_the_loss_and_ships_a_pipeline(tmp_path):
     loaded = DiffusionPolicyPipeline.from_pretrained(str(tmp_path / "model"))
     for one, other in zip(loaded.transformer.parameters(), run.average["transformer"].parameters(), strict=True):
         assert torch.equal(one, other.bfloat16().float())
-
-
-def test_examples_that_there_are_not_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(train_reach, "WINDOWS", 100)
-    with pytest.raises(ValueError, match="examples=300, but there are"):
-        train_reach.Reach(Settings(steps=1, batch=1, examples=300), tmp_path)

@@ -1,7 +1,5 @@
 """References of a run: mixed sizes, statistics, what is drawn from them, and what is checked first."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Calls and requests that are refused: the rows of refused.txt and refused_requests.txt."""
 
-from __future__ import annotations
-
 import builtins
 import importlib
 import importlib.util

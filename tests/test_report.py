@@ -227,14 +227,6 @@ class TestCite:
             for target in ("taylorseer", TaylorSeer, TaylorSeer(every=2), model):
                 assert diffcache.cite(target) == expected
 
-    def test_every_catalogue_method_has_an_entry(self):
-        for name in diffcache.methods():
-            assert diffcache.cite(name).startswith("@")
-
-    def test_unknown(self, flux):
-        with pytest.raises(diffcache.AttachError, match="is not wrapped"):
-            diffcache.cite(flux[1])
-
 
 class TestNotebook:
     def test_shows_the_table_the_totals_and_the_steps(self, flux):

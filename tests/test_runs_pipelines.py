@@ -53,19 +53,9 @@ def umt5() -> UMT5EncoderModel:
 
 
 def film_decoder() -> nn.Module:
-    return component(
-        "AutoencoderKLWan",
-        0,
-        base_dim=8,
-        z_dim=4,
-        dim_mult=[1, 1, 1],
-        num_res_blocks=1,
-        temperal_downsample=[True, True],
-        latents_mean=[0.0] * 4,
-        latents_std=[1.0] * 4,
-        scale_factor_temporal=4,
-        scale_factor_spatial=4,
-    )
+    scales = dict(latents_mean=[0.0] * 4, latents_std=[1.0] * 4, scale_factor_temporal=4, scale_factor_spatial=4)
+    sizes = dict(base_dim=8, z_dim=4, dim_mult=[1, 1, 1], num_res_blocks=1, temperal_downsample=[True, True])
+    return component("AutoencoderKLWan", 0, **sizes, **scales)
 
 
 def saved(place: Path, name: str, **parts: Any) -> Task:

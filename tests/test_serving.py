@@ -1,7 +1,5 @@
 """The servers of docs/serving.md, as they stand there, asked by real clients at the same time."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import sys

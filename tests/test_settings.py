@@ -5,8 +5,6 @@ made by trying the same values for all of them; `python -m tests.test_settings -
 and what changed in it is to be looked at.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Memory of a cache, of threads and requests at once: each runs as if it were alone, and leaves nothing."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import threading
@@ -13,6 +11,7 @@ from weakref import WeakSet
 
 import pytest
 import torch
+from diffusers import FlowMatchHeunDiscreteScheduler
 from torch import Tensor
 
 import diffcache
@@ -26,9 +25,6 @@ from tests.zoo.pipe import noise
 from tests.zoo_runs import CASES, EVERY, PIPES, SEER, STEPS, in_threads, run, wrapped_pipe
 
 pytestmark = pytest.mark.usefixtures("quiet")
-
-
-# branches --------------------------------------------------------------------------------------
 
 
 def drive(model: Any, batches: list[list[dict[str, Any]]], method: Any = EVERY) -> list[list[Tensor]]:
@@ -148,9 +144,6 @@ def test_features_of_an_earlier_run_are_gone(flux: Any):
             assert torch.equal(model(**calls(s, 0)[0]).sample, clean[s][0])
 
 
-# bare models: nobody ends their runs -------------------------------------------------------------
-
-
 @pytest.mark.parametrize("at", [0, 1, 4])
 @pytest.mark.parametrize("method", [EVERY, Combine(Every(3), site="module")], ids=["list", "child"])
 def test_an_interrupt_leaves_nothing_behind_in_a_bare_model(flux: Any, method: Any, at: int):
@@ -234,8 +227,6 @@ def test_a_bare_model_that_runs_past_its_tables_is_refused(flux: Any, when: Any)
         assert all(map(torch.equal, again, short[0]))
 
 
-# one run after another ---------------------------------------------------------------------------
-
 CHANGES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "steps": lambda pipe: {"num_inference_steps": 8},
     "resolution": lambda pipe: {"height": 96, "width": 32},
@@ -247,16 +238,9 @@ CHANGES: dict[str, Callable[[Any], dict[str, Any]]] = {
         if pipe.transformer.double()
         else {}
     ),
-    "scheduler": lambda pipe: _heun(pipe),
+    "scheduler": lambda pipe: setattr(pipe, "scheduler", FlowMatchHeunDiscreteScheduler(shift=3.0)) or {},
     "sigmas": lambda pipe: {"sigmas": [1.0, 0.8, 0.6, 0.3, 0.1], "num_inference_steps": 5},
 }
-
-
-def _heun(pipe: Any) -> dict[str, Any]:
-    from diffusers import FlowMatchHeunDiscreteScheduler
-
-    pipe.scheduler = FlowMatchHeunDiscreteScheduler.from_config({"shift": 3.0})
-    return {}
 
 
 @pytest.mark.parametrize("method", [SEER, diffcache.FirstBlock(threshold=5.0)], ids=lambda m: type(m).__name__)
@@ -269,9 +253,6 @@ def test_a_changed_run_equals_that_of_a_fresh_wrap(change: str, method: Any):
     assert torch.isfinite(out).all()
     assert torch.equal(out, run(fresh, name, **CHANGES[change](fresh)))
     assert "s" in marks(used) and marks(used) == marks(fresh)
-
-
-# runs that end early -----------------------------------------------------------------------------
 
 
 def _callback(error: type[BaseException]) -> Callable[..., Any]:
@@ -337,25 +318,6 @@ def test_pipelines_interleaved(names: tuple[str, str]):
     assert torch.equal(outer, alone[0])
     assert len(inner) == 2 and all(torch.equal(out, alone[1]) for out in inner)
     assert marks(one) == "CssCss"
-
-
-def trajectory(model: Any, case: Any, seed: int, pause: threading.Barrier | None = None) -> Tensor:
-    total = torch.zeros(())
-    for step in range(STEPS):
-        if pause is not None:
-            pause.wait(30)
-        total = total + (step + 1) * model(**case.kwargs(model, seed, step, STEPS)).sample
-    return total
-
-
-def test_threads_that_share_a_bare_denoiser():
-    case = CASES["FluxTransformer2DModel"]
-    model = diffcache.wrap(case.build(0), SEER)
-    alone = [trajectory(model, case, seed) for seed in range(3)]
-    pause = threading.Barrier(3)
-    outs = in_threads(*(lambda s=s: trajectory(model, case, s, pause) for s in range(3)))
-    assert all(torch.equal(a, b) for a, b in zip(alone, outs, strict=True))
-    handle_of(model).detach()
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """Edits change one thing of a scene, and the sticker pipeline for them is what was trained."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,14 +1,30 @@
-"""Scenes of stickers: what is said is true, what is held out stays out, what is drawn is there."""
-
-from __future__ import annotations
+"""Scenes of stickers and their sentences, their judge, and the film model."""
 
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from diffusers import WanPipeline
+from torch import nn
 
-from diffcache.eval.workshop.small import stickers
+from diffcache.eval.workshop.bench.judge import KINDS, draw
+from diffcache.eval.workshop.small import (
+    sticker_autoencoder,
+    sticker_causal,
+    sticker_judge,
+    sticker_video_autoencoder,
+    stickers,
+)
+from diffcache.eval.workshop.small.causal_step import HeldChunks, predict
+from diffcache.eval.workshop.small.job import Settings
+from diffcache.eval.workshop.small.sticker_autoencoder import build_autoencoder, start_from_patches
+from diffcache.eval.workshop.small.sticker_causal import CALL, CHUNK, LATENTS, SAMPLER, Causal
+from diffcache.eval.workshop.small.sticker_films import render_film, sample_film
+from diffcache.eval.workshop.small.sticker_judge import Reading, correlation, faults, fit, likeness
+from diffcache.eval.workshop.small.sticker_video_autoencoder import CHANNELS
 from diffcache.eval.workshop.small.stickers import (
     GROUNDS,
     OBJECTS,
@@ -21,6 +37,10 @@ from diffcache.eval.workshop.small.stickers import (
     render,
     sample_scene,
 )
+from diffcache.pipelines.causal_video import CausalVideo
+from diffcache.pipelines.pretrained_video import streaming
+from diffcache.pipelines.shipped_models import MODELS
+from diffcache.video import FewSteps, FullHistory, VideoPolicy, Window
 
 RNG = np.random.default_rng(0)
 SEEN = [sample_scene(RNG) for _ in range(300)]
@@ -89,3 +109,190 @@ def test_a_scene_is_the_same_picture_each_time_and_its_ground_depends_on_the_see
     for ground in GROUNDS:
         one, other = (stickers.ground(ground, seed) for seed in (1, 2))
         assert one.min() >= 0 and one.max() < 300 and np.abs(one - other).mean() > 2
+
+
+FOX = Sticker("fox", 20, 24, 24, 8, False, 1.0)
+OWL = Sticker("owl", 46, 46, 28, -5, True, 0.9)
+
+
+def test_an_encoder_starts_as_principal_components_of_patches():
+    rng = np.random.default_rng(0)
+    drawn = np.stack([render(sample_scene(rng)) for _ in range(64)])
+    pictures = sticker_autoencoder.to_unit(torch.from_numpy(drawn))
+    model = build_autoencoder()
+    start_from_patches(model, pictures)
+    with torch.no_grad():
+        latents = model.encode(pictures).latent_dist.mean
+    rows = latents.permute(0, 2, 3, 1).flatten(0, 2)
+    patches = nn.functional.unfold(pictures, 4, stride=4).transpose(1, 2).flatten(0, 1)
+    mixed = torch.cat([rows, torch.ones(len(rows), 1)], 1)
+    left = patches - mixed @ torch.linalg.lstsq(mixed, patches).solution
+    values = torch.linalg.eigvalsh(torch.cov(patches.T)).flip(0)
+    # The least error that any 12 linear components leave, up to what the constants cost.
+    assert left.square().sum(1).mean() == pytest.approx(float(values[12:].sum()), rel=0.03)
+    covariance = torch.cov(rows.T)
+    off = covariance - covariance.diag().diag()
+    assert off.abs().max() < 0.05 * covariance.diag().max()
+
+
+def picture(*objects: Sticker, ground: str = "grass") -> np.ndarray:
+    scene = replace(sample_scene(np.random.default_rng(5)), stickers=objects, ground=ground)
+    return render(scene)
+
+
+def test_an_object_is_found_again_near_where_it_is_looked_for():
+    car = Sticker("car", 44, 42, 32, -5, True, 0.9)
+    shown = picture(FOX, car)
+    guess = replace(car, x=car.x + 2, y=car.y - 2, tilt=4, size=30, mirrored=False)
+    found, value = fit(guess, shown)
+    assert value > 0.97 > correlation(guess, shown)
+    assert found.mirrored and abs(found.x - car.x) < 1 and abs(found.y - car.y) < 1
+
+
+def accepts(sticker: Sticker, shown: np.ndarray) -> bool:
+    return likeness(fit(sticker, shown)[0], shown) >= sticker_judge.LEAST_LIKENESS
+
+
+def test_a_blurred_and_moved_object_is_like_its_drawing_and_a_broken_one_is_not():
+    shown = picture(FOX, OWL)
+    soft = np.stack([np.roll(shown, step, (0, 1)) for step in ((0, 0), (1, 0), (0, 1), (1, 1))])
+    assert accepts(FOX, shown) and accepts(FOX, soft.mean(0).round().astype(np.uint8))
+    ground = picture(OWL)
+    parts, half, quarter, shuffled = (shown.copy() for _ in range(4))
+    parts[24:40, 8:32] = np.roll(parts[24:40, 8:32], 8, axis=1)  # the lower half slides away
+    half[24:] = ground[24:]
+    quarter[24:, :20] = ground[24:, :20]
+    shuffled[12:36, 8:32] = shown[12:36, 8:32, [1, 2, 0]]  # other colors
+    assert not any(accepts(FOX, each) for each in (parts, half, quarter, shuffled))
+    assert not accepts(replace(OWL, name="penguin"), shown)
+
+
+def test_a_fragment_is_no_small_object():
+    shown, ground = picture(replace(FOX, size=40, x=32, y=32)), picture()
+    shown[:, 32:] = ground[:, 32:]
+    assert not accepts(replace(FOX, size=18, x=26, y=32), shown)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_bench_of_the_judge_draws_what_it_says(kind: str):
+    draws = [draw(kind, np.random.default_rng([3, 0])) for _ in range(2)]
+    assert draws[0][0] == draws[1][0] and np.array_equal(draws[0][1], draws[1][1])
+    assert draws[0][1].shape == (64, 64, 3) and draws[0][1].dtype == np.uint8
+    whole = draw("whole", np.random.default_rng([3, 0]))
+    same = float((draws[0][1] == whole[1]).mean())
+    assert (same == 1) == (kind == "whole")
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("a fox left of an owl on grass", []),
+        ("an owl below a fox", []),
+        ("a fox right of an owl", ["not right of"]),
+        ("a fox on wood", ["also a owl", "on grass, not wood"]),
+        ("a fox and a car", ["no car", "also a owl"]),
+    ],
+)
+def test_all_that_a_sentence_says_has_to_be_there(text: str, wrong: list[str]):
+    assert faults(text, Reading((FOX, OWL), (), "grass")) == wrong
+
+
+def test_a_broken_object_counts_as_a_fault():
+    assert faults("a fox", Reading((FOX,), ("owl",), "sky")) == ["a broken owl"]
+    assert faults("a fox", Reading((), ("fox",), "sky")) == ["no fox", "a broken fox"]
+
+
+def test_an_object_stays_whole_in_every_frame_and_moves_no_faster_than_it_may():
+    film = sample_film(np.random.default_rng(3))
+    (sticker,) = film.scene.stickers
+    still = replace(film, sway=0.0, scene=replace(film.scene, stickers=(replace(sticker, tilt=0.0),)))
+    _, masks = render_film(still, 200)
+    areas = masks.sum((1, 2))
+    assert areas.min() > 0.93 * areas.max()  # never cut by an edge
+    centers = np.array([np.argwhere(mask).mean(0) for mask in masks])
+    assert np.abs(np.diff(centers, axis=0)).max() < 2
+    assert np.ptp(centers, axis=0).max() > 10
+    later, _ = render_film(still, 3, start=50)
+    assert np.array_equal(later, render_film(still, 53)[0][50:])
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_every_object_of_a_film_is_held_out_or_none_is(held: bool):
+    for seed in range(20):
+        film = sample_film(np.random.default_rng(seed), held=held, switches=(9,), objects=OBJECTS)
+        assert film.caption_at(8) != film.caption_at(9)
+        names = {film.name_at(0), film.name_at(9)}
+        assert {held_out((name,), film.scene.ground) for name in names} == {held}
+    with pytest.raises(ValueError, match="a ground has 1 of these objects at most, for 1 switches"):
+        sample_film(np.random.default_rng(0), held=True, switches=(9,))
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Causal:
+    """A training of random weights on four films."""
+    folder = tmp_path_factory.mktemp("causal")
+    torch.manual_seed(0)
+    vae = nn.ModuleDict({"vae": sticker_video_autoencoder.build_autoencoder()})
+    torch.save({"average": vae.state_dict()}, folder / "sticker-video-autoencoder.state")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sticker_causal, "HELD", 2)
+        return Causal(Settings(steps=2, batch=2, examples=4), folder)
+
+
+@pytest.mark.parametrize(
+    ("policy", "held"),
+    [(FullHistory(), HeldChunks()), (Window(window=3, sinks=0), HeldChunks(1)), (Window(6), HeldChunks(2, True))],
+)
+def test_a_stream_films_what_training_showed(job: Causal, policy: VideoPolicy, held: HeldChunks):
+    torch.manual_seed(1)
+    models = job.build().eval()
+    for weight in models["transformer"].parameters():  # gates of zero would hide most of it
+        nn.init.normal_(weight, std=0.05)
+    text = job.embed(models, job.ids(["a fox on grass"]))
+    clean = torch.randn(1, CHANNELS, LATENTS, 8, 8, generator=torch.Generator().manual_seed(2))
+    video = CausalVideo(models["transformer"], chunk=CHUNK, sampler=FewSteps((1000,), 1, predicts="clean"))
+    with video, torch.no_grad():
+        session = video.session(text, size=(8, 8), policy=policy, seed=4)
+        session.take(clean[:, :, :-CHUNK])
+        filmed = session.next()
+    noisy = clean.clone()
+    noisy[:, :, -CHUNK:] = torch.randn((1, CHANNELS, CHUNK, 8, 8), generator=torch.Generator().manual_seed(4))
+    job.attention(models["transformer"]).held = held
+    levels = torch.ones(1, LATENTS)
+    with torch.no_grad():
+        said = text[:, None].expand(-1, LATENTS, -1, -1)
+        shown = predict(models["transformer"], clean, noisy, levels, said)
+    assert filmed.std() > 0.02
+    torch.testing.assert_close(filmed, shown[:, :, -CHUNK:], atol=2e-5, rtol=1e-4)
+
+
+def test_a_shipped_folder_is_loaded_understands_as_in_training_and_says_how_it_is_streamed(
+    job: Causal, tmp_path: Path
+):
+    models = job.build()
+    wanted = job.embed(models, job.ids(["a fox on grass", "an owl"]))
+    job.export(models, tmp_path)
+    pipe = WanPipeline.from_pretrained(tmp_path)
+    said = {"do_classifier_free_guidance": False, "max_sequence_length": CALL["max_sequence_length"]}
+    with torch.no_grad():
+        found, _ = pipe.encode_prompt(["a fox on grass", "an owl"], **said)
+    torch.testing.assert_close(found, wanted, atol=0.02, rtol=0.02)  # weights in bfloat16
+    assert not found[1, 3:].any() and found[0, 4].any()
+    way = streaming(tmp_path)
+    assert (way.chunk, way.size, way.words, way.sampler) == (CHUNK, (64, 64), 8, SAMPLER)
+    assert way.policy == "full"
+    assert streaming(MODELS / "sticker-causal") == way
+
+
+def test_the_loss_trains_every_part_and_histories_become_the_models_own(job: Causal):
+    models = job.build()
+    drawn = job.draw(torch.arange(2), torch.Generator().manual_seed(3))
+    first = [job.loss(models, drawn, torch.Generator().manual_seed(3)) for _ in range(2)]
+    assert torch.equal(*first) and first[0] > 0.5
+    first[0].backward()
+    assert models["transformer"].proj_out.weight.grad.abs().sum() > 0
+    for weight in models["transformer"].parameters():
+        nn.init.normal_(weight, std=0.05)
+    job.attention(models["transformer"])
+    found = job.measure(models)
+    assert abs(found["held_loss"] - found["held_own"]) > 1e-4

@@ -1,7 +1,5 @@
 """Streams, which outlast runs: what is kept of them, when it goes, and calls that write to them."""
 
-from __future__ import annotations
-
 import threading
 import warnings
 import weakref
@@ -543,7 +541,7 @@ class Writes:
             assert all(map(torch.equal, output_tensors(self.model(*args, **kwargs)), outs))
         return len(self.pairs)
 
-    def __enter__(self) -> Writes:
+    def __enter__(self) -> "Writes":
         return self
 
     def __exit__(self, *exception: object) -> None:

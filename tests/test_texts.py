@@ -1,7 +1,5 @@
 """Outputs of text encoders that are kept from call to call."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any
@@ -109,57 +107,34 @@ def test_every_class_of_encoder_returns_what_it_did(name: str) -> None:
     assert cache.counts().held_bytes == 0
 
 
-def change_weight(model: Any) -> None:
-    model.get_input_embeddings().weight.add_(1)
-
-
-def change_data(model: Any) -> None:
-    weight = model.get_input_embeddings().weight
-    weight.data[ids()["input_ids"][0, 0], 3] += 1  # no version tells
-
-
-def swap_rows(model: Any) -> None:
-    weight = model.encoder.block[0].layer[0].SelfAttention.q.weight
-    weight.data.copy_(weight.data.flip(0).clone())
-
-
 def add_adapter(model: Any) -> None:
-    from peft import LoraConfig, inject_adapter_in_model
-
-    inject_adapter_in_model(LoraConfig(r=2, target_modules=["q"], init_lora_weights=False), model)
+    peft = pytest.importorskip("peft")
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["q"], init_lora_weights=False), model)
     model.eval()
 
 
-def scale_adapter(model: Any) -> None:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    for module in model.modules():
-        if isinstance(module, BaseTunerLayer):
-            module.scale_layer(0.5)
-
-
-def change_dtype(model: Any) -> None:
-    model.to(torch.float64)
-
-
-def change_setting(model: Any) -> None:
-    model.config.output_attentions = True
+CHANGES: dict[str, Any] = {
+    "weight": lambda model: model.get_input_embeddings().weight.add_(1),
+    # no version tells
+    "data": lambda model: model.get_input_embeddings().weight.data[ids()["input_ids"][0, 0], 3].add_(1),
+    "rows": lambda model: (q := model.encoder.block[0].layer[0].SelfAttention.q.weight.data).copy_(q.flip(0).clone()),
+    "adapter": add_adapter,
+    "scale": lambda model: [m.scale_layer(0.5) for m in model.modules() if hasattr(m, "scale_layer")],
+    "dtype": lambda model: model.to(torch.float64),
+    "setting": lambda model: setattr(model.config, "output_attentions", True),
+}
 
 
-@pytest.mark.parametrize(
-    "change", [change_weight, change_data, swap_rows, add_adapter, scale_adapter, change_dtype, change_setting]
-)
+@pytest.mark.parametrize("change", CHANGES)
 @torch.no_grad()
-def test_what_an_encoder_returned_before_it_changed_is_dropped(change: Any) -> None:
-    if "adapter" in change.__name__:
-        pytest.importorskip("peft")
+def test_what_an_encoder_returned_before_it_changed_is_dropped(change: str) -> None:
     model = encoder()
-    if change is scale_adapter:
+    if change == "scale":
         add_adapter(model)
     cache = TextCache(holder(text_encoder=model), 2**24)
     before = model(**ids())
     assert same(model(**ids()), before)
-    change(model)
+    CHANGES[change](model)
     after = model(**ids())
     assert cache.counts().looked_up == 1 and not same(after, before)
     assert same(model(**ids()), after) and cache.counts().looked_up == 2
@@ -234,7 +209,7 @@ def test_threads_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
     # an encoder that changes while a call of it is on its way
     copied = texts._copied
-    monkeypatch.setattr(texts, "_copied", lambda out: (change_weight(model), copied(out))[1])
+    monkeypatch.setattr(texts, "_copied", lambda out: (CHANGES["weight"](model), copied(out))[1])
     stale = model(**ids(7))
     monkeypatch.undo()
     assert not same(model(**ids(7)), stale)

@@ -1,7 +1,5 @@
 """The loop that trains the small models: repeatable, broken off or not, and in float32 with Muon."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import replace

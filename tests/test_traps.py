@@ -1,14 +1,15 @@
-"""Traps that break other caches: copies, pickles, offload hooks, shared parts, odd schedulers."""
-
-from __future__ import annotations
+"""Copies, pickles, hooks and schedulers of wrapped pipelines."""
 
 import copy
 import filecmp
+import gc
+import inspect
 import io
 import os
 import pickle
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,14 +21,11 @@ from diffcache.anchor import owner_of
 from diffcache.targets import handle_of
 from tests.internals import marks
 from tests.zoo.catalog import cases
-from tests.zoo_runs import EVERY, PIPES, flux, run
+from tests.zoo_runs import EVERY, PIPES, STEPS, flux, run
 
 CASES = cases()
 
 pytestmark = pytest.mark.usefixtures("quiet")
-
-
-# 1, 5: copies and pickles --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("site", ["stack", "block", "module", "model"])
@@ -128,9 +126,6 @@ def test_a_state_dict_knows_nothing_of_the_cache():
     assert [name for name, _ in model.named_parameters()] == list(before)
 
 
-# 1: accelerate's hooks ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("order", ["hook first", "cache first"])
 def test_accelerate_hooks_come_and_go(order: str):
     from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
@@ -150,9 +145,6 @@ def test_accelerate_hooks_come_and_go(order: str):
     assert torch.equal(run(pipe), cached) and marks(pipe) == "CssCss"
     diffcache.unwrap(pipe)
     assert torch.equal(run(pipe), plain)
-
-
-# 2: pipelines that share parts ----------------------------------------------------------------------
 
 
 def test_from_pipe_shares_the_wrapped_denoiser():
@@ -175,9 +167,6 @@ def test_from_pipe_shares_the_wrapped_denoiser():
     assert torch.equal(run(other, name, strength=1.0), expected)
 
 
-# 5: inference mode -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("site", ["stack", "block", "module", "model"])
 def test_inference_mode(site: str):
     case = CASES["FluxTransformer2DModel"]
@@ -196,9 +185,6 @@ def test_inference_mode(site: str):
             out.sum().backward()
 
 
-# saving -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("site", ["stack", "module"])
 def test_saving_while_wrapped_writes_the_same_files(tmp_path: Path, site: str):
     pipe = flux()
@@ -212,3 +198,198 @@ def test_saving_while_wrapped_writes_the_same_files(tmp_path: Path, site: str):
     same, different, _ = filecmp.cmpfiles(tmp_path / "plain", tmp_path / "wrapped", names, shallow=False)
     assert (sorted(same), different) == (names, [])
     assert isinstance(pipe.transformer, nn.Module) and os.listdir(tmp_path)
+
+
+def test_a_copied_scheduler_does_not_drive_the_clock():
+    pipe = diffcache.wrap(flux(), EVERY)
+
+    def meddle(pipe: Any, step: int, t: Any, kwargs: Any) -> Any:
+        twin = copy.deepcopy(pipe.scheduler)
+        twin.set_timesteps(7, mu=1.0)
+        twin.step(torch.zeros(1), twin.timesteps[0], torch.zeros(1))
+        return kwargs
+
+    expected = run(pipe)
+    assert torch.equal(run(pipe, callback_on_step_end=meddle), expected)
+    assert marks(pipe) == "CssCss"
+
+
+@pytest.mark.parametrize("kind", ["FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler"])
+def test_a_scheduler_replaced_after_wrapping(kind: str):
+    import diffusers
+
+    name = "StableDiffusion3Pipeline"
+    scheduler = getattr(diffusers, kind).from_config({"shift": 2.0})
+    fresh = PIPES[name].build(0)
+    fresh.scheduler = copy.deepcopy(scheduler)
+    expected = run(diffcache.wrap(fresh, EVERY), name)
+    pipe = diffcache.wrap(PIPES[name].build(0), EVERY)
+    run(pipe, name)
+    old = pipe.scheduler
+    pipe.scheduler = type(scheduler).from_config(scheduler.config)
+    assert torch.equal(run(pipe, name), expected)
+    evaluations = STEPS if "Euler" in kind else 2 * STEPS - 1
+    assert marks(pipe) == ("Css" * 4)[:evaluations]
+    assert owner_of(old) is None and owner_of(pipe.scheduler) is handle_of(pipe)
+    assert handle_of(pipe).run().total is None
+    diffcache.unwrap(pipe)
+    assert type(pipe.scheduler) is type(scheduler) and "_diffcache" not in vars(pipe.scheduler)
+    assert "_diffcache" not in vars(old)
+
+
+def totals(pipe: Any, name: str, **more: Any) -> list[int | None]:
+    """The step count that the method sees at the end of every step."""
+    seen: list[int | None] = []
+    handle = handle_of(pipe)
+    denoiser = handle.denoisers[0]
+
+    def look(*_: Any) -> None:
+        seen.append(handle.run().timelines[denoiser].total)
+
+    hook = denoiser.model.register_forward_hook(look)
+    run(pipe, name, **more)
+    hook.remove()
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "total"),
+    [
+        ("FluxPipeline", {}, 6),
+        ("FluxPipeline", {"sigmas": [1.0, 0.7, 0.4, 0.2], "num_inference_steps": 4}, 4),
+        ("FluxImg2ImgPipeline", {"strength": 0.5}, 3),
+        ("FluxInpaintPipeline", {"strength": 0.8}, 5),
+        ("StableDiffusion3Pipeline-heun", {}, 11),
+        ("StableDiffusionPipeline-heun", {}, 11),
+        ("StableDiffusionPipeline-pndm", {}, 15),
+    ],
+)
+def test_the_step_count_is_that_of_the_solver(name: str, more: dict[str, Any], total: int):
+    pipe = diffcache.wrap(PIPES[name].build(0), EVERY)
+    assert totals(pipe, name, **more) == [total] * total
+
+
+def test_pipelines_that_share_a_scheduler_take_turns():
+    """Each call claims the scheduler; unwrapping one pipeline spares the other."""
+    case = PIPES["WanPipeline"]
+    one, other = case.build(0), case.build(1)
+    other.scheduler = one.scheduler
+    expected = []
+    for pipe in (one, other):
+        with diffcache.wrapped(pipe, Interval(every=3)):
+            expected.append(case.run(pipe, 0, 6))
+    diffcache.wrap(one, Interval(every=3))
+    diffcache.wrap(other, Interval(every=3))
+    for _ in range(2):
+        for pipe, wanted in zip((one, other), expected, strict=True):
+            assert torch.equal(case.run(pipe, 0, 6), wanted)
+            calls = diffcache.report(pipe).calls
+            assert [c.index for c in calls if c.computed and c.branch == calls[0].branch] == [0, 3]
+    diffcache.unwrap(one)
+    assert owner_of(one.scheduler) is handle_of(other)
+    assert torch.equal(case.run(other, 0, 6), expected[1])
+    assert diffcache.report(other).skipped > 0
+    diffcache.unwrap(other)
+    assert owner_of(one.scheduler) is None
+
+
+def own_classes(*pipes: Any) -> tuple[type, type]:
+    """Give pipelines and their schedulers classes that no other test watches."""
+    kinds = type(pipes[0]), type(pipes[0].scheduler)
+    mine = tuple(type(kind.__name__, (kind,), dict(vars(kind))) for kind in kinds)
+    for pipe in pipes:
+        pipe.__class__, pipe.scheduler.__class__ = mine
+    return mine
+
+
+def members(*kinds: type) -> list[dict[str, Any]]:
+    """Return the members of classes, but for what pickling notes in them."""
+    return [{k: v for k, v in vars(kind).items() if k != "__slotnames__"} for kind in kinds]
+
+
+def test_classes_stay_what_they_were_and_get_their_methods_back():
+    """BriaPipeline compares `type(self.scheduler)`, and others inspect what `step` takes."""
+    pipe, other = flux(), flux(1)
+    kinds = own_classes(pipe, other)
+    before, seen = members(*kinds), []
+    asked = inspect.signature(pipe.scheduler.step), inspect.signature(pipe.scheduler.set_timesteps)
+    plain = run(other)
+    diffcache.wrap(pipe, EVERY)
+
+    def look(running: Any, index: int, timestep: Any, given: dict[str, Any]) -> dict[str, Any]:
+        scheduler = running.scheduler
+        seen.append((type(running) is kinds[0], type(scheduler) is kinds[1]))
+        seen.append((inspect.signature(scheduler.step), inspect.signature(scheduler.set_timesteps)))
+        return given
+
+    run(pipe, num_inference_steps=2, callback_on_step_end=look)
+    assert seen == [(True, True), asked] * 2
+    first = handle_of(pipe).last
+    assert torch.equal(run(other), plain)  # another of the class passes straight through
+    assert handle_of(pipe).last is first and len(first.calls) == 2
+    for twin in (copy.copy(pipe), copy.deepcopy(pipe.scheduler), copy.copy(pipe.scheduler)):
+        assert type(twin) in kinds and owner_of(twin) is None and "_diffcache" not in vars(twin)
+    diffcache.wrap(other, EVERY)
+    diffcache.unwrap(pipe)
+    assert members(*kinds) != before  # the other one is still wrapped
+    del other
+    gc.collect()
+    after = members(*kinds)
+    assert after == before and [list(kind) for kind in after] == [list(kind) for kind in before]
+
+
+def test_a_scheduler_of_a_derived_class_steps_once():
+    """Its own `step` calls that of a class which is watched as well."""
+    pipe, other = flux(), flux(1)
+
+    class Derived(type(pipe.scheduler)):  # type: ignore[misc]
+        def step(self, *args: Any, **kwargs: Any) -> Any:
+            return super().step(*args, **kwargs)
+
+    other.scheduler = Derived.from_config(other.scheduler.config)
+    diffcache.wrap(pipe, EVERY)
+    diffcache.wrap(other, EVERY)
+    run(other)
+    assert marks(other) == "CssCss"
+    diffcache.unwrap(other)
+    assert set(vars(Derived)) & {"step", "set_timesteps", "set_begin_index"} == {"step"}
+
+
+def test_a_call_replaced_while_wrapped_is_kept():
+    """Another library wraps the class's call; the watch below it ends, and the next one is new."""
+    pipe, calls = flux(), []
+    Mine, _ = own_classes(pipe)
+    diffcache.wrap(pipe, EVERY)
+    watched = Mine.__call__
+
+    def theirs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        return watched(self, *args, **kwargs)
+
+    Mine.__call__ = theirs
+    diffcache.unwrap(pipe)
+    assert Mine.__call__ is theirs
+    diffcache.wrap(pipe, EVERY)
+    handle, begun = handle_of(pipe), []
+    begin = handle.begin
+    handle.begin = lambda *given, **named: begun.append(None) or begin(*given, **named)
+    run(pipe)
+    assert marks(pipe) == "CssCss" and len(calls) == len(begun) == 1  # not by the old watch too
+    diffcache.unwrap(pipe)
+    assert Mine.__call__ is theirs
+
+
+def test_many_views_a_step_are_branches():
+    """Panoramas call the denoiser once a view; the scheduler tells the steps all the same."""
+    case = cases()["FluxTransformer2DModel"]
+    model, views = case.build(0), 11
+    with diffcache.wrapped(model, Interval(every=2)) as handle, torch.no_grad():
+        handle.begin(in_pipeline=True)
+        handle.restart(4)
+        for step in range(4):
+            handle.run().ticks = step
+            for view in range(views):
+                model(**case.kwargs(model, view, step=step, steps=4))
+        calls = handle.last.calls
+        assert [call.index for call in calls] == [step for step in range(4) for _ in range(views)]
+        assert [call.computed for call in calls] == [step % 2 == 0 for step in range(4) for _ in range(views)]

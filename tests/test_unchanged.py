@@ -1,7 +1,5 @@
 """Settings that skip nothing change nothing: every method on every class of the zoo."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 

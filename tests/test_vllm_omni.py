@@ -4,8 +4,6 @@
 skipped. vLLM itself is not there: what imports it is replaced, or cut out of its file.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import os

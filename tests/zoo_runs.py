@@ -1,7 +1,5 @@
 """Runs of the zoo's denoisers and pipelines, as a user's loop or a pipeline makes them."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any

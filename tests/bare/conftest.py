@@ -1,7 +1,5 @@
 """Fixtures of the tests of bare denoisers."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Branches and trajectories of bare denoisers that nobody names: told apart and skipped, or computed."""
 
-from __future__ import annotations
-
 import warnings
 import weakref
 from collections.abc import Callable
@@ -19,8 +17,6 @@ from diffcache.eval.workshop.small import sticker_dit
 from diffcache.targets import handle_of
 from tests.bare.toys import COND, EVERY, PLAIN, STEPS, Toy, alone, is_own, noise, said, sample, track
 from tests.internals import marks
-
-# what must go on being skipped -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fresh", [False, True], ids=["same tensors", "equal tensors"])
@@ -57,9 +53,6 @@ def test_control_may_move_from_step_to_step(caught: Any):
     for x, t, _ in track(0):
         model(x, t, control=[x + 1])
     assert marks(model) == "CssCss" and not caught
-
-
-# what nothing tells apart is computed, and said ----------------------------------------------------
 
 
 class TwoSamples(Toy):
@@ -220,9 +213,6 @@ def test_inversion_and_then_sampling(model, caught: Any):
     for step in range(1, 5):
         model(sample(50 + step), 9.0 - step)
     assert marks(model) == "CssC"  # a run of its own from where the timestep turns
-
-
-# words for it ----------------------------------------------------------------------------------
 
 
 AGAIN = "again and again the sample is no next step of the one before"

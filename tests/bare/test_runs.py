@@ -1,7 +1,5 @@
 """Runs of bare denoisers that are said: threads, tasks, lifetimes, and caches that come later."""
 
-from __future__ import annotations
-
 import asyncio
 import copy
 import gc
@@ -204,9 +202,6 @@ def test_a_denoiser_that_calls_itself_from_inside_is_an_error(model):
     hook.remove()
 
 
-# models are freed ------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("site", ["stack", "block", "attention", "model"])
 def test_a_bare_model_is_freed_at_once_when_it_is_unwrapped(site: str):
     PLAIN(sample(0), 1.0)
@@ -255,9 +250,6 @@ def test_features_of_a_thread_go_with_it(model):
     del thread
     gc.collect()
     assert handle_of(model).held_bytes() == 0
-
-
-# what would not be cached says so -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("site", ["stack", "attention"])

@@ -1,7 +1,5 @@
 """Toys with and without conditions, and calls of theirs that are made alone."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from typing import Any

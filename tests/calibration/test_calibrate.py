@@ -1,7 +1,5 @@
 """Calibration on the shipped model: its tables, the prompts it takes, what it leaves behind and refuses."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import shutil
@@ -82,13 +80,8 @@ def test_calibrating_leaves_the_pipeline_as_it_was(pipe, calibrated):
 
 def test_several_methods_share_a_pass(pipe, calibrated):
     runs = []
-    both = diffcache.calibrate(
-        pipe,
-        [FittedForecast(computed=2), FittedForecast(computed=3)],
-        PROMPTS,
-        progress=lambda *a: runs.append(a),
-        **SETTINGS,
-    )
+    methods = [FittedForecast(computed=2), FittedForecast(computed=3)]
+    both = diffcache.calibrate(pipe, methods, PROMPTS, progress=lambda *a: runs.append(a), **SETTINGS)
     assert runs[-1][1] == 2  # two batches in all, not four
     assert [m.computed for m in both] == [2, 3]
     assert torch.equal(both[0].tables["products"], both[1].tables["products"])
@@ -116,10 +109,8 @@ def test_a_run_that_starts_in_the_middle_of_its_schedule():
 
 
 def test_the_header_has_the_guidance(pipe, calibrated):
-    assert calibrated.tables.header["guidance"] == {
-        "guidance_scale": CALL.get("guidance_scale", 3.5),
-        "true_cfg_scale": 1.0,
-    }
+    scale = CALL.get("guidance_scale", 3.5)
+    assert calibrated.tables.header["guidance"] == {"guidance_scale": scale, "true_cfg_scale": 1.0}
     plain, guided = {"prompt": "a"}, {"prompt": "a", "guidance_scale": 2.0}
     given = {"true_cfg_scale": 4.0}
     plan = CollectPlan([guided, guided], call=given)
@@ -252,25 +243,18 @@ def test_an_evaluation_on_prompts_of_the_calibration_says_so(calibrated) -> None
     assert said(FittedForecast(), texts) == said(object(), texts) == []
 
 
-def interrupted(pipe, prompts, out, done=1):
+def interrupted(pipe, prompts, out, method):
     def stop(number, total, word):
-        if number == done:
+        if number == 1:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        diffcache.calibrate(pipe, FittedForecast(), prompts, out=out, progress=stop, **SETTINGS)
+        diffcache.calibrate(pipe, method, prompts, out=out, progress=stop, **SETTINGS)
 
 
 def test_an_interrupted_calibration_goes_on(pipe, calibrated, tmp_path):
-    out = tmp_path / "a.safetensors"
-
-    def stop(done, total, word):
-        if done == 1:
-            raise KeyboardInterrupt
-
-    method = FittedForecast(computed=3)
-    with pytest.raises(KeyboardInterrupt):
-        diffcache.calibrate(pipe, method, PROMPTS, out=out, progress=stop, **SETTINGS)
+    out, method = tmp_path / "a.safetensors", FittedForecast(computed=3)
+    interrupted(pipe, PROMPTS, out, method)
     assert not out.exists() and (tmp_path / "a.safetensors.part").exists()
     with pytest.raises(TablesError, match="of another calibration"):
         diffcache.calibrate(pipe, method, PROMPTS, out=out, seed=1, **SETTINGS)
@@ -315,7 +299,7 @@ def test_inputs_count_by_their_content():
 
 def test_a_damaged_state_says_to_delete_it(pipe, tmp_path):
     out, state = tmp_path / "a.st", tmp_path / "a.st.part"
-    interrupted(pipe, PROMPTS, out)
+    interrupted(pipe, PROMPTS, out, FittedForecast())
     for held in (b"", state.read_bytes()[:100], b"nonsense"):
         state.write_bytes(held)
         with pytest.raises(TablesError, match="a.st.part: .*damaged.*; delete it"):

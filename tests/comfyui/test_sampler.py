@@ -1,7 +1,5 @@
 """The node in ComfyUI's own sampler, on tiny random FLUX and Wan models of ComfyUI."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib
 import importlib.machinery
@@ -53,17 +51,8 @@ def comfy() -> SimpleNamespace:
     try:
         importlib.import_module("comfy.options").enable_args_parsing(False)
         importlib.import_module("comfy.cli_args").args.cpu = True
-        names = (
-            "samplers",
-            "sample",
-            "model_patcher",
-            "model_management",
-            "supported_models",
-            "controlnet",
-            "lora",
-            "patcher_extension",
-        )
-        return SimpleNamespace(**{n: importlib.import_module(f"comfy.{n}") for n in names})
+        names = "samplers sample model_patcher model_management supported_models controlnet lora patcher_extension"
+        return SimpleNamespace(**{n: importlib.import_module(f"comfy.{n}") for n in names.split()})
     except ImportError as error:
         pytest.skip(f"ComfyUI in {PLACE} lacks a package: {error}", allow_module_level=True)
 
@@ -76,29 +65,16 @@ FLUX = dict(
     axes_dim=[4, 6, 6], theta=10000, patch_size=2, qkv_bias=True, guidance_embed=True,
     **({"txt_ids_dims": []} if "txt_ids_dims" in PARAMS.__annotations__ else {}),  # newer ones
 )  # fmt: skip
-WAN = dict(
-    image_model="wan2.1",
-    model_type="t2v",
-    patch_size=(1, 2, 2),
-    text_len=8,
-    in_dim=16,
-    dim=48,
-    ffn_dim=64,
-    freq_dim=16,
-    text_dim=8,
-    out_dim=16,
-    num_heads=4,
-    num_layers=4,
-)
+SIZES = dict(patch_size=(1, 2, 2), text_len=8, in_dim=16, dim=48, ffn_dim=64, freq_dim=16, text_dim=8, out_dim=16)
+WAN = dict(SIZES, image_model="wan2.1", model_type="t2v", num_heads=4, num_layers=4)
 
 
 class Model:
     """A tiny random model in ComfyUI's `ModelPatcher`, with a count of the blocks that ran."""
 
     def __init__(self, name: str) -> None:
-        kind, sizes, self.shape = {"flux": ("Flux", FLUX, (1, 4, 8, 8)), "wan": ("WAN21_T2V", WAN, (1, 16, 2, 8, 8))}[
-            name
-        ]
+        kinds = {"flux": ("Flux", FLUX, (1, 4, 8, 8)), "wan": ("WAN21_T2V", WAN, (1, 16, 2, 8, 8))}
+        kind, sizes, self.shape = kinds[name]
         config = getattr(COMFY.supported_models, kind)({**sizes, "dtype": torch.float32})
         config.set_inference_dtype(torch.float32, None)
         torch.manual_seed(0)
@@ -138,15 +114,8 @@ def sample(
 ) -> torch.Tensor:
     """Run ComfyUI's sampler with guidance, in inference mode as its graphs are.
 
-    Args:
-        model: The model.
-        patcher: What the sampler is given; the uncached model by default.
-        sampler: Name of the sampler.
-        steps: Its steps.
-        seed: Seed of the noise.
-        apart: Whether the two prompts differ in length, so that they cannot go into one call.
-        more: Entries of both conditionings.
-        callback: Callback of the sampler.
+    The sampler is given a patcher, by default that of the uncached model; prompts that are `apart`
+    differ in length, so that they cannot go into one call; `more` are entries of both conditionings.
     """
     noise = torch.randn(model.shape, generator=torch.Generator().manual_seed(seed))
     with torch.inference_mode():
@@ -312,9 +281,8 @@ def test_guidance_that_asks_twice_in_a_step_has_branches_of_its_own(flux: Model)
     """As perturbed attention does: the same condition once more in an evaluation."""
 
     def again(args: Any) -> torch.Tensor:
-        (out,) = COMFY.samplers.calc_cond_batch(
-            args["model"], [args["cond"]], args["input"], args["sigma"], args["model_options"]
-        )
+        model, options = args["model"], args["model_options"]
+        (out,) = COMFY.samplers.calc_cond_batch(model, [args["cond"]], args["input"], args["sigma"], options)
         moved: torch.Tensor = args["denoised"] + 0.1 * (args["cond_denoised"] - 2 * out)
         return moved
 

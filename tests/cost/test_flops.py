@@ -30,14 +30,8 @@ _ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # which
 
 
 def call(steps=2, batch=1):
-    prompts = ["a fox left of an owl on grass"] * batch
-    return dict(
-        flux.CALL,
-        prompt=prompts,
-        num_inference_steps=steps,
-        output_type="latent",
-        generator=torch.Generator().manual_seed(0),
-    )
+    asked = {"prompt": ["a fox left of an owl on grass"] * batch, "num_inference_steps": steps}
+    return flux.CALL | asked | {"output_type": "latent", "generator": torch.Generator().manual_seed(0)}
 
 
 def flux_form(config, image, text, batch=1):
@@ -222,33 +216,15 @@ def wan_form(config, tokens, text):
 
 def test_predictions_of_flux_dev_and_wan_follow_the_closed_form():
     """At their real widths, with few layers: that of Flux has 19 and 38, that of Wan 30."""
-    flux_config = dict(
-        _class_name="FluxTransformer2DModel",
-        in_channels=64,
-        num_layers=2,
-        num_single_layers=3,
-        attention_head_dim=128,
-        num_attention_heads=24,
-        joint_attention_dim=4096,
-        pooled_projection_dim=768,
-        guidance_embeds=True,
-        axes_dims_rope=(16, 56, 56),
-    )
+    heads = dict(attention_head_dim=128, num_attention_heads=24, axes_dims_rope=(16, 56, 56), guidance_embeds=True)
+    sizes = dict(in_channels=64, num_layers=2, num_single_layers=3, joint_attention_dim=4096)
+    flux_config = dict(_class_name="FluxTransformer2DModel", pooled_projection_dim=768, **heads, **sizes)
     asked = {"steps": 1, "guidance": False, "text_tokens": 512}
     found = diffcache.predict(flux_config, "interval", height=1024, width=1024, **asked)
     assert found.uncached.flops == flux_form(flux_config, 64 * 64, 512)
-    wan_config = dict(
-        _class_name="WanTransformer3DModel",
-        patch_size=(1, 2, 2),
-        num_attention_heads=12,
-        attention_head_dim=128,
-        in_channels=16,
-        out_channels=16,
-        text_dim=4096,
-        freq_dim=256,
-        ffn_dim=8960,
-        num_layers=3,
-    )
+    heads = dict(num_attention_heads=12, attention_head_dim=128, patch_size=(1, 2, 2), num_layers=3)
+    sizes = dict(in_channels=16, out_channels=16, text_dim=4096, freq_dim=256, ffn_dim=8960)
+    wan_config = dict(_class_name="WanTransformer3DModel", **heads, **sizes)
     found = diffcache.predict(wan_config, "interval", height=480, width=832, frames=81, **asked)
     assert found.uncached.flops == wan_form(wan_config, 21 * 30 * 52, 512)
 

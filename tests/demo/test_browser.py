@@ -3,8 +3,6 @@
 With DIFFCACHE_SCREENS=docs the pictures of docs/serve.md are drawn anew.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -1,7 +1,5 @@
 """Requests that the page of `diffcache serve` lets in, and what it knows of who listens."""
 
-from __future__ import annotations
-
 import asyncio
 import socket
 from typing import Any

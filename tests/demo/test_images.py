@@ -1,7 +1,5 @@
 """The tab of images: a picture without a cache, with it, their difference, decisions and report."""
 
-from __future__ import annotations
-
 import base64
 import io
 import re

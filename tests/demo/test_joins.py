@@ -1,7 +1,5 @@
 """Requests to the running page that nobody reads, or that break off: places of viewers are free."""
 
-from __future__ import annotations
-
 import json
 import socket
 import time

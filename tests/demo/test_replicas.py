@@ -1,7 +1,5 @@
 """Films in replicas under Ray Serve: as those of one process, and apart from one another."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

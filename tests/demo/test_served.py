@@ -1,7 +1,5 @@
 """Models that `diffcache serve` takes, and requests it refuses in one line."""
 
-from __future__ import annotations
-
 import json
 import re
 import socket

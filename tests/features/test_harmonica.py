@@ -120,9 +120,6 @@ def test_other_runs_and_other_models_are_refused(pipe, logits):
         diffcache.wrapped(pipe, HarmoniCa(0.5, tables_of(pipe, logits, sites=strange)))
 
 
-# official checkpoints ----------------------------------------------------------------------------
-
-
 def official(path, logits, **changed):
     """Write what the official script writes; its routers count down to the first step."""
     rows = OrderedDict((f"{i}.prob", row) for i, row in enumerate(logits.flip(0)))

@@ -17,24 +17,6 @@ from tests.zoo.pipes import pipes
 RATIOS = tuple(1 - 0.002 * i - (0.03 * (i - 20) if i > 20 else 0) for i in range(28))
 
 
-@pytest.mark.parametrize("threshold", [0.01, 0.06, 0.12, 1.0])
-@pytest.mark.parametrize("longest", [1, 3, 6])
-@pytest.mark.parametrize("retention", [0.0, 0.2, 0.55])
-def test_the_schedule_follows_an_independent_trace(threshold, longest, retention):
-    steps, product, error, skipped = [], 1.0, 0.0, 0
-    for index, ratio in enumerate(RATIOS):
-        if index >= int(retention * 28 + 0.5):
-            product, skipped = product * ratio, skipped + 1
-            error += abs(1 - product)
-            if steps and error < threshold and skipped <= longest:
-                continue
-        product, error, skipped = 1.0, 0.0, 0
-        steps.append(index)
-    method = MagCache(threshold, longest, retention, RATIOS)
-    assert computed_steps(method, 28) == steps
-    assert (len(steps) < 28) or threshold == 0.01
-
-
 def test_ratios_of_other_lengths_are_those_of_the_nearest_step():
     from diffusers.hooks.mag_cache import nearest_interp
 

@@ -1,22 +1,25 @@
-"""ProfilingDiT: its measurements, planted and in pipelines; runs against a loop over blocks, and published lists."""
+"""ProfilingDiT: its measurements, planted and in pipelines; runs against a loop; attention that is watched."""
 
 import dataclasses
 import math
 from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import diffcache
 from diffcache.features.collect import RunInfo
 from diffcache.features.parts.when import Table
 from diffcache.features.profilingdit import Decreasing, ProfilingDiT, background_of, merged
 from diffcache.features.tables import Tables
+from diffcache.offline import tracing
 from diffcache.offline.calibrate import calibrate
 from diffcache.offline.foreground import above_otsu, foreground_of, patches, token_grid
 from diffcache.offline.profilingdit_collect import ProfileCollector, likeness, overlap, received_attention
-from diffcache.step import Step
+from diffcache.step import CURRENT, Step
 from tests.internals import computed_steps, reuse_in
 from tests.zoo.case import randomize
 from tests.zoo.catalog import cases
@@ -50,15 +53,6 @@ def test_otsu_is_the_best_of_all_thresholds():
         assert torch.equal(above_otsu(values[None])[0], mask)
     assert not above_otsu(torch.ones(1, 6)).any()
     assert not above_otsu(torch.ones(1, 1)).any()
-
-
-def test_a_planted_foreground_is_found_in_the_noise_prediction():
-    mask = torch.zeros(2, 4, 6, dtype=torch.bool)
-    mask[0, 1:3, 2:5] = mask[1, 0:2, 0:2] = True
-    direction = torch.randn(8)
-    value = 0.05 * torch.randn(2, 8, 4, 6) + mask[:, None] * direction[None, :, None, None]
-    tokens = patches(value, token_grid((2, 8, 4, 6), 24))
-    assert torch.equal(foreground_of(tokens), mask.flatten(1))
 
 
 def test_token_grids_follow_from_shapes_and_counts():
@@ -156,12 +150,8 @@ def test_a_foreground_can_be_given():
         profile(collector, True)
         assert collector.tables()["overlap.double"].tolist() == [1.0, 0.0, 1.0, 0.0]
     assert seen == [(0, (1, 12, 16)), (3, (1, 12, 16))]
-    collector = ProfileCollector(1, None, mask[:5])
     with pytest.raises(ValueError, match=r"foreground: \[5\], but the output has 12"):
-        profile(collector, True)
-
-
-def test_what_cannot_be_told_is_said():
+        profile(ProfileCollector(1, None, mask[:5]), True)
     collector = ProfileCollector(10)
     profile(collector, True, given=lambda out: out[:, :0])  # a sample that tells nothing
     with pytest.raises(ValueError, match="set text='first'"):
@@ -326,11 +316,11 @@ def test_the_published_wan_list_runs_28_of_40_blocks_less():
     runs = method.parts().blocks
     assert len(runs) == 5
     with diffcache.wrapped(model, method) as handle, torch.no_grad():
-        for step in range(STEPS):
+        for step in range(14):
             model(**case.kwargs(model, 0, step=step, steps=STEPS), return_dict=False)
         evaluated = [call.counts["blocks"][0] for call in handle.last.calls]
         layout = reuse_in(handle).setup.layouts
-    assert evaluated == ([40] * 6 + ([40] + [12] * 5) * 8)[:STEPS]
+    assert evaluated == ([40] * 6 + ([40] + [12] * 5) * 8)[:14]
     (found,) = layout.values()
     skipped = [i for i, tap in enumerate(found.skip["blocks"]) if tap is not model.blocks[i]]
     assert skipped == WAN
@@ -358,3 +348,57 @@ def test_repr_is_python_and_names_become_ranges():
     method = ProfilingDiT(background=("b.1", "b.2-3", "c.d.0", "b.5"), listed=[("b", [3])], total=9)
     assert eval(repr(method)) == method
     assert merged(method.background) == ("b.1-3", "b.5", "c.d.0")
+
+
+CASES = cases()
+SERVED = [
+    "FluxTransformer2DModel",
+    "HunyuanVideoTransformer3DModel",
+    "UNet2DConditionModel",
+    "WanTransformer3DModel",
+    "CogVideoXTransformer3DModel-15",
+    "DiTTransformer2DModel",
+]
+OTHERS = ["LTX2VideoTransformer3DModel", "CosmosTransformer3DModel", "MochiTransformer3DModel"]
+
+
+class Noted:
+    wants_attention = True
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Tensor, Tensor]] = []
+
+    def attention(self, step: Step, site: str, query: Tensor, key: Tensor) -> None:
+        self.calls.append((site, query, key))
+
+
+def noted(name: str, by_mode: bool) -> list[tuple[str, Tensor, Tensor]]:
+    model, collector = CASES[name].build(0), Noted()
+    paths = [f"{site.parent}.{site.child}" for site in tracing.anatomy_of(model).modules if site.kind == "attention"]
+    watch: Any = tracing._attention_watch(model, [collector])  # type: ignore[list-item]
+    assert isinstance(watch, tracing._AttentionMode) == (name in OTHERS)
+    if by_mode:
+        if name in SERVED:
+            watch.remove()
+        watch = tracing._AttentionMode(model, [collector], paths)  # type: ignore[list-item]
+    token = CURRENT.set(SimpleNamespace(step=Step(0, total=1)))
+    try:
+        with watch, torch.no_grad():
+            model(**CASES[name].kwargs(model, 0, 3))
+    finally:
+        CURRENT.reset(token)
+    return collector.calls
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_the_door_shows_what_torch_attends_with(name: str) -> None:
+    wanted = noted(name, by_mode=True)
+    made = noted(name, by_mode=False)
+    assert [call[0] for call in made] == [call[0] for call in wanted]
+    for one, other in zip(made, wanted, strict=True):
+        assert torch.equal(one[1], other[1]) and torch.equal(one[2], other[2])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_the_door_does_not_know_is_seen_where_torch_attends(name: str) -> None:
+    assert noted(name, by_mode=False)

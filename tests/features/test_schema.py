@@ -1,23 +1,31 @@
-"""Tables are data from strangers: every method takes its own and refuses all others, in one way."""
+"""Tables are data from strangers: a method takes its own, refuses all others, and says where a run differs."""
 
 import dataclasses
 import json
 import math
+import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
-from diffcache import CacheQuant, Combine, FittedForecast, Tuned
+import diffcache
+from diffcache import CacheQuant, CacheWarning, Combine, FittedForecast, MagCache, TemporalTable, Tuned
+from diffcache.attach.fingerprint import facts_of
+from diffcache.attach.provenance import effective, other_guidance, other_shape, tables_of
 from diffcache.catalog import make_method, method_class
 from diffcache.errors import TablesError, UncalibratedError
 from diffcache.features.collect import Calibrated
+from diffcache.features.each import Each
 from diffcache.features.fitted import Weighted
 from diffcache.features.parts.when import Listed
 from diffcache.features.serialize import to_plain
 from diffcache.features.tables import FORMAT, Tables
 from diffcache.registry import rows_of
+from tests.zoo.pipes import pipes
 
 MEASURED = Path(__file__).parents[1] / "tables"  # on small models that are not kept
 WITH_TABLES = [n for n in rows_of("method") if issubclass(method_class(n), (Calibrated, Tuned))]
@@ -148,17 +156,9 @@ def bad_headers(header):
         yield json.dumps({**header, "steps": steps})
     for key in ("steps", "method"):
         yield json.dumps({k: v for k, v in header.items() if k != key})
-    for key, value in (
-        ("method", 3),
-        ("method", ["x"]),
-        ("method", "x" * 10_000_000),
-        ("guidance", [1]),
-        ("guidance", "x"),
-        ("shape", "x"),
-        ("shape", [-1]),
-        ("shape", 3),
-    ):
-        yield json.dumps({**header, key: value})
+    wrong = {"method": (3, ["x"], "x" * 10_000_000), "guidance": ([1], "x"), "shape": ("x", [-1], 3)}
+    for key, values in wrong.items():
+        yield from (json.dumps({**header, key: value}) for value in values)
     needed = getattr(method_class(header["method"]), "schema", None)
     for key in ("choice", "front") if needed is None else needed.header:
         yield json.dumps({k: v for k, v in header.items() if k != key})
@@ -228,61 +228,6 @@ def test_a_header_nested_without_end_and_what_is_no_file_are_refused(tmp_path):
 LINE = {"class": "combine:Combine", "fields": {"when": {"class": "when:Every", "fields": {"every": 2}}}}
 
 
-class Nested(str):
-    """JSON that is nested deeper than `json` writes."""
-
-
-def deep(depth):
-    return Nested("[" * depth + json.dumps(LINE) + "]" * depth)
-
-
-@pytest.mark.parametrize(
-    "choice",
-    [
-        {"class": "os:system", "fields": {}},
-        {"class": "..os:system", "fields": {}},
-        {"class": "../../evil:X", "fields": {}},
-        {"class": "tables:json", "fields": {}},
-        {"class": "tables:Path", "fields": {}},
-        {"class": "interval:Interval", "fields": {"evil": 1}},
-        {"class": "interval:Interval", "fields": {"every": "3"}},
-        {"class": "interval:Interval", "fields": {"every": 0}},
-        {"class": "interval:Interval", "fields": [3]},
-        {"class": "interval:Interval"},
-        {"class": "when:LastComputed", "fields": {}},
-        {"class": "when:Listed", "fields": {"steps": [0]}},
-        {"class": "combine:Combine", "fields": {}},
-        {"class": "combine:Combine", "fields": {"when": 3}},
-        {"class": "combine:Combine", "fields": {**LINE["fields"], "site": "run", "blocks": 5}},
-        {"class": "combine:Combine", "fields": {**LINE["fields"], "site": "nowhere"}},
-        {"class": "combine:Combine", "fields": {**LINE["fields"], "lead": {"float": "nan"}}},
-        {"class": "instead:Taylor", "fields": {"order": 10**9}},
-        {"class": "magcache:MagCache", "fields": {"tables": "/etc/passwd"}},
-        {"class": "magcache:MagCache", "fields": {"tables": None}},
-        {"class": "magcache:MagCache", "fields": {"tables": {"tables": "x/", "header": 7}}},
-        {"class": "teacache:TeaCache", "fields": {"threshold": math.nan}},
-        {"class": "fitted:Weighted", "fields": {"weights": [], "history": 1}},
-        {"float": "nan"},
-        {},
-        7,
-        "x",
-        [1],
-        None,
-        deep(500),
-        deep(5000),
-    ],
-    ids=lambda choice: str(choice)[:60],
-)
-def test_tuned_files_hold_a_method_and_nothing_else(choice, tmp_path):
-    path = tmp_path / "tuned.safetensors"
-    text = choice if isinstance(choice, Nested) else json.dumps(choice)
-    text = f'{{"method": "tuned", "steps": 4, "front": [], "choice": {text}}}'
-    save_file({}, path, {"format": FORMAT, "header": text})
-    with pytest.raises(TablesError, match="tuned.safetensors") as caught:
-        Tuned(str(path))
-    assert len(str(caught.value)) < 1000
-
-
 def test_a_tuned_file_that_names_itself_is_refused(tmp_path):
     path = tmp_path / "tuned.safetensors"
     choice = {"class": "tuned:Tuned", "fields": {"tables": str(path)}}
@@ -304,3 +249,107 @@ def test_weights_of_a_forecast_are_finite_and_one_for_each_feature(weight):
     header = {"method": "tuned", "steps": 4, "front": [], "choice": choice}
     with pytest.raises(TablesError, match="Weighted"):
         Tuned(Tables(header, tensors))
+
+
+STEPS = 6
+CASE = pipes()["FluxPipeline"]
+
+
+def fitted(pipe: Any, **header: Any) -> MagCache:
+    """Return a method whose tables are of this pipeline."""
+    about = facts_of(pipe.transformer, pipe.scheduler)
+    tables = Tables(
+        {"method": "magcache", "steps": STEPS, **about, **header}, {"ratios": torch.linspace(1, 0.9, STEPS)}
+    )
+    return MagCache(threshold=1.0, longest=2, retention=0.0, tables=tables)
+
+
+def remarks(pipe: Any, method: Any, **call: Any) -> list[str]:
+    with diffcache.wrapped(pipe, method), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipe(**{**CASE.call(pipe, 0, STEPS), **call})
+    return [str(w.message) for w in caught if w.category is CacheWarning]
+
+
+@pytest.fixture
+def pipe() -> Any:
+    return CASE.build(0)
+
+
+def shape_of(pipe: Any) -> list[int]:
+    seen: list[Tensor] = []
+    hook = pipe.transformer.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["hidden_states"]), with_kwargs=True
+    )
+    CASE.run(pipe, 0, 1)
+    hook.remove()
+    return list(seen[0].shape[1:])
+
+
+def test_a_run_like_the_calibration_says_nothing(pipe: Any) -> None:
+    given = CASE.call(pipe, 0, STEPS)
+    guidance = {"guidance_scale": given.get("guidance_scale", 3.5), "true_cfg_scale": 1}
+    assert remarks(pipe, fitted(pipe)) == []
+    assert remarks(pipe, fitted(pipe, guidance=guidance, shape=shape_of(pipe))) == []
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda m: m, TemporalTable, lambda m: Each((("transformer", m),))], ids=["itself", "inside", "of each"]
+)
+def test_other_guidance_is_told_once_a_run(pipe: Any, wrap: Any) -> None:
+    method = wrap(fitted(pipe, guidance={"guidance_scale": 2.0, "true_cfg_scale": 1.0}))
+    (text,) = remarks(pipe, method, guidance_scale=9.0)
+    assert "guidance_scale=2.0, this run has guidance_scale=9.0" in text
+    assert "calibrate again: diffcache.calibrate(" in text
+    assert remarks(pipe, method, guidance_scale=2) == []
+
+
+def test_guidance_that_is_a_default_counts(pipe: Any) -> None:
+    (text,) = remarks(pipe, fitted(pipe, guidance={"true_cfg_scale": 4.0}))
+    assert "true_cfg_scale=4.0, this run has true_cfg_scale=1.0" in text
+
+
+def test_another_size_is_told_once_a_run(pipe: Any) -> None:
+    tokens, channels = shape_of(pipe)
+    method = fitted(pipe, shape=[tokens, channels])
+    (text,) = remarks(pipe, method, height=96, width=32)
+    assert f"of shape [{tokens}, {channels}], this run has [" in text
+    bare = pipe.transformer
+    method, match = fitted(pipe, shape=[1, channels]), rf"\[1, {channels}\], this run has"
+    with diffcache.wrapped(bare, method), pytest.warns(CacheWarning, match=match):
+        CASE.run(pipe, 0, 2)  # no pipeline is needed
+
+
+def test_what_is_compared() -> None:
+    made = Tables({"method": "magcache", "guidance": {"a": None, "b": [1, 2], "c": 3}}, {})
+    assert list(other_guidance([made], {"a": None, "b": (1.0, 2.0)})) == []
+    assert len(list(other_guidance([made], {"a": 1.0, "b": [1, 3], "c": 4, "d": 5}))) == 3
+    assert list(other_guidance([Tables({}, {})], {"a": 1})) == []
+    assert list(other_shape([Tables({}, {})], [4])) == []
+
+    def call(self: Any, one: int, two: int = 2, **more: Any) -> None: ...
+
+    import inspect
+
+    found = effective(inspect.signature(call), (None, 1), {"three": 3})
+    assert found == {"self": None, "one": 1, "two": 2, "more": {"three": 3}}
+    assert effective(inspect.signature(call), (), {}) == {}
+    assert tables_of(diffcache.Interval(every=3)) == []
+
+
+def test_a_scheduler_replaced_after_wrapping_is_checked(pipe: Any) -> None:
+    method, own = fitted(pipe), pipe.scheduler
+    ran: list[int] = []
+    with torch.no_grad(), diffcache.wrapped(pipe, method):
+        expected = CASE.run(pipe, 0, STEPS)
+        pipe.scheduler = type(own).from_config(own.config, shift=7.0)
+        hook = pipe.transformer.register_forward_pre_hook(lambda *_: ran.append(0))
+        for _ in range(2):  # asking again does not help
+            with pytest.raises(TablesError, match="with scheduler_config={'shift': .*'shift': 7.0"):
+                CASE.run(pipe, 0, STEPS)
+        assert not ran
+        hook.remove()
+        pipe.scheduler = own
+        assert torch.equal(CASE.run(pipe, 0, STEPS), expected)
+        pipe.scheduler = type(own).from_config(own.config)
+        assert torch.equal(CASE.run(pipe, 0, STEPS), expected)

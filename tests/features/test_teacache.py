@@ -1,7 +1,10 @@
-"""TeaCache: its gate, fit and probe, at the input of attention and on the time embedding."""
+"""TeaCache: its gate, fit and probe, and its look into the first block."""
 
+import copy
 import math
+import pickle
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -10,9 +13,9 @@ import torch
 from torch import nn
 
 import diffcache
+from diffcache.attach.reuse.modulated_probe import watch
 from diffcache.attach.reuse.time_probe import TimeWatch
 from diffcache.errors import AttachError, TablesError
-from diffcache.eval.workshop.small.sticker_wan import DIRECTORY
 from diffcache.features.collect import RunInfo
 from diffcache.features.combine import Combine
 from diffcache.features.parts.accumulated import Accumulated, Rescaled
@@ -23,33 +26,13 @@ from diffcache.step import Step
 from tests.internals import computed_steps, reuse_in
 from tests.zoo.catalog import cases
 from tests.zoo.pipes import pipes
-from tests.zoo_runs import sample
+from tests.zoo_runs import in_threads, sample
 
 STEPS = 12
-CURVE = (3.0, -0.5, 1.1, 0.01)
 
 
 def probes(total):
     return [torch.tensor([2 + math.sin(0.4 * s), 1 + 0.05 * s]) for s in range(total)]
-
-
-# the gate and the fit, without a network -------------------------------------------------------
-
-
-@pytest.mark.parametrize("threshold", [0.05, 0.2, 0.7, math.inf])
-@pytest.mark.parametrize("coefficients", [(1.0, 0.0), CURVE])
-def test_the_schedule_follows_an_independent_trace(threshold, coefficients):
-    steps, total, values = [], 0.0, probes(40)
-    for index, probe in enumerate(values):
-        if index:
-            last = values[index - 1]
-            x = float((probe - last).abs().mean() / last.abs().mean())
-            total += sum(c * x ** (len(coefficients) - 1 - i) for i, c in enumerate(coefficients))
-        if index in (0, 39) or total >= threshold:
-            steps.append(index)
-            total = 0.0
-    assert computed_steps(TeaCache(threshold, coefficients), 40, probes(40)) == steps
-    assert len(steps) < 40
 
 
 def test_limits_of_the_accumulating_gate():
@@ -114,8 +97,6 @@ def test_calibration_pairs_changes_of_neighboring_steps():
     parts = TeaCache(0.3, tables=Tables(header, tables)).parts()
     assert parts.when.indicator.error(1.0) == pytest.approx(0.1, rel=1e-4)
 
-
-# on models ------------------------------------------------------------------------------------
 
 MODELS = ["FluxTransformer2DModel", "WanTransformer3DModel", "SD3Transformer2DModel", "DiTTransformer2DModel"]
 
@@ -186,8 +167,6 @@ def test_a_skipped_step_costs_the_norm_and_nothing_behind_it(made):
     assert counts["norm"] == 1 + STEPS + 1
 
 
-# TeaCache4Wan2.1/teacache_generate.py of ali-vilab/TeaCache (Apache-2.0), lines 883 and 890
-WAN_1_3B_PROJECTION = (-5.21862437e04, 9.23041404e03, -5.28275948e02, 1.36987616e01, -4.99875664e-02)
 WAN_1_3B = (2.39676752e03, -1.31110545e03, 2.01331979e02, -8.29855975e00, 1.37887774e-01)
 SETTINGS = {"time": {"input": "time"}, "time-projection": {"input": "time-projection", "warmup": 5, "last": False}}
 
@@ -224,28 +203,6 @@ def official(rows, coefficients, threshold, which):
     return computed
 
 
-@pytest.mark.parametrize(
-    ("which", "coefficients", "threshold", "count"),
-    [
-        ("time", WAN_1_3B, 0.08, 34),
-        ("time", WAN_1_3B, 0.2, 20),
-        ("time-projection", WAN_1_3B_PROJECTION, 0.08, 30),
-        ("time-projection", WAN_1_3B_PROJECTION, 0.2, 17),
-    ],
-)
-def test_published_polynomials_take_the_official_steps(which, coefficients, threshold, count):
-    """On the embedder of sticker-wan, whose weights are trained."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, WanTransformer3DModel
-
-    model = WanTransformer3DModel.from_pretrained(DIRECTORY, subfolder="transformer")
-    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(DIRECTORY, subfolder="scheduler")
-    scheduler.set_timesteps(50)
-    rows = embeddings(model, scheduler.timesteps, which)
-    steps = computed_steps(TeaCache(threshold, coefficients, **SETTINGS[which]), 50, rows)
-    assert [steps, steps] == official(rows, coefficients, threshold, which)
-    assert len(steps) == count
-
-
 @pytest.mark.parametrize("which", ["time", "time-projection"])
 @pytest.mark.parametrize("by_branch", [False, True])
 def test_both_branches_of_a_pipeline_take_the_official_steps(which, by_branch, agrees):
@@ -265,20 +222,12 @@ def test_both_branches_of_a_pipeline_take_the_official_steps(which, by_branch, a
     assert len(counts) > 1
 
 
-class Noted(Accumulated):
-    """The gate, with notes of the probes it was given."""
-
-    def computed(self, state, step, probe):
-        NOTES.append(probe)
-        super().computed(state, step, probe)
-
-
 def noted(model, probe, calls):
     NOTES.clear()
-    with diffcache.wrapped(model, Combine(Noted(0.0, of=probe))):
+    with diffcache.wrapped(model, Combine(Watched(0.0, of=probe))):
         for kwargs in calls:
             model(**kwargs)
-    return list(NOTES)
+    return [value for _, value in NOTES]
 
 
 @pytest.mark.parametrize(
@@ -425,3 +374,147 @@ def test_a_gate_of_its_own_for_every_branch_holds_its_state():
         assert len({id(state) for state in states}) == 2
         held = {id(tensor) for tensor in denoiser.tensors(handle.run())}
         assert all(id(state.value) in held for state in states)
+
+
+PEEK_STEPS = 6
+TEA = TeaCache(0.5, (1.0, 0.0))
+
+
+@pytest.fixture
+def flux():
+    case = cases()["FluxTransformer2DModel"]
+    return case, case.build()
+
+
+def hooks(model):
+    return {n: len(m._forward_pre_hooks) for n, m in model.named_modules() if m._forward_pre_hooks}
+
+
+@pytest.mark.parametrize("name", ["UNet1DModel", "UNet2DModel"])
+def test_models_without_attention_in_the_first_block_are_refused_at_wrap(name):
+    model = cases()[name].build()
+    before = hooks(model)
+    message = "down_blocks.0 has no attention module.*with lead=1, as FirstBlock"
+    with pytest.raises(AttachError, match=message):
+        diffcache.wrap(model, TEA)
+    assert hooks(model) == before
+
+
+def test_a_block_that_writes_to_its_input_is_refused(flux):
+    case, model = flux
+    forward = type(model.transformer_blocks[0]).forward
+
+    class Greedy(type(model.transformer_blocks[0])):
+        def forward(self, hidden_states, *args, **kwargs):
+            hidden_states.add_(0.125)
+            return forward(self, hidden_states, *args, **kwargs)
+
+    model.transformer_blocks[0].__class__ = Greedy
+    with diffcache.wrapped(model, TEA), pytest.raises(AttachError, match="writes to its input before its attention"):
+        sample(case, model, PEEK_STEPS)
+
+
+def test_a_first_block_that_is_not_looked_into_is_refused(flux):
+    """The list is run from its second block: the first one's attention is never come to."""
+    case, model = flux
+    with diffcache.wrapped(model, TEA) as handle:
+        sample(case, model, 2)
+        block = model.transformer_blocks[1]
+        peek = reuse_in(handle).setup.peek
+        ran = []
+        hook = block.register_forward_hook(lambda *_: ran.append(1))
+        with pytest.raises(AttachError, match=r"calls none of .*\(transformer_blocks.0.attn"):
+            peek.look(lambda: ran.append(0), (), {})
+        hook.remove()
+        assert ran == [0]
+
+
+def test_replaced_blocks_are_looked_into(flux):
+    case, model = flux
+    with diffcache.wrapped(model, TEA):
+        sample(case, model, PEEK_STEPS)
+        model.transformer_blocks[0] = copy.deepcopy(model.transformer_blocks[1])
+        found = sample(case, model, PEEK_STEPS)
+    with diffcache.wrapped(model, TEA):
+        assert torch.equal(sample(case, model, PEEK_STEPS), found)
+    assert hooks(model) == {}
+
+
+def test_compiled_blocks_give_the_same():
+    case = cases()["WanTransformer3DModel"]
+    model = case.build()
+    with diffcache.wrapped(model, TEA) as handle:
+        plain = sample(case, model, PEEK_STEPS)
+        marks = [call.computed for call in handle.last.calls]
+    graphs = []
+
+    def backend(module, inputs):
+        graphs.append(module)
+        return module.forward
+
+    torch._dynamo.reset()
+    model.compile_repeated_blocks(fullgraph=True, backend=backend)
+    sample(case, model, 2)
+    uncached = len(graphs)
+    torch._dynamo.reset()
+    with diffcache.wrapped(model, TEA) as handle:
+        assert torch.equal(sample(case, model, PEEK_STEPS), plain)
+        assert [call.computed for call in handle.last.calls] == marks
+        assert 0 < sum(marks) < PEEK_STEPS
+    torch._dynamo.reset()
+    assert len(graphs) == 2 * uncached
+
+
+def test_inference_mode_and_copies(flux):
+    case, model = flux
+    with diffcache.wrapped(model, TEA):
+        plain = sample(case, model, PEEK_STEPS)
+        assert 0 < diffcache.report(model).steps_skipped < PEEK_STEPS
+        with torch.inference_mode():
+            assert torch.equal(sample(case, model, PEEK_STEPS), plain)
+        twin = copy.deepcopy(model)
+        uncached = sample(case, twin, PEEK_STEPS)
+        again = pickle.loads(pickle.dumps(model))
+        assert torch.equal(sample(case, again, PEEK_STEPS), uncached)
+        assert torch.equal(sample(case, model, PEEK_STEPS), plain)
+    assert torch.equal(sample(case, model, PEEK_STEPS), uncached)
+    assert watch(model, (), {}) is None
+
+
+def test_a_peek_in_one_thread_cuts_no_call_of_another(flux):
+    case, model = flux
+    with diffcache.wrapped(model, TEA):
+        alone = [sample(case, model, PEEK_STEPS, seed=seed) for seed in (0, 1)]
+
+        def work(seed):
+            return [sample(case, model, PEEK_STEPS, seed=seed) for _ in range(2)]
+
+        found = in_threads(*(partial(work, seed) for seed in (0, 1)))
+    for seed in (0, 1):
+        assert all(torch.equal(one, alone[seed]) for one in found[seed])
+
+
+def test_a_hooked_forward_that_moves_weights_is_run_in_a_peek(flux):
+    """As with accelerate's hooks: the weights are only there inside of the block's forward."""
+    case, model = flux
+    with diffcache.wrapped(model, TEA):
+        expected = sample(case, model, PEEK_STEPS)
+    block = model.transformer_blocks[0]
+    weights = {name: p.data for name, p in block.named_parameters()}
+    forward, moves = block.forward, []
+
+    def moved(*args, **kwargs):
+        for name, parameter in block.named_parameters():
+            parameter.data = weights[name]
+        moves.append(1)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            for parameter in block.parameters():
+                parameter.data = parameter.data.new_full((1,), math.nan)
+
+    block.forward = moved
+    with diffcache.wrapped(model, TEA):
+        assert torch.equal(sample(case, model, PEEK_STEPS), expected)
+        computed = diffcache.report(model).steps_computed
+    assert len(moves) >= PEEK_STEPS - 1 + computed

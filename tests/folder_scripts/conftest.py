@@ -1,7 +1,5 @@
 """Folders of pictures, without weights and network."""
 
-from __future__ import annotations
-
 import socket
 from pathlib import Path
 from typing import Any

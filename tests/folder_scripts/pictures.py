@@ -1,7 +1,5 @@
 """Folders of pictures, and calls of the scripts on them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The fenced blocks of the project's pages."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import textwrap

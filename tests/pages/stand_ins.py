@@ -1,7 +1,5 @@
 """Tiny models and files under the names that the pages say."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Steps of CONTRIBUTING.md for something new, taken to the letter in a copy of the tree."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -21,7 +19,7 @@ TESTS = {
     "tests/test_families.py": "alternate and DiTPipeline or three_kinds",
     "tests/test_features.py": "repr_is_python and alternate or catalogue",
     "tests/test_face.py": "row",
-    "tests/test_method_page.py": "up_to_date or every_method",
+    "tests/test_shipped_methods.py": "up_to_date or every_method",
     "tests/test_unchanged.py": "changes_nothing and UniDiffuserModel",
     "tests/video/test_policies.py": "latest or every_policy",
     "tests/dllm/test_invariants.py": "open or every_policy_has",

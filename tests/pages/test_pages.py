@@ -4,8 +4,6 @@ Python runs, page by page. Commands run where that takes seconds; of the others 
 are read, up to the place where hours would begin.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 import shlex
@@ -139,9 +137,6 @@ def reader_of_kv() -> dict[str, Any]:
     return {"model": model, "tokenizer": tokenizer, "inputs": {**inputs}}
 
 
-# what is there -----------------------------------------------------------------------------------
-
-
 def test_every_block_says_its_language() -> None:
     assert {block.language for page in PAGES for block in blocks(page)} == {
         "python",
@@ -166,9 +161,6 @@ def test_what_does_not_run_is_there() -> None:
     assert all(any(p == page and text.startswith(b) for p, text in texts) for page, b in left_out)
 
 
-# python ------------------------------------------------------------------------------------------
-
-
 # Pages whose blocks tests/pages/test_contributing.py and tests/test_serving.py write into files.
 FILES = ("CONTRIBUTING.md", "docs/serving.md")
 
@@ -188,9 +180,6 @@ def test_python_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
         found = [replace(block, text=block.text.replace(large, small)) for block in found]
     for block in found:
         exec(compile(block.text, block.place, "exec"), names)
-
-
-# commands ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -289,9 +278,6 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "git": lambda words: None,
     "cd": lambda words: None,
 }
-
-
-# the others --------------------------------------------------------------------------------------
 
 
 def test_sweeps_are_read(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """The site: every page in its navigation, every link to something, the notebook runs."""
 
-from __future__ import annotations
-
 import ast
 import json
 import posixpath

@@ -1,7 +1,5 @@
 """Files that stand for published weights, small random networks, and pictures for them."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.machinery
 import sys

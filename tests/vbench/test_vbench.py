@@ -39,20 +39,10 @@ def info(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (("subject_consistency", "dynamic_degree", "motion_smoothness"), 72),
         (("background_consistency", "scene"), 86),
         (("aesthetic_quality", "imaging_quality", "overall_consistency"), 93),
-        *[
-            ((name,), suite.DIMENSIONS[name].prompts)
-            for name in (
-                "temporal_flickering",
-                "object_class",
-                "multiple_objects",
-                "human_action",
-                "color",
-                "spatial_relationship",
-                "temporal_style",
-                "appearance_style",
-            )
-        ],
     ]
+    alone = "temporal_flickering object_class multiple_objects human_action color spatial_relationship "
+    alone += "temporal_style appearance_style"
+    groups += [((name,), suite.DIMENSIONS[name].prompts) for name in alone.split()]
     for names, count in groups:
         for number in range(count):
             entry: dict[str, Any] = {"prompt_en": f"{names[0]} {number}.", "dimension": list(names)}

@@ -1,7 +1,5 @@
 """The policies that are tested, at the size of the toys: with `skips` of their rows, and others."""
 
-from __future__ import annotations
-
 from diffcache.registry import rows_of
 from diffcache.video import InfinityRoPE, VideoPolicy, make_policy
 

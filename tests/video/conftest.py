@@ -1,7 +1,5 @@
 """A video of two layers and one step a chunk."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Ca2-VDM: rollouts over its cache against one masked pass, written out here from the weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Weights with the names of Wan2.1's own code, as Self-Forcing and its kin release them."""
 
-from __future__ import annotations
-
 import re
 from collections import OrderedDict
 from pathlib import Path
@@ -137,16 +135,8 @@ def test_low_rank_updates_are_added_as_peft_adds_them(tmp_path: Path) -> None:
 
 
 def test_anyflow_is_refused_by_its_name(tmp_path: Path) -> None:
-    model = AnyFlowFARTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=12,
-        in_channels=4,
-        out_channels=4,
-        text_dim=8,
-        freq_dim=16,
-        ffn_dim=24,
-        num_layers=1,
-    )
+    sizes = dict(attention_head_dim=12, in_channels=4, out_channels=4, text_dim=8, freq_dim=16, ffn_dim=24)
+    model = AnyFlowFARTransformer3DModel(num_attention_heads=2, num_layers=1, **sizes)
     save_file({k: v.contiguous() for k, v in model.state_dict().items()}, tmp_path / "a.safetensors")
     with pytest.raises(CheckpointError, match="is of AnyFlow.* AnyFlowFARPipeline of diffusers"):
         load_causal(tmp_path / "a.safetensors")

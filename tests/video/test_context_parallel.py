@@ -1,7 +1,5 @@
 """Two processes that share a stream make the frames of one, each with its heads of the history."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """A feature cache on the transformer of a stream: reads are skipped, what is committed never is."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from threading import Thread
 from typing import Any

@@ -1,7 +1,5 @@
 """Rollouts over a cache against one masked pass over everything that was ever made."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Schedules of live streams against closed forms, brute force and a stream played through."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

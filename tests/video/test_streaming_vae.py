@@ -1,7 +1,5 @@
 """A film that is decoded in pieces is the film that is decoded at once, to the bit."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator
@@ -34,17 +32,9 @@ CUTS = ([3, 3, 3], [1, 2, 6], [1] * 9)
 def autoencoder(**settings: Any) -> Any:
     """Return a tiny causal autoencoder that makes four pictures of a latent frame."""
     torch.manual_seed(0)
-    settings = {
-        "base_dim": 8,
-        "z_dim": 4,
-        "dim_mult": [1, 2, 2],
-        "num_res_blocks": 1,
-        "temperal_downsample": [True, True],
-        "latents_mean": [0.1, -0.7, 0.0, 1.5],
-        "latents_std": [2.8, 1.4, 0.3, 1.0],
-        **settings,
-    }
-    return AutoencoderKLWan(**settings).eval()
+    sizes = dict(base_dim=8, z_dim=4, dim_mult=[1, 2, 2], num_res_blocks=1, temperal_downsample=[True, True])
+    scales = dict(latents_mean=[0.1, -0.7, 0.0, 1.5], latents_std=[2.8, 1.4, 0.3, 1.0])
+    return AutoencoderKLWan(**sizes | scales | settings).eval()
 
 
 def at_once(vae: Any, latents: Tensor) -> Tensor:
@@ -154,16 +144,8 @@ def test_the_documented_lines_make_the_pictures_of_the_pipeline(
     pipe = video.pipe
     video.close()
     pipe.scheduler.step = lambda _, time, x, **rest: (x,)  # the latents are finished
-    wanted = pipe(
-        prompt_embeds=text,
-        guidance_scale=1.0,
-        height=32,
-        width=48,
-        num_frames=33,
-        num_inference_steps=1,
-        latents=latents,
-        output_type="np",
-    ).frames[0]
+    asked = dict(height=32, width=48, num_frames=33, num_inference_steps=1, guidance_scale=1.0, output_type="np")
+    wanted = pipe(prompt_embeds=text, latents=latents, **asked).frames[0]
     assert np.array_equal(film, (255 * wanted).round().astype(np.uint8))
 
 

@@ -1,7 +1,5 @@
 """Prompt switches: the frames held afterwards, and all else unchanged."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

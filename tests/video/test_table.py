@@ -1,7 +1,5 @@
 """The table of causal video: its rows, its page, and what it says of films that are known."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

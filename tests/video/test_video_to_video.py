@@ -1,7 +1,5 @@
 """Films that begin with pictures, and films that are made from other ones as those come in."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
@@ -117,15 +115,8 @@ def by_hand(video: CausalVideo, film: Any, noise: MotionNoise) -> tuple[Any, lis
     """Return what StreamDiffusionV2 makes of a film, a level of every chunk after the other."""
     whole = to_tensor(film, torch.device("cpu"))
     latents = encoded(video.pipe.vae, whole)
-    batch = StreamBatch(
-        video,
-        video.embed("a crab"),
-        rows=1,
-        size=video.latent_size(SIZE),
-        seed=1,
-        policy=SHORT["policy"],
-        sampler=below(video.sampler, noise.low),
-    )
+    settings = dict(size=video.latent_size(SIZE), policy=SHORT["policy"], sampler=below(video.sampler, noise.low))
+    batch = StreamBatch(video, video.embed("a crab"), rows=1, seed=1, **settings)
     made, levels, level, seen = [], [], None, 0
     for part in latents.split(3, 2):
         until = 1 + 2 * (2 + 3 * len(made))

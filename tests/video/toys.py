@@ -1,7 +1,5 @@
 """A tiny Wan transformer, rollouts with every call of it noted, and attention by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -26,16 +24,9 @@ Read = tuple[Tensor, Tensor]  # tokens, and the numbers of their frames, `[B, H,
 def wan(dtype: torch.dtype = torch.float32, layers: int = 3, heads: int = HEADS) -> WanTransformer3DModel:
     """Return a transformer whose tokens depend on each other strongly."""
     torch.manual_seed(0)
+    sizes = dict(attention_head_dim=HEAD, in_channels=CHANNELS, out_channels=CHANNELS, text_dim=TEXT, freq_dim=64)
     model = WanTransformer3DModel(
-        num_attention_heads=heads,
-        attention_head_dim=HEAD,
-        in_channels=CHANNELS,
-        out_channels=CHANNELS,
-        text_dim=TEXT,
-        freq_dim=64,
-        ffn_dim=192,
-        num_layers=layers,
-        rope_max_seq_len=64,
+        num_attention_heads=heads, num_layers=layers, ffn_dim=192, rope_max_seq_len=64, **sizes
     )
     with torch.no_grad():
         for parameter in model.parameters():
@@ -91,9 +82,6 @@ def rollout(
     return session, made, calls
 
 
-# what is held ------------------------------------------------------------------------------------
-
-
 def held(session: Session) -> list[Tensor]:
     """Return the keys and values of every layer."""
     return [x.clone() for layer in session.store.layers for x in (layer.read().k, layer.read().v)]
@@ -109,9 +97,6 @@ def disturb(layer: KVLayer, slots: range) -> None:
     """Write other keys and values into slots."""
     there = layer.read().narrow(slots.start, slots.stop)
     layer.overwrite(slots, there.k + 1, 3 * there.v)
-
-
-# attention by hand -------------------------------------------------------------------------------
 
 
 class ByHand:

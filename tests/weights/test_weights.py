@@ -1,7 +1,5 @@
 """Weights: the registry of files, the table of metrics, and the doctor."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

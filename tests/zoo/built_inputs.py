@@ -1,7 +1,5 @@
 """Arguments of cases that depend on the model: made here, named in `cases.toml`."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

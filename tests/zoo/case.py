@@ -1,7 +1,5 @@
 """One tiny random denoiser of the zoo: how to build it and what to feed it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Every denoiser class of diffusers that has a tiny case, read from `cases.toml`."""
 
-from __future__ import annotations
-
 import sys
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Short words for the forward arguments of a case: what to draw, and how large."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Tiny random models of every class of transformers that generates text, from text or images."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping

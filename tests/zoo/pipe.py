@@ -1,7 +1,5 @@
 """One tiny random pipeline of the zoo: how to build it and how to call it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module

@@ -1,7 +1,5 @@
 """Every tiny pipeline of the zoo, read from `pipes.toml`."""
 
-from __future__ import annotations
-
 import sys
 from functools import cache, partial
 from pathlib import Path
