@@ -287,6 +287,7 @@ NOT_MADE: Mapping[str, str] = {
     "decode": "times of a machine without other work",
     "decode-4096": "as decode",
     "decode-smollm2": "as decode",
+    "decode-smollm2-4096": "as decode",
     "capacity": "times; 40 minutes",
     "causal": "films of 80 chunks, judged whole: 40 minutes; sticker-causal-quality has those of the whole history",
 }
