@@ -34,6 +34,7 @@ from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.sweep import read_sweep, read_values
 from diffcache.eval.workshop.bench import judge, search, telling
 from diffcache.eval.workshop.dllm import measure as dllm
+from diffcache.eval.workshop.dllm.page import STEPS
 from diffcache.eval.workshop.dllm.rows import rows as dllm_rows
 from diffcache.eval.workshop.figures import REWARDS
 from diffcache.eval.workshop.made import Made
@@ -289,6 +290,7 @@ NOT_MADE: Mapping[str, str] = {
     "decode-smollm2": "as decode",
     "decode-smollm2-4096": "as decode",
     "capacity": "times; 40 minutes",
+    **dict.fromkeys(STEPS, "times of steps"),
     "causal": "films of 80 chunks, judged whole: 40 minutes; sticker-causal-quality has those of the whole history",
 }
 # Records with numbers that are tested by their intervals alone -> what the values of all samples

@@ -53,7 +53,8 @@ cache, which is never compiled. It was wanted to be at most 1.3 on chain-llada a
 parameters (8 layers of 512 channels, random weights, a prompt of 384 and an answer of 64 tokens).
 CPU seconds of whole answers in turn in one process, after one that is not counted: medians, with
 quartiles in brackets. `compiled` is `DiffusionLM(..., compiled=True)`; a graph takes 25 to 70
-seconds to compile, and logits differ by at most 3e-5 where the largest is 13.
+seconds to compile, and logits differ by at most 3e-5 where the largest is 13. Elastic-Cache by heads
+drifts at nearly every step here; the layers after a drift run once more, not compiled.
 
 What is left of a step, in milliseconds (one answer of chain-llada, batch 1, not compiled; the plain
 forward of as many rows in brackets): Elastic-Cache never 4.7 (2.9) in the call, 0.5 in the commit,
@@ -109,8 +110,8 @@ def _steps(records: Mapping[str, Mapping[str, Any]]) -> list[str]:
         return [*table(heads, lines), ""]
 
     said = [
-        f"{STEPS[name]}: n = {record['rounds']} batches, {record['threads']} thread, {record['device']}, "
-        f"commit `{record['commit']}` (`{record['command']}`)"
+        f"{STEPS[name]}: n = {record['rounds']} batches of {record['shapes']['batch']}, {record['threads']} thread, "
+        f"{record['device']}, commit `{record['commit']}` (`{record['command']}`)"
         for name, record in records.items()
     ]
     return [STEP, *drawn("step_ratio"), FASTER, *drawn("faster"), "; ".join(said) + ".", ""]
