@@ -10,6 +10,7 @@ from diffcache.errors import MissingError
 MODELS = Path(__file__).resolve().parents[1] / "assets" / "models"
 PACKED = ("sticker-features", "sticker-flux")  # what a wheel holds
 OTHERS = (
+    "chain-block",
     "chain-guide",
     "chain-guide-probe",
     "chain-llada",

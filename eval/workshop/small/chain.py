@@ -93,6 +93,7 @@ WORLDS = {
     "chain-llada": World(),
     "chain-llada-probe": World(states=16, letters=8, length=48),
     "chain-llada-walk": World("walk", states=16, letters=7, length=48),
+    "chain-block": World(states=16, letters=8, length=47),  # a block of 16 ends where answers do
     "chain-guide": World(),
     "chain-guide-probe": World(states=16, letters=8, length=48),
 }

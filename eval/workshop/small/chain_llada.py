@@ -1,10 +1,12 @@
-"""Small language models that trace an automaton: three diffusion models and two guides.
+"""Small language models that trace an automaton: four diffusion models and two guides.
 
     model, tokenizer = load(), load_tokenizer()
     ids = tokenizer("a c b ...", return_tensors="pt").input_ids  # [BOS] a c b ... [EQ]
 
 The diffusion models are of LLaDA's kind, a Llama without a causal mask that predicts every `[MASK]`
-of its input at once. `chain-guide` and `chain-guide-probe` are causal Llamas.
+of its input at once. `chain-block` is of LLaDA2's, whose attention is causal over blocks: a token
+sees its own block of 16, counted from the first token of the prompt, and those before it.
+`chain-guide` and `chain-guide-probe` are causal Llamas.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class ChainSize:
     inner: int
 
 
-BLOCKS = {"chain-llada": 32, "chain-llada-probe": 16, "chain-llada-walk": 16}  # of a decoding
+BLOCKS = {"chain-llada": 32, "chain-llada-probe": 16, "chain-llada-walk": 16, "chain-block": 16}  # of a decoding
+CAUSAL = ("chain-block",)  # those of them whose attention has these blocks, too
 LARGE = ChainSize(96, 4, 256)  # 449 376 parameters
 SMALL = ChainSize(64, 3, 160)  # 145 856 parameters
 TINY = ChainSize(16, 1, 32)  # 3 632 parameters, too few for the table of 16 states
@@ -47,6 +50,7 @@ SIZES = {
     "chain-llada": LARGE,
     "chain-llada-probe": SMALL,
     "chain-llada-walk": SMALL,
+    "chain-block": SMALL,
     "chain-guide": SMALL,
     "chain-guide-probe": TINY,
 }
@@ -61,6 +65,8 @@ def configuration(name: str) -> LlamaConfig:
     """
     size, length = SIZES[name], WORLDS[name].length
     diffusion = {"is_causal": False, "mask_token_id": MASK} if name in BLOCKS else {}
+    if name in CAUSAL:
+        diffusion["block_size"] = BLOCKS[name]
     return LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=size.width,

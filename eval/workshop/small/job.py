@@ -39,6 +39,7 @@ JOBS = {  # name -> class, and the shipped model it is for
     "chain-llada": ("train_chain:Chain", "chain-llada"),
     "chain-llada-probe": ("train_chain:Chain", "chain-llada-probe"),
     "chain-llada-walk": ("train_chain:Chain", "chain-llada-walk"),
+    "chain-block": ("train_chain:Chain", "chain-block"),
     "chain-guide": ("train_chain:Chain", "chain-guide"),
     "chain-guide-probe": ("train_chain:Chain", "chain-guide-probe"),
 }

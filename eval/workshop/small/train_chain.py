@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from diffcache.eval.workshop.small.chain import MASK, WORLDS, ChainBatch, World, draw
-from diffcache.eval.workshop.small.chain_llada import BLOCKS, build_model, build_tokenizer
+from diffcache.eval.workshop.small.chain_llada import BLOCKS, CAUSAL, build_model, build_tokenizer
 from diffcache.eval.workshop.small.export import save_language_model
 from diffcache.eval.workshop.small.job import Job
 from diffcache.files import write_json
@@ -42,6 +42,28 @@ def masks(count: int, world: World, generator: torch.Generator) -> Tensor:
     at = torch.arange(world.length)
     later = (at >= cut) & (masked | (at >= cut + WINDOW))
     return torch.where(torch.arange(count)[:, None] % 2 == 0, masked, later)
+
+
+def block_masks(count: int, size: int, prompt: int, world: World, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw which tokens of answers are masked for attention that is causal over blocks.
+
+    A block of each answer is decided: all before it is known, and what comes after it is not seen.
+
+    Args:
+        count: Number of answers.
+        size: Tokens of a block.
+        prompt: Tokens of a prompt, from whose first one blocks are counted.
+        world: Task.
+        generator: Generator on the CPU.
+
+    Returns:
+        Masked tokens, and those of them that are asked for, bool `[count, N]` each.
+    """
+    of = torch.arange(prompt, prompt + world.length) // size
+    chosen = torch.randint(int(of[0]), int(of[-1]) + 1, (count, 1), generator=generator)
+    share = torch.rand(count, 1, generator=generator)
+    masked = (of > chosen) | ((of == chosen) & (torch.rand(count, world.length, generator=generator) < share))
+    return masked, masked & (of == chosen)
 
 
 class Chain(Job):
@@ -73,15 +95,22 @@ class Chain(Job):
 
     def _predict(self, model: nn.Module, batch: ChainBatch, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Return logits of answers [B, N, V], and which of their tokens are asked for [B, N]."""
-        length = self.world.length
-        if self.block is not None:
+        length, more = self.world.length, {}
+        if self.settings.model in CAUSAL and self.block is not None:
+            prompt = batch.prompts.shape[1]
+            hidden, masked = block_masks(len(batch.answers), self.block, prompt, self.world, generator)
+            given = torch.cat([batch.prompts, batch.answers.masked_fill(hidden, MASK)], 1)
+            at = torch.arange(given.shape[1]) // self.block
+            seen = torch.zeros(len(at), len(at)).masked_fill(at[:, None] < at, -torch.inf)
+            more = {"attention_mask": seen[None, None].to(given.device)}
+        elif self.block is not None:
             masked = masks(len(batch.answers), self.world, generator)
             shown = batch.answers.masked_fill(masked, MASK)
             given = torch.cat([batch.prompts, shown], 1)
         else:
             masked = torch.ones_like(batch.answers, dtype=torch.bool)
             given = batch.ids[:, :-1]
-        return model(input_ids=given, use_cache=False).logits[:, -length:], masked
+        return model(input_ids=given, use_cache=False, **more).logits[:, -length:], masked
 
     @torch.no_grad()
     def measure(self, models: nn.ModuleDict) -> dict[str, float]:
