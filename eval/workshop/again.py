@@ -302,9 +302,6 @@ WEAK: Mapping[str, str] = {
     "telling": "40 CPU minutes",
     "eval-sticker-flux-methods": "hours",
     "judge": "2 CPU minutes",
-    "dllm-chain-llada": "an hour",
-    "dllm-chain-llada-probe": "10 CPU minutes",
-    "dllm-chain-llada-walk": "10 CPU minutes",
     "kv-reuse": "4 CPU minutes",
 }
 

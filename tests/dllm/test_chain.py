@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import diffcache
-from diffcache.dllm import DKVCache, ElasticCache, FastDLLM, FreeCache, Policy, Schedule
+from diffcache.dllm import BlockCache, DKVCache, ElasticCache, FastDLLM, FreeCache, Policy, Schedule
 from diffcache.eval.workshop.small import chain, train_chain
 from diffcache.eval.workshop.small.chain import HELD_OUT, WORLDS, ChainBatch, World, draw, solve
 from diffcache.eval.workshop.small.chain_llada import BLOCKS, build_tokenizer, load
@@ -82,9 +82,15 @@ def test_masks_are_those_of_a_diffusion_and_of_a_block_decoder() -> None:
         first = row.index(True) if True in row else len(row)
         clean = len(row) - row[::-1].index(False) if False in row else 0
         assert clean - first <= train_chain.WINDOW  # clean, a partly masked block, all masked
+    masked, asked = train_chain.block_masks(200, 16, 49, WORLDS["chain-block"], torch.Generator().manual_seed(0))
+    of = torch.arange(49, 96) // 16
+    assert {3, 4, 5} == {int(block) for row in asked for block in of[row]} and not (asked & ~masked).any()
+    for row, hidden in zip(asked, masked, strict=True):
+        (block,) = set(of[row].tolist()) or {int(of[hidden][0]) - 1 if hidden.any() else 5}
+        assert not hidden[of < block].any() and hidden[of > block].all()
 
 
-@pytest.mark.parametrize("name", ["chain-llada-probe", "chain-guide"])
+@pytest.mark.parametrize("name", ["chain-llada-probe", "chain-block", "chain-guide"])
 def test_a_training_is_exported_as_transformers_loads_it(name: str, tmp_path: Path) -> None:
     settings = Settings(steps=2, batch=2, examples=2, rate=1e-3, model=name)
     job = train_chain.Chain(settings, tmp_path)
@@ -113,6 +119,7 @@ def right(name: str, policy: Policy, count: int = 20, **changes: Any) -> int:
 def test_shipped_models_answer_held_out_prompts_exactly() -> None:
     assert right("chain-llada-probe", DKVCache()) >= 19
     assert right("chain-llada", FastDLLM(dual=True), count=5) == 5
+    assert right("chain-block", BlockCache(), block=None) >= 19
     elastic = ElasticCache(0.9, "key")
     assert right("chain-llada-probe", elastic, count=4, block=None, window=16) == 4
 

@@ -16,7 +16,7 @@ from diffcache.eval.workshop.dllm.measure import BATCH, measure_model
 from diffcache.eval.workshop.dllm.replay import replay
 from diffcache.eval.workshop.dllm.rows import Row, rows
 from diffcache.eval.workshop.parts import Parts, digest_of
-from diffcache.eval.workshop.small.chain_llada import BLOCKS, load
+from diffcache.eval.workshop.small.chain_llada import BLOCKS, CAUSAL, load
 
 MODELS = tuple(BLOCKS)
 SAMPLES, REPLAYED = 400, 4
@@ -57,7 +57,7 @@ def measure(
         "shapes": {"model": model, "samples": samples, "batch": BATCH, "block": BLOCKS[model]},
         "rounds": rounds,
         "rows": found,
-        "replay": replay(model, chosen, setting, min(samples, REPLAYED), kept),
+        "replay": {} if model in CAUSAL else replay(model, chosen, setting, min(samples, REPLAYED), kept),
         "parts": kept.end(),
     }
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from diffcache.dllm import Credit, Hierarchical, Policy, Quota, Sampler, Schedule, SlowFast, Threshold
+from diffcache.dllm import Credit, Dynamic, Hierarchical, Policy, Quota, Sampler, Schedule, SlowFast, Threshold
 from diffcache.dllm.guided import Guided
 from diffcache.dllm.rules import Rule
 from diffcache.eval.methods import parse_method
-from diffcache.eval.workshop.small.chain_llada import GUIDES
+from diffcache.eval.workshop.small.chain_llada import CAUSAL, GUIDES
 
 Settings = dict[str, Any]
 Role = Literal["cache", "baseline", "control"]
@@ -100,6 +100,8 @@ def rows(model: str) -> list[Row]:
     Args:
         model: Name of a shipped model; two of them have a guide.
     """
+    if model in CAUSAL:
+        return _causal_rows()
     many: Settings = {"threshold": MANY, "against": "uncached, threshold 0.9"}
     slide: Settings = {"block": 0, "window": 16, "against": "uncached, sliding window"}
     both: Settings = {"block": 0, "window": 16, "threshold": MANY}
@@ -164,6 +166,27 @@ def rows(model: str) -> list[Row]:
             Row("Fast-dLLM dual, guided", "fast-dllm:dual=True", base, guided=True),
         ]
     return found
+
+
+def _causal_rows() -> list[Row]:
+    """Return the rows of a model whose attention is causal over blocks, which are those it decodes."""
+    many: Settings = {"threshold": MANY, "against": "uncached, threshold 0.9"}
+    found = [
+        _plain("uncached"),
+        _plain("uncached, half the steps", share=0.5),
+        _plain("uncached, a quarter of the steps", share=0.25),
+        _plain("uncached, threshold 0.9", threshold=MANY),
+        _plain("uncached, hierarchical commits", rule=Hierarchical()),
+        _plain("uncached, credit", rule=Credit()),
+        _plain("uncached, commits of LLaDA2", rule=Dynamic(0.7)),
+        Row("block cache", "block-cache"),
+        Row("block cache, threshold 0.9", "block-cache", **many),
+        Row("dKV-Cache decode, every 8", "dkv-cache:every=8"),
+        Row("dKV-Cache decode, threshold 0.9", "dkv-cache:every=8", **many),
+        Row("dKV-Cache PD, every 4", "dkv-cache:variant=pd"),
+        Row("dKV-Cache, no delay", "dkv-cache:every=8,delay=False", role="control"),
+    ]
+    return [replace(row, block=0) for row in found]
 
 
 def _plain(name: str, **settings: Any) -> Row:

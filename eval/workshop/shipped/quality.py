@@ -237,7 +237,8 @@ def _of_chain(name: str, model: Any, steps: int, samples: int, seed: int, number
     own, found = list(numbers), []
     for prompts in batch.prompts[own].split(_CHAINS):
         if name in chain_llada.BLOCKS:
-            schedule = Schedule(world.length, chain_llada.BLOCKS[name], steps)
+            block = None if name in chain_llada.CAUSAL else chain_llada.BLOCKS[name]  # its own
+            schedule = Schedule(world.length, block, steps)
             found.append(DiffusionLM(model).generate(prompts, schedule).ids)
         else:
             ids = model.generate(prompts, max_new_tokens=world.length, do_sample=False)

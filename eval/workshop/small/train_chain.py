@@ -130,5 +130,7 @@ class Chain(Job):
         save_language_model(models["model"], tokenizer, directory)
         if self.block is not None:
             (directory / "generation_config.json").unlink()  # it does not generate word by word
-            call = {"length": self.world.length, "block": self.block}
+            call: dict[str, int] = {"length": self.world.length}
+            if self.settings.model not in CAUSAL:
+                call["block"] = self.block
             write_json(directory / "diffcache.json", {"call": call})
