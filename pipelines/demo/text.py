@@ -240,6 +240,8 @@ def run(
             f"--method {method.name}: is for pictures; a diffusion language model takes one of "
             f"{', '.join(rows_of('dllm'))}"
         )
+    if lm.block is not None:
+        defaults = {"block": None, **defaults}  # the model's own
     schedule = order.schedule(defaults, lm.eos_id, method.schedule.window)
     sampler = order.how()
     with diffcache.wrapped(lm.model, method):

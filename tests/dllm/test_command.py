@@ -62,6 +62,14 @@ def test_settings_of_the_folder_can_be_changed(saved: Path, tmp_path: Path) -> N
         assert json.loads(record.read_text())["forwards"] == forwards
 
 
+def test_blocks_are_the_models_own_where_its_attention_has_them(tmp_path: Path) -> None:
+    words = " ".join("abcdefgh"[place % 8] for place in range(47))
+    record = tmp_path / "run.json"
+    call("chain-block", words, "--method", "block-cache", "--compare", "--json", record)
+    known = json.loads(record.read_text())
+    assert known["same_tokens"] == known["forwards"] == 47 and known["rows"] < 47 * 96 / 2
+
+
 def test_a_drawn_order_and_lower_case_settings(saved: Path, tmp_path: Path) -> None:
     record = tmp_path / "run.json"
     words = ["--method", "dkv-cache:variant=greedy", "--sampler", "random", "--seed", 3]
