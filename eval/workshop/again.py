@@ -262,7 +262,7 @@ AGAIN: Mapping[str, Again] = {
     "guarantee": _guarantee,
     "search": _search,
     "judge": _judge,
-    "dllm-*": _dllm,
+    "dllm-chain-*": _dllm,
     "kv-reuse": _reuse,
     "demo": _demo,
 }
@@ -273,7 +273,7 @@ SHARES: Mapping[str, float] = {
     "sticker-wan-quality": 0.02,
     "chain-llada-quality": 0.01,
     "dllm-chain-llada": 0.01,
-    "dllm-*": 0.02,
+    "dllm-chain-*": 0.02,
     "guarantee": 0.02,
     "telling": 0.04,
     "eval-reach-policy-methods": 0.01,
