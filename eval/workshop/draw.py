@@ -54,7 +54,7 @@ DERIVED = "a part of, or a difference between, outcomes that are drawn"
 REST: Mapping[str, str] = {
     "*seconds*": TIME, "*faster": TIME, "*_ms": TIME, "*_us*": TIME, "*ratio": TIME,
     "of_alone": TIME, "sites": COUNT, "cost": COUNT, "missed": TIME, "*target*_share": TIME,
-    "*forwards": COUNT, "*token_layers": COUNT, "*bytes*": COUNT, "share*": COUNT, "slots": COUNT,
+    "*forwards": COUNT, "rows": COUNT, "*token_layers": COUNT, "*bytes*": COUNT, "share*": COUNT, "slots": COUNT,
     "read": COUNT, "computed*": COUNT, "evaluations": COUNT, "flops*": COUNT, "moved": COUNT,
     "*change": DERIVED, "lookup": DERIVED, "copy": DERIVED, "kinds.*": DERIVED, "aware": DERIVED,
     "needle_by_depth": DERIVED, "nats": DERIVED, "right_*": DERIVED, "target_right_*": DERIVED,
