@@ -274,7 +274,7 @@ class TestRun:
     def test_a_wrong_class_is_told_with_the_right_ones(self):
         done = call("run", "sticker-dit", 9999, "--steps", 2, "--method", "interval")
         assert done.exit_code == 2
-        assert "prompt '9999': this pipeline takes a class number from 0 to 23: fox" in done.stderr
+        assert "prompt '9999': this pipeline takes a class number from 0 to 11: fox" in done.stderr
 
     def test_what_cannot_be_cached_is_refused_before_anything_is_drawn(self, monkeypatch):
         def draw(*_):

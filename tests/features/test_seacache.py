@@ -166,7 +166,8 @@ def test_comfyui_tells_the_noise_level_in_an_argument():
     scenes, seen = NoiseLevels(SceneRule(), "Flux"), []
     for told in ({"sigmas": torch.tensor([0.75, 0.75])}, {"sigmas": torch.tensor([14.6])}, None):
         run = SimpleNamespace(begin=0, storage={}, sigmas=())
-        call = SimpleNamespace(run=run, step=Step(0), kwargs={"transformer_options": told})
+        timeline = SimpleNamespace(started_at=0)
+        call = SimpleNamespace(run=run, timeline=timeline, step=Step(0), kwargs={"transformer_options": told})
         try:
             seen.append(scenes._weights(call))
         except AttachError:
