@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from diffcache.features.base import Method
@@ -133,7 +133,7 @@ def changed(method: Method, settings: Mapping[str, Any]) -> Method:
     return new
 
 
-def has_settings(method: Method, names: Iterable[str]) -> bool:
+def has_settings(method: Method, names: Collection[str]) -> bool:
     """Return whether a method has all settings of some names."""
     inner: Any = method.method if isinstance(method, Held) else method
     if isinstance(inner, Each):

@@ -38,7 +38,7 @@ class Family:
 FAMILIES = {  # by the configuration's `model_type`
     "Dream": Family(True),
     "llada": Family(False),
-    "llama": Family(named="block_size"),  # as chain-block has it
+    "llama": Family(named="block_size"),  # no Llama of transformers has it; chain-block does
     "llada2_moe": Family(False, 32, "block_length", 156895),
     "sdar": Family(False, 4, "block_size", 151669),
     "Fast_dLLM_Qwen": Family(True, 32, "bd_size", 151665),

@@ -33,7 +33,7 @@ STEPS = 16
 @pytest.mark.parametrize("threshold", [0.25, 0.5])
 @pytest.mark.parametrize("longest", [1, 3])
 def test_peer_step_reuse_step_by_step(threshold, longest, agrees):
-    """What is reused is neither compared nor counted as real; the first two and the last are."""
+    """Reused steps are neither compared nor counted as real; the first two and the last are."""
     case = cases()["FluxTransformer2DModel"]
     model = case.build()
     given = [case.kwargs(model, 0, step=s, steps=STEPS) for s in range(STEPS)]

@@ -56,16 +56,16 @@ after a drift run once more, not compiled. With 28 M parameters (8 layers of 512
 weights, a prompt of 384 and an answer of 16 tokens) Fast-dLLM dual, compiled, took 0.92 (0.91 to 0.94)
 at a draft of commit e4fbc35; the others were not measured there.
 
-What is left of a step, in milliseconds (one answer of chain-llada, batch 1, not compiled; the plain
-forward of as many rows in brackets): Elastic-Cache never 4.7 (2.9) in the call, 0.5 in the commit,
-0.1 in the plan; d2Cache 6.0 (3.6), 0.4 and 0.7; Fast-dLLM dual 3.8 (3.1), 0.4 and 0.1. In the calls
-it is attention to all 258 keys instead of the rows' own (44 microseconds a layer, 13 of the rows
-alone), and for Elastic-Cache and d2Cache the weights of attention once more (49), which torch's
+What is left of a step, in milliseconds (one answer of chain-llada, batch 1, not compiled, at commit
+d9829ec2; the plain forward of as many rows in brackets): Elastic-Cache never 4.7 (2.9) in the call, 0.5
+in the commit, 0.1 in the plan; d2Cache 6.0 (3.6), 0.4 and 0.7; Fast-dLLM dual 3.8 (3.1), 0.4 and 0.1. In
+the calls it is attention to all 258 keys instead of the rows' own (44 microseconds a layer, 13 of the
+rows alone), and for Elastic-Cache and d2Cache the weights of attention once more (49), which torch's
 fused attention does not hand out. With 28 M parameters these are 258, 30 and 241 microseconds of a
 layer.
 """
 FASTER = """\
-Uncached decoding by each, of the same answers: how many times faster.
+How many times faster each decodes the same answers than the model without a cache.
 """
 REPLAYED = """\
 ## Errors on one trajectory

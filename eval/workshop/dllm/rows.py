@@ -42,7 +42,7 @@ class Row:
         against: Name of the uncached row that decodes in the same order.
         role: `cache`; `baseline`, without any; or `control`, which must lose.
         threshold: Confidence of parallel decoding; None for a fixed number of tokens a step.
-        rule: Rule of commits other than these two.
+        rule: Rule of commits in place of a number or a threshold; None for one of these.
         share: Forwards, as a share of the tokens.
         block: Tokens of a block; None for the world's, 0 for one block.
         window: Masks of a sliding window; None for whole blocks.

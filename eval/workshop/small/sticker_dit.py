@@ -88,10 +88,9 @@ def build_transformer() -> DiTTransformer2DModel:
     return model
 
 
-def _of_classes(scenes: list[Scene], latents: Tensor) -> tuple[list[Scene], Tensor]:
-    """Keep scenes of an object that is a class, and their latents [B, 12, 16, 16]."""
-    kept = [row for row, scene in enumerate(scenes) if scene.stickers[0].name in CLASSES]
-    return [scenes[row] for row in kept], latents[kept]
+def _of_classes(scenes: list[Scene]) -> list[Scene]:
+    """Keep scenes of an object that is a class."""
+    return [scene for scene in scenes if scene.stickers[0].name in CLASSES]
 
 
 class Dit(Job):
@@ -106,11 +105,9 @@ class Dit(Job):
     def __init__(self, settings: Settings, folder: Path) -> None:
         super().__init__(settings, folder)
         self.autoencoder = load_autoencoder(folder / "sticker-autoencoder.state")
-        self.scenes = draw_scenes(settings.examples, settings.seed + 1, single=1.0)
-        self.held_scenes = draw_scenes(HELD, settings.seed + 2, held=True, single=1.0)
+        self.scenes = _of_classes(draw_scenes(settings.examples, settings.seed + 1, single=1.0))
+        self.held_scenes = _of_classes(draw_scenes(HELD, settings.seed + 2, held=True, single=1.0))
         kept = keep_latents(folder, self.autoencoder, {"latents": self.scenes, "held": self.held_scenes})
-        self.scenes, kept["latents"] = _of_classes(self.scenes, kept["latents"])
-        self.held_scenes, kept["held"] = _of_classes(self.held_scenes, kept["held"])
         config = self.autoencoder.config
         offset = config.shift_factor * config.scaling_factor
         self.autoencoder.register_to_config(shift_factor=None)
