@@ -42,23 +42,14 @@ _INK, _GREY, _LINE = (28, 32, 40), (105, 112, 122), (208, 212, 218)
 
 @dataclass(frozen=True)
 class Task:
-    """Pictures to draw.
+    """Pictures to draw."""
 
-    Attributes:
-        prompts: Prompt of each picture.
-        steps: Sampling steps.
-        seed: Seed of the first picture's noise; picture i starts from `seed + i`.
-        model: Path, shipped name or Hugging Face model ID, for `diffcache.pipelines.load.load`.
-        dtype: Name of the dtype, for the same.
-        device: Name of the device, for the same.
-    """
-
-    prompts: tuple[str, ...] = PROMPTS
-    steps: int = 28
-    seed: int = 0
-    model: str = MODEL
-    dtype: str = "auto"
-    device: str = "auto"
+    prompts: tuple[str, ...] = PROMPTS  # prompt of each picture
+    steps: int = 28  # sampling steps
+    seed: int = 0  # seed of the first picture's noise; picture i starts from `seed + i`
+    model: str = MODEL  # path, shipped name or Hugging Face model ID, for `diffcache.pipelines.load.load`
+    dtype: str = "auto"  # name of the dtype, for the same
+    device: str = "auto"  # name of the device, for the same
 
     def __post_init__(self) -> None:
         if self.steps < 1 or not 1 <= len(self.prompts) <= MOST:
@@ -88,17 +79,11 @@ def prompts_of(model: str, prompt: str, samples: int | None) -> tuple[str, ...]:
 
 @dataclass
 class Side:
-    """One of the two pipelines: its pictures and its times.
+    """One of the two pipelines: its pictures and its times."""
 
-    Attributes:
-        images: One picture a prompt.
-        seconds: Wall time of every measured run of the pipeline.
-        denoiser_seconds: The part of it within the denoiser.
-    """
-
-    images: list[Image.Image] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    denoiser_seconds: list[float] = field(default_factory=list)
+    images: list[Image.Image] = field(default_factory=list)  # one picture a prompt
+    seconds: list[float] = field(default_factory=list)  # wall time of every measured run of the pipeline
+    denoiser_seconds: list[float] = field(default_factory=list)  # the part of it within the denoiser
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the pictures as plain data."""
@@ -110,23 +95,14 @@ class Side:
 
 @dataclass
 class Comparison:
-    """The outcome: both sides, the report of the last cached run, and how close they are.
+    """The outcome: both sides, the report of the last cached run, and how close they are."""
 
-    Attributes:
-        task: Task that was drawn.
-        method: The cache.
-        baseline: The uncached side.
-        cached: The cached side.
-        report: The report of the last cached run.
-        place: Device and dtype.
-    """
-
-    task: Task
-    method: Method
-    baseline: Side
-    cached: Side
-    report: Report
-    place: str = "cpu, float32"
+    task: Task  # task that was drawn
+    method: Method  # the cache
+    baseline: Side  # the uncached side
+    cached: Side  # the cached side
+    report: Report  # the report of the last cached run
+    place: str = "cpu, float32"  # device and dtype
 
     @property
     def psnr_db(self) -> list[float]:

@@ -63,22 +63,16 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Means by which a metric would be computed here.
+    """Means by which a metric would be computed here."""
 
-    Attributes:
-        key: Key of the metric; `title` and `group` likewise.
-        backend: `exact` without weights, `real` with the published weights, `lite` with the
-            shipped stand-in, `none` not at all.
-        computed: Key that a record would hold, empty for `none`.
-        parts: Parts that it needs.
-    """
-
-    key: str
+    key: str  # key of the metric; `title` and `group` likewise
     title: str
     group: str
+    # `exact` without weights, `real` with the published weights, `lite` with the shipped stand-in, `none` not at
+    # all
     backend: Backend
-    computed: str
-    parts: tuple[Part, ...]
+    computed: str  # key that a record would hold, empty for `none`
+    parts: tuple[Part, ...]  # parts that it needs
 
 
 def rows() -> list[Row]:

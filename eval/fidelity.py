@@ -41,21 +41,13 @@ Columns = dict[str, list[float]]
 
 @dataclass
 class Pairs:
-    """Samples to compare, pair by pair.
+    """Samples to compare, pair by pair."""
 
-    Attributes:
-        a: The reference.
-        b: The other.
-        places: Index in `a` and in `b` of each pair.
-        is_film: Whether they are films.
-        warnings: Warnings so far.
-    """
-
-    a: folders.Folder
-    b: folders.Folder
-    places: list[tuple[int, int]]
-    is_film: bool
-    warnings: list[str] = field(default_factory=list)
+    a: folders.Folder  # the reference
+    b: folders.Folder  # the other
+    places: list[tuple[int, int]]  # index in `a` and in `b` of each pair
+    is_film: bool  # whether they are films
+    warnings: list[str] = field(default_factory=list)  # warnings so far
 
     def name(self, pair: int) -> str:
         """Return a pair's name."""

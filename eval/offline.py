@@ -31,19 +31,12 @@ Fresh = Annotated[bool, typer.Option("--fresh", help="Do not go on from an inter
 
 @dataclass(frozen=True)
 class TaskInputs:
-    """Inputs of the offline stage.
+    """Inputs of the offline stage."""
 
-    Attributes:
-        pipe: The pipeline.
-        prompts: Prompts as `diffcache.calibrate` takes them.
-        call: Further arguments of the pipeline's call.
-        seed: Seed of the noise, none that an evaluation draws from.
-    """
-
-    pipe: Any
-    prompts: list[Any]
-    call: dict[str, Any]
-    seed: int = SEEDS
+    pipe: Any  # the pipeline
+    prompts: list[Any]  # prompts as `diffcache.calibrate` takes them
+    call: dict[str, Any]  # further arguments of the pipeline's call
+    seed: int = SEEDS  # seed of the noise, none that an evaluation draws from
 
 
 def inputs_of(task: Task, live: Any = None, pictures: Mapping[str, Any] | None = None) -> TaskInputs:

@@ -35,16 +35,11 @@ _FIELDS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """Device and precision of a measurement, and where its progress is told.
+    """Device and precision of a measurement, and where its progress is told."""
 
-    Attributes:
-        device: Torch device.
-        dtype: Dtype of the models.
-        progress: Callback for the progress, given (turns done, turns in all, name of the next).
-    """
-
-    device: torch.device
-    dtype: torch.dtype = torch.float32
+    device: torch.device  # torch device
+    dtype: torch.dtype = torch.float32  # dtype of the models
+    # Callback for the progress, given (turns done, turns in all, name of the next)
     progress: Progress | None = field(default=None, compare=False, repr=False)
 
     @property

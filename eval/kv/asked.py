@@ -32,34 +32,21 @@ SEVERAL, PAIRS, CHAIN, OFTEN = 2, 4, 3, 8  # values of a key, pairs, variables, 
 
 @dataclass(frozen=True)
 class Question:
-    """A question and its answer.
+    """A question and its answer."""
 
-    Attributes:
-        kind: What is asked for.
-        text: The question.
-        start: Beginning of the answer, which is given.
-        answer: The rest of it, which must be said; a space first where words are.
-        depth: Share of the text that stands before what is asked for; None if in several places.
-    """
-
-    kind: str
-    text: str
-    start: str
-    answer: str
-    depth: float | None = None
+    kind: str  # what is asked for
+    text: str  # the question
+    start: str  # beginning of the answer, which is given
+    answer: str  # the rest of it, which must be said; a space first where words are
+    depth: float | None = None  # share of the text that stands before what is asked for; None if in several places
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A context and what is asked about it.
+    """A context and what is asked about it."""
 
-    Attributes:
-        text: The context.
-        questions: The questions.
-    """
-
-    text: str
-    questions: tuple[Question, ...]
+    text: str  # the context
+    questions: tuple[Question, ...]  # the questions
 
     @classmethod
     def draw(cls, text: str, seed: int) -> Asked:
@@ -116,23 +103,14 @@ class Asked:
 
 @dataclass(frozen=True)
 class Spelled:
-    """A context and its questions as tokens.
+    """A context and its questions as tokens."""
 
-    Attributes:
-        ids: Context, int64 [1, T].
-        kinds: Kind of each question.
-        depths: Depth of each question, as in `Question`.
-        questions: Tokens of each question, up to where the answer begins.
-        starts: Tokens of the given beginning of each answer.
-        answers: Tokens that must be said.
-    """
-
-    ids: Tensor
-    kinds: tuple[str, ...]
-    depths: tuple[float | None, ...]
-    questions: tuple[list[int], ...]
-    starts: tuple[list[int], ...]
-    answers: tuple[list[int], ...]
+    ids: Tensor  # context, int64 [1, T]
+    kinds: tuple[str, ...]  # kind of each question
+    depths: tuple[float | None, ...]  # depth of each question, as in `Question`
+    questions: tuple[list[int], ...]  # tokens of each question, up to where the answer begins
+    starts: tuple[list[int], ...]  # tokens of the given beginning of each answer
+    answers: tuple[list[int], ...]  # tokens that must be said
 
     @classmethod
     def of(cls, tokenizer: Any, asked: Asked, kinds: Collection[str] | None = None) -> Spelled:

@@ -41,26 +41,16 @@ Request = tuple[Any, list[int], list[int]]  # words, tokens of the context and o
 
 @dataclass(frozen=True)
 class Questions:
-    """Questions to a language model.
+    """Questions to a language model."""
 
-    Attributes:
-        model: Directory or Hugging Face model ID of a causal model of transformers with its
-            tokenizer, or `recall-llama`.
-        tasks: Names of tasks of the harness.
-        limit: Questions of each task; all where none is given.
-        include_path: Folder of task files, beside those of the harness.
-        device: Device of torch.
-        batch: Prompts that are generated from at once, padded on the left.
-        seed: Seed of the examples that prompts begin with.
-    """
-
+    # Directory or Hugging Face model ID of a causal model of transformers with its tokenizer, or `recall-llama`
     model: str
-    tasks: tuple[str, ...]
-    limit: int | None = None
-    include_path: str | None = None
-    device: str = "cpu"
-    batch: int = 1
-    seed: int = 0
+    tasks: tuple[str, ...]  # names of tasks of the harness
+    limit: int | None = None  # questions of each task; all where none is given
+    include_path: str | None = None  # folder of task files, beside those of the harness
+    device: str = "cpu"  # device of torch
+    batch: int = 1  # prompts that are generated from at once, padded on the left
+    seed: int = 0  # seed of the examples that prompts begin with
 
     def __post_init__(self) -> None:
         check_model(self.model)

@@ -27,32 +27,20 @@ Report = Callable[[int, int, str], None]  # steps done, steps in all, what is be
 
 @dataclass(frozen=True)
 class SaidSpan:
-    """Tokens behind a context that say again what stands in it.
+    """Tokens behind a context that say again what stands in it."""
 
-    Attributes:
-        said: Positions of the tokens whose outputs are to be the answer, int64 [n].
-        start: Position of the answer in the context.
-        stop: Position after its last token.
-    """
-
-    said: Tensor
-    start: int
-    stop: int
+    said: Tensor  # positions of the tokens whose outputs are to be the answer, int64 [n]
+    start: int  # position of the answer in the context
+    stop: int  # position after its last token
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A context, and what is asked of it.
+    """A context, and what is asked of it."""
 
-    Attributes:
-        ids: The context and the questions with their answers, int64 [1, T].
-        context: Tokens of the context.
-        answers: Answers to the questions.
-    """
-
-    ids: Tensor
-    context: int
-    answers: tuple[SaidSpan, ...]
+    ids: Tensor  # the context and the questions with their answers, int64 [1, T]
+    context: int  # tokens of the context
+    answers: tuple[SaidSpan, ...]  # answers to the questions
 
     @property
     def prompt(self) -> Tensor:
@@ -62,21 +50,13 @@ class Sample:
 
 @dataclass(frozen=True)
 class RecallSamples:
-    """Contexts with facts, for recall-llama.
+    """Contexts with facts, for recall-llama."""
 
-    Attributes:
-        context: Tokens.
-        facts: Facts in a context.
-        count: Contexts.
-        questions: Questions after each.
-        seed: Seed of what is drawn.
-    """
-
-    context: int = 513
-    facts: int = 64
-    count: int = 16
-    questions: int = 8
-    seed: int = 0
+    context: int = 513  # tokens
+    facts: int = 64  # facts in a context
+    count: int = 16  # contexts
+    questions: int = 8  # questions after each
+    seed: int = 0  # seed of what is drawn
 
     def each(self) -> Iterator[Sample]:
         """Draw them, one at a time."""
@@ -99,22 +79,14 @@ class TextSamples:
     """Contexts of text; behind each, spans of it are repeated.
 
     A question is a span's first tokens, the answer those that follow them in the context.
-
-    Attributes:
-        contexts: Contexts of equal length, each int64 [1, context].
-        source: Facts about the texts, plain values.
-        seed: Seed of the spans.
-        questions: Spans behind each context.
-        cue: Tokens of a span that ask.
-        span: Tokens of a span that answer.
     """
 
-    contexts: Sequence[Tensor]
-    source: Mapping[str, Any] = field(default_factory=dict)
-    seed: int = 0
-    questions: int = 8
-    cue: int = 8
-    span: int = 8
+    contexts: Sequence[Tensor]  # contexts of equal length, each int64 [1, context]
+    source: Mapping[str, Any] = field(default_factory=dict)  # facts about the texts, plain values
+    seed: int = 0  # seed of the spans
+    questions: int = 8  # spans behind each context
+    cue: int = 8  # tokens of a span that ask
+    span: int = 8  # tokens of a span that answer
 
     @property
     def context(self) -> int:
@@ -148,17 +120,11 @@ class TextSamples:
 
 @dataclass(frozen=True)
 class Work:
-    """A model, and contexts to measure it on.
+    """A model, and contexts to measure it on."""
 
-    Attributes:
-        model: Model of transformers; bases need linear key and value projections.
-        samples: Contexts with questions.
-        report: Callback for the progress.
-    """
-
-    model: Any
-    samples: RecallSamples | TextSamples
-    report: Report
+    model: Any  # model of transformers; bases need linear key and value projections
+    samples: RecallSamples | TextSamples  # contexts with questions
+    report: Report  # callback for the progress
 
     def each(self, what: str) -> Iterator[Sample]:
         """Yield the samples, and report how many were done."""
@@ -170,32 +136,20 @@ class Work:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Tables.
+    """Tables."""
 
-    Attributes:
-        kind: Kind of the tensors: `"table"`, or the class that they make together.
-        tensors: Tensors by name.
-        gives: Setting of the recipe -> the entries that it can be read from, one or several.
-        about: Facts about how they were found, plain values.
-    """
-
-    kind: str
-    tensors: Mapping[str, Tensor]
-    gives: Mapping[str, Sequence[str]]
-    about: Mapping[str, Any] = field(default_factory=dict)
+    kind: str  # kind of the tensors: `"table"`, or the class that they make together
+    tensors: Mapping[str, Tensor]  # tensors by name
+    gives: Mapping[str, Sequence[str]]  # setting of the recipe -> the entries that it can be read from, one or several
+    about: Mapping[str, Any] = field(default_factory=dict)  # facts about how they were found, plain values
 
 
 @dataclass(frozen=True)
 class SeenLayer:
-    """Queries, keys and values of one layer of full attention: B rows of T tokens.
+    """Queries, keys and values of one layer of full attention: B rows of T tokens."""
 
-    Attributes:
-        query: Queries [B, Hq, T, D], rotated.
-        slots: Keys, rotated, and values [B, H, T, D].
-    """
-
-    query: Query
-    slots: Slots
+    query: Query  # queries [B, Hq, T, D], rotated
+    slots: Slots  # keys, rotated, and values [B, H, T, D]
 
     def attention(self, places: Tensor) -> Tensor:
         """Return the attention of the queries at some places, int64 [n]: [B, Hq, n, T]."""

@@ -97,17 +97,11 @@ PRESSES: Mapping[str, Spec] = {
 
 @dataclass(frozen=True)
 class PressPeer:
-    """A press of kvpress, with what it is told.
+    """A press of kvpress, with what it is told."""
 
-    Args:
-        press: A key of `PRESSES`.
-        budget: Share of the tokens that stays, above 0 and at most 1.0.
-        settings: Settings of the press, instead of those in `PRESSES`.
-    """
-
-    press: str
-    budget: float = 0.5
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    press: str  # a key of `PRESSES`
+    budget: float = 0.5  # share of the tokens that stays, above 0 and at most 1.0
+    settings: Mapping[str, Any] = field(default_factory=dict)  # settings of the press, instead of those in `PRESSES`
 
     @property
     def name(self) -> str:
@@ -158,13 +152,9 @@ def peer(name: str, budget: float = 0.5, **settings: Any) -> PressPeer:
 
 @dataclass(frozen=True, eq=False)
 class Given(Score):
-    """One for the slots that were said to stay, zero for the others.
+    """One for the slots that were said to stay, zero for the others."""
 
-    Attributes:
-        masks: Mask of the slots that stay for each layer, bool [B, H, S], in order of position.
-    """
-
-    masks: Sequence[Tensor]
+    masks: Sequence[Tensor]  # mask of the slots that stay for each layer, bool [B, H, S], in order of position
 
     def __call__(self, seen: Observation) -> Tensor:
         """Return the mask."""

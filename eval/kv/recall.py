@@ -41,26 +41,16 @@ class KVTask:
 
     A context with facts is read, the cache is compressed while nobody knows what will be asked,
     and then each question is asked on a copy of the cache, token by token.
-
-    Attributes:
-        model: Directory of a model trained on the task, or `recall-llama`.
-        context: Tokens.
-        facts: Number of facts in the context.
-        queries: Number of questions about every context, each asked alone.
-        samples: Contexts.
-        batch: Contexts at once.
-        seed: Seed of the contexts and questions.
-        dtype: Dtype of the model, and so of an exact cache.
     """
 
-    model: str = SHIPPED
-    context: int = 513
-    facts: int = 64
-    queries: int = 4
-    samples: int = 64
-    batch: int = 16
-    seed: int = 0
-    dtype: str = "bfloat16"
+    model: str = SHIPPED  # directory of a model trained on the task, or `recall-llama`
+    context: int = 513  # tokens
+    facts: int = 64  # number of facts in the context
+    queries: int = 4  # number of questions about every context, each asked alone
+    samples: int = 64  # contexts
+    batch: int = 16  # contexts at once
+    seed: int = 0  # seed of the contexts and questions
+    dtype: str = "bfloat16"  # dtype of the model, and so of an exact cache
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

@@ -39,40 +39,24 @@ GENERATE = {"max_new_tokens": 6, "do_sample": False}
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt: documents in their order, and questions about some of them.
+    """A prompt: documents in their order, and questions about some of them."""
 
-    Attributes:
-        documents: Texts.
-        questions: Questions.
-        answers: Number that answers each.
-    """
-
-    documents: tuple[str, ...]
-    questions: tuple[str, ...]
-    answers: tuple[str, ...]
+    documents: tuple[str, ...]  # texts
+    questions: tuple[str, ...]  # questions
+    answers: tuple[str, ...]  # number that answers each
 
 
 @dataclass(frozen=True)
 class ReuseTask:
-    """Documents of texts, each with a number to ask for, and prompts that draw from them.
+    """Documents of texts, each with a number to ask for, and prompts that draw from them."""
 
-    Attributes:
-        model: The model with its tokenizer.
-        texts: File or folder of texts; None for documentation of Python.
-        documents: Documents of a prompt, out of two more.
-        length: Tokens of a document.
-        requests: Prompts.
-        questions: Questions of a prompt.
-        seed: Seed of documents, numbers and prompts.
-    """
-
-    model: TextModel
-    texts: Path | None = None
-    documents: int = 4
-    length: int = 128
-    requests: int = 8
-    questions: int = 2
-    seed: int = 0
+    model: TextModel  # the model with its tokenizer
+    texts: Path | None = None  # file or folder of texts; None for documentation of Python
+    documents: int = 4  # documents of a prompt, out of two more
+    length: int = 128  # tokens of a document
+    requests: int = 8  # prompts
+    questions: int = 2  # questions of a prompt
+    seed: int = 0  # seed of documents, numbers and prompts
 
     def __post_init__(self) -> None:
         from diffcache.eval.kv.asked import CITIES

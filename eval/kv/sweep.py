@@ -33,15 +33,10 @@ _TASK = {field.name for field in dataclasses.fields(KVTask)}
 
 @dataclasses.dataclass(frozen=True)
 class RecipeSweep:
-    """Recipes to measure on one task.
+    """Recipes to measure on one task."""
 
-    Attributes:
-        task: Task that every recipe is measured on.
-        families: Words of recipes, by what they have in common.
-    """
-
-    task: KVTask
-    families: Mapping[str, list[str]]
+    task: KVTask  # task that every recipe is measured on
+    families: Mapping[str, list[str]]  # words of recipes, by what they have in common
 
     def words(self) -> list[str]:
         """Return all words once, the uncompressed cache first."""

@@ -36,19 +36,12 @@ ROUNDS, WARMUP, CALLS = 5, 1, 4  # turns of each cache, untimed ones before, tok
 
 @dataclass
 class Measured:
-    """Results of a run.
+    """Results of a run."""
 
-    Attributes:
-        rows: Rows by word; the uncompressed cache first.
-        failed: Words that could not be measured, with why.
-        timings: Seconds of tokens, None where nothing could be timed.
-        count: Windows.
-    """
-
-    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
-    failed: dict[str, str] = field(default_factory=dict)
-    timings: Timings | None = None
-    count: int = 0
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)  # rows by word; the uncompressed cache first
+    failed: dict[str, str] = field(default_factory=dict)  # words that could not be measured, with why
+    timings: Timings | None = None  # seconds of tokens, None where nothing could be timed
+    count: int = 0  # windows
 
 
 def run(
@@ -122,19 +115,12 @@ def _why(error: Exception) -> str:
 
 @dataclass
 class _Decoding:
-    """A model and a cache that takes tokens one after the other.
+    """A model and a cache that takes tokens one after the other."""
 
-    Attributes:
-        model: Model; shares its weights with those of the others.
-        cache: Cache of a context.
-        tokens: Tokens that follow, int64 [1, n].
-        taken: Tokens so far.
-    """
-
-    model: Any
-    cache: Any
-    tokens: Tensor
-    taken: int = 0
+    model: Any  # model; shares its weights with those of the others
+    cache: Any  # cache of a context
+    tokens: Tensor  # tokens that follow, int64 [1, n]
+    taken: int = 0  # tokens so far
 
     @torch.no_grad()
     def step(self) -> None:

@@ -37,22 +37,14 @@ class TextTask:
 
     The context is read and compressed, with sentences to ask for between its words; `FOLLOWING`
     tokens of the same text come behind it.
-
-    Attributes:
-        model: The model with its tokenizer.
-        texts: File or folder of texts; None for documentation of Python.
-        context: Tokens of the text in a context.
-        samples: Windows at most.
-        seed: Seed of windows, questions and spans.
-        aware: Whether questions are also asked of a cache that is compressed after each of them.
     """
 
-    model: TextModel
-    texts: Path | None
-    context: int = 512
-    samples: int = 8
-    seed: int = 0
-    aware: bool = False
+    model: TextModel  # the model with its tokenizer
+    texts: Path | None  # file or folder of texts; None for documentation of Python
+    context: int = 512  # tokens of the text in a context
+    samples: int = 8  # windows at most
+    seed: int = 0  # seed of windows, questions and spans
+    aware: bool = False  # whether questions are also asked of a cache that is compressed after each of them
 
     def __post_init__(self) -> None:
         if self.context < 2 * (CUE + SPAN):

@@ -89,17 +89,12 @@ def check_model(model: str) -> None:
 class TextModel:
     """A causal model of transformers with its tokenizer.
 
-    Attributes:
-        name: Directory, Hugging Face model ID, `recall-llama`, or a model that `diffcache fetch`
-            installs.
-        device: Device of torch.
-
     Raises:
         ValueError: If there is no such model.
     """
 
-    name: str
-    device: str = "cpu"
+    name: str  # directory, Hugging Face model ID, `recall-llama`, or a model that `diffcache fetch` installs
+    device: str = "cpu"  # device of torch
 
     def __post_init__(self) -> None:
         check_model(self.name)
@@ -177,15 +172,10 @@ class TextModel:
 
 @dataclass(frozen=True)
 class TextWindows:
-    """Windows of texts, tokenized.
+    """Windows of texts, tokenized."""
 
-    Attributes:
-        ids: Windows of equal length that do not overlap, each int64 [1, length].
-        source: Facts about the texts, plain values for a record.
-    """
-
-    ids: tuple[Tensor, ...]
-    source: dict[str, Any] = field(default_factory=dict)
+    ids: tuple[Tensor, ...]  # windows of equal length that do not overlap, each int64 [1, length]
+    source: dict[str, Any] = field(default_factory=dict)  # facts about the texts, plain values for a record
 
 
 def windows(

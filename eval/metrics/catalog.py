@@ -24,33 +24,19 @@ TITLES = ("Metric", "Key", "Definition", "Source", "Library call", "Weights", "O
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric.
+    """One metric."""
 
-    Attributes:
-        key: Name in records.
-        title: Name in tables and plots.
-        definition: One sentence, with the formula.
-        source: Paper or standard.
-        call: Function of this package that computes it.
-        weights: Names in `diffcache.eval.metrics.weights.WEIGHTS`.
-        packages: Modules beyond the base install that it imports, or the shipped model it uses.
-        stand_in: Key of the metric that is computed in its place without the weights, or empty.
-        direction: Whether more or less is better, or neither by itself.
-        unit: Empty where dimensionless.
-        group: Heading in the table.
-    """
-
-    key: str
-    title: str
-    definition: str
-    source: str
-    call: str
-    weights: tuple[str, ...]
-    packages: tuple[str, ...]
-    stand_in: str
-    direction: Direction
-    unit: str
-    group: str
+    key: str  # name in records
+    title: str  # name in tables and plots
+    definition: str  # one sentence, with the formula
+    source: str  # paper or standard
+    call: str  # function of this package that computes it
+    weights: tuple[str, ...]  # names in `diffcache.eval.metrics.weights.WEIGHTS`
+    packages: tuple[str, ...]  # modules beyond the base install that it imports, or the shipped model it uses
+    stand_in: str  # key of the metric that is computed in its place without the weights, or empty
+    direction: Direction  # whether more or less is better, or neither by itself
+    unit: str  # empty where dimensionless
+    group: str  # heading in the table
 
     @property
     def is_lite(self) -> bool:

@@ -18,17 +18,11 @@ DRAWS = 8
 
 @dataclass(frozen=True)
 class Moments:
-    """Mean and covariance of a feature set.
+    """Mean and covariance of a feature set."""
 
-    Args:
-        mean: float64 [D].
-        cov: Unbiased covariance (divided by count - 1), float64 [D, D].
-        count: Samples that they were formed from.
-    """
-
-    mean: Tensor
-    cov: Tensor
-    count: int
+    mean: Tensor  # float64 [D]
+    cov: Tensor  # unbiased covariance (divided by count - 1), float64 [D, D]
+    count: int  # samples that they were formed from
 
     def __post_init__(self) -> None:
         """Check shapes, dtypes and count."""

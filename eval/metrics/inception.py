@@ -44,15 +44,11 @@ class MissingPackageError(MissingError, ImportError):
 
 @dataclass(frozen=True)
 class Features:
-    """Features of pictures by the network.
+    """Features of pictures by the network."""
 
-    Attributes:
-        pool: float32 [N, 2048], for distances.
-        logits: float32 [N, 1008] without the bias of the last layer, for the Inception score; None
-            under the clean convention.
-    """
-
-    pool: Tensor
+    pool: Tensor  # float32 [N, 2048], for distances
+    # float32 [N, 1008] without the bias of the last layer, for the Inception score; None under the clean
+    # convention
     logits: Tensor | None
 
     def probabilities(self) -> Tensor:
@@ -70,21 +66,13 @@ class Features:
 
 @dataclass(frozen=True)
 class Inception:
-    """An Inception network that can be called with pictures.
+    """An Inception network that can be called with pictures."""
 
-    Attributes:
-        convention: Way of resizing and copy of the network: `torch-fidelity` or `clean`.
-        sha256: SHA-256 of the weight file, hexadecimal.
-        network: uint8 [N, 3, H, W] on the device -> features.
-        device: Device of the network.
-        batch_size: Pictures at once.
-    """
-
-    convention: str
-    sha256: str
-    network: Callable[[Tensor], Features]
-    device: torch.device
-    batch_size: int = 32
+    convention: str  # way of resizing and copy of the network: `torch-fidelity` or `clean`
+    sha256: str  # SHA-256 of the weight file, hexadecimal
+    network: Callable[[Tensor], Features]  # uint8 [N, 3, H, W] on the device -> features
+    device: torch.device  # device of the network
+    batch_size: int = 32  # pictures at once
 
     @torch.no_grad()
     def __call__(self, pictures: Tensor) -> Features:

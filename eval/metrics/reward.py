@@ -47,17 +47,13 @@ class Reward(Protocol):
 class PickScore:
     """`exp(logit scale) cos(image features, text features)` of PickScore's CLIP model.
 
-    Args:
-        device: Device of the model, as torch names it.
-        folder: Folder of the model; None to look for it.
-
     Raises:
         MissingWeightsError: If there is no such folder.
         MissingPackageError: If transformers cannot import its CLIP.
     """
 
-    device: str = "cpu"
-    folder: Path | None = None
+    device: str = "cpu"  # device of the model, as torch names it
+    folder: Path | None = None  # folder of the model; None to look for it
 
     def __post_init__(self) -> None:
         self.folder = weights.find("pickscore", self.folder)
@@ -88,14 +84,11 @@ class PickScore:
 class Own:
     """A function of the user's.
 
-    Args:
-        named: `module:function`; the module must be importable.
-
     Raises:
         ValueError: If it is not of that form, or names nothing that can be called.
     """
 
-    named: str
+    named: str  # `module:function`; the module must be importable
 
     def __post_init__(self) -> None:
         self.function = named_function("reward", self.named)

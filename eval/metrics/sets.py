@@ -22,38 +22,23 @@ _LEAST_FOR_FLOOR = 4
 
 @dataclass(frozen=True)
 class FeatureSet:
-    """The features of one set.
+    """The features of one set."""
 
-    Attributes:
-        moments: Mean and covariance; from `features` where those are known.
-        count: Samples, None where nobody says.
-        features: float64 [N, D], None where only the moments are known.
-        probabilities: Probabilities of classes, [N, C], for the Inception score.
-    """
-
-    moments: Moments
-    count: int | None
-    features: Tensor | None = None
-    probabilities: Tensor | None = None
+    moments: Moments  # mean and covariance; from `features` where those are known
+    count: int | None  # samples, None where nobody says
+    features: Tensor | None = None  # float64 [N, D], None where only the moments are known
+    probabilities: Tensor | None = None  # probabilities of classes, [N, C], for the Inception score
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """Choice of metrics beside the Fréchet distance, and their settings.
+    """Choice of metrics beside the Fréchet distance, and their settings."""
 
-    Attributes:
-        kid: Kernel distance.
-        prdc: Precision, recall, density, coverage.
-        inception_score: Whether the Inception score of the second set is computed.
-        resamples: Number of resamples for intervals, 0 for none.
-        seed: Seed of every draw.
-    """
-
-    kid: bool = False
-    prdc: bool = False
-    inception_score: bool = False
-    resamples: int = bootstrap.RESAMPLES
-    seed: int = 0
+    kid: bool = False  # kernel distance
+    prdc: bool = False  # precision, recall, density, coverage
+    inception_score: bool = False  # whether the Inception score of the second set is computed
+    resamples: int = bootstrap.RESAMPLES  # number of resamples for intervals, 0 for none
+    seed: int = 0  # seed of every draw
 
 
 def compare(real: FeatureSet, fake: FeatureSet, wanted: Wanted) -> dict[str, dict[str, Any]]:

@@ -32,29 +32,19 @@ class WrongWeightsError(DiffcacheError, ValueError):
 
 @dataclass(frozen=True)
 class WeightFile:
-    """A file of weights, or a folder in the format of transformers.
+    """A file of weights, or a folder in the format of transformers."""
 
-    Attributes:
-        name: Name that `find` takes.
-        file: File name (of a folder: its name).
-        url: Address where people get it by hand.
-        sha256: Full hash, or the first digits of it as torch-hub file names carry them; None where
-            no hash is published.
-        used_by: Keys of the metrics in `diffcache.eval.metrics.catalog.METRICS`.
-        folder: Place inside a tool's own cache, relative to it.
-        cache: Cache that is searched besides `$DIFFCACHE_WEIGHTS`: `torch`, `vbench`, or
-            `hub:<owner>/<name>` for the one of Hugging Face.
-        is_folder: Whether it is a folder of a model, with the configuration of transformers.
-    """
-
-    name: str
-    file: str
-    url: str
+    name: str  # name that `find` takes
+    file: str  # file name (of a folder: its name)
+    url: str  # address where people get it by hand
+    # Full hash, or the first digits of it as torch-hub file names carry them; None where no hash is published
     sha256: str | None
-    used_by: tuple[str, ...]
-    folder: str = ""
+    used_by: tuple[str, ...]  # keys of the metrics in `diffcache.eval.metrics.catalog.METRICS`
+    folder: str = ""  # place inside a tool's own cache, relative to it
+    # Cache that is searched besides `$DIFFCACHE_WEIGHTS`: `torch`, `vbench`, or `hub:<owner>/<name>` for the one
+    # of Hugging Face
     cache: str = "torch"
-    is_folder: bool = False
+    is_folder: bool = False  # whether it is a folder of a model, with the configuration of transformers
 
 
 _INCEPTION = ("fid", "fid_to_uncached", "kid", "is", "precision", "recall", "density", "coverage")

@@ -27,29 +27,18 @@ Form = Literal["number", "change", "bytes"]
 
 @dataclass(frozen=True)
 class Column:
-    """One column of numbers.
+    """One column of numbers."""
 
-    Attributes:
-        key: Its name in the CSV file.
-        title: Its name in print.
-        group: Part of the table: `cost`, `fidelity` or `quality`.
-        direction: "up" where more is better, "down" where less is, None where neither is.
-        brackets: Range in brackets behind the number: "interval", "quartiles" or none.
-        form: Form of a printed number: a plain number, a signed change, or bytes.
-        read: Returns the number of a row, or None.
-        unit: Unit behind the title, or empty.
-        lite: Whether an offline stand-in measured it.
-    """
-
-    key: str
-    title: str
-    group: Group
-    direction: str | None
+    key: str  # its name in the CSV file
+    title: str  # its name in print
+    group: Group  # part of the table: `cost`, `fidelity` or `quality`
+    direction: str | None  # "up" where more is better, "down" where less is, None where neither is
+    # Range in brackets behind the number: "interval", "quartiles" or none
     brackets: Literal["interval", "quartiles", ""]
-    form: Form
-    read: Callable[[dict[str, Any]], Value | None]
-    unit: str = ""
-    lite: bool = False
+    form: Form  # form of a printed number: a plain number, a signed change, or bytes
+    read: Callable[[dict[str, Any]], Value | None]  # returns the number of a row, or None
+    unit: str = ""  # unit behind the title, or empty
+    lite: bool = False  # whether an offline stand-in measured it
 
     @property
     def name(self) -> str:

@@ -34,23 +34,14 @@ DPI = 160
 
 @dataclass(frozen=True)
 class Picture:
-    """A plot or a sheet of samples, ready to be written.
+    """A plot or a sheet of samples, ready to be written."""
 
-    Attributes:
-        stem: Name of its files, without the ending.
-        title: Title above it.
-        caption: Caption that tells what it shows, for readers who cannot see it too.
-        png: The file.
-        svg: The file, or None for a sheet.
-        lines: More text under it, one line each.
-    """
-
-    stem: str
-    title: str
-    caption: str
-    png: bytes
-    svg: bytes | None = None
-    lines: tuple[str, ...] = ()
+    stem: str  # name of its files, without the ending
+    title: str  # title above it
+    caption: str  # caption that tells what it shows, for readers who cannot see it too
+    png: bytes  # the file
+    svg: bytes | None = None  # the file, or None for a sheet
+    lines: tuple[str, ...] = ()  # more text under it, one line each
 
 
 class PlotError(DiffcacheError):
@@ -59,17 +50,11 @@ class PlotError(DiffcacheError):
 
 @dataclass(frozen=True)
 class Style:
-    """Style in which a row is drawn.
+    """Style in which a row is drawn."""
 
-    Attributes:
-        color: Color, the same for all settings of a method.
-        marker: Marker, the same for all settings of a method.
-        dash: Tells the settings of a method apart in lines.
-    """
-
-    color: str
-    marker: str
-    dash: Any
+    color: str  # color, the same for all settings of a method
+    marker: str  # marker, the same for all settings of a method
+    dash: Any  # tells the settings of a method apart in lines
 
 
 def family(row: dict[str, Any]) -> str:

@@ -23,38 +23,23 @@ _WAYS = {"up": " (more is better ↑)", "down": " (less is better: up)"}
 
 @dataclass(frozen=True)
 class Point:
-    """A row in the plot.
+    """A row in the plot."""
 
-    Attributes:
-        name: Name of the row.
-        kind: "uncached", "method" or "fewer steps".
-        x: Saved cost as a ratio; more is better.
-        y: The metric.
-        style: Color and marker.
-        group: Points of one group (values of a setting of a method) are joined by a thin line.
-        label: Text beside the point; empty for none.
-    """
-
-    name: str
-    kind: str
-    x: Value
-    y: Value
-    style: Style
-    group: str
-    label: str = ""
+    name: str  # name of the row
+    kind: str  # "uncached", "method" or "fewer steps"
+    x: Value  # saved cost as a ratio; more is better
+    y: Value  # the metric
+    style: Style  # color and marker
+    group: str  # points of one group (values of a setting of a method) are joined by a thin line
+    label: str = ""  # text beside the point; empty for none
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes.
+    """One pair of axes."""
 
-    Attributes:
-        title: Title of the horizontal axis.
-        points: Points to draw.
-    """
-
-    title: str
-    points: Sequence[Point]
+    title: str  # title of the horizontal axis
+    points: Sequence[Point]  # points to draw
 
 
 def front(places: Sequence[tuple[float, float]], upward: bool) -> list[int]:

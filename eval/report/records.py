@@ -15,17 +15,11 @@ Record = dict[str, Any]
 
 
 class Value(NamedTuple):
-    """A number and, where known, the ends of its interval or its quartiles.
+    """A number and, where known, the ends of its interval or its quartiles."""
 
-    Attributes:
-        middle: The number.
-        low: Lower end, or None.
-        high: Upper end, or None.
-    """
-
-    middle: float
-    low: float | None = None
-    high: float | None = None
+    middle: float  # the number
+    low: float | None = None  # lower end, or None
+    high: float | None = None  # upper end, or None
 
     @property
     def arms(self) -> list[list[float]] | None:

@@ -28,51 +28,31 @@ _FOLDERS = re.compile(r"=[^,=]*/")  # of a file in a setting
 
 @dataclass(frozen=True)
 class Cell:
-    """One cell.
+    """One cell."""
 
-    Attributes:
-        text: Text as printed, without signs of emphasis.
-        bold: Whether it is the best of its column but for the uncached row.
-        dagger: Whether the interval of a change holds 0.
-        number: Number to sort by, or None.
-    """
-
-    text: str
-    bold: bool = False
-    dagger: bool = False
-    number: float | None = None
+    text: str  # text as printed, without signs of emphasis
+    bold: bool = False  # whether it is the best of its column but for the uncached row
+    dagger: bool = False  # whether the interval of a change holds 0
+    number: float | None = None  # number to sort by, or None
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row.
+    """One row."""
 
-    Attributes:
-        name: Name of the case.
-        kind: "uncached", "method" or "fewer steps".
-        label: The name as printed.
-        cells: Cells, one for each column.
-    """
-
-    name: str
-    kind: str
-    label: str
-    cells: tuple[Cell, ...]
+    name: str  # name of the case
+    kind: str  # "uncached", "method" or "fewer steps"
+    label: str  # the name as printed
+    cells: tuple[Cell, ...]  # cells, one for each column
 
 
 @dataclass(frozen=True)
 class Table:
-    """A record's table.
+    """A record's table."""
 
-    Attributes:
-        columns: Columns but the first, which names the row.
-        rows: Rows in the order of the table.
-        notes: Notes on the signs and on the back ends that measured, and the record's warnings.
-    """
-
-    columns: tuple[Column, ...]
-    rows: tuple[Row, ...]
-    notes: tuple[str, ...]
+    columns: tuple[Column, ...]  # columns but the first, which names the row
+    rows: tuple[Row, ...]  # rows in the order of the table
+    notes: tuple[str, ...]  # notes on the signs and on the back ends that measured, and the record's warnings
 
 
 def table_of(record: Record, only: Sequence[str] | None = None) -> Table:

@@ -28,21 +28,13 @@ class Limit:
 
 @dataclass(frozen=True)
 class Change:
-    """A metric of a row in both records.
+    """A metric of a row in both records."""
 
-    Attributes:
-        row: Name of the row.
-        metric: Key.
-        before: Value in the first record.
-        after: Value in the second.
-        apart: Whether the 95 % intervals do not meet; None where there are none.
-    """
-
-    row: str
-    metric: str
-    before: float
-    after: float
-    apart: bool | None
+    row: str  # name of the row
+    metric: str  # key
+    before: float  # value in the first record
+    after: float  # value in the second
+    apart: bool | None  # whether the 95 % intervals do not meet; None where there are none
 
     @property
     def words(self) -> str:

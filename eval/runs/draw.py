@@ -37,17 +37,11 @@ from diffcache.timeline import steps_of
 
 @dataclass
 class Drawn:
-    """One call of a pipeline.
+    """One call of a pipeline."""
 
-    Attributes:
-        samples: Pictures uint8 [3, H, W] or films uint8 [F, 3, H, W].
-        about: Entries for the manifest: seconds and what the cache did.
-        latents: Latents behind every step, float32 [S, B, ...]; None where the pipeline does not
-            show them or nobody asked.
-    """
-
-    samples: list[Tensor]
-    about: dict[str, Any] = field(default_factory=dict)
+    samples: list[Tensor]  # pictures uint8 [3, H, W] or films uint8 [F, 3, H, W]
+    about: dict[str, Any] = field(default_factory=dict)  # entries for the manifest: seconds and what the cache did
+    # Latents behind every step, float32 [S, B, ...]; None where the pipeline does not show them or nobody asked
     latents: Tensor | None = None
 
 

@@ -49,39 +49,23 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan of an evaluation.
+    """Plan of an evaluation."""
 
-    Attributes:
-        task: Task that is drawn.
-        methods: Name in the table -> method.
-        out: Folder of the run; None is `runs/<model>-<hash of the task>`.
-        reference: Real pictures or films: a folder, an npz of pictures, or one of statistics; None
-            is the scenes of stickers where prompts are of its lists.
-        resize: Real pictures are scaled and cut to squares of so many pixels; None leaves them.
-        convention: Way of preparing pictures for Inception, `torch-fidelity` or `clean`.
-        stages: Stages to run, of `STAGES`; the work of an earlier job is there already.
-        rounds: Timed rounds of every case, 0 for none.
-        memory: Measure peak memory, of each case in a process of its own (always on CUDA, in this
-            process).
-        reward: Rewards of pictures for prompts, as `metrics.reward.load` takes them.
-        command: Command that repeats the run, for the record.
-        pipe: A loaded pipeline to evaluate; the task's `model` is its name in tables then.
-        inputs: Arguments of the call that are no plain data, such as a picture to edit; all samples
-            share them.
-    """
-
-    task: Task
-    methods: Mapping[str, Method | Peer]
-    out: Path | None = None
+    task: Task  # task that is drawn
+    methods: Mapping[str, Method | Peer]  # name in the table -> method
+    out: Path | None = None  # folder of the run; None is `runs/<model>-<hash of the task>`
+    # Real pictures or films: a folder, an npz of pictures, or one of statistics; None is the scenes of stickers
+    # where prompts are of its lists
     reference: Path | None = None
-    resize: int | None = None
-    convention: str = "torch-fidelity"
-    stages: Sequence[str] = STAGES
-    rounds: int = 10
-    memory: bool = False
-    reward: str = ""
-    command: str = ""
-    pipe: Any = None
+    resize: int | None = None  # real pictures are scaled and cut to squares of so many pixels; None leaves them
+    convention: str = "torch-fidelity"  # way of preparing pictures for Inception, `torch-fidelity` or `clean`
+    stages: Sequence[str] = STAGES  # stages to run, of `STAGES`; the work of an earlier job is there already
+    rounds: int = 10  # timed rounds of every case, 0 for none
+    memory: bool = False  # measure peak memory, of each case in a process of its own (always on CUDA, in this process)
+    reward: str = ""  # rewards of pictures for prompts, as `metrics.reward.load` takes them
+    command: str = ""  # command that repeats the run, for the record
+    pipe: Any = None  # a loaded pipeline to evaluate; the task's `model` is its name in tables then
+    # Arguments of the call that are no plain data, such as a picture to edit; all samples share them
     inputs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -106,23 +90,14 @@ class Plan:
 
 @dataclass
 class Run:
-    """A run under way: the objects that its parts share.
+    """A run under way: the objects that its parts share."""
 
-    Attributes:
-        plan: Plan of the run.
-        drawer: Drawer of the samples.
-        ranks: This process among those of the run.
-        progress: Display of the progress.
-        real: Real samples that `plan.reference` names, checked; None without a reference.
-        parts_seconds: Wall time of every part.
-    """
-
-    plan: Plan
-    drawer: Drawer
-    ranks: Ranks
-    progress: Progress
-    real: Source | None = None
-    parts_seconds: dict[str, float] = field(default_factory=dict)
+    plan: Plan  # plan of the run
+    drawer: Drawer  # drawer of the samples
+    ranks: Ranks  # this process among those of the run
+    progress: Progress  # display of the progress
+    real: Source | None = None  # real samples that `plan.reference` names, checked; None without a reference
+    parts_seconds: dict[str, float] = field(default_factory=dict)  # wall time of every part
 
     @property
     def folder(self) -> Path:

@@ -26,29 +26,19 @@ _REAL_SETS = ("fid", "kid", "is", "precision", "recall", "density", "coverage")
 
 @dataclass(frozen=True)
 class Extractors:
-    """The networks that are at hand.
+    """The networks that are at hand."""
 
-    Attributes:
-        inception: Features of pictures, for FID and the like.
-        lpips: Distances of pairs.
-        clip: Scores of pictures for prompts.
-        i3d: Features of films, for FVD.
-        rewards: Scores of pictures for prompts, by the key of their metric.
-        reward_name: Names of those.
-        device: Device of the pictures; `cpu` or an accelerator with float64.
-        entries: Entries of a record on the real networks, by metric.
-        lacking: Real metrics that are left out, and why.
-    """
-
-    inception: inception.Inception | None = None
-    lpips: lpips.LPIPS | None = None
-    clip: clip.ClipScore | None = None
-    i3d: i3d.I3D | None = None
+    inception: inception.Inception | None = None  # features of pictures, for FID and the like
+    lpips: lpips.LPIPS | None = None  # distances of pairs
+    clip: clip.ClipScore | None = None  # scores of pictures for prompts
+    i3d: i3d.I3D | None = None  # features of films, for FVD
+    # Scores of pictures for prompts, by the key of their metric
     rewards: Mapping[str, reward.Reward] = field(default_factory=dict)
-    reward_name: str = ""
-    device: str = "cpu"
+    reward_name: str = ""  # names of those
+    device: str = "cpu"  # device of the pictures; `cpu` or an accelerator with float64
+    # Entries of a record on the real networks, by metric
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)
-    lacking: dict[str, str] = field(default_factory=dict)
+    lacking: dict[str, str] = field(default_factory=dict)  # real metrics that are left out, and why
 
     def placed(self, pictures: Tensor) -> Tensor:
         """Return pictures on the device where they are seen."""

@@ -42,19 +42,12 @@ class ManifestError(DiffcacheError):
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples that are drawn in one call.
+    """Samples that are drawn in one call."""
 
-    Attributes:
-        number: Number of the batch, from 0.
-        ids: Numbers of the samples.
-        prompts: Prompt of each sample.
-        seeds: Seed of each sample.
-    """
-
-    number: int
-    ids: tuple[int, ...]
-    prompts: tuple[str, ...]
-    seeds: tuple[int, ...]
+    number: int  # number of the batch, from 0
+    ids: tuple[int, ...]  # numbers of the samples
+    prompts: tuple[str, ...]  # prompt of each sample
+    seeds: tuple[int, ...]  # seed of each sample
 
     @cached_property
     def digest(self) -> str:

@@ -68,17 +68,11 @@ def evaluate(plan: Plan, progress: Progress) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Samples of a run, and the networks that read them.
+    """Samples of a run, and the networks that read them."""
 
-    Attributes:
-        samples: Samples of every case, by its name.
-        networks: Networks that read them.
-        place: Folder of the features of real samples.
-    """
-
-    samples: Mapping[str, score.Samples]
-    networks: Extractors
-    place: Path
+    samples: Mapping[str, score.Samples]  # samples of every case, by its name
+    networks: Extractors  # networks that read them
+    place: Path  # folder of the features of real samples
 
 
 def score_share(run: Run, cases: Sequence[Case]) -> Drawn:

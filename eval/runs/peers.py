@@ -48,18 +48,14 @@ _REFUSALS = (ValueError, AttributeError, LookupError, TypeError, AssertionError)
 class Peer(ABC):
     """A cache of another library.
 
-    Args:
-        name: Name in a row, with its prefix.
-        settings: Arguments of its configuration.
-
     Raises:
         UnknownMethodError: If there is no such cache, here or in the installed library.
         MissingError: If its library is not installed.
         ValueError: If a setting is unknown, or the configuration refuses its value.
     """
 
-    name: str
-    settings: Mapping[str, Any]
+    name: str  # name in a row, with its prefix
+    settings: Mapping[str, Any]  # arguments of its configuration
 
     def __post_init__(self) -> None:
         unknown = [key for key in self.settings if key not in self.fields]
@@ -319,17 +315,11 @@ def mag_ratios_of(pipe: Any, call: Mapping[str, Any]) -> list[float]:
 
 @dataclasses.dataclass
 class Count:
-    """Count of a run under a cache of another library.
+    """Count of a run under a cache of another library."""
 
-    Attributes:
-        tally: Operations of every denoiser call.
-        timesteps: The timestep of every call.
-        held_bytes: Most bytes kept at the end of a call.
-    """
-
-    tally: Tally
-    timesteps: list[float] = dataclasses.field(default_factory=list)
-    held_bytes: int = 0
+    tally: Tally  # operations of every denoiser call
+    timesteps: list[float] = dataclasses.field(default_factory=list)  # the timestep of every call
+    held_bytes: int = 0  # most bytes kept at the end of a call
 
     def summary(self) -> dict[str, Any]:
         """Return a run's entry in the manifest, as `draw.summary` does for one of ours.

@@ -21,15 +21,11 @@ _OF_SAMPLES = ("clip_score", *reward.NAMES.values())
 
 @dataclass(frozen=True)
 class Reference:
-    """Real samples that generated ones are compared with.
+    """Real samples that generated ones are compared with."""
 
-    Attributes:
-        name: Name of the place they are from.
-        sets: Ending of the keys (`_lite`, or "" for real networks) -> moments of all features,
-            and some features [M, D] (None: only moments are known).
-    """
-
-    name: str
+    name: str  # name of the place they are from
+    # Ending of the keys (`_lite`, or "" for real networks) -> moments of all features, and some features [M, D]
+    # (None: only moments are known)
     sets: Mapping[str, tuple[Moments, Tensor | None]]
 
 

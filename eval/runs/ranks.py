@@ -13,19 +13,12 @@ _PATIENCE = timedelta(days=7)  # ranks wait for the slowest, whatever a batch ta
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those of the run.
+    """This process among those of the run."""
 
-    Attributes:
-        index: Number of this process, from 0; the first one reports.
-        count: Number of processes.
-        local: Place on its machine.
-        beside: Number of processes on its machine.
-    """
-
-    index: int = 0
-    count: int = 1
-    local: int = 0
-    beside: int = 1
+    index: int = 0  # number of this process, from 0; the first one reports
+    count: int = 1  # number of processes
+    local: int = 0  # place on its machine
+    beside: int = 1  # number of processes on its machine
 
     @property
     def workers(self) -> int:

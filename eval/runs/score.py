@@ -38,17 +38,11 @@ CLOSENESS = ("psnr_db", "mse", "ssim", "lpips_lite", "lpips", "ms_ssim", "tempor
 
 @dataclass(frozen=True)
 class Samples:
-    """The samples of a case, complete.
+    """The samples of a case, complete."""
 
-    Attributes:
-        folder: Folder of the samples.
-        batches: All of them, in order.
-        sums: SHA-256 of the file of each, by number.
-    """
-
-    folder: CaseFolder
-    batches: tuple[Batch, ...]
-    sums: Mapping[int, str]
+    folder: CaseFolder  # folder of the samples
+    batches: tuple[Batch, ...]  # all of them, in order
+    sums: Mapping[int, str]  # SHA-256 of the file of each, by number
 
     @property
     def ids(self) -> tuple[int, ...]:

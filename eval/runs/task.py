@@ -34,38 +34,24 @@ MOST_SEED = 2**62  # of a generator, with room for those of the batches
 
 @dataclass(frozen=True)
 class Task:
-    """Samples that every case of a run draws.
+    """Samples that every case of a run draws."""
 
-    Attributes:
-        model: Directory of a saved pipeline, name of a shipped model, or a Hugging Face model ID.
-        prompts: Built-in list or file (`diffcache.eval.samples.prompts`); "" is the model's own; or
-            the prompts themselves.
-        samples: Number of samples; sample `i` is drawn from prompt `i` (the list is repeated) and
-            from noise with seed `seed + i`.
-        seed: Seed of the first sample.
-        batch_size: Prompts a call. Part of what is drawn: a batch is one computation, and a method
-            may decide by its mean.
-        steps: Sampling steps; None is the pipeline's default.
-        call: More arguments of the pipeline's call.
-        dtype: Dtype of the model, or `auto` (`diffcache.pipelines.demo.saved.dtype_of`).
-        device: Device of the run: `auto`, or as torch names it.
-        threads: CPU threads of torch; they change the order of sums.
-        fps: Frames per second of films on disk; None is the pipeline's own.
-        loading: Options for loading the model; a mapping of its fields will do.
-    """
-
-    model: str
+    model: str  # directory of a saved pipeline, name of a shipped model, or a Hugging Face model ID
+    # Built-in list or file (`diffcache.eval.samples.prompts`); "" is the model's own; or the prompts themselves
     prompts: str | tuple[str, ...] = ""
+    # Number of samples; sample `i` is drawn from prompt `i` (the list is repeated) and from noise with seed `seed
+    # + i`
     samples: int = 256
-    seed: int = 0
+    seed: int = 0  # seed of the first sample
+    # Prompts a call. Part of what is drawn: a batch is one computation, and a method may decide by its mean.
     batch_size: int = 8
-    steps: int | None = None
-    call: Mapping[str, Any] = field(default_factory=dict)
-    dtype: str = "auto"
-    device: str = "auto"
-    threads: int = 1
-    fps: float | None = None
-    loading: Loading = field(default_factory=Loading)
+    steps: int | None = None  # sampling steps; None is the pipeline's default
+    call: Mapping[str, Any] = field(default_factory=dict)  # more arguments of the pipeline's call
+    dtype: str = "auto"  # dtype of the model, or `auto` (`diffcache.pipelines.demo.saved.dtype_of`)
+    device: str = "auto"  # device of the run: `auto`, or as torch names it
+    threads: int = 1  # CPU threads of torch; they change the order of sums
+    fps: float | None = None  # frames per second of films on disk; None is the pipeline's own
+    loading: Loading = field(default_factory=Loading)  # options for loading the model; a mapping of its fields will do
 
     def __post_init__(self) -> None:
         if isinstance(self.loading, Mapping):
@@ -91,21 +77,13 @@ def _is_whole(value: object, least: int) -> bool:
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table: the task under a method, uncached, or uncached with fewer steps.
+    """One row of the table: the task under a method, uncached, or uncached with fewer steps."""
 
-    Attributes:
-        name: Name in tables; unique in a run.
-        kind: Kind of row, one of the three.
-        steps: Sampling steps.
-        method: The cache, ours or one of another library, None for the other two.
-        matches: Names of the methods whose evaluations a case of fewer steps has.
-    """
-
-    name: str
-    kind: Kind
-    steps: int
-    method: Method | Peer | None = None
-    matches: tuple[str, ...] = ()
+    name: str  # name in tables; unique in a run
+    kind: Kind  # kind of row, one of the three
+    steps: int  # sampling steps
+    method: Method | Peer | None = None  # the cache, ours or one of another library, None for the other two
+    matches: tuple[str, ...] = ()  # names of the methods whose evaluations a case of fewer steps has
 
     def digest(self, about: Mapping[str, Any]) -> str:
         """Return 16 hexadecimal digits that change with anything that changes the samples.

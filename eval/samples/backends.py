@@ -24,17 +24,11 @@ Recursive = Annotated[bool, typer.Option("--recursive", help="Look into folders 
 
 @dataclass(frozen=True)
 class Choice:
-    """Choice of the user.
+    """Choice of the user."""
 
-    Attributes:
-        kind: `auto` (the real one where its weights and packages are), `real` or `lite`.
-        weights: Path of the weights, which means `real`; empty to look in the usual places.
-        device: Device of the networks: `auto`, or as torch names it.
-    """
-
-    kind: str = "auto"
-    weights: str = ""
-    device: str = "auto"
+    kind: str = "auto"  # `auto` (the real one where its weights and packages are), `real` or `lite`
+    weights: str = ""  # path of the weights, which means `real`; empty to look in the usual places
+    device: str = "auto"  # device of the networks: `auto`, or as torch names it
 
     def __post_init__(self) -> None:
         for option, is_given in (("weights", self.weights), ("device", self.device != "auto")):

@@ -21,22 +21,14 @@ _NAMED = 3  # files that a message names
 
 @dataclass(frozen=True)
 class Folder:
-    """Samples on disk, each under a name; their contents are read when they are asked for.
+    """Samples on disk, each under a name; their contents are read when they are asked for."""
 
-    Attributes:
-        path: Folder, file, or `.npz`.
-        names: Path inside the folder without the ending, in natural order (2 before 10); in an
-            `.npz` file the index.
-        files: File of each, empty for an `.npz` file.
-        notes: Notes on what was left out.
-        stored: The pictures of an `.npz` file.
-    """
-
-    path: Path
+    path: Path  # folder, file, or `.npz`
+    # Path inside the folder without the ending, in natural order (2 before 10); in an `.npz` file the index
     names: tuple[str, ...]
-    files: tuple[Path, ...] = ()
-    notes: tuple[str, ...] = ()
-    stored: npz.StoredPictures | None = None
+    files: tuple[Path, ...] = ()  # file of each, empty for an `.npz` file
+    notes: tuple[str, ...] = ()  # notes on what was left out
+    stored: npz.StoredPictures | None = None  # the pictures of an `.npz` file
 
     def __len__(self) -> int:
         """Return how many samples there are."""

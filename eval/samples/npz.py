@@ -31,17 +31,11 @@ _BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, Look
 
 @dataclass(frozen=True)
 class StoredPictures:
-    """The pictures of an `.npz` file.
+    """The pictures of an `.npz` file."""
 
-    Attributes:
-        path: The file.
-        count: Number of pictures.
-        size: Height and width, pixels.
-    """
-
-    path: Path
-    count: int
-    size: tuple[int, int]
+    path: Path  # the file
+    count: int  # number of pictures
+    size: tuple[int, int]  # height and width, pixels
 
     @cached_property
     def _array(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
@@ -61,20 +55,13 @@ class StoredPictures:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Mean and covariance of features, as stored.
+    """Mean and covariance of features, as stored."""
 
-    Attributes:
-        mean: float64 [D].
-        cov: float64 [D, D].
-        count: Samples they are of, None where the file does not say.
-        features: Features of some of the samples, float64 [M, D]; None where the file has none.
-        about: Network and resize that they are of; empty where the file does not say.
-    """
-
-    mean: Tensor
-    cov: Tensor
-    count: int | None
-    features: Tensor | None = None
+    mean: Tensor  # float64 [D]
+    cov: Tensor  # float64 [D, D]
+    count: int | None  # samples they are of, None where the file does not say
+    features: Tensor | None = None  # features of some of the samples, float64 [M, D]; None where the file has none
+    # Network and resize that they are of; empty where the file does not say
     about: dict[str, Any] = field(default_factory=dict)
 
 

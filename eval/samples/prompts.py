@@ -38,20 +38,14 @@ _FOLDER = Path(__file__).resolve().parents[2] / "assets" / "prompts"
 
 @dataclass(frozen=True)
 class Prompts:
-    """A list of prompts.
+    """A list of prompts."""
 
-    Attributes:
-        source: Name of a built-in list, or the path of the file.
-        texts: The prompts, none empty.
-        sha256: SHA-256 of the whole list as UTF-8, one prompt a line, before any limit; the same
-            for the same prompts in another kind of file.
-        rule: Rule by which they were chosen from a file that holds more; empty where all are taken.
-    """
-
-    source: str
-    texts: Sequence[str]
+    source: str  # name of a built-in list, or the path of the file
+    texts: Sequence[str]  # the prompts, none empty
+    # SHA-256 of the whole list as UTF-8, one prompt a line, before any limit; the same for the same prompts in
+    # another kind of file
     sha256: str
-    rule: str = ""
+    rule: str = ""  # rule by which they were chosen from a file that holds more; empty where all are taken
 
     def __getitem__(self, sample: int) -> str:
         """Return the prompt of a sample; the list repeats."""

@@ -33,46 +33,28 @@ _EXACT = 2**62  # count of statistics that do not say; they are taken as exact
 
 @dataclass(frozen=True)
 class Wish:
-    """Way of taking the samples of a folder.
+    """Way of taking the samples of a folder."""
 
-    Attributes:
-        is_film: Films are wanted.
-        side: Resize pictures to it, pixels; None where all are of one size.
-        recursive: Look into folders inside, too.
-        samples: Use so many, drawn at random; None for all.
-        seed: Seed of that draw.
-        progress: Shows how far sizes are looked at, of so many under a label.
-    """
-
-    is_film: bool = False
-    side: int | None = None
-    recursive: bool = False
-    samples: int | None = None
-    seed: int = 0
+    is_film: bool = False  # films are wanted
+    side: int | None = None  # resize pictures to it, pixels; None where all are of one size
+    recursive: bool = False  # look into folders inside, too
+    samples: int | None = None  # use so many, drawn at random; None for all
+    seed: int = 0  # seed of that draw
+    # Shows how far sizes are looked at, of so many under a label
     progress: Callable[[Iterable[Any], int, str], Iterable[Any]] = lambda items, *_: items
 
 
 @dataclass(frozen=True)
 class Source:
-    """Samples, checked and not read yet.
+    """Samples, checked and not read yet."""
 
-    Attributes:
-        path: Path as given.
-        folder: Pictures or films; None where only statistics are known.
-        indices: Indices of the samples that are used, increasing.
-        is_film: Whether they are films.
-        side: Pictures are resized to it, pixels; None leaves them.
-        size: Height and width of the pictures as they are used; None without.
-        statistics: Stored mean and covariance.
-    """
-
-    path: Path
-    folder: folders.Folder | None
-    indices: Sequence[int] = ()
-    is_film: bool = False
-    side: int | None = None
-    size: tuple[int, int] | None = None
-    statistics: npz.Statistics | None = None
+    path: Path  # path as given
+    folder: folders.Folder | None  # pictures or films; None where only statistics are known
+    indices: Sequence[int] = ()  # indices of the samples that are used, increasing
+    is_film: bool = False  # whether they are films
+    side: int | None = None  # pictures are resized to it, pixels; None leaves them
+    size: tuple[int, int] | None = None  # height and width of the pictures as they are used; None without
+    statistics: npz.Statistics | None = None  # stored mean and covariance
 
     @property
     def parts(self) -> list[Sequence[int]]:

@@ -53,28 +53,19 @@ class VBenchError(DiffcacheError, RuntimeError):
 
 @dataclass(frozen=True)
 class DriverJob:
-    """Films and settings to run the package on.
+    """Films and settings to run the package on."""
 
-    Attributes:
-        films: Folder of `.mp4` films.
-        out: Folder for `<dimension>_eval_results.json` and `<dimension>_full_info.json`.
-        info: VBench's list of prompts, which makes it the standard suite; None for films of any
-            prompts (mode `custom_input`).
-        prompts: `{file name: prompt}` for films of any prompts; None to take the names.
-        filtered: Films that VBench's static filter kept, for temporal_flickering of the suite.
-        device: Torch device in the other interpreter.
-        python: The interpreter; None for `$VBENCH_PYTHON`, or this one.
-        gpus: CUDA devices, each of which runs one dimension at a time. VBench's own way to share
-            one dimension out needs NCCL, and takes the last frame for appearance_style.
-    """
-
-    films: Path
-    out: Path
+    films: Path  # folder of `.mp4` films
+    out: Path  # folder for `<dimension>_eval_results.json` and `<dimension>_full_info.json`
+    # VBench's list of prompts, which makes it the standard suite; None for films of any prompts (mode
+    # `custom_input`)
     info: Path | None = None
-    prompts: Mapping[str, str] | None = None
-    filtered: Path | None = None
-    device: str = "cuda"
-    python: str | None = None
+    prompts: Mapping[str, str] | None = None  # `{file name: prompt}` for films of any prompts; None to take the names
+    filtered: Path | None = None  # films that VBench's static filter kept, for temporal_flickering of the suite
+    device: str = "cuda"  # torch device in the other interpreter
+    python: str | None = None  # the interpreter; None for `$VBENCH_PYTHON`, or this one
+    # CUDA devices, each of which runs one dimension at a time. VBench's own way to share one dimension out needs
+    # NCCL, and takes the last frame for appearance_style.
     gpus: int = 1
 
     def __post_init__(self) -> None:

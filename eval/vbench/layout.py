@@ -23,15 +23,10 @@ _LONGEST_NAME_BYTES = 255
 
 @dataclass(frozen=True)
 class Prompt:
-    """A prompt of the suite.
+    """A prompt of the suite."""
 
-    Attributes:
-        text: English prompt.
-        dimensions: Dimensions that it is evaluated on.
-    """
-
-    text: str
-    dimensions: tuple[str, ...]
+    text: str  # english prompt
+    dimensions: tuple[str, ...]  # dimensions that it is evaluated on
 
 
 def find_info(path: str | Path | None = None) -> Path:

@@ -22,23 +22,16 @@ from diffcache.files import write_json
 
 @dataclass(frozen=True)
 class Suite:
-    """Films to draw.
+    """Films to draw."""
 
-    Attributes:
-        task: Model, seed of the first film, call, frame rate; its `prompts` is VBench's list.
-        out: Folder of the run; the films go into `films` inside.
-        method: A row of an evaluation (`diffcache.eval.methods.parse_row`); "" for uncached.
-        dimensions: Dimensions to draw for; None for all. The choice does not change a film's seed.
-        samples: Films of a prompt, five times as many of flickering; VBench's own number is 5.
-        rewritten: File with one prompt a line in the order of VBench's list, handed to the
-            pipeline in place of VBench's own; names of films keep those.
-    """
-
-    task: Task
-    out: Path
-    method: str = ""
+    task: Task  # model, seed of the first film, call, frame rate; its `prompts` is VBench's list
+    out: Path  # folder of the run; the films go into `films` inside
+    method: str = ""  # a row of an evaluation (`diffcache.eval.methods.parse_row`); "" for uncached
+    # Dimensions to draw for; None for all. The choice does not change a film's seed.
     dimensions: Sequence[str] | None = None
-    samples: int = suite.SAMPLES
+    samples: int = suite.SAMPLES  # films of a prompt, five times as many of flickering; VBench's own number is 5
+    # File with one prompt a line in the order of VBench's list, handed to the pipeline in place of VBench's own;
+    # names of films keep those
     rewritten: Path | None = None
 
     @property

@@ -23,21 +23,13 @@ ENDING = "_eval_results.json"
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of one model; all are shares from 0 to 1 (a normalized one can leave that range).
+    """Scores of one model; all are shares from 0 to 1 (a normalized one can leave that range)."""
 
-    Attributes:
-        raw: Raw score of every dimension that was measured.
-        normalized: Raw scores brought to VBench's ranges.
-        quality: Weighted mean of seven dimensions; None unless all are there.
-        semantic: Mean of nine dimensions; None unless all are there.
-        total: `(4 quality + semantic) / 5`; None unless all 16 are there.
-    """
-
-    raw: Mapping[str, float]
-    normalized: Mapping[str, float]
-    quality: float | None
-    semantic: float | None
-    total: float | None
+    raw: Mapping[str, float]  # raw score of every dimension that was measured
+    normalized: Mapping[str, float]  # raw scores brought to VBench's ranges
+    quality: float | None  # weighted mean of seven dimensions; None unless all are there
+    semantic: float | None  # mean of nine dimensions; None unless all are there
+    total: float | None  # `(4 quality + semantic) / 5`; None unless all 16 are there
 
     @property
     def missing(self) -> tuple[str, ...]:

@@ -19,25 +19,15 @@ FLICKER = "temporal_flickering"
 
 @dataclass(frozen=True)
 class Dimension:
-    """One dimension of VBench.
+    """One dimension of VBench."""
 
-    Attributes:
-        name: Name in VBench's files.
-        group: Score that it belongs to.
-        low: Raw score that counts as 0.
-        high: Raw score that counts as 1.
-        prompts: Number of prompts in the standard suite.
-        weight: Share within its group, dimensionless.
-        custom: Whether VBench measures it on films of any prompt (mode `custom_input`).
-    """
-
-    name: str
-    group: Literal["quality", "semantic"]
-    low: float
-    high: float
-    prompts: int
-    weight: float = 1.0
-    custom: bool = True
+    name: str  # name in VBench's files
+    group: Literal["quality", "semantic"]  # score that it belongs to
+    low: float  # raw score that counts as 0
+    high: float  # raw score that counts as 1
+    prompts: int  # number of prompts in the standard suite
+    weight: float = 1.0  # share within its group, dimensionless
+    custom: bool = True  # whether VBench measures it on films of any prompt (mode `custom_input`)
 
     @property
     def files(self) -> tuple[WeightFile, ...]:
