@@ -188,14 +188,7 @@ def wrapped(
 def choice_for(
     target: Any, denoisers: dict[str, nn.Module], method: object, preset: str | None, settings: Mapping[str, Any]
 ) -> ChosenMethod:
-    """Return the method of a pipeline by its preset, with the reason.
-
-    Args:
-        target: The pipeline, or the denoiser itself.
-        denoisers: Its denoisers by name; the first says what it is.
-        method: Method that was named beside it; None for none.
-        preset: Preset that is asked for; None takes that of the model, or a fallback.
-        settings: Settings that are to replace some of the preset.
+    """Return the method of a pipeline by its preset, with the reason; the first denoiser says what it is.
 
     Raises:
         AttachError: If the model has no such preset.
@@ -537,12 +530,7 @@ def settings(target: Any = None, **settings: Any) -> AbstractContextManager[None
 
 
 def _wrapped_with(settings: Mapping[str, Any]) -> list[Handle]:
-    """Return all that is wrapped with a method that has some settings.
-
-    Raises:
-        AttachError: If nothing is wrapped.
-        ValueError: If no method has them.
-    """
+    """Return all that is wrapped with a method that has some settings."""
     with ATTACHING:
         handles = [handle for handle in WRAPPED if handle.target() is not None]
     if not handles:
@@ -657,14 +645,7 @@ def method_for(
     method: str | Method | Configuration | Mapping[str, str | Method],
     **settings: Any,
 ) -> Method:
-    """Return a method for a pipeline, as `wrap` takes it.
-
-    Args:
-        target: The pipeline, or the denoiser itself.
-        denoisers: Its denoisers by name; the first says which published settings are its own.
-        method: A method, or its name with or without settings; or one for each denoiser.
-        **settings: Settings of a method given by name.
-    """
+    """Return a method for a pipeline, as `wrap` takes it; of its denoisers the first says what is published for it."""
     scheduler = getattr(target, "scheduler", None)
     if isinstance(method, Mapping):
         if set(method) != set(denoisers):

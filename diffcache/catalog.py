@@ -17,11 +17,7 @@ from diffcache.settings_file import Saved, is_settings_file, read_settings
 
 
 def method_class(name: str) -> type[Method]:
-    """Return the class of a method, or of a policy for language models, by its name.
-
-    Raises:
-        UnknownMethodError: If the registry has no such name.
-    """
+    """Return the class of a method, or of a policy for language models, by its name; or raise UnknownMethodError."""
     row = find(name, "method", "dllm")
     if row is None:
         raise unknown(name, "method", "dllm")

@@ -56,11 +56,7 @@ def _is_one(target: object) -> bool:
 
 
 def _of_row(row: Row) -> str:
-    """Return the entry that a class holds, or one under the name that the method goes by.
-
-    Raises:
-        ValueError: If no paper describes it.
-    """
+    """Return the entry that a class holds, or one under the name that the method goes by."""
     from diffcache.kv.recipes.catalog import reference
 
     made = row.load()

@@ -70,11 +70,7 @@ def guarded(command: Command) -> Command:
 
 
 def script(command: Command) -> Callable[..., int]:
-    """Return the `main` of a module: it runs a command, and returns the exit code.
-
-    Args:
-        command: Function with options as typer reads them; its docstring is the help.
-    """
+    """Return the `main` of a module: it runs a command, whose docstring is the help, and returns the exit code."""
     app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
     app.command(epilog=EXIT_LINE, context_settings={"help_option_names": ["-h", "--help"]})(guarded(command))
 
@@ -128,13 +124,7 @@ def check_json(target: str) -> None:
 
 
 def print_or_write(target: str, report: dict[str, Any], print_text: Callable[[], None]) -> None:
-    """Print a report: as text, or as nothing but JSON where `--json` is `-`.
-
-    Args:
-        target: Target that `--json` names; a file gets the JSON as well.
-        report: Plain data.
-        print_text: Prints it for people.
-    """
+    """Print a report as text, or as nothing but JSON where `--json` is `-`; a file gets the JSON as well."""
     if target == "-":
         typer.echo(json.dumps(report, indent=1, allow_nan=False))
         return
@@ -145,12 +135,7 @@ def print_or_write(target: str, report: dict[str, Any], print_text: Callable[[],
 
 
 def refuse(options: dict[str, Any], why: str) -> None:
-    """Raise ValueError for the first option that was given.
-
-    Args:
-        options: Option without its dashes -> its value; None where it was not given.
-        why: Rest of the sentence.
-    """
+    """Raise ValueError for the first option that was given, by its name without dashes; `why` ends the sentence."""
     for name, value in options.items():
         if value is not None:
             raise ValueError(f"--{name} {value}: {why}")

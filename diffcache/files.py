@@ -39,10 +39,8 @@ def read_json(path: Path) -> Any:
 def check_target(option: str, path: Path, endings: Collection[str] = ()) -> None:
     """Check that a file can be written before anything is computed; make its folder.
 
-    Args:
-        option: The option or argument that names the file, such as `--out`.
-        path: The file; one that is there stays as it is.
-        endings: Endings the file may have, in lower case with the dot; empty allows any.
+    An option or argument, such as `--out`, names it. A file that is there stays as it is; its name has one
+    of some endings, in lower case with the dot, if there are any.
 
     Raises:
         ValueError: If the ending is another, the path is a folder, or it cannot be written.

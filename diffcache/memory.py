@@ -65,17 +65,11 @@ def expectation(handle: Handle) -> tuple[ExpectedBytes, Size] | None:
 def bytes_of(
     model: nn.Module, method: Method, size: Size, compression: tuple[int, int] | None = None
 ) -> ExpectedBytes:
-    """Return the bytes that a method holds of one denoiser.
+    """Return the bytes that a method holds of one denoiser, which may be on the `meta` device itself.
 
     A copy of the denoiser without weights, on torch's `meta` device, is called once with inputs
-    of the right shapes, so that the count is that of a real run.
-
-    Args:
-        model: The denoiser; it may be on the `meta` device itself.
-        method: The method.
-        size: Size of a call.
-        compression: Pixels of a latent row and frames of a latent frame; None is what the usual
-            autoencoder of the denoiser's class has.
+    of the right shapes, so that the count is that of a real run. The compression, pixels of a latent row
+    and frames of a latent frame, is that of the usual autoencoder of the denoiser's class where it is None.
 
     Raises:
         AttachError: If the denoiser cannot be cached with this method.
@@ -140,25 +134,14 @@ def in_dtype(inputs: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
 
 
 class Rehearsal(Handle):
-    """A method attached to a denoiser without weights, whose steps are called by hand.
-
-    Args:
-        model: The denoiser, on torch's `meta` device.
-        method: The method, which reuses features alone.
-    """
+    """A method that reuses features alone, on a denoiser on the `meta` device, whose steps are called by hand."""
 
     def __init__(self, model: nn.Module, method: Method) -> None:
         super().__init__(model, {"model": model}, method)
         self.restart(None)
 
     def call(self, inputs: Mapping[str, Any], size: Size, step: int = 0, number: int = 0) -> None:
-        """Call the denoiser as in a step of a run.
-
-        Args:
-            inputs: Forward arguments, on torch's `meta` device.
-            size: Their size, for the error.
-            step: Index of the step, from 0.
-            number: Guidance branch, from 0.
+        """Call the denoiser with inputs of a size as in a step of a run, and a guidance branch, both from 0.
 
         Raises:
             ValueError: If the denoiser cannot be called at this size.
@@ -175,11 +158,9 @@ class Rehearsal(Handle):
             ) from error
 
     def held(self, records: int = _RECORDS, calls: int = 0) -> ExpectedBytes:
-        """Return the bytes that the method holds after some computed steps.
+        """Return the bytes that the method holds after some computed steps, by default as many as fill every forecast.
 
-        Args:
-            records: Computed steps; by default as many as fill every forecast.
-            calls: Branches among which the bytes are shared out; 0 for all that were called.
+        They are shared out among so many branches; 0 for all that were called.
         """
         denoiser, run = self.denoisers[0], self.run()
         (reuse,) = denoiser.extensions
@@ -219,11 +200,6 @@ def _fill_gates(reuse: FeatureReuse, timeline: Timeline) -> None:
 
 def size_of(target: Any, model: nn.Module, given: Mapping[str, int | None]) -> Size:
     """Return the size of a call: sizes that were given, else those of the pipeline's defaults.
-
-    Args:
-        target: The pipeline, or the denoiser itself.
-        model: The denoiser.
-        given: Fields of `Size`; None and those left out have the default.
 
     Raises:
         ValueError: If the inputs of the denoiser's class are not known, or it has no default size.

@@ -420,11 +420,7 @@ def places(kind: Kind) -> dict[str, str]:
 
 
 def exported(package: str, name: str, kind: Kind) -> Any:
-    """Return a class of a kind as an attribute of its package.
-
-    Raises:
-        AttributeError: If no row has such a class.
-    """
+    """Return a class of a kind as an attribute of its package, or raise AttributeError."""
     module = places(kind).get(name)
     if module is None:
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
@@ -470,13 +466,7 @@ def unknown(name: str, *kinds: Kind) -> UnknownMethodError:
 
 @dataclass(frozen=True)
 class Words:
-    """Words of messages about one kind of cache that can be wrapped.
-
-    Attributes:
-        noun: Noun for one of it.
-        story: The noun, and where it goes.
-        takes: What it is put on.
-    """
+    """Words of messages about one kind of cache that can be wrapped: a noun, where it goes, what it is put on."""
 
     noun: str
     story: str
@@ -567,15 +557,10 @@ def _setting(text: str, pair: str) -> tuple[str, Any]:
 
 
 def split(text: str, rest: str, at: str = ",") -> list[str]:
-    """Split at the commas that stand outside of brackets and quotes.
-
-    Args:
-        text: The whole word, for the error.
-        rest: Text to split.
-        at: Another sign to split at.
+    """Split at the commas, or another sign, that stand outside of brackets and quotes.
 
     Raises:
-        ValueError: If a bracket or quote is open.
+        ValueError: If a bracket or quote is open; `text` is the whole word, for the error.
     """
     parts, depth, quote = [""], 0, ""
     for sign in rest:

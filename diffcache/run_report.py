@@ -116,12 +116,7 @@ class Report:
         return timeline_image(self.calls, width, height)
 
     def to_text(self, width: int | None = None, ascii_only: bool = False) -> str:
-        """Return the report as plain text without colors.
-
-        Args:
-            width: Columns; those of the terminal by default, 100 without one.
-            ascii_only: Use ASCII characters only.
-        """
+        """Return the report as plain text, in so many columns: by default those of the terminal, 100 without one."""
         width = width or shutil.get_terminal_size((100, 24)).columns
         text = text_of(self.table(ascii_only), width) if self.sites else ""
         timeline = timeline_text(self.calls, width, ascii_only)
@@ -234,12 +229,7 @@ class Report:
 
 
 def text_of(table: Any, width: int | None = None) -> str:
-    """Return a table of `rich` as plain text without colors.
-
-    Args:
-        table: The table.
-        width: Columns; those of the terminal by default, 100 without one.
-    """
+    """Return a table of `rich` as plain text without colors, in so many columns as `Report.to_text`."""
     from rich.console import Console
 
     out = StringIO()
@@ -249,13 +239,7 @@ def text_of(table: Any, width: int | None = None) -> str:
 
 
 def html_of(table: Any, lines: Sequence[str], title: str = "") -> str:
-    """Return a table of `rich` with a title and lines of text as HTML, for notebooks.
-
-    Args:
-        table: The table, None for none.
-        lines: Texts that stand below it.
-        title: Text that stands above it.
-    """
+    """Return a table of `rich`, if there is one, with a title above and lines of text below as HTML, for notebooks."""
     from rich.console import Console
 
     parts = [f"<p><code>{escape(title)}</code></p>"] if title else []

@@ -63,12 +63,8 @@ def save_settings(
 ) -> None:
     """Write the settings that an object is wrapped with.
 
-    Args:
-        path: File to write, `.yaml` or `.yml`; its tables go beside it, into `.safetensors`.
-        method: Method or policy, or the name of a recipe.
-        settings: Settings of a name.
-        components: Names of the pipeline's denoisers; None for all of them.
-        text_bytes: Most bytes of outputs of text encoders to keep; None keeps none.
+    The file is `.yaml` or `.yml`; tables go beside it, into `.safetensors`. `method` is a method or policy,
+    or the name of a recipe, which has the settings.
 
     Raises:
         ValueError: If the file cannot be written, or there is something in the method that cannot
@@ -133,11 +129,7 @@ def read_settings(path: str | os.PathLike[str]) -> Saved:
 
 
 def _parsed(path: Path) -> Any:
-    """Return the data of a YAML file that is not large, deep, or made of references.
-
-    Raises:
-        ValueError: If it is, or it is no YAML.
-    """
+    """Return the data of a YAML file that is not large, deep, or made of references."""
     import yaml
 
     try:
@@ -161,11 +153,7 @@ def _parsed(path: Path) -> Any:
 
 
 def _saved(data: Any, path: Path) -> Saved:
-    """Return the contents of a file that is read.
-
-    Raises:
-        ValueError: If they are others.
-    """
+    """Return the contents of a file that is read."""
     known = [entry.name for entry in dataclasses.fields(Saved)]
     if not isinstance(data, dict) or "method" not in data:
         raise ValueError("has no 'method'; it must have one, and its 'settings'")
@@ -191,11 +179,7 @@ def _saved(data: Any, path: Path) -> Saved:
 
 
 def _method(data: Any, settings: Mapping[str, Any]) -> str | Method:
-    """Return the method of a file: its name, or the method that its parts make.
-
-    Raises:
-        ValueError: If it is neither, or there are settings besides parts.
-    """
+    """Return the method of a file: its name, or the method that its parts make."""
     if isinstance(data, str) and not is_settings_file(data):
         return data
     if not isinstance(data, dict):
@@ -209,11 +193,7 @@ def _method(data: Any, settings: Mapping[str, Any]) -> str | Method:
 
 
 def _setting(name: str, value: Any, path: Path) -> Any:
-    """Return a setting as a method takes it; tables are a file beside the one that names them.
-
-    Raises:
-        ValueError: If it is a file elsewhere, or no number.
-    """
+    """Return a setting as a method takes it; tables are a file beside the one that names them."""
     if name == "tables" and isinstance(value, str):
         if Path(value).name != value:
             raise ValueError(f"tables={value!r}: must be the name of a file beside this one")

@@ -103,11 +103,7 @@ class Site(str, Enum):
 
     @classmethod
     def of(cls, value: str | Site) -> Site:
-        """Return the site named `value`.
-
-        Raises:
-            ValueError: If no site has that name.
-        """
+        """Return the site named `value`; raise ValueError if no site has that name."""
         try:
             return cls(value)
         except ValueError:

@@ -99,11 +99,7 @@ def _default(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def _named(modules: dict[str, nn.Module], names: Sequence[str]) -> dict[str, nn.Module]:
-    """Return the modules of a pipeline that the user named.
-
-    Raises:
-        AttachError: If there is no such module.
-    """
+    """Return the modules of a pipeline that the user named."""
     missing = [name for name in names if name not in modules]
     if missing:
         raise AttachError(f"components: no {missing[0]!r}; the pipeline has {', '.join(modules)}")
@@ -111,16 +107,10 @@ def _named(modules: dict[str, nn.Module], names: Sequence[str]) -> dict[str, nn.
 
 
 def check_free(target: Any, denoisers: dict[str, nn.Module], site: Site | str) -> None:
-    """Raise unless nothing else caches the denoisers, and they can be cached as compiled.
+    """Raise AttachError unless nothing else caches the denoisers, and they can be cached at a site as compiled.
 
-    Args:
-        target: The pipeline or denoiser that is about to be wrapped.
-        denoisers: Its denoisers by name.
-        site: Site of the features that are about to be taken.
-
-    Raises:
-        AttachError: If it is wrapped already, runs under another cache, or is compiled as a whole
-            or where features are taken inside.
+    It may be wrapped already, run under another cache, or be compiled as a whole or where features are
+    taken inside.
     """
     for owner in [owner_of(target), *map(owner_of, denoisers.values())]:
         if owner is not None:

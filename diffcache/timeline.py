@@ -22,7 +22,6 @@ class Lane:
     """One guidance branch of one denoiser over the steps of a run.
 
     Attributes:
-        label: Name of the lane in print.
         marks: Part of every step of the run that was computed, 0 to 1; None where this branch did
             not run.
     """
@@ -64,16 +63,10 @@ def lanes_of(calls: Sequence[CallRecord]) -> list[Lane]:
 
 
 def timeline_text(calls: Sequence[CallRecord], width: int = 100, ascii_only: bool = False) -> str:
-    """Draw the timeline in characters, one line a branch, wrapped at `width` columns.
+    """Draw the timeline in characters, one line a branch, wrapped at `width` columns, at least 40.
 
-    Args:
-        calls: The denoiser calls of a run.
-        width: Columns of the terminal; at least 40 are used.
-        ascii_only: Draw with `#` and `.` where block characters cannot be printed.
-
-    Returns:
-        A ruler of step numbers, one line for each branch, and a legend; empty without calls. Steps
-        of which a part was computed are bars of that height, or tenths in ASCII.
+    It is a ruler of step numbers, one line for each branch, and a legend; empty without calls. Steps of
+    which a part was computed are bars of that height, or tenths in ASCII, which draws with `#` and `.`.
     """
     lanes = lanes_of(calls)
     if not lanes:
@@ -100,18 +93,10 @@ def timeline_text(calls: Sequence[CallRecord], width: int = 100, ascii_only: boo
 
 
 def timeline_image(calls: Sequence[CallRecord], width: int = 800, height: int = 200) -> Image:
-    """Draw the timeline as a picture: steps to the right, branches downwards.
-
-    Args:
-        calls: The denoiser calls of a run.
-        width: Pixels; at least 160.
-        height: Pixels; at least 80.
-
-    Returns:
-        An RGB `PIL.Image`.
+    """Draw the timeline as an RGB `PIL.Image`: steps to the right, branches downwards.
 
     Raises:
-        ValueError: If the picture is too small to be read.
+        ValueError: If the picture is below 160 x 80 pixels, too small to be read.
     """
     from PIL import Image, ImageDraw
 

@@ -62,11 +62,7 @@ class Weights:
         return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in self._tensors)
 
     def changed(self, starts: bool) -> bool:
-        """Return whether they changed since they were accepted.
-
-        Args:
-            starts: Whether a run starts, so that contents are to be summed.
-        """
+        """Return whether they changed since they were accepted; contents are summed where a run starts."""
         tensors = self._now()
         moved = any(a is not b for a, b in zip(tensors, self._tensors, strict=True))
         moved = moved or self._stamps != [_stamp(t) for t in tensors]

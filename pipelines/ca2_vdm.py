@@ -75,18 +75,10 @@ class FactorizedVideo(CausalVideo):
         read_once: bool = True,
         recall: int = 0,
     ) -> FactorizedSession:
-        """Return a new stream.
+        """Return a new stream, as `CausalVideo.session` does.
 
-        Args:
-            prompt: Text embeddings, `[B, S, E]`.
-            size: Height and width in latents.
-            policy: A `Ca2VDM`, or a name with settings; None for the policy that this is wrapped
-                with, else the default one.
-            seed: Seed of the noise.
-            negative: Text embeddings of the unguided branch, `[B, S, E]`; needed for guidance.
-            guidance: Scale of classifier-free guidance; 1 for none.
-            read_once: Not looked at, as keys are not rotated.
-            recall: Latest clean latents that are kept, in frames.
+        The policy is a `Ca2VDM`, or its name with settings; `read_once` is not looked at, as keys are not
+        rotated.
 
         Raises:
             ValueError: If an argument is out of its range.
@@ -139,13 +131,8 @@ class FactorizedSession(Session):
     def switch(self, prompt: Tensor, mode: Switch | None = None, *, negative: Tensor | None = None) -> None:
         """Change the prompt from the next chunk on; frames that are held stay as they are.
 
-        Args:
-            prompt: Text embeddings, `[B, S, E]`.
-            mode: `Keep()` or None.
-            negative: Text embeddings of the unguided branch; None to leave them as they are.
-
         Raises:
-            ValueError: If texts are of another shape, or `mode` is another one.
+            ValueError: If texts are of another shape, or `mode` is another one than `Keep()`.
         """
         if mode is not None and mode != Keep():
             raise ValueError(f"mode={mode!r}: must be Keep(), as keys hold their positions")

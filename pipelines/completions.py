@@ -305,13 +305,7 @@ class Completions:
         yield "data: [DONE]\n\n"
 
     async def _asked(self, request: Request) -> dict[str, Any]:
-        """Return the fields of a request.
-
-        Raises:
-            ClientDisconnect: If the client goes before all of it came.
-            HTTPException: If it is too large, or asks for another model.
-            ValueError: If it is none, or asks for what is not there.
-        """
+        """Return the fields of a request; raise an error that says what is wrong with it, or that the client went."""
         body = b""
         async for part in request.stream():
             body += part
@@ -336,11 +330,7 @@ class Completions:
         return asked
 
     def _wanted(self, asked: dict[str, Any]) -> list[Completion]:
-        """Return the prompts of a request.
-
-        Raises:
-            ValueError: If they are no prompts, or the answer is longer than there are tokens.
-        """
+        """Return the prompts of a request."""
         prompts = asked["prompt"]
         is_one = isinstance(prompts, str) or (isinstance(prompts, list) and _is_row(prompts))
         prompts = [prompts] if is_one else prompts
@@ -357,11 +347,7 @@ class Completions:
 
 
 async def pieces(one: Completion) -> AsyncIterator[tuple[str, str | None]]:
-    """Yield the text of an answer as it settles, and with the last piece why it ended.
-
-    Raises:
-        Exception: What the prompt failed of.
-    """
+    """Yield the text of an answer as it settles, and with the last piece why it ended; raise what it failed of."""
     why = None
     while why is None:
         event = await one.events.get()
@@ -372,11 +358,7 @@ async def pieces(one: Completion) -> AsyncIterator[tuple[str, str | None]]:
 
 
 async def ended(wanted: list[Completion]) -> list[str | None]:
-    """Wait for the whole texts of answers, and return why each ended.
-
-    Raises:
-        Exception: What a prompt failed of.
-    """
+    """Wait for the whole texts of answers, and return why each ended; raise what one failed of."""
     reasons = []
     for one in wanted:
         told = [why async for _, why in pieces(one)]

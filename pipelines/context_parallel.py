@@ -26,13 +26,7 @@ from diffcache.video import VideoPolicy
 
 @dataclass(frozen=True)
 class Ranks:
-    """Processes that share a stream.
-
-    Attributes:
-        group: Process group.
-        rank: Number of this process in it.
-        count: Number of processes.
-    """
+    """Processes of a group that share a stream: the rank of this one in it, and their number."""
 
     group: Any
     rank: int
@@ -64,15 +58,7 @@ class Ranks:
         return found
 
     def check_same(self, value: Any, device: torch.device) -> None:
-        """Raise in every process unless all of them give the same.
-
-        Args:
-            value: Plain data and tensors.
-            device: Device of the group's tensors.
-
-        Raises:
-            ValueError: If one differs.
-        """
+        """Raise ValueError in every process unless all of them give the same plain data and tensors."""
         number = int(digest(value), 16) >> 2
         bounds = torch.tensor([number, -number], device=device)
         distributed.all_reduce(bounds, distributed.ReduceOp.MAX, group=self.group)
@@ -93,13 +79,7 @@ def ranks_of(model: nn.Module) -> Ranks | None:
 
 
 def shared_by(model: Any, policy: VideoPolicy, size: tuple[int, int], unit: int) -> Ranks | None:
-    """Return the processes that share a new stream, None for one process.
-
-    Args:
-        model: Transformer.
-        policy: Frames that are held.
-        size: Height and width in latents.
-        unit: Tokens of a frame.
+    """Return the processes that share a new stream, of so many tokens a frame; None for one process.
 
     Raises:
         AttachError: If the model is split in another way than by `ulysses_degree`.
@@ -141,11 +121,7 @@ def shared_by(model: Any, policy: VideoPolicy, size: tuple[int, int], unit: int)
 
 
 def check_alike(session: Any, *given: Any) -> None:
-    """Raise unless all processes that share a stream are about to do the same.
-
-    Args:
-        session: `Session`.
-        given: Plain data and tensors that it was given: frames, a switch, latents.
+    """Raise unless all processes that share a stream are about to do the same, with what they are given.
 
     Raises:
         AttachError: If the transformer was split after the stream began.
@@ -165,10 +141,7 @@ def check_alike(session: Any, *given: Any) -> None:
 def attend_by_heads(model: nn.Module, call: AttentionCall, attend: Callable[[AttentionCall], Tensor]) -> Tensor:
     """Return the attention of this process's tokens, `[B, T, H, D]`, computed by heads.
 
-    Args:
-        model: Transformer, split or not.
-        call: Queries, keys and values of this process's tokens.
-        attend: Attention of this process's heads over all tokens.
+    `attend` is the attention of this process's heads over all tokens.
     """
     ranks = ranks_of(model)
     if ranks is None:

@@ -27,9 +27,7 @@ class Streamer:
     def show(self, decoding: Decoding, numbers: Iterable[tuple[int, int]] | None = None) -> None:
         """Tell the tokens that settled at the last step; the host waits.
 
-        Args:
-            decoding: The decoding.
-            numbers: Sequences to tell of, each with the number of its prompt; None for all.
+        Told are all sequences, or those in `numbers`, each with the number of its prompt.
         """
         if self.on_settled is None:
             return
@@ -46,11 +44,7 @@ class Streamer:
 
 @contextmanager
 def progress_bar(shown: bool) -> Iterator[Callable[[Decoding], None]]:
-    """Yield a function that shows how many tokens of a decoding are decided; the host waits.
-
-    Args:
-        shown: Whether there is a bar; without one the function does nothing.
-    """
+    """Yield a function that shows how many tokens of a decoding are decided, if it is to; the host waits."""
     if not shown:
         yield lambda decoding: None
         return

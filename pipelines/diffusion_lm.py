@@ -234,15 +234,10 @@ class DiffusionLM(Loop):
     def steps(
         self, prompts: Prompts, schedule: Schedule | None = None, sampler: Sampler | None = None
     ) -> Generator[Decoding, None, None]:
-        """Yield the decoding after each of its steps.
+        """Yield the decoding after each of its steps; arguments are those of `generate`.
 
         Several may take turns on one model: each holds keys and values of its own, and frees them
         at its end or when its iterator is closed.
-
-        Args:
-            prompts: Prompts, as for `generate`.
-            schedule: Schedule, as for `generate`.
-            sampler: Sampler, as for `generate`.
         """
         decoding = self._begun(prompts, schedule, sampler)
         for _ in self._forwards(decoding):
@@ -395,11 +390,7 @@ class DiffusionLM(Loop):
     def _begun(
         self, prompts: Prompts, schedule: Schedule | None, sampler: Sampler | None, longest: int = 0
     ) -> Decoding:
-        """Return a decoding before its first forward, with room for prompts of `longest` tokens.
-
-        Raises:
-            ValueError: If the prompts or settings do not fit the model, the policy or each other.
-        """
+        """Return a decoding before its first forward, with room for prompts of `longest` tokens."""
         policy = self.policy
         guide = None if self.guide is None else ModelGuide(self.guide)
         if sampler is None:
@@ -475,11 +466,7 @@ class DiffusionLM(Loop):
                 refused.append((number, row))
 
     def _check_serves(self, prompts: Any, slots: int, longest: int | None, fill: int) -> None:
-        """Raise unless sequences may come and go.
-
-        Raises:
-            ValueError: If they may not, or are one prompt, which would be taken apart.
-        """
+        """Raise ValueError unless sequences may come and go, and are not one prompt, which would be taken apart."""
         check_int("slots", slots, 1)
         check_int("fill", fill, 1)
         if longest is not None:
@@ -505,11 +492,7 @@ class DiffusionLM(Loop):
             )
 
     def _check_within(self, policy: Policy | None, sampler: Sampler) -> None:
-        """Raise unless a policy and a rule go with attention that is causal over blocks.
-
-        Raises:
-            ValueError: If they do not.
-        """
+        """Raise ValueError unless a policy and a rule go with attention that is causal over blocks."""
         abilities = () if policy is None else policy.abilities()
         if not all(isinstance(x, FedRows) and x.plans is RowPlan for x in abilities):
             raise ValueError(

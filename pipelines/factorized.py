@@ -61,11 +61,8 @@ class TextAttention(nn.Module):
 class Block(nn.Module):
     """Attention over space, over time, and to the text; then a feed-forward.
 
-    Args:
-        width: Channels of a token.
-        heads: Attention heads.
-        official: Whether attention to the prefix follows attention within a frame, with weights of
-            its own; otherwise one attention does both.
+    With `official`, attention to the prefix follows attention within a frame, with weights of its own;
+    otherwise one attention does both.
     """
 
     def __init__(self, width: int, heads: int, official: bool) -> None:

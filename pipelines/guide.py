@@ -16,9 +16,6 @@ class ModelGuide:
 
     Attributes:
         rows: Rows that the model computed, of all sequences and forwards together.
-
-    Args:
-        model: The model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -65,10 +62,9 @@ class ModelGuide:
 
 
 def check_guide(guide: nn.Module, model: nn.Module) -> None:
-    """Raise unless one model can score the drafts of the other.
+    """Raise ValueError if one model cannot score the drafts of the other.
 
-    Raises:
-        ValueError: If it has another vocabulary, or later tokens change what it predicts.
+    It must have the same vocabulary, and later tokens must not change what it predicts.
     """
     sizes = [getattr(getattr(one, "config", None), "vocab_size", None) for one in (guide, model)]
     if sizes[0] != sizes[1]:

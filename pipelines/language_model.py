@@ -48,11 +48,7 @@ def load_language_model(source: str, dtype: torch.dtype | str = "auto", *, trust
 
 @contextmanager
 def _earlier_transformers(code: Any) -> Iterator[None]:
-    """Lend a class of models the members of transformers 4 that it expects.
-
-    Args:
-        code: The class.
-    """
+    """Lend a class of models the members of transformers 4 that it expects."""
     tie = code.tie_weights
     takes_none = len(inspect.signature(tie).parameters) == 1  # but the model, as LLaDA's
     lacks_rope = "default" not in ROPE_INIT_FUNCTIONS

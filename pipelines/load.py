@@ -68,10 +68,6 @@ class Loading:
     def check(self, model: str, device: torch.device) -> None:
         """Check the arguments before any file is read.
 
-        Args:
-            model: Model that the command line names.
-            device: Device that the pipeline will run on.
-
         Raises:
             FileNotFoundError: If an adapter is not there.
             MissingError: If a package is missing.
@@ -99,15 +95,7 @@ class Loading:
 
 
 def made_by(model: str) -> Any:
-    """Return the pipeline that a function of the user's makes, named as `module:function`.
-
-    Modules of the folder that a command is called in are found too.
-
-    Args:
-        model: Model that a command line names.
-
-    Returns:
-        The pipeline; None where the text is no such name.
+    """Return the pipeline that a function of the user's makes, named as `module:function`; None for other text.
 
     Raises:
         ValueError: If there is no such function, or it needs arguments or returns no pipeline.
@@ -126,16 +114,10 @@ def made_by(model: str) -> Any:
 
 
 def named_function(option: str, text: str) -> Callable[..., Any]:
-    """Import a function of the user's by its name, `module:function`.
-
-    Modules of the folder that a command is called in are found too.
-
-    Args:
-        option: Option that names it, for errors.
-        text: The name.
+    """Import a function of the user's by its name, `module:function`, also from the working directory.
 
     Raises:
-        ValueError: If the module cannot be imported, or has no such function.
+        ValueError: If the module cannot be imported, or has no such function; `option` named it.
     """
     module, _, name = text.partition(":")
     if os.getcwd() not in sys.path:

@@ -46,12 +46,7 @@ FAMILIES = {  # by the configuration's `model_type`
 
 
 class MaskedModel:
-    """A masked language model, wrapped or not, as a decoding calls it.
-
-    Args:
-        model: The model.
-        block: Tokens of a block of attention; None where attention goes both ways.
-    """
+    """A masked language model, wrapped or not, as a decoding calls it; `block` as for `DiffusionLM`."""
 
     def __init__(self, model: nn.Module, block: int | None) -> None:
         self.model, self.block = model, block
@@ -101,10 +96,7 @@ class MaskedModel:
     def _arguments(self, ids: Tensor, valid: Tensor | None, plan: RowPlan) -> dict[str, Any]:
         """Return the arguments of a call of all rows of a model that is not wrapped.
 
-        Args:
-            ids: Tokens, int64 `[B, T]`.
-            valid: Tokens that are no padding, bool `[B, T]`; None for all.
-            plan: Plan of all rows.
+        Tokens are int64 `[B, T]`; which are no padding is bool `[B, T]`, None for all.
         """
         given: dict[str, Any] = {"input_ids": ids, "attention_mask": valid, **self.more}
         if plan.block is None and valid is None and not self.first:
@@ -144,11 +136,7 @@ class MaskedModel:
         return sys.maxsize if found is None else int(found)
 
     def check_token(self, name: str, token: int | None) -> None:
-        """Raise unless a token is one of the model, or None.
-
-        Raises:
-            ValueError: If it is not.
-        """
+        """Raise ValueError unless a token is one of the model, or None."""
         vocabulary = self.size("vocab_size")
         if token is not None:
             check_int(name, token, 0)
@@ -156,11 +144,7 @@ class MaskedModel:
                 raise ValueError(f"{name}={token}: is no token of the model, which has {vocabulary}; give another")
 
     def check_sizes(self, prompt: int, schedule: Schedule) -> None:
-        """Raise unless the model has the end token, and as many positions as prompt and answer.
-
-        Raises:
-            ValueError: If it has not.
-        """
+        """Raise ValueError unless the model has the end token, and as many positions as prompt and answer."""
         self.check_token("eos_id", schedule.eos_id)
         whole = prompt + schedule.length
         whole += -whole % (self.block or 1)  # the last block is decoded to the end
@@ -173,12 +157,9 @@ class MaskedModel:
 
 
 def parts_of(pipe: Any, tokenizer: Any, block: int | None) -> tuple[nn.Module, Any, int | None]:
-    """Return a pipeline's model, its tokenizer, and the tokens of its scheduler's blocks.
+    """Return the model of a `LLaDA2Pipeline`, its tokenizer, and the tokens of its scheduler's blocks.
 
-    Args:
-        pipe: A `LLaDA2Pipeline`.
-        tokenizer: Tokenizer instead of the pipeline's; None for that one.
-        block: Tokens of a block instead of the scheduler's; None for those.
+    A tokenizer or block that is given takes the place of the pipeline's.
 
     Raises:
         ValueError: If it is no pipeline that fills in masks block by block.

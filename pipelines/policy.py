@@ -133,16 +133,8 @@ def rollout(
     """Run every episode to its end with a receding horizon: draw a chunk, execute its start.
 
     Only episodes that are not over are drawn for, each with noise of its own, so that an episode
-    does not depend on the others of its batch.
-
-    Args:
-        pipe: The policy.
-        environment: Fresh episodes; holds the outcome afterwards.
-        num_inference_steps: Denoising steps.
-        seed: Seed of the noise.
-
-    Returns:
-        Number of chunks drawn one after the other.
+    does not depend on the others of its batch. Returned is how many chunks were drawn one after the
+    other; the environment holds the outcome.
     """
     count = len(environment.running)
     noises = [torch.Generator().manual_seed(seed * 1_000_003 + number) for number in range(count)]
@@ -209,9 +201,7 @@ def load_policy(state: Mapping[str, Tensor], n_head: int, n_action_steps: int = 
 def scheduler(prediction_type: str = "epsilon") -> DDPMScheduler:
     """Return the scheduler of the published policies: DDPM, 100 steps.
 
-    Args:
-        prediction_type: Prediction of the denoiser: `epsilon` (the noise, as published), `sample`
-            (the actions) or `v_prediction`.
+    The denoiser predicts `epsilon` (the noise, as published), `sample` (the actions) or `v_prediction`.
     """
     return DDPMScheduler(
         num_train_timesteps=100,

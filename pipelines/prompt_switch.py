@@ -13,13 +13,7 @@ from diffcache.video import Cut, Flush, Keep, Recache, Switch
 
 
 def checked(session: Any, prompt: Tensor, mode: Switch | None, negative: Tensor | None) -> tuple[Tensor, Switch]:
-    """Return the text of all rows after a switch, and its mode.
-
-    Args:
-        session: `Session` that is switched.
-        prompt: Text embeddings, `[B, S, E]`.
-        mode: Treatment of the cache; None for `Keep()`.
-        negative: Text embeddings of the unguided branch; None to leave them as they are.
+    """Return the text of all rows after a switch, and its mode; arguments are those of `Session.switch`.
 
     Raises:
         ValueError: If texts are of another shape or not finite, or `mode` is no switch or asks for
@@ -53,13 +47,7 @@ def checked(session: Any, prompt: Tensor, mode: Switch | None, negative: Tensor 
 
 
 def apply(session: Any, prompt: Tensor, mode: Switch) -> None:
-    """Let a new prompt take effect.
-
-    Args:
-        session: `Session` that is switched, between two chunks.
-        prompt: Text of all rows.
-        mode: Treatment of the cache.
-    """
+    """Let a new prompt, the text of all rows, take effect between two chunks."""
     session.prompt, store = prompt, session.store
     if isinstance(mode, Flush):
         mode.carry_out(store, session.policy.sinks, session.unit)
@@ -70,12 +58,7 @@ def apply(session: Any, prompt: Tensor, mode: Switch) -> None:
 
 
 def place(store: KVStore, positions: PositionMap | None) -> None:
-    """Have keys and queries rotated under the numbers of a map.
-
-    Args:
-        store: Keys and values.
-        positions: The map; None for numbers as they are.
-    """
+    """Have keys and queries rotated under the numbers of a map; as they are for None."""
     for layer in store.layers:
         layer.positions = positions
 

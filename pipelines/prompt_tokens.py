@@ -55,11 +55,7 @@ def tokens_of(prompts: Prompts, tokenizer: Any, vocabulary: int) -> list[list[in
 
 
 def _tokens(text: str, tokenizer: Any) -> list[int]:
-    """Return the tokens of a text.
-
-    Raises:
-        ValueError: If it is empty, or the tokenizer has no tokens for its words.
-    """
+    """Return the tokens of a text."""
     if not text.strip():
         raise ValueError(f"prompts: hold the empty text {text!r}; ask something")
     if any("\ud800" <= letter <= "\udfff" for letter in text):

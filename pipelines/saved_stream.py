@@ -24,13 +24,7 @@ SWITCHES: dict[str, Any] = {mode.__name__: mode for mode in (Keep, Flush, Recach
 
 
 def facts(video: Any, policy: VideoPolicy, sampler: FewSteps) -> dict[str, str]:
-    """Return the facts that a restored stream must share, by their names in an error.
-
-    Args:
-        video: `CausalVideo` that it runs on.
-        policy: Frames that are held.
-        sampler: Noise levels of a chunk.
-    """
+    """Return the facts that a restored stream must share, by their names in an error."""
     ranks = ranks_of(video.transformer)
     return {
         "transformer": str(facts_of(video.transformer, None)["config"]),
@@ -89,13 +83,7 @@ def switch_of(state: Mapping[str, Any] | None) -> Any:
 def write_stream(
     folder: str | os.PathLike[str], store: KVStore, state: Mapping[str, Any], known: Mapping[str, str]
 ) -> None:
-    """Write a stream into two files, one of which is its cache.
-
-    Args:
-        folder: Folder of the files, made if need be; those of another stream are replaced.
-        store: Cache of the stream.
-        state: Result of `state_of`.
-        known: Result of `facts`.
+    """Write a stream into two files, one of which is its cache; those of another stream are replaced.
 
     Raises:
         ValueError: If something in the cache has no place in a file.
@@ -109,13 +97,7 @@ def write_stream(
 
 
 def restored(video: Any, folder: str | os.PathLike[str], policy: VideoPolicy, sampler: FewSteps) -> Any:
-    """Return the session that `write_stream` wrote.
-
-    Args:
-        video: `CausalVideo` that it goes on with.
-        folder: Folder of the files.
-        policy: Policy it was made with.
-        sampler: Noise levels it was made with.
+    """Return the session that `write_stream` wrote, with the policy and noise levels that it was made with.
 
     Raises:
         FileNotFoundError: If there is no such stream.

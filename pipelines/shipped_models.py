@@ -27,13 +27,10 @@ OTHERS = (
 
 
 def present(directory: str | Path) -> Path:
-    """Return the directory of a model, after a check that this installation has it.
-
-    Args:
-        directory: Directory of any model, shipped or not.
+    """Return the directory of any model, after a check that this installation has it if it is a shipped one.
 
     Raises:
-        MissingError: If it is that of a shipped model that is not here.
+        MissingError: If it does not.
     """
     path = Path(directory)
     if path.parent == MODELS and path.name in (*PACKED, *OTHERS) and not path.exists():

@@ -58,12 +58,9 @@ def film_of(source: Any, size: tuple[int, int], fps: float | None = None) -> Ite
 
 
 def fitted(picture: Any, size: tuple[int, int]) -> Pictures:
-    """Return a picture, cut in the middle and scaled to a size, uint8 `[H, W, 3]`.
+    """Return a picture, cut in the middle and scaled to a height and width, uint8 `[H, W, 3]`.
 
-    Args:
-        picture: Image of PIL of 8 bits a channel, put on white where it is transparent, or uint8
-            `[H, W, 3]`.
-        size: Height and width in pixels.
+    It is an image of PIL of 8 bits a channel, put on white where it is transparent, or uint8 `[H, W, 3]`.
 
     Raises:
         ValueError: If it is neither.
@@ -99,21 +96,14 @@ def _opaque(picture: Image.Image) -> Image.Image:
 def begin_with(source: Any, size: tuple[int, int], each: int, fps: float | None = None) -> Pictures:
     """Return the pictures that a film begins with: the latest of a source that make whole latents.
 
-    Of a long source only the latest 60 latent frames are used.
-
-    Args:
-        source: As for `film_of`.
-        size: Height and width in pixels.
-        each: Pictures of a latent frame, after the first.
-        fps: As for `film_of`.
+    Of a long source only the latest 60 latent frames are used, of `each` pictures after the first one.
+    Arguments are otherwise those of `film_of`, as are its errors.
 
     Returns:
         uint8 `[F, H, W, 3]`, F being 1 and a multiple of `each`.
 
     Raises:
-        FileNotFoundError: If there is no such file.
-        MissingError: If PyAV is not installed, for a video file.
-        ValueError: If a file cannot be read, there is no picture, or something else is given.
+        ValueError: If there is no picture.
     """
     pictures = list(deque(film_of(source, size, fps), maxlen=1 + (LATENTS - 1) * each))
     if not pictures:
@@ -122,12 +112,7 @@ def begin_with(source: Any, size: tuple[int, int], each: int, fps: float | None 
 
 
 def groups(pictures: Iterator[Pictures], counts: Iterator[int]) -> Iterator[Pictures]:
-    """Yield pictures in groups of so many, uint8 `[F, H, W, 3]`; a last one that is short is left.
-
-    Args:
-        pictures: Pictures of one size, uint8 `[H, W, 3]`.
-        counts: Number of pictures of each group.
-    """
+    """Yield pictures `[H, W, 3]` in groups of so many, uint8 `[F, H, W, 3]`; a last one that is short is left."""
     for count in counts:
         group = list(islice(pictures, count))
         if len(group) < count:
@@ -166,12 +151,7 @@ def _read(path: Path, fps: float | None) -> Iterator[Image.Image]:
 
 
 def _timed(frames: Iterator[Any], fps: float | None) -> Iterator[Any]:
-    """Yield the frame that is shown at each moment, so many a second; all for None.
-
-    Args:
-        frames: Frames of a video file, each with its `time` in seconds.
-        fps: Moments a second, from the first frame's on.
-    """
+    """Yield the frame that is shown at each of so many moments a second, from the first frame's on; all for None."""
     shown, before, start = 0, None, None
     for frame in frames:
         if fps is None or frame.time is None:

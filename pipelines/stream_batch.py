@@ -151,15 +151,10 @@ class StreamBatch:
         return found
 
     def switch(self, prompt: Tensor, mode: Switch | None = None, *, negative: Tensor | None = None) -> None:
-        """Change the prompt from the next chunk that comes in; the last call before it counts.
+        """Change the prompt from the next chunk that comes in, as `Session.switch` does; the last call counts.
 
         Chunks on their way are finished under the prompt that they began with: the cache of a level
         changes when the first chunk of the new prompt comes to it.
-
-        Args:
-            prompt: Text embeddings, `[B, S, E]`.
-            mode: Treatment of the caches; None for `Keep()`.
-            negative: Text embeddings of the unguided branch; None to leave them as they are.
 
         Raises:
             ValueError: If texts are of another shape, or `mode` is a re-cache.
@@ -196,11 +191,7 @@ class StreamBatch:
         write(Path(folder) / WAITING, state, about)
 
     def resume(self, folder: str | os.PathLike[str], policy: VideoPolicy | str | None = None) -> None:
-        """Go on where `save` left a stream of the same levels and size, to the bit.
-
-        Args:
-            folder: Folder that it was saved in.
-            policy: Policy that it had; None for that of this stream.
+        """Go on where `save` left a stream of the same levels, size and policy, to the bit.
 
         Raises:
             FileNotFoundError: If there is no saved stream.
@@ -232,12 +223,7 @@ class StreamBatch:
         self._brought, self._switch = brought, switch
 
     def attend(self, number: int, call: AttentionCall) -> Tensor:
-        """Attend over the cache of each level.
-
-        Args:
-            number: Number of the layer.
-            call: Queries, keys and values of all levels that run, before rotation.
-        """
+        """Attend over the cache of each level that runs, with their queries, keys and values before rotation."""
         parts = zip(*(x.chunk(len(self._running)) for x in (call.q, call.k, call.v)), strict=True)
         return torch.cat(
             [

@@ -39,11 +39,7 @@ class _Film:
         return list(self._held)
 
     def hold(self, held: list[Any], frames: int) -> None:
-        """Go on where another film of this autoencoder was.
-
-        Args:
-            held: Result of `held` of it.
-            frames: Latent frames that it had decoded.
+        """Go on where another film of this autoencoder was, by the `held` and `frames` of that.
 
         Raises:
             ValueError: If they are of another autoencoder.

@@ -31,15 +31,9 @@ def checked_size(size: tuple[int, int], patch: tuple[int, int, int]) -> tuple[in
 
 
 def check_latents(latents: Tensor, wanted: tuple[int, int, int, int]) -> None:
-    """Raise unless these are latents of a stream.
+    """Raise ValueError unless these are latents of a stream.
 
-    Args:
-        latents: Latents of any number of frames.
-        wanted: Batch, channels, height and width.
-
-    Raises:
-        ValueError: If they have another shape than `[B, C, F, H, W]`, no frame, or numbers that are
-            not finite.
+    They are finite numbers `[B, C, F, H, W]`, with a frame at least; wanted are B, C, H and W.
     """
     _check_numbers("latents", latents)
     shape = latents.shape
@@ -51,16 +45,10 @@ def check_latents(latents: Tensor, wanted: tuple[int, int, int, int]) -> None:
 
 
 def check_places(config: Any, shape: Sequence[int]) -> None:
-    """Raise unless a transformer can number all tokens of one call.
+    """Raise ValueError unless a transformer can number all tokens of one call, a chunk `[B, C, F, H, W]`.
 
-    Frames that are held do not count: they are numbered here.
-
-    Args:
-        config: Configuration of the transformer.
-        shape: Shape of the noisy chunk, `[B, C, F, H, W]`.
-
-    Raises:
-        ValueError: If there are more frames, rows or columns than in its table of positions.
+    Its table of positions bounds frames, rows and columns. Frames that are held do not count: they are
+    numbered here.
     """
     most = config.rope_max_seq_len
     frames, height, width = (size // each for size, each in zip(shape[2:], config.patch_size, strict=True))
@@ -74,11 +62,7 @@ def check_places(config: Any, shape: Sequence[int]) -> None:
 
 
 def check_text(name: str, text: Tensor, width: int) -> None:
-    """Raise unless these are text embeddings of a transformer.
-
-    Raises:
-        ValueError: If they have another shape than `[B, S, width]`, or numbers that are not finite.
-    """
+    """Raise ValueError unless these are finite text embeddings of a transformer, `[B, S, width]`."""
     _check_numbers(name, text)
     if text.dim() != 3 or text.shape[2] != width or not text.numel():
         raise ValueError(f"{name}={list(text.shape)}: must be [B, S, {width}]")
@@ -94,13 +78,7 @@ def _check_numbers(name: str, value: object) -> None:
 
 
 def text_rows(transformer: Any, prompt: Tensor, negative: Tensor | None, guidance: float) -> Tensor:
-    """Return the text of all rows, those of the unguided branch last.
-
-    Args:
-        transformer: Transformer that reads it.
-        prompt: Text embeddings, `[B, S, E]`.
-        negative: Text embeddings of the unguided branch; not looked at without guidance.
-        guidance: Scale of classifier-free guidance; 1 for none.
+    """Return the text of all rows, those of the unguided branch last, `[B, S, E]` each.
 
     Raises:
         ValueError: If guidance is no finite number, or has no negative prompt.
@@ -119,11 +97,7 @@ def text_rows(transformer: Any, prompt: Tensor, negative: Tensor | None, guidanc
 
 
 def refuse_copy(stream: object, _protocol: SupportsIndex) -> NoReturn:
-    """Refuse to copy or pickle a stream: the transformer at hand attends through it.
-
-    Raises:
-        TypeError: Always.
-    """
+    """Raise TypeError for a copy or pickle of a stream: the transformer at hand attends through it."""
     raise TypeError(
         f"{type(stream).__name__}: cannot be copied or pickled, as its transformer attends through "
         "the object itself; write a session with save(folder), read it with "
@@ -132,22 +106,12 @@ def refuse_copy(stream: object, _protocol: SupportsIndex) -> NoReturn:
 
 
 def one_run(transformer: Any, steps: int) -> AbstractContextManager[None]:
-    """Let calls be one sampling run of a feature cache, if the transformer is wrapped with one.
-
-    Args:
-        transformer: Transformer that is called.
-        steps: Number of denoising steps.
-    """
+    """Let calls be one sampling run of a feature cache, if the transformer is wrapped with one."""
     return nullcontext() if owner_of(transformer) is None else run(transformer, steps=steps)
 
 
 def guided(found: Tensor, guidance: float) -> Tensor:
-    """Return the velocity that guidance makes of those of the branches.
-
-    Args:
-        found: Prediction of the transformer; rows of the unguided branch come last.
-        guidance: Scale of classifier-free guidance; 1 where there is no other branch.
-    """
+    """Return the velocity that guidance makes of those of the branches, of which the unguided one comes last."""
     if guidance == 1:
         return found
     with_prompt, without = found.chunk(2)

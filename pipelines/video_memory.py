@@ -124,16 +124,13 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def check_fits(name: str, needed: int, most: int | None, others: dict[str, int]) -> None:
-    """Raise unless a stream fits into the free memory.
+    """Raise ValueError unless what a stream will hold fits into the bytes that there are, where these are known.
 
     Args:
         name: The policy, as the user wrote it.
         needed: Bytes that the stream will hold.
         most: Bytes that there are; None where that is not known.
         others: Bytes under other policies, by their names.
-
-    Raises:
-        ValueError: If it does not fit.
     """
     if most is None or needed <= most:
         return
@@ -146,17 +143,7 @@ def check_fits(name: str, needed: int, most: int | None, others: dict[str, int])
 
 
 def check_grown(policy: object, held: int, most: int | None, frames: int) -> None:
-    """Raise if the cache of a stream has grown beyond what there is for it.
-
-    Args:
-        policy: The policy, as the user wrote it.
-        held: Bytes of keys and values.
-        most: Bytes that there are; None where that is not known.
-        frames: Latent frames so far.
-
-    Raises:
-        ValueError: If it has.
-    """
+    """Raise ValueError if the cache of a stream has grown beyond the bytes that there are, where these are known."""
     if most is not None and held > most:
         raise ValueError(
             f"policy={policy!r}: the film is over, as its cache grew to {human(held, 'B')} in "

@@ -247,11 +247,7 @@ class Session:
             self._clean = False
 
     def rewrite(self, clean: Tensor) -> None:
-        """Add keys and values of finished frames that count as made already.
-
-        Args:
-            clean: Clean latents, `[B, C, F, H, W]`.
-        """
+        """Add keys and values of finished frames, clean latents `[B, C, F, H, W]`, that count as made already."""
         self.store.begin(clean.shape[2] * self.unit)
         self._start = self.store.seen
         self._clean_pass(clean)
@@ -267,10 +263,6 @@ class Session:
         """Write the chunk's keys and values into a layer and attend over its slots.
 
         A layer is written to when it is first computed in a chunk, however often that is.
-
-        Args:
-            number: Number of the layer.
-            call: Queries, keys and values of the chunk, before rotation.
         """
         layer = self.store.layers[number]
         q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))

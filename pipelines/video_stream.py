@@ -27,16 +27,7 @@ SMALLER = ("window", "quantized")  # policies that are named where another does 
 class VideoStream(Iterator[NDArray[np.uint8]]):
     """A film, which makes a chunk of pictures each time that the next one is asked for.
 
-    Args:
-        video: `CausalVideo` with a text encoder and an autoencoder.
-        prompt: Text that is filmed.
-        policy: Frames that are held, or the name of a policy; None for that of the video.
-        size: Height and width in pixels; None for those that the model was trained at.
-        seed: Seed of the noise.
-        start: Pictures that the film begins with, as for `CausalVideo.stream`; None for none.
-        chunks: Chunks that are made until the film ends; None for a film without an end.
-        read_once: Whether rotated keys are kept from step to step.
-        most_bytes: Bytes of keys and values that it may hold; None for the memory that is free.
+    Arguments are those of `CausalVideo.stream`.
 
     Attributes:
         prompt: Text that is filmed.
@@ -107,11 +98,7 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
         return pictures if first is None else np.concatenate([first, pictures])
 
     def switch(self, prompt: str, mode: Switch | None = None) -> None:
-        """Change the prompt from the next chunk on.
-
-        Args:
-            prompt: New text.
-            mode: Treatment of the cache, as for `Session.switch`.
+        """Change the prompt from the next chunk on, with a mode as for `Session.switch`.
 
         Raises:
             ValueError: If the text is empty, or the mode asks for more than is kept.
@@ -191,11 +178,7 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
         self.session, self.prompt, self.made = session, prompt, made
 
     def _expected(self, policy: VideoPolicy | str, begins: int) -> int:
-        """Return the bytes that the stream will hold under a policy.
-
-        Args:
-            policy: The policy.
-            begins: Latent frames that are not made here.
+        """Return the bytes that the stream will hold under a policy, with so many frames that are not made here.
 
         Raises:
             ValueError: If they are more than there are.
@@ -230,11 +213,7 @@ def named(policy: VideoPolicy | str) -> str:
 
 
 def to_pictures(decoded: Tensor) -> NDArray[np.uint8]:
-    """Return pictures, uint8 `[F, H, W, 3]` on the CPU, of those of a decoder.
-
-    Args:
-        decoded: Pictures of one film in -1..1, `[1, 3, F, H, W]`.
-    """
+    """Return pictures, uint8 `[F, H, W, 3]` on the CPU, of those of a decoder in -1..1, `[1, 3, F, H, W]`."""
     pictures = (decoded[0].movedim(0, -1).float() * 0.5 + 0.5).clamp(0, 1)
     found: NDArray[np.uint8] = (255 * pictures).round().byte().cpu().numpy()  # as of WanPipeline
     return found

@@ -150,11 +150,7 @@ class VideoToVideo:
         yield from self.finish()
 
     def switch(self, prompt: str, mode: Switch | None = None) -> None:
-        """Change the prompt from the next chunk that comes in.
-
-        Args:
-            prompt: New text.
-            mode: Treatment of the caches, as for `StreamBatch.switch`.
+        """Change the prompt from the next chunk that comes in, with a mode as for `StreamBatch.switch`.
 
         Raises:
             ValueError: If the text is empty, or the mode is a re-cache.
@@ -212,11 +208,7 @@ class VideoToVideo:
         self.policy, self.prompt, self.expected_bytes = policy, prompt, expected
 
     def go_on_from(self, other: VideoToVideo) -> None:
-        """Go on where another film of the same size was, with nothing of its cache.
-
-        Args:
-            other: Film whose pictures these follow, none of which is on its way.
-        """
+        """Go on where another film of the same size was, none of whose pictures is on its way, with an empty cache."""
         self.encoder, self.decoder = other.encoder, other.decoder
         self.level, self._last = other.level, other._last
 
@@ -245,13 +237,9 @@ class VideoToVideo:
 
 
 def below(sampler: FewSteps, level: float) -> FewSteps:
-    """Return a sampler whose steps after the first begin below a noise level.
+    """Return a sampler whose steps after the first begin below a noise level, 0..1.
 
     The first step begins wherever the video is noised to.
-
-    Args:
-        sampler: Sampler that a model was trained with.
-        level: Noise level, 0..1.
     """
     lower = [t for t, at in zip(sampler.timesteps, sampler.levels, strict=True) if at < level]
     return replace(sampler, timesteps=(1000.0, *(t for t in lower if t < 1000)))

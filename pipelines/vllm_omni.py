@@ -94,12 +94,9 @@ class DiffcacheBackend(CacheBackend):  # type: ignore[misc]
         self.loop, self.models, self.enabled = None, [], False
 
     def refresh(self, pipeline: Any, num_inference_steps: int | None = None, verbose: bool = True) -> None:
-        """Drop the features of the generation before.
+        """Drop the features of the generation before; another pipeline, or other denoisers, are cached anew.
 
-        Args:
-            pipeline: The pipeline; another, or other denoisers, are cached anew.
-            num_inference_steps: Steps of the generation; not needed, 0 and None are taken.
-            verbose: Of the interface; there is nothing to say.
+        The number of steps is not needed, and there is nothing to say.
         """
         now = list(Loop(pipeline).components.values())
         same = len(now) == len(self.models) and all(a is b for a, b in zip(now, self.models, strict=True))

@@ -45,11 +45,7 @@ class PairCollector(Collector):
         return Combine(Every(1), site=Site.MODULE)
 
     def begin(self, run: RunInfo) -> None:
-        """Start a run with nothing seen.
-
-        Raises:
-            ValueError: If the runs differ in length.
-        """
+        """Start a run with nothing seen, of as many steps as those before."""
         for sums in self.sums.values():
             if sums.shape[1] != run.total:
                 made = sums.shape[1]
@@ -66,11 +62,7 @@ class PairCollector(Collector):
         kept.setdefault(step.index, []).append(rows.float().clone())
 
     def end(self) -> None:
-        """Compare the steps of the run.
-
-        Raises:
-            ValueError: If a module did not run at every step.
-        """
+        """Compare the steps of the run, of which every module must have run at each."""
         seen, self._seen = self._seen, {}
         for (site, _), steps in seen.items():
             if len(steps) != self._total:
@@ -112,15 +104,10 @@ class PairCollector(Collector):
 
 
 def compare(rows: Tensor, metric: Metric) -> Tensor:
-    """Return how alike (`cosine`) or how far apart (other metrics) pairs of steps are.
+    """Return how alike (`cosine`) or how far apart (other metrics) pairs of steps are, `[B, T, T]`.
 
-    Args:
-        rows: Activations, float `[B, T, N]`.
-        metric: `mse` and `l1` are means over the N numbers, `l2` is the norm of the difference and
-            `wasserstein` the distance of the two distributions of numbers.
-
-    Returns:
-        `[B, T, T]` in the dtype of `rows`.
+    Activations are float `[B, T, N]`. `mse` and `l1` are means over the N numbers, `l2` is the norm of the
+    difference and `wasserstein` the distance of the two distributions of numbers.
     """
     if metric == "cosine":
         units = functional.normalize(rows, dim=-1)

@@ -35,9 +35,7 @@ def segment_bounds(total: int, every: int) -> tuple[int, int, int]:
 class StepPairs:
     """Distances and affine sums between held features and those wanted at later steps.
 
-    Args:
-        total: Steps of a run.
-        reach: Distance of two steps from which on no map is needed.
+    From a distance of `reach` steps on no map is needed.
     """
 
     def __init__(self, total: int, reach: int) -> None:
@@ -46,12 +44,10 @@ class StepPairs:
         self.sums: dict[tuple[str, int, int], AffineSums] = {}
 
     def add(self, key: str, held: list[Tensor], wanted: list[Tensor]) -> None:
-        """Add a feature of one run.
+        """Add a feature of one run, of the name `<site>/<index>`.
 
-        Args:
-            key: Name of the feature, `<site>/<index>`.
-            held: Kept feature at every step, T tensors of one shape.
-            wanted: Feature that a stand-in should give at every step; the same in a float model.
+        Given are what is held at every step, and what a stand-in should give there, which is the same in a
+        float model: T tensors of one shape each.
         """
         wide = torch.promote_types(held[0].dtype, torch.float32)
         targets = [channels_last(value) for value in wanted]
@@ -68,10 +64,7 @@ class StepPairs:
         return list(dict.fromkeys(key for key, _, _ in self.sums))
 
     def maps(self, key: str, starts: list[int], official: bool) -> tuple[Tensor, Tensor]:
-        """Return `a` and `b` of a feature under a schedule, each `[T, C]` float64.
-
-        They are 1 and 0 at the schedule's steps.
-        """
+        """Return `a` and `b` of a feature under a schedule, `[T, C]` float64 each; 1 and 0 at the schedule's steps."""
         found: dict[int, tuple[Tensor, Tensor]] = {}
         for step in range(self.total):
             start = max(s for s in starts if s <= step)
@@ -110,12 +103,7 @@ def collector(method: CacheQuant) -> CacheQuantCollector:
 
 
 class CacheQuantCollector(Collector):
-    """Measures features; with `bits` after the layers, in quantized runs, beside dense features.
-
-    Args:
-        where: Site of the features, with its schedule.
-        settings: Settings of the method, as plain data.
-    """
+    """Measures features; with `bits` after the layers, in quantized runs, beside dense features."""
 
     def __init__(self, where: Combine, settings: Mapping[str, Any]) -> None:
         self._where, self._settings = where, dict(settings)
@@ -140,11 +128,7 @@ class CacheQuantCollector(Collector):
         return () if self.layers is None else (WatchLayers(self.layers),)
 
     def begin(self, run: RunInfo) -> None:
-        """Start a run.
-
-        Raises:
-            ValueError: If it has another number of steps than the runs before.
-        """
+        """Start a run of as many steps as those before."""
         pairs = self._pairs(run.total)
         if pairs.total != run.total:
             raise ValueError(f"steps={run.total}: the runs before had {pairs.total}; calibrate with one number")
@@ -167,11 +151,7 @@ class CacheQuantCollector(Collector):
         seen.setdefault((step.branch, site, index), {})[step.index] = value.detach()
 
     def end(self) -> None:
-        """Add the run's features to the sums.
-
-        Raises:
-            ValueError: If a feature was not seen at every step.
-        """
+        """Add the run's features, which must have been seen at every step, to the sums."""
         assert self.pairs is not None
         for (branch, site, index), seen in self._seen.items():
             if len(seen) != self.pairs.total:
@@ -186,11 +166,7 @@ class CacheQuantCollector(Collector):
         self._seen, self._dense = {}, {}
 
     def starts(self) -> list[int]:
-        """Return the steps to compute.
-
-        Raises:
-            ValueError: If no run was seen.
-        """
+        """Return the steps to compute."""
         if self.pairs is None:
             raise ValueError("no run was seen; calibrate with at least one prompt")
         total, every = self.pairs.total, self._settings["every"]

@@ -48,9 +48,6 @@ class Profile(Collector):
     error of the kept residual on the current latent, relative to that norm, is below the
     threshold; the mean of these errors over prompts makes the list. Pass 2 follows the list and
     gathers the factors and the maps.
-
-    Args:
-        threshold: Threshold of the method: largest relative L1 error of a residual that is reused.
     """
 
     passes = 3
@@ -177,11 +174,7 @@ class Profile(Collector):
 
 
 def fitted(given: Tensor, like: Tensor) -> Tensor:
-    """Return the sample in the shape of the output, cut or with zeros added.
-
-    Raises:
-        AttachError: If it has another number of axes.
-    """
+    """Return the sample in the shape of the output, cut or with zeros added; refuse another number of axes."""
     if given.shape == like.shape:
         return given.to(like.dtype)
     if given.ndim != like.ndim:

@@ -34,11 +34,7 @@ class Products(Collector):
         return Combine(Every(1), site=self._site, feature=feature_at(self._site))
 
     def begin(self, run: RunInfo) -> None:
-        """Learn how far the solver moves in every step.
-
-        Raises:
-            ValueError: If the runs differ in length.
-        """
+        """Learn how far the solver moves in every step of a run, which must be as long as those before."""
         if self._sum is not None and len(self._sum) != run.total:
             raise ValueError(
                 f"a run of {run.total} steps after one of {len(self._sum)}: calibrate with prompts "

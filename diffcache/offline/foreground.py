@@ -9,14 +9,10 @@ _PATCHES = [(frames, size) for frames in (1, 2, 4) for size in (1, 2, 4, 8, 16)]
 
 
 def token_grid(shape: tuple[int, ...], count: int) -> tuple[int, int, int, int] | None:
-    """Return frames, tokens a frame, and patch sizes in time and space of an output's tokens.
+    """Return frames, tokens a frame, and patch sizes in time and space of an output's tokens; None for none.
 
-    Args:
-        shape: Shape of the output: `[B, N, C]`, `[B, C, Y, X]` or `[B, C, F, Y, X]`.
-        count: Tokens in the attention, those of text included.
-
-    Returns:
-        The finest grid of no more than `count` tokens, None if there is none.
+    Of outputs `[B, N, C]`, `[B, C, Y, X]` or `[B, C, F, Y, X]` it is the finest grid of no more tokens than
+    there are in the attention, those of text included.
     """
     if len(shape) == 3:
         return (1, shape[1], 1, 1) if shape[1] <= count else None
@@ -44,13 +40,9 @@ def patches(value: Tensor, grid: tuple[int, ...]) -> Tensor:
 
 
 def foreground_of(tokens: Tensor) -> Tensor:
-    """Return the tokens whose three principal components have the energy of a foreground.
+    """Return the tokens whose three principal components have the energy of a foreground, bool `[B, N]`.
 
-    Args:
-        tokens: `[B, N, C]`, any float dtype.
-
-    Returns:
-        bool [B, N]; all False where all tokens are alike.
+    Tokens are `[B, N, C]`, any float dtype; none are, where all are alike.
     """
     centered = tokens.float() - tokens.float().mean(1, keepdim=True)
     _, axes = torch.linalg.eigh(centered.transpose(1, 2) @ centered)
@@ -58,15 +50,9 @@ def foreground_of(tokens: Tensor) -> Tensor:
 
 
 def above_otsu(values: Tensor) -> Tensor:
-    """Return which values are above Otsu's threshold, which sets two classes furthest apart.
+    """Return which values `[B, N]` are above Otsu's threshold, which sets two classes furthest apart, bool.
 
-    Exact: every value is tried as the threshold, with no histogram.
-
-    Args:
-        values: float [B, N].
-
-    Returns:
-        bool [B, N]; all False in rows of equal values.
+    Exact: every value is tried as the threshold, with no histogram. None are in rows of equal values.
     """
     ordered = values.double().sort(1).values
     count = ordered.shape[1]

@@ -75,14 +75,7 @@ class ProfileCollector(Collector):
         self._received, self._keys = {}, {}
 
     def attention(self, step: Step, site: str, query: Tensor, key: Tensor) -> None:
-        """Note the attention that tokens receive in the first self-attention of a block.
-
-        Args:
-            step: The step.
-            site: Path of the attention module.
-            query: `[B, H, N, D]`.
-            key: `[B, H, N, D]`, or with fewer heads that are shared.
-        """
+        """Note the attention that tokens receive in the first self-attention of a block."""
         match = _BLOCK.match(site)
         if step.index % self.sampled or match is None or query.shape[2] != key.shape[2]:
             return
@@ -161,11 +154,7 @@ class ProfileCollector(Collector):
         self.layout = state["layout"].clone()
 
     def text_end(self, name: str) -> str:
-        """Return the end of the sequence at which a list of blocks has its text tokens.
-
-        Raises:
-            ValueError: If it cannot be told.
-        """
+        """Return the end of the sequence at which a list of blocks has its text tokens; refuse to guess."""
         if self.text is not None or name not in self.likeness:
             return self.text or "first"  # without text both ends are the same
         first, last = (float(end) for end in self.likeness[name])
@@ -204,17 +193,10 @@ class ProfileCollector(Collector):
 
 
 def received_attention(query: Tensor, key: Tensor, queries: int = QUERIES) -> Tensor:
-    """Return the attention that each token receives: the mean of the softmax over queries, heads.
+    """Return the attention that each token receives, float32 `[B, M]`: the mean of the softmax over queries, heads.
 
-    No map of all tokens by all tokens is ever held.
-
-    Args:
-        query: `[B, H, N, D]`.
-        key: `[B, H, M, D]`; heads may be shared, so that H is a multiple of its heads.
-        queries: Most queries to ask, evenly spaced.
-
-    Returns:
-        float32 [B, M], each row with the sum 1.
+    Queries are `[B, H, N, D]`, of which so many are asked at most, evenly spaced, keys `[B, H, M, D]`, or
+    with fewer heads that are shared. No map of all tokens by all tokens is ever held.
     """
     batch, heads, count, size = query.shape
     if count > queries:
@@ -229,15 +211,9 @@ def received_attention(query: Tensor, key: Tensor, queries: int = QUERIES) -> Te
 
 
 def overlap(attention: Tensor, mask: Tensor, frames: int) -> tuple[float, int]:
-    """Return the part of the foreground that is attended to, summed over frames that have one.
+    """Return the part of the foreground that is attended to, summed over frames that have one, and their number.
 
-    Args:
-        attention: float [B, N] of the image tokens.
-        mask: bool [B, N], the foreground.
-        frames: Frames that the N tokens belong to, in order.
-
-    Returns:
-        The sum and the number of frames.
+    Attention, float, and foreground, bool, are `[B, N]` over the image tokens, frame after frame.
     """
     high = attention > attention.mean(1, keepdim=True)
     both = (high & mask).unflatten(1, (frames, -1)).sum(2).double()
@@ -247,15 +223,10 @@ def overlap(attention: Tensor, mask: Tensor, frames: int) -> tuple[float, int]:
 
 
 def alike_at_ends(sample: Tensor, keys: Tensor, grid: tuple[int, ...]) -> list[float]:
-    """Return how alike a sample's tokens and the last, and the first, keys of as many are.
+    """Return how alike a sample's tokens and the last, and the first, keys of as many are, as correlations.
 
-    Args:
-        sample: Sample as the denoiser is given it; its first row counts, of more tokens the first.
-        keys: `[N, C]`, of text and image.
-        grid: Grid of the output's tokens.
-
-    Returns:
-        Correlations; 0 where the sample has other tokens than the output.
+    The first row of the sample counts, of more tokens the first; keys `[N, C]` are of text and image. They
+    are 0 where the sample has other tokens than the output.
     """
     count = grid[0] * grid[1]
     fits = sample.dim() == 3 or token_grid(sample.shape, count) == grid
@@ -267,11 +238,9 @@ def alike_at_ends(sample: Tensor, keys: Tensor, grid: tuple[int, ...]) -> list[f
 
 
 def likeness(one: Tensor, two: Tensor) -> float:
-    """Return the correlation of the similarities of tokens, over all pairs of tokens; 0 for none.
+    """Return the correlation of the similarities of tokens, over all pairs of them; 0 for none.
 
-    Args:
-        one: `[N, C]`, any float dtype.
-        two: `[N, D]`, other vectors of the same tokens.
+    Given are two sets of vectors of the same tokens, `[N, C]` and `[N, D]`, any float dtype.
     """
     if len(one) < 3:
         return 0.0

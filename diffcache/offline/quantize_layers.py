@@ -29,10 +29,6 @@ class LayerCalibration(LayerWatcher):
         exempt: Patterns of layers that stay dense.
         corrected: Patterns of layers whose errors are mapped.
         official: Fit maps as the released code of CacheQuant does.
-
-    Attributes:
-        stage: Stage of the calibration: `ranges`, `errors` or `done`.
-        dense: Whether a quantized call is being made again with dense layers.
     """
 
     def __init__(self, bits: Bits, exempt: tuple[str, ...], corrected: tuple[str, ...], official: bool) -> None:

@@ -26,13 +26,10 @@ class VelocityRatios(Collector):
     """Fits the ratios: the norm of the guided velocity on edited tokens, step by step.
 
     For every sample in which something is edited, `|v_i| / |v_(i-1)|` over its edited tokens, as
-    they are chosen at the end of the stabilisation stage; the mean over samples is divided by
-    `1 - (t_(i-1) - t_i) / 1000`. The grid of the tokens is not known here, so that scattered ones
-    are not removed. The paper fits the same curve and does not say how.
-
-    Args:
-        threshold: Cosine similarity up to which a token is edited.
-        warmup: Steps of the stabilisation stage in a run of 28.
+    they are chosen at the end of the stabilisation stage, of `warmup` steps in a run of 28, by their cosine
+    similarity; the mean over samples is divided by `1 - (t_(i-1) - t_i) / 1000`. The grid of the tokens is
+    not known here, so that scattered ones are not removed. The paper fits the same curve and does not say
+    how.
     """
 
     def __init__(self, threshold: float, warmup: int) -> None:

@@ -14,13 +14,7 @@ from diffcache.errors import TablesError
 
 
 def write_state(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a state, atomically.
-
-    Args:
-        path: Path of the file; its folder is made.
-        tensors: Tensors by name, any shape, dtype and device.
-        metadata: Text by name.
-    """
+    """Write a state, tensors of any kind and text by name, atomically; its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(path.name + ".new")
     held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
@@ -32,11 +26,7 @@ def write_state(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, s
 
 
 def read_state(path: Path, *wanted: str) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors and the metadata of a state.
-
-    Args:
-        path: Path of the file.
-        *wanted: Names that its metadata must have.
+    """Return the tensors and the metadata of a state, which must have the wanted names.
 
     Raises:
         TablesError: If the file is damaged, or no state.

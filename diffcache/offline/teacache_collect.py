@@ -26,13 +26,9 @@ def collector(method: TeaCache) -> Changes:
 
 
 class Changes(Collector):
-    """Pairs of relative L1 changes: of the input and of the stack's output.
+    """Pairs of relative L1 changes: of the input, the `input` of `TeaCache`, and of the stack's output.
 
     Pairs of neighboring steps in the first guidance branch, as the decision is taken there.
-
-    Args:
-        degree: Degree of the polynomial.
-        of: Name of the compared probe, the `input` of `TeaCache`.
     """
 
     def __init__(self, degree: int, of: Probe = "modulated") -> None:
@@ -110,15 +106,10 @@ class Changes(Collector):
 
 
 def fit(inputs: Tensor, outputs: Tensor, degree: int) -> Tensor:
-    """Return the polynomial through points with the least squared error, highest power first.
+    """Return the polynomial through points with the least squared error, float64 `[degree + 1]`, highest power first.
 
-    Args:
-        inputs: `[n]` float64, at least one.
-        outputs: `[n]` float64.
-        degree: Highest power; lower where there are too few different inputs for it.
-
-    Returns:
-        `[degree + 1]` float64.
+    At least one point is given, float64 `[n]` both; the degree is lower where there are too few different
+    inputs for it.
     """
     scale = float(inputs.abs().max()) or 1.0  # powers of small numbers would not be told apart
     used = min(degree, len(inputs.unique()) - 1)

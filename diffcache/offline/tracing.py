@@ -27,11 +27,7 @@ from diffcache.step import Step, current_step
 
 @dataclass(frozen=True)
 class Always(When):
-    """Compute every step, and show the probe of a gate.
-
-    Args:
-        of: The probe, None for none.
-    """
+    """Compute every step, and show the probe of a gate, if one is given."""
 
     of: Probe | None = None
 
@@ -50,12 +46,7 @@ class Always(When):
 
 @dataclass(frozen=True)
 class Traced(Method):
-    """Computes everything, for runs that are watched.
-
-    Args:
-        everything: The site that is watched, with a schedule that computes all.
-        needs: Abilities that the collectors need beyond features.
-    """
+    """Computes everything, for runs that are watched, and asks for what collectors need beyond features."""
 
     name: ClassVar[str] = "traced"
 
@@ -93,14 +84,9 @@ class Tracer(Observer):
         place: tuple[int, int],
         call: Callable[[], Any],
     ) -> Any:
-        """Run a pipeline once with everything computed, and show it to collectors.
+        """Run a pipeline, not wrapped, once with everything computed, and show it to collectors of one site.
 
-        Args:
-            pipe: Not wrapped.
-            denoisers: Its denoiser by name.
-            collectors: All of one site.
-            place: Number of the pass and of the batch, for `RunInfo`.
-            call: Runs the pipeline.
+        `place` is the number of the pass and of the batch; `call` runs the pipeline.
 
         Raises:
             AttachError: If the pipeline never set its scheduler's times, or never called its
@@ -264,13 +250,9 @@ def batches_of(prompts: Sequence[Any], size: int) -> list[list[Any]]:
 
 
 def call_pipeline(pipe: Any, prompts: list[Any], seed: int, given: Mapping[str, Any]) -> Any:
-    """Draw one batch as latents where the pipeline can leave it at that.
+    """Draw one batch as latents where the pipeline can leave it at that; noise is drawn on the CPU.
 
-    Args:
-        pipe: A diffusers pipeline.
-        prompts: Texts (`prompt=`), numbers (`class_labels=`), or one mapping of arguments.
-        seed: Seed of the noise, drawn on the CPU.
-        given: Further arguments of the call.
+    Prompts are texts (`prompt=`), numbers (`class_labels=`), or one mapping of arguments.
 
     Raises:
         ValueError: If the pipeline's call takes no such prompts.

@@ -68,14 +68,7 @@ class Preset:
 
 @dataclass(frozen=True)
 class ChosenMethod:
-    """The method of a pipeline that was asked for none.
-
-    Attributes:
-        method: Its name.
-        settings: Its settings.
-        why: What was chosen and why, in one line.
-        preset: The preset that they are from; None where there was none.
-    """
+    """The method of a pipeline that was asked for none, why it was chosen in one line, and its preset, if any."""
 
     method: str
     why: str
@@ -83,11 +76,9 @@ class ChosenMethod:
     preset: Preset | None = None
 
     def given(self, denoisers: Iterable[str], settings: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Return method and settings as `wrap` takes them: one, or one for each denoiser.
+        """Return method and settings as `wrap` takes them: one, or one for each denoiser that is wrapped.
 
-        Args:
-            denoisers: Names of the denoisers that are wrapped.
-            settings: Settings that replace some of the preset.
+        Settings that are given replace some of the preset.
         """
         experts = {} if self.preset is None else self.preset.experts
         if not experts:
@@ -124,11 +115,7 @@ def known_models() -> list[str]:
 
 
 def fitting_models(facts: Mapping[str, Any]) -> list[str]:
-    """Return the models that a model may be, by its configuration, pipeline and folder.
-
-    Args:
-        facts: Facts about the model, as in `Method.check_model`.
-    """
+    """Return the models that a model may be, by its configuration, pipeline and folder."""
     return [
         name
         for name in fitting(known_models(), facts)
@@ -140,11 +127,7 @@ TITLES = ("preset", "method and settings", "for runs of", "measured")
 
 
 def rows_of_model(name: str) -> list[Sequence[str]]:
-    """Return a row for each preset of a model, as `TITLES` has it.
-
-    Args:
-        name: Name of a model in `known_models`.
-    """
+    """Return a row for each preset of a model of `known_models`, as `TITLES` has it."""
     rows: list[Sequence[str]] = [
         (one.name, one.word, f"{one.steps} steps, {one.size}", one.measured or "by nobody")
         for one in presets().get(name, {}).values()

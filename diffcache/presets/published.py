@@ -74,9 +74,7 @@ class Published:
 def fitting(names: Iterable[str], facts: Mapping[str, Any]) -> list[str]:
     """Return the published models that a model may be, by its configuration and folder.
 
-    Args:
-        names: Names in `models()`; `-ret` after one is another set of numbers for the same model.
-        facts: Facts about the model, as in `Method.check_model`.
+    Names are those of `models()`; `-ret` after one is another set of numbers for the same model.
     """
     known = models()
     found = {name: known[name.removesuffix("-ret")] for name in names}
@@ -86,13 +84,10 @@ def fitting(names: Iterable[str], facts: Mapping[str, Any]) -> list[str]:
 
 
 def check_published(field: str, model: str, names: Iterable[str], facts: Mapping[str, Any]) -> None:
-    """Raise AttachError unless numbers were published for a model.
+    """Raise AttachError unless numbers were published for a model, by the facts of `Method.check_model`.
 
-    Args:
-        field: The setting that holds them.
-        model: Name in `models()` of the model that they are for; empty for any.
-        names: Names of all models that such numbers were published for.
-        facts: Facts about the model that they are put on, as in `Method.check_model`.
+    `field` is the setting that holds the numbers, `model` the name in `models()` that they are for, empty
+    for any, `names` are all models that such numbers were published for.
     """
     right = fitting(names, facts) if model else []
     if not model or model in right:

@@ -50,11 +50,9 @@ SIDES = {0: "cond", 1: "uncond"}  # ComfyUI's numbers of conditions
 class Cache:
     """The cache of one patched model, shared by its clones.
 
-    Args:
+    Attributes:
         method: Method that is put into the network of every sampler run.
         why: Why this method was taken, a line for the report; empty where the user named it.
-
-    Attributes:
         report: Report of the last run, as text.
     """
 
@@ -134,11 +132,7 @@ def _steps(sampler: Any, sigmas: Any) -> int | None:
 
 
 def check_alone(options: Mapping[str, Any]) -> None:
-    """Raise AttachError if a node beside this one skips, splits or compiles the model's calls.
-
-    Args:
-        options: `model_options` of the sampler's guider.
-    """
+    """Raise AttachError if a node beside this one skips, splits or compiles the model's calls."""
     inner = options.get("transformer_options", {})
     wrappers = inner.get("wrappers", {})
     others = {

@@ -43,10 +43,9 @@ _DEFAULT = (
 
 
 def exported_denoisers() -> list[str]:
-    """List the model classes of the installed diffusers whose name is that of a denoiser.
+    """List the model classes of the installed diffusers whose name is that of a denoiser, sorted.
 
-    Returns:
-        Sorted class names; a few of them denoise nothing, see `EXCLUDED`.
+    A few of them denoise nothing, see `EXCLUDED`.
     """
     import diffusers
 
@@ -105,9 +104,6 @@ def find(target: str) -> dict[str, tuple[Anatomy, dict[str, str]]]:
 def saved_facts(target: str) -> dict[str, Any]:
     """Return facts about the first denoiser of a saved pipeline, as `Method.check_model` has them.
 
-    Args:
-        target: Directory of a saved pipeline, a shipped name, or a Hugging Face model ID.
-
     Raises:
         FileNotFoundError: If there is no saved pipeline.
         AttachError: If it has no denoiser.
@@ -136,13 +132,7 @@ def directory_of(target: str) -> Path:
 
 
 def describe(name: str, anatomy: Anatomy, streams: Mapping[str, str]) -> Iterator[RenderableType]:
-    """Yield the description of one denoiser, for `rich`.
-
-    Args:
-        name: Name that the denoiser was found under.
-        anatomy: Anatomy of the denoiser.
-        streams: List -> how its blocks are chained; may be empty.
-    """
+    """Yield the description of one denoiser, for `rich`; streams, list -> how its blocks are chained, may be empty."""
     from rich import box
     from rich.table import Table
 
@@ -225,11 +215,7 @@ def _streams(cls: str) -> dict[str, str]:
 
 
 def _of_class(cls: str) -> nn.Module:
-    """Build a model of a class in its default configuration, without memory for weights.
-
-    Raises:
-        ValueError: If the class has no configuration that is complete by default.
-    """
+    """Build a model of a class in its default configuration, without memory for weights."""
     import diffusers
 
     try:

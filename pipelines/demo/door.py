@@ -49,12 +49,7 @@ class Listeners:
 
 
 class PageGuard:
-    """Refuse requests to unknown routes, and note the viewers that take their events.
-
-    Args:
-        app: Application behind it.
-        listeners: Pages that listen, which is kept up to date.
-    """
+    """Refuse requests to unknown routes, and note in `listeners` the viewers that take their events."""
 
     def __init__(self, app: ASGIApp, listeners: Listeners) -> None:
         self.app, self.listeners = app, listeners
@@ -88,11 +83,7 @@ class PageGuard:
 def guarded_by(listeners: Listeners, host: str, names: Sequence[str], most_bytes: int = MOST_BYTES) -> dict[str, Any]:
     """Return arguments of an application that lets in nothing but the page's own requests.
 
-    Args:
-        listeners: Pages that listen, which is kept up to date.
-        host: Address that is served at.
-        names: Further names that it is asked for by.
-        most_bytes: Bytes of a request.
+    They are asked for by the address that is served at and further names, and have at most so many bytes.
     """
     hosts = [*hosts_of(host), *names]
     return {
@@ -105,11 +96,7 @@ def guarded_by(listeners: Listeners, host: str, names: Sequence[str], most_bytes
 
 
 def hosts_of(host: str) -> list[str]:
-    """Return the names by which a page at an address may be asked for.
-
-    Args:
-        host: Address that is served at; all of this machine where it is `0.0.0.0` or `::`.
-    """
+    """Return the names by which a page at an address may be asked for: all of this machine for `0.0.0.0` and `::`."""
     own = {host, "localhost", "127.0.0.1", "::1"}
     if host in ("0.0.0.0", "::"):
         name = socket.gethostname()

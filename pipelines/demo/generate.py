@@ -45,14 +45,10 @@ class Order:
 
 @dataclass
 class Done:
-    """Pictures of a run, and its cost.
+    """Pictures of a cached run and, where one was made, of an uncached one, with seconds of the whole pipeline.
 
     Attributes:
-        made: The pictures of the cached run.
         report: Report on the cache.
-        seconds: Seconds of the cached run, the whole pipeline.
-        plain: The pictures of the uncached run, empty without one.
-        plain_seconds: Seconds of the uncached run; None without one.
         place: Device and dtype of the denoiser.
     """
 
@@ -135,14 +131,10 @@ def run(
 def generate(pipe: Any, order: Order, defaults: dict[str, Any]) -> list[Image.Image]:
     """Call a pipeline and return the pictures of its first result, several for a film.
 
-    Args:
-        pipe: A diffusers pipeline.
-        order: Settings to ask for.
-        defaults: Arguments of the call that `order` does not set.
+    Arguments of its call that `order` does not set are the defaults.
 
     Raises:
-        ValueError: If the pipeline does not take what was asked, or makes neither pictures nor
-            films.
+        ValueError: If the pipeline does not take what was asked, or makes neither pictures nor films.
     """
     taken = inspect.signature(type(pipe).__call__).parameters
     asked = {"num_inference_steps": order.steps, "height": order.height, "width": order.width}

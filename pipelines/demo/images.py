@@ -39,12 +39,6 @@ PROMPTS = (
 class Drawer:
     """A pipeline of pictures, which draws for one viewer at a time; it is loaded when it is needed.
 
-    Args:
-        model: Path, shipped name or Hugging Face model ID.
-        dtype: Name of the dtype, for `diffcache.pipelines.load.load`.
-        device: Name of the device, for the same.
-        prompts: Examples.
-
     Raises:
         FileNotFoundError: If there is no such pipeline.
         ValueError: If it draws no pictures from prompts alone.
@@ -81,14 +75,10 @@ class Drawer:
     def draw(self, prompt: Any, method: Any, steps: Any, seed: Any) -> Drawn:
         """Draw a picture without a cache, then with it.
 
-        Args:
-            prompt: Text to draw.
-            method: `AUTOMATIC`, or a method with settings, numbers alone: `taylorseer:every=3`.
-            steps: Sampling steps.
-            seed: Seed of the noise.
+        The method is `AUTOMATIC`, or one with settings, numbers alone: `taylorseer:every=3`.
 
         Raises:
-            ValueError: If one of them cannot be; the message is for the viewer.
+            ValueError: If a value cannot be; the message is for the viewer.
             AttachError: If the pipeline cannot be cached with this method.
         """
         text, word = checked_prompt(prompt), self._checked(method)
@@ -125,12 +115,7 @@ class Drawer:
 
 @dataclass
 class Drawn:
-    """A picture without a cache and with it, and the cost of both.
-
-    Attributes:
-        done: Result of both runs.
-        prompt: Text that was drawn.
-    """
+    """A picture without a cache and with it, and the cost of both."""
 
     done: generate.Done
     prompt: str
@@ -163,15 +148,10 @@ class Drawn:
 
 
 def scaled_difference(one: Image.Image, other: Image.Image) -> tuple[Image.Image, int]:
-    """Return the absolute difference of two pictures, made visible, and what it is scaled by.
+    """Return the absolute difference of two pictures of a size, made visible, and what it is scaled by.
 
-    Args:
-        one: Picture.
-        other: Another of the same size.
-
-    Returns:
-        The largest difference of the channels, in gray, times a power of 2 up to 64 that makes the
-        upper tenth of it bright; 0 times for pictures that are the same.
+    It is the largest difference of the channels, in gray, times a power of 2 up to 64 that makes the
+    upper tenth of it bright; 0 times for pictures that are the same.
     """
     apart = np.abs(np.asarray(one, np.int16) - np.asarray(other, np.int16)).max(2)
     if not apart.any():
@@ -182,11 +162,7 @@ def scaled_difference(one: Image.Image, other: Image.Image) -> tuple[Image.Image
 
 
 def decisions(calls: Sequence[CallRecord]) -> str:
-    """Return a strip of the steps of a run as HTML: a cell each, filled as far as it was computed.
-
-    Args:
-        calls: Denoiser calls of the run.
-    """
+    """Return a strip of the steps of a run as HTML: a cell each, filled as far as it was computed."""
     cells = []
     for number, step in enumerate(steps_of(calls)):
         part = max(call.share for call in step)

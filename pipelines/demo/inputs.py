@@ -26,12 +26,7 @@ _SHOWN = 40  # class names that an error lists
 def needed_inputs(pipeline: str, parameters: Parameters) -> tuple[str, ...]:
     """Return the image and video arguments without which a pipeline has nothing to work on.
 
-    Most of them have a default in the signature, with which the pipeline fails late or invents an
-    image.
-
-    Args:
-        pipeline: Class name.
-        parameters: Parameters of its call.
+    Most of them have a default in the signature, with which the pipeline fails late or invents an image.
     """
     if pipeline in TEXT_IS_ENOUGH:
         return ()
@@ -39,16 +34,9 @@ def needed_inputs(pipeline: str, parameters: Parameters) -> tuple[str, ...]:
 
 
 def read_images(texts: Sequence[str], pipeline: str, parameters: Parameters) -> dict[str, Image.Image]:
-    """Read the input images of a pipeline's call.
+    """Read the input images of a pipeline's call; return them in RGB by its arguments.
 
-    Args:
-        texts: `FILE` for the pipeline's first image argument, or `NAME=FILE`, as in
-            `mask_image=mask.png`.
-        pipeline: Class name.
-        parameters: Parameters of its call.
-
-    Returns:
-        Argument -> RGB image.
+    A text is `FILE` for the pipeline's first image argument, or `NAME=FILE`, as in `mask_image=mask.png`.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -77,16 +65,7 @@ def read_images(texts: Sequence[str], pipeline: str, parameters: Parameters) -> 
 
 
 def check_required(pipeline: str, parameters: Parameters, call: Mapping[str, Any]) -> None:
-    """Check that a call has every argument without a default.
-
-    Args:
-        pipeline: Class name.
-        parameters: Parameters of its call.
-        call: Arguments by name.
-
-    Raises:
-        ValueError: If one is missing.
-    """
+    """Raise ValueError unless a call has every argument without a default."""
     for name, parameter in parameters.items():
         is_named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if is_named and parameter.default is parameter.empty and name not in call:
@@ -94,11 +73,7 @@ def check_required(pipeline: str, parameters: Parameters, call: Mapping[str, Any
 
 
 def class_number(pipe: Any, text: str) -> int:
-    """Return the class that a word of a command line names, by its number or its name.
-
-    Args:
-        pipe: A class-conditional pipeline.
-        text: Number or name.
+    """Return the class of a class-conditional pipeline that a word names, by its number or its name.
 
     Raises:
         ValueError: If the pipeline has no such class.

@@ -36,12 +36,7 @@ class Pace:
         self._again = 0.0  # time from which on it is saved again
 
     def save(self, made: int, work: Callable[[], object]) -> None:
-        """Save a film if it is due.
-
-        Args:
-            made: Chunks of it.
-            work: Saves it.
-        """
+        """Save a film of so many chunks by calling `work`, if it is due."""
         started = time.monotonic()
         if made % SAVED_EVERY or started < self._again:
             return
@@ -89,13 +84,7 @@ class Kept:
         return None if note is None else note[:2]
 
     def film(self, viewer: str, asked: Asked, make: Callable[[], Film], goes_on: bool) -> Film:
-        """Return a film that is saved as it is made.
-
-        Args:
-            viewer: Number of the viewer.
-            asked: Settings of the film.
-            make: Makes it.
-            goes_on: Whether it goes on from the viewer's saved film.
+        """Return a film that is saved as it is made, and goes on from the viewer's saved film if that is asked.
 
         Raises:
             ValueError: If the saved film is not there any more, or is of something else.

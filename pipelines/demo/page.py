@@ -90,12 +90,7 @@ _log = logging.getLogger("diffcache.serve")
 
 
 class Handlers:
-    """Actions of the page's buttons; every message is for the viewer.
-
-    Args:
-        program: Films that can be shown.
-        viewers: Everybody's films.
-    """
+    """Actions of the page's buttons; every message is for the viewer."""
 
     def __init__(self, program: Program, viewers: Viewers) -> None:
         self.program, self.viewers = program, viewers
@@ -220,12 +215,7 @@ class Handlers:
 
 
 def build(program: Program, viewers: Viewers) -> gr.Blocks:
-    """Return the page.
-
-    Args:
-        program: Films that can be shown.
-        viewers: Everybody's films.
-    """
+    """Return the page."""
     do = Handlers(program, viewers)
     with gr.Blocks(title=program.title, analytics_enabled=False) as page:
         gr.HTML(f"<h1>{escape(program.title)}</h1>", elem_id="head")

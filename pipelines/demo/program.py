@@ -24,10 +24,6 @@ class Asked:
     """Settings of one film, checked.
 
     Attributes:
-        prompt: Text that is filmed.
-        policy: Name of the policy.
-        seed: Seed of the noise.
-        steps: Steps of a chunk.
         size: Height and width in pixels.
         start: Pictures that it begins with, uint8 `[F, H, W, 3]`; None for none.
         anew: Whether it is made from pictures that come in with every chunk.
@@ -50,15 +46,11 @@ class Program:
         make: Returns a film; called in the thread that films.
         policies: Names of the policies, the first choice first.
         switches: Names of what may happen to the cache at a new prompt.
-        prompts: Examples.
-        sizes: Heights and widths that the model knows, by what a page calls them, the usual first.
+        sizes: Heights and widths in pixels that the model knows, by what a page calls them, the usual first.
         steps: Usual number of steps of a chunk.
-        fps: Frames a second that are shown.
-        title: Title of the page.
         viewers: Viewers whose films may run at the same time.
         beside: Policy that runs beside the first to compare with, "" for none, until one is chosen.
-        seen: Pictures of the first chunk and of each later one, where films can be made from
-            pictures; None where they cannot.
+        seen: Pictures of the first chunk and of each later one, where films can be made from pictures; else None.
         latent: Pictures of a latent frame, after the first.
         drawer: Pipeline of the tab of images; None for a page without one.
     """
@@ -106,13 +98,8 @@ def checked_prompt(prompt: object) -> str:
 def one_of(kind: str, name: Any, names: Sequence[str]) -> str:
     """Return a name that is among those there are.
 
-    Args:
-        kind: Word for what is named.
-        name: Name from a page.
-        names: All names.
-
     Raises:
-        ValueError: If there is no such name.
+        ValueError: If there is no such name; `kind` says in it what is named.
     """
     if name not in names:
         raise ValueError(f"no {kind} {name!r}; there are {', '.join(names)}")
@@ -120,13 +107,7 @@ def one_of(kind: str, name: Any, names: Sequence[str]) -> str:
 
 
 def whole(name: str, value: Any, least: int, most: int) -> int:
-    """Return a whole number within bounds.
-
-    Args:
-        name: Name of it on the page.
-        value: Value from a page.
-        least: Least that it may be.
-        most: Most that it may be.
+    """Return a value from a page as a whole number within bounds.
 
     Raises:
         ValueError: If it is none.

@@ -19,12 +19,7 @@ _LEAST, _MOST = 240, 1280  # pixels of the shorter and the longer side that enla
 
 
 class Recording:
-    """The latest frames of films that run side by side.
-
-    Args:
-        films: Number of films.
-        fps: Frames a second.
-    """
+    """The latest frames of films that run side by side, at so many a second."""
 
     def __init__(self, films: int, fps: int) -> None:
         self.fps = fps
@@ -34,12 +29,7 @@ class Recording:
         return min(map(len, self._frames))
 
     def add(self, film: int, jpegs: Sequence[bytes]) -> None:
-        """Add frames of a film.
-
-        Args:
-            film: Number of the film.
-            jpegs: Frames, each a JPEG.
-        """
+        """Add frames of a film, each a JPEG."""
         self._frames[film].extend(jpegs)
 
     def mp4(self) -> bytes:
@@ -60,12 +50,7 @@ class Recording:
 
 
 def to_file(path: Path, frames: Sequence[NDArray[np.uint8]], fps: int) -> None:
-    """Write a film, an MP4 file or, where the name ends so, a GIF.
-
-    Args:
-        path: The file.
-        frames: Pictures of one size, uint8 `[H, W, 3]`.
-        fps: Pictures a second.
+    """Write a film of pictures of one size, uint8 `[H, W, 3]`: an MP4 file or, where the name ends so, a GIF.
 
     Raises:
         MissingError: If PyAV is not installed, for an MP4 file.

@@ -52,13 +52,8 @@ class Replica:
     async def call(self, name: str, verb: str, *given: Any) -> tuple[str, Any]:
         """Do something with a film, in a thread of its own.
 
-        Args:
-            name: Name of the film.
-            verb: `begin`, `next`, `apply`, `save`, `resume` or `end`.
-            given: Arguments that go with the verb.
-
-        Returns:
-            `done` and the result, `refused` and why, or `lost` where there is no such film.
+        The verb is `begin`, `next`, `apply`, `save`, `resume` or `end`, with its arguments behind it. Returned
+        is `done` and the result, `refused` and why, or `lost` where there is no such film.
         """
         return await asyncio.to_thread(self._call, name, verb, *given)
 
@@ -99,13 +94,8 @@ class Replica:
 class RemoteFilm:
     """A film of a replica; it ends there when nobody refers to it here any more.
 
-    It is saved every few chunks, and goes on from there in another replica where its own is lost.
-
-    Args:
-        handles: Handles of the replicas.
-        place: Number of the replica that it begins in.
-        folder: Folder that replicas save films in.
-        least: First replicas, which always run.
+    It is saved in a folder every few chunks, and goes on from there in another replica where its own is
+    lost. The first `least` replicas always run.
     """
 
     def __init__(self, handles: Sequence[Any], place: int, folder: str, least: int) -> None:
@@ -122,10 +112,7 @@ class RemoteFilm:
         self._finish()
 
     def begin(self, asked: Any) -> None:
-        """Make the film in its replica.
-
-        Args:
-            asked: Settings that the viewer asked for.
+        """Make the film in its replica, by the settings that the viewer asked for.
 
         Raises:
             ValueError: If the replica cannot make such a film, or has ended.
@@ -134,10 +121,7 @@ class RemoteFilm:
         self._process = self._ask("begin", asked)
 
     def next(self, seen: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
-        """Return the frames of the next chunk, `[F, H, W, 3]`.
-
-        Args:
-            seen: Pictures that it is made from; None for a film from text.
+        """Return the frames of the next chunk, uint8 `[F, H, W, 3]`, made from pictures that are seen, if any.
 
         Raises:
             ValueError: If the replica refuses, or has ended and the film was not saved yet.
@@ -366,11 +350,7 @@ def ray_serve() -> tuple[Any, Any]:
 
 
 def scaling(stays: bool) -> dict[str, Any]:
-    """Return the options of a replica's deployment by which Ray starts and ends it.
-
-    Args:
-        stays: Whether it always runs.
-    """
+    """Return the options of a replica's deployment by which Ray starts and ends it, if it does not always run."""
     if stays:
         return {"num_replicas": 1}
     return {
@@ -386,13 +366,9 @@ def scaling(stays: bool) -> dict[str, Any]:
 
 
 def place_of(films: Sequence[int], least: int) -> int:
-    """Return the replica that a new film begins in.
+    """Return the replica that a new film begins in, by the films of each; the first `least` always run.
 
     It is the one with the fewest of those that run; where all of these have `QUEUE`, the next.
-
-    Args:
-        films: Films of each replica.
-        least: First replicas, which always run.
     """
     runs = [place for place, count in enumerate(films) if count or place < least]
     fewest = min(runs, key=films.__getitem__)
@@ -401,14 +377,7 @@ def place_of(films: Sequence[int], least: int) -> int:
 
 
 def _spread(handles: list[Any], films: weakref.WeakSet[RemoteFilm], folder: str, least: int) -> Make:
-    """Return a function that makes a film in the replica with the fewest.
-
-    Args:
-        handles: Handles of the replicas.
-        films: Films of all, which the new one is added to.
-        folder: Folder that films are saved in.
-        least: First replicas, which always run.
-    """
+    """Return a function that makes a film in the replica with the fewest, and adds it to `films`."""
     lock = threading.Lock()
 
     def make(asked: Any) -> Film:

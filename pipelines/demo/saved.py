@@ -93,11 +93,6 @@ def dtype_of(name: str, directory: Path, device: torch.device) -> str:
     `auto` is float32 on the CPU, where half precision is slow. On an accelerator it is float16
     where the denoiser was saved so, else bfloat16.
 
-    Args:
-        name: `auto` or one of `DTYPES`.
-        directory: Directory of the pipeline.
-        device: Device that the pipeline will run on.
-
     Raises:
         ValueError: If the name is unknown.
     """
@@ -110,10 +105,7 @@ def dtype_of(name: str, directory: Path, device: torch.device) -> str:
 
 
 def _saved_dtype(directory: Path) -> str:
-    """Return the commonest dtype of the denoiser's first file of weights, as safetensors names it.
-
-    It is empty where there is no such file.
-    """
+    """Return the commonest dtype of the denoiser's first file of weights, as safetensors names it; "" without one."""
     from safetensors import safe_open
 
     for name in _DENOISERS:

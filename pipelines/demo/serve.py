@@ -269,15 +269,7 @@ def _kept(folder: Path, most_mb: int) -> Kept | None:
 def run(
     program: Program, hosts: Sequence[str], port: int, tell: Callable[[str], None], kept: Kept | None = None
 ) -> None:
-    """Serve a page until the process is interrupted; nothing but saved films is left then.
-
-    Args:
-        program: Films that the page shows.
-        hosts: Address, and further names by which browsers ask for it.
-        port: Port, a free one.
-        tell: Prints a line.
-        kept: Saved films, from which viewers go on.
-    """
+    """Serve a page until the process is interrupted; nothing but saved films is left then."""
 
     def end(*_: object) -> None:
         raise KeyboardInterrupt
@@ -298,11 +290,7 @@ def served(
 ) -> Iterator[tuple[str, gr.Blocks, Viewers]]:
     """Serve a page, and give its address, itself and everybody's films, which end with it.
 
-    Args:
-        program: Films that the page shows.
-        hosts: Address, and further names by which browsers ask for it.
-        port: Port, a free one.
-        kept: Saved films, from which viewers go on.
+    The first of `hosts` is the address, the others are names by which browsers ask for it.
     """
     from diffcache.pipelines.demo.door import Listeners, guarded_by
     from diffcache.pipelines.demo.page import STYLE, build
@@ -344,10 +332,6 @@ def most_bytes(program: Program) -> int:
 
 def gpus_of(device: torch.device, count: int) -> float:
     """Return the GPUs of each replica: one, or a part of one where replicas are more than GPUs.
-
-    Args:
-        device: Device of the replicas.
-        count: Number of replicas.
 
     Raises:
         ValueError: If one of several GPUs is named, which Ray chooses.

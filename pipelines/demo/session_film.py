@@ -28,14 +28,7 @@ def policies() -> list[str]:
 
 
 def program_of(video: CausalVideo, name: str, viewers: int, most_bytes: int) -> Program:
-    """Return the films and settings of a model that a page can show.
-
-    Args:
-        video: Model with its text encoder and autoencoder.
-        name: Name of the model.
-        viewers: Viewers at the same time.
-        most_bytes: Bytes of keys and values that a film may hold.
-    """
+    """Return the films and settings of a model that a page can show, each with so many bytes of keys and values."""
     way = video.way
     names = [way.policy, *(other for other in policies() if other != way.policy)]
     sizes = {f"{size[0]} x {size[1]}": size for size in (way.size, way.size[::-1])}
@@ -80,12 +73,7 @@ class Colors:
 
 
 class SessionFilm:
-    """A film of one stream.
-
-    Args:
-        video: Model with its text encoder and autoencoder.
-        asked: Settings.
-        most_bytes: Bytes of keys and values that it may hold.
+    """A film of one stream, which may hold so many bytes of keys and values.
 
     Raises:
         ValueError: If the model cannot make such a film.
@@ -224,12 +212,7 @@ class LiveFilm:
 
 
 def sampler_of(sampler: FewSteps, steps: int) -> FewSteps:
-    """Return a sampler of so many steps: itself, or with times that are evenly apart.
-
-    Args:
-        sampler: Sampler that a model was trained with.
-        steps: Number of steps.
-    """
+    """Return a sampler of so many steps: that which a model was trained with, or one with times evenly apart."""
     if steps == len(sampler.timesteps):
         return sampler
     first = sampler.timesteps[0]

@@ -40,13 +40,7 @@ _BYTES = {
 
 @dataclass(eq=False)
 class Showing:
-    """The films of one viewer, side by side.
-
-    Attributes:
-        titles: Name of each film's policy.
-        streams: Threads that film.
-        recording: Latest frames of all films.
-    """
+    """The films of one viewer, side by side, with the names of their policies."""
 
     titles: list[str]
     streams: list[Stream]
@@ -139,13 +133,7 @@ class Viewers:
         return ValueError(f"{self.most} viewers are served already; try again in a minute")
 
     def see(self, who: str, value: Any, most: int, side: int = MOST_SIDE) -> None:
-        """Take pictures of a viewer's camera or file.
-
-        Args:
-            who: Session of the viewer.
-            value: Pictures, as for `Source.put`.
-            most: Pictures that are kept.
-            side: Pixels that the longer side of a picture may have.
+        """Take pictures of a viewer's camera or file, as `Source.put` does, of which so many are kept.
 
         Raises:
             ValueError: If they are none, or too many viewers send some.
@@ -251,12 +239,6 @@ def _with_pictures(
     program: Program, asked: Asked, source: Source | None, goes_on: bool
 ) -> tuple[Asked, Source | None]:
     """Return the settings of a film with the pictures it begins with, and those that come in.
-
-    Args:
-        program: Films that can be shown.
-        asked: Settings of the film.
-        source: The viewer's camera or file; None for none.
-        goes_on: Whether it goes on from a saved film, which has its beginning.
 
     Raises:
         ValueError: If a picture cannot be read, or none come in for a saved film made from some.

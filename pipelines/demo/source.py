@@ -28,12 +28,11 @@ _TICK = 0.1  # seconds between two looks at whether to stop
 
 @dataclass(frozen=True)
 class Shot:
-    """A picture of a source.
+    """A picture of a source, a JPEG.
 
     Attributes:
         number: Number of it, counted with those that the page left out.
         arrived: Time at which it came in, as of `time.monotonic`.
-        file: JPEG.
     """
 
     number: int
@@ -61,11 +60,7 @@ class Source:
         self._changed = threading.Condition()
 
     def put(self, value: Any) -> None:
-        """Take pictures that a page sends.
-
-        Args:
-            value: Object with `use`, `first`, the number of the first picture, and `files`, JPEGs
-                in base64; one without pictures turns the source off.
+        """Take what a page sends, as `checked_pictures` reads it; no pictures turn the source off.
 
         Raises:
             ValueError: If it is something else.
@@ -99,10 +94,6 @@ class Source:
 
     def latest(self, size: tuple[int, int], each: int) -> NDArray[np.uint8]:
         """Return the pictures that a film goes on from, uint8 `[F, H, W, 3]`.
-
-        Args:
-            size: Height and width in pixels.
-            each: Pictures of a latent frame, after the first.
 
         Raises:
             ValueError: If one is no JPEG, or there are none.
@@ -138,13 +129,7 @@ class Reader:
         self.dropped, self.arrived = 0, 0.0
 
     def take(self, stopped: Callable[[], bool]) -> NDArray[np.uint8] | None:
-        """Wait for the pictures of a chunk; return None where no more come.
-
-        Args:
-            stopped: Returns True once nobody wants them.
-
-        Returns:
-            uint8 `[F, H, W, 3]`.
+        """Wait for the pictures of a chunk, uint8 `[F, H, W, 3]`; return None once no more come or nobody wants them.
 
         Raises:
             ValueError: If one is no JPEG.
@@ -164,11 +149,7 @@ class Reader:
 
 
 def opened(file: bytes, side: int = MOST_SIDE) -> Image.Image:
-    """Return the picture of a JPEG.
-
-    Args:
-        file: JPEG.
-        side: Pixels that its longer side may have.
+    """Return the picture of a JPEG, whose longer side may have so many pixels.
 
     Raises:
         ValueError: If it is none, too large, or has too many scans.
@@ -187,6 +168,8 @@ def opened(file: bytes, side: int = MOST_SIDE) -> Image.Image:
 
 def checked_pictures(value: Any) -> tuple[str, int, list[bytes]]:
     """Return use, number and files of what a page sends.
+
+    It is an object with `use`, `first`, the number of the first picture, and `files`, JPEGs in base64.
 
     Raises:
         ValueError: If it is something else.

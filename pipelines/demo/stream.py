@@ -31,11 +31,7 @@ class Film(Protocol):
     """Maker of frames; every method is called by one thread."""
 
     def next(self, seen: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
-        """Return the frames of the next chunk, `[F, H, W, 3]`.
-
-        Args:
-            seen: Pictures that it is made from, uint8 `[F, H, W, 3]`; None for a film from text.
-        """
+        """Return the next chunk's frames, uint8 `[F, H, W, 3]`, made from pictures of that kind if there are some."""
 
     def apply(self, order: Mapping[str, Any]) -> None:
         """Carry out the viewer's orders before the next chunk.
@@ -102,8 +98,6 @@ class Stream:
         make: Returns the film; it is called in the thread, so that loading does not block a page.
         limit: Chunks after which it ends; None for none.
         reader: Pictures that the film is made from; None for a film from text. It ends with them.
-
-    Attributes:
         orders: Changes that are asked of the film.
     """
 
@@ -133,11 +127,7 @@ class Stream:
         self._running.set()
 
     def close(self, timeout: float | None = None) -> None:
-        """End the film and wait for its thread.
-
-        Args:
-            timeout: Seconds to wait at most; None for the end of the chunk that is made.
-        """
+        """End the film and wait for its thread, so many seconds at most; None waits for the chunk that is made."""
         self._stop.set()
         self._running.set()
         if self._thread.ident is not None:

@@ -85,13 +85,10 @@ class Order:
 
 @dataclass
 class Done:
-    """Answer of a model, and its cost.
+    """Answer of a model, its cost, and the same uncached where it was asked for.
 
     Attributes:
-        answer: The answer of the cached run.
         seconds: Seconds of the cached run.
-        plain: The uncached answer; None where it was not asked for.
-        plain_seconds: Seconds of the uncached run.
         place: Device and dtype of the model.
     """
 
@@ -144,11 +141,7 @@ class Done:
 
 
 def find(model: str) -> str | None:
-    """Return the folder or model ID of a diffusion language model; None for anything else.
-
-    Args:
-        model: A directory, a shipped name, or a Hugging Face model ID.
-    """
+    """Return the folder or model ID of a diffusion language model; None for anything else."""
     for path in places(model):
         if path.is_dir():
             is_pipeline = (path / "model_index.json").exists()
@@ -221,15 +214,9 @@ def run(
     compare: bool = False,
     tell: Callable[[str], None] | None = None,
 ) -> Done:
-    """Answer with a policy, and with `compare` uncached too.
+    """Answer with a policy, and with `compare` uncached too, before.
 
-    Args:
-        lm: Model and tokenizer.
-        method: Policy of `diffcache.dllm`.
-        order: Request.
-        defaults: Settings that `order` leaves open.
-        compare: Whether the uncached answer is made as well, before.
-        tell: Called with the text that settled.
+    `tell` is called with the text that settled; `defaults` are settings that `order` leaves open.
 
     Raises:
         AttachError: If the model cannot be served with the policy.

@@ -12,9 +12,6 @@ class Demonstrator:
     """Goes to the goal through the nearest opening on a side it draws anew at every obstacle.
 
     The odds are even where both openings are as near, and better for the nearer one.
-
-    Args:
-        generator: Generator of the sides.
     """
 
     def __init__(self, generator: torch.Generator) -> None:

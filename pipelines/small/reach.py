@@ -64,9 +64,7 @@ class Scenes:
 def draw_scenes(count: int, seed: int) -> Scenes:
     """Draw scenes in which an obstacle blocks the straight way and every gap is passable.
 
-    Args:
-        count: Episodes.
-        seed: Seed of the draw; from `HELD_OUT` on for tests.
+    Seeds of tests are `HELD_OUT` and above.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -110,12 +108,8 @@ class Reach:
     """Episodes of the task, side by side.
 
     An episode succeeds when the point comes within `NEAR` of the goal before `TIME` runs out and
-    before it touches an obstacle; moves longer than `REACH` are shortened to it.
-
-    Args:
-        scenes: Scenes of the episodes: places of start, goal and obstacles.
-        numbers: Numbers of the episodes that run, None for all; the others keep their place, and
-            with it their noise.
+    before it touches an obstacle; moves longer than `REACH` are shortened to it. Of `numbers` that are
+    given these episodes alone run; the others keep their place, and with it their noise.
     """
 
     def __init__(self, scenes: Scenes, numbers: Sequence[int] | None = None) -> None:

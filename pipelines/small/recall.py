@@ -128,24 +128,13 @@ class RecallBatch:
         return self.marks.gather(1, self.asked)
 
     def aware(self, query: int = 0) -> Tensor:
-        """Return the context followed by one question, for compression that knows the question.
-
-        Args:
-            query: Its number, 0..N-1.
-
-        Returns:
-            int64 `[B, context + 2]`.
-        """
+        """Return the context and a question, 0..N-1, for compression that knows it, int64 `[B, context + 2]`."""
         return torch.cat([self.context, self.questions[:, query]], 1)
 
     def fact_slots(self, chosen: Tensor | None = None) -> Tensor:
-        """Return the places of facts in the context, which a perfect eviction keeps.
+        """Return the places of facts in the context, which a perfect eviction keeps, bool `[B, context]`.
 
-        Args:
-            chosen: Mask of the facts to keep, bool `[B, F]`; all facts where none is given.
-
-        Returns:
-            bool `[B, context]`.
+        `chosen` are the facts to keep, bool `[B, F]`; all where none is given.
         """
         kept = torch.ones_like(self.marks) if chosen is None else chosen
         held = torch.zeros(self.context.shape, dtype=torch.bool)
@@ -154,14 +143,7 @@ class RecallBatch:
         return held
 
     def answer_logits(self, logits: Tensor) -> Tensor:
-        """Return the logits that predict answers.
-
-        Args:
-            logits: Logits of all tokens of `ids`, float `[B, context + 4 N, V]`.
-
-        Returns:
-            `[B, N, 2, V]`.
-        """
+        """Return the logits that predict answers, `[B, N, 2, V]`, of those of all tokens, `[B, context + 4 N, V]`."""
         return logits[:, self.answers - 1]
 
 
@@ -185,13 +167,7 @@ def score(given: Tensor, batch: RecallBatch) -> Tensor:
 
 
 def draw(count: int, task: Task, generator: torch.Generator) -> RecallBatch:
-    """Draw samples; the same generator state gives the same samples.
-
-    Args:
-        count: Samples.
-        task: Task to draw.
-        generator: Generator on the CPU.
-    """
+    """Draw samples on the CPU; the same generator state gives the same samples."""
     number = task.facts
     body = filler(count, task.blocks, generator)
     blocks = _some(count, task.blocks, number, generator)
@@ -212,16 +188,7 @@ def draw(count: int, task: Task, generator: torch.Generator) -> RecallBatch:
 
 
 def filler(count: int, blocks: int, generator: torch.Generator) -> Tensor:
-    """Draw filler, a block of four tokens at a time.
-
-    Args:
-        count: Chains.
-        blocks: Number of blocks of each chain.
-        generator: Generator on the CPU.
-
-    Returns:
-        int64 `[count, blocks, 4]`.
-    """
+    """Draw so many chains of filler, a block of four tokens at a time, int64 `[count, blocks, 4]`."""
     walks = _walks()
     ways = torch.randint(walks.shape[1], (blocks, count), generator=generator)
     state = torch.randint(NF, (count,), generator=generator)
@@ -241,12 +208,7 @@ def successors() -> Tensor:
 def filler_nats(logits: Tensor, batch: RecallBatch) -> Tensor:
     """Return the surprise of filler that follows filler; its exponential is at best 4.
 
-    Args:
-        logits: Logits of all tokens of `ids`, float `[B, context + 4 N, V]`.
-        batch: Samples that the logits belong to.
-
-    Returns:
-        Nats a token, float32 `[tokens]`.
+    Logits are of all tokens of `ids`, float `[B, context + 4 N, V]`; returned are nats a token, float32 `[tokens]`.
     """
     filling = batch.context >= F0
     both = filling[:, :-1] & filling[:, 1:]

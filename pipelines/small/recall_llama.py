@@ -45,11 +45,7 @@ def configuration() -> LlamaConfig:
 
 
 def build_model(attention: str = "eager") -> LlamaForCausalLM:
-    """Build the model with random weights.
-
-    Args:
-        attention: transformers' name of the attention; eager trains fastest on a CPU.
-    """
+    """Build the model with random weights; eager attention trains fastest on a CPU."""
     return LlamaForCausalLM._from_config(configuration(), attn_implementation=attention)
 
 
@@ -91,9 +87,5 @@ def load(
 
 
 def load_tokenizer(directory: str | Path = DIRECTORY) -> PreTrainedTokenizerFast:
-    """Load the tokenizer saved beside the model.
-
-    Args:
-        directory: Directory of the saved model.
-    """
+    """Load the tokenizer saved beside the model."""
     return PreTrainedTokenizerFast.from_pretrained(present(directory))

@@ -106,12 +106,8 @@ def step_loss(
 ) -> tuple[Tensor, Tensor, dict[str, float]]:
     """Return the loss of one step, the student's guided output, and the loss in parts.
 
-    Args:
-        track: The batch, at the step.
-        mixer: Mixer of the track's denoiser, with what the steps before kept.
-        logits: Logits of this step, `[sites]`.
-        weight: Weight of the squared error, from `image_errors`.
-        beta: Weight of the sum of the scores.
+    The mixer has what the steps before kept; logits of this step are `[sites]`. `weight` is that of the
+    squared error, from `image_errors`, `beta` that of the sum of the scores.
     """
     with torch.no_grad():
         teacher = track.predict().float()

@@ -50,12 +50,7 @@ class Moment:
 
 
 class Recorder:
-    """Watches one call of a pipeline up to its first step, or its last.
-
-    Args:
-        pipe: The pipeline.
-        model: Its denoiser.
-        whole: Whether to watch all steps.
+    """Watches one call of a pipeline up to its first step or, if the whole is asked for, its last.
 
     Attributes:
         moments: The steps.
@@ -146,11 +141,7 @@ def denoiser_of(pipe: Any) -> tuple[nn.Module, Anatomy]:
 
 
 def sample_of(out: Any) -> Tensor:
-    """Return the sample of a denoiser's output.
-
-    Raises:
-        AttachError: If it is no tensor.
-    """
+    """Return the sample of a denoiser's output, which must be a tensor."""
     found = out if isinstance(out, Tensor) else out[0]
     if not isinstance(found, Tensor):
         raise AttachError(f"the denoiser returned {type(found).__name__}; a tensor is needed")

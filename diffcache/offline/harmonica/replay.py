@@ -142,8 +142,7 @@ class Track:
     def predict(self, mixer: Mixer | None = None) -> Tensor:
         """Return the guided output at this step, with the variance where the model has one.
 
-        Args:
-            mixer: Told which branch is called for.
+        A mixer is told which branch is called for.
         """
         replay, sample = self.replay, self.sample
         if hasattr(self._solver, "scale_model_input"):
@@ -179,10 +178,7 @@ class Track:
 def _guide(outs: list[Tensor], scale: float | None, shape: Sequence[int]) -> Tensor:
     """Return the guided output: the first channels guided, those of the variance as they are.
 
-    Args:
-        outs: Outputs of the denoiser, one with both branches in its batch, or one a branch.
-        scale: Guidance scale, None without guidance.
-        shape: Shape of what the solver takes.
+    Outputs are one with both branches in its batch, or one a branch; `shape` is what the solver takes.
     """
     both = torch.cat(outs) if len(outs) == 2 else outs[0]
     if scale is None:

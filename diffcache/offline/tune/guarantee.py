@@ -21,11 +21,7 @@ from diffcache.features.tuned import Guarantee, Measure
 
 
 def samples_needed(confidence: float) -> int:
-    """Return the least number of prompts with which anything can be certified.
-
-    Args:
-        confidence: Least probability that a new prompt does not stray, between 0 and 1.
-    """
+    """Return the least number of prompts with which anything can be certified."""
     return math.ceil(1 / (1 - confidence) - 1e-9) - 1
 
 

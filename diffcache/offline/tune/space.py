@@ -140,12 +140,7 @@ def sites(is_unet: bool) -> tuple[Site, ...]:
 
 
 def to_calibrate(places: Sequence[Site], total: int) -> list[list[Calibrated]]:
-    """Return the methods that need tables; those of a list share a pass over the prompts.
-
-    Args:
-        places: Sites of forecasts.
-        total: Steps of a run.
-    """
+    """Return the methods that need tables, for runs of so many steps; those of a list share a pass."""
     fitted = [FittedForecast(site=site) for site in places if site is not Site.MODULE]
     magnitude = MagCache(longest=5, retention=0.05)
     others: list[Calibrated] = [TeaCache(), BAC(count=1), ProfilingDiT(warmup=2)]
@@ -159,10 +154,7 @@ def to_calibrate(places: Sequence[Site], total: int) -> list[list[Calibrated]]:
 def families(total: int, places: Sequence[Site], calibrated: Sequence[Calibrated]) -> list[Rungs]:
     """Return the families of a search; those that do best on most models stand first.
 
-    Args:
-        total: Steps of a run.
-        places: Sites of forecasts.
-        calibrated: Methods that `to_calibrate` returned, with tables, as far as they fit the model.
+    `calibrated` are methods that `to_calibrate` returned, with tables, as far as they fit the model.
     """
     fitted = [method for method in calibrated if isinstance(method, (FittedForecast, DPCache))]
     rest = [method for method in calibrated if method not in fitted]
@@ -277,12 +269,7 @@ def additions(steps: tuple[int, ...], total: int) -> list[tuple[int, ...]]:
 
 
 def steps_listed(method: Method, total: int) -> tuple[int, ...]:
-    """Return the computed steps of a method whose schedule is fixed, none of another.
-
-    Args:
-        method: The method.
-        total: Steps of a run.
-    """
+    """Return the computed steps of a method whose schedule is fixed, none of another."""
     reuse = reuse_of(method)
     if reuse is None:
         return ()

@@ -238,10 +238,8 @@ def _tables_in(part: Any) -> Iterator[Tables]:
 def closeness(output: Tensor, reference: Tensor) -> Tensor:
     """Return the PSNR in dB of every sample, float64 [B]; of a film the mean over its frames.
 
-    Args:
-        output: Output of a cached run: uint8 pictures [B, C, H, W] or films [B, F, C, H, W], or
-            floats [B, ...].
-        reference: The same of the uncached run; the full range of floats is its own.
+    Outputs are uint8 pictures [B, C, H, W] or films [B, F, C, H, W], or floats [B, ...], whose full range is
+    that of the uncached run.
     """
     if output.ndim == 5 and output.dtype == torch.uint8:
         return psnr(output.flatten(0, 1), reference.flatten(0, 1)).view(output.shape[:2]).mean(1)
@@ -260,9 +258,7 @@ def mean_interval(values: Tensor) -> tuple[float, float, float]:
 def outputs(result: Any, are_pictures: bool) -> Tensor:
     """Return a pipeline's outputs, [B, ...] on the CPU: uint8 for pictures in [0, 1], else floats.
 
-    Args:
-        result: Result of the pipeline's call.
-        are_pictures: Whether it was asked for pictures or films, not for latents.
+    `are_pictures` says whether it was asked for pictures or films, not for latents.
     """
     first = result[0]
     if isinstance(first, (list, tuple)):
