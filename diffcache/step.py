@@ -39,6 +39,7 @@ class Step:
         ranks: Process group that shares the sample, None where one process has all of it.
         scene: Noise level and token grid, for methods that ask for it; else None.
         is_left_out: Whether another ability of the method planned not to compute this step.
+        before: Number of steps of the run that another denoiser took before the first of this one.
     """
 
     index: int
@@ -49,6 +50,7 @@ class Step:
     ranks: Any = None
     scene: Scene | None = None
     is_left_out: bool = False
+    before: int = 0
 
     @property
     def is_last(self) -> bool:

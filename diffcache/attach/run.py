@@ -340,7 +340,7 @@ class Timeline:
         run = self.run
         total = None if run.steps is None and run.length is None else self.total
         chunk, left_out = max(run.stream.chunk, 0), self.index in run.left_out
-        return Step(self.index, self.timestep, total, branch, chunk, self.ranks, None, left_out)
+        return Step(self.index, self.timestep, total, branch, chunk, self.ranks, None, left_out, self.started_at)
 
     def add(self, name: str | None, conditions: dict[Any, Any]) -> Branch:
         """Return a new branch; one of no name that has missed a step is forgotten."""

@@ -56,15 +56,17 @@ class Magnitude(When):
     def should_compute(self, state: LastComputed, step: Step, probe: Tensor | None) -> bool:
         """Return whether the summed error reached the threshold, or the limit the row of skips."""
         ratios = self._ratios(step.branch)
-        total = step.total or len(ratios)
-        kept = int(self.retention * total + 0.5)
+        # Of two experts the ratios are those of the whole run; each keeps the first part of its own steps.
+        whole = step.before + step.total if step.total else len(ratios)
+        now = step.before + step.index
+        kept = int(self.retention * (whole - step.before) + 0.5)
         if state.index is None or step.index < kept or step.index - state.index > self.longest:
             return True
-        if step.index < total and place_of(step.index, total, len(ratios)) in self.always:
+        if now < whole and place_of(now, whole, len(ratios)) in self.always:
             return True
         product, error = 1.0, 0.0
         for index in range(max(state.index + 1, kept), step.index + 1):
-            product *= ratio_at(ratios, index, total)
+            product *= ratio_at(ratios, step.before + index, whole)
             error += abs(1 - product)
         return not error < self.threshold
 
@@ -127,8 +129,9 @@ class MagCache(Calibrated):
         retention: First part of the run that is always computed, 0 to 1.
         ratios: Published ratios of a model of the same family, one a step, the first 1.0; or a
             list of them for every guidance branch in the order of the calls, each of which then
-            decides for itself. Runs of another length take those of the nearest steps. None takes
-            those of the tables.
+            decides for itself. Runs of another length take those of the nearest steps; of two
+            experts, which share a run, each takes those of its own steps. None takes those of the
+            tables.
         tables: Tables of `diffcache.calibrate`, or a file it wrote; for runs of any length too.
         always: Positions in the list of ratios, from 0, whose steps are always computed; at
             another number of steps those that take these ratios.

@@ -137,3 +137,15 @@ def test_a_wrapped_pipeline_runs_at_other_lengths_than_the_calibration():
             wanted = computed_steps(MagCache(0.06, ratios=RATIOS), total)
             assert [call.index for call in calls if call.computed] == wanted
             assert 1 < len(wanted) < total
+
+
+def test_two_experts_share_the_ratios_of_one_run():
+    """The second expert of Wan 2.2 goes on where the first stopped: its step 0 is step 5 of 8."""
+    ratios = (1.0, 0.99, 0.98, 0.9, 0.99, 0.7, 0.95, 0.99)
+    pipe = pipes()["WanPipeline-two"].build(0)
+    with diffcache.wrapped(pipe, MagCache(0.06, 3, 0.0, ratios)) as handle:
+        pipes()["WanPipeline-two"].run(pipe, steps=8)
+        calls = [call for call in handle.last.calls if call.branch == "cond"]
+    # From the last computed step on: 0.01, then 0.01 + 0.03; 0.9 is beyond 0.06; of the second
+    # expert, which computes step 5, step 6 is off by 0.05 and step 7 by 0.05 + 0.0595.
+    assert [call.computed for call in calls] == [True, False, False, True, False, True, False, True]
