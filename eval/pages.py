@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Sequence
+import string
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,6 +69,55 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool = 
     others = ("---:|" if numbers else "---|") * (len(titles) - 1)
     below = [f"- ({number}) {note}" for number, note in enumerate(notes, 1)]
     return [head.replace("|  |", "| |"), f"|---|{others}", *lines, *([""] if notes else []), *below]
+
+
+class _EmptyError(Exception):
+    """A value of a cell is None, which leaves it empty."""
+
+
+class _Cell(string.Formatter):
+    """Formats the values of a row; one with its interval or quartiles in brackets."""
+
+    def format_field(self, value: Any, spec: str) -> Any:
+        if value is None:
+            raise _EmptyError
+        if not isinstance(value, Mapping):
+            return super().format_field(value, spec)
+        names = ("median", "q1", "q3") if "median" in value else ("value", "low", "high")
+        middle, low, high = (format(value[name], spec) for name in names)
+        return f"{middle} ({low} to {high})"
+
+    def get_value(self, key: int | str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if key not in kwargs:  # a column that no row has is a mistake, and no empty cell
+            raise ValueError(f"a row has no {key!r}; it has {', '.join(kwargs)}")
+        return kwargs[str(key)]
+
+
+def rendered(name: str, **values: Any) -> str:
+    """Return the text that a template of this folder makes of values."""
+    text: str = environment().get_template(name).render(**values)
+    return text
+
+
+def columns(rows: Iterable[Mapping[str, Any]], cells: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table of rows of a record.
+
+    Args:
+        rows: Rows.
+        cells: Title of each column, and its cell as `str.format` takes it, such as
+            `{ratio:.2f}`. A value with an interval or quartiles has these in brackets; a cell of
+            which a value is None is empty.
+    """
+    titles, forms = zip(*cells, strict=True)
+    return "\n".join(table(titles, ([cell(form, row) for form in forms] for row in rows)))
+
+
+def cell(form: str, row: Mapping[str, Any]) -> str:
+    """Return one cell of `columns`."""
+    try:
+        return _Cell().vformat(form, (), row)
+    except _EmptyError:
+        return ""
 
 
 def _cut(cell: str, notes: list[str]) -> str:
@@ -134,4 +184,5 @@ def environment() -> Any:
         keep_trailing_newline=True,
     )
     found.filters["md"] = escape_markdown
+    found.globals.update(cell=cell, columns=columns)
     return found

@@ -21,7 +21,7 @@ from diffcache.command import Threads, script
 from diffcache.eval.metrics import lite
 from diffcache.eval.metrics.distances import inception_score
 from diffcache.eval.metrics.frechet import frechet, moments
-from diffcache.eval.pages import environment
+from diffcache.eval.pages import rendered
 from diffcache.eval.workshop.small.corruptions import corrupt
 from diffcache.eval.workshop.small.sticker_features import draw, draw_films
 from diffcache.eval.workshop.small.stickers import Scene
@@ -142,20 +142,16 @@ def card(tables: dict[str, dict[str, float]]) -> str:
     """
     weights = (one.numel() for one in lite.load().parameters())
     floors = {"FID-lite": f"clean, {PICTURES:,} pictures", "FVD-lite": f"clean, {FILMS} films"}
-    text: str = (
-        environment()
-        .get_template("workshop/lite_card.md.jinja")
-        .render(
-            weights=sum(weights),
-            config=lite.read_config(),
-            films=FILMS,
-            held=PICTURES,
-            tables=tables,
-            legends=LEGENDS,
-            floors=floors,
-        )
+    return rendered(
+        "workshop/lite_card.md.jinja",
+        weights=sum(weights),
+        config=lite.read_config(),
+        films=FILMS,
+        held=PICTURES,
+        tables=tables,
+        legends=LEGENDS,
+        floors=floors,
     )
-    return text
 
 
 def lite_card(

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import re
 import sys
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,23 @@ def section(row: Row, depth: str = "###") -> str:
     known = settings(cls)
     lines += [*entries(["setting", "default", "meaning"], known), ""] if known else []
     return "\n".join(lines)
+
+
+def behind_policies(file: Path, kind: str, measured: str) -> str:
+    """Return a page of policies: its introduction as it stands, their sections, and what was measured.
+
+    Args:
+        file: The page; what stands before its policies is written by hand.
+        kind: Kind of their rows in the registry.
+        measured: Markdown.
+    """
+    introduction, head, _ = file.read_text(encoding="utf-8").partition("## Policies\n")
+    return "\n".join([introduction + head, *map(section, rows_of(kind).values()), measured]).rstrip() + "\n"
+
+
+def marked(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows of a record in which the names of controls are in italics."""
+    return [{**row, "name": f"*{row['name']}*" if row["role"] == "control" else row["name"]} for row in rows]
 
 
 def story(cls: type) -> str:

@@ -70,10 +70,9 @@ def test_the_benchmark_measures_every_part(rollouts: Rollouts, monkeypatch: pyte
     assert [row["chunks"] for row in body["anew"]] == [8]
     assert body["stream_batch"]["largest_difference"] < 1e-4
     record = {"dtype": "float32", "threads": 1, "device": "cpu", "command": "x", **body}
-    assert "| full history | " in page._measured(record) and "every 12th frame" in " ".join(
-        page._measured(record).split()
-    )
-    assert "| window 3 | " in page._timed(record) and "| 8 | " in page._anew(record)
+    text = page.measured(record)
+    assert "| full history | " in text and "every 12th frame" in " ".join(text.split())
+    assert "| window 3 | " in text and "| 8 | " in text
 
 
 def test_the_page_is_that_of_the_docstrings_and_records() -> None:

@@ -8,7 +8,7 @@ is only asked what it would have said.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -27,8 +27,6 @@ from diffcache.eval.workshop.small.chain import HELD_OUT, MASK, WORLDS, draw
 from diffcache.eval.workshop.small.chain_llada import BLOCKS
 from diffcache.pipelines.guide import ModelGuide
 from diffcache.targets import handle_of
-
-AGES = (0, 1, 2, 4, 8, 16, 32)  # steps since all rows were computed, of the table
 
 
 @dataclass
@@ -142,13 +140,3 @@ def _kv_errors(fresh: Handle, cached: Handle) -> Iterator[float]:
     true, ours = (list(handle.denoisers[0].tensors(handle.run())) for handle in (fresh, cached))
     for one, other in zip(true[2:], ours[2 : len(true)], strict=True):
         yield float((other - one).norm() / one.norm())
-
-
-def lines(told: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """Return a table: name, shares of equal tokens, and errors by age."""
-    made = []
-    for name, found in told.items():
-        by_age = {int(age): value for age, value in found["kv_error_by_age"].items()}
-        cells = [f"{by_age[age]:.3f}" if age in by_age else "" for age in AGES]
-        made.append([name, f"{found['same_argmax']:.1%}", f"{found['same_commit']:.1%}", *cells])
-    return made

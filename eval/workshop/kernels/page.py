@@ -12,8 +12,8 @@ from typing import Any
 from diffcache.eval.cost.expected import CHIPS, Expected, expect
 from diffcache.eval.cost.roofline import START
 from diffcache.eval.kernels.case import KernelCase, all_cases
-from diffcache.eval.pages import keep_pages, table
-from diffcache.eval.record import ROOT
+from diffcache.eval.pages import keep_pages, rendered, table
+from diffcache.eval.record import FOLDER, ROOT
 from diffcache.eval.workshop.kernels.published import published
 from diffcache.files import read_json
 from diffcache.kernels.dispatch import SHIPPED_FOR
@@ -37,112 +37,50 @@ REWRITTEN = ("attn_mass",)  # operators that are others since the record was mea
 DEVICE = "h200"  # of the measured record, and of expected times
 STREAM = 2**20  # bytes that a launch loads, from which its loads have to be wide
 UNKNOWN = "not measured yet"
-EXPLAINED = """\
-*Bytes* are the least that have to be read and written, in millions. Times are medians in
-microseconds: the device's own, and in brackets what passes from call to call where the device waits
-for the host. *Limit* is the time of a copy of as many bytes, or of the products of matrices where
-these take longer. *Expected* is computed for an H200, **not measured**, with what holds: bytes of
-memory, its cache, the code of the kernel, or the launch (see below). *Aim* is what a kernel was to
-reach and did not: times as fast as another way, or a share of the limit, and what it reached. A
-dash was not timed. *Used by* says who calls the operator; `auto` takes the kernel where its ratio
-is above 1.
-"""
+TITLES = ("Operator", "Model and shapes", "Bytes", "Limit", "Expected", "Kernel", "Others", "Used by")
 
 
-CODE_EXPLAINED = """\
-## Machine code
-
-What Triton {triton} compiles for GPUs that are not here, at the sizes of the table above, by
-`python -m diffcache.eval.workshop.kernels.targets`: registers of a thread (r), KiB of shared memory
-(K), and the instruction that multiplies matrices; the most of all rows of an operator. Nothing
-spills and no local memory is used where nothing is said. *Narrow*: no load of 16 bytes, nor an
-asynchronous one, in a launch that reads a MiB or more. *Too large*: a block needs more memory than
-it may have, so that the launch fails. *No*: the kernel has PTX in it, which AMD's assembler does
-not take: plain PyTorch runs there in its place, as it does on gfx11 in that of attention, which
-spills, and `diffcache kernels` says so. An operator that fails elsewhere is left out by
-`diffcache kernels measure`.
-"""
-EXPECTED_EXPLAINED = """\
-## Expected times
-
-*Expected* is the slowest of three needs, and {start} µs for each launch: the bytes at what a copy
-reaches; the tiles that products read again at {cached} bytes a cycle of the second-level cache; and
-the products at what dense products reach, or loads for them, together with the other instructions
-of the machine code, of which a multiprocessor begins four a cycle and fewer of some kinds. How
-often a loop turns follows from Triton's own form of the kernel. The {start} µs are the one number
-that was fitted, to the same record as the measured times.
-
-Of the {rows} rows that were measured, {near} are expected within 30 % of the measured time. Not so:
-"""
-PUBLISHED = """\
-Against times of others, microseconds; *Expected* is that of `attn_forward`, and of `attn_int8` for
-SageAttention, which stand for their kernels of the same attention. KIVI's paper gives no time of a
-kernel, but 2.35 to 3.47 times the tokens a second with four times the batch, which these times do
-not tell. FlashAttention-2 on an A100 is a third faster than our kernel is expected to be: its
-softmax runs beside the products of other warps, where in code of Triton it is taken to follow them;
-its paper finds it 1.3 to 2.5 times as fast as FlashAttention in Triton. On an RTX 4090 it reaches
-99.9 % of the rated products of the card, of which 79 % are expected here, as one H200 reached.
-"""
-
-
-def page(directory: Path = ROOT) -> str:
-    """Return the whole page.
-
-    Args:
-        directory: The project, for its record and the introduction of the page.
-    """
-    introduction, _, _ = (directory / PAGE).read_text(encoding="utf-8").partition(HEAD)
-    record = read_json(directory / "assets" / "bench" / RECORD) or {"rows": []}
-    timed = {(row["operator"], row["model"], row["shapes"]): row for row in record["rows"]}
-    titles = ("Operator", "Model and shapes", "Bytes", "Limit", "Expected", "Kernel", "Others", "Used by")
-    code = read_json(CODE) or {}
-    codes = {(row["operator"], row["model"], row["shapes"]): row for row in code["rows"]}
+def page() -> str:
+    """Return the whole page."""
+    introduction = (ROOT / PAGE).read_text(encoding="utf-8").partition(HEAD)[0]
+    timed, code = {_key(row): row for row in read_json(FOLDER / RECORD)["rows"]}, read_json(CODE)
+    codes = {_key(row): row for row in code["rows"]}
     lines, apart = [], []
     used = {name: row.cells["used"] for name, row in rows_of("kernel").items()}
     for case in all_cases():
-        key = case.operator, case.model, case.shapes
+        key = _key(about := vars(case))
         said = expect(codes[key], DEVICE) if key in codes else None
         lines.append(_line(case, timed.get(key), used[case.operator], said))
         if said is not None and key in timed:
-            apart.append((case, timed[key]["ways"]["kernel"]["us"][1], said))
-    far = [(case, us, said) for case, us, said in apart if not 0.7 <= said.us / us <= 1.3]
-    told = EXPECTED_EXPLAINED.format(
-        start=START, cached=CHIPS[DEVICE].cached, rows=len(apart), near=len(apart) - len(far)
-    )
-    distances = [
-        [f"`{case.operator}`", f"{case.model}: {case.shapes}", f"{said.us:.1f}", f"{us:.1f}", f"{said.us / us:.2f}"]
-        for case, us, said in far
-    ]
-    operators: dict[str, list[Mapping[str, Any]]] = {}
-    for one in code["rows"]:
-        operators.setdefault(one["operator"], []).append(one)
-    shown = [[f"`{name}`", *(_code(rows, arch) for arch in TARGETS)] for name, rows in operators.items()]
-    heads = [f"{name if name[0] == 'g' else f'sm_{name}'} ({gpu})" for name, gpu in TARGETS.items()]
-    far_heads = "Operator", "Row", "Expected", "Measured", "Ratio"
-    return "\n".join([
-        introduction + HEAD, EXPLAINED, *table(titles, lines), "",
-        told, *table(far_heads, distances), "", PUBLISHED, *_published(code), "",
-        CODE_EXPLAINED.format(**code), *table(("Operator", *heads), shown), "",
-    ])  # fmt: skip
-
-
-def _published(code: Mapping[str, Any]) -> list[str]:
-    """Return the table of published times beside what our own kernel is expected to take."""
-    rows = []
+            us = timed[key]["ways"]["kernel"]["us"][1]
+            apart.append({**about, "expected": said.us, "measured": us, "ratio": said.us / us})
+    far = [row for row in apart if not 0.7 <= row["ratio"] <= 1.3]
+    others = []
     for one, row in zip(published(), code["published"], strict=True):
         said = expect(row, one.device)
         assert said is not None, one.name
-        rows.append(
-            [
-                one.name,
-                one.device,
-                f"{said.us:.1f} {said.bound}",
-                f"{one.us:.1f}",
-                f"{said.us / one.us:.2f}",
-                one.source,
-            ]
-        )
-    return table(("Published", "Device", "Expected", "Published", "Ratio", "Source"), rows)
+        others.append({**vars(one), "expected": said.us, "bound": said.bound, "ratio": said.us / one.us})
+    operators: dict[str, list[Mapping[str, Any]]] = {}
+    for row in code["rows"]:
+        operators.setdefault(row["operator"], []).append(row)
+    shown = [[f"`{name}`", *(_code(rows, arch) for arch in TARGETS)] for name, rows in operators.items()]
+    heads = [f"{name if name[0] == 'g' else f'sm_{name}'} ({gpu})" for name, gpu in TARGETS.items()]
+    return introduction + rendered(
+        "workshop/kernels/page.md.jinja",
+        operators="\n".join(table(TITLES, lines)),
+        start=START,
+        cached=CHIPS[DEVICE].cached,
+        rows=len(apart),
+        near=len(apart) - len(far),
+        far=far,
+        published=others,
+        triton=code["triton"],
+        machine_code="\n".join(table(("Operator", *heads), shown)),
+    )
+
+
+def _key(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    return row["operator"], row["model"], row["shapes"]
 
 
 def _code(rows: Sequence[Mapping[str, Any]], arch: str) -> str:
@@ -198,9 +136,9 @@ def _times(way: Mapping[str, Any]) -> str:
     return f"{way['us'][1]:.1f}{called}"
 
 
-def chosen(directory: Path = ROOT) -> str:
+def chosen() -> str:
     """Return `{device: {"choices": {operator: ratio}, "versions": {name: version}}}` as JSON."""
-    record = read_json(directory / "assets" / "bench" / RECORD) or {"choices": {}}
+    record = read_json(FOLDER / RECORD)
     found = {
         device: {
             "choices": {k: ratio for k, ratio in ratios.items() if k not in REWRITTEN},

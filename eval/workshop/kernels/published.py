@@ -45,32 +45,20 @@ class Published:
         return KernelCase(self.operator.name, self.name, f"{list(self.sizes)}", _attention(self.sizes), ways, moved)
 
 
-def _of_rate(tera: float, sizes: Sizes) -> float:
-    """Return the microseconds of attention at a rate of 10^12 operations a second."""
-    asking, _, count, width, size = sizes
-    return 4 * asking * count * width * size / tera / 1e6
-
-
 def published() -> Iterator[Published]:
     """Yield the times that are compared."""
     long: Sizes = (16, 16, 16384, 16384, 128)
-    yield Published(
-        "FlashAttention-2, 16k", "a100", _of_rate(230, long), "arXiv 2307.08691: up to 230 TFLOPs/s, forward", long
-    )
     flux: Sizes = (24, 24, 4608, 4608, 128)
-    yield Published(
-        "FlashAttention-2 in torch, FLUX.1", "h100", _of_rate(329, flux), "pytorch issue 142132: 329 TFLOP/s", flux
-    )
     wide: Sizes = (128, 128, 8192, 8192, 128)  # a batch of 4
-    yield Published(
-        "FlashAttention-2, 8k", "4090", _of_rate(165, wide), "SageAttention, arXiv 2410.02367: 165 TOPS", wide
-    )
-    yield Published("SageAttention, 8k", "4090", _of_rate(340, wide), "arXiv 2410.02367: 340 TOPS", wide, INT8)
+    for name, device, tera, source, sizes, operator in (
+        ("FlashAttention-2, 16k", "a100", 230, "arXiv 2307.08691: up to 230 TFLOPs/s, forward", long, FORWARD),
+        ("FlashAttention-2 in torch, FLUX.1", "h100", 329, "pytorch issue 142132: 329 TFLOP/s", flux, FORWARD),
+        ("FlashAttention-2, 8k", "4090", 165, "SageAttention, arXiv 2410.02367: 165 TOPS", wide, FORWARD),
+        ("SageAttention, 8k", "4090", 340, "arXiv 2410.02367: 340 TOPS", wide, INT8),
+    ):
+        asking, _, count, width, size = sizes
+        us = 4 * asking * count * width * size / tera / 1e6  # at a rate of 10^12 operations a second
+        yield Published(name, device, us, source, sizes, operator)
     for width, us in ((65536, 64.4), (131072, 106.6)):
-        yield Published(
-            f"Flash-Decoding, {width} keys",
-            "a100",
-            us,
-            f"pytorch.org/blog/flash-decoding: {us} µs",
-            (16, 2, 1, width, 128),
-        )
+        source, sizes = f"pytorch.org/blog/flash-decoding: {us} µs", (16, 2, 1, width, 128)
+        yield Published(f"Flash-Decoding, {width} keys", "a100", us, source, sizes)

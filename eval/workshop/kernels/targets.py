@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -22,7 +22,7 @@ from diffcache.eval.kernels.case import KernelCase, all_cases
 from diffcache.eval.kernels.options import Launched
 from diffcache.eval.kernels.tiles import Tiles, tiles
 from diffcache.eval.record import commit
-from diffcache.eval.workshop.kernels.page import CODE, wrong
+from diffcache.eval.workshop.kernels.page import CODE, _key, wrong
 from diffcache.eval.workshop.kernels.published import published
 from diffcache.files import read_json, write_json
 from diffcache.kernels.dispatch import OPERATORS
@@ -158,10 +158,6 @@ def main(arguments: Sequence[str]) -> int:
                 for what in wrong(launch, code):
                     print(f"{name}, {launch['kernel']}: {what}")
     return 0
-
-
-def _key(one: Mapping[str, Any]) -> tuple[str, ...]:
-    return one["operator"], one["model"], one["shapes"]
 
 
 if __name__ == "__main__":
