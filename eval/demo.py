@@ -61,10 +61,7 @@ class Task:
 def prompts_of(model: str, prompt: str, samples: int | None) -> tuple[str, ...]:
     """Return the prompt of each picture.
 
-    Args:
-        model: Model that the command line names.
-        prompt: Prompt of all pictures; empty for those of `PROMPTS`, in turn.
-        samples: Number of pictures; None for one a prompt.
+    An empty prompt is for those of `PROMPTS`, in turn; `samples` of None is one picture a prompt.
 
     Raises:
         ValueError: If nobody says what the model draws.
@@ -156,12 +153,8 @@ class Comparison:
 def compare(task: Task, method: Method, progress: Progress | None = None) -> Comparison:
     """Draw all pictures, as one batch, with and without the method in turn, both warmed up.
 
-    Each side runs three times, so that its median says something.
-
-    Args:
-        task: Task to draw.
-        method: The cache.
-        progress: Callback for the progress, given (runs done, runs in all, name of the next).
+    Each side runs three times, so that its median says something. `progress` is given (runs done, runs in all,
+    name of the next).
 
     Raises:
         FileNotFoundError: If the model is not there.

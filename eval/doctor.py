@@ -90,12 +90,7 @@ def packages() -> list[Part]:
 
 
 def probe(name: str, kind: Kind) -> Part:
-    """Look for one requirement; its fault is in the note.
-
-    Args:
-        name: Package, key of `WEIGHTS`, shipped model or environment variable.
-        kind: Kind of the thing, which decides where to look.
-    """
+    """Look for one requirement; its fault is in the note."""
     look: dict[str, Callable[[str], Any]]
     look = {"weights": weights.find, "interpreter": _interpreter, "shipped": _shipped}
     weight = weights.WEIGHTS[name] if kind == "weights" else None

@@ -229,11 +229,7 @@ def _loss(file: Path) -> str:
 def measure(pairs: Pairs, metrics: Sequence[str], network: Extractors, size: int) -> Columns:
     """Return the values of every pair; the value of a film is the mean over its frames.
 
-    Args:
-        pairs: Pairs to compare; takes warnings.
-        metrics: Keys of `KEYS`.
-        network: Network that sees pairs, for LPIPS.
-        size: Pairs of pictures at once.
+    `metrics` are keys of `KEYS`, `size` pairs of pictures are seen at once, and `pairs` takes warnings.
 
     Returns:
         Under each metric's key one value a pair; under `mse` the mean squared errors that PSNR is

@@ -27,9 +27,6 @@ def parse_method(text: str) -> Method:
 
     A value is Python where it can be read so, else text: `taylorseer:every=4,site=module`.
 
-    Args:
-        text: The catalogue name, and settings that differ from the defaults.
-
     Raises:
         UnknownMethodError: If the catalogue has no such name.
         ValueError: If a setting cannot be read, is unknown, given twice, missing, or out of its
@@ -41,9 +38,8 @@ def parse_method(text: str) -> Method:
 def parse_row(text: str) -> Method | Peer:
     """Return the contender of an evaluation's row: a method, or a cache of another library.
 
-    Args:
-        text: Method as `parse_method` takes it, or `diffusers/name:key=value,key=value`, or
-            `cache-dit/dbcache:key=value`, or `even:computed=13,steps=20`.
+    That is what `parse_method` takes, `diffusers/name:key=value,key=value`, `cache-dit/dbcache:key=value`, or
+    `even:computed=13,steps=20`.
 
     Raises:
         UnknownMethodError: If there is no such name.
@@ -56,8 +52,7 @@ def parse_row(text: str) -> Method | Peer:
 def rows_of(methods: Sequence[Any] | Mapping[str, Any]) -> dict[str, Method | Peer]:
     """Return the contenders by their names in the table.
 
-    Args:
-        methods: Words as `parse_row` takes them, or methods; or a mapping from the names of rows.
+    They are words as `parse_row` takes them, or methods; or a mapping from the names of rows.
 
     Raises:
         ValueError: If a method is given twice, or a word cannot be read, as in `parse_row`.
@@ -74,13 +69,8 @@ def rows_of(methods: Sequence[Any] | Mapping[str, Any]) -> dict[str, Method | Pe
 def even(computed: int, steps: int, site: str = "stack") -> Combine:
     """Return reuse between steps at even distances, for any number of steps.
 
-    `Interval` computes one step in a whole number; this stands beside a method that computes any
-    share of a run.
-
-    Args:
-        computed: Steps to compute, the first among them.
-        steps: Number of steps of the run.
-        site: Site of the features.
+    `Interval` computes one step in a whole number; this stands beside a method that computes any share of a
+    run. The first step is among those that are computed.
 
     Raises:
         ValueError: If a number is no whole one, or there are not so many steps.
@@ -112,11 +102,7 @@ def _read(text: str, make: Callable[..., Made]) -> Made:
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Have errors begin with their subject; values of a wrong type are wrong values.
-
-    Args:
-        what: Words of the user, such as `method 'taylorseer:every=0'`.
-    """
+    """Have errors begin with their subject; values of a wrong type are wrong values."""
     try:
         yield
     except (UnknownMethodError, TablesError) as error:

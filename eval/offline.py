@@ -42,13 +42,9 @@ class TaskInputs:
 def inputs_of(task: Task, live: Any = None, pictures: Mapping[str, Any] | None = None) -> TaskInputs:
     """Load a pipeline with prompts and noise to calibrate it on.
 
-    They are not those that an evaluation draws by default: prompts are of a list of their own, or
-    of the half of a file that a hash tells.
-
-    Args:
-        task: Task that is drawn.
-        live: A loaded pipeline; None for the task's model.
-        pictures: Pictures that go to all calls, by their arguments.
+    They are not those that an evaluation draws by default: prompts are of a list of their own, or of the half
+    of a file that a hash tells. `live` is a loaded pipeline, None for the task's model; `pictures` go to all
+    calls, by their arguments.
 
     Raises:
         FileNotFoundError: If there is no such model or list of prompts.

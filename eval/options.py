@@ -103,9 +103,7 @@ def with_loading(command: Command) -> Command:
 def with_task(*names: str, **defaults: Any) -> Callable[[Command], Command]:
     """Give a command options of `Task` in place of its argument `task`, a dict of its fields.
 
-    Args:
-        *names: Fields of `diffcache.eval.runs.task.Task`; those of loading are always among them.
-        **defaults: Fields with defaults of the command's own.
+    Fields of loading are always among them; `defaults` are fields with defaults of the command's own.
     """
     loading = _parameters(_loading)
     options = [

@@ -22,9 +22,7 @@ LONGEST, SHORT = 80, 40  # characters of a cell, and of one that needs no line o
 def keep_pages(made: Callable[[str], str], *pages: Path) -> Callable[..., int]:
     """Return the `main` of a module that makes pages.
 
-    Args:
-        made: Returns the text of a page, given the text that is there, empty without a page.
-        *pages: The pages, where a command line names no others.
+    `made` returns the text of a page, given the text that is there, empty without a page.
     """
 
     def keep(
@@ -55,12 +53,8 @@ def escape_markdown(text: str) -> str:
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool = False) -> list[str]:
     """Return the lines of a Markdown table, with signs | in its cells escaped.
 
-    Cells of more than `LONGEST` characters are cut, and said in full in a list below the table.
-
-    Args:
-        titles: Titles of the columns.
-        rows: Cells of each row, on one line each.
-        numbers: Set all columns but the first to the right.
+    Cells of more than `LONGEST` characters are cut, and said in full in a list below the table. With `numbers`
+    all columns but the first are set to the right.
     """
     notes: list[str] = []
     head, *lines = (
@@ -135,12 +129,9 @@ def _cut(cell: str, notes: list[str]) -> str:
 def entries(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """Return rows with much to say as the lines of a Markdown list.
 
-    The first cell begins an entry; short columns stand behind it with their titles, a single long
-    one, or the last where none is, follows, and several are a list of their own.
-
-    Args:
-        titles: Titles of the columns.
-        rows: Cells of each row, on one line each; empty ones are left out.
+    The first cell begins an entry; short columns stand behind it with their titles, a single long one, or the
+    last where none is, follows, and several are a list of their own. Cells stand on one line each; empty ones
+    are left out.
     """
     every = [list(row) for row in rows]
     wide = [at for at in range(1, len(titles)) if any(len(row[at]) > SHORT for row in every)]

@@ -72,13 +72,7 @@ def stats(samples: Sequence[float], scale: float = 1.0) -> dict[str, float]:
 
 
 def some(count: int, share: float, seed: int) -> list[int]:
-    """Draw numbers of samples, at least one of them, in order.
-
-    Args:
-        count: Samples there are.
-        share: Share of them to draw, 0 to 1.
-        seed: Seed of the draw.
-    """
+    """Draw numbers of samples, at least one of them, in order."""
     number = min(max(math.ceil(count * share), 1), count)
     return sorted(np.random.default_rng(seed).permutation(count)[:number].tolist())
 
@@ -99,11 +93,7 @@ def values(column: Tensor) -> list[Any] | str:
 def envelope(benchmark: str, setting: Setting, command: str, body: dict[str, Any]) -> dict[str, Any]:
     """Return a record: the result of a benchmark, with the machine that measured it.
 
-    Args:
-        benchmark: Name of the benchmark.
-        setting: Device and dtype.
-        command: Command that measures it again.
-        body: Measured values; `seed` is 0, that of every bench, where it names no other.
+    `body` holds the measured values; `seed` is 0, that of every bench, where it names no other.
     """
     return {
         "schema": SCHEMA,

@@ -50,12 +50,7 @@ class Asked:
 
     @classmethod
     def draw(cls, text: str, seed: int) -> Asked:
-        """Put sentences into a text, between its words, and ask for them.
-
-        Args:
-            text: The text.
-            seed: Seed of names, values and places.
-        """
+        """Put sentences into a text, between its words, and ask for them."""
         drawn = random.Random(_DRAWN + seed)
         words = text.split(" ")
         count = len(words)
@@ -116,10 +111,7 @@ class Spelled:
     def of(cls, tokenizer: Any, asked: Asked, kinds: Collection[str] | None = None) -> Spelled:
         """Spell a context and its questions; with a chat template both are the user's message.
 
-        Args:
-            tokenizer: The tokenizer.
-            asked: Context and questions.
-            kinds: Kinds that are asked for; None for all.
+        `kinds` of None are all.
         """
         before, after = around(tokenizer, asked.text)
         chosen = [one for one in asked.questions if kinds is None or one.kind in kinds]
@@ -140,10 +132,7 @@ class Spelled:
     def hits(self, model: Any, cache: KVCache, recipe: Recipe) -> list[bool]:
         """Return which answers greedy generation gives whole, each on a fork of a cache.
 
-        Args:
-            model: The model.
-            cache: Cache of the context but for its last token, compressed.
-            recipe: Recipe of the cache.
+        The compressed cache is of the context but for its last token.
         """
         last = self.ids[0, -1:].tolist()
         return [
@@ -154,11 +143,7 @@ class Spelled:
     def aware_hits(self, model: Any, tokenizer: Any, raw: KVCache, recipe: Recipe) -> list[bool]:
         """Return which answers are given whole when the question is known to what compresses.
 
-        Args:
-            model: The model.
-            tokenizer: Its tokenizer.
-            raw: Cache of the context but for its last token, not compressed.
-            recipe: Recipe of the cache.
+        The cache `raw` is of the context but for its last token, not compressed.
         """
         found = []
         for question, start, answer in zip(self.questions, self.starts, self.answers, strict=True):

@@ -150,11 +150,6 @@ def pick(
 ) -> ChosenRecipe:
     """Choose among measured rows, see `choose`.
 
-    Args:
-        rows: Rows by word, as `text_run.run` returns them.
-        memory: Share of exact bytes.
-        failed: Words that could not be measured.
-
     Raises:
         ValueError: If there are fewer than four windows, or no row fits.
     """

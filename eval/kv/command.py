@@ -309,11 +309,7 @@ def recall_tables(rows: list[dict[str, Any]]) -> tuple[Table, Table]:
 
 
 def text_tables(rows: Mapping[str, dict[str, Any]]) -> tuple[Table, Table]:
-    """Return titles and rows of what is printed of texts: what is known, and what it takes.
-
-    Args:
-        rows: Rows of a record by the word of their recipe.
-    """
+    """Return titles and rows of what is printed of texts: what is known, and what it takes."""
     known: list[tuple[str, ...]] = []
     takes: list[tuple[str, ...]] = []
     for word, row in rows.items():

@@ -150,9 +150,7 @@ class RecipeLM(HFLM):  # type: ignore[misc] # lm_eval has no types
 def check_recipe(recipe: Recipe, kinds: Mapping[str, str]) -> None:
     """Check that tasks can measure a recipe.
 
-    Args:
-        recipe: Recipe to measure.
-        kinds: Kind of request that each task makes, by its name.
+    `kinds` of request that each task makes are by its name.
 
     Raises:
         ValueError: If it cannot act, or would act on nothing that is scored.
@@ -184,11 +182,7 @@ def ask(
 ) -> list[dict[str, Any]]:
     """Ask all questions with an exact cache and with each recipe, and return rows of a record.
 
-    Args:
-        questions: Questions to ask.
-        recipes: Recipes by name.
-        out: JSON file of the record.
-        each: Callback that is given the name of the next one.
+    `out` is the JSON file of the record, and `each` is given the name of the next one.
 
     Returns:
         For each recipe, task and metric: `value` and its `change` from the exact cache of the same

@@ -32,11 +32,8 @@ SHARES = (0.75, 0.5, 0.375, 0.25)  # of the channels of all key-value heads
 def cskv(work: Work, *, ranks: tuple[int, ...] = (), steps: int = 300) -> Prepared:
     """Return bases of some ranks.
 
-    Args:
-        work: Model, and contexts with questions.
-        ranks: Coordinates of a token's keys and of its values; shares of 0.75, 0.5, 0.375 and 0.25
-            of their channels by default.
-        steps: Training steps of each basis.
+    Ranks are coordinates of a token's keys and of its values; shares of 0.75, 0.5, 0.375 and 0.25 of their
+    channels by default. Each basis takes so many training steps.
     """
     pairs, given = _projections(work)
     channels = pairs[0][0].out_features
@@ -52,9 +49,7 @@ def cskv(work: Work, *, ranks: tuple[int, ...] = (), steps: int = 300) -> Prepar
 def kv_heads(work: Work, *, groups: int = 1) -> Prepared:
     """Return bases that leave fewer key-value heads.
 
-    Args:
-        work: Model, and contexts with questions.
-        groups: Heads that are left.
+    `groups` are the heads that are left.
     """
     pairs, given = _projections(work)
     heads = work.model.config.get_text_config(decoder=True).num_key_value_heads
@@ -65,8 +60,7 @@ def kv_heads(work: Work, *, groups: int = 1) -> Prepared:
 def xquant_latent(work: Work) -> Prepared:
     """Return the bases of the projections' weights.
 
-    Args:
-        work: Model, and contexts, of which one is read to see what is held.
+    One context is read to see what is held.
     """
     work.report(0, 1, "weights")
     pairs = _pairs(work.model)
@@ -132,8 +126,7 @@ def _check_held(model: Any, pairs: Sequence[tuple[nn.Linear, nn.Linear]], sample
 class _Keys(Retriever):
     """Take note of keys before rotation, and of how queries meet far ones; change nothing.
 
-    Args:
-        far: Distance at which far keys are met, in positions.
+    Far keys are met at a distance of `far` positions.
     """
 
     def __init__(self, far: int) -> None:
@@ -156,11 +149,8 @@ class _Keys(Retriever):
 def a2ats(work: Work, *, codes: int = 256, far: int = 64, steps: int = 8) -> Prepared:
     """Return a codebook of the unrotated keys of every head.
 
-    Args:
-        work: Model, and contexts.
-        codes: Vectors of a codebook.
-        far: Distance at which far keys are met, in positions.
-        steps: Rounds of k-means.
+    A codebook has `codes` vectors and takes `steps` rounds of k-means; far keys are met at a distance of `far`
+    positions.
     """
     watch = _Keys(far)
     for sample in work.each("keys"):

@@ -33,12 +33,7 @@ _BUDGETS = (0.5, 0.25, 0.125, 0.0625)
 def duo_attention(work: Work, *, share: float = 0.5, sinks: int = 4, recent: int = 32, epochs: int = 4) -> Prepared:
     """Return which heads hold everything, and the gates.
 
-    Args:
-        work: Model, and contexts with questions.
-        share: Share of the heads that hold everything.
-        sinks: First tokens that the other heads see.
-        recent: Latest tokens that the other heads see.
-        epochs: Number of passes over the contexts.
+    A `share` of the heads holds everything; the others see the first `sinks` and the latest `recent` tokens.
     """
     gates, total = Gates.open(*_shape(work)), work.samples.count * epochs
     places = _places(work.model)
@@ -123,12 +118,8 @@ def lococo(
 ) -> Prepared:
     """Return trained mixing weights.
 
-    Args:
-        work: Model, and contexts with questions.
-        steps: Training steps.
-        memory: Most slots of a memory; half of a context by default.
-        recent: Last tokens that are always kept; a 32nd of a context by default.
-        taps: Slots under the convolution, odd.
+    A memory has at most `memory` slots, half of a context by default; the last `recent` tokens are always kept,
+    a 32nd of a context by default; `taps` slots, an odd number, are under the convolution.
     """
     found = []
     context = work.samples.context
@@ -160,10 +151,7 @@ def lococo(
 def locret(work: Work, *, steps: int = 1200, width: int = 64) -> Prepared:
     """Return trained retaining heads.
 
-    Args:
-        work: Model, and contexts with questions.
-        steps: Training steps.
-        width: Hidden channels of a layer's network.
+    `width` are the hidden channels of a layer's network.
     """
     found = []
     for sample in work.each("targets"):

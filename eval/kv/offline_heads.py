@@ -29,9 +29,7 @@ BUDGETS = (0.5, 0.25, 0.125, 0.0625)
 def razor_attention(work: Work, *, period: int = 128) -> Prepared:
     """Return which heads look for copies, on random tokens that repeat.
 
-    Args:
-        work: Model, and contexts, of which the seed alone counts.
-        period: Tokens until they repeat.
+    They repeat after `period`; of the contexts the seed alone counts.
     """
     config, groups = work.model.config.get_text_config(decoder=True), groups_of(work.model)
     first = config.bos_token_id if isinstance(config.bos_token_id, int) else None
@@ -54,10 +52,8 @@ def groups_of(model: Any) -> int:
 def compresskv(work: Work, *, heads: int = 2, budget: float = 0.25) -> Prepared:
     """Return which heads retrieve answers, and how much each layer suffers from eviction.
 
-    Args:
-        work: Model, and contexts with questions.
-        heads: Heads of a layer that are taken; the paper takes four of 32.
-        budget: Share of the tokens that the eviction keeps.
+    So many heads of a layer are taken, where the paper takes four of 32; the eviction keeps the share `budget`
+    of the tokens.
     """
     found = []
     for sample in work.each("heads"):
@@ -93,9 +89,7 @@ def _errors(model: Any, recipe: Recipe, sample: Sample) -> list[float]:
 def prefixkv(work: Work, *, budgets: tuple[float, ...] = BUDGETS) -> Prepared:
     """Return what each layer keeps, for each budget.
 
-    Args:
-        work: Model, and contexts.
-        budgets: Shares of the tokens that all layers keep together.
+    Budgets are shares of the tokens that all layers keep together.
     """
     recipe = prefixkv_recipe(0.5)
     assert recipe.score is not None
@@ -111,10 +105,7 @@ def prefixkv(work: Work, *, budgets: tuple[float, ...] = BUDGETS) -> Prepared:
 def double_sparsity(work: Work, *, channels: int | None = None) -> Prepared:
     """Return the label channels of every head.
 
-    Args:
-        work: Model, and contexts.
-        channels: Label channels of a head; an eighth of them by default, where the paper takes a
-            sixteenth of 128.
+    Of a head an eighth of its channels by default, where the paper takes a sixteenth of 128.
     """
     watch = LabelCalibration()
     for sample in work.each("channels"):
@@ -127,12 +118,8 @@ def double_sparsity(work: Work, *, channels: int | None = None) -> Prepared:
 def epicache(work: Work, *, budget: float = 0.25, block: int = 128) -> Prepared:
     """Return how much each layer suffers from reading block by block with eviction.
 
-    The questions of a context are its probe.
-
-    Args:
-        work: Model, and contexts with questions.
-        budget: Share of the tokens that is kept after each block.
-        block: Tokens of a block.
+    The questions of a context are its probe. The share `budget` of the tokens is kept after each block of
+    `block` tokens.
     """
     found = []
     for sample in work.each("blocks"):

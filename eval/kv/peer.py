@@ -112,9 +112,7 @@ class PressPeer:
     def recipe(self, model: nn.Module, ids: Tensor) -> Recipe:
         """Return a recipe that keeps what kvpress keeps of a context.
 
-        Args:
-            model: Model of the Llama architecture.
-            ids: int64 [B, T], without padding.
+        The model is of the Llama architecture; ids are int64 [B, T], without padding.
         """
         spec = PRESSES[self.press]
         with showing(model):
@@ -128,10 +126,7 @@ class PressPeer:
 def peer(name: str, budget: float = 0.5, **settings: Any) -> PressPeer:
     """Return a row of kvpress.
 
-    Args:
-        name: `kvpress/` and a key of `PRESSES`.
-        budget: Share of the tokens that stays.
-        settings: Settings of the press.
+    The name is `kvpress/` and a key of `PRESSES`, the budget the share of the tokens that stays.
 
     Raises:
         UnknownMethodError: If there is no such press.
@@ -230,9 +225,7 @@ def showing(model: Any) -> Iterator[None]:
 def capture(model: Any, ids: Tensor) -> list[Seen]:
     """Run a model that shows its attention once, and return what every layer saw.
 
-    Args:
-        model: Model of the Llama architecture.
-        ids: int64 [B, S], without padding.
+    It is of the Llama architecture; ids are int64 [B, S], without padding.
     """
     layers: list[Seen] = []
     cache = DynamicCache(config=model.config)
@@ -297,10 +290,8 @@ def _stub(name: str, **members: Any) -> types.ModuleType:
 def build(spec: Spec, ratio: float, settings: Mapping[str, Any] | None = None) -> Any:
     """Build a press.
 
-    Args:
-        spec: Specification of the press.
-        ratio: The fraction removed.
-        settings: Settings instead of those of the spec; what a wrapper lacks goes to its base.
+    `ratio` is the fraction removed; `settings` are in place of those of the spec: what a wrapper lacks goes to
+    its base.
 
     Raises:
         ValueError: If there is no such setting.
@@ -337,13 +328,8 @@ def compress(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return keys, values and the kept slots as a mask [1, H, S], after a press.
 
-    Keys and values are put in order of position; a press of ragged heads returns them all.
-
-    Args:
-        row: One row of what a layer saw.
-        press: Press that `build` returned.
-        attentions: Whether it reads the attention weights.
-        by_values: Find the kept slots by their values, where the press changes keys.
+    Keys and values are put in order of position; a press of ragged heads returns them all. `attentions` says
+    whether the press reads the attention weights. Where it changes keys, the kept slots are found `by_values`.
     """
     whole = row.v.clone() if by_values else row.k.clone()
     with calling(row):

@@ -57,12 +57,8 @@ def settings_of(name: str) -> dict[str, Any]:
 def make(name: str, work: Work, file: Path, weights: str, **settings: Any) -> Prepared:
     """Find the tables of a recipe on a model, and write them.
 
-    Args:
-        name: Key of `MAKERS`.
-        work: Model in the state that it is used in, and contexts.
-        file: File to write.
-        weights: Digest of the model's weights, which is checked where the tables are read.
-        settings: Settings of what finds them.
+    The model is in the state that it is used in; the digest of its weights is checked where the tables are
+    read.
 
     Raises:
         AttachError: If the model has no such tables.

@@ -95,12 +95,6 @@ def measure(
 ) -> dict[str, Any]:
     """Return what a recipe costs and saves.
 
-    Args:
-        model: Model of transformers, on the CPU or an accelerator.
-        row: Recipe of its cache, or press that chooses which slots stay in it.
-        task: Task with the questions that the model is asked.
-        progress: Callback for the progress.
-
     Returns:
         Shares of the answers with 95 % intervals: `whole`, with both tokens right; `lookup`, with
         the first right, which must be found in the context; `copy`, with the second right after

@@ -120,13 +120,9 @@ def reuse(
 ) -> tuple[list[dict[str, Any]], Setting, dict[str, Any]]:
     """Measure methods of `diffcache.kv.Documents` in turn, full recomputation first.
 
-    Every document was read in two prompts before; the prompts that are measured draw some of them
-    in another order. Recomputation is that of a `DynamicCache` and the model's own attention.
-
-    Args:
-        task: Task that they are measured on.
-        words: Methods with settings, such as `cacheblend:share=0.3`.
-        told: Callback for the progress: done, total, what is next.
+    Every document was read in two prompts before; the prompts that are measured draw some of them in another
+    order. Recomputation is that of a `DynamicCache` and the model's own attention. Words are methods with
+    settings, such as `cacheblend:share=0.3`; `told` is given done, total, and what is next.
 
     Returns:
         Rows, device and dtype, and facts about the texts. Seconds are CPU seconds on a single

@@ -22,15 +22,10 @@ def acts_on_tokens(recipe: Recipe) -> bool:
 def score(model: Any, cache: KVCache, given: list[int], following: list[int], recipe: Recipe) -> tuple[Tensor, Tensor]:
     """Return how likely tokens are after a context, and which of them greedy decoding gives.
 
-    They are fed token by token where the recipe acts while tokens are generated, and at once where
-    it does not, so that each is scored as `generate` would meet it.
-
-    Args:
-        model: Model of transformers.
-        cache: Cache that holds the context but for its last tokens; goes on with what is fed.
-        given: Last tokens of the context, or a question after it; they are fed at once.
-        following: Tokens that are scored.
-        recipe: Recipe of the cache.
+    They are fed token by token where the recipe acts while tokens are generated, and at once where it does not,
+    so that each is scored as `generate` would meet it. The cache holds the context but for its last tokens, and
+    goes on with what is fed. `given` are these last tokens, or a question after the context; they are fed at
+    once.
 
     Returns:
         Log-likelihoods in nats, float32 [n], and whether each token is the likeliest after those

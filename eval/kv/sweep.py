@@ -73,11 +73,8 @@ def read_sweep(file: Path) -> RecipeSweep:
 def run(sweep: RecipeSweep, out: Path | None = None, progress: Progress | None = None) -> list[dict[str, Any]]:
     """Measure every recipe of a sweep, those that `out` holds already excepted.
 
-    Args:
-        sweep: Sweep to measure.
-        out: JSON file of the record; written after every row, so that a run that was cut off goes
-            on. Rows are kept while neither the task nor the code of caches has changed.
-        progress: Callback for the progress of a recipe.
+    The record `out` is written after every row, so that a run that was cut off goes on. Rows are kept while
+    neither the task nor the code of caches has changed.
     """
     rows = rows_before(out, fingerprint(sweep.task))
     weights = weights_digest(sweep.task.directory)
@@ -110,12 +107,7 @@ def write_record(
 def write_rows(benchmark: str, setting: Setting, body: dict[str, Any], out: Path, *libraries: str) -> None:
     """Write the record of a command.
 
-    Args:
-        benchmark: Name of the benchmark.
-        setting: Device and dtype.
-        body: At least `shapes`, `rounds`, `seconds`, `rows` and `seed`.
-        out: JSON file.
-        libraries: More packages whose versions count.
+    `body` has at least `shapes`, `rounds`, `seconds`, `rows` and `seed`; versions of `libraries` count, too.
     """
     record = envelope(benchmark, setting, shlex.join(["diffcache", *sys.argv[1:]]), body)
     record["versions"] |= {name: importlib.metadata.version(name) for name in libraries}

@@ -60,11 +60,8 @@ def weights_digest(directory: Path) -> str:
 def write_table(file: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
     """Write tables.
 
-    Args:
-        file: File to write.
-        tensors: Tensors by name.
-        about: Facts about them, plain values: `kind`, `"table"` or the name of a class; `recipe`,
-            `gives` (setting -> entries) and `weights`, see `weights_digest`; how they were found.
+    `about` are plain values: `kind`, `"table"` or the name of a class; `recipe`, `gives` (setting -> entries)
+    and `weights`, see `weights_digest`; how they were found.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_suffix(".part")
@@ -83,10 +80,8 @@ def basis_tensors(entry: str, bases: Sequence[Bases]) -> dict[str, Tensor]:
 def read_table(word: str, setting: str, weights: str | None = None) -> Any:
     """Return what a word names: nested tuples, or the weights that tensors stand for.
 
-    Args:
-        word: `@name`, `@name#entry` or `@path.safetensors`.
-        setting: Name of the setting, and of the tensor if none is said.
-        weights: Digest of the weights of the model that they are for; None checks nothing.
+    The word is `@name`, `@name#entry` or `@path.safetensors`; the setting names the tensor if none is said. A
+    digest of None checks nothing.
 
     Raises:
         TablesError: If there is no such file or tensor, or it is of another model; the message
@@ -101,10 +96,8 @@ def read_table(word: str, setting: str, weights: str | None = None) -> Any:
 def settings_of(word: str, recipe: str, weights: str | None = None) -> dict[str, Any]:
     """Return all settings of a recipe that a file gives.
 
-    Args:
-        word: `name`, `path.safetensors`, or either with `#entry` where the file has several.
-        recipe: Name of the recipe.
-        weights: Digest of the weights of the model that they are for; None checks nothing.
+    The word is `name`, `path.safetensors`, or either with `#entry` where the file has several. A digest of None
+    checks nothing.
 
     Raises:
         TablesError: If there is no such file, or it is of another recipe or model.

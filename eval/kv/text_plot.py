@@ -22,12 +22,7 @@ def method_of(word: str) -> str:
 
 @styled
 def draw(record: Mapping[str, Any], picture: Path) -> None:
-    """Draw whole answers, or perplexity where nothing was asked; a color and a marker a method.
-
-    Args:
-        record: Record that `text_run.run` writes.
-        picture: PNG file.
-    """
+    """Draw whole answers, or perplexity where nothing was asked; a color and a marker a method."""
     rows = record["rows"]
     what, said = "whole", "questions answered whole, 95 % interval"
     if any(row[what] is None for row in rows):

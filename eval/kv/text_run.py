@@ -56,13 +56,6 @@ def run(
     The record is written after every row, so that a run that was cut off goes on: rows are kept
     while neither the task nor the code of caches has changed.
 
-    Args:
-        task: Task that the recipes are measured on.
-        words: Recipes, see `parse_recipe`.
-        out: JSON file of the record.
-        progress: Callback for the progress.
-        each: Callback for what is there so far, and the word of the row that came last.
-
     Raises:
         AttachError: If no cache of ours serves the model.
         ValueError: If texts or a recipe cannot be read.

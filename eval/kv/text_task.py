@@ -87,14 +87,8 @@ def measure(
 ) -> dict[str, Any]:
     """Return what a recipe keeps of texts, and the bytes that it holds.
 
-    Args:
-        model: Model of transformers.
-        recipe: Recipe of its cache.
-        task: Task that the recipe is measured on.
-        drawn: Windows of the task.
-        step: Callback that is given the number of windows done, and their perplexity.
-        kinds: Kinds of questions that are asked; None for all, of which `able` then says those that
-            the model answers in at least `FLOOR` of the cases.
+    `step` is given the number of windows done, and their perplexity. `kinds` of questions are asked, None for
+    all, of which `able` then says those that the model answers in at least `FLOOR` of the cases.
 
     Returns:
         With 95 % intervals over windows: `perplexity` of what follows a compressed context; `copy`,
@@ -229,10 +223,7 @@ def perplexity_of(nats: Interval) -> Interval:
 def changes(rows: Mapping[str, dict[str, Any]], first: str) -> None:
     """Compare each row with the first, paired over windows, with intervals.
 
-    Args:
-        rows: Rows by name; `ratio` of perplexities and `change` of whole answers are added, None
-            where nothing was asked.
-        first: The name of the first row.
+    `ratio` of perplexities and `change` of whole answers are added to the rows, None where nothing was asked.
     """
     before = torch.tensor(rows[first]["nats"], dtype=torch.float64)
     for row in rows.values():

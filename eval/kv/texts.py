@@ -183,15 +183,8 @@ def windows(
 ) -> TextWindows:
     """Return windows of the user's texts.
 
-    A long text gives several; each begins with the special tokens that the tokenizer puts first.
-
-    Args:
-        model: Model whose tokenizer reads them.
-        place: File or folder of texts, see `read_texts`.
-        length: Tokens of a window.
-        most: Windows at most, drawn from all that there are.
-        least: Windows that are needed.
-        seed: Seed of the draw.
+    A long text gives several; each begins with the special tokens that the tokenizer puts first. At most `most`
+    windows of `length` tokens are drawn from all that there are; `least` are needed.
 
     Raises:
         ValueError: If texts are too short, too few or not of this tokenizer, or windows are longer

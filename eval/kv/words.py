@@ -19,9 +19,7 @@ TABLES = "tables"  # a file that gives several settings
 def parse_row(text: str, weights: str | None = None) -> Recipe | PressPeer:
     """Return what a row of a sweep stands for: a recipe, or a press of kvpress.
 
-    Args:
-        text: Recipe as in `parse_recipe`, or a press, `kvpress/name:budget=0.25,...`.
-        weights: Digest of the weights of the model, as in `parse_recipe`.
+    A press is `kvpress/name:budget=0.25,...`; the rest is as in `parse_recipe`.
 
     Raises:
         UnknownMethodError: If there is no such name.

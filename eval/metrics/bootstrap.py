@@ -52,11 +52,7 @@ def mean_interval(
 ) -> Interval:
     """Return the mean of one value a sample with its 95 % interval.
 
-    Args:
-        values: [N], N at least 2, any dtype.
-        resamples: Resamplings.
-        seed: Seed of the resampling.
-        bounds: Least and most that a value can be; the interval ends there.
+    Values are [N], N at least 2; `bounds` are the least and most that a value can be: the interval ends there.
 
     Raises:
         ValueError: If the shape is different or a value is not finite.
@@ -71,14 +67,9 @@ def mean_interval(
 def frechet_interval(fake_features: Tensor, reference: Moments, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
     """Return the Fréchet distance to a fixed reference with its 95 % interval.
 
-    With D = 64 and 1,000 resamplings about 0.3 s on one core for 256 samples and 1 s for 2,000. It
-    grows with D^3: with 2,048 features each takes seconds, so lower `resamples` or use a GPU.
-
-    Args:
-        fake_features: [N, D], any float dtype.
-        reference: Moments of the real features, taken as exact.
-        resamples: Resamplings.
-        seed: Seed of the resampling.
+    With D = 64 and 1,000 resamplings about 0.3 s on one core for 256 samples and 1 s for 2,000. It grows with
+    D^3: with 2,048 features each takes seconds, so lower `resamples` or use a GPU. Features are [N, D], any
+    float dtype; the moments of the real ones are taken as exact.
 
     Raises:
         ValueError: If shapes do not fit or a number is out of range.
@@ -95,15 +86,9 @@ def frechet_change(
 ) -> Interval:
     """Return the Fréchet distance of b minus that of a, with a paired 95 % interval.
 
-    Row i of both must be the same prompt and seed: most of the noise of the two distances is then
-    the same and cancels, so that far smaller changes are seen than by comparing two intervals.
-
-    Args:
-        a_features: The baseline, [N, D], any float dtype.
-        b_features: The same samples made otherwise, [N, D].
-        reference: Moments of the real features, taken as exact.
-        resamples: Resamplings.
-        seed: Seed of the resampling.
+    Row i of both must be the same prompt and seed: most of the noise of the two distances is then the same and
+    cancels, so that far smaller changes are seen than by comparing two intervals. Both are [N, D], any float
+    dtype, the baseline first; the moments of the real features are taken as exact.
 
     Raises:
         ValueError: If shapes do not fit or a number is out of range.
@@ -118,13 +103,8 @@ def frechet_change(
 def frechet_between(a_features: Tensor, b_features: Tensor, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
     """Return the Fréchet distance of two paired sets to each other, with a paired 95 % interval.
 
-    Exactly 0 for equal features, and far below the floor of unpaired sets for similar ones.
-
-    Args:
-        a_features: [N, D], any float dtype.
-        b_features: The same samples made otherwise, [N, D].
-        resamples: Resamplings.
-        seed: Seed of the resampling.
+    Exactly 0 for equal features, and far below the floor of unpaired sets for similar ones. Both are [N, D],
+    any float dtype: the same samples made in two ways.
 
     Raises:
         ValueError: If shapes do not fit or a number is out of range.

@@ -23,18 +23,12 @@ def kid(
 ) -> tuple[float, float]:
     """Return mean and standard deviation over subsets of the kernel distance (KID).
 
-    The unbiased squared maximum mean discrepancy with the kernel (x.y / D + 1)^3: Bińkowski et al.
-    2018, arXiv 1801.01401, section 4. Unbiased means that equal distributions give 0 on average, so
-    single values can be negative. The kernel depends on the scale of the features. As in
-    torchmetrics, the standard deviation is the population one, over subsets that overlap: it is no
-    interval for the mean.
-
-    Args:
-        real: [N, D], any float dtype.
-        fake: [M, D].
-        subsets: Random subsets, drawn without replacement from each set.
-        subset_size: Samples in each; the smaller of 1,000 and half the smaller set by default.
-        seed: Seed of the subsets.
+    The unbiased squared maximum mean discrepancy with the kernel (x.y / D + 1)^3: Bińkowski et al. 2018, arXiv
+    1801.01401, section 4. Unbiased means that equal distributions give 0 on average, so single values can be
+    negative. The kernel depends on the scale of the features. As in torchmetrics, the standard deviation is the
+    population one, over subsets that overlap: it is no interval for the mean. Features are [N, D] and [M, D],
+    any float dtype. `subset_size` is the smaller of 1,000 and half the smaller set by default; subsets are
+    drawn without replacement from each set.
 
     Raises:
         ValueError: If shapes do not fit or subset_size is not in 2..min(N, M).
@@ -63,9 +57,7 @@ def kid(
 def squared_mmd(real: Tensor, fake: Tensor) -> float:
     """Return the unbiased squared maximum mean discrepancy with the kernel (x.y / D + 1)^3.
 
-    Args:
-        real: [N, D], N at least 2.
-        fake: [M, D], M at least 2.
+    Features are [N, D] and [M, D], N and M at least 2.
 
     Raises:
         ValueError: If shapes do not fit.
@@ -86,15 +78,11 @@ def squared_mmd(real: Tensor, fake: Tensor) -> float:
 def inception_score(probabilities: Tensor, splits: int = 10, seed: int = 0) -> tuple[float, float]:
     """Return mean and standard deviation over splits of exp(E KL(p(y|x) || p(y))).
 
-    Salimans et al. 2016, arXiv 1606.03498, section 4. Between 1 (all samples alike, or the
-    classifier undecided) and C. Low for small splits: below about 500 samples in a split p(y)
-    follows its own samples, so compare scores of one N and one `splits` only. Samples are shuffled
-    first, as in torchmetrics; split sizes differ by at most one.
-
-    Args:
-        probabilities: p(y|x), [N, C], rows summing to 1.
-        splits: Parts that are scored on their own, 1..N.
-        seed: Seed of the shuffling.
+    Salimans et al. 2016, arXiv 1606.03498, section 4. Between 1 (all samples alike, or the classifier
+    undecided) and C. Low for small splits: below about 500 samples in a split p(y) follows its own samples, so
+    compare scores of one N and one `splits` only. Samples are shuffled first, as in torchmetrics; split sizes
+    differ by at most one. Probabilities are p(y|x), [N, C], rows summing to 1; `splits` (1..N) are scored on
+    their own.
 
     Returns:
         Mean and sample standard deviation, dimensionless; the latter is 0 for one split.
@@ -116,14 +104,10 @@ def inception_score(probabilities: Tensor, splits: int = 10, seed: int = 0) -> t
 def precision_recall(real: Tensor, fake: Tensor, k: int = 3) -> tuple[Tensor, Tensor]:
     """Return the samples' values whose means are improved precision and recall, 0 or 1 each.
 
-    Precision is the share of fake samples inside the manifold of the real ones (in the ball to the
-    k-th neighbor of any), recall the share of real samples inside that of the fake ones:
-    Kynkäänniemi et al. 2019, arXiv 1904.06991, section 2.
-
-    Args:
-        real: [N, D], any float dtype.
-        fake: [M, D]. Values for different N or M are not comparable.
-        k: Neighbor that sets the radius, not counting the sample itself.
+    Precision is the share of fake samples inside the manifold of the real ones (in the ball to the k-th
+    neighbor of any), recall the share of real samples inside that of the fake ones: Kynkäänniemi et al. 2019,
+    arXiv 1904.06991, section 2. Features are [N, D] and [M, D], any float dtype; values for different N or M
+    are not comparable. The sample itself is not one of the `k` neighbors.
 
     Returns:
         Whether each fake sample is in the real manifold, float64 [M], and whether each real sample
@@ -139,15 +123,11 @@ def precision_recall(real: Tensor, fake: Tensor, k: int = 3) -> tuple[Tensor, Te
 def density_coverage(real: Tensor, fake: Tensor, k: int = 5) -> tuple[Tensor, Tensor]:
     """Return the samples' values whose means are density and coverage.
 
-    Density is how many real balls (to the k-th real neighbor) hold a fake sample on average,
-    divided by k; it can be above 1. Coverage is the share of real balls that hold a fake sample:
-    Naeem et al. 2020, arXiv 2002.09797, section 3. Balls are open, as in the official code: with
-    closed ones equal sets would have (k + 1) / k.
-
-    Args:
-        real: [N, D], any float dtype.
-        fake: [M, D]. Values for different N or M are not comparable.
-        k: Neighbor that sets the radius, not counting the sample itself.
+    Density is how many real balls (to the k-th real neighbor) hold a fake sample on average, divided by k; it
+    can be above 1. Coverage is the share of real balls that hold a fake sample: Naeem et al. 2020, arXiv
+    2002.09797, section 3. Balls are open, as in the official code: with closed ones equal sets would have (k +
+    1) / k. Features are [N, D] and [M, D], any float dtype; values for different N or M are not comparable. The
+    sample itself is not one of the `k` neighbors.
 
     Returns:
         Real balls around each fake sample divided by k, float64 [M], and whether each real ball

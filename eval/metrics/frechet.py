@@ -40,8 +40,7 @@ class Moments:
 def moments(features: Tensor) -> Moments:
     """Return mean and unbiased covariance of features.
 
-    Args:
-        features: [N, D], any float dtype, N at least 2.
+    They are [N, D], any float dtype, N at least 2.
 
     Raises:
         ValueError: If the shape is different or a value is not finite.
@@ -59,10 +58,6 @@ def frechet(a: Moments, b: Moments) -> float:
     |m_a - m_b|^2 + tr(S_a) + tr(S_b) - 2 tr((S_a^(1/2) S_b S_a^(1/2))^(1/2)) (Dowson and Landau
     1982), at least 0, and exactly 0 for equal moments.
 
-    Args:
-        a: Moments of D features.
-        b: Moments of D features.
-
     Raises:
         ValueError: If the feature sizes differ.
     """
@@ -78,16 +73,11 @@ def frechet(a: Moments, b: Moments) -> float:
 def at_infinity(fake_features: Tensor, reference: Moments, seed: int = 0) -> float:
     """Return the Fréchet distance extrapolated to infinitely many fake samples (FID_infinity).
 
-    The distance grows with 1 / N, so a line through its means at five sizes, from N / 2 to N and
-    evenly spaced in 1 / N, is read off at 0: Chong and Forsyth 2020, arXiv 1911.07023, section 4.
-    Departures: random subsets of the features instead of quasi-random samples of the generator, and
-    five sizes with eight draws each. Noise can make it slightly negative for equal distributions.
-    The bias by the count of the reference stays in.
-
-    Args:
-        fake_features: [N, D] with N / 2 > D: below that the distance is no line in 1 / N.
-        reference: Moments of the real features.
-        seed: Seed of the draws.
+    The distance grows with 1 / N, so a line through its means at five sizes, from N / 2 to N and evenly spaced
+    in 1 / N, is read off at 0: Chong and Forsyth 2020, arXiv 1911.07023, section 4. Departures: random subsets
+    of the features instead of quasi-random samples of the generator, and five sizes with eight draws each.
+    Noise can make it slightly negative for equal distributions. The bias by the count of the reference stays
+    in. Features are [N, D] with N / 2 > D: below that the distance is no line in 1 / N.
 
     Raises:
         ValueError: If there are too few features or sizes differ.

@@ -23,9 +23,7 @@ DIMENSIONS = 400
 class I3D:
     """The network, ready to be called with films.
 
-    Args:
-        path: The torchscript file, None to look in the usual places; nothing is downloaded.
-        device: Device of the network.
+    A path of None looks in the usual places; nothing is downloaded.
 
     Raises:
         MissingWeightsError: If it is not found.
@@ -42,9 +40,7 @@ class I3D:
     def features(self, films: Sequence[Tensor], batch_size: int = 4) -> Tensor:
         """Return the logits of films, float32 [N, 400] on the CPU.
 
-        Args:
-            films: N films of one length and size, each uint8 [F, 3, H, W].
-            batch_size: Films at once.
+        Films are of one length and size, each uint8 [F, 3, H, W]; `batch_size` are seen at once.
 
         Raises:
             ValueError: If there are none, they differ in shape, or have fewer than 10 frames.

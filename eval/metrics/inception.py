@@ -78,8 +78,7 @@ class Inception:
     def __call__(self, pictures: Tensor) -> Features:
         """Return the features of pictures, on the CPU.
 
-        Args:
-            pictures: uint8 [N, 3, H, W].
+        They are uint8 [N, 3, H, W].
 
         Raises:
             ValueError: If they are of another shape or type.
@@ -105,10 +104,7 @@ def load(
 ) -> Inception:
     """Load the network of a convention; nothing is downloaded.
 
-    Args:
-        path: Weight file, None to look in the usual places (`diffcache.eval.metrics.weights.find`).
-        convention: `torch-fidelity` or `clean`.
-        device: Device of the network.
+    A path of None looks in the usual places (`diffcache.eval.metrics.weights.find`).
 
     Raises:
         ValueError: If there is no such convention, or the clean weights have another file name.
@@ -134,9 +130,7 @@ _NAMES = {"cleanfid": "clean-fid"}  # on the package index, where it differs
 def load_package(name: str, extra: str) -> ModuleType:
     """Import a library that only some metrics need.
 
-    Args:
-        name: Dotted name of the module.
-        extra: Extra of diffcache that holds it, or empty for one that none holds.
+    `extra` of diffcache holds it; empty for one that none holds.
 
     Raises:
         MissingPackageError: If it is not installed, or raises on import, as a torchvision built

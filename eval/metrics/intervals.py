@@ -34,11 +34,9 @@ _BOUNDS = {
 def share_interval(hits: Tensor) -> Interval:
     """Return a share of outcomes with Wilson's 95 % interval.
 
-    Outcomes that are all equal say nothing about clusters, so they count as independent.
-
-    Args:
-        hits: Outcomes in 0..1, [N] of independent samples, or [N, Q] of N clusters (contexts,
-            prompts) with Q outcomes each; bool, or any number dtype.
+    Outcomes that are all equal say nothing about clusters, so they count as independent. Outcomes in 0..1 are
+    [N] of independent samples, or [N, Q] of N clusters (contexts, prompts) with Q outcomes each; bool, or any
+    number dtype.
 
     Returns:
         The mean of all outcomes, its interval, and the number N of samples or clusters.
@@ -89,12 +87,9 @@ def _independent(table: Tensor) -> float:
 def share_change(before: Tensor, after: Tensor) -> Interval:
     """Return how much larger a share of the same samples' outcomes became, with its 95 % interval.
 
-    Two pairs more, one that changed each way, keep the interval from having width zero where no
-    outcome changed (Bonett and Price 2012, doi 10.3102/1076998611411915).
-
-    Args:
-        before: Outcomes in 0..1, [N] or [N, Q] as in `share_interval`.
-        after: Outcomes of the same samples, of the same shape.
+    Two pairs more, one that changed each way, keep the interval from having width zero where no outcome changed
+    (Bonett and Price 2012, doi 10.3102/1076998611411915). Both are outcomes of the same samples in 0..1, [N] or
+    [N, Q] as in `share_interval`.
 
     Raises:
         ValueError: If shapes differ, or as in `share_interval`.
@@ -116,11 +111,7 @@ def share_change(before: Tensor, after: Tensor) -> Interval:
 def metric_interval(key: str, values: Tensor, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
     """Return the mean of a metric's values with an interval within the metric's range.
 
-    Args:
-        key: Name of the metric in `diffcache.eval.metrics.catalog`.
-        values: One value a sample, [N]; at least 2 where the metric is no share.
-        resamples: Resamplings.
-        seed: Seed of the resampling.
+    The key is one of `diffcache.eval.metrics.catalog`; values are [N], at least 2 where the metric is no share.
 
     Raises:
         ValueError: If the shape is different, or a value is not finite or out of range.

@@ -110,9 +110,7 @@ class Extractor(nn.Module):
 def load(folder: Path = DIRECTORY, device: str = "cpu") -> Extractor:
     """Load the extractor, in evaluation mode; loaded once.
 
-    Args:
-        folder: Folder with `model.safetensors` and `config.json`.
-        device: Place of the network, as torch names it.
+    The folder has `model.safetensors` and `config.json`.
 
     Raises:
         ValueError: If the weights are not those that the record names.
@@ -127,8 +125,7 @@ def load(folder: Path = DIRECTORY, device: str = "cpu") -> Extractor:
 def load_reference(folder: Path = DIRECTORY) -> dict[str, Tensor]:
     """Load the statistics of real pictures and films; loaded once.
 
-    Args:
-        folder: Folder with `reference.safetensors` and `config.json`.
+    The folder has `reference.safetensors` and `config.json`.
 
     Returns:
         Of pictures, `mean` [64], `cov` [64, 64] and `count` [], float64, and the first `features`
@@ -180,9 +177,7 @@ def check(pictures: Tensor, name: str = "pictures") -> Tensor:
 def to_unit(pictures: Tensor) -> Tensor:
     """Bring pictures to float32 [N, 3, 64, 64] in [-1, 1].
 
-    Args:
-        pictures: uint8 [N, 3, H, W]; another size than 64x64 is resized by antialiased bilinear
-            interpolation.
+    They are uint8 [N, 3, H, W]; another size than 64x64 is resized by antialiased bilinear interpolation.
     """
     unit = pictures.float() / 127.5 - 1
     if unit.shape[2:] != (SIZE, SIZE):
@@ -194,9 +189,8 @@ def to_unit(pictures: Tensor) -> Tensor:
 def in_batches(work: Callable[..., Tensor], *pictures: Tensor) -> Tensor:
     """Apply a function to batches of 32, so that memory does not grow with their number.
 
-    Args:
-        work: Takes as many tensors [B, 3, 64, 64] in [-1, 1] as there are sets.
-        pictures: Sets of equal length, each uint8 [N, 3, H, W].
+    `work` takes as many tensors [B, 3, 64, 64] in [-1, 1] as there are sets of equal length, each uint8 [N, 3,
+    H, W].
 
     Returns:
         The results, joined, on the CPU.
@@ -213,8 +207,7 @@ def _extractor(pictures: Tensor) -> Extractor:
 def embed(pictures: Tensor) -> Tensor:
     """Return the features behind FID-lite, KID-lite and the PRDC-lite metrics.
 
-    Args:
-        pictures: uint8 [N, 3, H, W].
+    Pictures are uint8 [N, 3, H, W].
 
     Returns:
         float32 [N, 64], standardized: of clean pictures the mean is 0 and the standard deviations
@@ -229,13 +222,9 @@ def embed(pictures: Tensor) -> Tensor:
 def lpips_lite(a: Tensor, b: Tensor) -> Tensor:
     """Return the perceptual distance of pairs of pictures, 0 where they are equal.
 
-    It is the mean over four levels of the squared difference of maps whose vectors have unit
-    length, summed over channels and averaged over places: LPIPS (arXiv 1801.03924, section 3)
-    with this network and equal weights of channels.
-
-    Args:
-        a: uint8 [N, 3, H, W].
-        b: uint8 of the same shape.
+    It is the mean over four levels of the squared difference of maps whose vectors have unit length, summed
+    over channels and averaged over places: LPIPS (arXiv 1801.03924, section 3) with this network and equal
+    weights of channels. Both are uint8 [N, 3, H, W].
 
     Returns:
         float32 [N], dimensionless, at most 2 (the maps are nowhere negative).
@@ -262,8 +251,7 @@ def _unit_difference(one: Tensor, other: Tensor) -> Tensor:
 def class_probabilities(pictures: Tensor) -> Tensor:
     """Return the probabilities behind IS-lite: which sticker a picture shows most clearly.
 
-    Args:
-        pictures: uint8 [N, 3, H, W].
+    Pictures are uint8 [N, 3, H, W].
 
     Returns:
         float64 [N, 24]; each row sums to 1.
@@ -278,11 +266,8 @@ def class_probabilities(pictures: Tensor) -> Tensor:
 def film_statistics(frames: Tensor) -> Tensor:
     """Return how the features of a film's frames lie and move, [256].
 
-    They are the mean, the root mean square of the first and of the second differences, and the
-    absolute difference of the last and the first, each [64].
-
-    Args:
-        frames: Features [F, 64] of consecutive frames, F >= 3.
+    They are the mean, the root mean square of the first and of the second differences, and the absolute
+    difference of the last and the first, each [64]. Frames are features [F, 64] of consecutive ones, F >= 3.
     """
     first, second = frames.diff(dim=0), frames.diff(n=2, dim=0)
     steps = [change.square().mean(0).sqrt() for change in (first, second)]
@@ -292,11 +277,8 @@ def film_statistics(frames: Tensor) -> Tensor:
 def clip_features(films: Sequence[Tensor]) -> Tensor:
     """Return the features behind FVD-lite: how a film's frames lie and move.
 
-    They are those of `film_statistics`, standardized and reduced to 64 principal components, both
-    as fitted on real films.
-
-    Args:
-        films: each uint8 [F, 3, H, W] with F >= 3; F and the size may differ.
+    They are those of `film_statistics`, standardized and reduced to 64 principal components, both as fitted on
+    real films. Each film is uint8 [F, 3, H, W] with F >= 3; F and the size may differ.
 
     Returns:
         float64 [N, 64].

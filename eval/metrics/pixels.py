@@ -1,7 +1,7 @@
 """Pixel fidelity of 8-bit pictures: PSNR, SSIM, MS-SSIM, and the flicker of films.
 
-All functions compare two equally shaped uint8 tensors, the uncached one and its counterpart; which
-comes first does not matter. Take the pictures as they were made or from lossless files: a lossy
+All functions compare two tensors, uint8 [N, 3, H, W] of one shape, the uncached one and its counterpart, and
+raise ValueError for others; which comes first does not matter. Take the pictures as they were made or from lossless files: a lossy
 video file alone limits PSNR to about 32 dB. A film is a tensor of pictures, so its values per frame
 come from the same functions. SSIM and MS-SSIM agree with torchmetrics 1.9 to rounding; they are
 written out here with a separable window, which is many times faster in float64.
@@ -29,16 +29,9 @@ SCALE_WEIGHTS = (0.0448, 0.2856, 0.3001, 0.2363, 0.1333)
 def psnr(a: Tensor, b: Tensor) -> Tensor:
     """Return the peak signal-to-noise ratio of every picture, 10 log10(1 / MSE).
 
-    Args:
-        a: Pictures or film, uint8 [N, 3, H, W].
-        b: Pictures or film of the same shape, uint8.
-
     Returns:
         float64 [N] on the CPU, in dB. A mean squared error below 1e-10 of the squared data range
         counts as equal and gives the cap, 100 dB, so that means stay finite.
-
-    Raises:
-        ValueError: If dtypes or shapes are not as above.
     """
     return _per_picture(sample_psnr, a, b)
 
@@ -47,13 +40,6 @@ def pooled_psnr(a: Tensor, b: Tensor) -> float:
     """Return one PSNR in dB from the mean squared error over all pictures (torchmetrics' default).
 
     It is never above the mean of `psnr`: a few bad pictures dominate it. Capped at 100 dB.
-
-    Args:
-        a: Pictures or film, uint8 [N, 3, H, W].
-        b: Pictures or film of the same shape, uint8.
-
-    Raises:
-        ValueError: If dtypes or shapes are not as above.
     """
     errors = _per_picture(lambda x, y: (x - y).square().mean(dim=(1, 2, 3)), a, b)
     return float(decibels(errors.mean()))
@@ -62,19 +48,12 @@ def pooled_psnr(a: Tensor, b: Tensor) -> float:
 def ssim(a: Tensor, b: Tensor) -> Tensor:
     """Return the structural similarity of every picture (Wang et al. 2004), at most 1.
 
-    Gaussian window 11 x 11 with sigma 1.5, K1 = 0.01, K2 = 0.03, per color channel, mean over
-    channels and pixels. Departure from the paper, as torchmetrics does it: borders are reflected
-    and every pixel counts, where the paper keeps only whole windows.
-
-    Args:
-        a: Pictures or film, uint8 [N, 3, H, W], both sides at least 11 pixels.
-        b: Pictures or film of the same shape, uint8.
+    Gaussian window 11 x 11 with sigma 1.5, K1 = 0.01, K2 = 0.03, per color channel, mean over channels and
+    pixels. Departure from the paper, as torchmetrics does it: borders are reflected and every pixel counts,
+    where the paper keeps only whole windows. Both sides have at least 11 pixels.
 
     Returns:
         float64 [N] on the CPU, dimensionless.
-
-    Raises:
-        ValueError: If dtypes, shapes or sides are not as above.
     """
     check_pairs(a, b)
     side = 2 * RADIUS + 1
@@ -86,21 +65,14 @@ def ssim(a: Tensor, b: Tensor) -> Tensor:
 def ms_ssim(a: Tensor, b: Tensor) -> Tensor:
     """Return the multi-scale structural similarity of every picture (Wang et al. 2003), 0 to 1.
 
-    Five scales with the paper's weights where both sides have 176 pixels or more, so that the
-    coarsest scale holds a whole 11 x 11 window. Smaller pictures have fewer scales, the finest
-    ones: four from 88 pixels, three from 44, two from 22, with the weights rescaled to sum to 1.
-    `ms_ssim_variant` says which; values of different variants are not comparable. Negative terms
-    count as 0, as in torchmetrics.
-
-    Args:
-        a: Pictures or film, uint8 [N, 3, H, W], both sides at least 22 pixels.
-        b: Pictures or film of the same shape, uint8.
+    Five scales with the paper's weights where both sides have 176 pixels or more, so that the coarsest scale
+    holds a whole 11 x 11 window. Smaller pictures have fewer scales, the finest ones: four from 88 pixels,
+    three from 44, two from 22, with the weights rescaled to sum to 1. `ms_ssim_variant` says which; values of
+    different variants are not comparable. Negative terms count as 0, as in torchmetrics. Both sides have at
+    least 22 pixels.
 
     Returns:
         float64 [N] on the CPU, dimensionless.
-
-    Raises:
-        ValueError: If dtypes, shapes or sides are not as above.
     """
     return both_ssim(a, b)[1]
 
@@ -108,12 +80,7 @@ def ms_ssim(a: Tensor, b: Tensor) -> Tensor:
 def both_ssim(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return `ssim` and `ms_ssim`, whose finest scale is the same, in half the time.
 
-    Args:
-        a: Pictures or film, uint8 [N, 3, H, W], both sides at least 22 pixels.
-        b: Pictures or film of the same shape, uint8.
-
-    Raises:
-        ValueError: If dtypes, shapes or sides are not as above.
+    Both sides have at least 22 pixels.
     """
     check_pairs(a, b)
     scales = _scales(a.shape[-2], a.shape[-1])
@@ -138,10 +105,6 @@ def both_ssim(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 def ms_ssim_variant(height: int, width: int) -> str:
     """Name the variant of MS-SSIM that pictures of this size get, for reports.
 
-    Args:
-        height: Pixels.
-        width: Pixels.
-
     Raises:
         ValueError: If a side is below 22 pixels, too small for two scales.
     """
@@ -153,15 +116,8 @@ def ms_ssim_variant(height: int, width: int) -> str:
 def temporal_error(a: Tensor, b: Tensor) -> float:
     """Return how much the frame-to-frame changes of two films differ: flicker, stutter, jitter.
 
-    The mean over pixels of |(a[f+1] - a[f]) - (b[f+1] - b[f])| / 255, dimensionless: 0 for equal
-    films and for films with a constant offset, at most 2.
-
-    Args:
-        a: Film, uint8 [F, 3, H, W], two frames or more.
-        b: Film of the same shape, uint8.
-
-    Raises:
-        ValueError: If dtypes or shapes are not as above.
+    The mean over pixels of |(a[f+1] - a[f]) - (b[f+1] - b[f])| / 255, dimensionless: 0 for equal films and for
+    films with a constant offset, at most 2. They have two frames or more.
     """
     check_pairs(a, b)
     if len(a) < 2:

@@ -110,9 +110,7 @@ class Own:
 def load(names: str, device: str = "cpu") -> dict[str, PickScore | Own]:
     """Return rewards by the key of their metric; requirements are checked, models load when asked.
 
-    Args:
-        names: Keys of `NAMES` and `module:function`, with commas between them; "" for none.
-        device: Device of published rewards, as torch names it.
+    Names are keys of `NAMES` and `module:function`, with commas between them; "" for none.
 
     Raises:
         ValueError: If a name is none, or is given twice.
@@ -133,10 +131,7 @@ def load(names: str, device: str = "cpu") -> dict[str, PickScore | Own]:
 def score(reward: Reward, samples: Tensor, prompts: Sequence[str]) -> Tensor:
     """Return the checked reward of each sample, float64 [N].
 
-    Args:
-        reward: Reward that scores the samples.
-        samples: Pictures uint8 [N, 3, H, W], or films uint8 [N, F, 3, H, W].
-        prompts: N texts.
+    Samples are pictures uint8 [N, 3, H, W], or films uint8 [N, F, 3, H, W], with N prompts.
 
     Raises:
         ValueError: If there are not as many prompts as samples.

@@ -44,10 +44,7 @@ class Wanted:
 def compare(real: FeatureSet, fake: FeatureSet, wanted: Wanted) -> dict[str, dict[str, Any]]:
     """Return the metrics of a set against a reference.
 
-    Args:
-        real: The reference.
-        fake: The set; its features must be known.
-        wanted: Metrics to compute.
+    The features of `fake` must be known.
 
     Returns:
         `fid`, and as wanted `kid`, `is`, `precision`, `recall`, `density`, `coverage`. Each has
@@ -116,10 +113,7 @@ def _frechet(real: FeatureSet, fake: FeatureSet, features: Tensor, wanted: Wante
 def kernel_distance(real: Tensor, fake: Tensor, seed: int = 0) -> dict[str, Any]:
     """Return KID (or KVD) between some of each set, with its spread over subsets.
 
-    Args:
-        real: Features, float64 [N, D].
-        fake: Features, float64 [M, D].
-        seed: Seed of the draws.
+    Features are float64 [N, D] and [M, D].
     """
     one, other = some(real, seed), some(fake, seed)
     found = mean_and_spread(distances.kid(one, other, seed=seed), len(other))
@@ -131,11 +125,7 @@ def neighbors(
 ) -> dict[str, dict[str, Any]]:
     """Return precision, recall, density and coverage between some of each set, with intervals.
 
-    Args:
-        real: Features, float64 [N, D].
-        fake: Features, float64 [M, D].
-        resamples: Number of resamples for intervals, 0 for none.
-        seed: Seed of the draws.
+    Features are float64 [N, D] and [M, D]; 0 resamples give no intervals.
     """
     one, other = some(real, seed), some(fake, seed)
     precision, recall = distances.precision_recall(one, other)

@@ -144,12 +144,8 @@ WEIGHTS: dict[str, WeightFile] = {weight.name: weight for weight in _FILES}
 def find(name: str, path: str | Path | None = None) -> Path:
     """Return where a weight file is, after checking its hash.
 
-    Looks at `path` if given and nowhere else; otherwise in `$DIFFCACHE_WEIGHTS` and then in the
-    cache of the library that would have downloaded it.
-
-    Args:
-        name: Key of `WEIGHTS`.
-        path: The file, or a folder with it.
+    Looks at `path` if given and nowhere else; otherwise in `$DIFFCACHE_WEIGHTS` and then in the cache of the
+    library that would have downloaded it. `path` is the file, or a folder with it.
 
     Raises:
         ValueError: If no weight file has that name.

@@ -61,9 +61,7 @@ class Column:
 def describe(record: Record, key: str) -> dict[str, Any]:
     """Return title, unit, direction and back end of a metric, also of one made from another.
 
-    Args:
-        record: The record that holds it.
-        key: Key in the rows: a metric, its `_change`, or its distance `_to_uncached`.
+    The key is a metric, its `_change`, or its distance `_to_uncached`.
     """
     known = record["metrics"].get(key)
     if known:
@@ -166,13 +164,7 @@ def decimals(values: Sequence[Value]) -> int:
 
 
 def shown(found: Value, column: Column, places: int) -> str:
-    """Print a number of a column with its interval or quartiles.
-
-    Args:
-        found: The number.
-        column: Column of the number.
-        places: Decimals.
-    """
+    """Print a number of a column with its interval or quartiles."""
     if column.form == "bytes":
         return bytes_text(found.middle)
     sign = "+" if column.form == "change" else ""

@@ -98,12 +98,7 @@ def new_figure(
 ) -> tuple[Any, Sequence[Any]]:
     """Return a figure and its axes, line after line.
 
-    Args:
-        width: Inches.
-        height: Inches.
-        columns: Number of axes side by side.
-        lines: Number of axes one below the other.
-        **shared: `sharex` and `sharey`, as `subplots` of matplotlib takes them.
+    Sizes are in inches; `shared` are `sharex` and `sharey`, as `subplots` of matplotlib takes them.
     """
     _matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg

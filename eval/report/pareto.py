@@ -45,12 +45,9 @@ class Panel:
 def front(places: Sequence[tuple[float, float]], upward: bool) -> list[int]:
     """Return which points no other point beats, from left to right.
 
-    A point is beaten by one that is at least as good in both and better in one; more x is better.
-    Of points in the same place the first is kept.
-
-    Args:
-        places: (x, y) of every point, dimensionless x.
-        upward: Whether more y is better.
+    A point is beaten by one that is at least as good in both and better in one; more x is better. Of points in
+    the same place the first is kept. `places` are (x, y), x dimensionless; `upward` says whether more y is
+    better.
     """
     sign = 1.0 if upward else -1.0
     order = sorted(range(len(places)), key=lambda i: (-places[i][0], -sign * places[i][1], i))
@@ -67,13 +64,9 @@ def front(places: Sequence[tuple[float, float]], upward: bool) -> list[int]:
 def plot(panels: Sequence[Panel], title: str, direction: str | None) -> Any:
     """Draw a metric against savings; better is up and to the right.
 
-    Caches and uncached have a staircase front; fewer steps are grey crosses and stand aside, so
-    that one sees whether a cache lies beyond them.
-
-    Args:
-        panels: Panels side by side, with the same metric upwards.
-        title: Title of the metric, with its unit.
-        direction: "up", "down" (the axis is turned over) or None.
+    Caches and uncached have a staircase front; fewer steps are grey crosses and stand aside, so that one sees
+    whether a cache lies beyond them. All panels have the same metric upwards; the axis is turned over where its
+    direction is "down".
 
     Returns:
         A matplotlib figure.

@@ -123,9 +123,6 @@ def _points(record: Record, key: str, side: str) -> list[pareto.Point]:
 def settings(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
     """Return the settings that tell rows of a method apart; nothing for a method with one row.
 
-    Args:
-        rows: Rows of methods.
-
     Returns:
         The words of a row's name that not all rows of its method have; nothing where they are too
         long for a label.

@@ -32,9 +32,6 @@ class Value(NamedTuple):
 def load(path: Path) -> Record:
     """Read a record and check it.
 
-    Args:
-        path: A record, or the folder of a run that holds `record.json`.
-
     Raises:
         FileNotFoundError: If there is no such file.
         ValueError: If it is not a record of this schema.
@@ -51,10 +48,6 @@ def load(path: Path) -> Record:
 
 def checked(record: Any, name: str = "record") -> Record:
     """Return a record that has all entries of a report.
-
-    Args:
-        record: Contents of `record.json`.
-        name: Name of the record in an error.
 
     Raises:
         ValueError: If it has another schema, lacks a field, or its rows cannot be told apart.

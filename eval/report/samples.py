@@ -16,9 +16,6 @@ class Samples:
     """The files of a run's samples, found by row and number.
 
     A run's folder may be somebody else's: links that lead out of it are not followed.
-
-    Args:
-        folders: Folders of the runs.
     """
 
     def __init__(self, folders: Sequence[Path]) -> None:

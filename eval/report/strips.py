@@ -29,10 +29,6 @@ _INK, _GREY, _LINE = (28, 32, 40), (105, 112, 122), (208, 212, 218)
 def draw(record: Record, folders: Sequence[Path]) -> tuple[list[Picture], list[str]]:
     """Draw one sheet for each group of samples: worst, median and best by LPIPS.
 
-    Args:
-        record: A checked record.
-        folders: Folders of the runs whose samples it is about.
-
     Returns:
         The sheets, and one sentence for everything that was left out.
     """
@@ -70,10 +66,7 @@ def draw(record: Record, folders: Sequence[Path]) -> tuple[list[Picture], list[s
 def picks(methods: Sequence[dict[str, Any]], group: str, most: int) -> list[tuple[int, str]]:
     """Choose samples, the methods taking turns.
 
-    Args:
-        methods: Rows.
-        group: A field of `samples`.
-        most: Most samples to choose.
+    `group` is a field of `samples`.
 
     Returns:
         Numbers of samples that differ, each with the method it was chosen for.
@@ -157,9 +150,7 @@ def _film_block(
 def closeness(one: Any, other: Any) -> str:
     """Return the PSNR of two pictures or films in words.
 
-    Args:
-        one: uint8 [..., H, W, 3].
-        other: Same shape.
+    Both are uint8 [..., H, W, 3].
     """
     if np.array_equal(one, other):
         return "identical"

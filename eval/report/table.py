@@ -58,9 +58,7 @@ class Table:
 def table_of(record: Record, only: Sequence[str] | None = None) -> Table:
     """Build the table of a record.
 
-    Args:
-        record: A checked record.
-        only: Keys of the columns to show, in this order; all of them by default.
+    `only` are keys of the columns to show, in this order; all of them by default.
 
     Raises:
         ValueError: If a key in `only` is no column of the record.
@@ -234,8 +232,7 @@ def _unformulated(value: Any) -> Any:
 class TerminalTable:
     """The table for a terminal: cost, fidelity and quality, each cut where the width ends.
 
-    Args:
-        table: Table to print; the record's warnings are left out.
+    The record's warnings are left out.
     """
 
     def __init__(self, table: Table) -> None:
@@ -290,9 +287,7 @@ class TerminalTable:
 def terminal_table(record: Record, only: Sequence[str] | None = None) -> TerminalTable:
     """Return the table of a record for `rich` to print.
 
-    Args:
-        record: A checked record.
-        only: Keys of columns; those that the record does not hold are passed over. All by default.
+    Of the keys of columns in `only`, those that the record does not hold are passed over.
     """
     held = {column.key for column in columns_of(record)}
     return TerminalTable(table_of(record, only and [key for key in only if key in held]))

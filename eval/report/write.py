@@ -30,13 +30,8 @@ def write_report(
 ) -> list[Path]:
     """Write the report of a run: tables, plots, sheets of samples and a page.
 
-    The same record and samples give the same bytes.
-
-    Args:
-        record: The record, as in `record.json`.
-        folder: Folder where its samples are.
-        out: Folder to write to; None for one in that of the run.
-        formats: Formats, some of `md`, `html` and `csv`; plots and sheets come with the first two.
+    The same record and samples give the same bytes. Samples are in `folder`; `out` of None is a folder in it.
+    Plots and sheets come with the formats `md` and `html`.
 
     Returns:
         The files.

@@ -38,12 +38,7 @@ def check_call(
 ) -> None:
     """Check that a pipeline takes the arguments of a run.
 
-    Args:
-        pipeline: Name of the class, for messages.
-        parameters: Parameters of its call.
-        task: Task to draw; each argument of its call must be taken.
-        call: All further arguments, defaults of the model included.
-        inputs: Arguments that are no plain data, such as pictures.
+    `call` has defaults of the model, too; `inputs` are arguments that are no plain data, such as pictures.
 
     Raises:
         ValueError: If an argument is not taken, is set by the run, or is missing.
@@ -76,14 +71,9 @@ def check_call(
 def frame_rate(pipeline: str, parameters: Parameters, task: Task, call: Mapping[str, Any]) -> float | None:
     """Return the frames per second of a pipeline's films.
 
-    The task's number goes first, then the call's own argument, given or default. Pipelines without
-    such an argument name the rate where the example in their documentation exports its film.
-
-    Args:
-        pipeline: Name of the class.
-        parameters: Parameters of its call.
-        task: Task to draw.
-        call: Arguments of the call, defaults of the model included.
+    The task's number goes first, then the call's own argument, given or default. Pipelines without such an
+    argument name the rate where the example in their documentation exports its film. `call` has defaults of the
+    model, too.
 
     Returns:
         Frames per second; None for a pipeline of pictures.
@@ -116,11 +106,7 @@ def frame_rate(pipeline: str, parameters: Parameters, task: Task, call: Mapping[
 def prompts_of(task: Task, pipeline: str, parameters: Parameters, model: Any) -> Prompts:
     """Return the prompts of a task, or those that suit the pipeline.
 
-    Args:
-        task: Task to draw.
-        pipeline: Name of the class, for messages.
-        parameters: Parameters of its call.
-        model: Directory of the model, or a loaded pipeline.
+    `model` is its directory, or a loaded pipeline.
 
     Returns:
         Class numbers in digits where the pipeline is class-conditional, and one empty prompt where

@@ -61,10 +61,7 @@ def _times(run: Run, cases: Sequence[Case], setting: Setting) -> dict[str, Any]:
 class _Turns:
     """A case's turns: the cache goes in, learns in a few untimed steps, then one batch is timed.
 
-    Args:
-        run: The run; its first batch is drawn.
-        case: Case that is drawn.
-        setting: Device that is waited for.
+    The first batch of the run is drawn.
     """
 
     def __init__(self, run: Run, case: Case, setting: Setting) -> None:

@@ -200,12 +200,8 @@ class Drawer:
     def draw(self, case: Case, batch: Batch, keep_latents: bool = False, timed: bool = False) -> Drawn:
         """Draw a batch; within `wrapped(case)`.
 
-        Args:
-            case: Case to draw.
-            batch: Batch of samples to draw.
-            keep_latents: Keep the latents of every step, where the pipeline shows them.
-            timed: The call is timed: a cache of another library, which counts nothing itself,
-                is not watched.
+        `keep_latents` keeps those of every step, where the pipeline shows them. In a call that is `timed` a
+        cache of another library, which counts nothing itself, is not watched.
         """
         given = self.arguments(batch, case.steps)
         kept: list[Tensor] = []
@@ -274,9 +270,7 @@ def _tensor(image: Any) -> Tensor:
 def relative_errors(latents: Tensor, others: Tensor) -> list[list[float]]:
     """Return the relative L2 error of every sample's latents behind every step.
 
-    Args:
-        latents: Latents of the uncached run, [S, B, ...].
-        others: Latents of another run, same shape.
+    Both are [S, B, ...], the uncached ones first.
     """
     apart = (others - latents).flatten(2).double().norm(dim=2)
     errors = apart / latents.flatten(2).double().norm(dim=2).clamp_min(1e-12)

@@ -60,9 +60,7 @@ class Extractors:
     def of_pictures(self, pictures: Tensor, prompts: Sequence[str]) -> Columns:
         """Return everything that is known of pictures by themselves.
 
-        Args:
-            pictures: uint8 [N, 3, H, W].
-            prompts: One for each.
+        They are uint8 [N, 3, H, W], with a prompt for each.
 
         Returns:
             `features_lite` [N, D], `probabilities_lite` [N, C], and of the real networks
@@ -87,8 +85,7 @@ class Extractors:
     def of_real(self, samples: Tensor | Sequence[Tensor]) -> Columns:
         """Return the columns of `of_pictures` or `of_films` that need no prompt: the features.
 
-        Args:
-            samples: Pictures uint8 [N, 3, H, W], or films.
+        Pictures are uint8 [N, 3, H, W]; a sequence is of films.
         """
         if not isinstance(samples, Tensor):
             return self._features_of_films(samples)
@@ -101,9 +98,7 @@ class Extractors:
     def of_films(self, films: Sequence[Tensor], prompts: Sequence[str]) -> Columns:
         """Return everything that is known of films by themselves.
 
-        Args:
-            films: uint8 [F, 3, H, W] each.
-            prompts: One for each.
+        They are uint8 [F, 3, H, W] each, with a prompt for each.
 
         Returns:
             `features_lite` [N, D], with I3D `features` [N, 400], and every reward under its key.
@@ -136,11 +131,7 @@ def _rewarded(scorer: reward.Reward, samples: Tensor, prompts: Sequence[str]) ->
 def at_hand(device: str, films: bool, reward_name: str = "", convention: str = "torch-fidelity") -> Extractors:
     """Return the networks whose weights are found here; a wrong weight file is an error.
 
-    Args:
-        device: Device of the networks, as torch names it.
-        films: Whether the samples are films.
-        reward_name: Names of rewards, for `reward.load`.
-        convention: Way of preparing pictures for Inception, `torch-fidelity` or `clean`.
+    `reward_name` is for `reward.load`, `convention` prepares pictures for Inception.
 
     Raises:
         WrongWeightsError: If a weight file is another one than it should be.

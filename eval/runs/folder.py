@@ -58,11 +58,8 @@ class Batch:
 def batches(texts: Sequence[str], samples: int, size: int, seed: int) -> list[Batch]:
     """Cut samples into batches; the same whoever draws them.
 
-    Args:
-        texts: Prompts; sample `i` has prompt `i`, from the start again where they end.
-        samples: Number of samples.
-        size: Samples a batch; the last may be smaller.
-        seed: Seed of sample 0; sample `i` has `seed + i`.
+    Sample `i` has prompt `i`, from the start again where they end, and `seed + i`; the last batch may be
+    smaller.
     """
     made = []
     for number, start in enumerate(range(0, samples, size)):
@@ -144,10 +141,8 @@ class CaseFolder:
     def write(self, batch: Batch, samples: Sequence[Tensor], about: Mapping[str, Any]) -> None:
         """Write the samples of a batch, then its line.
 
-        Args:
-            batch: Batch that was drawn.
-            samples: Pictures uint8 [3, H, W], or films uint8 [F, 3, H, W].
-            about: More of the line: what the cache did and how long it took.
+        Pictures are uint8 [3, H, W], films uint8 [F, 3, H, W]; `about` is more of the line: what the cache did
+        and how long it took.
         """
         files = [self._save(i, sample) for i, sample in zip(batch.ids, samples, strict=True)]
         line = {
@@ -195,9 +190,7 @@ class CaseFolder:
     def read(self, ids: Sequence[int], sums: Mapping[int, str] | None = None) -> list[Tensor]:
         """Read samples back: pictures uint8 [3, H, W] or films uint8 [F, 3, H, W].
 
-        Args:
-            ids: Numbers of the samples.
-            sums: SHA-256 of their files; without it damage that can still be read goes unseen.
+        `sums` are the SHA-256 of the files; without them damage that can still be read goes unseen.
 
         Raises:
             ManifestError: If a file is missing or damaged; it is named.
@@ -238,9 +231,7 @@ def sha256(data: bytes) -> str:
 def check_claim(folder: Path, mine: Mapping[str, Any]) -> bool:
     """Return whether the folder of a run is new, after checking that it holds no other run.
 
-    Args:
-        folder: Folder of the run.
-        mine: Its settings, with their digest under `identity`.
+    `mine` are its settings, with their digest under `identity`.
 
     Raises:
         RunError: If the folder holds a run of other settings, or is a file.
@@ -280,12 +271,8 @@ def remember(path: Path, key: str, compute: Callable[[], Any]) -> Any:
 def evaluations(lines: Sequence[Mapping[str, Any]], steps: int, full: float | None) -> float:
     """Return how many full steps cost as much as a run, as a mean over samples.
 
-    Counted in FLOPs of the whole denoiser; where they are unknown, computed steps are counted.
-
-    Args:
-        lines: Lines of the case's manifest.
-        steps: Sampling steps.
-        full: FLOPs of one uncached step and sample.
+    Counted in FLOPs of the whole denoiser; where they are unknown, computed steps are counted. `lines` are of
+    the case's manifest; `full` are the FLOPs of one uncached step and sample.
     """
     total = weight = 0.0
     for line in lines:
@@ -302,11 +289,7 @@ def evaluations(lines: Sequence[Mapping[str, Any]], steps: int, full: float | No
 
 
 def shares(lines: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
-    """Return for every step the share of samples that computed it, None without a cache.
-
-    Args:
-        lines: Lines of a case's manifest.
-    """
+    """Return for every step the share of samples that computed it, None without a cache."""
     runs = [(line["cache"]["steps"], len(line["ids"])) for line in lines if "cache" in line]
     if not runs:
         return None

@@ -35,10 +35,6 @@ def evaluate(plan: Plan, progress: Progress) -> dict[str, Any] | None:
 
     Every process draws its share of the batches and scores it; the first one joins the values.
 
-    Args:
-        plan: Plan of the evaluation.
-        progress: Display of the progress.
-
     Returns:
         The record, with the run's folder under `folder`; None in all processes but the first, and
         where scoring is no stage of the plan.

@@ -88,9 +88,7 @@ class Peer(ABC):
     def applied(self, pipe: Any, steps: int | None = None) -> Iterator[None]:
         """Put the cache into every denoiser of a pipeline, and take it out again.
 
-        Args:
-            pipe: The pipeline.
-            steps: Sampling steps of its runs, if they are to be checked.
+        The sampling steps of its runs are checked if they are given.
 
         Raises:
             AttachError: If a denoiser takes no such cache.
@@ -298,9 +296,7 @@ def make_peer(name: str, settings: Mapping[str, Any]) -> Peer:
 def mag_ratios_of(pipe: Any, call: Mapping[str, Any]) -> list[float]:
     """Measure the ratios that MagCache of diffusers needs, in its own calibration mode.
 
-    Args:
-        pipe: The pipeline.
-        call: Arguments of one call, `num_inference_steps` among them.
+    `num_inference_steps` is among the arguments of the call.
 
     Returns:
         One ratio for every step; of the first guidance branch, where there are several.

@@ -39,11 +39,7 @@ def interval(key: str, column: Tensor) -> dict[str, Any]:
 def quality(mine: Columns, uncached: Columns, reference: Reference | None, is_film: bool) -> dict[str, Any]:
     """Return how good the samples of a case are, with intervals.
 
-    Args:
-        mine: Values of the case's samples.
-        uncached: The same of the uncached case; the very object for that case itself.
-        reference: Real samples, None where there are none.
-        is_film: Whether the samples are films.
+    `mine` and `uncached` are values of samples; the very same object for the uncached case itself.
     """
     found: dict[str, Any] = {}
     for name in (*_OF_SAMPLES, *(key for key in mine if key.startswith(reward.OWN))):

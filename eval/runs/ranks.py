@@ -48,11 +48,8 @@ class Ranks:
 def join(device: str) -> Ranks:
     """Join the processes that a launcher started, or be alone.
 
-    Batches are dealt out by their number, so that every number of processes draws the same
-    samples; the run's folder must be one that all hosts see.
-
-    Args:
-        device: Device of the task; on `cpu` the processes meet over gloo.
+    Batches are dealt out by their number, so that every number of processes draws the same samples; the run's
+    folder must be one that all hosts see. On the device `cpu` the processes meet over gloo.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Ranks()

@@ -31,10 +31,7 @@ _ENOUGH = 2000
 def row(run: Run, case: Case, measured: Mapping[str, Any]) -> dict[str, Any]:
     """Return a case's row: its cost by count, its fidelity and its quality.
 
-    Args:
-        run: The run.
-        case: Drawn completely.
-        measured: `fidelity`, `quality` and `samples` of the case.
+    The case is drawn completely; `measured` are its `fidelity`, `quality` and `samples`.
     """
     full = step_flops(run)
     lines = _lines(run, case)
@@ -80,15 +77,10 @@ def assemble(
 ) -> dict[str, Any]:
     """Return the record.
 
-    Values that depend on time or machine stand under keys of their own, so that the rest can be
-    compared between runs.
-
-    Args:
-        run: The run.
-        rows: Rows that `row` returned, the uncached one first.
-        timing: `rows` (row name -> seconds, ratio, throughput) and `warning`; empty if untimed.
-        extractors: Networks that read the samples.
-        first: One of the samples, a picture [3, H, W] or a film [F, 3, H, W].
+    Values that depend on time or machine stand under keys of their own, so that the rest can be compared
+    between runs. `rows` are of `row`, the uncached one first; `timing` has `rows` (row name -> seconds, ratio,
+    throughput) and `warning`, and is empty if untimed; `first` is one of the samples, a picture [3, H, W] or a
+    film [F, 3, H, W].
     """
     size = (first.shape[-2], first.shape[-1])
     task, drawer = run.plan.task, run.drawer
@@ -154,10 +146,7 @@ def reference_name(run: Run) -> str | None:
 def describe(rows: Sequence[Mapping[str, Any]], extractors: Extractors, size: tuple[int, int]) -> dict[str, Any]:
     """Return title, unit, direction and back end of every metric that the rows hold.
 
-    Args:
-        rows: Rows that `row` returned.
-        extractors: Networks that read the samples.
-        size: Height and width of a picture or frame, which decide on the variant of MS-SSIM.
+    `size` are height and width of a picture or frame, which decide on the variant of MS-SSIM.
     """
     keys = dict.fromkeys(k for r in rows for part in ("fidelity", "quality") for k in r[part])
     found = {}
@@ -180,10 +169,7 @@ def describe(rows: Sequence[Mapping[str, Any]], extractors: Extractors, size: tu
 def warnings(run: Run, rows: Sequence[Mapping[str, Any]], timed: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Return the caveats of the numbers.
 
-    Args:
-        run: The run.
-        rows: Rows that `row` returned.
-        timed: Row name -> seconds and ratios; empty if untimed.
+    `timed` is row name -> seconds and ratios; empty if untimed.
     """
     found = []
     count = run.plan.task.samples

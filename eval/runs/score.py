@@ -90,10 +90,7 @@ def kept(path: Path, key: str, compute: Callable[[], Columns]) -> Columns:
 def values(samples: Samples, uncached: Samples | None, extractors: Extractors) -> Columns:
     """Return per-sample values of a case, kept or computed.
 
-    Args:
-        samples: Samples of the case.
-        uncached: Counterparts of the samples, None for the uncached case itself.
-        extractors: Networks that read the samples.
+    Of the uncached case itself there are no counterparts (`uncached` is None).
 
     Returns:
         Values of the extractors for every sample by itself; and beside counterparts, float64 [N]
@@ -137,11 +134,8 @@ def _beside(theirs: list[Tensor], mine: list[Tensor], extractors: Extractors) ->
 def closeness(theirs: Tensor, mine: Tensor, extractors: Extractors, wanted: Collection[str] = CLOSENESS) -> Columns:
     """Return how close pictures are to their counterparts, float64 [N] each.
 
-    Args:
-        theirs: uint8 [N, 3, H, W].
-        mine: Pictures to compare with them, same shape.
-        extractors: Networks that read the pictures.
-        wanted: Keys of `CLOSENESS`; `lpips` is both of its kinds, `psnr_db` comes with `mse`.
+    Both are uint8 [N, 3, H, W]. `wanted` are keys of `CLOSENESS`; `lpips` is both of its kinds, `psnr_db` comes
+    with `mse`.
 
     Raises:
         ValueError: If the pictures are too small for one of them.

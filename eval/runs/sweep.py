@@ -41,10 +41,7 @@ MOST = 10_000  # combinations of lists; more is a slip
 def read_sweep(file: Path, out: Path, instead: Mapping[str, Any] | None = None) -> list[Plan]:
     """Read a sweep.
 
-    Args:
-        file: TOML or YAML.
-        out: Folder of the runs; each gets a folder of its own in it.
-        instead: Keys and values in place of those of the file.
+    Each run gets a folder of its own in `out`; `instead` stands in place of keys of the file.
 
     Returns:
         One plan for each combination of the task's lists.
@@ -80,10 +77,7 @@ def read_sweep(file: Path, out: Path, instead: Mapping[str, Any] | None = None) 
 def _check_values(file: Path, found: Mapping[str, Any], said: Set[str]) -> None:
     """Raise ValueError for a value of another kind, or for code that a file names.
 
-    Args:
-        file: Named by errors.
-        found: Keys and values.
-        said: Keys that are the user's own, whatever the file has.
+    `said` are keys that are the user's own, whatever the file has.
     """
     for name, value in found.items():
         swept = isinstance(value, list) and name in _TASK
@@ -156,9 +150,7 @@ def _methods(file: Path, tables: Any) -> Iterator[tuple[str, Method | Peer]]:
 def settings_of(file: Path, tables: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield name and settings of every row of a sweep, whose method is not made yet.
 
-    Args:
-        file: Named by errors.
-        tables: Its `method`.
+    `tables` is its `method`.
 
     Raises:
         ValueError: If it is no list, or a name is missing.

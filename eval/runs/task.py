@@ -88,8 +88,7 @@ class Case:
     def digest(self, about: Mapping[str, Any]) -> str:
         """Return 16 hexadecimal digits that change with anything that changes the samples.
 
-        Args:
-            about: Facts that all cases of the run share (`Drawer.about`).
+        `about` are facts that all cases of the run share (`Drawer.about`).
         """
         mine = {**about, "steps": self.steps, "method": None}
         if self.method is not None:

@@ -40,10 +40,8 @@ class Choice:
     def load(self, name: Literal["inception", "lpips"], warnings: list[str], **settings: Any) -> Extractors:
         """Return the network that reads pictures: the real one, or the shipped extractor alone.
 
-        Args:
-            name: `inception` for the pictures of a set, `lpips` for pairs of pictures.
-            warnings: Takes one where `auto` falls back to the stand-in.
-            **settings: Further arguments of the network's `load`.
+        `inception` reads the pictures of a set, `lpips` pairs of pictures; `warnings` takes one where `auto`
+        falls back to the stand-in.
 
         Raises:
             MissingWeightsError: If the real one is asked for and its weights are not found.

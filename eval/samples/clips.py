@@ -39,10 +39,8 @@ Picture = npt.NDArray[np.uint8]
 def write_clip(path: str | Path, frames: torch.Tensor, fps: float) -> Path:
     """Write a film without loss.
 
-    Args:
-        path: Ends in `.mp4` (H.264 RGB, quantizer 0) or `.mkv` (FFV1).
-        frames: `[F, 3, H, W]` uint8, RGB; any height and width, odd ones too.
-        fps: Frames per second.
+    The path ends in `.mp4` (H.264 RGB, quantizer 0) or `.mkv` (FFV1). Frames are uint8 [F, 3, H, W], RGB; any
+    height and width, odd ones too.
 
     Returns:
         The path written.
@@ -61,12 +59,8 @@ def write_clip(path: str | Path, frames: torch.Tensor, fps: float) -> Path:
 def write_preview(path: str | Path, frames: torch.Tensor, fps: float) -> Path:
     """Write a small lossy film that browsers play, for looking at only and never for metrics.
 
-    H.264, 4:2:0, BT.709; an odd side is padded by one repeated row or column.
-
-    Args:
-        path: Ends in `.mp4`.
-        frames: `[F, 3, H, W]` uint8, RGB.
-        fps: Frames per second.
+    H.264, 4:2:0, BT.709; an odd side is padded by one repeated row or column. The path ends in `.mp4`; frames
+    are uint8 [F, 3, H, W], RGB.
 
     Returns:
         The path written.
@@ -90,8 +84,7 @@ def write_preview(path: str | Path, frames: torch.Tensor, fps: float) -> Path:
 def read_clip(path: str | Path) -> torch.Tensor:
     """Read every frame of a film file, a GIF, or a folder with one picture a frame.
 
-    Args:
-        path: A file that libav can read, `.gif`, or a folder of pictures in natural name order.
+    Films are what libav can read, `.gif`, or folders with pictures in natural name order.
 
     Returns:
         `[F, 3, H, W]` uint8, RGB.

@@ -45,31 +45,18 @@ class Folder:
         yield from map(read_size, self.files)
 
     def picture(self, index: int, side: int | None = None) -> Tensor:
-        """Return a picture, uint8 [3, H, W] (errors: `read_picture`).
-
-        Args:
-            index: Place among the samples.
-            side: Resize it (`resized`), pixels.
-        """
+        """Return a picture, uint8 [3, H, W] (errors: `read_picture`)."""
         stored = self.stored
         found = read_picture(self.files[index]) if stored is None else stored[index]
         return found if side is None else resized(found, side)
 
     def pictures(self, indices: Sequence[int] | None = None) -> Iterator[Tensor]:
-        """Yield pictures, uint8 [3, H, W] (errors: `read_picture`).
-
-        Args:
-            indices: Indices of the pictures, all by default.
-        """
+        """Yield pictures, uint8 [3, H, W] (errors: `read_picture`)."""
         yield from map(self.picture, range(len(self)) if indices is None else indices)
 
 
 def open_pictures(path: str | Path, recursive: bool = False) -> Folder:
     """Find the pictures of a folder, an `.npz` file (`arr_0`), or one picture.
-
-    Args:
-        path: Folder or file.
-        recursive: Look into folders inside, too.
 
     Raises:
         FileNotFoundError: If nothing is there.
@@ -99,9 +86,6 @@ def open_pictures(path: str | Path, recursive: bool = False) -> Folder:
 
 def open_films(path: str | Path) -> Folder:
     """Find the films of a folder: film files, and folders inside with one picture a frame.
-
-    Args:
-        path: Folder of films, one film, or one folder of frames.
 
     Raises:
         FileNotFoundError: If nothing is there.
@@ -167,10 +151,6 @@ def pair(a: Folder, b: Folder) -> list[tuple[int, int]]:
 
 def common_size(folder: Folder, progress: Callable[[Iterable[Size]], Iterable[Size]] = iter) -> Size:
     """Return the height and width that all pictures have.
-
-    Args:
-        folder: Pictures.
-        progress: Shows how far it is.
 
     Raises:
         ValueError: If one has another; names it.

@@ -22,9 +22,7 @@ FRAME_MILLISECONDS = 100
 def target_of(out: Path | None, is_video: bool) -> Path:
     """Return the file that a run is written to, checked before the run.
 
-    Args:
-        out: File that `--out` names; None is `out/run.png`, or `out/run.gif` for a video.
-        is_video: Whether the pipeline makes videos.
+    `out` of None is `out/run.png`, or `out/run.gif` for a video.
 
     Raises:
         MissingError: If PyAV is needed and not installed.
@@ -45,10 +43,7 @@ def target_of(out: Path | None, is_video: bool) -> Path:
 def save(made: Sequence[Image.Image], path: Path) -> Path:
     """Write one image, or several as a video at ten frames per second; return the path.
 
-    Args:
-        made: Image, or frames of a video.
-        path: File to write, which `target_of` has checked. Several images under the name of one
-            become a GIF beside it.
+    `target_of` has checked the path. Several images under the name of one become a GIF beside it.
     """
     if path.suffix.lower() == ".mp4":
         frames = torch.from_numpy(np.stack([np.asarray(frame.convert("RGB")) for frame in made]))

@@ -63,9 +63,7 @@ def read_size(path: str | Path) -> tuple[int, int]:
 def resized(picture: Tensor, side: int) -> Tensor:
     """Return the square in the middle, `side` pixels: antialiased bicubic, no change of shape.
 
-    Args:
-        picture: uint8 [3, H, W].
-        side: Pixels of the result's side, and of the shorter side before the longer one is cut.
+    The shorter side of the picture, uint8 [3, H, W], is brought to `side` before the longer one is cut.
 
     Returns:
         uint8 [3, side, side].

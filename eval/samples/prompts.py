@@ -93,9 +93,6 @@ def calibration_prompts(source: str) -> Prompts:
     Of the built-in lists these are lists of their own; of any other list the half that a hash of
     each prompt tells, wherever the prompt stands.
 
-    Args:
-        source: Name of a list or path of a file, for `load_prompts`.
-
     Raises:
         FileNotFoundError: If there is neither such a list nor such a file.
         ValueError: If the file cannot be read, or no prompt falls into the half.

@@ -85,10 +85,7 @@ class Source:
     def columns(self, part: Sequence[int], extractors: Extractors, place: Path) -> Columns:
         """Return the features of a part, those that are kept or computed ones.
 
-        Args:
-            part: One of `parts`.
-            extractors: Networks that read the samples.
-            place: Folder where they are kept.
+        The part is one of `parts`; `place` is the folder where they are kept.
 
         Raises:
             ValueError: If a file cannot be read; it is named.
@@ -98,12 +95,7 @@ class Source:
         return kept(place, key, lambda: extractors.of_real(self.read(part)))
 
     def reference(self, extractors: Extractors, place: Path) -> Reference:
-        """Return moments, and the features of some samples drawn at random.
-
-        Args:
-            extractors: Networks that read the samples.
-            place: Folder where features are kept.
-        """
+        """Return moments, and the features of some samples drawn at random."""
         sets: dict[str, tuple[Moments, Tensor | None]] = {}
         if parts := [self.columns(part, extractors, place) for part in self.parts]:
             for key in parts[0]:
@@ -199,10 +191,6 @@ class Source:
 def open_source(path: str | Path, wish: Wish | None = None) -> Source:
     """Look at samples: names, sizes from headers, statistics.
 
-    Args:
-        path: Folder of pictures or films, an .npz of pictures, or one of statistics.
-        wish: Way of taking them; all pictures as they are by default.
-
     Raises:
         FileNotFoundError: If nothing is there.
         ValueError: If it holds nothing that can be used, or pictures differ in size.
@@ -238,12 +226,7 @@ def open_source(path: str | Path, wish: Wish | None = None) -> Source:
 
 
 def summary(names: Sequence[str], lacking: dict[str, str]) -> list[str]:
-    """Tell which real metrics will run, and why the others will not.
-
-    Args:
-        names: Metrics of real networks that are at hand.
-        lacking: Metrics that are left out, and why.
-    """
+    """Tell which real metrics will run, and why the others will not."""
     lines = [f"real metrics: {', '.join(names) if names else 'none'}"]
     reasons: dict[str, list[str]] = {}
     for name, reason in lacking.items():

@@ -99,9 +99,7 @@ class DriverJob:
 def run(job: DriverJob, dimensions: Sequence[str] | None = None) -> dict[str, float]:
     """Measure the dimensions that are not measured yet, and return the scores of all.
 
-    Args:
-        job: Job to run.
-        dimensions: Names; None for all that the mode allows.
+    `dimensions` of None are all that the mode allows.
 
     Returns:
         Raw scores by dimension.

@@ -77,10 +77,7 @@ def read_info(path: str | Path) -> list[Prompt]:
 def film_name(prompt: str, index: int, ending: str = ".mp4") -> str:
     """Return the name VBench looks for.
 
-    Args:
-        prompt: Prompt, taken as it is; a final full stop stays.
-        index: Number of the sample, from 0.
-        ending: Ending of the file.
+    The prompt is taken as it is, a final full stop stays; samples are numbered from 0.
 
     Raises:
         ValueError: No file can safely carry the prompt as its name.
@@ -106,10 +103,7 @@ def expected(
 ) -> list[str]:
     """Return the name of every film that these dimensions need, in the order of the prompts.
 
-    Args:
-        prompts: VBench's list.
-        dimensions: Names; None for all.
-        samples: Films of a prompt, five times as many of flickering.
+    `dimensions` of None are all; of flickering there are five times as many `samples` of a prompt.
     """
     wanted = set(suite.choose(dimensions))
     names: dict[str, None] = {}

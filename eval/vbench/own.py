@@ -24,9 +24,7 @@ SCHEMA = "diffcache.films/1"
 def measure_films(folder: Path, progress: Callable[[Sequence[Path]], Iterable[Path]] = iter) -> dict[str, Any]:
     """Measure temporal flickering of the films of a folder.
 
-    Args:
-        folder: Film files, or folders with one picture a frame.
-        progress: Shows how far it is.
+    They are film files, or folders with one picture a frame.
 
     Returns:
         `warnings`: names of files left out. `summary`: the mean over films with its 95 % bootstrap
@@ -60,11 +58,8 @@ def measure_films(folder: Path, progress: Callable[[Sequence[Path]], Iterable[Pa
 def temporal_flickering(frames: torch.Tensor) -> float:
     """Return VBench's score: one minus the mean absolute change between frames.
 
-    `(255 - mean_t mean_px |F_t - F_{t+1}|) / 255`; sums in float32 over B, G, R as in VBench, so
-    that the values are equal to the last bit.
-
-    Args:
-        frames: `[F, 3, H, W]` uint8, RGB, two frames or more.
+    `(255 - mean_t mean_px |F_t - F_{t+1}|) / 255`; sums in float32 over B, G, R as in VBench, so that the
+    values are equal to the last bit. Frames are uint8 [F, 3, H, W], RGB, two or more.
     """
     film = frames.permute(0, 2, 3, 1).numpy()
     pictures = (np.ascontiguousarray(frame[..., ::-1], dtype=np.float32) for frame in film)

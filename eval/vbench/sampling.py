@@ -43,9 +43,7 @@ class Suite:
 def draw_suite(job: Suite, progress: Progress) -> tuple[int, float] | None:
     """Draw every film that is not there yet; processes of a launcher share them out.
 
-    Args:
-        job: Suite to draw. Film `i` of the whole suite has seed `seed + i`, so no two share one.
-        progress: Display of the progress.
+    Film `i` of the whole suite has seed `seed + i`, so no two share one.
 
     Returns:
         Number of films, and their frames per second; None in all processes but the first.

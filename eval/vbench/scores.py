@@ -69,9 +69,8 @@ def normalize(name: str, raw: float) -> float:
 def summarize(raw: Mapping[str, float]) -> Scores:
     """Normalize raw scores and form those of the three scores that can be formed.
 
-    Args:
-        raw: Shares from 0 to 1 by name of dimension; `imaging_quality` too (VBench divides it by
-            100 over the films).
+    Scores are shares from 0 to 1 by name of dimension; `imaging_quality` too (VBench divides it by 100 over the
+    films).
 
     Raises:
         ValueError: A name is unknown or a score is no share.

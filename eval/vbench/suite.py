@@ -62,9 +62,7 @@ QUALITY_SHARE, SEMANTIC_SHARE = 4.0, 1.0  # of the total score
 def choose(names: Sequence[str] | None, custom: bool = False) -> list[str]:
     """Check names of dimensions and return them once each, in VBench's order.
 
-    Args:
-        names: Names; None for all that apply.
-        custom: Whether the films are of prompts outside the standard suite.
+    None are all that apply; `custom` films are of prompts outside the standard suite.
 
     Raises:
         ValueError: A name is unknown, or VBench does not measure it on such films.
@@ -85,10 +83,5 @@ def choose(names: Sequence[str] | None, custom: bool = False) -> list[str]:
 
 
 def samples(dimensions: Iterable[str], each: int = SAMPLES) -> int:
-    """Return how many films a prompt of these dimensions needs.
-
-    Args:
-        dimensions: Names.
-        each: Films of a prompt of any dimension but flickering.
-    """
+    """Return how many films a prompt of these dimensions needs."""
     return each * FLICKER_TIMES if FLICKER in dimensions else each
