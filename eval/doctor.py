@@ -68,8 +68,7 @@ class Row:
     key: str  # key of the metric; `title` and `group` likewise
     title: str
     group: str
-    # `exact` without weights, `real` with the published weights, `lite` with the shipped stand-in, `none` not at
-    # all
+    # `exact` without weights, `real` with the published weights, `lite` with the shipped stand-in, `none` not at all
     backend: Backend
     computed: str  # key that a record would hold, empty for `none`
     parts: tuple[Part, ...]  # parts that it needs

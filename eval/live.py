@@ -99,23 +99,21 @@ def evaluate(
 ) -> Evaluation:
     """Measure cost and savings of methods on a loaded pipeline, as `diffcache eval` does.
 
-    The pipeline runs as it stands: with its adapters, offloaded, quantized, or with compiled
-    blocks. What is drawn once is kept in a folder and never drawn again; the same call goes on
-    after an interrupt.
+    The pipeline runs as it stands: with its adapters, offloaded, quantized, or with compiled blocks. What is drawn
+    once is kept in a folder and never drawn again; the same call goes on after an interrupt.
 
     Args:
         pipe: A pipeline of diffusers, not wrapped.
-        methods: Methods, their names with or without settings, or a mapping from the names of rows.
-            Caches of other libraries have names too, `diffusers/taylorseer:cache_interval=4`.
-        prompts: Texts or class numbers, one a sample; or a list that `diffcache eval --prompts`
-            takes, by its name or file; empty for the one that suits the model.
+        methods: Methods, their names with or without settings, or a mapping from the names of rows. Caches of other
+            libraries have names too, `diffusers/taylorseer:cache_interval=4`.
+        prompts: Texts or class numbers, one a sample; or a list that `diffcache eval --prompts` takes, by its name
+            or file; empty for the one that suits the model.
         out: Folder of the run; None is `runs/NAME-HASH`.
         quiet: Show no progress.
-        **settings: `samples`, `seed`, `batch_size`, `steps` or `num_inference_steps`, `fps`,
-            `threads`; `rounds` of timed calls (10), `reference`, `resize`, `convention`, `memory`,
-            `reward`, as in `diffcache eval`. Anything else goes to the pipeline's
-            call, such as `height=512`, or `image=picture` of an editing pipeline,
-            which all samples share.
+        **settings: `samples`, `seed`, `batch_size`, `steps` or `num_inference_steps`, `fps`, `threads`; `rounds` of
+            timed calls (10), `reference`, `resize`, `convention`, `memory`, `reward`, as in `diffcache eval`.
+            Anything else goes to the pipeline's call, such as `height=512`, or `image=picture` of an editing
+            pipeline, which all samples share.
 
     Returns:
         What was measured; `.print()` shows it, `.page` is the report.
@@ -155,8 +153,7 @@ def latency(
     Args:
         pipe: A pipeline of diffusers, not wrapped.
         methods: As for `evaluate`.
-        prompts: Prompts of the one batch that is timed, as for `evaluate`; one sample where their
-            list is named.
+        prompts: Prompts of the one batch that is timed, as for `evaluate`; one sample where their list is named.
         quiet: Show no progress.
         **settings: As for `evaluate`.
 

@@ -29,8 +29,7 @@ def parse_method(text: str) -> Method:
 
     Raises:
         UnknownMethodError: If the catalogue has no such name.
-        ValueError: If a setting cannot be read, is unknown, given twice, missing, or out of its
-            range.
+        ValueError: If a setting cannot be read, is unknown, given twice, missing, or out of its range.
     """
     return _read(text, make_method)
 

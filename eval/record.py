@@ -120,8 +120,7 @@ def check(record: dict[str, Any]) -> None:
     """Check that a record is whole and can be written as JSON.
 
     Raises:
-        ValueError: If a field is missing or of another type than it should be, or a number is
-            not finite.
+        ValueError: If a field is missing or of another type than it should be, or a number is not finite.
     """
     for name, kind in _FIELDS.items():
         if name not in record:

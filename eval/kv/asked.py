@@ -1,8 +1,7 @@
 """Questions about a context: sentences at depths, pairs, chains of variables, frequent words.
 
-The kinds are those of RULER (arXiv 2404.06654), in one context that is read once and asked many
-questions, as in SCBench (arXiv 2412.10319). An answer is right when greedy generation gives the
-whole of it.
+The kinds are those of RULER (arXiv 2404.06654), in one context that is read once and asked many questions, as in
+SCBench (arXiv 2412.10319). An answer is right when greedy generation gives the whole of it.
 """
 
 from __future__ import annotations

@@ -185,9 +185,8 @@ def ask(
     `out` is the JSON file of the record, and `each` is given the name of the next one.
 
     Returns:
-        For each recipe, task and metric: `value` and its `change` from the exact cache of the same
-        questions, with 95 % intervals where the metric is a mean over questions. The exact cache
-        is the recipe `none`.
+        For each recipe, task and metric: `value` and its `change` from the exact cache of the same questions, with
+        95 % intervals where the metric is a mean over questions. The exact cache is the recipe `none`.
 
     Raises:
         ValueError: If a task is unknown, or cannot measure a recipe.

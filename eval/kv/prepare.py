@@ -57,8 +57,7 @@ def settings_of(name: str) -> dict[str, Any]:
 def make(name: str, work: Work, file: Path, weights: str, **settings: Any) -> Prepared:
     """Find the tables of a recipe on a model, and write them.
 
-    The model is in the state that it is used in; the digest of its weights is checked where the tables are
-    read.
+    The model is in the state that it is used in; the digest of its weights is checked where the tables are read.
 
     Raises:
         AttachError: If the model has no such tables.

@@ -96,16 +96,15 @@ def measure(
     """Return what a recipe costs and saves.
 
     Returns:
-        Shares of the answers with 95 % intervals: `whole`, with both tokens right; `lookup`, with
-        the first right, which must be found in the context; `copy`, with the second right after
-        the right first one. `hits` has them all, see `hits_of`. Greedy generation gives the same
-        whole answers: it goes another way only where the first token is wrong already.
+        Shares of the answers with 95 % intervals: `whole`, with both tokens right; `lookup`, with the first right,
+        which must be found in the context; `copy`, with the second right after the right first one. `hits` has them
+        all, see `hits_of`. Greedy generation gives the same whole answers: it goes another way only where the first
+        token is wrong already.
 
-        `perplexity` of filler after the compressed context, `bytes` held for one context, `share`
-        of those of an exact cache, `slots` a row, `read` (share of the slots held that a query
-        reads), and seconds: `all`, `prefill` and `compress` of a context, `token` for each token
-        that is asked of a batch. Seconds of a press of kvpress are those of our store, without
-        what kvpress takes to choose.
+        `perplexity` of filler after the compressed context, `bytes` held for one context, `share` of those of an
+        exact cache, `slots` a row, `read` (share of the slots held that a query reads), and seconds: `all`,
+        `prefill` and `compress` of a context, `token` for each token that is asked of a batch. Seconds of a press of
+        kvpress are those of our store, without what kvpress takes to choose.
     """
     spent, found = _Spent(), _RecallFound()
     try:
@@ -124,8 +123,7 @@ def measure(
 def hits_of(row: Mapping[str, Any]) -> Tensor:
     """Return which tokens were right, bool [N, queries, 2]: of each context, question and answer.
 
-    A record holds a context as text, `"11 10"` for a right answer and one whose second token is
-    wrong.
+    A record holds a context as text, `"11 10"` for a right answer and one whose second token is wrong.
     """
     return torch.tensor([[[bit == "1" for bit in one] for one in text.split()] for text in row["hits"]])
 

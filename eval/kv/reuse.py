@@ -120,13 +120,12 @@ def reuse(
 ) -> tuple[list[dict[str, Any]], Setting, dict[str, Any]]:
     """Measure methods of `diffcache.kv.Documents` in turn, full recomputation first.
 
-    Every document was read in two prompts before; the prompts that are measured draw some of them in another
-    order. Recomputation is that of a `DynamicCache` and the model's own attention. Words are methods with
-    settings, such as `cacheblend:share=0.3`; `told` is given done, total, and what is next.
+    Every document was read in two prompts before; the prompts that are measured draw some of them in another order.
+    Recomputation is that of a `DynamicCache` and the model's own attention. Words are methods with settings, such as
+    `cacheblend:share=0.3`; `told` is given done, total, and what is next.
 
     Returns:
-        Rows, device and dtype, and facts about the texts. Seconds are CPU seconds on a single
-        thread of a CPU.
+        Rows, device and dtype, and facts about the texts. Seconds are CPU seconds on a single thread of a CPU.
 
     Raises:
         ValueError: If a method or setting is unknown, or texts do not serve.

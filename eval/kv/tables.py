@@ -80,12 +80,11 @@ def basis_tensors(entry: str, bases: Sequence[Bases]) -> dict[str, Tensor]:
 def read_table(word: str, setting: str, weights: str | None = None) -> Any:
     """Return what a word names: nested tuples, or the weights that tensors stand for.
 
-    The word is `@name`, `@name#entry` or `@path.safetensors`; the setting names the tensor if none is said. A
-    digest of None checks nothing.
+    The word is `@name`, `@name#entry` or `@path.safetensors`; the setting names the tensor if none is said. A digest
+    of None checks nothing.
 
     Raises:
-        TablesError: If there is no such file or tensor, or it is of another model; the message
-            says how to get it.
+        TablesError: If there is no such file or tensor, or it is of another model; the message says how to get it.
     """
     name, _, entry = word.removeprefix(MARK).partition("#")
     file = _file(name, f"{setting}={word}")

@@ -87,17 +87,16 @@ def measure(
 ) -> dict[str, Any]:
     """Return what a recipe keeps of texts, and the bytes that it holds.
 
-    `step` is given the number of windows done, and their perplexity. `kinds` of questions are asked, None for
-    all, of which `able` then says those that the model answers in at least `FLOOR` of the cases.
+    `step` is given the number of windows done, and their perplexity. `kinds` of questions are asked, None for all,
+    of which `able` then says those that the model answers in at least `FLOOR` of the cases.
 
     Returns:
-        With 95 % intervals over windows: `perplexity` of what follows a compressed context; `copy`,
-        the share of right tokens where spans of the context are repeated behind it; `whole`, the
-        share of answers given whole to questions of the kinds in `able`, `kinds` for each kind,
-        `aware` where each question was known to what compresses; None where the tokenizer cannot
-        write them or the recipe looks at no queries. `nats` of each window, `hits` by kind, `bytes`
-        held for a context, `share` of those of exact keys and values, `share_16` the same if these
-        were of 16 bits (None where nothing is coded, or random keys cannot tell), `mode`.
+        With 95 % intervals over windows: `perplexity` of what follows a compressed context; `copy`, the share of
+        right tokens where spans of the context are repeated behind it; `whole`, the share of answers given whole to
+        questions of the kinds in `able`, `kinds` for each kind, `aware` where each question was known to what
+        compresses; None where the tokenizer cannot write them or the recipe looks at no queries. `nats` of each
+        window, `hits` by kind, `bytes` held for a context, `share` of those of exact keys and values, `share_16` the
+        same if these were of 16 bits (None where nothing is coded, or random keys cannot tell), `mode`.
 
     Raises:
         AttachError: If the recipe cannot serve the model.

@@ -39,12 +39,10 @@ def parse_recipe(text: str, weights: str | None = None) -> Recipe:
     """Return the recipe that a word describes.
 
     Args:
-        text: `none`, a name, or `name:key=value,...`; several joined by `|` do all they say. A
-            value `@file` is read from tables, and `tables=file` gives all that the file has, see
-            `diffcache.eval.kv.tables`; a base is a word in quotes,
-            `adakv:base='snapkv:budget=0.5,window=8'`.
-        weights: Digest of the weights of the model that it is for, which its tables must be of;
-            None checks nothing.
+        text: `none`, a name, or `name:key=value,...`; several joined by `|` do all they say. A value `@file` is read
+            from tables, and `tables=file` gives all that the file has, see `diffcache.eval.kv.tables`; a base is a
+            word in quotes, `adakv:base='snapkv:budget=0.5,window=8'`.
+        weights: Digest of the weights of the model that it is for, which its tables must be of; None checks nothing.
 
     Raises:
         UnknownMethodError: If there is no such name.

@@ -1,14 +1,13 @@
 """Bootstrap intervals: how far a metric would move with other samples.
 
-Samples are drawn with replacement and the statistic is taken again (Efron 1979). Intervals are
-centered: the spread of the resampled values is laid around the point value, because a resampled
-Fréchet distance is larger on average than the point value, and a plain percentile interval would
-miss it. The interval is for the expected value at this sample count; it says nothing about the bias
-that a small count has. Near the floor, with few samples a feature, it is wider than needed (about
-twice at N = 4 D). Changes are paired: both sides are resampled with the same sample ids.
+Samples are drawn with replacement and the statistic is taken again (Efron 1979). Intervals are centered: the spread
+of the resampled values is laid around the point value, because a resampled Fréchet distance is larger on average
+than the point value, and a plain percentile interval would miss it. The interval is for the expected value at this
+sample count; it says nothing about the bias that a small count has. Near the floor, with few samples a feature, it
+is wider than needed (about twice at N = 4 D). Changes are paired: both sides are resampled with the same sample ids.
 
-Density, coverage, precision and recall are not to be recomputed on a resampling, whose repeated
-samples are neighbors at distance 0; take `mean_interval` of their values per sample.
+Density, coverage, precision and recall are not to be recomputed on a resampling, whose repeated samples are
+neighbors at distance 0; take `mean_interval` of their values per sample.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """CLIP score: how well pictures fit their prompts, with a CLIP model in a local folder.
 
-100 max(0, cos(image features, text features)), averaged over samples (Hessel et al., arXiv
-2104.08718, with torchmetrics' factor of 100 in place of the paper's 2.5). The cosine is taken
-without the model's learned scale. Prompts longer than the text model are cut at its length, 77
-tokens for the published ones. Pictures are prepared by Pillow whatever else is installed, so that
-a torchvision on the machine does not change the number.
+100 max(0, cos(image features, text features)), averaged over samples (Hessel et al., arXiv 2104.08718, with
+torchmetrics' factor of 100 in place of the paper's 2.5). The cosine is taken without the model's learned scale.
+Prompts longer than the text model are cut at its length, 77 tokens for the published ones. Pictures are prepared by
+Pillow whatever else is installed, so that a torchvision on the machine does not change the number.
 """
 
 from __future__ import annotations

@@ -78,11 +78,10 @@ def squared_mmd(real: Tensor, fake: Tensor) -> float:
 def inception_score(probabilities: Tensor, splits: int = 10, seed: int = 0) -> tuple[float, float]:
     """Return mean and standard deviation over splits of exp(E KL(p(y|x) || p(y))).
 
-    Salimans et al. 2016, arXiv 1606.03498, section 4. Between 1 (all samples alike, or the classifier
-    undecided) and C. Low for small splits: below about 500 samples in a split p(y) follows its own samples, so
-    compare scores of one N and one `splits` only. Samples are shuffled first, as in torchmetrics; split sizes
-    differ by at most one. Probabilities are p(y|x), [N, C], rows summing to 1; `splits` (1..N) are scored on
-    their own.
+    Salimans et al. 2016, arXiv 1606.03498, section 4. Between 1 (all samples alike, or the classifier undecided) and
+    C. Low for small splits: below about 500 samples in a split p(y) follows its own samples, so compare scores of
+    one N and one `splits` only. Samples are shuffled first, as in torchmetrics; split sizes differ by at most one.
+    Probabilities are p(y|x), [N, C], rows summing to 1; `splits` (1..N) are scored on their own.
 
     Returns:
         Mean and sample standard deviation, dimensionless; the latter is 0 for one split.

@@ -47,8 +47,7 @@ class Features:
     """Features of pictures by the network."""
 
     pool: Tensor  # float32 [N, 2048], for distances
-    # float32 [N, 1008] without the bias of the last layer, for the Inception score; None under the clean
-    # convention
+    # float32 [N, 1008] without the bias of the last layer, for the Inception score; None under the clean convention
     logits: Tensor | None
 
     def probabilities(self) -> Tensor:

@@ -46,9 +46,8 @@ class LiteWeights(NamedTuple):
 class LiteReference(NamedTuple):
     """Statistics of real, held-out pictures and films.
 
-    `moments` are of the features of 10,000 pictures, `features` those of the first 2,000 of them,
-    float32 [2000, 64] (stored in half precision), and `films` the moments of `clip_features` of
-    1,024 films of 17 frames.
+    `moments` are of the features of 10,000 pictures, `features` those of the first 2,000 of them, float32 [2000, 64]
+    (stored in half precision), and `films` the moments of `clip_features` of 1,024 films of 17 frames.
     """
 
     moments: Moments
@@ -128,10 +127,9 @@ def load_reference(folder: Path = DIRECTORY) -> dict[str, Tensor]:
     The folder has `reference.safetensors` and `config.json`.
 
     Returns:
-        Of pictures, `mean` [64], `cov` [64, 64] and `count` [], float64, and the first `features`
-        [2000, 64], float16. Of films, `film_center` and `film_scale` [256] of what
-        `film_statistics` returns, `film_components` [256, 64], and the `film_mean`, `film_cov` and
-        `film_count` of what these make of it, float64.
+        Of pictures, `mean` [64], `cov` [64, 64] and `count` [], float64, and the first `features` [2000, 64],
+        float16. Of films, `film_center` and `film_scale` [256] of what `film_statistics` returns, `film_components`
+        [256, 64], and the `film_mean`, `film_cov` and `film_count` of what these make of it, float64.
 
     Raises:
         ValueError: If the file is not the one that the record names.
@@ -210,8 +208,7 @@ def embed(pictures: Tensor) -> Tensor:
     Pictures are uint8 [N, 3, H, W].
 
     Returns:
-        float32 [N, 64], standardized: of clean pictures the mean is 0 and the standard deviations
-        are 1 on average.
+        float32 [N, 64], standardized: of clean pictures the mean is 0 and the standard deviations are 1 on average.
 
     Raises:
         ValueError: if these are no pictures.

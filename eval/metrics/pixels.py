@@ -1,10 +1,10 @@
 """Pixel fidelity of 8-bit pictures: PSNR, SSIM, MS-SSIM, and the flicker of films.
 
-All functions compare two tensors, uint8 [N, 3, H, W] of one shape, the uncached one and its counterpart, and
-raise ValueError for others; which comes first does not matter. Take the pictures as they were made or from lossless files: a lossy
-video file alone limits PSNR to about 32 dB. A film is a tensor of pictures, so its values per frame
-come from the same functions. SSIM and MS-SSIM agree with torchmetrics 1.9 to rounding; they are
-written out here with a separable window, which is many times faster in float64.
+All functions compare two tensors, uint8 [N, 3, H, W] of one shape, the uncached one and its counterpart, and raise
+ValueError for others; which comes first does not matter. Take the pictures as they were made or from lossless files:
+a lossy video file alone limits PSNR to about 32 dB. A film is a tensor of pictures, so its values per frame come
+from the same functions. SSIM and MS-SSIM agree with torchmetrics 1.9 to rounding; they are written out here with a
+separable window, which is many times faster in float64.
 """
 
 from __future__ import annotations
@@ -65,11 +65,10 @@ def ssim(a: Tensor, b: Tensor) -> Tensor:
 def ms_ssim(a: Tensor, b: Tensor) -> Tensor:
     """Return the multi-scale structural similarity of every picture (Wang et al. 2003), 0 to 1.
 
-    Five scales with the paper's weights where both sides have 176 pixels or more, so that the coarsest scale
-    holds a whole 11 x 11 window. Smaller pictures have fewer scales, the finest ones: four from 88 pixels,
-    three from 44, two from 22, with the weights rescaled to sum to 1. `ms_ssim_variant` says which; values of
-    different variants are not comparable. Negative terms count as 0, as in torchmetrics. Both sides have at
-    least 22 pixels.
+    Five scales with the paper's weights where both sides have 176 pixels or more, so that the coarsest scale holds a
+    whole 11 x 11 window. Smaller pictures have fewer scales, the finest ones: four from 88 pixels, three from 44,
+    two from 22, with the weights rescaled to sum to 1. `ms_ssim_variant` says which; values of different variants
+    are not comparable. Negative terms count as 0, as in torchmetrics. Both sides have at least 22 pixels.
 
     Returns:
         float64 [N] on the CPU, dimensionless.

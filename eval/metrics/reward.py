@@ -1,9 +1,8 @@
 """Rewards of samples for their prompts: PickScore of pictures, or functions of the user's.
 
-Weights are looked for as `diffcache.eval.metrics.weights` says and never downloaded. PickScore
-(Kirstain et al., arXiv 2305.01569) is a CLIP model of transformers. ImageReward, HPSv2, GenEval and
-DPG-Bench need packages that pin other versions of transformers: run those where they are installed,
-on the samples of a run.
+Weights are looked for as `diffcache.eval.metrics.weights` says and never downloaded. PickScore (Kirstain et al.,
+arXiv 2305.01569) is a CLIP model of transformers. ImageReward, HPSv2, GenEval and DPG-Bench need packages that pin
+other versions of transformers: run those where they are installed, on the samples of a run.
 """
 
 from __future__ import annotations

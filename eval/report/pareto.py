@@ -45,9 +45,8 @@ class Panel:
 def front(places: Sequence[tuple[float, float]], upward: bool) -> list[int]:
     """Return which points no other point beats, from left to right.
 
-    A point is beaten by one that is at least as good in both and better in one; more x is better. Of points in
-    the same place the first is kept. `places` are (x, y), x dimensionless; `upward` says whether more y is
-    better.
+    A point is beaten by one that is at least as good in both and better in one; more x is better. Of points in the
+    same place the first is kept. `places` are (x, y), x dimensionless; `upward` says whether more y is better.
     """
     sign = 1.0 if upward else -1.0
     order = sorted(range(len(places)), key=lambda i: (-places[i][0], -sign * places[i][1], i))

@@ -124,8 +124,7 @@ def settings(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
     """Return the settings that tell rows of a method apart; nothing for a method with one row.
 
     Returns:
-        The words of a row's name that not all rows of its method have; nothing where they are too
-        long for a label.
+        The words of a row's name that not all rows of its method have; nothing where they are too long for a label.
     """
     kin: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
@@ -168,8 +167,7 @@ def _draw_timeline(lanes: Mapping[str, Sequence[tuple[float | None, float]]]) ->
     """Draw which steps were computed: rows downwards, steps to the right.
 
     Args:
-        lanes: Name of a row -> of every step the timestep, or None, and the share of runs that
-            computed it, 0 to 1.
+        lanes: Name of a row -> of every step the timestep, or None, and the share of runs that computed it, 0 to 1.
 
     Returns:
         A matplotlib figure.

@@ -71,16 +71,15 @@ def check_call(
 def frame_rate(pipeline: str, parameters: Parameters, task: Task, call: Mapping[str, Any]) -> float | None:
     """Return the frames per second of a pipeline's films.
 
-    The task's number goes first, then the call's own argument, given or default. Pipelines without such an
-    argument name the rate where the example in their documentation exports its film. `call` has defaults of the
-    model, too.
+    The task's number goes first, then the call's own argument, given or default. Pipelines without such an argument
+    name the rate where the example in their documentation exports its film. `call` has defaults of the model, too.
 
     Returns:
         Frames per second; None for a pipeline of pictures.
 
     Raises:
-        ValueError: If a pipeline of films does not say its frame rate, or the task gives one to
-            a pipeline of pictures.
+        ValueError: If a pipeline of films does not say its frame rate, or the task gives one to a pipeline of
+            pictures.
     """
     if not {"num_frames", "video_length"} & set(parameters):
         if task.fps is not None:
@@ -109,13 +108,12 @@ def prompts_of(task: Task, pipeline: str, parameters: Parameters, model: Any) ->
     `model` is its directory, or a loaded pipeline.
 
     Returns:
-        Class numbers in digits where the pipeline is class-conditional, and one empty prompt where
-        it is unconditional.
+        Class numbers in digits where the pipeline is class-conditional, and one empty prompt where it is
+        unconditional.
 
     Raises:
         FileNotFoundError: If there is no such list.
-        ValueError: If the pipeline takes no prompts but the task has some, or a class number is
-            none.
+        ValueError: If the pipeline takes no prompts but the task has some, or a class number is none.
     """
     source = task.prompts
     if not isinstance(source, str):

@@ -157,8 +157,7 @@ def start(plan: Plan, progress: Progress) -> Run:
         FileNotFoundError: If there is no such model, or no such reference.
         MissingError: If the reference is of a network that is missing here.
         RunError: If the folder holds a run of other settings.
-        ValueError: If the reference or the reward cannot be read, or pictures of the reference
-            differ in size.
+        ValueError: If the reference or the reward cannot be read, or pictures of the reference differ in size.
     """
     ranks = join(plan.task.device)
     run = Run(plan, Drawer(plan.task, ranks, plan.pipe, plan.inputs), ranks, progress)

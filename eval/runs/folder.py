@@ -58,8 +58,7 @@ class Batch:
 def batches(texts: Sequence[str], samples: int, size: int, seed: int) -> list[Batch]:
     """Cut samples into batches; the same whoever draws them.
 
-    Sample `i` has prompt `i`, from the start again where they end, and `seed + i`; the last batch may be
-    smaller.
+    Sample `i` has prompt `i`, from the start again where they end, and `seed + i`; the last batch may be smaller.
     """
     made = []
     for number, start in enumerate(range(0, samples, size)):
@@ -110,8 +109,7 @@ class CaseFolder:
         A batch whose files are missing or of another size counts as not drawn.
 
         Raises:
-            ManifestError: If a line is about other prompts or seeds than the wanted ones, or
-                cannot be read.
+            ManifestError: If a line is about other prompts or seeds than the wanted ones, or cannot be read.
         """
         lines = self.lines()
         complete = {}

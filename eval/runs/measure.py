@@ -36,14 +36,13 @@ def evaluate(plan: Plan, progress: Progress) -> dict[str, Any] | None:
     Every process draws its share of the batches and scores it; the first one joins the values.
 
     Returns:
-        The record, with the run's folder under `folder`; None in all processes but the first, and
-        where scoring is no stage of the plan.
+        The record, with the run's folder under `folder`; None in all processes but the first, and where scoring is
+        no stage of the plan.
 
     Raises:
         FileNotFoundError: If there is no such model, or no such reference.
         MissingError: If the reference is of a network that is missing here.
-        RunError: If the run's folder holds a run of other settings, or lacks samples that are not
-            to be drawn.
+        RunError: If the run's folder holds a run of other settings, or lacks samples that are not to be drawn.
         ManifestError: If samples in it cannot be read.
     """
     before = torch.get_num_threads()

@@ -114,8 +114,7 @@ class Peer(ABC):
 class DiffusersCache(Peer):
     """A cache of diffusers; `current_timestep_callback` is filled in.
 
-    `diffusers/mag-cache` takes `tables`, a file of `mag_ratios` (`mag_ratios_of`), and the number
-    of steps from it.
+    `diffusers/mag-cache` takes `tables`, a file of `mag_ratios` (`mag_ratios_of`), and the number of steps from it.
     """
 
     def __post_init__(self) -> None:
@@ -186,9 +185,8 @@ class DiffusersCache(Peer):
 class CacheDit(Peer):
     """DBCache of cache-dit, which refuses to leave out the first block.
 
-    `steps_computation_mask` is a list of 0 and 1, or such digits in a row; the number of steps is
-    taken from it. `taylorseer_order` adds its TaylorSeer calibrator; without it, residuals are
-    reused.
+    `steps_computation_mask` is a list of 0 and 1, or such digits in a row; the number of steps is taken from it.
+    `taylorseer_order` adds its TaylorSeer calibrator; without it, residuals are reused.
     """
 
     def __post_init__(self) -> None:

@@ -1,9 +1,8 @@
 """Measure fidelity and quality of the samples of a case.
 
-Values of samples are computed a drawn batch at a time, on one thread or on an accelerator, whoever
-does it, so that they are the same however the batches are shared out. They are kept beside the
-samples under a key that changes with the samples, the networks and the definition; intervals are
-taken from them.
+Values of samples are computed a drawn batch at a time, on one thread or on an accelerator, whoever does it, so that
+they are the same however the batches are shared out. They are kept beside the samples under a key that changes with
+the samples, the networks and the definition; intervals are taken from them.
 """
 
 from __future__ import annotations
@@ -93,10 +92,9 @@ def values(samples: Samples, uncached: Samples | None, extractors: Extractors) -
     Of the uncached case itself there are no counterparts (`uncached` is None).
 
     Returns:
-        Values of the extractors for every sample by itself; and beside counterparts, float64 [N]
-        each, films as means over their frames: `psnr_db`, `mse` (full range is 1), `ssim`,
-        `ms_ssim` where the pictures are large enough, `lpips_lite`, `lpips` where its weights are,
-        and of films `temporal_error`.
+        Values of the extractors for every sample by itself; and beside counterparts, float64 [N] each, films as
+        means over their frames: `psnr_db`, `mse` (full range is 1), `ssim`, `ms_ssim` where the pictures are large
+        enough, `lpips_lite`, `lpips` where its weights are, and of films `temporal_error`.
     """
     return joined([batch_values(samples, b, uncached, extractors) for b in samples.batches])
 

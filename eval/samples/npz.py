@@ -1,8 +1,7 @@
 """Pictures and statistics in `.npz` files, as the evaluator of guided-diffusion (ADM) has them.
 
-Pictures are `arr_0`, uint8 [N, H, W, 3]; statistics are `mu` [D] and `sigma` [D, D], as pytorch-fid
-and clean-fid write them, too. A file may hold both. Files of ours say in `about` what the features
-are, and hold some of them.
+Pictures are `arr_0`, uint8 [N, H, W, 3]; statistics are `mu` [D] and `sigma` [D, D], as pytorch-fid and clean-fid
+write them, too. A file may hold both. Files of ours say in `about` what the features are, and hold some of them.
 """
 
 from __future__ import annotations

@@ -56,12 +56,11 @@ def load_prompts(source: str | Path, limit: int | None = None) -> Prompts:
     """Load a list of prompts.
 
     Args:
-        source: One of `SHIPPED`, or a file: `.txt` (one a line; blank lines and those that begin
-            with # are left out), `.csv` and `.tsv` with a header, `.json` (COCO captions, of which
-            one a picture is drawn at random: `RULE`; VBench's full info, a list of texts or of
-            objects), `.jsonl`. `FILE:COLUMN` names the column of a table, or the field of objects,
-            if it is not one of the usual names; `held-out:FILE` is the half of its prompts that
-            `calibration_prompts` leaves.
+        source: One of `SHIPPED`, or a file: `.txt` (one a line; blank lines and those that begin with # are left
+            out), `.csv` and `.tsv` with a header, `.json` (COCO captions, of which one a picture is drawn at random:
+            `RULE`; VBench's full info, a list of texts or of objects), `.jsonl`. `FILE:COLUMN` names the column of a
+            table, or the field of objects, if it is not one of the usual names; `held-out:FILE` is the half of its
+            prompts that `calibration_prompts` leaves.
         limit: Only so many, from the start.
 
     Raises:

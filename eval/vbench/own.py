@@ -27,9 +27,8 @@ def measure_films(folder: Path, progress: Callable[[Sequence[Path]], Iterable[Pa
     They are film files, or folders with one picture a frame.
 
     Returns:
-        `warnings`: names of files left out. `summary`: the mean over films with its 95 % bootstrap
-        interval (the value alone of one film). `results`: every film's value, in the shape of
-        VBench's results.
+        `warnings`: names of files left out. `summary`: the mean over films with its 95 % bootstrap interval (the
+        value alone of one film). `results`: every film's value, in the shape of VBench's results.
 
     Raises:
         FileNotFoundError: There is no such folder.

@@ -1,9 +1,8 @@
 """VBench's results: reading them, normalizing them, and the three scores made from them.
 
-`normalized = (raw - low) / (high - low)`; quality and semantic scores are means of these, weighted;
-`total = (4 quality + semantic) / 5`. Source: VBench's `scripts/cal_final_score.py`, with one
-departure: that script counts a missing dimension as 0 before normalizing; here a score whose
-dimensions are not all there does not exist.
+`normalized = (raw - low) / (high - low)`; quality and semantic scores are means of these, weighted; `total = (4
+quality + semantic) / 5`. Source: VBench's `scripts/cal_final_score.py`, with one departure: that script counts a
+missing dimension as 0 before normalizing; here a score whose dimensions are not all there does not exist.
 """
 
 from __future__ import annotations
