@@ -21,10 +21,9 @@ from diffcache.command import Device, Json, Seed, Threads, check_json, check_tar
 from diffcache.eval.metrics import inception, lite
 from diffcache.eval.metrics.frechet import moments
 from diffcache.eval.metrics.sets import FeatureSet, Wanted, compare, some
-from diffcache.eval.runs.extractors import Extractors
+from diffcache.eval.runs.extractors import Backend, Choice, Extractors, Recursive, Weights
 from diffcache.eval.runs.score import joined
 from diffcache.eval.samples import npz
-from diffcache.eval.samples.backends import Backend, Choice, Recursive, Weights
 from diffcache.eval.samples.sources import Source, Wish, open_source
 from diffcache.pipelines.demo.console import console, print_rows, tracked
 

@@ -23,10 +23,9 @@ from diffcache.command import Device, Json, Seed, Threads, check_json, check_tar
 from diffcache.eval.metrics import bootstrap, pixels
 from diffcache.eval.metrics.catalog import METRICS
 from diffcache.eval.metrics.intervals import metric_interval
-from diffcache.eval.runs.extractors import Extractors
+from diffcache.eval.runs.extractors import Backend, Choice, Extractors, Recursive, Weights
 from diffcache.eval.runs.score import closeness
 from diffcache.eval.samples import clips, folders
-from diffcache.eval.samples.backends import Backend, Choice, Recursive, Weights
 from diffcache.files import write_file
 from diffcache.pipelines.demo.console import print_rows, tracked
 from diffcache.psnr import decibels

@@ -15,7 +15,7 @@ from diffcache.eval import record
 from diffcache.eval.cost.clock import DenoiserClock
 from diffcache.eval.methods import parse_row
 from diffcache.eval.record import FOLDER, ROOT, Setting
-from diffcache.eval.runs import cost
+from diffcache.eval.runs import measure
 from diffcache.eval.runs.evaluate import Plan, start
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.task import Case, Task
@@ -189,7 +189,7 @@ def call(*words):
 def turns_of(tmp_path, method):
     task = Task("sticker-flux", samples=1, batch_size=1, steps=4)
     run = start(Plan(task, {}, tmp_path / "run"), Progress())
-    return run, cost._Turns(run, Case(method, "method", 4, parse_row(method)), LATENCY_SETTING)
+    return run, measure._Turns(run, Case(method, "method", 4, parse_row(method)), LATENCY_SETTING)
 
 
 def test_the_record_of_a_run(tmp_path, monkeypatch):
@@ -199,7 +199,7 @@ def test_the_record_of_a_run(tmp_path, monkeypatch):
         asked.append((Path(model).name, method and method.partition(":")[0], place.device))
         return 3000
 
-    monkeypatch.setattr(cost, "peak_bytes", peak_bytes)
+    monkeypatch.setattr(measure, "peak_bytes", peak_bytes)
     monkeypatch.setenv("COLUMNS", "250")  # long times must not wrap the cells
     file = tmp_path / "new" / "latency.json"
     gate = "first-block:threshold=1e-9"

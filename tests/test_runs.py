@@ -23,11 +23,11 @@ from diffcache.cli import app
 from diffcache.eval.cost.memory import Place
 from diffcache.eval.methods import parse_method
 from diffcache.eval.report.records import load
-from diffcache.eval.runs import cost, folder, measure, score
-from diffcache.eval.runs.cost import _spelled
+from diffcache.eval.runs import folder, measure, score
 from diffcache.eval.runs.draw import Drawer, relative_errors, samples_of
 from diffcache.eval.runs.evaluate import Plan, RunError
 from diffcache.eval.runs.folder import CaseFolder, ManifestError, batches, evaluations, remember
+from diffcache.eval.runs.measure import _spelled
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.task import Case, Task, directory_sha256
 from diffcache.eval.samples.prompts import load_prompts
@@ -287,7 +287,7 @@ def test_peak_memory_is_that_of_a_process_for_each_case(tmp_path: Path, monkeypa
         asked.append((method and parse_method(method), call["num_inference_steps"]))
         return len(asked)
 
-    monkeypatch.setattr(cost, "peak_bytes", peak_bytes)  # tests/cost/test_measured.py runs one
+    monkeypatch.setattr(measure, "peak_bytes", peak_bytes)  # tests/cost/test_measured.py runs one
     record = measure.evaluate(watched, Progress())
     assert record is not None
     assert asked == [(None, 3), (methods["interval:every=2"], 3)]

@@ -10,10 +10,10 @@ from torch import Tensor
 from diffcache.eval.metrics import lite
 from diffcache.eval.metrics.frechet import frechet, moments
 from diffcache.eval.metrics.inception import Features
+from diffcache.eval.metrics.sets import Reference, quality
 from diffcache.eval.runs import score
 from diffcache.eval.runs.extractors import Extractors, at_hand
 from diffcache.eval.runs.folder import CaseFolder, batches
-from diffcache.eval.runs.quality import Reference, quality
 from diffcache.eval.workshop.small.corruptions import corrupt
 from diffcache.eval.workshop.small.sticker_features import draw
 from diffcache.eval.workshop.small.stickers import caption

@@ -60,8 +60,8 @@ def calibrate(
     name = name.replace("-", "_")
     quiet()
     from diffcache.eval.kv.offline import RecallSamples, TextSamples, Work
-    from diffcache.eval.kv.prepare import check, make, shown
     from diffcache.eval.kv.recall import SHIPPED, KVTask
+    from diffcache.eval.kv.stages import check, make, shown
     from diffcache.eval.kv.tables import weights_digest
     from diffcache.eval.kv.texts import TextModel, windows
 

@@ -130,8 +130,7 @@ def choose(
         ValueError: If `memory` or a recipe is wrong, texts are too few, or nothing fits.
         DiffcacheError: If the model cannot be used.
     """
-    from diffcache.eval.kv.text_run import run
-    from diffcache.eval.kv.text_task import TextTask
+    from diffcache.eval.kv.text_task import TextTask, run
     from diffcache.eval.kv.texts import TextModel
 
     if not 0 < memory <= 1:
@@ -153,7 +152,7 @@ def pick(
     Raises:
         ValueError: If there are fewer than four windows, or no row fits.
     """
-    from diffcache.eval.kv.text_plot import held_share
+    from diffcache.eval.kv.text_task import held_share
     from diffcache.eval.kv.words import NONE
 
     count = len(rows[NONE]["nats"])

@@ -181,9 +181,7 @@ def _text(
     recipe: list[str], model: str, texts: Path | None, out: Path | None, plot: bool, device: str, **shape: Any
 ) -> None:
     """Measure recipes on texts, print what came out, and write and draw the record."""
-    from diffcache.eval.kv.text_plot import draw
-    from diffcache.eval.kv.text_run import run
-    from diffcache.eval.kv.text_task import TextTask
+    from diffcache.eval.kv.text_task import TextTask, draw, run
     from diffcache.eval.kv.texts import TextModel
 
     chosen = TextModel(model, str(device_of(device)))
@@ -223,8 +221,7 @@ def can_answer(row: Mapping[str, Any]) -> str:
 
 def _recall(recipe: list[str], file: Path | None, out: Path | None, **task: Any) -> None:
     """Measure recall, print it, and write the record."""
-    from diffcache.eval.kv.recall import KVTask
-    from diffcache.eval.kv.sweep import RecipeSweep, read_sweep, run
+    from diffcache.eval.kv.recall import KVTask, RecipeSweep, read_sweep, run
     from diffcache.eval.kv.words import parse_row
 
     if file is None:

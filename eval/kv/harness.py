@@ -20,9 +20,8 @@ from lm_eval.tasks import TaskManager
 from torch import Tensor
 from tqdm import tqdm
 
-from diffcache.eval.kv.recall import SHIPPED
-from diffcache.eval.kv.scoring import acts_on_tokens, score
-from diffcache.eval.kv.sweep import write_rows
+from diffcache.eval.kv.asked import acts_on_tokens, score
+from diffcache.eval.kv.recall import SHIPPED, write_rows
 from diffcache.eval.kv.texts import check_model
 from diffcache.eval.kv.words import NONE
 from diffcache.eval.metrics.bootstrap import Interval, mean_interval

@@ -1,25 +1,37 @@
-"""Cost of a recipe to any causal model, on texts of the user's own."""
+"""Cost of recipes to any causal model, on texts of the user's own: each alone, then seconds a token in turn.
+
+Rows that fail are told. Time is that of the same model with a `DynamicCache` and sdpa, in the same process.
+"""
 
 from __future__ import annotations
 
+import copy
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
-from diffcache.eval.kv.asked import Asked, Spelled, spells
-from diffcache.eval.kv.recall import exact_bytes
-from diffcache.eval.kv.scoring import score
+from diffcache.eval.cost.interleave import Call, Timings, Turn, summary
+from diffcache.eval.cost.interleave import measure as take_turns
+from diffcache.eval.kv.asked import Asked, Spelled, score, spells
+from diffcache.eval.kv.recall import exact_bytes, fingerprint, rows_before, write_rows
 from diffcache.eval.kv.texts import TextModel, TextWindows, windows
+from diffcache.eval.kv.words import NONE, names_tables, parse_recipe
 from diffcache.eval.metrics.bootstrap import Interval, mean_interval
 from diffcache.eval.metrics.intervals import share_change, share_interval
+from diffcache.eval.record import Setting
+from diffcache.eval.report.palette import DPI, GREY, INK, MARKERS, OKABE_ITO, new_figure, styled
+from diffcache.foreign import with_cache
 from diffcache.kv.attend import Query
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
-from diffcache.kv.hf.questions import compress, feed
+from diffcache.kv.hf.questions import compress, feed, read_context
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.score.probe import Asked as Probed
 from diffcache.kv.store import KVStore
@@ -231,3 +243,209 @@ def changes(rows: Mapping[str, dict[str, Any]], first: str) -> None:
         row["change"] = None
         if row["whole"] is not None:
             row["change"] = share_change(hits_of(rows[first]), hits_of(row)).to_dict()
+
+
+BENCHMARK = "kv-text"
+STOCK = "DynamicCache"
+ROUNDS, WARMUP, CALLS = 5, 1, 4  # turns of each cache, untimed ones before, tokens of a turn
+
+
+@dataclass
+class Measured:
+    """Results of a run."""
+
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)  # rows by word; the uncompressed cache first
+    failed: dict[str, str] = field(default_factory=dict)  # words that could not be measured, with why
+    timings: Timings | None = None  # seconds of tokens, None where nothing could be timed
+    count: int = 0  # windows
+
+
+def run(
+    task: TextTask,
+    words: list[str],
+    out: Path | None = None,
+    progress: Progress | None = None,
+    each: Callable[[Measured, str], None] | None = None,
+) -> Measured:
+    """Measure recipes on texts; the model with an exact cache is first and says what it can answer.
+
+    The record is written after every row, so that a run that was cut off goes on: rows are kept
+    while neither the task nor the code of caches has changed.
+
+    Raises:
+        AttachError: If no cache of ours serves the model.
+        ValueError: If texts or a recipe cannot be read.
+        MissingError: If there is no tokenizer.
+    """
+    for word in words:
+        parse_recipe(word)  # raises before anything is loaded
+    started, drawn = time.monotonic(), task.windows()
+    weights = task.model.weights if any(map(names_tables, words)) else None
+    recipes = {NONE: Recipe()} | {word: parse_recipe(word, weights) for word in words}
+    model = task.model.load()
+    cache_for(model, Recipe(), mode="stock")  # raises where no cache of ours serves the model
+    key = None if out is None else fingerprint((task, drawn.source, task.model.weights))
+    before, found, told = rows_before(out, key), Measured(count=len(drawn.ids)), progress or _silent
+    total, kinds = len(recipes) * len(drawn.ids), None
+    for place, (word, recipe) in enumerate(recipes.items()):
+        step = partial(_step, told, place * len(drawn.ids), total, word)
+        try:
+            found.rows[word] = before.get(word) or {**measure(model, recipe, task, drawn, step, kinds), "name": word}
+        except Exception as error:  # a row may fail in any way a model can
+            if word == NONE:
+                raise
+            found.failed[word] = _why(error)
+            continue
+        kinds = found.rows[NONE]["able"]
+        changes(found.rows, NONE)
+        if each is not None:
+            each(found, word)
+        if out is not None:
+            _write(found, model, task, drawn, key, time.monotonic() - started, out)
+    told(total, total, "is done, timing")
+    _time(found, recipes, model, task, drawn)
+    if out is not None:
+        _write(found, model, task, drawn, key, time.monotonic() - started, out)
+    return found
+
+
+def _silent(done: int, total: int, following: str) -> None:
+    """Tell nobody."""
+
+
+def _step(told: Progress, before: int, total: int, word: str, done: int, perplexity: float) -> None:
+    told(before + done, total, f"{word}, perplexity {perplexity:.2f} so far")
+
+
+def _why(error: Exception) -> str:
+    """Return an error in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+@dataclass
+class _Decoding:
+    """A model and a cache that takes tokens one after the other."""
+
+    model: Any  # model; shares its weights with those of the others
+    cache: Any  # cache of a context
+    tokens: Tensor  # tokens that follow, int64 [1, n]
+    taken: int = 0  # tokens so far
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Take one more token."""
+        token = self.tokens[:, self.taken : self.taken + 1]
+        self.model(input_ids=token, **with_cache(self.model, self.cache))
+        self.taken += 1
+
+
+def _time(found: Measured, recipes: Mapping[str, Recipe], model: Any, task: TextTask, drawn: TextWindows) -> None:
+    """Time tokens of all caches in turn after the first context, and add them to the rows."""
+    ids = drawn.ids[0]
+    context, later = ids[:, : task.context], ids[:, task.context :]
+    calls = max(min(CALLS, (later.shape[1] - 1) // (ROUNDS + WARMUP)), 1)
+
+    def decoding(recipe: Recipe | None) -> _Decoding:
+        other = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
+        if recipe is None:
+            other.set_attn_implementation("sdpa")
+            cache: Any = DynamicCache(config=other.config)
+            with torch.no_grad():
+                other(input_ids=context, **with_cache(other, cache))
+        else:
+            cache = cache_for(other, recipe)
+            read_context(other, task.model.tokenizer, cache, context)
+        made = _Decoding(other, cache, later)
+        made.step()
+        return made
+
+    run_of: dict[str, _Decoding] = {STOCK: decoding(None)}
+    for word in list(found.rows):
+        try:
+            run_of[word] = decoding(recipes[word])
+        except Exception as error:
+            del found.rows[word]
+            found.failed[word] = _why(error)
+    turns: dict[str, Call | Turn] = {name: Turn(each.step, calls=calls) for name, each in run_of.items()}
+    setting = Setting(torch.device(task.model.device), model.dtype)
+    found.timings = take_turns(turns, ROUNDS, WARMUP, setting)
+    taken = found.timings.cpu_seconds if setting.device.type == "cpu" else found.timings.seconds
+    for word, row in found.rows.items():
+        ratios = [own / stock for own, stock in zip(taken[word], taken[STOCK], strict=True)]
+        row["token_seconds"], row["token_ratio"] = summary(taken[word]), summary(ratios)
+
+
+def _write(
+    found: Measured, model: Any, task: TextTask, drawn: TextWindows, key: str | None, seconds: float, out: Path
+) -> None:
+    device = torch.device(task.model.device)
+    body = {
+        "shapes": {
+            "device": device.type,
+            "model": task.model.name,
+            "context": task.context,
+            "following": FOLLOWING,
+            "samples": len(drawn.ids),
+            "clock": "cpu" if device.type == "cpu" else "wall",
+            "parameters": sum(weight.numel() for weight in model.parameters()),
+            **drawn.source,
+        },
+        "rounds": ROUNDS,
+        "seed": task.seed,
+        "seconds": round(seconds, 1),
+        "rows": list(found.rows.values()),
+        "failed": found.failed,
+        "fingerprint": key,
+        "load": None if found.timings is None else found.timings.load,
+    }
+    write_rows(BENCHMARK, Setting(device, model.dtype), body, out)
+
+
+def held_share(row: Mapping[str, Any]) -> float:
+    """Return the share of exact bytes, of 16 bits where it is known; that of slots is the same."""
+    return float(row["share"] if row["share_16"] is None else row["share_16"])
+
+
+def method_of(word: str) -> str:
+    """Return what a word does, without how much is held."""
+    return " | ".join(part.partition(":")[0] for part in word.split("|"))
+
+
+@styled
+def draw(record: Mapping[str, Any], picture: Path) -> None:
+    """Draw whole answers, or perplexity where nothing was asked; a color and a marker a method."""
+    rows = record["rows"]
+    what, said = "whole", "questions answered whole, 95 % interval"
+    if any(row[what] is None for row in rows):
+        what, said = "ratio", "perplexity by that of the exact cache, 95 % interval"
+    figure, axes = new_figure(10.0, 4.6, 2)
+    methods = list(dict.fromkeys(method_of(row["name"]) for row in rows if row["name"] != NONE))
+    titles = "bytes held, share of an exact cache of 16 bits", "time of a token, DynamicCache = 1"
+    for axis, title in zip(axes, titles, strict=True):
+        first = rows[0][what]
+        axis.axhspan(first["low"], first["high"], color=GREY, alpha=0.12, linewidth=0)
+        axis.axhline(first["value"], color=INK, linewidth=1, linestyle="--")
+        for row in rows:
+            x = held_share(row) if axis is axes[0] else row["token_ratio"]["median"]
+            place = None if row["name"] == NONE else methods.index(method_of(row["name"]))
+            color = INK if place is None else OKABE_ITO[place % len(OKABE_ITO)]
+            marker = MARKERS[0 if place is None else 1 + place % (len(MARKERS) - 1)]
+            found = row[what]
+            spread = [[found["value"] - found["low"]], [found["high"] - found["value"]]]
+            sides = None
+            if axis is axes[1]:
+                ratio = row["token_ratio"]
+                sides = [[ratio["median"] - ratio["q1"]], [ratio["q3"] - ratio["median"]]]
+            name = "exact" if place is None else methods[place]
+            shown = axis.get_legend_handles_labels()[1]
+            point = {"marker": marker, "markersize": 6, "linewidth": 1, "color": color}
+            point |= {"linestyle": "none", "label": None if name in shown else name}
+            axis.errorbar([x], [found["value"]], spread, sides, **point)
+        axis.set_xlabel(title)
+        axis.set_xlim(left=0)
+        if what == "whole":
+            axis.set_ylim(0, 1.02)
+    axes[0].set_ylabel(said)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6)
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(picture, dpi=DPI, metadata={"Software": None})

@@ -14,7 +14,7 @@ from typing import Any
 from diffcache.eval.pages import environment
 from diffcache.eval.report import plots, strips, words
 from diffcache.eval.report.records import Record, checked, ordered
-from diffcache.eval.report.samples import Samples
+from diffcache.eval.report.strips import Samples
 from diffcache.eval.report.table import DAGGER, WARNING, markdown, table_of, to_csv
 from diffcache.files import write_file
 

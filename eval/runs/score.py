@@ -21,9 +21,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from diffcache.eval.metrics import pixels
+from diffcache.eval.metrics.sets import interval
 from diffcache.eval.runs.extractors import Columns, Extractors
 from diffcache.eval.runs.folder import Batch, CaseFolder
-from diffcache.eval.runs.quality import interval
 from diffcache.eval.runs.task import digest
 from diffcache.psnr import decibels
 

@@ -19,9 +19,8 @@ from torch import Tensor
 from diffcache.errors import MissingError
 from diffcache.eval.metrics import i3d, inception, lite
 from diffcache.eval.metrics.frechet import Moments, moments
-from diffcache.eval.metrics.sets import some
+from diffcache.eval.metrics.sets import Reference, some
 from diffcache.eval.runs.extractors import Columns, Extractors
-from diffcache.eval.runs.quality import Reference
 from diffcache.eval.runs.score import DEFINITION, kept
 from diffcache.eval.runs.task import digest
 from diffcache.eval.samples import folders, npz

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from diffcache.eval.runs.quality import interval
+from diffcache.eval.metrics.sets import interval
 from diffcache.eval.samples.clips import read_clip
 from diffcache.eval.samples.folders import open_films
 from diffcache.eval.vbench import suite

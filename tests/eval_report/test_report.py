@@ -17,12 +17,12 @@ from PIL import Image
 from rich.console import Console
 
 from diffcache.eval.metrics.intervals import share_interval
-from diffcache.eval.report import pareto, plots, strips, words
+from diffcache.eval.report import plots, strips, words
 from diffcache.eval.report.__main__ import main
 from diffcache.eval.report.columns import Column, bytes_text, decimals, shown
 from diffcache.eval.report.palette import OKABE_ITO, styles
 from diffcache.eval.report.records import Value, checked, ordered
-from diffcache.eval.report.samples import Samples
+from diffcache.eval.report.strips import Samples
 from diffcache.eval.report.table import markdown, table_of, terminal_table, to_csv
 from diffcache.eval.report.write import write_report
 from tests.eval_report.made import (
@@ -256,14 +256,14 @@ def test_front_is_what_brute_force_finds(upward: bool) -> None:
     sign = 1 if upward else -1
     for _ in range(200):
         places = [(chance.randint(0, 6), chance.randint(0, 6)) for _ in range(chance.randint(1, 14))]
-        found = pareto.front(places, upward)
+        found = plots.front(places, upward)
         unbeaten = {
             (x, y)
             for x, y in places
             if not any(u >= x and sign * v >= sign * y and (u, v) != (x, y) for u, v in places)
         }
         assert [places[i] for i in found] == sorted(unbeaten)
-    assert pareto.front([], upward) == []
+    assert plots.front([], upward) == []
 
 
 def test_a_method_keeps_its_color_everywhere() -> None:

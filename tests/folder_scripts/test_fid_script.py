@@ -14,7 +14,7 @@ from torch import Tensor
 from diffcache.eval import fid, fidelity
 from diffcache.eval.metrics import bootstrap, inception, lite, lpips, pixels, sets
 from diffcache.eval.metrics.frechet import frechet, moments
-from diffcache.eval.samples import backends
+from diffcache.eval.runs import extractors
 from diffcache.eval.samples.clips import write_clip, write_preview
 from tests.folder_scripts.pictures import drawn, error, report, saved
 from tests.picture_files import save_npz
@@ -390,4 +390,4 @@ def test_fidelity_prints_names_of_the_worst_pairs(capsys: Any, tmp_path: Path) -
 
 
 def test_a_choice_of_weights_means_the_real_network() -> None:
-    assert backends.Choice("auto", "w.pth").kind == "real" and backends.Choice().kind == "auto"
+    assert extractors.Choice("auto", "w.pth").kind == "real" and extractors.Choice().kind == "auto"

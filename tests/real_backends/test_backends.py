@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from diffcache.errors import MissingError
 from diffcache.eval.metrics import clip, i3d, inception, lpips, reward, weights
+from diffcache.eval.metrics.sets import quality
 from diffcache.eval.runs.extractors import at_hand
-from diffcache.eval.runs.quality import quality
 from diffcache.eval.runs.record import describe
 from tests.real_backends.files import accept, fake_module, pictures, save_clip, seen_by_clip
 

@@ -15,7 +15,7 @@ from diffcache.eval.kv.parts import composition, example
 from diffcache.eval.kv.peer import PREFIX
 from diffcache.eval.kv.recall import hits_of
 from diffcache.eval.kv.reuse import SPARE
-from diffcache.eval.kv.text_plot import held_share
+from diffcache.eval.kv.text_task import held_share
 from diffcache.eval.metrics.intervals import share_change
 from diffcache.eval.pages import entries, environment, keep_pages
 from diffcache.eval.record import FOLDER, ROOT

@@ -12,10 +12,10 @@ from typer.testing import CliRunner
 
 from diffcache import cli
 from diffcache.errors import TablesError
-from diffcache.eval.kv import prepare, tables, words
+from diffcache.eval.kv import stages, tables, words
 from diffcache.eval.kv.offline import RecallSamples, TextSamples, Work, seen_by
-from diffcache.eval.kv.offline_gates import lococo, locret
 from diffcache.eval.kv.recall import KVTask, measure
+from diffcache.eval.kv.stages import lococo, locret
 from diffcache.eval.kv.texts import TextModel, read_texts, windows
 from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.recipes.eviction import compresskv, prefixkv
@@ -36,12 +36,12 @@ def made(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = task(folder).load()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     patch = pytest.MonkeyPatch()
-    patch.setitem(prepare.MAKERS, "lococo", partial(lococo, steps=16))
-    patch.setitem(prepare.MAKERS, "locret", partial(locret, steps=40))
+    patch.setitem(stages.MAKERS, "lococo", partial(lococo, steps=16))
+    patch.setitem(stages.MAKERS, "locret", partial(locret, steps=40))
     try:
         work = Work(model, SAMPLES, lambda *_: None)
         for file in tables.FOLDER.glob("*.safetensors"):  # those that are shipped
-            prepare.make(file.stem, work, into / file.name, DIGEST)
+            stages.make(file.stem, work, into / file.name, DIGEST)
     finally:
         patch.undo()
     after = model.state_dict()
@@ -158,8 +158,8 @@ def measured(reader: Path, texts: Path, tmp_path_factory: pytest.TempPathFactory
     chosen = TextModel(str(reader))
     model, found = chosen.load(), windows(chosen, texts, 48, 2)
     work = Work(model, TextSamples(found.ids, found.source, questions=2), lambda *_: None)
-    for name in prepare.MAKERS:
-        prepare.make(name, work, into / f"{name}.safetensors", chosen.weights, **SHORT.get(name, {}))
+    for name in stages.MAKERS:
+        stages.make(name, work, into / f"{name}.safetensors", chosen.weights, **SHORT.get(name, {}))
     assert model.config._attn_implementation == "sdpa"
     assert all(each.requires_grad for each in model.parameters())
     return into
@@ -169,7 +169,7 @@ def test_every_recipe_takes_the_tables_of_its_model(measured: Path, reader: Path
     chosen = TextModel(str(reader))
     model, weights = chosen.load(), chosen.weights
     ids = torch.randint(2, 258, (1, 48), generator=torch.Generator().manual_seed(1))
-    assert set(ACTING) == set(prepare.MAKERS)
+    assert set(ACTING) == set(stages.MAKERS)
     for name, acting in ACTING.items():
         word = f"{name}:tables={measured / name}.safetensors" + f",{acting}" * bool(acting)
         recipe = words.parse_recipe(word, weights)
@@ -203,7 +203,7 @@ def test_tables_of_another_model_recipe_or_setting_are_refused(measured: Path, t
 def test_shipped_tables_are_of_the_shipped_model() -> None:
     weights = tables.weights_digest(KVTask().directory)
     names = [file.stem for file in tables.FOLDER.glob("*.safetensors")]
-    assert set(names) == set(prepare.MAKERS) - {"epicache", "a2ats", "xquant_latent"}
+    assert set(names) == set(stages.MAKERS) - {"epicache", "a2ats", "xquant_latent"}
     for name in names:
         with safe_open(tables.FOLDER / f"{name}.safetensors", "pt") as file:
             about = json.loads(file.metadata()["about"])

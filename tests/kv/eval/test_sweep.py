@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from diffcache import cli, kv
 from diffcache.errors import TablesError
-from diffcache.eval.kv import peer, recall, sweep, tables, words
+from diffcache.eval.kv import peer, recall, tables, words
 from diffcache.eval.kv.choose import candidates, pick
 from diffcache.eval.kv.words import parse_recipe
 from diffcache.eval.record import ROOT
@@ -44,7 +44,7 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_budgets_are_filled_in_and_rows_measured_once(tmp_path: Path) -> None:
-    found = sweep.read_sweep(written(tmp_path, TEXT))
+    found = recall.read_sweep(written(tmp_path, TEXT))
     words = [f"{name}:budget={size}" for name in ("keydiff", "knorm") for size in (0.5, 0.25)]
     assert found.families["a"] == words and found.task.samples == 4
     assert len(found.words()) == 6 and found.words()[0] == "none"
@@ -52,7 +52,7 @@ def test_budgets_are_filled_in_and_rows_measured_once(tmp_path: Path) -> None:
 
 def test_a_run_that_was_cut_off_goes_on(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    real = sweep.measure
+    real = recall.measure
 
     def spy(model: Any, row: Any, *given: Any) -> dict[str, Any]:
         asked.append(row.name)
@@ -60,20 +60,20 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path: Path, folder: Path, monkeypatc
             raise KeyboardInterrupt
         return real(model, row, *given)
 
-    monkeypatch.setattr(sweep, "measure", spy)
-    wanted = sweep.RecipeSweep(task(folder), {"a": ["keydiff:budget=0.5", "random:budget=0.5"]})
+    monkeypatch.setattr(recall, "measure", spy)
+    wanted = recall.RecipeSweep(task(folder), {"a": ["keydiff:budget=0.5", "random:budget=0.5"]})
     out = tmp_path / "record.json"
     with pytest.raises(KeyboardInterrupt):
-        sweep.run(wanted, out)
-    rows = sweep.run(wanted, out)
+        recall.run(wanted, out)
+    rows = recall.run(wanted, out)
     assert asked == ["", "keydiff", "random", "random"]
     assert [row["name"] for row in rows] == wanted.words()
     record = json.loads(out.read_text())
     assert record["benchmark"] == "kv-recall" and record["families"] == dict(wanted.families)
-    sweep.run(wanted, out)
+    recall.run(wanted, out)
     assert len(asked) == 4
-    other = sweep.RecipeSweep(task(folder, seed=1), wanted.families)
-    sweep.run(other, out)
+    other = recall.RecipeSweep(task(folder, seed=1), wanted.families)
+    recall.run(other, out)
     assert len(asked) == 7  # of another task nothing is kept
 
 
@@ -112,7 +112,7 @@ def test_the_shipped_sweep_can_be_read(tmp_path: Path) -> None:
     text = SHIPPED.read_text()
     if peer.installed() is None:
         text = text[: text.index("[family.kvpress]")]
-    found = sweep.read_sweep(written(tmp_path, text))
+    found = recall.read_sweep(written(tmp_path, text))
     assert len(found.words()) > 200
     assert all(found.families.values())
 

@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 
 from diffcache import cli
 from diffcache.errors import AttachError
-from diffcache.eval.kv import text_run, text_task
-from diffcache.eval.kv.asked import DEPTHS, Asked, Spelled, spells
-from diffcache.eval.kv.scoring import score
+from diffcache.eval.kv import text_task
+from diffcache.eval.kv.asked import DEPTHS, Asked, Spelled, score, spells
 from diffcache.eval.kv.text_task import CUE, FOLLOWING, SPAN, TextTask, measure, spans
 from diffcache.eval.kv.texts import TextModel
 from diffcache.kv.hf.cache import cache_for
@@ -174,7 +173,7 @@ def test_a_row_that_fails_is_told_and_the_others_go_on(reader: Path, texts: Path
     assert list(rows) == ["none", "snapkv:budget=0.25"]
     assert rows["none"]["ratio"]["value"] == 1 and rows["snapkv:budget=0.25"]["share"] < 0.3
     for row in rows.values():
-        assert row["token_ratio"]["n"] == text_run.ROUNDS * min(text_run.CALLS, (FOLLOWING - 1) // 6)
+        assert row["token_ratio"]["n"] == text_task.ROUNDS * min(text_task.CALLS, (FOLLOWING - 1) // 6)
         assert row["token_ratio"]["median"] > 0
         assert row["able"] == rows["none"]["able"]
         for name in ("perplexity", "copy", "ratio", *(["whole"] if row["able"] else [])):
@@ -191,13 +190,13 @@ def test_a_cache_no_recipe_serves_is_refused_before_texts_are_scored(task: TextT
 
     self_load = TextModel.load
     monkeypatch.setattr(TextModel, "load", broken)
-    monkeypatch.setattr(text_run, "measure", None)
+    monkeypatch.setattr(text_task, "measure", None)
     with pytest.raises(AttachError, match="use_cache"):
-        text_run.run(replace(task), ["snapkv"])
+        text_task.run(replace(task), ["snapkv"])
 
 
 def test_timing_shares_the_weights(task: TextTask, model: Any) -> None:
-    found = text_run.Measured(rows={"snapkv": {}}, count=2)
+    found = text_task.Measured(rows={"snapkv": {}}, count=2)
     before = {id(weight) for weight in model.parameters()}
     seen: list[Any] = []
     recipes = {"snapkv": snapkv(8)}
@@ -208,8 +207,8 @@ def test_timing_shares_the_weights(task: TextTask, model: Any) -> None:
         return original(other, recipe)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_run, "cache_for", spy)
-        text_run._time(found, recipes, model, task, task.windows())
+        patch.setattr(text_task, "cache_for", spy)
+        text_task._time(found, recipes, model, task, task.windows())
     assert {id(weight) for weight in seen[0].parameters()} == before
     assert seen[0] is not model and model.config._attn_implementation == "sdpa"
 
