@@ -1,4 +1,4 @@
-"""Questions about a context, and the score of answers: sentences at depths, pairs, chains of variables, frequent words.
+"""Questions about a context and the score of answers: sentences at depths, pairs, chains of variables, frequent words.
 
 The kinds are those of RULER (arXiv 2404.06654), in one context that is read once and asked many questions, as in
 SCBench (arXiv 2412.10319). An answer is right when greedy generation gives the whole of it.
