@@ -11,13 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diffcache.eval.workshop.small import (
-    sticker_dit,
-    sticker_flux,
-    sticker_kontext,
-    sticker_video_autoencoder,
-    sticker_wan,
-)
+from diffcache.eval.workshop.small import sticker_dit, sticker_flux, sticker_video_autoencoder, sticker_wan
 from diffcache.eval.workshop.small.export import save_pipeline
 from diffcache.eval.workshop.small.job import Settings, seeded
 from diffcache.eval.workshop.small.sticker_autoencoder import build_autoencoder
@@ -31,7 +25,6 @@ from diffcache.eval.workshop.small.trainer import Draws
 
 SETTINGS = Settings(steps=2, batch=4, examples=16)
 FEW = {"num_inference_steps": 3, "output_type": "np"}
-UNGUIDED = {"negative_prompt": ["", ""]}
 
 
 @pytest.fixture(scope="module")
@@ -53,39 +46,35 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def of_flux(job: Flux, models: nn.ModuleDict, pipe: Any) -> tuple[Tensor, Any]:
-    texts = held_out_captions(2)
-    call = sticker_flux.CALL | FEW | UNGUIDED | {"latents": torch.randn(2, 64, 48, generator=seeded(0))}
-    return job.sample(models, texts, steps=3), pipe(texts, **call).images
+def said_of(job: Any) -> tuple[dict[str, Any], list[dict[str, Tensor]]]:
+    """Return arguments of a guided call, and what training says in each of the model's calls of a step."""
+    if isinstance(job, Dit):
+        texts = list(CLASSES[:2])
+        return {"class_labels": [0, 1]}, [{"asked": job.ids([*texts, "", ""])}]
+    texts = ["a fox on grass"] if isinstance(job, Wan) else held_out_captions(2)
+    call: dict[str, Any] = {"prompt": texts, "negative_prompt": [""] * len(texts)}
+    more = {}
+    if isinstance(job, Kontext):
+        edits, more = job.held_edits[:2], {"references": job.held["references"][:2]}
+        call["prompt"] = texts = [edit.text for edit in edits]
+        before = torch.from_numpy(np.stack([render(edit.before) for edit in edits])) / 255
+        call["image"] = before.permute(0, 3, 1, 2)
+    return call, [job.ids(said) | more for said in (texts, [""] * len(texts))]
 
 
-def of_kontext(job: Kontext, models: nn.ModuleDict, pipe: Any) -> tuple[Tensor, Any]:
-    edits = job.held_edits[:2]
-    texts = [edit.text for edit in edits]
-    references = job.held_references
-    shown = job.sample(models, texts, steps=3, guidance=2.0, references=references[:2])
-    other = job.sample(models, texts, steps=3, guidance=2.0, references=references[2:4])
-    assert (other.float() - shown.float()).abs().max() > 5
-    before = torch.from_numpy(np.stack([render(edit.before) for edit in edits])) / 255
-    call = sticker_kontext.CALL | FEW | UNGUIDED | {"latents": torch.randn(2, 64, 48, generator=seeded(0))}
-    return shown, pipe(before.permute(0, 3, 1, 2), texts, **call).images
+def answer_of(job: Any, models: nn.ModuleDict, shown: Tensor, times: Tensor, said: dict[str, Tensor]) -> Tensor:
+    """Return what training has the model answer."""
+    found: Tensor
+    if isinstance(job, Dit):
+        found = job.predict(models, shown, times, said["asked"])
+    elif isinstance(job, Wan):
+        found = job.velocity(models, shown, times / 1000, said)
+    else:
+        found = job.velocity(models, shown[:, :64], times, said)
+    return found
 
 
-def of_dit(job: Dit, models: nn.ModuleDict, pipe: Any) -> tuple[Tensor, Any]:
-    texts = list(CLASSES[:2])
-    asked = pipe.get_label_ids(texts)
-    assert not pipe.scheduler.config.clip_sample  # latents go beyond -1 and 1
-    found = pipe(asked, generator=seeded(0), **sticker_dit.CALL, **FEW).images
-    return job.sample(models, texts, steps=3), found
-
-
-def of_wan(job: Wan, models: nn.ModuleDict, pipe: Any) -> tuple[Tensor, Any]:
-    noise = torch.randn(1, *job.held.shape[1:], generator=seeded(0))
-    found = pipe("a fox on grass", latents=noise, **sticker_wan.CALL | FEW).frames
-    return job.sample(models.eval(), ["a fox on grass"], steps=3), found
-
-
-DRAWN: dict[Any, Callable[..., tuple[Tensor, Any]]] = {Flux: of_flux, Kontext: of_kontext, Dit: of_dit, Wan: of_wan}
+KINDS: tuple[Any, ...] = (Flux, Kontext, Dit, Wan)
 
 
 @pytest.fixture(scope="module")
@@ -108,21 +97,55 @@ def filled(job: Any) -> nn.ModuleDict:
     return models
 
 
-@pytest.mark.parametrize("kind", DRAWN)
-def test_the_pipeline_draws_what_training_showed(kind: Any, make: Any) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_the_pipeline_shows_its_model_what_training_showed(kind: Any, make: Any) -> None:
     job = make(kind)
-    models = filled(job)
+    models = filled(job).eval()
     pipe = job.pipeline(models)
     pipe.set_progress_bar_config(disable=True)
-    shown, found = DRAWN[kind](job, models, pipe)
-    drawn = torch.from_numpy(found)
-    assert drawn.std() > 0.02 and shown.shape == drawn.shape
-    assert len(shown) == 1 or not torch.equal(shown[0], shown[1])
-    close = 1.5 if kind is Kontext else 1.0  # whose references are kept in float16
-    assert (drawn * 255 - shown).abs().max() <= close
+    asked: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def note(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any], out: Any) -> None:
+        asked.append((given.get("hidden_states", *args), given["timestep"], out[0]))
+
+    hook = models["transformer"].register_forward_hook(note, with_kwargs=True)
+    call, said = said_of(job)
+    drawn = torch.from_numpy(pipe(**{**job.call, **FEW, **call}, generator=seeded(0))[0])
+    hook.remove()
+    assert len(asked) == 3 * len(said) and drawn.std() > 0.02
+    assert len(drawn) == 1 or not torch.equal(drawn[0], drawn[1])
+    for number, (shown, times, answer) in enumerate(asked):
+        now = said[number % len(said)]
+        wanted = answer_of(job, models, shown, times, now)
+        torch.testing.assert_close(
+            answer[:, : wanted.shape[1]], wanted, atol=0.02 if kind is Kontext else 1e-4, rtol=0
+        )
+        if kind is Kontext:  # whose references are kept in float16
+            other = now | {"references": now["references"].flip(0)}
+            assert (answer_of(job, models, shown, times, other) - wanted).abs().max() > 0.1
+    clean, noise = torch.randn(2, 1, 4, generator=seeded(1))
+    scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config)
+    if kind is Dit:
+        assert not scheduler.config.clip_sample  # latents go beyond -1 and 1
+        wanted = job.signal[7] * noise - job.noise[7] * clean
+        torch.testing.assert_close(scheduler.get_velocity(clean, noise, torch.tensor([7])), wanted)
+        return
+    scheduler.set_timesteps(3)
+    nearer = scheduler.step(noise - clean, scheduler.timesteps[0], noise).prev_sample
+    torch.testing.assert_close(nearer, torch.lerp(clean, noise, scheduler.sigmas[1]))
 
 
-@pytest.mark.parametrize("kind", DRAWN)
+def test_latents_are_decoded_as_the_pipeline_does(make: Any) -> None:
+    job = make(Flux)
+    pipe = job.pipeline(filled(job))
+    call = {**job.call, **FEW, **said_of(job)[0]}
+    packed, drawn = (pipe(**{**call, "output_type": kind}, generator=seeded(0)).images for kind in ("latent", "np"))
+    latents = pipe._unpack_latents(packed, 64, 64, pipe.vae_scale_factor)
+    assert (torch.from_numpy(drawn) * 255 - sticker_flux.decode(job.autoencoder, latents)).abs().max() <= 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_is_the_same_for_the_same_seed_and_trains_every_part(kind: Any, make: Any) -> None:
     job = make(kind)
     models, drawn = filled(job), Draws(job)[0]

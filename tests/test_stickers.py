@@ -18,10 +18,9 @@ from diffcache.eval.workshop.small import (
     sticker_video_autoencoder,
     stickers,
 )
-from diffcache.eval.workshop.small.causal_step import HeldChunks, predict
 from diffcache.eval.workshop.small.job import Settings
 from diffcache.eval.workshop.small.sticker_autoencoder import build_autoencoder, start_from_patches
-from diffcache.eval.workshop.small.sticker_causal import CALL, CHUNK, LATENTS, SAMPLER, Causal
+from diffcache.eval.workshop.small.sticker_causal import CALL, CHUNK, LATENTS, SAMPLER, Causal, HeldChunks, predict
 from diffcache.eval.workshop.small.sticker_films import render_film, sample_film
 from diffcache.eval.workshop.small.sticker_judge import Reading, correlation, faults, fit, likeness
 from diffcache.eval.workshop.small.sticker_video_autoencoder import CHANNELS

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from diffcache.eval.workshop.small import job, trainer
 from diffcache.eval.workshop.small.job import JOBS, Job, Settings, load_job, read_settings
-from diffcache.eval.workshop.small.muon import orthogonal
-from diffcache.eval.workshop.small.trainer import pace, record, train
+from diffcache.eval.workshop.small.trainer import orthogonal, pace, record, train
 
 SETTINGS = Settings(
     steps=24, batch=8, examples=40, rate=1e-2, muon=0.02, muon_in="deep", warmup=2, save_every=7, measure_every=12
@@ -82,7 +81,7 @@ def test_a_record_says_how_the_weights_came_about(tmp_path: Path):
     done = json.loads(json.dumps(record(train(Line(SETTINGS, tmp_path), "line"), "line", "run me")))
     assert done["samples"] == 24 * 8 and done["command"] == "run me"
     assert done["settings"]["muon"] == 0.02 and done["weights"] == 42 + 14
-    assert set(done["seconds_a_step_by_precision"]) == {"float32", "bfloat16"}
+    assert done["precision"] == "float32"
     assert done["curve"][-1]["step"] == 24
 
 

@@ -33,7 +33,7 @@ from diffcache.eval.metrics.bootstrap import mean_interval
 from diffcache.eval.metrics.intervals import share_interval
 from diffcache.eval.record import FOLDER, Row, Setting, check, envelope, values
 from diffcache.eval.runs.task import directory_sha256
-from diffcache.eval.workshop.shipped.draw import draw_pictures, draw_stickers, edit_stickers, outputs_of
+from diffcache.eval.workshop.shipped.draw import draw_grid, draw_pictures, draw_stickers, edit_stickers, outputs_of
 from diffcache.eval.workshop.small import (
     chain_llada,
     sticker_dit,
@@ -45,7 +45,6 @@ from diffcache.eval.workshop.small import (
 )
 from diffcache.eval.workshop.small.chain import HELD_OUT, WORLDS
 from diffcache.eval.workshop.small.chain import draw as draw_chains
-from diffcache.eval.workshop.small.grid import draw_grid
 from diffcache.eval.workshop.small.sticker_dit import CLASSES
 from diffcache.eval.workshop.small.sticker_films import FILMED, sample_film
 from diffcache.eval.workshop.small.sticker_flux import decode, encode

@@ -1,12 +1,12 @@
-"""Write trained models to the directories that are shipped, in bfloat16."""
+"""Write trained models to the directories that are shipped, in bfloat16, and load pipelines from them."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from diffusers import DiffusionPipeline
@@ -14,6 +14,9 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from diffcache.files import write_json
+from diffcache.pipelines.shipped_models import present
+
+P = TypeVar("P", bound=DiffusionPipeline)
 
 
 def save_pipeline(pipe: DiffusionPipeline, directory: Path, call: Mapping[str, Any] | None = None) -> int:
@@ -83,3 +86,28 @@ def _change(path: Path, **values: Any) -> None:
     kept = json.loads(path.read_text(encoding="utf-8")) | values
     kept.pop("_name_or_path", None)
     write_json(path, kept)
+
+
+def loader(kind: type[P], directory: Path, side: int | None = None) -> Callable[..., P]:
+    """Return what loads the pipeline of a model with plain `from_pretrained`, without progress bar.
+
+    It takes `dtype`, of every model in it (float32 by default, the files hold bfloat16), and
+    `directory`, of another saved pipeline.
+
+    Args:
+        kind: The class of the pipeline.
+        directory: Directory of the shipped pipeline.
+        side: Default height and width in pixels; None leaves those of the class.
+    """
+
+    def load(dtype: torch.dtype = torch.float32, directory: str | Path = directory) -> P:
+        pipe: P = kind.from_pretrained(present(directory))
+        for part in pipe.components.values():
+            if isinstance(part, nn.Module):
+                nn.Module.to(part, dtype)
+        pipe.set_progress_bar_config(disable=True)
+        if side is not None:
+            pipe.default_sample_size = side // pipe.vae_scale_factor
+        return pipe
+
+    return load

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from PIL import Image
+from diffusers import DiffusionPipeline
 from safetensors.torch import load_file
 from torch import Tensor, nn
+
+from diffcache.eval.workshop.small.export import save_pipeline
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -96,9 +98,15 @@ class Job(ABC):
     Attributes:
         on_gpu: Whether `draw` puts all that the loss needs into tensors, and the loss makes none
             from numbers of Python, so that it can be captured.
+        held: Held-out examples, as `draw` returns them where `measure` is this one.
+        together: Held-out examples that are measured at once.
+        call: Arguments that every call of the pipeline needs.
     """
 
     on_gpu = False
+    together = 64
+    call: Mapping[str, Any] | None = None
+    held: Any
 
     def __init__(self, settings: Settings, folder: Path) -> None:
         self.settings = settings
@@ -148,23 +156,29 @@ class Job(ABC):
             generator: Source of the loss's randomness, on the device of the models.
         """
 
-    @abstractmethod
+    @torch.no_grad()
     def measure(self, models: nn.ModuleDict) -> dict[str, float]:
-        """Measure averaged weights on held-out examples, by name."""
+        """Measure averaged weights on held-out examples, by name: their loss, with the same noise each time."""
+        generator, losses = seeded(5), []
+        for part in zip(*(column.split(self.together) for column in self.held.values()), strict=True):
+            drawn = {name: value.to(generator.device) for name, value in zip(self.held, part, strict=True)}
+            losses.append(float(self.loss(models, drawn, generator)))
+        return {"held_loss": sum(losses) / len(losses)}
 
-    def show(self, models: nn.ModuleDict) -> Image.Image | None:
-        """Draw a picture to look at; None where there is nothing to see."""
+    def pipeline(self, models: nn.ModuleDict) -> DiffusionPipeline | None:
+        """Put the pipeline that is shipped together; None where there is none, or another training ships it."""
         del models
         return None
 
     def export(self, models: nn.ModuleDict, directory: Path) -> None:
-        """Write averaged weights as they are shipped; nothing where another training ships them.
+        """Write averaged weights as they are shipped, of a pipeline in bfloat16.
 
         Args:
             models: Averaged modules.
             directory: Directory of the shipped model.
         """
-        del models, directory
+        if pipe := self.pipeline(models):
+            save_pipeline(pipe, directory, self.call)
 
 
 def spread(function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any]:

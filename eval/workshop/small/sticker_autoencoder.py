@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers import AutoencoderKL
-from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -30,7 +29,7 @@ _GROUPS = 8
 _PATCH = 4
 _POWER = 0.5  # of a component's deviation that its scale keeps: large ones stay larger
 _CONSTANT = 20.0
-_KL = 1e-4
+KL = 1e-4  # weight of the divergence from a unit Gaussian
 
 
 def build_autoencoder() -> AutoencoderKL:
@@ -170,12 +169,28 @@ def draw_pictures(path: Path, count: int, seed: int, *, held: bool) -> tuple[Ten
     return torch.from_numpy(pictures), torch.from_numpy(masks)
 
 
-class Autoencoder(Job):
-    """Train encoder and decoder together on absolute errors of colors and of edges.
+def error_of(made: Tensor, wanted: Tensor, masks: Tensor) -> Tensor:
+    """Return the absolute errors of colors, where pixels of objects count three times, and of edges and motion.
 
-    Pixels of objects count three times. Latents are drawn from the posterior, whose divergence
-    from a unit Gaussian has a small weight.
+    Args:
+        made: Pictures or films in [-1, 1], float32 [B, 3, ...].
+        wanted: What they should be.
+        masks: Where objects are, bool [B, 1, ...].
     """
+    error: Tensor = ((made - wanted).abs() * (1 + 2 * masks.float())).mean()
+    for axis in range(2, made.dim()):
+        error = error + 0.5 * (made.diff(dim=axis) - wanted.diff(dim=axis)).abs().mean()
+    return error
+
+
+def decibels(made: Tensor, wanted: Tensor, masks: Tensor) -> dict[str, float]:
+    """Return the PSNR in dB, whole and where objects are; see `error_of`."""
+    whole, objects = psnr(made, wanted, span=2), psnr(made, wanted, span=2, mask=masks)
+    return {"psnr": float(whole.mean()), "psnr_objects": float(objects.mean())}
+
+
+class Autoencoder(Job):
+    """Train encoder and decoder together by `error_of`, with latents drawn from the posterior."""
 
     def __init__(self, settings: Settings, folder: Path) -> None:
         super().__init__(settings, folder)
@@ -198,32 +213,13 @@ class Autoencoder(Job):
         log_variance = log_variance.clamp(-30, 20)
         noise = torch.randn(mean.shape, generator=generator)
         made = models["decoder"](mean + (0.5 * log_variance).exp() * noise)
-        weight = 1 + 2 * self.masks[chosen, None].float()
-        error: Tensor = ((made - wanted).abs() * weight).mean()
-        for axis in (2, 3):
-            error = error + 0.5 * (made.diff(dim=axis) - wanted.diff(dim=axis)).abs().mean()
         divergence = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).mean()
-        loss: Tensor = error + _KL * divergence
+        loss: Tensor = error_of(made, wanted, self.masks[chosen, None]) + KL * divergence
         return loss
 
     @torch.no_grad()
-    def rebuild(self, models: nn.ModuleDict, count: int = HELD) -> Tensor:
-        """Return held-out pictures after encoding and decoding, in [-1, 1]."""
-        parts = to_unit(self.held[0][:count]).split(32)
-        means = [models["encoder"](part)[:, :CHANNELS] for part in parts]
-        return torch.cat([models["decoder"](mean) for mean in means]).clamp(-1, 1)
-
     def measure(self, models: nn.ModuleDict) -> dict[str, float]:
         """Measure the PSNR in dB of held-out pictures, whole and where objects are."""
-        pictures, masks = self.held
-        made, wanted = self.rebuild(models), to_unit(pictures)
-        whole = psnr(made, wanted, span=2)
-        objects = psnr(made, wanted, span=2, mask=masks[:, None])
-        return {"psnr": float(whole.mean()), "psnr_objects": float(objects.mean())}
-
-    def show(self, models: nn.ModuleDict) -> Image.Image:
-        """Draw 16 held-out pictures above what becomes of them."""
-        made = ((self.rebuild(models, 16) + 1) * 127.5).permute(0, 2, 3, 1).numpy().astype("uint8")
-        rows = [np.concatenate(list(part), 1) for part in (self.held[0][:16].numpy(), made)]
-        sheet = Image.fromarray(np.concatenate(rows))
-        return sheet.resize((2 * sheet.width, 2 * sheet.height), Image.Resampling.BICUBIC)
+        parts = to_unit(self.held[0]).split(32)
+        made = torch.cat([models["decoder"](models["encoder"](part)[:, :CHANNELS]) for part in parts]).clamp(-1, 1)
+        return decibels(made, torch.cat(parts), self.held[1][:, None])

@@ -1,37 +1,31 @@
 """The causal WanPipeline that films stickers, chunk by chunk: how it is built and trained.
 
 A film is learned as a stream makes it: each chunk of three latent frames after the clean chunks
-before it. Later in the training the history is what the model itself makes of the film, once or
+before it. It goes in twice, once clean at noise level 0 and once noised chunk by chunk: a chunk, clean
+or noisy, attends to itself and to those clean chunks before it that a cache would hold, so that one
+pass trains all chunks of a film. Later in the training the history is what the model itself makes of the film, once or
 twice over, so that it learns to go on from its own mistakes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
-from diffusers.models.transformers.transformer_wan import WanAttnProcessor
-from PIL import Image
+from diffusers import WanPipeline, WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import T5TokenizerFast
 
-from diffcache.eval.workshop.small.causal_step import ChunkAttention, HeldChunks, draw_held, predict
-from diffcache.eval.workshop.small.export import save_pipeline
-from diffcache.eval.workshop.small.film_job import TEXT_TOKENS, FilmJob, build_text
-from diffcache.eval.workshop.small.grid import draw_grid
+from diffcache.eval.workshop.small.film_job import TEXT_TOKENS, FilmJob
 from diffcache.eval.workshop.small.job import Settings, seeded
 from diffcache.eval.workshop.small.sticker_films import FPS, Film, sample_film
-from diffcache.eval.workshop.small.sticker_video_autoencoder import CHANNELS, TIMES
-from diffcache.eval.workshop.small.text_encoders import TEXT_WIDTH
+from diffcache.eval.workshop.small.sticker_video_autoencoder import TIMES
 from diffcache.files import read_json, write_json
-from diffcache.pipelines.causal_video import CausalVideo
-from diffcache.pipelines.streaming_vae import WanDecoder
 from diffcache.video import FewSteps
 
 CHUNK = 3
@@ -48,37 +42,141 @@ STREAM: dict[str, Any] = {
 }
 HELD = 64
 _GRID = (4, 4)
-_WIDTH, _HEADS, _LAYERS = 192, 6, 6
 _DISTURBED = 0.1  # most noise on the history, whose noise level is said to be 0
 _OWN_FROM = 0.3  # share of the run after which histories are the model's own
 
 
-def build_transformer() -> WanTransformer3DModel:
-    """Build the transformer, untrained: its output and its gates start near zero."""
-    model = WanTransformer3DModel(
-        patch_size=(1, 2, 2),
-        num_attention_heads=_HEADS,
-        attention_head_dim=_WIDTH // _HEADS,
-        in_channels=CHANNELS,
-        out_channels=CHANNELS,
-        text_dim=TEXT_WIDTH,
-        freq_dim=128,
-        ffn_dim=4 * _WIDTH,
-        num_layers=_LAYERS,
-        rope_max_seq_len=1024,
-    )
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            nn.init.xavier_uniform_(module.weight)
-            nn.init.zeros_(module.bias)
-            if name in ("proj_out", "condition_embedder.time_proj"):
-                nn.init.zeros_(module.weight)
-    for block in model.blocks:
-        nn.init.zeros_(block.scale_shift_table)
-        # Attention and feed-forward count from the first step on, if little.
-        nn.init.constant_(block.scale_shift_table[:, [2, 5]], 0.5)
-    nn.init.zeros_(model.scale_shift_table)
-    return model
+@dataclass(frozen=True)
+class HeldChunks:
+    """Chunks that a cache holds: the latest, and the first one with `sinks`.
+
+    Attributes:
+        window: Number of latest chunks; None for all.
+        sinks: Whether the first chunk is held for ever, next to the window.
+    """
+
+    window: int | None = None
+    sinks: bool = False
+
+
+def draw_held(generator: torch.Generator, most: int) -> HeldChunks:
+    """Draw a cache: half of them hold all, the others 1 to `most` chunks, half with sinks."""
+    kind = torch.rand((), generator=generator)
+    window = 1 + int(torch.randint(most, (), generator=generator))
+    return HeldChunks() if kind < 0.5 else HeldChunks(window, bool(kind > 0.75))
+
+
+class ChunkAttention:
+    """Self-attention of a transformer whose batch is frames, so that each has its own noise level.
+
+    Frames come film by film, those of a film first clean and then noisy.
+
+    Args:
+        model: Transformer that attends with this.
+        chunk: Frames of a chunk.
+        grid: Rows and columns of tokens of a frame.
+
+    Attributes:
+        frames: Frames of a film.
+        held: Chunks that a cache would hold.
+    """
+
+    def __init__(self, model: WanTransformer3DModel, chunk: int, grid: tuple[int, int]) -> None:
+        self.sections = (model.rope.t_dim, model.rope.h_dim, model.rope.w_dim)
+        self.chunk = chunk
+        self.grid = grid
+        self.frames = chunk
+        self.held = HeldChunks()
+
+    def __call__(
+        self,
+        attn: WanAttention,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Attend to the chunk itself and to the clean chunks that are held; all [2 B F, N, D]."""
+        x = hidden_states
+        made = (attn.norm_q(attn.to_q(x)), attn.norm_k(attn.to_k(x)), attn.to_v(x))
+        q, k, v = (
+            y.unflatten(0, (-1, 2, self.frames)).unflatten(-1, (attn.heads, -1)) for y in made
+        )  # [B, 2, F, N, H, D]
+        numbers = torch.arange(self.frames)
+        q, k = self.turn(q, numbers), self.turn(k, numbers)
+        outs = []
+        for start in range(0, self.frames, self.chunk):
+            own = slice(start, start + self.chunk)
+            keys = torch.cat([self._seen(k, start, turned=True), k[:, :, own]], 2)
+            values = torch.cat([self._seen(v, start), v[:, :, own]], 2)
+            outs.append(attend(q[:, :, own], keys, values))
+        out = torch.cat(outs, 2).flatten(-2).flatten(0, 2)
+        found: Tensor = attn.to_out[1](attn.to_out[0](out))
+        return found
+
+    def _seen(self, x: Tensor, start: int, *, turned: bool = False) -> Tensor:
+        """Return clean frames that the chunk from `start` on attends to, for both halves.
+
+        Args:
+            x: Keys or values [B, 2, F, N, H, D].
+            start: First frame of the chunk.
+            turned: Whether sinks are rotated on, so that they lie next to the window.
+        """
+        clean, width = x[:, :1], self.held.window
+        oldest = 0 if width is None else max(start - width * self.chunk, 0)
+        held = clean[:, :, oldest:start]
+        if self.held.sinks and oldest >= self.chunk:
+            sinks = clean[:, :, : self.chunk]
+            if turned:
+                sinks = self.turn(sinks, torch.full((self.chunk,), oldest - self.chunk), rows=False)
+            held = torch.cat([sinks, held], 2)
+        return held.expand(-1, 2, *held.shape[2:])
+
+    def turn(self, x: Tensor, numbers: Tensor, *, rows: bool = True) -> Tensor:
+        """Rotate tokens as the model's rotary embedding does.
+
+        Args:
+            x: Queries or keys [..., F, N, H, D].
+            numbers: Number of every frame, int64 [F].
+            rows: Whether to rotate by row and column too.
+        """
+        places = [numbers, *(torch.arange(size) * rows for size in self.grid)]
+        angles = torch.cat(
+            [
+                place.flatten()[:, None] * 10_000.0 ** (-torch.arange(0, width, 2) / width)
+                for place, width in zip(torch.meshgrid(*places, indexing="ij"), self.sections, strict=True)
+            ],
+            -1,
+        ).view(len(numbers), -1, 1, x.shape[-1] // 2)
+        even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Attend over all tokens of all frames, each [B, 2, F, N, H, D], in two matrix products."""
+    rows, keys, values = (x.flatten(2, 3).transpose(2, 3) for x in (q, k, v))  # [B, 2, H, T, D]
+    out = (rows * rows.shape[-1] ** -0.5 @ keys.mT).softmax(-1) @ values
+    found: Tensor = out.transpose(2, 3).view_as(q)
+    return found
+
+
+def predict(model: WanTransformer3DModel, clean: Tensor, noisy: Tensor, levels: Tensor, text: Tensor) -> Tensor:
+    """Return the clean frames that the transformer makes of noisy ones, after clean ones.
+
+    Args:
+        model: Transformer with a `ChunkAttention` whose `frames` is F.
+        clean: Frames of the history, [B, C, F, H, W].
+        noisy: Frames to denoise, like `clean`.
+        levels: Noise level of every frame, in 0..1, [B, F].
+        text: Text embeddings of every frame, [B, F, S, E].
+    """
+    times = 1000 * torch.cat([torch.zeros_like(levels), levels], 1).flatten()
+    frames = torch.cat([clean, noisy], 2).transpose(1, 2).flatten(0, 1)[:, :, None]
+    words = torch.cat([text, text], 1).flatten(0, 1)
+    out = model(frames, times, words, return_dict=False)[0].unflatten(0, (len(clean), -1))
+    found: Tensor = out[:, clean.shape[2] :, :, 0].transpose(1, 2)
+    return found
 
 
 def draw_films(count: int, seed: int, *, held: bool) -> list[Film]:
@@ -105,18 +203,15 @@ def captions(film: Film) -> list[str]:
 class Causal(FilmJob):
     """Train transformer and text encoder on chunks of films, to say the clean frames."""
 
+    call = CALL
+
     def __init__(self, settings: Settings, folder: Path) -> None:
         films = draw_films(settings.examples, settings.seed + 1, held=False)
         held = draw_films(HELD, settings.seed + 2, held=True)
         super().__init__(settings, folder, films, held, FRAMES)
         self.levels = torch.tensor(SAMPLER.levels)
 
-    def build(self) -> nn.ModuleDict:
-        """Build transformer and text encoder."""
-        _, encoder = build_text()
-        return nn.ModuleDict({"text_encoder": encoder, "transformer": build_transformer()})
-
-    def chunk_ids(self, films: list[Film]) -> tuple[Tensor, Tensor]:
+    def chunk_ids(self, films: list[Film]) -> dict[str, Tensor]:
         """Return token numbers and words of the sentence of every chunk, [B * chunks, S] each."""
         return self.ids([text for film in films for text in captions(film)])
 
@@ -133,11 +228,9 @@ class Causal(FilmJob):
 
     def draw(self, chosen: Tensor, generator: torch.Generator) -> dict[str, Any]:
         """Draw latents, sentences, what a cache holds and how often histories are made anew."""
-        numbers, known = self.chunk_ids([self.films[i] for i in chosen])
         return {
             "latents": self.latents[chosen],
-            "numbers": numbers,
-            "known": known,
+            **self.chunk_ids([self.films[i] for i in chosen]),
             "own": max(int(torch.randint(4, (), generator=generator)) - 1, 0),
             "held": draw_held(generator, 3),
         }
@@ -149,16 +242,14 @@ class Causal(FilmJob):
 
     def loss(self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator) -> Tensor:
         """Return the mean square error of clean frames."""
-        own, held = self.way(drawn)
-        self.attention(models["transformer"]).held = held
-        said = (drawn["numbers"], drawn["known"])
-        return self._error(models, drawn["latents"].float(), said, generator, own)
+        own, self.attention(models["transformer"]).held = self.way(drawn)
+        return self._error(models, drawn["latents"].float(), drawn, generator, own)
 
     def _error(
-        self, models: nn.ModuleDict, clean: Tensor, said: tuple[Tensor, Tensor], generator: torch.Generator, own: int
+        self, models: nn.ModuleDict, clean: Tensor, drawn: Mapping[str, Any], generator: torch.Generator, own: int
     ) -> Tensor:
         """Return the error after histories that the model has made anew this many times."""
-        states = self.embed(models, said).unflatten(0, (len(clean), -1))
+        states = self.embed(models, drawn).unflatten(0, (len(clean), -1))
         text = states.repeat_interleave(CHUNK, 1)
         model = self.compile(models["transformer"])
         history = clean
@@ -193,59 +284,18 @@ class Causal(FilmJob):
         self.attention(models["transformer"]).held = HeldChunks()
         said = self.chunk_ids(self.held_films)
         return {
-            name: float(self._error(models, self.held, said, seeded(5), own))
+            name: float(self._error(models, self.held_latents, said, seeded(5), own))
             for name, own in (("held_loss", 0), ("held_own", 2))
         }
 
-    @torch.no_grad()
-    def stream(self, models: nn.ModuleDict, text: str, *, chunks: int, first: int | None = None) -> Tensor:
-        """Film as a stream does, uint8 [F, 64, 64, 3].
-
-        Args:
-            models: Averaged modules.
-            text: Sentence.
-            chunks: Number of chunks.
-            first: Number of the held-out film whose first chunk is given; None for none.
-        """
+    def pipeline(self, models: nn.ModuleDict) -> WanPipeline:
+        """Put the pipeline together."""
         transformer: Any = models["transformer"]
         transformer.set_attn_processor(WanAttnProcessor())
-        decoder, parts = WanDecoder(self.autoencoder), []
-        with CausalVideo(transformer, chunk=CHUNK, sampler=SAMPLER) as video:
-            session = video.session(self.embed(models, self.ids([text])), size=(8, 8))
-            if first is not None:
-                given = self.held[first : first + 1, :, :CHUNK]
-                session.take(given)
-                parts.append(decoder.decode(given))
-            while len(parts) < chunks:
-                parts.append(decoder.decode(session.next()))
-        film = torch.cat(parts, 2)[0]
-        return ((film + 1) * 127.5).round().permute(1, 2, 3, 0).byte().cpu()
-
-    def show(self, models: nn.ModuleDict) -> Image.Image:
-        """Draw held-out films after a true first chunk, and without one, every eighth frame."""
-        rows, said = [], []
-        for number in range(8):
-            said.append(self.held_films[number].caption_at(0))
-            film = self.stream(models, said[-1], chunks=7, first=number if number < 4 else None)
-            rows.append([Image.fromarray(picture) for picture in film[::8].numpy()])
-        return draw_grid(rows, said, scale=1, columns=1)
+        return self.assemble(models, SAMPLER.shift)
 
     def export(self, models: nn.ModuleDict, directory: Path) -> None:
         """Save the pipeline in bfloat16, with what a stream needs."""
-        transformer: Any = models["transformer"]
-        transformer.set_attn_processor(WanAttnProcessor())
-        pipe = build_pipeline(self.autoencoder, models, self.tokenizer)
-        save_pipeline(pipe, directory, CALL)
+        super().export(models, directory)
         path = directory / "diffcache.json"
         write_json(path, read_json(path) | {"stream": STREAM})
-
-
-def build_pipeline(autoencoder: AutoencoderKLWan, models: nn.ModuleDict, tokenizer: T5TokenizerFast) -> WanPipeline:
-    """Put the pipeline together."""
-    return WanPipeline(
-        tokenizer=tokenizer,
-        text_encoder=models["text_encoder"],
-        vae=autoencoder,
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=SAMPLER.shift),
-        transformer=models["transformer"],
-    )

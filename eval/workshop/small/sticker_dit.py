@@ -19,16 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers import DDIMScheduler, DiTPipeline, DiTTransformer2DModel
-from PIL import Image
 from torch import Tensor, nn
 from torch.nn import functional
 
-from diffcache.eval.workshop.small.export import save_pipeline
-from diffcache.eval.workshop.small.grid import draw_grid
-from diffcache.eval.workshop.small.job import Job, Settings, seeded
-from diffcache.eval.workshop.small.loader import loader
+from diffcache.eval.workshop.small.export import loader
+from diffcache.eval.workshop.small.job import Job, Settings
 from diffcache.eval.workshop.small.sticker_autoencoder import CHANNELS, load_autoencoder
-from diffcache.eval.workshop.small.sticker_flux import HELD, PROMPT_DROPOUT, decode, keep_latents
+from diffcache.eval.workshop.small.sticker_flux import HELD, PROMPT_DROPOUT, keep_latents
 from diffcache.eval.workshop.small.stickers import Scene, draw_scenes
 from diffcache.pipelines.shipped_models import MODELS
 
@@ -101,18 +98,21 @@ class Dit(Job):
     """
 
     on_gpu = True
+    call = CALL
 
     def __init__(self, settings: Settings, folder: Path) -> None:
         super().__init__(settings, folder)
         self.autoencoder = load_autoencoder(folder / "sticker-autoencoder.state")
         self.scenes = _of_classes(draw_scenes(settings.examples, settings.seed + 1, single=1.0))
-        self.held_scenes = _of_classes(draw_scenes(HELD, settings.seed + 2, held=True, single=1.0))
-        kept = keep_latents(folder, self.autoencoder, {"latents": self.scenes, "held": self.held_scenes})
+        held = _of_classes(draw_scenes(HELD, settings.seed + 2, held=True, single=1.0))
+        kept = keep_latents(folder, self.autoencoder, {"latents": self.scenes, "held": held})
         config = self.autoencoder.config
         offset = config.shift_factor * config.scaling_factor
         self.autoencoder.register_to_config(shift_factor=None)
         self.latents = kept["latents"].add_(offset)
-        self.held = (kept["held"].float() + offset).to(torch.get_default_device())
+        rng = np.random.default_rng(settings.seed + 5)
+        told = self.ids([self.tell(scene, rng) for scene in held])
+        self.held = {"latents": kept["held"].float() + offset, "asked": told}
         self.scheduler = build_scheduler()
         kept_share = self.scheduler.alphas_cumprod.to(torch.get_default_device())
         self.signal, self.noise = kept_share.sqrt(), (1 - kept_share).sqrt()  # float32 [1000]
@@ -144,44 +144,13 @@ class Dit(Job):
 
     def loss(self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator) -> Tensor:
         """Return the mean square error of v."""
-        return self._error(models, drawn["latents"].float(), drawn["asked"], generator)
-
-    def _error(self, models: nn.ModuleDict, latents: Tensor, asked: Tensor, generator: torch.Generator) -> Tensor:
+        latents = drawn["latents"].float()
         shares = torch.rand(len(latents), generator=generator)
         times = (len(self.signal) * shares**_LATER).long().clamp_max(len(self.signal) - 1)
         signal, level = (part[times, None, None, None] for part in (self.signal, self.noise))
         noise = torch.randn(latents.shape, generator=generator)
-        answer = self.predict(models, signal * latents + level * noise, times, asked)
+        answer = self.predict(models, signal * latents + level * noise, times, drawn["asked"])
         return functional.mse_loss(answer.float(), signal * noise - level * latents)
-
-    @torch.no_grad()
-    def measure(self, models: nn.ModuleDict) -> dict[str, float]:
-        """Measure the loss on held-out combinations, with the same noise each time."""
-        generator, losses = seeded(5), []
-        rng = np.random.default_rng(self.settings.seed + 5)
-        asked = self.ids([self.tell(scene, rng) for scene in self.held_scenes])
-        for latents, part in zip(self.held.split(64), asked.split(64), strict=True):
-            losses.append(float(self._error(models, latents, part.to(self.held.device), generator)))
-        return {"held_loss": sum(losses) / len(losses)}
-
-    @torch.no_grad()
-    def sample(self, models: nn.ModuleDict, texts: list[str], *, steps: int = 28) -> Tensor:
-        """Draw pictures as the pipeline does, uint8 [B, 64, 64, 3]."""
-        latents = torch.randn(len(texts), *LATENT, generator=seeded(0))
-        both = self.ids([*texts, *("" for _ in texts)]).to(latents.device)
-        self.scheduler.set_timesteps(steps)
-        for time in self.scheduler.timesteps:
-            times = time.to(latents.device).expand(2 * len(texts))
-            said, unsaid = self.predict(models, latents.repeat(2, 1, 1, 1), times, both).chunk(2)
-            answer = unsaid + GUIDANCE * (said - unsaid)
-            latents = self.scheduler.step(answer, time, latents).prev_sample
-        return decode(self.autoencoder, latents)
-
-    def show(self, models: nn.ModuleDict) -> Image.Image:
-        """Draw an object of each class, with the same noise each time."""
-        drawn = self.sample(models, list(CLASSES)).numpy()
-        cells = [[Image.fromarray(picture)] for picture in drawn]
-        return draw_grid(cells, CLASSES, scale=2, columns=6)
 
     def pipeline(self, models: nn.ModuleDict) -> DiTPipeline:
         """Put the pipeline together."""
@@ -191,7 +160,3 @@ class Dit(Job):
         )
         pipe.register_to_config(id2label=names)  # it saves no names by itself
         return pipe
-
-    def export(self, models: nn.ModuleDict, directory: Path) -> None:
-        """Save the pipeline in bfloat16."""
-        save_pipeline(self.pipeline(models), directory, CALL)

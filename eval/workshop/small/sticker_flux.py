@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,25 +25,15 @@ from diffusers import (
     FluxTransformer2DModel,
 )
 from numpy.typing import NDArray
-from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from diffcache.eval.workshop.small.export import save_pipeline
-from diffcache.eval.workshop.small.grid import draw_grid
-from diffcache.eval.workshop.small.job import Job, Settings, seeded, spread
-from diffcache.eval.workshop.small.loader import loader
+from diffcache.eval.workshop.small.export import loader
+from diffcache.eval.workshop.small.job import Job, Settings, spread
 from diffcache.eval.workshop.small.sticker_autoencoder import CHANNELS, load_autoencoder, to_unit
 from diffcache.eval.workshop.small.sticker_text import TEXT_TOKENS, Encoder, load_text
-from diffcache.eval.workshop.small.stickers import (
-    Scene,
-    caption,
-    draw_scenes,
-    held_out_captions,
-    render,
-    true_relations,
-)
+from diffcache.eval.workshop.small.stickers import Scene, caption, draw_scenes, render, true_relations
 from diffcache.pipelines.shipped_models import MODELS
 
 DIRECTORY = MODELS / "sticker-flux"
@@ -191,56 +181,48 @@ class Flux(Job):
     """
 
     on_gpu = True
-    call = CALL  # of the pipeline
-
-    held_texts: list[str]
-    held: Tensor  # float32 [N, 64, 48]
-    held_references: Tensor | None = None  # of a model that edits pictures; the same shape
+    call = CALL
 
     def __init__(self, settings: Settings, folder: Path) -> None:
         super().__init__(settings, folder)
         self.encoder = Encoder()
         self.autoencoder = load_autoencoder(folder / "sticker-autoencoder.state")
-        self.gather()
         self.image_ids = FluxPipeline._prepare_latent_image_ids(
             1, _SIDE, _SIDE, torch.get_default_device(), torch.float32
         )
         self.text_ids = torch.zeros(TEXT_TOKENS, 3)
+        self.gather()
 
     def gather(self) -> None:
         """Draw scenes, and keep their latents."""
         self.scenes = draw_scenes(self.settings.examples, self.settings.seed + 1)
         held = draw_scenes(HELD, self.settings.seed + 2, held=True)
-        self.held_texts = [caption(scene) for scene in held]
         kept = keep_latents(self.folder, self.autoencoder, {"latents": self.scenes, "held": held})
         self.latents = kept["latents"]
-        self.held = pack(kept["held"].float()).to(torch.get_default_device())
+        self.held = {"latents": kept["held"], **self.ids([caption(scene) for scene in held])}
+
+    def ids(self, texts: list[str]) -> dict[str, Tensor]:
+        """Return token numbers of sentences for both encoders, int64 [B, T] each."""
+        return dict(zip(("clip", "t5"), self.encoder.ids(texts), strict=True))
 
     def build(self) -> nn.ModuleDict:
         """Build the denoiser, and the text encoders as their own training left them."""
-        models = nn.ModuleDict(load_text(self.encoder, self.folder / "sticker-text.state"))
+        models = nn.ModuleDict(load_text(self.folder / "sticker-text.state"))
         models["transformer"] = build_transformer()
         return models
 
-    def velocity(
-        self,
-        models: nn.ModuleDict,
-        tokens: Tensor,
-        sigmas: Tensor,
-        said: tuple[Tensor, Tensor],
-        references: Tensor | None = None,
-    ) -> Tensor:
+    def velocity(self, models: nn.ModuleDict, tokens: Tensor, sigmas: Tensor, drawn: Mapping[str, Tensor]) -> Tensor:
         """Return what the denoiser answers to tokens [B, 64, 48] at sigmas [B].
 
         Args:
             models: Denoiser and text encoders.
             tokens: Packed latents.
             sigmas: Noise levels in 0..1.
-            said: Token numbers of the sentences, as `Encoder.ids` gives them.
-            references: Packed latents of the pictures to edit, which follow the tokens.
+            drawn: Token numbers of the sentences, as `ids` gives them, and latents of pictures to edit,
+                `references`, if there are any: they follow the tokens.
         """
-        shown = tokens if references is None else torch.cat([tokens, references], 1)
-        states, pooled = self.encoder.encode(models, said)
+        shown = torch.cat([tokens, pack(drawn["references"].float())], 1) if "references" in drawn else tokens
+        states, pooled = self.encoder.encode(models, (drawn["clip"], drawn["t5"]))
         answer: Tensor = self.compile(models["transformer"])(
             hidden_states=shown,
             timestep=sigmas,
@@ -255,73 +237,16 @@ class Flux(Job):
     def draw(self, chosen: Tensor, generator: torch.Generator) -> dict[str, Any]:
         """Draw latents, and token numbers of sentences that tell them anew."""
         rng = np.random.default_rng(int(torch.randint(1 << 62, (), generator=generator)))
-        clip, t5 = self.encoder.ids([retell(self.scenes[i], rng) for i in chosen])
-        return {"latents": self.latents[chosen], "clip": clip, "t5": t5}
+        return {"latents": self.latents[chosen], **self.ids([retell(self.scenes[i], rng) for i in chosen])}
 
     def loss(self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator) -> Tensor:
         """Return the mean square error of the velocity."""
-        said = (drawn["clip"], drawn["t5"])
         tokens = pack(drawn["latents"].float())
-        references = pack(drawn["references"].float()) if "references" in drawn else None
-        return self._error(models, tokens, said, generator, references)
-
-    def _error(
-        self,
-        models: nn.ModuleDict,
-        tokens: Tensor,
-        said: tuple[Tensor, Tensor],
-        generator: torch.Generator,
-        references: Tensor | None,
-    ) -> Tensor:
         sigmas = torch.sigmoid(torch.randn(len(tokens), generator=generator))
         noise = torch.randn(tokens.shape, generator=generator)
         noisy = torch.lerp(tokens, noise, sigmas[:, None, None])
-        answer = self.velocity(models, noisy, sigmas, said, references)
-        return functional.mse_loss(answer, noise - tokens)
-
-    @torch.no_grad()
-    def measure(self, models: nn.ModuleDict) -> dict[str, float]:
-        """Measure the loss on held-out combinations, with the same noise each time."""
-        generator, losses = seeded(5), []
-        for start in range(0, HELD, 64):
-            part = slice(start, start + 64)
-            said = self.encoder.ids(self.held_texts[part])
-            shown = None if self.held_references is None else self.held_references[part]
-            losses.append(float(self._error(models, self.held[part], said, generator, shown)))
-        return {"held_loss": sum(losses) / len(losses)}
-
-    @torch.no_grad()
-    def sample(
-        self,
-        models: nn.ModuleDict,
-        texts: list[str],
-        *,
-        steps: int = 28,
-        guidance: float = GUIDANCE,
-        references: Tensor | None = None,
-    ) -> Tensor:
-        """Draw pictures as the pipeline does, uint8 [B, 64, 64, 3]."""
-        twice = None if references is None else references.repeat(2, 1, 1)
-        tokens = torch.randn(len(texts), _SIDE**2, 4 * CHANNELS, generator=seeded(0))
-        sigmas = [*torch.linspace(1, 1 / steps, steps).tolist(), 0.0]
-        both = self.encoder.ids(texts + [""] * len(texts))
-        for sigma, following in pairwise(sigmas):
-            level = torch.full((2 * len(texts),), sigma)
-            answers = self.velocity(models, tokens.repeat(2, 1, 1), level, both, twice)
-            said, unsaid = answers.chunk(2)
-            tokens = tokens + (following - sigma) * (unsaid + guidance * (said - unsaid))
-        return decode(self.autoencoder, FluxPipeline._unpack_latents(tokens, 64, 64, 4))
-
-    def show(self, models: nn.ModuleDict) -> Image.Image:
-        """Draw held-out sentences, the same and with the same noise each time."""
-        texts = held_out_captions(24, seed=1)
-        drawn = [[Image.fromarray(picture)] for picture in self.sample(models, texts).numpy()]
-        return draw_grid(drawn, texts, scale=2, columns=6)
+        return functional.mse_loss(self.velocity(models, noisy, sigmas, drawn), noise - tokens)
 
     def pipeline(self, models: nn.ModuleDict) -> FluxPipeline:
         """Put the pipeline together."""
         return build_pipeline(self.autoencoder, models, self.encoder)
-
-    def export(self, models: nn.ModuleDict, directory: Path) -> None:
-        """Save the pipeline in bfloat16."""
-        save_pipeline(self.pipeline(models), directory, self.call)

@@ -14,20 +14,18 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers import AutoencoderKLWan
-from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from diffcache.eval.workshop.small.job import Job, Settings
+from diffcache.eval.workshop.small.sticker_autoencoder import KL, decibels, error_of
 from diffcache.eval.workshop.small.sticker_films import render_film, sample_film
 from diffcache.pipelines.shipped_models import MODELS
-from diffcache.psnr import psnr
 
 CHANNELS = 48
 TIMES = 2  # frames that share their latents
 FRAMES = 13  # of a training film: seven latents
 HELD = 32
-_KL = 1e-4
 
 
 def build_autoencoder() -> AutoencoderKLWan:
@@ -117,13 +115,9 @@ class VideoAutoencoder(Job):
         posterior = self.encode(vae, wanted)
         noise = torch.randn(posterior.mean.shape, generator=generator)
         made = vae.decode(posterior.mean + posterior.std * noise).sample
-        weight = 1 + 2 * masks.float()
-        error: Tensor = ((made - wanted).abs() * weight).mean()
-        for axis in (2, 3, 4):
-            error = error + 0.5 * (made.diff(dim=axis) - wanted.diff(dim=axis)).abs().mean()
         variance = posterior.std.square()
         divergence = 0.5 * (posterior.mean.square() + variance - 1 - posterior.logvar).mean()
-        loss: Tensor = error + _KL * divergence
+        loss: Tensor = error_of(made, wanted, masks) + KL * divergence
         return loss
 
     def encode(self, vae: Any, films: Tensor) -> Any:
@@ -131,31 +125,12 @@ class VideoAutoencoder(Job):
         return vae.encode(films).latent_dist
 
     @torch.no_grad()
-    def rebuild(self, models: nn.ModuleDict, count: int = HELD) -> Tensor:
-        """Return held-out films after encoding and decoding, in [-1, 1]."""
-        vae: Any = models["vae"]
-        parts = self.held[0][:count].split(8)
-        return torch.cat([vae.decode(vae.encode(x).latent_dist.mode()).sample for x in parts])
-
     def measure(self, models: nn.ModuleDict) -> dict[str, float]:
         """Measure the PSNR in dB of held-out films, whole and where objects are."""
+        vae: Any = models["vae"]
         films, masks = self.held
-        made = self.rebuild(models)
-        whole = psnr(made, films, span=2)
-        objects = psnr(made, films, span=2, mask=masks)
-        return {"psnr": float(whole.mean()), "psnr_objects": float(objects.mean())}
-
-    def show(self, models: nn.ModuleDict) -> Image.Image:
-        """Draw six held-out films, each above what becomes of it: every second frame."""
-        made = self.rebuild(models, 6)
-        rows = [
-            film[:, ::2].permute(2, 1, 3, 0).flatten(1, 2)
-            for pair in zip(self.held[0], made, strict=False)
-            for film in pair
-        ]
-        pixels = ((torch.cat(rows) + 1) * 127.5).round().byte().cpu().numpy()
-        sheet = Image.fromarray(pixels)
-        return sheet.resize((2 * sheet.width, 2 * sheet.height), Image.Resampling.BICUBIC)
+        made = [vae.decode(vae.encode(part).latent_dist.mode()).sample for part in films.split(8)]
+        return decibels(torch.cat(made), films, masks)
 
 
 class VideoDecoder(VideoAutoencoder):

@@ -10,23 +10,18 @@ Guidance takes a second call a step, and a call has to pass `CALL`:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
-from PIL import Image
+from diffusers import WanPipeline
 from torch import Tensor, nn
 from torch.nn import functional
 
-from diffcache.eval.workshop.small.export import save_pipeline
-from diffcache.eval.workshop.small.film_job import TEXT_TOKENS, FilmJob, build_text
-from diffcache.eval.workshop.small.grid import draw_grid
-from diffcache.eval.workshop.small.job import Settings, seeded
-from diffcache.eval.workshop.small.loader import loader
-from diffcache.eval.workshop.small.sticker_causal import build_transformer
+from diffcache.eval.workshop.small.export import loader
+from diffcache.eval.workshop.small.film_job import TEXT_TOKENS, FilmJob
+from diffcache.eval.workshop.small.job import Settings
 from diffcache.eval.workshop.small.sticker_films import Film, sample_film
 from diffcache.eval.workshop.small.sticker_video_autoencoder import TIMES
 from diffcache.pipelines.shipped_models import MODELS
@@ -60,85 +55,39 @@ class Wan(FilmJob):
     Noise levels are logit-normal, then shifted as the pipeline's are.
     """
 
+    call = CALL
+    together = HELD
+
     def __init__(self, settings: Settings, folder: Path) -> None:
         films = draw_films(settings.examples, settings.seed + 11)
         held = draw_films(HELD, settings.seed + 12, held=True)
         super().__init__(settings, folder, films, held, FRAMES)
-
-    def build(self) -> nn.ModuleDict:
-        """Build transformer and text encoder."""
-        _, encoder = build_text()
-        return nn.ModuleDict({"text_encoder": encoder, "transformer": build_transformer()})
+        self.held = {"latents": self.held_latents, **self.ids([film.caption_at(0) for film in held])}
 
     def draw(self, chosen: Tensor, generator: torch.Generator) -> dict[str, Any]:
         """Draw latents and sentences, of which a tenth say nothing."""
         unsaid = torch.rand(len(chosen), generator=generator) < PROMPT_DROPOUT
         texts = ["" if no else self.films[i].caption_at(0) for i, no in zip(chosen, unsaid, strict=True)]
-        numbers, known = self.ids(texts)
-        return {"latents": self.latents[chosen], "numbers": numbers, "known": known}
+        return {"latents": self.latents[chosen], **self.ids(texts)}
 
     def loss(self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator) -> Tensor:
         """Return the mean square error of the velocity."""
-        said = (drawn["numbers"], drawn["known"])
-        return self._error(models, drawn["latents"].float(), said, generator)
-
-    def _error(
-        self, models: nn.ModuleDict, clean: Tensor, said: tuple[Tensor, Tensor], generator: torch.Generator
-    ) -> Tensor:
+        clean = drawn["latents"].float()
         levels = shifted(torch.sigmoid(torch.randn(len(clean), generator=generator)))
         noise = torch.randn(clean.shape, generator=generator)
         noisy = torch.lerp(clean, noise, levels[:, None, None, None, None])
-        answer = self.velocity(models, noisy, levels, said)
-        return functional.mse_loss(answer, noise - clean)
+        return functional.mse_loss(self.velocity(models, noisy, levels, drawn), noise - clean)
 
-    def velocity(self, models: nn.ModuleDict, noisy: Tensor, levels: Tensor, said: tuple[Tensor, Tensor]) -> Tensor:
-        """Return what the transformer answers to films [B, C, F, 8, 8] at noise levels [B]."""
-        text = self.embed(models, said)
+    def velocity(self, models: nn.ModuleDict, noisy: Tensor, levels: Tensor, drawn: Mapping[str, Tensor]) -> Tensor:
+        """Return what the transformer answers to films [B, C, F, 8, 8] at noise levels [B], of sentences as `ids`."""
+        text = self.embed(models, drawn)
         model = self.compile(models["transformer"])
         answer: Tensor = model(noisy, 1000 * levels, text, return_dict=False)[0]
         return answer.float()
 
-    @torch.no_grad()
-    def measure(self, models: nn.ModuleDict) -> dict[str, float]:
-        """Measure the loss on held-out films, with the same noise each time."""
-        said = self.ids([film.caption_at(0) for film in self.held_films])
-        return {"held_loss": float(self._error(models, self.held, said, seeded(5)))}
-
-    @torch.no_grad()
-    def sample(self, models: nn.ModuleDict, texts: list[str], *, steps: int = 28) -> Tensor:
-        """Film as the pipeline does, uint8 [B, F, 64, 64, 3]."""
-        films = torch.randn(len(texts), *self.held.shape[1:], generator=seeded(0))
-        scheduler = FlowMatchEulerDiscreteScheduler(shift=SHIFT)
-        scheduler.set_timesteps(steps)
-        both = self.ids(texts + [""] * len(texts))
-        for sigma, following in pairwise(scheduler.sigmas.tolist()):
-            level = torch.full((2 * len(texts),), sigma)
-            said, unsaid = self.velocity(models, films.repeat(2, 1, 1, 1, 1), level, both).chunk(2)
-            films = films + (following - sigma) * (unsaid + GUIDANCE * (said - unsaid))
-        config = self.autoencoder.config
-        mean, std = (torch.tensor(values).view(1, -1, 1, 1, 1) for values in (config.latents_mean, config.latents_std))
-        made: Tensor = self.autoencoder.decode(films * std + mean).sample
-        return ((made.clamp(-1, 1) + 1) * 127.5).round().permute(0, 2, 3, 4, 1).byte().cpu()
-
-    def show(self, models: nn.ModuleDict) -> Image.Image:
-        """Draw every fourth frame of held-out films, the same and with the same noise each time."""
-        texts = [film.caption_at(0) for film in self.held_films[:12]]
-        rows = [[Image.fromarray(picture) for picture in film[::4].numpy()] for film in self.sample(models, texts)]
-        return draw_grid(rows, texts, scale=1, columns=2)
-
     def pipeline(self, models: nn.ModuleDict) -> WanPipeline:
         """Put the pipeline together."""
-        return WanPipeline(
-            tokenizer=self.tokenizer,
-            text_encoder=models["text_encoder"],
-            vae=self.autoencoder,
-            scheduler=FlowMatchEulerDiscreteScheduler(shift=SHIFT),
-            transformer=models["transformer"],
-        )
-
-    def export(self, models: nn.ModuleDict, directory: Path) -> None:
-        """Save the pipeline in bfloat16."""
-        save_pipeline(self.pipeline(models), directory, CALL)
+        return self.assemble(models, SHIFT)
 
 
 def shifted(levels: Tensor) -> Tensor:

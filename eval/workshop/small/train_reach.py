@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from diffcache.eval.workshop.small.export import save_pipeline
 from diffcache.eval.workshop.small.job import Job, Settings
 from diffcache.pipelines.policy import DiffusionPolicyPipeline, rollout
 from diffcache.pipelines.small import reach
@@ -53,14 +52,11 @@ class Reach(Job):
         """Measure the share of held-out episodes that succeed, with all steps."""
         environment = reach.Reach(reach.draw_scenes(EPISODES, reach.HELD_OUT))
         steps = self.pipe.scheduler.config.num_train_timesteps
-        rollout(self._assemble(models), environment, num_inference_steps=steps, seed=0)
+        rollout(self.pipeline(models), environment, num_inference_steps=steps, seed=0)
         return {"succeeded": float(environment.succeeded.float().mean())}
 
-    def export(self, models: nn.ModuleDict, directory: Path) -> None:
-        """Save the pipeline."""
-        save_pipeline(self._assemble(models), directory)
-
-    def _assemble(self, models: nn.ModuleDict) -> DiffusionPolicyPipeline:
+    def pipeline(self, models: nn.ModuleDict) -> DiffusionPolicyPipeline:
+        """Put the weights into the pipeline."""
         self.pipe.transformer.load_state_dict(models["transformer"].state_dict())
         self.pipe.transformer.eval()
         self.pipe.set_progress_bar_config(disable=True)

@@ -4,7 +4,7 @@
 
 `settings/MODEL.toml` holds the settings, a table for each name. A job says what is
 trained and what its loss is; the loop takes care of precision, learning rates, averaged weights,
-checkpoints, the curve and the pictures to look at. Seed, settings and precision give the same
+checkpoints and the curve. Seed, settings and precision give the same
 weights on one machine, broken off or not.
 
 With `--device cuda` models and losses are there, and a whole step (loss, gradients, optimizers) is
@@ -21,9 +21,8 @@ import json
 import math
 import re
 import subprocess
-import sys
 import time
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import fields, replace
 from functools import lru_cache
 from pathlib import Path
@@ -34,13 +33,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from diffcache.eval.workshop.small.job import JOBS, Job, Settings, load_job, seeded, start_from
-from diffcache.eval.workshop.small.muon import Muon
 from diffcache.pipelines.shipped_models import MODELS
-
-if sys.version_info >= (3, 11):
-    pass
-else:
-    pass
 
 PRECISIONS = ("float32", "bfloat16", "compiled", "compiled-bfloat16")
 
@@ -132,32 +125,6 @@ def moved(drawn: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def choose_precision(job: Job, models: nn.ModuleDict) -> dict[str, float]:
-    """Time one step in float32 and in bfloat16: seconds by precision, compiling aside.
-
-    They are CPU seconds on a processor, which other programs may keep busy, and seconds on a GPU.
-    """
-    seconds = {}
-    for precision in PRECISIONS[:2]:
-        times = []
-        for step in range(3):
-            drawn = moved(Draws(job)[step])
-            begun = _seconds()
-            with autocast(precision):
-                job.loss(models, drawn, seeded(step)).backward()
-            times.append(_seconds() - begun)
-            models.zero_grad(set_to_none=True)
-        seconds[precision] = round(min(times), 4)
-    return seconds
-
-
-def _seconds() -> float:
-    if torch.get_default_device().type != "cuda":
-        return time.process_time()
-    torch.cuda.synchronize()
-    return time.perf_counter()
-
-
 def autocast(precision: str) -> contextlib.AbstractContextManager[Any]:
     """Return the context in which a loss is computed in a precision."""
     if precision.endswith("bfloat16"):
@@ -165,6 +132,52 @@ def autocast(precision: str) -> contextlib.AbstractContextManager[Any]:
         # Casts that are kept from one use to the next would outlive a graph's memory.
         return torch.autocast(kind, dtype=torch.bfloat16, cache_enabled=kind != "cuda")
     return contextlib.nullcontext()
+
+
+class Muon(torch.optim.Optimizer):
+    """Step along the nearest orthogonal matrix to the momentum, in float32.
+
+    `torch.optim.Muon` rounds to bfloat16, which is slow on processors without hardware for it,
+    and takes matrices alone; kernels of convolutions are flattened here.
+
+    Reference: Jordan et al., "Muon: an optimizer for hidden layers in neural networks", 2024.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], rate: float) -> None:
+        super().__init__(groups, {"lr": rate, "momentum": 0.95, "weight_decay": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Take one step."""
+        for group in self.param_groups:
+            alike: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+            for weight in group["params"]:
+                if weight.grad is None:
+                    continue
+                state = self.state[weight]
+                if "momentum" not in state:
+                    state["momentum"] = torch.zeros_like(weight)
+                momentum = state["momentum"]
+                momentum.lerp_(weight.grad, 1 - group["momentum"])
+                moved = weight.grad.lerp(momentum, group["momentum"]).flatten(1)
+                alike.setdefault((moved.shape[0], moved.shape[1]), []).append((weight, moved))
+            for (rows, columns), pairs in alike.items():
+                changes = orthogonal(torch.stack([moved for _, moved in pairs]))
+                size = max(1.0, rows / columns) ** 0.5
+                for (weight, _), change in zip(pairs, changes, strict=True):
+                    weight.mul_(1 - group["lr"] * group["weight_decay"])
+                    weight.sub_(change.view_as(weight) * (group["lr"] * size))
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """Return about the nearest orthogonal matrices [..., M, N], by five steps of Newton-Schulz."""
+    high = matrices.shape[-2] > matrices.shape[-1]
+    wide: Tensor = matrices.mT if high else matrices
+    wide = wide / (wide.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(5):
+        square = wide @ wide.mT
+        wide = 3.4445 * wide + (-4.775 * square + 2.0315 * square @ square) @ wide
+    return wide.mT if high else wide
 
 
 class _Graph:
@@ -182,7 +195,7 @@ class Training:
 
     Args:
         job: Model to train.
-        precision: One of `PRECISIONS`; "auto" times float32 and bfloat16 and takes the faster.
+        precision: One of `PRECISIONS`.
     """
 
     def __init__(self, job: Job, precision: str) -> None:
@@ -196,16 +209,12 @@ class Training:
         self.step = 0
         self.rows: list[dict[str, Any]] = []
         self.seconds = {"wall": 0.0, "cpu": 0.0}
-        self.timed: dict[str, float] = {}
         self.commits: list[str] = []  # of the code of each part of a run
         self.device = device_name()
         self.generator = seeded(0)
         self._graphs: dict[tuple[Hashable, ...], _Graph] = {}
         self._pool: Any = None  # memory that graphs share, as only one runs at a time
         self._side: Any = None  # stream of the steps before a graph
-        if precision == "auto":
-            self.timed = choose_precision(job, self.models)
-            precision = min(self.timed, key=self.timed.__getitem__)
         self.precision = precision
         job.compiled = precision.startswith("compiled")
 
@@ -278,7 +287,6 @@ class Training:
             "rows": self.rows,
             "seconds": self.seconds,
             "precision": self.precision,
-            "timed": self.timed,
             "commits": self.commits,
             "device": self.device,
         }
@@ -300,32 +308,25 @@ class Training:
                 if "capturable" in group:
                     group["capturable"] = torch.get_default_device().type == "cuda"
         self.step, self.rows, self.seconds = state["step"], state["rows"], state["seconds"]
-        self.timed, self.precision = state["timed"], state["precision"]
+        self.precision = state["precision"]
+        self.job.compiled = self.precision.startswith("compiled")
         self.commits = state.get("commits", [])
         self.device = state.get("device", self.device)
 
 
 def train(
-    job: Job,
-    name: str,
-    *,
-    precision: str = "auto",
-    minutes: float = math.inf,
-    fit: bool = False,
-    workers: int = 0,
-    pictures: bool = True,
+    job: Job, name: str, *, precision: str = "float32", minutes: float = math.inf, fit: bool = False, workers: int = 0
 ) -> Training:
     """Train from the last checkpoint on, or from the start, until the end or a time limit.
 
     Args:
         job: Model to train.
-        name: Name of the files in the job's folder: `NAME.state`, `NAME.jsonl`, `NAME-STEP.png`.
-        precision: One of `PRECISIONS`, or "auto".
+        name: Name of the checkpoint in the job's folder: `NAME.state`.
+        precision: One of `PRECISIONS`, of a run that begins here.
         minutes: Minutes after which to stop at a checkpoint.
         fit: Shorten the run to the steps that fit in `minutes`, so that the learning rate falls to
             its end. The record holds the steps that came of it.
         workers: Processes that draw examples; 0 draws them in this one.
-        pictures: Whether to draw the pictures to look at.
     """
     state = job.folder / f"{name}.state"
     run = Training(job, precision)
@@ -363,8 +364,6 @@ def train(
             row["wall_seconds"] = run.seconds["wall"]
             if measured:
                 row |= job.measure(run.average.eval())
-                if pictures and (picture := job.show(run.average)):
-                    picture.save(job.folder / f"{name}-{run.step:06d}.png")
             run.rows.append({key: float(f"{value:.5g}") for key, value in row.items()})
             print(json.dumps(run.rows[-1]), flush=True)
             losses = []
@@ -415,7 +414,6 @@ def record(run: Training, name: str, command: str) -> dict[str, Any]:
         "steps": run.step,
         "samples": run.step * settings.batch,
         "precision": run.precision,
-        "seconds_a_step_by_precision": run.timed,
         "cpu_hours": round(run.seconds["cpu"] / 3600, 3),
         "wall_hours": round(run.seconds["wall"] / 3600, 3),
         "device": run.device,
@@ -431,14 +429,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("model", choices=JOBS)
     parser.add_argument("--out", type=Path, required=True, help="folder of checkpoints and examples")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after so many minutes")
-    parser.add_argument("--precision", choices=("auto", *PRECISIONS), default="auto")
+    parser.add_argument("--precision", choices=PRECISIONS, default="float32")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="a number among the settings, such as batch=64"
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--workers", type=int, default=0, help="processes that draw examples")
-    parser.add_argument("--no-pictures", action="store_true", help="draw none to look at")
     parser.add_argument("--fit", action="store_true", help="shorten the run to what fits in --minutes")
     parser.add_argument("--export", action="store_true", help="train no more; ship the last checkpoint")
     chosen = parser.parse_args(arguments)
@@ -461,7 +458,6 @@ def main(arguments: list[str] | None = None) -> None:
             minutes=chosen.minutes,
             fit=chosen.fit,
             workers=chosen.workers,
-            pictures=not chosen.no_pictures,
         )
         return
     run = Training(job, "float32")

@@ -16,7 +16,7 @@ from diffcache.eval.metrics.bootstrap import mean_interval
 from diffcache.eval.metrics.intervals import share_interval
 from diffcache.eval.record import Progress, Setting
 from diffcache.eval.workshop.parts import Parts
-from diffcache.eval.workshop.small.loader import loader
+from diffcache.eval.workshop.small.export import loader
 from diffcache.eval.workshop.small.sticker_causal import CALL, CHUNK, SAMPLER
 from diffcache.eval.workshop.small.sticker_judge import read_faults
 from diffcache.eval.workshop.small.sticker_wan import draw_films
