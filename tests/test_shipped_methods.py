@@ -18,7 +18,7 @@ from diffcache.eval.record import FOLDER
 from diffcache.eval.report.records import load
 from diffcache.eval.workshop import figures, method_page
 from diffcache.eval.workshop.compared import BEGIN, END, NONE
-from diffcache.eval.workshop.shipped import table
+from diffcache.eval.workshop.shipped import reach as table
 from diffcache.eval.workshop.shipped.reach import Policy
 from diffcache.features.combine import Combine
 from diffcache.features.interval import Interval
@@ -48,9 +48,9 @@ def of_policy(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_table_of_the_policy_holds_two_seeds(policy: Policy) -> None:
     first, second = (Policy(policy.directory, 2, seed, 12, 1).uncached() for seed in (0, 1))
     both = policy.uncached()
-    assert policy.about["samples"] == 4
-    assert torch.equal(both.values, torch.cat([first.values, second.values]))
-    assert not torch.equal(first.values, second.values)
+    assert policy.samples == 4
+    assert torch.equal(both.actions, torch.cat([first.actions, second.actions]))
+    assert not torch.equal(first.actions, second.actions)
 
 
 def test_cost_counts_what_a_run_computes(policy: Policy) -> None:
@@ -58,8 +58,8 @@ def test_cost_counts_what_a_run_computes(policy: Policy) -> None:
     seen = torch.zeros(1, reach.OBSERVED, reach.OBSERVATION)
     with diffcache.wrapped(policy.pipe, Combine(Every(2), site="module")):
         policy.pipe(seen, 4, torch.Generator().manual_seed(0))
-        reports = [(diffcache.report(policy.pipe), 1)]
-    plain, half = (table._cost(r, 4, policy.step_flops) for r in ([], reports))
+        report = diffcache.report(policy.pipe)
+    plain, half = (table.cost(each, 4, policy.step_flops) for each in (None, report))
     assert plain["flops_ratio"] == 1 and plain["computed_steps"] == 4 and not plain["held_bytes"]
     assert half["computed_steps"] == 2
     layers, width, tokens, observed = 4, 64, reach.HORIZON, reach.OBSERVED + 1
@@ -142,7 +142,7 @@ def test_rows_are_kept(policy: Policy, of_policy: Path, tmp_path: Path, monkeypa
 def test_a_method_that_is_off_acts_as_the_uncached_policy(policy: Policy) -> None:
     base, method = policy.uncached(), Interval(every=1)
     with pytest.warns(match="skipped nothing"), diffcache.wrapped(policy.pipe, method):
-        row = table._row(policy, "interval:every=1", method, policy.draw(method), base)
+        row = policy.row("interval:every=1", method, policy.draw(method), base)
     assert row["fidelity"]["action_error"]["high"] == 0 and row["flops_ratio"] == 1
     assert row["quality"]["success_rate_change"]["value"] == 0 and row["computed_steps"] == 12
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 import diffcache
-from diffcache.catalog import make_method
 from diffcache.eval.demo import Task as DemoTask
 from diffcache.eval.demo import compare
 from diffcache.eval.kv import recall, reuse, text_task
@@ -39,11 +38,9 @@ from diffcache.eval.workshop.dllm.rows import rows as dllm_rows
 from diffcache.eval.workshop.figures import REWARDS
 from diffcache.eval.workshop.made import Made
 from diffcache.eval.workshop.shipped import guarantee, quality, reach
-from diffcache.eval.workshop.shipped.table import named
 from diffcache.eval.workshop.small.chain import HELD_OUT, WORLDS, draw, is_exact
 from diffcache.eval.workshop.small.sticker_judge import LEAST_LIKENESS
 from diffcache.features.base import Method
-from diffcache.features.collect import Calibrated
 from diffcache.pipelines.small.recall import RecallBatch
 
 Record = Mapping[str, Any]
@@ -113,21 +110,17 @@ def _methods(record: Record, rows: Sequence[Row], share: float, seed: int) -> It
 
 def _reach(record: Record, rows: Sequence[Row], share: float, seed: int) -> Iterator[Made]:
     seeds = record["task"]["samples"] // 256
-    subject = reach.Policy(seeds=seeds, numbers=some(256, share, seed))
-    numbers = [256 * half + number for half in range(seeds) for number in subject.numbers]
-    known = {named(*one): one for one in subject.methods}
+    policy = reach.Policy(seeds=seeds, numbers=some(256, share, seed))
+    numbers = [256 * half + number for half in range(seeds) for number in policy.numbers]
     for row in one_of_each(rows, seed):
-        if row["kind"] == "uncached":
-            drawn = subject.uncached()
+        if row["kind"] == reach.UNCACHED:
+            drawn = policy.uncached()
         else:
-            method = make_method(known[row["name"]][0], **known[row["name"]][1])
-            if isinstance(method, Calibrated):
-                method = subject.calibrated(method)
-            with diffcache.wrapped(subject.pipe, method):
-                drawn = subject.draw(method)
-        for key, now in drawn.outcomes.items():
-            kept = _read(row["outcomes"][key], numbers)
-            yield Made(row["name"], key, row["quality"][key], now, kept)
+            method = policy.method(row["name"])
+            with diffcache.wrapped(policy.pipe, method):
+                drawn = policy.draw(method)
+        kept = _read(row["outcomes"]["success_rate"], numbers)
+        yield Made(row["name"], "success_rate", row["quality"]["success_rate"], drawn.succeeded, kept)
 
 
 class _Few(recall.KVTask):
