@@ -204,11 +204,7 @@ def _on_cuda(operator: Operator, args: Sequence[Any]) -> Any:
 
 
 def chosen() -> str:
-    """Return the backend that is asked for: `auto`, `triton` or `torch`.
-
-    Raises:
-        ValueError: If `DIFFCACHE_KERNELS` is none of them.
-    """
+    """Return the backend `DIFFCACHE_KERNELS` asks for, `auto`, `triton` or `torch`, or raise ValueError."""
     found = os.environ.get("DIFFCACHE_KERNELS") or "auto"
     if found not in BACKENDS:
         raise ValueError(f"DIFFCACHE_KERNELS={found!r}: must be one of {', '.join(BACKENDS)}")

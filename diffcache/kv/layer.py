@@ -44,11 +44,7 @@ class Form(NamedTuple):
         return cls(len(k), k.shape[1], k.shape[3], v.shape[3], k.dtype, k.device)
 
     def check_fits(self, before: Form | None, layer: int, empty: bool) -> None:
-        """Raise unless a layer that holds tokens of a form, nothing in its tail, takes these too.
-
-        Raises:
-            ValueError: If it cannot.
-        """
+        """Raise ValueError unless a layer with tokens of a form, and an empty tail or not, takes these too."""
         if before is None or self == before:
             return
         if self[1:] != before[1:] or before.batch != 1 or not empty:
@@ -264,11 +260,7 @@ class KVLayer:
             self.tail = Tail(self.seen)
 
     def rollback(self, count: int) -> None:
-        """Forget the last tokens.
-
-        Raises:
-            ValueError: If so many were not written since the layer was last settled.
-        """
+        """Forget the last tokens; raise ValueError if so many were not written since the layer was last settled."""
         self.check_rollback(count)
         self.padding = None if self.padding is None else self.padding - self.tail.empty(count)
         self.summary = self._known_before(count)
@@ -277,22 +269,13 @@ class KVLayer:
         self.stats = {name: value[..., : self.held] for name, value in self.stats.items()}
 
     def check_rollback(self, count: int) -> None:
-        """Raise unless so many tokens can be taken back.
-
-        Raises:
-            ValueError: If so many were not written since the layer was last settled, or a retriever
-                knows more of them than it can forget.
-        """
+        """Raise ValueError if so many tokens are not loose, or a retriever knows more than it can forget."""
         if not 0 <= count <= self.tail.loose:
             raise ValueError(FIXED.format(count, self.tail.loose))
         self._known_before(count)
 
     def _known_before(self, count: int) -> LayerSummary | None:
-        """Return what a retriever knew before the last tokens.
-
-        Raises:
-            ValueError: If it knows more of them than it can forget.
-        """
+        """Return what a retriever knew before the last tokens; ValueError if it cannot forget what it knows."""
         if self.summary is None or not count:
             return self.summary
         if self.marked is not None and self.seen - count >= self.marked[0]:
@@ -345,11 +328,7 @@ class KVLayer:
         return count
 
     def read(self) -> Slots:
-        """Return all slots, segments first; keys as they are stored.
-
-        Raises:
-            ValueError: If nothing was written.
-        """
+        """Return all slots, segments first, keys as they are stored, or raise ValueError if nothing was written."""
         slots = self.tail.read()
         if self.segments:
             return read_all(self.segments, slots if slots is not None and slots.width else None)
@@ -358,11 +337,7 @@ class KVLayer:
         return slots
 
     def meta(self) -> dict[str, Tensor]:
-        """Return the metadata of all slots, as `read` orders them; nothing is decoded.
-
-        Raises:
-            ValueError: If nothing was written.
-        """
+        """Return the metadata of all slots, as `read` orders them and raises; nothing is decoded."""
         if not self.segments:
             return self.read().meta
         parts = [segment.metadata() for segment in self.segments]
@@ -424,11 +399,7 @@ class KVLayer:
             yield self._stored_parts()
 
     def met(self) -> Slots:
-        """Return all slots as queries meet them; as far as they were kept, they are not read again.
-
-        Raises:
-            ValueError: If nothing was written.
-        """
+        """Return all slots as queries meet them, as `read` raises; what was kept of them is not read again."""
         fresh = self.rotary is not None or bool(self.segments)  # else it is the tail's own memory
         if self.read_once and fresh and self.held and self._is_plain() and not self.latent:
             return self._reads.read(self)

@@ -74,11 +74,7 @@ class Observation:
 
     @cached_property
     def asked(self) -> Query:
-        """The last queries.
-
-        Raises:
-            ValueError: If none are kept.
-        """
+        """The last queries; raise ValueError if none are kept."""
         if self.queries is None:
             raise ValueError(
                 "this scorer looks at the last queries, and none were kept: its `window` must be "

@@ -101,15 +101,12 @@ class LayerScores(Score):
 
     Args:
         scores: Score of layer 0, 1, ...
-
-    Raises:
-        ValueError: If two keep statistics, and not the same.
     """
 
     scores: tuple[Score | None, ...]
 
     def check(self) -> None:
-        """Raise ValueError unless settings go together."""
+        """Raise ValueError if two keep statistics, and not the same."""
         keeping = dict.fromkeys(each for each in self._all() if each.statistics)
         if len(keeping) > 1:
             raise ValueError(
@@ -220,9 +217,6 @@ class LayerMergers(Merger):
 
     Args:
         mergers: Merger of layer 0, 1, ...
-
-    Raises:
-        ValueError: If some merge before rotation and others after.
     """
 
     mergers: tuple[Merger | None, ...]

@@ -114,16 +114,13 @@ class ByAge(Planner):
     Args:
         steps: Ages in tokens, rising: a block that is `steps[i]` old comes to level `i + 1`.
         block: Tokens that move together.
-
-    Raises:
-        ValueError: If the ages do not rise, or a number is less than 1.
     """
 
     steps: tuple[int, ...] = (32, 128, 512)
     block: Count = 32
 
     def check(self) -> None:
-        """Raise ValueError unless settings go together."""
+        """Raise ValueError if the ages do not rise, or a number is less than 1."""
         rising = all(a < b for a, b in zip((0, *self.steps), self.steps, strict=False))
         if not self.steps or not rising:
             raise ValueError(f"steps={self.steps}: must be ages that rise, at least 1 token")
@@ -187,9 +184,6 @@ class Demote(Planner):
         recent: Share of the budget that the latest tokens take, whatever their score.
         fresh: The budget is meant as the share of those slots that no codec holds yet, rather than
             as the number of slots that may stay at the level `top`.
-
-    Raises:
-        ValueError: If a setting is out of its range.
 
     References: MiKV, arXiv 2402.18096 (`top=0`, half the budget recent, as in H2O);
     ZipCache, arXiv 2405.14256 (`top=1, rest=2, fresh=True`).
@@ -296,9 +290,6 @@ class Windows(Planner):
         size: Tokens of a window.
         recent: Last tokens, always kept (the window whose queries score).
         best: Number of best tokens of a window that count; None for all of them.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
 
     size: Count = 8

@@ -120,9 +120,6 @@ class Refresh(PositionMap):
         every: Count at which counting begins anew, in frames.
         back: Count that it begins with: the frames held before the newest.
         official: Whether a frame keeps the number of its own count.
-
-    Raises:
-        ValueError: If `back` is not from 0 to `every - 1`.
     """
 
     every: int = 50
@@ -130,7 +127,7 @@ class Refresh(PositionMap):
     official: bool = False
 
     def check(self) -> None:
-        """Raise ValueError unless settings go together."""
+        """Raise ValueError if `back` is not from 0 to `every - 1`."""
         if not 0 <= self.back < self.every:
             raise ValueError(f"back={self.back}: must be from 0 to every - 1 = {self.every - 1}")
 

@@ -119,11 +119,7 @@ class Recipe(Settings):
         return any(part is not None and part.wants_out for part in parts)
 
     def __or__(self, other: Recipe) -> Recipe:
-        """Return a recipe that does what both do.
-
-        Raises:
-            ValueError: If both say something of the same part.
-        """
+        """Return a recipe that does what both do, or raise ValueError if both say something of the same part."""
         if not isinstance(other, Recipe):
             return NotImplemented
         blank = Recipe()

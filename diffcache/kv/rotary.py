@@ -46,11 +46,7 @@ class Rotation(ABC):
     varies: bool = False
 
     def check(self) -> None:
-        """Check the fields that every rotation has.
-
-        Raises:
-            ValueError: If one is out of its range.
-        """
+        """Raise ValueError if a field that every rotation has is out of its range."""
         freq = self.inv_freq
         if freq.ndim != 1 or freq.dtype not in (torch.float32, torch.float64):
             raise ValueError(

@@ -287,11 +287,7 @@ class Coded(Segment):
         return Slots(self.k.decode_at(index), exact.where((late >= 0)[..., None], v), meta)
 
     def take(self, index: Tensor, keep: Tensor) -> Coded:
-        """Return chosen slots, codes as they are; the values must all be coded.
-
-        Raises:
-            ValueError: If some values are not coded yet.
-        """
+        """Return chosen slots, codes as they are; raise ValueError if some values are not coded yet."""
         if self.exact is not None:
             raise ValueError("values that are not coded yet: align the segment before taking")
         heads = index.shape[1]

@@ -168,11 +168,7 @@ def check_size(name: str, size: object) -> None:
 
 
 def check_setting(name: str, value: object, hint: Any) -> None:
-    """Raise unless a value is what an annotation says.
-
-    Raises:
-        ValueError: If it is not.
-    """
+    """Raise ValueError unless a value is what an annotation says."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     if value is None and NoneType in kinds:
         return
@@ -235,10 +231,6 @@ def check_room(budget: Size, always: Mapping[str, int]) -> None:
 
 
 def check_multiple(name: str, value: int, group: int) -> None:
-    """Raise unless a number of tokens is a multiple of those that are coded together.
-
-    Raises:
-        ValueError: If it is not.
-    """
+    """Raise ValueError unless a number of tokens is a multiple of those that are coded together."""
     if value % group:
         raise ValueError(f"{name}={value}: must be a multiple of group={group}, the tokens coded together")

@@ -76,11 +76,7 @@ def planned(recipe: Recipe, seen: Sequence[Observation]) -> list[tuple[Tensor, T
 
 
 def check_alone(recipe: Recipe) -> None:
-    """Refuse a recipe whose layers cannot be compressed one at a time.
-
-    Raises:
-        ValueError: If it does more than drop slots of a layer, or looks across layers.
-    """
+    """Raise ValueError if a recipe does more than drop slots of a layer, or looks across layers."""
     across = any(part is not None and part.looks_across for part in (recipe.score, recipe.budget))
     shared = recipe.codec is not None and recipe.codec.scope > 1
     if recipe.merge is not None or recipe.ladder or across or shared:

@@ -165,21 +165,13 @@ class KVStore:
         return retrieve.views(query, layer, self.layers)
 
     def settle(self) -> None:
-        """Compress, and hand to codecs what is theirs, whether or not it is due.
-
-        Raises:
-            ValueError: If nothing was written.
-        """
+        """Compress, and hand to codecs what is theirs, due or not; raise ValueError if nothing was written."""
         if self.recipe.evicts:
             self.compress()
         self._flush()
 
     def compress(self) -> None:
-        """Score all slots and carry out what the plan says, whether or not it is due.
-
-        Raises:
-            ValueError: If the recipe has nothing to score with, or nothing was written.
-        """
+        """Score all slots and carry out the plan, due or not; ValueError without a score or any slots."""
         self._commit()
         recipe = self.recipe
         layers = self.layers[recipe.skip :]
@@ -272,11 +264,7 @@ class KVStore:
     # going back, and sideways --------------------------------------------------------------
 
     def rollback(self, count: int) -> None:
-        """Forget the last tokens, as if they had never been written.
-
-        Raises:
-            ValueError: As `check_rollback` does; nothing is forgotten then.
-        """
+        """Forget the last tokens, as if never written; or forget nothing and raise as `check_rollback` does."""
         self.check_rollback(count)
         for layer, ring in zip(self.layers, self._rings, strict=True):
             layer.rollback(count)
@@ -291,11 +279,7 @@ class KVStore:
                     self.views(layer.index, each.query)
 
     def check_rollback(self, count: int) -> None:
-        """Raise unless so many tokens can be taken back.
-
-        Raises:
-            ValueError: If they are settled, cannot be forgotten, or a forward was cut off.
-        """
+        """Raise ValueError if so many tokens are settled, cannot be forgotten, or a forward was cut off."""
         self._check_uncut()
         if count > self.seen - self._settled:
             raise ValueError(FIXED.format(count, self.seen - self._settled))
@@ -328,11 +312,7 @@ class KVStore:
         self.opened = None
 
     def state(self) -> dict[str, object]:
-        """Return what is held beside the layers: the last queries, and what was written when.
-
-        Raises:
-            ValueError: If an earlier forward did not come to its end.
-        """
+        """Return last queries and what was written when; raise ValueError if a forward did not come to its end."""
         self._check_uncut()
         self._commit()
         queries = [ring.query for ring in self._rings]

@@ -34,9 +34,6 @@ class AdaHead(Budget):
             head, so that the sum may be off by a slot a head, and leaves out slots of an infinite
             score, which stay.
 
-    Raises:
-        ValueError: If a setting is out of its range.
-
     Reference: Ada-KV, arXiv 2407.11550, algorithm 1; the official code blends, kvpress has floors.
     """
 
@@ -101,9 +98,6 @@ class HeadTable(Budget):
         size: Slots of another head, or a share of the tokens it has seen.
         least: Slots of another head at least.
         more: Slots of another head on top of that, as for its first tokens.
-
-    Raises:
-        ValueError: If a setting is out of its range, or the table does not fit the model.
     """
 
     whole: Heads
@@ -112,7 +106,7 @@ class HeadTable(Budget):
     more: Whole = 0
 
     def check(self) -> None:
-        """Raise ValueError unless settings go together."""
+        """Raise ValueError if the table does not fit the model."""
         if not self.whole or len({len(row) for row in self.whole}) != 1:
             raise ValueError(f"whole={self.whole!r}: must be a table of layers, each with as many heads")
 

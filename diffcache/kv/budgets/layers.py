@@ -281,9 +281,6 @@ class Scheduled(Budget):
         scales: Tokens of each scale, first to last.
         table: Slots of each layer after each scale; empty is `size` everywhere.
         prompt: Tokens that come before the first scale.
-
-    Raises:
-        ValueError: If the numbers do not fit each other.
     """
 
     size: Size
@@ -292,7 +289,7 @@ class Scheduled(Budget):
     prompt: Whole = 0
 
     def check(self) -> None:
-        """Raise ValueError unless settings go together."""
+        """Raise ValueError if the numbers do not fit each other."""
         if not self.scales or min(self.scales) < 1:
             raise ValueError(f"scales={self.scales}: must be at least 1 token each")
         for layer, row in enumerate(self.table):
@@ -303,11 +300,7 @@ class Scheduled(Budget):
                 )
 
     def allot(self, scores: Sequence[Tensor], seen: Sequence[Observation]) -> list[Tensor]:
-        """Return the budgets of the scale that was written last.
-
-        Raises:
-            ValueError: If there are more or fewer layers than rows in the table.
-        """
+        """Return the budgets of the scale that came last; ValueError if the table is not of as many layers."""
         if self.table and len(self.table) != len(seen):
             raise ValueError(
                 f"table of {len(self.table)} layers, and the recipe is used on {len(seen)}; find "
@@ -344,9 +337,6 @@ class LayerTable(Budget):
         size: Slots of a row in the average layer, or a share of the tokens it has seen.
         weights: Weight of each layer, in any unit; empty has all layers get the same.
         least: Slots that every layer gets, at most `size`.
-
-    Raises:
-        ValueError: If a number is out of range.
     """
 
     size: Size
@@ -359,11 +349,7 @@ class LayerTable(Budget):
             raise ValueError(f"weights={self.weights}: must be numbers, none negative and not all 0")
 
     def allot(self, scores: Sequence[Tensor], seen: Sequence[Observation]) -> list[Tensor]:
-        """Return the shares.
-
-        Raises:
-            ValueError: If there are more or fewer layers than weights.
-        """
+        """Return the shares, or raise ValueError if there are more or fewer layers than weights."""
         weights = self.weights or (1.0,) * len(seen)
         if len(weights) != len(seen):
             raise ValueError(

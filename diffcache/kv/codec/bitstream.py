@@ -81,9 +81,6 @@ class CacheGen(Settings):
         chunk: Tokens of a chunk.
         levels: Factor of the number of bins at each level, falling, above 0 and at most 1.
         mode: `"paper"`, or `"official"` without anchors and differences.
-
-    Raises:
-        ValueError: If a number is out of its range.
     """
 
     key_bins: tuple[tuple[int, int | None], ...] = ((32, 10), (16, 20), (16, None))
@@ -282,11 +279,7 @@ def _bytes(x: Tensor) -> bytes:
 
 
 def _library() -> Any:
-    """Return the package `constriction`.
-
-    Raises:
-        ImportError: If it is not installed; the message says how.
-    """
+    """Return the package `constriction`, or raise ImportError, which says how to install it."""
     try:
         return import_module("constriction")
     except ImportError as error:

@@ -194,9 +194,6 @@ class CacheGenBlocks(BlockCodec):
         tables: Result of `CacheGen.measure` with one head of C channels; both sides have the same.
         codec: Bins, anchors and levels.
         level: The level that is encoded; any is decoded.
-
-    Raises:
-        ValueError: If there is no such level.
     """
 
     kind = 1
@@ -205,7 +202,7 @@ class CacheGenBlocks(BlockCodec):
     level: int = 0
 
     def check(self) -> None:
-        """Raise ValueError unless settings go together."""
+        """Raise ValueError if there is no such level."""
         if not 0 <= self.level < len(self.tables.weights):
             raise ValueError(f"level={self.level}: must be 0 to {len(self.tables.weights) - 1}, a level of the tables")
 

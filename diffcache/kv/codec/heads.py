@@ -112,11 +112,7 @@ class JoinHeads(TensorCodec):
     heads: Count | None = None
 
     def encode(self, x: Tensor) -> JoinedHeads:
-        """Code a tensor `[B, H, S, D]`.
-
-        Raises:
-            ValueError: If `heads` does not divide H.
-        """
+        """Code a tensor `[B, H, S, D]`; raise ValueError if `heads` does not divide H."""
         count = checked(x, self.multiple).shape[1]
         heads = self.heads or count
         if count % heads:

@@ -86,9 +86,6 @@ class Pair(KVCodec):
         whole: Code all that is due at once as soon as it is `block` tokens or more, rather than a
             multiple of `block`.
         sinks: First tokens of each row that stay exact.
-
-    Raises:
-        ValueError: If a number is out of range, or `block` is no multiple of what codecs need.
     """
 
     keys: TensorCodec
@@ -100,7 +97,7 @@ class Pair(KVCodec):
     sinks: Whole = 0
 
     def check(self) -> None:
-        """Raise ValueError unless settings go together."""
+        """Raise ValueError if `block` is no multiple of what codecs need."""
         for name, codec in (("keys", self.keys), ("values", self.values)):
             if self.block % codec.multiple:
                 raise ValueError(
@@ -195,15 +192,12 @@ class ByLayer(KVCodec):
 
     Args:
         codecs: Codec of layer 0, 1, ...; None leaves a layer exact.
-
-    Raises:
-        ValueError: If one of them holds several layers together.
     """
 
     codecs: tuple[KVCodec | None, ...]
 
     def check(self) -> None:
-        """Raise ValueError unless settings go together."""
+        """Raise ValueError if one of them holds several layers together."""
         if any(codec is not None and codec.scope != 1 for codec in self.codecs):
             raise ValueError("codecs: each must hold one layer; give scope > 1 for all layers")
 
@@ -215,11 +209,7 @@ class ByLayer(KVCodec):
                 codec.flush([layer])
 
     def hold(self, slots: Slots, level: int) -> Segment:
-        """Refuse: slots do not say which layer they are of.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Raise ValueError: slots do not say which layer they are of."""
         raise ValueError("a codec for each layer is no rung of a ladder; use one for all layers")
 
     def align(self, layer: KVLayer) -> None:

@@ -81,9 +81,6 @@ class Together(KVCodec):
         block: Tokens that are coded at once.
         recent: Tokens that always stay exact.
         whole: Code all that is due at once as soon as it is `block` tokens or more.
-
-    Raises:
-        ValueError: If a number is out of range, or `block` is no multiple of what codecs need.
     """
 
     keys: LayersCodec
@@ -94,7 +91,7 @@ class Together(KVCodec):
     whole: bool = False
 
     def check(self) -> None:
-        """Raise ValueError unless settings go together."""
+        """Raise ValueError if `block` is no multiple of what codecs need."""
         if self.block % self.multiple:
             raise ValueError(
                 f"block={self.block}: must be a multiple of {self.multiple}, the tokens that are coded together"

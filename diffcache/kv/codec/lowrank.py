@@ -194,9 +194,6 @@ class StaticLowRank(TensorCodec):
         down: `[heads * D, r]`; all H heads of a slot side by side, a divisor of H of them, or one.
         up: `[r, heads * D]`.
         inner: Codec of the coordinates; None keeps them in the dtype that was given.
-
-    Raises:
-        ValueError: If the shapes of the two do not match.
     """
 
     down: Tensor
@@ -204,7 +201,7 @@ class StaticLowRank(TensorCodec):
     inner: TensorCodec | None = None
 
     def check(self) -> None:
-        """Raise ValueError unless settings go together."""
+        """Raise ValueError if the shapes of the two do not match."""
         if self.down.dim() != 2 or self.up.shape != self.down.shape[::-1]:
             raise ValueError(
                 f"down has shape {list(self.down.shape)} and up {list(self.up.shape)}: give"
@@ -212,11 +209,7 @@ class StaticLowRank(TensorCodec):
             )
 
     def encode(self, x: Tensor) -> Payload:
-        """Code a tensor `[B, H, S, D]`.
-
-        Raises:
-            ValueError: If the rows of `down` are no multiple of D.
-        """
+        """Code a tensor `[B, H, S, D]`; raise ValueError if the rows of `down` are no multiple of D."""
         size = checked(x, self.multiple).shape[3]
         if self.down.shape[0] == size:
             left = steady_product(x, self.down.to(x.device), work_dtype(x.dtype))

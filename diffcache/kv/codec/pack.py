@@ -20,22 +20,14 @@ _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # a byte for each num
 
 
 def chunk_of(bits: float) -> tuple[int, int, int]:
-    """Return (numbers in a chunk, bytes of a chunk, values of a number).
-
-    Raises:
-        ValueError: If there is no packing of `bits`.
-    """
+    """Return (numbers in a chunk, bytes of a chunk, values of a number), or raise ValueError if there is none."""
     if bits not in CHUNKS:
         raise ValueError(f"bits={bits!r}: must be one of {', '.join(map(str, CHUNKS))}")
     return CHUNKS[bits]
 
 
 def packed_size(size: int, bits: float) -> int:
-    """Return the bytes that `size` numbers of `bits` bits take.
-
-    Raises:
-        ValueError: If there is no packing of `bits`.
-    """
+    """Return the bytes that `size` numbers of `bits` bits take; ValueError if there is no packing of `bits`."""
     count, width, _ = chunk_of(bits)
     return -(-size // count) * width
 

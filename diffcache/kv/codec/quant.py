@@ -113,9 +113,6 @@ class GroupQuant(TensorCodec):
             from the smallest value, as in RotateKV's code; not for symmetric grids.
         relax: Share of the range that the grid is drawn in at either end, 0 to below 0.5.
         scale_dtype: Dtype that scales and minima are stored in. Groups beyond its range saturate.
-
-    Raises:
-        ValueError: If a value is out of its range.
     """
 
     bits: Bits = 2

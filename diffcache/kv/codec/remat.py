@@ -61,11 +61,7 @@ class Rematerialise(Retriever):
     projections: tuple[Projections, ...]
 
     def views(self, query: Query, layer: KVLayer, others: list[KVLayer]) -> list[View]:
-        """Return all slots, made again and rotated.
-
-        Raises:
-            ValueError: If the layer holds something else.
-        """
+        """Return all slots, made again and rotated, or raise ValueError if the layer holds something else."""
         slots = layer.read()
         wanted = self.projections[layer.index].k.shape[1]
         if slots.k.shape[1] != 1 or slots.k.shape[3] != wanted:
@@ -105,11 +101,7 @@ class Nothing(TensorCodec):
     """Hold tensors without channels, where the inputs of a layer stand for keys and values."""
 
     def encode(self, x: Tensor) -> Void:
-        """Code a tensor [B, H, S, 0].
-
-        Raises:
-            ValueError: If it has channels.
-        """
+        """Code a tensor [B, H, S, 0]; raise ValueError if it has channels."""
         if x.dim() != 4 or x.shape[3]:
             raise ValueError(f"x has shape {list(x.shape)}: must be [B, H, S, 0]")
         return Void(x.new_empty(*x.shape[:2], 0, 0), x.shape[2])

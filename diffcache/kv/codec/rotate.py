@@ -82,9 +82,6 @@ class Hadamard(TensorCodec):
         heads: Consecutive heads that are rotated together, which must divide H.
         block: Channels of a rotated block, a power of two that divides `heads * D`; None for the
             largest.
-
-    Raises:
-        ValueError: If `heads` or `block` is out of its range.
     """
 
     inner: TensorCodec
@@ -92,16 +89,12 @@ class Hadamard(TensorCodec):
     block: int | None = None
 
     def check(self) -> None:
-        """Raise ValueError unless settings go together."""
+        """Raise ValueError if `heads` or `block` is out of its range."""
         if self.block is not None and (self.block < 2 or self.block & (self.block - 1)):
             raise ValueError(f"block={self.block}: must be a power of two, or None")
 
     def encode(self, x: Tensor) -> Payload:
-        """Code a tensor `[B, H, S, D]`.
-
-        Raises:
-            ValueError: If no block of two channels or more divides the channels.
-        """
+        """Code a tensor `[B, H, S, D]`; raise ValueError if no block of two channels or more divides D."""
         size = checked(x, self.multiple).shape[3] * self.heads
         if self.block_of(size) < 2:
             raise ValueError(
@@ -172,16 +165,13 @@ class ChannelPermute(TensorCodec):
         inner: Codec of the reordered tensor.
         order: `[D]` or `[H, D]`, channels in their new order, as `energy_order` returns them for
             a batch of one; None to fit.
-
-    Raises:
-        ValueError: If the order is no permutation.
     """
 
     inner: TensorCodec
     order: Tensor | None = None
 
     def check(self) -> None:
-        """Raise ValueError unless settings go together."""
+        """Raise ValueError if the order is no permutation."""
         if self.order is None:
             return
         places = torch.arange(self.order.shape[-1], device=self.order.device)
@@ -189,11 +179,7 @@ class ChannelPermute(TensorCodec):
             raise ValueError("order must be [D] or [H, D], a permutation of the channels in a row")
 
     def encode(self, x: Tensor) -> Permuted:
-        """Code a tensor `[B, H, S, D]`.
-
-        Raises:
-            ValueError: If the order is of another number of channels or heads.
-        """
+        """Code a tensor `[B, H, S, D]`; raise ValueError if the order is of other channels or heads."""
         batch, heads, slots, size = checked(x, self.multiple).shape
         if self.order is None:
             order = energy_order(x)

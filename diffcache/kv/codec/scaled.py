@@ -76,27 +76,20 @@ class Balanced(TensorCodec):
     Args:
         inner: Codec of the scaled tensor.
         factor: `[D]`, `[H, D]` or `[B, H, D]`, above 0; broadcasts with `[B, H, D]`.
-
-    Raises:
-        ValueError: If the factor is not above 0 and finite, or has another shape.
     """
 
     inner: TensorCodec
     factor: Tensor
 
     def check(self) -> None:
-        """Raise ValueError unless settings go together."""
+        """Raise ValueError if the factor is not above 0 and finite, or has another shape."""
         if not 1 <= self.factor.dim() <= 3:
             raise ValueError(f"factor has shape {list(self.factor.shape)}: give up to [B, H, D]")
         if not bool(((self.factor > 0) & self.factor.isfinite()).all()):
             raise ValueError("factor has values that are not above 0 and finite")
 
     def encode(self, x: Tensor) -> Scaled:
-        """Code a tensor `[B, H, S, D]`.
-
-        Raises:
-            ValueError: If the factor does not broadcast with it.
-        """
+        """Code a tensor `[B, H, S, D]`; raise ValueError if the factor does not broadcast with it."""
         batch, heads, _, size = checked(x, self.multiple).shape
         wanted = (batch, heads, size)
         given = (1,) * (3 - self.factor.dim()) + tuple(self.factor.shape)

@@ -154,11 +154,7 @@ class SharedDirection(LayersCodec):
     mode: Mode = "paper"
 
     def encode(self, xs: Sequence[Tensor]) -> list[Payload]:
-        """Code two layers, or one alone, whose direction is its own.
-
-        Raises:
-            ValueError: If there are more than two.
-        """
+        """Code two layers, or one alone, whose direction is its own; raise ValueError if there are more."""
         if len(xs) > 2:
             raise ValueError(f"{len(xs)} layers: two can share a direction; use scope=2")
         wide = [checked(x, self.multiple).to(work_dtype(x.dtype)) for x in xs]

@@ -60,9 +60,6 @@ class Stair(KVCodec):
         bits: Bits of a code of this rung.
         group: Tokens of a group of keys, channels of a group of values.
         first: Bits of the first rung.
-
-    Raises:
-        ValueError: If bits are not 1, 2, 4 or 8, or more than the first rung has.
     """
 
     bits: int = 4
@@ -70,7 +67,7 @@ class Stair(KVCodec):
     first: int = 8
 
     def check(self) -> None:
-        """Raise ValueError unless settings go together."""
+        """Raise ValueError if bits are not 1, 2, 4 or 8, or more than the first rung has."""
         if self.bits not in _POWERS or self.first not in _POWERS or self.bits > self.first:
             raise ValueError(f"bits={self.bits}, first={self.first}: must be of 1, 2, 4 and 8, and bits at most first")
 

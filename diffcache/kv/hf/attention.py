@@ -58,11 +58,7 @@ _CURRENT: ContextVar[_Handle | _Served | None] = ContextVar("diffcache_kv", defa
 
 
 def announce(writer: Writer, number: int, key: Tensor, value: Tensor) -> None:
-    """Say that these new keys and values are about to reach the attention function.
-
-    Raises:
-        AttachError: If those of the layer before never reached it.
-    """
+    """Say that these are about to reach attention; AttachError if those of the layer before never did."""
     last = _CURRENT.get()
     waits = isinstance(last, _Handle) and last.writer is writer and last.number == number - 1
     if number and waits:
@@ -245,11 +241,7 @@ def _reached(asked: Query, window: int) -> Tensor | None:
 
 
 def check_mask_sizes(count: int, masked: int, expected: int) -> None:
-    """Check that the mask of several tokens, made beforehand, is for the slots there are now.
-
-    Raises:
-        AttachError: If slots were dropped since.
-    """
+    """Raise AttachError if slots were dropped since the mask of several tokens was made."""
     if count > 1 and masked not in (0, expected):
         raise AttachError(
             f"mode='stock': slots were dropped after the mask of these {count} tokens was made; "
@@ -258,11 +250,7 @@ def check_mask_sizes(count: int, masked: int, expected: int) -> None:
 
 
 def handed_out(layer: KVLayer) -> Slots:
-    """Return all slots of a layer, for attention that takes each of them for one token.
-
-    Raises:
-        AttachError: If it would take them for what they are not.
-    """
+    """Return all slots, for attention to which each is one token, or raise AttachError if some are not."""
     slots = layer.rotated(layer.read())
     runs = [segment.first for segment in layer.segments] + [layer.tail.start]
     why = None

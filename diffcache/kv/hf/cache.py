@@ -136,11 +136,7 @@ def cache_for(
 
 
 def set_up(model: nn.Module, modules: Mapping[int, nn.Module], latent: bool) -> str:
-    """Have a model use our attention function, and return the name of the one before.
-
-    Raises:
-        AttachError: If its attention cannot be exchanged, or does not meet what the cache holds.
-    """
+    """Have a model use our attention, and return the name of its own; AttachError if that is refused."""
     was_set_up = attention_name_of(decoder_config(model)) == NAME
     before = switch(model)
     try:
@@ -250,11 +246,7 @@ class KVCache(Host, Cache):  # type: ignore[misc]
         return list(self.setup.owned)
 
     def settle(self) -> None:
-        """Do now what the recipe does to a prompt, whether or not it is due.
-
-        Raises:
-            ValueError: If nothing was written.
-        """
+        """Do now what the recipe does to a prompt, due or not; raise ValueError if nothing was written."""
         self.store.settle()
 
     def to_dynamic(self) -> DynamicCache:
@@ -479,11 +471,7 @@ def take_over(cache: Host, past: DynamicCache, mask: Tensor | None, seen: int) -
 
 
 def dynamic_of(cache: Host) -> DynamicCache:
-    """Return a cache of transformers with the same content, keys and values decoded.
-
-    Raises:
-        ValueError: If slots were dropped, merged or moved: a `DynamicCache` knows no positions.
-    """
+    """Return what `KVCache.to_dynamic` does: a `DynamicCache` knows no positions."""
     made = DynamicCache(config=cache.setup.config)
     for number, index in enumerate(cache.setup.owned):
         core = cache.store.layers[number]

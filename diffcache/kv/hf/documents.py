@@ -102,11 +102,7 @@ class Documents:
         self._forget()
 
     def _forget(self) -> None:
-        """Hold nothing, and look at the model as it is now.
-
-        Raises:
-            ValueError: If a number is out of its range, or layers attend otherwise.
-        """
+        """Hold nothing, and look at the model as it is now; raise ValueError if its layers attend otherwise."""
         self._device = device_of_model(self._model)
         self._head = self._tokens(self._before)
         self._tree: PrefixTree[Piece] = PrefixTree("", self._budget, self._settings.get("chunk", 1))
@@ -134,11 +130,7 @@ class Documents:
         return sum(map(_bytes, self._held.values())) + self._tree.nbytes + last
 
     def read(self, documents: Iterable[str]) -> None:
-        """Read documents each alone, where the method holds such, before they are asked about.
-
-        Raises:
-            ValueError: If one is empty or no text.
-        """
+        """Read documents alone, where the method holds such, before questions; ValueError if one is empty."""
         texts = _texts("documents", documents)
         self._check_model()
         if self.method in ("concatenate", "cacheblend", "ape"):
@@ -334,11 +326,7 @@ def _taken(method: str) -> list[inspect.Parameter]:
 
 
 def settings_of(method: str, **settings: Any) -> dict[str, Any]:
-    """Return all settings of a method of `Documents`.
-
-    Raises:
-        ValueError: If there is no such method or setting, or one is out of its range.
-    """
+    """Return all settings of a method of `Documents`, or raise ValueError, as `Documents` does."""
     if method not in NAMES:
         raise ValueError(f"method={method!r}: must be one of {', '.join(NAMES)}")
     taken = {one.name: one for one in _taken(method)}
@@ -351,11 +339,7 @@ def settings_of(method: str, **settings: Any) -> dict[str, Any]:
 
 
 def _texts(name: str, given: Iterable[Any]) -> list[str]:
-    """Return texts as a list.
-
-    Raises:
-        ValueError: If they are one text or no texts, or one is empty.
-    """
+    """Return texts as a list, or raise ValueError if they are one text or no texts, or one is empty."""
     if isinstance(given, str):
         raise ValueError(f"{name} is one text: give a list of texts")
     for number, text in enumerate(texts := list(given)):

@@ -46,11 +46,7 @@ class CacheSetup:
 
 
 def config_of(model: Any) -> Any:
-    """Return the configuration of a model of transformers.
-
-    Raises:
-        AttachError: If it is no such model.
-    """
+    """Return the configuration of a model of transformers, or raise AttachError if it is no such model."""
     config = getattr(model, "config", None)
     if not isinstance(model, nn.Module) or not hasattr(config, "get_text_config"):
         given = "None" if model is None else f"a {type(model).__name__}"
@@ -132,11 +128,7 @@ def choose(recipe: Recipe, mode: Mode) -> tuple[Mode, str]:
 
 
 def attentions(model: nn.Module, owned: Sequence[int]) -> dict[int, nn.Module]:
-    """Return the attention module of each layer, which has its number and looks like attention.
-
-    Raises:
-        AttachError: If a layer attends to something else than the tokens.
-    """
+    """Return the attention module of each layer, or raise AttachError if one attends to other than tokens."""
     modules: dict[int, nn.Module] = {}
     for index, module in numbered(model):
         if index in owned and (index not in modules or _is_cross(modules[index])):
@@ -188,11 +180,7 @@ def rotary_embedding(model: nn.Module) -> nn.Module | None:
 
 
 def reader(model: nn.Module, found: dict[int, nn.Module], index: int, config: Any) -> RotaryReader:
-    """Return what tells how a layer rotates its keys.
-
-    Raises:
-        AttachError: If that cannot be found out.
-    """
+    """Return what tells how a layer rotates its keys, or raise AttachError if that cannot be found out."""
     if index not in found:
         raise AttachError(f"{type(model).__name__}: no attention module of layer {index} was found")
     embedding = rotary_embedding(model)
@@ -241,11 +229,7 @@ def check_takes_cache(model: nn.Module) -> None:
 
 
 def check_generates_with_cache(model: nn.Module) -> None:
-    """Check that `generate` gives a cache only the tokens that are new.
-
-    Raises:
-        AttachError: If the model's settings tell it to compute all of them at each step.
-    """
+    """Raise AttachError if settings have `generate` give a cache all tokens anew at each step."""
     if getattr(getattr(model, "generation_config", None), "use_cache", None) is False:
         raise AttachError(
             f"{type(model).__name__}: generation_config.use_cache=False has generate give all "
@@ -254,11 +238,7 @@ def check_generates_with_cache(model: nn.Module) -> None:
 
 
 def output_of(found: dict[int, nn.Module], index: int) -> Tensor:
-    """Return the weight of a layer's output projection, [hidden, Hq * Dv].
-
-    Raises:
-        AttachError: If there is none.
-    """
+    """Return the weight of a layer's output projection, [hidden, Hq * Dv], or raise AttachError."""
     module = found.get(index)
     for name in _OUTPUTS:
         layer = getattr(module, name, None)

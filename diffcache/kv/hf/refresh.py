@@ -156,11 +156,7 @@ def _forward(
 
 
 def check_whole(cache: Host) -> None:
-    """Raise unless all layers of the model are in the store.
-
-    Raises:
-        ValueError: If some are not.
-    """
+    """Raise ValueError unless all layers of the model are in the store."""
     others = len(cache.layers) - len(cache.store.layers)
     if others:
         raise ValueError(

@@ -39,11 +39,7 @@ def switch(model: nn.Module) -> str:
 
 
 def detach(model: nn.Module) -> None:
-    """Take off a model what `cache_for` put there: each part attends by the function of before.
-
-    Raises:
-        AttachError: If it is no model of transformers.
-    """
+    """Take off a model of transformers what `cache_for` put there; raise AttachError if it is no such model."""
     config_of(model)
     restore_attention(model, NAME)
     unwatch(model)

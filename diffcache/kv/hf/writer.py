@@ -87,11 +87,7 @@ class Writer:
             self.tags = self.tags.index_select(0, index.to(self.tags.device))
 
     def check_past(self, mask: Tensor | None) -> None:
-        """Refuse a mask that hides tokens that were taken over as no padding.
-
-        Raises:
-            ValueError: If `past_mask` is missing, or says something else than the mask.
-        """
+        """Raise ValueError if a mask hides tokens that were taken over as no padding."""
         if mask is None or self.past is None:
             return
         known, self.past = self.past, None

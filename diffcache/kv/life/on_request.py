@@ -47,11 +47,7 @@ class AfterProbe(Trigger):
     by_itself = False
 
     def due(self, event: Event) -> bool:
-        """Return False.
-
-        Raises:
-            ValueError: If a prompt has ended that no probe was run on.
-        """
+        """Return False, or raise ValueError if a prompt has ended that no probe was run on."""
         ended = event.fresh and (event.coming == 1 or event.speculative)
         if ended and event.since == event.seen:
             raise ValueError(

@@ -208,11 +208,7 @@ def _rehearse(loaded: KVStore, queries: list[Query | None]) -> None:
 
 
 def _fill(layer: KVLayer, saved: Mapping[str, Any]) -> None:
-    """Have an empty layer hold what was saved.
-
-    Raises:
-        ValueError: If parts do not go together.
-    """
+    """Have an empty layer hold what was saved; raise ValueError if parts do not go together."""
     layer.seen, layer.padding = saved["seen"], saved["padding"]
     layer.segments, layer.stats = saved["segments"], saved["stats"]
     layer.summary = saved["summary"]
@@ -406,11 +402,7 @@ def fold(item: object) -> Folded:
 
 
 def unfold(folded: Folded) -> Any:
-    """Put together what `fold` took apart.
-
-    Raises:
-        ValueError: If it names a class that is not in `CLASSES`.
-    """
+    """Put together what `fold` took apart; raise ValueError if it names a class that is not in `CLASSES`."""
 
     def walk(node: Any) -> Any:
         if not isinstance(node, dict):

@@ -96,11 +96,7 @@ class Tiers:
         self._settle()
 
     def get(self, key: Hashable) -> Any:
-        """Return a block on the device, fetching it if need be.
-
-        Raises:
-            KeyError: If it is not held.
-        """
+        """Return a block on the device, fetching it if need be, or raise KeyError if it is not held."""
         hot = self._tiers["device"]
         if key in hot:
             self.hits += 1

@@ -100,16 +100,13 @@ class Density(Revised):
         mode: `"paper"` takes the variance of the column sums, averaged over heads, over the squared
             mean: the same number for prompts of any length. `"official"` takes the variance in each
             key-value head, brought to 0..1 between the heads of a layer, and the mean of those.
-
-    Raises:
-        ValueError: If the score keeps no statistics.
     """
 
     score: Score
     mode: Mode = "paper"
 
     def check(self) -> None:
-        """Raise ValueError unless settings go together."""
+        """Raise ValueError if the score keeps no statistics."""
         if not self.score.statistics:
             raise ValueError(f"score={self.score!r}: must keep column sums of attention, as Mass()")
 
@@ -167,11 +164,7 @@ class DenseLayers(Budget):
     mode: Mode = "paper"
 
     def allot(self, scores: Sequence[Tensor], seen: Sequence[Observation]) -> list[Tensor]:
-        """Return the slots of every layer.
-
-        Raises:
-            ValueError: If the score is not wrapped in `Density`.
-        """
+        """Return the slots of every layer, or raise ValueError if the score is not wrapped in `Density`."""
         if any(_DENSITY not in each.stats for each in seen):
             raise ValueError("DenseLayers needs the variance that `Density(score)` notes; wrap the score in it")
         spread = torch.stack([each.stats[_DENSITY].amax(-1) for each in seen]).double()

@@ -71,11 +71,7 @@ class ConvolutionMerge(Merger):
     space: Literal["post", "pre"] = "post"
 
     def __call__(self, seen: Observation, score: Tensor, plan: Tensor) -> tuple[Slots, Tensor]:
-        """Return the slots with mixed ones, and the plan as it is.
-
-        Raises:
-            ValueError: If a row has more memory slots, or other channels, than were trained.
-        """
+        """Return the slots with mixed ones and the same plan; ValueError if others were trained."""
         slots = seen.slots
         goes, stays = parted(slots, plan)
         old = torch.arange(slots.width, device=plan.device) < slots.width - self.recent

@@ -12,11 +12,7 @@ from diffcache.registry import find, read_word, rows_of, split, unknown
 
 
 def recipe_function(name: str) -> Callable[..., Recipe]:
-    """Return what makes a recipe, by its name; "-" and "_" mean the same.
-
-    Raises:
-        UnknownMethodError: If the registry has no such name.
-    """
+    """Return what makes a recipe, "-" and "_" in its name being the same, or raise UnknownMethodError."""
     row = find(name, "recipe")
     if row is None:
         raise unknown(name, "recipe")
@@ -102,11 +98,7 @@ def read_recipe(
 
 
 def reference(make: Callable[..., Recipe]) -> str:
-    """Return where a recipe comes from, and its departures, as its docstring has them.
-
-    Raises:
-        ValueError: If it names no reference.
-    """
+    """Return source and departures, as a recipe's docstring has them, or raise ValueError if it has none."""
     doc = inspect.getdoc(make) or ""
     match = re.search(r"^Reference: (.*?)(?=\n\n|\Z)", doc, re.DOTALL | re.MULTILINE)
     if match is None:

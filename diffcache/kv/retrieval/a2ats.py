@@ -97,11 +97,7 @@ class KeyCodes(Selecting):
 
 
 def rotary_of(layer: KVLayer) -> Rotation:
-    """Return how a layer rotates its keys.
-
-    Raises:
-        ValueError: If its keys are stored rotated.
-    """
+    """Return how a layer rotates its keys, or raise ValueError if its keys are stored rotated."""
     if layer.rotary is None:
         raise ValueError(
             f"layer {layer.index} holds its keys rotated: a codebook of keys that serves all "

@@ -68,11 +68,7 @@ class LabelChannels(Selecting):
         return top(grouped(score, self.group), ask.free, ask.room)
 
     def _index(self, layer: KVLayer, heads: int, like: Tensor) -> Tensor:
-        """Return the label channels of a layer, int64 [H, r].
-
-        Raises:
-            ValueError: If there are none for it, or for another number of heads or channels.
-        """
+        """Return the label channels of a layer, int64 [H, r], or raise ValueError if there are none for it."""
         size = like.shape[-1]
         if layer.index >= len(self.channels) or len(self.channels[layer.index]) != heads:
             raise ValueError(

@@ -56,11 +56,7 @@ class Compactor(Score):
         return self.queries if self.attention else 0
 
     def __call__(self, seen: Observation) -> Tensor:
-        """Return the blend, infinite for the first and last tokens, [B, H, S].
-
-        Raises:
-            ValueError: If the rotation of the keys is not known.
-        """
+        """Return the blend, infinite at both ends, [B, H, S]; ValueError if the keys' rotation is not known."""
         place = torch.arange(seen.slots.width, device=seen.pad.device)
         inner = (place >= seen.pad[..., None] + self.first) & (place < len(place) - self.last)
         inner = inner & seen.valid

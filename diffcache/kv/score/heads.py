@@ -26,9 +26,6 @@ class HeadVote(Score):
             (`diffcache.kv.learn.compresskv.top_heads`); empty has all heads vote.
         size: Queries, whose own slots always stay.
         kernel: Neighboring slots whose average is taken, odd.
-
-    Raises:
-        ValueError: If a number is out of range, or a layer has no heads.
     """
 
     heads: tuple[tuple[int, ...], ...] = ()
@@ -36,7 +33,7 @@ class HeadVote(Score):
     kernel: Odd = 5
 
     def check(self) -> None:
-        """Raise ValueError unless settings go together."""
+        """Raise ValueError if a layer has no heads."""
         for layer, heads in enumerate(self.heads):
             if not heads or min(heads) < 0 or len(set(heads)) < len(heads):
                 raise ValueError(f"heads[{layer}]={heads}: name at least one query head, each once, from 0")
@@ -47,11 +44,7 @@ class HeadVote(Score):
         return self.size
 
     def __call__(self, seen: Observation) -> Tensor:
-        """Return the vote, [B, H, S], infinite for the slots of the window.
-
-        Raises:
-            ValueError: If the table does not fit the model.
-        """
+        """Return the vote, [B, H, S], infinite in the window; raise ValueError if the table is of another model."""
         width = seen.slots.width
         probs = seen.probs(self.size)[..., : max(width - self.size, 0)]
         mean = seen.window_mean(probs).flatten(1, 2)  # [B, Hq, S - w]

@@ -88,11 +88,7 @@ class Retained(Score):
         return False
 
     def __call__(self, seen: Observation) -> Tensor:
-        """Return what was noted when each token came.
-
-        Raises:
-            ValueError: If nothing was noted, as the cache was not used through attention.
-        """
+        """Return what was noted when each token came, or raise ValueError if nothing was."""
         if _NAME not in seen.stats:
             raise ValueError("no token was scored: the cache must be used through attention")
         return seen.stats[_NAME]

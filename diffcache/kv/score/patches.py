@@ -34,9 +34,6 @@ class PatchCenters(Score):
         kernel: Slots that are pooled, around each, odd.
         mode: `"paper"` takes the mean of the attention, pooled by the average; `"official"` the sum
             of the logits, pooled by the largest, the slots of the queries left out.
-
-    Raises:
-        ValueError: If a setting is out of its range.
     """
 
     scales: tuple[tuple[int, int], ...]
@@ -56,11 +53,7 @@ class PatchCenters(Score):
         return max(height * width for height, width in self.scales)
 
     def __call__(self, seen: Observation) -> Tensor:
-        """Return the scores, the mean over query heads [B, H, S], infinite where a query stands.
-
-        Raises:
-            ValueError: If the rows are at different tokens, or not at the end of a map.
-        """
+        """Return the scores, infinite where a query stands; ValueError if rows are not at the end of a map."""
         height, width = self.last(seen)
         rows, columns = (middles(length, self.grid) for length in (height, width))
         index = torch.tensor(rows)[:, None] * width + torch.tensor(columns)

@@ -47,11 +47,7 @@ class Asked(Score):
     """
 
     def __call__(self, seen: Observation) -> Tensor:
-        """Return the largest attention of the probe, [B, H, S].
-
-        Raises:
-            ValueError: If nothing was asked.
-        """
+        """Return the largest attention of the probe, [B, H, S], or raise ValueError if nothing was asked."""
         if PROBE not in seen.stats:
             raise ValueError(
                 "this recipe scores slots by a probe, and none was asked: compress with "

@@ -96,11 +96,7 @@ class Shared(Revised):
         return said.mean(1, keepdim=True).expand_as(said) if self.heads else said
 
     def across(self, scores: Sequence[Tensor], seen: Sequence[Observation]) -> list[Tensor]:
-        """Return the scores of the first layer of each group.
-
-        Raises:
-            ValueError: If layers of a group hold different numbers of slots.
-        """
+        """Return the scores of the first layer of each group; ValueError if others hold more or fewer slots."""
         found = []
         for index, score in enumerate(scores):
             first = scores[index // self.group * self.group]
