@@ -78,12 +78,8 @@ class Uniform(Budget):
         size: Slots of a row, or a share of the tokens it has seen.
     """
 
+    looks_across = False
     size: Size
-
-    @property
-    def looks_across(self) -> bool:
-        """Return False: every layer holds as many."""
-        return False
 
     def steady(self, tokens: int, held: int) -> int:
         """Return the size."""

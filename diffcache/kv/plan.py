@@ -151,13 +151,9 @@ class TwoStage(Planner):
     Perspective, arXiv 2502.03805, algorithm 1.
     """
 
+    wants_out = True
     first: Share = 0.5
     epsilon: NotNegative = 1e-4
-
-    @property
-    def wants_out(self) -> bool:
-        """Return whether it reads the weight of the output projection."""
-        return True
 
     def __call__(self, score: Tensor, budget: Tensor, seen: Observation) -> Tensor:
         """Return what is kept and what is dropped."""

@@ -172,6 +172,8 @@ class Rotary(Rotation):
         varies: Frequencies change with the length of the sequence.
     """
 
+    unit = 1
+
     def __post_init__(self) -> None:
         self.check()
 
@@ -188,11 +190,6 @@ class Rotary(Rotation):
             ValueError: If a number is out of its range.
         """
         return Rotary(frequencies(theta, dim, torch.float32), interleaved=interleaved)
-
-    @property
-    def unit(self) -> int:
-        """One: every token has a position of its own."""
-        return 1
 
     def angles(self, pos: Position, like: Tensor) -> Tensor:
         """Return `[..., S, P]` angles of `[..., S]` positions."""

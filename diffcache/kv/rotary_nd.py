@@ -143,6 +143,7 @@ class RotaryTable(Rotation):
         table: Positions int `[B or 1, T, A]` of the tokens of each row.
     """
 
+    unit = 1
     axes: tuple[int, ...] = ()
     table: Tensor | None = None
 
@@ -154,11 +155,6 @@ class RotaryTable(Rotation):
         """Return a rotary over several axes with the positions of tokens `[B or 1, T, A]`."""
         form = rotary.scale, rotary.interleaved, rotary.start, rotary.varies, rotary.axes
         return RotaryTable(rotary.inv_freq, *form, table)
-
-    @property
-    def unit(self) -> int:
-        """One: every token has a number of its own."""
-        return 1
 
     def angles(self, pos: Position, like: Tensor) -> Tensor:
         """Return `[..., S, P]` angles.

@@ -43,12 +43,12 @@ def test_nothing_is_lost_while_there_is_room(model: Any) -> None:
 def test_a_chunk_later_on_sees_what_is_held() -> None:
     core = StaticWindow(6, 2)
     k = torch.arange(20.0).view(1, 1, 20, 1)
-    core.write(k[:, :, :9], k[:, :, :9])
-    seen, _ = core.write(k[:, :, 9:12], k[:, :, 9:12])
+    core.update(k[:, :, :9], k[:, :, :9])
+    seen, _ = core.update(k[:, :, 9:12], k[:, :, 9:12])
     assert seen.flatten().tolist() == [0, 1, 5, 6, 7, 8, 9, 10, 11]
-    held, _ = core.write(k[:, :, 12:13], k[:, :, 12:13])
+    held, _ = core.update(k[:, :, 12:13], k[:, :, 12:13])
     assert sorted(held.flatten().tolist()) == [0, 1, 9, 10, 11, 12]
-    assert core.sizes(1) == (6, 0) and core.sizes(3) == (9, 7)
+    assert core.get_mask_sizes(1) == (6, 0) and core.get_mask_sizes(3) == (9, 7)
     core.reset()
     assert int(core.seen) == 0
 

@@ -100,6 +100,8 @@ class HeadTable(Budget):
         more: Slots of another head on top of that, as for its first tokens.
     """
 
+    bounded = False  # retrieval heads hold every token
+    looks_across = False
     whole: Heads
     size: Size
     least: Whole = 0
@@ -109,16 +111,6 @@ class HeadTable(Budget):
         """Raise ValueError if the table does not fit the model."""
         if not self.whole or len({len(row) for row in self.whole}) != 1:
             raise ValueError(f"whole={self.whole!r}: must be a table of layers, each with as many heads")
-
-    @property
-    def bounded(self) -> bool:
-        """Return False: retrieval heads hold every token."""
-        return False
-
-    @property
-    def looks_across(self) -> bool:
-        """Return False: each layer has its own row of the table."""
-        return False
 
     def allot(self, scores: Sequence[Tensor], seen: Sequence[Observation]) -> list[Tensor]:
         """Return what the table says."""

@@ -35,59 +35,10 @@ def static_cache_for(model: nn.Module, capacity: int, *, sinks: int = 4) -> Cach
             f"{type(model).__name__} has layers of states and full attention in one, whose memory "
             "is that of the whole text; use cache_for(model, ...)"
         )
-    return Cache([_Static(capacity, sinks) if type(x) is StaticLayer else x for x in layers])
+    return Cache([StaticWindow(capacity, sinks) if type(x) is StaticLayer else x for x in layers])
 
 
-class _Static(CacheLayerMixin):  # type: ignore[misc]
-    """First and latest tokens in memory of a fixed size, as transformers sees them."""
-
-    is_compileable = True
-    is_sliding = False
-
-    def __init__(self, capacity: int, sinks: int) -> None:
-        super().__init__()
-        self.core = StaticWindow(capacity, sinks)
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make the buffers, and mark them as never moving."""
-        self.core.allocate(key_states, value_states)
-        self.keys, self.values = self.core.k, self.core.v
-        for tensor in (self.core.k, self.core.v, self.core.seen):
-            torch._dynamo.mark_static_address(tensor)
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Take new keys and values [B, H, n, D] and return what their queries attend to."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        return self.core.write(key_states, value_states)
-
-    def get_seq_length(self) -> Tensor | int:
-        """Return the tokens seen, as a tensor that compiled code reads."""
-        return self.core.seen if self.is_initialized else 0
-
-    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Return how many keys the mask is for, and the position of the first."""
-        return self.core.sizes(query_count(query_length))
-
-    def get_max_length(self) -> int:
-        """Return -1: any number of tokens can be written."""
-        return -1
-
-    get_max_cache_shape = get_max_length  # its name in earlier versions
-
-    def reset(self) -> None:
-        """Forget everything, in place."""
-        self.core.reset()
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder rows for beam search, in place."""
-        for held in (self.core.k, self.core.v):
-            if held is not None:
-                held.copy_(held.index_select(0, beam_idx.to(held.device)))
-
-
-class StaticWindow:
+class StaticWindow(CacheLayerMixin):  # type: ignore[misc]
     """Keys and values of the first tokens and of the latest, in two buffers that never move.
 
     Decoding a token reads no number back from the device and changes no shape, so that a compiled
@@ -102,67 +53,80 @@ class StaticWindow:
     Reference: StreamingLLM, arXiv 2309.17453, section 3.2, without rotating keys anew.
     """
 
+    is_compileable = True
+    is_sliding = False
+
     def __init__(self, capacity: int, sinks: int = 4) -> None:
+        super().__init__()
         check_int("capacity", capacity, 1)
         check_int("sinks", sinks, 0)
         if sinks >= capacity:
             raise ValueError(f"sinks={sinks}: must be from 0 to less than capacity={capacity} slots")
         self.capacity, self.sinks = capacity, sinks
         self.seen = torch.zeros((), dtype=torch.int64)
-        self.k: Tensor | None = None
-        self.v: Tensor | None = None
 
-    def allocate(self, k: Tensor, v: Tensor) -> None:
-        """Make the buffers for tensors like these, [B, H, n, D] and [B, H, n, Dv]."""
-        self.k, self.v = (x.new_zeros(*x.shape[:2], self.capacity, x.shape[3]) for x in (k, v))
-        self.seen = self.seen.to(k.device)
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Make the buffers, and mark them as never moving."""
+        given = (key_states, value_states)
+        self.keys, self.values = (x.new_zeros(*x.shape[:2], self.capacity, x.shape[3]) for x in given)
+        self.seen = self.seen.to(key_states.device)
+        for tensor in (self.keys, self.values, self.seen):
+            torch._dynamo.mark_static_address(tensor)
+        self.is_initialized = True
 
-    def write(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add tokens and return what their queries attend to.
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Take new keys and values [B, H, n, D] and return what their queries attend to.
 
-        Args:
-            k: [B, H, n, D].
-            v: [B, H, n, Dv].
-
-        Returns:
-            For one token the buffers, whole; for several what was held, in the order of positions,
-            and the new ones.
+        For one token these are the buffers, whole; for several what was held, in the order of positions, and the new.
         """
-        if self.k is None or self.v is None:
-            self.allocate(k, v)
-        assert self.k is not None
-        assert self.v is not None
-        count = k.shape[2]
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        k, v, count = key_states, value_states, key_states.shape[2]
         if count == 1:
-            at = self._slot(self.seen)[None]
-            self._put(at, k, v)
+            self._put(self._slot(self.seen)[None], k, v)
             self.seen.add_(1)
-            return self.k, self.v
+            return self.keys, self.values
         before = int(self.seen)
         held = self._slot(self._kept(before))
-        whole = tuple(torch.cat([old.index_select(2, held), new], 2) for old, new in ((self.k, k), (self.v, v)))
+        whole = tuple(
+            torch.cat([old.index_select(2, held), new], 2) for old, new in ((self.keys, k), (self.values, v))
+        )
         at = self._kept(before + count)
         at = at[at >= before]
         self._put(self._slot(at), k.index_select(2, at - before), v.index_select(2, at - before))
         self.seen.add_(count)
         return whole[0], whole[1]
 
-    def sizes(self, count: int) -> tuple[int, int]:
-        """Return how many keys a mask is for, and the position it gives the first of them.
+    def get_seq_length(self) -> Tensor | int:
+        """Return the tokens seen, as a tensor that compiled code reads."""
+        return self.seen if self.is_initialized else 0
 
-        Args:
-            count: Tokens about to be written. For one the mask covers the buffers, whose slots fill
-                in order; once they are full every slot is seen.
+    def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
+        """Return how many keys the mask is for, and the position it gives the first of them.
+
+        For one token the mask covers the buffers, whose slots fill in order; once they are full every slot is seen.
         """
+        count = query_count(query_length)
         if count == 1:
             return self.capacity, 0
         before = int(self.seen)
         held = min(before, self.capacity)
         return held + count, before - held
 
+    def get_max_length(self) -> int:
+        """Return -1: any number of tokens can be written."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name in earlier versions
+
     def reset(self) -> None:
         """Forget everything, in place."""
         self.seen.zero_()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorder rows for beam search, in place."""
+        for held in (self.keys, self.values) if self.is_initialized else ():
+            held.copy_(held.index_select(0, beam_idx.to(held.device)))
 
     def _slot(self, pos: Tensor) -> Tensor:
         """Return the slots of positions."""
@@ -178,7 +142,5 @@ class StaticWindow:
         return torch.cat([torch.arange(self.sinks, device=device), latest])
 
     def _put(self, at: Tensor, k: Tensor, v: Tensor) -> None:
-        assert self.k is not None
-        assert self.v is not None
-        self.k.index_copy_(2, at, k)
-        self.v.index_copy_(2, at, v)
+        self.keys.index_copy_(2, at, k)
+        self.values.index_copy_(2, at, v)

@@ -35,16 +35,12 @@ class MinMaxTree(Selecting):
         layers: Neighboring layers that read the same positions.
     """
 
+    looks_across = True
     large: Count = 32
     small: Count = 16
     alpha: Share = 0.6
     widen: Factor = 2.0
     layers: Count = 2
-
-    @property
-    def looks_across(self) -> bool:
-        """Return True: neighboring layers read the same positions."""
-        return True
 
     def check(self) -> None:
         """Raise ValueError unless clusters nest."""

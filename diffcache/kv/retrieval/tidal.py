@@ -29,12 +29,9 @@ class LayerReuse(Selecting):
         select: Layers that choose, from 0, rising; those before the first read everything.
     """
 
+    whole = 1
+    looks_across = True
     select: tuple[int, ...] = (2, 9)
-
-    @property
-    def looks_across(self) -> bool:
-        """Return True: few layers choose for those after them."""
-        return True
 
     def check(self) -> None:
         """Check the layers."""
@@ -44,11 +41,6 @@ class LayerReuse(Selecting):
     def extend(self, old: Summary, fresh: Slots, query: Query, layer: KVLayer) -> Summary:
         """Keep nothing but positions."""
         return old
-
-    @property
-    def whole(self) -> int:
-        """One slot: there is nothing to sum up."""
-        return 1
 
     def pick(self, run: Run) -> Pick | None:
         """Return what the layer that chose last chose, or choose and read all."""

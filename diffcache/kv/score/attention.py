@@ -138,13 +138,9 @@ class LastQuery(Score):
     Reference: TOVA, Transformers are Multi-State RNNs, arXiv 2401.06104.
     """
 
+    window = 1
     in_place: ClassVar[bool] = True
     alike: ClassVar[bool] = True
-
-    @property
-    def window(self) -> int:
-        """Number of last queries that are kept for it."""
-        return 1
 
     def __call__(self, seen: Observation) -> Tensor:
         """Return the mean attention, infinite for the newest slot."""

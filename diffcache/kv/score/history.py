@@ -71,12 +71,8 @@ class Recurrence(Score):
         threshold: Attention that makes a slot active, 0 to 1.
     """
 
+    statistics = (IDLE, INTERVAL, BORN)  # queries since it was active, its interval, whether it was seen
     threshold: SomeShare = 1e-4
-
-    @property
-    def statistics(self) -> tuple[str, ...]:
-        """Queries since a slot was active, its interval, and whether it was seen at all."""
-        return (IDLE, INTERVAL, BORN)
 
     def __call__(self, seen: Observation) -> Tensor:
         """Return minus waiting time over interval, [B, H, S]."""
@@ -117,6 +113,7 @@ class GlobalLocal(Score):
         local: Weight of the last queries, 0 to 1; the rest is that of all queries.
     """
 
+    statistics = _GLOBAL.statistics
     size: Count = 32
     local: Share = 0.5
 
@@ -124,11 +121,6 @@ class GlobalLocal(Score):
     def window(self) -> int:
         """Number of last queries that are kept for it."""
         return self.size
-
-    @property
-    def statistics(self) -> tuple[str, ...]:
-        """Sums of attention, and how many queries could see a slot."""
-        return _GLOBAL.statistics
 
     def __call__(self, seen: Observation) -> Tensor:
         """Return the weighted sum, [B, H, S]."""
@@ -168,16 +160,12 @@ class NoisyMass(Score):
         seed: Seed of the noise.
     """
 
+    statistics = (MASS, STEPS)  # the sum, and how many queries came alone
     in_place: ClassVar[bool] = True
     temperature: Positive = 1.0
     increment: NotNegative = 0.01
     noise: NotNegative = 1.0
     seed: int = 0
-
-    @property
-    def statistics(self) -> tuple[str, ...]:
-        """The sum, and how many queries came alone."""
-        return (MASS, STEPS)
 
     def __call__(self, seen: Observation) -> Tensor:
         """Return the sum, [B, H, S]."""

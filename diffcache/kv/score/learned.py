@@ -75,17 +75,9 @@ class Retained(Score):
         heads: Networks that `diffcache.kv.learn.locret.train` returned.
     """
 
+    statistics = (_NAME,)
+    attends = False
     heads: RetainingHeads
-
-    @property
-    def statistics(self) -> tuple[str, ...]:
-        """The score itself."""
-        return (_NAME,)
-
-    @property
-    def attends(self) -> bool:
-        """Nothing of attention is looked at."""
-        return False
 
     def __call__(self, seen: Observation) -> Tensor:
         """Return what was noted when each token came, or raise ValueError if nothing was."""

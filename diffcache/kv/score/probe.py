@@ -23,10 +23,7 @@ class MaxAttention(Score):
     Reference: KVzip, arXiv 2505.23416; EpiCache, arXiv 2509.17396.
     """
 
-    @property
-    def statistics(self) -> tuple[str, ...]:
-        """The largest attention so far."""
-        return (PROBE,)
+    statistics = (PROBE,)
 
     def __call__(self, seen: Observation) -> Tensor:
         """Return the largest attention, [B, H, S]."""

@@ -33,12 +33,8 @@ class Salience(Score):
     one by one, whose last cannot be told in advance, `share` are spread.
     """
 
+    statistics = _MASS.statistics
     share: SomeShare = 0.1
-
-    @property
-    def statistics(self) -> tuple[str, ...]:
-        """Names of the statistics it keeps of every slot."""
-        return _MASS.statistics
 
     def __call__(self, seen: Observation) -> Tensor:
         """Return the mean attention, infinite where no probe looked."""
