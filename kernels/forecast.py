@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcache.kernels.dispatch import define, no_products
+from diffcache.kernels.dispatch import define, no_products, nothing
 
 MOST = 5  # terms
 
@@ -155,10 +155,6 @@ def _like(terms: list[Tensor], *_: Any) -> Tensor:
     return torch.empty_like(terms[0])
 
 
-def _nothing(*_: Any) -> None:
-    return None
-
-
 SUM = define(
     "weighted_sum(Tensor[] terms, float[] weights, Tensor? base, Tensor? gate) -> Tensor",
     _sum_like,
@@ -169,7 +165,7 @@ SUM = define(
 DIFFERENCES = define(
     "finite_differences(Tensor feature, Tensor[] old, Tensor(a!)[] room, float[] distances) -> ()",
     write_twin,
-    _nothing,
+    nothing,
     "forecast:finite_differences",
     no_products,
 )

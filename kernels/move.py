@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diffcache.kernels.dispatch import define, no_products
+from diffcache.kernels.dispatch import define, no_products, nothing
 
 
 def kv_scatter(k: Tensor, v: Tensor, new_k: Tensor, new_v: Tensor, index: Tensor) -> None:
@@ -124,10 +124,6 @@ def gather_slots(x: Tensor, index: Tensor) -> Tensor:
     return vectors.index_select(0, place.flatten()).view(batch, heads, count, *x.shape[3:])
 
 
-def _nothing(*_: object) -> None:
-    return None
-
-
 def _gathered(k: Tensor, v: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     shape = len(index), k.shape[1], index.shape[2]
     return k.new_empty(*shape, k.shape[3]), v.new_empty(*shape, v.shape[3])
@@ -136,7 +132,7 @@ def _gathered(k: Tensor, v: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
 SCATTER = define(
     "kv_scatter(Tensor(a!) k, Tensor(b!) v, Tensor new_k, Tensor new_v, Tensor index) -> ()",
     scatter_twin,
-    _nothing,
+    nothing,
     "move:kv_scatter",
     no_products,
 )

@@ -1,6 +1,6 @@
 """Code numbers in few bits on uniform grids, take them back, and attend to them as they are.
 
-Codes lie as `diffcache.kv.codec.pack` packs them: a byte holds those of adjacent channels, the
+Codes lie as `diffcache.kernels.pack` packs them: a byte holds those of adjacent channels, the
 first in its lowest bits. A grid is a scale and, unless it is symmetric about 0, the value of code
 0, of a group of numbers. Groups run along tokens (`each` consecutive slots of one channel, as KIVI
 codes keys) or along channels (`width` consecutive channels of one slot, as it codes values).
@@ -9,13 +9,12 @@ codes keys) or along channels (`width` consecutive channels of one slot, as it c
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from diffcache.kernels.dispatch import DTYPES, define, no_products
+from diffcache.kernels.dispatch import DTYPES, define, no_products, nothing
+from diffcache.kernels.pack import chunk_of, pack, unpack
 
 BITS = (2, 4, 8)
 MOST_SLOTS, MOST_CHANNELS = 256, 2048  # of a group that the kernels take
@@ -87,50 +86,50 @@ def quant_groups(
 
 
 def quant_twin(
-    x: Tensor, bits: int, each: int, width: int, intervals: float, symmetric: bool, dtype: torch.dtype
+    x: Tensor,
+    bits: float,
+    each: int,
+    width: int,
+    intervals: float,
+    symmetric: bool,
+    dtype: torch.dtype,
+    relax: float = 0.0,
+    whole_zero: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `quant_groups` in plain PyTorch."""
+    """Compute `quant_groups` in plain PyTorch, in any bits that can be packed.
+
+    `relax` and `whole_zero` move the grid, as `diffcache.kv.codec.quant.GroupQuant` says.
+    """
     size = x.shape[3]
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if width == 1:
         wide, axis = wide.reshape(*x.shape[:2], x.shape[2] // each, each, size), 3
     else:
-        last = wide[..., -1:].expand(*x.shape[:3], -size % width)
-        wide, axis = torch.cat([wide, last], -1).unflatten(3, (-1, width)), 4
+        if short := -size % width:  # the last channel once more changes no group's range
+            wide = torch.cat([wide, wide[..., -1:].expand(*x.shape[:3], short)], -1)
+        wide, axis = wide.unflatten(3, (-1, width)), 4
     high, low = wide.amax(axis), wide.amin(axis)
     if symmetric:
         high = torch.maximum(high.abs(), low.abs())
         low = -high
-    found = [(high - low) / intervals] if symmetric else [(high - low) / intervals, low]
+    span = high - low
+    scale = (span * (1 - 2 * relax) if relax else span) / intervals
+    low = low + span * relax if relax else low
+    if whole_zero:
+        low = ((low / scale).round() * scale).where(scale > 0, low)
     limit = torch.finfo(dtype).max
-    grid = torch.stack(found, 3).clamp_(-limit, limit).to(dtype)
+    grid = torch.stack([scale] if symmetric else [scale, low], 3).clamp_(-limit, limit).to(dtype)
     scale, low = (part.unsqueeze(axis) for part in _parts(grid, -intervals / 2, wide.dtype))
+    # A scale of 0 gives code 0, which stands for the group's one value; 0 / 0 would be NaN.
     step = scale.masked_fill(scale <= 0, math.inf)
-    codes = ((wide - low) / step).round_().clamp_(0, min(intervals, 2**bits - 1)).to(torch.uint8)
-    return _packed(codes.reshape(*x.shape[:3], -1)[..., :size], bits), grid
+    codes = (wide - low).div_(step).round_().clamp_(0, min(intervals, chunk_of(bits)[2] - 1)).to(torch.uint8)
+    return pack(codes.flatten(axis - 1, axis)[..., :size], bits), grid
 
 
 def _parts(grid: Tensor, shift: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return scales and the values of code 0."""
     scale, *low = grid.to(dtype).unbind(3)
     return scale, low[0] if low else scale * shift
-
-
-def _packed(codes: Tensor, bits: int) -> Tensor:
-    """Return bytes of codes [..., D], the first channel in the lowest bits."""
-    count = 8 // bits
-    numbers = functional.pad(codes, (0, -codes.shape[-1] % count)).unflatten(-1, (-1, count))
-    places = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
-    found: Tensor = (numbers << places).sum(-1, dtype=torch.uint8)
-    return found
-
-
-def _unpacked(codes: Tensor, bits: int, size: int) -> Tensor:
-    if codes.dtype is not torch.uint8:  # numbers of 8 bits
-        return codes
-    places = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
-    numbers: Tensor = codes[..., None] >> places & 2**bits - 1
-    return numbers.flatten(-2)[..., :size]
 
 
 def dequant_groups(
@@ -178,7 +177,9 @@ def _restored(
         part.gather(2, rows[..., None].expand(-1, -1, -1, part.shape[3]))[..., columns]
         for part in _parts(grid, shift, dtype)
     )
-    return _unpacked(codes, bits, size).to(dtype) * scale + low
+    if codes.dtype is torch.uint8:  # others are numbers of 8 bits
+        codes = unpack(codes, bits, size)
+    return codes.to(dtype) * scale + low
 
 
 def _like_codes(
@@ -188,10 +189,6 @@ def _like_codes(
     codes = x.new_empty(batch, heads, slots, -(-size * bits // 8), dtype=torch.uint8)
     wide = size if width == 1 else -(-size // width)
     return codes, x.new_empty(batch, heads, slots // each, 2 - symmetric, wide, dtype=dtype)
-
-
-def _nothing(*_: Any) -> None:
-    return None
 
 
 QUANT = define(
@@ -206,7 +203,7 @@ DEQUANT = define(
     "dequant_groups(Tensor codes, Tensor grid, Tensor(a!) out, int bits, int each, int width, "
     "float shift, Tensor? of) -> ()",
     dequant_twin,
-    _nothing,
+    nothing,
     "quantize:dequant_groups",
     no_products,
 )

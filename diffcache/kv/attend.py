@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +19,14 @@ from diffcache.kv.slots import Slots, join
 from diffcache.kv.view import ListedView, Piece, Unread, View
 
 _CAUSAL = "causal"
+Groups = Literal["mean", "max", "sum"]
+
+
+def over_groups(x: Tensor, groups: Groups) -> Tensor:
+    """Reduce [B, H, G, ...] over the query heads of a key-value head."""
+    if groups == "max":
+        return x.amax(2)
+    return x.sum(2) if groups == "sum" else x.mean(2)
 
 
 @dataclass(frozen=True)
@@ -234,7 +242,7 @@ def limits(query: Query, view: View, opened: bool = False) -> dict[str, Any]:
     Returns:
         Nothing where all slots are seen, `offset` and `window`, or else a `mask`.
     """
-    if _is_open(query, view):
+    if is_open(query, view):
         return {}
     if view.start is not None and query.pos is None and query.mask is None and query.causal:
         offset, window = query.start - view.start, query.window or 0
@@ -245,7 +253,7 @@ def limits(query: Query, view: View, opened: bool = False) -> dict[str, Any]:
     return {"mask": seen | ~seen.any(-1, keepdim=True) if opened else seen}
 
 
-def _is_open(query: Query, view: View) -> bool:
+def is_open(query: Query, view: View) -> bool:
     """Return whether every query is known to see every slot, but those that a list leaves out."""
     if query.mask is not None:
         return False
@@ -362,7 +370,7 @@ def _by_products(query: Query, view: View) -> tuple[Tensor, None] | None:
     if not isinstance(source, Unread) or source.tail is None or q.device.type != "cpu":
         return None
     direct = any(isinstance(x, Coded) and (x.k.direct or x.v.direct) for x in source.segments)
-    if query.count > 1 or not direct or "logn" in source.meta or not _is_open(query, view):
+    if query.count > 1 or not direct or "logn" in source.meta or not is_open(query, view):
         return None
     dtype = torch.promote_types(q.dtype, torch.float32)
     asked = query.grouped(source.tail.k.shape[1])[:, :, :, 0].to(dtype) * query.scale

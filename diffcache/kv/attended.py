@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from diffcache.kernels.attention import attn_forward, attn_mass, takes
-from diffcache.kv.attend import Query, limits, probabilities, visible
+from diffcache.kv.attend import Query, is_open, limits, probabilities, visible
 from diffcache.kv.slots import Slots
 from diffcache.kv.view import View
 
@@ -151,12 +151,7 @@ class Attended:
     @cached_property
     def sees_all(self) -> bool:
         """Return whether every query is known to see every slot."""
-        query = self.query
-        if self.view.below is None or query.mask is not None or query.window is not None:
-            return False
-        if query.pos is not None:
-            return not query.causal
-        return not query.causal or query.start >= self.view.below - 1
+        return is_open(self.query, self.view)
 
     @cached_property
     def _is_causal(self) -> bool:

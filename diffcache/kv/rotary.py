@@ -163,13 +163,6 @@ class Rotary(Rotation):
 
     Reference: RoFormer, arXiv 2104.09864, equations 14 and 34. Scaled variants (linear, NTK, YaRN,
     LongRoPE, Llama 3) differ in `inv_freq` and `scale` alone.
-
-    Args:
-        inv_freq: `[P]` float32 or float64, radians per position of each pair.
-        scale: Multiplies cos and sin; dimensionless, positive.
-        interleaved: Pairs are channels `(2i, 2i + 1)` instead of `(i, i + P)`.
-        start: First of the `2 * P` turned channels.
-        varies: Frequencies change with the length of the sequence.
     """
 
     unit = 1

@@ -23,14 +23,9 @@ class RotaryND(Rotation):
     `[B, H, S, A]`. To turn keys along one axis alone, `shift` them by 0 on the others.
 
     Reference: Qwen2-VL, arXiv 2409.12191 (M-RoPE); Wan, arXiv 2503.20314 (axes of
-    video).
+    video). The first settings are those of `Rotation`.
 
     Args:
-        inv_freq: `[P]` float32 or float64, radians per position of each pair.
-        scale: Multiplies cos and sin; dimensionless, positive.
-        interleaved: Pairs are channels `(2i, 2i + 1)` instead of `(i, i + P)`.
-        start: First of the `2 * P` turned channels.
-        varies: Frequencies change with the length of the sequence.
         axes: The axis of each pair, `P` numbers from 0.
         count: Number of axes `A`.
         grid: Sizes of all axes but the first. Positions are then single numbers, as a cache keeps
@@ -131,14 +126,9 @@ class RotaryTable(Rotation):
     A slot notes one number, that of its token, and the table says where the token is: the tokens
     of an image share a time and differ in height and width.
 
-    Reference: Qwen2-VL, arXiv 2409.12191 (M-RoPE).
+    Reference: Qwen2-VL, arXiv 2409.12191 (M-RoPE). The first settings are those of `Rotation`.
 
     Args:
-        inv_freq: `[P]` float32 or float64, radians per position of each pair.
-        scale: Multiplies cos and sin; dimensionless, positive.
-        interleaved: Pairs are channels `(2i, 2i + 1)` instead of `(i, i + P)`.
-        start: First of the `2 * P` turned channels.
-        varies: Frequencies change with the length of the sequence.
         axes: The axis of each pair, `P` numbers from 0.
         table: Positions int `[B or 1, T, A]` of the tokens of each row.
     """

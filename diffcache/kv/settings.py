@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args,
 
 import torch
 
-from diffcache.kv.codec.pack import CHUNKS
+from diffcache.kernels.pack import CHUNKS
 
 P = ParamSpec("P")
 Made = TypeVar("Made")

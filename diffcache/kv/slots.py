@@ -65,16 +65,13 @@ class Slots:
             keep: bool like `index`; the others come out empty.
         """
         if len(self.k) < len(index):  # one row that is shared by all
-            return self._expanded(len(index)).gather(index, keep)
+            meta = {name: value.expand(len(index), -1, -1) for name, value in self.meta.items()}
+            k, v = (x.expand(len(index), -1, -1, -1) for x in (self.k, self.v))
+            return Slots(k, v, meta).gather(index, keep)
         meta = {name: pick(value, index) for name, value in self.meta.items()}
         if keep is not None:
             meta["pos"] = meta["pos"].where(keep, torch.full_like(meta["pos"], EMPTY))
         return Slots(*kv_gather(self.k, self.v, index), meta)
-
-    def _expanded(self, batch: int) -> Slots:
-        meta = {name: value.expand(batch, -1, -1) for name, value in self.meta.items()}
-        k, v = (x.expand(batch, -1, -1, -1) for x in (self.k, self.v))
-        return Slots(k, v, meta)
 
     def narrow(self, start: int, stop: int) -> Slots:
         """Return slots `start` to `stop`, as views."""
@@ -176,20 +173,25 @@ def join_meta(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return found
 
 
-def chosen(mask: Tensor) -> tuple[Tensor, Tensor]:
+def chosen(mask: Tensor, longest: int | None = None) -> tuple[Tensor, Tensor]:
     """Return the slots that a mask names, in order, rows filled up to the longest.
 
     Args:
         mask: bool [B, 1 or H, S].
+        longest: Most slots that a row names, where that is known: it is then not looked up, for
+            which the host would wait.
 
     Returns:
-        int64 [B, 1 or H, n] and bool [B, 1 or H, n], False where a row is filled up.
+        int64 [B, 1 or H, n], and bool, False where a row is filled up.
     """
     count = mask.sum(-1, keepdim=True)
-    longest = int(count.max()) if mask.numel() else 0
-    index = torch.argsort((~mask).to(torch.int8), dim=-1, stable=True)[..., :longest]
+    if longest is None:
+        longest = int(count.max()) if mask.numel() else 0
+    place = (mask.cumsum(-1) - 1).where(mask, longest)
+    order = torch.arange(mask.shape[2], device=mask.device).expand_as(mask)
+    index = place.new_zeros(*mask.shape[:2], longest + 1).scatter_(2, place, order)
     keep = torch.arange(longest, device=mask.device) < count
-    return index, keep
+    return index[..., :longest].where(keep, 0), keep
 
 
 def named(which: Tensor, pos: Tensor) -> Tensor:

@@ -9,13 +9,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from diffcache.kv.attend import logits
+from diffcache.kv.attend import logits, over_groups
 from diffcache.kv.budget import Budget
 from diffcache.kv.learn.scalekv import capacities, selectivity
 from diffcache.kv.observe import Observation
 from diffcache.kv.positions import Absolute
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.score.attention import over_groups, pooled, with_window
+from diffcache.kv.score.attention import pooled, with_window
 from diffcache.kv.score.base import Score
 from diffcache.method import check_int, is_number
 from diffcache.video.policy import VideoPolicy

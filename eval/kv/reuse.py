@@ -130,8 +130,8 @@ def reuse(
     Raises:
         ValueError: If a method or setting is unknown, or texts do not serve.
     """
+    from diffcache.kv.hf import detach
     from diffcache.kv.hf.documents import Documents, settings_of
-    from diffcache.kv.hf.switch import detach
 
     read: dict[str, tuple[str, dict[str, Any]]] = {}
     for word in dict.fromkeys([FULL, *words]):

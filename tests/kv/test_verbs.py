@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffcache.kv.attend import Query, attend
+from diffcache.kv.attend import Query, attend, over_groups
 from diffcache.kv.budget import Uniform
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.plan import TopK
@@ -15,7 +15,7 @@ from diffcache.kv.recipes.eviction import h2o, pyramidkv, snapkv
 from diffcache.kv.recipes.merging import d2o
 from diffcache.kv.recipes.quantized import kivi
 from diffcache.kv.retrieval.quest import Quest
-from diffcache.kv.retrieval.select import asked, grouped
+from diffcache.kv.retrieval.select import asked
 from diffcache.kv.rotary import Rotary
 from diffcache.kv.score.attention import Window
 from diffcache.kv.segment import Coded, Dense, Flat
@@ -190,7 +190,7 @@ def test_queries_that_choose_together_read_what_their_mean_chooses() -> None:
     views = chooser.views(together, layer, [layer])
     always = torch.tensor([0, 1, *range(27, 40)])
     mean = Query(together.q.mean(2, keepdim=True), 30, together.scale)
-    score = grouped(asked(mean, k), "max")[:, :, 0]
+    score = over_groups(asked(mean, k), "max")[:, :, 0]
     score[..., always] = float("-inf")
     seen = torch.zeros(B, H, 40, dtype=torch.bool)
     seen[..., always] = True

@@ -237,7 +237,7 @@ class CacheGen(Settings):
         layers, heads, count, size = k.shape
         coded = _range_coded(symbols.codes.flatten(0, 1).cpu(), tables.weights[level].flatten(0, 1))
         head = _HEAD.pack(_MAGIC, _DTYPES.index(k.dtype), level, layers, heads, count, size, len(coded))
-        raw = _bytes(symbols.scales) + _bytes(symbols.anchors)
+        raw = raw_bytes(symbols.scales) + raw_bytes(symbols.anchors)
         body = head + raw + coded
         return body + blake2b(body, digest_size=16).digest()
 
@@ -273,7 +273,8 @@ def _safe(scales: Tensor) -> Tensor:
     return torch.where(scales > 0, scales.float(), float("inf"))
 
 
-def _bytes(x: Tensor) -> bytes:
+def raw_bytes(x: Tensor) -> bytes:
+    """Return the bytes of a tensor."""
     raw: bytes = x.cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return raw
 

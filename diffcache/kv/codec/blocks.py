@@ -33,8 +33,8 @@ import torch
 from torch import Tensor
 
 from diffcache.errors import DiffcacheError
-from diffcache.kv.codec.bitstream import CacheGen, Tables
-from diffcache.kv.codec.pack import packed_size
+from diffcache.kernels.pack import packed_size
+from diffcache.kv.codec.bitstream import CacheGen, Tables, raw_bytes
 from diffcache.kv.codec.quant import GroupQuant, Quantized
 from diffcache.kv.codec.table import SlotTable
 from diffcache.kv.settings import Bits, Count, Settings
@@ -130,7 +130,7 @@ class KiviBlocks(BlockCodec):
             coded = GroupQuant(self.bits, "tokens", self.group).encode(keys[:, :, :whole])
             parts = [coded.codes, coded.grid.values, *parts]
         held = GroupQuant(self.bits, "channels", self.group).encode(values)
-        body = b"".join(map(_bytes, [*parts, held.codes, held.grid.values]))
+        body = b"".join(map(raw_bytes, [*parts, held.codes, held.grid.values]))
         shape = x.shape[1], x.shape[2], x.shape[3]
         return _sealed(Head(self.kind, x.dtype, 0, self.bits, self.group, shape), body)
 
@@ -319,11 +319,6 @@ def _cut(body: bytes, sizes: list[int]) -> Iterator[bytes]:
     for size in sizes:
         yield body[at : at + size]
         at += size
-
-
-def _bytes(x: Tensor) -> bytes:
-    raw: bytes = x.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    return raw
 
 
 def _tensor(raw: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from diffcache.kernels.move import gather_slots
+from diffcache.kernels.pack import pack, unpack
 from diffcache.kv.codec.base import Parts, Payload, TensorCodec, all_of, checked, work_dtype
 from diffcache.kv.codec.lowrank import steady_product
-from diffcache.kv.codec.pack import pack, unpack
 from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.codec.table import SlotTable, compact, join_tables, narrow
 from diffcache.kv.settings import FloatType, Several, Share

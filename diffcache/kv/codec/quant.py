@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Literal
@@ -12,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from diffcache.kernels.move import gather_slots
-from diffcache.kernels.quantize import can_quantize, can_restore, dequant_groups, quant_groups
+from diffcache.kernels.pack import chunk_of, unpack
+from diffcache.kernels.quantize import can_quantize, can_restore, dequant_groups, quant_groups, quant_twin
 from diffcache.kv.codec.base import Parts, Payload, TensorCodec, all_of, appended, checked, work_dtype
-from diffcache.kv.codec.pack import chunk_of, pack, unpack
 from diffcache.kv.codec.table import SlotTable
 from diffcache.kv.settings import Bits, Count, FloatType, Range, Several
 
@@ -146,45 +145,6 @@ class GroupQuant(TensorCodec):
         """Return the channels of a group, where D is `size`."""
         return size if self.group is None else min(self.group, size)
 
-    def fit(self, groups: Tensor, dim: int) -> Tensor:
-        """Return the grids of groups, as they are stored.
-
-        Args:
-            groups: Any shape with four axes or more, of the arithmetic's dtype.
-            dim: The axis a group runs over.
-
-        Returns:
-            The shape without `dim`, in `scale_dtype`, with an axis of 1 or 2 put in at 3: scale
-            and, unless symmetric, the value of code 0. A constant group has scale 0.
-        """
-        high, low = groups.amax(dim), groups.amin(dim)
-        if self.symmetric:
-            high = torch.maximum(high.abs(), low.abs())
-            low = -high
-        span = high - low
-        scale = (span * (1 - 2 * self.relax) if self.relax else span) / self.intervals
-        found = [scale]
-        if not self.symmetric:
-            low = low + span * self.relax if self.relax else low
-            if self.whole_zero:
-                low = ((low / scale).round() * scale).where(scale > 0, low)
-            found.append(low)
-        limit = torch.finfo(self.scale_dtype).max
-        return torch.stack(found, 3).clamp_(-limit, limit).to(self.scale_dtype)
-
-    def codes_of(self, groups: Tensor, grid: Tensor) -> Tensor:
-        """Return the nearest codes, uint8, the shape of `groups`.
-
-        Args:
-            groups: Groups of numbers, as given to `fit`.
-            grid: Result of `fit`, with an axis of 1 where the group ran (see `restore_`).
-        """
-        scale, low = self.parts_of(grid, groups.dtype)
-        # A scale of 0 gives code 0, which stands for the group's one value; 0 / 0 would be NaN.
-        scale = scale.masked_fill(scale <= 0, math.inf)
-        top = min(self.intervals, chunk_of(self.bits)[2] - 1)
-        return ((groups - low).div_(scale)).round_().clamp_(0, top).to(torch.uint8)
-
     def restore_(self, codes: Tensor, grid: Tensor) -> None:
         """Turn codes into their values, in place.
 
@@ -204,31 +164,14 @@ class GroupQuant(TensorCodec):
     def encode(self, x: Tensor) -> Quantized:
         """Code a tensor `[B, H, S, D]`."""
         size, slots = checked(x, self.multiple).shape[3], x.shape[2]
-        by_slot = self.along == "channels"
-        each, width = (1, self.width(size)) if by_slot else (self.group or max(slots, 1), 1)
-        plain = not self.whole_zero and not self.relax
-        if plain and can_quantize(x, self.bits, each, width):
-            form = self.intervals, self.symmetric, self.scale_dtype
-            codes, grid = quant_groups(x, int(self.bits), each, width, *form)
-            return Quantized(codes, SlotTable(grid, each), self, size, x.dtype)
-        wide = x.to(work_dtype(x.dtype))
-        if by_slot:
-            groups = pad_edge(wide, -size % width).unflatten(3, (-1, width))
-            grid = self.fit(groups, 4)
-            codes = self.codes_of(groups, grid.unsqueeze(-1)).flatten(3)[..., :size]
-            return Quantized(pack(codes, self.bits), SlotTable(grid, 1), self, size, x.dtype)
-        groups = wide.reshape(*x.shape[:2], slots // each, each, size)
-        grid = self.fit(groups, 3)
-        codes = self.codes_of(groups, grid.unsqueeze(4)).flatten(2, 3)
-        return Quantized(pack(codes, self.bits), SlotTable(grid, each), self, size, x.dtype)
+        each, width = (self.group or max(slots, 1), 1) if self.along == "tokens" else (1, self.width(size))
+        form = each, width, self.intervals, self.symmetric, self.scale_dtype
+        if not self.whole_zero and not self.relax and can_quantize(x, self.bits, each, width):
+            codes, grid = quant_groups(x, int(self.bits), *form)
+        else:
+            codes, grid = quant_twin(x, self.bits, *form, self.relax, self.whole_zero)
+        return Quantized(codes, SlotTable(grid, each), self, size, x.dtype)
 
     def join(self, parts: Sequence[Payload]) -> Quantized:
         """Concatenate codes and grids."""
         return appended(all_of(Quantized, parts))
-
-
-def pad_edge(x: Tensor, count: int) -> Tensor:
-    """Repeat the last channel `count` times, which changes no group's range."""
-    if not count:
-        return x
-    return torch.cat([x, x[..., -1:].expand(*x.shape[:-1], count)], -1)

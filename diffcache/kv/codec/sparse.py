@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 import torch
 from torch import Tensor
 
+from diffcache.kernels.pack import pack
 from diffcache.kv.codec.base import Exact, Parts, Payload, TensorCodec, all_of, appended, checked
-from diffcache.kv.codec.pack import pack
 from diffcache.kv.codec.table import narrow
 from diffcache.kv.settings import Mode, Range, Share
 

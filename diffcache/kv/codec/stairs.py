@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from diffcache.kernels.pack import pack, unpack
 from diffcache.kv.codec.base import Payload
 from diffcache.kv.codec.held import KVCodec, Pair
-from diffcache.kv.codec.pack import pack, unpack
 from diffcache.kv.codec.quant import GroupQuant, Quantized
 from diffcache.kv.codec.scaled import ChannelSeparable, Scaled, balancer, encode_scaled
 from diffcache.kv.codec.tails import filled_up, without_gaps

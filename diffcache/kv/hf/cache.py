@@ -17,11 +17,14 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from diffcache.errors import AttachError
-from diffcache.foreign import attention_name_of, is_assisted
-from diffcache.kv.hf.attention import forget
+from diffcache.foreign import attention_name_before, attention_name_of, is_assisted, restore_attention, use_attention
+from diffcache.kv.hf.attention import attention, forget
 from diffcache.kv.hf.latent import check_latent
 from diffcache.kv.hf.layer import FusedLayer, SlotLayer, copy_states
 from diffcache.kv.hf.model import (
@@ -32,6 +35,7 @@ from diffcache.kv.hf.model import (
     check_generates_with_cache,
     check_takes_cache,
     choose,
+    config_of,
     decoder_config,
     decoder_of,
     numbered,
@@ -42,10 +46,8 @@ from diffcache.kv.hf.model import (
 )
 from diffcache.kv.hf.probe import check_hands_over
 from diffcache.kv.hf.rotary import RotaryReader, noted_by
-from diffcache.kv.hf.switch import detach as detach
-from diffcache.kv.hf.switch import switch
 from diffcache.kv.hf.versions import FUSED, has_shared_layers, tokens_to_crop
-from diffcache.kv.hf.writer import Host, Writer, watch
+from diffcache.kv.hf.writer import Host, Writer, unwatch, watch
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.per_layer import per_layer
 from diffcache.kv.recipe import Recipe
@@ -147,6 +149,34 @@ def set_up(model: nn.Module, modules: Mapping[int, nn.Module], latent: bool) -> 
             detach(model)
         raise
     return before
+
+
+def switch(model: nn.Module) -> str:
+    """Have the decoder of a model use our attention function; its other parts stay as they are.
+
+    Returns:
+        The name of the one that it used before.
+
+    Raises:
+        AttachError: If its attention cannot be exchanged.
+    """
+    decoder: Any = decoder_of(model)
+    if attention_name_of(decoder.config) != NAME:
+        AttentionInterface.register(NAME, partial(attention, sdpa_attention_forward))
+        AttentionMaskInterface.register(NAME, sdpa_mask)
+        if not use_attention(decoder, NAME):
+            raise AttachError(
+                f"{type(model).__name__} does not go through transformers' attention interface; "
+                "use mode='stock' with a recipe that drops nothing"
+            )
+    return attention_name_before(decoder.config)
+
+
+def detach(model: nn.Module) -> None:
+    """Take off a model of transformers what `cache_for` put there; raise AttachError if it is no such model."""
+    config_of(model)
+    restore_attention(model, NAME)
+    unwatch(model)
 
 
 def one_recipe(recipe: Recipes, owned: Sequence[int], settings: Mapping[str, Any]) -> Recipe:

@@ -13,10 +13,9 @@ from torch import nn
 from diffcache.anchor import Attached, claim, described, owner_of, release, subclass
 from diffcache.errors import AttachError
 from diffcache.foreign import CACHES, attention_name_of, brings_cache, cache_name, with_cache
-from diffcache.kv.hf.cache import KVCache, cache_for
+from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.hf.cache import Recipes as Recipes
 from diffcache.kv.hf.model import NAME, Mode, decoder_config
-from diffcache.kv.hf.switch import detach
 
 _LOCK = threading.Lock()  # held as a model is taken
 

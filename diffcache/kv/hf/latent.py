@@ -23,11 +23,6 @@ from diffcache.kv.recipe import Recipe
 _NEAR = 1e-4  # of the largest key, or four roundings of its dtype
 
 
-def is_latent(module: nn.Module) -> bool:
-    """Return whether an attention module caches latents."""
-    return getattr(module, "kv_lora_rank", None) is not None
-
-
 def check_latent(model: nn.Module, modules: Iterable[nn.Module], recipe: Recipe) -> bool:
     """Return whether the layers cache latents, all of them or none.
 
@@ -36,7 +31,7 @@ def check_latent(model: nn.Module, modules: Iterable[nn.Module], recipe: Recipe)
             keys and values of their own.
     """
     found = list(modules)
-    latent = [module for module in found if is_latent(module)]
+    latent = [module for module in found if getattr(module, "kv_lora_rank", None) is not None]
     if not latent:
         return False
     name, kind = type(model).__name__, type(latent[0]).__name__

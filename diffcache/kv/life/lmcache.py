@@ -106,7 +106,7 @@ def register() -> list[str]:
         MissingError: If LMCache is not installed, or has no such interface.
     """
     base = _lmcache()
-    makers = {KIVI: _kivi, CACHEGEN: _cachegen}
+    makers = {KIVI: KiviBlocks, CACHEGEN: _cachegen}
     for name, make in makers.items():
         if name not in base.get_registered_serde_types():
             base.register_serde_factory(name, _factory(base, make))
@@ -120,10 +120,6 @@ def _factory(base: Any, make: Any) -> Any:
         return base.AsyncSerdeProcessor(*serde(make(**given)), max_workers=workers)
 
     return factory
-
-
-def _kivi(bits: float = 4, group: int = 32) -> BlockCodec:
-    return KiviBlocks(bits, group)
 
 
 def _cachegen(tables: str, level: int = 0) -> BlockCodec:

@@ -64,7 +64,8 @@ class ContiguousMerge(Merger):
         pivot = torch.full_like(sets, width).scatter_reduce(2, sets, place.where(leads, width), "amin")
         pivot = pivot.gather(2, sets).clamp_max(width - 1)
         is_pivot = (pivot == place) & valid
-        slots = self._absorb(slots, pivot, valid & joined_any(joined))
+        after = torch.cat([joined[..., 1:], torch.zeros_like(joined[..., :1])], -1)
+        slots = self._absorb(slots, pivot, valid & (joined | after))  # those in a set of several
         rank = ranks(guarded.masked_fill(~is_pivot, float("-inf")))
         keep = is_pivot & (rank < budget)
         return slots, torch.where(keep, KEEP, DROP).to(plan.dtype)
@@ -97,9 +98,3 @@ class ContiguousMerge(Merger):
         logn = logn.expand(pivot.shape)
         tokens = logn.exp() + total(match, logn.exp().to(weight.dtype), slots.width).float()
         return replace(merged, meta={**slots.meta, "logn": tokens.log().where(many > 0, logn)})
-
-
-def joined_any(joined: Tensor) -> Tensor:
-    """Return which slots are in a set of several, bool [B, H, S]."""
-    after = torch.cat([joined[..., 1:], torch.zeros_like(joined[..., :1])], -1)
-    return joined | after

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
+from diffcache.kv.attend import Groups
 from diffcache.kv.budget import Steady, Uniform
 from diffcache.kv.budgets.heads import AdaHead, Safeguard
 from diffcache.kv.budgets.layers import Arithmetic, CDFLevel, EntropyVariance, LayerTable, Pyramid, Scheduled
 from diffcache.kv.life.on_request import AfterProbe
 from diffcache.kv.plan import FixedSlot, Planner, RecentShare, TopK, TwoStage, Windows
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.score.attention import Groups, LastQuery, Mass, Pooling, Window, WindowVariance
+from diffcache.kv.score.attention import LastQuery, Mass, Pooling, Window, WindowVariance
 from diffcache.kv.score.compactor import Compactor
 from diffcache.kv.score.expected import Expected
 from diffcache.kv.score.heads import HeadVote

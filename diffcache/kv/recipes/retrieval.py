@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from diffcache.kv.attend import Groups
 from diffcache.kv.codec.base import Exact
 from diffcache.kv.codec.held import Pair
 from diffcache.kv.codec.quant import GroupQuant
@@ -18,7 +19,6 @@ from diffcache.kv.retrieval.offload import InTiers
 from diffcache.kv.retrieval.probe_query import ProbeQuery
 from diffcache.kv.retrieval.quest import Quest
 from diffcache.kv.retrieval.rekv import Frames
-from diffcache.kv.retrieval.select import Group
 from diffcache.kv.retrieval.sentence import Sentences
 from diffcache.kv.retrieval.shadowkv import Landmarks, ShadowKeys
 from diffcache.kv.retrieval.tidal import LayerReuse
@@ -26,7 +26,7 @@ from diffcache.kv.settings import Count, Size, Whole, check_room, checked
 
 
 @checked
-def quest(budget: Size = 1024, page: Count = 16, skip: int = 2, group: Group = "max") -> Recipe:
+def quest(budget: Size = 1024, page: Count = 16, skip: int = 2, group: Groups = "max") -> Recipe:
     """Read the pages whose bounds allow the highest logits.
 
     Args:

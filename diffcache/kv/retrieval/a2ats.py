@@ -8,10 +8,10 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from diffcache.kv.attend import Query
+from diffcache.kv.attend import Query, over_groups
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.learn.codebook import Codebook, covariance, fit, nearest
-from diffcache.kv.retrieval.select import Ask, Selecting, grouped, top
+from diffcache.kv.retrieval.select import Ask, Selecting, top
 from diffcache.kv.retrieval.summary import Summary, news, query_valid
 from diffcache.kv.rotary import Rotation
 from diffcache.kv.settings import Count, Whole
@@ -83,7 +83,7 @@ class KeyCodes(Selecting):
             met = rotary.rotate(state["book"], at).float()
             q = part.grouped(met.shape[1]).float() * part.scale
             score.append(torch.einsum("bhgnd,bhcd->bhgnc", q, met))
-        by_code = grouped(torch.cat(score, 3), self.group)
+        by_code = over_groups(torch.cat(score, 3), self.group)
         code = ask.summary.slots["code"].long()[:, :, None]
         return top(by_code.gather(3, code.expand(-1, -1, by_code.shape[2], -1)), ask.free, ask.room)
 

@@ -8,10 +8,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from diffcache.kv.attend import Query
+from diffcache.kv.attend import Query, over_groups
 from diffcache.kv.codec.base import TensorCodec
 from diffcache.kv.layer import KVLayer
-from diffcache.kv.retrieval.select import Ask, Selecting, grouped, top
+from diffcache.kv.retrieval.select import Ask, Selecting, top
 from diffcache.kv.retrieval.summary import Summary
 from diffcache.kv.slots import Slots
 
@@ -65,7 +65,7 @@ class LabelChannels(Selecting):
         if self.labels is not None:
             q = self.labels.encode(q.flatten(2, 3)).decode().view_as(q)
         score = torch.einsum("bhgnr,bhsr->bhgns", q, label.float())
-        return top(grouped(score, self.group), ask.free, ask.room)
+        return top(over_groups(score, self.group), ask.free, ask.room)
 
     def _index(self, layer: KVLayer, heads: int, like: Tensor) -> Tensor:
         """Return the label channels of a layer, int64 [H, r], or raise ValueError if there are none for it."""

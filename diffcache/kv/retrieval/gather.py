@@ -7,29 +7,8 @@ from torch import Tensor
 
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.segment import PLAIN
-from diffcache.kv.slots import EMPTY, Slots, join
+from diffcache.kv.slots import EMPTY, Slots, chosen, join
 from diffcache.kv.view import ListedView, View
-
-
-def packed(mask: Tensor, longest: int | None = None) -> tuple[Tensor, Tensor]:
-    """Return the slots that a mask names, in order, rows filled up to the longest.
-
-    Args:
-        mask: bool [B, 1 or H, S].
-        longest: Most slots that a row names, where that is known: it is then not looked up, for
-            which the host would wait.
-
-    Returns:
-        int64 [B, 1 or H, n], and bool, False where a row is filled up.
-    """
-    count = mask.sum(-1, keepdim=True)
-    if longest is None:
-        longest = int(count.max()) if mask.numel() else 0
-    place = (mask.cumsum(-1) - 1).where(mask, longest)
-    order = torch.arange(mask.shape[2], device=mask.device).expand_as(mask)
-    index = place.new_zeros(*mask.shape[:2], longest + 1).scatter_(2, place, order)
-    keep = torch.arange(longest, device=mask.device) < count
-    return index[..., :longest].where(keep, 0), keep
 
 
 def met_slots(layer: KVLayer) -> Slots | None:
@@ -54,7 +33,7 @@ def views_of(layer: KVLayer, mask: Tensor) -> list[View]:
     """
     whole = met_slots(layer)
     if whole is not None:
-        return [View(ListedView(whole, *packed(mask), layer.seen))]
+        return [View(ListedView(whole, *chosen(mask), layer.seen))]
     plain: list[Slots] = []
     apart: list[View] = []
     tail = layer.tail.read()
@@ -63,7 +42,7 @@ def views_of(layer: KVLayer, mask: Tensor) -> list[View]:
     for segment in layer.segments:
         part = mask[..., first : first + segment.width]
         first += segment.width
-        index, keep = packed(part)
+        index, keep = chosen(part)
         if not index.shape[2]:
             continue
         slots = segment.read_at(*(x.expand(-1, heads, -1) for x in (index, keep)))
@@ -72,7 +51,7 @@ def views_of(layer: KVLayer, mask: Tensor) -> list[View]:
         else:
             apart.append(View(layer.rotated(slots), None, segment.traits))
     if tail is not None and tail.width:
-        index, keep = packed(mask[..., first:])
+        index, keep = chosen(mask[..., first:])
         if index.shape[2]:
             plain.append(tail.gather(index, keep))
     if plain:
@@ -82,7 +61,7 @@ def views_of(layer: KVLayer, mask: Tensor) -> list[View]:
 
 def positions_of(mask: Tensor, pos: Tensor) -> Tensor:
     """Return the positions of the slots a mask names, int32 [B, 1 or H, n], filled up with -1."""
-    index, keep = packed(mask)
+    index, keep = chosen(mask)
     pos = pos.expand(-1, index.shape[1], -1)
     return pos.gather(2, index.expand(-1, pos.shape[1], -1)).where(keep, EMPTY)
 

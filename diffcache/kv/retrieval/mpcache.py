@@ -8,11 +8,11 @@ from typing import final
 import torch
 from torch import Tensor
 
-from diffcache.kv.attend import Query
+from diffcache.kv.attend import Query, over_groups
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.retrieval.blocks import Blocks, bounds, sizes, slots_of
 from diffcache.kv.retrieval.gather import at_positions
-from diffcache.kv.retrieval.select import Ask, Selecting, asked, fill, grouped
+from diffcache.kv.retrieval.select import Ask, Selecting, asked, fill
 from diffcache.kv.retrieval.summary import Summary, known
 from diffcache.kv.settings import Count, Factor, Share
 from diffcache.kv.slots import Slots
@@ -64,11 +64,11 @@ class MinMaxTree(Selecting):
         wide = free.new_zeros(*free.shape[:2], free.shape[2] + missing)
         wide[..., : free.shape[2]] = free
         room = (ask.room * self.widen).long()
-        first = grouped(asked(ask.query, self._mix(lo.amin(3), hi.amax(3))), self.group)
+        first = over_groups(asked(ask.query, self._mix(lo.amin(3), hi.amax(3))), self.group)
         passed = fill(first, wide.unflatten(2, (-1, many)).sum(3), room)
         inside = passed.repeat_interleave(many, 2)[..., : free.shape[2]]
         fine = self._mix(lo.flatten(2, 3), hi.flatten(2, 3))[:, :, : free.shape[2]]
-        second = grouped(asked(ask.query, fine), self.group)
+        second = over_groups(asked(ask.query, fine), self.group)
         left = free.expand_as(inside).where(inside, 0)
         return slots_of(fill(second, left, ask.room), ask.summary)
 

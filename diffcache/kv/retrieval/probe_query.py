@@ -8,10 +8,10 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from diffcache.kv.attend import Query
+from diffcache.kv.attend import Query, over_groups
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.retrieval.blocks import Blocks, mean_keys, sizes, slots_of
-from diffcache.kv.retrieval.select import Ask, Selecting, asked, fill, grouped
+from diffcache.kv.retrieval.select import Ask, Selecting, asked, fill
 from diffcache.kv.retrieval.summary import Summary, probe, query_valid, stored_query
 from diffcache.kv.settings import Count, SomeShare
 from diffcache.kv.slots import Slots
@@ -52,7 +52,7 @@ class ProbeQuery(Selecting):
         if not single:
             weight = bias(query, query_valid(ask.query))
             query = probe(query, weight)
-        score = grouped(asked(query, mean_keys(ask.summary)), self.group)
+        score = over_groups(asked(query, mean_keys(ask.summary)), self.group)
         if single and self.density < 1:
             score = score.masked_fill(~self._dense(score, free), float("-inf"))
         return slots_of(fill(score, free, ask.room), ask.summary)

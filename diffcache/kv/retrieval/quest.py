@@ -7,11 +7,11 @@ from typing import final
 
 from torch import Tensor
 
-from diffcache.kv.attend import Query
+from diffcache.kv.attend import Query, over_groups
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.retrieval.blocks import Blocks, bounds, sizes, slots_of
 from diffcache.kv.retrieval.gapless import Pick, Run, best_blocks
-from diffcache.kv.retrieval.select import Ask, Selecting, fill, grouped
+from diffcache.kv.retrieval.select import Ask, Selecting, fill
 from diffcache.kv.retrieval.summary import Summary
 from diffcache.kv.settings import Count
 from diffcache.kv.slots import Slots
@@ -47,11 +47,11 @@ class Quest(Selecting):
 
     def pick(self, run: Run) -> Pick:
         """Return the slots of the pages of the highest bounds."""
-        return best_blocks(grouped(upper(run.query, run.summary), self.group), self.page, run)
+        return best_blocks(over_groups(upper(run.query, run.summary), self.group), self.page, run)
 
     def choose(self, ask: Ask) -> Tensor:
         """Return the slots of the pages of the highest bounds."""
-        score = grouped(upper(ask.query, ask.summary), self.group)
+        score = over_groups(upper(ask.query, ask.summary), self.group)
         return slots_of(fill(score, sizes(ask), ask.room), ask.summary)
 
 

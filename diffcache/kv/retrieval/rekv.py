@@ -48,7 +48,7 @@ class Frames(Selecting):
 
     def extend(self, old: Summary, fresh: Slots, query: Query, layer: KVLayer) -> Summary:
         """Add new keys to the mean of their frame."""
-        return self._blocks().extend(old, fresh)
+        return Blocks(self.block, "mean", self.longest).extend(old, fresh)
 
     def choose(self, ask: Ask) -> Tensor:
         """Return the slots of the best frames, or those that the question before chose."""
@@ -76,6 +76,3 @@ class Frames(Selecting):
         if self.similarity == "cosine":
             q, keys = functional.normalize(q, dim=-1), functional.normalize(keys, dim=-1)
         return torch.einsum("bd,bxd->bx", q, keys)[:, None, None]
-
-    def _blocks(self) -> Blocks:
-        return Blocks(self.block, "mean", self.longest)

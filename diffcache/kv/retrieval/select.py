@@ -6,13 +6,13 @@ import warnings
 from abc import abstractmethod
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from diffcache.errors import CacheWarning
-from diffcache.kv.attend import Query
+from diffcache.kv.attend import Groups, Query
 from diffcache.kv.budget import count_for, slots_for
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.retrieval.gapless import Pick, Run, heads_of, is_gapless, views_at
@@ -23,7 +23,6 @@ from diffcache.kv.settings import Count, Size, Whole
 from diffcache.kv.slots import Slots
 from diffcache.kv.view import View
 
-Group = Literal["mean", "max", "sum"]
 _OLDEST = torch.iinfo(torch.int32).max
 
 
@@ -73,7 +72,7 @@ class Selecting(Retriever):
     sinks: Whole = 4
     recent: Count = 64
     few: Count = 8
-    group: Group = "max"
+    group: Groups = "max"
     skip: Whole = 0
 
     def views(self, query: Query, layer: KVLayer, others: list[KVLayer]) -> list[View]:
@@ -217,13 +216,6 @@ def asked(query: Query, keys: Tensor) -> Tensor:
     """
     q = query.grouped(keys.shape[1]).float()
     return torch.einsum("bhgnd,bhxd->bhgnx", q, keys.float()) * query.scale
-
-
-def grouped(score: Tensor, how: Group) -> Tensor:
-    """Bring the G query heads of a key-value head together: [B, H, G, ...] to [B, H, ...]."""
-    if how == "max":
-        return score.amax(2)
-    return score.mean(2) if how == "mean" else score.sum(2)
 
 
 def top(score: Tensor, free: Tensor, room: Tensor) -> Tensor:

@@ -9,10 +9,10 @@ from typing import final
 import torch
 from torch import Tensor
 
-from diffcache.kv.attend import Query
+from diffcache.kv.attend import Query, over_groups
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.retrieval.blocks import Blocks, mean_keys, sizes, slots_of
-from diffcache.kv.retrieval.select import Ask, Selecting, asked, fill, grouped
+from diffcache.kv.retrieval.select import Ask, Selecting, asked, fill
 from diffcache.kv.retrieval.summary import Summary
 from diffcache.kv.settings import Count
 from diffcache.kv.slots import Slots
@@ -41,7 +41,7 @@ class Sentences(Selecting):
 
     def extend(self, old: Summary, fresh: Slots, query: Query, layer: KVLayer) -> Summary:
         """Add new keys to the mean of their sentence; a prompt forgets the queries before it."""
-        found = self._blocks().extend(old, fresh)
+        found = Blocks(self.block, "mean", self.longest).extend(old, fresh)
         if query.count <= self.few:
             return found
         kept = {name: value for name, value in found.state.items() if name not in _ASKED}
@@ -50,7 +50,7 @@ class Sentences(Selecting):
     def choose(self, ask: Ask) -> Tensor:
         """Return the slots of the best sentences that fit."""
         query = self._of_sentence(ask)
-        score = grouped(asked(query, mean_keys(ask.summary)), self.group)
+        score = over_groups(asked(query, mean_keys(ask.summary)), self.group)
         return slots_of(fill(score, sizes(ask), ask.room), ask.summary)
 
     def _of_sentence(self, ask: Ask) -> Query:
@@ -73,9 +73,6 @@ class Sentences(Selecting):
         weight = inside / inside.sum(-1, keepdim=True).clamp_min(1)
         mean = torch.einsum("bnm,bhmd->bhnd", weight.to(q.dtype), q)
         return replace(query, q=mean)
-
-    def _blocks(self) -> Blocks:
-        return Blocks(self.block, "mean", self.longest)
 
 
 def sentence_tags(ids: Tensor, ends: Collection[int], pad: int | None = None) -> Tensor:

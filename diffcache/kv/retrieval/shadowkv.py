@@ -19,12 +19,11 @@ from diffcache.kv.codec.lowrank import LowRank
 from diffcache.kv.codec.tails import filled_up
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.retrieval.blocks import Blocks, mean_keys, scattered, sizes, slots_of
-from diffcache.kv.retrieval.gather import packed
 from diffcache.kv.retrieval.select import Ask, Selecting, asked, fill
 from diffcache.kv.retrieval.summary import Summary
 from diffcache.kv.segment import Coded
 from diffcache.kv.settings import Count, Whole
-from diffcache.kv.slots import Slots
+from diffcache.kv.slots import Slots, chosen
 
 
 @final
@@ -83,8 +82,8 @@ def outlying(summary: Summary, count: int) -> Tensor:
     """Return the chunks of the least cosine, bool [B, H, N]; earlier ones first."""
     cosine = summary.blocks["cosine"]
     order = cosine.argsort(dim=-1, stable=True)[..., :count]
-    chosen = torch.zeros_like(cosine, dtype=torch.bool).scatter_(2, order, True)
-    return chosen & (summary.blocks["count"] > 0)
+    found = torch.zeros_like(cosine, dtype=torch.bool).scatter_(2, order, True)
+    return found & (summary.blocks["count"] > 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -172,7 +171,7 @@ class ShadowKeys(KVCodec):
         known = Summary(slots={"pos": met.pos})
         known = landmarks(known, met, self.chunk)
         mask = slots_of(outlying(known, self.outliers), known)
-        index, _ = packed(mask)
+        index, _ = chosen(mask)
         place = (mask.cumsum(-1) - 1).where(mask, -1).to(torch.int32)
         k = slots.k.where(slots.valid[..., None], 0)
         base = LowRank(self.rank, joint=True).encode(k)

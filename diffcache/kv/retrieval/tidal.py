@@ -7,13 +7,13 @@ from typing import final
 
 from torch import Tensor
 
-from diffcache.kv.attend import Query
+from diffcache.kv.attend import Query, over_groups
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.retrieval.gapless import Pick, Run
-from diffcache.kv.retrieval.gather import at_positions, packed, positions_of
-from diffcache.kv.retrieval.select import Ask, Selecting, asked, grouped, latest, top
+from diffcache.kv.retrieval.gather import at_positions, positions_of
+from diffcache.kv.retrieval.select import Ask, Selecting, asked, latest, top
 from diffcache.kv.retrieval.summary import Summary, known, news
-from diffcache.kv.slots import Slots
+from diffcache.kv.slots import Slots, chosen
 
 
 @final
@@ -49,9 +49,9 @@ class LayerReuse(Selecting):
             return None
         if index in self.select:
             keys = news(run.layer, 0, stored=False).k
-            score = grouped(asked(run.query, keys), self.group)[:, :, 0, run.first : run.last]
+            score = over_groups(asked(run.query, keys), self.group)[:, :, 0, run.first : run.last]
             least = score.topk(run.room).values[..., -1:]
-            at, _ = packed(latest(score, least, run.room), run.room)
+            at, _ = chosen(latest(score, least, run.room), run.room)
             pick = Pick(at + run.first)
             state = {**run.summary.state, "chosen": pick.positions()}
             run.layer.summary = replace(known(run.layer), state=state, at=run.query.start)
@@ -60,10 +60,10 @@ class LayerReuse(Selecting):
         found = known(lead)
         if found.at != run.query.start:  # it was left as it is, or chose nothing
             return None
-        chosen = found.state["chosen"].long()
+        at = found.state["chosen"].long()
         if found.run and lead.held == run.layer.held:
-            return Pick(chosen)
-        return Pick(chosen.clamp_min(0), (chosen >= run.first) & (chosen < run.last))
+            return Pick(at)
+        return Pick(at.clamp_min(0), (at >= run.first) & (at < run.last))
 
     def choose(self, ask: Ask) -> Tensor | None:
         """Return the positions of the layer that chose last, or choose and read all."""
@@ -72,10 +72,9 @@ class LayerReuse(Selecting):
             return None
         if index in self.select:
             slots = news(ask.layer, 0, stored=False)
-            score = grouped(asked(ask.query, slots.k), self.group)
-            chosen = top(score, ask.free, ask.room)
-            summary = ask.summary
-            state = {**summary.state, "chosen": positions_of(chosen, summary.pos)}
+            score = over_groups(asked(ask.query, slots.k), self.group)
+            summary, best = ask.summary, top(score, ask.free, ask.room)
+            state = {**summary.state, "chosen": positions_of(best, summary.pos)}
             ask.layer.summary = replace(summary, state=state, at=ask.query.start)
             return None
         lead = known(ask.others[max(each for each in self.select if each < index)])

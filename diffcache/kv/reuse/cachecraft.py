@@ -102,7 +102,8 @@ def chunks_of(model: Any, cache: Host, texts: Sequence[Tensor], names: Sequence[
     def watch(number: int, query: Query, slots: Slots) -> None:
         for block, _, probs in probabilities(query, slots, _BLOCK):
             mean = probs.mean((0, 1, 2)).to(paid.dtype) / len(cache.store.layers)
-            paid.index_put_((block.positions()[0],), _by_chunk(mean, of, len(texts)), True)
+            by_chunk = mean.new_zeros(len(mean), len(texts)).index_add_(1, of[: mean.shape[1]], mean)
+            paid.index_put_((block.positions()[0],), by_chunk, True)
 
     with torch.no_grad():
         model(input_ids=ids, **last_logits(model), **with_cache(model, cache))
@@ -169,9 +170,3 @@ def to_fix(chunk: Chunk, before: Sequence[Hashable], alpha: float) -> Tensor:
     share = min(alpha * chunk.impact * (1 - chunk.overlap(before)), 1.0)
     count = ceil(round(share * len(chunk.piece.ids), 6))
     return chunk.owed.argsort(descending=True, stable=True)[:count].sort().values
-
-
-def _by_chunk(mean: Tensor, of: Tensor, chunks: int) -> Tensor:
-    """Sum attention [n, T] over the tokens of each chunk, [n, C]."""
-    found = mean.new_zeros(len(mean), chunks)
-    return found.index_add_(1, of[: mean.shape[1]], mean)

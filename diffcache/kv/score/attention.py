@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from diffcache.kv.attend import Query
+from diffcache.kv.attend import Groups, Query, over_groups
 from diffcache.kv.attended import Attended
 from diffcache.kv.observe import Observation
 from diffcache.kv.score.base import Score
 from diffcache.kv.settings import Count, NotNegative, Odd
 
 Pooling = Literal["avg", "max"]
-Groups = Literal["mean", "max", "sum"]
 ALWAYS = float("inf")
 
 
@@ -32,13 +31,6 @@ def pooled(x: Tensor, kernel: int, pooling: str) -> Tensor:
         return x
     pool = functional.avg_pool1d if pooling == "avg" else functional.max_pool1d
     return pool(x.flatten(0, -2), kernel, 1, kernel // 2).view_as(x)
-
-
-def over_groups(x: Tensor, groups: str) -> Tensor:
-    """Reduce [B, H, G, S] over the query heads of a key-value head."""
-    if groups == "max":
-        return x.amax(2)
-    return x.sum(2) if groups == "sum" else x.mean(2)
 
 
 def with_window(earlier: Tensor, width: int) -> Tensor:

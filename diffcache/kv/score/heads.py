@@ -49,15 +49,11 @@ class HeadVote(Score):
         probs = seen.probs(self.size)[..., : max(width - self.size, 0)]
         mean = seen.window_mean(probs).flatten(1, 2)  # [B, Hq, S - w]
         if self.heads:
-            chosen = self._of(seen.layer, mean.shape[1])
-            mean = mean[:, torch.tensor(chosen, device=mean.device)]
+            if seen.layer >= len(self.heads) or max(self.heads[seen.layer]) >= mean.shape[1]:
+                raise ValueError(
+                    f"heads={self.heads}: layer {seen.layer} has {mean.shape[1]} query heads; find the heads of "
+                    "this model with diffcache.kv.learn.compresskv.top_heads"
+                )
+            mean = mean[:, torch.tensor(self.heads[seen.layer], device=mean.device)]
         vote = pooled(mean.mean(1, keepdim=True), self.kernel, "avg")
         return with_window(vote, width).expand(seen.slots.k.shape[:3])
-
-    def _of(self, layer: int, count: int) -> tuple[int, ...]:
-        if layer >= len(self.heads) or max(self.heads[layer]) >= count:
-            raise ValueError(
-                f"heads={self.heads}: layer {layer} has {count} query heads; find the heads of "
-                "this model with diffcache.kv.learn.compresskv.top_heads"
-            )
-        return self.heads[layer]

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from diffcache.kv.attend import logits
+from diffcache.kv.attend import logits, over_groups
 from diffcache.kv.observe import Observation
-from diffcache.kv.score.attention import ALWAYS, over_groups, pooled
+from diffcache.kv.score.attention import ALWAYS, pooled
 from diffcache.kv.score.base import Score
 from diffcache.kv.settings import Count, Mode, Odd, Whole
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from diffcache.kernels.pack import unpack
 from diffcache.kv.attend import Query
 from diffcache.kv.budget import Uniform
 from diffcache.kv.codec.held import Pair
-from diffcache.kv.codec.pack import unpack
 from diffcache.kv.codec.quant import GroupQuant, Quantized
 from diffcache.kv.codec.scaled import balancer
 from diffcache.kv.codec.stairs import BalancedRung, Stair, shifted
