@@ -235,15 +235,9 @@ def mass_twin(
 
 
 def _keys(
-    q: Tensor,
-    k: Tensor,
-    grid: Tensor | None,
-    slots: Tensor | None,
-    turns: Tensor | None,
-    interleaved: bool,
-    form: list[int],
-    shift: float,
-) -> Tensor:
+    q: Tensor, k: Tensor, grid: Tensor | None, slots: Tensor | None, turns: Tensor | None,
+    interleaved: bool, form: list[int], shift: float,
+) -> Tensor:  # fmt: skip
     """Return keys by place, in float32 and turned, [B, H, P, D]."""
     found = _numbers(q, k, grid, slots, form, shift)
     if turns is None:
@@ -274,17 +268,9 @@ def _listed(x: Tensor, slots: Tensor, batch: int) -> Tensor:
 
 
 def _logits(
-    q: Tensor,
-    keys: Tensor,
-    k: Tensor,
-    slots: Tensor | None,
-    mask: Tensor | None,
-    scale: float,
-    offset: int | None,
-    window: int,
-    sinks: int,
-    start: int,
-) -> Tensor:
+    q: Tensor, keys: Tensor, k: Tensor, slots: Tensor | None, mask: Tensor | None, scale: float,
+    offset: int | None, window: int, sinks: int, start: int,
+) -> Tensor:  # fmt: skip
     """Return the logits of a block of queries in float32, [B, H, G, n, P], -inf where unseen."""
     part = q[:, :, start : start + BLOCK].float()
     batch, _, count, size = part.shape

@@ -13,15 +13,9 @@ MOST_SUMS = 16384  # sums of a program that fit its registers
 
 
 def can_attend(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    key_bits: float,
-    value_bits: float,
-    each: int,
-    width: int,
-    sizes: tuple[int, int],
-) -> bool:
+    q: Tensor, keys: Tensor, values: Tensor, key_bits: float, value_bits: float, each: int,
+    width: int, sizes: tuple[int, int],
+) -> bool:  # fmt: skip
     """Return whether the kernel of `attn_decode_kivi` should run.
 
     Args:
@@ -45,19 +39,9 @@ def can_attend(
 
 
 def attn_decode_kivi(
-    q: Tensor,
-    keys: Tensor,
-    key_grid: Tensor,
-    values: Tensor,
-    value_grid: Tensor,
-    scale: float,
-    key_bits: int,
-    value_bits: int,
-    each: int,
-    width: int,
-    key_shift: float,
-    value_shift: float,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, keys: Tensor, key_grid: Tensor, values: Tensor, value_grid: Tensor, scale: float,
+    key_bits: int, value_bits: int, each: int, width: int, key_shift: float, value_shift: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return attention of one query over coded slots, and its log-sum-exp.
 
     Grids of keys run along tokens and those of values along channels, as in KIVI, arXiv 2402.02750.
@@ -93,19 +77,9 @@ def attn_decode_kivi(
 
 
 def attend_twin(
-    q: Tensor,
-    keys: Tensor,
-    key_grid: Tensor,
-    values: Tensor,
-    value_grid: Tensor,
-    scale: float,
-    key_bits: int,
-    value_bits: int,
-    each: int,
-    width: int,
-    key_shift: float,
-    value_shift: float,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, keys: Tensor, key_grid: Tensor, values: Tensor, value_grid: Tensor, scale: float,
+    key_bits: int, value_bits: int, each: int, width: int, key_shift: float, value_shift: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute `attn_decode_kivi` in plain PyTorch."""
     heads, count = keys.shape[1], values.shape[2]
     grouped = q.float().unflatten(1, (heads, -1))
@@ -117,19 +91,9 @@ def attend_twin(
 
 
 def _like(
-    q: Tensor,
-    keys: Tensor,
-    key_grid: Tensor,
-    values: Tensor,
-    value_grid: Tensor,
-    scale: float,
-    key_bits: int,
-    value_bits: int,
-    each: int,
-    width: int,
-    key_shift: float,
-    value_shift: float,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, keys: Tensor, key_grid: Tensor, values: Tensor, value_grid: Tensor, scale: float,
+    key_bits: int, value_bits: int, each: int, width: int, key_shift: float, value_shift: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     out = q.new_empty(*q.shape[:2], width * value_grid.shape[-1], dtype=torch.float32)
     return out, q.new_empty(q.shape[:2], dtype=torch.float32)
 

@@ -98,18 +98,9 @@ def attend(query: Query, views: Sequence[View]) -> Tensor:
 
 
 def attend_noting(query: Query, views: Sequence[View], *, note: bool = True) -> tuple[Tensor, Tensor | None]:
-    """Return what `attend` does, and the log-sum-exps of queries where a kernel has them.
+    """Return what `attend` does, and float32 [B, Hq, n], log-sum-exps of queries, -inf where nothing is seen.
 
-    Args:
-        query: The queries.
-        views: Slots that the queries attend to.
-        note: Whether log-sum-exps are wanted, for which dense attention takes the kernel as well.
-
-    Returns:
-        The attention, and float32 [B, Hq, n], -inf where nothing is seen; or None.
-
-    Raises:
-        ValueError: If there are no views.
+    They are None where no kernel has them. `note` says whether they are wanted: dense attention takes the kernel then.
     """
     if not views:
         raise ValueError("views=[]: there is nothing to attend to; write keys and values first")
@@ -141,12 +132,8 @@ def attend_parts(query: Query, views: Sequence[View]) -> tuple[Tensor, Tensor]:
     return lse_merge(outs, lses)
 
 
-def visible(query: Query, slots: Slots) -> Tensor:
-    """Return which slots each query sees, bool [B, 1 or H, n or 1, S], 1 for all of them alike."""
-    return _visible(query, slots.pos)
-
-
-def _visible(query: Query, pos: Tensor) -> Tensor:
+def visible(query: Query, pos: Tensor) -> Tensor:
+    """Return which slots at positions [B, 1 or H, S] queries see, bool [B, 1 or H, n or 1, S], 1 for all alike."""
     pos = pos.long()
     here = pos[:, :, None]
     seen = here >= 0
@@ -186,7 +173,7 @@ def logits(query: Query, slots: Slots, traits: Traits = PLAIN) -> Tensor:
         found = found + slots.meta["logn"][:, :, None, None].to(dtype)
     if traits.temperature != 1:
         found = found / traits.temperature
-    return found.masked_fill(~visible(query, slots)[:, :, None], float("-inf"))
+    return found.masked_fill(~visible(query, slots.pos)[:, :, None], float("-inf"))
 
 
 def probabilities(query: Query, slots: Slots, block: int) -> Iterator[tuple[Query, Tensor, Tensor]]:
@@ -249,7 +236,7 @@ def limits(query: Query, view: View, opened: bool = False) -> dict[str, Any]:
         is_blind = offset < 0 or (window and offset + query.count - window >= view.width)
         if not opened or not is_blind:
             return {"offset": offset, "window": window}
-    seen = _visible(query, view.meta["pos"])
+    seen = visible(query, view.meta["pos"])
     return {"mask": seen | ~seen.any(-1, keepdim=True) if opened else seen}
 
 
@@ -282,7 +269,7 @@ def _by_kernel(query: Query, view: View, note: bool) -> tuple[Tensor, Tensor | N
         return None
     out, lse = lse_merge(*parts)
     if note and "mask" in seen:
-        blind = ~_visible(query, view.meta["pos"]).any(-1)
+        blind = ~visible(query, view.meta["pos"]).any(-1)
         groups = lse.shape[1] // blind.shape[1] if blind.shape[1] > 1 else 1
         lse = lse.masked_fill(blind.repeat_interleave(groups, 1), -torch.inf)
     return out.to(query.q.dtype), lse
@@ -397,7 +384,7 @@ def _fused(query: Query, view: View) -> Tensor:
         if seen is None:
             bias = many
         else:
-            bias = visible(query, slots) if bias is None else bias
+            bias = visible(query, slots.pos) if bias is None else bias
             bias = many.where(bias, torch.finfo(q.dtype).min)
     k, v, grouped = slots.k, slots.v, False
     if groups > 1:
@@ -434,7 +421,7 @@ def _seen(query: Query, view: View) -> Tensor | str | None:
         return None
     elif simple and query.causal and query.start == start and query.q.shape[2] == width:
         return _CAUSAL
-    seen = visible(query, view.slots)
+    seen = visible(query, view.slots.pos)
     return seen | ~seen.any(-1, keepdim=True)  # not NaN where nothing is seen
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -142,7 +142,7 @@ class Attended:
         total = torch.zeros_like(self.slots.pos, dtype=torch.float32)
         for start in range(0, self.query.count, count):
             stop = min(start + count, self.query.count)
-            seen = visible(self.query.narrow(start, stop), self.slots)
+            seen = visible(self.query.narrow(start, stop), self.slots.pos)
             if self.valid is not None:
                 seen = seen & self.valid[:, None, start:stop, None]
             total = total + seen.sum(2)
@@ -205,10 +205,9 @@ class Attended:
             later = torch.ones(last.shape[-2:], dtype=torch.bool, device=found.device).triu(1)
             last.masked_fill_(later, float("-inf"))
             return found
-        asked, meta = self.query.narrow(part.start, part.stop), dict(self.slots.meta)
-        if meta["pos"].shape[1] > 1:
-            meta["pos"] = meta["pos"][:, heads.start : heads.stop]
-        seen = visible(asked, replace(self.slots, meta=meta))
+        pos = self.slots.pos
+        pos = pos[:, heads.start : heads.stop] if pos.shape[1] > 1 else pos
+        seen = visible(self.query.narrow(part.start, part.stop), pos)
         return found.masked_fill_(~seen[:, :, None], float("-inf"))
 
     def _rows(self, part: range, groups: int, probs: Tensor) -> Tensor:

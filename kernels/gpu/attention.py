@@ -90,19 +90,9 @@ def turned(x, turns, slot, there, row_size, SIZE: tl.constexpr, INTERLEAVED: tl.
 
 @triton.jit
 def seen_of(
-    place,
-    query,
-    there,
-    mask,
-    m2,
-    m3,
-    offset,
-    window,
-    sinks,
-    CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-    MASK: tl.constexpr,
-):
+    place, query, there, mask, m2, m3, offset, window, sinks, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
     """Return which places queries see; places lie along one axis and queries along the other."""
     seen = there
     if CAUSAL:
@@ -326,17 +316,9 @@ def attn_forward(
     )  # fmt: skip
     if shares > 1:
         combine_kernel[(lse.numel(),)](
-            out,
-            lse,
-            parts,
-            logs,
-            lse.numel(),
-            shares,
-            SHARES=triton.next_power_of_2(shares),
-            SIZE=last,
-            WIDTH=wide,
-            num_warps=4,
-        )
+            out, lse, parts, logs, lse.numel(), shares, SHARES=triton.next_power_of_2(shares),
+            SIZE=last, WIDTH=wide, num_warps=4,
+        )  # fmt: skip
     return out, lse
 
 

@@ -210,19 +210,9 @@ def merge_kernel(out, lse, outs, lses, parts, GROUPS: tl.constexpr, WIDE: tl.con
 
 
 def attn_decode_kivi(
-    q: Tensor,
-    keys: Tensor,
-    key_grid: Tensor,
-    values: Tensor,
-    value_grid: Tensor,
-    scale: float,
-    key_bits: int,
-    value_bits: int,
-    each: int,
-    width: int,
-    key_shift: float,
-    value_shift: float,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, keys: Tensor, key_grid: Tensor, values: Tensor, value_grid: Tensor, scale: float,
+    key_bits: int, value_bits: int, each: int, width: int, key_shift: float, value_shift: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch `attn_decode_kivi`."""
     q, keys, key_grid, values, value_grid = (x.contiguous() for x in (q, keys, key_grid, values, value_grid))
     batch, heads, count = values.shape[:3]

@@ -8,30 +8,19 @@ import triton.language as tl
 from torch import Tensor
 
 from diffcache.kernels.configs import combinations, tuned
-from diffcache.kernels.gpu.launch import aligned
+from diffcache.kernels.gpu.launch import COLUMNS, aligned, row_tile
 
 DEFAULT = {"TILE": 4096, "num_warps": 4}  # numbers of a program
 CANDIDATES = {"int8_codes": combinations(TILE=(2048, 4096, 8192), num_warps=(4, 8))}
-COLUMNS = 1024  # most numbers of a row that a program takes
 NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2**23: what is added to it is rounded to whole numbers
 FAR = tl.constexpr(2097152.0)  # beyond any code, and near enough to be rounded so
 
 
 @triton.jit
 def codes_kernel(
-    codes,
-    values,
-    scales,
-    zeros,
-    size,
-    width,
-    share,
-    zero,
-    BITS: tl.constexpr,
-    PER_ROW: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    codes, values, scales, zeros, size, width, share, zero, BITS: tl.constexpr,
+    PER_ROW: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Round a tile to codes."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -48,13 +37,6 @@ def codes_kernel(
     tl.store(codes + at, whole.to(tl.int8), mask=live)
 
 
-def tile(width: int, options: dict[str, int] = DEFAULT) -> dict[str, int]:
-    """Return the settings of a launch over rows of a width."""
-    columns = min(max(16, triton.next_power_of_2(width)), COLUMNS)
-    rows = max(options["TILE"] // columns, 1)
-    return {"ROWS": rows, "COLUMNS": columns, "num_warps": options["num_warps"]}
-
-
 def int8_codes(
     values: Tensor, scale: float, zero: int, scales: Tensor | None, zeros: Tensor | None, bits: int
 ) -> Tensor:
@@ -65,7 +47,7 @@ def int8_codes(
     # one scale: memory is cut into rows of equal width
     width = values.shape[-1] if per_row else COLUMNS
     key = values.dtype, "rows" if per_row else "one", width, values.numel()
-    form = tile(width, tuned("int8_codes", key, DEFAULT, values.device))
+    form = row_tile(width, tuned("int8_codes", key, DEFAULT, values.device))
     rows = triton.cdiv(values.numel(), width)
     grid = (triton.cdiv(rows, form["ROWS"]), triton.cdiv(width, form["COLUMNS"]))
     extra = [here if each is None else each.contiguous() for each in (scales, zeros)]

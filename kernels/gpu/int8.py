@@ -107,20 +107,10 @@ def attn_int8(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     out = q.new_empty(*q.shape[:3], last)
     key = q.dtype, max(size, last), count, width
     int8_kernel[(triton.cdiv(count, ROWS), batch * asking)](
-        out,
-        *given,
-        *steps,
-        count,
-        width,
-        GROUPS=asking // heads,
-        SIZE=size,
-        WIDTH=_padded(size),
-        VSIZE=last,
-        VWIDTH=_padded(last),
-        ROWS=ROWS,
-        KEYS=KEYS,
+        out, *given, *steps, count, width, GROUPS=asking // heads, SIZE=size, WIDTH=_padded(size),
+        VSIZE=last, VWIDTH=_padded(last), ROWS=ROWS, KEYS=KEYS,
         **tuned("attn_int8", key, DEFAULT, q.device),
-    )
+    )  # fmt: skip
     return out
 
 

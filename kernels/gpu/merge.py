@@ -72,17 +72,7 @@ def lse_merge(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
     rows = max(form["BLOCK"] // width, 1)
     here, logs = ([each.contiguous() for each in given] for given in (outs, lses))
     merge_kernel[programs(lse.numel(), rows)](
-        out,
-        lse,
-        *here,
-        *here[:1] * spare,
-        *logs,
-        *logs[:1] * spare,
-        lse.numel(),
-        PARTS=len(outs),
-        SIZE=size,
-        ROWS=rows,
-        WIDTH=width,
-        num_warps=form["num_warps"],
-    )
+        out, lse, *here, *here[:1] * spare, *logs, *logs[:1] * spare, lse.numel(), PARTS=len(outs),
+        SIZE=size, ROWS=rows, WIDTH=width, num_warps=form["num_warps"],
+    )  # fmt: skip
     return out, lse

@@ -9,28 +9,19 @@ from torch import Tensor
 
 from diffcache.kernels.configs import combinations, tuned
 from diffcache.kernels.forecast import MOST
-from diffcache.kernels.gpu.launch import programs
+from diffcache.kernels.gpu.launch import programs, row_tile
 from diffcache.kernels.rows import LARGEST, LEAST, ROOM
 
 DEFAULT = {"TILE": 4096, "num_warps": 4}  # numbers of a program, and the fewest warps of it
 CANDIDATES = dict.fromkeys(("pack_rows", "weighted_sum_int8"), combinations(TILE=(2048, 4096, 8192), num_warps=(4, 8)))
-COLUMNS = 1024  # most numbers of a row that a program of a sum takes
 NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2**23: what is added to it is rounded to whole numbers
 
 
 @triton.jit
 def pack_kernel(
-    codes,
-    scales,
-    tensor,
-    rows,
-    width,
-    ROOM: tl.constexpr,
-    LARGEST: tl.constexpr,
-    LEAST: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    codes, scales, tensor, rows, width, ROOM: tl.constexpr, LARGEST: tl.constexpr,
+    LEAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Find the scales of whole rows and divide by them."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
@@ -90,13 +81,6 @@ def pack_tile(width: int, options: dict[str, int] = DEFAULT) -> dict[str, int]:
     return {"ROWS": rows, "COLUMNS": columns, "num_warps": warps}
 
 
-def sum_tile(width: int, options: dict[str, int] = DEFAULT) -> dict[str, int]:
-    """Return the settings of a launch that takes parts of rows of a width."""
-    columns = min(max(16, triton.next_power_of_2(width)), COLUMNS)
-    rows = options["TILE"] // columns
-    return {"ROWS": rows, "COLUMNS": columns, "num_warps": options["num_warps"]}
-
-
 def pack_rows(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Launch `pack_rows`."""
     codes = tensor.new_empty(tensor.shape, dtype=torch.int8)
@@ -119,7 +103,7 @@ def weighted_sum_int8(
     terms, shares = ([t.contiguous() for t in tensors] for tensors in (codes, scales))
     extra = terms[0] if base is None else base.contiguous()
     key = dtype, len(terms), width, rows
-    tile = sum_tile(width, tuned("weighted_sum_int8", key, DEFAULT, out.device))
+    tile = row_tile(width, tuned("weighted_sum_int8", key, DEFAULT, out.device))
     spare = MOST - len(terms)
     grid = (triton.cdiv(rows, tile["ROWS"]), triton.cdiv(width, tile["COLUMNS"]))
     sum_kernel[grid](

@@ -27,7 +27,7 @@ def whole(query: Query, slots: Slots, valid: Tensor | None = None) -> tuple[Tens
     """Return column sums and counts from one matrix."""
     exact = replace(query, q=query.q.double())
     ((_, _, probs),) = probabilities(exact, slots, query.count)
-    seen = visible(query, slots)
+    seen = visible(query, slots.pos)
     if valid is not None:
         probs = probs * valid[:, None, None, :, None]
         seen = seen & valid[:, None, :, None]

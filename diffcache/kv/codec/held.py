@@ -34,9 +34,11 @@ class KVCodec(Settings, ABC):
 
     scope: int = 1  # neighboring layers that are held together
 
-    @abstractmethod
     def flush(self, layers: Sequence[KVLayer]) -> None:
-        """Turn what has grown in the tails of `scope` layers into segments, as far as it is due."""
+        """Turn what has grown in the tails of `scope` layers into segments, as far as it is due.
+
+        By default tails are left alone: slots come from the plan.
+        """
 
     @abstractmethod
     def hold(self, slots: Slots, level: int) -> Segment:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,7 +13,6 @@ from diffcache.kv.codec.held import KVCodec, Pair
 from diffcache.kv.codec.quant import GroupQuant, Quantized
 from diffcache.kv.codec.scaled import ChannelSeparable, Scaled, balancer, encode_scaled
 from diffcache.kv.codec.tails import filled_up, without_gaps
-from diffcache.kv.layer import KVLayer
 from diffcache.kv.observe import Observation
 from diffcache.kv.segment import Coded, Segment
 from diffcache.kv.slots import Slots
@@ -71,9 +69,6 @@ class Stair(KVCodec):
         if self.bits not in _POWERS or self.first not in _POWERS or self.bits > self.first:
             raise ValueError(f"bits={self.bits}, first={self.first}: must be of 1, 2, 4 and 8, and bits at most first")
 
-    def flush(self, layers: Sequence[KVLayer]) -> None:
-        """Leave tails alone: slots come from the plan."""
-
     def hold(self, slots: Slots, level: int) -> Segment:
         """Return slots coded in `first` bits and shifted."""
         return self._down(self._pair.hold(slots, level))
@@ -119,9 +114,6 @@ class BalancedRung(KVCodec):
     """
 
     pair: Pair = field(default_factory=lambda: Pair(GroupQuant(2, "channels", 32), GroupQuant(2, "channels", 32)))
-
-    def flush(self, layers: Sequence[KVLayer]) -> None:
-        """Leave tails alone: slots come from the plan."""
 
     def hold(self, slots: Slots, level: int) -> Segment:
         """Return slots coded without factors."""

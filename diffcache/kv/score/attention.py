@@ -12,7 +12,7 @@ from torch.nn import functional
 from diffcache.kv.attend import Groups, Query, over_groups
 from diffcache.kv.attended import Attended
 from diffcache.kv.observe import Observation
-from diffcache.kv.score.base import Score
+from diffcache.kv.score.base import LastQueries, Score
 from diffcache.kv.settings import Count, NotNegative, Odd
 
 Pooling = Literal["avg", "max"]
@@ -39,7 +39,7 @@ def with_window(earlier: Tensor, width: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Window(Score):
+class Window(LastQueries):
     """Score by the attention of the last queries, pooled over neighbors; their slots stay.
 
     Query heads are reduced first and slots pooled then, which matters where either takes the
@@ -59,11 +59,6 @@ class Window(Score):
     pooling: Pooling = "avg"
     groups: Groups = "mean"
 
-    @property
-    def window(self) -> int:
-        """Number of last queries that are kept for it."""
-        return self.size
-
     def __call__(self, seen: Observation) -> Tensor:
         """Return the pooled mean attention, infinite for the slots of the window."""
         width = seen.slots.width
@@ -73,7 +68,7 @@ class Window(Score):
 
 
 @dataclass(frozen=True)
-class WindowVariance(Score):
+class WindowVariance(LastQueries):
     """Score by mean and variance of the attention of the last queries; their slots stay.
 
     A slot whose attention shifts over the window is kept even if it is low on average.
@@ -89,11 +84,6 @@ class WindowVariance(Score):
     size: Count = 32
     gamma: NotNegative = 200.0
     kernel: Odd = 5
-
-    @property
-    def window(self) -> int:
-        """Number of last queries that are kept for it."""
-        return self.size
 
     def __call__(self, seen: Observation) -> Tensor:
         """Return the pooled mean and variance, infinite for the slots of the window."""

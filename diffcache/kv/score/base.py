@@ -95,3 +95,14 @@ class Score(Settings, ABC):
             probs: Their probabilities, zero for queries of padding.
         """
         raise NotImplementedError(f"{type(self).__name__} keeps no statistics")
+
+
+class LastQueries(Score):
+    """Score that looks at the last `size` queries."""
+
+    size: int
+
+    @property
+    def window(self) -> int:
+        """Number of last queries that are kept for it."""
+        return self.size

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from diffcache.kv.observe import Observation
 from diffcache.kv.rotary import Rotation
-from diffcache.kv.score.base import Score
+from diffcache.kv.score.base import LastQueries
 from diffcache.kv.settings import Count, NotNegative, Whole
 
 
 @dataclass(frozen=True)
-class Expected(Score):
+class Expected(LastQueries):
     """Score by the attention of queries drawn like the last ones, at the positions to come.
 
     Queries before rotation are taken as normally distributed; their mean and covariance are turned
@@ -39,11 +39,6 @@ class Expected(Score):
     covariance: bool = True
     values: bool = True
     epsilon: NotNegative = 0.0
-
-    @property
-    def window(self) -> int:
-        """Number of last queries that are kept for it."""
-        return self.size
 
     def __call__(self, seen: Observation) -> Tensor:
         """Return the expected attention, infinite for the first tokens."""

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from diffcache.kv.observe import Observation
 from diffcache.kv.score.attention import pooled, with_window
-from diffcache.kv.score.base import Score
+from diffcache.kv.score.base import LastQueries
 from diffcache.kv.settings import Count, Odd
 
 
 @dataclass(frozen=True)
-class HeadVote(Score):
+class HeadVote(LastQueries):
     """Average the attention of the last queries over a few query heads of the layer.
 
     All key-value heads get the same scores, and so keep the same tokens.
@@ -37,11 +37,6 @@ class HeadVote(Score):
         for layer, heads in enumerate(self.heads):
             if not heads or min(heads) < 0 or len(set(heads)) < len(heads):
                 raise ValueError(f"heads[{layer}]={heads}: name at least one query head, each once, from 0")
-
-    @property
-    def window(self) -> int:
-        """Number of last queries that are kept."""
-        return self.size
 
     def __call__(self, seen: Observation) -> Tensor:
         """Return the vote, [B, H, S], infinite in the window; raise ValueError if the table is of another model."""

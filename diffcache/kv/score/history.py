@@ -14,7 +14,7 @@ from diffcache.kv.attend import Query, visible
 from diffcache.kv.attended import Attended
 from diffcache.kv.observe import Observation
 from diffcache.kv.score.attention import Mass
-from diffcache.kv.score.base import Score
+from diffcache.kv.score.base import LastQueries, Score
 from diffcache.kv.settings import Count, NotNegative, Positive, Share, SomeShare
 
 IDLE, INTERVAL, BORN = "recurrence.idle", "recurrence.interval", "recurrence.born"
@@ -48,7 +48,7 @@ class LowCount(Score):
         """Return minus the count, [B, H, S]."""
         asked = seen.last(self.history)
         probs = seen.probs(self.history)
-        here = visible(asked, seen.slots) & (asked.positions() >= 0)[:, None, :, None]
+        here = visible(asked, seen.slots.pos) & (asked.positions() >= 0)[:, None, :, None]
         share = here.sum(-1, keepdim=True).clamp_min(1).reciprocal()
         low = (probs < share[:, :, None]) & here[:, :, None]
         return -low.sum((2, 3)).float()
@@ -98,7 +98,7 @@ class Recurrence(Score):
 
 
 @dataclass(frozen=True)
-class GlobalLocal(Score):
+class GlobalLocal(LastQueries):
     """Score by the attention of all queries and that of the last ones together.
 
     Sums over all queries favor early slots, which more queries see, so that they are divided by
@@ -116,11 +116,6 @@ class GlobalLocal(Score):
     statistics = _GLOBAL.statistics
     size: Count = 32
     local: Share = 0.5
-
-    @property
-    def window(self) -> int:
-        """Number of last queries that are kept for it."""
-        return self.size
 
     def __call__(self, seen: Observation) -> Tensor:
         """Return the weighted sum, [B, H, S]."""
