@@ -61,18 +61,3 @@ def test_sums_and_counts_are_those_of_the_whole_matrix(case: str, room: int, mon
     changed = asked.sums(lambda x, heads, part: x + noise[heads.start : heads.stop, None, None, : x.shape[-1]])
     biased = replace(slots, meta={**slots.meta, "logn": slots.meta.get("logn", 0) + noise[None]})
     torch.testing.assert_close(changed, whole(query, biased, valid)[0], rtol=1e-5, atol=1e-5)
-
-
-def test_logits_held_at_once_stay_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    query, slots = drawn()
-    most = 0
-
-    def seen(found: Tensor, heads: range, part: range) -> Tensor:
-        nonlocal most
-        most = max(most, found.nbytes)
-        return found
-
-    for name, room in (("_CPU_BYTES", 1 << 13), ("_LEAST", 1)):
-        monkeypatch.setattr(attended, name, room)
-    Attended(query, View(slots, 0, below=TOKENS)).sums(seen)
-    assert 0 < most <= 1 << 13

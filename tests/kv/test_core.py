@@ -9,7 +9,6 @@ from torch import Tensor
 from diffcache.kv.attend import Query, attend
 from diffcache.kv.codec.base import nbytes
 from diffcache.kv.layer import KVLayer
-from diffcache.kv.rotary import Rotary
 from diffcache.kv.segment import Dense, Flat, Traits
 from diffcache.kv.slots import Slots, chosen, span
 from diffcache.kv.view import View
@@ -41,28 +40,6 @@ def plain(query: Query, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
     k, v, seen = (x.repeat_interleave(groups, 1) for x in (k, v, seen))
     logits = (query.q @ k.mT * query.scale).masked_fill(~seen, float("-inf"))
     return logits.softmax(-1) @ v
-
-
-def test_tokens_written_one_by_one_are_those_written_at_once() -> None:
-    k, v = drawn(40)
-    one, many = KVLayer(), KVLayer()
-    one.write(k, v)
-    for index in range(40):
-        many.write(k[:, :, index : index + 1], v[:, :, index : index + 1])
-    a, b = one.read(), many.read()
-    assert torch.equal(a.k, b.k) and torch.equal(a.v, b.v) and torch.equal(a.pos, b.pos)
-    assert one.seen == many.seen == many.held == 40
-
-
-def test_positions_take_no_memory_while_they_follow_one_another() -> None:
-    layer = filled(64)
-    assert set(layer.tail._buffers) == {"k", "v"}
-    assert nbytes(layer.tensors()) == 2 * B * H * D * 8 * 64
-    layer.write(*drawn(1))
-    assert nbytes(layer.tensors()) == 2 * B * H * D * 8 * (65 + 16)  # sixteen slots of room
-    layer.rollback(1)
-    layer.write(*drawn(4), valid=torch.tensor([[True] * 4, [False] + [True] * 3]))
-    assert layer.read().pos[1, 0, 64] == -1 and layer.read().pos[0, 0, 64] == 64
 
 
 def test_padding_that_is_taken_back_was_none() -> None:
@@ -105,14 +82,6 @@ def test_flat_slots_are_the_padded_ones_and_hold_no_padding() -> None:
     query = asked(1, 29)
     seen = keep[:, :, None]
     assert torch.allclose(attend(query, [View(again)]), plain(query, k, v, seen), atol=1e-14)
-
-
-def test_the_order_of_slots_changes_nothing() -> None:
-    k, v = drawn(30)
-    slots = Slots(k, v, {"pos": span(0, 30, B, k.device)})
-    order = torch.rand(B, H, 30, generator=torch.Generator().manual_seed(1)).argsort(-1)
-    query = asked(4, 20)
-    assert torch.allclose(attend(query, [View(slots)]), attend(query, [View(slots.gather(order))]), atol=1e-14)
 
 
 @pytest.mark.parametrize("cut", [0, 1, 13, 29])
@@ -172,24 +141,3 @@ def test_windows_softcaps_and_sinks() -> None:
     assert torch.allclose(attend(capped, [View(slots, 0)]), expected)
     half = [View(slots.narrow(0, 5), None, Traits(apart=True)), View(slots.narrow(5, 12))]
     assert torch.allclose(attend(capped, half), expected), "a sink counts once, not once a part"
-
-
-def test_keys_stored_before_rotation_are_read_after_it() -> None:
-    rotary = Rotary.default(10000.0, D)
-    k, v = drawn(12)
-    layer = KVLayer(rotary=rotary)
-    layer.write(k, v)
-    slots = layer.views()[0].slots
-    assert torch.allclose(slots.k, rotary.rotate(k, torch.arange(12)))
-    moved = KVLayer(rotary=rotary)
-    moved.write(k, v, meta={"rpos": torch.arange(100, 112).to(torch.int32).expand(B, 1, -1)})
-    assert torch.allclose(moved.views()[0].slots.k, rotary.rotate(k, torch.arange(100, 112)))
-
-
-def test_rows_follow_beams() -> None:
-    layer = filled(6)
-    layer.stats["mass"] = torch.arange(B * H * 6.0).view(B, H, 6)
-    before = layer.read().clone()
-    layer.rows(torch.tensor([1, 1, 0]))
-    assert torch.equal(layer.read().k, before.k[[1, 1, 0]])
-    assert torch.equal(layer.stats["mass"][2], torch.arange(12.0).view(H, 6))

@@ -143,22 +143,6 @@ def test_each_part_of_a_composite_model_is_given_back_what_it_had(text: str, vis
     assert [name for _, name in attention_names(model)] == [name for _, name in before]
 
 
-def test_paligemma_2_is_given_back_its_eager_text() -> None:
-    model = paligemma("gemma2")
-    before = [name for _, name in attention_names(model)]
-    assert {"eager", "sdpa"} <= set(before)
-    cache_for(model, ALL)
-    detach(model)
-    assert [name for _, name in attention_names(model)] == before
-
-
-def test_only_the_text_needs_the_interface() -> None:
-    model = zoo("GotOcr2ForConditionalGeneration", "got_ocr2")
-    expected = generate(model)
-    same(generate(model, cache_for(model, ALL)), expected, 1e-6)
-    detach(model)
-
-
 @pytest.mark.parametrize(
     ("name", "kind"),
     [("Step3p7ForConditionalGeneration", "step3p7"), ("MiniMaxM3SparseForConditionalGeneration", "minimax_m3_vl")],

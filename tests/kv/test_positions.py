@@ -17,8 +17,6 @@ from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.life import save as life
 from diffcache.kv.positions import Absolute, BlockRelativistic, Cyclic, PositionMap, Refresh, Slot
-from diffcache.kv.recipe import Recipe
-from diffcache.kv.rotary import Rotary
 from diffcache.kv.rotary_nd import RotaryND, RotaryTable
 from tests.kv.tiny import GREEDY, IDS, generate, same
 from tests.zoo.language import build
@@ -120,22 +118,6 @@ def test_maps_of_windows_without_first_frames_change_nothing_but_numbers() -> No
     early = torch.arange(5)[None, None]
     for positions in (Slot(), BlockRelativistic(), Refresh(), Cyclic(33), Absolute()):
         assert torch.equal(positions.place(early, early), early)
-
-
-def test_without_a_grid_tokens_are_numbered() -> None:
-    rotary = Rotary.default(10000.0, 8)
-    k, v = torch.randn(2, 2, 2, 20, 8)
-    layer = KVLayer(rotary=rotary, positions=Slot())
-    layer.write(k, v)
-    keep = torch.tensor([0, 1, 15, 17, 19])
-    layer.replace(layer.read().gather(keep.expand(2, 1, -1)))
-    found = layer.views()[0].slots.k
-    torch.testing.assert_close(found, rotary.rotate(k[:, :, keep], torch.arange(15, 20)))
-
-
-def test_maps_go_where_they_can() -> None:
-    both = snapkv() | Recipe(space="pre", positions=BlockRelativistic())
-    assert both.positions == BlockRelativistic()
 
 
 def with_image(model: Any) -> Any:

@@ -2,7 +2,6 @@
 
 import math
 import sys
-from dataclasses import replace
 
 import pytest
 import torch
@@ -104,22 +103,6 @@ def test_no_frequencies_is_no_rotation():
     none = Rotary.default(10000.0, 0)
     assert torch.equal(none.rotate(x, POS), x)
     assert torch.equal(none.shift(x, 4), x)
-
-
-def test_shift_along_one_axis_leaves_the_others_bit_for_bit():
-    wan = RotaryND.sections((12, 10, 10))
-    x = wan.rotate(_x(torch.bfloat16), _pos(wan))
-    moved = wan.shift(x, (9, 0, 0))
-    assert torch.equal(moved[..., 12:], x[..., 12:])
-    assert not torch.equal(moved[..., :12], x[..., :12])
-
-
-def test_a_grid_gives_each_token_its_place():
-    x = torch.randn(1, 1, 24, 24, dtype=torch.float64)
-    t, h, w = torch.meshgrid(torch.arange(2), torch.arange(3), torch.arange(4), indexing="ij")
-    plain = RotaryND.sections((8, 8, 8))
-    made = replace(plain, grid=(3, 4)).rotate(x, torch.arange(24))
-    assert torch.equal(made, plain.rotate(x, torch.stack([t, h, w], -1).view(-1, 3)))
 
 
 def test_float32_errs_as_the_angle_does():
@@ -323,24 +306,6 @@ def test_multimodal_rotary(kind, alternate):
     cos, sin = embedding(keys, later[:, None])
     moved = rotation.shift(theirs, (5, 0, 0))
     torch.testing.assert_close(moved, _apply(attention, keys, cos, sin), rtol=0, atol=2e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_layers_in_other_dtypes(dtype):
-    for kind in ("llama", "cohere", "gpt_neox"):
-        whole = rotary_of(*_parts(_model(kind)))
-        other = rotary_of(*_parts(_model(kind).to(dtype)))
-        assert other.layout == whole.layout
-
-
-def test_keys_of_bfloat16_models_come_back_within_rounding():
-    """The model rounds cos, sin and products; turning back in float32 adds nothing to that."""
-    attention, embedding = _parts(_llama("default"))
-    rotation = rotary_of(attention, embedding).read()
-    keys = _keys(attention).bfloat16()
-    cos, sin = embedding(keys, FAR[None])
-    back = rotation.unrotate(_apply(attention, keys, cos, sin), FAR)
-    assert (back.float() - keys.float()).norm() / keys.float().norm() < 4e-3
 
 
 def test_an_unknown_layout_is_refused(monkeypatch):

@@ -120,14 +120,6 @@ def test_there_is_a_mask_exactly_where_something_is_hidden(made: Any, given: dic
     torch.testing.assert_close(out, weights.softmax(-1) @ whole.v, atol=1e-14, rtol=0)
 
 
-def test_slots_that_stand_for_many_keep_their_weight_without_a_mask() -> None:
-    layer = filled(5, meta={"logn": torch.tensor([0.0, 1.5, 0.0, 0.0, 0.0]).expand(B, 1, -1)})
-    query, slots = asked(1, 4), layer.read()
-    weights = query.q @ slots.k.mT * query.scale + slots.meta["logn"][:, :, None]
-    out = attend(query, layer.views())
-    torch.testing.assert_close(out, weights.softmax(-1) @ slots.v, atol=1e-14, rtol=0)
-
-
 def test_metadata_of_new_tokens_take_no_reading() -> None:
     layer = filled(4)
     with HostReads() as reads:

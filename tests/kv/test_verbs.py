@@ -16,7 +16,6 @@ from diffcache.kv.recipes.merging import d2o
 from diffcache.kv.recipes.quantized import kivi
 from diffcache.kv.retrieval.quest import Quest
 from diffcache.kv.retrieval.select import asked
-from diffcache.kv.rotary import Rotary
 from diffcache.kv.score.attention import Window
 from diffcache.kv.segment import Coded, Dense, Flat
 from diffcache.kv.slots import Slots, span
@@ -198,15 +197,6 @@ def test_queries_that_choose_together_read_what_their_mean_chooses() -> None:
     assert sum(view.slots.width for view in views) == int(seen.sum(-1).amax()) == 21
     out = attend(together, views)
     torch.testing.assert_close(out, masked(together, k, v, seen), atol=1e-14, rtol=0)
-
-
-def test_queries_are_rotated_like_the_keys_of_their_tokens() -> None:
-    rotary = Rotary.default(10000.0, D)
-    layer, (k, v) = KVLayer(rotary=rotary), drawn(6, 1)
-    layer.write(k, v)
-    assert torch.equal(layer.rotate(k, torch.arange(6)), layer.views()[0].slots.k)
-    rows = torch.arange(6).flip(0).repeat(B, 1)
-    assert torch.equal(layer.rotate(k.flip(2), rows), layer.views()[0].slots.k.flip(2))
 
 
 def test_a_segment_that_rows_share_is_kept_by_each_row() -> None:

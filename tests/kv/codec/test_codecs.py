@@ -11,12 +11,11 @@ from torch import Tensor
 
 from diffcache.kv.codec.base import Exact, nbytes
 from diffcache.kv.codec.fourier import FourierSigns, RangeSplit, real_fourier
-from diffcache.kv.codec.heads import JoinHeads
 from diffcache.kv.codec.lowrank import LowRank, StaticLowRank, steady_product
-from diffcache.kv.codec.quant import GroupQuant, Quantized
+from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.codec.residual import Gear
-from diffcache.kv.codec.rotate import ChannelPermute, Hadamard, energy_order, hadamard, rotatekv
-from diffcache.kv.codec.scaled import Balanced, ChannelSeparable, balancer
+from diffcache.kv.codec.rotate import ChannelPermute, Hadamard, hadamard, rotatekv
+from diffcache.kv.codec.scaled import Balanced, balancer
 from diffcache.kv.codec.sparse import BitmapSparse, Outliers
 
 
@@ -97,21 +96,6 @@ def test_ranges_beyond_half_precision_saturate() -> None:
     assert ((wide - x).abs() <= 1e6 / 255 + 1).all()
 
 
-def test_taking_whole_groups_needs_no_group_numbers() -> None:
-    codec = GroupQuant(2, "tokens", 4)
-    payload = codec.encode(torch.randn(1, 2, 16, 8))
-    slid = payload.take(torch.arange(4, 16).expand(1, 2, -1))
-    assert slid.grid.of is None and nbytes(slid) == nbytes(payload) * 12 // 16
-    apart = torch.stack([torch.arange(8), torch.arange(8, 16)])[None]  # other groups in each head
-    assert payload.take(apart).grid.of is None
-
-
-def test_taking_scattered_slots_keeps_only_their_groups() -> None:
-    payload: Quantized = GroupQuant(2, "tokens", 4).encode(torch.randn(1, 2, 64, 8))
-    some = payload.take(torch.tensor([[[0, 5, 6], [60, 61, 2]]]))
-    assert some.grid.values.shape[2] == 2 and some.codes.shape == (1, 2, 3, 2)
-
-
 def side_by_side(x: Tensor) -> Tensor:
     return torch.stack([torch.cat(list(row), -1) for row in x])
 
@@ -148,20 +132,6 @@ def test_bytes_are_the_closed_forms(codec: Any, shape: tuple[int, ...], wanted: 
         assert nbytes(codec.join([codec.encode(x)] * 3)) == 3 * wanted
 
 
-def test_coordinates_come_by_falling_energy() -> None:
-    x = torch.randn(1, 2, 50, 8, dtype=torch.float64)
-    left = LowRank(5).encode(x).left.decode()  # type: ignore[attr-defined]
-    torch.testing.assert_close(left.norm(dim=2), torch.linalg.svdvals(x)[..., :5])
-
-
-def test_quantized_coordinates() -> None:
-    x = torch.randn(1, 2, 64, 4) @ torch.randn(1, 2, 4, 32)
-    plain = LowRank(4).encode(x)
-    coded = LowRank(4, GroupQuant(8, "tokens", 32)).encode(x)
-    assert nbytes(coded.left) < nbytes(plain.left) / 2  # type: ignore[attr-defined]
-    assert (coded.decode() - x).norm() < 0.02 * x.norm()
-
-
 def test_given_basis_by_definition() -> None:
     down, up = torch.randn(24, 7), torch.randn(7, 24)
     x = torch.randn(2, 3, 5, 8)
@@ -169,25 +139,6 @@ def test_given_basis_by_definition() -> None:
     torch.testing.assert_close(found, side_by_side(x) @ down @ up, rtol=1e-4, atol=1e-4)
     head = StaticLowRank(down[:8], up[:, :8]).encode(x).decode()
     torch.testing.assert_close(head, x @ down[:8] @ up[:, :8], rtol=1e-4, atol=1e-4)
-
-
-def test_a_given_basis_is_shared_by_payloads() -> None:
-    down, up = torch.randn(16, 4), torch.randn(4, 16)
-    codec = StaticLowRank(down, up)
-    parts = [codec.encode(torch.randn(1, 2, 6, 8)) for _ in range(3)]
-    assert nbytes(parts) == 3 * 6 * 4 * 4 + up.nbytes
-
-
-def test_heads_that_keep_other_slots_share_what_they_can() -> None:
-    x = torch.randn(1, 2, 8, 4)
-    payload = JoinHeads(GroupQuant(8, "channels", None)).encode(x)
-    both = payload.take(torch.tensor([[[0, 1, 2], [0, 1, 2]]]))
-    assert both.at is None and both.shape == (1, 1, 3)
-    apart = payload.take(torch.tensor([[[0, 1, 2], [1, 2, 5]]]))
-    assert apart.at is not None and apart.shape == (1, 1, 4)  # 0, 1, 2 and 5
-    again = apart.take(torch.tensor([[[1, 2], [0, 1]]]))  # 1 and 2 for both
-    assert again.at is None and again.shape == (1, 1, 2)
-    assert torch.equal(again.decode(), payload.decode()[:, :, 1:3])
 
 
 def test_a_row_does_not_depend_on_its_company() -> None:
@@ -221,14 +172,6 @@ def test_exactly_as_many_are_pruned_among_equals() -> None:
     found = BitmapSparse(0.7).encode(x).decode()
     assert found.flatten().tolist() == [1, -1, 1, 0, 0, 0, 0, 0, 0, 0]
     assert (BitmapSparse(0.7).encode(torch.zeros_like(x)).decode() == 0).all()
-
-
-def test_quantized_values_stay_in_their_places() -> None:
-    x = torch.randn(1, 2, 8, 32)
-    exact = BitmapSparse(0.5).encode(x).decode()
-    coded = BitmapSparse(0.5, GroupQuant(8, "channels", None)).encode(x).decode()
-    assert ((coded - exact).abs() <= x.abs().max() / 100).all()
-    assert torch.equal(coded == 0, exact == 0)
 
 
 def extremes(vector: Tensor, half: int) -> Tensor:
@@ -294,37 +237,6 @@ def test_the_low_rank_is_nearly_the_best_of_the_error(along: str, group: int) ->
     assert (left >= best * (1 - 1e-9)).all() and (left < 1.02 * best).all()
 
 
-@pytest.mark.parametrize(("along", "group"), SIDES)
-@pytest.mark.parametrize("iterations", [1, 2])
-def test_error_never_grows_with_rank(along: str, group: int, iterations: int) -> None:
-    x = heavy(2, 2, 32, 32)
-    ranks = (0, 1, 2, 3, 5, 8, 16, 31, 32)
-    found = [error(Gear(2, along, group, 0.05, rank, iterations), x) for rank in ranks]
-    assert all(b <= a * (1 + 1e-6) for a, b in itertools.pairwise(found))
-    assert found[4] < 0.95 * found[0] and found[-1] < 1e-4 * found[0]
-
-
-def test_a_seed_is_repeatable_and_matters() -> None:
-    x = heavy(1, 2, 32, 32)
-    first, second, other = (Gear(rank=2, iterations=1, seed=s).encode(x).decode() for s in (0, 0, 1))
-    assert torch.equal(first, second) and not torch.equal(first, other)
-
-
-def test_fewer_slots_than_rank() -> None:
-    x = heavy(1, 2, 2, 32)
-    assert error(Gear(2, "channels", 16, 0, rank=4), x) < 1e-4 * float(x.norm())
-
-
-def test_bytes_by_part() -> None:
-    x = heavy(1, 4, 64, 32).half()
-    found = Gear(2, "channels", 16, 0.1, rank=3).encode(x)
-    slots = 4 * 64
-    assert nbytes(found.quantized) == slots * (8 + 2 * 4)
-    assert nbytes(found.outliers) == slots * (1 + 4 * 3)
-    assert nbytes(found.factors) == 2 * 3 * (slots + 4 * 32)
-    assert nbytes(found) == sum(map(nbytes, (found.quantized, found.outliers, found.factors)))
-
-
 def sylvester(size: int) -> Tensor:
     """The matrix by its definition."""
     matrix = torch.ones(1, 1)
@@ -355,32 +267,6 @@ def test_logits_are_unchanged_without_quantization(heads: int, size: int) -> Non
     for codec in (Hadamard(Exact(), heads), ChannelPermute(Exact()), ChannelPermute(Hadamard(Exact(), heads))):
         found = q @ codec.encode(k).decode().mT
         torch.testing.assert_close(found, q @ k.mT, rtol=1e-5, atol=2e-4)
-
-
-def test_grouped_heads_share_an_outlier() -> None:
-    x = torch.randn(1, 4, 64, 16)
-    x[:, 1] *= 20  # one loud head
-    quant = GroupQuant(4, "channels", None)
-    found = Hadamard(Exact(), heads=4).encode(x)
-    inner = found.inner.inner.values  # type: ignore[attr-defined]
-    assert inner.shape == (1, 1, 64, 64)
-    assert (Hadamard(quant, 4).encode(x).decode() - x).isfinite().all()
-
-
-def test_energy_order_sorts_channels() -> None:
-    x = torch.tensor([[1.0, 3, 0, 2], [-1, 0, 0, -2]])[None, None]
-    assert energy_order(x).tolist() == [[[1, 3, 0, 2]]]
-    assert energy_order(torch.zeros(1, 1, 2, 3)).tolist() == [[[0, 1, 2]]]
-
-
-def test_a_given_order_is_used_and_stored_once() -> None:
-    order = torch.tensor([2, 0, 3, 1])
-    codec = ChannelPermute(Exact(), order)
-    x = torch.randn(1, 2, 5, 4)
-    payload = codec.encode(x)
-    assert torch.equal(payload.inner.decode(), x[..., order])
-    joined = codec.join([payload, codec.encode(torch.randn(1, 2, 9, 4))])
-    assert joined.order.values.shape[2] == 1 and joined.order.of is None
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
@@ -420,14 +306,6 @@ def test_signs_equal_a_loop() -> None:
         torch.testing.assert_close(found[b, h, start : start + group, c], wanted, rtol=1e-3, atol=2e-3)
 
 
-def test_whole_groups_slide_out() -> None:
-    payload = FourierSigns(4).encode(torch.randn(1, 2, 16, 8))
-    slid = payload.take(torch.arange(4, 16).expand(1, 2, -1))
-    assert slid.at is None and nbytes(slid) == nbytes(payload) * 3 // 4
-    some = payload.take(torch.tensor([[[1, 2], [13, 15]]]))
-    assert some.signs.shape[2] == 1 and some.at is not None
-
-
 def test_the_widest_channels_are_coded_finer() -> None:
     x = torch.randn(1, 2, 32, 8)
     x[:, 0, :, [1, 6]] *= 50
@@ -439,21 +317,6 @@ def test_the_widest_channels_are_coded_finer() -> None:
     assert not torch.equal(found[:, 1, :, 1], x[:, 1, :, 1])
     ranges = (x.amax(2) - x.amin(2)).argsort(-1, descending=True)
     assert torch.equal(payload.order.values[:, :, 0].long(), ranges)
-
-
-def test_slots_are_a_multiple_of_both() -> None:
-    assert RangeSplit(0.5, GroupQuant(2, "tokens", 6), FourierSigns(4)).multiple == 12
-
-
-def test_separable_keeps_zero_channels_and_blocks_apart() -> None:
-    codec = ChannelSeparable(Exact())
-    x = torch.randn(1, 1, 4, 3)
-    x[..., 1] = 0
-    first, second = codec.encode(x), codec.encode(x * 100)
-    joined = codec.join([first, second])
-    assert joined.factor.values.shape[2] == 2
-    torch.testing.assert_close(joined.decode(), torch.cat([x, x * 100], 2))
-    assert (joined.decode()[..., 1] == 0).all()
 
 
 def test_balancer_by_definition() -> None:
@@ -472,15 +335,3 @@ def test_balanced_equals_scaling_queries_instead() -> None:
     ours = q[:, :, 0] @ Balanced(quant, factor).encode(k).decode().mT
     paper = (q[:, :, 0] / factor[:, :, None]) @ quant.encode(k * factor[:, :, None]).decode().mT
     torch.testing.assert_close(ours, paper, rtol=1e-3, atol=1e-3)
-
-
-def test_one_factor_is_stored_once() -> None:
-    codec = Balanced(GroupQuant(2, "channels", 4), torch.rand(3, 4) + 0.5)
-    joined = codec.join([codec.encode(torch.randn(2, 3, s, 4)) for s in (5, 6)])
-    assert joined.factor.values.shape[2] == 1 and joined.factor.of is None
-
-
-@pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 3, 4), (1, 3, 1)])
-def test_balanced_loses_nothing_without_quantization(shape: tuple[int, ...]) -> None:
-    k = torch.randn(2, 3, 7, 4)
-    torch.testing.assert_close(Balanced(Exact(), torch.rand(shape) + 0.1).encode(k).decode(), k, rtol=1e-6, atol=1e-6)

@@ -76,12 +76,6 @@ def test_recipes_take_what_was_made(made: Path, folder: Path) -> None:
     assert found["slots"] == 16
 
 
-def test_contexts_are_not_those_that_are_measured(folder: Path) -> None:
-    ours = [sample.prompt for sample in SAMPLES.each()]
-    theirs = [row for batch in task(folder).batches() for row in batch.context]
-    assert not any(torch.equal(mine[0], other) for mine in ours for other in theirs)
-
-
 SHORT: dict[str, dict[str, Any]] = {
     "duo_attention": {"epochs": 1},
     "lococo": {"steps": 2},
@@ -128,16 +122,6 @@ def test_windows_begin_as_the_tokenizer_begins_and_do_not_overlap(reader: Path, 
     assert all(any(part in line for line in lines) for part in spelled)
     again = windows(model, texts, 48, 4)
     assert [ids.tolist() for ids in again.ids] == [ids.tolist() for ids in found.ids[:4]]
-
-
-def test_the_questions_of_texts_repeat_spans_of_them(reader: Path, texts: Path) -> None:
-    found = windows(TextModel(str(reader)), texts, 64, 2)
-    samples = TextSamples(found.ids, questions=3, cue=4, span=5)
-    for sample, ids in zip(samples.each(), found.ids, strict=True):
-        assert torch.equal(sample.prompt, ids) and sample.ids.shape[1] == 64 + 3 * 9
-        for answer in sample.answers:
-            said = sample.ids[0, answer.said + 1]
-            assert torch.equal(said, sample.ids[0, answer.start : answer.stop]) and len(said) == 5
 
 
 def test_what_a_watch_sees_is_what_the_model_attends_to(reader: Path) -> None:

@@ -16,7 +16,7 @@ from diffcache.eval.kv.words import parse_recipe
 from diffcache.eval.record import ROOT
 from diffcache.kv.learn.cskv import Bases
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes import catalog, merging
+from diffcache.kv.recipes import merging
 from diffcache.kv.recipes.eviction import adakv, keydiff, snapkv
 from diffcache.kv.recipes.streaming import streaming_llm
 from diffcache.kv.score.learned import RetainingHeads
@@ -98,12 +98,6 @@ def test_the_command_prints_a_table_and_writes_a_record(tmp_path: Path, folder: 
             assert 0 <= share["low"] < share["high"] <= 1
 
 
-def test_the_command_lists_recipes_and_helps() -> None:
-    assert "snapkv" in call("--list").output.split()
-    text = " ".join(call("--help").output.split())
-    assert "compressed before anybody asks" in text and "kvpress/" in text
-
-
 SHIPPED = ROOT / "assets" / "bench" / "kv-recall.toml"
 
 
@@ -124,12 +118,6 @@ def test_words_are_recipes() -> None:
     assert words.parse_recipe("none|keydiff:budget=7") == keydiff(7)
     based = words.parse_recipe("adakv:floor=0.1,base='snapkv:budget=0.5,window=8'")
     assert based == adakv(floor=0.1, base=snapkv(0.5, window=8))
-
-
-def test_recipes_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = {"half": Recipe("half", layout="padded"), "pre": Recipe("pre", space="pre")}
-    monkeypatch.setattr(catalog, "make_recipe", lambda name, **settings: parts[name])
-    assert words.parse_recipe("half|pre") == parts["half"] | parts["pre"]
 
 
 def test_a_table_is_read_by_the_name_of_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,14 +179,6 @@ def test_of_those_that_fit_the_most_answers_and_then_perplexity_decide() -> None
     assert third.chosen_by.change.value == pytest.approx(-1 / 3) and not everything.fits
     assert made.best.word == "third"  # on what was held out, which the choice does not see
     assert pick(ROWS, 0.45).word == "third" and pick(ROWS, 1.0).word == "first"
-
-
-def test_without_questions_perplexity_decides() -> None:
-    bare = {"able": [], "hits": {}}
-    rows = {"none": row(1, "", FLAT, **bare)}
-    rows |= {name: row(0.5, "", [nats] * 6, **bare) for name, nats in (("a", 2.2), ("b", 2.1))}
-    made = pick(rows, 0.5)
-    assert made.word == "b" and made.tried[0].held_out.change is None
 
 
 def test_what_is_tried_fits_by_its_own_words() -> None:

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from diffcache import cli
 from diffcache.errors import AttachError
 from diffcache.eval.kv import text_task
-from diffcache.eval.kv.asked import DEPTHS, Asked, Spelled, score, spells
-from diffcache.eval.kv.text_task import CUE, FOLLOWING, SPAN, TextTask, measure, spans
+from diffcache.eval.kv.asked import DEPTHS, Asked, Spelled, score
+from diffcache.eval.kv.text_task import CUE, FOLLOWING, TextTask, measure, spans
 from diffcache.eval.kv.texts import TextModel
 from diffcache.kv.hf.cache import cache_for
 from diffcache.kv.hf.questions import feed, read_context
@@ -74,15 +74,6 @@ def test_a_context_that_is_too_long_with_what_is_hidden_is_refused(reader: Path,
     long = TextTask(TextModel(str(reader)), texts, 600, 2)
     with pytest.raises(ValueError, match=r"--context 600: 1\d+ tokens with .* takes 1024"):
         measure(long.model.load(), Recipe(), long, long.windows())
-
-
-def test_spans_are_of_the_context() -> None:
-    context = torch.arange(100, 148)
-    found = list(spans(context, 0))
-    assert found == list(spans(context, 0)) != list(spans(context, 1))
-    for span in found:
-        assert len(span) == CUE + SPAN
-        assert span == list(range(span[0], span[0] + len(span))) and 101 <= span[0] < 148
 
 
 def test_what_is_asked_for_stands_in_the_text() -> None:
@@ -148,11 +139,6 @@ def test_a_question_that_is_known_decides_what_is_kept(reader: Path) -> None:
     assert raw.store.seen == seen  # every question had a fork
 
 
-def test_a_tokenizer_that_cannot_write_them_is_asked_for_no_needles(reader: Path) -> None:
-    assert spells(TextModel(str(reader)).tokenizer)
-    assert not spells(TextModel("recall-llama").tokenizer)
-
-
 def call(*given: object) -> Any:
     return CliRunner().invoke(cli.app, ["kv", *map(str, given)])
 
@@ -193,24 +179,6 @@ def test_a_cache_no_recipe_serves_is_refused_before_texts_are_scored(task: TextT
     monkeypatch.setattr(text_task, "measure", None)
     with pytest.raises(AttachError, match="use_cache"):
         text_task.run(replace(task), ["snapkv"])
-
-
-def test_timing_shares_the_weights(task: TextTask, model: Any) -> None:
-    found = text_task.Measured(rows={"snapkv": {}}, count=2)
-    before = {id(weight) for weight in model.parameters()}
-    seen: list[Any] = []
-    recipes = {"snapkv": snapkv(8)}
-    original = cache_for
-
-    def spy(other: Any, recipe: Recipe) -> Any:
-        seen.append(other)
-        return original(other, recipe)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text_task, "cache_for", spy)
-        text_task._time(found, recipes, model, task, task.windows())
-    assert {id(weight) for weight in seen[0].parameters()} == before
-    assert seen[0] is not model and model.config._attn_implementation == "sdpa"
 
 
 def test_a_model_is_converted_without_loss_into_a_folder_of_its_own(reader: Path, texts: Path, tmp_path: Path) -> None:

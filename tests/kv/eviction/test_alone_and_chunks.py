@@ -15,7 +15,7 @@ from diffcache.kv.score.attention import LastQuery, Mass, Window, WindowVariance
 from diffcache.kv.score.compactor import Compactor, leverage, standard
 from diffcache.kv.score.heads import HeadVote
 from diffcache.kv.score.history import LowCount, NoisyMass, Recurrence
-from diffcache.kv.score.patches import PatchCenters, middles
+from diffcache.kv.score.patches import PatchCenters
 from diffcache.kv.score.probe import Asked, MaxAttention
 from diffcache.kv.score.recency import Recency
 from diffcache.kv.score.revised import Shared
@@ -192,14 +192,6 @@ def test_what_a_chunk_lacks_counts_for_nothing(layer: int) -> None:
     close(Compactor(blend=0, chunk=79, first=0, last=0)(seen), official)
 
 
-def test_small_and_oblong_maps_have_fewer_middles() -> None:
-    assert middles(24, 4) == [2, 8, 14, 20] and middles(6, 4) == [0, 1, 2, 3]
-    assert middles(3, 4) == [0, 1, 2] and middles(1, 4) == [0]
-    score = PatchCenters(((1, 1), (2, 3)), prompt=2)
-    found = scores(score, Text(9), [2, 1, 6])[0]
-    assert found[..., -6:].isinf().all() and found[..., :-6].isfinite().all()
-
-
 def test_middles_of_a_map_ask_all_of_it_whatever_the_order() -> None:
     text = Text(2 + 16)
     score = PatchCenters(((4, 4),), prompt=2, grid=2, kernel=3)
@@ -309,17 +301,3 @@ def test_the_slot_at_a_distance_goes(distance: int, gone: int) -> None:
     score = drawn(seen)
     plan = FixedSlot(distance, 2, 1)(score, torch.full((1, HEADS), 11), seen)
     assert plan[0].eq(-1).nonzero()[:, 1].tolist() == [gone] * HEADS
-
-
-def test_a_prompt_is_planned_by_score_and_ends() -> None:
-    seen = layer([12, 9])
-    seen.tokens = seen.lengths
-    score = drawn(seen)
-    keep = FixedSlot(3, 2, 1)(score, torch.full((2, HEADS), 5), seen) == 0
-    for row, pad in enumerate([0, 3]):
-        assert bool(keep[row, :, [pad, pad + 1, 11]].all())
-        for head in range(HEADS):
-            best = score[row, head, pad + 2 : 11].argsort(descending=True)[:2] + pad + 2
-            assert bool(keep[row, head, best].all()) and int(keep[row, head].sum()) == 5
-    whole = FixedSlot()(score, seen.lengths, seen)
-    assert bool(((whole == 0) == seen.valid).all())

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffcache.kv.budget import Steady, Uniform
+from diffcache.kv.budget import Uniform
 from diffcache.kv.budgets import layers as budgets
 from diffcache.kv.budgets.heads import AdaHead, HeadTable
 from diffcache.kv.budgets.layers import Arithmetic, CDFLevel, EntropyVariance, LayerTable, Pyramid, Scheduled
@@ -85,12 +85,6 @@ def test_cake_keeps_its_total_and_equal_layers_get_the_same(size: Any) -> None:
     assert {int(n) for each in same for n in each.flatten()} == {mean}
 
 
-def test_cake_is_the_same_whatever_padding() -> None:
-    one = [EntropyVariance(20, 8).preference(stored(layer)) for layer in range(LAYERS)]
-    two = [EntropyVariance(20, 8).preference(stored(layer, pad=11)) for layer in range(LAYERS)]
-    torch.testing.assert_close(torch.stack(one), torch.stack(two), rtol=1e-5, atol=0)
-
-
 @pytest.mark.parametrize("size", [0.1, 0.45, 1.0, 7])
 @pytest.mark.parametrize("floor", [0.0, 0.2, 0.9, 1.0])
 def test_ada_heads_sum_to_the_budget_and_keep_a_floor(size: Any, floor: float) -> None:
@@ -130,16 +124,6 @@ def test_head_table() -> None:
     assert few[1].tolist() == [[23, 23]]
     assert HeadTable(table, 0.2, least=40, more=3).allot([], seen)[0].tolist() == [[100, 43]]
     assert HeadTable(table, 500).allot([], seen)[1].tolist() == [[100, 100]]
-
-
-def test_budgets_compose() -> None:
-    seen = layers(3, 60, heads=4)
-    scores = [torch.rand(1, 4, 60) for _ in seen]
-    pyramid = Pyramid(20, 4.0)
-    shared = AdaHead(pyramid).allot(scores, seen)
-    for one, two in zip(pyramid.allot(scores, seen), shared, strict=True):
-        assert one.sum() == two.sum() and not torch.equal(one, two)
-    assert eval(repr(AdaHead(pyramid))) == AdaHead(pyramid)
 
 
 DEPTH, HEADS = 5, 2
@@ -195,18 +179,6 @@ def test_the_level_is_the_same_in_all_layers() -> None:
     assert counts == sorted(counts, reverse=True) and counts[0] > 2 * counts[-1]
 
 
-def test_slots_that_always_stay_come_first_and_zeros_last() -> None:
-    seen = held([12], layers=2)
-    always = torch.zeros(1, HEADS, 12)
-    always[..., -4:] = float("inf")
-    always[..., 0] = 1.0
-    flat = torch.ones(1, HEADS, 12)
-    low, high = CDFLevel(6).allot([always, flat], seen)
-    assert int(low[0, 0]) >= 4 and 11 <= int(low[0, 0] + high[0, 0]) <= 12
-    full = CDFLevel(12).allot([always, flat], seen)
-    assert bool((torch.stack(full) == 12).all())
-
-
 @pytest.mark.parametrize("size", [3, 10, 24, 0.25, 1.0])
 @pytest.mark.parametrize("weights", [(), (5.0, 3.0, 1.0, 0.0, 1.0), (1.0, 0.0, 0.0, 0.0, 0.0)])
 def test_tables_share_out_every_slot(size: Any, weights: Any) -> None:
@@ -216,14 +188,6 @@ def test_tables_share_out_every_slot(size: Any, weights: Any) -> None:
         one = int(tokens * size + 1e-9) if isinstance(size, float) else size
         assert int(budgets[:, row, 0].sum()) == DEPTH * min(one, tokens)
         assert bool((budgets[:, row] <= tokens).all()) and bool((budgets[:, row] >= 1).all())
-
-
-def test_tables_are_proportions() -> None:
-    seen = held([100])
-    budgets = torch.stack(LayerTable(20, (4, 3, 2, 1, 0), least=0).allot(drawn(seen), seen))
-    assert budgets[:, 0, 0].tolist() == [40, 30, 20, 10, 0]
-    least = torch.stack(LayerTable(20, (4, 3, 2, 1, 0), least=5).allot(drawn(seen), seen))
-    assert int(least.amin()) == 5 and int(least[:, 0, 0].sum()) == 100
 
 
 def test_groups_fall_by_equal_steps() -> None:
@@ -242,13 +206,6 @@ def test_the_scale_decides() -> None:
         found = budget.allot([], held([tokens], layers=2))
         assert [int(each[0, 0]) for each in found] == expected
     assert int(Scheduled(7, (4, 9)).allot([], held([13], layers=1))[0][0, 0]) == 7
-
-
-def test_steady_budgets_lose_one_slot_once_some_are_gone() -> None:
-    budget = Steady(LayerTable(6))
-    assert int(budget.allot([], held([10]))[0][0, 0]) == 6
-    assert int(budget.allot([], held([7], tokens=11))[0][0, 0]) == 6
-    assert budget.size == 6
 
 
 def test_shares_are_averaged_over_samples() -> None:

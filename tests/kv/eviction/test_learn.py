@@ -13,7 +13,6 @@ from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.learn import duo, razor
 from diffcache.kv.learn.duo import Gates, GateTraining, fit_gates, mixed_attention
 from diffcache.kv.slots import Slots, span
-from diffcache.kv.store import KVStore
 from diffcache.kv.view import View
 from tests.kv.tiny import llama
 
@@ -43,29 +42,6 @@ def test_mixed_attention_mixes_two_attentions() -> None:
     for row, first in ((0, 0), (1, 6)):
         torch.testing.assert_close(found[row, :, first:], wanted[row, :, first:])
     assert found.isfinite().all()
-
-
-def crafted(seed: int) -> tuple[Query, Slots]:
-    """Head 0 attends to the token just before, head 1 to one far back."""
-    tokens, generator = 24, torch.Generator().manual_seed(seed)
-    k = torch.eye(tokens).expand(1, 2, -1, -1).clone()
-    near = torch.eye(tokens).roll(-1, 1)
-    far = torch.eye(tokens).roll(-12, 1)
-    q = 12 * torch.stack([near, far])[None]
-    v = torch.randn(1, 2, tokens, 8, generator=generator)
-    return Query(q, 0, 1.0), Slots(k, v, {"pos": span(0, tokens, 1, CPU)})
-
-
-def test_gates_of_heads_that_look_back_nearby_go_to_streaming() -> None:
-    gates = fit_gates(
-        Gates.open(1, 2),
-        range(60),
-        student=lambda gate, seed: mixed_attention(*crafted(seed), gate[0], 2, 6),
-        teacher=lambda seed: attend(crafted(seed)[0], [View(crafted(seed)[1])]),
-        training=GateTraining(rate=0.05),
-    )
-    assert gates.values[0, 0] < 0.1 and gates.values[0, 1] > 0.8
-    assert duo.retrieval_heads(gates.values, 0.5) == ((False, True),)
 
 
 class Gated:
@@ -141,26 +117,6 @@ def test_scores_are_sums_over_eager_attention() -> None:
                     follows += float(probs[0, head, at, slot]) * ((at - slot + 1) % period == 0)
             assert float(echo[layer, head]) == pytest.approx(copies / 22, rel=1e-4, abs=1e-6)
             assert float(induction[layer, head]) == pytest.approx(follows / 22, rel=1e-4, abs=1e-6)
-
-
-def test_heads_made_for_it_are_found() -> None:
-    """Three key-value heads: one looks at copies, one at what follows them, one at itself."""
-    period, tokens = 8, 32
-    store = KVStore(1, razor.probe(period, groups=1))
-    store.begin(tokens)
-    token = torch.arange(tokens) % period
-    mine = torch.nn.functional.one_hot(token, period).float()
-    before = torch.nn.functional.one_hot((token - 1) % period, period).float()
-    place = torch.eye(tokens)
-    zero = torch.zeros(tokens, tokens)
-    k = torch.stack([torch.cat(x, 1) for x in ((mine, zero), (before, zero), (0 * mine, place))])
-    q = torch.stack([torch.cat(x, 1) for x in ((mine, zero), (mine, zero), (0 * mine, place))])
-    store.layers[0].write(k[None], k[None])
-    store.attend(0, Query(20 * q[None], 0, 1.0))
-    echo, induction = razor.head_scores(store)
-    assert echo[0, 0] > 0.5 and echo[0, 1:].max() < 0.01
-    assert induction[0, 1] > 0.9 and induction[0, [0, 2]].max() < 0.01
-    assert razor.retrieval_heads(echo, induction) == ((True, True, False),)
 
 
 def test_a_group_is_kept_for_any_of_its_heads() -> None:

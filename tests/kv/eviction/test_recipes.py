@@ -13,17 +13,15 @@ from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.learn.scalekv import capacities
 from diffcache.kv.life.on_request import compress_by_probe, prefill_by_blocks
 from diffcache.kv.merge import Compensation
-from diffcache.kv.plan import Windows
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes import eviction
-from diffcache.kv.recipes.eviction import adakv, criticalkv, epicache, knorm, kvzip, prefixkv, snapkv, windowkv
-from diffcache.kv.recipes.streaming import duo_attention, razor_attention, streaming_llm
+from diffcache.kv.recipes.eviction import epicache, kvzip, prefixkv, snapkv, windowkv
+from diffcache.kv.recipes.streaming import razor_attention, streaming_llm
 from diffcache.kv.score.probe import Asked
 from diffcache.kv.segment import Flat
 from diffcache.kv.store import KVStore
 from tests.kv.eviction.plain import Text
-from tests.kv.eviction.seen import feed, filled, observed
-from tests.kv.examples import examples
+from tests.kv.eviction.seen import feed, observed
 from tests.kv.tiny import GREEDY, llama, prompts, row
 
 
@@ -45,15 +43,6 @@ def test_streaming_llm_is_a_model_of_one_layer_on_what_is_kept() -> None:
     moved = model(ids[:, 59:], past_key_values=other).logits[:, -1]
     detach(model)
     assert (moved - wanted).abs().max() > 1e-2  # with the positions of the text it is another
-
-
-def test_names_and_plans_say_what_is_within() -> None:
-    assert adakv(base=knorm(0.5)).name == "adakv(knorm)"
-    assert criticalkv(base=adakv()).name == "criticalkv(adakv)"
-    assert criticalkv().wants_out and not snapkv().wants_out
-    # Localization takes the mean of a window, aggregation that of its best tokens (section 2.2).
-    whole, best = windowkv(task="localization"), windowkv(task="aggregation", best=2)
-    assert whole.plan == Windows(8, 8, None) and best.plan == Windows(8, 8, 2)
 
 
 def widths(recipe: Recipe, prompt: int, steps: int) -> list[int]:
@@ -90,16 +79,6 @@ def test_layers_of_a_group_keep_the_same_windows(exact: Any) -> None:
     assert pos[0].shape[2] > pos[2].shape[2]
 
 
-def test_compresskv_heads_and_prefixkv_heads_keep_the_same(exact: Any) -> None:
-    for name in ("compresskv", "prefixkv"):
-        cache = cache_for(exact, examples()[name](), mode="native")
-        exact.generate(**row(prompts(), 1), past_key_values=cache, **GREEDY)
-        for layer in cache.store.layers:
-            pos = layer.read().pos
-            assert pos.shape[1] == 1 or torch.equal(pos[:, 0], pos[:, 1])
-    detach(exact)
-
-
 def test_scales_hold_what_their_table_says() -> None:
     scales = ((1, 1), (2, 2), (4, 4), (8, 8))
     index = torch.tensor([[0.1, 0.1, 0.9, 0.9], [0.9, 0.9, 0.1, 0.1]])
@@ -118,30 +97,6 @@ def test_scales_hold_what_their_table_says() -> None:
     text.feed(store, start, start + 1)
     assert [layer.held for layer in store.layers] == [table[0][3] + 1, table[1][3] + 1]
     assert table[0][3] == 4 and table[1][3] == 36
-
-
-def bytes_of(recipe: Recipe, tokens: int) -> tuple[int, int]:
-    """Return the bytes held after a prompt, and those of its keys and values in bfloat16."""
-    store = filled(recipe, tokens=tokens, size=64, dtype=torch.bfloat16, layers=1, out=True)
-    store.compress()
-    return store.nbytes, 2 * 2 * 64 * 2 * tokens
-
-
-@pytest.mark.parametrize("name", ["adakv", "snapkv", "critical"])
-def test_ragged_rows_hold_the_bytes_of_the_budget(name: str) -> None:
-    recipe = {"adakv": adakv(0.1), "snapkv": snapkv(0.1), "critical": criticalkv(base=adakv(0.1))}
-    held, whole = bytes_of(recipe[name], 2048)
-    assert 0.09 * whole < held <= 0.13 * whole
-
-
-def test_padded_rows_hold_what_the_longest_needs() -> None:
-    """The flat layout is what makes unequal heads small, so the padded one has to be larger."""
-    table = ((True, False),)
-    flat = duo_attention(table, 64, sinks=4)
-    held, whole = bytes_of(flat, 1024)
-    assert held < 0.6 * whole
-    padded = Recipe(score=flat.score, budget=flat.budget, plan=flat.plan, layout="padded")
-    assert bytes_of(padded, 1024)[0] > whole
 
 
 RAZOR = ((True, False),)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from diffcache.kv.attend import Query, probabilities
+from diffcache.kv.attend import probabilities
 from diffcache.kv.budgets.layers import EntropyVariance
 from diffcache.kv.observe import Observation
-from diffcache.kv.plan import RecentShare, TopK, TwoStage
+from diffcache.kv.plan import TopK, TwoStage
 from diffcache.kv.rotary import Rotary
 from diffcache.kv.score.attention import LastQuery, Mass, Window, WindowVariance
 from diffcache.kv.score.base import Score
@@ -57,17 +57,6 @@ def test_mass_is_the_column_sum_and_padding_adds_nothing() -> None:
         torch.testing.assert_close(padded[..., 9:], alone)
         if not mean:
             torch.testing.assert_close(alone.double(), wanted, rtol=1e-5, atol=1e-6)
-
-
-def test_queries_of_padding_are_not_counted() -> None:
-    found = torch.zeros(1, 1, 1, 2, 3)
-    found[..., 0, 2] = float("-inf")
-    probs = found.softmax(-1)
-    probs[..., 0, :] = 0  # what a query of padding is handed on as
-    stats = {"mass": torch.zeros(1, 1, 3), "asked": torch.zeros(1, 1, 3)}
-    Mass(mean=True).track(stats, Query(torch.zeros(1, 1, 2, 1), 0, 1.0), found, probs)
-    assert stats["asked"].tolist() == [[[1, 1, 1]]]
-    torch.testing.assert_close(stats["mass"], torch.full((1, 1, 3), 1 / 3))
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
@@ -148,10 +137,3 @@ def test_chance_is_even_and_differs_by_seed_layer_and_head() -> None:
     assert off.abs().max() < 0.06
     shorter = Chance(0)(observed(k[:, :, :3000], k[:, :, :3000], pad=7))
     assert torch.equal(one[..., :3000], shorter[..., 7:])  # whatever comes later, or stands before
-
-
-def test_recent_share_is_rounded_down() -> None:
-    seen = observed(torch.zeros(1, 1, 10, 1), torch.zeros(1, 1, 10, 1), pad=3)
-    score = torch.arange(13, 0, -1.0).expand(1, 1, -1).masked_fill(~seen.valid, float("-inf"))
-    kept = (RecentShare(0.5)(score, torch.tensor([[5]]), seen) == 0)[0, 0].nonzero()[:, 0]
-    assert kept.tolist() == [3, 4, 5, 11, 12]

@@ -92,19 +92,6 @@ def test_another_process_goes_on_bit_for_bit(model: Any, tmp_path: Path) -> None
         assert torch.equal(found["logits"], torch.stack(list(out.logits))), case
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: type(codec).__name__)
-def test_payloads_come_back_as_they_were(tmp_path: Path, codec: TensorCodec) -> None:
-    payload = codec.encode(numbers(2, 2, 8, 16))
-    index = torch.tensor([5, 1, 6]).expand(2, 2, -1)
-    for number, each in enumerate((payload, payload.take(index))):
-        write(tmp_path / str(number), each)
-        found, _ = read(tmp_path / str(number))
-        assert type(found) is type(each)
-        assert torch.equal(found.decode(), each.decode())
-        rows = torch.tensor([1])
-        assert torch.equal(found.rows(rows).decode(), each.rows(rows).decode())
-
-
 def test_every_payload_and_segment_has_a_place_in_the_table() -> None:
     for module in pkgutil.walk_packages(diffcache.kv.__path__, "diffcache.kv."):
         importlib.import_module(module.name)

@@ -108,15 +108,6 @@ def test_taking_back_what_was_written_changes_nothing(name: str) -> None:
     assert alike(step(store, 1, 3), step(other, 1, 3))
 
 
-def test_forks_share_memory_until_one_writes() -> None:
-    parent = fresh("plain")
-    child = parent.fork()
-    shared = {tensor.data_ptr() for tensor in parent.tensors()}
-    assert {tensor.data_ptr() for tensor in child.tensors()} == shared
-    step(child, 1, 3)
-    assert not {tensor.data_ptr() for tensor in child.tensors()} & shared
-
-
 def block(seed: int) -> Dense:
     drawn = torch.Generator().manual_seed(seed)
     k, v = (torch.randn(1, 2, 5, 10, generator=drawn) for _ in "kv")  # 800 bytes together
@@ -238,12 +229,6 @@ def test_rows_are_few_and_hold_every_prompt_once() -> None:
         assert found.ids[rows[number], last[number]] == prompt[-1]
     assert pack([torch.arange(4)], pad=7).ids.tolist() == [[0, 1, 2, 3]]
     assert pack([torch.arange(4), torch.arange(2)], pad=7).ids.tolist() == [[0, 1, 2, 3], [0, 1, 7, 7]]
-
-
-def test_the_mask_is_block_diagonal() -> None:
-    found = pack(prompts(), 20)
-    same = (found.tags[:, :, None] == found.tags[:, None]) & (found.tags[:, :, None] >= 0)
-    assert torch.equal(found.mask[:, 0], same.tril())
 
 
 @pytest.mark.parametrize("space", ["post", "pre"])

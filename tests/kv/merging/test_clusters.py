@@ -8,8 +8,6 @@ import torch
 from diffcache.kv.merging.chelsea import SoftMatching
 from diffcache.kv.merging.diversity import Diversity
 from diffcache.kv.observe import Observation
-from diffcache.kv.plan import TopK
-from diffcache.kv.slots import Slots
 from tests.kv.merging import rows
 
 
@@ -70,22 +68,6 @@ def test_it_is_what_loops_give(keep: int, chunk: int) -> None:
                 if n == 1:
                     assert torch.equal(slots.k[b, h, s], seen.slots.k[b, h, s])
     rows.check(merge, seen, score, given)
-
-
-def test_merging_twice_keeps_the_number_of_tokens() -> None:
-    seen = rows.layer(pads=(0, 0), width=32)
-    score = rows.scores(seen)
-    merge = SoftMatching(8)
-    slots, plan = merge(seen, score, rows.plan(seen, score, 20))
-    pos = slots.pos.expand(plan.shape).where(plan >= 0, -1)
-    order = pos.argsort(dim=-1, stable=True)
-    half = Slots(slots.k, slots.v, {**slots.meta, "pos": pos}).gather(order)
-    again = Observation(0, 1, half, {}, seen.tokens)
-    slots, plan = merge(again, half.pos.float(), rows.plan(again, rows.scores(again), 7))
-    tokens = (slots.meta["logn"].exp() * (plan >= 0)).sum(-1)
-    torch.testing.assert_close(tokens, torch.full((2, 2), 32.0))
-    mean = (slots.k * (slots.meta["logn"].exp() * (plan >= 0))[..., None]).sum(2) / 32
-    torch.testing.assert_close(mean, seen.slots.k.mean(2), rtol=1e-5, atol=1e-6)
 
 
 def test_all_protected_falls_back_to_the_latest() -> None:
@@ -162,16 +144,6 @@ def test_blocks_are_what_loops_give(anchor: str) -> None:
                 kept |= set(blocks[u])
             assert set((plan[b, h] >= 0).nonzero()[:, 0].tolist()) == kept
             assert len(kept) <= 22
-
-
-def test_without_a_share_it_is_top_k() -> None:
-    seen = rows.layer(heads=1)
-    score = rows.scores(seen)
-    budget = torch.full((2, 1), 6)
-    found = Diversity(0.0, sinks=1, recent=2)(score, budget, seen)
-    assert torch.equal(found, TopK(1, 2)(score, budget, seen))
-    blocks = Diversity(0.0, mode="official", block=1)(score, budget, seen)
-    assert torch.equal(blocks, TopK()(score, budget, seen))
 
 
 @pytest.mark.parametrize("mode", ["paper", "official"])

@@ -69,13 +69,6 @@ def test_it_is_what_loops_give_twice_in_a_row() -> None:
         seen = replace(seen, slots=replace(slots, meta={**slots.meta, "pos": pos}))
 
 
-def test_rows_that_lost_nothing_have_no_gate_yet() -> None:
-    seen = rows.layer(pads=(0, 10))
-    plan = rows.plan(seen, rows.scores(seen), 6)
-    slots, _ = EmaMerge()(seen, rows.scores(seen), plan)
-    assert (slots.meta[GATE][0] > 0).all() and (slots.meta[GATE][1] == 0).all()
-
-
 def test_it_keeps_the_promises_of_a_merger() -> None:
     seen = rows.layer()
     score = rows.scores(seen)
@@ -116,11 +109,3 @@ def test_even_layers_hold_more_and_the_sum_is_exact() -> None:
     assert (found[0] > found[1]).all() and (found[1] > found[2]).all()
     share = (-torch.tensor([0.5, 1.0, 4.0]) / (5.5 / 3)).softmax(0) * 30
     assert ((found[:, 0, 0] - share).abs() < 1).all()
-
-
-def test_layers_never_hold_more_than_there_is_nor_less_than_the_least() -> None:
-    found = torch.stack(DenseLayers(30, least=0.5).allot([], layers([0.0, 50.0, 100.0])))
-    assert (found[0, 0] == 40).all() and (found[0, 1] == 35).all()
-    assert (found >= 15).all() and (found.sum(0) == 90).all()
-    share = torch.stack(DenseLayers(0.5).allot([], layers([1.0, 1.0])))
-    assert (share[:, 0] == 20).all() and set(share[:, 1].flatten().tolist()) == {17}

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from diffcache.kv.attend import Query
 from diffcache.kv.merging import absorb as module
-from diffcache.kv.merging.absorb import Match, absorb, by_cosine, by_position, parted, total
-from diffcache.kv.merging.elastic import BucketMerge
+from diffcache.kv.merging.absorb import Match, by_cosine, by_position, parted
 from diffcache.kv.merging.ems import ZeroClassMerge
 from diffcache.kv.merging.kvmerger import ContiguousMerge
 from diffcache.kv.merging.look_m import AllText, NearestMerge, TextFirst
@@ -27,24 +26,6 @@ from tests.kv.merging import rows
 def pairs(match: Match, b: int, h: int) -> dict[int, int]:
     there = match.found[b, h]
     return dict(zip(match.source[b, h][there].tolist(), match.target[b, h][there].tolist(), strict=True))
-
-
-def test_cosine_finds_what_a_loop_finds() -> None:
-    seen = rows.layer()
-    plan = rows.plan(seen, rows.scores(seen), 4)
-    goes, stays = parted(seen.slots, plan)
-    match = by_cosine(seen.slots.k, goes, stays)
-    for b in range(2):
-        for h in range(2):
-            k = seen.slots.k[b, h]
-            kept = [s for s in range(14) if stays[b, h, s]]
-            gone = [s for s in range(14) if goes[b, h, s]]
-            wanted = {s: max(kept, key=lambda t: float(torch.cosine_similarity(k[s], k[t], dim=0))) for s in gone}
-            assert pairs(match, b, h) == wanted
-            for place, s in enumerate(match.source[b, h].tolist()):
-                if match.found[b, h, place]:
-                    likeness = torch.cosine_similarity(k[s], k[wanted[s]], dim=0)
-                    torch.testing.assert_close(match.likeness[b, h, place], likeness)
 
 
 def test_cosine_in_blocks_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,49 +48,6 @@ def test_position_finds_the_nearest_and_of_two_the_earlier() -> None:
     # Position 5 is 3 from 2 and 4 from 9; 11 is 2 from 9; 20 is 1 from 21.
     assert pairs(match, 0, 0) == {0: 2, 1: 2, 3: 2, 4: 2, 5: 2, 7: 6, 8: 6, 9: 10, 11: 10}
     assert pairs(match, 1, 1) == {3: 2, 4: 2, 5: 6, 7: 6, 8: 6, 9: 10, 11: 10}
-
-
-def test_a_row_that_keeps_nothing_merges_nothing() -> None:
-    seen = rows.layer(pads=(0, 0))
-    plan = torch.full((2, 2, 14), -1, dtype=torch.int8)
-    plan[0, :, 3] = 0
-    goes, stays = parted(seen.slots, plan)
-    for match in (by_cosine(seen.slots.k, goes, stays), by_position(seen.slots.pos, goes, stays)):
-        assert match.found[0].all() or int(match.found[0].sum()) == 26
-        assert not match.found[1].any()
-
-
-def test_sums_are_conserved_and_the_rest_is_untouched() -> None:
-    seen = rows.layer()
-    plan = rows.plan(seen, rows.scores(seen), 4)
-    goes, stays = parted(seen.slots, plan)
-    match = by_cosine(seen.slots.k, goes, stays)
-    ones = torch.ones_like(match.likeness)
-    many = total(match, ones, 14)
-    assert torch.equal(many.sum(-1), goes.sum(-1).double())
-    slots = absorb(seen.slots, match, ones, ones.new_ones(()))
-    for new, old in ((slots.k, seen.slots.k), (slots.v, seen.slots.v)):
-        # Every kept slot counts as often as tokens it stands for: the sum over all is what it was.
-        counted = (new * ((1 + many) * stays)[..., None]).sum(2)
-        torch.testing.assert_close(counted, (old * (goes | stays)[..., None]).sum(2))
-        assert torch.equal(new[many == 0], old[many == 0])
-
-
-def test_halves_keep_their_dtype() -> None:
-    seen = rows.of(torch.ones(1, 1, 3, 2, dtype=torch.bfloat16))
-    goes, stays = parted(seen.slots, torch.tensor([[[0, -1, -1]]], dtype=torch.int8))
-    match = by_cosine(seen.slots.k, goes, stays)
-    slots = absorb(seen.slots, match, match.likeness, match.likeness.new_ones(()))
-    assert slots.k.dtype == slots.v.dtype == torch.bfloat16
-    assert torch.equal(slots.k, seen.slots.k)
-
-
-def test_a_row_that_loses_one_slot_only_drops_it() -> None:
-    seen = rows.layer()
-    plan = torch.where(seen.valid, 0, -1).to(torch.int8).repeat(1, 2, 1)
-    plan[:, 0, 7] = -1
-    slots, _ = BucketMerge()(seen, rows.scores(seen), plan)
-    assert torch.equal(slots.k, seen.slots.k)
 
 
 @pytest.mark.parametrize(("reach", "threshold"), [(1.0, 0.3), (2.0, -1.0), (0.5, 0.0), (0.0, 0.0)])
@@ -142,14 +80,6 @@ def test_ems_is_what_loops_give(reach: float, threshold: float) -> None:
     assert torch.equal(same, plan)
     assert (merged > 0) == (reach > 0)
     rows.check(ZeroClassMerge(reach, threshold), seen, score, plan)
-
-
-def test_scores_of_zero_or_infinity_do_no_harm() -> None:
-    seen = rows.layer()
-    score = torch.zeros(2, 2, 14)
-    score[..., -1] = float("inf")
-    slots, _ = ZeroClassMerge(3.0, -1.0)(seen, score, rows.plan(seen, rows.scores(seen), 5))
-    assert slots.k.isfinite().all() and slots.v.isfinite().all()
 
 
 def test_score_is_the_sum_of_shares() -> None:
@@ -291,13 +221,6 @@ def test_text_comes_before_images_and_official_code_overshoots() -> None:
     assert kept(seen, TextFirst(Recency(), text=1), 4) == [1, 2, 4, 5]
 
 
-def test_without_tags_all_is_text() -> None:
-    seen = rows.of(torch.randn(1, 1, 5, 2))
-    assert kept(seen, TextFirst(Recency()), 2) == [3, 4]
-    assert kept(seen, TextFirst(Recency()), 2, everything=True) == [0, 1, 2, 3, 4]
-    assert kept(seen, TextFirst(Recency(), text=7), 2) == [3, 4]
-
-
 def test_it_observes_what_the_other_score_observes() -> None:
     heads = RetainingHeads(torch.zeros(1, 8, 4), torch.zeros(1, 4, 2))
     for score in (Window(size=7), Mass(mean=True), Retained(heads)):
@@ -308,9 +231,3 @@ def test_it_observes_what_the_other_score_observes() -> None:
     q, k, v = torch.ones(2, 2, 3, 2), torch.ones(2, 2, 3, 1), torch.ones(2, 2, 3, 1)
     TextFirst(Retained(heads)).enter(stats, Query(q, 0, 1.0), Slots(k, v, {}), 0)
     assert not stats["locret"].any()
-
-
-def test_padding_is_no_text() -> None:
-    seen = rows.layer()
-    plan = AllText(TopK())(rows.scores(seen), torch.full((2, 2), 2), seen)
-    assert torch.equal(plan >= 0, seen.valid.expand(plan.shape))

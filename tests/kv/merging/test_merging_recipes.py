@@ -12,12 +12,9 @@ from diffcache.kv.budget import Uniform
 from diffcache.kv.codec.base import Exact, Payload, TensorCodec
 from diffcache.kv.codec.held import Pair
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
-from diffcache.kv.merging.chelsea import SoftMatching
-from diffcache.kv.merging.kvmerger import ContiguousMerge
 from diffcache.kv.merging.look_m import NearestMerge
 from diffcache.kv.plan import TopK
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes import merging
 from diffcache.kv.rotary import Rotary
 from diffcache.kv.score.recency import Recency
 from diffcache.kv.store import KVStore
@@ -74,23 +71,6 @@ def test_two_turns_hold_what_the_budget_says(exact: Any, name: str) -> None:
         assert name == "kvcrush, official" or (found >= most - 3).all(), found
     assert all((layer.seen, layer.held < 40) == (72, True) for layer in cache.store.layers)
     detach(exact)
-
-
-@pytest.mark.parametrize("mode", ["paper", "official"])
-def test_tags_say_what_is_text(exact: Any, mode: str) -> None:
-    inputs = prompts(rows=1)
-    tags = torch.ones(1, 48, dtype=torch.int32)
-    tags[:, 20:40] = 0
-    recipe = merging.look_m(8, recent=0.25, mode=mode)  # type: ignore[arg-type]
-    cache = cache_for(exact, recipe, mode="native", tags=tags)
-    exact.generate(**inputs, past_key_values=cache, **GREEDY)
-    detach(exact)
-    for layer in cache.store.layers:
-        pos = layer.read().pos
-        prompt = ((pos >= 0) & (pos < 48)).sum(-1)
-        text = ((pos >= 20) & (pos < 40)).sum(-1)
-        assert (text == (6 if mode == "paper" else 20)).all()
-        assert (prompt == (8 if mode == "paper" else 22)).all()
 
 
 @pytest.mark.parametrize("name", ["chelsea", "lococo", "kvcrush"])
@@ -163,11 +143,6 @@ def test_rotated_keys_lose_norm_when_merged_and_unrotated_do_not(space: Any) -> 
         wanted = ((pairs * angles.cos().square()).sum() / pairs.sum()).sqrt()
         assert ratio == pytest.approx(float(wanted), abs=1e-6)
     assert found[0] > found[1] > found[2] and found[0] < 0.95
-
-
-@pytest.mark.parametrize("merge", [SoftMatching(4, space="pre"), ContiguousMerge(0.5, space="pre")])
-def test_other_mergers_keep_the_norm_of_unrotated_keys(merge: Any) -> None:
-    assert turned(256, merge) == pytest.approx(1, abs=1e-12)
 
 
 def test_slots_that_took_over_nothing_are_not_turned_to_and_fro() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from diffcache.eval.workshop.kv import oracle
 from diffcache.kv.attend import Query
-from diffcache.kv.codec.base import Exact, tensors
+from diffcache.kv.codec.base import Exact
 from diffcache.kv.codec.held import ByLayer, Pair
 from diffcache.kv.codec.layers import Single, Together
 from diffcache.kv.codec.quant import GroupQuant
@@ -203,15 +203,6 @@ def test_a_rollback_takes_back_the_tail_alone_and_forks_are_apart() -> None:
         store.rollback(5)
 
 
-def test_a_codec_for_each_layer() -> None:
-    codec = ByLayer((None, Pair(Exact(), Exact(), 4)))
-    store = KVStore(2, Recipe(codec=codec))
-    write(store, 9, 0)
-    store.begin(1)
-    assert not store.layers[0].segments
-    assert coded(store.layers[1]).width == 8
-
-
 @pytest.mark.parametrize("tokens", [3, 8, 9, 17, 24, 30])
 def test_a_prompt_leaves_t_mod_r_keys_and_r_values(tokens: int) -> None:
     store = KVStore(1, small_kivi())
@@ -259,46 +250,6 @@ def _still() -> Any:
     return Rotary(torch.zeros(0))
 
 
-def test_kivi_at_2_bits_holds_a_fifth_of_bfloat16() -> None:
-    store = KVStore(1, kivi())
-    layer, worst = store.layers[0], 0.0
-    for step in range(131):
-        count = 4095 if not step else 1
-        store.begin(count)
-        k = torch.randn(1, 2, count, 32, generator=torch.Generator().manual_seed(step))
-        layer.write(k.bfloat16(), k.bfloat16())
-        if step:
-            worst = max(worst, store.nbytes / (store.seen * 2 * 2 * 32 * 2))
-    assert 0.19 < worst < 0.22
-    assert not coded(layer).meta  # positions that follow one another cost nothing
-
-
-def test_bits_of_a_slot_are_counted() -> None:
-    """ZipCache: 4 and 2 bits a channel, 32 bits for the values of a token, and rows of scales for each part."""
-    store = KVStore(1, zipcache(0.5, every=16))
-    write(store, 64, 0, size=32)
-    store.begin(1)
-    layer = store.layers[0]
-    assert [(s.level, s.width) for s in layer.segments] == [(1, 32), (2, 32)]
-    for segment, bits in zip(layer.segments, (4, 2), strict=True):
-        rows = 2 * 32 * (2 + 1) * 2  # key scale and minimum, value factor, of every channel
-        codes = 2 * 2 * 32 * 32 * bits // 8
-        vectors = 32 * 2 * 2
-        pos = 2 * 32 * 4
-        counted = sum(t.numel() * t.element_size() for t in tensors(segment))
-        assert counted == rows + codes + vectors + pos
-
-
-def test_mikv_stores_its_balancer_once() -> None:
-    store = KVStore(1, mikv(budget=8, every=4, queries=4, group=4))
-    write(store, 20, 0)
-    for step in range(1, 30):
-        write(store, 1, step)
-    first = next(s for s in store.layers[0].segments if s.level == 1)
-    assert first.width >= 30
-    assert first.k.factor.values.shape[2] == 1  # type: ignore[attr-defined]
-
-
 RECIPES = {
     "kivi": kivi(4, group=8, residual=16),
     "rotatekv": rotatekv(4, group=8, heads=2, recent=8),
@@ -339,12 +290,6 @@ def test_exact_codecs_are_stock_bit_for_bit(model: Any, theirs: dict[str, Any], 
         ours = shortly(model, cache, given(way), **settings)
         assert cache.store.layers[0].segments
         same(ours, theirs[way])
-
-
-def test_setting_sinks_apart_changes_the_order_of_sums_alone(model: Any, theirs: dict[str, Any]) -> None:
-    recipe = Recipe(codec=Pair(Exact(), Exact(), 8, whole=True, sinks=4))
-    ours = shortly(model, cache_for(model, recipe, mode="native"), prompts())
-    same(ours, theirs["greedy"], 2e-6)
 
 
 @pytest.mark.parametrize("name", RECIPES)

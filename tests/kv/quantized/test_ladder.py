@@ -20,7 +20,7 @@ from diffcache.kv.plan import ByAge, Demote, Planner, TopK
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.quantized import mikv, staircase, zipcache
 from diffcache.kv.score.recency import Recency
-from diffcache.kv.score.salience import Salience, WithQueries
+from diffcache.kv.score.salience import Salience
 from diffcache.kv.segment import Coded
 from diffcache.kv.store import KVStore
 from diffcache.kv.trigger import EveryStep
@@ -53,14 +53,6 @@ def test_a_shift_drops_the_lowest_bits_and_means_the_middle(along: Any) -> None:
     middle = eight.decode() - scale * ((codes & 15).float() - 7.5)
     assert torch.allclose(four.decode(), middle, atol=1e-5)
     assert ((four.decode() - eight.decode()).abs() <= 7.5 * scale + 1e-5).all()
-
-
-def test_shift_after_shift_is_one_shift() -> None:
-    eight = GroupQuant(8, "tokens", 8, scale_dtype=torch.float32).encode(draw(16, 0))
-    one, two = shifted(eight, 2), shifted(shifted(eight, 4), 2)
-    assert torch.equal(one.codes, two.codes)
-    assert torch.allclose(one.decode(), two.decode(), atol=1e-6)
-    assert shifted(eight, 8) is eight
 
 
 def test_the_staircase_steps_down_by_shifting_and_never_codes_anew(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,12 +181,6 @@ def test_salience_is_the_mean_attention_of_the_probes_that_could_see() -> None:
     assert torch.allclose(found[0], want, atol=1e-6)
 
 
-def test_a_tenth_of_single_tokens_are_probes() -> None:
-    score, q = Salience(0.1), torch.zeros(1, 4, 1, SIZE)
-    asked = [bool(score.probes(Query(q, at, 1.0), at + 1).any()) for at in range(1000)]
-    assert 95 <= sum(asked) <= 105
-
-
 def test_as_many_are_probes_where_slots_were_dropped() -> None:
     chosen = []
 
@@ -210,14 +196,6 @@ def test_as_many_are_probes_where_slots_were_dropped() -> None:
     drawn = (torch.arange(40, 60).double() * 0.6180339887498949).frac() < 0.1
     assert store.layers[0].held == 32
     assert torch.equal(chosen[-1][0], drawn | (torch.arange(40, 60) >= 54))
-
-
-def test_slots_that_no_probe_saw_are_worth_most() -> None:
-    layer = KVLayer()
-    layer.write(draw(3, 0), draw(3, 0))
-    mass, asked = torch.tensor([[0.5, 2, 0], [1, 4, 0]])[:, None, None].expand(-1, 1, 2, 3)
-    layer.stats = {"mass": mass, "asked": asked}
-    assert Salience()(observe(layer, 1))[0, 0].tolist() == [0.5, 0.5, math.inf]
 
 
 def test_zipcache_holds_the_salient_in_more_bits() -> None:
@@ -259,14 +237,3 @@ def test_mikv_balances_keys_against_the_last_queries() -> None:
     assert (slots.k - k.gather(2, index))[..., :3].abs().max() < 0.05
     plain = Pair(GroupQuant(8, "channels", 8), GroupQuant(8, "channels", 8), 1)
     assert torch.equal(BalancedRung(plain).hold(_slots(8), 1).read().k, plain.hold(_slots(8), 1).read().k)
-
-
-def test_scores_pass_through_what_keeps_queries() -> None:
-    inner = Salience(0.5)
-    score = WithQueries(7, inner)
-    assert score.window == 7 and score.statistics == inner.statistics
-    assert score.attends and not score.wants_out
-    layer = KVLayer()
-    layer.write(draw(3, 0), draw(3, 0))
-    layer.stats = {"mass": torch.ones(1, 2, 3), "asked": torch.full((1, 2, 3), 2.0)}
-    assert torch.equal(score(observe(layer, 1)), inner(observe(layer, 1)))

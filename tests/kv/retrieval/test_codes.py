@@ -32,16 +32,6 @@ def far_logits(k: Tensor, q: Tensor, far: int) -> Tensor:
     return torch.einsum("bhgd,bhsd->bhs", q[:, :, -1].reshape(B, H, G, D), met) / G * D**-0.5
 
 
-def test_rounding_changes_a_codebook_only_where_keys_are_equal() -> None:
-    """Of tokens that come twice: so kernels, which round otherwise, may read other slots."""
-    keys, valid = noise(B, H, 90, D), torch.ones(B, H, 90, dtype=torch.bool)
-    twice = keys[:, :, torch.arange(90) % 60] * (1 + 2e-7 * noise(B, H, 90, D))
-    nudge = 1e-7 * noise(B, H, D, D)
-    for k, most in ((keys, 1e-6), (twice, 1.0)):
-        one, other = (fit(k, valid, w, 24) for w in (eye(), eye() + nudge + nudge.mT))
-        assert most / 10 * (most == 1) <= (one - other).norm() / one.norm() < most
-
-
 def test_as_many_codes_as_keys_are_the_keys() -> None:
     keys, valid = noise(B, H, 30, D), torch.ones(B, H, 30, dtype=torch.bool)
     valid[1, :, :8] = False
@@ -78,16 +68,6 @@ def test_a_codebook_minds_the_directions_in_which_queries_look() -> None:
     assert error(aware, weight) < 0.6 * error(plain, eye())
     steps = [error(fit(keys, valid, weight, 16, n), weight) for n in (0, 1, 4, 8)]
     assert all(later <= sooner for sooner, later in pairwise(steps))
-
-
-def test_the_mean_squared_error_of_logits_is_the_weighted_distance() -> None:
-    q, gap = noise(B, H, 500, D, seed=3), noise(B, H, 1, D, seed=4)
-    want = (q @ gap.mT).square().mean(2)[..., 0]
-    found = (gap @ covariance(q) @ gap.mT)[..., 0, 0]
-    torch.testing.assert_close(found, want[..., 0] if want.dim() == 3 else want, rtol=1e-3, atol=0)
-    valid = torch.ones(B, 500, dtype=torch.bool)
-    valid[:, 100:] = False
-    torch.testing.assert_close(covariance(q, valid), covariance(q[:, :, :100]))
 
 
 def written(width: int, codec: ShadowKeys, chooser: Landmarks | None) -> tuple[KVLayer, Tensor]:
@@ -163,21 +143,6 @@ def test_odd_chunks_and_last_tokens_stay_exact_and_the_rest_is_small() -> None:
     assert torch.equal(taken, found.gather(2, index[..., None].expand(-1, -1, -1, D)))
     rows = segment.k.rows(torch.tensor([1, 1])).decode()
     assert torch.equal(rows[0], rows[1]) and torch.equal(rows[0], segment.k.decode()[1])
-
-
-def test_what_is_known_of_tokens_stays_with_them_when_blocks_are_coded() -> None:
-    k, v, _ = tokens(80)
-    tag = torch.arange(100, 180, dtype=torch.int32).expand(B, 1, -1)
-    rpos = torch.arange(7, 87, dtype=torch.int32).expand(B, 1, -1)
-    codec, layer = ShadowKeys(rank=H * D, outliers=0, recent=8, block=16), KVLayer(rotary=rotary())
-    for part in (slice(0, 40), slice(40, 60), slice(60, 80)):
-        meta = {"tag": tag[..., part], "rpos": rpos[..., part]}
-        layer.write(k[:, :, part], v[:, :, part], meta=meta)
-        codec.flush([layer])
-    assert [segment.width for segment in layer.segments] == [32, 16, 24]
-    found = layer.read()
-    assert torch.equal(found.meta["tag"], tag) and torch.equal(found.meta["rpos"], rpos)
-    torch.testing.assert_close(found.k, k, atol=1e-5, rtol=1e-5)
 
 
 def test_only_what_is_read_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,13 +16,12 @@ from diffcache.kv.learn.label_channels import LabelCalibration
 from diffcache.kv.positions import Slot
 from diffcache.kv.retrieval import select
 from diffcache.kv.retrieval.blocks import Blocks, bounds, mean_keys
-from diffcache.kv.retrieval.double_sparsity import LabelChannels
 from diffcache.kv.retrieval.mpcache import MinMaxTree
 from diffcache.kv.retrieval.probe_query import ProbeQuery, bias
 from diffcache.kv.retrieval.quest import Quest, upper
 from diffcache.kv.retrieval.rekv import Frames
 from diffcache.kv.retrieval.select import fill, top
-from diffcache.kv.retrieval.sentence import Sentences, sentence_tags
+from diffcache.kv.retrieval.sentence import sentence_tags
 from diffcache.kv.retrieval.summary import Summary, known
 from diffcache.kv.segment import Coded, Dense
 from diffcache.kv.slots import Slots
@@ -58,17 +57,6 @@ def test_one_needle_is_found(name: str, reads: dict[KVLayer, Tensor]) -> None:
     _, layer = run(MADE[name](40), name, k, v, q, newest)
     assert bool((known(layer).state["chosen"] == at).any(-1).all())
     assert int(reads[layer].amax()) <= (width if name == "tidal" else 40)
-
-
-@EACH
-def test_slots_are_never_read_twice_and_empty_ones_never(name: str) -> None:
-    valid = torch.arange(60) >= torch.tensor([[0], [23]])
-    _, layer = run(MADE[name](24), name, *tokens(64), 60, valid)
-    pos = known(layer).state["chosen"]
-    for row in pos.flatten(0, 1):
-        real = row[row >= 0]
-        assert len(real) == len(real.unique())
-    assert bool(((pos[1] < 0) | (pos[1] >= 23)).all())
 
 
 @EACH
@@ -109,9 +97,6 @@ def test_fill_takes_whole_blocks_that_fit_and_the_best_one_always() -> None:
     for room, want in ((6, [1, 0, 0, 0]), (9, [1, 1, 0, 0]), (10, [1, 1, 0, 1]), (2, [1, 0, 0, 0])):
         assert fill(score, size, torch.tensor([[room]])).tolist() == [[want]], room
     assert not fill(score, size, torch.tensor([[0]])).any()
-
-
-ALL = tuple(range(D))
 
 
 def made(width: int, empty: Tensor | None = None, tag: Tensor | None = None) -> Slots:
@@ -188,14 +173,6 @@ def best(k: Tensor, q: Tensor, free: range, count: int) -> Tensor:
     return score.topk(count).indices.sort(-1).values + free.start
 
 
-def test_all_channels_are_exact_top_k() -> None:
-    k, v, q = tokens(90)
-    chooser = LabelChannels(40, group="mean", channels=((ALL,) * H,), **FEW)
-    _, layer = run(chooser, "double_sparsity", k, v, q, 89)
-    want = best(k, q[:, :, -1], range(2, 82), 30)
-    assert torch.equal(known(layer).state["chosen"].long(), want)
-
-
 def test_the_channels_that_matter_are_found() -> None:
     watch = LabelCalibration()
     k, v, q = (x * 0.1 for x in tokens(60))
@@ -246,18 +223,6 @@ def test_only_pages_that_are_read_are_decoded(monkeypatch: pytest.MonkeyPatch) -
         assert set(mine.tolist()) - {-1} == set(theirs.tolist()) - {-1}
 
 
-def test_mpcache_layers_share_a_choice_in_pairs() -> None:
-    chooser = MinMaxTree(30, layers=2, **FEW)
-    stack = Row("mpcache", layers=4)
-    for part in (slice(0, 79), slice(79, 80)):
-        for layer in range(4):
-            k, v, q = tokens(80, seed=10 * layer)
-            stack.step(chooser, k[:, :, part], v[:, :, part], q[:, :, part], layer=layer)
-    chosen = [known(layer).state["chosen"] for layer in stack.layers]
-    assert torch.equal(chosen[0], chosen[1]) and torch.equal(chosen[2], chosen[3])
-    assert chosen[0].shape != chosen[2].shape or not torch.equal(chosen[0], chosen[2])
-
-
 def test_mpcache_reads_small_clusters_of_the_large_ones_that_pass() -> None:
     k, v, q = tokens(128)
     chooser = MinMaxTree(32 + 8, large=16, small=4, widen=1.0, sinks=0, recent=8, group="mean")
@@ -285,24 +250,6 @@ def test_sentences_end_where_their_ends_are() -> None:
     ids = torch.tensor([[0, 0, 5, 9, 7, 9, 9, 3], [4, 9, 9, 5, 6, 7, 8, 9]])
     assert sentence_tags(ids, {9}).tolist() == [[1, 1, 1, 1, 2, 2, 3, 4], [1, 1, 2, 3, 3, 3, 3, 3]]
     assert sentence_tags(ids, {9}, pad=0)[0].tolist() == [0, 0, 1, 1, 2, 2, 3, 4]
-
-
-def test_whole_sentences_are_read() -> None:
-    k, v, q = tokens(80)
-    tag = sentence_tags((torch.arange(80) % 11 == 10).long().expand(B, -1), {1})[:, None]
-    chooser = Sentences(45, block=8, sinks=0, recent=3, group="mean")
-    _, layer = run(chooser, "sentence", k, v, q, 79, tag=tag)
-    chosen = known(layer).state["chosen"]
-    mean = torch.stack([k[:, :, 11 * i : 11 * i + 11].mean(2) for i in range(7)], 2)
-    asked = q[:, :, -1].reshape(B, H, G, D).mean(2)
-    score = torch.einsum("bhd,bhnd->bhn", asked, mean)
-    for row in range(B):
-        for head in range(H):
-            found = [p for p in chosen[row, head].tolist() if p >= 0]
-            sentences = {p // 11 for p in found}
-            want = score[row, head].argsort(descending=True)[:3].tolist()
-            assert sentences - {7} <= set(want) and len(found) <= 42
-            assert all(found.count(p) == 1 for s in sentences - {7} for p in range(11 * s, 11 * s + 11))
 
 
 def test_frames_see_the_last_tokens_and_a_question_its_frames(reads: dict[KVLayer, Tensor]) -> None:

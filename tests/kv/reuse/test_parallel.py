@@ -58,15 +58,6 @@ def test_a_shared_prefix_is_batched_attention(model: Any, space: str) -> None:
     torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-5)
 
 
-def test_a_shared_prefix_costs_the_memory_of_one_row(model: Any) -> None:
-    cache = cache_for(model, Recipe(), mode="native")
-    run(model, cache, text(1, 512))
-    hydragen(cache.store)
-    one = cache.nbytes
-    run(model, cache, text(8, 1))
-    assert cache.nbytes < 1.3 * one
-
-
 def read(model: Any, prefix: Tensor, contexts: list[Tensor], space: str = "post") -> list[Piece]:
     """Return a prefix, and contexts that were each read behind it."""
     found = []

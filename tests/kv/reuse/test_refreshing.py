@@ -7,15 +7,13 @@ import torch
 from torch import Tensor
 
 from diffcache.errors import AttachError
-from diffcache.kv.codec.bitstream import CacheGen
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.hf.refresh import recompute
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.refresh import align, most_changed, slots_of
 from diffcache.kv.reuse.cachecraft import Chunk, cachecraft, chunks_of, to_fix
-from diffcache.kv.reuse.piece import Piece, cut, joined, lay_out
+from diffcache.kv.reuse.piece import Piece, cut, joined
 from diffcache.kv.reuse.recompute import cacheblend, kvshare, pie
-from diffcache.kv.slots import Slots
 from tests.kv.tiny import llama
 
 SPACES = ("pre", "post")
@@ -61,22 +59,6 @@ def alike(one: KVCache, two: KVCache, tolerance: float) -> None:
 def pieces(model: Any, space: str = "pre") -> list[Piece]:
     chunks = [text(20, 1), text(16, 2), text(24, 3)]
     return [cut(fresh(model, chunk, space).store, chunk) for chunk in chunks]
-
-
-@pytest.mark.parametrize("space", SPACES)
-def test_recomputing_all_tokens_is_a_prefill(model: Any, space: str) -> None:
-    ids = text(40, 0)
-    whole = fresh(model, ids, space)
-    cache = empty(model, space)
-    nothing = torch.full((40,), -1)
-    lay_out(cache.store, cut(whole.store, ids), nothing, rotations(fresh(model, ids)))
-    assert float(cache.store.layers[2].read().k.abs().max()) == 0
-    out = recompute(model, cache, ids[None], torch.arange(40))
-    alike(cache, whole, 1e-5)
-    with torch.no_grad():
-        plain = model(input_ids=ids[None]).logits
-    torch.testing.assert_close(out.logits, plain, atol=1e-4, rtol=1e-4)
-    assert cache.store.seen == 40
 
 
 def test_recomputing_rows_of_their_own_tokens(model: Any) -> None:
@@ -234,24 +216,6 @@ def test_a_model_that_was_released_is_refused() -> None:
     assert cache.writer.refreshing is None
 
 
-def test_a_text_that_was_sent_goes_on(model: Any) -> None:
-    pytest.importorskip("constriction", reason="needs the transport extra")
-    ids = text(60, 0)
-    piece = cut(fresh(model, ids).store, ids)
-    k, v = (torch.cat([getattr(slots, name) for slots in piece.layers]) for name in "kv")
-    codec = CacheGen(key_bins=((254, None),), value_bins=((254, None),), chunk=32)
-    tables = codec.measure([(k, v)])
-    found_k, found_v = codec.decode(codec.encode(k, v, tables), tables)
-    layers = tuple(Slots(found_k[i : i + 1], found_v[i : i + 1], slots.meta) for i, slots in enumerate(piece.layers))
-    cache = empty(model)
-    lay_out(cache.store, Piece(ids, layers, piece.rotated), torch.arange(60))
-    assert 0 < max(apart(cache, fresh(model, ids))) < 0.02
-    with torch.no_grad():
-        sent = model(input_ids=text(1, 4)[None], past_key_values=cache).logits
-        whole = model(input_ids=torch.cat([ids, text(1, 4)])[None]).logits[:, -1:]
-    assert float((sent - whole).norm() / whole.norm()) < 0.1
-
-
 PAD = 3  # tokens of padding in row 1
 
 
@@ -265,11 +229,6 @@ def test_tokens_that_changed_most_are_those_of_loops(share: float) -> None:
         count = -(-round(share * len(allowed) * 1000) // 1000)
         wanted = sorted(sorted(allowed, key=lambda i: -worth[i])[:count])
         assert found[row].nonzero()[:, 0].tolist() == wanted
-
-
-def test_equal_tokens_are_chosen_from_the_first() -> None:
-    same, valid = torch.ones(1, 1, 6, 2), torch.ones(1, 6, dtype=torch.bool)
-    assert most_changed(same, same, valid, 0.5).tolist() == [[True] * 3 + [False] * 3]
 
 
 def test_edits_are_what_is_not_in_the_text_before() -> None:
