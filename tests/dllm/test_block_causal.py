@@ -337,16 +337,6 @@ def test_a_batch_of_different_lengths_is_its_prompts_alone(name: str) -> None:
     assert alone[0].forwards < together.forwards or alone[0].ids.tolist() != [free[0]]
 
 
-@pytest.mark.parametrize("name", ["llada2", "fast-dllm"])
-def test_a_block_that_later_sub_blocks_change_is_not_as_it_stays(name: str) -> None:
-    model, answers = made(name), []
-    for policy in (Uncached(), BlockCache()):
-        with diffcache.wrapped(model, policy):
-            sampler = Sampler(rule=Dynamic(0.4, 0.25))
-            answers.append(DiffusionLM(model).generate(prompts(42), Schedule(24, 4), sampler))
-    assert torch.equal(answers[0].ids, answers[1].ids) and answers[1].rows < answers[0].rows
-
-
 @pytest.mark.parametrize("policy", [None, Uncached(), BlockCache()], ids=repr)
 def test_an_answer_ends_in_the_midst_of_a_block(policy: Policy | None) -> None:
     for name, loop in (("llada2", llada2_by_hand), ("fast-dllm", fast_dllm_by_hand)):
@@ -360,14 +350,6 @@ def test_an_answer_ends_in_the_midst_of_a_block(policy: Policy | None) -> None:
         how = schedule(None, eos), Sampler(rule=Threshold(1.0))
         answer = DiffusionLM(model).generate([prompt], *how)
         assert answer.ids[0].tolist() == wanted and answer.forwards == len(texts)
-
-
-def test_what_is_edited_settles_with_its_block() -> None:
-    model, (prompt,), told = made("llada2"), prompts(13), list[int]()
-    _, rule, steps = RULES["edited"]
-    lm = DiffusionLM(diffcache.wrap(model, BlockCache()))
-    answer = lm.generate(prompt, schedule(steps), Sampler(rule=rule), on_settled=lambda _, ids: told.extend(ids))
-    assert told == answer.ids[0].tolist()
 
 
 @pytest.mark.parametrize("policy", [None, BlockCache()], ids=repr)
@@ -413,28 +395,3 @@ def test_rows_chosen_by_notes_of_all_tokens_are_refused_and_a_models_blocks_are_
         other = diffcache.wrap(DiffusionLM(bidirectional(), block=8), policy)
         with pytest.raises(ValueError, match="chooses rows by what its layers note of all tokens"):
             other.generate([1], Schedule(12, None))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("code", ["llada2", "sdar", "fast-dllm"])
-def test_half_precision_is_tried_and_taken(code: str, dtype: torch.dtype) -> None:
-    model, asked = made(code, dtype), prompts(13)
-    plain = DiffusionLM(model).generate(asked, Schedule(8, None)).ids
-    cached = diffcache.wrap(DiffusionLM(model), BlockCache()).generate(asked, Schedule(8, None))
-    assert plain.shape == cached.ids.shape
-
-
-def test_settings_that_no_caller_of_ours_makes() -> None:
-    model, (asked,) = made("llada2"), prompts(13)
-    lm = DiffusionLM(model)
-    by_time = lm.generate([asked], Schedule(16, None), Sampler(rule=dllm.Quota("time"))).ids
-    assert not bool((by_time == MASK).any())  # its first steps decide nothing
-    told = Schedule(16, None, window=4, eos_id=asked[-1])
-    assert not bool((lm.generate([asked], told).ids == MASK).any())
-
-
-def test_steps_count_for_confident_commits_in_models_that_attend_both_ways() -> None:
-    lm = DiffusionLM(bidirectional())
-    for steps in (4, 8):
-        answer = lm.generate(prompts(13), Schedule(16, 8, steps=steps), Sampler(rule=Dynamic(1.0)))
-        assert answer.forwards == steps

@@ -22,23 +22,6 @@ def batch_of(world: World, count: int = 20) -> ChainBatch:
     return draw(count, world, torch.Generator().manual_seed(HELD_OUT))
 
 
-@pytest.mark.parametrize("world", [World(), World(states=16, letters=8)], ids=repr)
-def test_letters_reset_round_and_permute(world: World) -> None:
-    table = world.table.tolist()
-    assert len(table) == world.states and {len(row) for row in table} == {world.letters}
-    columns = list(zip(*table, strict=True))
-    assert set(columns[0]) == {3}
-    assert columns[1] == tuple(4 * (state // 4) for state in range(world.states))
-    assert all(sorted(column) == list(range(world.states)) for column in columns[2:])
-    assert len(set(columns)) == world.letters
-
-
-def test_moves_of_a_walk_stop_at_both_ends() -> None:
-    for state, row in enumerate(WALK.table.tolist()):
-        assert row == [min(max(state + move, 0), 15) for move in range(-3, 4)]
-    assert WALK.start == 8
-
-
 @pytest.mark.parametrize("world", [World(length=40), WALK], ids=repr)
 def test_an_answer_is_the_trace_of_its_prompt(world: World) -> None:
     batch = batch_of(world)

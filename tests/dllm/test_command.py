@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import diffcache
 from diffcache.cli import app
-from diffcache.dllm import FastDLLM, Sampler, Schedule
+from diffcache.dllm import FastDLLM, Schedule
 from diffcache.pipelines.diffusion_lm import DiffusionLM
 from diffcache.registry import WORDS, rows_of
 from tests.dllm.toys import EOS, MASK, bidirectional
@@ -68,17 +68,6 @@ def test_blocks_are_the_models_own_where_its_attention_has_them(tmp_path: Path) 
     call("chain-block", words, "--method", "block-cache", "--compare", "--json", record)
     known = json.loads(record.read_text())
     assert known["same_tokens"] == known["forwards"] == 47 and known["rows"] < 47 * 96 / 2
-
-
-def test_a_drawn_order_and_lower_case_settings(saved: Path, tmp_path: Path) -> None:
-    record = tmp_path / "run.json"
-    words = ["--method", "dkv-cache:variant=greedy", "--sampler", "random", "--seed", 3]
-    call(saved, PROMPT, *words, "--json", record)
-    lm = DiffusionLM.from_pretrained(str(saved), dtype=torch.float32)
-    diffcache.wrap(lm.model, "dkv-cache", variant="greedy")
-    sampler = Sampler(by="random", seed=3)
-    assert json.loads(record.read_text())["text"] == lm.generate(PROMPT, Schedule(8, 4, eos_id=EOS), sampler).texts
-    assert "FastDLLM(dual=True)" in call(saved, PROMPT, "--method", "fast-dllm:dual=true")
 
 
 def test_a_guide_settles_most_of_an_answer_at_once(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import diffcache
-from diffcache.dllm import D2Cache, Decoding, RowPlan, Sampler, Schedule, Threshold
+from diffcache.dllm import D2Cache, RowPlan, Sampler, Schedule, Threshold
 from diffcache.dllm.d2_cache import NotedPlan
 from diffcache.errors import AttachError
 from diffcache.pipelines.diffusion_lm import DiffusionLM
@@ -112,19 +112,6 @@ def compared(name: str) -> Compared:
         kept = now.kept
     assert any(len(now.fed(0)) < WIDTH // 2 for now in notes)
     return found
-
-
-def test_with_a_shift_confidence_is_that_of_the_row_before() -> None:
-    policy, ids = D2Cache(3, 2.0, 0.1), torch.tensor(prompts(9))
-    generator, plans = torch.Generator().manual_seed(0), []
-    logits, sure, flow = (torch.rand(1, WIDTH, *more, generator=generator) for more in ((64,), (), ()))
-    for shift in (0, 1):
-        decoding = Decoding(ids, Schedule(ANSWER, 8), Sampler(), MASK, shift=bool(shift))
-        plan = NotedPlan()
-        plan.notes.update(confidence=sure.roll(-shift, 1), influence=flow)
-        decoding.commit(logits.roll(-shift, 1), plan)
-        plans.append(policy.plan(decoding.state).rows)
-    assert torch.equal(*plans)
 
 
 @torch.no_grad()

@@ -199,19 +199,6 @@ def test_the_mask_and_banned_tokens_are_never_chosen() -> None:
             Sampler(banned=banned).candidates(logits, 2, None)
 
 
-def test_late_tokens_are_chosen_and_committed_last() -> None:
-    """Their probability counts as none once they are chosen, for themselves and for the others."""
-    logits = torch.tensor([[[1.0, 2.0, 0.0, 4.0], [1.0, 3.0, 0.0, 2.0]]])
-    for temperature in (0, 1e-9):
-        sampler = Sampler(late=(3,), temperature=temperature)
-        tokens, scores = sampler.candidates(logits, 2, torch.Generator().manual_seed(0))
-        assert tokens.tolist() == [[3, 1]]
-        rest = logits[0, 1, :3].double().softmax(-1)[1].item()
-        assert scores[0].tolist() == [0, pytest.approx(rest)]
-    with pytest.raises(ValueError, match=r"late=\(4,\): names a token outside .* has 4; leave 4 out"):
-        Sampler(late=(4,)).candidates(logits, 2, None)
-
-
 def test_temperature_draws_from_the_tempered_softmax_and_a_seed_repeats_it() -> None:
     logits = torch.tensor([0.0, 1.0, 2.0, -9.0]).expand(1, 20_000, 4)
     sampler = Sampler(temperature=2.0)
@@ -223,15 +210,6 @@ def test_temperature_draws_from_the_tempered_softmax_and_a_seed_repeats_it() -> 
         finish(dllm.FastDLLM(), Schedule(8, 4), Sampler(temperature=1.0, seed=seed)).ids.tolist() for seed in (0, 0, 1)
     ]
     assert ids[0] == ids[1] != ids[2]
-
-
-def test_a_random_order_is_kept_and_told_beforehand() -> None:
-    decoding = Decoding(torch.zeros(2, 3, dtype=torch.int64), Schedule(8, 4, 4), Sampler(by="random"), MASK)
-    while not decoding.is_finished:
-        state = decoding.state
-        assert state.upcoming is not None and state.upcoming.sum(1).tolist() == [2, 2]
-        decoding.commit(torch.randn(2, 11, WORDS), RowPlan())
-        assert torch.equal(decoding.state.committed, state.upcoming)
 
 
 def test_an_answer_ends_at_its_end_token() -> None:
@@ -263,28 +241,6 @@ def test_a_window_slides_over_the_first_masks(sampler: Sampler) -> None:
         done = decoding.state.committed
         assert done.sum(1).tolist() == [2, 2] and not bool((done & ~before.open).any())
     assert decoding.step == 5
-
-
-@pytest.mark.parametrize("rule", [Quota(), Threshold(0.5)], ids=["quota", "threshold"])
-def test_no_mask_after_the_end_token_is_decided_in_a_window(rule: Any) -> None:
-    """The end token comes first, then what lies before it; the other sequence goes on."""
-    eos = 7
-    schedule = Schedule(8, None, eos_id=eos, window=4)
-    decoding = Decoding(torch.zeros(2, 3, dtype=torch.int64), schedule, Sampler(rule=rule), MASK)
-    logits = torch.zeros(2, 11, WORDS)
-    logits[:, :, 1] = 1.0
-    logits[0, 5, eos] = 9.0
-    decoding.commit(logits, RowPlan())
-    assert decoding.ids[0, 3:].tolist() == [MASK, MASK, eos] + [MASK] * 5
-    assert decoding.state.open[0, 3:].nonzero()[:, 0].tolist() == [0, 1]
-    while decoding.rows[0].is_active:
-        decoding.commit(logits, RowPlan())
-    assert decoding.step == 3
-    assert decoding.ids[0, 3:].tolist() == [1, 1] + [eos] * 6
-    while not decoding.is_finished:
-        decoding.commit(logits, RowPlan())
-    assert decoding.step == 8
-    assert decoding.ids[1, 3:].tolist() == [1] * 8
 
 
 def test_the_nearest_masks_are_found() -> None:

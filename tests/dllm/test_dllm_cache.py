@@ -9,7 +9,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 import diffcache
-from diffcache.dllm import Decoding, DLLMCache, RowPlan, Schedule
+from diffcache.dllm import Decoding, DLLMCache, RowPlan
 from diffcache.dllm.dllm_cache import BranchPlan
 from diffcache.errors import AttachError
 from diffcache.pipelines.diffusion_lm import DiffusionLM
@@ -144,19 +144,6 @@ def test_other_layers_are_served(kind: str) -> None:
             torch.testing.assert_close(one.logits[row, first:], two.logits[row, first:], rtol=0, atol=bound)
     few = trace(other, DLLMCache(5, 3), rows, SCHEDULE)[1]
     assert not torch.equal(few[-1].logits, plain[-1].logits)
-
-
-def test_the_row_that_predicts_the_first_token_is_the_answers() -> None:
-    """Of a model with a shift: a prompt of one token has no row of its own."""
-    schedule, computed = Schedule(4, None), {}
-    plain = DiffusionLM(model(), shift=True).generate(prompts(1), schedule)
-    for method in (DLLMCache(None, 1), DLLMCache(1, None, 0)):
-        with diffcache.wrapped(model(), method):
-            answer = DiffusionLM(model(), shift=True).generate(prompts(1), schedule)
-        assert answer.report is not None
-        computed[method.answer_every] = answer.report.sites["model"]["token-layers"][0]
-        assert torch.equal(answer.ids, plain.ids) == (method.answer_every == 1)
-    assert computed == {1: 4 * 5 * LAYERS, None: 5 * LAYERS + 3 * 5}  # of 5 rows in 4 steps
 
 
 @pytest.mark.parametrize("method", SETTINGS, ids=name)

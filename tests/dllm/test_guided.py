@@ -50,13 +50,6 @@ def decode(opinion: Opinion, rows: list[list[int]], schedule: Schedule, rule: Gu
     return decoding
 
 
-def test_a_guide_that_always_agrees_commits_a_draft_at_once() -> None:
-    always = Opinion(lambda ids, at: ids.gather(1, at))
-    whole = decode(always, prompts(*LENGTHS), Schedule(16, None))
-    assert whole.step == 1 and torch.equal(whole.ids, always.drafts[0])
-    assert decode(always, prompts(*LENGTHS), SCHEDULE).step == 2  # one a block
-
-
 def test_a_guide_that_never_agrees_decodes_greedily_from_the_left() -> None:
     rows = prompts(6)
     never = Opinion(lambda ids, at: (ids.gather(1, at) + 1) % 64)
@@ -67,17 +60,6 @@ def test_a_guide_that_never_agrees_decodes_greedily_from_the_left() -> None:
             logits = model(ids).logits[0, place].index_fill(0, torch.tensor(MASK), -1e9)
             ids[0, place] = logits.argmax()
     assert found.step == 16 and torch.equal(found.ids, ids)
-
-
-def test_a_guide_commits_no_token_of_its_own() -> None:
-    """The draft is what is committed, up to the first disagreement."""
-    rows = prompts(6)
-    odd = Opinion(lambda ids, at: torch.where(at % 4 == 1, 0, ids.gather(1, at)))
-    found = decode(odd, rows, Schedule(16, None), Guided(k=1))
-    runs = [(6, 9), (9, 10), (10, 13), (13, 14), (14, 17), (17, 18), (18, 21), (21, 22)]
-    assert found.step == len(runs)
-    for draft, (start, stop) in zip(odd.drafts, runs, strict=True):
-        assert torch.equal(found.ids[:, start:stop], draft[:, start:stop])
 
 
 def test_agreement_is_rank_and_ratio() -> None:

@@ -1,13 +1,10 @@
 """Every policy of rows against a full recompute with stale keys and values put in by hand, in float64."""
 
-from dataclasses import replace
-
-import pytest
 import torch
 
 from diffcache.attach.extensions.partial import HeldKV
 from tests.dllm.cases import ANSWER, BLOCK, CASES, LENGTHS, LONGEST, RANDOM, VALID, WIDTH, model, traced
-from tests.dllm.toys import Compared, Noted, after, check_step, following, prompts, trace
+from tests.dllm.toys import Compared, Noted, after, check_step, following
 
 
 def real(row: int) -> set[int]:
@@ -131,13 +128,3 @@ def test_what_was_written_in_inference_mode_can_be_written_over() -> None:
     held.write(range(2), x[:, 2:4], x[:, 2:4])
     assert held.k is not None
     assert torch.equal(held.k[:, :, :2].transpose(1, 2), x[:, 2:4])
-
-
-@pytest.mark.parametrize("name", ["decode", "elastic"])
-def test_rows_are_filled_up_to_a_multiple(name: str) -> None:
-    case = CASES[name]
-    for rows in (prompts(*LENGTHS), prompts(9)):
-        plain = trace(model(), case.policy, rows, case.schedule)[0]
-        wide, notes = trace(model(), case.policy, rows, replace(case.schedule, multiple=8))
-        assert torch.equal(plain.ids, wide.ids)
-        assert {now.rows.shape[1] for now in notes} <= {8, 16, 24, WIDTH}

@@ -146,17 +146,6 @@ def compared(name: str, policy: str) -> Compared:
     return found
 
 
-@pytest.mark.parametrize("policy", ["decode", "dual", "elastic", "dllm"])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_padded_batch_is_its_prompts_alone(name: str, policy: str) -> None:
-    own = model(name)
-    with diffcache.wrapped(own, POLICIES[policy]):
-        lm = DiffusionLM(own)
-        together = lm.generate(prompts(*LENGTHS), SCHEDULE, check=True).ids
-        for row, prompt in enumerate(prompts(*LENGTHS)):
-            assert torch.equal(lm.generate([prompt], SCHEDULE).ids[0], together[row])
-
-
 def test_padding_is_masked_where_the_code_ignores_it() -> None:
     """So did LLaDA's code until October 2025."""
     early, late = made("llada", honors_mask=False), model("llada")
@@ -201,36 +190,6 @@ def test_dreams_own_schedule_is_that_of_a_loop_by_hand(by: Any) -> None:
     assert DiffusionLM(own, shift=True).shift and not DiffusionLM(model("llada")).shift
     unshifted = DiffusionLM(llama("dream")).generate(prompt, schedule, sampler)
     assert unshifted.ids.tolist() != [wanted]
-
-
-@pytest.mark.parametrize("policy", ["decode", "dual", "elastic"])
-def test_with_a_shift_the_row_before_a_token_is_computed_too(policy: str) -> None:
-    own, seen = model("dream"), []
-
-    class Noting(Policy):
-        def abilities(self) -> tuple[Any, ...]:
-            return POLICIES[policy].abilities()
-
-        def plan(self, state: Any) -> RowPlan:
-            plan = POLICIES[policy].plan(state)
-            seen.append((state, plan, state.with_predictors(plan)))
-            return plan
-
-    twin = llama("dream")
-    with diffcache.wrapped(own, Noting()), diffcache.wrapped(twin, POLICIES[policy]):
-        ours = DiffusionLM(own).generate(prompts(*LENGTHS), SCHEDULE, check=True)
-        theirs = DiffusionLM(twin, shift=True).generate(prompts(*LENGTHS), SCHEDULE)
-    assert torch.equal(ours.ids, theirs.ids) and ours.rows == theirs.rows
-    for state, plan, fed in seen:
-        shape = (*state.ids.shape, state.ids.device)
-        before, after = plan.mask(*shape), fed.mask(*shape)
-        assert not (before & ~after).any()
-        for row, place in state.open.nonzero().tolist():
-            assert after[row, place - 1]
-        many = int(after.sum() - before.sum())
-        assert many <= (before & state.open).sum()
-        if policy == "dual" and state.step % 4:
-            assert many == len(state.ids)  # one row more, before the block
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -309,12 +268,3 @@ def test_a_checkpoint_with_code_for_transformers_4_is_loaded(name: str, tmp_path
     assert diffcache.inspect(loaded).lists[0].depth == LAYERS
     with pytest.raises(ValueError, match="comes with code of its own, which is not run here"):
         find(str(folder))
-
-
-def test_a_language_model_is_described_without_its_weights(tmp_path: Path) -> None:
-    config = llama("llada").config
-    config.architectures = ["LlamaForCausalLM"]
-    config.save_pretrained(tmp_path)
-    ((name, (anatomy, _)),) = find(str(tmp_path)).items()
-    assert name == str(tmp_path)
-    assert [(entry.key, entry.depth) for entry in anatomy.lists] == [("model.layers", LAYERS)]
