@@ -11,7 +11,7 @@ from PIL import Image
 from diffcache import AttachError
 from diffcache.anchor import owner_of
 from diffcache.pipelines.demo.generate import Order, generate
-from diffcache.pipelines.demo.images import AUTOMATIC, Drawer, scaled_difference
+from diffcache.pipelines.demo.images import AUTOMATIC, Drawer
 
 
 def test_a_picture_is_drawn_with_and_without_a_cache_and_leaves_none_behind() -> None:
@@ -43,14 +43,6 @@ def test_a_picture_is_drawn_with_and_without_a_cache_and_leaves_none_behind() ->
         with pytest.raises(error, match=said):
             drawer.draw(*bad)
         assert owner_of(pipe.transformer) is None
-
-
-def test_a_difference_is_scaled_until_it_can_be_seen() -> None:
-    black = Image.new("RGB", (10, 10))
-    assert scaled_difference(black, black)[1] == 0
-    for light, times in ((1, 64), (5, 32), (60, 2), (200, 1), (255, 1)):
-        picture, by = scaled_difference(black, Image.new("RGB", (10, 10), (0, light, 0)))
-        assert (by, picture.getextrema()) == (times, (light * times,) * 2)
 
 
 def test_a_method_is_checked_to_its_last_letter() -> None:

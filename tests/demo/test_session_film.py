@@ -88,18 +88,6 @@ def test_every_policy_films_and_tells_what_it_holds(served: CausalVideo) -> None
         assert known[0]["drift"] == 0 and last["drift"] > 0
 
 
-def test_films_in_threads_are_the_films_made_alone(served: CausalVideo) -> None:
-    def filmed(request: Asked) -> list[np.ndarray[Any, Any]]:
-        film = SessionFilm(served, request, PLENTY)
-        return [film.next() for _ in range(6)]
-
-    requests = [asked(), asked("window:sinks=0", seed=4), asked("full", prompt="a blue cross")]
-    alone = [filmed(request) for request in requests]
-    with ThreadPoolExecutor(3) as pool:
-        together = list(pool.map(filmed, requests))
-    assert np.array_equal(alone, together) and not np.array_equal(alone[0], alone[1])
-
-
 def test_orders_do_what_a_session_does(served: CausalVideo) -> None:
     film = SessionFilm(served, asked("full", steps=4), PLENTY)
     session = served.session(words("a red ring")[0], size=SIZE, seed=3)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from diffcache.pipelines.demo import recording, showing
+from diffcache.pipelines.demo import recording
 from diffcache.pipelines.demo.program import Asked, Program, checked_prompt
 from diffcache.pipelines.demo.recording import Recording
 from diffcache.pipelines.demo.showing import AGAIN, ALONE, Viewers, show
@@ -101,27 +101,6 @@ def test_a_viewer_has_one_showing_and_there_are_no_more_than_places() -> None:
     assert len(viewers._showings) <= 9
 
 
-def test_a_film_that_nobody_listens_to_never_begins_or_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(showing, "_LISTEN", 0.1)
-    listening: set[str] = set()
-    viewers = Viewers(2, listening)
-    with pytest.raises(ValueError, match="nobody listens to this page"):
-        next(show(PROGRAM, viewers, "ghost", RED))
-    assert not films() and not len(viewers)
-    monkeypatch.setattr(showing, "_LISTEN", 1e9)
-    monkeypatch.setattr(showing, "_BRIEFLY", 0.1)
-    viewers.waited_for = viewers.most  # as many as there may be: the next is waited for briefly
-    with pytest.raises(ValueError, match="nobody listens to this page"):
-        viewers.wait_for("ghost")
-    assert viewers.waited_for == viewers.most
-    listening.add("me")
-    values = show(PROGRAM, viewers, "me", RED)
-    next(values)
-    listening.clear()  # nobody reads the connection any more
-    assert next(values)["player"]["over"] == "stopped"
-    assert next(values, None) is None and not films() and not len(viewers)
-
-
 def test_what_cannot_be_shown_is_said_before_a_film_begins() -> None:
     good = {"prompt": "red", "policy": "window", "seed": 0, "steps": 4, "size": "16 x 24"}
     assert PROGRAM.asked(**good) == RED == PROGRAM.asked(**good | {"prompt": " red ", "seed": "0"})
@@ -139,12 +118,6 @@ def test_a_film_that_breaks_off_ends_alone() -> None:
     assert len(viewers) == 1 and next(other)["player"]["films"][0]
     other.close()
     assert not films()
-
-
-def test_long_pictures_are_not_enlarged_beyond_what_a_file_needs() -> None:
-    for shape, wanted in (((6, 384, 3), (18, 1152, 3)), ((24, 24, 3), (240, 240, 3))):
-        picture = recording.jpeg(np.zeros(shape, np.uint8))
-        assert recording._beside([picture]).shape == wanted
 
 
 def test_the_latest_frames_are_written_as_mp4(monkeypatch: pytest.MonkeyPatch) -> None:

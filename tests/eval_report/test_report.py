@@ -4,7 +4,6 @@ import copy
 import csv
 import io
 import json
-import math
 import random
 import re
 from pathlib import Path
@@ -19,7 +18,6 @@ from rich.console import Console
 from diffcache.eval.metrics.intervals import share_interval
 from diffcache.eval.report import plots, strips, words
 from diffcache.eval.report.__main__ import main
-from diffcache.eval.report.columns import Column, bytes_text, decimals, shown
 from diffcache.eval.report.palette import OKABE_ITO, styles
 from diffcache.eval.report.records import Value, checked, ordered
 from diffcache.eval.report.strips import Samples
@@ -76,14 +74,6 @@ def test_summary_says_whether_a_cache_beats_fewer_steps() -> None:
     assert "taylorseer: 3 evaluations a sample, FLOPs ratio 4, 4 times as fast" in said
 
 
-def test_rows_stand_under_what_they_are_to_be_compared_with() -> None:
-    names = [row["name"] for row in ordered(make_record())]
-    assert names == ["uncached", "taylorseer", "uncached, 3 steps", "first-block", "interval", "uncached, 4 steps"]
-    labels = [row.label for row in table_of(make_record()).rows]
-    assert labels[2] == "↳ uncached, 3 steps"
-    assert labels[5] == "↳ uncached, 4 steps (for first-block, interval)"
-
-
 def test_numbers_are_those_of_the_record() -> None:
     record = make_record()
     for row_ in record["rows"]:
@@ -110,16 +100,6 @@ def test_best_is_bold_and_never_the_uncached_row() -> None:
             assert bold == {name for name, value in values.items() if value == best}
     assert {n for n, c in cells(record, "psnr_db").items() if c.bold} == {"interval"}
     assert {n for n, c in cells(record, "lpips_lite").items() if c.bold} == {"interval"}
-
-
-def test_nothing_is_bold_without_a_rival() -> None:
-    record = make_record()
-    record["rows"] = record["rows"][:2]
-    assert not any(cell.bold for row_ in table_of(record).rows for cell in row_.cells)
-    record = make_record()
-    for row_ in record["rows"]:
-        row_["quality"]["clip_score"] = interval(1.0, 0.0)
-    assert not any(cell.bold for cell in cells(record, "clip_score").values())  # all are equal
 
 
 def test_dagger_stands_where_the_interval_of_the_change_holds_zero() -> None:
@@ -190,31 +170,6 @@ def test_footnotes_name_back_ends_and_warnings() -> None:
     assert "not finished" in "\n".join(table_of(make_record() | {"finished": False}).notes)
 
 
-@pytest.mark.parametrize(
-    ("found", "text"),
-    [
-        (Value(31.234, 31.1, 31.4), "31.2 [31.1, 31.4]"),
-        (Value(0.98765, 0.98712, 0.98811), "0.9877 [0.9871, 0.9881]"),
-        (Value(1234.5), "1234"),
-        (Value(0.0), "0.00"),
-        (Value(-2.5), "\N{MINUS SIGN}2.50"),
-    ],
-)
-def test_numbers_have_the_digits_they_need(found: Value, text: str) -> None:
-    column = Column("k", "t", "quality", None, "interval", "number", lambda row: None)
-    assert shown(found, column, decimals([found])) == text
-
-
-def test_changes_have_signs_and_zero_has_none_below_it() -> None:
-    column = Column("k", "t", "quality", None, "interval", "change", lambda row: None)
-    assert shown(Value(-0.004, -1, 1), column, 2) == "+0.00 [\N{MINUS SIGN}1.00, +1.00]"
-
-
-def test_bytes_are_readable() -> None:
-    texts = ["0 B", "512 B", "1 KiB", "1.5 KiB", "352 KiB", "5 GiB"]
-    assert [bytes_text(n) for n in (0, 512, 1024, 1536, 360_448, 5 << 30)] == texts
-
-
 def test_csv_holds_full_precision() -> None:
     record = make_record()
     record["rows"][1]["fidelity"]["psnr_db"]["value"] = 1 / 3
@@ -275,12 +230,6 @@ def test_a_method_keeps_its_color_everywhere() -> None:
     assert len({looks[n].color for n in ("taylorseer", "first-block", "interval")}) == 3
     assert looks["uncached, 3 steps"].color == looks["uncached, 4 steps"].color
     assert looks["uncached, 3 steps"].marker == "x"
-
-
-def test_settings_of_a_method_are_told_apart_by_what_differs() -> None:
-    rows = [{"name": f"taylor every={n}, order=1", "method": f"T(every={n})"} for n in (3, 5)]
-    rows.append({"name": "gate", "method": "Gate()"})
-    assert plots.settings(rows) == {r["name"]: f"every={n}" for r, n in zip(rows, (3, 5), strict=False)}
 
 
 def test_every_plot_is_drawn(run: Any) -> None:
@@ -352,28 +301,6 @@ def test_sheet_shows_the_pixels_and_their_difference(tmp_path: Path) -> None:
         x, y = place
         panel = shown_pixels[y : y + wide, x : x + wide][3::6, 3::6]
         assert np.array_equal(panel, wanted)
-
-
-def test_narrow_samples_stand_side_by_side(tmp_path: Path) -> None:
-    record = make_record()
-    record["rows"] = record["rows"][:2]
-    make_run(tmp_path, record)
-    sheet = pixels_of(strips.draw(record, [tmp_path])[0][0])
-    side = 6 * 32
-    pitch = 2 * side + 12 + 2 * 16
-    assert record["rows"][1]["samples"]["worst"] == [1, 0] and sheet.shape[1] == 2 * pitch
-    for place, number in enumerate((1, 0)):
-        left = 16 + place * pitch
-        shown = sheet[38 : 38 + side, left : left + side][3::6, 3::6]
-        assert np.array_equal(shown, picture(number, 0))
-
-
-def test_closeness_is_the_psnr() -> None:
-    one = np.zeros((4, 4, 3), np.uint8)
-    assert strips.closeness(one, one) == "identical"
-    assert strips.closeness(one, one + 255) == "PSNR 0.0 dB"
-    wanted = 10 * math.log10(255**2 / 9)
-    assert strips.closeness(one, one + 3) == f"PSNR {wanted:.1f} dB"
 
 
 def test_methods_take_turns_in_the_choice_of_samples() -> None:
@@ -493,11 +420,6 @@ def test_every_text_is_escaped(tmp_path: Path) -> None:
     assert "<script" not in plain and r"a \| red \*circle\*" in plain
 
 
-def test_prompts_stand_under_the_samples(run: Any) -> None:
-    _, folder, _ = run
-    assert f"sample 1, worst of taylorseer: {EVIL}, 1" in read_page(folder / "report/report.html").text
-
-
 def test_same_record_gives_the_same_bytes(tmp_path: Path) -> None:
     record = brief_record()
     files = write_report(record, make_run(tmp_path / "run", record))
@@ -506,16 +428,6 @@ def test_same_record_gives_the_same_bytes(tmp_path: Path) -> None:
     assert [file.name for file in again] == [file.name for file in files]
     for one, other in zip(files, again, strict=True):
         assert one.read_bytes() == other.read_bytes(), one.name
-
-
-def test_report_without_samples_says_so(tmp_path: Path) -> None:
-    record = brief_record()
-    for this in record["rows"]:
-        this |= {"quality": {}, "timeline": None, "latent_error": None}
-    write_report(record, tmp_path, formats=["md"])
-    text = (tmp_path / "report" / "report.md").read_text()
-    assert "Pictures: the files of 4 samples are not in the run's folder." in text
-    assert not list(tmp_path.glob("report/samples-*"))
 
 
 def test_only_what_was_asked_for_is_written(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Scripts on folders, against the functions that they call and closed forms."""
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import Tensor
 from diffcache.eval import fid, fidelity
 from diffcache.eval.metrics import bootstrap, inception, lite, lpips, pixels, sets
 from diffcache.eval.metrics.frechet import frechet, moments
-from diffcache.eval.runs import extractors
 from diffcache.eval.samples.clips import write_clip, write_preview
 from tests.folder_scripts.pictures import drawn, error, report, saved
 from tests.picture_files import save_npz
@@ -56,13 +54,6 @@ def test_fid_other_metrics_and_warnings(capsys: Any, shapes: dict[str, Any]) -> 
     assert "FID-lite in place of FID" in fallback and "weights-inception-2015-12-05-6726825d.pth" in fallback
     assert "160 samples are few for FID-lite (2,000 are enough)" in few
     assert found["backend"]["backend"] == "lite"
-
-
-def test_fid_prints_a_table_and_warns_on_standard_error(capsys: Any, shapes: dict[str, Any]) -> None:
-    assert fid.main([shapes["real"], shapes["fake"], "--backend", "lite", "--resamples", "20"]) == 0
-    out, err = capsys.readouterr()
-    assert "FID-lite" in out and " .. " in out and "160 samples against 160" in out
-    assert [line[:8] for line in err.strip().splitlines()] == ["warning:"]  # too few samples
 
 
 def test_fid_samples_resize_and_npz(capsys: Any, shapes: dict[str, Any], tmp_path: Path) -> None:
@@ -157,16 +148,6 @@ def test_fid_errors_name_the_file_or_the_option(capsys: Any, shapes: dict[str, A
         assert message in error(capsys, 2, fid.main, *arguments)
     for words in ((real,), (real, fake, "--samples", "1"), (real, fake, "--backend", "fake")):
         assert fid.main(list(words)) == 2 and "Usage: " in capsys.readouterr().err
-
-
-def test_fid_help_and_json_file(capsys: Any, shapes: dict[str, Any], tmp_path: Path) -> None:
-    assert fid.main(["--help"]) == 0
-    help_text = capsys.readouterr().out
-    assert "Exit codes" in help_text and f"look at {sets.MOST_NEIGHBORS:,} pictures" in help_text
-    file = tmp_path / "fid.json"
-    assert fid.main([shapes["real"], shapes["fake"], "--resamples", "0", "--json", str(file)]) == 0
-    assert f"wrote {file}" in capsys.readouterr().out.replace("\n", "")
-    assert json.loads(file.read_text())["schema"] == "diffcache.fid/1"
 
 
 def gaussian(count: int, seed: int, dim: int = 6) -> sets.FeatureSet:
@@ -378,16 +359,3 @@ def test_fidelity_errors_name_the_file_or_the_option(capsys: Any, tmp_path: Path
     message = error(capsys, 3, fidelity.main, names["a"], names["b"], "--backend", "real")
     assert "alexnet-owt-7be5be79.pth" in message and "7be5be791159472b" in message
     assert one != other and fewer
-
-
-def test_fidelity_prints_names_of_the_worst_pairs(capsys: Any, tmp_path: Path) -> None:
-    a = drawn(6, 11)
-    one, other = str(saved(tmp_path / "a", a)), str(saved(tmp_path / "b", noisy(a)))
-    assert fidelity.main([one, other, "--metrics", "psnr"]) == 0
-    out, err = capsys.readouterr()
-    assert err == "" and "PSNR" in out and "6 pairs of pictures" in out
-    assert f"5 ({float(pixels.psnr(a, noisy(a))[5]):.4g})" in out  # most noise
-
-
-def test_a_choice_of_weights_means_the_real_network() -> None:
-    assert extractors.Choice("auto", "w.pth").kind == "real" and extractors.Choice().kind == "auto"

@@ -249,11 +249,6 @@ def test_the_replay_ends_where_the_pipeline_ends(name, sites):
     assert "step" not in vars(pipe.scheduler)
 
 
-def test_guidance_is_measured(replay):
-    assert replay.scale == 1 - CALL["guidance_scale"]  # from the conditional branch, which is first
-    assert (replay.sites(), replay.total, replay.shape) == (SITES, STEPS, [4, 8, 8])
-
-
 @torch.no_grad()
 def test_the_replay_of_dit_equals_a_loop_of_its_own(pipe, replay):
     track, loop = replay.begin([3, 8], seed=11), Loop(pipe, [3, 8], 11)
