@@ -16,18 +16,7 @@ def can_attend(
     q: Tensor, keys: Tensor, values: Tensor, key_bits: float, value_bits: float, each: int,
     width: int, sizes: tuple[int, int],
 ) -> bool:  # fmt: skip
-    """Return whether the kernel of `attn_decode_kivi` should run.
-
-    Args:
-        q: [B, Hq, D].
-        keys: Codes of the keys, uint8 [B, H, S, bytes].
-        values: Codes of the values, uint8 [B, H, U, bytes].
-        key_bits: Bits of a code of the keys.
-        value_bits: Bits of a code of the values.
-        each: Consecutive slots of a group of keys.
-        width: Consecutive channels of a group of values.
-        sizes: Channels of a key and of a value.
-    """
+    """Return whether the kernel should run on arguments of `attn_decode_kivi`, and sizes of a key and of a value."""
     fits = {key_bits, value_bits} <= {2, 4, 8} and sizes[0] in SIZES and sizes[1] in SIZES
     alike = len(q) == len(keys) == len(values) and q.dtype in DTYPES and values.shape[2] > 0
     groups, left = divmod(q.shape[1], keys.shape[1])

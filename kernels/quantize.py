@@ -21,30 +21,14 @@ MOST_SLOTS, MOST_CHANNELS = 256, 2048  # of a group that the kernels take
 
 
 def can_quantize(x: Tensor, bits: float, each: int, width: int) -> bool:
-    """Return whether the kernel of `quant_groups` should code a tensor.
-
-    Args:
-        x: [B, H, S, D].
-        bits: Bits of a code.
-        each: Slots of a group; 1 where groups run along channels.
-        width: Channels of a group; 1 where groups run along tokens.
-    """
+    """Return whether the kernel should run on these arguments of `quant_groups`."""
     fits = bits in BITS and each <= MOST_SLOTS and width <= MOST_CHANNELS
     fits = fits and not x.shape[2] % each
     return fits and _whole_bytes(bits, width, x.shape[-1]) and QUANT.takes(x)
 
 
 def can_restore(codes: Tensor, grid: Tensor, bits: float, width: int, size: int, dtype: torch.dtype) -> bool:
-    """Return whether the kernel of `dequant_groups` should take numbers back.
-
-    Args:
-        codes: uint8 [B, H, S, bytes].
-        grid: [B, H, T, 1 or 2, W].
-        bits: Bits of a code.
-        width: Channels of a group; 1 where groups run along tokens.
-        size: Channels, D.
-        dtype: Dtype of the numbers.
-    """
+    """Return whether the kernel of `dequant_groups` should run on arguments of it, to D = `size` and a dtype."""
     fits = bits in BITS and dtype in DTYPES and bool(codes.numel())
     return fits and _whole_bytes(bits, width, size) and DEQUANT.takes(grid, codes)
 

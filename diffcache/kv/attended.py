@@ -109,17 +109,14 @@ class Attended:
         return attn_mass(q, k, lse, scale, **seen) * (k.shape[1] / q.shape[1])
 
     def _block(self, q: Tensor, k: Tensor, heads: range, part: range, change: Change | None) -> Tensor:
-        """Return the attention that slots got from some queries, summed over them and their groups.
+        """Return the attention that slots got from some queries, summed over them and their groups, [B, h, S'].
 
         Args:
-            q: [B, h, G, n, D].
+            q: [B, h, G, n, D], of queries `part` and key-value heads `heads`.
             k: [B, h, S', D], in the dtype of the result.
             heads: Key-value heads.
             part: Queries.
-            change: Function of the logits before the softmax, see `sums`.
-
-        Returns:
-            [B, h, S'].
+            change: See `sums`.
         """
         groups = q.shape[2]
         found = (q.to(k.dtype) * self.query.scale).flatten(2, 3) @ k.mT

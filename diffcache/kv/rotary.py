@@ -94,15 +94,7 @@ class Rotation(ABC):
         return self._turn(x, pos, self.scale)
 
     def unrotate(self, x: Tensor, pos: Position) -> Tensor:
-        """Undo `rotate`, its scale too.
-
-        Args:
-            x: `[B, H, S, D]` floats.
-            pos: Positions, in a shape that `rotate` takes.
-
-        Raises:
-            ValueError: If shapes do not fit.
-        """
+        """Undo `rotate` of the same positions, its scale too; raise ValueError if shapes do not fit."""
         return self._turn(x, pos, self.scale, back=True)
 
     def shift(self, x: Tensor, delta: Position) -> Tensor:

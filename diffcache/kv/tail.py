@@ -159,15 +159,12 @@ class Tail:
         return Slots(k, v, meta)
 
     def overwrite(self, index: Tensor | range | SlotIndex, columns: dict[str, Tensor], before: int = 0) -> None:
-        """Write into slots that are there.
+        """Write into slots that are there, named and refused as `KVLayer.overwrite` says.
 
         Args:
-            index: int64 [n] or [B, n], slots of every row; or a run of slots, which is a copy.
+            index: Slots, counted from `before`, the number of the first.
             columns: Tensors by name, `k` and `v` [B, H, n, D] and metadata [B, 1, n].
-            before: Number of the first slot, which slots are counted from.
-
-        Raises:
-            ValueError: If a slot is not there, or a run is not of as many as are written.
+            before: Slots of the layer that come first.
         """
         index, least = self._checked(index, columns["k"].shape[2], before)
         self._own()

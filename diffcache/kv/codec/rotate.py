@@ -214,17 +214,9 @@ def rotatekv(
 ) -> TensorCodec:
     """Return the key codec of RotateKV: reorder, rotate over grouped heads, quantize per token.
 
-    Reference: RotateKV, arXiv 2501.16383. It is meant for keys before their rotary embedding.
+    It is meant for keys before their rotary embedding; settings are those of the recipe `rotatekv`, and refused alike.
 
-    Args:
-        bits: Bits of a code, see `GroupQuant`.
-        group: Channels of a quantization group.
-        heads: Consecutive heads that are reordered and rotated together, which must divide H.
-        order: Calibrated order of the `heads * D` channels, or None to fit it to what is encoded.
-        mode: `"paper"` or `"official"`, see `rotatekv_grid`.
-
-    Raises:
-        ValueError: If a value is out of its range.
+    Reference: RotateKV, arXiv 2501.16383.
     """
     one = ChannelPermute(Hadamard(rotatekv_grid(bits, group, mode)), order)
     return JoinHeads(one, heads) if heads > 1 else one

@@ -107,13 +107,10 @@ def probe(model: Any, cache: Host, ids: Tensor, check: int) -> tuple[Tensor, Ten
     Keys and values of the layers up to and including `check` are then those of a prefill.
 
     Args:
-        model: A model of transformers that `cache` was made for.
-        cache: Cache that holds `ids`, as for `recompute`.
-        ids: int64 [B, T], all tokens that are held.
-        check: Number of the layer, from 1: in the first one a token's values are its own.
-
-    Raises:
-        ValueError: If there is no such layer, or for the reasons of `recompute`.
+        model: The model, as `recompute` takes it, raising what this raises, and the two that follow.
+        cache: Cache that holds `ids`.
+        ids: int64 [B, T].
+        check: Number of the layer, from 1 (ValueError): in the first one a token's values are its own.
     """
     count = len(cache.store.layers)
     if check not in range(1, count):

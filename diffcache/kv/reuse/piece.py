@@ -102,13 +102,7 @@ def lay_out(store: KVStore, piece: Piece, source: Tensor, rotary: Sequence[Rotat
 
 
 def turns_of(store: KVStore, piece: Piece, source: Tensor, rotary: Sequence[Rotation] | None) -> list[Rotation | None]:
-    """Return how the keys of each layer are turned, None where they need not be.
-
-    Args:
-        store: Store that the tokens go into.
-        piece: Piece that the tokens come from.
-        source: int64 [T], number in the piece of each new token; -1 where the piece has none.
-        rotary: Rotation of each layer, where keys are held rotated and move.
+    """Return how the keys of each layer are turned, None where they need not be, given what `lay_out` is.
 
     Raises:
         ValueError: If keys move and `rotary` is missing, or the piece is of another model.
