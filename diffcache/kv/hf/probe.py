@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from contextvars import ContextVar
 from copy import deepcopy
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,23 +29,27 @@ def refusal(module: Any, why: str) -> AttachError:
     )
 
 
-class _Given(Exception):  # noqa: N818 - no error: how a probe leaves the layer
-    """Carries what a layer gave to its cache."""
+class _Trial(Exception):  # noqa: N818 - no error: how a layer that is tried is left
+    """A cache that keeps what it is given, and what attention is given afterwards.
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
+    Args:
+        ends: Leave the layer at once; else hand back what was given.
+    """
+
+    def __init__(self, ends: bool = False) -> None:
         super().__init__()
-        self.keys = keys.float()
-        self.values = values.float()
+        self.ends = ends
+        self.cached: tuple[Tensor, Tensor] | None = None
+        self.met: tuple[Tensor, Tensor] | None = None
 
+    def update(self, key: Tensor, value: Tensor, *given: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        """Take keys and values, each `[B, H, S, D]`."""
+        self.cached = key, value
+        if self.ends:
+            raise self
+        return key, value
 
-class _Catch:
-    """A cache that keeps nothing and ends the forward at the first update."""
-
-    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> NoReturn:
-        """Leave with keys and values, each `[B, H, S, D]`."""
-        raise _Given(keys, values)
-
-    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
+    def get_seq_length(self, *given: Any, **more: Any) -> int:
         """Return 0: there is nothing in it."""
         return 0
 
@@ -86,8 +90,9 @@ class LayerProbe:
         self.tokens = tokens.to(self.device, dtype)
         extras = list(known.values())[1:]  # after the hidden states
         self.given: dict[str, Any] = {p.name: None for p in extras if p.default is p.empty and p.kind in _NAMED}
-        self.given |= {cache: _Catch()} | ({"use_cache": True} if "use_cache" in known else {})
+        self.given |= {"use_cache": True} if "use_cache" in known else {}
         self.given.pop("position_embeddings", None)
+        self.cache = cache
 
     def axes(self) -> int:
         """Return how many rows of positions the embedding puts together into one table."""
@@ -114,14 +119,15 @@ class LayerProbe:
             AttachError: If the layer cannot be run by itself, gives no keys to a cache, or does to
                 its values or tables what is not rotary embedding of keys.
         """
-        x = self.tokens.expand(-1, ids.shape[-1], -1)
+        x, trial = self.tokens.expand(-1, ids.shape[-1], -1), _Trial(ends=True)
         ids = ids.to(self.device)[:, None]
         try:
             made = self.embedding(x[:1], ids if len(ids) > 1 else ids[0], *self.extra)
             self._check_scale(_table(made))
-            self.attention.forward(x, position_embeddings=made, **self.given)
-        except _Given as caught:
-            keys, values = caught.keys, caught.values
+            self._run(x, made, trial)
+        except _Trial:
+            assert trial.cached is not None
+            keys, values = (x.float() for x in trial.cached)
         except AttachError:
             raise
         except Exception as error:
@@ -137,8 +143,10 @@ class LayerProbe:
         """Run the layer on one token, with a cache, as far as its attention function lets it."""
         ids = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         made = self.embedding(self.tokens[:1], ids, *self.extra)
-        given = {name: cache if isinstance(x, _Catch) else x for name, x in self.given.items()}
-        self.attention.forward(self.tokens[:1], position_embeddings=made, **given)
+        self._run(self.tokens[:1], made, cache)
+
+    def _run(self, x: Tensor, made: Any, cache: Any) -> None:
+        self.attention.forward(x, position_embeddings=made, **{**self.given, self.cache: cache})
 
     def near(self, ours: Tensor, theirs: Tensor) -> bool:
         """Say whether two tensors are equal up to the rounding of the layer's dtype."""
@@ -157,24 +165,6 @@ def _table(made: Any) -> Tensor:
     """Return cos, or the complex table that some models use for both."""
     table: Tensor = made[0] if isinstance(made, tuple) else made
     return table
-
-
-class _Trial(Exception):  # noqa: N818 - no error: how a layer that is tried is left
-    """A cache that hands back what it is given, and what attention is given afterwards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cached: tuple[Tensor, Tensor] | None = None
-        self.met: tuple[Tensor, Tensor] | None = None
-
-    def update(self, key: Tensor, value: Tensor, *given: Any, **more: Any) -> Any:
-        """Take keys and values, and hand them back."""
-        self.cached = key, value
-        return key, value
-
-    def get_seq_length(self, *given: Any, **more: Any) -> int:
-        """Return 0: there is nothing in it."""
-        return 0
 
 
 TRIAL: ContextVar[_Trial | None] = ContextVar("diffcache_kv_trial", default=None)

@@ -12,12 +12,10 @@ from diffcache.kv.budgets.layers import Arithmetic, CDFLevel, EntropyVariance, L
 from diffcache.kv.life.on_request import AfterProbe
 from diffcache.kv.plan import FixedSlot, Planner, RecentShare, TopK, TwoStage, Windows
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.score.attention import LastQuery, Mass, Pooling, Window, WindowVariance
+from diffcache.kv.score.attention import HeadVote, LastQuery, Mass, PatchCenters, Pooling, Window, WindowVariance
 from diffcache.kv.score.compactor import Compactor
 from diffcache.kv.score.expected import Expected
-from diffcache.kv.score.heads import HeadVote
 from diffcache.kv.score.history import LowCount, NoisyMass, Recurrence
-from diffcache.kv.score.patches import PatchCenters
 from diffcache.kv.score.probe import Asked
 from diffcache.kv.score.recency import Chance
 from diffcache.kv.score.revised import Shared

@@ -65,8 +65,7 @@ def minicache(
 
     Reference: MiniCache, arXiv 2405.14366.
     """
-    inner: TensorCodec | None = None if bits is None else GroupQuant(bits, "channels")
-    codec = SharedDirection(t, keep, inner, mode)
+    codec = SharedDirection(t, keep, _few(bits), mode)
     return Recipe("minicache", codec=Together(codec, codec, 2, block, whole=True), skip=skip)
 
 
@@ -82,7 +81,7 @@ def cskv(bases: Sequence[Bases], *, recent: int = 32, bits: float | None = None)
     Reference: CSKV, arXiv 2409.10593, section 2. Departure: with `bits` the bases are those that
     were fitted to exact coordinates, where the paper trains through the quantizer.
     """
-    return _static("cskv", bases, recent, bits)
+    return Recipe("cskv", codec=_static(bases, _few(bits), _few(bits), 1, recent), space="pre")
 
 
 @checked
@@ -97,7 +96,7 @@ def kv_heads(bases: Sequence[Bases], *, bits: float | None = None) -> Recipe:
     before they are rotated, in every forward. Departure: the bases are not fused into the weights,
     so that the model stays as it is; `diffcache.kv.to_mla` makes a model of fewer channels.
     """
-    return _static("kv_heads", bases, 0, bits)
+    return Recipe("kv_heads", codec=_static(bases, _few(bits), _few(bits), 1), space="pre")
 
 
 @checked
@@ -148,26 +147,25 @@ def xquant_latent(bases: Sequence[Bases], bits: float = 4, *, group: Count = 32,
     """
     check_multiple("residual", residual, group)
     keys, values = GroupQuant(bits, "tokens", group), GroupQuant(bits, "channels", group)
-    codecs = tuple(
-        Pair(
-            StaticLowRank(each.key_down, each.key_up, keys),
-            StaticLowRank(each.value_down, each.value_up, values),
-            residual,
-        )
-        for each in bases
-    )
-    return Recipe("xquant_latent", codec=ByLayer(codecs), space="pre")
+    return Recipe("xquant_latent", codec=_static(bases, keys, values, residual), space="pre")
 
 
-def _static(name: str, bases: Sequence[Bases], recent: int, bits: float | None) -> Recipe:
-    inner: TensorCodec | None = None if bits is None else GroupQuant(bits, "channels")
-    codecs = tuple(
-        Pair(
-            StaticLowRank(each.key_down, each.key_up, inner),
-            StaticLowRank(each.value_down, each.value_up, inner),
-            1,
-            recent,
+def _static(
+    bases: Sequence[Bases], keys: TensorCodec | None, values: TensorCodec | None, block: int, recent: int = 0
+) -> ByLayer:
+    """Return a codec of coordinates in the bases of each layer, which are coded themselves."""
+    return ByLayer(
+        tuple(
+            Pair(
+                StaticLowRank(each.key_down, each.key_up, keys),
+                StaticLowRank(each.value_down, each.value_up, values),
+                block,
+                recent,
+            )
+            for each in bases
         )
-        for each in bases
     )
-    return Recipe(name, codec=ByLayer(codecs), space="pre")
+
+
+def _few(bits: float | None) -> TensorCodec | None:
+    return None if bits is None else GroupQuant(bits, "channels")

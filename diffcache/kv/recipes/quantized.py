@@ -20,8 +20,9 @@ from diffcache.kv.codec.sparse import BitmapSparse
 from diffcache.kv.codec.stairs import BalancedRung, Stair
 from diffcache.kv.plan import ByAge, Demote
 from diffcache.kv.recipe import Recipe
+from diffcache.kv.score.history import Salience
 from diffcache.kv.score.recency import Recency
-from diffcache.kv.score.salience import Salience, WithQueries
+from diffcache.kv.score.revised import WithQueries
 from diffcache.kv.settings import Bits, Count, Mode, Share, Size, SomeShare, Whole, check_multiple, checked
 from diffcache.kv.trigger import EveryStep
 

@@ -19,6 +19,7 @@ from diffcache.kv.settings import Count, NotNegative, Positive, Share, SomeShare
 
 IDLE, INTERVAL, BORN = "recurrence.idle", "recurrence.interval", "recurrence.born"
 _GLOBAL = Mass(mean=True)
+_GOLDEN = 0.6180339887498949  # its multiples modulo 1 fill the unit interval evenly
 MASS, STEPS = "keyformer.mass", "keyformer.steps"
 _MASK = (1 << 32) - 1
 _DRAWS = 1 << 20  # of noise in the table
@@ -125,6 +126,51 @@ class GlobalLocal(LastQueries):
     def note(self, stats: dict[str, Tensor], attended: Attended) -> None:
         """Add what the queries of a forward attended to."""
         _GLOBAL.note(stats, attended)
+
+
+@dataclass(frozen=True)
+class Salience(Score):
+    """Score by the mean attention of the probes that could see a slot.
+
+    Half of the probes are the last queries of a prompt, half are spread over all of it. Slots that
+    no probe could see yet are worth more than any other.
+
+    Args:
+        share: Share of the queries that are probes, above 0 and at most 1.
+
+    Reference: ZipCache, arXiv 2405.14256, where probes are drawn at random;
+    here position times golden ratio decides, so that a run can be repeated. Of tokens that come
+    one by one, whose last cannot be told in advance, `share` are spread.
+    """
+
+    statistics = _GLOBAL.statistics
+    share: SomeShare = 0.1
+
+    def __call__(self, seen: Observation) -> Tensor:
+        """Return the mean attention, infinite where no probe looked."""
+        mean = _GLOBAL(seen)
+        return mean.masked_fill(seen.stats["asked"] == 0, float("inf"))
+
+    def note(self, stats: dict[str, Tensor], attended: Attended) -> None:
+        """Add what the probes attended to."""
+        total = attended.query.start + attended.query.count
+        for part, found, probs in attended.blocks():
+            probes = self.probes(part, total)
+            if bool(probes.any()):
+                _GLOBAL.track(stats, part, found, probs * probes[:, None, None, :, None])
+
+    def probes(self, asked: Query, total: int) -> Tensor:
+        """Return which queries are probes, bool [B or 1, n].
+
+        Args:
+            asked: The queries.
+            total: Tokens up to the last of the forward, whether or not they are still held.
+        """
+        pos = asked.positions()
+        drawn = (pos.double() * _GOLDEN).frac()
+        if asked.count == 1:
+            return drawn < self.share
+        return (drawn < self.share / 2) | (pos >= total * (1 - self.share / 2))
 
 
 def _shares(x: Tensor, seen: Observation) -> Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from diffcache.kv.attend import Query
 from diffcache.kv.attended import Attended
 from diffcache.kv.observe import Observation
+from diffcache.kv.score.attention import Mass
 from diffcache.kv.score.base import Score
 from diffcache.kv.settings import Count
 from diffcache.kv.slots import Slots
@@ -107,3 +108,21 @@ class Shared(Revised):
                 )
             found.append(first)
         return found
+
+
+@dataclass(frozen=True)
+class WithQueries(Revised):
+    """A score, and the last queries kept for a codec that looks at them.
+
+    Args:
+        size: Number of last queries that are kept.
+        score: Score of the slots.
+    """
+
+    size: Count = 32
+    score: Score = field(default_factory=Mass)
+
+    @property
+    def window(self) -> int:
+        """Number of last queries that are kept for it."""
+        return max(self.size, self.score.window)

@@ -11,11 +11,9 @@ from diffcache.kv.attend import Query
 from diffcache.kv.observe import Observation
 from diffcache.kv.plan import FixedSlot, Windows
 from diffcache.kv.rotary import Rotary
-from diffcache.kv.score.attention import LastQuery, Mass, Window, WindowVariance
+from diffcache.kv.score.attention import HeadVote, LastQuery, Mass, PatchCenters, Window, WindowVariance
 from diffcache.kv.score.compactor import Compactor, leverage, standard
-from diffcache.kv.score.heads import HeadVote
 from diffcache.kv.score.history import LowCount, NoisyMass, Recurrence
-from diffcache.kv.score.patches import PatchCenters
 from diffcache.kv.score.probe import Asked, MaxAttention
 from diffcache.kv.score.recency import Recency
 from diffcache.kv.score.revised import Shared

@@ -19,8 +19,8 @@ from diffcache.kv.observe import Observation, observe
 from diffcache.kv.plan import ByAge, Demote, Planner, TopK
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.quantized import mikv, staircase, zipcache
+from diffcache.kv.score.history import Salience
 from diffcache.kv.score.recency import Recency
-from diffcache.kv.score.salience import Salience
 from diffcache.kv.segment import Coded
 from diffcache.kv.store import KVStore
 from diffcache.kv.trigger import EveryStep
