@@ -45,8 +45,7 @@ class Rotation(ABC):
     start: int = 0
     varies: bool = False
 
-    def check(self) -> None:
-        """Raise ValueError if a field that every rotation has is out of its range."""
+    def __post_init__(self) -> None:
         freq = self.inv_freq
         if freq.ndim != 1 or freq.dtype not in (torch.float32, torch.float64):
             raise ValueError(
@@ -158,9 +157,6 @@ class Rotary(Rotation):
     """
 
     unit = 1
-
-    def __post_init__(self) -> None:
-        self.check()
 
     @staticmethod
     def default(theta: float, dim: int, *, interleaved: bool = False) -> Rotary:

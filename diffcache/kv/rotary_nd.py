@@ -37,7 +37,7 @@ class RotaryND(Rotation):
     grid: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        self.check()
+        super().__post_init__()
         if len(self.axes) != self.inv_freq.shape[0]:
             raise ValueError(
                 f"axes must name the axis of each of the {self.inv_freq.shape[0]} pairs, got {len(self.axes)} of them"
@@ -136,9 +136,6 @@ class RotaryTable(Rotation):
     unit = 1
     axes: tuple[int, ...] = ()
     table: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        self.check()
 
     @staticmethod
     def of(rotary: RotaryND, table: Tensor) -> RotaryTable:

@@ -47,38 +47,28 @@ class Range:
         return f"{start} and {'below' if self.below else 'at most'} {self.most}"
 
 
-class OneOf(tuple[float, ...]):
-    """The few numbers that a setting may have."""
+@dataclass(frozen=True)
+class Limit:
+    """The values that a setting may have: those of which something holds, and how that is said."""
 
-    __slots__ = ()
+    holds: Callable[[Any], bool]
+    said: str
 
-    def __str__(self) -> str:
-        return "out of " + ", ".join(f"{value:g}" for value in self)
-
-
-class OddNumbers:
-    """The odd numbers from 1 on."""
-
-    def __contains__(self, value: int) -> bool:
-        return value >= 1 and value % 2 == 1
+    def __contains__(self, value: Any) -> bool:
+        return self.holds(value)
 
     def __str__(self) -> str:
-        return "that is odd and at least 1"
+        return self.said
 
 
-class FloatTypes:
-    """The dtypes of floating point."""
-
-    def __contains__(self, value: torch.dtype) -> bool:
-        return value.is_floating_point
-
-    def __str__(self) -> str:
-        return "of floats"
+def one_of(*values: float) -> Limit:
+    """Return the limit to a few numbers."""
+    return Limit(values.__contains__, "out of " + ", ".join(f"{value:g}" for value in values))
 
 
 Count = Annotated[int, Range(1)]
 Several = Annotated[int, Range(2)]
-Odd = Annotated[int, OddNumbers()]
+Odd = Annotated[int, Limit(lambda x: x >= 1 and x % 2 == 1, "that is odd and at least 1")]
 Whole = Annotated[int, Range(0)]
 Share = Annotated[float, Range(0, 1)]
 SomeShare = Annotated[float, Range(0, 1, above=True)]
@@ -86,8 +76,8 @@ Factor = Annotated[float, Range(1)]
 Positive = Annotated[float, Range(0, above=True)]
 NotNegative = Annotated[float, Range(0)]
 Cosine = Annotated[float, Range(-1, 1)]
-Bits = Annotated[float, OneOf(CHUNKS)]
-FloatType = Annotated[torch.dtype, FloatTypes()]
+Bits = Annotated[float, one_of(*CHUNKS)]
+FloatType = Annotated[torch.dtype, Limit(lambda x: x.is_floating_point, "of floats")]
 Mode = Literal["paper", "official"]
 
 

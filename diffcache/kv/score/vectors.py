@@ -12,7 +12,7 @@ from torch.nn import functional
 from diffcache.kv.observe import Observation
 from diffcache.kv.score.attention import ALWAYS
 from diffcache.kv.score.base import Score
-from diffcache.kv.settings import Count, OneOf, Several, Whole
+from diffcache.kv.settings import Count, Several, Whole, one_of
 
 _BLOCK = 4096  # slots that are projected at once
 
@@ -128,7 +128,7 @@ class ValueNorm(Score):
         power: Power of the norm, 1 or 2.
     """
 
-    power: Annotated[int, OneOf((1, 2))] = 2
+    power: Annotated[int, one_of(1, 2)] = 2
 
     def __call__(self, seen: Observation) -> Tensor:
         """Return the norm."""
