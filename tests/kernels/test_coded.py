@@ -1,5 +1,7 @@
 """Codes and the views that hold them: the twins are the codecs, and views decode once, when looked at."""
 
+from itertools import cycle
+
 import pytest
 import torch
 
@@ -12,8 +14,7 @@ from tests.kernels.attended import layer, pair, query
 from tests.kernels.quantized import CODECS, DTYPES, by_twin, tensor
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("sinks", [0, 4])
+@pytest.mark.parametrize(("sinks", "dtype"), [(0, torch.float64), (4, torch.float32), (0, torch.bfloat16)])
 def test_attention_is_that_over_decoded_slots(sinks: int, dtype: torch.dtype) -> None:
     held = layer(pair(sinks=sinks), 103, dtype)
     (view,) = held.views()
@@ -56,8 +57,7 @@ def test_a_kernel_is_not_asked_where_it_could_not_run() -> None:
     assert not coded.can_attend(q, *settings, (64, 64))  # on a CPU
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize(("codec", "dtype"), list(zip(CODECS, cycle([*DTYPES, torch.float64]), strict=False)), ids=str)
 def test_twins_are_the_codec(codec: GroupQuant, dtype: torch.dtype) -> None:
     x = tensor(dtype)
     made = codec.encode(x)

@@ -41,13 +41,6 @@ def test_a_kernel_that_is_asked_for_needs_triton(monkeypatch) -> None:
         forecast.SUM.takes(torch.zeros(3))
 
 
-@pytest.mark.parametrize(("version", "enough"), [("3.4.0", False), ("3.5.1", True), ("3.10", True)])
-def test_old_versions_of_triton_are_as_none(monkeypatch, version: str, enough: bool) -> None:
-    monkeypatch.setattr(dispatch.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=version))
-    assert dispatch._found_triton.__wrapped__() is enough
-
-
 @pytest.fixture
 def asked_for(monkeypatch) -> None:
     """Ask for kernels, as if Triton were there."""
@@ -85,25 +78,6 @@ def test_a_kernel_is_not_asked_for_where_it_would_lose_a_tangent(asked_for, tran
             torch.func.vmap(run)(tensor)
         run(tensor)
     assert asked == [True, False, True]
-
-
-def test_ratios_come_from_a_record(monkeypatch, tmp_path) -> None:
-    file = tmp_path / "kernels.json"
-    file.write_text(json.dumps({"rows": [], "choices": {"a GPU": {"weighted_sum": 1.8}}}))
-    monkeypatch.setenv("DIFFCACHE_KERNELS_CHOICES", str(file))
-    monkeypatch.setattr(dispatch, "device_name", lambda index: "a GPU")
-    dispatch.measured.cache_clear()
-    try:
-        assert dispatch.ratio("weighted_sum", torch.device("cuda", 0)) == 1.8
-        assert dispatch.ratio("another", torch.device("cuda", 0)) == 0
-
-        @torch.compile(fullgraph=True, backend="eager")
-        def compiled(x):
-            return x * dispatch.ratio("weighted_sum", torch.device("cuda", x.dim() - 1))
-
-        torch.testing.assert_close(compiled(torch.ones(1)), torch.tensor([1.8]))
-    finally:
-        dispatch.measured.cache_clear()
 
 
 @pytest.mark.parametrize("wrong", [False, True])

@@ -13,7 +13,7 @@ from tests.kernels.cases import DTYPES, Case, cases, check, copied
 ALL = [case for dtype in DTYPES for case in cases(dtype)]
 FIRST = {case.operator.name: case for case in reversed(cases(torch.float32))}
 # ... and calls whose shapes follow from codes and lists.
-MORE = ("attention-4-mask-listed-2", "mass-int8-window-listed-1", "attention-rows")
+MORE = ("attention-4-mask-listed-2", "mass-int8-causal-listed-2", "attention-rows")
 FIRST |= {case.name: case for case in ALL if case.name in MORE and case.args[0].dtype == torch.float32}
 EACH = pytest.mark.parametrize("case", FIRST.values(), ids=list(FIRST))
 

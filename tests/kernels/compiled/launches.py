@@ -28,7 +28,7 @@ from diffcache.kernels.rows import WIDEST
 FEW, MANY, WHOLE = "HMMA", "HGMMA", "IGMMA"  # what multiplies matrices: 16 rows, 64, of integers
 CODED_TEXTS = {8: coded.EIGHT, 4: coded.FOUR, 2: coded.TWO}
 SLOTS, HEADS, QUERIES = 32768, 8, 32
-CODED = ((4, 128, 128, bfloat16), (8, 32, 128, bfloat16), (4, 64, 256, float16), (2, 32, 128, float32))
+CODED = ((4, 128, 128, bfloat16), (8, 32, 128, bfloat16), (2, 32, 128, float32))
 
 
 @dataclass
@@ -78,7 +78,7 @@ def attentions() -> Iterator[Call]:
             {"products": "" if dtype == float32 else FEW, "text": rf"and\.b32 .*,{mask};"},
         )
     yield from attended()
-    for parts, size, dtype in ((2, 128, bfloat16), (3, 64, float32), (8, 256, float32)):
+    for parts, size, dtype in ((2, 128, bfloat16), (8, 256, float32)):
         outs, logs = [t(dtype, 24, 4608, size)] * parts, [t(float32, 24, 4608)] * parts
         yield f"lse_merge-{parts}-{size}-{dtype}", partial(merge.lse_merge, outs, logs), {}
 
@@ -93,11 +93,9 @@ def attended() -> Iterator[Call]:
         ("dense", bfloat16, 128, 4680, (), {}),
         ("list", bfloat16, 128, 16, (), listed),
         ("list", float32, 128, 1, (), listed),
-        ("dense", bfloat16, 256, 1, (), {}),
         ("turned", bfloat16, 128, 4680, (4, 32), turned),
         ("hidden", float16, 64, 4680, (2, 32), hidden),
         ("halves", bfloat16, 256, 4680, (8, 32), halves),
-        ("dense", float32, 128, 4680, (2, 32), {}),
         ("bytes", bfloat16, 128, 4680, (8, 128), {"offset": 0}),
         ("alone", bfloat16, 128, 4608, (), {"offset": 0}),
     ):
@@ -138,7 +136,7 @@ def features() -> Iterator[Call]:
     yield "int8_codes-15360", partial(codes.int8_codes, x, 4.0, 128, None, None, 8), {}
     x, each = t(float32, 3072, 64), (t(float32, 3072, 1), t(int32, 3072, 1))
     yield "int8_codes-rows-64", partial(codes.int8_codes, x, 1.0, 0, *each, 8), {}
-    for name, kind, size in (("bfloat16", bfloat16, 3072), ("float32", float32, 3072), ("short", bfloat16, 64)):
+    for name, kind, size in (("bfloat16", bfloat16, 3072), ("short", bfloat16, 64)):
         x = t(kind, 4608, size)
         yield f"l1_sums-{name}", partial(distance.l1_sums, x, x), {}
     x, weights = t(bfloat16, 4608, 3072), [1.0, 3.0, 4.5, 4.5, 3.0]
@@ -171,7 +169,6 @@ def slots() -> Iterator[Call]:
     for name, precise, heads, count, channels, start, pairs, interleaved in (
         ("half", float32, 8, 32768, 128, 0, 64, False),
         ("interleaved", float64, 12, 32760, 128, 0, 64, True),
-        ("some channels", float32, 32, 4096, 128, 0, 32, False),
         ("latent", float32, 1, 4096, 576, 512, 32, True),
     ):
         x = t(bfloat16, 1, count, heads, channels).transpose(1, 2)

@@ -32,7 +32,7 @@ def merges(dtype: torch.dtype) -> Iterator[Case]:
     def found(args: Any, out: Any) -> list[Tensor]:
         return apart(*out)
 
-    for count, shape in [*((n, (17, 64)) for n in range(2, 9)), *((2, each) for each in SHAPES)]:
+    for count, shape in [*((n, (17, 64)) for n in (3, 5, 8)), *((2, each) for each in SHAPES)]:
         outs = [guarded(shape, dtype, seed) for seed in range(count)]
         lses = [3 * guarded(shape[:-1], torch.float32, 20 + seed) for seed in range(count)]
         lses[0][..., ::3] = -math.inf  # one part

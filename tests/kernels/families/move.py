@@ -38,11 +38,10 @@ def scatters(dtype: torch.dtype) -> Iterator[Case]:
     def case(name: str, *args: Tensor) -> Case:
         return Case(f"scatter-{name}", move.SCATTER, args, exact, lambda args, out: list(args[:2]))
 
-    for name, rows, heads, slots, k_size, v_size, count in SHAPES:
-        for each in (True, False):
-            k, v = (guarded((rows, heads, slots, n), dtype, n) for n in (k_size, v_size))
-            fresh = (guarded((rows, heads, count, n), dtype, 9 + n) for n in (k_size, v_size))
-            yield case(f"{name}-{each}", k, v, *fresh, places(rows, slots, count, each=each))
+    for number, (name, rows, heads, slots, k_size, v_size, count) in enumerate(SHAPES):
+        k, v = (guarded((rows, heads, slots, n), dtype, n) for n in (k_size, v_size))
+        fresh = (guarded((rows, heads, count, n), dtype, 9 + n) for n in (k_size, v_size))
+        yield case(name, k, v, *fresh, places(rows, slots, count, each=number % 2 == 1))
     k, v = (guarded((2, 3, 12, 8), dtype, seed)[:, :, :10] for seed in (1, 2))
     new_k = guarded((2, 4, 3, 8), dtype, 3).transpose(1, 2)  # as projections leave heads
     new_v = guarded((2, 1, 4, 1), dtype, 4).expand(-1, 3, -1, 8)
@@ -67,11 +66,11 @@ def gathers(dtype: torch.dtype) -> Iterator[Case]:
     def case(name: str, *args: Tensor) -> Case:
         return Case(f"gather-{name}", move.GATHER, args, exact, lambda args, out: list(out))
 
-    for name, rows, heads, slots, k_size, v_size, count in SHAPES:
-        for apart in {1, heads}:
-            k, v = (guarded((rows, heads, slots, n), dtype, n) for n in (k_size, v_size))
-            index = places(rows * apart, slots, count).view(rows, apart, count)
-            yield case(f"{name}-{apart}", k, v, index)
+    for number, (name, rows, heads, slots, k_size, v_size, count) in enumerate(SHAPES):
+        apart = (1, heads)[number % 2]
+        k, v = (guarded((rows, heads, slots, n), dtype, n) for n in (k_size, v_size))
+        index = places(rows * apart, slots, count).view(rows, apart, count)
+        yield case(name, k, v, index)
     wide = guarded((2, 5, 3, 8), dtype, 1).transpose(1, 2)
     part = guarded((2, 3, 9, 8), dtype, 2)[:, :, 2:7]
     yield case("strides", wide, part, places(2, 5, 4)[:, None].expand(-1, 3, -1))
