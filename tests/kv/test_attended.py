@@ -34,7 +34,7 @@ def whole(query: Query, slots: Slots, valid: Tensor | None = None) -> tuple[Tens
     return probs.sum(3).mean(2).float(), seen.sum(2).float()
 
 
-@pytest.mark.parametrize("room", [1 << 10, 1 << 13, 1 << 22])  # one head at a time, some, all
+@pytest.mark.parametrize("room", [1 << 10, 1 << 13])  # one head at a time, some
 @pytest.mark.parametrize("case", ["plain", "last", "alone", "padded", "windowed", "unordered"])
 def test_sums_and_counts_are_those_of_the_whole_matrix(case: str, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attended, "_CPU_BYTES", room)

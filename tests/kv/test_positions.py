@@ -99,27 +99,6 @@ def test_a_token_sparse_keep_is_the_masked_recompute(name: str) -> None:
         torch.testing.assert_close(again, wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_rows_and_heads_that_hold_different_frames_are_numbered_apart() -> None:
-    frames = torch.tensor([[[0, 4, 4, 9], [-1, -1, 7, 9]], [[0, 1, 2, 3], [3, 0, -1, 2]]])
-    wanted = [[[7, 8, 8, 9], [0, 0, 8, 9]], [[0, 1, 2, 3], [3, 1, 0, 2]]]
-    found = Slot().place(frames.clamp_min(0), frames)
-    there = frames >= 0
-    assert torch.equal(found[there], torch.tensor(wanted)[there])
-    asked = Slot().place(torch.tensor([[[4, 11]]]), frames)
-    assert asked.tolist() == [[[8, 11], [7, 11]], [[4, 11], [4, 11]]]
-
-
-def test_maps_of_windows_without_first_frames_change_nothing_but_numbers() -> None:
-    held = torch.arange(994, 1000)[None, None]
-    for name in ("slot", "relativistic", "refresh"):
-        found = MAPS[name].place(held, held) if name != "refresh" else Refresh().place(held, held)
-        assert torch.equal(found.diff(), held.diff())
-        assert name == "slot" or int(found.max()) < 50
-    early = torch.arange(5)[None, None]
-    for positions in (Slot(), BlockRelativistic(), Refresh(), Cyclic(33), Absolute()):
-        assert torch.equal(positions.place(early, early), early)
-
-
 def with_image(model: Any) -> Any:
     """Return two rows of text around an image of four by six tokens, the second one padded."""
     config = model.config

@@ -10,15 +10,9 @@ from torch import Tensor
 from diffcache.kv.codec.base import nbytes
 from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.layer import KVLayer
-from diffcache.kv.life.save import load, save
 from diffcache.kv.positions import BlockRelativistic, Slot
-from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.quantized import kivi
-from diffcache.kv.recipes.streaming import streaming_llm
 from diffcache.kv.rotary import Rotary
 from diffcache.kv.segment import Coded, Dense, Traits
-from diffcache.kv.slots import chosen
-from diffcache.kv.store import KVStore
 
 B, H, D = 2, 2, 8
 ROTARY = Rotary.default(10000.0, D)
@@ -146,52 +140,3 @@ def test_what_is_kept_is_counted_and_not_kept_unless_asked() -> None:
     layer.settle_tail(Dense(layer.read().clone(), Traits(apart=True)))
     layer.write(*drawn(2, 2))
     assert len(layer.views()) == 2 and not layer._reads.tensors()
-
-
-def test_heads_that_hold_the_same_share_a_row_of_metadata() -> None:
-    alike, apart = torch.arange(24) % 3 > 0, torch.ones(B, H, 24, dtype=torch.bool)
-    apart[:, 0, :2], apart[:, 0, 8:14] = False, False
-    apart[:, 1, 2:4], apart[:, 1, 9:15] = False, False
-    for mask, heads in ((alike, 1), (apart, H)):
-        for codes in (False, True):
-            layer = KVLayer(rotary=ROTARY)
-            layer.write(*drawn(24, 1), meta={"tag": torch.arange(24).int().expand(B, 1, -1)})
-            if codes:
-                coded(layer)
-            before = layer.read()
-            layer.keep(mask)
-            slots = layer.read()
-            assert slots.pos.shape[1] == slots.meta["tag"].shape[1] == heads
-            index, _ = chosen(mask.expand(B, H, -1))
-            assert torch.equal(slots.k, before.k.gather(2, index[..., None].expand(-1, -1, -1, D)))
-            assert torch.equal(slots.pos.expand(B, H, -1), index.int())
-            assert nbytes(slots.pos.clone()) == B * heads * 16 * 4
-
-
-def test_a_saved_session_goes_on_reading_once(tmp_path: Any) -> None:
-    def store() -> KVStore:
-        recipe = streaming_llm(16, sinks=4, every=4) | kivi(4, group=4, residual=4)
-        return KVStore(1, recipe, rotary=[ROTARY], read_once=True)
-
-    def chunk(into: KVStore, seed: int) -> list[Any]:
-        into.begin(4)
-        into.layers[0].write(*drawn(4, seed))
-        return seen(into.layers[0])
-
-    first, second = store(), store()
-    for seed in range(9):
-        chunk(first, seed)
-    held = first.fork().nbytes
-    save(tmp_path / "a", first)
-    load(tmp_path / "a", second)
-    assert second.nbytes <= held and second.layers[0].read_once
-    for seed in (20, 21):
-        for a, b in zip(chunk(first, seed), chunk(second, seed), strict=True):
-            assert torch.equal(a, b)
-    full = KVStore(1, Recipe(space="pre"), rotary=[ROTARY], read_once=True)
-    full.begin(4)
-    full.layers[0].write(*drawn(4, 1))
-    full.layers[0].views()
-    bytes_of_reading = full.nbytes
-    full.reset()
-    assert full.nbytes == 0 < bytes_of_reading

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from diffcache.kv.codec.base import Exact, nbytes
-from diffcache.kv.codec.fourier import FourierSigns, RangeSplit, real_fourier
+from diffcache.kv.codec.fourier import FourierSigns, real_fourier
 from diffcache.kv.codec.lowrank import LowRank, StaticLowRank, steady_product
 from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.codec.residual import Gear
@@ -82,13 +82,6 @@ def test_more_levels_than_bits_leave_the_top_short() -> None:
     assert fewer.unique().tolist() == [0, 4, 8]
 
 
-def test_a_constant_group_has_code_zero() -> None:
-    """Even where its value is not a half-precision number: codes may be shared by layers."""
-    payload = GroupQuant(8, "channels", None).encode(torch.full((1, 1, 2, 8), 40010.7))
-    assert (payload.codes == 0).all()
-    assert (payload.decode() == float(torch.tensor(40010.7).half())).all()
-
-
 def test_ranges_beyond_half_precision_saturate() -> None:
     x = torch.tensor([-1e6, 0, 1e6, 5])[None, None, None]
     assert GroupQuant(2, "channels", None).encode(x).decode().isfinite().all()
@@ -100,9 +93,7 @@ def side_by_side(x: Tensor) -> Tensor:
     return torch.stack([torch.cat(list(row), -1) for row in x])
 
 
-@pytest.mark.parametrize("slots", [40, 3])
-@pytest.mark.parametrize("rank", [1, 3, 8, 15, 24])
-@pytest.mark.parametrize("joint", [False, True])
+@pytest.mark.parametrize(("joint", "rank", "slots"), [(False, 3, 40), (False, 8, 3), (True, 15, 40), (True, 24, 3)])
 def test_error_is_the_tail_of_the_spectrum(joint: bool, rank: int, slots: int) -> None:
     x = torch.randn(2, 3, slots, 8, dtype=torch.float64)
     error = LowRank(rank, joint=joint).encode(x).decode() - x
@@ -157,8 +148,8 @@ def pruned(x: Tensor, count: int) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("sparsity", [0, 0.3, 0.5, 0.58, 0.7, 0.95])
-@pytest.mark.parametrize("size", [8, 10, 33, 50, 64])
+@pytest.mark.parametrize("sparsity", [0, 0.3, 0.58, 0.95])
+@pytest.mark.parametrize("size", [8, 33, 50])
 def test_bitmap_equals_a_loop(sparsity: float, size: int) -> None:
     x = torch.randn(2, 2, 5, size)
     count = math.floor(round(size * sparsity, 6))
@@ -192,18 +183,6 @@ def test_outliers_equal_a_loop(share: float, length: int, half: int) -> None:
     assert torch.equal(turned, wanted.mT)
 
 
-def test_a_slot_may_hold_every_outlier_or_none() -> None:
-    x = torch.randn(1, 2, 40, 8) * 0.01
-    x[:, :, 7], x[:, :, 9] = 5, -5
-    payload = Outliers(0.05, "tokens").encode(x)
-    assert payload.counts[0, 0].tolist() == [8 if s in (7, 9) else 0 for s in range(40)]
-    kept = payload.take(torch.tensor([[[9, 0, 9], [1, 2, 3]]]))
-    assert kept.values.numel() == 16 and kept.counts.tolist() == [[[8, 0, 8], [0, 0, 0]]]
-
-
-SIDES = [("tokens", 16), ("channels", 16)]
-
-
 def heavy(*shape: int) -> Tensor:
     """Numbers with heavy tails of both signs."""
     return torch.randn(*shape) / torch.rand(*shape).clamp(min=0.02)
@@ -211,30 +190,6 @@ def heavy(*shape: int) -> Tensor:
 
 def error(codec: Gear, x: Tensor) -> float:
     return float((codec.encode(x).decode() - x).norm())
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize(("along", "group"), SIDES)
-def test_without_both_it_is_plain_quantization(along: str, group: int, dtype: torch.dtype) -> None:
-    x = heavy(2, 2, 32, 32).to(dtype)
-    plain, found = GroupQuant(2, along, group), Gear(2, along, group, outliers=0, rank=0)
-    assert torch.equal(found.encode(x).decode(), plain.encode(x).decode())
-    assert nbytes(found.encode(x)) == nbytes(plain.encode(x))
-
-
-@pytest.mark.parametrize(("along", "group"), SIDES)
-def test_the_low_rank_is_nearly_the_best_of_the_error(along: str, group: int) -> None:
-    x = heavy(1, 2, 32, 32).double()
-    found = Gear(2, along, group, 0.1, rank=4, iterations=30).encode(x).decode()
-    coded = Gear(2, along, group, 0.1, rank=0).encode(x).decode()
-    lost, low = x - coded, found - coded
-    values = torch.linalg.svdvals(low)
-    assert (values[..., 4:] < 1e-9 * values[..., :1]).all() and (values[..., 3] > 0).all()
-    inner = low.mT @ (lost - low)  # a projection onto directions over slots
-    torch.testing.assert_close(inner, torch.zeros_like(inner), rtol=0, atol=1e-8)
-    best = torch.linalg.svdvals(lost)[..., 4:].square().sum(-1).sqrt()
-    left = (lost - low).flatten(2).norm(dim=-1)
-    assert (left >= best * (1 - 1e-9)).all() and (left < 1.02 * best).all()
 
 
 def sylvester(size: int) -> Tensor:
@@ -260,7 +215,7 @@ def test_equals_the_matrix(size: int, block: int) -> None:
     torch.testing.assert_close(hadamard(hadamard(x, block), block), x, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("size", [64, 48])
 def test_logits_are_unchanged_without_quantization(heads: int, size: int) -> None:
     k, q = outliers(2, 4, 32, size), torch.randn(2, 4, 6, size)
@@ -279,7 +234,7 @@ def test_rotatekv_rounds_to_the_nearest_of_its_grid(bits: int) -> None:
     assert float(worst) == pytest.approx(0.5, abs=0.02)
 
 
-@pytest.mark.parametrize("length", [2, 3, 4, 7, 8, 32])
+@pytest.mark.parametrize("length", [2, 7, 32])
 def test_basis_is_orthonormal_and_the_transform(length: int) -> None:
     basis = real_fourier(length)
     torch.testing.assert_close(basis @ basis.mT, torch.eye(length, dtype=torch.float64))
@@ -304,19 +259,6 @@ def test_signs_equal_a_loop() -> None:
         coded = rest.abs().mean() * torch.where(rest >= 0, 1.0, -1.0)
         wanted = signal.mean() + coded @ basis[1:]
         torch.testing.assert_close(found[b, h, start : start + group, c], wanted, rtol=1e-3, atol=2e-3)
-
-
-def test_the_widest_channels_are_coded_finer() -> None:
-    x = torch.randn(1, 2, 32, 8)
-    x[:, 0, :, [1, 6]] *= 50
-    x[:, 1, :, [0, 3]] *= 50
-    payload = RangeSplit(0.25, Exact(), FourierSigns(32)).encode(x)
-    found = payload.decode()
-    assert torch.equal(found[:, 0, :, [1, 6]], x[:, 0, :, [1, 6]])
-    assert torch.equal(found[:, 1, :, [0, 3]], x[:, 1, :, [0, 3]])
-    assert not torch.equal(found[:, 1, :, 1], x[:, 1, :, 1])
-    ranges = (x.amax(2) - x.amin(2)).argsort(-1, descending=True)
-    assert torch.equal(payload.order.values[:, :, 0].long(), ranges)
 
 
 def test_balancer_by_definition() -> None:

@@ -83,8 +83,7 @@ def codec(request: pytest.FixtureRequest) -> TensorCodec:
     return CODECS[request.param]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("slots", [0, 8, 16])
+@pytest.mark.parametrize(("dtype", "slots"), [(torch.float16, 16), (torch.bfloat16, 8), (torch.float64, 0)])
 def test_shape_and_dtype_are_kept_and_constants_give_no_nan(
     codec: TensorCodec, dtype: torch.dtype, slots: int
 ) -> None:

@@ -14,8 +14,6 @@ from diffcache.eval.workshop.bench.runner import tables
 from diffcache.eval.workshop.kv import held, page
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.catalog import recipe_function, recipes
-from diffcache.kv.recipes.eviction import snapkv
-from diffcache.kv.recipes.quantized import kivi
 
 
 def test_the_page_is_up_to_date() -> None:
@@ -49,20 +47,6 @@ def test_a_benchmark_makes_a_whole_record(monkeypatch: pytest.MonkeyPatch) -> No
     assert next(tables(record)).row_count == len(record["rows"])
     text = page.words().timing(record)
     assert "transformers DynamicCache" in text and "adakv, a tenth" in text
-
-
-def test_a_step_that_is_taken_back_leaves_the_store_as_it_was() -> None:
-    setting = Setting(torch.device("cpu"))
-    inputs = bench.Inputs.draw(setting, 256)
-    for recipe in (Recipe(), snapkv(0.5), kivi(bits=2)):
-        with torch.no_grad():
-            variant, store = bench.store_variant("x", "", recipe, inputs)
-            before = [layer.read().k.clone() for layer in store.layers]
-            for _ in range(3):
-                variant.step()
-                variant.back()
-        for layer, k in zip(store.layers, before, strict=True):
-            assert torch.equal(layer.read().k, k)
 
 
 def test_codes_and_ragged_budgets_hold_what_they_promise() -> None:

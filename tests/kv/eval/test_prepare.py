@@ -112,18 +112,6 @@ def test_texts_are_read_from_files_and_folders(tmp_path: Path) -> None:
     assert read_texts(tmp_path) == ["one text\n\ntwo\n"]
 
 
-def test_windows_begin_as_the_tokenizer_begins_and_do_not_overlap(reader: Path, texts: Path) -> None:
-    model = TextModel(str(reader))
-    found = windows(model, texts, 48, 1000)
-    assert all(ids.shape == (1, 48) and ids[0, 0] == 0 for ids in found.ids)
-    spelled = [model.tokenizer.decode(ids[0, 1:]) for ids in found.ids]
-    lines = texts.read_text().splitlines()
-    assert len(set(spelled)) == len(spelled) == sum(len(line) // 47 for line in lines)
-    assert all(any(part in line for line in lines) for part in spelled)
-    again = windows(model, texts, 48, 4)
-    assert [ids.tolist() for ids in again.ids] == [ids.tolist() for ids in found.ids[:4]]
-
-
 def test_what_a_watch_sees_is_what_the_model_attends_to(reader: Path) -> None:
     model = TextModel(str(reader)).load()
     ids = torch.randint(2, 258, (1, 20), generator=torch.Generator().manual_seed(0))

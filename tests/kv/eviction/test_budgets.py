@@ -61,8 +61,8 @@ def test_pyramid_is_an_arithmetic_sequence() -> None:
     assert {int(each[0, 0]) for each in Pyramid(68, 1.0).allot([], seen)} == {68}
 
 
-@pytest.mark.parametrize("size", [0.1, 0.37, 0.8, 1.0, 16, 33, 90])
-@pytest.mark.parametrize("beta", [1.0, 3.0, 20.0])
+@pytest.mark.parametrize("size", [0.1, 0.8, 1.0, 33, 90])
+@pytest.mark.parametrize("beta", [1.0, 20.0])
 def test_pyramid_falls_and_keeps_its_total(size: Any, beta: float) -> None:
     seen = layers(4, 64, pad=7)
     budgets = Pyramid(size, beta).allot([], seen)
@@ -83,22 +83,6 @@ def test_cake_keeps_its_total_and_equal_layers_get_the_same(size: Any) -> None:
     assert totals(budget.allot([], seen)) == 4 * 2 * mean
     same = budget.allot([], [seen[0]] * 4)
     assert {int(n) for each in same for n in each.flatten()} == {mean}
-
-
-@pytest.mark.parametrize("size", [0.1, 0.45, 1.0, 7])
-@pytest.mark.parametrize("floor", [0.0, 0.2, 0.9, 1.0])
-def test_ada_heads_sum_to_the_budget_and_keep_a_floor(size: Any, floor: float) -> None:
-    seen = layers(2, 60, heads=4, pad=5)
-    falling = [torch.rand(1, 4, 65) ** (1 + torch.arange(4.0)[:, None]) for _ in seen]
-    scores = [one.masked_fill(~each.valid, float("-inf")) for one, each in zip(falling, seen, strict=True)]
-    base = Uniform(size).allot(scores, seen)
-    for before, after in zip(base, AdaHead(Uniform(size), floor).allot(scores, seen), strict=True):
-        assert after.sum() == before.sum()
-        assert (after >= (before * floor).floor().clamp_min(1)).all() and (after <= 60).all()
-        if floor == 0.2 and size == 0.45:
-            assert after[0, 0] > before[0, 0] > after[0, 3]  # the heads' scores do differ
-        if floor == 1.0:
-            assert torch.equal(after, before)
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
@@ -150,7 +134,7 @@ def drawn(seen: list[Observation], seed: int = 0, power: float = 4.0) -> list[Te
     return found
 
 
-@pytest.mark.parametrize("size", [2, 7, 20, 33, 40, 0.1, 0.5, 0.83, 1.0])
+@pytest.mark.parametrize("size", [2, 20, 40, 0.1, 0.83])
 def test_one_level_for_all_layers_holds_what_uniform_holds(size: Any) -> None:
     seen = held([40, 25])
     scores = drawn(seen)
@@ -165,21 +149,7 @@ def test_one_level_for_all_layers_holds_what_uniform_holds(size: Any) -> None:
         assert bool((budgets[:, 0] == 40).all()) and bool((budgets[:, 1] == 25).all())
 
 
-def test_the_level_is_the_same_in_all_layers() -> None:
-    seen = held([40])
-    scores = drawn(seen)
-    counts = torch.stack(CDFLevel(10, least=0).allot(scores, seen))[:, 0, 0].tolist()
-    below, above = [], []
-    for score, count in zip(scores, counts, strict=True):
-        mass = score.mean(1)[0].double().sort(descending=True).values
-        share = mass.cumsum(0) / mass.sum()
-        below.append(float(share[count - 1]) if count else 0.0)
-        above.append(float(share[count]) if count < 40 else 1.0)
-    assert max(below) < min(above)  # some level lies between: every prefix is the smallest
-    assert counts == sorted(counts, reverse=True) and counts[0] > 2 * counts[-1]
-
-
-@pytest.mark.parametrize("size", [3, 10, 24, 0.25, 1.0])
+@pytest.mark.parametrize("size", [3, 24, 0.25])
 @pytest.mark.parametrize("weights", [(), (5.0, 3.0, 1.0, 0.0, 1.0), (1.0, 0.0, 0.0, 0.0, 0.0)])
 def test_tables_share_out_every_slot(size: Any, weights: Any) -> None:
     seen = held([40, 24])

@@ -117,11 +117,3 @@ def test_scores_are_sums_over_eager_attention() -> None:
                     follows += float(probs[0, head, at, slot]) * ((at - slot + 1) % period == 0)
             assert float(echo[layer, head]) == pytest.approx(copies / 22, rel=1e-4, abs=1e-6)
             assert float(induction[layer, head]) == pytest.approx(follows / 22, rel=1e-4, abs=1e-6)
-
-
-def test_a_group_is_kept_for_any_of_its_heads() -> None:
-    echo, induction = torch.zeros(2, 2, 8).unbind()
-    echo[0, 5] = 1.0
-    induction[1, 0] = induction[1, 1] = 0.5
-    table = razor.retrieval_heads(echo, induction, 2)  # one by echo, 14 % of 16 by induction
-    assert table == ((False, False, True, False), (True, False, False, False))

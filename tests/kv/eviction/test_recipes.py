@@ -16,33 +16,13 @@ from diffcache.kv.merge import Compensation
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes import eviction
 from diffcache.kv.recipes.eviction import epicache, kvzip, prefixkv, snapkv, windowkv
-from diffcache.kv.recipes.streaming import razor_attention, streaming_llm
+from diffcache.kv.recipes.streaming import razor_attention
 from diffcache.kv.score.probe import Asked
 from diffcache.kv.segment import Flat
 from diffcache.kv.store import KVStore
 from tests.kv.eviction.plain import Text
-from tests.kv.eviction.seen import feed, observed
-from tests.kv.tiny import GREEDY, llama, prompts, row
-
-
-def test_streaming_llm_is_a_model_of_one_layer_on_what_is_kept() -> None:
-    """Positions follow one another, whatever was dropped: only so is this a fresh prompt."""
-    model = llama(num_hidden_layers=1).double()
-    ids = prompts(1, 60)["input_ids"].clamp_min(3)
-    cache = cache_for(model, streaming_llm(16, sinks=4))
-    model(ids[:, :40], past_key_values=cache)
-    for step in range(40, 60):
-        found = model(ids[:, step : step + 1], past_key_values=cache).logits[:, -1]
-        detach(model)
-        kept = torch.cat([ids[:, :4], ids[:, step - 12 : step + 1]], 1)
-        wanted = model(kept).logits[:, -1]
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
-        cache_for(model, streaming_llm(16))  # tells the model to use our attention again
-    other = cache_for(model, streaming_llm(16, sinks=4, rotate=False))
-    model(ids[:, :59], past_key_values=other)
-    moved = model(ids[:, 59:], past_key_values=other).logits[:, -1]
-    detach(model)
-    assert (moved - wanted).abs().max() > 1e-2  # with the positions of the text it is another
+from tests.kv.eviction.seen import observed
+from tests.kv.tiny import GREEDY, prompts, row
 
 
 def widths(recipe: Recipe, prompt: int, steps: int) -> list[int]:
@@ -124,35 +104,6 @@ def test_one_slot_stands_for_many_alike_exactly() -> None:
     assert isinstance(segment, Flat)
     segment.meta["logn"].zero_()
     assert (attended(store, q) - wanted).abs().max() > 1e-2  # the multiplicity is what does it
-
-
-def test_one_slot_takes_in_what_goes_later() -> None:
-    """Step by step it is the mean of all that ever went, as if they had gone at once."""
-    store = KVStore(1, razor_attention(((False, False),), 10, least=0, sinks=4))
-    store.begin(40)
-    feed(store, 0, 40, 2, 1, 8, torch.float64)
-    kept = store.layers[0].read().clone()
-    k, v = [kept.k], [kept.v]
-    for _ in range(7):
-        store.begin(1)
-        feed(store, 0, 1, 2, 1, 8, torch.float64)
-        last = store.layers[0].read()
-        newest = last.pos.expand(1, 2, -1).argmax(-1)[..., None, None].expand(-1, -1, -1, 8)
-        k.append(last.k.gather(2, newest))
-        v.append(last.v.gather(2, newest))
-    store.begin(1)
-    slots = store.layers[0].read()
-    assert slots.valid.sum(-1).expand(1, 2).tolist() == [[15, 15]] and store.seen == 47
-    every_k, every_v = torch.cat(k, 2), torch.cat(v, 2)
-    for head in range(2):
-        one = int(slots.meta["logn"].expand(1, 2, -1)[0, head].argmax())
-        many = slots.meta["logn"].expand(1, 2, -1)[0, head, one].exp()
-        torch.testing.assert_close(float(many), 33.0, rtol=1e-5, atol=0)
-        for found, every in ((slots.k, every_k), (slots.v, every_v)):
-            wanted = every[0, head, 4:37].mean(0)
-            torch.testing.assert_close(found[0, head, one], wanted, rtol=0, atol=1e-5)
-        held = sorted(slots.pos.expand(1, 2, -1)[0, head].tolist())
-        assert held == [0, 1, 2, 3, *range(36, 47)]  # it stands where the last that went stood
 
 
 def test_nothing_that_goes_changes_nothing() -> None:

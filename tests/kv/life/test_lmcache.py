@@ -38,8 +38,9 @@ def blocks(request: pytest.FixtureRequest) -> BlockCodec:
     return KiviBlocks(4, 8) if request.param == "kivi" else cachegen()
 
 
-@pytest.mark.parametrize("bits", [1.58, 2, 3, 4, 8])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("bits", "dtype"), [(1.58, torch.float32), (2, torch.float16), (3, torch.bfloat16), (8, torch.float32)]
+)
 def test_kivi_blocks_hold_what_its_codec_gives(bits: float, dtype: torch.dtype) -> None:
     x, made = chunk(37, dtype), KiviBlocks(bits, 8)
     block = made.encode(x)

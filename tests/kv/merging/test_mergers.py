@@ -4,14 +4,12 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from diffcache.kv.attend import Query
-from diffcache.kv.merging import absorb as module
-from diffcache.kv.merging.absorb import Match, by_cosine, by_position, parted
+from diffcache.kv.merging.absorb import Match, by_position, parted
 from diffcache.kv.merging.ems import ZeroClassMerge
 from diffcache.kv.merging.kvmerger import ContiguousMerge
-from diffcache.kv.merging.look_m import AllText, NearestMerge, TextFirst
+from diffcache.kv.merging.look_m import AllText, TextFirst
 from diffcache.kv.observe import Observation
 from diffcache.kv.plan import TopK
 from diffcache.kv.score.attention import Mass, Window
@@ -26,16 +24,6 @@ from tests.kv.merging import rows
 def pairs(match: Match, b: int, h: int) -> dict[int, int]:
     there = match.found[b, h]
     return dict(zip(match.source[b, h][there].tolist(), match.target[b, h][there].tolist(), strict=True))
-
-
-def test_cosine_in_blocks_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = rows.layer()
-    goes, stays = parted(seen.slots, rows.plan(seen, rows.scores(seen), 4))
-    whole = by_cosine(seen.slots.k, goes, stays)
-    monkeypatch.setattr(module, "_BLOCK", 3)
-    parts = by_cosine(seen.slots.k, goes, stays)
-    assert torch.equal(whole.target, parts.target)
-    torch.testing.assert_close(whole.likeness, parts.likeness)
 
 
 def test_position_finds_the_nearest_and_of_two_the_earlier() -> None:
@@ -158,45 +146,6 @@ def test_equal_keys_weigh_the_same_and_count() -> None:
     torch.testing.assert_close(slots.meta["logn"][0, 0, 2].exp().item(), 5.0)
     again, _ = ContiguousMerge(0.9)(seen, score, plan)
     assert "logn" not in again.meta
-
-
-def reference(seen: Observation, plan: Tensor, x: Tensor, way: str) -> Tensor:
-    new = x.clone()
-    batch, heads, width, _ = x.shape
-    for b in range(batch):
-        for h in range(heads):
-            valid = seen.valid.expand(plan.shape)[b, h]
-            k = seen.slots.k[b, h]
-            kept = [s for s in range(width) if plan[b, h, s] >= 0 and valid[s]]
-            groups: dict[int, list[tuple[int, float]]] = {t: [] for t in kept}
-            for s in range(width):
-                if plan[b, h, s] < 0 and valid[s]:
-                    all_of = [float(torch.cosine_similarity(k[s], k[t], dim=0)) for t in kept]
-                    groups[kept[all_of.index(max(all_of))]].append((s, max(all_of)))
-            for t, group in groups.items():
-                taken = x[b, h, t].clone()
-                for s, likeness in group:
-                    if way == "averaged":
-                        taken += x[b, h, s]
-                    elif way == "pivot":
-                        taken += (x[b, h, s] + x[b, h, t]) / 2
-                    else:
-                        taken += likeness * x[b, h, s]
-                new[b, h, t] = taken / (1 + len(group))
-    return new
-
-
-@pytest.mark.parametrize("way", ["averaged", "pivot", "weighted"])
-def test_look_m_is_what_loops_give(way: str) -> None:
-    seen = rows.layer()
-    score = rows.scores(seen)
-    plan = rows.plan(seen, score, 4)
-    merge = NearestMerge(way)  # type: ignore[arg-type]
-    slots, same = merge(seen, score, plan)
-    torch.testing.assert_close(slots.k, reference(seen, plan, seen.slots.k, way))
-    torch.testing.assert_close(slots.v, reference(seen, plan, seen.slots.v, way))
-    assert torch.equal(same, plan)
-    rows.check(merge, seen, score, plan)
 
 
 def tagged(tags: list[int]) -> Observation:

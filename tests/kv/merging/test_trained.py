@@ -108,20 +108,6 @@ def test_scores_are_fixed_when_tokens_are_written_in_whatever_pieces() -> None:
     assert torch.equal(store.layers[0].read().pos.long(), best)
 
 
-def test_tokens_that_are_taken_back_leave_no_score() -> None:
-    q, k, v = drawn(8)
-    store = KVStore(1, recipe(HEADS, budget=50))
-    wanted = HEADS(q, k, v, 0)
-    store.speculative = True
-    for first, stop in ((0, 4), (4, 7)):
-        store.begin(stop - first)
-        store.layers[0].write(k[:, :, first:stop], v[:, :, first:stop])
-        store.attend(0, Query(q[:, :, first:stop], first, 1.0))
-    store.rollback(2)
-    store.begin(1)
-    torch.testing.assert_close(store.layers[0].stats["locret"], wanted[..., :5])
-
-
 def test_targets_are_the_largest_logits_of_the_answer() -> None:
     q, k, v = drawn(7)
     found = locret.targets(locret.RetainCase(0, q, k, v, 4, 0.5))

@@ -80,24 +80,6 @@ def held_codes(store: KVStore) -> dict[tuple[int, int], tuple[Tensor, Tensor]]:
     return found  # type: ignore[return-value]
 
 
-def test_evicting_first_and_then_coding_is_coding_what_was_kept() -> None:
-    both = KVStore(1, snapkv(12, window=4, kernel=1) | small_kivi())
-    alone = KVStore(1, snapkv(12, window=4, kernel=1))
-    for store in (both, alone):
-        write(store, 30, 0)
-        store.begin(1)
-    kept = alone.layers[0].read()
-    order = kept.pos.argsort(-1)
-    segment = coded(both.layers[0])
-    assert segment.width == 8 and both.layers[0].tail.length == 4
-    found = both.layers[0].read()
-    assert torch.equal(found.pos, kept.pos.gather(2, order))
-    sorted_ = kept.k.gather(2, order[..., None].expand_as(kept.k))
-    blocks = sorted_[:, :, :8].unflatten(2, (-1, GROUP))
-    assert torch.allclose(found.k[:, :, :8], grid(blocks, 3).flatten(2, 3), atol=1e-6)
-    assert torch.equal(found.k[:, :, 8:], sorted_[:, :, 8:])
-
-
 def test_a_prompt_in_chunks_is_scored_before_it_is_coded() -> None:
     whole, chunks = (KVStore(1, snapkv(12, window=4, kernel=1) | small_kivi()) for _ in range(2))
     k, v = draw(1, 30, 0)
@@ -203,7 +185,7 @@ def test_a_rollback_takes_back_the_tail_alone_and_forks_are_apart() -> None:
         store.rollback(5)
 
 
-@pytest.mark.parametrize("tokens", [3, 8, 9, 17, 24, 30])
+@pytest.mark.parametrize("tokens", [3, 9, 24])
 def test_a_prompt_leaves_t_mod_r_keys_and_r_values(tokens: int) -> None:
     store = KVStore(1, small_kivi())
     write(store, tokens, 0)

@@ -16,7 +16,7 @@ from diffcache.kv.codec.scaled import balancer
 from diffcache.kv.codec.stairs import BalancedRung, Stair, shifted
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.observe import Observation, observe
-from diffcache.kv.plan import ByAge, Demote, Planner, TopK
+from diffcache.kv.plan import ByAge, Demote, Planner
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.quantized import mikv, staircase, zipcache
 from diffcache.kv.score.history import Salience
@@ -128,12 +128,6 @@ def test_the_best_stay_and_the_others_are_demoted() -> None:
     assert plan(Demote(1, 2), [9, 5, 1, 4, 2, 3], seen, 2) == [0, 1, 2, 1, 2, 2]
 
 
-def test_what_is_coded_stays_and_takes_nothing_of_the_budget() -> None:
-    seen = observed(6, [1, 2, 0, 0, 0, 0])
-    assert plan(Demote(), [9, 8, 1, 4, 2, 3], seen, 2) == [0, 0, 1, 0, 1, 0]
-    assert plan(Demote(1, 2, fresh=True), [9, 8, 1, 4, 2, 3], seen, 3) == [0, 0, 2, 1, 2, 1]
-
-
 def test_blocks_step_down_when_their_youngest_is_old_enough() -> None:
     planner = ByAge((2, 6), 4)
     assert plan(planner, [0.0] * 12, observed(12), 1) == [2] * 4 + [1] * 4 + [0] * 4
@@ -179,44 +173,6 @@ def test_salience_is_the_mean_attention_of_the_probes_that_could_see() -> None:
             want[head] += probs[probes].sum(0) / 2
         want[head] /= torch.tensor([sum(n >= at for n in probes) for at in range(count)])
     assert torch.allclose(found[0], want, atol=1e-6)
-
-
-def test_as_many_are_probes_where_slots_were_dropped() -> None:
-    chosen = []
-
-    class Noting(Salience):
-        def probes(self, asked: Query, total: int) -> torch.Tensor:
-            chosen.append(found := super().probes(asked, total))
-            return found
-
-    store = KVStore(1, Recipe("s", score=Noting(0.2), budget=Uniform(12), plan=TopK()))
-    write(store, draw(40, 0), draw(40, 0), torch.zeros(1, 4, 40, SIZE))
-    store.settle()
-    write(store, draw(20, 1), draw(20, 1), torch.zeros(1, 4, 20, SIZE))
-    drawn = (torch.arange(40, 60).double() * 0.6180339887498949).frac() < 0.1
-    assert store.layers[0].held == 32
-    assert torch.equal(chosen[-1][0], drawn | (torch.arange(40, 60) >= 54))
-
-
-def test_zipcache_holds_the_salient_in_more_bits() -> None:
-    store = KVStore(1, zipcache(0.5, every=8))
-    k = draw(16, 0)
-    q = torch.zeros(1, 4, 16, SIZE)
-    k[:, :, 1::2] *= 0.1
-    q[:] = k[:, :1, 2::2].sum(2, keepdim=True)
-    write(store, k, k, q)
-    mass = Salience()(observe(store.layers[0], 1))
-    store.begin(1)
-    levels = {s.level: s.read().pos for s in store.layers[0].segments}
-    for head in range(2):
-        best = mass[0, head].topk(8).indices.sort().values
-        assert torch.equal(levels[1][0, head].long(), best)
-        assert len(levels[2][0, head]) == 8
-    assert not store.layers[0].tail.length
-    write(store, draw(1, 3), draw(1, 3), torch.zeros(1, 4, 1, SIZE))
-    store.compress()
-    assert [s.level for s in store.layers[0].segments] == [1, 2]
-    assert store.layers[0].held == 17
 
 
 def test_mikv_balances_keys_against_the_last_queries() -> None:

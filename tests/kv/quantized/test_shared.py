@@ -92,14 +92,6 @@ def test_a_full_basis_is_exact_and_a_small_one_is_the_best_of_its_rank() -> None
         assert torch.allclose(error, tail, rtol=1e-9)
 
 
-def test_blocks_of_fewer_slots_than_the_rank_are_exact_and_join_others() -> None:
-    codec, (xs, ys) = SharedBasis(6), (draw(2, count, dtype=torch.float64) for count in (3, 9))
-    small, large = codec.encode(xs), codec.encode(ys)
-    assert torch.allclose(small[1].decode(), xs[1], atol=1e-12)
-    joined = codec.join([[a, b] for a, b in zip(small, large, strict=True)])
-    assert torch.allclose(joined[1].decode()[:, :, 3:], large[1].decode(), atol=1e-12)
-
-
 def test_between_them_it_divides_their_angle() -> None:
     xs = draw(dtype=torch.float64)
     found = SharedDirection(0.6, 0.0).encode(xs)[0].decode()

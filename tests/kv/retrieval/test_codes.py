@@ -32,16 +32,6 @@ def far_logits(k: Tensor, q: Tensor, far: int) -> Tensor:
     return torch.einsum("bhgd,bhsd->bhs", q[:, :, -1].reshape(B, H, G, D), met) / G * D**-0.5
 
 
-def test_as_many_codes_as_keys_are_the_keys() -> None:
-    keys, valid = noise(B, H, 30, D), torch.ones(B, H, 30, dtype=torch.bool)
-    valid[1, :, :8] = False
-    for codes in (30, 40):
-        book = fit(keys, valid, eye(), codes)
-        code = nearest(keys, book, eye()).long()
-        back = book.gather(2, code[..., None].expand_as(keys))
-        assert torch.equal(back[valid], keys[valid])
-
-
 @pytest.mark.parametrize("far", [0, 20])
 def test_exact_codes_are_exact_top_k(far: int) -> None:
     k, v, q = tokens(90)

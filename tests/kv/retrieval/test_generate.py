@@ -10,9 +10,7 @@ from diffcache.kv.codec.held import Pair
 from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.layer import KVLayer
-from diffcache.kv.learn.label_channels import LabelCalibration
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes import retrieval as recipes
 from diffcache.kv.recipes.catalog import make_recipe
 from diffcache.kv.recipes.eviction import adakv, snapkv
 from diffcache.kv.retrieval.summary import known
@@ -53,21 +51,6 @@ def test_reading_less_reads_less(model: Any, stock: Any, name: str, way: str, re
     assert all(layer.held == layer.seen for layer in store.layers)
     inside = [tensor for layer in store.layers for tensor in layer.tensors()]
     assert store.nbytes >= sum({t.untyped_storage().data_ptr(): t.nbytes for t in inside}.values())
-
-
-def test_label_channels_are_chosen_from_what_a_model_does(model: Any, stock: Any, reads: dict[KVLayer, Tensor]):
-    watch = LabelCalibration()
-    cache = cache_for(model, Recipe("calibrate", retrieve=watch))
-    found = model.generate(**prompts(), past_key_values=cache, **SHORT)
-    same(found, stock["greedy"])
-    channels = watch.channels(4)
-    assert len(channels) == 4 and all(len(layer) == 2 for layer in channels)
-    recipe = recipes.double_sparsity(channels, 16, recent=4, skip=0)
-    cache = cache_for(model, recipe)
-    model.generate(**prompts(), past_key_values=cache, **SHORT)
-    detach(model)
-    assert eval(repr(recipe.retrieve), vars(recipes)) == recipe.retrieve
-    assert max(float(reads[layer].float().mean()) for layer in cache.store.layers) <= 16
 
 
 def test_layers_that_follow_read_the_positions_of_the_one_that_chose(model: Any, reads: dict[KVLayer, Tensor]) -> None:

@@ -6,7 +6,6 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from diffcache.kv.attend import Query, attend, logits
 from diffcache.kv.codec.held import Pair
@@ -20,43 +19,14 @@ from diffcache.kv.retrieval.mpcache import MinMaxTree
 from diffcache.kv.retrieval.probe_query import ProbeQuery, bias
 from diffcache.kv.retrieval.quest import Quest, upper
 from diffcache.kv.retrieval.rekv import Frames
-from diffcache.kv.retrieval.select import fill, top
+from diffcache.kv.retrieval.select import top
 from diffcache.kv.retrieval.sentence import sentence_tags
 from diffcache.kv.retrieval.summary import Summary, known
 from diffcache.kv.segment import Coded, Dense
 from diffcache.kv.slots import Slots
-from tests.kv.retrieval.setting import FEW, MADE, PRE, B, D, G, H, Row, noise, rotary, run, tokens
+from tests.kv.retrieval.setting import FEW, MADE, B, D, G, H, Row, noise, rotary, run, tokens
 
 EACH = pytest.mark.parametrize("name", MADE)
-
-
-@EACH
-def test_slots_that_are_gathered_are_attended_to_as_they_are(name: str, reads: dict[KVLayer, Tensor]) -> None:
-    """With all slots of one row and fewer of a padded one, the gathered ones are all there is."""
-    given = *tokens(64), 60, torch.arange(60) >= torch.tensor([[0], [23]])
-    found, layer = run(MADE[name](41), name, *given)
-    dense, _ = run(None, name, *given)
-    torch.testing.assert_close(found[1], dense[1], atol=1e-6, rtol=1e-5)
-    # One layer that chooses reads all; what follows a question is read on top of the budget.
-    assert 10 <= int(reads[layer].amax()) <= {"tidal": 64, "rekv": 45}.get(name, 41)
-
-
-@EACH
-def test_one_needle_is_found(name: str, reads: dict[KVLayer, Tensor]) -> None:
-    width, at, newest = 160, 77, 159
-    k, v, q = tokens(width)
-    k = k * 0.05
-    needle = 6 * functional.normalize(noise(B, H, D, seed=9), dim=-1)
-    k[:, :, at] = needle
-    asked = (4 * needle).repeat_interleave(G, 1)[:, :, None]
-    if name in PRE:  # the needle is one before rotation, and so is the query
-        turn = rotary()
-        k = turn.rotate(k, torch.arange(width))
-        asked = turn.rotate(asked, at if name == "shadowkv" else newest)
-    q[:, :, newest:] = asked
-    _, layer = run(MADE[name](40), name, k, v, q, newest)
-    assert bool((known(layer).state["chosen"] == at).any(-1).all())
-    assert int(reads[layer].amax()) <= (width if name == "tidal" else 40)
 
 
 @EACH
@@ -89,14 +59,6 @@ def test_top_takes_as_many_as_there_is_room_for_whatever_the_ties() -> None:
     assert top(score, free, torch.tensor([[1]])).tolist() == [[[0, 0, 0, 1, 0]]]
     assert top(score, free, torch.tensor([[9]])).tolist() == [[[1, 1, 1, 1, 0]]]
     assert not top(score, free, torch.tensor([[0]])).any()
-
-
-def test_fill_takes_whole_blocks_that_fit_and_the_best_one_always() -> None:
-    score = torch.tensor([[[[5.0, 4.0, 3.0, 2.0]]]])
-    size = torch.tensor([[[6, 3, 0, 1]]])
-    for room, want in ((6, [1, 0, 0, 0]), (9, [1, 1, 0, 0]), (10, [1, 1, 0, 1]), (2, [1, 0, 0, 0])):
-        assert fill(score, size, torch.tensor([[room]])).tolist() == [[want]], room
-    assert not fill(score, size, torch.tensor([[0]])).any()
 
 
 def made(width: int, empty: Tensor | None = None, tag: Tensor | None = None) -> Slots:

@@ -84,24 +84,6 @@ def test_one_context_without_temperature_is_plain_attention(model: Any, space: s
     assert not torch.allclose(run(model, sharper, question[None]), wanted, atol=1e-2)
 
 
-def test_contexts_do_not_see_one_another(model: Any) -> None:
-    prefix, contexts = text(6), [text(9, seed=1), text(14, seed=2)]
-    cache = cache_for(model, Recipe(), mode="native")
-    first, *rest = read(model, prefix, contexts)
-    start = ape(cache, first, rest)
-    assert start == 20
-    alone = cache_for(model, Recipe(), mode="native")
-    run(model, alone, torch.cat([prefix, contexts[1]])[None])
-    for layer, other in zip(cache.store.layers, alone.store.layers, strict=True):
-        held, wanted = layer.segments[1].read(), other.read()
-        assert held.pos[0, 0].tolist() == [*range(6, 15), *range(6, 20)]
-        torch.testing.assert_close(held.v[:, :, 9:], wanted.v[:, :, 6:], atol=1e-5, rtol=1e-5)
-    again = cache_for(model, Recipe(), mode="native")
-    ape(again, first, rest[::-1])
-    one, two = (run(model, each, text(1, 4, seed=5)) for each in (cache, again))
-    torch.testing.assert_close(one, two, atol=2e-5, rtol=1e-5)  # their order is nothing
-
-
 def test_temperature_and_scale_follow_the_formula() -> None:
     prefix, context, own = slots(4), slots(6, 1, start=4), slots(1, 2, start=10)
     asked = query(1, 10)

@@ -10,9 +10,9 @@ from diffcache.errors import AttachError
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.hf.refresh import recompute
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.refresh import align, most_changed, slots_of
+from diffcache.kv.refresh import align, most_changed
 from diffcache.kv.reuse.cachecraft import Chunk, cachecraft, chunks_of, to_fix
-from diffcache.kv.reuse.piece import Piece, cut, joined
+from diffcache.kv.reuse.piece import Piece, cut
 from diffcache.kv.reuse.recompute import cacheblend, kvshare, pie
 from tests.kv.tiny import llama
 
@@ -61,20 +61,6 @@ def pieces(model: Any, space: str = "pre") -> list[Piece]:
     return [cut(fresh(model, chunk, space).store, chunk) for chunk in chunks]
 
 
-def test_recomputing_rows_of_their_own_tokens(model: Any) -> None:
-    ids = torch.stack([text(24, 0), text(24, 1)])
-    cache, whole = fresh(model, ids), fresh(model, ids)
-    chosen = torch.zeros(2, 24, dtype=torch.bool)
-    chosen[0, [3, 20]] = True
-    chosen[1, [5]] = True
-    index = slots_of(chosen)
-    assert index.tolist() == [[3, 20], [5, 5]]
-    for layer in cache.store.layers:
-        layer.overwrite(index, *(torch.ones(2, 2, 2, 16) for _ in range(2)))
-    recompute(model, cache, ids, index)
-    alike(cache, whole, 1e-5)
-
-
 @pytest.mark.parametrize("space", SPACES)
 def test_cacheblend_is_exact_at_one_and_closer_with_more(model: Any, space: str) -> None:
     parts = pieces(model, space)
@@ -89,15 +75,6 @@ def test_cacheblend_is_exact_at_one_and_closer_with_more(model: Any, space: str)
     assert errors[0] > errors[1] > errors[2] > errors[3]
     assert errors[3] < 1e-5
     alike(cache, whole, 1e-5)
-
-
-def test_cacheblend_chooses_by_the_squared_difference_of_values(model: Any) -> None:
-    parts = pieces(model)
-    whole = fresh(model, torch.cat([part.ids for part in parts]))
-    index = cacheblend(model, empty(model), parts, share=0.2, check=2)
-    old, new = joined(parts).layers[2].v, whole.store.layers[2].read().v
-    deviation = (old - new).square().sum((0, 1, 3))
-    assert index.tolist() == sorted(deviation.argsort(descending=True)[:12].tolist())
 
 
 def test_generation_goes_on_after_cacheblend_and_after_an_edit(model: Any) -> None:
@@ -240,9 +217,3 @@ def test_edits_are_what_is_not_in_the_text_before() -> None:
     kept = source[source >= 0]
     assert bool((kept[1:] > kept[:-1]).all())  # in order
     assert torch.equal(before[kept], after[source >= 0])
-
-
-def test_slots_fill_up_rows_with_their_last_one() -> None:
-    mask = torch.tensor([[1, 0, 1, 1], [0, 1, 0, 0], [0, 0, 0, 0]]).bool()
-    assert slots_of(mask).tolist() == [[0, 2, 3], [1, 1, 1], [3, 3, 3]]
-    assert slots_of(torch.zeros(2, 4, dtype=torch.bool)).shape == (2, 0)
