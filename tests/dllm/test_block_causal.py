@@ -309,11 +309,8 @@ def test_policies_choose_rows_of_the_active_block(name: str) -> None:
 
 
 BATCH: dict[str, tuple[str, Policy | None, Sampler, int | None]] = {
-    "uncached": ("llada2", None, Sampler(rule=Dynamic(0.3)), None),
     "blocks": ("llada2", BlockCache(), Sampler(rule=Dynamic(0.3, 0.25)), None),
-    "blocks, by quota": ("sdar", BlockCache(), Sampler(), None),
     "decode": ("sdar", DKVCache(every=3), Sampler(rule=Threshold(0.3)), None),
-    "window": ("llada2", dllm.WindowDiffusion(4, 3), Sampler(rule=Threshold(0.3)), None),
     "dual": ("fast-dllm", FastDLLM(dual=True), Sampler(rule=Threshold(0.5)), 4),
     "blocks, shifted": ("fast-dllm", BlockCache(), Sampler(rule=Threshold(0.2)), None),
 }
@@ -335,33 +332,6 @@ def test_a_batch_of_different_lengths_is_its_prompts_alone(name: str) -> None:
         assert together.ids.tolist() == [answer.ids[0].tolist() for answer in alone]
         assert together.forwards == max(answer.forwards for answer in alone)
     assert alone[0].forwards < together.forwards or alone[0].ids.tolist() != [free[0]]
-
-
-@pytest.mark.parametrize("policy", [None, Uncached(), BlockCache()], ids=repr)
-def test_an_answer_ends_in_the_midst_of_a_block(policy: Policy | None) -> None:
-    for name, loop in (("llada2", llada2_by_hand), ("fast-dllm", fast_dllm_by_hand)):
-        model, (prompt,) = made(name), prompts(13)
-        eos = loop(whole(model, []), prompt)[9]
-        texts: list[Tensor] = []
-        wanted = loop(whole(model, texts), prompt, eos=eos)  # type: ignore[operator]
-        assert eos in wanted[:10] and len(texts) < LENGTH
-        if policy is not None:
-            diffcache.wrap(model, policy)
-        how = schedule(None, eos), Sampler(rule=Threshold(1.0))
-        answer = DiffusionLM(model).generate([prompt], *how)
-        assert answer.ids[0].tolist() == wanted and answer.forwards == len(texts)
-
-
-@pytest.mark.parametrize("policy", [None, BlockCache()], ids=repr)
-def test_noise_is_drawn_for_the_block_alone(policy: Policy | None) -> None:
-    model, (prompt,) = made("llada2"), prompts(13)
-    noise = torch.Generator().manual_seed(5)
-    wanted = llada2_by_hand(whole(model, []), prompt, noise=noise)
-    assert wanted != llada2_by_hand(whole(model, []), prompt)
-    if policy is not None:
-        diffcache.wrap(model, policy)
-    answer = DiffusionLM(model).generate([prompt], schedule(None), Sampler(temperature=0.8, seed=5))
-    assert answer.ids[0].tolist() == wanted
 
 
 class TakesTokens(LLaDA2MoeModelLM):

@@ -73,7 +73,7 @@ def test_masks_are_those_of_a_diffusion_and_of_a_block_decoder() -> None:
         assert not hidden[of < block].any() and hidden[of > block].all()
 
 
-@pytest.mark.parametrize("name", ["chain-llada-probe", "chain-block", "chain-guide"])
+@pytest.mark.parametrize("name", ["chain-block", "chain-guide"])
 def test_a_training_is_exported_as_transformers_loads_it(name: str, tmp_path: Path) -> None:
     settings = Settings(steps=2, batch=2, examples=2, rate=1e-3, model=name)
     job = train_chain.Chain(settings, tmp_path)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import diffcache
-from diffcache.dllm import BlockCache, D2Cache, DKVCache, DLLMCache, ElasticCache, FastDLLM, Policy, Schedule
+from diffcache.dllm import BlockCache, D2Cache, DLLMCache, ElasticCache, FastDLLM, Policy, Schedule
 from diffcache.pipelines.diffusion_lm import DiffusionLM
 from tests.dllm.test_remote import made
 from tests.dllm.toys import MASK, bidirectional, prompts
@@ -35,10 +35,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     ("policy", "lengths", "block"),
     [
         (FastDLLM(dual=True), (9,), None),  # a run of rows
-        (DKVCache(every=4), (9, 5), None),  # rows of each sequence, and padding
         (D2Cache(9), (9,), None),  # attention is noted
         (BlockCache(), (9,), 8),  # a text that grows
-        (ElasticCache(0.6, "key", 2), (9, 5), None),  # some steps widen
+        (ElasticCache(0.6, "key", 2), (9, 5), None),  # some steps widen, and padding
     ],
 )
 def test_compiled_rows_are_the_same(

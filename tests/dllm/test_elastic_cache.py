@@ -215,26 +215,6 @@ def compared(name: str, compiled: bool = False) -> Compared:
 # the front door ----------------------------------------------------------------------------------------
 
 
-def test_wrap_and_generate_slide_a_window_of_sixteen() -> None:
-    model = toy()
-    diffcache.wrap(model, ElasticCache(gamma=0.9, similarity="key"))
-    lm, last = DiffusionLM(model), None
-    for decoding in lm.steps(prompts(9, 5), sampler=Sampler(rule=Threshold(0.9))):
-        masks = (last if last is not None else torch.full((2, 128), MASK)) == MASK
-        last = decoding.ids[:, 9:]
-        done = masks & (last != MASK)
-        assert bool(done.any(1).all()) and not bool((done & (masks.cumsum(1) > 16)).any())
-        if decoding.step == 6:
-            break
-    answer = lm.generate(prompts(6), Schedule(8, None, window=4), check=True)
-    assert answer.report is not None and "one number a layer" in str(answer.report)
-    size, width = CHANNELS * 8, 14  # bytes of a token's hidden state in float64
-    held = LAYERS * width * size * 3  # X, Q, and K and V of half as many heads
-    held += width * (2 * SIZE + 1) * 8  # cosines, sines and positions
-    assert answer.report.peak_bytes == held
-    assert handle_of(model).held_bytes() == 0
-
-
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """Count the passes that are one graph, and run them as they are written."""

@@ -115,16 +115,6 @@ def by_hand(model: Any, guide: Any, rows: list[int], schedule: Schedule, rule: G
     return ids[0, len(rows) :], forwards
 
 
-@pytest.mark.parametrize("rule", [Guided(), Guided(k=1), Guided(k=20, ratio=0)], ids=repr)
-def test_a_guide_with_a_cache_is_one_without(rule: Guided) -> None:
-    model, guide, row = bidirectional(), guide_of(), prompts(9)[0]
-    wanted, forwards = by_hand(model, guide, row, SCHEDULE, rule)
-    answer = DiffusionLM(model, guide=guide).generate([row], SCHEDULE, Sampler(rule=rule))
-    assert torch.equal(answer.ids[0], wanted) and answer.forwards == forwards
-    width = len(row) + SCHEDULE.length
-    assert 0 < answer.guide_rows < forwards * width / 2  # and not all at every step
-
-
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 def test_a_batch_is_its_rows_alone_with_any_cache(policy: Policy | None) -> None:
     model, guide = bidirectional(), guide_of()

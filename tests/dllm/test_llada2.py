@@ -131,21 +131,6 @@ def test_the_text_is_the_same_and_takes_far_fewer_tokens(case: str) -> None:
     assert torch.equal(text(ids), wanted) and sum(fed.taken()) == uncached
 
 
-def test_a_finished_block_is_computed_once_more_with_the_next() -> None:
-    model = block_causal()
-    fed, pipe = Fed(model), pipeline(model)
-    settings = {"num_inference_steps": 2, "gen_length": 40, "threshold": 2.0}
-    diffcache.wrap(pipe, BlockCache())
-    ask(pipe, prompt(1, 8), **settings)
-    # a text of two blocks and one of four are checked: all of it, and then what the cache computes
-    assert fed.taken() == [16, 16, 8] + [16, 8] + [32, 16, 8] + 2 * [16, 8]
-    ask(pipe, prompt(1, 8), **settings)
-    assert fed.taken() == [16, 8] + 4 * [16, 8]
-    # all tokens are committed at once, and looked at once more: they are computed as they stay
-    ask(pipe, prompt(1, 8), **{**settings, "threshold": 0.0, "editing_threshold": 2.0})
-    assert fed.taken() == [16] + 9 * [8]
-
-
 def test_tokens_that_a_callback_writes_are_computed() -> None:
     model = block_causal()
     fed, pipe = Fed(model), pipeline(model)
@@ -170,20 +155,6 @@ class Words:
 
     def batch_decode(self, rows: Any, **_: Any) -> list[str]:
         return [" ".join(map(str, row.tolist())) for row in rows]
-
-
-def test_an_end_token_ends_the_cached_text_as_well() -> None:
-    model = block_causal()
-    fed, pipe = Fed(model), pipeline(model)
-    pipe.register_modules(tokenizer=Words())
-    eos = int(ask(pipe, prompt(1, 13))[0, 12])  # in the second block
-    calls = len(fed.taken())
-    settings = {"eos_token_id": eos, "output_type": "text", "return_dict": False}
-    wanted = ask(pipe, prompt(1, 13), **settings)
-    assert len(fed.taken()) < calls and wanted[1][0].endswith(f" {eos}")
-    diffcache.wrap(pipe, BlockCache())
-    found = ask(pipe, prompt(1, 13), **settings)
-    assert torch.equal(found[0], wanted[0]) and found[1] == wanted[1]
 
 
 def test_a_call_that_fails_leaves_nothing_behind() -> None:

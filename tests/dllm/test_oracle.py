@@ -2,7 +2,6 @@
 
 import torch
 
-from diffcache.attach.extensions.partial import HeldKV
 from tests.dllm.cases import ANSWER, BLOCK, CASES, LENGTHS, LONGEST, RANDOM, VALID, WIDTH, model, traced
 from tests.dllm.toys import Compared, Noted, after, check_step, following
 
@@ -119,12 +118,3 @@ def compared(name: str) -> Compared:
         kept = now.kept
     assert partial
     return found
-
-
-def test_what_was_written_in_inference_mode_can_be_written_over() -> None:
-    held, x = HeldKV(), torch.randn(2, 9, 2, 4)
-    with torch.inference_mode():
-        held.write(range(9), x, x)
-    held.write(range(2), x[:, 2:4], x[:, 2:4])
-    assert held.k is not None
-    assert torch.equal(held.k[:, :, :2].transpose(1, 2), x[:, 2:4])

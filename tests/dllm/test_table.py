@@ -6,10 +6,8 @@ import torch
 from diffcache.eval.record import Setting
 from diffcache.eval.workshop.bench import dllm
 from diffcache.eval.workshop.bench.runner import tables
-from diffcache.eval.workshop.dllm import page, steps
-from diffcache.eval.workshop.dllm.replay import replay
-from diffcache.eval.workshop.dllm.rows import Row, rows
-from diffcache.eval.workshop.parts import Parts
+from diffcache.eval.workshop.dllm import page
+from diffcache.eval.workshop.dllm.rows import rows
 
 SETTING = Setting(torch.device("cpu"), torch.float32)
 PROBE = "chain-llada-probe"
@@ -50,29 +48,6 @@ def test_a_measured_row(monkeypatch: pytest.MonkeyPatch) -> None:
         dllm.measure(SETTING, model=PROBE, named=["x"])
     with pytest.raises(ValueError, match="no model 'x'"):
         dllm.measure(SETTING, model="x")
-
-
-def test_steps_are_told_beside_plain_forwards_of_as_many_rows() -> None:
-    found = steps.measure(SETTING, rounds=1, named=["uncached", "Fast-dLLM dual"])
-    uncached, dual = found["rows"]
-    assert uncached["rows"] == 258 and dual["rows"] == (258 + 31 * 32) / 32
-    assert uncached["faster"]["median"] == 1
-    for row in found["rows"]:
-        assert 0.5 < row["call_ratio"]["median"] < row["step_ratio"]["median"]
-    assert next(tables({"benchmark": "dllm-steps", **found})).row_count == 2
-
-
-def test_a_cache_that_computes_everything_has_no_error_on_the_trajectory() -> None:
-    chosen = [Row("all", "dkv-cache:every=1"), Row("frozen", "dkv-cache:every=8,delay=False")]
-    found = replay(PROBE, chosen, SETTING, 1, Parts(None, {}))
-    assert found["all"]["same_argmax"] == found["all"]["same_commit"] == 1
-    assert found["all"]["kv_error_by_age"] == {0: 0.0}
-    frozen = found["frozen"]
-    assert frozen["same_commit"] < 1 and frozen["kv_error_by_age"][0] == 0.0
-    assert frozen["kv_error_by_age"][1] < frozen["kv_error_by_age"][6]
-    row = Row("guided", "dkv-cache:every=1", guided=True)
-    guided = replay("chain-llada", [row], SETTING, 1, Parts(None, {}))
-    assert guided["guided"]["same_argmax"] == guided["guided"]["same_commit"] == 1
 
 
 def test_the_page_is_that_of_the_docstrings_and_records() -> None:
