@@ -56,13 +56,13 @@ def test_places_are_free_after_joins_that_nobody_reads_and_pages_that_break_off(
     with serve.served(PROGRAM, ["127.0.0.1"], port) as (_, page, viewers):
         start = next(number for number, fn in page.fns.items() if fn.name == "start")
         monkeypatch.setattr(door.time, "monotonic", lambda: real() + ahead[0])
-        for number in range(50):
+        for number in range(20):
             join(port, start, f"unread-{number}")
         assert len(viewers) == 0  # they take no place, not for a moment
         ahead[0] += 10.5  # they have been waited for
         until(lambda: viewers.waited_for == 0)
 
-        for number in range(100):  # each as soon as its film runs
+        for number in range(30):  # each as soon as its film runs
             join(port, start, name := f"dropped-{number}")
             with asked(port, f"queue/data?session_hash={name}") as reader:
                 until(lambda name=name: viewers.find(name) is not None)  # type: ignore[misc]

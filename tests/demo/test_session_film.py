@@ -169,9 +169,9 @@ def test_viewers_at_random_leave_nothing_behind(
         return breaks, taken - chunks, ""
 
     with ThreadPoolExecutor(8) as pool:
-        told = list(pool.map(visit, range(40)))
-    assert [error for breaks, _, error in told if breaks] == ["the device is gone"] * 4
+        told = list(pool.map(visit, range(20)))
+    assert [error for breaks, _, error in told if breaks] == ["the device is gone"] * 2
     assert all(missing == 0 and not error for breaks, missing, error in told if not breaks)
-    assert len(held) >= 3 * 24 and not len(viewers) and not viewers._showings and not films()
+    assert len(held) >= 3 * 10 and not len(viewers) and not viewers._showings and not films()
     gc.collect()
     assert [ref for ref in held if ref() is not None] == [] and list(tmp_path.iterdir()) == []

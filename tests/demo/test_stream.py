@@ -123,16 +123,6 @@ def test_an_error_comes_after_the_frames_before_it_and_no_thread_stays() -> None
     assert not films()
 
 
-def test_a_hundred_viewers_that_leave_at_any_time_leave_nothing() -> None:
-    drawn = np.random.default_rng(0)
-    for _ in range(100):
-        stream = Stream(Counting).start()
-        for _ in range(int(drawn.integers(0, 4))):
-            next(iter(stream.chunks()))
-        stream.close()
-    assert not films()
-
-
 PLENTY = 10**9
 
 

@@ -18,7 +18,6 @@ from rich.console import Console
 from diffcache.eval.metrics.intervals import share_interval
 from diffcache.eval.report import plots, strips, words
 from diffcache.eval.report.__main__ import main
-from diffcache.eval.report.palette import OKABE_ITO, styles
 from diffcache.eval.report.records import Value, checked, ordered
 from diffcache.eval.report.strips import Samples
 from diffcache.eval.report.table import markdown, table_of, terminal_table, to_csv
@@ -33,7 +32,6 @@ from tests.eval_report.made import (
     picture,
     pixels_of,
     read_page,
-    row,
 )
 
 
@@ -194,7 +192,7 @@ def test_markdown_has_as_many_cells_in_every_line() -> None:
     assert r"a\|b &lt;script> \*c\*" in lines_[3]
 
 
-@pytest.mark.parametrize("width", [60, 80, 160])
+@pytest.mark.parametrize("width", [60, 160])
 def test_terminal_table_fits_and_leaves_no_number_out(width: int) -> None:
     record = make_record()
     console = Console(width=width, file=io.StringIO(), color_system=None)
@@ -219,17 +217,6 @@ def test_front_is_what_brute_force_finds(upward: bool) -> None:
         }
         assert [places[i] for i in found] == sorted(unbeaten)
     assert plots.front([], upward) == []
-
-
-def test_a_method_keeps_its_color_everywhere() -> None:
-    record = make_record()
-    looks = styles(record)
-    record["rows"].insert(1, row("z", "method", 2, 1.0, []) | {"method": "Taylorseer(every=9)"})
-    assert styles(record)["z"].color == styles(record)["taylorseer"].color == OKABE_ITO[0]
-    assert styles(record)["z"].dash != styles(record)["taylorseer"].dash
-    assert len({looks[n].color for n in ("taylorseer", "first-block", "interval")}) == 3
-    assert looks["uncached, 3 steps"].color == looks["uncached, 4 steps"].color
-    assert looks["uncached, 3 steps"].marker == "x"
 
 
 def test_every_plot_is_drawn(run: Any) -> None:
@@ -420,10 +407,9 @@ def test_every_text_is_escaped(tmp_path: Path) -> None:
     assert "<script" not in plain and r"a \| red \*circle\*" in plain
 
 
-def test_same_record_gives_the_same_bytes(tmp_path: Path) -> None:
-    record = brief_record()
-    files = write_report(record, make_run(tmp_path / "run", record))
-    again = write_report(copy.deepcopy(record), tmp_path / "run", tmp_path)
+def test_same_record_gives_the_same_bytes(run: Any, tmp_path: Path) -> None:
+    record, folder, files = run
+    again = write_report(copy.deepcopy(record), folder, tmp_path)
     assert {"report.md", "report.html", "table.csv", "timeline.svg"} <= {f.name for f in files}
     assert [file.name for file in again] == [file.name for file in files]
     for one, other in zip(files, again, strict=True):

@@ -133,30 +133,6 @@ def first_step(track, mixer):
         track.advance(track.predict(mixer))
 
 
-def track_at_start(replay, track):
-    track.restart()
-    return track
-
-
-def test_scores_of_1_are_the_teacher_and_only_the_penalty_is_left(replay, mixer):
-    track = replay.begin([3, 8], seed=11)
-    first_step(track, mixer)
-    weights = torch.ones(len(SITES), requires_grad=True)
-    with mixer.mixing(weights):
-        student = track.predict(mixer)
-    teacher = track.predict()
-    assert torch.equal(student, teacher)
-    mse = (teacher - student).square().mean()
-    assert float(mse.detach()) == 0
-    (gradient,) = torch.autograd.grad(mse, weights)
-    assert torch.equal(gradient, torch.zeros(len(SITES)))
-    first_step(track_at_start(replay, track), mixer)
-    high = torch.full((len(SITES),), 40.0)  # whose sigmoid is 1
-    loss, _, parts = step_loss(track, mixer, high, weight=3.0, beta=0.25)
-    assert float(loss) == 0.25 * len(SITES)
-    assert parts == {"loss": 0.25 * 8, "error": 0.0, "penalty": 0.25 * 8, "mse": 0.0}
-
-
 def test_the_loss_and_its_gradient_agree_with_differences(pipe, replay, mixer, logits):
     track, loop = replay.begin([3, 8], seed=2), Loop(pipe, [3, 8], 2)
     first_step(track, mixer)
@@ -184,16 +160,6 @@ def test_the_loss_and_its_gradient_agree_with_differences(pipe, replay, mixer, l
         shift[site] = 0.02
         slope = (independent(logits[1] + shift)[0] - independent(logits[1] - shift)[0]) / 0.04
         assert float(gradient[site]) == pytest.approx(slope, rel=0.05, abs=2e-4)
-
-
-def test_the_teacher_neither_reads_nor_keeps(replay, mixer):
-    track = replay.begin([3, 8], seed=2)
-    first_step(track, mixer)
-    kept = {key: [t.clone() for t in held] for key, held in mixer.kept().items()}
-    assert len(kept) == len(SITES)
-    with torch.no_grad():
-        track.predict(mixer)
-    assert all(torch.equal(a, b) for key, held in mixer.kept().items() for a, b in zip(held, kept[key], strict=True))
 
 
 @pytest.mark.parametrize("proxy", ["paper", "official"])

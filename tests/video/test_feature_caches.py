@@ -12,11 +12,10 @@ import diffcache
 from diffcache.catalog import make_method, method_class
 from diffcache.features.interval import Interval
 from diffcache.pipelines.causal_video import CausalVideo, Session
-from diffcache.pipelines.stream_batch import StreamBatch
 from diffcache.registry import rows_of
 from diffcache.video import FewSteps, FlowCache, FullHistory, VideoPolicy, Window
 from tests.methods import ON, STEPS
-from tests.video.toys import CHUNK, held, text, wan
+from tests.video.toys import held, text, wan
 
 SAMPLER = FewSteps(tuple(range(1000, 0, -1000 // STEPS)))
 SMALL: dict[str, Any] = {"size": (4, 4), "seed": 1}
@@ -33,7 +32,7 @@ def marks(calls: Any) -> str:
     return "".join("w" if call.writes else "C" if call.computed else "s" for call in calls)
 
 
-@pytest.mark.parametrize("name", [*ON, "temporal-table", "guided", "flow-cache"])
+@pytest.mark.parametrize("name", [*[*ON][::2], "temporal-table", "guided", "flow-cache"])
 def test_what_is_held_after_a_chunk_is_a_clean_pass_of_it(name: str) -> None:
     """An independent transformer that is given the finished frames holds the same, to the bit."""
     method = make_method(name, **ON.get(name, {})) if name in rows_of("method") else Interval(every=3)
@@ -93,16 +92,3 @@ def test_runs_of_two_streams_are_apart_whichever_way_they_take_turns() -> None:
             session = opened(video)
             assert torch.equal(torch.cat([session.next() for _ in range(3)], 2), alone[0])
             assert stream.chunk == 2
-
-
-def test_a_stream_batch_skips_nothing_since_all_of_it_is_committed() -> None:
-    model, films = wan(layers=2), []
-    with CausalVideo(model, sampler=FewSteps((1000, 500))) as video:
-        for wrapped in (False, True):
-            stream = StreamBatch(video, text(), policy=Window(3, 3), **SMALL)
-            if wrapped:
-                diffcache.wrap(model, Interval(every=3))
-            films.append(torch.cat([x for x in (stream.next() for _ in range(4)) if x is not None]))
-        diffcache.unwrap(model)
-    assert films[0].shape[0] == 3 and films[0].shape[2] == CHUNK
-    assert torch.equal(*films)

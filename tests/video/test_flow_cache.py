@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from diffcache.kv.attend import Query
 from diffcache.kv.rotary_nd import RotaryND
@@ -61,20 +60,6 @@ def test_every_head_keeps_the_highest_joint_score(select: Any) -> None:
                 wanted = score.topk(16).indices.sort().values
             assert found[row, head].tolist() == wanted.tolist()
     assert not torch.equal(found[0, 0], found[0, 1])
-
-
-def test_limits_are_redundancy_and_importance_alone() -> None:
-    k, q = drawn(6, 1), drawn(6, 2)
-    k[:, :, :12] = functional.normalize(torch.ones_like(k[:, :, :12]), dim=-1)  # three like frames
-    k[:, :, :12, 4:] = drawn(3, 3)[..., 4:] * 0.01
-    alike = kept(FlowCache(window=3, mix=0.0), k, q, chunk=6)
-    assert (alike >= 12).float().mean() > 0.9  # nearly all of the unlike ones
-    planted = k.clone()
-    turn = replace(RotaryND.sections((4, 4, 4)), grid=(2, 2))
-    asked = turn.rotate(q, torch.arange(24)[None, None])[:, :, -TOKENS:].sum(2, keepdim=True)
-    planted[:, :, 5:6] = turn.unrotate(5 * asked, torch.tensor([[[5]]]))
-    held = kept(FlowCache(window=3, mix=1.0, kernel=1), planted, q, chunk=6)
-    assert (held == 5).any(-1).all()
 
 
 def test_a_rollout_is_the_masked_recompute_of_the_tokens_it_kept(video: CausalVideo) -> None:

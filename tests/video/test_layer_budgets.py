@@ -38,21 +38,3 @@ def test_the_layer_that_looks_far_back_holds_what_the_others_save_for_good() -> 
         pos = layer.meta()["pos"][0, 0]
         assert set(range(UNIT)) <= set(pos.tolist())  # the first frame stays, and the latest chunk
         assert set(range(33 * UNIT, 36 * UNIT)) <= set(pos.tolist())
-
-
-def test_what_is_attended_to_stays() -> None:
-    rotary = RotaryND(torch.zeros(3, dtype=torch.float64), axes=(0, 1, 2), grid=(4, 4))
-    store = KVStore(1, LayerBudgets(4, recent=1, reduction=0, sinks=0).recipe(UNIT), rotary=[rotary])
-    layer, count = store.layers[0], CHUNK * UNIT
-    for chunk in range(3):
-        store.begin(count)
-        k = torch.randn(1, 1, count, 6, generator=torch.Generator().manual_seed(chunk))
-        k[..., 0] = 0
-        if chunk == 0:
-            k[:, :, 5, 0] = 9.0  # one token of the second frame
-        layer.write(k, k)
-        q = torch.zeros_like(k)
-        q[..., 0] = 9.0
-        store.attend(0, Query(q, layer.seen - count, 1.0, causal=False))
-    held = layer.meta()["pos"][0, 0].tolist()
-    assert 5 in held and len(held) == (4 + CHUNK) * UNIT

@@ -1,6 +1,5 @@
 """Policies of causal video: limits at which one is another, and the contract of all."""
 
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from diffcache.kv.rotary_nd import RotaryND
 from diffcache.kv.segment import Coded
 from diffcache.kv.store import KVStore
-from diffcache.pipelines.causal_video import CausalVideo, Session
+from diffcache.pipelines.causal_video import CausalVideo
 from diffcache.registry import rows_of
 from diffcache.video import (
     DeepForcing,
@@ -34,7 +33,6 @@ from diffcache.video import (
 from diffcache.video.ema_sink import Fuses
 from tests.video.cases import APART, POLICIES
 from tests.video.toys import (
-    CHANNELS,
     CHUNK,
     HEAD,
     SIZE,
@@ -43,8 +41,6 @@ from tests.video.toys import (
     check_calls,
     cut_off,
     disturb,
-    held,
-    noted,
     rollout,
     text,
     turned,
@@ -185,21 +181,6 @@ def test_a_frame_that_goes_says_nothing_more(video: CausalVideo, name: str) -> N
 FAR = 1000 * UNIT
 
 
-def latents(frames: int, batch: int = 1, seed: int = 5) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(batch, CHANNELS, frames, *SIZE, generator=generator)
-
-
-@torch.no_grad()
-def asked(session: Session, x: Tensor) -> Tensor:
-    """Return what the transformer predicts for all rows of a chunk; nothing stays."""
-    chunk = session.chunk(x.shape[2])
-    with noted(session.video.transformer) as calls, suppress(KeyboardInterrupt), chunk:
-        session._velocity(x, 700.0)
-        raise KeyboardInterrupt
-    return calls[0][2]
-
-
 def test_keys_held_before_rotation_lose_nothing() -> None:
     rotary = RotaryND.sections((8, 8, 8))
     rotary = RotaryND(rotary.inv_freq, axes=rotary.axes, interleaved=True, grid=(4, 4))
@@ -220,41 +201,6 @@ def test_keys_held_before_rotation_lose_nothing() -> None:
     torch.testing.assert_close(met, wanted, atol=0.04, rtol=0)  # one rounding
     drift = [(each.float() - wanted.float()).norm() / wanted.float().norm() for each in (met, in_place)]
     assert drift[0] < 0.005 and drift[1] > 0.01
-
-
-def test_denoising_leaves_what_was_committed_alone(video: CausalVideo) -> None:
-    stores = []
-    for times in ((900.0, 600.0, 300.0), (300.0, 900.0), ()):
-        session, _, _ = rollout(video, 3, policy=Window(3, 3))
-        with session.chunk(CHUNK), torch.no_grad():
-            before = held(session)
-            for seed, time in enumerate(times):
-                session._velocity(latents(CHUNK, seed=seed), time)
-                for one, other in zip(before, held(session), strict=True):
-                    assert torch.equal(other[:, :, : one.shape[2]], one)
-            session._commit(latents(CHUNK))
-        stores.append(held(session))
-    for other in stores[1:]:
-        assert all(map(torch.equal, stores[0], other))
-
-
-def test_rows_of_branches_and_of_a_batch_are_apart(video: CausalVideo) -> None:
-    film, x = latents(2 * CHUNK), latents(CHUNK, seed=6)
-    rows = []
-    for prompt, negative in ((text(), text(seed=9)), (text(seed=9), text())):
-        session = video.session(prompt, size=SIZE, negative=negative, guidance=2.0)
-        session.take(film)
-        rows.append(asked(session, x))
-    torch.testing.assert_close(rows[0].flip(0), rows[1], atol=1e-6, rtol=0)
-    assert (rows[0][0] - rows[0][1]).abs().max() > 1e-3
-
-    prompt, film, x = text(2), latents(2 * CHUNK, 2), latents(CHUNK, 2, 6)
-    outs = []
-    for row in (slice(0, 2), slice(0, 1), slice(1, 2)):
-        session = video.session(prompt[row], size=SIZE, policy=Window(3, 3))
-        session.take(film[row])
-        outs.append(asked(session, x[row]))
-    torch.testing.assert_close(outs[0], torch.cat(outs[1:]), atol=1e-5, rtol=1e-5)
 
 
 class Work(TorchDispatchMode):

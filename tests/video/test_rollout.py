@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,20 +21,7 @@ from diffcache.pipelines.saved_stream import CACHE, STREAM
 from diffcache.pipelines.stream_batch import StreamBatch
 from diffcache.video import FewSteps, Flush, FullHistory, Recache, Switch, VideoPolicy, Window
 from tests.video.cases import POLICIES
-from tests.video.toys import (
-    CHANNELS,
-    CHUNK,
-    ONE,
-    SIZE,
-    UNIT,
-    Read,
-    by_frames,
-    check_calls,
-    recomputed,
-    rollout,
-    text,
-    wan,
-)
+from tests.video.toys import CHANNELS, CHUNK, ONE, SIZE, UNIT, by_frames, check_calls, rollout, text, wan
 
 CASES: dict[str, tuple[VideoPolicy, int | None, int]] = {  # policy, window, sinks
     "full": (FullHistory(), None, 0),
@@ -158,80 +144,12 @@ def test_bad_frames_are_refused_and_a_policy_stays(video: CausalVideo) -> None:
     assert session.frames == session.store.seen == 0
 
 
-@torch.no_grad()
-def film_by_hand(
-    model: Any, prompt: Tensor, levels: Sequence[float], read: Sequence[Read], seed: int, made: Sequence[Tensor] = ()
-) -> list[Tensor]:
-    """Return chunks that follow others, each step one masked pass, as few-step models are sampled.
-
-    Args:
-        model: Transformer.
-        prompt: Text embeddings.
-        levels: Noise levels of a chunk.
-        read: Tokens that each chunk reads, with those of the chunks before.
-        seed: Seed of the noise.
-        made: Chunks before.
-    """
-    film, generator = list(made), torch.Generator().manual_seed(seed)
-    for number in range(len(made), len(read)):
-        clean = torch.zeros(())  # the first level is noise alone
-        for level in levels:
-            noise = torch.randn(1, CHANNELS, CHUNK, *SIZE, generator=generator)
-            x = (1 - level) * clean + level * noise
-            each = [read[: number + 1]] * len(model.blocks)
-            clean = x - level * recomputed(model, film, x, 1000 * level, prompt, each)
-        film.append(clean)
-    return film[len(made) :]
-
-
-def test_causvid_films_on_from_its_last_frames() -> None:
-    """Steps of 1000, 757 and 522, all frames read; a longer film is another that begins with 3."""
-    model, prompt, levels = wan(), text(), (1.0, 0.757, 0.522)
-    whole = [list(range(CHUNK * chunk)) for chunk in range(3)]
-    read = by_frames(whole, [numbers(chunk, kept, False) for chunk, kept in enumerate(whole)])
-    first = film_by_hand(model, prompt, levels, read, seed=4)
-    second = film_by_hand(model, prompt, levels, read, seed=5, made=first[-1:])
-    sampler = FewSteps((1000, 757, 522), shift=1.0)
-    with CausalVideo(model, chunk=CHUNK, sampler=sampler) as video:
-        session, made, _ = rollout(video, 3, prompt=prompt, policy=FullHistory(), seed=4)
-        assert session.latents is not None
-        later = video.session(prompt, size=SIZE, policy=FullHistory(), seed=5)
-        later.take(session.latents[:, :, -CHUNK:])
-        made += [later.next(), later.next()]
-    torch.testing.assert_close(made, [*first, *second], atol=1e-4, rtol=1e-4)
-
-
-def test_longlive_changes_the_prompt_by_a_recache() -> None:
-    """Window of 12 frames, 3 of them sinks; the last 12 are made anew in one pass, all seeing all."""
-    model, old, new = wan(), text(seed=2), text(seed=3)
-    levels = FewSteps().levels
-    kept = [held_before(chunk, 6, 3) for chunk in range(5)]
-    before = film_by_hand(
-        model, old, levels, by_frames(kept, [numbers(chunk, frames, False) for chunk, frames in enumerate(kept)]), 4
-    )
-    own = [range(CHUNK * chunk, CHUNK * (chunk + 1)) for chunk in range(4)]
-    anew = [[frame for frame in range(12) if frame not in chunk] for chunk in own]
-    anew += [held_before(chunk, 6, 3) for chunk in (4, 5)]
-    named = [dict(zip(range(18), range(3, 21), strict=True))] * 6  # the first three frames are gone
-    with CausalVideo(model, chunk=CHUNK) as video:
-        session, made, _ = rollout(video, 5, prompt=old, policy=Window(6, 3, "absolute"), seed=4)
-        torch.testing.assert_close(made, before, atol=1e-4, rtol=1e-4)
-        session.switch(new, Recache(12, "bidirectional"))
-        session.generator.manual_seed(5)
-        later = [session.next(), session.next()]
-    wanted = film_by_hand(model, new, levels, by_frames(anew, named), 5, made=made[1:])
-    torch.testing.assert_close(later, wanted, atol=1e-4, rtol=1e-4)
-    as_made = [held_before(chunk, 6, 3) for chunk in range(6)]
-    other = film_by_hand(model, new, levels, by_frames(as_made, named), 5, made=made[1:])
-    assert (later[0] - other[0]).abs().max() > 1e-3  # chunk by chunk is something else
-
-
 @dataclass(frozen=True)
 class Other(Switch):
     """A switch that a user wrote."""
 
 
-@pytest.mark.parametrize("policy", [FullHistory(), Window(3, 1, "absolute"), *POLICIES.values()])
+@pytest.mark.parametrize("policy", [FullHistory(), Window(3, 1, "absolute"), *[*POLICIES.values()][::2]])
 def test_a_restored_stream_goes_on_as_it_would_have(policy: Any, tmp_path: Path) -> None:
     with CausalVideo(wan(layers=2), sampler=FewSteps((1000, 500))) as video:
         settings: dict[str, Any] = {"size": SIZE, "policy": policy, "seed": 7}
