@@ -1,6 +1,7 @@
 """Looks inside methods and wrapped denoisers: schedules, calls, and what a cache would leave behind."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,6 +25,17 @@ def marks(target: Any, branch: int | str | None = None) -> str:
     """Return a letter for every call of the last run, or of a branch: C computed, s skipped."""
     calls = handle_of(target).last.calls
     return "".join("sC"[c.computed] for c in calls if branch is None or c.branch == branch)
+
+
+@contextmanager
+def noting(module: nn.Module) -> Iterator[list[dict[str, Any]]]:
+    """Yield a list that gets the keyword arguments of every call of a module meanwhile."""
+    seen: list[dict[str, Any]] = []
+    hook = module.register_forward_pre_hook(lambda _, args, given: seen.append(given), with_kwargs=True)
+    try:
+        yield seen
+    finally:
+        hook.remove()
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:

@@ -22,10 +22,10 @@ from diffcache.eval.runs.task import Case, Task
 from diffcache.eval.workshop.bench import __main__ as bench
 from diffcache.eval.workshop.bench import capacity, decode, full_size, kernels, overhead
 from diffcache.eval.workshop.bench.models import Shape
-from diffcache.eval.workshop.bench.runner import Bench, cell, tables, thirds
+from diffcache.eval.workshop.bench.runner import Bench, tables, thirds
 from diffcache.eval.workshop.bench.telling import FACTORS, STEPS, computed, magcache
 from diffcache.eval.workshop.parts import Parts, digest_of
-from diffcache.eval.workshop.shipped.telling_page import FEWER, FORECAST, RECORD, REUSE, page
+from diffcache.eval.workshop.shipped.telling_page import RECORD, page
 from diffcache.files import read_json
 
 SETTING = record.Setting(torch.device("cpu"))
@@ -93,17 +93,6 @@ def test_capacity(tmp_path: Path):
     assert (told["time_ratio"], told["bytes_ratio"]) == (1.5, 1.25)
 
 
-def test_cells_are_short():
-    quartiles, interval = ({"median": 1.5, "q1": 1.0, "q3": 2.0, "n": 3}, dict(value=9, low=1, high=3))
-    assert cell(quartiles) == "1.5 [1, 2]" and cell(interval) == "9 [1, 3]"
-    assert cell([1, 2.0, None]) == "1, 2, " and cell({"a": 12345}) == "a 12,345"
-    assert cell(True) == "True" and len(cell("long " * 20)) == 44
-
-
-def test_stats():
-    assert record.stats([3, 1, 2, 4, 5], 10) == {"median": 30, "q1": 20, "q3": 40, "p10": pytest.approx(14), "n": 5}
-
-
 def test_command_line(tmp_path: Path, capsys, monkeypatch):
     little = Bench(overhead.measure, "", quick={"rounds": 2, "shape": TINY})
     monkeypatch.setitem(bench.BENCHMARKS, "overhead", little)
@@ -154,13 +143,6 @@ def test_parts_are_kept_until_the_end(tmp_path: Path) -> None:
     assert again.take("one", interrupted) == [1.5, None]
     assert again.take("two", lambda: {"a": 1}) == {"a": 1}
     assert set(again.end()) == {"one", "two"} and not file.exists()
-
-
-def test_parts_of_other_settings_are_made_again(tmp_path: Path) -> None:
-    file = tmp_path / "a.unfinished"
-    Parts(file, {"samples": 2}).take("one", lambda: 1)
-    assert Parts(file, {"samples": 3}).take("one", lambda: 2) == 2
-    assert Parts(None, {}).take("one", lambda: 3) == 3
 
 
 def interrupted() -> None:
@@ -229,12 +211,6 @@ def test_the_record_of_a_run(tmp_path, monkeypatch):
     assert "note: " in done.output
 
 
-def test_json_alone_on_standard_output():
-    done = call("sticker-flux", "--steps", "1", "--rounds", "1", "--json", "-", "--quiet")
-    (row,) = json.loads(done.stdout)["rows"]
-    assert (row["name"], row["steps"]) == ("uncached", 1)
-
-
 def test_the_pipeline_is_free_again_when_a_turn_fails(tmp_path):
     run, turns = turns_of(tmp_path, "step-mask")
     model = run.drawer.pipe.transformer
@@ -287,22 +263,6 @@ def row(method: str, factor: int, right: float, decibels: float) -> dict[str, An
     return dict(
         method=method, factor=factor, steps=STEPS // factor, psnr_db=close, whole_right={"value": right, **ends}
     )
-
-
-def test_the_page_says_which_pairs_stand_against_the_published_order():
-    rows = [row("uncached", 1, 0.7, 60.0)]
-    rows += [row(FORECAST, 4, 0.6, 24.0), row(REUSE, 4, 0.4, 20.0), row(FEWER, 4, 0.5, 22.0)]
-    for one, change in zip(rows[1:], (-0.1, -0.3, -0.2), strict=True):
-        one["whole_right_change"] = {"value": change, "low": change - 0.15, "high": change + 0.15}
-    rows += [row(FORECAST, 6, 0.5, 20.0), row(REUSE, 6, 0.2, 15.0), row(FEWER, 6, 0.4, 18.0)]
-    ratios = [1.2 - 0.01 * step for step in range(STEPS - 1)]
-    path = {"ratio": ratios, "cosine": ratios, "change": ratios, "first_to_last": [0.5]}
-    text = page(dict(rows=rows, residuals=path, shapes={"samples": 64}, commit="abc", seconds=9.0, command="again"))
-    assert "beyond the interval, by: reuse at 4 times, fewer steps at 4 times." in text
-    assert "Reversed: reuse and fewer steps at 4 times." in text
-    assert "| reuse | 20.0 (19.0 to 21.0) | 15.0 (14.0 to 16.0) |" in text
-    assert "Uncached, 70% (60% to 80%) are right." in text
-    assert "with FLUX.1-dev over the first ten steps" in text and "cosine of 0.50" in text
 
 
 def test_the_page_is_that_of_its_record():

@@ -8,7 +8,6 @@ Every other record has a stamp that holds (`eval/workshop/records.py`), but for 
 
 import json
 import re
-import shlex
 import subprocess
 import sys
 import threading
@@ -21,7 +20,7 @@ import torch
 import diffcache
 from diffcache.eval import pages, record
 from diffcache.eval.record import FOLDER, ROOT
-from diffcache.eval.workshop import again, draw, figures, reached, records
+from diffcache.eval.workshop import again, draw, reached, records
 from diffcache.features.taylorseer import TaylorSeer
 from diffcache.pipelines.shipped_models import MODELS
 from diffcache.step import Step
@@ -228,35 +227,6 @@ def test_where_the_values_of_a_record_are_known_without_being_kept_they_are_comp
     assert not replace(whole, published={"value": 0.9, "n": 20}).is_whole  # half of them
 
 
-def test_commands_run_in_turn_while_their_time_lasts_and_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    code = "import json, pathlib; p = pathlib.Path({!r}); p.write_text(json.dumps({}))"
-    dates = {"new": "2026-02-02T00:00:00", "old": "2026-01-01T00:00:00", "broken": "2026-03-03"}
-    drawn = {name: {"date": date, "seconds": 0.1, "device": "CPU"} for name, date in dates.items()}
-    for name, one in drawn.items():
-        write = code.format(str(tmp_path / f"{name}.json"), {**one, "command": "diffcache x"})
-        one["command"] = f"python -c {shlex.quote(write if name != 'broken' else 'exit(1)')}"
-    drawn["long"] = {**drawn["new"], "seconds": 1e6}
-    for name, one in drawn.items():
-        (tmp_path / f"{name}.json").write_text(json.dumps(one))
-    files = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in drawn}
-    monkeypatch.setattr(figures, "drawable", lambda: files)
-    monkeypatch.setattr(figures, "file_of", lambda name: tmp_path / f"{name}.json")
-    monkeypatch.setattr(figures, "STATE", tmp_path / "state" / "figures.json")
-    monkeypatch.setattr(figures, "PAGES", ())
-    assert figures.draw_all([], hours=0.1) == ["broken"]
-    told = capfd.readouterr().out
-    assert "[3 of 4] broken" in told and told.endswith("left for another run: long\n")
-    assert json.loads(figures.STATE.read_text()) == {"done": ["new", "old"]}
-    assert json.loads((tmp_path / "old.json").read_text())["cpu_hours"] >= 0
-    files["broken"]["command"], files["long"]["seconds"] = "python -c pass", 0.1
-    assert figures.draw_all([], hours=0.1) == []
-    assert "[1 of 2] broken" in capfd.readouterr().out
-    assert not figures.STATE.exists()
-    assert figures.words_of("diffcache kv --sweep a")[:2] == ["-m", "diffcache"]
-
-
 def test_functions_that_run_are_reached_with_what_they_name() -> None:
     found, before = reached.Reached(), (sys.gettrace(), threading.gettrace())
     sys.settrace(outer := lambda *_: None)
@@ -285,18 +255,6 @@ def test_cells_of_tables_can_be_read(page: Path) -> None:
         cells += re.split(pages.BAR, re.sub(pages.LINK, r"\1", line)) if line[:1] == "|" else []
     cells = [cell.strip() for cell in cells]
     assert not [cell for cell in cells if len(cell.replace("\\|", "|")) > pages.LONGEST]
-
-
-def test_long_cells_are_cut_and_said_below_a_table_and_lists_say_all() -> None:
-    long = f"[`{'a|b ' * 30}`](c.md)"
-    head, line, row, _, _, note = pages.table(("x", "y"), [["1", long], ["2", long]])
-    assert (head, line, note) == ("| x | y |", "|---|---|", f"- (1) {long}")
-    cells = [cell.strip() for cell in re.split(pages.BAR, row)]
-    assert len(cells) == 4 and 70 < len(cells[2].replace("\\|", "|")) <= 80
-    assert cells[2].startswith("`a\\|b a") and cells[2].endswith("`... (1)")
-    rows = [["`a`", "1", "a meaning that has more to say than forty signs"], ["`b`", "", ""]]
-    said = pages.entries(("setting", "default", "meaning"), rows)
-    assert said == [f"- `a` (default 1): {rows[0][2]}", "- `b`"]
 
 
 def test_a_commit_is_marked_where_the_code_is_changed_and_only_there(

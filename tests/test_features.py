@@ -6,20 +6,7 @@ import pytest
 import torch
 
 import diffcache
-from diffcache import (
-    Combine,
-    ConfidenceGatedTaylor,
-    Every,
-    FirstBlock,
-    Gate,
-    Listed,
-    Newton,
-    Reuse,
-    Site,
-    Step,
-    Taylor,
-    TaylorSeer,
-)
+from diffcache import ConfidenceGatedTaylor, Every, FirstBlock, Gate, Listed, Newton, Reuse, Step, Taylor, TaylorSeer
 from diffcache.catalog import make_method, method_class
 from diffcache.features.parts.when import relative_l1
 from diffcache.registry import rows_of
@@ -172,13 +159,3 @@ def test_repr_is_python(name):
     assert eval(repr(method), {n: getattr(diffcache, n) for n in dir(diffcache)}) == method
     assert method_class(name).name == name
     assert method.bibtex.startswith("@")
-
-
-def test_repr_of_a_combination_is_python():
-    method = Combine(Gate(0.1, forecast=Taylor(1)), Newton(2), site="run", lead=1, blocks="blocks.1-2")
-    assert eval(repr(method), vars(diffcache)) == method
-
-
-def test_the_catalogue_names_every_method():
-    assert set(diffcache.methods()) == set(rows_of("method"))
-    assert Site.of("stack") is Site.STACK

@@ -5,7 +5,6 @@ import json
 import struct
 import zlib
 from pathlib import Path
-from typing import Any
 
 import cv2
 import numpy as np
@@ -90,10 +89,9 @@ def test_films_are_files_and_folders_of_frames(tmp_path: Path) -> None:
     assert not folders.holds_films(tmp_path / "a")
 
 
-@pytest.mark.parametrize("write", [np.savez, np.savez_compressed])
-def test_npz_of_numpy_is_read(write: Any, tmp_path: Path) -> None:
+def test_npz_of_numpy_is_read(tmp_path: Path) -> None:
     made = torch.stack([noise(seed=s) for s in range(5)])
-    write(tmp_path / "a.npz", made.permute(0, 2, 3, 1).contiguous().numpy())
+    np.savez_compressed(tmp_path / "a.npz", made.permute(0, 2, 3, 1).contiguous().numpy())
     found = folders.open_pictures(tmp_path / "a.npz")
     assert found.names == ("0", "1", "2", "3", "4") and folders.common_size(found) == (12, 16)
     assert torch.stack(list(found.pictures())).equal(made)
@@ -194,21 +192,14 @@ def test_of_sixteen_bits_the_upper_eight_are_kept(shape: tuple[int, ...], tmp_pa
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("ending", ["png", "jpg", "webp", "bmp", "tif"])
-def test_a_cut_off_picture_is_an_error(ending: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", ["png", "jpg", "webp", "bmp", "tif", "flipped.png"])
+def test_a_damaged_picture_is_an_error(ending: str, tmp_path: Path) -> None:
     file = save(tmp_path / f"cut.{ending}", noise(64, 64))
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    whole, middle = file.read_bytes(), file.stat().st_size // 2
+    flipped = whole[:middle] + bytes([whole[middle] ^ 0xFF]) + whole[middle + 1 :]
+    file.write_bytes(flipped if "flipped" in ending else whole[:middle])
     with pytest.raises(ValueError, match=rf"cut\.{ending} is damaged or no picture"):
         pictures.read_picture(file)
-
-
-def test_other_damage_is_an_error(tmp_path: Path) -> None:
-    flipped = save(tmp_path / "flipped.png", noise(64, 64))
-    data = bytearray(flipped.read_bytes())
-    data[len(data) // 2] ^= 0xFF
-    flipped.write_bytes(bytes(data))
-    with pytest.raises(ValueError, match=r"flipped\.png is damaged"):
-        pictures.read_picture(flipped)
 
 
 def test_a_film_is_no_picture(tmp_path: Path) -> None:
@@ -287,11 +278,6 @@ def test_coco_captions_are_one_a_picture_drawn_at_random(tmp_path: Path) -> None
     assert load_prompts(turned).texts == found.texts
 
 
-def test_a_list_begins_again_where_it_ends() -> None:
-    found = Prompts("x", ["a", "b", "c"], "")
-    assert [found[i] for i in range(7)] == list("abcabca")
-
-
 @pytest.mark.parametrize(
     ("name", "count"), [("stickers", 256), ("sticker-films", 7), ("pictures", 100), ("films", 50)]
 )
@@ -356,36 +342,24 @@ def by_opencv(path: Path) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("ending", [".mp4", ".mkv"])
-@pytest.mark.parametrize(("height", "width"), [(48, 64), (65, 97), (2, 2)])
-@pytest.mark.parametrize("count", [1, 7])
+@pytest.mark.parametrize(("height", "width", "count"), [(48, 64, 7), (65, 97, 7), (2, 2, 1)])
 def test_a_film_comes_back_byte_for_byte(tmp_path: Path, ending: str, height: int, width: int, count: int) -> None:
     frames = clips_noise(count, height, width)
     path = write_clip(tmp_path / f"a film: 100%d-0{ending}", frames, fps=8)
     assert torch.equal(read_clip(path), frames)
     assert torch.equal(by_opencv(path), frames)
-    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    assert path.read_bytes() == write_clip(tmp_path / f"b{ending}", frames, fps=8).read_bytes()
+    with pytest.raises(ValueError, match="cannot write 1 x 20000"):
+        write_clip(tmp_path / f"c{ending}", clips_noise(1, 1, 20000), 8)
+    assert {file.name for file in tmp_path.iterdir()} == {path.name, f"b{ending}"}
 
 
-@pytest.mark.parametrize("ending", [".mp4", ".mkv"])
-@pytest.mark.parametrize("fps", [8, 7.5, 24000 / 1001, 120.0, 0.5])
+@pytest.mark.parametrize(("ending", "fps"), [(".mp4", 24000 / 1001), (".mkv", 7.5), (".mp4", 0.5), (".mkv", 120.0)])
 def test_the_frame_rate_is_kept(tmp_path: Path, ending: str, fps: float) -> None:
     path = write_clip(tmp_path / f"a{ending}", clips_noise(5), fps)
     assert read_fps(path) == pytest.approx(fps, rel=1e-3)
     assert read_clip(path).shape[0] == 5
     assert cv2.VideoCapture(str(path)).get(cv2.CAP_PROP_FPS) == pytest.approx(fps, rel=1e-3)
-
-
-@pytest.mark.parametrize("ending", [".mp4", ".mkv"])
-def test_equal_films_give_equal_files(tmp_path: Path, ending: str) -> None:
-    files = [write_clip(tmp_path / f"{name}{ending}", clips_noise(), 8) for name in "ab"]
-    assert files[0].read_bytes() == files[1].read_bytes()
-
-
-def test_a_film_is_replaced_and_a_film_on_another_device_layout_is_kept(tmp_path: Path) -> None:
-    path = write_clip(tmp_path / "a.mp4", clips_noise(seed=1), 8)
-    frames = clips_noise(seed=2).permute(0, 1, 3, 2)
-    write_clip(path, frames, 8)
-    assert torch.equal(read_clip(path), frames)
 
 
 @pytest.mark.parametrize(("height", "width"), [(64, 64), (33, 65)])
@@ -408,24 +382,6 @@ def test_a_preview_is_what_browsers_play(tmp_path: Path, height: int, width: int
     assert (back.double() - smooth.double()).abs().mean() < 3
 
 
-def test_pictures_in_a_folder_are_read_in_natural_order(tmp_path: Path) -> None:
-    frames = clips_noise(11)
-    for index, frame in enumerate(frames):
-        Image.fromarray(frame.permute(1, 2, 0).numpy()).save(tmp_path / f"frame_{index}.png")
-    (tmp_path / "notes.txt").write_text("not a frame")
-    assert torch.equal(read_clip(tmp_path), frames)
-    assert read_fps(tmp_path) is None
-
-
-def test_frames_are_read_as_pictures_are(tmp_path: Path) -> None:
-    grey = clips_noise(1)[0, 0].numpy()
-    Image.fromarray(grey).convert("RGB").save(tmp_path / "0.tif")
-    Image.fromarray((grey.astype(np.uint16) << 8) + 255).save(tmp_path / "1.png")
-    (tmp_path / ".hidden.png").write_text("not a frame")
-    film = read_clip(tmp_path)
-    assert film.shape == (2, 3, *grey.shape) and (film.numpy() == grey).all()
-
-
 def test_a_gif_is_read(tmp_path: Path) -> None:
     colors = [(255, 0, 0), (0, 255, 0), (0, 0, 255)]
     pictures = [Image.new("RGB", (9, 5), color) for color in colors]
@@ -438,7 +394,7 @@ def test_a_gif_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ending", [".mp4", ".mkv"])
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.97])
+@pytest.mark.parametrize("share", [0.1, 0.97])
 def test_a_film_cut_off_anywhere_is_an_error(tmp_path: Path, ending: str, share: float) -> None:
     path = write_clip(tmp_path / f"a{ending}", clips_noise(12), 8)
     data = path.read_bytes()
@@ -461,24 +417,3 @@ def test_frames_of_different_sizes_are_an_error(tmp_path: Path) -> None:
         Image.fromarray(np.zeros((side, 4, 3), dtype=np.uint8)).save(tmp_path / f"{side}.png")
     with pytest.raises(ValueError, match=r"differ.*\(4, 4\), \(5, 4\)"):
         read_clip(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "frames", "fps", "message"),
-    [
-        ("a.avi", clips_noise(2), 8, "a.avi: a film is written as .mp4 or .mkv"),
-        ("a.mp4", clips_noise(2).float(), 8, "uint8"),
-        ("a.mp4", clips_noise(2)[:, :1], 8, r"not torch.uint8 \[2, 1, 48, 64\]"),
-        ("a.mp4", clips_noise(2)[0], 8, r"\[3, 48, 64\]"),
-        ("a.mp4", clips_noise(2)[:0], 8, "no frame to write"),
-        ("a.mp4", clips_noise(2), 0, "fps must be .* not 0"),
-        ("a.mp4", clips_noise(2), float("nan"), "not nan"),
-        ("a.mp4", clips_noise(1, 1, 20000), 8, "cannot write 1 x 20000"),
-    ],
-)
-def test_what_cannot_be_written_is_an_error_and_leaves_nothing(
-    tmp_path: Path, name: str, frames: torch.Tensor, fps: float, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        write_clip(tmp_path / name, frames, fps)
-    assert not list(tmp_path.iterdir())

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 import diffcache
 from diffcache import FirstBlock, TaylorSeer
 from diffcache.cli import app
-from diffcache.eval import live
 from diffcache.eval.live import Evaluation
 from diffcache.eval.runs.folder import RunError
 from diffcache.eval.runs.task import weights_sha256
@@ -118,12 +117,6 @@ def test_a_pipeline_is_timed_as_it_stands(pipe: Any) -> None:
     found = diffcache.latency(pipe, ["interval:every=3"], PROMPTS[:2], rounds=1, **SMALL)
     assert [row["evaluations"] for row in found.record["rows"]] == [6, pytest.approx(2, abs=0.1)]
     assert "interval:every=3" in str(found) and found.folder is None
-
-
-def test_packages_that_are_missing_are_named(pipe: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(live, "NEEDED", ("no_such_package",))
-    with pytest.raises(diffcache.DiffcacheError, match=r"pip install 'diffcache\[eval\]'"):
-        diffcache.evaluate(pipe, ["interval"], PROMPTS)
 
 
 def test_weights_that_cannot_be_read_are_never_the_same() -> None:

@@ -22,7 +22,6 @@ from diffcache.eval.runs.task import Task
 from diffcache.pipelines.demo import saved
 from diffcache.pipelines.demo.saved import locate
 from diffcache.pipelines.load import Loading, identity_of, load
-from diffcache.pipelines.shipped_models import MODELS
 
 pytestmark = pytest.mark.usefixtures("no_report")
 TASK = Task(model="sticker-flux", samples=2, batch_size=2, steps=2)
@@ -136,10 +135,6 @@ def test_auto_on_an_accelerator_follows_the_weights(kept, dtype, tmp_path):
     assert saved.dtype_of("float32", tmp_path, torch.device("cuda")) == "float32"
 
 
-def test_auto_without_safetensors(tmp_path):
-    assert saved.dtype_of("auto", tmp_path, torch.device("cuda")) == "bfloat16"
-
-
 def test_a_model_id_is_found_in_the_hub_cache(monkeypatch):
     asked = []
 
@@ -153,9 +148,3 @@ def test_a_model_id_is_found_in_the_hub_cache(monkeypatch):
     done = call("inspect", "owner/name")
     assert "transformer: FluxTransformer2DModel" in done.output
     assert asked == ["owner/name"] * 3
-
-
-@pytest.mark.parametrize("name", ["sticker-flux", "sticker-dit"])
-def test_every_command_knows_the_shipped_names(name):
-    assert saved.locate(name) == MODELS / name
-    assert call("inspect", name).exit_code == 0

@@ -169,14 +169,6 @@ def test_a_loop_that_uses_inner_outputs_is_refused_as_a_stack(loop: Callable[...
         call()
 
 
-def test_no_block_left_to_skip_is_an_error():
-    model = Model(plain, 1)
-    diffcache.wrap(model, Combine(Every(3), lead=3, tail=2))
-    message = "no block left to skip: 5 blocks ran, lead=3, tail=2"
-    with torch.no_grad(), pytest.raises(AttachError, match=message):
-        model(torch.randn(1, 2, WIDTH), torch.tensor(1.0))
-
-
 def test_a_block_that_is_left_out_later_is_an_error():
     """The number of blocks follows a value that no argument's look shows."""
 

@@ -14,7 +14,7 @@ from diffcache.eval.metrics.catalog import METRICS
 from diffcache.eval.metrics.distances import density_coverage, inception_score, kid, precision_recall, squared_mmd
 from diffcache.eval.metrics.frechet import Moments, at_infinity, frechet, moments
 from diffcache.eval.metrics.intervals import _BOUNDS, _SHARES, is_wilson, metric_interval, share_change, share_interval
-from diffcache.eval.metrics.pixels import both_ssim, ms_ssim, ms_ssim_variant, pooled_psnr, psnr, ssim, temporal_error
+from diffcache.eval.metrics.pixels import both_ssim, ms_ssim, pooled_psnr, psnr, ssim, temporal_error
 from tests.picture_files import normal
 
 
@@ -206,28 +206,12 @@ def test_ssim_and_ms_ssim_are_torchmetrics(size: tuple[int, int]) -> None:
     assert torch.equal(both[0], ssim(a, b)) and torch.equal(both[1], ms_ssim(a, b))
 
 
-def test_opposite_pictures_have_ms_ssim_nothing_and_negative_ssim() -> None:
-    a = (normal(2, 3, 64, 64) * 40 + 128).clamp(0, 255).to(torch.uint8)
-    assert ms_ssim(a, 255 - a).tolist() == [0, 0]
-    assert (ssim(a, 255 - a) < 0).all()
-
-
 def test_many_batches_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = pair(48, 48, count=5)
     whole = [psnr(a, b), ssim(a, b), ms_ssim(a, b), temporal_error(a, b)]
     monkeypatch.setattr("diffcache.eval.metrics.pixels.VALUES_AT_ONCE", 2 * a[0].numel())
     parts = [psnr(a, b), ssim(a, b), ms_ssim(a, b), temporal_error(a, b)]
     torch.testing.assert_close(parts, whole, rtol=1e-12, atol=0)
-
-
-def test_ms_ssim_says_its_variant() -> None:
-    assert ms_ssim_variant(176, 400) == "5 scales"
-    assert ms_ssim_variant(64, 400) == "3 of 5 scales, weights rescaled"
-    edges = {175: "4 of", 88: "4 of", 87: "3 of", 44: "3 of", 43: "2 of", 22: "2 of"}
-    assert {side: ms_ssim_variant(400, side)[:4] for side in edges} == edges
-    for side in (22, 44, 88):
-        a, b = pair(side, side)
-        assert ((ms_ssim(a, b) > 0) & (ms_ssim(a, b) < 1)).all()
 
 
 def test_temporal_error_sees_flicker_and_not_a_constant_offset() -> None:
@@ -374,15 +358,6 @@ def test_the_point_value_lies_inside_where_a_percentile_interval_would_miss_it()
     assert torch.tensor(drawn[:-1]).quantile(0.025) > point
     found = frechet_interval(features, REFERENCE, 200)
     assert found.value == pytest.approx(point, rel=1e-12) and found.low < point < found.high
-
-
-def test_the_point_value_lies_inside_however_skewed() -> None:
-    skewed = torch.zeros(1000)
-    skewed[0] = 1e6
-    found = mean_interval(skewed)
-    assert found.low <= found.value <= found.high
-    flat = mean_interval(torch.full((50,), 0.1))
-    assert flat.low <= flat.value <= flat.high and flat.high - flat.low < 1e-12
 
 
 def test_equal_features_do_not_differ_at_all() -> None:

@@ -10,9 +10,6 @@ from torch import nn
 import diffcache
 from diffcache import FirstBlock, Interval, TaylorSeer
 from diffcache.errors import AttachError
-from diffcache.eval.workshop.small import train_reach
-from diffcache.eval.workshop.small.job import Settings
-from diffcache.eval.workshop.small.trainer import train
 from diffcache.features.combine import Combine
 from diffcache.features.parts.when import Every, Table
 from diffcache.pipelines.policy import DiffusionPolicyPipeline, load_policy, rollout, scheduler
@@ -294,37 +291,6 @@ def test_what_is_seen_does_not_depend_on_where_north_is():
     torch.testing.assert_close(moved(here.position[:, None])[:, 0], there.position)
 
 
-def test_gaps_are_distances_to_segments():
-
-    scenes = reach.draw_scenes(50, 0)
-    share = torch.linspace(0, 1, 2001)[:, None, None]
-    points = scenes.start * (1 - share) + scenes.goal * share
-    far = (points[:, :, None] - scenes.centers).norm(dim=3).amin(0) - scenes.radii
-    made = reach.gaps(scenes.start, scenes.goal, scenes.centers, scenes.radii)
-    torch.testing.assert_close(made, far, atol=1e-3, rtol=0)
-    assert (made.amin(1) < -0.05).all()  # the straight way is blocked
-
-
-def test_openings_are_the_nearest_free_directions():
-    """Just outside of them the way past every nearer obstacle is free, just inside it is not."""
-    scenes = reach.draw_scenes(300, 2)
-    found = reach.openings(scenes, scenes.start)
-    goal = (scenes.goal - scenes.start).norm(dim=1)
-    ahead = reach.heading(scenes, scenes.start)
-    far = (scenes.centers - scenes.start[:, None]).norm(dim=2)
-    counts = far - scenes.radii < goal[:, None]
-    wide = scenes.radii + reach.MARGIN
-    free = []
-    for side, nudge in ((0, 2e-4), (1, 2e-4), (0, -2e-4), (1, -2e-4)):
-        angle = ahead + (1 - 2 * side) * (found[:, side] + nudge)
-        end = scenes.start + 3 * torch.stack((angle.cos(), angle.sin()), 1)
-        gaps = reach.gaps(scenes.start, end, scenes.centers, wide)
-        free.append((torch.where(counts, gaps, 1.0) > 0).all(1))
-    assert free[0].all() and free[1].all()
-    assert not free[2].any() and not free[3].any()  # the straight way is blocked in every scene
-    assert reach.openings(scene((0.0, 0.0), (1.0, 0.0)), torch.zeros(1, 2))[0, :2].tolist() == [0, 0]
-
-
 def test_demonstrations_succeed_on_both_sides():
     """The script reaches every goal; where the way is blocked in the middle it goes both ways."""
     scenes = reach.draw_scenes(200, 1)
@@ -344,22 +310,6 @@ def test_demonstrations_succeed_on_both_sides():
     assert (demonstrator.sides.abs() == 1).all()
 
 
-def test_windows_are_what_was_done():
-
-    seen, moves = demonstrations.demonstrate(30, 5)
-    assert seen.shape[1:] == (reach.OBSERVED, reach.OBSERVATION)
-    assert moves.shape[1:] == (reach.HORIZON, 2) and len(seen) == len(moves) > 200
-    assert moves.norm(dim=2).max() < 1.001 and torch.isfinite(seen).all()
-    first = demonstrations.demonstrate(30, 5)
-    assert torch.equal(first[0], seen) and torch.equal(first[1], moves)
-    # the distance to the goal falls by what the move is ahead, while nothing is in the way
-    clear = (moves[:-1, 1, 1].abs() < 1e-3) & (seen[1:, 0, 0] == seen[:-1, 1, 0])
-    fallen = (seen[:-1, 1, 0] - seen[1:, 1, 0])[clear]
-    expected = moves[:-1, 1, 0][clear] * reach.REACH
-    assert clear.sum() > 100
-    assert ((fallen - expected).abs() < 1e-3).float().mean() > 0.85  # the others were pushed
-
-
 def test_a_rollout_does_not_depend_on_its_neighbors():
 
     pipe = reach.build()
@@ -370,20 +320,3 @@ def test_a_rollout_does_not_depend_on_its_neighbors():
     assert rollout(pipe, whole, num_inference_steps=2) >= 1
     rollout(pipe, part, num_inference_steps=2)
     torch.testing.assert_close(whole.position[:2], part.position)
-
-
-def test_training_lowers_the_loss_and_ships_a_pipeline(tmp_path):
-    settings = Settings(steps=30, batch=128, examples=640, rate=1.5e-3, average=0.9, warmup=1)
-    job = train_reach.Reach(settings, tmp_path)
-    job.measure = lambda models: {}  # its rollouts take longer than all the rest
-    run = train(job, "reach", precision="float32")
-    drawn = {"chosen": torch.arange(640)}
-    losses = [
-        float(job.loss(models, drawn, torch.Generator().manual_seed(1)).detach())
-        for models in (job.build(), run.average)
-    ]
-    assert losses[1] < 0.8 * losses[0]
-    job.export(run.average.eval(), tmp_path / "model")
-    loaded = DiffusionPolicyPipeline.from_pretrained(str(tmp_path / "model"))
-    for one, other in zip(loaded.transformer.parameters(), run.average["transformer"].parameters(), strict=True):
-        assert torch.equal(one, other.bfloat16().float())

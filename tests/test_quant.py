@@ -3,7 +3,6 @@
 import copy
 import pickle
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -11,9 +10,8 @@ from torch import Tensor, nn
 
 import diffcache
 from diffcache import Interval, TaylorSeer
-from diffcache.attach.extensions.quantize import QuantizedLayers, WatchedLayers, watch
-from diffcache.errors import AttachError, DiffcacheError
-from diffcache.features.parts.quantize import WatchLayers
+from diffcache.attach.extensions.quantize import QuantizedLayers, WatchedLayers
+from diffcache.errors import DiffcacheError
 from diffcache.kernels.codes import int8_codes
 from diffcache.kernels.linear import float_matmul
 from diffcache.offline.quantize_layers import LayerCalibration
@@ -111,12 +109,6 @@ def test_both_products_are_exact(shape: tuple[int, int, int]) -> None:
     assert torch.equal(float_matmul(a, b), exact)
 
 
-def test_rows_that_are_one_in_memory_multiply_as_others() -> None:
-    a = torch.arange(5, dtype=torch.int8).expand(7, 5)
-    b = torch.randint(-128, 128, (3, 5), dtype=torch.int8)
-    assert torch.equal(int_matmul(a, b), int_matmul(a.contiguous(), b))
-
-
 @pytest.mark.parametrize("groups", [1, 3])
 def test_conv_of_one_picture_and_of_none(groups: int) -> None:
     dense = nn.Conv2d(3, 6, 1, groups=groups).requires_grad_(False)
@@ -135,14 +127,6 @@ def test_four_bits_pack_and_unpack(columns: int) -> None:
     packed = pack4(codes)
     assert packed.dtype == torch.uint8 and packed.shape == (5, -(-columns // 2))
     assert torch.equal(unpack4(packed, columns), codes)
-
-
-def test_bytes_are_saved() -> None:
-    dense = nn.Linear(256, 64, bias=False)
-    for bits, part in ((8, 4), (4, 8)):
-        layer = QuantizedLinear(dense, plan_of(dense, bits, [(-1, 1)]), bits, "l")
-        assert layer.codes.nbytes == dense.weight.nbytes // part
-        assert layer.quantized_bytes() == layer.codes.nbytes + 4 * 4 * 64
 
 
 def test_codes_of_bfloat16_are_those_of_its_numbers() -> None:
@@ -222,28 +206,6 @@ def test_scales_survive_a_cast_of_the_model() -> None:
     layer.to(torch.bfloat16)
     assert torch.equal(at(1, layer, x), before)
     assert at(1, layer, x.bfloat16()).dtype == torch.bfloat16
-
-
-def test_plan_goes_through_tensors() -> None:
-    dense = nn.Linear(4, 3)
-    plain = plan_of(dense, 4, [(-1, 1)] * T)
-    full = LayerPlan(*list(vars(plain).values())[:4], torch.ones(T, 3), torch.zeros(T, 3))
-    plan = QuantPlan("w4a8", {"a.b": plain, "c": full})
-    assert plan.total == T and plan.weight_bits == 4
-    again = QuantPlan.of("w4a8", plan.tensors())
-    assert again.layers.keys() == plan.layers.keys()
-    for name, layer in plan.layers.items():
-        for key, value in vars(layer).items():
-            other = getattr(again.layers[name], key)
-            assert other is value if value is None else torch.equal(other, value)
-
-
-def test_a_cast_reaches_the_dense_layer() -> None:
-    dense = nn.Conv2d(4, 3, 1)
-    layer = QuantizedConv2d(dense, plan_of(dense, 8, [(-3, 3)] * T), 8, "l")
-    nn.Sequential(layer).double()
-    assert dense.weight.dtype == torch.float64
-    assert layer.codes.dtype == torch.int8
 
 
 def test_exact_and_plain_leave_the_bias_out() -> None:
@@ -372,14 +334,6 @@ def test_bytes_are_reported() -> None:
     assert layers.quantized_bytes == 2 * (16 + 4 * 4 * 4)  # codes, two sums, factor and shift
 
 
-def test_layers_without_weights_here_are_refused() -> None:
-    model = Model()
-    plan = plan_for(model, "first")
-    model.first = nn.Linear(4, 4, device="meta")
-    with pytest.raises(AttachError, match="first has its weight on meta.*before the model is"):
-        QuantizedLayers(model, plan)
-
-
 def test_only_layers_inside_blocks_are_watched() -> None:
     model, watcher = Model(), LayerCalibration("w8a8", (), (), False)
     watcher.enter("ranges", 1)
@@ -407,19 +361,6 @@ def test_modes_and_gradients_reach_the_layers_that_are_put_back() -> None:
     layers.remove()
     assert all(module.training for module in model.modules())
     assert all(parameter.requires_grad for parameter in model.parameters())
-
-
-def test_compiled_parts_of_blocks_are_not_watched() -> None:
-    model, watcher = Model(), LayerCalibration("w8a8", (), (), False)
-    lists = (SimpleNamespace(key="blocks"),)
-    denoiser: Any = SimpleNamespace(model=model, anatomy=SimpleNamespace(lists=lists, singles=()))
-    model.first._compiled_call_impl = model.first._call_impl  # outside the blocks
-    watch(denoiser, WatchLayers(watcher)).remove()
-    layer = model.get_submodule("blocks.1.0")
-    layer._compiled_call_impl = layer._call_impl
-    with pytest.raises(AttachError, match="blocks.1.0 is compiled.*before you compile"):
-        watch(denoiser, WatchLayers(watcher))
-    assert not any(module._forward_pre_hooks for module in model.modules())
 
 
 PACKAGES = {"torchao-int8": "torchao", "quanto-int8": "optimum.quanto"}

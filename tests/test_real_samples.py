@@ -20,7 +20,7 @@ from diffcache.eval.runs.extractors import Extractors
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.task import Task
 from diffcache.eval.samples import npz
-from diffcache.eval.samples.sources import Wish, open_source, summary
+from diffcache.eval.samples.sources import Wish, open_source
 from tests.folder_scripts.pictures import drawn
 from tests.picture_files import save_npz
 
@@ -129,12 +129,3 @@ def test_neighbors_are_looked_for_among_samples_drawn_at_random() -> None:
     assert neighbors(real[:MOST_NEIGHBORS], fake, resamples=0)["precision"]["value"] < 0.5
     assert near["recall"]["drawn"] == {"real": 2000, "fake": 2000, "seed": 0}
     assert torch.equal(some(real, 3), some(real, 3)) and len(some(real, 3)) == MOST_NEIGHBORS
-
-
-def test_a_line_says_what_is_real_and_what_is_left_out() -> None:
-    assert summary(["fid", "kid"], {"lpips": "no file a", "clip_score": "no file b", "x": "no file a"}) == [
-        "real metrics: fid, kid",
-        "left out: lpips, x: no file a",
-        "left out: clip_score: no file b",
-    ]
-    assert summary([], {}) == ["real metrics: none"]

@@ -2,9 +2,9 @@
 
 import json
 import math
-import warnings
+import re
 from base64 import b64decode
-from html.parser import HTMLParser
+from html import unescape
 from io import BytesIO
 
 import pytest
@@ -12,12 +12,11 @@ import torch
 from PIL import Image
 
 import diffcache
-from diffcache import CacheWarning, Combine, Every, Interval, Listed, TaylorSeer
+from diffcache import Combine, Interval, Listed, TaylorSeer
 from diffcache.attach.record import CallRecord
-from diffcache.run_report import Report, human, share
-from diffcache.timeline import lanes_of, steps_of, timeline_image, timeline_text
+from diffcache.run_report import Report, human
+from diffcache.timeline import lanes_of, steps_of, timeline_text
 from tests.zoo.catalog import cases
-from tests.zoo.pipes import pipes
 
 STEPS = 12
 
@@ -110,17 +109,6 @@ class TestCounts:
             model(**case.kwargs(model, 0, step=1))
             assert before.to_json() == text != diffcache.report(model).to_json()
 
-    def test_branches_of_a_pipeline(self):
-        case = pipes()["WanPipeline"]
-        pipe = diffcache.wrap(case.build(0), Interval(every=2))
-        case.run(pipe, steps=6)
-        report = diffcache.report(pipe)
-        assert [c.branch for c in report.calls[:2]] == ["cond", "uncond"]
-        assert report.steps_computed == report.steps_skipped == 3
-        assert [lane.marks for lane in lanes_of(report.calls)] == [[True, False] * 3] * 2
-        assert report.held_bytes == 0 < report.peak_bytes
-        assert "forced" not in str(report)
-
 
 class TestPlainData:
     def test_json_round_trip(self, flux):
@@ -153,22 +141,6 @@ class TestText:
         assert human(report.peak_bytes, "B") in text
         assert "█··█··█··█··" in text
 
-    def test_has_no_color_codes_and_fits(self, flux):
-        text = run(flux, Interval(every=3)).to_text(width=70)
-        assert "\x1b" not in text
-        assert max(map(len, text.splitlines())) <= 100
-
-    def test_says_so_when_nothing_was_skipped(self, flux):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", CacheWarning)
-            text = str(run(flux, Combine(Every(1))))
-        assert "Nothing was skipped: all 12 steps were computed" in text
-
-    def test_ascii(self, flux):
-        text = run(flux, Interval(every=3)).to_text(ascii_only=True)
-        assert text.isascii()
-        assert "#..#..#..#.." in text
-
     def test_forced_calls_are_named(self):
         calls = [call(0), call(1, computed=False), call(2)]
         calls[2].reason = "inputs changed"
@@ -191,9 +163,6 @@ class TestText:
     def test_human(self, number, unit, text):
         assert human(number, unit) == text
 
-    def test_share(self):
-        assert (share(1, 3), share(0, 0)) == ("25.0 %", "-")
-
 
 class TestTimeline:
     def test_steps_by_index_and_by_repeated_branch(self):
@@ -212,35 +181,17 @@ class TestTimeline:
         assert max(map(len, text.splitlines())) <= 60
         assert "".join(row.split()[1] for row in rows).count("█") == 25
 
-    @pytest.mark.parametrize("steps", [0, 1, 50, 2000])
-    def test_image(self, steps):
-        image = timeline_image([call(i, "cond", i % 2 == 0) for i in range(steps)], 400, 120)
-        assert image.size == (400, 120) and image.mode == "RGB"
-        assert len(image.getcolors(100_000)) > 1
-
-
-class TestCite:
-    def test_names_methods_classes_and_wrapped_models(self, flux):
-        _, model = flux
-        expected = TaylorSeer.bibtex
-        with diffcache.wrapped(model, TaylorSeer()):
-            for target in ("taylorseer", TaylorSeer, TaylorSeer(every=2), model):
-                assert diffcache.cite(target) == expected
-
 
 class TestNotebook:
     def test_shows_the_table_the_totals_and_the_steps(self, flux):
         report = run(flux, Interval(every=3))
         page = report._repr_html_()
-        parser = Parsed()
-        parser.feed(page)
-        assert parser.open == [] and "script" not in parser.seen
-        words = " ".join(parser.text.split())
+        words = " ".join(unescape(re.sub("<[^>]*>", " ", page)).split())
         assert words.startswith("Interval(every=3, warmup=1, site='stack')")
         assert "transformer_blocks 16 32 66.7 %" in words
         assert "steps 12: 4 computed, 8 skipped" in words
-        (source,) = parser.pictures
-        picture = Image.open(BytesIO(b64decode(source.removeprefix("data:image/png;base64,"))))
+        (source,) = re.findall('src="data:image/png;base64,([^"]*)"', page)
+        picture = Image.open(BytesIO(b64decode(source)))
         assert picture.tobytes() == report.timeline_image().tobytes()
 
     def test_escapes_what_a_method_says(self):
@@ -248,23 +199,3 @@ class TestNotebook:
         record.method = type("Odd", (Interval,), {"__repr__": lambda self: "<script>"})()
         page = Report(record)._repr_html_()
         assert "&lt;script&gt;" in page and "<script>" not in page
-
-
-class Parsed(HTMLParser):
-    """Tags, text and pictures of a page."""
-
-    def __init__(self):
-        super().__init__()
-        self.open, self.seen, self.text, self.pictures = [], set(), "", []
-
-    def handle_starttag(self, tag, attrs):
-        self.seen.add(tag)
-        self.open += [tag] if tag != "img" else []
-        self.pictures += [dict(attrs)["src"]] if tag == "img" else []
-
-    def handle_endtag(self, tag):
-        if tag != "img":
-            assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        self.text += data

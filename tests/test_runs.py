@@ -268,13 +268,6 @@ def test_drawing_and_scoring_are_separate_jobs(run: Path, tmp_path: Path) -> Non
     assert record is not None and without_timing(load(out)) == without_timing(load(run))
 
 
-def test_relative_errors_are_per_sample_and_step() -> None:
-    base = torch.ones(2, 3, 4)
-    other = base.clone()
-    other[1, 2] *= 1.5
-    assert relative_errors(base, other) == [[0, 0, 0], [0, 0, pytest.approx(0.5)]]
-
-
 def test_peak_memory_is_that_of_a_process_for_each_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = replace(TASK, samples=2, batch_size=2, steps=3)
     methods = {"interval:every=2": parse_method("interval:every=2")}
@@ -293,24 +286,6 @@ def test_peak_memory_is_that_of_a_process_for_each_case(tmp_path: Path, monkeypa
     assert asked == [(None, 3), (methods["interval:every=2"], 3)]
     rows = record["timing"]["rows"]
     assert [rows[row["name"]]["peak_bytes"] for row in record["rows"]] == [1, 2]
-
-
-def test_a_method_is_spelled_as_it_is_read() -> None:
-    for name in ("taylorseer:every=4,site=stack", "first-block:threshold=0.2", "interval"):
-        method = parse_method(name)
-        assert parse_method(_spelled(method)) == method
-
-
-class TestBatches:
-    def test_every_sample_is_in_one_batch_with_its_own_prompt_and_seed(self) -> None:
-        made = batches(["a", "b", "c"], samples=10, size=4, seed=5)
-        assert [b.ids for b in made] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9)]
-        assert [p for b in made for p in b.prompts] == [*"abcabcabca"]
-        assert [s for b in made for s in b.seeds] == list(range(5, 15))
-
-    def test_more_samples_leave_full_batches_as_they_are(self) -> None:
-        few, many = (batches(["a", "b"], n, 4, 0) for n in (8, 50))
-        assert [b.digest for b in few] == [b.digest for b in many[:2]]
 
 
 class TestCaseFolder:
@@ -401,13 +376,6 @@ class TestCaseFolder:
 
 class TestHashes:
     ABOUT: ClassVar[dict] = {"model": "m", "seed": 0}
-
-    def test_anything_that_changes_samples_changes_the_folder(self) -> None:
-        cases = [Case("x", "uncached", 7), Case("x", "uncached", 8)]
-        cases += [Case("x", "method", 7, parse_method(f"interval:every={every}")) for every in (3, 4)]
-        folders = {case.folder(self.ABOUT) for case in cases}
-        folders |= {case.folder({**self.ABOUT, "seed": 1}) for case in cases}
-        assert len(folders) == 8
 
     def test_fewer_steps_share_the_samples_of_an_uncached_run_of_that_length(self) -> None:
         one = Case("a", "fewer steps", 7, None, ("m",))

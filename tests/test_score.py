@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from diffcache.eval.metrics import lite
-from diffcache.eval.metrics.frechet import frechet, moments
+from diffcache.eval.metrics.frechet import moments
 from diffcache.eval.metrics.inception import Features
 from diffcache.eval.metrics.sets import Reference, quality
 from diffcache.eval.runs import score
@@ -77,13 +77,6 @@ def test_damage_is_seen_beyond_its_interval(cases: dict, reference: Reference) -
     assert found["fid_lite"]["floor"] < found["fid_lite"]["value"]
 
 
-def test_values_are_those_of_the_metrics(cases: dict, drawn: tuple, reference: Reference) -> None:
-    pictures, _ = drawn
-    found = qualities(cases, "uncached", reference)
-    expected = frechet(moments(lite.embed(pictures)), reference.sets["_lite"][0])
-    assert found["fid_lite"]["value"] == pytest.approx(expected, rel=1e-6)
-
-
 def test_worst_and_best_are_ranked_by_lpips(cases: dict) -> None:
     values = score.values(cases["ghost"], cases["uncached"], NETWORKS)
     _, picked = score.fidelity(values, cases["ghost"].ids)
@@ -91,19 +84,6 @@ def test_worst_and_best_are_ranked_by_lpips(cases: dict) -> None:
     assert picked["worst"][0] == int(distances.argmax())
     assert picked["best"][0] == int(distances.argmin())
     assert picked["count"] == COUNT
-
-
-def test_without_a_reference_there_is_no_distance_to_it(cases: dict) -> None:
-    found = qualities(cases, "ghost", None)
-    assert not {"fid_lite", "fid_lite_change", "kid_lite", "recall_lite"} & set(found)
-    assert found["fid_lite_to_uncached"]["value"] > 0
-
-
-def test_few_samples_have_no_distances_of_sets(tmp_path: Path, drawn: tuple) -> None:
-    few = written(tmp_path, list(drawn[0][:8]), drawn[1][:8])
-    values = score.values(few, None, NETWORKS)
-    assert set(values) == {"features_lite", "probabilities_lite"}
-    assert not quality(values, values, None, False)
 
 
 def test_values_are_kept_until_a_sample_changes(

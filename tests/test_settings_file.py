@@ -118,17 +118,3 @@ def test_every_kind_of_cache_is_saved(tmp_path: Path) -> None:
 
 class Own(Interval):
     """A method that no other process has."""
-
-
-@pytest.mark.parametrize(
-    ("method", "name", "message"),
-    [
-        (Own(), "cache.yaml", "cannot be written to a file: it is no part of diffcache.features"),
-        (Interval(), "cache.json", r"path .*cache.json: the name must end in .yaml, .yml"),
-        (Interval(), ".", "must end in .yaml"),
-    ],
-)
-def test_what_cannot_be_saved(method: Any, name: str, message: str, model: Any, tmp_path: Path):
-    with diffcache.wrapped(model, method), pytest.raises(ValueError, match=message):
-        diffcache.save(model, tmp_path / name)
-    assert list(tmp_path.iterdir()) == []

@@ -11,7 +11,7 @@ import torch
 
 import diffcache
 from diffcache import FirstBlock, TaylorSeer
-from diffcache.catalog import make_method, method_class
+from diffcache.catalog import method_class
 from diffcache.eval.methods import parse_method, parse_row
 from diffcache.eval.metrics.intervals import share_change, share_interval
 from diffcache.eval.record import FOLDER
@@ -159,11 +159,6 @@ def test_pages_and_a_plot_are_made_of_the_records(of_policy: Path) -> None:
     assert lines[2].startswith("| reach-policy, 12 steps, 4 samples | ")
 
 
-def test_names_are_those_of_the_command_line() -> None:
-    assert table.named("first-block", {}) == "first-block"
-    assert table.named("bac", {"count": 5, "official": True}) == "bac:count=5,official=True"
-
-
 def test_bad_arguments_are_refused(policy: Policy, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--only nothing: must be one of interval:every=4, "):
         table.run(policy, tmp_path / "none.json", "", 1, ["nothing"])
@@ -205,58 +200,11 @@ def test_comparisons_name_all_methods_and_their_tests() -> None:
         assert files or source == NONE
 
 
-def test_rows_of_records(tmp_path: Path) -> None:
-    """Each in its method's section, with the columns that its rows have."""
-    folder = tmp_path / "assets" / "bench"
-    folder.mkdir(parents=True)
-    rows = [
-        {"name": "uncached", "kind": "uncached", "steps": 28},
-        {"name": "interval:every=4", "kind": "method", "steps": 28, "flops_ratio": 3.971},
-        {"name": "interval:every=9", "kind": "method", "steps": 28, "flops_ratio": 8.5},
-    ]
-    ratio = {"median": 3.66, "q1": 3.595, "q3": 3.711, "n": 5}
-    record = {
-        "task": {"model": "models/sticker-flux", "samples": 256},
-        "rows": rows,
-        "timing": {"rows": {"interval:every=4": {"ratio": ratio}}},
-    }
-    (folder / "eval-sticker-flux-methods.json").write_text(json.dumps(record))
-    row = {
-        "name": "bac:count=5,union=3",
-        "kind": "method",
-        "steps": 100,
-        "flops_ratio": 4.5,
-        "quality": {"success_rate": {"value": 0.95, "low": 0.92, "high": 0.98, "n": 256}},
-        "fidelity": {"action_error": {"value": 0.0012, "low": 0.0010, "high": 0.0014, "n": 256}},
-    }
-    other = {"task": {"model": "reach-policy", "samples": 256}, "rows": [row]}
-    (folder / "eval-reach-policy-methods.json").write_text(json.dumps(other))
-    sections = dict(part.partition("\n")[::2] for part in method_page.page(tmp_path).split("\n## ")[1:])
-    timed, untimed = figures_in(sections["interval"])
-    assert timed.startswith("| sticker-flux, 28 steps, 256 samples | `every=4` | 3.97 | 3.66 (3.")
-    assert untimed.startswith("| sticker-flux, 28 steps, 256 samples | `every=9` | 8.50 |  |")
-    (row,) = figures_in(sections["bac"])
-    assert row.startswith("| reach-policy, 100 steps, 256 samples | `count=5,union=3` | 4.50 | 0.95")
-    assert row.endswith("0.950 (0.920 to 0.980) | 0.0012 (0.001 to 0.0014) |")
-    assert "| model | settings | FLOPs ratio | success rate | action error |" in sections["bac"]
-    assert not figures_in(sections["taylorseer"])
-
-
-def figures_in(section: str) -> list[str]:
-    """Return the lines of a section that hold figures."""
-    return [line for line in section.splitlines() if " samples | `" in line]
-
-
 def test_methods_from_one_word():
     assert parse_method("taylorseer") == TaylorSeer()
     assert parse_method(" taylorseer : every=4, site=module") == TaylorSeer(every=4, site="module")
     assert parse_method("first-block:threshold=1e-1") == FirstBlock(threshold=0.1)
     assert parse_method("taylorseer:site='stack'") == TaylorSeer(site="stack")
-
-
-def test_python_takes_the_words_of_the_command_line():
-    assert make_method("taylorseer:every=4,site=module") == TaylorSeer(every=4, site="module")
-    assert make_method("taylorseer:every=4", order=2) == TaylorSeer(every=4, order=2)
 
 
 def test_even_steps_stand_beside_methods() -> None:

@@ -16,6 +16,7 @@ from diffcache.eval.runs.task import Task
 from diffcache.eval.samples.prompts import calibration_prompts, load_prompts
 from diffcache.eval.workshop.small import sticker_dit, sticker_flux, sticker_kontext, sticker_wan
 from diffcache.eval.workshop.small.stickers import parse
+from tests.internals import noting
 
 CLASSES: dict[str, tuple[Any, type]] = {
     "sticker-flux": (sticker_flux, diffusers.FluxPipeline),
@@ -79,11 +80,7 @@ def test_classes_are_those_that_were_trained(monkeypatch: pytest.MonkeyPatch) ->
     drawer = Drawer(task)
     assert {int(drawer.prompts[number]) for number in range(96)} == set(range(12))
     assert set(inputs_of(task).prompts) == set(range(12))
-    seen = []
-    hook = pipe.transformer.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(kwargs["class_labels"]), with_kwargs=True
-    )
-    for scale in (1.0, 3.0):
-        pipe([4], guidance_scale=scale, num_inference_steps=1)
-    hook.remove()
-    assert [labels.tolist() for labels in seen] == [[4], [4, sticker_dit.EMPTY]]
+    with noting(pipe.transformer) as seen:
+        for scale in (1.0, 3.0):
+            pipe([4], guidance_scale=scale, num_inference_steps=1)
+    assert [given["class_labels"].tolist() for given in seen] == [[4], [4, sticker_dit.EMPTY]]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from diffcache.eval import record as records
-from diffcache.eval.metrics.intervals import share_interval
 from diffcache.eval.runs.task import directory_sha256
 from diffcache.eval.workshop.again import again_of
 from diffcache.eval.workshop.shipped import cards, quality
@@ -59,34 +57,6 @@ def test_a_record_says_how_it_is_made_again(monkeypatch: pytest.MonkeyPatch) -> 
     assert made.holds and torch.equal(made.now, made.kept) and len(made.now) == 2
     assert not replace(made, kept=~made.kept).holds
     assert row["name"] == "2 steps" and row["quality"]["whole_right"]["n"] == 3
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Records of all models with 3 right samples of 4."""
-    whole = share_interval(torch.tensor([1, 1, 1, 0])).to_dict()
-    kept = {"value": 22.4, "low": 20.0, "high": 24.0, "n": 4, "median": 21.3, "p5": 13.6}
-    for name, model in quality.QUALITIES.items():
-        row = {"name": "28 steps", "quality": {"whole_right": whole, "untouched_psnr_db": kept}}
-        values = {"command": "again", "commit": "abc", "rows": [row]}
-        values["shapes"] = {"what": model.what}
-        quality.file_of(name, tmp_path).write_text(json.dumps(values))
-    return tmp_path
-
-
-def test_cards_are_filled_from_records(folder: Path) -> None:
-    text = "before\n<!-- quality: sticker-kontext -->\nold\n<!-- /quality -->\nafter\n"
-    found = cards.filled(text, folder)
-    assert "75.0% (30.1% to 95.4%) of 4 held-out edits are right in everything" in found
-    assert "| 28 steps | 75.0% (30.1% to 95.4%) | 22.4 (median 21.3) |" in found
-    assert "old" not in found and found.startswith("before\n") and found.endswith("after\n")
-    assert cards.filled(found, folder) == found
-    everything = cards.filled(text.replace("sticker-kontext", "all"), folder)
-    assert all(f"[`{name}`](../assets/models/{name}/README.md)" in everything for name in quality.QUALITIES)
-    with pytest.raises(ValueError, match="quality: sticker-none -->: must be one of all, "):
-        cards.filled(text.replace("kontext", "none"), folder)
-    with pytest.raises(FileNotFoundError, match="shipped.quality sticker-kontext"):
-        cards.filled(text, folder / "none")
 
 
 @pytest.mark.parametrize("name", quality.QUALITIES)

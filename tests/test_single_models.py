@@ -122,19 +122,6 @@ def test_a_gate_computes_where_the_number_of_tokens_changes(method: Any):
     assert marks(model) in ("CsCssC", "CCCssC")  # a warm-up of one or two steps
 
 
-def test_a_gate_asked_about_other_tokens_computes():
-    """Guidance branches may differ in their number of tokens, and come in another order."""
-    step = diffcache.Step(index=1, timestep=None, total=9, branch=0)
-    for when in (Gate(float("inf"), forecast=Taylor(1)), Accumulated(float("inf"))):
-        state = when.init()
-        first = diffcache.Step(index=0, timestep=None, total=9, branch=0)
-        when.computed(state, first, torch.ones(1, 4, 2))
-        assert not when.should_compute(state, step, torch.ones(1, 4, 2))
-        state = when.init()
-        when.computed(state, first, torch.ones(1, 4, 2))
-        assert when.should_compute(state, step, torch.ones(1, 7, 2))
-
-
 @pytest.mark.parametrize("method", [Interval(every=3), FirstBlock(float("inf"))])
 def test_nan_goes_through_and_is_learned_from_once_it_is_gone(method: Any):
     model = Model()

@@ -10,7 +10,7 @@ from diffcache.eval.record import FOLDER
 from diffcache.eval.runs.compare import changes, crossed, read_limit
 from diffcache.eval.runs.measure import evaluate
 from diffcache.eval.runs.progress import Progress
-from diffcache.eval.runs.sweep import read_sweep, read_values
+from diffcache.eval.runs.sweep import read_sweep
 from diffcache.eval.workshop import figures
 
 TOML = """
@@ -66,14 +66,6 @@ def test_a_key_can_be_replaced(tmp_path: Path) -> None:
     plans = read_sweep(file, tmp_path, {"device": "cuda"})
     assert {plan.task.device for plan in plans} == {"cuda"}
     assert not {plan.out for plan in plans} & {plan.out for plan in read_sweep(file, tmp_path)}
-
-
-def test_same_sweep_same_folders_other_settings_other_folders(tmp_path: Path) -> None:
-    out = tmp_path / "runs"
-    first = [p.out for p in read_sweep(written(tmp_path, TOML), out)]
-    assert [p.out for p in read_sweep(written(tmp_path, TOML), out)] == first
-    changed = TOML.replace("height = 64", "height = 32")
-    assert not {p.out for p in read_sweep(written(tmp_path, changed), out)} & set(first)
 
 
 def record(psnr: float = 30.0, low: float = 29.0, high: float = 31.0, steps: int = 28) -> dict:
@@ -145,18 +137,6 @@ def test_missing_tables_are_calibrated(tmp_path: Path) -> None:
     assert figures.missing_tables(sweep) == []
     (plan,) = read_sweep(sweep, tmp_path)
     assert plan.methods[f"magcache:threshold=0.3,tables={file}"].tables.steps == 6
-
-
-def test_tables_that_cannot_be_made_are_refused(tmp_path: Path) -> None:
-    sweep = tmp_path / "sweep.toml"
-    entry = '[[method]]\nname = "{}"\ntables = "none.safetensors"\n'
-    sweep.write_text('model = "sticker-flux"\n' + entry.format("tuned"))
-    with pytest.raises(ValueError, match="make it: diffcache tune --out none.safetensors"):
-        figures.calibrate(sweep)
-    sweep.write_text('model = "sticker-flux"\n' + entry.format("interval"))
-    assert read_values(sweep)["method"][0]["name"] == "interval"
-    with pytest.raises(ValueError, match="interval takes no tables"):
-        figures.calibrate(sweep)
 
 
 def test_unknown_models_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ from diffcache.errors import AttachError
 from tests.internals import state_of
 from tests.shipped import CALL, load
 from tests.zoo.case import randomize
-from tests.zoo_runs import PIPES, flux, in_threads
+from tests.zoo_runs import PIPES, in_threads
 
 pytestmark = pytest.mark.usefixtures("eager")
 SIZES = dict(vocab_size=99, hidden_size=32, intermediate_size=40, num_hidden_layers=2,
@@ -262,17 +262,3 @@ def test_connectors_of_ltx_2_are_kept_too() -> None:
     assert torch.equal(case.run(pipe), plain) and torch.equal(case.run(pipe), plain)
     assert diffcache.report(pipe).texts.looked_up == 1
     diffcache.unwrap(pipe)
-
-
-def test_pipelines_without_text_encoders_are_refused() -> None:
-    pipe = flux()
-    before = state_of(pipe.transformer)
-    for target in (pipe, pipe.transformer):
-        with pytest.raises(AttachError, match=r"text_bytes: this Flux\w+ has no text encoder"):
-            diffcache.wrap(target, "interval", text_bytes=2**20)
-    with pytest.raises(ValueError, match="text_bytes=0: must be a whole number of at least 1"):
-        diffcache.wrap(pipe, "interval", text_bytes=0)
-    pipe.text_encoder = torch.compile(encoder())
-    with pytest.raises(AttachError, match=r"compile it in place, pipe.text_encoder.compile\(\)"):
-        diffcache.wrap(pipe, "interval", text_bytes=2**20)
-    assert state_of(pipe.transformer) == before

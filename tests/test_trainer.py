@@ -123,16 +123,6 @@ def test_settings_are_read_and_a_wrong_name_is_refused(tmp_path: Path, monkeypat
         load_job("mine", tmp_path)
 
 
-def test_a_run_takes_changes_of_its_own_settings_and_refuses_words(tmp_path: Path, monkeypatch):
-    monkeypatch.setitem(JOBS, "mine", (f"{__name__}:Line", "mine"))
-    monkeypatch.setattr(job, "import_module", lambda name: __import__(__name__, fromlist="_"))
-    monkeypatch.setattr(job, "read_settings", lambda name: SETTINGS)
-    changed = load_job("mine", tmp_path, ["batch=3", "rate=0.5"]).settings
-    assert changed == replace(SETTINGS, batch=3, rate=0.5)
-    with pytest.raises(ValueError, match="--set start=x: 'start' is no number"):
-        load_job("mine", tmp_path, ["start=x"])
-
-
 def test_a_run_starts_from_shipped_weights_and_refuses_those_of_another_model(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(trainer, "MODELS", tmp_path)
     kept = Line(SETTINGS, tmp_path).build()

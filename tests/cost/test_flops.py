@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 import diffcache
 from diffcache import AttachError, CacheWarning, Combine, Every, FirstBlock, TaylorSeer
 from diffcache.attach.flops import _refuses_modes, counted
-from diffcache.eval.cost import configured, flops
+from diffcache.eval.cost import flops
 from diffcache.eval.runs.draw import summary
 from diffcache.eval.runs.folder import evaluations
 from diffcache.features.base import Probe
@@ -154,19 +154,18 @@ def gate_that_serves(case: Any, pipe: Any) -> Combine:
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in pipes() if not name.endswith(("-heun", "-pndm", "-guided"))]
-)  # another solver, or another number, of the same calls
+    "name", [name for name in pipes() if "-" not in name]
+)  # variants make other numbers of the same calls
 def test_flops_saved_are_those_that_the_calls_lack(name):
     case = pipes()[name]
     pipe = case.build(0)
     models = [getattr(pipe, part) for part in case.denoisers]
-    is_variant = "-" in name  # whose modules are those of the pipeline it varies
     is_flex = any(map(_refuses_modes, models))  # which torch's counter cannot run, nor ours
-    kinds = 2 if is_variant or name in TWO else 1  # steps that show every kind of call
+    kinds = 2 if name in TWO else 1  # steps that show every kind of call
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", CacheWarning)
         full = [] if is_flex else counted_run(case, pipe, models, kinds) * (2 // kinds)
-        for method in (gate_that_serves(case, pipe), *([] if is_variant or is_flex else [MODULES])):
+        for method in (gate_that_serves(case, pipe), *([] if is_flex else [MODULES])):
             with diffcache.wrapped(pipe, method):
                 case.run(pipe, 0, kinds)  # learns the wiring, which runs the denoiser once more
                 if is_flex:
@@ -227,13 +226,6 @@ def test_predictions_of_flux_dev_and_wan_follow_the_closed_form():
     wan_config = dict(_class_name="WanTransformer3DModel", **heads, **sizes)
     found = diffcache.predict(wan_config, "interval", height=480, width=832, frames=81, **asked)
     assert found.uncached.flops == wan_form(wan_config, 21 * 30 * 52, 512)
-
-
-def test_a_directory_brings_its_compression():
-    found = configured.resolve(flux.DIRECTORY)
-    assert (found.cls, found.compression) == ("FluxTransformer2DModel", (4, 1))
-    alone = configured.resolve(flux.DIRECTORY / "transformer")
-    assert alone.cls == "FluxTransformer2DModel" and alone.compression is None
 
 
 MODES = [torch.inference_mode, torch.no_grad]

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 import diffcache
-from diffcache.features.bac import BAC, METRICS, bubble, is_feed_forward, layer_of, widest
+from diffcache.features.bac import BAC, METRICS, bubble, widest
 from diffcache.features.collect import RunInfo
 from diffcache.features.tables import Tables
 from diffcache.offline.bac_collect import THIN, PairCollector, compare
@@ -126,24 +126,6 @@ def test_union_by_hand():
     assert bubble(swapped, list(swapped))["l.0.attn"] == (0, 1, 2, 4)
 
 
-@pytest.mark.parametrize(
-    ("site", "layer", "feeds"),
-    [
-        ("decoder.layers.10.self_attn", "decoder.layers.10", False),
-        ("decoder.layers.0.linear2", "decoder.layers.0", True),
-        ("single_transformer_blocks.3.proj_out", "single_transformer_blocks.3", True),
-        ("blocks.1.ffn", "blocks.1", True),
-        ("blocks.1.attn2", "blocks.1", False),
-        ("down_blocks.0.attentions.1", "down_blocks.0", False),
-        ("blocks.4.ff_context", "blocks.4", True),
-    ],
-)
-def test_names_of_sites(site, layer, feeds):
-
-    assert layer_of(site) == layer
-    assert is_feed_forward(site) is feeds
-
-
 def test_official_forces_the_last_step_and_leaves_a_single_union_out():
 
     made = BAC(3, union=1, tables=tables(random_pairs(0))).schedules()
@@ -197,22 +179,6 @@ def test_calibration_measures_every_site():
     # one calibration serves every count, objective and union
     other = BAC(6, objective="adjacent", union=0, tables=method.tables)
     assert all(len(steps) == 6 for steps in other.schedules().values())
-
-
-def test_tensors_of_one_site_are_compared_as_one():
-    runs = torch.randn(3, 4, 2, 2, 6, generator=torch.Generator().manual_seed(0))
-    whole = PairCollector("mse")
-    for run in runs:
-        whole.begin(RunInfo(0, 0, torch.arange(4.0), None, 4))
-        for step, branch in itertools.product(range(4), range(2)):
-            for index, site in itertools.product(range(2), ("b.0.ff", "b.0.attn")):
-                part = run[step][:, index] + branch + len(site)
-                whole.feature(Step(step, float(step), 4, branch, 0), site, index, part)
-        whole.end()
-    assert whole.settings() == {"sites": ["b.0.ff", "b.0.attn"], "metric": "mse"}
-    rows = runs.flatten(3)
-    mse = (rows[:, :, None] - rows[:, None]).square().mean((0, 3, 4))
-    torch.testing.assert_close(whole.tables()["pairs.b.0.ff"], mse)
 
 
 def test_large_activations_are_thinned():

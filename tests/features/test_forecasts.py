@@ -8,7 +8,7 @@ import torch
 
 from diffcache.features.collect import RunInfo
 from diffcache.features.dmd import DMD, Exponentials
-from diffcache.features.fitted import FittedForecast, Weighted
+from diffcache.features.fitted import FittedForecast
 from diffcache.features.foca import FoCa, Heun
 from diffcache.features.freqca import FreqCa, HighBand
 from diffcache.features.hicache import Hermite, HiCache
@@ -188,17 +188,6 @@ def test_official_freqca_forecast(every, tokens, agrees):
     agrees("freqca", "its released code, as a loop", found.values(), expected, 1e-4)
 
 
-def test_freqca_of_one_band_is_reuse_or_hicache():
-    features, computed = curve(), computed_steps(FreqCa(), TOTAL)
-    all_low = follow(HighBand(share=1.0), features, computed)
-    for index, guess in all_low.items():
-        assert torch.equal(guess, features[max(s for s in computed if s < index)])
-    images = [feature.reshape(2, 2, 3, 4) for feature in features]  # [B, C, H, W]
-    still = follow(HighBand(share=0.0), [i - i.mean((2, 3), keepdim=True) for i in images], computed)
-    whole = follow(Hermite(2, 0.71), [i - i.mean((2, 3), keepdim=True) for i in images], computed)
-    assert all(torch.allclose(still[i], whole[i], atol=1e-5) for i in still)
-
-
 @pytest.mark.parametrize("every", [2, 3])
 def test_dmd_is_exact_on_exponentials(every):
     torch.manual_seed(1)
@@ -240,12 +229,6 @@ def test_peer_calibrators_of_cache_dit(name, mine, every, agrees):
             if name == "FoCa" or len(state._uniform_tail()[0]) >= 4:  # its lines differ, see DMD
                 pairs.append((found[index], guess))
     agrees(name.lower(), "cache-dit, run", *zip(*pairs, strict=True), 1e-4)
-
-
-def test_dmd_on_features_that_stand_still_returns_them():
-    features = [torch.full((1, 4), 3.0)] * 20
-    found = follow(Exponentials(), features, range(0, 20, 2))
-    assert all(torch.allclose(guess, features[0]) for guess in found.values())
 
 
 FITTED_TOTAL = 9
@@ -301,29 +284,11 @@ def test_the_programme_equals_brute_force(history, computed, agrees):
     agrees("fitted-forecast", "all schedules, with its own costs", *costs, 1e-9)
 
 
-def test_the_stand_in_is_the_weighted_sum():
-    instead = Weighted(((3, (2, 0), (1.5, -0.5)),), 2)
-    state = instead.init()
-    a, b = torch.ones(3), torch.full((3,), 4.0)
-    instead.record(state, Step(0), a)
-    instead.record(state, Step(2), b)
-    assert torch.equal(instead.estimate(state, Step(2)), b)
-    assert torch.equal(instead.estimate(state, Step(3)), 1.5 * b - 0.5 * a)
-    assert instead.held(state) == [b, a]
-
-
 def test_moves_follow_the_noise_levels():
     sigmas = torch.tensor([1.0, 0.5, 0.25, 0.0])
     run = RunInfo(0, 0, torch.arange(3.0), sigmas, 3)
     assert moves(run).tolist() == [-0.5, -0.25, -0.25]
     assert moves(RunInfo(0, 0, torch.arange(3.0), None, 3)).tolist() == [1, 1, 1]
-
-
-def test_one_calibration_serves_every_setting():
-    measured = tables()
-    for computed in (3, 5):
-        parts = FittedForecast(computed=computed, history=3, tables=measured).parts()
-        assert len(parts.when.steps) == computed and parts.when.total == FITTED_TOTAL
 
 
 def test_a_tuned_method_survives_a_file(tmp_path):

@@ -111,15 +111,6 @@ def test_ratios_in_closed_form(streams, branches):
     assert found.tolist() == pytest.approx([1.0, 0.9, 1.5 / 1.8, 0.2], rel=1e-5)
 
 
-def test_ratios_are_means_over_tokens_and_prompts():
-    torch.manual_seed(0)
-    runs = [[torch.randn(1, 6, 3) for _ in range(4)] for _ in range(3)]
-    norms = torch.stack([torch.stack([v.norm(dim=-1) for v in run]) for run in runs])
-    expected = (norms[:, 1:] / norms[:, :-1]).mean((0, 2, 3))
-    found = collect(runs).tables()["ratios"]
-    assert torch.allclose(found[1:].float(), expected, rtol=1e-5)
-
-
 def test_a_wrapped_pipeline_runs_at_other_lengths_than_the_calibration():
     from diffcache.attach.fingerprint import facts_of
 

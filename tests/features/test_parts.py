@@ -81,27 +81,6 @@ def test_official_moments_shrink_the_slope() -> None:
     torch.testing.assert_close(b, y.mean(0) - shrunk * x.mean(0))
 
 
-def test_state_goes_on() -> None:
-    x, y = pairs()
-    half = sums(x[:70], y[:70])
-    again = AffineSums(half.state())
-    again.add(x[70:], y[70:])
-    half.add(x[70:], y[70:])
-    assert torch.equal(again.state(), half.state())
-    empty = AffineSums(AffineSums().state())
-    assert empty.count == 0 and empty.state().shape == (5, 0)
-
-
-def test_empty_parts_and_low_precision() -> None:
-    made = AffineSums()
-    made.add(torch.empty(0, 3), torch.empty(0, 3))
-    x = torch.randn(64, 3).bfloat16()
-    made.add(x, x)
-    a = made.solve()[0]
-    torch.testing.assert_close(a, torch.ones(3, dtype=torch.float64), rtol=0, atol=1e-14)
-    assert made.count == 64
-
-
 def brute_force(cost, count, shortest=1, longest=None, *, maximise=False):
     """Try every split; of equal ones take the smallest last start, then the last but one."""
     total = len(cost)
@@ -145,13 +124,6 @@ def test_ties_take_the_smallest_starts(maximise):
             assert best_starts(cost, count, maximise=maximise) == brute_force(cost, count, maximise=maximise)
 
 
-def test_the_lower_triangle_is_not_read():
-    """Segments run forward; nothing is asked of the others, finite or not."""
-    cost = torch.rand(6, 6, generator=torch.Generator().manual_seed(0))
-    below = torch.full((6, 6), torch.nan).tril(-1)
-    assert best_starts(cost + below, 3) == best_starts(cost, 3)
-
-
 STEPS = 7
 
 
@@ -190,14 +162,6 @@ def test_a_forecast_from_codes_is_bit_for_bit_that_of_the_unpacked_tensors(inner
         assert found.dtype == dtype and torch.equal(found, expected)
         [added] = hold.estimate_all([state], Step(index * 2 + 1), [base])
         assert torch.equal(added, base + expected)
-
-
-def test_features_of_whole_numbers_are_summed_as_they_are():
-    hold = Hold(Taylor(1), "int8")
-    state = hold.init()
-    for index in range(2):
-        hold.record(state, Step(index), torch.tensor([200, 300]) * (index + 1))
-    assert hold.estimate(state, Step(3)).tolist() == pytest.approx([800, 1200], rel=0.01)
 
 
 @pytest.mark.parametrize(

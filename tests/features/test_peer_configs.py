@@ -21,6 +21,7 @@ from diffcache.features.magcache import MagCache
 from diffcache.features.parts.when import steps_of
 from diffcache.features.peer_configs import DiffusersInterval, method_of_config
 from diffcache.features.teacache import TeaCache
+from tests.internals import noting
 from tests.zoo.pipes import pipes
 
 STEPS = 14
@@ -206,14 +207,9 @@ def made():
 
 def latents_of(case, pipe, seed):
     """The noise a call starts from, so that a run can be drawn again."""
-    seen = []
-    hook = pipe.transformer.register_forward_pre_hook(
-        lambda m, args, kwargs: seen.append(kwargs["hidden_states"].clone()), with_kwargs=True
-    )
-    with torch.no_grad():
+    with noting(pipe.transformer) as seen, torch.no_grad():
         pipe(**case.call(pipe, seed, 1))
-    hook.remove()
-    return seen[0]
+    return seen[0]["hidden_states"].clone()
 
 
 def watched(pipe, prompt):

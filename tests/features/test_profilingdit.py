@@ -13,11 +13,11 @@ from torch import Tensor, nn
 import diffcache
 from diffcache.features.collect import RunInfo
 from diffcache.features.parts.when import Table
-from diffcache.features.profilingdit import Decreasing, ProfilingDiT, background_of, merged
+from diffcache.features.profilingdit import Decreasing, ProfilingDiT, background_of
 from diffcache.features.tables import Tables
 from diffcache.offline import tracing
 from diffcache.offline.calibrate import calibrate
-from diffcache.offline.foreground import above_otsu, foreground_of, patches, token_grid
+from diffcache.offline.foreground import above_otsu, foreground_of
 from diffcache.offline.profilingdit_collect import ProfileCollector, likeness, overlap, received_attention
 from diffcache.step import CURRENT, Step
 from tests.internals import computed_steps, reuse_in
@@ -53,17 +53,6 @@ def test_otsu_is_the_best_of_all_thresholds():
         assert torch.equal(above_otsu(values[None])[0], mask)
     assert not above_otsu(torch.ones(1, 6)).any()
     assert not above_otsu(torch.ones(1, 1)).any()
-
-
-def test_token_grids_follow_from_shapes_and_counts():
-    assert token_grid((1, 30, 8), 36) == (1, 30, 1, 1)
-    assert token_grid((1, 30, 8), 20) is None
-    assert token_grid((1, 4, 2, 8, 8), 32) == (2, 16, 1, 2)  # Wan: patches of 1 x 2 x 2
-    assert token_grid((1, 4, 2, 8, 8), 38) == (2, 16, 1, 2)  # and six tokens of text
-    assert token_grid((1, 4, 8, 8), 64) == (1, 64, 1, 1)
-    film = torch.arange(2 * 4 * 6).reshape(1, 1, 2, 4, 6).float()
-    cut = patches(film, (2, 6, 1, 2))
-    assert cut[0, 1].tolist() == [2, 3, 8, 9] and cut[0, 6].tolist() == [24, 25, 30, 31]
 
 
 def test_likeness_is_the_correlation_over_pairs_of_tokens():
@@ -342,12 +331,6 @@ def test_the_published_hunyuan_lists_have_two_schedules():
     for index, call in enumerate(calls):
         assert call.counts["transformer_blocks"][0] == (20 if index in double else 6)
         assert call.counts["single_transformer_blocks"][0] == (40 if index in single else 16)
-
-
-def test_repr_is_python_and_names_become_ranges():
-    method = ProfilingDiT(background=("b.1", "b.2-3", "c.d.0", "b.5"), listed=[("b", [3])], total=9)
-    assert eval(repr(method)) == method
-    assert merged(method.background) == ("b.1-3", "b.5", "c.d.0")
 
 
 CASES = cases()

@@ -19,7 +19,6 @@ from diffcache.attach.attention import DoorProcessor
 from diffcache.attach.pipeline_hooks import tap_scheduler
 from diffcache.errors import AttachError, TablesError
 from diffcache.features.collect import RunInfo
-from diffcache.features.parts.region_mask import edited_tokens, gather, rows_of, scatter, without_scattered
 from diffcache.features.regione import MODELS, RegionE
 from diffcache.features.tables import Tables
 from diffcache.step import Step
@@ -108,71 +107,6 @@ def test_stages_scale_with_the_number_of_steps(steps: int) -> None:
     assert phases.index("store") + 1 == plan.warmup == max(1, round(6 * steps / 28))
     assert phases[-plan.post :] == ["full"] * max(1, round(2 * steps / 28))
     assert RegionE().parts().when.total == 28
-
-
-def test_ratios_in_a_file_are_tables(tmp_path) -> None:
-    saved = tables(20).save(tmp_path / "ratios.safetensors")
-    method = RegionE(tables=str(saved.path))
-    assert method.steps == 20
-    assert eval(repr(method), {"RegionE": RegionE}) == method
-
-
-def slow_morphology(mask: np.ndarray) -> np.ndarray:
-    height, width = mask.shape
-
-    def at(grid, y, x):
-        return 0 <= y < height and 0 <= x < width and bool(grid[y, x])
-
-    cross = [(0, 0), (0, 1), (0, -1), (1, 0), (-1, 0)]
-    kept, grown = np.zeros_like(mask), np.zeros_like(mask)
-    for y in range(height):
-        for x in range(width):
-            kept[y, x] = all(at(mask, y + a, x + b) for a, b in cross)
-    for y in range(height):
-        for x in range(width):
-            grown[y, x] = any(at(kept, y + a, x + b) for a in range(-2, 3) for b in range(-2, 3))
-    return grown
-
-
-@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
-def test_morphology_against_loops(share: float) -> None:
-    masks = torch.rand(6, 9, 7, generator=torch.Generator().manual_seed(3)) < share
-    for given, made in zip(masks, without_scattered(masks), strict=True):
-        assert np.array_equal(made.numpy(), slow_morphology(given.numpy()))
-
-
-def test_edited_tokens_by_their_cosine() -> None:
-    reference = torch.randn(2, 12, 5)
-    clean = torch.randn(2, 12, 5)
-    clean[0, 3], clean[1, 7] = 2.5 * reference[0, 3], -reference[1, 7]
-    mask = edited_tokens(clean, reference, 0.3, None)
-    for b in range(2):
-        for t in range(12):
-            one, other = clean[b, t].double(), reference[b, t].double()
-            assert bool(mask[b, t]) == bool(one @ other / (one.norm() * other.norm()) <= 0.3)
-    assert not mask[0, 3]
-    assert mask[1, 7]
-    assert edited_tokens(clean, reference, 1.1, (3, 4)).all()
-    assert not edited_tokens(clean, reference, -1.1, (3, 4)).any()
-
-
-def test_rows_part_the_sequence_and_come_back() -> None:
-    mask = torch.rand(5, 11) < torch.tensor([0.0, 0.2, 0.5, 0.9, 1.0])[:, None]
-    mask[0], mask[4] = False, True
-    rows = rows_of(mask)
-    tokens = torch.randn(5, 11, 3, 2)
-    assert rows.shape == (5, 11)
-    for b in range(5):
-        listed = mask[b].nonzero().flatten().tolist()
-        assert rows[b, : len(listed)].tolist() == listed
-        first = listed[0] if listed else 0
-        assert set(rows[b, len(listed) :].tolist()) <= {first}
-    assert torch.equal(scatter(tokens, rows, gather(tokens, rows)), tokens)
-    fresh = torch.randn(5, 11, 3, 2)
-    put = scatter(tokens, rows, gather(fresh, rows))
-    wanted = torch.where(mask[..., None, None], fresh, tokens)
-    assert torch.equal(put[1:], wanted[1:])
-    assert rows_of(torch.zeros(2, 4, dtype=torch.bool)).shape == (2, 0)
 
 
 def run_of(collector, number: int, steps: int, curve: torch.Tensor, edited: torch.Tensor) -> None:

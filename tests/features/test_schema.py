@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 import diffcache
 from diffcache import CacheQuant, CacheWarning, Combine, FittedForecast, MagCache, TemporalTable, Tuned
 from diffcache.attach.fingerprint import facts_of
-from diffcache.attach.provenance import effective, other_guidance, other_shape, tables_of
 from diffcache.catalog import make_method, method_class
 from diffcache.errors import TablesError, UncalibratedError
 from diffcache.features.collect import Calibrated
@@ -25,6 +23,7 @@ from diffcache.features.parts.when import Listed
 from diffcache.features.serialize import to_plain
 from diffcache.features.tables import FORMAT, Tables
 from diffcache.registry import rows_of
+from tests.internals import noting
 from tests.zoo.pipes import pipes
 
 MEASURED = Path(__file__).parents[1] / "tables"  # on small models that are not kept
@@ -179,23 +178,6 @@ def test_malformed_headers_are_refused(name, tmp_path):
         assert str(path) in str(caught.value) and len(str(caught.value)) < 1000
 
 
-def test_an_error_says_what_is_there_and_what_must_be():
-    header, tensors, _ = good("magcache")
-    tensors["ratios"][3] = float("nan")
-    message = r"'ratios' is float64 \[28\] with nan in it; must be \[28\] real .* from 0.01 to 100;"
-    with pytest.raises(TablesError, match=message):
-        use("magcache", header, tensors, {})
-    header, tensors, settings = good("cachequant")
-    layer = next(n for n in tensors if n.endswith("/gain"))
-    del tensors[layer]
-    with pytest.raises(TablesError, match=f"it lacks '{layer}'"):
-        use("cachequant", header, tensors, settings)
-    header, tensors, settings = good("ertacache")
-    tensors["scale"] = tensors["scale"][:, :-1]
-    with pytest.raises(TablesError, match=r"'shift' is float64 \[28, 16\]; must be \[28, 15\]"):
-        use("ertacache", header, tensors, settings)
-
-
 @pytest.mark.parametrize("name", sorted(set(WITH_TABLES) - {"tuned"}))
 def test_finite_numbers_that_no_measurement_gives_are_refused(name):
     header, tensors, settings = good(name)
@@ -277,13 +259,9 @@ def pipe() -> Any:
 
 
 def shape_of(pipe: Any) -> list[int]:
-    seen: list[Tensor] = []
-    hook = pipe.transformer.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append(kwargs["hidden_states"]), with_kwargs=True
-    )
-    CASE.run(pipe, 0, 1)
-    hook.remove()
-    return list(seen[0].shape[1:])
+    with noting(pipe.transformer) as seen:
+        CASE.run(pipe, 0, 1)
+    return list(seen[0]["hidden_states"].shape[1:])
 
 
 def test_a_run_like_the_calibration_says_nothing(pipe: Any) -> None:
@@ -318,23 +296,6 @@ def test_another_size_is_told_once_a_run(pipe: Any) -> None:
     method, match = fitted(pipe, shape=[1, channels]), rf"\[1, {channels}\], this run has"
     with diffcache.wrapped(bare, method), pytest.warns(CacheWarning, match=match):
         CASE.run(pipe, 0, 2)  # no pipeline is needed
-
-
-def test_what_is_compared() -> None:
-    made = Tables({"method": "magcache", "guidance": {"a": None, "b": [1, 2], "c": 3}}, {})
-    assert list(other_guidance([made], {"a": None, "b": (1.0, 2.0)})) == []
-    assert len(list(other_guidance([made], {"a": 1.0, "b": [1, 3], "c": 4, "d": 5}))) == 3
-    assert list(other_guidance([Tables({}, {})], {"a": 1})) == []
-    assert list(other_shape([Tables({}, {})], [4])) == []
-
-    def call(self: Any, one: int, two: int = 2, **more: Any) -> None: ...
-
-    import inspect
-
-    found = effective(inspect.signature(call), (None, 1), {"three": 3})
-    assert found == {"self": None, "one": 1, "two": 2, "more": {"three": 3}}
-    assert effective(inspect.signature(call), (), {}) == {}
-    assert tables_of(diffcache.Interval(every=3)) == []
 
 
 def test_a_scheduler_replaced_after_wrapping_is_checked(pipe: Any) -> None:

@@ -8,8 +8,9 @@ import torch
 import diffcache
 from diffcache.attach.extensions.noise_level import OF_NOISE, OF_SIGNAL, NoiseLevels, grids_of, level_at, weights_of
 from diffcache.errors import AttachError
-from diffcache.features.seacache import Filtered, SceneRule, SeaCache, gain, grid_of
+from diffcache.features.seacache import Filtered, SceneRule, SeaCache, gain
 from diffcache.step import Scene, Step
+from tests.internals import noting
 from tests.zoo.pipes import pipes
 
 STEPS = 8
@@ -97,13 +98,6 @@ def test_grids_are_found_where_a_call_speaks_of_them():
     assert grids_of({"guidance": 3.0, "hidden_states": rows}) == ()
 
 
-def test_scenes_find_the_grid_of_so_many_tokens():
-    assert grid_of(Scene(1, 0, ((6, 4), (1, 5, 4))), 20) == (1, 5, 4)
-    assert grid_of(Scene(1, 0, (), (8, 12)), 24) == (4, 6)
-    assert grid_of(Scene(1, 0, (), (5, 8, 12)), 120) == (5, 4, 6)
-    assert grid_of(Scene(1, 0, (), (9, 8, 12)), 120) == (5, 4, 6)  # patches of 2 frames, padded
-
-
 def test_noise_levels_of_schedulers():
     from diffusers import DDIMScheduler, EDMEulerScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
@@ -132,16 +126,12 @@ PIPES = pipes()
 
 def test_a_bare_model_is_told_its_noise_levels_as_a_pipeline_is():
     case = PIPES["FluxPipeline"]
-    pipe, calls = case.build(0), []
-    spy = pipe.transformer.register_forward_pre_hook(
-        lambda module, args, kwargs: calls.append(kwargs), with_kwargs=True
-    )
+    pipe = case.build(0)
     method = SeaCache(0.4, first="filtered")
-    with diffcache.wrapped(pipe, method) as handle:
+    with noting(pipe.transformer) as calls, diffcache.wrapped(pipe, method) as handle:
         case.run(pipe, steps=STEPS)
         expected = [call.computed for call in handle.last.calls]
         sigmas = pipe.scheduler.sigmas
-    spy.remove()
     assert 1 < sum(expected) < STEPS and len(sigmas) == STEPS + 1
     model = pipe.transformer
 

@@ -12,17 +12,16 @@ from diffcache.errors import AttachError
 from diffcache.features.collect import RunInfo
 from diffcache.features.dbcache import DBCache
 from diffcache.features.dbprune import DBPrune
-from diffcache.features.dpcache import DPCache, key_steps
+from diffcache.features.dpcache import key_steps
 from diffcache.features.easycache import EasyCache
-from diffcache.features.fastercache import FasterCache, bands_of
-from diffcache.features.lazycache import LazyCache, sigma_of
+from diffcache.features.fastercache import FasterCache
+from diffcache.features.lazycache import LazyCache
 from diffcache.features.pab import PAB
-from diffcache.features.speca import SpeCa, Verified
+from diffcache.features.speca import SpeCa
 from diffcache.features.step_mask import LEVELS, StepMask, mask_of
 from diffcache.features.step_reuse import StepReuse
-from diffcache.features.tables import Tables
 from diffcache.offline.dpcache_collect import Lines
-from diffcache.step import Scene, Site, Step
+from diffcache.step import Site, Step
 from tests.internals import computed_steps, reuse_in
 from tests.zoo.catalog import cases
 from tests.zoo_runs import sample
@@ -197,10 +196,6 @@ def test_peer_lazycache_step_by_step(threshold, warmup, agrees):
     assert warmup < len(computed) < LAZYCACHE_STEPS
 
 
-def test_noise_of_flow_matching_is_the_level():
-    assert sigma_of(Step(0, scene=Scene(0.25, 0.75))) == 0.75
-
-
 DBPRUNE_STEPS = 10
 
 
@@ -306,14 +301,6 @@ def test_the_calibration_measures_lines():
     assert errors[5, 3, 8] == errors[2, 5, 4] == 0
 
 
-def test_steps_come_from_the_tables():
-    tables = Tables({"method": "dpcache", "steps": TOTAL, "site": "stack"}, {"errors": table()})
-    parts = DPCache(5, warmup=2, tables=tables).parts()
-    assert parts.when.steps == key_steps(table(), 5, 2)[0]
-    with pytest.raises(diffcache.TablesError, match="measured at site 'stack', not 'model'"):
-        DPCache(5, site="model", tables=tables)
-
-
 DBCACHE_STEPS = 12
 
 
@@ -361,16 +348,6 @@ def test_lead_and_tail_always_run_and_the_rest_as_the_limits_say(made):
     assert computed == [0, 1, 2, 5, 8, 11]
     # the first call's wiring is checked by one more with the middle skipped
     assert ran == [DBCACHE_STEPS + 1] * 2 + [len(computed)] * (len(blocks) - 3) + [DBCACHE_STEPS + 1]
-
-
-def test_a_forecast_differs_from_reuse(made):
-    case, model = made
-    outs = []
-    for order in (0, 1):
-        with diffcache.wrapped(model, DBCache(math.inf, warmup=2, longest=3, order=order)):
-            outs.append(sample(case, model, DBCACHE_STEPS))
-    assert torch.equal(outs[0][1], outs[1][1])
-    assert not torch.equal(outs[0][2], outs[1][2])
 
 
 EASYCACHE_STEPS = 16
@@ -540,19 +517,6 @@ def test_bytes_are_told_before_a_run(hold, outputs):
         assert handle.last.peak_bytes == expected["model"] == outputs * output
 
 
-def test_bands_add_up_and_low_is_what_is_smooth():
-    torch.manual_seed(0)
-    values = torch.randn(2, 3, 10, 15)
-    low, high = bands_of(values)
-    assert torch.allclose(low + high, values, atol=1e-6)
-    assert torch.allclose(bands_of(low)[1], torch.zeros(()), atol=1e-5)
-    wave = torch.cos(2 * torch.pi * 2 * torch.arange(15) / 15).expand(1, 1, 10, 15)
-    assert torch.allclose(bands_of(wave)[0], wave, atol=1e-5)  # frequency 2 of at most 2
-    assert torch.allclose(bands_of(wave.mT)[1], torch.zeros(()), atol=1e-5)
-    packed = torch.cos(2 * torch.pi * 3 * torch.arange(15) / 15).expand(1, 1, 10, 15)
-    assert torch.allclose(bands_of(packed)[1], packed, atol=1e-5)
-
-
 def test_what_it_cannot_serve_is_refused():
     case, flux = (cases()[f"{name}Transformer{n}DModel"] for name, n in (("Wan", 3), ("Flux", 2)))
     model, tokens = case.build(), flux.build()
@@ -662,19 +626,3 @@ def test_official_steps_one_by_one(threshold, shortest, longest, warmup, agrees)
             steps = [call.index for call in handle.last.calls if call.computed], computed
     agrees("speca", "counters of the official code, as a loop", found, drawn, 1e-5, steps)
     assert 3 <= len(computed) < SPECA_STEPS / 2 + 1
-
-
-def test_a_longer_run_of_skipped_steps_than_shortest_is_checked():
-    rule = Verified(0.1, shortest=1, decay=1, warmup=1)
-    state = rule.init()
-    assert rule._limit(diffcache.Step(3)) == pytest.approx(0.1)
-    one, zero = torch.ones(4), torch.zeros(4)
-    assert rule.should_compute(state, diffcache.Step(0), None)
-    rule.computed(state, diffcache.Step(0), None)
-    rule.returned(state, diffcache.Step(0), one)
-    for index, output, then in ((1, one, False), (2, zero, False), (3, None, True)):
-        step = diffcache.Step(index)
-        assert rule.should_compute(state, step, None) is then
-        assert rule.should_compute(state, step, None) is then  # asked twice in a step
-        if output is not None:
-            rule.verified(state, step, output)

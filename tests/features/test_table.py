@@ -86,13 +86,6 @@ def test_blocks_at_their_own_steps(site):
     assert all(sorted(set(r)) == list(range(STEPS)) for r in runs[2:])
 
 
-def test_tables_can_be_compared_and_written_down():
-    table = Table({"a": [3, 1]}, total=5)
-    assert table.steps == (("a", (0, 1, 3)),)
-    assert eval(repr(table), {"Table": Table}) == table
-    assert hash(table) == hash(Table([("a", (0, 1, 3))], 5))
-
-
 pytestmark = pytest.mark.usefixtures("quiet")
 NAMES = ("transformer", "transformer_2")
 BOTH = {"transformer": "taylorseer:every=3,warmup=4", "transformer_2": Interval(every=2)}
@@ -132,16 +125,6 @@ def test_a_file_of_settings_keeps_the_method_of_each(tmp_path):
     with diffcache.wrapped(pipe, path) as handle:
         assert handle.method == method
         assert computed(handle, pipe) == expected
-
-
-def test_a_run_of_equal_methods_is_that_of_the_one():
-    case = pipes()["WanPipeline-two"]
-    results = []
-    for method in ("taylorseer:every=3", dict.fromkeys(NAMES, "taylorseer:every=3")):
-        pipe = case.build(0)
-        with diffcache.wrapped(pipe, method):
-            results.append(case.run(pipe, steps=10))
-    assert results[0].equal(results[1])
 
 
 def test_settings_of_a_request_are_for_each():

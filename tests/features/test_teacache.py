@@ -16,12 +16,11 @@ import diffcache
 from diffcache.attach.reuse.modulated_probe import watch
 from diffcache.attach.reuse.time_probe import TimeWatch
 from diffcache.errors import AttachError, TablesError
-from diffcache.features.collect import RunInfo
 from diffcache.features.combine import Combine
 from diffcache.features.parts.accumulated import Accumulated, Rescaled
 from diffcache.features.tables import Tables
 from diffcache.features.teacache import BY_TIME, TeaCache
-from diffcache.offline.teacache_collect import Changes, fit
+from diffcache.offline.teacache_collect import fit
 from diffcache.step import Step
 from tests.internals import computed_steps, reuse_in
 from tests.zoo.catalog import cases
@@ -67,35 +66,6 @@ def test_the_fit_finds_a_polynomial_again(scale):
     few = fit(inputs[:2], outputs[:2], 4)
     assert few[:3].abs().sum() == 0
     assert float(few[3] * inputs[1] + few[4]) == pytest.approx(float(outputs[1]))
-
-
-def collected(runs, streams=2):
-    collector = Changes(2)
-    for prompt, run in enumerate(runs):
-        collector.begin(RunInfo(0, prompt, torch.zeros(len(run)), None, len(run)))
-        for index, (probe, output) in enumerate(run):
-            step = Step(index, total=len(run))
-            collector.probe(step, torch.full((1, 2, 3), probe))
-            for stream in range(streams):
-                for _ in range(2 if index == 0 else 1):  # a first call may be recorded again
-                    collector.feature(step, "blocks.7", stream, torch.full((1, 4), output))
-                other = Step(index, total=len(run), branch=1)
-                collector.feature(other, "blocks.7", stream, torch.full((1, 4), 9.0))
-        collector.end()
-    return collector
-
-
-def test_calibration_pairs_changes_of_neighboring_steps():
-    collector = collected([[(1.0, 2.0), (1.5, 3.0), (3.0, 3.3)], [(2.0, 1.0), (2.2, 1.8)]])
-    expected = [(0.5, 0.5), (1.0, 0.1), (0.1, 0.8)]
-    assert collector.points.tolist() == [pytest.approx(pair, rel=1e-5) for pair in expected]
-    tables = collector.tables()
-    assert tables["range"].tolist() == pytest.approx([0.1, 1.0], rel=1e-5)
-    curve = Rescaled(tuple(tables["coefficients"].tolist()))
-    assert [curve.error(x) for x, _ in expected] == pytest.approx([y for _, y in expected], 1e-4)
-    header = {"method": "teacache", "steps": 3, **collector.settings()}
-    parts = TeaCache(0.3, tables=Tables(header, tables)).parts()
-    assert parts.when.indicator.error(1.0) == pytest.approx(0.1, rel=1e-4)
 
 
 MODELS = ["FluxTransformer2DModel", "WanTransformer3DModel", "SD3Transformer2DModel", "DiTTransformer2DModel"]
@@ -360,22 +330,6 @@ def test_branches_that_decide_apart_run_as_if_alone(threshold):
     assert found[0] != found[1]
 
 
-def test_a_gate_of_its_own_for_every_branch_holds_its_state():
-    when = Accumulated(0.1, Rescaled(), of="time", by_branch=True)
-    assert when.probe == "time" and when.by_branch
-    case = cases()["FluxTransformer2DModel"]
-    model = case.build()
-    with diffcache.wrapped(model, Combine(when)) as handle:
-        for seed in (0, 1):
-            model(**case.kwargs(model, seed, step=0, steps=4))
-        (denoiser,), reuse = handle.denoisers, reuse_in(handle)
-        branches = handle.run().timelines[denoiser].branches
-        states = [branch.storage[reuse].decision.state for branch in branches]
-        assert len({id(state) for state in states}) == 2
-        held = {id(tensor) for tensor in denoiser.tensors(handle.run())}
-        assert all(id(state.value) in held for state in states)
-
-
 PEEK_STEPS = 6
 TEA = TeaCache(0.5, (1.0, 0.0))
 
@@ -388,16 +342,6 @@ def flux():
 
 def hooks(model):
     return {n: len(m._forward_pre_hooks) for n, m in model.named_modules() if m._forward_pre_hooks}
-
-
-@pytest.mark.parametrize("name", ["UNet1DModel", "UNet2DModel"])
-def test_models_without_attention_in_the_first_block_are_refused_at_wrap(name):
-    model = cases()[name].build()
-    before = hooks(model)
-    message = "down_blocks.0 has no attention module.*with lead=1, as FirstBlock"
-    with pytest.raises(AttachError, match=message):
-        diffcache.wrap(model, TEA)
-    assert hooks(model) == before
 
 
 def test_a_block_that_writes_to_its_input_is_refused(flux):

@@ -12,11 +12,8 @@ from diffcache.attach.extensions.lookup import COUNTED
 from diffcache.attach.extensions.lookup_entries import alike
 from diffcache.attach.extensions.lookup_layers import rounded_copy
 from diffcache.attach.extensions.lookup_sites import time_sites
-from diffcache.errors import TablesError
-from diffcache.features.profilingdit import ProfilingDiT
-from diffcache.features.tables import Tables
 from diffcache.features.taylorseer import TaylorSeer
-from diffcache.features.temporal_table import TemporalTable, TimeTables, disturbance, keeps_table, rounded, step_of
+from diffcache.features.temporal_table import TemporalTable, disturbance, keeps_table, rounded, step_of
 from diffcache.weights import Weights, checksum
 from tests.internals import state_of
 from tests.zoo.catalog import cases
@@ -273,21 +270,6 @@ def test_more_conditions_than_entries():
         assert counts(handle)[-1] == (0, 5) and len(table.conditions) == 4
 
 
-@pytest.mark.parametrize("bits", [8, 16])
-def test_rounding_is_at_most_half_a_step_off(bits):
-    values = [torch.randn(3, 50), 9 * torch.randn(3, 50), torch.zeros(2, 2)]
-    for value in values:
-        step = step_of([value], bits)
-        kept = rounded(value, bits, step)
-        assert (kept.value() - value).abs().max() <= 0.5001 * step
-        assert int(kept.codes.abs().max()) <= 2 ** (bits - 1) - 1
-        assert kept.nbytes == value.numel() * bits // 8 + 4
-    assert float(step_of(values, bits)) == max(float(step_of([v], bits)) for v in values[:2])
-    rows = step_of([values[1]], bits, dim=1)
-    assert rows.shape == (3, 1)
-    assert rows[1] == step_of([values[1][1]], bits)
-
-
 def test_selection_takes_the_smaller_disturbance_element_by_element():
     layer, table = torch.rand(9), torch.rand(9)
     table[3] = layer[3]
@@ -449,23 +431,6 @@ def test_columns_take_up_what_rounding_missed():
     fine = rounded_copy(layer, 16, activations=16)
     fine.fit(layer.weight, given)
     torch.testing.assert_close(fine(given), layer(given), rtol=0, atol=2e-3)
-
-
-def test_it_passes_on_what_the_inner_method_is_made_of():
-    inner = TaylorSeer(every=3)
-    method = TemporalTable(inner, entries=7)
-    tables = TimeTables(7, None, "entry", "table", "step")
-    assert method.abilities() == (inner.parts(), tables)
-    assert TemporalTable(entries=7).abilities() == (tables,)
-    tables = Tables({"method": "profilingdit", "steps": 9}, {"overlap.b": torch.zeros(2)})
-    foreign = ProfilingDiT(background="blocks.0", tables=tables)
-    with pytest.raises(TablesError, match="measured on an unknown model, this is "):
-        diffcache.wrap(toy(), TemporalTable(foreign))
-    assert eval(repr(method)) == method and hash(method) == hash(TemporalTable(inner, entries=7))
-    header = {"method": "bac", "steps": 9, "metric": "cosine", "sites": ["a.ff"]}
-    tables = Tables(header, {"pairs.a.ff": torch.ones(9, 9), "shift.a.ff": torch.zeros(9, 9)})
-    assert TemporalTable(diffcache.BAC(count=2, union=1, tables=tables)).total == 9
-    assert TemporalTable().total is method.total is None
 
 
 @pytest.mark.parametrize(
