@@ -70,12 +70,14 @@ def traces(pipe: Any) -> dict[str, Any]:
     return found
 
 
-def computed_steps(asked: FeatureMethod | When, total: int, probes: Sequence[Tensor] | None = None) -> list[int]:
+def computed_steps(
+    asked: FeatureMethod | When, total: int, probes: Sequence[Tensor] | None = None, branch: int = 0
+) -> list[int]:
     """Return the steps that a schedule computes in a run, by what it sees; asking changes nothing."""
     when = asked.parts().when if isinstance(asked, FeatureMethod) else asked
     state, computed = when.init(), []
     for index in range(total):
-        step = Step(index, total=total)
+        step = Step(index, total=total, branch=branch)
         probe = None if probes is None else probes[index]
         answer = when.should_compute(state, step, probe)
         assert when.should_compute(state, step, probe) == answer

@@ -24,16 +24,12 @@ from diffcache.eval.demo import PROMPTS
 from diffcache.eval.metrics.weights import MissingWeightsError
 from diffcache.eval.samples import output
 from diffcache.eval.samples.clips import read_clip
-from diffcache.eval.workshop import coverage
 from diffcache.features.bac import BAC
 from diffcache.features.tuned import Tuned
 from diffcache.pipelines.demo import generate, inputs, saved
-from diffcache.pipelines.demo.describe import EXCLUDED, STREAMS_FILE
 from diffcache.pipelines.load import load
-from diffcache.step import Site
 from tests import shipped as flux
 from tests.shipped import GUIDED
-from tests.zoo.catalog import cases
 from tests.zoo.pipes import pipes
 
 PROMPT = "a fox left of an owl on grass"
@@ -130,36 +126,6 @@ class TestInspect:
 
     def test_model_directory(self, directory):
         assert "ff_context" in call("inspect", directory / "transformer").output
-
-    def test_coverage_of_some_cases(self, monkeypatch, tmp_path):
-        names = ("FluxTransformer2DModel", "UVit2DModel", "TransformerTemporalModel")
-        chosen = {name: cases()[name] for name in names}
-        monkeypatch.setattr(coverage, "cases", lambda: chosen)
-        out = tmp_path / "coverage.md"
-        coverage._all_rows.cache_clear()
-        assert coverage.main([str(out), "--check"]) == 1
-        assert coverage.main([str(out), "--write"]) == 0
-        text = out.read_text(encoding="utf-8")
-        flux_row = next(line for line in text.splitlines() if line.startswith("| `FluxTr"))
-        assert "| 64/96 | 64/96 |" in flux_row
-        assert "`transformer_blocks` (4), `single_transformer_blocks` (4)" in flux_row
-        assert "the call has no timestep" in text
-        assert "0 → `encoder_hidden_states`, 1 → `hidden_states` | identity" in text
-        assert all(name in text for name in EXCLUDED)
-        assert coverage.main([str(out), "--check"]) == 0
-        out.write_text(text + "x", encoding="utf-8")
-        assert coverage.main([str(out), "--check"]) == 1
-        table = tmp_path / "streams.json"
-        table.write_text("{}")
-        assert coverage.main([str(table), "--write"]) == 0
-        known = json.loads(STREAMS_FILE.read_text(encoding="utf-8"))
-        assert json.loads(table.read_text()) == {name: known[name] for name in names if name in known}
-        coverage._all_rows.cache_clear()
-
-    def test_temporal_part_is_told_its_steps(self):
-        case = cases()["TransformerTemporalModel"]
-        outcome = coverage.run(case, case.build(0), Site.STACK)
-        assert (outcome.computed, outcome.skipped) == (16, 32)
 
 
 class TestRun:
@@ -286,6 +252,12 @@ class TestRun:
         with pytest.raises(MissingError, match=r"pip install 'diffcache\[eval\]'; or name a .gif"):
             output.target_of(tmp_path / "a.mp4", is_video=True)
 
+    def test_film_becomes_a_gif(self, tmp_path):
+        frames = torch.rand(1, 3, 8, 8, 3).numpy()
+        made = generate.pictures(type("Output", (), {"frames": frames})())
+        path = output.save(made, tmp_path / "film.png")
+        assert path.suffix == ".gif" and Image.open(path).n_frames == 3
+
 
 class TestDemo:
     def test_figure_and_record(self, directory, tmp_path):
@@ -303,16 +275,6 @@ class TestDemo:
     def test_closeness_is_the_psnr_of_8_bit_pictures(self):
         one, other = (Image.new("RGB", (4, 4), (value,) * 3) for value in (10, 15))
         assert generate.closeness([one, one], [other, one]) == pytest.approx([34.1514, 100], abs=1e-3)
-
-    def test_shipped_model(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(demo, "ROUNDS", 1)
-        out = tmp_path / "demo.png"
-        done = call("demo", "--steps", 12, "--out", out)
-        assert done.exit_code == 0, done.output
-        data = json.loads(out.with_suffix(".json").read_text())
-        assert data["task"]["prompts"] == list(PROMPTS)
-        assert data["report"]["steps_computed"] == 4 and len(data["psnr_db"]) == 4
-        assert max(data["psnr_db"]) < 100
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ def test_what_is_shown_is_there_and_no_module_hides_behind_a_function() -> None:
         assert getattr(diffcache, name) is not None
     for row in rows_of("method").values():
         assert row.load().__name__ in diffcache.__all__
+    assert set(diffcache.methods()) == set(rows_of("method"))
     modules = {found.name for found in pkgutil.iter_modules(diffcache.__path__)}
     assert modules & set(diffcache.__all__) == {"dllm", "kv", "quant", "video"}
     with pytest.raises(AttributeError, match="no attribute 'wrapp'"):

@@ -18,7 +18,7 @@ from diffcache.eval.workshop.small.sticker_features import draw, draw_films
 from diffcache.eval.workshop.small.stickers import OBJECTS, draw_scenes, render
 
 COUNT = 500
-LADDER = (1.0, 0.5, 0.25, 0.1, 0.05)
+LADDER = (1.0, 0.25, 0.05)
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,10 @@ from PIL import Image
 from typer.testing import CliRunner
 
 import diffcache
-from diffcache import FirstBlock, TaylorSeer
+from diffcache import Interval, TaylorSeer
 from diffcache.cli import app
 from diffcache.eval.live import Evaluation
+from diffcache.eval.runs import measure
 from diffcache.eval.runs.folder import RunError
 from diffcache.eval.runs.task import weights_sha256
 from diffcache.pipelines.load import load, made_by
@@ -80,9 +81,12 @@ def offloaded(pipe: Any) -> None:
 @pytest.fixture(scope="module")
 def plain(pipe: Any, tmp_path_factory: Any) -> Evaluation:
     folder = tmp_path_factory.mktemp("plain") / "run"
-    return diffcache.evaluate(pipe, ["interval"], PROMPTS[:1], out=folder, **QUICK)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "write_report", lambda *given: [])
+        return diffcache.evaluate(pipe, ["interval"], PROMPTS[:1], out=folder, **QUICK)
 
 
+@pytest.mark.usefixtures("no_report")
 @pytest.mark.parametrize("change", [adapted, compiled, offloaded])
 def test_adapters_compiled_blocks_and_offload_stay(change: Any, plain: Evaluation, tmp_path: Path) -> None:
     pipe = load("sticker-flux")[0]
@@ -95,6 +99,7 @@ def test_adapters_compiled_blocks_and_offload_stay(change: Any, plain: Evaluatio
     assert (before == after) is (change is not adapted)
 
 
+@pytest.mark.usefixtures("no_report")
 def test_pictures_go_to_the_call_of_an_editing_pipeline(pipe: Any, picture: Image.Image, tmp_path: Path) -> None:
     edits = diffusers.FluxImg2ImgPipeline.from_pipe(pipe)
     given = {**QUICK, "strength": 0.5}
@@ -113,10 +118,14 @@ def test_pictures_go_to_the_call_of_an_editing_pipeline(pipe: Any, picture: Imag
     assert drawn[0] != drawn[1]
 
 
-def test_a_pipeline_is_timed_as_it_stands(pipe: Any) -> None:
-    found = diffcache.latency(pipe, ["interval:every=3"], PROMPTS[:2], rounds=1, **SMALL)
-    assert [row["evaluations"] for row in found.record["rows"]] == [6, pytest.approx(2, abs=0.1)]
-    assert "interval:every=3" in str(found) and found.folder is None
+def test_a_pipeline_is_timed_as_it_stands_and_settings_files_are_rows_too(pipe: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "cache.yaml")
+    diffcache.save(diffcache.wrap(pipe, Interval(every=3)), path)
+    diffcache.unwrap(pipe)
+    methods = {"saved": path, "same": "interval:every=3"}
+    found = diffcache.latency(pipe, methods, PROMPTS[:1], rounds=1, **SMALL)
+    assert [row["evaluations"] for row in found.record["rows"]] == [6, *[pytest.approx(2, abs=0.1)] * 2]
+    assert "same" in str(found) and found.folder is None
 
 
 def test_weights_that_cannot_be_read_are_never_the_same() -> None:
@@ -147,6 +156,7 @@ def mine(tmp_path: Path, monkeypatch: Any) -> Path:
     return tmp_path
 
 
+@pytest.mark.usefixtures("no_report")
 def test_the_command_line_takes_a_function_and_a_picture(mine: Path, picture: Any) -> None:
     picture.save(mine / "cat.png")
     small = ["--call", "height=32", "--call", "width=32", "--steps", "6", "--quiet"]
@@ -197,11 +207,3 @@ def test_functions_that_make_no_pipeline_are_refused(model: str, message: str) -
     with pytest.raises(ValueError, match=f"--model {model}: {message}"):
         made_by(model)
     assert made_by("sticker-flux") is made_by("black-forest-labs/FLUX.1-dev") is None
-
-
-def test_settings_files_are_rows_too(pipe: Any, tmp_path: Path) -> None:
-    path = str(tmp_path / "cache.yaml")
-    diffcache.save(diffcache.wrap(pipe, FirstBlock(9.0)), path)
-    diffcache.unwrap(pipe)
-    found = diffcache.latency(pipe, {"saved": path, "same": FirstBlock(9.0)}, PROMPTS[:1], rounds=1, **SMALL)
-    assert len({row["evaluations"] for row in found.record["rows"][1:]}) == 1

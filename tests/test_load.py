@@ -148,3 +148,7 @@ def test_a_model_id_is_found_in_the_hub_cache(monkeypatch):
     done = call("inspect", "owner/name")
     assert "transformer: FluxTransformer2DModel" in done.output
     assert asked == ["owner/name"] * 3
+
+
+def test_auto_without_safetensors(tmp_path):
+    assert saved.dtype_of("auto", tmp_path, torch.device("cuda")) == "bfloat16"

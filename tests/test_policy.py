@@ -308,15 +308,3 @@ def test_demonstrations_succeed_on_both_sides():
     left = (demonstrator.steer(many, many.start)[:, 1] > 0).float().mean()
     assert 0.4 < left < 0.6
     assert (demonstrator.sides.abs() == 1).all()
-
-
-def test_a_rollout_does_not_depend_on_its_neighbors():
-
-    pipe = reach.build()
-    pipe.set_progress_bar_config(disable=True)
-    pipe.transformer.eval()
-    scenes = reach.draw_scenes(4, 0)
-    whole, part = reach.Reach(scenes), reach.Reach(scenes.take(torch.tensor([0, 1])))
-    assert rollout(pipe, whole, num_inference_steps=2) >= 1
-    rollout(pipe, part, num_inference_steps=2)
-    torch.testing.assert_close(whole.position[:2], part.position)

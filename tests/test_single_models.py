@@ -318,3 +318,16 @@ def test_a_gate_with_nothing_to_look_at_is_refused():
                     sample, time = torch.full((1, 3), float(step)), torch.tensor([4.0 - step])
                     assert torch.equal(model(sample, time, text), sample * time + text + 3)
             assert [call.computed for call in handle.last.calls] == [True, False] * 2
+
+
+def test_a_gate_asked_about_other_tokens_computes():
+    """Guidance branches may differ in their number of tokens, and come in another order."""
+    step = diffcache.Step(index=1, timestep=None, total=9, branch=0)
+    for when in (Gate(float("inf"), forecast=Taylor(1)), Accumulated(float("inf"))):
+        state = when.init()
+        first = diffcache.Step(index=0, timestep=None, total=9, branch=0)
+        when.computed(state, first, torch.ones(1, 4, 2))
+        assert not when.should_compute(state, step, torch.ones(1, 4, 2))
+        state = when.init()
+        when.computed(state, first, torch.ones(1, 4, 2))
+        assert when.should_compute(state, step, torch.ones(1, 7, 2))

@@ -15,7 +15,7 @@ from diffcache.eval.workshop.small import sticker_dit, sticker_flux, sticker_vid
 from diffcache.eval.workshop.small.export import save_pipeline
 from diffcache.eval.workshop.small.job import Settings, seeded
 from diffcache.eval.workshop.small.sticker_autoencoder import build_autoencoder
-from diffcache.eval.workshop.small.sticker_dit import CLASSES, EMPTY, Dit, load
+from diffcache.eval.workshop.small.sticker_dit import CLASSES, Dit
 from diffcache.eval.workshop.small.sticker_flux import Flux
 from diffcache.eval.workshop.small.sticker_kontext import Kontext
 from diffcache.eval.workshop.small.sticker_text import Encoder
@@ -157,26 +157,3 @@ def test_the_loss_is_the_same_for_the_same_seed_and_trains_every_part(kind: Any,
     if kind is Kontext:
         changed = drawn | {"references": drawn["references"].flip(0)}
         assert not torch.equal(job.loss(models, changed, seeded(3)), losses[0])
-
-
-def test_tables_hold_the_objects_the_empty_class_and_zeros(make: Any) -> None:
-    dit = make(Dit)
-    drawn = [label for step in range(2) for label in Draws(dit)[step]["asked"].tolist()]
-    named = [scene.stickers[0].name for scene in dit.scenes]
-    assert {CLASSES[label] for label in drawn if label != EMPTY} <= set(named)
-    assert all(len(scene.stickers) == 1 for scene in dit.scenes)
-    rng = np.random.default_rng(0)
-    told = [dit.tell(dit.scenes[0], rng) for _ in range(500)]
-    assert 0.05 < told.count("") / 500 < 0.15
-    for block in dit.build()["transformer"].transformer_blocks:
-        table = block.norm1.emb.class_embedder.embedding_table.weight
-        assert table.shape[0] == EMPTY + 1 and not table[len(CLASSES) : EMPTY].any()
-        assert table[: len(CLASSES)].any(1).all() and table[EMPTY].any()
-
-
-def test_a_saved_pipeline_knows_the_names_of_its_classes(folder: Path, tmp_path: Path) -> None:
-    fresh = Dit(SETTINGS, folder)  # saving converts weights in place
-    size = save_pipeline(fresh.pipeline(fresh.build()), tmp_path / "dit", sticker_dit.CALL)
-    loaded = load(directory=tmp_path / "dit")
-    assert loaded.get_label_ids(list(CLASSES)) == list(range(len(CLASSES)))
-    assert size < 12_000_000

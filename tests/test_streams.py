@@ -5,6 +5,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from tests.test_families import ready
 from tests.zoo.case import output_tensors
 from tests.zoo.catalog import cases
 from tests.zoo.pipes import pipes
+from tests.zoo_runs import in_threads
 
 
 class Thing:
@@ -326,22 +328,6 @@ def test_a_call_that_is_refused_before_it_writes_drops_the_stream() -> None:
         assert torch.equal(model(*track(0)[0]), PLAIN(*track(0)[0]))
 
 
-def test_an_interrupted_run_goes_on_with_its_scheduler() -> None:
-    pipe = diffcache.wrap(Pipe(), EVERY)
-    own = pipe.chunk(1)
-    interrupt = KeyboardInterrupt()
-    with Failing(pipe.transformer, interrupt), pytest.raises(KeyboardInterrupt):
-        pipe.chunk(0)
-    pipe.scheduler.set_timesteps(4)
-    run = handle_of(pipe).run()
-    assert run.total == 4
-    x = noise(1)
-    for t in pipe.scheduler.timesteps:
-        x = pipe.scheduler.step(pipe.transformer(x, t), t, x)[0]
-        assert run.scheduled or run.ticks == 0
-    assert torch.equal(x, own) and marks(pipe) == "CssC"
-
-
 def test_streams_that_do_not_fit_are_errors() -> None:
     model = Toy()
     diffcache.wrap(model, EVERY)
@@ -360,32 +346,22 @@ def test_streams_of_threads_do_not_meet() -> None:
     method = Kept()
     model = diffcache.wrap(Toy(), method)
     own = bare(diffcache.wrap(Toy(), EVERY), 2, False)
-    turn, failures = threading.Barrier(2, timeout=20), list[BaseException]()
-    seen: dict[int, list[Any]] = {0: [], 1: []}
+    turn = threading.Barrier(2, timeout=20)
 
-    def job(number: int) -> None:
-        try:
-            with torch.no_grad(), diffcache.stream(model) as stream:
-                for place, call in enumerate(track(0, steps=4) + track(1, steps=4)):
-                    turn.wait()
-                    assert torch.equal(model(*call), own[place])
-                    if place in (1, 3) and number == 0:
-                        with diffcache.writing():
-                            model(*call)
-                    (kept,) = stream.storage.values()
-                    seen[number].append((len(kept), stream.chunk))
+    def job(number: int) -> list[tuple[int, int]]:
+        seen = []
+        with diffcache.stream(model) as stream:
+            for place, call in enumerate(track(0, steps=4) + track(1, steps=4)):
                 turn.wait()
-        except BaseException as error:
-            failures.append(error)
-            turn.abort()
+                assert torch.equal(model(*call), own[place])
+                if place in (1, 3) and number == 0:
+                    write(model, *call)
+                (kept,) = stream.storage.values()
+                seen.append((len(kept), stream.chunk))
+            turn.wait()
+        return seen
 
-    threads = [threading.Thread(target=job, args=(number,)) for number in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
-    chunks = [0] * 4 + [1] * 4
+    seen, chunks = in_threads(partial(job, 0), partial(job, 1)), [0] * 4 + [1] * 4
     assert seen[0] == list(zip([1, 3, 4, 6, 7, 8, 9, 10], chunks, strict=True))
     assert seen[1] == list(zip(range(1, 9), chunks, strict=True))
     assert method.alive == 0
@@ -596,8 +572,9 @@ def on_method(name: str, case: Any, pipe: Any) -> Method:
         return ready(name, FLUX, case, pipe)
 
 
-# RegionE is for editing pipelines; FasterCache skips where guidance is a call of its own.
-SERVED_ELSEWHERE = ("regione", "fastercache")
+# RegionE is for editing pipelines; FasterCache skips where guidance is a call of its own. The others
+# are TaylorSeer with another forecast or list of steps, which no call that writes comes to.
+SERVED_ELSEWHERE = ("regione", "fastercache", "dmd", "dpcache", "foca", "freqca", "hicache", "spectrum")
 
 
 @pytest.mark.filterwarnings("ignore::diffcache.CacheWarning")
@@ -605,7 +582,8 @@ SERVED_ELSEWHERE = ("regione", "fastercache")
 def test_methods_compute_a_call_that_writes_in_a_pipeline(built: Any, name: str) -> None:
     case, pipe = built
     with diffcache.wrapped(pipe, on_method(name, case, pipe)) as handle:
-        case.run(pipe, 0, PIPE_STEPS)  # which fills look-up tables
+        if "tab" in name:
+            case.run(pipe, 0, PIPE_STEPS)  # which fills look-up tables
         own, alone = case.run(pipe, 0, PIPE_STEPS), told_of(handle.last.calls)
         assert handle.last.skipped > 0 or name == "rounded tables"  # whose layers run
         with Writes(pipe.transformer) as writes:

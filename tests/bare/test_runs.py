@@ -7,6 +7,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import diffusers
@@ -20,6 +21,7 @@ from diffcache.targets import handle_of
 from tests.bare.toys import EVERY, PLAIN, STEPS, Toy, alone, said, sample, track
 from tests.internals import marks
 from tests.zoo.pipes import pipes
+from tests.zoo_runs import in_threads
 
 
 def test_a_run_starts_clean_knows_its_length_and_frees_at_its_end():
@@ -88,26 +90,10 @@ def in_turns(jobs: Callable[[Callable[[int], Any]], None]) -> None:
 
 
 def test_threads_and_tasks_do_not_meet():
-    def threads(job: Any) -> None:
-        failures: list[BaseException] = []
-
-        def work(number: int) -> None:
-            try:
-                job(number)
-            except BaseException as error:
-                failures.append(error)
-
-        both = [threading.Thread(target=work, args=(k,)) for k in (0, 1)]
-        for thread in both:
-            thread.start()
-        for thread in both:
-            thread.join()
-        assert not failures
-
     async def to_threads(job: Any) -> None:
         await asyncio.gather(*(asyncio.to_thread(job, k) for k in (0, 1)))
 
-    in_turns(threads)
+    in_turns(lambda job: in_threads(*(partial(job, k) for k in (0, 1))))
     in_turns(lambda job: asyncio.run(to_threads(job)))
 
 

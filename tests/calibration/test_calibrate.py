@@ -4,6 +4,7 @@ import copy
 import pickle
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +24,7 @@ from diffcache.eval.runs.record import calibrated_on
 from diffcache.eval.runs.task import Task
 from diffcache.features.collect import Collector
 from diffcache.offline.calibrate import CollectPlan, header_of, prompt_hash
-from diffcache.offline.tracing import Tracer
+from diffcache.offline.tracing import Tracer, call_pipeline
 from diffcache.offline.tune.trial import Trials
 from diffcache.step import Step
 from tests.calibration.shipped import PROMPTS, SETTINGS, STEPS, draw
@@ -41,28 +42,13 @@ def test_the_tables_are_inner_products_of_the_features(pipe, calibrated):
         def feature(self, step, site, index, value):
             seen.setdefault((site, index), []).append(value.reshape(-1).double())
 
-        def state(self):
-            return {}
-
-        def load(self, state):
-            pass
-
-        def tables(self):
-            return {}
-
-    from diffcache.offline.tracing import call_pipeline
+        state = load = tables = None
 
     expected = 0
     for number, batch in enumerate((PROMPTS[:2], PROMPTS[2:])):
         seen.clear()
-        given = {"num_inference_steps": STEPS, **CALL}
-        Tracer().run(
-            pipe,
-            {"transformer": pipe.transformer},
-            [Spy()],
-            (0, number),
-            lambda b=batch, n=number, g=given: call_pipeline(pipe, b, n, g),
-        )
+        run = partial(call_pipeline, pipe, batch, number, {"num_inference_steps": STEPS, **CALL})
+        Tracer().run(pipe, {"transformer": pipe.transformer}, [Spy()], (0, number), run)
         for features in seen.values():
             stacked = torch.stack(features)
             expected = expected + stacked @ stacked.T

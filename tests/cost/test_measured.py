@@ -114,21 +114,6 @@ def test_short_calls_are_timed_in_a_row(clock):
     assert log == ["call", "after"] * 6
 
 
-def test_no_speed_above_what_operations_allow_goes_without_a_word():
-    def row(q3, cpu=1.0):
-        return {"ratio": {"median": 1.0, "q3": q3}, "cpu_ratio": {"median": 1.0, "q3": cpu}}
-
-    rows = {"uncached": row(1.0), "fitted": row(4.94, 4.5), "unknown": row(9.0), "slow": row(0.9)}
-    allowed = {"uncached": 0.999, "fitted": 4.63, "unknown": None, "slow": 2.0}
-    (warning,) = interleave.too_fast(rows, allowed)
-    assert warning == (
-        "upper quartiles above what operations allow, timing noise, or work that FLOPs do not count, "
-        "of fitted (speed 4.94; allowed 4.63)"
-    )
-    (warning,) = interleave.too_fast({"slow": row(2.2, 2.5), "fitted": row(4.94)}, allowed)
-    assert warning.endswith("of slow (speed 2.20, CPU ratio 2.50; allowed 2.00); fitted (speed 4.94; allowed 4.63)")
-
-
 def test_a_busy_machine_is_told(clock, monkeypatch):
     monkeypatch.setattr(interleave, "cores_here", lambda: 2)
     loads = iter([1.0, 3.5, 1.0])

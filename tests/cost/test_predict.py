@@ -282,7 +282,8 @@ def test_a_run_holds_what_was_expected(cls):
     size = Size(8 * known.spatial, 4 * known.spatial, frames, text, batch=2)
     inputs = inputs_of(cls, model.config, size, device="cpu")
     inputs |= {key: torch.ones_like(value) for key, value in inputs.items() if "mask" in key}
-    for name, settings in EXPECTED_BYTES_METHODS:
+    turn = sorted(INPUTS).index(cls)
+    for name, settings in (EXPECTED_BYTES_METHODS * 2)[turn % 5 : turn % 5 + 3]:
         if settings.get("site") == "module" and not diffcache.inspect(model).supports(Site.MODULE):
             continue
         given = dict(height=size.height, width=size.width, frames=size.frames, text_tokens=text, batch=2)
@@ -381,3 +382,10 @@ def test_skip_layer_guidance_holds_features_of_one_more_call():
         with diffcache.wrapped(pipe, method, **settings) as handle:
             pipe(**call)
         assert handle.last.peak_bytes == expected["transformer"] > 0, (method, settings)
+
+
+def test_inspect_says_what_a_method_will_hold():
+    words = ["inspect", "FluxTransformer2DModel", "--method", "taylorseer:every=4,order=0"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert "54 MiB in bfloat16 for each sample and guidance branch" in " ".join(done.output.split())

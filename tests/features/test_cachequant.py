@@ -22,6 +22,7 @@ from diffcache.offline.cachequant_collect import CacheQuantCollector, segment_bo
 from diffcache.offline.quantize_layers import LayerCalibration
 from diffcache.offline.tracing import Traced
 from diffcache.step import Step
+from tests.internals import state_of
 
 SITE = "up_blocks.0"
 
@@ -264,8 +265,7 @@ def test_joint_from_end_to_end(name: str, bits: Any) -> None:
     lists = "mid_block.resnets.0.conv1" if name == "unet" else "transformer_blocks.1.attn1.to_q"
     layer = model.get_submodule(lists)
     hook = layer.register_forward_hook(lambda *_: hooked.append(1))
-    state = {key: value.clone() for key, value in model.state_dict().items()}
-    dicts = {key: dict(module.__dict__) for key, module in before.items()}
+    state, traces = {key: value.clone() for key, value in model.state_dict().items()}, state_of(model)
 
     method = calibrated(model, CacheQuant(every=2, bits=bits, exempt="*to_v"))
     quantized = {n.split("/")[1] for n in method.tables.names() if n.startswith("quant/")}
@@ -285,13 +285,8 @@ def test_joint_from_end_to_end(name: str, bits: Any) -> None:
         swapped = [call.index for call in handle.last.calls if call.computed]
     assert swapped == method.tables["starts"].tolist()
     assert 0 < relative(out, expected) < 0.4
-    after = dict(model.named_modules())
-    assert list(after) == list(before) and all(after[n] is before[n] for n in before)
+    assert all(module is before[key] for key, module in model.named_modules()) and state_of(model) == traces
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
-    for key, module in before.items():
-        now = module.__dict__
-        assert now.keys() == dicts[key].keys()
-        assert all(now[k] is v or now[k] == v for k, v in dicts[key].items())
     assert torch.equal(sample(model), expected)
     hook.remove()
 

@@ -318,3 +318,14 @@ def test_outputs_of_other_shapes_are_taken_against_what_they_share():
     assert torch.equal(wide[:, :4], given) and not wide[:, 4:].any()
     with pytest.raises(AttachError, match=r"\[2, 9\] cannot be taken against the sample"):
         fitted(given, torch.zeros(2, 9))
+
+
+def test_uniform_computes_as_many_steps_at_even_distances():
+    listed = made(profile(curved, [torch.randn(1, 2, 3, 3).double()], 0.5))
+    even = replace(listed, schedule="uniform", time=False, rectify=False)
+    count = len(listed.parts().when.steps)
+    steps = sorted(even.parts().when.steps)
+    assert 1 < count < STEPS and len(steps) == count and steps[0] == 0
+    gaps = {b - a for a, b in zip(steps, [*steps[1:], STEPS], strict=True)}
+    assert max(gaps) - min(gaps) <= 1
+    assert even.abilities() == (even.parts(),)

@@ -183,3 +183,11 @@ def test_every_site_can_be_held(name, site):
     assert (results["int8"] - results[None]).abs().max() < 0.2 * scale
     assert sizes["bf16"] == sizes[None] // 2
     assert sizes["host"] == sizes[None]
+
+
+def test_features_of_whole_numbers_are_summed_as_they_are():
+    hold = Hold(Taylor(1), "int8")
+    state = hold.init()
+    for index in range(2):
+        hold.record(state, Step(index), torch.tensor([200, 300]) * (index + 1))
+    assert hold.estimate(state, Step(3)).tolist() == pytest.approx([800, 1200], rel=0.01)

@@ -94,31 +94,13 @@ def test_the_same_steps_are_computed_as_by_diffusers(name: str, config: Any, ins
 
 def dit_config(**changes: Any) -> Any:
     """Return a configuration with the fields of cache-dit 1.5.3's, which need not be installed."""
-    made = dataclasses.make_dataclass(
-        "DBCacheConfig",
-        [
-            (name, Any, field(default=default))
-            for name, default in {
-                "cache_type": "DBCache",
-                "Fn_compute_blocks": 8,
-                "Bn_compute_blocks": 0,
-                "residual_diff_threshold": 0.08,
-                "max_accumulated_residual_diff_threshold": None,
-                "max_warmup_steps": 8,
-                "warmup_interval": 1,
-                "max_cached_steps": -1,
-                "max_continuous_cached_steps": -1,
-                "enable_separate_cfg": None,
-                "cfg_compute_first": False,
-                "cfg_diff_compute_separate": True,
-                "num_inference_steps": None,
-                "steps_computation_mask": None,
-                "steps_computation_policy": "dynamic",
-                "force_refresh_step_hint": None,
-                "force_refresh_step_policy": "once",
-            }.items()
-        ],
-    )
+    limits = dict(max_accumulated_residual_diff_threshold=None, max_warmup_steps=8, warmup_interval=1)
+    limits |= dict(max_cached_steps=-1, max_continuous_cached_steps=-1, residual_diff_threshold=0.08)
+    cfg = dict(enable_separate_cfg=None, cfg_compute_first=False, cfg_diff_compute_separate=True)
+    steps = dict(num_inference_steps=None, steps_computation_mask=None, steps_computation_policy="dynamic")
+    steps |= dict(force_refresh_step_hint=None, force_refresh_step_policy="once")
+    fields = dict(cache_type="DBCache", Fn_compute_blocks=8, Bn_compute_blocks=0) | limits | cfg | steps
+    made = dataclasses.make_dataclass("DBCacheConfig", [(n, Any, field(default=d)) for n, d in fields.items()])
     made.__module__ = "cache_dit.caching.cache_contexts.cache_config"
     return made(**changes)
 

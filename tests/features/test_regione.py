@@ -397,18 +397,6 @@ def test_an_exception_in_a_region_step_leaves_nothing_behind() -> None:
         assert torch.equal(pipe(**kontext_call())[0], wanted)
 
 
-@pytest.mark.parametrize("hold", ["bf16", "int8", "host"])
-def test_velocities_held_smaller_decay_alike(hold: Any) -> None:
-    pipe = kontext()
-    with wrapped(pipe, method(pipe)) as handle:
-        wanted = pipe(**kontext_call())[0]
-        assert any(not call.computed for call in handle.last.calls)
-    with wrapped(pipe, method(pipe), hold=hold):
-        made = pipe(**kontext_call())[0]
-    assert torch.equal(made, wanted) == (hold == "host")
-    torch.testing.assert_close(made, wanted, rtol=0, atol=0.03)
-
-
 def test_ratios_are_fitted_to_a_pipeline_and_serve_its_number_of_steps() -> None:
     pipe, steps = kontext(), 9
     calls = [{**kontext_call((number,)), "num_inference_steps": steps} for number in (0, 1)]

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import pickle
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -13,7 +12,6 @@ import torch
 from torch import nn
 
 import diffcache
-from diffcache.attach.reuse.modulated_probe import watch
 from diffcache.attach.reuse.time_probe import TimeWatch
 from diffcache.errors import AttachError, TablesError
 from diffcache.features.combine import Combine
@@ -307,29 +305,6 @@ def test_calibration_on_the_time_embedding(tmp_path):
     assert not any(isinstance(h, TimeWatch) for m in pipe.transformer.modules() for h in m._forward_hooks.values())
 
 
-@pytest.mark.parametrize("threshold", [0.2, 0.3])
-def test_branches_that_decide_apart_run_as_if_alone(threshold):
-    """Two conditions whose inputs move differently, called in turn and one by one."""
-    case = cases()["FluxTransformer2DModel"]
-    model = case.build()
-    method = TeaCache(threshold, (1.0, 0.0), by_branch=True)
-    steps, alone, schedules = 10, [], []
-    for seed in (0, 1):
-        with diffcache.wrapped(model, method) as handle:
-            calls = [case.kwargs(model, seed, step=s, steps=steps) for s in range(steps)]
-            alone.append([model(**kwargs).sample.clone() for kwargs in calls])
-            schedules.append([c.index for c in handle.last.calls if c.computed])
-    with diffcache.wrapped(model, method) as handle:
-        for step in range(steps):
-            for seed in (0, 1):
-                out = model(**case.kwargs(model, seed, step=step, steps=steps)).sample
-                assert torch.equal(out, alone[seed][step])
-        calls = handle.last.calls
-    found = [[c.index for c in calls if c.computed and c.branch == seed] for seed in (0, 1)]
-    assert found == schedules
-    assert found[0] != found[1]
-
-
 PEEK_STEPS = 6
 TEA = TeaCache(0.5, (1.0, 0.0))
 
@@ -407,22 +382,6 @@ def test_compiled_blocks_give_the_same():
         assert 0 < sum(marks) < PEEK_STEPS
     torch._dynamo.reset()
     assert len(graphs) == 2 * uncached
-
-
-def test_inference_mode_and_copies(flux):
-    case, model = flux
-    with diffcache.wrapped(model, TEA):
-        plain = sample(case, model, PEEK_STEPS)
-        assert 0 < diffcache.report(model).steps_skipped < PEEK_STEPS
-        with torch.inference_mode():
-            assert torch.equal(sample(case, model, PEEK_STEPS), plain)
-        twin = copy.deepcopy(model)
-        uncached = sample(case, twin, PEEK_STEPS)
-        again = pickle.loads(pickle.dumps(model))
-        assert torch.equal(sample(case, again, PEEK_STEPS), uncached)
-        assert torch.equal(sample(case, model, PEEK_STEPS), plain)
-    assert torch.equal(sample(case, model, PEEK_STEPS), uncached)
-    assert watch(model, (), {}) is None
 
 
 def test_a_peek_in_one_thread_cuts_no_call_of_another(flux):

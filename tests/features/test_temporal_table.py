@@ -147,16 +147,6 @@ def test_a_second_run_is_looked_up_bit_for_bit(made):
         hook.remove()
 
 
-def test_an_unknown_timestep_is_computed(made):
-    case, model = made
-    plain = sample(case, model, 4)
-    with diffcache.wrapped(model, TemporalTable()) as handle:
-        sample(case, model, STEPS)
-        assert torch.equal(sample(case, model, 4), plain)
-        number = MODELS[case.name]
-        assert counts(handle) == [(0, number), *[(number, 0)] * 3]  # the first step is shared
-
-
 def test_a_prompt_is_part_of_the_key_where_it_matters(made):
     case, model = made
     plain = sample(case, model, STEPS, seed=1)
