@@ -341,33 +341,6 @@ def network(pipe: Any) -> nn.Module:
     return model
 
 
-@pytest.mark.filterwarnings("error::diffcache.CacheWarning")  # it is no cache that skips nothing
-def test_a_recorder_sees_every_attention_of_every_call_and_changes_nothing(made: Any) -> None:
-    case, pipe = made
-    model = network(pipe)
-    plain, before = case.run(pipe, 0, STEPS), state_of(model)
-    sites = [(site.path, site.part) for site in attention_sites(model)]
-    method = Watched()
-    diffcache.wrap(pipe, method)
-    seen = method.record.seen
-    assert torch.equal(case.run(pipe, 0, STEPS), plain)
-    assert method.record.opened == [i for i in range(STEPS) for _ in range(case.branches)]
-    assert len(seen) == len(sites) * case.branches * STEPS
-    counts = Counter((one.place, one.path, one.part) for one in seen)
-    assert set(counts.values()) == {1}
-    for step in range(STEPS):  # every call has every site once
-        for branch in range(case.branches):
-            assert {(p, part) for place, p, part in counts if place == (step, branch)} == {*sites}
-    assert all(one.k.shape[:3] == one.v.shape[:3] for one in seen)
-    report = diffcache.report(pipe)
-    assert (report.steps_computed, report.steps_skipped, report.skipped) == (STEPS, 0, 0)
-    assert "Nothing was skipped" not in str(report) and "compiled" not in str(report)
-    diffcache.unwrap(pipe)
-    assert state_of(model) == before
-    assert torch.equal(case.run(pipe, 0, STEPS), plain)
-    assert len(seen) == len(sites) * case.branches * STEPS
-
-
 @pytest.mark.parametrize(
     ("site", "last"), [("stack", True), ("module", False)], ids=["recorder last", "recorder first"]
 )

@@ -75,18 +75,6 @@ def test_the_model_site_needs_no_wiring(name: str):
     check_exact(model, lambda: inputs(case, model), "model")
 
 
-def test_a_wiring_that_is_not_exact_is_refused_and_leaves_the_model_usable():
-    case = CASES["UniDiffuserModel"]
-    model = case.build(0)
-    expected = output_tensors(model(**inputs(case, model)))
-    diffcache.wrap(model, Interval(every=2, site="stack"))
-    for _ in range(2):  # every time, not only the first
-        with pytest.raises(AttachError, match="changes the output by .* use site='block' or site='model'"):
-            model(**inputs(case, model))
-    diffcache.unwrap(model)
-    assert gap(model(**inputs(case, model)), expected) == 0
-
-
 def test_a_model_without_a_timestep_needs_a_scheduler():
     case = CASES["UVit2DModel"]
     model = case.build(0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import diffcache
-from diffcache import ConfidenceGatedTaylor, Every, FirstBlock, Gate, Listed, Newton, Reuse, Step, Taylor, TaylorSeer
+from diffcache import ConfidenceGatedTaylor, Every, Gate, Listed, Newton, Reuse, Step, Taylor, TaylorSeer
 from diffcache.catalog import make_method, method_class
 from diffcache.features.parts.when import relative_l1
 from diffcache.registry import rows_of
@@ -114,23 +114,6 @@ def test_gate_follows_an_independent_trace():
     when = ConfidenceGatedTaylor(threshold, warmup=warmup, start=0).parts().when
     assert computed_steps(when, 40, u) == expected
     assert warmup < len(expected) < 40
-
-
-def test_gate_limits():
-    probes = [torch.full((2,), float(s + 1)) for s in range(10)]
-    gated = ConfidenceGatedTaylor(threshold=math.inf, warmup=3)
-    assert computed_steps(gated.parts().when, 10, probes) == [0, 1, 2, 9]
-    assert computed_steps(ConfidenceGatedTaylor(threshold=0).parts().when, 10, probes) == [*range(10)]
-    assert computed_steps(FirstBlock(threshold=math.inf).parts().when, 10, probes) == [0]
-    assert computed_steps(FirstBlock(threshold=0).parts().when, 10, probes) == [*range(10)]
-    affine = ConfidenceGatedTaylor(threshold=1e-5, warmup=4, start=1).parts().when
-    assert computed_steps(affine, 10, probes) == [0, 1, 2, 3, 9]
-
-
-def test_first_block_compares_with_the_last_computed_step():
-    probes = [torch.tensor([1.0 + 0.04 * s]) for s in range(8)]
-    # against the last computed step the change grows until it passes 0.1, then the gate resets
-    assert computed_steps(FirstBlock(threshold=0.1).parts().when, 8, probes) == [0, 3, 6]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

@@ -21,7 +21,6 @@ from diffcache.eval.workshop.small.sticker_kontext import Kontext
 from diffcache.eval.workshop.small.sticker_text import Encoder
 from diffcache.eval.workshop.small.sticker_wan import Wan
 from diffcache.eval.workshop.small.stickers import held_out_captions, render
-from diffcache.eval.workshop.small.trainer import Draws
 
 SETTINGS = Settings(steps=2, batch=4, examples=16)
 FEW = {"num_inference_steps": 3, "output_type": "np"}

@@ -211,17 +211,3 @@ def test_a_shipped_folder_is_loaded_understands_as_in_training_and_says_how_it_i
     assert (way.chunk, way.size, way.words, way.sampler) == (CHUNK, (64, 64), 8, SAMPLER)
     assert way.policy == "full"
     assert streaming(MODELS / "sticker-causal") == way
-
-
-def test_the_loss_trains_every_part_and_histories_become_the_models_own(job: Causal):
-    models = job.build()
-    drawn = job.draw(torch.arange(2), torch.Generator().manual_seed(3))
-    first = [job.loss(models, drawn, torch.Generator().manual_seed(3)) for _ in range(2)]
-    assert torch.equal(*first) and first[0] > 0.5
-    first[0].backward()
-    assert models["transformer"].proj_out.weight.grad.abs().sum() > 0
-    for weight in models["transformer"].parameters():
-        nn.init.normal_(weight, std=0.05)
-    job.attention(models["transformer"])
-    found = job.measure(models)
-    assert abs(found["held_loss"] - found["held_own"]) > 1e-4

@@ -85,27 +85,6 @@ def test_a_record_says_how_the_weights_came_about(tmp_path: Path):
     assert done["curve"][-1]["step"] == 24
 
 
-def test_every_example_comes_once_in_a_round():
-    rows = [trainer.numbers(SETTINGS, step) for step in range(24)]
-    assert sorted(torch.cat(rows[:5]).tolist()) == list(range(40))
-    assert not torch.equal(rows[0], rows[5])
-
-
-def test_a_run_is_shortened_to_what_fits_its_time():
-    settings = replace(SETTINGS, steps=10_000, cooldown=0.3)
-    assert trainer.fitting(0, 100, 0.1, settings) == 970  # a hundred steps take a tenth of the time
-    assert trainer.fitting(500, 700, 0.5, settings) == 500 + 388
-    assert trainer.fitting(0, 101, 0.1, settings) is None
-    assert trainer.fitting(0, 700, 0.71, settings) is None  # the learning rate falls already
-
-
-def test_the_learning_rate_rises_stays_and_falls():
-    settings = replace(SETTINGS, steps=100, warmup=10, cooldown=0.3)
-    shares = [pace(step, settings) for step in range(100)]
-    assert shares[0] == 0.1 and shares[9:70] == [1.0] * 61
-    assert shares[85] == pytest.approx(0.5) and shares[99] == pytest.approx(1 / 30)
-
-
 @pytest.mark.parametrize("shape", [(12, 7), (7, 12), (9, 9)])
 def test_muon_steps_along_a_matrix_whose_singular_values_are_alike(shape):
     values = torch.linalg.svdvals(orthogonal(torch.randn(3, *shape)))
