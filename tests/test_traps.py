@@ -214,12 +214,11 @@ def test_a_copied_scheduler_does_not_drive_the_clock():
     assert marks(pipe) == "CssCss"
 
 
-@pytest.mark.parametrize("kind", ["FlowMatchEulerDiscreteScheduler", "FlowMatchHeunDiscreteScheduler"])
-def test_a_scheduler_replaced_after_wrapping(kind: str):
-    import diffusers
+def test_a_scheduler_replaced_after_wrapping():
+    from diffusers import FlowMatchHeunDiscreteScheduler
 
     name = "StableDiffusion3Pipeline"
-    scheduler = getattr(diffusers, kind).from_config({"shift": 2.0})
+    scheduler = FlowMatchHeunDiscreteScheduler.from_config({"shift": 2.0})
     fresh = PIPES[name].build(0)
     fresh.scheduler = copy.deepcopy(scheduler)
     expected = run(diffcache.wrap(fresh, EVERY), name)
@@ -228,8 +227,7 @@ def test_a_scheduler_replaced_after_wrapping(kind: str):
     old = pipe.scheduler
     pipe.scheduler = type(scheduler).from_config(scheduler.config)
     assert torch.equal(run(pipe, name), expected)
-    evaluations = STEPS if "Euler" in kind else 2 * STEPS - 1
-    assert marks(pipe) == ("Css" * 4)[:evaluations]
+    assert marks(pipe) == ("Css" * 4)[: 2 * STEPS - 1]
     assert owner_of(old) is None and owner_of(pipe.scheduler) is handle_of(pipe)
     assert handle_of(pipe).run().total is None
     diffcache.unwrap(pipe)
@@ -255,12 +253,9 @@ def totals(pipe: Any, name: str, **more: Any) -> list[int | None]:
 @pytest.mark.parametrize(
     ("name", "more", "total"),
     [
-        ("FluxPipeline", {}, 6),
         ("FluxPipeline", {"sigmas": [1.0, 0.7, 0.4, 0.2], "num_inference_steps": 4}, 4),
         ("FluxImg2ImgPipeline", {"strength": 0.5}, 3),
-        ("FluxInpaintPipeline", {"strength": 0.8}, 5),
         ("StableDiffusion3Pipeline-heun", {}, 11),
-        ("StableDiffusionPipeline-heun", {}, 11),
         ("StableDiffusionPipeline-pndm", {}, 15),
     ],
 )

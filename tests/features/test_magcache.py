@@ -12,6 +12,7 @@ from diffcache.features.temporal_table import TemporalTable
 from diffcache.offline.magcache_collect import Ratios
 from diffcache.step import Step
 from tests.internals import computed_steps
+from tests.test_presets import official_magcache
 from tests.zoo.pipes import pipes
 
 RATIOS = tuple(1 - 0.002 * i - (0.03 * (i - 20) if i > 20 else 0) for i in range(28))
@@ -51,22 +52,6 @@ def test_a_step_may_be_fixed_as_for_flux(total):
         assert found == [0, 1, 2, 5, 9, 11, 17, 23, 26]
 
 
-def official_branches(both, threshold, longest, retention, total):
-    """Computed steps of two branches by one counter over all calls, as MagCache4Wan2.1 has it."""
-    product, error, skipped, steps = [1.0, 1.0], [0.0, 0.0], [0, 0], [[], []]
-    for call in range(2 * total):
-        branch = call % 2
-        if call >= int(2 * total * retention):
-            product[branch] *= both[call]
-            skipped[branch] += 1
-            error[branch] += abs(1 - product[branch])
-            if error[branch] < threshold and skipped[branch] <= longest:
-                continue
-        product[branch], error[branch], skipped[branch] = 1.0, 0.0, 0
-        steps[branch].append(call // 2)
-    return steps
-
-
 @pytest.mark.parametrize("threshold", [0.03, 0.06, 0.12])
 def test_ratios_of_two_branches_decide_apart_on_a_pipeline(threshold, agrees):
     """Guidance in two calls; an official list holds the ratios of both in turn."""
@@ -76,8 +61,8 @@ def test_ratios_of_two_branches_decide_apart_on_a_pipeline(threshold, agrees):
     both = [1.0, 1.0]
     for step in range(1, total):
         both += [1 - 0.002 * step, 1 - 0.004 * step]
-    expected = official_branches(both, threshold, 4, 0.2, total)
     method = MagCache(threshold, 4, 0.2, (both[0::2], both[1::2]))
+    expected = official_magcache(method, total)
     with diffcache.wrapped(pipe, method) as handle, torch.no_grad():
         case.run(pipe, steps=total)
         calls = handle.last.calls

@@ -148,17 +148,16 @@ def test_a_run_of_unknown_length_is_refused():
         when.computes_at(Step(3), "self")
 
 
-LAZYCACHE_STEPS = 16
-SIGMAS = [(1 - s / LAZYCACHE_STEPS) ** 1.5 for s in range(LAZYCACHE_STEPS + 1)]
+SIGMAS = [(1 - s / STEPS) ** 1.5 for s in range(STEPS + 1)]
 
 
 def euler(case, model, call):
     """Sample with Euler's method; return the outputs of all steps."""
-    x = case.kwargs(model, 0, step=0, steps=LAZYCACHE_STEPS)["hidden_states"]
+    x = case.kwargs(model, 0, step=0, steps=STEPS)["hidden_states"]
     outs = []
     with torch.no_grad():
-        for step in range(LAZYCACHE_STEPS):
-            given = case.kwargs(model, 0, step=step, steps=LAZYCACHE_STEPS)
+        for step in range(STEPS):
+            given = case.kwargs(model, 0, step=step, steps=STEPS)
             outs.append(call({**given, "hidden_states": x}, step).clone())
             x = x + (SIGMAS[step + 1] - SIGMAS[step]) * outs[-1]
     return torch.stack(outs)
@@ -174,7 +173,7 @@ def test_peer_lazycache_step_by_step(threshold, warmup, agrees):
     def comfy(given, step):
         nonlocal rate, total, kept_x, kept_clean
         x, sigma = given["hidden_states"], SIGMAS[step]
-        if warmup <= step < LAZYCACHE_STEPS - 1 and rate is not None:
+        if warmup <= step < STEPS - 1 and rate is not None:
             total += float(rate * (x - kept_x).abs().mean() / kept_clean.abs().mean())
             if total < threshold:
                 return (x - (x + kept_clean - kept_x)) / sigma
@@ -189,11 +188,11 @@ def test_peer_lazycache_step_by_step(threshold, warmup, agrees):
 
     expected = euler(case, model, comfy)
     with diffcache.wrapped(model, LazyCache(threshold, warmup)) as handle:
-        with diffcache.run(model, steps=LAZYCACHE_STEPS, sigmas=SIGMAS[:-1]):
+        with diffcache.run(model, steps=STEPS, sigmas=SIGMAS[:-1]):
             found = euler(case, model, lambda given, _: model(**given, return_dict=False)[0])
         steps = [call.index for call in handle.last.calls if call.computed], computed
     agrees("lazycache", "ComfyUI's code, as a loop", [found], [expected], 1e-5, steps)
-    assert warmup < len(computed) < LAZYCACHE_STEPS
+    assert warmup < len(computed) < STEPS
 
 
 DBPRUNE_STEPS = 10
@@ -323,27 +322,10 @@ def test_the_schedule_follows_an_independent_trace(threshold, longest, skips, wa
     assert skips is None or 30 - len(steps) <= skips
 
 
-EASYCACHE_STEPS = 16
-
-
 @pytest.fixture(scope="module")
 def easycache_made():
     case = cases()["FluxTransformer2DModel"]
     return case, case.build()
-
-
-def easycache_euler(case, model, call):
-    """Sample with Euler's method along times that are not even; return the outputs of all steps."""
-    x = case.kwargs(model, 0, step=0, steps=EASYCACHE_STEPS)["hidden_states"]
-    times = [(1 - s / EASYCACHE_STEPS) ** 1.5 for s in range(EASYCACHE_STEPS + 1)]
-    outs = []
-    with torch.no_grad():
-        for step in range(EASYCACHE_STEPS):
-            given = case.kwargs(model, 0, step=step, steps=EASYCACHE_STEPS)
-            out = call({**given, "hidden_states": x}, step)
-            outs.append(out.clone())
-            x = x + (times[step + 1] - times[step]) * out
-    return torch.stack(outs)
 
 
 class Loop:
@@ -360,7 +342,7 @@ class Loop:
 
     def __call__(self, given, step):
         x = given["hidden_states"]
-        compute = step < self.warmup or step == EASYCACHE_STEPS - 1 or self.k is None
+        compute = step < self.warmup or step == STEPS - 1 or self.k is None
         if not compute:
             change = (x - (self.before if self.since == "step" else self.anchor)).abs().mean()
             self.total += float(self.k * change / self.out.abs().mean())
@@ -381,15 +363,15 @@ class Loop:
 def test_official_easycache_step_by_step(easycache_made, threshold, warmup, since, agrees):
     case, model = easycache_made
     loop = Loop(model, threshold, warmup, since)
-    expected = easycache_euler(case, model, loop)
+    expected = euler(case, model, loop)
     with diffcache.wrapped(model, EasyCache(threshold, warmup, since)) as handle:
-        with diffcache.run(model, steps=EASYCACHE_STEPS):
+        with diffcache.run(model, steps=STEPS):
             call = lambda given, step: model(**given, return_dict=False)[0]  # noqa: E731
-            found = easycache_euler(case, model, call)
+            found = euler(case, model, call)
         computed = [call.index for call in handle.last.calls if call.computed]
     source = {"step": "official code, as a loop", "computed": "ComfyUI's code, as a loop"}[since]
     agrees("easycache", source, [found], [expected], 2e-6, (computed, loop.computed))
-    assert warmup < len(computed) < EASYCACHE_STEPS
+    assert warmup < len(computed) < STEPS
 
 
 def test_another_size_of_sample_is_computed():

@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -21,6 +20,7 @@ from diffcache.features.teacache import BY_TIME, TeaCache
 from diffcache.offline.teacache_collect import fit
 from diffcache.step import Step
 from tests.internals import computed_steps, reuse_in
+from tests.test_presets import official_teacache
 from tests.zoo.catalog import cases
 from tests.zoo.pipes import pipes
 from tests.zoo_runs import in_threads, sample
@@ -152,25 +152,6 @@ def embeddings(model, timesteps, which):
     return rows
 
 
-def official(rows, coefficients, threshold, which):
-    """Steps at which the conditional and the unconditional call run, each with sums of its own."""
-    first, beyond = (5, len(rows)) if which == "time-projection" else (1, len(rows) - 1)
-    curve, computed = np.poly1d(coefficients), []
-    for _ in range(2):
-        total, steps = 0.0, []
-        for index, row in enumerate(rows):
-            runs = index < first or index >= beyond
-            if not runs:
-                before = rows[index - 1]
-                total += curve(((row - before).abs().mean() / before.abs().mean()).item())
-                runs = total >= threshold
-            if runs:
-                total = 0.0
-                steps.append(index)
-        computed.append(steps)
-    return computed
-
-
 @pytest.mark.parametrize("which", ["time", "time-projection"])
 @pytest.mark.parametrize("by_branch", [False, True])
 def test_both_branches_of_a_pipeline_take_the_official_steps(which, by_branch, agrees):
@@ -184,7 +165,7 @@ def test_both_branches_of_a_pipeline_take_the_official_steps(which, by_branch, a
             calls = handle.last.calls
         found = [[c.index for c in calls if c.computed and c.branch == name] for name in ("cond", "uncond")]
         rows = embeddings(pipe.transformer, pipe.scheduler.timesteps, which)
-        steps = found, official(rows, curve, threshold, which)
+        steps = found, [official_teacache(rows, method)] * 2  # each call has sums of its own
         agrees("teacache", "official code (Wan2.1, HiDream), as a loop", steps=steps)
         counts.add(len(found[0]))
     assert len(counts) > 1
