@@ -24,10 +24,9 @@ from diffcache.eval.cost.memory import Place
 from diffcache.eval.methods import parse_method
 from diffcache.eval.report.records import load
 from diffcache.eval.runs import folder, measure, score
-from diffcache.eval.runs.draw import Drawer, relative_errors, samples_of
+from diffcache.eval.runs.draw import Drawer, samples_of
 from diffcache.eval.runs.evaluate import Plan, RunError
 from diffcache.eval.runs.folder import CaseFolder, ManifestError, batches, evaluations, remember
-from diffcache.eval.runs.measure import _spelled
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.task import Case, Task, directory_sha256
 from diffcache.eval.samples.prompts import load_prompts

@@ -44,14 +44,6 @@ def of_policy(policy: Policy, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def test_a_table_of_the_policy_holds_two_seeds(policy: Policy) -> None:
-    first, second = (Policy(policy.directory, 2, seed, 12, 1).uncached() for seed in (0, 1))
-    both = policy.uncached()
-    assert policy.samples == 4
-    assert torch.equal(both.actions, torch.cat([first.actions, second.actions]))
-    assert not torch.equal(first.actions, second.actions)
-
-
 def test_cost_counts_what_a_run_computes(policy: Policy) -> None:
     """A cache saves modules and nothing else; what is outside of them runs at every step."""
     seen = torch.zeros(1, reach.OBSERVED, reach.OBSERVATION)
@@ -136,14 +128,6 @@ def test_rows_are_kept(policy: Policy, of_policy: Path, tmp_path: Path, monkeypa
     assert record["rows"][:3] == before["rows"]
     other = Policy(policy.directory, 4, 1, 12)
     assert len(table.run(other, more, "again", 1, ON_POLICY[:1])["rows"]) == 2
-
-
-def test_a_method_that_is_off_acts_as_the_uncached_policy(policy: Policy) -> None:
-    base, method = policy.uncached(), Interval(every=1)
-    with pytest.warns(match="skipped nothing"), diffcache.wrapped(policy.pipe, method):
-        row = policy.row("interval:every=1", method, policy.draw(method), base)
-    assert row["fidelity"]["action_error"]["high"] == 0 and row["flops_ratio"] == 1
-    assert row["quality"]["success_rate_change"]["value"] == 0 and row["computed_steps"] == 12
 
 
 def test_pages_and_a_plot_are_made_of_the_records(of_policy: Path) -> None:

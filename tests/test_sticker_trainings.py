@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diffcache.eval.workshop.small import sticker_dit, sticker_flux, sticker_video_autoencoder, sticker_wan
-from diffcache.eval.workshop.small.export import save_pipeline
+from diffcache.eval.workshop.small import sticker_flux, sticker_video_autoencoder, sticker_wan
 from diffcache.eval.workshop.small.job import Settings, seeded
 from diffcache.eval.workshop.small.sticker_autoencoder import build_autoencoder
 from diffcache.eval.workshop.small.sticker_dit import CLASSES, Dit
@@ -21,6 +20,7 @@ from diffcache.eval.workshop.small.sticker_kontext import Kontext
 from diffcache.eval.workshop.small.sticker_text import Encoder
 from diffcache.eval.workshop.small.sticker_wan import Wan
 from diffcache.eval.workshop.small.stickers import held_out_captions, render
+from diffcache.eval.workshop.small.trainer import Draws
 
 SETTINGS = Settings(steps=2, batch=4, examples=16)
 FEW = {"num_inference_steps": 3, "output_type": "np"}

@@ -10,19 +10,11 @@ import torch
 from diffusers import WanPipeline
 from torch import nn
 
-from diffcache.eval.workshop.bench.judge import KINDS, draw
-from diffcache.eval.workshop.small import (
-    sticker_autoencoder,
-    sticker_causal,
-    sticker_judge,
-    sticker_video_autoencoder,
-    stickers,
-)
+from diffcache.eval.workshop.small import sticker_causal, sticker_judge, sticker_video_autoencoder, stickers
 from diffcache.eval.workshop.small.job import Settings
-from diffcache.eval.workshop.small.sticker_autoencoder import build_autoencoder, start_from_patches
 from diffcache.eval.workshop.small.sticker_causal import CALL, CHUNK, LATENTS, SAMPLER, Causal, HeldChunks, predict
-from diffcache.eval.workshop.small.sticker_films import render_film, sample_film
-from diffcache.eval.workshop.small.sticker_judge import Reading, correlation, faults, fit, likeness
+from diffcache.eval.workshop.small.sticker_films import sample_film
+from diffcache.eval.workshop.small.sticker_judge import Reading, faults, fit, likeness
 from diffcache.eval.workshop.small.sticker_video_autoencoder import CHANNELS
 from diffcache.eval.workshop.small.stickers import (
     GROUNDS,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from diffcache.eval.workshop.small import job, trainer
 from diffcache.eval.workshop.small.job import JOBS, Job, Settings, load_job, read_settings
-from diffcache.eval.workshop.small.trainer import orthogonal, pace, record, train
+from diffcache.eval.workshop.small.trainer import orthogonal, record, train
 
 SETTINGS = Settings(
     steps=24, batch=8, examples=40, rate=1e-2, muon=0.02, muon_in="deep", warmup=2, save_every=7, measure_every=12
