@@ -392,7 +392,7 @@ def test_a_causal_loop_skips_as_if_the_clean_pass_were_not_there() -> None:
     assert [call.computed for call in calls] == [True, False, False, True, True]
     assert [call.reason for call in calls][-1] == NOTED
     report = diffcache.report(model)
-    assert report.finished and (report.steps_computed, report.steps_skipped) == (2, 2)
+    assert (report.steps_computed, report.steps_skipped) == (2, 2)
     assert report.flops_saved == diffcache.report(plain).flops_saved
     assert f"1 call was computed: {NOTED}" not in str(report)
     assert report.timeline_image().size == (800, 200)
