@@ -131,7 +131,8 @@ def test_flops_saved_are_those_that_the_calls_lack(name):
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore", CacheWarning)
         full = [] if is_flex else counted_run(case, pipe, models, kinds) * (2 // kinds)
-        for method in (gate_that_serves(case, pipe), *([] if is_flex else [MODULES])):
+        more = [] if is_flex or list(pipes()).index(name) % 3 else [MODULES]  # a third of them: modules are alike
+        for method in (gate_that_serves(case, pipe), *more):
             with diffcache.wrapped(pipe, method):
                 case.run(pipe, 0, kinds)  # learns the wiring, which runs the denoiser once more
                 if is_flex:
