@@ -251,13 +251,7 @@ def _found_triton() -> bool:
 
 
 def difference(found: Any, expected: Any, least: float = 0.0) -> str | None:
-    """Return where results differ by more than rounding, or None.
-
-    Args:
-        found: Results.
-        expected: What they should be.
-        least: Tolerance of results whose own dtype has a smaller one.
-    """
+    """Return where results differ by more than rounding in their dtype, and than `least`, or None."""
     for number, (one, other) in enumerate(zip(tensors_of(found), tensors_of(expected), strict=True)):
         if one.dtype != other.dtype or one.shape != other.shape:
             return f"result {number} is {one.dtype} {list(one.shape)}"

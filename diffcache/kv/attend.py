@@ -219,12 +219,9 @@ def _part(query: Query, view: View) -> tuple[Tensor, Tensor]:
 
 
 def limits(query: Query, view: View, opened: bool = False) -> dict[str, Any]:
-    """Return what says which slots queries see, as kernels take it.
+    """Return what says which slots queries see, as kernels take it; nothing is decoded.
 
-    Args:
-        query: The queries.
-        view: The slots; nothing is decoded.
-        opened: Whether a query that would see nothing sees everything.
+    Where `opened` is True, a query that would see nothing sees everything.
 
     Returns:
         Nothing where all slots are seen, `offset` and `window`, or else a `mask`.
@@ -276,13 +273,7 @@ def _by_kernel(query: Query, view: View, note: bool) -> tuple[Tensor, Tensor | N
 
 
 def _parts(query: Query, view: View, seen: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]] | None:
-    """Return attention over each part of what is held, and its log-sum-exp; None without kernels.
-
-    Args:
-        query: The queries.
-        view: The slots.
-        seen: Result of `limits`.
-    """
+    """Return attention over each part of a view, and its log-sum-exp; None without kernels. `seen` is of `limits`."""
     if "logn" in view.meta:
         return None
     found = _pieces(query, view, seen)

@@ -52,12 +52,7 @@ class Budget(Settings, ABC):
         return isinstance(self.size, int)
 
     def steady(self, tokens: int, held: int) -> int | None:
-        """Return the slots of every row, where that is known without a look at scores; else None.
-
-        Args:
-            tokens: Tokens that every row has seen.
-            held: Slots that every row holds.
-        """
+        """Return the slots of rows that saw and hold so many, where that is known without scores; else None."""
         return None
 
     @abstractmethod

@@ -45,13 +45,9 @@ class Mover:
         self._tail = None
 
     def lead(self, tail: Tail, seen: int) -> int | None:
-        """Return how many slots stand before the only gap, or None where there is no such lead.
+        """Return how many slots of a layer's tail stand before the only gap, or None where there is no such lead.
 
         The device is read when the tail is another than before, and not at every token.
-
-        Args:
-            tail: Tail that holds all slots of the layer.
-            seen: Position after the newest.
         """
         slots = tail.read()
         if slots is None or not tail.whole or "rpos" in slots.meta:
@@ -71,13 +67,7 @@ class Mover:
 
     @contextmanager
     def moved(self, tail: Tail, count: int, gap: int) -> Iterator[None]:
-        """Have the first keys moved where they are, for one attention.
-
-        Args:
-            tail: Tail that holds all slots of the layer.
-            count: Keys before the gap.
-            gap: Positions that they move closer by.
-        """
+        """Have the first `count` keys, those before the gap, moved closer by it where they are, for one attention."""
         if not count or not gap:
             yield
             return

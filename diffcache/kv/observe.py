@@ -98,12 +98,9 @@ class Observation:
         return found * (asked.positions() >= 0)[:, None, None, :, None]
 
     def mass(self, count: int) -> Tensor:
-        """Return the attention that slots got from the last queries, [B, H, S] float32.
+        """Return the attention that slots got from the last queries, or as many as there are, [B, H, S] float32.
 
         It is summed over the queries, those of padding left out, and the mean over query heads.
-
-        Args:
-            count: Last queries, or as many as there are.
         """
         asked = self.last(count)
         known = self.below is not None and asked.pos is None
@@ -167,21 +164,20 @@ class Ring:
         self.query: Query | None = None
         self.cleared = 0  # tokens before that all was forgotten
 
-    def push(self, query: Query, valid: Tensor | None, spare: int = 0) -> None:
+    def push(self, query: Query, valid: Tensor | None) -> None:
         """Add queries at the end and forget the oldest.
 
         Args:
             query: Queries that were attended with.
             valid: bool [B, n]; False is padding.
-            spare: Number of queries that are kept beyond `size`, as they may be taken back.
         """
-        new = query.narrow(max(query.count - self.size - spare, 0), query.count)
+        new = query.narrow(max(query.count - self.size, 0), query.count)
         pos = new.positions().expand(len(new.q), -1)
         if valid is not None:
             pos = pos.where(valid[:, -new.count :], -1)
         new = replace(new, pos=pos, mask=None, sinks=None)
         if self.query is not None:
-            old = self.query.narrow(max(self.query.count + new.count - self.size - spare, 0), self.query.count)
+            old = self.query.narrow(max(self.query.count + new.count - self.size, 0), self.query.count)
             new = replace(new, q=torch.cat([old.q, new.q], 2), pos=torch.cat([old.positions(), pos], 1))
         elif new.count < query.count:
             new = replace(new, q=new.q.clone())
@@ -195,12 +191,7 @@ class Ring:
             self.query = self.query.narrow(0, max(self.query.count - count, 0))
 
     def misses(self, count: int, left: int) -> bool:
-        """Return whether queries are gone that are last again once others are forgotten.
-
-        Args:
-            count: Queries that are forgotten.
-            left: Tokens before them.
-        """
+        """Return whether queries are gone that are last once `count` others, after `left` tokens, are forgotten."""
         had = 0 if self.query is None else self.query.count
         return max(had - count, 0) < min(self.size, left - self.cleared)
 

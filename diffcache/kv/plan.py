@@ -24,12 +24,9 @@ class Planner(Settings, ABC):
         return False
 
     def ends(self, budget: int) -> tuple[int, int] | None:
-        """Return how many first and last tokens stay, where scores alone decide on all others.
+        """Return how many first and last tokens of a row of `budget` stay, where scores alone decide on all others.
 
         None stands for any other plan.
-
-        Args:
-            budget: Slots of a row.
         """
         return None
 
@@ -62,7 +59,7 @@ def ranks(score: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(-1, order, places).flip(-1)
 
 
-def protected(score: Tensor, seen: Observation, sinks: int, recent: int) -> Tensor:
+def protected(score: Tensor, seen: Observation, sinks: int, recent: int | Tensor) -> Tensor:
     """Return scores in which the first and the last tokens come before all others.
 
     Where the budget holds less than all of them, the latest are kept first.
@@ -71,7 +68,7 @@ def protected(score: Tensor, seen: Observation, sinks: int, recent: int) -> Tens
         score: [B, H, S].
         seen: The layer.
         sinks: First tokens of a row.
-        recent: Last tokens of a row.
+        recent: Last tokens of a row, the same of all, or int64 [B, H, 1].
     """
     width = score.shape[-1]
     place = torch.arange(width, device=score.device)
@@ -263,10 +260,7 @@ class RecentShare(Planner):
     def __call__(self, score: Tensor, budget: Tensor, seen: Observation) -> Tensor:
         """Return what is kept and what is dropped."""
         recent = (budget * self.share + 1e-9).floor().long()[..., None]
-        place = torch.arange(score.shape[-1], device=score.device)
-        is_last = place >= score.shape[-1] - recent
-        first = protected(score, seen, self.sinks, 0)
-        rank = ranks(first.masked_fill(is_last & seen.valid, float("inf")))
+        rank = ranks(protected(score, seen, self.sinks, recent))
         keep = (rank < budget[..., None]) & seen.valid
         return torch.where(keep, KEEP, DROP).to(torch.int8)
 

@@ -52,10 +52,6 @@ class _Sorted:
 def planned(recipe: Recipe, seen: Sequence[Observation]) -> list[tuple[Tensor, Tensor]]:
     """Return the score of each layer's slots and what becomes of them.
 
-    Args:
-        recipe: Its score, budget and plan are used.
-        seen: The layers.
-
     Returns:
         Of each layer float32 [B, H, S], -inf in empty slots, and what the planner returns.
 
@@ -87,15 +83,7 @@ def check_alone(recipe: Recipe) -> None:
 
 
 def check_queries(recipe: Recipe, rings: Sequence[Ring]) -> None:
-    """Refuse to score by fewer queries than the recipe looks at, others being unknown.
-
-    Args:
-        recipe: Recipe that scores.
-        rings: The last queries of each layer.
-
-    Raises:
-        ValueError: If there are fewer.
-    """
+    """Raise ValueError if fewer queries of a layer are known than the recipe looks at."""
     window = recipe.score.window if recipe.score is not None else 0
     kept = [ring.kept() for ring in rings[recipe.skip :]]
     count = min(0 if query is None else query.count for query in kept)
@@ -306,13 +294,7 @@ def slots_to_drop(
 
     The slots that stay are those that `diffcache.kv.settle.carry_out` would keep. It is left to
     that where rows hold different numbers of slots, where slots are coded or merged, or where a
-    part of the recipe has to see slots in order.
-
-    Args:
-        recipe: Recipe whose score, budget and plan are used.
-        layers: Layers that follow the recipe.
-        total: Layers of the model.
-        queries: Last queries of each layer, where the recipe keeps any.
+    part of the recipe has to see slots in order. `total` is the number of layers of the model.
 
     Returns:
         Argument of `KVLayer.refill` for each layer, None where nothing goes; None instead of all

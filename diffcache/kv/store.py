@@ -80,10 +80,7 @@ class KVStore:
     # a forward -----------------------------------------------------------------------------
 
     def begin(self, count: int) -> None:
-        """Settle what is due; call it before a forward writes.
-
-        Args:
-            count: Tokens the forward will write.
+        """Settle what is due; call it before a forward writes so many tokens.
 
         Raises:
             ValueError: If an earlier forward did not come to its end.

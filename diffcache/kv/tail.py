@@ -99,13 +99,7 @@ class Tail:
         self._add(slots, first, whole)
 
     def _add(self, slots: Slots, first: int | None, whole: bool) -> None:
-        """Add slots at the end.
-
-        Args:
-            slots: Slots that are added.
-            first: First position, if positions follow one another in every row.
-            whole: Whether none is known to be empty.
-        """
+        """Add slots, the first position given if these follow one another, and whether none is known to be empty."""
         if slots.width:
             self._lay_out(slots, first)
             self.whole = self.whole and whole

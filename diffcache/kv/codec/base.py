@@ -127,12 +127,7 @@ class Parts(Payload):
 
 
 def appended(parts: Sequence[Q], **inner: TensorCodec) -> Q:
-    """Append payloads of one kind along the slots, each of their parts by what it is.
-
-    Args:
-        parts: Payloads of one kind, at least one.
-        inner: Codecs of the payloads that are parts of these, by their name.
-    """
+    """Append payloads of one kind along the slots, each part by what it is: payloads by the codec of their name."""
     changes: dict[str, Any] = {}
     for name, value in vars(parts[0]).items():
         each = [getattr(part, name) for part in parts]

@@ -246,11 +246,7 @@ class CacheGenBlocks(BlockCodec):
 
 
 def opened(block: bytes, kind: int) -> tuple[Head, bytes]:
-    """Return the head and the body of a block.
-
-    Args:
-        block: The block.
-        kind: Number of the codec that it must be of.
+    """Return the head and the body of a block, which must be of the codec of a number.
 
     Raises:
         BlockError: If it is truncated, altered, or of another version or codec.

@@ -41,11 +41,7 @@ class LayersCodec(Settings, ABC):
 
     @abstractmethod
     def join(self, layers: Sequence[Sequence[Payload]]) -> list[Payload]:
-        """Append along the slots, without coding anything again.
-
-        Args:
-            layers: Payloads of each layer, made by this codec.
-        """
+        """Append payloads of each layer, made by this codec, along the slots, without coding anything again."""
 
 
 @dataclass(frozen=True)

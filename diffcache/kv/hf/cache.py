@@ -180,12 +180,7 @@ def detach(model: nn.Module) -> None:
 
 
 def one_recipe(recipe: Recipes, owned: Sequence[int], settings: Mapping[str, Any]) -> Recipe:
-    """Return what a cache does to all its layers.
-
-    Args:
-        recipe: Recipe, name, or recipes of layers, as `cache_for` takes them.
-        owned: Numbers of the layers that follow a recipe.
-        settings: Settings of a recipe that is given by name.
+    """Return what a cache does to layers that follow `recipe`, as `cache_for` takes it, those of numbers `owned`.
 
     Raises:
         UnknownMethodError: If there is no recipe of a name.
@@ -219,11 +214,7 @@ def one_recipe(recipe: Recipes, owned: Sequence[int], settings: Mapping[str, Any
 
 
 def owned_layers(model: nn.Module, stock: Sequence[Any]) -> list[int]:
-    """Return the layers that follow a recipe: of full attention, or all if all have a window.
-
-    Args:
-        model: The model.
-        stock: Layers of a cache of transformers for it.
+    """Return the layers of a new cache that follow a recipe: of full attention, or all if all have a window.
 
     Raises:
         AttachError: If there are none, or the cache does not show the states that the model keeps.
@@ -394,12 +385,7 @@ class KVCache(Host, Cache):  # type: ignore[misc]
 
 
 def check_past(past: Any, stock: Sequence[Any], owned: Sequence[int]) -> int:
-    """Return the tokens that a cache of transformers has seen.
-
-    Args:
-        past: Cache that is to be taken over.
-        stock: Layers of a new cache of transformers for the model.
-        owned: Numbers of the layers that follow a recipe.
+    """Return the tokens that a cache has seen that is to be taken over by another, whose new layers are `stock`.
 
     Raises:
         AttachError: If it is no `DynamicCache`, or not one of this model.

@@ -194,11 +194,7 @@ def reader(model: nn.Module, found: dict[int, nn.Module], index: int, config: An
 
 
 def origin_of(decoder: ReferenceType[nn.Module]) -> dict[str, str]:
-    """Return what the keys and values of a decoder are made by, as digests.
-
-    Args:
-        decoder: The decoder, if it is still there.
-    """
+    """Return what the keys and values of a decoder are made by, as digests; nothing where it is gone."""
     model: Any = decoder()
     if model is None:
         return {}

@@ -46,14 +46,10 @@ def tokens_to_crop(given: int | Tensor, store: KVStore) -> int:
 
 
 def has_shared_layers(config: Any, layers: Sequence[Any]) -> bool:
-    """Return whether layers of a model read the keys of others.
+    """Return whether layers, those of a cache for a decoder of a configuration, read the keys of others.
 
     Later versions say so in the configuration, or have a dummy in the place of each; earlier ones
     leave the last layers out.
-
-    Args:
-        config: The decoder's configuration.
-        layers: Layers of a cache of transformers for the decoder.
     """
     modes = getattr(config, "kv_sharing_modes", None)
     if modes is not None:

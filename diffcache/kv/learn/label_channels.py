@@ -37,13 +37,7 @@ class LabelCalibration(Retriever):
         return layer.views()
 
     def add(self, layer: int, query: Query, slots: Slots) -> None:
-        """Take note of queries and keys of a layer, padding left out.
-
-        Args:
-            layer: The layer's number.
-            query: Queries of n tokens.
-            slots: Keys of the same n tokens, rotated.
-        """
+        """Take note of queries and rotated keys of the same tokens of a layer, padding left out."""
         heads = slots.k.shape[1]
         there = slots.valid.expand(-1, heads, -1)[..., None].double()
         k = slots.k.double().abs() * there

@@ -50,12 +50,7 @@ def fresh(layers: int, memory: int, channels: int, taps: int = 21, gate: float =
 
 
 def loss(merge: ConvolutionMerge, sample: MixSample) -> Tensor:
-    """Return the mean squared difference of what queries get, from all slots and from the memory.
-
-    Args:
-        merge: Merger with the weights that are trained.
-        sample: A layer.
-    """
+    """Return the mean squared difference of what later queries of a sample get, from all slots and from the memory."""
     slots, plan = merge(sample.seen, sample.plan.float(), sample.plan)
     pos = slots.pos.expand(plan.shape).where(plan >= KEEP, EMPTY)
     kept = replace(slots, meta={**slots.meta, "pos": pos})

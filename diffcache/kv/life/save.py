@@ -141,11 +141,7 @@ def _check_origin(path: str | os.PathLike[str], header: Mapping[str, Any], store
 
 
 def _filled(state: Mapping[str, Any], like: KVStore) -> KVStore:
-    """Return a new store that holds what was saved, all of it read and checked once.
-
-    Args:
-        state: State that was saved.
-        like: A store of the same model and recipe, which is left alone.
+    """Return a new store that holds what was saved, all of it read and checked once; `like` is left alone.
 
     Raises:
         SavedCacheError: If it has another number of layers.
@@ -176,14 +172,10 @@ def _filled(state: Mapping[str, Any], like: KVStore) -> KVStore:
 
 
 def _rehearse(loaded: KVStore, queries: list[Query | None]) -> None:
-    """Take two tokens of zeros in a copy of what was loaded.
+    """Take two tokens of zeros in a copy of what was loaded; its last queries tell how many heads ask.
 
     Parts that are each in order may not go together (a grid of too few groups, a summary of other
     slots, statistics that a score does not know), which shows when a token is read.
-
-    Args:
-        loaded: Store that was loaded, which is left alone.
-        queries: The last queries of each layer, which tell how many heads ask.
 
     Raises:
         Exception: Whatever a forward after loading would raise.

@@ -34,12 +34,7 @@ class Blocks:
     tagged: int | None = None
 
     def extend(self, old: Summary, fresh: Slots) -> Summary:
-        """Return a summary whose blocks have new slots too.
-
-        Args:
-            old: Summary so far; its blocks were made with the same settings.
-            fresh: The new slots.
-        """
+        """Return a summary, made with these settings, whose blocks have new slots too."""
         block, state = self._number(old.state, fresh)
         found = replace(old, slots=old.slots_with(block=block), state=state)
         count = int(state["top"].max()) + 1
@@ -63,12 +58,7 @@ class Blocks:
         return replace(found, blocks=blocks)
 
     def extend_whole(self, old: Summary, fresh: Slots) -> Summary:
-        """Return a summary with more whole blocks, where rows have no gaps and tags do not count.
-
-        Args:
-            old: Summary of the blocks so far.
-            fresh: Slots of whole blocks.
-        """
+        """Return a summary with new whole blocks, where rows have no gaps and tags do not count."""
         keys = fresh.k.float().unflatten(2, (-1, self.size))
         new = {"sum": keys.sum(3)}
         if self.kind == "bounds":

@@ -127,11 +127,7 @@ class Selecting(Retriever):
         return old
 
     def pick(self, run: Run) -> Pick | None:
-        """Return what one query chooses in rows without gaps; None for all.
-
-        Args:
-            run: Slots to choose from, and how many.
-        """
+        """Return what one query chooses in rows without gaps; None for all."""
         raise NotImplementedError
 
     def _of_run(self, query: Query, layer: KVLayer, others: list[KVLayer]) -> list[View]:

@@ -61,13 +61,7 @@ class Landmarks(Selecting):
 
 
 def landmarks(old: Summary, fresh: Slots, chunk: int) -> Summary:
-    """Return a summary with the mean key of each chunk and its least cosine with one of them.
-
-    Args:
-        old: Summary so far.
-        fresh: The new slots, keys as queries meet them.
-        chunk: Slots of a chunk.
-    """
+    """Return a summary of new slots too, with the mean key of each chunk and its least cosine with one of them."""
     found = Blocks(chunk).extend(old, fresh)
     keys, mean = fresh.k.float(), mean_keys(found)
     block = found.slots["block"][..., found.width - fresh.width :].expand(-1, keys.shape[1], -1)

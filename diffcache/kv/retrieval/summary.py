@@ -82,13 +82,7 @@ def known(layer: KVLayer) -> Summary:
 
 
 def news(layer: KVLayer, first: int, *, stored: bool) -> Slots:
-    """Return the slots of a layer from `first` on, as `KVLayer.read` orders them.
-
-    Args:
-        layer: The layer.
-        first: The first of them.
-        stored: Keys as they are stored, rather than as queries meet them.
-    """
+    """Return the slots from `first` on, as `KVLayer.read` orders them, keys as stored or as queries meet them."""
     tail = layer.tail.read()
     before = layer.held - layer.tail.length
     if tail is not None and first >= before:
