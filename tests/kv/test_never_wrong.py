@@ -155,9 +155,8 @@ def test_the_rotary_embedding_is_that_of_the_text(name: str, kind: str) -> None:
         ("MoshiForCausalLM", "moshi"),  # has no window in its mask, but in its cache
     ],
 )
-@pytest.mark.parametrize("window", [12, 64], ids=["exceeded", "not reached"])
-def test_layers_that_all_have_a_window_are_served(name: str, kind: str, window: int) -> None:
-    model = build(name, kind, sliding_window=window)
+def test_layers_that_all_have_a_window_are_served(name: str, kind: str) -> None:
+    model = build(name, kind, sliding_window=12)
     inputs = {key: value[:2] for key, value in prompts().items()}
     inputs["input_ids"] = inputs["input_ids"] % 120
     inputs = {key: value[:, -36:] for key, value in inputs.items()}

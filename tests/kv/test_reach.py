@@ -207,15 +207,14 @@ def in_two(model: Any, cache: Any, inputs: Any, cut: int = CUT) -> Any:
     return cache
 
 
-@pytest.mark.parametrize("make", [llama, gemma])
 @pytest.mark.parametrize(
-    ("recipe", "inputs"),
+    ("make", "recipe", "inputs"),
     [
-        (kv.keydiff(0.5), ROWS),
-        (SNAP, ROWS),
-        (kv.streaming_llm(12), ROWS),
-        (kv.kivi(4, group=8, residual=8), ONE),
-        (kv.xkv(block=16), ONE),
+        (llama, kv.keydiff(0.5), ROWS),
+        (gemma, SNAP, ROWS),
+        (llama, kv.streaming_llm(12), ROWS),
+        (gemma, kv.kivi(4, group=8, residual=8), ONE),
+        (llama, kv.xkv(block=16), ONE),
     ],
     ids=["by keys", "by last queries", "unrotated", "coded", "low rank"],
 )

@@ -65,8 +65,9 @@ def test_layers_that_follow_read_the_positions_of_the_one_that_chose(model: Any,
 CODEC = Recipe("bits", codec=Pair(GroupQuant(8, "tokens", 8), GroupQuant(8), block=8, slide=True))
 
 
-@pytest.mark.parametrize("other", [snapkv(24), adakv(0.6), CODEC], ids=["snapkv", "adakv", "bits"])
-@pytest.mark.parametrize("name", ["quest", "tidal_decode", "sentence_kv"])
+@pytest.mark.parametrize(
+    ("name", "other"), [("quest", snapkv(24)), ("tidal_decode", adakv(0.6)), ("sentence_kv", CODEC), ("quest", CODEC)]
+)
 def test_retrieval_composes_with_dropping_and_coding(model: Any, name: str, other: Recipe, reads: Any) -> None:
     inputs = prompts()
     caches = [cache_for(model, x, mode="native") for x in (other, other | made(name, 1.0))]
