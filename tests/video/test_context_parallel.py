@@ -24,7 +24,6 @@ from diffcache.video import (
     FewSteps,
     FullHistory,
     HistoryRetrieval,
-    InfinityRoPE,
     Quantized,
     Recache,
     RollingSink,
@@ -39,8 +38,6 @@ pytestmark = pytest.mark.skipif(
 SAMPLER = FewSteps((1000, 500))
 POLICIES = {
     "full": FullHistory(),
-    "window": Window(3, 1),
-    "infinity": InfinityRoPE(3),
     "average": EMASink(3, 1, 0.9),
     "coded": Quantized(Window(6, 3), group=16),
     "rolling sink": RollingSink(6),

@@ -26,8 +26,6 @@ from tests.video.toys import CHANNELS, CHUNK, ONE, SIZE, UNIT, by_frames, check_
 CASES: dict[str, tuple[VideoPolicy, int | None, int]] = {  # policy, window, sinks
     "full": (FullHistory(), None, 0),
     "window": (Window(6, 0, "absolute"), 6, 0),
-    "window by slot": (Window(6, 0), 6, 0),
-    "sinks": (Window(3, 3, "absolute"), 3, 3),
     "sinks by slot": (Window(3, 3), 3, 3),
     "loose frames": (Window(4, 1), 4, 1),
 }

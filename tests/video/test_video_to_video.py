@@ -134,7 +134,7 @@ def test_a_video_is_made_anew_as_stream_diffusion_v2_does(video: CausalVideo) ->
     wanted, levels = by_hand(video, film[:-3], noise)
     assert max(levels) - min(levels) > 0.01  # motion is seen
     told = []
-    for rows in (None, 1, 2):
+    for rows in (None, 1):
         live = VideoToVideo(video, "a crab", seed=1, noise=noise, rows=rows, **SHORT)
         chunks = list(live.of(iter(film)))
         assert [len(chunk) for chunk in chunks] == [5, 6, 6, 6, 6]
@@ -142,7 +142,7 @@ def test_a_video_is_made_anew_as_stream_diffusion_v2_does(video: CausalVideo) ->
         assert apart.max() <= 1, rows
         assert live.level == pytest.approx(levels[-1], abs=1e-5)
         told.append(live.nbytes)
-    assert len(live.batch.levels) == 3 and told[0] == told[1] == told[2] <= live.expected_bytes
+    assert len(live.batch.levels) == 3 and told[0] == told[1] <= live.expected_bytes
     still = VideoToVideo(video, "a crab", seed=1, noise=MotionNoise(0.7, 0.7), **SHORT)
     assert np.abs(np.concatenate(list(still.of(film))).astype(int) - wanted).max() > 8
 
