@@ -61,11 +61,7 @@ def combinations(**options: Sequence[int]) -> list[dict[str, int]]:
 
 @contextmanager
 def trying(name: str, options: Mapping[str, int]) -> Iterator[dict[str, dict[str, int]]]:
-    """Launch an operator with options in the place of its defaults and of those in files.
-
-    Yields:
-        The buckets that launches ask for -> all of their options.
-    """
+    """Launch an operator with other options; yield the buckets that launches ask for -> all of their options."""
     asked: dict[str, dict[str, int]] = {}
     TRIED[name] = options, asked
     try:

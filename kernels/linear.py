@@ -58,12 +58,7 @@ def linear_twin(
 
 
 def float_matmul(left: Tensor, right: Tensor) -> Tensor:
-    """Return `left @ right.T` of int8 codes as int32, through exact float32 products.
-
-    Args:
-        left: `[M, K]` int8.
-        right: `[N, K]` int8.
-    """
+    """Return `left @ right.T` of int8 codes `[M, K]` and `[N, K]` as int32, through exact float32 products."""
     total = torch.zeros(left.shape[0], right.shape[0], dtype=torch.int32, device=left.device)
     for first in range(0, left.shape[1], EXACT):
         part = slice(first, first + EXACT)

@@ -121,11 +121,7 @@ def attend_noting(query: Query, views: Sequence[View], *, note: bool = True) -> 
 
 
 def attend_parts(query: Query, views: Sequence[View]) -> tuple[Tensor, Tensor]:
-    """Return attention over the views and its log-sum-exp, without sinks.
-
-    Returns:
-        [B, Hq, n, Dv] and [B, Hq, n], in float32, or float64 for float64 queries.
-    """
+    """Return attention [B, Hq, n, Dv] without sinks, and log-sum-exps [B, Hq, n], in float32 at least."""
     plain = [view for view in views if not view.traits.apart]
     parts = ([_joined(plain)] if plain else []) + [view for view in views if view.traits.apart]
     outs, lses = zip(*(_part(query, view) for view in parts), strict=True)
@@ -154,11 +150,7 @@ def visible(query: Query, pos: Tensor) -> Tensor:
 
 
 def logits(query: Query, slots: Slots, traits: Traits = PLAIN) -> Tensor:
-    """Return the logits of queries over slots, -inf where unseen.
-
-    Returns:
-        [B, H, G, n, S] in float32, or float64 for float64 queries.
-    """
+    """Return the logits of queries over slots, [B, H, G, n, S] in float32 at least, -inf where unseen."""
     dtype = torch.promote_types(query.q.dtype, torch.float32)
     q = query.grouped(slots.k.shape[1]).to(dtype)
     k = slots.k.to(dtype)
@@ -177,12 +169,7 @@ def logits(query: Query, slots: Slots, traits: Traits = PLAIN) -> Tensor:
 
 
 def probabilities(query: Query, slots: Slots, block: int) -> Iterator[tuple[Query, Tensor, Tensor]]:
-    """Yield the queries in blocks, with their logits and probabilities over slots.
-
-    Yields:
-        The block, logits and probabilities [B, H, G, n, S]; rows of a query that sees nothing are
-        zero.
-    """
+    """Yield blocks of queries, their logits and probabilities [B, H, G, n, S]; rows of one that sees nothing are 0."""
     for start in range(0, query.count, block):
         part = query.narrow(start, min(start + block, query.count))
         found = logits(part, slots)

@@ -45,11 +45,7 @@ class Attended:
         return self.view.slots
 
     def blocks(self) -> Iterator[tuple[Query, Tensor, Tensor]]:
-        """Yield the queries in blocks, with their logits and probabilities over all slots.
-
-        Yields:
-            The block, logits and probabilities [B, H, G, n, S], zero for queries of padding.
-        """
+        """Yield blocks of queries, their logits and probabilities [B, H, G, n, S], zero for queries of padding."""
         first = self.query.start
         batch, heads = self.query.q.shape[:2]
         _, count = self._sizes(batch * heads * self.slots.width, 1)

@@ -430,12 +430,7 @@ class KVLayer:
         return self.rotary.rotate(q, self.query_places(at, q.shape[1]))
 
     def query_places(self, at: Tensor, heads: int) -> Tensor:
-        """Return the positions that queries are rotated under, given what is held now.
-
-        Args:
-            at: int [B or 1, 1, n], their own positions.
-            heads: Query heads.
-        """
+        """Return the positions that queries at [B or 1, 1, n] are rotated under, given what is held now."""
         if self.positions is None:
             return at
         assert self.rotary is not None

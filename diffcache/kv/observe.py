@@ -165,12 +165,7 @@ class Ring:
         self.cleared = 0  # tokens before that all was forgotten
 
     def push(self, query: Query, valid: Tensor | None) -> None:
-        """Add queries at the end and forget the oldest.
-
-        Args:
-            query: Queries that were attended with.
-            valid: bool [B, n]; False is padding.
-        """
+        """Add queries at the end, `valid` [B, n] being False for padding, and forget the oldest."""
         new = query.narrow(max(query.count - self.size, 0), query.count)
         pos = new.positions().expand(len(new.q), -1)
         if valid is not None:

@@ -97,11 +97,7 @@ def _only(name: str, recipes: Iterable[Recipe]) -> Any:
 @final
 @dataclass(frozen=True)
 class LayerScores(Score):
-    """The score of each layer; None for layers that drop nothing.
-
-    Args:
-        scores: Score of layer 0, 1, ...
-    """
+    """The score of layer 0, 1, ...; None for layers that drop nothing."""
 
     scores: tuple[Score | None, ...]
 
@@ -168,11 +164,7 @@ class LayerScores(Score):
 @final
 @dataclass(frozen=True)
 class LayerBudgets(Budget):
-    """The budget of each layer; None for layers that hold everything.
-
-    Args:
-        budgets: Budget of layer 0, 1, ...
-    """
+    """The budget of layer 0, 1, ...; None for layers that hold everything."""
 
     budgets: tuple[Budget | None, ...]
 
@@ -188,11 +180,7 @@ class LayerBudgets(Budget):
 @final
 @dataclass(frozen=True)
 class LayerPlans(Planner):
-    """The plan of each layer; None for layers that hold everything.
-
-    Args:
-        plans: Plan of layer 0, 1, ...
-    """
+    """The plan of layer 0, 1, ...; None for layers that hold everything."""
 
     plans: tuple[Planner | None, ...]
 
@@ -213,11 +201,7 @@ class LayerPlans(Planner):
 @final
 @dataclass(frozen=True)
 class LayerMergers(Merger):
-    """The merger of each layer; None for layers that merge nothing.
-
-    Args:
-        mergers: Merger of layer 0, 1, ...
-    """
+    """The merger of layer 0, 1, ...; None for layers that merge nothing."""
 
     mergers: tuple[Merger | None, ...]
 
@@ -237,11 +221,7 @@ class LayerMergers(Merger):
 @final
 @dataclass(frozen=True)
 class LayerRetrievers(Retriever):
-    """The retriever of each layer; None for layers that read everything.
-
-    Args:
-        retrievers: Retriever of layer 0, 1, ...
-    """
+    """The retriever of layer 0, 1, ...; None for layers that read everything."""
 
     retrievers: tuple[Retriever | None, ...]
 

@@ -55,12 +55,7 @@ def slots_of(chosen: Tensor) -> Tensor:
 
 
 def align(before: Tensor | Sequence[int], after: Tensor | Sequence[int]) -> Tensor:
-    """Return where each token of a text was in another one, -1 where it was put in; int64 [T].
-
-    Args:
-        before: int64 [T'].
-        after: int64 [T].
-    """
+    """Return where each token, int64 [T], was in a text before, int64 [T'], -1 where it was put in; int64 [T]."""
     old, new = (x.tolist() if isinstance(x, Tensor) else list(x) for x in (before, after))
     source = torch.full((len(new),), -1)
     for match in SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks():

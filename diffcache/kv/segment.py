@@ -65,12 +65,7 @@ class Segment(ABC):
         """Return the slots, decoded and padded."""
 
     def read_into(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
-        """Write what `read` returns into tensors, and return the metadata.
-
-        Args:
-            k: [B, H, S, D], of any strides.
-            v: [B, H, S, Dv].
-        """
+        """Write what `read` returns into tensors of any strides, and return the metadata."""
         slots = self.read()
         k.copy_(slots.k)
         v.copy_(slots.v)
@@ -312,12 +307,7 @@ class Coded(Segment):
 
 
 def read_all(segments: Sequence[Segment], tail: Slots | None) -> Slots:
-    """Return slots one after the other; codes are decoded to where they end up.
-
-    Args:
-        segments: Segments that come first; at least one if there is no tail.
-        tail: Slots that come last; None for none.
-    """
+    """Return segments, and a tail if any, one after the other; codes are decoded to where they end up."""
     if tail is None or not any(segment.coded for segment in segments):
         parts = [segment.read() for segment in segments]
         return join(parts if tail is None else [*parts, tail])

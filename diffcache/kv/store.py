@@ -100,12 +100,7 @@ class KVStore:
                 layer.mark()
 
     def end(self, prompt: bool) -> None:
-        """Close a forward that came to its end; a whole prompt is compressed at once.
-
-        Args:
-            prompt: Whether a prompt is known to end with it. Nothing is compressed before the next
-                forward where its tokens may be taken back.
-        """
+        """Close a forward; a prompt that is known to end is compressed, unless it may be taken back."""
         self.opened = None
         if prompt and self._fresh and not self.speculative and self._is_due(1):
             self.compress()

@@ -48,11 +48,7 @@ class Refill:
         return cls(last.expand_as(index).gather(-1, order), target)
 
     def apply(self, tensor: Tensor) -> Tensor:
-        """Move what is known of slots, in place, and return it.
-
-        Args:
-            tensor: [B, H, S, ...], or [B, 1, S, ...] where all heads drop the same slots.
-        """
+        """Move what is known of slots, [B, H, S, ...], or 1 for H if heads drop the same, in place; return it."""
         source, target = self.source, self.target
         for _ in tensor.shape[3:]:
             source, target = source.unsqueeze(-1), target.unsqueeze(-1)

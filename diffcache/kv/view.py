@@ -91,11 +91,7 @@ class Unread:
         return keys, values
 
     def turns(self, q: Tensor) -> dict[str, Any]:
-        """Return the cosines and sines of keys, as kernels take them; nothing where they do not.
-
-        Args:
-            q: Queries, [B, Hq, n, D].
-        """
+        """Return cosines and sines of keys as kernels take them, for q [B, Hq, n, D]; nothing where they do not."""
         rotary = self.rotary
         if rotary is None or rotary.start or rotary.channels != q.shape[3]:
             return {}

@@ -10,12 +10,7 @@ COLUMNS = 1024  # most numbers of a row that a program takes
 
 
 def aligned(out: Tensor, tensor: Tensor) -> Tensor:
-    """Return a tensor whose elements lie in memory as those of `out` do, copied if need be.
-
-    Args:
-        out: Dense, in any order of axes.
-        tensor: Broadcasts to its shape.
-    """
+    """Return a tensor that broadcasts to dense `out`, elements in memory as those of `out`, copied if need be."""
     if tensor.shape == out.shape and tensor.stride() == out.stride():
         return tensor
     return torch.empty_like(out, dtype=tensor.dtype).copy_(tensor)

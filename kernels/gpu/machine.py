@@ -217,12 +217,7 @@ def read(cubin: bytes, shared: int, disassembled: bool = True) -> Machine:
 
 
 def read_amd(text: str, shared: int) -> Machine:
-    """Read the machine code of a kernel for an AMD GPU.
-
-    Args:
-        text: The assembler's source, `amdgcn`.
-        shared: Bytes of local data share of a block.
-    """
+    """Read the assembler's source of a kernel for an AMD GPU, which has so many bytes of local data share."""
 
     def number(name: str) -> int:
         return int(re.findall(rf"\.{name}:\s+(\d+)", text)[-1])

@@ -32,19 +32,11 @@ class Payload(ABC):
         """Return `[B, H, S, D]` in the dtype that was encoded."""
 
     def decode_into(self, out: Tensor) -> None:
-        """Write what `decode` returns into a tensor.
-
-        Args:
-            out: `[B, H, S, D]`, of any strides.
-        """
+        """Write what `decode` returns into a tensor `[B, H, S, D]` of any strides."""
         out.copy_(self.decode())
 
     def decode_at(self, index: Tensor) -> Tensor:
-        """Return `decode` gathered at some slots, bit for bit, decoding no others.
-
-        Args:
-            index: `[B, H, n]` int64, slots of each row and head.
-        """
+        """Return `decode` gathered at slots `[B, H, n]` int64, bit for bit, decoding no others."""
         return self.take(index).decode()
 
     def near(self) -> Tensor:
@@ -52,19 +44,11 @@ class Payload(ABC):
         return self.decode()
 
     def dot(self, q: Tensor) -> Tensor:
-        """Return the products of queries with all slots, `[B, H, n, S]`, but for rounding.
-
-        Args:
-            q: `[B, H, n, D]` in the dtype of the arithmetic.
-        """
+        """Return products of queries `[B, H, n, D]` and slots, `[B, H, n, S]` in their dtype, but for rounding."""
         return q @ self.near().to(q.dtype).mT
 
     def mix(self, weights: Tensor) -> Tensor:
-        """Return sums of all slots by weights, `[B, H, n, D]`, but for rounding.
-
-        Args:
-            weights: `[B, H, n, S]` in the dtype of the arithmetic.
-        """
+        """Return sums of slots by weights `[B, H, n, S]`, `[B, H, n, D]` in their dtype, but for rounding."""
         return weights @ self.near().to(weights.dtype)
 
     def heads_at(self, index: Tensor) -> Tensor | None:
@@ -91,11 +75,7 @@ class Payload(ABC):
 
     @abstractmethod
     def rows(self, index: Tensor) -> Payload:
-        """Keep some batch rows, in the order given.
-
-        Args:
-            index: `[m]` int64, rows of the batch; a row may be taken twice (beam search).
-        """
+        """Keep some batch rows, `[m]` int64, in the order given; a row may be taken twice (beam search)."""
 
 
 Q = TypeVar("Q", bound="Parts")
@@ -233,11 +213,7 @@ def all_of(kind: type[P], parts: Sequence[Payload]) -> list[P]:
 
 
 def tensors(obj: object) -> Iterator[Tensor]:
-    """Yield every tensor inside nested dataclasses, sequences and mappings, each object once.
-
-    Args:
-        obj: A tensor, dataclass, tuple, list, mapping, or a plain value (which holds none).
-    """
+    """Yield every tensor inside nested dataclasses, sequences and mappings, each once; plain values hold none."""
     seen: set[int] = set()
 
     def walk(item: object) -> Iterator[Tensor]:

@@ -190,11 +190,7 @@ class Pair(KVCodec):
 
 @dataclass(frozen=True)
 class ByLayer(KVCodec):
-    """A codec of its own for each layer, in the order of the model.
-
-    Args:
-        codecs: Codec of layer 0, 1, ...; None leaves a layer exact.
-    """
+    """A codec of its own for layer 0, 1, ... of the model; None leaves a layer exact."""
 
     codecs: tuple[KVCodec | None, ...]
 

@@ -33,11 +33,7 @@ class LayersCodec(Settings, ABC):
 
     @abstractmethod
     def encode(self, xs: Sequence[Tensor]) -> list[Payload]:
-        """Code the same slots of several layers.
-
-        Args:
-            xs: Tensor of each layer, [B, H, S, D]; one layer alone is coded without others.
-        """
+        """Code the same slots [B, H, S, D] of several layers; one layer alone is coded without others."""
 
     @abstractmethod
     def join(self, layers: Sequence[Sequence[Payload]]) -> list[Payload]:
@@ -46,11 +42,7 @@ class LayersCodec(Settings, ABC):
 
 @dataclass(frozen=True)
 class Single(LayersCodec):
-    """A tensor codec for each layer alone.
-
-    Args:
-        inner: Codec of every layer.
-    """
+    """A tensor codec for each layer alone."""
 
     inner: TensorCodec
 

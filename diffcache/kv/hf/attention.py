@@ -43,12 +43,7 @@ class _Handle:
 
 @dataclass
 class _Served:
-    """Queries that attention over slots was last asked, without keeping the cache alive.
-
-    Attributes:
-        query: The queries.
-        handed: The keys that `update` returned in this forward.
-    """
+    """Queries that attention over slots was last asked, and the keys handed out in this forward, kept weakly."""
 
     query: weakref.ref[Tensor]
     handed: list[weakref.ref[Tensor]]

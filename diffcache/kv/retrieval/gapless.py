@@ -42,12 +42,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Pick:
-    """Chosen slots.
-
-    Attributes:
-        index: int64 [B, H, n].
-        keep: bool like `index`, False where it is filled up; None where it is not.
-    """
+    """Chosen slots, int64 [B, H, n], and whether each is no filler, bool like it; None where none is."""
 
     index: Tensor
     keep: Tensor | None = None

@@ -122,11 +122,6 @@ def query_valid(query: Query) -> Tensor:
 
 
 def probe(query: Query, weight: Tensor) -> Query:
-    """Return one query, the weighted sum of several.
-
-    Args:
-        query: n queries.
-        weight: [B, Hq or 1, n], which add up to 1.
-    """
+    """Return one query, the sum of n by weights [B, Hq or 1, n], which add up to 1."""
     q = (query.q.float() * weight[..., None]).sum(2, keepdim=True)
     return replace(query, q=q, pos=None, mask=None, start=query.start + query.count - 1)

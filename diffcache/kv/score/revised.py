@@ -17,11 +17,7 @@ from diffcache.kv.slots import Slots
 
 
 class Revised(Score):
-    """Scores of another scorer, changed; it observes what the other observes.
-
-    Attributes:
-        score: The other.
-    """
+    """Scores of another scorer, changed; it observes what the other observes."""
 
     score: Score
 
