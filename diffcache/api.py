@@ -77,46 +77,42 @@ def wrap(
     | recipe of `diffcache.kv` | language model of transformers | caches for calls without one |
     | policy of `diffcache.video` | `CausalVideo` | holds some frames of new streams |
 
-    Calls of a language model that bring a cache of their own stay as they are, and so do streams
-    that are open or name a policy of their own; see `diffcache.kv.caching` and `CausalVideo`.
+    Calls of a language model that bring a cache of their own stay as they are, and so do streams that are open or name
+    a policy of their own; see `diffcache.kv.caching` and `CausalVideo`.
 
     Args:
-        target: What is wrapped. A bare denoiser (any module with lists of blocks) tells its steps
-            by its timestep argument: a run starts where the timestep
-            turns back, where the sample is not correlated with the one before, or at
-            `diffcache.reset(model)`; `diffcache.run` and `diffcache.branch` say which calls belong
-            together, and what cannot be told is computed, with a warning: samples of fewer than 64
-            numbers without conditions, and samplers that draw new noise at every step.
-            Trajectories of the same conditions whose samples are alike, or that small, need
-            `diffcache.run`. Calls that gradients go through are computed. Of an object that calls a
-            network in a loop of its own, a `DiffusionLM` or `CausalVideo`, it is the network.
-        method: A method, policy or recipe, or its name, after which settings may follow as on the
-            command line, `taylorseer:every=4`; or a method for each denoiser of a pipeline,
-            `{"transformer": ..., "transformer_2": ...}`. A method with tables that is given by name
-            and without them takes the settings that its authors published for the model, if any
-            are. `FirstBlockCacheConfig`, `MagCacheConfig` and `TaylorSeerCacheConfig` of diffusers
-            and `DBCacheConfig` of cache-dit are taken as the methods that compute the same steps,
-            and a file that `diffcache.save` wrote, `cache.yaml`, as what it says. None takes the
-            preset of the model, and `taylorseer` where it has none; which and why is logged by the
-            logger `diffcache` at level INFO, and stands in the report.
-        preset: Preset to take in place of a method: `quality`, `balanced`, `fast`, or with the name
-            of its model, `flux.1-dev/fast`. `diffcache presets` lists them.
+        target: What is wrapped. A bare denoiser (any module with lists of blocks) tells its steps by its timestep
+            argument: a run starts where the timestep turns back, where the sample is not correlated with the one
+            before, or at `diffcache.reset(model)`; `diffcache.run` and `diffcache.branch` say which calls belong
+            together, and what cannot be told is computed, with a warning: samples of fewer than 64 numbers without
+            conditions, and samplers that draw new noise at every step. Trajectories of the same conditions whose
+            samples are alike, or that small, need `diffcache.run`. Calls that gradients go through are computed. Of an
+            object that calls a network in a loop of its own, a `DiffusionLM` or `CausalVideo`, it is the network.
+        method: A method, policy or recipe, or its name, after which settings may follow as on the command line,
+            `taylorseer:every=4`; or a method for each denoiser of a pipeline, `{"transformer": ..., "transformer_2":
+            ...}`. A method with tables that is given by name and without them takes the settings that its authors
+            published for the model, if any are. `FirstBlockCacheConfig`, `MagCacheConfig` and `TaylorSeerCacheConfig`
+            of diffusers and `DBCacheConfig` of cache-dit are taken as the methods that compute the same steps, and a
+            file that `diffcache.save` wrote, `cache.yaml`, as what it says. None takes the preset of the model, and
+            `taylorseer` where it has none; which and why is logged by the logger `diffcache` at level INFO, and stands
+            in the report.
+        preset: Preset to take in place of a method: `quality`, `balanced`, `fast`, or with the name of its model,
+            `flux.1-dev/fast`. `diffcache presets` lists them.
         components: Name or names of the pipeline's denoisers to wrap; all of them by default.
-        hold: Form of the held features of a method: `bf16`; `int8`, with a scale a token, in about
-            half the memory of bf16; `host`, in the host's memory, fetched back ahead of use. None
-            leaves them as they are.
-        text_bytes: Most bytes of outputs of a pipeline's text encoders that are kept from call to
-            call, until it is unwrapped or reset; a prompt that is asked for again is then looked up
-            and its pictures stay bit for bit the same. None keeps none.
-        **settings: Settings of what is given by name, such as `every=4`; of a recipe `mode` too, as
-            for `diffcache.kv.cache_for`.
+        hold: Form of the held features of a method: `bf16`; `int8`, with a scale a token, in about half the memory of
+            bf16; `host`, in the host's memory, fetched back ahead of use. None leaves them as they are.
+        text_bytes: Most bytes of outputs of a pipeline's text encoders that are kept from call to call, until it is
+            unwrapped or reset; a prompt that is asked for again is then looked up and its pictures stay bit for bit
+            the same. None keeps none.
+        **settings: Settings of what is given by name, such as `every=4`; of a recipe `mode` too, as for
+            `diffcache.kv.cache_for`.
 
     Returns:
         `target` itself.
 
     Raises:
-        AttachError: If the target is none that takes it, is cached already, its pipeline or
-            network is in a call in another thread, or it has no such preset.
+        AttachError: If the target is none that takes it, is cached already, its pipeline or network is in a call in
+            another thread, or it has no such preset.
         UnknownMethodError: If nothing has that name.
         ValueError: If a setting is unknown or out of its range.
 
@@ -284,7 +280,8 @@ def kind_of(method: object) -> Kind:
         if row is None and name:
             raise unknown(name, *WORDS)
         return "method" if row is None else row.kind
-    if isinstance(method, Method) or (isinstance(method, Mapping) and _names_denoisers(method)):
+    by_denoiser = isinstance(method, Mapping) and method and all(isinstance(key, str) for key in method)
+    if isinstance(method, Method) or by_denoiser:  # keys of recipes are numbers of layers
         return "method"
     from diffcache.kv.recipe import Recipe  # here, so that `import diffcache` stays light
     from diffcache.video.policy import VideoPolicy
@@ -295,11 +292,6 @@ def kind_of(method: object) -> Kind:
     if isinstance(method, (Recipe, Mapping, Sequence)) or place.startswith("diffcache.kv.recipes"):
         return "recipe"
     return "method"  # which says what it is not
-
-
-def _names_denoisers(method: Mapping[Any, Any]) -> bool:
-    """Return whether keys are names of denoisers, not numbers of layers."""
-    return bool(method) and all(isinstance(key, str) for key in method)
 
 
 def cached(target: Any, recipe: Any, **settings: Any) -> Attached:
@@ -345,9 +337,8 @@ def unwrap(target: T) -> T:
     """Take the cache out again; the target is bit for bit as before.
 
     Raises:
-        AttachError: If the target is not wrapped, shares a denoiser with the pipeline that is, or
-            is in use in another thread: in a pipeline's call, `diffcache.run`, `diffcache.stream`
-            or `generate`.
+        AttachError: If the target is not wrapped, shares a denoiser with the pipeline that is, or is in use in another
+            thread: in a pipeline's call, `diffcache.run`, `diffcache.stream` or `generate`.
     """
     with ATTACHING:
         handles = [attached_to(target)]
@@ -394,9 +385,9 @@ def expected_bytes(
 ) -> dict[str, int]:
     """Compute the bytes that a method will hold.
 
-    A copy of each denoiser without weights, on torch's `meta` device, is called once with inputs
-    of the right shapes, so that the count is that of a real run. Guidance in one batch doubles
-    `batch`; guidance in two calls has two `branches`.
+    A copy of each denoiser without weights, on torch's `meta` device, is called once with inputs of the right shapes,
+    so that the count is that of a real run. Guidance in one batch doubles `batch`; guidance in two calls has two
+    `branches`.
 
     Args:
         target: A diffusers pipeline, or a denoiser of a class in `diffcache.attach.inputs.INPUTS`.
@@ -405,14 +396,13 @@ def expected_bytes(
         height: Pixels; None for the pipeline's default.
         width: Pixels; None for the pipeline's default.
         frames: Frames of a video, 1 for an image; None for the pipeline's default.
-        text_tokens: Length of the prompt as the denoiser sees it, padding and the tokens of all
-            text encoders included (of Lumina 2, which leaves padding out, the prompt's own); None
-            for the pipeline's default.
+        text_tokens: Length of the prompt as the denoiser sees it, padding and the tokens of all text encoders included
+            (of Lumina 2, which leaves padding out, the prompt's own); None for the pipeline's default.
         batch: Samples in a call.
-        branches: Calls of a step: 2 for guidance in two calls. Features are held for each of them;
-            what a gate looks at is held once, where the first branch decides for all.
-        skip_guidance_layers: Blocks that skip-layer guidance of Stable Diffusion 3 leaves out, in a
-            call beside the one with guidance in one batch.
+        branches: Calls of a step: 2 for guidance in two calls. Features are held for each of them; what a gate looks
+            at is held once, where the first branch decides for all.
+        skip_guidance_layers: Blocks that skip-layer guidance of Stable Diffusion 3 leaves out, in a call beside the
+            one with guidance in one batch.
         **settings: Settings of a method given by name, such as `every=4`.
 
     Returns:
@@ -420,8 +410,8 @@ def expected_bytes(
 
     Raises:
         AttachError: If the target has no denoiser, or cannot be cached with this method.
-        ValueError: If the inputs of the denoiser's class are not known, the size does not fit it,
-            or a setting is out of its range.
+        ValueError: If the inputs of the denoiser's class are not known, the size does not fit it, or a setting is out
+            of its range.
 
     Example:
         >>> diffcache.expected_bytes(pipe, "taylorseer", height=1024, width=1024)  # doctest: +SKIP
@@ -464,28 +454,24 @@ def run(
 ) -> AbstractContextManager[None]:
     """Let the denoiser calls inside be one sampling run.
 
-    The run starts with nothing held and frees its features at its end. It belongs to this thread
-    and task, and to tasks and `asyncio.to_thread` calls that are started inside; runs in other
-    threads and tasks are apart. Calls of a pipeline are runs already.
+    The run starts with nothing held and frees its features at its end. It belongs to this thread and task, and to
+    tasks and `asyncio.to_thread` calls that are started inside; runs in other threads and tasks are apart. Calls of a
+    pipeline are runs already.
 
-    Without it, a bare denoiser's runs are told by timesteps, conditions and samples, which cannot
-    tell a trajectory that is first seen at a lower timestep with a sample like the one before,
-    such as another edit of one picture at low noise, right after a first step or where the sampler
-    draws noise at every step.
+    Without it, a bare denoiser's runs are told by timesteps, conditions and samples, which cannot tell a trajectory
+    that is first seen at a lower timestep with a sample like the one before, such as another edit of one picture at
+    low noise, right after a first step or where the sampler draws noise at every step.
 
     Args:
         target: A wrapped denoiser, or a pipeline with one.
-        steps: Number of timesteps of the run, so that methods know its last step; None if nobody
-            knows, a wrapped pipeline's scheduler tells it, or `sigmas` do.
-        sigmas: Noise level at every step of flow matching, 0 to 1, for methods that ask for it
-            where no scheduler tells it, such as SeaCache on a bare model; the one that
-            the last step ends at is left out.
+        steps: Number of timesteps of the run, so that methods know its last step; None if nobody knows, a wrapped
+            pipeline's scheduler tells it, or `sigmas` do.
+        sigmas: Noise level at every step of flow matching, 0 to 1, for methods that ask for it where no scheduler
+            tells it, such as SeaCache on a bare model; the one that the last step ends at is left out.
 
     Raises:
-        AttachError: If the target is not wrapped, a run of it is open already in this thread, or
-            more steps are taken.
-        ValueError: If `steps` is no whole number of 1 or more, or `sigmas` are no noise levels or
-            not as many.
+        AttachError: If the target is not wrapped, a run of it is open already in this thread, or more steps are taken.
+        ValueError: If `steps` is no whole number of 1 or more, or `sigmas` are no noise levels or not as many.
 
     Example:
         >>> with diffcache.run(model, steps=len(timesteps)):  # doctest: +SKIP
@@ -507,19 +493,18 @@ def run(
 def settings(target: Any = None, **settings: Any) -> AbstractContextManager[None]:
     """Let the sampling runs that start inside have other settings, such as those of one request.
 
-    Nothing is wrapped anew, so it costs nothing, and other threads and tasks go on as they are. A
-    run reads its settings at its start and keeps them to its end.
+    Nothing is wrapped anew, so it costs nothing, and other threads and tasks go on as they are. A run reads its
+    settings at its start and keeps them to its end.
 
     Args:
-        target: A wrapped pipeline or denoiser; None for all that are wrapped with a method that has
-            these settings.
-        **settings: Settings of its method that tell when a step is computed or what stands in for
-            the others, such as `every=6` or `threshold=0.1`.
+        target: A wrapped pipeline or denoiser; None for all that are wrapped with a method that has these settings.
+        **settings: Settings of its method that tell when a step is computed or what stands in for the others, such as
+            `every=6` or `threshold=0.1`.
 
     Raises:
         AttachError: If the target is not wrapped, or nothing is.
-        ValueError: If a setting is unknown, out of its range, or says where features are taken or
-            how many steps a run has.
+        ValueError: If a setting is unknown, out of its range, or says where features are taken or how many steps a run
+            has.
 
     Example:
         >>> with diffcache.settings(pipe, every=6):  # doctest: +SKIP
@@ -593,23 +578,21 @@ def _changed(handle: Handle, method: Method, settings: Mapping[str, Any]) -> Met
 def stream(target: Any) -> AbstractContextManager[RunStream]:
     """Let the sampling runs inside be parts of one stream, such as the chunks of a long video.
 
-    A run ends where the next one starts (`set_timesteps` of a wrapped pipeline's scheduler, a call
-    of the pipeline, `diffcache.run`, or a timestep that turns back), and what was kept of it is
-    freed. Features kept for the stream stay until its end, such as keys and values of the
-    chunks before; `Step.chunk` tells which run of the stream it is, from 0. A stream belongs to
-    this thread and task, and to tasks and `asyncio.to_thread` calls that are started inside.
-    Without it, every call of a pipeline and every run is a stream of its own.
+    A run ends where the next one starts (`set_timesteps` of a wrapped pipeline's scheduler, a call of the pipeline,
+    `diffcache.run`, or a timestep that turns back), and what was kept of it is freed. Features kept for the stream
+    stay until its end, such as keys and values of the chunks before; `Step.chunk` tells which run of the stream it is,
+    from 0. A stream belongs to this thread and task, and to tasks and `asyncio.to_thread` calls that are started
+    inside. Without it, every call of a pipeline and every run is a stream of its own.
 
-    A call that writes to the stream, such as the clean pass that commits a chunk to a KV cache,
-    belongs into `diffcache.writing`. An exception frees what was kept of the run it is raised in,
-    and what was kept of the stream if it is raised in such a call.
+    A call that writes to the stream, such as the clean pass that commits a chunk to a KV cache, belongs into
+    `diffcache.writing`. An exception frees what was kept of the run it is raised in, and what was kept of the stream
+    if it is raised in such a call.
 
     Args:
         target: A wrapped denoiser, or a pipeline with one.
 
     Raises:
-        AttachError: If the target is not wrapped, or a stream or run of it is open already in this
-            thread.
+        AttachError: If the target is not wrapped, or a stream or run of it is open already in this thread.
 
     Example:
         >>> with diffcache.stream(pipe):  # doctest: +SKIP

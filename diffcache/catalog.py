@@ -13,7 +13,7 @@ from diffcache.features.each import Each
 from diffcache.features.parts.hold import Held
 from diffcache.method import Configuration
 from diffcache.registry import check_settings, find, read_word, rows_of, unknown
-from diffcache.settings_file import Saved, is_settings_file, read_settings
+from diffcache.settings_file import is_settings_file, read_settings
 
 
 def method_class(name: str) -> type[Method]:
@@ -30,15 +30,14 @@ def make_method(
 ) -> Method:
     """Return a method from its name and settings, or from another library's configuration.
 
-    `hold="int8"`, `"bf16"` or `"host"` is a setting that every method has; see `Held`. With
-    `model="flux.1-dev"` the settings that are not given are those published for that model.
+    `hold="int8"`, `"bf16"` or `"host"` is a setting that every method has; see `Held`. With `model="flux.1-dev"` the
+    settings that are not given are those published for that model.
 
     Args:
-        method: A method; its name, after which settings may follow as on the command line,
-            `taylorseer:every=4`; a file of settings, `cache.yaml`; or a configuration of diffusers
-            or cache-dit that has an equal.
-        facts: Returns facts about the model that it is for, as `Method.check_model` has them;
-            without tables a method then takes the settings published for that model, if any are.
+        method: A method; its name, after which settings may follow as on the command line, `taylorseer:every=4`; a
+            file of settings, `cache.yaml`; or a configuration of diffusers or cache-dit that has an equal.
+        facts: Returns facts about the model that it is for, as `Method.check_model` has them; without tables a method
+            then takes the settings published for that model, if any are.
         **settings: Settings of a method given by name.
 
     Raises:
@@ -52,11 +51,22 @@ def make_method(
         return Held(make_method(method, facts, **settings), hold)
     if is_settings_file(method):
         saved = read_settings(method)
-        _check_none(method, settings, saved)
+        if settings:
+            raise ValueError(
+                f"settings {sorted(settings)} go with a method's name, not with {str(method)!r}; change "
+                "them in the file, or by diffcache.update when it is wrapped"
+            )
+        if saved.components is not None:
+            raise ValueError(
+                f"method={str(method)!r}: is for components={list(saved.components)!r} of a pipeline, "
+                "which diffcache.wrap alone takes"
+            )
         held = {} if saved.hold is None else {"hold": saved.hold}
         return make_method(saved.method, facts, **saved.settings, **held)
     if not isinstance(method, str):
-        made = method if isinstance(method, Method) else _of_config(method)
+        from diffcache.features.peer_configs import method_of_config  # `import diffcache` stays light
+
+        made = method if isinstance(method, Method) else method_of_config(method)
         if made is None:
             raise TypeError(
                 f"method={method!r}: must be a name, such as 'taylorseer', a method, such as "
@@ -74,27 +84,6 @@ def make_method(
         return make_method(name, facts, **own, **settings)
     named: Method = _made(method_class(method), facts, settings)
     return named
-
-
-def _check_none(path: Any, settings: Mapping[str, Any], saved: Saved) -> None:
-    """Raise ValueError if settings are given besides those of a file, or it names components."""
-    if settings:
-        raise ValueError(
-            f"settings {sorted(settings)} go with a method's name, not with {str(path)!r}; change "
-            "them in the file, or by diffcache.update when it is wrapped"
-        )
-    if saved.components is not None:
-        raise ValueError(
-            f"method={str(path)!r}: is for components={list(saved.components)!r} of a pipeline, "
-            "which diffcache.wrap alone takes"
-        )
-
-
-def _of_config(config: Configuration) -> Method | None:
-    """Return the method of another library's configuration, None if it is none."""
-    from diffcache.features.peer_configs import method_of_config  # `import diffcache` stays light
-
-    return method_of_config(config)
 
 
 def _made(cls: Any, facts: Callable[[], Mapping[str, Any]] | None, settings: dict[str, Any]) -> Any:

@@ -12,27 +12,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from diffcache import __version__
+from diffcache import __version__, command
 from diffcache.catalog import settings_of
 from diffcache.citation import cite as bibtex
-from diffcache.command import (
-    DEBUG,
-    EXIT_LINE,
-    METHOD,
-    MODELS,
-    Device,
-    Dtype,
-    Json,
-    Seed,
-    check_json,
-    check_target,
-    device_of,
-    guarded,
-    parse_settings,
-    print_or_write,
-    refuse,
-    warn,
-)
+from diffcache.command import EXIT_LINE, METHOD, MODELS, Device, Dtype, Json, Seed, check_json, check_target, guarded
 from diffcache.eval import offline
 from diffcache.eval.cli import app as eval_app
 from diffcache.eval.kernels.command import app as kernels_app
@@ -96,7 +79,7 @@ def options(
     ] = False,
 ) -> None:
     """Feature caches for diffusers pipelines: run fewer blocks, see the cost."""
-    DEBUG.set(debug)
+    command.DEBUG.set(debug)
 
 
 @app.command(epilog=EXIT_LINE)
@@ -231,7 +214,7 @@ def run(
     for_text |= {"guide": guide, "sampler": sampler}
     for_pictures: dict[str, Any] = {"height": height, "width": width, "out": out}
     for_pictures |= {"image": images or None, "preset": preset}
-    refuse(
+    command.refuse(
         for_pictures if source else for_text | {"trust-remote-code": trust_remote_code or None},
         f"is not for {'a language model' if source else 'a pipeline of pictures'}; leave it out",
     )
@@ -243,12 +226,12 @@ def run(
         chosen.abilities()
     if record is not None:
         check_target("--json", record)
-    place = device_of(device)
+    place = command.device_of(device)
     quiet()
     if source is not None and chosen is not None:
         changes = loading.changes
         changes["lora"] = changes.pop("loras", None)
-        refuse(changes, "is for pipelines of pictures; leave it out")
+        command.refuse(changes, "is for pipelines of pictures; leave it out")
         asked = text.Order(prompt, steps=steps, seed=seed, **for_text)
         lm, settings = text.load(source, dtype, place, guide, trust_remote_code=trust_remote_code)
         said = text.run(lm, chosen, asked, settings, compare=compare, tell=_stream)
@@ -257,7 +240,7 @@ def run(
         return
     from diffcache.eval.samples import output
     from diffcache.pipelines import load
-    from diffcache.pipelines.demo import generate, inputs, saved
+    from diffcache.pipelines.demo import generate, saved
 
     live = load.made_by(model)
     if live is None:
@@ -267,7 +250,7 @@ def run(
     else:
         load.check_made(dtype, device, loading)
         name, parameters = type(live).__name__, signatures.signature(live).parameters
-    given = inputs.read_images(images, name, parameters)
+    given = generate.read_images(images, name, parameters)
     target = output.target_of(out, "num_frames" in parameters or "video_length" in parameters)
     pipe, defaults = (live, {}) if live else load.load(model, dtype, str(place), loading)
     order = generate.Order(prompt, steps, seed, height, width, given)
@@ -405,7 +388,7 @@ def predict(
         guidance=guidance,
         device=device,
     )
-    print_or_write(record, made.to_dict(), lambda: typer.echo("\n".join(made.lines())))
+    command.print_or_write(record, made.to_dict(), lambda: typer.echo("\n".join(made.lines())))
 
 
 @app.command(epilog=EXIT_LINE)
@@ -438,9 +421,9 @@ def export(
 
     if out is not None:
         check_target("--out", out)
-    settings = parse_settings(changes, "--set")
+    settings = command.parse_settings(changes, "--set")
     made = exported(tables, to, steps=steps, **settings)
-    warn(*made.notes)
+    command.warn(*made.notes)
     if out is None:
         typer.echo(made.text(), nl=False)
         return

@@ -75,12 +75,7 @@ def script(command: Command) -> Callable[..., int]:
     app.command(epilog=EXIT_LINE, context_settings={"help_option_names": ["-h", "--help"]})(guarded(command))
 
     def main(arguments: Sequence[str] | None = None, name: str | None = None) -> int:
-        """Run the command.
-
-        Args:
-            arguments: Command line; None for that of the process.
-            name: Name of the program in the help; None for the one that the process was started as.
-        """
+        """Run a command line, by default that of the process, under a name that the help shows."""
         try:
             app(arguments, prog_name=name)
         except SystemExit as stop:

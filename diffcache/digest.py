@@ -15,9 +15,8 @@ def content(value: Any) -> Any:
     """Return plain data that is the same for two inputs that hold the same, in any process.
 
     Args:
-        value: A prompt or argument of a call: tensors, arrays and pictures count by their bytes,
-            generators by their state, mappings and sequences by what is in them, anything else
-            by its `repr`.
+        value: A prompt or argument of a call: tensors, arrays and pictures count by their bytes, generators by their
+            state, mappings and sequences by what is in them, anything else by its `repr`.
     """
     if isinstance(value, Tensor):
         held = bits_of(value.cpu()).numpy().tobytes()
@@ -48,11 +47,7 @@ def _hashed(kind: str, shape: Any, dtype: Any, held: bytes) -> str:
 
 
 def digest(value: Any) -> str:
-    """Return 16 hexadecimal digits that differ where `content` does.
-
-    Args:
-        value: Value of a kind that `content` accepts.
-    """
+    """Return 16 hexadecimal digits that differ where `content` does."""
     text = json.dumps(content(value), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -60,10 +55,7 @@ def digest(value: Any) -> str:
 def weights_digest(weights: Iterable[Tensor]) -> str:
     """Return 16 hexadecimal digits that tell the weights of one model from another's.
 
-    Eight numbers of each weight stand for all of them.
-
-    Args:
-        weights: Parameters, of any device; those without memory are passed over.
+    Eight numbers of each weight, of any device, stand for all of them; those without memory are passed over.
     """
     few = []
     for weight in weights:

@@ -306,13 +306,10 @@ def is_assisted(frame: FrameType | None) -> bool:
 
 
 def reads_whole_prompt(frame: FrameType) -> bool:
-    """Return whether a frame named `PREFILL` is of `generate`, and reads a prompt in one forward.
+    """Return whether a frame named `PREFILL` is of `generate`, and reads a prompt in one forward (transformers).
 
     No is always safe. A `_prefill` of one's own, which may hand a prompt to that of transformers in
     pieces, is told by what calls it; an assistant's guesses are taken back.
-
-    Args:
-        frame: Frame that runs, or calls what runs.
     """
     asked = frame.f_locals.get("generation_config")
     caller = frame.f_back

@@ -27,12 +27,9 @@ _RECORDS = 8  # computed steps after which every forecast holds as many tensors 
 
 @dataclass(frozen=True)
 class ExpectedBytes:
-    """Bytes that a method will hold.
+    """Bytes that a method will hold: of each guidance branch, and those that all branches of a run share.
 
-    Attributes:
-        branch: Bytes of each guidance branch.
-        shared: Bytes that all branches of a run share: what a schedule looks at, where the first
-            branch decides for all.
+    The latter are what a schedule looks at, where the first branch decides for all.
     """
 
     branch: int = 0

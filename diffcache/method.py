@@ -28,12 +28,11 @@ class Citation:
 class Ability:
     """Something a method asks of the attachment, such as feature reuse (`Combine`).
 
-    A frozen dataclass of settings. The attachment has an extension for every class of ability of
-    this project; others name theirs.
+    A frozen dataclass of settings. The attachment has an extension for every class of ability of this project; others
+    name theirs.
 
     Attributes:
-        extension: `module:function` that makes the extension of (denoiser, ability), for abilities
-            from elsewhere.
+        extension: `module:function` that makes the extension of (denoiser, ability), for abilities from elsewhere.
     """
 
     extension: ClassVar[str] = ""
@@ -82,11 +81,10 @@ class Method(ABC):
         """Raise unless the method fits the model and scheduler it is about to be attached to.
 
         Args:
-            facts: Facts about them: `model` (class name), `config` (hash of the model's
-                configuration), `scheduler` (class name, None for a bare model),
-                `scheduler_config` (its settings), `settings` (the model's configuration),
-                `pipeline` (class name, None for a bare model) and `folder` (the end of where the
-                model was loaded from).
+            facts: Facts about them: `model` (class name), `config` (hash of the model's configuration), `scheduler`
+                (class name, None for a bare model), `scheduler_config` (its settings), `settings` (the model's
+                configuration), `pipeline` (class name, None for a bare model) and `folder` (the end of where the model
+                was loaded from).
 
         Raises:
             AttachError: If its tables were made for another model or scheduler.

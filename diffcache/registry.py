@@ -434,12 +434,7 @@ def find(name: str, *kinds: Kind) -> Row | None:
 
 
 def unknown(name: str, *kinds: Kind) -> UnknownMethodError:
-    """Return the error for a name that no row has, with the nearest names.
-
-    Args:
-        name: Name that was asked for.
-        kinds: Kinds that were expected; a name of another kind gets a hint where it belongs.
-    """
+    """Return the error for a name that no row of some kinds has, with the nearest names, and where others belong."""
     noun, key = WORDS[kinds[0]].noun, _key(name).lower()
     joined = key.replace("-", "")
     for row in rows_of("method").values():
@@ -522,10 +517,7 @@ def _settings_of_cell(cell: str) -> dict[str, Any] | None:
 
 
 def read_word(text: str) -> tuple[str, dict[str, Any]]:
-    """Return the name and the settings that one word of a command line gives.
-
-    Args:
-        text: `name` or `name:key=value,key=value`, values as Python writes them.
+    """Return the name and the settings that one word of a command line gives, `name:key=value,key=value`.
 
     Raises:
         ValueError: If the name is missing, or a setting cannot be read or is given twice.

@@ -37,28 +37,27 @@ class Report:
 
     Attributes:
         method: The method.
-        calls: The denoiser calls in order, each with `denoiser`, `index`, `timestep`, `branch`,
-            `computed`, `reason`, `seconds`, `counts` (site -> computed, skipped) and `flops`.
+        calls: The denoiser calls in order, each with `denoiser`, `index`, `timestep`, `branch`, `computed`, `reason`,
+            `seconds`, `counts` (site -> computed, skipped) and `flops`.
         sites: Denoiser -> site -> (computed, skipped) evaluations of blocks or modules.
         computed: Block or module evaluations that ran.
         skipped: Block or module evaluations that were skipped.
         steps_computed: Steps in which any branch was computed.
         steps_skipped: Steps in which every branch was skipped.
-        flops_computed: Floating-point operations of the sites that ran (a multiply-add is two);
-            None where they could not be counted, as in compiled blocks.
+        flops_computed: Floating-point operations of the sites that ran (a multiply-add is two); None where they could
+            not be counted, as in compiled blocks.
         flops_saved: The same of the sites that were skipped.
-        seconds: Time within the denoiser calls, on the host's clock: on an accelerator, work that
-            is still queued at the end of a call is not in it.
-        seconds_computed: Mean of the computed calls, None when there is none. First calls, which
-            may include learning the model, are left out where there are others.
+        seconds: Time within the denoiser calls, on the host's clock: on an accelerator, work that is still queued at
+            the end of a call is not in it.
+        seconds_computed: Mean of the computed calls, None when there is none. First calls, which may include learning
+            the model, are left out where there are others.
         seconds_skipped: Mean of the skipped calls, None when there is none.
         held_bytes: Bytes that features hold now; 0 between runs of a pipeline.
         peak_bytes: Most bytes held at the end of any call.
         finished: Whether the run ended without an exception, so far as the pipeline shows it.
         choice: Choice of the method by what the model is; None where the user named it.
         remarks: Remarks on the run, a sentence each, such as whether a cache is exact.
-        texts: Counts of the cache of text encoders since the pipeline was wrapped; None where it
-            has none.
+        texts: Counts of the cache of text encoders since the pipeline was wrapped; None where it has none.
     """
 
     def __init__(self, handle: Handle) -> None:
@@ -326,18 +325,10 @@ def _pair(counts: tuple[int, int]) -> dict[str, int]:
 
 def _call_dict(call: CallRecord) -> dict[str, Any]:
     """Return one denoiser call as plain data."""
+    names = ("denoiser", "index", "timestep", "branch", "computed", "reason", "seconds")
     flops = None if call.flops is None else {"computed": call.flops[0], "saved": call.flops[1]}
-    return {
-        "denoiser": call.denoiser,
-        "index": call.index,
-        "timestep": call.timestep,
-        "branch": call.branch,
-        "computed": call.computed,
-        "reason": call.reason,
-        "seconds": call.seconds,
-        "counts": {site: _pair(counts) for site, counts in call.counts.items()},
-        "flops": flops,
-    }
+    counts = {site: _pair(counts) for site, counts in call.counts.items()}
+    return {**{name: getattr(call, name) for name in names}, "counts": counts, "flops": flops}
 
 
 def _prints(text: str) -> bool:

@@ -77,12 +77,11 @@ def writes_to_stream() -> bool:
 class Site(str, Enum):
     """Place in a model where a feature is taken.
 
-    `MODEL` is the denoiser's output, `STACK` the residual over each list of blocks, `RUN` the
-    residual over runs of named blocks, `BLOCK` the residual of every block. `DEEP` is what enters
-    the last layer of a UNet (a resnet with its attention), and `STACK` elsewhere. `ATTENTION` and
-    `FEED_FORWARD` are the outputs of those modules inside the blocks, before their gates;
-    `MODULE` is both, with a fused single-stream block taken as one (the layout of the TaylorSeer
-    paper).
+    `MODEL` is the denoiser's output, `STACK` the residual over each list of blocks, `RUN` the residual over runs of
+    named blocks, `BLOCK` the residual of every block. `DEEP` is what enters the last layer of a UNet (a resnet with
+    its attention), and `STACK` elsewhere. `ATTENTION` and `FEED_FORWARD` are the outputs of those modules inside the
+    blocks, before their gates; `MODULE` is both, with a fused single-stream block taken as one (the layout of the
+    TaylorSeer paper).
     """
 
     MODEL = "model"

@@ -109,8 +109,7 @@ def _named(modules: dict[str, nn.Module], names: Sequence[str]) -> dict[str, nn.
 def check_free(target: Any, denoisers: dict[str, nn.Module], site: Site | str) -> None:
     """Raise AttachError unless nothing else caches the denoisers, and they can be cached at a site as compiled.
 
-    It may be wrapped already, run under another cache, or be compiled as a whole or where features are
-    taken inside.
+    It may be wrapped already, run under another cache, or be compiled as a whole or where features are taken inside.
     """
     for owner in [owner_of(target), *map(owner_of, denoisers.values())]:
         if owner is not None:

@@ -21,9 +21,7 @@ _LONGEST_LABEL = 28
 class Lane:
     """One guidance branch of one denoiser over the steps of a run.
 
-    Attributes:
-        marks: Part of every step of the run that was computed, 0 to 1; None where this branch did
-            not run.
+    Marks are the part of every step that was computed, 0 to 1; None where this branch did not run.
     """
 
     label: str
@@ -98,34 +96,29 @@ def timeline_image(calls: Sequence[CallRecord], width: int = 800, height: int = 
     Raises:
         ValueError: If the picture is below 160 x 80 pixels, too small to be read.
     """
-    from PIL import Image, ImageDraw
+    from PIL import Image, ImageDraw, ImageFont
 
     if width < 160 or height < 80:
         raise ValueError(f"width={width}, height={height}: a timeline needs at least 160 x 80 pixels")
     canvas: Image.Image = Image.new("RGB", (width, height), "white")
     pen, lanes = ImageDraw.Draw(canvas), lanes_of(calls)
     size = max(10, min(16, height // 12, width // 24))
+    pen.font = ImageFont.load_default(size=size)
     if not lanes:
-        pen.text((size, size), "no denoiser call yet", fill=_GREY, font=_font(size))
+        pen.text((size, size), "no denoiser call yet", fill=_GREY)
         return canvas
-    margin = max(pen.textlength(lane.label, font=_font(size)) for lane in lanes)
+    margin = max(pen.textlength(lane.label) for lane in lanes)
     left, right = int(min(margin, width * 0.35)) + size + 6, width - size
     top, bottom = size, height - round(4.4 * size)
     columns = len(lanes[0].marks)
     for row, lane in enumerate(lanes):
         high = top + (bottom - top) * row / len(lanes)
         low = top + (bottom - top) * (row + 1) / len(lanes)
-        pen.text((left - 6, (high + low) / 2), lane.label, fill=_INK, font=_font(size), anchor="rm")
+        pen.text((left - 6, (high + low) / 2), lane.label, fill=_INK, anchor="rm")
         _draw_lane(pen, lane, (left, high, right, low))
     _draw_axis(pen, columns, (left, bottom, right), size)
     _draw_legend(pen, (left, height - size - 2), size)
     return canvas
-
-
-def _font(size: int) -> Any:
-    from PIL import ImageFont
-
-    return ImageFont.load_default(size=size)
 
 
 def _draw_lane(pen: Any, lane: Lane, box: tuple[float, float, float, float]) -> None:
@@ -146,13 +139,13 @@ def _draw_axis(pen: Any, columns: int, place: tuple[float, float, float], size: 
     """Draw step numbers at round distances below the lanes."""
     left, top, right = place
     pitch = (right - left) / columns
-    label = pen.textlength("0000", font=_font(size))
+    label = pen.textlength("0000")
     every = next((n for n in (1, 2, 5, 10, 20, 50, 100, 200) if n * pitch >= label), 500)
     for number in range(0, columns, every):
         x = left + pitch * (number + 0.5)
         pen.line((x, top, x, top + 3), fill=_GREY)
-        pen.text((x, top + 5), str(number), fill=_GREY, font=_font(size), anchor="ma")
-    pen.text(((left + right) / 2, top + 6 + size), "step", fill=_GREY, font=_font(size), anchor="ma")
+        pen.text((x, top + 5), str(number), fill=_GREY, anchor="ma")
+    pen.text(((left + right) / 2, top + 6 + size), "step", fill=_GREY, anchor="ma")
 
 
 def _draw_legend(pen: Any, place: tuple[float, float], size: int) -> None:
@@ -160,5 +153,5 @@ def _draw_legend(pen: Any, place: tuple[float, float], size: int) -> None:
     x, y = place
     for color, word in ((_BLUE, "computed"), (_PALE, "skipped")):
         pen.rectangle((x, y - size // 2, x + size, y + size // 2), fill=color)
-        pen.text((x + size + 5, y), word, fill=_INK, font=_font(size), anchor="lm")
-        x += size + 5 + pen.textlength(word, font=_font(size)) + 2 * size
+        pen.text((x + size + 5, y), word, fill=_INK, anchor="lm")
+        x += size + 5 + pen.textlength(word) + 2 * size

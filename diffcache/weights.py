@@ -25,17 +25,16 @@ def all_of(model: nn.Module, *, few: bool = False) -> Weights:
 class Weights:
     """Watches some parameters and buffers of a model.
 
-    A change in place raises a tensor's version and another tensor has another identity: both are
-    cheap to see. Writes through `.data`, as merging an adapter does, show in neither; so once a
-    run the contents are summed, and so are the settings of the modules around them (the scale of
-    an adapter) and the modules of the model.
+    A change in place raises a tensor's version and another tensor has another identity: both are cheap to see. Writes
+    through `.data`, as merging an adapter does, show in neither; so once a run the contents are summed, and so are the
+    settings of the modules around them (the scale of an adapter) and the modules of the model.
 
     Args:
         model: The model.
         places: The parameters and buffers.
-        few: Whether eight numbers of each stand for its contents, as in `weights_digest`, where
-            summing all of them would take as long as the call that it guards. A write through
-            `.data` to a part of a weight is not seen then.
+        few: Whether eight numbers of each stand for its contents, as in `weights_digest`, where summing all of them
+            would take as long as the call that it guards. A write through `.data` to a part of a weight is not seen
+            then.
     """
 
     def __init__(self, model: nn.Module, places: list[Place], *, few: bool = False) -> None:

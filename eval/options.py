@@ -85,7 +85,7 @@ def given_of(model: str, images: list[str]) -> dict[str, Any]:
         ValueError: If the pipeline takes no such picture, or lacks one.
     """
     from diffcache.pipelines.demo import saved
-    from diffcache.pipelines.demo.inputs import read_images
+    from diffcache.pipelines.demo.generate import read_images
 
     pipe, inputs = made_by(model), {}
     if images and pipe is None:

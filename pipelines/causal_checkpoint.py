@@ -1,7 +1,6 @@
 """Load causal Wan weights, as Self-Forcing and its kin release them, for diffusers.
 
-Layouts that are read, as the loaders of their public code show them; `tests/video/test_checkpoint`
-has one of each:
+Layouts that are read, as the loaders of their public code show them; `tests/video/test_checkpoint` has one of each:
 
 | weights | under | names |
 |---|---|---|

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -60,6 +60,8 @@ class CausalVideo(Films):
         ValueError: If `chunk` is less than 1.
     """
 
+    sessions: ClassVar[Any] = Session
+
     def __init__(self, transformer: nn.Module, *, chunk: int = 3, sampler: FewSteps | None = None) -> None:
         check_int("chunk", chunk, 1)
         if type(transformer).__name__ != "WanTransformer3DModel":
@@ -93,15 +95,12 @@ class CausalVideo(Films):
         """Open a model with its text encoder, its autoencoder and the settings of its streams.
 
         Args:
-            folder: Folder of a `WanPipeline` of diffusers, a shipped model or a Hugging Face ID. A
-                `diffcache.json` in it says how it is streamed, by default as Self-Forcing's
-                weights are: 480 x 832 pixels, chunks of three latent frames, four steps, prompts of
-                512 tokens, the policy `window`.
-            checkpoint: File of causal weights, such as `self_forcing_dmd.pt`; None for those of
-                the folder.
+            folder: Folder of a `WanPipeline` of diffusers, a shipped model or a Hugging Face ID. A `diffcache.json` in
+                it says how it is streamed, by default as Self-Forcing's weights are: 480 x 832 pixels, chunks of three
+                latent frames, four steps, prompts of 512 tokens, the policy `window`.
+            checkpoint: File of causal weights, such as `self_forcing_dmd.pt`; None for those of the folder.
             lora: File of low-rank updates of the checkpoint, such as LongLive's `lora.pt`.
-            dtype: Dtype of transformer and text encoder; None for float32 on the CPU, bfloat16
-                elsewhere.
+            dtype: Dtype of transformer and text encoder; None for float32 on the CPU, bfloat16 elsewhere.
             device: Device of all models.
 
         Raises:
@@ -165,71 +164,27 @@ class CausalVideo(Films):
         Raises:
             ValueError: If an argument is out of its range, or this was closed.
         """
-        session = Session(self, prompt, size, self._chosen(policy), seed, negative, guidance, read_once, recall)
-        check_places(self.transformer.config, (*session.shape[:2], self.chunk, *session.size))
-        return session
+        chosen = self._chosen(policy)
+        made: Session = self.sessions(self, prompt, size, chosen, seed, negative, guidance, read_once, recall)
+        return made
 
-    def stream(
-        self,
-        prompt: str,
-        *,
-        policy: VideoPolicy | str | None = None,
-        size: tuple[int, int] | None = None,
-        seed: int = 0,
-        start: Any = None,
-        chunks: int | None = None,
-        read_once: bool = False,
-        most_bytes: int | None = None,
-    ) -> VideoStream:
+    def stream(self, prompt: str, **settings: Any) -> VideoStream:
         """Return an iterator over the pictures of a film, uint8 `[F, H, W, 3]`, chunk by chunk.
 
         `switch` of it changes the prompt, `use` the policy, `expected_bytes` are the bytes that it
-        will hold.
-
-        Args:
-            prompt: Text that is filmed.
-            policy: Frames that are held, or the name of a policy with settings, such as
-                `infinity-rope`; None for that of this video.
-            size: Height and width in pixels; None for those that the model was trained at.
-            seed: Seed of the noise.
-            start: Pictures that the film begins with, and shows first: a file of an image or a
-                video, an image of PIL, uint8 `[H, W, 3]` or `[F, H, W, 3]`, or a list of images.
-                They are cut in the middle and scaled to the size; the first ones are left out where
-                all of them make no whole latent frames, and only the latest 60 latent frames are
-                used. None for a film from the prompt alone.
-            chunks: Chunks that are made until the film ends; None for a film without an end.
-            read_once: Whether rotated keys are kept from step to step, as for `session`.
-            most_bytes: Bytes of keys and values that the stream may hold; None for the memory that
-                is free on the device.
-
-        Raises:
-            FileNotFoundError: If there is no such file to start from.
-            ValueError: If there is no text encoder, an argument is out of its range, or the stream
-                would hold more.
+        will hold. Settings, and what is raised, are those of `VideoStream`.
         """
-        return VideoStream(
-            self,
-            prompt,
-            policy=policy,
-            size=size,
-            seed=seed,
-            start=start,
-            chunks=chunks,
-            read_once=read_once,
-            most_bytes=most_bytes,
-        )
+        return VideoStream(self, prompt, **settings)
 
     def restyle(self, prompt: str, source: Any, **settings: Any) -> Iterator[NDArray[np.uint8]]:
         """Yield the pictures of a video that is made anew under a prompt, chunk by chunk.
 
-        A video that comes in live goes through `VideoToVideo` itself, which takes the pictures of a
-        chunk at a time.
+        A video that comes in live goes through `VideoToVideo` itself, which takes the pictures of a chunk at a time.
 
         Args:
             prompt: Text that the film is made to show.
-            source: A file of an image or a video, uint8 pictures `[F, H, W, 3]`, or an iterable of
-                images of PIL or uint8 `[H, W, 3]`, which may have no end. They are cut in the
-                middle and scaled to the size.
+            source: A file of an image or a video, uint8 pictures `[F, H, W, 3]`, or an iterable of images of PIL or
+                uint8 `[H, W, 3]`, which may have no end. They are cut in the middle and scaled to the size.
             **settings: Others of `VideoToVideo`: `policy`, `size`, `seed`, `noise`, `rows`.
 
         Raises:
@@ -282,10 +237,7 @@ class CausalVideo(Films):
         )
 
     def latent_size(self, size: tuple[int, int] | None) -> tuple[int, int]:
-        """Return height and width in latents of pictures of so many pixels.
-
-        Args:
-            size: Height and width in pixels; None for those that the model was trained at.
+        """Return height and width in latents of pictures of so many pixels; None for those of the training.
 
         Raises:
             ValueError: If they do not come from whole patches of latents.

@@ -32,29 +32,17 @@ STOPS = "the server stops"
 BODY = 2**20  # bytes of a request
 LOOK = 0.2  # seconds between two looks at whether a client has gone
 # Fields of a request that are taken with this value alone.
-FIXED = {
-    "n": 1,
-    "best_of": 1,
-    "echo": False,
-    "logprobs": None,
-    "stop": None,
-    "suffix": None,
-    "top_p": 1,
-    "presence_penalty": 0,
-    "frequency_penalty": 0,
-    "logit_bias": None,
-    "stream_options": None,
-}
+FIXED: dict[str, Any] = dict.fromkeys(("logprobs", "stop", "suffix", "logit_bias", "stream_options"))
+FIXED |= {"n": 1, "best_of": 1, "echo": False, "top_p": 1, "presence_penalty": 0, "frequency_penalty": 0}
 TAKEN = {"model", "prompt", "max_tokens", "stream", "temperature", "user"}
 _log = logging.getLogger("diffcache.serve")
 
 
 @dataclass(eq=False)
 class Completion:
-    """One answer on its way, to one prompt of a request.
+    """One answer on its way, to one prompt of a request: its text or tokens, and its tokens once it is decoded.
 
     Attributes:
-        prompt: Its text or tokens; its tokens once it is decoded.
         most: Tokens that are asked for.
         loop: Loop of the handler.
         events: What happens to it: pieces of text, each with why the answer ended, None where it
@@ -94,15 +82,13 @@ class Events(StreamingResponse):
 class Completions:
     """Completions by one model, whose attention is causal over blocks, wrapped with a cache.
 
-    `complete` is a handler of Starlette and FastAPI, also within a deployment of Ray Serve. A
-    request that is refused, fails or goes away disturbs no other. Requests say `prompt` (text,
-    tokens, or a list of either), `max_tokens`, `stream` and `temperature`; what would change the
-    answer otherwise is refused.
+    `complete` is a handler of Starlette and FastAPI, also within a deployment of Ray Serve. A request that is refused,
+    fails or goes away disturbs no other. Requests say `prompt` (text, tokens, or a list of either), `max_tokens`,
+    `stream` and `temperature`; what would change the answer otherwise is refused.
 
     Args:
         lm: The model with its tokenizer, as `DiffusionLM.serve` takes it.
-        schedule: Schedule of the answers, whose length is the most of `max_tokens`; its `eos_id`
-            ends them early.
+        schedule: Schedule of the answers, whose length is the most of `max_tokens`; its `eos_id` ends them early.
         sampler: Sampler of all requests.
         name: Name of the model in requests and answers.
         slots: Prompts that are decoded at a time.
@@ -110,8 +96,8 @@ class Completions:
         waiting: Prompts that may wait for a place; requests beyond are told to come again.
 
     Raises:
-        ValueError: If a setting is out of its range or does not fit the model, there is no
-            tokenizer, or the model cannot decode prompts that come and go.
+        ValueError: If a setting is out of its range or does not fit the model, there is no tokenizer, or the model
+            cannot decode prompts that come and go.
     """
 
     def __init__(
@@ -173,16 +159,9 @@ class Completions:
 
     def _decode_some(self) -> None:
         """Decode until nobody asks any more."""
-        serving = self.by_token.serve(
-            self._prompts(),
-            self.schedule,
-            self.sampler,
-            slots=self.slots,
-            longest=self.longest,
-            on_settled=self._settled,
-            is_canceled=self._is_canceled,
-        )
-        with closing(serving) as answers:
+        calls: dict[str, Any] = {"on_settled": self._settled, "is_canceled": self._is_canceled}
+        asked = (self._prompts(), self.schedule, self.sampler)
+        with closing(self.by_token.serve(*asked, slots=self.slots, longest=self.longest, **calls)) as answers:
             for number, ids in answers:
                 one = self.running.pop(number)
                 if isinstance(ids, ValueError):

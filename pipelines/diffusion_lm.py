@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from contextvars import copy_context
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -32,12 +32,62 @@ from diffcache.dllm.sampler import Sampler
 from diffcache.dllm.state import State, check_coverage
 from diffcache.foreign import device_of_model
 from diffcache.method import check_bool, check_int
-from diffcache.pipelines.decoding_progress import OnSettled, Streamer, progress_bar
 from diffcache.pipelines.guide import ModelGuide, check_guide
 from diffcache.pipelines.masked_model import FAMILIES, Family, MaskedModel, parts_of
 from diffcache.pipelines.prompt_tokens import Prompts, tokens_of
 from diffcache.run_report import Report
 from diffcache.targets import handle_of
+
+OnSettled = Callable[[int, "list[int] | str"], None]
+
+
+class Streamer:
+    """Calls a function with the tokens that settle: those before the first mask of an answer.
+
+    Args:
+        on_settled: Called with the number of a prompt and its newly settled tokens, or their text; None for nobody.
+        text: Makes text of tokens; None for tokens.
+    """
+
+    def __init__(self, on_settled: OnSettled | None, text: Callable[[list[int]], str] | None) -> None:
+        self.on_settled, self.text = on_settled, text
+        self.told: dict[int, Any] = {}
+
+    def show(self, decoding: Decoding, numbers: Iterable[tuple[int, int]] | None = None) -> None:
+        """Tell the tokens that settled at the last step; the host waits.
+
+        Told are all sequences, or those in `numbers`, each with the number of its prompt.
+        """
+        if self.on_settled is None:
+            return
+        answers = decoding.settled()
+        for row, number in enumerate(range(len(answers))) if numbers is None else numbers:
+            settled: Any = self.text(answers[row]) if self.text else answers[row]
+            told = self.told.get(number, settled[:0])
+            if self.text and settled.endswith("\ufffd") and decoding.rows[row].is_active:  # half a character
+                continue
+            if len(settled) > len(told) and settled[: len(told)] == told:
+                self.on_settled(number, settled[len(told) :])
+                self.told[number] = settled
+
+
+@contextmanager
+def progress_bar(shown: bool) -> Iterator[Callable[[Decoding], None]]:
+    """Yield a function that shows how many tokens of a decoding are decided, if it is to; the host waits."""
+    if not shown:
+        yield lambda decoding: None
+        return
+    from rich.progress import Progress
+
+    with Progress(transient=True) as progress:
+        task = progress.add_task("decoding", total=None)
+
+        def show(decoding: Decoding) -> None:
+            answer = decoding.answer
+            done = int((answer != decoding.mask_id).sum())
+            progress.update(task, completed=done, total=answer.numel())
+
+        yield show
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,36 +115,34 @@ class Answer:
 class DiffusionLM(Loop):
     """A masked diffusion language model and how it is decoded.
 
-    Models that attend both ways see prompt and answer whole. Those whose attention is causal over
-    blocks (LLaDA2, SDAR, Fast-dLLM v2) are decoded block by block: a policy chooses rows of the
-    active block, all before it is kept exactly, and nothing after it is computed. Elastic-Cache,
-    d2Cache and dLLM-Cache are refused there: they go by what layers note of all tokens.
+    Models that attend both ways see prompt and answer whole. Those whose attention is causal over blocks (LLaDA2,
+    SDAR, Fast-dLLM v2) are decoded block by block: a policy chooses rows of the active block, all before it is kept
+    exactly, and nothing after it is computed. Elastic-Cache, d2Cache and dLLM-Cache are refused there: they go by what
+    layers note of all tokens.
 
     Args:
-        model: A model of transformers, or of code of its own as LLaDA and Dream, that predicts
-            masks; or diffusers' `LLaDA2Pipeline`, whose model, tokenizer and block length are
-            taken. Wrapped with a policy of `diffcache.dllm`, it is decoded with that cache; else
-            without any.
+        model: A model of transformers, or of code of its own as LLaDA and Dream, that predicts masks; or diffusers'
+            `LLaDA2Pipeline`, whose model, tokenizer and block length are taken. Wrapped with a policy of
+            `diffcache.dllm`, it is decoded with that cache; else without any.
         tokenizer: Its tokenizer; None for prompts and answers of token ids.
         mask_id: Token of the mask; None for that of the configuration or the tokenizer.
         eos_id: Token that ends an answer; None for that of the tokenizer, or none.
-        guide: Autoregressive model of transformers with the same tokenizer, for
-            `Sampler(rule=Guided())`, which is then the sampler where none is given.
-        shift: Whether the logits of a row are about the token after its own, as Dream's are; None
-            for what the configuration's `model_type` says. A cache then computes the row before
-            each token that may be committed besides.
-        block: Tokens of a block, for a model whose attention is causal over blocks and goes both
-            ways inside; None for what its configuration says. It is tried once before the first
-            answer, in three forwards of two blocks, and so is who makes the mask of blocks.
-        compiled: Whether `torch.compile` runs forwards of some rows, for models whose attention
-            goes through transformers' interface, and all policies but dLLM-Cache and Sparse-dLLM.
-            Forwards of all rows, and those within `torch.inference_mode`, stay as they are. Logits
-            agree up to rounding. A new number of rows may be compiled anew; `Schedule(multiple=16)`
-            makes them few.
+        guide: Autoregressive model of transformers with the same tokenizer, for `Sampler(rule=Guided())`, which is
+            then the sampler where none is given.
+        shift: Whether the logits of a row are about the token after its own, as Dream's are; None for what the
+            configuration's `model_type` says. A cache then computes the row before each token that may be committed
+            besides.
+        block: Tokens of a block, for a model whose attention is causal over blocks and goes both ways inside; None for
+            what its configuration says. It is tried once before the first answer, in three forwards of two blocks, and
+            so is who makes the mask of blocks.
+        compiled: Whether `torch.compile` runs forwards of some rows, for models whose attention goes through
+            transformers' interface, and all policies but dLLM-Cache and Sparse-dLLM. Forwards of all rows, and those
+            within `torch.inference_mode`, stay as they are. Logits agree up to rounding. A new number of rows may be
+            compiled anew; `Schedule(multiple=16)` makes them few.
 
     Raises:
-        ValueError: If nobody says which token the mask is, the guide cannot score the model's
-            tokens, `shift` is not what the model does, or the pipeline is another one.
+        ValueError: If nobody says which token the mask is, the guide cannot score the model's tokens, `shift` is not
+            what the model does, or the pipeline is another one.
     """
 
     def __init__(
@@ -154,8 +202,7 @@ class DiffusionLM(Loop):
         Args:
             source: Directory or Hugging Face model ID.
             dtype: Data type of the weights; "auto" is the one that they were saved in.
-            trust_remote_code: Whether Python code that comes with the weights may run, as LLaDA's
-                and Dream's has to.
+            trust_remote_code: Whether Python code that comes with the weights may run, as LLaDA's and Dream's has to.
 
         Raises:
             ValueError: If transformers cannot load it, or nobody says which token the mask is.
@@ -203,19 +250,18 @@ class DiffusionLM(Loop):
         """Decode answers to one or several prompts.
 
         Args:
-            prompts: A text, texts, or token ids of one sequence `[P]` or `[1, P]`, or of several
-                in a list; those of different lengths are padded on the left.
-            schedule: Length, blocks and steps; the default one is the policy's, and ends at the
-                tokenizer's end token.
+            prompts: A text, texts, or token ids of one sequence `[P]` or `[1, P]`, or of several in a list; those of
+                different lengths are padded on the left.
+            schedule: Length, blocks and steps; the default one is the policy's, and ends at the tokenizer's end token.
             sampler: Sampler; None for low-confidence decoding, a fixed number of tokens a step.
-            on_settled: Called with the number of a sequence and what settled in it: text, or
-                tokens without a tokenizer. A token has settled when all before it are decided.
+            on_settled: Called with the number of a sequence and what settled in it: text, or tokens without a
+                tokenizer. A token has settled when all before it are decided.
             progress: Whether a progress bar is shown.
             check: Whether every plan is checked to cover what changed; each step waits for that.
 
         Raises:
-            ValueError: If the prompts are empty, too long, hold the mask or are no tokens of the
-                model, the sampler does not fit the policy, or the model's logits are not finite.
+            ValueError: If the prompts are empty, too long, hold the mask or are no tokens of the model, the sampler
+                does not fit the policy, or the model's logits are not finite.
         """
         streamer, rows = Streamer(on_settled, None if self.tokenizer is None else self.text), 0
         with progress_bar(progress) as show:
@@ -257,32 +303,31 @@ class DiffusionLM(Loop):
     ) -> Generator[tuple[int, list[int] | ValueError], None, None]:
         """Yield the number of a prompt and its answer's tokens, each as it ends.
 
-        At most `slots` prompts are decoded at a time; where one ends, the next one takes its place
-        (continuous batching). For models whose attention is causal over blocks. Where nothing is
-        drawn, each answer is that of its prompt alone, up to rounding.
+        At most `slots` prompts are decoded at a time; where one ends, the next one takes its place (continuous
+        batching). For models whose attention is causal over blocks. Where nothing is drawn, each answer is that of its
+        prompt alone, up to rounding.
 
         Args:
-            prompts: Texts or token ids, taken one by one as places are free. An iterator that waits
-                for its next one has all wait; it yields None where nobody asks now, and is looked
-                at again after the next forward. It ends when all places are free.
+            prompts: Texts or token ids, taken one by one as places are free. An iterator that waits for its next one
+                has all wait; it yields None where nobody asks now, and is looked at again after the next forward. It
+                ends when all places are free.
             schedule: Schedule, as for `generate`.
             sampler: Sampler, as for `generate`.
             slots: Sequences that are decoded at a time.
             longest: Most tokens of a prompt; None to look at all prompts beforehand.
-            fill: Tokens of a prompt that a forward computes once others are under way, whole
-                blocks of attention, at least one; longer prompts take several forwards.
-            on_settled: Called with the number of a prompt and what settled in its answer, as for
-                `generate`.
-            is_canceled: Asked after every forward about each prompt that is decoded; where it says
-                so, the prompt leaves its place without an answer.
+            fill: Tokens of a prompt that a forward computes once others are under way, whole blocks of attention, at
+                least one; longer prompts take several forwards.
+            on_settled: Called with the number of a prompt and what settled in its answer, as for `generate`.
+            is_canceled: Asked after every forward about each prompt that is decoded; where it says so, the prompt
+                leaves its place without an answer.
 
         Yields:
-            Number of the prompt, from 0, and the tokens of its answer; or the error of a prompt
-            that is none of the model or longer than `longest`, which disturbs no other.
+            Number of the prompt, from 0, and the tokens of its answer; or the error of a prompt that is none of the
+            model or longer than `longest`, which disturbs no other.
 
         Raises:
-            ValueError: If the model attends both ways, the policy does not let sequences come
-                and go, or the prompts are one text, or tokens of one.
+            ValueError: If the model attends both ways, the policy does not let sequences come and go, or the prompts
+                are one text, or tokens of one.
         """
         self._check_serves(prompts, slots, longest, fill)
         rows: Iterable[list[int] | ValueError | None] = map(self._tokens, prompts)

@@ -66,11 +66,7 @@ def folder(name: str) -> Path:
 
 
 def fetched(name: str) -> Path:
-    """Return the directory of a fetched model.
-
-    Raises:
-        MissingError: If it was not fetched.
-    """
+    """Return the directory of a fetched model; raise MissingError if it was not fetched."""
     place, package = folder(name), PACKAGES[name]
     if not (place / READY).is_file():
         raise MissingError(

@@ -15,15 +15,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 def load_language_model(source: str, dtype: torch.dtype | str = "auto", *, trust_remote_code: bool = False) -> Any:
-    """Load a language model, ready to generate.
+    """Load a language model, a directory or a Hugging Face model ID, ready to generate.
 
     Code of LLaDA's and Dream's checkpoints is written for earlier releases of transformers. What it
-    misses in later ones is lent to it while it is loaded; its files are used as they are.
-
-    Args:
-        source: Directory or Hugging Face model ID.
-        dtype: Dtype of the weights; "auto" is the one that they were saved in.
-        trust_remote_code: Whether code that comes with the checkpoint may run.
+    misses in later ones is lent to it while it is loaded; its files are used as they are. The dtype "auto"
+    is the one that weights were saved in.
 
     Raises:
         OSError: If there is no such model.

@@ -59,8 +59,7 @@ class MaskedModel:
     def masks_itself(self) -> bool:
         """Return True if the model makes the mask of blocks itself, False if it is given one.
 
-        Tried once: logits of a block are compared with those next to other tokens, inside and
-        after it.
+        Tried once: logits of a block are compared with those next to other tokens, inside and after it.
 
         Raises:
             ValueError: If its attention is not causal over blocks, or not both ways inside.

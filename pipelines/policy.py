@@ -76,8 +76,7 @@ class DiffusionPolicyPipeline(DiffusionPipeline):  # type: ignore[misc]
         """Draw the next actions.
 
         Args:
-            observation: The last observations, oldest first, `[B, n_obs_steps, D]` or
-                `[n_obs_steps, D]`, float.
+            observation: The last observations, oldest first, `[B, n_obs_steps, D]` or `[n_obs_steps, D]`, float.
             num_inference_steps: Denoising steps, 1 to the scheduler's training steps.
             generator: Generator of the noise: one, or one a sample.
             return_dict: Whether to return a `PolicyOutput` or its two tensors.

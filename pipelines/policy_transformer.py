@@ -1,9 +1,8 @@
 """The transformer of a diffusion policy, with the names that published policies have.
 
 Modules and parameters are called as in `TransformerForDiffusion` of the Diffusion Policy repository
-(github.com/real-stanford/diffusion_policy, MIT; arXiv 2303.04137), so that its weights load by
-name, and layers call attention and the two linears of the feed-forward as modules, so that a cache
-can skip each.
+(github.com/real-stanford/diffusion_policy, MIT; arXiv 2303.04137), so that its weights load by name, and layers call
+attention and the two linears of the feed-forward as modules, so that a cache can skip each.
 """
 
 from __future__ import annotations
@@ -110,9 +109,8 @@ class Stack(nn.Module):
 class TransformerForDiffusion(ModelMixin, ConfigMixin):  # type: ignore[misc]
     """The transformer that denoises a chunk of actions, given observations.
 
-    Actions are the tokens of a pre-norm decoder that attends to the timestep and the
-    observations (Diffusion Policy, arXiv 2303.04137, section IV-A; the published variant with time
-    as a condition).
+    Actions are the tokens of a pre-norm decoder that attends to the timestep and the observations (Diffusion Policy,
+    arXiv 2303.04137, section IV-A; the published variant with time as a condition).
 
     Args:
         input_dim: Numbers in an action (and what else is denoised with it).

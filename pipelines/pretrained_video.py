@@ -37,8 +37,7 @@ class Streaming:
         fps: Frames a second.
         prompts: Examples.
         sampler: Noise levels.
-        policy: Policy of streams that name none, and its settings, such as
-            `window:window=9,sinks=0`.
+        policy: Policy of streams that name none, and its settings, such as `window:window=9,sinks=0`.
     """
 
     size: tuple[int, int] = WAN_SIZE

@@ -13,12 +13,9 @@ Prompts = str | Sequence[str] | Sequence[Sequence[int]] | Tensor
 
 
 def tokens_of(prompts: Prompts, tokenizer: Any, vocabulary: int) -> list[list[int]]:
-    """Return the tokens of each prompt.
+    """Return the tokens of each prompt: a text, texts, or token ids of one sequence or several.
 
-    Args:
-        prompts: A text, texts, or token ids of one sequence or several.
-        tokenizer: Makes tokens of texts; None where there are no texts.
-        vocabulary: Number of tokens of the model.
+    The tokenizer is None where there are no texts; the model knows so many tokens, its vocabulary.
 
     Raises:
         ValueError: If there are none, texts come without a tokenizer, are empty or of words that it

@@ -101,8 +101,7 @@ def restored(video: Any, folder: str | os.PathLike[str], policy: VideoPolicy, sa
 
     Raises:
         FileNotFoundError: If there is no such stream.
-        SavedCacheError: If it is altered, holds what no stream holds, or something about it is not
-            the same here.
+        SavedCacheError: If it is altered, holds what no stream holds, or something about it is not the same here.
     """
     state, about = read(Path(folder) / STREAM, video.transformer.device)
     known = facts(video, policy, sampler)

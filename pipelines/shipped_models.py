@@ -10,20 +10,9 @@ from diffcache.errors import MissingError
 MODELS = Path(__file__).resolve().parents[1] / "assets" / "models"
 PACKED = ("sticker-features", "sticker-flux")  # what a wheel holds
 OTHERS = (
-    "chain-block",
-    "chain-guide",
-    "chain-guide-probe",
-    "chain-llada",
-    "chain-llada-probe",
-    "chain-llada-walk",
-    "reach-policy",
-    "recall-llama",
-    "sticker-causal",
-    "sticker-dit",
-    "sticker-judge",
-    "sticker-kontext",
-    "sticker-wan",
-)
+    "chain-block", "chain-guide", "chain-guide-probe", "chain-llada", "chain-llada-probe", "chain-llada-walk",
+    "reach-policy", "recall-llama", "sticker-causal", "sticker-dit", "sticker-judge", "sticker-kontext", "sticker-wan",
+)  # fmt: skip
 
 
 def present(directory: str | Path) -> Path:

@@ -21,9 +21,9 @@ from diffcache.attach.attention_call import AttentionCall
 from diffcache.kv.life.save import SavedCacheError, read, refusing, write
 from diffcache.method import check_int, is_number
 from diffcache.pipelines.causal_video import CausalVideo
-from diffcache.pipelines.prompt_switch import checked
 from diffcache.pipelines.saved_stream import switch_of, switch_state
 from diffcache.pipelines.video_inputs import check_latents, guided, refuse_copy
+from diffcache.pipelines.video_session import checked
 from diffcache.video import FewSteps, Recache, Switch, VideoPolicy
 
 WAITING = "waiting.safetensors"
@@ -33,16 +33,14 @@ Change = tuple[Tensor, Switch]  # text of all rows, and what becomes of the cach
 class StreamBatch:
     """A stream whose noise levels work on chunks that follow one another, in one batch.
 
-    A call makes one step of as many chunks as there are levels: the newest at the highest, the
-    oldest at the lowest, which comes out finished. Each level has a cache, of keys and values made
-    at that level, and there is no clean pass: a chunk costs one call, memory is that of one cache
-    times the levels, and a chunk comes out as many calls after it went in as there are levels. With
-    fewer `rows` levels run group after group, so that a chunk comes out sooner and costs more
-    calls; with one, it goes through all levels before the next begins. The film is the same.
+    A call makes one step of as many chunks as there are levels: the newest at the highest, the oldest at the lowest,
+    which comes out finished. Each level has a cache, of keys and values made at that level, and there is no clean
+    pass: a chunk costs one call, memory is that of one cache times the levels, and a chunk comes out as many calls
+    after it went in as there are levels. With fewer `rows` levels run group after group, so that a chunk comes out
+    sooner and costs more calls; with one, it goes through all levels before the next begins. The film is the same.
 
-    Departure: rows of the released code share one cache tensor; here each level has a store of its
-    own and attends on its own, so that any policy serves, and levels that have no chunk yet cost
-    nothing.
+    Departure: rows of the released code share one cache tensor; here each level has a store of its own and attends on
+    its own, so that any policy serves, and levels that have no chunk yet cost nothing.
 
     Args:
         video: Transformer, chunk and noise levels.

@@ -88,12 +88,11 @@ class WanEncoder(_Film):
         They are the means of the autoencoder's distribution, brought to mean 0 and variance 1.
 
         Args:
-            pictures: Pictures in -1..1, floating, `[B, 3, F, H, W]`: at the start of a film 1 and
-                a multiple of `pictures`, later a multiple.
+            pictures: Pictures in -1..1, floating, `[B, 3, F, H, W]`: at the start of a film 1 and a multiple of
+                `pictures`, later a multiple.
 
         Raises:
-            ValueError: If they have another shape, size or range, or do not make whole latent
-                frames.
+            ValueError: If they have another shape, size or range, or do not make whole latent frames.
         """
         shape, each = [*pictures.shape], self.pictures
         if len(shape) != 5 or shape[1] != 3 or 0 in (shape[0], *shape[3:]):
@@ -139,9 +138,8 @@ class WanEncoder(_Film):
 class WanDecoder(_Film):
     """Decode one film as it is made; its pictures are those of `WanPipeline`, however it is cut.
 
-    What the autoencoder's convolutions have to know of earlier frames is held here, so any number
-    of films take turns on one autoencoder. Frames are decoded whole, without the tiles and slices
-    that the autoencoder may be set to.
+    What the autoencoder's convolutions have to know of earlier frames is held here, so any number of films take turns
+    on one autoencoder. Frames are decoded whole, without the tiles and slices that the autoencoder may be set to.
 
     Args:
         vae: `AutoencoderKLWan` of diffusers.
@@ -160,13 +158,11 @@ class WanDecoder(_Film):
         The first latent frame of a film gives one picture, those after it give several each.
 
         Args:
-            latents: Latents as the transformer makes them, `[B, C, F, H, W]`: of mean 0 and
-                variance 1 in each channel, which is undone here by the statistics of the
-                autoencoder's configuration.
+            latents: Latents as the transformer makes them, `[B, C, F, H, W]`: of mean 0 and variance 1 in each
+                channel, which is undone here by the statistics of the autoencoder's configuration.
 
         Raises:
-            ValueError: If they are no latents of this autoencoder, or of another size than those
-                before.
+            ValueError: If they are no latents of this autoencoder, or of another size than those before.
         """
         self._check(latents)
         config, held, pictures = self.vae.config, list(self._held), []

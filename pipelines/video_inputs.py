@@ -47,8 +47,7 @@ def check_latents(latents: Tensor, wanted: tuple[int, int, int, int]) -> None:
 def check_places(config: Any, shape: Sequence[int]) -> None:
     """Raise ValueError unless a transformer can number all tokens of one call, a chunk `[B, C, F, H, W]`.
 
-    Its table of positions bounds frames, rows and columns. Frames that are held do not count: they are
-    numbered here.
+    Its table of positions bounds frames, rows and columns. Frames that are held do not count: they are numbered here.
     """
     most = config.rope_max_seq_len
     frames, height, width = (size // each for size, each in zip(shape[2:], config.patch_size, strict=True))

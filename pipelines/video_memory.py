@@ -124,13 +124,9 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def check_fits(name: str, needed: int, most: int | None, others: dict[str, int]) -> None:
-    """Raise ValueError unless what a stream will hold fits into the bytes that there are, where these are known.
+    """Raise ValueError unless the bytes that a stream will hold are at most those that there are, if these are known.
 
-    Args:
-        name: The policy, as the user wrote it.
-        needed: Bytes that the stream will hold.
-        most: Bytes that there are; None where that is not known.
-        others: Bytes under other policies, by their names.
+    The policy is named as the user wrote it, beside the bytes under others.
     """
     if most is None or needed <= most:
         return

@@ -27,19 +27,32 @@ SMALLER = ("window", "quantized")  # policies that are named where another does 
 class VideoStream(Iterator[NDArray[np.uint8]]):
     """A film, which makes a chunk of pictures each time that the next one is asked for.
 
-    Arguments are those of `CausalVideo.stream`.
+    Args:
+        video: `CausalVideo` with a text encoder and an autoencoder.
+        prompt: Text that is filmed.
+        policy: Frames that are held, or the name of a policy with settings, such as `infinity-rope`; None for that of
+            the video.
+        size: Height and width in pixels; None for those that the model was trained at.
+        seed: Seed of the noise.
+        start: Pictures that the film begins with, and shows first: a file of an image or a video, an image of PIL,
+            uint8 `[H, W, 3]` or `[F, H, W, 3]`, or a list of images. They are cut in the middle and scaled to the
+            size; the first ones are left out where all of them make no whole latent frames, and only the latest 60
+            latent frames are used. None for a film from the prompt alone.
+        chunks: Chunks that are made until the film ends; None for a film without an end.
+        read_once: Whether rotated keys are kept from step to step, as for `CausalVideo.session`.
+        most_bytes: Bytes of keys and values that it may hold; None for the memory that is free on the device.
 
     Attributes:
         prompt: Text that is filmed.
         policy: The policy, as it was named.
         session: The stream of latents.
         decoder: Decoder of its pictures.
-        expected_bytes: Bytes of keys and values that it will hold in the first 36 latent frames,
-            or in those that it begins with and a chunk, if they are more; in all of them where
-            `chunks` are given.
+        expected_bytes: Bytes of keys and values that it will hold in the first 36 latent frames, or in those that it
+            begins with and a chunk, if they are more; in all of them where `chunks` are given.
 
     Raises:
-        ValueError: If an argument is out of its range, or it would hold too much.
+        FileNotFoundError: If there is no such file to start from.
+        ValueError: If there is no text encoder, an argument is out of its range, or it would hold more.
     """
 
     def __init__(
@@ -83,8 +96,7 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
     def __next__(self) -> NDArray[np.uint8]:
         """Return the pictures of the next chunk, uint8 `[F, H, W, 3]`.
 
-        Those that the film begins with come before the first chunk's, as the autoencoder shows
-        them.
+        Those that the film begins with come before the first chunk's, as the autoencoder shows them.
 
         Raises:
             ValueError: If the cache has grown beyond what there is for it.

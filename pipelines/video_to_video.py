@@ -31,27 +31,26 @@ POLICY = "stream-diffusion-v2"
 class VideoToVideo:
     """A film that is made from another one, chunk by chunk, as that comes in.
 
-    Pictures are encoded, noised the less the faster they move, and denoised under the prompt over
-    the cache of the chunks before, several chunks in one call of the transformer.
+    Pictures are encoded, noised the less the faster they move, and denoised under the prompt over the cache of the
+    chunks before, several chunks in one call of the transformer.
 
     Args:
         video: `CausalVideo` with a text encoder and an autoencoder.
         prompt: Text that the film is made to show.
-        policy: Frames that are held, or the name of a policy; one that decides by the queries of
-            finished frames is refused.
+        policy: Frames that are held, or the name of a policy; one that decides by the queries of finished frames is
+            refused.
         size: Height and width in pixels; None for those that the model was trained at.
         seed: Seed of the noise.
         noise: Noise that the video is given.
-        rows: Noise levels that run in one call; None for all of them, which makes the most pictures
-            a second where a device has room. With 1 a chunk comes out in the call that it goes in.
-        sampler: Noise levels, of which those below `noise.low` are used; None for those of the
-            video.
+        rows: Noise levels that run in one call; None for all of them, which makes the most pictures a second where a
+            device has room. With 1 a chunk comes out in the call that it goes in.
+        sampler: Noise levels, of which those below `noise.low` are used; None for those of the video.
         most_bytes: Bytes of keys and values that it may hold; None for the memory that is free.
 
     Attributes:
         prompt: Text that the film is made to show.
-        expected_bytes: Bytes of keys and values that it will hold in the first 36 latent frames,
-            all noise levels together.
+        expected_bytes: Bytes of keys and values that it will hold in the first 36 latent frames, all noise levels
+            together.
         level: Noise level of the latest chunk; None before the first.
         batch: Chunks that are on their way, at a noise level each.
 
@@ -105,8 +104,7 @@ class VideoToVideo:
             uint8 `[F, H, W, 3]`, with as many pictures as the chunk was made from.
 
         Raises:
-            ValueError: If pictures have another shape, or the caches have grown beyond what there
-                is for them.
+            ValueError: If pictures have another shape, or the caches have grown beyond what there is for them.
         """
         check_grown(self.policy, self.nbytes, self.most_bytes, self.batch.levels[-1].frames)
         shape, wanted = [*pictures.shape], [self.wanted, *self.size, 3]

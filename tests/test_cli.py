@@ -26,7 +26,7 @@ from diffcache.eval.samples import output
 from diffcache.eval.samples.clips import read_clip
 from diffcache.features.bac import BAC
 from diffcache.features.tuned import Tuned
-from diffcache.pipelines.demo import generate, inputs, saved
+from diffcache.pipelines.demo import generate, saved
 from diffcache.pipelines.load import load
 from tests import shipped as flux
 from tests.shipped import GUIDED
@@ -178,11 +178,11 @@ class TestRun:
         Image.new("RGB", (8, 8), "red").save(file)
         taken = inspect.signature(diffusers.FluxControlNetImg2ImgPipeline.__call__).parameters
         texts = [str(file), f"control_image={file}"]
-        found = inputs.read_images(texts, "FluxControlNetImg2ImgPipeline", taken)
+        found = generate.read_images(texts, "FluxControlNetImg2ImgPipeline", taken)
         assert {name: image.size for name, image in found.items()} == {"image": (8, 8), "control_image": (8, 8)}
         # control images come first where there is no other
         alone = inspect.signature(diffusers.FluxControlNetPipeline.__call__).parameters
-        assert list(inputs.read_images(texts[:1], "FluxControlNetPipeline", alone)) == ["control_image"]
+        assert list(generate.read_images(texts[:1], "FluxControlNetPipeline", alone)) == ["control_image"]
         for wrong, words in (
             (texts[:1], "pass --image control_image=FILE"),
             (texts[:1] * 2, "image is given twice"),
@@ -191,10 +191,10 @@ class TestRun:
             ([__file__], "cannot be read as an image"),
         ):
             with pytest.raises((ValueError, FileNotFoundError), match=words):
-                inputs.read_images(wrong, "FluxControlNetImg2ImgPipeline", taken)
+                generate.read_images(wrong, "FluxControlNetImg2ImgPipeline", taken)
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 8)  # as a bomb of 60,000 x 60,000
         with pytest.raises(ValueError, match="cannot be read as an image: .* exceeds limit"):
-            inputs.read_images(texts[:1], "FluxControlNetImg2ImgPipeline", taken)
+            generate.read_images(texts[:1], "FluxControlNetImg2ImgPipeline", taken)
 
     @pytest.mark.parametrize(
         ("name", "needed"),
@@ -212,15 +212,15 @@ class TestRun:
     )
     def test_which_pipelines_work_on_an_image(self, name, needed):
         taken = inspect.signature(getattr(diffusers, name).__call__).parameters
-        assert inputs.needed_inputs(name, taken) == needed
+        assert generate.needed_inputs(name, taken) == needed
 
     def test_class_numbers_and_names(self):
         config = SimpleNamespace(num_embeds_ada_norm=1000)
         pipe = SimpleNamespace(transformer=SimpleNamespace(config=config), labels={"ring": 0, "cross": 1, "star": 2})
-        assert [inputs.class_number(pipe, text) for text in ("2", "cross")] == [2, 1]
+        assert [generate.class_number(pipe, text) for text in ("2", "cross")] == [2, 1]
         for text in ("3", "9999", "circle", "-1"):
             with pytest.raises(ValueError, match="a class number from 0 to 2: ring, cross, star"):
-                inputs.class_number(pipe, text)
+                generate.class_number(pipe, text)
 
     def test_a_wrong_class_is_told_with_the_right_ones(self):
         done = call("run", "sticker-dit", 9999, "--steps", 2, "--method", "interval")

@@ -16,7 +16,7 @@ from diffcache.errors import AttachError, DiffcacheError
 from diffcache.features.parts.quantize import WatchLayers
 from diffcache.kernels.codes import int8_codes
 from diffcache.kernels.linear import float_matmul
-from diffcache.offline.quantize_layers import LayerCalibration
+from diffcache.offline.cachequant_collect import LayerCalibration
 from diffcache.pipelines.load import Loading, load
 from diffcache.pipelines.shipped_models import MODELS
 from diffcache.quant.calibrate import InputRanges, grid_of, rounded, weight_grid

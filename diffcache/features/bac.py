@@ -70,7 +70,7 @@ class BAC(Calibrated):
 
     name: ClassVar[str] = "bac"
 
-    collected_by: ClassVar[str] = "diffcache.offline.bac_collect:collector"
+    collected_by: ClassVar[str] = "diffcache.offline.bac_collect:PairCollector"
     schema: ClassVar[Schema] = Schema(
         {
             PAIRS + "{sites}": Entry(("steps", "steps"), low=-1.001, high=1.001),  # rounded

@@ -185,7 +185,7 @@ class CacheQuant(Calibrated):
 
     name: ClassVar[str] = "cachequant"
 
-    collected_by: ClassVar[str] = "diffcache.offline.cachequant_collect:collector"
+    collected_by: ClassVar[str] = "diffcache.offline.cachequant_collect:CacheQuantCollector"
     schema: ClassVar[Schema] = Schema(
         {
             "starts": Entry(("computed",), whole=True, low=0, high="steps-1", ascending=True, first=0),

@@ -133,8 +133,8 @@ class Calibrated(FeatureMethod):
 
     Attributes:
         schema: Requirements on its tables; others are refused when they are given to it.
-        collected_by: `module:function` that makes a new collector, called as `function(method)`;
-            empty if tables are trained.
+        collected_by: `module:class` of its collector, which is given the method; empty if tables are
+            trained.
         trainer: `module:function` that makes the tables by training instead of collecting,
             called as `function(pipe, method, plan)`; empty for most.
         numbers: Field of `publishes` that stands in for tables; empty for most.

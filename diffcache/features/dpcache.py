@@ -89,7 +89,7 @@ class DPCache(Calibrated):
 
     name: ClassVar[str] = "dpcache"
 
-    collected_by: ClassVar[str] = "diffcache.offline.dpcache_collect:collector"
+    collected_by: ClassVar[str] = "diffcache.offline.fitted_collect:Lines"
     schema: ClassVar[Schema] = Schema(
         {"errors": Entry(("steps", "steps", "steps"), low=0.0, high=1e30)}, header={"site": "text"}
     )

@@ -193,7 +193,7 @@ class ERTACache(Calibrated):
 
     name: ClassVar[str] = "ertacache"
 
-    collected_by: ClassVar[str] = "diffcache.offline.ertacache_collect:collector"
+    collected_by: ClassVar[str] = "diffcache.offline.ertacache_collect:Profile"
     schema: ClassVar[Schema] = Schema(
         {
             "reuse": Entry(("reused",), whole=True, low=1, high="steps-2", ascending=True),

@@ -102,7 +102,7 @@ class FittedForecast(Calibrated):
 
     name: ClassVar[str] = "fitted-forecast"
 
-    collected_by: ClassVar[str] = "diffcache.offline.fitted_collect:collector"
+    collected_by: ClassVar[str] = "diffcache.offline.fitted_collect:Products"
     schema: ClassVar[Schema] = Schema(
         {
             "products": Entry(("steps", "steps"), low=-1e30, high=1e30, inner=True),

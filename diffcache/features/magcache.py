@@ -155,7 +155,7 @@ class MagCache(Calibrated):
     publishes: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         name: _by_branch(**entry) for name, entry in published_settings("magcache").items()
     }
-    collected_by: ClassVar[str] = "diffcache.offline.magcache_collect:collector"
+    collected_by: ClassVar[str] = "diffcache.offline.magcache_collect:Ratios"
     schema: ClassVar[Schema] = Schema({"ratios": Entry(("steps",), low=0.01, high=100)})
 
     threshold: float = 0.06

@@ -86,7 +86,7 @@ class ProfilingDiT(Calibrated):
 
     numbers: ClassVar[str] = "background"
     publishes: ClassVar[Mapping[str, Mapping[str, Any]]] = PUBLISHED
-    collected_by: ClassVar[str] = "diffcache.offline.profilingdit_collect:collector"
+    collected_by: ClassVar[str] = "diffcache.offline.profilingdit_collect:ProfileCollector"
     schema: ClassVar[Schema] = Schema({OVERLAP + "*": Entry(("blocks",), low=0, high=1, gaps=True)})
 
     background: tuple[str, ...] | str | None = None

@@ -131,7 +131,7 @@ class RegionE(Calibrated):
 
     name: ClassVar[str] = "regione"
 
-    collected_by: ClassVar[str] = "diffcache.offline.regione_collect:collector"
+    collected_by: ClassVar[str] = "diffcache.offline.regione_collect:VelocityRatios"
     schema: ClassVar[Schema] = Schema({"gamma": Entry(("steps-1",), low=0.01, high=100)})
 
     model: str = "flux-kontext"

@@ -84,7 +84,7 @@ class TeaCache(Calibrated):
 
     numbers: ClassVar[str] = "coefficients"
     publishes: ClassVar[Mapping[str, Mapping[str, Any]]] = published_settings("teacache")
-    collected_by: ClassVar[str] = "diffcache.offline.teacache_collect:collector"
+    collected_by: ClassVar[str] = "diffcache.offline.teacache_collect:Changes"
     schema: ClassVar[Schema] = Schema(
         {
             "coefficients": Entry(("degree+1",), low=-1e12, high=1e12),

@@ -18,23 +18,14 @@ from diffcache.step import Site, Step
 THIN = 2**16  # numbers of an activation that are compared, evenly spaced
 
 
-def collector(method: BAC) -> PairCollector:
-    """Return a collector of how alike the steps are, at every site."""
-    return PairCollector(method.metric)
-
-
 class PairCollector(Collector):
     """Compares every module's outputs at all pairs of steps.
 
-    Each sample's activations are compared on their own, and samples, guidance branches and runs are
-    averaged.
-
-    Args:
-        metric: Measure of two steps' likeness, the `metric` of `BAC`.
+    Each sample's activations are compared on their own, and samples, guidance branches and runs are averaged.
     """
 
-    def __init__(self, metric: Metric) -> None:
-        self.metric: Metric = metric
+    def __init__(self, method: BAC) -> None:
+        self.metric: Metric = method.metric
         self.sums: dict[str, Tensor] = {}  # site -> [2, T, T]: pairs and shift
         self.samples: dict[str, int] = {}
         self._total = 0

@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save as serialized
+from torch import Tensor
 
 from diffcache.attach.fingerprint import facts_of
 from diffcache.catalog import make_method
@@ -23,8 +26,7 @@ from diffcache.errors import AttachError, TablesError
 from diffcache.features.base import Method
 from diffcache.features.collect import Calibrated, Collector
 from diffcache.features.tables import Tables
-from diffcache.files import check_target
-from diffcache.offline.resume import read_state, write_state
+from diffcache.files import check_target, write_file
 from diffcache.offline.tracing import Tracer, batches_of, call_pipeline
 from diffcache.targets import check_free, denoisers_of
 
@@ -88,8 +90,7 @@ class CollectPlan:
     def guidance(self, pipe: Any) -> dict[str, Any]:
         """Return the guidance that the runs have, by the argument of the pipeline's call.
 
-        An argument that is not given counts with its default; one in which prompts differ is left
-        out.
+        An argument that is not given counts with its default; one in which prompts differ is left out.
         """
         taken = inspect.signature(type(pipe).__call__).parameters
         found: dict[str, Any] = {}
@@ -120,22 +121,20 @@ def calibrate(pipe: Any, method: Any, prompts: Sequence[Any], **settings: Any) -
 
     Args:
         pipe: A diffusers pipeline, not wrapped, with one denoiser.
-        method: A method that needs tables, its catalogue name, or several methods, whose first
-            passes over the prompts are one where their features are taken at the same site.
+        method: A method that needs tables, its catalogue name, or several methods, whose first passes over the prompts
+            are one where their features are taken at the same site.
         prompts: Texts, class numbers, or mappings of the pipeline's call, one a sample.
-        **settings: `steps` or `num_inference_steps`, `batch_size`, `seed`, `out`, `resume` and
-            `progress` as in `CollectPlan`; anything else goes to the pipeline's call (`height=64`,
-            `guidance_scale=3.0`).
+        **settings: `steps` or `num_inference_steps`, `batch_size`, `seed`, `out`, `resume` and `progress` as in
+            `CollectPlan`; anything else goes to the pipeline's call (`height=64`, `guidance_scale=3.0`).
 
     Returns:
         The method with its tables; with `out` they are that file's. A list for several methods.
 
     Raises:
-        AttachError: If the pipeline has several denoisers, is wrapped, or cannot be cached with
-            the method.
+        AttachError: If the pipeline has several denoisers, is wrapped, or cannot be cached with the method.
         TablesError: If `<out>.part` is damaged, or of another calibration.
-        ValueError: If a method takes no tables, a setting is out of its range, or something that
-            is measured is not finite.
+        ValueError: If a method takes no tables, a setting is out of its range, or something that is measured is not
+            finite.
 
     Example:
         >>> method = diffcache.calibrate(pipe, ERTACache(), prompts)  # doctest: +SKIP
@@ -336,3 +335,33 @@ class _Saved:
         """Forget the sums: the tables are made."""
         if self.path is not None:
             self.path.unlink(missing_ok=True)
+
+
+def write_state(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a state, tensors of any kind and text by name, atomically; its folder is made."""
+    held = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    write_file(path, serialized(held, metadata))
+
+
+def read_state(path: Path, *wanted: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors and the metadata of a state, which must have the wanted names.
+
+    Raises:
+        TablesError: If the file is damaged, or no state.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise _damaged(path, str(error)) from error
+    missing = [name for name in wanted if name not in metadata]
+    if missing:
+        raise _damaged(path, f"it has no {missing[0]!r}")
+    return tensors, metadata
+
+
+def _damaged(path: Path, why: str) -> TablesError:
+    return TablesError(
+        f"{path}: not the state of a training or calibration, or damaged ({why}); delete it, or pass resume=False"
+    )

@@ -36,24 +36,18 @@ class Profiled:
     maps: dict[int, AffineSums] = field(default_factory=dict)
 
 
-def collector(method: ERTACache) -> Profile:
-    """Return the collector that profiles the denoiser in three passes over the prompts."""
-    return Profile(THRESHOLD if method.threshold is None else method.threshold)
-
-
 class Profile(Collector):
     """Makes ERTACache's tables: the plain runs, then reuse in a closed loop, then the list.
 
-    Pass 0 notes the norms of the true residuals. Pass 1 reuses, prompt by prompt, wherever the
-    error of the kept residual on the current latent, relative to that norm, is below the
-    threshold; the mean of these errors over prompts makes the list. Pass 2 follows the list and
-    gathers the factors and the maps.
+    Pass 0 notes the norms of the true residuals. Pass 1 reuses, prompt by prompt, wherever the error of the kept
+    residual on the current latent, relative to that norm, is below the threshold; the mean of these errors over
+    prompts makes the list. Pass 2 follows the list and gathers the factors and the maps.
     """
 
     passes = 3
 
-    def __init__(self, threshold: float) -> None:
-        self.threshold = threshold
+    def __init__(self, method: ERTACache) -> None:
+        self.threshold = THRESHOLD if method.threshold is None else method.threshold
         self._clear()
 
     def _clear(self) -> None:

@@ -1,4 +1,4 @@
-"""Sum for FittedForecast the inner products of the features of all steps."""
+"""Measure for FittedForecast the inner products of the features of all steps, for DPCache errors of lines."""
 
 from __future__ import annotations
 
@@ -10,21 +10,17 @@ from torch import Tensor
 
 from diffcache.features.collect import Collector, RunInfo
 from diffcache.features.combine import Combine
+from diffcache.features.dpcache import DPCache
 from diffcache.features.fitted import FittedForecast, feature_at
 from diffcache.features.parts.when import Every
 from diffcache.step import Site, Step
 
 
-def collector(method: FittedForecast) -> Products:
-    """Return the collector that sums the inner products."""
-    return Products(method.site)
-
-
 class Products(Collector):
     """Sums inner products of the features of all steps of a run."""
 
-    def __init__(self, site: Site | str) -> None:
-        self._site = Site.of(site)
+    def __init__(self, method: FittedForecast | DPCache) -> None:
+        self._site = Site.of(method.site)
         self._sum: Tensor | None = None
         self._weights: Tensor | None = None
         self._run: dict[tuple[int, str, int], dict[int, Tensor]] = {}
@@ -97,3 +93,45 @@ def moves(run: RunInfo) -> Tensor:
     if sigmas is None or len(sigmas) != run.total + 1 or not torch.isfinite(sigmas).all():
         return torch.ones(run.total, dtype=torch.float64)
     return (sigmas[1:] - sigmas[:-1]).double()
+
+
+class Lines(Products):
+    """Sums the errors of lines; keeps features as `Products` does."""
+
+    _errors: Tensor | None = None
+
+    def begin(self, run: RunInfo) -> None:
+        """Start a run."""
+        super().begin(run)
+        if self._errors is None:
+            self._errors = torch.zeros((run.total,) * 3, dtype=torch.float64)
+
+    def end(self) -> None:
+        """Add the run's errors."""
+        assert self._errors is not None
+        for features in self._run.values():
+            steps = sorted(features)
+            stacked = torch.stack([features[s].reshape(-1).float() for s in steps])
+            places = torch.tensor(steps, dtype=torch.float32)
+            for j in range(1, len(steps) - 1):
+                ahead = (places[j + 1 :] - places[j])[:, None]
+                later = stacked[j + 1 :] - stacked[j]
+                for i in range(j):
+                    slope = (stacked[j] - stacked[i]) / (steps[j] - steps[i])
+                    errors = (later - ahead * slope).abs().mean(1, dtype=torch.float64)
+                    self._errors[steps[i], steps[j], steps[j + 1 :]] += errors
+        self._run = {}
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the sums."""
+        return {} if self._errors is None else self.tables()
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from the sums."""
+        self._errors = state["errors"].clone()
+        self._sum = torch.zeros(self._errors.shape[:2], dtype=torch.float64)  # the length of runs
+
+    def tables(self) -> dict[str, Tensor]:
+        """Return `errors` float64 [T, T, T]."""
+        assert self._errors is not None
+        return {"errors": self._errors}

@@ -16,11 +16,6 @@ from diffcache.features.parts.when import Every
 from diffcache.step import Step
 
 
-def collector(method: MagCache) -> Ratios:
-    """Return the collector of the magnitude ratios of the stack's residual."""
-    return Ratios()
-
-
 class Ratios(Collector):
     """Mean ratios of the norms of the residual's tokens, from step to step.
 
@@ -28,7 +23,7 @@ class Ratios(Collector):
     taken to be so where place and shape agree.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, method: MagCache) -> None:
         self.sums = torch.zeros(2, 0, dtype=torch.float64)
 
     def site(self) -> Combine:

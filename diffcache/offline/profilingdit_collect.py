@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from diffcache.features.base import check_int
 from diffcache.features.collect import Collector, RunInfo
 from diffcache.features.combine import Combine
 from diffcache.features.parts.when import Every
-from diffcache.features.profilingdit import OVERLAP, Foreground, ProfilingDiT
-from diffcache.offline.foreground import foreground_of, patches, token_grid
+from diffcache.features.profilingdit import OVERLAP, ProfilingDiT
 from diffcache.step import Site, Step
 
 QUERIES = 4096  # at most so many queries, evenly spaced, are asked what they attend to
@@ -24,42 +22,27 @@ _BLOCK = re.compile(r"(.+?)\.(\d+)(?:\.|$)")
 _ENDS = ("first", "last")
 
 
-def collector(method: ProfilingDiT) -> ProfileCollector:
-    """Return a collector that measures where the blocks attend to."""
-    return ProfileCollector(method.sampled, method.text, method.foreground)
-
-
 class ProfileCollector(Collector):
     """Measures how much of the foreground each block attends to.
 
-    ProfilingDiT, arXiv 2504.03140, section 3: a token is attended to where the attention it
-    receives, averaged over queries and heads, is above the mean of the image tokens; a block's
-    overlap is the part of the foreground's tokens that are attended to, averaged over frames,
-    steps and prompts. The paper segments the foreground with SAM2 in the noise prediction
-    projected to three principal components; here the tokens whose projection has more energy than
-    Otsu's threshold are the foreground, or those the caller names. The paper says neither which
-    axis of the attention is averaged nor its threshold: both are choices of ours. Masks of padded
-    text are not known here, so that padding counts as keys.
+    ProfilingDiT, arXiv 2504.03140, section 3: a token is attended to where the attention it receives, averaged over
+    queries and heads, is above the mean of the image tokens; a block's overlap is the part of the foreground's tokens
+    that are attended to, averaged over frames, steps and prompts. The paper segments the foreground with SAM2 in the
+    noise prediction projected to three principal components; here the tokens whose projection has more energy than
+    Otsu's threshold are the foreground, or those the caller names. The paper says neither which axis of the attention
+    is averaged nor its threshold: both are choices of ours. Masks of padded text are not known here, so that padding
+    counts as keys.
 
-    The text tokens of joint attention are left out. Their number follows from the output,
-    whose tokens are the image's. At which end they are follows from the sample: in the first block
-    of each list, image tokens that are alike in the sample have keys that are alike. So it follows,
-    too, whether frames or channels are the second axis of a film.
-
-    Args:
-        sampled: Look at every `sampled`-th step.
-        text: Place of the text tokens, `first` or `last`; None finds out.
-        foreground: bool [N] or [B, N] over the image tokens, or a function of the step and the
-            output that returns it; None finds it in the output.
+    The text tokens of joint attention are left out. Their number follows from the output, whose tokens are the
+    image's. At which end they are follows from the sample: in the first block of each list, image tokens that are
+    alike in the sample have keys that are alike. So it follows, too, whether frames or channels are the second axis of
+    a film.
     """
 
     wants_attention: ClassVar[bool] = True
 
-    def __init__(
-        self, sampled: int = 1, text: Literal["first", "last"] | None = None, foreground: Foreground | None = None
-    ) -> None:
-        check_int("sampled", sampled, 1)
-        self.sampled, self.text, self.foreground = sampled, text, foreground
+    def __init__(self, method: ProfilingDiT) -> None:
+        self.sampled, self.text, self.foreground = method.sampled, method.text, method.foreground
         self.overlaps: dict[str, Tensor] = {}  # block -> sums with text first, last; their number
         self.likeness: dict[str, Tensor] = {}  # list -> of keys and sample, text first and last
         self.layout = torch.zeros(2, dtype=torch.float64)  # likeness with frames third, second
@@ -252,3 +235,66 @@ def likeness(one: Tensor, two: Tensor) -> float:
         similar = (unit @ unit.T)[places[0], places[1]]
         pairs.append(torch.nn.functional.normalize(similar - similar.mean(), dim=0))
     return float(pairs[0] @ pairs[1])
+
+
+_PATCHES = [(frames, size) for frames in (1, 2, 4) for size in (1, 2, 4, 8, 16)]
+
+
+def token_grid(shape: tuple[int, ...], count: int) -> tuple[int, int, int, int] | None:
+    """Return frames, tokens a frame, and patch sizes in time and space of an output's tokens; None for none.
+
+    Of outputs `[B, N, C]`, `[B, C, Y, X]` or `[B, C, F, Y, X]` it is the finest grid of no more tokens than
+    there are in the attention, those of text included.
+    """
+    if len(shape) == 3:
+        return (1, shape[1], 1, 1) if shape[1] <= count else None
+    if len(shape) not in (4, 5):
+        return None
+    frames, rows, columns = (1, *shape[2:]) if len(shape) == 4 else shape[2:]
+    grids = [
+        (frames // time, (rows // size) * (columns // size), time, size)
+        for time, size in _PATCHES
+        if frames % time == rows % size == columns % size == 0
+    ]
+    fitting = [grid for grid in grids if grid[0] * grid[1] <= count]
+    return max(fitting, key=lambda grid: grid[0] * grid[1], default=None)
+
+
+def patches(value: Tensor, grid: tuple[int, ...]) -> Tensor:
+    """Return an output as tokens, `[B, N, C']`, in the order that patch embeddings have."""
+    if value.dim() == 3:
+        return value
+    film = value.unsqueeze(2) if value.dim() == 4 else value
+    batch, channels, frames, rows, columns = film.shape
+    _, _, time, size = grid
+    cut = film.reshape(batch, channels, frames // time, time, rows // size, size, columns // size, size)
+    return cut.permute(0, 2, 4, 6, 1, 3, 5, 7).reshape(batch, grid[0] * grid[1], -1)
+
+
+def foreground_of(tokens: Tensor) -> Tensor:
+    """Return the tokens whose three principal components have the energy of a foreground, bool `[B, N]`.
+
+    Tokens are `[B, N, C]`, any float dtype; none are, where all are alike.
+    """
+    centered = tokens.float() - tokens.float().mean(1, keepdim=True)
+    _, axes = torch.linalg.eigh(centered.transpose(1, 2) @ centered)
+    return above_otsu((centered @ axes[..., -3:]).square().sum(-1))
+
+
+def above_otsu(values: Tensor) -> Tensor:
+    """Return which values `[B, N]` are above Otsu's threshold, which sets two classes furthest apart, bool.
+
+    Exact: every value is tried as the threshold, with no histogram. None are in rows of equal values.
+    """
+    ordered = values.double().sort(1).values
+    count = ordered.shape[1]
+    below = torch.arange(1, count + 1, dtype=torch.float64, device=values.device)
+    sums = ordered.cumsum(1)
+    upper = (count - below).clamp_min(1)
+    apart = sums / below - (sums[:, -1:] - sums) / upper
+    between = below * (count - below) * apart.square()
+    distinct = torch.zeros_like(between)
+    distinct[:, :-1] = (ordered[:, 1:] > ordered[:, :-1]).double()  # equal values stay together
+    best = (between * distinct).argmax(1, keepdim=True)
+    threshold = ordered.gather(1, best)
+    return (values.double() > threshold) & (ordered[:, -1:] > ordered[:, :1])

@@ -17,23 +17,17 @@ from diffcache.features.regione import RegionE, scaled
 from diffcache.step import Site, Step
 
 
-def collector(method: RegionE) -> VelocityRatios:
-    """Return the collector that fits the ratios of another model or number of steps."""
-    return VelocityRatios(method.plan().threshold, method.warmup)
-
-
 class VelocityRatios(Collector):
     """Fits the ratios: the norm of the guided velocity on edited tokens, step by step.
 
-    For every sample in which something is edited, `|v_i| / |v_(i-1)|` over its edited tokens, as
-    they are chosen at the end of the stabilisation stage, of `warmup` steps in a run of 28, by their cosine
-    similarity; the mean over samples is divided by `1 - (t_(i-1) - t_i) / 1000`. The grid of the tokens is
-    not known here, so that scattered ones are not removed. The paper fits the same curve and does not say
-    how.
+    For every sample in which something is edited, `|v_i| / |v_(i-1)|` over its edited tokens, as they are chosen at
+    the end of the stabilisation stage, of `warmup` steps in a run of 28, by their cosine similarity; the mean over
+    samples is divided by `1 - (t_(i-1) - t_i) / 1000`. The grid of the tokens is not known here, so that scattered
+    ones are not removed. The paper fits the same curve and does not say how.
     """
 
-    def __init__(self, threshold: float, warmup: int) -> None:
-        self.threshold, self.warmup = threshold, warmup
+    def __init__(self, method: RegionE) -> None:
+        self.threshold, self.warmup = method.plan().threshold, method.warmup
         self.sums: Tensor | None = None
         self.count = 0
         self.lengths: Tensor | None = None
@@ -106,11 +100,7 @@ class VelocityRatios(Collector):
             self.count = int(state["count"])
 
     def tables(self) -> dict[str, Tensor]:
-        """Return `gamma`, float64 [T - 1].
-
-        Raises:
-            ValueError: If no run edited anything.
-        """
+        """Return `gamma`, float64 [T - 1]; raise ValueError if no run edited anything."""
         if self.sums is None or self.lengths is None or not self.count:
             raise ValueError(
                 f"RegionE: no token was edited in any run at threshold={self.threshold}; "

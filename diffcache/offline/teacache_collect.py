@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diffcache.features.base import Probe
 from diffcache.features.collect import Collector, RunInfo
 from diffcache.features.combine import Combine
 from diffcache.features.parts.accumulated import Accumulated
@@ -20,19 +19,14 @@ from diffcache.features.teacache import TeaCache
 from diffcache.step import Step
 
 
-def collector(method: TeaCache) -> Changes:
-    """Return the collector of changes of input and output."""
-    return Changes(method.degree, method.compared())
-
-
 class Changes(Collector):
-    """Pairs of relative L1 changes: of the input, the `input` of `TeaCache`, and of the stack's output.
+    """Pairs of relative L1 changes: of the input that `TeaCache` compares, and of the stack's output.
 
     Pairs of neighboring steps in the first guidance branch, as the decision is taken there.
     """
 
-    def __init__(self, degree: int, of: Probe = "modulated") -> None:
-        self.degree, self.of = degree, of
+    def __init__(self, method: TeaCache) -> None:
+        self.degree, self.of = method.degree, method.compared()
         self.points = torch.zeros(0, 2, dtype=torch.float64)
 
     def site(self) -> Combine:

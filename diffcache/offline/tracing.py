@@ -89,8 +89,7 @@ class Tracer(Observer):
         `place` is the number of the pass and of the batch; `call` runs the pipeline.
 
         Raises:
-            AttachError: If the pipeline never set its scheduler's times, or never called its
-                denoiser after it.
+            AttachError: If the pipeline never set its scheduler's times, or never called its denoiser after it.
             ValueError: If a number that is seen is not finite.
         """
         self._prepare(collectors, place)

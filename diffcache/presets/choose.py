@@ -25,12 +25,11 @@ class Preset:
         settings: Its settings, as `diffcache.wrap` takes them.
         source: Repository, commit and file that they are from.
         license: License of the source.
-        measured: What its source measured, on what; empty where nobody published a measurement.
-            None of it was measured by this project: the weights are too large for its tests.
+        measured: What its source measured, on what; empty where nobody published a measurement. None of it was
+            measured by this project: the weights are too large for its tests.
         steps: Steps of the runs that they hold for.
         size: Pixels, and frames of a video, of the runs that they hold for.
-        experts: Settings of single denoisers of a pipeline that has several, by their names, over
-            `settings`.
+        experts: Settings of single denoisers of a pipeline that has several, by their names, over `settings`.
         compared: Whether tests hold the computed steps against those of the source's code.
     """
 
@@ -140,16 +139,15 @@ def choose(facts: Mapping[str, Any], wanted: str | None = None) -> ChosenMethod:
 
     Args:
         facts: Facts about the model, as in `Method.check_model`.
-        wanted: Level, `fast`, or name of a model and level, `flux.1-dev/fast`; None takes the
-            balanced preset, or the one nearest to it, of the model that it is, and the fallback
-            where it is none.
+        wanted: Level, `fast`, or name of a model and level, `flux.1-dev/fast`; None takes the balanced preset, or the
+            one nearest to it, of the model that it is, and the fallback where it is none.
 
     Returns:
         What was chosen. Of a model that may be one of several, that is the fallback.
 
     Raises:
-        AttachError: If there is no such preset, it is of another model, or nothing tells which of
-            several models it is.
+        AttachError: If there is no such preset, it is of another model, or nothing tells which of several models it
+            is.
         ValueError: If `wanted` is no level.
     """
     if wanted is not None:

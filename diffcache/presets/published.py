@@ -7,11 +7,10 @@
 | `[presets.NAME]` | presets of the model, see `diffcache.presets.choose` |
 
 Each number stands beside the file and line that it is from. Polynomials of TeaCache are those of
-github.com/ali-vilab/TeaCache at 7c10efc, ratios of MagCache those of github.com/Zehong-Ma/MagCache
-at df81cb1 without that of the first step, which is 1; both Apache-2.0. Thresholds beside them are
-the defaults of the scripts, or for Wan those of the commands on their pages. "None" is None. Sizes
-of Wan, CogVideoX 2B and 5B and HunyuanVideo are those of the scripts of diffusers that convert
-their checkpoints, most others the defaults of its classes.
+github.com/ali-vilab/TeaCache at 7c10efc, ratios of MagCache those of github.com/Zehong-Ma/MagCache at df81cb1 without
+that of the first step, which is 1; both Apache-2.0. Thresholds beside them are the defaults of the scripts, or for Wan
+those of the commands on their pages. "None" is None. Sizes of Wan, CogVideoX 2B and 5B and HunyuanVideo are those of
+the scripts of diffusers that convert their checkpoints, most others the defaults of its classes.
 """
 
 from __future__ import annotations

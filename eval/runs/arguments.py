@@ -13,7 +13,7 @@ import diffusers
 
 from diffcache.eval.runs.task import Task, digest
 from diffcache.eval.samples.prompts import Prompts, load_prompts
-from diffcache.pipelines.demo.inputs import needed_inputs
+from diffcache.pipelines.demo.generate import needed_inputs
 from diffcache.pipelines.demo.saved import Parameters
 
 _CLASSES = 1000

@@ -50,10 +50,7 @@ SIDES = {0: "cond", 1: "uncond"}  # ComfyUI's numbers of conditions
 class Cache:
     """The cache of one patched model, shared by its clones.
 
-    Attributes:
-        method: Method that is put into the network of every sampler run.
-        why: Why this method was taken, a line for the report; empty where the user named it.
-        report: Report of the last run, as text.
+    `why` is a line for the report, empty where the user named the method; `report` is that of the last run.
     """
 
     def __init__(self, method: Method, why: str) -> None:
@@ -308,11 +305,7 @@ class DiffcacheReport:
         }
 
     def tell(self, model: Any, samples: Any) -> dict[str, Any]:
-        """Return the samples and the report.
-
-        Raises:
-            AttachError: If the model has no cache.
-        """
+        """Return the samples and the report; raise AttachError if the model has no cache."""
         cache = model.get_attachment(KEY)
         if cache is None:
             raise AttachError("this model has no cache; connect the output of the diffcache node")

@@ -67,12 +67,9 @@ def _is_model(name: str) -> bool:
 def find(target: str) -> dict[str, tuple[Anatomy, dict[str, str]]]:
     """Return the anatomy of every denoiser that a name stands for, and its streams.
 
-    Streams are those of the class in a table; they are empty where it is not in it.
-
-    Args:
-        target: Directory of a saved pipeline or model, of transformers too (its configuration is
-            enough, weights are not read), a shipped name, a Hugging Face model ID of a pipeline, or
-            a class name of diffusers.
+    The name is a directory of a saved pipeline or model, of transformers too (its configuration is
+    enough, weights are not read), a shipped name, a Hugging Face model ID of a pipeline, or a class name of
+    diffusers. Streams are those of the class in a table; they are empty where it is not in it.
 
     Raises:
         ValueError: If it is none of these, or a model whose code comes with it.

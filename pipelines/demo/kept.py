@@ -47,15 +47,10 @@ class Pace:
 
 
 class Kept:
-    """The latest film of every viewer, in a folder from which old ones go.
+    """The latest film of every viewer, in a folder from which old ones go, by age and by bytes of all.
 
     A viewer is known by a number that the browser keeps, of which the folder has a digest alone.
-    Nothing else that lies in the folder is touched.
-
-    Args:
-        folder: The folder, made if need be.
-        most_bytes: Bytes of all films; the oldest go.
-        seconds: Age at which a film goes.
+    Nothing else that lies in the folder, made if need be, is touched.
 
     Raises:
         OSError: If films cannot be saved there.
@@ -110,17 +105,8 @@ class Kept:
         before = _read(place)
         turn = "b" if before is not None and before[2] == "a" else "a"
         film.film.save(str(place / turn))  # type: ignore[attr-defined]
-        asked = film.asked
-        note = {
-            "prompt": asked.prompt,
-            "policy": asked.policy,
-            "seed": asked.seed,
-            "steps": asked.steps,
-            "size": asked.size,
-            "anew": asked.anew,
-            "made": film.made,
-            "turn": turn,
-        }
+        note = {name: value for name, value in vars(film.asked).items() if name != "start"}
+        note |= {"made": film.made, "turn": turn}
         (place / "new").touch(mode=0o600)
         (place / "new").write_text(json.dumps(note), encoding="utf-8")
         with self._lock:  # in the meantime another film may have begun, in another tab
@@ -210,14 +196,9 @@ def _read(place: Path) -> tuple[Asked, int, str] | None:
     try:
         note = json.loads((place / _NOTE).read_text(encoding="utf-8"))
         height, width = map(int, note["size"])
-        asked = Asked(
-            checked_prompt(note["prompt"]),
-            str(note["policy"]),
-            int(note["seed"]),
-            int(note["steps"]),
-            (height, width),
-            anew=bool(note["anew"]),
-        )
+        prompt, policy, seed, steps = (note[name] for name in ("prompt", "policy", "seed", "steps"))
+        known = (checked_prompt(prompt), str(policy), int(seed), int(steps), (height, width))
+        asked = Asked(*known, anew=bool(note["anew"]))
         return asked, int(note["made"]), "b" if note["turn"] == "b" else "a"
     except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return None

@@ -81,11 +81,7 @@ class Program:
 
 
 def checked_prompt(prompt: object) -> str:
-    """Return a prompt without spaces around it.
-
-    Raises:
-        ValueError: If it is empty or too long.
-    """
+    """Return a prompt without spaces around it; raise ValueError if it is empty or too long."""
     # JSON may hold halves of letters, which no tokenizer takes.
     text = str(prompt or "").encode(errors="ignore").decode().strip()
     if not text:
@@ -107,11 +103,7 @@ def one_of(kind: str, name: Any, names: Sequence[str]) -> str:
 
 
 def whole(name: str, value: Any, least: int, most: int) -> int:
-    """Return a value from a page as a whole number within bounds.
-
-    Raises:
-        ValueError: If it is none.
-    """
+    """Return a value from a page as a whole number within bounds; raise ValueError if it is none."""
     try:
         number = int(value)
         if number != float(value) or not least <= number <= most:

@@ -39,9 +39,8 @@ STORE_BYTES = 100_000_000  # of Ray's object store, which chunks pass through
 class Replica:
     """The films of one process.
 
-    Args:
-        opened: Loads the model and returns what makes a film of what a viewer asked for; films
-            have `save` and `resume` too, which take a folder.
+    `opened` loads the model and returns what makes a film of what a viewer asked for; films have `save`
+    and `resume` too, which take a folder.
     """
 
     def __init__(self, opened: Callable[[], Make]) -> None:
@@ -267,19 +266,17 @@ def replicas(
 ) -> Iterator[Make]:
     """Start replicas under Ray Serve and yield a maker of films in them; end them all at the end.
 
-    A film begins in the replica with the fewest films. Where a replica is killed, its films go on
-    from their latest save in another one, and it is started anew; those of others go on. Ray
-    is started on this machine, unless the caller has connected to a cluster already. It takes about
-    1 GB of memory before any model.
+    A film begins in the replica with the fewest films. Where a replica is killed, its films go on from their latest
+    save in another one, and it is started anew; those of others go on. Ray is started on this machine, unless the
+    caller has connected to a cluster already. It takes about 1 GB of memory before any model.
 
-    Each replica is an application of its own: the router that Ray has for sessions maps names to
-    the replicas that are there, so that films would be sent elsewhere whenever one comes or goes.
-    Those beyond `least` are scaled between none and one by Ray: one starts once a film waits for
-    it, as a film does where all others have two, and ends after ten minutes without requests.
+    Each replica is an application of its own: the router that Ray has for sessions maps names to the replicas that are
+    there, so that films would be sent elsewhere whenever one comes or goes. Those beyond `least` are scaled between
+    none and one by Ray: one starts once a film waits for it, as a film does where all others have two, and ends after
+    ten minutes without requests.
 
     Args:
-        opened: Loads the model in a replica and returns what makes a film of what a viewer asked
-            for.
+        opened: Loads the model in a replica and returns what makes a film of what a viewer asked for.
         folder: Folder that films are saved in, which all replicas reach.
         count: Most replicas.
         least: Replicas that always run; None for all.
@@ -335,11 +332,7 @@ def replicas(
 
 
 def ray_serve() -> tuple[Any, Any]:
-    """Return the modules `ray` and `ray.serve`.
-
-    Raises:
-        ImportError: If Ray Serve is not installed.
-    """
+    """Return the modules `ray` and `ray.serve`; raise ImportError if Ray Serve is not installed."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         import ray

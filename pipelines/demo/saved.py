@@ -22,13 +22,8 @@ _OWN = {"DiffusionPolicyPipeline": "diffcache.pipelines.policy"}
 def locate(model: str, configs_only: bool = False, *, variant: str = "", revision: str = "") -> Path:
     """Return the directory of a pipeline: a path, a shipped name, or a Hugging Face model ID.
 
-    A model ID is looked up in the local hub cache, and downloaded unless `HF_HUB_OFFLINE` is set.
-
-    Args:
-        model: Model that a command line names.
-        configs_only: Download configurations only, no weights.
-        variant: Files of weights to download, "" for those without one.
-        revision: Branch, tag or commit of a Hugging Face model; "" is the newest.
+    A model ID is looked up in the local hub cache, and downloaded unless `HF_HUB_OFFLINE` is set: all of it, or its
+    configurations only. A variant of its files, and a revision (branch, tag or commit), may be asked for.
 
     Raises:
         FileNotFoundError: If there is no saved pipeline.
@@ -120,8 +115,7 @@ def pipeline_of(directory: Path) -> tuple[str, Parameters]:
     """Return the class name of a saved pipeline and the parameters of its call.
 
     Raises:
-        ValueError: If `model_index.json` cannot be read, or names a class that the installed
-            libraries do not have.
+        ValueError: If `model_index.json` cannot be read, or names a class that the installed libraries do not have.
     """
     import diffusers
     import transformers

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -54,25 +53,34 @@ def program_of(video: CausalVideo, name: str, viewers: int, most_bytes: int) -> 
     )
 
 
-class Colors:
-    """Distance of a film's colors from those of its prompt's first chunk."""
+class _Film:
+    """A film of a stream, whose colors are measured from those of its prompt's first chunk on."""
 
-    def __init__(self) -> None:
-        self.drift = 0.0
-        self._first: NDArray[np.float64] | None = None
+    stream: Any
+    drift = 0.0
+    _first: NDArray[np.float64] | None = None
 
-    def forget(self) -> None:
-        """Measure from the next chunk on."""
-        self._first = None
-
-    def add(self, frames: NDArray[np.uint8]) -> None:
-        """Measure a chunk, `[F, H, W, 3]`."""
+    def measured(self, frames: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Return the frames of a chunk, `[F, H, W, 3]`, and note how far their colors are."""
         colors = np.concatenate([frames.mean((0, 1, 2)), frames.std((0, 1, 2))])
         self._first = colors if self._first is None else self._first
         self.drift = float(np.sqrt(np.square(colors - self._first).mean()))
+        return frames
+
+    def save(self, folder: str) -> None:
+        """Write the film into a folder, for `resume`."""
+        self.stream.save(folder)
+
+    def resume(self, folder: str) -> None:
+        """Go on where another film of these settings was saved."""
+        self.stream.resume(folder)
+
+    def news(self) -> str:
+        """Return nothing: all that becomes of this film, the viewer has ordered."""
+        return ""
 
 
-class SessionFilm:
+class SessionFilm(_Film):
     """A film of one stream, which may hold so many bytes of keys and values.
 
     Raises:
@@ -80,17 +88,9 @@ class SessionFilm:
     """
 
     def __init__(self, video: CausalVideo, asked: Asked, most_bytes: int) -> None:
-        self.stream = VideoStream(
-            video,
-            asked.prompt,
-            policy=asked.policy,
-            size=asked.size,
-            seed=asked.seed,
-            start=asked.start,
-            most_bytes=most_bytes,
-        )
+        more: dict[str, Any] = {"size": asked.size, "seed": asked.seed, "start": asked.start}
+        self.stream = VideoStream(video, asked.prompt, policy=asked.policy, most_bytes=most_bytes, **more)
         self.stream.session.sampler = sampler_of(video.sampler, asked.steps)
-        self._colors = Colors()
 
     def next(self, seen: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
         """Return the frames of the next chunk, `[F, H, W, 3]`.
@@ -98,9 +98,7 @@ class SessionFilm:
         Raises:
             ValueError: If the cache has grown to its bound.
         """
-        frames = next(self.stream)
-        self._colors.add(frames)
-        return frames
+        return self.measured(next(self.stream))
 
     def apply(self, order: Mapping[str, Any]) -> None:
         """Change the policy or the prompt.
@@ -118,52 +116,31 @@ class SessionFilm:
             if isinstance(mode, Recache) and most is not None:
                 mode = replace(mode, frames=min(mode.frames, most))
             stream.switch(checked_prompt(prompt), mode)
-            self._colors.forget()
-
-    def save(self, folder: str) -> None:
-        """Write the film into a folder, for `resume`."""
-        self.stream.save(folder)
-
-    def resume(self, folder: str) -> None:
-        """Go on where another film of these settings was saved."""
-        self.stream.resume(folder)
-
-    def news(self) -> str:
-        """Return nothing: all that becomes of this film, the viewer has ordered."""
-        return ""
+            self._first = None
 
     def readings(self) -> dict[str, float]:
         """Return bytes by role, and how far colors are from those of the prompt's first chunk."""
-        session, held = self.stream.session, self.stream.decoder.nbytes
-        return bytes_by_role(session) | {"decoder_bytes": float(held), "drift": self._colors.drift}
+        held = float(self.stream.decoder.nbytes)
+        return bytes_by_role(self.stream.session) | {"decoder_bytes": held, "drift": self.drift}
 
 
-class LiveFilm:
-    """A film that is made from pictures that come in.
+class LiveFilm(_Film):
+    """A film that is made from pictures that come in; of the steps, those below their noise are made.
 
     Every chunk comes out in the call that it goes in, so that it is as little behind as can be.
-
-    Args:
-        video: Model with its text encoder and autoencoder.
-        asked: Settings; of the steps, those below the noise that pictures are given are made.
-        most_bytes: Bytes of keys and values that it may hold.
 
     Raises:
         ValueError: If the model cannot make such a film.
     """
 
     def __init__(self, video: CausalVideo, asked: Asked, most_bytes: int) -> None:
-        self._make = partial(
-            VideoToVideo,
-            video,
-            size=asked.size,
-            seed=asked.seed,
-            rows=1,
-            most_bytes=most_bytes,
-            sampler=sampler_of(video.sampler, asked.steps),
-        )
-        self.live = self._make(asked.prompt, policy=asked.policy)
-        self._colors = Colors()
+        more: dict[str, Any] = {"size": asked.size, "seed": asked.seed, "most_bytes": most_bytes}
+        sampler = sampler_of(video.sampler, asked.steps)
+
+        def make(prompt: str, policy: Any) -> VideoToVideo:
+            return VideoToVideo(video, prompt, policy=policy, rows=1, sampler=sampler, **more)
+
+        self._make, self.stream = make, make(asked.prompt, asked.policy)
 
     def next(self, seen: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
         """Return the frames that are made from pictures, uint8 `[F, H, W, 3]` both.
@@ -173,9 +150,7 @@ class LiveFilm:
         """
         if seen is None:
             raise ValueError("seen=None: this film is made from pictures")
-        frames = self.live.next(seen[-self.live.wanted :])  # a film that began anew takes fewer
-        self._colors.add(frames)
-        return frames
+        return self.measured(self.stream.next(seen[-self.stream.wanted :]))  # one that began anew takes fewer
 
     def apply(self, order: Mapping[str, Any]) -> None:
         """Change the policy, which begins with an empty cache, or the prompt.
@@ -183,32 +158,20 @@ class LiveFilm:
         Raises:
             ValueError: If one of them cannot be; nothing is changed then.
         """
-        live, prompt = self.live, order.get("prompt")
+        live, prompt = self.stream, order.get("prompt")
         mode = SWITCHES[order.get("switch", "keep")]
         if order.get("policy", live.policy) != live.policy:
-            live = self._make(live.prompt, policy=order["policy"])
-            live.go_on_from(self.live)
+            live = self._make(live.prompt, order["policy"])
+            live.go_on_from(self.stream)
         if prompt is not None:
             live.switch(checked_prompt(prompt), mode)
-            self._colors.forget()
-        self.live = live
-
-    def save(self, folder: str) -> None:
-        """Write the film into a folder, for `resume`."""
-        self.live.save(folder)
-
-    def resume(self, folder: str) -> None:
-        """Go on where another film of these settings was saved."""
-        self.live.resume(folder)
-
-    def news(self) -> str:
-        """Return nothing: all that becomes of this film, the viewer has ordered."""
-        return ""
+            self._first = None
+        self.stream = live
 
     def readings(self) -> dict[str, float]:
         """Return bytes, and how far colors are from those of the prompt's first chunk."""
-        held = self.live.encoder.nbytes + self.live.decoder.nbytes
-        return {"bytes": float(self.live.nbytes), "decoder_bytes": float(held), "drift": self._colors.drift}
+        held = self.stream.encoder.nbytes + self.stream.decoder.nbytes
+        return {"bytes": float(self.stream.nbytes), "decoder_bytes": float(held), "drift": self.drift}
 
 
 def sampler_of(sampler: FewSteps, steps: int) -> FewSteps:
@@ -222,8 +185,7 @@ def sampler_of(sampler: FewSteps, steps: int) -> FewSteps:
 def bytes_by_role(session: Session) -> dict[str, float]:
     """Return the bytes of a session's cache: all, those of first and of later frames, and the rest.
 
-    The rest are rotated copies that steps of a chunk share, room for the next frames, and numbers
-    of positions.
+    The rest are rotated copies that steps of a chunk share, room for the next frames, and numbers of positions.
     """
     total, first = session.store.nbytes, session.policy.sinks * session.unit
     sinks = history = 0.0

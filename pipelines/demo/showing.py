@@ -66,12 +66,10 @@ class Showing:
 
 
 class Viewers:
-    """The films of everybody who looks at the page, by their session.
+    """The films of everybody who looks at the page, by their session, of which so many may run at the same time.
 
-    Args:
-        most: Showings that may run at the same time.
-        listeners: Sessions whose pages take what they are sent; None for all.
-        kept: Saved films, from which viewers go on; None where none are saved.
+    `listeners` are sessions whose pages take what they are sent, None for all; `kept` are saved films, from
+    which viewers go on, None where none are saved.
     """
 
     def __init__(self, most: int, listeners: Container[str] | None = None, kept: Kept | None = None) -> None:
@@ -82,11 +80,7 @@ class Viewers:
         self.waited_for = 0  # pages, each of which holds a thread of the server
 
     def begin(self, who: str, showing: Showing) -> None:
-        """Note a showing, in place of the viewer's last one.
-
-        Raises:
-            ValueError: If there are too many.
-        """
+        """Note a showing, in place of the viewer's last one; raise ValueError if there are too many."""
         self._end(who)
         with self._lock:
             if len(self) >= self.most:
@@ -213,8 +207,7 @@ def show(
         goes_on: Whether the first film goes on from the viewer's saved one.
 
     Raises:
-        ValueError: If there are too many viewers, nobody listens, there is no such policy, or the
-            film cannot be made.
+        ValueError: If there are too many viewers, nobody listens, there is no such policy, or the film cannot be made.
     """
     names = [asked.policy] if other == ALONE else [asked.policy, one_of("policy", other, program.policies)]
     viewers.wait_for(who)
@@ -344,10 +337,8 @@ def _note(chunks: Sequence[Chunk]) -> str:
 def table(chunks: Sequence[Chunk], waiting: Sequence[int], first: float) -> list[list[str]]:
     """Return the read-outs as rows: a label, and the value of each film.
 
-    Args:
-        chunks: Latest chunk of each film.
-        waiting: Chunks of each that are made and not shown.
-        first: Seconds from the start until all films had their first frames.
+    They are of the latest chunks, of how many wait to be shown, and of the seconds from the start until all
+    films had their first frames.
     """
     known = [key for key in _BYTES if all(key in chunk.readings for chunk in chunks)]
     rows = [

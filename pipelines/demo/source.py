@@ -41,14 +41,9 @@ class Shot:
 
 
 class Source:
-    """The latest pictures of one viewer; nothing is written to disk.
+    """The latest pictures of one viewer, so many, of a longer side up to so many pixels; nothing is written to disk.
 
-    Args:
-        most: Pictures that are kept.
-        side: Pixels that the longer side of a picture may have.
-
-    Attributes:
-        use: `begin` for a film that goes on from them, `anew` for one that is made from them.
+    `use` is `begin` for a film that goes on from them, `anew` for one that is made from them.
     """
 
     def __init__(self, most: int, side: int = MOST_SIDE) -> None:
@@ -111,12 +106,6 @@ class Reader:
     """One film's way through the pictures of a source, from the moment that it is made.
 
     Where two chunks wait, it goes on with the later one, so that a film is never further behind.
-
-    Args:
-        source: Pictures that come in.
-        size: Height and width in pixels.
-        first: Pictures of the first chunk.
-        later: Pictures of each later one.
 
     Attributes:
         dropped: Pictures that were left out, here or by the page.

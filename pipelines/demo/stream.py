@@ -1,7 +1,6 @@
 """Film in a thread of its own: orders go in at the start of a chunk, chunks come out in order.
 
-Nothing here knows a page or a transformer. A page takes chunks from `Stream.chunks`; what films
-is a `Film`.
+Nothing here knows a page or a transformer. A page takes chunks from `Stream.chunks`; what films is a `Film`.
 """
 
 from __future__ import annotations

@@ -28,7 +28,6 @@ class Order:
     """Request to a model; None leaves a setting to the model's folder.
 
     Attributes:
-        prompt: Text to answer.
         length: Tokens of the answer.
         block: Tokens of a block.
         steps: Forwards of the answer, where their number is fixed.
@@ -48,13 +47,9 @@ class Order:
     seed: int = 0
 
     def schedule(self, defaults: dict[str, Any], eos_id: int | None, window: int | None = None) -> Schedule:
-        """Return how the answer is decoded.
+        """Return how the answer is decoded, by the `length` and `block` of the model's folder where none is asked for.
 
-        Args:
-            defaults: `length` and `block` of the model's folder.
-            eos_id: Token that ends an answer.
-            window: Sliding window of the policy, which takes the place of blocks unless they are
-                asked for; None for blocks.
+        A sliding window of the policy takes the place of blocks unless they are asked for.
 
         Raises:
             ValueError: If the numbers do not go together.
@@ -85,12 +80,7 @@ class Order:
 
 @dataclass
 class Done:
-    """Answer of a model, its cost, and the same uncached where it was asked for.
-
-    Attributes:
-        seconds: Seconds of the cached run.
-        place: Device and dtype of the model.
-    """
+    """Answer of a model, its seconds and its place, and the same uncached where it was asked for."""
 
     answer: Answer
     seconds: float
@@ -175,14 +165,10 @@ def _has_mask(path: Path) -> bool:
 def load(
     source: str, dtype: str, device: torch.device, guide: str | None = None, *, trust_remote_code: bool = False
 ) -> tuple[DiffusionLM, dict[str, Any]]:
-    """Load a model with its tokenizer, and the defaults of its decoding.
+    """Load a model that `find` found with its tokenizer, and the defaults of its decoding.
 
-    Args:
-        source: Source that `find` returned.
-        dtype: `auto` for that of the weights, on the CPU float32; or a name in `DTYPES`.
-        device: Device of the model.
-        guide: Autoregressive model with the same tokens: shipped, a folder or a name on the Hub.
-        trust_remote_code: Whether Python code that comes with the weights may run.
+    The dtype `auto` is that of the weights, on the CPU float32. A guide is an autoregressive model with the
+    same tokens: shipped, a folder or a name on the Hub.
 
     Raises:
         ValueError: If the dtype is unknown, a model or the tokenizer cannot be loaded, or the guide

@@ -168,12 +168,11 @@ def turned(moves: Tensor, angle: Tensor) -> Tensor:
 def openings(scenes: Scenes, position: Tensor) -> Tensor:
     """Return the nearest free directions on both sides of the goal, from `position [E, 2]`.
 
-    A direction is taken where an obstacle that is nearer than the goal comes closer to it than
-    `MARGIN`.
+    A direction is taken where an obstacle that is nearer than the goal comes closer to it than `MARGIN`.
 
     Returns:
-        `[E, 3]`: how far to the left of the goal, how far to its right, both in radians and 0 where
-        the way is free, and the distance to the nearest obstacle's edge.
+        `[E, 3]`: how far to the left of the goal, how far to its right, both in radians and 0 where the way is free,
+        and the distance to the nearest obstacle's edge.
     """
     to = scenes.centers - position[:, None]
     far = to.norm(dim=2)

@@ -1,10 +1,9 @@
 """A task for small language models: recall the values of a key, hundreds of tokens later.
 
-A context is `[BOS]` and a body of filler, a Markov chain of order one with four successors for
-each token, so that its best perplexity is four. Facts `m k v1 v2` stand in some of the body's
-blocks of four tokens; `m` is `[MARK]` for one half of them and `[SEP]` for the other. Queries
-`[Q] k v1 v2` follow the context, and ask for marked facts more often than for others. So the
-share of a cache that matters is known, `v1` needs a look-up over distance, `v2` only a local
+A context is `[BOS]` and a body of filler, a Markov chain of order one with four successors for each token, so that its
+best perplexity is four. Facts `m k v1 v2` stand in some of the body's blocks of four tokens; `m` is `[MARK]` for one
+half of them and `[SEP]` for the other. Queries `[Q] k v1 v2` follow the context, and ask for marked facts more often
+than for others. So the share of a cache that matters is known, `v1` needs a look-up over distance, `v2` only a local
 continuation, and the filler's perplexity stays good where recall is lost.
 
     batch = draw(8, Task(context=513, facts=64, queries=8), torch.Generator().manual_seed(0))
@@ -76,8 +75,7 @@ class RecallBatch:
     Attributes:
         task: Task that was drawn.
         ids: Context and queries, int64 `[B, context + 4 N]`.
-        weights: Weight of each token in a training loss, float32 `[B, context + 4 N]`: 1 for
-            answers.
+        weights: Weight of each token in a training loss, float32 `[B, context + 4 N]`: 1 for answers.
         answers: Places of v1 and v2 of the queries in `ids`, int64 `[N, 2]`.
         facts: Place of the first of a fact's four tokens, int64 `[B, F]`.
         marks: Mask of the marked facts, bool `[B, F]`.

@@ -75,13 +75,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def load(
     dtype: torch.dtype = torch.float32, directory: str | Path = DIRECTORY, attention: str = "sdpa"
 ) -> LlamaForCausalLM:
-    """Load the trained model, in evaluation mode.
-
-    Args:
-        dtype: Dtype of the weights; the file holds bfloat16.
-        directory: Directory of the saved model.
-        attention: transformers' name of the attention.
-    """
+    """Load the shipped model with an attention of transformers, in a dtype; the file holds bfloat16."""
     model = LlamaForCausalLM.from_pretrained(present(directory), dtype=dtype, attn_implementation=attention)
     return model.eval()
 

@@ -178,7 +178,7 @@ def test_a_live_film_is_that_of_the_pictures_and_takes_orders() -> None:
         assert np.array_equal(film.next(pictures[11:17]), plain.next(pictures[11:17]))
         film.apply({"prompt": "a fox", "policy": "infinity-rope"})
         later = film.next(pictures[17:23])
-        assert len(later) == 6 and (film.live.prompt, film.live.policy) == ("a fox", "infinity-rope")
+        assert len(later) == 6 and (film.stream.prompt, film.stream.policy) == ("a fox", "infinity-rope")
         assert not np.array_equal(later, plain.next(pictures[17:23]))
         again = program.make(asked)  # in another replica, where chunks go on as before
         assert len(again.next(pictures[:6])) == 5

@@ -166,7 +166,7 @@ def test_calibration_measures_every_site():
 
 def test_large_activations_are_thinned():
     """Evenly, so that a constant difference stays what it is."""
-    collector = PairCollector("l1")
+    collector = PairCollector(BAC(1, metric="l1"))
     collector.begin(RunInfo(0, 0, torch.arange(2.0), None, 2))
     for step in range(2):
         value = torch.full((1, 3 * THIN + 5), float(step))
@@ -179,7 +179,7 @@ def test_large_activations_are_thinned():
 
 def test_odd_runs_are_refused():
 
-    collector = PairCollector("cosine")
+    collector = PairCollector(BAC(1, metric="cosine"))
     collector.begin(RunInfo(0, 0, torch.arange(3.0), None, 3))
     for step in range(2):
         collector.feature(Step(step, 0.0, 3, 0, 0), "b.0.ff", 0, torch.ones(1, 4))

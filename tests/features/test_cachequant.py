@@ -18,8 +18,7 @@ from diffcache.errors import AttachError, TablesError
 from diffcache.features.cachequant import CacheQuant, Corrected
 from diffcache.features.collect import Observer, RunInfo
 from diffcache.features.tables import Tables
-from diffcache.offline.cachequant_collect import CacheQuantCollector, segment_bounds
-from diffcache.offline.quantize_layers import LayerCalibration
+from diffcache.offline.cachequant_collect import CacheQuantCollector, LayerCalibration, segment_bounds
 from diffcache.offline.tracing import Traced
 from diffcache.step import Step
 from tests.internals import state_of

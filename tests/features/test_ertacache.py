@@ -44,7 +44,7 @@ def loop(field, start, times, stand_in=None):
 
 def profile(field, starts, threshold, branches=1):
     """Drive the collector as calibration does."""
-    collector = Profile(threshold)
+    collector = Profile(ERTACache(threshold))
     for number in range(collector.passes):
         for prompt, start in enumerate(starts):
             run_once(collector, field, start, sigmas(), number, prompt, branches)
@@ -116,7 +116,7 @@ def test_threshold_zero_needs_no_tables_and_computes_everything():
         assert parts.when.should_compute(state, Step(index, total=20), None)
         parts.when.computed(state, Step(index, total=20), None)
     assert method.abilities() == (method.parts(),)
-    assert Profile(0.0).settings() == {"threshold": 0.0}
+    assert Profile(ERTACache(0.0)).settings() == {"threshold": 0.0}
     collector = profile(curved, [torch.randn(1, 2, 3, 3).double()], 0.0)
     assert collector.reused() == []
     empty = made(collector)
@@ -215,7 +215,7 @@ def test_rectification_is_exact_for_affine_errors(shape):
     torch.manual_seed(3)
     p = (0.3 * torch.randn(shape[axis], dtype=torch.float64)).view(wide)
     q = torch.randn(shape[axis], dtype=torch.float64).view(wide)
-    collector = Profile(math.inf)
+    collector = Profile(ERTACache(math.inf))
     for number in range(3):
         for prompt in range(2):
             collector.begin(RunInfo(number, prompt, torch.zeros(4), None, 4))
@@ -301,7 +301,7 @@ def test_the_closed_loop_follows_an_independent_one(agrees):
 
 def test_a_run_that_breaks_off_leaves_no_trace_in_the_sums():
     starts = [torch.randn(1, 2, 3, 3, dtype=torch.float64)]
-    whole, collector = profile(curved, starts, 0.4).tables(), Profile(0.4)
+    whole, collector = profile(curved, starts, 0.4).tables(), Profile(ERTACache(0.4))
     for number in range(3):
         collector.begin(RunInfo(number, 0, sigmas()[:-1], sigmas(), STEPS))
         for index in range(4):

@@ -73,7 +73,7 @@ def test_ratios_of_two_branches_decide_apart_on_a_pipeline(threshold, agrees):
 
 def collect(residuals, streams=1, branches=1):
     """Feed residuals [T] of tensors [B, N, D], split over two lists."""
-    collector = Ratios()
+    collector = Ratios(MagCache())
     for prompt, run in enumerate(residuals):
         collector.begin(RunInfo(0, prompt, torch.zeros(len(run)), None, len(run)))
         for index, value in enumerate(run):

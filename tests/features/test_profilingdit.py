@@ -17,8 +17,14 @@ from diffcache.features.profilingdit import Decreasing, ProfilingDiT, background
 from diffcache.features.tables import Tables
 from diffcache.offline import tracing
 from diffcache.offline.calibrate import calibrate
-from diffcache.offline.foreground import above_otsu, foreground_of
-from diffcache.offline.profilingdit_collect import ProfileCollector, likeness, overlap, received_attention
+from diffcache.offline.profilingdit_collect import (
+    ProfileCollector,
+    above_otsu,
+    foreground_of,
+    likeness,
+    overlap,
+    received_attention,
+)
 from diffcache.step import CURRENT, Step
 from tests.internals import computed_steps, reuse_in
 from tests.zoo.case import randomize
@@ -140,15 +146,15 @@ def test_a_foreground_can_be_given():
         assert collector.tables()["overlap.double"].tolist() == [1.0, 0.0, 1.0, 0.0]
     assert seen == [(0, (1, 12, 16)), (3, (1, 12, 16))]
     with pytest.raises(ValueError, match=r"foreground: \[5\], but the output has 12"):
-        profile(ProfileCollector(1, None, mask[:5]), True)
-    collector = ProfileCollector(10)
+        profile(ProfileCollector(ProfilingDiT(sampled=1, foreground=mask[:5])), True)
+    collector = ProfileCollector(ProfilingDiT(sampled=10))
     profile(collector, True, given=lambda out: out[:, :0])  # a sample that tells nothing
     with pytest.raises(ValueError, match="set text='first'"):
         collector.tables()
 
 
 def test_cross_attention_and_other_sizes_are_left_out():
-    collector = ProfileCollector()
+    collector = ProfileCollector(ProfilingDiT(sampled=1))
     step = Step(0, total=1)
     self_q, cross_k = torch.randn(1, 2, 12, 8), torch.randn(1, 2, 5, 8)
     collector.attention(step, "blocks.0.attn2", self_q, cross_k)

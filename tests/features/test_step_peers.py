@@ -12,7 +12,7 @@ from diffcache.errors import AttachError
 from diffcache.features.collect import RunInfo
 from diffcache.features.dbcache import DBCache
 from diffcache.features.dbprune import DBPrune
-from diffcache.features.dpcache import key_steps
+from diffcache.features.dpcache import DPCache, key_steps
 from diffcache.features.easycache import EasyCache
 from diffcache.features.fastercache import FasterCache
 from diffcache.features.lazycache import LazyCache
@@ -20,7 +20,7 @@ from diffcache.features.pab import PAB
 from diffcache.features.speca import SpeCa
 from diffcache.features.step_mask import LEVELS, StepMask, mask_of
 from diffcache.features.step_reuse import StepReuse
-from diffcache.offline.dpcache_collect import Lines
+from diffcache.offline.fitted_collect import Lines
 from diffcache.step import Site, Step
 from tests.internals import computed_steps, reuse_in
 from tests.zoo.catalog import cases
@@ -285,7 +285,7 @@ def test_peer_dpcache_is_the_best_of_all_schedules(count, first, longest, last, 
 
 def test_the_calibration_measures_lines():
     torch.manual_seed(1)
-    lines = Lines(Site.STACK)
+    lines = Lines(DPCache(3, site=Site.STACK))
     features = torch.randn(2, TOTAL, 1, 3, 2)
     for run in features:
         lines.begin(RunInfo(0, 0, torch.arange(TOTAL), None, TOTAL))

@@ -10,9 +10,8 @@ import diffcache
 from diffcache.errors import AttachError, TablesError
 from diffcache.features.harmonica import HarmoniCa
 from diffcache.offline.calibrate import CollectPlan, calibrate
-from diffcache.offline.harmonica.mixing import Mixer, image_errors, step_loss
 from diffcache.offline.harmonica.replay import Replay
-from diffcache.offline.harmonica.training import COLUMNS, _drawn, _generator, train
+from diffcache.offline.harmonica.training import COLUMNS, Mixer, _drawn, _generator, image_errors, step_loss, train
 from tests.zoo.pipes import pipes
 
 STEPS, BLOCKS = 4, 4

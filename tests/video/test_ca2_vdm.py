@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from diffcache.pipelines import ca2_vdm
-from diffcache.pipelines.ca2_vdm import FactorizedSession, FactorizedVideo
+from diffcache.pipelines.ca2_vdm import FactorizedSession, FactorizedTransformer, FactorizedVideo
 from diffcache.pipelines.causal_video import CausalVideo
-from diffcache.pipelines.factorized import FactorizedTransformer
 from diffcache.pipelines.stream_batch import StreamBatch
 from diffcache.video import Ca2VDM, FewSteps, Keep
 from diffcache.video.ca2_vdm import OnePass

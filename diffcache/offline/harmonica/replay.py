@@ -3,18 +3,147 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import functools
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from diffcache.anchor import owner_of
+from diffcache.api import inspect as anatomies_of
+from diffcache.attach.anatomy import Anatomy
 from diffcache.errors import AttachError
-from diffcache.offline.harmonica.record import Moment, Recorder, denoiser_of, sample_of
+from diffcache.offline.tracing import call_pipeline
 from diffcache.step import Site
+from diffcache.targets import check_free
 
 if TYPE_CHECKING:
-    from diffcache.offline.harmonica.mixing import Mixer
+    from diffcache.offline.harmonica.training import Mixer
+
+
+class _EnoughError(Exception):
+    """Ends a pipeline's call once its inputs are recorded."""
+
+
+@dataclass
+class Moment:
+    """One step of a recorded run.
+
+    Attributes:
+        calls: Named arguments of the denoiser's calls.
+        outs: Their samples.
+        time: The timestep the solver was given.
+        guided: The output the solver was given.
+        sample: The sample the solver was given.
+        after: Sample that the solver returned; empty where the run ended before.
+        options: Further arguments of the solver's step.
+    """
+
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    outs: list[Tensor] = field(default_factory=list)
+    time: Any = None
+    guided: Tensor = field(default_factory=lambda: torch.empty(0))
+    sample: Tensor = field(default_factory=lambda: torch.empty(0))
+    after: Tensor = field(default_factory=lambda: torch.empty(0))
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class Recorder:
+    """Watches one call of a pipeline up to its first step or, if the whole is asked for, its last.
+
+    `solver` is a copy of the scheduler as it was before the first step.
+    """
+
+    def __init__(self, pipe: Any, model: nn.Module, whole: bool) -> None:
+        self.pipe, self.model, self.whole = pipe, model, whole
+        self.arguments = list(inspect.signature(type(model).forward).parameters)[1:]
+        self.moments: list[Moment] = []
+        self.solver: Any = None
+        self._open = Moment()
+
+    def watch(self, prompts: Sequence[Any], seed: int, call: Mapping[str, Any]) -> list[Moment]:
+        """Draw one batch and return its record; raise AttachError if its scheduler took no step."""
+        with self._watching(), torch.no_grad(), suppress(_EnoughError):
+            call_pipeline(self.pipe, list(prompts), seed, call)
+        if not self.moments:
+            raise AttachError(
+                f"{type(self.pipe).__name__} took no step with its scheduler, so its loop cannot be replayed"
+            )
+        return self.moments
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        solver = self.pipe.scheduler
+        pre = self.model.register_forward_pre_hook(self._enter, with_kwargs=True)
+        post = self.model.register_forward_hook(self._leave)
+        base = solver.step
+        # pipelines look at the signature of `step`, which `wraps` keeps
+        solver.step = functools.wraps(base)(functools.partial(self._step, solver, base))
+        try:
+            yield
+        finally:
+            del solver.step
+            pre.remove()
+            post.remove()
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        named = dict(zip(self.arguments, args, strict=False))
+        self._open.calls.append({**named, **kwargs})
+
+    def _leave(self, module: nn.Module, args: Any, out: Any) -> None:
+        self._open.outs.append(sample_of(out))
+
+    def _step(self, solver: Any, base: Any, *args: Any, **kwargs: Any) -> Any:
+        moment, self._open = self._open, Moment()
+        names = list(inspect.signature(base).parameters)
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        moment.guided, moment.time, moment.sample = (given.pop(name) for name in names[:3])
+        moment.options = given
+        if self.solver is None:
+            self.solver = copy.deepcopy(solver)
+            del self.solver.__dict__["step"]
+        self.moments.append(moment)
+        if not self.whole:
+            raise _EnoughError
+        out = base(*args, **kwargs)
+        moment.after = out[0]
+        if len(self.moments) == len(solver.timesteps):
+            raise _EnoughError
+        return out
+
+
+def denoiser_of(pipe: Any) -> tuple[nn.Module, Anatomy]:
+    """Return the denoiser of a pipeline that has one, uncached.
+
+    Raises:
+        AttachError: If it is no pipeline, has several denoisers, or is wrapped or compiled.
+    """
+    if isinstance(pipe, nn.Module) or not hasattr(pipe, "scheduler"):
+        raise AttachError(f"{type(pipe).__name__}: a router is trained on a pipeline, not a model")
+    found = anatomies_of(pipe)
+    if len(found) != 1:
+        raise AttachError(
+            f"{type(pipe).__name__} has {len(found)} denoisers ({', '.join(found)}); a router is trained for one"
+        )
+    ((name, anatomy),) = found.items()
+    model: nn.Module = getattr(pipe, name)
+    if owner_of(model) is not None:
+        raise AttachError(f"{type(pipe).__name__} is wrapped; unwrap it before training a router")
+    check_free(pipe, {name: model}, Site.MODULE)
+    return model, anatomy
+
+
+def sample_of(out: Any) -> Tensor:
+    """Return the sample of a denoiser's output, which must be a tensor."""
+    found = out if isinstance(out, Tensor) else out[0]
+    if not isinstance(found, Tensor):
+        raise AttachError(f"the denoiser returned {type(found).__name__}; a tensor is needed")
+    return found
+
 
 CLOSE = {torch.float32: 1e-3, torch.float64: 1e-6}  # relative to the largest value; other dtypes:
 CLOSE_ENOUGH = 3e-2
@@ -23,23 +152,22 @@ CLOSE_ENOUGH = 3e-2
 class Replay:
     """The sampling loop of a pipeline, learned by watching it once without a cache.
 
-    The recorded arguments of the denoiser are used again with another sample; only the sample and
-    the timestep may change from step to step. The output the solver takes must be
-    `a + scale * (b - a)` of two guidance branches (both in one batch, or two calls a step), or
-    that of the one branch; the scale is measured. That all this holds is checked: the replayed
-    run must end where the pipeline ended.
+    The recorded arguments of the denoiser are used again with another sample; only the sample and the timestep may
+    change from step to step. The output the solver takes must be `a + scale * (b - a)` of two guidance branches (both
+    in one batch, or two calls a step), or that of the one branch; the scale is measured. That all this holds is
+    checked: the replayed run must end where the pipeline ended.
 
     Args:
         pipe: A diffusers pipeline with one denoiser, uncached, and a solver that draws no noise.
         call: Arguments of its call, such as `num_inference_steps`, without prompts and generator.
-        prompts: One batch: texts, class numbers, or one mapping of the call's arguments; later
-            batches have as many samples.
+        prompts: One batch: texts, class numbers, or one mapping of the call's arguments; later batches have as many
+            samples.
 
     Attributes:
         total: Number of steps T, counted in calls of the solver.
         shape: Shape of a sample, without the batch.
-        scale: Measured guidance scale, None without guidance; with the branches in the order
-            (condition, empty) it is 1 minus the pipeline's own.
+        scale: Measured guidance scale, None without guidance; with the branches in the order (condition, empty) it is
+            1 minus the pipeline's own.
 
     Raises:
         AttachError: If the pipeline is wrapped, or its loop is not of this form.
@@ -115,12 +243,7 @@ class Replay:
 
 
 class Track:
-    """One batch on its way through the loop.
-
-    Attributes:
-        sample: Sample that the solver holds, detached.
-        index: The next step, from 0.
-    """
+    """One batch on its way through the loop: the next step, from 0, and the detached sample that the solver holds."""
 
     def __init__(self, replay: Replay, first: Moment) -> None:
         self.replay = replay

@@ -1,12 +1,11 @@
 """A bound on how often a cached run strays, for prompts that nobody has seen yet.
 
-Settings are tried from the dearest to the cheapest on prompts that the search never saw. A prompt
-counts against a setting if its output strays there or at any dearer one, so that the count never
-falls on the way, whatever single prompts do. With k of n prompts against it, a setting is certified
-while (k + 1) / (n + 1) is at most 1 - confidence. Then a new prompt of the same kind strays with at
-most that probability, over the draw of these prompts and of the new one: conformal risk control
-(Angelopoulos et al., ICLR 2024, theorem 1) with the loss "the output strays". Nothing is assumed of
-how close outputs are, only that the new prompt could as well have been one of these.
+Settings are tried from the dearest to the cheapest on prompts that the search never saw. A prompt counts against a
+setting if its output strays there or at any dearer one, so that the count never falls on the way, whatever single
+prompts do. With k of n prompts against it, a setting is certified while (k + 1) / (n + 1) is at most 1 - confidence.
+Then a new prompt of the same kind strays with at most that probability, over the draw of these prompts and of the new
+one: conformal risk control (Angelopoulos et al., ICLR 2024, theorem 1) with the loss "the output strays". Nothing is
+assumed of how close outputs are, only that the new prompt could as well have been one of these.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 """The search: look at every family where the goal begins to be met, halve, and refine the best.
 
-First looks are on one batch. Of them, the better half goes on with every batch more, and in the end
-the best are changed step by step; a change is stopped as soon as it is behind on the same samples.
-The best methods of the catalog go on with them as they are, so that the choice is behind none of
-them but by chance.
+First looks are on one batch. Of them, the better half goes on with every batch more, and in the end the best are
+changed step by step; a change is stopped as soon as it is behind on the same samples. The best methods of the catalog
+go on with them as they are, so that the choice is behind none of them but by chance.
 
-Costs that are known in advance spare trials: the operations of a method that lists its steps follow
-from those of another at the same site. So a schedule is only run if it could change the choice. An
-optimizer that knows nothing of this (optuna's TPE) takes nine to twelve steps in as many trials
-where nine are enough, on the landscape of the tests.
+Costs that are known in advance spare trials: the operations of a method that lists its steps follow from those of
+another at the same site. So a schedule is only run if it could change the choice. An optimizer that knows nothing of
+this (optuna's TPE) takes nine to twelve steps in as many trials where nine are enough, on the landscape of the tests.
 """
 
 from __future__ import annotations
@@ -44,14 +42,12 @@ class Goal:
     """Goal of a search; one of all but the last.
 
     Attributes:
-        speedup: Least ratio of the uncached run's floating-point operations of the denoiser to
-            the cached run's.
+        speedup: Least ratio of the uncached run's floating-point operations of the denoiser to the cached run's.
         psnr: Least mean PSNR to the uncached output, in dB.
         seconds: Most seconds a batch.
         lpips: Most mean LPIPS to the uncached output.
         right: Whether samples have to be right where the uncached output is; needs a confidence.
-        confidence: Share of the samples that are close enough, each for itself; None for their
-            mean.
+        confidence: Share of the samples that are close enough, each for itself; None for their mean.
     """
 
     speedup: float | None = None
@@ -268,14 +264,9 @@ class Search:
     # measuring -----------------------------------------------------------------------------
 
     def attempt(self, method: Method, batches: list[int], into: Tried, rival: Trial | None = None) -> Trial | None:
-        """Measure a method if it fits the model, may change the choice, and budget is left.
+        """Return the trial of a method over batches, kept in `into`; None if it is refused, hopeless or out of budget.
 
-        Args:
-            method: The method.
-            batches: Batches to measure it on.
-            into: Table for the trial.
-            rival: Trial on the same batches that it has to rank above: as soon as the samples they
-                have in common show that it does not, it is stopped.
+        It is stopped as soon as the samples that it has in common with a rival show that it does not rank above.
         """
         key = repr(method)
         if key in into:
@@ -478,8 +469,7 @@ class Search:
     def _is_beaten(self, trial: Trial) -> bool:
         """Return whether no dearer setting than that of a trial could win.
 
-        It misses the goal and another is as cheap and as close; or it is nearly as dear as may be
-        and behind.
+        It misses the goal and another is as cheap and as close; or it is nearly as dear as may be and behind.
         """
         best = self.best(self.first)[0][1]
         price, limit = self.goal.price, self.goal.limit

@@ -13,15 +13,13 @@ A family holds the settings of one kind of method, from the cheapest to the dear
   by their intervals, `BAC` with every `count`, and `ProfilingDiT` with every interval behind a
   warm-up of 2.
 
-The best fixed schedules are tried with other steps: intervals that grow, warm-ups of 1 to 3 steps
-before an interval, which are those of `Interval` (FORA at `module`) and `TaylorSeer`, and those
-that fitted forecasts choose; the best schedules with every other forecast at every other site; the
-best gates with other forecasts. Then single computed steps are dropped or added, and one or two
-adjacent ones moved by one.
+The best fixed schedules are tried with other steps: intervals that grow, warm-ups of 1 to 3 steps before an interval,
+which are those of `Interval` (FORA at `module`) and `TaylorSeer`, and those that fitted forecasts choose; the best
+schedules with every other forecast at every other site; the best gates with other forecasts. Then single computed
+steps are dropped or added, and one or two adjacent ones moved by one.
 
-Not in it: the site `block`, at which these forecasts do what they do at `stack` and hold more; the
-site `run`, whose blocks have to be named; and the methods in `LEFT_OUT`, with the reasons. All of
-them can be given in `methods`.
+Not in it: the site `block`, at which these forecasts do what they do at `stack` and hold more; the site `run`, whose
+blocks have to be named; and the methods in `LEFT_OUT`, with the reasons. All of them can be given in `methods`.
 """
 
 from __future__ import annotations
@@ -33,65 +31,44 @@ from functools import cached_property
 from itertools import product
 from typing import Any
 
+import diffcache
 from diffcache.errors import AttachError
-from diffcache.features.bac import BAC
 from diffcache.features.base import Method, When
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine, FeatureMethod, reuse_of
-from diffcache.features.confidence_gated import ConfidenceGatedTaylor
-from diffcache.features.dbcache import DBCache
-from diffcache.features.dbprune import DBPrune
-from diffcache.features.dmd import DMD
-from diffcache.features.dpcache import DPCache
-from diffcache.features.easycache import EasyCache
-from diffcache.features.fastercache import FasterCache
-from diffcache.features.first_block import FirstBlock
-from diffcache.features.fitted import FittedForecast, Weighted
-from diffcache.features.foca import FoCa
-from diffcache.features.freqca import FreqCa
-from diffcache.features.hicache import HiCache
-from diffcache.features.interval import Interval
-from diffcache.features.lazycache import LazyCache
-from diffcache.features.magcache import MagCache
-from diffcache.features.pab import PAB
+from diffcache.features.fitted import Weighted
 from diffcache.features.parts.fit import Fit
 from diffcache.features.parts.instead import Newton
 from diffcache.features.parts.when import Every, Listed, steps_of
-from diffcache.features.profilingdit import ProfilingDiT
-from diffcache.features.seacache import SeaCache
-from diffcache.features.speca import SpeCa
-from diffcache.features.spectrum import Spectrum
-from diffcache.features.step_mask import LEVELS, StepMask
+from diffcache.features.step_mask import LEVELS
 from diffcache.features.step_reuse import StepReuse
 from diffcache.features.tables import Tables
-from diffcache.features.taylorseer import TaylorSeer
-from diffcache.features.teacache import TeaCache
 from diffcache.step import Site
 
 Ladder = Sequence[Method]
 # Methods whose forecasts are put on schedules; Newton's is of no method of the catalog.
 FORECASTS: tuple[FeatureMethod, ...] = (
-    TaylorSeer(order=1),
-    Interval(),
+    diffcache.TaylorSeer(order=1),
+    diffcache.Interval(),
     Combine(Every(2), Newton(2)),
-    TaylorSeer(order=2),
-    HiCache(),
-    FoCa(),
-    DMD(),
-    FreqCa(),
-    Spectrum(),
+    diffcache.TaylorSeer(order=2),
+    diffcache.HiCache(),
+    diffcache.FoCa(),
+    diffcache.DMD(),
+    diffcache.FreqCa(),
+    diffcache.Spectrum(),
 )
 GATES: tuple[FeatureMethod, ...] = (
-    FirstBlock(),
-    ConfidenceGatedTaylor(warmup=3),
-    DBCache(warmup=3, order=1),
-    SeaCache(first="filtered"),
-    SeaCache(first="filtered", order=1),
-    EasyCache(warmup=3),
-    LazyCache(warmup=3),
+    diffcache.FirstBlock(),
+    diffcache.ConfidenceGatedTaylor(warmup=3),
+    diffcache.DBCache(warmup=3, order=1),
+    diffcache.SeaCache(first="filtered"),
+    diffcache.SeaCache(first="filtered", order=1),
+    diffcache.EasyCache(warmup=3),
+    diffcache.LazyCache(warmup=3),
     StepReuse(warmup=3, longest=3),
-    DBPrune(warmup=3),
-    SpeCa(),
+    diffcache.DBPrune(warmup=3),
+    diffcache.SpeCa(),
 )
 THRESHOLDS = tuple(round(1.5 * 0.75**number, 3) for number in range(16))
 WINDOWS = (12.0, 9.0, 7.0, 5.0, 4.0, 3.0, 2.0, 1.5)  # of Spectrum
@@ -108,12 +85,7 @@ LEFT_OUT: Mapping[str, str] = {
 
 @dataclass(frozen=True, eq=False)
 class Rungs:
-    """Settings of one kind of method.
-
-    Attributes:
-        name: Name of the method in the catalog.
-        ladder: Its settings, from the cheapest to the dearest.
-    """
+    """Settings of one kind of method of the catalog, from the cheapest to the dearest."""
 
     name: str
     ladder: Ladder
@@ -122,7 +94,7 @@ class Rungs:
     def traits(self) -> tuple[str, ...]:
         """Traits that neighbors share: kind of schedule, forecast, site."""
         first = self.ladder[0]
-        if isinstance(first, (FittedForecast, DPCache)):  # whose schedule takes a while to find
+        if isinstance(first, (diffcache.FittedForecast, diffcache.DPCache)):  # whose schedule takes a while to find
             order = getattr(first, "history", 2)
             return ("Listed", f"fitted to {order} steps", f"site {Site.of(first.site).value}")
         reuse = reuse_of(first)
@@ -141,13 +113,13 @@ def sites(is_unet: bool) -> tuple[Site, ...]:
 
 def to_calibrate(places: Sequence[Site], total: int) -> list[list[Calibrated]]:
     """Return the methods that need tables, for runs of so many steps; those of a list share a pass."""
-    fitted = [FittedForecast(site=site) for site in places if site is not Site.MODULE]
-    magnitude = MagCache(longest=5, retention=0.05)
-    others: list[Calibrated] = [TeaCache(), BAC(count=1), ProfilingDiT(warmup=2)]
+    fitted = [diffcache.FittedForecast(site=site) for site in places if site is not Site.MODULE]
+    magnitude = diffcache.MagCache(longest=5, retention=0.05)
+    others: list[Calibrated] = [diffcache.TeaCache(), diffcache.BAC(count=1), diffcache.ProfilingDiT(warmup=2)]
     model, stack, *deep = fitted
     shared: list[Calibrated] = [stack, magnitude]
     if total > 2:  # a line takes two steps
-        shared.append(DPCache(computed=2, warmup=2))
+        shared.append(diffcache.DPCache(computed=2, warmup=2))
     return [[model], shared, *([method] for method in (*deep, *others))]
 
 
@@ -156,14 +128,14 @@ def families(total: int, places: Sequence[Site], calibrated: Sequence[Calibrated
 
     `calibrated` are methods that `to_calibrate` returned, with tables, as far as they fit the model.
     """
-    fitted = [method for method in calibrated if isinstance(method, (FittedForecast, DPCache))]
+    fitted = [method for method in calibrated if isinstance(method, (diffcache.FittedForecast, diffcache.DPCache))]
     rest = [method for method in calibrated if method not in fitted]
-    others = (StepMask(dynamic=False, order=1), PAB(), FasterCache(start=0.1), *GATES, *rest)
+    others = (diffcache.StepMask(dynamic=False, order=1), diffcache.PAB(), diffcache.FasterCache(start=0.1))
     even = [_even(method, place, total) for method in FORECASTS for place in places]
     return [
-        *(family for method in (*fitted, Spectrum()) for family in _settings(method, total)),
+        *(family for method in (*fitted, diffcache.Spectrum()) for family in _settings(method, total)),
         *(family for family in even if family.ladder),
-        *(family for method in others for family in _settings(method, total)),
+        *(family for method in (*others, *GATES, *rest) for family in _settings(method, total)),
     ]
 
 
@@ -172,7 +144,7 @@ def _even(method: FeatureMethod, place: Site, total: int) -> Rungs:
     parts = method.parts()
     name = "taylorseer" if isinstance(method, Combine) else method.name
     own = parts.feature == "output"  # of what the whole stack returns
-    holds_many = isinstance(method, (DMD, HiCache, FoCa))
+    holds_many = isinstance(method, (diffcache.DMD, diffcache.HiCache, diffcache.FoCa))
     if (own and place is not parts.site) or (holds_many and place is Site.MODULE):
         return Rungs(name, [])
     instead = parts.instead
@@ -188,20 +160,20 @@ def _even(method: FeatureMethod, place: Site, total: int) -> Rungs:
 def _settings(method: FeatureMethod, total: int) -> list[Rungs]:
     """Return the families of a method."""
     counts, intervals = range(1, total), range(total, 1, -1)
-    if isinstance(method, FittedForecast):
+    if isinstance(method, diffcache.FittedForecast):
         ladders = [_with(method, "computed", counts, history=history) for history in (2, 3)]
-    elif isinstance(method, DPCache):
+    elif isinstance(method, diffcache.DPCache):
         ladders = [_with(method, "computed", counts[n - 1 :], warmup=n) for n in (3, 2)]
-    elif isinstance(method, BAC):
+    elif isinstance(method, diffcache.BAC):
         ladders = [_with(method, "count", counts)]
-    elif isinstance(method, (ProfilingDiT, FasterCache)):
+    elif isinstance(method, (diffcache.ProfilingDiT, diffcache.FasterCache)):
         ladders = [_with(method, "every", intervals)]
-    elif isinstance(method, Spectrum):
+    elif isinstance(method, diffcache.Spectrum):
         ladders = [_with(method, "window", WINDOWS), _with(method, "window", WINDOWS, warmup=2)]
-    elif isinstance(method, StepMask):
+    elif isinstance(method, diffcache.StepMask):
         ladders = [_with(method, "level", LEVELS[::-1])]
-    elif isinstance(method, PAB):
-        ladders = [[PAB(n, 2 * n, 3 * n, start=0.1, end=0.95) for n in range(6, 1, -1)]]
+    elif isinstance(method, diffcache.PAB):
+        ladders = [[diffcache.PAB(n, 2 * n, 3 * n, start=0.1, end=0.95) for n in range(6, 1, -1)]]
     else:
         ladders = [_with(method, "threshold", THRESHOLDS)]
     return [Rungs(method.name, ladder) for ladder in ladders if ladder]
@@ -230,7 +202,7 @@ def schedules(steps: tuple[int, ...], kinds: Sequence[Method], total: int) -> li
         regular = (steps_of(Every(every, warmup), total) for every in range(1, total + 1))
         found.append(next((other for other in regular if len(other) <= len(steps)), steps))
     for kind in kinds:
-        if isinstance(kind, FittedForecast):
+        if isinstance(kind, diffcache.FittedForecast):
             found.append(steps_listed(dataclasses.replace(kind, computed=len(steps)), total))
     return [other for other in dict.fromkeys(found) if len(other) == len(steps) and other != steps]
 
@@ -292,12 +264,12 @@ def with_steps(method: Method, steps: tuple[int, ...], total: int) -> Combine:
     parts = reuse_of(method)
     assert parts is not None  # a method that reuses features
     instead = parts.instead
-    if isinstance(method, FittedForecast) and isinstance(method.tables, Tables):
+    if isinstance(method, diffcache.FittedForecast) and isinstance(method.tables, Tables):
         instead = refit(method, steps)
     return dataclasses.replace(parts, when=Listed(steps, total), instead=instead)
 
 
-def refit(method: FittedForecast, steps: tuple[int, ...]) -> Weighted:
+def refit(method: diffcache.FittedForecast, steps: tuple[int, ...]) -> Weighted:
     """Return the fitted forecast of a schedule."""
     tables = method.measured()
     fit = Fit(tables["products"], tables["moves"], method.history, method.ridge)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from diffcache.digest import digest
 from diffcache.errors import CacheWarning, TablesError
 from diffcache.features.base import Method
 from diffcache.features.tables import Tables
+from diffcache.files import write_file
 from diffcache.offline.tracing import call_pipeline
 from diffcache.psnr import psnr
 from diffcache.targets import denoisers_of
@@ -38,15 +38,13 @@ class Trial:
     Attributes:
         method: Repr of the method.
         cost: Floating-point operations of the denoiser, as a share of the uncached run's.
-        psnr_db: PSNR to the uncached output, in dB, mean over samples; of 8-bit pictures where the
-            pipeline draws any.
+        psnr_db: PSNR to the uncached output, in dB, mean over samples; of 8-bit pictures where the pipeline draws any.
         low_db: Lower end of the 95 % bootstrap interval of that mean over samples.
         high_db: Upper end.
         seconds: Median of the runs of a batch.
         samples: Number of samples that it drew.
         each: PSNR of every sample, in dB.
-        scores: Score of every sample where another measure than the PSNR is the goal, higher for
-            the better.
+        scores: Score of every sample where another measure than the PSNR is the goal, higher for the better.
     """
 
     method: str
@@ -134,10 +132,7 @@ class Trials:
                     "goal or model); delete it, or pass resume=False"
                 )
         self._known = {row["key"]: Trial(**row["trial"]) for row in rows}
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        new = self.log.with_name(self.log.name + ".new")
-        new.write_text("".join(json.dumps(row) + "\n" for row in (first, *rows)), "utf-8")
-        os.replace(new, self.log)
+        write_file(self.log, "".join(json.dumps(row) + "\n" for row in (first, *rows)))
 
     def measure(self, method: Method, batches: Sequence[int]) -> Trial:
         """Return the trial of a method on some of the batches; none of them is run twice."""

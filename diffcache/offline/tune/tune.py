@@ -52,17 +52,15 @@ def tune(
 ) -> Tuned:
     """Search methods, settings, sites and schedules for a pipeline, and return the best.
 
-    A third of the prompts is searched on, and the best few are validated on the others. Tried are
-    the families of `diffcache.offline.tune.space`, which are those of the whole catalog: every
-    forecast for any number of computed steps at all sites that the model has, every gate for any
-    threshold, next always the family whose neighbors did best. First looks are on one batch; the
-    better half goes on with one batch more, and so on. Then steps of the best schedules are
-    dropped, moved and added as long as that helps, each change compared on the same samples and
-    stopped when it is behind. The best methods as they are are validated beside what was put
-    together, so that the choice is behind none of them but by chance. What the model refuses is
-    listed under `refused` in the tables' header, and what was not looked at under `skipped`, with
-    the reasons. Costs are floating-point operations, so a search on one machine holds on another,
-    except with `seconds`.
+    A third of the prompts is searched on, and the best few are validated on the others. Tried are the families of
+    `diffcache.offline.tune.space`, which are those of the whole catalog: every forecast for any number of computed
+    steps at all sites that the model has, every gate for any threshold, next always the family whose neighbors did
+    best. First looks are on one batch; the better half goes on with one batch more, and so on. Then steps of the best
+    schedules are dropped, moved and added as long as that helps, each change compared on the same samples and stopped
+    when it is behind. The best methods as they are are validated beside what was put together, so that the choice is
+    behind none of them but by chance. What the model refuses is listed under `refused` in the tables' header, and what
+    was not looked at under `skipped`, with the reasons. Costs are floating-point operations, so a search on one
+    machine holds on another, except with `seconds`.
 
     Args:
         pipe: A diffusers pipeline, not wrapped, with one denoiser.
@@ -70,38 +68,35 @@ def tune(
         speedup: The closest method that needs at most `1 / speedup` of the operations.
         psnr: The cheapest method that stays this close, in dB.
         seconds: The closest method that takes at most so long a batch.
-        lpips: The cheapest method whose pictures stay this close by LPIPS, with the weights that
-            `diffcache eval` finds.
-        right: The cheapest method that spoils no picture: a function that takes a picture, uint8
-            [3, H, W] (a film [F, 3, H, W]), and its prompt, and returns whether the picture is
-            right. A picture counts against a method if it is wrong and its uncached one right.
-            It needs `confidence`.
-        confidence: Least probability with which each new prompt of the same kind stays as close as
-            `psnr` or `lpips`, which are then no means, or is not spoilt: see
-            `diffcache.offline.tune.guarantee`. Prompts have to differ and run one by one; 0.95
-            takes 19 to validate on, so 29 in all.
-        methods: Methods to try, with changes of their steps, instead of the built-in space; those
-            that need tables are calibrated.
-        trials: Budget: as many methods as may be run on all prompts that are searched on. A first
-            look, on one batch of them, counts as that part of one.
-        **settings: `steps` or `num_inference_steps`, `batch_size`, `seed`, `out`, `resume` and
-            `progress` as in `calibrate`; anything else goes to the pipeline's call.
+        lpips: The cheapest method whose pictures stay this close by LPIPS, with the weights that `diffcache eval`
+            finds.
+        right: The cheapest method that spoils no picture: a function that takes a picture, uint8 [3, H, W] (a film [F,
+            3, H, W]), and its prompt, and returns whether the picture is right. A picture counts against a method if
+            it is wrong and its uncached one right. It needs `confidence`.
+        confidence: Least probability with which each new prompt of the same kind stays as close as `psnr` or `lpips`,
+            which are then no means, or is not spoilt: see `diffcache.offline.tune.guarantee`. Prompts have to differ
+            and run one by one; 0.95 takes 19 to validate on, so 29 in all.
+        methods: Methods to try, with changes of their steps, instead of the built-in space; those that need tables are
+            calibrated.
+        trials: Budget: as many methods as may be run on all prompts that are searched on. A first look, on one batch
+            of them, counts as that part of one.
+        **settings: `steps` or `num_inference_steps`, `batch_size`, `seed`, `out`, `resume` and `progress` as in
+            `calibrate`; anything else goes to the pipeline's call.
 
     Returns:
-        The method; its `front` holds what was seen, and its `validation` how close the chosen
-        method is to the uncached output on prompts that were not searched on, as the best of the
-        few that were tried on these; its `guarantee` is what `confidence` asked for. With `out` it
-        is that file's, and `tuned` is its name on command lines.
+        The method; its `front` holds what was seen, and its `validation` how close the chosen method is to the
+        uncached output on prompts that were not searched on, as the best of the few that were tried on these; its
+        `guarantee` is what `confidence` asked for. With `out` it is that file's, and `tuned` is its name on command
+        lines.
 
     Warns:
         CacheWarning: If nothing that was validated meets the goal on those prompts.
 
     Raises:
-        AttachError: If the pipeline is wrapped, nothing that was tried meets the goal, or nothing
-            fits the pipeline.
+        AttachError: If the pipeline is wrapped, nothing that was tried meets the goal, or nothing fits the pipeline.
         TablesError: If `<out>.trials` is of another search.
-        ValueError: If there are too few prompts, or a setting is out of its range, or prompts are
-            not apart as `confidence` needs them.
+        ValueError: If there are too few prompts, or a setting is out of its range, or prompts are not apart as
+            `confidence` needs them.
 
     Example:
         >>> best = diffcache.tune(pipe, prompts, speedup=3.0)  # doctest: +SKIP
@@ -230,10 +225,9 @@ def _certified(
 ) -> tuple[Method, dict[str, Trial], Guarantee]:
     """Return the cheapest method that is certified on prompts that were not searched on.
 
-    Settings that are certified are of those that the search saw, of which nothing else is both
-    cheaper and closer: the cheapest that met the goal, two that are cheaper and five that are
-    dearer. A search for a PSNR has no reason to try dearer ones, so the next five rungs of the
-    best method's ladder are tried on its prompts first.
+    Settings that are certified are of those that the search saw, of which nothing else is both cheaper and closer: the
+    cheapest that met the goal, two that are cheaper and five that are dearer. A search for a PSNR has no reason to try
+    dearer ones, so the next five rungs of the best method's ladder are tried on its prompts first.
 
     Raises:
         AttachError: If none is.
