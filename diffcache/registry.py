@@ -15,7 +15,7 @@ begins with `#` opens a family, and settings are written as on a command line, `
 | `computed` | methods: steps of 8 that it computes with `skips`, where no pipeline is needed |
 | `holds` | methods: tensors kept of each feature, and of the probe |
 | `aliases` | names that others give, with settings where they are not the default |
-| `used` | kernels: callers; the family is the module of `diffcache.eval.kernels` |
+| `used` | kernels: callers |
 
 "-" and "_" mean the same in a name, in Python and on command lines.
 """

@@ -13,6 +13,7 @@ from diffcache.anchor import owner_of
 from diffcache.cli import app
 from diffcache.eval import record
 from diffcache.eval.cost.clock import DenoiserClock
+from diffcache.eval.kernels import timing
 from diffcache.eval.methods import parse_row
 from diffcache.eval.record import FOLDER, ROOT, Setting
 from diffcache.eval.runs import measure
@@ -20,8 +21,8 @@ from diffcache.eval.runs.evaluate import Plan, start
 from diffcache.eval.runs.progress import Progress
 from diffcache.eval.runs.task import Case, Task
 from diffcache.eval.workshop.bench import __main__ as bench
-from diffcache.eval.workshop.bench import capacity, decode, full_size, kernels, overhead
-from diffcache.eval.workshop.bench.models import Shape
+from diffcache.eval.workshop.bench import capacity, decode, full_size, overhead
+from diffcache.eval.workshop.bench.overhead import Shape
 from diffcache.eval.workshop.bench.runner import Bench, tables, thirds
 from diffcache.eval.workshop.bench.telling import FACTORS, STEPS, computed, magcache
 from diffcache.eval.workshop.parts import Parts, digest_of
@@ -117,7 +118,7 @@ def test_command_line_says_what_is_wrong(capsys):
 
 def test_every_way_to_a_kernels_result_is_right(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda run: run)  # compiling takes a minute
-    found = written("kernels", kernels.measure(SETTING, rounds=1), tmp_path)
+    found = written("kernels", timing.measure(SETTING, rounds=1), tmp_path)
     for row in found["rows"]:
         assert row["ways"]["kernel"]["error"] == row["ways"]["plain"]["error"] == 0  # both plain here
         assert all("us" in way for way in row["ways"].values()), row

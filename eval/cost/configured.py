@@ -16,25 +16,15 @@ _COMPONENTS = ("transformer", "unet", "prior")
 
 @dataclass(frozen=True)
 class Denoiser:
-    """A denoiser class with its configuration.
+    """A denoiser class with its configuration."""
 
-    Attributes:
-        cls: Class name in diffusers.
-        config: Constructor arguments; what is missing has the class's default.
-        compression: Pixels of a latent row and frames of a latent frame, of the pipeline's
-            autoencoder; None where that is not known.
-    """
-
-    cls: str
-    config: Mapping[str, Any]
+    cls: str  # class name in diffusers
+    config: Mapping[str, Any]  # constructor arguments; what is missing has the class's default
+    # Pixels of a latent row and frames of a latent frame, of the pipeline's autoencoder; None where that is not known
     compression: tuple[int, int] | None = None
 
     def build(self) -> nn.Module:
-        """Build the model without memory, in eval mode.
-
-        Raises:
-            ValueError: If diffusers has no such class, or the configuration does not fit it.
-        """
+        """Build the model without memory, in eval mode; or raise ValueError: no such class, or other arguments."""
         import diffusers
 
         found: Any = getattr(diffusers, self.cls, None)
@@ -50,11 +40,7 @@ class Denoiser:
 
 
 def resolve(model: Mapping[str, Any] | str | Path | type[nn.Module]) -> Denoiser:
-    """Return the denoiser that a configuration, a directory or a class stands for.
-
-    Raises:
-        ValueError: If it is none of these.
-    """
+    """Return the denoiser that a configuration, a directory or a class stands for; or raise ValueError."""
     if isinstance(model, type):
         return Denoiser(model.__name__, {})
     if isinstance(model, Mapping):
@@ -80,11 +66,7 @@ def resolve(model: Mapping[str, Any] | str | Path | type[nn.Module]) -> Denoiser
 
 
 def compression_of(directory: Path) -> tuple[int, int] | None:
-    """Return pixels of a latent row and frames of a latent frame, from a pipeline's autoencoder.
-
-    Returns:
-        Both; None where its configuration does not tell.
-    """
+    """Return pixels of a latent row and frames of a latent frame, of a pipeline's autoencoder; None if unknown."""
     file = directory / "vae" / "config.json"
     config = _read(file) if file.exists() else {}
     spatial = config.get("spatial_compression_ratio") or config.get("scale_factor_spatial")

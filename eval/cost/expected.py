@@ -30,27 +30,16 @@ IDLE = ("NOP", "BRA.U", "UMOV")  # of no cost, or of another unit
 
 @dataclass(frozen=True)
 class Chip:
-    """Multiprocessors, clock and memories of a GPU; its peaks are in `DEVICES`.
+    """Multiprocessors, clock and memories of a GPU; its peaks are in `DEVICES`."""
 
-    Attributes:
-        arch: Architecture that kernels are compiled for.
-        sms: Multiprocessors.
-        ghz: Clock under load, 10^9 cycles a second.
-        shared: KiB of shared memory of a multiprocessor.
-        warps: Most warps of a multiprocessor.
-        cached: Bytes that the second-level cache gives in a cycle.
-        products: Dtype of operands -> times as many products as of bfloat16, dense.
-        small: Share of the peak of products that `mma.sync`, of few rows, can reach.
-    """
-
-    arch: int
-    sms: int
-    ghz: float
-    shared: int
-    warps: int
-    cached: int
-    products: Mapping[str, float]
-    small: float = 1.0
+    arch: int  # architecture that kernels are compiled for
+    sms: int  # multiprocessors
+    ghz: float  # clock under load, 10^9 cycles a second
+    shared: int  # KiB of shared memory of a multiprocessor
+    warps: int  # most warps of a multiprocessor
+    cached: int  # bytes that the second-level cache gives in a cycle
+    products: Mapping[str, float]  # dtype of operands -> times as many products as of bfloat16, dense
+    small: float = 1.0  # share of the peak of products that `mma.sync`, of few rows, can reach
 
 
 INTEGERS = {"bf16": 1.0, "f16": 1.0, "f16 in f16": 1.0, "i8": 2.0, "f8E4M3FN": 2.0, "f32": 0.07}
@@ -69,31 +58,16 @@ BY_ARCH = {str(chip.arch): name for name, chip in CHIPS.items() if name != "h100
 
 @dataclass(frozen=True)
 class Expected:
-    """Expected time of the launches of a row: not measured.
+    """Expected time of the launches of a row: not measured."""
 
-    Attributes:
-        us: Microseconds.
-        bound: What holds: `bytes`, `cache`, `code` or `launch`.
-        parts: Microseconds of each need alone, all launches together.
-        blocks: Blocks that a multiprocessor holds at once, of each launch.
-    """
-
-    us: float
-    bound: str
-    parts: Mapping[str, float]
-    blocks: tuple[int, ...]
+    us: float  # microseconds
+    bound: str  # what holds: `bytes`, `cache`, `code` or `launch`
+    parts: Mapping[str, float]  # microseconds of each need alone, all launches together
+    blocks: tuple[int, ...]  # blocks that a multiprocessor holds at once, of each launch
 
 
 def expect(row: Mapping[str, Any], device: str) -> Expected | None:
-    """Expect how long the launches of a row take.
-
-    Args:
-        row: Row of the record of machine code.
-        device: One of `CHIPS`.
-
-    Returns:
-        None where the row's kernels do not compile for the device.
-    """
+    """Expect how long the launches of a row of the record of code take on a chip; None where they do not compile."""
     chip, peaks = CHIPS[device], DEVICES[device]
     codes = row["targets"].get(str(chip.arch))
     if not isinstance(codes, list):
@@ -153,13 +127,9 @@ def resident(code: Mapping[str, Any], chip: Chip) -> int:
 def dynamic(instructions: Sequence[str], spans: Sequence[tuple[int, int]], turns: Sequence[float]) -> dict[str, float]:
     """Count the instructions that a warp begins, by kind.
 
-    The longest loop of the machine code is that of the most turns in Triton's own form, and so on;
-    a loop that Triton's form has not, such as one that waits, turns once.
-
-    Args:
-        instructions: Names.
-        spans: First and last instruction of each loop.
-        turns: Turns of each loop in Triton's form.
+    The longest loop of the machine code, of which spans are the first and last instruction, is that of
+    the most turns in Triton's own form, and so on; a loop that Triton's form has not, such as one that
+    waits, turns once.
     """
     weights = [1.0] * len(instructions)
     longest = sorted(spans, key=lambda span: span[0] - span[1])

@@ -8,7 +8,7 @@ element-wise work and kernels of other libraries are not.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,43 +23,23 @@ from diffcache.attach.flops import counted
 
 @dataclass
 class Tally:
-    """Calls and operations of the modules under `counting`.
+    """Calls and operations of the modules under `counting`."""
 
-    Attributes:
-        calls: Name and operations of every call in order; None where they could not be counted.
-    """
-
+    # Name and operations of every call in order; None where they could not be counted
     calls: list[tuple[str, float | None]] = field(default_factory=list)
 
     @property
     def total(self) -> float | None:
         """Operations of all calls; None if there were none, or one could not be counted."""
-        return _sum(self.calls)
+        known = [flops for _, flops in self.calls if flops is not None]
+        return sum(known) if known and len(known) == len(self.calls) else None
 
 
-@dataclass(frozen=True)
-class Counted:
-    """The denoiser's operations in one uncached run.
+@dataclass
+class Counted(Tally):
+    """The denoiser's operations in one uncached run, embedders and heads included."""
 
-    Attributes:
-        calls: Denoiser and operations of every call in order; None where they could not be counted.
-        steps: Sampling steps, each with as many calls as there are guidance branches.
-        reason: Reason why there is no count; empty where there is one.
-    """
-
-    calls: tuple[tuple[str, float | None], ...]
-    steps: int
-    reason: str = ""
-
-    @property
-    def total(self) -> float | None:
-        """Operations of the whole run, embedders and heads included."""
-        return _sum(self.calls)
-
-    @property
-    def per_call(self) -> float | None:
-        """Mean operations of one denoiser call."""
-        return None if self.total is None else self.total / len(self.calls)
+    steps: int = 1  # sampling steps, each with as many calls as there are guidance branches
 
     @property
     def per_step(self) -> float | None:
@@ -78,18 +58,9 @@ class _Whole(nn.Module):
         return self.original(*args, **kwargs)
 
 
-def _sum(calls: Sequence[tuple[str, float | None]]) -> float | None:
-    known = [flops for _, flops in calls if flops is not None]
-    return sum(known) if known and len(known) == len(calls) else None
-
-
 @contextmanager
 def counting(modules: Mapping[str, nn.Module]) -> Iterator[Tally]:
-    """Count the operations of every call of some modules; one may lie inside another.
-
-    Args:
-        modules: Modules by the name that the tally gives them.
-    """
+    """Count the operations of every call of modules, by the names the tally gives them; one may lie inside another."""
     tally = Tally()
     before = {name: module.__dict__.get("forward") for name, module in modules.items()}
     try:
@@ -121,9 +92,7 @@ def _counting_forward(tally: Tally, name: str, module: nn.Module) -> Callable[..
 def count(target: Any, call: Mapping[str, Any]) -> Counted:
     """Call a pipeline or a denoiser uncached, and count the operations of its denoiser calls.
 
-    Args:
-        target: A diffusers pipeline, or a denoiser.
-        call: Arguments of the call; two sampling steps are enough.
+    Two sampling steps are enough.
 
     Raises:
         AttachError: If the target has no denoiser.
@@ -137,20 +106,12 @@ def count(target: Any, call: Mapping[str, Any]) -> Counted:
         target(**call)
     if not tally.calls:
         raise ValueError(f"the call of {type(target).__name__} reached none of {', '.join(modules)}")
-    unknown = next((name for name, flops in tally.calls if flops is None), None)
-    reason = ""
-    if unknown is not None:
-        reason = f"{unknown} is compiled or may use flex attention: its FLOPs cannot be counted"
     number = len(steps) or int(call.get("num_inference_steps") or len(tally.calls))
-    return Counted(tuple(tally.calls), number, reason)
+    return Counted(tally.calls, number)
 
 
 def denoisers(target: Any) -> dict[str, nn.Module]:
-    """Return the denoisers of a pipeline by name; a bare one is called `model`.
-
-    Raises:
-        AttachError: If there are none.
-    """
+    """Return the denoisers of a pipeline by name, a bare one as `model`; or raise AttachError if there are none."""
     if isinstance(target, nn.Module):
         return {"model": target}
     return {name: target.components[name] for name in diffcache.inspect(target)}

@@ -17,57 +17,40 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Turn:
-    """A contender that needs something untimed around its turn.
+    """A contender that needs something untimed around its turn."""
 
-    Attributes:
-        call: Function that is timed.
-        within: Makes the context of a turn, such as a cache put in and taken out again.
-        prepare: Called untimed in that context before the timed calls.
-        readings: Called untimed at the end of a turn; further numbers about it, by name.
-        after: Called untimed behind every timed call.
-        calls: Timed calls in a row, for pieces of work that are short.
-    """
-
-    call: Call
+    call: Call  # function that is timed
+    # Makes the context of a turn, such as a cache put in and taken out again
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
-    prepare: Call | None = None
+    prepare: Call | None = None  # called untimed in that context before the timed calls
+    # Called untimed at the end of a turn; further numbers about it, by name
     readings: Callable[[], Mapping[str, float | None]] | None = None
-    after: Call | None = None
-    calls: int = 1
+    after: Call | None = None  # called untimed behind every timed call
+    calls: int = 1  # timed calls in a row, for pieces of work that are short
 
 
 @dataclass
 class Timings:
-    """Times, one number for every timed call; the first contender is the yardstick.
+    """Times, one number for every timed call; the first contender is the yardstick."""
 
-    Attributes:
-        seconds: Contender -> wall time of its call, the wait for an accelerator included.
-        cpu_seconds: Contender -> CPU time of the process until its call returned, all threads.
-        readings: Contender -> name -> what its turns said besides.
-        warmup: Untimed rounds before.
-        load: Highest load average (one minute) seen, None where the system has none.
-        cores: Processor cores of this process.
-    """
-
+    # Contender -> wall time of its call, the wait for an accelerator included
     seconds: dict[str, list[float]] = field(default_factory=dict)
+    # Contender -> CPU time of the process until its call returned, all threads
     cpu_seconds: dict[str, list[float]] = field(default_factory=dict)
+    # Contender -> name -> what its turns said besides
     readings: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    warmup: int = 0
-    load: float | None = None
-    cores: int = 1
+    warmup: int = 0  # untimed rounds before
+    load: float | None = None  # highest load average (one minute) seen, None where the system has none
+    cores: int = 1  # processor cores of this process
 
     def own(self, setting: Setting) -> dict[str, list[float]]:
         """Return contender -> seconds by the clock of a setting."""
         return self.cpu_seconds if setting.clock == "process_time" else self.seconds
 
     def ratios(self, reading: str = "seconds") -> dict[str, list[float]]:
-        """Return the first contender's seconds over each one's own, call by call.
+        """Return the first contender's seconds over each one's own, call by call; above 1 is faster than the first.
 
-        Args:
-            reading: `seconds`, `cpu_seconds`, or a reading of the turns.
-
-        Returns:
-            Contender -> ratios, dimensionless; above 1 is faster than the first.
+        The reading is `seconds`, `cpu_seconds`, or a reading of the turns.
 
         Raises:
             ValueError: If a contender has no such reading in every round, or one of 0 seconds.
@@ -96,13 +79,9 @@ class Timings:
     def rows(self, samples_per_call: int = 1) -> dict[str, dict[str, Any]]:
         """Return median and quartiles of everything as plain data.
 
-        Args:
-            samples_per_call: Pictures or films that one call makes.
-
-        Returns:
-            Contender -> `seconds`, `cpu_seconds`, the readings, `ratio`, and where every
-            contender has what they are made of `cpu_ratio` and `denoiser_ratio` (dimensionless),
-            each with median, q1, q3 and n; `throughput` in samples a second.
+        Each has `seconds`, `cpu_seconds`, the readings, `ratio`, and where every contender has what they
+        are made of `cpu_ratio` and `denoiser_ratio` (dimensionless), each with median, q1, q3 and n;
+        `throughput` is in samples a second.
 
         Raises:
             ValueError: If `samples_per_call` is below 1.
@@ -126,12 +105,7 @@ class Timings:
 
 
 def too_fast(rows: Mapping[str, Mapping[str, Any]], allowed: Mapping[str, float | None]) -> list[str]:
-    """Return a sentence on the rows that are faster than their operations allow, none if no row is.
-
-    Args:
-        rows: Rows of `Timings.rows`.
-        allowed: Contender -> its FLOPs ratio, None where it is not known.
-    """
+    """Return a sentence on rows of `Timings.rows` that are faster than their FLOPs ratios allow; none if no row is."""
     titles = {"ratio": "speed", "cpu_ratio": "CPU ratio", "denoiser_ratio": "denoiser's speed"}
     found = []
     for name, row in rows.items():
@@ -161,13 +135,8 @@ def measure(contenders: Mapping[str, Call | Turn], rounds: int, warmup: int, set
     """Time contenders in turn; in every round each is called once, another one first.
 
     An accelerator is waited for on both sides of a call. Each call is divided into the first
-    contender's of the same round, so that a slow spell of the machine falls out of the ratios.
-
-    Args:
-        contenders: Name -> what to call; the first is what the others are compared with.
-        rounds: Timed calls of each; five or more give quartiles a meaning.
-        warmup: Untimed rounds before.
-        setting: The device that is waited for, and where the progress is told.
+    contender's of the same round, so that a slow spell of the machine falls out of the ratios. Five
+    rounds or more give quartiles a meaning; rounds of the warm-up come before, untimed.
 
     Raises:
         ValueError: If there are no contenders, or `rounds` or `warmup` is out of range.

@@ -36,19 +36,12 @@ class MeasureError(DiffcacheError):
 
 @dataclass(frozen=True)
 class Place:
-    """Place where a measured process runs.
+    """Place where a measured process runs."""
 
-    Attributes:
-        device: Name of the device, as torch has it.
-        dtype: Dtype of the models: `float32`, `float16` or `bfloat16`.
-        threads: CPU threads of torch.
-        loading: Options for loading the pipeline.
-    """
-
-    device: str = "cpu"
-    dtype: str = "float32"
-    threads: int = 1
-    loading: Loading = field(default_factory=Loading)
+    device: str = "cpu"  # name of the device, as torch has it
+    dtype: str = "float32"  # dtype of the models: `float32`, `float16` or `bfloat16`
+    threads: int = 1  # CPU threads of torch
+    loading: Loading = field(default_factory=Loading)  # options for loading the pipeline
 
 
 def peak_bytes(model: str | Path, method: str | None, call: Mapping[str, Any], place: Place | None = None) -> int:
@@ -91,15 +84,7 @@ def peak_bytes(model: str | Path, method: str | None, call: Mapping[str, Any], p
 
 
 def peak(call: Callable[[], object], device: torch.device | str) -> int:
-    """Return the most memory that torch allocates on an accelerator during a call, in bytes.
-
-    Args:
-        call: Function to measure.
-        device: A CUDA device.
-
-    Raises:
-        ValueError: If it is no CUDA device: a CPU needs a fresh process (`peak_bytes`).
-    """
+    """Return the most bytes that torch allocates on a CUDA device in a call; a CPU needs `peak_bytes` (ValueError)."""
     place = torch.device(device)
     if place.type != "cuda":
         raise ValueError(f"device={str(device)!r}: memory of a CPU is measured by peak_bytes")
@@ -111,11 +96,7 @@ def peak(call: Callable[[], object], device: torch.device | str) -> int:
 
 
 def measure(order: Mapping[str, Any]) -> int:
-    """Load a pipeline and return the peak of a call; `peak_bytes` gives it a fresh process.
-
-    Args:
-        order: `model`, `method`, `call`, `device`, `dtype`, `threads` and `loading`.
-    """
+    """Load a pipeline and return the peak of a call; `peak_bytes` gives it a fresh process, and the order as JSON."""
     from diffcache.eval.methods import parse_method
 
     torch.set_num_threads(order["threads"])

@@ -291,11 +291,7 @@ def _check_one(denoisers: Any) -> None:
 
 
 def _of_class(cls: Any, published: str | None, preset: str | None) -> tuple[Any, nn.Module]:
-    """Return a stand-in for a pipeline of a class: a published model that it runs.
-
-    Raises:
-        ValueError: If there is none of that name, or nothing tells which of several it is.
-    """
+    """Return a stand-in for a pipeline of a class: a published model that it runs; or raise ValueError."""
     name, takes = cls.__name__, inspect.signature(cls.__init__).parameters.values()
     texts = [str(getattr(given.annotation, "__name__", given.annotation)) for given in takes]
     known = {
@@ -427,14 +423,7 @@ class _Replay(When):
 
 
 class _Costs:
-    """Costs of a run, from one call of each kind of its steps.
-
-    Args:
-        model: The denoiser.
-        method: The method.
-        run: Size of a call, compression, steps, and calls of a step.
-        device: The device.
-    """
+    """Costs of a run, from one call of each kind of its steps; `run` is size, compression, steps, calls of a step."""
 
     def __init__(self, model: nn.Module, method: Method, run: tuple[Size, Any, int, int], device: Device) -> None:
         size, compression, steps, branches = run
@@ -510,11 +499,7 @@ def _alike(model: nn.Module, parts: Combine) -> Iterator[nn.Module]:
 def kinds_of(when: When, steps: int, branches: int, skips: bool) -> list[Kind]:
     """Return the work of a schedule at every step, one branch after the other.
 
-    Args:
-        when: The schedule.
-        steps: Steps of the run.
-        branches: Guidance branches.
-        skips: Whether a step that a look at the sample decides is skipped.
+    `skips` says whether a step that a look at the sample decides is skipped.
     """
     own = branches if when.by_branch else 1
     states = [when.init() for _ in range(own)]

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from diffcache.eval.kernels.case import KernelCase, all_cases
+from diffcache.eval.kernels.cases import KernelCase, all_cases
 from diffcache.eval.kernels.options import Built, Options, arch_of, built, choices_of, faster, ratios, trial
 from diffcache.eval.kernels.timing import CALLS, ceilings, row
 from diffcache.eval.record import Setting, envelope
@@ -62,15 +62,9 @@ def tasks() -> list[Task]:
 
 @torch.no_grad()
 def work(device: torch.device, wanted: Sequence[Task], tell: Tell) -> bool:
-    """Do tasks one after another, and tell each result.
+    """Do tasks one after another, and tell each result as plain data; on a CPU sizes are tiny.
 
-    Args:
-        device: Where to measure; on a CPU sizes are tiny.
-        wanted: What to do, in order.
-        tell: Takes each result, plain data.
-
-    Returns:
-        Whether the device still answers; if not, the last task told is the last that was done.
+    Returns whether the device still answers; if not, the last task told is the last that was done.
     """
     is_cuda = device.type == "cuda"
     name = device_name(device.index or 0) if is_cuda else device.type
@@ -109,11 +103,7 @@ def _record(device: torch.device) -> dict[str, Any]:
 def checked(
     cases: list[tuple[int, KernelCase]], device: torch.device, limits: dict[str, float], made: dict[Any, Future[Built]]
 ) -> dict[str, Any]:
-    """Compare an operator with plain PyTorch and time it in all of its rows.
-
-    Returns:
-        `rows`, and `failed`, which is empty where the kernel is right.
-    """
+    """Compare an operator with plain PyTorch and time all its rows: `rows`, and `failed`, empty where it is right."""
     rows, failed = [], ""
     for number, case in cases:
         if (waiting := made.get((number, "{}"))) is not None:
@@ -133,8 +123,7 @@ def best_options(
 ) -> dict[str, Any]:
     """Time candidates for the options of an operator's launch beside its defaults.
 
-    Returns:
-        `configs`, bucket -> options that are faster, and `buckets`, the bucket of each row.
+    Returns `configs`, bucket -> options that are faster, and `buckets`, the bucket of each row.
     """
     timed, buckets = [], {}
     for number, case in cases:
@@ -161,8 +150,7 @@ def compilers(
 ) -> Iterator[dict[Any, Future[Built]]]:
     """Compile the kernels of the tasks in other processes, in the order of their launches.
 
-    Yields:
-        Number of a row and options, as JSON -> what was compiled, sooner or later; empty on a CPU.
+    Yields number of a row and options, as JSON -> what was compiled, sooner or later; nothing on a CPU.
     """
     if device.type != "cuda":
         yield {}

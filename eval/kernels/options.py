@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from diffcache.eval.kernels.case import KernelCase
+from diffcache.eval.kernels.cases import KernelCase
 from diffcache.kernels.configs import RATIO, trying
 from diffcache.kernels.dispatch import OPERATORS, kernel_module
 
@@ -41,22 +41,15 @@ class Launched(TorchDispatchMode):
 
 @dataclass(frozen=True)
 class Built:
-    """One candidate, compiled.
+    """One candidate, compiled."""
 
-    Attributes:
-        tried: Options in the place of defaults; none of them for the defaults.
-        bucket: Bucket of the launch.
-        options: All options of the launch; none of them if it did not compile.
-        used: Registers of a thread, KiB of shared memory of a block and bytes of a thread that
-            spill: the most of all kernels that are launched.
-        dropped: Why it is not timed; empty if it is.
-    """
-
-    tried: Options
-    bucket: str
-    options: Options
+    tried: Options  # options in the place of defaults; none of them for the defaults
+    bucket: str  # bucket of the launch
+    options: Options  # all options of the launch; none of them if it did not compile
+    # Registers of a thread, KiB of shared memory of a block and bytes of a thread that spill: the most of all kernels
+    # that are launched
     used: tuple[float, ...]
-    dropped: str
+    dropped: str  # why it is not timed; empty if it is
 
     @property
     def name(self) -> str:
@@ -74,11 +67,7 @@ def choices_of(name: str) -> list[Options]:
 
 
 def arch_of(device: torch.device) -> int:
-    """Return the architecture to compile for, such as 90.
-
-    Raises:
-        ValueError: If the shared memory of the device is not known.
-    """
+    """Return the architecture to compile for, such as 90; ValueError if its shared memory is not known."""
     if device.type != "cuda":
         return ARCH
     major, minor = torch.cuda.get_device_capability(device)

@@ -16,35 +16,21 @@ from itertools import product
 
 SAMPLES = 64, 3, 3  # programs along each axis of a grid, for an average
 BITS = {"f8": 8, "i1": 8}  # of elements whose name ends in another number
-COMPARED = {
-    "eq": operator.eq,
-    "ne": operator.ne,
-    "lt": operator.lt,
-    "le": operator.le,
-    "gt": operator.gt,
-    "ge": operator.ge,
-}
+COMPARED = dict(eq=operator.eq, ne=operator.ne, lt=operator.lt, le=operator.le, gt=operator.gt, ge=operator.ge)
 AXES = "xyz"
 
 
 @dataclass
 class Tiles:
-    """Work of a program, on average over a grid.
+    """Work of a program, on average over a grid."""
 
-    Attributes:
-        loaded: Bytes of tiles that are loaded, from memory or from a cache.
-        stored: Bytes of tiles that are stored.
-        products: Dtype of operands -> operations of products of matrices; `f16 in f16` where
-            their sums are in float16, too.
-        turns: Turns of each loop, in the order of the text; of one inside another, all together.
-        rows: Most rows of a product.
-    """
-
-    loaded: float = 0.0
-    stored: float = 0.0
+    loaded: float = 0.0  # bytes of tiles that are loaded, from memory or from a cache
+    stored: float = 0.0  # bytes of tiles that are stored
+    # Dtype of operands -> operations of products of matrices; `f16 in f16` where their sums are in float16, too
     products: dict[str, float] = field(default_factory=dict)
+    # Turns of each loop, in the order of the text; of one inside another, all together
     turns: list[float] = field(default_factory=list)
-    rows: int = 0
+    rows: int = 0  # most rows of a product
 
     def add(self, other: Tiles, share: float) -> None:
         """Add a share of the work of another program."""
@@ -58,13 +44,7 @@ class Tiles:
 
 
 def tiles(text: str, numbers: Mapping[str, int], grid: tuple[int, ...]) -> Tiles:
-    """Count the work of a program.
-
-    Args:
-        text: TTIR of one kernel.
-        numbers: Whole numbers among the arguments of the launch, by name.
-        grid: Programs along each axis.
-    """
+    """Count the work of a program of a kernel's TTIR; the launch had whole numbers as arguments, and a grid."""
     grid = (*grid, 1, 1)[:3]
     places = list(product(*map(_sample, grid, SAMPLES)))
     total = Tiles()
@@ -105,12 +85,10 @@ def _program(text: str, known: dict[str, int], place: tuple[int, ...], grid: tup
 
 
 def _runs(line: str, known: dict[str, int], before: float) -> float:
-    """Return how often a block is run for each time that it is reached.
+    """Return how often a block is run for each time that the line that opens it is reached.
 
-    Args:
-        line: The line that opens it.
-        known: Whole numbers so far; a loop adds its own, at its first turn.
-        before: How often the block was run that ends in the same line.
+    A loop adds its own number to the known ones, at its first turn. `before` says how often the block was
+    run that ends in the same line.
     """
     if loop := re.search(r"scf\.for %(\S+) = %(\S+) to %(\S+) step %(\S+)", line):
         low, high, step = (known.get(name) for name in loop.groups()[1:])

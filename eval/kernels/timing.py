@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 
-from diffcache.eval.kernels.case import KernelCase
+from diffcache.eval.kernels.cases import KernelCase, all_cases
+from diffcache.eval.record import Setting
 from diffcache.foreign import cuda_sleep
 from diffcache.kernels.dispatch import tensors_of
 
@@ -47,14 +48,10 @@ def ceilings(device: torch.device, tiny: bool) -> dict[str, float]:
 def row(
     case: KernelCase, device: torch.device, rounds: int, limits: Mapping[str, float], longest: float = math.inf
 ) -> dict[str, Any]:
-    """Check and time all ways of one case.
+    """Check and time all ways of one case; `plain` must run, and sizes are tiny on a CPU.
 
-    Args:
-        case: The ways; `plain` must run.
-        device: Where they run; sizes are tiny on a CPU.
-        rounds: Timed turns of each way, at most.
-        limits: Bytes and operations a second that the device can do, see `ceilings`.
-        longest: Seconds after which no further round begins, but for the first few.
+    There are so many timed turns of each way at most; after some seconds, `longest`, no further round
+    begins, but for the first few. Limits are those of `ceilings`.
     """
     tiny = device.type == "cpu"
     errors = errors_of(case, device)
@@ -146,12 +143,7 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 def turn(device: torch.device, run: Callable[[], Any], calls: int, ahead: float = 0.0) -> float:
     """Return the seconds of a call, by the device's clock on CUDA.
 
-    Args:
-        device: Where it runs.
-        run: What is called.
-        calls: How often.
-        ahead: Seconds that a CUDA device is kept busy before the first call, so that it never
-            waits for the host.
+    That is kept busy for some seconds, `ahead`, before the first call, so that it never waits for the host.
     """
     if device.type != "cuda":
         started = time.perf_counter()
@@ -194,3 +186,23 @@ def choices(rows: list[dict[str, Any]]) -> dict[str, float]:
         ratio = min((other[kind][1] / kernel[kind][1] for kind in kinds), default=0.0)
         found[each["operator"]] = round(min(found.get(each["operator"], ratio), ratio), 2)
     return found
+
+
+@torch.no_grad()
+def measure(setting: Setting, *, rounds: int = 30) -> dict[str, Any]:
+    """Measure all kernels for `bench kernels`, in so many timed turns of each way; on a CPU sizes are tiny."""
+    tiny = setting.device.type == "cpu"
+    limits = ceilings(setting.device, tiny)
+    rows, cases = [], all_cases()
+    for number, case in enumerate(cases):
+        if setting.progress is not None:
+            setting.progress(number, len(cases), f"{case.operator}, {case.model}")
+        rows.append(row(case, setting.device, rounds, limits))
+    return {
+        "shapes": {"calls": CALLS},
+        "rounds": rounds,
+        "tiny": tiny,
+        "limits": limits,
+        "rows": rows,
+        "choices": {} if tiny else {torch.cuda.get_device_name(setting.device): choices(rows)},
+    }

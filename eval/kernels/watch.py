@@ -29,22 +29,14 @@ OPTIONS = ", options"  # of what failed while options were tried: the kernel its
 
 @dataclass
 class Found:
-    """Measurements so far, and the file that keeps them.
+    """Measurements so far, and the file that keeps them."""
 
-    Attributes:
-        file: Where it is written after every result.
-        body: What is in it: a record of the benchmark of kernels, with `choices`, `configs`,
-            `failed`, and `finished`.
-        done: Tasks that have a result.
-        running: The task that was begun last, if it has no result yet.
-        begun: When it was begun, by the clock that only goes on.
-    """
-
-    file: Callable[[str], Path]
+    file: Callable[[str], Path]  # where it is written after every result
+    # What is in it: a record of the benchmark of kernels, with `choices`, `configs`, `failed`, and `finished`
     body: dict[str, Any] = field(default_factory=dict)
-    done: list[Task] = field(default_factory=list)
-    running: Task | None = None
-    begun: float = field(default_factory=time.monotonic)
+    done: list[Task] = field(default_factory=list)  # tasks that have a result
+    running: Task | None = None  # the task that was begun last, if it has no result yet
+    begun: float = field(default_factory=time.monotonic)  # when it was begun, by the clock that only goes on
 
     def take(self, line: dict[str, Any]) -> None:
         """Take one result, and write the file."""
@@ -115,12 +107,8 @@ def measure(
 ) -> None:
     """Have tasks done in other processes, until all are done or time is up.
 
-    Args:
-        command: Starts a process that takes a file for its results and the tasks as JSON.
-        wanted: Tasks, in order.
-        found: Takes the results.
-        seconds: Time that there is.
-        show: Takes how many tasks are done, how many there are, and the next.
+    The command starts a process that takes a file for its results and the tasks as JSON. What is shown
+    is how many tasks are done, how many there are, and the next.
 
     Raises:
         RuntimeError: If a process ends before it begins a task; the message has its last words.

@@ -55,8 +55,8 @@ def test_a_real_call_counts_what_the_layers_say(pipe):
     counted = flops.count(pipe, call(2, batch=3))
     tokens = (64 // pipe.vae_scale_factor // 2) ** 2
     expected = flux_form(config, tokens, flux.CALL["max_sequence_length"], batch=3)
-    assert counted.calls == (("transformer", expected),) * 2
-    assert (counted.steps, counted.per_call, counted.total) == (2, expected, 2 * expected)
+    assert counted.calls == [("transformer", expected)] * 2
+    assert (counted.steps, counted.per_step, counted.total) == (2, expected, 2 * expected)
     assert flops.count(pipe, call(3, batch=3)).per_step == expected
     assert "forward" not in vars(pipe.transformer) and "step" not in vars(pipe.scheduler)
 
@@ -154,7 +154,7 @@ def test_flops_need_an_uncached_and_uncompiled_denoiser(pipe):
     assert flops.count(model, inputs).per_step > 0
     model.transformer_blocks[0]._compiled_call_impl = model.transformer_blocks[0].forward
     counted = flops.count(model, inputs)
-    assert counted.total is None and "compiled" in counted.reason
+    assert counted.total is None
 
 
 def test_a_failed_count_leaves_no_trace():

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from diffcache.eval.record import Setting
-from diffcache.eval.workshop.bench import dllm
 from diffcache.eval.workshop.bench.runner import tables
+from diffcache.eval.workshop.dllm import measure as dllm
 from diffcache.eval.workshop.dllm import page
 from diffcache.eval.workshop.dllm.rows import rows
 

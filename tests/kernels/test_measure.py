@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from diffcache.eval.kernels import command, measure, options, timing, watch
-from diffcache.eval.kernels.case import KernelCase, all_cases
+from diffcache.eval.kernels.cases import KernelCase, all_cases
 from diffcache.eval.kernels.options import Built
 from diffcache.eval.workshop.kernels import page
 from diffcache.kernels import configs, dispatch

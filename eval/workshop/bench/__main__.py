@@ -21,113 +21,85 @@ import typer
 from rich.console import Console
 
 from diffcache.command import Device, Threads, device_of, script
+from diffcache.eval.kernels import timing
 from diffcache.eval.record import FOLDER, ROOT, Setting, write
-from diffcache.eval.workshop.bench import (
-    capacity,
-    causal,
-    decode,
-    dllm,
-    full_size,
-    judge,
-    kernels,
-    kv,
-    overhead,
-    search,
-    telling,
-)
-from diffcache.eval.workshop.bench.models import Shape
+from diffcache.eval.workshop.bench import capacity, causal, decode, full_size, judge, kv, overhead, search, telling
+from diffcache.eval.workshop.bench.overhead import Shape
 from diffcache.eval.workshop.bench.runner import Bench, tables
+from diffcache.eval.workshop.dllm import measure as dllm
 from diffcache.eval.workshop.dllm import steps
 from diffcache.pipelines.demo.console import progress, quiet
 from diffcache.pipelines.demo.saved import DTYPES
 
 BENCHMARKS: dict[str, Bench] = {
-    "overhead": Bench(
-        overhead.measure, "host time of a skipped step", quick={"rounds": 5, "shape": Shape(4, 8), "batches": [1]}
-    ),
-    "kv": Bench(
-        kv.measure, "host time, bytes and error of caches of keys and values", quick={"rounds": 2, "slots": 256}
-    ),
+    "overhead": Bench(overhead.measure, "host time of a skipped step", dict(rounds=5, shape=Shape(4, 8), batches=[1])),
+    "kv": Bench(kv.measure, "host time, bytes and error of caches of keys and values", dict(rounds=2, slots=256)),
     **{
-        name: Bench(
+        f"decode{name}": Bench(
             decode.measure,
             f"time of a token with each cache beside the stock cache's, {about}",
-            quick={"rounds": 2, "layers": 2, "prompt": 256, "model": decode.BAR},
-            sized=True,
-            sizes={"model": model, "prompt": prompt},
+            dict(rounds=2, layers=2, prompt=256, model=decode.BAR),
+            dict(model=model, prompt=prompt),
         )
         for name, about, model, prompt in (
-            ("decode", "prompt of 2,048", decode.BAR, 2048),
-            ("decode-4096", "prompt of 4,096", decode.BAR, 4096),
-            ("decode-smollm2", "SmolLM2 and 2,048", decode.SMOLLM2, 2048),
-            ("decode-smollm2-4096", "SmolLM2 and 4,096", decode.SMOLLM2, 4096),
+            ("", "prompt of 2,048", decode.BAR, 2048),
+            ("-4096", "prompt of 4,096", decode.BAR, 4096),
+            ("-smollm2", "SmolLM2 and 2,048", decode.SMOLLM2, 2048),
+            ("-smollm2-4096", "SmolLM2 and 4,096", decode.SMOLLM2, 4096),
         )
     },
-    "capacity": Bench(
-        capacity.measure, "whether time and bytes stay flat for 10,000 tokens", quick={"tokens": 30}, has_rounds=False
-    ),
+    "capacity": Bench(capacity.measure, "whether time and bytes stay flat for 10,000 tokens", dict(tokens=30)),
     "kernels": Bench(
-        kernels.measure,
+        timing.measure,
         "every kernel beside plain PyTorch and rivals; on a CPU only whether they are right",
-        quick={"rounds": 2},
+        dict(rounds=2),
         needs_gpu=True,
     ),
     "full-size": Bench(
         full_size.measure,
         "runs of FLUX.1-dev and Wan2.1-1.3B with random weights; tiny ones on a CPU",
-        quick={"rounds": 1},
+        dict(rounds=1),
         needs_gpu=True,
     ),
     "judge": Bench(
-        judge.measure,
-        "whole and broken objects that the judge of the sticker models accepts",
-        quick={"samples": 2},
-        has_rounds=False,
+        judge.measure, "whole and broken objects that the judge of the sticker models accepts", dict(samples=2)
     ),
     "telling": Bench(
         telling.measure,
         "caches on sticker-flux at 2 to 8 times, beside fewer steps; half an hour",
-        quick={"samples": 2, "factors": (8,), "picture": None},
-        has_rounds=False,
-        resumes=True,
+        dict(samples=2, factors=(8,), picture=None),
     ),
     "search": Bench(
         search.measure,
         "choices of diffcache tune on sticker-flux beside every single method; ten minutes",
-        quick={"samples": 4, "factors": (4,), "trials": 2},
-        has_rounds=False,
-        resumes=True,
+        dict(samples=4, factors=(4,), trials=2),
     ),
     "causal": Bench(
         causal.measure,
         "what films of causal video keep with each cache, time and bytes of a chunk; hours",
-        quick={"rounds": 12, "samples": 2, "length": 3},
-        resumes=True,
+        dict(rounds=12, samples=2, length=3),
     ),
     **{
         f"dllm-{model}": Bench(
             dllm.measure,
             f"right answers, token-layers and time of caches on {model}; hours",
-            quick={"rounds": 1, "samples": 2, "named": ["Fast-dLLM dual"]},
-            sizes={"model": model},
-            resumes=True,
+            dict(rounds=1, samples=2, named=["Fast-dLLM dual"]),
+            dict(model=model),
         )
         for model in dllm.MODELS
     },
     **{
-        name: Bench(
+        f"dllm-steps{name}": Bench(
             steps.measure,
             f"host time of a step of each cache beside plain forwards of as many rows, {about}",
-            quick={"rounds": 1, "named": ["uncached", "Fast-dLLM dual"]},
-            sizes=sizes,
+            dict(rounds=1, named=["uncached", "Fast-dLLM dual"]),
+            sizes,
         )
         for name, about, sizes in (
-            ("dllm-steps", "chain-llada, batch 1", {}),
-            ("dllm-steps-8", "chain-llada, batch 8", {"size": 8}),
-            ("dllm-steps-28m", "28 M parameters", {"is_large": True}),
-            ("dllm-steps-compiled", "compiled, chain-llada, batch 1", {"compiled": True}),
-            ("dllm-steps-compiled-8", "compiled, batch 8", {"compiled": True, "size": 8}),
-            ("dllm-steps-compiled-28m", "compiled, 28 M parameters", {"compiled": True, "is_large": True}),
+            ("", "chain-llada, batch 1", {}),
+            ("-8", "chain-llada, batch 8", dict(size=8)),
+            ("-compiled", "compiled, chain-llada, batch 1", dict(compiled=True)),
+            ("-compiled-8", "compiled, batch 8", dict(compiled=True, size=8)),
         )
     },
 }
@@ -162,17 +134,14 @@ def bench(
     chosen = {name: value for name, value in asked.items() if value is not None}
     for name in benchmarks or BENCHMARKS:
         found = BENCHMARKS[name]
-        sizes: dict[str, Any] = {"rounds": rounds} if found.has_rounds and rounds else {}
-        sizes |= found.quick if quick else {}
-        sizes |= chosen if found.sized else {}
-        words = [
-            "python -m diffcache.eval.workshop.bench",
-            name,
-            f"--device {device}",
+        given = chosen if found.takes("recipes") else {}
+        sizes: dict[str, Any] = {"rounds": rounds} if found.takes("rounds") and rounds else {}
+        sizes |= {**(found.quick if quick else {}), **given}
+        words = ["python -m diffcache.eval.workshop.bench", name, f"--device {device}"]
+        words += [
             f"--dtype {dtype} --threads {threads}",
+            *(f"--{key} {_quoted(value)}" for key, value in given.items()),
         ]
-        if found.sized:
-            words += [f"--{key} {_quoted(value)}" for key, value in chosen.items()]
         if "rounds" in sizes:
             words.append(f"--rounds {sizes['rounds']}")
         words += ["--quick"] * quick

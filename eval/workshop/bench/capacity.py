@@ -18,7 +18,7 @@ from diffcache.eval.cost.interleave import Call, Turn
 from diffcache.eval.cost.interleave import measure as take_turns
 from diffcache.eval.record import Setting
 from diffcache.eval.workshop.bench.decode import STOCK, Decoded, build, contenders
-from diffcache.eval.workshop.bench.runner import thirds
+from diffcache.eval.workshop.bench.runner import by_thirds
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.catalog import recipe_function, recipes
 
@@ -27,10 +27,7 @@ ALONE = "no cache"  # the model on one token
 
 
 def bounded() -> dict[str, Recipe]:
-    """Return the recipes that evict while tokens are generated and bound what they hold, by name.
-
-    Recipes that need tables from elsewhere are left out.
-    """
+    """Return recipes that evict while tokens are generated and bound what they hold, without tables, by name."""
     found = {}
     for name in recipes():
         make = recipe_function(name)
@@ -45,15 +42,7 @@ def bounded() -> dict[str, Recipe]:
 
 @torch.no_grad()
 def measure(setting: Setting, *, tokens: int = TOKENS) -> dict[str, Any]:
-    """Measure generated tokens one by one, and what is held after each third of them.
-
-    Args:
-        setting: Device and dtype.
-        tokens: Tokens that are generated, at least 9.
-
-    Raises:
-        ValueError: If there are fewer than 9 tokens.
-    """
+    """Measure generated tokens one by one, at least 9, and what is held after each third of them."""
     if tokens < 9:
         raise ValueError(f"tokens={tokens}: must be at least 9")
     chosen = {name: Decoded(recipe) for name, recipe in bounded().items()}
@@ -62,17 +51,9 @@ def measure(setting: Setting, *, tokens: int = TOKENS) -> dict[str, Any]:
     model, first = run[STOCK].model, run[STOCK].tokens[:, :1]
     steps: dict[str, Call | Turn] = {ALONE: lambda: model(input_ids=first, use_cache=False)}
     steps |= {name: each.step for name, each in run.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    held: dict[str, list[int]] = {name: [] for name in run}
-    third = tokens // 3
-    for count in (third, third, tokens - 2 * third):
-        clock = take_turns(steps, count, 0, setting).own(setting)
-        for name in steps:
-            seconds[name] += clock[name]
-        for name, each in run.items():
-            held[name].append(each.nbytes)
+    found = by_thirds(steps, {name: each.held for name, each in run.items()}, tokens, setting)
     return {
         "shapes": {"layers": 1, "prompt": BUDGET, "budget": BUDGET},
         "rounds": tokens,
-        "rows": [{"name": name} | thirds(seconds[name], seconds[ALONE], held[name]) for name in run],
+        "rows": [{"name": name} | told for name, told in found.items()],
     }

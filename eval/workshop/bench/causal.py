@@ -18,7 +18,7 @@ from torch import Tensor
 from diffcache.eval.cost.interleave import Call, Turn, summary
 from diffcache.eval.cost.interleave import measure as take_turns
 from diffcache.eval.record import Setting
-from diffcache.eval.workshop.bench.runner import thirds
+from diffcache.eval.workshop.bench.runner import by_thirds
 from diffcache.eval.workshop.parts import Parts, digest_of
 from diffcache.eval.workshop.small.sticker_causal import CHUNK
 from diffcache.eval.workshop.video.rollouts import EVERY, SIZE, Rollouts, held_sentences
@@ -44,16 +44,8 @@ def measure(
 ) -> dict[str, Any]:
     """Measure films and chunks.
 
-    Args:
-        setting: Device and dtype.
-        rounds: Timed chunks of every policy, at least 3.
-        samples: Films that are judged, at least 2.
-        length: Chunks of each.
-        rows: Policies, the stock one first.
-        unfinished: File that keeps rows of films as they come, until all is done.
-
-    Raises:
-        ValueError: If there are fewer than 3 chunks or 2 films.
+    Rounds are timed chunks of every policy, at least 3; samples are films that are judged, at least 2, of
+    so many chunks. The stock policy comes first.
     """
     if rounds < 3 or samples < 2:
         raise ValueError(f"rounds={rounds}, samples={samples}: must be at least 3 and 2")
@@ -67,13 +59,7 @@ def measure(
     with rollouts.video() as video:
         chunks = chunk_times(video, text, rows, rounds, setting)
         return {
-            "shapes": {
-                "model": "sticker-causal",
-                "samples": samples,
-                "length": length,
-                "chunk": CHUNK,
-                "every": EVERY,
-            },
+            "shapes": dict(model="sticker-causal", samples=samples, length=length, chunk=CHUNK, every=EVERY),
             "rounds": rounds,
             "rows": [
                 {"name": row.name, "role": row.role, **found[row.name], "chunk": chunks[row.name]} for row in rows
@@ -91,16 +77,8 @@ def chunk_times(
     sessions = {row.name: video.session(text, policy=row.policy, size=SIZE) for row in rows}
     steps: dict[str, Call | Turn] = {ALONE: lambda: video.session(text, recall=0, size=SIZE).next()}
     steps |= {name: session.next for name, session in sessions.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    held: dict[str, list[int]] = {name: [] for name in sessions}
-    third = rounds // 3
-    for count in (third, third, rounds - 2 * third):
-        clock = _clock(steps, count, setting)
-        for name in steps:
-            seconds[name] += clock[name]
-        for name, session in sessions.items():
-            held[name].append(session.store.nbytes)
-    return {name: thirds(seconds[name], seconds[ALONE], held[name]) for name in sessions}
+    held = {name: lambda session=session: session.store.nbytes for name, session in sessions.items()}
+    return by_thirds(steps, held, rounds, setting)
 
 
 def _clock(steps: Mapping[str, Call | Turn], rounds: int, setting: Setting) -> dict[str, list[float]]:
@@ -110,14 +88,8 @@ def _clock(steps: Mapping[str, Call | Turn], rounds: int, setting: Setting) -> d
 def anew(video: CausalVideo, text: Tensor, depths: Sequence[int], setting: Setting) -> list[dict[str, Any]]:
     """Return how long a chunk takes whose history is computed anew, against cached histories.
 
-    One clean pass over the history a chunk is counted; without any cache it would be one in every
-    step.
-
-    Args:
-        video: The video.
-        text: Embeddings of a sentence.
-        depths: Chunks of history.
-        setting: Device and dtype.
+    Depths are chunks of history. One clean pass over the history a chunk is counted; without any cache it
+    would be one in every step.
     """
     found = []
     channels = video.transformer.config.in_channels

@@ -44,26 +44,18 @@ _WARMUP = 2
 
 @dataclass(frozen=True)
 class Decoded:
-    """A cache that is timed.
+    """A cache that is timed."""
 
-    Attributes:
-        recipe: What it does.
-        target: The most CPU time of a token, as a multiple of the stock cache's; None for none.
-        mode: How it goes with its model.
-    """
-
-    recipe: Recipe
-    target: float | None = None
-    mode: Mode = "auto"
+    recipe: Recipe  # what it does
+    target: float | None = None  # the most CPU time of a token, as a multiple of the stock cache's; None for none
+    mode: Mode = "auto"  # how it goes with its model
 
 
 def cases(layers: int = LAYERS, prompt: int = PROMPT) -> dict[str, Decoded]:
     """Return every cache that is timed, by name.
 
-    Args:
-        layers: Layers of the model. Retrieval reads all in the first fifth of them.
-        prompt: Tokens of the prompt; evicting recipes hold a quarter of it, and the others read at
-            most half.
+    Retrieval reads all in the first fifth of the layers. Evicting recipes hold a quarter of the prompt, and
+    the others read at most half.
     """
     quarter, read, first = prompt // 4, min(256, prompt // 2), layers // 5
     select = (first, 3 * layers // 5) if layers >= 5 else (0,)
@@ -90,21 +82,13 @@ def cases(layers: int = LAYERS, prompt: int = PROMPT) -> dict[str, Decoded]:
 
 @dataclass
 class Contender:
-    """A model and its cache, which takes tokens one after the other.
+    """A model and its cache, which takes tokens one after the other."""
 
-    Attributes:
-        model: Shares its weights with those of the other contenders.
-        make: Makes an empty cache.
-        tokens: int64 [1, T], the prompt and what follows it.
-        cache: Cache that holds the tokens so far.
-        taken: Tokens so far.
-    """
-
-    model: LlamaForCausalLM
-    make: Callable[[LlamaForCausalLM], Any]
-    tokens: Tensor
-    cache: Any = field(default=None, repr=False)
-    taken: int = 0
+    model: LlamaForCausalLM  # shares its weights with those of the other contenders
+    make: Callable[[LlamaForCausalLM], Any]  # makes an empty cache
+    tokens: Tensor  # int64 [1, T], the prompt and what follows it
+    cache: Any = field(default=None, repr=False)  # cache that holds the tokens so far
+    taken: int = 0  # tokens so far
 
     def prefill(self, count: int) -> None:
         """Read the first tokens into a new cache."""
@@ -122,22 +106,15 @@ class Contender:
         self.model(input_ids=given, **with_cache(self.model, self.cache), logits_to_keep=1)
         self.taken += count
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys, values and whatever else is held."""
+    def held(self) -> int:
+        """Return the bytes of keys, values and whatever else is held."""
         if isinstance(self.cache, KVCache):
             return self.cache.nbytes
         return sum(x.nbytes for layer in self.cache.layers for x in (layer.keys, layer.values))
 
 
 def build(layers: int, tokens: int, setting: Setting) -> LlamaForCausalLM:
-    """Build the model, with random weights.
-
-    Args:
-        layers: How many, of 16 query and 4 key-value heads of 64 channels.
-        tokens: Positions it has to know.
-        setting: Device and dtype.
-    """
+    """Build the model, with random weights: layers of 16 query and 4 key-value heads of 64 channels."""
     config = LlamaConfig(
         vocab_size=_WORDS_A_LAYER * layers,
         hidden_size=_WIDTH,
@@ -158,13 +135,7 @@ def build(layers: int, tokens: int, setting: Setting) -> LlamaForCausalLM:
 
 
 def contenders(chosen: Mapping[str, Decoded], model: LlamaForCausalLM, tokens: int) -> dict[str, Contender]:
-    """Return what is timed, by name; the stock cache first.
-
-    Args:
-        chosen: Cases.
-        model: The model, of which each gets a copy that shares its weights.
-        tokens: Tokens that each will be given, the prompt among them.
-    """
+    """Return what is timed, by name, the stock cache first: a copy of the model each, which shares its weights."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, model.config.vocab_size, (1, tokens), generator=generator)
     given = ids.to(model.device)
@@ -186,18 +157,10 @@ def measure(
     recipes: Sequence[str] | None = None,
     model: str = BAR,
 ) -> dict[str, Any]:
-    """Measure a prompt, the first token after it, and the tokens that follow.
+    """Measure a prompt of at least 256 tokens, the first token after it, and those that follow, one a round.
 
-    Args:
-        setting: Device and dtype.
-        rounds: Timed tokens of every cache.
-        layers: Layers of the bar; SmolLM2 has its own 30.
-        prompt: Tokens of the prompt, at least 256.
-        recipes: Names of the caches beside the stock one; None for all.
-        model: `bar`, or `smollm2` once it was fetched.
-
-    Raises:
-        ValueError: If a number is out of range or a name unknown.
+    The bar has so many layers, SmolLM2, once it was fetched, its own 30. Recipes beside the stock one are
+    all without names.
     """
     for name, value, least in (("layers", layers, 2), ("prompt", prompt, 256)):
         if value < least:
@@ -245,13 +208,7 @@ def measure(
 def rows(
     run: Mapping[str, Contender], chosen: Mapping[str, Decoded], taken: Sequence[Mapping[str, list[float]]]
 ) -> list[dict[str, Any]]:
-    """Return what each cache took and holds.
-
-    Args:
-        run: What was timed, the stock cache first.
-        chosen: Cases by name.
-        taken: Seconds by name: of the prompt, of the first token, and of each later one.
-    """
+    """Return what each cache took, in seconds of the prompt, the first token and each later one, and what it holds."""
     prefill, first, later = taken
     rows = []
     for name, each in run.items():
@@ -267,8 +224,8 @@ def rows(
                 "ratio": ratio,
                 "target": target,
                 "missed": None if target is None else ratio["median"] > target,
-                "bytes": each.nbytes,
-                "share": each.nbytes / run[STOCK].nbytes,
+                "bytes": each.held(),
+                "share": each.held() / run[STOCK].held(),
                 "first_ms": 1e3 * first[name][0],
                 "prefill_seconds": prefill[name][0],
                 "prefill_ratio": prefill[name][0] / prefill[STOCK][0],

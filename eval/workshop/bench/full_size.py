@@ -52,21 +52,13 @@ PEERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass
 class FullSizeModel:
-    """A pipeline without encoders and decoder, and the arguments of a run.
+    """A pipeline without encoders and decoder, and the arguments of a run."""
 
-    Attributes:
-        name: Whose sizes it has.
-        pipe: The pipeline.
-        call: Its arguments.
-        counted: A module of the last block: a step that is computed calls it once a branch.
-        branches: Calls of the denoiser in a step.
-    """
-
-    name: str
-    pipe: Any
-    call: dict[str, Any]
-    counted: nn.Module
-    branches: int = 1
+    name: str  # whose sizes it has
+    pipe: Any  # the pipeline
+    call: dict[str, Any]  # its arguments
+    counted: nn.Module  # A module of the last block: a step that is computed calls it once a branch
+    branches: int = 1  # calls of the denoiser in a step
 
 
 def made(cls: Any, setting: Setting, **config: Any) -> Any:
@@ -83,19 +75,10 @@ def made(cls: Any, setting: Setting, **config: Any) -> Any:
 
 def flux(setting: Setting, tiny: bool) -> FullSizeModel:
     """Return FLUX.1-dev at 1024 x 1024 pixels: 4,096 tokens of the picture, 512 of the prompt."""
-    sizes = (
-        {
-            "num_layers": 2,
-            "num_single_layers": 2,
-            "num_attention_heads": 2,
-            "attention_head_dim": 16,
-            "joint_attention_dim": 32,
-            "pooled_projection_dim": 32,
-            "axes_dims_rope": (4, 6, 6),
-        }
-        if tiny
-        else {}
-    )
+    sizes: dict[str, Any] = {}
+    if tiny:
+        heads = dict(num_attention_heads=2, attention_head_dim=16, axes_dims_rope=(4, 6, 6))
+        sizes = dict(num_layers=2, num_single_layers=2, joint_attention_dim=32, pooled_projection_dim=32, **heads)
     model = made(FluxTransformer2DModel, setting, guidance_embeds=True, **sizes)
     pipe = FluxPipeline(FlowMatchEulerDiscreteScheduler(), None, None, None, None, None, model)
     config, side, words = model.config, (64 if tiny else 1024), (8 if tiny else 512)
@@ -113,14 +96,7 @@ def wan(setting: Setting, tiny: bool) -> FullSizeModel:
     """Return Wan2.1-1.3B with 33 frames of 832 x 480 pixels: 14,040 tokens, guided."""
     sizes: dict[str, Any] = {"num_layers": 30, "num_attention_heads": 12, "ffn_dim": 8960}
     if tiny:
-        sizes = {
-            "num_layers": 3,
-            "num_attention_heads": 2,
-            "ffn_dim": 32,
-            "text_dim": 32,
-            "attention_head_dim": 12,
-            "freq_dim": 16,
-        }
+        sizes = dict(num_layers=3, num_attention_heads=2, ffn_dim=32, text_dim=32, attention_head_dim=12, freq_dim=16)
     model = made(WanTransformer3DModel, setting, **sizes)
     scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)
     pipe = WanPipeline(None, None, None, scheduler, model)
@@ -163,12 +139,7 @@ def caches(model: FullSizeModel) -> dict[str, Callable[[], AbstractContextManage
 
 @torch.no_grad()
 def measure(setting: Setting, *, rounds: int = 3) -> dict[str, Any]:
-    """Measure whole runs.
-
-    Args:
-        setting: Device and dtype.
-        rounds: Timed runs with each cache.
-    """
+    """Measure whole runs, so many with each cache."""
     tiny = setting.device.type == "cpu"
     found = []
     for make in (flux, wan):

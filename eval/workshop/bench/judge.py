@@ -34,15 +34,7 @@ Pixels = NDArray[np.float64]
 
 
 def draw(kind: str, rng: np.random.Generator) -> tuple[Sticker, NDArray[np.uint8]]:
-    """Draw an object that has a fault of some kind.
-
-    Args:
-        kind: One of `KINDS`.
-        rng: Source of randomness.
-
-    Returns:
-        The object that is sought, and the picture, uint8 [64, 64, 3].
-    """
+    """Draw an object with a fault of a kind: the object that is sought, and the picture, uint8 [64, 64, 3]."""
     names = tuple(str(name) for name in rng.choice(OBJECTS, 2, replace=False))
     wanted, *others = place(names[: 1 + int(rng.random() < 0.75)], rng)
     behind = ground(str(rng.choice(list(GROUNDS))), int(rng.integers(1 << 31)))
@@ -118,13 +110,7 @@ def likenesses(kind: str, numbers: Sequence[int], seed: int) -> NDArray[np.float
 
 
 def measure(setting: Setting, *, samples: int = 200, seed: int = 0) -> dict[str, Any]:
-    """Measure how many objects of every kind are taken for whole.
-
-    Args:
-        setting: Unused but for the progress; the judge's likeness is computed on the CPU.
-        samples: Objects of a kind.
-        seed: Seed of the draw.
-    """
+    """Measure on the CPU how many of so many objects of every kind are taken for whole."""
     rows = []
     for number, (kind, about) in enumerate(KINDS.items()):
         if setting.progress is not None:
@@ -133,13 +119,7 @@ def measure(setting: Setting, *, samples: int = 200, seed: int = 0) -> dict[str,
         taken = torch.from_numpy(found >= LEAST_LIKENESS)
         cuts = np.quantile(found, (0.05, 0.5, 0.95)).round(3).tolist()
         rows.append(
-            {
-                "name": kind,
-                "about": about,
-                "taken": share_interval(taken).to_dict(),
-                "likeness": cuts,
-                "values": values(taken),
-            }
+            dict(name=kind, about=about, taken=share_interval(taken).to_dict(), likeness=cuts, values=values(taken))
         )
     return {
         "shapes": {"device": "cpu", "least_likeness": LEAST_LIKENESS, "samples": samples},

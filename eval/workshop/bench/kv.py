@@ -20,16 +20,20 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from diffcache.eval.cost.interleave import Turn
 from diffcache.eval.cost.interleave import measure as take_turns
+from diffcache.eval.kv.offline import seen_by
+from diffcache.eval.kv.recall import exact_bytes
 from diffcache.eval.record import Setting, stats
-from diffcache.eval.workshop.kv.held import held_rows, trained_rows
-from diffcache.kv.attend import Query
+from diffcache.foreign import with_cache
+from diffcache.kv.attend import Query, attend
 from diffcache.kv.hf.attention import attention
-from diffcache.kv.hf.cache import KVCache, cache_for
+from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import adakv, keydiff
 from diffcache.kv.recipes.quantized import kivi
 from diffcache.kv.slots import join
 from diffcache.kv.store import KVStore
+from diffcache.pipelines.small.recall import RecallBatch, Task, draw
+from diffcache.pipelines.small.recall_llama import DIRECTORY, load
 
 SLOTS = 4096
 TARGET = 200.0  # microseconds a layer and step, without the arithmetic
@@ -40,21 +44,13 @@ _WARMUP, _STEPS = 3, 5
 
 @dataclass(frozen=True)
 class CacheVariant:
-    """One way to take a step.
+    """One way to take a step."""
 
-    Attributes:
-        name: Name in the table.
-        step: Takes a step through all layers.
-        back: Takes the token back; not timed.
-        floor: The variant that is its arithmetic.
-        target: Microseconds above the floor.
-    """
-
-    name: str
-    step: Callable[[], None]
-    back: Callable[[], None]
-    floor: str = ""
-    target: float | None = None
+    name: str  # name in the table
+    step: Callable[[], None]  # takes a step through all layers
+    back: Callable[[], None]  # takes the token back; not timed
+    floor: str = ""  # the variant that is its arithmetic
+    target: float | None = None  # microseconds above the floor
 
     def turn(self) -> Turn:
         """Return a few steps, each but the first timed: that one finds the caches cold."""
@@ -68,18 +64,12 @@ class CacheVariant:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Random tensors: a prompt, and one more token.
+    """Random tensors: a prompt, and one more token."""
 
-    Attributes:
-        k, v: [1, H, slots, D].
-        q_all: [1, Hq, slots, D].
-        one: k, v [1, H, 1, D] and q [1, Hq, 1, D] of the next token.
-    """
-
-    k: Tensor
+    k: Tensor  # [1, H, slots, D]
     v: Tensor
-    q_all: Tensor
-    one: tuple[Tensor, Tensor, Tensor]
+    q_all: Tensor  # [1, Hq, slots, D]
+    one: tuple[Tensor, Tensor, Tensor]  # k, v [1, H, 1, D] and q [1, Hq, 1, D] of the next token
 
     @classmethod
     def draw(cls, setting: Setting, slots: int) -> Inputs:
@@ -195,24 +185,11 @@ def variants(setting: Setting, slots: int = SLOTS) -> list[CacheVariant]:
 
 @torch.no_grad()
 def measure(setting: Setting, *, rounds: int = 50, slots: int = SLOTS) -> dict[str, Any]:
-    """Measure host time of a step, and bytes and error of codes.
-
-    Args:
-        setting: Device and dtype; bytes are those of float16.
-        rounds: Turns of a few steps of every variant.
-        slots: Held by every layer.
-    """
+    """Measure host time of a step over slots of every layer, and bytes, of float16, and error of codes."""
     found = variants(setting, slots)
     turns = {variant.name: variant.turn() for variant in found}
     timings = take_turns(turns, rounds, _WARMUP, setting)
-    shapes = {
-        "device": setting.device.type,
-        "slots": slots,
-        "layers": LAYERS,
-        "heads": HEADS,
-        "groups": GROUPS,
-        "head_size": SIZE,
-    }
+    shapes = dict(device=setting.device.type, slots=slots, layers=LAYERS, heads=HEADS, groups=GROUPS, head_size=SIZE)
     return {
         "shapes": shapes,
         "rounds": rounds,
@@ -223,12 +200,7 @@ def measure(setting: Setting, *, rounds: int = 50, slots: int = SLOTS) -> dict[s
 
 
 def times(found: list[CacheVariant], taken: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Return microseconds a layer and step.
-
-    Args:
-        found: What was timed.
-        taken: Seconds of the steps of each.
-    """
+    """Return microseconds a layer and step, from seconds."""
     took = {name: stats(samples, 1e6 / LAYERS) for name, samples in taken.items()}
     rows = []
     for variant in found:
@@ -246,3 +218,89 @@ def times(found: list[CacheVariant], taken: dict[str, list[float]]) -> list[dict
             }
         )
     return rows
+
+
+# bytes that a store really holds, everything included, and what it costs attention ------------
+
+HELD = 8, 4, 128  # heads of keys, queries of each, channels
+ASKED = 32
+SEED = 1 << 42  # of a context that nothing else is measured on
+
+
+def cases() -> dict[str, tuple[Recipe, float | None]]:
+    """Return the recipes that are weighed, and the share of exact bytes they may take."""
+    return {
+        "kivi 2 bit, group 32, residual 128": (kivi(bits=2, group=32, residual=128), 0.22),
+        "kivi 4 bit, group 32, residual 128": (kivi(bits=4, group=32, residual=128), None),
+        "adakv, a tenth": (adakv(0.1), 0.13),
+        "adakv, a tenth, kivi 2 bit": (adakv(0.1) | kivi(bits=2, group=32, residual=128), None),
+    }
+
+
+@torch.no_grad()
+def held_rows(tokens: int = SLOTS) -> list[dict[str, Any]]:
+    """Return the bytes of each case for random keys of a prompt, heads of 128; nothing is said of errors."""
+    drawn = torch.Generator().manual_seed(0)
+    heads, groups, size = HELD
+    k, v, q = (
+        torch.randn(1, number, count, size, generator=drawn).half()
+        for number, count in ((heads, tokens), (heads, tokens), (heads * groups, ASKED))
+    )
+    exact = 2 * k.numel() * k.element_size()
+    rows = []
+    for name, (recipe, most) in cases().items():
+        store = KVStore(1, recipe)
+        store.begin(tokens)
+        store.layers[0].write(k, v)
+        # The last queries are all that the recipes here look at.
+        store.attend(0, Query(q, tokens - ASKED, size**-0.5))
+        store.settle()
+        rows.append(_row(f"random, {name}", store, exact, most, None))
+    return rows
+
+
+@torch.no_grad()
+def trained_rows(tokens: int = SLOTS + 1) -> list[dict[str, Any]]:
+    """Return bytes and the error of attention on recall-llama; nothing where it is not trained.
+
+    The error is that of the outputs of all layers, for the queries of a question after a context of 1 + 4 n
+    tokens, over the compressed and over the exact context: the norm of the difference by the norm.
+    """
+    if not (DIRECTORY / "config.json").is_file():
+        return []
+    model = load(torch.bfloat16, DIRECTORY)
+    blocks = (tokens - 1) // 4
+    task = Task(1 + 4 * blocks, min(blocks // 2, 128), 1)
+    batch = draw(1, task, torch.Generator().manual_seed(SEED))
+    try:
+        whole = _read(model, Recipe(), batch)
+        asked = torch.cat([batch.context, batch.questions[:, 0]], 1)
+        later = [seen.query.narrow(task.context, seen.query.count) for seen in seen_by(model, asked)]
+        wanted = _outputs(whole, later)
+        exact = exact_bytes(whole, task.context)
+        rows = []
+        for name, (recipe, most) in cases().items():
+            cache = _read(model, recipe, batch)
+            error = float((_outputs(cache, later) - wanted).norm() / wanted.norm())
+            rows.append(_row(f"recall-llama, {name}", cache.store, exact, most, error))
+        return rows
+    finally:
+        detach(model)
+
+
+def _row(name: str, store: KVStore, exact: int, most: float | None, error: float | None) -> dict[str, Any]:
+    held = store.nbytes
+    return dict(name=name, bytes=held, exact_bytes=exact, share=held / exact, target_share=most, error=error)
+
+
+def _read(model: nn.Module, recipe: Recipe, batch: RecallBatch) -> KVCache:
+    cache = cache_for(model, recipe, mode="native")
+    model(input_ids=batch.context, **with_cache(model, cache))
+    cache.settle()
+    return cache
+
+
+def _outputs(cache: KVCache, later: list[Query]) -> Tensor:
+    """Return the attention of later queries over what a cache holds, [L, B, Hq, n, Dv]."""
+    layers = zip(cache.store.layers, later, strict=True)
+    return torch.stack([attend(asked, layer.views()).float() for layer, asked in layers])

@@ -24,7 +24,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from diffusers import FirstBlockCacheConfig, MagCacheConfig, TaylorSeerCacheConfig
+from diffusers import FirstBlockCacheConfig, FluxTransformer2DModel, MagCacheConfig, TaylorSeerCacheConfig
+from torch import Tensor, nn
 
 import diffcache
 from diffcache.errors import MissingError
@@ -32,7 +33,6 @@ from diffcache.eval.cost.interleave import Turn, summary
 from diffcache.eval.cost.interleave import measure as take_turns
 from diffcache.eval.record import Setting, stats
 from diffcache.eval.runs.peers import make_peer
-from diffcache.eval.workshop.bench.models import Loop, Shape, build, hollow_out, inputs
 from diffcache.eval.workshop.small import sticker_flux
 from diffcache.eval.workshop.small.stickers import held_out_captions
 from diffcache.features.base import Method
@@ -53,22 +53,113 @@ HOLLOW = "no blocks in skipped steps"
 
 
 @dataclass(frozen=True)
+class Shape:
+    """Sizes of a small FLUX transformer and of its inputs."""
+
+    double: int = 19  # double-stream blocks
+    single: int = 38  # single-stream blocks
+    heads: int = 2  # attention heads of 16 channels
+    image_tokens: int = 16  # tokens of the picture
+    text_tokens: int = 8  # tokens of the prompt
+    batch: int = 1  # samples in a call
+
+    @property
+    def width(self) -> int:
+        """Channels of a stream."""
+        return 16 * self.heads
+
+
+def build(shape: Shape, device: torch.device, dtype: torch.dtype) -> FluxTransformer2DModel:
+    """Build a transformer; the same shape gives the same weights in the blocks it has."""
+    torch.manual_seed(0)
+    model = FluxTransformer2DModel(
+        in_channels=16,
+        num_layers=shape.double,
+        num_single_layers=shape.single,
+        attention_head_dim=16,
+        num_attention_heads=shape.heads,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=(4, 6, 6),
+    )
+    model = model.to(device) if dtype == model.dtype else model.to(device, dtype)
+    return model.eval().requires_grad_(False)
+
+
+def inputs(shape: Shape, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the arguments of one call, as `FluxPipeline` gives them."""
+    generator = torch.Generator().manual_seed(1)
+
+    def noise(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator).to(device, dtype)
+
+    places = torch.zeros(shape.image_tokens, 3)
+    places[:, 2] = torch.arange(shape.image_tokens)
+    return {
+        "hidden_states": noise(shape.batch, shape.image_tokens, 16),
+        "encoder_hidden_states": noise(shape.batch, shape.text_tokens, 32),
+        "pooled_projections": noise(shape.batch, 32),
+        "timestep": torch.full((shape.batch,), 0.5, device=device, dtype=dtype),
+        "img_ids": places.to(device, dtype),
+        "txt_ids": torch.zeros(shape.text_tokens, 3, device=device, dtype=dtype),
+        "joint_attention_kwargs": {},
+        "return_dict": False,
+    }
+
+
+def hollow_out(model: nn.Module, paths: list[str], call: dict[str, Any]) -> None:
+    """Have modules return what they returned in a call; in place."""
+    modules = [model.get_submodule(path) for path in paths]
+    seen: dict[nn.Module, Any] = {}
+    hooks = [module.register_forward_hook(lambda module, args, out: seen.update({module: out})) for module in modules]
+    model(**call)
+    for hook in hooks:
+        hook.remove()
+    for module in modules:
+        module.forward = lambda *_, out=seen[module], **__: out
+
+
+class Ticker:
+    """The least that counts as a scheduler: it says how many steps there are, and when one ends."""
+
+    timesteps = range(0)
+
+    def set_timesteps(self, steps: int) -> None:
+        """Start a run."""
+        self.timesteps = range(steps)
+
+    def step(self) -> None:
+        """End a step."""
+
+
+class Loop:
+    """A denoiser under a method in a run without end, with the clock of a real pipeline."""
+
+    def __init__(self, model: Any, method: Method) -> None:
+        self.model, self.method, self.scheduler = model, method, Ticker()
+        self.components = {"transformer": model, "scheduler": self.scheduler}
+
+    def __call__(self) -> None:
+        """Do nothing; a pipeline can be called."""
+
+    def __enter__(self) -> Loop:
+        diffcache.wrap(self, self.method)
+        self.scheduler.set_timesteps(10**6)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        diffcache.unwrap(self)
+
+
+@dataclass(frozen=True)
 class Variant:
-    """One model to time.
+    """One model to time."""
 
-    Attributes:
-        floor: Name of the variant that it is compared with, empty for floors themselves.
-        model: The model.
-        tick: What happens between calls; not timed.
-        sites: Module sites that a skipped step estimates, 0 where the floor is a model's.
-        calls: Timed calls in a row.
-    """
-
-    floor: str
-    model: Any
-    tick: Callable[[], None] = lambda: None
-    sites: int = 0
-    calls: int = 5
+    floor: str  # name of the variant that it is compared with, empty for floors themselves
+    model: Any  # the model
+    tick: Callable[[], None] = lambda: None  # what happens between calls; not timed
+    sites: int = 0  # module sites that a skipped step estimates, 0 where the floor is a model's
+    calls: int = 5  # timed calls in a row
 
     def turn(self, call: dict[str, Any]) -> Turn:
         """Return what is timed: calls in an open context."""
@@ -120,14 +211,7 @@ def peers(steps: int) -> dict[str, tuple[Any, str]]:
 
 
 class Variants(dict[str, Variant]):
-    """Variants by name, on models of the same weights.
-
-    Args:
-        setting: Device and dtype.
-        shape: Sizes of the model.
-        steps: Calls that will be made of each.
-        stack: Ends what is wrapped.
-    """
+    """Variants by name, on models of the same weights, of which so many calls will be made; the stack unwraps them."""
 
     def __init__(self, setting: Setting, shape: Shape, steps: int, stack: ExitStack) -> None:
         super().__init__()
@@ -166,8 +250,8 @@ class Variants(dict[str, Variant]):
 
     def _ours(self, name: str, method: Method, floor: str) -> None:
         model = self._model()
-        loop = self.stack.enter_context(Loop(model, method, self.call))
-        variant = self._add(name, floor, model, tick=loop.tick)
+        loop = self.stack.enter_context(Loop(model, method))
+        variant = self._add(name, floor, model, tick=loop.scheduler.step)
         counts = diffcache.report(loop).calls[-1].counts
         skipped = sum(left_out for _, left_out in counts.values())
         if not skipped:
@@ -186,12 +270,8 @@ def measure(
 ) -> dict[str, Any]:
     """Measure the host time of skipped steps.
 
-    Args:
-        setting: Device and dtype.
-        rounds: Turns of every variant; whole runs take a quarter as many, at least 2.
-        shape: Sizes of the model; those of FLUX.1 in depth by default.
-        batches: Pictures of a whole run.
-        length: Steps of a whole run.
+    Rounds are turns of every variant; whole runs, of batches of pictures and so many steps, take a quarter
+    as many, at least 2. The model has the depth of FLUX.1 by default.
     """
     shape = shape or Shape()
     with ExitStack() as stack:
@@ -228,16 +308,9 @@ def _run_peers(mask: str) -> dict[str, dict[str, Any]]:
 
 
 class Runs(dict[str, Callable[[], None]]):
-    """Whole runs of sticker-flux by name, each on a pipeline of its own.
+    """Whole runs of sticker-flux by name, each on a pipeline of its own; the stack ends what is put in.
 
-    Args:
-        setting: Device and dtype.
-        batch: Pictures of a run.
-        length: Steps of a run.
-        stack: Ends what is put in.
-
-    Attributes:
-        computed: Number of computed steps of a run, by name.
+    The number of computed steps of a run stands in `computed`, by name.
     """
 
     def __init__(self, setting: Setting, batch: int, length: int, stack: ExitStack) -> None:
@@ -293,14 +366,7 @@ class Runs(dict[str, Callable[[], None]]):
 
 @torch.no_grad()
 def whole_runs(setting: Setting, rounds: int, batch: int, length: int) -> list[dict[str, Any]]:
-    """Measure whole runs beside one whose skipped steps have no blocks.
-
-    Args:
-        setting: Device and dtype.
-        rounds: Timed runs of each.
-        batch: Pictures of a run.
-        length: Steps of a run.
-    """
+    """Measure whole runs of some pictures and steps beside one whose skipped steps have no blocks."""
     with ExitStack() as stack:
         runs = Runs(setting, batch, length, stack)
         seconds = take_turns(dict(runs), rounds, 1, setting).own(setting)
@@ -322,12 +388,7 @@ def whole_runs(setting: Setting, rounds: int, batch: int, length: int) -> list[d
 
 
 def rows(variants: dict[str, Variant], seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Return what was measured, in microseconds.
-
-    Args:
-        variants: Variants by name.
-        seconds: Seconds of the calls of each, and of opening its context.
-    """
+    """Return what was measured, in microseconds, from seconds of the calls of each and of opening its context."""
     taken = {name: stats(samples, 1e6) for name, samples in seconds.items()}
     found = []
     for name, variant in variants.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from typing import Any
 
 from rich.table import Table
 
+from diffcache.eval.cost.interleave import Call, Turn
+from diffcache.eval.cost.interleave import measure as take_turns
 from diffcache.eval.record import Setting, envelope
 
 MOST = 44  # characters of a cell
@@ -18,39 +21,23 @@ MOST = 44  # characters of a cell
 
 @dataclass(frozen=True)
 class Bench:
-    """A benchmark.
+    """A benchmark: what it measures, and with what sizes."""
 
-    Attributes:
-        measure: Returns the body of the record: `shapes`, `rounds`, `rows` with names, and more.
-            Takes the setting, and by name the sizes that it is asked for.
-        about: Purpose, for the command line.
-        quick: Sizes of a run that only shows that it works.
-        sizes: Sizes that belong to it, whatever is asked for.
-        has_rounds: Whether it is asked for a number of rounds.
-        needs_gpu: Whether a run on a CPU says nothing, so that its record is no lasting one.
-        resumes: Whether it takes hours, and keeps what is done in a file, `unfinished`.
-        sized: Whether it takes what the command line says of layers, prompt and recipes.
-    """
-
+    # Takes the setting and, by name, sizes: also `rounds` if there are any, and `unfinished`, a file that keeps what
+    # is done, if it takes hours. Returns the body of the record: `shapes`, `rounds`, `rows` with names, and more.
     measure: Callable[..., dict[str, Any]]
-    about: str
-    quick: Mapping[str, Any] = field(default_factory=dict)
-    sizes: Mapping[str, Any] = field(default_factory=dict)
-    has_rounds: bool = True
-    needs_gpu: bool = False
-    resumes: bool = False
-    sized: bool = False
+    about: str  # purpose, for the command line
+    quick: Mapping[str, Any]  # sizes of a run that only shows that it works
+    sizes: Mapping[str, Any] = field(default_factory=dict)  # sizes that belong to it, whatever is asked for
+    needs_gpu: bool = False  # whether a run on a CPU says nothing, so that its record is no lasting one
+
+    def takes(self, size: str) -> bool:
+        """Return whether it takes a size of a name."""
+        return size in inspect.signature(self.measure).parameters
 
     def run(self, name: str, setting: Setting, sizes: Mapping[str, Any], unfinished: Path) -> dict[str, Any]:
-        """Measure; return the record, which names no command yet.
-
-        Args:
-            name: Name of the benchmark.
-            setting: Device and dtype, and where the progress is told.
-            sizes: Sizes that it is asked for.
-            unfinished: File of what is done of a long one.
-        """
-        told: dict[str, Any] = {"unfinished": unfinished} if self.resumes else {}
+        """Measure with sizes that are asked for; return the record, which names no command yet."""
+        told: dict[str, Any] = {"unfinished": unfinished} if self.takes("unfinished") else {}
         started = time.monotonic()
         body = self.measure(setting, **{**self.sizes, **sizes}, **told)
         body["seconds"] = round(time.monotonic() - started, 1)
@@ -84,17 +71,32 @@ def cell(value: Any) -> str:
     return text if len(text) <= MOST else f"{text[: MOST - 3]}..."
 
 
+def by_thirds(
+    steps: Mapping[str, Call | Turn], held: Mapping[str, Callable[[], int]], rounds: int, setting: Setting
+) -> dict[str, dict[str, Any]]:
+    """Take steps in turn, at least 3 of each, and return the `thirds` of all but the first.
+
+    The first is a yardstick that never changes; of the others `held` returns the bytes held now.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    nbytes: dict[str, list[int]] = {name: [] for name in held}
+    third = rounds // 3
+    for count in (third, third, rounds - 2 * third):
+        clock = take_turns(steps, count, 0, setting).own(setting)
+        for name in steps:
+            seconds[name] += clock[name]
+        for name, weigh in held.items():
+            nbytes[name].append(weigh())
+    alone = seconds[next(iter(steps))]
+    return {name: thirds(seconds[name], alone, nbytes[name]) for name in held}
+
+
 def thirds(seconds: Sequence[float], alone: Sequence[float], held: Sequence[int]) -> dict[str, Any]:
     """Return the time of a step in each third, and how the last third compares with the middle.
 
-    Args:
-        seconds: Seconds of every step.
-        alone: Seconds of a yardstick that never changes, measured in the same turns.
-        held: Bytes after each third.
-
-    Returns:
-        `ms`, medians by thirds; `of_alone`, the same in multiples of the yardstick; `time_ratio`
-        and `bytes_ratio`, last third over middle third; `bytes`.
+    Given are seconds of every step, those of a yardstick in the same turns, and bytes after each third.
+    Returned are `ms`, medians by thirds; `of_alone`, the same in multiples of the yardstick; `time_ratio`
+    and `bytes_ratio`, last third over middle third; `bytes`.
     """
     third = len(seconds) // 3
     parts = [slice(third), slice(third, 2 * third), slice(2 * third, None)]

@@ -96,12 +96,8 @@ def measure(
 ) -> dict[str, Any]:
     """Search at every factor, and measure the choice and all single methods on held-out sentences.
 
-    Args:
-        setting: Device and dtype.
-        samples: Held-out sentences, a multiple of 4.
-        factors: How many times fewer FLOPs there may be.
-        trials: Budget of a search, in trials of all its sentences.
-        unfinished: File that keeps rows as they come, until all is done.
+    Samples are held-out sentences, a multiple of 4; a factor says how many times fewer FLOPs there may be;
+    a search may take so many trials of all its sentences.
     """
     pipe = sticker_flux.load(dtype=setting.dtype).to(setting.device)
     call = {**sticker_flux.CALL, "num_inference_steps": STEPS}
@@ -170,15 +166,9 @@ def measure(
 def again(
     record: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], numbers: Sequence[int]
 ) -> Iterator[tuple[Mapping[str, Any], list[float]]]:
-    """Draw some held-out batches again with the methods of rows.
+    """Draw some held-out batches again with the methods of rows, but those that `is_made` refuses.
 
-    Args:
-        record: The record.
-        rows: Rows of it; those that `is_made` refuses are passed over.
-        numbers: Batches.
-
-    Yields:
-        A row, and the PSNR in dB of every sample of the batches.
+    Yields a row, and the PSNR in dB of every sample of the batches.
     """
     call = {**sticker_flux.CALL, "num_inference_steps": STEPS}
     held = Trials(sticker_flux.load(), batches_of(record["shapes"]["samples"]), SEED, call)

@@ -44,11 +44,7 @@ UNCACHED, FEWER = "uncached", "fewer steps"
 
 
 def methods(ratios: Sequence[float]) -> dict[str, Callable[[int], Method]]:
-    """Return what makes a method for a factor, by name; the first step is always computed.
-
-    Args:
-        ratios: Magnitude ratios of neighboring residuals on this model, of step 1 on.
-    """
+    """Return what makes a method for a factor, by name, given ratios of neighboring residuals of step 1 on."""
     return {
         "reuse": lambda n: Interval(every=n),
         "TaylorSeer, order 1": lambda n: TaylorSeer(every=n, warmup=1),
@@ -58,11 +54,7 @@ def methods(ratios: Sequence[float]) -> dict[str, Callable[[int], Method]]:
 
 
 def magcache(ratios: Sequence[float], factor: int) -> MagCache:
-    """Return MagCache with the least threshold that computes no more than one step in `factor`.
-
-    Raises:
-        ValueError: If no threshold skips as much.
-    """
+    """Return MagCache with the least threshold that computes at most one step in `factor`; ValueError without one."""
     for threshold in np.geomspace(1e-3, 30, 400):
         method = MagCache(threshold=float(f"{threshold:.3g}"), longest=STEPS, retention=0.0, ratios=(1.0, *ratios))
         if len(computed(method)) <= -(-STEPS // factor):
@@ -86,13 +78,8 @@ def computed(method: MagCache) -> list[int]:
 def residuals(pipe: FluxPipeline, texts: list[str]) -> dict[str, list[float]]:
     """Measure how the residual of all blocks changes from step to step, of the picture's tokens.
 
-    Args:
-        pipe: The pipeline.
-        texts: Sentences.
-
-    Returns:
-        Of steps 1 on, each a mean over tokens: `ratio` of norms, `cosine`, and `change`, the mean
-        absolute change over the mean absolute value.
+    Of steps 1 on, each a mean over tokens: `ratio` of norms, `cosine`, and `change`, the mean absolute
+    change over the mean absolute value.
     """
     model = pipe.transformer
     entered: list[Tensor] = []
@@ -128,15 +115,7 @@ def measure(
     picture: Path | None = PICTURE,
     unfinished: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure every method at every factor, and draw the picture of `docs/telling_power.md`.
-
-    Args:
-        setting: Device and dtype.
-        samples: Pictures of a row, at least 2.
-        factors: How many times fewer steps are computed.
-        picture: File of the picture, None to draw none.
-        unfinished: File that keeps rows as they come, until all is done.
-    """
+    """Measure every method at every factor on at least 2 pictures, and draw the picture of `docs/telling_power.md`."""
     pipe = sticker_flux.load(dtype=setting.dtype).to(setting.device)
     texts = held_out_captions(samples, SEED)
     key = {"samples": samples, "dtype": str(setting.dtype), "model": directory_sha256(sticker_flux.DIRECTORY)}
@@ -176,12 +155,7 @@ def measure(
         "whole_right": share_interval(torch.tensor(right)).to_dict(),
     }
     return {
-        "shapes": {
-            "device": setting.device.type,
-            "model": "sticker-flux",
-            "samples": samples,
-            "model_sha256": key["model"],
-        },
+        "shapes": dict(device=setting.device.type, model="sticker-flux", samples=samples, model_sha256=key["model"]),
         "rounds": 1,
         "seed": SEED,
         "rows": [uncached, *rows],

@@ -15,54 +15,23 @@ Settings = dict[str, Any]
 Role = Literal["cache", "baseline", "control"]
 MANY = 0.9  # the papers' threshold of parallel decoding
 
-SMALLER = {  # rows that the smaller models have, on which an answer takes a tenth of the time
-    "uncached, blocks of 8",
-    "uncached, random order",
-    "dKV-Cache decode, every 2",
-    "dKV-Cache decode, every 32",
-    "dKV-Cache prefill",
-    "dKV-Cache greedy",
-    "FreeCache, blocks of 8",
-    "FreeCache, commit forward, blocks of 8",
-    "dLLM-Cache 25/8, none",
-    "Elastic-Cache, always",
-    "Elastic-Cache, head axis 0.9",
-    "Elastic-Cache, key axis 0.99",
-    "Fast-dLLM prefix",
-}
-
 
 @dataclass(frozen=True)
 class Row:
-    """A way to decode.
+    """A way to decode."""
 
-    Attributes:
-        name: Name in the table.
-        policy: Policy as a command line writes it; "" for a model that is not wrapped.
-        against: Name of the uncached row that decodes in the same order.
-        role: `cache`; `baseline`, without any; or `control`, which must lose.
-        threshold: Confidence of parallel decoding; None for a fixed number of tokens a step.
-        rule: Rule of commits in place of a number or a threshold; None for one of these.
-        share: Forwards, as a share of the tokens.
-        block: Tokens of a block; None for the world's, 0 for one block.
-        window: Masks of a sliding window; None for whole blocks.
-        by: Sign by which the next token is told.
-        guided: Whether a small autoregressive model judges what is decided.
-        alone: Whether that model answers by itself, one token after the other.
-    """
-
-    name: str
-    policy: str = ""
-    against: str = "uncached"
-    role: Role = "cache"
-    threshold: float | None = None
-    rule: Rule | None = None
-    share: float = 1.0
-    block: int | None = None
-    window: int | None = None
-    by: Literal["confidence", "random"] = "confidence"
-    guided: bool = False
-    alone: bool = False
+    name: str  # name in the table
+    policy: str = ""  # policy as a command line writes it; "" for a model that is not wrapped
+    against: str = "uncached"  # name of the uncached row that decodes in the same order
+    role: Role = "cache"  # `cache`; `baseline`, without any; or `control`, which must lose
+    threshold: float | None = None  # confidence of parallel decoding; None for a fixed number of tokens a step
+    rule: Rule | None = None  # rule of commits in place of a number or a threshold; None for one of these
+    share: float = 1.0  # forwards, as a share of the tokens
+    block: int | None = None  # tokens of a block; None for the world's, 0 for one block
+    window: int | None = None  # masks of a sliding window; None for whole blocks
+    by: Literal["confidence", "random"] = "confidence"  # sign by which the next token is told
+    guided: bool = False  # whether a small autoregressive model judges what is decided
+    alone: bool = False  # whether that model answers by itself, one token after the other
 
     def made(self) -> Policy | None:
         """Return the policy, None for a model that is not wrapped."""
@@ -73,21 +42,12 @@ class Row:
         return policy
 
     def schedule(self, length: int, block: int) -> Schedule:
-        """Return how an answer is decoded.
-
-        Args:
-            length: Tokens of an answer.
-            block: Tokens of a block of the world.
-        """
+        """Return how an answer of some tokens is decoded in a world with blocks."""
         size = block if self.block is None else self.block
         return Schedule(length, size or None, round(length * self.share), window=self.window)
 
     def sampler(self, seed: int = 0) -> Sampler:
-        """Return how tokens are chosen.
-
-        Args:
-            seed: Seed of orders that are drawn.
-        """
+        """Return how tokens are chosen; the seed is that of orders that are drawn."""
         rule: Rule = Quota() if self.threshold is None else Threshold(self.threshold)
         if self.guided:
             rule = Guided()
@@ -95,11 +55,7 @@ class Row:
 
 
 def rows(model: str) -> list[Row]:
-    """Return all rows of a model, every uncached one before those that are compared with it.
-
-    Args:
-        model: Name of a shipped model; two of them have a guide.
-    """
+    """Return all rows of a shipped model, every uncached one before those that are compared with it."""
     if model in CAUSAL:
         return _causal_rows()
     many: Settings = {"threshold": MANY, "against": "uncached, threshold 0.9"}
@@ -116,25 +72,17 @@ def rows(model: str) -> list[Row]:
         _plain("uncached, hierarchical commits", rule=Hierarchical()),
         _plain("uncached, credit", rule=Credit()),
         _plain("uncached, SlowFast", rule=SlowFast(), block=0),
-        _plain("uncached, blocks of 8", block=8),
         _plain("uncached, sliding window", block=0, window=16),
         _plain("uncached, sliding window, threshold 0.9", **both),
-        _plain("uncached, random order", by="random"),
-        *[Row(f"dKV-Cache decode, every {n}", f"dkv-cache:every={n}") for n in (2, 8, 32)],
+        Row("dKV-Cache decode, every 8", "dkv-cache:every=8"),
         Row("dKV-Cache decode, threshold 0.9", "dkv-cache:every=8", **many),
-        Row("dKV-Cache prefill", "dkv-cache:variant=prefill"),
         Row("dKV-Cache PD, every 4", "dkv-cache:variant=pd"),
-        Row("dKV-Cache greedy", "dkv-cache:variant=greedy", **drawn),
         Row("dKV-Cache, no delay", "dkv-cache:every=8,delay=False", role="control"),
-        Row("Fast-dLLM prefix", "fast-dllm"),
         Row("Fast-dLLM dual", "fast-dllm:dual=True"),
         Row("Fast-dLLM dual, threshold 0.9", "fast-dllm:dual=True", **many),
         Row("FreeCache", "free-cache"),
         Row("FreeCache, commit forward", "free-cache:commit=True"),
-        Row("FreeCache, blocks of 8", "free-cache", role="control", **small),
-        Row("FreeCache, commit forward, blocks of 8", "free-cache:commit=True", **small),
         Row("dLLM-Cache 100/7, a quarter", "dllm-cache:prompt_every=100"),
-        Row("dLLM-Cache 25/8, none", "dllm-cache:prompt_every=25,answer_every=8,ratio=0", role="control"),
         Row("Sparse-dLLM", "sparse-dllm"),
         Row("EntropyCache", "entropy-cache"),
         Row("DPad", "dpad"),
@@ -143,11 +91,8 @@ def rows(model: str) -> list[Row]:
         Row("d2Cache", "d2cache"),
         Row("Window-Diffusion", "window-diffusion", **slide),
         Row("Elastic-Cache, never", "elastic:gamma=-1", **slide),
-        Row("Elastic-Cache, head axis 0.9", "elastic:gamma=0.9", **slide),
         Row("Elastic-Cache, head axis 0.8", "elastic:gamma=0.8", **slide),
         Row("Elastic-Cache, key axis 0.9", "elastic:gamma=0.9,similarity=key", **slide),
-        Row("Elastic-Cache, key axis 0.99", "elastic:gamma=0.99,similarity=key", **slide),
-        Row("Elastic-Cache, always", "elastic:gamma=2", **slide),
         Row(
             "Elastic-Cache, key axis 0.9, threshold 0.9",
             "elastic:gamma=0.9,similarity=key",
@@ -155,8 +100,21 @@ def rows(model: str) -> list[Row]:
             **both,
         ),
     ]
-    if model == "chain-llada":
-        found = [row for row in found if row.name not in SMALLER]
+    if model != "chain-llada":  # on which an answer takes ten times as long
+        found += [
+            _plain("uncached, blocks of 8", block=8),
+            _plain("uncached, random order", by="random"),
+            *[Row(f"dKV-Cache decode, every {n}", f"dkv-cache:every={n}") for n in (2, 32)],
+            Row("dKV-Cache prefill", "dkv-cache:variant=prefill"),
+            Row("dKV-Cache greedy", "dkv-cache:variant=greedy", **drawn),
+            Row("Fast-dLLM prefix", "fast-dllm"),
+            Row("FreeCache, blocks of 8", "free-cache", role="control", **small),
+            Row("FreeCache, commit forward, blocks of 8", "free-cache:commit=True", **small),
+            Row("dLLM-Cache 25/8, none", "dllm-cache:prompt_every=25,answer_every=8,ratio=0", role="control"),
+            Row("Elastic-Cache, head axis 0.9", "elastic:gamma=0.9", **slide),
+            Row("Elastic-Cache, key axis 0.99", "elastic:gamma=0.99,similarity=key", **slide),
+            Row("Elastic-Cache, always", "elastic:gamma=2", **slide),
+        ]
     if model in GUIDES:
         base = "uncached, guided"
         found += [

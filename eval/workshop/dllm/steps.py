@@ -17,16 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from diffcache.attach.record import TOKEN_LAYERS
 from diffcache.dllm import Decoding, RowPlan
 from diffcache.eval.cost.interleave import summary
 from diffcache.eval.record import Setting
-from diffcache.eval.workshop.dllm.measure import runners_of
+from diffcache.eval.workshop.dllm.measure import runners
 from diffcache.eval.workshop.dllm.rows import Row, rows
 from diffcache.eval.workshop.small.chain import HELD_OUT, WORLDS, draw
-from diffcache.eval.workshop.small.chain_llada import BLOCKS, load
 from diffcache.pipelines.diffusion_lm import can_be_compiled
 from diffcache.targets import handle_of
 
@@ -43,26 +41,7 @@ NAMES = (
     "Elastic-Cache, head axis 0.9",
     "Elastic-Cache, key axis 0.9",
 )
-LARGE = {"prompt": 384, "length": 64, "block": 32}  # of the model of 28 M parameters
 MODEL = "chain-llada"
-
-
-def large() -> LlamaForCausalLM:
-    """Return a model of 8 layers of 512 channels, with random weights."""
-    config = LlamaConfig(
-        vocab_size=1024,
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        is_causal=False,
-        mask_token_id=1023,
-        max_position_embeddings=512,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model: LlamaForCausalLM = LlamaForCausalLM._from_config(config, attn_implementation="sdpa")
-    return model.eval()
 
 
 def timed(function: Callable[..., Any], seconds: list[float]) -> Callable[..., Any]:
@@ -79,13 +58,7 @@ def timed(function: Callable[..., Any], seconds: list[float]) -> Callable[..., A
 
 @torch.no_grad()
 def answer(runner: Any, prompts: Tensor, twin: nn.Module) -> dict[str, float]:
-    """Return ratios of an answer, its mean rows a step, and its seconds without the twin's.
-
-    Args:
-        runner: Runner of a row.
-        prompts: Tokens, int64 `[B, P]`.
-        twin: The model without a cache.
-    """
+    """Return ratios of an answer to prompts, int64 `[B, P]`, its mean rows a step, its seconds without the twin's."""
     lm, masked, outside = runner.lm, runner.lm.masked, Context()
     calls: list[float] = []
     plain: list[float] = []
@@ -118,36 +91,18 @@ def _computed(lm: Any, ids: Tensor) -> int:
 
 
 def measure(
-    setting: Setting,
-    *,
-    rounds: int = 16,
-    size: int = 1,
-    is_large: bool = False,
-    compiled: bool = False,
-    named: Sequence[str] = NAMES,
+    setting: Setting, *, rounds: int = 16, size: int = 1, compiled: bool = False, named: Sequence[str] = NAMES
 ) -> dict[str, Any]:
-    """Measure the steps of every policy, in turn.
+    """Measure the steps of the named policies in turn, the uncached one first, in answers to batches of a size.
 
-    Args:
-        setting: Device and dtype.
-        rounds: Timed answers of each, of `size` prompts.
-        size: Prompts of a batch.
-        is_large: Whether the model is the one of 28 M parameters instead of chain-llada.
-        compiled: Whether forwards of some rows are compiled, beside a plain one that is not;
-            policies that do not take that are left out.
-        named: Names of the rows, the uncached one first.
+    If asked, forwards of some rows are compiled, beside a plain one that is not; policies that do not take
+    that are left out.
     """
     generator = torch.Generator().manual_seed(HELD_OUT + 2)
-    count = (rounds + 1) * size
-    if is_large:
-        base, length, block = large(), LARGE["length"], LARGE["block"]
-        prompts = torch.randint(0, 1000, (count, LARGE["prompt"]), generator=generator)
-    else:
-        base, length, block = load(MODEL, setting.dtype), WORLDS[MODEL].length, BLOCKS[MODEL]
-        prompts = draw(count, WORLDS[MODEL], generator).prompts
+    prompts = draw((rounds + 1) * size, WORLDS[MODEL], generator).prompts
     known = {row.name: row for row in rows("chain-llada-probe")}
     chosen = [known[name] for name in named]
-    found = runners_of(base.to(setting.device), [Row("plain"), *chosen], length, block)
+    found = runners(MODEL, [Row("plain"), *chosen], setting)
     twin = found.pop("plain").lm.model
     if compiled:
         for name, runner in list(found.items()):
@@ -174,7 +129,7 @@ def measure(
             }
         )
     return {
-        "shapes": {"model": "28 M parameters" if is_large else MODEL, "batch": size, "device": setting.device.type},
+        "shapes": {"model": MODEL, "batch": size, "device": setting.device.type},
         "rounds": rounds,
         "clock": "CPU time of the process",
         "rows": made,

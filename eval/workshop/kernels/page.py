@@ -5,18 +5,20 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from diffcache.eval.cost.expected import CHIPS, Expected, expect
 from diffcache.eval.cost.roofline import START
-from diffcache.eval.kernels.case import KernelCase, all_cases
+from diffcache.eval.kernels.cases import KernelCase, Sizes, all_cases, drawn, given
 from diffcache.eval.pages import keep_pages, rendered, table
 from diffcache.eval.record import FOLDER, ROOT
-from diffcache.eval.workshop.kernels.published import published
 from diffcache.files import read_json
-from diffcache.kernels.dispatch import SHIPPED_FOR
+from diffcache.kernels.attention import FORWARD
+from diffcache.kernels.dispatch import SHIPPED_FOR, Operator
+from diffcache.kernels.int8 import INT8
 from diffcache.registry import rows_of
 
 CODE = Path(__file__).with_name("code.json")  # facts of machine code, see targets.py
@@ -83,6 +85,45 @@ def _key(row: Mapping[str, Any]) -> tuple[str, str, str]:
     return row["operator"], row["model"], row["shapes"]
 
 
+@dataclass(frozen=True)
+class Published:
+    """A published time of a kernel, to hold expected ones against; our own of the same attention stands for it."""
+
+    name: str  # whose kernel, and of what
+    device: str  # one of `diffcache.eval.cost.expected.CHIPS`
+    us: float  # microseconds
+    source: str  # paper or page, and the number in it
+    sizes: Sizes  # query heads, key heads, queries, keys, channels
+    operator: Operator = FORWARD  # our kernel of the same attention
+
+    def case(self) -> KernelCase:
+        """Return the row of our kernel at these sizes."""
+        asking, heads, count, width, size = self.sizes
+        asked = given if self.operator is FORWARD else lambda *qkv: (*qkv, size**-0.5)
+        ways = {"kernel": lambda q, k, v: self.operator(*asked(q, k, v))}
+        moved = 2 * 2 * size * (asking * count + heads * width)
+        return KernelCase(self.operator.name, self.name, f"{list(self.sizes)}", drawn(self.sizes), ways, moved)
+
+
+def published() -> Iterator[Published]:
+    """Yield the times that are compared."""
+    long: Sizes = (16, 16, 16384, 16384, 128)
+    flux: Sizes = (24, 24, 4608, 4608, 128)
+    wide: Sizes = (128, 128, 8192, 8192, 128)  # a batch of 4
+    for name, device, tera, source, sizes, operator in (
+        ("FlashAttention-2, 16k", "a100", 230, "arXiv 2307.08691: up to 230 TFLOPs/s, forward", long, FORWARD),
+        ("FlashAttention-2 in torch, FLUX.1", "h100", 329, "pytorch issue 142132: 329 TFLOP/s", flux, FORWARD),
+        ("FlashAttention-2, 8k", "4090", 165, "SageAttention, arXiv 2410.02367: 165 TOPS", wide, FORWARD),
+        ("SageAttention, 8k", "4090", 340, "arXiv 2410.02367: 340 TOPS", wide, INT8),
+    ):
+        asking, _, count, width, size = sizes
+        us = 4 * asking * count * width * size / tera / 1e6  # at a rate of 10^12 operations a second
+        yield Published(name, device, us, source, sizes, operator)
+    for width, us in ((65536, 64.4), (131072, 106.6)):
+        source, sizes = f"pytorch.org/blog/flash-decoding: {us} µs", (16, 2, 1, width, 128)
+        yield Published(f"Flash-Decoding, {width} keys", "a100", us, source, sizes)
+
+
 def _code(rows: Sequence[Mapping[str, Any]], arch: str) -> str:
     """Return the cell of an operator and an architecture: the most of its rows and launches."""
     found = [row["targets"].get(arch, "not compiled") for row in rows]
@@ -100,12 +141,7 @@ def _code(rows: Sequence[Mapping[str, Any]], arch: str) -> str:
 
 
 def wrong(launch: Mapping[str, Any], code: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with the code of a launch.
-
-    Args:
-        launch: What it does.
-        code: Facts of its code.
-    """
+    """Return what is wrong with the code of a launch, by what it does and the facts of its code."""
     loaded = math.prod(launch["grid"]) * launch["loaded"]
     found = [f"{code['spilled']} bytes of a thread spill"] if code["spilled"] else []
     found += ["no matrix instructions"] if code["wanted"] and not code["matrix"] else []

@@ -18,12 +18,11 @@ from typing import Any
 import torch
 
 from diffcache.eval.cost.expected import CHIPS, dynamic
-from diffcache.eval.kernels.case import KernelCase, all_cases
+from diffcache.eval.kernels.cases import KernelCase, all_cases
 from diffcache.eval.kernels.options import Launched
 from diffcache.eval.kernels.tiles import Tiles, tiles
 from diffcache.eval.record import commit
-from diffcache.eval.workshop.kernels.page import CODE, _key, wrong
-from diffcache.eval.workshop.kernels.published import published
+from diffcache.eval.workshop.kernels.page import CODE, _key, published, wrong
 from diffcache.files import read_json, write_json
 from diffcache.kernels.dispatch import OPERATORS
 from diffcache.kernels.gpu import machine
@@ -50,11 +49,10 @@ WIDE = (
 
 
 def row(case: KernelCase, archs: Sequence[int | str] = ARCHS) -> dict[str, Any]:
-    """Compile the kernels of a row for some architectures.
+    """Compile the kernels of a row for some architectures, and return its row of the record.
 
-    Returns:
-        Row of the record: `launches`, what a program of each does, and `targets`, architecture ->
-        facts of the code of each launch, or why there is none.
+    It has `launches`, what a program of each does, and `targets`, architecture -> facts of the code of each
+    launch, or why there is none.
     """
     targets: dict[str, Any] = {}
     launches: list[dict[str, Any]] = []

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from diffcache.errors import AttachError
-from diffcache.eval.pages import entries, keep_pages, table
+from diffcache.eval.pages import entries, keep_pages, rendered, table
 from diffcache.eval.record import ROOT
 from diffcache.eval.workshop.kv import oracle
 from diffcache.foreign import with_cache
@@ -40,30 +40,19 @@ Inputs = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Verdict:
-    """Verdict on a cache in one model.
+    """Verdict on a cache in one model."""
 
-    Attributes:
-        word: `"exact"`, `"refused"`, `"wrong"` or `"crash"`.
-        why: Message of the error, or number by which the cache is off.
-    """
-
-    word: str
-    why: str = ""
+    word: str  # `"exact"`, `"refused"`, `"wrong"` or `"crash"`
+    why: str = ""  # message of the error, or number by which the cache is off
 
 
 @dataclass(frozen=True)
 class Row:
-    """Verdicts on one class.
+    """Verdicts on one class."""
 
-    Attributes:
-        name: Name of the class.
-        verdicts: Verdict for each of `COLUMNS`; empty where nothing could be tried.
-        why: Reason why nothing could be tried.
-    """
-
-    name: str
-    verdicts: tuple[Verdict, ...] = ()
-    why: str = ""
+    name: str  # name of the class
+    verdicts: tuple[Verdict, ...] = ()  # verdict for each of `COLUMNS`; empty where nothing could be tried
+    why: str = ""  # reason why nothing could be tried
 
 
 def prompts(rows: int) -> Inputs:
@@ -175,27 +164,6 @@ def _quiet() -> Iterator[None]:
 # the page --------------------------------------------------------------------------------------
 
 PAGE = Path("docs/kv_coverage.md")
-HEAD = """\
-# Models that caches go with
-
-Written by `python -m diffcache.eval.workshop.kv.coverage --write` with transformers {version}:
-every class that generates text, from text or from images, built tiny and random with attention that
-is peaked, and asked for six tokens by text of {tokens} tokens, alone ("one") or in a batch of two
-rows of which one is padded ("padded"). Windows are of 12 tokens, so that they are exceeded.
-
-| column | what is done | compared with |
-|---|---|---|
-| keeps | `snapkv(1.0)`, attention over slots | stock `generate` |
-| drops | `snapkv(0.4)` | a full cache in which the same slots are hidden |
-| unrotated | `streaming_llm(4096)`: keys are held before rotation | stock `generate` |
-| coded | `kivi(2, residual=4096)`, stock attention, padded | stock `generate` |
-
-*exact*: the same tokens, and logits within {near:g} of the largest, most of them bit for bit.
-*refused*: one error that says why, with the number of its note below the table. There is no other
-outcome: nothing is wrong without a word, and nothing crashes. {tried} of {all} classes were tried;
-the list at the end names the others.
-
-"""
 
 
 def page() -> str:
@@ -207,24 +175,20 @@ def page() -> str:
 def text_of(rows: Sequence[Row]) -> str:
     """Return the page for what was found."""
     tried = [row for row in rows if row.verdicts]
-    untried = [row for row in rows if not row.verdicts]
+    untried = [[row.name, _cell(row.why)] for row in rows if not row.verdicts]
     notes: dict[str, int] = {}
     judged = [[row.name, *_words(row, notes)] for row in tried]
-    lines = [
-        *table(["class", *COLUMNS], judged),
-        "",
-        *(f"{number}. {note}" for note, number in notes.items()),
-        "",
-        *entries(["not tried", "why"], [[row.name, _cell(row.why)] for row in untried]),
-    ]
-    head = HEAD.format(
+    return rendered(
+        "workshop/kv/coverage.md.jinja",
         version=transformers.__version__,
         tokens=prompts(1)["input_ids"].shape[1],
         near=NEAR,
         tried=len(tried),
         all=len(rows),
+        judged="\n".join(table(["class", *COLUMNS], judged)),
+        notes=notes,
+        untried="\n".join(entries(["not tried", "why"], untried)),
     )
-    return head + "\n".join(lines) + "\n"
 
 
 def _words(row: Row, notes: dict[str, int]) -> list[str]:

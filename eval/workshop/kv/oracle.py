@@ -28,12 +28,7 @@ NAME = "oracle"
 
 
 class Full(DynamicCache):  # type: ignore[misc]
-    """A full cache that says which layer was written to last.
-
-    Args:
-        config: Configuration of the model.
-        owned: Layers that hold all tokens, whatever their window.
-    """
+    """A full cache that says which layer was written to last; owned layers hold all tokens, whatever their window."""
 
     last = -1
 

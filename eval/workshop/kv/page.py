@@ -115,18 +115,12 @@ def _recipe(function: Callable[..., Recipe], name: str, equal: Mapping[str, str]
 
 
 def story(function: Callable[..., Recipe]) -> dict[str, str]:
-    """Return what a docstring says: `what` it does, `source` and `departures`.
-
-    Raises:
-        ValueError: If it names no reference.
-    """
+    """Return what a docstring says: `what` it does, `source` and `departures`; ValueError without a reference."""
     what = inspect.cleandoc(function.__doc__ or "").partition("\n\n")[0]
     source, *rest = re.split(r"\s*Departures?:\s*", reference(function), maxsplit=1)
-    return {
-        "what": " ".join(what.split()).rstrip("."),
-        "source": source.rstrip("."),
-        "departures": "".join(rest).rstrip("."),
-    }
+    return dict(
+        what=" ".join(what.split()).rstrip("."), source=source.rstrip("."), departures="".join(rest).rstrip(".")
+    )
 
 
 def compared() -> dict[str, str]:
@@ -187,11 +181,8 @@ def pairs(record: Mapping[str, Any]) -> list[tuple[Row, Row]]:
 def seconds(records: Sequence[Mapping[str, Any]]) -> str:
     """Return the table of a generated token beside `DynamicCache`, with what takes the time.
 
-    Args:
-        records: Records of `bench decode`, the one of all caches first.
-
-    Raises:
-        KeyError: If a cache misses its aim and `SLOW` does not say why.
+    Of the records of `bench decode` that of all caches comes first. A cache that misses its aim without a
+    reason in `SLOW` raises KeyError.
     """
     by = [{row["name"]: row for row in each["rows"]} for each in records]
     rows = []

@@ -39,18 +39,7 @@ def held_sentences(samples: int, seed: int = 0) -> list[str]:
 
 
 class Rollouts:
-    """Films of sentences, made with the same noise under every policy.
-
-    Args:
-        said: Sentence of each film.
-        setting: Device and dtype.
-        seed: Seed of the noise.
-        pipe: Pipeline that films; None for the shipped one.
-
-    Attributes:
-        pipe: Pipeline that films.
-        said: Sentence of each film.
-    """
+    """Films of sentences, with the same noise under every policy, by a pipeline, the shipped one by default."""
 
     def __init__(self, said: Sequence[str], setting: Setting, seed: int = 0, pipe: Any = None) -> None:
         self.pipe = (pipe or load(setting.dtype)).to(setting.device)
@@ -78,14 +67,7 @@ class Rollouts:
         return ((film + 1) * 127.5).round().permute(0, 2, 3, 4, 1).byte()
 
     def table(self, rows: Sequence[Row], chunks: int, kept: Parts, progress: Progress | None) -> dict[str, Any]:
-        """Return what every row's films keep, by name.
-
-        Args:
-            rows: Policies.
-            chunks: Chunks of a film.
-            kept: Rows that were made before.
-            progress: Callback for the progress, given (rows done, rows in all, name of the next).
-        """
+        """Return what every row's films of so many chunks keep, by name; rows that were made before are kept."""
         found: dict[str, Any] = {}
         with self.video() as video:
             for number, row in enumerate(rows):
@@ -100,18 +82,13 @@ class Rollouts:
 
 
 def judged(films: Tensor, said: Sequence[str]) -> dict[str, Any]:
-    """Return what films keep of their sentences and of their first colors.
+    """Return what films, uint8 `[B, F, 64, 64, 3]`, keep of their sentences and of their first colors.
 
-    Args:
-        films: Films, uint8 `[B, F, 64, 64, 3]`.
-        said: Sentence of each.
-
-    Returns:
-        `right`, the share of every twelfth frame of the whole film in which the judge finds
-        nothing wrong, `late`, the same of the last quarter, both with intervals over films;
-        `drift`, the mean distance of the colors of the last quarter from those of the first
-        `EVERY` frames; `motion`, the mean distance of a frame of the last quarter from the next;
-        all in levels of 255; and `static`, the share of these that move less than `STILL`.
+    `right` is the share of every twelfth frame of the whole film in which the judge finds nothing wrong,
+    `late`, the same of the last quarter, both with intervals over films; `drift`, the mean distance of the
+    colors of the last quarter from those of the first `EVERY` frames; `motion`, the mean distance of a
+    frame of the last quarter from the next; all in levels of 255; and `static`, the share of these that
+    move less than `STILL`.
     """
     right = frames_right(films[:, EVERY - 1 :: EVERY].numpy(), said)
     quarter = -max(right.shape[1] // 4, 1)
@@ -128,12 +105,7 @@ def judged(films: Tensor, said: Sequence[str]) -> dict[str, Any]:
 
 
 def frames_right(films: NDArray[np.uint8], said: Sequence[str]) -> Tensor:
-    """Tell in which frames the judge finds nothing wrong, bool `[B, F]`.
-
-    Args:
-        films: Frames to judge, uint8 `[B, F, 64, 64, 3]`.
-        said: Sentence of each film.
-    """
+    """Tell in which frames, uint8 `[B, F, 64, 64, 3]`, the judge finds nothing wrong, bool `[B, F]`."""
     texts = [text for text in said for _ in range(films.shape[1])]
     wrong = read_faults(texts, np.ascontiguousarray(films.reshape(-1, *films.shape[2:])))
     right = torch.tensor([not faults for faults in wrong])
@@ -143,9 +115,7 @@ def frames_right(films: NDArray[np.uint8], said: Sequence[str]) -> Tensor:
 def films_right(films: Tensor, prompts: Sequence[str]) -> Tensor:
     """Reward films in all of whose frames the judge finds nothing wrong with 1, others with 0, float64 [N].
 
-    Args:
-        films: uint8 [N, F, 3, 64, 64].
-        prompts: Sentence of each film.
+    Films are uint8 [N, F, 3, 64, 64], with a sentence each.
     """
     return frames_right(films.permute(0, 1, 3, 4, 2).cpu().numpy(), prompts).all(1).double()
 

@@ -12,17 +12,11 @@ Role = Literal["stock", "cache", "control"]
 
 @dataclass(frozen=True)
 class Row:
-    """A policy under a name.
+    """A policy under a name."""
 
-    Attributes:
-        name: Name in the table.
-        policy: Frames that are held.
-        role: `stock`, the first row; `cache`; or `control`, which must lose.
-    """
-
-    name: str
-    policy: video.VideoPolicy
-    role: Role = "cache"
+    name: str  # name in the table
+    policy: video.VideoPolicy  # frames that are held
+    role: Role = "cache"  # `stock`, the first row; `cache`; or `control`, which must lose
 
 
 # Windows are whole chunks of three latent frames; sticker-causal was trained on seven chunks.

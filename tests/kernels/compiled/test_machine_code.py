@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from diffcache.eval.kernels import linear
-from diffcache.eval.kernels.case import all_cases
+from diffcache.eval.kernels.cases import all_cases, products
 from diffcache.eval.kernels.options import ARCH, built, choices_of
 from diffcache.eval.workshop.kernels import page, targets
 from diffcache.files import read_json
@@ -64,7 +63,7 @@ def test_the_record_is_what_is_compiled_here() -> None:
 
 
 def test_candidates_that_spill_or_do_not_fit_are_dropped():
-    case = next(iter(linear.cases()))
+    case = next(products())
     usual = built(case, {}, ARCH)
     assert usual.name == "default" and not usual.dropped and 0 < usual.used[0] < 256
     assert usual.used[1:] == (96, 0)

@@ -11,7 +11,7 @@ from diffcache.eval.kv import parts
 from diffcache.eval.record import ROOT, Setting, check, envelope
 from diffcache.eval.workshop.bench import kv as bench
 from diffcache.eval.workshop.bench.runner import tables
-from diffcache.eval.workshop.kv import held, page
+from diffcache.eval.workshop.kv import page
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.catalog import recipe_function, recipes
 
@@ -50,9 +50,9 @@ def test_a_benchmark_makes_a_whole_record(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_codes_and_ragged_budgets_hold_what_they_promise() -> None:
-    rows = held.held_rows(4096)
+    rows = bench.held_rows(4096)
     assert all(row["share"] <= row["target_share"] for row in rows if row["target_share"])
-    exact = 2 * held.HEADS * held.SIZE * 4096 * 2
+    exact = 2 * bench.HELD[0] * bench.HELD[2] * 4096 * 2
     assert {row["exact_bytes"] for row in rows} == {exact}
     two, four = rows[0], rows[1]
     # Two bits, a scale and a zero of 16 bits for 32 codes, and what waits to be coded.
@@ -61,12 +61,12 @@ def test_codes_and_ragged_budgets_hold_what_they_promise() -> None:
 
 
 def test_errors_are_of_the_trained_model_or_absent(monkeypatch, tmp_path: Path, folder: Path) -> None:
-    monkeypatch.setattr(held, "DIRECTORY", tmp_path)
-    assert held.trained_rows(33) == []
-    monkeypatch.setattr(held, "DIRECTORY", folder)
-    cases = {"nothing": (Recipe(), None), **held.cases()}
-    monkeypatch.setattr(held, "cases", lambda: cases)
-    rows = {row["name"].partition(", ")[2]: row for row in held.trained_rows(513)}
+    monkeypatch.setattr(bench, "DIRECTORY", tmp_path)
+    assert bench.trained_rows(33) == []
+    monkeypatch.setattr(bench, "DIRECTORY", folder)
+    cases = {"nothing": (Recipe(), None), **bench.cases()}
+    monkeypatch.setattr(bench, "cases", lambda: cases)
+    rows = {row["name"].partition(", ")[2]: row for row in bench.trained_rows(513)}
     assert (rows["nothing"]["error"], rows["nothing"]["share"]) == (0.0, 1.0)
     two, four = (rows[f"kivi {bits} bit, group 32, residual 128"] for bits in (2, 4))
     assert 0 < four["error"] < two["error"] < 2 and two["share"] < four["share"] < 1
