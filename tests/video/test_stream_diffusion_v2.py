@@ -24,7 +24,7 @@ from diffcache.video import (
     StreamDiffusionV2,
     Window,
 )
-from tests.video.toys import CHANNELS, CHUNK, SIZE, by_frames, check_calls, noted, rollout, text, wan
+from tests.video.toys import CHANNELS, CHUNK, SIZE, noted, rollout, text, wan
 
 UNIT, HEADS, WIDTH = 4, 2, 12
 
@@ -181,27 +181,6 @@ def test_one_batch_makes_the_film_of_one_level_after_the_other(
     assert films[0].shape[2] == 5 * CHUNK
     for film in films[1:]:
         torch.testing.assert_close(film, films[0], atol=1e-5, rtol=1e-5)
-
-
-def test_each_level_reads_what_was_made_at_its_level(video: CausalVideo) -> None:
-    model, prompt = video.transformer, text()
-    stream = StreamBatch(video, prompt, size=SIZE, policy=Window(3, 0))
-    with noted(model) as calls:
-        done = [stream.next() for _ in range(5)]
-    held = [session.store.layers[0].held for session in stream.levels]
-    assert [chunk is not None for chunk in done] == [False, False, True, True, True]
-    assert [len(x) for x, _, _ in calls] == [1, 2, 3, 3, 3]  # one call a chunk
-    assert held == [6 * 16] * 3
-    kept = [list(range(max(CHUNK * c - 3, 0), CHUNK * c)) for c in range(5)]
-    numbers = [{f: f for f in range(CHUNK * (c + 1))} for c in range(5)]
-    read = by_frames(kept, numbers)
-    for level, height in enumerate(STEPS.levels):
-        here = [(x[level][None], time, out[level][None]) for x, time, out in calls[level:]]
-        for chunk in (0, len(here) - 1):
-            noisy, _, velocity = here[chunk]
-            made = [x for x, _, _ in here[:chunk]]
-            call = noisy, 1000 * height, velocity
-            check_calls(model, made, [call], prompt, read[: chunk + 1], 1000 * height)
 
 
 @pytest.mark.parametrize("mode", [None, Flush(1), Cut(5)], ids=repr)

@@ -81,13 +81,6 @@ def test_codes_scales_and_what_is_unpacked_are_those_of_the_twin(dtype, launched
     assert len(launched) == 9
 
 
-def test_numbers_in_the_middle_of_two_codes_go_to_the_even_one():
-    for width in (1.0, 0.75, 1.0078125, 1.9921875):  # significands of bfloat16
-        middle = (torch.arange(-127, 127) + 0.5) * width
-        row = torch.cat([middle, torch.tensor([127 * width / 1.00390625])])
-        assert torch.equal(rows.pack_rows(row)[0], rows.pack_twin(row)[0])
-
-
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
 def test_a_row_that_is_not_finite_is_held_as_nan_and_alone(bad):
     tensor = guarded((3, 40), torch.float32, 1).clone()

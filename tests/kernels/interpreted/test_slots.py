@@ -73,16 +73,6 @@ def test_values_that_do_not_fit_are_refused(wrong: str, launches: Counter[str]) 
     assert not launches
 
 
-@pytest.mark.parametrize("shape", [(1, 2, 6, 8), (1, 2, 6, 0)])
-def test_channels_that_lie_apart_or_are_not_there_are_moved(shape: tuple[int, ...]) -> None:
-    """Keys have slots where others have channels."""
-    k, v, index = drawn(1, 2, 8, 6).mT, drawn(*shape), torch.tensor([5, 2])
-    new_k, new_v = drawn(1, 2, 2, 8, seed=1), drawn(*shape[:2], 2, shape[3], seed=2)
-    move.kv_scatter(k, v, new_k, new_v, index)
-    for found, wanted in zip(move.kv_gather(k, v, index[None, None]), (new_k, new_v), strict=True):
-        assert torch.equal(found, wanted)
-
-
 @pytest.mark.parametrize(
     ("index", "settled", "dtype"),
     [

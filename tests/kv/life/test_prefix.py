@@ -1,31 +1,13 @@
 """Prefix tree: hashes of a chain, what is forgotten first, what is pinned; and in front of a model."""
 
-import random
-
 import pytest
 import torch
 
 from diffcache.kv.hf.cache import cache_for
-from diffcache.kv.life.prefix import PrefixTree, chain, time_to_live
+from diffcache.kv.life.prefix import PrefixTree, time_to_live
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.reuse.piece import Piece, cut, joined, lay_out
 from tests.kv.tiny import llama
-
-
-def test_a_change_changes_the_hashes_from_there_on_and_none_before() -> None:
-    drawn = random.Random(0)
-    ids = [drawn.randrange(1000) for _ in range(43)]
-    plain = chain(ids, "m", 5)
-    assert len(plain) == 8 == len(set(plain))
-    for place in range(43):
-        other = list(ids)
-        other[place] += 1
-        changed = chain(other, "m", 5)
-        assert [a == b for a, b in zip(plain, changed, strict=True)] == [chunk < place // 5 for chunk in range(8)]
-    assert chain(ids[:40], "m", 5) == plain
-    assert not set(chain(ids, "n", 5)) & set(plain)
-    assert not set(chain(ids, "m", 4)) & set(plain)
-    assert chain([1, 2] * 5, "m", 5)[0] != chain([1, 2] * 5, "m", 5)[1]
 
 
 def test_texts_share_what_they_begin_with() -> None:

@@ -144,16 +144,3 @@ def test_blocks_are_what_loops_give(anchor: str) -> None:
                 kept |= set(blocks[u])
             assert set((plan[b, h] >= 0).nonzero()[:, 0].tolist()) == kept
             assert len(kept) <= 22
-
-
-@pytest.mark.parametrize("mode", ["paper", "official"])
-@pytest.mark.parametrize("size", [1, 4, 13, 14])
-def test_budgets_hold_and_rows_that_fit_are_left_alone(mode: str, size: int) -> None:
-    seen = rows.layer()
-    budget = torch.full((2, 2), size).minimum(seen.lengths)
-    planner = Diversity(0.5, mode=mode, block=3, sinks=2, recent=3)  # type: ignore[arg-type]
-    plan = planner(rows.scores(seen), budget, seen)
-    count = (plan >= 0).sum(-1)
-    assert (count <= budget).all() and (count >= 1).all()
-    assert (count[seen.lengths <= budget] == seen.lengths[seen.lengths <= budget]).all()
-    assert not (plan >= 0)[~seen.valid.expand(plan.shape)].any()

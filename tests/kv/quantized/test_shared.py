@@ -12,7 +12,6 @@ from diffcache.kv.codec.quant import GroupQuant, Quantized
 from diffcache.kv.codec.remat import Deltas
 from diffcache.kv.codec.shared import SharedBasis, SharedCodes, SharedDirection
 from diffcache.kv.layer import KVLayer
-from diffcache.kv.segment import Coded
 from diffcache.kv.slots import Slots
 
 QUANT = GroupQuant(4, "channels", 4)
@@ -135,17 +134,6 @@ def layers(count: int = 2, slots: int = 20) -> list[KVLayer]:
     for layer, k, v in zip(found, draw(count, slots), draw(count, slots, 5), strict=True):
         layer.write(k, v)
     return found
-
-
-def test_layers_are_coded_together_while_they_hold_the_same_positions() -> None:
-    codec = Together(SharedCodes(QUANT), SharedCodes(QUANT), 2, 8, recent=2)
-    both = layers()
-    codec.flush(both)
-    assert [layer.tail.length for layer in both] == [4, 4]
-    parts = [layer.segments[0] for layer in both]
-    assert all(isinstance(part, Coded) for part in parts)
-    assert parts[0].k.codes is parts[1].k.codes  # type: ignore[attr-defined]
-    assert parts[0].read().pos.tolist() == [[list(range(16))]] * 2
 
 
 def test_beams_part_what_layers_share_and_the_next_forward_joins_it() -> None:
