@@ -12,7 +12,7 @@ from diffcache.eval.kernels import command, measure, options, timing, watch
 from diffcache.eval.kernels.cases import KernelCase, all_cases
 from diffcache.eval.kernels.options import Built
 from diffcache.eval.workshop.kernels import page
-from diffcache.kernels import configs, dispatch
+from diffcache.kernels import configs, dense, dispatch
 
 VERSIONS = {"driver": "580.1", "torch": "2.11", "triton": "3.6.0", "diffcache": "0.1"}
 FIRST = {"device": "a GPU", "versions": VERSIONS, "limits": {"bytes": 1.0, "operations": 1.0}}
@@ -26,6 +26,44 @@ def case(operator: str, kernel=torch.clone, model: str = "a model") -> KernelCas
     ways = {"kernel": kernel, "plain": torch.clone, "torch.compile": broken}
     made = lambda device, tiny: (torch.ones(9),)  # noqa: E731
     return KernelCase(operator, model, "[9]", made, ways, 36, target={"torch.compile": 1.0})
+
+
+@pytest.fixture(name="clock")
+def _clock(monkeypatch):
+    """Say how long each operator's kernel takes, by name; plain PyTorch takes 6 µs."""
+    seconds: dict[str, float] = {}
+    running: list[str] = []
+
+    def turn(device, run, calls, ahead=0.0):
+        running.clear()
+        run()
+        return sum(seconds.get(name, 6e-6) for name in running or ["plain"] * timing.CALLS)
+
+    def timed(name):
+        return lambda values: (running.append(name), torch.clone(values))[1]
+
+    monkeypatch.setattr(timing, "turn", turn)
+    monkeypatch.setattr(measure, "ceilings", lambda device, tiny: FIRST["limits"])
+    return seconds, timed
+
+
+@pytest.fixture(name="cache")
+def _cache(monkeypatch, tmp_path):
+    """Keep files in a folder of the test's; there is one GPU, with versions of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("DIFFCACHE_KERNELS_CHOICES", raising=False)
+    monkeypatch.setattr(dispatch, "device_name", lambda index: "a GPU")
+    monkeypatch.setattr(configs, "device_name", lambda index: "a GPU")
+    known = dict(VERSIONS)
+    monkeypatch.setattr(dispatch, "versions", lambda: known)
+
+    def forget():
+        for each in (dispatch.measured, dispatch.kept, configs._entries):
+            each.cache_clear()
+
+    forget()
+    yield known, forget
+    forget()
 
 
 def results(wanted, tasks) -> list[dict]:
@@ -244,3 +282,8 @@ def test_the_best_of_the_worst_rows_is_an_entry_if_it_is_faster() -> None:
 
 def test_the_page_and_the_choices_are_up_to_date() -> None:
     assert page.main(["--check"]) == 0, "python -m diffcache.eval.workshop.kernels.page --write"
+
+
+def test_every_operator_has_a_row_and_a_caller() -> None:
+    listed = {case.operator for case in all_cases()}
+    assert listed == {*dispatch.OPERATORS, dense.NAME}
