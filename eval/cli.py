@@ -153,7 +153,7 @@ def latency(
     from diffcache.eval.live import Evaluation
     from diffcache.eval.methods import rows_of
     from diffcache.eval.runs.evaluate import Plan
-    from diffcache.eval.runs.progress import shown
+    from diffcache.eval.runs.ranks import shown
     from diffcache.eval.runs.task import Task
 
     with TemporaryDirectory() as folder, shown(quiet) as progress:
@@ -176,7 +176,7 @@ def show(plan: Plan, machine: str = "", quiet_bar: bool = False) -> dict[str, An
     """Evaluate a plan and print its table; return the record in the first process."""
     from diffcache.eval.live import Evaluation
     from diffcache.eval.runs.measure import evaluate as run
-    from diffcache.eval.runs.progress import shown
+    from diffcache.eval.runs.ranks import shown
 
     is_first = os.environ.get("RANK", "0") == "0"
     try:
@@ -195,8 +195,7 @@ def show(plan: Plan, machine: str = "", quiet_bar: bool = False) -> dict[str, An
 def _prepare() -> None:
     """Check that the extra is installed, and keep libraries from printing while they load.
 
-    Raises:
-        MissingError: If a package is missing; the message says how to install it.
+    Raises MissingError if a package is missing; the message says how to install it.
     """
     from diffcache.eval.live import check_extra
     from diffcache.pipelines.demo.console import quiet

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle, islice
@@ -61,10 +61,8 @@ class Task:
 def prompts_of(model: str, prompt: str, samples: int | None) -> tuple[str, ...]:
     """Return the prompt of each picture.
 
-    An empty prompt is for those of `PROMPTS`, in turn; `samples` of None is one picture a prompt.
-
-    Raises:
-        ValueError: If nobody says what the model draws.
+    An empty prompt is for those of `PROMPTS`, in turn; `samples` of None is one picture a prompt. Raises ValueError
+    if nobody says what the model draws.
     """
     if not prompt and Path(model).name != MODEL:
         raise ValueError(
@@ -171,12 +169,9 @@ def compare(task: Task, method: Method, progress: Progress | None = None) -> Com
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", diffcache.CacheWarning)
             _draw(pipe, call, task, Side(), min(WARMUP_STEPS, task.steps))
-        sides[name], clock = Side(), DenoiserClock(pipe, setting)
-        turns[name] = Turn(
-            partial(_draw, pipe, call, task, sides[name], task.steps),
-            partial(_watched, clock),
-            readings=partial(_seconds_of, clock),
-        )
+        sides[name] = Side()
+        draw = partial(_draw, pipe, call, task, sides[name], task.steps)
+        turns[name] = _turn(draw, DenoiserClock(pipe, setting))
     timings = measure(turns, ROUNDS, 0, setting)
     for name, side in sides.items():
         side.seconds = timings.seconds[name]
@@ -204,14 +199,8 @@ def _draw(pipe: Any, call: Mapping[str, Any], task: Task, side: Side, steps: int
     side.images = pipe(**given, generator=noise).images
 
 
-def _watched(clock: DenoiserClock) -> DenoiserClock:
-    """Return a clock that has counted nothing yet."""
-    clock.reset()
-    return clock
-
-
-def _seconds_of(clock: DenoiserClock) -> dict[str, float | None]:
-    return {"denoiser_seconds": clock.seconds}
+def _turn(draw: Callable[[], None], clock: DenoiserClock) -> Turn:
+    return Turn(draw, lambda: clock, clock.reset, lambda: {"denoiser_seconds": clock.seconds})
 
 
 # The figure ---------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from diffcache.command import Device, Json, Seed, Threads, check_json, check_target, print_or_write, script, warn
 from diffcache.eval.metrics import inception, lite
-from diffcache.eval.metrics.frechet import moments
+from diffcache.eval.metrics.distances import moments
 from diffcache.eval.metrics.sets import FeatureSet, Wanted, compare, some
 from diffcache.eval.runs.extractors import Backend, Choice, Extractors, Recursive, Weights
 from diffcache.eval.runs.score import joined

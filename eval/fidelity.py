@@ -20,9 +20,9 @@ import typer
 from torch import Tensor
 
 from diffcache.command import Device, Json, Seed, Threads, check_json, check_target, print_or_write, script, warn
-from diffcache.eval.metrics import bootstrap, pixels
+from diffcache.eval.metrics import intervals, pixels
 from diffcache.eval.metrics.catalog import METRICS
-from diffcache.eval.metrics.intervals import metric_interval
+from diffcache.eval.metrics.sets import summarized
 from diffcache.eval.runs.extractors import Backend, Choice, Extractors, Recursive, Weights
 from diffcache.eval.runs.score import closeness
 from diffcache.eval.samples import clips, folders
@@ -69,7 +69,7 @@ def fidelity(
     weights: Weights = "",
     recursive: Recursive = False,
     batch_size: Annotated[int, typer.Option(min=1, help="Pairs of pictures at once.")] = 16,
-    resamples: Annotated[int, typer.Option(min=0, help="Of intervals, 0 for none.")] = bootstrap.RESAMPLES,
+    resamples: Annotated[int, typer.Option(min=0, help="Of intervals, 0 for none.")] = intervals.RESAMPLES,
     seed: Seed = 0,
     device: Device = "auto",
     threads: Threads = 1,
@@ -180,11 +180,7 @@ def _fitting(pairs: Pairs, chosen: list[str], least: Mapping[str, int], named: b
 
 
 def warn_of_encoding(pairs: Pairs) -> None:
-    """Add a warning of films whose encoding alone is a difference.
-
-    Raises:
-        ImportError: If PyAV is missing.
-    """
+    """Add a warning of films whose encoding alone is a difference; raises ImportError if PyAV is missing."""
     lossy = [(f, how) for f in (*pairs.a.files, *pairs.b.files) if (how := _loss(f))]
     if lossy:
         file, how = lossy[0]
@@ -213,14 +209,9 @@ def _loss(file: Path) -> str:
     if file.suffix.lower() == ".gif":
         return "256 colors"
     try:
-        import av
-    except ImportError as error:
-        raise ImportError("films need PyAV: pip install 'diffcache[eval]'") from error
-    try:
-        with av.open(str(file.resolve())) as container:
-            found = container.streams.video[0].codec_context
-            kind, codec = found.pix_fmt or "", found.name
-    except (av.error.FFmpegError, IndexError):
+        with clips.open_film(file) as (_, stream):
+            kind, codec = stream.codec_context.pix_fmt or "", stream.codec_context.name
+    except ValueError:
         return ""  # reading it will say what is wrong
     return "" if not kind or kind.startswith(_RGB_FORMATS) else f"{codec} {kind}"
 
@@ -282,30 +273,20 @@ def _films(pairs: Pairs) -> Iterator[tuple[Tensor, Tensor]]:
         one, other = pairs.places[number]
         a, b = clips.read_clip(pairs.a.files[one]), clips.read_clip(pairs.b.files[other])
         if a.shape != b.shape:
-            raise ValueError(
-                f"{pairs.both(number)} are {_film_size(a)} and {_film_size(b)}: pairs must have the same frames"
-            )
+            sizes = " and ".join(f"{len(film)} frames of {_size(film.shape[2:])}" for film in (a, b))
+            raise ValueError(f"{pairs.both(number)} are {sizes}: pairs must have the same frames")
         yield a, b
 
 
-def _film_size(film: Tensor) -> str:
-    return f"{len(film)} frames of {film.shape[2]} x {film.shape[3]}"
-
-
-def _size(size: folders.Size) -> str:
+def _size(size: Sequence[int]) -> str:
     return f"{size[0]} x {size[1]}"
 
 
 def _summary(key: str, column: Sequence[float], pairs: Pairs, drawn: tuple[int, int]) -> dict[str, Any]:
     """Return mean, interval (of so many resamples and a seed), bad tail and worst pairs."""
     values = torch.tensor(column, dtype=torch.float64)
-    found: dict[str, Any] = {"value": float(values.mean()), "n": len(values)}
-    if drawn[0] and len(values) > 1:
-        found = metric_interval(key, values, *drawn).to_dict()
-    low_is_good = METRICS[key].direction == "down"
-    tail = 0.95 if low_is_good else 0.05
-    found[f"p{100 * tail:.0f}"] = float(torch.quantile(values, tail))
-    order = sorted(range(len(column)), key=column.__getitem__, reverse=low_is_good)[:WORST]
+    found = summarized(key, values, *drawn)
+    order = sorted(range(len(column)), key=column.__getitem__, reverse="p95" in found)[:WORST]
     found["worst"] = [{"name": pairs.name(pair), "value": column[pair]} for pair in order]
     return found
 

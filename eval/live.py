@@ -131,7 +131,7 @@ def evaluate(
     """
     plan = _plan(pipe, methods, prompts, None if out is None else Path(out), settings)
     from diffcache.eval.runs.measure import evaluate as measured
-    from diffcache.eval.runs.progress import shown
+    from diffcache.eval.runs.ranks import shown
 
     with _as_it_was(pipe), shown(quiet) as progress:
         record = measured(plan, progress)
@@ -176,7 +176,7 @@ def latency(
     with TemporaryDirectory() as folder:
         plan = _plan(pipe, methods, prompts, Path(folder) / "run", given)
         from diffcache.eval.cost.latency import measure
-        from diffcache.eval.runs.progress import shown
+        from diffcache.eval.runs.ranks import shown
 
         with _as_it_was(pipe), shown(quiet) as progress:
             return Evaluation(measure(plan, progress))

@@ -25,11 +25,9 @@ EVEN = "even"
 def parse_method(text: str) -> Method:
     """Return the method that `name` or `name:key=value,key=value` stands for.
 
-    A value is Python where it can be read so, else text: `taylorseer:every=4,site=module`.
-
-    Raises:
-        UnknownMethodError: If the catalogue has no such name.
-        ValueError: If a setting cannot be read, is unknown, given twice, missing, or out of its range.
+    A value is Python where it can be read so, else text: `taylorseer:every=4,site=module`. Raises UnknownMethodError
+    if the catalogue has no such name, and ValueError if a setting cannot be read, is unknown, given twice, missing,
+    or out of its range.
     """
     return _read(text, make_method)
 
@@ -51,10 +49,8 @@ def parse_row(text: str) -> Method | Peer:
 def rows_of(methods: Sequence[Any] | Mapping[str, Any]) -> dict[str, Method | Peer]:
     """Return the contenders by their names in the table.
 
-    They are words as `parse_row` takes them, or methods; or a mapping from the names of rows.
-
-    Raises:
-        ValueError: If a method is given twice, or a word cannot be read, as in `parse_row`.
+    They are words as `parse_row` takes them, or methods; or a mapping from the names of rows. Raises ValueError if a
+    method is given twice, or a word cannot be read, as in `parse_row`.
     """
     pairs = methods.items() if isinstance(methods, Mapping) else ((str(m), m) for m in methods)
     found: dict[str, Method | Peer] = {}
@@ -68,11 +64,9 @@ def rows_of(methods: Sequence[Any] | Mapping[str, Any]) -> dict[str, Method | Pe
 def even(computed: int, steps: int, site: str = "stack") -> Combine:
     """Return reuse between steps at even distances, for any number of steps.
 
-    `Interval` computes one step in a whole number; this stands beside a method that computes any share of a
-    run. The first step is among those that are computed.
-
-    Raises:
-        ValueError: If a number is no whole one, or there are not so many steps.
+    `Interval` computes one step in a whole number; this stands beside a method that computes any share of a run. The
+    first step is among those that are computed. Raises ValueError if a number is no whole one, or there are not so
+    many steps.
     """
     check_int("steps", steps, 1)
     check_int("computed", computed, 1)

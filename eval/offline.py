@@ -42,13 +42,10 @@ class TaskInputs:
 def inputs_of(task: Task, live: Any = None, pictures: Mapping[str, Any] | None = None) -> TaskInputs:
     """Load a pipeline with prompts and noise to calibrate it on.
 
-    They are not those that an evaluation draws by default: prompts are of a list of their own, or of the half
-    of a file that a hash tells. `live` is a loaded pipeline, None for the task's model; `pictures` go to all
-    calls, by their arguments.
-
-    Raises:
-        FileNotFoundError: If there is no such model or list of prompts.
-        ValueError: If the pipeline needs more than prompts or class numbers.
+    They are not those that an evaluation draws by default: prompts are of a list of their own, or of the half of a
+    file that a hash tells. `live` is a loaded pipeline, None for the task's model; `pictures` go to all calls, by
+    their arguments. Raises FileNotFoundError if there is no such model or list of prompts, and ValueError if the
+    pipeline needs more than prompts or class numbers.
     """
     import numpy as np
     import torch

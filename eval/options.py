@@ -80,9 +80,8 @@ def _task(
 def given_of(model: str, images: list[str]) -> dict[str, Any]:
     """Return the pipeline that a function of the user's makes, if one is named, and the pictures.
 
-    Raises:
-        FileNotFoundError: If there is no such model or picture.
-        ValueError: If the pipeline takes no such picture, or lacks one.
+    Raises FileNotFoundError if there is no such model or picture, and ValueError if the pipeline takes no such
+    picture, or lacks one.
     """
     from diffcache.pipelines.demo import saved
     from diffcache.pipelines.demo.generate import read_images

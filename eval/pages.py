@@ -151,8 +151,7 @@ def entries(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 def between(page: str, begin: str, end: str, text: str) -> str:
     """Return a page with a text between two of its lines.
 
-    Raises:
-        ValueError: If the page does not have the two lines in order.
+    Raises ValueError if the page does not have the two lines in order.
     """
     before, found, rest = page.partition(begin)
     _, also, after = rest.partition(end)

@@ -119,8 +119,7 @@ def envelope(benchmark: str, setting: Setting, command: str, body: dict[str, Any
 def check(record: dict[str, Any]) -> None:
     """Check that a record is whole and can be written as JSON.
 
-    Raises:
-        ValueError: If a field is missing or of another type than it should be, or a number is not finite.
+    Raises ValueError if a field is missing or of another type than it should be, or a number is not finite.
     """
     for name, kind in _FIELDS.items():
         if name not in record:
@@ -133,11 +132,7 @@ def check(record: dict[str, Any]) -> None:
 
 
 def write(record: dict[str, Any], folder: Path) -> Path:
-    """Check a record and write it; one of an accelerator does not replace that of a CPU.
-
-    Returns:
-        The file.
-    """
+    """Check a record and write it; one of an accelerator does not replace that of a CPU."""
     check(record)
     on_cpu = record["shapes"].get("device", "cpu") == "cpu"
     file = folder / f"{record['benchmark']}{'' if on_cpu else '-cuda'}.json"

@@ -18,7 +18,7 @@ from diffcache.eval.methods import parse_row
 from diffcache.eval.record import FOLDER, ROOT, Setting
 from diffcache.eval.runs import measure
 from diffcache.eval.runs.evaluate import Plan, start
-from diffcache.eval.runs.progress import Progress
+from diffcache.eval.runs.ranks import Progress
 from diffcache.eval.runs.task import Case, Task
 from diffcache.eval.workshop.bench import __main__ as bench
 from diffcache.eval.workshop.bench import capacity, decode, full_size, overhead

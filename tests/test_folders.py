@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from diffcache.eval.samples import folders, npz, pictures
+from diffcache.eval.samples import clips, folders, npz
 from diffcache.eval.samples.clips import read_clip, read_fps, write_clip, write_preview
 from diffcache.eval.samples.prompts import SHIPPED, Prompts, calibration_prompts, load_prompts
 from diffcache.eval.workshop.small.sticker_films import sample_film
@@ -145,27 +145,27 @@ def test_statistics(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["a.png", "a.PNG", "a.bmp", "a.tiff", "a.tif"])
 def test_lossless_pictures_are_read_byte_for_byte(name: str, tmp_path: Path) -> None:
-    assert torch.equal(pictures.read_picture(save(tmp_path / name, noise())), noise())
-    assert pictures.read_size(tmp_path / name) == (12, 16)
+    assert torch.equal(clips.read_picture(save(tmp_path / name, noise())), noise())
+    assert clips.read_size(tmp_path / name) == (12, 16)
 
 
 def test_webp_and_jpeg_are_read(tmp_path: Path) -> None:
     flat = torch.full((3, 16, 16), 200, dtype=torch.uint8)
-    assert torch.equal(pictures.read_picture(save(tmp_path / "a.webp", noise(), lossless=True)), noise())
-    assert (pictures.read_picture(save(tmp_path / "a.jpg", flat)).int() - 200).abs().max() <= 2
+    assert torch.equal(clips.read_picture(save(tmp_path / "a.webp", noise(), lossless=True)), noise())
+    assert (clips.read_picture(save(tmp_path / "a.jpg", flat)).int() - 200).abs().max() <= 2
 
 
 def test_grey_palette_and_opaque_alpha_become_rgb(tmp_path: Path) -> None:
     grey = np.arange(192, dtype=np.uint8).reshape(12, 16)
     Image.fromarray(grey).save(tmp_path / "grey.png")
-    three = pictures.read_picture(tmp_path / "grey.png")
+    three = clips.read_picture(tmp_path / "grey.png")
     assert all(torch.equal(channel, torch.from_numpy(grey)) for channel in three)
     few = Image.fromarray(noise().permute(1, 2, 0).numpy()).quantize(8)
     few.save(tmp_path / "palette.png")
     expected = torch.from_numpy(np.array(few.convert("RGB"))).permute(2, 0, 1)
-    assert torch.equal(pictures.read_picture(tmp_path / "palette.png"), expected)
+    assert torch.equal(clips.read_picture(tmp_path / "palette.png"), expected)
     opaque = torch.cat([noise(), torch.full((1, 12, 16), 255, dtype=torch.uint8)])
-    assert torch.equal(pictures.read_picture(save(tmp_path / "opaque.png", opaque)), noise())
+    assert torch.equal(clips.read_picture(save(tmp_path / "opaque.png", opaque)), noise())
 
 
 def sixteen_bit_png(file: Path, values: np.ndarray) -> Path:
@@ -186,7 +186,7 @@ def sixteen_bit_png(file: Path, values: np.ndarray) -> Path:
 @pytest.mark.parametrize("shape", [(12, 16), (12, 16, 3)])
 def test_of_sixteen_bits_the_upper_eight_are_kept(shape: tuple[int, ...], tmp_path: Path) -> None:
     values = np.random.default_rng(0).integers(0, 65536, shape)
-    found = pictures.read_picture(sixteen_bit_png(tmp_path / "a.png", values))
+    found = clips.read_picture(sixteen_bit_png(tmp_path / "a.png", values))
     upper = torch.from_numpy(values >> 8).to(torch.uint8)
     expected = upper.expand(3, 12, 16) if upper.ndim == 2 else upper.permute(2, 0, 1)
     assert torch.equal(found, expected)
@@ -199,24 +199,24 @@ def test_a_damaged_picture_is_an_error(ending: str, tmp_path: Path) -> None:
     flipped = whole[:middle] + bytes([whole[middle] ^ 0xFF]) + whole[middle + 1 :]
     file.write_bytes(flipped if "flipped" in ending else whole[:middle])
     with pytest.raises(ValueError, match=rf"cut\.{ending} is damaged or no picture"):
-        pictures.read_picture(file)
+        clips.read_picture(file)
 
 
 def test_a_film_is_no_picture(tmp_path: Path) -> None:
     frames = [Image.fromarray(noise(seed=s).permute(1, 2, 0).numpy()) for s in (0, 1)]
     frames[0].save(tmp_path / "film.webp", save_all=True, append_images=frames[1:])
     with pytest.raises(ValueError, match=r"film\.webp holds 2 pictures"):
-        pictures.read_picture(tmp_path / "film.webp")
+        clips.read_picture(tmp_path / "film.webp")
 
 
 def test_resizing_scales_the_shorter_side_and_cuts_the_middle() -> None:
-    assert pictures.resized(noise(8, 8), 8).equal(noise(8, 8))
+    assert clips.resized(noise(8, 8), 8).equal(noise(8, 8))
     flat = torch.full((3, 40, 20), 77, dtype=torch.uint8)
-    assert pictures.resized(flat, 10).equal(torch.full((3, 10, 10), 77, dtype=torch.uint8))
+    assert clips.resized(flat, 10).equal(torch.full((3, 10, 10), 77, dtype=torch.uint8))
     stripes = torch.zeros(3, 10, 30, dtype=torch.uint8)
     stripes[..., 10:20] = 255  # exactly the middle third
-    assert pictures.resized(stripes, 10).min() == 255
-    assert pictures.resized(noise(9, 31), 5).shape == (3, 5, 5)
+    assert clips.resized(stripes, 10).min() == 255
+    assert clips.resized(noise(9, 31), 5).shape == (3, 5, 5)
 
 
 TEXTS = ("a red kite", 'a sign that says "stop", twice', "zwei Hüte")

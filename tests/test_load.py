@@ -17,7 +17,7 @@ from diffcache.eval.methods import parse_method
 from diffcache.eval.runs import measure
 from diffcache.eval.runs.draw import Drawer
 from diffcache.eval.runs.evaluate import Plan
-from diffcache.eval.runs.progress import Progress
+from diffcache.eval.runs.ranks import Progress
 from diffcache.eval.runs.task import Task
 from diffcache.pipelines.demo import saved
 from diffcache.pipelines.demo.saved import locate

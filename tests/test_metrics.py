@@ -9,11 +9,31 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
-from diffcache.eval.metrics.bootstrap import Interval, frechet_between, frechet_change, frechet_interval, mean_interval
 from diffcache.eval.metrics.catalog import METRICS
-from diffcache.eval.metrics.distances import density_coverage, inception_score, kid, precision_recall, squared_mmd
-from diffcache.eval.metrics.frechet import Moments, at_infinity, frechet, moments
-from diffcache.eval.metrics.intervals import _BOUNDS, _SHARES, is_wilson, metric_interval, share_change, share_interval
+from diffcache.eval.metrics.distances import (
+    Moments,
+    at_infinity,
+    density_coverage,
+    frechet,
+    inception_score,
+    kid,
+    moments,
+    precision_recall,
+    squared_mmd,
+)
+from diffcache.eval.metrics.intervals import (
+    _BOUNDS,
+    _SHARES,
+    Interval,
+    frechet_between,
+    frechet_change,
+    frechet_interval,
+    is_wilson,
+    mean_interval,
+    metric_interval,
+    share_change,
+    share_interval,
+)
 from diffcache.eval.metrics.pixels import both_ssim, ms_ssim, pooled_psnr, psnr, ssim, temporal_error
 from tests.picture_files import normal
 
@@ -373,5 +393,5 @@ def test_the_seed_decides_and_blocks_do_not(monkeypatch: pytest.MonkeyPatch) -> 
     first = mean_interval(values, 100)
     assert first == mean_interval(values, 100) != mean_interval(values, 100, seed=1)
     assert json.loads(json.dumps(first.to_dict())) == dict(value=first.value, low=first.low, high=first.high, n=50)
-    monkeypatch.setattr("diffcache.eval.metrics.bootstrap.DRAWN_AT_ONCE", 170)
+    monkeypatch.setattr("diffcache.eval.metrics.intervals.DRAWN_AT_ONCE", 170)
     assert mean_interval(values, 100).to_dict() == pytest.approx(first.to_dict(), rel=1e-12)

@@ -15,7 +15,7 @@ from diffcache.eval.runs.evaluate import Plan
 from diffcache.eval.runs.folder import batches
 from diffcache.eval.runs.measure import evaluate
 from diffcache.eval.runs.peers import DiffusersCache, mag_ratios_of
-from diffcache.eval.runs.progress import Progress
+from diffcache.eval.runs.ranks import Progress
 from diffcache.eval.runs.sweep import read_sweep
 from diffcache.eval.runs.task import Case, Task
 

@@ -11,13 +11,13 @@ from PIL import Image
 from diffcache.errors import MissingError
 from diffcache.eval import fid
 from diffcache.eval.metrics import lite
-from diffcache.eval.metrics.frechet import moments
+from diffcache.eval.metrics.distances import moments
 from diffcache.eval.metrics.sets import MOST_NEIGHBORS, kernel_distance, neighbors, some
 from diffcache.eval.runs import measure
 from diffcache.eval.runs.draw import Drawer
 from diffcache.eval.runs.evaluate import Plan
 from diffcache.eval.runs.extractors import Extractors
-from diffcache.eval.runs.progress import Progress
+from diffcache.eval.runs.ranks import Progress
 from diffcache.eval.runs.task import Task
 from diffcache.eval.samples import npz
 from diffcache.eval.samples.sources import Wish, open_source

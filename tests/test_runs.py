@@ -27,7 +27,7 @@ from diffcache.eval.runs import folder, measure, score
 from diffcache.eval.runs.draw import Drawer, samples_of
 from diffcache.eval.runs.evaluate import Plan, RunError
 from diffcache.eval.runs.folder import CaseFolder, ManifestError, batches, evaluations, remember
-from diffcache.eval.runs.progress import Progress
+from diffcache.eval.runs.ranks import Progress
 from diffcache.eval.runs.task import Case, Task, directory_sha256
 from diffcache.eval.samples.prompts import load_prompts
 from tests import shipped as flux

@@ -13,11 +13,11 @@ from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerFast,
 import diffcache
 from diffcache.eval.cost.flops import denoisers
 from diffcache.eval.methods import parse_method
-from diffcache.eval.runs import arguments, measure
+from diffcache.eval.runs import draw, measure
 from diffcache.eval.runs.draw import Drawer, samples_of
 from diffcache.eval.runs.evaluate import Plan, RunError
 from diffcache.eval.runs.folder import CaseFolder
-from diffcache.eval.runs.progress import Progress
+from diffcache.eval.runs.ranks import Progress
 from diffcache.eval.runs.task import Task
 from diffcache.eval.samples.clips import read_fps
 from diffcache.eval.samples.folders import open_films
@@ -176,12 +176,12 @@ def test_films_of_two_denoisers(tmp_path: Path) -> None:
 def test_films_have_the_frame_rate_of_their_pipeline(name: str, call: dict, fps: float | None, tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text(f'{{"_class_name": "{name}"}}')
     parameters = pipeline_of(tmp_path)[1]
-    assert arguments.frame_rate(name, parameters, Task(""), call) == fps
+    assert draw.frame_rate(name, parameters, Task(""), call) == fps
     if fps is None:
         with pytest.raises(ValueError, match="fps=12: FluxPipeline draws no films"):
-            arguments.frame_rate(name, parameters, Task("", fps=12), call)
+            draw.frame_rate(name, parameters, Task("", fps=12), call)
     else:
-        assert arguments.frame_rate(name, parameters, Task("", fps=12), call) == 12
+        assert draw.frame_rate(name, parameters, Task("", fps=12), call) == 12
 
 
 class TestRefused:
@@ -194,7 +194,7 @@ class TestRefused:
 
     def test_one_that_says_so_only_when_it_is_called(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         # As for a pipeline whose input is not known by its name.
-        monkeypatch.setattr(arguments, "needed_inputs", lambda *_: ())
+        monkeypatch.setattr(draw, "needed_inputs", lambda *_: ())
         parts = dict(tokenizer=tokenizer(), text_encoder=clip(), vae=tiny_vae(0, 4))
         task = saved(tmp_path, "StableDiffusionControlNetPipeline", **parts)
         with pytest.raises(RunError, match=r"cannot draw from prompts.*image must be passed"):

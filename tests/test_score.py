@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from diffcache.eval.metrics import lite
-from diffcache.eval.metrics.frechet import moments
+from diffcache.eval.metrics.distances import moments
 from diffcache.eval.metrics.inception import Features
 from diffcache.eval.metrics.sets import Reference, quality
 from diffcache.eval.runs import score

@@ -9,7 +9,7 @@ import torch
 from diffcache.eval.record import FOLDER
 from diffcache.eval.runs.compare import changes, crossed, read_limit
 from diffcache.eval.runs.measure import evaluate
-from diffcache.eval.runs.progress import Progress
+from diffcache.eval.runs.ranks import Progress
 from diffcache.eval.runs.sweep import read_sweep
 from diffcache.eval.workshop import figures
 

@@ -10,7 +10,7 @@ from diffcache.eval.record import Setting, envelope
 from diffcache.eval.report.table import TerminalTable, terminal_table
 from diffcache.eval.runs.evaluate import WARM_UP, Plan, draw, start
 from diffcache.eval.runs.measure import costs
-from diffcache.eval.runs.progress import Progress
+from diffcache.eval.runs.ranks import Progress
 from diffcache.eval.runs.record import row
 from diffcache.eval.runs.task import Case
 from diffcache.pipelines.demo.saved import DTYPES

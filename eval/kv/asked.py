@@ -180,10 +180,8 @@ def score(model: Any, cache: KVCache, given: list[int], following: list[int], re
     They are fed token by token where the recipe acts while tokens are generated, and at once where it does not, so
     that each is scored as `generate` would meet it. The cache holds the context but for its last tokens, and goes on
     with what is fed. `given` are these last tokens, or a question after the context; they are fed at once.
-
-    Returns:
-        Log-likelihoods in nats, float32 [n], and whether each token is the likeliest after those before it, bool
-        [n]; on the CPU.
+    Log-likelihoods are in nats, float32 [n]; whether each token is the likeliest after those before it is bool [n];
+    both on the CPU.
     """
     rest = following[:-1]
     fed = [[*given, *rest]]

@@ -11,8 +11,7 @@ import torch
 import typer
 
 from diffcache.command import FAILED, Device, Seed, check_target, device_of, fail, guarded
-from diffcache.eval.metrics.bootstrap import Interval, mean_interval
-from diffcache.eval.metrics.intervals import share_change
+from diffcache.eval.metrics.intervals import Interval, mean_interval, share_change
 from diffcache.eval.options import CausalModel, Texts
 from diffcache.kv.recipe import Recipe
 from diffcache.pipelines.demo.console import print_rows, progress, quiet

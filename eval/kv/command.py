@@ -1,24 +1,29 @@
-"""`diffcache kv`: what recipes for key-value caches cost and save."""
+"""`diffcache kv`: what recipes for key-value caches cost and save; their tables; models with small latents."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from diffcache.command import EXIT_LINE, FAILED, Device, Seed, check_target, device_of, fail, guarded, refuse
 from diffcache.errors import MissingError
 from diffcache.eval.cost.interleave import quartiles
-from diffcache.eval.kv import choose, convert, reuse
-from diffcache.eval.kv.calibrate import calibrate
+from diffcache.eval.kv import choose, reuse
 from diffcache.eval.kv.parts import example, while_decoding
+from diffcache.eval.metrics.intervals import mean_interval
+from diffcache.eval.options import CausalModel, Texts
 from diffcache.files import read_json
 from diffcache.kv.recipes.catalog import recipe_function, recipes
 from diffcache.pipelines.demo.console import print_rows, progress, quiet
+from diffcache.registry import read_word
 from diffcache.run_report import human
 
 NO_RECIPES: list[str] = []
@@ -36,10 +41,6 @@ Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 app = typer.Typer(
     invoke_without_command=True, rich_markup_mode="rich", context_settings={"help_option_names": ["-h", "--help"]}
 )
-app.command(epilog=EXIT_LINE)(calibrate)
-app.command("choose", epilog=EXIT_LINE)(choose.command)
-app.command("reuse", epilog=EXIT_LINE)(reuse.command)
-app.command("convert", epilog=EXIT_LINE)(convert.command)
 
 
 @app.callback(epilog=EXIT_LINE)
@@ -277,11 +278,14 @@ def spread(found: Mapping[str, float], sign: str = "", places: int = 3) -> str:
     return f"{found['value']:{form}} [{found['low']:{form}}, {found['high']:{form}}]"
 
 
-def broken(name: str, width: int = 38) -> str:
+_LONGEST_LINE = 38  # characters of a name in a table
+
+
+def broken(name: str) -> str:
     """Return a long name on several lines, broken behind commas and the signs |."""
     lines = [""]
     for part in re.findall(r"[^,|]+[,|]?", name):
-        if lines[-1] and len(lines[-1]) + len(part) > width:
+        if lines[-1] and len(lines[-1]) + len(part) > _LONGEST_LINE:
             lines.append("  ")
         lines[-1] += part
     return "\n".join(lines)
@@ -324,3 +328,154 @@ def text_tables(rows: Mapping[str, dict[str, Any]]) -> tuple[Table, Table]:
         (("", "whole", "change", "asked first", "perplexity", "x none", "copy"), known),
         (("", "bytes", "share", "of 16 bits", "ms/token", "x DynamicCache"), takes),
     )
+
+
+_SHORTEST = 32  # tokens of a context, so that spans of 16 differ
+
+
+@guarded
+def calibrate(
+    recipe: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME[:KEY=VALUE,...]", help="A recipe that needs tables, and settings of the measurement."
+        ),
+    ],
+    model: Annotated[str, typer.Option(help="Directory of a causal model, or a Hugging Face model ID.")],
+    out: Annotated[Path, typer.Option(help="File of the tables, .safetensors.")],
+    texts: Annotated[
+        Path | None,
+        typer.Option(
+            help='A file with a text on each line, a .jsonl file with "text", or a folder of .txt files.',
+            show_default="of recall-llama contexts with facts",
+        ),
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(min=_SHORTEST, help="Tokens of a context.", show_default="512, of facts 513")
+    ] = None,
+    samples: Annotated[int, typer.Option(min=1, help="Contexts at most.")] = 16,
+    device: Device = "auto",
+    seed: Seed = 0,
+) -> None:
+    """Measure the tables that a recipe needs, on your own model and texts.
+
+    Contexts are cut from the texts, and spans of a context are repeated behind it: what repeats is
+    what heads retrieve and later queries need. The file holds a digest of the model's weights, and
+    is refused for a model of others. Recipes with tables: compresskv, prefixkv, epicache,
+    duo_attention, razor_attention, lococo, locret, double_sparsity, a2ats, cskv, kv_heads and
+    xquant_latent. Tables of recall-llama are shipped: its contexts have facts, and questions of
+    them behind them.
+
+    [bold]Try[/bold]
+
+        diffcache kv calibrate --model DIR --texts FILE --recipe compresskv --out x.safetensors
+
+        diffcache kv --model DIR --texts FILE --recipe compresskv:tables=x.safetensors
+
+        diffcache kv calibrate --model DIR --texts FILE --recipe cskv:steps=50 --out y.safetensors
+    """
+    check_target("--out", out, (".safetensors",))
+    name, settings = read_word(recipe)
+    name = name.replace("-", "_")
+    quiet()
+    from diffcache.eval.kv.offline import RecallSamples, TextSamples, Work
+    from diffcache.eval.kv.recall import SHIPPED, KVTask
+    from diffcache.eval.kv.stages import check, make, shown
+    from diffcache.eval.kv.texts import TextModel, windows
+    from diffcache.eval.kv.words import weights_digest
+
+    check(name, settings)
+    if texts is None and model != SHIPPED:
+        raise ValueError(f"--texts is missing: texts of your own, as --model is not {SHIPPED}")
+    drawn: RecallSamples | TextSamples
+    if texts is None:
+        task = KVTask(dtype="float32")
+        loaded, weights = task.load(), weights_digest(task.directory)
+        drawn = RecallSamples(context or 513, count=samples, seed=seed)
+    else:
+        chosen = TextModel(model, str(device_of(device)))
+        found = windows(chosen, texts, context or 512, samples, seed=seed)
+        loaded, weights = chosen.load(), chosen.weights
+        drawn = TextSamples(found.ids, found.source | {"model": Path(model).name}, seed)
+    with progress(name) as show:
+        made = make(name, Work(loaded, drawn, show), out, weights, **settings)
+    typer.echo(f"wrote {out}, {out.stat().st_size:,} bytes, of {drawn.count} contexts")
+    typer.echo(shown(made))
+    each = next((f"#{one[0]}" for one in made.gives.values() if len(one) > 1), "")
+    typer.echo(f"take it: diffcache kv --model {model} --recipe {name}:tables={out}{each}")
+
+
+_HELD_OUT = 8  # contexts at most, on which perplexity is measured
+
+
+@guarded
+def convert(
+    model: CausalModel,
+    out: Annotated[Path, typer.Option(help="Folder of the new model.")],
+    rope: Annotated[
+        int | None, typer.Option(help="Rotary channels of a token.", show_default="those of a head")
+    ] = None,
+    rank: Annotated[int | None, typer.Option(help="Channels of a latent.", show_default="as lose nothing")] = None,
+    fold: Annotated[int, typer.Option(help="Neighboring frequencies taken for one.")] = 1,
+    turned: Annotated[bool, typer.Option("--turned", help="Decompose pairs of channels as complex numbers.")] = False,
+    texts: Texts = None,
+    context: Annotated[int, typer.Option(min=2, help="Tokens of a context.")] = 512,
+    samples: Annotated[int, typer.Option(min=4, help="Contexts, a quarter held out.")] = 32,
+    device: Device = "auto",
+    seed: Seed = 0,
+) -> None:
+    """Convert a model of Llama's form into DeepSeek-V3's, which caches small latents (TransMLA).
+
+    Nothing is trained; perplexity of both on contexts held out is printed. All positions and ranks
+    (--rope as many channels as all key heads have) lose nothing and save nothing. The new model is
+    one of transformers, and takes recipes such as snapkv and kivi.
+
+    [bold]Try[/bold]
+
+        diffcache kv convert --model smollm2 --rope 128 --turned --rank 128 --out smollm2-mla
+    """
+    from diffcache.eval.kv.text_task import perplexity_of
+    from diffcache.eval.kv.texts import TextModel, windows
+    from diffcache.kv.hf.transmla import to_mla
+
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"--out {out}: is there already; name a new folder")
+    quiet()
+    chosen = TextModel(model, str(device_of(device)))
+    drawn = windows(chosen, texts, context, samples, least=4, seed=seed).ids
+    least = min(max(len(drawn) // 4, 2), _HELD_OUT)
+    held_out, read = drawn[:least], drawn[least:]
+    old = chosen.load()
+    with progress("reading") as show:
+
+        def told() -> Iterator[Tensor]:
+            for number, ids in enumerate(read):
+                show(number, len(read), "contexts")
+                yield ids
+
+        made = to_mla(old, told(), rope=rope, rank=rank, fold=fold, turned=turned)
+    nats = [torch.stack([_nats(each, ids) for ids in held_out]) for each in (old, made)]
+    made.save_pretrained(out)
+    chosen.tokenizer.save_pretrained(out)
+    config = made.config
+    before = 2 * old.config.num_key_value_heads * config.v_head_dim
+    after = config.kv_lora_rank + config.qk_rope_head_dim
+    typer.echo(f"wrote {out}: a token is held in {after} channels of a layer, before in {before}")
+    was, now, ratio = (
+        spread(perplexity_of(mean_interval(part)).to_dict()) for part in (nats[0], nats[1], nats[1] - nats[0])
+    )
+    typer.echo(f"perplexity of {least} contexts of {context} tokens held out: {was} before, {now} now, x {ratio}")
+    typer.echo(f"take it: diffcache kv --model {out}")
+
+
+@torch.no_grad()
+def _nats(model: Any, ids: Tensor) -> Tensor:
+    """Return the mean negative log-likelihood of the tokens after the first, float64."""
+    logits = model(ids.to(model.device), use_cache=False).logits[0, :-1].float()
+    return cross_entropy(logits, ids[0, 1:].to(model.device)).double().cpu()
+
+
+app.command(epilog=EXIT_LINE)(calibrate)
+app.command("choose", epilog=EXIT_LINE)(choose.command)
+app.command("reuse", epilog=EXIT_LINE)(reuse.command)
+app.command(epilog=EXIT_LINE)(convert)

@@ -21,18 +21,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from diffcache.eval.kv.asked import acts_on_tokens, score
-from diffcache.eval.kv.recall import SHIPPED, write_rows
-from diffcache.eval.kv.texts import check_model
+from diffcache.eval.kv.recall import write_rows
+from diffcache.eval.kv.texts import TextModel
 from diffcache.eval.kv.words import NONE
-from diffcache.eval.metrics.bootstrap import Interval, mean_interval
-from diffcache.eval.metrics.intervals import share_change, share_interval
+from diffcache.eval.metrics.intervals import Interval, mean_interval, share_change, share_interval
 from diffcache.eval.record import Setting
 from diffcache.foreign import CACHES, cache_name, with_cache
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.score.probe import Asked
-from diffcache.pipelines.shipped_models import present
-from diffcache.pipelines.small.recall_llama import DIRECTORY
 
 BENCHMARK = "kv-tasks"
 Request = tuple[Any, list[int], list[int]]  # words, tokens of the context and of what follows
@@ -52,7 +49,7 @@ class Questions:
     seed: int = 0  # seed of the examples that prompts begin with
 
     def __post_init__(self) -> None:
-        check_model(self.model)
+        TextModel(self.model)  # raises where there is none
         if not all(self.tasks):
             raise ValueError(f"--tasks {','.join(self.tasks)!r}: a name is empty")
         if self.limit is not None and self.limit < 2:
@@ -64,17 +61,12 @@ class Questions:
 
     def load(self) -> RecipeLM:
         """Return the model."""
-        place = str(present(DIRECTORY)) if self.model == SHIPPED else self.model
-        made = RecipeLM(pretrained=place, device=self.device, batch_size=self.batch)
+        made = RecipeLM(pretrained=TextModel(self.model).place, device=self.device, batch_size=self.batch)
         made.model.generation_config.max_new_tokens = None  # a task says how many
         return made
 
     def manager(self) -> TaskManager:
-        """Return what knows the tasks.
-
-        Raises:
-            ValueError: If there is no task of a name.
-        """
+        """Return what knows the tasks; raises ValueError if there is no task of a name."""
         # The harness' own files are thousands: they are read only where they are needed.
         manager = TaskManager(include_path=self.include_path, include_defaults=False)
         if any(not manager.match_tasks([task]) for task in self.tasks):
@@ -149,10 +141,8 @@ class RecipeLM(HFLM):  # type: ignore[misc] # lm_eval has no types
 def check_recipe(recipe: Recipe, kinds: Mapping[str, str]) -> None:
     """Check that tasks can measure a recipe.
 
-    `kinds` of request that each task makes are by its name.
-
-    Raises:
-        ValueError: If it cannot act, or would act on nothing that is scored.
+    `kinds` of request that each task makes are by its name. Raises ValueError if it cannot act, or would act on
+    nothing that is scored.
     """
     if recipe.score == Asked():
         raise ValueError(
@@ -181,14 +171,10 @@ def ask(
 ) -> list[dict[str, Any]]:
     """Ask all questions with an exact cache and with each recipe, and return rows of a record.
 
-    `out` is the JSON file of the record, and `each` is given the name of the next one.
-
-    Returns:
-        For each recipe, task and metric: `value` and its `change` from the exact cache of the same questions, with
-        95 % intervals where the metric is a mean over questions. The exact cache is the recipe `none`.
-
-    Raises:
-        ValueError: If a task is unknown, or cannot measure a recipe.
+    `out` is the JSON file of the record, and `each` is given the name of the next one. For each recipe, task and
+    metric there is `value` and its `change` from the exact cache of the same questions, with 95 % intervals where
+    the metric is a mean over questions. The exact cache is the recipe `none`. Raises ValueError if a task is
+    unknown, or cannot measure a recipe.
     """
     manager = questions.manager()
     loaded = manager.load(list(questions.tasks))["tasks"]

@@ -42,8 +42,7 @@ _OF_METHOD: Mapping[tuple[str, str], Callable[[], Any]] = {
 def example(function: Callable[..., Recipe]) -> Recipe:
     """Return a recipe with its defaults, and stand-ins for tables that are found offline.
 
-    Raises:
-        ValueError: If it needs something else.
+    Raises ValueError if it needs something else.
     """
     given = {}
     for setting, about in inspect.signature(function).parameters.items():
@@ -86,29 +85,18 @@ def spelled(part: Any) -> str:
     inside = []
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
+        several = value if isinstance(value, tuple) else (value,)
         if _is_default(field, value):
             continue
-        if _is_part(value):
+        if several and all(map(dataclasses.is_dataclass, several)):
             inside.append(spelled(value))
-        elif _is_short(value):
+        elif len(several) <= _LONGEST and all(isinstance(each, _SHOWN) for each in several):
             inside.append(f"{field.name}={value!r}")
     name = type(part).__name__
     return f"{name}({', '.join(inside)})" if inside else name
-
-
-def _is_part(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return bool(value) and all(map(dataclasses.is_dataclass, value))
-    return dataclasses.is_dataclass(value)
 
 
 def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
     if isinstance(value, Tensor) or field.default is dataclasses.MISSING:
         return False
     return bool(type(field.default) is type(value) and field.default == value)
-
-
-def _is_short(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return len(value) <= _LONGEST and all(isinstance(each, _SHOWN) for each in value)
-    return isinstance(value, _SHOWN)

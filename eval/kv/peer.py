@@ -290,11 +290,8 @@ def _stub(name: str, **members: Any) -> types.ModuleType:
 def build(spec: Spec, ratio: float, settings: Mapping[str, Any] | None = None) -> Any:
     """Build a press.
 
-    `ratio` is the fraction removed; `settings` are in place of those of the spec: what a wrapper lacks goes to
-    its base.
-
-    Raises:
-        ValueError: If there is no such setting.
+    `ratio` is the fraction removed; `settings` are in place of those of the spec: what a wrapper lacks goes to its
+    base. Raises ValueError if there is no such setting.
     """
     cls = press_class(spec.file, spec.cls)
     known = {each.name for each in dataclasses.fields(cls)}
@@ -323,15 +320,13 @@ def calling(seen: Seen) -> Iterator[None]:
         config._attn_implementation = before
 
 
-def compress(
-    row: Seen, press: Any, attentions: bool = False, by_values: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
+def compress(row: Seen, press: Any, attentions: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Return keys, values and the kept slots as a mask [1, H, S], after a press.
 
     Keys and values are put in order of position; a press of ragged heads returns them all. `attentions` says
-    whether the press reads the attention weights. Where it changes keys, the kept slots are found `by_values`.
+    whether the press reads the attention weights.
     """
-    whole = row.v.clone() if by_values else row.k.clone()
+    whole = row.k.clone()
     with calling(row):
         weights = row.attentions if attentions else None
         k, v = press.compress(row.module, row.hidden, row.k, row.v, weights, row.rotation)
@@ -340,8 +335,8 @@ def compress(
         mask = torch.ones(whole.shape[:3], dtype=torch.bool)
         mask[masked] = False
         return k, v, mask
-    left = v if by_values else k  # these rows are copies, and no two slots are alike
-    same = (left[:, :, :, None] == whole[:, :, None]).all(-1)
+    # These rows are copies, and no two slots are alike.
+    same = (k[:, :, :, None] == whole[:, :, None]).all(-1)
     assert (same.sum(-1) == 1).all()
     order = same.int().argmax(-1).argsort(-1)[..., None].expand_as(k)
     return k.gather(2, order), v.gather(2, order), same.any(2)

@@ -7,9 +7,9 @@ import importlib.metadata
 import shlex
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from diffcache.eval.kv.peer import PressPeer
-from diffcache.eval.kv.tables import weights_digest
-from diffcache.eval.kv.words import NONE, parse_row
+from diffcache.eval.kv.words import NONE, parse_row, weights_digest
 from diffcache.eval.metrics.intervals import share_interval
 from diffcache.eval.record import ROOT, Setting, check, envelope
 from diffcache.eval.runs.sweep import read_values
@@ -73,11 +72,7 @@ class KVTask:
 
     @property
     def directory(self) -> Path:
-        """The directory of the model.
-
-        Raises:
-            ValueError: If there is none.
-        """
+        """The directory of the model; raises ValueError if there is none."""
         if self.model == SHIPPED:
             return present(DIRECTORY)
         directory = Path(self.model)
@@ -115,18 +110,18 @@ def measure(
         `prefill` and `compress` of a context, `token` for each token that is asked of a batch. Seconds of a press of
         kvpress are those of our store, without what kvpress takes to choose.
     """
-    spent, found = _Spent(), _RecallFound()
+    found = _RecallFound()
     try:
         for number, batch in enumerate(task.batches()):
-            cache = _read(model, _recipe(row, model, batch), batch, spent)
+            cache = _read(model, _recipe(row, model, batch), batch, found.spent)
             found.hold(cache, batch)
-            found.hits.append(_ask(model, cache, batch, spent))
+            found.hits.append(_ask(model, cache, batch, found.spent))
             found.nats.append(_filler(model, cache, len(batch), task.seed + number))
             if progress is not None:
                 progress(min((number + 1) * task.batch, task.samples), task.samples, row.name)
     finally:
         detach(model)
-    return {"name": row.name or "none", **found.row(task.samples), "seconds": spent.per(task)}
+    return {"name": row.name or "none", **found.row(task.samples)}
 
 
 def hits_of(row: Mapping[str, Any]) -> Tensor:
@@ -182,6 +177,7 @@ class _RecallFound:
         self.bytes = self.exact = self.slots = 0.0
         self.mode = ""
         self.counts: list[CountedReads] = []
+        self.spent: dict[str, float] = defaultdict(float)  # seconds of `prefill`, `compress` and `token`, and `tokens`
 
     def hold(self, cache: KVCache, batch: RecallBatch) -> None:
         """Take note of what a compressed cache holds."""
@@ -198,7 +194,7 @@ class _RecallFound:
     def row(self, samples: int) -> dict[str, Any]:
         """Return it for one context."""
         right = torch.cat(self.hits)  # [N, queries, 2]
-        held = sum(count.held for count in self.counts)
+        held, spent = sum(count.held for count in self.counts), self.spent
         return {
             "whole": share_interval(right.all(-1)).to_dict(),
             "lookup": share_interval(right[..., 0]).to_dict(),
@@ -210,47 +206,32 @@ class _RecallFound:
             "read": sum(count.read for count in self.counts) / held if held else 1.0,
             "mode": self.mode,
             "hits": [" ".join(f"{a}{b}" for a, b in one) for one in right.int().tolist()],
+            "seconds": {
+                "all": spent["prefill"] + spent["compress"] + spent["token"],
+                "prefill": spent["prefill"] / samples,
+                "compress": spent["compress"] / samples,
+                "token": spent["token"] / max(spent["tokens"], 1),
+            },
         }
 
 
-class _Spent:
-    """Seconds."""
-
-    def __init__(self) -> None:
-        self.prefill = self.compress = self.token = 0.0
-        self.tokens = 0
-
-    def per(self, task: KVTask) -> dict[str, float]:
-        """Return seconds of everything, for a context, and for a token of a batch."""
-        return {
-            "all": self.prefill + self.compress + self.token,
-            "prefill": self.prefill / task.samples,
-            "compress": self.compress / task.samples,
-            "token": self.token / max(self.tokens, 1),
-        }
-
-
-def _read(model: nn.Module, recipe: Recipe, batch: RecallBatch, spent: _Spent) -> KVCache:
+def _read(model: nn.Module, recipe: Recipe, batch: RecallBatch, spent: dict[str, float]) -> KVCache:
     """Return the cache of a context, compressed."""
     cache = cache_for(model, recipe)
     started = time.perf_counter()
     model(input_ids=batch.context, **with_cache(model, cache))
-    spent.prefill += time.perf_counter() - started
+    spent["prefill"] += time.perf_counter() - started
     started = time.perf_counter()
     if recipe.score == Asked():
-        compress_by_probe(cache, partial(_repeat, model, batch.context))
+        # The context is run once more, as what is typical of it.
+        compress_by_probe(cache, lambda fork: model(input_ids=batch.context, **with_cache(model, fork)))
     else:
         cache.settle()
-    spent.compress += time.perf_counter() - started
+    spent["compress"] += time.perf_counter() - started
     return cache
 
 
-def _repeat(model: nn.Module, context: Tensor, fork: KVCache) -> None:
-    """Run the context once more, as what is typical of it."""
-    model(input_ids=context, **with_cache(model, fork))
-
-
-def _ask(model: nn.Module, cache: KVCache, batch: RecallBatch, spent: _Spent) -> Tensor:
+def _ask(model: nn.Module, cache: KVCache, batch: RecallBatch, spent: dict[str, float]) -> Tensor:
     """Return which answers are right, bool [B, queries, 2]."""
     found = []
     for number in range(batch.queries.shape[1]):
@@ -259,8 +240,8 @@ def _ask(model: nn.Module, cache: KVCache, batch: RecallBatch, spent: _Spent) ->
         for place in range(3):  # [Q], k, v1
             started = time.perf_counter()
             out = model(input_ids=words[:, place : place + 1], **with_cache(model, copy))
-            spent.token += time.perf_counter() - started
-            spent.tokens += 1
+            spent["token"] += time.perf_counter() - started
+            spent["tokens"] += 1
             answers.append(out.logits[:, -1].argmax(-1))
         found.append(torch.stack(answers[1:], -1) == words[:, 2:])
     return torch.stack(found, 1)
@@ -301,9 +282,7 @@ def read_sweep(file: Path) -> RecipeSweep:
         [family.eviction]
         recipes = ["snapkv:budget={}", "keydiff:budget={}"]     # {} takes each budget in turn
 
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If a key or a recipe in it is wrong.
+    Raises FileNotFoundError if there is no such file, and ValueError if a key or a recipe in it is wrong.
     """
     found = read_values(file)
     budgets, families = found.pop("budgets", []), found.pop("family", {})

@@ -74,8 +74,7 @@ class ReuseTask:
     def draw(self) -> tuple[list[Request], list[Request], dict[str, Any]]:
         """Return prompts that read every document once, those to measure, and the texts' source.
 
-        Raises:
-            ValueError: If texts are too few, or the tokenizer cannot write numbers.
+        Raises ValueError if texts are too few, or the tokenizer cannot write numbers.
         """
         from diffcache.eval.kv.asked import CITIES, NEEDLE, spells
         from diffcache.eval.kv.texts import windows
@@ -122,13 +121,9 @@ def reuse(
 
     Every document was read in two prompts before; the prompts that are measured draw some of them in another order.
     Recomputation is that of a `DynamicCache` and the model's own attention. Words are methods with settings, such as
-    `cacheblend:share=0.3`; `told` is given done, total, and what is next.
-
-    Returns:
-        Rows, device and dtype, and facts about the texts. Seconds are CPU seconds on a single thread of a CPU.
-
-    Raises:
-        ValueError: If a method or setting is unknown, or texts do not serve.
+    `cacheblend:share=0.3`; `told` is given done, total, and what is next. Rows come with device and dtype, and facts
+    about the texts. Seconds are CPU seconds on a single thread of a CPU. Raises ValueError if a method or setting is
+    unknown, or texts do not serve.
     """
     from diffcache.kv.hf import detach
     from diffcache.kv.hf.documents import Documents, settings_of

@@ -22,7 +22,7 @@ from transformers.masking_utils import sdpa_mask
 
 from diffcache.errors import AttachError
 from diffcache.eval.kv.offline import Prepared, Report, Sample, Work, observations, read, seen_by
-from diffcache.eval.kv.tables import basis_tensors, write_table
+from diffcache.eval.kv.words import basis_tensors, write_table
 from diffcache.eval.methods import naming
 from diffcache.foreign import attention_names, set_attention_names, with_cache
 from diffcache.kv.attend import Query, attend
@@ -74,10 +74,7 @@ def cskv(work: Work, *, ranks: tuple[int, ...] = (), steps: int = 300) -> Prepar
 
 
 def kv_heads(work: Work, *, groups: int = 1) -> Prepared:
-    """Return bases that leave fewer key-value heads.
-
-    `groups` are the heads that are left.
-    """
+    """Return bases that leave fewer key-value heads. `groups` are the heads that are left."""
     pairs, given = _projections(work)
     heads = work.model.config.get_text_config(decoder=True).num_key_value_heads
     bases = fewer_heads.fit(pairs, given, heads, groups)
@@ -85,10 +82,7 @@ def kv_heads(work: Work, *, groups: int = 1) -> Prepared:
 
 
 def xquant_latent(work: Work) -> Prepared:
-    """Return the bases of the projections' weights.
-
-    One context is read to see what is held.
-    """
+    """Return the bases of the projections' weights. One context is read to see what is held."""
     work.report(0, 1, "weights")
     pairs = _pairs(work.model)
     _check_held(work.model, pairs, next(work.samples.each()))
@@ -99,8 +93,7 @@ def xquant_latent(work: Work) -> Prepared:
 def _pairs(model: Any) -> list[tuple[nn.Linear, nn.Linear]]:
     """Return the key and value projections of the layers of full attention.
 
-    Raises:
-        AttachError: If a layer has no such projections.
+    Raises AttachError if a layer has no such projections.
     """
     owned = cache_for(model, Recipe(), mode="stock").owned
     found, pairs = attentions(model, owned), []
@@ -130,8 +123,7 @@ def _projections(work: Work) -> tuple[list[tuple[nn.Linear, nn.Linear]], list[li
 def _check_held(model: Any, pairs: Sequence[tuple[nn.Linear, nn.Linear]], sample: Sample) -> None:
     """Check that a cache holds what the projections make.
 
-    Raises:
-        AttachError: If the model changes keys or values in between, as by normalization.
+    Raises AttachError if the model changes keys or values in between, as by normalization.
     """
     cache = cache_for(model, Recipe(space="pre"), mode="native")
     with low_rank.inputs_of([keys for keys, _ in pairs]) as given:
@@ -440,10 +432,7 @@ def lococo(
 
 
 def locret(work: Work, *, steps: int = 1200, width: int = 64) -> Prepared:
-    """Return trained retaining heads.
-
-    `width` are the hidden channels of a layer's network.
-    """
+    """Return trained retaining heads. `width` are the hidden channels of a layer's network."""
     found = []
     for sample in work.each("targets"):
         for number, seen in enumerate(seen_by(work.model, sample.ids)):
@@ -494,8 +483,7 @@ MAKERS: dict[str, Callable[..., Prepared]] = {stage.__name__: stage for stage in
 def check(name: str, settings: dict[str, Any]) -> None:
     """Check that there are tables of a name, and settings of what finds them.
 
-    Raises:
-        ValueError: If there are not; the message lists those that there are.
+    Raises ValueError if there are not; the message lists those that there are.
     """
     if name not in MAKERS:
         raise ValueError(f"no table {name!r}; there are {', '.join(MAKERS)}")
@@ -516,10 +504,8 @@ def make(name: str, work: Work, file: Path, weights: str, **settings: Any) -> Pr
     """Find the tables of a recipe on a model, and write them.
 
     The model is in the state that it is used in; the digest of its weights is checked where the tables are read.
-
-    Raises:
-        AttachError: If the model has no such tables.
-        ValueError: If there is no such name or setting, or one is out of its range.
+    Raises AttachError if the model has no such tables, and ValueError if there is no such name or setting, or one is
+    out of its range.
     """
     check(name, settings)
     try:

@@ -24,8 +24,7 @@ from diffcache.eval.kv.asked import Asked, Spelled, score, spells
 from diffcache.eval.kv.recall import exact_bytes, fingerprint, rows_before, write_rows
 from diffcache.eval.kv.texts import TextModel, TextWindows, windows
 from diffcache.eval.kv.words import NONE, names_tables, parse_recipe
-from diffcache.eval.metrics.bootstrap import Interval, mean_interval
-from diffcache.eval.metrics.intervals import share_change, share_interval
+from diffcache.eval.metrics.intervals import Interval, mean_interval, share_change, share_interval
 from diffcache.eval.record import Setting
 from diffcache.eval.report.palette import DPI, GREY, INK, MARKERS, OKABE_ITO, new_figure, styled
 from diffcache.foreign import with_cache
@@ -65,11 +64,7 @@ class TextTask:
             raise ValueError(f"--samples {self.samples}: an interval needs at least 2")
 
     def windows(self) -> TextWindows:
-        """Return the windows.
-
-        Raises:
-            ValueError: If texts are too short or too few, see `windows`.
-        """
+        """Return the windows; raises ValueError if texts are too short or too few, see `windows`."""
         return windows(self.model, self.texts, self.context + FOLLOWING, self.samples, 2, self.seed)
 
 
@@ -285,8 +280,10 @@ def run(
     model = task.model.load()
     cache_for(model, Recipe(), mode="stock")  # raises where no cache of ours serves the model
     key = None if out is None else fingerprint((task, drawn.source, task.model.weights))
-    before, found, told = rows_before(out, key), Measured(count=len(drawn.ids)), progress or _silent
+    before, found = rows_before(out, key), Measured(count=len(drawn.ids))
+    told: Progress = progress or (lambda *_: None)
     total, kinds = len(recipes) * len(drawn.ids), None
+    write = partial(_write, found, model, task, drawn, key, started, out)
     for place, (word, recipe) in enumerate(recipes.items()):
         step = partial(_step, told, place * len(drawn.ids), total, word)
         try:
@@ -300,17 +297,11 @@ def run(
         changes(found.rows, NONE)
         if each is not None:
             each(found, word)
-        if out is not None:
-            _write(found, model, task, drawn, key, time.monotonic() - started, out)
+        write()
     told(total, total, "is done, timing")
     _time(found, recipes, model, task, drawn)
-    if out is not None:
-        _write(found, model, task, drawn, key, time.monotonic() - started, out)
+    write()
     return found
-
-
-def _silent(done: int, total: int, following: str) -> None:
-    """Tell nobody."""
 
 
 def _step(told: Progress, before: int, total: int, word: str, done: int, perplexity: float) -> None:
@@ -322,30 +313,14 @@ def _why(error: Exception) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
-@dataclass
-class _Decoding:
-    """A model and a cache that takes tokens one after the other."""
-
-    model: Any  # model; shares its weights with those of the others
-    cache: Any  # cache of a context
-    tokens: Tensor  # tokens that follow, int64 [1, n]
-    taken: int = 0  # tokens so far
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Take one more token."""
-        token = self.tokens[:, self.taken : self.taken + 1]
-        self.model(input_ids=token, **with_cache(self.model, self.cache))
-        self.taken += 1
-
-
 def _time(found: Measured, recipes: Mapping[str, Recipe], model: Any, task: TextTask, drawn: TextWindows) -> None:
     """Time tokens of all caches in turn after the first context, and add them to the rows."""
     ids = drawn.ids[0]
     context, later = ids[:, : task.context], ids[:, task.context :]
     calls = max(min(CALLS, (later.shape[1] - 1) // (ROUNDS + WARMUP)), 1)
 
-    def decoding(recipe: Recipe | None) -> _Decoding:
+    def decoding(recipe: Recipe | None) -> Callable[[], None]:
+        """Return what has a model, of the same weights, take one more token after the context."""
         other = copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
         if recipe is None:
             other.set_attn_implementation("sdpa")
@@ -355,18 +330,23 @@ def _time(found: Measured, recipes: Mapping[str, Recipe], model: Any, task: Text
         else:
             cache = cache_for(other, recipe)
             read_context(other, task.model.tokenizer, cache, context)
-        made = _Decoding(other, cache, later)
-        made.step()
-        return made
+        tokens = iter(later.split(1, 1))
 
-    run_of: dict[str, _Decoding] = {STOCK: decoding(None)}
+        @torch.no_grad()
+        def step() -> None:
+            other(input_ids=next(tokens), **with_cache(other, cache))
+
+        step()
+        return step
+
+    run_of = {STOCK: decoding(None)}
     for word in list(found.rows):
         try:
             run_of[word] = decoding(recipes[word])
         except Exception as error:
             del found.rows[word]
             found.failed[word] = _why(error)
-    turns: dict[str, Call | Turn] = {name: Turn(each.step, calls=calls) for name, each in run_of.items()}
+    turns: dict[str, Call | Turn] = {name: Turn(step, calls=calls) for name, step in run_of.items()}
     setting = Setting(torch.device(task.model.device), model.dtype)
     found.timings = take_turns(turns, ROUNDS, WARMUP, setting)
     taken = found.timings.cpu_seconds if setting.device.type == "cpu" else found.timings.seconds
@@ -376,8 +356,10 @@ def _time(found: Measured, recipes: Mapping[str, Recipe], model: Any, task: Text
 
 
 def _write(
-    found: Measured, model: Any, task: TextTask, drawn: TextWindows, key: str | None, seconds: float, out: Path
+    found: Measured, model: Any, task: TextTask, drawn: TextWindows, key: str | None, started: float, out: Path | None
 ) -> None:
+    if out is None:
+        return
     device = torch.device(task.model.device)
     body = {
         "shapes": {
@@ -392,7 +374,7 @@ def _write(
         },
         "rounds": ROUNDS,
         "seed": task.seed,
-        "seconds": round(seconds, 1),
+        "seconds": round(time.monotonic() - started, 1),
         "rows": list(found.rows.values()),
         "failed": found.failed,
         "fingerprint": key,

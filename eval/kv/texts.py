@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from diffcache.errors import MissingError
 from diffcache.eval.kv.recall import SHIPPED
-from diffcache.eval.kv.tables import weights_digest
+from diffcache.eval.kv.words import weights_digest
 from diffcache.pipelines.fetched import PACKAGES, fetched
 from diffcache.pipelines.shipped_models import present
 from diffcache.pipelines.small.recall_llama import DIRECTORY
@@ -71,33 +72,23 @@ def _text_of(line: str, where: str) -> str:
     return str(found["text"])
 
 
-def check_model(model: str) -> None:
-    """Check that a word names a causal model.
-
-    Raises:
-        ValueError: If it is no directory of one, no shipped or fetched one and no model ID.
-        MissingError: If it is one to fetch and was not.
-    """
-    if model in PACKAGES:
-        fetched(model)
-    known = model == SHIPPED or model in PACKAGES or (Path(model) / "config.json").is_file()
-    if not known and not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        raise ValueError(f"--model {model}: no directory with a config.json, and no model ID of Hugging Face")
-
-
 @dataclass(frozen=True)
 class TextModel:
     """A causal model of transformers with its tokenizer.
 
-    Raises:
-        ValueError: If there is no such model.
+    Raises ValueError if it is no directory of one, no shipped or fetched one and no model ID, and MissingError if it
+    is one to fetch and was not.
     """
 
     name: str  # directory, Hugging Face model ID, `recall-llama`, or a model that `diffcache fetch` installs
     device: str = "cpu"  # device of torch
 
     def __post_init__(self) -> None:
-        check_model(self.name)
+        if self.name in PACKAGES:
+            fetched(self.name)
+        known = self.name == SHIPPED or self.name in PACKAGES or (Path(self.name) / "config.json").is_file()
+        if not known and not re.fullmatch(r"[\w.-]+/[\w.-]+", self.name):
+            raise ValueError(f"--model {self.name}: no directory with a config.json, and no model ID of Hugging Face")
 
     @property
     def place(self) -> str:
@@ -108,11 +99,7 @@ class TextModel:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer.
-
-        Raises:
-            MissingError: If there is none.
-        """
+        """The tokenizer; raises MissingError if there is none."""
         from transformers import AutoTokenizer
 
         try:
@@ -133,19 +120,11 @@ class TextModel:
             )
 
     def load(self) -> Any:
-        """Return the model in the dtype that it was saved in.
-
-        Raises:
-            ValueError: If it is no causal language model.
-        """
+        """Return the model in the dtype that it was saved in; raises ValueError if it is no causal language model."""
         from transformers import AutoModelForCausalLM
 
-        try:
+        with self._telling("transformers loads no causal language model from there"):
             model = AutoModelForCausalLM.from_pretrained(self.place, dtype="auto")
-        except (OSError, ValueError, KeyError) as error:
-            raise ValueError(
-                f"--model {self.name}: transformers loads no causal language model from there ({_short(error)})"
-            ) from error
         return model.to(self.device).eval()
 
     @cached_property
@@ -153,12 +132,15 @@ class TextModel:
         """The configuration of the decoder."""
         from transformers import AutoConfig
 
-        try:
+        with self._telling("transformers reads no configuration there"):
             return AutoConfig.from_pretrained(self.place).get_text_config(decoder=True)
+
+    @contextmanager
+    def _telling(self, what: str) -> Iterator[None]:
+        try:
+            yield
         except (OSError, ValueError, KeyError) as error:
-            raise ValueError(
-                f"--model {self.name}: transformers reads no configuration there ({_short(error)})"
-            ) from error
+            raise ValueError(f"--model {self.name}: {what} ({_short(error)})") from error
 
     @property
     def weights(self) -> str:
@@ -184,11 +166,8 @@ def windows(
     """Return windows of the user's texts.
 
     A long text gives several; each begins with the special tokens that the tokenizer puts first. At most `most`
-    windows of `length` tokens are drawn from all that there are; `least` are needed.
-
-    Raises:
-        ValueError: If texts are too short, too few or not of this tokenizer, or windows are longer
-            than the model takes.
+    windows of `length` tokens are drawn from all that there are; `least` are needed. Raises ValueError if texts are
+    too short, too few or not of this tokenizer, or windows are longer than the model takes.
     """
     model.check_length(length, "--context")
     texts, tokenizer = read_texts(place), model.tokenizer
@@ -213,7 +192,12 @@ def windows(
             f"the longest text has {longest}. Give longer texts (each line, or each .txt file of a "
             "folder, is one), or a shorter --context"
         )
-    _check_vocabulary(found, model)
+    largest = max(int(ids.max()) for ids in found)
+    if largest >= model.config.vocab_size:
+        raise ValueError(
+            f"--model {model.name}: its tokenizer gives token {largest}, and the model knows "
+            f"{model.config.vocab_size}: they do not belong together"
+        )
     order = torch.randperm(len(found), generator=torch.Generator().manual_seed(seed))[:most]
     digest = hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
     name = PYTHON if place is None else place.name
@@ -230,15 +214,6 @@ def _first_tokens(tokenizer: Any) -> list[int]:
         if whole[at : at + len(plain)] == plain:
             return list(whole[:at])
     return []
-
-
-def _check_vocabulary(found: Sequence[Tensor], model: TextModel) -> None:
-    largest = max(int(ids.max()) for ids in found)
-    if largest >= model.config.vocab_size:
-        raise ValueError(
-            f"--model {model.name}: its tokenizer gives token {largest}, and the model knows "
-            f"{model.config.vocab_size}: they do not belong together"
-        )
 
 
 def _short(error: BaseException) -> str:

@@ -1,14 +1,33 @@
-"""Recipes in one word of a command line: `snapkv:budget=0.25|kivi:bits=2`."""
+"""Recipes in one word of a command line: `snapkv:budget=0.25|kivi:bits=2`; tables that they need.
+
+Tables are found offline. `compresskv:tables=FILE` gives a recipe all the settings that the file was made for. A
+single setting is read by `heads=@FILE`, of the tensor that is named as the setting, or as what stands behind a `#`:
+`cskv:bases=@cskv#24`. A name without an ending is one of the shipped tables of recall-llama.
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from diffcache.errors import TablesError
 from diffcache.eval.kv.peer import PREFIX, PressPeer, peer
-from diffcache.eval.kv.tables import MARK, read_table, settings_of
 from diffcache.eval.methods import naming
+from diffcache.eval.record import ROOT
+from diffcache.kv.learn.codebook import Codebook
+from diffcache.kv.learn.cskv import Bases
+from diffcache.kv.merging.lococo import MixWeights
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.catalog import read_recipe
+from diffcache.kv.score.learned import RetainingHeads
 from diffcache.registry import read_word
 
 NONE = "none"
@@ -40,7 +59,7 @@ def parse_recipe(text: str, weights: str | None = None) -> Recipe:
 
     Args:
         text: `none`, a name, or `name:key=value,...`; several joined by `|` do all they say. A value `@file` is read
-            from tables, and `tables=file` gives all that the file has, see `diffcache.eval.kv.tables`; a base is a
+            from tables, and `tables=file` gives all that the file has; a base is a
             word in quotes, `adakv:base='snapkv:budget=0.5,window=8'`.
         weights: Digest of the weights of the model that it is for, which its tables must be of; None checks nothing.
 
@@ -73,3 +92,152 @@ def _value(key: str, value: Any, weights: str | None) -> Any:
     if isinstance(value, str) and key == BASE:
         return parse_recipe(value, weights)
     return value
+
+
+MARK = "@"
+FOLDER = ROOT / "assets" / "tables" / "recall-llama"
+MAKE = "diffcache kv calibrate --model DIR --texts FILE --recipe {} --out {}.safetensors"
+# What tensors stand for together -> their names; in files of another kind each tensor is a table.
+_WHOLE: Mapping[str, tuple[type[Any], tuple[str, ...]]] = {
+    "MixWeights": (MixWeights, ("weight", "bias", "gate")),
+    "RetainingHeads": (RetainingHeads, ("first", "second")),
+    "Codebook": (Codebook, ("vectors", "weight")),
+}
+_BASES = ("key_down", "key_up", "value_down", "value_up")
+_CHUNK_BYTES = 1 << 22
+
+
+@functools.cache
+def weights_digest(directory: Path) -> str:
+    """Return 16 hexadecimal digits of the weight files of a saved model.
+
+    Raises FileNotFoundError if there are none.
+    """
+    endings = (".safetensors", ".bin")
+    files = sorted(file for file in directory.iterdir() if file.suffix in endings)
+    if not files:
+        raise FileNotFoundError(f"{directory}: no weights, files that end in {', '.join(endings)}")
+    found = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as stream:
+            while chunk := stream.read(_CHUNK_BYTES):
+                found.update(chunk)
+    return found.hexdigest()[:16]
+
+
+def write_table(file: Path, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+    """Write tables.
+
+    `about` are plain values: `kind`, `"table"` or the name of a class; `recipe`, `gives` (setting -> entries)
+    and `weights`, see `weights_digest`; how they were found.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_suffix(".part")
+    ready = {name: value.contiguous() for name, value in tensors.items()}
+    save_file(ready, part, metadata={"about": json.dumps(dict(about), sort_keys=True)})
+    part.replace(file)
+
+
+def basis_tensors(entry: str, bases: Sequence[Bases]) -> dict[str, Tensor]:
+    """Return the bases of all layers as tensors by name, behind `entry`."""
+    return {
+        f"{entry}.{number}.{name}": getattr(each, name).half() for number, each in enumerate(bases) for name in _BASES
+    }
+
+
+def read_table(word: str, setting: str, weights: str | None = None) -> Any:
+    """Return what a word names: nested tuples, or the weights that tensors stand for.
+
+    The word is `@name`, `@name#entry` or `@path.safetensors`; the setting names the tensor if none is said. A digest
+    of None checks nothing. Raises TablesError if there is no such file or tensor, or it is of another model; the
+    message says how to get it.
+    """
+    name, _, entry = word.removeprefix(MARK).partition("#")
+    file = _file(name, f"{setting}={word}")
+    tensors, about = _read(file, f"{setting}={word}", weights)
+    return _entry(tensors, about.get("kind", ""), entry or setting, f"{setting}={word}: {file.name}")
+
+
+def settings_of(word: str, recipe: str, weights: str | None = None) -> dict[str, Any]:
+    """Return all settings of a recipe that a file gives.
+
+    The word is `name`, `path.safetensors`, or either with `#entry` where the file has several. A digest of None
+    checks nothing. Raises TablesError if there is no such file, or it is of another recipe or model.
+    """
+    name, _, entry = str(word).removeprefix(MARK).partition("#")
+    said = f"tables={word}"
+    file = _file(name, said)
+    tensors, about = _read(file, said, weights)
+    theirs = about.get("recipe")
+    if theirs != recipe:
+        raise TablesError(
+            f"{said}: {file.name} has tables of {theirs or 'no recipe that it names'}; "
+            f"`{MAKE.format(recipe, recipe)}` makes those of {recipe}"
+        )
+    found = {}
+    for setting, entries in about.get("gives", {}).items():
+        chosen = entries[0] if len(entries) == 1 else entry
+        if chosen not in entries:
+            raise TablesError(
+                f"{said}: {file.name} has {setting} for {', '.join(entries)}; say which behind a "
+                f"#, as in tables={name}#{entries[0]}"
+            )
+        found[setting] = _entry(tensors, about.get("kind", ""), chosen, f"{said}: {file.name}")
+    return found
+
+
+def _file(name: str, said: str) -> Path:
+    file = Path(name) if name.endswith(".safetensors") else FOLDER / f"{name}.safetensors"
+    if not file.is_file():
+        known = ", ".join(sorted(each.stem for each in FOLDER.glob("*.safetensors"))) or "none"
+        raise TablesError(
+            f"{said}: no file {file.name}; shipped for recall-llama are: {known}; "
+            f"`{MAKE.format('NAME', 'NAME')}` makes those of another model"
+        )
+    return file
+
+
+def _read(file: Path, said: str, weights: str | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of a file and what is said about them.
+
+    Raises TablesError if it is no such file, or of a model of other weights.
+    """
+    try:
+        with safe_open(file, "pt") as found:
+            tensors = {key: found.get_tensor(key) for key in found.keys()}  # noqa: SIM118 - no dict
+            about = json.loads((found.metadata() or {}).get("about", "{}"))
+    except (SafetensorError, json.JSONDecodeError) as error:
+        raise TablesError(f"{said}: {file.name} is no file of tables: {error}") from error
+    theirs = about.get("weights")
+    if weights is not None and theirs != weights:
+        raise TablesError(
+            f"{said}: {file.name} was measured on a model of other weights (digest {theirs}, this "
+            f"model has {weights}); `{MAKE.format(about.get('recipe', 'NAME'), 'NAME')}` measures "
+            "it on this one"
+        )
+    return tensors, about
+
+
+def _entry(tensors: Mapping[str, Tensor], kind: str, entry: str, said: str) -> Any:
+    """Return what an entry of a file stands for."""
+    if kind in _WHOLE:
+        make, names = _WHOLE[kind]
+        return make(*(tensors[each].float() for each in names))
+    if kind == "Bases" and f"{entry}.0.{_BASES[0]}" in tensors:
+        return _bases(entry, tensors)
+    if entry not in tensors:
+        entries = sorted({key.partition(".")[0] if kind == "Bases" else key for key in tensors})
+        raise TablesError(f"{said} has {', '.join(entries)}; say #entry")
+    return nested(tensors[entry].tolist())
+
+
+def _bases(entry: str, tensors: Mapping[str, Tensor]) -> tuple[Bases, ...]:
+    layers = {key.split(".")[1] for key in tensors if key.partition(".")[0] == entry}
+    return tuple(
+        Bases(*(tensors[f"{entry}.{number}.{name}"].float() for name in _BASES)) for number in range(len(layers))
+    )
+
+
+def nested(value: Any) -> Any:
+    """Return nested lists as nested tuples."""
+    return tuple(map(nested, value)) if isinstance(value, list) else value

@@ -45,20 +45,11 @@ class Metric:
 
 
 def _read(row: Row) -> Metric:
-    cells = row.cells
-    needed, imported = (tuple(filter(None, cells[name].split(", "))) for name in ("weights", "packages"))
+    words = {name: row.cells[name] for name in ("title", "definition", "call", "stand_in", "unit")}
+    needed, imported = (tuple(filter(None, row.cells[name].split(", "))) for name in ("weights", "packages"))
+    way = cast(Direction, row.cells["direction"])
     return Metric(
-        row.name,
-        cells["title"],
-        cells["definition"],
-        row.paper,
-        cells["call"],
-        needed,
-        imported,
-        cells["stand_in"],
-        cast(Direction, cells["direction"]),
-        cells["unit"],
-        row.family,
+        key=row.name, source=row.paper, weights=needed, packages=imported, direction=way, group=row.family, **words
     )
 
 

@@ -59,10 +59,7 @@ class ClipScore:
     def cosines(self, pictures: Tensor, prompts: Sequence[str], batch_size: int = 32) -> Tensor:
         """Return the cosine of each picture's features with its own prompt's, float64 [N].
 
-        Pictures are uint8 [N, 3, H, W].
-
-        Raises:
-            ValueError: If there are not as many prompts as pictures.
+        Pictures are uint8 [N, 3, H, W]. Raises ValueError if there are not as many prompts as pictures.
         """
         check_pictures(pictures)
         if len(prompts) != len(pictures):
@@ -77,10 +74,7 @@ class ClipScore:
         return torch.cat(found)
 
     def image_features(self, pictures: Tensor) -> Tensor:
-        """Return features of pictures, float64 [N, D] on the CPU.
-
-        Pictures are uint8 [N, 3, H, W].
-        """
+        """Return features of pictures, float64 [N, D] on the CPU. Pictures are uint8 [N, 3, H, W]."""
         arrays = [picture.permute(1, 2, 0).cpu().numpy() for picture in pictures]
         pixels = self.processor(arrays, return_tensors="pt", input_data_format="channels_last")
         found = self.model.get_image_features(pixels["pixel_values"].to(self.device)).pooler_output
@@ -119,8 +113,7 @@ class ClipScore:
 def classes() -> tuple[Any, Any, Any]:
     """Import the model, the Pillow image processor and the tokenizer of transformers' CLIP.
 
-    Raises:
-        MissingPackageError: If transformers cannot, as beside a broken torchvision.
+    Raises MissingPackageError if transformers cannot, as beside a broken torchvision.
     """
     try:
         from transformers import AutoTokenizer, CLIPModel

@@ -1,16 +1,17 @@
-"""KID, Inception Score, precision and recall, density and coverage, from features.
+"""The Fréchet distance, KID, Inception Score, precision and recall, density and coverage, from features.
 
-The formulas are those of the papers; which extractor made the features decides the name.
+The formulas are those of the papers; which extractor made the features decides the name: with Inception features the
+Fréchet distance is FID (Heusel et al. 2017, arXiv 1706.08500, section 3), with I3D features FVD.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import fmean
 
 import torch
 from torch import Tensor
-
-from diffcache.eval.metrics.frechet import check_features, check_same_size
 
 DISTANCES_AT_ONCE = 2**22  # float64 values, 32 MiB
 # Squared distances come from one matrix product, many times faster than differences for 2,048
@@ -26,12 +27,9 @@ def kid(
     The unbiased squared maximum mean discrepancy with the kernel (x.y / D + 1)^3: Bińkowski et al. 2018, arXiv
     1801.01401, section 4. Unbiased means that equal distributions give 0 on average, so single values can be
     negative. The kernel depends on the scale of the features. As in torchmetrics, the standard deviation is the
-    population one, over subsets that overlap: it is no interval for the mean. Features are [N, D] and [M, D],
-    any float dtype. `subset_size` is the smaller of 1,000 and half the smaller set by default; subsets are
-    drawn without replacement from each set.
-
-    Raises:
-        ValueError: If shapes do not fit or subset_size is not in 2..min(N, M).
+    population one, over subsets that overlap: it is no interval for the mean. Features are [N, D] and [M, D], any
+    float dtype. `subset_size` is the smaller of 1,000 and half the smaller set by default; subsets are drawn without
+    replacement from each set. Raises ValueError if shapes do not fit or subset_size is not in 2..min(N, M).
     """
     _check_sets(real, fake)
     smaller = min(len(real), len(fake))
@@ -57,10 +55,7 @@ def kid(
 def squared_mmd(real: Tensor, fake: Tensor) -> float:
     """Return the unbiased squared maximum mean discrepancy with the kernel (x.y / D + 1)^3.
 
-    Features are [N, D] and [M, D], N and M at least 2.
-
-    Raises:
-        ValueError: If shapes do not fit.
+    Features are [N, D] and [M, D], N and M at least 2. Raises ValueError if shapes do not fit.
     """
     _check_sets(real, fake)
     x, y = real.to(torch.float64), fake.to(torch.float64)
@@ -81,13 +76,9 @@ def inception_score(probabilities: Tensor, splits: int = 10, seed: int = 0) -> t
     Salimans et al. 2016, arXiv 1606.03498, section 4. Between 1 (all samples alike, or the classifier undecided) and
     C. Low for small splits: below about 500 samples in a split p(y) follows its own samples, so compare scores of
     one N and one `splits` only. Samples are shuffled first, as in torchmetrics; split sizes differ by at most one.
-    Probabilities are p(y|x), [N, C], rows summing to 1; `splits` (1..N) are scored on their own.
-
-    Returns:
-        Mean and sample standard deviation, dimensionless; the latter is 0 for one split.
-
-    Raises:
-        ValueError: If rows are no probabilities or splits is out of range.
+    Probabilities are p(y|x), [N, C], rows summing to 1; `splits` (1..N) are scored on their own. The deviation is
+    that of a sample, 0 for one split; both are dimensionless. Raises ValueError if rows are no probabilities or
+    splits is out of range.
     """
     check_features(probabilities, "probabilities")
     table = probabilities.to(torch.float64)
@@ -103,17 +94,12 @@ def inception_score(probabilities: Tensor, splits: int = 10, seed: int = 0) -> t
 def precision_recall(real: Tensor, fake: Tensor, k: int = 3) -> tuple[Tensor, Tensor]:
     """Return the samples' values whose means are improved precision and recall, 0 or 1 each.
 
-    Precision is the share of fake samples inside the manifold of the real ones (in the ball to the k-th
-    neighbor of any), recall the share of real samples inside that of the fake ones: Kynkäänniemi et al. 2019,
-    arXiv 1904.06991, section 2. Features are [N, D] and [M, D], any float dtype; values for different N or M
-    are not comparable. The sample itself is not one of the `k` neighbors.
-
-    Returns:
-        Whether each fake sample is in the real manifold, float64 [M], and whether each real sample
-        is in the fake one, float64 [N].
-
-    Raises:
-        ValueError: If shapes do not fit or a set has no more than k samples.
+    Precision is the share of fake samples inside the manifold of the real ones (in the ball to the k-th neighbor of
+    any), recall the share of real samples inside that of the fake ones: Kynkäänniemi et al. 2019, arXiv 1904.06991,
+    section 2. Features are [N, D] and [M, D], any float dtype; values for different N or M are not comparable. The
+    sample itself is not one of the `k` neighbors. The values are whether each fake sample is in the real manifold,
+    float64 [M], and whether each real sample is in the fake one, float64 [N]. Raises ValueError if shapes do not fit
+    or a set has no more than k samples.
     """
     _check_sets(real, fake)
     return _covered(fake, real, k), _covered(real, fake, k)
@@ -122,18 +108,13 @@ def precision_recall(real: Tensor, fake: Tensor, k: int = 3) -> tuple[Tensor, Te
 def density_coverage(real: Tensor, fake: Tensor, k: int = 5) -> tuple[Tensor, Tensor]:
     """Return the samples' values whose means are density and coverage.
 
-    Density is how many real balls (to the k-th real neighbor) hold a fake sample on average, divided by k; it
-    can be above 1. Coverage is the share of real balls that hold a fake sample: Naeem et al. 2020, arXiv
-    2002.09797, section 3. Balls are open, as in the official code: with closed ones equal sets would have (k +
-    1) / k. Features are [N, D] and [M, D], any float dtype; values for different N or M are not comparable. The
-    sample itself is not one of the `k` neighbors.
-
-    Returns:
-        Real balls around each fake sample divided by k, float64 [M], and whether each real ball
-        holds a fake sample, float64 [N].
-
-    Raises:
-        ValueError: If shapes do not fit or `real` has no more than k samples.
+    Density is how many real balls (to the k-th real neighbor) hold a fake sample on average, divided by k; it can be
+    above 1. Coverage is the share of real balls that hold a fake sample: Naeem et al. 2020, arXiv 2002.09797,
+    section 3. Balls are open, as in the official code: with closed ones equal sets would have (k + 1) / k. Features
+    are [N, D] and [M, D], any float dtype; values for different N or M are not comparable. The sample itself is not
+    one of the `k` neighbors. The values are the real balls around each fake sample divided by k, float64 [M], and
+    whether each real ball holds a fake sample, float64 [N]. Raises ValueError if shapes do not fit or `real` has no
+    more than k samples.
     """
     _check_sets(real, fake)
     radii = _radii(real, k)
@@ -185,3 +166,114 @@ def _check_sets(real: Tensor, fake: Tensor) -> None:
     check_features(real, "real features")
     check_features(fake, "fake features")
     check_same_size(real[0], fake[0])
+
+
+SIZES = 5
+DRAWS = 8
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Mean and covariance of a feature set."""
+
+    mean: Tensor  # float64 [D]
+    cov: Tensor  # unbiased covariance (divided by count - 1), float64 [D, D]
+    count: int  # samples that they were formed from
+
+    def __post_init__(self) -> None:
+        """Check shapes, dtypes and count."""
+        dim = self.mean.numel()
+        if self.mean.shape != (dim,) or self.cov.shape != (dim, dim):
+            raise ValueError(
+                f"mean {list(self.mean.shape)} and cov {list(self.cov.shape)} do not fit: expected [D] and [D, D]"
+            )
+        if self.mean.dtype != torch.float64 or self.cov.dtype != torch.float64:
+            raise ValueError(f"moments must be float64, got mean {self.mean.dtype} and cov {self.cov.dtype}")
+        if self.count < 2:
+            raise ValueError(f"moments need two samples or more, got count={self.count}")
+
+
+def moments(features: Tensor) -> Moments:
+    """Return mean and unbiased covariance of features.
+
+    They are [N, D], any float dtype, N at least 2. Raises ValueError if the shape is different or a value is not
+    finite.
+    """
+    check_features(features, "features")
+    features = features.to(torch.float64)
+    mean = features.mean(dim=0)
+    centered = features - mean
+    return Moments(mean, centered.T @ centered / (len(features) - 1), len(features))
+
+
+def frechet(a: Moments, b: Moments) -> float:
+    """Return the squared Fréchet distance of two Gaussians.
+
+    |m_a - m_b|^2 + tr(S_a) + tr(S_b) - 2 tr((S_a^(1/2) S_b S_a^(1/2))^(1/2)) (Dowson and Landau 1982), at least 0,
+    and exactly 0 for equal moments. Raises ValueError if the feature sizes differ.
+    """
+    check_same_size(a.mean, b.mean)
+    if torch.equal(a.mean, b.mean) and torch.equal(a.cov, b.cov):
+        return 0.0
+    root = matrix_root(a.cov)
+    product = torch.linalg.eigvalsh(root @ b.cov @ root)
+    distance = (a.mean - b.mean).square().sum() + a.cov.trace() + b.cov.trace()
+    return max(0.0, float(distance - 2 * product.clamp(min=0).sqrt().sum()))
+
+
+def at_infinity(fake_features: Tensor, reference: Moments, seed: int = 0) -> float:
+    """Return the Fréchet distance extrapolated to infinitely many fake samples (FID_infinity).
+
+    The distance grows with 1 / N, so a line through its means at five sizes, from N / 2 to N and evenly spaced in 1
+    / N, is read off at 0: Chong and Forsyth 2020, arXiv 1911.07023, section 4. Departures: random subsets of the
+    features instead of quasi-random samples of the generator, and five sizes with eight draws each. Noise can make
+    it slightly negative for equal distributions. The bias by the count of the reference stays in. Features are [N,
+    D] with N / 2 > D: below that the distance is no line in 1 / N. Raises ValueError if there are too few features
+    or sizes differ.
+    """
+    check_features(fake_features, "fake_features")
+    total, dim = fake_features.shape
+    check_same_size(fake_features[0], reference.mean)
+    if total < 2 * (dim + 1):
+        raise ValueError(f"{total} samples of {dim} features are too few to extrapolate: need {2 * (dim + 1)}")
+    generator = torch.Generator().manual_seed(seed)
+    inverse = torch.linspace(2 / total, 1 / total, SIZES, dtype=torch.float64)
+    sizes = (1 / inverse).round().to(torch.int64)
+    means = []
+    for size in sizes.tolist():
+        # All samples at once are one set, whatever the draw.
+        draws = 1 if size == total else DRAWS
+        distances = []
+        for _ in range(draws):
+            chosen = torch.randperm(total, generator=generator)[:size].to(fake_features.device)
+            distances.append(frechet(moments(fake_features[chosen]), reference))
+        means.append(fmean(distances))
+    design = torch.stack([torch.ones(SIZES, dtype=torch.float64), 1 / sizes], dim=1)
+    line = torch.linalg.lstsq(design, torch.tensor(means, dtype=torch.float64)[:, None])
+    return float(line.solution[0])
+
+
+def matrix_root(cov: Tensor) -> Tensor:
+    """Return the symmetric root of a covariance, float64 [D, D]; eigenvalues below 0 count 0."""
+    values, vectors = torch.linalg.eigh(cov)
+    root: Tensor = (vectors * values.clamp(min=0).sqrt()) @ vectors.T
+    return root
+
+
+def check_features(features: Tensor, name: str) -> None:
+    """Raise ValueError unless features are a finite float [N, D] with N at least 2."""
+    if features.ndim != 2 or not features.is_floating_point():
+        raise ValueError(f"{name} must be a float tensor [N, D], got {features.dtype} {list(features.shape)}")
+    if len(features) < 2 or features.shape[1] == 0:
+        raise ValueError(f"{name} need two samples or more, got shape {list(features.shape)}")
+    if not bool(features.isfinite().all()):
+        bad = int((~features.isfinite()).any(dim=1).sum())
+        raise ValueError(f"{name} hold NaN or infinity in {bad} of {len(features)} rows")
+
+
+def check_same_size(a: Tensor, b: Tensor) -> None:
+    """Raise ValueError unless two feature vectors [D] have one size."""
+    if a.shape != b.shape:
+        raise ValueError(
+            f"features of {a.numel()} and {b.numel()} values cannot be compared; use one extractor for both"
+        )

@@ -51,11 +51,7 @@ class Features:
     logits: Tensor | None
 
     def probabilities(self) -> Tensor:
-        """Return class probabilities, float64 [N, 1008].
-
-        Raises:
-            ValueError: If there are no logits.
-        """
+        """Return class probabilities, float64 [N, 1008]; raises ValueError if there are no logits."""
         if self.logits is None:
             raise ValueError(
                 "the clean convention has no logits: use convention='torch-fidelity' for the Inception score"
@@ -77,10 +73,7 @@ class Inception:
     def __call__(self, pictures: Tensor) -> Features:
         """Return the features of pictures, on the CPU.
 
-        They are uint8 [N, 3, H, W].
-
-        Raises:
-            ValueError: If they are of another shape or type.
+        They are uint8 [N, 3, H, W]. Raises ValueError if they are of another shape or type.
         """
         check_pictures(pictures)
         found = [self.network(part.to(self.device)) for part in pictures.split(self.batch_size)]
@@ -129,11 +122,8 @@ _NAMES = {"cleanfid": "clean-fid"}  # on the package index, where it differs
 def load_package(name: str, extra: str) -> ModuleType:
     """Import a library that only some metrics need.
 
-    `extra` of diffcache holds it; empty for one that none holds.
-
-    Raises:
-        MissingPackageError: If it is not installed, or raises on import, as a torchvision built
-            for another torch does.
+    `extra` of diffcache holds it; empty for one that none holds. Raises MissingPackageError if it is not installed,
+    or raises on import, as a torchvision built for another torch does.
     """
     top = name.partition(".")[0]
     remedy = f"pip install 'diffcache[{extra}]'" if extra else f"pip install {_NAMES.get(top, top)}"

@@ -1,20 +1,205 @@
-"""Intervals that keep to the range of their quantity: of shares, and of a metric by its key.
+"""Intervals: how far a metric would move with other samples; of shares, of means and of Fréchet distances.
 
-A share of outcomes has Wilson's interval (Wilson 1927), which stays within 0..1 and never has width
-zero. Outcomes that come in clusters, such as several questions about one context, count as fewer
-(Korn and Graubard 1998): as many independent ones as would have the spread of the cluster means.
-Everything else has a bootstrap interval that is cut off where the metric ends.
+A share of outcomes has Wilson's interval (Wilson 1927), which stays within 0..1 and never has width zero. Outcomes
+that come in clusters, such as several questions about one context, count as fewer (Korn and Graubard 1998): as many
+independent ones as would have the spread of the cluster means.
+
+Everything else has a bootstrap interval (Efron 1979), cut off where the metric ends: samples are drawn with
+replacement and the statistic is taken again. It is centered: the spread of the resampled values is laid around the
+point value, because a resampled Fréchet distance is larger on average than the point value, and a plain percentile
+interval would miss it. The interval is for the expected value at this sample count; it says nothing about the bias
+that a small count has. Near the floor, with few samples a feature, it is wider than needed (about twice at N = 4 D).
+Changes are paired: both sides are resampled with the same sample ids.
+
+Density, coverage, precision and recall are not to be recomputed on a resampling, whose repeated samples are neighbors
+at distance 0; take `mean_interval` of their values per sample.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from statistics import NormalDist
 
 import torch
 from torch import Tensor
 
-from diffcache.eval.metrics.bootstrap import LEVEL, RESAMPLES, Interval, mean_interval
+from diffcache.eval.metrics.distances import Moments, check_features, check_same_size, frechet, matrix_root, moments
+
+RESAMPLES = 1000
+LEVEL = 0.95
+DRAWN_AT_ONCE = 2**22  # sample ids, 32 MiB
+_UNBOUNDED = (-math.inf, math.inf)
+_DISTANCE = (0.0, math.inf)
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A point value, low <= value <= high, with its interval and its n samples."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+    def to_dict(self) -> dict[str, float | int]:
+        """Return the fields as a dict for JSON."""
+        return asdict(self)
+
+    def excludes(self, value: float = 0.0) -> bool:
+        """Say whether `value` lies outside: for a change and 0, whether the change is clear."""
+        return not self.low <= value <= self.high
+
+
+def mean_interval(
+    values: Tensor, resamples: int = RESAMPLES, seed: int = 0, bounds: tuple[float, float] = _UNBOUNDED
+) -> Interval:
+    """Return the mean of one value a sample with its 95 % interval.
+
+    Values are [N], N at least 2; `bounds` are the least and most that a value can be: the interval ends there.
+    Raises ValueError if the shape is different or a value is not finite.
+    """
+    table = _column(values, "values")
+    _check_settings(len(table), resamples)
+    blocks = _resampled_ids(len(table), resamples, seed)
+    means = [mean for ids in blocks for mean in table[ids].mean(dim=1).tolist()]
+    return _centered(float(table.mean()), means, len(table), bounds)
+
+
+def frechet_interval(fake_features: Tensor, reference: Moments, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
+    """Return the Fréchet distance to a fixed reference with its 95 % interval.
+
+    With D = 64 and 1,000 resamplings about 0.3 s on one core for 256 samples and 1 s for 2,000. It grows with D^3:
+    with 2,048 features each takes seconds, so lower `resamples` or use a GPU. Features are [N, D], any float dtype;
+    the moments of the real ones are taken as exact. Raises ValueError if shapes do not fit or a number is out of
+    range.
+    """
+    distance = _Resampled(fake_features, reference)
+    weights = _weights(fake_features, resamples, seed)
+    drawn = [distance(w) for w in weights]
+    value = frechet(moments(fake_features), reference)
+    return _centered(value, drawn, len(fake_features), _DISTANCE)
+
+
+def frechet_change(
+    a_features: Tensor, b_features: Tensor, reference: Moments, resamples: int = RESAMPLES, seed: int = 0
+) -> Interval:
+    """Return the Fréchet distance of b minus that of a, with a paired 95 % interval.
+
+    Row i of both must be the same prompt and seed: most of the noise of the two distances is then the same and
+    cancels, so that far smaller changes are seen than by comparing two intervals. Both are [N, D], any float dtype,
+    the baseline first; the moments of the real features are taken as exact. Raises ValueError if shapes do not fit
+    or a number is out of range.
+    """
+    _check_pairs(a_features, b_features)
+    of_a, of_b = _Resampled(a_features, reference), _Resampled(b_features, reference)
+    drawn = [of_b(w) - of_a(w) for w in _weights(a_features, resamples, seed)]
+    point = frechet(moments(b_features), reference) - frechet(moments(a_features), reference)
+    return _centered(point, drawn, len(a_features), _UNBOUNDED)
+
+
+def frechet_between(a_features: Tensor, b_features: Tensor, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
+    """Return the Fréchet distance of two paired sets to each other, with a paired 95 % interval.
+
+    Exactly 0 for equal features, and far below the floor of unpaired sets for similar ones. Both are [N, D], any
+    float dtype: the same samples made in two ways. Raises ValueError if shapes do not fit or a number is out of
+    range.
+    """
+    _check_pairs(a_features, b_features)
+    center = a_features.to(torch.float64).mean(dim=0)
+    a, b = (x.to(torch.float64) - center for x in (a_features, b_features))
+    weights = _weights(a, resamples, seed)
+    drawn = [frechet(_weighted_moments(a, w), _weighted_moments(b, w)) for w in weights]
+    return _centered(frechet(moments(a), moments(b)), drawn, len(a), _DISTANCE)
+
+
+class _Resampled:
+    """The Fréchet distance of weighted features to a reference, prepared for many weights.
+
+    With R the root of the reference's covariance, R S R is the covariance of the features times R.
+    """
+
+    def __init__(self, features: Tensor, reference: Moments) -> None:
+        check_features(features, "features")
+        check_same_size(features[0], reference.mean)
+        # Around the reference's mean the squares that are subtracted below stay small.
+        self.offset = features.to(torch.float64) - reference.mean
+        self.turned = self.offset @ matrix_root(reference.cov)
+        self.squares = self.offset.square().sum(dim=1)
+        self.trace = reference.cov.trace()
+
+    def __call__(self, weights: Tensor) -> float:
+        n = len(weights)
+        shift = (weights @ self.offset / n).square().sum()
+        trace = (weights @ self.squares - n * shift) / (n - 1)
+        product = torch.linalg.eigvalsh(_weighted_moments(self.turned, weights).cov)
+        overlap = product.clamp(min=0).sqrt().sum()
+        return max(0.0, float(shift + trace + self.trace - 2 * overlap))
+
+
+def _weighted_moments(features: Tensor, weights: Tensor) -> Moments:
+    """Return the moments of features where row i occurs weights[i] times."""
+    n = len(weights)
+    mean = weights @ features / n
+    spread = features.T @ (features * weights[:, None]) - n * torch.outer(mean, mean)
+    return Moments(mean, spread / (n - 1), n)
+
+
+def _resampled_ids(n: int, resamples: int, seed: int) -> Iterator[Tensor]:
+    """Yield blocks of sample ids, int64 [some resamples, n], drawn with replacement."""
+    generator = torch.Generator().manual_seed(seed)
+    step = max(1, DRAWN_AT_ONCE // n)
+    for start in range(0, resamples, step):
+        yield torch.randint(n, (min(step, resamples - start), n), generator=generator)
+
+
+def _weights(features: Tensor, resamples: int, seed: int) -> Iterator[Tensor]:
+    """Yield how often each sample was drawn, float64 [n], one resampling at a time."""
+    n = len(features)
+    _check_settings(n, resamples)
+    for block in _resampled_ids(n, resamples, seed):
+        for ids in block:
+            yield torch.bincount(ids, minlength=n).to(features.device, torch.float64)
+
+
+def _centered(value: float, drawn: list[float], n: int, bounds: tuple[float, float]) -> Interval:
+    """Lay the spread of the resampled values around the point value, within the bounds."""
+    found = torch.tensor(drawn, dtype=torch.float64)
+    if not (math.isfinite(value) and bool(found.isfinite().all())):
+        raise ValueError("the statistic is NaN or infinite for these samples or a resampling of them")
+    tails = torch.tensor([(1 - LEVEL) / 2, (1 + LEVEL) / 2], dtype=torch.float64)
+    low, high = (torch.quantile(found, tails) - found.mean()).tolist()
+    # The mean of a very skewed sample can lie outside its quantiles.
+    ends = (max(value + min(0.0, low), bounds[0]), min(value + max(0.0, high), bounds[1]))
+    return Interval(value, min(ends[0], value), max(ends[1], value), n)
+
+
+def _column(values: Tensor, name: str) -> Tensor:
+    """Return values as float64 [N] on the CPU, checked."""
+    if values.ndim != 1:
+        raise ValueError(f"{name} must hold one value a sample, [N], got {list(values.shape)}")
+    table = values.detach().to("cpu", torch.float64)
+    bad = int((~table.isfinite()).sum())
+    if bad:
+        raise ValueError(f"{name} hold NaN or infinity in {bad} of {len(table)} samples")
+    return table
+
+
+def _check_pairs(a: Tensor, b: Tensor) -> None:
+    check_features(a, "a_features")
+    check_features(b, "b_features")
+    check_same_size(a[0], b[0])
+    if len(a) != len(b):
+        raise ValueError(f"{len(a)} samples against {len(b)}; paired sets need the same prompts and seeds")
+
+
+def _check_settings(n: int, resamples: int) -> None:
+    if n < 2:
+        raise ValueError(f"an interval needs two samples or more, got {n}")
+    if resamples < 2:
+        raise ValueError(f"resamples={resamples} must be at least 2")
+
 
 # Metrics that are means of outcomes in 0..1, and the least and most that others can be; `_lite`
 # ones as those they stand in for.
@@ -34,15 +219,10 @@ _BOUNDS = {
 def share_interval(hits: Tensor) -> Interval:
     """Return a share of outcomes with Wilson's 95 % interval.
 
-    Outcomes that are all equal say nothing about clusters, so they count as independent. Outcomes in 0..1 are
-    [N] of independent samples, or [N, Q] of N clusters (contexts, prompts) with Q outcomes each; bool, or any
-    number dtype.
-
-    Returns:
-        The mean of all outcomes, its interval, and the number N of samples or clusters.
-
-    Raises:
-        ValueError: If there are no outcomes, the shape is another, or one is not in 0..1.
+    Outcomes that are all equal say nothing about clusters, so they count as independent. Outcomes in 0..1 are [N] of
+    independent samples, or [N, Q] of N clusters (contexts, prompts) with Q outcomes each; bool, or any number dtype.
+    The `n` of the interval is the number N of samples or clusters. Raises ValueError if there are no outcomes, the
+    shape is another, or one is not in 0..1.
     """
     if hits.ndim not in (1, 2) or hits.numel() == 0:
         raise ValueError(f"hits of shape {list(hits.shape)}: must be [N] or [N, Q], not empty")
@@ -88,11 +268,8 @@ def share_change(before: Tensor, after: Tensor) -> Interval:
     """Return how much larger a share of the same samples' outcomes became, with its 95 % interval.
 
     Two pairs more, one that changed each way, keep the interval from having width zero where no outcome changed
-    (Bonett and Price 2012, doi 10.3102/1076998611411915). Both are outcomes of the same samples in 0..1, [N] or
-    [N, Q] as in `share_interval`.
-
-    Raises:
-        ValueError: If shapes differ, or as in `share_interval`.
+    (Bonett and Price 2012, doi 10.3102/1076998611411915). Both are outcomes of the same samples in 0..1, [N] or [N,
+    Q] as in `share_interval`. Raises ValueError if shapes differ, or as in `share_interval`.
     """
     if before.shape != after.shape:
         raise ValueError(
@@ -112,9 +289,7 @@ def metric_interval(key: str, values: Tensor, resamples: int = RESAMPLES, seed: 
     """Return the mean of a metric's values with an interval within the metric's range.
 
     The key is one of `diffcache.eval.metrics.catalog`; values are [N], at least 2 where the metric is no share.
-
-    Raises:
-        ValueError: If the shape is different, or a value is not finite or out of range.
+    Raises ValueError if the shape is different, or a value is not finite or out of range.
     """
     base = key.removesuffix("_lite")
     if base in _SHARES:

@@ -21,7 +21,8 @@ from safetensors.torch import load as parse_safetensors
 from torch import Tensor, nn
 from torch.nn import functional
 
-from diffcache.eval.metrics.frechet import Moments
+from diffcache.eval.metrics.distances import Moments
+from diffcache.eval.metrics.pixels import check_pairs, check_pictures
 from diffcache.pipelines.shipped_models import MODELS
 
 DIRECTORY = MODELS / "sticker-features"
@@ -30,17 +31,6 @@ WIDTHS = (16, 32, 64, 96)
 # Larger ones take twice as long: their activations no longer fit what the allocator keeps.
 BATCH = 32
 _EDGE = 4
-
-
-class LiteWeights(NamedTuple):
-    """The name and sha256 of the weights that a number came from."""
-
-    name: str
-    sha256: str
-
-    def entry(self) -> dict[str, str]:
-        """Return the entry of these weights in a metric's record."""
-        return {"backend": "lite", "extractor": self.name, "sha256": self.sha256}
 
 
 class LiteReference(NamedTuple):
@@ -109,10 +99,8 @@ class Extractor(nn.Module):
 def load(folder: Path = DIRECTORY, device: str = "cpu") -> Extractor:
     """Load the extractor, in evaluation mode; loaded once.
 
-    The folder has `model.safetensors` and `config.json`.
-
-    Raises:
-        ValueError: If the weights are not those that the record names.
+    The folder has `model.safetensors` and `config.json`. Raises ValueError if the weights are not those that the
+    record names.
     """
     stored = _checked(folder / "model.safetensors", "sha256")
     model = Extractor()
@@ -156,20 +144,7 @@ def read_config(folder: Path = DIRECTORY) -> dict[str, Any]:
     return read
 
 
-EXTRACTOR = LiteWeights(DIRECTORY.name, str(read_config()["sha256"]))
-
-
-def check(pictures: Tensor, name: str = "pictures") -> Tensor:
-    """Return the pictures if they are uint8 [N, 3, H, W] with N >= 1.
-
-    Raises:
-        ValueError: If they are not.
-    """
-    if pictures.dtype != torch.uint8 or pictures.ndim != 4 or pictures.shape[1] != 3:
-        raise ValueError(f"{name} are {pictures.dtype} {list(pictures.shape)}; pass torch.uint8 [N, 3, H, W]")
-    if 0 in pictures.shape:
-        raise ValueError(f"{name} are empty, {list(pictures.shape)}; pass at least one")
-    return pictures
+ENTRY = {"backend": "lite", "extractor": DIRECTORY.name, "sha256": str(read_config()["sha256"])}  # of a record
 
 
 def to_unit(pictures: Tensor) -> Tensor:
@@ -187,76 +162,54 @@ def to_unit(pictures: Tensor) -> Tensor:
 def in_batches(work: Callable[..., Tensor], *pictures: Tensor) -> Tensor:
     """Apply a function to batches of 32, so that memory does not grow with their number.
 
-    `work` takes as many tensors [B, 3, 64, 64] in [-1, 1] as there are sets of equal length, each uint8 [N, 3,
-    H, W].
-
-    Returns:
-        The results, joined, on the CPU.
+    `work` takes as many tensors [B, 3, 64, 64] in [-1, 1] as there are sets of equal length, each uint8 [N, 3, H,
+    W]. The results are joined, on the CPU.
     """
     parts = zip(*(one.split(BATCH) for one in pictures), strict=True)
     return torch.cat([work(*(to_unit(one) for one in part)).cpu() for part in parts])
 
 
 def _extractor(pictures: Tensor) -> Extractor:
-    """Return the extractor on the device of the pictures."""
+    """Return the extractor on the device of the pictures, which are checked."""
+    check_pictures(pictures)
     return load(device=str(pictures.device))
 
 
 def embed(pictures: Tensor) -> Tensor:
     """Return the features behind FID-lite, KID-lite and the PRDC-lite metrics.
 
-    Pictures are uint8 [N, 3, H, W].
-
-    Returns:
-        float32 [N, 64], standardized: of clean pictures the mean is 0 and the standard deviations are 1 on average.
-
-    Raises:
-        ValueError: if these are no pictures.
+    Pictures are uint8 [N, 3, H, W]. Features are float32 [N, 64], standardized: of clean pictures the mean is 0 and
+    the standard deviations are 1 on average. Raises ValueError if these are no pictures.
     """
-    return in_batches(_extractor(check(pictures)), pictures)
+    return in_batches(_extractor(pictures), pictures)
 
 
 def lpips_lite(a: Tensor, b: Tensor) -> Tensor:
     """Return the perceptual distance of pairs of pictures, 0 where they are equal.
 
-    It is the mean over four levels of the squared difference of maps whose vectors have unit length, summed
-    over channels and averaged over places: LPIPS (arXiv 1801.03924, section 3) with this network and equal
-    weights of channels. Both are uint8 [N, 3, H, W].
-
-    Returns:
-        float32 [N], dimensionless, at most 2 (the maps are nowhere negative).
-
-    Raises:
-        ValueError: if these are no pictures, or the shapes differ.
+    It is the mean over four levels of the squared difference of maps whose vectors have unit length, summed over
+    channels and averaged over places: LPIPS (arXiv 1801.03924, section 3) with this network and equal weights of
+    channels. Both are uint8 [N, 3, H, W]. Distances are float32 [N], dimensionless, at most 2 (the maps are nowhere
+    negative). Raises ValueError if these are no pictures, or the shapes differ.
     """
-    if check(a, "a").shape != check(b, "b").shape:
-        raise ValueError(f"a is {list(a.shape)} but b is {list(b.shape)}; pass pairs of one shape")
+    check_pairs(a, b)
     extractor = _extractor(a)
 
     def distance(one: Tensor, other: Tensor) -> Tensor:
         levels = zip(extractor.maps(one), extractor.maps(other), strict=True)
-        return torch.stack([_unit_difference(*level) for level in levels]).mean(0)
+        changes = [functional.normalize(x, eps=1e-6) - functional.normalize(y, eps=1e-6) for x, y in levels]
+        return torch.stack([change.square().sum(1).mean(dim=(1, 2)) for change in changes]).mean(0)
 
     return in_batches(distance, a, b)
-
-
-def _unit_difference(one: Tensor, other: Tensor) -> Tensor:
-    change = functional.normalize(one, eps=1e-6) - functional.normalize(other, eps=1e-6)
-    return change.square().sum(1).mean(dim=(1, 2))
 
 
 def class_probabilities(pictures: Tensor) -> Tensor:
     """Return the probabilities behind IS-lite: which sticker a picture shows most clearly.
 
-    Pictures are uint8 [N, 3, H, W].
-
-    Returns:
-        float64 [N, 24]; each row sums to 1.
-
-    Raises:
-        ValueError: if these are no pictures.
+    Pictures are uint8 [N, 3, H, W]. Probabilities are float64 [N, 24]; each row sums to 1. Raises ValueError if if
+    these are no pictures.
     """
-    extractor = _extractor(check(pictures))
+    extractor = _extractor(pictures)
     return in_batches(lambda part: extractor.classes(extractor.maps(part)[-1]).double().softmax(-1), pictures)
 
 
@@ -274,19 +227,15 @@ def film_statistics(frames: Tensor) -> Tensor:
 def clip_features(films: Sequence[Tensor]) -> Tensor:
     """Return the features behind FVD-lite: how a film's frames lie and move.
 
-    They are those of `film_statistics`, standardized and reduced to 64 principal components, both as fitted on
-    real films. Each film is uint8 [F, 3, H, W] with F >= 3; F and the size may differ.
-
-    Returns:
-        float64 [N, 64].
-
-    Raises:
-        ValueError: if there is no film, or one has fewer than three frames.
+    They are those of `film_statistics`, standardized and reduced to 64 principal components, both as fitted on real
+    films. Each film is uint8 [F, 3, H, W] with F >= 3; F and the size may differ. Features are float64 [N, 64].
+    Raises ValueError if there is no film, or one has fewer than three frames.
     """
     if not films:
         raise ValueError("no films; pass at least one, uint8 [F, 3, H, W]")
     for index, film in enumerate(films):
-        if len(check(film, f"films[{index}]")) < 3:
+        check_pictures(film, f"films[{index}]")
+        if len(film) < 3:
             raise ValueError(f"films[{index}] has {len(film)} frames; pass at least 3")
     fitted = load_reference()
     found = torch.stack([film_statistics(embed(film)) for film in films]).double()

@@ -61,10 +61,8 @@ class LPIPS(nn.Module):
     def distances(self, a: Tensor, b: Tensor, batch_size: int = 32) -> Tensor:
         """Return the distance of each pair, float32 [N] on the CPU.
 
-        Both are uint8 [N, 3, H, W]; `batch_size` pairs are seen at once.
-
-        Raises:
-            ValueError: If the shapes differ, or pictures are smaller than 32 pixels.
+        Both are uint8 [N, 3, H, W]; `batch_size` pairs are seen at once. Raises ValueError if the shapes differ, or
+        pictures are smaller than 32 pixels.
         """
         check_pairs(a, b)
         if min(a.shape[2:]) < SMALLEST:
@@ -119,10 +117,8 @@ def load(path: str | Path | None = None, device: str | torch.device = "cpu") -> 
 def heads_file() -> Path:
     """Return where torchmetrics keeps the heads, without importing it.
 
-    Importing it fails where a torchvision is installed that does not fit torch.
-
-    Raises:
-        MissingPackageError: If it is not installed or has no such file.
+    Importing it fails where a torchvision is installed that does not fit torch. Raises MissingPackageError if it is
+    not installed or has no such file.
     """
     found = importlib.util.find_spec("torchmetrics")
     places = list(found.submodule_search_locations or ()) if found else []

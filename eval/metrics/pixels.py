@@ -29,9 +29,8 @@ SCALE_WEIGHTS = (0.0448, 0.2856, 0.3001, 0.2363, 0.1333)
 def psnr(a: Tensor, b: Tensor) -> Tensor:
     """Return the peak signal-to-noise ratio of every picture, 10 log10(1 / MSE).
 
-    Returns:
-        float64 [N] on the CPU, in dB. A mean squared error below 1e-10 of the squared data range
-        counts as equal and gives the cap, 100 dB, so that means stay finite.
+    Values are float64 [N] on the CPU, in dB. A mean squared error below 1e-10 of the squared data range counts as
+    equal and gives the cap, 100 dB, so that means stay finite.
     """
     return _per_picture(sample_psnr, a, b)
 
@@ -48,12 +47,9 @@ def pooled_psnr(a: Tensor, b: Tensor) -> float:
 def ssim(a: Tensor, b: Tensor) -> Tensor:
     """Return the structural similarity of every picture (Wang et al. 2004), at most 1.
 
-    Gaussian window 11 x 11 with sigma 1.5, K1 = 0.01, K2 = 0.03, per color channel, mean over channels and
-    pixels. Departure from the paper, as torchmetrics does it: borders are reflected and every pixel counts,
-    where the paper keeps only whole windows. Both sides have at least 11 pixels.
-
-    Returns:
-        float64 [N] on the CPU, dimensionless.
+    Gaussian window 11 x 11 with sigma 1.5, K1 = 0.01, K2 = 0.03, per color channel, mean over channels and pixels.
+    Departure from the paper, as torchmetrics does it: borders are reflected and every pixel counts, where the paper
+    keeps only whole windows. Both sides have at least 11 pixels. Values are float64 [N] on the CPU, dimensionless.
     """
     check_pairs(a, b)
     side = 2 * RADIUS + 1
@@ -68,10 +64,8 @@ def ms_ssim(a: Tensor, b: Tensor) -> Tensor:
     Five scales with the paper's weights where both sides have 176 pixels or more, so that the coarsest scale holds a
     whole 11 x 11 window. Smaller pictures have fewer scales, the finest ones: four from 88 pixels, three from 44,
     two from 22, with the weights rescaled to sum to 1. `ms_ssim_variant` says which; values of different variants
-    are not comparable. Negative terms count as 0, as in torchmetrics. Both sides have at least 22 pixels.
-
-    Returns:
-        float64 [N] on the CPU, dimensionless.
+    are not comparable. Negative terms count as 0, as in torchmetrics. Both sides have at least 22 pixels. Values are
+    float64 [N] on the CPU, dimensionless.
     """
     return both_ssim(a, b)[1]
 
@@ -104,8 +98,7 @@ def both_ssim(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 def ms_ssim_variant(height: int, width: int) -> str:
     """Name the variant of MS-SSIM that pictures of this size get, for reports.
 
-    Raises:
-        ValueError: If a side is below 22 pixels, too small for two scales.
+    Raises ValueError if a side is below 22 pixels, too small for two scales.
     """
     scales = _scales(height, width)
     full = len(SCALE_WEIGHTS)

@@ -8,7 +8,7 @@ other versions of transformers: run those where they are installed, on the sampl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -46,16 +46,15 @@ class Reward(Protocol):
 class PickScore:
     """`exp(logit scale) cos(image features, text features)` of PickScore's CLIP model.
 
-    Raises:
-        MissingWeightsError: If there is no such folder.
-        MissingPackageError: If transformers cannot import its CLIP.
+    Raises MissingWeightsError if there is no such folder, and MissingPackageError if transformers cannot import its
+    CLIP.
     """
 
     device: str = "cpu"  # device of the model, as torch names it
-    folder: Path | None = None  # folder of the model; None to look for it
+    folder: Path = field(init=False)
 
     def __post_init__(self) -> None:
-        self.folder = weights.find("pickscore", self.folder)
+        self.folder = weights.find("pickscore")
         classes()
 
     @cached_property
@@ -74,18 +73,13 @@ class PickScore:
 
     def entry(self) -> dict[str, Any]:
         """Return the back end's entry in a record."""
-        assert self.folder is not None
         name = self.folder.name
         return {"backend": "real", "extractor": name, "sha256": weights.sha256(self.folder)}
 
 
 @dataclass
 class Own:
-    """A function of the user's.
-
-    Raises:
-        ValueError: If it is not of that form, or names nothing that can be called.
-    """
+    """A function of the user's; raises ValueError if it is not of that form, or names nothing that can be called."""
 
     named: str  # `module:function`; the module must be importable
 
@@ -109,11 +103,8 @@ class Own:
 def load(names: str, device: str = "cpu") -> dict[str, PickScore | Own]:
     """Return rewards by the key of their metric; requirements are checked, models load when asked.
 
-    Names are keys of `NAMES` and `module:function`, with commas between them; "" for none.
-
-    Raises:
-        ValueError: If a name is none, or is given twice.
-        MissingError: If weights or a package are missing.
+    Names are keys of `NAMES` and `module:function`, with commas between them; "" for none. Raises ValueError if a
+    name is none, or is given twice, and MissingError if weights or a package are missing.
     """
     found: dict[str, PickScore | Own] = {}
     for name in filter(None, (part.strip() for part in names.split(","))):
@@ -130,11 +121,8 @@ def load(names: str, device: str = "cpu") -> dict[str, PickScore | Own]:
 def score(reward: Reward, samples: Tensor, prompts: Sequence[str]) -> Tensor:
     """Return the checked reward of each sample, float64 [N].
 
-    Samples are pictures uint8 [N, 3, H, W], or films uint8 [N, F, 3, H, W], with N prompts.
-
-    Raises:
-        ValueError: If there are not as many prompts as samples.
-        RewardError: If it did not return one finite number a sample.
+    Samples are pictures uint8 [N, 3, H, W], or films uint8 [N, F, 3, H, W], with N prompts. Raises ValueError if
+    there are not as many prompts as samples, and RewardError if it did not return one finite number a sample.
     """
     is_film = samples.ndim == 5
     check_pictures(samples.flatten(0, 1) if is_film else samples)

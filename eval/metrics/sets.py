@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diffcache.eval.metrics import bootstrap, distances, reward
-from diffcache.eval.metrics.frechet import Moments, at_infinity, frechet, moments
+from diffcache.eval.metrics import distances, intervals, reward
+from diffcache.eval.metrics.catalog import METRICS
+from diffcache.eval.metrics.distances import Moments, at_infinity, frechet, moments
 from diffcache.eval.metrics.intervals import metric_interval
 from diffcache.eval.runs.extractors import Columns
 
-_WIDE = 256  # features; above it one Fréchet distance takes seconds
+_WIDE = 256  # features; above it one Fréchet distance takes seconds, so there is no interval
 MOST_NEIGHBORS = 2000  # samples; every one is compared with every other
 SPLITS = 10
 _DRAWS, _DRAWS_WIDE = 8, 2
@@ -39,7 +40,7 @@ class Wanted:
     kid: bool = False  # kernel distance
     prdc: bool = False  # precision, recall, density, coverage
     inception_score: bool = False  # whether the Inception score of the second set is computed
-    resamples: int = bootstrap.RESAMPLES  # number of resamples for intervals, 0 for none
+    resamples: int = intervals.RESAMPLES  # number of resamples for intervals, 0 for none
     seed: int = 0  # seed of every draw
 
 
@@ -58,7 +59,8 @@ def compare(real: FeatureSet, fake: FeatureSet, wanted: Wanted) -> dict[str, dic
     """
     if fake.features is None:
         raise ValueError("the features of the second set must be known, not only their moments")
-    found = {"fid": _frechet(real, fake, fake.features, wanted)}
+    found = {"fid": _frechet(fake.features, real.moments, wanted.resamples, wanted.seed)}
+    found["fid"]["floor"] = floor(real, fake, wanted.seed)
     if wanted.kid or wanted.prdc:
         if real.features is None:
             raise ValueError(
@@ -80,13 +82,10 @@ def compare(real: FeatureSet, fake: FeatureSet, wanted: Wanted) -> dict[str, dic
 def floor(real: FeatureSet, fake: FeatureSet, seed: int = 0) -> float | None:
     """Return how far apart two sets of these sizes are if both are drawn from one distribution.
 
-    Measured between disjoint parts of the reference, one as large as the other set where there is
-    enough, and carried over to the sizes in question: the distance falls as 1/N + 1/M. That holds
-    within a few per cent from twice as many samples as features. Of a reference whose moments alone
-    are known, parts of the other set are taken.
-
-    Returns:
-        None where there are fewer than four samples.
+    Measured between disjoint parts of the reference, one as large as the other set where there is enough, and
+    carried over to the sizes in question: the distance falls as 1/N + 1/M. That holds within a few per cent from
+    twice as many samples as features. Of a reference whose moments alone are known, parts of the other set are
+    taken. Fewer than four samples have none (None).
     """
     source = fake.features if real.features is None else real.features
     if source is None or len(source) < _LEAST_FOR_FLOOR:
@@ -104,12 +103,11 @@ def floor(real: FeatureSet, fake: FeatureSet, seed: int = 0) -> float | None:
     return fmean(found) * asked / measured
 
 
-def _frechet(real: FeatureSet, fake: FeatureSet, features: Tensor, wanted: Wanted) -> dict[str, Any]:
-    found: dict[str, Any] = {"value": frechet(fake.moments, real.moments), "n": len(features)}
-    if wanted.resamples:
-        found = bootstrap.frechet_interval(features, real.moments, wanted.resamples, seed=wanted.seed).to_dict()
-    found["floor"] = floor(real, fake, wanted.seed)
-    return found
+def _frechet(features: Tensor, real: Moments, resamples: int, seed: int = 0) -> dict[str, Any]:
+    """Return the distance of features to real ones, with its interval if there are resamples."""
+    if not resamples:
+        return {"value": frechet(moments(features), real), "n": len(features)}
+    return intervals.frechet_interval(features, real, resamples, seed=seed).to_dict()
 
 
 def kernel_distance(real: Tensor, fake: Tensor, seed: int = 0) -> dict[str, Any]:
@@ -123,7 +121,7 @@ def kernel_distance(real: Tensor, fake: Tensor, seed: int = 0) -> dict[str, Any]
 
 
 def neighbors(
-    real: Tensor, fake: Tensor, resamples: int = bootstrap.RESAMPLES, seed: int = 0
+    real: Tensor, fake: Tensor, resamples: int = intervals.RESAMPLES, seed: int = 0
 ) -> dict[str, dict[str, Any]]:
     """Return precision, recall, density and coverage between some of each set, with intervals.
 
@@ -135,10 +133,7 @@ def neighbors(
     columns = {"precision": precision, "recall": recall, "density": density, "coverage": coverage}
     found: dict[str, dict[str, Any]] = {}
     for name, column in columns.items():
-        entry: dict[str, Any] = {"value": float(column.mean()), "n": len(column)}
-        if resamples:
-            entry = metric_interval(name, column, resamples, seed).to_dict()
-        found[name] = entry | _drawn(one, other, seed)
+        found[name] = interval(name, column, resamples, seed) | _drawn(one, other, seed)
     return found
 
 
@@ -160,7 +155,6 @@ def _drawn(real: Tensor, fake: Tensor, seed: int) -> dict[str, Any]:
 
 
 _FEWEST_FOR_SETS = 32  # samples below which distances of sets say nothing
-_WIDEST = 256  # features; a resampling of wider ones takes seconds, so there is no interval
 _OF_SAMPLES = ("clip_score", *reward.NAMES.values())
 
 
@@ -174,11 +168,17 @@ class Reference:
     sets: Mapping[str, tuple[Moments, Tensor | None]]
 
 
-def interval(key: str, column: Tensor) -> dict[str, Any]:
-    """Return the mean of a metric with its interval; of a single sample, the value alone."""
-    if len(column) < 2:
-        return {"value": float(column), "n": 1}
-    return metric_interval(key, column).to_dict()
+def interval(key: str, column: Tensor, resamples: int = intervals.RESAMPLES, seed: int = 0) -> dict[str, Any]:
+    """Return the mean of a metric with its interval; the value alone of a single sample, and of no resamples."""
+    if len(column) < 2 or not resamples:
+        return {"value": float(column.mean()), "n": len(column)}
+    return metric_interval(key, column, resamples, seed).to_dict()
+
+
+def summarized(key: str, column: Tensor, *drawn: int) -> dict[str, Any]:
+    """Return what `interval` does, and where the worst 5 % begin: `p95`, or `p5` where more is better."""
+    tail = 0.95 if METRICS[key].direction == "down" else 0.05
+    return interval(key, column, *drawn) | {f"p{100 * tail:.0f}": float(torch.quantile(column, tail))}
 
 
 def quality(mine: Columns, uncached: Columns, reference: Reference | None, is_film: bool) -> dict[str, Any]:
@@ -222,8 +222,8 @@ def _sets(mine: Columns, uncached: Columns, reference: Reference | None, key: tu
             found |= {f"{name}{ending}": entry for name, entry in near.items()}
     if mine is not uncached:
         name = f"{distance}{ending}_to_uncached"
-        if features.shape[1] <= _WIDEST:
-            found[name] = bootstrap.frechet_between(base, features).to_dict()
+        if features.shape[1] <= _WIDE:
+            found[name] = intervals.frechet_between(base, features).to_dict()
         else:
             found[name] = {"value": frechet(moments(base), moments(features)), "n": len(features)}
     return found
@@ -231,17 +231,13 @@ def _sets(mine: Columns, uncached: Columns, reference: Reference | None, key: tu
 
 def _against(features: Tensor, base: Tensor | None, real: Moments, key: str) -> dict[str, Any]:
     """Return the distance to real samples, and its change from the uncached ones (`base`)."""
-    if features.shape[1] > _WIDEST:
-        value = frechet(moments(features), real)
-        found = {key: {"value": value, "n": len(features)}}
-        if base is not None:
-            change = value - frechet(moments(base), real)
-            found[f"{key}_change"] = {"value": change, "n": len(features), "paired": True}
-        return found
-    found = {key: bootstrap.frechet_interval(features, real).to_dict()}
-    if len(features) >= 4 * features.shape[1]:
+    is_wide = features.shape[1] > _WIDE
+    found = {key: _frechet(features, real, 0 if is_wide else intervals.RESAMPLES)}
+    if not is_wide and len(features) >= 4 * features.shape[1]:
         found[key]["at_infinity"] = at_infinity(features, real)
-    if base is not None:
-        changed = bootstrap.frechet_change(base, features, real)
-        found[f"{key}_change"] = {**changed.to_dict(), "paired": True}
+    if base is not None and is_wide:
+        change = found[key]["value"] - frechet(moments(base), real)
+        found[f"{key}_change"] = {"value": change, "n": len(features), "paired": True}
+    elif base is not None:
+        found[f"{key}_change"] = {**intervals.frechet_change(base, features, real).to_dict(), "paired": True}
     return found

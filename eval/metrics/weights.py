@@ -189,8 +189,7 @@ def candidates(weight: WeightFile, path: str | Path | None = None) -> Iterator[P
 def check(weight: WeightFile, path: Path) -> None:
     """Compare the hash of a file with the one of its entry, where that has one.
 
-    Raises:
-        WrongWeightsError: If they differ.
+    Raises WrongWeightsError if they differ.
     """
     if weight.sha256 is None:
         return

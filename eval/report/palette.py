@@ -93,20 +93,15 @@ def styled(plot: Callable[P, Any]) -> Callable[P, Any]:
     return inner
 
 
-def new_figure(
-    width: float, height: float, columns: int = 1, lines: int = 1, **shared: bool
-) -> tuple[Any, Sequence[Any]]:
-    """Return a figure and its axes, line after line.
-
-    Sizes are in inches; `shared` are `sharex` and `sharey`, as `subplots` of matplotlib takes them.
-    """
+def new_figure(width: float, height: float, columns: int = 1) -> tuple[Any, Sequence[Any]]:
+    """Return a figure of a size in inches, and its axes side by side."""
     _matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure: Any = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, list(figure.subplots(lines, columns, squeeze=False, **shared).flatten())
+    return figure, list(figure.subplots(1, columns, squeeze=False).flatten())
 
 
 def picture_of(stem: str, title: str, caption: str, figure: Any) -> Picture:

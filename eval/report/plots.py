@@ -8,23 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diffcache.eval.report.columns import CHANGE, describe, metric_keys
-from diffcache.eval.report.palette import (
-    COMPUTED,
-    GREY,
-    INK,
-    PALE,
-    Picture,
-    Style,
-    family,
-    legend_columns,
-    new_figure,
-    picture_of,
-    short,
-    styled,
-    styles,
-)
-from diffcache.eval.report.records import Record, Value, metric_of, number, ordered, speed_of
+from diffcache.eval.report import palette, records
 from diffcache.eval.report.table import LEAST_SAVED, is_rival
 
 # Each plot is of one metric; more than these would hide what matters.
@@ -35,13 +19,9 @@ _BYTES = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
 _FLOPS = ((1e15, "PFLOPs"), (1e12, "TFLOPs"), (1e9, "GFLOPs"), (1e6, "MFLOPs"), (1, "FLOPs"))
 
 
-def draw(record: Record) -> tuple[list[Picture], list[str]]:
-    """Draw every plot for which the record has numbers.
-
-    Returns:
-        The plots, and one sentence for every plot that was left out.
-    """
-    found: list[Picture] = []
+def draw(record: records.Record) -> tuple[list[palette.Picture], list[str]]:
+    """Draw every plot for which the record has numbers. A sentence tells every plot that was left out."""
+    found: list[palette.Picture] = []
     left_out: list[str] = []
     for plots, missing in (draw_pareto(record), _timeline(record), _growth(record), _cost(record)):
         found += plots
@@ -49,11 +29,11 @@ def draw(record: Record) -> tuple[list[Picture], list[str]]:
     return found, left_out
 
 
-def draw_pareto(record: Record) -> tuple[list[Picture], list[str]]:
+def draw_pareto(record: records.Record) -> tuple[list[palette.Picture], list[str]]:
     """Draw every headline metric against savings."""
     found, flat = [], []
     for key in _headlines(record):
-        known = describe(record, key)
+        known = records.describe(record, key)
         sides = [("FLOPs ratio", "flops_ratio"), ("measured speed ratio", "ratio")]
         panels = [Panel(title, _points(record, key, side)) for title, side in sides]
         panels = [p for p in panels if any(point.kind == "method" for point in p.points)]
@@ -63,7 +43,7 @@ def draw_pareto(record: Record) -> tuple[list[Picture], list[str]]:
             flat.append(str(known["title"]))
             continue
         title = f"{known['title']} ({known['unit']})" if known["unit"] else str(known["title"])
-        paired = ", paired with uncached" if key.endswith(CHANGE) else ""
+        paired = ", paired with uncached" if key.endswith(records.CHANGE) else ""
         caption = (
             f"{known['title']} of every row against its FLOPs ratio"
             f"{' and its measured speed ratio' if len(panels) > 1 else ''}. Error bars: 95 % "
@@ -73,7 +53,7 @@ def draw_pareto(record: Record) -> tuple[list[Picture], list[str]]:
         )
         figure = plot_pareto(panels, title, known["direction"])
         about = f"pareto-{key}", f"{known['title']} against speed", caption
-        found.append(picture_of(*about, figure))
+        found.append(palette.picture_of(*about, figure))
     missing = [f"Quality against speed: all rows are equal in {', '.join(flat)}."] if flat else []
     if not found and not flat:
         missing = ["Quality against speed: no method row holds both a metric and a ratio."]
@@ -87,48 +67,48 @@ def _is_flat(panels: Sequence[Panel]) -> bool:
     return len(ends) == 1 and len(heights) > 1
 
 
-def _headlines(record: Record) -> list[str]:
+def _headlines(record: records.Record) -> list[str]:
     """Return the metrics to plot; the paired change of one where there is one.
 
     The interval of a paired change shows what that of the metric itself, far wider, would hide.
     """
-    held = metric_keys(record)
+    held = records.metric_keys(record)
     keys = [key for stem in _HEADLINES for key in (stem, f"{stem}_lite") if key in held]
-    keys = keys or [key for key in held if describe(record, key)["direction"]][:3]
-    return [key + CHANGE if key + CHANGE in held else key for key in keys]
+    keys = keys or [key for key in held if records.describe(record, key)["direction"]][:3]
+    return [key + records.CHANGE if key + records.CHANGE in held else key for key in keys]
 
 
-def _points(record: Record, key: str, side: str) -> list[Point]:
-    looks = styles(record)
-    rows = ordered(record)
+def _points(record: records.Record, key: str, side: str) -> list[Point]:
+    looks = palette.styles(record)
+    rows = records.ordered(record)
     names = settings([row for row in rows if row["kind"] == "method"])
     points = []
     for row in rows:
         if row["kind"] == "method" and not is_rival(row):
             continue  # as close to uncached as one likes, it would set the scale of all others
-        y = metric_of(row, key)
-        x = speed_of(record, row, side) if side == "ratio" else _plain(row, side)
+        y = records.metric_of(row, key)
+        x = records.speed_of(record, row, side) if side == "ratio" else _plain(row, side)
         if row["kind"] == "uncached":
-            x = x or Value(1.0)
-            y = Value(0.0) if key.endswith(CHANGE) else y
+            x = x or records.Value(1.0)
+            y = records.Value(0.0) if key.endswith(records.CHANGE) else y
         if x is None or y is None or x.middle <= 0:
             continue
         label = names.get(row["name"], "")
         if row["kind"] == "fewer steps":
             label = f"{row['steps']} step{'s' * (row['steps'] != 1)}"
-        points.append(Point(row["name"], row["kind"], x, y, looks[row["name"]], family(row), label))
+        points.append(Point(row["name"], row["kind"], x, y, looks[row["name"]], palette.family(row), label))
     return points
 
 
 def settings(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
     """Return the settings that tell rows of a method apart; nothing for a method with one row.
 
-    Returns:
-        The words of a row's name that not all rows of its method have; nothing where they are too long for a label.
+    They are the words of a row's name that not all rows of its method have; nothing where they are too long for a
+    label.
     """
     kin: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        kin.setdefault(family(row), []).append(row)
+        kin.setdefault(palette.family(row), []).append(row)
     found = {}
     for members in kin.values():
         if len(members) > 1:
@@ -140,59 +120,68 @@ def settings(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
     return found
 
 
-def _plain(row: dict[str, Any], key: str) -> Value | None:
-    found = number(row.get(key))
-    return None if found is None else Value(found)
+def _plain(row: dict[str, Any], key: str) -> records.Value | None:
+    found = records.number(row.get(key))
+    return None if found is None else records.Value(found)
 
 
-def _methods(record: Record) -> list[dict[str, Any]]:
-    return [row for row in ordered(record) if row["kind"] == "method"]
+def _methods(record: records.Record) -> list[dict[str, Any]]:
+    return [row for row in records.ordered(record) if row["kind"] == "method"]
 
 
-def _timeline(record: Record) -> tuple[list[Picture], list[str]]:
+def _timeline(record: records.Record) -> tuple[list[palette.Picture], list[str]]:
     lanes = {}
     for row in _methods(record):
         steps = row.get("timeline") or []
-        known = [(number(s.get("timestep")), number(s.get("computed")) or 0.0) for s in steps]
+        known = [(records.number(s.get("timestep")), records.number(s.get("computed")) or 0.0) for s in steps]
         if known:
             lanes[row["name"]] = known
     if not lanes:
         return [], ["Decisions: no row holds a timeline."]
     caption = "The share of runs in which each step was computed; the other runs skipped it."
-    return [picture_of("timeline", "Decisions", caption, _draw_timeline(lanes))], []
+    return [palette.picture_of("timeline", "Decisions", caption, _draw_timeline(lanes))], []
 
 
-@styled
+@palette.styled
 def _draw_timeline(lanes: Mapping[str, Sequence[tuple[float | None, float]]]) -> Any:
     """Draw which steps were computed: rows downwards, steps to the right.
 
     Args:
         lanes: Name of a row -> of every step the timestep, or None, and the share of runs that computed it, 0 to 1.
-
-    Returns:
-        A matplotlib figure.
     """
     import numpy as np
     from matplotlib.colors import LinearSegmentedColormap
 
     columns = max(map(len, lanes.values()))
-    names = [short(name) for name in lanes]
-    height = 1.5 + 0.42 * len(lanes)
-    figure, (axis,) = new_figure(_width(columns, names) + 1.2, height)
+    names = [palette.short(name) for name in lanes]
+    labels = min(max(map(len, names)), 40) * 0.085
+    width = min(max(labels + columns * 0.22 + 1.2, 6.4), 13.0) + 1.2
+    figure, (axis,) = palette.new_figure(width, 1.5 + 0.42 * len(lanes))
     grid = np.full((len(lanes), columns), np.nan)
     for row, lane in enumerate(lanes.values()):
         shares = [share for _, share in lane]
         grid[row, : len(lane)] = shares
         words = f"{sum(shares):.4g} of {len(lane)}"
-        axis.text(columns - 0.3, row, words, va="center", fontsize=9, color=GREY)
-    colors = LinearSegmentedColormap.from_list("computed", [PALE, COMPUTED])
+        axis.text(columns - 0.3, row, words, va="center", fontsize=9, color=palette.GREY)
+    colors = LinearSegmentedColormap.from_list("computed", [palette.PALE, palette.COMPUTED])
     edges = [0.5 + np.arange(-1, count) for count in (columns, len(lanes))]
     mesh = axis.pcolormesh(
         *edges, np.ma.masked_invalid(grid), cmap=colors, vmin=0, vmax=1, edgecolor="white", linewidth=0.8
     )
-    _label_rows(axis, names)
-    _label_steps(axis, columns)
-    _label_timesteps(axis, [[step for step, _ in lane] for lane in lanes.values()])
+    every = -(-len(names) // _MOST_LABELS)  # where there are too many rows, every second, third... of them is named
+    axis.set_yticks(range(0, len(names), every), names[::every])
+    axis.set_ylim(len(names) - 0.5, -0.5)
+    axis.tick_params(axis="y", length=0)
+    axis.grid(False)
+    every = next((n for n in (1, 2, 5, 10, 20, 50, 100) if columns / n <= 26), 200)
+    axis.set_xticks(range(0, columns, every))
+    axis.set_xlim(-0.5, columns - 0.5)
+    axis.set_xlabel("step")
+    for side in ("left", "bottom"):
+        axis.spines[side].set_visible(False)
+    first, *others = ([step for step, _ in lane] for lane in lanes.values())
+    if None not in first and all(lane == first for lane in others):
+        _label_timesteps(axis, first)
     bar = figure.colorbar(
         mesh, ax=axis, orientation="horizontal", fraction=0.09, aspect=40, shrink=0.5, pad=0.03, anchor=(0.0, 0.0)
     )
@@ -201,62 +190,34 @@ def _draw_timeline(lanes: Mapping[str, Sequence[tuple[float | None, float]]]) ->
     return figure
 
 
-def _width(columns: int, names: Sequence[str]) -> float:
-    labels = min(max((len(name) for name in names), default=0), 40) * 0.085
-    return min(max(labels + columns * 0.22 + 1.2, 6.4), 13.0)
-
-
-def _label_rows(axis: Any, names: Sequence[str]) -> None:
-    """Name the rows; where there are too many, every second, third... of them."""
-    every = -(-len(names) // _MOST_LABELS)
-    axis.set_yticks(range(0, len(names), every), names[::every])
-    axis.set_ylim(len(names) - 0.5, -0.5)
-    axis.tick_params(axis="y", length=0)
-    axis.grid(False)
-
-
-def _label_steps(axis: Any, count: int) -> None:
-    every = next((n for n in (1, 2, 5, 10, 20, 50, 100) if count / n <= 26), 200)
-    axis.set_xticks(range(0, count, every))
-    axis.set_xlim(-0.5, count - 0.5)
-    axis.set_xlabel("step")
-    for side in ("left", "bottom"):
-        axis.spines[side].set_visible(False)
-
-
-def _label_timesteps(axis: Any, lanes: Sequence[Sequence[float | None]]) -> None:
-    """Write the timesteps above the steps, where all lanes have the same."""
-    first = lanes[0]
-    if any(lane != first for lane in lanes) or None in first:
-        return
+def _label_timesteps(axis: Any, steps: Sequence[float | None]) -> None:
     above = axis.secondary_xaxis("top")
-    every = max(1, -(-len(first) // 9))
-    places = range(0, len(first), every)
-    above.set_xticks(places, [f"{first[place]:.4g}" for place in places])
+    places = range(0, len(steps), max(1, -(-len(steps) // 9)))
+    above.set_xticks(places, [f"{steps[place]:.4g}" for place in places])
     above.set_xlabel("timestep", fontsize=9)
-    above.tick_params(labelsize=8, colors=INK)
+    above.tick_params(labelsize=8, colors=palette.INK)
     above.spines["top"].set_visible(False)
 
 
-def _growth(record: Record) -> tuple[list[Picture], list[str]]:
+def _growth(record: records.Record) -> tuple[list[palette.Picture], list[str]]:
     curves = {}
     for row in _methods(record):
-        errors = [number(value) or 0.0 for value in row.get("latent_error") or []]
+        errors = [records.number(value) or 0.0 for value in row.get("latent_error") or []]
         if any(error > 0 for error in errors):
             curves[row["name"]] = [error if error > 0 else math.nan for error in errors]
     if not curves:
         return [], ["Error of the latents: no row holds one above 0."]
     caption = "Mean relative L2 distance of the latents to the uncached ones behind every step."
-    figure = _draw_growth(curves, styles(record))
-    return [picture_of("latent-error", "Error of the latents", caption, figure)], []
+    figure = _draw_growth(curves, palette.styles(record))
+    return [palette.picture_of("latent-error", "Error of the latents", caption, figure)], []
 
 
-@styled
-def _draw_growth(curves: Mapping[str, Sequence[float]], looks: Mapping[str, Style]) -> Any:
+@palette.styled
+def _draw_growth(curves: Mapping[str, Sequence[float]], looks: Mapping[str, palette.Style]) -> Any:
     """Draw the relative L2 error of the latents behind every step, a curve for each name."""
     width = 7.6
-    columns = legend_columns([short(name) for name in curves], width)
-    figure, (axis,) = new_figure(width, 3.9 + 0.2 * -(-len(curves) // columns))
+    columns = palette.legend_columns([palette.short(name) for name in curves], width)
+    figure, (axis,) = palette.new_figure(width, 3.9 + 0.2 * -(-len(curves) // columns))
     for name, errors in curves.items():
         look = looks[name]
         axis.plot(
@@ -268,7 +229,7 @@ def _draw_growth(curves: Mapping[str, Sequence[float]], looks: Mapping[str, Styl
             marker=look.marker,
             markersize=4,
             markevery=max(1, len(errors) // 14),
-            label=short(name),
+            label=palette.short(name),
         )
     axis.set_yscale("log")
     axis.set_xlabel("step")
@@ -278,13 +239,13 @@ def _draw_growth(curves: Mapping[str, Sequence[float]], looks: Mapping[str, Styl
     return figure
 
 
-def _cost(record: Record) -> tuple[list[Picture], list[str]]:
-    rows = ordered(record)
+def _cost(record: records.Record) -> tuple[list[palette.Picture], list[str]]:
+    rows = records.ordered(record)
     flops, held = ([_plain(row, key) for row in rows] for key in ("flops", "held_bytes"))
     flops_scale, flops_unit = _scale(flops, _FLOPS)
     held_scale, held_unit = _scale(held, _BYTES)
     groups = {
-        "seconds a call (less is better)": [speed_of(record, row, "seconds") for row in rows],
+        "seconds a call (less is better)": [records.speed_of(record, row, "seconds") for row in rows],
         f"{flops_unit} a sample (less is better)": _divided(flops, flops_scale),
         f"held by the cache, {held_unit}": _divided(held, held_scale),
     }
@@ -294,20 +255,22 @@ def _cost(record: Record) -> tuple[list[Picture], list[str]]:
     if not full:
         return [], missing
     caption = "What every row costs; whiskers are quartiles."
-    figure = _draw_cost([row["name"] for row in rows], styles(record), full)
-    return [picture_of("cost", "Cost", caption, figure)], missing
+    figure = _draw_cost([row["name"] for row in rows], palette.styles(record), full)
+    return [palette.picture_of("cost", "Cost", caption, figure)], missing
 
 
-@styled
-def _draw_cost(names: Sequence[str], looks: Mapping[str, Style], groups: Mapping[str, Sequence[Value | None]]) -> Any:
+@palette.styled
+def _draw_cost(
+    names: Sequence[str], looks: Mapping[str, palette.Style], groups: Mapping[str, Sequence[records.Value | None]]
+) -> Any:
     """Draw a group of bars for each kind of cost, side by side, a bar for every row."""
-    figure, axes = new_figure(2.4 + 2.9 * len(groups), 1.1 + 0.36 * len(names), len(groups))
+    figure, axes = palette.new_figure(2.4 + 2.9 * len(groups), 1.1 + 0.36 * len(names), len(groups))
     for place, (axis, (title, values)) in enumerate(zip(axes, groups.items(), strict=True)):
         for row, (name, found) in enumerate(zip(names, values, strict=True)):
             _draw_bar(axis, row, found, looks[name].color)
         axis.margins(x=0.22)
         axis.set_xlim(left=0)
-        labels = [short(name) for name in names] if place == 0 else [""] * len(names)
+        labels = [palette.short(name) for name in names] if place == 0 else [""] * len(names)
         axis.set_yticks(range(len(names)), labels)
         axis.set_ylim(len(names) - 0.4, -0.6)
         axis.tick_params(axis="y", length=0)
@@ -316,7 +279,7 @@ def _draw_cost(names: Sequence[str], looks: Mapping[str, Style], groups: Mapping
     return figure
 
 
-def _draw_bar(axis: Any, row: int, found: Value | None, color: str) -> None:
+def _draw_bar(axis: Any, row: int, found: records.Value | None, color: str) -> None:
     if found is None:
         axis.text(0, row, " not measured", va="center", fontsize=8, color="#697079")
         return
@@ -327,13 +290,13 @@ def _draw_bar(axis: Any, row: int, found: Value | None, color: str) -> None:
     )
 
 
-def _scale(values: Iterable[Value | None], units: Any) -> tuple[float, str]:
+def _scale(values: Iterable[records.Value | None], units: Any) -> tuple[float, str]:
     largest = max((v.middle for v in values if v is not None), default=0.0)
     return next(((size, unit) for size, unit in units if largest >= size), units[-1])
 
 
-def _divided(values: Iterable[Value | None], scale: float) -> list[Value | None]:
-    return [None if v is None else Value(v.middle / scale) for v in values]
+def _divided(values: Iterable[records.Value | None], scale: float) -> list[records.Value | None]:
+    return [None if v is None else records.Value(v.middle / scale) for v in values]
 
 
 _AROUND = ((7, 5), (7, -12), (-7, 5), (-7, -12), (0, 9), (0, -16), (11, -3), (-11, -3))
@@ -352,9 +315,9 @@ class Point:
 
     name: str  # name of the row
     kind: str  # "uncached", "method" or "fewer steps"
-    x: Value  # saved cost as a ratio; more is better
-    y: Value  # the metric
-    style: Style  # color and marker
+    x: records.Value  # saved cost as a ratio; more is better
+    y: records.Value  # the metric
+    style: palette.Style  # color and marker
     group: str  # points of one group (values of a setting of a method) are joined by a thin line
     label: str = ""  # text beside the point; empty for none
 
@@ -384,29 +347,26 @@ def front(places: Sequence[tuple[float, float]], upward: bool) -> list[int]:
     return kept[::-1]
 
 
-@styled
+@palette.styled
 def plot_pareto(panels: Sequence[Panel], title: str, direction: str | None) -> Any:
     """Draw a metric against savings; better is up and to the right.
 
     Caches and uncached have a staircase front; fewer steps are grey crosses and stand aside, so that one sees
     whether a cache lies beyond them. All panels have the same metric upwards; the axis is turned over where its
     direction is "down".
-
-    Returns:
-        A matplotlib figure.
     """
-    figure, axes = new_figure(4.6 * len(panels) + (0.6 if len(panels) == 1 else 0), 4.4, len(panels))
+    figure, axes = palette.new_figure(4.6 * len(panels) + (0.6 if len(panels) == 1 else 0), 4.4, len(panels))
     handles: dict[str, Any] = {}
     for axis, panel in zip(axes, panels, strict=True):
         _draw(axis, panel, direction, handles)
         _log_ratio(axis, [p.x for p in panel.points])
         axis.set_xlabel(f"{panel.title} to uncached (more is better →)")
-        axis.set_ylabel(f"{short(title)}{_WAYS.get(direction or '', '')}")
+        axis.set_ylabel(f"{palette.short(title)}{_WAYS.get(direction or '', '')}")
         axis.margins(x=0.12, y=0.12)
         if direction == "down":
             axis.invert_yaxis()
     names = sorted(handles, key=lambda name: (name == _FRONT, name == _FEWER))
-    columns = legend_columns(names, figure.get_figwidth())
+    columns = palette.legend_columns(names, figure.get_figwidth())
     beyond = -(-len(names) // columns) - _LINES  # a longer legend must not eat the axes
     figure.set_figheight(figure.get_figheight() + 0.21 * max(beyond, 0))
     figure.legend([handles[n] for n in names], names, loc="outside lower center", ncols=columns)
@@ -440,21 +400,18 @@ def _draw(axis: Any, panel: Panel, direction: str | None, handles: dict[str, Any
             marker=point.style.marker,
             markersize=8 if cross else 7,
             markeredgewidth=2 if cross else 0.8,
-            markeredgecolor=GREY if cross else "white",
+            markeredgecolor=palette.GREY if cross else "white",
             elinewidth=1,
             capsize=2.5,
             linestyle="none",
             zorder=2 if cross else 3,
         )
         name = point.group if point.group in several else point.name
-        handles.setdefault(_FEWER if cross else short(name), drawn.lines[0])
+        handles.setdefault(_FEWER if cross else palette.short(name), drawn.lines[0])
 
 
 def _draw_front(axis: Any, points: Sequence[Point], direction: str | None, handles: dict[str, Any]) -> None:
-    """Draw the staircase: the best metric to be had at this ratio or more.
-
-    A row that skipped nothing is no rival.
-    """
+    """Draw the staircase: the best metric to be had at this ratio or more. A row that skipped nothing is no rival."""
     least = {"uncached": -math.inf, "method": LEAST_SAVED}
     saved = [point for point in points if point.x.middle >= least.get(point.kind, math.inf)]
     rivals = [(point.x.middle, point.y.middle) for point in saved]
@@ -463,11 +420,13 @@ def _draw_front(axis: Any, points: Sequence[Point], direction: str | None, handl
     best = [rivals[place] for place in front(rivals, direction == "up")]
     xs = [x for x, _ in best]
     ys = [y for _, y in best]
-    (line,) = axis.plot(xs, ys, drawstyle="steps-pre", color=INK, linewidth=1.2, linestyle=(0, (4, 2)), zorder=1.5)
+    (line,) = axis.plot(
+        xs, ys, drawstyle="steps-pre", color=palette.INK, linewidth=1.2, linestyle=(0, (4, 2)), zorder=1.5
+    )
     handles.setdefault(_FRONT, line)
 
 
-def _log_ratio(axis: Any, values: Sequence[Value]) -> None:
+def _log_ratio(axis: Any, values: Sequence[records.Value]) -> None:
     """Scale a ratio by its logarithm, with plain numbers as ticks."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 

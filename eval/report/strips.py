@@ -30,8 +30,7 @@ _INK, _GREY, _LINE = (28, 32, 40), (105, 112, 122), (208, 212, 218)
 def draw(record: Record, folders: Sequence[Path]) -> tuple[list[Picture], list[str]]:
     """Draw one sheet for each group of samples: worst, median and best by LPIPS.
 
-    Returns:
-        The sheets, and one sentence for everything that was left out.
+    A sentence tells everything that was left out.
     """
     samples = Samples(folders)
     rows = ordered(record)
@@ -67,10 +66,7 @@ def draw(record: Record, folders: Sequence[Path]) -> tuple[list[Picture], list[s
 def picks(methods: Sequence[dict[str, Any]], group: str, most: int) -> list[tuple[int, str]]:
     """Choose samples, the methods taking turns.
 
-    `group` is a field of `samples`.
-
-    Returns:
-        Numbers of samples that differ, each with the method it was chosen for.
+    `group` is a field of `samples`. The numbers differ; each comes with the method it was chosen for.
     """
     queues = [(row["name"], list((row.get("samples") or {}).get(group) or [])) for row in methods]
     found: dict[int, str] = {}
@@ -149,10 +145,7 @@ def _film_block(
 
 
 def closeness(one: Any, other: Any) -> str:
-    """Return the PSNR of two pictures or films in words.
-
-    Both are uint8 [..., H, W, 3].
-    """
+    """Return the PSNR of two pictures or films in words. Both are uint8 [..., H, W, 3]."""
     if np.array_equal(one, other):
         return "identical"
     both = (torch.from_numpy(np.ascontiguousarray(x)).movedim(-1, -3) for x in (one, other))

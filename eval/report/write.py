@@ -30,14 +30,8 @@ def write_report(
 ) -> list[Path]:
     """Write the report of a run: tables, plots, sheets of samples and a page.
 
-    The same record and samples give the same bytes. Samples are in `folder`; `out` of None is a folder in it.
-    Plots and sheets come with the formats `md` and `html`.
-
-    Returns:
-        The files.
-
-    Raises:
-        ValueError: If the record or a format is not one.
+    The same record and samples give the same bytes. Samples are in `folder`; `out` of None is a folder in it. Plots
+    and sheets come with the formats `md` and `html`. Raises ValueError if the record or a format is not one.
     """
     wrong = [name for name in formats if name not in FORMATS]
     if wrong or not formats:
@@ -80,7 +74,6 @@ def _pages(record: Record, folder: Path, formats: Sequence[str]) -> dict[str, st
         "data": _data,
         "width": _width,
         "halves": _halves,
-        "warnings": _warnings,
         "markdown": markdown,
     }
     for ending in ("md", "html"):
@@ -104,11 +97,6 @@ def _films(record: Record, folder: Path) -> list[tuple[str, bytes]]:
                 total += len(data)
                 found.append((f"{row['name']}, sample {number}", data))
     return found
-
-
-def _warnings(record: dict[str, Any]) -> list[str]:
-    unfinished = [] if record.get("finished", True) else ["The run is not finished."]
-    return unfinished + [str(text) for text in record.get("warnings") or []]
 
 
 def _halves(text: str) -> list[str]:

@@ -46,11 +46,7 @@ class Change:
 
 
 def read_limit(text: str) -> Limit:
-    """Read a limit such as `fid_lite>+0.5`: the change that is too much.
-
-    Raises:
-        ValueError: If it cannot be read.
-    """
+    """Read a limit such as `fid_lite>+0.5`: the change that is too much; raises ValueError if it cannot be read."""
     found = _LIMIT.fullmatch(text.strip())
     if found is None:
         raise ValueError(f"--fail-on {text!r}: write it like 'fid_lite>+0.5' or 'psnr_db<-1'")
@@ -60,8 +56,7 @@ def read_limit(text: str) -> Limit:
 def changes(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Change]:
     """Return every metric of every row that both records hold.
 
-    Raises:
-        CompareError: If the records are of different tasks, or share no row.
+    Raises CompareError if the records are of different tasks, or share no row.
     """
     for name in _SAME:
         one, other = first["task"].get(name), second["task"].get(name)
@@ -93,8 +88,7 @@ def _change(row: str, metric: str, one: Mapping[str, Any], other: Mapping[str, A
 def crossed(found: Sequence[Change], limits: Sequence[Limit]) -> list[str]:
     """Return a sentence for every limit that a row crosses.
 
-    Raises:
-        ValueError: If a limit names a metric that the records do not hold.
+    Raises ValueError if a limit names a metric that the records do not hold.
     """
     broken = []
     for limit in limits:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import re
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,15 +23,16 @@ from torch import Tensor
 import diffcache
 from diffcache.command import device_of
 from diffcache.digest import content
-from diffcache.eval.runs.arguments import check_call, frame_rate, prompts_of
 from diffcache.eval.runs.folder import Batch
 from diffcache.eval.runs.peers import Peer, observed
 from diffcache.eval.runs.ranks import Ranks
 from diffcache.eval.runs.task import Case, Task, digest, directory_sha256, versions, weights_sha256
-from diffcache.eval.samples.prompts import Prompts
+from diffcache.eval.samples.prompts import Prompts, load_prompts
 from diffcache.features.base import Method
 from diffcache.pipelines import load
 from diffcache.pipelines.demo import generate, saved
+from diffcache.pipelines.demo.generate import needed_inputs
+from diffcache.pipelines.demo.saved import Parameters
 from diffcache.targets import denoisers_of
 from diffcache.timeline import steps_of
 
@@ -101,11 +103,7 @@ class Drawer:
 
     @property
     def steps(self) -> int:
-        """Sampling steps of the uncached case.
-
-        Raises:
-            ValueError: If the pipeline has no default.
-        """
+        """Sampling steps of the uncached case; raises ValueError if the pipeline has no default."""
         found = self.task.steps
         if found is None and "num_inference_steps" in self.parameters:
             default = self.parameters["num_inference_steps"].default
@@ -206,7 +204,12 @@ class Drawer:
         given = self.arguments(batch, case.steps)
         kept: list[Tensor] = []
         if keep_latents and "callback_on_step_end" in self.parameters:
-            given["callback_on_step_end"] = _keeper(kept)
+
+            def keep(pipe: Any, step: int, timestep: Any, inner: dict[str, Any]) -> dict[str, Any]:
+                kept.append(inner["latents"].detach().float().cpu())
+                return {}
+
+            given["callback_on_step_end"] = keep
         started = time.perf_counter()
         is_watched = isinstance(case.method, Peer) and not timed
         with torch.no_grad(), warnings.catch_warnings():
@@ -220,14 +223,6 @@ class Drawer:
         elif count is not None:
             about["cache"] = count.summary()
         return Drawn(samples, about, torch.stack(kept) if kept else None)
-
-
-def _keeper(kept: list[Tensor]) -> Any:
-    def keep(pipe: Any, step: int, timestep: Any, inner: dict[str, Any]) -> dict[str, Any]:
-        kept.append(inner["latents"].detach().float().cpu())
-        return {}
-
-    return keep
 
 
 def summary(pipe: Any) -> dict[str, Any]:
@@ -249,11 +244,8 @@ def summary(pipe: Any) -> dict[str, Any]:
 def samples_of(output: Any) -> list[Tensor]:
     """Return the samples of a pipeline's output as 8-bit tensors.
 
-    Returns:
-        Pictures uint8 [3, H, W], or films uint8 [F, 3, H, W].
-
-    Raises:
-        ValueError: If the output holds neither pictures nor films.
+    They are pictures uint8 [3, H, W], or films uint8 [F, 3, H, W]. Raises ValueError if the output holds neither
+    pictures nor films.
     """
     if getattr(output, "frames", None) is not None:
         return [torch.stack([_tensor(frame) for frame in film]) for film in output.frames]
@@ -275,3 +267,146 @@ def relative_errors(latents: Tensor, others: Tensor) -> list[list[float]]:
     apart = (others - latents).flatten(2).double().norm(dim=2)
     errors = apart / latents.flatten(2).double().norm(dim=2).clamp_min(1e-12)
     return [list(row) for row in errors.tolist()]
+
+
+_CLASSES = 1000
+# Arguments that a run sets itself, and the field of the task that says what to.
+_OWN = {
+    "prompt": "prompts",
+    "class_labels": "prompts",
+    "num_inference_steps": "steps",
+    "generator": "seed",
+    "batch_size": "batch_size",
+}
+# One sample for each prompt, as pictures: a run could not read anything else.
+_FIXED = ("num_images_per_prompt", "num_videos_per_prompt", "output_type", "return_dict", "callback_on_step_end")
+_RATES = ("frame_rate", "fps")  # what pipelines call their frames per second
+# Frame rates of pipelines whose documentation in diffusers names none, from their model cards.
+_KNOWN_RATES = {"MochiPipeline": 30.0}
+_REAL = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def check_call(
+    pipeline: str, parameters: Parameters, task: Task, call: Mapping[str, Any], inputs: Mapping[str, Any] | None = None
+) -> None:
+    """Check that a pipeline takes the arguments of a run.
+
+    `call` has defaults of the model, too; `inputs` are arguments that are no plain data, such as pictures. Raises
+    ValueError if an argument is not taken, is set by the run, or is missing.
+    """
+    more = dict(inputs or {})
+    for name, value in {**task.call, **more}.items():
+        if name in _OWN:
+            raise ValueError(f"call {name}={value!r}: set {_OWN[name]} of the task instead")
+        if name in _FIXED:
+            raise ValueError(f"call {name}={value!r}: the evaluation sets it; leave it out")
+        if name not in parameters:
+            raise ValueError(f"call {name}={value!r}: {pipeline} takes none")
+        if name in more:
+            continue
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"call {name}={value!r}: must be plain data ({error})") from error
+    needed = needed_inputs(pipeline, parameters)
+    for name, parameter in parameters.items():
+        is_needed = parameter.kind in _REAL and parameter.default is parameter.empty
+        if (is_needed or name in needed) and name not in {*call, *more, *_OWN}:
+            raise ValueError(
+                f"{pipeline} needs {name}, beside prompts or class numbers: pass a picture with "
+                "--image, plain values with --call KEY=VALUE, and anything from Python: "
+                f"diffcache.evaluate(pipe, methods, prompts, {name}=...)"
+            )
+
+
+def frame_rate(pipeline: str, parameters: Parameters, task: Task, call: Mapping[str, Any]) -> float | None:
+    """Return the frames per second of a pipeline's films.
+
+    The task's number goes first, then the call's own argument, given or default. Pipelines without such an argument
+    name the rate where the example in their documentation exports its film. `call` has defaults of the model, too. A
+    pipeline of pictures has none (None). Raises ValueError if a pipeline of films does not say its frame rate, or
+    the task gives one to a pipeline of pictures.
+    """
+    if not {"num_frames", "video_length"} & set(parameters):
+        if task.fps is not None:
+            raise ValueError(f"fps={task.fps:g}: {pipeline} draws no films; leave --fps out")
+        return None
+    if task.fps is not None:
+        return task.fps
+    for name in _RATES:
+        if name in parameters:
+            value = call.get(name, parameters[name].default)
+            if isinstance(value, (int, float)) and value > 0:
+                return float(value)
+    known = getattr(diffusers, pipeline, None)  # a live one may be a class of the user's
+    example = (known and known.__call__.__doc__) or ""
+    rates = {float(rate) for rate in re.findall(r"\bfps=(\d+(?:\.\d+)?)", example)}
+    if len(rates) == 1:
+        return rates.pop()
+    if pipeline in _KNOWN_RATES:
+        return _KNOWN_RATES[pipeline]
+    raise ValueError(f"{pipeline} does not say how many frames a second its films have: give them with --fps")
+
+
+def prompts_of(task: Task, pipeline: str, parameters: Parameters, model: Any) -> Prompts:
+    """Return the prompts of a task, or those that suit the pipeline.
+
+    `model` is its directory, or a loaded pipeline. Those that suit are class numbers in digits where the pipeline is
+    class-conditional, and one empty prompt where it is unconditional. Raises FileNotFoundError if there is no such
+    list, and ValueError if the pipeline takes no prompts but the task has some, or a class number is none.
+    """
+    source = task.prompts
+    if not isinstance(source, str):
+        return _given(source, pipeline, parameters, model)
+    if "prompt" in parameters:
+        if not source:
+            name = model.resolve().name if isinstance(model, Path) else task.model
+            is_film = "num_frames" in parameters
+            if name.startswith("sticker-"):
+                source = "sticker-films" if is_film else "stickers"
+            else:
+                source = "films" if is_film else "pictures"
+        return load_prompts(source, task.samples)
+    if "class_labels" not in parameters:
+        if source:
+            raise ValueError(f"prompts={source!r}: {pipeline} takes neither prompts nor classes")
+        return Prompts("unconditional", ("",), digest([""]))
+    count = _class_count(model)
+    if not source:
+        texts = tuple(map(str, range(count)))
+        return Prompts("class numbers", texts, digest(texts))
+    found = load_prompts(source, task.samples)
+    _check_classes(found.texts, pipeline, count)
+    return found
+
+
+def _given(texts: tuple[str, ...], pipeline: str, parameters: Parameters, model: Any) -> Prompts:
+    """Return prompts or class numbers that were given one by one."""
+    if "class_labels" in parameters:
+        _check_classes(texts, pipeline, _class_count(model))
+    elif "prompt" not in parameters:
+        raise ValueError(f"prompts={texts[0]!r}, ...: {pipeline} takes neither prompts nor classes")
+    return Prompts("given", texts, digest(list(texts)))
+
+
+def _check_classes(texts: Sequence[str], pipeline: str, count: int) -> None:
+    """Raise ValueError unless all texts are class numbers."""
+    wrong = [text for text in texts if not (text.isdecimal() and int(text) < count)]
+    if wrong:
+        raise ValueError(f"prompts: {pipeline} takes class numbers from 0 to {count - 1}, not {wrong[0]!r}")
+
+
+def _class_count(model: Any) -> int:
+    """Return how many classes a pipeline has: those that it names, else those that fit its table.
+
+    A table may be longer than what was trained, so names go first.
+    """
+    if isinstance(model, Path):
+        index = json.loads((model / "model_index.json").read_text(encoding="utf-8"))
+        numbers = list(map(int, index.get("id2label") or ()))
+        file = model / "transformer" / "config.json"
+        config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    else:
+        numbers = list((getattr(model, "labels", None) or {}).values())
+        config = dict(getattr(getattr(model, "transformer", None), "config", None) or {})
+    return max(numbers) + 1 if numbers else int(config.get("num_embeds_ada_norm") or _CLASSES)

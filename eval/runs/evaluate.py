@@ -32,8 +32,7 @@ from diffcache.eval.runs.folder import (
     evaluations,
 )
 from diffcache.eval.runs.peers import Peer
-from diffcache.eval.runs.progress import Progress
-from diffcache.eval.runs.ranks import Ranks, join
+from diffcache.eval.runs.ranks import Progress, Ranks, join
 from diffcache.eval.runs.task import Case, Task, digest
 from diffcache.eval.samples.sources import Source, Wish, open_source, summary
 from diffcache.features.base import Method
@@ -190,8 +189,7 @@ def lacking(run: Run, networks: Extractors) -> dict[str, str]:
 def draw_all(run: Run) -> list[Case]:
     """Draw every case that is not drawn yet; uncached runs of fewer steps come last.
 
-    Returns:
-        The cases in the order of the table: uncached, methods, fewer steps.
+    The cases come in the order of the table: uncached, methods, fewer steps.
     """
     steps, count = run.drawer.steps, sum(len(batch.ids) for batch in run.share)
     uncached = Case("uncached", "uncached", steps)
@@ -223,9 +221,8 @@ def _timed(run: Run, rows: int) -> int:
 def _try(run: Run, cases: Sequence[Case]) -> None:
     """Check the whole plan before hours are spent on a part of it.
 
-    Raises:
-        AttachError: If a method cannot be used with the pipeline.
-        RunError: If the pipeline cannot draw a batch.
+    Raises AttachError if a method cannot be used with the pipeline, and RunError if the pipeline cannot draw a
+    batch.
     """
     try:
         step_flops(run)
@@ -246,8 +243,7 @@ def _try(run: Run, cases: Sequence[Case]) -> None:
 def draw(run: Run, case: Case, uncached: Case | None = None) -> None:
     """Draw the batches of a case that fall to this process and are not drawn yet.
 
-    Raises:
-        RunError: If there are some, and drawing is no stage of the plan.
+    Raises RunError if there are some, and drawing is no stage of the plan.
     """
     folder = run.case_folder(case)
     mine = run.share

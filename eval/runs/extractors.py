@@ -49,7 +49,7 @@ class Extractors:
     def describe(self, key: str) -> dict[str, Any]:
         """Return the back end of a metric, for the record."""
         if "_lite" in key:
-            return lite.EXTRACTOR.entry()
+            return lite.ENTRY
         base = key.removesuffix("_change").removesuffix("_to_uncached")
         return self.entries.get(base, {"backend": "exact"})
 
@@ -57,16 +57,13 @@ class Extractors:
     def identity(self) -> list[Any]:
         """Facts that the values of samples depend on."""
         kind = self.device.partition(":")[0]
-        return [lite.EXTRACTOR.entry(), self.entries, self.reward_name, kind]
+        return [lite.ENTRY, self.entries, self.reward_name, kind]
 
     def of_pictures(self, pictures: Tensor, prompts: Sequence[str]) -> Columns:
         """Return everything that is known of pictures by themselves.
 
-        They are uint8 [N, 3, H, W], with a prompt for each.
-
-        Returns:
-            `features_lite` [N, D], `probabilities_lite` [N, C], and of the real networks
-            `features`, `probabilities`, `clip_score`, and every reward under its key.
+        They are uint8 [N, 3, H, W], with a prompt for each. Columns are `features_lite` [N, D], `probabilities_lite`
+        [N, C], and of the real networks `features`, `probabilities`, `clip_score`, and every reward under its key.
         """
         there = self.placed(pictures)
         found: Columns = {"features_lite": lite.embed(there), "probabilities_lite": lite.class_probabilities(there)}
@@ -100,10 +97,8 @@ class Extractors:
     def of_films(self, films: Sequence[Tensor], prompts: Sequence[str]) -> Columns:
         """Return everything that is known of films by themselves.
 
-        They are uint8 [F, 3, H, W] each, with a prompt for each.
-
-        Returns:
-            `features_lite` [N, D], with I3D `features` [N, 400], and every reward under its key.
+        They are uint8 [F, 3, H, W] each, with a prompt for each. Columns are `features_lite` [N, D], with I3D
+        `features` [N, 400], and every reward under its key.
         """
         found = self._features_of_films(films)
         for key, scorer in self.rewards.items():

@@ -85,11 +85,8 @@ class CaseFolder:
     def lines(self) -> dict[int, list[dict[str, Any]]]:
         """Return the manifest's lines by the number of their batch, of all processes.
 
-        A last line that was cut off is left out. A batch has several lines where it was drawn
-        again: longer or shorter, as the last one, or because a file was gone.
-
-        Raises:
-            ManifestError: If another line cannot be read.
+        A last line that was cut off is left out. A batch has several lines where it was drawn again: longer or
+        shorter, as the last one, or because a file was gone. Raises ManifestError if another line cannot be read.
         """
         found: dict[int, list[dict[str, Any]]] = {}
         for file in sorted(self.path.glob("manifest.*.jsonl")):
@@ -106,10 +103,8 @@ class CaseFolder:
     def done(self, wanted: Iterable[Batch]) -> dict[int, dict[str, Any]]:
         """Return the lines of the wanted batches that are complete, by number.
 
-        A batch whose files are missing or of another size counts as not drawn.
-
-        Raises:
-            ManifestError: If a line is about other prompts or seeds than the wanted ones, or cannot be read.
+        A batch whose files are missing or of another size counts as not drawn. Raises ManifestError if a line is
+        about other prompts or seeds than the wanted ones, or cannot be read.
         """
         lines = self.lines()
         complete = {}
@@ -188,10 +183,8 @@ class CaseFolder:
     def read(self, ids: Sequence[int], sums: Mapping[int, str] | None = None) -> list[Tensor]:
         """Read samples back: pictures uint8 [3, H, W] or films uint8 [F, 3, H, W].
 
-        `sums` are the SHA-256 of the files; without them damage that can still be read goes unseen.
-
-        Raises:
-            ManifestError: If a file is missing or damaged; it is named.
+        `sums` are the SHA-256 of the files; without them damage that can still be read goes unseen. Raises
+        ManifestError if a file is missing or damaged; it is named.
         """
         return [self._load(i, None if sums is None else sums[i]) for i in ids]
 
@@ -229,10 +222,8 @@ def sha256(data: bytes) -> str:
 def check_claim(folder: Path, mine: Mapping[str, Any]) -> bool:
     """Return whether the folder of a run is new, after checking that it holds no other run.
 
-    `mine` are its settings, with their digest under `identity`.
-
-    Raises:
-        RunError: If the folder holds a run of other settings, or is a file.
+    `mine` are its settings, with their digest under `identity`. Raises RunError if the folder holds a run of other
+    settings, or is a file.
     """
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder} is a file; name a folder with --out")
@@ -251,15 +242,10 @@ def check_claim(folder: Path, mine: Mapping[str, Any]) -> bool:
     return False
 
 
-def recall(path: Path, key: str) -> Any:
-    """Return the plain data that a file keeps under this key, None where it keeps none."""
-    found = read_json(path)
-    return found.get("value") if isinstance(found, dict) and found.get("key") == key else None
-
-
 def remember(path: Path, key: str, compute: Callable[[], Any]) -> Any:
     """Return the plain data that a file keeps under this key, else compute and keep it."""
-    value = recall(path, key)
+    found = read_json(path)
+    value = found.get("value") if isinstance(found, dict) and found.get("key") == key else None
     if value is None:
         value = compute()
         write_json(path, {"key": key, "value": value})

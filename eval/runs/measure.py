@@ -26,7 +26,7 @@ from diffcache.eval.runs.evaluate import WARM_UP, Plan, Run, draw_all, start
 from diffcache.eval.runs.extractors import Columns, Extractors
 from diffcache.eval.runs.folder import FILM, PREVIEW, ManifestError, remember
 from diffcache.eval.runs.peers import Peer
-from diffcache.eval.runs.progress import Progress
+from diffcache.eval.runs.ranks import Progress
 from diffcache.eval.runs.task import Case, digest
 from diffcache.eval.samples.clips import read_clip, write_preview
 from diffcache.features.base import Method
@@ -130,8 +130,7 @@ def write(run: Run, cases: Sequence[Case], drawn: Drawn) -> dict[str, Any]:
 def samples_of(run: Run, case: Case) -> score.Samples:
     """Return the samples of a case, all of which are drawn.
 
-    Raises:
-        ManifestError: If a file was taken away meanwhile.
+    Raises ManifestError if a file was taken away meanwhile.
     """
     folder = run.case_folder(case)
     done = folder.done(run.batches)
@@ -172,8 +171,7 @@ def _row(run: Run, case: Case, drawn: Drawn, base: Columns, against: Callable[[]
 def reference(run: Run, drawn: Drawn) -> Reference | None:
     """Return the real samples to compare with, None where there are none.
 
-    Raises:
-        ValueError: If one of them is a damaged file.
+    Raises ValueError if one of them is a damaged file.
     """
     if run.real is not None:
         return run.real.reference(drawn.networks, drawn.place)
@@ -206,10 +204,8 @@ UNTIMED_STEPS = 4  # masks of steps are for no fewer
 def costs(run: Run, cases: Sequence[Case]) -> dict[str, Any]:
     """Return `rows` (case -> seconds, ratio, throughput, bytes) and a `warning` or None.
 
-    Kept until settings or device change; empty where nothing is to be timed.
-
-    Raises:
-        MeasureError: If a process whose memory was to be measured failed.
+    Kept until settings or device change; empty where nothing is to be timed. Raises MeasureError if a process whose
+    memory was to be measured failed.
     """
     setting = Setting(run.drawer.device, DTYPES[run.drawer.dtype])
     names = [(case.name, case.digest(run.drawer.about)) for case in cases]

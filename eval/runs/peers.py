@@ -73,8 +73,8 @@ class Peer(ABC):
 
     @property
     def total(self) -> int | None:
-        """Steps of the runs that it is made for, None for any."""
-        return None
+        """Steps of the runs that its configuration is made for, None for any."""
+        return getattr(self.config(), "num_inference_steps", None)
 
     @abstractmethod
     def config(self, pipe: Any = None) -> Any:
@@ -88,11 +88,8 @@ class Peer(ABC):
     def applied(self, pipe: Any, steps: int | None = None) -> Iterator[None]:
         """Put the cache into every denoiser of a pipeline, and take it out again.
 
-        The sampling steps of its runs are checked if they are given.
-
-        Raises:
-            AttachError: If a denoiser takes no such cache.
-            ValueError: If the cache is made for runs of another number of steps.
+        The sampling steps of its runs are checked if they are given. Raises AttachError if a denoiser takes no such
+        cache, and ValueError if the cache is made for runs of another number of steps.
         """
         if steps is not None and self.total not in (None, steps):
             raise ValueError(f"{self.name}: made for {self.total} steps, and the run has {steps}")
@@ -137,11 +134,6 @@ class DiffusersCache(Peer):
         """Names of the configuration's arguments."""
         names = [field.name for field in dataclasses.fields(self._class)]
         return [*names, "tables"] if self.name == MAG_CACHE else names
-
-    @property
-    def total(self) -> int | None:
-        """Steps of the runs that it is made for, None for any."""
-        return getattr(self.config(), "num_inference_steps", None)
 
     def _arguments(self) -> dict[str, Any]:
         given = dict(self.settings)
@@ -205,12 +197,6 @@ class CacheDit(Peer):
         """Names of the configuration's arguments, and `taylorseer_order`."""
         names = [field.name for field in dataclasses.fields(_cache_dit().DBCacheConfig)]
         return [*names, "taylorseer_order"]
-
-    @property
-    def total(self) -> int | None:
-        """Length of the mask, None without one."""
-        steps: int | None = self.config().num_inference_steps
-        return steps
 
     def config(self, pipe: Any = None) -> Any:
         """Return a new configuration: cache-dit writes into it."""
@@ -294,10 +280,8 @@ def make_peer(name: str, settings: Mapping[str, Any]) -> Peer:
 def mag_ratios_of(pipe: Any, call: Mapping[str, Any]) -> list[float]:
     """Measure the ratios that MagCache of diffusers needs, in its own calibration mode.
 
-    `num_inference_steps` is among the arguments of the call.
-
-    Returns:
-        One ratio for every step; of the first guidance branch, where there are several.
+    `num_inference_steps` is among the arguments of the call. There is one ratio for every step; of the first
+    guidance branch, where there are several.
     """
     settings = {"calibrate": True, "num_inference_steps": call["num_inference_steps"]}
     cache = DiffusersCache(MAG_CACHE, settings)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -129,9 +128,7 @@ def assemble(
         },
         "env": {"processes": run.ranks.count, "load": [round(value, 2) for value in os.getloadavg()]},
     }
-    record = envelope("eval", setting, run.plan.command, body)
-    check(record)
-    return record
+    return checked(envelope("eval", setting, run.plan.command, body))
 
 
 def reference_name(run: Run) -> str | None:
@@ -167,10 +164,7 @@ def describe(rows: Sequence[Mapping[str, Any]], extractors: Extractors, size: tu
 
 
 def warnings(run: Run, rows: Sequence[Mapping[str, Any]], timed: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return the caveats of the numbers.
-
-    `timed` is row name -> seconds and ratios; empty if untimed.
-    """
+    """Return the caveats of the numbers. `timed` is row name -> seconds and ratios; empty if untimed."""
     found = []
     count = run.plan.task.samples
     floors = [r["quality"].get(key, {}).get("floor") for r in rows for key in ("fid_lite", "fid")]
@@ -201,15 +195,3 @@ def calibrated_on(run: Run) -> list[str]:
                 f"others, such as --prompts {HALF}FILE"
             )
     return found
-
-
-def check(record: Mapping[str, Any]) -> None:
-    """Check that a record is whole and holds finite numbers, before it is written.
-
-    Raises:
-        ValueError: If not; the field is named.
-    """
-    checked(record)
-    if record["rows"][0]["kind"] != "uncached":
-        raise ValueError("rows: the first must be the uncached one")
-    json.dumps(record, allow_nan=False)

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from diffcache.eval.metrics import pixels
-from diffcache.eval.metrics.sets import interval
+from diffcache.eval.metrics.sets import summarized
 from diffcache.eval.runs.extractors import Columns, Extractors
 from diffcache.eval.runs.folder import Batch, CaseFolder
 from diffcache.eval.runs.task import digest
@@ -31,7 +31,6 @@ DEFINITION = 3  # of the values kept beside samples; a change of a metric's defi
 _BYTES_AT_ONCE = 1 << 23  # of 8-bit samples in memory; metrics need some twenty times as much
 _SHOWN = 8  # samples named as worst, median and best
 _SMALLEST_FOR_SCALES = 22  # pixels; MS-SSIM needs two scales
-_LOW_IS_GOOD = ("lpips", "lpips_lite", "temporal_error")
 CLOSENESS = ("psnr_db", "mse", "ssim", "lpips_lite", "lpips", "ms_ssim", "temporal_error")
 
 
@@ -61,8 +60,7 @@ class Samples:
     def read(self, ids: Sequence[int]) -> list[Tensor]:
         """Read samples: pictures uint8 [3, H, W] or films uint8 [F, 3, H, W].
 
-        Raises:
-            ManifestError: If a file is missing or damaged; it is named.
+        Raises ManifestError if a file is missing or damaged; it is named.
         """
         return self.folder.read(ids, self.sums)
 
@@ -132,11 +130,8 @@ def _beside(theirs: list[Tensor], mine: list[Tensor], extractors: Extractors) ->
 def closeness(theirs: Tensor, mine: Tensor, extractors: Extractors, wanted: Collection[str] = CLOSENESS) -> Columns:
     """Return how close pictures are to their counterparts, float64 [N] each.
 
-    Both are uint8 [N, 3, H, W]. `wanted` are keys of `CLOSENESS`; `lpips` is both of its kinds, `psnr_db` comes
-    with `mse`.
-
-    Raises:
-        ValueError: If the pictures are too small for one of them.
+    Both are uint8 [N, 3, H, W]. `wanted` are keys of `CLOSENESS`; `lpips` is both of its kinds, `psnr_db` comes with
+    `mse`. Raises ValueError if the pictures are too small for one of them.
     """
     theirs, mine = extractors.placed(theirs), extractors.placed(mine)
     found: Columns = {}
@@ -176,13 +171,8 @@ def fidelity(values: Columns, ids: Sequence[int]) -> tuple[dict[str, Any], dict[
     """Return intervals of the per-sample values, and the worst and best samples by LPIPS."""
     found: dict[str, Any] = {}
     for name in CLOSENESS:
-        if name == "mse" or name not in values:
-            continue
-        column = values[name]
-        is_good_low = name in _LOW_IS_GOOD
-        tail = torch.quantile(column, 0.95 if is_good_low else 0.05)
-        found[name] = interval(name, column)
-        found[name]["p95" if is_good_low else "p5"] = float(tail)
+        if name != "mse" and name in values:
+            found[name] = summarized(name, values[name])
     found["psnr_db"]["pooled"] = float(decibels(values["mse"].mean()))
     distance = values.get("lpips", values["lpips_lite"]).tolist()
     order = sorted(range(len(ids)), key=lambda place: (distance[place], place))

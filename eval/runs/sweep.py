@@ -41,10 +41,8 @@ MOST = 10_000  # combinations of lists; more is a slip
 def read_sweep(file: Path, out: Path, instead: Mapping[str, Any] | None = None) -> list[Plan]:
     """Read a sweep.
 
-    Each run gets a folder of its own in `out`; `instead` stands in place of keys of the file.
-
-    Returns:
-        One plan for each combination of the task's lists.
+    Each run gets a folder of its own in `out`; `instead` stands in place of keys of the file. There is one plan for
+    each combination of the task's lists.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -98,9 +96,7 @@ def _check_values(file: Path, found: Mapping[str, Any], said: Set[str]) -> None:
 def read_values(file: Path) -> dict[str, Any]:
     """Return the keys and values of a sweep as they are written.
 
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If it cannot be read.
+    Raises FileNotFoundError if there is no such file, and ValueError if it cannot be read.
     """
     if not file.exists():
         raise FileNotFoundError(f"no sweep at {file}")
@@ -150,10 +146,7 @@ def _methods(file: Path, tables: Any) -> Iterator[tuple[str, Method | Peer]]:
 def settings_of(file: Path, tables: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield name and settings of every row of a sweep, whose method is not made yet.
 
-    `tables` is its `method`.
-
-    Raises:
-        ValueError: If it is no list, or a name is missing.
+    `tables` is its `method`. Raises ValueError if it is no list, or a name is missing.
     """
     if not isinstance(tables, list):
         raise ValueError(f"{file}: method={tables!r}: must be a list, in TOML [[method]]")

@@ -1,8 +1,11 @@
-"""Films on disk: lossless files that other tools can read, small previews, and frames read back.
+"""Films and pictures on disk: lossless films that other tools can read, small previews, what is read back.
 
-A film is a `torch.uint8` tensor `[F, 3, H, W]`, RGB. Lossless means byte for byte: `.mp4` holds
-RGB H.264 at quantizer 0 (no color conversion and no chroma subsampling, so odd sizes are kept),
-`.mkv` holds FFV1 with a checksum per slice.
+A film is uint8 [F, 3, H, W], RGB. Lossless means byte for byte: `.mp4` holds RGB H.264 at quantizer 0 (no color
+conversion and no chroma subsampling, so odd sizes are kept), `.mkv` holds FFV1 with a checksum per slice.
+
+A picture is read from a file of any common kind as 8-bit RGB. Grey and palette pictures are converted; of 16 bits the
+upper eight are kept; a rotation noted in EXIF is not applied, as in other tools. Transparency is an error, since the
+background it is laid on would decide the numbers; an alpha channel that is opaque everywhere is not.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fractions import Fraction
@@ -20,8 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from PIL import Image, ImageSequence
-
-from diffcache.eval.samples.pictures import PICTURE_ENDINGS, is_picture, natural, read_picture
+from torch import Tensor
 
 FILM_ENDINGS = (".mp4", ".mkv", ".webm", ".mov", ".avi", ".gif")
 LOSSLESS: dict[str, tuple[str, str, str, dict[str, str]]] = {
@@ -42,9 +45,6 @@ def write_clip(path: str | Path, frames: torch.Tensor, fps: float) -> Path:
     The path ends in `.mp4` (H.264 RGB, quantizer 0) or `.mkv` (FFV1). Frames are uint8 [F, 3, H, W], RGB; any
     height and width, odd ones too.
 
-    Returns:
-        The path written.
-
     Raises:
         ValueError: The ending, the frames or the frame rate cannot be written.
     """
@@ -61,9 +61,6 @@ def write_preview(path: str | Path, frames: torch.Tensor, fps: float) -> Path:
 
     H.264, 4:2:0, BT.709; an odd side is padded by one repeated row or column. The path ends in `.mp4`; frames
     are uint8 [F, 3, H, W], RGB.
-
-    Returns:
-        The path written.
 
     Raises:
         ValueError: The ending, the frames or the frame rate cannot be written.
@@ -84,10 +81,8 @@ def write_preview(path: str | Path, frames: torch.Tensor, fps: float) -> Path:
 def read_clip(path: str | Path) -> torch.Tensor:
     """Read every frame of a film file, a GIF, or a folder with one picture a frame.
 
-    Films are what libav can read, `.gif`, or folders with pictures in natural name order.
-
-    Returns:
-        `[F, 3, H, W]` uint8, RGB.
+    Films are what libav can read, `.gif`, or folders with pictures in natural name order. Frames are uint8 [F, 3, H,
+    W], RGB.
 
     Raises:
         FileNotFoundError: Nothing is there.
@@ -115,8 +110,7 @@ def read_clip(path: str | Path) -> torch.Tensor:
 def read_fps(path: str | Path) -> float | None:
     """Read the frame rate of a film.
 
-    Returns:
-        Frames per second; None for a folder or a file that does not say.
+    None is for a folder or a file that does not say.
 
     Raises:
         FileNotFoundError: Nothing is there.
@@ -128,10 +122,10 @@ def read_fps(path: str | Path) -> float | None:
     if path.is_dir():
         return None
     if path.suffix.lower() == ".gif":
-        with _open_pictures(path) as film:
+        with _opened(path, is_film=True) as film:
             milliseconds = film.info.get("duration", 0)
         return 1000 / float(milliseconds) if milliseconds else None
-    with _open_film(path) as (_, stream):
+    with open_film(path) as (_, stream):
         return float(stream.average_rate) if stream.average_rate else None
 
 
@@ -185,7 +179,7 @@ def _encode(path: Path, frames: torch.Tensor, fps: float, how: tuple[str, str, s
 
 
 @contextmanager
-def _open_film(path: Path) -> Iterator[tuple[Any, Any]]:
+def open_film(path: Path) -> Iterator[tuple[Any, Any]]:
     """Open a film and its video stream; a failure inside names the file."""
     av = _av()
     try:
@@ -203,7 +197,7 @@ def _read_film(path: Path) -> list[Picture]:
     """Decode every frame, and refuse a film that ends before its header says or is damaged."""
     pictures: list[Picture] = []
     packets, damaged, end = 0, False, 0.0
-    with _open_film(path) as (container, stream), _checksum_errors(stream) as wrong:
+    with open_film(path) as (container, stream), _checksum_errors(stream) as wrong:
         for packet in container.demux(stream):
             packets += packet.size > 0
             damaged |= packet.is_corrupt
@@ -252,19 +246,9 @@ def _seconds(stream: Any) -> float | None:
     return int(hours) * 3600 + int(minutes) * 60 + float(seconds)
 
 
-@contextmanager
-def _open_pictures(path: Path) -> Iterator[Image.Image]:
-    """Open a GIF or a picture; a failure inside names the file."""
-    try:
-        with Image.open(path) as picture:
-            yield picture
-    except (OSError, SyntaxError, EOFError) as error:
-        raise ValueError(f"{path} cannot be read, write it again: {error}") from error
-
-
 def _read_gif(path: Path) -> list[Picture]:
     """Read the frames of a GIF."""
-    with _open_pictures(path) as film:
+    with _opened(path, is_film=True) as film:
         return [np.asarray(frame.convert("RGB")) for frame in ImageSequence.Iterator(film)]
 
 
@@ -275,3 +259,90 @@ def _read_folder(path: Path) -> list[Picture]:
         raise ValueError(f"folder {path} holds no picture ({', '.join(PICTURE_ENDINGS)})")
     files.sort(key=lambda file: natural(file.name))
     return [read_picture(file).permute(1, 2, 0).numpy() for file in files]
+
+
+PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
+_UNREADABLE = (OSError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError)
+_SIXTEEN_BITS = 2**16
+
+
+def is_picture(file: Path) -> bool:
+    """Say whether a file has a picture's ending; files that systems hide do not count."""
+    return file.suffix.lower() in PICTURE_ENDINGS and not file.name.startswith(".")
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Return a sort key in which numbers inside a name count as numbers: 2 before 10."""
+    parts = re.split(r"(\d+)", name)
+    return [(int(part), "") if place % 2 else (-1, part) for place, part in enumerate(parts)]
+
+
+def read_picture(path: str | Path) -> Tensor:
+    """Read a picture.
+
+    It is uint8 [3, H, W], RGB. Raises FileNotFoundError if there is none, and ValueError if it is damaged,
+    transparent, a film, or of a kind that has no 8-bit values.
+    """
+    with _opened(Path(path)) as picture:
+        array = np.array(_rgb(picture, Path(path)))
+    return torch.from_numpy(array).permute(2, 0, 1).contiguous()
+
+
+def read_size(path: str | Path) -> tuple[int, int]:
+    """Read height and width of a picture, pixels, from its header.
+
+    Raises FileNotFoundError if there is none, and ValueError if it is no picture.
+    """
+    with _opened(Path(path)) as picture:
+        return picture.height, picture.width
+
+
+def resized(picture: Tensor, side: int) -> Tensor:
+    """Return the square in the middle, `side` pixels: antialiased bicubic, no change of shape.
+
+    The shorter side of the picture, uint8 [3, H, W], is brought to `side` before the longer one is cut. The result
+    is uint8 [3, side, side].
+    """
+    height, width = picture.shape[1:]
+    shorter = min(height, width)
+    if (height, width) == (side, side):
+        return picture
+    size = [max(side, round(length * side / shorter)) for length in (width, height)]
+    image = Image.fromarray(picture.permute(1, 2, 0).contiguous().numpy())
+    array = np.array(image.resize((size[0], size[1]), Image.Resampling.BICUBIC))
+    top, left = ((length - side) // 2 for length in array.shape[:2])
+    square = array[top : top + side, left : left + side]
+    return torch.from_numpy(square).permute(2, 0, 1).contiguous()
+
+
+@contextmanager
+def _opened(path: Path, is_film: bool = False) -> Iterator[Image.Image]:
+    """Open a picture or a GIF; a failure inside names the file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no picture {path}")
+    if path.stat().st_size == 0:
+        raise ValueError(f"{path} is empty (0 bytes): write it again, or take it away")
+    try:
+        with Image.open(path) as picture:
+            # Cameras put a preview beside the picture (MPO); it is no film.
+            if not is_film and getattr(picture, "n_frames", 1) > 1 and picture.format != "MPO":
+                raise ValueError(f"{path} holds {picture.n_frames} pictures; store one in a file")
+            yield picture
+    except _UNREADABLE as error:
+        raise ValueError(f"{path} is damaged or no picture, write it again: {error}") from error
+
+
+def _rgb(picture: Image.Image, path: Path) -> Image.Image:
+    """Return a picture as RGB."""
+    if picture.mode.startswith("I"):
+        values = np.asarray(picture)
+        if values.min() < 0 or values.max() >= _SIXTEEN_BITS:
+            raise ValueError(f"{path} holds values beyond 16 bits: save it with 8 bits a channel")
+        return Image.fromarray((values >> 8).astype(np.uint8)).convert("RGB")
+    if picture.mode == "F":
+        raise ValueError(f"{path} holds floating-point values: save it with 8 bits a channel")
+    if picture.has_transparency_data:
+        picture = picture.convert("RGBA")
+        if picture.getextrema()[3][0] < 255:
+            raise ValueError(f"{path} has transparent pixels: lay it on a background first")
+    return picture.convert("RGB")

@@ -1,6 +1,6 @@
 """Read folders of pictures and films that others made; pair two of them by file name.
 
-Few pictures are in memory at a time. `diffcache.eval.samples.pictures` says how each is read.
+Few pictures are in memory at a time. `diffcache.eval.samples.clips` says how each is read.
 """
 
 from __future__ import annotations
@@ -11,9 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from diffcache.eval.samples import npz
-from diffcache.eval.samples.clips import FILM_ENDINGS
-from diffcache.eval.samples.pictures import PICTURE_ENDINGS, is_picture, natural, read_picture, read_size, resized
+from diffcache.eval.samples import clips, npz
 
 Size = tuple[int, int]
 _NAMED = 3  # files that a message names
@@ -42,13 +40,13 @@ class Folder:
         """Yield height and width of every picture, from headers (errors: `read_size`)."""
         if self.stored is not None:
             yield from (self.stored.size for _ in range(self.stored.count))
-        yield from map(read_size, self.files)
+        yield from map(clips.read_size, self.files)
 
     def picture(self, index: int, side: int | None = None) -> Tensor:
         """Return a picture, uint8 [3, H, W] (errors: `read_picture`)."""
         stored = self.stored
-        found = read_picture(self.files[index]) if stored is None else stored[index]
-        return found if side is None else resized(found, side)
+        found = clips.read_picture(self.files[index]) if stored is None else stored[index]
+        return found if side is None else clips.resized(found, side)
 
     def pictures(self, indices: Sequence[int] | None = None) -> Iterator[Tensor]:
         """Yield pictures, uint8 [3, H, W] (errors: `read_picture`)."""
@@ -58,9 +56,7 @@ class Folder:
 def open_pictures(path: str | Path, recursive: bool = False) -> Folder:
     """Find the pictures of a folder, an `.npz` file (`arr_0`), or one picture.
 
-    Raises:
-        FileNotFoundError: If nothing is there.
-        ValueError: If there are no pictures, or two have one name.
+    Raises FileNotFoundError if nothing is there, and ValueError if there are no pictures, or two have one name.
     """
     path = Path(path).expanduser()
     if path.suffix.lower() == ".npz" and not path.is_dir():
@@ -69,16 +65,16 @@ def open_pictures(path: str | Path, recursive: bool = False) -> Folder:
     if not path.exists():
         raise FileNotFoundError(f"no folder or file {path}")
     if path.is_file():
-        if not is_picture(path):
-            raise ValueError(f"{path} is no picture ({', '.join(PICTURE_ENDINGS)}) and no .npz")
+        if not clips.is_picture(path):
+            raise ValueError(f"{path} is no picture ({', '.join(clips.PICTURE_ENDINGS)}) and no .npz")
         return Folder(path, (path.stem,), (path,))
     files = [f for f in (path.rglob("*") if recursive else path.iterdir()) if not f.is_dir()]
-    found = [file for file in files if is_picture(file)]
+    found = [file for file in files if clips.is_picture(file)]
     inside = [] if recursive else _folders_of_pictures(path)
     if not found:
         hint = "; the folders inside do: use --recursive" if inside else ""
         hint = hint or ("; it holds films" if any(map(is_film, files)) else "")
-        raise ValueError(f"folder {path} holds no picture ({', '.join(PICTURE_ENDINGS)}){hint}")
+        raise ValueError(f"folder {path} holds no picture ({', '.join(clips.PICTURE_ENDINGS)}){hint}")
     notes = _left_out(path, set(files) - set(found), "files that are no pictures")
     notes += _left_out(path, inside, "folders of pictures (--recursive reads them)")
     return _named(path, found, notes)
@@ -87,26 +83,25 @@ def open_pictures(path: str | Path, recursive: bool = False) -> Folder:
 def open_films(path: str | Path) -> Folder:
     """Find the films of a folder: film files, and folders inside with one picture a frame.
 
-    Raises:
-        FileNotFoundError: If nothing is there.
-        ValueError: If there are no films, frames lie beside films, or two have one name.
+    Raises FileNotFoundError if nothing is there, and ValueError if there are no films, frames lie beside films, or
+    two have one name.
     """
     path = Path(path).expanduser()
     if not path.exists():
         raise FileNotFoundError(f"no folder or file {path}")
     if path.is_file():
         if not is_film(path):
-            raise ValueError(f"{path} is no film ({', '.join(FILM_ENDINGS)})")
+            raise ValueError(f"{path} is no film ({', '.join(clips.FILM_ENDINGS)})")
         return Folder(path, (path.stem,), (path,))
     files = [file for file in path.iterdir() if file.is_file()]
     found = [file for file in files if is_film(file)] + _folders_of_pictures(path)
-    frames = [file for file in files if is_picture(file)]
+    frames = [file for file in files if clips.is_picture(file)]
     if frames and not found:
         return Folder(path, (path.resolve().name,), (path,))
     if frames:
         raise ValueError(f"{path} holds films and pictures, such as {frames[0].name}: part them")
     if not found:
-        raise ValueError(f"folder {path} holds no film ({', '.join(FILM_ENDINGS)}, or folders of frames)")
+        raise ValueError(f"folder {path} holds no film ({', '.join(clips.FILM_ENDINGS)}, or folders of frames)")
     return _named(path, found, _left_out(path, set(files) - set(found), "files that are no films"))
 
 
@@ -116,7 +111,7 @@ def holds_films(path: str | Path) -> bool:
     if not path.is_dir():
         return is_film(path)
     files = [file for file in path.iterdir() if file.is_file()]
-    films, pictures = (list(filter(kind, files)) for kind in (is_film, is_picture))
+    films, pictures = (list(filter(kind, files)) for kind in (is_film, clips.is_picture))
     if films and pictures:
         raise ValueError(f"{path} holds films ({films[0].name}) and pictures ({pictures[0].name}): part them")
     return bool(films)
@@ -126,16 +121,13 @@ def is_film(file: Path) -> bool:
     """Say whether a file is a film by its name; hidden files and previews are none."""
     is_preview = file.name.endswith(".preview.mp4")  # runs once kept them beside the films
     is_hidden = file.name.startswith(".")
-    return file.suffix.lower() in FILM_ENDINGS and not (is_hidden or is_preview)
+    return file.suffix.lower() in clips.FILM_ENDINGS and not (is_hidden or is_preview)
 
 
 def pair(a: Folder, b: Folder) -> list[tuple[int, int]]:
     """Return which sample of `b` belongs to which of `a`: the one of the same name.
 
-    Single files are a pair whatever their names.
-
-    Raises:
-        ValueError: If a sample has no counterpart; names those.
+    Single files are a pair whatever their names. Raises ValueError if a sample has no counterpart; names those.
     """
     if len(a) == len(b) == 1 and a.path.is_file() and b.path.is_file():
         return [(0, 0)]
@@ -143,18 +135,14 @@ def pair(a: Folder, b: Folder) -> list[tuple[int, int]]:
         raise ValueError(f"{a.path} and {b.path}: an .npz has no file names; pair it with an .npz")
     places = {name: place for place, name in enumerate(b.names)}
     lacking = [_missing(b.path, [name for name in a.names if name not in places], a.path)]
-    lacking += [_missing(a.path, sorted(places.keys() - set(a.names), key=natural), b.path)]
+    lacking += [_missing(a.path, sorted(places.keys() - set(a.names), key=clips.natural), b.path)]
     if any(lacking):
         raise ValueError("; ".join(filter(None, lacking)) + " (files are paired by name)")
     return [(place, places[name]) for place, name in enumerate(a.names)]
 
 
 def common_size(folder: Folder, progress: Callable[[Iterable[Size]], Iterable[Size]] = iter) -> Size:
-    """Return the height and width that all pictures have.
-
-    Raises:
-        ValueError: If one has another; names it.
-    """
+    """Return the height and width that all pictures have; raises ValueError if one has another; names it."""
     first: Size | None = None
     for index, size in enumerate(progress(folder.sizes())):
         first = first or size
@@ -178,7 +166,7 @@ def _named(path: Path, found: Collection[Path], notes: tuple[str, ...]) -> Folde
             both = sorted((file.name, names[name].name))
             raise ValueError(f"{path} holds {' and '.join(both)}: two files of one name; part them")
         names[name] = file
-    order = sorted(names, key=natural)
+    order = sorted(names, key=clips.natural)
     return Folder(path, tuple(order), tuple(names[name] for name in order), notes)
 
 
@@ -189,7 +177,7 @@ def _left_out(path: Path, files: Collection[Path], what: str) -> tuple[str, ...]
 
 
 def _folders_of_pictures(path: Path) -> list[Path]:
-    return [p for p in path.iterdir() if p.is_dir() and any(map(is_picture, p.iterdir()))]
+    return [p for p in path.iterdir() if p.is_dir() and any(map(clips.is_picture, p.iterdir()))]
 
 
 def _missing(path: Path, names: Sequence[str], other: Path) -> str:

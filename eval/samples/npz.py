@@ -44,11 +44,7 @@ class StoredPictures:
             return array
 
     def __getitem__(self, index: int) -> Tensor:
-        """Return a picture, uint8 [3, H, W].
-
-        Raises:
-            ValueError: If the file is damaged.
-        """
+        """Return a picture, uint8 [3, H, W]; raises ValueError if the file is damaged."""
         return torch.from_numpy(self._array[index].transpose(2, 0, 1).copy())
 
 
@@ -67,9 +63,7 @@ class Statistics:
 def keys(path: Path) -> tuple[str, ...]:
     """Return the names of the arrays of a file.
 
-    Raises:
-        FileNotFoundError: If there is none.
-        ValueError: If it is not a whole `.npz` file.
+    Raises FileNotFoundError if there is none, and ValueError if it is not a whole `.npz` file.
     """
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
@@ -80,9 +74,7 @@ def keys(path: Path) -> tuple[str, ...]:
 def open_pictures(path: Path) -> StoredPictures:
     """Look at the pictures of a file without reading them.
 
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If it is damaged or holds no pictures.
+    Raises FileNotFoundError if there is no such file, and ValueError if it is damaged or holds no pictures.
     """
     found = keys(path)
     if PICTURES not in found:
@@ -96,9 +88,8 @@ def open_pictures(path: Path) -> StoredPictures:
 def read_statistics(path: Path) -> Statistics | None:
     """Return the statistics in a file, None where it has none.
 
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If it is damaged, or what it holds is no mean and covariance.
+    Raises FileNotFoundError if there is no such file, and ValueError if it is damaged, or what it holds is no mean
+    and covariance.
     """
     if not {"mu", "sigma"} <= set(keys(path)):
         return None
@@ -134,8 +125,7 @@ def write_statistics(path: Path, statistics: Statistics) -> None:
 def check_about(path: str, statistics: Statistics, entry: Mapping[str, Any]) -> None:
     """Check that statistics are of the network that reads the other set, where they say.
 
-    Raises:
-        ValueError: If they are of another one.
+    Raises ValueError if they are of another one.
     """
     for key in ("extractor", "convention", "sha256"):
         if key in statistics.about and statistics.about[key] != entry.get(key):

@@ -22,11 +22,8 @@ FRAME_MILLISECONDS = 100
 def target_of(out: Path | None, is_video: bool) -> Path:
     """Return the file that a run is written to, checked before the run.
 
-    `out` of None is `out/run.png`, or `out/run.gif` for a video.
-
-    Raises:
-        MissingError: If PyAV is needed and not installed.
-        ValueError: If the file cannot be written, or its ending does not fit.
+    `out` of None is `out/run.png`, or `out/run.gif` for a video. Raises MissingError if PyAV is needed and not
+    installed, and ValueError if the file cannot be written, or its ending does not fit.
     """
     if out is None:
         out = Path("out/run.gif" if is_video else "out/run.png")

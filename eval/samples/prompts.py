@@ -89,12 +89,9 @@ def load_prompts(source: str | Path, limit: int | None = None) -> Prompts:
 def calibration_prompts(source: str) -> Prompts:
     """Load prompts to calibrate on, none of which is to be evaluated on.
 
-    Of the built-in lists these are lists of their own; of any other list the half that a hash of
-    each prompt tells, wherever the prompt stands.
-
-    Raises:
-        FileNotFoundError: If there is neither such a list nor such a file.
-        ValueError: If the file cannot be read, or no prompt falls into the half.
+    Of the built-in lists these are lists of their own; of any other list the half that a hash of each prompt tells,
+    wherever the prompt stands. Raises FileNotFoundError if there is neither such a list nor such a file, and
+    ValueError if the file cannot be read, or no prompt falls into the half.
     """
     if source in SHIPPED:
         texts, _ = _read(_FOLDER / f"{source}-calibration.txt", None)

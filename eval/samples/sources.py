@@ -18,7 +18,7 @@ from torch import Tensor
 
 from diffcache.errors import MissingError
 from diffcache.eval.metrics import i3d, inception, lite
-from diffcache.eval.metrics.frechet import Moments, moments
+from diffcache.eval.metrics.distances import Moments, moments
 from diffcache.eval.metrics.sets import Reference, some
 from diffcache.eval.runs.extractors import Columns, Extractors
 from diffcache.eval.runs.score import DEFINITION, kept
@@ -64,8 +64,7 @@ class Source:
     def read(self, part: Sequence[int]) -> Tensor | list[Tensor]:
         """Read samples: pictures uint8 [N, 3, H, W], or films uint8 [F, 3, H, W].
 
-        Raises:
-            ValueError: If a file cannot be read; it is named.
+        Raises ValueError if a file cannot be read; it is named.
         """
         folder = self.folder
         assert folder is not None, "statistics have no parts"
@@ -84,10 +83,8 @@ class Source:
     def columns(self, part: Sequence[int], extractors: Extractors, place: Path) -> Columns:
         """Return the features of a part, those that are kept or computed ones.
 
-        The part is one of `parts`; `place` is the folder where they are kept.
-
-        Raises:
-            ValueError: If a file cannot be read; it is named.
+        The part is one of `parts`; `place` is the folder where they are kept. Raises ValueError if a file cannot be
+        read; it is named.
         """
         key = digest([DEFINITION, self.identity, list(part), extractors.identity])
         place = place / f"{part[0]:06d}.safetensors"
@@ -109,9 +106,8 @@ class Source:
     def check(self, extractors: Extractors) -> None:
         """Check that statistics are of the network that reads the samples here.
 
-        Raises:
-            MissingError: If they are of a network that is missing here.
-            ValueError: If they are of another network, or of no known one.
+        Raises MissingError if they are of a network that is missing here, and ValueError if they are of another
+        network, or of no known one.
         """
         if self.statistics is None:
             return
@@ -173,8 +169,7 @@ class Source:
     def ending(self) -> str:
         """The ending of the keys that the statistics belong to.
 
-        Raises:
-            ValueError: If they are of features that no network here makes.
+        Raises ValueError if they are of features that no network here makes.
         """
         assert self.statistics is not None
         real = i3d.DIMENSIONS if self.is_film else inception.DIMENSIONS
@@ -190,9 +185,8 @@ class Source:
 def open_source(path: str | Path, wish: Wish | None = None) -> Source:
     """Look at samples: names, sizes from headers, statistics.
 
-    Raises:
-        FileNotFoundError: If nothing is there.
-        ValueError: If it holds nothing that can be used, or pictures differ in size.
+    Raises FileNotFoundError if nothing is there, and ValueError if it holds nothing that can be used, or pictures
+    differ in size.
     """
     path, wish = Path(path).expanduser(), wish or Wish()
     stored = None

@@ -1,8 +1,7 @@
-"""`diffcache eval vbench`: draw the films of VBench's suite, measure films, form the scores."""
+"""`diffcache eval vbench`: draw the films of VBench's suite, measure films, form the suite."""
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -10,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer.core import TyperGroup
 
-from diffcache.command import EXIT_LINE, FAILED, METHOD, MISSING, Json, check_json, guarded, print_or_write
+from diffcache.command import EXIT_LINE, FAILED, METHOD, MISSING, Json, check_json, guarded, print_or_write, refuse
 from diffcache.eval.options import EMPTY, NONE, Quiet, Settings, with_task
 
 if TYPE_CHECKING:
-    from diffcache.eval.vbench.scores import Scores
+    from diffcache.eval.vbench.suite import Scores
 
 INSTALLED = "installed"
 
@@ -35,7 +34,7 @@ app = typer.Typer(
     epilog=EXIT_LINE,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Draw the films of VBench's suite, measure films, form the scores.",
+    help="Draw the films of VBench's suite, measure films, form the suite.",
 )
 Dimensions = Annotated[
     list[str], typer.Option("--dimension", metavar="NAME", help="May be repeated (default: all that apply).")
@@ -71,7 +70,7 @@ def draw(
 
         diffcache eval vbench wan/films --backend official --info VBench_full_info.json --gpus 8
     """
-    from diffcache.eval.runs.progress import shown
+    from diffcache.eval.runs.ranks import shown
     from diffcache.eval.runs.task import Task
     from diffcache.eval.vbench.layout import find_info
     from diffcache.eval.vbench.sampling import Suite, draw_suite
@@ -130,18 +129,10 @@ def measure(
 
     check_json(machine)
     if backend == "own":
-        useless = {
-            "--dimension": dimensions,
-            "--info": info,
-            "--prompts": prompts,
-            "--out": out,
-            "--filtered": filtered,
-            "--device": device,
-            "--gpus": gpus > 1,
-        }
-        named = [option for option, value in useless.items() if value]
-        if named:
-            raise ValueError(f"{', '.join(named)} has no effect with --backend own: leave out")
+        useless: dict[str, Any] = {"dimension": dimensions, "info": info, "prompts": prompts, "out": out}
+        useless |= {"filtered": filtered, "device": device, "gpus": gpus if gpus > 1 else ""}
+        given = {name: value or None for name, value in useless.items()}
+        refuse(given, "has no effect with --backend own; leave it out")
         _own(folder, machine)
         return
     if prompts and info:
@@ -175,14 +166,14 @@ def score(
 
         diffcache eval vbench score wan/films-vbench
     """
-    from diffcache.eval.vbench import scores
+    from diffcache.eval.vbench import suite
 
-    found = scores.summarize(scores.read_results(folder))
+    found = suite.summarize(suite.read_results(folder))
     print_or_write(machine, {"backend": "official", **found.to_dict()}, lambda: typer.echo(_text(found)))
 
 
 def _own(folder: Path, machine: str) -> None:
-    from diffcache.eval.vbench.own import measure_films
+    from diffcache.eval.vbench.suite import measure_films
     from diffcache.pipelines.demo.console import tracked
 
     report = measure_films(folder, lambda files: tracked(files, len(files), "films"))
@@ -193,9 +184,9 @@ def _own(folder: Path, machine: str) -> None:
 
 
 def _official(job: Any, dimensions: list[str], machine: str) -> None:
-    from diffcache.eval.vbench import driver, scores
+    from diffcache.eval.vbench import driver, suite
 
-    found = scores.summarize(driver.run(job, dimensions or None))
+    found = suite.summarize(driver.run(job, dimensions or None))
     report: dict[str, Any] = {"backend": "official", "mode": job.mode, **found.to_dict()}
     text = _text(found)
     if job.info is None:
@@ -205,11 +196,10 @@ def _official(job: Any, dimensions: list[str], machine: str) -> None:
     print_or_write(machine, report, lambda: typer.echo(text))
 
 
-def _read_prompts(path: Path) -> dict[str, str]:
-    try:
-        prompts = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+def _read_prompts(path: Path) -> Any:
+    from diffcache.eval.vbench.suite import json_of
+
+    prompts = json_of(path)
     if not isinstance(prompts, dict) or not all(isinstance(p, str) for p in prompts.values()):
         raise ValueError(f"{path} must be JSON of the form {{file: prompt}}")
     return prompts

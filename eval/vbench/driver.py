@@ -24,7 +24,7 @@ import torch
 
 from diffcache.errors import DiffcacheError
 from diffcache.eval.metrics.weights import MissingWeightsError, check
-from diffcache.eval.vbench import layout, scores, suite
+from diffcache.eval.vbench import layout, suite
 
 PYTHON = "VBENCH_PYTHON"
 CACHE = "VBENCH_CACHE_DIR"
@@ -63,7 +63,6 @@ class DriverJob:
     prompts: Mapping[str, str] | None = None  # `{file name: prompt}` for films of any prompts; None to take the names
     filtered: Path | None = None  # films that VBench's static filter kept, for temporal_flickering of the suite
     device: str = "cuda"  # torch device in the other interpreter
-    python: str | None = None  # the interpreter; None for `$VBENCH_PYTHON`, or this one
     # CUDA devices, each of which runs one dimension at a time. VBench's own way to share one dimension out needs
     # NCCL, and takes the last frame for appearance_style.
     gpus: int = 1
@@ -89,7 +88,7 @@ class DriverJob:
     @property
     def interpreter(self) -> str:
         """The interpreter that runs the package."""
-        return self.python or os.environ.get(PYTHON) or sys.executable
+        return os.environ.get(PYTHON) or sys.executable
 
     def folder(self, dimension: str) -> Path:
         """Folder of the films that a dimension is measured on."""
@@ -99,10 +98,7 @@ class DriverJob:
 def run(job: DriverJob, dimensions: Sequence[str] | None = None) -> dict[str, float]:
     """Measure the dimensions that are not measured yet, and return the scores of all.
 
-    `dimensions` of None are all that the mode allows.
-
-    Returns:
-        Raw scores by dimension.
+    `dimensions` of None are all that the mode allows. Scores are raw, by dimension.
 
     Raises:
         MissingWeightsError: Weight files are missing; names all of them, before anything runs.
@@ -115,7 +111,7 @@ def run(job: DriverJob, dimensions: Sequence[str] | None = None) -> dict[str, fl
     todo = [name for name in names if not _done(job, name, stamps[name])]
     preflight(todo)
     _measure_all(job, {name: stamps[name] for name in todo})
-    found = [scores.read_results(job.out / f"{name}{scores.ENDING}") for name in names]
+    found = [suite.read_results(job.out / f"{name}{suite.ENDING}") for name in names]
     return {name: result[name] for name, result in zip(names, found, strict=True)}
 
 
@@ -157,7 +153,7 @@ def preflight(dimensions: Sequence[str]) -> None:
 
 def stamp(job: DriverJob, dimension: str) -> str:
     """Return a hash of a dimension's inputs: films, sizes, times, prompts and mode."""
-    films = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in _films(job, dimension)]
+    films = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in layout.check_folder(job.folder(dimension))]
     info = job.info.read_text(encoding="utf-8") if job.info else None
     prompts = dict(job.prompts) if job.prompts else None
     text = json.dumps([films, info, prompts, job.mode], sort_keys=True)
@@ -176,15 +172,11 @@ def _check(job: DriverJob, names: Sequence[str]) -> None:
                 "folder it makes, or leave the dimension out"
             )
     for name in names:
-        _films(job, name)
+        layout.check_folder(job.folder(name))
     if job.prompts is not None:
         absent = [f.name for f in layout.check_folder(job.films) if f.name not in job.prompts]
         if absent:
             raise ValueError(f"no prompt is given for {absent[0]} ({len(absent)} films without)")
-
-
-def _films(job: DriverJob, dimension: str) -> list[Path]:
-    return layout.check_folder(job.folder(dimension))
 
 
 def _stamp_file(job: DriverJob, dimension: str) -> Path:
@@ -194,7 +186,7 @@ def _stamp_file(job: DriverJob, dimension: str) -> Path:
 
 def _done(job: DriverJob, dimension: str, films: str) -> bool:
     kept = _stamp_file(job, dimension)
-    result = job.out / f"{dimension}{scores.ENDING}"
+    result = job.out / f"{dimension}{suite.ENDING}"
     return result.is_file() and kept.is_file() and kept.read_text() == films
 
 
@@ -237,28 +229,23 @@ def _measure(job: DriverJob, dimension: str, visible: str) -> None:
         "prompts": dict(job.prompts) if job.prompts else None,
     }
     command = [job.interpreter, "-c", _PROGRAM]
+    # No network, and old checkpoints may be loaded. Parts of VBench ask for `cuda` without a number, so each process
+    # is shown its own device only.
+    ours = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
+    shown = {**os.environ, **ours, **({_VISIBLE: visible} if visible else {})}
     text = json.dumps(message)
     try:
-        done = subprocess.run(command, input=text, env=_environment(visible), capture_output=True, text=True)
+        done = subprocess.run(command, input=text, env=shown, capture_output=True, text=True)
     except OSError as error:
         raise VBenchError(f"cannot start {job.interpreter} ({PYTHON}): {error}") from error
-    result = work / f"{dimension}{scores.ENDING}"
+    result = work / f"{dimension}{suite.ENDING}"
     if done.returncode or not result.is_file():
         said = "\n".join((done.stdout + done.stderr).strip().splitlines()[-_TAIL_LINES:])
         raise VBenchError(
             f"VBench failed on {dimension} in {job.interpreter} (exit {done.returncode}); set "
             f"${PYTHON} to an interpreter that has the package vbench. It said:\n{said}"
         )
-    scores.read_results(result)
+    suite.read_results(result)
     for file in work.glob("*.json"):
         os.replace(file, job.out / file.name)
     shutil.rmtree(work)
-
-
-def _environment(visible: str) -> dict[str, str]:
-    """Environment of the other interpreter: no network, and old checkpoints may be loaded.
-
-    Parts of VBench ask for `cuda` without a number, so each process is shown its own device only.
-    """
-    ours = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1"}
-    return {**os.environ, **ours, **({_VISIBLE: visible} if visible else {})}

@@ -7,7 +7,6 @@ manifest, a log or a half-written film in that folder breaks it.
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -54,10 +53,7 @@ def read_info(path: str | Path) -> list[Prompt]:
     Raises:
         ValueError: It is no such list; names the file and the entry.
     """
-    try:
-        entries = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+    entries = suite.json_of(Path(path))
     if not isinstance(entries, list) or not entries:
         raise ValueError(f"{path} is not VBench's list of prompts: it must be a list of entries")
     prompts = []
@@ -74,7 +70,7 @@ def read_info(path: str | Path) -> list[Prompt]:
     return prompts
 
 
-def film_name(prompt: str, index: int, ending: str = ".mp4") -> str:
+def film_name(prompt: str, index: int) -> str:
     """Return the name VBench looks for.
 
     The prompt is taken as it is, a final full stop stays; samples are numbered from 0.
@@ -84,7 +80,7 @@ def film_name(prompt: str, index: int, ending: str = ".mp4") -> str:
     """
     if index < 0:
         raise ValueError(f"index of a film must not be negative, but is {index}")
-    name = f"{prompt}-{index}{ending}"
+    name = f"{prompt}-{index}.mp4"
     way_out = "VBench finds films by their prompts; take it out of the list"
     found = _HOSTILE.search(prompt)
     if not prompt.strip() or found:

@@ -13,8 +13,7 @@ from pathlib import Path
 from diffcache.eval.methods import parse_row
 from diffcache.eval.runs.draw import Drawer
 from diffcache.eval.runs.folder import FILMS, MARKER, Batch, CaseFolder, check_claim
-from diffcache.eval.runs.progress import Progress
-from diffcache.eval.runs.ranks import join
+from diffcache.eval.runs.ranks import Progress, join
 from diffcache.eval.runs.task import Case, Task, code_sha256, digest
 from diffcache.eval.vbench import layout, suite
 from diffcache.files import write_json
@@ -43,10 +42,8 @@ class Suite:
 def draw_suite(job: Suite, progress: Progress) -> tuple[int, float] | None:
     """Draw every film that is not there yet; processes of a launcher share them out.
 
-    Film `i` of the whole suite has seed `seed + i`, so no two share one.
-
-    Returns:
-        Number of films, and their frames per second; None in all processes but the first.
+    Film `i` of the whole suite has seed `seed + i`, so no two share one. The number of films and their frames per
+    second are returned in the first process; None in all others.
 
     Raises:
         FileNotFoundError: There is no such model or list of prompts.

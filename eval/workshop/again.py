@@ -23,13 +23,12 @@ from diffcache.eval.demo import Task as DemoTask
 from diffcache.eval.demo import compare
 from diffcache.eval.kv import recall, reuse, text_task
 from diffcache.eval.kv.peer import PREFIX, installed
-from diffcache.eval.kv.tables import weights_digest
 from diffcache.eval.kv.texts import TextModel
-from diffcache.eval.kv.words import parse_recipe, parse_row
+from diffcache.eval.kv.words import parse_recipe, parse_row, weights_digest
 from diffcache.eval.methods import parse_method
 from diffcache.eval.record import FOLDER, Row, Setting, some
 from diffcache.eval.runs.measure import evaluate
-from diffcache.eval.runs.progress import Progress
+from diffcache.eval.runs.ranks import Progress
 from diffcache.eval.runs.sweep import read_sweep, read_values
 from diffcache.eval.workshop.bench import judge, search, telling
 from diffcache.eval.workshop.dllm import measure as dllm

@@ -37,9 +37,8 @@ from diffcache.command import FAILED, fail, script
 from diffcache.eval.cli import show
 from diffcache.eval.pages import escape_markdown, table
 from diffcache.eval.record import FOLDER, ROOT
-from diffcache.eval.report.columns import columns_of
 from diffcache.eval.report.plots import draw_pareto
-from diffcache.eval.report.records import Record, load
+from diffcache.eval.report.records import Record, columns_of, load
 from diffcache.eval.report.table import markdown, table_of
 from diffcache.eval.report.words import conditions
 from diffcache.eval.runs.sweep import read_sweep, read_values, settings_of

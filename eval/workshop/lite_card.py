@@ -19,8 +19,7 @@ from torch import Tensor
 
 from diffcache.command import Threads, script
 from diffcache.eval.metrics import lite
-from diffcache.eval.metrics.distances import inception_score
-from diffcache.eval.metrics.frechet import frechet, moments
+from diffcache.eval.metrics.distances import frechet, inception_score, moments
 from diffcache.eval.pages import rendered
 from diffcache.eval.workshop.small.corruptions import corrupt
 from diffcache.eval.workshop.small.sticker_features import draw, draw_films

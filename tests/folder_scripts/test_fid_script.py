@@ -11,8 +11,8 @@ from PIL import Image
 from torch import Tensor
 
 from diffcache.eval import fid, fidelity
-from diffcache.eval.metrics import bootstrap, inception, lite, lpips, pixels, sets
-from diffcache.eval.metrics.frechet import frechet, moments
+from diffcache.eval.metrics import inception, intervals, lite, lpips, pixels, sets
+from diffcache.eval.metrics.distances import frechet, moments
 from diffcache.eval.samples.clips import write_clip, write_preview
 from tests.folder_scripts.pictures import drawn, error, report, saved
 from tests.picture_files import save_npz
@@ -33,7 +33,7 @@ def test_fid_is_that_of_the_features_and_sees_ghosts(capsys: Any, shapes: dict[s
         found = report(capsys, fid.main, shapes["real"], shapes[name], "--resamples", "50")
         distance = found["metrics"]["fid_lite"]
         assert distance["value"] == pytest.approx(frechet(moments(features[name]), reference), rel=1e-5)
-        expected = bootstrap.frechet_interval(features[name], reference, 50)
+        expected = intervals.frechet_interval(features[name], reference, 50)
         assert distance["low"] == pytest.approx(expected.low, rel=1e-4)
         assert distance["high"] == pytest.approx(expected.high, rel=1e-4)
         assert distance["n"] == found["fake"]["count"] == 160
@@ -206,7 +206,7 @@ def test_fidelity_equals_the_functions_on_the_same_pictures(capsys: Any, tmp_pat
     assert [row["name"] for row in rows] == [str(i) for i in range(12)] != [str(i) for i in order]
     for key, column in expected.items():
         row = found["metrics"][key]
-        interval = bootstrap.mean_interval(column, 100)
+        interval = intervals.mean_interval(column, 100)
         for name in ("value", "low", "high"):
             assert row[name] == pytest.approx(getattr(interval, name), rel=1e-5)
         assert [float(r[key]) for r in rows] == pytest.approx(column.tolist(), rel=1e-5)

@@ -46,7 +46,7 @@ STOPPED = {
     "accelerate launch --multi_gpu --num_processes 8 -m diffcache eval --model": "diffcache.eval.cli.show",
     "accelerate launch --multi_gpu --num_processes 8 -m diffcache eval vbench draw": "diffcache.eval.vbench.layout.find_info",
     "diffcache eval vbench wan/films --backend official": "diffcache.eval.vbench.driver.run",
-    "diffcache eval vbench score": "diffcache.eval.vbench.scores.read_results",
+    "diffcache eval vbench score": "diffcache.eval.vbench.suite.read_results",
     "diffcache kernels measure": "diffcache.eval.kernels.command.device_of",
 }
 # Commands that run -> words behind them that make them short.

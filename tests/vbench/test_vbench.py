@@ -16,11 +16,10 @@ from typer.testing import CliRunner
 
 from diffcache.eval.metrics.weights import MissingWeightsError, WrongWeightsError
 from diffcache.eval.runs.folder import CaseFolder, RunError
-from diffcache.eval.runs.progress import Progress
-from diffcache.eval.runs.ranks import Ranks
+from diffcache.eval.runs.ranks import Progress, Ranks
 from diffcache.eval.runs.task import Task
 from diffcache.eval.samples.clips import read_clip, read_fps, write_clip, write_preview
-from diffcache.eval.vbench import driver, layout, sampling, scores, suite
+from diffcache.eval.vbench import driver, layout, sampling, suite
 from diffcache.eval.vbench.command import app
 from diffcache.eval.vbench.sampling import Suite, draw_suite
 
@@ -558,7 +557,7 @@ def write(folder: Path, name: str, value: float) -> None:
 @pytest.mark.parametrize("model", PUBLISHED)
 def test_scores_are_those_published(model: str) -> None:
     (total, quality, semantic), raw = published(model)
-    found = scores.summarize(raw)
+    found = suite.summarize(raw)
     # Raw scores are rounded to 0.01 points, so a mean of them is off by less than that.
     assert found.quality == pytest.approx(quality, abs=1e-4)
     assert found.semantic == pytest.approx(semantic, abs=1e-4)
@@ -569,18 +568,18 @@ def test_scores_are_those_published(model: str) -> None:
 def test_the_best_and_worst_raw_scores_count_one_and_nothing() -> None:
     best = {name: d.high for name, d in suite.DIMENSIONS.items()}
     worst = {name: d.low for name, d in suite.DIMENSIONS.items()}
-    assert scores.summarize(best).total == pytest.approx(1)
-    assert scores.summarize(worst).total == pytest.approx(0)
+    assert suite.summarize(best).total == pytest.approx(1)
+    assert suite.summarize(worst).total == pytest.approx(0)
     halved = {**best, "dynamic_degree": 0.0}
-    assert scores.summarize(halved).quality == pytest.approx(6 / 6.5)
+    assert suite.summarize(halved).quality == pytest.approx(6 / 6.5)
 
 
 def test_no_score_is_made_from_a_part() -> None:
     _, raw = published("Kling")
     del raw["scene"], raw["color"]
-    found = scores.summarize(raw)
+    found = suite.summarize(raw)
     assert (found.semantic, found.total) == (None, None)
-    assert found.quality == scores.summarize(published("Kling")[1]).quality
+    assert found.quality == suite.summarize(published("Kling")[1]).quality
     assert found.missing == ("color", "scene")
     assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["total"] is None
     assert "| **total score** |  | n/a |" in found.markdown()
@@ -597,8 +596,8 @@ def test_results_are_read_in_both_forms(tmp_path: Path) -> None:
         (folder / f"{name}_full_info.json").write_text('[{"prompt_en": "a"}]')
     named = {name.replace("_", " "): value for name, value in raw.items()}
     (flat / "all_results.json").write_text(json.dumps(named))
-    assert scores.read_results(folder) == scores.read_results(flat) == raw
-    assert scores.read_results(folder / "scene_eval_results.json") == {"scene": raw["scene"]}
+    assert suite.read_results(folder) == suite.read_results(flat) == raw
+    assert suite.read_results(folder / "scene_eval_results.json") == {"scene": raw["scene"]}
 
 
 def test_results_that_disagree_are_an_error(tmp_path: Path) -> None:
@@ -607,7 +606,7 @@ def test_results_that_disagree_are_an_error(tmp_path: Path) -> None:
         write(tmp_path / place, "scene", value)
         (tmp_path / place / "scene_eval_results.json").rename(tmp_path / f"{place}_eval_results.json")
     with pytest.raises(ValueError, match=r"a_eval.*b_eval.*disagree on scene: 0.5 and 0.25"):
-        scores.read_results(tmp_path)
+        suite.read_results(tmp_path)
 
 
 def test_the_command_scores_results(tmp_path: Path, run: Any) -> None:

@@ -29,8 +29,7 @@ from torch import Tensor
 
 from diffcache.command import Seed, Threads, script
 from diffcache.dllm import Schedule
-from diffcache.eval.metrics.bootstrap import mean_interval
-from diffcache.eval.metrics.intervals import share_interval
+from diffcache.eval.metrics.intervals import mean_interval, share_interval
 from diffcache.eval.record import FOLDER, Row, Setting, check, envelope, values
 from diffcache.eval.runs.task import directory_sha256
 from diffcache.eval.workshop.shipped.draw import draw_grid, draw_pictures, draw_stickers, edit_stickers, outputs_of

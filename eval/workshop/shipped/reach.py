@@ -27,8 +27,7 @@ from diffcache.catalog import make_method
 from diffcache.command import Seed, Threads, script
 from diffcache.eval.cost.flops import count
 from diffcache.eval.cost.interleave import measure as measure_in_turn
-from diffcache.eval.metrics.bootstrap import mean_interval
-from diffcache.eval.metrics.intervals import share_change, share_interval
+from diffcache.eval.metrics.intervals import mean_interval, share_change, share_interval
 from diffcache.eval.offline import demonstrations
 from diffcache.eval.record import FOLDER, Row, Setting, envelope, values
 from diffcache.eval.report.records import SCHEMA, checked

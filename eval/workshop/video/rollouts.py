@@ -12,8 +12,7 @@ from diffusers import WanPipeline
 from numpy.typing import NDArray
 from torch import Tensor
 
-from diffcache.eval.metrics.bootstrap import mean_interval
-from diffcache.eval.metrics.intervals import share_interval
+from diffcache.eval.metrics.intervals import mean_interval, share_interval
 from diffcache.eval.record import Progress, Setting
 from diffcache.eval.workshop.parts import Parts
 from diffcache.eval.workshop.small.export import loader

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from diffcache import cli
 from diffcache.errors import TablesError
-from diffcache.eval.kv import stages, tables, words
+from diffcache.eval.kv import stages, words
 from diffcache.eval.kv.offline import RecallSamples, TextSamples, Work, seen_by
 from diffcache.eval.kv.recall import KVTask, measure
 from diffcache.eval.kv.stages import lococo, locret
@@ -40,7 +40,7 @@ def made(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     patch.setitem(stages.MAKERS, "locret", partial(locret, steps=40))
     try:
         work = Work(model, SAMPLES, lambda *_: None)
-        for file in tables.FOLDER.glob("*.safetensors"):  # those that are shipped
+        for file in words.FOLDER.glob("*.safetensors"):  # those that are shipped
             stages.make(file.stem, work, into / file.name, DIGEST)
     finally:
         patch.undo()
@@ -52,7 +52,7 @@ def made(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_recipes_take_what_was_made(made: Path, folder: Path) -> None:
     def table(name: str, setting: str, entry: str = "") -> object:
-        return tables.read_table(f"@{made / name}.safetensors{entry}", setting)
+        return words.read_table(f"@{made / name}.safetensors{entry}", setting)
 
     rows = [
         duo_attention(table("duo_attention", "heads"), 8, sinks=2),  # type: ignore[arg-type]
@@ -166,22 +166,22 @@ def test_tables_of_another_model_recipe_or_setting_are_refused(measured: Path, t
         words.parse_recipe(f"prefixkv:tables={file}")
     two = {"1": torch.ones(2), "2": torch.ones(2)}
     about = {"kind": "table", "recipe": "prefixkv", "gives": {"shares": ["1", "2"]}}
-    tables.write_table(tmp_path / "x.safetensors", two, about)
+    words.write_table(tmp_path / "x.safetensors", two, about)
     with pytest.raises(TablesError, match="has shares for 1, 2; say which behind a #"):
         words.parse_recipe(f"prefixkv:tables={tmp_path}/x.safetensors")
     words.parse_recipe(f"prefixkv:tables={tmp_path}/x.safetensors#2")
 
 
 def test_shipped_tables_are_of_the_shipped_model() -> None:
-    weights = tables.weights_digest(KVTask().directory)
-    names = [file.stem for file in tables.FOLDER.glob("*.safetensors")]
+    weights = words.weights_digest(KVTask().directory)
+    names = [file.stem for file in words.FOLDER.glob("*.safetensors")]
     assert set(names) == set(stages.MAKERS) - {"epicache", "a2ats", "xquant_latent"}
     for name in names:
-        with safe_open(tables.FOLDER / f"{name}.safetensors", "pt") as file:
+        with safe_open(words.FOLDER / f"{name}.safetensors", "pt") as file:
             about = json.loads(file.metadata()["about"])
         assert (about["recipe"], about["weights"]) == (name, weights)
         for entries in about["gives"].values():
-            assert tables.settings_of(f"{name}#{entries[-1]}", name, weights)
+            assert words.settings_of(f"{name}#{entries[-1]}", name, weights)
 
 
 def call(*given: object) -> Any:
@@ -206,7 +206,7 @@ def test_the_shipped_model_needs_no_texts(tmp_path: Path) -> None:
     shape = ["calibrate", "--out", out, "--context", 257, "--samples", 1]
     found = call(*shape, "--model", "recall-llama", "--recipe", "razor_attention:period=8")
     assert found.exit_code == 0, found.output
-    assert "heads" in tables.settings_of(str(out), "razor_attention")
+    assert "heads" in words.settings_of(str(out), "razor_attention")
     found = call(*shape, "--model", "a/b", "--recipe", "razor_attention")
     assert found.exit_code == 2 and "--texts is missing" in " ".join(found.output.split())
     found = call(*shape, "--model", "recall-llama", "--recipe", "duo")

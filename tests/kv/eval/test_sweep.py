@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from diffcache import cli, kv
 from diffcache.errors import TablesError
-from diffcache.eval.kv import peer, recall, tables, words
+from diffcache.eval.kv import peer, recall, words
 from diffcache.eval.kv.choose import candidates, pick
 from diffcache.eval.kv.words import parse_recipe
 from diffcache.eval.record import ROOT
@@ -121,36 +121,36 @@ def test_words_are_recipes() -> None:
 
 
 def test_a_table_is_read_by_the_name_of_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "FOLDER", tmp_path)
+    monkeypatch.setattr(words, "FOLDER", tmp_path)
     heads = torch.tensor([[True, False], [False, True]])
-    tables.write_table(tmp_path / "two.safetensors", {"heads": heads}, {"kind": "table"})
+    words.write_table(tmp_path / "two.safetensors", {"heads": heads}, {"kind": "table"})
     expected = ((True, False), (False, True))
-    assert tables.read_table("@two", "heads") == expected
-    assert tables.read_table("@two#heads", "other") == expected
-    assert tables.read_table(f"@{tmp_path}/two.safetensors", "heads") == expected
+    assert words.read_table("@two", "heads") == expected
+    assert words.read_table("@two#heads", "other") == expected
+    assert words.read_table(f"@{tmp_path}/two.safetensors", "heads") == expected
     with pytest.raises(TablesError, match="two.safetensors has heads"):
-        tables.read_table("@two", "weights")
+        words.read_table("@two", "weights")
     with pytest.raises(TablesError, match=r"are: two; `diffcache kv calibrate .*another model"):
         words.parse_recipe("snapkv:budget=@three")
     (tmp_path / "bad.safetensors").write_bytes(b"no")
     with pytest.raises(TablesError, match="is no file of tables"):
-        tables.read_table("@bad", "heads")
+        words.read_table("@bad", "heads")
 
 
 def test_weights_come_back_as_what_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tables, "FOLDER", tmp_path)
+    monkeypatch.setattr(words, "FOLDER", tmp_path)
     heads = RetainingHeads(torch.randn(2, 6, 4), torch.randn(2, 4, 2))
-    tables.write_table(tmp_path / "locret.safetensors", vars(heads), {"kind": "RetainingHeads"})
+    words.write_table(tmp_path / "locret.safetensors", vars(heads), {"kind": "RetainingHeads"})
     found = words.parse_recipe("locret:budget=0.5,heads=@locret,stabilizers=2").score
     wanted = merging.locret(heads, 0.5, stabilizers=2).score
     assert torch.equal(found.heads.first, wanted.heads.first)  # type: ignore[union-attr]
     bases = [Bases(*(torch.randn(4, 2).half().float() for _ in range(4))) for _ in range(3)]
-    given = tables.basis_tensors("2", bases) | tables.basis_tensors("1", bases[:1])
-    tables.write_table(tmp_path / "bases.safetensors", given, {"kind": "Bases"})
-    back = tables.read_table("@bases#2", "bases")
+    given = words.basis_tensors("2", bases) | words.basis_tensors("1", bases[:1])
+    words.write_table(tmp_path / "bases.safetensors", given, {"kind": "Bases"})
+    back = words.read_table("@bases#2", "bases")
     assert len(back) == 3 and torch.equal(back[2].value_up, bases[2].value_up)
     with pytest.raises(TablesError, match="bases.safetensors has 1, 2; say #entry"):
-        tables.read_table("@bases", "bases")
+        words.read_table("@bases", "bases")
 
 
 def row(held: float, answers: str, nats: list[float], **changes: Any) -> dict[str, Any]:
