@@ -79,7 +79,9 @@ def denoisers_of(target: Any, names: str | Sequence[str] | None = None) -> dict[
         raise AttachError(
             f"components={names!r}: is empty; name at least one of {', '.join(modules)}, or leave it out"
         )
-    found = _default(modules) if names is None else _named(modules, names)
+    if missing := [name for name in names or () if name not in modules]:
+        raise AttachError(f"components: no {missing[0]!r}; the pipeline has {', '.join(modules)}")
+    found = _default(modules) if names is None else {name: modules[name] for name in names}
     if not found:
         raise AttachError(
             f"{type(target).__name__} has no component called transformer, unet, prior or model; "
@@ -96,14 +98,6 @@ def _default(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     if not found and "model" in modules:  # of diffusion language models
         found = {"model": modules["model"]}
     return found
-
-
-def _named(modules: dict[str, nn.Module], names: Sequence[str]) -> dict[str, nn.Module]:
-    """Return the modules of a pipeline that the user named."""
-    missing = [name for name in names if name not in modules]
-    if missing:
-        raise AttachError(f"components: no {missing[0]!r}; the pipeline has {', '.join(modules)}")
-    return {name: modules[name] for name in names}
 
 
 def check_free(target: Any, denoisers: dict[str, nn.Module], site: Site | str) -> None:

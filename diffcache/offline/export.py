@@ -80,16 +80,13 @@ def export(method: str | Method, to: str, *, steps: int | None = None, **setting
     """
     if to not in ENGINES:
         raise ValueError(f"to={to!r}: must be one of {', '.join(ENGINES)}")
-    made = _of_tables(method, settings) if _is_tables(method) else make_method(method, **settings)
+    is_tables = isinstance(method, (str, Path)) and str(method).endswith(".safetensors")
+    made = _of_tables(method, settings) if is_tables else make_method(method, **settings)
     made.abilities()  # raises where tables are missing
     tables = getattr(made, "tables", None)
     known = tables.steps if isinstance(tables, Tables) else None
     chosen = made.method if isinstance(made, Tuned) else made
     return ENGINES[to](chosen, _Run(to, steps or known or chosen.total))
-
-
-def _is_tables(method: object) -> bool:
-    return isinstance(method, (str, Path)) and str(method).endswith(".safetensors")
 
 
 def _of_tables(path: Any, settings: Mapping[str, Any]) -> Method:

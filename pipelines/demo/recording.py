@@ -46,7 +46,8 @@ class Recording:
         if not count:
             raise ValueError("nothing was filmed yet: press Start first")
         pairs = zip(*(frames[-count:] for frames in films), strict=True)
-        return _encoded(map(_beside, pairs), self.fps)
+        rows = (np.concatenate([np.asarray(Image.open(io.BytesIO(file))) for file in pair], 1) for pair in pairs)
+        return _encoded(map(enlarged, rows), self.fps)
 
 
 def to_file(path: Path, frames: Sequence[NDArray[np.uint8]], fps: int) -> None:
@@ -74,11 +75,6 @@ def jpeg(frame: NDArray[np.uint8]) -> bytes:
     file = io.BytesIO()
     Image.fromarray(frame).save(file, "JPEG", quality=88)
     return file.getvalue()
-
-
-def _beside(jpegs: Sequence[bytes]) -> NDArray[np.uint8]:
-    """Return pictures side by side, uint8 `[H, W, 3]` of even height and width."""
-    return enlarged(np.concatenate([np.asarray(Image.open(io.BytesIO(file))) for file in jpegs], 1))
 
 
 def enlarged(row: NDArray[np.uint8]) -> NDArray[np.uint8]:
