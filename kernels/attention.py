@@ -91,19 +91,10 @@ def takes(
 
 
 def attn_forward(
-    q: Tensor,
-    k: Held,
-    v: Held | None,
-    scale: float,
-    *,
-    slots: Tensor | None = None,
-    mask: Tensor | None = None,
-    turns: Tensor | None = None,
-    interleaved: bool = False,
-    offset: int | None = None,
-    window: int = 0,
-    sinks: int = 0,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Held, v: Held | None, scale: float, *, slots: Tensor | None = None,
+    mask: Tensor | None = None, turns: Tensor | None = None, interleaved: bool = False,
+    offset: int | None = None, window: int = 0, sinks: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return attention and its log-sum-exp.
 
     Keys have places 0 to N - 1, or those in the list `slots`, which is read on the device. Keys
@@ -149,19 +140,10 @@ def attn_forward(
 
 
 def attn_mass(
-    q: Tensor,
-    k: Held,
-    lse: Tensor,
-    scale: float,
-    *,
-    slots: Tensor | None = None,
-    mask: Tensor | None = None,
-    turns: Tensor | None = None,
-    interleaved: bool = False,
-    offset: int | None = None,
-    window: int = 0,
-    sinks: int = 0,
-) -> Tensor:
+    q: Tensor, k: Held, lse: Tensor, scale: float, *, slots: Tensor | None = None,
+    mask: Tensor | None = None, turns: Tensor | None = None, interleaved: bool = False,
+    offset: int | None = None, window: int = 0, sinks: int = 0,
+) -> Tensor:  # fmt: skip
     """Return the attention that every place gets, summed over queries and the heads that share it.
 
     The kernel goes over keys and adds up all queries of one in a fixed order. Arguments are those of `attn_forward`,
