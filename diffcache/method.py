@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeGuard, cast
 
+from diffcache.registry import name_of
+
 
 @cache
 def _citations() -> dict[str, str]:
@@ -15,6 +17,14 @@ def _citations() -> dict[str, str]:
     text = Path(__file__).with_name("citations.bib").read_text(encoding="utf-8")
     parts = (part.partition("\n") for part in text.split("\n% ")[1:])
     return {name: entry.strip() for names, _, entry in parts for name in names.split(", ")}
+
+
+class Name:
+    """The name of a class, from its row of the registry."""
+
+    def __get__(self, instance: object, owner: type) -> str:
+        """Return the name."""
+        return name_of(owner)
 
 
 class Citation:
@@ -45,7 +55,7 @@ class Method(ABC):
     never sees a module. `repr(method)` is valid Python.
 
     Attributes:
-        name: Name in the catalogue.
+        name: Name in the catalogue; by default that of the registry.
         bibtex: BibTeX entry of what it comes from, to cite it; by default that of `citations.bib`.
         counts_calls: Whether every call of the network is a step of its run. Networks without a
             timestep, such as language models, have no other clock.
@@ -54,7 +64,7 @@ class Method(ABC):
             published for it; the method then has a field `model`, and `published`.
     """
 
-    name: ClassVar[str] = "unnamed"
+    name: ClassVar[str] = cast(str, Name())
     bibtex: ClassVar[str] = cast(str, Citation())
     counts_calls: ClassVar[bool] = False
     note: ClassVar[str] = ""
@@ -112,9 +122,3 @@ def check_bool(name: str, value: object) -> None:
 def is_number(value: object) -> TypeGuard[float]:
     """Return whether `value` is an int or a float, infinity and NaN included; a bool is neither."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def check_threshold(value: object, hint: str = "") -> None:
-    """Raise ValueError unless `value` is a number of at least 0; infinity is one, NaN is not."""
-    if not is_number(value) or not value >= 0:
-        raise ValueError(f"threshold={value!r}: must be a number of at least 0{hint}")

@@ -419,6 +419,15 @@ def places(kind: Kind) -> dict[str, str]:
     return {name: module for module, _, name in parts}
 
 
+@cache
+def name_of(cls: type) -> str:
+    """Return the name of a class, or of the nearest one that it is made from; "unnamed" for none."""
+    rows = (row for kind in ("method", "dllm", "video") for row in rows_of(kind).values())
+    names = {row.place: row.name for row in rows}
+    bases = (f"{base.__module__}:{base.__qualname__}" for base in cls.__mro__)
+    return next((names[base] for base in bases if base in names), "unnamed")
+
+
 def exported(package: str, name: str, kind: Kind) -> Any:
     """Return a class of a kind as an attribute of its package, or raise AttributeError."""
     module = places(kind).get(name)

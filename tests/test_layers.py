@@ -19,7 +19,7 @@ FILES = sorted(file for top in TOPS for file in (ROOT / top).rglob("*.py"))
 LAYERS = [
     {"foreign"},
     {"kernels"},
-    {"step", "anchor", "digest", "errors", "files", "psnr", "registry", "method", "presets", "weights"},
+    {"step", "anchor", "digest", "errors", "files", "psnr", "registry", "method", "presets", "ranges", "weights"},
     {"kv"},
     {"quant"},
     {"features", "video", "dllm"},

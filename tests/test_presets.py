@@ -62,7 +62,7 @@ def test_a_preset_says_where_it_is_from_and_makes_its_method(preset: Preset) -> 
 
 def test_every_table_of_every_file_is_read() -> None:
     kinds = {kind for family in families().values() for kind in family}
-    assert kinds == {"models", "presets", "teacache", "magcache"}
+    assert kinds == {"models", "presets", "teacache", "magcache", "regione"}
     named = [name for family in families().values() for name in family.get("models", {})]
     assert len(named) == len(set(named)), "a model stands in one file"
     assert set(presets()) <= set(named)

@@ -78,7 +78,9 @@ def known() -> dict[str, Any]:
 
 def tried(default: Any, annotation: str) -> tuple[Any, ...]:
     """Return the values that are tried in place of one."""
-    if isinstance(default, (int, float)) or re.search(r"\b(int|float|Size|Count)\b", annotation):
+    if isinstance(default, (int, float)) or re.search(
+        r"\b(int|float|Size|Count|Whole|Share|Change|Range)\b", annotation
+    ):
         return NUMBERS if "tuple" not in annotation and "Tensor" not in annotation else ()
     return WORDS if isinstance(default, str) else ()
 

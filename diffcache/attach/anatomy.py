@@ -21,65 +21,40 @@ _FEED_FORWARD = re.compile(r"((img|txt|audio|video|image|text)_)?(ff|ffn|mlp|fee
 
 @dataclass(frozen=True)
 class BlockList:
-    """One list of blocks.
+    """One list of blocks."""
 
-    Attributes:
-        key: Its path in the model, such as `transformer_blocks`.
-        depth: Number of blocks.
-        classes: Class names of the blocks.
-        share: Part of the parameters of all lists, 0 to 1.
-    """
-
-    key: str
-    depth: int
-    classes: tuple[str, ...]
-    share: float
+    key: str  # its path in the model, such as `transformer_blocks`
+    depth: int  # number of blocks
+    classes: tuple[str, ...]  # class names of the blocks
+    share: float  # part of the parameters of all lists, 0 to 1
 
 
 @dataclass(frozen=True)
 class ModuleSite:
-    """One attention or feed-forward module inside a block.
+    """One attention or feed-forward module inside a block."""
 
-    Attributes:
-        parent: Path of the module that calls it.
-        child: Its name there.
-        kind: `attention`, `feed-forward`, `fused` (the projection at the end of a fused
-            single-stream block, or the second of two linears that are a layer's feed-forward),
-            `empty` (what only feeds that projection) or `inner` (the first of the two linears).
-        list_key: The list of blocks it is in.
-    """
-
-    parent: str
-    child: str
+    parent: str  # path of the module that calls it
+    child: str  # its name there
+    # `attention`, `feed-forward`, `fused` (the projection at the end of a fused single-stream block, or the second of
+    # two linears that are a layer's feed-forward), `empty` (what only feeds that projection) or `inner` (the first of
+    # the two linears)
     kind: str
-    list_key: str
+    list_key: str  # the list of blocks it is in
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """The parts of a denoiser that a cache can use.
+    """The parts of a denoiser that a cache can use."""
 
-    Attributes:
-        model: Class name.
-        lists: The lists of blocks that methods work on.
-        excluded: Other lists, which always run.
-        singles: Children that count as blocks of their own (a UNet's middle).
-        timestep: Name of the forward argument that carries the timestep, None when there is none.
-        sample: Name of the forward argument that carries what is denoised.
-        modules: Attention and feed-forward modules inside the blocks.
-        is_unet: Whether blocks change shapes and have long skips.
-        opened: Paths of blocks whose inner lists stand among the lists, instead of themselves.
-    """
-
-    model: str
-    lists: tuple[BlockList, ...]
-    excluded: tuple[BlockList, ...]
-    singles: tuple[str, ...]
-    timestep: str | None
-    modules: tuple[ModuleSite, ...]
-    is_unet: bool
-    sample: str = "hidden_states"
-    opened: tuple[str, ...] = ()
+    model: str  # class name
+    lists: tuple[BlockList, ...]  # the lists of blocks that methods work on
+    excluded: tuple[BlockList, ...]  # other lists, which always run
+    singles: tuple[str, ...]  # children that count as blocks of their own (a UNet's middle)
+    timestep: str | None  # name of the forward argument that carries the timestep, None when there is none
+    modules: tuple[ModuleSite, ...]  # attention and feed-forward modules inside the blocks
+    is_unet: bool  # whether blocks change shapes and have long skips
+    sample: str = "hidden_states"  # name of the forward argument that carries what is denoised
+    opened: tuple[str, ...] = ()  # paths of blocks whose inner lists stand among the lists, instead of themselves
 
     def check_sites(self, parts: Combine) -> None:
         """Raise AttachError if a method names a site that the model has not."""
@@ -125,11 +100,7 @@ class Anatomy:
 
 
 def anatomy_of(model: nn.Module) -> Anatomy:
-    """Return the anatomy of a denoiser.
-
-    Raises:
-        AttachError: If it has no list of blocks to cache.
-    """
+    """Return the anatomy of a denoiser; raise AttachError if it has no list of blocks to cache."""
     found = _lists(model)
     is_unet = {"down_blocks", "up_blocks"} <= {key for key, _, _ in found}
     if is_unet:  # the middle is one block, whatever lists it has inside
@@ -183,7 +154,7 @@ def _lists(model: nn.Module) -> list[tuple[str, nn.ModuleList, int]]:
 
 def _deepest(model: nn.Module) -> int:
     """Return how many modules may lie between a model and its lists of blocks."""
-    # A language model of transformers has a head around what holds the blocks.
+    # a language model of transformers has a head around what holds the blocks.
     return 2 if hasattr(getattr(model, "config", None), "get_text_config") else 1
 
 

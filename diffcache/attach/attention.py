@@ -133,16 +133,10 @@ class Door:
 
 
 def attention_sites(model: nn.Module) -> list[AttentionSite]:
-    """Return the attentions of a model.
+    """Return the attentions of a model; raise AttachError if it has none, or one that no door is known for.
 
     They are in the order of the call, but for lists whose blocks take turns (the spatial and
     temporal blocks of Latte): those come one list after the other.
-
-    Args:
-        model: A denoiser of diffusers, or a model of transformers.
-
-    Raises:
-        AttachError: If it has none, or one that no door is known for.
     """
     if _is_of_transformers(model):
         found: list[AttentionSite] = _language(model).sites_of(model)
@@ -173,11 +167,7 @@ def _in_call_order(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _family(model: nn.Module, path: str, module: Any) -> Any:
-    """Return the family of a module's processor.
-
-    Raises:
-        AttachError: If there is none, or a door already.
-    """
+    """Return the family of a module's processor; raise AttachError if there is none, or a door already."""
     cls = type(_bare(module.processor))
     if issubclass(cls, DoorProcessor):
         raise AttachError(f"{type(model).__name__}: {path} has a door already; remove what was attached first")

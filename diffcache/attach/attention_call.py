@@ -19,49 +19,28 @@ Attend = Callable[[Tensor, Tensor, Tensor, "Tensor | None"], Tensor]
 
 @dataclass(frozen=True)
 class AttentionSite:
-    """One attention of a model.
+    """One attention of a model."""
 
-    Attributes:
-        path: Path of the attention module.
-        layer: Number of its block, in the order of `attention_sites`.
-        heads: Number of query heads.
-        kind: `self`, `cross`, or `joint` for text and picture tokens together.
-        part: `image` for the second attention of a cross-attention, to a picture's tokens.
-    """
-
-    path: str
-    layer: int
-    heads: int
-    kind: Kind
-    part: Literal["", "image"] = ""
+    path: str  # path of the attention module
+    layer: int  # number of its block, in the order of `attention_sites`
+    heads: int  # number of query heads
+    kind: Kind  # `self`, `cross`, or `joint` for text and picture tokens together
+    part: Literal["", "image"] = ""  # `image` for the second attention of a cross-attention, to a picture's tokens
 
 
 @dataclass(frozen=True, eq=False)
 class CallRotary:
-    """Rotary embedding of the rows of one call.
+    """Rotary embedding of the rows of one call."""
 
-    Attributes:
-        rotate: Function of `[B, T, H, D]` and the tables, which rotates rows.
-        tables: Cosines, sines or complex numbers, `[1 or B, T, 1 or H, P]` each, of the rows that
-            are rotated.
-        first: The first row that is rotated.
-        some: Whether the call has rows that are not rotated, before or after those.
-        is_rotated: Rows that are rotated, bool `[1 or B, T]`; None where `first` and `some` tell.
-    """
-
-    rotate: Callable[..., Tensor]
+    rotate: Callable[..., Tensor]  # function of `[B, T, H, D]` and the tables, which rotates rows
+    # cosines, sines or complex numbers, `[1 or B, T, 1 or H, P]` each, of the rows that are rotated
     tables: tuple[Tensor, ...]
-    first: int = 0
-    some: bool = False
-    is_rotated: Tensor | None = None
+    first: int = 0  # the first row that is rotated
+    some: bool = False  # whether the call has rows that are not rotated, before or after those
+    is_rotated: Tensor | None = None  # rows that are rotated, bool `[1 or B, T]`; None where `first` and `some` tell
 
     def apply(self, x: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Rotate queries or keys as the model does.
-
-        Args:
-            x: Queries or keys, `[B, T, H, D]`.
-            rows: Rows of the call that `x` are, int64 `[T]` or `[B, T]`; None for all in order.
-        """
+        """Rotate queries or keys, `[B, T, H, D]`, of all rows in order, or of rows int64 `[T]` or `[B, T]`."""
         if rows is not None:
             return self.at(rows).apply(x)
         if self.is_rotated is not None:
@@ -74,11 +53,7 @@ class CallRotary:
         return torch.cat([part for part in parts if part.shape[1]], dim=1)
 
     def at(self, rows: Tensor) -> CallRotary:
-        """Return the rotation of some rows.
-
-        Args:
-            rows: Rows of the call, int64 `[T]` or `[B, T]`.
-        """
+        """Return the rotation of some rows of the call, int64 `[T]` or `[B, T]`."""
         rows = rows if rows.dim() == 2 else rows[None]
         count = self.tables[0].shape[1]
         inside = (rows - self.first).clamp(0, count - 1) if self.some else rows
@@ -139,33 +114,21 @@ def fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor
 
 @dataclass(eq=False, slots=True)
 class AttentionCall:
-    """The queries, keys and values of one call, after the model's norms.
+    """The queries, keys and values of one call, after the model's norms."""
 
-    Attributes:
-        q: Queries before rotation, `[B, T, H, D]`.
-        k: Keys before rotation, `[B, N, H or fewer, D]`.
-        v: Values, `[B, N, H or fewer, D]`.
-        attend: Attention as the model computes it, of rotated queries and keys, values and a mask;
-            returns `[B, T, H, D]`.
-        rotary: Rotation of queries and keys; None where there is none, or where the model gives
-            them rotated (models of transformers).
-        mask: Mask of the model, as its attention takes it.
-        text: Number of text rows of a joint attention; None where the call does not tell.
-        text_first: Whether the text rows come first.
-        causal: Whether rows see only those up to their own.
-        scaling: Factor of the logits; None for one over the root of D.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
+    q: Tensor  # queries before rotation, `[B, T, H, D]`
+    k: Tensor  # keys before rotation, `[B, N, H or fewer, D]`
+    v: Tensor  # values, `[B, N, H or fewer, D]`
+    # attention as the model computes it, of rotated queries and keys, values and a mask; returns `[B, T, H, D]`
     attend: Attend
+    # rotation of queries and keys; None where there is none, or where the model gives them rotated (models of
+    # transformers)
     rotary: CallRotary | None = None
-    mask: Tensor | None = None
-    text: int | None = 0
-    text_first: bool = True
-    causal: bool = False
-    scaling: float | None = None
+    mask: Tensor | None = None  # mask of the model, as its attention takes it
+    text: int | None = 0  # number of text rows of a joint attention; None where the call does not tell
+    text_first: bool = True  # whether the text rows come first
+    causal: bool = False  # whether rows see only those up to their own
+    scaling: float | None = None  # factor of the logits; None for one over the root of D
     _rotated: tuple[Tensor, Tensor] | None = None
 
     @property

@@ -30,15 +30,10 @@ WAN_TEXT = 512  # text rows of Wan, after those of an image; a constant in its s
 
 
 class ProcessorFamily(NamedTuple):
-    """One class of processors.
+    """One class of processors."""
 
-    Attributes:
-        serve: Generator function of the processor, the attention module and its arguments.
-        kind: Function of the module and its path, which returns the kind of its attention.
-    """
-
-    serve: Callable[..., Served]
-    kind: Callable[[Any, str], Kind]
+    serve: Callable[..., Served]  # generator function of the processor, the attention module and its arguments
+    kind: Callable[[Any, str], Kind]  # function of the module and its path, which returns the kind of its attention
 
 
 def _pairs(given: Any, like: Tensor, first: int = 0, *, some: bool = False) -> CallRotary | None:

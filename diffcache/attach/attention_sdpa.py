@@ -84,11 +84,7 @@ def calls_sdpa(model: nn.Module) -> bool:
 
 
 def sites_of(model: nn.Module) -> list[AttentionSite]:
-    """Return the attentions of a model: the attention module of each block, or the block itself.
-
-    Raises:
-        AttachError: If the model has no blocks.
-    """
+    """Return the attentions of a model, of which there must be some: the module of each block, or the block itself."""
     anatomy = anatomy_of(model)
     heads = getattr(model.config, "num_attention_heads", 0)
     paths = [f"{site.parent}.{site.child}" for site in anatomy.modules if site.kind == "attention"]
@@ -180,21 +176,11 @@ def _sdpa(groups: int, kwargs: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, 
 def place_rows(
     model: nn.Module, sites: list[AttentionSite], placed: Callable[[], Placed | None]
 ) -> Callable[[], None]:
-    """Let rotary embeddings that count rows rotate them by the positions they are told.
+    """Let rotary embeddings that count rows rotate them by the positions they are told; return what undoes it.
 
-    Each is the `rotary_emb` of an attention and makes its tables of sines and cosines,
-    `[1, 1, T, D]`, by `get_rotary_embedding(T, device)`.
-
-    Args:
-        model: A model whose forward takes no positions.
-        sites: Its attentions.
-        placed: Returns the rows of the call at hand; None where these are all rows.
-
-    Returns:
-        Function that undoes it.
-
-    Raises:
-        AttachError: If an attention has no such rotary embedding.
+    Each is the `rotary_emb` of an attention and makes its tables of sines and cosines, `[1, 1, T,
+    D]`, by `get_rotary_embedding(T, device)`; raises AttachError where there is none. `placed`
+    returns the rows of the call at hand, None where these are all.
     """
     embeddings = []
     for site in sites:

@@ -23,11 +23,7 @@ _DOORS: WeakKeyDictionary[nn.Module, tuple[Strategy, AttentionSite]] = WeakKeyDi
 
 
 def sites_of(model: nn.Module) -> list[AttentionSite]:
-    """Return the attentions of a model.
-
-    Raises:
-        AttachError: If none is found that goes through the attention interface.
-    """
+    """Return the attentions of a model; raise AttachError if none goes through the attention interface."""
     found: list[AttentionSite] = []
     for path, module in model.named_modules():
         config: Any = getattr(module, "config", None)
@@ -43,8 +39,7 @@ def sites_of(model: nn.Module) -> list[AttentionSite]:
 def install(model: nn.Module, strategy: Strategy, sites: list[AttentionSite]) -> Callable[[], None]:
     """Have a model use the door's attention function; return a function that undoes that.
 
-    Raises:
-        AttachError: If it uses another than sdpa, or does not go through the interface.
+    Raises AttachError if it uses another than sdpa, or does not go through the interface.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -88,15 +83,10 @@ def attention(*args: Any, **kwargs: Any) -> tuple[Tensor, None]:
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Attend as `attention` says.
+    """Attend as `attention` says to rotated queries `[B, H, T, D]` and keys `[B, H or fewer, N, D]`.
 
-    Args:
-        module: The attention module.
-        query: Queries, `[B, H, T, D]`, rotated.
-        key: Keys, `[B, H or fewer, N, D]`, rotated.
-        value: Values, `[B, H or fewer, N, D]`.
-        attention_mask: Mask, bool `[B or 1, 1, T, N]`, or None.
-        kwargs: Further arguments of the model's attention function, such as `scaling`.
+    Values are as keys, the mask is bool `[B or 1, 1, T, N]` or None, and further arguments are
+    those of the model's attention function, such as `scaling`.
     """
     entry = _DOORS.get(module)
     if entry is None:

@@ -125,16 +125,11 @@ def alike(held: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
 
 
 def tell(timeline: Timeline, name: str | None, signature: Any, conditions: dict[str, Any]) -> tuple[Branch, str]:
-    """Return the branch that a call belongs to, a new one when it is none of those so far.
+    """Return the branch that a call belongs to, a new one when it is none of those so far, and what to say of it.
 
-    Args:
-        timeline: Place of the denoiser in its run; its doubt is set where nothing tells the branch.
-        name: Name that was said for the branch, None when none was.
-        signature: Look of the call.
-        conditions: Arguments by path that stay the same from step to step.
-
-    Returns:
-        The branch, and what to say of it, an empty string where all is well.
+    Where nothing tells the branch, the timeline's doubt is set. `name` was said for the branch,
+    None for none; `conditions` are arguments by path that stay the same from step to step. Nothing
+    is said where all is well.
     """
     index, is_named, found = timeline.index, name is not None, None
     if timeline.moving:
@@ -156,12 +151,7 @@ def _doubt_or_add(
 ) -> tuple[Branch, str]:
     """Return the answer of `tell` for a call without signs, or one that starts a branch.
 
-    Args:
-        timeline: Place of the denoiser in its run; its doubt is set where nothing tells the branch.
-        name: Name that was said for the branch, None when none was.
-        signature: Look of the call.
-        conditions: Arguments by path that stay the same from step to step.
-        found: Branch that fits, of which this timestep had a call; None where none fits.
+    `found` is the branch that fits, of which this timestep had a call; None where none fits.
     """
     index, is_named = timeline.index, name is not None
     if found is not None:
@@ -256,14 +246,10 @@ def is_broken(timeline: Timeline, branch: Branch, signature: Any, conditions: di
 
 
 def _strays(timeline: Timeline, branch: Branch, now: Tensor | None) -> bool:
-    """Note a sample of a branch; return whether it is made of other steps than those before it.
+    """Note a glance at the first item of a branch's sample; return whether it is made of others than those before it.
 
-    It is, if it is outside the sums as none of its trajectory was.
-
-    Args:
-        timeline: Place of the denoiser in its run.
-        branch: Branch of the call.
-        now: Glance at the first item of the sample; None where it tells too little.
+    It is, if it is outside the sums as none of its trajectory was; not where the glance is None, as
+    it tells too little.
     """
     earlier = branch.samples
     if now is None:
@@ -315,9 +301,7 @@ def turned(timeline: Timeline) -> str:
 def glance(sample: Any, item: int | None = None) -> Tensor | None:
     """Return some values of a sample as a copy of length 1, None where they tell too little.
 
-    Args:
-        sample: A tensor, or tensors in lists, of which the first counts.
-        item: Item of its batch to look at; None for all of it.
+    Of tensors in lists the first counts, and of a batch all of it, or one `item`.
     """
     sample = sample if isinstance(sample, Tensor) else _first_of(sample)
     if sample is not None and item is not None:
@@ -353,12 +337,7 @@ def _first_of(values: Any) -> Tensor | None:
 
 
 def outside(now: Tensor, before: list[Tensor]) -> float:
-    """Return the share of a glance's length that no sum of earlier glances holds; waits for it.
-
-    Args:
-        now: Glance at a sample, of length 1.
-        before: Glances at earlier samples and outputs, each times any number in the sum.
-    """
+    """Return the share of a glance's length, 1, that no sum of multiples of earlier glances holds; waits for it."""
     rows = torch.stack([*before, now]).cpu().double().nan_to_num(nan=0.0)  # an output may be broken
     products = rows @ rows.T
     inner, target = products[:-1, :-1], products[:-1, -1]

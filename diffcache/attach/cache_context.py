@@ -21,17 +21,11 @@ from diffcache.foreign import drop_registry, put_below, registry_of, take_out
 
 @dataclass(eq=False)
 class Context:
-    """Name, step and kind of the next call, as `cache_context` of diffusers or the user gave them.
+    """Name, step and kind of the next call, as `cache_context` of diffusers or the user gave them."""
 
-    Attributes:
-        name: Name of the guidance branch, None where nobody said one.
-        step_index: Index of the step, None where nobody said it.
-        writes: Whether the call writes to a stream.
-    """
-
-    name: str | None = None
-    step_index: int | None = None
-    writes: bool = False
+    name: str | None = None  # name of the guidance branch, None where nobody said one
+    step_index: int | None = None  # index of the step, None where nobody said it
+    writes: bool = False  # whether the call writes to a stream
 
 
 _NAME = "diffcache"

@@ -41,7 +41,7 @@ class Denoiser:
     that is theirs.
 
     Args:
-        handle: Runs of the pipeline or model, with the method.
+        handle: Handle of the pipeline or model, with its runs and the method.
         name: Name of the denoiser in its pipeline.
         model: The network.
         anatomy: Its anatomy.
@@ -75,11 +75,6 @@ class Denoiser:
             raise
         self._from_last = self.extensions[::-1]
 
-    @property
-    def watches_steps(self) -> bool:
-        """True where an extension looks at the arguments of the scheduler's step."""
-        return any(type(e).stepping is not Extension.stepping for e in self.extensions)
-
     def detach(self) -> None:
         """Leave the model as it was found."""
         for hook in self.hooks:
@@ -94,17 +89,7 @@ class Denoiser:
 
     def tensors(self, run: Run) -> list[Tensor]:
         """Return the tensors that extensions keep of a run."""
-        found: list[Tensor] = []
-        for extension in self.extensions:
-            found += extension.tensors(run)
-        return found
-
-    def extra_bytes(self, runs: list[Run]) -> int:
-        """Return the bytes that extensions keep of runs besides tensors, or beyond them."""
-        total = 0
-        for extension in self.extensions:
-            total += extension.held_bytes(runs)
-        return total
+        return [tensor for extension in self.extensions for tensor in extension.tensors(run)]
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call by name."""
@@ -113,11 +98,7 @@ class Denoiser:
     # one call ------------------------------------------------------------------------------
 
     def open(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Start a call: find its step and branch, and open the extensions.
-
-        Raises:
-            AttachError: If the run is not what the method is made for, or an extension refuses.
-        """
+        """Start a call: find its step and branch, and open the extensions, which may refuse with an AttachError."""
         anatomy, run = self.anatomy, self.handle.run()
         given = self.named(args, kwargs) if args else kwargs
         timestep = given.get(anatomy.timestep or "")
@@ -229,8 +210,7 @@ class Denoiser:
     def close(self, call: Call, out: Any) -> Any:
         """Finish a call; return the replacement of the denoiser's output, None if it stays.
 
-        Raises:
-            AttachError: If an extension finds that the model cannot be cached as asked.
+        Raises AttachError if an extension finds that the model cannot be cached as asked.
         """
         record, replaced = call.record, None
         if call.learns:

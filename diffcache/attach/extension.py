@@ -13,11 +13,11 @@ from diffcache.attach.run import Run, Timeline
 from diffcache.errors import AttachError
 from diffcache.method import Ability
 
-# Class of ability -> "module:function" that makes its extension of (denoiser, ability)
+# Class of ability -> "module:name" of what makes its extension of (denoiser, ability)
 INSTALLERS: dict[str, str] = {
-    "Combine": "diffcache.attach.reuse.extension:install",
-    "SigmaRule": "diffcache.attach.extensions.noise_level:install_times",
-    "SceneRule": "diffcache.attach.extensions.noise_level:install",
+    "Combine": "diffcache.attach.reuse.extension:FeatureReuse",
+    "SigmaRule": "diffcache.attach.extensions.noise_level:Times",
+    "SceneRule": "diffcache.attach.extensions.noise_level:NoiseLevels",
     "Quantize": "diffcache.attach.extensions.quantize:install",
     "RegionPlan": "diffcache.attach.extensions.region:install",
     "FedRows": "diffcache.attach.extensions.rows:install",
@@ -28,7 +28,7 @@ INSTALLERS: dict[str, str] = {
     "WideningRows": "diffcache.attach.extensions.drift:install",
     "FinishedBlocks": "diffcache.attach.extensions.blocks:install",
     "WatchLayers": "diffcache.attach.extensions.quantize:watch",
-    "TimeTables": "diffcache.attach.extensions.lookup:install",
+    "TemporalTable": "diffcache.attach.extensions.lookup:install",
 }
 
 
@@ -47,11 +47,7 @@ class Extension:
         """Prepare for a run, at its first step."""
 
     def open(self, call: Call) -> Call:
-        """Return the call as it goes on, with other arguments or another step where needed.
-
-        Raises:
-            AttachError: If the call cannot be carried out as asked.
-        """
+        """Return the call as it goes on, with other arguments or another step; raise AttachError if it cannot."""
         return call
 
     def given(self, call: Call) -> None:
@@ -91,11 +87,7 @@ class Extension:
 
 
 def make_extension(denoiser: Any, ability: Ability) -> Extension:
-    """Return the extension that carries out an ability on a `Denoiser`.
-
-    Raises:
-        AttachError: If there is none for it, or the model cannot have it.
-    """
+    """Return the extension that carries out an ability; raise AttachError if the model has none for it."""
     where = ability.extension or INSTALLERS.get(type(ability).__name__)
     if where is None:
         raise AttachError(

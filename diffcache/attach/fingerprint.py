@@ -13,16 +13,11 @@ from diffcache.foreign import folder_of
 
 
 def facts_of(model: nn.Module, scheduler: Any, pipeline: Any = None) -> dict[str, Any]:
-    """Return the facts of a model for `Method.check_model`, as plain data.
+    """Return the facts of a model for `Method.check_model`, as plain data; of a bare one none of a pipeline.
 
     The folder is the last two names of where the model was loaded from, for people to read, and
     before them the name of the model in the cache of the Hugging Face hub; empty where it is not
-    known.
-
-    Args:
-        model: A denoiser; without a diffusers configuration its parameters' shapes stand for it.
-        scheduler: Scheduler of its pipeline, or None.
-        pipeline: Its pipeline, or None.
+    known. Without a diffusers configuration its parameters' shapes stand for that.
     """
     config = getattr(model, "config", None)
     folder = ""

@@ -80,17 +80,9 @@ class _Counter(DispatchMode):
 def counted(
     module: nn.Module, args: Any, kwargs: Any, call: Callable[..., Any] | None = None
 ) -> tuple[Any, float | None]:
-    """Call a module and count its operations (a multiply-add is two).
+    """Call a module, or a part of it by `call`, and count its operations (a multiply-add is two).
 
-    Args:
-        module: The module.
-        args: Positional arguments of the call.
-        kwargs: Keyword arguments of the call.
-        call: Calls a part of the module instead.
-
-    Returns:
-        Result of the call, and the count; None for compiled modules and for those whose kernels
-        run under no dispatch mode (flex attention).
+    The count is None for compiled modules and for those whose kernels run under no dispatch mode (flex attention).
     """
     call = module if call is None else call
     if _refuses_modes(module):

@@ -13,6 +13,7 @@ from diffcache.anchor import owner_of
 from diffcache.attach.anatomy import anatomy_of
 from diffcache.attach.cache_context import listen, unlisten
 from diffcache.attach.denoiser import Denoiser, hook
+from diffcache.attach.extension import Extension
 from diffcache.attach.fingerprint import facts_of
 from diffcache.attach.pipeline_hooks import tap_pipeline, tap_scheduler, untap
 from diffcache.attach.provenance import tables_of
@@ -83,7 +84,8 @@ class Handle(Runs):
     @property
     def watches_steps(self) -> bool:
         """True where an extension looks at the arguments of the scheduler's step."""
-        return self.observer is not None or any(d.watches_steps for d in self.denoisers)
+        extensions = (each for denoiser in self.denoisers for each in denoiser.extensions)
+        return self.observer is not None or any(type(e).stepping is not Extension.stepping for e in extensions)
 
     def set_times(self, scheduler: Any) -> None:
         """Let extensions see, or change, the times that the scheduler was just given."""
@@ -112,8 +114,8 @@ class Handle(Runs):
     def bytes_of(self, run: Run) -> int:
         """Return the bytes that all denoisers keep of a run."""
         total = 0
-        for denoiser in self.denoisers:
-            total += sum(map(_BYTES, denoiser.tensors(run))) + denoiser.extra_bytes([run])
+        for extension in (each for denoiser in self.denoisers for each in denoiser.extensions):
+            total += sum(map(_BYTES, extension.tensors(run))) + extension.held_bytes([run])
         return total
 
     def held_bytes(self) -> int:
@@ -123,16 +125,15 @@ class Handle(Runs):
         for tensor in (t for run in runs for d in self.denoisers for t in d.tensors(run)):
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
-        return sum(storages.values()) + sum(d.extra_bytes(runs) for d in self.denoisers)
+        return sum(storages.values()) + sum(each.held_bytes(runs) for d in self.denoisers for each in d.extensions)
 
     # attaching -----------------------------------------------------------------------------
 
     def follow(self, pipeline: Any) -> None:
         """Listen to the pipeline's scheduler, which users replace.
 
-        Raises:
-            AttachError: If the method does not serve the scheduler.
-            TablesError: If its tables were measured with another one.
+        Raises AttachError if the method does not serve the scheduler, TablesError if its tables
+        were measured with another one.
         """
         scheduler = getattr(pipeline, "scheduler", None)
         if scheduler is None or not hasattr(scheduler, "set_timesteps"):

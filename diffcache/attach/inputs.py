@@ -44,27 +44,16 @@ class Size:
 
 @dataclass(frozen=True)
 class Latents:
-    """The latents of one call: their sizes, and the tensors that go with them.
+    """The latents of one call: their sizes, and the tensors that go with them."""
 
-    Attributes:
-        config: Configuration of the denoiser.
-        frames: Frames of the latents.
-        rows: Rows of the latents.
-        columns: Columns of the latents.
-        text: Tokens of the prompt.
-        batch: Samples.
-        device: Device of the tensors; `meta` has shapes only.
-        references: Pictures whose tokens stand behind those of the latents.
-    """
-
-    config: Mapping[str, Any]
-    frames: int
-    rows: int
-    columns: int
-    text: int
-    batch: int
-    device: torch.device
-    references: int = 0
+    config: Mapping[str, Any]  # configuration of the denoiser
+    frames: int  # frames of the latents
+    rows: int  # rows of the latents
+    columns: int  # columns of the latents
+    text: int  # tokens of the prompt
+    batch: int  # samples
+    device: torch.device  # device of the tensors; `meta` has shapes only
+    references: int = 0  # pictures whose tokens stand behind those of the latents
 
     def zeros(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return zeros, one for each sample first."""
@@ -86,6 +75,11 @@ class Latents:
         tokens = self.rows // 2 * (self.columns // 2)
         return self.zeros((1 + self.references) * tokens, self.config["in_channels"])
 
+    @property
+    def pooled(self) -> Tensor:
+        """Features of the whole prompt, [B, pooled_projection_dim]."""
+        return self.zeros(self.config["pooled_projection_dim"])
+
     def prompt(self, width: str) -> Tensor:
         """Return text features, [B, text, width]; `width` is their name in the configuration."""
         return self.zeros(self.text, self.config[width])
@@ -96,84 +90,63 @@ Make = Callable[[Latents], dict[str, Any]]
 
 @dataclass(frozen=True)
 class CallInputs:
-    """Arguments of the forward of a denoiser class.
+    """Arguments of the forward of a denoiser class."""
 
-    Attributes:
-        make: Forward arguments from latents.
-        spatial: Pixels of a latent row in the class's usual autoencoder.
-        temporal: Frames of a latent frame.
-        patch: Latent rows of a token, a number or its name in the configuration.
-        more_text: Tokens of the prompt that the pipeline puts before those of its
-            `max_sequence_length`.
-        rounds_up: Whether its pipeline makes a latent frame of frames left over, else leaves
-            them out.
-        guidance: How its pipeline guides by default: the samples with and without a prompt in one
-            `batch`, in two `calls` a step, or `none` (a distilled model is told the strength).
-    """
-
-    make: Make
-    spatial: int = 8
-    temporal: int = 1
-    patch: int | str = 2
-    more_text: int = 0
-    rounds_up: bool = False
+    make: Make  # forward arguments from latents
+    spatial: int = 8  # pixels of a latent row in the class's usual autoencoder
+    temporal: int = 1  # frames of a latent frame
+    patch: int | str = 2  # latent rows of a token, a number or its name in the configuration
+    more_text: int = 0  # tokens of the prompt that the pipeline puts before those of its `max_sequence_length`
+    rounds_up: bool = False  # whether its pipeline makes a latent frame of frames left over, else leaves them out
+    # how its pipeline guides by default: the samples with and without a prompt in one `batch`, in two `calls` a step,
+    # or `none` (a distilled model is told the strength)
     guidance: Literal["batch", "calls", "none"] = "batch"
 
 
+def _arguments(at: Latents, sample: Tensor, width: str = "", /, *, whole: bool = False, **more: Any) -> dict[str, Any]:
+    """Return the arguments that most forwards have: sample, times, guidance where it is told, and a prompt.
+
+    `width` names the width of text features in the configuration, empty for no prompt; times may be whole numbers.
+    """
+    made = {"hidden_states": sample, "timestep": at.zeros(dtype=torch.long if whole else torch.float32), **more}
+    if width:
+        made["encoder_hidden_states"] = at.prompt(width)
+    if at.config.get("guidance_embeds"):
+        made["guidance"] = at.zeros()
+    return made
+
+
 def _flux2(at: Latents, axes: int = 4) -> dict[str, Any]:
-    made = {
-        "hidden_states": at.packed,
-        "encoder_hidden_states": at.prompt("joint_attention_dim"),
-        "timestep": at.zeros(),
-        "img_ids": torch.zeros(at.packed.shape[1], axes, device=at.device),
-        "txt_ids": torch.zeros(at.text, axes, device=at.device),
-    }
-    return made | ({"guidance": at.zeros()} if at.config["guidance_embeds"] else {})
+    ids = {"img_ids": at.packed.shape[1], "txt_ids": at.text}
+    places: dict[str, Any] = {name: torch.zeros(count, axes, device=at.device) for name, count in ids.items()}
+    return _arguments(at, at.packed, "joint_attention_dim", **places)
 
 
 def _flux(at: Latents) -> dict[str, Any]:
-    pooled = at.zeros(at.config["pooled_projection_dim"])
-    return {**_flux2(at, axes=3), "pooled_projections": pooled}
+    return {**_flux2(at, axes=3), "pooled_projections": at.pooled}
 
 
 def _sd3(at: Latents) -> dict[str, Any]:
-    return {
-        "hidden_states": at.picture,
-        "encoder_hidden_states": at.prompt("joint_attention_dim"),
-        "pooled_projections": at.zeros(at.config["pooled_projection_dim"]),
-        "timestep": at.zeros(),
-    }
+    return _arguments(at, at.picture, "joint_attention_dim", pooled_projections=at.pooled)
 
 
 def _auraflow(at: Latents) -> dict[str, Any]:
-    prompt = at.prompt("joint_attention_dim")
-    return {"hidden_states": at.picture, "encoder_hidden_states": prompt, "timestep": at.zeros()}
+    return _arguments(at, at.picture, "joint_attention_dim")
 
 
 def _dit(at: Latents) -> dict[str, Any]:
-    whole = at.zeros(dtype=torch.long)
-    return {"hidden_states": at.picture, "timestep": whole, "class_labels": whole}
+    return _arguments(at, at.picture, whole=True, class_labels=at.zeros(dtype=torch.long))
 
 
 def _pixart(at: Latents) -> dict[str, Any]:
     width = "caption_channels" if at.config["caption_channels"] else "cross_attention_dim"
-    return {
-        "hidden_states": at.picture,
-        "encoder_hidden_states": at.prompt(width),
-        "timestep": at.zeros(dtype=torch.long),
-        "encoder_attention_mask": at.zeros(at.text),
-        "added_cond_kwargs": {"resolution": at.zeros(2), "aspect_ratio": at.zeros(1)},
-    }
+    sizes = {"resolution": at.zeros(2), "aspect_ratio": at.zeros(1)}
+    mask = at.zeros(at.text)
+    return _arguments(at, at.picture, width, whole=True, encoder_attention_mask=mask, added_cond_kwargs=sizes)
 
 
 def _sana(at: Latents) -> dict[str, Any]:
-    made = {
-        "hidden_states": at.picture,
-        "encoder_hidden_states": at.prompt("caption_channels"),
-        "timestep": at.zeros(),
-        "encoder_attention_mask": at.zeros(at.text),
-    }
-    return made | ({"guidance": at.zeros()} if at.config["guidance_embeds"] else {})
+    return _arguments(at, at.picture, "caption_channels", encoder_attention_mask=at.zeros(at.text))
 
 
 class _FullMask(Tensor):
@@ -188,45 +161,24 @@ class _FullMask(Tensor):
 
 
 def _lumina2(at: Latents) -> dict[str, Any]:
-    mask = torch.ones(at.batch, at.text, dtype=torch.bool, device=at.device)
-    return {
-        "hidden_states": at.picture,
-        "encoder_hidden_states": at.prompt("cap_feat_dim"),
-        "timestep": at.zeros(),
-        "encoder_attention_mask": mask.as_subclass(_FullMask),
-    }
+    mask = torch.ones(at.batch, at.text, dtype=torch.bool, device=at.device).as_subclass(_FullMask)
+    return _arguments(at, at.picture, "cap_feat_dim", encoder_attention_mask=mask)
 
 
 def _qwen(at: Latents) -> dict[str, Any]:
-    return {
-        "hidden_states": at.packed,
-        "encoder_hidden_states": at.prompt("joint_attention_dim"),
-        "encoder_hidden_states_mask": at.zeros(at.text, dtype=torch.bool),
-        "timestep": at.zeros(),
-        "img_shapes": [[(1, at.rows // 2, at.columns // 2)]] * at.batch,
-    }
+    mask, shapes = at.zeros(at.text, dtype=torch.bool), [[(1, at.rows // 2, at.columns // 2)]] * at.batch
+    return _arguments(at, at.packed, "joint_attention_dim", encoder_hidden_states_mask=mask, img_shapes=shapes)
 
 
 def _wan(at: Latents) -> dict[str, Any]:
-    made = {
-        "hidden_states": at.film,
-        "timestep": at.zeros(dtype=torch.long),
-        "encoder_hidden_states": at.prompt("text_dim"),
-    }
-    if at.config["image_dim"] is None:
-        return made
-    return made | {"encoder_hidden_states_image": at.zeros(_CLIP_TOKENS, at.config["image_dim"])}
+    width = at.config["image_dim"]
+    more = {} if width is None else {"encoder_hidden_states_image": at.zeros(_CLIP_TOKENS, width)}
+    return _arguments(at, at.film, "text_dim", whole=True, **more)
 
 
 def _hunyuan_video(at: Latents) -> dict[str, Any]:
-    made = {
-        "hidden_states": at.film,
-        "timestep": at.zeros(dtype=torch.long),
-        "encoder_hidden_states": at.prompt("text_embed_dim"),
-        "encoder_attention_mask": at.zeros(at.text),
-        "pooled_projections": at.zeros(at.config["pooled_projection_dim"]),
-    }
-    return made | ({"guidance": at.zeros()} if at.config["guidance_embeds"] else {})
+    more = {"encoder_attention_mask": at.zeros(at.text), "pooled_projections": at.pooled}
+    return _arguments(at, at.film, "text_embed_dim", whole=True, **more)
 
 
 def _cogvideox(at: Latents) -> dict[str, Any]:
@@ -235,41 +187,30 @@ def _cogvideox(at: Latents) -> dict[str, Any]:
         raise ValueError(f"text_tokens={at.text}: this model's prompts have {most} tokens")
     step = at.config["patch_size_t"] or 1
     frames = -(-at.frames // step) * step  # the pipeline adds frames up to a whole patch
-    made = {
-        "hidden_states": at.zeros(frames, at.config["in_channels"], at.rows, at.columns),
-        "encoder_hidden_states": at.prompt("text_embed_dim"),
-        "timestep": at.zeros(dtype=torch.long),
-    }
-    if at.config["ofs_embed_dim"] is None:
-        return made
-    return made | {"ofs": torch.zeros(1, device=at.device)}
+    film = at.zeros(frames, at.config["in_channels"], at.rows, at.columns)
+    more = {} if at.config["ofs_embed_dim"] is None else {"ofs": torch.zeros(1, device=at.device)}
+    return _arguments(at, film, "text_embed_dim", whole=True, **more)
 
 
 def _ltx(at: Latents) -> dict[str, Any]:
-    return {
-        "hidden_states": at.zeros(at.frames * at.rows * at.columns, at.config["in_channels"]),
-        "encoder_hidden_states": at.prompt("caption_channels"),
-        "timestep": at.zeros(),
-        "encoder_attention_mask": at.zeros(at.text),
-        "num_frames": at.frames,
-        "height": at.rows,
-        "width": at.columns,
-    }
+    film = at.zeros(at.frames * at.rows * at.columns, at.config["in_channels"])
+    sizes: dict[str, Any] = {"num_frames": at.frames, "height": at.rows, "width": at.columns}
+    return _arguments(at, film, "caption_channels", encoder_attention_mask=at.zeros(at.text), **sizes)
 
 
 def _unet(at: Latents) -> dict[str, Any]:
     width = at.config["cross_attention_dim"]
-    width = width if isinstance(width, int) else width[0]
+    text = at.zeros(at.text, width if isinstance(width, int) else width[0])
     made: dict[str, Any] = {
         "sample": at.picture,
         "timestep": at.zeros(dtype=torch.long),
-        "encoder_hidden_states": at.zeros(at.text, width),
+        "encoder_hidden_states": text,
     }
     if at.config["addition_embed_type"] != "text_time":
         return made
     pooled = at.config["projection_class_embeddings_input_dim"]
     pooled -= 6 * at.config["addition_time_embed_dim"]
-    return made | {"added_cond_kwargs": {"text_embeds": at.zeros(pooled), "time_ids": at.zeros(6)}}
+    return {**made, "added_cond_kwargs": {"text_embeds": at.zeros(pooled), "time_ids": at.zeros(6)}}
 
 
 INPUTS: dict[str, CallInputs] = {

@@ -29,13 +29,7 @@ def tables_of(method: Method) -> list[Tables]:
 
 
 def effective(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by name, defaults included; none of a call that will fail.
-
-    Args:
-        signature: Signature of the called function.
-        args: Positional arguments, `self` included where the signature has it.
-        kwargs: Named arguments.
-    """
+    """Return the arguments of a call by name, `self` and defaults included; none of a call that will fail."""
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError:
@@ -45,12 +39,7 @@ def effective(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mappi
 
 
 def other_guidance(tables: Sequence[Tables], call: Mapping[str, Any]) -> Iterator[str]:
-    """Yield warnings about guidance that differs from that of the calibration.
-
-    Args:
-        tables: Tables whose headers may have `guidance`, argument of the pipeline -> number.
-        call: Arguments of this call by name, defaults included.
-    """
+    """Yield warnings about guidance of a call, by name, that differs from `guidance` in the headers of tables."""
     for entry in tables:
         for name, made in (entry.header.get("guidance") or {}).items():
             if name in call and _plain(call[name]) != _plain(made):
@@ -63,12 +52,7 @@ def other_guidance(tables: Sequence[Tables], call: Mapping[str, Any]) -> Iterato
 
 
 def other_shape(tables: Sequence[Tables], shape: Sequence[int]) -> Iterator[str]:
-    """Yield warnings about samples of another shape than those of the calibration.
-
-    Args:
-        tables: Tables whose headers may have `shape`, that of a sample without the batch.
-        shape: Shape of this run's sample, without the batch.
-    """
+    """Yield warnings about samples of another shape, without the batch, than `shape` in the headers of tables."""
     for entry in tables:
         made = entry.header.get("shape")
         if made and list(made) != list(shape):

@@ -26,32 +26,19 @@ SURE = 2  # samples in a row that go on from the one before, after which a turn 
 
 @dataclass(eq=False)
 class Branch:
-    """One guidance branch of one denoiser in one run.
+    """One guidance branch of one denoiser in one run."""
 
-    Attributes:
-        number: Number of the branch, from 0 in the order of the first calls.
-        name: Name that the pipeline or the user gave it, None for none.
-        conditions: Arguments by which its calls are known.
-        steady: Names of those that its second call was given again; None before it.
-        signature: Look of its last call.
-        seen_at: Index of the step of its last call.
-        glance: A glance at the sample of its last call, where only samples tell runs apart.
-        has_moved: Whether that sample was ever another than the one before.
-        samples: Glances at the first item of the samples of its last steps.
-        stray: The most of a sample so far that no sum of steps before it makes; None for no step.
-        storage: Data that extensions keep of the branch, until the run ends.
-    """
-
-    number: int
-    name: str | None
-    conditions: dict[Any, Any]
-    steady: frozenset[Any] | None = None
-    signature: Any = None
-    seen_at: int = -1
-    glance: Tensor | None = None
-    has_moved: bool = False
-    samples: list[Tensor] = field(default_factory=list)
-    stray: float | None = None
+    number: int  # number of the branch, from 0 in the order of the first calls
+    name: str | None  # name that the pipeline or the user gave it, None for none
+    conditions: dict[Any, Any]  # arguments by which its calls are known
+    steady: frozenset[Any] | None = None  # names of those that its second call was given again; None before it
+    signature: Any = None  # look of its last call
+    seen_at: int = -1  # index of the step of its last call
+    glance: Tensor | None = None  # a glance at the sample of its last call, where only samples tell runs apart
+    has_moved: bool = False  # whether that sample was ever another than the one before
+    samples: list[Tensor] = field(default_factory=list)  # glances at the first item of the samples of its last steps
+    stray: float | None = None  # the most of a sample so far that no sum of steps before it makes; None for no step
+    # data that extensions keep of the branch, until the run ends
     storage: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -60,16 +47,11 @@ class RunStream:
     """Runs that share storage: chunks of a video, turns of a conversation.
 
     One that the user did not open ends with the pipeline's call, or with the run.
-
-    Attributes:
-        is_told: Whether the user opened it with `diffcache.stream`.
-        chunk: Number of the last run in it, from 0; -1 before the first.
-        storage: Data that extensions keep of the stream, until it ends.
     """
 
-    is_told: bool = False
-    chunk: int = -1
-    storage: dict[Any, Any] = field(default_factory=dict)
+    is_told: bool = False  # whether the user opened it with `diffcache.stream`
+    chunk: int = -1  # number of the last run in it, from 0; -1 before the first
+    storage: dict[Any, Any] = field(default_factory=dict)  # data that extensions keep of the stream, until it ends
 
     def drop(self) -> None:
         """Drop the storage of extensions, and start at the first chunk."""

@@ -190,14 +190,9 @@ class Runs(Attached):
 
     @contextmanager
     def told(self, steps: int | None, sigmas: Sequence[float] = ()) -> Iterator[None]:
-        """Let the calls inside be one run, as the user says.
+        """Let the calls inside be one run of so many steps, None if nobody says it, of noise levels that may be said.
 
-        Args:
-            steps: Number of its steps, None if nobody says it.
-            sigmas: Noise level at every step of flow matching, none if nobody says them.
-
-        Raises:
-            AttachError: If one is open already in this thread or task.
+        Raises AttachError if one is open already in this thread or task.
         """
         self.settle()
         self._check_no_run(" already; end it first, or sample in another thread or task")
@@ -231,8 +226,7 @@ class Runs(Attached):
     def streaming(self) -> Iterator[RunStream]:
         """Let the runs inside be one stream, as the user says.
 
-        Raises:
-            AttachError: If one, or a run, is open already in this thread or task.
+        Raises AttachError if one, or a run, is open already in this thread or task.
         """
         self.settle()
         around = self._around()
@@ -292,12 +286,9 @@ class Runs(Attached):
                 warnings.warn(text, CacheWarning, stacklevel=3)
 
     def abandon(self, call: Call | None = None, writes: bool = False) -> None:
-        """Forget this thread's features after an exception inside a denoiser.
+        """Forget this thread's features after an exception inside a denoiser, and a stream that it failed to write to.
 
-        Args:
-            call: The call that failed, None for one that was not open yet.
-            writes: Whether one that was not open yet was to write to a stream; what failed to write
-                to a stream takes it along.
+        `call` failed, None for one that was not open yet; `writes` says whether that was to write to a stream.
         """
         run = self.run() if call is None else call.run
         run.drop()

@@ -104,15 +104,11 @@ _CONTROL = re.compile("control|residual")
 
 
 def signature_of(given: dict[str, Any], timestep: str | None) -> Any:
-    """Return a hashable description of a call.
+    """Return a hashable description of a call by its arguments, but for the timestep.
 
     Tensors count with shape, dtype and device, None and strings and whole numbers inside lists
     (skipped layers, image shapes) with their value, other numbers with their type. Features of a
     call stand in for those of another only if both look alike.
-
-    Args:
-        given: All arguments of the call by name.
-        timestep: Name of the one that is left out; None for none.
     """
     parts: list[Any] = []
     for name, value in given.items():
@@ -154,10 +150,6 @@ def all_conditions_of(given: dict[str, Any], anatomy: Anatomy) -> dict[str, Any]
     """Return the conditions of a call by path: values that stay the same from step to step.
 
     Left out are the sample, the time and the outputs of control networks, which move with them.
-
-    Args:
-        given: All arguments of the call by name.
-        anatomy: Anatomy of the model, which names its sample.
     """
     found: dict[str, Any] = {}
     for name, value in given.items():

@@ -120,13 +120,9 @@ TapList = subclass(nn.ModuleList, __iter__=_iterate, __getitem__=_get)
 
 
 def tap_list(blocks: nn.ModuleList, owner: Any, key: str, compiled: list[Any] | None = None) -> None:
-    """Observe the iteration of `blocks`.
+    """Observe the iteration of `blocks` in calls of a denoiser, which knows the list by `key`.
 
-    Args:
-        blocks: List of blocks.
-        owner: Denoiser whose calls are observed.
-        key: Name that it knows the list by.
-        compiled: Items of the list in code that is compiled; None for the blocks themselves.
+    Code that is compiled is given `compiled`, None for the blocks themselves.
     """
     blocks.__class__ = TapList
     blocks.__dict__[ATTRIBUTE] = (owner, key, compiled)

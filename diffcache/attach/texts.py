@@ -91,14 +91,7 @@ class TextCache:
             raise
 
     def answer(self, encoder: nn.Module, run: Callable[[], Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Answer a call of an encoder.
-
-        Args:
-            encoder: The encoder.
-            run: Function that runs it.
-            args: Positional arguments of the call.
-            kwargs: Arguments by name.
-        """
+        """Answer a call of an encoder, which `run` runs."""
         known = next((e for e in self._encoders.values() if e.model is encoder), None)
         why = "it is unwrapped" if known is None else known.unfit()
         given = {**{str(place): value for place, value in enumerate(args)}, **kwargs}
@@ -211,11 +204,7 @@ class _Encoder:
 
 
 def _encoders_of(pipeline: Any) -> dict[str, nn.Module]:
-    """Return the text encoders of a pipeline by name.
-
-    Raises:
-        AttachError: If there is none.
-    """
+    """Return the text encoders of a pipeline by name; raise AttachError if there is none."""
     parts = {} if isinstance(pipeline, nn.Module) else getattr(pipeline, "components", {})
     found = {name: part for name, part in parts.items() if _NAMES.fullmatch(name) and isinstance(part, nn.Module)}
     if not found:

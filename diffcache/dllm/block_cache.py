@@ -10,18 +10,15 @@ import torch
 from diffcache.dllm.policy import FedRows, Policy
 from diffcache.dllm.rows import ALL, RowPlan
 from diffcache.dllm.state import RowState, State
-from diffcache.method import Ability, check_int
+from diffcache.method import Ability
+from diffcache.ranges import Count
 
 
 @dataclass(frozen=True)
 class FinishedBlocks(FedRows):
-    """Compute the last block of a text that grows, and serve the keys and values before it.
+    """Compute the last block of a text that grows, and serve the keys and values before it."""
 
-    Attributes:
-        block: Tokens of a block; None for those that the pipeline's scheduler steps with.
-    """
-
-    block: int | None = None
+    block: int | None = None  # tokens of a block; None for those that the pipeline's scheduler steps with
 
 
 @dataclass(frozen=True)
@@ -56,13 +53,8 @@ class BlockCache(Policy):
     Reference: Block Diffusion, arXiv 2503.09573, section 3.
     """
 
-    name: ClassVar[str] = "block-cache"
     is_local: ClassVar[bool] = True
-    block: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.block is not None:
-            check_int("block", self.block, 1)
+    block: Count | None = None
 
     def abilities(self) -> tuple[Ability, ...]:
         """Return the ability to compute the last blocks only."""
@@ -74,11 +66,7 @@ class BlockCache(Policy):
 
 
 def whole_blocks(state: State) -> RowPlan | None:
-    """Return the plan of a forward that leaves a policy no choice; None where it has one.
-
-    Args:
-        state: The decoding before the forward.
-    """
+    """Return the plan of a forward that leaves a policy no choice; None where it has one."""
     if state.last is None:
         return ALL
     if None in map(_whole, state.active):
@@ -87,15 +75,11 @@ def whole_blocks(state: State) -> RowPlan | None:
 
 
 def within_blocks(state: State, plan: RowPlan) -> RowPlan:
-    """Restrict a plan to active blocks, for attention that is causal over blocks.
+    """Restrict a policy's plan to active blocks, for attention that is causal over blocks.
 
     Rows of finished blocks are left out, and all after the active one, which nobody sees. The first
     forward of a block computes all of it, together with the block before it, whose last commit
-    nothing has computed yet. A row that leads needs that block alone.
-
-    Args:
-        state: The decoding before the forward.
-        plan: Choice of a policy for sequences that do not compute a block whole; those see all.
+    nothing has computed yet; it sees all. A row that leads needs that block alone.
     """
     whole = [_whole(row) for row in state.active]
     spans = {row.span for row in state.active}

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from diffcache.dllm.rules import Threshold
 from diffcache.dllm.state import RowState
-from diffcache.method import is_number
+from diffcache.ranges import Range, Share
 
 
 @dataclass(frozen=True)
@@ -33,22 +33,12 @@ class Credit(Threshold):
         boost: Power of the probability that is gained, at least 0.
         decay: Part of the credit that is left after a step, 0 to 1.
 
-    Raises:
-        ValueError: If a setting is out of its range.
-
     Reference: dInfer, arXiv 2510.08666, and its released code (`CreditThresholdParallelDecoder`).
     """
 
-    weight: float = 0.7
-    boost: float = 0.2
-    decay: float = 0.8
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name, most in (("weight", 1000), ("boost", 1000), ("decay", 1)):
-            value = getattr(self, name)
-            if not is_number(value) or not 0 <= value <= most:
-                raise ValueError(f"{name}={value!r}: must be a number from 0 to {most}")
+    weight: Annotated[float, Range(0, 1000)] = 0.7
+    boost: Annotated[float, Range(0, 1000)] = 0.2
+    decay: Share = 0.8
 
     def weighed(self, logits: Tensor, masks: Tensor, rows: Sequence[RowState], memory: dict[Any, Any]) -> Tensor:
         """Return logits with the credit of this step and those before it in the block."""

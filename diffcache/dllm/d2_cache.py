@@ -13,23 +13,21 @@ from diffcache.dllm.policy import FedRows, Policy
 from diffcache.dllm.rows import RowPlan
 from diffcache.dllm.rules import first
 from diffcache.dllm.state import State
-from diffcache.method import Ability, check_int, is_number
+from diffcache.method import Ability
+from diffcache.ranges import Count, Positive, Share, Whole
 
 CONFIDENCE, INFLUENCE = "confidence", "influence"  # what is noted
 
 
 @dataclass(frozen=True, eq=False)
 class NotedPlan(RowPlan):
-    """A row plan that the forward's notes are left on.
-
-    Attributes:
-        notes: Tensors by name, `[B, T]`: `confidence`, the probability of the most probable token
-            when a position was last computed; `influence`, the attention that flows from a position
-            to all others through all layers of the forward. Empty before it.
-    """
+    """A row plan that the forward's notes are left on."""
 
     narrows: ClassVar[bool] = True
 
+    # tensors by name, `[B, T]`: `confidence`, the probability of the most probable token when a position was last
+    # computed; `influence`, the attention that flows from a position to all others through all layers of the forward.
+    # Empty before it
     notes: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -74,20 +72,10 @@ class D2Cache(Policy):
     Reference: d2Cache, arXiv 2509.23094, section 4, and its released code.
     """
 
-    name: ClassVar[str] = "d2cache"
-
-    current_k: int = 32
-    sigma: float = 10.0
-    rollout_p: float = 0.1
-    inflate_w: int = 4
-
-    def __post_init__(self) -> None:
-        check_int("current_k", self.current_k, 1)
-        check_int("inflate_w", self.inflate_w, 0)
-        if not is_number(self.sigma) or not 0 < self.sigma < float("inf"):
-            raise ValueError(f"sigma={self.sigma!r}: must be a number above 0")
-        if not is_number(self.rollout_p) or not 0 <= self.rollout_p <= 1:
-            raise ValueError(f"rollout_p={self.rollout_p!r}: must be a number from 0 to 1")
+    current_k: Count = 32
+    sigma: Positive = 10.0
+    rollout_p: Share = 0.1
+    inflate_w: Whole = 4
 
     def abilities(self) -> tuple[Ability, ...]:
         """Return the ability to compute some rows, and to note what they show."""
@@ -96,8 +84,7 @@ class D2Cache(Policy):
     def plan(self, state: State) -> NotedPlan:
         """Return the surest masks, the tokens just committed, and the most influential others.
 
-        Raises:
-            ValueError: If a step commits more masks than are computed.
+        Raises ValueError if a step commits more masks than are computed.
         """
         if state.commits > self.current_k:
             raise ValueError(
@@ -134,13 +121,9 @@ class D2Cache(Policy):
 
 
 def density(decided: Tensor, sigma: float) -> Tensor:
-    """Return how much of the answer around each position is decided, `[B, n]`, 0 to 1.
+    """Return how much of the answer around each position is decided, `[B, n]`, 0 to 1, by a Gaussian over positions.
 
     Tokens before the answer count as decided, and those after it if its last token is.
-
-    Args:
-        decided: Positions of the answer that are decided, bool `[B, n]`.
-        sigma: Standard deviation of the Gaussian in positions.
     """
     size = decided.shape[1]
     after = decided[:, -1:].expand(-1, size)
@@ -166,10 +149,7 @@ def _gaussian(size: int, sigma: float, device: torch.device) -> tuple[Tensor, Te
 def nucleus(scores: Tensor, part: float, among: Tensor) -> Tensor:
     """Return the positions with the largest scores, together at most a part of all, bool `[B, T]`.
 
-    Args:
-        scores: Scores, at least 0, `[B, T]`.
-        part: Part of the sum of the scores; the largest one is taken in any case.
-        among: Positions that can be taken, bool `[B, T]`.
+    Scores are at least 0, `[B, T]`, and those that can be taken bool `[B, T]`; the largest one is taken in any case.
     """
     shares = (scores * among).double()
     shares = shares / (shares.sum(1, keepdim=True) + 1e-9)
@@ -180,12 +160,7 @@ def nucleus(scores: Tensor, part: float, among: Tensor) -> Tensor:
 
 
 def filled(chosen: Tensor, distance: int) -> Tensor:
-    """Return positions with all between two of them that are at most a distance apart.
-
-    Args:
-        chosen: bool `[B, T]`.
-        distance: Largest distance of two chosen positions that are joined.
-    """
+    """Return chosen positions, bool `[B, T]`, with all between two of them that are at most a distance apart."""
     width = chosen.shape[1]
     at = torch.arange(width, device=chosen.device)
     before = at.where(chosen, -width - distance).cummax(1).values
@@ -194,30 +169,19 @@ def filled(chosen: Tensor, distance: int) -> Tensor:
 
 
 class Noting(NamedTuple):
-    """Inputs of the notes of one forward.
+    """Inputs of the notes of one forward."""
 
-    Attributes:
-        at: Positions of the rows, int64 `[B, n]`, filled up by repeating the last one.
-        valid: Positions that are no padding, bool `[B, T]`; None for all.
-        before: Confidence so far, `[B, T]`; None before the first forward, which is of all rows.
-        attention: Mean attention over heads of the rows, `[B, n, T]`, of every layer.
-    """
-
-    at: Tensor
-    valid: Tensor | None
-    before: Tensor | None
-    attention: list[Tensor]
+    at: Tensor  # positions of the rows, int64 `[B, n]`, filled up by repeating the last one
+    valid: Tensor | None  # positions that are no padding, bool `[B, T]`; None for all
+    before: Tensor | None  # confidence so far, `[B, T]`; None before the first forward, which is of all rows
+    attention: list[Tensor]  # mean attention over heads of the rows, `[B, n, T]`, of every layer
 
     def begun(self) -> Noting:
         """Return the same before the first layer of a forward."""
         return self._replace(attention=[])
 
     def notes(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return confidence and influence of all positions, `[B, T]` each.
-
-        Args:
-            logits: Logits of the rows, `[B, n, V]`.
-        """
+        """Return confidence and influence of all positions, `[B, T]` each, by the logits of the rows, `[B, n, V]`."""
         found = logits.to(torch.promote_types(logits.dtype, torch.float32))
         sure = (found.amax(-1) - found.logsumexp(-1)).exp()
         before = sure.new_zeros(self.attention[0][:, 0].shape) if self.before is None else self.before

@@ -13,11 +13,11 @@ from diffcache.dllm.guided import Guide, Guided
 from diffcache.dllm.rows import RowPlan
 from diffcache.dllm.sampler import Sampler
 from diffcache.dllm.state import RowState, State
-from diffcache.method import check_int
+from diffcache.ranges import Count, Settings, Whole
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(Settings):
     """Schedule of an answer: its length, in blocks from left to right, and in how many steps.
 
     Args:
@@ -34,30 +34,21 @@ class Schedule:
             all masks of the block.
 
     Raises:
-        ValueError: If a setting is out of its range, blocks do not divide the length, or steps the
-            blocks.
+        ValueError: If blocks do not divide the length, or steps the blocks.
     """
 
-    length: int = 128
-    block: int | None = 32
-    steps: int | None = None
-    eos_id: int | None = None
-    multiple: int = 1
-    window: int | None = None
+    length: Count = 128
+    block: Count | None = 32
+    steps: Count | None = None
+    eos_id: Whole | None = None
+    multiple: Count = 1
+    window: Count | None = None
 
-    def __post_init__(self) -> None:
-        check_int("length", self.length, 1)
-        check_int("multiple", self.multiple, 1)
-        if self.eos_id is not None:
-            check_int("eos_id", self.eos_id, 0)
-        if self.window is not None:
-            check_int("window", self.window, 1)
-        if self.block is not None:
-            check_int("block", self.block, 1)
-            if self.length % self.block:
-                raise ValueError(f"block={self.block}: must divide length={self.length}; use block=None for one block")
+    def check(self) -> None:
+        """Raise ValueError unless blocks divide the length, and steps the blocks."""
+        if self.block is not None and self.length % self.block:
+            raise ValueError(f"block={self.block}: must divide length={self.length}; use block=None for one block")
         if self.steps is not None:
-            check_int("steps", self.steps, 1)
             blocks = self.length // self.size
             if self.steps % blocks or self.steps > self.length:
                 raise ValueError(
@@ -209,14 +200,9 @@ class Decoding:
         )
 
     def commit(self, logits: Tensor, plan: RowPlan) -> None:
-        """Decide masks by the logits of a forward, and go on to the next step.
+        """Decide masks by the logits of a plan's rows, `[B, n, V]`, and go on to the next step.
 
-        Args:
-            logits: Logits of the rows of the plan, `[B, n, V]`.
-            plan: The rows that were computed.
-
-        Raises:
-            ValueError: If masks are left that nothing decides, as where logits are NaN.
+        Raises ValueError if masks are left that nothing decides, as where logits are NaN.
         """
         at = self._at
         chunk, fed = self._predicted(logits, plan)
@@ -270,11 +256,7 @@ class Decoding:
     # the blocks ----------------------------------------------------------------------------
 
     def _check_window(self) -> None:
-        """Raise unless the window has room for the commits of a step.
-
-        Raises:
-            ValueError: If it has not, so that masks would be left over.
-        """
+        """Raise ValueError unless the window has room for the commits of a step, so that no masks are left over."""
         window = self.schedule.window
         if window is not None and self._most > window:
             raise ValueError(
@@ -382,11 +364,7 @@ class Decoding:
     # blocks of attention -------------------------------------------------------------------
 
     def _first(self, count: int) -> RowState:
-        """Return the place of a sequence before its first forward.
-
-        Args:
-            count: Tokens of its prompt.
-        """
+        """Return the place of a sequence, whose prompt has so many tokens, before its first forward."""
         if self.causal is None:
             self.width = self.ids.shape[1]
             return RowState(self.prompt, self.prompt + self._size, 0, 0)
@@ -399,22 +377,15 @@ class Decoding:
         return row
 
     def leave(self, number: int) -> None:
-        """Stop decoding a sequence.
-
-        Args:
-            number: Number of the sequence.
-        """
+        """Stop decoding a sequence."""
         self.rows[number] = replace(self.rows[number], is_active=False)
         self._look()
 
     def place(self, number: int, prompt: list[int], fill: int = 0) -> None:
         """Put a prompt in the place of a sequence that is done, in a model causal over blocks.
 
-        Args:
-            number: Number of the sequence.
-            prompt: Tokens of the prompt, no more than the columns before the answer.
-            fill: Most tokens of the prompt that a forward computes, so that others need not compute
-                as many rows along with them; 0 for all at once.
+        It is no longer than the columns before the answer. A forward computes `fill` of its tokens
+        at most, so that others need not compute as many rows along with them; 0 for all at once.
         """
         assert self.causal is not None
         count, whole = len(prompt), len(prompt) + self.schedule.length
@@ -501,15 +472,7 @@ class Decoding:
     # the end -------------------------------------------------------------------------------
 
     def _check_goes_on(self, left: list[bool], is_over: list[bool]) -> None:
-        """Raise unless masks that are left will be decided.
-
-        Args:
-            left: Whether a sequence has masks left in its block.
-            is_over: Whether no step decides any more of them.
-
-        Raises:
-            ValueError: If they will not.
-        """
+        """Raise ValueError if a sequence has masks left in its block, and no step decides any more of them."""
         for number, row in enumerate(self.rows):
             if row.is_active and left[number] and is_over[number]:
                 raise ValueError(
@@ -534,11 +497,7 @@ class Decoding:
 
 
 def _size_within(schedule: Schedule, sampler: Sampler, causal: int) -> int:
-    """Return the tokens of a block that are decided at a time, within blocks of attention.
-
-    Raises:
-        ValueError: If blocks do not fit those of attention, or guidance is asked for.
-    """
+    """Return the tokens of a block that are decided at a time, within blocks of attention, without guidance."""
     size = causal if schedule.block is None else min(schedule.block, causal)
     if causal % size or (schedule.block or size) % size:
         raise ValueError(
@@ -556,11 +515,7 @@ def _size_within(schedule: Schedule, sampler: Sampler, causal: int) -> int:
 
 
 def _check_prompts(prompts: Tensor, mask_id: int, valid: Tensor | None) -> None:
-    """Raise unless prompts can be decoded from.
-
-    Raises:
-        ValueError: If they cannot.
-    """
+    """Raise ValueError unless prompts can be decoded from."""
     if prompts.dim() != 2 or prompts.dtype != torch.int64 or not prompts.numel():
         raise ValueError(
             f"prompts={list(prompts.shape)} of {prompts.dtype}: must be int64 [B, P], with at "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from diffcache.dllm.policy import Policy
 from diffcache.dllm.rows import ALL, RowPlan
 from diffcache.dllm.state import RowState, State
-from diffcache.method import check_bool, check_int
+from diffcache.ranges import Count, Whole
 
 Variant = Literal["decode", "greedy", "prefill", "pd"]
 Center = Literal["next", "previous"]
@@ -55,26 +55,18 @@ class DKVCache(Policy):
     Reference: dKV-Cache, arXiv 2505.15781, section 3.
     """
 
-    name: ClassVar[str] = "dkv-cache"
-
     variant: Variant = "decode"
-    every: int | None = None
+    every: Count | None = None
     delay: bool = True
-    window: int | None = None
+    window: Whole | None = None
     center: Center = "next"
 
-    def __post_init__(self) -> None:
-        for name, allowed in (("variant", get_args(Variant)), ("center", get_args(Center))):
-            if getattr(self, name) not in allowed:
-                options = ", ".join(map(repr, allowed))
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {options}")
-        check_bool("delay", self.delay)
-        if self.every is not None:
-            if self.variant == "prefill":
-                raise ValueError(
-                    f"every={self.every!r}: variant='prefill' has no refresh; leave it out, or use variant='pd'"
-                )
-            check_int("every", self.every, 1)
+    def check(self) -> None:
+        """Raise ValueError unless settings are those of the variant."""
+        if self.every is not None and self.variant == "prefill":
+            raise ValueError(
+                f"every={self.every!r}: variant='prefill' has no refresh; leave it out, or use variant='pd'"
+            )
         if self.variant != "greedy" and (self.window is not None or self.center != "next"):
             raise ValueError(
                 f"window={self.window!r}, center={self.center!r}: variant={self.variant!r} has no "
@@ -82,8 +74,6 @@ class DKVCache(Policy):
             )
         if self.variant in ("prefill", "greedy") and not self.delay:
             raise ValueError(f"delay=False: variant={self.variant!r} has no delay; use 'decode' or 'pd'")
-        if self.window is not None:
-            check_int("window", self.window, 0)
 
     @property
     def needs_order(self) -> bool:
@@ -137,17 +127,10 @@ class DKVCache(Policy):
 
 
 def nearest(centers: Tensor, masks: Tensor, count: int) -> Tensor:
-    """Return the masks nearest to each center; of two at one distance the left one first.
+    """Return the masks that are nearest to any center, bool `[B, T]`; of two at one distance the left one.
 
-    Centers take turns: what one has taken, those after it leave out and look further.
-
-    Args:
-        centers: Positions around which is looked, int64 `[B, n]`; -1 for none.
-        masks: Positions that can be taken, bool `[B, T]`.
-        count: Masks for each center.
-
-    Returns:
-        Masks that are taken for any center, bool `[B, T]`.
+    Each center, int64 `[B, n]`, -1 for none, gets so many. They take turns: what one has taken,
+    those after it leave out and look further.
     """
     width = masks.shape[1]
     at = torch.arange(width, device=masks.device)

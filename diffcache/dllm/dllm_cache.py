@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,22 +11,17 @@ from torch.nn import functional
 from diffcache.dllm.policy import Policy
 from diffcache.dllm.rows import RowPlan
 from diffcache.dllm.state import State
-from diffcache.method import Ability, check_int, is_number
+from diffcache.method import Ability
+from diffcache.ranges import Count, Share
 
 
 @dataclass(frozen=True, eq=False)
 class BranchPlan(RowPlan):
-    """All rows, and of which of them each layer computes its attention and feed-forward anew.
+    """All rows, and of which of them each layer computes its attention and feed-forward anew."""
 
-    Attributes:
-        prompt: Columns before the rows of the answer, padding among them.
-        renews_prompt: Whether every layer computes all rows of the prompt.
-        renews_answer: Whether every layer computes all rows of the answer, instead of a few.
-    """
-
-    prompt: int = 0
-    renews_prompt: bool = True
-    renews_answer: bool = True
+    prompt: int = 0  # columns before the rows of the answer, padding among them
+    renews_prompt: bool = True  # whether every layer computes all rows of the prompt
+    renews_answer: bool = True  # whether every layer computes all rows of the answer, instead of a few
 
 
 @dataclass(frozen=True)
@@ -41,13 +35,9 @@ class BranchRows(Ability):
     ratio: float
 
     def choose(self, new: Tensor, old: Tensor) -> Tensor:
-        """Return the rows whose values changed their direction most, int64 `[B, n]`, ascending.
+        """Return the rows whose values, `[B, T, D]`, changed their direction most, int64 `[B, n]`, ascending.
 
-        Of equal ones the first are taken.
-
-        Args:
-            new: Values of the rows, `[B, T, D]`, all heads of a row together.
-            old: Values held of them, `[B, T, D]`.
+        All heads of a row count together. Of equal ones the first are taken.
         """
         work = torch.promote_types(new.dtype, torch.float32)
         alike = functional.cosine_similarity(new.to(work), old.to(work), dim=-1)
@@ -81,18 +71,9 @@ class DLLMCache(Policy):
     Reference: dLLM-Cache, arXiv 2506.06295, section 3. Defaults are the code's for LLaDA on GSM8K.
     """
 
-    name: ClassVar[str] = "dllm-cache"
-
-    prompt_every: int | None = 50
-    answer_every: int | None = 7
-    ratio: float = 0.25
-
-    def __post_init__(self) -> None:
-        for name in ("prompt_every", "answer_every"):
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), 1, "; None for the first step alone")
-        if not is_number(self.ratio) or not 0 <= self.ratio <= 1:
-            raise ValueError(f"ratio={self.ratio!r}: must be a number from 0 to 1")
+    prompt_every: Count | None = 50
+    answer_every: Count | None = 7
+    ratio: Share = 0.25
 
     def abilities(self) -> tuple[Ability, ...]:
         """Return the ability to compute some rows of each layer."""

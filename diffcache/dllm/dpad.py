@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import ClassVar, Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,9 +14,7 @@ from torch.nn import functional
 from diffcache.dllm.policy import Policy
 from diffcache.dllm.rows import ALL, RowPlan
 from diffcache.dllm.state import RowState, State
-from diffcache.method import check_int, is_number
-
-Cache = Literal["none", "prefix", "dual"]
+from diffcache.ranges import Count, NotNegative, Whole
 
 
 @dataclass(frozen=True)
@@ -41,30 +39,14 @@ class DPad(Policy):
             after it, `dual` the block alone.
         seed: Seed of the draws.
 
-    Raises:
-        ValueError: If a setting is out of its range.
-
     Reference: DPad, arXiv 2508.14148, and its released code.
     """
 
-    name: ClassVar[str] = "dpad"
-
-    window: int = 256
-    sigma: float = 4.0
-    scale: float = 2.0
-    cache: Cache = "none"
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_int("window", self.window, 1)
-        check_int("seed", self.seed, 0)
-        for name in ("sigma", "scale"):
-            value = getattr(self, name)
-            if not is_number(value) or not 0 <= value < math.inf:
-                raise ValueError(f"{name}={value!r}: must be a finite number of at least 0")
-        if self.cache not in get_args(Cache):
-            options = ", ".join(map(repr, get_args(Cache)))
-            raise ValueError(f"cache={self.cache!r}: must be one of {options}")
+    window: Count = 256
+    sigma: NotNegative = 4.0
+    scale: NotNegative = 2.0
+    cache: Literal["none", "prefix", "dual"] = "none"
+    seed: Whole = 0
 
     def plan(self, state: State) -> RowPlan:
         """Return what is kept, or of it the block and what follows, seeing what is kept."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from math import inf
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,34 +13,26 @@ from diffcache.dllm.decode import Schedule
 from diffcache.dllm.policy import FedRows, Policy
 from diffcache.dllm.rows import RowPlan, picked, put
 from diffcache.dllm.state import State
-from diffcache.method import Ability, check_bool, check_int, is_number
+from diffcache.method import Ability
+from diffcache.ranges import Count, Range
 
 Axis = Literal["head", "key"]
 
 
 @dataclass(frozen=True, eq=False)
 class WatchedPlan(RowPlan):
-    """A row plan, with the positions that the test for drift looks at.
+    """A row plan, with the positions that the test for drift looks at."""
 
-    Attributes:
-        window: Positions whose queries choose the tracked tokens, bool `[B, T]`.
-        known: Positions that may be tracked, bool `[B, T]`.
-        multiple: Number that rows are filled up to a multiple of.
-    """
-
-    window: Tensor = field(kw_only=True)
-    known: Tensor = field(kw_only=True)
-    multiple: int = field(default=1, kw_only=True)
+    window: Tensor = field(kw_only=True)  # positions whose queries choose the tracked tokens, bool `[B, T]`
+    known: Tensor = field(kw_only=True)  # positions that may be tracked, bool `[B, T]`
+    multiple: int = field(default=1, kw_only=True)  # number that rows are filled up to a multiple of
 
 
 @dataclass(frozen=True)
 class WideningRows(FedRows):
     """Compute the planned rows and tracked tokens, and all rows from a layer on after a drift.
 
-    Args:
-        gamma: Least similarity, dimensionless.
-        similarity: Axis of the cosine.
-        track: Tokens that are tracked in each layer.
+    Settings are those of `ElasticCache`.
     """
 
     plans: ClassVar[type[RowPlan]] = WatchedPlan
@@ -90,24 +83,14 @@ class ElasticCache(Policy):
     Reference: Elastic-Cache, arXiv 2510.14973, section 3.
     """
 
-    name: ClassVar[str] = "elastic"
     note: ClassVar[str] = "The host waited for one number a layer, or all at once: whether attention had drifted."
     schedule: ClassVar[Schedule] = Schedule(block=None, window=16)
 
-    gamma: float = 0.9
+    gamma: Annotated[float, Range(-inf, endless=True)] = 0.9
     similarity: Axis = "head"
-    track: int = 1
+    track: Count = 1
     block_caching: bool = True
     force_full: bool = False
-
-    def __post_init__(self) -> None:
-        if not is_number(self.gamma) or self.gamma != self.gamma:
-            raise ValueError(f"gamma={self.gamma!r}: must be a number")
-        if self.similarity not in get_args(Axis):
-            raise ValueError(f"similarity={self.similarity!r}: must be one of 'head', 'key'")
-        check_int("track", self.track, 1)
-        check_bool("block_caching", self.block_caching)
-        check_bool("force_full", self.force_full)
 
     def abilities(self) -> tuple[Ability, ...]:
         """Return the ability to compute some rows, and all of them from a layer on."""
@@ -124,12 +107,9 @@ class ElasticCache(Policy):
 
 
 def most_attended(masses: Tensor, known: Tensor, count: int) -> Tensor:
-    """Return the tokens that queries attend to most in any layer, bool `[B, T]`.
+    """Return the tokens, of those known, that queries attend to most in any layer, so many in each, bool `[B, T]`.
 
-    Args:
-        masses: Attention from the queries to each token in every layer, `[L, B, T]`.
-        known: Tokens that can be chosen, bool `[B, T]`.
-        count: Tokens that are chosen in each sequence and layer.
+    Masses are the attention from the queries to each token in every layer, `[L, B, T]`.
     """
     masses = masses.masked_fill(~known, float("-inf"))
     best = masses.topk(min(count, masses.shape[2]), dim=2).indices
@@ -137,14 +117,11 @@ def most_attended(masses: Tensor, known: Tensor, count: int) -> Tensor:
 
 
 def likeness(before: Tensor, after: Tensor, real: Tensor, seen: Tensor | None, axis: Axis) -> Tensor:
-    """Return how alike the attention of tokens is at two times, `[B]`, from 0 to 1.
+    """Return how alike the attention of tokens is at two times, `[B, H, n, T]` each, `[B]`, from 0 to 1.
 
-    Args:
-        before: Attention of each token at the first time, `[B, H, n, T]`.
-        after: The same at the second time.
-        real: Tokens that count, bool `[B, n]`; without any, the likeness is not a number.
-        seen: Keys that are no padding, bool `[B, T]`; None for all.
-        axis: Axis of the cosine; its mean over the others counts.
+    Tokens that are `real`, bool `[B, n]`, count; without any, the likeness is not a number. `seen`
+    are keys that are no padding, bool `[B, T]`, None for all. The mean of the cosine over the axes
+    but its own counts.
     """
     dim = 3 if axis == "key" else 1
     # torch's own cosine takes five times as long over heads; 1e-16 is the square of its least norm
@@ -158,42 +135,24 @@ def likeness(before: Tensor, after: Tensor, real: Tensor, seen: Tensor | None, a
 
 
 class Watching(NamedTuple):
-    """Attention that one forward looks at, to test for drift and to choose tracked tokens.
+    """Attention that one forward looks at, to test for drift and to choose tracked tokens."""
 
-    Attributes:
-        places: Positions whose attention is looked at, int64 `[B, n]`, in ascending order, filled
-            up by repeating the last one.
-        window: Positions whose queries choose the tracked tokens, bool `[B, T]`.
-        known: Positions that may be tracked, bool `[B, T]`.
-        tracked: Positions that are tested, bool `[B, T]`; None for no test.
-        valid: Positions that are no padding, bool `[B, T]`; None for all.
-        track: Tokens that are tracked in each layer.
-        axis: Axis of the cosine.
-        inputs: Hidden states that each layer was given, `[B, T, C]`; empty where none are held.
-        queries: Queries of each layer, `[B, T, H, D]`; empty where none are held.
-        masses: Attention from the window to each token in the layers so far, `[B, T]` each.
-        alike: Likeness in the tested layers so far, `[B]` each; infinite without a window.
-        blocks: Numbers of the blocks of a compiled forward so far.
-        looks: Places of the window, without those that fill up a sequence, bool `[B, n]`.
-        tokens: Tested positions, filled up by others to a fixed number, int64 `[B, t]`.
-        real: Those of them that are tested, bool `[B, t]`.
-    """
-
+    # positions whose attention is looked at, int64 `[B, n]`, in ascending order, filled up by repeating the last one
     places: Tensor
-    window: Tensor
-    known: Tensor
-    tracked: Tensor | None
-    valid: Tensor | None
-    track: int
-    axis: Axis
-    inputs: dict[int, Tensor]
-    queries: dict[int, Tensor]
-    masses: list[Tensor]
-    alike: list[Tensor]
-    blocks: list[int]
-    looks: Tensor | None = None
-    tokens: Tensor | None = None
-    real: Tensor | None = None
+    window: Tensor  # positions whose queries choose the tracked tokens, bool `[B, T]`
+    known: Tensor  # positions that may be tracked, bool `[B, T]`
+    tracked: Tensor | None  # positions that are tested, bool `[B, T]`; None for no test
+    valid: Tensor | None  # positions that are no padding, bool `[B, T]`; None for all
+    track: int  # tokens that are tracked in each layer
+    axis: Axis  # axis of the cosine
+    inputs: dict[int, Tensor]  # hidden states that each layer was given, `[B, T, C]`; empty where none are held
+    queries: dict[int, Tensor]  # queries of each layer, `[B, T, H, D]`; empty where none are held
+    masses: list[Tensor]  # attention from the window to each token in the layers so far, `[B, T]` each
+    alike: list[Tensor]  # likeness in the tested layers so far, `[B]` each; infinite without a window
+    blocks: list[int]  # numbers of the blocks of a compiled forward so far
+    looks: Tensor | None = None  # places of the window, without those that fill up a sequence, bool `[B, n]`
+    tokens: Tensor | None = None  # tested positions, filled up by others to a fixed number, int64 `[B, t]`
+    real: Tensor | None = None  # those of them that are tested, bool `[B, t]`
 
     def begun(self) -> Watching:
         """Return what a forward looks at before its first layer."""
@@ -208,22 +167,13 @@ class Watching(NamedTuple):
         return self._replace(looks=looks, tokens=tokens, real=real, masses=[], alike=[], blocks=[])
 
     def earlier(self, number: int) -> Tensor | None:
-        """Return the held queries of the tested tokens, `[B, t, H, D]`; None for no test.
-
-        Args:
-            number: Number of the layer. None follows the last one, so that it is not tested.
-        """
+        """Return held queries of the tested tokens in a layer, `[B, t, H, D]`; None without a test, as in the last."""
         if self.tokens is None or number + 1 == len(self.queries):
             return None
         return picked(self.queries[number], self.tokens)
 
     def see(self, weights: Tensor, before: Tensor | None) -> None:
-        """Note the attention of one layer.
-
-        Args:
-            weights: Attention of the places, `[B, H, n, T]`.
-            before: Attention of the tested tokens before this forward, `[B, H, t, T]`; None for no test.
-        """
+        """Note a layer's attention: of the places, `[B, H, n, T]`, and of tested tokens before, `[B, H, t, T]`."""
         looks = self.looks
         assert looks is not None
         self.masses.append((weights * looks[:, None, :, None]).sum((1, 2)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,17 +12,15 @@ from diffcache.dllm.policy import FedRows, Policy
 from diffcache.dllm.rows import RowPlan
 from diffcache.dllm.rules import first
 from diffcache.dllm.state import RowState, State
-from diffcache.method import Ability, check_int, check_threshold
+from diffcache.method import Ability
+from diffcache.ranges import Range, Whole
 
 
 @dataclass(frozen=True, eq=False)
 class EntropyPlan(RowPlan):
-    """A row plan that the entropy of what its rows predict is left on.
+    """A row plan that the entropy of what its rows predict is left on."""
 
-    Attributes:
-        entropy: After the forward one tensor, `[B, T]`, in nats; 0 at rows that it left out.
-    """
-
+    # after the forward one tensor, `[B, T]`, in nats; 0 at rows that it left out
     entropy: list[Tensor] = field(default_factory=list)
 
     def note(self, index: Tensor, width: int, logits: Tensor) -> None:
@@ -56,20 +54,11 @@ class EntropyCache(Policy):
         threshold: Entropy in nats from which on all rows are computed; 0 for every step.
         recent: Tokens decided last that are computed again, besides those of the last commit.
 
-    Raises:
-        ValueError: If a setting is out of its range.
-
     Reference: EntropyCache, arXiv 2603.18489, abstract.
     """
 
-    name: ClassVar[str] = "entropy-cache"
-
-    threshold: float = 0.5
-    recent: int = 16
-
-    def __post_init__(self) -> None:
-        check_threshold(self.threshold)
-        check_int("recent", self.recent, 0)
+    threshold: Annotated[float, Range(0, endless=True)] = 0.5
+    recent: Whole = 16
 
     def abilities(self) -> tuple[Ability, ...]:
         """Return the ability to compute some rows, and to note how unsure they are."""

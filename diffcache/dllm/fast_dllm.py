@@ -10,7 +10,6 @@ import torch
 from diffcache.dllm.policy import Policy
 from diffcache.dllm.rows import RowPlan
 from diffcache.dllm.state import RowState, State
-from diffcache.method import check_bool
 
 
 @dataclass(frozen=True)
@@ -35,13 +34,9 @@ class FastDLLM(Policy):
     3.3, and its released code.
     """
 
-    name: ClassVar[str] = "fast-dllm"
     is_local: ClassVar[bool] = True
 
     dual: bool = False
-
-    def __post_init__(self) -> None:
-        check_bool("dual", self.dual)
 
     def plan(self, state: State) -> RowPlan:
         """Return all rows at the start of a block, then the block or the block and what follows."""

@@ -8,7 +8,6 @@ from typing import ClassVar
 from diffcache.dllm.policy import Policy
 from diffcache.dllm.rows import RowPlan
 from diffcache.dllm.state import RowState, State
-from diffcache.method import check_bool
 
 
 @dataclass(frozen=True)
@@ -28,13 +27,9 @@ class FreeCache(Policy):
     Reference: FlashDLM (FreeCache), arXiv 2505.21467, section 3.
     """
 
-    name: ClassVar[str] = "free-cache"
     is_local: ClassVar[bool] = True
 
     commit: bool = False
-
-    def __post_init__(self) -> None:
-        check_bool("commit", self.commit)
 
     def plan(self, state: State) -> RowPlan:
         """Return all rows at first, then those from the active block on."""

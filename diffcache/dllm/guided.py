@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from diffcache.dllm.rules import Rule, first
-from diffcache.method import check_int, is_number
+from diffcache.ranges import Count, Share
 
 
 class Guide(Protocol):
@@ -55,28 +55,16 @@ class Guided(Rule):
             the published code's `deterministic`, and 2 for its `topk_relative`.
         ratio: Least probability, as a share of the best one's, 0 to 1.
 
-    Raises:
-        ValueError: If a setting is out of its range.
-
     Reference: FlashDLM (Guided Diffusion), arXiv 2505.21467, and its released code.
     """
 
-    k: int = 2
-    ratio: float = 0.5
-
-    def __post_init__(self) -> None:
-        check_int("k", self.k, 1)
-        if not is_number(self.ratio) or not 0 <= self.ratio <= 1:
-            raise ValueError(f"ratio={self.ratio!r}: must be a number in 0..1")
+    k: Count = 2
+    ratio: Share = 0.5
 
     def scores(self, draft: Tensor, logits: Tensor, candidates: Tensor, ends: Tensor) -> Tensor:
-        """Return 1 for the candidates that are accepted, 0 for the others, -inf elsewhere.
+        """Return 1 for the candidates of a draft, `[B, n]`, that are accepted, 0 for the others, -inf elsewhere.
 
-        Args:
-            draft: Tokens, int64 `[B, n]`.
-            logits: Logits of the guide for them, `[B, n, V]`.
-            candidates: Positions that can be committed, bool `[B, n]`.
-            ends: Positions after which nothing is accepted, bool `[B, n]`.
+        By the guide's logits for it, `[B, n, V]`; nothing is accepted after positions where it ends.
         """
         chosen = logits.gather(-1, draft[..., None])
         least = math.log(self.ratio) if self.ratio else -math.inf

@@ -10,20 +10,17 @@ from diffcache.dllm.decode import Schedule
 from diffcache.dllm.rows import ALL, RowPlan
 from diffcache.dllm.state import State
 from diffcache.method import Ability, Method
+from diffcache.ranges import Settings
 
 
 @dataclass(frozen=True)
 class FedRows(Ability):
-    """Compute the rows that each call's plan names, and serve the keys and values of the others.
+    """Compute the rows that each call's plan names, and serve the keys and values of the others."""
 
-    Attributes:
-        plans: Class of the plans.
-    """
-
-    plans: ClassVar[type[RowPlan]] = RowPlan
+    plans: ClassVar[type[RowPlan]] = RowPlan  # class of the plans
 
 
-class Policy(Method):
+class Policy(Settings, Method):
     """Choice of the rows that each forward of a diffusion language model computes; frozen data.
 
     A policy keeps nothing between steps, so that one object serves any number of decodings.
@@ -57,7 +54,6 @@ class Policy(Method):
 class Uncached(Policy):
     """Compute every row at every step: decoding without a cache, through the cache's own paths."""
 
-    name: ClassVar[str] = "uncached"
     is_local: ClassVar[bool] = True
 
     def plan(self, state: State) -> RowPlan:

@@ -41,15 +41,10 @@ class RowPlan:
 
     @classmethod
     def of(cls, chosen: Tensor, multiple: int = 1) -> RowPlan:
-        """Return the plan of chosen positions. The host waits for their number, once.
+        """Return the plan of chosen positions, bool `[B, T]`. The host waits for their number, once.
 
-        Args:
-            chosen: Positions to compute, bool `[B, T]`.
-            multiple: Number that the rows of a sequence are filled up to a multiple of, so that
-                compiled blocks meet few sizes.
-
-        Raises:
-            ValueError: If no position is chosen, or `multiple` is less than 1.
+        Rows of a sequence are filled up to a multiple, so that compiled blocks meet few sizes.
+        Raises ValueError if no position is chosen.
         """
         if multiple != 1:
             check_int("multiple", multiple, 1)
@@ -100,12 +95,9 @@ ALL = RowPlan()
 
 
 def numbers_of(chosen: Tensor) -> Tensor:
-    """Return chosen positions as numbers, filled up by repeating the last one, int64 `[B, n]`.
+    """Return chosen positions, bool `[B, T]`, as numbers, filled up by repeating the last one, int64 `[B, n]`.
 
     The host waits for their number.
-
-    Args:
-        chosen: bool `[B, T]`.
     """
     if chosen.shape[0] == 1:  # nothing to fill up
         return chosen[0].nonzero().mT

@@ -5,17 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from diffcache.dllm.state import RowState
-from diffcache.method import check_int, is_number
+from diffcache.ranges import Range, Settings, Share, Whole
 
 
-class Rule(ABC):
+class Rule(Settings, ABC):
     """Choice of the block's candidates that are committed; a frozen dataclass of settings.
 
     Attributes:
@@ -87,10 +87,6 @@ class Quota(Rule):
 
     schedule: Literal["even", "time"] = "even"
 
-    def __post_init__(self) -> None:
-        if self.schedule not in ("even", "time"):
-            raise ValueError(f"schedule={self.schedule!r}: must be one of 'even', 'time'")
-
     @property
     def is_fixed(self) -> bool:
         """Return True if the number of commits is known beforehand."""
@@ -122,10 +118,7 @@ class Threshold(Rule):
     Reference: Fast-dLLM, arXiv 2505.22618, section 3.3.
     """
 
-    threshold: float = 0.9
-
-    def __post_init__(self) -> None:
-        check_share(self, "threshold", more="; for one token a step, use Quota()")
+    threshold: Annotated[float, Range(0, 1), "; for one token a step, use Quota()"] = 0.9
 
     def choose(self, scores: Tensor, quota: int | Tensor) -> Tensor:
         """Return the confident candidates and the best one."""
@@ -143,20 +136,14 @@ class Hierarchical(Rule):
         threshold: Confidence above which masks are committed, dimensionless, 0 to 1.
         low: Confidence above which the best mask of a run is committed, 0 to 1.
 
-    Raises:
-        ValueError: If a setting is out of its range.
-
     Departure: of equally confident masks of a run all are committed, as in one of the two published
     versions; the other commits the first.
 
     Reference: dInfer, arXiv 2510.08666, and its released code (`HierarchyDecoder`).
     """
 
-    threshold: float = 0.9
-    low: float = 0.4
-
-    def __post_init__(self) -> None:
-        check_share(self, "threshold", "low")
+    threshold: Share = 0.9
+    low: Share = 0.4
 
     def choose(self, scores: Tensor, quota: int | Tensor) -> Tensor:
         """Return the confident candidates, the best of every run, and the best of all."""
@@ -181,11 +168,7 @@ class Factor(Rule):
     Reference: Fast-dLLM, arXiv 2505.22618, section 3.3 and its released code.
     """
 
-    factor: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not is_number(self.factor) or not self.factor >= 0:
-            raise ValueError(f"factor={self.factor!r}: must be a number of at least 0")
+    factor: Annotated[float, Range(0, endless=True)] = 1.0
 
     def choose(self, scores: Tensor, quota: int | Tensor) -> Tensor:
         """Return the best candidates, as many as their confidence allows."""
@@ -212,9 +195,6 @@ class Dynamic(Rule):
             for no edits.
         post_steps: Most forwards of a block for edits alone.
 
-    Raises:
-        ValueError: If a setting is out of its range.
-
     Departure: SDAR's code fills the share up with tokens that are decided where there are fewer
     masks, and overwrites them; here these stay.
 
@@ -222,32 +202,14 @@ class Dynamic(Rule):
     their released code.
     """
 
-    threshold: float = 0.9
-    editing: float | None = None
-    post_steps: int = 16
-
-    def __post_init__(self) -> None:
-        check_share(self, "threshold")
-        if self.editing is not None:
-            check_share(self, "editing")
-        check_int("post_steps", self.post_steps, 0)
+    threshold: Share = 0.9
+    editing: Share | None = None
+    post_steps: Whole = 16
 
     def choose(self, scores: Tensor, quota: int | Tensor) -> Tensor:
         """Return the confident candidates, or the best ones where these are fewer."""
         sure = scores > self.threshold
         return sure.where(sure.sum(-1, keepdim=True) >= quota, first(scores, quota))
-
-
-def check_share(rule: object, *names: str, more: str = "") -> None:
-    """Raise unless settings are numbers from 0 to 1.
-
-    Raises:
-        ValueError: If one is not.
-    """
-    for name in names:
-        value = getattr(rule, name)
-        if not is_number(value) or not 0 <= value <= 1:
-            raise ValueError(f"{name}={value!r}: must be a number from 0 to 1{more}")
 
 
 def ranks(scores: Tensor) -> Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
 from diffcache.dllm.rules import Quota, Rule
-from diffcache.method import check_int, is_number
+from diffcache.method import check_int
+from diffcache.ranges import Range, Settings, Such, Whole
 
 By = Literal["confidence", "random", "margin", "entropy"]
 Precision = Literal["float64", "float32", "model"]
@@ -17,7 +18,7 @@ _MOST = 1000  # of numbers that are of the order of 1, beyond which nothing of t
 
 
 @dataclass(frozen=True)
-class Sampler:
+class Sampler(Settings):
     """Choose tokens for masks and decide which of them are committed. Independent of any cache.
 
     The mask's own token is never chosen. Its probability counts in the softmax all the same, so
@@ -43,8 +44,7 @@ class Sampler:
         seed: Seed of the noise and of random orders.
 
     Raises:
-        ValueError: If a setting is out of its range, or `late` or a rule that looks at confidence
-            goes with another measure.
+        ValueError: If `late` or a rule that looks at confidence goes with another measure.
 
     Departure: with noise, LLaDA's code keeps the confidence of the first of its late tokens, by a
     slip of assignment.
@@ -55,26 +55,16 @@ class Sampler:
     """
 
     by: By = "confidence"
-    rule: Rule = field(default_factory=Quota)
-    temperature: float = 0.0
+    rule: Annotated[Rule, Such("Quota(), Threshold(0.9) or Factor(1)")] = field(default_factory=Quota)
+    temperature: Annotated[float, Range(0, _MOST)] = 0.0
     softmax: Precision = "float64"
     banned: tuple[int, ...] = ()
     late: tuple[int, ...] = ()
-    cfg_scale: float = 0.0
-    seed: int = 0
+    cfg_scale: Annotated[float, Range(0, _MOST)] = 0.0
+    seed: Whole = 0
 
-    def __post_init__(self) -> None:
-        for name, allowed in (("by", get_args(By)), ("softmax", get_args(Precision))):
-            if getattr(self, name) not in allowed:
-                options = ", ".join(map(repr, allowed))
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {options}")
-        if not isinstance(self.rule, Rule):
-            raise ValueError(f"rule={self.rule!r}: must be a rule, such as Quota(), Threshold(0.9) or Factor(1)")
-        for name in ("temperature", "cfg_scale"):
-            value = getattr(self, name)
-            if not is_number(value) or not 0 <= value <= _MOST:
-                raise ValueError(f"{name}={value!r}: must be a number from 0 to {_MOST}")
-        check_int("seed", self.seed, 0)
+    def check(self) -> None:
+        """Raise ValueError unless tokens are such, and nothing looks at confidence that is not there."""
         for name in ("banned", "late"):
             if not isinstance(getattr(self, name), tuple):
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be a tuple of tokens")

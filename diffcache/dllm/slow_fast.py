@@ -5,33 +5,25 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, pstdev
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from diffcache.dllm.rules import Rule, check_share, first
+from diffcache.dllm.rules import Rule, first
 from diffcache.dllm.state import RowState
-from diffcache.method import check_int, is_number
+from diffcache.ranges import Count, Range, Share
 
 
 @dataclass(eq=False)
 class Cycle:
-    """Cycle of a sequence's block; numbers are tokens from the start of the block.
+    """Cycle of a sequence's block; numbers are tokens from the start of the block."""
 
-    Attributes:
-        start: End of the cycle before it.
-        stop: End of the cycle, as far as it is known.
-        explored: Steps of exploration so far.
-        ends: Estimates of the end.
-        is_known: Whether the estimates agreed.
-    """
-
-    start: int
-    stop: int
-    explored: int = 0
-    ends: list[int] = field(default_factory=list)
-    is_known: bool = False
+    start: int  # end of the cycle before it
+    stop: int  # end of the cycle, as far as it is known
+    explored: int = 0  # steps of exploration so far
+    ends: list[int] = field(default_factory=list)  # estimates of the end
+    is_known: bool = False  # whether the estimates agreed
 
 
 @dataclass(frozen=True)
@@ -57,24 +49,14 @@ class SlowFast(Rule):
         agree: Estimates that have to agree.
         spread: Standard deviation below which they do, in tokens.
 
-    Raises:
-        ValueError: If a setting is out of its range.
-
     Reference: SlowFast Sampling, arXiv 2506.10848, and its released code.
     """
 
-    threshold: float = 0.9
-    low: float = 0.3
-    explore: int = 6
-    agree: int = 2
-    spread: float = 1.0
-
-    def __post_init__(self) -> None:
-        check_share(self, "threshold", "low")
-        check_int("explore", self.explore, 1)
-        check_int("agree", self.agree, 1)
-        if not is_number(self.spread) or not self.spread >= 0:
-            raise ValueError(f"spread={self.spread!r}: must be a number of at least 0")
+    threshold: Share = 0.9
+    low: Share = 0.3
+    explore: Count = 6
+    agree: Count = 2
+    spread: Annotated[float, Range(0, endless=True)] = 1.0
 
     def choose(self, scores: Tensor, quota: int | Tensor) -> Tensor:
         """Return the confident candidates where there are two or more, else the best one."""

@@ -11,40 +11,30 @@ from torch.nn import functional
 
 from diffcache.dllm.policy import FedRows, Policy
 from diffcache.dllm.rows import RowPlan
-from diffcache.dllm.rules import check_share, first
+from diffcache.dllm.rules import first
 from diffcache.dllm.state import State
-from diffcache.method import Ability, check_int
+from diffcache.method import Ability
+from diffcache.ranges import Odd, Share
 
 
 @dataclass(frozen=True, eq=False)
 class SparsePlan(RowPlan):
-    """A row plan of which every layer hides another part.
-
-    Attributes:
-        inside: Positions of each sequence's block, bool `[B, T]`.
-        evicts: Sequences of which layers choose, in this forward, what they keep, bool `[B, 1]`;
-            None for none.
-        hides: Sequences whose rows see what was kept and their block alone, bool `[B, 1]`; None for
-            none.
-        keep: Part of the positions outside the block that every layer keeps.
-        kernel: Positions that importance is pooled over.
-    """
+    """A row plan of which every layer hides another part."""
 
     compiles: ClassVar[bool] = False
 
-    inside: Tensor = field(kw_only=True)
+    inside: Tensor = field(kw_only=True)  # positions of each sequence's block, bool `[B, T]`
+    # sequences of which layers choose, in this forward, what they keep, bool `[B, 1]`; None for none
     evicts: Tensor | None = field(kw_only=True)
+    # sequences whose rows see what was kept and their block alone, bool `[B, 1]`; None for none
     hides: Tensor | None = field(kw_only=True)
-    keep: float = field(kw_only=True)
-    kernel: int = field(kw_only=True)
+    keep: float = field(kw_only=True)  # part of the positions outside the block that every layer keeps
+    kernel: int = field(kw_only=True)  # positions that importance is pooled over
 
     def shown(self, kept: Tensor | None, mask: Tensor | None, count: int) -> Tensor | None:
         """Return what the rows of a layer see, bool `[B, 1, n, T]`; None for all.
 
-        Args:
-            kept: What the layer keeps, bool `[B, T]`; None where it evicted nothing yet.
-            mask: Positions that are no padding, bool `[B, 1, n, T]`; None for all.
-            count: Rows of each sequence.
+        The layer keeps bool `[B, T]`, None where it evicted nothing yet; the mask, like the result, is of padding.
         """
         if kept is None or self.hides is None:
             return mask
@@ -54,11 +44,8 @@ class SparsePlan(RowPlan):
     def chosen(self, q: Tensor, k: Tensor, valid: Tensor | None, before: Tensor | None) -> Tensor | None:
         """Return what a layer keeps from now on, bool `[B, T]`: its choice, and the block.
 
-        Args:
-            q: Rotated queries of the rows, `[B, n, H, D]`.
-            k: Rotated keys of all positions, `[B, H or fewer, T, D]`.
-            valid: Positions that are no padding, bool `[B, T]`; None for all.
-            before: What it kept so far, bool `[B, T]`; None for all.
+        Queries of the rows are `[B, n, H, D]`, keys of all positions `[B, H or fewer, T, D]`, both
+        rotated; what is no padding, and what it kept so far, bool `[B, T]`, None for all.
         """
         if self.evicts is None:
             return before
@@ -104,22 +91,11 @@ class SparseDLLM(Policy):
         keep: Part of the positions outside the block that is kept, 0 to 1, rounded down.
         kernel: Positions that importance is pooled over, an odd number; 1 for none.
 
-    Raises:
-        ValueError: If a setting is out of its range.
-
     Reference: Sparse-dLLM, arXiv 2508.02558, and its released code for LLaDA.
     """
 
-    name: ClassVar[str] = "sparse-dllm"
-
-    keep: float = 0.5
-    kernel: int = 3
-
-    def __post_init__(self) -> None:
-        check_share(self, "keep")
-        check_int("kernel", self.kernel, 1)
-        if self.kernel % 2 == 0:
-            raise ValueError(f"kernel={self.kernel}: must be odd, so that it has a middle")
+    keep: Share = 0.5
+    kernel: Odd = 3
 
     def abilities(self) -> tuple[Ability, ...]:
         """Return the ability to compute some rows, and to hide others from them."""

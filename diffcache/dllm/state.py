@@ -125,19 +125,12 @@ class State:
         """Return a run of each sequence, from the row on that predicts its first token, bool `[B, T]`.
 
         In blocks of attention that row is computed where it is asked for alone.
-
-        Args:
-            run_of: Run of positions of a sequence.
         """
         runs = [(run_of(row), 0 if row.span else self.shift) for row in self.rows]
         return self.between([range(max(run.start - shift, 0), run.stop) for run, shift in runs])
 
     def runs(self, run_of: Callable[[RowState], range]) -> RowPlan:
-        """Return the plan that computes one run of positions in each sequence.
-
-        Args:
-            run_of: Run of positions of a sequence.
-        """
+        """Return the plan that computes one run of positions in each sequence."""
         wanted = {run_of(row) for row in self.active}
         if len(wanted) == 1:
             (run,) = wanted
@@ -145,12 +138,9 @@ class State:
         return self.plan(self.each(run_of))
 
     def plan(self, chosen: Tensor, whole: Callable[[RowState], bool] | None = None) -> RowPlan:
-        """Return the plan that computes chosen positions.
+        """Return the plan that computes chosen positions, bool `[B or 1, T]`, or all where a sequence is `whole`.
 
-        Args:
-            chosen: Positions to compute, bool `[B or 1, T]`. Padding and sequences that are done
-                are left out.
-            whole: Whether a sequence computes all of its positions instead; None for none.
+        Padding and sequences that are done are left out.
         """
         if whole is not None:
             flags = [whole(row) for row in self.rows]
@@ -167,11 +157,7 @@ class State:
         return RowPlan.of(chosen, self.multiple)
 
     def with_predictors(self, plan: RowPlan) -> RowPlan:
-        """Return a plan with the row before each token that may be committed, which predicts it.
-
-        Args:
-            plan: Plan for a model whose rows predict the token after their own.
-        """
+        """Return a plan with the row before each token that may be committed, where that predicts it."""
         if plan.rows is None:
             return plan
         if isinstance(plan.rows, range):
@@ -186,14 +172,11 @@ class State:
 
 
 def check_coverage(state: State, plan: RowPlan) -> None:
-    """Raise unless a plan computes all that may be committed, and all that was just changed.
+    """Raise ValueError unless a plan computes all that may be committed, and all that was just changed.
 
     A changed token that is not computed is served with the keys and values of the token that it
     replaced. Plans that narrow down what may be committed need not compute all of it. The host
     waits for the device.
-
-    Raises:
-        ValueError: If a position is missing.
     """
     fed = plan.mask(len(state.ids), state.width, state.ids.device)
     going = torch.tensor([[row.is_active] for row in state.rows], device=fed.device)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from diffcache.dllm.policy import Policy
 from diffcache.dllm.rows import RowPlan
 from diffcache.dllm.state import RowState, State
-from diffcache.method import check_int
+from diffcache.ranges import Count, Whole
 
 
 @dataclass(frozen=True)
@@ -31,25 +30,14 @@ class Vicinity(Policy):
             each block.
         warmup: Forwards at the start that compute all rows, besides the first refresh.
 
-    Raises:
-        ValueError: If a setting is out of its range.
-
     Reference: dInfer, arXiv 2510.08666, and its released code (`VicinityCacheIteration`), read and
     not run.
     """
 
-    name: ClassVar[str] = "vicinity"
-
-    before: int = 16
-    after: int = 16
-    every: int | None = None
-    warmup: int = 4
-
-    def __post_init__(self) -> None:
-        for name in ("before", "after", "warmup"):
-            check_int(name, getattr(self, name), 0)
-        if self.every is not None:
-            check_int("every", self.every, 1)
+    before: Whole = 16
+    after: Whole = 16
+    every: Count | None = None
+    warmup: Whole = 4
 
     def plan(self, state: State) -> RowPlan:
         """Return all rows at a refresh, else the block and what is around it."""

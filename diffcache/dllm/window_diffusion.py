@@ -9,7 +9,7 @@ from diffcache.dllm.decode import Schedule
 from diffcache.dllm.policy import Policy
 from diffcache.dllm.rows import ALL, RowPlan
 from diffcache.dllm.state import State
-from diffcache.method import check_int
+from diffcache.ranges import Count
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,10 @@ class WindowDiffusion(Policy):
     Reference: Window-Diffusion, arXiv 2601.20332, and its released code.
     """
 
-    name: ClassVar[str] = "window-diffusion"
     schedule: ClassVar[Schedule] = Schedule(block=None, window=16)
 
-    window: int = 64
-    every: int = 32
-
-    def __post_init__(self) -> None:
-        check_int("window", self.window, 1)
-        check_int("every", self.every, 1)
+    window: Count = 64
+    every: Count = 32
 
     def plan(self, state: State) -> RowPlan:
         """Return all rows at the first step of a phase, then active masks and recent words."""

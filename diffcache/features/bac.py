@@ -10,7 +10,6 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from diffcache.errors import TablesError
-from diffcache.features.base import check_int
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
 from diffcache.features.parts.dynamic import adjacent_costs, anchor_costs, best_starts
@@ -18,10 +17,10 @@ from diffcache.features.parts.instead import Reuse
 from diffcache.features.parts.when import Table
 from diffcache.features.schema import Entry, Schema, shown
 from diffcache.features.tables import Tables
+from diffcache.ranges import Count, Whole
 from diffcache.step import Site
 
 Metric = Literal["cosine", "mse", "l1", "l2", "wasserstein"]
-METRICS = ("cosine", "mse", "l1", "l2", "wasserstein")
 PAIRS, SHIFT = "pairs.", "shift."  # with the site's name: the names of its tables
 Objective = Literal["anchor", "adjacent"]
 Schedules = dict[str, tuple[int, ...]]
@@ -59,7 +58,6 @@ class BAC(Calibrated):
             count, objective and union can be made from the same tables.
 
     Raises:
-        ValueError: If a value is out of its range.
         TablesError: If the tables are of another metric.
 
     Example:
@@ -67,8 +65,6 @@ class BAC(Calibrated):
         >>> method = diffcache.calibrate(pipe, BAC(count=10), seen)  # doctest: +SKIP
         >>> pipe = diffcache.wrap(pipe, method)  # doctest: +SKIP
     """
-
-    name: ClassVar[str] = "bac"
 
     collected_by: ClassVar[str] = "diffcache.offline.bac_collect:PairCollector"
     schema: ClassVar[Schema] = Schema(
@@ -79,28 +75,19 @@ class BAC(Calibrated):
         header={"sites": "names", "metric": "text"},
     )
 
-    count: int = 10
+    count: Count = 10
     metric: Metric = "cosine"
     objective: Objective = "anchor"
-    union: int = 5
+    union: Whole = 5
     official: bool = False
     tables: Tables | str | None = None
 
-    def __post_init__(self) -> None:
-        check_int("count", self.count, 1)
-        check_int("union", self.union, 0, " (0 for none)")
-        if self.metric not in METRICS:
-            raise ValueError(f"metric={self.metric!r}: must be one of {', '.join(METRICS)}")
-        if self.objective not in ("anchor", "adjacent"):
-            raise ValueError(f"objective={self.objective!r}: must be 'anchor' or 'adjacent'")
-        if not isinstance(self.official, bool):
-            raise ValueError(f"official={self.official!r}: must be True or False")
-        self.load_tables()
-        if isinstance(self.tables, Tables):
-            self._check_tables(self.tables)
-
-    def _check_tables(self, tables: Tables) -> None:
+    def check(self) -> None:
         """Raise unless the tables are pairs of this metric, and the settings fit them."""
+        super().check()
+        tables = self.tables
+        if not isinstance(tables, Tables):
+            return
         sites, steps, metric = tables.header["sites"], tables.steps, tables.header["metric"]
         if metric != self.metric:
             raise TablesError(
@@ -113,19 +100,11 @@ class BAC(Calibrated):
             raise ValueError(f"union={self.union}: must be at most the {len(sites)} sites")
 
     def parts(self) -> Combine:
-        """Return each site's own steps, reused.
-
-        Raises:
-            UncalibratedError: If there are no tables.
-        """
+        """Return each site's own steps, reused; raise UncalibratedError if there are no tables."""
         return Combine(Table(self.schedules(), self.measured().steps), Reuse(), Site.MODULE)
 
     def schedules(self) -> Schedules:
-        """Return the computed steps of every site, in the order in which the sites run.
-
-        Raises:
-            UncalibratedError: If there are no tables.
-        """
+        """Return the computed steps of every site, as the tables say, in the order in which the sites run."""
         tables = self.measured()
         sites = list(tables.header["sites"])
         made = {site: tuple(self.starts(tables[PAIRS + site])) for site in sites}
@@ -137,27 +116,17 @@ class BAC(Calibrated):
         return made
 
     def starts(self, pairs: Tensor) -> list[int]:
-        """Return the `count` steps that the dynamic programme chooses.
-
-        Args:
-            pairs: `[T, T]`, how alike (cosine) or how far apart (other metrics) two steps are.
-        """
+        """Return the `count` steps that the programme chooses, by how alike or far apart two steps are, `[T, T]`."""
         costs = anchor_costs if self.objective == "anchor" else adjacent_costs
         return best_starts(costs(pairs), self.count, maximise=self.metric == "cosine")[0]
 
 
 def bubble(schedules: Mapping[str, Sequence[int]], chosen: Sequence[str]) -> Schedules:
-    """Compute chosen sites whenever a feed-forward of their own or a deeper layer is.
+    """Compute chosen sites whenever a feed-forward of their own or a deeper layer is; no site loses a step.
 
-    Sites are taken in the order of `schedules`, and a chosen feed-forward's larger schedule is seen
-    by those after it (arXiv 2506.13456, section 4.3, as in the official code).
-
-    Args:
-        schedules: Site -> computed steps, in the order in which the sites run.
-        chosen: Sites to enlarge.
-
-    Returns:
-        The schedules; none has lost a step.
+    Sites are taken in the order of `schedules`, in which they run, and a chosen feed-forward's
+    larger schedule is seen by those after it (arXiv 2506.13456, section 4.3, as in the official
+    code).
     """
     made = {site: tuple(steps) for site, steps in schedules.items()}
     layers = list(dict.fromkeys(layer_of(site) for site in made))

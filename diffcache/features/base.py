@@ -5,18 +5,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from operator import add
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from torch import Tensor
 
 from diffcache.method import Ability as Ability
 from diffcache.method import Method as Method
-from diffcache.method import check_bool as check_bool
 from diffcache.method import check_int as check_int
-from diffcache.method import check_threshold as check_threshold
 from diffcache.method import is_number as is_number
+from diffcache.ranges import Range, Settings
 from diffcache.step import Step
 
+Order = Annotated[int, Range(0, 4), " (0 is reuse)"]  # of a forecast
+Spacing = Annotated[int, Range(1), " (1 turns the cache off)"]
+Warmup = Annotated[int, Range(1), " (the first step has nothing to stand in for it)"]
+Change = Annotated[float, Range(0, endless=True), " (0 turns the cache off)"]  # that is taken as none
 Probe = Literal["residual", "output", "modulated", "time", "time-projection", "sample", "input"]
 
 
@@ -27,7 +30,7 @@ def tensors_in(state: object) -> list[Tensor]:
     return [part for each in parts for part in each if isinstance(part, Tensor)]
 
 
-class When(ABC):
+class When(Settings, ABC):
     """Decides which steps are computed. Immutable; the run's state is made by `init`.
 
     The decision is taken once a step, by the first guidance branch, and shared by the others,
@@ -95,20 +98,20 @@ class When(ABC):
         A schedule that adds up what skipped steps showed may note it in `state`, once a step.
         """
 
-    def computed(self, state: Any, step: Step, probe: Tensor | None) -> None:  # noqa: B027
+    def computed(self, state: Any, step: Step, probe: Tensor | None) -> None:
         """Note that this step is computed."""
 
     def skips_block(self, state: Any, step: Step, block: str, value: Tensor) -> bool:
         """Return whether a block is skipped; asked with its input `[B, T, D]` at probe `input`."""
         return False
 
-    def computed_block(self, state: Any, block: str, value: Tensor) -> None:  # noqa: B027
+    def computed_block(self, state: Any, block: str, value: Tensor) -> None:
         """Note the input of a block that is computed, at probe `input`."""
 
-    def returned(self, state: Any, step: Step, output: Tensor) -> None:  # noqa: B027
+    def returned(self, state: Any, step: Step, output: Tensor) -> None:
         """Note the denoiser's output at a computed step that this state decided."""
 
-    def verified(self, state: Any, step: Step, output: Tensor) -> None:  # noqa: B027
+    def verified(self, state: Any, step: Step, output: Tensor) -> None:
         """Note the denoiser's output at a skipped step that this state decided."""
 
     def held(self, state: Any) -> list[Tensor]:
@@ -116,7 +119,7 @@ class When(ABC):
         return tensors_in(state)
 
 
-class Instead(ABC):
+class Instead(Settings, ABC):
     """Keeps computed features and stands in for skipped ones. Immutable; state is made by `init`.
 
     One state belongs to one tensor of one site in one branch.
@@ -152,7 +155,7 @@ class Instead(ABC):
         recorded it is the feature itself.
         """
 
-    def link(self, states: Sequence[Any]) -> None:  # noqa: B027
+    def link(self, states: Sequence[Any]) -> None:
         """Note the order in which the states of a branch are asked for; for fetching ahead."""
 
     def estimate_all(self, states: Sequence[Any], step: Step, bases: Sequence[Tensor] | None = None) -> list[Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from diffcache.errors import TablesError
-from diffcache.features.base import Ability, Instead, check_int
+from diffcache.features.base import Ability, Instead, Spacing
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
 from diffcache.features.parts.correction import channel_axis
@@ -17,23 +17,18 @@ from diffcache.features.parts.quantize import Quantize
 from diffcache.features.parts.when import Every, Listed
 from diffcache.features.schema import Entry, Schema, shown
 from diffcache.features.tables import Tables
-from diffcache.quant.plan import Bits, QuantPlan, check_bits
+from diffcache.quant.plan import Bits, QuantPlan
+from diffcache.ranges import Whole
 from diffcache.step import Site, Step
 
 
 @dataclass
 class Anchored:
-    """A feature and the step it was computed at.
+    """A feature and the step it was computed at."""
 
-    Attributes:
-        key: Name of its tables, `<site>/<index>`.
-        feature: The last computed feature.
-        anchor: Index of its step.
-    """
-
-    key: str
-    feature: Tensor | None = None
-    anchor: int = -1
+    key: str  # name of its tables, `<site>/<index>`
+    feature: Tensor | None = None  # the last computed feature
+    anchor: int = -1  # index of its step
 
 
 @dataclass(frozen=True)
@@ -55,11 +50,7 @@ class Corrected(Instead):
     _maps: dict[Any, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def init(self) -> Anchored:
-        """Return the state of the only feature.
-
-        Raises:
-            TablesError: If the tables hold the maps of several.
-        """
+        """Return the state of the only feature; raise TablesError if the tables hold the maps of several."""
         keys = feature_names(self.tables)
         if len(keys) != 1:
             raise TablesError(
@@ -69,11 +60,7 @@ class Corrected(Instead):
         return Anchored(keys[0])
 
     def init_at(self, site: str, index: int) -> Anchored:
-        """Return the state of tensor `index` of a site.
-
-        Raises:
-            TablesError: If the tables have no maps for it.
-        """
+        """Return the state of tensor `index` of a site; raise TablesError if the tables have no maps for it."""
         key, keys = f"{site}/{index}", feature_names(self.tables)
         if key not in keys:
             raise TablesError(
@@ -88,11 +75,7 @@ class Corrected(Instead):
         self._maps_of(state.key, feature)
 
     def _maps_of(self, key: str, feature: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `a` and `b` of a feature, each `[T, C]`, in its dtype and on its device.
-
-        Raises:
-            TablesError: If they are for another number of channels.
-        """
+        """Return `a` and `b` of a feature, each `[T, C]` for its channels, in its dtype and on its device."""
         place = key, feature.dtype, feature.device
         if place not in self._maps:
             a, b = (self.tables[f"cache/{key}/{name}"].to(feature) for name in "ab")
@@ -179,11 +162,8 @@ class CacheQuant(Calibrated):
             `bits`.
 
     Raises:
-        ValueError: If a value is out of its range.
         TablesError: If the tables were made for another method or other settings.
     """
-
-    name: ClassVar[str] = "cachequant"
 
     collected_by: ClassVar[str] = "diffcache.offline.cachequant_collect:CacheQuantCollector"
     schema: ClassVar[Schema] = Schema(
@@ -201,11 +181,11 @@ class CacheQuant(Calibrated):
         may_lack=("cache/", "quant/"),
     )
 
-    every: int = 5
+    every: Spacing = 5
     bits: Bits | None = None
     site: Site | str = Site.DEEP
-    lead: int = 1
-    tail: int = 1
+    lead: Whole = 1
+    tail: Whole = 1
     blocks: tuple[str, ...] | str = ()
     schedule: Literal["dynamic", "uniform"] = "dynamic"
     corrected: tuple[str, ...] | str = ("*",)
@@ -213,22 +193,16 @@ class CacheQuant(Calibrated):
     official: bool = False
     tables: Tables | str | None = field(default=None)
 
-    def __post_init__(self) -> None:
-        check_int("every", self.every, 1, " (1 turns the cache off)")
-        if self.bits is not None:
-            check_bits(self.bits)
-        if self.schedule not in ("dynamic", "uniform"):
-            raise ValueError(f"schedule={self.schedule!r}: must be 'dynamic' or 'uniform'")
+    def check(self) -> None:
+        """Raise unless site, names and tables are those of the settings."""
         for name in ("blocks", "corrected", "exempt"):
             object.__setattr__(self, name, _names(name, getattr(self, name)))
-        if not isinstance(self.official, bool):
-            raise ValueError(f"official={self.official!r}: must be True or False")
         plain = self.plain()
         site = Site.of(plain.site)
         object.__setattr__(self, "site", site)
         if site not in (Site.DEEP, Site.STACK, Site.RUN, Site.BLOCK):
             raise ValueError(f"site={site.value!r}: must be 'deep', 'stack', 'run' or 'block'")
-        self.load_tables()
+        super().check()
         if isinstance(self.tables, Tables):
             self._check_settings(self.tables)
 
@@ -237,11 +211,7 @@ class CacheQuant(Calibrated):
         return Combine(Every(1), site=self.site, lead=self.lead, tail=self.tail, blocks=self.blocks)
 
     def parts(self) -> Combine:
-        """Return the measured schedule and the corrected reuse.
-
-        Raises:
-            UncalibratedError: If there are no tables.
-        """
+        """Return the measured schedule and the corrected reuse; raise UncalibratedError if there are no tables."""
         if self.every == 1 and self.bits is None:
             return self.plain()
         tables = self.measured()
@@ -301,11 +271,7 @@ class CacheQuant(Calibrated):
 
 
 def _names(argument: str, value: Any) -> tuple[str, ...]:
-    """Return one name or several as a tuple.
-
-    Raises:
-        ValueError: If they are none.
-    """
+    """Return one name or several as a tuple; raise ValueError if they are none."""
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, (tuple, list)) or not all(isinstance(name, str) for name in value):

@@ -23,21 +23,13 @@ C = TypeVar("C", bound="Calibrated")
 
 @dataclass(frozen=True)
 class RunInfo:
-    """Facts about a traced run when it starts.
+    """Facts about a traced run when it starts."""
 
-    Attributes:
-        number: Number of the pass over the prompts, from 0.
-        prompt: Position of the run's prompts in the list of batches, from 0.
-        timesteps: float [T], as the scheduler has them.
-        sigmas: float [T + 1], or None where the scheduler has none.
-        total: Number of steps T.
-    """
-
-    number: int
-    prompt: int
-    timesteps: Tensor
-    sigmas: Tensor | None
-    total: int
+    number: int  # number of the pass over the prompts, from 0
+    prompt: int  # position of the run's prompts in the list of batches, from 0
+    timesteps: Tensor  # float [T], as the scheduler has them
+    sigmas: Tensor | None  # float [T + 1], or None where the scheduler has none
+    total: int  # number of steps T
 
 
 class Observer:
@@ -192,11 +184,7 @@ class Calibrated(FeatureMethod):
         return self.tables.steps if isinstance(self.tables, Tables) else None
 
     def collector(self) -> Collector:
-        """Return a new, empty collector for this method's settings.
-
-        Raises:
-            UncalibratedError: If its tables are trained, which no collector does.
-        """
+        """Return a new, empty collector for this method's settings; raise UncalibratedError if tables are trained."""
         if not self.collected_by:
             cls = type(self).__name__
             raise UncalibratedError(
@@ -207,12 +195,11 @@ class Calibrated(FeatureMethod):
         made: Collector = getattr(importlib.import_module(module), function)(self)
         return made
 
-    def load_tables(self) -> None:
-        """Read `tables` if it is a file, and check it; for `__post_init__`.
+    def check(self) -> None:
+        """Read `tables` if it is a file, and check it.
 
-        Raises:
-            TablesError: If it cannot be read, belongs to another method, was measured at another
-                site, or does not hold what `schema` says.
+        Raises TablesError if it cannot be read, belongs to another method, was measured at another
+        site, or does not hold what `schema` says.
         """
         tables = Tables.of(self.tables, self.name)
         if tables is not None:
@@ -226,11 +213,7 @@ class Calibrated(FeatureMethod):
         object.__setattr__(self, "tables", tables)
 
     def measured(self) -> Tables:
-        """Return the tables.
-
-        Raises:
-            UncalibratedError: If there are none.
-        """
+        """Return the tables; raise UncalibratedError if there are none."""
         if not isinstance(self.tables, Tables):
             cls = type(self).__name__
             raise UncalibratedError(
@@ -242,12 +225,7 @@ class Calibrated(FeatureMethod):
         return self.tables
 
     def check_model(self, facts: Mapping[str, Any]) -> None:
-        """Raise unless the tables were measured on this model and scheduler, or published for it.
-
-        Raises:
-            TablesError: If they were measured on others.
-            AttachError: If they were published for others.
-        """
+        """Raise TablesError unless the tables were measured on this model, or AttachError unless published for it."""
         if isinstance(self.tables, Tables):
             self.tables.check(facts)
         elif self.publishes:

@@ -4,30 +4,31 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from diffcache.features.base import Ability, Instead, Method, When, check_int
+from diffcache.features.base import Ability, Instead, Method, When
 from diffcache.features.parts.instead import Reuse
+from diffcache.ranges import Settings, Such, Whole
 from diffcache.step import Site
 
 
-class FeatureMethod(Method):
+class FeatureMethod(Settings, Method):
     """A method that reuses features, and says in `parts` when, what instead and where.
 
     This is all that most methods ask for; one that asks for more extends `abilities`. The parts
     check their own numbers, so that a method is made of good ones or not at all.
+
+    Example:
+        >>> pipe = diffcache.wrap(pipe, TaylorSeer(every=5))  # doctest: +SKIP
     """
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise ValueError unless there are such parts."""
         self.parts()
 
     @abstractmethod
     def parts(self) -> Combine:
-        """Return the schedule, the stand-in and the site that make up the method.
-
-        Raises:
-            ValueError: If a field is out of its range.
-        """
+        """Return the schedule, the stand-in and the site that make up the method; raise ValueError for unfit ones."""
 
     def abilities(self) -> tuple[Ability, ...]:
         """Return the method's feature reuse, behind what its schedule needs."""
@@ -65,25 +66,18 @@ class Combine(FeatureMethod, Ability):
 
     name: ClassVar[str] = "combine"
 
-    when: When
-    instead: Instead = field(default_factory=Reuse)
+    when: Annotated[When, Such("Every(4)")]
+    instead: Annotated[Instead, Such("Taylor(1)")] = field(default_factory=Reuse)
     site: Site | str = Site.STACK
-    lead: int = 0
-    tail: int = 0
+    lead: Whole = 0
+    tail: Whole = 0
     blocks: tuple[str, ...] | str = ()
     feature: Literal["residual", "output", "change", "guidance"] = "residual"
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.when, When):
-            raise ValueError(f"when={self.when!r}: must be a When, such as Every(4)")
-        if not isinstance(self.instead, Instead):
-            raise ValueError(f"instead={self.instead!r}: must be an Instead, such as Taylor(1)")
+    def check(self) -> None:
+        """Raise ValueError if a part does not fit the others."""
         site = Site.of(self.site)
         object.__setattr__(self, "site", site)
-        check_int("lead", self.lead, 0)
-        check_int("tail", self.tail, 0)
-        if self.feature not in ("residual", "output", "change", "guidance"):
-            raise ValueError(f"feature={self.feature!r}: must be 'residual', 'output', 'change' or 'guidance'")
         if self.feature in ("change", "guidance") and site is not Site.MODEL:
             raise ValueError(f"feature={self.feature!r} with site={site.value!r}: is for site 'model'")
         if isinstance(self.blocks, str):
@@ -112,11 +106,7 @@ class Combine(FeatureMethod, Ability):
 
 
 def reuse_of(method: Method) -> Combine | None:
-    """Return the feature reuse of a method, None where it asks for none.
-
-    Raises:
-        ValueError: If a field of the method is out of its range.
-    """
+    """Return the feature reuse of a method, None where it asks for none."""
     return next((a for a in method.abilities() if isinstance(a, Combine)), None)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
-from diffcache.features.base import check_int
+from diffcache.features.base import Change, Order, Warmup
 from diffcache.features.combine import Combine, FeatureMethod
-from diffcache.features.parts.instead import Taylor, check_order
+from diffcache.features.parts.instead import Taylor
 from diffcache.features.parts.when import Gate
+from diffcache.ranges import Whole
 
 
 @dataclass(frozen=True)
@@ -30,26 +30,13 @@ class ConfidenceGatedTaylor(FeatureMethod):
         warmup: First steps that are always computed, at least 1.
         start: First step index at which differences are taken (`first_enhance - 1` of the
             official code).
-
-    Raises:
-        ValueError: If a value is out of its range.
-
-    Example:
-        >>> pipe = diffcache.wrap(pipe, ConfidenceGatedTaylor(threshold=0.05))  # doctest: +SKIP
     """
 
-    name: ClassVar[str] = "confidence-gated-taylor"
-
-    threshold: float = 0.13
-    order: int = 1
-    probe_order: int = 1
-    warmup: int = 5
-    start: int = 2
-
-    def __post_init__(self) -> None:
-        check_order("probe_order", self.probe_order)
-        check_int("start", self.start, 0)
-        self.parts()
+    threshold: Change = 0.13
+    order: Order = 1
+    probe_order: Order = 1
+    warmup: Warmup = 5
+    start: Whole = 2
 
     def parts(self) -> Combine:
         """Return a gate on the first block's forecast, and a forecast of the last block."""

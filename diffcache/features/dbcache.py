@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any
 
 from torch import Tensor
 
-from diffcache.features.base import Probe, When, check_int
+from diffcache.features.base import Change, Order, Probe, Warmup, When
 from diffcache.features.combine import Combine, FeatureMethod
 from diffcache.features.parts.instead import Taylor
 from diffcache.features.parts.when import Gate
+from diffcache.ranges import Count, Range, Whole
 from diffcache.step import Step
 
 
@@ -27,24 +28,16 @@ class BudgetState:
 class Limited(When):
     """A gate that skips no more than so many steps, in a row and in all.
 
-    Args:
-        gate: Decides where the limits leave it a choice.
-        longest: Steps that are skipped in a row at most, None for any number.
-        skips: Steps that are skipped in a run at most, None for any number.
-
-    Raises:
-        ValueError: If a limit is below 1.
+    Settings are those of `DBCache`; `gate` decides where they leave it a choice.
     """
 
     gate: Gate
-    longest: int | None = None
-    skips: int | None = None
+    longest: Count | None = None
+    skips: Count | None = None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Let branches decide as the gate does."""
         object.__setattr__(self, "by_branch", self.gate.by_branch)
-        for name in ("longest", "skips"):
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), 1, " (None for no limit)")
 
     @property
     def probe(self) -> Probe:
@@ -95,28 +88,16 @@ class DBCache(FeatureMethod):
         skips: Steps that are skipped in a run at most (`max_cached_steps`).
         order: Order of the forecast of the skipped residuals, 0 (reuse) to 4 (`taylorseer_order`).
         by_branch: Whether every guidance branch decides for itself (`cfg_diff_compute_separate`).
-
-    Raises:
-        ValueError: If a value is out of its range.
-
-    Example:
-        >>> pipe = diffcache.wrap(pipe, DBCache(0.12, lead=8, warmup=4))  # doctest: +SKIP
     """
 
-    name: ClassVar[str] = "dbcache"
-
-    threshold: float = 0.08
-    lead: int = 1
-    tail: int = 0
-    warmup: int = 8
-    longest: int | None = None
-    skips: int | None = None
-    order: int = 0
+    threshold: Change = 0.08
+    lead: Annotated[int, Range(1), " (the gate looks at the lead blocks)"] = 1
+    tail: Whole = 0
+    warmup: Warmup = 8
+    longest: Count | None = None
+    skips: Count | None = None
+    order: Order = 0
     by_branch: bool = False
-
-    def __post_init__(self) -> None:
-        check_int("lead", self.lead, 1, " (the gate looks at the lead blocks)")
-        self.parts()
 
     def parts(self) -> Combine:
         """Return the limited gate on the lead's residual, and the forecast behind it."""

@@ -7,10 +7,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from diffcache.features.base import Probe, When, check_int, check_threshold
+from diffcache.features.base import Change, Order, Probe, Warmup, When
 from diffcache.features.combine import Combine, FeatureMethod
 from diffcache.features.parts.instead import Taylor
 from diffcache.features.parts.when import relative_l1
+from diffcache.ranges import Whole
 from diffcache.step import Site, Step
 
 
@@ -18,20 +19,14 @@ from diffcache.step import Site, Step
 class BlockGate(When):
     """Skip a block while its input is close to that at its own last computed step.
 
-    Args:
-        threshold: Relative L1 changes below it skip the block; 0 turns the cache off.
-        warmup: First steps in which every block is computed, at least 1.
+    Settings are those of `DBPrune`.
     """
 
     state: ClassVar[type] = dict
 
-    threshold: float
-    warmup: int = 1
+    threshold: Change
+    warmup: Warmup = 1
     by_branch: ClassVar[bool] = True  # type: ignore[misc]
-
-    def __post_init__(self) -> None:
-        check_threshold(self.threshold, " (0 turns the cache off)")
-        check_int("warmup", self.warmup, 1, " (the first step has nothing to stand in for it)")
 
     @property
     def probe(self) -> Probe:
@@ -77,21 +72,13 @@ class DBPrune(FeatureMethod):
         tail: Last blocks that always run (`Bn_compute_blocks`).
         warmup: First steps in which every block is computed (`max_warmup_steps`), at least 1.
         order: Order of the forecast of a block's residuals, 0 (reuse) to 4.
-
-    Raises:
-        ValueError: If a value is out of its range.
-
-    Example:
-        >>> pipe = diffcache.wrap(pipe, DBPrune(0.05, lead=8, warmup=8))  # doctest: +SKIP
     """
 
-    name: ClassVar[str] = "dbprune"
-
-    threshold: float = 0.05
-    lead: int = 0
-    tail: int = 0
-    warmup: int = 8
-    order: int = 0
+    threshold: Change = 0.05
+    lead: Whole = 0
+    tail: Whole = 0
+    warmup: Warmup = 8
+    order: Order = 0
 
     def parts(self) -> Combine:
         """Return a gate on the input of every block, and the forecast behind it."""

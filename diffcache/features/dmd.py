@@ -3,54 +3,46 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
-from diffcache.features.base import Instead, check_int
+from diffcache.features.base import Instead, Spacing, Warmup
 from diffcache.features.combine import Combine, FeatureMethod
 from diffcache.features.parts.when import Every
+from diffcache.ranges import Range, Whole
 from diffcache.step import Site, Step
 
 LEAST = 4  # features a fit needs: a pair of complex exponentials takes three
 SMALL = 1e-4  # singular values below this part of the largest are noise
 RIDGE = 1e-8
+History = Annotated[int, Range(LEAST)]
 
 
 @dataclass
 class Snapshots:
-    """The last computed features, oldest first.
+    """The last computed features, oldest first."""
 
-    Attributes:
-        features: The features.
-        anchors: Their steps.
-        products: Two steps -> inner products of their features, one a sample.
-        modes: Of each sample, how the exponentials are made of the features, and the exponents;
-            None where nothing was fitted since the last feature.
-    """
-
-    features: list[Tensor] = field(default_factory=list)
-    anchors: list[int] = field(default_factory=list)
+    features: list[Tensor] = field(default_factory=list)  # the features
+    anchors: list[int] = field(default_factory=list)  # their steps
+    # two steps -> inner products of their features, one a sample
     products: dict[tuple[int, int], list[float]] = field(default_factory=dict)
+    # of each sample, how the exponentials are made of the features, and the exponents; None where nothing was fitted
+    # since the last feature
     modes: list[tuple[Tensor, Tensor]] | None = None
 
 
 def modes_of(products: Tensor, rank: int = 0) -> tuple[Tensor, Tensor]:
-    """Fit `Y[t + 1] = A Y[t]` to a window of vectors, of which their inner products suffice.
+    """Fit `Y[t + 1] = A Y[t]` to a window of vectors, of which their inner products suffice, float64 `[n, n]`.
 
-    The vectors are written in an orthonormal basis of their span, `[n, n]`, where the propagator is
-    found as in the whole space (Schmid 2010): a singular value decomposition of all but the last,
-    cut at `SMALL` of the largest, the eigenvalues of the propagator in it, and the amplitudes at
-    the last vector by least squares.
+    The vectors, oldest first, are written in an orthonormal basis of their span, `[n, n]`, where
+    the propagator is found as in the whole space (Schmid 2010): a singular value decomposition of
+    all but the last, cut at `SMALL` of the largest and at `rank`, 0 for none, the eigenvalues of
+    the propagator in it, and the amplitudes at the last vector by least squares.
 
-    Args:
-        products: Inner products of n vectors, oldest first, float64 `[n, n]`.
-        rank: Most singular values that are kept, 0 for any number.
-
-    Returns:
-        Complex `[n - 1, r]` and `[r]`: `k` spacings after the last vector its successor is
-        `sum over j of Re(parts @ exponents**k)[j] * Y[j + 1]`.
+    Returns complex `[n - 1, r]` and `[r]`: `k` spacings after the last vector its successor is `sum
+    over j of Re(parts @ exponents**k)[j] * Y[j + 1]`.
     """
     values, vectors = torch.linalg.eigh(products)
     window = values.clamp(min=0).sqrt()[:, None] * vectors.T  # its columns are the vectors
@@ -74,19 +66,13 @@ class Exponentials(Instead):
     on. The fit is made at the first skipped step after a computed one, for each sample of a batch;
     the host waits for its inner products.
 
-    Args:
-        history: Features that are kept, at least 4.
-        rank: Most exponentials, 0 for any number.
+    Settings are those of `DMD`.
     """
 
     state: ClassVar[type] = Snapshots
 
-    history: int = 6
-    rank: int = 0
-
-    def __post_init__(self) -> None:
-        check_int("history", self.history, LEAST)
-        check_int("rank", self.rank, 0)
+    history: History = 6
+    rank: Whole = 0
 
     def record(self, state: Snapshots, step: Step, feature: Tensor) -> None:
         """Keep the feature, forget the oldest."""
@@ -155,20 +141,12 @@ class DMD(FeatureMethod):
         history: Features that are kept and fitted, at least 4.
         rank: Most exponentials, 0 for as many as there are above the noise.
         site: Site of the features, a `Site` or its name.
-
-    Raises:
-        ValueError: If a value is out of its range.
-
-    Example:
-        >>> pipe = diffcache.wrap(pipe, DMD(every=4))  # doctest: +SKIP
     """
 
-    name: ClassVar[str] = "dmd"
-
-    every: int = 4
-    warmup: int = 4
-    history: int = 6
-    rank: int = 0
+    every: Spacing = 4
+    warmup: Warmup = 4
+    history: History = 6
+    rank: Whole = 0
     site: Site | str = Site.STACK
 
     def parts(self) -> Combine:

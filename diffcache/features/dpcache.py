@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from torch import Tensor
 
-from diffcache.features.base import check_bool, check_int
+from diffcache.features.base import check_int
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
 from diffcache.features.fitted import feature_at
@@ -18,6 +18,7 @@ from diffcache.features.parts.instead import Newton
 from diffcache.features.parts.when import Listed
 from diffcache.features.schema import Entry, Schema
 from diffcache.features.tables import Tables
+from diffcache.ranges import Count, Range
 from diffcache.step import Site
 
 
@@ -26,15 +27,9 @@ def key_steps(
 ) -> tuple[tuple[int, ...], float]:
     """Return the computed steps of least total error, and that error; of equals, the smallest.
 
-    Args:
-        errors: `[T, T, T]`: error at step t of a line through steps i < j < t, at `[i, j, t]`.
-        count: Number of computed steps.
-        first: First steps that are always computed, at least 2.
-        longest: Most steps from a computed one to the next or to the end, None for any number.
-        last: Whether the last step is computed.
-
-    Raises:
-        ValueError: If no schedule is like that.
+    The error at step t of a line through steps i < j < t is at `[i, j, t]` of `errors`. The `first`
+    steps, at least 2, are computed, the last if asked for, and none is more than `longest` after
+    another. Raises ValueError if no schedule is like that.
     """
     total = len(errors)
     far = total if longest is None else longest
@@ -83,11 +78,9 @@ class DPCache(Calibrated):
         tables: Measured tables, or their file; all other settings can be had from the same.
 
     Raises:
-        ValueError: If a value is out of its range, or no schedule is like that.
+        ValueError: If no schedule is like that.
         TablesError: If the tables are not this method's, or were measured at another site.
     """
-
-    name: ClassVar[str] = "dpcache"
 
     collected_by: ClassVar[str] = "diffcache.offline.fitted_collect:Lines"
     schema: ClassVar[Schema] = Schema(
@@ -95,19 +88,16 @@ class DPCache(Calibrated):
     )
 
     computed: int = 8
-    warmup: int = 3
-    longest: int | None = None
+    warmup: Annotated[int, Range(2), " (a line takes two steps)"] = 3
+    longest: Count | None = None
     last: bool = False
     site: Site | str = Site.STACK
     tables: Tables | str | None = None
 
-    def __post_init__(self) -> None:
-        check_int("warmup", self.warmup, 2, " (a line takes two steps)")
+    def check(self) -> None:
+        """Raise unless the warm-up is among the computed steps, and tables fit."""
         check_int("computed", self.computed, self.warmup, f" (warmup={self.warmup})")
-        if self.longest is not None:
-            check_int("longest", self.longest, 1, " (None for any number)")
-        check_bool("last", self.last)
-        self.load_tables()
+        super().check()
 
     def parts(self) -> Combine:
         """Return the key steps that the tables give, and a line through the last two."""

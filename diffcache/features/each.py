@@ -38,11 +38,7 @@ class Each(Method):
         object.__setattr__(self, "bibtex", "\n".join(entries))
 
     def for_denoiser(self, denoiser: str) -> Method:
-        """Return the method of a denoiser.
-
-        Raises:
-            AttachError: If it has none.
-        """
+        """Return the method of a denoiser; raise AttachError if it has none."""
         for name, method in self.methods:
             if name == denoiser:
                 return method

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from torch import Tensor
 
-from diffcache.features.base import Probe, When, check_bool, check_int, check_threshold
+from diffcache.features.base import Change, Probe, Warmup, When
 from diffcache.features.combine import Combine, FeatureMethod
 from diffcache.features.parts.when import l1_means
 from diffcache.step import Site, Step
@@ -17,25 +17,15 @@ Since = Literal["step", "computed"]
 
 @dataclass
 class Rates:
-    """State of a gate that measures a rate.
+    """State of a gate that measures a rate."""
 
-    Attributes:
-        index: Step whose change was added last.
-        total: Sum of the expected changes since the last computed step.
-        rate: Mean change of the output over that of the sample, between two computed steps.
-        seen: Sample that the next change is taken from.
-        now: Sample of the step that is being computed.
-        sample: Sample of the last computed step.
-        output: Output of the last computed step.
-    """
-
-    index: int = -1
-    total: float = 0.0
-    rate: float | None = None
-    seen: Tensor | None = None
-    now: Tensor | None = None
-    sample: Tensor | None = None
-    output: Tensor | None = None
+    index: int = -1  # step whose change was added last
+    total: float = 0.0  # sum of the expected changes since the last computed step
+    rate: float | None = None  # mean change of the output over that of the sample, between two computed steps
+    seen: Tensor | None = None  # sample that the next change is taken from
+    now: Tensor | None = None  # sample of the step that is being computed
+    sample: Tensor | None = None  # sample of the last computed step
+    output: Tensor | None = None  # output of the last computed step
 
 
 @dataclass(frozen=True)
@@ -46,31 +36,16 @@ class Rate(When):
     of the last computed step and `rate = mean|change of output| / mean|change of sample|` of the
     last two. After a computed step the sum starts at 0.
 
-    Args:
-        threshold: Sums below it skip the step; 0 turns the cache off.
-        warmup: First steps that are always computed, at least 1; two are in any case.
-        since: Sample that a change is taken from: that of the `step` before, or that of the last
-            `computed` step.
-        last: Whether the last step of the run is always computed.
-
-    Raises:
-        ValueError: If a value is out of its range.
+    Settings are those of `EasyCache`.
     """
 
     state: ClassVar[type] = Rates
 
-    threshold: float
-    warmup: int = 1
+    threshold: Change
+    warmup: Warmup = 1
     since: Since = "step"
     last: bool = True
     reads_output: ClassVar[bool] = True  # type: ignore[misc]
-
-    def __post_init__(self) -> None:
-        check_threshold(self.threshold, " (0 turns the cache off)")
-        check_int("warmup", self.warmup, 1, " (the first step has nothing to stand in for it)")
-        check_bool("last", self.last)
-        if self.since not in ("step", "computed"):
-            raise ValueError(f"since={self.since!r}: must be 'step' or 'computed'")
 
     @property
     def probe(self) -> Probe:
@@ -140,18 +115,10 @@ class EasyCache(FeatureMethod):
         since: Sample that a change is taken from: that of the `step` before (official), or that of
             the last `computed` step.
         last: Whether the last step of the run is always computed.
-
-    Raises:
-        ValueError: If a value is out of its range.
-
-    Example:
-        >>> pipe = diffcache.wrap(pipe, EasyCache(0.05))  # doctest: +SKIP
     """
 
-    name: ClassVar[str] = "easycache"
-
-    threshold: float = 0.05
-    warmup: int = 5
+    threshold: Change = 0.05
+    warmup: Warmup = 5
     since: Since = "step"
     last: bool = True
 

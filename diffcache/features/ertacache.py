@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from diffcache.errors import AttachError, TablesError
-from diffcache.features.base import Ability, Instead, check_threshold
+from diffcache.features.base import Ability, Change, Instead
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
 from diffcache.features.parts.correction import channel_axis, channels_last
@@ -27,21 +27,12 @@ ADVICE = "set time=False"
 
 
 def adjust(sigmas: Tensor, factors: tuple[float, ...]) -> Tensor:
-    """Return a schedule whose steps are shortened by factors and which ends where it did.
+    """Return a schedule of sigmas, `[T + 1]`, whose steps are shortened by factors and which ends where it did.
 
-    Step `i` takes `factors[i]` of its share of the time that is left, the share being that of the
-    nominal schedule; the last step takes all that is left, so that the time of the whole is kept
-    exactly. Steps before the first factor below 1 stay as they are, to the bit.
-
-    Args:
-        sigmas: `[T + 1]`, monotonic, any real dtype.
-        factors: T numbers from 0 to 1; the last one is not used.
-
-    Returns:
-        `[T + 1]`, dtype and device of `sigmas`.
-
-    Raises:
-        ValueError: If the numbers of steps differ or a factor is not from 0 to 1.
+    Step `i` takes `factors[i]`, 0 to 1, of its share of the time that is left, the share being that
+    of the nominal schedule; the last step takes all that is left, so that the time of the whole is
+    kept exactly. Steps before the first factor below 1 stay as they are, to the bit. ValueError if
+    the numbers of steps differ.
     """
     if sigmas.ndim != 1 or len(sigmas) != len(factors) + 1:
         raise ValueError(f"sigmas {tuple(sigmas.shape)}: must be [{len(factors) + 1}]")
@@ -59,21 +50,20 @@ def adjust(sigmas: Tensor, factors: tuple[float, ...]) -> Tensor:
 
 
 def check_scheduler(model: str, name: str | None, config: Mapping[str, Any], advice: str) -> None:
-    """Raise AttachError unless a scheduler is a deterministic Euler scheduler.
+    """Raise AttachError unless a scheduler is a deterministic Euler scheduler; `advice` is how to get by without."""
+    unfit = other_than_euler(name, config)
+    if unfit:
+        raise AttachError(
+            f"{model}: the lengths of steps can be changed with {EULER} only, not with {unfit}; "
+            f"{advice}, or replace the scheduler"
+        )
 
-    Args:
-        model: Class name of the denoiser.
-        name: Class name of the scheduler, None where there is none.
-        config: Its settings.
-        advice: Advice for the error: how a user gets by without such a scheduler.
-    """
-    if name == EULER and not config.get("stochastic_sampling"):
-        return
-    what = f"{name} with stochastic_sampling" if name == EULER else name
-    raise AttachError(
-        f"{model}: the lengths of steps can be changed with {EULER} only, not with {what}; "
-        f"{advice}, or replace the scheduler"
-    )
+
+def other_than_euler(name: str | None, config: Mapping[str, Any]) -> str:
+    """Return what a scheduler is where it is no deterministic one of Euler's method; else nothing."""
+    if name == EULER:
+        return f"{name} with stochastic_sampling" if config.get("stochastic_sampling") else ""
+    return str(name)
 
 
 @dataclass(frozen=True)
@@ -183,15 +173,13 @@ class ERTACache(Calibrated):
         tables: Tables of `diffcache.calibrate`, or a file it wrote.
 
     Raises:
-        ValueError: If a value is out of its range, or `uniform` is asked for with a correction.
+        ValueError: If `uniform` is asked for with a correction.
         TablesError: If the tables are another method's, or of another threshold.
 
     Example:
         >>> method = diffcache.calibrate(pipe, ERTACache(0.3), prompts=[...])  # doctest: +SKIP
         >>> pipe = diffcache.wrap(pipe, method)  # doctest: +SKIP
     """
-
-    name: ClassVar[str] = "ertacache"
 
     collected_by: ClassVar[str] = "diffcache.offline.ertacache_collect:Profile"
     schema: ClassVar[Schema] = Schema(
@@ -206,28 +194,20 @@ class ERTACache(Calibrated):
         header={"threshold": "number"},
     )
 
-    threshold: float | None = None
+    threshold: Change | None = None
     time: bool = True
     rectify: bool = True
     reading: Literal["A", "B"] = "B"
     schedule: Literal["list", "uniform"] = "list"
     tables: Tables | str | None = None
 
-    def __post_init__(self) -> None:
-        if self.threshold is not None:
-            check_threshold(self.threshold, " (0 turns the cache off)")
-        for name in ("time", "rectify"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be True or False")
-        if self.reading not in READINGS:
-            raise ValueError(f"reading={self.reading!r}: must be 'A' or 'B'")
-        if self.schedule not in ("list", "uniform"):
-            raise ValueError(f"schedule={self.schedule!r}: must be 'list' or 'uniform'")
+    def check(self) -> None:
+        """Raise unless schedule, corrections and tables go together."""
         if self.schedule == "uniform" and (self.time or self.rectify):
             raise ValueError(
                 "schedule='uniform': factors and maps are those of the list; pass time=False, rectify=False with it"
             )
-        self.load_tables()
+        super().check()
         if isinstance(self.tables, Tables) and self.threshold:
             made = float(self.tables.header["threshold"])
             if made != self.threshold:

@@ -4,28 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from diffcache.errors import AttachError
-from diffcache.features.base import Instead, When, check_int, is_number
+from diffcache.features.base import Instead, Spacing, When
 from diffcache.features.combine import Combine, FeatureMethod
 from diffcache.features.parts.when import Every
+from diffcache.ranges import Range, Share
 from diffcache.step import Site, Step
 
 # Shares of the run in which a band of the difference is scaled up: those of diffusers, whose
 # timesteps 901 to 99 and 301 to -1 they are where timesteps are evenly spaced.
 LOW, HIGH = (0.1, 0.9), (0.7, 1.0)
+Factor = Annotated[float, Range(0, 10)]  # of a band, at each skipped step
 CHANNELS_LAST = ("Kandinsky5Transformer3DModel", "Kandinsky6Transformer3DModel")
 
 
 def bands_of(values: Tensor) -> list[Tensor]:
-    """Return the low and the high frequencies over height and width, float32.
+    """Return the low and the high frequencies of `[B, ..., H, W]` over height and width, float32.
 
-    Args:
-        values: `[B, ..., H, W]`; low are frequencies within a fifth of the shorter side.
+    Low are frequencies within a fifth of the shorter side.
     """
     values = values.float()
     height, width = values.shape[-2:]
@@ -49,28 +50,16 @@ class Bands:
 class ScaledBands(Instead):
     """Reuse a difference of guidance branches, its bands scaled up at each skipped step.
 
-    Args:
-        low: Factor of low frequencies at each skipped step inside their share of the run.
-        high: Factor of high frequencies.
+    Settings are those of `FasterCache`.
     """
 
     state: ClassVar[type] = Bands
 
-    low: float = 1.1
-    high: float = 1.1
-
-    def __post_init__(self) -> None:
-        for name in ("low", "high"):
-            value = getattr(self, name)
-            if not (is_number(value) and 0 <= value <= 10):
-                raise ValueError(f"{name}={value!r}: must be a number from 0 to 10")
+    low: Factor = 1.1
+    high: Factor = 1.1
 
     def record(self, state: Bands, step: Step, feature: Tensor) -> None:
-        """Keep the bands of the difference.
-
-        Raises:
-            AttachError: If it has no height and width.
-        """
+        """Keep the bands of the difference; raise AttachError if it has no height and width."""
         state.anchor, state.dtype, state.tensors = step.index, feature.dtype, [feature]
         if step.branch == 0:
             return
@@ -97,26 +86,15 @@ class ScaledBands(Instead):
 class GuidedEvery(When):
     """Compute the first guidance branch at every step, and the others at one step in `every`.
 
-    Args:
-        every: Interval in steps of the other branches, from a step that it divides.
-        start: Share of the run before which all is computed, 0 to 1.
+    Settings are those of `FasterCache`.
     """
 
-    every: int = 5
-    start: float = 0.36
+    every: Spacing = 5
+    start: Share = 0.36
     by_branch: ClassVar[bool] = True  # type: ignore[misc]
 
-    def __post_init__(self) -> None:
-        check_int("every", self.every, 1, " (1 turns the cache off)")
-        if not (is_number(self.start) and 0 <= self.start <= 1):
-            raise ValueError(f"start={self.start!r}: must be a share from 0 to 1")
-
     def should_compute(self, state: None, step: Step, probe: Tensor | None) -> bool:
-        """Return whether the branch is the first one, or computed at this step.
-
-        Raises:
-            AttachError: If nobody said how long the run is.
-        """
+        """Return whether the branch is the first one, or computed at this step of a run whose length must be known."""
         if step.branch == 0 or step.index % self.every == 0:
             return True
         if step.total is None:
@@ -144,20 +122,12 @@ class FasterCache(FeatureMethod):
         start: Share of the run before which all is computed, 0 to 1.
         low: Factor of low frequencies of the difference at each skipped step, 0 to 10.
         high: Factor of high frequencies.
-
-    Raises:
-        ValueError: If a value is out of its range.
-
-    Example:
-        >>> pipe = diffcache.wrap(pipe, FasterCache(every=5))  # doctest: +SKIP
     """
 
-    name: ClassVar[str] = "fastercache"
-
-    every: int = 5
-    start: float = 0.36
-    low: float = 1.1
-    high: float = 1.1
+    every: Spacing = 5
+    start: Share = 0.36
+    low: Factor = 1.1
+    high: Factor = 1.1
 
     def check_model(self, facts: Mapping[str, Any]) -> None:
         """Raise AttachError for models whose outputs have height and width on other axes."""

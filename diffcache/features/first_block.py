@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
+from diffcache.features.base import Change, Warmup
 from diffcache.features.combine import Combine, FeatureMethod
 from diffcache.features.parts.instead import Reuse
 from diffcache.features.parts.when import Gate
@@ -26,19 +26,10 @@ class FirstBlock(FeatureMethod):
             to 0.2 is usual.
         warmup: First steps that are always computed, at least 1.
         by_branch: Whether every guidance branch decides for itself, as in diffusers.
-
-    Raises:
-        ValueError: If `threshold` is negative or NaN, `warmup` is below 1, or `by_branch` is no
-            bool.
-
-    Example:
-        >>> pipe = diffcache.wrap(pipe, FirstBlock(threshold=0.1))  # doctest: +SKIP
     """
 
-    name: ClassVar[str] = "first-block"
-
-    threshold: float = 0.1
-    warmup: int = 1
+    threshold: Change = 0.1
+    warmup: Warmup = 1
     by_branch: bool = False
 
     def parts(self) -> Combine:

@@ -5,18 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import isfinite
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from diffcache.features.base import Instead, check_int
+from diffcache.features.base import Instead
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
 from diffcache.features.parts.fit import Fit
 from diffcache.features.parts.when import Listed
 from diffcache.features.schema import Entry, Schema, shown
 from diffcache.features.tables import Tables
+from diffcache.ranges import Count, Positive, Range
 from diffcache.step import Site, Step
 
 
@@ -41,10 +42,10 @@ class Weighted(Instead):
     state: ClassVar[type] = FittedHistory
 
     weights: tuple[tuple[int, tuple[int, ...], tuple[float, ...]], ...]
-    history: int
+    history: Count
 
-    def __post_init__(self) -> None:
-        check_int("history", self.history, 1)
+    def check(self) -> None:
+        """Raise ValueError unless there is a finite weight for every kept feature."""
         for step, anchors, values in self.weights:
             fits = 0 < len(anchors) == len(values) <= self.history
             if not fits or not all(map(isfinite, values)):
@@ -96,11 +97,8 @@ class FittedForecast(Calibrated):
             from the same.
 
     Raises:
-        ValueError: If a value is out of its range.
         TablesError: If the tables are not this method's, or were measured at another site.
     """
-
-    name: ClassVar[str] = "fitted-forecast"
 
     collected_by: ClassVar[str] = "diffcache.offline.fitted_collect:Products"
     schema: ClassVar[Schema] = Schema(
@@ -111,20 +109,11 @@ class FittedForecast(Calibrated):
         header={"site": "text"},
     )
 
-    computed: int = 8
-    history: int = 2
-    ridge: float = 1e-2
+    computed: Count = 8
+    history: Annotated[int, Range(1, 4)] = 2
+    ridge: Positive = 1e-2
     site: Site | str = Site.STACK
     tables: Tables | str | None = None
-
-    def __post_init__(self) -> None:
-        check_int("computed", self.computed, 1)
-        check_int("history", self.history, 1)
-        if self.history > 4:
-            raise ValueError(f"history={self.history!r}: must be at most 4")
-        if not self.ridge > 0:
-            raise ValueError(f"ridge={self.ridge!r}: must be a number above 0")
-        self.load_tables()
 
     def parts(self) -> Combine:
         """Return the schedule and the weights that the tables give."""

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from diffcache.features.base import check_bool
+from diffcache.features.base import Spacing, Warmup
 from diffcache.features.combine import Combine, FeatureMethod
 from diffcache.features.parts.instead import Summed
 from diffcache.features.parts.when import Every
@@ -33,16 +33,12 @@ class Heun(Summed):
     three steps that of the third is weighted with `3 / k`, and `F` with the rest. An estimate is a
     weighted sum of `F`, `a` and the first `b`, so that the state does not change with it.
 
-    Args:
-        unit: Take computed steps as one step apart in `a`, whatever their distance.
+    Settings are those of `FoCa`.
     """
 
     state: ClassVar[type] = Slopes
 
     unit: bool = False
-
-    def __post_init__(self) -> None:
-        check_bool("unit", self.unit)
 
     def record(self, state: Slopes, step: Step, feature: Tensor) -> None:
         """Replace the slopes by those at the fresh feature."""
@@ -85,18 +81,10 @@ class FoCa(FeatureMethod):
         warmup: First steps that are always computed, at least 1.
         site: Site of the features, a `Site` or its name.
         unit: Take computed steps as one step apart, as cache-dit does.
-
-    Raises:
-        ValueError: If a value is out of its range.
-
-    Example:
-        >>> pipe = diffcache.wrap(pipe, FoCa(every=4))  # doctest: +SKIP
     """
 
-    name: ClassVar[str] = "foca"
-
-    every: int = 4
-    warmup: int = 3
+    every: Spacing = 4
+    warmup: Warmup = 3
     site: Site | str = Site.STACK
     unit: bool = False
 

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from diffcache.features.base import is_number
+from diffcache.features.base import Order, Spacing, Warmup
 from diffcache.features.combine import Combine, FeatureMethod
 from diffcache.features.hicache import Hermite
-from diffcache.features.parts.instead import Differences, Summed
+from diffcache.features.parts.instead import Differences
 from diffcache.features.parts.when import Every
+from diffcache.ranges import Share, SomeShare
 from diffcache.step import Site, Step
 
 
 def high_band(values: Tensor, share: float) -> Tensor:
-    """Return values without their low frequencies over the tokens, or over space.
+    """Return values without their low frequencies, up to a share of the highest, over the tokens, or over space.
 
-    Args:
-        values: `[B, T, D]`, taken over T, or `[B, C, ...]`, taken over all axes after C as one.
-        share: Share of the highest frequency up to which a frequency is low, 0 to 1.
+    Values `[B, T, D]` are taken over T, `[B, C, ...]` over all axes after C as one.
     """
     is_tokens = values.dim() == 3
     lines = values.float() if is_tokens else values.float().flatten(min(values.dim() - 1, 2))
@@ -34,30 +32,17 @@ def high_band(values: Tensor, share: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class HighBand(Summed):
+class HighBand(Hermite):
     """Forecast the high frequencies of a feature with Hermite polynomials, and reuse the low ones.
 
     Filtering is linear, so that it is done once, on the first difference: the estimate is the last
     feature itself plus the weighted differences of its high band.
 
-    Args:
-        order: Highest order of the forecast, 0 (reuse) to 4.
-        sigma: Scale of the polynomials, above 0 and at most 1; dimensionless.
-        share: Share of the highest frequency up to which a frequency is low, 0 to 1.
-        start: First step index at which differences are taken.
+    Settings are those of `FreqCa`; differences are taken from step `start` on.
     """
 
-    state: ClassVar[type] = Differences
-
-    order: int = 2
-    sigma: float = 0.71
-    share: float = 0.1
-    start: int = 0
-
-    def __post_init__(self) -> None:
-        Hermite(self.order, self.sigma, self.start)
-        if not (is_number(self.share) and 0 <= self.share <= 1):
-            raise ValueError(f"share={self.share!r}: must be a number from 0 to 1")
+    sigma: SomeShare = 0.71
+    share: Share = field(default=0.1, kw_only=True)
 
     def record(self, state: Differences, step: Step, feature: Tensor) -> None:
         """Replace the factors by the fresh feature and the differences of its high band."""
@@ -68,10 +53,6 @@ class HighBand(Summed):
             change = (fresh[-1] - before) / distance
             fresh.append(change if number else high_band(change, self.share))
         state.factors, state.anchor = fresh, step.index
-
-    def weights(self, state: Differences, step: Step) -> list[float]:
-        """Return the weight of every factor."""
-        return Hermite(self.order, self.sigma, self.start).weights(state, step)
 
 
 @dataclass(frozen=True)
@@ -92,24 +73,16 @@ class FreqCa(FeatureMethod):
         sigma: Scale of the polynomials, above 0 and at most 1; dimensionless.
         share: Share of the highest frequency up to which a frequency is low, 0 to 1.
         warmup: First steps that are always computed, at least 1.
-
-    Raises:
-        ValueError: If a value is out of its range.
-
-    Example:
-        >>> pipe = diffcache.wrap(pipe, FreqCa(every=6))  # doctest: +SKIP
     """
 
-    name: ClassVar[str] = "freqca"
-
-    every: int = 6
-    order: int = 2
-    sigma: float = 0.71
-    share: float = 0.1
-    warmup: int = 3
+    every: Spacing = 6
+    order: Order = 2
+    sigma: SomeShare = 0.71
+    share: Share = 0.1
+    warmup: Warmup = 3
 
     def parts(self) -> Combine:
         """Return one step in `every` after the warm-up, and the forecast of the high band."""
         when = Every(self.every, self.warmup)
-        instead = HighBand(self.order, self.sigma, self.share, start=self.warmup - 1)
+        instead = HighBand(self.order, self.sigma, self.warmup - 1, share=self.share)
         return Combine(when, instead, Site.STACK, feature="output")

@@ -7,7 +7,6 @@ import pickle
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -15,13 +14,14 @@ import torch
 from torch import Tensor
 
 from diffcache.errors import TablesError
-from diffcache.features.base import check_int, check_threshold, is_number
+from diffcache.features.base import Change
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
 from diffcache.features.parts.instead import Reuse
 from diffcache.features.parts.when import Table
 from diffcache.features.schema import Entry, Schema
 from diffcache.features.tables import Tables
+from diffcache.ranges import Count, NotNegative
 from diffcache.step import Site
 
 DIT_SITES = ("transformer_blocks.{}.attn1", "transformer_blocks.{}.ff")
@@ -61,14 +61,11 @@ class HarmoniCa(Calibrated):
             (not in the paper, where steps whose outputs differ little count little twice).
 
     Raises:
-        ValueError: If a setting is out of its range.
         TablesError: If `tables` is no router.
 
     Example:
         >>> method = HarmoniCa(tables="harmonica-20.safetensors")  # doctest: +SKIP
     """
-
-    name: ClassVar[str] = "harmonica"
 
     schema: ClassVar[Schema] = Schema(
         {
@@ -79,38 +76,18 @@ class HarmoniCa(Calibrated):
     )
     trainer: ClassVar[str] = "diffcache.offline.harmonica.training:train"
 
-    threshold: float = 0.1
+    threshold: Change = 0.1
     tables: Tables | str | None = None
-    epochs: int = 2000
-    rate: float = 0.01
-    beta: float = 7e-8
-    beta_sites: int | None = None
+    epochs: Count = 2000
+    rate: NotNegative = 0.01
+    beta: NotNegative = 7e-8
+    beta_sites: Count | None = None
     proxy: Literal["paper", "official", "typical"] = "official"
-    refresh: int = 500
+    refresh: Count = 500
     relative: bool = False
 
-    def __post_init__(self) -> None:
-        check_threshold(self.threshold, " (0 turns the cache off)")
-        check_int("epochs", self.epochs, 1)
-        check_int("refresh", self.refresh, 1)
-        if self.beta_sites is not None:
-            check_int("beta_sites", self.beta_sites, 1)
-        for name in ("rate", "beta"):
-            value = getattr(self, name)
-            if not is_number(value) or not 0 <= value < inf:
-                raise ValueError(f"{name}={value!r}: must be a finite number of at least 0")
-        if self.proxy not in ("paper", "official", "typical"):
-            raise ValueError(f"proxy={self.proxy!r}: must be 'paper', 'official' or 'typical'")
-        if not isinstance(self.relative, bool):
-            raise ValueError(f"relative={self.relative!r}: must be True or False")
-        self.load_tables()
-
     def parts(self) -> Combine:
-        """Return the router's steps of every site, reused.
-
-        Raises:
-            UncalibratedError: If there is no router.
-        """
+        """Return the router's steps of every site, reused; raise UncalibratedError if there is no router."""
         tables = self.measured()
         computed = self.computed()
         steps = {
@@ -120,11 +97,7 @@ class HarmoniCa(Calibrated):
         return Combine(Table(steps, total=tables.steps), Reuse(), Site.MODULE)
 
     def computed(self) -> Tensor:
-        """Return which site is computed at which step, bool `[T, sites]`.
-
-        Raises:
-            UncalibratedError: If there is no router.
-        """
+        """Return which site is computed at which step, bool `[T, sites]`, as the router says, which it needs."""
         logits = self.measured()["logits"]
         computed = (torch.sigmoid(logits) > self.threshold) | (self.threshold == 0)
         computed[0] = True

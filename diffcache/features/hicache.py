@@ -9,10 +9,11 @@ from typing import ClassVar
 from numpy.polynomial.hermite import hermvander
 from torch import Tensor
 
-from diffcache.features.base import is_number
+from diffcache.features.base import Order, Spacing, Warmup
 from diffcache.features.combine import Combine, FeatureMethod
 from diffcache.features.parts.instead import Differences, Summed, Taylor
 from diffcache.features.parts.when import Every
+from diffcache.ranges import SomeShare, Whole
 from diffcache.step import Site, Step
 
 
@@ -23,22 +24,15 @@ class Hermite(Summed):
     `k` steps on, the estimate is the sum of `g_i / i! * sigma**i * H_i(sigma * k)`, with the
     physicists' polynomials `H_0 = 1`, `H_1 = 2 x`, `H_{i+1} = 2 x H_i - 2 i H_{i-1}`.
 
-    Args:
-        order: Highest order, 0 (reuse) to 4.
-        sigma: Scale, above 0 and at most 1; dimensionless. At `sqrt(1/2)` order 1 is Taylor's.
-        start: First step index at which differences are taken.
+    Settings are those of `HiCache`; differences are taken from step `start` on. At
+    `sigma=sqrt(1/2)` order 1 is Taylor's.
     """
 
     state: ClassVar[type] = Differences
 
-    order: int = 2
-    sigma: float = 0.5
-    start: int = 0
-
-    def __post_init__(self) -> None:
-        Taylor(self.order, self.start)
-        if not (is_number(self.sigma) and 0 < self.sigma <= 1):
-            raise ValueError(f"sigma={self.sigma!r}: must be a number above 0 and at most 1")
+    order: Order = 2
+    sigma: SomeShare = 0.5
+    start: Whole = 0
 
     def record(self, state: Differences, step: Step, feature: Tensor) -> None:
         """Replace the factors by those of the fresh feature."""
@@ -70,20 +64,12 @@ class HiCache(FeatureMethod):
             reuse; 0.5 in `hicache-pp`, 0.71 in FreqCa, with which lines are nearly exact.
         warmup: First steps that are always computed, at least 1.
         site: Site of the features, a `Site` or its name.
-
-    Raises:
-        ValueError: If a value is out of its range.
-
-    Example:
-        >>> pipe = diffcache.wrap(pipe, HiCache(every=5))  # doctest: +SKIP
     """
 
-    name: ClassVar[str] = "hicache"
-
-    every: int = 5
-    order: int = 2
-    sigma: float = 0.5
-    warmup: int = 3
+    every: Spacing = 5
+    order: Order = 2
+    sigma: SomeShare = 0.5
+    warmup: Warmup = 3
     site: Site | str = Site.STACK
 
     def parts(self) -> Combine:

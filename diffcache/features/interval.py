@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
+from diffcache.features.base import Spacing, Warmup
 from diffcache.features.combine import Combine, FeatureMethod
 from diffcache.features.parts.instead import Reuse
 from diffcache.features.parts.when import Every
@@ -23,18 +23,10 @@ class Interval(FeatureMethod):
         every: Interval in steps; 1 turns the cache off.
         warmup: First steps that are always computed, at least 1.
         site: Site of the features, a `Site` or its name.
-
-    Raises:
-        ValueError: If `every` or `warmup` is below 1 or the site is unknown or `run`.
-
-    Example:
-        >>> pipe = diffcache.wrap(pipe, Interval(every=3))  # doctest: +SKIP
     """
 
-    name: ClassVar[str] = "interval"
-
-    every: int = 3
-    warmup: int = 1
+    every: Spacing = 3
+    warmup: Warmup = 1
     site: Site | str = Site.STACK
 
     def parts(self) -> Combine:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from diffcache.errors import AttachError
-from diffcache.features.base import Ability, Instead
+from diffcache.features.base import Ability, Change, Instead, Warmup
 from diffcache.features.combine import Combine, FeatureMethod
 from diffcache.features.easycache import Rate, Rates
 from diffcache.features.parts.when import Every
@@ -21,11 +21,7 @@ TURNED = ("HiDreamImage", "Ideogram4", "LuminaNextDiT", "Lumina2", "Mochi", "Nuc
 
 
 def sigma_of(step: Step) -> float:
-    """Return the noise level of a step of flow matching, 0 to 1.
-
-    Raises:
-        AttachError: If it is not known, or the noise is not that of flow matching.
-    """
+    """Return the noise level of a step of flow matching, 0 to 1; raise AttachError if that is not known."""
     scene = step.scene
     if scene is None:
         raise AttachError("the noise level of this call is not known; wrap the pipeline")
@@ -100,18 +96,10 @@ class LazyCache(FeatureMethod):
             ComfyUI.
         warmup: First steps that are always computed, at least 1; two are in any case.
         last: Whether the last step of the run is always computed.
-
-    Raises:
-        ValueError: If a value is out of its range.
-
-    Example:
-        >>> pipe = diffcache.wrap(pipe, LazyCache(0.2))  # doctest: +SKIP
     """
 
-    name: ClassVar[str] = "lazycache"
-
-    threshold: float = 0.2
-    warmup: int = 4
+    threshold: Change = 0.2
+    warmup: Warmup = 4
     last: bool = True
 
     def check_model(self, facts: Mapping[str, Any]) -> None:

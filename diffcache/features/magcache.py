@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from diffcache.errors import AttachError
-from diffcache.features.base import When, check_int, check_threshold, is_number
+from diffcache.features.base import Change, When, check_int, is_number
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
 from diffcache.features.parts.instead import Reuse
@@ -18,6 +18,7 @@ from diffcache.features.parts.when import Every, LastComputed
 from diffcache.features.schema import Entry, Schema
 from diffcache.features.tables import Tables
 from diffcache.presets.published import published_settings
+from diffcache.ranges import Count, Share
 from diffcache.step import Step
 
 
@@ -42,13 +43,14 @@ class Magnitude(When):
     state: ClassVar[type] = LastComputed
 
     ratios: tuple[tuple[float, ...], ...]
-    threshold: float
-    longest: int
-    retention: float
+    threshold: Change
+    longest: Count
+    retention: Share
     always: tuple[int, ...] = ()
     by_branch: bool = False
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise ValueError if a step that is always computed has no ratio."""
         count = len(self.ratios[0])
         if any(place >= count for place in self.always):
             raise ValueError(f"always={self.always!r}: must be below {count}, as many as ratios")
@@ -139,7 +141,7 @@ class MagCache(Calibrated):
             refused. Empty for any.
 
     Raises:
-        ValueError: If a value is out of its range.
+        ValueError: If ratios and tables are given, or ratios are no such numbers.
         TablesError: If the tables are another method's.
         AttachError: If the ratios are for other models.
 
@@ -149,8 +151,6 @@ class MagCache(Calibrated):
         >>> pipe = diffcache.wrap(pipe, MagCache.published("flux.1-dev"))  # doctest: +SKIP
     """
 
-    name: ClassVar[str] = "magcache"
-
     numbers: ClassVar[str] = "ratios"
     publishes: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         name: _by_branch(**entry) for name, entry in published_settings("magcache").items()
@@ -158,21 +158,18 @@ class MagCache(Calibrated):
     collected_by: ClassVar[str] = "diffcache.offline.magcache_collect:Ratios"
     schema: ClassVar[Schema] = Schema({"ratios": Entry(("steps",), low=0.01, high=100)})
 
-    threshold: float = 0.06
-    longest: int = 3
-    retention: float = 0.2
+    threshold: Change = 0.06
+    longest: Count = 3
+    retention: Share = 0.2
     ratios: tuple[float, ...] | tuple[tuple[float, ...], ...] | None = None
     tables: Tables | str | None = None
-    always: tuple[int, ...] = ()
+    always: tuple[int, ...] | int = ()
     model: str = ""
 
-    def __post_init__(self) -> None:
-        check_threshold(self.threshold, " (0 turns the cache off)")
-        check_int("longest", self.longest, 1)
-        if not is_number(self.retention) or not 0 <= self.retention <= 1:
-            raise ValueError(f"retention={self.retention!r}: must be a number from 0 to 1")
+    def check(self) -> None:
+        """Raise unless ratios and tables are such, and one of them is given at most."""
         object.__setattr__(self, "always", check_always(self.always))
-        self.load_tables()
+        super().check()
         if self.ratios is not None:
             if self.tables is not None:
                 raise ValueError("ratios and tables: give one of them")
@@ -190,16 +187,16 @@ class MagCache(Calibrated):
             return Combine(Every(1), Reuse())
         ratios: Any = self.ratios or tuple(self.measured()["ratios"].tolist())
         lists = ratios if isinstance(ratios[0], tuple) else (ratios,)
-        when = Magnitude(lists, self.threshold, self.longest, self.retention, self.always, len(lists) > 1)
+        always = check_always(self.always)
+        when = Magnitude(lists, self.threshold, self.longest, self.retention, always, len(lists) > 1)
         return Combine(when, Reuse())
 
 
 def check_ratios(values: Any) -> Any:
     """Return ratios as a tuple, or as a tuple of them for every guidance branch.
 
-    Raises:
-        ValueError: If there are none, one is no positive finite number, the first is not 1, or the
-            lists of branches differ in length.
+    Raises ValueError if there are none, one is no positive finite number, the first is not 1, or
+    the lists of branches differ in length.
     """
     nested = isinstance(values, (list, tuple)) and values and not is_number(values[0])
     try:
@@ -219,11 +216,7 @@ def check_ratios(values: Any) -> Any:
 
 
 def check_always(values: Any) -> tuple[int, ...]:
-    """Return positions in a list of ratios as a tuple; a lone one may stand for itself.
-
-    Raises:
-        ValueError: If one is no whole number of at least 0.
-    """
+    """Return positions in a list of ratios, whole numbers of at least 0, as a tuple; one may stand for itself."""
     places = tuple(values) if isinstance(values, (list, tuple)) else (values,)
     for place in places:
         check_int("always", place, 0)

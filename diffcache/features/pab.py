@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from torch import Tensor
 
 from diffcache.errors import AttachError
-from diffcache.features.base import When, check_int, is_number
+from diffcache.features.base import When, check_int
 from diffcache.features.combine import Combine, FeatureMethod
+from diffcache.ranges import Range, Share
 from diffcache.step import Site, Step
+
+Kept = Annotated[int, Range(1), " (1 always computes it)"]  # an interval in steps
 
 
 @dataclass(frozen=True)
@@ -22,33 +25,24 @@ class ByKind(When):
             a kind that is not there is always computed.
         start: Share of the run up to which all is computed, 0 to 1.
         end: Share of the run from which all is computed, 0 to 1.
-
-    Raises:
-        ValueError: If an interval is below 1, or the shares are no part of a run.
     """
 
     every: tuple[tuple[str, int], ...]
-    start: float
-    end: float
+    start: Share
+    end: Share
     by_kind: ClassVar[bool] = True  # type: ignore[misc]
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise ValueError if an interval is below 1."""
         for kind, every in self.every:
             check_int("_".join((kind, "every")), every, 1, " (1 always computes it)")
-        for name in ("start", "end"):
-            if not (is_number(getattr(self, name)) and 0 <= getattr(self, name) <= 1):
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be a share from 0 to 1")
 
     def should_compute(self, state: None, step: Step, probe: Tensor | None) -> bool:
         """Return True: the modules decide."""
         return True
 
     def computes_at(self, step: Step, site: str) -> bool:
-        """Return whether a kind of attention is computed.
-
-        Raises:
-            AttachError: If nobody said how long the run is.
-        """
+        """Return whether a kind of attention is computed; raise AttachError if nobody said how long the run is."""
         if step.total is None:
             raise AttachError(
                 f"start={self.start}, end={self.end}: shares of a run whose length nobody said; "
@@ -78,21 +72,13 @@ class PAB(FeatureMethod):
         cross_every: Interval of cross-attention.
         start: Share of the run up to which all is computed, 0 to 1.
         end: Share of the run from which all is computed, 0 to 1.
-
-    Raises:
-        ValueError: If a value is out of its range.
-
-    Example:
-        >>> pipe = diffcache.wrap(pipe, PAB(self_every=2, cross_every=6))  # doctest: +SKIP
     """
 
-    name: ClassVar[str] = "pab"
-
-    self_every: int = 2
-    temporal_every: int = 4
-    cross_every: int = 6
-    start: float = 0.2
-    end: float = 0.9
+    self_every: Kept = 2
+    temporal_every: Kept = 4
+    cross_every: Kept = 6
+    start: Share = 0.2
+    end: Share = 0.9
 
     def parts(self) -> Combine:
         """Return the intervals of the kinds, and reuse of attention's output."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from diffcache.features.base import Method, When, check_int
+from diffcache.features.base import Method, Warmup, When
 from diffcache.features.combine import Combine
 from diffcache.features.dbcache import DBCache
 from diffcache.features.first_block import FirstBlock
@@ -15,6 +15,7 @@ from diffcache.features.magcache import MagCache
 from diffcache.features.parts.hold import Held
 from diffcache.features.parts.instead import Taylor
 from diffcache.features.parts.when import LastComputed
+from diffcache.ranges import Count, Whole
 from diffcache.step import Site, Step
 
 _DTYPES = ("None", "torch.float32", "torch.float64", "torch.bfloat16")
@@ -31,22 +32,13 @@ class DiffusersInterval(When):
         every: Interval in steps (`cache_interval`).
         before: First steps that are always computed (`disable_cache_before_step`).
         after: Step from which all are computed (`disable_cache_after_step`); None for none.
-
-    Raises:
-        ValueError: If `every` or `before` is below 1, or `after` below 0.
     """
 
     state: ClassVar[type] = LastComputed
 
-    every: int
-    before: int
-    after: int | None = None
-
-    def __post_init__(self) -> None:
-        check_int("every", self.every, 1)
-        check_int("before", self.before, 1, " (the first step has nothing to stand in for it)")
-        if self.after is not None:
-            check_int("after", self.after, 0)
+    every: Count
+    before: Warmup
+    after: Whole | None = None
 
     def should_compute(self, state: LastComputed, step: Step, probe: Any) -> bool:
         """Return whether the step is warm-up, one in `every` or among the last."""
@@ -63,13 +55,9 @@ class DiffusersInterval(When):
 
 
 def method_of_config(config: Any) -> Method | None:
-    """Return the method that a configuration of diffusers or cache-dit asks for.
+    """Return the method that a configuration of diffusers or cache-dit asks for; None if it is no such configuration.
 
-    Returns:
-        The method; None if it is no such configuration.
-
-    Raises:
-        ValueError: If there is no equal here of the configuration, or of a field of it.
+    Raises ValueError if there is no equal here of the configuration, or of a field of it.
     """
     for cls in type(config).__mro__:
         makers = _MAKERS.get(cls.__module__.partition(".")[0])
@@ -88,14 +76,9 @@ def _refuse(config: str, field: str, value: Any, reason: str) -> ValueError:
 
 
 def _fields(config: Any, known: Iterable[str]) -> dict[str, Any]:
-    """Return the fields of a configuration by name.
+    """Return the fields of a configuration, a dataclass, by name.
 
-    Args:
-        config: The configuration, a dataclass.
-        known: Names of the fields that are looked at here.
-
-    Raises:
-        ValueError: If one that is not known, such as of a newer version, is not at its default.
+    Raises ValueError if one that is not known here, such as of a newer version, is not at its default.
     """
     found = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     for field in dataclasses.fields(config):

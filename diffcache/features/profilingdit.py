@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from diffcache.features.base import When, check_int, is_number
+from diffcache.features.base import Spacing, When, check_int
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
 from diffcache.features.parts.decreasing import Decreasing
@@ -19,6 +19,7 @@ from diffcache.features.parts.instead import Reuse
 from diffcache.features.parts.when import Every, Table, steps_of
 from diffcache.features.schema import Entry, Schema
 from diffcache.features.tables import Tables
+from diffcache.ranges import Count, Share, Whole
 from diffcache.step import Site, Step
 
 OVERLAP = "overlap."  # with the name of a list of blocks: the name of its table
@@ -75,14 +76,9 @@ class ProfilingDiT(Calibrated):
             others are refused. Empty for any.
 
     Raises:
-        ValueError: If a value is out of its range, or a block's name is not understood.
+        ValueError: If a block's name is not understood.
         TablesError: If the tables cannot be read, or belong to another method.
-
-    Example:
-        >>> pipe = diffcache.wrap(pipe, ProfilingDiT.published("wan2.1-14b"))  # doctest: +SKIP
     """
-
-    name: ClassVar[str] = "profilingdit"
 
     numbers: ClassVar[str] = "background"
     publishes: ClassVar[Mapping[str, Mapping[str, Any]]] = PUBLISHED
@@ -90,54 +86,41 @@ class ProfilingDiT(Calibrated):
     schema: ClassVar[Schema] = Schema({OVERLAP + "*": Entry(("blocks",), low=0, high=1, gaps=True)})
 
     background: tuple[str, ...] | str | None = None
-    every: int = 6
-    warmup: int = 6
+    every: Spacing = 6
+    warmup: Whole = 6
     interval: Literal["fixed", "decreasing"] = "fixed"
     longest: int = 8
     shortest: int = 4
-    listed: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    total: int | None = None
-    share: float | None = None
-    sampled: int = 5
+    listed: tuple[tuple[str, tuple[int, ...]], ...] | Mapping[str, Any] = ()
+    total: Count | None = None
+    share: Share | None = None
+    sampled: Count = 5
     text: Literal["first", "last"] | None = None
     foreground: Foreground | None = field(default=None, repr=False, compare=False)
     tables: Tables | str | None = None
     model: str = ""
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise unless blocks are named, listed steps are those of a run, and tables fit."""
         if isinstance(self.background, str):
             object.__setattr__(self, "background", (self.background,))
         if not isinstance(self.background, (tuple, list, type(None))):
             raise ValueError(f"background={self.background!r}: must be names such as 'blocks.2-9', or None")
-        check_int("every", self.every, 1, " (1 turns the cache off)")
-        check_int("warmup", self.warmup, 0)
-        check_int("sampled", self.sampled, 1)
-        if self.interval not in ("fixed", "decreasing"):
-            raise ValueError(f"interval={self.interval!r}: must be 'fixed' or 'decreasing'")
-        if self.text not in (None, "first", "last"):
-            raise ValueError(f"text={self.text!r}: must be 'first', 'last' or None")
-        _check_share(self.share)
         if not (self.foreground is None or isinstance(self.foreground, Tensor) or callable(self.foreground)):
             raise ValueError(
                 f"foreground={self.foreground!r}: must be a bool tensor over the image tokens, a "
                 "function that returns one, or None to find it in the output"
             )
-        if self.total is not None:
-            check_int("total", self.total, 1)
         if self.listed and self.total is None:
             raise ValueError("total=None: listed steps need the number of steps, such as total=50")
         object.__setattr__(self, "listed", _pairs(self.listed))
-        self.load_tables()
+        super().check()
         when = self._when()
         if self.background is not None:
             self._combine(merged(self.background), when)
 
     def parts(self) -> Combine:
-        """Return the runs of background blocks, their schedule, and reuse.
-
-        Raises:
-            UncalibratedError: If neither `background` nor `tables` are given.
-        """
+        """Return the runs of background blocks, which are given or measured, their schedule, and reuse."""
         blocks = self.background
         if blocks is None:
             blocks = background_of(self.measured(), self.share)
@@ -146,7 +129,7 @@ class ProfilingDiT(Calibrated):
     def _combine(self, blocks: tuple[str, ...], when: When) -> Combine:
         if not blocks:
             return Combine(Every(1), Reuse(), Site.MODEL)
-        own = dict(self.listed)
+        own = dict(_pairs(self.listed))
         unknown = [key for key in own if not any(_parsed(name)[0] == key for name in blocks)]
         if unknown:
             raise ValueError(f"listed: {unknown[0]!r} is no list of the background blocks {', '.join(blocks)}")
@@ -167,10 +150,9 @@ class ProfilingDiT(Calibrated):
 def background_of(tables: Tables, share: float | None) -> tuple[str, ...]:
     """Return the background blocks: those whose attention overlaps least with the foreground.
 
-    Args:
-        tables: Tables with `overlap.<list>`, float [L], 0 to 1, NaN where nothing was measured.
-        share: Part of the measured blocks, rounded to whole blocks; None takes those below the
-            median. Of equal blocks the first come first, lists by their names.
+    Tables have `overlap.<list>`, float [L], 0 to 1, NaN where nothing was measured. `share` is a
+    part of the measured blocks, rounded to whole blocks, None for those below the median. Of equal
+    blocks the first come first, lists by their names.
     """
     found = [
         (float(value), f"{name.removeprefix(OVERLAP)}.{index}")
@@ -187,11 +169,7 @@ def background_of(tables: Tables, share: float | None) -> tuple[str, ...]:
 
 
 def merged(names: Iterable[str]) -> tuple[str, ...]:
-    """Return block names as ranges, adjacent blocks of a list in one.
-
-    Raises:
-        ValueError: If a name is not understood.
-    """
+    """Return block names as ranges, adjacent blocks of a list in one; raise ValueError if a name is not understood."""
     wanted: dict[str, set[int]] = {}
     for name in names:
         key, first, last = _parsed(name)
@@ -205,17 +183,8 @@ def merged(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(ranges)
 
 
-def _check_share(share: Any) -> None:
-    if share is not None and not (is_number(share) and 0 <= share <= 1):
-        raise ValueError(f"share={share!r}: must be a number from 0 to 1, or None for the median")
-
-
 def _pairs(listed: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Return lists of blocks with their computed steps as tuples.
-
-    Raises:
-        ValueError: If they are none.
-    """
+    """Return lists of blocks with their computed steps as tuples; raise ValueError if they are none."""
     try:
         pairs = listed.items() if isinstance(listed, Mapping) else listed
         made = tuple((str(key), tuple(steps)) for key, steps in pairs)

@@ -2,80 +2,45 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 
 from diffcache.errors import AttachError
-from diffcache.features.base import Ability, check_int, is_number
+from diffcache.features.base import Ability, check_int
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
 from diffcache.features.parts.instead import Reuse
 from diffcache.features.parts.region_mask import Planned, RegionPlan
 from diffcache.features.schema import Entry, Schema
 from diffcache.features.tables import Tables
+from diffcache.presets.published import published_settings
+from diffcache.ranges import Range, Whole
 from diffcache.step import Site
 
 STEPS = 28  # of the published ratios
-_KONTEXT = (
-    ".8352 .9986 1.0090 1.0097 1.0161 1.0152 1.0160 1.0173 1.0177 1.0199 1.0213 1.0203 1.0257 "
-    "1.0236 1.0235 1.0278 1.0302 1.0311 1.0352 1.0371 1.0391 1.0459 1.0498 1.0581 1.0693 1.0866 "
-    "1.1090"
-)
-_STEP1X = (
-    ".9746 .9593 1.0036 1.0084 1.0106 1.0114 1.0138 1.0163 1.0152 1.0163 1.0197 1.0186 1.0219 "
-    "1.0218 1.0223 1.0266 1.0272 1.0305 1.0311 1.0362 1.0385 1.0423 1.0500 1.0536 1.0671 1.0866 "
-    "1.1015"
-)
-_STEP1X_V1P2 = (
-    ".7936 .9807 1.0063 1.0205 .9946 1.0125 1.0116 1.0125 1.0172 1.0171 1.0183 1.0170 1.0170 "
-    "1.0236 1.0263 1.0264 1.0277 1.0321 1.0338 1.0361 1.0396 1.0454 1.0492 1.0566 1.0696 1.0879 "
-    "1.1179"
-)
-_QWEN = (
-    "1.0195 1.0233 1.0243 1.0185 1.0321 1.0208 1.0260 1.0233 1.0258 1.0292 1.0316 1.0306 1.0289 "
-    "1.0347 1.0329 1.0402 1.0378 1.0384 1.0413 1.0444 1.0526 1.0400 1.0555 1.0439 1.0357 1.0118 "
-    ".7603"
-)
-_QWEN_2509 = (
-    "1.0186 1.0241 1.0236 1.0205 1.0298 1.0221 1.0248 1.0246 1.0269 1.0275 1.0323 1.0311 1.0298 "
-    "1.0353 1.0343 1.0397 1.0387 1.0393 1.0404 1.0458 1.0507 1.0418 1.0518 1.0426 1.0311 1.0068 "
-    ".7628"
-)
 
 
 @dataclass(frozen=True)
 class PublishedRatios:
-    """The published settings for one model: ratios of the velocity's norm, and two thresholds.
+    """The published settings for one model: ratios of the velocity's norm, and two thresholds."""
 
-    Attributes:
-        ratios: Ratios as printed, separated by spaces, one for every step but the first.
-        threshold: Cosine similarity up to which a token is edited.
-        decay: Most decay through which steps are skipped.
-        denoiser: Class of the model's denoiser; empty where diffusers has none.
-    """
-
-    ratios: str
-    threshold: float
-    decay: float
-    denoiser: str = ""
+    ratios: tuple[float, ...]  # ratios as printed, one for every step but the first
+    threshold: float  # cosine similarity up to which a token is edited
+    decay: float  # most decay through which steps are skipped
+    denoiser: str = ""  # class of the model's denoiser; empty where diffusers has none
 
     @property
     def gamma(self) -> tuple[float, ...]:
         """The ratios as the official code holds them, rounded to float16."""
-        return tuple(torch.tensor([float(x) for x in self.ratios.split()]).half().tolist())
+        return tuple(torch.tensor(self.ratios).half().tolist())
 
 
-MODELS = {
-    "flux-kontext": PublishedRatios(_KONTEXT, 0.93, 0.04, "FluxTransformer2DModel"),
-    "step1x-edit": PublishedRatios(_STEP1X, 0.88, 0.02),
-    "step1x-edit-v1p2": PublishedRatios(_STEP1X_V1P2, 0.88, 0.02),
-    "qwen-image-edit": PublishedRatios(_QWEN, 0.80, 0.03, "QwenImageTransformer2DModel"),
-    "qwen-image-edit-2509": PublishedRatios(_QWEN_2509, 0.80, 0.03, "QwenImageTransformer2DModel"),
-}
+MODELS = {name: PublishedRatios(**entry) for name, entry in published_settings("regione").items()}
 
 
 @dataclass(frozen=True)
@@ -122,42 +87,29 @@ class RegionE(Calibrated):
         tables: Fitted ratios, or a file of them; they set the number of steps.
 
     Raises:
-        ValueError: If a setting is out of its range.
+        ValueError: If there is no such model, or the stages leave no step.
         TablesError: If `tables` does not hold one ratio for every step but the first.
-
-    Example:
-        >>> pipe = diffcache.wrap(pipe, RegionE("qwen-image-edit"))  # doctest: +SKIP
     """
-
-    name: ClassVar[str] = "regione"
 
     collected_by: ClassVar[str] = "diffcache.offline.regione_collect:VelocityRatios"
     schema: ClassVar[Schema] = Schema({"gamma": Entry(("steps-1",), low=0.01, high=100)})
 
     model: str = "flux-kontext"
-    threshold: float | None = None
-    decay: float | None = None
-    warmup: int = 6
-    post: int = 2
+    threshold: Annotated[float, Range(-math.inf, endless=True)] | None = None
+    decay: Annotated[float, Range(-math.inf, endless=True)] | None = None
+    warmup: Annotated[int, Range(1), " (the first step has no keys to attend to)"] = 6
+    post: Whole = 2
     refresh: tuple[int, ...] = (15,)
     morphology: bool = True
     official: bool = True
     tables: Tables | str | None = None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise unless the stages fit into a run, and tables are such."""
         if self.model not in MODELS:
             raise ValueError(f"model={self.model!r}: must be one of {', '.join(MODELS)}")
-        _check_number("threshold", self.threshold)
-        _check_number("decay", self.decay)
-        check_int("warmup", self.warmup, 1, " (the first step has no keys to attend to)")
-        check_int("post", self.post, 0)
-        for name in ("morphology", "official"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be True or False")
-        if not isinstance(self.refresh, (tuple, list)):
-            raise ValueError(f"refresh={self.refresh!r}: must be a tuple of steps such as (15,)")
         object.__setattr__(self, "refresh", tuple(self.refresh))
-        self.load_tables()
+        super().check()
         self.plan()
 
     @property
@@ -192,12 +144,7 @@ class RegionE(Calibrated):
         return tuple(self.tables["gamma"].tolist())
 
     def check_model(self, facts: Mapping[str, Any]) -> None:
-        """Raise unless the ratios, fitted or published, are of this model.
-
-        Raises:
-            TablesError: If they were fitted to another model or scheduler.
-            AttachError: If they were published for another model.
-        """
+        """Raise unless the ratios are of this model: TablesError for fitted ones, AttachError for published ones."""
         super().check_model(facts)
         if self.tables is None:
             _check_published(self.model, facts.get("model"))
@@ -228,11 +175,6 @@ def _check_published(model: str, denoiser: object) -> None:
             f"model={' or '.join(fitting)}, or fit ratios: diffcache.calibrate(pipe, RegionE(...), "
             "prompts=[...])"
         )
-
-
-def _check_number(name: str, value: object) -> None:
-    if value is not None and (not is_number(value) or value != value):
-        raise ValueError(f"{name}={value!r}: must be a number, or None for the published one")
 
 
 def _check_refresh(refresh: tuple[int, ...], warmup: int, post: int, total: int) -> None:

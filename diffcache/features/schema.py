@@ -28,60 +28,39 @@ _AXIS = re.compile(r"(\w+)([+-]\d+)?")
 
 @dataclass(frozen=True)
 class Entry:
-    """The requirements on one tensor of a method's tables.
+    """The requirements on one tensor of a method's tables."""
 
-    Attributes:
-        shape: Its axes. `steps` and the names of `Schema.header` stand for that number, or for the
-            length of that list, with `+1` or `-1` after it where it differs; any other name is a
-            free length, the same in all tensors of one feature, layer or site.
-        whole: Whether its numbers are whole.
-        low: Least number.
-        high: Greatest number, or its name as in `shape`.
-        positive: Whether all numbers are above 0.
-        ascending: Whether every number is above the one before.
-        first: Required first number, None for any.
-        inner: Whether it is a matrix of inner products: symmetric, its diagonal above 0, and no
-            eigenvalue below 0 by more than rounding, without which a least-squares fit has no
-            bound.
-        gaps: Whether some numbers, though not all, may be NaN: nothing was measured there.
-        optional: Whether it may be missing, with all other optional tensors of its feature.
-    """
-
+    # its axes. `steps` and the names of `Schema.header` stand for that number, or for the length of that list, with
+    # `+1` or `-1` after it where it differs; any other name is a free length, the same in all tensors of one feature,
+    # layer or site
     shape: tuple[int | str, ...]
-    whole: bool = False
-    low: float = -LARGEST
-    high: float | str = LARGEST
-    positive: bool = False
-    ascending: bool = False
-    first: int | None = None
+    whole: bool = False  # whether its numbers are whole
+    low: float = -LARGEST  # least number
+    high: float | str = LARGEST  # greatest number, or its name as in `shape`
+    positive: bool = False  # whether all numbers are above 0
+    ascending: bool = False  # whether every number is above the one before
+    first: int | None = None  # required first number, None for any
+    # whether it is a matrix of inner products: symmetric, its diagonal above 0, and no eigenvalue below 0 by more than
+    # rounding, without which a least-squares fit has no bound
     inner: bool = False
-    gaps: bool = False
-    optional: bool = False
+    gaps: bool = False  # whether some numbers, though not all, may be NaN: nothing was measured there
+    optional: bool = False  # whether it may be missing, with all other optional tensors of its feature
 
 
 @dataclass(frozen=True)
 class Schema:
-    """The tensors and header entries of a method's tables; others are refused.
+    """The tensors and header entries of a method's tables; others are refused."""
 
-    Attributes:
-        tensors: Tensors by name. `{sites}` in a name stands for each name of that list in the
-            header, `*` for whatever the file has there, at least one.
-        header: Entries that the header needs besides `method` and `steps`.
-        may_lack: Starts of names, up to the `*`, of tensors of which there may be none.
-    """
-
+    # tensors by name. `{sites}` in a name stands for each name of that list in the header, `*` for whatever the file
+    # has there, at least one
     tensors: Mapping[str, Entry]
+    # entries that the header needs besides `method` and `steps`
     header: Mapping[str, Kind] = field(default_factory=dict)
-    may_lack: tuple[str, ...] = ()
+    may_lack: tuple[str, ...] = ()  # starts of names, up to the `*`, of tensors of which there may be none
 
 
 def header_fault(header: Any, schema: Schema | None = None) -> str:
-    """Describe the fault of a header, empty if there is none.
-
-    Args:
-        header: Header as it was read.
-        schema: The method's schema, None where it is not known yet.
-    """
+    """Describe the fault of a header, empty if there is none; of a method's own entries where its schema is known."""
     if not isinstance(header, Mapping):
         return f"its header is {shown(header)}; must be entries by name"
     steps = header.get("steps")
@@ -104,13 +83,7 @@ def header_fault(header: Any, schema: Schema | None = None) -> str:
 
 
 def tensors_fault(header: Mapping[str, Any], tensors: Mapping[str, Tensor], schema: Schema) -> str:
-    """Describe the fault of tensors, empty if there is none.
-
-    Args:
-        header: A header without fault by `header_fault`.
-        tensors: Tensors by name.
-        schema: The method's schema.
-    """
+    """Describe the fault of a method's tensors under a header without fault, empty if there is none."""
     wanted = {name: (entry, owner) for name, entry, owner in _wanted(header, tensors, schema)}
     missing = [name for name in wanted if name not in tensors]
     if missing:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
 from diffcache.errors import AttachError
-from diffcache.features.base import Ability, check_int, check_threshold, is_number
+from diffcache.features.base import Ability, Change, Order, Warmup, check_int
 from diffcache.features.combine import Combine, FeatureMethod
 from diffcache.features.parts.accumulated import Accumulated, Indicator
 from diffcache.features.parts.instead import Newton
 from diffcache.features.parts.when import Every
+from diffcache.ranges import Count, Range
 from diffcache.step import Scene, Step
 
 ADVICE = "pass grid=(height, width) or (frames, height, width) in tokens, or use TeaCache"
@@ -33,11 +34,7 @@ class SceneRule(Ability):
 
 
 def grid_of(scene: Scene, tokens: int) -> tuple[int, ...]:
-    """Return the grid of so many tokens, of those spoken of or of patches of the sample.
-
-    Raises:
-        AttachError: If none has so many.
-    """
+    """Return the grid of so many tokens, of those spoken of or patches of the sample; raise AttachError for none."""
     for grid in scene.grids:
         if math.prod(grid) == tokens:
             return grid
@@ -54,20 +51,11 @@ def grid_of(scene: Scene, tokens: int) -> tuple[int, ...]:
 
 
 def gain(grid: tuple[int, ...], signal: float, noise: float, power: float) -> Tensor:
-    """Return the SEA filter over the frequencies of a grid, with a mean of 1.
+    """Return the SEA filter over the frequencies of a grid, float64 of its shape, with a mean of 1.
 
     Along each axis it is the linear filter that best recovers a signal with the power spectrum
-    `|f|^-power` from its noisy mixture, `signal * S / (signal^2 * S + noise^2)`; the filter of
-    the grid is the product over its axes (SeaCache, arXiv 2602.18993, equations 5 to 7).
-
-    Args:
-        grid: Sizes of the axes.
-        signal: Weight of the signal.
-        noise: Weight of the noise.
-        power: Exponent of the spectrum.
-
-    Returns:
-        float64, of shape `grid`.
+    `|f|^-power` from its noisy mixture, `signal * S / (signal^2 * S + noise^2)`; the filter of the
+    grid is the product over its axes (SeaCache, arXiv 2602.18993, equations 5 to 7).
     """
     signal, noise = max(signal, 1e-6), max(noise, 1e-6)
     made = torch.ones((), dtype=torch.float64)
@@ -149,35 +137,22 @@ class SeaCache(FeatureMethod):
         grid: Token grid, `(height, width)` or `(frames, height, width)`, for models whose call
             does not show it.
         first: Whether the steps of the warm-up are kept `plain` or `filtered`, to be compared with.
-
-    Raises:
-        ValueError: If a value is out of its range.
-
-    Example:
-        >>> pipe = diffcache.wrap(pipe, SeaCache(0.3))  # doctest: +SKIP
     """
 
-    name: ClassVar[str] = "seacache"
-
-    threshold: float = 0.3
-    power: float | None = None
-    order: int = 0
-    warmup: int = 1
-    longest: int | None = None
+    threshold: Change = 0.3
+    power: Annotated[float, Range(0, 99, above=True, below=True)] | None = None
+    order: Order = 0
+    warmup: Warmup = 1
+    longest: Count | None = None
     grid: tuple[int, ...] | None = None
     first: Literal["plain", "filtered"] = "plain"
     last: bool = True
 
-    def __post_init__(self) -> None:
-        check_threshold(self.threshold, " (0 turns the cache off)")
-        if self.power is not None and not (is_number(self.power) and 0 < self.power < 99):
-            raise ValueError(f"power={self.power!r}: must be a positive number below 99, or None")
-        if self.first not in ("plain", "filtered"):
-            raise ValueError(f"first={self.first!r}: must be 'plain' or 'filtered'")
+    def check(self) -> None:
+        """Raise ValueError unless the grid has axes."""
         if self.grid is not None:
             object.__setattr__(self, "grid", check_grid(self.grid))
-        check_int("warmup", self.warmup, 1, " (the first step has nothing to stand in for it)")
-        self.parts()
+        super().check()
 
     def parts(self) -> Combine:
         """Return a gate on the change of the filtered input, and the forecast behind it."""
@@ -192,11 +167,7 @@ class SeaCache(FeatureMethod):
 
 
 def check_grid(value: Any) -> tuple[int, ...]:
-    """Return a grid as a tuple.
-
-    Raises:
-        ValueError: If it is not made of whole numbers of at least 1.
-    """
+    """Return a grid as a tuple; raise ValueError if it is not made of whole numbers of at least 1."""
     made = tuple(value) if isinstance(value, (tuple, list)) else ()
     if not made:
         raise ValueError(f"grid={value!r}: must be (height, width) or (frames, height, width)")

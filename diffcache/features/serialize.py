@@ -22,15 +22,9 @@ _ROOMS = (_PACKAGE, f"{_PACKAGE}parts.")  # files name a module without its room
 
 
 def to_plain(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return a method, part or setting as data that JSON can hold.
+    """Return a method, part or setting as data that JSON can hold; tensors of tables go into `tensors`.
 
-    Args:
-        value: A method or part of `diffcache.features`, a number, text, None, or a sequence.
-        tensors: Gets the tensors of tables in it, by names that the data refers to.
-
-    Raises:
-        ValueError: If there is something in it that cannot be made again, such as a class of
-            yours.
+    Raises ValueError if there is something in it that cannot be made again, such as a class of yours.
     """
     if isinstance(value, Site):
         return value.value
@@ -57,11 +51,8 @@ def to_plain(value: Any, tensors: dict[str, Tensor]) -> Any:
 def from_plain(data: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return the object that `to_plain` made data of.
 
-    Only dataclasses of `diffcache.features` are made, of values that fit their annotations;
-    nothing in a file is run, and no other file is read.
-
-    Raises:
-        TablesError: If the data is anything else.
+    Only dataclasses of `diffcache.features` are made, of values that fit their annotations; nothing
+    in a file is run, and no other file is read. Raises TablesError if the data is anything else.
     """
     if isinstance(data, list):
         return tuple(from_plain(item, tensors) for item in data)

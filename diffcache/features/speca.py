@@ -8,66 +8,45 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from diffcache.errors import AttachError
-from diffcache.features.base import Instead, When, check_int, check_threshold, is_number
+from diffcache.features.base import Change, Instead, Order, When
 from diffcache.features.combine import Combine, FeatureMethod
 from diffcache.features.parts.instead import Taylor
 from diffcache.features.parts.when import relative_l1
+from diffcache.ranges import Count, Share
 from diffcache.step import Step
 
 
 @dataclass
 class Verification:
-    """State of a run.
+    """State of a run."""
 
-    Attributes:
-        outputs: State of the forecast of the denoiser's output.
-        index: Step of the last decision.
-        decision: Whether that step is computed.
-        skipped: Steps skipped since the last computed one; None before the first.
-        checks: Whether the output of this step, if it is skipped, is checked.
-        error: Error of the last forecast that was checked since the last computed step.
-    """
-
-    outputs: Any
-    index: int = -1
-    decision: bool = True
-    skipped: int | None = None
-    checks: bool = False
-    error: float | None = None
+    outputs: Any  # state of the forecast of the denoiser's output
+    index: int = -1  # step of the last decision
+    decision: bool = True  # whether that step is computed
+    skipped: int | None = None  # steps skipped since the last computed one; None before the first
+    checks: bool = False  # whether the output of this step, if it is skipped, is checked
+    error: float | None = None  # error of the last forecast that was checked since the last computed step
 
 
 @dataclass(frozen=True)
 class Verified(When):
     """Compute after a skipped step whose output was unlike its forecast.
 
-    Args:
-        threshold: Largest error still taken as none, at the first step; 0 turns the cache off.
-        decay: Factor by which the threshold falls over the run.
-        floor: Least threshold.
-        shortest: Steps that are skipped before a check.
-        longest: Steps that are skipped in a row at most.
-        warmup: First steps, of which none follows a skipped one without being computed.
-        forecast: Forecast of the output.
+    Settings are those of `SpeCa`; `forecast` is that of the output.
     """
 
-    threshold: float
-    decay: float = 0.3
-    floor: float = 0.01
-    shortest: int = 2
-    longest: int = 8
-    warmup: int = 3
+    threshold: Change
+    decay: Share = 0.3
+    floor: Share = 0.01
+    shortest: Count = 2
+    longest: Count = 8
+    warmup: Count = 3
     forecast: Instead = field(default_factory=Taylor)
     reads_output: ClassVar[bool] = True  # type: ignore[misc]
     verifies: ClassVar[bool] = True  # type: ignore[misc]
 
-    def __post_init__(self) -> None:
-        check_threshold(self.threshold, " (0 turns the cache off)")
-        for name in ("decay", "floor"):
-            value = getattr(self, name)
-            if not (is_number(value) and 0 <= value <= 1):
-                raise ValueError(f"{name}={value!r}: must be a number from 0 to 1")
-        for name in ("shortest", "longest", "warmup"):
-            check_int(name, getattr(self, name), 1)
+    def check(self) -> None:
+        """Raise ValueError if no step would ever be checked."""
         if self.shortest > self.longest:
             raise ValueError(
                 f"shortest={self.shortest}: must be at most longest={self.longest}, or no step is ever checked"
@@ -78,11 +57,7 @@ class Verified(When):
         return Verification(self.forecast.init())
 
     def should_compute(self, state: Verification, step: Step, probe: Tensor | None) -> bool:
-        """Return whether a check failed, or enough steps were skipped.
-
-        Raises:
-            AttachError: If nobody said how long the run is.
-        """
+        """Return whether a check failed, or enough steps were skipped, in a run whose length must be known."""
         if self.threshold == 0 or state.skipped is None:
             return True
         if step.index == state.index:
@@ -149,27 +124,18 @@ class SpeCa(FeatureMethod):
         longest: Steps that are skipped in a row at most, at least 1 (`max_taylor_steps`).
         order: Order of the forecasts, 0 to 4 (`max_order`).
         warmup: First steps, at least 1, of which every second one is skipped (`first_enhance`).
-
-    Raises:
-        ValueError: If a value is out of its range.
-
-    Example:
-        >>> pipe = diffcache.wrap(pipe, SpeCa(0.1))  # doctest: +SKIP
     """
 
-    name: ClassVar[str] = "speca"
-
-    threshold: float = 0.1
-    decay: float = 0.3
-    floor: float = 0.01
-    shortest: int = 2
-    longest: int = 8
-    order: int = 2
-    warmup: int = 3
+    threshold: Change = 0.1
+    decay: Share = 0.3
+    floor: Share = 0.01
+    shortest: Count = 2
+    longest: Count = 8
+    order: Order = 2
+    warmup: Count = 3
 
     def parts(self) -> Combine:
         """Return the verified schedule, and the forecast of all blocks but the last."""
-        check_int("warmup", self.warmup, 1)  # as the forecast starts by it
         forecast = Taylor(self.order, self.warmup - 1)
         spans = self.shortest, self.longest, self.warmup
         when = Verified(self.threshold, self.decay, self.floor, *spans, forecast)

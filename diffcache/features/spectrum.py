@@ -4,30 +4,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from numpy.polynomial.chebyshev import chebvander
 from torch import Tensor
 
-from diffcache.features.base import Instead, When, check_int, is_number
+from diffcache.features.base import Instead, Warmup, When
 from diffcache.features.combine import Combine, FeatureMethod
+from diffcache.ranges import Count, Factor, NotNegative, Positive, Range, Share
 from diffcache.step import Site, Step
 
 
 @dataclass
 class Sums:
-    """Sums over computed steps, from which a fit follows.
+    """Sums over computed steps, from which a fit follows."""
 
-    Attributes:
-        anchors: The computed steps.
-        last: The last features, newest first.
-        sums: Sum over steps of polynomial times feature, float32, by degree.
-    """
-
-    anchors: list[int] = field(default_factory=list)
-    last: list[Tensor] = field(default_factory=list)
-    sums: list[Tensor] = field(default_factory=list)
+    anchors: list[int] = field(default_factory=list)  # the computed steps
+    last: list[Tensor] = field(default_factory=list)  # the last features, newest first
+    sums: list[Tensor] = field(default_factory=list)  # sum over steps of polynomial times feature, float32, by degree
 
 
 @dataclass(frozen=True)
@@ -38,29 +33,15 @@ class Chebyshev(Instead):
     `x(s)^T (X^T X + ridge I)^-1 X^T H` over the computed steps. `X^T H` is summed up as features
     come, so that `degree + 2` tensors are held, however many steps were computed.
 
-    Args:
-        degree: Highest degree, 0 to 8.
-        ridge: Strength of the ridge, above 0.
-        blend: Weight of the fit; the rest is a line through the last two computed features.
-        horizon: Number of steps that is mapped to the interval of the polynomials.
+    Settings are those of `Spectrum`.
     """
 
     state: ClassVar[type] = Sums
 
-    degree: int = 4
-    ridge: float = 0.1
-    blend: float = 1.0
-    horizon: int = 50
-
-    def __post_init__(self) -> None:
-        check_int("degree", self.degree, 0)
-        check_int("horizon", self.horizon, 1)
-        if self.degree > 8:
-            raise ValueError(f"degree={self.degree!r}: must be at most 8")
-        if not (is_number(self.ridge) and 0 < self.ridge < math.inf):
-            raise ValueError(f"ridge={self.ridge!r}: must be a number above 0")
-        if not (is_number(self.blend) and 0 <= self.blend <= 1):
-            raise ValueError(f"blend={self.blend!r}: must be a number from 0 to 1")
+    degree: Annotated[int, Range(0, 8)] = 4
+    ridge: Positive = 0.1
+    blend: Share = 1.0
+    horizon: Count = 50
 
     def record(self, state: Sums, step: Step, feature: Tensor) -> None:
         """Add the feature to the sums."""
@@ -111,22 +92,12 @@ class Growing:
 class Widening(When):
     """Compute the first `warmup` steps, then at intervals that grow.
 
-    Args:
-        window: First interval in steps, rounded down; at least 1.
-        growth: What each computed step after the warm-up adds to it.
-        warmup: First steps that are always computed, at least 1.
+    Settings are those of `Spectrum`.
     """
 
-    window: float
-    growth: float
-    warmup: int = 1
-
-    def __post_init__(self) -> None:
-        check_int("warmup", self.warmup, 1, " (the first step has nothing to stand in for it)")
-        for name, least in (("window", 1), ("growth", 0)):
-            value = getattr(self, name)
-            if not (is_number(value) and least <= value < math.inf):
-                raise ValueError(f"{name}={value!r}: must be a number of at least {least}")
+    window: Factor
+    growth: NotNegative
+    warmup: Warmup = 1
 
     def init(self) -> Growing:
         """Return an empty run."""
@@ -163,23 +134,15 @@ class Spectrum(FeatureMethod):
         ridge: Strength of the ridge.
         blend: Weight of the fit, 0 to 1; the rest is a line through the last two features.
         horizon: Number of steps that is mapped to the interval of the polynomials.
-
-    Raises:
-        ValueError: If a value is out of its range.
-
-    Example:
-        >>> pipe = diffcache.wrap(pipe, Spectrum())  # doctest: +SKIP
     """
 
-    name: ClassVar[str] = "spectrum"
-
-    window: float = 2.0
-    growth: float = 0.75
-    warmup: int = 5
-    degree: int = 4
-    ridge: float = 0.1
-    blend: float = 1.0
-    horizon: int = 50
+    window: Factor = 2.0
+    growth: NotNegative = 0.75
+    warmup: Warmup = 5
+    degree: Annotated[int, Range(0, 8)] = 4
+    ridge: Positive = 0.1
+    blend: Share = 1.0
+    horizon: Count = 50
 
     def parts(self) -> Combine:
         """Return the widening intervals, and the fit of the stack's output."""

@@ -6,15 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import zip_longest
-from typing import Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from torch import Tensor
 
 from diffcache.errors import AttachError
-from diffcache.features.base import Probe, When, check_bool, check_int
+from diffcache.features.base import Change, Order, Probe, When
 from diffcache.features.combine import Combine, FeatureMethod
 from diffcache.features.parts.instead import Taylor
 from diffcache.features.parts.when import Gate, LastComputed
+from diffcache.ranges import Range
 from diffcache.step import Step
 
 Level = Literal["slow", "medium", "fast", "ultra"]
@@ -43,11 +44,7 @@ _BINS: dict[int, tuple[tuple[Sequence[int], Sequence[int]], ...]] = {
 
 @lru_cache(maxsize=256)
 def mask_of(level: Level, total: int) -> tuple[bool, ...]:
-    """Return which steps of a run are computed by the published mask.
-
-    Raises:
-        AttachError: If there is no mask for so many steps.
-    """
+    """Return which steps of a run are computed by the published mask; raise AttachError if there is none."""
     if total < 8 and total not in _BINS:
         raise AttachError(f"{total} steps: masks are for 4, 6 and 8 steps or more; use Interval")
     known = min(28, next(n for n in (4, 6, 8, 9, 15, 28, total) if n >= total))
@@ -89,9 +86,8 @@ class Masked(When):
     level: Level
     gate: Gate | None
 
-    def __post_init__(self) -> None:
-        if self.level not in LEVELS:
-            raise ValueError(f"level={self.level!r}: must be one of {', '.join(map(repr, LEVELS))}")
+    def check(self) -> None:
+        """Let branches decide as the gate does."""
         object.__setattr__(self, "by_branch", self.gate is not None and self.gate.by_branch)
 
     @property
@@ -104,11 +100,7 @@ class Masked(When):
         return LastComputed() if self.gate is None else self.gate.init()
 
     def should_compute(self, state: Any, step: Step, probe: Tensor | None) -> bool:
-        """Return whether the mask or the gate wants the step.
-
-        Raises:
-            AttachError: If nobody said how long the run is.
-        """
+        """Return whether the mask or the gate wants the step; raise AttachError if nobody said how long the run is."""
         if step.total is None:
             raise AttachError(
                 f"level={self.level!r}: a mask is for runs whose length is known; wrap the "
@@ -146,27 +138,14 @@ class StepMask(FeatureMethod):
         lead: First blocks that always run, at least 1.
         order: Order of the forecast of the skipped residuals, 0 (reuse) to 4.
         by_branch: Whether every guidance branch decides for itself.
-
-    Raises:
-        ValueError: If a value is out of its range.
-
-    Example:
-        >>> pipe = diffcache.wrap(pipe, StepMask("fast", order=1))  # doctest: +SKIP
     """
-
-    name: ClassVar[str] = "step-mask"
 
     level: Level = "medium"
     dynamic: bool = True
-    threshold: float = 0.24
-    lead: int = 1
-    order: int = 0
+    threshold: Change = 0.24
+    lead: Annotated[int, Range(1), " (the gate looks at the lead blocks)"] = 1
+    order: Order = 0
     by_branch: bool = False
-
-    def __post_init__(self) -> None:
-        check_bool("dynamic", self.dynamic)
-        check_int("lead", self.lead, 1, " (the gate looks at the lead blocks)")
-        self.parts()
 
     def parts(self) -> Combine:
         """Return the mask with the gate inside, and the forecast behind it."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from torch import Tensor
 
-from diffcache.features.base import When, check_bool, check_int, check_threshold
+from diffcache.features.base import Change, When
 from diffcache.features.combine import Combine, FeatureMethod
 from diffcache.features.parts.when import relative_l1
+from diffcache.ranges import Count, Range
 from diffcache.step import Site, Step
 
 
@@ -26,26 +27,16 @@ class Reusable:
 class AfterAlike(When):
     """Skip the next steps after an output that was like the computed one before it.
 
-    Args:
-        threshold: Relative L1 changes below it open a window; 0 turns the cache off.
-        longest: Steps of a window.
-        warmup: First steps that are always computed, at least 2.
-        last: Whether the last step of the run is always computed.
+    Settings are those of `StepReuse`.
     """
 
     state: ClassVar[type] = Reusable
 
-    threshold: float
-    longest: int = 1
-    warmup: int = 2
+    threshold: Change
+    longest: Count = 1
+    warmup: Annotated[int, Range(2), " (two outputs are compared)"] = 2
     last: bool = True
     reads_output: ClassVar[bool] = True  # type: ignore[misc]
-
-    def __post_init__(self) -> None:
-        check_threshold(self.threshold, " (0 turns the cache off)")
-        check_int("longest", self.longest, 1)
-        check_int("warmup", self.warmup, 2, " (two outputs are compared)")
-        check_bool("last", self.last)
 
     def should_compute(self, state: Reusable, step: Step, probe: Tensor | None) -> bool:
         """Return whether no window is open at the step."""
@@ -83,18 +74,10 @@ class StepReuse(FeatureMethod):
         warmup: First steps that are always computed, at least 2.
         last: Whether the last step of the run is always computed, as it is where it writes to a
             session.
-
-    Raises:
-        ValueError: If a value is out of its range.
-
-    Example:
-        >>> pipe = diffcache.wrap(pipe, StepReuse(0.1))  # doctest: +SKIP
     """
 
-    name: ClassVar[str] = "step-reuse"
-
-    threshold: float = 0.1
-    longest: int = 1
+    threshold: Change = 0.1
+    longest: Count = 1
     warmup: int = 2
     last: bool = True
 

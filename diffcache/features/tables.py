@@ -57,11 +57,7 @@ class Tables:
         return int(self._header["steps"])
 
     def __getitem__(self, name: str) -> Tensor:
-        """Return a tensor.
-
-        Raises:
-            TablesError: If there is none of that name.
-        """
+        """Return a tensor; raise TablesError if there is none of that name."""
         if name not in self._tensors:
             raise TablesError(f"{self!r}: no table {name!r}; it has {', '.join(self._tensors) or 'none'}")
         return self._tensors[name]
@@ -108,10 +104,8 @@ class Tables:
     def load(cls, path: str | Path) -> Tables:
         """Read a file that `save` wrote.
 
-        They are checked against the method of their header where they are given to it.
-
-        Raises:
-            TablesError: If there is none, or it is another kind of file.
+        They are checked against the method of their header where they are given to it. Raises
+        TablesError if there is none, or it is another kind of file.
         """
         path = Path(path)
         if not os.path.isfile(path):  # Path.is_file raises where a name is too long
@@ -133,15 +127,9 @@ class Tables:
 
     @classmethod
     def of(cls, value: Tables | str | Path | None, method: str) -> Tables | None:
-        """Return tables given as themselves or as a file; None stays None.
+        """Return tables of a method by name, given as themselves or as a file; None stays None.
 
-        Args:
-            value: Tables, a path or None.
-            method: Catalogue name of the method that takes them.
-
-        Raises:
-            TablesError: If the file cannot be read, or they belong to another method.
-            ValueError: If the value is none of these.
+        Raises TablesError if the file cannot be read, or they belong to another method, ValueError for anything else.
         """
         if value is None:
             return None
@@ -161,11 +149,9 @@ class Tables:
             raise TablesError(f"tables={self!r}: {fault}; calibrate again")
 
     def check(self, facts: Mapping[str, Any]) -> None:
-        """Raise TablesError unless they were measured on this model and scheduler.
+        """Raise TablesError unless they were measured on this model and scheduler, by facts as of `check_model`.
 
-        Args:
-            facts: Facts that `FeatureMethod.check_model` is given. A bare model has no scheduler,
-                which is then not compared.
+        A bare model has no scheduler, which is then not compared.
         """
         for key in ("model", "config", "scheduler", "scheduler_config"):
             if key.startswith("scheduler") and facts.get("scheduler") is None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
+from diffcache.features.base import Order, Spacing, Warmup
 from diffcache.features.combine import Combine, FeatureMethod
 from diffcache.features.parts.instead import Newton, Taylor
 from diffcache.features.parts.when import Every
@@ -31,26 +32,13 @@ class TaylorSeer(FeatureMethod):
         site: Site of the features, a `Site` or its name; `module` is the paper's.
         form: `taylor` is the paper's formula; `newton` interpolates through the computed steps,
             exact on polynomials of degree `order` at any spacing.
-
-    Raises:
-        ValueError: If a value is out of its range.
-
-    Example:
-        >>> pipe = diffcache.wrap(pipe, TaylorSeer(every=5))  # doctest: +SKIP
     """
 
-    name: ClassVar[str] = "taylorseer"
-
-    every: int = 5
-    order: int = 1
-    warmup: int = 3
+    every: Spacing = 5
+    order: Order = 1
+    warmup: Warmup = 3
     site: Site | str = Site.STACK
     form: Literal["taylor", "newton"] = "taylor"
-
-    def __post_init__(self) -> None:
-        if self.form not in ("taylor", "newton"):
-            raise ValueError(f"form={self.form!r}: must be 'taylor' or 'newton'")
-        self.parts()
 
     def parts(self) -> Combine:
         """Return one step in `every` after the warm-up, and the forecast of the chosen form."""

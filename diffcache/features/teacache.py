@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from diffcache.errors import AttachError, TablesError
+from diffcache.features.base import Change
 from diffcache.features.collect import Calibrated
 from diffcache.features.combine import Combine
 from diffcache.features.parts.accumulated import Accumulated, Rescaled
@@ -16,8 +17,10 @@ from diffcache.features.parts.when import Every
 from diffcache.features.schema import Entry, Schema
 from diffcache.features.tables import Tables
 from diffcache.presets.published import published_settings
+from diffcache.ranges import Range
 
 Input = Literal["modulated", "time", "time-projection"]
+Degree = Annotated[int, Range(1, 8)]
 INPUTS: tuple[Input, ...] = get_args(Input)
 CHANGE = (1.0, 0.0)  # the polynomial that is the change itself
 _EMBEDDING = "the time embedding (input='time')"
@@ -69,7 +72,7 @@ class TeaCache(Calibrated):
             are refused. Empty for any.
 
     Raises:
-        ValueError: If a value is out of its range.
+        ValueError: If coefficients and tables are given, or coefficients are no finite numbers.
         TablesError: If the tables are another method's, or were measured with another `input`.
         AttachError: If the model shows no such `input`, it must be named, or the coefficients
             are for other models.
@@ -79,8 +82,6 @@ class TeaCache(Calibrated):
         >>> pipe = diffcache.wrap(pipe, method)  # doctest: +SKIP
         >>> pipe = diffcache.wrap(pipe, TeaCache.published("flux.1-dev"))  # doctest: +SKIP
     """
-
-    name: ClassVar[str] = "teacache"
 
     numbers: ClassVar[str] = "coefficients"
     publishes: ClassVar[Mapping[str, Mapping[str, Any]]] = published_settings("teacache")
@@ -94,9 +95,9 @@ class TeaCache(Calibrated):
         header={"degree": "count"},
     )
 
-    threshold: float = 0.25
+    threshold: Change = 0.25
     coefficients: tuple[float, ...] | None = None
-    degree: int = 4
+    degree: Degree = 4
     tables: Tables | str | None = None
     input: Input | None = None
     warmup: float = 1
@@ -105,18 +106,18 @@ class TeaCache(Calibrated):
     model: str = ""
 
     def __post_init__(self) -> None:
-        if self.input not in (None, *INPUTS):
-            known = ", ".join(map(repr, INPUTS))
-            raise ValueError(f"input={self.input!r}: must be {known} or None")
-        check_degree(self.degree)
-        self.load_tables()
+        if self.coefficients is not None:  # of any kind, such as numpy's
+            object.__setattr__(self, "coefficients", check_coefficients(self.coefficients))
+        super().__post_init__()
+
+    def check(self) -> None:
+        """Raise unless the gate can be made of the coefficients or the tables."""
+        super().check()
         if isinstance(self.tables, Tables):
             _check_rises(self.tables)
         self._gate(Rescaled())
-        if self.coefficients is not None:
-            if self.tables is not None:
-                raise ValueError("coefficients and tables: give one of them")
-            object.__setattr__(self, "coefficients", check_coefficients(self.coefficients))
+        if self.coefficients is not None and self.tables is not None:
+            raise ValueError("coefficients and tables: give one of them")
 
     def parts(self) -> Combine:
         """Return a gate on the rescaled change of the input, and reuse between computed steps."""
@@ -183,18 +184,8 @@ def _check_rises(tables: Tables) -> None:
         )
 
 
-def check_degree(value: object) -> None:
-    """Raise ValueError unless `value` is a whole number from 1 to 8."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 8:
-        raise ValueError(f"degree={value!r}: must be a whole number from 1 to 8")
-
-
 def check_coefficients(values: Any) -> tuple[float, ...]:
-    """Return finite coefficients as a tuple.
-
-    Raises:
-        ValueError: If there are none or one is no finite number.
-    """
+    """Return finite coefficients as a tuple; raise ValueError if there are none or one is no finite number."""
     try:
         made = () if isinstance(values, str) else tuple(float(value) for value in values)
     except (TypeError, ValueError):

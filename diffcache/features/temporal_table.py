@@ -3,51 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
-from diffcache.features.base import Ability, Method, check_int
+from diffcache.features.base import Ability, Method
+from diffcache.ranges import Count, Settings, one_of
 
 BITS = {4: torch.int8, 8: torch.int8, 16: torch.int16}
-KNOWN: dict[str, tuple[Any, ...]] = {  # values of settings, the default first
-    "bits": (None, *BITS),
-    "scale": ("entry", "site"),
-    "keep": ("table", "layer", "closer"),
-    "by": ("step", "site"),
-    "reconstruct": (False, True),
-    "activations": (None, 8, 16),
-}
 
 
 @dataclass(frozen=True)
-class TimeTables(Ability):
-    """Tables of the modules that see the timestep and the condition alone.
-
-    Attributes:
-        entries: Most condition vectors that are kept.
-        bits: Bits of a table's numbers, None for the model's own.
-        scale: Extent of one scale: an `entry`, or a `site` over the steps of a run.
-        keep: Form of a site with `bits`: its `table`, its `layer` with rounded weights,
-            or whichever is `closer`.
-        by: Whether the closer one is chosen for each `step` or for a `site` as a whole.
-        reconstruct: Whether layers are rounded for the outputs of the first run's steps.
-        activations: Bits of what enters a rounded layer, None for the model's own numbers.
-    """
-
-    entries: int
-    bits: int | None
-    scale: str
-    keep: str
-    by: str
-    reconstruct: bool = False
-    activations: int | None = None
-
-
-@dataclass(frozen=True)
-class TemporalTable(Method):
+class TemporalTable(Settings, Method, Ability):
     """Keep outputs of time embeddings and modulation layers, and look them up in later runs.
 
     Reference: TFMQ-DM, arXiv 2311.16503, section 3, whose temporal information block is the
@@ -88,37 +57,24 @@ class TemporalTable(Method):
             than `table`.
         activations: Bits of what enters a rounded layer, 8 or 16, or None for the model's own
             numbers; with a `keep` other than `table`.
-
-    Raises:
-        ValueError: If a value is out of its range.
-
-    Example:
-        >>> pipe = diffcache.wrap(pipe, TemporalTable(TaylorSeer(every=5)))  # doctest: +SKIP
     """
 
-    name: ClassVar[str] = "temporal-table"
-
     method: Method | None = None
-    entries: int = 512
-    bits: int | None = None
+    entries: Count = 512
+    bits: Annotated[int, one_of(*BITS)] | None = None
     scale: Literal["entry", "site"] = "entry"
     keep: Literal["table", "layer", "closer"] = "table"
     by: Literal["step", "site"] = "step"
     reconstruct: bool = False
-    activations: int | None = None
+    activations: Annotated[int, one_of(8, 16)] | None = None
 
-    def __post_init__(self) -> None:
-        if self.method is not None and not isinstance(self.method, Method):
-            raise ValueError(f"method={self.method!r}: must be a method such as TaylorSeer(), None")
-        if any(isinstance(ability, TimeTables) for ability in self._inner_abilities()):
+    def check(self) -> None:
+        """Raise ValueError unless settings go together."""
+        if any(isinstance(ability, TemporalTable) for ability in self._inner_abilities()):
             raise ValueError(f"method={self.method!r}: has temporal tables already")
-        check_int("entries", self.entries, 1)
-        for name, known in KNOWN.items():
-            value = getattr(self, name)
-            if value not in known or isinstance(value, bool) != isinstance(known[0], bool):
-                raise ValueError(f"{name}={value!r}: must be one of {', '.join(map(repr, known))}")
-            if self.bits is None and value != known[0]:
-                raise ValueError(f"{name}={value!r} with bits=None: set bits=8 or bits=16")
+        for each in fields(self)[3:]:  # all but how many bits
+            if self.bits is None and (value := getattr(self, each.name)) != each.default:
+                raise ValueError(f"{each.name}={value!r} with bits=None: set bits=8 or bits=16")
         for name in ("reconstruct", "activations"):
             if self.keep == "table" and (value := getattr(self, name)):
                 raise ValueError(f"{name}={value!r} with keep='table': set keep='layer'")
@@ -132,9 +88,7 @@ class TemporalTable(Method):
 
     def abilities(self) -> tuple[Ability, ...]:
         """Return the inner method's abilities, then the tables, which see the changes of those."""
-        settings = self.entries, self.bits, self.scale, self.keep, self.by
-        tables = TimeTables(*settings, self.reconstruct, self.activations)
-        return (*self._inner_abilities(), tables)
+        return (*self._inner_abilities(), self)
 
     def check_model(self, facts: Mapping[str, Any]) -> None:
         """Ask the inner method."""
@@ -164,15 +118,10 @@ class Rounded:
 
 
 def step_of(values: list[Tensor], bits: int, dim: int | None = None) -> Tensor:
-    """Return the width of one step of symmetric rounding that no value overflows.
+    """Return the width of one step of symmetric rounding to 4, 8 or 16 bits that no value overflows.
 
-    Args:
-        values: Any shapes, float, that share the scale.
-        bits: 4, 8 or 16.
-        dim: Take the largest along this axis only; of one tensor.
-
-    Returns:
-        float32 or float64: one number, or one for each place of the other axes.
+    Values, floats of any shapes, share the scale, float32 or float64: one number, or of one tensor
+    one for each place of the axes but `dim`.
     """
     if dim is None:
         most = torch.stack([value.detach().abs().max() for value in values]).max()
@@ -190,12 +139,7 @@ def rounded(value: Tensor, bits: int, step: Tensor) -> Rounded:
 
 
 def disturbance(exact: list[Tensor], found: list[Tensor]) -> float:
-    """Return 1 minus the cosine of two features, 0 where they are alike; waits for the device.
-
-    Args:
-        exact: The tensors of a feature.
-        found: Those that stand for them, of the same shapes.
-    """
+    """Return 1 minus the cosine of a feature's tensors and their stand-ins, 0 where alike; waits for the device."""
     one = torch.cat([tensor.detach().double().flatten() for tensor in exact])
     two = torch.cat([tensor.detach().double().flatten() for tensor in found])
     if torch.equal(one, two):
@@ -205,15 +149,9 @@ def disturbance(exact: list[Tensor], found: list[Tensor]) -> float:
 
 
 def keeps_table(layer: Tensor, table: Tensor, by: str) -> Tensor:
-    """Choose the maintenance that disturbs a site's features less; the table where both are equal.
+    """Return where a rounded table disturbs a site's features no more than a rounded layer, bool [S].
 
-    Args:
-        layer: float [S], disturbance by the rounded layer at each step.
-        table: float [S], disturbance by the rounded table.
-        by: `step` chooses for each step, `site` for all of them by the mean.
-
-    Returns:
-        bool [S], True where the table is kept.
+    Disturbances are float [S], of each step; by `step` each is compared, by `site` their means.
     """
     if by == "site":
         return (table.mean() <= layer.mean()).expand(table.shape)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -66,16 +66,12 @@ class Tuned(FeatureMethod):
     Raises:
         UncalibratedError: If there are none.
         TablesError: If the file cannot be read, or holds anything but a choice that `tune` made.
-
-    Example:
-        >>> pipe = diffcache.wrap(pipe, "tuned", tables="fast.safetensors")  # doctest: +SKIP
     """
-
-    name: ClassVar[str] = "tuned"
 
     tables: Tables | str | None = None
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Read `tables` if it is a file, and check the choice in it."""
         object.__setattr__(self, "tables", Tables.of(self.tables, self.name))
         if self.tables is not None and self.method.bibtex:  # which checks the choice
             object.__setattr__(self, "bibtex", self.method.bibtex)
@@ -144,11 +140,7 @@ class Tuned(FeatureMethod):
 
 @lru_cache(maxsize=32)
 def _made(tables: Tables) -> FeatureMethod:
-    """Return the method that tables hold.
-
-    Raises:
-        TablesError: If they hold none, or anything else.
-    """
+    """Return the method that tables hold; raise TablesError if they hold none, or anything else."""
     tensors = {name: tables[name] for name in tables.names()}
     fault = (
         header_fault(tables.header)

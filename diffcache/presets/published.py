@@ -4,6 +4,7 @@
 |---|---|
 | `[models.NAME]` | how a model is recognized: the fields of `Published` |
 | `[teacache.NAME]`, `[magcache.NAME]` | settings of that method, published for the model |
+| `[regione.NAME]` | ratios and thresholds of RegionE, by its own names of models |
 | `[presets.NAME]` | presets of the model, see `diffcache.presets.choose` |
 
 Each number stands beside the file and line that it is from. Polynomials of TeaCache are those of

@@ -10,22 +10,13 @@ POWER = 2.4  # of the error that is made small
 
 
 def weight_grid(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Choose a scale and a zero for every output channel.
+    """Choose a scale, float32 above 0, and a zero, int32 of 0 to `2**bits - 1`, for every output channel, `[O]` each.
 
-    Tries the channel's own range and that range shrunk by 1, 2, ... 79 percent at both ends, and
-    keeps the one with the least sum of `|rounded - weight|**2.4` (the search CacheQuant, arXiv
-    2503.01323, takes over from its quantizer; its reconstruction by AdaRound is left out). Every
-    range holds 0, so that zero padding stays exact.
-
-    Args:
-        weight: `[O, ...]`, any float dtype.
-        bits: Bits of a code, 8 or 4.
-
-    Returns:
-        Scales `[O]` float32, above 0, and zeros `[O]` int32, 0 to `2**bits - 1`.
-
-    Raises:
-        ValueError: If the weight holds a number that is not finite.
+    Tries the own range of the channel of a weight `[O, ...]` and that range shrunk by 1, 2, ... 79
+    percent at both ends, and keeps the one with the least sum of `|rounded - weight|**2.4` (the
+    search CacheQuant, arXiv 2503.01323, takes over from its quantizer; its reconstruction by
+    AdaRound is left out). Every range holds 0, so that zero padding stays exact. Raises ValueError
+    if the weight holds a number that is not finite.
     """
     flat = weight.detach().reshape(weight.shape[0], -1).float()
     if not torch.isfinite(flat).all():
@@ -45,15 +36,9 @@ def weight_grid(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def grid_of(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return the scale and the zero that spread the codes over ranges.
+    """Return the scale and the zero that spread the codes over ranges from `low` to `high`, of any one shape.
 
-    Args:
-        low: Lower ends, any shape, float32; ends above 0 are taken for 0.
-        high: Upper ends, same shape; ends below 0 are taken for 0.
-        bits: Bits of a code.
-
-    Returns:
-        Scales, float32, 1 where the range is empty, and zeros, int32, 0 to `2**bits - 1`.
+    Ranges hold 0. Scales are float32, 1 where a range is empty, zeros int32, 0 to `2**bits - 1`.
     """
     low, high = low.float().clamp(max=0), high.float().clamp(min=0)
     width = (high - low) / (2**bits - 1)

@@ -12,14 +12,7 @@ HALF = 128  # codes of 0 to 255 are kept as int8, lower by this
 
 
 def pack4(codes: Tensor) -> Tensor:
-    """Pack codes of four bits two to a byte, the even column in the low half.
-
-    Args:
-        codes: `[O, K]` int8, -8 to 7.
-
-    Returns:
-        `[O, ceil(K / 2)]` uint8.
-    """
+    """Pack codes of four bits, `[O, K]` int8, -8 to 7, two to a byte, `[O, ceil(K / 2)]` uint8, the even low."""
     nibbles = (codes + 8).to(torch.uint8)
     if nibbles.shape[1] % 2:
         nibbles = torch.nn.functional.pad(nibbles, (0, 1))
@@ -27,32 +20,17 @@ def pack4(codes: Tensor) -> Tensor:
 
 
 def unpack4(packed: Tensor, columns: int) -> Tensor:
-    """Return the codes that `pack4` packed.
-
-    Args:
-        packed: `[O, ceil(columns / 2)]` uint8.
-        columns: Number of codes in a row.
-
-    Returns:
-        `[O, columns]` int8, -8 to 7.
-    """
+    """Return the codes that `pack4` packed, `[O, columns]` int8, -8 to 7."""
     pairs = torch.stack((packed & 15, packed >> 4), dim=-1)
     return pairs.flatten(1)[:, :columns].to(torch.int8) - 8
 
 
 def int_matmul(left: Tensor, right: Tensor) -> Tensor:
-    """Return `left @ right.T` exactly.
+    """Return `left @ right.T` exactly, `[M, N]` int32, of `[M, K]` and `[N, K]` int8.
 
-    Runs torch's own int8 product where it takes the shapes (on CUDA more than 16 rows and the
-    other sizes multiples of 8); elsewhere float32 products of at most 1024 terms, in which no sum
-    of codes is rounded, added up as whole numbers. Both give the same numbers bit for bit.
-
-    Args:
-        left: `[M, K]` int8.
-        right: `[N, K]` int8.
-
-    Returns:
-        `[M, N]` int32.
+    Runs torch's own int8 product where it takes the shapes (on CUDA more than 16 rows and the other
+    sizes multiples of 8); elsewhere float32 products of at most 1024 terms, in which no sum of
+    codes is rounded, added up as whole numbers. Both give the same numbers bit for bit.
     """
     if serves(left, right):
         return int_mm(left, right.t())

@@ -92,12 +92,7 @@ class QuantizedLayer(nn.Module, ABC):
 
     @abstractmethod
     def product(self, given: Tensor, step: int) -> Tensor:
-        """Return the exact whole-number product, `[..., O]` int32, channels last.
-
-        Args:
-            given: Input of the layer, any float dtype.
-            step: Index of the step.
-        """
+        """Return the exact whole-number product for an input of any float dtype, `[..., O]` int32, channels last."""
 
     @abstractmethod
     def exact(self, given: Tensor) -> Tensor:
@@ -111,10 +106,8 @@ class QuantizedLayer(nn.Module, ABC):
     def forward(self, given: Tensor) -> Tensor:
         """Return the output of the quantized layer, in the dtype of its input.
 
-        A compiled block calls it as it is: the step would be fixed in a compiled one.
-
-        Raises:
-            DiffcacheError: If there is no current step or the plan has no settings for it.
+        A compiled block calls it as it is: the step would be fixed in a compiled one. Raises
+        DiffcacheError if there is no current step or the plan has no settings for it.
         """
         if writes_to_stream():
             dense: Tensor = self.dense.forward(given)  # whose hooks are this layer's as well
@@ -124,34 +117,18 @@ class QuantizedLayer(nn.Module, ABC):
         return self.shaped(self.scaled(given, step, factor * self.input_scale[step], shift))
 
     def scaled(self, given: Tensor, step: int, factor: Tensor, shift: Tensor) -> Tensor:
-        """Return `product * factor + shift`, `[..., O]` in the dtype of the input, channels last.
-
-        Args:
-            given: Input of the layer, any float dtype.
-            step: Index of the step.
-            factor: `[O]` float32.
-            shift: `[O]` float32.
-        """
+        """Return `product * factor + shift`, float32 `[O]` each; `[..., O]` in the input's dtype, channels last."""
         wide = torch.promote_types(given.dtype, torch.float32)
         out = self.product(given, step).to(wide)
         return out.mul_(factor).add_(shift).to(given.dtype)
 
     def plain(self, given: Tensor, scale: Tensor) -> Tensor:
-        """Return the output without bias, gain and shift, `[..., O]` float32, channels last.
-
-        Args:
-            given: Input of the layer, any float dtype.
-            scale: Scales of the weight, `[O]` float32.
-        """
+        """Return the output without bias, gain and shift, by scales of the weight, `[..., O]` float32."""
         step = self.step()
         return self.product(given, step).float() * (scale * self.input_scale[step])
 
     def step(self) -> int:
-        """Return the index of the current step.
-
-        Raises:
-            DiffcacheError: If there is none or the plan has no settings for it.
-        """
+        """Return the index of the current step; raise DiffcacheError if there is none, or the plan lacks it."""
         current = self._now()
         if current is None:
             raise DiffcacheError(
@@ -170,16 +147,10 @@ class QuantizedLayer(nn.Module, ABC):
         return unpack4(self.codes, self.columns) if self.bits == 4 else self.codes
 
     def multiply(self, rows: Tensor, zero: int, codes: Tensor, terms: Tensor) -> Tensor:
-        """Return `sum((x - zx) * (w - zw))` for rows of input codes.
+        """Return `sum((x - zx) * (w - zw))` for rows of input codes, `[M, K]` int8, as `[M, O]` int32.
 
-        Args:
-            rows: `[M, K]` int8.
-            zero: `zx`, lowered by half the range as the codes are.
-            codes: Codes of the weight, `[O, K]` int8.
-            terms: Sums of the weight's codes and `zw`, `[2, O]` int32.
-
-        Returns:
-            `[M, O]` int32.
+        `zero` is `zx`, lowered by half the range as the codes are; codes of the weight are `[O, K]`
+        int8, and `terms` their sums and `zw`, `[2, O]` int32.
         """
         sums, zeros = terms
         out = int_matmul(rows, codes)

@@ -17,24 +17,16 @@ WEIGHT_BITS: dict[Bits, int] = {"w8a8": 8, "w4a8": 4}
 class LayerPlan:
     """Plan of one quantized layer.
 
-    Attributes:
-        weight_scale: Width of a code for every output channel, `[O]` float32.
-        weight_zero: Code of 0 for every output channel, `[O]` int32.
-        input_scale: Width of a code at every step, `[T]` float32.
-        input_zero: Code of 0 at every step, `[T]` int32.
-        gain: Factor of a step's bias-free output, `[T, O]` float32; None for 1.
-        shift: Number that is added after it, besides the bias, `[T, O]` float32; None for 0.
-
     Raises:
         ValueError: If the shapes do not go together or a scale is not above 0.
     """
 
-    weight_scale: Tensor
-    weight_zero: Tensor
-    input_scale: Tensor
-    input_zero: Tensor
-    gain: Tensor | None = None
-    shift: Tensor | None = None
+    weight_scale: Tensor  # width of a code for every output channel, `[O]` float32
+    weight_zero: Tensor  # code of 0 for every output channel, `[O]` int32
+    input_scale: Tensor  # width of a code at every step, `[T]` float32
+    input_zero: Tensor  # code of 0 at every step, `[T]` int32
+    gain: Tensor | None = None  # factor of a step's bias-free output, `[T, O]` float32; None for 1
+    shift: Tensor | None = None  # number that is added after it, besides the bias, `[T, O]` float32; None for 0
 
     def __post_init__(self) -> None:
         channels, total = self.weight_scale.shape, self.input_scale.shape

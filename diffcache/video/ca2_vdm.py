@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from diffcache.kv.positions import Cyclic
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.score.recency import Recency
 from diffcache.kv.trigger import EveryStep
-from diffcache.method import check_int
+from diffcache.ranges import Count, Settings, Several, Whole
 from diffcache.video.policy import VideoPolicy
 
 
@@ -44,22 +44,18 @@ class Ca2VDM(VideoPolicy):
             on.
 
     Raises:
-        ValueError: If a number is out of its range, or the queue leaves no room for a chunk.
+        ValueError: If the queue leaves no room for a chunk.
 
     Reference: Ca2-VDM, arXiv 2411.16375, and its released code (`kv_cache_max_seqlen`,
     `prev_prefix_3`, `max_tpe_len`).
     """
 
-    name: ClassVar[str] = "ca2-vdm"
+    queue: Several = 25
+    prefix: Count = 3
+    length: Count = 33
 
-    queue: int = 25
-    prefix: int = 3
-    length: int = 33
-
-    def __post_init__(self) -> None:
-        check_int("queue", self.queue, 2)
-        check_int("prefix", self.prefix, 1)
-        check_int("length", self.length, 1)
+    def check(self) -> None:
+        """Raise ValueError unless prefix and chunk have room."""
         if self.prefix > self.queue:
             raise ValueError(f"prefix={self.prefix}: must be at most queue={self.queue}")
         if self.length <= self.queue:
@@ -73,11 +69,7 @@ class Ca2VDM(VideoPolicy):
         return self.length - self.queue
 
     def recipe(self, unit: int) -> Recipe:
-        """Refuse a transformer that attends over time and space at once.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Refuse a transformer that attends over time and space at once, with a ValueError."""
         raise ValueError(
             f"policy={self!r}: is for a transformer whose attention over time and over space take "
             "turns; open the session with diffcache.pipelines.ca2_vdm.FactorizedVideo, or choose "
@@ -85,27 +77,16 @@ class Ca2VDM(VideoPolicy):
         )
 
     def recipes(self, blocks: int) -> Recipe:
-        """Return the recipes of the store, with two layers a block: over time, over space.
+        """Return the recipes of the store, with two layers a block of the transformer: over time, over space.
 
         A token of a layer is a frame; places in the frame are rows of the batch.
-
-        Args:
-            blocks: Blocks of the transformer.
         """
         # a budget is of 2 slots or more; with `prefix=1` the older one is not looked at
         pair = [latest("queue", self.queue), latest("prefix", max(self.prefix, 2))]
         return per_layer(pair * blocks)
 
     def rows(self, start: int, frames: int) -> Tensor:
-        """Return the rows of temporal positions of frames that follow one another, int64 [F].
-
-        Args:
-            start: Number of the first frame.
-            frames: Frames.
-
-        Raises:
-            ValueError: If two of the frames had the same row.
-        """
+        """Return the rows of temporal positions of frames that follow one another, int64 [F], no two the same."""
         if frames > self.length:
             raise ValueError(f"frames={frames}: must be at most length={self.length}")
         numbers = torch.arange(start, start + frames)
@@ -113,12 +94,7 @@ class Ca2VDM(VideoPolicy):
 
 
 def latest(name: str, frames: int) -> Recipe:
-    """Return the recipe that holds the latest frames, with keys as they are written.
-
-    Args:
-        name: Name of the recipe of a layer.
-        frames: Number of frames.
-    """
+    """Return the recipe that holds the latest frames, with keys as they are written."""
     return Recipe(f"ca2-vdm {name}", score=Recency(), budget=Uniform(frames), plan=TopK(), trigger=EveryStep(1))
 
 
@@ -138,31 +114,20 @@ class History(Protocol):
         """Count of first frames of the call that are clean at every timestep."""
 
     def temporal(self, block: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return attention over time, `[B, S, H, F, D]`; a frame sees itself and those before.
+        """Return attention over time in a block, like the queries, keys and values, `[B, S, H, F, D]`.
 
-        Args:
-            block: Number of the block.
-            q: Queries, `[B, S, H, F, D]`.
-            k: Keys, like `q`.
-            v: Values, like `q`.
+        A frame sees itself and those before.
         """
 
     def spatial(self, block: int, q: Tensor, k: Tensor, v: Tensor, beside: bool) -> Tensor:
-        """Return attention over space, `[B, F, H, S, D]`.
+        """Return attention over space in a block, like the queries, keys and values, `[B, F, H, S, D]`.
 
-        A clean frame sees itself, a noisy one the last frames of the prefix.
-
-        Args:
-            block: Number of the block.
-            q: Queries, `[B, F, H, S, D]`.
-            k: Keys, like `q`.
-            v: Values, like `q`.
-            beside: Whether a noisy frame sees itself, too.
+        A clean frame sees itself, a noisy one the last frames of the prefix, and itself where it is `beside`.
         """
 
 
 @dataclass(frozen=True)
-class OnePass:
+class OnePass(Settings):
     """Run a clean prefix and a noisy chunk in one pass, without a cache.
 
     Training does so, and a rollout that computes its prefix anew in every step.
@@ -171,18 +136,11 @@ class OnePass:
         policy: Settings; the queue is not looked at.
         prefix: Clean frames, the first of the pass.
         start: Number of the first frame.
-
-    Raises:
-        ValueError: If there is no clean frame, or `start` is negative.
     """
 
     policy: Ca2VDM
-    prefix: int
-    start: int = 0
-
-    def __post_init__(self) -> None:
-        check_int("prefix", self.prefix, 1)
-        check_int("start", self.start, 0)
+    prefix: Count
+    start: Whole = 0
 
     def temporal(self, block: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return causal attention over the frames of the pass."""
@@ -198,26 +156,16 @@ class OnePass:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Tensor:
-    """Return softmax attention, `[..., H, n, D]`.
-
-    Args:
-        q: Queries, `[..., H, n, D]`.
-        k: Keys, `[..., H, m, D]`.
-        v: Values, like `k`.
-        causal: Whether a query sees the keys up to its own alone.
-    """
+    """Return softmax attention, like the queries `[..., H, n, D]`, to keys and values `[..., H, m, D]`."""
     q4, k4, v4 = (x.flatten(0, -4) for x in (q, k, v))
     out = scaled_dot_product_attention(q4, k4, v4, is_causal=causal)
     return out.reshape(q.shape)
 
 
 def enhanced(own: tuple[Tensor, ...] | list[Tensor], before: list[Tensor], beside: bool) -> Tensor:
-    """Return prefix-enhanced spatial attention of noisy frames, `[B, F, H, S, D]`.
+    """Return prefix-enhanced spatial attention of noisy frames, like their own queries, `[B, F, H, S, D]`.
 
-    Args:
-        own: Queries, keys and values of the frames, each `[B, F, H, S, D]`.
-        before: Keys and values of the last frames of the prefix, each `[B, P, H, S, D]`.
-        beside: Whether a frame sees itself, too.
+    Keys and values of the last frames of the prefix are `[B, P, H, S, D]`; a frame may see itself `beside`.
     """
     q, *seen = own
     shared = [x.transpose(1, 2).flatten(2, 3)[:, None] for x in before]  # [B, 1, H, P * S, D]
@@ -228,11 +176,6 @@ def enhanced(own: tuple[Tensor, ...] | list[Tensor], before: list[Tensor], besid
 
 
 def last_frames(x: Tensor, count: int) -> Tensor:
-    """Return the last frames; a first frame stands for those that there are not.
-
-    Args:
-        x: Frames, `[B, F, ...]`.
-        count: Frames that are returned.
-    """
+    """Return the last frames of `[B, F, ...]`; a first frame stands for those that there are not."""
     index = torch.arange(x.shape[1] - count, x.shape[1], device=x.device).clamp_min(0)
     return x.index_select(1, index)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, final, get_args
+from typing import ClassVar, Literal, final
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from diffcache.kv.positions import PositionMap
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.score.base import Score
 from diffcache.kv.store import KVStore
-from diffcache.method import check_int
+from diffcache.ranges import Count, Whole
 from diffcache.video.policy import VideoPolicy
 
 Phase = Literal["original", "contiguous"]
@@ -55,34 +55,26 @@ class DeepForcing(VideoPolicy):
             the paper does not speak.
 
     Raises:
-        ValueError: If a number is out of its range, or `topc_phase` is unknown.
+        ValueError: If the budget has no room for what stays, or is more than the window.
 
     Reference: Deep Forcing, arXiv 2512.05081, and its released code.
     """
 
-    name: ClassVar[str] = "deep-forcing"
-
     window: int = 21
-    sinks: int = 10
-    budget: int = 16
-    recent: int = 4
+    sinks: Whole = 10
+    budget: Count = 16
+    recent: Count = 4
     topc_phase: Phase = "original"
-    max_reuse: int | None = None
+    max_reuse: Count | None = None
     by_query: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        check_int("sinks", self.sinks, 0)
-        check_int("recent", self.recent, 1)
-        check_int("budget", self.budget, 1)
+    def check(self) -> None:
+        """Raise ValueError unless the budget is between what stays and the window."""
         if not self.sinks + self.recent <= self.budget <= self.window:
             raise ValueError(
                 f"budget={self.budget}: must be at least sinks + recent = "
                 f"{self.sinks + self.recent} and at most window={self.window}"
             )
-        if self.topc_phase not in get_args(Phase):
-            raise ValueError(f"topc_phase={self.topc_phase!r}: must be one of 'original', 'contiguous'")
-        if self.max_reuse is not None:
-            check_int("max_reuse", self.max_reuse, 1)
 
     def recipe(self, unit: int) -> Recipe:
         """Return the recipe that drops tokens when a layer is told to."""
@@ -98,11 +90,7 @@ class DeepForcing(VideoPolicy):
         )
 
     def first_step(self, store: KVStore, index: int, query: Query) -> None:
-        """Drop tokens of a layer if more than the window is held.
-
-        Raises:
-            ValueError: If a chunk has more frames than `recent`.
-        """
+        """Drop tokens of a layer if more than the window is held; raise ValueError if a chunk is over `recent`."""
         layer = store.layers[index]
         assert layer.rotary is not None
         unit = layer.rotary.unit

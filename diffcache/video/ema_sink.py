@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -14,11 +14,9 @@ from diffcache.kv.plan import KEEP
 from diffcache.kv.positions import Slot
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.slots import Slots
-from diffcache.method import check_int, is_number
+from diffcache.ranges import Count, Share
 from diffcache.video.policy import VideoPolicy
 from diffcache.video.window import rolling
-
-Fuses = Literal["evicted", "latest"]
 
 
 @dataclass(frozen=True)
@@ -41,27 +39,14 @@ class EMASink(VideoPolicy):
         alpha: Share that a sink keeps of itself, from 0 to 1.
         fuses: Frames that are averaged: those that are `evicted`, or as many of the `latest`.
 
-    Raises:
-        ValueError: If a number is out of its range, or `fuses` is unknown.
-
     Reference: Reward Forcing, arXiv 2512.04678 (EMA-Sink), and its released code.
     """
 
-    name: ClassVar[str] = "ema-sink"
-
     by_head: ClassVar[bool] = True
-    window: int = 6
-    sinks: int = 3
-    alpha: float = 0.999
-    fuses: Fuses = "evicted"
-
-    def __post_init__(self) -> None:
-        check_int("window", self.window, 1)
-        check_int("sinks", self.sinks, 1)
-        if not is_number(self.alpha) or not 0 <= self.alpha <= 1:
-            raise ValueError(f"alpha={self.alpha!r}: must be a number from 0 to 1")
-        if self.fuses not in get_args(Fuses):
-            raise ValueError(f"fuses={self.fuses!r}: must be one of 'evicted', 'latest'")
+    window: Count = 6
+    sinks: Count = 3
+    alpha: Share = 0.999
+    fuses: Literal["evicted", "latest"] = "evicted"
 
     def recipe(self, unit: int) -> Recipe:
         """Return the recipe that averages frames into the first ones before it drops them."""

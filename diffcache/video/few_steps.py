@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
 from torch import Tensor
 
 from diffcache.method import is_number
+from diffcache.ranges import Positive, Range, Settings
 
 Prediction = Literal["velocity", "clean"]
 
 
 @dataclass(frozen=True)
-class FewSteps:
+class FewSteps(Settings):
     """Noise levels of a chunk, and the update from one to the next.
 
     A transformer predicts the velocity `noise - clean`, or the clean chunk; a step adds fresh noise
@@ -27,27 +28,22 @@ class FewSteps:
         predicts: Target that the transformer was trained on, `velocity` or `clean`.
 
     Raises:
-        ValueError: If times do not fall, a number is out of its range, or `predicts` is unknown.
+        ValueError: If times do not fall.
 
     Reference: Self-Forcing, arXiv 2506.08009, and its released code.
     """
 
     timesteps: tuple[float, ...] = (1000, 750, 500, 250)
-    shift: float = 5.0
-    context: float = 0.0
+    shift: Positive = 5.0
+    context: Annotated[float, Range(0, 1000)] = 0.0
     predicts: Prediction = "velocity"
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise ValueError unless times fall."""
         times = self.timesteps
         falls = all(one > other for one, other in pairwise(times))
         if not times or not all(map(is_number, times)) or not falls or not (times[-1] > 0 and times[0] <= 1000):
             raise ValueError(f"timesteps={times!r}: must be numbers in 0..1000 that fall")
-        if not is_number(self.shift) or not self.shift > 0:
-            raise ValueError(f"shift={self.shift!r}: must be a number above 0")
-        if not is_number(self.context) or not 0 <= self.context <= 1000:
-            raise ValueError(f"context={self.context!r}: must be a number in 0..1000")
-        if self.predicts not in get_args(Prediction):
-            raise ValueError(f"predicts={self.predicts!r}: must be one of 'velocity', 'clean'")
 
     @property
     def levels(self) -> tuple[float, ...]:
@@ -56,32 +52,14 @@ class FewSteps:
         return tuple(self.shift * t / (1 + (self.shift - 1) * t) for t in times)
 
     def clean(self, x: Tensor, predicted: Tensor, step: int) -> Tensor:
-        """Return the clean chunk that a prediction stands for.
-
-        Args:
-            x: Noisy chunk.
-            predicted: Prediction of the transformer, like `x`.
-            step: Number of the step.
-        """
+        """Return the clean chunk that a prediction for a noisy chunk stands for at a step."""
         return self.clean_at(x, predicted, self.levels[step])
 
     def clean_at(self, x: Tensor, predicted: Tensor, level: float) -> Tensor:
-        """Return the clean chunk that a prediction at any noise level stands for.
-
-        Args:
-            x: Noisy chunk.
-            predicted: Prediction of the transformer, like `x`.
-            level: Noise level, 0..1.
-        """
+        """Return the clean chunk that a prediction for a noisy chunk stands for at a noise level, 0..1."""
         return predicted if self.predicts == "clean" else x - level * predicted
 
     def noised(self, clean: Tensor, noise: Tensor, step: int) -> Tensor:
-        """Return the chunk that a step begins with; the first one begins with noise alone.
-
-        Args:
-            clean: Clean chunk of the step before.
-            noise: Gaussian noise, like `clean`.
-            step: Number of the step.
-        """
+        """Return the chunk that a step begins with, of the clean one before and noise; the first is noise alone."""
         level = self.levels[step]
         return (1 - level) * clean + level * noise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -14,11 +14,9 @@ from diffcache.kv.positions import Absolute
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.score.attention import pooled
 from diffcache.kv.score.base import Score
-from diffcache.method import check_int, is_number
+from diffcache.ranges import Count, Odd, Share
 from diffcache.video.policy import VideoPolicy
 from diffcache.video.window import rolling
-
-Select = Literal["token", "frame"]
 
 
 @dataclass(frozen=True)
@@ -46,32 +44,16 @@ class FlowCache(VideoPolicy):
         recent: Latest frames that ask.
         select: Whether single tokens are chosen, or whole `frame`s by the mean of their tokens.
 
-    Raises:
-        ValueError: If a number is out of its range, or `select` is unknown.
-
     Reference: FlowCache, arXiv 2602.10825 (importance-redundancy KV cache compression), and its
     released code.
     """
 
-    name: ClassVar[str] = "flow-cache"
-
     by_head: ClassVar[bool] = True
-    window: int = 12
-    mix: float = 0.07
-    kernel: int = 7
-    recent: int = 1
-    select: Select = "token"
-
-    def __post_init__(self) -> None:
-        check_int("window", self.window, 1)
-        check_int("kernel", self.kernel, 1)
-        check_int("recent", self.recent, 1)
-        if self.kernel % 2 == 0:
-            raise ValueError(f"kernel={self.kernel}: must be odd")
-        if not is_number(self.mix) or not 0 <= self.mix <= 1:
-            raise ValueError(f"mix={self.mix!r}: must be a number from 0 to 1")
-        if self.select not in get_args(Select):
-            raise ValueError(f"select={self.select!r}: must be one of 'token', 'frame'")
+    window: Count = 12
+    mix: Share = 0.07
+    kernel: Odd = 7
+    recent: Count = 1
+    select: Literal["token", "frame"] = "token"
 
     def recipe(self, unit: int) -> Recipe:
         """Return the recipe that drops tokens of the lowest joint score."""
@@ -115,10 +97,9 @@ class Joint(Score):
 
 
 def redundancy(keys: Tensor) -> Tensor:
-    """Return the softmax over keys of the mean cosine of each to the others, float32 [B, H, S].
+    """Return the softmax over keys, `[B, H, S, D]`, of the mean cosine of each to the others, float32 [B, H, S].
 
-    Args:
-        keys: Keys of all slots, none of which is empty, `[B, H, S, D]`.
+    No slot may be empty.
     """
     unit = functional.normalize(keys.float(), dim=-1)
     likeness = torch.einsum("bhsd,bhd->bhs", unit, unit.sum(2)) - 1

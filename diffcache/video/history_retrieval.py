@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, final, get_args
+from typing import Literal, final
 
 import torch
 from torch import Tensor
@@ -16,10 +16,9 @@ from diffcache.kv.recipe import Recipe
 from diffcache.kv.retrieval.summary import Summary, known
 from diffcache.kv.retrieve import Retriever
 from diffcache.kv.view import View
+from diffcache.ranges import Count, Whole
 from diffcache.video.policy import VideoPolicy, check_pool, frames_of
 from diffcache.video.window import rolling
-
-Numbers = Literal["before", "after"]
 
 
 @dataclass(frozen=True)
@@ -47,23 +46,20 @@ class HistoryRetrieval(VideoPolicy):
             which is trained so.
 
     Raises:
-        ValueError: If a number is out of its range, or `numbers` is unknown.
+        ValueError: If the pool is less than its sinks, or than what is read of it.
 
     Reference: MagicWorld, arXiv 2511.18886 (History Cache Retrieval), and its released code.
     """
 
-    name: ClassVar[str] = "history-retrieval"
-
-    window: int = 6
+    window: Count = 6
     pool: int = 20
-    sinks: int = 1
-    count: int = 3
-    numbers: Numbers = "before"
+    sinks: Whole = 1
+    count: Whole = 3
+    numbers: Literal["before", "after"] = "before"
 
-    def __post_init__(self) -> None:
-        check_pool(self.window, self.pool, self.sinks, self.count)
-        if self.numbers not in get_args(Numbers):
-            raise ValueError(f"numbers={self.numbers!r}: must be one of 'before', 'after'")
+    def check(self) -> None:
+        """Raise ValueError unless the pool has room."""
+        check_pool(self.pool, self.sinks, self.count)
 
     def recipe(self, unit: int) -> Recipe:
         """Return the recipe that holds pool and window, and reads similar frames."""
@@ -133,9 +129,7 @@ class Alike(Retriever):
     def _choose(self, values: Tensor, finished: Tensor) -> Tensor:
         """Return the frames most like the newest, of those before the window.
 
-        Args:
-            values: Values of all slots, `[B, H, S, D]`.
-            finished: Slots of finished frames, oldest first, int64 [F, unit].
+        Values of all slots are `[B, H, S, D]`, slots of finished frames int64 [F, unit], the oldest first.
         """
         earlier = max(len(finished) - self.window, 0)
         count = min(self.count, earlier)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 from diffcache.kv.positions import BlockRelativistic, Slot
 from diffcache.kv.recipe import Recipe
-from diffcache.method import check_int
+from diffcache.ranges import Count, Whole
 from diffcache.video.policy import VideoPolicy
 from diffcache.video.window import rolling
-
-Numbering = Literal["slot", "horizon"]
 
 
 @dataclass(frozen=True)
@@ -34,27 +32,14 @@ class InfinityRoPE(VideoPolicy):
         numbering: `slot` or `horizon`.
         horizon: Frames that the model was trained on; `slot` does not look at it.
 
-    Raises:
-        ValueError: If a number is out of its range, or `numbering` is unknown.
-
     Reference: Infinity-RoPE, arXiv 2511.20649 (Block-Relativistic RoPE), and its released code.
     """
 
-    name: ClassVar[str] = "infinity-rope"
-
     by_head: ClassVar[bool] = True
-    window: int | None = 2
-    sinks: int = 1
-    numbering: Numbering = "slot"
-    horizon: int = 21
-
-    def __post_init__(self) -> None:
-        if self.window is not None:
-            check_int("window", self.window, 1)
-        check_int("sinks", self.sinks, 0)
-        check_int("horizon", self.horizon, 1)
-        if self.numbering not in get_args(Numbering):
-            raise ValueError(f"numbering={self.numbering!r}: must be one of 'slot', 'horizon'")
+    window: Count | None = 2
+    sinks: Whole = 1
+    numbering: Literal["slot", "horizon"] = "slot"
+    horizon: Count = 21
 
     def recipe(self, unit: int) -> Recipe:
         """Return the recipe that drops frames between the first and the latest."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from diffcache.kv.positions import Absolute
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.score.attention import pooled, with_window
 from diffcache.kv.score.base import Score
-from diffcache.method import check_int, is_number
+from diffcache.ranges import Count, Range, Share, Whole
 from diffcache.video.policy import VideoPolicy
 from diffcache.video.window import rolling
 
@@ -46,27 +46,19 @@ class LayerBudgets(VideoPolicy):
         sinks: First frames, held for ever.
 
     Raises:
-        ValueError: If a number is out of its range, or a refiner cannot hold what always stays.
+        ValueError: If a refiner cannot hold what always stays.
 
     Reference: after ScaleKV, arXiv 2505.19602, section 3.3.
     """
 
-    name: ClassVar[str] = "layer-budgets"
+    window: Count = 12
+    recent: Count = 3
+    drafters: Share = 0.25
+    reduction: Annotated[float, Range(0, 1, below=True)] = 0.5
+    sinks: Whole = 1
 
-    window: int = 12
-    recent: int = 3
-    drafters: float = 0.25
-    reduction: float = 0.5
-    sinks: int = 1
-
-    def __post_init__(self) -> None:
-        check_int("window", self.window, 1)
-        check_int("recent", self.recent, 1)
-        check_int("sinks", self.sinks, 0)
-        if not is_number(self.drafters) or not 0 <= self.drafters <= 1:
-            raise ValueError(f"drafters={self.drafters!r}: must be a number from 0 to 1")
-        if not is_number(self.reduction) or not 0 <= self.reduction < 1:
-            raise ValueError(f"reduction={self.reduction!r}: must be a number from 0 to below 1")
+    def check(self) -> None:
+        """Raise ValueError unless a refiner can hold what always stays."""
         least = self.window * (1 - self.reduction)
         if least + 1e-9 < self.recent + self.sinks:
             raise ValueError(

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diffcache.method import is_number
+from diffcache.ranges import Positive, Settings, SomeShare
 
 
 @dataclass(frozen=True)
-class MotionNoise:
+class MotionNoise(Settings):
     """Set the noise level of each chunk by how much its pictures differ from one to the next.
 
     Fast motion gets less noise, which keeps its structure; slow motion gets more, which is better
@@ -24,26 +24,19 @@ class MotionNoise:
         scale: Root mean square of the difference between pictures, in -1..1, that is the fastest.
         rate: Share of the new level in the moving average, above 0 and up to 1.
 
-    Raises:
-        ValueError: If a number is out of its range.
-
     Reference: StreamDiffusionV2, arXiv 2511.07399 (motion-aware noise controller), with the numbers
     of its released code.
     """
 
     low: float = 0.7
     high: float = 0.8
-    scale: float = 0.2
-    rate: float = 0.9
+    scale: Positive = 0.2
+    rate: SomeShare = 0.9
 
-    def __post_init__(self) -> None:
-        numbers = (self.low, self.high, self.scale, self.rate)
-        if not all(map(is_number, numbers)) or not 0 < self.low <= self.high <= 1:
+    def check(self) -> None:
+        """Raise ValueError unless levels are between noise and none."""
+        if not 0 < self.low <= self.high <= 1:
             raise ValueError(f"low={self.low!r}, high={self.high!r}: must be 0 < low <= high <= 1")
-        if not self.scale > 0:
-            raise ValueError(f"scale={self.scale!r}: must be a number above 0")
-        if not 0 < self.rate <= 1:
-            raise ValueError(f"rate={self.rate!r}: must be above 0 and at most 1")
 
     def level(self, pictures: Tensor, last: Tensor | None = None, before: float | None = None) -> float:
         """Return the noise level of a chunk, from `low` to `high`.

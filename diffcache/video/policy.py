@@ -14,20 +14,21 @@ from diffcache.kv.attend import Query
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.store import KVStore
-from diffcache.method import Citation, check_int
+from diffcache.method import Citation, Name, check_int
+from diffcache.ranges import Settings
 from diffcache.registry import check_settings, find, read_word, unknown
 
 Prompts = Sequence[tuple[int, Tensor]]  # first token and mean, `[B, E]`, the present one last
 
 
-class VideoPolicy(ABC):
+class VideoPolicy(Settings, ABC):
     """Choice of the frames that a stream holds, and how they are read; a frozen dataclass.
 
     A policy decides at the start of a chunk, before anything of it is written, or in its first
     step. Frames are latent frames. The chunk that is made comes on top of what a policy holds.
 
     Attributes:
-        name: Name in the catalogue.
+        name: Name in the catalogue; by default that of the registry.
         bibtex: Entry to cite it by; by default that of `citations.bib`.
         sinks: First frames, held for ever, and through a flush of the cache.
         by_query: Whether `first_step` drops anything, which cannot be taken back.
@@ -35,7 +36,7 @@ class VideoPolicy(ABC):
             can share a stream by its heads.
     """
 
-    name: ClassVar[str] = "unnamed"
+    name: ClassVar[str] = cast(str, Name())
     bibtex: ClassVar[str] = cast(str, Citation())
     sinks: int = 0
     by_query: ClassVar[bool] = False
@@ -54,7 +55,7 @@ class VideoPolicy(ABC):
             unit: Tokens of a frame.
         """
 
-    def begin(self, store: KVStore, unit: int, prompts: Prompts = ()) -> None:  # noqa: B027
+    def begin(self, store: KVStore, unit: int, prompts: Prompts = ()) -> None:
         """Change held frames at the start of a chunk, beside the recipe; by default not.
 
         Args:
@@ -64,7 +65,7 @@ class VideoPolicy(ABC):
                 and of the present one.
         """
 
-    def first_step(self, store: KVStore, index: int, query: Query) -> None:  # noqa: B027
+    def first_step(self, store: KVStore, index: int, query: Query) -> None:
         """Drop slots of a layer in the first, noisiest step of a chunk; by default none.
 
         Args:
@@ -74,16 +75,9 @@ class VideoPolicy(ABC):
         """
 
 
-def check_pool(window: int, pool: int, sinks: int, count: int) -> None:
-    """Check the numbers of a policy that reads `count` frames of a pool beside a window.
-
-    Raises:
-        ValueError: If one is out of its range.
-    """
-    check_int("window", window, 1)
-    check_int("sinks", sinks, 0)
+def check_pool(pool: int, sinks: int, count: int) -> None:
+    """Raise ValueError unless a pool has room for its sinks, and the frames that are read of it."""
     check_int("pool", pool, max(sinks, 1))
-    check_int("count", count, 0)
     if count > pool:
         raise ValueError(f"count={count}: must be at most pool={pool}")
 
@@ -97,7 +91,6 @@ class FullHistory(VideoPolicy):
     Reference: Self-Forcing, arXiv 2506.08009, with the whole history.
     """
 
-    name: ClassVar[str] = "full"
     by_head: ClassVar[bool] = True
 
     def recipe(self, unit: int) -> Recipe:
@@ -184,10 +177,5 @@ class PolicyOf(Attached):
 
 
 def frames_of(layer: KVLayer, unit: int) -> Tensor:
-    """Return the slots of all frames that a layer holds, oldest first, int64 [F, unit].
-
-    Args:
-        layer: Whole frames, the same ones in all rows.
-        unit: Tokens of a frame.
-    """
+    """Return the slots of all frames, the same ones in all rows, that a layer holds, oldest first, int64 [F, unit]."""
     return layer.meta()["pos"][0, 0].argsort().view(-1, unit)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from diffcache.kv.attend import Query
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.quantized import kivi
 from diffcache.kv.store import KVStore
-from diffcache.method import check_int
+from diffcache.ranges import Count
 from diffcache.video.policy import VideoPolicy
 from diffcache.video.window import Window
 
@@ -28,22 +27,19 @@ class Quantized(VideoPolicy):
         group: Tokens of a group of keys, channels of a group of values.
 
     Raises:
-        ValueError: If a number is out of its range, or the policy puts frames into another order.
+        ValueError: If the policy puts frames into another order.
 
     Reference: KIVI, arXiv 2402.02750, section 3.3. Departure: the paper codes rotated keys of
     language models.
     """
 
-    name: ClassVar[str] = "quantized"
-
     policy: VideoPolicy = field(default_factory=Window)
     bits: int = 4
-    recent: int = 3
-    group: int = 32
+    recent: Count = 3
+    group: Count = 32
 
-    def __post_init__(self) -> None:
-        check_int("recent", self.recent, 1)
-        check_int("group", self.group, 1)
+    def check(self) -> None:
+        """Raise ValueError unless frames of the policy stay where they are."""
         if type(self.policy).begin is not VideoPolicy.begin:
             raise ValueError(
                 f"policy={self.policy!r}: puts frames into another order, for which codes would be "

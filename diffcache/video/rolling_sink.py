@@ -14,7 +14,7 @@ from diffcache.kv.positions import Absolute
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.retrieve import Retriever
 from diffcache.kv.view import View
-from diffcache.method import check_int
+from diffcache.ranges import Count
 from diffcache.video.policy import VideoPolicy, frames_of
 from diffcache.video.window import rolling
 
@@ -40,20 +40,17 @@ class RollingSink(VideoPolicy):
         recent: Latest of these that are read as they were made.
 
     Raises:
-        ValueError: If a number is less than 1, or `recent` is more than `sinks`.
+        ValueError: If `recent` is more than `sinks`.
 
     Reference: Rolling Sink, arXiv 2602.07775, and its released code.
     """
 
-    name: ClassVar[str] = "rolling-sink"
-
     by_head: ClassVar[bool] = True
-    sinks: int = 18
-    recent: int = 3
+    sinks: Count = 18
+    recent: Count = 3
 
-    def __post_init__(self) -> None:
-        check_int("sinks", self.sinks, 1)
-        check_int("recent", self.recent, 1)
+    def check(self) -> None:
+        """Raise ValueError if more frames are read as they are than at all."""
         if self.recent > self.sinks:
             raise ValueError(
                 f"recent={self.recent}: must be at most sinks={self.sinks}, the frames that a chunk reads"
@@ -100,11 +97,6 @@ class Sweep(Retriever):
 
 
 def swept(place: Tensor, sinks: int) -> Tensor:
-    """Return the sinks that are read in the places of frames, int64 like `place`.
-
-    Args:
-        place: Numbers of frames, int64.
-        sinks: Number of sinks.
-    """
+    """Return the sinks that are read in the places of frames with numbers int64, like these."""
     at = place % (2 * sinks)
     return torch.minimum(at, 2 * sinks - 1 - at)

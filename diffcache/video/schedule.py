@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import Annotated
 
 import numpy as np
 
-from diffcache.method import check_int, is_number
+from diffcache.method import check_int
+from diffcache.ranges import NotNegative, Positive, Range, Settings
+
+Seconds = Annotated[float, Range(0, above=True, endless=True)]
 
 
 @dataclass(frozen=True)
-class CallTime:
+class CallTime(Settings):
     """Time of one call of a network, as a line: what it takes anyway, and more for every frame.
 
     In a call that is bound by memory, the first is the time to read the weights and the second that
@@ -22,33 +26,18 @@ class CallTime:
         weights_seconds: Seconds of a call, whatever it is given.
         frame_seconds: Seconds more for each latent frame of each row, above 0.
 
-    Raises:
-        ValueError: If a number is out of its range.
-
     Reference: StreamDiffusionV2, arXiv 2511.07399 (SLO-aware batching scheduler: bytes of
     activations and of parameters over the bandwidth). Departure: the constants are measured.
     """
 
-    weights_seconds: float
-    frame_seconds: float
-
-    def __post_init__(self) -> None:
-        for name, value, least in (
-            ("weights_seconds", self.weights_seconds, self.weights_seconds >= 0),
-            ("frame_seconds", self.frame_seconds, self.frame_seconds > 0),
-        ):
-            if not is_number(value) or not least:
-                raise ValueError(f"{name}={value!r}: must be a positive number of seconds")
+    weights_seconds: NotNegative
+    frame_seconds: Positive
 
     @classmethod
     def fit(cls, measured: Sequence[tuple[int, int, float]]) -> CallTime:
-        """Return the line through measured calls.
+        """Return the line through measured calls: frames of a row, rows and seconds, of two or more sizes.
 
-        Args:
-            measured: Latent frames of a row, rows, and seconds of a call; of two or more sizes.
-
-        Raises:
-            ValueError: If the sizes are all the same, or larger calls were not slower.
+        Raises ValueError if the sizes are all the same, or larger calls were not slower.
         """
         sizes = np.array([float(frames * rows) for frames, rows, _ in measured])
         if len(set(sizes.tolist())) < 2:
@@ -62,45 +51,28 @@ class CallTime:
         return cls(max(float(anyway), 0.0), float(each))
 
     def seconds(self, frames: int, rows: int) -> float:
-        """Return the seconds of a call.
-
-        Args:
-            frames: Latent frames of a row.
-            rows: Rows of the batch.
-        """
+        """Return the seconds of a call with so many latent frames of a row, and rows of the batch."""
         return self.weights_seconds + self.frame_seconds * frames * rows
 
     def knee(self, frames: int) -> int:
-        """Return the rows at which a call takes twice as long as for its weights alone.
+        """Return the rows, of so many latent frames, at which a call takes twice as long as for its weights alone.
 
         Fewer rows leave the bandwidth to the weights; more add little to the throughput.
-
-        Args:
-            frames: Latent frames of a row.
         """
         return max(ceil(self.weights_seconds / (self.frame_seconds * frames)), 1)
 
 
 @dataclass(frozen=True)
-class Goal:
+class Goal(Settings):
     """Service level that a viewer is promised.
 
     Args:
         frames_per_second: Latent frames that come in and have to go out each second.
         first_seconds: Longest time from the first frame that comes in to the first that goes out.
-
-    Raises:
-        ValueError: If a number is not above 0.
     """
 
-    frames_per_second: float
-    first_seconds: float
-
-    def __post_init__(self) -> None:
-        for name in ("frames_per_second", "first_seconds"):
-            value = getattr(self, name)
-            if not is_number(value) or not value > 0:
-                raise ValueError(f"{name}={value!r}: must be a number above 0")
+    frames_per_second: Seconds
+    first_seconds: Seconds
 
 
 @dataclass(frozen=True)
@@ -121,15 +93,7 @@ class Schedule:
 
 
 def scheduled(time: CallTime, steps: int, frames: int, rows: int, goal: Goal) -> Schedule:
-    """Return the rate and the delay that calls of a size come to.
-
-    Args:
-        time: Time of a call.
-        steps: Noise levels of a chunk.
-        frames: Latent frames of a chunk.
-        rows: Noise levels that run in one call.
-        goal: Service level, which says how fast frames come in.
-    """
+    """Return the rate and the delay of calls of `rows` noise levels, for chunks of so many levels and frames."""
     calls = [min(rows, steps - start) for start in range(0, steps, rows)]
     busy = sum(time.seconds(frames, each) for each in calls)  # for each chunk that comes in
     comes_in = frames / goal.frames_per_second

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from diffcache.kv.score.base import Score
 from diffcache.kv.slots import chosen
 from diffcache.kv.store import KVStore
 from diffcache.kv.view import View
-from diffcache.method import is_number
+from diffcache.ranges import Count, SomeShare, Whole
 from diffcache.video.policy import Prompts, VideoPolicy, check_pool
 
 _FAINT, _RECALLED = "faint", "recalled"  # statistics of each slot, 1 or 0
@@ -52,24 +52,18 @@ class SemanticBank(VideoPolicy):
         mass: Share of the attention that the salient tokens of a chunk got, above 0 to 1; 1 for
             whole frames.
 
-    Raises:
-        ValueError: If a number is out of its range.
-
     Reference: after BlockVid, arXiv 2511.22973 (semantic-aware sparse KV cache).
     """
 
-    name: ClassVar[str] = "semantic-bank"
-
-    window: int = 6
+    window: Count = 6
     pool: int = 20
-    sinks: int = 1
-    count: int = 6
-    mass: float = 0.98
+    sinks: Whole = 1
+    count: Whole = 6
+    mass: SomeShare = 0.98
 
-    def __post_init__(self) -> None:
-        check_pool(self.window, self.pool, self.sinks, self.count)
-        if not is_number(self.mass) or not 0 < self.mass <= 1:
-            raise ValueError(f"mass={self.mass!r}: must be a number above 0, at most 1")
+    def check(self) -> None:
+        """Raise ValueError unless the pool has room."""
+        check_pool(self.pool, self.sinks, self.count)
 
     def recipe(self, unit: int) -> Recipe:
         """Return the recipe that notes salient tokens; `begin` drops the others, and chooses."""
@@ -85,13 +79,7 @@ class SemanticBank(VideoPolicy):
         )
 
     def begin(self, store: KVStore, unit: int, prompts: Prompts = ()) -> None:
-        """Leave salient tokens of the frames that left the window, and choose those that are read.
-
-        Args:
-            store: Keys and values, with whole chunks in it.
-            unit: Tokens of a frame.
-            prompts: First token and mean of each prompt so far, the present one last.
-        """
+        """Leave salient tokens of the frames that left the window, and choose those that are read."""
         if not store.seen:
             return
         first = store.seen - self.window * unit  # of the window
@@ -117,9 +105,7 @@ class SemanticBank(VideoPolicy):
     def _ranked(starts: Tensor, prompts: Prompts) -> Tensor:
         """Return the order of frames by their prompts, then the latest first, int64 [B or 1, n].
 
-        Args:
-            starts: First token of each frame, oldest first, int64 [n].
-            prompts: First token and mean of each prompt.
+        Frames are given by their first tokens, oldest first, int64 [n].
         """
         latest = torch.arange(len(starts) - 1, -1, -1, device=starts.device)[None]
         if not prompts:
@@ -163,12 +149,7 @@ class Salience(Score):
 
 
 def salient(attention: Tensor, mass: float) -> Tensor:
-    """Return the fewest tokens that got a share of the attention, bool [B, n].
-
-    Args:
-        attention: Attention that each token got, `[B, n]`.
-        mass: The share, above 0 to 1; 1 for all tokens.
-    """
+    """Return the fewest tokens that got a share of the attention, `[B, n]`, bool [B, n]; all of them for 1."""
     if mass == 1:
         return torch.ones_like(attention, dtype=torch.bool)
     share, order = (attention.double() / attention.sum(-1, keepdim=True)).sort(-1, descending=True)

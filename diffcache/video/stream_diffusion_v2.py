@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,11 +13,9 @@ from diffcache.kv.layer import KVLayer
 from diffcache.kv.positions import Refresh
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.store import KVStore
-from diffcache.method import check_int, is_number
+from diffcache.method import check_int
+from diffcache.ranges import Cosine, Count, Whole
 from diffcache.video.policy import Prompts, VideoPolicy
-
-Replaced = Literal["all", "least"]
-Phases = Literal["move", "stay"]
 
 
 @dataclass(frozen=True)
@@ -52,32 +50,24 @@ class StreamDiffusionV2(VideoPolicy):
         phases: Whether keys that are held `move` with the numbers at a refresh, or `stay`.
 
     Raises:
-        ValueError: If a number is out of its range, or a word is unknown.
+        ValueError: If `back` is less than the window, or not below `refresh`.
 
     Reference: StreamDiffusionV2, arXiv 2511.07399 (sink-token-guided rolling KV cache, RoPE
     refresh), and its released code.
     """
 
-    name: ClassVar[str] = "stream-diffusion-v2"
-
-    window: int = 2
-    sinks: int = 3
-    threshold: float = 0.2
+    window: Count = 2
+    sinks: Whole = 3
+    threshold: Cosine = 0.2
     refresh: int = 50
     back: int = 5
-    replaces: Replaced = "all"
-    phases: Phases = "move"
+    replaces: Literal["all", "least"] = "all"
+    phases: Literal["move", "stay"] = "move"
 
-    def __post_init__(self) -> None:
-        check_int("window", self.window, 1)
-        check_int("sinks", self.sinks, 0)
-        if not is_number(self.threshold) or not -1 <= self.threshold <= 1:
-            raise ValueError(f"threshold={self.threshold!r}: must be a number from -1 to 1")
+    def check(self) -> None:
+        """Raise ValueError unless numbers begin anew within a run."""
         check_int("back", self.back, self.window)
         check_int("refresh", self.refresh, self.back + 1)
-        for name, words in (("replaces", get_args(Replaced)), ("phases", get_args(Phases))):
-            if getattr(self, name) not in words:
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be one of {words}")
 
     def recipe(self, unit: int) -> Recipe:
         """Return the recipe that rotates by the refreshed count; `begin` drops frames."""
@@ -90,11 +80,7 @@ class StreamDiffusionV2(VideoPolicy):
         return self.back + 1
 
     def begin(self, store: KVStore, unit: int, prompts: Prompts = ()) -> None:
-        """Hold the sinks and the window, in this order.
-
-        Raises:
-            ValueError: If `back` is too small for the chunks.
-        """
+        """Hold the sinks and the window, in this order; raise ValueError if `back` is too small for the chunks."""
         room = self.sinks + self.window
         new = store.layers[0].held // unit - room
         if new <= 0:

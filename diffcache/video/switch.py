@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,12 +11,10 @@ from torch import Tensor
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.positions import Absolute, PositionMap
 from diffcache.kv.store import KVStore
-from diffcache.method import check_int
-
-Mask = Literal["bidirectional", "block_causal"]
+from diffcache.ranges import Count, Settings, Whole
 
 
-class Switch:
+class Switch(Settings):
     """Treatment of the cache when a new prompt takes effect; a frozen dataclass."""
 
 
@@ -32,25 +30,13 @@ class Flush(Switch):
     Args:
         last: Latest frames that stay; 1 in the paper, 2 in the released code.
 
-    Raises:
-        ValueError: If `last` is less than 0.
-
     Reference: Infinity-RoPE, arXiv 2511.20649 (KV Flush), and its released code.
     """
 
-    last: int = 1
-
-    def __post_init__(self) -> None:
-        check_int("last", self.last, 0)
+    last: Whole = 1
 
     def carry_out(self, store: KVStore, sinks: int, unit: int) -> None:
-        """Drop frames of a store.
-
-        Args:
-            store: Keys and values; with nothing in it nothing is done.
-            sinks: Frames that stay, held before all others.
-            unit: Tokens of a frame.
-        """
+        """Drop frames of a store, if it has any, but the sinks, held before all others, and the latest."""
 
         def stays(layer: KVLayer) -> Tensor:
             pos = layer.meta()["pos"]
@@ -72,20 +58,12 @@ class Recache(Switch):
         keep_sinks: Whether the sinks of the policy stay as they are, of the old prompt; otherwise
             the first frames that are made anew become the sinks.
 
-    Raises:
-        ValueError: If `frames` is less than 1, or `mask` is unknown.
-
     Reference: LongLive, arXiv 2509.22622 (KV re-cache), and its released code.
     """
 
-    frames: int = 12
-    mask: Mask = "bidirectional"
+    frames: Count = 12
+    mask: Literal["bidirectional", "block_causal"] = "bidirectional"
     keep_sinks: bool = False
-
-    def __post_init__(self) -> None:
-        check_int("frames", self.frames, 1)
-        if self.mask not in get_args(Mask):
-            raise ValueError(f"mask={self.mask!r}: must be one of 'bidirectional', 'block_causal'")
 
 
 @dataclass(frozen=True)
@@ -98,26 +76,14 @@ class Cut(Switch):
         delta: Frames that the chunk jumps ahead.
         lead: First frames of the chunk that do not jump; 1 in the paper, 0 in the released code.
 
-    Raises:
-        ValueError: If a number is less than 0.
-
     Reference: Infinity-RoPE, arXiv 2511.20649 (RoPE Cut), and its released code.
     """
 
-    delta: int = 42
-    lead: int = 0
-
-    def __post_init__(self) -> None:
-        check_int("delta", self.delta, 0)
-        check_int("lead", self.lead, 0)
+    delta: Whole = 42
+    lead: Whole = 0
 
     def around(self, positions: PositionMap | None, start: int) -> PositionMap:
-        """Return a position map in which a chunk jumps.
-
-        Args:
-            positions: The policy's map, None for numbers as they are.
-            start: First frame of the chunk.
-        """
+        """Return a position map in which a chunk, from frame `start` on, jumps; None has numbers as they are."""
         return Jump(positions or Absolute(), start + self.lead, self.delta)
 
 

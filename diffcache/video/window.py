@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 from diffcache.kv.budget import Uniform
 from diffcache.kv.merge import Merger
@@ -12,11 +12,8 @@ from diffcache.kv.positions import Absolute, PositionMap, Slot
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.score.recency import Recency
 from diffcache.kv.trigger import EveryStep
-from diffcache.method import check_int
+from diffcache.ranges import Count, Whole
 from diffcache.video.policy import VideoPolicy
-
-Numbering = Literal["slot", "absolute"]
-NUMBERINGS: dict[str, PositionMap] = {"slot": Slot(), "absolute": Absolute()}
 
 
 @dataclass(frozen=True)
@@ -40,35 +37,19 @@ class Window(VideoPolicy):
     released code (`local_attn_size`, `sink_size`).
     """
 
-    name: ClassVar[str] = "window"
-
     by_head: ClassVar[bool] = True
-    window: int = 6
-    sinks: int = 3
-    positions: Numbering = "slot"
-
-    def __post_init__(self) -> None:
-        check_int("window", self.window, 1)
-        check_int("sinks", self.sinks, 0)
-        if self.positions not in get_args(Numbering):
-            raise ValueError(f"positions={self.positions!r}: must be one of 'slot', 'absolute'")
+    window: Count = 6
+    sinks: Whole = 3
+    positions: Literal["slot", "absolute"] = "slot"
 
     def recipe(self, unit: int) -> Recipe:
         """Return the recipe that drops frames between the first and the latest."""
-        numbering = NUMBERINGS[self.positions]
+        numbering = Slot() if self.positions == "slot" else Absolute()
         return rolling(self.name, self.sinks * unit, self.window * unit, numbering)
 
 
 def rolling(name: str, sinks: int, window: int, positions: PositionMap, merge: Merger | None = None) -> Recipe:
-    """Return the recipe that holds the first tokens and the latest.
-
-    Args:
-        name: Name of the policy.
-        sinks: First tokens.
-        window: Latest tokens.
-        positions: The numbers that frames are rotated under.
-        merge: Merger of tokens that go into those that stay.
-    """
+    """Return the recipe that holds the first tokens and the latest, under positions, and may merge others."""
     return Recipe(
         name,
         score=Recency(),

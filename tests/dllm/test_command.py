@@ -89,7 +89,7 @@ def test_a_guide_settles_most_of_an_answer_at_once(tmp_path: Path) -> None:
         (["--threshold", "nan"], "greater than or equal to 0"),
         (["--method", "dkv-cach"], "did you mean 'dkv-cache'"),
         (["--lora", "x"], "--lora "),
-        (["--sampler", "best"], "by='best': must be one of 'confidence', 'random'"),
+        (["--sampler", "best"], "by='best': must be 'confidence' or 'random'"),
         (["--method", "dkv-cache:variant=greedy"], "use Sampler(by='random')"),
     ],
 )

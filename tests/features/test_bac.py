@@ -1,13 +1,14 @@
 """BAC: what it measures, its schedules by brute force, and runs against an independent loop."""
 
 import itertools
+from typing import get_args
 
 import pytest
 import torch
 from torch.nn import functional
 
 import diffcache
-from diffcache.features.bac import BAC, METRICS, bubble, widest
+from diffcache.features.bac import BAC, Metric, bubble, widest
 from diffcache.features.collect import RunInfo
 from diffcache.features.tables import Tables
 from diffcache.offline.bac_collect import THIN, PairCollector, compare
@@ -73,7 +74,7 @@ def test_another_length_of_run_is_refused():
 
 
 @pytest.mark.parametrize("objective", ["anchor", "adjacent"])
-@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("metric", get_args(Metric))
 def test_schedule_equals_brute_force(objective, metric, agrees):
     """Every schedule of a size is scored by the definition; cosine is maximised, all else not."""
     best = max if metric == "cosine" else min
@@ -120,7 +121,7 @@ def test_official_forces_the_last_step_and_leaves_a_single_union_out():
     assert widest({"a": 1.0, "b": 3.0, "c": 3.0, "d": 2.0}, 3) == ["b", "c", "d"]  # of equal ones the first
 
 
-@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("metric", get_args(Metric))
 def test_metrics_are_what_they_say(metric):
 
     rows = torch.randn(2, 5, 9, generator=torch.Generator().manual_seed(0)).double()

@@ -153,7 +153,7 @@ def test_a_bare_model_is_told_its_noise_levels_as_a_pipeline_is():
 
 
 def test_comfyui_tells_the_noise_level_in_an_argument():
-    scenes, seen = NoiseLevels(SceneRule(), "Flux"), []
+    scenes, seen = NoiseLevels(SimpleNamespace(anatomy=SimpleNamespace(model="Flux")), SceneRule()), []
     for told in ({"sigmas": torch.tensor([0.75, 0.75])}, {"sigmas": torch.tensor([14.6])}, None):
         run = SimpleNamespace(begin=0, storage={}, sigmas=())
         timeline = SimpleNamespace(started_at=0)

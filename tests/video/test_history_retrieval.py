@@ -1,6 +1,6 @@
 """Retrieval of frames that are alike: the choice by hand, and the recompute over it."""
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -9,7 +9,6 @@ from torch.nn import functional
 
 from diffcache.pipelines.causal_video import CausalVideo, Session
 from diffcache.video import HistoryRetrieval
-from diffcache.video.history_retrieval import Numbers
 from tests.video.toys import CHANNELS, CHUNK, SIZE, UNIT, by_frames, check_calls, frames, rollout, text, wan
 
 
@@ -36,7 +35,9 @@ def alike(policy: HistoryRetrieval, means: Tensor, start: int) -> list[int]:
 
 
 @pytest.mark.parametrize("numbers", ["before", "after"])
-def test_a_rollout_is_the_recompute_over_what_is_alike(video: CausalVideo, numbers: Numbers) -> None:
+def test_a_rollout_is_the_recompute_over_what_is_alike(
+    video: CausalVideo, numbers: Literal["before", "after"]
+) -> None:
     chunks, policy = 7, HistoryRetrieval(3, 5, 1, 2, numbers)
     session, made, calls = rollout(video, chunks, policy=policy)
     means = marks(wan(layers=2), torch.cat(made, 2), text())[0]

@@ -1,7 +1,7 @@
 """Policies of causal video: limits at which one is another, and the contract of all."""
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -30,7 +30,6 @@ from diffcache.video import (
     VideoPolicy,
     Window,
 )
-from diffcache.video.ema_sink import Fuses
 from tests.video.cases import APART, POLICIES
 from tests.video.toys import CHUNK, HEAD, SIZE, UNIT, by_frames, check_calls, cut_off, rollout, text, turned, wan
 
@@ -67,7 +66,7 @@ def test_no_number_leaves_the_horizon_in_two_thousand_frames() -> None:
 def test_a_sink_moves_towards_the_frames_that_go() -> None:
     rotary = RotaryND(torch.ones(3, dtype=torch.float64), axes=(0, 1, 2), grid=(1, 2))
     frames = torch.randn(9, 1, 1, 2, 6, dtype=torch.float64)
-    fuses: Fuses
+    fuses: Literal["evicted", "latest"]
     for fuses in ("evicted", "latest"):
         store = KVStore(1, EMASink(2, 2, 0.75, fuses).recipe(2), rotary=[rotary])
         for start in range(0, 9, 3):

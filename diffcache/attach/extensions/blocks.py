@@ -38,50 +38,33 @@ _TAKEN = (IDS, VALID, POSITIONS, "use_cache")
 
 
 class CallKind(NamedTuple):
-    """Kind of a call: those of one kind are checked once.
+    """Kind of a call: those of one kind are checked once."""
 
-    Attributes:
-        block: Tokens of a block.
-        size: Bits of the number of blocks, so that a text is checked again when it has doubled.
-        has_padding: Whether there is padding.
-        ends_padded: Whether there is padding in the last block.
-    """
-
-    block: int
-    size: int
-    has_padding: bool
-    ends_padded: bool
+    block: int  # tokens of a block
+    size: int  # bits of the number of blocks, so that a text is checked again when it has doubled
+    has_padding: bool  # whether there is padding
+    ends_padded: bool  # whether there is padding in the last block
 
 
 @dataclass(eq=False)
 class Window(HeldRun[HeldKV]):
-    """Keys, values and tokens of one run.
+    """Keys, values and tokens of one run."""
 
-    Attributes:
-        tokens: Tokens, which of them are no padding, and positions, int64 `[3, B, T]`.
-        block: Tokens of a block; None as long as nobody said.
-    """
-
-    tokens: Tensor = field(kw_only=True)
-    block: int | None = field(kw_only=True)
+    tokens: Tensor = field(kw_only=True)  # tokens, which of them are no padding, and positions, int64 `[3, B, T]`
+    block: int | None = field(kw_only=True)  # tokens of a block; None as long as nobody said
 
 
 @dataclass(eq=False)
 class BlockTurn(RowTurn):
-    """Plan of attention in one call of a pipeline.
+    """Plan of attention in one call of a pipeline."""
 
-    Attributes:
-        held: Keys, values and tokens that it writes to and reads.
-        start: The first position that is computed; at 0 the model attends by itself.
-        kind: Kind of the call; None where it has no finished blocks.
-        cached: The first position that is computed with the cache, in a call that is checked.
-        exact: Whether attention is causal by blocks, of the attentions that were looked at.
-    """
-
-    held: Window
+    held: Window  # keys, values and tokens that it writes to and reads
+    # the first position that is computed; at 0 the model attends by itself
     start: int = field(default=0, kw_only=True)
-    kind: CallKind | None = field(default=None, kw_only=True)
+    kind: CallKind | None = field(default=None, kw_only=True)  # kind of the call; None where it has no finished blocks
+    # the first position that is computed with the cache, in a call that is checked
     cached: int = field(default=0, kw_only=True)
+    # whether attention is causal by blocks, of the attentions that were looked at
     exact: set[bool] = field(default_factory=set, kw_only=True)
 
 
@@ -139,8 +122,7 @@ class BlockRows(Rows):
     def close(self, call: Call, out: Any) -> Any:
         """Return logits as long as the tokens; those of positions that were left out are NaN.
 
-        Raises:
-            AttachError: If the call is checked, and the cache gives something else.
+        Raises AttachError if the call is checked, and the cache gives something else.
         """
         part = call.storage.get(self)
         if not isinstance(part, BlockTurn):
@@ -156,11 +138,7 @@ class BlockRows(Rows):
         return type(out)(logits=logits)
 
     def _tokens(self, given: dict[str, Any]) -> Tensor:
-        """Return tokens, which are no padding, and positions, int64 `[3, B, T]`, as a copy.
-
-        Raises:
-            AttachError: If the call is not that of all tokens.
-        """
+        """Return all tokens of a call, which are no padding, and positions, int64 `[3, B, T]`, as a copy."""
         others = [n for n, value in given.items() if n not in _TAKEN and value is not None]
         if others:
             raise AttachError(f"{self.model}: a call under a block cache takes no {others[0]}")
@@ -194,9 +172,7 @@ class BlockRows(Rows):
         """Compare the cache with a call of the model's own; return the cache's part and output.
 
         Where finished blocks are stale by nature, the last block is compared next to fresh ones.
-
-        Raises:
-            AttachError: If they do not agree.
+        Raises AttachError if they do not agree.
         """
         is_exact = whole.exact == {True}
         part = self._part(call.run.storage[self], whole.cached, kind, is_exact)
@@ -245,11 +221,7 @@ class BlockRows(Rows):
         return layer.attend(call.q, call.scale, part.mask).contiguous()
 
     def _look(self, site: AttentionSite, call: AttentionCall, part: BlockTurn) -> None:
-        """Note who sees whom in a call of the model's own; the host waits where it is checked.
-
-        Raises:
-            AttachError: If the model is causal, has a window, or other blocks.
-        """
+        """Note who sees whom in a call of the model's own, which is not causal; the host waits where it is checked."""
         if part.kind is not None and not call.causal:
             block, width = part.kind.block, part.held.shape[1]
             seen = torch.ones((), dtype=torch.bool) if call.mask is None else call.mask
@@ -298,10 +270,6 @@ def _cut(given: dict[str, Any], part: BlockTurn) -> dict[str, Any]:
 
 
 def install(denoiser: Denoiser, ability: FinishedBlocks) -> BlockRows:
-    """Return the extension for finished blocks.
-
-    Raises:
-        AttachError: If the model cannot compute some rows.
-    """
+    """Return the extension for finished blocks; raise AttachError if the model cannot compute some rows."""
     check_arguments(denoiser, IDS, VALID, POSITIONS, planned=False)
     return check_sites(BlockRows(denoiser, ability))

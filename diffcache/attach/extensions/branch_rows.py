@@ -49,36 +49,22 @@ EXITS = {"attn_out": "attention", "ff_out": "mlp"}
 
 @dataclass(frozen=True)
 class RowLayer:
-    """Place and size of one layer.
+    """Place and size of one layer."""
 
-    Attributes:
-        path: Its path in the model.
-        attention: Name of its attention module; empty where the block itself attends.
-        mlp: Name of its feed-forward module; empty where that is the block itself.
-        weights: Weights of the linear layers of both.
-        value_weights: Weights of the projection to values.
-    """
-
-    path: str
-    attention: str
-    mlp: str
-    weights: int
-    value_weights: int
+    path: str  # its path in the model
+    attention: str  # name of its attention module; empty where the block itself attends
+    mlp: str  # name of its feed-forward module; empty where that is the block itself
+    weights: int  # weights of the linear layers of both
+    value_weights: int  # weights of the projection to values
 
 
 @dataclass(eq=False)
 class HeldLayer(HeldKV):
-    """Keys, values and outputs of one layer in a run.
+    """Keys, values and outputs of one layer in a run."""
 
-    Attributes:
-        attention: Output of its attention, `[B, T, D]`.
-        mlp: Output of its feed-forward, `[B, T, D]`.
-        products: Multiply-adds of a row's attention.
-    """
-
-    attention: Tensor | None = None
-    mlp: Tensor | None = None
-    products: int = 0
+    attention: Tensor | None = None  # output of its attention, `[B, T, D]`
+    mlp: Tensor | None = None  # output of its feed-forward, `[B, T, D]`
+    products: int = 0  # multiply-adds of a row's attention
 
     def renew_values(self, start: int, values: Tensor) -> None:
         """Write the values of rows from `start` on, `[B, T, D]`; their keys stay."""
@@ -96,25 +82,15 @@ class HeldLayer(HeldKV):
 
 @dataclass(eq=False)
 class BranchTurn:
-    """Plan of the layers in one call.
+    """Plan of the layers in one call."""
 
-    Attributes:
-        plan: Plan of the call: the parts of each layer that are computed.
-        held: Keys, values and outputs of the run.
-        looks: Whether layers after the first choose rows of the answer by their values.
-        rows: Layer -> its rows; None where it computes none.
-        number: Layer whose attention ran last.
-        attended: Whether the door was met by that.
-        finished: Layers whose feed-forward took part.
-    """
-
-    plan: BranchPlan
-    held: HeldRun[HeldLayer]
-    looks: bool
-    rows: dict[int, RowPlan | None] = field(default_factory=dict)
-    number: int = 0
-    attended: bool = False
-    finished: set[int] = field(default_factory=set)
+    plan: BranchPlan  # plan of the call: the parts of each layer that are computed
+    held: HeldRun[HeldLayer]  # keys, values and outputs of the run
+    looks: bool  # whether layers after the first choose rows of the answer by their values
+    rows: dict[int, RowPlan | None] = field(default_factory=dict)  # layer -> its rows; None where it computes none
+    number: int = 0  # layer whose attention ran last
+    attended: bool = False  # whether the door was met by that
+    finished: set[int] = field(default_factory=set)  # layers whose feed-forward took part
 
 
 class Branches(Partial):
@@ -398,12 +374,7 @@ def put(held: Tensor | None, rows: RowPlan, fresh: Tensor) -> Tensor:
 
 
 def layers_of(denoiser: Denoiser) -> list[RowLayer]:
-    """Return the layers of a model.
-
-    Raises:
-        AttachError: If one has not one attention with a `v_proj` and one feed-forward, or is
-            compiled.
-    """
+    """Return the layers of a model; raise AttachError for one of other modules than `RowLayer` has, or compiled."""
     anatomy, found = denoiser.anatomy, []
     for path in (f"{entry.key}.{i}" for entry in anatomy.lists for i in range(entry.depth)):
         block: Any = denoiser.model.get_submodule(path)
@@ -449,9 +420,7 @@ def check_same(model: str, path: str, ours: Tensor, theirs: Tensor) -> None:
 def install(denoiser: Denoiser, ability: BranchRows) -> Branches:
     """Return the extension that holds outputs of attention and feed-forward.
 
-    Raises:
-        AttachError: If the model is none of transformers, takes no positions, or has layers of
-            another kind.
+    Raises AttachError if the model is none of transformers, takes no positions, or has layers of another kind.
     """
     check_arguments(denoiser, IDS, VALID)
     branches = Branches(denoiser, ability)

@@ -39,53 +39,34 @@ from diffcache.step import CURRENT
 
 @dataclass(eq=False)
 class HeldInputs(HeldRows):
-    """Keys, values and inputs of one run; every row is as it was when it was last computed.
+    """Keys, values and inputs of one run; every row is as it was when it was last computed."""
 
-    Attributes:
-        inputs: Hidden states that each block was given, `[B, T, C]`.
-        queries: Queries of each attention, `[B, T, H, D]`.
-        arguments: Other arguments that the model gave each block at the last forward of all rows.
-        tracked: Tokens whose attention is compared, bool `[B, T]`.
-        starts: First block of each sequence that computed all rows at the last call; the number of
-            blocks where none did.
-        leaves: Tensors among the arguments, each once.
-    """
-
-    inputs: dict[int, Tensor] = field(default_factory=dict)
-    queries: dict[int, Tensor] = field(default_factory=dict)
+    inputs: dict[int, Tensor] = field(default_factory=dict)  # hidden states that each block was given, `[B, T, C]`
+    queries: dict[int, Tensor] = field(default_factory=dict)  # queries of each attention, `[B, T, H, D]`
+    # other arguments that the model gave each block at the last forward of all rows
     arguments: dict[int, tuple[Any, Any]] = field(default_factory=dict)
-    tracked: Tensor | None = None
+    tracked: Tensor | None = None  # tokens whose attention is compared, bool `[B, T]`
+    # first block of each sequence that computed all rows at the last call; the number of blocks where none did
     starts: list[int] = field(default_factory=list)
-    leaves: list[Tensor] = field(default_factory=list)
+    leaves: list[Tensor] = field(default_factory=list)  # tensors among the arguments, each once
 
 
 @dataclass(eq=False)
 class Way(RowTurn):
-    """One call on its way through the blocks.
-
-    Attributes:
-        plan: The plan that was asked for.
-        noting: Attention that is looked at: of the planned rows and the tracked tokens; at a
-            forward of all rows of the window.
-        starts: First block of each sequence that computes all rows; the number of blocks for none.
-        fed: Positions that the current block computes, bool `[B, T]`; None where `index` tells.
-        is_whole: Whether the call computes all rows in every layer.
-        is_wide: Whether blocks run at full length.
-        is_full: Whether every sequence computes all rows of the current block.
-        resumes: First block that runs once more after a compiled forward; less than 0 for none.
-        blocks: Blocks that ran so far.
-    """
+    """One call on its way through the blocks."""
 
     held: HeldInputs
-    plan: WatchedPlan = field(kw_only=True)
+    plan: WatchedPlan = field(kw_only=True)  # the plan that was asked for
+    # attention that is looked at: of the planned rows and the tracked tokens; at a forward of all rows of the window
     noting: Watching = field(kw_only=True)
+    # first block of each sequence that computes all rows; the number of blocks for none
     starts: list[int] = field(kw_only=True)
-    fed: Tensor | None = None
-    is_whole: bool = field(kw_only=True)
-    is_wide: bool = field(kw_only=True)
-    is_full: bool = field(kw_only=True)
-    resumes: int = -1
-    blocks: set[int] = field(default_factory=set)
+    fed: Tensor | None = None  # positions that the current block computes, bool `[B, T]`; None where `index` tells
+    is_whole: bool = field(kw_only=True)  # whether the call computes all rows in every layer
+    is_wide: bool = field(kw_only=True)  # whether blocks run at full length
+    is_full: bool = field(kw_only=True)  # whether every sequence computes all rows of the current block
+    resumes: int = -1  # first block that runs once more after a compiled forward; less than 0 for none
+    blocks: set[int] = field(default_factory=set)  # blocks that ran so far
 
     def widen(self, block: int) -> None:
         """Go on to a block that runs at full length."""
@@ -103,12 +84,7 @@ class Way(RowTurn):
             self.fed |= torch.tensor(whole, device=places.device)
 
     def merged(self, held: Tensor | None, fresh: Tensor) -> Tensor:
-        """Return held rows with the computed ones written over them.
-
-        Args:
-            held: `[B, T, ...]`, which may be written into; None where nothing is held.
-            fresh: `[B, n, ...]`, n = T at full length.
-        """
+        """Return held rows, `[B, T, ...]` or None, with computed ones, `[B, n, ...]`, over them, maybe in place."""
         if held is None or self.is_full:
             return fresh.clone()
         if self.fed is not None:
@@ -311,11 +287,7 @@ class Drift(Rows):
         return again()
 
     def close(self, call: Call, out: Any) -> Any:
-        """Check that every block took part, and note the rows to track from now on.
-
-        Raises:
-            AttachError: If one did not.
-        """
+        """Note the rows to track from now on; raise AttachError unless every block took part."""
         super().close(call, out)
         way = call.storage.get(self)
         if not isinstance(way, Way):
@@ -340,11 +312,7 @@ class Drift(Rows):
             held.leaves = list({id(leaf): leaf for leaf in every}.values())
 
     def _try_alone(self, call: Call, held: HeldRun[HeldKV]) -> None:
-        """Compute some rows alone, and let the last block hand on fewer than the first was given.
-
-        Raises:
-            AttachError: If they come out otherwise, or the model counts on as many.
-        """
+        """Compute some rows alone, and let the last block hand on fewer than it was given; both must be right."""
         super()._try_alone(call, held)
         key, blocks = list(self.lists.items())[-1]
         *others, last = children_of(blocks).values()
@@ -363,10 +331,9 @@ class Drift(Rows):
     # blocks ----------------------------------------------------------------------------------
 
     def compare(self, number: int, given: Any, whole: Any, way: Way) -> None:
-        """Raise unless a block was given the same rows as in a whole call, once a block.
+        """Raise AttachError unless a block was given the same rows as in a whole call, once a block.
 
-        Raises:
-            AttachError: If arguments depend on the tokens, so that those kept are out of date.
+        If arguments depend on the tokens, those kept are out of date.
         """
         self.compared.add(number)
         places = way.noting.places
@@ -439,8 +406,7 @@ def _by_token(arguments: Any) -> list[Tensor]:
 def install(denoiser: Denoiser, ability: WideningRows) -> Rows:
     """Return the extension for row plans that widen.
 
-    Raises:
-        AttachError: If the model cannot have row plans, or a block has not just one attention.
+    Raises AttachError if the model cannot have row plans, or a block has not just one attention.
     """
     check_arguments(denoiser, IDS, VALID)
     rows = check_sites(Drift(denoiser, ability))

@@ -24,7 +24,7 @@ from diffcache.attach.signature import Contents, others_in, tensors_in, writes_c
 from diffcache.attach.tap import Tap, TapDict, tap_children, untap_children
 from diffcache.attach.tree import leaves, unshared
 from diffcache.errors import AttachError, CacheWarning
-from diffcache.features.temporal_table import TimeTables, disturbance
+from diffcache.features.temporal_table import TemporalTable, disturbance
 from diffcache.foreign import children_of
 from diffcache.step import CURRENT
 from diffcache.weights import Weights
@@ -84,7 +84,7 @@ class Lookup(Extension):
     value is not seen, nor are settings that are neither arguments nor around its weights.
     """
 
-    def __init__(self, denoiser: Denoiser, ability: TimeTables) -> None:
+    def __init__(self, denoiser: Denoiser, ability: TemporalTable) -> None:
         self.denoiser, self.ability = denoiser, ability
         self.table = LookupTable(ability)
         self.taps: dict[str, TimeTap] = {}
@@ -284,13 +284,8 @@ class Lookup(Extension):
         self.taps = {}
 
 
-def install(denoiser: Denoiser, ability: TimeTables) -> Lookup:
-    """Return the tables of a denoiser.
-
-    Raises:
-        AttachError: If the method's gate looks at the time embedding, which tables would look up
-            instead of running what makes it.
-    """
+def install(denoiser: Denoiser, ability: TemporalTable) -> Lookup:
+    """Return the tables of a denoiser; raise AttachError if a gate looks at the time embedding that they hold."""
     for extension in denoiser.extensions:
         if isinstance(extension, FeatureReuse) and isinstance(extension.setup.peek, TimePeek):
             raise AttachError(

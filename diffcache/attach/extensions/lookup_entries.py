@@ -12,25 +12,19 @@ from torch import Tensor, nn
 from diffcache.attach.extensions.lookup_layers import Given, reconstruct, rounded_copy
 from diffcache.attach.tree import Template, leaves
 from diffcache.digest import bits_of
-from diffcache.features.temporal_table import Rounded, TimeTables, disturbance, keeps_table, rounded, step_of
+from diffcache.features.temporal_table import Rounded, TemporalTable, disturbance, keeps_table, rounded, step_of
 
 
 @dataclass(frozen=True)
 class SiteEntry:
-    """Output of a module for one condition.
+    """Output of a module for one condition."""
 
-    Attributes:
-        template: Structure of the output, without its tensors.
-        rows: Its tensors; rows of a batch that are alike are kept once.
-        places: Row of each tensor at every place of the batch, int64; None where all rows are kept.
-        layer: Whether the rounded layer stands for it instead.
-        harm: Disturbance by the rounded layer and by the rounded table, where measured.
-    """
-
-    template: Template
-    rows: tuple[Tensor | Rounded, ...]
+    template: Template  # structure of the output, without its tensors
+    rows: tuple[Tensor | Rounded, ...]  # its tensors; rows of a batch that are alike are kept once
+    # row of each tensor at every place of the batch, int64; None where all rows are kept
     places: tuple[Tensor | None, ...]
-    layer: bool = False
+    layer: bool = False  # whether the rounded layer stands for it instead
+    # disturbance by the rounded layer and by the rounded table, where measured
     harm: tuple[float, float] | None = None
 
     @classmethod
@@ -79,21 +73,13 @@ class ConditionEntries(dict[str, SiteEntry]):
 
 @dataclass(frozen=True)
 class Write:
-    """An entry that a run wrote.
+    """An entry that a run wrote."""
 
-    Attributes:
-        entries: Entries of its condition.
-        name: Module.
-        kept: The entry.
-        harm: Disturbance by the rounded layer, where a layer may stand for the module.
-        given: Arguments of the module, where its layer is to be reconstructed.
-    """
-
-    entries: ConditionEntries
-    name: str
-    kept: SiteEntry
-    harm: float | None = None
-    given: Given | None = None
+    entries: ConditionEntries  # entries of its condition
+    name: str  # module
+    kept: SiteEntry  # the entry
+    harm: float | None = None  # disturbance by the rounded layer, where a layer may stand for the module
+    given: Given | None = None  # arguments of the module, where its layer is to be reconstructed
 
 
 @dataclass
@@ -115,19 +101,14 @@ class LookupTable:
         ability: Settings of the tables: conditions that are kept, and rounding.
     """
 
-    def __init__(self, ability: TimeTables) -> None:
+    def __init__(self, ability: TemporalTable) -> None:
         self.ability = ability
         self.conditions: OrderedDict[Any, ConditionEntries] = OrderedDict()
         self._layers: dict[str, tuple[nn.Module, nn.Module]] = {}  # and what they are made of
         self._fitted: set[str] = set()  # those that were reconstructed
 
     def entries_of(self, key: Any, run: int) -> ConditionEntries | None:
-        """Return the entries of a condition, None where no more are kept.
-
-        Args:
-            key: The condition.
-            run: Number of the run; conditions that it used are not given up for new ones.
-        """
+        """Return the entries of a condition, None where no more are kept; those that `run` used make no room."""
         entries = self.conditions.get(key)
         if entries is None:
             if len(self.conditions) >= self.ability.entries:
@@ -212,7 +193,7 @@ class LookupTable:
         return layers + sum(kept.nbytes for entries in self.conditions.values() for kept in entries.values())
 
 
-def _round(kept: SiteEntry, site: list[SiteEntry], ability: TimeTables, bits: int) -> SiteEntry:
+def _round(kept: SiteEntry, site: list[SiteEntry], ability: TemporalTable, bits: int) -> SiteEntry:
     """Return an entry in whole numbers, with its own scale or that of its site."""
     rows = []
     for place, tensor in enumerate(kept.rows):

@@ -15,17 +15,11 @@ from diffcache.features.temporal_table import Rounded, rounded, step_of
 
 @dataclass(frozen=True)
 class Given:
-    """A module's call, to be repeated after its run.
+    """A module's call, to be repeated after its run."""
 
-    Attributes:
-        args: Arguments by position, whose tensors are copies: later code may change the others.
-        kwargs: Arguments by name, likewise.
-        cast: Device type, dtype and state of automatic casts in the run.
-    """
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    cast: tuple[str, torch.dtype, bool]
+    args: tuple[Any, ...]  # arguments by position, whose tensors are copies: later code may change the others
+    kwargs: dict[str, Any]  # arguments by name, likewise
+    cast: tuple[str, torch.dtype, bool]  # device type, dtype and state of automatic casts in the run
 
     @classmethod
     def of(cls, args: Any, kwargs: Any, device: str) -> Given:
@@ -72,15 +66,11 @@ class RoundedLinear(nn.Module):
         return nn.functional.linear(self.given(value), weight, self.bias)
 
     def fit(self, weight: Tensor, given: Tensor) -> None:
-        """Round a weight anew, so that outputs for given inputs change little.
+        """Round a weight, float [O, K], anew, so that outputs for inputs, float [N, K], change little.
 
         Columns are rounded one after the other. What rounding one changes in the outputs, those
         that are still to be rounded take up as well as they can (GPTQ, arXiv 2210.17323, without
         its blocks and its order; scales stay those of the weight).
-
-        Args:
-            weight: float [O, K], the weight before rounding.
-            given: float [N, K], inputs.
         """
         exact = torch.float32 if weight.device.type == "mps" else torch.float64
         step = self.get_buffer("step").to(exact)
@@ -114,15 +104,10 @@ def rounded_copy(module: nn.Module, bits: int, activations: int | None = None) -
 
 
 def reconstruct(layer: nn.Module, source: nn.Module, calls: list[Given]) -> None:
-    """Round the linear layers of a module anew for some calls of it.
+    """Round the linear layers of what `rounded_copy` made of a module anew, for some calls of the module.
 
-    They are taken in the order in which they are called, so that each is given what the ones
-    before it return with rounded weights.
-
-    Args:
-        layer: What `rounded_copy` made of the module.
-        source: The module.
-        calls: Arguments of the calls.
+    They are taken in the order in which they are called, so that each is given what the ones before
+    it return with rounded weights.
     """
     linears = {name: m for name, m in layer.named_modules() if isinstance(m, RoundedLinear)}
     for name in _inputs(layer, linears, calls):

@@ -31,17 +31,11 @@ NOTHING: frozenset[Label] = frozenset()
 
 @dataclass(frozen=True)
 class TimeSite:
-    """A module whose output depends on conditions and weights alone.
+    """A module whose output depends on conditions and weights alone."""
 
-    Attributes:
-        path: Path of the module in the model.
-        arguments: Paths of the arguments that its output depends on.
-        weights: The parameters and buffers that its output depends on, its own and others.
-    """
-
-    path: str
-    arguments: frozenset[str]
-    weights: tuple[Place, ...]
+    path: str  # path of the module in the model
+    arguments: frozenset[str]  # paths of the arguments that its output depends on
+    weights: tuple[Place, ...]  # the parameters and buffers that its output depends on, its own and others
 
 
 class _Origins(DispatchMode):
@@ -136,15 +130,10 @@ def time_sites(
     modules, and modules that write to what they are given are left out, and so is what is inside
     compiled modules.
 
-    Args:
-        model: The denoiser.
-        call: Runs its forward once, with nothing tapped.
-        conditions: Path -> tensor of every argument but the sample. Other tensors, which the
-            model holds beside its parameters and buffers, count as unknown.
-        samples: The sample, whose memory no condition is to share.
-
-    Raises:
-        RuntimeError: If the forward cannot be followed.
+    `call` runs the forward once, with nothing tapped; RuntimeError says that it cannot be followed.
+    `conditions` are all arguments but the sample by path; other tensors, which the model holds
+    beside its parameters and buffers, count as unknown. No condition is to share the memory of
+    `samples`.
     """
     if not _compiled(model) and _refuses_modes(model):
         raise RuntimeError("it attends with flex attention, which compiles itself")
@@ -199,14 +188,7 @@ def _below(path: str, top: str) -> bool:
 def _watched(
     model: nn.Module, origins: _Origins, seen: dict[nn.Module, _Seen], rows: frozenset[str]
 ) -> Iterator[None]:
-    """Note the origins of every module's inputs and outputs.
-
-    Args:
-        model: The denoiser.
-        origins: Follows its forward.
-        seen: Notes on each module, which are filled in here.
-        rows: The arguments that are one row for each sample.
-    """
+    """Note the origins of every module's inputs and outputs in `seen`; `rows` are arguments of a row a sample."""
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
         if current_dispatch_mode() is not origins:
@@ -255,6 +237,3 @@ def _eager(model: nn.Module) -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-# weights ------------------------------------------------------------------------------------------

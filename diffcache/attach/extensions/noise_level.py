@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extension import Extension
 from diffcache.attach.run import Run
 from diffcache.errors import AttachError
-from diffcache.features.ertacache import check_scheduler
+from diffcache.features.ertacache import SigmaRule, check_scheduler
 from diffcache.features.seacache import SceneRule
 from diffcache.step import Scene
 
@@ -31,12 +31,7 @@ OF_SIGNAL = {1.0: "ZImage Lumina2", 1000.0: "Mochi"}
 
 
 def level_at(model: str, timestep: float | None) -> float | None:
-    """Return the noise level, 0 to 1, at a timestep of a denoiser; None where it is not known.
-
-    Args:
-        model: Name of the denoiser's class.
-        timestep: Timestep that it is given.
-    """
+    """Return the noise level, 0 to 1, at a timestep of a denoiser of a class; None where it is not known."""
     family = re.sub(r"Transformer(2D|3D|)(Model)?$", "", model)
     for table, turned in ((OF_NOISE, False), (OF_SIGNAL, True)):
         for scale, names in table.items():
@@ -50,12 +45,12 @@ class NoiseLevels(Extension):
     """Adds the noise level and the token grid to the step of every call.
 
     Args:
+        denoiser: The attachment to the network.
         rule: The ability.
-        model: Name of the denoiser's class.
     """
 
-    def __init__(self, rule: SceneRule, model: str) -> None:
-        self.rule, self.model = rule, model
+    def __init__(self, denoiser: Denoiser, rule: SceneRule) -> None:
+        self.rule, self.model = rule, denoiser.anatomy.model
 
     def timesteps(self, run: Run, scheduler: Any) -> None:
         """Note the weights of signal and noise at every timestep."""
@@ -81,10 +76,7 @@ class NoiseLevels(Extension):
         """Return the weights of signal and noise at a call.
 
         The scheduler tells them, else the user in `diffcache.run`, else ComfyUI's argument, else
-        the timestep of a denoiser whose timesteps are known.
-
-        Raises:
-            AttachError: If nobody does.
+        the timestep of a denoiser whose timesteps are known. Raises AttachError if nobody does.
         """
         step = call.timeline.started_at + call.step.index  # of the run: a denoiser may take over in it
         place = call.run.begin + step
@@ -117,8 +109,7 @@ class NoiseLevels(Extension):
 def weights_of(scheduler: Any) -> list[tuple[float, float]]:
     """Return the weights of signal and noise in the sample at every timestep.
 
-    Raises:
-        AttachError: If the scheduler has neither the sigmas of a flow nor cumulated alphas.
+    Raises AttachError if the scheduler has neither the sigmas of a flow nor cumulated alphas.
     """
     config = scheduler.config
     name = type(scheduler).__name__
@@ -165,22 +156,7 @@ def _tuples(value: Any) -> list[tuple[int, ...]]:
     return [found for item in value for found in _tuples(item)]
 
 
-def install(denoiser: Denoiser, ability: SceneRule) -> NoiseLevels:
-    """Return the extension for a scene rule."""
-    return NoiseLevels(ability, denoiser.anatomy.model)
-
-
 # times of a scheduler -----------------------------------------------------------------------------
-
-
-class TimeRule(Protocol):
-    """An ability that gives steps other lengths."""
-
-    factors: tuple[float, ...]
-    advice: str
-
-    def apply(self, sigmas: Tensor) -> Tensor:
-        """Return the adjusted schedule of `sigmas`, [T + 1]."""
 
 
 class Times(Extension):
@@ -188,10 +164,19 @@ class Times(Extension):
 
     The step of Euler's method needs no more than the sigmas at its two ends, so that any other
     monotonic schedule is as valid; the coefficients of solvers with a memory are not.
+
+    Raises:
+        AttachError: If the scheduler is no deterministic Euler scheduler, or there is none.
     """
 
-    def __init__(self, rule: TimeRule, model: str) -> None:
-        self.rule, self.model = rule, model
+    def __init__(self, denoiser: Denoiser, rule: SigmaRule) -> None:
+        self.rule, self.model = rule, denoiser.anatomy.model
+        if denoiser.handle.target() is denoiser.model:
+            raise AttachError(
+                f"{self.model}: a bare model has no scheduler whose times could be changed; wrap the "
+                f"pipeline, or {rule.advice}"
+            )
+        self.check(denoiser.handle.scheduler)
 
     def timesteps(self, run: Run, scheduler: Any) -> None:
         """Rewrite the times that were just set; the untouched ones stay to the bit."""
@@ -212,19 +197,3 @@ class Times(Extension):
         """Raise AttachError unless this is a deterministic Euler scheduler."""
         config = getattr(scheduler, "config", {})
         check_scheduler(self.model, type(scheduler).__name__, config, self.rule.advice)
-
-
-def install_times(denoiser: Denoiser, ability: Any) -> Times:
-    """Return the extension for a time rule; a known scheduler is checked at once.
-
-    Raises:
-        AttachError: If the scheduler is no deterministic Euler scheduler, or there is none.
-    """
-    times = Times(ability, denoiser.anatomy.model)
-    if denoiser.handle.target() is denoiser.model:
-        raise AttachError(
-            f"{times.model}: a bare model has no scheduler whose times could be changed; wrap the "
-            f"pipeline, or {ability.advice}"
-        )
-    times.check(denoiser.handle.scheduler)
-    return times

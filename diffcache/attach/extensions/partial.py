@@ -42,24 +42,16 @@ class HeldKV:
 
     Every position has its place in memory and none is ever dropped, so this is two tensors and no
     `KVLayer`.
-
-    Attributes:
-        k: Keys as the model rotated them, `[B, H, T, D]`; None before the first write.
-        v: Values, `[B, H, T, D]`.
     """
 
-    k: Tensor | None = None
-    v: Tensor | None = None
+    k: Tensor | None = None  # keys as the model rotated them, `[B, H, T, D]`; None before the first write
+    v: Tensor | None = None  # values, `[B, H, T, D]`
 
     def write(self, at: Tensor | range, k: Tensor, v: Tensor) -> None:
-        """Write the keys and values of some positions.
+        """Write keys and values, `[B, n, H, D]`, of some positions; the first write is of all.
 
-        Args:
-            at: The positions, int64 `[B, n]`, or `[n]` where all sequences have the same, which the
-                caller has checked; or a run of them, which may go on after those that are there.
-                The first write is of all positions.
-            k: Keys, `[B, n, H, D]`.
-            v: Values, `[B, n, H, D]`.
+        The positions are int64 `[B, n]`, or `[n]` where all sequences have the same, which the
+        caller has checked; or a run of them, which may go on after those that are there.
         """
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         if self.k is None or self.v is None:
@@ -85,23 +77,13 @@ class HeldKV:
             self.v = torch.cat([self.v[:, :, : at.start], v], 2)
 
     def widen(self, width: int) -> None:
-        """Make room for positions that nothing is held of yet, and nobody sees.
-
-        Args:
-            width: Positions that there is room for then.
-        """
+        """Make room for `width` positions, of which the new ones hold nothing yet, and nobody sees them."""
         if self.k is not None and self.v is not None:
             more = (0, 0, 0, width - self.k.shape[2])
             self.k, self.v = functional.pad(self.k, more), functional.pad(self.v, more)
 
     def attend(self, q: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-        """Return attention of queries to all that is held, `[B, n, H, D]`.
-
-        Args:
-            q: Queries, `[B, n, H, D]`.
-            scale: Factor of the logits.
-            mask: Positions that are seen, bool `[B, 1, n, T]`; None for all.
-        """
+        """Return attention of queries, `[B, n, H, D]`, to all that is held, or by a mask, bool `[B, 1, n, T]`."""
         q, k, v = q.transpose(1, 2), self.k, self.v
         assert k is not None
         assert v is not None
@@ -120,13 +102,7 @@ class HeldKV:
         return out.reshape(batch, heads, count, -1).transpose(1, 2)
 
     def weights(self, q: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-        """Return attention weights of queries to all that is held, `[B, H, n, T]`.
-
-        Args:
-            q: Queries, `[B, n, H, D]`.
-            scale: Factor of the logits.
-            mask: Positions that are seen, bool `[B, 1, n or 1, T]`; None for all.
-        """
+        """Return attention weights, `[B, H, n, T]`, of queries `[B, n, H, D]`, by a mask, bool `[B, 1, n or 1, T]`."""
         assert self.k is not None
         dtype = torch.promote_types(q.dtype, torch.float32)
         batch, count, heads, size = q.shape
@@ -154,21 +130,13 @@ PartialT = TypeVar("PartialT", bound="Partial")
 
 @dataclass(eq=False)
 class HeldRun(Generic[LayerT]):
-    """Keys and values of one run.
+    """Keys and values of one run."""
 
-    Attributes:
-        shape: Sequences and positions.
-        layers: Keys and values of every attention, all positions long.
-        positions: Rotary positions, int64 `[1 or B, T]`.
-        mask: Positions that are no padding, bool `[B, 1, 1, T]`; None where there is no padding.
-        mark: Attention mask that was given last, as `mark_of` returns it.
-    """
-
-    shape: tuple[int, int]
-    layers: list[LayerT]
-    positions: Tensor
-    mask: Tensor | None = None
-    mark: tuple[Tensor | None, int] = (None, 0)
+    shape: tuple[int, int]  # sequences and positions
+    layers: list[LayerT]  # keys and values of every attention, all positions long
+    positions: Tensor  # rotary positions, int64 `[1 or B, T]`
+    mask: Tensor | None = None  # positions that are no padding, bool `[B, 1, 1, T]`; None where there is no padding
+    mark: tuple[Tensor | None, int] = (None, 0)  # attention mask that was given last, as `mark_of` returns it
 
 
 class Partial(Extension):
@@ -222,9 +190,8 @@ class Partial(Extension):
     def open(self, call: Call) -> Call:
         """Give the model the rows that a plan names.
 
-        Raises:
-            AttachError: If the call is not that of all tokens with a plan, or nothing is held of
-                the rows that it leaves out.
+        Raises AttachError if the call is not that of all tokens with a plan, or nothing is held of
+        the rows that it leaves out.
         """
         given = self.denoiser.named(call.args, call.kwargs)
         plan = given.pop(PLAN, None)
@@ -276,24 +243,14 @@ class Partial(Extension):
         """Note the attention turn in the call's storage; return the arguments of the model."""
 
     def turn(self, kind: object = None) -> Any:
-        """Return the attention turn of this thread's call, None where it is the model's own.
-
-        Args:
-            kind: Where it is noted in the call's storage; None for the extension itself.
-        """
+        """Return the attention turn that this thread's call noted, under `kind`; None where it is the model's own."""
         call: Call | None = CURRENT.get()
         if call is None or call.owner is not self.denoiser:
             return None
         return call.storage.get(self if kind is None else kind)
 
     def again(self, call: Call, storage: dict[Any, Any], given: dict[str, Any]) -> Any:
-        """Run the model once more inside a call, to compare; the caller decides what is kept.
-
-        Args:
-            call: The call at hand.
-            storage: Storage of the inner call, which has a turn of its own.
-            given: Arguments of the model.
-        """
+        """Run the model once more inside a call, with storage of its own, to compare; the caller keeps what it may."""
         with torch.no_grad(), in_call(replace(call, repeats=True, storage=storage)):
             return self.denoiser.model.forward(**given)
 
@@ -315,18 +272,10 @@ def mark_of(valid: Tensor | None) -> tuple[Tensor | None, int]:
 
 
 def check_held(model: str, held: HeldRun[Any] | None, ids: Tensor, valid: Tensor | None) -> None:
-    """Raise unless keys and values of these sequences' size and padding are held.
+    """Raise AttachError unless keys and values of these sequences' size and padding are held.
 
-    The host waits where the attention mask is another tensor than before, or was written to.
-
-    Args:
-        model: Name of the model.
-        held: Keys and values of the run; None for nothing.
-        ids: Tokens, int64 `[B, T]`.
-        valid: Mask of the tokens that are no padding, `[B, T]`; None for all.
-
-    Raises:
-        AttachError: If they are not, so that rows that are left out cannot be served.
+    Tokens are int64 `[B, T]`, and `valid` marks those that are no padding, `[B, T]`, None for all.
+    The host waits where it is another tensor than before, or was written to.
     """
     shape = ids.shape[0], ids.shape[1]
     if held is None or held.shape != shape:
@@ -351,8 +300,7 @@ def check_held(model: str, held: HeldRun[Any] | None, ids: Tensor, valid: Tensor
 def given_tokens(model: str, given: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     """Return the tokens and which of them are no padding.
 
-    Raises:
-        AttachError: If the call is not that of all tokens, or brings a cache or positions.
+    Raises AttachError if the call is not that of all tokens, or brings a cache or positions.
     """
     ids, valid = given.get(IDS), given.get(VALID)
     if not isinstance(ids, Tensor) or ids.dim() != 2:
@@ -366,12 +314,9 @@ def given_tokens(model: str, given: dict[str, Any]) -> tuple[Tensor, Tensor | No
 
 
 def places_of(ids: Tensor, valid: Tensor | None, first: int = 0) -> tuple[Tensor, Tensor | None]:
-    """Return positions, int64 `[1 or B, T]`, and a mask of real tokens, bool `[B, 1, 1, T]`.
+    """Return positions, int64 `[1 or B, T]`, from `first` on, and a mask of real tokens, bool `[B, 1, 1, T]`.
 
-    Args:
-        ids: Tokens, int64 `[B, T]`.
-        valid: Mask of the tokens that are no padding, bool `[B, T]`; None for all.
-        first: Position of the first token.
+    Tokens are int64 `[B, T]`, and `valid` marks those that are no padding, bool `[B, T]`, None for all.
     """
     if valid is None:
         return torch.arange(first, first + ids.shape[1], device=ids.device)[None], None
@@ -380,13 +325,10 @@ def places_of(ids: Tensor, valid: Tensor | None, first: int = 0) -> tuple[Tensor
 
 
 def block_mask(rows: Tensor, positions: Tensor, block: int, valid: Tensor | None) -> Tensor:
-    """Return the mask of rows where attention is causal over blocks, bool `[1 or B, 1, n, T]`.
+    """Return the mask of rows where attention is causal over blocks of tokens, bool `[1 or B, 1, n, T]`.
 
-    Args:
-        rows: Positions of the rows, counted from 0, int64 `[1 or B, n]`.
-        positions: Those of all tokens, int64 `[1 or B, T]`.
-        block: Tokens of a block.
-        valid: Positions that are no padding, bool `[B, 1, 1, T]`; None for all.
+    Rows are positions counted from 0, int64 `[1 or B, n]`, among those of all tokens, int64 `[1 or
+    B, T]`; `valid` marks what is no padding, bool `[B, 1, 1, T]`, None for all.
     """
     seen = positions[:, None, None] // block <= rows[:, None, :, None] // block
     return seen if valid is None else seen & valid
@@ -403,17 +345,10 @@ def first_position(model: nn.Module) -> int:
 def check_sees_all(
     model: str, site: AttentionSite, call: AttentionCall, mask: Tensor | None, block: int | None = None
 ) -> None:
-    """Raise unless every row sees all that it should; the host waits, at a run's first call.
+    """Raise AttachError unless every row sees all that it should; the host waits, at a run's first call.
 
-    Args:
-        model: Name of the model.
-        site: The attention.
-        call: Its call.
-        mask: Positions that rows should see, bool; None for all.
-        block: Tokens of a block where attention should be causal over blocks.
-
-    Raises:
-        AttachError: If the model is causal, or looks at a window, or has other blocks.
+    A model may be causal, look at a window, or have other blocks. `mask` is what rows should see,
+    bool, None for all; `block` the tokens of a block where attention should be causal over blocks.
     """
     seen = call.mask
     if seen is not None and seen.dtype != torch.bool:
@@ -437,16 +372,9 @@ def check_sees_all(
 
 
 def check_arguments(denoiser: Denoiser, *names: str, planned: bool = True) -> None:
-    """Raise unless a model's forward takes some arguments.
+    """Raise AttachError unless a model's forward takes some arguments, and plans where every call brings one.
 
-    Args:
-        denoiser: The attachment to the model.
-        names: Names of the arguments.
-        planned: Whether every call brings a plan, which those of a pipeline do not.
-
-    Raises:
-        AttachError: If it does not, denoises a canvas after an encoder, is called by a pipeline, or
-            is autoregressive.
+    It may denoise a canvas after an encoder, be called by a pipeline, or be autoregressive.
     """
     name, target = denoiser.anatomy.model, denoiser.handle.target()
     if "decoder_input_ids" in denoiser.arguments:
@@ -493,11 +421,7 @@ def _is_causal(model: nn.Module) -> bool:
 
 
 def check_sites(rows: PartialT) -> PartialT:
-    """Return the extension, if the tokens of its model meet in self-attention alone.
-
-    Raises:
-        AttachError: If blocks have no attention, or attend to something else.
-    """
+    """Return the extension, if the tokens of its model meet in self-attention alone; else raise AttachError."""
     blocks = sum(entry.depth for entry in rows.denoiser.anatomy.lists)
     if any(site.kind != "self" for site in rows.door.sites) or len(rows.numbers) < blocks:
         rows.remove()

@@ -25,20 +25,12 @@ KINDS: dict[type, type[QuantizedLayer]] = {nn.Linear: QuantizedLinear, nn.Conv2d
 
 
 def install(denoiser: Denoiser, ability: Quantize) -> QuantizedLayers:
-    """Quantize the layers of a plan.
-
-    Raises:
-        AttachError: If the model lacks a layer of the plan or it is of another kind or size.
-    """
+    """Quantize the layers of a plan; raise AttachError if the model lacks one, or it is of another kind or size."""
     return QuantizedLayers(denoiser.model, ability.plan)
 
 
 def watch(denoiser: Denoiser, ability: WatchLayers) -> WatchedLayers:
-    """Show the layers inside the blocks to a watcher.
-
-    Raises:
-        AttachError: If a block or a part of one is compiled, or no layer is left to watch.
-    """
+    """Show the layers inside the blocks to a watcher; raise AttachError if some are compiled, or none is left."""
     anatomy = denoiser.anatomy
     inside = (*(entry.key for entry in anatomy.lists), *anatomy.singles)
     for name, module in denoiser.model.named_modules():

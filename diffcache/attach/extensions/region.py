@@ -27,12 +27,12 @@ from diffcache.attach.extensions.partial import HeldKV
 from diffcache.attach.run import Run
 from diffcache.attach.tree import Template, leaves
 from diffcache.errors import AttachError
+from diffcache.features.ertacache import EULER, other_than_euler
 from diffcache.features.parts.region_mask import RegionPlan, edited_tokens, gather, rows_of, scatter
 from diffcache.foreign import is_split
 from diffcache.kv.slots import SlotIndex
 from diffcache.step import CURRENT
 
-EULER = "FlowMatchEulerDiscreteScheduler"
 PIPELINES = ("FluxKontextPipeline", "QwenImageEditPipeline", "QwenImageEditPlusPipeline")
 SAMPLE = "hidden_states"
 TEXT = "encoder_hidden_states"
@@ -60,14 +60,11 @@ def _qwen_shapes(given: dict[str, Any], rows: int) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RegionKind:
-    """Support of one class of denoisers.
+    """Support of one class of denoisers."""
 
-    Attributes:
-        grid: Reads height and width of the token grid off a call's arguments.
-        reshape: Returns the other arguments to change when only M rows are given; None for none.
-    """
-
+    # reads height and width of the token grid off a call's arguments
     grid: Callable[[dict[str, Any]], tuple[int, int]]
+    # returns the other arguments to change when only M rows are given; None for none
     reshape: Callable[[dict[str, Any], int], dict[str, Any]] | None = None
 
 
@@ -79,23 +76,14 @@ KINDS = {
 
 @dataclass(eq=False)
 class Store:
-    """Keys and values of one guidance branch, after norm and rotation, text rows first.
+    """Keys and values of one guidance branch, after norm and rotation, text rows first."""
 
-    Attributes:
-        signature: Signature of the calls that it is for.
-        text: Number of text rows.
-        velocity: The last full output of the denoiser, `[B, T, C]`.
-        layers: Site -> keys and values of all rows.
-        rotary: Rotation of all rows, as the model computed it.
-        present: Indices of the text rows and the edited rows, `[B, text + M]`, and their rotation;
-            made at its first use.
-    """
-
-    signature: Any
-    text: int
-    velocity: Tensor | None = None
-    layers: dict[AttentionSite, HeldKV] = field(default_factory=dict)
-    rotary: CallRotary | None = None
+    signature: Any  # signature of the calls that it is for
+    text: int  # number of text rows
+    velocity: Tensor | None = None  # the last full output of the denoiser, `[B, T, C]`
+    layers: dict[AttentionSite, HeldKV] = field(default_factory=dict)  # site -> keys and values of all rows
+    rotary: CallRotary | None = None  # rotation of all rows, as the model computed it
+    # indices of the text rows and the edited rows, `[B, text + M]`, and their rotation; made at its first use
     present: tuple[Tensor, CallRotary | None] | None = None
 
     def tensors(self) -> list[Tensor]:
@@ -107,23 +95,16 @@ class Store:
 
 @dataclass(eq=False)
 class RegionTurn:
-    """Plan of the attention modules for one denoiser call.
+    """Plan of the attention modules for one denoiser call."""
 
-    Attributes:
-        store: Store of the call's branch.
-        rows: Indices of the present picture rows, `[B, M]`; None when all are there, to be kept.
-        visits: Number of attention modules that took part.
-    """
-
-    store: Store
-    rows: Tensor | None
-    visits: int = 0
+    store: Store  # store of the call's branch
+    rows: Tensor | None  # indices of the present picture rows, `[B, M]`; None when all are there, to be kept
+    visits: int = 0  # number of attention modules that took part
 
     def present(self) -> tuple[Tensor, CallRotary | None]:
         """Return the indices of the present rows among all, and their rotation.
 
-        Raises:
-            ValueError: If one is no row; on CUDA, its own error, later.
+        Raises ValueError if one is no row; CUDA raises its own error, later.
         """
         store = self.store
         if store.present is None:
@@ -137,24 +118,16 @@ class RegionTurn:
 
 @dataclass(eq=False)
 class RegionState:
-    """State of one run.
+    """State of one run."""
 
-    Attributes:
-        skips: Skipped step -> factor of the velocity.
-        given: Arguments of the call at the split, until the edited tokens are chosen.
-        mask: Edited tokens, bool `[B, T]`.
-        rows: Their indices, `[B, M]`.
-        stores: Kept keys and values, by number of the guidance branch.
-        turn: Plan of the attention modules in the current call; None where they attend as usual.
-        tokens: Number of tokens, text and picture, that this call computes, and of those left out.
-    """
-
-    skips: dict[int, float]
-    given: dict[str, Any] | None = None
-    mask: Tensor | None = None
-    rows: Tensor | None = None
-    stores: dict[int, Store] = field(default_factory=dict)
+    skips: dict[int, float]  # skipped step -> factor of the velocity
+    given: dict[str, Any] | None = None  # arguments of the call at the split, until the edited tokens are chosen
+    mask: Tensor | None = None  # edited tokens, bool `[B, T]`
+    rows: Tensor | None = None  # their indices, `[B, M]`
+    stores: dict[int, Store] = field(default_factory=dict)  # kept keys and values, by number of the guidance branch
+    # plan of the attention modules in the current call; None where they attend as usual
     turn: RegionTurn | None = None
+    # number of tokens, text and picture, that this call computes, and of those left out
     tokens: tuple[int, int] = (0, 0)
 
 
@@ -368,23 +341,19 @@ class Regions(Extension):
 
 def check_scheduler(model: str, scheduler: Any) -> None:
     """Raise AttachError unless a scheduler takes deterministic steps of Euler's method."""
-    name = type(scheduler).__name__
-    stochastic = getattr(scheduler, "config", {}).get("stochastic_sampling")
-    if name == EULER and not stochastic:
-        return
-    what = f"{name} with stochastic_sampling" if name == EULER else name
-    raise AttachError(
-        f"{model}: rows that are not edited move on a straight line, which needs {EULER}, not "
-        f"{what}; replace the scheduler, or use another method"
-    )
+    unfit = other_than_euler(type(scheduler).__name__, getattr(scheduler, "config", {}))
+    if unfit:
+        raise AttachError(
+            f"{model}: rows that are not edited move on a straight line, which needs {EULER}, not "
+            f"{unfit}; replace the scheduler, or use another method"
+        )
 
 
 def install(denoiser: Denoiser, ability: RegionPlan) -> Regions:
     """Return the extension for a plan.
 
-    Raises:
-        AttachError: If the pipeline does not edit a reference picture, its denoiser or scheduler
-            is of another class, or its attention is not plain.
+    Raises AttachError if the pipeline does not edit a reference picture, its denoiser or scheduler
+    is of another class, or its attention is not plain.
     """
     model, pipeline = denoiser.model, denoiser.handle.target()
     name = denoiser.anatomy.model

@@ -52,62 +52,41 @@ TRIAL = "trial"  # in a call's storage: the turn of rows that are computed alone
 
 @dataclass(eq=False)
 class HeldRows(HeldRun[HeldKV]):
-    """Keys and values of one run, and notes for plans that take them.
+    """Keys and values of one run, and notes for plans that take them."""
 
-    Attributes:
-        confidence: Probability of the most probable token when each position was last computed,
-            `[B, T]`; None where no plan takes notes.
-        kept: Positions that each attention has not evicted, bool `[B, T]`, where a plan evicts.
-    """
-
+    # probability of the most probable token when each position was last computed, `[B, T]`; None where no plan takes
+    # notes
     confidence: Tensor | None = None
+    # positions that each attention has not evicted, bool `[B, T]`, where a plan evicts
     kept: dict[int, Tensor] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
 class RowTurn:
-    """Plan of attention in one call.
+    """Plan of attention in one call."""
 
-    Attributes:
-        held: Keys and values that it writes to and reads.
-        index: Positions that are computed: a range where all sequences compute the same run, else
-            int64 `[B, n]`.
-        rows: Rows of each sequence.
-        mask: Positions that are seen, bool `[B, 1, n, T]`; None for all.
-        plan: The plan that was asked for.
-        visits: Rows and channels of the queries of each attention that took part so far.
-        products: Multiply-adds besides those of the layers.
-        differs: Whether rows that were computed alone had other keys than among all.
-        noting: Inputs of the notes that are taken; None where none are.
-        notes: Notes that a compiled forward took; None where none did.
-    """
-
-    held: HeldRun[HeldKV]
+    held: HeldRun[HeldKV]  # keys and values that it writes to and reads
+    # positions that are computed: a range where all sequences compute the same run, else int64 `[B, n]`
     index: Tensor | range
-    rows: int
-    mask: Tensor | None
-    plan: RowPlan = ALL
+    rows: int  # rows of each sequence
+    mask: Tensor | None  # positions that are seen, bool `[B, 1, n, T]`; None for all
+    plan: RowPlan = ALL  # the plan that was asked for
+    # rows and channels of the queries of each attention that took part so far
     visits: dict[int, tuple[int, int]] = field(default_factory=dict)
-    products: int = 0
-    differs: bool = False
-    noting: Noting | Watching | None = None
-    notes: Any = None
+    products: int = 0  # multiply-adds besides those of the layers
+    differs: bool = False  # whether rows that were computed alone had other keys than among all
+    noting: Noting | Watching | None = None  # inputs of the notes that are taken; None where none are
+    notes: Any = None  # notes that a compiled forward took; None where none did
 
 
 class HeldTensors(NamedTuple):
-    """Keys and values that compiled attention writes to and reads, of one call.
+    """Keys and values that compiled attention writes to and reads, of one call."""
 
-    Attributes:
-        at: Positions of the rows, int64 `[n]`, or `[B, n]`.
-        mask: Positions that are seen, bool `[B, 1, n, T]`; None for all.
-        layers: Keys and values of every attention, by its `layer_idx`, `[B, H, T, D]` each.
-        noting: Inputs of the notes that are taken; None where none are.
-    """
-
-    at: Tensor
-    mask: Tensor | None
+    at: Tensor  # positions of the rows, int64 `[n]`, or `[B, n]`
+    mask: Tensor | None  # positions that are seen, bool `[B, 1, n, T]`; None for all
+    # keys and values of every attention, by its `layer_idx`, `[B, H, T, D]` each
     layers: tuple[tuple[Tensor, Tensor], ...]
-    noting: Noting | Watching | None = None
+    noting: Noting | Watching | None = None  # inputs of the notes that are taken; None where none are
 
     @classmethod
     def of(cls, turn: RowTurn) -> HeldTensors:
@@ -132,14 +111,7 @@ class HeldTensors(NamedTuple):
     ) -> Tensor:
         """Write the rows' keys and values, and attend to all that is held, in a compiled graph.
 
-        Args:
-            module: The attention module.
-            query: Queries, `[B, H, n, D]`.
-            key: Keys, `[B, H or fewer, n, D]`.
-            value: Values, `[B, H or fewer, n, D]`.
-            attention_mask: Mask of the model, which `mask` takes the place of.
-            scaling: Factor of the logits.
-            kwargs: Further arguments of the model's attention function.
+        Queries are `[B, H, n, D]`, keys and values `[B, H or fewer, n, D]`; `mask` takes the place of the model's.
         """
         number, noting, mask = module.layer_idx, self.noting, self.mask
         layer, before = HeldKV(*self.layers[number]), None
@@ -229,11 +201,7 @@ class Rows(Partial):
         return all(layer.k is not None and not layer.k.is_inference() for layer in held.layers)
 
     def _compile(self, turn: RowTurn) -> None:
-        """Let the model's forward be compiled where it is given what is held.
-
-        Raises:
-            AttachError: If the model does not hand it on to its attention.
-        """
+        """Let the model's forward be compiled where it is given what is held, if it hands that on to its attention."""
         model = self.denoiser.model
         sites = [model.get_submodule(site.path) for site in self.door.sites]
         numbers = [getattr(site, "layer_idx", None) for site in sites]
@@ -259,12 +227,7 @@ class Rows(Partial):
                 self._compiled = Replaced(model, "forward", run)
 
     def finish(self, out: Any, again: Callable[[], Any]) -> Any:
-        """Return the output of a compiled forward.
-
-        Args:
-            out: Output of the model.
-            again: Function that runs the model on the same rows, not compiled.
-        """
+        """Return the output of a compiled forward; `again` runs the model on the same rows, not compiled."""
         return out
 
     def _seen(
@@ -319,11 +282,7 @@ class Rows(Partial):
         return some
 
     def close(self, call: Call, out: Any) -> Any:
-        """Check that every attention took part, and once that rows can be computed alone.
-
-        Raises:
-            AttachError: If one did not, or they cannot.
-        """
+        """Raise AttachError unless every attention took part, and once unless rows can be computed alone."""
         turn: RowTurn | None = call.storage.get(self)
         if turn is None:
             return
@@ -344,11 +303,7 @@ class Rows(Partial):
             turn.plan.note(turn.plan.index(batch, width, out.logits.device), width, out.logits)
 
     def _check_visits(self, turn: RowTurn) -> None:
-        """Raise unless every attention took part.
-
-        Raises:
-            AttachError: If one did not.
-        """
+        """Raise AttachError unless every attention took part."""
         if len(turn.visits) != len(self.numbers):
             raise AttachError(
                 f"{self.model}: {len(turn.visits)} of {len(self.numbers)} attention modules took "
@@ -358,11 +313,7 @@ class Rows(Partial):
             )
 
     def _try_alone(self, call: Call, held: HeldRun[HeldKV]) -> None:
-        """Compute some rows of a whole call alone, to compare them; held rows stay.
-
-        Raises:
-            AttachError: If they come out otherwise.
-        """
+        """Raise AttachError unless some rows of a whole call are the same when computed alone; held rows stay."""
         for place in range(held.shape[1] - 1, 0, -2)[:3] or [0]:  # one may go to other experts
             turn, _ = self.run_alone(call, held, range(place, place + 1))
             if not turn.differs:
@@ -375,14 +326,7 @@ class Rows(Partial):
             )
 
     def run_alone(self, call: Call, held: HeldRun[HeldKV], places: range, **storage: Any) -> tuple[RowTurn, Any]:
-        """Return the model's output for some rows of a whole call; held rows stay.
-
-        Args:
-            call: The call of all rows.
-            held: Keys and values that it wrote to.
-            places: Positions of the rows.
-            storage: More of the inner call's storage.
-        """
+        """Return the model's output for rows at some places of a whole call; what that holds stays."""
         given = self.denoiser.named(call.args, call.kwargs)
         index = torch.tensor(places, device=given[IDS].device).expand(held.shape[0], -1)
         plan = call.storage[self].plan
@@ -445,11 +389,7 @@ class Rows(Partial):
         return plan.shown(before, turn.mask, turn.rows)
 
     def _check_seen(self, site: AttentionSite, call: AttentionCall, turn: RowTurn) -> None:
-        """Raise unless the model's own mask is that of the rows, all of them.
-
-        Raises:
-            AttachError: If it is not.
-        """
+        """Raise AttachError unless the model's own mask is that of the rows, all of them."""
         block = turn.plan.block
         expected = self._seen(turn.held, turn.index, block)  # whatever a plan hides besides
         if self.is_direct and block is None:
@@ -483,10 +423,9 @@ class Rows(Partial):
         return turn.index, turn.held.shape[1]
 
     def _check_output(self, site: AttentionSite, ours: Tensor, theirs: Tensor) -> None:
-        """Raise unless attention over held rows equals the model's own, once a module.
+        """Raise AttachError unless attention over held rows equals the model's own, once a module.
 
-        Raises:
-            AttachError: If it is not, as with a bias that depends on positions.
+        It does not with a bias that depends on positions.
         """
         largest = theirs.abs().max()
         bound = 64 * torch.finfo(theirs.dtype).eps * largest
@@ -510,13 +449,8 @@ def _forward(forward: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
 def install(denoiser: Denoiser, ability: FedRows) -> Rows:
     """Return the extension for row plans.
 
-    Args:
-        denoiser: The attachment to the model.
-        ability: Ability that the policy asks for.
-
-    Raises:
-        AttachError: If the model is none of transformers, takes no positions, or has blocks without
-            attention, or a pipeline calls it.
+    Raises AttachError if the model is none of transformers, takes no positions, or has blocks
+    without attention, or a pipeline calls it.
     """
     check_arguments(denoiser, IDS, VALID)
     return check_sites(Rows(denoiser, ability.plans))

@@ -16,15 +16,13 @@ from diffcache.step import Site
 def split(model: nn.Module, anatomy: Anatomy, parts: Combine) -> tuple[Anatomy, Combine]:
     """Return the anatomy and the method of a model whose site `deep` is worked out.
 
-    A UNet's blocks loop over layers of their own: a resnet with its attention, and what changes
-    the resolution. Each layer of the way up reads the output of one of the way down, the last
-    layer that of `conv_in`, the first of them all. The blocks in which the kept layers end are
-    opened: their inner lists become lists of blocks. `lead` and `tail`, in layers and at least one,
-    become numbers of calls. Other models are cached at `stack`.
-
-    Raises:
-        AttachError: If the UNet's blocks have no layers, `lead` is less than `tail`, the schedule
-            is a gate, or a block that has to be opened is compiled.
+    A UNet's blocks loop over layers of their own: a resnet with its attention, and what changes the
+    resolution. Each layer of the way up reads the output of one of the way down, the last layer
+    that of `conv_in`, the first of them all. The blocks in which the kept layers end are opened:
+    their inner lists become lists of blocks. `lead` and `tail`, in layers and at least one, become
+    numbers of calls. Other models are cached at `stack`. Raises AttachError if the UNet's blocks
+    have no layers, `lead` is less than `tail`, the schedule is a gate, or a block that has to be
+    opened is compiled.
     """
     if not anatomy.is_unet:
         return anatomy, replace(parts, site=Site.STACK)
@@ -59,11 +57,7 @@ class _Way:
         self.lists: list[BlockList] = []
 
     def keep(self, layers: int) -> int:
-        """Return how many calls the layers at the outer end of the way are.
-
-        Raises:
-            AttachError: If blocks have no layers or one that has to be opened is compiled.
-        """
+        """Return how many calls the layers at the outer end of the way are; none may end inside a compiled block."""
         calls, blocks = 0, list(self.model.get_submodule(self.key).named_children())
         for index, block in blocks if self.is_down else reversed(blocks):
             if layers == 0:

@@ -94,8 +94,7 @@ class FeatureReuse(Extension):
     def start(self, timeline: Timeline) -> None:
         """Start a run: nothing is decided; blocks that were replaced are laid out anew.
 
-        Raises:
-            AttachError: If blocks that may be skipped split their tokens over processes.
+        Raises AttachError if blocks that may be skipped split their tokens over processes.
         """
         self._check_split()
         parts, asked = self.setup.parts, timeline.run.record.method
@@ -213,11 +212,7 @@ class FeatureReuse(Extension):
             frame.call, frame.given, frame.random = call, unshared(given), Random(given)
 
     def ran(self, call: Call, out: Any) -> None:
-        """Lay out the method over a traced call.
-
-        Raises:
-            AttachError: If the model cannot be cached as asked.
-        """
+        """Lay out the method over a traced call; raise AttachError if the model cannot be cached as asked."""
         frame: Frame | None = call.storage.get(FRAME)
         if frame is None or frame.trace is None:
             return
@@ -239,8 +234,7 @@ class FeatureReuse(Extension):
     def close(self, call: Call, out: Any) -> Any:
         """Keep the output, or stand in for it, at the site MODEL.
 
-        Raises:
-            AttachError: If the model left out blocks that it ran when it was learned.
+        Raises AttachError if the model left out blocks that it ran when it was learned.
         """
         frame: Frame | None = call.storage.get(FRAME)
         if frame is None:
@@ -292,15 +286,6 @@ class FeatureReuse(Extension):
         if frame.per_site:
             record.computed = any(ran for ran, _ in counts.values())
         return counts
-
-
-def install(denoiser: Denoiser, ability: Combine) -> FeatureReuse:
-    """Return the extension that reuses features.
-
-    Raises:
-        AttachError: If the model has nothing at the site.
-    """
-    return FeatureReuse(denoiser, ability)
 
 
 def unheld(tensors: Iterable[Tensor], kept: list[Tensor]) -> Iterator[Tensor]:

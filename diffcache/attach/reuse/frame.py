@@ -56,65 +56,40 @@ class Random:
 
 @dataclass(eq=False, slots=True)
 class Frame:
-    """One call of a denoiser, private to feature reuse.
+    """One call of a denoiser, private to feature reuse."""
 
-    Attributes:
-        setup: Setup of reuse on the denoiser.
-        call: The call.
-        step: Its step, as methods see it.
-        state: State of its guidance branch.
-        first: State of the first guidance branch, which may be the same; None where it is gone.
-        features: Features of the branch by place.
-        instead: Stand-in that keeps features and estimates those of skipped steps.
-        decision: Decision of the step, that of the run or of the branch by itself.
-        decides: Whether this call takes the decision of the step.
-        per_site: Whether sites decide for themselves in this call.
-        computes: Whether the sites are computed; None until the probe was seen.
-        layout: Layout to hand out; None in the traced call.
-        trace: The recorder of the traced call, else None.
-        bases: Span -> the streams at its start.
-        given: Arguments of the traced call; lists are copied, since some models pop from them.
-        tally: Module site -> its operations, in the call where they are counted; None elsewhere.
-        foreseen: Estimates made at the start of the call, by block; states where `adds_at_once`.
-        adds_at_once: Whether a kernel makes the estimate of a block as it is added to its streams.
-        lasts: Span -> what its last computed block returned.
-        visits: Module site -> how often it was called.
-        closed: Number of skipped spans that ended.
-        times: Path of a module that embeds the timestep -> what it returned.
-        random: Random generators at the start of a traced call.
-        mixed: Items to hand out where blocks decide apart, and their work; None elsewhere.
-        looked: Whether the gate looked into the first block.
-        probe_input: Stream that the lead blocks were given, until the decision fell.
-        left_out: Blocks that were skipped by their own gates.
-    """
-
-    setup: Setup
-    call: Call
-    state: BranchState
+    setup: Setup  # setup of reuse on the denoiser
+    call: Call  # the call
+    state: BranchState  # state of its guidance branch
+    # state of the first guidance branch, which may be the same; None where it is gone
     first: BranchState | None = None
-    step: Step = field(init=False)
-    features: dict[Any, Any] = field(init=False)
-    decision: Decision = field(init=False)
-    instead: Instead = field(init=False)
-    decides: bool = False
-    per_site: bool = False
-    computes: bool | None = None
-    layout: Layout | None = None
-    trace: Trace | None = None
+    step: Step = field(init=False)  # its step, as methods see it
+    features: dict[Any, Any] = field(init=False)  # features of the branch by place
+    decision: Decision = field(init=False)  # decision of the step, that of the run or of the branch by itself
+    instead: Instead = field(init=False)  # stand-in that keeps features and estimates those of skipped steps
+    decides: bool = False  # whether this call takes the decision of the step
+    per_site: bool = False  # whether sites decide for themselves in this call
+    computes: bool | None = None  # whether the sites are computed; None until the probe was seen
+    layout: Layout | None = None  # layout to hand out; None in the traced call
+    trace: Trace | None = None  # the recorder of the traced call, else None
+    # arguments of the traced call; lists are copied, since some models pop from them
     given: tuple[Any, Any] = ((), {})
-    bases: dict[Any, tuple[Any, ...]] = field(default_factory=dict)
-    lasts: dict[Any, list[Any]] = field(default_factory=dict)
-    visits: dict[Any, int] = field(default_factory=dict)
+    bases: dict[Any, tuple[Any, ...]] = field(default_factory=dict)  # span -> the streams at its start
+    lasts: dict[Any, list[Any]] = field(default_factory=dict)  # span -> what its last computed block returned
+    visits: dict[Any, int] = field(default_factory=dict)  # module site -> how often it was called
+    # estimates made at the start of the call, by block; states where `adds_at_once`
     foreseen: list[list[Any]] = field(default_factory=list)
-    adds_at_once: bool = False
-    closed: int = 0
+    adds_at_once: bool = False  # whether a kernel makes the estimate of a block as it is added to its streams
+    closed: int = 0  # number of skipped spans that ended
+    # path of a module that embeds the timestep -> what it returned
     times: dict[str, list[Tensor]] = field(default_factory=dict)
-    random: Random | None = None
-    mixed: BlockWork | None = None
-    looked: bool = False
+    random: Random | None = None  # random generators at the start of a traced call
+    mixed: BlockWork | None = None  # items to hand out where blocks decide apart, and their work; None elsewhere
+    looked: bool = False  # whether the gate looked into the first block
+    # module site -> its operations, in the call where they are counted; None elsewhere
     tally: dict[str, float | None] | None = None
-    probe_input: Tensor | None = None
-    left_out: set[tuple[str, int]] = field(default_factory=set)
+    probe_input: Tensor | None = None  # stream that the lead blocks were given, until the decision fell
+    left_out: set[tuple[str, int]] = field(default_factory=set)  # blocks that were skipped by their own gates
 
     def __post_init__(self) -> None:
         self.step = self.call.step
@@ -173,8 +148,7 @@ class Frame:
 def current_frame() -> Frame:
     """Return the frame of the denoiser call that this thread is in, which reuse opened.
 
-    Raises:
-        AttachError: If the call is over, since the denoiser was called again from inside it.
+    Raises AttachError if the call is over, since the denoiser was called again from inside it.
     """
     call: Call | None = CURRENT.get()
     if call is None:

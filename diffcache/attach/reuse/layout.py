@@ -12,15 +12,10 @@ Place = tuple[str, int]  # a list of blocks and an index in it
 
 @dataclass(frozen=True)
 class BlockWork:
-    """The work of the blocks in one kind of call.
+    """The work of the blocks in one kind of call."""
 
-    Attributes:
-        counts: List -> (blocks that run, blocks that are skipped).
-        flops: Their operations, of those that run and of those that are skipped; None where a
-            block's could not be counted.
-    """
-
-    counts: dict[str, tuple[int, int]]
+    counts: dict[str, tuple[int, int]]  # list -> (blocks that run, blocks that are skipped)
+    # their operations, of those that run and of those that are skipped; None where a block's could not be counted
     flops: tuple[float, float] | None
 
 
@@ -41,43 +36,25 @@ Mix = tuple[dict[str, list[Any]], BlockWork]
 
 @dataclass
 class Layout:
-    """Stand-ins for every list of blocks, on computed and on skipped steps.
+    """Stand-ins for every list of blocks, on computed and on skipped steps."""
 
-    Attributes:
-        compute: List -> its modules, with taps where features are taken.
-        skip: List -> stand-ins for the skipped blocks.
-        follow: Form of `skip` for branches that need no probe and whose lead blocks may be skipped.
-        whole: Work of a computed step.
-        less: Work of a skipped step.
-        follow_less: Work of a skipped step in branches that `follow`.
-        closes: Number of spans of several blocks that a skipped step must close.
-        wirings: Wiring of each list.
-        foreseen: Blocks whose estimates are made at the start of a skipped step.
-        lead_calls: The lead blocks.
-        gated: Items to hand out while a decision waits for its probe, once they were needed.
-        costs: The blocks in the order of their calls, with the operations of each.
-        look: Operations of the gate's look into the first block, None until it was counted.
-        streams: List -> where its first block may take the stream of the sample, likeliest first.
-        sites: Site that decides apart -> its blocks.
-        mixes: Skipped sites -> what `mix` returns of them.
-    """
-
-    compute: dict[str, list[Any]]
-    skip: dict[str, list[Any]]
-    follow: dict[str, list[Any]]
-    whole: BlockWork
-    less: BlockWork
-    follow_less: BlockWork
-    closes: int
-    wirings: dict[str, Wiring]
-    foreseen: list[tuple[str, int]]
-    lead_calls: list[tuple[str, int]]
-    streams: dict[str, list[Any]]
-    costs: list[tuple[Place, float | None]]
-    look: float | None = None
+    compute: dict[str, list[Any]]  # list -> its modules, with taps where features are taken
+    skip: dict[str, list[Any]]  # list -> stand-ins for the skipped blocks
+    follow: dict[str, list[Any]]  # form of `skip` for branches that need no probe and whose lead blocks may be skipped
+    whole: BlockWork  # work of a computed step
+    less: BlockWork  # work of a skipped step
+    follow_less: BlockWork  # work of a skipped step in branches that `follow`
+    closes: int  # number of spans of several blocks that a skipped step must close
+    wirings: dict[str, Wiring]  # wiring of each list
+    foreseen: list[tuple[str, int]]  # blocks whose estimates are made at the start of a skipped step
+    lead_calls: list[tuple[str, int]]  # the lead blocks
+    streams: dict[str, list[Any]]  # list -> where its first block may take the stream of the sample, likeliest first
+    costs: list[tuple[Place, float | None]]  # the blocks in the order of their calls, with the operations of each
+    look: float | None = None  # operations of the gate's look into the first block, None until it was counted
+    # items to hand out while a decision waits for its probe, once they were needed
     gated: dict[str, list[Any]] | None = None
-    sites: dict[str, set[Place]] = field(default_factory=dict)
-    mixes: dict[frozenset[str], Mix] = field(default_factory=dict)
+    sites: dict[str, set[Place]] = field(default_factory=dict)  # site that decides apart -> its blocks
+    mixes: dict[frozenset[str], Mix] = field(default_factory=dict)  # skipped sites -> what `mix` returns of them
 
     def mix(self, skipped: frozenset[str]) -> Mix:
         """Return the items where only some sites are skipped, and the work of the call."""

@@ -33,14 +33,7 @@ from diffcache.step import Site
 def again(
     frame: Frame, items: dict[str, list[Any]], given: tuple[Any, Any], look: Callable[..., Any] | None = None
 ) -> Any:
-    """Run the denoiser once more under a frame, with other items.
-
-    Args:
-        frame: The frame of the call.
-        items: Items to hand out for the lists of blocks.
-        given: Positional and keyword arguments.
-        look: Runs the forward that it is given with these arguments, in a way of its own.
-    """
+    """Run the denoiser once more under a frame, with other items in its lists of blocks, or as `look` does."""
     args, kwargs = unshared(given)
     forward = frame.setup.model.forward
     repeat = replace(frame.call, repeats=True, storage={FRAME: frame, ITEMS: items})
@@ -73,15 +66,7 @@ def leave_loose(frame: Frame, trace: Trace, call: tuple[Any, Any]) -> None:
     Where no output was seen to arrive unchanged at the next block, the model's loop may have
     transformed it, or the blocks stand side by side, such as one projection for every layer of a
     text encoder. The forward runs once more to tell: NaN in the place of the first block's output
-    reaches a later one, or it does not.
-
-    Args:
-        frame: The frame of the traced call.
-        trace: Record of that call.
-        call: Its positional and keyword arguments.
-
-    Raises:
-        AttachError: If no list is left.
+    reaches a later one, or it does not. Raises AttachError if no list is left.
     """
     anatomy = frame.setup.anatomy
     if anatomy.is_unet:
@@ -122,18 +107,9 @@ def reach_of(frame: Frame, trace: Trace, call: tuple[Any, Any]) -> Reach | None:
 
     Its sample is another one, and blocks that are given something else than in the traced call
     return zeros. So it costs what the model does outside its blocks, and the blocks of the text.
-
-    Args:
-        frame: The frame of the traced call.
-        trace: Record of that call.
-        call: Its positional and keyword arguments.
-
-    Returns:
-        None where nothing depends on it (a UNet, one list without a gate), where the call has no
-        values, and without a gate where nothing is seen to change.
-
-    Raises:
-        AttachError: If a gate would have nothing to look at.
+    None where nothing depends on it (a UNet, one list without a gate), where the call has no
+    values, and without a gate where nothing is seen to change; a gate then has nothing to look at,
+    which raises AttachError.
     """
     setup, anatomy = frame.setup, frame.setup.anatomy
     gated = setup.waits
@@ -231,15 +207,9 @@ _TOLERANCE = {8: 1e-9, 4: 1e-4, 2: 5e-2, 1: 2e-1}  # by bytes of a number, relat
 
 
 def learn(frame: Frame, trace: Trace, call: tuple[Any, Any]) -> None:
-    """Lay out the method over the traced call, and keep that call's features.
+    """Lay out the method over the traced call, of positional and keyword arguments, and keep that call's features.
 
-    Args:
-        frame: The frame of the traced call.
-        trace: Record of that call.
-        call: Its positional and keyword arguments.
-
-    Raises:
-        AttachError: If no chain of blocks ran or no block would be skipped.
+    Raises AttachError if no chain of blocks ran or no block would be skipped.
     """
     setup = frame.setup
     if not trace.calls:
@@ -279,17 +249,12 @@ def _show_inputs(frame: Frame, layout: Layout, trace: Trace) -> None:
 
 
 def verify(frame: Frame, trace: Trace, call: tuple[Any, Any], out: Any) -> bool:
-    """Skip the blocks on the very inputs they just saw: the output must not change.
+    """Skip the blocks on the inputs they just saw: the output must not change; return whether it could be checked.
 
-    Done once for each kind of call, at the price of a skipped step. It finds models whose loops
-    use a block's output in ways that no argument of a later block shows. It relies on forecasts
-    being exact at the step they were made from.
-
-    Returns:
-        Whether it could be checked: numbers that are not finite tell nothing.
-
-    Raises:
-        AttachError: If the output changes, or the model cannot run with its blocks skipped.
+    Done once for each kind of call, at the price of a skipped step. It finds models whose loops use
+    a block's output in ways that no argument of a later block shows. It relies on forecasts being
+    exact at the step they were made from. Numbers that are not finite tell nothing. Raises
+    AttachError if the output changes, or the model cannot run with its blocks skipped.
     """
     if any(leaf.is_meta for leaf in leaves(out)):
         return True  # shapes without values, of which only the bytes are asked

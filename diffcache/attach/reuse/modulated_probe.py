@@ -83,17 +83,10 @@ class Peek:
         self._watched = {}
 
     def look(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        """Return the input `[B, T, D]` of the first attention that `run` comes to.
+        """Return the input `[B, T, D]` of the first attention that `run` comes to, as `inputs` finds it.
 
-        It is the first that differs from `other`, else one called `hidden_states` or the first.
-
-        Args:
-            run: A block's forward, or the forward of the model with `plain` blocks.
-            args: Positional arguments of `run`.
-            kwargs: Keyword arguments of `run`.
-
-        Raises:
-            AttachError: As `inputs`, or if none differs from `other`.
+        It is the first that differs from `other`, else one called `hidden_states` or the first;
+        AttachError if none differs.
         """
         inputs = self.inputs(run, args, kwargs)
         if self.other is not None:
@@ -108,18 +101,11 @@ class Peek:
         return inputs[self._key if self._key in inputs else next(iter(inputs))]
 
     def inputs(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int | str, Tensor]:
-        """Return the tensors that the first attention that `run` comes to is about to be given.
+        """Return the tensors, by place or name, that the first attention that `run` comes to is about to be given.
 
-        Args:
-            run: A block's forward, or the forward of the model with `plain` blocks.
-            args: Positional arguments of `run`.
-            kwargs: Keyword arguments of `run`.
-
-        Returns:
-            The tensors by place or name; one called `hidden_states` comes first.
-
-        Raises:
-            AttachError: If no attention is come to, or the way there changes an argument.
+        `run` is a block's forward, or the forward of the model with `plain` blocks. A tensor called
+        `hidden_states` comes first. Raises AttachError if no attention is come to, or the way there
+        changes an argument.
         """
         tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
         versions = [_version(tensor) for tensor in tensors]

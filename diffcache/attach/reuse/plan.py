@@ -32,18 +32,11 @@ from diffcache.step import Site
 def plan(
     parts: Combine, trace: Trace, blocks: dict[str, list[nn.Module]], is_unet: bool, live: str = "mixed"
 ) -> Layout:
-    """Return the layout of a method over the traced calls.
+    """Return the layout of a method over the traced calls; raise AttachError if nothing would be skipped.
 
-    Args:
-        parts: The method.
-        trace: Record of one forward.
-        blocks: The blocks of each list.
-        is_unet: Whether blocks change shapes and hand tensors to later blocks on the side.
-        live: Spans whose features leave out what the loop adds between their blocks: `all`, `none`,
-            or those whose loop was seen to change a stream, `mixed`.
-
-    Raises:
-        AttachError: If nothing would be skipped.
+    Blocks of a UNet change shapes and hand tensors to later blocks on the side. `live` spans leave
+    out of their features what the loop adds between their blocks: `all`, `none`, or those whose
+    loop was seen to change a stream, `mixed`.
     """
     wirings, calls = trace.wirings(), trace.members(parts)
     order = [(call.list_key, call.index) for call in calls]
@@ -272,11 +265,7 @@ def _groups(order: list[Place], is_unet: bool) -> list[list[Place]]:
 
 
 def named_blocks(names: tuple[str, ...], order: list[Place]) -> set[Place]:
-    """Return the blocks that names such as `blocks.3` or `blocks.2-9` mean.
-
-    Raises:
-        AttachError: If a name means no block that ran.
-    """
+    """Return the blocks that names such as `blocks.3` or `blocks.2-9` mean; raise AttachError for none."""
     wanted: set[Place] = set()
     for name in names:
         match = re.fullmatch(r"(.+)\.(\d+)(?:-(\d+))?", name)

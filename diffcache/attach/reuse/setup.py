@@ -56,21 +56,13 @@ class Probing(Protocol):
 
 @dataclass(eq=False)
 class Decision:
-    """Decision whether the steps of a run, or of one branch of it, are computed.
+    """Decision whether the steps of a run, or of one branch of it, are computed."""
 
-    Attributes:
-        parts: Schedule and stand-in of the run.
-        state: State of the schedule.
-        index: Step that was decided last.
-        computes: Whether it is computed.
-        last_computed: Last step that was computed by decision.
-    """
-
-    parts: Combine
-    state: Any = None
-    index: int = -1
-    computes: bool = True
-    last_computed: int = -1
+    parts: Combine  # schedule and stand-in of the run
+    state: Any = None  # state of the schedule
+    index: int = -1  # step that was decided last
+    computes: bool = True  # whether it is computed
+    last_computed: int = -1  # last step that was computed by decision
 
     @property
     def hold(self) -> Hold | None:
@@ -80,51 +72,34 @@ class Decision:
 
 @dataclass(eq=False)
 class BranchState:
-    """State of feature reuse in one guidance branch.
+    """State of feature reuse in one guidance branch."""
 
-    Attributes:
-        decision: Decision of the run, or of the branch by itself.
-        layout: Layout that is handed out for such calls, None until it is learned.
-        anchor: Last step that was computed, None before the first.
-        features: Features by place.
-        output: Step and tensors of its last output, where other branches are taken against it.
-    """
-
-    decision: Decision
-    layout: Layout | None = None
-    anchor: int | None = None
-    features: dict[Any, Any] = field(default_factory=dict)
+    decision: Decision  # decision of the run, or of the branch by itself
+    layout: Layout | None = None  # layout that is handed out for such calls, None until it is learned
+    anchor: int | None = None  # last step that was computed, None before the first
+    features: dict[Any, Any] = field(default_factory=dict)  # features by place
+    # step and tensors of its last output, where other branches are taken against it
     output: tuple[int, Sequence[Tensor]] = (-1, ())
 
 
 @dataclass(eq=False)
 class Setup:
-    """Feature reuse on one denoiser.
+    """Feature reuse on one denoiser."""
 
-    Attributes:
-        model: The denoiser.
-        anatomy: Its anatomy.
-        parts: Schedule, stand-in and site, which is never `deep`.
-        site: The site as the user said it.
-        observer: Observer of features and outputs in calibration, None elsewhere.
-        method: The method as the user wrote it, for advice in errors.
-        peek: Reader of the schedule's probe, None where lead blocks show it or there is none.
-        blocks: List of blocks, or single block, by key -> its modules.
-        module_items: List that holds attention modules -> stand-ins for its members.
-        layouts: Look of a call -> what is handed out for it.
-        costs: Look of a call -> operations of module sites.
-    """
-
-    model: nn.Module
-    anatomy: Anatomy
-    parts: Combine
-    site: Site
-    observer: Observer | None
-    method: Method
-    peek: Probing | None = None
+    model: nn.Module  # the denoiser
+    anatomy: Anatomy  # its anatomy
+    parts: Combine  # schedule, stand-in and site, which is never `deep`
+    site: Site  # the site as the user said it
+    observer: Observer | None  # observer of features and outputs in calibration, None elsewhere
+    method: Method  # the method as the user wrote it, for advice in errors
+    peek: Probing | None = None  # reader of the schedule's probe, None where lead blocks show it or there is none
+    # list of blocks, or single block, by key -> its modules
     blocks: dict[str, list[nn.Module]] = field(default_factory=dict)
+    # list that holds attention modules -> stand-ins for its members
     module_items: dict[str, list[Any]] = field(default_factory=dict)
+    # look of a call -> what is handed out for it
     layouts: Latest[Layout] = field(default_factory=lambda: Latest(KINDS))
+    # look of a call -> operations of module sites
     costs: Latest[dict[str, float | None]] = field(default_factory=lambda: Latest(KINDS))
 
     def __post_init__(self) -> None:

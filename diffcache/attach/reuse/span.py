@@ -25,31 +25,19 @@ OWN: Kind = ("own", 0)  # an estimate of the output itself
 
 @dataclass(eq=False)
 class TapSpec:
-    """Task of one block call for the cache.
+    """Task of one block call for the cache."""
 
-    Attributes:
-        key: Key of this call's features in a branch.
-        carry: Output index -> argument, for the streams that this block passes on.
-        span: Number of the span, None outside.
-        opens: Whether the span's base is this block's input.
-        closes: Whether the span's features are this block's outputs.
-        residual: Whether those features are taken against the base.
-        sides: Indices of outputs that travel no further along the list; kept for themselves.
-        bare: Whether an output is no tensor.
-        live: Whether what the loop adds between the blocks of the span stays out of its features,
-            so that a skipped step adds its own.
-        is_hollow: Whether nothing reads the outputs on a skipped step but skipped blocks.
-    """
-
-    key: tuple[str, int]
-    carry: dict[int, Key]
-    span: int | None = None
-    opens: bool = False
-    closes: bool = False
-    residual: bool = False
-    sides: tuple[int, ...] = ()
-    is_hollow: bool = False
-    bare: bool = False
+    key: tuple[str, int]  # key of this call's features in a branch
+    carry: dict[int, Key]  # output index -> argument, for the streams that this block passes on
+    span: int | None = None  # number of the span, None outside
+    opens: bool = False  # whether the span's base is this block's input
+    closes: bool = False  # whether the span's features are this block's outputs
+    residual: bool = False  # whether those features are taken against the base
+    sides: tuple[int, ...] = ()  # indices of outputs that travel no further along the list; kept for themselves
+    is_hollow: bool = False  # whether nothing reads the outputs on a skipped step but skipped blocks
+    bare: bool = False  # whether an output is no tensor
+    # whether what the loop adds between the blocks of the span stays out of its features, so that a skipped step adds
+    # its own
     live: bool = False
 
     @property
@@ -70,21 +58,13 @@ class TapSpec:
 
 @dataclass(eq=False)
 class BlockFeatures:
-    """The features of one block call: a state for every kept tensor, and how they go together.
+    """The features of one block call: a state for every kept tensor, and how they go together."""
 
-    Attributes:
-        states: States of the kept tensors.
-        kinds: Kinds of the call's outputs on a skipped step.
-        template: Form that the outputs are in.
-        hollow: Zeros in the shapes of the outputs, where nobody reads them.
-        shapes: Shapes, dtypes and devices of the kept tensors.
-    """
-
-    states: list[Any]
-    kinds: list[Kind]
-    template: Template
-    hollow: Any = None
-    shapes: list[Any] = field(default_factory=list)
+    states: list[Any]  # states of the kept tensors
+    kinds: list[Kind]  # kinds of the call's outputs on a skipped step
+    template: Template  # form that the outputs are in
+    hollow: Any = None  # zeros in the shapes of the outputs, where nobody reads them
+    shapes: list[Any] = field(default_factory=list)  # shapes, dtypes and devices of the kept tensors
 
 
 def by_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
@@ -93,12 +73,7 @@ def by_place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[Any, Any]:
 
 
 def picker(keys: list[Key], container: type) -> Picker:
-    """Return a function that takes some arguments of a call, in a container.
-
-    Args:
-        keys: Names or places of the arguments.
-        container: Type that holds what is taken; `Tensor` for a lone one as it is.
-    """
+    """Return a function that takes arguments of a call, by names or places, in a container; `Tensor` for one."""
     take = itemgetter(*keys)
     if container is Tensor or (container is tuple and len(keys) > 1):
         return take  # the fastest way through
@@ -190,13 +165,7 @@ def foresee(frame: Frame) -> list[list[Any]]:
 
 
 def estimates(frame: Frame, held: BlockFeatures, base: Sequence[Tensor] = ()) -> list[Tensor]:
-    """Return the estimates of a call's tensors; those that a model may write to are fresh.
-
-    Args:
-        frame: Frame of the call.
-        held: Features of the call.
-        base: Streams that residuals are added to, by their place.
-    """
+    """Return the estimates of a call's tensors, residuals added to streams; those a model may write to are fresh."""
     instead, states = frame.instead, held.states
     if len(states) == 1 and held.kinds == [OWN]:  # as of a module: the shortest way
         guess = instead.estimate(states[0], frame.step)
@@ -263,8 +232,7 @@ def stand_in(frame: Frame) -> Any:
 def guided(frame: Frame, like: list[Tensor]) -> Sequence[Tensor]:
     """Return the outputs of the first guidance branch in this step.
 
-    Raises:
-        AttachError: If it was not called before in this step, or returned other shapes.
+    Raises AttachError if it was not called before in this step, or returned other shapes.
     """
     model, first = frame.setup.anatomy.model, frame.first
     if first is None or first.output[0] != frame.step.index:
@@ -286,10 +254,8 @@ def guided(frame: Frame, like: list[Tensor]) -> Sequence[Tensor]:
 def fitted(frame: Frame, like: Tensor) -> Tensor:
     """Return the sample in the shape of the output: more channels or tokens are left out.
 
-    Zeros are added where the output has more, as with a learned variance.
-
-    Raises:
-        AttachError: If the sample has another number of axes.
+    Zeros are added where the output has more, as with a learned variance. Raises AttachError if the
+    sample has another number of axes.
     """
     sample = frame.call.sample
     if not isinstance(sample, Tensor) or sample.dim() != like.dim():

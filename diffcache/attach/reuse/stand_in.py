@@ -15,42 +15,53 @@ from diffcache.attach.tree import Template, leaves, outputs_of
 from diffcache.step import CURRENT
 
 
-class ComputeTap(Tap):
+class SpecTap(Tap):
+    """A block with a task for the cache.
+
+    Args:
+        module: The block.
+        spec: Its task.
+        container: Type of what it returns, `Tensor` for a lone one.
+    """
+
+    __slots__ = ("container", "input_of", "spec")
+
+    def __init__(self, module: nn.Module, spec: TapSpec, container: type = Tensor) -> None:
+        super().__init__(module)
+        self.spec, self.container = spec, container
+        streams = list(spec.carry.values())
+        self.input_of: Any = picker(streams, tuple) if streams else None  # its streams, as a tuple
+
+
+class ComputeTap(SpecTap):
     """A block that runs, and whose input or output the cache needs."""
 
-    __slots__ = ("base_of", "spec")
-
-    def __init__(self, module: nn.Module, spec: TapSpec) -> None:
-        super().__init__(module)
-        self.spec = spec
-        self.base_of = picker(list(spec.carry.values()), tuple) if spec.opens else None
+    __slots__ = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the model's call of the block."""
         frame = current_frame()
-        if self.base_of is not None:
+        if self.spec.opens:
             given = kwargs if not args else by_place(args, kwargs)
-            frame.bases[self.spec.span] = self.base_of(given)
+            frame.bases[self.spec.span] = self.input_of(given)
         out = self.module(*args, **kwargs)
         if self.spec.records:
             record(frame, self.spec, out)
         return out
 
 
-class LiveTap(Tap):
+class LiveTap(SpecTap):
     """A block that runs in a span whose features leave out the loop's additions between blocks.
 
     The span's base follows those additions: the difference between what a block is given and what
     the block before returned is added to it.
     """
 
-    __slots__ = ("copies", "input_of", "spec")
+    __slots__ = ("copies",)
 
     def __init__(self, module: nn.Module, spec: TapSpec) -> None:
-        super().__init__(module)
-        self.spec = spec
+        super().__init__(module, spec)
         self.copies = False  # whether the loop writes to its streams in place
-        self.input_of = picker(list(spec.carry.values()), tuple)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the model's call of the block."""
@@ -73,14 +84,13 @@ class LiveTap(Tap):
         return out
 
 
-class PassTap(Tap):
+class PassTap(SpecTap):
     """A block that is skipped and passes its streams through."""
 
-    __slots__ = ("spec", "streams_of")
+    __slots__ = ("streams_of",)
 
     def __init__(self, module: nn.Module, spec: TapSpec, container: type) -> None:
-        super().__init__(module)
-        self.spec = spec
+        super().__init__(module, spec, container)
         self.streams_of = picker([spec.carry[n] for n in sorted(spec.carry)], container)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -88,18 +98,13 @@ class PassTap(Tap):
         return self.streams_of(kwargs if not args else by_place(args, kwargs))
 
 
-class CloseTap(Tap):
+class CloseTap(SpecTap):
     """The last skipped block of a span: the span's base plus the estimates of all it adds.
 
     In a live span the base is what arrives here, with all that the loop added on the way.
     """
 
-    __slots__ = ("container", "input_of", "spec")
-
-    def __init__(self, module: nn.Module, spec: TapSpec, container: type) -> None:
-        super().__init__(module)
-        self.spec, self.container = spec, container
-        self.input_of = picker(list(spec.carry.values()), tuple) if spec.live else None
+    __slots__ = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the model's call of the block."""
@@ -108,9 +113,9 @@ class CloseTap(Tap):
             raise lost()
         frame: Frame = call.storage[FRAME]  # written out: the shortest way through a span
         frame.closed += 1
-        held: BlockFeatures = frame.features[self.spec.key]
-        live = self.input_of
-        base = frame.bases[self.spec.span] if live is None else live(kwargs if not args else by_place(args, kwargs))
+        spec, input_of = self.spec, self.input_of
+        held: BlockFeatures = frame.features[spec.key]
+        base = input_of(kwargs if not args else by_place(args, kwargs)) if spec.live else frame.bases[spec.span]
         found = frame.instead.estimate_all(held.states, frame.step, base)
         return found[0] if self.container is Tensor else self.container(found)
 
@@ -118,11 +123,7 @@ class CloseTap(Tap):
 class OpenTap(PassTap):
     """The first skipped block of a span: it notes the base and passes its streams through."""
 
-    __slots__ = ("base_of",)
-
-    def __init__(self, module: nn.Module, spec: TapSpec, container: type) -> None:
-        super().__init__(module, spec, container)
-        self.base_of = picker(list(spec.carry.values()), tuple)
+    __slots__ = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the model's call of the block."""
@@ -131,19 +132,14 @@ class OpenTap(PassTap):
             raise lost()
         frame: Frame = call.storage[FRAME]  # written out: the shortest way through a span
         given = kwargs if not args else by_place(args, kwargs)
-        frame.bases[self.spec.span] = self.base_of(given)
+        frame.bases[self.spec.span] = self.input_of(given)
         return self.streams_of(given)
 
 
-class EstimateTap(Tap):
+class EstimateTap(SpecTap):
     """A skipped block whose outputs are estimates: the last of a span, or one with side outputs."""
 
-    __slots__ = ("input_of", "spec")
-
-    def __init__(self, module: nn.Module, spec: TapSpec) -> None:
-        super().__init__(module)
-        self.spec = spec
-        self.input_of = picker(list(spec.carry.values()), tuple) if spec.carry else None
+    __slots__ = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the model's call of the block."""
@@ -157,17 +153,14 @@ class EstimateTap(Tap):
         return estimate(frame, spec, given)
 
 
-class AddTap(Tap):
+class AddTap(SpecTap):
     """A skipped block of its own span: its streams plus estimates of its residuals."""
 
-    __slots__ = ("container", "input_of", "number", "spec")
+    __slots__ = ("number",)
 
     def __init__(self, module: nn.Module, spec: TapSpec, container: type) -> None:
-        super().__init__(module)
-        self.spec = spec
+        super().__init__(module, spec, container)
         self.number = -1  # place among the blocks that are foreseen
-        self.container = container
-        self.input_of = picker(list(spec.carry.values()), tuple)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer the model's call of the block."""
@@ -182,17 +175,16 @@ class AddTap(Tap):
         return self.container(map(add, streams, guesses))
 
 
-class HollowTap(Tap):
+class HollowTap(SpecTap):
     """A skipped block whose outputs nobody reads: zeros of their shapes, which take no memory.
 
     Where the model's loop writes to them in place they have to be `real`.
     """
 
-    __slots__ = ("real", "spec")
+    __slots__ = ("real",)
 
     def __init__(self, module: nn.Module, spec: TapSpec) -> None:
-        super().__init__(module)
-        self.spec = spec
+        super().__init__(module, spec)
         self.real = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -204,8 +196,8 @@ class HollowTap(Tap):
 
 def protect(tap: Any) -> None:
     """Let a tap hold and hand out copies: the model's loop writes to its streams in place."""
-    if isinstance(tap, (ComputeTap, OpenTap)) and tap.base_of is not None:
-        tap.base_of = copied(tap.base_of)
+    if isinstance(tap, (ComputeTap, OpenTap)) and tap.spec.opens:
+        tap.input_of = copied(tap.input_of)
     elif isinstance(tap, PassTap) and tap.spec.live and tap.spec.opens:
         tap.streams_of = copied(tap.streams_of)
     elif isinstance(tap, LiveTap):

@@ -78,8 +78,7 @@ class TimePeek:
     def look(self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """Return the embedding of the call at hand, `[B, D]`; nothing is run for it.
 
-        Raises:
-            AttachError: If the call did not compute it once before its blocks.
+        Raises AttachError if the call did not compute it once before its blocks.
         """
         frame = current_frame()
         times = [frame.times.get(path, []) for path in self.paths]
@@ -105,9 +104,5 @@ def unwatch(module: nn.Module) -> None:
 
 
 def time_peek(model: nn.Module, probe: Probe | None) -> TimePeek | None:
-    """Return the peek that shows a time embedding, None for other probes.
-
-    Raises:
-        AttachError: If the model has no such embedding.
-    """
+    """Return the peek that shows a time embedding, which the model must have; None for other probes."""
     return None if probe is None or probe not in PATHS else TimePeek(model, probe)

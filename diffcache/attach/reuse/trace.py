@@ -39,15 +39,11 @@ class BlockCall:
 
 @dataclass(frozen=True)
 class Wiring:
-    """Chain of the blocks of one list.
+    """Chain of the blocks of one list."""
 
-    Attributes:
-        carry: Index of an output -> where the next block takes it.
-        source: `identity` if the very tensors were seen to travel, `shape` if the loop transforms
-            them in between and the first argument of equal shape was taken.
-    """
-
-    carry: dict[int, Key]
+    carry: dict[int, Key]  # index of an output -> where the next block takes it
+    # `identity` if the very tensors were seen to travel, `shape` if the loop transforms them in between and the first
+    # argument of equal shape was taken
     source: str
 
 

@@ -9,8 +9,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from diffcache.features.base import Probe, When, check_bool, check_int, check_threshold, is_number
+from diffcache.features.base import Change, Probe, When, check_int, is_number
 from diffcache.features.parts.when import relative_l1
+from diffcache.ranges import Count
 from diffcache.step import Step
 
 
@@ -51,19 +52,12 @@ class Rescaled(Indicator):
 
 @dataclass
 class Sum:
-    """State of an accumulating gate in a run.
+    """State of an accumulating gate in a run."""
 
-    Attributes:
-        anchor: The last computed step, -1 before the first.
-        index: The last step that was seen.
-        total: Sum of the errors that the changes since the anchor count for.
-        value: Tensor that was compared at that step, None before the first.
-    """
-
-    anchor: int = -1
-    index: int = -1
-    total: float = 0.0
-    value: Tensor | None = None
+    anchor: int = -1  # the last computed step, -1 before the first
+    index: int = -1  # the last step that was seen
+    total: float = 0.0  # sum of the errors that the changes since the anchor count for
+    value: Tensor | None = None  # tensor that was compared at that step, None before the first
 
 
 @dataclass(frozen=True)
@@ -83,30 +77,23 @@ class Accumulated(When):
         of: Name of the probe: the `modulated` input of the first attention, the `time` embedding,
             or its `time-projection`.
         by_branch: Whether every guidance branch adds up its own changes and decides for itself.
-
-    Raises:
-        ValueError: If a value is out of its range.
     """
 
     state: ClassVar[type] = Sum
 
-    threshold: float
+    threshold: Change
     indicator: Indicator = field(default_factory=Rescaled)
     warmup: float = 1
-    longest: int | None = None
+    longest: Count | None = None
     last: bool = True
     of: Probe = "modulated"
     by_branch: bool = False
 
-    def __post_init__(self) -> None:
-        check_threshold(self.threshold, " (0 turns the cache off)")
+    def check(self) -> None:
+        """Raise ValueError unless the warm-up is a number of steps, or a share of the run."""
         if not (is_number(self.warmup) and 0 < self.warmup < 1):
             why = " (the first step has nothing to stand in for it), or a share below 1 of the run"
             check_int("warmup", self.warmup, 1, why)
-        if self.longest is not None:
-            check_int("longest", self.longest, 1, " (None for any number)")
-        for name in ("last", "by_branch"):
-            check_bool(name, getattr(self, name))
 
     @property
     def probe(self) -> Probe:

@@ -21,14 +21,7 @@ class AffineSums:
     __slots__ = ("_moments",)
 
     def __init__(self, state: Tensor | None = None) -> None:
-        """Start empty, or from the `state` of other sums.
-
-        Args:
-            state: `[5, C]` float64, as `state` returns it.
-
-        Raises:
-            ValueError: If `state` has another shape.
-        """
+        """Start empty, or from the `state` of other sums, `[5, C]` float64; raise ValueError for another shape."""
         if state is not None and (state.ndim != 2 or state.shape[0] != ROWS):
             raise ValueError(f"state of shape {tuple(state.shape)}: must be [{ROWS}, C]")
         self._moments: Tensor | None = None
@@ -41,15 +34,10 @@ class AffineSums:
         return 0 if self._moments is None else int(self._moments[0, 0])
 
     def add(self, x: Tensor, y: Tensor) -> None:
-        """Add pairs.
+        """Add pairs: values that the map is applied to, `[..., C]`, any real dtype, and those it should give.
 
-        Args:
-            x: Values that the map is applied to, `[..., C]`, any real dtype; all but the last axis
-                are pooled. `x.reshape(-1, 1)` fits one map for the whole tensor.
-            y: Values that the map should give, same shape.
-
-        Raises:
-            ValueError: If the shapes differ, or the number of channels is not that of before.
+        All but the last axis are pooled: `x.reshape(-1, 1)` fits one map for the whole tensor.
+        Raises ValueError if the shapes differ, or the number of channels is not that of before.
         """
         if x.shape != y.shape or x.ndim == 0:
             raise ValueError(f"x {tuple(x.shape)}, y {tuple(y.shape)}: must be of one shape [..., channels]")
@@ -64,11 +52,7 @@ class AffineSums:
         self._join(torch.stack(rows).cpu())
 
     def merge(self, other: AffineSums) -> None:
-        """Add the sums of `other`.
-
-        Raises:
-            ValueError: If both have seen pairs of different numbers of channels.
-        """
+        """Add the sums of `other`; raise ValueError if both have seen pairs of different numbers of channels."""
         if other._moments is not None:
             self._join(other._moments)
 
@@ -95,21 +79,13 @@ class AffineSums:
         )
 
     def solve(self, official: bool = False) -> tuple[Tensor, Tensor]:
-        """Return the maps of least squared error.
+        """Return the maps of least squared error, `a` and `b`, each `[C]` float64; raise ValueError without pairs.
 
         `a = cov(x, y) / var(x)` and `b = mean(y) - a * mean(x)`, with both moments over the same
         number of pairs. A channel whose `x` does not vary gets `a = 1` and the difference of the
-        means as `b`; a channel that saw nothing cannot exist.
-
-        Args:
-            official: Divide the covariance by `n` and the variance by `n - 1`, as the released
-                code of CacheQuant does, which makes `a` smaller by the factor `(n - 1) / n`.
-
-        Returns:
-            `a` and `b`, each `[C]` float64.
-
-        Raises:
-            ValueError: If no pair was added.
+        means as `b`; a channel that saw nothing cannot exist. With `official` the covariance is
+        divided by `n` and the variance by `n - 1`, as the released code of CacheQuant does, which
+        makes `a` smaller by the factor `(n - 1) / n`.
         """
         if self._moments is None:
             raise ValueError("no pair was added; call add(x, y) before solve()")

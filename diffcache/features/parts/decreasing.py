@@ -10,6 +10,7 @@ from torch import Tensor
 
 from diffcache.features.base import When, check_int
 from diffcache.features.parts.when import LastComputed
+from diffcache.ranges import Count, Whole
 from diffcache.step import Step
 
 
@@ -27,24 +28,18 @@ class Decreasing(When):
         shortest: Interval that the end of the run comes near, in steps; at most `longest`.
         warmup: First steps that are always computed; the first one is in any case.
         total: Number of steps S of the run; None takes the run's own.
-
-    Raises:
-        ValueError: If a number is out of its range.
     """
 
     state: ClassVar[type] = LastComputed
 
     longest: int
-    shortest: int
-    warmup: int = 0
-    total: int | None = None
+    shortest: Count
+    warmup: Whole = 0
+    total: Count | None = None
 
-    def __post_init__(self) -> None:
-        check_int("shortest", self.shortest, 1)
+    def check(self) -> None:
+        """Raise ValueError unless the interval shrinks."""
         check_int("longest", self.longest, self.shortest, f" (shortest is {self.shortest})")
-        check_int("warmup", self.warmup, 0)
-        if self.total is not None:
-            check_int("total", self.total, 1)
 
     def interval(self, index: int, total: int) -> int:
         """Return the interval at a step of a run of `total` steps."""
@@ -53,11 +48,7 @@ class Decreasing(When):
         return max(math.floor(exact + 0.5), 1)
 
     def should_compute(self, state: LastComputed, step: Step, probe: Tensor | None) -> bool:
-        """Return whether the step is warm-up or a multiple of its interval.
-
-        Raises:
-            ValueError: If the length of the run is not known.
-        """
+        """Return whether the step is warm-up or a multiple of its interval; the length of the run must be known."""
         total = step.total if self.total is None else self.total
         if total is None:
             raise ValueError(

@@ -70,28 +70,19 @@ def best_starts(
 
 
 def anchor_costs(pairs: Tensor) -> Tensor:
-    """Return the cost of every segment, measured against its first step.
+    """Return the cost of every segment, measured against its first step, `[T, T]` float64.
 
-    Args:
-        pairs: `[T, T]`, a distance or a similarity of two steps, float; `pairs[i, t]` with
-            `i <= t` is read, rounded to float32, so that equal pairs have sums that are equal to
-            the last bit.
-
-    Returns:
-        `[T, T]` float64: `sum of pairs[i, t] for t in i..j` at `[i, j]`; 0 below the diagonal.
+    At `[i, j]` it is the `sum of pairs[i, t] for t in i..j`, distances or similarities of two
+    steps, float `[T, T]`; 0 below the diagonal. They are rounded to float32, so that equal pairs
+    have sums that are equal to the last bit.
     """
     return pairs.float().double().triu().cumsum(1).triu()
 
 
 def adjacent_costs(pairs: Tensor) -> Tensor:
-    """Return the cost of every segment, measured between its neighboring steps.
+    """Return the cost of every segment, measured between its neighboring steps, `[T, T]` float64.
 
-    Args:
-        pairs: `[T, T]` as in `anchor_costs`, of which `pairs[t - 1, t]` is read.
-
-    Returns:
-        `[T, T]` float64: `sum of pairs[t - 1, t] for t in i + 1..j` at `[i, j]`; 0 below the
-        diagonal.
+    At `[i, j]` it is the `sum of pairs[t - 1, t] for t in i + 1..j`, pairs as in `anchor_costs`; 0 below the diagonal.
     """
     near = pairs.float().double().diagonal(1)
     sums = torch.cat((near.new_zeros(1), near.cumsum(0)))

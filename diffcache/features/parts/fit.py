@@ -17,18 +17,10 @@ def best_steps(
 ) -> tuple[float, tuple[int, ...]]:
     """Return the least sum of costs of all schedules, and the smallest steps of those that have it.
 
-    The programme runs over the last `history` computed steps, and is exact.
-
-    Args:
-        costs: Returns the cost of a gap from the first of its computed steps, newest first, to
-            every later one and to the end, `total + 1` numbers; infinity where none may be.
-        total: Steps of the run.
-        computed: Number of computed steps.
-        history: Computed steps that a cost depends on.
-        first: First steps that are computed in any case.
-
-    Returns:
-        Infinity and no steps where no schedule may be.
+    The programme runs over the last `history` computed steps, on which `costs` depend, newest
+    first, and is exact. `costs` returns those of the gaps from the first of them to every later one
+    and to the end, `total + 1` numbers; infinity where none may be. The `first` steps are computed
+    in any case. Returns infinity and no steps where no schedule may be.
     """
     lasting = cache(costs)
     start = tuple(range(first))

@@ -17,6 +17,7 @@ from diffcache.features.base import Ability, Instead, Method
 from diffcache.features.combine import Combine, reuse_of
 from diffcache.features.parts.instead import Summed
 from diffcache.kernels.rows import pack_rows, unpack_rows, weighted_sum_int8
+from diffcache.ranges import Settings
 from diffcache.step import Step
 
 Form = Literal["bf16", "int8", "host"]
@@ -26,21 +27,13 @@ _THREAD = threading.local()  # streams of copies
 
 @dataclass
 class Packed:
-    """One tensor as it is held.
+    """One tensor as it is held."""
 
-    Attributes:
-        values: bfloat16, int8, or as it was but on the host.
-        scale: bfloat16, one a token, of int8 values; else None.
-        dtype: Dtype of the tensor.
-        device: Device of the tensor.
-        ready: A copy on the device that is on its way, with the event that ends it.
-    """
-
-    values: Tensor
-    scale: Tensor | None
-    dtype: torch.dtype
-    device: torch.device
-    ready: tuple[Tensor, Any] | None = None
+    values: Tensor  # bfloat16, int8, or as it was but on the host
+    scale: Tensor | None  # bfloat16, one a token, of int8 values; else None
+    dtype: torch.dtype  # dtype of the tensor
+    device: torch.device  # device of the tensor
+    ready: tuple[Tensor, Any] | None = None  # a copy on the device that is on its way, with the event that ends it
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors that take memory."""
@@ -111,17 +104,10 @@ class Hold(Instead):
     Args:
         inner: Stand-in that keeps features and estimates those of skipped steps.
         form: Form of the held tensors: `bf16`, `int8` or `host`.
-
-    Raises:
-        ValueError: If there is no such form.
     """
 
     inner: Instead
     form: Form
-
-    def __post_init__(self) -> None:
-        if self.form not in FORMS:
-            raise ValueError(f"hold={self.form!r}: must be one of {', '.join(map(repr, FORMS))}")
 
     def init(self) -> Box:
         """Return an empty state."""
@@ -196,7 +182,7 @@ class Hold(Instead):
 
 
 @dataclass(frozen=True)
-class Held(Method):
+class Held(Settings, Method):
     """Run a method with all its features held in another form.
 
     Args:
@@ -205,10 +191,7 @@ class Held(Method):
             the host's memory, fetched back ahead of use.
 
     Raises:
-        ValueError: If there is no such form, or the method is held already.
-
-    Example:
-        >>> pipe = diffcache.wrap(pipe, TaylorSeer(every=5), hold="int8")  # doctest: +SKIP
+        ValueError: If the method is held already, or holds nothing.
     """
 
     name: ClassVar[str] = "held"
@@ -216,11 +199,10 @@ class Held(Method):
     method: Method
     hold: Form
 
-    def __post_init__(self) -> None:
-        if isinstance(self.method, (Held, str)):
+    def check(self) -> None:
+        """Raise ValueError unless there are features to hold."""
+        if isinstance(self.method, Held):
             raise ValueError(f"method={self.method!r}: must be a method, and not held already")
-        if self.hold not in FORMS:
-            raise ValueError(f"hold={self.hold!r}: must be one of {', '.join(map(repr, FORMS))}")
         if reuse_of(self.method) is None:
             raise ValueError(f"hold={self.hold!r}: {self.method!r} holds no features")
         object.__setattr__(self, "bibtex", self.method.bibtex)

@@ -13,12 +13,12 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-from diffcache.features.base import Instead, check_int
+from diffcache.features.base import Instead, Order
 from diffcache.foreign import add_all
 from diffcache.kernels.forecast import SUM, finite_differences, sum_twin, weighted_sum
+from diffcache.ranges import Whole
 from diffcache.step import Step
 
-MAX_ORDER = 4
 FUSED = 4  # states from which one fused launch takes less time on the host than one each
 
 
@@ -107,19 +107,12 @@ class Taylor(Summed):
     Args:
         order: Highest order, 0 (reuse) to 4.
         start: First step index at which differences are taken.
-
-    Raises:
-        ValueError: If `order` is not 0 to 4 or `start` is negative.
     """
 
     state: ClassVar[type] = Differences
 
-    order: int = 1
-    start: int = 0
-
-    def __post_init__(self) -> None:
-        check_order("order", self.order)
-        check_int("start", self.start, 0)
+    order: Order = 1
+    start: Whole = 0
 
     def record(self, state: Differences, step: Step, feature: Tensor) -> None:
         """Replace the factors by those of the fresh feature."""
@@ -168,22 +161,13 @@ class Newton(Summed):
     polynomials of degree `order` at any spacing once `order + 1` steps were computed. The
     TaylorSeer paper's own form is `Taylor`.
 
-    Args:
-        order: Highest order, 0 (reuse) to 4.
-        start: First step index at which differences are taken.
-
-    Raises:
-        ValueError: If `order` is not 0 to 4 or `start` is negative.
+    Settings are those of `Taylor`.
     """
 
     state: ClassVar[type] = DividedDifferences
 
-    order: int = 1
-    start: int = 0
-
-    def __post_init__(self) -> None:
-        check_order("order", self.order)
-        check_int("start", self.start, 0)
+    order: Order = 1
+    start: Whole = 0
 
     def record(self, state: DividedDifferences, step: Step, feature: Tensor) -> None:
         """Replace the table by that of the fresh feature."""
@@ -197,9 +181,3 @@ class Newton(Summed):
         """Return the values at this step of Newton's basis."""
         distances = [step.index - anchor for anchor in state.anchors[:-1]]
         return [1.0, *map(float, accumulate(distances, mul))]
-
-
-def check_order(name: str, value: object) -> None:
-    """Raise ValueError unless `value` is a whole number from 0 to 4."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_ORDER:
-        raise ValueError(f"{name}={value!r}: must be a whole number from 0 (reuse) to {MAX_ORDER}")

@@ -61,14 +61,11 @@ def without_scattered(mask: Tensor) -> Tensor:
 
 
 def rows_of(mask: Tensor) -> Tensor:
-    """Return the indices of the set tokens, int64 `[B, M]`, M the most that any sample has.
+    """Return the indices of the set tokens of bool `[B, T]`, int64 `[B, M]`, M the most that any sample has.
 
     Shorter lists are filled up by repeating the sample's first set token: equal rows stay equal
-    through the model and are written to the same place, so that nothing has to be masked. A
-    sample without any repeats token 0, whose results nobody takes.
-
-    Args:
-        mask: bool `[B, T]`.
+    through the model and are written to the same place, so that nothing has to be masked. A sample
+    without any repeats token 0, whose results nobody takes.
     """
     counts = mask.sum(dim=1)
     most = int(counts.max()) if len(mask) else 0
@@ -139,12 +136,7 @@ class RegionPlan(Ability):
         return frozenset(i for i in range(self.total) if self.phase(i) == "region")
 
     def skips(self, timesteps: Sequence[float], span: float = 1000.0) -> dict[int, float]:
-        """Return the steps that are not computed, each with the factor of its velocity.
-
-        Args:
-            timesteps: T of them, falling.
-            span: Number of training timesteps, their range.
-        """
+        """Return the steps that are not computed, each with the factor of its velocity, by T falling times."""
         found: dict[int, float] = {}
         total = 1.0
         for index in range(1, self.total):

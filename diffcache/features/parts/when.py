@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from diffcache.features.base import Instead, Probe, When, check_bool, check_int, check_threshold
+from diffcache.features.base import Change, Instead, Probe, Spacing, Warmup, When, check_int
 from diffcache.features.parts.instead import Reuse
 from diffcache.kernels.distance import l1_sums
 from diffcache.step import Step
@@ -33,19 +33,12 @@ class Every(When):
     Args:
         every: Interval in steps; 1 computes all.
         warmup: First steps that are always computed, at least 1.
-
-    Raises:
-        ValueError: If `every` or `warmup` is below 1.
     """
 
     state: ClassVar[type] = LastComputed
 
-    every: int
-    warmup: int = 1
-
-    def __post_init__(self) -> None:
-        check_int("every", self.every, 1, " (1 turns the cache off)")
-        check_int("warmup", self.warmup, 1, " (the first step has nothing to stand in for it)")
+    every: Spacing
+    warmup: Warmup = 1
 
     def should_compute(self, state: LastComputed, step: Step, probe: Tensor | None) -> bool:
         """Return whether the step is warm-up or `every` steps after the last computed one."""
@@ -162,28 +155,15 @@ class Gate(When):
         relative_to: Divisor of the error: the `probe` or the `forecast`.
         last: Whether the last step of the run is always computed.
         by_branch: Whether every guidance branch decides for itself.
-
-    Raises:
-        ValueError: If `threshold` is negative or NaN, `warmup` is below 1, or `by_branch` is no
-            bool.
     """
 
-    threshold: float
-    warmup: int = 1
-    of: Probe = "residual"
+    threshold: Change
+    warmup: Warmup = 1
+    of: Literal["residual", "output", "modulated"] = "residual"
     forecast: Instead = field(default_factory=Reuse)
-    relative_to: str = "forecast"
+    relative_to: Literal["probe", "forecast"] = "forecast"
     last: bool = False
     by_branch: bool = False
-
-    def __post_init__(self) -> None:
-        check_bool("by_branch", self.by_branch)
-        check_threshold(self.threshold, " (0 turns the cache off)")
-        check_int("warmup", self.warmup, 1, " (the first step has nothing to stand in for it)")
-        if self.of not in ("residual", "output", "modulated"):
-            raise ValueError(f"of={self.of!r}: must be 'residual', 'output' or 'modulated'")
-        if self.relative_to not in ("probe", "forecast"):
-            raise ValueError(f"relative_to={self.relative_to!r}: must be 'probe' or 'forecast'")
 
     @property
     def probe(self) -> Probe:
@@ -219,18 +199,12 @@ class Gate(When):
 
 
 def relative_l1(guess: Tensor, probe: Tensor, relative_to: str = "probe", ranks: Any = None) -> float:
-    """Return `mean|guess - probe| / mean|reference|` in float32; waits for the device.
+    """Return `mean|guess - probe| / mean|reference|` in float32, of one shape; waits for the device.
 
-    Args:
-        guess: Any shape and float dtype.
-        probe: Same shape.
-        relative_to: `probe` or `forecast` (the guess).
-        ranks: Process group that shares the sample (`Step.ranks`): ranks of a context-parallel
-            model each see a part of the tokens and must decide alike. None for one process.
-
-    Returns:
-        The error over all ranks that share the sample; 0 where both are zero, infinity where only
-        the reference is.
+    The reference is the `probe` or the `forecast` (the guess). Over all `ranks` that share the
+    sample (`Step.ranks`), since those of a context-parallel model each see a part of the tokens and
+    must decide alike; None for one process. 0 where both are zero, infinity where only the
+    reference is.
     """
     pair = (probe, guess) if relative_to == "forecast" else (guess, probe)
     error, scale = _l1_totals(*pair, ranks)
@@ -240,13 +214,9 @@ def relative_l1(guess: Tensor, probe: Tensor, relative_to: str = "probe", ranks:
 
 
 def l1_means(values: Tensor, reference: Tensor, ranks: Any = None) -> tuple[float, float]:
-    """Return `mean|values - reference|` and `mean|reference|` in float32; waits for the device.
+    """Return `mean|values - reference|` and `mean|reference|` in float32, of one shape; waits for the device.
 
-    Args:
-        values: Any shape and float dtype.
-        reference: Same shape.
-        ranks: Process group that shares the sample, None for one process; over several the means
-            are of each one's numbers, added up.
+    Over several `ranks` that share the sample the means are of each one's numbers, added up.
     """
     error, scale = _l1_totals(values, reference, ranks)
     count = max(reference.numel(), 1)
@@ -263,12 +233,7 @@ def _l1_totals(values: Tensor, reference: Tensor, ranks: Any) -> tuple[float, fl
 
 
 def steps_of(when: When, total: int) -> tuple[int, ...]:
-    """Return the computed steps of a schedule that needs no probe.
-
-    Args:
-        when: The schedule.
-        total: Steps of the run.
-    """
+    """Return the computed steps of a schedule that needs no probe, in a run of so many."""
     state, steps = when.init(), []
     for index in range(total):
         step = Step(index, total=total)
