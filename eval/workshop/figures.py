@@ -35,7 +35,7 @@ import diffcache
 from diffcache.catalog import make_method
 from diffcache.command import FAILED, fail, script
 from diffcache.eval.cli import show
-from diffcache.eval.pages import escape_markdown, table
+from diffcache.eval.pages import environment, escape_markdown, table
 from diffcache.eval.record import FOLDER, ROOT
 from diffcache.eval.report.plots import draw_pareto
 from diffcache.eval.report.records import Record, columns_of, load
@@ -64,30 +64,6 @@ COLUMNS = (
     "success_rate_change", "action_error", "fid_lite_to_uncached", "fvd_lite_to_uncached",
     "held_bytes",
 )  # fmt: skip
-HEAD = """# Figures
-
-What methods cost and save on shipped models. Methods that need tables were calibrated first, on
-prompts that the evaluation does not draw; the rows of a table come from one process, and their
-seconds were measured in turn. The tables are made of the records beside the sweeps in
-`assets/bench/`, which hold versions, settings and every metric; [evaluation.md](evaluation.md)
-defines these, and [what these models can tell](telling_power.md) says what they mean for others.
-
-A row is named by its settings that are not the defaults; the number of samples stands below the
-table. *Right* is the share of pictures in which the shipped judge finds all that the sentence
-names, whole and in its place, and nothing else, *films_right* that of films whose frames all are;
-*success* that of episodes which reach the goal and touch no obstacle. *Held* are the most bytes
-that a cache keeps in a call, for its whole batch: 8 samples of sticker-flux, one chunk of the
-policy. A row that skips less than 5 % of the operations is never the best.
-"""
-HOURS = """## What draws what
-
-`make figures` draws every record of the pages again, the oldest first, in the hours that
-`ARGS='--budget 2'` gives; an interrupted round goes on. A record alone is drawn by
-`python -m diffcache.eval.workshop.figures NAME`, and names its command itself. Hours are of one
-core of the device: CPU hours where a round noted them, else those on the clock; of a record that
-was interrupted, those since. `make records` makes a part of each again by the code and weights of
-today, but for times, which are of a device.
-"""
 STATE = ROOT / OUT / "figures.json"
 HOUR_TITLES = ("record", "hours", "drawn", "commit", "device")
 GPU = "NVIDIA"
@@ -192,18 +168,20 @@ def write_plot(record: Record, file: Path) -> None:
 
 def page(folder: Path = FOLDER) -> str:
     """Return `docs/figures.md`: a table and a plot for every record."""
-    parts = [HEAD]
-    start, end = NAME.split("{}")
+    records, (start, end) = [], NAME.split("{}")
     for file in sorted(folder.glob(NAME.format("*") + ".json")):
-        model = file.stem.removeprefix(start).removesuffix(end)
-        record = load(file)
+        record, plot = load(file), file.with_suffix(".png")
         held = [column.key for column in columns_of(record)]
-        shown = table_of(record, [key for key in COLUMNS if key in held])
-        drawn = f"{conditions(record)[:-1]}; commit {record['commit']}."
-        parts += [f"## {model}\n", markdown(shown), f"{escape_markdown(drawn)}\n"]
-        if file.with_suffix(".png").exists():
-            parts.append(f"![rows of {model}](../assets/bench/{file.stem}.png)\n")
-    return "\n".join([*parts, HOURS, *table(HOUR_TITLES, map(hours_of, drawable(folder).items())), ""])
+        shown = {
+            "model": file.stem.removeprefix(start).removesuffix(end),
+            "table": markdown(table_of(record, [key for key in COLUMNS if key in held])),
+            "about": escape_markdown(f"{conditions(record)[:-1]}; commit {record['commit']}."),
+            "plot": plot.name * plot.exists(),
+        }
+        records.append(shown)
+    hours = "\n".join(table(HOUR_TITLES, map(hours_of, drawable(folder).items())))
+    made: str = environment().get_template("workshop/figures.md.jinja").render(records=records, hours=hours)
+    return made
 
 
 def drawable(folder: Path = FOLDER) -> dict[str, Record]:
