@@ -12,8 +12,7 @@ from diffcache.eval.metrics import lite
 from diffcache.eval.metrics.distances import frechet, inception_score, moments
 from diffcache.eval.workshop.lite_card import card
 from diffcache.eval.workshop.small import sticker_features
-from diffcache.eval.workshop.small.corruptions import RANGES, corrupt
-from diffcache.eval.workshop.small.sticker_features import draw, draw_films
+from diffcache.eval.workshop.small.sticker_features import RANGES, corrupt, draw, draw_films
 from diffcache.eval.workshop.small.stickers import OBJECTS, draw_scenes, render
 
 COUNT = 500

@@ -14,8 +14,7 @@ from diffcache.eval.metrics.sets import Reference, quality
 from diffcache.eval.runs import score
 from diffcache.eval.runs.extractors import Extractors, at_hand
 from diffcache.eval.runs.folder import CaseFolder, batches
-from diffcache.eval.workshop.small.corruptions import corrupt
-from diffcache.eval.workshop.small.sticker_features import draw
+from diffcache.eval.workshop.small.sticker_features import corrupt, draw
 from diffcache.eval.workshop.small.stickers import caption
 
 COUNT = 48

@@ -21,8 +21,7 @@ from diffcache.command import Threads, script
 from diffcache.eval.metrics import lite
 from diffcache.eval.metrics.distances import frechet, inception_score, moments
 from diffcache.eval.pages import rendered
-from diffcache.eval.workshop.small.corruptions import corrupt
-from diffcache.eval.workshop.small.sticker_features import draw, draw_films
+from diffcache.eval.workshop.small.sticker_features import corrupt, draw, draw_films
 from diffcache.eval.workshop.small.stickers import Scene
 from diffcache.files import write_file, write_json
 

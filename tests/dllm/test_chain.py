@@ -8,9 +8,18 @@ import torch
 
 import diffcache
 from diffcache.dllm import BlockCache, DKVCache, ElasticCache, FastDLLM, FreeCache, Policy, Schedule
-from diffcache.eval.workshop.small import chain, train_chain
-from diffcache.eval.workshop.small.chain import HELD_OUT, WORLDS, ChainBatch, World, draw, solve
-from diffcache.eval.workshop.small.chain_llada import BLOCKS, build_tokenizer, load
+from diffcache.eval.workshop.small import chain
+from diffcache.eval.workshop.small.chain import (
+    BLOCKS,
+    HELD_OUT,
+    WORLDS,
+    ChainBatch,
+    World,
+    build_tokenizer,
+    draw,
+    load,
+    solve,
+)
 from diffcache.eval.workshop.small.job import Settings
 from diffcache.eval.workshop.small.trainer import train
 from diffcache.pipelines.diffusion_lm import DiffusionLM
@@ -59,13 +68,13 @@ def test_texts_are_prompts_and_answers_are_texts(world: World) -> None:
 
 
 def test_masks_are_those_of_a_diffusion_and_of_a_block_decoder() -> None:
-    masked = train_chain.masks(400, World(), torch.Generator().manual_seed(0))
+    masked = chain.masks(400, World(), torch.Generator().manual_seed(0))
     assert masked[::2].float().mean().item() == pytest.approx(0.5, abs=0.06)  # 2.9 errors
     for row in masked[1::2].tolist():
         first = row.index(True) if True in row else len(row)
         clean = len(row) - row[::-1].index(False) if False in row else 0
-        assert clean - first <= train_chain.WINDOW  # clean, a partly masked block, all masked
-    masked, asked = train_chain.block_masks(200, 16, 49, WORLDS["chain-block"], torch.Generator().manual_seed(0))
+        assert clean - first <= chain.WINDOW  # clean, a partly masked block, all masked
+    masked, asked = chain.block_masks(200, 16, 49, WORLDS["chain-block"], torch.Generator().manual_seed(0))
     of = torch.arange(49, 96) // 16
     assert {3, 4, 5} == {int(block) for row in asked for block in of[row]} and not (asked & ~masked).any()
     for row, hidden in zip(asked, masked, strict=True):
@@ -76,7 +85,7 @@ def test_masks_are_those_of_a_diffusion_and_of_a_block_decoder() -> None:
 @pytest.mark.parametrize("name", ["chain-block", "chain-guide"])
 def test_a_training_is_exported_as_transformers_loads_it(name: str, tmp_path: Path) -> None:
     settings = Settings(steps=2, batch=2, examples=2, rate=1e-3, model=name)
-    job = train_chain.Chain(settings, tmp_path)
+    job = chain.Chain(settings, tmp_path)
     run = train(job, "chain", precision="float32")
     assert 0 <= run.rows[-1]["masked"] <= 1 and 0 <= run.rows[-1]["frontier"] <= 1
     job.export(run.average.eval(), tmp_path / "out")

@@ -220,5 +220,4 @@ def _picture(texts: list[str], shown: dict[str, NDArray[np.uint8]]) -> Image.Ima
     """Draw a row for each method at the largest factor, below the uncached one."""
     last = max(int(title.rsplit(" ", 2)[1]) for title in shown if title != UNCACHED)
     rows = {name: each for name, each in shown.items() if name == UNCACHED or f" {last} t" in name}
-    strips = [[Image.fromarray(one) for one in each] for each in rows.values()]
-    return draw_grid(strips, list(rows), scale=2, columns=1)
+    return draw_grid(np.stack(list(rows.values())), list(rows), scale=2, columns=1)

@@ -28,8 +28,18 @@ from diffcache.eval.metrics.intervals import share_change, share_interval
 from diffcache.eval.record import Progress, Setting, values
 from diffcache.eval.workshop.dllm.rows import Row, rows
 from diffcache.eval.workshop.parts import Parts, digest_of
-from diffcache.eval.workshop.small.chain import HELD_OUT, MASK, WORLDS, ChainBatch, draw, is_exact
-from diffcache.eval.workshop.small.chain_llada import BLOCKS, CAUSAL, GUIDES, load
+from diffcache.eval.workshop.small.chain import (
+    BLOCKS,
+    CAUSAL,
+    GUIDES,
+    HELD_OUT,
+    MASK,
+    WORLDS,
+    ChainBatch,
+    draw,
+    is_exact,
+    load,
+)
 from diffcache.pipelines.diffusion_lm import Answer, DiffusionLM
 from diffcache.pipelines.guide import ModelGuide
 from diffcache.targets import handle_of

@@ -9,7 +9,7 @@ from diffcache.dllm import Credit, Dynamic, Hierarchical, Policy, Quota, Sampler
 from diffcache.dllm.guided import Guided
 from diffcache.dllm.rules import Rule
 from diffcache.eval.methods import parse_method
-from diffcache.eval.workshop.small.chain_llada import CAUSAL, GUIDES
+from diffcache.eval.workshop.small.chain import CAUSAL, GUIDES
 
 Settings = dict[str, Any]
 Role = Literal["cache", "baseline", "control"]

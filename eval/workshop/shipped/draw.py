@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from diffusers import DiffusionPipeline, FluxKontextPipeline
+from diffusers import DiffusionPipeline
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 from tqdm import tqdm
@@ -17,9 +17,15 @@ from tqdm import tqdm
 from diffcache.eval.workshop.small import sticker_flux, sticker_kontext
 
 
-def outputs_of(
-    pipe: DiffusionPipeline, columns: Sequence[Any], steps: int, seeds: Sequence[int], batch: int, **call: Any
-) -> Iterator[Any]:
+def draw(
+    pipe: DiffusionPipeline,
+    columns: Sequence[Any],
+    *,
+    steps: int,
+    seeds: Sequence[int],
+    call: Mapping[str, Any],
+    batch: int = 32,
+) -> NDArray[np.uint8]:
     """Call a pipeline on some samples at a time, each from noise of a seed of its own.
 
     Args:
@@ -27,85 +33,51 @@ def outputs_of(
         columns: First arguments of the call, each with an entry for every sample.
         steps: Sampling steps.
         seeds: Seed of the noise of every sample.
+        call: Further arguments.
         batch: Samples drawn at once.
-        **call: Further arguments.
+
+    Returns:
+        Pictures or films, uint8 [N, ..., 64, 64, 3].
     """
+    made = []
     for start in tqdm(range(0, len(columns[0]), batch), desc=f"{steps} steps", leave=False):
         part = [column[start : start + batch] for column in columns]
-        own = seeds[start : start + batch]
-        noise = [torch.Generator("cpu").manual_seed(number) for number in own]
-        yield pipe(*part, num_inference_steps=steps, generator=noise, **call)
-
-
-def draw_pictures(
-    pipe: DiffusionPipeline, prompts: Sequence[Any], *, steps: int, seeds: Sequence[int], call: Mapping[str, Any]
-) -> list[Image.Image]:
-    """Draw one picture for each prompt, a text or class; see `outputs_of`."""
-    made = outputs_of(pipe, [list(prompts)], steps, seeds, 32, **call)
-    return [picture for output in made for picture in output.images]
+        noise = [torch.Generator("cpu").manual_seed(number) for number in seeds[start : start + batch]]
+        output = pipe(*part, num_inference_steps=steps, generator=noise, **{**call, "output_type": "np"})
+        made.append(np.round(output[0] * 255).astype(np.uint8))
+    return np.concatenate(made)
 
 
 def draw_stickers(
-    pipe: DiffusionPipeline, texts: Sequence[str], *, steps: int, seeds: Sequence[int]
-) -> NDArray[np.uint8]:
-    """Draw one picture for each sentence, with guidance; see `outputs_of`.
-
-    Args:
-        pipe: The pipeline.
-        texts: Sentences.
-        steps: Sampling steps.
-        seeds: Seed of the noise of every picture.
-
-    Returns:
-        Pictures, uint8 [B, 64, 64, 3].
-    """
-    call = {**sticker_flux.CALL, "output_type": "np"}
-    unsaid = [call.pop("negative_prompt")] * len(texts)  # as many as sentences, in a batch
-    made = outputs_of(pipe, [list(texts), list(texts), unsaid], steps, seeds, 32, **call)
-    return np.concatenate([np.round(output.images * 255).astype(np.uint8) for output in made])
-
-
-def edit_stickers(
-    pipe: FluxKontextPipeline,
-    before: NDArray[np.uint8],
+    pipe: DiffusionPipeline,
     texts: Sequence[str],
     *,
     steps: int,
     seeds: Sequence[int],
-    batch: int = 32,
-    each: Callable[[int], None] = lambda count: None,
+    before: NDArray[np.uint8] | None = None,
 ) -> NDArray[np.uint8]:
-    """Edit pictures of stickers, with guidance; see `outputs_of`.
+    """Draw one picture for each sentence, with guidance, or edit one by each instruction; see `draw`.
 
     Args:
         pipe: The pipeline.
-        before: Reference pictures, uint8 [B, 64, 64, 3].
-        texts: One instruction for each.
+        texts: Sentences, or instructions.
         steps: Sampling steps.
         seeds: Seed of the noise of every picture.
-        batch: Pictures edited at once.
-        each: Callback that is given the number of pictures of every run, after it.
-
-    Returns:
-        Pictures, uint8 [B, 64, 64, 3].
+        before: Pictures to edit, uint8 [B, 64, 64, 3].
     """
-    call = {**sticker_kontext.CALL, "output_type": "np"}
-    unsaid = [call.pop("negative_prompt")] * len(texts)
-    shown = torch.from_numpy(before).permute(0, 3, 1, 2).float() / 255
-    columns, made = [shown, list(texts), list(texts), unsaid], []
-    for output in outputs_of(pipe, columns, steps, seeds, batch, **call):
-        each(len(output.images))
-        made.append(np.round(output.images * 255).astype(np.uint8))
-    return np.concatenate(made)
+    call = dict(sticker_flux.CALL if before is None else sticker_kontext.CALL)
+    unsaid = [call.pop("negative_prompt")] * len(texts)  # as many as sentences, in a batch
+    shown = [] if before is None else [torch.from_numpy(before).permute(0, 3, 1, 2).float() / 255]
+    return draw(pipe, [*shown, list(texts), list(texts), unsaid], steps=steps, seeds=seeds, call=call)
 
 
 def draw_grid(
-    cells: Sequence[Sequence[Image.Image]], texts: Sequence[str], *, scale: int, columns: int
+    cells: Sequence[Sequence[NDArray[np.uint8]]] | NDArray[np.uint8], texts: Sequence[str], *, scale: int, columns: int
 ) -> Image.Image:
     """Lay samples out in a grid, enlarged, each over its text.
 
     Args:
-        cells: Pictures of each sample, which stand side by side.
+        cells: Pictures of each sample, uint8 [64, 64, 3], which stand side by side.
         texts: Prompts, one for each sample.
         scale: Pixels of the grid for one of a picture.
         columns: Samples in a row.
@@ -121,7 +93,7 @@ def draw_grid(
         row, column = divmod(index, columns)
         x, y = gap + column * (wide + gap), gap + row * high
         for place, picture in enumerate(pictures):
-            enlarged = picture.resize((side, side), Image.Resampling.NEAREST)
+            enlarged = Image.fromarray(picture).resize((side, side), Image.Resampling.NEAREST)
             grid.paste(enlarged, (x + place * side, y))
         pen.multiline_text((x, y + side + 2), text, fill="black", font=font, spacing=1)
     return grid

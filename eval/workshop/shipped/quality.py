@@ -32,9 +32,9 @@ from diffcache.dllm import Schedule
 from diffcache.eval.metrics.intervals import mean_interval, share_interval
 from diffcache.eval.record import FOLDER, Row, Setting, check, envelope, values
 from diffcache.eval.runs.task import directory_sha256
-from diffcache.eval.workshop.shipped.draw import draw_grid, draw_pictures, draw_stickers, edit_stickers, outputs_of
+from diffcache.eval.workshop.shipped.draw import draw, draw_grid, draw_stickers
 from diffcache.eval.workshop.small import (
-    chain_llada,
+    chain,
     sticker_dit,
     sticker_edits,
     sticker_flux,
@@ -42,8 +42,6 @@ from diffcache.eval.workshop.small import (
     sticker_kontext,
     sticker_wan,
 )
-from diffcache.eval.workshop.small.chain import HELD_OUT, WORLDS
-from diffcache.eval.workshop.small.chain import draw as draw_chains
 from diffcache.eval.workshop.small.sticker_dit import CLASSES
 from diffcache.eval.workshop.small.sticker_films import FILMED, sample_film
 from diffcache.eval.workshop.small.sticker_flux import decode, encode
@@ -92,7 +90,7 @@ class Model:
     measure: Callable[[Any, Any, int, int, Numbers], Outcomes]
     steps: Sequence[Any] = (28, 50)
     samples: int = 256
-    grid: Callable[[Any], tuple[str, Image.Image]] | None = None
+    grid: Callable[[Any], Image.Image] | None = None
     unit: str = "steps"
 
 
@@ -114,8 +112,7 @@ def _seeds(seed: int, numbers: Numbers) -> list[int]:
 def _of_sticker_classes(pipe: Any, steps: int, samples: int, seed: int, numbers: Numbers) -> Outcomes:
     """Judge pictures of all classes in turn: one whole object of the class and no other."""
     labels, seeds = [number % len(CLASSES) for number in numbers], _seeds(seed, numbers)
-    drawn = draw_pictures(pipe, labels, steps=steps, seeds=seeds, call=sticker_dit.CALL)
-    pictures = torch.from_numpy(np.stack([np.asarray(picture) for picture in drawn]))
+    pictures = torch.from_numpy(draw(pipe, [labels], steps=steps, seeds=seeds, call=sticker_dit.CALL))
     return {WHOLE: right(pictures.permute(0, 3, 1, 2), labels) > 0}
 
 
@@ -140,7 +137,7 @@ def _of_sticker_edits(pipe: Any, steps: int, samples: int, seed: int, numbers: N
         for side in zip(*((edit.before, edit.after) for edit in edits), strict=True)
     )
     texts = [edit.text for edit in edits]
-    made = edit_stickers(pipe, before, texts, steps=steps, seeds=_seeds(seed, numbers))
+    made = draw_stickers(pipe, texts, steps=steps, seeds=_seeds(seed, numbers), before=before)
     latents = encode(pipe.vae, after).float()
     best = sticker_edits.judge(decode(pipe.vae, latents).numpy(), edits)
     found = sticker_edits.judge(made, edits)
@@ -186,9 +183,7 @@ def _by_object(texts: Sequence[str], right: Tensor) -> dict[str, Tensor]:
 
 
 def _films_of(pipe: Any, texts: list[str], steps: int, seeds: Numbers) -> NDArray[np.uint8]:
-    call = {**sticker_wan.CALL, "output_type": "np"}
-    made = outputs_of(pipe, [texts], steps, seeds, 8, **call)
-    return np.concatenate([np.round(output.frames * 255).astype(np.uint8) for output in made])
+    return draw(pipe, [texts], steps=steps, seeds=seeds, call=sticker_wan.CALL, batch=8)
 
 
 def _of_streams(pipe: Any, chunks: int, samples: int, seed: int, numbers: Numbers) -> Outcomes:
@@ -230,12 +225,12 @@ def _of_reach(pipe: Any, steps: int, samples: int, seed: int, numbers: Numbers) 
 @torch.no_grad()
 def _of_chain(name: str, model: Any, steps: int, samples: int, seed: int, numbers: Numbers) -> Outcomes:
     """Judge traces of automata; a step is a forward, of which the guide has one a token."""
-    world = WORLDS[name]
-    batch = draw_chains(samples, world, torch.Generator().manual_seed(HELD_OUT + seed))
+    world = chain.WORLDS[name]
+    batch = chain.draw(samples, world, torch.Generator().manual_seed(chain.HELD_OUT + seed))
     own, found = list(numbers), []
     for prompts in batch.prompts[own].split(_CHAINS):
-        if name in chain_llada.BLOCKS:
-            block = None if name in chain_llada.CAUSAL else chain_llada.BLOCKS[name]  # its own
+        if name in chain.BLOCKS:
+            block = None if name in chain.CAUSAL else chain.BLOCKS[name]  # its own
             schedule = Schedule(world.length, block, steps)
             found.append(DiffusionLM(model).generate(prompts, schedule).ids)
         else:
@@ -285,43 +280,37 @@ def of_recall(model: Any, task: Task, samples: int, seed: int, numbers: Numbers)
     return {WHOLE: right.all(-1), "first_right": right[..., 0], "second_right": right[..., 1]}
 
 
-def _sticker_grid(pipe: Any) -> tuple[str, Image.Image]:
+def _sticker_grid(pipe: Any) -> Image.Image:
     texts = held_out_captions(24, 1)
-    pictures = map(Image.fromarray, draw_stickers(pipe, texts, steps=28, seeds=range(24)))
-    return "grid.png", draw_grid([[one] for one in pictures], texts, scale=2, columns=6)
+    pictures = draw_stickers(pipe, texts, steps=28, seeds=range(24))
+    return draw_grid(pictures[:, None], texts, scale=2, columns=6)
 
 
-def _sticker_classes_grid(pipe: Any) -> tuple[str, Image.Image]:
+def _sticker_classes_grid(pipe: Any) -> Image.Image:
     every = range(2 * len(CLASSES))
     labels = [number % len(CLASSES) for number in every]
-    pictures = draw_pictures(pipe, labels, steps=28, seeds=every, call=sticker_dit.CALL)
-    return "grid.png", draw_grid([[one] for one in pictures], [CLASSES[label] for label in labels], scale=2, columns=6)
+    pictures = draw(pipe, [labels], steps=28, seeds=every, call=sticker_dit.CALL)
+    return draw_grid(pictures[:, None], [CLASSES[label] for label in labels], scale=2, columns=6)
 
 
-def _sticker_edits_grid(pipe: Any) -> tuple[str, Image.Image]:
+def _sticker_edits_grid(pipe: Any) -> Image.Image:
     edits = sticker_edits.draw_edits(24, 0, held=True)
     before = np.stack([render_stickers(edit.before) for edit in edits])
     texts = [edit.text for edit in edits]
-    made = edit_stickers(pipe, before, texts, steps=28, seeds=range(24))
-    pairs = [[Image.fromarray(one) for one in pair] for pair in zip(before, made, strict=True)]
-    return "grid.png", draw_grid(pairs, texts, scale=2, columns=6)
+    made = draw_stickers(pipe, texts, steps=28, seeds=range(24), before=before)
+    return draw_grid(np.stack([before, made], 1), texts, scale=2, columns=6)
 
 
-def _films_grid(pipe: Any) -> tuple[str, Image.Image]:
+def _films_grid(pipe: Any) -> Image.Image:
     texts = held_sentences(12, 1)
-    return _strips(_films_of(pipe, texts, 28, range(12))[:, ::4], texts)
+    return draw_grid(_films_of(pipe, texts, 28, range(12))[:, ::4], texts, scale=2, columns=2)
 
 
-def _streams_grid(pipe: Any) -> tuple[str, Image.Image]:
+def _streams_grid(pipe: Any) -> Image.Image:
     made = Rollouts(held_sentences(12, 1), SETTING, 1, pipe)
     with made.video() as video:
         films = made.films(video, FullHistory(), 40)
-    return _strips(films[:, 4 * EVERY - 1 :: 4 * EVERY].numpy(), made.said)
-
-
-def _strips(films: NDArray[np.uint8], texts: Sequence[str]) -> tuple[str, Image.Image]:
-    rows = [[Image.fromarray(frame) for frame in film] for film in films]
-    return "grid.png", draw_grid(rows, texts, scale=2, columns=2)
+    return draw_grid(films[:, 4 * EVERY - 1 :: 4 * EVERY].numpy(), made.said, scale=2, columns=2)
 
 
 QUALITIES: Mapping[str, Model] = {
@@ -333,8 +322,8 @@ QUALITIES: Mapping[str, Model] = {
     "reach-policy": Model("episodes", reach.load, _of_reach, (100,), 512),
     "recall-llama": Model("answers", recall_llama.load, of_recall, TASKS, 128),
     **{
-        name: Model("traces", partial(chain_llada.load, name), partial(_of_chain, name), (WORLDS[name].length,), 400)
-        for name in chain_llada.SIZES
+        name: Model("traces", partial(chain.load, name), partial(_of_chain, name), (chain.WORLDS[name].length,), 400)
+        for name in chain.SIZES
     },
 }
 
@@ -351,20 +340,17 @@ def measure(name: str, samples: int, seed: int) -> dict[str, Any]:
     pipe = model.load()
     rows = []
     for steps in model.steps:
-        begun = time.monotonic()
+        begun, about = time.monotonic(), _about(model, steps)
         outcomes = model.measure(pipe, steps, samples, seed, range(samples))
-        about = _about(model, steps)
-        found = {key: _interval(key, column) for key, column in outcomes.items()}
-        rows.append(
-            {
-                "name": ", ".join(f"{value} {key}" for key, value in about.items()),
-                **about,
-                "samples": samples,
-                "quality": found,
-                "values": values_of(outcomes),
-                "seconds_per_sample": round((time.monotonic() - begun) / samples, 4),
-            }
-        )
+        row = {
+            "name": ", ".join(f"{value} {key}" for key, value in about.items()),
+            **about,
+            "samples": samples,
+            "quality": {key: _interval(key, column) for key, column in outcomes.items()},
+            "values": values_of(outcomes),
+            "seconds_per_sample": round((time.monotonic() - begun) / samples, 4),
+        }
+        rows.append(row)
     body = {
         "seed": seed,
         "rounds": 1,
@@ -447,8 +433,7 @@ def quality(
                 flush=True,
             )
         if model.grid is not None:
-            file, picture = model.grid(model.load())
-            picture.save(MODELS / name / file, optimize=True)
+            model.grid(model.load()).save(MODELS / name / "grid.png", optimize=True)
 
 
 main = script(quality)

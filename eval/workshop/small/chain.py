@@ -9,16 +9,41 @@ ends: its states change little, and a wrong one is put right at an end.
     world = WORLDS["chain-llada"]
     batch = draw(8, world, torch.Generator().manual_seed(HELD_OUT))
     print(is_exact(answers, batch).float().mean())
+
+Four diffusion models and two guides answer. The diffusion models are of LLaDA's kind, a Llama without
+a causal mask that predicts every `[MASK]` of its input at once. `chain-block` is of LLaDA2's, whose
+attention is causal over blocks: a token sees its own block of 16, counted from the first token of the
+prompt, and those before it. `chain-guide` and `chain-guide-probe` are causal Llamas.
+
+    model, tokenizer = load(), load_tokenizer()
+    ids = tokenizer("a c b ...", return_tensors="pt").input_ids  # [BOS] a c b ... [EQ]
+
+What was easy to get wrong in their training: a block decoder asks for states of a kind that masks at
+random do not show, an answer that is clean up to some point and masked from there on. So half of the
+rows are such. The weight `1 / p` of the diffusion loss lets rows of few masks dominate, so it is tamed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from diffcache.eval.workshop.small.export import save_language_model
+from diffcache.eval.workshop.small.job import Job
+from diffcache.files import write_json
+from diffcache.pipelines.shipped_models import MODELS
 
 STATES, LETTERS = 16, 8  # the most of any world; tokens 0..15 are states, 16..23 letters
 BOS, EQ, EOS, MASK, PAD, UNK = range(STATES + LETTERS, STATES + LETTERS + 6)
@@ -165,3 +190,228 @@ def is_exact(answers: Tensor, batch: ChainBatch) -> Tensor:
         batch: Samples that they answer.
     """
     return (answers == batch.answers).all(1)
+
+
+MARKS = {"pad_token": "[PAD]", "bos_token": "[BOS]", "eos_token": "[EOS]", "unk_token": "[UNK]"}
+
+
+@dataclass(frozen=True)
+class ChainSize:
+    """Architecture of a model.
+
+    Attributes:
+        width: Channels.
+        layers: Number of layers.
+        inner: Channels within an MLP.
+    """
+
+    width: int
+    layers: int
+    inner: int
+
+
+BLOCKS = {"chain-llada": 32, "chain-llada-probe": 16, "chain-llada-walk": 16, "chain-block": 16}  # of a decoding
+CAUSAL = ("chain-block",)  # those of them whose attention has these blocks, too
+LARGE = ChainSize(96, 4, 256)  # 449 376 parameters
+SMALL = ChainSize(64, 3, 160)  # 145 856 parameters
+TINY = ChainSize(16, 1, 32)  # 3 632 parameters, too few for the table of 16 states
+SIZES = {
+    "chain-llada": LARGE,
+    "chain-llada-probe": SMALL,
+    "chain-llada-walk": SMALL,
+    "chain-block": SMALL,
+    "chain-guide": SMALL,
+    "chain-guide-probe": TINY,
+}
+GUIDES = {"chain-llada": "chain-guide", "chain-llada-probe": "chain-guide-probe"}
+
+
+def configuration(name: str) -> LlamaConfig:
+    """Return the architecture of a model.
+
+    Args:
+        name: Name of a model, as in `SIZES`.
+    """
+    size, length = SIZES[name], WORLDS[name].length
+    diffusion = {"is_causal": False, "mask_token_id": MASK} if name in BLOCKS else {}
+    if name in CAUSAL:
+        diffusion["block_size"] = BLOCKS[name]
+    return LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=size.width,
+        intermediate_size=size.inner,
+        num_hidden_layers=size.layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=2 * length + 2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+        tie_word_embeddings=False,
+        pad_token_id=PAD,
+        bos_token_id=BOS,
+        eos_token_id=EOS,
+        **diffusion,
+    )
+
+
+def build_model(name: str, attention: str = "eager") -> LlamaForCausalLM:
+    """Build a model with random weights.
+
+    Args:
+        name: Name of a model, as in `SIZES`.
+        attention: transformers' name of the attention; compiled, eager trains fastest on a CPU.
+    """
+    return LlamaForCausalLM._from_config(configuration(name), attn_implementation=attention)
+
+
+def build_tokenizer(world: World) -> PreTrainedTokenizerFast:
+    """Build a tokenizer of words between spaces; `[BOS]` comes before them and `[EQ]` after."""
+    known = {word: number for number, word in enumerate(world.words())}
+    backend = Tokenizer(WordLevel(known, unk_token="[UNK]"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    backend.post_processor = TemplateProcessing(single="[BOS] $A [EQ]", special_tokens=[("[BOS]", BOS), ("[EQ]", EQ)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        clean_up_tokenization_spaces=False,
+        model_max_length=2 * world.length + 2,
+        model_input_names=["input_ids", "attention_mask"],
+        padding_side="left",
+        mask_token="[MASK]",
+        additional_special_tokens=["[EQ]"],
+        **MARKS,
+    )
+
+
+def load(name: str = "chain-llada", dtype: torch.dtype = torch.float32, attention: str = "sdpa") -> LlamaForCausalLM:
+    """Load a trained model, in evaluation mode.
+
+    Args:
+        name: Name of a model, as in `SIZES`, or its directory.
+        dtype: Data type of the weights; the file holds bfloat16.
+        attention: transformers' name of the attention.
+    """
+    model = LlamaForCausalLM.from_pretrained(str(MODELS / name), dtype=dtype, attn_implementation=attention)
+    return model.eval()
+
+
+def load_tokenizer(name: str = "chain-llada") -> PreTrainedTokenizerFast:
+    """Load the tokenizer saved beside a model.
+
+    Args:
+        name: Name of a model, as in `SIZES`, or its directory.
+    """
+    return PreTrainedTokenizerFast.from_pretrained(str(MODELS / name))
+
+
+WINDOW = 32  # tokens of a block that is partly decided
+TAMED = 4  # masks that are added to those of a row, in its weight
+
+
+def masks(count: int, world: World, generator: torch.Generator) -> Tensor:
+    """Draw which tokens of answers are masked: half of them anywhere, half as a block decoder does.
+
+    Args:
+        count: Number of answers.
+        world: Task.
+        generator: Generator on the CPU.
+
+    Returns:
+        bool `[count, N]`.
+    """
+    share = torch.rand(count, 1, generator=generator)
+    masked = torch.rand(count, world.length, generator=generator) < share
+    cut = torch.randint(world.length, (count, 1), generator=generator)
+    at = torch.arange(world.length)
+    later = (at >= cut) & (masked | (at >= cut + WINDOW))
+    return torch.where(torch.arange(count)[:, None] % 2 == 0, masked, later)
+
+
+def block_masks(count: int, size: int, prompt: int, world: World, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Draw which tokens of answers are masked for attention that is causal over blocks.
+
+    A block of each answer is decided: all before it is known, and what comes after it is not seen.
+
+    Args:
+        count: Number of answers.
+        size: Tokens of a block.
+        prompt: Tokens of a prompt, from whose first one blocks are counted.
+        world: Task.
+        generator: Generator on the CPU.
+
+    Returns:
+        Masked tokens, and those of them that are asked for, bool `[count, N]` each.
+    """
+    of = torch.arange(prompt, prompt + world.length) // size
+    chosen = torch.randint(int(of[0]), int(of[-1]) + 1, (count, 1), generator=generator)
+    share = torch.rand(count, 1, generator=generator)
+    masked = (of > chosen) | ((of == chosen) & (torch.rand(count, world.length, generator=generator) < share))
+    return masked, masked & (of == chosen)
+
+
+class Chain(Job):
+    """Fill in masked answers; every step draws new ones.
+
+    A guide is a model without blocks, which reads from left to right: all of its answer is masked.
+    """
+
+    @property
+    def world(self) -> World:
+        """The task of the model."""
+        return WORLDS[self.settings.model]
+
+    @property
+    def block(self) -> int | None:
+        """Tokens that the model decides at a time, None for a guide."""
+        return BLOCKS.get(self.settings.model)
+
+    def build(self) -> nn.ModuleDict:
+        """Build the model."""
+        return nn.ModuleDict({"model": build_model(self.settings.model)})
+
+    def loss(self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator) -> Tensor:
+        """Return the weighted cross-entropy of a step's masked tokens."""
+        batch = draw(len(drawn["chosen"]), self.world, generator)
+        logits, masked = self._predict(self.compile(models["model"]), batch, generator)
+        error = cross_entropy(logits.float().mT, batch.answers, reduction="none")
+        return ((error * masked).sum(1) / (masked.sum(1) + TAMED)).mean()
+
+    def _predict(self, model: nn.Module, batch: ChainBatch, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Return logits of answers [B, N, V], and which of their tokens are asked for [B, N]."""
+        length, more = self.world.length, {}
+        if self.settings.model in CAUSAL and self.block is not None:
+            prompt = batch.prompts.shape[1]
+            hidden, masked = block_masks(len(batch.answers), self.block, prompt, self.world, generator)
+            given = torch.cat([batch.prompts, batch.answers.masked_fill(hidden, MASK)], 1)
+            at = torch.arange(given.shape[1]) // self.block
+            seen = torch.zeros(len(at), len(at)).masked_fill(at[:, None] < at, -torch.inf)
+            more = {"attention_mask": seen[None, None].to(given.device)}
+        elif self.block is not None:
+            masked = masks(len(batch.answers), self.world, generator)
+            shown = batch.answers.masked_fill(masked, MASK)
+            given = torch.cat([batch.prompts, shown], 1)
+        else:
+            masked = torch.ones_like(batch.answers, dtype=torch.bool)
+            given = batch.ids[:, :-1]
+        return model(input_ids=given, use_cache=False, **more).logits[:, -length:], masked
+
+    @torch.no_grad()
+    def measure(self, models: nn.ModuleDict) -> dict[str, float]:
+        """Measure how many masked tokens are right, and of those whose left neighbor is known."""
+        generator = torch.Generator().manual_seed(self.settings.seed + 1)
+        batch = draw(64, self.world, generator)
+        logits, masked = self._predict(models["model"], batch, generator)
+        known = torch.ones_like(masked)
+        if self.block is not None:
+            known[:, 1:] = ~masked[:, :-1]
+        right = (logits.argmax(-1) == batch.answers).float()
+        return {"masked": float(right[masked].mean()), "frontier": float(right[masked & known].mean())}
+
+    def export(self, models: nn.ModuleDict, directory: Path) -> None:
+        """Save model and tokenizer, with what a call needs."""
+        tokenizer = build_tokenizer(self.world)
+        save_language_model(models["model"], tokenizer, directory)
+        if self.block is not None:
+            (directory / "generation_config.json").unlink()  # it does not generate word by word
+            call: dict[str, int] = {"length": self.world.length}
+            if self.settings.model not in CAUSAL:
+                call["block"] = self.block
+            write_json(directory / "diffcache.json", {"call": call})

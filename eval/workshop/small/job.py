@@ -38,12 +38,12 @@ JOBS = {  # name -> class, and the shipped model it is for
     "sticker-wan": ("sticker_wan:Wan", "sticker-wan"),
     "reach-policy": ("train_reach:Reach", "reach-policy"),
     "recall-llama": ("train_recall:Recall", "recall-llama"),
-    "chain-llada": ("train_chain:Chain", "chain-llada"),
-    "chain-llada-probe": ("train_chain:Chain", "chain-llada-probe"),
-    "chain-llada-walk": ("train_chain:Chain", "chain-llada-walk"),
-    "chain-block": ("train_chain:Chain", "chain-block"),
-    "chain-guide": ("train_chain:Chain", "chain-guide"),
-    "chain-guide-probe": ("train_chain:Chain", "chain-guide-probe"),
+    "chain-llada": ("chain:Chain", "chain-llada"),
+    "chain-llada-probe": ("chain:Chain", "chain-llada-probe"),
+    "chain-llada-walk": ("chain:Chain", "chain-llada-walk"),
+    "chain-block": ("chain:Chain", "chain-block"),
+    "chain-guide": ("chain:Chain", "chain-guide"),
+    "chain-guide-probe": ("chain:Chain", "chain-guide-probe"),
 }
 
 
