@@ -35,7 +35,7 @@ import diffcache
 from diffcache.catalog import make_method
 from diffcache.command import FAILED, fail, script
 from diffcache.eval.cli import show
-from diffcache.eval.pages import environment, escape_markdown, table
+from diffcache.eval.pages import escape_markdown, rendered, table
 from diffcache.eval.record import FOLDER, ROOT
 from diffcache.eval.report.plots import draw_pareto
 from diffcache.eval.report.records import Record, columns_of, load
@@ -180,8 +180,7 @@ def page(folder: Path = FOLDER) -> str:
         }
         records.append(shown)
     hours = "\n".join(table(HOUR_TITLES, map(hours_of, drawable(folder).items())))
-    made: str = environment().get_template("workshop/figures.md.jinja").render(records=records, hours=hours)
-    return made
+    return rendered("workshop/figures.md.jinja", records=records, hours=hours)
 
 
 def drawable(folder: Path = FOLDER) -> dict[str, Record]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from diffcache.eval.pages import environment, keep_pages, table
+from diffcache.eval.pages import keep_pages, rendered, table
 from diffcache.eval.record import FOLDER, ROOT
 from diffcache.features.magcache import MagCache
 from diffcache.files import read_json
@@ -48,29 +48,25 @@ def page(record: Mapping[str, Any]) -> str:
 
     path, told = _path(record["residuals"])
     lost = [f"{row['method']} at {row['factor']} times" for row in changed if row["whole_right_change"]["high"] < 0]
-    made: str = (
-        environment()
-        .get_template("workshop/shipped/telling_page.md.jinja")
-        .render(
-            record=record,
-            samples=samples,
-            steps=record["rows"][0]["steps"],
-            right=_share(right),
-            half=half,
-            half_of_many=half * (samples / 256) ** 0.5,
-            close=max(row["psnr_db"]["high"] - row["psnr_db"]["low"] for row in changed) / 2,
-            reversed=f"Reversed: {'; '.join(reversals)}." if reversals else "No published pair is reversed.",
-            lost=f"by: {', '.join(lost)}" if lost else "by none",
-            decibels=shown("psnr_db", _decibels),
-            shares=shown("whole_right", _share),
-            worst=max(factors),
-            order="\n".join(order),
-            path="\n".join(path),
-            told="; ".join(told),
-            last=record["residuals"]["first_to_last"][0],
-        )
+    return rendered(
+        "workshop/shipped/telling_page.md.jinja",
+        record=record,
+        samples=samples,
+        steps=record["rows"][0]["steps"],
+        right=_share(right),
+        half=half,
+        half_of_many=half * (samples / 256) ** 0.5,
+        close=max(row["psnr_db"]["high"] - row["psnr_db"]["low"] for row in changed) / 2,
+        reversed=f"Reversed: {'; '.join(reversals)}." if reversals else "No published pair is reversed.",
+        lost=f"by: {', '.join(lost)}" if lost else "by none",
+        decibels=shown("psnr_db", _decibels),
+        shares=shown("whole_right", _share),
+        worst=max(factors),
+        order="\n".join(order),
+        path="\n".join(path),
+        told="; ".join(told),
+        last=record["residuals"]["first_to_last"][0],
     )
-    return made
 
 
 def _decibels(value: Mapping[str, float]) -> str:
