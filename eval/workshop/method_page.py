@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from diffcache.eval.pages import entries, keep_pages, table
+from diffcache.eval.pages import cell, entries, keep_pages, table
 from diffcache.eval.record import ROOT
 from diffcache.eval.report.records import timing_of
 from diffcache.features.collect import Calibrated
@@ -19,22 +19,23 @@ from diffcache.registry import MODELS, Row, rows_of
 
 PAGE = Path("docs/methods.md")
 RECORDS = "eval-*.json"
-# title, where the value lies in a row of a record, how it is written
+# title -> what is written of a row of a record, with its fidelity and quality
 FIGURES = (
-    ("evaluations", ("evaluations",), "{:.1f}"),
-    ("FLOPs ratio", ("flops_ratio",), "{:.2f}"),
-    ("seconds ratio", ("seconds_ratio",), "{:.2f}"),
-    ("PSNR dB", ("fidelity", "psnr_db"), "{:.1f}"),
-    ("SSIM", ("fidelity", "ssim"), "{:.4f}"),
-    ("LPIPS-lite", ("fidelity", "lpips_lite"), "{:.4f}"),
-    ("FID-lite change", ("quality", "fid_lite_change"), "{:+.3f}"),
-    ("whole scenes right", ("quality", "whole_right"), "{:.3f}"),
-    ("its change", ("quality", "whole_right_change"), "{:+.3f}"),
-    ("success rate", ("quality", "success_rate"), "{:.3f}"),
-    ("its change", ("quality", "success_rate_change"), "{:+.3f}"),
-    ("action error", ("fidelity", "action_error"), "{:.2g}"),
-    ("bytes held", ("held_bytes",), "{:,.0f}"),
+    ("evaluations", "{evaluations:.1f}"),
+    ("FLOPs ratio", "{flops_ratio:.2f}"),
+    ("seconds ratio", "{seconds_ratio:.2f}"),
+    ("PSNR dB", "{psnr_db:.1f}"),
+    ("SSIM", "{ssim:.4f}"),
+    ("LPIPS-lite", "{lpips_lite:.4f}"),
+    ("FID-lite change", "{fid_lite_change:+.3f}"),
+    ("whole scenes right", "{whole_right:.3f}"),
+    ("its change", "{whole_right_change:+.3f}"),
+    ("success rate", "{success_rate:.3f}"),
+    ("its change", "{success_rate_change:+.3f}"),
+    ("action error", "{action_error:.2g}"),
+    ("bytes held", "{held_bytes:,.0f}"),
 )
+_NOTHING: dict[str, Any] = dict.fromkeys(re.findall(r"{(\w+)", str(FIGURES)))
 
 
 def page(directory: Path = ROOT) -> str:
@@ -148,28 +149,16 @@ def _measured(name: str, records: list[dict[str, Any]]) -> list[str]:
             if row["kind"] != "method" or called != name:
                 continue
             task = record["task"]
-            shown = {**row, "seconds_ratio": timing_of(record, row["name"]).get("ratio")}
-            values = [_figure(shown, place, form) for _, place, form in FIGURES]
+            shown = _NOTHING | row | row["fidelity"] | row["quality"]
+            shown["seconds_ratio"] = timing_of(record, row["name"]).get("ratio")
+            values = [cell(form, shown) for _, form in FIGURES]
             about = f"{Path(task['model']).name}, {row['steps']} steps, {task['samples']} samples"
             rows.append([about, f"`{settings or 'defaults'}`", *values])
     if not rows:
         return []
-    titles = ["model", "settings", *(title for title, _, _ in FIGURES)]
+    titles = ["model", "settings", *(title for title, _ in FIGURES)]
     held = [place for place in range(len(titles)) if any(row[place] for row in rows)]
     return [*table([titles[at] for at in held], ([row[at] for at in held] for row in rows)), ""]
-
-
-def _figure(row: dict[str, Any], place: tuple[str, ...], form: str) -> str:
-    """Return one value of a row with its interval or quartiles, an empty cell without one."""
-    value: Any = row
-    for key in place:
-        value = value.get(key) if isinstance(value, dict) else None
-    if isinstance(value, dict):
-        names = ("median", "q1", "q3") if "median" in value else ("value", "low", "high")
-        middle, low, high = (value.get(key) for key in names)
-        text = form.format(middle)
-        return text if low is None else f"{text} ({form.format(low)} to {form.format(high)})"
-    return form.format(value) if isinstance(value, (int, float)) else ""
 
 
 main = keep_pages(lambda before: page(), ROOT / PAGE)

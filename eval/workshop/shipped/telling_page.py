@@ -7,18 +7,19 @@ python -m diffcache.eval.workshop.shipped.telling_page --write
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from diffcache.eval.pages import keep_pages, rendered, table
+from diffcache.eval.pages import cell, keep_pages, rendered, table
 from diffcache.eval.record import FOLDER, ROOT
 from diffcache.features.magcache import MagCache
 from diffcache.files import read_json
 
 RECORD = "telling.json"
 FEWER, REUSE, FORECAST = "fewer steps", "reuse", "TaylorSeer, order 2"
+SHARE, DECIBELS = "{whole_right:.0%}", "{psnr_db:.1f}"
 FIRST = 10  # steps whose ratios are correlated
 # ImageReward on DrawBench by FLUX.1-dev at 50 steps: around 3 to 4 times fewer operations, and
 # around 5. github.com/vipshop/cache-dit bench/README.md, its rows of FORA, TaylorSeer, fewer steps.
@@ -42,8 +43,8 @@ def page(record: Mapping[str, Any]) -> str:
     order, reversals = _order(rows, factors)
     half = 50 * (right["high"] - right["low"])
 
-    def shown(key: str, show: Callable[[Any], str]) -> str:
-        lines = [[name, *(show(rows[name, n][key]) for n in factors)] for name in names]
+    def shown(form: str) -> str:
+        lines = [[name, *(cell(form, rows[name, n]) for n in factors)] for name in names]
         return "\n".join(table(["", *(f"{n} times" for n in factors)], lines, True))
 
     path, told = _path(record["residuals"])
@@ -53,28 +54,20 @@ def page(record: Mapping[str, Any]) -> str:
         record=record,
         samples=samples,
         steps=record["rows"][0]["steps"],
-        right=_share(right),
+        right=cell(SHARE, record["rows"][0]),
         half=half,
         half_of_many=half * (samples / 256) ** 0.5,
         close=max(row["psnr_db"]["high"] - row["psnr_db"]["low"] for row in changed) / 2,
         reversed=f"Reversed: {'; '.join(reversals)}." if reversals else "No published pair is reversed.",
         lost=f"by: {', '.join(lost)}" if lost else "by none",
-        decibels=shown("psnr_db", _decibels),
-        shares=shown("whole_right", _share),
+        decibels=shown(DECIBELS),
+        shares=shown(SHARE),
         worst=max(factors),
         order="\n".join(order),
         path="\n".join(path),
         told="; ".join(told),
         last=record["residuals"]["first_to_last"][0],
     )
-
-
-def _decibels(value: Mapping[str, float]) -> str:
-    return f"{value['value']:.1f} ({value['low']:.1f} to {value['high']:.1f})"
-
-
-def _share(value: Mapping[str, float]) -> str:
-    return f"{value['value']:.0%} ({value['low']:.0%} to {value['high']:.0%})"
 
 
 def _order(rows: Mapping[tuple[str, int], Any], factors: Sequence[int]) -> tuple[list[str], list[str]]:
@@ -87,7 +80,7 @@ def _order(rows: Mapping[tuple[str, int], Any], factors: Sequence[int]) -> tuple
         for name in order:
             times, reward = published[name]
             row = rows[name, factor]
-            cells = f"{reward:.3f} at {times:.2f}", _share(row["whole_right"]), _decibels(row["psnr_db"])
+            cells = f"{reward:.3f} at {times:.2f}", cell(SHARE, row), cell(DECIBELS, row)
             found.append([f"{name}, {factor} times", *cells])
         for place, one in enumerate(order):
             for other in order[place + 1 :]:
