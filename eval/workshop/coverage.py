@@ -13,10 +13,11 @@ import json
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import diffusers
 import torch
 from torch import nn
 
@@ -24,7 +25,7 @@ import diffcache
 from diffcache.attach.anatomy import Anatomy
 from diffcache.attach.reuse.extension import FeatureReuse
 from diffcache.attach.reuse.trace import Wiring
-from diffcache.eval.pages import entries, keep_pages, table
+from diffcache.eval.pages import entries, keep_pages, rendered, table
 from diffcache.eval.record import ROOT
 from diffcache.pipelines.demo.console import progress
 from diffcache.pipelines.demo.describe import EXCLUDED, STREAMS_FILE
@@ -34,39 +35,23 @@ from tests.zoo.catalog import cases
 
 STEPS, EVERY = 12, 3
 SITES = tuple(Site.of(name) for name in ("stack", "block", "module", "attention", "feed-forward", "model"))
-_HEAD = """# Coverage
-
-What diffcache finds in the denoisers of diffusers, and what it skips in them. Written by
-`python -m diffcache.eval.workshop.coverage --write`; every number is counted in a real run of a
-tiny random model of the class ({steps} steps, `Interval(every={every})`, which computes {computed}
-of them), none is estimated.
-
-"""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A run of one case at one site.
-
-    Attributes:
-        computed: Block or module evaluations that ran.
-        skipped: Those that were skipped.
-        refusal: Reason why the site cannot be cached, empty where it can.
-    """
+    """A run of one case at one site: evaluations of blocks or modules, and why the site cannot be cached."""
 
     computed: int = 0
     skipped: int = 0
     refusal: str = ""
 
     def __str__(self) -> str:
-        if self.refusal:
-            return "refused"
-        return f"{self.skipped}/{self.computed + self.skipped}"
+        return "refused" if self.refusal else f"{self.skipped}/{self.computed + self.skipped}"
 
 
 @dataclass(frozen=True)
 class Row:
-    """Findings on one case."""
+    """Findings on one case: how its lists of blocks are chained, and what a cache skips at each site."""
 
     case: Case
     anatomy: Anatomy
@@ -75,18 +60,7 @@ class Row:
 
 
 def trace(case: Case, model: nn.Module) -> dict[str, Wiring]:
-    """Learn how the lists of blocks of a model are chained, from one forward.
-
-    Args:
-        case: The case the model was built from.
-        model: The model.
-
-    Returns:
-        List -> wiring, in the order of the first calls.
-
-    Raises:
-        AttachError: If the model cannot be cached at the site `stack`.
-    """
+    """Learn from one forward how the lists of blocks of a model are chained, in the order of the first calls."""
     with diffcache.wrapped(model, diffcache.Interval(EVERY)) as handle, torch.no_grad():
         model(**case.kwargs(model, 0, step=0, steps=STEPS))
         (reuse,) = handle.denoisers[0].extensions
@@ -153,47 +127,52 @@ def look(case: Case) -> Row:
     return Row(case, anatomy, wirings, outcomes)
 
 
-def look_at_all(show: Callable[[int, int, str], None]) -> list[Row]:
-    """Run every case of the zoo.
-
-    Args:
-        show: Called before every case with (cases done, cases in all, name of the case).
-    """
-    chosen = sorted(cases().values(), key=lambda case: case.name)
-    rows = []
-    with warnings.catch_warnings():
+@functools.cache
+def _all_rows() -> list[Row]:
+    """Run every case of the zoo."""
+    chosen, rows = sorted(cases().values(), key=lambda case: case.name), []
+    with warnings.catch_warnings(), progress("models") as show:
         warnings.simplefilter("ignore")
         for number, case in enumerate(chosen):
             show(number, len(chosen), case.name)
             rows.append(look(case))
-    show(len(chosen), len(chosen), "")
+        show(len(chosen), len(chosen), "")
     return rows
 
 
 def markdown(rows: Sequence[Row]) -> str:
     """Write rows as Markdown."""
-    import diffusers
-
-    head = _HEAD.format(steps=STEPS, every=EVERY, computed=len(range(0, STEPS, EVERY)))
-    parts = [head + _summary(rows, diffusers.__version__)]
-    titles = ["case", "block lists (depth)", *(site.value for site in SITES)]
-    lines = [[f"`{row.case.name}`", _lists(row.anatomy), *(str(row.outcomes[site]) for site in SITES)] for row in rows]
-    parts.append("## Sites\n\nSkipped evaluations of blocks or modules, out of all.\n")
-    parts.append(_table(titles, lines, right=len(SITES)))
-    parts.append(
-        "## Streams\n\nWhich output of a block the next block takes as which argument. *identity*: "
-        "the very tensors were seen to travel; *shape*: the model's loop changes them in between.\n"
-    )
-    lines = [
-        [f"`{row.case.name}`", f"`{key}`", _carry(wiring), wiring.source]
+    stack = [row.outcomes[Site.STACK] for row in rows]
+    skipped = sum(outcome.skipped for outcome in stack)
+    works = {site: sum(row.outcomes[site].skipped > 0 for row in rows) for site in SITES}
+    sites = [[f"`{row.case.name}`", _lists(row.anatomy), *(str(row.outcomes[site]) for site in SITES)] for row in rows]
+    carried = [
+        [f"`{row.case.name}`", f"`{key}`", _pairs(wiring, "{} → `{}`") or "nothing", wiring.source]
         for row in rows
         for key, wiring in row.wirings.items()
     ]
-    parts.append(_table(["case", "list", "output → argument", "learned by"], lines))
-    parts += _refusals(rows)
-    parts.append("## Not denoisers\n")
-    parts.append(_table(["class", "reason"], [[f"`{k}`", v] for k, v in sorted(EXCLUDED.items())]))
-    return "\n".join(parts)
+    refused = [
+        [f"`{row.case.name}`", site.value, outcome.refusal]
+        for row in rows
+        for site, outcome in row.outcomes.items()
+        if outcome.refusal
+    ]
+    return rendered(
+        "workshop/coverage.md.jinja",
+        steps=STEPS,
+        every=EVERY,
+        computed=len(range(0, STEPS, EVERY)),
+        configurations=len(rows),
+        classes=len({row.case.cls for row in rows}),
+        version=diffusers.__version__,
+        works=", ".join(f"{count} at `{site.value}`" for site, count in works.items()),
+        skipped=f"{skipped:,}",
+        total=f"{skipped + sum(outcome.computed for outcome in stack):,}",
+        sites=_table(["case", "block lists (depth)", *(site.value for site in SITES)], sites, right=len(SITES)),
+        streams=_table(["case", "list", "output → argument", "learned by"], carried),
+        refused="\n".join(entries(["case", "site", "reason"], refused)),
+        excluded=_table(["class", "reason"], [[f"`{k}`", v] for k, v in sorted(EXCLUDED.items())]),
+    )
 
 
 def streams(rows: Sequence[Row]) -> dict[str, dict[str, str]]:
@@ -209,48 +188,17 @@ def streams(rows: Sequence[Row]) -> dict[str, dict[str, str]]:
 
 
 def _line(wiring: Wiring) -> str:
-    pairs = [f"{number} -> {key}" for number, key in wiring.carry.items()]
-    return f"{', '.join(pairs) or 'nothing is carried'} (by {wiring.source})"
+    return f"{_pairs(wiring, '{} -> {}') or 'nothing is carried'} (by {wiring.source})"
 
 
-def _summary(rows: Sequence[Row], version: str) -> str:
-    classes = {row.case.cls for row in rows}
-    words = []
-    for site in SITES:
-        works = sum(row.outcomes[site].skipped > 0 for row in rows)
-        words.append(f"{works} at `{site.value}`")
-    stack = [row.outcomes[Site.STACK] for row in rows]
-    skipped = sum(outcome.skipped for outcome in stack)
-    total = skipped + sum(outcome.computed for outcome in stack)
-    return (
-        f"**{len(rows)} configurations of {len(classes)} classes (diffusers {version}); skipping "
-        f"works in {', '.join(words)}. At `stack`, {skipped:,} of {total:,} block evaluations were "
-        f"skipped.**\n"
-    )
+def _pairs(wiring: Wiring, form: str) -> str:
+    return ", ".join(form.format(number, key) for number, key in wiring.carry.items())
 
 
 def _lists(anatomy: Anatomy) -> str:
     lists = [f"`{entry.key}` ({entry.depth})" for entry in anatomy.lists]
     lists += [f"`{key}` (1)" for key in anatomy.singles]
     return ", ".join(lists)
-
-
-def _carry(wiring: Wiring) -> str:
-    pairs = [f"{number} → `{key}`" for number, key in wiring.carry.items()]
-    return ", ".join(pairs) or "nothing"
-
-
-def _refusals(rows: Sequence[Row]) -> list[str]:
-    lines = [
-        [f"`{row.case.name}`", site.value, outcome.refusal]
-        for row in rows
-        for site, outcome in row.outcomes.items()
-        if outcome.refusal
-    ]
-    if not lines:
-        return []
-    head = "## Refused\n\nA site that cannot be cached is an error that says why.\n"
-    return [head, *entries(["case", "site", "reason"], lines), ""]
 
 
 def _table(titles: Sequence[str], lines: Iterable[Sequence[str]], right: int = 0) -> str:
@@ -268,12 +216,6 @@ def made(text: str) -> str:
     """
     rows = _all_rows()
     return json.dumps(streams(rows), indent=1) + "\n" if text.startswith("{") else markdown(rows)
-
-
-@functools.cache
-def _all_rows() -> list[Row]:
-    with progress("models") as show:
-        return look_at_all(show)
 
 
 main = keep_pages(made, ROOT / "docs" / "coverage.md", STREAMS_FILE)

@@ -7,10 +7,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from diffusers import DiffusionPipeline
 from safetensors.torch import load_file
@@ -23,6 +25,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+Value = TypeVar("Value")
 SETTINGS = Path(__file__).parent / "settings"
 JOBS = {  # name -> class, and the shipped model it is for
     "sticker-autoencoder": ("sticker_autoencoder:Autoencoder", "sticker-flux"),
@@ -188,6 +191,17 @@ def spread(function: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[Any
         return
     with ProcessPoolExecutor() as pool:
         yield from pool.map(function, items, chunksize=32)
+
+
+def draw_each(sample: Callable[..., Value], count: int, seed: int, *salt: int, **how: Any) -> list[Value]:
+    """Return what a function draws, each from a seed of its own: `seed`, its number, `salt`."""
+    return list(spread(partial(_numbered, sample, seed, salt, how), range(count)))
+
+
+def _numbered(
+    sample: Callable[..., Value], seed: int, salt: tuple[int, ...], how: Mapping[str, Any], number: int
+) -> Value:
+    return sample(np.random.default_rng([seed, number, *salt]), **how)
 
 
 def seeded(seed: int) -> torch.Generator:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from diffcache.eval.workshop.small.job import spread
+from diffcache.eval.workshop.small.job import draw_each
 from diffcache.eval.workshop.small.sticker_judge import Reading, load, read
 from diffcache.eval.workshop.small.stickers import (
     GROUNDS,
@@ -89,11 +88,7 @@ def sample_edit(rng: np.random.Generator, *, held: bool = False, kinds: Sequence
 
 def draw_edits(count: int, seed: int, *, held: bool = False, kinds: Sequence[str] | None = None) -> list[Edit]:
     """Draw edits, each from a seed of its own; see `sample_edit`."""
-    return list(spread(partial(_numbered, seed, held, kinds), range(count)))
-
-
-def _numbered(seed: int, held: bool, kinds: Sequence[str] | None, number: int) -> Edit:
-    return sample_edit(np.random.default_rng([seed, number, 28]), held=held, kinds=kinds)
+    return draw_each(sample_edit, count, seed, 28, held=held, kinds=kinds)
 
 
 def edit_words() -> list[str]:

@@ -33,7 +33,7 @@ from diffcache.eval.workshop.small.export import loader
 from diffcache.eval.workshop.small.job import Job, Settings, spread
 from diffcache.eval.workshop.small.sticker_autoencoder import CHANNELS, load_autoencoder, to_unit
 from diffcache.eval.workshop.small.sticker_text import TEXT_TOKENS, Encoder, load_text
-from diffcache.eval.workshop.small.stickers import Scene, caption, draw_scenes, render, true_relations
+from diffcache.eval.workshop.small.stickers import Scene, caption, draw_scenes, render, say
 from diffcache.pipelines.shipped_models import MODELS
 
 DIRECTORY = MODELS / "sticker-flux"
@@ -164,11 +164,7 @@ def retell(scene: Scene, rng: np.random.Generator) -> str:
     if rng.random() < PROMPT_DROPOUT:
         return ""
     stickers = scene.stickers if rng.random() < 0.5 else scene.stickers[::-1]
-    relation = ""
-    if len(stickers) == 2 and rng.random() < 0.7:
-        relation = str(rng.choice(true_relations(*stickers)))
-    says_ground = scene.ground != "gradient" and bool(rng.random() < 0.5)
-    return caption(Scene(stickers, scene.ground, scene.seed, relation, says_ground))
+    return caption(Scene(stickers, scene.ground, scene.seed, *say(stickers, scene.ground, rng)))
 
 
 class Flux(Job):

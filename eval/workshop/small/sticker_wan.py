@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from diffusers import WanPipeline
 from torch import Tensor, nn
@@ -21,7 +20,7 @@ from torch.nn import functional
 
 from diffcache.eval.workshop.small.export import loader
 from diffcache.eval.workshop.small.film_job import TEXT_TOKENS, FilmJob
-from diffcache.eval.workshop.small.job import Settings
+from diffcache.eval.workshop.small.job import Settings, draw_each
 from diffcache.eval.workshop.small.sticker_films import Film, sample_film
 from diffcache.eval.workshop.small.sticker_video_autoencoder import TIMES
 from diffcache.pipelines.shipped_models import MODELS
@@ -46,7 +45,7 @@ load = loader(WanPipeline, DIRECTORY)
 
 def draw_films(count: int, seed: int, *, held: bool = False) -> list[Film]:
     """Draw films, each from a seed of its own."""
-    return [sample_film(np.random.default_rng([seed, n]), held=held) for n in range(count)]
+    return draw_each(sample_film, count, seed, held=held)
 
 
 class Wan(FilmJob):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageEnhance, ImageFilter
 
-from diffcache.eval.workshop.small.job import spread
+from diffcache.eval.workshop.small.job import draw_each
 
 SIDE = 64
 OBJECTS = (
@@ -103,20 +103,21 @@ def sample_scene(rng: np.random.Generator, *, held: bool = False, single: float 
         if held_out(names, ground) == held:
             break
     stickers = place(names, rng)
-    relation = ""
-    if count == 2 and rng.random() < 0.7:
-        relation = str(rng.choice(true_relations(*stickers)))
-    says_ground = ground != "gradient" and bool(rng.random() < 0.5)
+    relation, says_ground = say(stickers, ground, rng)
     return Scene(stickers, ground, int(rng.integers(1 << 31)), relation, says_ground)
+
+
+def say(stickers: tuple[Sticker, ...], ground: str, rng: np.random.Generator) -> tuple[str, bool]:
+    """Choose which relation of two objects a sentence says, "" for none, and whether it names the ground."""
+    relation = ""
+    if len(stickers) == 2 and rng.random() < 0.7:
+        relation = str(rng.choice(true_relations(*stickers)))
+    return relation, ground != "gradient" and bool(rng.random() < 0.5)
 
 
 def draw_scenes(count: int, seed: int, *, held: bool = False, single: float = 0.45) -> list[Scene]:
     """Draw scenes, each from a seed of its own; see `sample_scene`."""
-    return list(spread(partial(_numbered, seed, held, single), range(count)))
-
-
-def _numbered(seed: int, held: bool, single: float, number: int) -> Scene:
-    return sample_scene(np.random.default_rng([seed, number]), held=held, single=single)
+    return draw_each(sample_scene, count, seed, held=held, single=single)
 
 
 def held_out(names: tuple[str, ...], ground: str) -> bool:

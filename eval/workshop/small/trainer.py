@@ -20,7 +20,6 @@ import copy
 import json
 import math
 import re
-import subprocess
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import fields, replace
@@ -32,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from diffcache.eval.record import Setting, commit
 from diffcache.eval.workshop.small.job import JOBS, Job, Settings, load_job, seeded, start_from
 from diffcache.pipelines.shipped_models import MODELS
 
@@ -210,7 +210,7 @@ class Training:
         self.rows: list[dict[str, Any]] = []
         self.seconds = {"wall": 0.0, "cpu": 0.0}
         self.commits: list[str] = []  # of the code of each part of a run
-        self.device = device_name()
+        self.device = Setting(torch.get_default_device()).device_name
         self.generator = seeded(0)
         self._graphs: dict[tuple[Hashable, ...], _Graph] = {}
         self._pool: Any = None  # memory that graphs share, as only one runs at a time
@@ -332,8 +332,8 @@ def train(
     run = Training(job, precision)
     if state.exists():
         run.restore(state)
-    if commit() not in run.commits:
-        run.commits.append(commit())
+    if (now := commit() or "") not in run.commits:
+        run.commits.append(now)
     begun, begun_cpu = time.monotonic(), time.process_time()
     before, first = dict(run.seconds), run.step
     losses: list[Tensor] = []
@@ -387,19 +387,6 @@ def fitting(first: int, step: int, share: float, settings: Settings) -> int | No
     if (step - first) % 100 or not 0.02 < share < 1 - settings.cooldown:
         return None
     return first + int(0.97 * (step - first) / share)
-
-
-def commit() -> str:
-    """Return the commit of the working tree, with "+" where files differ from it; "" outside."""
-    asked = ["git", "-C", str(MODELS), "describe", "--always", "--abbrev=40", "--dirty=+"]
-    done = subprocess.run(asked, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
-
-
-def device_name() -> str:
-    """Return the name of the default device, "CPU" for a processor."""
-    device = torch.get_default_device()
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def record(run: Training, name: str, command: str) -> dict[str, Any]:
