@@ -29,10 +29,9 @@ from diffcache.command import FAILED, MISSING, Seed, fail, script, warn
 from diffcache.errors import MissingError
 from diffcache.eval.pages import table
 from diffcache.eval.record import Row
-from diffcache.eval.workshop.again import METHOD, NOT_MADE, WEAK, again_of, share_of
+from diffcache.eval.workshop.again import METHOD, NOT_MADE, WEAK, Made, again_of, share_of
 from diffcache.eval.workshop.bench.search import is_made
 from diffcache.eval.workshop.figures import file_of
-from diffcache.eval.workshop.made import Made
 from diffcache.eval.workshop.records import Share, names
 from diffcache.pipelines.demo.console import quiet
 

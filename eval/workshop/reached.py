@@ -28,7 +28,7 @@ LEFT_OUT = (
     "diffcache/command.py", "diffcache/errors.py", "diffcache/files.py", "diffcache/registry.py",
     "diffcache/run_report.py", "diffcache/settings_file.py", "diffcache/timeline.py", "eval/cli.py",
     "eval/cost/", "eval/methods.py", "eval/pages.py", "eval/record.py", "eval/report/",
-    "eval/workshop/again.py", "eval/workshop/made.py", "eval/workshop/parts.py",
+    "eval/workshop/again.py", "eval/workshop/parts.py",
     "eval/workshop/reached.py", "eval/workshop/records.py", "pipelines/demo/console.py",
 )  # fmt: skip
 _UNSAID = ("annotation", "returns", "type_comment", "type_params", "ctx", "kind")

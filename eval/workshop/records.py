@@ -34,9 +34,8 @@ import typer
 from diffcache.command import FAILED, Seed, fail, script
 from diffcache.eval.record import FOLDER, ROOT, Setting, commit, values
 from diffcache.eval.runs.task import directory_sha256
-from diffcache.eval.workshop.again import METHOD, SOLE, again_of, share_of
+from diffcache.eval.workshop.again import METHOD, SOLE, Made, again_of, share_of
 from diffcache.eval.workshop.figures import PAGE, file_of, page
-from diffcache.eval.workshop.made import Made
 from diffcache.eval.workshop.parts import Budget, in_fork, run_each
 from diffcache.eval.workshop.reached import Reached, changed
 from diffcache.files import read_json, write_file, write_json

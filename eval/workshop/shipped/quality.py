@@ -141,19 +141,11 @@ def _of_sticker_edits(pipe: Any, steps: int, samples: int, seed: int, numbers: N
     latents = encode(pipe.vae, after).float()
     best = sticker_edits.judge(decode(pipe.vae, latents).numpy(), edits)
     found = sticker_edits.judge(made, edits)
-    target = torch.tensor([verdict.target_right for verdict in found])
     kinds = [edit.kind for edit in edits]
-    return {
-        WHOLE: torch.tensor([verdict.whole_right for verdict in found]),
-        "target_right": target,
-        "untouched_psnr_db": torch.tensor([verdict.untouched_psnr_db for verdict in found]),
-        **{
-            f"target_right_{kind}": target[[one == kind for one in kinds]]
-            for kind in sticker_edits.KINDS
-            if kind in kinds
-        },
-        "autoencoder_untouched_psnr_db": torch.tensor([v.untouched_psnr_db for v in best]),
-    }
+    for kind in sticker_edits.KINDS:
+        if kind in kinds:
+            found[f"target_right_{kind}"] = found["target_right"][[one == kind for one in kinds]]
+    return {**found, "autoencoder_untouched_psnr_db": best["untouched_psnr_db"]}
 
 
 def _of_films(pipe: Any, steps: int, samples: int, seed: int, numbers: Numbers) -> Outcomes:

@@ -195,33 +195,15 @@ def is_exact(answers: Tensor, batch: ChainBatch) -> Tensor:
 MARKS = {"pad_token": "[PAD]", "bos_token": "[BOS]", "eos_token": "[EOS]", "unk_token": "[UNK]"}
 
 
-@dataclass(frozen=True)
-class ChainSize:
-    """Architecture of a model.
-
-    Attributes:
-        width: Channels.
-        layers: Number of layers.
-        inner: Channels within an MLP.
-    """
-
-    width: int
-    layers: int
-    inner: int
-
-
 BLOCKS = {"chain-llada": 32, "chain-llada-probe": 16, "chain-llada-walk": 16, "chain-block": 16}  # of a decoding
 CAUSAL = ("chain-block",)  # those of them whose attention has these blocks, too
-LARGE = ChainSize(96, 4, 256)  # 449 376 parameters
-SMALL = ChainSize(64, 3, 160)  # 145 856 parameters
-TINY = ChainSize(16, 1, 32)  # 3 632 parameters, too few for the table of 16 states
-SIZES = {
-    "chain-llada": LARGE,
-    "chain-llada-probe": SMALL,
-    "chain-llada-walk": SMALL,
-    "chain-block": SMALL,
-    "chain-guide": SMALL,
-    "chain-guide-probe": TINY,
+SIZES = {  # channels, layers, channels within an MLP
+    "chain-llada": (96, 4, 256),  # 449 376 parameters
+    "chain-llada-probe": (64, 3, 160),  # 145 856 parameters
+    "chain-llada-walk": (64, 3, 160),
+    "chain-block": (64, 3, 160),
+    "chain-guide": (64, 3, 160),
+    "chain-guide-probe": (16, 1, 32),  # 3 632 parameters, too few for the table of 16 states
 }
 GUIDES = {"chain-llada": "chain-guide", "chain-llada-probe": "chain-guide-probe"}
 
@@ -232,15 +214,15 @@ def configuration(name: str) -> LlamaConfig:
     Args:
         name: Name of a model, as in `SIZES`.
     """
-    size, length = SIZES[name], WORLDS[name].length
+    (width, layers, inner), length = SIZES[name], WORLDS[name].length
     diffusion = {"is_causal": False, "mask_token_id": MASK} if name in BLOCKS else {}
     if name in CAUSAL:
         diffusion["block_size"] = BLOCKS[name]
     return LlamaConfig(
         vocab_size=VOCABULARY,
-        hidden_size=size.width,
-        intermediate_size=size.inner,
-        num_hidden_layers=size.layers,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=2 * length + 2,

@@ -96,37 +96,27 @@ def edit_words() -> list[str]:
     return sorted({*words(), *SAID, "the"})
 
 
-@dataclass(frozen=True)
-class EditVerdict:
-    """Verdict on how a picture follows an instruction.
-
-    Attributes:
-        whole_right: Whether it shows all objects of the wanted scene, whole, in their places, no
-            others, and the ground.
-        target_right: Whether it shows what the instruction asked for.
-        untouched_psnr_db: PSNR in dB to the reference picture where the edit changes nothing.
-    """
-
-    whole_right: bool
-    target_right: bool
-    untouched_psnr_db: float
-
-
-def judge(pictures: NDArray[np.uint8], edits: Sequence[Edit]) -> list[EditVerdict]:
+def judge(pictures: NDArray[np.uint8], edits: Sequence[Edit]) -> dict[str, Tensor]:
     """Judge edited pictures with the shipped judge.
 
     Args:
         pictures: Edited pictures, uint8 [N, 64, 64, 3].
         edits: The edits that were asked for.
+
+    Returns:
+        `whole_right`, whether a picture shows all objects of the wanted scene, whole, in their places, no
+        others, and the ground; `target_right`, whether it shows what the instruction asked for, bool [N]
+        each; `untouched_psnr_db`, PSNR in dB to the reference picture where the edit changes nothing, [N].
     """
-    verdicts = []
+    whole, target, decibels = [], [], []
     for picture, edit, reading in zip(pictures, edits, read(load(), pictures), strict=True):
         before = torch.from_numpy(render(edit.before))
         mask = untouched(edit, reading)[None, ..., None]
-        decibels = psnr(torch.from_numpy(picture)[None], before[None], mask=mask)
-        target, whole = target_shown(edit, reading), all_shown(edit, reading)
-        verdicts.append(EditVerdict(whole, target, float(decibels)))
-    return verdicts
+        decibels.append(float(psnr(torch.from_numpy(picture)[None], before[None], mask=mask)))
+        whole.append(all_shown(edit, reading))
+        target.append(target_shown(edit, reading))
+    names = ("whole_right", "target_right", "untouched_psnr_db")
+    return {name: torch.tensor(found) for name, found in zip(names, (whole, target, decibels), strict=True)}
 
 
 def target_shown(edit: Edit, reading: Reading) -> bool:
