@@ -13,14 +13,14 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from diffusers import (
     AutoencoderKL,
-    DiffusionPipeline,
     FlowMatchEulerDiscreteScheduler,
+    FluxKontextPipeline,
     FluxPipeline,
     FluxTransformer2DModel,
 )
@@ -47,7 +47,6 @@ CALL: dict[str, Any] = {
 }
 PROMPT_DROPOUT = 0.1
 HELD = 256
-P = TypeVar("P", bound=DiffusionPipeline)
 _SIDE = 8  # packed tokens across a picture
 _WIDTH = 160
 load = loader(FluxPipeline, DIRECTORY, side=CALL["height"])
@@ -80,27 +79,6 @@ def build_transformer(text_width: int = 64) -> FluxTransformer2DModel:
                 nn.init.xavier_uniform_(module.weight)
             nn.init.zeros_(module.bias)
     return model
-
-
-def build_pipeline(
-    autoencoder: AutoencoderKL, models: nn.ModuleDict, encoder: Encoder, kind: type[P] = FluxPipeline
-) -> P:
-    """Put trained parts together.
-
-    Args:
-        autoencoder: Autoencoder with its shift and scaling factors set.
-        models: Denoiser and text encoders by their names in the pipeline.
-        encoder: Tokenizers that the encoders were trained with.
-        kind: Class of the pipeline.
-    """
-    made: P = kind(
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0, use_dynamic_shifting=False),
-        vae=autoencoder,
-        tokenizer=encoder.clip,
-        tokenizer_2=encoder.t5,
-        **dict(models.items()),
-    )
-    return made
 
 
 @torch.no_grad()
@@ -178,6 +156,7 @@ class Flux(Job):
 
     on_gpu = True
     call = CALL
+    kind: type[FluxPipeline] | type[FluxKontextPipeline] = FluxPipeline  # class of the pipeline
 
     def __init__(self, settings: Settings, folder: Path) -> None:
         super().__init__(settings, folder)
@@ -243,6 +222,12 @@ class Flux(Job):
         noisy = torch.lerp(tokens, noise, sigmas[:, None, None])
         return functional.mse_loss(self.velocity(models, noisy, sigmas, drawn), noise - tokens)
 
-    def pipeline(self, models: nn.ModuleDict) -> FluxPipeline:
+    def pipeline(self, models: nn.ModuleDict) -> FluxPipeline | FluxKontextPipeline:
         """Put the pipeline together."""
-        return build_pipeline(self.autoencoder, models, self.encoder)
+        return self.kind(
+            scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0, use_dynamic_shifting=False),
+            vae=self.autoencoder,
+            tokenizer=self.encoder.clip,
+            tokenizer_2=self.encoder.t5,
+            **dict(models.items()),
+        )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from diffcache.eval.workshop.small.export import loader
 from diffcache.eval.workshop.small.sticker_edits import KINDS, draw_edits, edit_words
 from diffcache.eval.workshop.small.sticker_flux import CALL as FLUX_CALL
-from diffcache.eval.workshop.small.sticker_flux import HELD, PROMPT_DROPOUT, Flux, build_pipeline, keep_latents
+from diffcache.eval.workshop.small.sticker_flux import HELD, PROMPT_DROPOUT, Flux, keep_latents
 from diffcache.eval.workshop.small.sticker_text import Encoder, learn_words
 from diffcache.pipelines.shipped_models import MODELS
 
@@ -40,6 +40,7 @@ class Kontext(Flux):
     """
 
     call = CALL
+    kind = FluxKontextPipeline
 
     def gather(self) -> None:
         """Draw edits, and keep the latents of both pictures."""
@@ -71,7 +72,3 @@ class Kontext(Flux):
         left_out = torch.rand(len(chosen), generator=generator) < PROMPT_DROPOUT
         texts = ["" if left_out[n] else self.edits[i].text for n, i in enumerate(chosen)]
         return {"latents": self.latents[chosen], "references": self.references[chosen], **self.ids(texts)}
-
-    def pipeline(self, models: nn.ModuleDict) -> FluxKontextPipeline:
-        """Put the pipeline together."""
-        return build_pipeline(self.autoencoder, models, self.encoder, FluxKontextPipeline)

@@ -91,25 +91,6 @@ def _t5_tokenizer(known: list[str]) -> T5TokenizerFast:
     return T5TokenizerFast(vocab=pieces, extra_ids=0, model_max_length=512)
 
 
-def build_text_encoders(clip: CLIPTokenizer, t5: T5TokenizerFast) -> tuple[CLIPTextModel, T5EncoderModel]:
-    """Build both text encoders, untrained."""
-    first = CLIPTextModel(
-        CLIPTextConfig(
-            vocab_size=len(clip),
-            hidden_size=TEXT_WIDTH,
-            intermediate_size=2 * TEXT_WIDTH,
-            projection_dim=TEXT_WIDTH,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=_CLIP_TOKENS,
-            bos_token_id=clip.bos_token_id,
-            eos_token_id=clip.eos_token_id,
-            pad_token_id=clip.pad_token_id,
-        )
-    )
-    return first, T5EncoderModel(T5Config(**t5_settings(t5, layers=3)))
-
-
 def t5_settings(tokenizer: T5TokenizerFast, layers: int) -> dict[str, Any]:
     """Return the configuration of a small T5 or UMT5 encoder of width 64."""
     return {
@@ -139,7 +120,21 @@ class Encoder:
 
     def build(self) -> tuple[CLIPTextModel, T5EncoderModel]:
         """Build both text encoders, untrained."""
-        return build_text_encoders(self.clip, self.t5)
+        first = CLIPTextModel(
+            CLIPTextConfig(
+                vocab_size=len(self.clip),
+                hidden_size=TEXT_WIDTH,
+                intermediate_size=2 * TEXT_WIDTH,
+                projection_dim=TEXT_WIDTH,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                max_position_embeddings=_CLIP_TOKENS,
+                bos_token_id=self.clip.bos_token_id,
+                eos_token_id=self.clip.eos_token_id,
+                pad_token_id=self.clip.pad_token_id,
+            )
+        )
+        return first, T5EncoderModel(T5Config(**t5_settings(self.t5, layers=3)))
 
     def ids(self, texts: list[str]) -> tuple[Tensor, Tensor]:
         """Return token numbers of sentences for CLIP and for T5, int64 [B, T] each."""

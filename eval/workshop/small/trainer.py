@@ -22,7 +22,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import fields, replace
+from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -397,7 +397,7 @@ def record(run: Training, name: str, command: str) -> dict[str, Any]:
         "model": name,
         "commits": run.commits,
         "command": command,
-        "settings": {one.name: getattr(settings, one.name) for one in fields(settings)},
+        "settings": asdict(settings),
         "steps": run.step,
         "samples": run.step * settings.batch,
         "precision": run.precision,
