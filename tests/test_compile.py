@@ -85,23 +85,6 @@ def test_compiled_blocks_have_the_same_graphs_and_numbers(method: Any, order: st
     assert len(graphs) == expected_graphs
 
 
-@pytest.mark.parametrize("name", ["QwenImageTransformer2DModel"])
-def test_other_models_with_compiled_blocks(name: str):
-    model = CASES[name].build(0)
-    expected_graphs = graphs_of(name)
-    graphs, backend = counting()
-    model.compile_repeated_blocks(fullgraph=True, backend=backend)
-    plain = trajectory(model, name)
-    diffcache.wrap(model, Interval(every=1))
-    assert torch.equal(trajectory(model, name), plain)
-    diffcache.unwrap(model)
-    diffcache.wrap(model, Interval(every=3))
-    trajectory(model, name)
-    assert len(graphs) == expected_graphs
-    diffcache.unwrap(model)
-    assert torch.equal(trajectory(model, name), plain)
-
-
 def test_a_model_compiled_as_a_whole_after_wrapping_is_refused_when_it_runs():
     name = "WanTransformer3DModel"
     model = CASES[name].build(0)

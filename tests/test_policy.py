@@ -272,25 +272,6 @@ def test_an_episode_by_hand():
     assert late.position.tolist() == [[0, 0]]
 
 
-def test_what_is_seen_does_not_depend_on_where_north_is():
-    """Turning and shifting the world changes no observation; moves follow the goal."""
-    scenes = reach.draw_scenes(20, 3)
-    angle, shift = torch.full((20,), 2.5), torch.tensor([0.3, -0.7])
-
-    def moved(points):
-        return reach.turned(points, angle) + shift
-
-    other = reach.Scenes(
-        moved(scenes.start[:, None])[:, 0], moved(scenes.goal[:, None])[:, 0], moved(scenes.centers), scenes.radii
-    )
-    torch.testing.assert_close(reach.Reach(other).observe(), reach.Reach(scenes).observe(), atol=1e-4, rtol=1e-4)
-    moves = torch.randn(20, 3, 2) * 0.05
-    here, there = reach.Reach(scenes), reach.Reach(other)
-    here.act(moves)
-    there.act(moves)
-    torch.testing.assert_close(moved(here.position[:, None])[:, 0], there.position)
-
-
 def test_demonstrations_succeed_on_both_sides():
     """The script reaches every goal; where the way is blocked in the middle it goes both ways."""
     scenes = reach.draw_scenes(200, 1)
