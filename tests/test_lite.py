@@ -49,6 +49,14 @@ class TestFid:
         assert torch.allclose(alone, clean[[0, 31, 32, 499]], atol=1e-4)
         assert torch.equal(lite.embed(drawn[1][:8]), lite.embed(drawn[1][:8]))
 
+    def test_larger_pictures_are_brought_to_size(self, drawn, clean):
+        twice = drawn[1][:40].repeat_interleave(2, 2).repeat_interleave(2, 3)
+        found = lite.embed(twice)
+        assert found.shape == (40, 64) and found.dtype == torch.float32
+        other = clean[40:80]
+        near = (found - clean[:40]).norm(dim=1)
+        assert (near < 0.5 * (other - clean[:40]).norm(dim=1)).float().mean() > 0.75
+
 
 class TestLpips:
     def test_zero_for_equal_and_symmetric(self, drawn):

@@ -24,7 +24,7 @@ from diffcache.eval.cost.memory import Place
 from diffcache.eval.methods import parse_method
 from diffcache.eval.report.records import load
 from diffcache.eval.runs import folder, measure, score
-from diffcache.eval.runs.draw import Drawer, samples_of
+from diffcache.eval.runs.draw import Drawer, relative_errors, samples_of
 from diffcache.eval.runs.evaluate import Plan, RunError
 from diffcache.eval.runs.folder import CaseFolder, ManifestError, batches, evaluations, remember
 from diffcache.eval.runs.ranks import Progress
@@ -376,6 +376,13 @@ class TestCaseFolder:
 class TestHashes:
     ABOUT: ClassVar[dict] = {"model": "m", "seed": 0}
 
+    def test_anything_that_changes_samples_changes_the_folder(self) -> None:
+        cases = [Case("x", "uncached", 7), Case("x", "uncached", 8)]
+        cases += [Case("x", "method", 7, parse_method(f"interval:every={every}")) for every in (3, 4)]
+        folders = {case.folder(self.ABOUT) for case in cases}
+        folders |= {case.folder({**self.ABOUT, "seed": 1}) for case in cases}
+        assert len(folders) == 8
+
     def test_fewer_steps_share_the_samples_of_an_uncached_run_of_that_length(self) -> None:
         one = Case("a", "fewer steps", 7, None, ("m",))
         assert one.digest(self.ABOUT) == Case("b", "uncached", 7).digest(self.ABOUT)
@@ -388,3 +395,10 @@ class TestHashes:
         assert directory_sha256(tmp_path) != before
         (tmp_path / "README.md").write_text("words")
         assert directory_sha256(tmp_path) == directory_sha256(tmp_path)
+
+
+def test_relative_errors_are_per_sample_and_step() -> None:
+    base = torch.ones(2, 3, 4)
+    other = base.clone()
+    other[1, 2] *= 1.5
+    assert relative_errors(base, other) == [[0, 0, 0], [0, 0, pytest.approx(0.5)]]

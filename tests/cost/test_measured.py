@@ -184,3 +184,18 @@ def test_a_process_that_failed_is_named(monkeypatch):
     monkeypatch.setattr(memory.subprocess, "run", lambda *given, **named: failed)
     with pytest.raises(memory.MeasureError, match="sticker-flux failed: TypeError: no such"):
         memory.peak_bytes("sticker-flux", None, {})
+
+
+def test_no_speed_above_what_operations_allow_goes_without_a_word():
+    def row(q3, cpu=1.0):
+        return {"ratio": {"median": 1.0, "q3": q3}, "cpu_ratio": {"median": 1.0, "q3": cpu}}
+
+    rows = {"uncached": row(1.0), "fitted": row(4.94, 4.5), "unknown": row(9.0), "slow": row(0.9)}
+    allowed = {"uncached": 0.999, "fitted": 4.63, "unknown": None, "slow": 2.0}
+    (warning,) = interleave.too_fast(rows, allowed)
+    assert warning == (
+        "upper quartiles above what operations allow, timing noise, or work that FLOPs do not count, "
+        "of fitted (speed 4.94; allowed 4.63)"
+    )
+    (warning,) = interleave.too_fast({"slow": row(2.2, 2.5), "fitted": row(4.94)}, allowed)
+    assert warning.endswith("of slow (speed 2.20, CPU ratio 2.50; allowed 2.00); fitted (speed 4.94; allowed 4.63)")

@@ -193,3 +193,19 @@ def test_odd_runs_are_refused():
     collector.end()
     with pytest.raises(ValueError, match="a run of 2 steps after one of 1"):
         collector.begin(RunInfo(0, 0, torch.arange(2.0), None, 2))
+
+
+def test_tensors_of_one_site_are_compared_as_one():
+    runs = torch.randn(3, 4, 2, 2, 6, generator=torch.Generator().manual_seed(0))
+    whole = PairCollector("mse")
+    for run in runs:
+        whole.begin(RunInfo(0, 0, torch.arange(4.0), None, 4))
+        for step, branch in itertools.product(range(4), range(2)):
+            for index, site in itertools.product(range(2), ("b.0.ff", "b.0.attn")):
+                part = run[step][:, index] + branch + len(site)
+                whole.feature(Step(step, float(step), 4, branch, 0), site, index, part)
+        whole.end()
+    assert whole.settings() == {"sites": ["b.0.ff", "b.0.attn"], "metric": "mse"}
+    rows = runs.flatten(3)
+    mse = (rows[:, :, None] - rows[:, None]).square().mean((0, 3, 4))
+    torch.testing.assert_close(whole.tables()["pairs.b.0.ff"], mse)

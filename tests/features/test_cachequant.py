@@ -398,3 +398,28 @@ def test_official_layers_count_the_bias_twice() -> None:
         torch.testing.assert_close(found.shift[step], (y + bias).mean(0) - a * (x + bias).mean(0))
         torch.testing.assert_close(mine.gain[step], a * 8 / 7)
         torch.testing.assert_close(mine.shift[step], y.mean(0) - mine.gain[step] * x.mean(0))
+
+
+def test_schedule_adds_runs_features_and_branches() -> None:
+    total, first, second = 9, walk(9), walk(9)
+    joined = [torch.cat(pair) for pair in zip(first, second, strict=True)]
+    whole = collected([joined], every=3).starts()
+    assert collected([first, second], every=3).starts() == whole
+    apart = CacheQuant(every=3).collector()
+    apart.begin(info(total))
+    for index, (a, b) in enumerate(zip(first, second, strict=True)):
+        apart.feature(Step(index), SITE, 0, a)
+        apart.feature(Step(index, branch=1), SITE, 0, b)
+    apart.end()
+    assert apart.starts() == whole
+
+
+def test_maps_of_named_layers_only() -> None:
+    model = dit()
+    plain = calibrated(model, CacheQuant(every=1, bits="w4a8", corrected=()))
+    mapped = calibrated(model, CacheQuant(every=1, bits="w4a8", corrected="*.ff.*"))
+    names = [n for n in mapped.tables.names() if n.endswith("/gain")]
+    assert len(names) == 8 and all(".ff." in n for n in names)
+    assert not any(n.endswith("/gain") for n in plain.tables.names())
+    assert mapped.tables["starts"].tolist() == list(range(STEPS))
+    assert mapped.collector().passes == 3 and plain.collector().passes == 2

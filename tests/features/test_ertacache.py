@@ -329,3 +329,12 @@ def test_uniform_computes_as_many_steps_at_even_distances():
     gaps = {b - a for a, b in zip(steps, [*steps[1:], STEPS], strict=True)}
     assert max(gaps) - min(gaps) <= 1
     assert even.abilities() == (even.parts(),)
+
+
+def test_branches_keep_their_own_residuals_and_share_the_rest():
+    start = torch.randn(1, 2, 3, 3, dtype=torch.float64)
+    one, two = profile(curved, [start], 0.5), profile(curved, [start], 0.5, branches=2)
+    assert one.reused() == two.reused()
+    step = one.reused()[0]
+    assert two._maps[step].count == 2 * one._maps[step].count
+    assert two._sums[2, step] == 2

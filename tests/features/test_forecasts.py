@@ -8,7 +8,7 @@ import torch
 
 from diffcache.features.collect import RunInfo
 from diffcache.features.dmd import DMD, Exponentials
-from diffcache.features.fitted import FittedForecast
+from diffcache.features.fitted import FittedForecast, Weighted
 from diffcache.features.foca import FoCa, Heun
 from diffcache.features.freqca import FreqCa, HighBand
 from diffcache.features.hicache import Hermite, HiCache
@@ -301,3 +301,25 @@ def test_a_tuned_method_survives_a_file(tmp_path):
     assert again.method == method
     assert again.parts() == method.parts()
     assert eval(repr(again), {"Tuned": Tuned}) == again
+
+
+def test_freqca_of_one_band_is_reuse_or_hicache():
+    features, computed = curve(), computed_steps(FreqCa(), TOTAL)
+    all_low = follow(HighBand(share=1.0), features, computed)
+    for index, guess in all_low.items():
+        assert torch.equal(guess, features[max(s for s in computed if s < index)])
+    images = [feature.reshape(2, 2, 3, 4) for feature in features]  # [B, C, H, W]
+    still = follow(HighBand(share=0.0), [i - i.mean((2, 3), keepdim=True) for i in images], computed)
+    whole = follow(Hermite(2, 0.71), [i - i.mean((2, 3), keepdim=True) for i in images], computed)
+    assert all(torch.allclose(still[i], whole[i], atol=1e-5) for i in still)
+
+
+def test_the_stand_in_is_the_weighted_sum():
+    instead = Weighted(((3, (2, 0), (1.5, -0.5)),), 2)
+    state = instead.init()
+    a, b = torch.ones(3), torch.full((3,), 4.0)
+    instead.record(state, Step(0), a)
+    instead.record(state, Step(2), b)
+    assert torch.equal(instead.estimate(state, Step(2)), b)
+    assert torch.equal(instead.estimate(state, Step(3)), 1.5 * b - 0.5 * a)
+    assert instead.held(state) == [b, a]

@@ -23,7 +23,9 @@ from diffcache.offline.profilingdit_collect import (
     foreground_of,
     likeness,
     overlap,
+    patches,
     received_attention,
+    token_grid,
 )
 from diffcache.step import CURRENT, Step
 from tests.internals import computed_steps, reuse_in
@@ -391,3 +393,14 @@ def test_the_door_shows_what_torch_attends_with(name: str) -> None:
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_the_door_does_not_know_is_seen_where_torch_attends(name: str) -> None:
     assert noted(name, by_mode=False)
+
+
+def test_token_grids_follow_from_shapes_and_counts():
+    assert token_grid((1, 30, 8), 36) == (1, 30, 1, 1)
+    assert token_grid((1, 30, 8), 20) is None
+    assert token_grid((1, 4, 2, 8, 8), 32) == (2, 16, 1, 2)  # Wan: patches of 1 x 2 x 2
+    assert token_grid((1, 4, 2, 8, 8), 38) == (2, 16, 1, 2)  # and six tokens of text
+    assert token_grid((1, 4, 8, 8), 64) == (1, 64, 1, 1)
+    film = torch.arange(2 * 4 * 6).reshape(1, 1, 2, 4, 6).float()
+    cut = patches(film, (2, 6, 1, 2))
+    assert cut[0, 1].tolist() == [2, 3, 8, 9] and cut[0, 6].tolist() == [24, 25, 30, 31]

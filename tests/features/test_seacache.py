@@ -8,7 +8,7 @@ import torch
 import diffcache
 from diffcache.attach.extensions.noise_level import OF_NOISE, OF_SIGNAL, NoiseLevels, grids_of, level_at, weights_of
 from diffcache.errors import AttachError
-from diffcache.features.seacache import Filtered, SceneRule, SeaCache, gain
+from diffcache.features.seacache import Filtered, SceneRule, SeaCache, gain, grid_of
 from diffcache.step import Scene, Step
 from tests.internals import noting
 from tests.zoo.pipes import pipes
@@ -272,3 +272,10 @@ def test_frames_at_levels_of_their_own_have_none_together():
         pytest.raises(AttachError, match="noise level of step 0 is not known"),
     ):
         pipe.transformer(**given)
+
+
+def test_scenes_find_the_grid_of_so_many_tokens():
+    assert grid_of(Scene(1, 0, ((6, 4), (1, 5, 4))), 20) == (1, 5, 4)
+    assert grid_of(Scene(1, 0, (), (8, 12)), 24) == (4, 6)
+    assert grid_of(Scene(1, 0, (), (5, 8, 12)), 120) == (5, 4, 6)
+    assert grid_of(Scene(1, 0, (), (9, 8, 12)), 120) == (5, 4, 6)  # patches of 2 frames, padded
