@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import diffcache
-from diffcache import Combine, FirstBlock, FittedForecast, Listed, Newton, Reuse, Tables, Taylor
+from diffcache import Combine, Every, FirstBlock, FittedForecast, Listed, Newton, Reuse, Tables, Taylor
 from diffcache.errors import AttachError, TablesError
 from diffcache.features.combine import reuse_of
 from diffcache.features.tuned import Guarantee
 from diffcache.offline.tune.guarantee import certify, most_strayed, samples_needed
 from diffcache.offline.tune.search import Goal, Search, front_of
 from diffcache.offline.tune.space import LEFT_OUT, additions, drops, families, moves, schedules, sites, steps_listed
-from diffcache.offline.tune.trial import Trial, Trials, closeness, mean_interval, outputs
+from diffcache.offline.tune.trial import Trial, Trials, closeness, joined, mean_interval, outputs
 from diffcache.offline.tune.tune import _name, _score
 from diffcache.registry import rows_of
 from tests.calibration.shipped import PROMPTS, SETTINGS, STEPS, draw
@@ -379,3 +379,41 @@ def test_tune_certifies_on_prompts_apart_and_its_file_says_so(pipe, tmp_path, mo
             diffcache.tune(pipe, prompts, **own | wrong)
     with pytest.raises(ValueError, match="is there twice"):
         diffcache.tune(pipe, prompts + prompts[:1], **own)
+
+
+def test_half_of_the_looks_goes_on_and_a_trial_that_is_behind_is_stopped():
+    methods = [Combine(Every(every), Taylor(order)) for every in range(2, 10) for order in (0, 1)]
+    ran = []
+
+    class Flat(Landscape):
+        def measure(self, method, batches):
+            ran.append((methods.index(method), *batches))
+            each = [30.0 + methods.index(method) + 0.1 * place for place in range(2)]
+            return Trial(repr(method), 0.2, each[0], each[0], each[0], 1.0, 2, each)
+
+    search = Search(Flat(), Goal(speedup=2.0), [0, 1, 2, 3], 100)
+    search._spend(1)
+    for method in methods:
+        search._glance_at(method)
+    search._halve()
+    counts = [[place for place, batch in ran if batch == n] for n in range(4)]
+    assert list(map(len, counts)) == [16, 16, 8, 4] and sorted(counts[2]) == list(range(8, 16))
+    assert len(search.seen) == 4 and search.best(search.seen)[0][0] is methods[-1]
+
+    best, worse = (search.seen[repr(methods[place])][1] for place in (15, 14))
+    before = len(ran)
+    assert search.attempt(methods[0], search.batches, search.seen, rival=best) is None
+    assert search.stopped == 1 and len(ran) == before  # two batches were run before
+    assert joined([best, worse]).samples == 16 and joined([best]) is best
+    assert search._is_lost(replace(worse, each=[*worse.each[:4]]), best)
+    noisy = [best.each[0] - 1, best.each[1] + 1.5, best.each[2] - 1.0]
+    assert not search._is_lost(replace(worse, each=noisy), best)
+    assert not search._is_lost(replace(worse, each=noisy[:2]), best)  # too few to tell
+
+    sure = Search(Flat(), Goal(psnr=35.0, confidence=0.75), [0, 1], 1)
+    eight = replace(best, each=[36.0] * 8)
+    assert not sure._is_lost(replace(best, each=[34.0, 34.0]), eight)
+    assert sure._is_lost(replace(best, each=[34.0, 34.0, 34.0]), eight)
+    close = Search(Flat(), Goal(psnr=35.0), [0, 1], 1)
+    assert not close._is_lost(replace(best, each=[35.5] * 3), eight)
+    assert close._is_lost(replace(best, each=[34.5] * 3), eight)
