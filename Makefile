@@ -6,7 +6,7 @@ WORKERS ?= 2
 LOWEST ?= $(shell python3.10 -c 'print("python3.10")' 2>/dev/null || echo $(PYTHON))
 ARGS ?=
 LOWEST_TESTS := (FluxTransformer2DModel or FluxPipeline or WanTransformer3DModel or WanPipeline or \
-  TestPipeline or TestDemo or TestRun or kv) and not need_no_image
+  TestPipeline or TestDemo or TestRun or kv)
 LOWEST_KV := $(addprefix tests/kv/test_,adapter.py generate.py versions.py static.py face.py settings.py)
 
 BIN := $(VENV)/bin

@@ -130,6 +130,20 @@ def _zeros(value: Any) -> Any:
     return type(value)(map(_zeros, value))
 
 
+@pytest.mark.parametrize("site", ["stack", "block", "module"])
+def test_skip_layer_guidance_is_a_branch_of_its_own(site: str):
+    case = CASES["SD3Transformer2DModel"]
+    model = case.build(0)
+    both = [inputs(case, model), inputs(case, model, "skip_layers")]
+    expected = [output_tensors(model(**given)) for given in both]
+    with diffcache.wrapped(model, Interval(every=3, site=site)) as handle:
+        for index in steps(handle, 7):
+            for branch in (0, 1) if index in (1, 2, 3, 4) else (0,):
+                assert gap(model(**both[branch]), expected[branch]) <= TOLERANCE
+        marks = ["".join("sC"[call.computed] for call in handle.last.calls if call.branch == b) for b in (0, 1)]
+    assert marks == ["CssCssC", "CsCs"]
+
+
 def block_list(model: nn.Module, path: str) -> nn.ModuleList:
     found = model
     for part in path.split("."):
