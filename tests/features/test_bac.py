@@ -197,7 +197,7 @@ def test_odd_runs_are_refused():
 
 def test_tensors_of_one_site_are_compared_as_one():
     runs = torch.randn(3, 4, 2, 2, 6, generator=torch.Generator().manual_seed(0))
-    whole = PairCollector("mse")
+    whole = PairCollector(BAC(1, metric="mse"))
     for run in runs:
         whole.begin(RunInfo(0, 0, torch.arange(4.0), None, 4))
         for step, branch in itertools.product(range(4), range(2)):
