@@ -94,7 +94,7 @@ models: $(READY) ## Train the shipped models again (most of a day on one core)
 	$(BIN)/python -m diffcache.eval.workshop.shipped.cards --write
 
 docs: $(READY) ## Write the table of what a cache finds in every supported model
-	$(BIN)/python -m diffcache.eval.workshop.coverage --write $(ARGS)
+	$(BIN)/python -m diffcache.eval.workshop.denoiser_coverage --write $(ARGS)
 
 site: $(SITE) ## Build the pages as a site in build/site, without a network; a dead link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet $(ARGS)

@@ -57,7 +57,7 @@ def _is_one(target: object) -> bool:
 
 def _of_row(row: Row) -> str:
     """Return the entry that a class holds, or one under the name that the method goes by."""
-    from diffcache.kv.recipes.catalog import reference
+    from diffcache.kv.recipes.by_name import reference
 
     made = row.load()
     if getattr(made, "bibtex", ""):

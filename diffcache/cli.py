@@ -17,7 +17,7 @@ from diffcache.catalog import settings_of
 from diffcache.citation import cite as bibtex
 from diffcache.command import EXIT_LINE, METHOD, MODELS, Device, Dtype, Json, Seed, check_json, check_target, guarded
 from diffcache.eval import offline
-from diffcache.eval.cli import app as eval_app
+from diffcache.eval.commands import app as eval_app
 from diffcache.eval.kernels.command import app as kernels_app
 from diffcache.eval.kv.command import app as kv_app
 from diffcache.eval.methods import parse_method

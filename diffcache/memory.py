@@ -14,7 +14,7 @@ from torch import nn
 from diffcache.attach.cache_context import branch
 from diffcache.attach.handle import Handle
 from diffcache.attach.inputs import INPUTS, Size, inputs_of
-from diffcache.attach.reuse.extension import FeatureReuse
+from diffcache.attach.reuse.reusing import FeatureReuse
 from diffcache.attach.run import Timeline
 from diffcache.errors import AttachError
 from diffcache.features.base import Method

@@ -24,8 +24,8 @@ from rich.table import Table
 
 import diffcache
 from diffcache.command import Json, check_json, print_or_write, script
-from diffcache.eval.metrics import clip, weights
-from diffcache.eval.metrics.catalog import METRICS, SHIPPED, Metric
+from diffcache.eval.metrics import clip, weight_files
+from diffcache.eval.metrics.definitions import METRICS, SHIPPED, Metric
 from diffcache.eval.metrics.inception import MissingPackageError, load_package
 from diffcache.eval.metrics.lpips import heads_file
 from diffcache.eval.vbench import driver
@@ -91,12 +91,12 @@ def packages() -> list[Part]:
 def probe(name: str, kind: Kind) -> Part:
     """Look for one requirement; its fault is in the note."""
     look: dict[str, Callable[[str], Any]]
-    look = {"weights": weights.find, "interpreter": _interpreter, "shipped": _shipped}
-    weight = weights.WEIGHTS[name] if kind == "weights" else None
+    look = {"weights": weight_files.find, "interpreter": _interpreter, "shipped": _shipped}
+    weight = weight_files.WEIGHTS[name] if kind == "weights" else None
     shown = weight.file if weight else name
     try:
         return Part(shown, kind, True, str(look.get(kind, _package)(name)))
-    except weights.MissingWeightsError as error:
+    except weight_files.MissingWeightsError as error:
         digest = f"sha256 {weight.sha256}" if weight and weight.sha256 else "no published hash"
         summary = f"from {weight.url} ({digest})" if weight else ""
         return Part(shown, kind, False, " ".join(str(error).split()), summary)
@@ -151,7 +151,7 @@ def _show(found: Sequence[Row], installed: Sequence[Part]) -> None:
     lacking = missing(found)
     if lacking:
         typer.echo(
-            f"missing (files go into ${weights.VARIABLE}, or stay in the cache of the library that "
+            f"missing (files go into ${weight_files.VARIABLE}, or stay in the cache of the library that "
             "downloads them; nothing is downloaded here):"
         )
         typer.echo("\n".join(f"- {line}" for line in lacking))

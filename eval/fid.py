@@ -212,7 +212,7 @@ def _few(fake: Source, kind: str, distance: dict[str, Any]) -> list[str]:
 
 
 def _print(report: dict[str, Any]) -> None:
-    from diffcache.eval.metrics.catalog import METRICS
+    from diffcache.eval.metrics.definitions import METRICS
 
     rows = []
     for key, found in report["metrics"].items():

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from diffcache.command import Device, Json, Seed, Threads, check_json, check_target, print_or_write, script, warn
 from diffcache.eval.metrics import intervals, pixels
-from diffcache.eval.metrics.catalog import METRICS
+from diffcache.eval.metrics.definitions import METRICS
 from diffcache.eval.metrics.sets import summarized
 from diffcache.eval.runs.extractors import Backend, Choice, Extractors, Recursive, Weights
 from diffcache.eval.runs.score import closeness

@@ -25,7 +25,7 @@ from diffcache.video import VideoPolicy
 
 
 @dataclass(frozen=True)
-class Ranks:
+class ContextRanks:
     """Processes of a group that share a stream: the rank of this one in it, and their number."""
 
     group: Any
@@ -70,15 +70,15 @@ class Ranks:
             )
 
 
-def ranks_of(model: nn.Module) -> Ranks | None:
+def ranks_of(model: nn.Module) -> ContextRanks | None:
     """Return the processes that a model's tokens are split over; None where it is not split."""
     group = process_group_of(model)
     if group is None:
         return None
-    return Ranks(group, distributed.get_rank(group), distributed.get_world_size(group))
+    return ContextRanks(group, distributed.get_rank(group), distributed.get_world_size(group))
 
 
-def shared_by(model: Any, policy: VideoPolicy, size: tuple[int, int], unit: int) -> Ranks | None:
+def shared_by(model: Any, policy: VideoPolicy, size: tuple[int, int], unit: int) -> ContextRanks | None:
     """Return the processes that share a new stream, of so many tokens a frame; None for one process.
 
     Raises:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from diffcache.attach.handle import Handle
-from diffcache.attach.reuse.extension import FeatureReuse
+from diffcache.attach.reuse.reusing import FeatureReuse
 from diffcache.features.base import When
 from diffcache.features.combine import FeatureMethod
 from diffcache.step import Step

@@ -21,7 +21,7 @@ from diffcache import Tables, cli, command
 from diffcache.errors import MissingError
 from diffcache.eval import demo
 from diffcache.eval.demo import PROMPTS
-from diffcache.eval.metrics.weights import MissingWeightsError
+from diffcache.eval.metrics.weight_files import MissingWeightsError
 from diffcache.eval.samples import output
 from diffcache.eval.samples.clips import read_clip
 from diffcache.features.bac import BAC

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
-from diffcache.eval.metrics.catalog import METRICS
+from diffcache.eval.metrics.definitions import METRICS
 from diffcache.eval.metrics.distances import (
     Moments,
     at_infinity,

@@ -19,11 +19,11 @@ from diffcache.kernels.linear import float_matmul
 from diffcache.offline.cachequant_collect import LayerCalibration
 from diffcache.pipelines.load import Loading, load
 from diffcache.pipelines.shipped_models import MODELS
-from diffcache.quant.calibrate import InputRanges, grid_of, rounded, weight_grid
 from diffcache.quant.conv import QuantizedConv2d
 from diffcache.quant.integer import int_matmul, pack4, unpack4
 from diffcache.quant.linear import QuantizedLinear
 from diffcache.quant.plan import LayerPlan, QuantPlan
+from diffcache.quant.scales import InputRanges, grid_of, rounded, weight_grid
 from diffcache.step import CURRENT, Step
 
 T = 3

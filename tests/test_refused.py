@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import diffcache
 from diffcache import cli, errors
-from diffcache.eval.kv.recall import KVTask
+from diffcache.eval.kv.recall_cost import KVTask
 from diffcache.eval.kv.texts import TextModel
 from diffcache.pipelines import load
 from tests.kv.eval import small

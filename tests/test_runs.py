@@ -20,9 +20,9 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from diffcache.cli import app
-from diffcache.eval.cost.memory import Place
+from diffcache.eval.cost.peak_memory import Place
 from diffcache.eval.methods import parse_method
-from diffcache.eval.report.records import load
+from diffcache.eval.report.record_files import load
 from diffcache.eval.runs import folder, measure, score
 from diffcache.eval.runs.draw import Drawer, relative_errors, samples_of
 from diffcache.eval.runs.evaluate import Plan, RunError

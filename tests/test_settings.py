@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from diffcache.catalog import make_method
-from diffcache.kv.recipes.catalog import recipe_function
+from diffcache.kv.recipes.by_name import recipe_function
 from diffcache.registry import rows_of
 from tests.dllm.cases import CASES
 from tests.kv.examples import examples

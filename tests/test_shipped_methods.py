@@ -15,7 +15,7 @@ from diffcache.catalog import method_class
 from diffcache.eval.methods import parse_method, parse_row
 from diffcache.eval.metrics.intervals import share_change, share_interval
 from diffcache.eval.record import FOLDER
-from diffcache.eval.report.records import load
+from diffcache.eval.report.record_files import load
 from diffcache.eval.workshop import figures, method_page
 from diffcache.eval.workshop.compared import BEGIN, END, NONE
 from diffcache.eval.workshop.shipped import reach as table

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import diffcache
 from diffcache import AttachError, Combine, Every, Interval
-from diffcache.attach.reuse import extension
+from diffcache.attach.reuse import reusing
 from diffcache.features.parts.when import Listed, Table
 from diffcache.step import CURRENT
 from diffcache.targets import handle_of
@@ -492,7 +492,7 @@ def test_settings_are_updated_without_learning_the_model_again():
     for every in (3, 2):
         with diffcache.wrapped(pipe, replace(seer, every=every)):
             own.append(run(pipe, name))
-    with patch.object(extension, "learn", side_effect=extension.learn) as learned:
+    with patch.object(reusing, "learn", side_effect=reusing.learn) as learned:
         diffcache.wrap(pipe, seer)
         run(pipe, name)
 

@@ -10,8 +10,8 @@ import transformers
 from torch import nn
 
 import diffcache
-from diffcache.attach import texts
-from diffcache.attach.texts import TextCache
+from diffcache.attach import text_encoders
+from diffcache.attach.text_encoders import TextCache
 from diffcache.errors import AttachError
 from tests.internals import state_of
 from tests.shipped import CALL, load
@@ -208,8 +208,8 @@ def test_threads_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counts.held_bytes == 4 * 8 * 32 * 4
 
     # an encoder that changes while a call of it is on its way
-    copied = texts._copied
-    monkeypatch.setattr(texts, "_copied", lambda out: (CHANGES["weight"](model), copied(out))[1])
+    copied = text_encoders._copied
+    monkeypatch.setattr(text_encoders, "_copied", lambda out: (CHANGES["weight"](model), copied(out))[1])
     stale = model(**ids(7))
     monkeypatch.undo()
     assert not same(model(**ids(7)), stale)

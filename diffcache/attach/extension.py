@@ -15,7 +15,7 @@ from diffcache.method import Ability
 
 # Class of ability -> "module:name" of what makes its extension of (denoiser, ability)
 INSTALLERS: dict[str, str] = {
-    "Combine": "diffcache.attach.reuse.extension:FeatureReuse",
+    "Combine": "diffcache.attach.reuse.reusing:FeatureReuse",
     "SigmaRule": "diffcache.attach.extensions.noise_level:Times",
     "SceneRule": "diffcache.attach.extensions.noise_level:NoiseLevels",
     "Quantize": "diffcache.attach.extensions.quantize:install",

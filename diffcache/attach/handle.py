@@ -19,7 +19,7 @@ from diffcache.attach.pipeline_hooks import tap_pipeline, tap_scheduler, untap
 from diffcache.attach.provenance import tables_of
 from diffcache.attach.run import Run
 from diffcache.attach.runs import ATTACHING, Runs
-from diffcache.attach.texts import TextCache
+from diffcache.attach.text_encoders import TextCache
 from diffcache.features.base import Method
 from diffcache.features.collect import Observer
 from diffcache.presets.choose import ChosenMethod

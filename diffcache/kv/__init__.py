@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from diffcache.kv.hf.rapid import rapid as rapid
     from diffcache.kv.hf.transmla import to_mla as to_mla
     from diffcache.kv.hf.triforce import triforce as triforce
-    from diffcache.kv.life.pack import pack as pack
     from diffcache.kv.life.prefix import PrefixTree as PrefixTree
     from diffcache.kv.life.prefix import time_to_live as time_to_live
+    from diffcache.kv.life.prepacking import pack as pack
     from diffcache.kv.life.save import load as load
     from diffcache.kv.life.save import save as save
     from diffcache.kv.recipe import Recipe as Recipe
-    from diffcache.kv.recipes.catalog import make_recipe as make_recipe
-    from diffcache.kv.recipes.catalog import recipe_names as recipe_names
+    from diffcache.kv.recipes.by_name import make_recipe as make_recipe
+    from diffcache.kv.recipes.by_name import recipe_names as recipe_names
     from diffcache.kv.recipes.eviction import *  # noqa: F403
     from diffcache.kv.recipes.low_rank import *  # noqa: F403
     from diffcache.kv.recipes.merging import *  # noqa: F403
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 _LATER = {**places("recipe"), **places("reuse"), "Recipe": f"{__name__}.recipe"}
 for _module, _names in {
     "hf": ("ask", "cache_for", "caching", "detach", "static_cache_for"),
-    "recipes.catalog": ("make_recipe", "recipe_names"),
+    "recipes.by_name": ("make_recipe", "recipe_names"),
     "life.save": ("load", "save"),
     "life.prefix": ("PrefixTree", "time_to_live"),
     "reuse.cachecraft": ("chunks_of",),
@@ -69,7 +69,7 @@ for _module, _names in {
     _LATER |= dict.fromkeys(_names, f"{__name__}.{_module}")
 
 # It measures, so it stands in a part above this one, which is imported only if it is called.
-_LATER["choose"] = "diffcache.eval.kv.choose"
+_LATER["choose"] = "diffcache.eval.kv.choose_recipe"
 
 __all__ = [*_LATER]
 

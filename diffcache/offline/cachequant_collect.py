@@ -17,8 +17,8 @@ from diffcache.features.combine import Combine
 from diffcache.features.parts.correction import ROWS, AffineSums, channels_last
 from diffcache.features.parts.dynamic import anchor_costs, best_starts
 from diffcache.features.parts.quantize import LayerWatcher, WatchLayers
-from diffcache.quant.calibrate import InputRanges, weight_grid
 from diffcache.quant.plan import WEIGHT_BITS, Bits, LayerPlan, QuantPlan
+from diffcache.quant.scales import InputRanges, weight_grid
 from diffcache.step import Step
 
 Stage = Literal["ranges", "errors", "done"]

@@ -10,6 +10,7 @@ from diffcache.registry import exported
 from diffcache.video.ca2_vdm import Ca2VDM as Ca2VDM
 from diffcache.video.deep_forcing import DeepForcing as DeepForcing
 from diffcache.video.ema_sink import EMASink as EMASink
+from diffcache.video.few_bits import Quantized as Quantized
 from diffcache.video.few_steps import FewSteps as FewSteps
 from diffcache.video.flow_cache import FlowCache as FlowCache
 from diffcache.video.history_retrieval import HistoryRetrieval as HistoryRetrieval
@@ -19,7 +20,6 @@ from diffcache.video.motion_noise import MotionNoise as MotionNoise
 from diffcache.video.policy import FullHistory as FullHistory
 from diffcache.video.policy import VideoPolicy as VideoPolicy
 from diffcache.video.policy import make_policy as make_policy
-from diffcache.video.quantized import Quantized as Quantized
 from diffcache.video.rolling_sink import RollingSink as RollingSink
 from diffcache.video.semantic_bank import SemanticBank as SemanticBank
 from diffcache.video.stream_diffusion_v2 import StreamDiffusionV2 as StreamDiffusionV2

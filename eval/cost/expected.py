@@ -4,7 +4,7 @@ A launch takes as long as the slowest of what it needs of the device: bytes of m
 second-level cache, and instructions with products of matrices, which Triton's loops do one after
 the other; but loads from shared memory, which feed products, go on beside them. To that comes a
 constant for each launch. What a kernel needs is in a record of its code
-(`eval/workshop/kernels/targets.py`); what a device has is in `CHIPS`.
+(`eval/workshop/kernels/compile_targets.py`); what a device has is in `CHIPS`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ BY_ARCH = {str(chip.arch): name for name, chip in CHIPS.items() if name != "h100
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedTime:
     """Expected time of the launches of a row: not measured."""
 
     us: float  # microseconds
@@ -66,7 +66,7 @@ class Expected:
     blocks: tuple[int, ...]  # blocks that a multiprocessor holds at once, of each launch
 
 
-def expect(row: Mapping[str, Any], device: str) -> Expected | None:
+def expect(row: Mapping[str, Any], device: str) -> ExpectedTime | None:
     """Expect how long the launches of a row of the record of code take on a chip; None where they do not compile."""
     chip, peaks = CHIPS[device], DEVICES[device]
     codes = row["targets"].get(str(chip.arch))
@@ -100,7 +100,7 @@ def expect(row: Mapping[str, Any], device: str) -> Expected | None:
         whole += max(cached, parts["code"])
     total["bytes"] = unread
     most = max(("bytes", "cache", "code", "launch"), key=total.__getitem__)
-    return Expected(total["launch"] + max(unread, whole), most, total, tuple(blocks))
+    return ExpectedTime(total["launch"] + max(unread, whole), most, total, tuple(blocks))
 
 
 def _multiplying(launch: Mapping[str, Any], code: Mapping[str, Any]) -> float:

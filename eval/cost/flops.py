@@ -18,7 +18,7 @@ from torch import nn
 
 import diffcache
 from diffcache.anchor import owner_of
-from diffcache.attach.flops import counted
+from diffcache.attach.flop_counter import counted
 
 
 @dataclass

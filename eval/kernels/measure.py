@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from diffcache.eval.kernels.cases import KernelCase, all_cases
-from diffcache.eval.kernels.options import Built, Options, arch_of, built, choices_of, faster, ratios, trial
+from diffcache.eval.kernels.launch_options import Built, Options, arch_of, built, choices_of, faster, ratios, trial
 from diffcache.eval.kernels.timing import CALLS, ceilings, row
 from diffcache.eval.record import Setting, envelope
 from diffcache.kernels.dispatch import OPERATORS, device_name, refused, versions

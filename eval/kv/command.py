@@ -16,12 +16,12 @@ from torch.nn.functional import cross_entropy
 from diffcache.command import EXIT_LINE, FAILED, Device, Seed, check_target, device_of, fail, guarded, refuse
 from diffcache.errors import MissingError
 from diffcache.eval.cost.interleave import quartiles
-from diffcache.eval.kv import choose, reuse
-from diffcache.eval.kv.parts import example, while_decoding
+from diffcache.eval.kv import choose_recipe, reuse
+from diffcache.eval.kv.recipe_parts import example, while_decoding
 from diffcache.eval.metrics.intervals import mean_interval
 from diffcache.eval.options import CausalModel, Texts
 from diffcache.files import read_json
-from diffcache.kv.recipes.catalog import recipe_function, recipes
+from diffcache.kv.recipes.by_name import recipe_function, recipes
 from diffcache.pipelines.demo.console import print_rows, progress, quiet
 from diffcache.registry import read_word
 from diffcache.run_report import human
@@ -222,8 +222,8 @@ def can_answer(row: Mapping[str, Any]) -> str:
 
 def _recall(recipe: list[str], file: Path | None, out: Path | None, **task: Any) -> None:
     """Measure recall, print it, and write the record."""
-    from diffcache.eval.kv.recall import KVTask, RecipeSweep, read_sweep, run
-    from diffcache.eval.kv.words import parse_row
+    from diffcache.eval.kv.recall_cost import KVTask, RecipeSweep, read_sweep, run
+    from diffcache.eval.kv.recipe_words import parse_row
 
     if file is None:
         given = {name: value for name, value in task.items() if value is not None}
@@ -243,8 +243,8 @@ def _harness(recipe: list[str], out: Path | None, model: str, tasks: str, device
     if importlib.util.find_spec("lm_eval") is None:
         raise MissingError(f"--tasks {tasks}: lm-evaluation-harness is missing: pip install 'diffcache[llm]'")
     from diffcache.eval.kv.harness import Questions, ask
+    from diffcache.eval.kv.recipe_words import names_tables, parse_recipe
     from diffcache.eval.kv.texts import TextModel
-    from diffcache.eval.kv.words import names_tables, parse_recipe
 
     asked = Questions(model, tuple(tasks.split(",")), device=str(device_of(device)), **given)
     weights = TextModel(model).weights if any(map(names_tables, recipe)) else None
@@ -378,11 +378,11 @@ def calibrate(
     name, settings = read_word(recipe)
     name = name.replace("-", "_")
     quiet()
-    from diffcache.eval.kv.offline import RecallSamples, TextSamples, Work
-    from diffcache.eval.kv.recall import SHIPPED, KVTask
+    from diffcache.eval.kv.contexts import RecallSamples, TextSamples, Work
+    from diffcache.eval.kv.recall_cost import SHIPPED, KVTask
+    from diffcache.eval.kv.recipe_words import weights_digest
     from diffcache.eval.kv.stages import check, make, shown
     from diffcache.eval.kv.texts import TextModel, windows
-    from diffcache.eval.kv.words import weights_digest
 
     check(name, settings)
     if texts is None and model != SHIPPED:
@@ -476,6 +476,6 @@ def _nats(model: Any, ids: Tensor) -> Tensor:
 
 
 app.command(epilog=EXIT_LINE)(calibrate)
-app.command("choose", epilog=EXIT_LINE)(choose.command)
+app.command("choose", epilog=EXIT_LINE)(choose_recipe.command)
 app.command("reuse", epilog=EXIT_LINE)(reuse.command)
 app.command(epilog=EXIT_LINE)(convert)

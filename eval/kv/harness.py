@@ -21,15 +21,15 @@ from torch import Tensor
 from tqdm import tqdm
 
 from diffcache.eval.kv.asked import acts_on_tokens, score
-from diffcache.eval.kv.recall import write_rows
+from diffcache.eval.kv.recall_cost import write_rows
+from diffcache.eval.kv.recipe_words import NONE
 from diffcache.eval.kv.texts import TextModel
-from diffcache.eval.kv.words import NONE
 from diffcache.eval.metrics.intervals import Interval, mean_interval, share_change, share_interval
 from diffcache.eval.record import Setting
 from diffcache.foreign import CACHES, cache_name, with_cache
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.score.probe import Asked
+from diffcache.kv.score.most_attention import Asked
 
 BENCHMARK = "kv-tasks"
 Request = tuple[Any, list[int], list[int]]  # words, tokens of the context and of what follows

@@ -120,7 +120,7 @@ class PressPeer:
                 kept(seen, lambda: build(spec, 1 - self.budget, self.settings), spec.attentions)
                 for seen in capture(model, ids)
             ]
-        return Recipe(self.name, score=Given(tuple(masks)), budget=AllGiven(), plan=TopK())
+        return Recipe(self.name, score=MasksOfAPress(tuple(masks)), budget=AllGiven(), plan=TopK())
 
 
 def peer(name: str, budget: float = 0.5, **settings: Any) -> PressPeer:
@@ -146,7 +146,7 @@ def peer(name: str, budget: float = 0.5, **settings: Any) -> PressPeer:
 
 
 @dataclass(frozen=True, eq=False)
-class Given(Score):
+class MasksOfAPress(Score):
     """One for the slots that were said to stay, zero for the others."""
 
     masks: Sequence[Tensor]  # mask of the slots that stay for each layer, bool [B, H, S], in order of position
@@ -160,7 +160,7 @@ class Given(Score):
 
     def __repr__(self) -> str:
         """Return shapes, as numbers would not be read."""
-        return f"Given({[list(mask.shape) for mask in self.masks]})"
+        return f"MasksOfAPress({[list(mask.shape) for mask in self.masks]})"
 
 
 @dataclass(frozen=True)

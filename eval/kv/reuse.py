@@ -225,7 +225,7 @@ def command(
         diffcache kv reuse --model DIR --texts FILE --method prefix
     """
     from diffcache.eval.kv.command import spread
-    from diffcache.eval.kv.recall import write_rows
+    from diffcache.eval.kv.recall_cost import write_rows
     from diffcache.eval.kv.texts import TextModel
     from diffcache.kv.hf.documents import methods
     from diffcache.run_report import human

@@ -21,8 +21,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from diffcache.errors import AttachError
-from diffcache.eval.kv.offline import Prepared, Report, Sample, Work, observations, read, seen_by
-from diffcache.eval.kv.words import basis_tensors, write_table
+from diffcache.eval.kv.contexts import Prepared, Report, Sample, Work, observations, read, seen_by
+from diffcache.eval.kv.recipe_words import basis_tensors, write_table
 from diffcache.eval.methods import naming
 from diffcache.foreign import attention_names, set_attention_names, with_cache
 from diffcache.kv.attend import Query, attend

@@ -21,9 +21,9 @@ from transformers import DynamicCache
 from diffcache.eval.cost.interleave import Call, Timings, Turn, summary
 from diffcache.eval.cost.interleave import measure as take_turns
 from diffcache.eval.kv.asked import Asked, Spelled, score, spells
-from diffcache.eval.kv.recall import exact_bytes, fingerprint, rows_before, write_rows
+from diffcache.eval.kv.recall_cost import exact_bytes, fingerprint, rows_before, write_rows
+from diffcache.eval.kv.recipe_words import NONE, names_tables, parse_recipe
 from diffcache.eval.kv.texts import TextModel, TextWindows, windows
-from diffcache.eval.kv.words import NONE, names_tables, parse_recipe
 from diffcache.eval.metrics.intervals import Interval, mean_interval, share_change, share_interval
 from diffcache.eval.record import Setting
 from diffcache.eval.report.palette import DPI, GREY, INK, MARKERS, OKABE_ITO, new_figure, styled
@@ -32,7 +32,7 @@ from diffcache.kv.attend import Query
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.hf.questions import compress, feed, read_context
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.score.probe import Asked as Probed
+from diffcache.kv.score.most_attention import Asked as Probed
 from diffcache.kv.store import KVStore
 
 Progress = Callable[[int, int, str], None]

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from diffcache.errors import MissingError
-from diffcache.eval.kv.recall import SHIPPED
-from diffcache.eval.kv.words import weights_digest
+from diffcache.eval.kv.recall_cost import SHIPPED
+from diffcache.eval.kv.recipe_words import weights_digest
 from diffcache.pipelines.fetched import PACKAGES, fetched
 from diffcache.pipelines.shipped_models import present
 from diffcache.pipelines.small.recall_llama import DIRECTORY

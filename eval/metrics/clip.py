@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from diffcache.eval.metrics import weights
+from diffcache.eval.metrics import weight_files
 from diffcache.eval.metrics.inception import MissingPackageError
 from diffcache.eval.metrics.pixels import check_pictures
 
@@ -35,7 +35,7 @@ class ClipScore:
     """
 
     def __init__(self, folder: str | Path | None = None, device: str | torch.device = "cpu") -> None:
-        self.folder = weights.find("clip", folder)
+        self.folder = weight_files.find("clip", folder)
         self.device = torch.device(device)
         model, processor, tokenizer = classes()
         try:
@@ -95,7 +95,7 @@ class ClipScore:
         return {
             "backend": "real",
             "extractor": self.folder.name,
-            "sha256": weights.sha256(self.folder),
+            "sha256": weight_files.sha256(self.folder),
             "convention": "100 max(0, cos)",
         }
 

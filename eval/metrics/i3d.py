@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from diffcache.eval.metrics import weights
+from diffcache.eval.metrics import weight_files
 from diffcache.eval.metrics.pixels import check_pictures
 
 FEWEST_FRAMES = 10  # the network halves time five times and then averages over two
@@ -28,8 +28,8 @@ class I3D:
     """
 
     def __init__(self, path: str | Path | None = None, device: str | torch.device = "cpu") -> None:
-        file = weights.find("i3d", path)
-        self.sha256 = weights.sha256(file)
+        file = weight_files.find("i3d", path)
+        self.sha256 = weight_files.sha256(file)
         self.device = torch.device(device)
         self.network = torch.jit.load(str(file), map_location=self.device).eval()
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from diffcache.errors import MissingError
-from diffcache.eval.metrics import weights
+from diffcache.eval.metrics import weight_files
 from diffcache.eval.metrics.pixels import check_pictures
 
 DIMENSIONS = 2048
@@ -96,7 +96,7 @@ def load(
 ) -> Inception:
     """Load the network of a convention; nothing is downloaded.
 
-    A path of None looks in the usual places (`diffcache.eval.metrics.weights.find`).
+    A path of None looks in the usual places (`diffcache.eval.metrics.weight_files.find`).
 
     Raises:
         ValueError: If there is no such convention, or the clean weights have another file name.
@@ -108,12 +108,12 @@ def load(
         raise ValueError(f"convention={convention!r}: must be one of {', '.join(_RESIZE)}")
     place = torch.device(device)
     if convention == "clean":
-        file = weights.find("inception-clean", path)
+        file = weight_files.find("inception-clean", path)
         network = _clean(file, place)
     else:
-        file = weights.find("inception", path)
+        file = weight_files.find("inception", path)
         network = _fidelity(file, place)
-    return Inception(convention, weights.sha256(file), network, place)
+    return Inception(convention, weight_files.sha256(file), network, place)
 
 
 _NAMES = {"cleanfid": "clean-fid"}  # on the package index, where it differs
@@ -157,7 +157,7 @@ def _fidelity(file: Path, device: torch.device) -> Callable[[Tensor], Features]:
 
 
 def _clean(file: Path, device: torch.device) -> Callable[[Tensor], Features]:
-    expected = weights.WEIGHTS["inception-clean"].file
+    expected = weight_files.WEIGHTS["inception-clean"].file
     if file.name != expected:
         raise ValueError(f"{file}: clean-fid opens its weights by name; call the file {expected}")
     resize = load_package("cleanfid.resize", "").build_resizer("clean")

@@ -288,7 +288,7 @@ def share_change(before: Tensor, after: Tensor) -> Interval:
 def metric_interval(key: str, values: Tensor, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
     """Return the mean of a metric's values with an interval within the metric's range.
 
-    The key is one of `diffcache.eval.metrics.catalog`; values are [N], at least 2 where the metric is no share.
+    The key is one of `diffcache.eval.metrics.definitions`; values are [N], at least 2 where the metric is no share.
     Raises ValueError if the shape is different, or a value is not finite or out of range.
     """
     base = key.removesuffix("_lite")

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from diffcache.eval.metrics import weights
+from diffcache.eval.metrics import weight_files
 from diffcache.eval.metrics.inception import MissingPackageError
 from diffcache.eval.metrics.pixels import check_pairs
 
@@ -103,15 +103,15 @@ def load(path: str | Path | None = None, device: str | torch.device = "cpu") -> 
         WrongWeightsError: If it, or the heads inside torchmetrics, are other ones.
         MissingPackageError: If torchmetrics is not installed.
     """
-    file = weights.find("alexnet", path)
+    file = weight_files.find("alexnet", path)
     heads = heads_file()
-    if weights.sha256(heads) != HEADS_SHA256:
-        raise weights.WrongWeightsError(
-            f"{heads}: its sha256 must be {HEADS_SHA256} and is {weights.sha256(heads)}; install "
+    if weight_files.sha256(heads) != HEADS_SHA256:
+        raise weight_files.WrongWeightsError(
+            f"{heads}: its sha256 must be {HEADS_SHA256} and is {weight_files.sha256(heads)}; install "
             "another version of torchmetrics"
         )
     alexnet, lins = (torch.load(f, map_location="cpu", weights_only=True) for f in (file, heads))
-    return LPIPS(alexnet, lins, weights.sha256(file)).to(device)
+    return LPIPS(alexnet, lins, weight_files.sha256(file)).to(device)
 
 
 def heads_file() -> Path:

@@ -1,6 +1,6 @@
 """Rewards of samples for their prompts: PickScore of pictures, or functions of the user's.
 
-Weights are looked for as `diffcache.eval.metrics.weights` says and never downloaded. PickScore (Kirstain et al.,
+Weights are looked for as `diffcache.eval.metrics.weight_files` says and never downloaded. PickScore (Kirstain et al.,
 arXiv 2305.01569) is a CLIP model of transformers. ImageReward, HPSv2, GenEval and DPG-Bench need packages that pin
 other versions of transformers: run those where they are installed, on the samples of a run.
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from diffcache.errors import DiffcacheError
-from diffcache.eval.metrics import weights
+from diffcache.eval.metrics import weight_files
 from diffcache.eval.metrics.clip import ClipScore, classes
 from diffcache.eval.metrics.pixels import check_pictures
 from diffcache.pipelines.load import named_function
@@ -54,7 +54,7 @@ class PickScore:
     folder: Path = field(init=False)
 
     def __post_init__(self) -> None:
-        self.folder = weights.find("pickscore")
+        self.folder = weight_files.find("pickscore")
         classes()
 
     @cached_property
@@ -74,7 +74,7 @@ class PickScore:
     def entry(self) -> dict[str, Any]:
         """Return the back end's entry in a record."""
         name = self.folder.name
-        return {"backend": "real", "extractor": name, "sha256": weights.sha256(self.folder)}
+        return {"backend": "real", "extractor": name, "sha256": weight_files.sha256(self.folder)}
 
 
 @dataclass

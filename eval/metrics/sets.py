@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from diffcache.eval.metrics import distances, intervals, reward
-from diffcache.eval.metrics.catalog import METRICS
+from diffcache.eval.metrics.definitions import METRICS
 from diffcache.eval.metrics.distances import Moments, at_infinity, frechet, moments
 from diffcache.eval.metrics.intervals import metric_interval
 from diffcache.eval.runs.extractors import Columns

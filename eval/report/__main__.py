@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from diffcache.command import script
-from diffcache.eval.report.records import load
+from diffcache.eval.report.record_files import load
 from diffcache.eval.report.write import FOLDER, FORMATS, write_report
 
 

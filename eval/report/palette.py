@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ParamSpec
 
 from diffcache.errors import DiffcacheError
-from diffcache.eval.report.records import Record, ordered
+from diffcache.eval.report.record_files import Record, ordered
 
 P = ParamSpec("P")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from diffcache.eval.report import palette, records
+from diffcache.eval.report import palette, record_files
 from diffcache.eval.report.table import LEAST_SAVED, is_rival
 
 # Each plot is of one metric; more than these would hide what matters.
@@ -19,7 +19,7 @@ _BYTES = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
 _FLOPS = ((1e15, "PFLOPs"), (1e12, "TFLOPs"), (1e9, "GFLOPs"), (1e6, "MFLOPs"), (1, "FLOPs"))
 
 
-def draw(record: records.Record) -> tuple[list[palette.Picture], list[str]]:
+def draw(record: record_files.Record) -> tuple[list[palette.Picture], list[str]]:
     """Draw every plot for which the record has numbers. A sentence tells every plot that was left out."""
     found: list[palette.Picture] = []
     left_out: list[str] = []
@@ -29,11 +29,11 @@ def draw(record: records.Record) -> tuple[list[palette.Picture], list[str]]:
     return found, left_out
 
 
-def draw_pareto(record: records.Record) -> tuple[list[palette.Picture], list[str]]:
+def draw_pareto(record: record_files.Record) -> tuple[list[palette.Picture], list[str]]:
     """Draw every headline metric against savings."""
     found, flat = [], []
     for key in _headlines(record):
-        known = records.describe(record, key)
+        known = record_files.describe(record, key)
         sides = [("FLOPs ratio", "flops_ratio"), ("measured speed ratio", "ratio")]
         panels = [Panel(title, _points(record, key, side)) for title, side in sides]
         panels = [p for p in panels if any(point.kind == "method" for point in p.points)]
@@ -43,7 +43,7 @@ def draw_pareto(record: records.Record) -> tuple[list[palette.Picture], list[str
             flat.append(str(known["title"]))
             continue
         title = f"{known['title']} ({known['unit']})" if known["unit"] else str(known["title"])
-        paired = ", paired with uncached" if key.endswith(records.CHANGE) else ""
+        paired = ", paired with uncached" if key.endswith(record_files.CHANGE) else ""
         caption = (
             f"{known['title']} of every row against its FLOPs ratio"
             f"{' and its measured speed ratio' if len(panels) > 1 else ''}. Error bars: 95 % "
@@ -67,30 +67,30 @@ def _is_flat(panels: Sequence[Panel]) -> bool:
     return len(ends) == 1 and len(heights) > 1
 
 
-def _headlines(record: records.Record) -> list[str]:
+def _headlines(record: record_files.Record) -> list[str]:
     """Return the metrics to plot; the paired change of one where there is one.
 
     The interval of a paired change shows what that of the metric itself, far wider, would hide.
     """
-    held = records.metric_keys(record)
+    held = record_files.metric_keys(record)
     keys = [key for stem in _HEADLINES for key in (stem, f"{stem}_lite") if key in held]
-    keys = keys or [key for key in held if records.describe(record, key)["direction"]][:3]
-    return [key + records.CHANGE if key + records.CHANGE in held else key for key in keys]
+    keys = keys or [key for key in held if record_files.describe(record, key)["direction"]][:3]
+    return [key + record_files.CHANGE if key + record_files.CHANGE in held else key for key in keys]
 
 
-def _points(record: records.Record, key: str, side: str) -> list[Point]:
+def _points(record: record_files.Record, key: str, side: str) -> list[Point]:
     looks = palette.styles(record)
-    rows = records.ordered(record)
+    rows = record_files.ordered(record)
     names = settings([row for row in rows if row["kind"] == "method"])
     points = []
     for row in rows:
         if row["kind"] == "method" and not is_rival(row):
             continue  # as close to uncached as one likes, it would set the scale of all others
-        y = records.metric_of(row, key)
-        x = records.speed_of(record, row, side) if side == "ratio" else _plain(row, side)
+        y = record_files.metric_of(row, key)
+        x = record_files.speed_of(record, row, side) if side == "ratio" else _plain(row, side)
         if row["kind"] == "uncached":
-            x = x or records.Value(1.0)
-            y = records.Value(0.0) if key.endswith(records.CHANGE) else y
+            x = x or record_files.Value(1.0)
+            y = record_files.Value(0.0) if key.endswith(record_files.CHANGE) else y
         if x is None or y is None or x.middle <= 0:
             continue
         label = names.get(row["name"], "")
@@ -120,20 +120,22 @@ def settings(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
     return found
 
 
-def _plain(row: dict[str, Any], key: str) -> records.Value | None:
-    found = records.number(row.get(key))
-    return None if found is None else records.Value(found)
+def _plain(row: dict[str, Any], key: str) -> record_files.Value | None:
+    found = record_files.number(row.get(key))
+    return None if found is None else record_files.Value(found)
 
 
-def _methods(record: records.Record) -> list[dict[str, Any]]:
-    return [row for row in records.ordered(record) if row["kind"] == "method"]
+def _methods(record: record_files.Record) -> list[dict[str, Any]]:
+    return [row for row in record_files.ordered(record) if row["kind"] == "method"]
 
 
-def _timeline(record: records.Record) -> tuple[list[palette.Picture], list[str]]:
+def _timeline(record: record_files.Record) -> tuple[list[palette.Picture], list[str]]:
     lanes = {}
     for row in _methods(record):
         steps = row.get("timeline") or []
-        known = [(records.number(s.get("timestep")), records.number(s.get("computed")) or 0.0) for s in steps]
+        known = [
+            (record_files.number(s.get("timestep")), record_files.number(s.get("computed")) or 0.0) for s in steps
+        ]
         if known:
             lanes[row["name"]] = known
     if not lanes:
@@ -199,10 +201,10 @@ def _label_timesteps(axis: Any, steps: Sequence[float | None]) -> None:
     above.spines["top"].set_visible(False)
 
 
-def _growth(record: records.Record) -> tuple[list[palette.Picture], list[str]]:
+def _growth(record: record_files.Record) -> tuple[list[palette.Picture], list[str]]:
     curves = {}
     for row in _methods(record):
-        errors = [records.number(value) or 0.0 for value in row.get("latent_error") or []]
+        errors = [record_files.number(value) or 0.0 for value in row.get("latent_error") or []]
         if any(error > 0 for error in errors):
             curves[row["name"]] = [error if error > 0 else math.nan for error in errors]
     if not curves:
@@ -239,13 +241,13 @@ def _draw_growth(curves: Mapping[str, Sequence[float]], looks: Mapping[str, pale
     return figure
 
 
-def _cost(record: records.Record) -> tuple[list[palette.Picture], list[str]]:
-    rows = records.ordered(record)
+def _cost(record: record_files.Record) -> tuple[list[palette.Picture], list[str]]:
+    rows = record_files.ordered(record)
     flops, held = ([_plain(row, key) for row in rows] for key in ("flops", "held_bytes"))
     flops_scale, flops_unit = _scale(flops, _FLOPS)
     held_scale, held_unit = _scale(held, _BYTES)
     groups = {
-        "seconds a call (less is better)": [records.speed_of(record, row, "seconds") for row in rows],
+        "seconds a call (less is better)": [record_files.speed_of(record, row, "seconds") for row in rows],
         f"{flops_unit} a sample (less is better)": _divided(flops, flops_scale),
         f"held by the cache, {held_unit}": _divided(held, held_scale),
     }
@@ -261,7 +263,7 @@ def _cost(record: records.Record) -> tuple[list[palette.Picture], list[str]]:
 
 @palette.styled
 def _draw_cost(
-    names: Sequence[str], looks: Mapping[str, palette.Style], groups: Mapping[str, Sequence[records.Value | None]]
+    names: Sequence[str], looks: Mapping[str, palette.Style], groups: Mapping[str, Sequence[record_files.Value | None]]
 ) -> Any:
     """Draw a group of bars for each kind of cost, side by side, a bar for every row."""
     figure, axes = palette.new_figure(2.4 + 2.9 * len(groups), 1.1 + 0.36 * len(names), len(groups))
@@ -279,7 +281,7 @@ def _draw_cost(
     return figure
 
 
-def _draw_bar(axis: Any, row: int, found: records.Value | None, color: str) -> None:
+def _draw_bar(axis: Any, row: int, found: record_files.Value | None, color: str) -> None:
     if found is None:
         axis.text(0, row, " not measured", va="center", fontsize=8, color="#697079")
         return
@@ -290,13 +292,13 @@ def _draw_bar(axis: Any, row: int, found: records.Value | None, color: str) -> N
     )
 
 
-def _scale(values: Iterable[records.Value | None], units: Any) -> tuple[float, str]:
+def _scale(values: Iterable[record_files.Value | None], units: Any) -> tuple[float, str]:
     largest = max((v.middle for v in values if v is not None), default=0.0)
     return next(((size, unit) for size, unit in units if largest >= size), units[-1])
 
 
-def _divided(values: Iterable[records.Value | None], scale: float) -> list[records.Value | None]:
-    return [None if v is None else records.Value(v.middle / scale) for v in values]
+def _divided(values: Iterable[record_files.Value | None], scale: float) -> list[record_files.Value | None]:
+    return [None if v is None else record_files.Value(v.middle / scale) for v in values]
 
 
 _AROUND = ((7, 5), (7, -12), (-7, 5), (-7, -12), (0, 9), (0, -16), (11, -3), (-11, -3))
@@ -315,8 +317,8 @@ class Point:
 
     name: str  # name of the row
     kind: str  # "uncached", "method" or "fewer steps"
-    x: records.Value  # saved cost as a ratio; more is better
-    y: records.Value  # the metric
+    x: record_files.Value  # saved cost as a ratio; more is better
+    y: record_files.Value  # the metric
     style: palette.Style  # color and marker
     group: str  # points of one group (values of a setting of a method) are joined by a thin line
     label: str = ""  # text beside the point; empty for none
@@ -426,7 +428,7 @@ def _draw_front(axis: Any, points: Sequence[Point], direction: str | None, handl
     handles.setdefault(_FRONT, line)
 
 
-def _log_ratio(axis: Any, values: Sequence[records.Value]) -> None:
+def _log_ratio(axis: Any, values: Sequence[record_files.Value]) -> None:
     """Scale a ratio by its logarithm, with plain numbers as ticks."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 

@@ -15,7 +15,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from diffcache.eval.metrics.pixels import pooled_psnr
 from diffcache.eval.report.palette import Picture
-from diffcache.eval.report.records import Record, ordered
+from diffcache.eval.report.record_files import Record, ordered
 
 AMPLIFY = 5
 GROUPS = ("worst", "median", "best")

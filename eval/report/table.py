@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from diffcache.eval.metrics.intervals import is_wilson
 from diffcache.eval.pages import escape_markdown
 from diffcache.eval.pages import table as lines_of
-from diffcache.eval.report import records
+from diffcache.eval.report import record_files
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -49,21 +49,21 @@ class Row:
 class Table:
     """A record's table."""
 
-    columns: tuple[records.Column, ...]  # columns but the first, which names the row
+    columns: tuple[record_files.Column, ...]  # columns but the first, which names the row
     rows: tuple[Row, ...]  # rows in the order of the table
     notes: tuple[str, ...]  # notes on the signs and on the back ends that measured, and the record's warnings
 
 
-def table_of(record: records.Record, only: Sequence[str] | None = None) -> Table:
+def table_of(record: record_files.Record, only: Sequence[str] | None = None) -> Table:
     """Build the table of a record.
 
     `only` are keys of the columns to show, in this order, those that the record lacks passed over; all by default.
     """
-    columns = records.columns_of(record)
+    columns = record_files.columns_of(record)
     if only is not None:
         known = {column.key: column for column in columns}
         columns = [known[key] for key in only if key in known]
-    rows = records.ordered(record)
+    rows = record_files.ordered(record)
     ranks = [_cells(column, rows) for column in columns]
     named = tuple(
         Row(row["name"], row["kind"], _label(row), tuple(cells[place] for cells in ranks))
@@ -79,17 +79,17 @@ def _label(row: dict[str, Any]) -> str:
     """
     if row["kind"] != "fewer steps":
         return _FOLDERS.sub("=", row["name"])
-    methods = [_FOLDERS.sub("=", name) for name in records.matches_of(row)]
+    methods = [_FOLDERS.sub("=", name) for name in record_files.matches_of(row)]
     several = ", ".join(methods)
     if len(several) > _LONGEST_LIST:
         several = f"{len(methods)} rows"
     return f"{UNDER}{row['name']}" + (f" (for {several})" if len(methods) > 1 else "")
 
 
-def _cells(column: records.Column, rows: Sequence[dict[str, Any]]) -> list[Cell]:
+def _cells(column: record_files.Column, rows: Sequence[dict[str, Any]]) -> list[Cell]:
     values = [column.read(row) for row in rows]
     found = [v for v in values if v is not None]
-    places = records.decimals(found)
+    places = record_files.decimals(found)
     best = _best(column, rows, values)
     cells = []
     for row, one in zip(rows, values, strict=True):
@@ -102,7 +102,7 @@ def _cells(column: records.Column, rows: Sequence[dict[str, Any]]) -> list[Cell]
         unsure = column.form == "change" and holds_zero
         cells.append(
             Cell(
-                records.shown(one, column, places),
+                record_files.shown(one, column, places),
                 best is not None and one.middle == best and is_rival(row),
                 unsure,
                 one.middle,
@@ -112,7 +112,7 @@ def _cells(column: records.Column, rows: Sequence[dict[str, Any]]) -> list[Cell]
 
 
 def _best(
-    column: records.Column, rows: Sequence[dict[str, Any]], values: Sequence[records.Value | None]
+    column: record_files.Column, rows: Sequence[dict[str, Any]], values: Sequence[record_files.Value | None]
 ) -> float | None:
     """Return the best number of rows that saved something; None where there is no choice."""
     pairs = zip(rows, values, strict=True)
@@ -127,7 +127,7 @@ def is_rival(row: dict[str, Any]) -> bool:
     return row["kind"] != "uncached" and (row.get("flops_ratio") or LEAST_SAVED) >= LEAST_SAVED
 
 
-def notes_of(record: records.Record, columns: Sequence[records.Column]) -> list[str]:
+def notes_of(record: record_files.Record, columns: Sequence[record_files.Column]) -> list[str]:
     """Return the footnotes of a table: signs, back ends, warnings."""
     shown_keys = {column.key for column in columns}
     idle = [row for row in record["rows"] if row["kind"] != "uncached" and not is_rival(row)]
@@ -149,13 +149,13 @@ def notes_of(record: records.Record, columns: Sequence[records.Column]) -> list[
     return notes + [f"{WARNING}{text}" for text in record.get("warnings") or []]
 
 
-def _intervals(record: records.Record, columns: Sequence[records.Column]) -> list[str]:
+def _intervals(record: record_files.Record, columns: Sequence[record_files.Column]) -> list[str]:
     """Say which intervals the columns have; a record holds their ends, and not how they came."""
     drawn = {key for row in record["rows"] for key in row.get("outcomes") or {}}
     found: dict[str, list[str]] = {}
     for column in columns:
         values = [v for v in map(column.read, record["rows"]) if v and v.low is not None]
-        if column.form == "change" and column.key.removesuffix(records.CHANGE) in drawn:
+        if column.form == "change" and column.key.removesuffix(record_files.CHANGE) in drawn:
             kind = "Bonett and Price's interval of paired shares"
         elif all(is_wilson(*v) for v in values):
             kind = "Wilson's interval of shares"
@@ -168,13 +168,13 @@ def _intervals(record: records.Record, columns: Sequence[records.Column]) -> lis
     return [f"[95 %] over the samples: {kinds}."]
 
 
-def _back_ends(record: records.Record, shown_keys: set[str]) -> list[str]:
+def _back_ends(record: record_files.Record, shown_keys: set[str]) -> list[str]:
     """Say for every back end which metrics it measured."""
     held: dict[tuple[str, str, str], list[str]] = {}
-    for key in records.metric_keys(record):
-        if key not in shown_keys or key.endswith(records.CHANGE):
+    for key in record_files.metric_keys(record):
+        if key not in shown_keys or key.endswith(record_files.CHANGE):
             continue
-        known = records.describe(record, key)
+        known = record_files.describe(record, key)
         which = (known["backend"], known.get("extractor") or "", known.get("sha256") or "")
         held.setdefault(which, []).append(str(known["title"]))
     notes = []
@@ -204,9 +204,9 @@ def _marked(cell: Cell) -> str:
     return f"**{text}**" if cell.bold else text
 
 
-def to_csv(record: records.Record) -> str:
+def to_csv(record: record_files.Record) -> str:
     """Return every number of a record in full precision, one line for each row."""
-    rows = [records.flat(record, row) for row in records.ordered(record)]
+    rows = [record_files.flat(record, row) for row in record_files.ordered(record)]
     heads = list(dict.fromkeys(key for row in rows for key in row))
     # A method that lacks `p5` and one that has it share a header: keep a metric's parts together.
     order = {key.partition(".")[0]: place for place, key in reversed(list(enumerate(heads)))}
@@ -279,11 +279,11 @@ class TerminalTable:
         return part
 
 
-def terminal_table(record: records.Record, only: Sequence[str] | None = None) -> TerminalTable:
+def terminal_table(record: record_files.Record, only: Sequence[str] | None = None) -> TerminalTable:
     """Return the table of a checked record for `rich` to print; `only` as in `table_of`."""
     return TerminalTable(table_of(record, only))
 
 
-def _head(column: records.Column) -> str:
+def _head(column: record_files.Column) -> str:
     """Return a heading on two lines: the name, and the part in brackets."""
     return f"{column.name}\n{column.spread}".strip()

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-from diffcache.eval.report import records
+from diffcache.eval.report import record_files
 
 LITE = (
     "“Lite” metrics are measured with a small network that is trained and shipped with diffcache. "
@@ -16,53 +16,53 @@ LITE = (
 _LEADING = ("psnr_db", "lpips", "lpips_lite", "fid", "fid_lite", "fvd", "fvd_lite", "clip_score")
 
 
-def summary(record: records.Record) -> list[str]:
+def summary(record: record_files.Record) -> list[str]:
     """Return the outcome: a sentence on the task, then on every method."""
     task = record["task"]
     count = f"{task.get('samples', '?')} {task.get('kind', 'samples')}"
     sentences = [f"{count} of {task.get('model', '?')} at {task.get('steps', '?')} steps."]
-    rows = records.ordered(record)
+    rows = record_files.ordered(record)
     for row in rows:
         if row["kind"] == "method":
             sentences.append(_outcome(record, row))
-            fewer = [r for r in rows if row["name"] in records.matches_of(r)]
+            fewer = [r for r in rows if row["name"] in record_files.matches_of(r)]
             sentences += [_against(record, row, other) for other in fewer]
     return sentences
 
 
-def _outcome(record: records.Record, row: dict[str, Any]) -> str:
+def _outcome(record: record_files.Record, row: dict[str, Any]) -> str:
     """Describe the savings and the cost of a method."""
-    uncached = records.ordered(record)[0]
+    uncached = record_files.ordered(record)[0]
     parts = []
-    calls, ratio = records.number(row.get("evaluations")), records.number(row.get("flops_ratio"))
+    calls, ratio = record_files.number(row.get("evaluations")), record_files.number(row.get("flops_ratio"))
     if calls is not None:
         parts.append(f"{calls:.4g} evaluations a sample")
     if ratio is not None:
         parts.append(f"FLOPs ratio {ratio:.3g}")
-    speed = records.speed_of(record, row, "ratio")
+    speed = record_files.speed_of(record, row, "ratio")
     if speed is not None:
         parts.append(f"{speed.middle:.3g} times as fast")
-    for column in records.columns_of(record):
+    for column in record_files.columns_of(record):
         found = column.read(row)
         if column.key in _LEADING and found is not None:
             base = column.read(uncached)
             known = [v for v in (found, base) if v is not None]
-            places = records.decimals(known)
+            places = record_files.decimals(known)
             unit = f" {column.unit}" if column.unit else ""
-            text = f"{column.title} {records.shown(found, column, places)}{unit}"
+            text = f"{column.title} {record_files.shown(found, column, places)}{unit}"
             if base is not None:
-                text += f" ({records.shown(records.Value(base.middle), column, places)} uncached)"
+                text += f" ({record_files.shown(record_files.Value(base.middle), column, places)} uncached)"
             parts.append(text)
     return f"{row['name']}: {', '.join(parts) or 'nothing was measured'}."
 
 
-def _against(record: records.Record, row: dict[str, Any], fewer: dict[str, Any]) -> str:
+def _against(record: record_files.Record, row: dict[str, Any], fewer: dict[str, Any]) -> str:
     """Say in which metrics a method beats uncached at fewer steps."""
     titles: dict[int, list[str]] = {1: [], -1: [], 0: []}
-    for key in records.metric_keys(record):
-        known = records.describe(record, key)
-        outcome = compare(records.metric_of(row, key), records.metric_of(fewer, key), known["direction"])
-        if outcome is not None and not key.endswith(records.CHANGE):
+    for key in record_files.metric_keys(record):
+        known = record_files.describe(record, key)
+        outcome = compare(record_files.metric_of(row, key), record_files.metric_of(fewer, key), known["direction"])
+        if outcome is not None and not key.endswith(record_files.CHANGE):
             titles[outcome].append(str(known["title"]))
     heads = {1: "better in", -1: "worse in", 0: "intervals overlap in"}
     said = [f"{heads[way]} {', '.join(found)}" for way, found in titles.items() if found]
@@ -70,7 +70,7 @@ def _against(record: records.Record, row: dict[str, Any], fewer: dict[str, Any])
     return f"{row['name']} against {fewer['name']}: {text}."
 
 
-def compare(one: records.Value | None, other: records.Value | None, direction: str | None) -> int | None:
+def compare(one: record_files.Value | None, other: record_files.Value | None, direction: str | None) -> int | None:
     """Say whether a number is better than another, by their intervals.
 
     Returns:
@@ -85,9 +85,9 @@ def compare(one: records.Value | None, other: records.Value | None, direction: s
     return above if direction == "up" else -above
 
 
-def conditions(record: records.Record) -> str:
+def conditions(record: record_files.Record) -> str:
     """Return settings and machine of a table, in one line."""
-    task, env = record["task"], records.environment(record)
+    task, env = record["task"], record_files.environment(record)
     libraries = [f"{key} {env[key]}" for key in ("diffcache", "torch", "diffusers") if env.get(key)]
     threads = f"{env['threads']} threads" if env.get("threads") else ""
     steps = f"{task.get('steps', '?')} steps"
@@ -97,9 +97,9 @@ def conditions(record: records.Record) -> str:
     return f"{task.get('model', 'model')}: {what}, {on}{command}."
 
 
-def facts(record: records.Record) -> list[tuple[str, str]]:
+def facts(record: record_files.Record) -> list[tuple[str, str]]:
     """Return how it was measured, as names and values."""
-    task, env = record["task"], records.environment(record)
+    task, env = record["task"], record_files.environment(record)
     timing = record.get("timing") or {}
     prompts = task.get("prompts") or {}
     count = f"{prompts['count']} texts" if prompts.get("count") else ""
@@ -116,10 +116,10 @@ def facts(record: records.Record) -> list[tuple[str, str]]:
     return [(name, _plain(value)) for name, value in found if value not in (None, "", {}, [])]
 
 
-def methods(record: records.Record) -> list[tuple[str, str]]:
+def methods(record: record_files.Record) -> list[tuple[str, str]]:
     """Return every row's settings: its method, or its steps."""
     rows = []
-    for row in records.ordered(record):
+    for row in record_files.ordered(record):
         words = row.get("method") or f"uncached, {row.get('steps', '?')} steps"
         digest = f" · {row['hash']}" if row.get("hash") else ""
         rows.append((str(row["name"]), f"{words}{digest}"))

@@ -13,7 +13,7 @@ from typing import Any
 
 from diffcache.eval.pages import environment
 from diffcache.eval.report import plots, strips, words
-from diffcache.eval.report.records import Record, checked, ordered
+from diffcache.eval.report.record_files import Record, checked, ordered
 from diffcache.eval.report.strips import Samples
 from diffcache.eval.report.table import DAGGER, WARNING, markdown, table_of, to_csv
 from diffcache.files import write_file

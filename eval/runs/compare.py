@@ -18,7 +18,7 @@ class CompareError(DiffcacheError):
 
 
 @dataclass(frozen=True)
-class Limit:
+class Bound:
     """A change of a metric that must not be: above or below a bound."""
 
     metric: str
@@ -45,12 +45,12 @@ class Change:
         return f"{self.after - self.before:+.3g}{within}"
 
 
-def read_limit(text: str) -> Limit:
+def read_limit(text: str) -> Bound:
     """Read a limit such as `fid_lite>+0.5`: the change that is too much; raises ValueError if it cannot be read."""
     found = _LIMIT.fullmatch(text.strip())
     if found is None:
         raise ValueError(f"--fail-on {text!r}: write it like 'fid_lite>+0.5' or 'psnr_db<-1'")
-    return Limit(found[1], found[2], float(found[3]))
+    return Bound(found[1], found[2], float(found[3]))
 
 
 def changes(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Change]:
@@ -85,7 +85,7 @@ def _change(row: str, metric: str, one: Mapping[str, Any], other: Mapping[str, A
     return Change(row, metric, one["value"], other["value"], apart)
 
 
-def crossed(found: Sequence[Change], limits: Sequence[Limit]) -> list[str]:
+def crossed(found: Sequence[Change], limits: Sequence[Bound]) -> list[str]:
     """Return a sentence for every limit that a row crosses.
 
     Raises ValueError if a limit names a metric that the records do not hold.

@@ -19,7 +19,7 @@ from torch import Tensor
 from diffcache.command import device_of
 from diffcache.eval.metrics import clip, i3d, inception, lite, lpips, reward
 from diffcache.eval.metrics.inception import MissingPackageError
-from diffcache.eval.metrics.weights import MissingWeightsError
+from diffcache.eval.metrics.weight_files import MissingWeightsError
 
 Columns = dict[str, Tensor]
 _ALONE = threading.Lock()  # a function of the user's is called by one thread at a time

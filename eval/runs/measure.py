@@ -14,7 +14,7 @@ import torch
 
 from diffcache.eval.cost.clock import DenoiserClock
 from diffcache.eval.cost.interleave import Turn, measure
-from diffcache.eval.cost.memory import Place, peak, peak_bytes
+from diffcache.eval.cost.peak_memory import Place, peak, peak_bytes
 from diffcache.eval.metrics import lite
 from diffcache.eval.metrics.sets import Reference, quality
 from diffcache.eval.record import Setting

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from diffcache.attach.provenance import tables_of
 from diffcache.eval.cost.interleave import too_fast
-from diffcache.eval.metrics.catalog import METRICS
+from diffcache.eval.metrics.definitions import METRICS
 from diffcache.eval.metrics.pixels import ms_ssim_variant
 from diffcache.eval.record import Setting, envelope
-from diffcache.eval.report.records import SCHEMA, checked
+from diffcache.eval.report.record_files import SCHEMA, checked
 from diffcache.eval.runs.evaluate import Run, lacking, step_flops
 from diffcache.eval.runs.extractors import Extractors
 from diffcache.eval.runs.folder import CaseFolder, evaluations, shares

@@ -72,7 +72,7 @@ def draw(
     """
     from diffcache.eval.runs.ranks import shown
     from diffcache.eval.runs.task import Task
-    from diffcache.eval.vbench.layout import find_info
+    from diffcache.eval.vbench.film_names import find_info
     from diffcache.eval.vbench.sampling import Suite, draw_suite
     from diffcache.pipelines.demo.console import quiet as silence
 
@@ -123,9 +123,9 @@ def measure(
 
         diffcache eval vbench films --backend official --dimension motion_smoothness
     """
-    from diffcache.eval.metrics.weights import MissingWeightsError
+    from diffcache.eval.metrics.weight_files import MissingWeightsError
     from diffcache.eval.vbench import driver
-    from diffcache.eval.vbench.layout import find_info
+    from diffcache.eval.vbench.film_names import find_info
 
     check_json(machine)
     if backend == "own":

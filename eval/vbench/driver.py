@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from diffcache.errors import DiffcacheError
-from diffcache.eval.metrics.weights import MissingWeightsError, check
-from diffcache.eval.vbench import layout, suite
+from diffcache.eval.metrics.weight_files import MissingWeightsError, check
+from diffcache.eval.vbench import film_names, suite
 
 PYTHON = "VBENCH_PYTHON"
 CACHE = "VBENCH_CACHE_DIR"
@@ -153,7 +153,7 @@ def preflight(dimensions: Sequence[str]) -> None:
 
 def stamp(job: DriverJob, dimension: str) -> str:
     """Return a hash of a dimension's inputs: films, sizes, times, prompts and mode."""
-    films = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in layout.check_folder(job.folder(dimension))]
+    films = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in film_names.check_folder(job.folder(dimension))]
     info = job.info.read_text(encoding="utf-8") if job.info else None
     prompts = dict(job.prompts) if job.prompts else None
     text = json.dumps([films, info, prompts, job.mode], sort_keys=True)
@@ -163,8 +163,8 @@ def stamp(job: DriverJob, dimension: str) -> str:
 def _check(job: DriverJob, names: Sequence[str]) -> None:
     """Check films and prompts before anything runs."""
     if job.info is not None:
-        prompts = layout.read_info(job.info)
-        layout.require_complete(job.films, prompts, names)
+        prompts = film_names.read_info(job.info)
+        film_names.require_complete(job.films, prompts, names)
         if suite.FLICKER in names and job.filtered is None:
             raise ValueError(
                 f"VBench measures {suite.FLICKER} on films that its static filter kept: run "
@@ -172,9 +172,9 @@ def _check(job: DriverJob, names: Sequence[str]) -> None:
                 "folder it makes, or leave the dimension out"
             )
     for name in names:
-        layout.check_folder(job.folder(name))
+        film_names.check_folder(job.folder(name))
     if job.prompts is not None:
-        absent = [f.name for f in layout.check_folder(job.films) if f.name not in job.prompts]
+        absent = [f.name for f in film_names.check_folder(job.films) if f.name not in job.prompts]
         if absent:
             raise ValueError(f"no prompt is given for {absent[0]} ({len(absent)} films without)")
 

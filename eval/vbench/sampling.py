@@ -15,7 +15,7 @@ from diffcache.eval.runs.draw import Drawer
 from diffcache.eval.runs.folder import FILMS, MARKER, Batch, CaseFolder, check_claim
 from diffcache.eval.runs.ranks import Progress, join
 from diffcache.eval.runs.task import Case, Task, code_sha256, digest
-from diffcache.eval.vbench import layout, suite
+from diffcache.eval.vbench import film_names, suite
 from diffcache.files import write_json
 
 
@@ -51,17 +51,17 @@ def draw_suite(job: Suite, progress: Progress) -> tuple[int, float] | None:
         ValueError: The list cannot be read, the pipeline draws pictures, or something else lies in
             the folder of films.
     """
-    prompts = layout.read_info(str(job.task.prompts))
+    prompts = film_names.read_info(str(job.task.prompts))
     texts = _texts(prompts, job.rewritten)
     ranks = join(job.task.device)
     drawer = Drawer(job.task, ranks)
     if drawer.fps is None:
         raise ValueError(f"--model {job.task.model}: {drawer.pipeline} draws no films")
-    names = layout.expected(prompts)
+    names = film_names.expected(prompts)
     places = {name: place for place, name in enumerate(names)}
     wanted = [
         Batch(places[name], (places[name],), (texts[name],), (job.task.seed + places[name],))
-        for name in layout.expected(prompts, job.dimensions, job.samples)
+        for name in film_names.expected(prompts, job.dimensions, job.samples)
     ]
     method = parse_row(job.method) if job.method else None
     case = Case(FILMS, "method" if method else "uncached", drawer.steps, method)
@@ -71,7 +71,7 @@ def draw_suite(job: Suite, progress: Progress) -> tuple[int, float] | None:
     mine |= {"code": code_sha256()} if method else {}
     is_new = check_claim(job.out, mine)
     if job.films.is_dir() and any(job.films.iterdir()):
-        layout.check_folder(job.films)
+        film_names.check_folder(job.films)
     ranks.wait()
     if is_new and ranks.is_first:
         write_json(job.out / MARKER, mine)
@@ -97,7 +97,7 @@ def _draw(drawer: Drawer, case: Case, folder: CaseFolder, share: Sequence[Batch]
             progress.advance(1, case.name)
 
 
-def _texts(prompts: Sequence[layout.Prompt], rewritten: Path | None) -> Mapping[str, str]:
+def _texts(prompts: Sequence[film_names.Prompt], rewritten: Path | None) -> Mapping[str, str]:
     """Return the calls of the pipeline, by name of the film.
 
     Raises:
@@ -117,5 +117,5 @@ def _texts(prompts: Sequence[layout.Prompt], rewritten: Path | None) -> Mapping[
     texts: dict[str, str] = {}
     # A prompt that stands in the list twice is drawn once, from its last line, as in VBench's loop.
     for prompt, line in zip(prompts, lines, strict=True):
-        texts |= dict.fromkeys(layout.expected([prompt]), line)
+        texts |= dict.fromkeys(film_names.expected([prompt]), line)
     return texts

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from diffcache.eval.metrics.sets import interval
-from diffcache.eval.metrics.weights import WEIGHTS, WeightFile
+from diffcache.eval.metrics.weight_files import WEIGHTS, WeightFile
 from diffcache.eval.pages import table
 from diffcache.eval.samples.clips import read_clip
 from diffcache.eval.samples.folders import open_films

@@ -26,10 +26,10 @@ from torch import Tensor
 import diffcache
 from diffcache.eval.demo import Task as DemoTask
 from diffcache.eval.demo import compare
-from diffcache.eval.kv import recall, reuse, text_task
+from diffcache.eval.kv import recall_cost, reuse, text_task
 from diffcache.eval.kv.peer import PREFIX, installed
+from diffcache.eval.kv.recipe_words import parse_recipe, parse_row, weights_digest
 from diffcache.eval.kv.texts import TextModel
-from diffcache.eval.kv.words import parse_recipe, parse_row, weights_digest
 from diffcache.eval.methods import parse_method
 from diffcache.eval.metrics.intervals import share_interval
 from diffcache.eval.record import FOLDER, Row, Setting, some
@@ -211,7 +211,7 @@ def _reach(record: Record, rows: Sequence[Row], share: float, seed: int) -> Iter
         yield Made(row["name"], "success_rate", row["quality"]["success_rate"], drawn.succeeded, kept)
 
 
-class _Few(recall.KVTask):
+class _Few(recall_cost.KVTask):
     """The first contexts of the task."""
 
     def batches(self) -> Iterator[RecallBatch]:
@@ -232,8 +232,8 @@ def _recall(record: Record, rows: Sequence[Row], share: float, seed: int) -> Ite
             continue
         for count in (FEW, task.batch):
             few = replace(task, samples=count)
-            made = recall.measure(model, parse_row(row["name"], weights), few)
-            now, kept = recall.hits_of(made).all(-1), recall.hits_of(row)[:count].all(-1)
+            made = recall_cost.measure(model, parse_row(row["name"], weights), few)
+            now, kept = recall_cost.hits_of(made).all(-1), recall_cost.hits_of(row)[:count].all(-1)
             if torch.equal(now, kept):
                 break
         yield Made(row["name"], "whole", row["whole"], now, kept)

@@ -34,11 +34,11 @@ import typer
 import diffcache
 from diffcache.catalog import make_method
 from diffcache.command import FAILED, fail, script
-from diffcache.eval.cli import show
+from diffcache.eval.commands import show
 from diffcache.eval.pages import escape_markdown, rendered, table
 from diffcache.eval.record import FOLDER, ROOT
 from diffcache.eval.report.plots import draw_pareto
-from diffcache.eval.report.records import Record, columns_of, load
+from diffcache.eval.report.record_files import Record, columns_of, load
 from diffcache.eval.report.table import markdown, table_of
 from diffcache.eval.report.words import conditions
 from diffcache.eval.runs.sweep import read_sweep, read_values, settings_of

@@ -12,7 +12,7 @@ from typing import Any
 
 from diffcache.eval.pages import cell, entries, keep_pages, table
 from diffcache.eval.record import ROOT
-from diffcache.eval.report.records import timing_of
+from diffcache.eval.report.record_files import timing_of
 from diffcache.features.collect import Calibrated
 from diffcache.files import read_json
 from diffcache.registry import MODELS, Row, rows_of

@@ -26,7 +26,7 @@ from diffcache.eval.record import CODE, ROOT
 LEFT_OUT = (
     "diffcache/attach/provenance.py", "diffcache/catalog.py", "diffcache/cli.py",
     "diffcache/command.py", "diffcache/errors.py", "diffcache/files.py", "diffcache/registry.py",
-    "diffcache/run_report.py", "diffcache/settings_file.py", "diffcache/timeline.py", "eval/cli.py",
+    "diffcache/run_report.py", "diffcache/settings_file.py", "diffcache/timeline.py", "eval/commands.py",
     "eval/cost/", "eval/methods.py", "eval/pages.py", "eval/record.py", "eval/report/",
     "eval/workshop/again.py", "eval/workshop/parts.py",
     "eval/workshop/reached.py", "eval/workshop/records.py", "pipelines/demo/console.py",

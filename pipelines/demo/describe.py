@@ -33,7 +33,7 @@ EXCLUDED: dict[str, str] = {
     "MiniMaxMusic3RVQDepthDecoder": "autoregressive decoder of codebook tokens, no timestep",
     "UniDiffuserTextDecoder": "language model that decodes text, has no denoising forward",
 }
-# class -> list -> how its blocks are chained; written by diffcache.eval.workshop.coverage
+# class -> list -> how its blocks are chained; written by diffcache.eval.workshop.denoiser_coverage
 STREAMS_FILE = Path(__file__).with_name("streams.json")
 _DENOISER = re.compile(r"Transformer|DiT|UNet|UVit|UniDiffuser|T5Film|RVQDepth")
 _DEFAULT = (

@@ -53,7 +53,7 @@ def program_of(video: CausalVideo, name: str, viewers: int, most_bytes: int) -> 
     )
 
 
-class _Film:
+class _FilmOfThePage:
     """A film of a stream, whose colors are measured from those of its prompt's first chunk on."""
 
     stream: Any
@@ -80,7 +80,7 @@ class _Film:
         return ""
 
 
-class SessionFilm(_Film):
+class SessionFilm(_FilmOfThePage):
     """A film of one stream, which may hold so many bytes of keys and values.
 
     Raises:
@@ -124,7 +124,7 @@ class SessionFilm(_Film):
         return bytes_by_role(self.stream.session) | {"decoder_bytes": held, "drift": self.drift}
 
 
-class LiveFilm(_Film):
+class LiveFilm(_FilmOfThePage):
     """A film that is made from pictures that come in; of the steps, those below their noise are made.
 
     Every chunk comes out in the call that it goes in, so that it is as little behind as can be.

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 import diffcache
 from diffcache import AttachError, CacheWarning, Combine, Every, TaylorSeer
-from diffcache.attach.flops import _refuses_modes, counted
+from diffcache.attach.flop_counter import _refuses_modes, counted
 from diffcache.eval.cost import flops
 from diffcache.features.base import Probe
 from diffcache.features.parts.when import Gate

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from diffcache.eval.cost import interleave, memory
+from diffcache.eval.cost import interleave, peak_memory
 from diffcache.eval.record import Setting
 from tests import shipped as flux
 
@@ -127,15 +127,15 @@ MIB = 1 << 20
 
 WATCH = """
 import time, torch
-from diffcache.eval.cost import memory
-now, asked = memory._now, []
+from diffcache.eval.cost import peak_memory
+now, asked = peak_memory._now, []
 def counted():
     asked.append(0)
     return now()
-memory._now = counted
-for resettable in [True, False] if memory._can_reset() else [False]:
-    memory._can_reset = lambda: resettable
-    with memory._resident() as most:
+peak_memory._now = counted
+for resettable in [True, False] if peak_memory._can_reset() else [False]:
+    peak_memory._can_reset = lambda: resettable
+    with peak_memory._resident() as most:
         before = most()
         block = torch.ones(64 << 20, dtype=torch.uint8)
         begun = len(asked)
@@ -167,7 +167,7 @@ def test_memory_of_a_call_in_this_process():
         "dtype": "float32",
         "threads": 1,
     }
-    found = memory.measure(order)
+    found = peak_memory.measure(order)
     assert found > MIB
 
 
@@ -175,15 +175,15 @@ def test_memory_of_a_call_in_this_process():
 def test_a_fresh_process_does_not_inherit_our_memory():
     big = torch.ones(900 * MIB, dtype=torch.uint8)
     call = {"prompt": ["a small red ring"], "num_inference_steps": 2, "seed": 0}
-    found = memory.peak_bytes("sticker-flux", None, call)
+    found = peak_memory.peak_bytes("sticker-flux", None, call)
     assert MIB < found < big.numel()
 
 
 def test_a_process_that_failed_is_named(monkeypatch):
     failed = SimpleNamespace(returncode=1, stderr="some\nTypeError: no such argument\n", stdout="")
-    monkeypatch.setattr(memory.subprocess, "run", lambda *given, **named: failed)
-    with pytest.raises(memory.MeasureError, match="sticker-flux failed: TypeError: no such"):
-        memory.peak_bytes("sticker-flux", None, {})
+    monkeypatch.setattr(peak_memory.subprocess, "run", lambda *given, **named: failed)
+    with pytest.raises(peak_memory.MeasureError, match="sticker-flux failed: TypeError: no such"):
+        peak_memory.peak_bytes("sticker-flux", None, {})
 
 
 def test_no_speed_above_what_operations_allow_goes_without_a_word():

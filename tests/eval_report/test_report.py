@@ -18,7 +18,7 @@ from rich.console import Console
 from diffcache.eval.metrics.intervals import share_interval
 from diffcache.eval.report import plots, strips, words
 from diffcache.eval.report.__main__ import main
-from diffcache.eval.report.records import Value, checked, ordered
+from diffcache.eval.report.record_files import Value, checked, ordered
 from diffcache.eval.report.strips import Samples
 from diffcache.eval.report.table import markdown, table_of, terminal_table, to_csv
 from diffcache.eval.report.write import write_report

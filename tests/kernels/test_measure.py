@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from diffcache.eval.kernels import command, measure, options, timing, watch
+from diffcache.eval.kernels import command, launch_options, measure, timing, watch
 from diffcache.eval.kernels.cases import KernelCase, all_cases
-from diffcache.eval.kernels.options import Built
+from diffcache.eval.kernels.launch_options import Built
 from diffcache.eval.workshop.kernels import page
 from diffcache.kernels import configs, dense, dispatch
 
@@ -102,7 +102,7 @@ def test_options_that_are_faster_count_in_the_choice_and_in_launches(monkeypatch
     tiles = [
         ({"TILE": tile} if tile > 1 else {}, {"TILE": tile}, "spills" if tile == 4 else "") for tile in (1, 2, 3, 4)
     ]
-    done = [Built(options, "16", tried, (), why) for options, tried, why in tiles]
+    done = [Built(launch_options, "16", tried, (), why) for options, tried, why in tiles]
     monkeypatch.setattr(measure, "all_cases", lambda: [case("own", kernel)])
     monkeypatch.setattr(measure, "choices_of", lambda name: [one.tried for one in done[1:]])
     made = {(0, json.dumps(one.tried)): one for one in done}
@@ -254,10 +254,10 @@ def test_candidates_that_are_right_are_timed_beside_the_defaults() -> None:
 
     ways = {"kernel": kernel, "plain": torch.clone, "rival": torch.clone}
     case = KernelCase("own", "a model", "", lambda device, tiny: (torch.ones(9),), ways, 1)
-    kept = [options.Built({"TILE": n} if n > 1 else {}, "all", {"TILE": n}, (), "") for n in (1, 2, 3)]
+    kept = [launch_options.Built({"TILE": n} if n > 1 else {}, "all", {"TILE": n}, (), "") for n in (1, 2, 3)]
     limits = {"bytes": 1.0, "operations": 1.0}
-    ways = timing.row(options.trial(case, kept), torch.device("cpu"), 2, limits)["ways"]
-    (found,) = options.ratios(case, kept, ways)
+    ways = timing.row(launch_options.trial(case, kept), torch.device("cpu"), 2, limits)["ways"]
+    (found,) = launch_options.ratios(case, kept, ways)
     ratio = ways["default"]["us"][1] / ways["TILE=2"]["us"][1]
     assert found == ("own", "all", {"TILE": 2}, ratio)
     assert ways["TILE=3"]["error"] > case.tolerance and not configs.TRIED
@@ -276,8 +276,8 @@ def test_the_best_of_the_worst_rows_is_an_entry_if_it_is_faster() -> None:
         ("b", "z", three, 1.0301),
     ]
     expected = {"a": {"x": {"BLOCK": 2, "ratio": 1.1}}, "b": {"z": {"BLOCK": 3, "ratio": 1.03}}}
-    assert options.faster(timed) == expected
-    assert options.faster([]) == {}
+    assert launch_options.faster(timed) == expected
+    assert launch_options.faster([]) == {}
 
 
 def test_the_page_and_the_choices_are_up_to_date() -> None:

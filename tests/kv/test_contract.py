@@ -15,7 +15,7 @@ from diffcache.eval.workshop.kv import oracle
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.life.save import load, save
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.catalog import recipe_function, recipes
+from diffcache.kv.recipes.by_name import recipe_function, recipes
 from diffcache.kv.recipes.retrieval import a2ats
 from tests.kv import tiny
 from tests.kv.examples import APART, examples, lossless, variants

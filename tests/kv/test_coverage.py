@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import transformers
 
-from diffcache.eval.workshop.kv import coverage
-from diffcache.eval.workshop.kv.coverage import row_of
+from diffcache.eval.workshop.kv import class_coverage
+from diffcache.eval.workshop.kv.class_coverage import row_of
 from diffcache.kv.hf import attention
 from tests.zoo.language import kinds
 
-PAGE = (Path(__file__).parents[2] / coverage.PAGE).read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / class_coverage.PAGE).read_text(encoding="utf-8")
 LISTED = {line.split(" | ")[0].removeprefix("| "): line for line in PAGE.splitlines()}
 SAME = f"transformers {transformers.__version__}:" in PAGE
 KINDS = {name: kind for kind, name in kinds()}

@@ -53,7 +53,7 @@ def test_dashes_and_underscores_mean_the_same(name: str) -> None:
         if name in rows_of("method"):
             assert diffcache.catalog.method_class(other).name == name
         else:
-            assert kv.recipes.catalog.recipe_function(other).__name__ == name  # type: ignore[attr-defined]
+            assert kv.recipes.by_name.recipe_function(other).__name__ == name  # type: ignore[attr-defined]
 
 
 def test_recipes_are_cited() -> None:

@@ -43,8 +43,8 @@ NOT_RUN = {
 # function that is called once all that was written has been read.
 STOPPED = {
     "diffcache serve": "diffcache.pipelines.demo.serve.free_port",
-    "accelerate launch --multi_gpu --num_processes 8 -m diffcache eval --model": "diffcache.eval.cli.show",
-    "accelerate launch --multi_gpu --num_processes 8 -m diffcache eval vbench draw": "diffcache.eval.vbench.layout.find_info",
+    "accelerate launch --multi_gpu --num_processes 8 -m diffcache eval --model": "diffcache.eval.commands.show",
+    "accelerate launch --multi_gpu --num_processes 8 -m diffcache eval vbench draw": "diffcache.eval.vbench.film_names.find_info",
     "diffcache eval vbench wan/films --backend official": "diffcache.eval.vbench.driver.run",
     "diffcache eval vbench score": "diffcache.eval.vbench.suite.read_results",
     "diffcache kernels measure": "diffcache.eval.kernels.command.device_of",

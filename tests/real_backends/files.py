@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffcache.eval.metrics import clip, weights
+from diffcache.eval.metrics import clip, weight_files
 
 TOKENIZER = Path(__file__).parents[2] / "assets" / "models" / "sticker-flux" / "tokenizer"
 LONGEST = 12  # tokens of a prompt
@@ -21,8 +21,8 @@ SPREAD = torch.tensor([0.26862954, 0.26130258, 0.27577711]).view(3, 1, 1)
 
 def accept(monkeypatch: pytest.MonkeyPatch, name: str, file: Path) -> None:
     """Make the registry take a file for the real one."""
-    entry = dataclasses.replace(weights.WEIGHTS[name], sha256=weights.sha256(file))
-    monkeypatch.setitem(weights.WEIGHTS, name, entry)
+    entry = dataclasses.replace(weight_files.WEIGHTS[name], sha256=weight_files.sha256(file))
+    monkeypatch.setitem(weight_files.WEIGHTS, name, entry)
 
 
 def pictures(count: int, height: int = 40, width: int = 48, seed: int = 0) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from diffcache.errors import MissingError
-from diffcache.eval.metrics import clip, i3d, inception, lpips, reward, weights
+from diffcache.eval.metrics import clip, i3d, inception, lpips, reward, weight_files
 from diffcache.eval.metrics.sets import quality
 from diffcache.eval.runs.extractors import at_hand
 from diffcache.eval.runs.record import describe
@@ -66,7 +66,7 @@ def test_lpips_is_its_formula(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     state = alexnet()
     file = tmp_path / "alexnet.pth"
     torch.save(state, file)
-    with pytest.raises(weights.WrongWeightsError, match="is not alexnet-owt"):
+    with pytest.raises(weight_files.WrongWeightsError, match="is not alexnet-owt"):
         lpips.load(file)
     accept(monkeypatch, "alexnet", file)
     network = lpips.load(file)
@@ -77,16 +77,16 @@ def test_lpips_is_its_formula(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-7)
     assert found.min() > 0.01
     assert network.distances(a, a).abs().max() == 0
-    assert network.entry()["sha256"] == weights.sha256(file)
+    assert network.entry()["sha256"] == weight_files.sha256(file)
 
 
 def test_lpips_heads_are_those_of_version_0_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert weights.sha256(lpips.heads_file()) == lpips.HEADS_SHA256
+    assert weight_files.sha256(lpips.heads_file()) == lpips.HEADS_SHA256
     file = tmp_path / "alexnet.pth"
     torch.save(alexnet(), file)
     accept(monkeypatch, "alexnet", file)
     monkeypatch.setattr(lpips, "HEADS_SHA256", "0" * 64)
-    with pytest.raises(weights.WrongWeightsError, match="another version of torchmetrics"):
+    with pytest.raises(weight_files.WrongWeightsError, match="another version of torchmetrics"):
         lpips.load(file)
 
 
@@ -122,7 +122,7 @@ def test_i3d_is_called_as_stylegan_v_calls_it(monkeypatch: pytest.MonkeyPatch, t
     expected = [film[1, 0].float().mean().item() for film in films]  # red of the second frame
     assert found[:, 1].tolist() == pytest.approx(expected)
     assert found[:, 2].tolist() == [16.0] * 5
-    assert network.entry()["sha256"] == weights.sha256(tmp_path / "i3d_torchscript.pt")
+    assert network.entry()["sha256"] == weight_files.sha256(tmp_path / "i3d_torchscript.pt")
 
 
 def test_i3d_refuses_films_that_cannot_be_compared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ class FakeExtractor(nn.Module):
 
 @pytest.fixture
 def inception_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    file = tmp_path / weights.WEIGHTS["inception"].file
+    file = tmp_path / weight_files.WEIGHTS["inception"].file
     torch.save(torch.tensor(2.0), file)
     accept(monkeypatch, "inception", file)
     return file
@@ -196,7 +196,7 @@ def test_inception_is_torch_fidelitys_own(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(extractor, "load_state_dict", lambda self, state: None)
     plain.__init__("x", ["2048", "logits_unbiased"])
     monkeypatch.undo()
-    file = tmp_path / weights.WEIGHTS["inception"].file
+    file = tmp_path / weight_files.WEIGHTS["inception"].file
     torch.save(plain.state_dict(), file)
     accept(monkeypatch, "inception", file)
     found = inception.load(file)(pictures(2))
@@ -308,7 +308,7 @@ def test_long_prompts_are_cut_and_said_so(clip_folder: Path) -> None:
 
 
 def test_clip_score_refuses_what_is_not_there(clip_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(weights.MissingWeightsError, match=r"huggingface\.co/openai/clip"):
+    with pytest.raises(weight_files.MissingWeightsError, match=r"huggingface\.co/openai/clip"):
         clip.ClipScore(tmp_path / "nowhere")
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="not a folder with a CLIP model"):

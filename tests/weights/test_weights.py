@@ -12,10 +12,10 @@ import pytest
 
 from diffcache.errors import DiffcacheError
 from diffcache.eval import doctor
-from diffcache.eval.metrics import catalog, weights
-from diffcache.eval.metrics.catalog import METRICS
+from diffcache.eval.metrics import definitions, weight_files
+from diffcache.eval.metrics.definitions import METRICS
 from diffcache.eval.metrics.inception import MissingPackageError, load_package
-from diffcache.eval.metrics.weights import WEIGHTS, MissingWeightsError, WeightFile, WrongWeightsError, find
+from diffcache.eval.metrics.weight_files import WEIGHTS, MissingWeightsError, WeightFile, WrongWeightsError, find
 
 
 @pytest.fixture(autouse=True)
@@ -125,15 +125,15 @@ def test_a_wrong_file_is_named_with_both_hashes(monkeypatch: pytest.MonkeyPatch,
 
 def test_a_hash_is_computed_once_and_again_after_a_change(tmp_path: Path) -> None:
     file = put(tmp_path / "f")
-    weights._sha256.cache_clear()
-    assert weights.sha256(file) == weights.sha256(file) == DIGEST
-    assert weights._sha256.cache_info().misses == 1
+    weight_files._sha256.cache_clear()
+    assert weight_files.sha256(file) == weight_files.sha256(file) == DIGEST
+    assert weight_files._sha256.cache_info().misses == 1
     put(file, b"longer weights")
-    assert weights.sha256(file) == hashlib.sha256(b"longer weights").hexdigest()
+    assert weight_files.sha256(file) == hashlib.sha256(b"longer weights").hexdigest()
     put(tmp_path / "folder" / "a.safetensors", b"1")
-    before = weights.sha256(tmp_path / "folder")
+    before = weight_files.sha256(tmp_path / "folder")
     put(tmp_path / "folder" / "b.safetensors", b"2")
-    assert weights.sha256(tmp_path / "folder") != before
+    assert weight_files.sha256(tmp_path / "folder") != before
 
 
 ROOT = Path(__file__).parents[2]
@@ -165,21 +165,21 @@ def test_the_vbench_dimensions_are_those_of_the_suite() -> None:
 
 def test_the_page_holds_the_table() -> None:
     page = ROOT / "docs" / "evaluation.md"
-    assert catalog.main(["--check", str(page)]) == 0, "run --write docs/evaluation.md"
+    assert definitions.main(["--check", str(page)]) == 0, "run --write docs/evaluation.md"
     text = page.read_text()
     assert all(f"Key `{key}`" in text for key in METRICS)
 
 
 def test_the_table_is_written_between_its_markers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
-    assert catalog.main(["--check", str(page)]) == 2
+    assert definitions.main(["--check", str(page)]) == 2
     page.write_text("no markers")
-    assert catalog.main(["--write", str(page)]) == 2
+    assert definitions.main(["--write", str(page)]) == 2
     assert "needs the lines" in capsys.readouterr().err
-    page.write_text(f"above\n{catalog.BEGIN}\nold\n{catalog.END}\nbelow\n")
-    assert catalog.main(["--check", str(page)]) == 1
-    assert catalog.main(["--write", str(page)]) == 0
-    assert catalog.main(["--check", str(page)]) == 0
+    page.write_text(f"above\n{definitions.BEGIN}\nold\n{definitions.END}\nbelow\n")
+    assert definitions.main(["--check", str(page)]) == 1
+    assert definitions.main(["--write", str(page)]) == 0
+    assert definitions.main(["--check", str(page)]) == 0
     written = page.read_text()
     assert written.startswith("above\n") and written.endswith("\nbelow\n") and "old" not in written
     assert written.count("\n- ") == len(METRICS)

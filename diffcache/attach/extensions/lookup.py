@@ -17,7 +17,7 @@ from diffcache.attach.extensions.lookup_entries import ConditionEntries, LookupT
 from diffcache.attach.extensions.lookup_layers import Given
 from diffcache.attach.extensions.lookup_sites import TimeSite, time_sites
 from diffcache.attach.record import CallRecord
-from diffcache.attach.reuse.extension import FeatureReuse
+from diffcache.attach.reuse.reusing import FeatureReuse
 from diffcache.attach.reuse.time_probe import TimePeek
 from diffcache.attach.run import Run
 from diffcache.attach.signature import Contents, others_in, tensors_in, writes_cache

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffcache.attach.flops import _refuses_modes
+from diffcache.attach.flop_counter import _refuses_modes
 from diffcache.attach.tree import leaves
 from diffcache.foreign import (
     DispatchMode,

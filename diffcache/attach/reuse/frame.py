@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from diffcache.attach.call import Call
-from diffcache.attach.flops import counted
+from diffcache.attach.flop_counter import counted
 from diffcache.attach.reuse.layout import BlockWork, Layout
 from diffcache.attach.reuse.setup import BranchState, Decision, Setup
 from diffcache.attach.reuse.trace import Trace

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from diffcache.attach.call import Call
-from diffcache.attach.flops import counted
+from diffcache.attach.flop_counter import counted
 from diffcache.attach.reuse.frame import FRAME, Frame, current_frame, lost
 from diffcache.attach.reuse.layout import Layout
 from diffcache.attach.reuse.modulated_probe import plain

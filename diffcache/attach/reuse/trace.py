@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from diffcache.attach.flops import counted
+from diffcache.attach.flop_counter import counted
 from diffcache.attach.tap import ServedTap
 from diffcache.attach.tree import hollow, outputs_of
 from diffcache.errors import AttachError

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from diffcache.kernels.move import gather_slots
 from diffcache.kv.codec.base import Dense, Exact, Parts, Payload, TensorCodec, all_of, appended, checked, work_dtype
-from diffcache.kv.codec.heads import JoinHeads
+from diffcache.kv.codec.joined_heads import JoinHeads
 from diffcache.kv.codec.table import SlotTable, joined_slots
 from diffcache.kv.settings import Count
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from diffcache.kv.attend import Query
 from diffcache.kv.codec.base import Parts, Payload, TensorCodec, all_of, work_dtype
-from diffcache.kv.codec.layers import LayersCodec
+from diffcache.kv.codec.joined_layers import LayersCodec
 from diffcache.kv.codec.shared import same
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.retrieve import Retriever
@@ -67,7 +67,7 @@ class Rematerialise(Retriever):
         if slots.k.shape[1] != 1 or slots.k.shape[3] != wanted:
             raise ValueError(
                 f"layer {layer.index} holds {list(slots.k.shape)}, not inputs [B, 1, S, {wanted}]: "
-                "make the cache with diffcache.kv.hf.remat.remat_cache_for"
+                "make the cache with diffcache.kv.hf.layer_inputs.remat_cache_for"
             )
         k, v = self.projections[layer.index](slots.k[:, 0])
         start = None

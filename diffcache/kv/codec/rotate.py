@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from diffcache.kv.codec.base import Parts, Payload, TensorCodec, all_of, appended, checked, work_dtype
-from diffcache.kv.codec.heads import JoinHeads
+from diffcache.kv.codec.joined_heads import JoinHeads
 from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.codec.table import SlotTable, joined_slots, narrow
 from diffcache.kv.settings import Count, Mode

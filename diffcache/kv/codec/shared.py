@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from diffcache.kv.codec.base import Exact, Parts, Payload, TensorCodec, all_of, appended, checked, tensors, work_dtype
-from diffcache.kv.codec.heads import JoinedHeads, JoinHeads
-from diffcache.kv.codec.layers import LayersCodec
+from diffcache.kv.codec.joined_heads import JoinedHeads, JoinHeads
+from diffcache.kv.codec.joined_layers import LayersCodec
 from diffcache.kv.codec.lowrank import Factors, LowRank
 from diffcache.kv.codec.quant import GroupQuant, Quantized
 from diffcache.kv.codec.table import SlotTable, narrow

@@ -13,7 +13,7 @@ from torch import Tensor
 from diffcache.kernels.move import gather_slots
 
 
-class Run(NamedTuple):
+class RowRun(NamedTuple):
     """Rows in order that as many slots use each: slots `first` to `stop`, `each` of a row."""
 
     row: int
@@ -67,21 +67,21 @@ class SlotTable:
         return rows.expand(batch, heads, -1)
 
     @cached_property
-    def runs(self) -> list[Run] | None:
+    def runs(self) -> list[RowRun] | None:
         """Runs of rows in order, the same in all rows and heads; None where slots were taken."""
         if self.of is None:
-            return [Run(0, self.values.shape[2], 0, self.each)]
+            return [RowRun(0, self.values.shape[2], 0, self.each)]
         row = self.of[0, 0].long()
         used, counts = row.unique_consecutive(return_counts=True)
         in_order = torch.equal(used, torch.arange(self.values.shape[2], device=used.device))
         if not in_order or not bool((self.of == self.of[:1, :1]).all()):
             return None
-        found: list[Run] = []
+        found: list[RowRun] = []
         for number, each in enumerate(counts.tolist()):
             if found and found[-1].each == each:
                 found[-1] = found[-1]._replace(rows=found[-1].rows + 1)
             else:
-                found.append(Run(number, 1, found[-1].stop if found else 0, each))
+                found.append(RowRun(number, 1, found[-1].stop if found else 0, each))
         return found
 
     def lookup(self) -> Tensor:

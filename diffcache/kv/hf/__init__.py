@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from diffcache.kv.hf.cache import cache_for as cache_for
     from diffcache.kv.hf.cache import detach as detach
     from diffcache.kv.hf.implicit import caching as caching
+    from diffcache.kv.hf.layer_inputs import remat_cache_for as remat_cache_for
     from diffcache.kv.hf.questions import ask as ask
-    from diffcache.kv.hf.remat import remat_cache_for as remat_cache_for
     from diffcache.kv.hf.static import static_cache_for as static_cache_for
 
 # transformers takes seconds to import, so names are looked up when they are first asked for.
@@ -26,7 +26,7 @@ _LATER = {
     "detach": "cache",
     "ask": "questions",
     "caching": "implicit",
-    "remat_cache_for": "remat",
+    "remat_cache_for": "layer_inputs",
     "static_cache_for": "static",
 }
 _OLDEST = "5.14"  # of transformers; feature caches take earlier ones

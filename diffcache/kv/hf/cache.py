@@ -51,7 +51,7 @@ from diffcache.kv.hf.writer import Host, Writer, unwatch, watch
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.per_layer import per_layer
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.catalog import make_recipe
+from diffcache.kv.recipes.by_name import make_recipe
 from diffcache.kv.segment import PLAIN
 from diffcache.kv.slots import Slots
 from diffcache.kv.store import KVStore

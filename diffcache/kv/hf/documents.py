@@ -17,8 +17,8 @@ from diffcache.kv.hf.cache import KVCache, cache_for
 from diffcache.kv.hf.model import last_logits
 from diffcache.kv.hf.questions import answer, around, feed, one_answer, tokens_of
 from diffcache.kv.hf.refresh import check_whole
-from diffcache.kv.life.pack import pack
 from diffcache.kv.life.prefix import PrefixTree
+from diffcache.kv.life.prepacking import pack
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.reuse.ape import ape
 from diffcache.kv.reuse.cachecraft import Chunk, cachecraft, chunks_of

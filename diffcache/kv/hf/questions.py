@@ -14,7 +14,7 @@ from diffcache.foreign import device_of_model, with_cache
 from diffcache.kv.hf.cache import KVCache, Recipes, cache_for
 from diffcache.kv.hf.model import last_logits
 from diffcache.kv.life.on_request import OnRequest, compress_by_probe
-from diffcache.kv.score.probe import Asked
+from diffcache.kv.score.most_attention import Asked
 
 _REPEAT = "\n\nRepeat the text above:\n"
 _ONE = {"num_beams": 1, "num_return_sequences": 1, "use_cache": True}  # what is held is one row

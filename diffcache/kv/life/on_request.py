@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from diffcache.kv.score.probe import PROBE, Asked, MaxAttention
+from diffcache.kv.score.most_attention import PROBE, Asked, MaxAttention
 from diffcache.kv.store import KVStore
 from diffcache.kv.trigger import Event, Trigger
 
@@ -67,7 +67,7 @@ def compress_by_probe(cache: C, *asks: Callable[[C], object]) -> None:
     most attention that any query of any probe gave it.
 
     Args:
-        cache: Cache with a recipe that scores by `diffcache.kv.score.probe.Asked`.
+        cache: Cache with a recipe that scores by `diffcache.kv.score.most_attention.Asked`.
         asks: Functions, each of which runs the model on its text with the fork it is given.
 
     Raises:

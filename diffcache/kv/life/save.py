@@ -35,7 +35,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "segment": ("Traits", "Dense", "Flat", "Coded"),
     "codec.base": ("Dense", "Exact"),
     "codec.fourier": ("Spectrum", "FourierSigns", "SplitChannels", "RangeSplit"),
-    "codec.heads": ("JoinedHeads", "JoinHeads"),
+    "codec.joined_heads": ("JoinedHeads", "JoinHeads"),
     "codec.lowrank": ("Factors", "LowRank", "Projected", "StaticLowRank"),
     "codec.quant": ("Quantized", "GroupQuant"),
     "codec.remat": ("Void", "Delta"),

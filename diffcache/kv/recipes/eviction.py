@@ -14,9 +14,9 @@ from diffcache.kv.plan import FixedSlot, Planner, RecentShare, TopK, TwoStage, W
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.score.attention import HeadVote, LastQuery, Mass, PatchCenters, Pooling, Window, WindowVariance
 from diffcache.kv.score.compactor import Compactor
-from diffcache.kv.score.expected import Expected
+from diffcache.kv.score.expected_attention import Expected
 from diffcache.kv.score.history import LowCount, NoisyMass, Recurrence
-from diffcache.kv.score.probe import Asked
+from diffcache.kv.score.most_attention import Asked
 from diffcache.kv.score.recency import Chance
 from diffcache.kv.score.revised import Shared
 from diffcache.kv.score.vectors import KeyDifference, KeyNorm, Lag, NormProduct, ValueNorm

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from diffcache.kv.codec.base import Exact, TensorCodec
 from diffcache.kv.codec.held import ByLayer, Pair
-from diffcache.kv.codec.layers import Single, Together
+from diffcache.kv.codec.joined_layers import Single, Together
 from diffcache.kv.codec.lowrank import StaticLowRank
 from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.codec.remat import Deltas, Nothing, Projections, Rematerialise
@@ -110,7 +110,7 @@ def rematerialised(
 ) -> Recipe:
     """Hold the inputs of layers in few bits, and make keys and values of them when they are read.
 
-    The cache must be given inputs in place of keys: `diffcache.kv.hf.remat.remat_cache_for`. It
+    The cache must be given inputs in place of keys: `diffcache.kv.hf.layer_inputs.remat_cache_for`. It
     does not go with scorers, which look at keys. A model whose inputs have more channels than its
     keys and values together gains little.
 

@@ -7,9 +7,9 @@ from torch import Tensor
 from diffcache.kv.budget import Uniform
 from diffcache.kv.codec.base import TensorCodec
 from diffcache.kv.codec.fourier import FourierSigns, RangeSplit
-from diffcache.kv.codec.heads import JoinHeads
 from diffcache.kv.codec.held import Pair
-from diffcache.kv.codec.layers import Together
+from diffcache.kv.codec.joined_heads import JoinHeads
+from diffcache.kv.codec.joined_layers import Together
 from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.codec.residual import Gear
 from diffcache.kv.codec.rotate import rotatekv as rotated

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from diffcache.api import report, wrapped
-from diffcache.attach.flops import counted
+from diffcache.attach.flop_counter import counted
 from diffcache.digest import digest
 from diffcache.errors import CacheWarning, TablesError
 from diffcache.features.base import Method

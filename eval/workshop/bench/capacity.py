@@ -20,7 +20,7 @@ from diffcache.eval.record import Setting
 from diffcache.eval.workshop.bench.decode import STOCK, Decoded, build, contenders
 from diffcache.eval.workshop.bench.runner import by_thirds
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.catalog import recipe_function, recipes
+from diffcache.kv.recipes.by_name import recipe_function, recipes
 
 TOKENS, BUDGET = 10_000, 512
 ALONE = "no cache"  # the model on one token

@@ -20,8 +20,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from diffcache.eval.cost.interleave import Turn
 from diffcache.eval.cost.interleave import measure as take_turns
-from diffcache.eval.kv.offline import seen_by
-from diffcache.eval.kv.recall import exact_bytes
+from diffcache.eval.kv.contexts import seen_by
+from diffcache.eval.kv.recall_cost import exact_bytes
 from diffcache.eval.record import Setting, stats
 from diffcache.foreign import with_cache
 from diffcache.kv.attend import Query, attend

@@ -307,7 +307,7 @@ def _run_peers(mask: str) -> dict[str, dict[str, Any]]:
     }
 
 
-class Runs(dict[str, Callable[[], None]]):
+class TimedRuns(dict[str, Callable[[], None]]):
     """Whole runs of sticker-flux by name, each on a pipeline of its own; the stack ends what is put in.
 
     The number of computed steps of a run stands in `computed`, by name.
@@ -368,7 +368,7 @@ class Runs(dict[str, Callable[[], None]]):
 def whole_runs(setting: Setting, rounds: int, batch: int, length: int) -> list[dict[str, Any]]:
     """Measure whole runs of some pictures and steps beside one whose skipped steps have no blocks."""
     with ExitStack() as stack:
-        runs = Runs(setting, batch, length, stack)
+        runs = TimedRuns(setting, batch, length, stack)
         seconds = take_turns(dict(runs), rounds, 1, setting).own(setting)
     found = []
     for name, computed in runs.computed.items():

@@ -25,7 +25,7 @@ from diffcache.eval.metrics.intervals import metric_interval, share_change, shar
 from diffcache.eval.record import ROOT, Setting, values
 from diffcache.eval.runs.task import directory_sha256
 from diffcache.eval.workshop.parts import Parts
-from diffcache.eval.workshop.shipped.draw import draw_grid, draw_stickers
+from diffcache.eval.workshop.shipped.drawing import draw_grid, draw_stickers
 from diffcache.eval.workshop.small import sticker_flux
 from diffcache.eval.workshop.small.sticker_judge import read_faults
 from diffcache.eval.workshop.small.stickers import held_out_captions

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diffcache.eval.cost.expected import CHIPS, Expected, expect
+from diffcache.eval.cost.expected import CHIPS, ExpectedTime, expect
 from diffcache.eval.cost.roofline import START
 from diffcache.eval.kernels.cases import KernelCase, Sizes, all_cases, drawn, given
 from diffcache.eval.pages import keep_pages, rendered, table
@@ -148,7 +148,7 @@ def wrong(launch: Mapping[str, Any], code: Mapping[str, Any]) -> list[str]:
     return found + (["narrow"] if loaded >= STREAM and not code["wide"] else [])
 
 
-def _line(case: KernelCase, row: Mapping[str, Any] | None, used: str, said: Expected | None = None) -> list[str]:
+def _line(case: KernelCase, row: Mapping[str, Any] | None, used: str, said: ExpectedTime | None = None) -> list[str]:
     expected = f"{said.us:.1f} {said.bound}" if said else "-"
     head = [f"`{case.operator}`", f"{case.model}: {case.shapes}", f"{case.moved / 1e6:.3g}"]
     others = [name for name in case.ways if name != "kernel"]

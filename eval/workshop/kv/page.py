@@ -11,9 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-from diffcache.eval.kv.parts import composition, example
 from diffcache.eval.kv.peer import PREFIX
-from diffcache.eval.kv.recall import hits_of
+from diffcache.eval.kv.recall_cost import hits_of
+from diffcache.eval.kv.recipe_parts import composition, example
 from diffcache.eval.kv.reuse import SPARE
 from diffcache.eval.kv.text_task import held_share
 from diffcache.eval.metrics.intervals import share_change
@@ -21,7 +21,7 @@ from diffcache.eval.pages import entries, environment, keep_pages
 from diffcache.eval.record import FOLDER, ROOT
 from diffcache.files import read_json
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.catalog import reference
+from diffcache.kv.recipes.by_name import reference
 from diffcache.registry import rows_of
 from diffcache.run_report import human
 

@@ -32,7 +32,7 @@ from diffcache.dllm import Schedule
 from diffcache.eval.metrics.intervals import mean_interval, share_interval
 from diffcache.eval.record import FOLDER, Row, Setting, check, envelope, values
 from diffcache.eval.runs.task import directory_sha256
-from diffcache.eval.workshop.shipped.draw import draw, draw_grid, draw_stickers
+from diffcache.eval.workshop.shipped.drawing import draw, draw_grid, draw_stickers
 from diffcache.eval.workshop.small import (
     chain,
     sticker_dit,

@@ -30,7 +30,7 @@ from diffcache.eval.cost.interleave import measure as measure_in_turn
 from diffcache.eval.metrics.intervals import mean_interval, share_change, share_interval
 from diffcache.eval.offline import demonstrations
 from diffcache.eval.record import FOLDER, Row, Setting, envelope, values
-from diffcache.eval.report.records import SCHEMA, checked
+from diffcache.eval.report.record_files import SCHEMA, checked
 from diffcache.eval.runs.task import code_sha256, directory_sha256, versions
 from diffcache.eval.workshop.figures import write_plot
 from diffcache.features.base import Method

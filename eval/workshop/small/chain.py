@@ -40,8 +40,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from diffcache.eval.workshop.small.export import save_language_model
 from diffcache.eval.workshop.small.job import Job
+from diffcache.eval.workshop.small.shipping import save_language_model
 from diffcache.files import write_json
 from diffcache.pipelines.shipped_models import MODELS
 

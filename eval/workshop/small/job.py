@@ -18,7 +18,7 @@ from diffusers import DiffusionPipeline
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from diffcache.eval.workshop.small.export import save_pipeline
+from diffcache.eval.workshop.small.shipping import save_pipeline
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -39,7 +39,7 @@ JOBS = {  # name -> class, and the shipped model it is for
     "sticker-video-decoder": ("sticker_video_autoencoder:VideoDecoder", "sticker-causal"),
     "sticker-causal": ("sticker_causal:Causal", "sticker-causal"),
     "sticker-wan": ("sticker_wan:Wan", "sticker-wan"),
-    "reach-policy": ("train_reach:Reach", "reach-policy"),
+    "reach-policy": ("train_reach:ReachTraining", "reach-policy"),
     "recall-llama": ("train_recall:Recall", "recall-llama"),
     "chain-llada": ("chain:Chain", "chain-llada"),
     "chain-llada-probe": ("chain:Chain", "chain-llada-probe"),

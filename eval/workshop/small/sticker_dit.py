@@ -22,8 +22,8 @@ from diffusers import DDIMScheduler, DiTPipeline, DiTTransformer2DModel
 from torch import Tensor, nn
 from torch.nn import functional
 
-from diffcache.eval.workshop.small.export import loader
 from diffcache.eval.workshop.small.job import Job, Settings
+from diffcache.eval.workshop.small.shipping import loader
 from diffcache.eval.workshop.small.sticker_autoencoder import CHANNELS, load_autoencoder
 from diffcache.eval.workshop.small.sticker_flux import HELD, PROMPT_DROPOUT, keep_latents
 from diffcache.eval.workshop.small.stickers import Scene, draw_scenes

@@ -29,8 +29,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from diffcache.eval.workshop.small.export import loader
 from diffcache.eval.workshop.small.job import Job, Settings, spread
+from diffcache.eval.workshop.small.shipping import loader
 from diffcache.eval.workshop.small.sticker_autoencoder import CHANNELS, load_autoencoder, to_unit
 from diffcache.eval.workshop.small.sticker_text import TEXT_TOKENS, Encoder, load_text
 from diffcache.eval.workshop.small.stickers import Scene, caption, draw_scenes, render, say

@@ -16,7 +16,7 @@ import torch
 from diffusers import FluxKontextPipeline
 from torch import Tensor, nn
 
-from diffcache.eval.workshop.small.export import loader
+from diffcache.eval.workshop.small.shipping import loader
 from diffcache.eval.workshop.small.sticker_edits import KINDS, draw_edits, edit_words
 from diffcache.eval.workshop.small.sticker_flux import CALL as FLUX_CALL
 from diffcache.eval.workshop.small.sticker_flux import HELD, PROMPT_DROPOUT, Flux, keep_latents

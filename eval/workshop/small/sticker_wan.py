@@ -18,9 +18,9 @@ from diffusers import WanPipeline
 from torch import Tensor, nn
 from torch.nn import functional
 
-from diffcache.eval.workshop.small.export import loader
 from diffcache.eval.workshop.small.film_job import TEXT_TOKENS, FilmJob
 from diffcache.eval.workshop.small.job import Settings, draw_each
+from diffcache.eval.workshop.small.shipping import loader
 from diffcache.eval.workshop.small.sticker_films import Film, sample_film
 from diffcache.eval.workshop.small.sticker_video_autoencoder import TIMES
 from diffcache.pipelines.shipped_models import MODELS

@@ -23,7 +23,7 @@ WINDOWS = 16  # of a demonstration, and on average some more
 EPISODES = 64
 
 
-class Reach(Job):
+class ReachTraining(Job):
     """Imitate demonstrations; an example is a window of one."""
 
     def __init__(self, settings: Settings, folder: Path) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import GenerationConfig
 
-from diffcache.eval.workshop.small.export import save_language_model
 from diffcache.eval.workshop.small.job import Job
+from diffcache.eval.workshop.small.shipping import save_language_model
 from diffcache.pipelines.small.recall import BLOCK, BOS, EOS, NK, PAD, Task, draw, score
 from diffcache.pipelines.small.recall_llama import ANSWER, build_model, build_tokenizer
 

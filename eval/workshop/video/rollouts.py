@@ -15,7 +15,7 @@ from torch import Tensor
 from diffcache.eval.metrics.intervals import mean_interval, share_interval
 from diffcache.eval.record import Progress, Setting
 from diffcache.eval.workshop.parts import Parts
-from diffcache.eval.workshop.small.export import loader
+from diffcache.eval.workshop.small.shipping import loader
 from diffcache.eval.workshop.small.sticker_causal import CALL, CHUNK, SAMPLER
 from diffcache.eval.workshop.small.sticker_judge import read_faults
 from diffcache.eval.workshop.small.sticker_wan import draw_films

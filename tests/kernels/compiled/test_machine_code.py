@@ -5,8 +5,8 @@ import re
 import pytest
 
 from diffcache.eval.kernels.cases import all_cases, products
-from diffcache.eval.kernels.options import ARCH, built, choices_of
-from diffcache.eval.workshop.kernels import page, targets
+from diffcache.eval.kernels.launch_options import ARCH, built, choices_of
+from diffcache.eval.workshop.kernels import compile_targets, page
 from diffcache.files import read_json
 from diffcache.kernels.dispatch import OPERATORS
 from diffcache.kernels.gpu.machine import SHARED, machine
@@ -52,7 +52,7 @@ def test_the_record_is_what_is_compiled_here() -> None:
     sample = [c for c in all_cases() if (c.operator, c.model) in SAMPLE]
     assert len(sample) == len(SAMPLE)
     for case in sample:
-        made, kept = targets.row(case, ARCHS), known[case.operator, case.model]
+        made, kept = compile_targets.row(case, ARCHS), known[case.operator, case.model]
         assert made["launches"] == kept["launches"]
         for arch in map(str, ARCHS):
             for launch, code, old in zip(made["launches"], made["targets"][arch], kept["targets"][arch], strict=True):

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from diffcache.eval.kernels.options import choices_of
+from diffcache.eval.kernels.launch_options import choices_of
 from diffcache.kernels import configs, forecast, quantize
 from diffcache.kernels.coded import attn_decode_kivi
 from diffcache.kernels.gpu import coded as coded_launch

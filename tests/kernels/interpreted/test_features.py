@@ -11,9 +11,9 @@ from diffcache.features.parts.hold import Hold, pack
 from diffcache.features.parts.when import Gate, relative_l1
 from diffcache.kernels import codes, distance, linear, rows
 from diffcache.kernels.forecast import differences_twin, finite_differences
-from diffcache.quant.calibrate import grid_of
 from diffcache.quant.linear import QuantizedLinear
 from diffcache.quant.plan import LayerPlan
+from diffcache.quant.scales import grid_of
 from tests.kernels.cases import DTYPES, guarded
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from diffcache.kernels.pack import CHUNKS, pack, packed_size, unpack
 from diffcache.kv.codec.base import Exact, TensorCodec, nbytes, tensors
 from diffcache.kv.codec.fourier import FourierSigns, RangeSplit
-from diffcache.kv.codec.heads import JoinHeads
+from diffcache.kv.codec.joined_heads import JoinHeads
 from diffcache.kv.codec.lowrank import LowRank, StaticLowRank
 from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.codec.residual import Gear

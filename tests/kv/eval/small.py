@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from diffcache.eval.kv.recall import KVTask
+from diffcache.eval.kv.recall_cost import KVTask
 from diffcache.pipelines.small.recall import VOCABULARY
 from tests.kv.tiny import peaked
 

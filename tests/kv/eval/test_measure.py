@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diffcache.eval.kv import peer, recall
+from diffcache.eval.kv import peer, recall_cost
 from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import keydiff, kvzip
@@ -22,7 +22,7 @@ def model(folder: Path) -> nn.Module:
 
 
 def measured(model: nn.Module, row: Any, folder: Path, **changes: object) -> dict[str, Any]:
-    found = recall.measure(model, row, task(folder, **changes))
+    found = recall_cost.measure(model, row, task(folder, **changes))
     return {name: value for name, value in found.items() if name != "seconds"}
 
 
@@ -49,7 +49,7 @@ def test_the_answers_are_those_of_the_whole_text(model: nn.Module, folder: Path)
                 said = model(input_ids=ids).logits[:, CONTEXT + 1 : CONTEXT + 3].argmax(-1)
             hits.append(said == batch.expected[:, number])
     wanted = torch.stack(hits).view(2, 2, 2, 2).transpose(1, 2).flatten(0, 1)
-    assert recall.hits_of(measured(model, Recipe(), folder)).equal(wanted)
+    assert recall_cost.hits_of(measured(model, Recipe(), folder)).equal(wanted)
 
 
 def test_dropped_slots_are_not_counted_and_what_single_queries_read_is(model: nn.Module, folder: Path) -> None:

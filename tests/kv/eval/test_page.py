@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from diffcache.eval.kv import parts
+from diffcache.eval.kv import recipe_parts
 from diffcache.eval.record import ROOT, Setting, check, envelope
 from diffcache.eval.workshop.bench import kv as bench
 from diffcache.eval.workshop.bench.runner import tables
 from diffcache.eval.workshop.kv import page
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.catalog import recipe_function, recipes
+from diffcache.kv.recipes.by_name import recipe_function, recipes
 
 
 def test_the_page_is_up_to_date() -> None:
@@ -24,7 +24,7 @@ def test_the_page_is_up_to_date() -> None:
 def test_every_recipe_says_what_it_does_and_where_it_is_from(name: str) -> None:
     said = page.story(recipe_function(name))
     assert 10 < len(said["what"]) < 200 and said["source"]
-    assert parts.composition(parts.example(recipe_function(name)))
+    assert recipe_parts.composition(recipe_parts.example(recipe_function(name)))
 
 
 HITS = ["11 01", "11 11", "00 10"]

@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from diffcache import cli
 from diffcache.errors import TablesError
-from diffcache.eval.kv import stages, words
-from diffcache.eval.kv.offline import RecallSamples, TextSamples, Work, seen_by
-from diffcache.eval.kv.recall import KVTask, measure
+from diffcache.eval.kv import recipe_words, stages
+from diffcache.eval.kv.contexts import RecallSamples, TextSamples, Work, seen_by
+from diffcache.eval.kv.recall_cost import KVTask, measure
 from diffcache.eval.kv.stages import lococo, locret
 from diffcache.eval.kv.texts import TextModel, read_texts, windows
 from diffcache.kv.hf.cache import cache_for, detach
@@ -40,7 +40,7 @@ def made(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     patch.setitem(stages.MAKERS, "locret", partial(locret, steps=40))
     try:
         work = Work(model, SAMPLES, lambda *_: None)
-        for file in words.FOLDER.glob("*.safetensors"):  # those that are shipped
+        for file in recipe_words.FOLDER.glob("*.safetensors"):  # those that are shipped
             stages.make(file.stem, work, into / file.name, DIGEST)
     finally:
         patch.undo()
@@ -52,7 +52,7 @@ def made(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_recipes_take_what_was_made(made: Path, folder: Path) -> None:
     def table(name: str, setting: str, entry: str = "") -> object:
-        return words.read_table(f"@{made / name}.safetensors{entry}", setting)
+        return recipe_words.read_table(f"@{made / name}.safetensors{entry}", setting)
 
     rows = [
         duo_attention(table("duo_attention", "heads"), 8, sinks=2),  # type: ignore[arg-type]
@@ -144,8 +144,8 @@ def test_every_recipe_takes_the_tables_of_its_model(measured: Path, reader: Path
     assert set(ACTING) == set(stages.MAKERS)
     for name, acting in ACTING.items():
         word = f"{name}:tables={measured / name}.safetensors" + f",{acting}" * bool(acting)
-        recipe = words.parse_recipe(word, weights)
-        bare = words.parse_recipe(word.replace(f"{name}:", f"{name.replace('_', '-')}:"), weights)
+        recipe = recipe_words.parse_recipe(word, weights)
+        bare = recipe_words.parse_recipe(word.replace(f"{name}:", f"{name.replace('_', '-')}:"), weights)
         assert repr(bare) == repr(recipe)
         cache = cache_for(model, recipe)
         with torch.no_grad():
@@ -159,29 +159,29 @@ def test_every_recipe_takes_the_tables_of_its_model(measured: Path, reader: Path
 def test_tables_of_another_model_recipe_or_setting_are_refused(measured: Path, tmp_path: Path) -> None:
     file = measured / "compresskv.safetensors"
     with pytest.raises(TablesError, match="a model of other weights .*calibrate"):
-        words.parse_recipe(f"compresskv:tables={file}", DIGEST)
+        recipe_words.parse_recipe(f"compresskv:tables={file}", DIGEST)
     with pytest.raises(TablesError, match="other weights"):
-        words.parse_recipe(f"compresskv:heads=@{file}", DIGEST)
+        recipe_words.parse_recipe(f"compresskv:heads=@{file}", DIGEST)
     with pytest.raises(TablesError, match="has tables of compresskv; .*makes those of prefixkv"):
-        words.parse_recipe(f"prefixkv:tables={file}")
+        recipe_words.parse_recipe(f"prefixkv:tables={file}")
     two = {"1": torch.ones(2), "2": torch.ones(2)}
     about = {"kind": "table", "recipe": "prefixkv", "gives": {"shares": ["1", "2"]}}
-    words.write_table(tmp_path / "x.safetensors", two, about)
+    recipe_words.write_table(tmp_path / "x.safetensors", two, about)
     with pytest.raises(TablesError, match="has shares for 1, 2; say which behind a #"):
-        words.parse_recipe(f"prefixkv:tables={tmp_path}/x.safetensors")
-    words.parse_recipe(f"prefixkv:tables={tmp_path}/x.safetensors#2")
+        recipe_words.parse_recipe(f"prefixkv:tables={tmp_path}/x.safetensors")
+    recipe_words.parse_recipe(f"prefixkv:tables={tmp_path}/x.safetensors#2")
 
 
 def test_shipped_tables_are_of_the_shipped_model() -> None:
-    weights = words.weights_digest(KVTask().directory)
-    names = [file.stem for file in words.FOLDER.glob("*.safetensors")]
+    weights = recipe_words.weights_digest(KVTask().directory)
+    names = [file.stem for file in recipe_words.FOLDER.glob("*.safetensors")]
     assert set(names) == set(stages.MAKERS) - {"epicache", "a2ats", "xquant_latent"}
     for name in names:
-        with safe_open(words.FOLDER / f"{name}.safetensors", "pt") as file:
+        with safe_open(recipe_words.FOLDER / f"{name}.safetensors", "pt") as file:
             about = json.loads(file.metadata()["about"])
         assert (about["recipe"], about["weights"]) == (name, weights)
         for entries in about["gives"].values():
-            assert words.settings_of(f"{name}#{entries[-1]}", name, weights)
+            assert recipe_words.settings_of(f"{name}#{entries[-1]}", name, weights)
 
 
 def call(*given: object) -> Any:
@@ -206,7 +206,7 @@ def test_the_shipped_model_needs_no_texts(tmp_path: Path) -> None:
     shape = ["calibrate", "--out", out, "--context", 257, "--samples", 1]
     found = call(*shape, "--model", "recall-llama", "--recipe", "razor_attention:period=8")
     assert found.exit_code == 0, found.output
-    assert "heads" in words.settings_of(str(out), "razor_attention")
+    assert "heads" in recipe_words.settings_of(str(out), "razor_attention")
     found = call(*shape, "--model", "a/b", "--recipe", "razor_attention")
     assert found.exit_code == 2 and "--texts is missing" in " ".join(found.output.split())
     found = call(*shape, "--model", "recall-llama", "--recipe", "duo")

@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from diffcache import cli, kv
 from diffcache.errors import TablesError
-from diffcache.eval.kv import peer, recall, words
-from diffcache.eval.kv.choose import candidates, pick
-from diffcache.eval.kv.words import parse_recipe
+from diffcache.eval.kv import peer, recall_cost, recipe_words
+from diffcache.eval.kv.choose_recipe import candidates, pick
+from diffcache.eval.kv.recipe_words import parse_recipe
 from diffcache.eval.record import ROOT
 from diffcache.kv.learn.cskv import Bases
 from diffcache.kv.recipe import Recipe
@@ -44,7 +44,7 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_budgets_are_filled_in_and_rows_measured_once(tmp_path: Path) -> None:
-    found = recall.read_sweep(written(tmp_path, TEXT))
+    found = recall_cost.read_sweep(written(tmp_path, TEXT))
     words = [f"{name}:budget={size}" for name in ("keydiff", "knorm") for size in (0.5, 0.25)]
     assert found.families["a"] == words and found.task.samples == 4
     assert len(found.words()) == 6 and found.words()[0] == "none"
@@ -52,7 +52,7 @@ def test_budgets_are_filled_in_and_rows_measured_once(tmp_path: Path) -> None:
 
 def test_a_run_that_was_cut_off_goes_on(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    real = recall.measure
+    real = recall_cost.measure
 
     def spy(model: Any, row: Any, *given: Any) -> dict[str, Any]:
         asked.append(row.name)
@@ -60,20 +60,20 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path: Path, folder: Path, monkeypatc
             raise KeyboardInterrupt
         return real(model, row, *given)
 
-    monkeypatch.setattr(recall, "measure", spy)
-    wanted = recall.RecipeSweep(task(folder), {"a": ["keydiff:budget=0.5", "random:budget=0.5"]})
+    monkeypatch.setattr(recall_cost, "measure", spy)
+    wanted = recall_cost.RecipeSweep(task(folder), {"a": ["keydiff:budget=0.5", "random:budget=0.5"]})
     out = tmp_path / "record.json"
     with pytest.raises(KeyboardInterrupt):
-        recall.run(wanted, out)
-    rows = recall.run(wanted, out)
+        recall_cost.run(wanted, out)
+    rows = recall_cost.run(wanted, out)
     assert asked == ["", "keydiff", "random", "random"]
     assert [row["name"] for row in rows] == wanted.words()
     record = json.loads(out.read_text())
     assert record["benchmark"] == "kv-recall" and record["families"] == dict(wanted.families)
-    recall.run(wanted, out)
+    recall_cost.run(wanted, out)
     assert len(asked) == 4
-    other = recall.RecipeSweep(task(folder, seed=1), wanted.families)
-    recall.run(other, out)
+    other = recall_cost.RecipeSweep(task(folder, seed=1), wanted.families)
+    recall_cost.run(other, out)
     assert len(asked) == 7  # of another task nothing is kept
 
 
@@ -90,7 +90,7 @@ def test_the_command_prints_a_table_and_writes_a_record(tmp_path: Path, folder: 
     rows = json.loads(out.read_text())["rows"]
     assert [row["slots"] for row in rows] == [33, 8]
     for row in rows:  # 4 contexts of 4 questions, two tokens each; intervals of some width
-        hits = recall.hits_of(row)
+        hits = recall_cost.hits_of(row)
         assert hits.shape == (4, 4, 2)
         for name, right in zip(("whole", "lookup", "copy"), (hits.all(-1), *hits.unbind(-1)), strict=True):
             share = row[name]
@@ -98,7 +98,7 @@ def test_the_command_prints_a_table_and_writes_a_record(tmp_path: Path, folder: 
             assert 0 <= share["low"] < share["high"] <= 1
 
 
-SHIPPED = ROOT / "assets" / "bench" / "kv-recall.toml"
+SHIPPED = ROOT / "assets" / "bench" / "kv-recall_cost.toml"
 
 
 @pytest.mark.skipif(not (DIRECTORY / "config.json").exists(), reason="recall-llama is not there")
@@ -106,51 +106,51 @@ def test_the_shipped_sweep_can_be_read(tmp_path: Path) -> None:
     text = SHIPPED.read_text()
     if peer.installed() is None:
         text = text[: text.index("[family.kvpress]")]
-    found = recall.read_sweep(written(tmp_path, text))
+    found = recall_cost.read_sweep(written(tmp_path, text))
     assert len(found.words()) > 200
     assert all(found.families.values())
 
 
 def test_words_are_recipes() -> None:
-    assert words.parse_recipe("none") == Recipe()
-    assert words.parse_recipe("snapkv:budget=0.25,window=8") == snapkv(0.25, window=8)
-    assert words.parse_recipe(" streaming-llm:budget=64 ") == streaming_llm(64)
-    assert words.parse_recipe("none|keydiff:budget=7") == keydiff(7)
-    based = words.parse_recipe("adakv:floor=0.1,base='snapkv:budget=0.5,window=8'")
+    assert recipe_words.parse_recipe("none") == Recipe()
+    assert recipe_words.parse_recipe("snapkv:budget=0.25,window=8") == snapkv(0.25, window=8)
+    assert recipe_words.parse_recipe(" streaming-llm:budget=64 ") == streaming_llm(64)
+    assert recipe_words.parse_recipe("none|keydiff:budget=7") == keydiff(7)
+    based = recipe_words.parse_recipe("adakv:floor=0.1,base='snapkv:budget=0.5,window=8'")
     assert based == adakv(floor=0.1, base=snapkv(0.5, window=8))
 
 
 def test_a_table_is_read_by_the_name_of_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words, "FOLDER", tmp_path)
+    monkeypatch.setattr(recipe_words, "FOLDER", tmp_path)
     heads = torch.tensor([[True, False], [False, True]])
-    words.write_table(tmp_path / "two.safetensors", {"heads": heads}, {"kind": "table"})
+    recipe_words.write_table(tmp_path / "two.safetensors", {"heads": heads}, {"kind": "table"})
     expected = ((True, False), (False, True))
-    assert words.read_table("@two", "heads") == expected
-    assert words.read_table("@two#heads", "other") == expected
-    assert words.read_table(f"@{tmp_path}/two.safetensors", "heads") == expected
+    assert recipe_words.read_table("@two", "heads") == expected
+    assert recipe_words.read_table("@two#heads", "other") == expected
+    assert recipe_words.read_table(f"@{tmp_path}/two.safetensors", "heads") == expected
     with pytest.raises(TablesError, match="two.safetensors has heads"):
-        words.read_table("@two", "weights")
+        recipe_words.read_table("@two", "weights")
     with pytest.raises(TablesError, match=r"are: two; `diffcache kv calibrate .*another model"):
-        words.parse_recipe("snapkv:budget=@three")
+        recipe_words.parse_recipe("snapkv:budget=@three")
     (tmp_path / "bad.safetensors").write_bytes(b"no")
     with pytest.raises(TablesError, match="is no file of tables"):
-        words.read_table("@bad", "heads")
+        recipe_words.read_table("@bad", "heads")
 
 
 def test_weights_come_back_as_what_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words, "FOLDER", tmp_path)
+    monkeypatch.setattr(recipe_words, "FOLDER", tmp_path)
     heads = RetainingHeads(torch.randn(2, 6, 4), torch.randn(2, 4, 2))
-    words.write_table(tmp_path / "locret.safetensors", vars(heads), {"kind": "RetainingHeads"})
-    found = words.parse_recipe("locret:budget=0.5,heads=@locret,stabilizers=2").score
+    recipe_words.write_table(tmp_path / "locret.safetensors", vars(heads), {"kind": "RetainingHeads"})
+    found = recipe_words.parse_recipe("locret:budget=0.5,heads=@locret,stabilizers=2").score
     wanted = merging.locret(heads, 0.5, stabilizers=2).score
     assert torch.equal(found.heads.first, wanted.heads.first)  # type: ignore[union-attr]
     bases = [Bases(*(torch.randn(4, 2).half().float() for _ in range(4))) for _ in range(3)]
-    given = words.basis_tensors("2", bases) | words.basis_tensors("1", bases[:1])
-    words.write_table(tmp_path / "bases.safetensors", given, {"kind": "Bases"})
-    back = words.read_table("@bases#2", "bases")
+    given = recipe_words.basis_tensors("2", bases) | recipe_words.basis_tensors("1", bases[:1])
+    recipe_words.write_table(tmp_path / "bases.safetensors", given, {"kind": "Bases"})
+    back = recipe_words.read_table("@bases#2", "bases")
     assert len(back) == 3 and torch.equal(back[2].value_up, bases[2].value_up)
     with pytest.raises(TablesError, match="bases.safetensors has 1, 2; say #entry"):
-        words.read_table("@bases", "bases")
+        recipe_words.read_table("@bases", "bases")
 
 
 def row(held: float, answers: str, nats: list[float], **changes: Any) -> dict[str, Any]:

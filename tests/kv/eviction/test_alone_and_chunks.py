@@ -14,7 +14,7 @@ from diffcache.kv.rotary import Rotary
 from diffcache.kv.score.attention import HeadVote, LastQuery, Mass, PatchCenters, Window, WindowVariance
 from diffcache.kv.score.compactor import Compactor, leverage, standard
 from diffcache.kv.score.history import LowCount, NoisyMass, Recurrence
-from diffcache.kv.score.probe import Asked, MaxAttention
+from diffcache.kv.score.most_attention import Asked, MaxAttention
 from diffcache.kv.score.recency import Recency
 from diffcache.kv.score.revised import Shared
 from diffcache.kv.score.vectors import KeyDifference, KeyNorm, Lag, NormProduct, ValueNorm

@@ -17,7 +17,7 @@ from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes import eviction
 from diffcache.kv.recipes.eviction import epicache, kvzip, prefixkv, snapkv, windowkv
 from diffcache.kv.recipes.streaming import razor_attention
-from diffcache.kv.score.probe import Asked
+from diffcache.kv.score.most_attention import Asked
 from diffcache.kv.segment import Flat
 from diffcache.kv.store import KVStore
 from tests.kv.eviction.plain import Text

@@ -10,7 +10,7 @@ from diffcache.kv.plan import TopK, TwoStage
 from diffcache.kv.rotary import Rotary
 from diffcache.kv.score.attention import LastQuery, Mass, Window, WindowVariance
 from diffcache.kv.score.base import Score
-from diffcache.kv.score.expected import Expected
+from diffcache.kv.score.expected_attention import Expected
 from diffcache.kv.score.recency import Chance, Recency
 from diffcache.kv.score.vectors import KeyDifference, KeyNorm, projected_norm
 from tests.kv.eviction.seen import golden_kept, golden_score, observed, stored

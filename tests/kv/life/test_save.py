@@ -21,7 +21,7 @@ from torch import Tensor
 import diffcache.kv
 from diffcache.kv.attend import Query
 from diffcache.kv.codec.base import Exact, Parts, Payload, TensorCodec, nbytes
-from diffcache.kv.codec.heads import JoinHeads
+from diffcache.kv.codec.joined_heads import JoinHeads
 from diffcache.kv.codec.lowrank import LowRank
 from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.codec.residual import Gear

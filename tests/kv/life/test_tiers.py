@@ -12,7 +12,7 @@ from diffcache.kv.attend import Query
 from diffcache.kv.codec.held import Pair
 from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.hf.cache import cache_for
-from diffcache.kv.life.pack import pack
+from diffcache.kv.life.prepacking import pack
 from diffcache.kv.life.tiers import Tiers, moved
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import h2o, snapkv

@@ -11,7 +11,7 @@ from diffcache.eval.workshop.kv import oracle
 from diffcache.kv.attend import Query
 from diffcache.kv.codec.base import Exact
 from diffcache.kv.codec.held import ByLayer, Pair
-from diffcache.kv.codec.layers import Single, Together
+from diffcache.kv.codec.joined_layers import Single, Together
 from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.hf.cache import cache_for
 from diffcache.kv.layer import KVLayer

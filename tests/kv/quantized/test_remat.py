@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from diffcache.kv.hf.cache import cache_for, detach
-from diffcache.kv.hf.remat import projections_of, remat_cache_for
+from diffcache.kv.hf.layer_inputs import projections_of, remat_cache_for
 from diffcache.kv.recipes.low_rank import rematerialised
 from tests.kv.tiny import WAYS, given, llama, prompts, same, shortly, stock
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from diffcache.kv.codec.base import Exact, nbytes
-from diffcache.kv.codec.layers import Single, Together
+from diffcache.kv.codec.joined_layers import Single, Together
 from diffcache.kv.codec.quant import GroupQuant, Quantized
 from diffcache.kv.codec.remat import Deltas
 from diffcache.kv.codec.shared import SharedBasis, SharedCodes, SharedDirection

@@ -11,7 +11,7 @@ from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.catalog import make_recipe
+from diffcache.kv.recipes.by_name import make_recipe
 from diffcache.kv.recipes.eviction import adakv, snapkv
 from diffcache.kv.retrieval.summary import known
 from diffcache.kv.settings import Size

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from diffcache.eval.kv.peer import PressPeer
-from diffcache.eval.kv.words import NONE, parse_row, weights_digest
+from diffcache.eval.kv.recipe_words import NONE, parse_row, weights_digest
 from diffcache.eval.metrics.intervals import share_interval
 from diffcache.eval.record import ROOT, Setting, check, envelope
 from diffcache.eval.runs.sweep import read_values
@@ -29,7 +29,7 @@ from diffcache.kv.layer import KVLayer
 from diffcache.kv.life.on_request import compress_by_probe
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.retrieve import Retriever
-from diffcache.kv.score.probe import Asked
+from diffcache.kv.score.most_attention import Asked
 from diffcache.kv.slots import Slots
 from diffcache.kv.view import View
 from diffcache.pipelines.shipped_models import present

@@ -1,6 +1,6 @@
 """Write what a cache finds and skips in every case of the zoo: the table of docs/coverage.md.
 
-    python -m diffcache.eval.workshop.coverage --write
+    python -m diffcache.eval.workshop.denoiser_coverage --write
 
 How blocks are chained goes into a table of `diffcache inspect` as well.
 """
@@ -23,7 +23,7 @@ from torch import nn
 
 import diffcache
 from diffcache.attach.anatomy import Anatomy
-from diffcache.attach.reuse.extension import FeatureReuse
+from diffcache.attach.reuse.reusing import FeatureReuse
 from diffcache.attach.reuse.trace import Wiring
 from diffcache.eval.pages import entries, keep_pages, rendered, table
 from diffcache.eval.record import ROOT

@@ -26,7 +26,7 @@ from diffcache.kv.learn.codebook import Codebook
 from diffcache.kv.learn.cskv import Bases
 from diffcache.kv.merging.lococo import MixWeights
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.catalog import read_recipe
+from diffcache.kv.recipes.by_name import read_recipe
 from diffcache.kv.score.learned import RetainingHeads
 from diffcache.registry import read_word
 

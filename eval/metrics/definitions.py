@@ -1,6 +1,6 @@
 """Every metric that is computed here: its definition, source and requirements.
 
-`python -m diffcache.eval.metrics.catalog --write docs/evaluation.md` puts the table into the
+`python -m diffcache.eval.metrics.definitions --write docs/evaluation.md` puts the table into the
 documentation, `--check` says whether it is up to date. `METRICS` are rows of the registry.
 """
 
@@ -10,13 +10,13 @@ import sys
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from diffcache.eval.metrics.weights import WEIGHTS
+from diffcache.eval.metrics.weight_files import WEIGHTS
 from diffcache.eval.pages import between, entries, keep_pages
 from diffcache.eval.record import ROOT
 from diffcache.registry import Row, rows_of
 
 Direction = Literal["up", "down", "none"]
-BEGIN = "<!-- table of metrics: begin (generated, see eval/metrics/catalog.py) -->"
+BEGIN = "<!-- table of metrics: begin (generated, see eval/metrics/definitions.py) -->"
 END = "<!-- table of metrics: end -->"
 SHIPPED = ("sticker-features",)
 TITLES = ("Metric", "Key", "Definition", "Source", "Library call", "Weights", "Offline stand-in", "Better")
@@ -31,7 +31,7 @@ class Metric:
     definition: str  # one sentence, with the formula
     source: str  # paper or standard
     call: str  # function of this package that computes it
-    weights: tuple[str, ...]  # names in `diffcache.eval.metrics.weights.WEIGHTS`
+    weights: tuple[str, ...]  # names in `diffcache.eval.metrics.weight_files.WEIGHTS`
     packages: tuple[str, ...]  # modules beyond the base install that it imports, or the shipped model it uses
     stand_in: str  # key of the metric that is computed in its place without the weights, or empty
     direction: Direction  # whether more or less is better, or neither by itself

@@ -39,7 +39,7 @@ class WeightFile:
     url: str  # address where people get it by hand
     # Full hash, or the first digits of it as torch-hub file names carry them; None where no hash is published
     sha256: str | None
-    used_by: tuple[str, ...]  # keys of the metrics in `diffcache.eval.metrics.catalog.METRICS`
+    used_by: tuple[str, ...]  # keys of the metrics in `diffcache.eval.metrics.definitions.METRICS`
     folder: str = ""  # place inside a tool's own cache, relative to it
     # Cache that is searched besides `$DIFFCACHE_WEIGHTS`: `torch`, `vbench`, or `hub:<owner>/<name>` for the one
     # of Hugging Face

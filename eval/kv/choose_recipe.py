@@ -82,7 +82,7 @@ class ChosenRecipe:
     @property
     def recipe(self) -> Recipe:
         """The recipe, for `cache_for` and `wrap`."""
-        from diffcache.eval.kv.words import parse_recipe
+        from diffcache.eval.kv.recipe_words import parse_recipe
 
         return parse_recipe(self.word)
 
@@ -151,8 +151,8 @@ def pick(
     Raises:
         ValueError: If there are fewer than four windows, or no row fits.
     """
+    from diffcache.eval.kv.recipe_words import NONE
     from diffcache.eval.kv.text_task import held_share
-    from diffcache.eval.kv.words import NONE
 
     count = len(rows[NONE]["nats"])
     if count < 4:

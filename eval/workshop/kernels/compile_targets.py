@@ -1,6 +1,6 @@
 """Compile the kernels of every row for every GPU that Triton knows, and keep what their code is.
 
-    python -m diffcache.eval.workshop.kernels.targets [OPERATOR ...]
+    python -m diffcache.eval.workshop.kernels.compile_targets [OPERATOR ...]
 
 compiles all rows of all operators, or those of some, writes the record, and
 says what is wrong with them. No GPU is needed; it takes about four minutes of one core.
@@ -19,7 +19,7 @@ import torch
 
 from diffcache.eval.cost.expected import CHIPS, dynamic
 from diffcache.eval.kernels.cases import KernelCase, all_cases
-from diffcache.eval.kernels.options import Launched
+from diffcache.eval.kernels.launch_options import Launched
 from diffcache.eval.kernels.tiles import Tiles, tiles
 from diffcache.eval.record import commit
 from diffcache.eval.workshop.kernels.page import CODE, _key, published, wrong

@@ -256,7 +256,7 @@ def compare(
         diffcache eval compare runs/before runs/after --fail-on 'fid_lite>+0.5'
     """
     _prepare()
-    from diffcache.eval.report.records import load
+    from diffcache.eval.report.record_files import load
     from diffcache.eval.runs.compare import changes, crossed, read_limit
     from diffcache.pipelines.demo.console import print_rows
 

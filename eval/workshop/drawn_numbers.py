@@ -1,7 +1,7 @@
 """Draw published numbers as a stranger would, and make them again.
 
-    python -m diffcache.eval.workshop.draw --seed 1 --count 20
-    python -m diffcache.eval.workshop.draw --list             # what can be drawn, and what cannot
+    python -m diffcache.eval.workshop.drawn_numbers --seed 1 --count 20
+    python -m diffcache.eval.workshop.drawn_numbers --list             # what can be drawn, and what cannot
 
 A record is drawn, then a row of it, then one of its numbers; a part of the samples is made again
 (`again.py`). A number that keeps a value for each sample must have the same values; one that keeps

@@ -75,7 +75,7 @@ def peak_bytes(model: str | Path, method: str | None, call: Mapping[str, Any], p
         text = json.dumps(order)
     except TypeError as error:
         raise ValueError(f"call={dict(call)!r}: must be plain data ({error})") from error
-    command = [sys.executable, "-m", "diffcache.eval.cost.memory"]
+    command = [sys.executable, "-m", "diffcache.eval.cost.peak_memory"]
     done = subprocess.run(command, input=text, capture_output=True, text=True)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
