@@ -144,7 +144,7 @@ history-retrieval | history_retrieval:HistoryRetrieval | after MagicWorld, arXiv
 semantic-bank | semantic_bank:SemanticBank | after BlockVid, arXiv 2511.22973 | window=3,pool=4,count=2 |
 flow-cache | flow_cache:FlowCache | FlowCache, arXiv 2602.10825 | window=4,recent=4 |
 layer-budgets | layer_budgets:LayerBudgets | after ScaleKV, arXiv 2505.19602 | window=6,recent=2 |
-quantized | quantized:Quantized | KIVI, arXiv 2402.02750 | |
+quantized | few_bits:Quantized | KIVI, arXiv 2402.02750 | |
 # A transformer of another build
 ca2-vdm | ca2_vdm:Ca2VDM | Ca2-VDM, arXiv 2411.16375 | |
 """,
@@ -228,7 +228,7 @@ kvshare | reuse.recompute:kvshare | KVShare, arXiv 2503.16525
 pie | reuse.recompute:pie | Let the Code LLM Edit Itself When You Edit the Code, arXiv 2407.03157
 ape | reuse.ape:ape | APE, arXiv 2502.05431
 hydragen | reuse.hydragen:hydragen | Hydragen, arXiv 2402.05099
-pack | life.pack:pack | Prepacking, arXiv 2404.09529
+pack | life.prepacking:pack | Prepacking, arXiv 2404.09529
 """,
     "kernel": """
 name | place | used

@@ -12,7 +12,13 @@ from tests.pages.blocks import ROOT, blocks
 
 PAGE = "CONTRIBUTING.md"
 COPIED = ("diffcache", "docs", "eval", "kernels", "pipelines", "tests")
-WRITERS = ("workshop.method_page", "workshop.video.page", "workshop.dllm.page", "workshop.kv.page", "metrics.definitions")
+WRITERS = (
+    "workshop.method_page",
+    "workshop.video.page",
+    "workshop.dllm.page",
+    "workshop.kv.page",
+    "metrics.definitions",
+)
 # File -> tests of the contract of what the page adds, and those that hold lists and pages to it.
 TESTS = {
     "tests/test_contract.py": "alternate and FluxTransformer2DModel",
