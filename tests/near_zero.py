@@ -80,7 +80,7 @@ class Asked(FeatureMethod):
         others = [a for m in self.methods for a in m.abilities() if not isinstance(a, Combine)]
         return (*others, self.parts())
 
-    def check(self) -> None:
+    def assert_computed(self) -> None:
         """Every method was asked at every step but the first, and computed it."""
         assert [vote for vote in self.votes if not vote[2]] == []
         assert self.votes and min(index for index, _, _ in self.votes) == 1

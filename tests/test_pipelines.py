@@ -195,7 +195,7 @@ def test_a_threshold_near_zero_computes_every_step(case: PipeCase):
         with diffcache.wrapped(pipe, methods) as handle:
             assert torch.equal(case.run(pipe, 0, STEPS), out)
             assert handle.last.skipped == 0 < handle.last.computed
-            methods.check()
+            methods.assert_computed()
     assert traces(pipe) == before
 
 

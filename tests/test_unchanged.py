@@ -179,7 +179,7 @@ def test_a_threshold_near_zero_computes_every_step(made: Made):
                 with diffcache.branch("one"):  # whose conditions may change with the step
                     out = output_tensors(model(**inputs(case, model, step=step)))
                 assert all(map(torch.equal, out, expected[step]))
-            methods.check()
+            methods.assert_computed()
             assert [call.computed for call in handle.last.calls] == [True] * STEPS
             setup = reuse_in(handle).setup
             (layout,) = setup.layouts.values()

@@ -98,7 +98,7 @@ def test_the_command_prints_a_table_and_writes_a_record(tmp_path: Path, folder: 
             assert 0 <= share["low"] < share["high"] <= 1
 
 
-SHIPPED = ROOT / "assets" / "bench" / "kv-recall_cost.toml"
+SHIPPED = ROOT / "assets" / "bench" / "kv-recall.toml"
 
 
 @pytest.mark.skipif(not (DIRECTORY / "config.json").exists(), reason="recall-llama is not there")
