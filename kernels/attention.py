@@ -91,10 +91,19 @@ def takes(
 
 
 def attn_forward(
-    q: Tensor, k: Held, v: Held | None, scale: float, *, slots: Tensor | None = None,
-    mask: Tensor | None = None, turns: Tensor | None = None, interleaved: bool = False,
-    offset: int | None = None, window: int = 0, sinks: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Held,
+    v: Held | None,
+    scale: float,
+    *,
+    slots: Tensor | None = None,
+    mask: Tensor | None = None,
+    turns: Tensor | None = None,
+    interleaved: bool = False,
+    offset: int | None = None,
+    window: int = 0,
+    sinks: int = 0,
+) -> tuple[Tensor, Tensor]:
     """Return attention and its log-sum-exp.
 
     Keys have places 0 to N - 1, or those in the list `slots`, which is read on the device. Keys
@@ -140,10 +149,19 @@ def attn_forward(
 
 
 def attn_mass(
-    q: Tensor, k: Held, lse: Tensor, scale: float, *, slots: Tensor | None = None,
-    mask: Tensor | None = None, turns: Tensor | None = None, interleaved: bool = False,
-    offset: int | None = None, window: int = 0, sinks: int = 0,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Held,
+    lse: Tensor,
+    scale: float,
+    *,
+    slots: Tensor | None = None,
+    mask: Tensor | None = None,
+    turns: Tensor | None = None,
+    interleaved: bool = False,
+    offset: int | None = None,
+    window: int = 0,
+    sinks: int = 0,
+) -> Tensor:
     """Return the attention that every place gets, summed over queries and the heads that share it.
 
     The kernel goes over keys and adds up all queries of one in a fixed order. Arguments are those of `attn_forward`,
@@ -201,9 +219,15 @@ def mass_twin(
 
 
 def _keys(
-    q: Tensor, k: Tensor, grid: Tensor | None, slots: Tensor | None, turns: Tensor | None,
-    interleaved: bool, form: list[int], shift: float,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    grid: Tensor | None,
+    slots: Tensor | None,
+    turns: Tensor | None,
+    interleaved: bool,
+    form: list[int],
+    shift: float,
+) -> Tensor:
     """Return keys by place, in float32 and turned, [B, H, P, D]."""
     found = _numbers(q, k, grid, slots, form, shift)
     if turns is None:
@@ -234,9 +258,17 @@ def _listed(x: Tensor, slots: Tensor, batch: int) -> Tensor:
 
 
 def _logits(
-    q: Tensor, keys: Tensor, k: Tensor, slots: Tensor | None, mask: Tensor | None, scale: float,
-    offset: int | None, window: int, sinks: int, start: int,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    keys: Tensor,
+    k: Tensor,
+    slots: Tensor | None,
+    mask: Tensor | None,
+    scale: float,
+    offset: int | None,
+    window: int,
+    sinks: int,
+    start: int,
+) -> Tensor:
     """Return the logits of a block of queries in float32, [B, H, G, n, P], -inf where unseen."""
     part = q[:, :, start : start + BLOCK].float()
     batch, _, count, size = part.shape

@@ -13,9 +13,15 @@ MOST_SUMS = 16384  # sums of a program that fit its registers
 
 
 def can_attend(
-    q: Tensor, keys: Tensor, values: Tensor, key_bits: float, value_bits: float, each: int,
-    width: int, sizes: tuple[int, int],
-) -> bool:  # fmt: skip
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    key_bits: float,
+    value_bits: float,
+    each: int,
+    width: int,
+    sizes: tuple[int, int],
+) -> bool:
     """Return whether the kernel should run on arguments of `attn_decode_kivi`, and sizes of a key and of a value."""
     fits = {key_bits, value_bits} <= {2, 4, 8} and sizes[0] in SIZES and sizes[1] in SIZES
     alike = len(q) == len(keys) == len(values) and q.dtype in DTYPES and values.shape[2] > 0
@@ -28,9 +34,19 @@ def can_attend(
 
 
 def attn_decode_kivi(
-    q: Tensor, keys: Tensor, key_grid: Tensor, values: Tensor, value_grid: Tensor, scale: float,
-    key_bits: int, value_bits: int, each: int, width: int, key_shift: float, value_shift: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    keys: Tensor,
+    key_grid: Tensor,
+    values: Tensor,
+    value_grid: Tensor,
+    scale: float,
+    key_bits: int,
+    value_bits: int,
+    each: int,
+    width: int,
+    key_shift: float,
+    value_shift: float,
+) -> tuple[Tensor, Tensor]:
     """Return attention of one query over coded slots, and its log-sum-exp.
 
     Grids of keys run along tokens and those of values along channels, as in KIVI, arXiv 2402.02750.
@@ -66,9 +82,19 @@ def attn_decode_kivi(
 
 
 def attend_twin(
-    q: Tensor, keys: Tensor, key_grid: Tensor, values: Tensor, value_grid: Tensor, scale: float,
-    key_bits: int, value_bits: int, each: int, width: int, key_shift: float, value_shift: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    keys: Tensor,
+    key_grid: Tensor,
+    values: Tensor,
+    value_grid: Tensor,
+    scale: float,
+    key_bits: int,
+    value_bits: int,
+    each: int,
+    width: int,
+    key_shift: float,
+    value_shift: float,
+) -> tuple[Tensor, Tensor]:
     """Compute `attn_decode_kivi` in plain PyTorch."""
     heads, count = keys.shape[1], values.shape[2]
     grouped = q.float().unflatten(1, (heads, -1))

@@ -132,10 +132,16 @@ class Int8Attention(TorchFunctionMode):
         return found
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
         enable_gqa: bool = False,
-    ) -> Tensor | None:  # fmt: skip
+    ) -> Tensor | None:
         """Return the attention; None where it is torch's."""
         given = query, key, value
         if attn_mask is not None or dropout_p or is_causal or not _fit(*given):

@@ -70,9 +70,16 @@ def quant_groups(
 
 
 def quant_twin(
-    x: Tensor, bits: float, each: int, width: int, intervals: float, symmetric: bool,
-    dtype: torch.dtype, relax: float = 0.0, whole_zero: bool = False,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    bits: float,
+    each: int,
+    width: int,
+    intervals: float,
+    symmetric: bool,
+    dtype: torch.dtype,
+    relax: float = 0.0,
+    whole_zero: bool = False,
+) -> tuple[Tensor, Tensor]:
     """Compute `quant_groups` in plain PyTorch, in any bits that can be packed.
 
     `relax` and `whole_zero` move the grid, as `diffcache.kv.codec.quant.GroupQuant` says.
@@ -110,9 +117,15 @@ def _parts(grid: Tensor, shift: float, dtype: torch.dtype) -> tuple[Tensor, Tens
 
 
 def dequant_groups(
-    codes: Tensor, grid: Tensor, out: Tensor, bits: int, each: int, width: int, shift: float = 0.0,
+    codes: Tensor,
+    grid: Tensor,
+    out: Tensor,
+    bits: int,
+    each: int,
+    width: int,
+    shift: float = 0.0,
     of: Tensor | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Write the numbers that codes stand for, `code * scale + low`, computed in float32.
 
     Args:

@@ -446,10 +446,13 @@ def _move() -> Iterator[KernelCase]:
     deep = (1, 32768, 512, 64)
     # Heads, slots, channels of keys and of values, slots that are moved.
     moves: tuple[tuple[str, Ways, Mapping[str, tuple[int, ...]]], ...] = (
-        ("kv_scatter", {name: written(way) for name, way in scatter.items()},
-         {"LLaDA-8B": (32, 4096, 128, 128, 64), "DeepSeek-V3": (*deep, 64)}),
+        (
+            "kv_scatter",
+            {name: written(way) for name, way in scatter.items()},
+            {"LLaDA-8B": (32, 4096, 128, 128, 64), "DeepSeek-V3": (*deep, 64)},
+        ),
         ("kv_gather", gather, {"Llama-3-8B": (8, 32768, 128, 128, 4096), "DeepSeek-V3": (*deep, 4096)}),
-    )  # fmt: skip
+    )
     for operator, ways, sizes in moves:
         for model, size in sizes.items():
 

@@ -250,10 +250,16 @@ def is_fidelity(record: Record, key: str) -> bool:
 
 
 _COST = (
-    ("evaluations", "Evaluations", None), ("flops_ratio", "FLOPs ratio", "up"), ("seconds", "Seconds", "down"),
-    ("ratio", "Speed ratio", "up"), ("cpu_ratio", "CPU ratio", "up"), ("denoiser_ratio", "Denoiser ratio", "up"),
-    ("throughput", "Samples a second", "up"), ("peak_bytes", "Peak", "down"), ("held_bytes", "Held", None),
-)  # fmt: skip
+    ("evaluations", "Evaluations", None),
+    ("flops_ratio", "FLOPs ratio", "up"),
+    ("seconds", "Seconds", "down"),
+    ("ratio", "Speed ratio", "up"),
+    ("cpu_ratio", "CPU ratio", "up"),
+    ("denoiser_ratio", "Denoiser ratio", "up"),
+    ("throughput", "Samples a second", "up"),
+    ("peak_bytes", "Peak", "down"),
+    ("held_bytes", "Held", None),
+)
 _TIMED = ("seconds", "ratio", "cpu_ratio", "denoiser_ratio")
 
 

@@ -316,9 +316,17 @@ def attn_forward(
     )  # fmt: skip
     if shares > 1:
         combine_kernel[(lse.numel(),)](
-            out, lse, parts, logs, lse.numel(), shares, SHARES=triton.next_power_of_2(shares),
-            SIZE=last, WIDTH=wide, num_warps=4,
-        )  # fmt: skip
+            out,
+            lse,
+            parts,
+            logs,
+            lse.numel(),
+            shares,
+            SHARES=triton.next_power_of_2(shares),
+            SIZE=last,
+            WIDTH=wide,
+            num_warps=4,
+        )
     return out, lse
 
 

@@ -72,9 +72,18 @@ def weighted_sum(terms: list[Tensor], weights: list[float], base: Tensor | None,
     extra = [here[0] if each is None else aligned(out, each) for each in (base, gate)]
     form = tuned("weighted_sum", (out.dtype, len(terms), out.numel()), DEFAULT, out.device)
     sum_kernel[programs(out.numel(), form["BLOCK"])](
-        out, *here, *here[:1] * spare, *extra, out.numel(), *weights, *[0.0] * spare,
-        COUNT=len(terms), BASE=base is not None, GATE=gate is not None, **form,
-    )  # fmt: skip
+        out,
+        *here,
+        *here[:1] * spare,
+        *extra,
+        out.numel(),
+        *weights,
+        *[0.0] * spare,
+        COUNT=len(terms),
+        BASE=base is not None,
+        GATE=gate is not None,
+        **form,
+    )
     return out
 
 
@@ -86,6 +95,14 @@ def finite_differences(feature: Tensor, old: list[Tensor], room: list[Tensor], d
     key = feature.dtype, len(room), feature.numel()
     form = tuned("finite_differences", key, DEFAULT, feature.device)
     differences_kernel[programs(feature.numel(), form["BLOCK"])](
-        fresh, *before, *before[:1] * spare, *room, *room[:1] * spare, feature.numel(), *shares,
-        *[0.0] * spare, COUNT=len(room), **form,
-    )  # fmt: skip
+        fresh,
+        *before,
+        *before[:1] * spare,
+        *room,
+        *room[:1] * spare,
+        feature.numel(),
+        *shares,
+        *[0.0] * spare,
+        COUNT=len(room),
+        **form,
+    )

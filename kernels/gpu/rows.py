@@ -19,9 +19,17 @@ NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2**23: what is added to it is rounde
 
 @triton.jit
 def pack_kernel(
-    codes, scales, tensor, rows, width, ROOM: tl.constexpr, LARGEST: tl.constexpr,
-    LEAST: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    codes,
+    scales,
+    tensor,
+    rows,
+    width,
+    ROOM: tl.constexpr,
+    LARGEST: tl.constexpr,
+    LEAST: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Find the scales of whole rows and divide by them."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)

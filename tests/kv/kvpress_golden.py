@@ -66,17 +66,28 @@ GOLDEN = Path(__file__).parent / "golden" / "kvpress.safetensors"
 LAYERS, ROWS, HEADS, GROUPS, SIZE, TOKENS, HIDDEN = 2, 2, 2, 2, 16, 79, 32
 VOCABULARY, CONTEXT = 256, 60  # KVzip: the first tokens are the context, the others repeat it
 _NAMES = (
-    "knorm", "keydiff", "snapkv", "tova", "observed_attention", "expected_attention", "lagkv", "leverage",
-    "non_causal", "compactor", "cur",
-)  # fmt: skip
+    "knorm",
+    "keydiff",
+    "snapkv",
+    "tova",
+    "observed_attention",
+    "expected_attention",
+    "lagkv",
+    "leverage",
+    "non_causal",
+    "compactor",
+    "cur",
+)
 _MEAN = {**FUTURE, "use_covariance": False, "use_vnorm": False}
 SCORED = {name: PRESSES[name] for name in _NAMES} | {
     "expected_attention_mean": Spec("expected_attention_press", "ExpectedAttentionPress", _MEAN)
 }
 KEPT = {"streaming_llm": PRESSES["streaming_llm"], "critical_snapkv": PRESSES["criticalkv"]}
 KEPT |= {"adakv_snapkv": PRESSES["adakv"], "critical_adakv_snapkv": PRESSES["critical_adakv"]}
-ABOUT = {name: {"class": spec.cls, "settings": dict(spec.settings), "base": spec.base}
-         for name, spec in (SCORED | KEPT).items()}  # fmt: skip
+ABOUT = {
+    name: {"class": spec.cls, "settings": dict(spec.settings), "base": spec.base}
+    for name, spec in (SCORED | KEPT).items()
+}
 
 
 @functools.cache
@@ -95,10 +106,16 @@ def layers() -> list[Seen]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = LlamaConfig(
-            vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=64, num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS * GROUPS, num_key_value_heads=HEADS, head_dim=SIZE,
-            max_position_embeddings=2048, attn_implementation="eager",
-        )  # fmt: skip
+            vocab_size=VOCABULARY,
+            hidden_size=HIDDEN,
+            intermediate_size=64,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS * GROUPS,
+            num_key_value_heads=HEADS,
+            head_dim=SIZE,
+            max_position_embeddings=2048,
+            attn_implementation="eager",
+        )
         model = LlamaForCausalLM(config).eval()
     with torch.no_grad():
         for layer in model.model.layers:

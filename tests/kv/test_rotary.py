@@ -313,12 +313,15 @@ def test_an_unknown_layout_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "changed", "said"),
     [
-        ("default", lambda own, x, ids: _parts(_model("llama", rope_parameters={"rope_theta": 100.0}))[1](x, ids),
-         "LlamaAttention turns keys: its keys of 16 channels"),
+        (
+            "default",
+            lambda own, x, ids: _parts(_model("llama", rope_parameters={"rope_theta": 100.0}))[1](x, ids),
+            "LlamaAttention turns keys: its keys of 16 channels",
+        ),
         ("yarn", lambda own, x, ids: tuple(2 * t for t in own(x, ids)), "cos at position 0 is"),
         ("default", lambda own, x, ids: own(x, ids.clamp(max=127)), "turn otherwise at positions above"),
     ],
-)  # fmt: skip
+)
 def test_embeddings_that_turn_otherwise_than_they_say_are_refused(kind, changed, said):
     attention, embedding = _parts(_llama(kind))
     own = embedding.forward

@@ -36,9 +36,19 @@ CALL: dict[str, Any] = {"guidance_scale": GUIDANCE}
 LATENT = (CHANNELS, 16, 16)
 # Half of `OBJECTS`: a model of this size draws these rightly long before the others.
 CLASSES = (
-    "fox", "lion", "frog", "crab", "strawberry", "pineapple",
-    "burger", "cupcake", "umbrella", "gift", "sunflower", "pumpkin",
-)  # fmt: skip
+    "fox",
+    "lion",
+    "frog",
+    "crab",
+    "strawberry",
+    "pineapple",
+    "burger",
+    "cupcake",
+    "umbrella",
+    "gift",
+    "sunflower",
+    "pumpkin",
+)
 _LATER = 1.5  # power of a uniform share: times of little noise come more often than others
 load = loader(DiTPipeline, DIRECTORY)
 

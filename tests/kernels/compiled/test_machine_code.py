@@ -15,19 +15,28 @@ from tests.kernels.compiled.launches import LAUNCHES, Launch
 WIDE = ("LDG.E.128", "LDGSTS", "UTMALDG")  # loads of 16 bytes, asynchronous ones, whole tiles
 # Instructions of the longest loop on sm_90, with Triton 3.9, of every launch that has one.
 LOOPS = {
-    "attn_decode_kivi-4-128-128-torch.bfloat16": 1069, "attn_decode_kivi-8-32-128-torch.bfloat16": 927,
+    "attn_decode_kivi-4-128-128-torch.bfloat16": 1069,
+    "attn_decode_kivi-8-32-128-torch.bfloat16": 927,
     "attn_decode_kivi-2-32-128-torch.float32": 1096,
-    "attn_forward-dense-torch.bfloat16-128-4680": 522, "attn_forward-list-torch.bfloat16-128-16": 857,
-    "attn_forward-list-torch.float32-128-1": 742, "attn_mass-list-torch.float32-128-1": 828,
+    "attn_forward-dense-torch.bfloat16-128-4680": 522,
+    "attn_forward-list-torch.bfloat16-128-16": 857,
+    "attn_forward-list-torch.float32-128-1": 742,
+    "attn_mass-list-torch.float32-128-1": 828,
     "attn_forward-turned-torch.bfloat16-128-4680": 611,
-    "attn_mass-turned-torch.bfloat16-128-4680": 439, "attn_forward-hidden-torch.float16-64-4680": 788,
-    "attn_forward-halves-torch.bfloat16-256-4680": 932, "attn_mass-halves-torch.bfloat16-256-4680": 344,
+    "attn_mass-turned-torch.bfloat16-128-4680": 439,
+    "attn_forward-hidden-torch.float16-64-4680": 788,
+    "attn_forward-halves-torch.bfloat16-256-4680": 932,
+    "attn_mass-halves-torch.bfloat16-256-4680": 344,
     "attn_forward-bytes-torch.bfloat16-128-4680": 475,
-    "attn_forward-alone-torch.bfloat16-128-4608": 509, "attn_mass-alone-torch.bfloat16-128-4608": 602,
+    "attn_forward-alone-torch.bfloat16-128-4608": 509,
+    "attn_mass-alone-torch.bfloat16-128-4608": 602,
     "l1_sums-bfloat16": 131,
-    "linear_of_codes-4608": 110, "linear_of_codes-64": 152, "linear_of_codes-16": 127,
-    "rotate-half": 91, "rotate-interleaved": 88,
-}  # fmt: skip
+    "linear_of_codes-4608": 110,
+    "linear_of_codes-64": 152,
+    "linear_of_codes-16": 127,
+    "rotate-half": 91,
+    "rotate-interleaved": 88,
+}
 SAMPLE = {("kv_gather", "DeepSeek-V3"), ("attn_mass", "Wan2.1-1.3B")}
 ARCHS = (80, 89, 100, 120, "gfx942")
 LONGER = 1.15  # by which another version of the compiler may differ

@@ -97,7 +97,10 @@ def test_error_is_the_tail_of_the_spectrum(joint: bool, rank: int, slots: int) -
 @pytest.mark.parametrize(
     ("codec", "shape", "wanted"),
     [
-        *((GroupQuant(2, along, 32), (2, 4, 128, 64), 0.1875 * 2 * 2 * 4 * 128 * 64) for along in ("tokens", "channels")),
+        *(
+            (GroupQuant(2, along, 32), (2, 4, 128, 64), 0.1875 * 2 * 2 * 4 * 128 * 64)
+            for along in ("tokens", "channels")
+        ),
         (GroupQuant(2, "channels", 32, symmetric=True), (2, 4, 128, 64), 0.15625 * 2 * 2 * 4 * 128 * 64),
         (LowRank(5), (1, 4, 128, 16), 2 * 5 * (4 * 128 + 4 * 16)),
         (LowRank(5, joint=True), (1, 4, 128, 16), 2 * 5 * (128 + 64)),
@@ -107,7 +110,7 @@ def test_error_is_the_tail_of_the_spectrum(joint: bool, rank: int, slots: int) -
         (FourierSigns(32), (1, 4, 128, 64), 4 * 4 * (31 * 8 + 2 * 2 * 64)),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_bytes_are_the_closed_forms(codec: Any, shape: tuple[int, ...], wanted: float) -> None:
     x = torch.randn(shape).half()
     assert nbytes(codec.encode(x)) == wanted
