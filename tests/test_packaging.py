@@ -25,7 +25,7 @@ TOPS = ("assets", *CODE_TOPS)
 WORKSHOP = ROOT / "eval" / "workshop"  # comes with the repository alone
 SOURCES = ("CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "mkdocs.yml")  # not in the wheel
 COMFYUI = ROOT / "pipelines" / "comfyui"  # goes into ComfyUI's custom_nodes, not into the wheel
-MOST_LINES = 99_000
+MOST_LINES = 91_000
 TABLE = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
 
 
