@@ -6,8 +6,9 @@ import torch
 from diffcache.eval.record import Setting
 from diffcache.eval.workshop.bench.runner import tables
 from diffcache.eval.workshop.dllm import measure as dllm
-from diffcache.eval.workshop.dllm import page
-from diffcache.eval.workshop.dllm.rows import rows
+from diffcache.eval.workshop.dllm import page, steps
+from diffcache.eval.workshop.dllm.rows import Row, rows
+from diffcache.eval.workshop.parts import Parts
 
 SETTING = Setting(torch.device("cpu"), torch.float32)
 PROBE = "chain-llada-probe"
@@ -48,6 +49,24 @@ def test_a_measured_row(monkeypatch: pytest.MonkeyPatch) -> None:
         dllm.measure(SETTING, model=PROBE, named=["x"])
     with pytest.raises(ValueError, match="no model 'x'"):
         dllm.measure(SETTING, model="x")
+
+
+def test_rows_of_steps_are_counted() -> None:
+    found = steps.measure(SETTING, rounds=1, named=["uncached", "Fast-dLLM dual"])
+    uncached, dual = found["rows"]
+    assert uncached["rows"] == 258 and dual["rows"] == (258 + 31 * 32) / 32
+    assert uncached["faster"]["median"] == 1
+    assert next(tables({"benchmark": "dllm-steps", **found})).row_count == 2
+
+
+def test_a_cache_that_computes_everything_has_no_error_on_the_trajectory() -> None:
+    chosen = [Row("all", "dkv-cache:every=1"), Row("frozen", "dkv-cache:every=8,delay=False")]
+    found = dllm.replay(PROBE, chosen, SETTING, 1, Parts(None, {}))
+    assert found["all"]["same_argmax"] == found["all"]["same_commit"] == 1
+    assert found["all"]["kv_error_by_age"] == {0: 0.0}
+    frozen = found["frozen"]
+    assert frozen["same_commit"] < 1 and frozen["kv_error_by_age"][0] == 0.0
+    assert frozen["kv_error_by_age"][1] < frozen["kv_error_by_age"][6]
 
 
 def test_the_page_is_that_of_the_docstrings_and_records() -> None:
