@@ -61,8 +61,13 @@ class Task:
 def prompts_of(model: str, prompt: str, samples: int | None) -> tuple[str, ...]:
     """Return the prompt of each picture.
 
-    An empty prompt is for those of `PROMPTS`, in turn; `samples` of None is one picture a prompt. Raises ValueError
-    if nobody says what the model draws.
+    Args:
+        model: Model that the command line names.
+        prompt: Prompt of all pictures; empty for those of `PROMPTS`, in turn.
+        samples: Number of pictures; None for one a prompt.
+
+    Raises:
+        ValueError: If nobody says what the model draws.
     """
     if not prompt and Path(model).name != MODEL:
         raise ValueError(

@@ -89,7 +89,10 @@ def packages() -> list[Part]:
 
 
 def probe(name: str, kind: Kind) -> Part:
-    """Look for one requirement; its fault is in the note."""
+    """Look for one requirement; the note says what is wrong with it.
+
+    `name` is a package, a key of `WEIGHTS`, a shipped model or an environment variable, as `kind` says.
+    """
     look: dict[str, Callable[[str], Any]]
     look = {"weights": weight_files.find, "interpreter": _interpreter, "shipped": _shipped}
     weight = weight_files.WEIGHTS[name] if kind == "weights" else None

@@ -180,7 +180,10 @@ def _fitting(pairs: Pairs, chosen: list[str], least: Mapping[str, int], named: b
 
 
 def warn_of_encoding(pairs: Pairs) -> None:
-    """Add a warning of films whose encoding alone is a difference; raises ImportError if PyAV is missing."""
+    """Add a warning about films that may differ through their encoding alone.
+
+    Raises ImportError if PyAV is missing.
+    """
     lossy = [(f, how) for f in (*pairs.a.files, *pairs.b.files) if (how := _loss(f))]
     if lossy:
         file, how = lossy[0]
@@ -219,11 +222,15 @@ def _loss(file: Path) -> str:
 def measure(pairs: Pairs, metrics: Sequence[str], network: Extractors, size: int) -> Columns:
     """Return the values of every pair; the value of a film is the mean over its frames.
 
-    `metrics` are keys of `KEYS`, `size` pairs of pictures are seen at once, and `pairs` takes warnings.
+    Args:
+        pairs: Pairs to compare; takes warnings.
+        metrics: Keys of `KEYS`.
+        network: Network that sees pairs, for LPIPS.
+        size: Pairs of pictures at once.
 
     Returns:
-        Under each metric's key one value a pair; under `mse` the mean squared errors that PSNR is
-        of, of a full range of 1.
+        Under each metric's key one value a pair; under `mse` the mean squared errors that PSNR is of, of a full range
+        of 1.
 
     Raises:
         ValueError: If a file cannot be read or the two of a pair do not fit; names it.

@@ -24,7 +24,10 @@ class Denoiser:
     compression: tuple[int, int] | None = None
 
     def build(self) -> nn.Module:
-        """Build the model without memory, in eval mode; or raise ValueError: no such class, or other arguments."""
+        """Build the model without memory, in eval mode.
+
+        Raises ValueError if diffusers has no such class, or the configuration does not fit it.
+        """
         import diffusers
 
         found: Any = getattr(diffusers, self.cls, None)
@@ -40,7 +43,10 @@ class Denoiser:
 
 
 def resolve(model: Mapping[str, Any] | str | Path | type[nn.Module]) -> Denoiser:
-    """Return the denoiser that a configuration, a directory or a class stands for; or raise ValueError."""
+    """Return the denoiser that a configuration, a directory or a class stands for.
+
+    Raises ValueError if it is none of these.
+    """
     if isinstance(model, type):
         return Denoiser(model.__name__, {})
     if isinstance(model, Mapping):
@@ -66,7 +72,10 @@ def resolve(model: Mapping[str, Any] | str | Path | type[nn.Module]) -> Denoiser
 
 
 def compression_of(directory: Path) -> tuple[int, int] | None:
-    """Return pixels of a latent row and frames of a latent frame, of a pipeline's autoencoder; None if unknown."""
+    """Return how many pixels a latent row has, and how many frames a latent frame, by a pipeline's autoencoder.
+
+    Returns None where its configuration does not tell.
+    """
     file = directory / "vae" / "config.json"
     config = _read(file) if file.exists() else {}
     spatial = config.get("spatial_compression_ratio") or config.get("scale_factor_spatial")

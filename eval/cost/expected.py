@@ -58,7 +58,7 @@ BY_ARCH = {str(chip.arch): name for name, chip in CHIPS.items() if name != "h100
 
 @dataclass(frozen=True)
 class ExpectedTime:
-    """Expected time of the launches of a row: not measured."""
+    """Expected, not measured, time of the launches of a row."""
 
     us: float  # microseconds
     bound: str  # what holds: `bytes`, `cache`, `code` or `launch`
@@ -67,7 +67,15 @@ class ExpectedTime:
 
 
 def expect(row: Mapping[str, Any], device: str) -> ExpectedTime | None:
-    """Expect how long the launches of a row of the record of code take on a chip; None where they do not compile."""
+    """Expect how long the launches of a row take on a chip.
+
+    Args:
+        row: Row of the record of machine code.
+        device: One of `CHIPS`.
+
+    Returns:
+        None where the row's kernels do not compile for the device.
+    """
     chip, peaks = CHIPS[device], DEVICES[device]
     codes = row["targets"].get(str(chip.arch))
     if not isinstance(codes, list):
@@ -127,9 +135,13 @@ def resident(code: Mapping[str, Any], chip: Chip) -> int:
 def dynamic(instructions: Sequence[str], spans: Sequence[tuple[int, int]], turns: Sequence[float]) -> dict[str, float]:
     """Count the instructions that a warp begins, by kind.
 
-    The longest loop of the machine code, of which spans are the first and last instruction, is that of
-    the most turns in Triton's own form, and so on; a loop that Triton's form has not, such as one that
-    waits, turns once.
+    The longest loop of the machine code is that of the most turns in Triton's own form, and so on; a loop that
+    Triton's form has not, such as one that waits, turns once.
+
+    Args:
+        instructions: Names, in the order of the machine code.
+        spans: First and last instruction of each loop in the machine code.
+        turns: Turns of each loop in Triton's form.
     """
     weights = [1.0] * len(instructions)
     longest = sorted(spans, key=lambda span: span[0] - span[1])

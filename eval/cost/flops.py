@@ -60,7 +60,11 @@ class _Whole(nn.Module):
 
 @contextmanager
 def counting(modules: Mapping[str, nn.Module]) -> Iterator[Tally]:
-    """Count the operations of every call of modules, by the names the tally gives them; one may lie inside another."""
+    """Count the operations of every call of some modules; one may lie inside another.
+
+    Args:
+        modules: Modules by the name that the tally gives them.
+    """
     tally = Tally()
     before = {name: module.__dict__.get("forward") for name, module in modules.items()}
     try:
@@ -92,7 +96,9 @@ def _counting_forward(tally: Tally, name: str, module: nn.Module) -> Callable[..
 def count(target: Any, call: Mapping[str, Any]) -> Counted:
     """Call a pipeline or a denoiser uncached, and count the operations of its denoiser calls.
 
-    Two sampling steps are enough.
+    Args:
+        target: A diffusers pipeline, or a denoiser.
+        call: Arguments of the call; two sampling steps are enough.
 
     Raises:
         AttachError: If the target has no denoiser.
@@ -111,7 +117,10 @@ def count(target: Any, call: Mapping[str, Any]) -> Counted:
 
 
 def denoisers(target: Any) -> dict[str, nn.Module]:
-    """Return the denoisers of a pipeline by name, a bare one as `model`; or raise AttachError if there are none."""
+    """Return the denoisers of a pipeline by name; a bare one is called `model`.
+
+    Raises AttachError if there are none.
+    """
     if isinstance(target, nn.Module):
         return {"model": target}
     return {name: target.components[name] for name in diffcache.inspect(target)}

@@ -48,9 +48,12 @@ class Timings:
         return self.cpu_seconds if setting.clock == "process_time" else self.seconds
 
     def ratios(self, reading: str = "seconds") -> dict[str, list[float]]:
-        """Return the first contender's seconds over each one's own, call by call; above 1 is faster than the first.
+        """Return the first contender's seconds over each one's own, call by call, by contender.
 
-        The reading is `seconds`, `cpu_seconds`, or a reading of the turns.
+        Ratios are dimensionless; above 1 is faster than the first.
+
+        Args:
+            reading: `seconds`, `cpu_seconds`, or a reading of the turns.
 
         Raises:
             ValueError: If a contender has no such reading in every round, or one of 0 seconds.
@@ -77,11 +80,14 @@ class Timings:
         )
 
     def rows(self, samples_per_call: int = 1) -> dict[str, dict[str, Any]]:
-        """Return median and quartiles of everything as plain data.
+        """Return median and quartiles of everything as plain data, by contender.
 
-        Each has `seconds`, `cpu_seconds`, the readings, `ratio`, and where every contender has what they
-        are made of `cpu_ratio` and `denoiser_ratio` (dimensionless), each with median, q1, q3 and n;
-        `throughput` is in samples a second.
+        A row has `seconds`, `cpu_seconds`, the readings and `ratio`; it has `cpu_ratio` and `denoiser_ratio` where
+        every contender has the readings for them. Each is a mapping with median, q1, q3 and n. Ratios are
+        dimensionless; `throughput` is in samples a second.
+
+        Args:
+            samples_per_call: Pictures or films that one call makes.
 
         Raises:
             ValueError: If `samples_per_call` is below 1.
@@ -105,7 +111,12 @@ class Timings:
 
 
 def too_fast(rows: Mapping[str, Mapping[str, Any]], allowed: Mapping[str, float | None]) -> list[str]:
-    """Return a sentence on rows of `Timings.rows` that are faster than their FLOPs ratios allow; none if no row is."""
+    """Return a sentence on each row that is faster than its operations allow.
+
+    Args:
+        rows: Rows of `Timings.rows`.
+        allowed: Contender -> its FLOPs ratio, dimensionless; None where it is not known.
+    """
     titles = {"ratio": "speed", "cpu_ratio": "CPU ratio", "denoiser_ratio": "denoiser's speed"}
     found = []
     for name, row in rows.items():
@@ -132,11 +143,16 @@ def quartiles(found: Mapping[str, float]) -> str:
 
 
 def measure(contenders: Mapping[str, Call | Turn], rounds: int, warmup: int, setting: Setting) -> Timings:
-    """Time contenders in turn; in every round each is called once, another one first.
+    """Time contenders in turn; each round calls every one once and begins with another one.
 
-    An accelerator is waited for on both sides of a call. Each call is divided into the first
-    contender's of the same round, so that a slow spell of the machine falls out of the ratios. Five
-    rounds or more give quartiles a meaning; rounds of the warm-up come before, untimed.
+    An accelerator is waited for on both sides of a call. Each call is divided into the first contender's of the same
+    round, so that a slow spell of the machine falls out of the ratios.
+
+    Args:
+        contenders: Name -> what to call; the first is what the others are compared with.
+        rounds: Timed calls of each; five or more give quartiles a meaning.
+        warmup: Untimed rounds before.
+        setting: The device that is waited for, and where the progress is told.
 
     Raises:
         ValueError: If there are no contenders, or `rounds` or `warmup` is out of range.

@@ -21,8 +21,12 @@ _COUNTED = ("name", "kind", "steps", "evaluations", "computed_steps", "flops", "
 def measure(plan: Plan, progress: Progress) -> dict[str, Any]:
     """Time the rows of a plan; every row is drawn once, which tells its computed steps.
 
-    The plan's samples are one batch, and its folder is new. Returns a record (`diffcache.eval.record`)
-    whose `warnings` are sentences.
+    Args:
+        plan: Plan of the rows to time; its samples are one batch, its folder is new.
+        progress: Display of the progress.
+
+    Returns:
+        The record, as `diffcache.eval.record` describes it; `warnings` is a list of sentences.
 
     Raises:
         FileNotFoundError: If there is no such pipeline.

@@ -84,7 +84,10 @@ def peak_bytes(model: str | Path, method: str | None, call: Mapping[str, Any], p
 
 
 def peak(call: Callable[[], object], device: torch.device | str) -> int:
-    """Return the most bytes that torch allocates on a CUDA device in a call; a CPU needs `peak_bytes` (ValueError)."""
+    """Return the most memory that torch allocates on a CUDA device during a call, in bytes.
+
+    Raises ValueError for another device: on a CPU only a fresh process can tell (`peak_bytes`).
+    """
     place = torch.device(device)
     if place.type != "cuda":
         raise ValueError(f"device={str(device)!r}: memory of a CPU is measured by peak_bytes")
@@ -96,7 +99,10 @@ def peak(call: Callable[[], object], device: torch.device | str) -> int:
 
 
 def measure(order: Mapping[str, Any]) -> int:
-    """Load a pipeline and return the peak of a call; `peak_bytes` gives it a fresh process, and the order as JSON."""
+    """Load a pipeline and return the peak of a call, in bytes.
+
+    `peak_bytes` runs this in a fresh process, and passes the order to it as JSON.
+    """
     from diffcache.eval.methods import parse_method
 
     torch.set_num_threads(order["threads"])

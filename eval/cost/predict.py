@@ -291,7 +291,10 @@ def _check_one(denoisers: Any) -> None:
 
 
 def _of_class(cls: Any, published: str | None, preset: str | None) -> tuple[Any, nn.Module]:
-    """Return a stand-in for a pipeline of a class: a published model that it runs; or raise ValueError."""
+    """Return a stand-in for a pipeline of a class: a published model that it runs.
+
+    Raises ValueError if there is none of that name, or nothing tells which of several it is.
+    """
     name, takes = cls.__name__, inspect.signature(cls.__init__).parameters.values()
     texts = [str(getattr(given.annotation, "__name__", given.annotation)) for given in takes]
     known = {
@@ -423,7 +426,14 @@ class _Replay(When):
 
 
 class _Costs:
-    """Costs of a run, from one call of each kind of its steps; `run` is size, compression, steps, calls of a step."""
+    """Costs of a run, from one call of each kind of its steps.
+
+    Args:
+        model: The denoiser.
+        method: The method.
+        run: Size of a call, compression, steps, and calls of a step.
+        device: The device.
+    """
 
     def __init__(self, model: nn.Module, method: Method, run: tuple[Size, Any, int, int], device: Device) -> None:
         size, compression, steps, branches = run
@@ -499,7 +509,7 @@ def _alike(model: nn.Module, parts: Combine) -> Iterator[nn.Module]:
 def kinds_of(when: When, steps: int, branches: int, skips: bool) -> list[Kind]:
     """Return the work of a schedule at every step, one branch after the other.
 
-    `skips` says whether a step that a look at the sample decides is skipped.
+    Some steps are computed or skipped by a look at the sample; `skips` says whether these count as skipped.
     """
     own = branches if when.by_branch else 1
     states = [when.init() for _ in range(own)]

@@ -121,7 +121,10 @@ class Roofline:
         self.operations += other.operations
 
     def expected(self, sites: int = 0) -> float:
-        """Return the expected seconds, of the device or the host, with so many modules that a cache stands in for."""
+        """Return the expected seconds: of the device or of the host, whichever is slower.
+
+        `sites` is the number of modules that a cache stands in for.
+        """
         return max(self.busy, (self.operations * HOST + sites * SITE) * 1e-6)
 
 

@@ -91,7 +91,7 @@ ALIKE: Sizes = (2, 2, 8, 160, 32)  # as many heads of keys
 
 
 def drawn(sizes: Sizes, small: Sizes = TINY) -> Make:
-    """Return what draws queries, keys and values in bfloat16."""
+    """Return a function that draws random queries, keys and values in bfloat16."""
 
     def make(device: torch.device, tiny: bool) -> tuple[Tensor, Tensor, Tensor]:
         asking, heads, count, width, size = small if tiny else sizes
@@ -113,7 +113,18 @@ def attended(
     more: int = 0,
     **others: Any,
 ) -> KernelCase:
-    """Return a row of attention of all queries to all keys in bfloat16, of which `more` bytes move beside them."""
+    """Return a row of attention of all queries to all keys, in bfloat16.
+
+    Args:
+        operator: Name in `torch.ops.diffcache`.
+        model: Model that has these sizes.
+        sizes: Query heads, key heads, queries, keys, channels.
+        ways: Name -> function, as in `KernelCase`.
+        about: What keys and values are called in the row.
+        small: Sizes on a CPU.
+        more: Bytes that move besides queries, keys, values and outputs.
+        **others: Further fields of `KernelCase`.
+    """
     asking, heads, count, width, size = sizes
     shapes = f"q {[1, asking, count, size]}, {about} {[1, heads, width, size]} bfloat16"
     moved = 2 * 2 * size * (asking * count + heads * width) + more

@@ -67,7 +67,10 @@ def choices_of(name: str) -> list[Options]:
 
 
 def arch_of(device: torch.device) -> int:
-    """Return the architecture to compile for, such as 90; ValueError if its shared memory is not known."""
+    """Return the architecture to compile for, such as 90.
+
+    Raises ValueError if the shared memory of the device is not known.
+    """
     if device.type != "cuda":
         return ARCH
     major, minor = torch.cuda.get_device_capability(device)

@@ -62,9 +62,15 @@ def tasks() -> list[Task]:
 
 @torch.no_grad()
 def work(device: torch.device, wanted: Sequence[Task], tell: Tell) -> bool:
-    """Do tasks one after another, and tell each result as plain data; on a CPU sizes are tiny.
+    """Do tasks one after another, and tell each result.
 
-    Returns whether the device still answers; if not, the last task told is the last that was done.
+    Args:
+        device: Where to measure; on a CPU sizes are tiny.
+        wanted: What to do, in order.
+        tell: Takes each result, plain data.
+
+    Returns:
+        Whether the device still answers; if not, the last task told is the last that was done.
     """
     is_cuda = device.type == "cuda"
     name = device_name(device.index or 0) if is_cuda else device.type
@@ -103,7 +109,10 @@ def _record(device: torch.device) -> dict[str, Any]:
 def checked(
     cases: list[tuple[int, KernelCase]], device: torch.device, limits: dict[str, float], made: dict[Any, Future[Built]]
 ) -> dict[str, Any]:
-    """Compare an operator with plain PyTorch and time all its rows: `rows`, and `failed`, empty where it is right."""
+    """Compare an operator with plain PyTorch, and time it in all of its rows.
+
+    Returns `rows`, and `failed`, which is empty where the kernel is right.
+    """
     rows, failed = [], ""
     for number, case in cases:
         if (waiting := made.get((number, "{}"))) is not None:
@@ -150,7 +159,8 @@ def compilers(
 ) -> Iterator[dict[Any, Future[Built]]]:
     """Compile the kernels of the tasks in other processes, in the order of their launches.
 
-    Yields number of a row and options, as JSON -> what was compiled, sooner or later; nothing on a CPU.
+    Yields a mapping from the number of a row and its options, as JSON, to what will have been compiled; it is empty on
+    a CPU.
     """
     if device.type != "cuda":
         yield {}

@@ -44,7 +44,13 @@ class Tiles:
 
 
 def tiles(text: str, numbers: Mapping[str, int], grid: tuple[int, ...]) -> Tiles:
-    """Count the work of a program of a kernel's TTIR; the launch had whole numbers as arguments, and a grid."""
+    """Count the work of a program.
+
+    Args:
+        text: TTIR of one kernel.
+        numbers: Whole numbers among the arguments of the launch, by name.
+        grid: Programs along each axis.
+    """
     grid = (*grid, 1, 1)[:3]
     places = list(product(*map(_sample, grid, SAMPLES)))
     total = Tiles()
@@ -85,10 +91,12 @@ def _program(text: str, known: dict[str, int], place: tuple[int, ...], grid: tup
 
 
 def _runs(line: str, known: dict[str, int], before: float) -> float:
-    """Return how often a block is run for each time that the line that opens it is reached.
+    """Return how often a block is run for each time that it is reached.
 
-    A loop adds its own number to the known ones, at its first turn. `before` says how often the block was
-    run that ends in the same line.
+    Args:
+        line: The line that opens it.
+        known: Whole numbers so far; a loop adds its own, at its first turn.
+        before: How often the block was run that ends in the same line.
     """
     if loop := re.search(r"scf\.for %(\S+) = %(\S+) to %(\S+) step %(\S+)", line):
         low, high, step = (known.get(name) for name in loop.groups()[1:])

@@ -48,10 +48,14 @@ def ceilings(device: torch.device, tiny: bool) -> dict[str, float]:
 def row(
     case: KernelCase, device: torch.device, rounds: int, limits: Mapping[str, float], longest: float = math.inf
 ) -> dict[str, Any]:
-    """Check and time all ways of one case; `plain` must run, and sizes are tiny on a CPU.
+    """Check and time all ways of one case.
 
-    There are so many timed turns of each way at most; after some seconds, `longest`, no further round
-    begins, but for the first few. Limits are those of `ceilings`.
+    Args:
+        case: The ways; `plain` must run.
+        device: Where they run; sizes are tiny on a CPU.
+        rounds: Timed turns of each way, at most.
+        limits: Bytes and operations a second that the device can do, see `ceilings`.
+        longest: Seconds after which no further round begins, except for the first few.
     """
     tiny = device.type == "cpu"
     errors = errors_of(case, device)
@@ -143,7 +147,11 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
 def turn(device: torch.device, run: Callable[[], Any], calls: int, ahead: float = 0.0) -> float:
     """Return the seconds of a call, by the device's clock on CUDA.
 
-    That is kept busy for some seconds, `ahead`, before the first call, so that it never waits for the host.
+    Args:
+        device: Where it runs.
+        run: What is called.
+        calls: How often.
+        ahead: Seconds that a CUDA device is kept busy before the first call, so that it never waits for the host.
     """
     if device.type != "cuda":
         started = time.perf_counter()
@@ -190,7 +198,10 @@ def choices(rows: list[dict[str, Any]]) -> dict[str, float]:
 
 @torch.no_grad()
 def measure(setting: Setting, *, rounds: int = 30) -> dict[str, Any]:
-    """Measure all kernels for `bench kernels`, in so many timed turns of each way; on a CPU sizes are tiny."""
+    """Measure all kernels for `bench kernels`; on a CPU sizes are tiny.
+
+    `rounds` is the number of timed turns of each way.
+    """
     tiny = setting.device.type == "cpu"
     limits = ceilings(setting.device, tiny)
     rows, cases = [], all_cases()

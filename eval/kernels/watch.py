@@ -107,8 +107,12 @@ def measure(
 ) -> None:
     """Have tasks done in other processes, until all are done or time is up.
 
-    The command starts a process that takes a file for its results and the tasks as JSON. What is shown
-    is how many tasks are done, how many there are, and the next.
+    Args:
+        command: Starts a process that takes a file for its results and the tasks as JSON.
+        wanted: Tasks, in order.
+        found: Takes the results.
+        seconds: Time limit.
+        show: Takes how many tasks are done, how many there are, and the next.
 
     Raises:
         RuntimeError: If a process ends before it begins a task; the message has its last words.

@@ -110,7 +110,7 @@ class Spelled:
     def of(cls, tokenizer: Any, asked: Asked, kinds: Collection[str] | None = None) -> Spelled:
         """Spell a context and its questions; with a chat template both are the user's message.
 
-        `kinds` of None are all.
+        `kinds` are the kinds of questions that are asked; None asks all of them.
         """
         before, after = around(tokenizer, asked.text)
         chosen = [one for one in asked.questions if kinds is None or one.kind in kinds]
@@ -131,7 +131,7 @@ class Spelled:
     def hits(self, model: Any, cache: KVCache, recipe: Recipe) -> list[bool]:
         """Return which answers greedy generation gives whole, each on a fork of a cache.
 
-        The compressed cache is of the context but for its last token.
+        `cache` holds the context except for its last token, compressed by `recipe`.
         """
         last = self.ids[0, -1:].tolist()
         return [
@@ -140,9 +140,9 @@ class Spelled:
         ]
 
     def aware_hits(self, model: Any, tokenizer: Any, raw: KVCache, recipe: Recipe) -> list[bool]:
-        """Return which answers are given whole when the question is known to what compresses.
+        """Return which answers are given whole when the cache is compressed with the question in view.
 
-        The cache `raw` is of the context but for its last token, not compressed.
+        `raw` holds the context except for its last token, not compressed.
         """
         found = []
         for question, start, answer in zip(self.questions, self.starts, self.answers, strict=True):
@@ -178,10 +178,18 @@ def score(model: Any, cache: KVCache, given: list[int], following: list[int], re
     """Return how likely tokens are after a context, and which of them greedy decoding gives.
 
     They are fed token by token where the recipe acts while tokens are generated, and at once where it does not, so
-    that each is scored as `generate` would meet it. The cache holds the context but for its last tokens, and goes on
-    with what is fed. `given` are these last tokens, or a question after the context; they are fed at once.
-    Log-likelihoods are in nats, float32 [n]; whether each token is the likeliest after those before it is bool [n];
-    both on the CPU.
+    that each is scored as `generate` would meet it.
+
+    Args:
+        model: The model.
+        cache: Cache of the context except for its last tokens; it goes on with what is fed.
+        given: These last tokens, or a question after the context; they are fed at once.
+        following: The n tokens that are scored.
+        recipe: Recipe of the cache.
+
+    Returns:
+        Log-likelihoods in nats, float32 [n], and whether each token is the likeliest after those before it, bool [n];
+        both on the CPU.
     """
     rest = following[:-1]
     fed = [[*given, *rest]]

@@ -146,7 +146,12 @@ def choose(
 def pick(
     rows: Mapping[str, Mapping[str, Any]], memory: float, failed: Mapping[str, str] | None = None
 ) -> ChosenRecipe:
-    """Choose among measured rows, see `choose`.
+    """Choose among measured rows; `choose` says how.
+
+    Args:
+        rows: Rows by word, as `text_task.run` returns them.
+        memory: Largest share of the exact cache's bytes.
+        failed: Words that could not be measured, with the reason.
 
     Raises:
         ValueError: If there are fewer than four windows, or no row fits.

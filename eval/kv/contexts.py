@@ -27,7 +27,7 @@ Report = Callable[[int, int, str], None]  # steps done, steps in all, what is be
 
 @dataclass(frozen=True)
 class SaidSpan:
-    """Tokens behind a context that say again what stands in it."""
+    """Tokens behind a context that repeat a part of it."""
 
     said: Tensor  # positions of the tokens whose outputs are to be the answer, int64 [n]
     start: int  # position of the answer in the context

@@ -66,7 +66,10 @@ class Questions:
         return made
 
     def manager(self) -> TaskManager:
-        """Return what knows the tasks; raises ValueError if there is no task of a name."""
+        """Return the harness's manager of the tasks.
+
+        Raises ValueError if there is no task of a name.
+        """
         # The harness' own files are thousands: they are read only where they are needed.
         manager = TaskManager(include_path=self.include_path, include_defaults=False)
         if any(not manager.match_tasks([task]) for task in self.tasks):
@@ -141,8 +144,8 @@ class RecipeLM(HFLM):  # type: ignore[misc] # lm_eval has no types
 def check_recipe(recipe: Recipe, kinds: Mapping[str, str]) -> None:
     """Check that tasks can measure a recipe.
 
-    `kinds` of request that each task makes are by its name. Raises ValueError if it cannot act, or would act on
-    nothing that is scored.
+    `kinds` maps the name of each task to the kind of requests that it makes. Raises ValueError if the recipe cannot
+    act, or would act on nothing that is scored.
     """
     if recipe.score == Asked():
         raise ValueError(
@@ -171,10 +174,18 @@ def ask(
 ) -> list[dict[str, Any]]:
     """Ask all questions with an exact cache and with each recipe, and return rows of a record.
 
-    `out` is the JSON file of the record, and `each` is given the name of the next one. For each recipe, task and
-    metric there is `value` and its `change` from the exact cache of the same questions, with 95 % intervals where
-    the metric is a mean over questions. The exact cache is the recipe `none`. Raises ValueError if a task is
-    unknown, or cannot measure a recipe.
+    Args:
+        questions: Questions to ask.
+        recipes: Recipes by name.
+        out: JSON file of the record.
+        each: Callback that is given the name of the next one.
+
+    Returns:
+        For each recipe, task and metric: `value` and its `change` from the exact cache of the same questions, with 95
+        % intervals where the metric is a mean over questions. The exact cache is the recipe `none`.
+
+    Raises:
+        ValueError: If a task is unknown, or cannot measure a recipe.
     """
     manager = questions.manager()
     loaded = manager.load(list(questions.tasks))["tasks"]

@@ -112,7 +112,7 @@ class PressPeer:
     def recipe(self, model: nn.Module, ids: Tensor) -> Recipe:
         """Return a recipe that keeps what kvpress keeps of a context.
 
-        The model is of the Llama architecture; ids are int64 [B, T], without padding.
+        The model must have the Llama architecture; `ids` are int64 [B, T], without padding.
         """
         spec = PRESSES[self.press]
         with showing(model):
@@ -126,7 +126,10 @@ class PressPeer:
 def peer(name: str, budget: float = 0.5, **settings: Any) -> PressPeer:
     """Return a row of kvpress.
 
-    The name is `kvpress/` and a key of `PRESSES`, the budget the share of the tokens that stays.
+    Args:
+        name: `kvpress/` and a key of `PRESSES`.
+        budget: Share of the tokens that stays.
+        settings: Settings of the press.
 
     Raises:
         UnknownMethodError: If there is no such press.
@@ -147,7 +150,7 @@ def peer(name: str, budget: float = 0.5, **settings: Any) -> PressPeer:
 
 @dataclass(frozen=True, eq=False)
 class MasksOfAPress(Score):
-    """One for the slots that were said to stay, zero for the others."""
+    """Give the slots that a press keeps a score of one, and the others zero."""
 
     masks: Sequence[Tensor]  # mask of the slots that stay for each layer, bool [B, H, S], in order of position
 
@@ -225,7 +228,7 @@ def showing(model: Any) -> Iterator[None]:
 def capture(model: Any, ids: Tensor) -> list[Seen]:
     """Run a model that shows its attention once, and return what every layer saw.
 
-    It is of the Llama architecture; ids are int64 [B, S], without padding.
+    The model must have the Llama architecture; `ids` are int64 [B, S], without padding.
     """
     layers: list[Seen] = []
     cache = DynamicCache(config=model.config)
@@ -290,8 +293,13 @@ def _stub(name: str, **members: Any) -> types.ModuleType:
 def build(spec: Spec, ratio: float, settings: Mapping[str, Any] | None = None) -> Any:
     """Build a press.
 
-    `ratio` is the fraction removed; `settings` are in place of those of the spec: what a wrapper lacks goes to its
-    base. Raises ValueError if there is no such setting.
+    Args:
+        spec: Specification of the press.
+        ratio: Share of the tokens that is removed.
+        settings: Settings instead of those of `spec`; a wrapper passes those that it lacks to the press inside it.
+
+    Raises:
+        ValueError: If there is no such setting.
     """
     cls = press_class(spec.file, spec.cls)
     known = {each.name for each in dataclasses.fields(cls)}
@@ -323,8 +331,8 @@ def calling(seen: Seen) -> Iterator[None]:
 def compress(row: Seen, press: Any, attentions: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Return keys, values and the kept slots as a mask [1, H, S], after a press.
 
-    Keys and values are put in order of position; a press of ragged heads returns them all. `attentions` says
-    whether the press reads the attention weights.
+    Keys and values are put in order of position; a press of ragged heads returns them all. `attentions` says whether
+    the press reads the attention weights.
     """
     whole = row.k.clone()
     with calling(row):

@@ -25,8 +25,10 @@ from diffcache.eval.metrics.pixels import check_pictures
 class ClipScore:
     """A CLIP model that scores pictures.
 
-    The folder is in the format of transformers: model, tokenizer and image processor; None to look for
-    openai/clip-vit-large-patch14 in the usual places. Nothing is downloaded.
+    Args:
+        folder: Folder in the format of transformers: model, tokenizer and image processor; None to look for
+            openai/clip-vit-large-patch14 in the usual places. Nothing is downloaded.
+        device: Device of the model.
 
     Raises:
         MissingWeightsError: If there is no such folder.
@@ -59,7 +61,13 @@ class ClipScore:
     def cosines(self, pictures: Tensor, prompts: Sequence[str], batch_size: int = 32) -> Tensor:
         """Return the cosine of each picture's features with its own prompt's, float64 [N].
 
-        Pictures are uint8 [N, 3, H, W]. Raises ValueError if there are not as many prompts as pictures.
+        Args:
+            pictures: uint8 [N, 3, H, W].
+            prompts: N texts.
+            batch_size: Pictures at once.
+
+        Raises:
+            ValueError: If there are not as many prompts as pictures.
         """
         check_pictures(pictures)
         if len(prompts) != len(pictures):
@@ -74,7 +82,11 @@ class ClipScore:
         return torch.cat(found)
 
     def image_features(self, pictures: Tensor) -> Tensor:
-        """Return features of pictures, float64 [N, D] on the CPU. Pictures are uint8 [N, 3, H, W]."""
+        """Return features of pictures, float64 [N, D] on the CPU.
+
+        Args:
+            pictures: uint8 [N, 3, H, W].
+        """
         arrays = [picture.permute(1, 2, 0).cpu().numpy() for picture in pictures]
         pixels = self.processor(arrays, return_tensors="pt", input_data_format="channels_last")
         found = self.model.get_image_features(pixels["pixel_values"].to(self.device)).pooler_output

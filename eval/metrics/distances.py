@@ -25,11 +25,19 @@ def kid(
     """Return mean and standard deviation over subsets of the kernel distance (KID).
 
     The unbiased squared maximum mean discrepancy with the kernel (x.y / D + 1)^3: Bińkowski et al. 2018, arXiv
-    1801.01401, section 4. Unbiased means that equal distributions give 0 on average, so single values can be
-    negative. The kernel depends on the scale of the features. As in torchmetrics, the standard deviation is the
-    population one, over subsets that overlap: it is no interval for the mean. Features are [N, D] and [M, D], any
-    float dtype. `subset_size` is the smaller of 1,000 and half the smaller set by default; subsets are drawn without
-    replacement from each set. Raises ValueError if shapes do not fit or subset_size is not in 2..min(N, M).
+    1801.01401, section 4. Unbiased means that equal distributions give 0 on average, so single values can be negative.
+    The kernel depends on the scale of the features. As in torchmetrics, the standard deviation is the population one,
+    over subsets that overlap: it is no interval for the mean.
+
+    Args:
+        real: [N, D], any float dtype.
+        fake: [M, D].
+        subsets: Random subsets, drawn without replacement from each set.
+        subset_size: Samples in each; the smaller of 1,000 and half the smaller set by default.
+        seed: Seed of the subsets.
+
+    Raises:
+        ValueError: If shapes do not fit or subset_size is not in 2..min(N, M).
     """
     _check_sets(real, fake)
     smaller = min(len(real), len(fake))
@@ -55,7 +63,12 @@ def kid(
 def squared_mmd(real: Tensor, fake: Tensor) -> float:
     """Return the unbiased squared maximum mean discrepancy with the kernel (x.y / D + 1)^3.
 
-    Features are [N, D] and [M, D], N and M at least 2. Raises ValueError if shapes do not fit.
+    Args:
+        real: [N, D], N at least 2.
+        fake: [M, D], M at least 2.
+
+    Raises:
+        ValueError: If shapes do not fit.
     """
     _check_sets(real, fake)
     x, y = real.to(torch.float64), fake.to(torch.float64)
@@ -74,11 +87,19 @@ def inception_score(probabilities: Tensor, splits: int = 10, seed: int = 0) -> t
     """Return mean and standard deviation over splits of exp(E KL(p(y|x) || p(y))).
 
     Salimans et al. 2016, arXiv 1606.03498, section 4. Between 1 (all samples alike, or the classifier undecided) and
-    C. Low for small splits: below about 500 samples in a split p(y) follows its own samples, so compare scores of
-    one N and one `splits` only. Samples are shuffled first, as in torchmetrics; split sizes differ by at most one.
-    Probabilities are p(y|x), [N, C], rows summing to 1; `splits` (1..N) are scored on their own. The deviation is
-    that of a sample, 0 for one split; both are dimensionless. Raises ValueError if rows are no probabilities or
-    splits is out of range.
+    C. Low for small splits: below about 500 samples in a split p(y) follows its own samples, so compare scores of one
+    N and one `splits` only. Samples are shuffled first, as in torchmetrics; split sizes differ by at most one.
+
+    Args:
+        probabilities: p(y|x), [N, C], rows summing to 1.
+        splits: Parts that are scored on their own, 1..N.
+        seed: Seed of the shuffling.
+
+    Returns:
+        Mean and sample standard deviation, dimensionless; the latter is 0 for one split.
+
+    Raises:
+        ValueError: If rows are no probabilities or splits is out of range.
     """
     check_features(probabilities, "probabilities")
     table = probabilities.to(torch.float64)
@@ -96,10 +117,19 @@ def precision_recall(real: Tensor, fake: Tensor, k: int = 3) -> tuple[Tensor, Te
 
     Precision is the share of fake samples inside the manifold of the real ones (in the ball to the k-th neighbor of
     any), recall the share of real samples inside that of the fake ones: Kynkäänniemi et al. 2019, arXiv 1904.06991,
-    section 2. Features are [N, D] and [M, D], any float dtype; values for different N or M are not comparable. The
-    sample itself is not one of the `k` neighbors. The values are whether each fake sample is in the real manifold,
-    float64 [M], and whether each real sample is in the fake one, float64 [N]. Raises ValueError if shapes do not fit
-    or a set has no more than k samples.
+    section 2.
+
+    Args:
+        real: [N, D], any float dtype.
+        fake: [M, D]. Values for different N or M are not comparable.
+        k: Neighbor that sets the radius, not counting the sample itself.
+
+    Returns:
+        Whether each fake sample is in the real manifold, float64 [M], and whether each real sample is in the fake one,
+        float64 [N].
+
+    Raises:
+        ValueError: If shapes do not fit or a set has no more than k samples.
     """
     _check_sets(real, fake)
     return _covered(fake, real, k), _covered(real, fake, k)
@@ -109,12 +139,20 @@ def density_coverage(real: Tensor, fake: Tensor, k: int = 5) -> tuple[Tensor, Te
     """Return the samples' values whose means are density and coverage.
 
     Density is how many real balls (to the k-th real neighbor) hold a fake sample on average, divided by k; it can be
-    above 1. Coverage is the share of real balls that hold a fake sample: Naeem et al. 2020, arXiv 2002.09797,
-    section 3. Balls are open, as in the official code: with closed ones equal sets would have (k + 1) / k. Features
-    are [N, D] and [M, D], any float dtype; values for different N or M are not comparable. The sample itself is not
-    one of the `k` neighbors. The values are the real balls around each fake sample divided by k, float64 [M], and
-    whether each real ball holds a fake sample, float64 [N]. Raises ValueError if shapes do not fit or `real` has no
-    more than k samples.
+    above 1. Coverage is the share of real balls that hold a fake sample: Naeem et al. 2020, arXiv 2002.09797, section
+    3. Balls are open, as in the official code: with closed ones equal sets would have (k + 1) / k.
+
+    Args:
+        real: [N, D], any float dtype.
+        fake: [M, D]. Values for different N or M are not comparable.
+        k: Neighbor that sets the radius, not counting the sample itself.
+
+    Returns:
+        Real balls around each fake sample divided by k, float64 [M], and whether each real ball holds a fake sample,
+        float64 [N].
+
+    Raises:
+        ValueError: If shapes do not fit or `real` has no more than k samples.
     """
     _check_sets(real, fake)
     radii = _radii(real, k)
@@ -196,8 +234,11 @@ class Moments:
 def moments(features: Tensor) -> Moments:
     """Return mean and unbiased covariance of features.
 
-    They are [N, D], any float dtype, N at least 2. Raises ValueError if the shape is different or a value is not
-    finite.
+    Args:
+        features: [N, D], any float dtype, N at least 2.
+
+    Raises:
+        ValueError: If the shape is different or a value is not finite.
     """
     check_features(features, "features")
     features = features.to(torch.float64)
@@ -209,8 +250,15 @@ def moments(features: Tensor) -> Moments:
 def frechet(a: Moments, b: Moments) -> float:
     """Return the squared Fréchet distance of two Gaussians.
 
-    |m_a - m_b|^2 + tr(S_a) + tr(S_b) - 2 tr((S_a^(1/2) S_b S_a^(1/2))^(1/2)) (Dowson and Landau 1982), at least 0,
-    and exactly 0 for equal moments. Raises ValueError if the feature sizes differ.
+    |m_a - m_b|^2 + tr(S_a) + tr(S_b) - 2 tr((S_a^(1/2) S_b S_a^(1/2))^(1/2)) (Dowson and Landau 1982), at least 0, and
+    exactly 0 for equal moments.
+
+    Args:
+        a: Moments of D features.
+        b: Moments of D features.
+
+    Raises:
+        ValueError: If the feature sizes differ.
     """
     check_same_size(a.mean, b.mean)
     if torch.equal(a.mean, b.mean) and torch.equal(a.cov, b.cov):
@@ -224,12 +272,18 @@ def frechet(a: Moments, b: Moments) -> float:
 def at_infinity(fake_features: Tensor, reference: Moments, seed: int = 0) -> float:
     """Return the Fréchet distance extrapolated to infinitely many fake samples (FID_infinity).
 
-    The distance grows with 1 / N, so a line through its means at five sizes, from N / 2 to N and evenly spaced in 1
-    / N, is read off at 0: Chong and Forsyth 2020, arXiv 1911.07023, section 4. Departures: random subsets of the
-    features instead of quasi-random samples of the generator, and five sizes with eight draws each. Noise can make
-    it slightly negative for equal distributions. The bias by the count of the reference stays in. Features are [N,
-    D] with N / 2 > D: below that the distance is no line in 1 / N. Raises ValueError if there are too few features
-    or sizes differ.
+    The distance grows with 1 / N, so a line through its means at five sizes, from N / 2 to N and evenly spaced in 1 /
+    N, is read off at 0: Chong and Forsyth 2020, arXiv 1911.07023, section 4. Departures: random subsets of the
+    features instead of quasi-random samples of the generator, and five sizes with eight draws each. Noise can make it
+    slightly negative for equal distributions. The bias by the count of the reference stays in.
+
+    Args:
+        fake_features: [N, D] with N / 2 > D: below that the distance is no line in 1 / N.
+        reference: Moments of the real features.
+        seed: Seed of the draws.
+
+    Raises:
+        ValueError: If there are too few features or sizes differ.
     """
     check_features(fake_features, "fake_features")
     total, dim = fake_features.shape

@@ -23,8 +23,13 @@ DIMENSIONS = 400
 class I3D:
     """The network, ready to be called with films.
 
-    A path of None looks in the usual places; nothing is downloaded. Raises MissingWeightsError if it is not found,
-    and WrongWeightsError if it is another one.
+    Args:
+        path: The torchscript file, None to look in the usual places; nothing is downloaded.
+        device: Device of the network.
+
+    Raises:
+        MissingWeightsError: If it is not found.
+        WrongWeightsError: If it is another one.
     """
 
     def __init__(self, path: str | Path | None = None, device: str | torch.device = "cpu") -> None:
@@ -37,8 +42,12 @@ class I3D:
     def features(self, films: Sequence[Tensor], batch_size: int = 4) -> Tensor:
         """Return the logits of films, float32 [N, 400] on the CPU.
 
-        Films are of one length and size, each uint8 [F, 3, H, W]; `batch_size` are seen at once. Raises ValueError
-        if there are none, they differ in shape, or have fewer than 10 frames.
+        Args:
+            films: N films of one length and size, each uint8 [F, 3, H, W].
+            batch_size: Films at once.
+
+        Raises:
+            ValueError: If there are none, they differ in shape, or have fewer than 10 frames.
         """
         if not len(films):
             raise ValueError("films: there are none")

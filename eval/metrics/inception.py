@@ -73,7 +73,11 @@ class Inception:
     def __call__(self, pictures: Tensor) -> Features:
         """Return the features of pictures, on the CPU.
 
-        They are uint8 [N, 3, H, W]. Raises ValueError if they are of another shape or type.
+        Args:
+            pictures: uint8 [N, 3, H, W].
+
+        Raises:
+            ValueError: If they are of another shape or type.
         """
         check_pictures(pictures)
         found = [self.network(part.to(self.device)) for part in pictures.split(self.batch_size)]
@@ -96,7 +100,10 @@ def load(
 ) -> Inception:
     """Load the network of a convention; nothing is downloaded.
 
-    A path of None looks in the usual places (`diffcache.eval.metrics.weight_files.find`).
+    Args:
+        path: Weight file, None to look in the usual places (`diffcache.eval.metrics.weight_files.find`).
+        convention: `torch-fidelity` or `clean`.
+        device: Device of the network.
 
     Raises:
         ValueError: If there is no such convention, or the clean weights have another file name.

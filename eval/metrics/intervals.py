@@ -57,8 +57,14 @@ def mean_interval(
 ) -> Interval:
     """Return the mean of one value a sample with its 95 % interval.
 
-    Values are [N], N at least 2; `bounds` are the least and most that a value can be: the interval ends there.
-    Raises ValueError if the shape is different or a value is not finite.
+    Args:
+        values: [N], N at least 2, any dtype.
+        resamples: Resamplings.
+        seed: Seed of the resampling.
+        bounds: Least and most that a value can be; the interval ends there.
+
+    Raises:
+        ValueError: If the shape is different or a value is not finite.
     """
     table = _column(values, "values")
     _check_settings(len(table), resamples)
@@ -71,9 +77,16 @@ def frechet_interval(fake_features: Tensor, reference: Moments, resamples: int =
     """Return the Fréchet distance to a fixed reference with its 95 % interval.
 
     With D = 64 and 1,000 resamplings about 0.3 s on one core for 256 samples and 1 s for 2,000. It grows with D^3:
-    with 2,048 features each takes seconds, so lower `resamples` or use a GPU. Features are [N, D], any float dtype;
-    the moments of the real ones are taken as exact. Raises ValueError if shapes do not fit or a number is out of
-    range.
+    with 2,048 features each takes seconds, so lower `resamples` or use a GPU.
+
+    Args:
+        fake_features: [N, D], any float dtype.
+        reference: Moments of the real features, taken as exact.
+        resamples: Resamplings.
+        seed: Seed of the resampling.
+
+    Raises:
+        ValueError: If shapes do not fit or a number is out of range.
     """
     distance = _Resampled(fake_features, reference)
     weights = _weights(fake_features, resamples, seed)
@@ -88,9 +101,17 @@ def frechet_change(
     """Return the Fréchet distance of b minus that of a, with a paired 95 % interval.
 
     Row i of both must be the same prompt and seed: most of the noise of the two distances is then the same and
-    cancels, so that far smaller changes are seen than by comparing two intervals. Both are [N, D], any float dtype,
-    the baseline first; the moments of the real features are taken as exact. Raises ValueError if shapes do not fit
-    or a number is out of range.
+    cancels, so that far smaller changes are seen than by comparing two intervals.
+
+    Args:
+        a_features: The baseline, [N, D], any float dtype.
+        b_features: The same samples made otherwise, [N, D].
+        reference: Moments of the real features, taken as exact.
+        resamples: Resamplings.
+        seed: Seed of the resampling.
+
+    Raises:
+        ValueError: If shapes do not fit or a number is out of range.
     """
     _check_pairs(a_features, b_features)
     of_a, of_b = _Resampled(a_features, reference), _Resampled(b_features, reference)
@@ -102,9 +123,16 @@ def frechet_change(
 def frechet_between(a_features: Tensor, b_features: Tensor, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
     """Return the Fréchet distance of two paired sets to each other, with a paired 95 % interval.
 
-    Exactly 0 for equal features, and far below the floor of unpaired sets for similar ones. Both are [N, D], any
-    float dtype: the same samples made in two ways. Raises ValueError if shapes do not fit or a number is out of
-    range.
+    Exactly 0 for equal features, and far below the floor of unpaired sets for similar ones.
+
+    Args:
+        a_features: [N, D], any float dtype.
+        b_features: The same samples made otherwise, [N, D].
+        resamples: Resamplings.
+        seed: Seed of the resampling.
+
+    Raises:
+        ValueError: If shapes do not fit or a number is out of range.
     """
     _check_pairs(a_features, b_features)
     center = a_features.to(torch.float64).mean(dim=0)
@@ -219,10 +247,17 @@ _BOUNDS = {
 def share_interval(hits: Tensor) -> Interval:
     """Return a share of outcomes with Wilson's 95 % interval.
 
-    Outcomes that are all equal say nothing about clusters, so they count as independent. Outcomes in 0..1 are [N] of
-    independent samples, or [N, Q] of N clusters (contexts, prompts) with Q outcomes each; bool, or any number dtype.
-    The `n` of the interval is the number N of samples or clusters. Raises ValueError if there are no outcomes, the
-    shape is another, or one is not in 0..1.
+    Outcomes that are all equal say nothing about clusters, so they count as independent.
+
+    Args:
+        hits: Outcomes in 0..1, [N] of independent samples, or [N, Q] of N clusters (contexts, prompts) with Q outcomes
+            each; bool, or any number dtype.
+
+    Returns:
+        The mean of all outcomes and its interval; `n` is the number N of samples or clusters.
+
+    Raises:
+        ValueError: If there are no outcomes, the shape is another, or one is not in 0..1.
     """
     if hits.ndim not in (1, 2) or hits.numel() == 0:
         raise ValueError(f"hits of shape {list(hits.shape)}: must be [N] or [N, Q], not empty")
@@ -268,8 +303,14 @@ def share_change(before: Tensor, after: Tensor) -> Interval:
     """Return how much larger a share of the same samples' outcomes became, with its 95 % interval.
 
     Two pairs more, one that changed each way, keep the interval from having width zero where no outcome changed
-    (Bonett and Price 2012, doi 10.3102/1076998611411915). Both are outcomes of the same samples in 0..1, [N] or [N,
-    Q] as in `share_interval`. Raises ValueError if shapes differ, or as in `share_interval`.
+    (Bonett and Price 2012, doi 10.3102/1076998611411915).
+
+    Args:
+        before: Outcomes in 0..1, [N] or [N, Q] as in `share_interval`.
+        after: Outcomes of the same samples, of the same shape.
+
+    Raises:
+        ValueError: If shapes differ, or as in `share_interval`.
     """
     if before.shape != after.shape:
         raise ValueError(
@@ -288,8 +329,14 @@ def share_change(before: Tensor, after: Tensor) -> Interval:
 def metric_interval(key: str, values: Tensor, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
     """Return the mean of a metric's values with an interval within the metric's range.
 
-    The key is one of `diffcache.eval.metrics.definitions`; values are [N], at least 2 where the metric is no share.
-    Raises ValueError if the shape is different, or a value is not finite or out of range.
+    Args:
+        key: Name of the metric in `diffcache.eval.metrics.definitions`.
+        values: One value a sample, [N]; at least 2 where the metric is no share.
+        resamples: Resamplings.
+        seed: Seed of the resampling.
+
+    Raises:
+        ValueError: If the shape is different, or a value is not finite or out of range.
     """
     base = key.removesuffix("_lite")
     if base in _SHARES:

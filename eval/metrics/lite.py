@@ -178,8 +178,14 @@ def _extractor(pictures: Tensor) -> Extractor:
 def embed(pictures: Tensor) -> Tensor:
     """Return the features behind FID-lite, KID-lite and the PRDC-lite metrics.
 
-    Pictures are uint8 [N, 3, H, W]. Features are float32 [N, 64], standardized: of clean pictures the mean is 0 and
-    the standard deviations are 1 on average. Raises ValueError if these are no pictures.
+    Args:
+        pictures: uint8 [N, 3, H, W].
+
+    Returns:
+        float32 [N, 64], standardized: of clean pictures the mean is 0 and the standard deviations are 1 on average.
+
+    Raises:
+        ValueError: if these are no pictures.
     """
     return in_batches(_extractor(pictures), pictures)
 
@@ -189,8 +195,17 @@ def lpips_lite(a: Tensor, b: Tensor) -> Tensor:
 
     It is the mean over four levels of the squared difference of maps whose vectors have unit length, summed over
     channels and averaged over places: LPIPS (arXiv 1801.03924, section 3) with this network and equal weights of
-    channels. Both are uint8 [N, 3, H, W]. Distances are float32 [N], dimensionless, at most 2 (the maps are nowhere
-    negative). Raises ValueError if these are no pictures, or the shapes differ.
+    channels.
+
+    Args:
+        a: uint8 [N, 3, H, W].
+        b: uint8 of the same shape.
+
+    Returns:
+        float32 [N], dimensionless, at most 2 (the maps are nowhere negative).
+
+    Raises:
+        ValueError: if these are no pictures, or the shapes differ.
     """
     check_pairs(a, b)
     extractor = _extractor(a)
@@ -206,8 +221,14 @@ def lpips_lite(a: Tensor, b: Tensor) -> Tensor:
 def class_probabilities(pictures: Tensor) -> Tensor:
     """Return the probabilities behind IS-lite: which sticker a picture shows most clearly.
 
-    Pictures are uint8 [N, 3, H, W]. Probabilities are float64 [N, 24]; each row sums to 1. Raises ValueError if if
-    these are no pictures.
+    Args:
+        pictures: uint8 [N, 3, H, W].
+
+    Returns:
+        float64 [N, 24]; each row sums to 1.
+
+    Raises:
+        ValueError: if these are no pictures.
     """
     extractor = _extractor(pictures)
     return in_batches(lambda part: extractor.classes(extractor.maps(part)[-1]).double().softmax(-1), pictures)
@@ -228,8 +249,16 @@ def clip_features(films: Sequence[Tensor]) -> Tensor:
     """Return the features behind FVD-lite: how a film's frames lie and move.
 
     They are those of `film_statistics`, standardized and reduced to 64 principal components, both as fitted on real
-    films. Each film is uint8 [F, 3, H, W] with F >= 3; F and the size may differ. Features are float64 [N, 64].
-    Raises ValueError if there is no film, or one has fewer than three frames.
+    films.
+
+    Args:
+        films: each uint8 [F, 3, H, W] with F >= 3; F and the size may differ.
+
+    Returns:
+        float64 [N, 64].
+
+    Raises:
+        ValueError: if there is no film, or one has fewer than three frames.
     """
     if not films:
         raise ValueError("no films; pass at least one, uint8 [F, 3, H, W]")

@@ -61,8 +61,13 @@ class LPIPS(nn.Module):
     def distances(self, a: Tensor, b: Tensor, batch_size: int = 32) -> Tensor:
         """Return the distance of each pair, float32 [N] on the CPU.
 
-        Both are uint8 [N, 3, H, W]; `batch_size` pairs are seen at once. Raises ValueError if the shapes differ, or
-        pictures are smaller than 32 pixels.
+        Args:
+            a: uint8 [N, 3, H, W].
+            b: The same.
+            batch_size: Pairs at once.
+
+        Raises:
+            ValueError: If the shapes differ, or pictures are smaller than 32 pixels.
         """
         check_pairs(a, b)
         if min(a.shape[2:]) < SMALLEST:
@@ -96,7 +101,9 @@ class LPIPS(nn.Module):
 def load(path: str | Path | None = None, device: str | torch.device = "cpu") -> LPIPS:
     """Load the network and its heads; nothing is downloaded.
 
-    The path is of torchvision's AlexNet, None to look in the usual places.
+    Args:
+        path: torchvision's AlexNet, None to look in the usual places.
+        device: Device of the network.
 
     Raises:
         MissingWeightsError: If the AlexNet is not found.

@@ -29,8 +29,16 @@ SCALE_WEIGHTS = (0.0448, 0.2856, 0.3001, 0.2363, 0.1333)
 def psnr(a: Tensor, b: Tensor) -> Tensor:
     """Return the peak signal-to-noise ratio of every picture, 10 log10(1 / MSE).
 
-    Values are float64 [N] on the CPU, in dB. A mean squared error below 1e-10 of the squared data range counts as
-    equal and gives the cap, 100 dB, so that means stay finite.
+    Args:
+        a: Pictures or film, uint8 [N, 3, H, W].
+        b: Pictures or film of the same shape, uint8.
+
+    Returns:
+        float64 [N] on the CPU, in dB. A mean squared error below 1e-10 of the squared data range counts as equal and
+        gives the cap, 100 dB, so that means stay finite.
+
+    Raises:
+        ValueError: If dtypes or shapes are not as above.
     """
     return _per_picture(sample_psnr, a, b)
 
@@ -39,6 +47,13 @@ def pooled_psnr(a: Tensor, b: Tensor) -> float:
     """Return one PSNR in dB from the mean squared error over all pictures (torchmetrics' default).
 
     It is never above the mean of `psnr`: a few bad pictures dominate it. Capped at 100 dB.
+
+    Args:
+        a: Pictures or film, uint8 [N, 3, H, W].
+        b: Pictures or film of the same shape, uint8.
+
+    Raises:
+        ValueError: If dtypes or shapes are not as above.
     """
     errors = _per_picture(lambda x, y: (x - y).square().mean(dim=(1, 2, 3)), a, b)
     return float(decibels(errors.mean()))
@@ -49,7 +64,17 @@ def ssim(a: Tensor, b: Tensor) -> Tensor:
 
     Gaussian window 11 x 11 with sigma 1.5, K1 = 0.01, K2 = 0.03, per color channel, mean over channels and pixels.
     Departure from the paper, as torchmetrics does it: borders are reflected and every pixel counts, where the paper
-    keeps only whole windows. Both sides have at least 11 pixels. Values are float64 [N] on the CPU, dimensionless.
+    keeps only whole windows.
+
+    Args:
+        a: Pictures or film, uint8 [N, 3, H, W], both sides at least 11 pixels.
+        b: Pictures or film of the same shape, uint8.
+
+    Returns:
+        float64 [N] on the CPU, dimensionless.
+
+    Raises:
+        ValueError: If dtypes, shapes or sides are not as above.
     """
     check_pairs(a, b)
     side = 2 * RADIUS + 1
@@ -62,10 +87,19 @@ def ms_ssim(a: Tensor, b: Tensor) -> Tensor:
     """Return the multi-scale structural similarity of every picture (Wang et al. 2003), 0 to 1.
 
     Five scales with the paper's weights where both sides have 176 pixels or more, so that the coarsest scale holds a
-    whole 11 x 11 window. Smaller pictures have fewer scales, the finest ones: four from 88 pixels, three from 44,
-    two from 22, with the weights rescaled to sum to 1. `ms_ssim_variant` says which; values of different variants
-    are not comparable. Negative terms count as 0, as in torchmetrics. Both sides have at least 22 pixels. Values are
-    float64 [N] on the CPU, dimensionless.
+    whole 11 x 11 window. Smaller pictures have fewer scales, the finest ones: four from 88 pixels, three from 44, two
+    from 22, with the weights rescaled to sum to 1. `ms_ssim_variant` says which; values of different variants are not
+    comparable. Negative terms count as 0, as in torchmetrics.
+
+    Args:
+        a: Pictures or film, uint8 [N, 3, H, W], both sides at least 22 pixels.
+        b: Pictures or film of the same shape, uint8.
+
+    Returns:
+        float64 [N] on the CPU, dimensionless.
+
+    Raises:
+        ValueError: If dtypes, shapes or sides are not as above.
     """
     return both_ssim(a, b)[1]
 
@@ -73,7 +107,12 @@ def ms_ssim(a: Tensor, b: Tensor) -> Tensor:
 def both_ssim(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Return `ssim` and `ms_ssim`, whose finest scale is the same, in half the time.
 
-    Both sides have at least 22 pixels.
+    Args:
+        a: Pictures or film, uint8 [N, 3, H, W], both sides at least 22 pixels.
+        b: Pictures or film of the same shape, uint8.
+
+    Raises:
+        ValueError: If dtypes, shapes or sides are not as above.
     """
     check_pairs(a, b)
     scales = _scales(a.shape[-2], a.shape[-1])
@@ -98,7 +137,12 @@ def both_ssim(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 def ms_ssim_variant(height: int, width: int) -> str:
     """Name the variant of MS-SSIM that pictures of this size get, for reports.
 
-    Raises ValueError if a side is below 22 pixels, too small for two scales.
+    Args:
+        height: Pixels.
+        width: Pixels.
+
+    Raises:
+        ValueError: If a side is below 22 pixels, too small for two scales.
     """
     scales = _scales(height, width)
     full = len(SCALE_WEIGHTS)
@@ -108,8 +152,15 @@ def ms_ssim_variant(height: int, width: int) -> str:
 def temporal_error(a: Tensor, b: Tensor) -> float:
     """Return how much the frame-to-frame changes of two films differ: flicker, stutter, jitter.
 
-    The mean over pixels of |(a[f+1] - a[f]) - (b[f+1] - b[f])| / 255, dimensionless: 0 for equal films and for
-    films with a constant offset, at most 2. They have two frames or more.
+    The mean over pixels of |(a[f+1] - a[f]) - (b[f+1] - b[f])| / 255, dimensionless: 0 for equal films and for films
+    with a constant offset, at most 2.
+
+    Args:
+        a: Film, uint8 [F, 3, H, W], two frames or more.
+        b: Film of the same shape, uint8.
+
+    Raises:
+        ValueError: If dtypes or shapes are not as above.
     """
     check_pairs(a, b)
     if len(a) < 2:

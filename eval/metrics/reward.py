@@ -46,8 +46,12 @@ class Reward(Protocol):
 class PickScore:
     """`exp(logit scale) cos(image features, text features)` of PickScore's CLIP model.
 
-    Raises MissingWeightsError if there is no such folder, and MissingPackageError if transformers cannot import its
-    CLIP.
+    Args:
+        device: Device of the model, as torch names it.
+
+    Raises:
+        MissingWeightsError: If there is no such folder.
+        MissingPackageError: If transformers cannot import its CLIP.
     """
 
     device: str = "cpu"  # device of the model, as torch names it
@@ -79,7 +83,14 @@ class PickScore:
 
 @dataclass
 class Own:
-    """A function of the user's; raises ValueError if it is not of that form, or names nothing that can be called."""
+    """A function of the user's.
+
+    Args:
+        named: `module:function`; the module must be importable.
+
+    Raises:
+        ValueError: If it is not of that form, or names nothing that can be called.
+    """
 
     named: str  # `module:function`; the module must be importable
 
@@ -103,8 +114,13 @@ class Own:
 def load(names: str, device: str = "cpu") -> dict[str, PickScore | Own]:
     """Return rewards by the key of their metric; requirements are checked, models load when asked.
 
-    Names are keys of `NAMES` and `module:function`, with commas between them; "" for none. Raises ValueError if a
-    name is none, or is given twice, and MissingError if weights or a package are missing.
+    Args:
+        names: Keys of `NAMES` and `module:function`, with commas between them; "" for none.
+        device: Device of published rewards, as torch names it.
+
+    Raises:
+        ValueError: If a name is none, or is given twice.
+        MissingError: If weights or a package are missing.
     """
     found: dict[str, PickScore | Own] = {}
     for name in filter(None, (part.strip() for part in names.split(","))):
@@ -121,8 +137,14 @@ def load(names: str, device: str = "cpu") -> dict[str, PickScore | Own]:
 def score(reward: Reward, samples: Tensor, prompts: Sequence[str]) -> Tensor:
     """Return the checked reward of each sample, float64 [N].
 
-    Samples are pictures uint8 [N, 3, H, W], or films uint8 [N, F, 3, H, W], with N prompts. Raises ValueError if
-    there are not as many prompts as samples, and RewardError if it did not return one finite number a sample.
+    Args:
+        reward: Reward that scores the samples.
+        samples: Pictures uint8 [N, 3, H, W], or films uint8 [N, F, 3, H, W].
+        prompts: N texts.
+
+    Raises:
+        ValueError: If there are not as many prompts as samples.
+        RewardError: If it did not return one finite number a sample.
     """
     is_film = samples.ndim == 5
     check_pictures(samples.flatten(0, 1) if is_film else samples)

@@ -274,8 +274,11 @@ def measure_films(folder: Path, progress: Callable[[Sequence[Path]], Iterable[Pa
 def temporal_flickering(frames: torch.Tensor) -> float:
     """Return VBench's score: one minus the mean absolute change between frames.
 
-    `(255 - mean_t mean_px |F_t - F_{t+1}|) / 255`; sums in float32 over B, G, R as in VBench, so that the
-    values are equal to the last bit. Frames are uint8 [F, 3, H, W], RGB, two or more.
+    `(255 - mean_t mean_px |F_t - F_{t+1}|) / 255`; sums in float32 over B, G, R as in VBench, so that the values are
+    equal to the last bit.
+
+    Args:
+        frames: uint8 [F, 3, H, W], RGB, two frames or more.
     """
     film = frames.permute(0, 2, 3, 1).numpy()
     pictures = (np.ascontiguousarray(frame[..., ::-1], dtype=np.float32) for frame in film)
