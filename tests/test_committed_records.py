@@ -111,7 +111,7 @@ def test_a_number_is_made_again_from_its_own_samples() -> None:
 MUTATIONS = {
     ("diffcache/features/parts/instead.py", "distance**power / math", "distance * power / math"): 1,
     ("diffcache/features/taylorseer.py", "start=self.warmup - 1", "start=self.warmup"): 1,
-    ("diffcache/features/taylorseer.py", "    order: int = 1", "    order: int = 2"): 1,
+    ("diffcache/features/taylorseer.py", "    order: Order = 1", "    order: Order = 2"): 1,
     ("diffcache/features/taylorseer.py", "Compute one step in", "Run one step in"): 0,
     ("kernels/forecast.py", "total = base + total", "total = base - total"): 1,
     ("kernels/forecast.py", "in plain PyTorch", "by torch"): 0,

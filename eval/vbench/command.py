@@ -1,4 +1,4 @@
-"""`diffcache eval vbench`: draw the films of VBench's suite, measure films, form the suite."""
+"""`diffcache eval vbench`: draw the films of VBench's suite, measure films, form the scores."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ app = typer.Typer(
     epilog=EXIT_LINE,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="Draw the films of VBench's suite, measure films, form the suite.",
+    help="Draw the films of VBench's suite, measure films, form the scores.",
 )
 Dimensions = Annotated[
     list[str], typer.Option("--dimension", metavar="NAME", help="May be repeated (default: all that apply).")

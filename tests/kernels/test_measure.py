@@ -102,7 +102,7 @@ def test_options_that_are_faster_count_in_the_choice_and_in_launches(monkeypatch
     tiles = [
         ({"TILE": tile} if tile > 1 else {}, {"TILE": tile}, "spills" if tile == 4 else "") for tile in (1, 2, 3, 4)
     ]
-    done = [Built(launch_options, "16", tried, (), why) for options, tried, why in tiles]
+    done = [Built(options, "16", tried, (), why) for options, tried, why in tiles]
     monkeypatch.setattr(measure, "all_cases", lambda: [case("own", kernel)])
     monkeypatch.setattr(measure, "choices_of", lambda name: [one.tried for one in done[1:]])
     made = {(0, json.dumps(one.tried)): one for one in done}
