@@ -298,7 +298,7 @@ fvd_lite_to_uncached | FVD-lite to uncached | | down | FVD-lite between the cach
 kvd | KVD | | down | KID's estimator on the I3D logits of clips | arXiv 1812.01717 | `i3d.I3D`, `distances.kid` | i3d | | kvd_lite
 kvd_lite | KVD-lite | | down | KID's estimator on the clip features of FVD-lite | this project, after arXiv 1812.01717 | `lite.clip_features`, `distances.kid` | | sticker-features |
 # Videos, by VBench's formula without its choice of videos
-temporal_flickering | Temporal flickering (formula) | | up | (255 - mean abs(F[t] - F[t+1])) / 255, VBench's formula on all videos instead of static ones only | arXiv 2311.17982 | `own.temporal_flickering` | | |
+temporal_flickering | Temporal flickering (formula) | | up | (255 - mean abs(F[t] - F[t+1])) / 255, VBench's formula on all videos instead of static ones only | arXiv 2311.17982 | `suite.temporal_flickering` | | |
 # VBench, through the official package in its own interpreter (arXiv 2311.17982)
 vbench_subject_consistency | VBench subject consistency | | up | mean over frames of ½(cos to the previous + cos to the first) of DINO ViT-B/16 features | arXiv 2311.17982 | `VBench.evaluate` | vbench-dino | |
 vbench_background_consistency | VBench background consistency | | up | the same on CLIP ViT-B/32 features | arXiv 2311.17982 | `VBench.evaluate` | vbench-clip-b32 | |
