@@ -184,7 +184,9 @@ def wrapped(
 def choice_for(
     target: Any, denoisers: dict[str, nn.Module], method: object, preset: str | None, settings: Mapping[str, Any]
 ) -> ChosenMethod:
-    """Return the method of a pipeline by its preset, with the reason; the first denoiser says what it is.
+    """Return the method of a pipeline by its preset, with the reason.
+
+    The model is recognized by the first of its denoisers.
 
     Raises:
         AttachError: If the model has no such preset.
@@ -291,7 +293,7 @@ def kind_of(method: object) -> Kind:
     place = getattr(method, "__module__", None) or ""  # of a function that nobody called
     if isinstance(method, (Recipe, Mapping, Sequence)) or place.startswith("diffcache.kv.recipes"):
         return "recipe"
-    return "method"  # which says what it is not
+    return "method"  # making it raises an error that tells what is wrong
 
 
 def cached(target: Any, recipe: Any, **settings: Any) -> Attached:
@@ -628,7 +630,10 @@ def method_for(
     method: str | Method | Configuration | Mapping[str, str | Method],
     **settings: Any,
 ) -> Method:
-    """Return a method for a pipeline, as `wrap` takes it; of its denoisers the first says what is published for it."""
+    """Return a method for a pipeline, as `wrap` takes it.
+
+    Published settings are looked up by the first of its denoisers.
+    """
     scheduler = getattr(target, "scheduler", None)
     if isinstance(method, Mapping):
         if set(method) != set(denoisers):

@@ -39,8 +39,12 @@ def read_json(path: Path) -> Any:
 def check_target(option: str, path: Path, endings: Collection[str] = ()) -> None:
     """Check that a file can be written before anything is computed; make its folder.
 
-    An option or argument, such as `--out`, names it. A file that is there stays as it is; its name has one
-    of some endings, in lower case with the dot, if there are any.
+    A file that is there stays as it is.
+
+    Args:
+        option: Name of the option or argument, such as `--out`, for errors.
+        path: The file.
+        endings: Endings that its name may have, in lower case with the dot; none for any.
 
     Raises:
         ValueError: If the ending is another, the path is a folder, or it cannot be written.

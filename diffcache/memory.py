@@ -157,7 +157,7 @@ class Rehearsal(Handle):
     def held(self, records: int = _RECORDS, calls: int = 0) -> ExpectedBytes:
         """Return the bytes that the method holds after some computed steps, by default as many as fill every forecast.
 
-        They are shared out among so many branches; 0 for all that were called.
+        They are shared out among `calls` branches; 0 for all that were called.
         """
         denoiser, run = self.denoisers[0], self.run()
         (reuse,) = denoiser.extensions

@@ -51,7 +51,7 @@ class Ability:
 class Method(ABC):
     """A method: a frozen dataclass whose fields are its configuration.
 
-    A method says what it asks of the attachment in `abilities`; nothing else is asked of it, and it
+    A method names all that it needs of the attachment in `abilities`, and
     never sees a module. `repr(method)` is valid Python.
 
     Attributes:

@@ -115,7 +115,7 @@ class Report:
         return timeline_image(self.calls, width, height)
 
     def to_text(self, width: int | None = None, ascii_only: bool = False) -> str:
-        """Return the report as plain text, in so many columns: by default those of the terminal, 100 without one."""
+        """Return the report as plain text, `width` columns wide: by default as the terminal, 100 without one."""
         width = width or shutil.get_terminal_size((100, 24)).columns
         text = text_of(self.table(ascii_only), width) if self.sites else ""
         timeline = timeline_text(self.calls, width, ascii_only)
@@ -228,7 +228,7 @@ class Report:
 
 
 def text_of(table: Any, width: int | None = None) -> str:
-    """Return a table of `rich` as plain text without colors, in so many columns as `Report.to_text`."""
+    """Return a table of `rich` as plain text without colors, as wide as `Report.to_text` makes it."""
     from rich.console import Console
 
     out = StringIO()

@@ -63,8 +63,12 @@ def save_settings(
 ) -> None:
     """Write the settings that an object is wrapped with.
 
-    The file is `.yaml` or `.yml`; tables go beside it, into `.safetensors`. `method` is a method or policy,
-    or the name of a recipe, which has the settings.
+    Args:
+        path: File to write, `.yaml` or `.yml`; its tables go beside it, into `.safetensors`.
+        method: Method or policy, or the name of a recipe.
+        settings: Settings of a name.
+        components: Names of the pipeline's denoisers; None for all of them.
+        text_bytes: Most bytes of outputs of text encoders to keep; None keeps none.
 
     Raises:
         ValueError: If the file cannot be written, or there is something in the method that cannot

@@ -11,7 +11,7 @@ from diffcache.digest import bits_of, weights_digest
 from diffcache.foreign import adapters_of, count_hooks, version_of, weights_at, weights_of
 
 Place = tuple[nn.Module, str]  # a parameter or buffer: its module and its name there
-# Sums over so many columns, so that numbers that change places are noticed; a prime, since rows of
+# Sums are taken over this many columns, so that numbers that change places are noticed; a prime, since rows of
 # weights, which may change places as well, are as long as multiples of a power of two.
 _COLUMNS = 1021
 

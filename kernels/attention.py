@@ -164,12 +164,16 @@ def attn_mass(
 ) -> Tensor:
     """Return the attention that every place gets, summed over queries and the heads that share it.
 
-    The kernel goes over keys and adds up all queries of one in a fixed order. Arguments are those of `attn_forward`,
-    and refused alike, but for `lse`, its log-sum-exp, float32 [B, Hq, n]; inf where a query does not count.
+    The kernel goes over keys and adds up all queries of one in a fixed order. Arguments are those of
+    `attn_forward`, and its log-sum-exp `lse`, float32 [B, Hq, n]: inf where a query does not count.
 
     Returns:
         float32 [B, H, P]. The sum over P is G times the number of queries, without those that do
         not count or see no key.
+
+    Raises:
+        ValueError: If heads of the queries are no multiple of those of the keys, or there is a
+            window and no offset.
     """
     _check(q, _apart(k)[0], offset, window, sinks)
     given = [*_apart(k)[:2], slots, mask, turns], (interleaved, offset, window, sinks)

@@ -249,7 +249,10 @@ class FactorizedSession(Session):
         return KVStore(2 * blocks, self.policy.recipes(blocks))
 
     def next(self, frames: int | None = None) -> Tensor:
-        """Make the next chunk, or so many latent frames, and commit it; return its latents, `[B, C, F, H, W]`.
+        """Make the next chunk and commit it; return its latents, `[B, C, F, H, W]`.
+
+        Args:
+            frames: Latent frames to make; None for a whole chunk.
 
         Raises:
             ValueError: If `frames` is out of its range, or no clean frame came before.
@@ -264,6 +267,11 @@ class FactorizedSession(Session):
 
     def switch(self, prompt: Tensor, mode: Switch | None = None, *, negative: Tensor | None = None) -> None:
         """Change the prompt from the next chunk on; frames that are held stay as they are.
+
+        Args:
+            prompt: Text embeddings, `[B, S, E]`.
+            mode: `Keep()` or None.
+            negative: Text embeddings of the unguided branch; None to leave them as they are.
 
         Raises:
             ValueError: If texts are of another shape, or `mode` is another one than `Keep()`.

@@ -171,8 +171,18 @@ class CausalVideo(Films):
     def stream(self, prompt: str, **settings: Any) -> VideoStream:
         """Return an iterator over the pictures of a film, uint8 `[F, H, W, 3]`, chunk by chunk.
 
-        `switch` of it changes the prompt, `use` the policy, `expected_bytes` are the bytes that it
-        will hold. Settings, and what is raised, are those of `VideoStream`.
+        Its `switch` changes the prompt, its `use` the policy; `expected_bytes` are the bytes of keys
+        and values that it will hold.
+
+        Args:
+            prompt: Text that is filmed.
+            **settings: Others of `VideoStream`: `policy`, `size`, `seed`, `start` (pictures that the
+                film begins with), `chunks` (None for a film without an end), `read_once`, `most_bytes`.
+
+        Raises:
+            FileNotFoundError: If there is no such file to start from.
+            ValueError: If there is no text encoder, an argument is out of its range, or the stream
+                would hold more than `most_bytes`.
         """
         return VideoStream(self, prompt, **settings)
 
@@ -237,7 +247,7 @@ class CausalVideo(Films):
         )
 
     def latent_size(self, size: tuple[int, int] | None) -> tuple[int, int]:
-        """Return height and width in latents of pictures of so many pixels; None for those of the training.
+        """Return height and width in latents of a size in pixels; None for that of the training.
 
         Raises:
             ValueError: If they do not come from whole patches of latents.

@@ -280,10 +280,15 @@ class DiffusionLM(Loop):
     def steps(
         self, prompts: Prompts, schedule: Schedule | None = None, sampler: Sampler | None = None
     ) -> Generator[Decoding, None, None]:
-        """Yield the decoding after each of its steps; arguments are those of `generate`.
+        """Yield the decoding after each of its steps.
 
         Several may take turns on one model: each holds keys and values of its own, and frees them
         at its end or when its iterator is closed.
+
+        Args:
+            prompts: Prompts, as for `generate`.
+            schedule: Schedule, as for `generate`.
+            sampler: Sampler, as for `generate`.
         """
         decoding = self._begun(prompts, schedule, sampler)
         for _ in self._forwards(decoding):

@@ -149,10 +149,15 @@ class StreamBatch:
         return found
 
     def switch(self, prompt: Tensor, mode: Switch | None = None, *, negative: Tensor | None = None) -> None:
-        """Change the prompt from the next chunk that comes in, as `Session.switch` does; the last call counts.
+        """Change the prompt from the next chunk that comes in; the last call before it counts.
 
         Chunks on their way are finished under the prompt that they began with: the cache of a level
         changes when the first chunk of the new prompt comes to it.
+
+        Args:
+            prompt: Text embeddings, `[B, S, E]`.
+            mode: Treatment of the caches; None for `Keep()`.
+            negative: Text embeddings of the unguided branch; None to leave them as they are.
 
         Raises:
             ValueError: If texts are of another shape, or `mode` is a re-cache.

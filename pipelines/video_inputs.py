@@ -77,7 +77,13 @@ def _check_numbers(name: str, value: object) -> None:
 
 
 def text_rows(transformer: Any, prompt: Tensor, negative: Tensor | None, guidance: float) -> Tensor:
-    """Return the text of all rows, those of the unguided branch last, `[B, S, E]` each.
+    """Return the text of all rows, those of the unguided branch last.
+
+    Args:
+        transformer: Transformer that reads it.
+        prompt: Text embeddings, `[B, S, E]`.
+        negative: The same of the unguided branch; not looked at without guidance.
+        guidance: Scale of classifier-free guidance; 1 for none.
 
     Raises:
         ValueError: If guidance is no finite number, or has no negative prompt.

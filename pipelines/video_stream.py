@@ -110,7 +110,11 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
         return pictures if first is None else np.concatenate([first, pictures])
 
     def switch(self, prompt: str, mode: Switch | None = None) -> None:
-        """Change the prompt from the next chunk on, with a mode as for `Session.switch`.
+        """Change the prompt from the next chunk on.
+
+        Args:
+            prompt: New text.
+            mode: Treatment of the cache, as for `Session.switch`.
 
         Raises:
             ValueError: If the text is empty, or the mode asks for more than is kept.

@@ -148,7 +148,11 @@ class VideoToVideo:
         yield from self.finish()
 
     def switch(self, prompt: str, mode: Switch | None = None) -> None:
-        """Change the prompt from the next chunk that comes in, with a mode as for `StreamBatch.switch`.
+        """Change the prompt from the next chunk that comes in.
+
+        Args:
+            prompt: New text.
+            mode: Treatment of the caches, as for `StreamBatch.switch`.
 
         Raises:
             ValueError: If the text is empty, or the mode is a re-cache.

@@ -109,7 +109,7 @@ class Runs(Attached):
     def run(self) -> Run:
         """Return the run of this thread or task, a new one if there is none.
 
-        One that nobody began in so many words is its thread's or task's alone: those that are
+        One that began with a call, not with `told`, is its thread's or task's alone: those that are
         started later copy the context, but do their own sampling.
         """
         places = _PLACES.get()
@@ -190,9 +190,9 @@ class Runs(Attached):
 
     @contextmanager
     def told(self, steps: int | None, sigmas: Sequence[float] = ()) -> Iterator[None]:
-        """Let the calls inside be one run of so many steps, None if nobody says it, of noise levels that may be said.
+        """Make the calls inside one run, of `steps` steps if they are known, with noise levels if they are known.
 
-        Raises AttachError if one is open already in this thread or task.
+        Raises AttachError if a run is open already in this thread or task.
         """
         self.settle()
         self._check_no_run(" already; end it first, or sample in another thread or task")

@@ -91,7 +91,7 @@ class TextCache:
             raise
 
     def answer(self, encoder: nn.Module, run: Callable[[], Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Answer a call of an encoder, which `run` runs."""
+        """Return the outputs of a call of an encoder, kept or computed: `run` runs it with these arguments."""
         known = next((e for e in self._encoders.values() if e.model is encoder), None)
         why = "it is unwrapped" if known is None else known.unfit()
         given = {**{str(place): value for place, value in enumerate(args)}, **kwargs}

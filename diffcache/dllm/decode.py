@@ -364,7 +364,7 @@ class Decoding:
     # blocks of attention -------------------------------------------------------------------
 
     def _first(self, count: int) -> RowState:
-        """Return the place of a sequence, whose prompt has so many tokens, before its first forward."""
+        """Return the place of a sequence, whose prompt has `count` tokens, before its first forward."""
         if self.causal is None:
             self.width = self.ids.shape[1]
             return RowState(self.prompt, self.prompt + self._size, 0, 0)

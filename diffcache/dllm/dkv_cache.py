@@ -129,8 +129,8 @@ class DKVCache(Policy):
 def nearest(centers: Tensor, masks: Tensor, count: int) -> Tensor:
     """Return the masks that are nearest to any center, bool `[B, T]`; of two at one distance the left one.
 
-    Each center, int64 `[B, n]`, -1 for none, gets so many. They take turns: what one has taken,
-    those after it leave out and look further.
+    Each center, int64 `[B, n]`, -1 for none, gets `count` of them. Centers take turns: masks that
+    one has taken are not taken by those after it, which look further.
     """
     width = masks.shape[1]
     at = torch.arange(width, device=masks.device)

@@ -107,7 +107,7 @@ class ElasticCache(Policy):
 
 
 def most_attended(masses: Tensor, known: Tensor, count: int) -> Tensor:
-    """Return the tokens, of those known, that queries attend to most in any layer, so many in each, bool `[B, T]`.
+    """Return the known tokens that queries attend to most, `count` in each layer, of any layer: bool `[B, T]`.
 
     Masses are the attention from the queries to each token in every layer, `[L, B, T]`.
     """

@@ -26,7 +26,7 @@ class BudgetState:
 
 @dataclass(frozen=True)
 class Limited(When):
-    """A gate that skips no more than so many steps, in a row and in all.
+    """A gate with limits: the most steps that are skipped in a row, `longest`, and in all, `skips`.
 
     Settings are those of `DBCache`; `gate` decides where they leave it a choice.
     """

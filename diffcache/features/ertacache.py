@@ -27,12 +27,18 @@ ADVICE = "set time=False"
 
 
 def adjust(sigmas: Tensor, factors: tuple[float, ...]) -> Tensor:
-    """Return a schedule of sigmas, `[T + 1]`, whose steps are shortened by factors and which ends where it did.
+    """Return a schedule whose steps are shortened by factors and which ends where it did.
 
-    Step `i` takes `factors[i]`, 0 to 1, of its share of the time that is left, the share being that
-    of the nominal schedule; the last step takes all that is left, so that the time of the whole is
-    kept exactly. Steps before the first factor below 1 stay as they are, to the bit. ValueError if
-    the numbers of steps differ.
+    Step `i` takes `factors[i]` of its share of the time that is left, the share being that of the
+    nominal schedule; the last step takes all that is left, so that the time of the whole is kept
+    exactly. Steps before the first factor below 1 stay as they are, to the bit.
+
+    Args:
+        sigmas: `[T + 1]`, monotonic, any real dtype; the result has its dtype and device.
+        factors: T numbers from 0 to 1; the last one is not used.
+
+    Raises:
+        ValueError: If the numbers of steps differ or a factor is not from 0 to 1.
     """
     if sigmas.ndim != 1 or len(sigmas) != len(factors) + 1:
         raise ValueError(f"sigmas {tuple(sigmas.shape)}: must be [{len(factors) + 1}]")

@@ -18,7 +18,7 @@ Kept = Annotated[int, Range(1), " (1 always computes it)"]  # an interval in ste
 
 @dataclass(frozen=True)
 class ByKind(When):
-    """Compute each kind of attention one step in so many, inside a part of the run.
+    """Compute each kind of attention at an interval of its own, inside a part of the run.
 
     Args:
         every: Kind of attention (`self`, `temporal`, `cross`) -> its interval in steps, as pairs;

@@ -34,7 +34,10 @@ class SceneRule(Ability):
 
 
 def grid_of(scene: Scene, tokens: int) -> tuple[int, ...]:
-    """Return the grid of so many tokens, of those spoken of or patches of the sample; raise AttachError for none."""
+    """Return the grid of `tokens` tokens: one that the call names, or that of the patches of the sample.
+
+    Raises AttachError if neither has as many.
+    """
     for grid in scene.grids:
         if math.prod(grid) == tokens:
             return grid

@@ -18,7 +18,7 @@ _ROUNDING = 1e-9
 
 
 def slots_for(size: Size, tokens: Tensor) -> Tensor:
-    """Return the slots that a size allows rows of so many tokens, int64 like `tokens`.
+    """Return the slots that a size allows each row, of as many tokens as `tokens` says; int64 like it.
 
     A share is rounded down, as kvpress rounds it, and is never less than one slot.
     """
@@ -29,7 +29,7 @@ def slots_for(size: Size, tokens: Tensor) -> Tensor:
 
 
 def count_for(size: Size, tokens: int) -> int:
-    """Return the slots that a size allows a row of so many tokens, as `slots_for` does."""
+    """Return the slots that a size allows a row of `tokens` tokens, as `slots_for` does."""
     return max(math.floor(tokens * size + 1e-9), 1) if isinstance(size, float) else size
 
 
@@ -52,7 +52,7 @@ class Budget(Settings, ABC):
         return isinstance(self.size, int)
 
     def steady(self, tokens: int, held: int) -> int | None:
-        """Return the slots of rows that saw and hold so many, where that is known without scores; else None."""
+        """Return the slots of rows that saw `tokens` and hold `held`, where it takes no scores to know; else None."""
         return None
 
     @abstractmethod

@@ -260,7 +260,7 @@ class KVLayer:
             self.tail = Tail(self.seen)
 
     def rollback(self, count: int) -> None:
-        """Forget the last tokens; raise ValueError if so many were not written since the layer was last settled."""
+        """Forget the last tokens; raise ValueError if fewer were written since the layer was last settled."""
         self.check_rollback(count)
         self.padding = None if self.padding is None else self.padding - self.tail.empty(count)
         self.summary = self._known_before(count)
@@ -269,7 +269,7 @@ class KVLayer:
         self.stats = {name: value[..., : self.held] for name, value in self.stats.items()}
 
     def check_rollback(self, count: int) -> None:
-        """Raise ValueError if so many tokens are not loose, or a retriever knows more than it can forget."""
+        """Raise ValueError if fewer tokens are loose, or a retriever knows more than it can forget."""
         if not 0 <= count <= self.tail.loose:
             raise ValueError(FIXED.format(count, self.tail.loose))
         self._known_before(count)

@@ -203,7 +203,7 @@ class Ring:
         return other
 
     def reset(self, seen: int = 0) -> None:
-        """Forget all, after so many tokens."""
+        """Forget all queries; `seen` tokens were there before the next one."""
         self.query, self.cleared = None, seen
         self.pending.clear()
 

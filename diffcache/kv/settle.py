@@ -19,7 +19,7 @@ from diffcache.kv.segment import Coded, Segment, leveled
 from diffcache.kv.slots import EMPTY, Slots, chosen, join
 from diffcache.kv.tail import Tail
 
-_SHARE = 8  # more than one slot in so many of those that stay are not dropped in place
+_SHARE = 8  # slots are dropped in place if they are at most this part, one in 8, of those that stay
 _LATEST = torch.iinfo(torch.int32).max
 
 

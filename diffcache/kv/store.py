@@ -80,7 +80,7 @@ class KVStore:
     # a forward -----------------------------------------------------------------------------
 
     def begin(self, count: int) -> None:
-        """Settle what is due; call it before a forward writes so many tokens.
+        """Settle what is due; call it before a forward writes `count` tokens.
 
         Raises:
             ValueError: If an earlier forward did not come to its end.
@@ -271,7 +271,7 @@ class KVStore:
                     self.views(layer.index, each.query)
 
     def check_rollback(self, count: int) -> None:
-        """Raise ValueError if so many tokens are settled, cannot be forgotten, or a forward was cut off."""
+        """Raise ValueError if the last `count` tokens are settled, cannot be forgotten, or a forward was cut off."""
         self._check_uncut()
         if count > self.seen - self._settled:
             raise ValueError(FIXED.format(count, self.seen - self._settled))
@@ -361,7 +361,7 @@ class KVStore:
             raise ValueError(CUT_OFF)
 
     def _is_due(self, count: int) -> bool:
-        """Return whether slots are scored before so many tokens are written."""
+        """Return whether slots are scored before `count` tokens are written."""
         trigger = self.recipe.trigger
         if trigger is None or not self.recipe.evicts or not (self._fresh or trigger.decoding):
             return False  # what rests while tokens are generated is due after a prompt alone

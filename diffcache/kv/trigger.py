@@ -68,10 +68,10 @@ class EveryStep(Trigger):
 
 @dataclass(frozen=True)
 class Overflow(Trigger):
-    """Compress once more slots are held than so many.
+    """Compress once a row holds more than a number of slots.
 
     Args:
-        slots: Slots of the longest row.
+        slots: Most slots of the longest row.
     """
 
     slots: Count

@@ -15,7 +15,7 @@ from diffcache.features.parts.when import Every
 from diffcache.features.profilingdit import OVERLAP, ProfilingDiT
 from diffcache.step import Site, Step
 
-QUERIES = 4096  # at most so many queries, evenly spaced, are asked what they attend to
+QUERIES = 4096  # most queries of a call, evenly spaced, whose attention is looked at
 SOME = 512  # image tokens by which the place of text is found
 CHUNK = 2**24  # numbers of an attention map that are held at a time
 _BLOCK = re.compile(r"(.+?)\.(\d+)(?:\.|$)")
@@ -176,10 +176,17 @@ class ProfileCollector(Collector):
 
 
 def received_attention(query: Tensor, key: Tensor, queries: int = QUERIES) -> Tensor:
-    """Return the attention that each token receives, float32 `[B, M]`: the mean of the softmax over queries, heads.
+    """Return the attention that each token receives: the mean of the softmax over queries and heads.
 
-    Queries are `[B, H, N, D]`, of which so many are asked at most, evenly spaced, keys `[B, H, M, D]`, or
-    with fewer heads that are shared. No map of all tokens by all tokens is ever held.
+    No map of all tokens by all tokens is ever held.
+
+    Args:
+        query: `[B, H, N, D]`.
+        key: `[B, H, M, D]`, or with fewer heads, each shared by several heads of the queries.
+        queries: Most queries to look at, evenly spaced.
+
+    Returns:
+        float32 `[B, M]`, each row with the sum 1.
     """
     batch, heads, count, size = query.shape
     if count > queries:

@@ -10,13 +10,22 @@ POWER = 2.4  # of the error that is made small
 
 
 def weight_grid(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Choose a scale, float32 above 0, and a zero, int32 of 0 to `2**bits - 1`, for every output channel, `[O]` each.
+    """Choose a scale and a zero for every output channel.
 
-    Tries the own range of the channel of a weight `[O, ...]` and that range shrunk by 1, 2, ... 79
-    percent at both ends, and keeps the one with the least sum of `|rounded - weight|**2.4` (the
-    search CacheQuant, arXiv 2503.01323, takes over from its quantizer; its reconstruction by
-    AdaRound is left out). Every range holds 0, so that zero padding stays exact. Raises ValueError
-    if the weight holds a number that is not finite.
+    Tries the channel's own range and that range shrunk by 1, 2, ... 79 percent at both ends, and
+    keeps the one with the least sum of `|rounded - weight|**2.4` (the search CacheQuant, arXiv
+    2503.01323, takes over from its quantizer; its reconstruction by AdaRound is left out). Every
+    range holds 0, so that zero padding stays exact.
+
+    Args:
+        weight: `[O, ...]`, any float dtype.
+        bits: Bits of a code, 8 or 4.
+
+    Returns:
+        Scales `[O]` float32, above 0, and zeros `[O]` int32, 0 to `2**bits - 1`.
+
+    Raises:
+        ValueError: If the weight holds a number that is not finite.
     """
     flat = weight.detach().reshape(weight.shape[0], -1).float()
     if not torch.isfinite(flat).all():
@@ -38,7 +47,8 @@ def weight_grid(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 def grid_of(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Return the scale and the zero that spread the codes over ranges from `low` to `high`, of any one shape.
 
-    Ranges hold 0. Scales are float32, 1 where a range is empty, zeros int32, 0 to `2**bits - 1`.
+    Ranges are made to hold 0: lower ends above it, and upper ends below it, are taken for 0. Scales
+    are float32, 1 where a range is empty, zeros int32, 0 to `2**bits - 1`.
     """
     low, high = low.float().clamp(max=0), high.float().clamp(min=0)
     width = (high - low) / (2**bits - 1)

@@ -51,11 +51,11 @@ class CallTime(Settings):
         return cls(max(float(anyway), 0.0), float(each))
 
     def seconds(self, frames: int, rows: int) -> float:
-        """Return the seconds of a call with so many latent frames of a row, and rows of the batch."""
+        """Return the seconds of a call: `rows` rows of `frames` latent frames each."""
         return self.weights_seconds + self.frame_seconds * frames * rows
 
     def knee(self, frames: int) -> int:
-        """Return the rows, of so many latent frames, at which a call takes twice as long as for its weights alone.
+        """Return the rows, of `frames` latent frames, at which a call takes twice as long as for its weights alone.
 
         Fewer rows leave the bandwidth to the weights; more add little to the throughput.
         """
@@ -93,7 +93,7 @@ class Schedule:
 
 
 def scheduled(time: CallTime, steps: int, frames: int, rows: int, goal: Goal) -> Schedule:
-    """Return the rate and the delay of calls of `rows` noise levels, for chunks of so many levels and frames."""
+    """Return the rate and the delay of chunks of `frames` frames and `steps` noise levels, `rows` of them a call."""
     calls = [min(rows, steps - start) for start in range(0, steps, rows)]
     busy = sum(time.seconds(frames, each) for each in calls)  # for each chunk that comes in
     comes_in = frames / goal.frames_per_second

@@ -99,8 +99,8 @@ def part_kernel(
 ):  # fmt: skip
     """Attend to one part of the slots of a key-value head, for all of its query heads.
 
-    Codes are the left factor of both products, plane by plane: a plane holds every so many
-    channels, and those of queries and results are read and written to match.
+    Codes are the left factor of both products, plane by plane: plane 0 of
+    four holds channels 0, 4, 8, ..., and channels of queries and results are read and written to match.
     """
     KEY_PLANES: tl.constexpr = keys.dtype.element_ty.primitive_bitwidth // KEY_BITS
     VALUE_PLANES: tl.constexpr = values.dtype.element_ty.primitive_bitwidth // VALUE_BITS

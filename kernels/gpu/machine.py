@@ -217,7 +217,7 @@ def read(cubin: bytes, shared: int, disassembled: bool = True) -> Machine:
 
 
 def read_amd(text: str, shared: int) -> Machine:
-    """Read the assembler's source of a kernel for an AMD GPU, which has so many bytes of local data share."""
+    """Read the assembler's source of a kernel for an AMD GPU, with `shared` bytes of local data share."""
 
     def number(name: str) -> int:
         return int(re.findall(rf"\.{name}:\s+(\d+)", text)[-1])

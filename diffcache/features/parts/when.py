@@ -233,7 +233,7 @@ def _l1_totals(values: Tensor, reference: Tensor, ranks: Any) -> tuple[float, fl
 
 
 def steps_of(when: When, total: int) -> tuple[int, ...]:
-    """Return the computed steps of a schedule that needs no probe, in a run of so many."""
+    """Return the computed steps of a schedule that needs no probe, in a run of `total` steps."""
     state, steps = when.init(), []
     for index in range(total):
         step = Step(index, total=total)

@@ -316,7 +316,7 @@ class Scheduled(Budget):
         return found
 
     def scale(self, tokens: Tensor) -> Tensor:
-        """Return the scale to which the last of so many tokens belongs, int64 like `tokens`."""
+        """Return the scale to which the last token of each row belongs; int64 like `tokens`, their numbers."""
         ends = list(accumulate(self.scales, initial=self.prompt))[1:]
         edges = torch.tensor(ends, device=tokens.device)
         return torch.searchsorted(edges, tokens.contiguous()).clamp_max(len(ends) - 1)

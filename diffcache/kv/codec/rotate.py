@@ -214,7 +214,17 @@ def rotatekv(
 ) -> TensorCodec:
     """Return the key codec of RotateKV: reorder, rotate over grouped heads, quantize per token.
 
-    It is meant for keys before their rotary embedding; settings are those of the recipe `rotatekv`, and refused alike.
+    It is meant for keys before their rotary embedding.
+
+    Args:
+        bits: Bits of a code, see `GroupQuant`.
+        group: Channels of a quantization group.
+        heads: Consecutive heads that are reordered and rotated together, which must divide H.
+        order: Calibrated order of the `heads * D` channels; None fits it to each block.
+        mode: `"paper"` or `"official"`, see `rotatekv_grid`.
+
+    Raises:
+        ValueError: If a value is out of its range.
 
     Reference: RotateKV, arXiv 2501.16383.
     """

@@ -134,7 +134,7 @@ class StaticWindow(CacheLayerMixin):  # type: ignore[misc]
         return torch.where(pos < self.sinks, pos, ring)
 
     def _kept(self, seen: int) -> Tensor:
-        """Return the positions that are held after so many tokens."""
+        """Return the positions that are held after `seen` tokens."""
         device = self.seen.device
         if seen <= self.capacity:
             return torch.arange(seen, device=device)

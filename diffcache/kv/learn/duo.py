@@ -94,7 +94,7 @@ def fit_gates(
     training: GateTraining | None = None,
     report: Callable[[int, float], None] | None = None,
 ) -> Gates:
-    """Train gates so that a model with mixed attention says what it says with all tokens.
+    """Train gates so that the outputs of a model with mixed attention match its outputs with all tokens.
 
     Only the gates are trained. The loss is the mean squared difference of the two outputs and the
     penalty times the mean gate.

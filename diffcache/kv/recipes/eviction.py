@@ -321,7 +321,7 @@ def keyformer(
 
 @checked
 def lazy_eviction(budget: Size = 1024, *, lag: Count = 32, threshold: float = 1e-4) -> Recipe:
-    """Drop, every so many steps, what is overdue to be attended to again.
+    """Drop, every `lag` tokens, those that are overdue to be attended to again.
 
     Args:
         budget: Slots of a row that are left by an eviction, or a share of the tokens it has seen.

@@ -32,8 +32,8 @@ def xkv(
             together; the paper's 512 of 4096.
         value_rank: The same of the values; the paper's 768 of 4096.
         layers: Neighbors that share.
-        block: Least tokens that are factored together, several times the rank: all of a prompt at
-            once, if it has so many.
+        block: Least tokens that are factored together, several times the rank; a prompt of at least
+            as many is factored as a whole.
         skip: First layers that are left exact.
 
     Reference: xKV, arXiv 2503.18893, section 4. Departure: tokens that are generated are factored

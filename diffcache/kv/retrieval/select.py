@@ -60,7 +60,7 @@ class Selecting(Retriever):
             Of several queries at once, those between the first and the last are not counted.
         sinks: First tokens that are always read.
         recent: Last tokens that are always read.
-        few: Up to so many queries at once choose; more are a prompt.
+        few: Most queries of a forward that choose; more are a prompt.
         group: Reduction over the query heads of a key-value head: `"mean"`, `"max"` or `"sum"`.
         skip: First layers that read everything.
     """

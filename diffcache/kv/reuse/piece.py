@@ -59,7 +59,10 @@ def cut(store: KVStore, ids: Tensor, start: int = 0) -> Piece:
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:
-    """Return pieces one after the other, positions as made; ValueError for none, or some rotated alone."""
+    """Return the tokens of pieces one after the other, each with the positions it was made at.
+
+    Raises ValueError if there are none, or some are rotated and others are not.
+    """
     if not pieces or len({piece.rotated for piece in pieces}) > 1:
         raise ValueError(f"pieces={len(pieces)}: give at least one, all rotated or all not")
     layers = []

@@ -25,7 +25,7 @@ def samples_needed(confidence: float) -> int:
 
 
 def most_strayed(samples: int, confidence: float) -> int:
-    """Return how many of so many prompts may stray; below 0 if there are too few prompts."""
+    """Return the most of `samples` prompts that may stray; below 0 if there are too few prompts."""
     return math.floor((samples + 1) * (1 - confidence) + 1e-9) - 1
 
 

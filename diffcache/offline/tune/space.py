@@ -112,7 +112,7 @@ def sites(is_unet: bool) -> tuple[Site, ...]:
 
 
 def to_calibrate(places: Sequence[Site], total: int) -> list[list[Calibrated]]:
-    """Return the methods that need tables, for runs of so many steps; those of a list share a pass."""
+    """Return the methods that need tables, for runs of `total` steps; those of a list share a pass."""
     fitted = [diffcache.FittedForecast(site=site) for site in places if site is not Site.MODULE]
     magnitude = diffcache.MagCache(longest=5, retention=0.05)
     others: list[Calibrated] = [diffcache.TeaCache(), diffcache.BAC(count=1), diffcache.ProfilingDiT(warmup=2)]
@@ -222,7 +222,7 @@ def drops(steps: tuple[int, ...]) -> list[tuple[int, ...]]:
 
 
 def moves(steps: tuple[int, ...], total: int, together: int = 1) -> list[tuple[int, ...]]:
-    """Return the schedules in which so many adjacent computed steps are moved by one.
+    """Return the schedules in which `together` adjacent computed steps are moved by one.
 
     The first step stays.
     """
