@@ -209,7 +209,9 @@ def _wanted(value: Any, kind: Any, limits: Any) -> str | None:
         known = isinstance(value, str) and value in choices
         return None if known else " or ".join(map(repr, choices))
     if origin in (tuple, Sequence):
-        return None if isinstance(value, (tuple, list)) else "a tuple or a list"
+        if not isinstance(value, (tuple, list)):
+            return "a tuple or a list"
+        return None if _nested(value, kind) else f"of the form {kind}"
     # On Python 3.10 `tuple[int, ...]` passes for a type.
     if origin or not isinstance(kind, type):
         return None
@@ -217,3 +219,21 @@ def _wanted(value: Any, kind: Any, limits: Any) -> str | None:
         return None
     article = "an" if kind.__name__[0] in "AEIOU" else "a"
     return "True or False" if kind is bool else f"{article} {kind.__name__}{allowed}"
+
+
+def _nested(value: Any, kind: Any) -> bool:
+    """Return whether a table has the levels that its annotation says, numbers or objects of a class at the last."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _nested(value, inner[0])
+    if origin in (Union, UnionType):
+        return any(_nested(value, each) for each in inner)
+    if origin in (tuple, Sequence):
+        if isinstance(value, str) or not hasattr(value, "__len__"):
+            return False
+        endless = origin is Sequence or inner[-1] is Ellipsis
+        each = inner[:1] * len(value) if endless else inner
+        return len(each) == len(value) and all(map(_nested, value, each))
+    if kind in (bool, int, float):
+        return hasattr(value, "__float__")
+    return not isinstance(kind, type) or isinstance(value, kind)

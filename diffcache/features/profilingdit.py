@@ -111,9 +111,9 @@ class ProfilingDiT(Calibrated):
                 f"foreground={self.foreground!r}: must be a bool tensor over the image tokens, a "
                 "function that returns one, or None to find it in the output"
             )
+        object.__setattr__(self, "listed", _pairs(self.listed))
         if self.listed and self.total is None:
             raise ValueError("total=None: listed steps need the number of steps, such as total=50")
-        object.__setattr__(self, "listed", _pairs(self.listed))
         super().check()
         when = self._when()
         if self.background is not None:

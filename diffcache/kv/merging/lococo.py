@@ -13,12 +13,12 @@ from diffcache.kv.codec.base import work_dtype
 from diffcache.kv.merge import Merger
 from diffcache.kv.merging.absorb import parted, picked
 from diffcache.kv.observe import Observation
-from diffcache.kv.settings import Whole
+from diffcache.kv.settings import Settings, Whole
 from diffcache.kv.slots import Slots, chosen
 
 
 @dataclass(frozen=True, eq=False)
-class MixWeights:
+class MixWeights(Settings):
     """Trained weights: a convolution over slots and a gate for each layer.
 
     Attributes:
@@ -31,7 +31,8 @@ class MixWeights:
     bias: Tensor
     gate: Tensor
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise ValueError unless shapes go together."""
         layers, memory = self.bias.shape
         if self.weight.dim() != 4 or self.weight.shape[:2] != (layers, memory):
             raise ValueError(

@@ -11,13 +11,14 @@ from torch.nn.functional import silu
 from diffcache.kv.attend import Query
 from diffcache.kv.observe import Observation
 from diffcache.kv.score.base import Score
+from diffcache.kv.settings import Settings
 from diffcache.kv.slots import Slots
 
 _NAME = "locret"
 
 
 @dataclass(frozen=True, eq=False)
-class RetainingHeads:
+class RetainingHeads(Settings):
     """Trained weights, a network of two layers for each layer of the model.
 
     Attributes:
@@ -28,7 +29,8 @@ class RetainingHeads:
     first: Tensor
     second: Tensor
 
-    def __post_init__(self) -> None:
+    def check(self) -> None:
+        """Raise ValueError unless shapes go together."""
         if self.first.dim() != 3 or self.second.shape[:2] != self.first.shape[::2]:
             raise ValueError(
                 f"first={list(self.first.shape)}, second={list(self.second.shape)}: must be "
