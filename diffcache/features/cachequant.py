@@ -105,6 +105,7 @@ class Corrected(Instead):
         if step.index == state.anchor or step.index >= self.tables.steps:
             return False
         starts: list[int] = self.tables["starts"].tolist()
+        # Maps are fitted from the start of a segment: after a step that was computed out of turn they are wrong.
         return state.anchor == max(start for start in starts if start <= step.index)
 
     def held(self, state: Anchored) -> list[Tensor]:
@@ -256,6 +257,8 @@ class CacheQuant(Calibrated):
         for table in (["cache/"] if self.every > 1 else []) + (["quant/"] if self.bits else []):
             if not any(name.startswith(table) for name in tables.names()):
                 raise TablesError(f"tables={tables!r}: hold no {table}; calibrate again")
+        # A step without a map, at which a = 1 in every channel, was computed when the maps were fitted. If
+        # `starts` were edited since, such a step would be reused uncorrected: that is refused.
         fitted = {
             step
             for name in tables.names()

@@ -114,6 +114,7 @@ def attend_noting(query: Query, views: Sequence[View], *, note: bool = True) -> 
             found = _by_products(query, view)
         return (_fused(query, view), None) if found is None else found
     out, lse = attend_parts(query, views)
+    # A sink adds exp(sink) to what the softmax divides by, and nothing to the sum of values.
     if query.sinks is not None:
         sinks = query.sinks.to(lse.dtype).view(1, -1, 1)
         out = out * (lse - torch.logaddexp(lse, sinks)).exp()[..., None]
@@ -141,7 +142,7 @@ def visible(query: Query, pos: Tensor) -> Tensor:
             seen = seen & (here <= at)
     else:
         known = query.mask.expand(max(len(pos), len(query.mask)), pos.shape[1], -1, -1)
-        width = known.shape[-1]
+        width = known.shape[-1]  # the mask is over positions, slots stand in any order
         place = here.clamp(0, width - 1).expand(len(known), -1, query.count, -1)
         seen = seen & known.gather(3, place) & (here < width)
     if query.window is not None:
@@ -197,6 +198,7 @@ def _part(query: Query, view: View) -> tuple[Tensor, Tensor]:
             return out.float(), lse * view.traits.lse_scale
     found = logits(query, view.slots, view.traits)
     lse = found.logsumexp(-1)
+    # Where nothing is seen lse is -inf, and -inf less -inf would be NaN; so all weights are exp(-inf) = 0.
     weights = (found - lse.where(lse.isfinite(), 0)[..., None]).exp()
     v = view.slots.v.to(found.dtype)
     shared = len(v) == 1 < len(found)
@@ -216,6 +218,7 @@ def limits(query: Query, view: View, opened: bool = False) -> dict[str, Any]:
     if is_open(query, view):
         return {}
     if view.start is not None and query.pos is None and query.mask is None and query.causal:
+        # Slots stand in the order of positions, so that two numbers say it, and no mask is read.
         offset, window = query.start - view.start, query.window or 0
         is_blind = offset < 0 or (window and offset + query.count - window >= view.width)
         if not opened or not is_blind:
@@ -252,6 +255,7 @@ def _by_kernel(query: Query, view: View, note: bool) -> tuple[Tensor, Tensor | N
     if parts is None:
         return None
     out, lse = lse_merge(*parts)
+    # An opened mask shows everything to queries that see nothing; scorers must not count them.
     if note and "mask" in seen:
         blind = ~visible(query, view.meta["pos"]).any(-1)
         groups = lse.shape[1] // blind.shape[1] if blind.shape[1] > 1 else 1
@@ -268,7 +272,7 @@ def _parts(query: Query, view: View, seen: dict[str, Any]) -> tuple[list[Tensor]
         return None
     pieces, limited = found
     outs, lses = [], []
-    for first, stop, k, v in pieces:
+    for first, stop, k, v in pieces:  # what limits all slots is cut to those of the piece
         own = dict(limited)
         if "offset" in own:
             own["offset"] -= first
@@ -363,7 +367,7 @@ def _fused(query: Query, view: View) -> Tensor:
             bias = many
         else:
             bias = visible(query, slots.pos) if bias is None else bias
-            bias = many.where(bias, torch.finfo(q.dtype).min)
+            bias = many.where(bias, torch.finfo(q.dtype).min)  # not -inf, of which a row of NaN comes
     k, v, grouped = slots.k, slots.v, False
     if groups > 1:
         # Where slots are not all those there ever were, nothing of transformers is matched bit for
@@ -411,6 +415,7 @@ def _sees_all(query: Query, view: View) -> bool:
     if query.pos is not None:
         return not query.causal and query.window is None
     last = query.start + query.q.shape[2] - 1
+    # The last query sees positions above last - window; earlier ones see further back.
     cut = query.window is not None and last - query.window >= (view.start or 0)
     return not cut and (not query.causal or query.start >= below - 1)
 

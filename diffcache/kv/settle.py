@@ -131,6 +131,7 @@ def carry_out(layer: KVLayer, seen: Observation, score: Tensor, plan: Tensor, re
 
 def _unsorted(plan: Tensor, order: Tensor | None) -> Tensor:
     """Return a plan in the order of `KVLayer.read`."""
+    # `order` lists, for each place that scorers saw, the place of `read`: scattering inverts the gather.
     if order is None:
         return plan
     return torch.empty_like(plan).scatter_(-1, order.expand_as(plan), plan)
@@ -157,6 +158,7 @@ def _merge(layer: KVLayer, seen: Observation, score: Tensor, plan: Tensor, merge
             same = (slots.k == seen.slots.k).all(-1, keepdim=True)
             k = layer.rotary.unrotate(slots.k, slots.rpos)
             slots = replace(slots, k=before.k.where(same, k))
+    # Mergers see slots in the order of positions, but coded segments keep theirs.
     if any(segment.coded for segment in layer.segments):
         _merge_coded(layer, seen, (before, slots), plan, flat)
         return
@@ -173,6 +175,7 @@ def _merge_coded(layer: KVLayer, seen: Observation, merged: tuple[Slots, Slots],
     if "logn" in slots.meta:
         old = before.meta.get("logn", torch.zeros_like(slots.meta["logn"]))
         changed = changed | (slots.meta["logn"] != old)
+    # Back to the order of `read`, in which the segments and the tail follow one another.
     place = torch.arange(slots.width, device=plan.device).expand_as(plan)
     slots = slots.gather(_unsorted(place, seen.order))
     plan, changed = _unsorted(plan, seen.order), _unsorted(changed, seen.order)
@@ -198,7 +201,7 @@ def _merge_coded(layer: KVLayer, seen: Observation, merged: tuple[Slots, Slots],
 
 def _split(layer: KVLayer, seen: Observation, plan: Tensor, recipe: Recipe) -> None:
     """Keep coded slots in their codes, and send those that change level to their codec."""
-    sources: list[Segment | None] = [*layer.segments, None]
+    sources: list[Segment | None] = [*layer.segments, None]  # None is the tail
     sorted_ = _Sorted([], [], [], {level: [] for level in range(1, len(recipe.ladder) + 1)})
     first = 0
     for source in sources:
@@ -211,6 +214,7 @@ def _split(layer: KVLayer, seen: Observation, plan: Tensor, recipe: Recipe) -> N
     held = [*sorted_.held, *sorted_.converted]
     for level, parts in sorted_.moving.items():
         if parts:
+            # Codecs that are fitted to data take over what the segment of the same level was coded with.
             old = next((each.segment for each in held if each.segment.level == level), None)
             new = join([part.slots for part in parts])
             segment = recipe.ladder[level - 1].hold_beside(new, level, seen, old)
@@ -221,7 +225,7 @@ def _split(layer: KVLayer, seen: Observation, plan: Tensor, recipe: Recipe) -> N
 
 def _hold(layer: KVLayer, held: Sequence[_Held], exact: Sequence[_Part], flat: bool) -> None:
     """Have a layer hold segments and, after them, exact slots; its statistics follow."""
-    where = [each.origin for each in held]
+    where = [each.origin for each in held]  # in the order in which `read` will show the slots
     if any(part.slots.width for part in exact):
         slots, origin = _together(exact)
         layer.replace(slots, flat=flat)
@@ -251,6 +255,7 @@ def _sort(into: _Sorted, source: Segment | None, shown: _Part, plan: Tensor, rec
         if not index.shape[2]:
             continue
         origin = shown.origin[..., :1] + index
+        # From code to code where the codec can: decoding first would round twice.
         moved = coded and recipe.ladder[to - 1].converted(coded, index, keep, to)
         if moved:
             into.converted.append(_Held(moved, origin.where(keep, EMPTY)))
@@ -320,7 +325,7 @@ def slots_to_drop(
         assert slots is not None
         shape = slots.k.shape[:3]
         tokens = torch.full(shape[:2], layer.seen, device=slots.k.device)
-        if asked is not None and asked.count == 1:  # that of the newest slot
+        if asked is not None and asked.count == 1:  # the query of the newest slot, which sees all of them
             asked = replace(asked, pos=None)
         below = layer.seen
         seen = Observation(layer.index, total, slots, layer.stats, tokens, asked, below=below)
@@ -356,6 +361,7 @@ def _due(recipe: Recipe, layers: Sequence[KVLayer]) -> tuple[int, int, int] | No
             lead = None if layer.mover is None else layer.mover.lead(layer.tail, layer.seen)
             if lead is None or lead < ends[0]:
                 return None
+    # Many at once, as after a prompt, are cheaper to gather than to fill one by one.
     count = held - allowed
     return (count, *ends) if count <= max(allowed // _SHARE, 1) else None
 
@@ -380,13 +386,14 @@ def _least(score: Tensor, pos: Tensor, count: int, between: tuple[int, int]) -> 
         count: Number of slots to return, n.
         between: First position that may go, and the first after it that may not.
     """
-    stays = pos >= between[1]
+    stays = pos >= between[1]  # first and last tokens, whatever their scores
     if between[0]:
         stays = stays | (pos < between[0])
     score = score.masked_fill(stays, float("inf"))
     if count == 1:
         lowest = score == score.amin(-1, keepdim=True)
         return pos.where(lowest, _LATEST).argmin(-1, keepdim=True)
+    # Sorted by position first, so that the stable sort by score leaves the earliest of equals in front.
     order = pos.argsort(-1).expand_as(score)
     ranked = score.gather(-1, order).argsort(dim=-1, stable=True)
     return order.gather(-1, ranked[..., :count])

@@ -98,7 +98,7 @@ class FeatureReuse(Extension):
         """
         self._check_split()
         parts, asked = self.setup.parts, timeline.run.record.method
-        if asked is not None and asked is not self._whole:
+        if asked is not None and asked is not self._whole:  # `diffcache.settings` gave this run a method of its own
             chosen = reuse_of(asked.for_denoiser(self._name))
             assert chosen is not None
             parts = replace(parts, when=chosen.when, instead=chosen.instead)
@@ -134,7 +134,7 @@ class FeatureReuse(Extension):
         reason = record.reason = self.must_compute(call, state)
         decision = state.decision
         frame.decides = decision.index != call.step.index
-        if not frame.decides:  # a forced first branch decides for all
+        if not frame.decides:  # another branch decided this step for all; one that was forced to compute, too
             frame.computes = decision.computes or bool(reason)
         elif reason:
             frame.computes = True
@@ -165,6 +165,7 @@ class FeatureReuse(Extension):
             return "first call"
         if call.branch.signature != call.signature:
             return "inputs changed"
+        # Another branch computed at a step that this one was not called for: its features are too old.
         if state.anchor < timeline.storage[self].last_computed < timeline.index:
             return "missed a step"
         if state.layout is None and not self.setup.is_module:
@@ -218,6 +219,7 @@ class FeatureReuse(Extension):
             return
         trace, state, setup = frame.trace, frame.state, self.setup
         learn(frame, trace, frame.given)
+        # Tried on the inputs of this very call, of which forecasts are exact: the output must not change.
         if not writes_cache(call.kwargs) and not verify(frame, trace, frame.given, out):
             frame.features.clear()  # the next call is traced again
             return

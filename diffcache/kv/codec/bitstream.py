@@ -119,6 +119,7 @@ class CacheGen(Settings):
             level: Index into `levels`.
         """
         x = torch.stack([k, v]).transpose(2, 3).flatten(3).to(work_dtype(k.dtype))  # [2, L, S, C]
+        # Codes are 0 to 2 * steps, with zero in the middle, as coders take no negative symbols.
         steps = self.steps(len(k), level).to(x.device)[..., None, None]
         if self.mode == "official":
             scales = _scales(x)
@@ -127,7 +128,7 @@ class CacheGen(Settings):
         first = x[:, :, :: self.group]
         fine = _scales(first)
         anchors = (first / _safe(fine) * _FINE).round().clamp(-_FINE, _FINE)
-        known = anchors / _FINE * fine.to(x.dtype)
+        known = anchors / _FINE * fine.to(x.dtype)  # as the receiver has them, so that no error is added
         rest = self._rest(x.shape[2], x.device)
         away = x[:, :, rest] - known[:, :, rest // self.group]
         coarse = _scales(away)
@@ -168,6 +169,8 @@ class CacheGen(Settings):
         found = []
         for level in range(len(self.levels)):
             top = self.steps(layers, level) * 2
+            # Layers have different numbers of symbols; each that it has gets a small count, so that
+            # a symbol which comes later, and never came here, can still be coded.
             there = torch.arange(int(top.max()) + 1) <= top[..., None, None]
             counts = (there * _RARE).expand(-1, -1, heads * size, -1).double().clone()
             for k, v in texts:
@@ -248,7 +251,7 @@ class CacheGen(Settings):
         magic, kind, level, layers, heads, count, size, _ = _HEAD.unpack(body[: _HEAD.size])
         anchors = 0 if self.mode == "official" else -(-count // self.group)
         channels, rest = heads * size, count - anchors
-        sizes = 2 * 2 * layers * count, 2 * layers * anchors * channels
+        sizes = 2 * 2 * layers * count, 2 * layers * anchors * channels  # bytes: float16 scales, uint8 anchors
         raw = bytearray(body[_HEAD.size : _HEAD.size + sum(sizes)])
         if magic != _MAGIC or level >= len(self.levels) or len(raw) != sum(sizes):
             raise BitstreamError("a chunk is of other settings; decode as it was encoded")
@@ -297,7 +300,7 @@ def _range_coded(codes: Tensor, weights: Tensor) -> bytes:
         weights: float64 [M, C, N] on the CPU, at least 0; they need not sum to one.
     """
     stream = _library().stream
-    coder = stream.queue.RangeEncoder()
+    coder = stream.queue.RangeEncoder()  # a queue: decoded in the order of encoding
     symbols = codes.transpose(1, 2).contiguous().numpy()
     for row, table in zip(symbols, weights.numpy(), strict=True):
         for line, weight in zip(row, table, strict=True):
