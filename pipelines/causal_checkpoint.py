@@ -29,14 +29,14 @@ from torch import Tensor
 from diffcache.errors import DiffcacheError
 from diffcache.foreign import in_float32
 
-PARTS = ("generator_ema", "generator", "model")  # of which the first that is there is taken
+PARTS = ("generator_ema", "generator", "model")  # the first one in the file is taken
 LORA = ("generator_lora",)
 PREFIXES = ("base_model.", "model.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
 _TWO_TIMES = ("delta_embedder.", "far_patch_embedding.")  # of AnyFlow
 
 
 class CheckpointError(DiffcacheError, ValueError):
-    """A file of weights cannot be read, or is of no text-to-video Wan."""
+    """A file of weights cannot be read, or does not belong to a text-to-video Wan."""
 
 
 def load_causal(
@@ -49,22 +49,22 @@ def load_causal(
 ) -> WanTransformer3DModel:
     """Load weights of the Self-Forcing family into an ordinary transformer of diffusers.
 
-    Sizes are read off the weights. Of a training checkpoint the averaged weights are taken where
-    there are some. Weights stay on the CPU.
+    Sizes are read off the weights. Of a training checkpoint the averaged weights are taken where there are some.
+    Weights stay on the CPU.
 
     Args:
         path: File of torch or of safetensors, with names as in Wan2.1's own code.
-        lora: File of low-rank updates that are added to the weights, as LongLive's `lora.pt`.
-        alpha: Scale of the updates, by which their rank is divided; None for the rank itself, as
-            LongLive's is. No file tells.
-        head: Channels of an attention head, 128 in all released models; no weight tells.
-        dtype: Dtype of the weights but for norms, modulation and the embedding of time, which
-            become float32, as in `from_pretrained`; None for the dtype that they are saved in.
+        lora: File of low-rank updates that are added to the weights, as LongLive's `lora.pt`; None for none.
+        alpha: Scale of the updates, which is divided by their rank; None for the rank itself, as LongLive uses. It is
+            not saved in any file.
+        head: Channels of an attention head, 128 in all released models; the weights do not tell it.
+        dtype: Dtype of the weights; norms, modulation and the embedding of time become float32, as in
+            `from_pretrained`. None for the dtype that they are saved in.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        CheckpointError: If the file holds anything but the weights of a Wan for text to video, or
-            the updates do not fit these.
+        CheckpointError: If the file holds anything but the weights of a Wan for text to video, or the updates do not
+            fit these.
     """
     named = _unwrapped(_read(path, PARTS))
     if any(name.startswith(_TWO_TIMES) or f".{_TWO_TIMES[0]}" in name for name in named):
@@ -102,7 +102,7 @@ def load_causal(
 
 
 def _read(path: str | os.PathLike[str], parts: tuple[str, ...]) -> Mapping[str, Any]:
-    """Return the weights in a file, under the first of some names; nothing in it is run."""
+    """Return the weights in a file, under the first of some names that is there; no code in the file is run."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"path={os.fspath(path)!r}: there is no such file")
     try:

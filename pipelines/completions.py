@@ -29,9 +29,9 @@ from diffcache.pipelines.diffusion_lm import DiffusionLM
 from diffcache.pipelines.prompt_tokens import tokens_of
 
 STOPS = "the server stops"
-BODY = 2**20  # bytes of a request
+BODY = 2**20  # most bytes of a request
 LOOK = 0.2  # seconds between two looks at whether a client has gone
-# Fields of a request that are taken with this value alone.
+# Fields of a request that may have no other value than this one.
 FIXED: dict[str, Any] = dict.fromkeys(("logprobs", "stop", "suffix", "logit_bias", "stream_options"))
 FIXED |= {"n": 1, "best_of": 1, "echo": False, "top_p": 1, "presence_penalty": 0, "frequency_penalty": 0}
 TAKEN = {"model", "prompt", "max_tokens", "stream", "temperature", "user"}
@@ -40,15 +40,16 @@ _log = logging.getLogger("diffcache.serve")
 
 @dataclass(eq=False)
 class Completion:
-    """One answer on its way, to one prompt of a request: its text or tokens, and its tokens once it is decoded.
+    """One answer on its way, to one prompt of a request.
 
     Attributes:
+        prompt: Text or tokens of the prompt; its tokens once it is decoded.
         most: Tokens that are asked for.
         loop: Loop of the handler.
-        events: What happens to it: pieces of text, each with why the answer ended, None where it
-            goes on; or the error that it failed of.
+        events: Events for the handler: a piece of text with the reason why the answer ended, None where it goes on; or
+            the error that ended it.
         tokens: Tokens of the answer so far.
-        text: Their text, as far as the handler was told; the whole once it has ended.
+        text: Text of these tokens, as far as the handler was told; the whole text once it has ended.
         is_over: Whether nobody waits for it any more.
     """
 
@@ -67,7 +68,7 @@ class Completion:
 
 
 class Events(StreamingResponse):
-    """A stream whose prompts leave when it ends, also where it never began."""
+    """A stream of events; its prompts leave when it ends, also where it never began."""
 
     wanted: Sequence[Completion] = ()
 
@@ -83,8 +84,8 @@ class Completions:
     """Completions by one model, whose attention is causal over blocks, wrapped with a cache.
 
     `complete` is a handler of Starlette and FastAPI, also within a deployment of Ray Serve. A request that is refused,
-    fails or goes away disturbs no other. Requests say `prompt` (text, tokens, or a list of either), `max_tokens`,
-    `stream` and `temperature`; what would change the answer otherwise is refused.
+    fails or goes away disturbs no other. Requests may have `prompt` (text, tokens, or a list of either), `max_tokens`,
+    `stream` and `temperature`; other fields that would change the answer are refused.
 
     Args:
         lm: The model with its tokenizer, as `DiffusionLM.serve` takes it.
@@ -128,7 +129,7 @@ class Completions:
         self.thread.start()
 
     def close(self) -> None:
-        """Stop decoding; who waits is told so."""
+        """Stop decoding; answers under way end with an error."""
         with self.change:
             self.is_closed = True
             self.change.notify_all()
@@ -137,7 +138,7 @@ class Completions:
     # the decoding thread -----------------------------------------------------------------------
 
     def _decode(self) -> None:
-        """Decode what comes, until it is closed."""
+        """Decode prompts as they come, until the server is closed."""
         while True:
             with self.change:
                 self.change.wait_for(lambda: self.queue or self.is_closed)
@@ -145,7 +146,7 @@ class Completions:
                     break
             try:
                 self._decode_some()
-            except Exception as error:  # of the model: those under way are told, others go on
+            except Exception as error:  # the model failed: answers under way are told so, later ones are served
                 self._end(self.running.values(), RuntimeError(f"{type(error).__name__}: {error}"))
                 self.running.clear()
         with self.change:
@@ -184,7 +185,7 @@ class Completions:
             try:
                 size = self.lm.masked.size("vocab_size")
                 (one.prompt,) = tokens_of([one.prompt], self.lm.tokenizer, size)
-            except Exception as error:  # of a tokenizer, too
+            except Exception as error:  # a tokenizer may raise anything
                 one.tell(error)
                 continue
             self.running[number] = one
@@ -204,7 +205,7 @@ class Completions:
         return is_over
 
     def _show(self, one: Completion, ends: bool = False) -> None:
-        """Tell a handler what settled, and why the answer is over where it is."""
+        """Send a handler the text that settled and, where the answer is over, the reason."""
         kept, eos = one.tokens[: one.most], self.schedule.eos_id
         stops = eos in kept
         if stops:
@@ -221,7 +222,7 @@ class Completions:
     # a request ---------------------------------------------------------------------------------
 
     async def models(self, request: Request) -> Response:
-        """Answer which models there are."""
+        """Answer with the list of models, as `GET /v1/models` asks for it."""
         return JSONResponse({"object": "list", "data": [{"id": self.name, "object": "model"}]})
 
     async def complete(self, request: Request) -> Response:
@@ -284,7 +285,13 @@ class Completions:
         yield "data: [DONE]\n\n"
 
     async def _asked(self, request: Request) -> dict[str, Any]:
-        """Return the fields of a request; raise an error that says what is wrong with it, or that the client went."""
+        """Return the fields of a request.
+
+        Raises:
+            ClientDisconnect: If the client goes before all of it came.
+            HTTPException: If it is too large, or asks for another model.
+            ValueError: If it cannot be read, or asks for something that is not offered.
+        """
         body = b""
         async for part in request.stream():
             body += part
@@ -309,7 +316,10 @@ class Completions:
         return asked
 
     def _wanted(self, asked: dict[str, Any]) -> list[Completion]:
-        """Return the prompts of a request."""
+        """Return the prompts of a request.
+
+        Raises ValueError if there are none, or the answer is longer than the schedule's.
+        """
         prompts = asked["prompt"]
         is_one = isinstance(prompts, str) or (isinstance(prompts, list) and _is_row(prompts))
         prompts = [prompts] if is_one else prompts
@@ -326,7 +336,10 @@ class Completions:
 
 
 async def pieces(one: Completion) -> AsyncIterator[tuple[str, str | None]]:
-    """Yield the text of an answer as it settles, and with the last piece why it ended; raise what it failed of."""
+    """Yield the text of an answer as it settles; the last piece comes with the reason why it ended.
+
+    Raises the error that ended it, if any.
+    """
     why = None
     while why is None:
         event = await one.events.get()
@@ -337,7 +350,10 @@ async def pieces(one: Completion) -> AsyncIterator[tuple[str, str | None]]:
 
 
 async def ended(wanted: list[Completion]) -> list[str | None]:
-    """Wait for the whole texts of answers, and return why each ended; raise what one failed of."""
+    """Wait for the whole texts of answers, and return the reason why each ended.
+
+    Raises the error that ended one, if any.
+    """
     reasons = []
     for one in wanted:
         told = [why async for _, why in pieces(one)]
@@ -346,7 +362,7 @@ async def ended(wanted: list[Completion]) -> list[str | None]:
 
 
 def leave(wanted: Sequence[Completion]) -> None:
-    """Give the places of prompts up, if they have not ended."""
+    """Give up the places of prompts that have not ended."""
     for one in wanted:
         one.is_over = True
 
@@ -361,9 +377,9 @@ def refusal(message: str, status: int) -> Response:
 
 
 def fault(error: Exception) -> tuple[str, int]:
-    """Return what a client is told of an error, and the status that says whose fault it is.
+    """Return the text that a client is told about an error, and the status: 4xx for its own fault, 5xx for another.
 
-    The text of a model's error stays here: it may name files of this machine.
+    The text of a model's error stays here: it may contain names of files of this machine.
     """
     if isinstance(error, ValueError):
         return str(error), 400
@@ -380,5 +396,5 @@ def _error(message: str, status: int) -> dict[str, Any]:
 
 
 def _is_row(prompt: Any) -> bool:
-    """Return whether a prompt is tokens."""
+    """Return whether a prompt is a list of tokens."""
     return bool(prompt) and isinstance(prompt, list) and all(type(x) is int for x in prompt)

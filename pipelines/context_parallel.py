@@ -1,8 +1,8 @@
 """Share a stream of video among processes, which diffusers splits a transformer's tokens over.
 
-Every process calls the same functions with the same arguments. The transformer computes a part of
-the tokens in each (Ulysses). Before keys and values are written they are exchanged for those of all
-tokens and a part of the heads, so that a process holds its heads of the whole history.
+Every process calls the same functions with the same arguments. The transformer computes a part of the tokens in each
+(Ulysses). Before keys and values are written, the processes exchange them: each gets a part of the heads for all
+tokens, so that it holds its heads of the whole history.
 
 >>> transformer.enable_parallelism(config=ContextParallelConfig(ulysses_degree=2))  # doctest: +SKIP
 >>> session = CausalVideo(transformer).session(text, size=(60, 104))  # doctest: +SKIP
@@ -36,7 +36,7 @@ class ContextRanks:
         """Exchange a part of the tokens, `[B, T, H, D]`, for a part of the heads of all tokens.
 
         Returns:
-            `[B, T ranks, H / ranks, D]`.
+            `[B, T * ranks, H / ranks, D]`.
         """
         parts = x.unflatten(2, (self.count, -1)).movedim(2, 0)
         return self._exchanged(parts).movedim(0, 1).flatten(1, 2)
@@ -45,20 +45,23 @@ class ContextRanks:
         """Exchange a part of the heads, `[B, T, H, D]`, for all heads of a part of the tokens.
 
         Returns:
-            `[B, T / ranks, H ranks, D]`.
+            `[B, T / ranks, H * ranks, D]`.
         """
         parts = x.unflatten(1, (self.count, -1)).movedim(1, 0)
         return self._exchanged(parts).movedim(0, 2).flatten(2, 3)
 
     def _exchanged(self, parts: Tensor) -> Tensor:
-        """Send each process its part, `[ranks, ...]`, and return those that all of them sent."""
+        """Send each process its part, `[ranks, ...]`, and return the parts that the processes sent to this one."""
         parts = parts.contiguous()
         found = torch.empty_like(parts)
         distributed.all_to_all_single(found, parts, group=self.group)
         return found
 
     def check_same(self, value: Any, device: torch.device) -> None:
-        """Raise ValueError in every process unless all of them give the same plain data and tensors."""
+        """Check that all processes were given the same plain data and tensors.
+
+        Raises ValueError in every process if they were not.
+        """
         number = int(digest(value), 16) >> 2
         bounds = torch.tensor([number, -number], device=device)
         distributed.all_reduce(bounds, distributed.ReduceOp.MAX, group=self.group)
@@ -79,7 +82,13 @@ def ranks_of(model: nn.Module) -> ContextRanks | None:
 
 
 def shared_by(model: Any, policy: VideoPolicy, size: tuple[int, int], unit: int) -> ContextRanks | None:
-    """Return the processes that share a new stream, of so many tokens a frame; None for one process.
+    """Return the processes that share a new stream; None for one process.
+
+    Args:
+        model: Transformer.
+        policy: Policy that chooses the frames to hold.
+        size: Height and width in latents.
+        unit: Tokens of a frame.
 
     Raises:
         AttachError: If the model is split in another way than by `ulysses_degree`.
@@ -121,7 +130,9 @@ def shared_by(model: Any, policy: VideoPolicy, size: tuple[int, int], unit: int)
 
 
 def check_alike(session: Any, *given: Any) -> None:
-    """Raise unless all processes that share a stream are about to do the same, with what they are given.
+    """Check that all processes that share a stream are about to do the same.
+
+    `given` are the plain data and tensors of the call: frames, a switch, latents.
 
     Raises:
         AttachError: If the transformer was split after the stream began.
@@ -141,7 +152,10 @@ def check_alike(session: Any, *given: Any) -> None:
 def attend_by_heads(model: nn.Module, call: AttentionCall, attend: Callable[[AttentionCall], Tensor]) -> Tensor:
     """Return the attention of this process's tokens, `[B, T, H, D]`, computed by heads.
 
-    `attend` is the attention of this process's heads over all tokens.
+    Args:
+        model: Transformer, split or not.
+        call: Queries, keys and values of this process's tokens.
+        attend: Computes the attention of this process's heads over all tokens.
     """
     ranks = ranks_of(model)
     if ranks is None:

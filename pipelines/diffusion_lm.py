@@ -42,7 +42,7 @@ OnSettled = Callable[[int, "list[int] | str"], None]
 
 
 class Streamer:
-    """Calls a function with the tokens that settle: those before the first mask of an answer.
+    """Calls a function with the tokens that settle: the decided tokens before the first mask of an answer.
 
     Args:
         on_settled: Called with the number of a prompt and its newly settled tokens, or their text; None for nobody.
@@ -56,7 +56,7 @@ class Streamer:
     def show(self, decoding: Decoding, numbers: Iterable[tuple[int, int]] | None = None) -> None:
         """Tell the tokens that settled at the last step; the host waits.
 
-        Told are all sequences, or those in `numbers`, each with the number of its prompt.
+        `numbers` are the sequences to tell about, each with the number of its prompt; None for all.
         """
         if self.on_settled is None:
             return
@@ -73,7 +73,10 @@ class Streamer:
 
 @contextmanager
 def progress_bar(shown: bool) -> Iterator[Callable[[Decoding], None]]:
-    """Yield a function that shows how many tokens of a decoding are decided, if it is to; the host waits."""
+    """Yield a function that shows on a bar how many tokens of a decoding are decided; the host waits.
+
+    Without a bar, if `shown` is False, it does nothing.
+    """
     if not shown:
         yield lambda decoding: None
         return
@@ -115,33 +118,32 @@ class Answer:
 class DiffusionLM(Loop):
     """A masked diffusion language model and how it is decoded.
 
-    Models that attend both ways see prompt and answer whole. Those whose attention is causal over blocks (LLaDA2,
-    SDAR, Fast-dLLM v2) are decoded block by block: a policy chooses rows of the active block, all before it is kept
-    exactly, and nothing after it is computed. Elastic-Cache, d2Cache and dLLM-Cache are refused there: they go by what
-    layers note of all tokens.
+    Models that attend both ways see prompt and answer whole. Models whose attention is causal over blocks (LLaDA2,
+    SDAR, Fast-dLLM v2) are decoded block by block: a policy chooses rows of the active block, everything before it is
+    kept exactly, and nothing after it is computed. Elastic-Cache, d2Cache and dLLM-Cache are refused for these models,
+    since they need features of all tokens in each layer.
 
     Args:
-        model: A model of transformers, or of code of its own as LLaDA and Dream, that predicts masks; or diffusers'
-            `LLaDA2Pipeline`, whose model, tokenizer and block length are taken. Wrapped with a policy of
+        model: A model of transformers, or one with its own code such as LLaDA and Dream, that predicts masks; or
+            diffusers' `LLaDA2Pipeline`, whose model, tokenizer and block length are taken. Wrapped with a policy of
             `diffcache.dllm`, it is decoded with that cache; else without any.
         tokenizer: Its tokenizer; None for prompts and answers of token ids.
         mask_id: Token of the mask; None for that of the configuration or the tokenizer.
         eos_id: Token that ends an answer; None for that of the tokenizer, or none.
         guide: Autoregressive model of transformers with the same tokenizer, for `Sampler(rule=Guided())`, which is
             then the sampler where none is given.
-        shift: Whether the logits of a row are about the token after its own, as Dream's are; None for what the
-            configuration's `model_type` says. A cache then computes the row before each token that may be committed
-            besides.
-        block: Tokens of a block, for a model whose attention is causal over blocks and goes both ways inside; None for
-            what its configuration says. It is tried once before the first answer, in three forwards of two blocks, and
-            so is who makes the mask of blocks.
+        shift: Whether the logits of a row predict the token after its own, as in Dream; None to go by the
+            configuration's `model_type`. A cache then also computes the row before each token that may be committed.
+        block: Tokens of a block, for a model whose attention is causal over blocks and goes both ways inside; None to
+            go by its configuration. Before the first answer, three forwards of two blocks check the block, and find
+            out whether the model makes the mask of blocks itself.
         compiled: Whether `torch.compile` runs forwards of some rows, for models whose attention goes through
             transformers' interface, and all policies but dLLM-Cache and Sparse-dLLM. Forwards of all rows, and those
             within `torch.inference_mode`, stay as they are. Logits agree up to rounding. A new number of rows may be
             compiled anew; `Schedule(multiple=16)` makes them few.
 
     Raises:
-        ValueError: If nobody says which token the mask is, the guide cannot score the model's tokens, `shift` is not
+        ValueError: If nothing tells the token of the mask, the guide cannot score the model's tokens, `shift` is not
             what the model does, or the pipeline is another one.
     """
 
@@ -202,10 +204,10 @@ class DiffusionLM(Loop):
         Args:
             source: Directory or Hugging Face model ID.
             dtype: Data type of the weights; "auto" is the one that they were saved in.
-            trust_remote_code: Whether Python code that comes with the weights may run, as LLaDA's and Dream's has to.
+            trust_remote_code: Whether Python code that comes with the weights may run, which LLaDA and Dream need.
 
         Raises:
-            ValueError: If transformers cannot load it, or nobody says which token the mask is.
+            ValueError: If transformers cannot load it, or nothing tells the token of the mask.
         """
         from transformers import AutoTokenizer
 
@@ -252,16 +254,16 @@ class DiffusionLM(Loop):
         Args:
             prompts: A text, texts, or token ids of one sequence `[P]` or `[1, P]`, or of several in a list; those of
                 different lengths are padded on the left.
-            schedule: Length, blocks and steps; the default one is the policy's, and ends at the tokenizer's end token.
+            schedule: Length, blocks and steps; None for the policy's default, which ends at the tokenizer's end token.
             sampler: Sampler; None for low-confidence decoding, a fixed number of tokens a step.
             on_settled: Called with the number of a sequence and what settled in it: text, or tokens without a
                 tokenizer. A token has settled when all before it are decided.
             progress: Whether a progress bar is shown.
-            check: Whether every plan is checked to cover what changed; each step waits for that.
+            check: Whether every plan is checked to cover all rows that changed; each step waits for that.
 
         Raises:
-            ValueError: If the prompts are empty, too long, hold the mask or are no tokens of the model, the sampler
-                does not fit the policy, or the model's logits are not finite.
+            ValueError: If the prompts are empty or too long, contain the mask or ids that are no tokens of the model,
+                the sampler does not fit the policy, or the model's logits are not finite.
         """
         streamer, rows = Streamer(on_settled, None if self.tokenizer is None else self.text), 0
         with progress_bar(progress) as show:
@@ -309,30 +311,30 @@ class DiffusionLM(Loop):
         """Yield the number of a prompt and its answer's tokens, each as it ends.
 
         At most `slots` prompts are decoded at a time; where one ends, the next one takes its place (continuous
-        batching). For models whose attention is causal over blocks. Where nothing is drawn, each answer is that of its
-        prompt alone, up to rounding.
+        batching). For models whose attention is causal over blocks. If the sampler draws nothing at random, each
+        answer is the one that its prompt has alone, up to rounding.
 
         Args:
-            prompts: Texts or token ids, taken one by one as places are free. An iterator that waits for its next one
-                has all wait; it yields None where nobody asks now, and is looked at again after the next forward. It
-                ends when all places are free.
+            prompts: Texts or token ids, taken one by one as places are free. An iterator that blocks until its next
+                one makes all wait; it may yield None instead while there is none, and is asked again after the next
+                forward. Serving ends once it is exhausted and all places are free.
             schedule: Schedule, as for `generate`.
             sampler: Sampler, as for `generate`.
             slots: Sequences that are decoded at a time.
             longest: Most tokens of a prompt; None to look at all prompts beforehand.
-            fill: Tokens of a prompt that a forward computes once others are under way, whole blocks of attention, at
-                least one; longer prompts take several forwards.
+            fill: Tokens of a prompt that a forward computes once others are under way, in whole blocks of attention,
+                at least one; longer prompts take several forwards.
             on_settled: Called with the number of a prompt and what settled in its answer, as for `generate`.
-            is_canceled: Asked after every forward about each prompt that is decoded; where it says so, the prompt
+            is_canceled: Asked after every forward about each prompt that is decoded; if it returns True, the prompt
                 leaves its place without an answer.
 
         Yields:
-            Number of the prompt, from 0, and the tokens of its answer; or the error of a prompt that is none of the
-            model or longer than `longest`, which disturbs no other.
+            Number of the prompt, from 0, and the tokens of its answer; or an error, for a prompt that is longer than
+            `longest` or is not made of the model's tokens. It disturbs no other prompt.
 
         Raises:
             ValueError: If the model attends both ways, the policy does not let sequences come and go, or the prompts
-                are one text, or tokens of one.
+                are one text, or the tokens of one prompt.
         """
         self._check_serves(prompts, slots, longest, fill)
         rows: Iterable[list[int] | ValueError | None] = map(self._tokens, prompts)
@@ -347,7 +349,7 @@ class DiffusionLM(Loop):
         refused.clear()
         numbers = dict(enumerate(number for number, _ in taken))
         places = slots if taken and None in early else max(len(taken), 1)  # others may come
-        blank = [0 if self.mask_id else 1]  # settings are checked where there is no prompt, too
+        blank = [0 if self.mask_id else 1]  # so that settings are checked even without a prompt
         first = [row for _, row in taken] + [blank] * (places - len(taken))
         decoding = self._begun(first, schedule, sampler, longest)
         for slot in range(len(taken), places):
@@ -368,7 +370,7 @@ class DiffusionLM(Loop):
                     else:
                         yield number, decoding.answer[slot].tolist()
                     del numbers[slot]
-                    streamer.told.pop(number, None)  # prompts may come without end
+                    streamer.told.pop(number, None)  # there may be endlessly many prompts
                 self._seat(decoding, numbers, waiting, size)
                 yield from refused
                 refused.clear()
@@ -380,7 +382,7 @@ class DiffusionLM(Loop):
         for slot in range(len(decoding.rows)):
             if slot not in numbers:
                 pair = next(waiting, None)
-                if pair is None:  # nobody now
+                if pair is None:  # no prompt at present
                     return
                 numbers[slot] = pair[0]
                 decoding.place(slot, pair[1], fill)
@@ -398,7 +400,7 @@ class DiffusionLM(Loop):
     def _forwards(self, decoding: Decoding, check: bool = False) -> Generator[int, None, None]:
         """Yield how many rows of each sequence a forward computed, after every forward."""
         policy = self.policy
-        context, stack = copy_context(), ExitStack()  # a run of its own, whoever takes turns
+        context, stack = copy_context(), ExitStack()  # so that decodings that take turns have a run each
         try:
             if policy is not None:
                 context.run(stack.enter_context, run(self.model))
@@ -440,7 +442,10 @@ class DiffusionLM(Loop):
     def _begun(
         self, prompts: Prompts, schedule: Schedule | None, sampler: Sampler | None, longest: int = 0
     ) -> Decoding:
-        """Return a decoding before its first forward, with room for prompts of `longest` tokens."""
+        """Return a decoding before its first forward, with room for prompts of `longest` tokens.
+
+        Raises ValueError if the prompts or settings do not fit the model, the policy or each other.
+        """
         policy = self.policy
         guide = None if self.guide is None else ModelGuide(self.guide)
         if sampler is None:
@@ -516,7 +521,10 @@ class DiffusionLM(Loop):
                 refused.append((number, row))
 
     def _check_serves(self, prompts: Any, slots: int, longest: int | None, fill: int) -> None:
-        """Raise ValueError unless sequences may come and go, and are not one prompt, which would be taken apart."""
+        """Raise ValueError unless sequences may come and go.
+
+        A single prompt is refused too: it would be taken for many, letter by letter or token by token.
+        """
         check_int("slots", slots, 1)
         check_int("fill", fill, 1)
         if longest is not None:
@@ -558,7 +566,7 @@ class DiffusionLM(Loop):
             )
 
     def _encoded(self, prompts: Prompts, longest: int = 0) -> tuple[Tensor, Tensor | None]:
-        """Return prompts as tokens `[B, P]`, padded on the left, and which are no padding."""
+        """Return prompts as tokens `[B, P]`, padded on the left, and a mask of the tokens that are no padding."""
         rows = tokens_of(prompts, self.tokenizer, self.masked.size("vocab_size"))
         longest = max([longest, *map(len, rows)])
         device = device_of_model(self.model)
@@ -572,6 +580,6 @@ class DiffusionLM(Loop):
 
 
 def can_be_compiled(policy: Policy | None) -> bool:
-    """Return whether a compiled forward serves a policy."""
+    """Return whether forwards under a policy can be compiled."""
     abilities = () if policy is None else policy.abilities()
     return bool(abilities) and all(isinstance(x, FedRows) and x.plans.compiles for x in abilities)

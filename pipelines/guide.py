@@ -11,8 +11,8 @@ from diffcache.foreign import device_of_model, with_cache
 class ModelGuide:
     """A causal language model of transformers as a `Guide`.
 
-    It keeps keys and values of tokens that are the same as in the call before, up to the first one
-    that is not, and computes all after it again. So its cache is exact, whatever was committed.
+    It keeps keys and values of tokens that are the same as in the call before, up to the first token that differs, and
+    computes all after it again. So its cache is exact, whatever was committed.
 
     Attributes:
         rows: Rows that the model computed, of all sequences and forwards together.
@@ -22,7 +22,7 @@ class ModelGuide:
         from transformers import DynamicCache
 
         self.model, self.cache, self.rows = model, DynamicCache(), 0
-        self.ids: Tensor | None = None  # whose keys and values are held, `[B, t]`
+        self.ids: Tensor | None = None  # tokens whose keys and values are held, `[B, t]`
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, at: Tensor, wanted: Tensor, valid: Tensor | None) -> Tensor:
@@ -50,7 +50,7 @@ class ModelGuide:
         return logits.gather(1, place[..., None].expand(-1, -1, logits.shape[-1]))
 
     def _crop(self, ids: Tensor, most: int) -> int:
-        """Keep the positions that did not change, at most so many, and return their number."""
+        """Keep the positions that did not change, up to `most`, and return their number."""
         if self.ids is None:
             return 0
         held = self.ids.shape[1]
@@ -87,5 +87,5 @@ def _is_causal(guide: nn.Module) -> bool:
     ids = torch.zeros(2, 8, dtype=torch.int64, device=device_of_model(guide))
     ids[1, 4:] = 1
     one, other = guide(input_ids=ids).logits[:, :4]
-    bound = 8 * torch.finfo(one.dtype).eps * one.abs().max()  # experts may round otherwise
+    bound = 8 * torch.finfo(one.dtype).eps * one.abs().max()  # a mixture of experts may round differently
     return not bool((one - other).abs().max() > bound)

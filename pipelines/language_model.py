@@ -15,11 +15,15 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 
 def load_language_model(source: str, dtype: torch.dtype | str = "auto", *, trust_remote_code: bool = False) -> Any:
-    """Load a language model, a directory or a Hugging Face model ID, ready to generate.
+    """Load a language model, ready to generate.
 
-    Code of LLaDA's and Dream's checkpoints is written for earlier releases of transformers. What it
-    misses in later ones is lent to it while it is loaded; its files are used as they are. The dtype "auto"
-    is the one that weights were saved in.
+    Code of LLaDA's and Dream's checkpoints is written for earlier releases of transformers. Members that are missing
+    in later ones are added while it is loaded; its files are used as they are.
+
+    Args:
+        source: Directory or Hugging Face model ID.
+        dtype: Dtype of the weights; "auto" is the one that they were saved in.
+        trust_remote_code: Whether code that comes with the checkpoint may run.
 
     Raises:
         OSError: If there is no such model.
@@ -37,16 +41,16 @@ def load_language_model(source: str, dtype: torch.dtype | str = "auto", *, trust
             code = get_class_from_dynamic_module(codes[auto.__name__], source)
             stack.enter_context(_earlier_transformers(code))
         model: Any = auto.from_pretrained(source, config=config, dtype=dtype, **more)
-    if hasattr(model, "reset_rope_parameters"):  # Dream's frequencies stand in no checkpoint
+    if hasattr(model, "reset_rope_parameters"):  # Dream's frequencies are not in the checkpoint
         model.reset_rope_parameters()
     return model.eval()
 
 
 @contextmanager
 def _earlier_transformers(code: Any) -> Iterator[None]:
-    """Lend a class of models the members of transformers 4 that it expects."""
+    """Add to a class of models, `code`, the members of transformers 4 that it expects."""
     tie = code.tie_weights
-    takes_none = len(inspect.signature(tie).parameters) == 1  # but the model, as LLaDA's
+    takes_none = len(inspect.signature(tie).parameters) == 1  # only `self`, as LLaDA's does
     lacks_rope = "default" not in ROPE_INIT_FUNCTIONS
     names = vars(inspect.getmodule(code)).values()
     own: list[Any] = [x for x in names if inspect.isclass(x) and issubclass(x, GenerationConfig)]
@@ -59,7 +63,7 @@ def _earlier_transformers(code: Any) -> Iterator[None]:
         code.tie_weights = lambda model, *args, **kwargs: tie(model)
     for kind in checks:
         kind.validate = lambda *args, **kwargs: None
-    code.all_tied_weights_keys = {}  # its instances have their own, but for LLaDA's
+    code.all_tied_weights_keys = {}  # LLaDA's instances have none of their own
     try:
         yield
     finally:

@@ -38,13 +38,13 @@ class Loading:
     """Options for loading a pipeline, beside its dtype and device.
 
     Attributes:
-        variant: Files of weights that are read, such as `fp16`; "" are those without one.
+        variant: Variant of the weight files that are read, such as `fp16`; "" for the files without one.
         revision: Branch, tag or commit of a Hugging Face model; "" is the newest.
         offload: One of `OFFLOADS`, as diffusers names them; "" keeps all on the device.
-        loras: Adapters of low rank, each a file, a folder or a Hugging Face model ID, with `:SCALE`
-            behind it if that is not 1.
+        loras: Adapters of low rank, each a file, a folder or a Hugging Face model ID, with `:SCALE` behind it if that
+            is not 1.
         quantize: Key of `QUANTIZED` for the weights of the denoisers; "" for none.
-        compile: Compile the repeated blocks of the denoisers.
+        compile: Whether to compile the repeated blocks of the denoisers.
     """
 
     variant: str = ""
@@ -55,7 +55,7 @@ class Loading:
     compile: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "loras", tuple(self.loras))  # a list in files
+        object.__setattr__(self, "loras", tuple(self.loras))  # JSON files give a list
         for name, value, known in (("offload", self.offload, OFFLOADS), ("quantize", self.quantize, QUANTIZED)):
             if value and value not in known:
                 raise ValueError(f"--{name} {value!r}: must be one of {', '.join(known)}")
@@ -66,12 +66,16 @@ class Loading:
         return {item.name: value for item in fields(self) if (value := getattr(self, item.name)) != item.default}
 
     def check(self, model: str, device: torch.device) -> None:
-        """Check the arguments before any file is read.
+        """Check the options before any file is read.
+
+        Args:
+            model: Model that the command line names.
+            device: Device that the pipeline will run on.
 
         Raises:
             FileNotFoundError: If an adapter is not there.
             MissingError: If a package is missing.
-            ValueError: If the device cannot do it.
+            ValueError: If the device does not support an option.
         """
         if self.offload and device.type == "cpu":
             raise ValueError(
@@ -95,7 +99,9 @@ class Loading:
 
 
 def made_by(model: str) -> Any:
-    """Return the pipeline that a function of the user's makes, named as `module:function`; None for other text.
+    """Return the pipeline that a function of the user makes, named as `module:function`; None for other text.
+
+    Modules of the working directory are found too.
 
     Raises:
         ValueError: If there is no such function, or it needs arguments or returns no pipeline.
@@ -114,10 +120,12 @@ def made_by(model: str) -> Any:
 
 
 def named_function(option: str, text: str) -> Callable[..., Any]:
-    """Import a function of the user's by its name, `module:function`, also from the working directory.
+    """Import a function of the user by its name, `module:function`; modules of the working directory are found too.
+
+    `option` is the option that named it, for errors.
 
     Raises:
-        ValueError: If the module cannot be imported, or has no such function; `option` named it.
+        ValueError: If the module cannot be imported, or has no such function.
     """
     module, _, name = text.partition(":")
     if os.getcwd() not in sys.path:
@@ -133,7 +141,7 @@ def named_function(option: str, text: str) -> Callable[..., Any]:
 
 
 def check_made(dtype: str, device: str, loading: Loading) -> None:
-    """Raise ValueError if anything is said of a loaded pipeline that loading would decide."""
+    """Raise ValueError if a dtype, a device or an option of loading is given for a pipeline that is loaded already."""
     for name, value in (("dtype", dtype), ("device", device)):
         if value != "auto":
             raise ValueError(f"{name}={value!r}: a loaded pipeline has its own; leave it out")
@@ -146,13 +154,13 @@ def load(
 ) -> tuple[Any, dict[str, Any]]:
     """Load a pipeline, and the defaults of its call.
 
-    Defaults stand in `diffcache.json` beside the pipeline, as `{"call": {"height": 64}}`.
+    Defaults are read from `diffcache.json` beside the pipeline, as `{"call": {"height": 64}}`.
 
     Args:
         model: Path, shipped name or Hugging Face model ID, for `locate`.
         dtype: Name of the dtype, for `dtype_of`.
         device: Name of the device, for `diffcache.command.device_of`.
-        loading: Anything else than the weights as they are, on the device.
+        loading: Further options; None for the plain weights on the device.
 
     Raises:
         FileNotFoundError: If there is no such pipeline or adapter.
@@ -188,7 +196,7 @@ def load(
 
 
 def identity_of(loading: Loading) -> dict[str, Any]:
-    """Return a key of how a pipeline is loaded, with the content of adapters."""
+    """Return data that identify the options, with the content of adapters."""
     known = loading.changes
     sums = {}
     for source, _ in map(_adapter, loading.loras):

@@ -1,4 +1,4 @@
-"""Call a masked language model: its family's facts, its arguments, the trial of its blocks."""
+"""Call a masked language model: facts about its family, its arguments, and a trial of its blocks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from diffcache.method import check_int
 
 @dataclass(frozen=True)
 class Family:
-    """Facts of a family of models, where the configuration of one says none.
+    """Facts about a family of models, used where a model's configuration does not tell.
 
     Attributes:
-        shift: Whether a row predicts the token after its own; None where nobody knows.
+        shift: Whether a row predicts the token after its own; None where it is not known.
         block: Tokens of a block of attention; None where attention goes both ways.
         named: Name of that number in the configuration.
         mask_id: Token of the mask in the released tokenizers.
@@ -46,7 +46,10 @@ FAMILIES = {  # by the configuration's `model_type`
 
 
 class MaskedModel:
-    """A masked language model, wrapped or not, as a decoding calls it; `block` as for `DiffusionLM`."""
+    """A masked language model, wrapped or not, as a decoding calls it.
+
+    `block` is the number of tokens of a block of attention; None where attention goes both ways.
+    """
 
     def __init__(self, model: nn.Module, block: int | None) -> None:
         self.model, self.block = model, block
@@ -57,9 +60,9 @@ class MaskedModel:
     @cached_property
     @torch.no_grad()
     def masks_itself(self) -> bool:
-        """Return True if the model makes the mask of blocks itself, False if it is given one.
+        """Return True if the model makes the mask of blocks itself, False if it has to be given one.
 
-        Tried once: logits of a block are compared with those next to other tokens, inside and after it.
+        Tried once: the logits of a block must change with a token inside it, and not with tokens after it.
 
         Raises:
             ValueError: If its attention is not causal over blocks, or not both ways inside.
@@ -77,9 +80,9 @@ class MaskedModel:
             try:
                 plain, seen, unseen = (
                     self.model(**self._arguments(x, None, plan), use_cache=False).logits[0, :size]
-                    for x in (ids, inside, after)  # of one shape, which rounds alike
+                    for x in (ids, inside, after)  # all of one shape, so that they round alike
                 )
-            except (RuntimeError, ValueError) as error:  # of a mask that it does not take
+            except (RuntimeError, ValueError) as error:  # raised by a model that does not take this mask
                 failure = error
                 continue
             near = max(1e-3, torch.finfo(plain.dtype).eps) * plain.float().norm()
@@ -93,15 +96,15 @@ class MaskedModel:
         ) from failure
 
     def _arguments(self, ids: Tensor, valid: Tensor | None, plan: RowPlan) -> dict[str, Any]:
-        """Return the arguments of a call of all rows of a model that is not wrapped.
+        """Return the arguments of a call that computes all rows, for a model that is not wrapped.
 
-        Tokens are int64 `[B, T]`; which are no padding is bool `[B, T]`, None for all.
+        `ids` are int64 `[B, T]`; `valid`, bool `[B, T]`, is True for tokens that are no padding, None for all.
         """
         given: dict[str, Any] = {"input_ids": ids, "attention_mask": valid, **self.more}
         if plan.block is None and valid is None and not self.first:
             return given
         at, mask = places_of(ids, valid, self.first)
-        given["position_ids"] = at.expand_as(ids)  # some count otherwise where they pad
+        given["position_ids"] = at.expand_as(ids)  # some models number padded rows differently
         if plan.masks_itself:
             given["attention_mask"] = torch.ones_like(ids)
         elif plan.block is not None:
@@ -130,12 +133,12 @@ class MaskedModel:
         return without + (scale + 1) * (found - without)
 
     def size(self, name: str) -> int:
-        """Return a size of the model's configuration, the largest number where it says none."""
+        """Return a size from the model's configuration; the largest integer where it is missing."""
         found = getattr(getattr(self.model, "config", None), name, None)
         return sys.maxsize if found is None else int(found)
 
     def check_token(self, name: str, token: int | None) -> None:
-        """Raise ValueError unless a token is one of the model, or None."""
+        """Raise ValueError unless a token is in the model's vocabulary, or None."""
         vocabulary = self.size("vocab_size")
         if token is not None:
             check_int(name, token, 0)
@@ -143,7 +146,7 @@ class MaskedModel:
                 raise ValueError(f"{name}={token}: is no token of the model, which has {vocabulary}; give another")
 
     def check_sizes(self, prompt: int, schedule: Schedule) -> None:
-        """Raise ValueError unless the model has the end token, and as many positions as prompt and answer."""
+        """Raise ValueError unless the model knows the end token, and has positions for prompt and answer."""
         self.check_token("eos_id", schedule.eos_id)
         whole = prompt + schedule.length
         whole += -whole % (self.block or 1)  # the last block is decoded to the end

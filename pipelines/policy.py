@@ -107,7 +107,7 @@ class DiffusionPolicyPipeline(DiffusionPipeline):  # type: ignore[misc]
         self.maybe_free_model_hooks()
         scale, offset = (torch.tensor(part, device=device) for part in self.config.action)
         chunk = (sample.float() - offset) / scale
-        first = seen - 1  # chunks start at the oldest observation
+        first = seen - 1  # a chunk starts at the oldest observation, so this is the action after the newest one
         actions = chunk[:, first : first + self.config.n_action_steps]
         return PolicyOutput(actions, chunk) if return_dict else (actions, chunk)
 
@@ -131,9 +131,11 @@ def rollout(
 ) -> int:
     """Run every episode to its end with a receding horizon: draw a chunk, execute its start.
 
-    Only episodes that are not over are drawn for, each with noise of its own, so that an episode
-    does not depend on the others of its batch. Returned is how many chunks were drawn one after the
-    other; the environment holds the outcome.
+    Only episodes that are not over are drawn for, each with noise of its own, so that an episode does not depend on
+    the others of its batch. The environment holds the outcome afterwards.
+
+    Returns:
+        Number of chunks that were drawn one after the other.
     """
     count = len(environment.running)
     noises = [torch.Generator().manual_seed(seed * 1_000_003 + number) for number in range(count)]
@@ -200,7 +202,8 @@ def load_policy(state: Mapping[str, Tensor], n_head: int, n_action_steps: int = 
 def scheduler(prediction_type: str = "epsilon") -> DDPMScheduler:
     """Return the scheduler of the published policies: DDPM, 100 steps.
 
-    The denoiser predicts `epsilon` (the noise, as published), `sample` (the actions) or `v_prediction`.
+    `prediction_type` is what the denoiser predicts: `epsilon` (the noise, as published), `sample` (the actions) or
+    `v_prediction`.
     """
     return DDPMScheduler(
         num_train_timesteps=100,

@@ -1,7 +1,7 @@
 """The transformer of a diffusion policy, with the names that published policies have.
 
 Modules and parameters are called as in `TransformerForDiffusion` of the Diffusion Policy repository
-(github.com/real-stanford/diffusion_policy, MIT; arXiv 2303.04137), so that its weights load by name, and layers call
+(github.com/real-stanford/diffusion_policy, MIT; arXiv 2303.04137), so that its weights load by name. Layers call
 attention and the two linears of the feed-forward as modules, so that a cache can skip each.
 """
 
@@ -113,7 +113,7 @@ class TransformerForDiffusion(ModelMixin, ConfigMixin):  # type: ignore[misc]
     arXiv 2303.04137, section IV-A; the published variant with time as a condition).
 
     Args:
-        input_dim: Numbers in an action (and what else is denoised with it).
+        input_dim: Numbers in a token: an action, and anything that is denoised with it.
         output_dim: Numbers in a prediction.
         horizon: Actions in a chunk.
         n_obs_steps: Observations given, one token each; None for `horizon`.
@@ -124,7 +124,7 @@ class TransformerForDiffusion(ModelMixin, ConfigMixin):  # type: ignore[misc]
         p_drop_emb: Dropout of the embeddings, 0 to 1.
         p_drop_attn: Dropout inside the layers, 0 to 1.
         causal_attn: Whether an action sees only those before it.
-        n_cond_layers: Layers of the encoder of what was observed; 0 for two linears.
+        n_cond_layers: Layers of the encoder of observations; 0 for two linears.
 
     Raises:
         ValueError: If the width does not divide by twice the heads.

@@ -91,8 +91,13 @@ def open_pipeline(
 ) -> tuple[Any, Streaming]:
     """Return a `WanPipeline` whose transformer is causal, and how it is streamed.
 
-    Arguments are those of `CausalVideo.from_pretrained`, of which `weights` go to `load_causal`. The
-    autoencoder stays float32, as diffusers advises.
+    Args:
+        folder: Folder as diffusers saves it, the name of a shipped model, or a Hugging Face ID.
+        checkpoint: File of causal weights for the transformer; None for those of the folder.
+        device: Device of all models.
+        dtype: Dtype of transformer and text encoder; None for float32 on the CPU, bfloat16 elsewhere. The autoencoder
+            stays float32, as diffusers advises.
+        **weights: More arguments of `load_causal`.
 
     Raises:
         FileNotFoundError: If there is no such file, or neither a folder nor such an ID.

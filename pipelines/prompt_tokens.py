@@ -13,15 +13,18 @@ Prompts = str | Sequence[str] | Sequence[Sequence[int]] | Tensor
 
 
 def tokens_of(prompts: Prompts, tokenizer: Any, vocabulary: int) -> list[list[int]]:
-    """Return the tokens of each prompt: a text, texts, or token ids of one sequence or several.
+    """Return the tokens of each prompt.
 
-    The tokenizer is None where there are no texts; the model knows so many tokens, its vocabulary.
+    Args:
+        prompts: A text, texts, or token ids of one sequence or several.
+        tokenizer: Makes tokens of texts; None where there are no texts.
+        vocabulary: Number of tokens that the model knows.
 
     Raises:
-        ValueError: If there are none, texts come without a tokenizer, are empty or of words that it
-            does not know, or they are neither texts nor tokens of the model.
+        ValueError: If there are no prompts, texts come without a tokenizer, are empty or have words that it does not
+            know, or they are neither texts nor tokens of the model.
     """
-    is_one = not getattr(prompts, "ndim", 1)  # number
+    is_one = not getattr(prompts, "ndim", 1)  # a tensor of one number
     if is_one or isinstance(prompts, (Mapping, Set, bytes)) or not isinstance(prompts, Iterable):
         raise ValueError(
             f"prompts={prompts!r}: must be a text, texts or token ids; of what a tokenizer returns, give the input_ids"

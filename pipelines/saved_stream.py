@@ -24,7 +24,7 @@ SWITCHES: dict[str, Any] = {mode.__name__: mode for mode in (Keep, Flush, Recach
 
 
 def facts(video: Any, policy: VideoPolicy, sampler: FewSteps) -> dict[str, str]:
-    """Return the facts that a restored stream must share, by their names in an error."""
+    """Return the facts that a restored stream must share with the saved one, by their names in an error."""
     ranks = ranks_of(video.transformer)
     return {
         "transformer": str(facts_of(video.transformer, None)["config"]),
@@ -59,7 +59,7 @@ def state_of(session: Any) -> dict[str, Any]:
 
 
 def switch_state(switch: tuple[Tensor, Any] | None) -> dict[str, Any] | None:
-    """Return a switch that has not taken effect as plain values, for `switch_of`.
+    """Return a switch that has not taken effect as plain values, which `switch_of` reads.
 
     Raises:
         ValueError: If its mode cannot be written.
@@ -83,10 +83,16 @@ def switch_of(state: Mapping[str, Any] | None) -> Any:
 def write_stream(
     folder: str | os.PathLike[str], store: KVStore, state: Mapping[str, Any], known: Mapping[str, str]
 ) -> None:
-    """Write a stream into two files, one of which is its cache; those of another stream are replaced.
+    """Write a stream into a folder, as two files, one of which is its cache; another stream there is replaced.
+
+    Args:
+        folder: Folder, made if need be.
+        store: Cache of the stream.
+        state: Result of `state_of`.
+        known: Result of `facts`.
 
     Raises:
-        ValueError: If something in the cache has no place in a file.
+        ValueError: If something in the cache cannot be written to a file.
     """
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
@@ -97,11 +103,17 @@ def write_stream(
 
 
 def restored(video: Any, folder: str | os.PathLike[str], policy: VideoPolicy, sampler: FewSteps) -> Any:
-    """Return the session that `write_stream` wrote, with the policy and noise levels that it was made with.
+    """Return the session that `write_stream` wrote.
+
+    Args:
+        video: `CausalVideo` that it goes on with.
+        folder: Folder of the files.
+        policy: Policy that it was made with.
+        sampler: Noise levels that it was made with.
 
     Raises:
         FileNotFoundError: If there is no such stream.
-        SavedCacheError: If it is altered, holds what no stream holds, or something about it is not the same here.
+        SavedCacheError: If it is altered, has content that no stream has, or its facts are not the same here.
     """
     state, about = read(Path(folder) / STREAM, video.transformer.device)
     known = facts(video, policy, sampler)

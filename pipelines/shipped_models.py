@@ -16,10 +16,9 @@ OTHERS = (
 
 
 def present(directory: str | Path) -> Path:
-    """Return the directory of any model, after a check that this installation has it if it is a shipped one.
+    """Return the directory of any model; check first that it is here if it is a shipped one.
 
-    Raises:
-        MissingError: If it does not.
+    Raises MissingError if it is a shipped model that this installation does not have.
     """
     path = Path(directory)
     if path.parent == MODELS and path.name in (*PACKED, *OTHERS) and not path.exists():
@@ -33,7 +32,7 @@ def present(directory: str | Path) -> Path:
 
 
 def places(model: str) -> Iterator[Path]:
-    """Yield where a model may be that a command line names: its path, then a shipped one.
+    """Yield places where a model that a command line names may be: its path, then a shipped one.
 
     Raises:
         MissingError: If it is the name of a shipped model that is not here.

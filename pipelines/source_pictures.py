@@ -24,14 +24,14 @@ IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 
 def film_of(source: Any, size: tuple[int, int], fps: float | None = None) -> Iterator[Pictures]:
-    """Yield the pictures of a source, uint8 `[H, W, 3]`, cut in the middle and scaled to a size.
+    """Yield the pictures of a source, uint8 `[H, W, 3]`, cropped in the middle and scaled to a size.
 
     Args:
-        source: Path of an image or a video file, an image of PIL, uint8 pictures `[H, W, 3]` or
-            `[F, H, W, 3]`, or an iterable of any of these but files.
+        source: Path of an image or a video file, an image of PIL, uint8 pictures `[H, W, 3]` or `[F, H, W, 3]`, or an
+            iterable of any of these but files.
         size: Height and width in pixels.
-        fps: Pictures a second that a video file is read at: of each moment the picture that it
-            shows. None for all of its pictures.
+        fps: Pictures a second to read from a video file: at each moment the one that it shows. None for all of its
+            pictures.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -58,9 +58,9 @@ def film_of(source: Any, size: tuple[int, int], fps: float | None = None) -> Ite
 
 
 def fitted(picture: Any, size: tuple[int, int]) -> Pictures:
-    """Return a picture, cut in the middle and scaled to a height and width, uint8 `[H, W, 3]`.
+    """Return a picture, cropped in the middle and scaled to a height and width in pixels, uint8 `[H, W, 3]`.
 
-    It is an image of PIL of 8 bits a channel, put on white where it is transparent, or uint8 `[H, W, 3]`.
+    `picture` is an image of PIL with 8 bits a channel, put on white where it is transparent, or uint8 `[H, W, 3]`.
 
     Raises:
         ValueError: If it is neither.
@@ -94,13 +94,18 @@ def _opaque(picture: Image.Image) -> Image.Image:
 
 
 def begin_with(source: Any, size: tuple[int, int], each: int, fps: float | None = None) -> Pictures:
-    """Return the pictures that a film begins with: the latest of a source that make whole latents.
+    """Return the pictures that a film begins with: the latest ones of a source that make whole latent frames.
 
-    Of a long source only the latest 60 latent frames are used, of `each` pictures after the first one.
-    Arguments are otherwise those of `film_of`, as are its errors.
+    Of a long source only the latest 60 latent frames are used. Other arguments and errors are those of `film_of`.
+
+    Args:
+        source: As for `film_of`.
+        size: Height and width in pixels.
+        each: Pictures of a latent frame, after the first.
+        fps: As for `film_of`.
 
     Returns:
-        uint8 `[F, H, W, 3]`, F being 1 and a multiple of `each`.
+        uint8 `[F, H, W, 3]`, where F is 1 and a multiple of `each`.
 
     Raises:
         ValueError: If there is no picture.
@@ -112,7 +117,10 @@ def begin_with(source: Any, size: tuple[int, int], each: int, fps: float | None 
 
 
 def groups(pictures: Iterator[Pictures], counts: Iterator[int]) -> Iterator[Pictures]:
-    """Yield pictures `[H, W, 3]` in groups of so many, uint8 `[F, H, W, 3]`; a last one that is short is left."""
+    """Yield pictures `[H, W, 3]` in groups, uint8 `[F, H, W, 3]`, each of the next number in `counts`.
+
+    A last group that would be too short is left out.
+    """
     for count in counts:
         group = list(islice(pictures, count))
         if len(group) < count:
@@ -121,13 +129,13 @@ def groups(pictures: Iterator[Pictures], counts: Iterator[int]) -> Iterator[Pict
 
 
 def to_tensor(pictures: Pictures, device: torch.device) -> Tensor:
-    """Return pictures, uint8 `[F, H, W, 3]`, in -1..1, `[1, 3, F, H, W]`."""
+    """Return pictures, uint8 `[F, H, W, 3]`, as a tensor of values in -1..1, `[1, 3, F, H, W]`."""
     film = torch.from_numpy(np.ascontiguousarray(pictures)).to(device)
     return film.movedim(-1, 0)[None].float() / 127.5 - 1
 
 
 def _read(path: Path, fps: float | None) -> Iterator[Image.Image]:
-    """Yield the pictures of a file, one for an image, the way up that it says."""
+    """Yield the pictures of a file, one for an image, turned upright as the file tells."""
     if not path.is_file():
         raise FileNotFoundError(f"no file {str(path)!r}: name an image or a video file")
     if path.suffix.lower() in IMAGES:
@@ -151,7 +159,10 @@ def _read(path: Path, fps: float | None) -> Iterator[Image.Image]:
 
 
 def _timed(frames: Iterator[Any], fps: float | None) -> Iterator[Any]:
-    """Yield the frame that is shown at each of so many moments a second, from the first frame's on; all for None."""
+    """Yield the frame that a video shows at each moment, `fps` times a second from its first frame on.
+
+    `fps` of None yields all frames.
+    """
     shown, before, start = 0, None, None
     for frame in frames:
         if fps is None or frame.time is None:
@@ -162,5 +173,5 @@ def _timed(frames: Iterator[Any], fps: float | None) -> Iterator[Any]:
             yield before
             shown += 1
         before = frame
-    if before is not None:  # is shown for a moment at least, the first one of a film
+    if before is not None:  # the last frame is shown too, at least for a moment
         yield before

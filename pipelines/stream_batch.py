@@ -1,4 +1,4 @@
-"""Roll several chunks out at once, each at a noise level of its own, one call of the network each.
+"""Roll several chunks out at once, each at its own noise level, in one call of the network.
 
 >>> stream = StreamBatch(video, text, size=(60, 104))  # doctest: +SKIP
 >>> chunks = [stream.next() for _ in range(20)]  # the first are None  # doctest: +SKIP
@@ -27,17 +27,18 @@ from diffcache.pipelines.video_session import checked
 from diffcache.video import FewSteps, Recache, Switch, VideoPolicy
 
 WAITING = "waiting.safetensors"
-Change = tuple[Tensor, Switch]  # text of all rows, and what becomes of the cache
+Change = tuple[Tensor, Switch]  # text of all rows, and the treatment of the cache
 
 
 class StreamBatch:
     """A stream whose noise levels work on chunks that follow one another, in one batch.
 
-    A call makes one step of as many chunks as there are levels: the newest at the highest, the oldest at the lowest,
-    which comes out finished. Each level has a cache, of keys and values made at that level, and there is no clean
-    pass: a chunk costs one call, memory is that of one cache times the levels, and a chunk comes out as many calls
-    after it went in as there are levels. With fewer `rows` levels run group after group, so that a chunk comes out
-    sooner and costs more calls; with one, it goes through all levels before the next begins. The film is the same.
+    A call makes one step of several chunks, one for each noise level: the newest chunk at the highest level, the
+    oldest at the lowest, where it comes out finished. Each level has a cache of keys and values made at that level,
+    and there is no clean pass. So a chunk costs one call, memory is that of one cache times the number of levels, and
+    a chunk comes out as many calls later as there are levels. With fewer `rows`, levels run group after group, so that
+    a chunk comes out sooner and costs more calls; with one, it goes through all levels before the next begins. The
+    film is the same.
 
     Departure: rows of the released code share one cache tensor; here each level has a store of its own and attends on
     its own, so that any policy serves, and levels that have no chunk yet cost nothing.
@@ -48,7 +49,7 @@ class StreamBatch:
         seed: Seed of the noise.
         rows: Levels that run in one call; None for all of them.
         sampler: Noise levels; None for those of `video`.
-        settings: Others of `CausalVideo.session`.
+        settings: Other arguments of `CausalVideo.session`.
 
     Attributes:
         sampler: Noise levels.
@@ -75,7 +76,7 @@ class StreamBatch:
         self.sampler = video.sampler if sampler is None else sampler
         count = len(self.sampler.levels)
         seeds = torch.randint(2**62, (count,), generator=torch.Generator().manual_seed(seed))
-        settings = {"read_once": False, **settings}  # a cache is read once a chunk
+        settings = {"read_once": False, **settings}  # a level reads its cache once a chunk: nothing to keep
         self.levels = [video.session(prompt, seed=int(each), **settings) for each in seeds]
         self.rows = count if rows is None else rows
         check_int("rows", self.rows, 1)
@@ -102,15 +103,15 @@ class StreamBatch:
     def next(
         self, latents: Tensor | None = None, level: float | None = None, *, frames: int | None = None
     ) -> Tensor | None:
-        """Let a chunk in, and return the one that is finished, `[B, C, F, H, W]`; None for none.
+        """Let a chunk in, and return the one that is finished, `[B, C, F, H, W]`; None while there is none.
 
         An error leaves the stream as it was.
 
         Args:
-            latents: Clean latents of a video that the chunk is made from, `[B, C, F, H, W]`; None
-                to make it from noise.
-            level: Noise level that they are given, below 1 and above that of the second step, such
-                as `MotionNoise` sets; None for the sampler's first.
+            latents: Clean latents of a video that the chunk is made from, `[B, C, F, H, W]`; None to make it from
+                noise.
+            level: Noise level that the latents are brought to, such as `MotionNoise` sets, at most 1 and above the
+                level of the second step; None for the sampler's first.
             frames: Latent frames of a chunk made from noise; None for a chunk.
 
         Raises:
@@ -194,11 +195,13 @@ class StreamBatch:
         write(Path(folder) / WAITING, state, about)
 
     def resume(self, folder: str | os.PathLike[str], policy: VideoPolicy | str | None = None) -> None:
-        """Go on where `save` left a stream of the same levels, size and policy, to the bit.
+        """Go on where `save` left a stream of the same levels and size, bit for bit.
+
+        `policy` is the one that the saved stream had; None for the one of this stream.
 
         Raises:
             FileNotFoundError: If there is no saved stream.
-            SavedCacheError: If it is altered, was cut off, or is of something else.
+            SavedCacheError: If it is altered, was cut off, or was made with other settings.
         """
         place, first = Path(folder), self.levels[0]
         state, about = read(place / WAITING, first.prompt.device)
@@ -226,7 +229,10 @@ class StreamBatch:
         self._brought, self._switch = brought, switch
 
     def attend(self, number: int, call: AttentionCall) -> Tensor:
-        """Attend over the cache of each level that runs, with their queries, keys and values before rotation."""
+        """Attend over the cache of each level that runs.
+
+        `number` is that of the layer; queries, keys and values come before rotation.
+        """
         parts = zip(*(x.chunk(len(self._running)) for x in (call.q, call.k, call.v)), strict=True)
         return torch.cat(
             [
@@ -239,14 +245,14 @@ class StreamBatch:
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """Take back the effects of a step that is cut off; sessions see to their own caches."""
+        """Undo the effects of a step that is cut off; sessions restore their own caches."""
         before, brought, switch = dict(self._waiting), dict(self._brought), self._switch
         states = [(session.frames, session.generator.get_state()) for session in self.levels]
         try:
             yield
         except BaseException:
             self._waiting, self._brought = before, brought
-            self._switch = self._switch or switch  # the former was ordered in the meantime
+            self._switch = self._switch or switch  # one that was ordered in the meantime counts
             for session, (frames, noise) in zip(self.levels, states, strict=True):
                 session.frames, session._switch = frames, None
                 session.generator.set_state(noise)
@@ -259,14 +265,14 @@ class StreamBatch:
         with ExitStack() as opened:  # an error takes back what every level wrote
             for start in range(0, count, self.rows):
                 group = range(start, min(start + self.rows, count))
-                # The chunk that left the group before is among those that wait by now.
+                # The chunk that left the previous group is waiting at this group's first level by now.
                 running = [level for level in group if level in self._waiting]
                 if running:
                     done = self._call(running, first, opened)
         return done
 
     def _call(self, running: list[int], first: float, opened: ExitStack) -> Tensor | None:
-        """Call the transformer once, and hand each chunk on to the next level."""
+        """Call the transformer once, hand each chunk on to the next level, and return the finished one, if any."""
         sampler, sessions = self.sampler, [self.levels[level] for level in running]
         chunks = [self._waiting.pop(level) for level in running]
         brought = [self._brought.pop(level, None) for level in running]

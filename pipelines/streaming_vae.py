@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from diffcache.errors import AttachError
 
-_MOST = 1.01  # of pictures in -1..1, some of which were scaled or rounded
+_MOST = 1.01  # largest value of pictures in -1..1, with room for scaling and rounding
 
 
 class _Film:
-    """One film that passes through a half of an autoencoder, which is held at its frames before."""
+    """One film that passes through half of an autoencoder, which keeps features of its earlier frames."""
 
     def __init__(self, vae: nn.Module, half: str) -> None:
         if type(vae).__name__ != "AutoencoderKLWan":
@@ -39,10 +39,12 @@ class _Film:
         return list(self._held)
 
     def hold(self, held: list[Any], frames: int) -> None:
-        """Go on where another film of this autoencoder was, by the `held` and `frames` of that.
+        """Go on where another film of this autoencoder was.
+
+        `held` is its result of `held`, `frames` the number of latent frames so far.
 
         Raises:
-            ValueError: If they are of another autoencoder.
+            ValueError: If the features belong to another autoencoder.
         """
         if len(held) != len(self._held):
             raise ValueError(f"held={len(held)} convolutions: this autoencoder has {len(self._held)}")
@@ -62,7 +64,7 @@ class _Film:
 
 
 class WanEncoder(_Film):
-    """Encode one film as it comes in; its latents are those of the whole film, however it is cut.
+    """Encode one film as it comes in; latents are those of the whole film, however it is cut into calls.
 
     The first picture of a film makes a latent frame, and every `pictures` after it one more.
 
@@ -74,7 +76,7 @@ class WanEncoder(_Film):
         pictures: Pictures of a latent frame, after the first.
 
     Raises:
-        AttachError: If it is of another class.
+        AttachError: If `vae` is of another class.
     """
 
     def __init__(self, vae: nn.Module) -> None:
@@ -85,11 +87,11 @@ class WanEncoder(_Film):
     def encode(self, pictures: Tensor) -> Tensor:
         """Return the latents of the next pictures, as a transformer makes them, `[B, C, F, H, W]`.
 
-        They are the means of the autoencoder's distribution, brought to mean 0 and variance 1.
+        They are the means of the autoencoder's distribution, normalized to mean 0 and variance 1.
 
         Args:
-            pictures: Pictures in -1..1, floating, `[B, 3, F, H, W]`: at the start of a film 1 and a multiple of
-                `pictures`, later a multiple.
+            pictures: Pictures in -1..1, floating, `[B, 3, F, H, W]`; F is 1 and a multiple of `pictures` at the start
+                of a film, later a multiple.
 
         Raises:
             ValueError: If they have another shape, size or range, or do not make whole latent frames.
@@ -136,16 +138,17 @@ class WanEncoder(_Film):
 
 
 class WanDecoder(_Film):
-    """Decode one film as it is made; its pictures are those of `WanPipeline`, however it is cut.
+    """Decode one film as it is made; pictures are those of `WanPipeline`, however the film is cut into calls.
 
-    What the autoencoder's convolutions have to know of earlier frames is held here, so any number of films take turns
-    on one autoencoder. Frames are decoded whole, without the tiles and slices that the autoencoder may be set to.
+    The features of earlier frames that the autoencoder's convolutions need are kept here, so any number of films take
+    turns on one autoencoder. Frames are decoded whole, without the tiles and slices that the autoencoder may be set
+    to.
 
     Args:
         vae: `AutoencoderKLWan` of diffusers.
 
     Raises:
-        AttachError: If it is of another class.
+        AttachError: If `vae` is of another class.
     """
 
     def __init__(self, vae: nn.Module) -> None:
@@ -155,14 +158,14 @@ class WanDecoder(_Film):
     def decode(self, latents: Tensor) -> Tensor:
         """Return the pictures of the next frames, in -1..1, `[B, 3, F, H, W]`.
 
-        The first latent frame of a film gives one picture, those after it give several each.
+        The first latent frame of a film gives one picture, each later one gives several.
 
         Args:
-            latents: Latents as the transformer makes them, `[B, C, F, H, W]`: of mean 0 and variance 1 in each
-                channel, which is undone here by the statistics of the autoencoder's configuration.
+            latents: Latents as the transformer makes them, `[B, C, F, H, W]`, with mean 0 and variance 1 in each
+                channel; the statistics in the autoencoder's configuration undo that here.
 
         Raises:
-            ValueError: If they are no latents of this autoencoder, or of another size than those before.
+            ValueError: If they are not latents of this autoencoder, or have another size than those before.
         """
         self._check(latents)
         config, held, pictures = self.vae.config, list(self._held), []

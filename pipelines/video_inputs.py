@@ -31,9 +31,9 @@ def checked_size(size: tuple[int, int], patch: tuple[int, int, int]) -> tuple[in
 
 
 def check_latents(latents: Tensor, wanted: tuple[int, int, int, int]) -> None:
-    """Raise ValueError unless these are latents of a stream.
+    """Raise ValueError unless these are latents of a stream: finite numbers `[B, C, F, H, W]`, with a frame at least.
 
-    They are finite numbers `[B, C, F, H, W]`, with a frame at least; wanted are B, C, H and W.
+    `wanted` are batch, channels, height and width.
     """
     _check_numbers("latents", latents)
     shape = latents.shape
@@ -45,9 +45,9 @@ def check_latents(latents: Tensor, wanted: tuple[int, int, int, int]) -> None:
 
 
 def check_places(config: Any, shape: Sequence[int]) -> None:
-    """Raise ValueError unless a transformer can number all tokens of one call, a chunk `[B, C, F, H, W]`.
+    """Raise ValueError unless a transformer has positions for all tokens of one call, a chunk `[B, C, F, H, W]`.
 
-    Its table of positions bounds frames, rows and columns. Frames that are held do not count: they are numbered here.
+    Its table of positions bounds frames, rows and columns. Frames in the cache do not count: they are numbered here.
     """
     most = config.rope_max_seq_len
     frames, height, width = (size // each for size, each in zip(shape[2:], config.patch_size, strict=True))
@@ -61,7 +61,7 @@ def check_places(config: Any, shape: Sequence[int]) -> None:
 
 
 def check_text(name: str, text: Tensor, width: int) -> None:
-    """Raise ValueError unless these are finite text embeddings of a transformer, `[B, S, width]`."""
+    """Raise ValueError unless these are finite text embeddings `[B, S, width]`; `name` is for the error."""
     _check_numbers(name, text)
     if text.dim() != 3 or text.shape[2] != width or not text.numel():
         raise ValueError(f"{name}={list(text.shape)}: must be [B, S, {width}]")
@@ -82,7 +82,7 @@ def text_rows(transformer: Any, prompt: Tensor, negative: Tensor | None, guidanc
     Args:
         transformer: Transformer that reads it.
         prompt: Text embeddings, `[B, S, E]`.
-        negative: The same of the unguided branch; not looked at without guidance.
+        negative: Text embeddings of the unguided branch; not used without guidance.
         guidance: Scale of classifier-free guidance; 1 for none.
 
     Raises:
@@ -102,7 +102,10 @@ def text_rows(transformer: Any, prompt: Tensor, negative: Tensor | None, guidanc
 
 
 def refuse_copy(stream: object, _protocol: SupportsIndex) -> NoReturn:
-    """Raise TypeError for a copy or pickle of a stream: the transformer at hand attends through it."""
+    """Refuse to copy or pickle a stream, since the transformer in use attends through it.
+
+    Raises TypeError.
+    """
     raise TypeError(
         f"{type(stream).__name__}: cannot be copied or pickled, as its transformer attends through "
         "the object itself; write a session with save(folder), read it with "
@@ -116,7 +119,10 @@ def one_run(transformer: Any, steps: int) -> AbstractContextManager[None]:
 
 
 def guided(found: Tensor, guidance: float) -> Tensor:
-    """Return the velocity that guidance makes of those of the branches, of which the unguided one comes last."""
+    """Return the velocity that guidance makes of the predictions `found`; rows of the unguided branch come last.
+
+    A scale of 1 means that there is no other branch.
+    """
     if guidance == 1:
         return found
     with_prompt, without = found.chunk(2)

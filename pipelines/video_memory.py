@@ -35,11 +35,11 @@ def rehearsed(
 ) -> int:
     """Return the most bytes of keys and values that are held between two chunks.
 
-    A policy is carried out on random keys of few layers, heads and tokens, in each of which bytes
-    grow evenly, so that it takes a second and not the time of a film.
+    A policy is carried out on random keys with few layers, heads and tokens, and the bytes are extrapolated, since
+    they grow linearly in each of these. So it takes a second instead of the time of a film.
 
     Args:
-        policy: Frames that are held.
+        policy: Policy that chooses the frames to hold.
         rotary: Rotary embedding, whose grid is that of a frame.
         chunk: Latent frames of a chunk.
         frames: Latent frames of the film.
@@ -48,13 +48,13 @@ def rehearsed(
         read_once: Whether rotated keys are kept from step to step.
     """
     rows, layers, heads, channels = shape
-    # Codes go by groups of tokens, so that a smaller frame has to leave the same remainder.
+    # Codes come in groups of tokens, so a smaller frame has to leave the same remainder.
     group = lcm(_ROOM, getattr(policy, "group", 1))
     unit = rotary.unit % group + 4 * group
     recipe = policy.recipe(rotary.unit)
     deep = _corners(layers, 1, 2) if recipe.retrieve is not None else {1: float(layers)}
     if recipe.budget is not None and recipe.budget.looks_across:
-        deep = {layers: 1.0}  # which share what there is
+        deep = {layers: 1.0}  # layers share one budget, so their bytes do not grow evenly
     axes = [_corners(rotary.unit, unit, unit + group), deep, _corners(heads, 1, 2)]
     most = [0.0] * -(-frames // chunk)
     for (tokens, by_unit), (count, by_layer), (wide, by_head) in product(*(x.items() for x in axes)):
@@ -68,7 +68,7 @@ def rehearsed(
 
 
 def _corners(value: int, low: int, high: int) -> dict[int, float]:
-    """Return the weights that extrapolate measurements at two numbers to a third."""
+    """Return measuring points and their weights, by which measurements extrapolate linearly to a value."""
     if value <= high:
         return {value: 1.0}
     return {low: (high - value) / (high - low), high: (value - low) / (high - low)}
@@ -82,7 +82,7 @@ def _filmed(
     rows, heads, channels = shape
     recipe, rotary = store.recipe, store.layers[0].rotary
     assert rotary is not None  # frames are numbered when they are read
-    # Without queries there is nothing to rotate, which takes most of the time.
+    # A policy that needs no queries is spared rotating them, which takes most of the time.
     is_asked = policy.by_query or recipe.observes or recipe.retrieve is not None or store.read_once
     generator, found = torch.Generator().manual_seed(0), []
     for _ in range(chunks):
@@ -109,7 +109,8 @@ def _ask(store: KVStore, policy: VideoPolicy, number: int, k: Tensor, start: int
     elif store.recipe.retrieve is not None and not store.recipe.observes:
         store.views(number, query)
     else:
-        # A bank keeps the most where all tokens are attended to alike; other heads choose apart.
+        # A bank keeps the most tokens where all are attended to alike. Elsewhere, random queries make
+        # heads choose different tokens, as in a film.
         evenly = store.recipe.retrieve is not None
         noted = replace(query, q=torch.zeros_like(query.q)) if evenly else query
         last = Query(query.q[:, :, -1:], start + count - 1, scale, causal=False)
@@ -124,9 +125,13 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def check_fits(name: str, needed: int, most: int | None, others: dict[str, int]) -> None:
-    """Raise ValueError unless the bytes that a stream will hold are at most those that there are, if these are known.
+    """Raise ValueError if a stream will hold more bytes than there are.
 
-    The policy is named as the user wrote it, beside the bytes under others.
+    Args:
+        name: Policy as the user wrote it.
+        needed: Bytes that the stream will hold.
+        most: Bytes that there are; None where that is not known, which passes.
+        others: Bytes under other policies, by their names, which the error suggests if they fit.
     """
     if most is None or needed <= most:
         return
@@ -139,7 +144,14 @@ def check_fits(name: str, needed: int, most: int | None, others: dict[str, int])
 
 
 def check_grown(policy: object, held: int, most: int | None, frames: int) -> None:
-    """Raise ValueError if the cache of a stream has grown beyond the bytes that there are, where these are known."""
+    """Raise ValueError if the cache of a stream has grown beyond the bytes that there are.
+
+    Args:
+        policy: Policy as the user wrote it.
+        held: Bytes of keys and values.
+        most: Bytes that there are; None where that is not known, which passes.
+        frames: Latent frames so far.
+    """
     if most is not None and held > most:
         raise ValueError(
             f"policy={policy!r}: the film is over, as its cache grew to {human(held, 'B')} in "

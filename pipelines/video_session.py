@@ -35,7 +35,7 @@ from diffcache.video import Cut, Flush, Keep, Recache, Switch, VideoPolicy
 if TYPE_CHECKING:
     from diffcache.pipelines.causal_video import CausalVideo
 
-_PROMPTS = 100  # that are remembered; frames of those before count as of the oldest
+_PROMPTS = 100  # prompts that are remembered; frames of earlier ones count as those of the oldest
 
 
 class Session:
@@ -43,12 +43,12 @@ class Session:
 
     Attributes:
         video: Transformer that it rolls out.
-        sampler: Noise levels of a chunk, those of `video` unless set to others between two chunks.
-        store: Keys and values, before rotation; with guidance, rows of the unguided branch follow
-            those of the guided one.
+        sampler: Noise levels of a chunk; those of `video` unless others are set between two chunks.
+        store: Keys and values, before rotation; with guidance, rows of the unguided branch follow those of the guided
+            one.
         ranks: Processes that hold a part of the heads each; None where one process holds all.
         frames: Latent frames made so far.
-        recall: Latest clean latents that are kept, in frames.
+        recall: Number of the latest clean latent frames that are kept.
         latents: Those latents, `[B, C, F, H, W]`; None while there are none.
     """
 
@@ -79,7 +79,7 @@ class Session:
         self.frames = 0
         self.generator = torch.Generator().manual_seed(seed)
         self._start = 0  # tokens seen before the chunk
-        self._clean = False  # in a clean pass, whose queries are those of finished frames
+        self._clean = False  # True in a clean pass, whose queries belong to finished frames
         self.latents: Tensor | None = None
         self._switch: tuple[Tensor, Switch] | None = None
         self.prompts: list[tuple[int, Tensor]] = []  # first token and mean of each, for the policy
@@ -99,13 +99,13 @@ class Session:
 
     @property
     def policy(self) -> VideoPolicy:
-        """Return the policy that chooses the frames that are held, for as long as the stream is."""
+        """Return the policy that chooses the frames to hold, fixed for the life of the stream."""
         return self._policy
 
     def reset(self) -> None:
         """Forget the film, and begin another under the latest prompt; the noise goes on.
 
-        A stream whose cache an interrupt left half changed can go on so.
+        A stream whose cache was left half changed by an interrupt can be used again after it.
         """
         self.store = self.empty_store(self.store.read_once)
         self.frames, self.latents, self.prompts = 0, None, []
@@ -115,11 +115,11 @@ class Session:
         """Make the next chunk and commit it; return its latents, `[B, C, F, H, W]`.
 
         Args:
-            frames: Latent frames of it; None for a chunk.
+            frames: Latent frames to make; None for a chunk.
 
         Raises:
-            ValueError: If `frames` is less than 1, or a chunk before was cut off in such a way that
-                the stream takes `reset`.
+            ValueError: If `frames` is less than 1, or an earlier chunk was cut off in such a way that the stream needs
+                `reset`.
         """
         count = self.video.chunk if frames is None else frames
         check_int("frames", count, 1)
@@ -199,7 +199,7 @@ class Session:
         check_alike(self, frames, self._switch)
         prompt, switch, noise = self.prompt, self._switch, self.generator.get_state()
         prompts = self.prompts
-        # Neither what is dropped nor what is observed can be taken back.
+        # A rollback restores neither dropped nor observed tokens, so these cases keep a copy.
         lasting = self.policy.by_query or self.store.recipe.observes
         store = self.store.fork() if lasting or switch is not None else None
         before = self.store.seen
@@ -220,16 +220,16 @@ class Session:
             else:
                 self.store = store
             self.prompt, self.prompts = prompt, prompts
-            self._switch = self._switch or switch  # the former was ordered in the meantime
+            self._switch = self._switch or switch  # one that was ordered in the meantime counts
             self.generator.set_state(noise)
             raise
         finally:
             place(self.store, self.store.recipe.positions)
 
     def _take_prompt(self, mode: Switch | None) -> None:
-        """Let frames from here on count as of the present prompt."""
+        """Note that frames from here on belong to the present prompt."""
         mean = self.prompt[: self.batch].float().mean(1).repeat(1 + self.guided, 1)
-        before = [] if isinstance(mode, Recache) else self.prompts[-_PROMPTS:]  # made anew
+        before = [] if isinstance(mode, Recache) else self.prompts[-_PROMPTS:]  # a re-cache makes all anew
         self.prompts = [*before, (self.store.seen, mean)]
 
     def _commit(self, clean: Tensor) -> None:
@@ -249,7 +249,7 @@ class Session:
             self._clean = False
 
     def rewrite(self, clean: Tensor) -> None:
-        """Add keys and values of finished frames, clean latents `[B, C, F, H, W]`, that count as made already."""
+        """Write keys and values of finished frames, clean latents `[B, C, F, H, W]`, without counting them as new."""
         self.store.begin(clean.shape[2] * self.unit)
         self._start = self.store.seen
         self._clean_pass(clean)
@@ -264,7 +264,8 @@ class Session:
     def attend(self, number: int, call: AttentionCall) -> Tensor:
         """Write the chunk's keys and values into a layer and attend over its slots.
 
-        A layer is written to when it is first computed in a chunk, however often that is.
+        `number` is that of the layer; queries, keys and values come before rotation. A layer is written to when it is
+        first computed in a chunk; later steps of the chunk overwrite these slots.
         """
         layer = self.store.layers[number]
         q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
@@ -300,7 +301,7 @@ class Session:
         return self.grid[0] * self.grid[1]
 
     def noise(self, frames: int) -> Tensor:
-        """Draw noise on the CPU, so that a seed means the same on every device."""
+        """Draw noise on the CPU, so that a seed gives the same noise on every device."""
         batch, channels, height, width = self.shape
         shape = (batch, channels, frames, height, width)
         return torch.randn(shape, generator=self.generator).to(self.prompt)
@@ -346,7 +347,7 @@ def checked(session: Any, prompt: Tensor, mode: Switch | None, negative: Tensor 
 
 
 def apply(session: Any, prompt: Tensor, mode: Switch) -> None:
-    """Let a new prompt, the text of all rows, take effect between two chunks."""
+    """Let a new prompt, the text of all rows, take effect on a `Session` between two chunks."""
     session.prompt, store = prompt, session.store
     if isinstance(mode, Flush):
         mode.carry_out(store, session.policy.sinks, session.unit)
@@ -357,13 +358,13 @@ def apply(session: Any, prompt: Tensor, mode: Switch) -> None:
 
 
 def place(store: KVStore, positions: PositionMap | None) -> None:
-    """Have keys and queries rotated under the numbers of a map; as they are for None."""
+    """Rotate keys and queries under the numbers of a map from now on; None for the plain numbers."""
     for layer in store.layers:
         layer.positions = positions
 
 
 def _recache(session: Any, mode: Recache, latents: Tensor) -> None:
-    """Make keys and values of latents anew, in place of all that is held."""
+    """Compute keys and values of latents again, in place of all that is held."""
     store, unit, sinks = session.store, session.unit, session.policy.sinks
     if mode.keep_sinks and sinks:
         seen = store.seen // unit

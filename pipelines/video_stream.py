@@ -21,7 +21,7 @@ from diffcache.video import Switch, VideoPolicy, make_policy
 
 RECALL = 12  # latent frames that a re-cache, or another policy, begins with
 PICTURES = "pictures.safetensors"
-SMALLER = ("window", "quantized")  # policies that are named where another does not fit
+SMALLER = ("window", "quantized")  # policies that an error suggests where another does not fit
 
 
 class VideoStream(Iterator[NDArray[np.uint8]]):
@@ -30,12 +30,12 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
     Args:
         video: `CausalVideo` with a text encoder and an autoencoder.
         prompt: Text that is filmed.
-        policy: Frames that are held, or the name of a policy with settings, such as `infinity-rope`; None for that of
-            the video.
+        policy: Policy that chooses the frames to hold, or its name with settings, such as `infinity-rope`; None for
+            that of the video.
         size: Height and width in pixels; None for those that the model was trained at.
         seed: Seed of the noise.
         start: Pictures that the film begins with, and shows first: a file of an image or a video, an image of PIL,
-            uint8 `[H, W, 3]` or `[F, H, W, 3]`, or a list of images. They are cut in the middle and scaled to the
+            uint8 `[H, W, 3]` or `[F, H, W, 3]`, or a list of images. They are cropped in the middle and scaled to the
             size; the first ones are left out where all of them make no whole latent frames, and only the latest 60
             latent frames are used. None for a film from the prompt alone.
         chunks: Chunks that are made until the film ends; None for a film without an end.
@@ -44,11 +44,11 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
 
     Attributes:
         prompt: Text that is filmed.
-        policy: The policy, as it was named.
+        policy: The policy as it was given.
         session: The stream of latents.
         decoder: Decoder of its pictures.
-        expected_bytes: Bytes of keys and values that it will hold in the first 36 latent frames, or in those that it
-            begins with and a chunk, if they are more; in all of them where `chunks` are given.
+        expected_bytes: Bytes of keys and values that it will hold at most: in all latent frames if `chunks` are given,
+            else in the first 36, or in the pictures it begins with and a chunk if that is more.
 
     Raises:
         FileNotFoundError: If there is no such file to start from.
@@ -96,10 +96,10 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
     def __next__(self) -> NDArray[np.uint8]:
         """Return the pictures of the next chunk, uint8 `[F, H, W, 3]`.
 
-        Those that the film begins with come before the first chunk's, as the autoencoder shows them.
+        The pictures that the film begins with come before the first chunk, as the autoencoder decodes them.
 
         Raises:
-            ValueError: If the cache has grown beyond what there is for it.
+            ValueError: If the cache has grown beyond the bytes that it may hold.
         """
         if self.made == self.chunks:
             raise StopIteration
@@ -123,7 +123,7 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
         self.prompt = prompt
 
     def use(self, policy: VideoPolicy | str) -> None:
-        """Go on under another policy, for which the latest 12 latent frames are run once more.
+        """Go on under another policy; the latest 12 latent frames are computed again for it.
 
         Raises:
             ValueError: If there is no such policy, or it would hold too much; nothing is changed.
@@ -136,7 +136,7 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
             session.sampler = before.sampler
             if before.latents is not None:
                 session.take(before.latents)
-            if before._switch is not None:  # ordered for the next chunk
+            if before._switch is not None:  # a new prompt was ordered for the next chunk
                 session.switch(*before._switch)
         except BaseException:
             self.policy, self.expected_bytes = known
@@ -166,13 +166,13 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
         write(Path(folder) / PICTURES, state, about)
 
     def resume(self, folder: str | os.PathLike[str]) -> None:
-        """Go on where `save` left a stream of the same model and size, to the bit.
+        """Go on where `save` left a stream of the same model and size, bit for bit.
 
         It goes on under the policy that it had, if that was given by its name.
 
         Raises:
             FileNotFoundError: If there is no saved stream.
-            SavedCacheError: If it is altered, was cut off, or is of something else.
+            SavedCacheError: If it is altered, was cut off, or was made with another model or settings.
             ValueError: If it would hold too much.
         """
         state, about = read(Path(folder) / PICTURES, self.decoder.vae.device)
@@ -194,7 +194,9 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
         self.session, self.prompt, self.made = session, prompt, made
 
     def _expected(self, policy: VideoPolicy | str, begins: int) -> int:
-        """Return the bytes that the stream will hold under a policy, with so many frames that are not made here.
+        """Return the bytes that the stream will hold under a policy.
+
+        `begins` is the number of latent frames that it begins with.
 
         Raises:
             ValueError: If they are more than there are.
@@ -229,7 +231,7 @@ def named(policy: VideoPolicy | str) -> str:
 
 
 def to_pictures(decoded: Tensor) -> NDArray[np.uint8]:
-    """Return pictures, uint8 `[F, H, W, 3]` on the CPU, of those of a decoder in -1..1, `[1, 3, F, H, W]`."""
+    """Return decoded pictures of one film, `[1, 3, F, H, W]` in -1..1, as uint8 `[F, H, W, 3]` on the CPU."""
     pictures = (decoded[0].movedim(0, -1).float() * 0.5 + 0.5).clamp(0, 1)
     found: NDArray[np.uint8] = (255 * pictures).round().byte().cpu().numpy()  # as of WanPipeline
     return found

@@ -31,17 +31,17 @@ POLICY = "stream-diffusion-v2"
 class VideoToVideo:
     """A film that is made from another one, chunk by chunk, as that comes in.
 
-    Pictures are encoded, noised the less the faster they move, and denoised under the prompt over the cache of the
+    Pictures are encoded, noised, the less the faster they move, and denoised under the prompt over the cache of the
     chunks before, several chunks in one call of the transformer.
 
     Args:
         video: `CausalVideo` with a text encoder and an autoencoder.
         prompt: Text that the film is made to show.
-        policy: Frames that are held, or the name of a policy; one that decides by the queries of finished frames is
-            refused.
+        policy: Policy that chooses the frames to hold, or its name; one that decides by the queries of finished frames
+            is refused.
         size: Height and width in pixels; None for those that the model was trained at.
         seed: Seed of the noise.
-        noise: Noise that the video is given.
+        noise: Noise that is added to the video.
         rows: Noise levels that run in one call; None for all of them, which makes the most pictures a second where a
             device has room. With 1 a chunk comes out in the call that it goes in.
         sampler: Noise levels, of which those below `noise.low` are used; None for those of the video.
@@ -84,8 +84,8 @@ class VideoToVideo:
         self.batch = StreamBatch(video, text, seed=seed, rows=rows, sampler=sampler, size=latent, policy=self.policy)
         self.encoder, self.decoder = WanEncoder(video.pipe.vae), WanDecoder(video.pipe.vae)
         self.level: float | None = None
-        self._last: Tensor | None = None  # picture before the next chunk
-        self._undecoded: list[Tensor] = []  # latents of chunks that are done
+        self._last: Tensor | None = None  # last picture of the chunk before
+        self._undecoded: list[Tensor] = []  # latents of finished chunks
 
     @property
     def wanted(self) -> int:
@@ -104,7 +104,7 @@ class VideoToVideo:
             uint8 `[F, H, W, 3]`, with as many pictures as the chunk was made from.
 
         Raises:
-            ValueError: If pictures have another shape, or the caches have grown beyond what there is for them.
+            ValueError: If pictures have another shape, or the caches have grown beyond the bytes that they may hold.
         """
         check_grown(self.policy, self.nbytes, self.most_bytes, self.batch.levels[-1].frames)
         shape, wanted = [*pictures.shape], [self.wanted, *self.size, 3]
@@ -179,13 +179,13 @@ class VideoToVideo:
         write(Path(folder) / PICTURES, state, about)
 
     def resume(self, folder: str | os.PathLike[str]) -> None:
-        """Go on where `save` left a film of the same model and size, to the bit.
+        """Go on where `save` left a film of the same model and size, bit for bit.
 
         It goes on under the policy that it had, if that was given by its name.
 
         Raises:
             FileNotFoundError: If there is no saved film.
-            SavedCacheError: If it is altered, was cut off, or is of something else.
+            SavedCacheError: If it is altered, was cut off, or was made with another model or settings.
             ValueError: If it would hold too much.
         """
         state, about = read(Path(folder) / PICTURES, self.decoder.vae.device)
@@ -210,7 +210,10 @@ class VideoToVideo:
         self.policy, self.prompt, self.expected_bytes = policy, prompt, expected
 
     def go_on_from(self, other: VideoToVideo) -> None:
-        """Go on where another film of the same size was, none of whose pictures is on its way, with an empty cache."""
+        """Go on with the pictures of another film of the same size, with an empty cache.
+
+        No chunk of the other film may be on its way.
+        """
         self.encoder, self.decoder = other.encoder, other.decoder
         self.level, self._last = other.level, other._last
 
@@ -220,7 +223,7 @@ class VideoToVideo:
         return sum(session.store.nbytes for session in self.batch.levels)
 
     def _expected(self, policy: VideoPolicy | str, levels: int) -> int:
-        """Return the bytes that the caches of so many noise levels will hold.
+        """Return the bytes that the caches of a number of noise levels will hold.
 
         Raises:
             ValueError: If they are more than there are.
@@ -230,7 +233,7 @@ class VideoToVideo:
         return expected
 
     def _shown(self) -> Pictures:
-        """Decode what is done; what fails to be decoded comes with the next chunk."""
+        """Decode the finished latents; latents that fail to be decoded are tried again with the next chunk."""
         shown = [np.zeros((0, *self.size, 3), np.uint8)]
         while self._undecoded:
             shown.append(to_pictures(self.decoder.decode(self._undecoded[0])))
@@ -241,7 +244,7 @@ class VideoToVideo:
 def below(sampler: FewSteps, level: float) -> FewSteps:
     """Return a sampler whose steps after the first begin below a noise level, 0..1.
 
-    The first step begins wherever the video is noised to.
+    The first step begins at the level to which the video is noised.
     """
     lower = [t for t, at in zip(sampler.timesteps, sampler.levels, strict=True) if at < level]
     return replace(sampler, timesteps=(1000.0, *(t for t in lower if t < 1000)))

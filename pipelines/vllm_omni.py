@@ -1,9 +1,9 @@
 """A cache backend of vLLM-Omni: the methods of diffcache on its pipelines.
 
-vLLM-Omni calls `enable` once, when its pipeline is loaded, and `refresh` before a generation, if it
-knows the number of steps: where a request leaves that out, it may hand over 0 or not call at all.
-So nothing here depends on it. The pipeline's scheduler tells where a generation starts, how many
-steps it has and where one ends; of pipelines that step a scheduler of their own, the timesteps do.
+vLLM-Omni calls `enable` once, when its pipeline is loaded, and `refresh` before a generation, if it knows the number
+of steps: where a request leaves that out, it may pass 0 or not call at all. So nothing here depends on it. The start,
+the number of steps and the end of a generation are read from the pipeline's scheduler, or from the timesteps where a
+pipeline steps its own scheduler.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from diffcache.errors import AttachError
 from diffcache.features.base import Method
 
 DENOISERS = ("transformer", "transformer_2", "unet")
-# Methods whose steps are the same on every rank; gates decide by what a rank sees of the sample.
+# Methods whose steps are the same on every rank; gates decide by the part of the sample that a rank has.
 FIXED = ("interval", "taylorseer", "magcache")
 
 
@@ -50,8 +50,8 @@ class DiffcacheBackend(CacheBackend):  # type: ignore[misc]
     """Caches the denoisers of a pipeline with any method of diffcache.
 
     Args:
-        config: Cache configuration of vLLM-Omni. Of it `method` counts, a name that settings may
-            follow, `taylorseer:every=4`, which is also the default.
+        config: Cache configuration of vLLM-Omni. Only its `method` is used, a name with settings if any, such as
+            `taylorseer:every=4`, which is also the default.
 
     Raises:
         UnknownMethodError: If there is no such method.
@@ -94,9 +94,9 @@ class DiffcacheBackend(CacheBackend):  # type: ignore[misc]
         self.loop, self.models, self.enabled = None, [], False
 
     def refresh(self, pipeline: Any, num_inference_steps: int | None = None, verbose: bool = True) -> None:
-        """Drop the features of the generation before; another pipeline, or other denoisers, are cached anew.
+        """Drop the features of the generation before; cache anew if the pipeline or its denoisers are others.
 
-        The number of steps is not needed, and there is nothing to say.
+        `num_inference_steps` and `verbose` are part of the interface and not used.
         """
         now = list(Loop(pipeline).components.values())
         same = len(now) == len(self.models) and all(a is b for a, b in zip(now, self.models, strict=True))

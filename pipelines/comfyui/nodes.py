@@ -1,9 +1,9 @@
 """Cache a model in ComfyUI's own sampler, and report the computed steps of its last run.
 
-A patched model is a clone with four wrappers of ComfyUI. That around the sampler puts the cache
-into the network and takes it out again, so that nothing stays in weights that other clones share.
-The others say which evaluation and which conditions a call of the network belongs to: ComfyUI runs
-several conditions in one call or in several, by the memory that is free.
+A patched model is a clone with four wrappers of ComfyUI. The wrapper around the sampler puts the cache into the
+network and takes it out again, so that nothing stays in weights that other clones share. The others track the
+evaluation and the conditions of each call of the network: ComfyUI runs several conditions in one call or in several,
+depending on the memory that is free.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ METHODS = (
         if name != "tuned" and (row.load().publishes or not issubclass(row.load(), Calibrated))
     ),
 )
-# Networks of ComfyUI that there are presets for -> their class in diffusers, by which presets go.
+# Networks of ComfyUI that have presets -> their class in diffusers, under which presets are looked up.
 KNOWN = {"Flux": "FluxTransformer2DModel", "WanModel": "WanTransformer3DModel"}
-# Samplers that evaluate the model once a step; of others the number of evaluations is not known.
+# Samplers that evaluate the model once a step; for others the number of evaluations is not known.
 ONCE_A_STEP = (
     "euler", "euler_ancestral", "euler_cfg_pp", "euler_ancestral_cfg_pp", "lms", "ddpm", "lcm",
     "dpmpp_2m", "dpmpp_2m_cfg_pp", "dpmpp_2m_sde", "dpmpp_2m_sde_gpu", "dpmpp_2m_sde_heun",
@@ -50,15 +50,20 @@ SIDES = {0: "cond", 1: "uncond"}  # ComfyUI's numbers of conditions
 class Cache:
     """The cache of one patched model, shared by its clones.
 
-    `why` is a line for the report, empty where the user named the method; `report` is that of the last run.
+    Args:
+        method: Method that is put into the network of every sampler run.
+        why: Line for the report, the reason why this method was taken; empty where the user named it.
+
+    Attributes:
+        report: Report of the last run, as text.
     """
 
     def __init__(self, method: Method, why: str) -> None:
         self.method, self.why = method, why
         self.report = "no sampler has run on this model yet"
-        self.evaluation = -1  # of the sampler, from 0; -1 outside of runs
-        self.batch = -1  # of conditions within the evaluation: guidance may ask for several
-        self.names: dict[Any, str] = {}  # of branches, by the conditions of a call
+        self.evaluation = -1  # number of the sampler's evaluation, from 0; -1 outside of runs
+        self.batch = -1  # number of the batch of conditions within the evaluation: guidance may ask for several
+        self.names: dict[Any, str] = {}  # conditions of a call -> name of its branch
 
     def sample(self, executor: Any, guider: Any, sigmas: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a sampler with the network cached; leave the network as it was.
@@ -87,7 +92,7 @@ class Cache:
         return executor(*args, **kwargs)
 
     def ask(self, executor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Count a batch of conditions that is evaluated, such as that of perturbed guidance."""
+        """Count a batch of conditions that is evaluated, such as the one of perturbed guidance."""
         self.batch += 1
         return executor(*args, **kwargs)
 
@@ -105,13 +110,13 @@ class Cache:
         """Call the network as the branch of its conditions."""
         options = transformer_options or {}
         inner = (x, t, c_concat, c_crossattn, control, options)
-        if self.evaluation < 0:  # not the sampler's
+        if self.evaluation < 0:  # a call from outside the sampler
             return executor(*inner, **kwargs)
         with diffcache.branch(self.name_of(options), self.evaluation):
             return executor(*inner, **kwargs)
 
     def name_of(self, options: Mapping[str, Any]) -> str:
-        """Return the name of a call's branch: that of its conditions in this batch of them."""
+        """Return the name of a call's branch: the kinds of its conditions, numbered if several batches have them."""
         kinds = tuple(options["cond_or_uncond"])
         key = self.batch, kinds, tuple(options["uuids"])
         if key not in self.names:
@@ -122,14 +127,17 @@ class Cache:
 
 
 def _steps(sampler: Any, sigmas: Any) -> int | None:
-    """Return the number of evaluations of a run, None where a sampler does not tell it."""
+    """Return the number of evaluations of a run; None where a sampler does not tell it."""
     function = getattr(getattr(sampler, "sampler_function", None), "__name__", "")
     is_known = function.removeprefix("sample_") in ONCE_A_STEP
     return len(sigmas) - 1 if is_known and len(sigmas) > 1 else None
 
 
 def check_alone(options: Mapping[str, Any]) -> None:
-    """Raise AttachError if a node beside this one skips, splits or compiles the model's calls."""
+    """Raise AttachError if a node beside this one skips, splits or compiles the model's calls.
+
+    `options` are the `model_options` of the sampler's guider.
+    """
     inner = options.get("transformer_options", {})
     wrappers = inner.get("wrappers", {})
     others = {
@@ -167,13 +175,13 @@ def facts_about(network: nn.Module) -> dict[str, Any]:
 
 
 def method_for(network: nn.Module, method: str, settings: str, preset: str, hold: str) -> tuple[Method, str]:
-    """Return the method that the widgets ask for, and why where they leave it to presets.
+    """Return the method that the widgets ask for; where they leave it to presets, the reason for the choice too.
 
-    Published numbers hold for weights, and so for ComfyUI's class of the same model; that they are
-    this model's is checked here.
+    Published numbers hold for weights, and so for ComfyUI's class of the same model; that they belong to this model is
+    checked here.
 
     Raises:
-        AttachError: If the preset, or published numbers, are another model's.
+        AttachError: If the preset, or the published numbers, belong to another model.
         ValueError: If a setting is unknown or out of its range.
     """
     given = read_settings(method, settings, preset)
@@ -195,7 +203,7 @@ def read_settings(method: str, settings: str, preset: str) -> dict[str, Any]:
     """Return the settings in a text such as `every=4, warmup=2`.
 
     Raises:
-        ValueError: If the text is none, names a file, or a preset is asked for beside a method.
+        ValueError: If the text cannot be read or refers to a file, or a preset is asked for beside a method.
     """
     if method != PRESET and preset != AUTO:
         raise ValueError(f"preset={preset!r} and method={method!r}: choose one of them")
@@ -252,7 +260,7 @@ class DiffcacheModel:
 
     @classmethod
     def VALIDATE_INPUTS(cls, method: str, settings: str, preset: str) -> bool | str:  # noqa: N802
-        """Return the fault of the widgets before anything runs, True if there is none."""
+        """Check the widgets before anything runs; return the error as text, True if there is none."""
         try:
             given = read_settings(method, settings, preset)
             row = find(method, "method")
@@ -274,7 +282,7 @@ class DiffcacheModel:
         network = model.model.diffusion_model
         cache = Cache(*method_for(network, method, settings, preset, hold))
         with diffcache.wrapped(network, cache.method):
-            pass  # what it cannot do is said at this node, and not at the sampler
+            pass  # so that a misfit is reported at this node, and not later at the sampler
         patched = model.clone()
         patched.set_attachments(KEY, cache)
         patched.add_wrapper_with_key("sampler_sample", KEY, cache.sample)

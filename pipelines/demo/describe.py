@@ -43,7 +43,7 @@ _DEFAULT = (
 
 
 def exported_denoisers() -> list[str]:
-    """List the model classes of the installed diffusers whose name is that of a denoiser, sorted.
+    """List the model classes of the installed diffusers that are named like denoisers, sorted.
 
     A few of them denoise nothing, see `EXCLUDED`.
     """
@@ -59,7 +59,7 @@ def _is_model(name: str) -> bool:
 
     try:
         found = getattr(diffusers, name)
-    except (ImportError, RuntimeError):  # a pipeline that goes with another transformers
+    except (ImportError, RuntimeError):  # a pipeline that needs another release of transformers
         return False
     return isinstance(found, type) and issubclass(found, diffusers.ModelMixin)
 
@@ -67,12 +67,14 @@ def _is_model(name: str) -> bool:
 def find(target: str) -> dict[str, tuple[Anatomy, dict[str, str]]]:
     """Return the anatomy of every denoiser that a name stands for, and its streams.
 
-    The name is a directory of a saved pipeline or model, of transformers too (its configuration is
-    enough, weights are not read), a shipped name, a Hugging Face model ID of a pipeline, or a class name of
-    diffusers. Streams are those of the class in a table; they are empty where it is not in it.
+    Streams come from a table by class; they are empty for a class that it does not have.
+
+    Args:
+        target: Directory of a saved pipeline or model, also of transformers (its configuration is enough, weights are
+            not read); or a shipped name, a pipeline's Hugging Face model ID, or a class name of diffusers.
 
     Raises:
-        ValueError: If it is none of these, or a model whose code comes with it.
+        ValueError: If it is none of these, or a model that comes with its own code.
         AttachError: If there is no denoiser with lists of blocks.
     """
     path = directory_of(target)
@@ -99,7 +101,9 @@ def find(target: str) -> dict[str, tuple[Anatomy, dict[str, str]]]:
 
 
 def saved_facts(target: str) -> dict[str, Any]:
-    """Return facts about the first denoiser of a saved pipeline, as `Method.check_model` has them.
+    """Return facts about the first denoiser of a saved pipeline, as `Method.check_model` takes them.
+
+    `target` is a directory, a shipped name, or a Hugging Face model ID.
 
     Raises:
         FileNotFoundError: If there is no saved pipeline.
@@ -114,7 +118,7 @@ def saved_facts(target: str) -> dict[str, Any]:
 
 
 def directory_of(target: str) -> Path:
-    """Return the directory that a name stands for; one that is not there for a class name."""
+    """Return the directory that a name stands for; for a class name, a path that does not exist."""
     if target.isidentifier() and target in exported_denoisers():
         return Path(target)
     for path in places(target):
@@ -129,7 +133,10 @@ def directory_of(target: str) -> Path:
 
 
 def describe(name: str, anatomy: Anatomy, streams: Mapping[str, str]) -> Iterator[RenderableType]:
-    """Yield the description of one denoiser, for `rich`; streams, list -> how its blocks are chained, may be empty."""
+    """Yield the description of one denoiser, for `rich`.
+
+    `streams` maps a list to the way in which its blocks are chained; it may be empty.
+    """
     from rich import box
     from rich.table import Table
 
@@ -212,7 +219,10 @@ def _streams(cls: str) -> dict[str, str]:
 
 
 def _of_class(cls: str) -> nn.Module:
-    """Build a model of a class in its default configuration, without memory for weights."""
+    """Build a model of a class in its default configuration, without memory for weights.
+
+    Raises ValueError if the class needs arguments that have no default.
+    """
     import diffusers
 
     try:

@@ -73,7 +73,7 @@ class PageGuard:
 
         try:
             await self.app(scope, receive, taken if path == _EVENTS else send)
-        except KeyError as error:  # gradio looks a number up that a request gives
+        except KeyError as error:  # gradio looks up a number that the request gives, unchecked
             await PlainTextResponse(f"no function {error}", 404)(scope, receive, send)
         finally:
             if path == _EVENTS:
@@ -81,9 +81,10 @@ class PageGuard:
 
 
 def guarded_by(listeners: Listeners, host: str, names: Sequence[str], most_bytes: int = MOST_BYTES) -> dict[str, Any]:
-    """Return arguments of an application that lets in nothing but the page's own requests.
+    """Return arguments of an application that lets in only the page's own requests, of at most `most_bytes`.
 
-    They are asked for by the address that is served at and further names, and have at most so many bytes.
+    Requests must ask for the `host` that the page is served at, or for one of the further `names`. `listeners` is kept
+    up to date.
     """
     hosts = [*hosts_of(host), *names]
     return {

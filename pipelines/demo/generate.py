@@ -85,14 +85,14 @@ def check_required(pipeline: str, parameters: Parameters, call: Mapping[str, Any
 
 
 def class_number(pipe: Any, text: str) -> int:
-    """Return the class of a class-conditional pipeline that a word names, by its number or its name.
+    """Return the class of a class-conditional pipeline, given by its number or its name.
 
     Raises:
         ValueError: If the pipeline has no such class.
     """
     names: dict[str, int] = dict(getattr(pipe, "labels", None) or {})
     config = getattr(getattr(pipe, "transformer", None), "config", None)
-    # A table of classes may be longer than what was trained, so names go first.
+    # A table of classes may be longer than the trained embedding, so names go first.
     count = max(names.values(), default=-1) + 1 or getattr(config, "num_embeds_ada_norm", None)
     if text in names:
         return int(names[text])
@@ -116,10 +116,11 @@ def _read(text: str, file: Path) -> Image.Image:
 
 @dataclass(frozen=True)
 class Order:
-    """Settings to ask of a pipeline, sides in pixels; None leaves it to the pipeline.
+    """Settings to ask of a pipeline; None leaves one to the pipeline.
 
     Attributes:
         prompt: Prompt to draw; a class number for class-conditional pipelines.
+        height: Height of a picture in pixels; the width alike.
         images: Input images by argument, as `read_images` returns them.
     """
 
@@ -133,9 +134,12 @@ class Order:
 
 @dataclass
 class Done:
-    """Pictures of a cached run and, where one was made, of an uncached one, with seconds of the whole pipeline.
+    """Pictures of a cached run, and its cost.
 
-    `place` is device and dtype of the denoiser.
+    Attributes:
+        seconds: Seconds of the whole pipeline.
+        plain: Pictures of the uncached run; empty without one, as its seconds are None.
+        place: Device and dtype of the denoiser.
     """
 
     made: list[Image.Image]
@@ -151,7 +155,7 @@ class Done:
         return fmean(closeness(self.plain, self.made)) if self.plain else None
 
     def lines(self) -> list[str]:
-        """Say how long it took, and how close it is to the uncached run."""
+        """Return lines on the seconds, and on the distance from the uncached run."""
         if self.plain_seconds is None or self.psnr_db is None:
             return [f"the pipeline took {self.seconds:.2f} s on {self.place}"]
         ratio = self.plain_seconds / self.seconds
@@ -184,17 +188,17 @@ def run(
 ) -> Done:
     """Run a pipeline under a method or a preset, and with `compare` uncached too.
 
-    With `compare`, a run of two steps comes before each of the two that are timed; a whole one
-    where the method is made for one number of steps.
+    With `compare`, a run of two steps comes before each of the two timed runs, or a whole run where the method is made
+    for one number of steps.
 
     Raises:
         AttachError: If the pipeline cannot be cached with this method.
-        ValueError: If it does not take what was ordered, or sides do not divide.
+        ValueError: If it does not take an argument that was ordered, or sides are no multiple of its token's.
     """
     _check_divides(pipe, order)
     with diffcache.wrapped(pipe, method, preset=preset) as handle:
         chosen = handle.method  # what cannot be cached is refused before an uncached run
-    short = order if chosen.total else replace(order, steps=2)  # tables are for one length
+    short = order if chosen.total else replace(order, steps=2)  # its tables fit one number of steps alone
     plain: list[Image.Image] = []
     plain_seconds = None
     if compare:
@@ -217,10 +221,10 @@ def run(
 def generate(pipe: Any, order: Order, defaults: dict[str, Any]) -> list[Image.Image]:
     """Call a pipeline and return the pictures of its first result, several for a film.
 
-    Arguments of its call that `order` does not set are the defaults.
+    `defaults` are the arguments of the call that `order` does not set.
 
     Raises:
-        ValueError: If the pipeline does not take what was asked, or makes neither pictures nor films.
+        ValueError: If the pipeline does not take an argument that was asked for, or makes neither pictures nor films.
     """
     taken = inspect.signature(type(pipe).__call__).parameters
     asked = {"num_inference_steps": order.steps, "height": order.height, "width": order.width}
@@ -248,7 +252,7 @@ def closeness(ones: Sequence[Image.Image], others: Sequence[Image.Image]) -> lis
 
 
 def decibels(value: float) -> str:
-    """Return a PSNR as text; at the cap pictures are equal, or too close to tell."""
+    """Return a PSNR as text; at the cap, pictures are equal or too close to tell."""
     return "100 dB or more" if value >= CAP else f"{value:.1f} dB"
 
 

@@ -26,8 +26,8 @@ from diffcache.timeline import steps_of
 
 AUTOMATIC = "what fits the model"
 LONGEST = 200  # letters of a method with its settings
-MOST_TIMES = 64  # that a difference is scaled by
-BRIGHT = 200  # of 255
+MOST_TIMES = 64  # largest factor that a difference is scaled by
+BRIGHT = 200  # gray value, of 255, up to which a difference is scaled
 PROMPTS = (
     "a fox left of a pineapple on wood",
     "a guitar above a mushroom on grass",
@@ -39,9 +39,15 @@ PROMPTS = (
 class Drawer:
     """A pipeline of pictures, which draws for one viewer at a time; it is loaded when it is needed.
 
+    Args:
+        model: Path, shipped name or Hugging Face model ID.
+        dtype: Name of the dtype, for `diffcache.pipelines.load.load`.
+        device: Name of the device, for the same.
+        prompts: Examples.
+
     Raises:
         FileNotFoundError: If there is no such pipeline.
-        ValueError: If it draws no pictures from prompts alone.
+        ValueError: If it does not draw pictures from prompts alone.
     """
 
     model: str
@@ -62,7 +68,7 @@ class Drawer:
         return pipe, defaults
 
     def methods(self) -> list[str]:
-        """Return the methods that can be chosen: those that need no tables come with defaults."""
+        """Return the methods that can be chosen: those that need no tables and have a default for every setting."""
         found = [AUTOMATIC]
         for name, row in rows_of("method").items():
             try:
@@ -75,10 +81,10 @@ class Drawer:
     def draw(self, prompt: Any, method: Any, steps: Any, seed: Any) -> Drawn:
         """Draw a picture without a cache, then with it.
 
-        The method is `AUTOMATIC`, or one with settings, numbers alone: `taylorseer:every=3`.
+        The method is `AUTOMATIC`, or one with numeric settings: `taylorseer:every=3`.
 
         Raises:
-            ValueError: If a value cannot be; the message is for the viewer.
+            ValueError: If a value is out of its range; the message is for the viewer.
             AttachError: If the pipeline cannot be cached with this method.
         """
         text, word = checked_prompt(prompt), self._checked(method)
@@ -88,15 +94,15 @@ class Drawer:
             try:
                 done = generate.run(pipe, word, order, defaults, compare=True)
             finally:
-                with suppress(DiffcacheError, ValueError):  # what was refused is off already
+                with suppress(DiffcacheError, ValueError):  # a method that was refused is not on
                     diffcache.unwrap(pipe)
         return Drawn(done, text)
 
     def _checked(self, method: Any) -> str | None:
-        """Return a method as `diffcache.wrap` reads it; None for what fits the model.
+        """Return a method as `diffcache.wrap` reads it; None for `AUTOMATIC`.
 
         Raises:
-            ValueError: If it is none that a viewer may choose.
+            ValueError: If a viewer may not choose it.
         """
         if method in (None, "", AUTOMATIC):
             return None
@@ -148,10 +154,10 @@ class Drawn:
 
 
 def scaled_difference(one: Image.Image, other: Image.Image) -> tuple[Image.Image, int]:
-    """Return the absolute difference of two pictures of a size, made visible, and what it is scaled by.
+    """Return the absolute difference of two pictures of one size, made visible, and its factor.
 
-    It is the largest difference of the channels, in gray, times a power of 2 up to 64 that makes the
-    upper tenth of it bright; 0 times for pictures that are the same.
+    It is the largest difference of the channels, in gray, times a power of 2 up to 64 that makes the upper tenth of it
+    bright. The factor is 0 for pictures that are the same.
     """
     apart = np.abs(np.asarray(one, np.int16) - np.asarray(other, np.int16)).max(2)
     if not apart.any():
@@ -162,7 +168,7 @@ def scaled_difference(one: Image.Image, other: Image.Image) -> tuple[Image.Image
 
 
 def decisions(calls: Sequence[CallRecord]) -> str:
-    """Return a strip of the steps of a run as HTML: a cell each, filled as far as it was computed."""
+    """Return a strip of a run's steps as HTML: one cell a call, filled in proportion to what was computed."""
     cells = []
     for number, step in enumerate(steps_of(calls)):
         part = max(call.share for call in step)

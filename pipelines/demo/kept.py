@@ -30,13 +30,13 @@ _NOTE = "film.json"
 
 
 class Pace:
-    """Moments at which a film is saved: every few chunks, and at most a twentieth of the time."""
+    """Moments at which a film is saved: every few chunks, taking at most a twentieth of the time."""
 
     def __init__(self) -> None:
-        self._again = 0.0  # time from which on it is saved again
+        self._again = 0.0  # earliest time of the next save
 
     def save(self, made: int, work: Callable[[], object]) -> None:
-        """Save a film of so many chunks by calling `work`, if it is due."""
+        """Save a film by calling `work` if that is due; `made` is the number of its chunks."""
         started = time.monotonic()
         if made % SAVED_EVERY or started < self._again:
             return
@@ -47,10 +47,11 @@ class Pace:
 
 
 class Kept:
-    """The latest film of every viewer, in a folder from which old ones go, by age and by bytes of all.
+    """The latest film of every viewer, in a folder from which old ones are removed.
 
-    A viewer is known by a number that the browser keeps, of which the folder has a digest alone.
-    Nothing else that lies in the folder, made if need be, is touched.
+    A viewer is known by a number that the browser keeps; the folder has only a digest of it. The folder is made if
+    need be, and nothing else in it is touched. A film is removed when it is older than `seconds`, and the oldest ones
+    while all have more than `most_bytes`.
 
     Raises:
         OSError: If films cannot be saved there.
@@ -62,7 +63,7 @@ class Kept:
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         self._lock = threading.Lock()
-        # Viewer -> the film that is theirs. A film that has ended, and its cache, are not held.
+        # Viewer -> their present film. A weak reference: a film that has ended, and its cache, are freed.
         self._latest: WeakValueDictionary[str, _KeptFilm] = WeakValueDictionary()
         self.sweep()
 
@@ -79,10 +80,10 @@ class Kept:
         return None if note is None else note[:2]
 
     def film(self, viewer: str, asked: Asked, make: Callable[[], Film], goes_on: bool) -> Film:
-        """Return a film that is saved as it is made, and goes on from the viewer's saved film if that is asked.
+        """Return a film by `make` that is saved as it is made, and goes on from the viewer's saved one if `goes_on`.
 
         Raises:
-            ValueError: If the saved film is not there any more, or is of something else.
+            ValueError: If the saved film is not there any more, or has other settings or another model.
         """
         film = _KeptFilm(self, viewer, asked, make(), goes_on)
         with self._lock:
@@ -92,7 +93,7 @@ class Kept:
     def save(self, film: _KeptFilm) -> None:
         """Write a film, unless its viewer has begun another one.
 
-        A save that is cut off leaves the one before.
+        A save that is cut off leaves the previous one in place.
 
         Raises:
             OSError: If there is no room.
@@ -117,10 +118,10 @@ class Kept:
             raise OSError(errno.EFBIG, "it takes more room than all films may")
 
     def resume(self, film: _KeptFilm) -> int:
-        """Let a film go on from its viewer's saved one, and return how many chunks that had.
+        """Let a film go on from its viewer's saved one; return the number of that one's chunks.
 
         Raises:
-            ValueError: If that is not there any more, or is of something else.
+            ValueError: If that is not there any more, or has other settings or another model.
         """
         place = self.place(film.viewer)
         note = _read(place)
@@ -131,12 +132,12 @@ class Kept:
         except FileNotFoundError:
             raise ValueError("your film is not saved any more: start another one") from None
         except ValueError as error:
-            told = str(error).replace(str(place), "it")  # where films lie is the server's own
+            told = str(error).replace(str(place), "it")  # viewers are not told the server's paths
             raise ValueError(f"your film cannot go on here, start another one: {told}") from error
         return note[1]
 
     def sweep(self) -> None:
-        """Remove films that are too old, and the oldest where all take too much room."""
+        """Remove films that are too old, and the oldest ones while all together take too much room."""
         with self._lock:
             room, oldest = self.most_bytes, time.time() - self.seconds
             found = self.folder.iterdir() if self.folder.is_dir() else ()
@@ -187,7 +188,7 @@ class _KeptFilm:
 
 
 def is_viewer(value: object) -> bool:
-    """Return whether a value is a number that a browser is known by, which nobody guesses."""
+    """Return whether a value can be a browser's number, which nobody can guess."""
     return isinstance(value, str) and re.fullmatch("[0-9a-f]{32}", value) is not None
 
 
@@ -205,7 +206,7 @@ def _read(place: Path) -> tuple[Asked, int, str] | None:
 
 
 def _bytes(place: Path) -> int:
-    """Return the bytes of a film, whose files may be replaced in the meantime."""
+    """Return the bytes of a film; its files may be replaced in the meantime."""
     count = 0
     for folder, _, names in os.walk(place):
         for name in names:

@@ -1,6 +1,6 @@
 """The page of `diffcache serve`: films that are shown while they are made, cached and not.
 
-It needs no network: nothing is fetched and nobody is told. Leaving the page ends its films.
+It needs no network: nothing is fetched or reported. Leaving the page ends its films.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Handlers:
     def _show(
         self, settings: Callable[[], Asked], request: gr.Request, other: Any, viewer: Any, goes_on: bool = False
     ) -> Iterator[tuple[Any, ...]]:
-        kept: Any = ""  # note and button of the film before go
+        kept: Any = ""  # removes the note and the button of the saved film
         back: Any = gr.Button(visible=False)
         try:
             who, asked = str(request.session_hash), settings()
@@ -159,7 +159,7 @@ class Handlers:
         return self._order(request, **orders)
 
     def policy(self, policy: Any, request: gr.Request) -> str:
-        """Change the policy from the next chunk on, should a film be running."""
+        """Change the policy from the next chunk on, if a film is running."""
         try:
             return self._order(request, policy=one_of("policy", policy, self.program.policies))
         except ValueError as error:
@@ -326,16 +326,16 @@ def _image(drawer: Drawer, do: Handlers) -> None:
 
 
 def _broken(what: str, error: Exception) -> str:
-    """Note an error that is not the viewer's in the log, and return what the viewer is told.
+    """Log an error that is not the viewer's fault, and return a message for the viewer.
 
-    Its text stays here: it may name files of this machine.
+    The error's own text stays in the log: it may contain names of files of this machine.
     """
     _log.error("a %s broke off", what, exc_info=error)
     return f"**The {what} broke off ({type(error).__name__}); the log of the server says more.**"
 
 
 def _about(policy: str) -> str:
-    """Return the frames that a policy holds, in words for a viewer who does not know its name."""
+    """Return a description of the frames that a policy holds, for a viewer who does not know its name."""
     row = find(policy.partition(":")[0], "video")
     return "One film alone." if row is None else row.sentence
 

@@ -45,9 +45,12 @@ class Program:
     Attributes:
         make: Returns a film; called in the thread that films.
         policies: Names of the policies, the first choice first.
-        switches: Names of what may happen to the cache at a new prompt.
-        sizes: Heights and widths in pixels that the model knows, by what a page calls them, the usual first.
+        switches: Names of the treatments of the cache at a new prompt.
+        prompts: Examples.
+        sizes: Label on the page -> height and width in pixels that the model knows; the usual one first.
         steps: Usual number of steps of a chunk.
+        fps: Frames shown a second.
+        title: Title of the page.
         viewers: Viewers whose films may run at the same time.
         beside: Policy that runs beside the first to compare with, "" for none, until one is chosen.
         seen: Pictures of the first chunk and of each later one, where films can be made from pictures; else None.
@@ -73,7 +76,7 @@ class Program:
         """Return the settings of a film from the values of a page.
 
         Raises:
-            ValueError: If one of them cannot be; the message is for the viewer.
+            ValueError: If a value is out of its range; the message is for the viewer.
         """
         text, name = checked_prompt(prompt), one_of("policy", policy, self.policies)
         known = (whole("seed", seed, 0, MAX_SEED), whole("steps", steps, 1, MOST_STEPS))
@@ -92,10 +95,10 @@ def checked_prompt(prompt: object) -> str:
 
 
 def one_of(kind: str, name: Any, names: Sequence[str]) -> str:
-    """Return a name that is among those there are.
+    """Return a name after a check that it is one of several names.
 
     Raises:
-        ValueError: If there is no such name; `kind` says in it what is named.
+        ValueError: If it is not; `kind` is the word for it in the message.
     """
     if name not in names:
         raise ValueError(f"no {kind} {name!r}; there are {', '.join(names)}")
@@ -103,7 +106,10 @@ def one_of(kind: str, name: Any, names: Sequence[str]) -> str:
 
 
 def whole(name: str, value: Any, least: int, most: int) -> int:
-    """Return a value from a page as a whole number within bounds; raise ValueError if it is none."""
+    """Return a value from a page as a whole number from `least` to `most`.
+
+    Raises ValueError if it is none; `name` is its name on the page.
+    """
     try:
         number = int(value)
         if number != float(value) or not least <= number <= most:

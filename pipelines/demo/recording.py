@@ -19,7 +19,7 @@ _LEAST, _MOST = 240, 1280  # pixels of the shorter and the longer side that enla
 
 
 class Recording:
-    """The latest frames of films that run side by side, at so many a second."""
+    """The latest frames of a number of films that run side by side, at `fps` frames a second."""
 
     def __init__(self, films: int, fps: int) -> None:
         self.fps = fps
@@ -29,7 +29,7 @@ class Recording:
         return min(map(len, self._frames))
 
     def add(self, film: int, jpegs: Sequence[bytes]) -> None:
-        """Add frames of a film, each a JPEG."""
+        """Add frames, each a JPEG, to the film of a number."""
         self._frames[film].extend(jpegs)
 
     def mp4(self) -> bytes:
@@ -51,7 +51,7 @@ class Recording:
 
 
 def to_file(path: Path, frames: Sequence[NDArray[np.uint8]], fps: int) -> None:
-    """Write a film of pictures of one size, uint8 `[H, W, 3]`: an MP4 file or, where the name ends so, a GIF.
+    """Write pictures of one size, uint8 `[H, W, 3]`, as a film: a GIF if the file is called `.gif`, else an MP4 file.
 
     Raises:
         MissingError: If PyAV is not installed, for an MP4 file.

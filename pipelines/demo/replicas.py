@@ -1,7 +1,7 @@
 """Film in other processes: replicas under Ray Serve, each with a model and films of viewers.
 
 >>> with replicas(open_model, count=2) as make:  # doctest: +SKIP
-...     film = make(asked)  # a `Film`, made where the fewest are
+...     film = make(asked)  # a `Film`, made in the replica with the fewest
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ Make = Callable[[Any], Film]
 WAIT = 60.0  # seconds in which a film that lost its replica is restored
 _LOOK = 1.0  # seconds between two looks at whether a replica is still there
 IDLE = 600.0  # seconds after which a film that nobody asks for is dropped
-QUEUE = 2  # films in each replica from which on another one is started, where there may be more
+QUEUE = 2  # where all replicas have so many films, another one is started, up to `count`
 BUSY = 100  # films whose next chunk may be asked for at the same time
-STORE_BYTES = 100_000_000  # of Ray's object store, which chunks pass through
+STORE_BYTES = 100_000_000  # size of Ray's object store, which chunks pass through
 
 
 class Replica:
     """The films of one process.
 
-    `opened` loads the model and returns what makes a film of what a viewer asked for; films have `save`
-    and `resume` too, which take a folder.
+    `opened` loads the model and returns a function that makes a film from a viewer's settings; the films have the
+    methods `save` and `resume`, which take a folder.
     """
 
     def __init__(self, opened: Callable[[], Make]) -> None:
@@ -51,8 +51,8 @@ class Replica:
     async def call(self, name: str, verb: str, *given: Any) -> tuple[str, Any]:
         """Do something with a film, in a thread of its own.
 
-        The verb is `begin`, `next`, `apply`, `save`, `resume` or `end`, with its arguments behind it. Returned
-        is `done` and the result, `refused` and why, or `lost` where there is no such film.
+        The verb is `begin`, `next`, `apply`, `save`, `resume` or `end`, followed by its arguments. Returns `done` and
+        the result, `refused` and the reason, or `lost` where there is no such film.
         """
         return await asyncio.to_thread(self._call, name, verb, *given)
 
@@ -93,8 +93,8 @@ class Replica:
 class RemoteFilm:
     """A film of a replica; it ends there when nobody refers to it here any more.
 
-    It is saved in a folder every few chunks, and goes on from there in another replica where its own is
-    lost. The first `least` replicas always run.
+    It is saved in a folder every few chunks, and goes on from there in another replica where its own is lost. The
+    first `least` of the replicas always run, whose `handles` are given; it begins in number `place`.
     """
 
     def __init__(self, handles: Sequence[Any], place: int, folder: str, least: int) -> None:
@@ -120,7 +120,9 @@ class RemoteFilm:
         self._process = self._ask("begin", asked)
 
     def next(self, seen: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
-        """Return the frames of the next chunk, uint8 `[F, H, W, 3]`, made from pictures that are seen, if any.
+        """Return the frames of the next chunk, uint8 `[F, H, W, 3]`.
+
+        `seen` are the pictures that it is made from, of the same form; None for a film from text.
 
         Raises:
             ValueError: If the replica refuses, or has ended and the film was not saved yet.
@@ -170,13 +172,13 @@ class RemoteFilm:
         self._ends()
 
     def forget(self) -> None:
-        """Leave the film alone: its replica ends."""
+        """Stop managing the film because its replica ends."""
         self._ends.detach()
         self._saved = None  # it is restored nowhere
         rmtree(self._folder, ignore_errors=True)
 
     def _finish(self) -> None:
-        """See to it that the film ends in the replica where it is."""
+        """Make sure that the film ends in the replica where it is."""
         handle = self._handles[self.place]
         self._ends = weakref.finalize(self, _end, handle, self._name, self._folder)
 
@@ -240,7 +242,7 @@ class RemoteFilm:
         raise ValueError(_LOST)
 
     def _others(self, lost: int) -> list[int]:
-        """Return the replicas that may take the film: at last its own, which starts anew."""
+        """Return the replicas that may take the film; its own comes last, as it has to start anew."""
         count = len(self._handles)
         return sorted(range(count), key=lambda n: (n == lost, n >= self._least, (n - lost) % count))
 
@@ -267,16 +269,16 @@ def replicas(
     """Start replicas under Ray Serve and yield a maker of films in them; end them all at the end.
 
     A film begins in the replica with the fewest films. Where a replica is killed, its films go on from their latest
-    save in another one, and it is started anew; those of others go on. Ray is started on this machine, unless the
-    caller has connected to a cluster already. It takes about 1 GB of memory before any model.
+    save in another one, and it is started anew; films of other replicas are not disturbed. Ray is started on this
+    machine, unless the caller has connected to a cluster already. It takes about 1 GB of memory before any model.
 
-    Each replica is an application of its own: the router that Ray has for sessions maps names to the replicas that are
-    there, so that films would be sent elsewhere whenever one comes or goes. Those beyond `least` are scaled between
-    none and one by Ray: one starts once a film waits for it, as a film does where all others have two, and ends after
-    ten minutes without requests.
+    Each replica is an application of its own: Ray's router for sessions maps names to the replicas that are there, and
+    would send films elsewhere whenever one comes or goes. Ray scales each replica beyond the first `least` between
+    none and one: it starts once a film waits for it, which happens where all others have two, and ends after ten
+    minutes without requests.
 
     Args:
-        opened: Loads the model in a replica and returns what makes a film of what a viewer asked for.
+        opened: Loads the model in a replica and returns a function that makes a film from a viewer's settings.
         folder: Folder that films are saved in, which all replicas reach.
         count: Most replicas.
         least: Replicas that always run; None for all.
@@ -343,7 +345,7 @@ def ray_serve() -> tuple[Any, Any]:
 
 
 def scaling(stays: bool) -> dict[str, Any]:
-    """Return the options of a replica's deployment by which Ray starts and ends it, if it does not always run."""
+    """Return the options by which Ray starts and ends a replica; none are needed if it always runs (`stays`)."""
     if stays:
         return {"num_replicas": 1}
     return {
@@ -359,9 +361,10 @@ def scaling(stays: bool) -> dict[str, Any]:
 
 
 def place_of(films: Sequence[int], least: int) -> int:
-    """Return the replica that a new film begins in, by the films of each; the first `least` always run.
+    """Return the number of the replica that a new film begins in, given the number of films of each.
 
-    It is the one with the fewest of those that run; where all of these have `QUEUE`, the next.
+    It is the one with the fewest among those that run, as the first `least` always do; where all of these have
+    `QUEUE`, it is the next one.
     """
     runs = [place for place, count in enumerate(films) if count or place < least]
     fewest = min(runs, key=films.__getitem__)
@@ -370,7 +373,10 @@ def place_of(films: Sequence[int], least: int) -> int:
 
 
 def _spread(handles: list[Any], films: weakref.WeakSet[RemoteFilm], folder: str, least: int) -> Make:
-    """Return a function that makes a film in the replica with the fewest, and adds it to `films`."""
+    """Return a function that makes a film in the replica with the fewest, and adds it to `films`.
+
+    `least` is the number of replicas that always run: the first ones.
+    """
     lock = threading.Lock()
 
     def make(asked: Any) -> Film:

@@ -22,8 +22,13 @@ _OWN = {"DiffusionPolicyPipeline": "diffcache.pipelines.policy"}
 def locate(model: str, configs_only: bool = False, *, variant: str = "", revision: str = "") -> Path:
     """Return the directory of a pipeline: a path, a shipped name, or a Hugging Face model ID.
 
-    A model ID is looked up in the local hub cache, and downloaded unless `HF_HUB_OFFLINE` is set: all of it, or its
-    configurations only. A variant of its files, and a revision (branch, tag or commit), may be asked for.
+    A model ID is looked up in the local hub cache, and downloaded unless `HF_HUB_OFFLINE` is set.
+
+    Args:
+        model: Model that a command line names.
+        configs_only: Whether to download configurations only, no weights.
+        variant: Variant of the weight files to download, such as `fp16`; "" for the files without one.
+        revision: Branch, tag or commit of a Hugging Face model; "" for the newest.
 
     Raises:
         FileNotFoundError: If there is no saved pipeline.
@@ -83,13 +88,13 @@ def check_dtype(name: str) -> None:
 
 
 def dtype_of(name: str, directory: Path, device: torch.device) -> str:
-    """Return the dtype that `--dtype` names, one of `DTYPES`.
+    """Return the dtype that `--dtype` chooses for a pipeline on a device, one of `DTYPES`.
 
-    `auto` is float32 on the CPU, where half precision is slow. On an accelerator it is float16
-    where the denoiser was saved so, else bfloat16.
+    `auto` is float32 on the CPU, where half precision is slow. On an accelerator it is float16 where the denoiser was
+    saved in it, else bfloat16.
 
     Raises:
-        ValueError: If the name is unknown.
+        ValueError: If the name is neither `auto` nor one of `DTYPES`.
     """
     check_dtype(name)
     if name != "auto":
@@ -147,10 +152,10 @@ def pipeline_of(directory: Path) -> tuple[str, Parameters]:
 
 
 def call_defaults(path: Path) -> dict[str, Any]:
-    """Return the default arguments of the call of a saved pipeline, as `diffcache.json` says.
+    """Return the default arguments of a saved pipeline's call, from its `diffcache.json`.
 
     Raises:
-        ValueError: If it is no JSON, or has something else than numbers and a negative prompt.
+        ValueError: If the file is no JSON, or has other values than numbers and a negative prompt.
     """
     file = path / "diffcache.json"
     if not file.exists():
@@ -167,10 +172,9 @@ def call_defaults(path: Path) -> dict[str, Any]:
 
 
 def check_depth(path: Path) -> None:
-    """Refuse a pipeline whose parts claim more layers than any model has, and would take hours.
+    """Refuse a pipeline whose parts claim more layers than any model has, and would take hours to build.
 
-    Raises:
-        ValueError: If one does.
+    Raises ValueError if one does.
     """
     for file in sorted(path.glob("*/config.json")):
         try:

@@ -250,7 +250,7 @@ def serve(
 
 
 def _kept(folder: Path, most_mb: int) -> Kept | None:
-    """Return the saved films of a folder; None where none are to be saved.
+    """Return the saved films of a folder; None if `most_mb` is 0 and none are to be saved.
 
     Raises:
         ValueError: If nothing can be saved there.
@@ -269,13 +269,21 @@ def _kept(folder: Path, most_mb: int) -> Kept | None:
 def run(
     program: Program, hosts: Sequence[str], port: int, tell: Callable[[str], None], kept: Kept | None = None
 ) -> None:
-    """Serve a page until the process is interrupted; nothing but saved films is left then."""
+    """Serve a page until the process is interrupted; only saved films are left then.
+
+    Args:
+        program: Films that the page shows.
+        hosts: Address, and further names by which browsers ask for it.
+        port: Port, a free one.
+        tell: Prints a line.
+        kept: Saved films, from which viewers go on; None to save none.
+    """
 
     def end(*_: object) -> None:
         raise KeyboardInterrupt
 
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, end)  # which would leave the temporary folder
+        signal.signal(signal.SIGTERM, end)  # by default it would leave the temporary folder behind
     try:
         with served(program, hosts, port, kept) as (url, _, _):
             tell(f"{program.title} at {url} - Ctrl-C ends it")
@@ -288,9 +296,9 @@ def run(
 def served(
     program: Program, hosts: Sequence[str], port: int, kept: Kept | None = None
 ) -> Iterator[tuple[str, gr.Blocks, Viewers]]:
-    """Serve a page, and give its address, itself and everybody's films, which end with it.
+    """Serve a page; yield its address, the page, and the films of all viewers, which end with it.
 
-    The first of `hosts` is the address, the others are names by which browsers ask for it.
+    Arguments are those of `run`.
     """
     from diffcache.pipelines.demo.door import Listeners, guarded_by
     from diffcache.pipelines.demo.page import STYLE, build
@@ -316,14 +324,14 @@ def served(
         yield url, page, viewers
     finally:
         viewers.close()
-        if getattr(page, "server", None) is not None:  # pages that are open would be waited for
-            logging.getLogger("uvicorn.error").disabled = True  # which it tells of
+        if getattr(page, "server", None) is not None:  # it would wait for pages that are open
+            logging.getLogger("uvicorn.error").disabled = True  # it would log that they were cut off
             page.server.force_exit = True
         page.close(verbose=False)
 
 
 def most_bytes(program: Program) -> int:
-    """Return the bytes that a request of the page may have: a prompt, or three pictures."""
+    """Return the most bytes of a request of the page: a prompt, or three pictures."""
     pixels = max((height * width for height, width in program.sizes.values()), default=0)
     from diffcache.pipelines.demo.door import MOST_BYTES
 
@@ -331,10 +339,10 @@ def most_bytes(program: Program) -> int:
 
 
 def gpus_of(device: torch.device, count: int) -> float:
-    """Return the GPUs of each replica: one, or a part of one where replicas are more than GPUs.
+    """Return the GPUs of each replica: one, or a fraction of one if there are more replicas than GPUs.
 
     Raises:
-        ValueError: If one of several GPUs is named, which Ray chooses.
+        ValueError: If the device is one of several GPUs: Ray chooses among them.
     """
     if device.type != "cuda":
         return 0.0
@@ -353,7 +361,7 @@ def free_port(host: str, port: int) -> int:
     """Return the port that is asked for, or a free one for 0.
 
     Raises:
-        ValueError: If it is taken, or there is no such address here.
+        ValueError: If the port is taken, or this machine has no such address.
     """
     try:
         kind, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

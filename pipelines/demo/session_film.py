@@ -22,12 +22,15 @@ SWITCHES: dict[str, Switch] = {"keep": Keep(), "flush": Flush(), "re-cache": Rec
 
 
 def policies() -> list[str]:
-    """Return the names of policies for streams, but for that of a transformer of another build."""
+    """Return the names of policies for streams of a causal Wan; policies of other builds are left out."""
     return [name for name, row in rows_of("video").items() if row.family == "Frames"]
 
 
 def program_of(video: CausalVideo, name: str, viewers: int, most_bytes: int) -> Program:
-    """Return the films and settings of a model that a page can show, each with so many bytes of keys and values."""
+    """Return the films and settings of a model called `name` that a page can show.
+
+    `most_bytes` bounds the keys and values of each film.
+    """
     way = video.way
     names = [way.policy, *(other for other in policies() if other != way.policy)]
     sizes = {f"{size[0]} x {size[1]}": size for size in (way.size, way.size[::-1])}
@@ -54,14 +57,14 @@ def program_of(video: CausalVideo, name: str, viewers: int, most_bytes: int) -> 
 
 
 class _FilmOfThePage:
-    """A film of a stream, whose colors are measured from those of its prompt's first chunk on."""
+    """A film of a stream; the drift of its colors is measured from the first chunk of its prompt."""
 
     stream: Any
     drift = 0.0
     _first: NDArray[np.float64] | None = None
 
     def measured(self, frames: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Return the frames of a chunk, `[F, H, W, 3]`, and note how far their colors are."""
+        """Return the frames of a chunk, `[F, H, W, 3]`, and note the drift of their colors."""
         colors = np.concatenate([frames.mean((0, 1, 2)), frames.std((0, 1, 2))])
         self._first = colors if self._first is None else self._first
         self.drift = float(np.sqrt(np.square(colors - self._first).mean()))
@@ -76,12 +79,12 @@ class _FilmOfThePage:
         self.stream.resume(folder)
 
     def news(self) -> str:
-        """Return nothing: all that becomes of this film, the viewer has ordered."""
+        """Return nothing: nothing happens to this film but what the viewer ordered."""
         return ""
 
 
 class SessionFilm(_FilmOfThePage):
-    """A film of one stream, which may hold so many bytes of keys and values.
+    """A film of one stream, which may hold at most `most_bytes` of keys and values.
 
     Raises:
         ValueError: If the model cannot make such a film.
@@ -104,7 +107,7 @@ class SessionFilm(_FilmOfThePage):
         """Change the policy or the prompt.
 
         Raises:
-            ValueError: If one of them cannot be; nothing is changed then.
+            ValueError: If one of them is refused; nothing is changed then.
         """
         prompt, stream = order.get("prompt"), self.stream
         if prompt is not None:
@@ -119,15 +122,16 @@ class SessionFilm(_FilmOfThePage):
             self._first = None
 
     def readings(self) -> dict[str, float]:
-        """Return bytes by role, and how far colors are from those of the prompt's first chunk."""
+        """Return the cache's bytes by role, and the drift of the colors since the prompt's first chunk."""
         held = float(self.stream.decoder.nbytes)
         return bytes_by_role(self.stream.session) | {"decoder_bytes": held, "drift": self.drift}
 
 
 class LiveFilm(_FilmOfThePage):
-    """A film that is made from pictures that come in; of the steps, those below their noise are made.
+    """A film that is made from pictures that come in; arguments are those of `SessionFilm`.
 
-    Every chunk comes out in the call that it goes in, so that it is as little behind as can be.
+    Every chunk comes out in the call that it goes in, so that the delay is as short as possible. Of the steps, only
+    those below the noise level of the pictures are made.
 
     Raises:
         ValueError: If the model cannot make such a film.
@@ -143,20 +147,20 @@ class LiveFilm(_FilmOfThePage):
         self._make, self.stream = make, make(asked.prompt, asked.policy)
 
     def next(self, seen: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
-        """Return the frames that are made from pictures, uint8 `[F, H, W, 3]` both.
+        """Return the frames that are made from the pictures `seen`, both uint8 `[F, H, W, 3]`.
 
         Raises:
-            ValueError: If they are not those of a chunk, or the cache has grown to its bound.
+            ValueError: If there are no pictures or too few for a chunk, or the cache has grown to its bound.
         """
         if seen is None:
             raise ValueError("seen=None: this film is made from pictures")
-        return self.measured(self.stream.next(seen[-self.stream.wanted :]))  # one that began anew takes fewer
+        return self.measured(self.stream.next(seen[-self.stream.wanted :]))  # a film that began anew takes fewer
 
     def apply(self, order: Mapping[str, Any]) -> None:
-        """Change the policy, which begins with an empty cache, or the prompt.
+        """Change the prompt, or the policy, which begins with an empty cache.
 
         Raises:
-            ValueError: If one of them cannot be; nothing is changed then.
+            ValueError: If one of them is refused; nothing is changed then.
         """
         live, prompt = self.stream, order.get("prompt")
         mode = SWITCHES[order.get("switch", "keep")]
@@ -169,13 +173,16 @@ class LiveFilm(_FilmOfThePage):
         self.stream = live
 
     def readings(self) -> dict[str, float]:
-        """Return bytes, and how far colors are from those of the prompt's first chunk."""
+        """Return the bytes held, and the drift of the colors since the prompt's first chunk."""
         held = self.stream.encoder.nbytes + self.stream.decoder.nbytes
         return {"bytes": float(self.stream.nbytes), "decoder_bytes": float(held), "drift": self.drift}
 
 
 def sampler_of(sampler: FewSteps, steps: int) -> FewSteps:
-    """Return a sampler of so many steps: that which a model was trained with, or one with times evenly apart."""
+    """Return a sampler with a given number of steps.
+
+    It is the model's own sampler if that has this number, else one with evenly spaced times.
+    """
     if steps == len(sampler.timesteps):
         return sampler
     first = sampler.timesteps[0]
@@ -183,7 +190,7 @@ def sampler_of(sampler: FewSteps, steps: int) -> FewSteps:
 
 
 def bytes_by_role(session: Session) -> dict[str, float]:
-    """Return the bytes of a session's cache: all, those of first and of later frames, and the rest.
+    """Return the bytes of a session's cache: in total, of the first frames, of later ones, and the rest.
 
     The rest are rotated copies that steps of a chunk share, room for the next frames, and numbers of positions.
     """

@@ -26,8 +26,8 @@ POINTS = 240  # points of a plot, one a second
 AGAIN = 2  # chunks that are sent anew, should the page have missed one
 ALONE = "nothing"
 _LISTEN = 10.0  # seconds in which a page begins to take what it is sent
-_BRIEFLY = 2.0  # the same, where many others do not
-_LEAD = 0.5  # seconds that a page has frames before it shows them
+_BRIEFLY = 2.0  # the same, while many other pages have not begun
+_LEAD = 0.5  # seconds by which frames reach a page before they are shown
 _REMEMBERED = 4  # times the viewers at a time, whose films can still be saved
 _BYTES = {
     "bytes": "held in all",
@@ -40,7 +40,7 @@ _BYTES = {
 
 @dataclass(eq=False)
 class Showing:
-    """The films of one viewer, side by side, with the names of their policies."""
+    """The films of one viewer, side by side; `titles` are the names of their policies."""
 
     titles: list[str]
     streams: list[Stream]
@@ -48,7 +48,7 @@ class Showing:
     job: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def order(self, **orders: Any) -> None:
-        """Leave orders; a policy is for the first film alone, the other is there to compare."""
+        """Leave orders; a policy is for the first film alone, the other one is there to compare with."""
         self.streams[0].orders.put(**orders)
         orders.pop("policy", None)
         for stream in self.streams[1:]:
@@ -61,26 +61,31 @@ class Showing:
 
     @property
     def over(self) -> bool:
-        """Return True once one of the films has ended, and with it all."""
+        """Return True once one of the films has ended; the others end with it."""
         return any(stream.over for stream in self.streams)
 
 
 class Viewers:
-    """The films of everybody who looks at the page, by their session, of which so many may run at the same time.
+    """The films of everybody who looks at the page, by their session.
 
-    `listeners` are sessions whose pages take what they are sent, None for all; `kept` are saved films, from
-    which viewers go on, None where none are saved.
+    Args:
+        most: Most viewers whose films run at the same time.
+        listeners: Sessions whose pages take the events that are sent to them; None for all.
+        kept: Saved films, from which viewers go on; None where none are saved.
     """
 
     def __init__(self, most: int, listeners: Container[str] | None = None, kept: Kept | None = None) -> None:
         self.most, self._listeners, self.kept = most, listeners, kept
         self._showings: dict[str, Showing] = {}
-        self._sources: dict[str, Source] = {}  # the latest that sent something last
+        self._sources: dict[str, Source] = {}  # ordered by when each sent something, the latest last
         self._lock = threading.Lock()
-        self.waited_for = 0  # pages, each of which holds a thread of the server
+        self.waited_for = 0  # number of pages; each wait holds a thread of the server
 
     def begin(self, who: str, showing: Showing) -> None:
-        """Note a showing, in place of the viewer's last one; raise ValueError if there are too many."""
+        """Note a showing, in place of the viewer's last one.
+
+        Raises ValueError if as many viewers as may watch already do.
+        """
         self._end(who)
         with self._lock:
             if len(self) >= self.most:
@@ -102,11 +107,11 @@ class Viewers:
         return self._listeners is None or who in self._listeners
 
     def wait_for(self, who: str) -> None:
-        """Wait until a viewer's page takes its events: gradio runs what nobody fetches.
+        """Wait until a viewer's page takes its events: gradio also runs handlers whose results nobody fetches.
 
         Raises:
-            ValueError: If it does not within 10 seconds, or within 2 where as many pages are waited
-                for as there may be viewers.
+            ValueError: If it does not within 10 seconds, or within 2 where as many pages are waited for as there may
+                be viewers.
         """
         if self.listens(who):
             return
@@ -127,12 +132,14 @@ class Viewers:
         return ValueError(f"{self.most} viewers are served already; try again in a minute")
 
     def see(self, who: str, value: Any, most: int, side: int = MOST_SIDE) -> None:
-        """Take pictures of a viewer's camera or file, as `Source.put` does, of which so many are kept.
+        """Take pictures of a viewer's camera or file, as `Source.put` does.
+
+        At most `most` pictures are kept; `side` is the most pixels of a picture's longer side.
 
         Raises:
-            ValueError: If they are none, or too many viewers send some.
+            ValueError: If they cannot be read, or too many viewers send some.
         """
-        pictures = checked_pictures(value)  # before anybody else's go
+        pictures = checked_pictures(value)  # first, so that bad ones do not push out another viewer's source
         with self._lock:
             source = self._sources.pop(who, None)
             if source is None:
@@ -142,7 +149,7 @@ class Viewers:
             source.take(*pictures)
 
     def _make_room(self) -> None:
-        """Forget the oldest source that is off, should there be too many; the lock is held.
+        """Forget the oldest source that is off if there are too many; the caller holds the lock.
 
         Raises:
             ValueError: If all are on.
@@ -231,10 +238,12 @@ def show(
 def _with_pictures(
     program: Program, asked: Asked, source: Source | None, goes_on: bool
 ) -> tuple[Asked, Source | None]:
-    """Return the settings of a film with the pictures it begins with, and those that come in.
+    """Return the settings of a film with the pictures that it begins with, and the source of pictures that come in.
+
+    A film that `goes_on` from a saved one has its beginning already.
 
     Raises:
-        ValueError: If a picture cannot be read, or none come in for a saved film made from some.
+        ValueError: If a picture cannot be read, or none come in for a saved film that was made from some.
     """
     if goes_on and not asked.anew:
         return asked, None
@@ -337,8 +346,8 @@ def _note(chunks: Sequence[Chunk]) -> str:
 def table(chunks: Sequence[Chunk], waiting: Sequence[int], first: float) -> list[list[str]]:
     """Return the read-outs as rows: a label, and the value of each film.
 
-    They are of the latest chunks, of how many wait to be shown, and of the seconds from the start until all
-    films had their first frames.
+    They show the latest chunk of each film, the number of its chunks that wait to be shown, and the seconds from the
+    start until all films had their `first` frames.
     """
     known = [key for key in _BYTES if all(key in chunk.readings for chunk in chunks)]
     rows = [

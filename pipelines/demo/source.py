@@ -28,11 +28,11 @@ _TICK = 0.1  # seconds between two looks at whether to stop
 
 @dataclass(frozen=True)
 class Shot:
-    """A picture of a source, a JPEG.
+    """A picture of a source, as a JPEG.
 
     Attributes:
         number: Number of it, counted with those that the page left out.
-        arrived: Time at which it came in, as of `time.monotonic`.
+        arrived: Time at which it came in, by `time.monotonic`.
     """
 
     number: int
@@ -41,21 +41,22 @@ class Shot:
 
 
 class Source:
-    """The latest pictures of one viewer, so many, of a longer side up to so many pixels; nothing is written to disk.
+    """The latest pictures of one viewer; nothing is written to disk.
 
-    `use` is `begin` for a film that goes on from them, `anew` for one that is made from them.
+    At most `most` pictures are kept; `side` is the most pixels of a picture's longer side. `use` is `begin` for a film
+    that goes on from the pictures, `anew` for one that is made from them.
     """
 
     def __init__(self, most: int, side: int = MOST_SIDE) -> None:
         self.use, self.side = BEGINS, side
         self._shots: deque[Shot] = deque(maxlen=most)
-        self._count = 0  # pictures until now, with those that the page left out
-        # The same as the page counts them; None while it is off.
+        self._count = 0  # number of pictures so far, with those that the page left out
+        # The same number as the page counts it; None while the source is off.
         self._page_count: int | None = None
         self._changed = threading.Condition()
 
     def put(self, value: Any) -> None:
-        """Take what a page sends, as `checked_pictures` reads it; no pictures turn the source off.
+        """Take pictures from a page, as `checked_pictures` reads them; a message without any turns the source off.
 
         Raises:
             ValueError: If it is something else.
@@ -63,10 +64,10 @@ class Source:
         self.take(*checked_pictures(value))
 
     def take(self, use: str, first: int, files: Sequence[bytes]) -> None:
-        """Take pictures that were checked; arguments are as `checked_pictures` returns them."""
+        """Take pictures that were checked; arguments are those that `checked_pictures` returns."""
         with self._changed:
             if not files or not self._is_on():
-                self._shots.clear()  # of a camera or file before
+                self._shots.clear()  # they are of an earlier camera or file
                 self._page_count = None
             if files:
                 self.use, now = use, time.monotonic()
@@ -90,6 +91,8 @@ class Source:
     def latest(self, size: tuple[int, int], each: int) -> NDArray[np.uint8]:
         """Return the pictures that a film goes on from, uint8 `[F, H, W, 3]`.
 
+        `size` is height and width in pixels, `each` the pictures of a latent frame after the first.
+
         Raises:
             ValueError: If one is no JPEG, or there are none.
         """
@@ -105,11 +108,17 @@ class Source:
 class Reader:
     """One film's way through the pictures of a source, from the moment that it is made.
 
-    Where two chunks wait, it goes on with the later one, so that a film is never further behind.
+    Where two chunks wait, it skips to the later one, so that a film falls no further behind.
+
+    Args:
+        source: Pictures that come in.
+        size: Height and width in pixels.
+        first: Number of pictures of the first chunk.
+        later: Number of pictures of each later one.
 
     Attributes:
-        dropped: Pictures that were left out, here or by the page.
-        arrived: Time at which the oldest picture of the latest chunk came in.
+        dropped: Number of pictures that were left out, here or by the page.
+        arrived: Time at which the oldest picture of the latest chunk came in, by `time.monotonic`.
     """
 
     def __init__(self, source: Source, size: tuple[int, int], first: int, later: int) -> None:
@@ -118,7 +127,9 @@ class Reader:
         self.dropped, self.arrived = 0, 0.0
 
     def take(self, stopped: Callable[[], bool]) -> NDArray[np.uint8] | None:
-        """Wait for the pictures of a chunk, uint8 `[F, H, W, 3]`; return None once no more come or nobody wants them.
+        """Wait for the pictures of a chunk, uint8 `[F, H, W, 3]`.
+
+        Returns None once no more come in, or `stopped` returns True because nobody wants them.
 
         Raises:
             ValueError: If one is no JPEG.
@@ -138,10 +149,10 @@ class Reader:
 
 
 def opened(file: bytes, side: int = MOST_SIDE) -> Image.Image:
-    """Return the picture of a JPEG, whose longer side may have so many pixels.
+    """Return the picture of a JPEG.
 
     Raises:
-        ValueError: If it is none, too large, or has too many scans.
+        ValueError: If it is none, its longer side has more than `side` pixels, or it has too many scans.
     """
     if (scans := file.count(b"\xff\xda")) > MOST_SCANS:  # a small file may take minutes
         raise ValueError(f"a picture has {scans} scans, at most {MOST_SCANS} are read; send a baseline JPEG")
@@ -156,9 +167,9 @@ def opened(file: bytes, side: int = MOST_SIDE) -> Image.Image:
 
 
 def checked_pictures(value: Any) -> tuple[str, int, list[bytes]]:
-    """Return use, number and files of what a page sends.
+    """Return the use, the number of the first picture and the JPEG files of a page's message.
 
-    It is an object with `use`, `first`, the number of the first picture, and `files`, JPEGs in base64.
+    The message is an object with `use`, `first`, the number of the first picture, and `files`, JPEGs in base64.
 
     Raises:
         ValueError: If it is something else.

@@ -1,6 +1,6 @@
 """Film in a thread of its own: orders go in at the start of a chunk, chunks come out in order.
 
-Nothing here knows a page or a transformer. A page takes chunks from `Stream.chunks`; what films is a `Film`.
+Nothing here knows a page or a transformer. A page takes chunks from `Stream.chunks`; they are made by a `Film`.
 """
 
 from __future__ import annotations
@@ -21,22 +21,25 @@ from numpy.typing import NDArray
 from diffcache.pipelines.demo.source import Reader
 
 AHEAD = 2  # chunks that may wait to be shown
-PATIENCE = 60.0  # seconds that a chunk waits to be taken until the film ends
+PATIENCE = 60.0  # seconds that a chunk waits to be taken before the film ends
 _TICK = 0.1  # seconds between two looks at whether to stop
-_LAST = 20  # chunks that the latency is told of
+_LAST = 20  # chunks whose latency is summarized
 
 
 class Film(Protocol):
     """Maker of frames; every method is called by one thread."""
 
     def next(self, seen: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
-        """Return the next chunk's frames, uint8 `[F, H, W, 3]`, made from pictures of that kind if there are some."""
+        """Return the frames of the next chunk, uint8 `[F, H, W, 3]`.
+
+        `seen` are the pictures that it is made from, of the same form; None for a film from text.
+        """
 
     def apply(self, order: Mapping[str, Any]) -> None:
         """Carry out the viewer's orders before the next chunk.
 
         Raises:
-            ValueError: If it cannot be done; the film goes on as it was.
+            ValueError: If one cannot be carried out; the film goes on as it was.
         """
 
     def readings(self) -> dict[str, float]:
@@ -55,8 +58,8 @@ class Chunk:
         frames: uint8 `[F, H, W, 3]`.
         applied: Orders that took effect with it.
         refused: Reason why an order was not carried out; empty where all were.
-        news: What a viewer is told of the film, beside orders; empty for nothing.
-        readings: Read-outs after it, and `seconds` it took, `p50`, `p95` of the latest.
+        news: News of the film for the viewer, beside orders; empty for none.
+        readings: Read-outs after it; `seconds` that it took, and `p50` and `p95` of the latest chunks' seconds.
     """
 
     number: int
@@ -68,7 +71,7 @@ class Chunk:
 
 
 class Mailbox:
-    """Orders that wait for the start of a chunk; of one kind the latest counts."""
+    """Orders that wait for the start of a chunk; among several of one kind the latest counts."""
 
     def __init__(self) -> None:
         self._orders: dict[str, Any] = {}
@@ -90,13 +93,15 @@ class Mailbox:
 class Stream:
     """A film that is being made, in a thread of its own.
 
-    No frame is dropped: the thread waits where nobody takes what it made, and ends after a minute,
+    No frame is dropped: the thread waits while nobody takes the chunks that it made. It ends after a minute of that,
     since a page that was closed does not always say so.
 
     Args:
         make: Returns the film; it is called in the thread, so that loading does not block a page.
         limit: Chunks after which it ends; None for none.
-        reader: Pictures that the film is made from; None for a film from text. It ends with them.
+        reader: Pictures that the film is made from, with which it ends; None for a film from text.
+
+    Attributes:
         orders: Changes that are asked of the film.
     """
 
@@ -126,7 +131,10 @@ class Stream:
         self._running.set()
 
     def close(self, timeout: float | None = None) -> None:
-        """End the film and wait for its thread, so many seconds at most; None waits for the chunk that is made."""
+        """End the film and wait for its thread.
+
+        `timeout` is the most seconds to wait; None waits for the chunk that is being made.
+        """
         self._stop.set()
         self._running.set()
         if self._thread.ident is not None:
@@ -142,7 +150,7 @@ class Stream:
         self.close()
 
     def chunks(self) -> Iterator[Chunk | None]:
-        """Yield chunks as they come, and None where none came for a while, until `close`.
+        """Yield chunks as they come, and None after each while without one, until `close`.
 
         Raises:
             Exception: Error of the film; the frames before come first.
@@ -167,7 +175,7 @@ class Stream:
 
     @property
     def waiting(self) -> int:
-        """Chunks that are made and not taken."""
+        """Number of chunks that are made and not taken."""
         return self._made.qsize()
 
     # the thread ----------------------------------------------------------------------------
@@ -189,7 +197,7 @@ class Stream:
             self._hand_on(error)
 
     def _film(self, film: Film, number: int, seen: NDArray[np.uint8] | None) -> Chunk:
-        """Make one chunk, with the orders that wait, from pictures where it is made from some."""
+        """Make one chunk with the orders that wait; `seen` are the pictures it is made from, None for none."""
         applied, refused = self.orders.take(), ""
         if applied:
             try:
@@ -208,7 +216,7 @@ class Stream:
         return Chunk(number, frames, applied, refused, film.news(), readings)
 
     def _hand_on(self, made: Chunk | BaseException | None) -> bool:
-        """Wait for room and hand on; return whether anybody still wants it."""
+        """Wait for room and hand on a chunk, an error or the end; return whether anybody still wants it."""
         latest = time.monotonic() + PATIENCE
         while not self._stop.is_set() and time.monotonic() < latest:
             try:

@@ -31,7 +31,7 @@ class Order:
         length: Tokens of the answer.
         block: Tokens of a block.
         steps: Forwards of the answer, where their number is fixed.
-        threshold: Least confidence of what is decided at once; None for a fixed number a step.
+        threshold: Least confidence of a token to be decided at once; None to decide a fixed number a step.
         guide: Autoregressive model that judges drafts; None for none.
         sampler: Measure that ranks candidates, as `Sampler.by`; None for their confidence.
         seed: Seed of noise and drawn orders.
@@ -47,9 +47,9 @@ class Order:
     seed: int = 0
 
     def schedule(self, defaults: dict[str, Any], eos_id: int | None, window: int | None = None) -> Schedule:
-        """Return how the answer is decoded, by the `length` and `block` of the model's folder where none is asked for.
+        """Return the schedule of the answer; `defaults` give the `length` and `block` that the order leaves open.
 
-        A sliding window of the policy takes the place of blocks unless they are asked for.
+        A sliding window of the policy, in tokens, takes the place of blocks unless the order has a block.
 
         Raises:
             ValueError: If the numbers do not go together.
@@ -61,10 +61,10 @@ class Order:
         return Schedule(**known | {k: v for k, v in asked.items() if v is not None})
 
     def how(self) -> Sampler:
-        """Return how tokens are chosen.
+        """Return the sampler, which decides how tokens are chosen.
 
         Raises:
-            ValueError: If the threshold or the order is none, or does not go with the rest.
+            ValueError: If the threshold or the measure is invalid, or does not go with the other settings.
         """
         by: Any = self.sampler or "confidence"
         rule: Rule = Quota() if self.threshold is None else Threshold(self.threshold)
@@ -80,7 +80,12 @@ class Order:
 
 @dataclass
 class Done:
-    """Answer of a model, its seconds and its place, and the same uncached where it was asked for."""
+    """Answer of a cached run, and its cost.
+
+    Attributes:
+        plain: The uncached answer; None where it was not asked for, as are its seconds.
+        place: Device and dtype of the model.
+    """
 
     answer: Answer
     seconds: float
@@ -96,11 +101,11 @@ class Done:
 
     @property
     def same(self) -> int | None:
-        """Tokens that the uncached run has too; None without one."""
+        """Number of tokens that agree with the uncached run's; None without one."""
         return None if self.plain is None else int((self.answer.ids == self.plain.ids).sum())
 
     def lines(self) -> list[str]:
-        """Say how long it took, and how much of it the uncached run has too."""
+        """Return lines on the seconds, and on the agreement with the uncached run."""
         count = self.answer.ids.numel()
         ran, every = self.report.computed, self.report.computed + self.report.skipped
         work = f"{ran:,} of {every:,} token-layers in {self.answer.forwards} forwards"
@@ -131,7 +136,10 @@ class Done:
 
 
 def find(model: str) -> str | None:
-    """Return the folder or model ID of a diffusion language model; None for anything else."""
+    """Return the folder or model ID of a diffusion language model; None for anything else.
+
+    `model` is a directory, a shipped name, or a Hugging Face model ID.
+    """
     for path in places(model):
         if path.is_dir():
             is_pipeline = (path / "model_index.json").exists()
@@ -143,7 +151,7 @@ def find(model: str) -> str | None:
 
     try:
         hf_hub_download(model, "model_index.json")
-    except LocalEntryNotFoundError:  # no network: what was downloaded tells
+    except LocalEntryNotFoundError:  # no network: look at the files that were downloaded
         return model if isinstance(try_to_load_from_cache(model, "config.json"), str) else None
     except EntryNotFoundError:
         return model
@@ -165,14 +173,18 @@ def _has_mask(path: Path) -> bool:
 def load(
     source: str, dtype: str, device: torch.device, guide: str | None = None, *, trust_remote_code: bool = False
 ) -> tuple[DiffusionLM, dict[str, Any]]:
-    """Load a model that `find` found with its tokenizer, and the defaults of its decoding.
+    """Load a model with its tokenizer, and the defaults of its decoding.
 
-    The dtype `auto` is that of the weights, on the CPU float32. A guide is an autoregressive model with the
-    same tokens: shipped, a folder or a name on the Hub.
+    Args:
+        source: Source that `find` returned.
+        dtype: One of `DTYPES`, or `auto` for the dtype of the weights, float32 on the CPU.
+        device: Device of the model.
+        guide: Autoregressive model with the same tokens: shipped, a folder or a name on the Hub; None for none.
+        trust_remote_code: Whether Python code that comes with the weights may run.
 
     Raises:
-        ValueError: If the dtype is unknown, a model or the tokenizer cannot be loaded, or the guide
-            cannot judge what the model writes.
+        ValueError: If the dtype is unknown, a model or the tokenizer cannot be loaded, or the guide cannot judge
+            drafts of the model.
     """
     check_dtype(dtype)
     chosen: Any = DTYPES.get(dtype) or (torch.float32 if device.type == "cpu" else "auto")
@@ -200,9 +212,9 @@ def run(
     compare: bool = False,
     tell: Callable[[str], None] | None = None,
 ) -> Done:
-    """Answer with a policy, and with `compare` uncached too, before.
+    """Answer with a policy of `diffcache.dllm`; with `compare`, answer uncached before.
 
-    `tell` is called with the text that settled; `defaults` are settings that `order` leaves open.
+    `defaults` are the settings that `order` leaves open; `tell` is called with the text that settled.
 
     Raises:
         AttachError: If the model cannot be served with the policy.
@@ -218,7 +230,7 @@ def run(
     schedule = order.schedule(defaults, lm.eos_id, method.schedule.window)
     sampler = order.how()
     with diffcache.wrapped(lm.model, method):
-        pass  # what cannot be served is refused before anything is computed
+        pass  # so that a misfit is refused before anything is computed
     plain, plain_seconds = None, None
     if compare:
         _warm(lm, order.prompt, schedule, sampler)

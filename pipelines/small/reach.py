@@ -64,7 +64,7 @@ class Scenes:
 def draw_scenes(count: int, seed: int) -> Scenes:
     """Draw scenes in which an obstacle blocks the straight way and every gap is passable.
 
-    Seeds of tests are `HELD_OUT` and above.
+    `count` is the number of episodes; a `seed` for tests is `HELD_OUT` or above.
     """
     generator = torch.Generator().manual_seed(seed)
 
@@ -107,9 +107,9 @@ def shortened(move: Tensor) -> Tensor:
 class Reach:
     """Episodes of the task, side by side.
 
-    An episode succeeds when the point comes within `NEAR` of the goal before `TIME` runs out and
-    before it touches an obstacle; moves longer than `REACH` are shortened to it. Of `numbers` that are
-    given these episodes alone run; the others keep their place, and with it their noise.
+    An episode succeeds when the point comes within `NEAR` of the goal before `TIME` runs out and before it touches an
+    obstacle; moves longer than `REACH` are shortened to it. If `numbers` are given, only these episodes run; the
+    others keep their place, and with it their noise.
     """
 
     def __init__(self, scenes: Scenes, numbers: Sequence[int] | None = None) -> None:
@@ -135,8 +135,7 @@ class Reach:
     def act(self, actions: Tensor) -> None:
         """Make moves one after the other, `[E, n, 2]`; episodes that are over stay as they are.
 
-        Moves are ahead and to the left, as seen by who looks at the goal from where the point is
-        before the first of them.
+        A move is a distance ahead and one to the left, in the direction of the goal before the first move.
         """
         scenes = self.scenes
         for move in turned(actions, heading(scenes, self.position)).unbind(1):
@@ -181,7 +180,7 @@ def openings(scenes: Scenes, position: Tensor) -> Tensor:
     half = torch.asin(((scenes.radii + MARGIN) / far.clamp_min(1e-6)).clamp_max(1))
     nearer = far - scenes.radii < (scenes.goal - position).norm(dim=1, keepdim=True)
     left, right = torch.zeros(len(far), 1), torch.zeros(len(far), 1)
-    for _ in range(OBSTACLES):  # what is taken may touch what another takes
+    for _ in range(OBSTACLES):  # a direction past one obstacle may lead into another
         taken = nearer & (bearing - half < left) & (bearing + half > -right)
         left = torch.where(taken, bearing + half, left).amax(1, keepdim=True).maximum(left)
         right = torch.where(taken, half - bearing, right).amax(1, keepdim=True).maximum(right)

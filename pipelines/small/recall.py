@@ -96,7 +96,7 @@ class RecallBatch:
 
     def take(self, chosen: list[int]) -> RecallBatch:
         """Return some of the samples, by number."""
-        same = ("task", "answers")  # of all samples
+        same = ("task", "answers")  # shared by all samples
         own = {f.name: getattr(self, f.name)[chosen] for f in fields(self) if f.name not in same}
         return replace(self, **own)
 
@@ -126,13 +126,16 @@ class RecallBatch:
         return self.marks.gather(1, self.asked)
 
     def aware(self, query: int = 0) -> Tensor:
-        """Return the context and a question, 0..N-1, for compression that knows it, int64 `[B, context + 2]`."""
+        """Return the context followed by one question, int64 `[B, context + 2]`, for compression that knows it.
+
+        `query` is the number of the question, 0..N-1.
+        """
         return torch.cat([self.context, self.questions[:, query]], 1)
 
     def fact_slots(self, chosen: Tensor | None = None) -> Tensor:
         """Return the places of facts in the context, which a perfect eviction keeps, bool `[B, context]`.
 
-        `chosen` are the facts to keep, bool `[B, F]`; all where none is given.
+        `chosen` marks the facts to keep, bool `[B, F]`; None for all.
         """
         kept = torch.ones_like(self.marks) if chosen is None else chosen
         held = torch.zeros(self.context.shape, dtype=torch.bool)
@@ -141,12 +144,15 @@ class RecallBatch:
         return held
 
     def answer_logits(self, logits: Tensor) -> Tensor:
-        """Return the logits that predict answers, `[B, N, 2, V]`, of those of all tokens, `[B, context + 4 N, V]`."""
+        """Return the logits that predict answers, `[B, N, 2, V]`.
+
+        `logits` are those of all tokens of `ids`, `[B, context + 4 N, V]`.
+        """
         return logits[:, self.answers - 1]
 
 
 def score(given: Tensor, batch: RecallBatch) -> Tensor:
-    """Return which tokens of the answers are right; an answer is whole where both are.
+    """Return whether each token of the answers is right; an answer is right as a whole where both are.
 
     Args:
         given: Answers, int64 `[B, N, 2]`, or their logits, float `[B, N, 2, V]`.
@@ -186,7 +192,7 @@ def draw(count: int, task: Task, generator: torch.Generator) -> RecallBatch:
 
 
 def filler(count: int, blocks: int, generator: torch.Generator) -> Tensor:
-    """Draw so many chains of filler, a block of four tokens at a time, int64 `[count, blocks, 4]`."""
+    """Draw `count` chains of filler, each of a number of blocks of four tokens, int64 `[count, blocks, 4]`."""
     walks = _walks()
     ways = torch.randint(walks.shape[1], (blocks, count), generator=generator)
     state = torch.randint(NF, (count,), generator=generator)

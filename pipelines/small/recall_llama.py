@@ -45,7 +45,10 @@ def configuration() -> LlamaConfig:
 
 
 def build_model(attention: str = "eager") -> LlamaForCausalLM:
-    """Build the model with random weights; eager attention trains fastest on a CPU."""
+    """Build the model with random weights.
+
+    `attention` is transformers' name of the attention; eager trains fastest on a CPU.
+    """
     return LlamaForCausalLM._from_config(configuration(), attn_implementation=attention)
 
 
@@ -75,7 +78,13 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def load(
     dtype: torch.dtype = torch.float32, directory: str | Path = DIRECTORY, attention: str = "sdpa"
 ) -> LlamaForCausalLM:
-    """Load the shipped model with an attention of transformers, in a dtype; the file holds bfloat16."""
+    """Load the trained model, in evaluation mode.
+
+    Args:
+        dtype: Dtype of the weights; the file holds bfloat16.
+        directory: Directory of the saved model.
+        attention: transformers' name of the attention.
+    """
     model = LlamaForCausalLM.from_pretrained(present(directory), dtype=dtype, attn_implementation=attention)
     return model.eval()
 
