@@ -44,8 +44,8 @@ _INK, _GREY, _LINE = (28, 32, 40), (105, 112, 122), (208, 212, 218)
 class Task:
     """Pictures to draw."""
 
-    prompts: tuple[str, ...] = PROMPTS  # prompt of each picture
-    steps: int = 28  # sampling steps
+    prompts: tuple[str, ...] = PROMPTS
+    steps: int = 28
     seed: int = 0  # seed of the first picture's noise; picture i starts from `seed + i`
     model: str = MODEL  # path, shipped name or Hugging Face model ID, for `diffcache.pipelines.load.load`
     dtype: str = "auto"  # name of the dtype, for the same
@@ -97,11 +97,11 @@ class Side:
 class Comparison:
     """The outcome: both sides, the report of the last cached run, and how close they are."""
 
-    task: Task  # task that was drawn
-    method: Method  # the cache
-    baseline: Side  # the uncached side
-    cached: Side  # the cached side
-    report: Report  # the report of the last cached run
+    task: Task
+    method: Method
+    baseline: Side
+    cached: Side
+    report: Report
     place: str = "cpu, float32"  # device and dtype
 
     @property
@@ -156,7 +156,7 @@ class Comparison:
 def compare(task: Task, method: Method, progress: Progress | None = None) -> Comparison:
     """Draw all pictures, as one batch, with and without the method in turn, both warmed up.
 
-    Each side runs three times, so that its median says something. `progress` is given (runs done, runs in all,
+    Each side runs three times, so that its median is meaningful. `progress` is called with (runs done, runs in all,
     name of the next).
 
     Raises:
@@ -212,7 +212,7 @@ def _turn(draw: Callable[[], None], clock: DenoiserClock) -> Turn:
 
 
 def figure(result: Comparison) -> Image.Image:
-    """Draw a comparison: a column a picture, uncached above cached, and the timeline below."""
+    """Draw a comparison: one column for each picture, uncached above cached, and the timeline below."""
     count = len(result.task.prompts)
     gap = 20 if count < MOST else 16
     side = 256 if count < MOST else 192
@@ -248,7 +248,7 @@ def figure(result: Comparison) -> Image.Image:
 
 
 def _titles(result: Comparison) -> list[tuple[str, str]]:
-    """Return the titles of both rows of pictures: whose they are, and how long they took."""
+    """Return the titles of both rows of pictures: the name of the side and its time."""
     task = result.task
     base, cached = median(result.baseline.seconds), median(result.cached.seconds)
     return [

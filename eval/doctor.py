@@ -51,7 +51,7 @@ _INTERPRETER_SECONDS = 60
 class Part:
     """One requirement of a metric: where it is, or why it cannot be used.
 
-    `summary` says the latter in fewer words where `note` is long.
+    `summary` is a shorter form of a long `note`.
     """
 
     name: str
@@ -71,11 +71,11 @@ class Row:
     # `exact` without weights, `real` with the published weights, `lite` with the shipped stand-in, `none` not at all
     backend: Backend
     computed: str  # key that a record would hold, empty for `none`
-    parts: tuple[Part, ...]  # parts that it needs
+    parts: tuple[Part, ...]
 
 
 def rows() -> list[Row]:
-    """Return one row for every metric; nothing raises, whatever is broken here."""
+    """Return one row for every metric; never raises, whatever is broken here."""
     once, found = functools.cache(probe), dict[str, Row]()
     for metric in sorted(METRICS.values(), key=lambda metric: bool(metric.stand_in)):
         parts = tuple(once(name, kind) for name, kind in _needs(metric))

@@ -137,7 +137,7 @@ def _size(source: Source) -> str:
 
 
 def _networks(choice: Choice, convention: str, real: Source, warnings: list[str]) -> tuple[Extractors, Source]:
-    """Load the network; statistics of another one are not used, or an error if there is no more."""
+    """Load the network, and drop statistics that another one made; raise an error if nothing else is left."""
     stored = real.statistics
     if real.folder is None and choice.kind == "auto":
         choice = replace(choice, kind="lite" if real.ending else "real")
@@ -160,7 +160,7 @@ def _entry(networks: Extractors) -> dict[str, Any]:
 
 
 def _features(real: Source, networks: Extractors, wanted: Wanted) -> FeatureSet:
-    """Return the features of REAL, those that are stored where they do."""
+    """Return the features of REAL: stored statistics where they are enough, else those of its pictures."""
     stored = real.statistics
     if stored is None:
         return _embed(real, networks)

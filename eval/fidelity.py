@@ -43,17 +43,17 @@ class Pairs:
     """Samples to compare, pair by pair."""
 
     a: folders.Folder  # the reference
-    b: folders.Folder  # the other
+    b: folders.Folder
     places: list[tuple[int, int]]  # index in `a` and in `b` of each pair
     is_film: bool  # whether they are films
-    warnings: list[str] = field(default_factory=list)  # warnings so far
+    warnings: list[str] = field(default_factory=list)
 
     def name(self, pair: int) -> str:
         """Return a pair's name."""
         return self.a.names[self.places[pair][0]]
 
     def both(self, pair: int) -> str:
-        """Say where the two of a pair are."""
+        """Return the places of both samples of a pair, for messages."""
         one, other = self.places[pair]
         return f"{self.a.place(one)} and {self.b.place(other)}"
 
@@ -206,7 +206,7 @@ def warn_of_rates(pairs: Pairs) -> None:
 
 
 def _loss(file: Path) -> str:
-    """Say how a film is stored if that loses color, else nothing."""
+    """Return a description of a film's encoding if that loses color; else an empty text."""
     if file.is_dir():
         return ""
     if file.suffix.lower() == ".gif":
@@ -290,7 +290,7 @@ def _size(size: Sequence[int]) -> str:
 
 
 def _summary(key: str, column: Sequence[float], pairs: Pairs, drawn: tuple[int, int]) -> dict[str, Any]:
-    """Return mean, interval (of so many resamples and a seed), bad tail and worst pairs."""
+    """Return mean, interval (`drawn` is the number of resamples and the seed), bad tail and worst pairs."""
     values = torch.tensor(column, dtype=torch.float64)
     found = summarized(key, values, *drawn)
     order = sorted(range(len(column)), key=column.__getitem__, reverse="p95" in found)[:WORST]

@@ -29,7 +29,7 @@ SHOWN = (
 # Settings of `evaluate` that are fields of `Task` and of `Plan`; all others go to the call.
 _TASK = ("samples", "seed", "batch_size", "steps", "fps", "threads")
 _PLAN = ("reference", "resize", "convention", "rounds", "memory", "reward")
-_SAMPLES = 256  # of a list that is named
+_SAMPLES = 256  # samples where a list of prompts is named
 _BATCH = 8
 
 
@@ -99,30 +99,30 @@ def evaluate(
 ) -> Evaluation:
     """Measure cost and savings of methods on a loaded pipeline, as `diffcache eval` does.
 
-    The pipeline runs as it stands: with its adapters, offloaded, quantized, or with compiled blocks. What is drawn
-    once is kept in a folder and never drawn again; the same call goes on after an interrupt.
+    The pipeline runs as it stands: with its adapters, offloaded, quantized, or with compiled blocks. Samples are kept
+    in a folder and never drawn twice; the same call goes on after an interrupt.
 
     Args:
         pipe: A pipeline of diffusers, not wrapped.
         methods: Methods, their names with or without settings, or a mapping from the names of rows. Caches of other
             libraries have names too, `diffusers/taylorseer:cache_interval=4`.
-        prompts: Texts or class numbers, one a sample; or a list that `diffcache eval --prompts` takes, by its name
-            or file; empty for the one that suits the model.
+        prompts: Texts or class numbers, one a sample; or the name or file of a list that `diffcache eval --prompts`
+            takes; empty for the one that suits the model.
         out: Folder of the run; None is `runs/NAME-HASH`.
         quiet: Show no progress.
         **settings: `samples`, `seed`, `batch_size`, `steps` or `num_inference_steps`, `fps`, `threads`; `rounds` of
-            timed calls (10), `reference`, `resize`, `convention`, `memory`, `reward`, as in `diffcache eval`.
-            Anything else goes to the pipeline's call, such as `height=512`, or `image=picture` of an editing
-            pipeline, which all samples share.
+            timed calls (10), `reference`, `resize`, `convention`, `memory`, `reward`, as in `diffcache eval`. Anything
+            else goes to the pipeline's call, such as `height=512`, or `image=picture` of an editing pipeline, which
+            all samples share.
 
     Returns:
-        What was measured; `.print()` shows it, `.page` is the report.
+        The outcome; `.print()` shows it, `.page` is the report.
 
     Raises:
         AttachError: If the pipeline is wrapped, or cannot be cached with a method.
         MissingError: If a package of `diffcache[eval]` is missing.
         RunError: If the folder holds a run of other settings.
-        UnknownMethodError: If nothing has a method's name.
+        UnknownMethodError: If there is no method of a name.
         ValueError: If an argument or setting is out of its range, or not taken by the pipeline.
 
     Example:
@@ -153,7 +153,7 @@ def latency(
     Args:
         pipe: A pipeline of diffusers, not wrapped.
         methods: As for `evaluate`.
-        prompts: Prompts of the one batch that is timed, as for `evaluate`; one sample where their list is named.
+        prompts: Prompts of the one batch that is timed, as for `evaluate`; if a list is named, one sample of it.
         quiet: Show no progress.
         **settings: As for `evaluate`.
 
@@ -163,7 +163,7 @@ def latency(
     Raises:
         AttachError: If the pipeline is wrapped, or cannot be cached with a method.
         MissingError: If a package of `diffcache[eval]` is missing.
-        UnknownMethodError: If nothing has a method's name.
+        UnknownMethodError: If there is no method of a name.
         ValueError: If an argument or setting is out of its range, or not taken by the pipeline.
 
     Example:
@@ -184,7 +184,7 @@ def latency(
 
 @contextmanager
 def _as_it_was(pipe: Any) -> Iterator[None]:
-    """Keep a pipeline from drawing bars of its own; give it these, and torch its threads, back."""
+    """Keep a pipeline from drawing its own progress bars; restore these and torch's threads afterwards."""
     threads, bars = torch.get_num_threads(), dict(getattr(pipe, "_progress_bar_config", {}))
     pipe.set_progress_bar_config(**{**bars, "disable": True})
     try:
@@ -233,7 +233,7 @@ def _plan(pipe: Any, methods: Any, prompts: Any, out: Path | None, settings: Map
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value can stand in a record."""
+    """Return whether a value can be written to a record."""
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError):

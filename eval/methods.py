@@ -25,9 +25,11 @@ EVEN = "even"
 def parse_method(text: str) -> Method:
     """Return the method that `name` or `name:key=value,key=value` stands for.
 
-    A value is Python where it can be read so, else text: `taylorseer:every=4,site=module`. Raises UnknownMethodError
-    if the catalogue has no such name, and ValueError if a setting cannot be read, is unknown, given twice, missing,
-    or out of its range.
+    A value is Python where it can be read so, else text: `taylorseer:every=4,site=module`.
+
+    Raises:
+        UnknownMethodError: If the catalogue has no such name.
+        ValueError: If a setting cannot be read, is unknown, given twice, missing, or out of its range.
     """
     return _read(text, make_method)
 
@@ -35,8 +37,8 @@ def parse_method(text: str) -> Method:
 def parse_row(text: str) -> Method | Peer:
     """Return the contender of an evaluation's row: a method, or a cache of another library.
 
-    That is what `parse_method` takes, `diffusers/name:key=value,key=value`, `cache-dit/dbcache:key=value`, or
-    `even:computed=13,steps=20`.
+    `text` is a method as `parse_method` takes it, or `diffusers/name:key=value,key=value`,
+    `cache-dit/dbcache:key=value`, or `even:computed=13,steps=20`.
 
     Raises:
         UnknownMethodError: If there is no such name.
@@ -64,9 +66,9 @@ def rows_of(methods: Sequence[Any] | Mapping[str, Any]) -> dict[str, Method | Pe
 def even(computed: int, steps: int, site: str = "stack") -> Combine:
     """Return reuse between steps at even distances, for any number of steps.
 
-    `Interval` computes one step in a whole number; this stands beside a method that computes any share of a run. The
-    first step is among those that are computed. Raises ValueError if a number is no whole one, or there are not so
-    many steps.
+    `Interval` computes one step in a whole number; this is compared with a method that computes any share of a run.
+    The first step is among the `computed` ones of `steps`. Raises ValueError if a number is no whole one, or
+    `computed` is more than `steps`.
     """
     check_int("steps", steps, 1)
     check_int("computed", computed, 1)
@@ -95,7 +97,7 @@ def _read(text: str, make: Callable[..., Made]) -> Made:
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Have errors begin with their subject; values of a wrong type are wrong values."""
+    """Put `what`, such as `method 'taylorseer:every=0'`, before errors; turn a TypeError into a ValueError."""
     try:
         yield
     except (UnknownMethodError, TablesError) as error:

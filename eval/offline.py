@@ -33,7 +33,7 @@ Fresh = Annotated[bool, typer.Option("--fresh", help="Do not go on from an inter
 class TaskInputs:
     """Inputs of the offline stage."""
 
-    pipe: Any  # the pipeline
+    pipe: Any
     prompts: list[Any]  # prompts as `diffcache.calibrate` takes them
     call: dict[str, Any]  # further arguments of the pipeline's call
     seed: int = SEEDS  # seed of the noise, none that an evaluation draws from
@@ -42,9 +42,9 @@ class TaskInputs:
 def inputs_of(task: Task, live: Any = None, pictures: Mapping[str, Any] | None = None) -> TaskInputs:
     """Load a pipeline with prompts and noise to calibrate it on.
 
-    They are not those that an evaluation draws by default: prompts are of a list of their own, or of the half of a
-    file that a hash tells. `live` is a loaded pipeline, None for the task's model; `pictures` go to all calls, by
-    their arguments. Raises FileNotFoundError if there is no such model or list of prompts, and ValueError if the
+    They differ from those that an evaluation draws by default: prompts come from a list of their own, or from the half
+    of a file that a hash selects. `live` is a loaded pipeline, None for the task's model; `pictures` are for all
+    calls, by argument. Raises FileNotFoundError if there is no such model or list of prompts, and ValueError if the
     pipeline needs more than prompts or class numbers.
     """
     import numpy as np
@@ -65,7 +65,7 @@ def inputs_of(task: Task, live: Any = None, pictures: Mapping[str, Any] | None =
         return replace(OWN[name](task), seed=SEEDS + task.seed)
     drawer = Drawer(task, live=live, inputs=pictures)
     call = {**drawer.call, **drawer.inputs}
-    if task.steps is not None:  # it stands above the number of the folder's own defaults
+    if task.steps is not None:  # it takes precedence over the folder's own default
         call.pop("num_inference_steps", None)
     rng = np.random.default_rng([task.seed, 77])
     if "class_labels" in drawer.parameters:
@@ -105,7 +105,7 @@ OWN = {"reach-policy": _policy_inputs}
 
 @contextmanager
 def _resumable(out: Path) -> Iterator[None]:
-    """Say how to go on after Ctrl-C."""
+    """Print how to go on after Ctrl-C."""
     try:
         yield
     except KeyboardInterrupt:

@@ -53,8 +53,8 @@ def escape_markdown(text: str) -> str:
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool = False) -> list[str]:
     """Return the lines of a Markdown table, with signs | in its cells escaped.
 
-    Cells of more than `LONGEST` characters are cut, and said in full in a list below the table. With `numbers`
-    all columns but the first are set to the right.
+    Cells of more than `LONGEST` characters are cut, and written in full in a list below the table. With `numbers` all
+    columns but the first are aligned to the right.
     """
     notes: list[str] = []
     head, *lines = (
@@ -115,7 +115,7 @@ def cell(form: str, row: Mapping[str, Any]) -> str:
 
 
 def _cut(cell: str, notes: list[str]) -> str:
-    """Return a cell that can be read, and add to the notes what was too long."""
+    """Return a cell of readable length; a longer one is added to the notes in full."""
     text = re.sub(LINK, r"\1", cell)
     if len(text) <= LONGEST:
         return cell
@@ -127,10 +127,10 @@ def _cut(cell: str, notes: list[str]) -> str:
 
 
 def entries(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return rows with much to say as the lines of a Markdown list.
+    """Return rows with long texts as the lines of a Markdown list.
 
-    The first cell begins an entry; short columns stand behind it with their titles, a single long one, or the
-    last where none is, follows, and several are a list of their own. Cells stand on one line each; empty ones
+    The first cell begins an entry, and short columns follow it with their titles. If one column is long it comes next
+    (the last column where none is); several long ones form a list of their own. Each cell is on one line; empty ones
     are left out.
     """
     every = [list(row) for row in rows]

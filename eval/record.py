@@ -37,7 +37,7 @@ _FIELDS: dict[str, Any] = {
 class Setting:
     """Device and precision of a measurement, and where its progress is told."""
 
-    device: torch.device  # torch device
+    device: torch.device
     dtype: torch.dtype = torch.float32  # dtype of the models
     # Callback for the progress, given (turns done, turns in all, name of the next)
     progress: Progress | None = field(default=None, compare=False, repr=False)
@@ -72,7 +72,7 @@ def stats(samples: Sequence[float], scale: float = 1.0) -> dict[str, float]:
 
 
 def some(count: int, share: float, seed: int) -> list[int]:
-    """Draw numbers of samples, at least one of them, in order."""
+    """Draw a share, 0 to 1, of the numbers below `count`, at least one, in increasing order."""
     number = min(max(math.ceil(count * share), 1), count)
     return sorted(np.random.default_rng(seed).permutation(count)[:number].tolist())
 
@@ -132,7 +132,7 @@ def check(record: dict[str, Any]) -> None:
 
 
 def write(record: dict[str, Any], folder: Path) -> Path:
-    """Check a record and write it; one of an accelerator does not replace that of a CPU."""
+    """Check a record and write it to a file in a folder; a record of an accelerator does not replace one of a CPU."""
     check(record)
     on_cpu = record["shapes"].get("device", "cpu") == "cpu"
     file = folder / f"{record['benchmark']}{'' if on_cpu else '-cuda'}.json"

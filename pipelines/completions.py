@@ -377,7 +377,7 @@ def refusal(message: str, status: int) -> Response:
 
 
 def fault(error: Exception) -> tuple[str, int]:
-    """Return the text that a client is told about an error, and the status: 4xx for its own fault, 5xx for another.
+    """Return the text that a client is told about an error, and the status: 4xx for the client's fault, else 5xx.
 
     The text of a model's error stays here: it may contain names of files of this machine.
     """

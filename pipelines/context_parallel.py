@@ -84,11 +84,7 @@ def ranks_of(model: nn.Module) -> ContextRanks | None:
 def shared_by(model: Any, policy: VideoPolicy, size: tuple[int, int], unit: int) -> ContextRanks | None:
     """Return the processes that share a new stream; None for one process.
 
-    Args:
-        model: Transformer.
-        policy: Policy that chooses the frames to hold.
-        size: Height and width in latents.
-        unit: Tokens of a frame.
+    `size` is height and width in latents, `unit` the number of tokens of a frame.
 
     Raises:
         AttachError: If the model is split in another way than by `ulysses_degree`.

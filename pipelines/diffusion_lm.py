@@ -73,10 +73,7 @@ class Streamer:
 
 @contextmanager
 def progress_bar(shown: bool) -> Iterator[Callable[[Decoding], None]]:
-    """Yield a function that shows on a bar how many tokens of a decoding are decided; the host waits.
-
-    Without a bar, if `shown` is False, it does nothing.
-    """
+    """Yield a function that shows the decided tokens of a decoding on a bar, if one is `shown`; the host waits."""
     if not shown:
         yield lambda decoding: None
         return
@@ -442,10 +439,7 @@ class DiffusionLM(Loop):
     def _begun(
         self, prompts: Prompts, schedule: Schedule | None, sampler: Sampler | None, longest: int = 0
     ) -> Decoding:
-        """Return a decoding before its first forward, with room for prompts of `longest` tokens.
-
-        Raises ValueError if the prompts or settings do not fit the model, the policy or each other.
-        """
+        """Return a decoding before its first forward, with room for prompts of `longest` tokens."""
         policy = self.policy
         guide = None if self.guide is None else ModelGuide(self.guide)
         if sampler is None:
@@ -521,10 +515,7 @@ class DiffusionLM(Loop):
                 refused.append((number, row))
 
     def _check_serves(self, prompts: Any, slots: int, longest: int | None, fill: int) -> None:
-        """Raise ValueError unless sequences may come and go.
-
-        A single prompt is refused too: it would be taken for many, letter by letter or token by token.
-        """
+        """Raise ValueError unless sequences may come and go, and `prompts` is not a single one, to be split up."""
         check_int("slots", slots, 1)
         check_int("fill", fill, 1)
         if longest is not None:

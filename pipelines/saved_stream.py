@@ -85,11 +85,7 @@ def write_stream(
 ) -> None:
     """Write a stream into a folder, as two files, one of which is its cache; another stream there is replaced.
 
-    Args:
-        folder: Folder, made if need be.
-        store: Cache of the stream.
-        state: Result of `state_of`.
-        known: Result of `facts`.
+    `state` is the result of `state_of`, `known` that of `facts`.
 
     Raises:
         ValueError: If something in the cache cannot be written to a file.
@@ -103,13 +99,9 @@ def write_stream(
 
 
 def restored(video: Any, folder: str | os.PathLike[str], policy: VideoPolicy, sampler: FewSteps) -> Any:
-    """Return the session that `write_stream` wrote.
+    """Return the session that `write_stream` wrote, to go on with a `CausalVideo`.
 
-    Args:
-        video: `CausalVideo` that it goes on with.
-        folder: Folder of the files.
-        policy: Policy that it was made with.
-        sampler: Noise levels that it was made with.
+    The policy and the noise levels must be those that it was made with.
 
     Raises:
         FileNotFoundError: If there is no such stream.

@@ -102,10 +102,7 @@ def text_rows(transformer: Any, prompt: Tensor, negative: Tensor | None, guidanc
 
 
 def refuse_copy(stream: object, _protocol: SupportsIndex) -> NoReturn:
-    """Refuse to copy or pickle a stream, since the transformer in use attends through it.
-
-    Raises TypeError.
-    """
+    """Raise TypeError for a copy or pickle of a stream, since the transformer in use attends through it."""
     raise TypeError(
         f"{type(stream).__name__}: cannot be copied or pickled, as its transformer attends through "
         "the object itself; write a session with save(folder), read it with "

@@ -144,14 +144,7 @@ def check_fits(name: str, needed: int, most: int | None, others: dict[str, int])
 
 
 def check_grown(policy: object, held: int, most: int | None, frames: int) -> None:
-    """Raise ValueError if the cache of a stream has grown beyond the bytes that there are.
-
-    Args:
-        policy: Policy as the user wrote it.
-        held: Bytes of keys and values.
-        most: Bytes that there are; None where that is not known, which passes.
-        frames: Latent frames so far.
-    """
+    """Raise ValueError if a stream holds more than the `most` bytes that there are; None, not known, passes."""
     if most is not None and held > most:
         raise ValueError(
             f"policy={policy!r}: the film is over, as its cache grew to {human(held, 'B')} in "

@@ -20,7 +20,7 @@ from diffcache.kv.hf.questions import around, compress, feed, tokens_of
 from diffcache.kv.recipe import Recipe
 
 _DRAWN = 1 << 20  # seeds, apart from that of the windows
-DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the needles in a context
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)  # depths of the needles in a context, as shares
 CITIES = ("Paris", "Lima", "Oslo", "Cairo", "Tokyo", "Quito", "Delhi", "Seoul", "Rome", "Accra",
           "Bern", "Hanoi", "Sofia", "Tunis", "Riga", "Doha")  # fmt: skip
 WORDS = ("river", "candle", "garden", "window", "pepper", "ladder", "silver", "bottle", "forest",
@@ -33,19 +33,19 @@ SEVERAL, PAIRS, CHAIN, OFTEN = 2, 4, 3, 8  # values of a key, pairs, variables, 
 class Question:
     """A question and its answer."""
 
-    kind: str  # what is asked for
-    text: str  # the question
+    kind: str  # kind of question
+    text: str
     start: str  # beginning of the answer, which is given
-    answer: str  # the rest of it, which must be said; a space first where words are
-    depth: float | None = None  # share of the text that stands before what is asked for; None if in several places
+    answer: str  # the rest of it, which the model must say; with a space first where it begins a word
+    depth: float | None = None  # share of the text before the sentence that is asked for; None if there are several
 
 
 @dataclass(frozen=True)
 class Asked:
     """A context and what is asked about it."""
 
-    text: str  # the context
-    questions: tuple[Question, ...]  # the questions
+    text: str
+    questions: tuple[Question, ...]
 
     @classmethod
     def draw(cls, text: str, seed: int) -> Asked:
@@ -120,7 +120,7 @@ class Spelled:
             start = tokens_of(tokenizer, one.text + after + one.start)[0].tolist()
             whole = tokens_of(tokenizer, one.text + after + one.start + one.answer)[0].tolist()
             alike = _alike(start, whole)  # a tokenizer may join letters across the border
-            shared = min(_alike(question, whole), alike - 1)  # something is left to begin with
+            shared = min(_alike(question, whole), alike - 1)  # at least one token begins the answer
             questions.append(whole[:shared])
             starts.append(whole[shared:alike])
             answers.append(whole[alike:])
@@ -155,34 +155,34 @@ class Spelled:
 
 
 def _alike(one: list[int], other: list[int]) -> int:
-    """Return how many first tokens two lists share."""
+    """Return the number of first tokens that two lists share."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def spells(tokenizer: Any) -> bool:
-    """Return whether a tokenizer can write what is hidden in texts."""
+    """Return whether a tokenizer can write the sentences that are hidden in texts."""
     text = NEEDLE.format(CITIES[0], 123)
     ids = tokenizer(text, add_special_tokens=False).input_ids
     return "123" in tokenizer.decode(ids).replace(" ", "")
 
 
 def acts_on_tokens(recipe: Recipe) -> bool:
-    """Return whether a recipe does anything while tokens are generated one by one."""
+    """Return whether a recipe has an effect while tokens are generated one by one."""
     decoding = recipe.trigger is not None and recipe.trigger.decoding
     return decoding or recipe.codec is not None or recipe.retrieve is not None
 
 
 @torch.no_grad()
 def score(model: Any, cache: KVCache, given: list[int], following: list[int], recipe: Recipe) -> tuple[Tensor, Tensor]:
-    """Return how likely tokens are after a context, and which of them greedy decoding gives.
+    """Return the likelihood of tokens after a context, and whether greedy decoding gives each.
 
     They are fed token by token where the recipe acts while tokens are generated, and at once where it does not, so
     that each is scored as `generate` would meet it.
 
     Args:
         model: The model.
-        cache: Cache of the context except for its last tokens; it goes on with what is fed.
+        cache: Cache of the context except for its last tokens; it takes in the tokens that are fed.
         given: These last tokens, or a question after the context; they are fed at once.
         following: The n tokens that are scored.
         recipe: Recipe of the cache.
@@ -195,7 +195,7 @@ def score(model: Any, cache: KVCache, given: list[int], following: list[int], re
     fed = [[*given, *rest]]
     if acts_on_tokens(recipe):
         fed = [given, *([token] for token in rest)]
-    parts, first = [], len(given) - 1  # logits before are of tokens that are not scored
+    parts, first = [], len(given) - 1  # earlier logits predict tokens that are not scored
     for tokens in fed:
         ids = torch.tensor([tokens], device=model.device)
         parts.append(model(input_ids=ids, **with_cache(model, cache)).logits[0, first:])

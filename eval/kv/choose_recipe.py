@@ -1,4 +1,4 @@
-"""Choose the recipe that keeps most of a model's own texts within a share of the memory."""
+"""Choose the recipe that keeps most of a model's answers on your own texts within a share of the memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from diffcache.eval.options import CausalModel, Texts
 from diffcache.kv.recipe import Recipe
 from diffcache.pipelines.demo.console import print_rows, progress, quiet
 
-_BESIDE = 0.94  # of the memory for slots; positions, statistics and the last queries take the rest
+_BESIDE = 0.94  # share of the memory for slots; positions, statistics and the last queries take the rest
 NO_RECIPES: list[str] = []
 
 
 def candidates(memory: float) -> list[str]:
-    """Return the words that are tried where none are named, for a share of exact bytes."""
+    """Return the recipes to try where the caller names none, for a share of exact bytes."""
     slots = round(_BESIDE * memory, 3)
-    more = round(min(2.2 * slots, 0.9), 3)  # of slots that are held in four bits
+    more = round(min(2.2 * slots, 0.9), 3)  # share of slots that fit if they are held in four bits
     dropping = [f"{name}:budget={slots}" for name in ("snapkv", "keydiff", "streaming_llm")]
     return ["kivi:bits=4", "kivi:bits=2", *dropping, f"snapkv:budget={more}|kivi:bits=4"]
 
@@ -33,8 +33,8 @@ class Half:
     """Figures of a recipe on some of the windows, paired with those of the exact cache.
 
     Attributes:
-        change: How much larger the share of whole answers is; None where nothing was asked.
-        ratio: Perplexity by that of the exact cache.
+        change: Difference in the share of whole answers; None where nothing was asked.
+        ratio: Perplexity divided by that of the exact cache.
     """
 
     change: Interval | None
@@ -67,12 +67,12 @@ class Tried:
 
 @dataclass(frozen=True)
 class ChosenRecipe:
-    """The recipe that was chosen, and what else was tried.
+    """The recipe that was chosen, and the others that were tried.
 
     Attributes:
-        word: The recipe as a command line has it.
-        tried: All that were tried, best first by what the choice is made by.
-        failed: Words that could not be measured, with why.
+        word: The recipe as a command line takes it.
+        tried: All that were tried, the best first on the windows that decide.
+        failed: Words that could not be measured, with the reason.
     """
 
     word: str
@@ -108,22 +108,22 @@ def choose(
 ) -> ChosenRecipe:
     """Choose the recipe that keeps most within a share of the memory, validated on held-out texts.
 
-    Every recipe is measured on windows of the texts. The choice is made by every other window: of
-    the recipes that hold no more than `memory`, that with the most whole answers, and of equals the
-    lowest perplexity. The other windows say what it is worth on texts that it was not chosen by.
+    Every recipe is measured on windows of the texts. Every other window decides: among the recipes that hold no more
+    than `memory`, the one with the most whole answers wins, and among equals the lowest perplexity. The other windows
+    estimate its quality on texts that did not decide.
 
     Args:
         model: Directory of a causal model, Hugging Face model ID, or `smollm2` once it was fetched.
         texts: File or folder of texts, see `read_texts`; None for Python's reference.
         memory: Share of the bytes of exact keys and values, above 0 and at most 1.
-        recipes: Words of recipes to try; `candidates` where none are named.
+        recipes: Words of recipes to try; `candidates` if it is empty.
         context: Tokens of a context.
         samples: Windows at most, half of them held out.
         seed: Seed of windows and questions.
         device: Device of torch.
-        out: JSON file of the record of all that was measured.
-        progress: Callback for the progress, as `text_run.run` takes it.
-        each: Callback for every row, as `text_run.run` takes it.
+        out: JSON file of the record of all that was measured; None to write none.
+        progress: Called for the progress, as `text_task.run` calls it.
+        each: Called after every row, as `text_task.run` calls it.
 
     Raises:
         ValueError: If `memory` or a recipe is wrong, texts are too few, or nothing fits.

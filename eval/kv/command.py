@@ -204,14 +204,14 @@ def _text(
 
 
 def text_line(row: Mapping[str, Any]) -> str:
-    """Return a row of texts in one line, before anything was timed."""
+    """Return a row of texts as one line, with what is known before anything was timed."""
     whole = "" if row["whole"] is None else f"whole {spread(row['whole'], places=2)}, "
     held = f"{row['share']:.0%} of the bytes"
     return f"{row['name']}: {whole}perplexity x {spread(row['ratio'])}, {held}"
 
 
 def can_answer(row: Mapping[str, Any]) -> str:
-    """Say what the model itself answers, and what is left out because it cannot."""
+    """Return a sentence on the kinds of questions that the model can answer, and on those left out."""
     if not row["kinds"]:
         return "no questions: the tokenizer cannot write them"
     shares = [f"{kind} {share['value']:.2f}" for kind, share in row["kinds"].items()]
@@ -261,7 +261,7 @@ def _harness(recipe: list[str], out: Path | None, model: str, tasks: str, device
 
 
 def _told(out: Path | None, draw: Callable[[Any, Path], None] | None = None) -> None:
-    """Say where the record is, and its plot, which `draw` draws."""
+    """Print where the record is, and its plot, which `draw` draws."""
     if out is not None:
         typer.echo(f"wrote {out}")
     if out is not None and draw is not None:
@@ -292,7 +292,7 @@ def broken(name: str) -> str:
 
 
 def recall_tables(rows: list[dict[str, Any]]) -> tuple[Table, Table]:
-    """Return titles and rows of what is printed of recall: what is known, and what it takes."""
+    """Return two tables of recall, titles and rows each: the quality, and the cost."""
     known: list[tuple[str, ...]] = []
     takes: list[tuple[str, ...]] = []
     for row in rows:
@@ -310,7 +310,7 @@ def recall_tables(rows: list[dict[str, Any]]) -> tuple[Table, Table]:
 
 
 def text_tables(rows: Mapping[str, dict[str, Any]]) -> tuple[Table, Table]:
-    """Return titles and rows of what is printed of texts: what is known, and what it takes."""
+    """Return two tables of texts, titles and rows each: the quality, and the cost."""
     known: list[tuple[str, ...]] = []
     takes: list[tuple[str, ...]] = []
     for word, row in rows.items():

@@ -40,7 +40,7 @@ class Sample:
 
     ids: Tensor  # the context and the questions with their answers, int64 [1, T]
     context: int  # tokens of the context
-    answers: tuple[SaidSpan, ...]  # answers to the questions
+    answers: tuple[SaidSpan, ...]
 
     @property
     def prompt(self) -> Tensor:
@@ -53,10 +53,10 @@ class RecallSamples:
     """Contexts with facts, for recall-llama."""
 
     context: int = 513  # tokens
-    facts: int = 64  # facts in a context
+    facts: int = 64
     count: int = 16  # contexts
     questions: int = 8  # questions after each
-    seed: int = 0  # seed of what is drawn
+    seed: int = 0
 
     def each(self) -> Iterator[Sample]:
         """Draw them, one at a time."""
@@ -123,7 +123,7 @@ class Work:
     """A model, and contexts to measure it on."""
 
     model: Any  # model of transformers; bases need linear key and value projections
-    samples: RecallSamples | TextSamples  # contexts with questions
+    samples: RecallSamples | TextSamples
     report: Report  # callback for the progress
 
     def each(self, what: str) -> Iterator[Sample]:
@@ -139,7 +139,7 @@ class Prepared:
     """Tables."""
 
     kind: str  # kind of the tensors: `"table"`, or the class that they make together
-    tensors: Mapping[str, Tensor]  # tensors by name
+    tensors: Mapping[str, Tensor]
     gives: Mapping[str, Sequence[str]]  # setting of the recipe -> the entries that it can be read from, one or several
     about: Mapping[str, Any] = field(default_factory=dict)  # facts about how they were found, plain values
 
@@ -174,7 +174,7 @@ class Watch(Retriever):
 
 @torch.no_grad()
 def seen_by(model: Any, ids: Tensor) -> list[SeenLayer]:
-    """Return what every layer of full attention sees of tokens, int64 [B, T]."""
+    """Return the queries, keys and values in every layer of full attention for tokens, int64 [B, T]."""
     watch = Watch()
     read(model, Recipe(retrieve=watch), ids)
     detach(model)

@@ -41,10 +41,10 @@ class Questions:
 
     # Directory or Hugging Face model ID of a causal model of transformers with its tokenizer, or `recall-llama`
     model: str
-    tasks: tuple[str, ...]  # names of tasks of the harness
+    tasks: tuple[str, ...]
     limit: int | None = None  # questions of each task; all where none is given
     include_path: str | None = None  # folder of task files, beside those of the harness
-    device: str = "cpu"  # device of torch
+    device: str = "cpu"
     batch: int = 1  # prompts that are generated from at once, padded on the left
     seed: int = 0  # seed of the examples that prompts begin with
 
@@ -62,7 +62,7 @@ class Questions:
     def load(self) -> RecipeLM:
         """Return the model."""
         made = RecipeLM(pretrained=TextModel(self.model).place, device=self.device, batch_size=self.batch)
-        made.model.generation_config.max_new_tokens = None  # a task says how many
+        made.model.generation_config.max_new_tokens = None  # each task sets its own
         return made
 
     def manager(self) -> TaskManager:
@@ -117,7 +117,7 @@ class RecipeLM(HFLM):  # type: ignore[misc] # lm_eval has no types
         return answers
 
     def _context(self, request: Request) -> list[int]:
-        """Return the end of a context that fits into the model with what follows."""
+        """Return the end of a context that fits into the model together with the tokens after it."""
         _, context, following = request
         if len(following) > self.max_length:
             raise ValueError(
@@ -157,7 +157,7 @@ def check_recipe(recipe: Recipe, kinds: Mapping[str, str]) -> None:
 
 
 def check_prompts(recipe: Recipe, prompted: bool, where: str = "") -> None:
-    """Raise where only a prompt is compressed, and none stands before what is scored."""
+    """Raise ValueError if a recipe compresses prompts alone, and no prompt comes before the tokens that are scored."""
     if not prompted and recipe.evicts and not acts_on_tokens(recipe):
         raise ValueError(
             f"{where}recipe {recipe.name!r} compresses once, after a prompt, and here whole texts "
@@ -223,7 +223,7 @@ def _evaluate(lm: RecipeLM, questions: Questions, manager: TaskManager) -> dict[
 
 
 def _rows(found: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Tensor]]:
-    """Yield each metric of each task, with its value of every question where it is their mean."""
+    """Yield each metric of each task; where it is a mean over questions, with the value of every question."""
     for task, results in found["results"].items():
         samples = found["samples"].get(task, [])
         for key, value in results.items():
@@ -235,7 +235,7 @@ def _rows(found: dict[str, Any]) -> Iterator[tuple[dict[str, Any], Tensor]]:
             if each and all(isinstance(one, (int, float)) for one in each):
                 values = torch.tensor(each, dtype=torch.float64)
             if len(values) < 2 or not math.isclose(float(values.mean()), value, abs_tol=1e-9):
-                values = torch.empty(0)  # an exponential, a ratio of sums, a mean of groups
+                values = torch.empty(0)  # no mean over questions: an exponential, a ratio of sums, a mean of groups
             about = {"task": task, "metric": key, "value": {"value": float(value)}}
             if len(values):
                 about["value"] = _interval(values).to_dict()
@@ -251,7 +251,7 @@ def _interval(values: Tensor) -> Interval:
 
 
 def _change(before: tuple[float, Tensor], after: tuple[float, Tensor]) -> dict[str, Any]:
-    """Return how much larger a metric is, with its interval where it is a mean of questions."""
+    """Return the change of a metric, with its interval where the metric is a mean over questions."""
     values = before[1], after[1]
     if not all(map(len, values)):
         return {"value": after[0] - before[0]}

@@ -1,11 +1,11 @@
-"""kvpress as a peer: it says which slots stay, and our store holds exactly those.
+"""kvpress as a peer: it chooses the slots that stay, and our store holds exactly those.
 
 So both are asked in the same way, about the same contexts: `kvpress/snapkv:budget=0.25`.
 
-kvpress (NVIDIA, Apache-2.0) pins an older transformers, and its hooks do not run on ours; its
-`compress` methods do, called one layer and one row at a time, which is how its own pipeline calls
-them (batch size 1). Only single press files are imported: kvpress' own `__init__` would patch every
-attention function of transformers and import `datasets`, `fire` and `cachetools`.
+kvpress (NVIDIA, Apache-2.0) pins an older transformers, and its hooks do not run on ours; its `compress` methods do,
+called one layer and one row at a time, which is how its own pipeline calls them (batch size 1). Only single press
+files are imported: kvpress' own `__init__` would patch every attention function of transformers and import `datasets`,
+`fire` and `cachetools`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SKETCH_SEED = 7
 
 @dataclass(frozen=True)
 class Spec:
-    """A press: its file and class, its settings, the press that it wraps, what it reads."""
+    """A press: its file and class, its settings, the press that it wraps, and the inputs that it reads."""
 
     file: str
     cls: str
@@ -97,7 +97,7 @@ PRESSES: Mapping[str, Spec] = {
 
 @dataclass(frozen=True)
 class PressPeer:
-    """A press of kvpress, with what it is told."""
+    """A press of kvpress with its settings."""
 
     press: str  # a key of `PRESSES`
     budget: float = 0.5  # share of the tokens that stays, above 0 and at most 1.0
@@ -110,7 +110,7 @@ class PressPeer:
 
     @torch.no_grad()
     def recipe(self, model: nn.Module, ids: Tensor) -> Recipe:
-        """Return a recipe that keeps what kvpress keeps of a context.
+        """Return a recipe that keeps the slots that kvpress keeps of a context.
 
         The model must have the Llama architecture; `ids` are int64 [B, T], without padding.
         """
@@ -144,13 +144,13 @@ def peer(name: str, budget: float = 0.5, **settings: Any) -> PressPeer:
         raise ValueError(f"budget={budget!r}: kvpress takes a share of the tokens, such as 0.25")
     if installed() is None:
         raise MissingPackageError(f"{name}: kvpress is not installed: {INSTALL}")
-    build(PRESSES[short], 1 - budget, settings)  # says which setting is wrong
+    build(PRESSES[short], 1 - budget, settings)  # raises an error that names a wrong setting
     return PressPeer(short, budget, settings)
 
 
 @dataclass(frozen=True, eq=False)
 class MasksOfAPress(Score):
-    """Give the slots that a press keeps a score of one, and the others zero."""
+    """Give a score of one to slots that a press keeps, and zero to the others."""
 
     masks: Sequence[Tensor]  # mask of the slots that stay for each layer, bool [B, H, S], in order of position
 
@@ -162,18 +162,18 @@ class MasksOfAPress(Score):
         return mask.float()
 
     def __repr__(self) -> str:
-        """Return shapes, as numbers would not be read."""
+        """Return shapes instead of numbers, to be short."""
         return f"MasksOfAPress({[list(mask.shape) for mask in self.masks]})"
 
 
 @dataclass(frozen=True)
 class AllGiven(Budget):
-    """As many slots as are worth something."""
+    """Keep all slots with a score above zero."""
 
     size = 1.0
 
     def allot(self, scores: Sequence[Tensor], seen: Sequence[Observation]) -> list[Tensor]:
-        """Return how many scores of each row are above zero."""
+        """Return the number of scores of each row that are above zero."""
         return [(score > 0).sum(-1) for score in scores]
 
 
@@ -198,7 +198,7 @@ class Seen:
     sin: Tensor
 
     def row(self, b: int) -> Seen:
-        """Return row `b` alone, copied: presses write into what they are given."""
+        """Return row `b` alone, copied: presses write into their inputs."""
         parts = (self.hidden, self.q, self.k, self.v, self.attentions, self.cos, self.sin)
         return Seen(self.module, *(part[b : b + 1].clone() for part in parts))
 

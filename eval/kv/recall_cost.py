@@ -97,7 +97,7 @@ class KVTask:
 def measure(
     model: nn.Module, row: Recipe | PressPeer, task: KVTask, progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Return what a recipe costs and saves.
+    """Return the quality, the memory and the time of a recipe, or of a press that chooses the slots that stay.
 
     Returns:
         Shares of the answers with 95 % intervals: `whole`, with both tokens right; `lookup`, with the first right,
@@ -105,10 +105,10 @@ def measure(
         all, see `hits_of`. Greedy generation gives the same whole answers: it goes another way only where the first
         token is wrong already.
 
-        `perplexity` of filler after the compressed context, `bytes` held for one context, `share` of those of an
-        exact cache, `slots` a row, `read` (share of the slots held that a query reads), and seconds: `all`,
-        `prefill` and `compress` of a context, `token` for each token that is asked of a batch. Seconds of a press of
-        kvpress are those of our store, without what kvpress takes to choose.
+        `perplexity` of filler after the compressed context, `bytes` held for one context, `share` of those of an exact
+        cache, `slots` a row, `read` (share of the slots held that a query reads), and seconds: `all`, `prefill` and
+        `compress` of a context, `token` for each token that is asked of a batch. Seconds of a press of kvpress are
+        those of our store, without what kvpress takes to choose.
     """
     found = _RecallFound()
     try:
@@ -139,7 +139,7 @@ def _recipe(row: Recipe | PressPeer, model: nn.Module, batch: RecallBatch) -> Re
 
 
 def exact_bytes(cache: KVCache, tokens: int) -> int:
-    """Return the bytes that exact keys and values of so many tokens take."""
+    """Return the bytes that exact keys and values take for a number of tokens."""
     total = 0
     for layer in cache.store.layers:
         slots = layer.read()
@@ -148,14 +148,14 @@ def exact_bytes(cache: KVCache, tokens: int) -> int:
 
 
 class CountedReads(Retriever):
-    """Another retriever, and how many slots single queries read of those there are."""
+    """Count the slots that single queries read through another retriever, and the slots held."""
 
     def __init__(self, inner: Retriever) -> None:
         self.inner = inner
         self.read = self.held = 0
 
     def views(self, query: Query, layer: KVLayer, others: list[KVLayer]) -> list[View]:
-        """Return what the other returns."""
+        """Return the views of the other retriever."""
         views = self.inner.views(query, layer, others)
         if query.count == 1:
             self.held += _filled(layer.read())
@@ -164,7 +164,7 @@ class CountedReads(Retriever):
 
 
 def _filled(slots: Slots) -> int:
-    """Return how many slots of all heads hold a token."""
+    """Return the number of slots, over all heads, that hold a token."""
     return int(slots.valid.expand(slots.k.shape[:3]).sum())
 
 
@@ -192,7 +192,7 @@ class _RecallFound:
             self.counts.append(cache.store.recipe.retrieve)
 
     def row(self, samples: int) -> dict[str, Any]:
-        """Return it for one context."""
+        """Return the measurements of one context."""
         right = torch.cat(self.hits)  # [N, queries, 2]
         held, spent = sum(count.held for count in self.counts), self.spent
         return {
@@ -223,7 +223,7 @@ def _read(model: nn.Module, recipe: Recipe, batch: RecallBatch, spent: dict[str,
     spent["prefill"] += time.perf_counter() - started
     started = time.perf_counter()
     if recipe.score == Asked():
-        # The context is run once more, as what is typical of it.
+        # The context itself is run once more, since its own queries are typical of it.
         compress_by_probe(cache, lambda fork: model(input_ids=batch.context, **with_cache(model, fork)))
     else:
         cache.settle()
@@ -305,10 +305,10 @@ def read_sweep(file: Path) -> RecipeSweep:
 
 
 def run(sweep: RecipeSweep, out: Path | None = None, progress: Progress | None = None) -> list[dict[str, Any]]:
-    """Measure every recipe of a sweep, those that `out` holds already excepted.
+    """Measure every recipe of a sweep that the record `out` does not have yet.
 
-    The record `out` is written after every row, so that a run that was cut off goes on. Rows are kept while
-    neither the task nor the code of caches has changed.
+    The record is written after every row, so that a run that was cut off goes on. Rows are kept while neither the task
+    nor the code of caches has changed.
     """
     rows = rows_before(out, fingerprint(sweep.task))
     weights = weights_digest(sweep.task.directory)
@@ -329,7 +329,7 @@ def run(sweep: RecipeSweep, out: Path | None = None, progress: Progress | None =
 def write_record(
     rows: list[dict[str, Any]], task: KVTask, out: Path, families: Mapping[str, list[str]] | None = None
 ) -> None:
-    """Write what was measured, and with what."""
+    """Write the measured rows with the task and the setting."""
     setting = Setting(torch.device("cpu"), DTYPES[task.dtype])
     shapes, seconds = asdict(task), sum(row["seconds"]["all"] for row in rows)
     body = {"shapes": {"device": "cpu", **shapes}, "rounds": 1, "seed": task.seed}

@@ -56,7 +56,7 @@ def example(function: Callable[..., Recipe]) -> Recipe:
 
 
 def composition(recipe: Recipe) -> str:
-    """Return the parts of a recipe, by what they do."""
+    """Return a description of the parts of a recipe."""
     found = []
     for name in PARTS:
         part = getattr(recipe, name)
@@ -72,12 +72,12 @@ def composition(recipe: Recipe) -> str:
 
 
 def while_decoding(recipe: Recipe) -> str:
-    """Return whether what is held grows with the tokens that are generated."""
+    """Return whether the cache grows with the tokens that are generated, in words."""
     return "bounded while decoding" if recipe.bounded else "grows while decoding"
 
 
 def spelled(part: Any) -> str:
-    """Return a part as Python would make it, without defaults, tensors and long tables."""
+    """Return a part as a Python expression, without defaults, tensors and long tables."""
     if isinstance(part, tuple):
         return ", ".join(dict.fromkeys(map(spelled, part)))
     if not dataclasses.is_dataclass(part):

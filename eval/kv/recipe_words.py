@@ -36,7 +36,7 @@ TABLES = "tables"  # a file that gives several settings
 
 
 def parse_row(text: str, weights: str | None = None) -> Recipe | PressPeer:
-    """Return what a row of a sweep stands for: a recipe, or a press of kvpress.
+    """Return the contender that a row of a sweep describes: a recipe, or a press of kvpress.
 
     A press is `kvpress/name:budget=0.25,...`; the rest is as in `parse_recipe`.
 
@@ -58,10 +58,10 @@ def parse_recipe(text: str, weights: str | None = None) -> Recipe:
     """Return the recipe that a word describes.
 
     Args:
-        text: `none`, a name, or `name:key=value,...`; several joined by `|` do all they say. A value `@file` is read
-            from tables, and `tables=file` gives all that the file has; a base is a
-            word in quotes, `adakv:base='snapkv:budget=0.5,window=8'`.
-        weights: Digest of the weights of the model that it is for, which its tables must be of; None checks nothing.
+        text: `none`, a name, or `name:key=value,...`; several joined by `|` act together. A value `@file` is read from
+            tables, and `tables=file` reads all settings that the file has; a base is a word in quotes,
+            `adakv:base='snapkv:budget=0.5,window=8'`.
+        weights: Digest of the weights of its model, which its tables must have been made for; None checks nothing.
 
     Raises:
         UnknownMethodError: If there is no such name.
@@ -82,7 +82,7 @@ def parse_recipe(text: str, weights: str | None = None) -> Recipe:
 
 
 def names_tables(text: str) -> bool:
-    """Return whether a word names tables, which must be of its model."""
+    """Return whether a word refers to tables, which must have been made for its model."""
     return f"{TABLES}=" in text or f"={MARK}" in text
 
 
@@ -146,11 +146,11 @@ def basis_tensors(entry: str, bases: Sequence[Bases]) -> dict[str, Tensor]:
 
 
 def read_table(word: str, setting: str, weights: str | None = None) -> Any:
-    """Return what a word names: nested tuples, or the weights that tensors stand for.
+    """Return the value of a setting that is stored in a file: nested tuples, or the weights that tensors stand for.
 
-    The word is `@name`, `@name#entry` or `@path.safetensors`; the setting names the tensor if none is said. A digest
-    of None checks nothing. Raises TablesError if there is no such file or tensor, or it is of another model; the
-    message says how to get it.
+    `word` is `@name`, `@name#entry` or `@path.safetensors`; without an entry, the setting names the tensor. A digest
+    of None checks nothing. Raises TablesError if there is no such file or tensor, or it was made for another model;
+    the message says how to get it.
     """
     name, _, entry = word.removeprefix(MARK).partition("#")
     file = _file(name, f"{setting}={word}")
@@ -159,10 +159,10 @@ def read_table(word: str, setting: str, weights: str | None = None) -> Any:
 
 
 def settings_of(word: str, recipe: str, weights: str | None = None) -> dict[str, Any]:
-    """Return all settings of a recipe that a file gives.
+    """Return all settings of a recipe that a file has.
 
-    The word is `name`, `path.safetensors`, or either with `#entry` where the file has several. A digest of None
-    checks nothing. Raises TablesError if there is no such file, or it is of another recipe or model.
+    `word` is `name`, `path.safetensors`, or either with `#entry` where the file has several. A digest of None checks
+    nothing. Raises TablesError if there is no such file, or it was made for another recipe or model.
     """
     name, _, entry = str(word).removeprefix(MARK).partition("#")
     said = f"tables={word}"
@@ -198,9 +198,9 @@ def _file(name: str, said: str) -> Path:
 
 
 def _read(file: Path, said: str, weights: str | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of a file and what is said about them.
+    """Return the tensors of a file and its facts.
 
-    Raises TablesError if it is no such file, or of a model of other weights.
+    Raises TablesError if it is no such file, or was made for a model with other weights.
     """
     try:
         with safe_open(file, "pt") as found:

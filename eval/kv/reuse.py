@@ -42,7 +42,7 @@ class Request:
     """A prompt: documents in their order, and questions about some of them."""
 
     documents: tuple[str, ...]  # texts
-    questions: tuple[str, ...]  # questions
+    questions: tuple[str, ...]
     answers: tuple[str, ...]  # number that answers each
 
 
@@ -50,7 +50,7 @@ class Request:
 class ReuseTask:
     """Documents of texts, each with a number to ask for, and prompts that draw from them."""
 
-    model: TextModel  # the model with its tokenizer
+    model: TextModel
     texts: Path | None = None  # file or folder of texts; None for documentation of Python
     documents: int = 4  # documents of a prompt, out of two more
     length: int = 128  # tokens of a document
@@ -120,10 +120,11 @@ def reuse(
     """Measure methods of `diffcache.kv.Documents` in turn, full recomputation first.
 
     Every document was read in two prompts before; the prompts that are measured draw some of them in another order.
-    Recomputation is that of a `DynamicCache` and the model's own attention. Words are methods with settings, such as
-    `cacheblend:share=0.3`; `told` is given done, total, and what is next. Rows come with device and dtype, and facts
-    about the texts. Seconds are CPU seconds on a single thread of a CPU. Raises ValueError if a method or setting is
-    unknown, or texts do not serve.
+    Recomputation uses a `DynamicCache` and the model's own attention. `words` are methods with settings, such as
+    `cacheblend:share=0.3`; `told` is called with (done, total, name of the next).
+
+    Returns rows, device and dtype, and facts about the texts; seconds are CPU seconds on a single thread of a CPU.
+    Raises ValueError if a method or setting is unknown, or the texts are not suitable.
     """
     from diffcache.kv.hf import detach
     from diffcache.kv.hf.documents import Documents, settings_of

@@ -1,7 +1,7 @@
-"""Make the tables that recipes need, of any model: `diffcache kv calibrate`.
+"""Make the tables that recipes need, for any model: `diffcache kv calibrate`.
 
-Stages fit bases and codebooks of keys and values, count what heads and layers do, and train gates, mixing weights
-and retaining heads.
+Stages fit bases and codebooks of keys and values, measure heads and layers, and train gates, mixing weights and
+retaining heads.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from diffcache.kv.retrieve import Retriever
 from diffcache.kv.slots import Slots, span
 from diffcache.kv.view import View
 
-_NEAR = 1e-2  # of the largest; rotating there and back in bfloat16 is off by up to 4e-3
+_NEAR = 1e-2  # relative to the largest value; rotating there and back in bfloat16 is off by up to 4e-3
 SHARES = (0.75, 0.5, 0.375, 0.25)  # of the channels of all key-value heads
 
 
 def cskv(work: Work, *, ranks: tuple[int, ...] = (), steps: int = 300) -> Prepared:
     """Return bases of some ranks.
 
-    Ranks are coordinates of a token's keys and of its values; shares of 0.75, 0.5, 0.375 and 0.25 of their
-    channels by default. Each basis takes so many training steps.
+    Ranks are coordinates of a token's keys and of its values; shares of 0.75, 0.5, 0.375 and 0.25 of their channels by
+    default. `steps` are the training steps of each basis.
     """
     pairs, given = _projections(work)
     channels = pairs[0][0].out_features
@@ -74,7 +74,7 @@ def cskv(work: Work, *, ranks: tuple[int, ...] = (), steps: int = 300) -> Prepar
 
 
 def kv_heads(work: Work, *, groups: int = 1) -> Prepared:
-    """Return bases that leave fewer key-value heads. `groups` are the heads that are left."""
+    """Return bases that leave only `groups` key-value heads."""
     pairs, given = _projections(work)
     heads = work.model.config.get_text_config(decoder=True).num_key_value_heads
     bases = fewer_heads.fit(pairs, given, heads, groups)
@@ -82,7 +82,7 @@ def kv_heads(work: Work, *, groups: int = 1) -> Prepared:
 
 
 def xquant_latent(work: Work) -> Prepared:
-    """Return the bases of the projections' weights. One context is read to see what is held."""
+    """Return the bases of the projections' weights; one context is read to check the cache's content."""
     work.report(0, 1, "weights")
     pairs = _pairs(work.model)
     _check_held(work.model, pairs, next(work.samples.each()))
@@ -110,7 +110,7 @@ def _pairs(model: Any) -> list[tuple[nn.Linear, nn.Linear]]:
 
 @torch.no_grad()
 def _projections(work: Work) -> tuple[list[tuple[nn.Linear, nn.Linear]], list[list[Tensor]]]:
-    """Return the key and value projections of all layers, and what they are given."""
+    """Return the key and value projections of all layers, and their inputs."""
     pairs = _pairs(work.model)
     _check_held(work.model, pairs, next(work.samples.each()))
     with low_rank.inputs_of([keys for keys, _ in pairs]) as given:
@@ -191,9 +191,9 @@ BUDGETS = (0.5, 0.25, 0.125, 0.0625)
 
 
 def razor_attention(work: Work, *, period: int = 128) -> Prepared:
-    """Return which heads look for copies, on random tokens that repeat.
+    """Return the heads that look for copies, found on random tokens that repeat after `period`.
 
-    They repeat after `period`; of the contexts the seed alone counts.
+    Of the contexts only the seed is used.
     """
     config, groups = work.model.config.get_text_config(decoder=True), groups_of(work.model)
     first = config.bos_token_id if isinstance(config.bos_token_id, int) else None
@@ -208,16 +208,16 @@ def razor_attention(work: Work, *, period: int = 128) -> Prepared:
 
 
 def groups_of(model: Any) -> int:
-    """Return how many query heads read a key-value head."""
+    """Return the number of query heads that read one key-value head."""
     seen = seen_by(model, torch.zeros(1, 2, dtype=torch.long, device=model.device))[0]
     return seen.query.q.shape[1] // seen.slots.k.shape[1]
 
 
 def compresskv(work: Work, *, heads: int = 2, budget: float = 0.25) -> Prepared:
-    """Return which heads retrieve answers, and how much each layer suffers from eviction.
+    """Return the heads that retrieve answers, and the error of each layer under eviction.
 
-    So many heads of a layer are taken, where the paper takes four of 32; the eviction keeps the share `budget`
-    of the tokens.
+    `heads` heads of each layer are taken, where the paper takes four of 32; the eviction keeps the share `budget` of
+    the tokens.
     """
     found = []
     for sample in work.each("heads"):
@@ -237,7 +237,7 @@ def compresskv(work: Work, *, heads: int = 2, budget: float = 0.25) -> Prepared:
 
 
 def _errors(model: Any, recipe: Recipe, sample: Sample) -> list[float]:
-    """Return by how much eviction changes what the questions get from each layer."""
+    """Return the change that eviction makes to the questions' attention output in each layer."""
     cache = read(model, recipe, sample.prompt)
     whole = cache.fork()
     cache.settle()
@@ -251,7 +251,7 @@ def _errors(model: Any, recipe: Recipe, sample: Sample) -> list[float]:
 
 
 def prefixkv(work: Work, *, budgets: tuple[float, ...] = BUDGETS) -> Prepared:
-    """Return what each layer keeps, for each budget.
+    """Return the tokens that each layer keeps, for each budget.
 
     Budgets are shares of the tokens that all layers keep together.
     """
@@ -269,7 +269,7 @@ def prefixkv(work: Work, *, budgets: tuple[float, ...] = BUDGETS) -> Prepared:
 def double_sparsity(work: Work, *, channels: int | None = None) -> Prepared:
     """Return the label channels of every head.
 
-    Of a head an eighth of its channels by default, where the paper takes a sixteenth of 128.
+    By default they are an eighth of a head's channels, where the paper takes a sixteenth of 128.
     """
     watch = LabelCalibration()
     for sample in work.each("channels"):
@@ -280,10 +280,10 @@ def double_sparsity(work: Work, *, channels: int | None = None) -> Prepared:
 
 
 def epicache(work: Work, *, budget: float = 0.25, block: int = 128) -> Prepared:
-    """Return how much each layer suffers from reading block by block with eviction.
+    """Return the error of each layer when a context is read block by block with eviction.
 
-    The questions of a context are its probe. The share `budget` of the tokens is kept after each block of
-    `block` tokens.
+    The questions of a context are its probe. The share `budget` of the tokens is kept after each block of `block`
+    tokens.
     """
     found = []
     for sample in work.each("blocks"):
@@ -304,7 +304,7 @@ def epicache(work: Work, *, budget: float = 0.25, block: int = 128) -> Prepared:
 def _read_block(model: Any, noted: KVCache, keys: list[list[Tensor]], ids: Tensor, cache: KVCache) -> None:
     """Run a model on ids, and note the new keys of one cache, [B, H, n, D] of each layer."""
     model(input_ids=ids, **with_cache(model, cache))
-    if cache is noted:  # not a fork that a probe is run on
+    if cache is noted:  # this cache, and not a fork that a probe is run on
         new = ids.shape[1]
         read_slots = [layer.read().k for layer in cache.store.layers]
         keys.append([k[:, :, -new:].clone() for k in read_slots])
@@ -314,7 +314,7 @@ NAME = "diffcache-gates"
 
 
 def duo_attention(work: Work, *, share: float = 0.5, sinks: int = 4, recent: int = 32, epochs: int = 4) -> Prepared:
-    """Return which heads hold everything, and the gates.
+    """Return the heads that hold everything, and the gates, trained in `epochs` passes over the contexts.
 
     A `share` of the heads holds everything; the others see the first `sinks` and the latest `recent` tokens.
     """
@@ -399,10 +399,10 @@ def _gated(model: Any, gates: dict[int, Tensor], sinks: int, recent: int) -> Ite
 def lococo(
     work: Work, *, steps: int = 400, memory: int | None = None, recent: int | None = None, taps: int = 7
 ) -> Prepared:
-    """Return trained mixing weights.
+    """Return mixing weights after `steps` training steps.
 
-    A memory has at most `memory` slots, half of a context by default; the last `recent` tokens are always kept,
-    a 32nd of a context by default; `taps` slots, an odd number, are under the convolution.
+    A memory has at most `memory` slots, half of a context by default; the last `recent` tokens are always kept, a 32nd
+    of a context by default; `taps` slots, an odd number, are under the convolution.
     """
     found = []
     context = work.samples.context
@@ -432,7 +432,7 @@ def lococo(
 
 
 def locret(work: Work, *, steps: int = 1200, width: int = 64) -> Prepared:
-    """Return trained retaining heads. `width` are the hidden channels of a layer's network."""
+    """Return retaining heads after `steps` training steps; the network of a layer has `width` hidden channels."""
     found = []
     for sample in work.each("targets"):
         for number, seen in enumerate(seen_by(work.model, sample.ids)):
@@ -457,12 +457,12 @@ def _noting(losses: list[float], steps: int, report: Report) -> Callable[[int, f
 
 
 def _went(losses: list[float], samples: int) -> dict[str, Any]:
-    """Return how training went: the mean loss of the first and of the last round."""
+    """Return a summary of a training: the mean loss of the first and of the last round."""
     first, last = losses[:samples], losses[-samples:]
     return {"steps": len(losses), "loss": [sum(first) / len(first), sum(last) / len(last)]}
 
 
-# Recipe -> what finds its tables: called with its work, and settings.
+# Recipe -> function that makes its tables, called with the work and settings.
 _STAGES = (
     duo_attention,
     razor_attention,
@@ -481,9 +481,9 @@ MAKERS: dict[str, Callable[..., Prepared]] = {stage.__name__: stage for stage in
 
 
 def check(name: str, settings: dict[str, Any]) -> None:
-    """Check that there are tables of a name, and settings of what finds them.
+    """Check that tables of a name can be made, and that its stage has these settings.
 
-    Raises ValueError if there are not; the message lists those that there are.
+    Raises ValueError if not; the message lists the valid ones.
     """
     if name not in MAKERS:
         raise ValueError(f"no table {name!r}; there are {', '.join(MAKERS)}")
@@ -495,13 +495,13 @@ def check(name: str, settings: dict[str, Any]) -> None:
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """Return the settings of what finds the tables of a recipe, with their defaults."""
+    """Return the settings of the stage that makes the tables of a recipe, with their defaults."""
     parameters = inspect.signature(MAKERS[name]).parameters.values()
     return {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
 
 
 def make(name: str, work: Work, file: Path, weights: str, **settings: Any) -> Prepared:
-    """Find the tables of a recipe on a model, and write them.
+    """Make the tables of a recipe for a model, and write them to a file.
 
     The model is in the state that it is used in; the digest of its weights is checked where the tables are read.
     Raises AttachError if the model has no such tables, and ValueError if there is no such name or setting, or one is

@@ -1,6 +1,6 @@
-"""Cost of recipes to any causal model, on texts of the user's own: each alone, then seconds a token in turn.
+"""Measure recipes on any causal model, on texts of the user's own: each alone, then seconds a token in turn.
 
-Rows that fail are told. Time is that of the same model with a `DynamicCache` and sdpa, in the same process.
+Rows that fail are reported. Times are relative to the same model with a `DynamicCache` and sdpa, in the same process.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TextTask:
     tokens of the same text come behind it.
     """
 
-    model: TextModel  # the model with its tokenizer
+    model: TextModel
     texts: Path | None  # file or folder of texts; None for documentation of Python
     context: int = 512  # tokens of the text in a context
     samples: int = 8  # windows at most
@@ -92,16 +92,16 @@ def measure(
     step: Callable[[int, float], None] | None = None,
     kinds: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Return what a recipe keeps of texts, and the bytes that it holds.
+    """Return the quality of a recipe on texts, and the bytes that it holds.
 
-    `step` is given the number of windows done, and their perplexity. `kinds` of questions are asked, None for all,
-    of which `able` then says those that the model answers in at least `FLOOR` of the cases.
+    `step` is called with the number of windows done and their perplexity. `kinds` are the kinds of questions to ask;
+    None for all, and `able` then lists those that the model answers in at least `FLOOR` of the cases.
 
     Returns:
-        With 95 % intervals over windows: `perplexity` of what follows a compressed context; `copy`, the share of
-        right tokens where spans of the context are repeated behind it; `whole`, the share of answers given whole to
-        questions of the kinds in `able`, `kinds` for each kind, `aware` where each question was known to what
-        compresses; None where the tokenizer cannot write them or the recipe looks at no queries. `nats` of each
+        With 95 % intervals over windows: `perplexity` of what follows a compressed context; `copy`, the share of right
+        tokens where spans of the context are repeated behind it; `whole`, the share of answers given whole to
+        questions of the kinds in `able`, `kinds` for each kind, `aware` where each question was known before the
+        compression; None where the tokenizer cannot write them or the recipe looks at no queries. `nats` of each
         window, `hits` by kind, `bytes` held for a context, `share` of those of exact keys and values, `share_16` the
         same if these were of 16 bits (None where nothing is coded, or random keys cannot tell), `mode`.
 
@@ -143,7 +143,7 @@ def measure(
 
 
 def _weigh(found: _Found, cache: KVCache, recipe: Recipe, tokens: int) -> None:
-    """Take note of the bytes of a compressed cache, and once of those it would have in 16 bits."""
+    """Note the bytes of a compressed cache, and once those that it would have in 16 bits."""
     found.bytes.append(float(cache.nbytes))
     found.exact.append(float(exact_bytes(cache, tokens)))
     found.mode = cache.mode
@@ -153,7 +153,7 @@ def _weigh(found: _Found, cache: KVCache, recipe: Recipe, tokens: int) -> None:
 
 
 def _share_of_16_bits(cache: KVCache, recipe: Recipe, tokens: int) -> float | None:
-    """Return the share of exact bytes that a recipe holds of so many random tokens in 16 bits."""
+    """Return the share of exact bytes that a recipe holds of a number of random tokens in 16 bits."""
     held = [layer.read() for layer in cache.store.layers]
     if cache.store.layers[0].latent:
         return None
@@ -262,10 +262,10 @@ def run(
     progress: Progress | None = None,
     each: Callable[[Measured, str], None] | None = None,
 ) -> Measured:
-    """Measure recipes on texts; the model with an exact cache is first and says what it can answer.
+    """Measure recipes on texts; the exact cache comes first, and tells which questions the model can answer.
 
-    The record is written after every row, so that a run that was cut off goes on: rows are kept
-    while neither the task nor the code of caches has changed.
+    The record is written after every row, so that a run that was cut off goes on: rows are kept while neither the task
+    nor the code of caches has changed. `each` is called with the results so far and the word of the latest row.
 
     Raises:
         AttachError: If no cache of ours serves the model.
@@ -384,18 +384,18 @@ def _write(
 
 
 def held_share(row: Mapping[str, Any]) -> float:
-    """Return the share of exact bytes, of 16 bits where it is known; that of slots is the same."""
+    """Return the share of exact bytes that a row holds; of bytes in 16 bits where that is known."""
     return float(row["share"] if row["share_16"] is None else row["share_16"])
 
 
 def method_of(word: str) -> str:
-    """Return what a word does, without how much is held."""
+    """Return the names of the methods in a word, without settings."""
     return " | ".join(part.partition(":")[0] for part in word.split("|"))
 
 
 @styled
 def draw(record: Mapping[str, Any], picture: Path) -> None:
-    """Draw whole answers, or perplexity where nothing was asked; a color and a marker a method."""
+    """Draw whole answers, or perplexity where nothing was asked, as a PNG file; a color and marker for each method."""
     rows = record["rows"]
     what, said = "whole", "questions answered whole, 95 % interval"
     if any(row[what] is None for row in rows):

@@ -76,12 +76,12 @@ def _text_of(line: str, where: str) -> str:
 class TextModel:
     """A causal model of transformers with its tokenizer.
 
-    Raises ValueError if it is no directory of one, no shipped or fetched one and no model ID, and MissingError if it
-    is one to fetch and was not.
+    Raises ValueError if there is no directory, shipped model or model ID of the name, and MissingError if the model
+    has to be fetched first.
     """
 
     name: str  # directory, Hugging Face model ID, `recall-llama`, or a model that `diffcache fetch` installs
-    device: str = "cpu"  # device of torch
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
         if self.name in PACKAGES:
@@ -163,11 +163,14 @@ class TextWindows:
 def windows(
     model: TextModel, place: Path | None, length: int, most: int, least: int = 1, seed: int = 0
 ) -> TextWindows:
-    """Return windows of the user's texts.
+    """Return windows of `length` tokens of the user's texts, see `read_texts`.
 
     A long text gives several; each begins with the special tokens that the tokenizer puts first. At most `most`
-    windows of `length` tokens are drawn from all that there are; `least` are needed. Raises ValueError if texts are
-    too short, too few or not of this tokenizer, or windows are longer than the model takes.
+    windows are drawn from all that there are, and `least` are needed.
+
+    Raises:
+        ValueError: If texts are too short or too few, or the tokenizer does not know their words, or windows are
+            longer than the model takes.
     """
     model.check_length(length, "--context")
     texts, tokenizer = read_texts(place), model.tokenizer

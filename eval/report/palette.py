@@ -37,7 +37,7 @@ class Picture:
     """A plot or a sheet of samples, ready to be written."""
 
     stem: str  # name of its files, without the ending
-    title: str  # title above it
+    title: str
     caption: str  # caption that tells what it shows, for readers who cannot see it too
     png: bytes  # the file
     svg: bytes | None = None  # the file, or None for a sheet
@@ -120,13 +120,13 @@ def picture_of(stem: str, title: str, caption: str, figure: Any) -> Picture:
 
 
 def legend_columns(names: Sequence[str], width: float) -> int:
-    """Return how many columns of names fit beside each other in a width in inches."""
+    """Return the number of columns in which names fit into a width in inches."""
     longest = max((len(name) for name in names), default=1)
     return max(1, min(len(names), 4, int(width / (0.078 * longest + 0.62))))
 
 
 def short(name: str, most: int = 44) -> str:
-    """Return a name that fits a label, cut in its middle; a `$` in it starts no formula."""
+    """Return a name cut in its middle to fit a label; a `$` in it is escaped, so that it starts no formula."""
     half = (most - 1) // 2
     cut = name if len(name) <= most else f"{name[:half]}…{name[-half:]}"
     return " ".join(cut.split()).replace("$", r"\$")

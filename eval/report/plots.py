@@ -20,7 +20,10 @@ _FLOPS = ((1e15, "PFLOPs"), (1e12, "TFLOPs"), (1e9, "GFLOPs"), (1e6, "MFLOPs"), 
 
 
 def draw(record: record_files.Record) -> tuple[list[palette.Picture], list[str]]:
-    """Draw every plot for which the record has numbers. A sentence tells every plot that was left out."""
+    """Draw every plot that the record has numbers for.
+
+    Returns the plots, and a sentence about each plot that was left out.
+    """
     found: list[palette.Picture] = []
     left_out: list[str] = []
     for plots, missing in (draw_pareto(record), _timeline(record), _growth(record), _cost(record)):
@@ -61,16 +64,16 @@ def draw_pareto(record: record_files.Record) -> tuple[list[palette.Picture], lis
 
 
 def _is_flat(panels: Sequence[Panel]) -> bool:
-    """Say whether all points of several rows are at one height, with nothing around them."""
+    """Return whether the points of several rows are all at one height, without intervals."""
     heights = [point.y for panel in panels for point in panel.points]
     ends = {end for y in heights for end in y if end is not None}
     return len(ends) == 1 and len(heights) > 1
 
 
 def _headlines(record: record_files.Record) -> list[str]:
-    """Return the metrics to plot; the paired change of one where there is one.
+    """Return the metrics to plot; for a metric with a paired change, the change.
 
-    The interval of a paired change shows what that of the metric itself, far wider, would hide.
+    The interval of a paired change shows differences that the far wider interval of the metric itself would hide.
     """
     held = record_files.metric_keys(record)
     keys = [key for stem in _HEADLINES for key in (stem, f"{stem}_lite") if key in held]
@@ -85,7 +88,7 @@ def _points(record: record_files.Record, key: str, side: str) -> list[Point]:
     points = []
     for row in rows:
         if row["kind"] == "method" and not is_rival(row):
-            continue  # as close to uncached as one likes, it would set the scale of all others
+            continue  # a row this close to uncached would set the scale of all others
         y = record_files.metric_of(row, key)
         x = record_files.speed_of(record, row, side) if side == "ratio" else _plain(row, side)
         if row["kind"] == "uncached":
@@ -146,10 +149,10 @@ def _timeline(record: record_files.Record) -> tuple[list[palette.Picture], list[
 
 @palette.styled
 def _draw_timeline(lanes: Mapping[str, Sequence[tuple[float | None, float]]]) -> Any:
-    """Draw which steps were computed: rows downwards, steps to the right.
+    """Draw the computed steps: rows downwards, steps to the right.
 
     Args:
-        lanes: Name of a row -> of every step the timestep, or None, and the share of runs that computed it, 0 to 1.
+        lanes: Name of a row -> for every step the timestep, or None, and the share of runs that computed it, 0 to 1.
     """
     import numpy as np
     from matplotlib.colors import LinearSegmentedColormap
@@ -315,10 +318,10 @@ _WAYS = {"up": " (more is better ↑)", "down": " (less is better: up)"}
 class Point:
     """A row in the plot."""
 
-    name: str  # name of the row
+    name: str
     kind: str  # "uncached", "method" or "fewer steps"
     x: record_files.Value  # saved cost as a ratio; more is better
-    y: record_files.Value  # the metric
+    y: record_files.Value
     style: palette.Style  # color and marker
     group: str  # points of one group (values of a setting of a method) are joined by a thin line
     label: str = ""  # text beside the point; empty for none
@@ -329,14 +332,15 @@ class Panel:
     """One pair of axes."""
 
     title: str  # title of the horizontal axis
-    points: Sequence[Point]  # points to draw
+    points: Sequence[Point]
 
 
 def front(places: Sequence[tuple[float, float]], upward: bool) -> list[int]:
-    """Return which points no other point beats, from left to right.
+    """Return the numbers of the points that no other point beats, from left to right.
 
-    A point is beaten by one that is at least as good in both and better in one; more x is better. Of points in the
-    same place the first is kept. `places` are (x, y), x dimensionless; `upward` says whether more y is better.
+    A point is beaten by one that is at least as good in both coordinates and better in one; more x is better. Among
+    points in the same place the first is kept. `places` are (x, y), x dimensionless; `upward` tells whether more y is
+    better.
     """
     sign = 1.0 if upward else -1.0
     order = sorted(range(len(places)), key=lambda i: (-places[i][0], -sign * places[i][1], i))
@@ -413,7 +417,7 @@ def _draw(axis: Any, panel: Panel, direction: str | None, handles: dict[str, Any
 
 
 def _draw_front(axis: Any, points: Sequence[Point], direction: str | None, handles: dict[str, Any]) -> None:
-    """Draw the staircase: the best metric to be had at this ratio or more. A row that skipped nothing is no rival."""
+    """Draw the staircase: the best metric at each ratio or more. A row that skipped nothing does not count."""
     least = {"uncached": -math.inf, "method": LEAST_SAVED}
     saved = [point for point in points if point.x.middle >= least.get(point.kind, math.inf)]
     rivals = [(point.x.middle, point.y.middle) for point in saved]
@@ -445,7 +449,7 @@ def _log_ratio(axis: Any, values: Sequence[record_files.Value]) -> None:
 
 
 def _write_labels(axis: Any, points: Sequence[Point]) -> None:
-    """Write each label where it covers no point and no other label; else leave it out."""
+    """Write each label where it covers no point and no other label; leave it out if there is no such place."""
     figure = axis.figure
     renderer = figure.canvas.get_renderer()
     scale = figure.dpi / 72

@@ -1,4 +1,4 @@
-"""Records of runs: read, checked, in the order of the table; its columns, and how a number is printed."""
+"""Read and check records of runs; order their rows as in the table, choose its columns, and format numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Record = dict[str, Any]
 class Value(NamedTuple):
     """A number and, where known, the ends of its interval or its quartiles."""
 
-    middle: float  # the number
+    middle: float
     low: float | None = None  # lower end, or None
     high: float | None = None  # upper end, or None
 
@@ -111,7 +111,7 @@ def ordered(record: Record) -> list[dict[str, Any]]:
 
 
 def matches_of(row: dict[str, Any]) -> list[str]:
-    """Return the names of the methods whose cost a row of fewer steps has."""
+    """Return the names of the methods that cost the same as a row of fewer steps."""
     given = row.get("matches") or []
     return [given] if isinstance(given, str) else [str(name) for name in given]
 
@@ -129,7 +129,7 @@ def environment(record: Record) -> dict[str, Any]:
 
 
 def number(found: Any) -> float | None:
-    """Return a finite number as a float, anything else as None."""
+    """Return a finite number as a float, and None for anything else."""
     right = isinstance(found, (int, float)) and not isinstance(found, bool)
     return float(found) if right and math.isfinite(found) else None
 
@@ -245,7 +245,7 @@ def columns_of(record: Record) -> list[Column]:
 
 
 def is_fidelity(record: Record, key: str) -> bool:
-    """Say whether a metric compares with the uncached samples one by one."""
+    """Return whether a metric compares with the uncached samples one by one."""
     return any(key in (row.get("fidelity") or {}) for row in record["rows"])
 
 
@@ -287,7 +287,7 @@ def _metric(record: Record, key: str) -> Column:
         key=key,
         title=str(known["title"]),
         group=group,
-        # The change goes the way of its metric; an arrow and a best of its own would say it twice.
+        # A change is better in the direction of its metric, which has the arrow and the best row already.
         direction=None if change else known["direction"],
         brackets="interval" if spread else "",
         form="change" if change else "number",
@@ -298,7 +298,7 @@ def _metric(record: Record, key: str) -> Column:
 
 
 def decimals(values: Sequence[Value]) -> int:
-    """Return how many decimals a column needs: three digits, and one of the typical interval."""
+    """Return the number of decimals for a column: enough for three digits, and one of the typical interval."""
     largest = max((abs(v.middle) for v in values), default=0.0)
     digits = 2 - math.floor(math.log10(largest)) if largest > 0 else 2
     halves = sorted((v.high - v.low) / 2 for v in values if v.low is not None and v.high is not None)
@@ -309,7 +309,7 @@ def decimals(values: Sequence[Value]) -> int:
 
 
 def shown(found: Value, column: Column, places: int) -> str:
-    """Print a number of a column with its interval or quartiles."""
+    """Return a number of a column as text, with `places` decimals and its interval or quartiles."""
     if column.form == "bytes":
         return bytes_text(found.middle)
     sign = "+" if column.form == "change" else ""
@@ -325,7 +325,7 @@ def shown(found: Value, column: Column, places: int) -> str:
 
 
 def bytes_text(count: float) -> str:
-    """Print a number of bytes in the unit that keeps it readable."""
+    """Return a number of bytes as text, in a readable unit."""
     size, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if size < 1024:

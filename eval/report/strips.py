@@ -30,7 +30,7 @@ _INK, _GREY, _LINE = (28, 32, 40), (105, 112, 122), (208, 212, 218)
 def draw(record: Record, folders: Sequence[Path]) -> tuple[list[Picture], list[str]]:
     """Draw one sheet for each group of samples: worst, median and best by LPIPS.
 
-    A sentence tells everything that was left out.
+    `folders` are those of the runs that the record is about. Returns the sheets, and a sentence about each omission.
     """
     samples = Samples(folders)
     rows = ordered(record)
@@ -66,7 +66,8 @@ def draw(record: Record, folders: Sequence[Path]) -> tuple[list[Picture], list[s
 def picks(methods: Sequence[dict[str, Any]], group: str, most: int) -> list[tuple[int, str]]:
     """Choose samples, the methods taking turns.
 
-    `group` is a field of `samples`. The numbers differ; each comes with the method it was chosen for.
+    `group` is a field of `samples`. Returns different numbers of samples, at most `most`, each with the method that it
+    was chosen for.
     """
     queues = [(row["name"], list((row.get("samples") or {}).get(group) or [])) for row in methods]
     found: dict[int, str] = {}
@@ -188,7 +189,7 @@ def _write(pen: Any, at: tuple[int, int], text: str, how: tuple[int, int, Any]) 
 
 
 def _wrapped(text: str, width: int, most: int) -> list[str]:
-    """Break text into lines that fit a width, at most so many."""
+    """Break text into lines that fit a width, at most `most` lines."""
     font = _font(_SMALL)
     lines = [""]
     for word in text.split():

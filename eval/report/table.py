@@ -39,10 +39,10 @@ class Cell:
 class Row:
     """One row."""
 
-    name: str  # name of the case
+    name: str
     kind: str  # "uncached", "method" or "fewer steps"
     label: str  # the name as printed
-    cells: tuple[Cell, ...]  # cells, one for each column
+    cells: tuple[Cell, ...]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Table:
 def table_of(record: record_files.Record, only: Sequence[str] | None = None) -> Table:
     """Build the table of a record.
 
-    `only` are keys of the columns to show, in this order, those that the record lacks passed over; all by default.
+    `only` are keys of the columns to show, in this order; keys that the record lacks are ignored. None shows all.
     """
     columns = record_files.columns_of(record)
     if only is not None:
@@ -73,9 +73,9 @@ def table_of(record: record_files.Record, only: Sequence[str] | None = None) -> 
 
 
 def _label(row: dict[str, Any]) -> str:
-    """Return a row's name, without folders of files.
+    """Return a row's name, without the folders of files in it.
 
-    One of fewer steps is set off, and names its methods if they are several and short.
+    A row of fewer steps is marked, and has the names of its methods if they are several and short.
     """
     if row["kind"] != "fewer steps":
         return _FOLDERS.sub("=", row["name"])
@@ -123,7 +123,7 @@ def _best(
 
 
 def is_rival(row: dict[str, Any]) -> bool:
-    """Say whether a row may be the best: one that skips next to nothing is close to uncached."""
+    """Return whether a row may be the best; one that skips next to nothing may not, as it is close to uncached."""
     return row["kind"] != "uncached" and (row.get("flops_ratio") or LEAST_SAVED) >= LEAST_SAVED
 
 
@@ -150,7 +150,7 @@ def notes_of(record: record_files.Record, columns: Sequence[record_files.Column]
 
 
 def _intervals(record: record_files.Record, columns: Sequence[record_files.Column]) -> list[str]:
-    """Say which intervals the columns have; a record holds their ends, and not how they came."""
+    """Return notes on the kinds of intervals in the columns; a record holds only their ends."""
     drawn = {key for row in record["rows"] for key in row.get("outcomes") or {}}
     found: dict[str, list[str]] = {}
     for column in columns:
@@ -169,7 +169,7 @@ def _intervals(record: record_files.Record, columns: Sequence[record_files.Colum
 
 
 def _back_ends(record: record_files.Record, shown_keys: set[str]) -> list[str]:
-    """Say for every back end which metrics it measured."""
+    """Return a note for every back end on the metrics that it measured."""
     held: dict[tuple[str, str, str], list[str]] = {}
     for key in record_files.metric_keys(record):
         if key not in shown_keys or key.endswith(record_files.CHANGE):
@@ -219,7 +219,7 @@ def to_csv(record: record_files.Record) -> str:
 
 
 def _unformulated(value: Any) -> Any:
-    """Return a cell that no spreadsheet takes for a formula."""
+    """Return a cell that no spreadsheet reads as a formula."""
     is_formula = isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r"))
     return f"'{value}" if is_formula else value
 

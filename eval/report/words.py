@@ -57,7 +57,7 @@ def _outcome(record: record_files.Record, row: dict[str, Any]) -> str:
 
 
 def _against(record: record_files.Record, row: dict[str, Any], fewer: dict[str, Any]) -> str:
-    """Say in which metrics a method beats uncached at fewer steps."""
+    """Return a sentence on the metrics in which a method beats uncached at fewer steps."""
     titles: dict[int, list[str]] = {1: [], -1: [], 0: []}
     for key in record_files.metric_keys(record):
         known = record_files.describe(record, key)
@@ -71,11 +71,11 @@ def _against(record: record_files.Record, row: dict[str, Any], fewer: dict[str, 
 
 
 def compare(one: record_files.Value | None, other: record_files.Value | None, direction: str | None) -> int | None:
-    """Say whether a number is better than another, by their intervals.
+    """Compare two numbers by their intervals.
 
     Returns:
-        1 or -1 where it is better or worse and the intervals do not overlap, 0 where they do,
-        None where a number, an interval or a direction is missing.
+        1 or -1 where the first is better or worse and the intervals do not overlap, 0 where they do, None where a
+        number, an interval or a direction is missing.
     """
     if one is None or other is None or direction not in ("up", "down"):
         return None

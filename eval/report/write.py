@@ -21,17 +21,20 @@ from diffcache.files import write_file
 FORMATS = ("md", "html", "csv")
 FOLDER = "report"
 _PNG_WIDTH = slice(16, 20)  # where a PNG says it
-_SCALE = 0.8  # of plots on the page: they are of different widths, and their letters of one size
+_SCALE = 0.8  # scale of all plots on the page, so that letters have one size in plots of different widths
 _FILMS, _FILM_ROWS, _FILM_BYTES = 2, 7, 12 << 20
 
 
 def write_report(
     record: dict[str, Any], folder: Path, out: Path | None = None, formats: Sequence[str] = FORMATS
 ) -> list[Path]:
-    """Write the report of a run: tables, plots, sheets of samples and a page.
+    """Write the report of a run: tables, plots, sheets of samples and a page; return the files.
 
-    The same record and samples give the same bytes. Samples are in `folder`; `out` of None is a folder in it. Plots
-    and sheets come with the formats `md` and `html`. Raises ValueError if the record or a format is not one.
+    The same record and samples give the same bytes. Samples are in `folder`; `out` of None is a folder in it. Formats
+    are some of `md`, `html` and `csv`; plots and sheets come with the first two.
+
+    Raises:
+        ValueError: If the record or a format is invalid.
     """
     wrong = [name for name in formats if name not in FORMATS]
     if wrong or not formats:
@@ -100,7 +103,7 @@ def _films(record: Record, folder: Path) -> list[tuple[str, bytes]]:
 
 
 def _halves(text: str) -> list[str]:
-    """Return the number of a cell, and the text in brackets behind it."""
+    """Return the number in a cell, and the text in brackets behind it."""
     number, *spread = re.split(r" (?=[\[(])", text, maxsplit=1)
     return [number, *(spread or [""])]
 

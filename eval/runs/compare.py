@@ -19,7 +19,7 @@ class CompareError(DiffcacheError):
 
 @dataclass(frozen=True)
 class Bound:
-    """A change of a metric that must not be: above or below a bound."""
+    """A limit of the change of a metric, above or below which it is too much."""
 
     metric: str
     sign: str
@@ -30,7 +30,7 @@ class Bound:
 class Change:
     """A metric of a row in both records."""
 
-    row: str  # name of the row
+    row: str
     metric: str  # key
     before: float  # value in the first record
     after: float  # value in the second
@@ -46,7 +46,7 @@ class Change:
 
 
 def read_limit(text: str) -> Bound:
-    """Read a limit such as `fid_lite>+0.5`: the change that is too much; raises ValueError if it cannot be read."""
+    """Read a limit such as `fid_lite>+0.5`, the change that is too much; raise ValueError if it cannot be read."""
     found = _LIMIT.fullmatch(text.strip())
     if found is None:
         raise ValueError(f"--fail-on {text!r}: write it like 'fid_lite>+0.5' or 'psnr_db<-1'")

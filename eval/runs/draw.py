@@ -84,7 +84,7 @@ class Drawer:
             self.pipeline = type(live).__name__
             self.parameters = dict(inspect.signature(type(live).__call__).parameters)
             del self.parameters["self"]
-            # of an offloaded pipeline, whose weights wait elsewhere, that of its calls
+            # the weights of an offloaded pipeline wait elsewhere: this is the device of its calls
             self.device = torch.device(getattr(live, "_execution_device", live.device))
             dtype = next(iter(denoisers_of(live).values())).dtype
             self.dtype = str(dtype).removeprefix("torch.")
@@ -113,14 +113,14 @@ class Drawer:
         return found
 
     def full_steps(self, steps: int) -> float:
-        """Return how many steps of the uncached case cost as much as a run of so many steps.
+        """Return the number of steps of the uncached case that cost as much as a run of `steps` steps.
 
         Solvers of second order take two calls for a step, but one for the last.
         """
         return self.steps * self._calls(steps) / self._calls(self.steps)
 
     def _calls(self, steps: int) -> int:
-        """Return how many calls the solver plans, as many as steps where it does not tell."""
+        """Return the number of calls that the solver plans; the number of steps where it does not tell."""
         try:
             self._solver.set_timesteps(steps)
             return len(self._solver.timesteps)
@@ -196,9 +196,9 @@ class Drawer:
         return diffcache.wrapped(self.pipe, case.method)
 
     def draw(self, case: Case, batch: Batch, keep_latents: bool = False, timed: bool = False) -> Drawn:
-        """Draw a batch; within `wrapped(case)`.
+        """Draw a batch; call it within `wrapped(case)`.
 
-        `keep_latents` keeps those of every step, where the pipeline shows them. In a call that is `timed` a
+        `keep_latents` keeps the latents of every step, where the pipeline shows them. In a call that is `timed`, a
         cache of another library, which counts nothing itself, is not watched.
         """
         given = self.arguments(batch, case.steps)
@@ -270,7 +270,7 @@ def relative_errors(latents: Tensor, others: Tensor) -> list[list[float]]:
 
 
 _CLASSES = 1000
-# Arguments that a run sets itself, and the field of the task that says what to.
+# Arguments that a run sets itself -> field of the task that has the value.
 _OWN = {
     "prompt": "prompts",
     "class_labels": "prompts",
@@ -291,7 +291,7 @@ def check_call(
 ) -> None:
     """Check that a pipeline takes the arguments of a run.
 
-    `call` has defaults of the model, too; `inputs` are arguments that are no plain data, such as pictures. Raises
+    `call` includes defaults of the model; `inputs` are arguments that are no plain data, such as pictures. Raises
     ValueError if an argument is not taken, is set by the run, or is missing.
     """
     more = dict(inputs or {})
@@ -320,12 +320,14 @@ def check_call(
 
 
 def frame_rate(pipeline: str, parameters: Parameters, task: Task, call: Mapping[str, Any]) -> float | None:
-    """Return the frames per second of a pipeline's films.
+    """Return the frames per second of a pipeline's films; None for a pipeline of pictures.
 
-    The task's number goes first, then the call's own argument, given or default. Pipelines without such an argument
-    name the rate where the example in their documentation exports its film. `call` has defaults of the model, too. A
-    pipeline of pictures has none (None). Raises ValueError if a pipeline of films does not say its frame rate, or
-    the task gives one to a pipeline of pictures.
+    The task's number takes precedence, then the call's own argument, given or default. For pipelines without such an
+    argument, the rate is read from the example in their documentation, where it exports its film. `call` includes
+    defaults of the model.
+
+    Raises:
+        ValueError: If the rate of a pipeline of films is not known, or the task gives one to a pipeline of pictures.
     """
     if not {"num_frames", "video_length"} & set(parameters):
         if task.fps is not None:
@@ -349,11 +351,14 @@ def frame_rate(pipeline: str, parameters: Parameters, task: Task, call: Mapping[
 
 
 def prompts_of(task: Task, pipeline: str, parameters: Parameters, model: Any) -> Prompts:
-    """Return the prompts of a task, or those that suit the pipeline.
+    """Return the prompts of a task, or if it has none, those that suit the pipeline.
 
-    `model` is its directory, or a loaded pipeline. Those that suit are class numbers in digits where the pipeline is
-    class-conditional, and one empty prompt where it is unconditional. Raises FileNotFoundError if there is no such
-    list, and ValueError if the pipeline takes no prompts but the task has some, or a class number is none.
+    `model` is its directory, or a loaded pipeline. A class-conditional pipeline gets class numbers in digits, and an
+    unconditional one a single empty prompt.
+
+    Raises:
+        FileNotFoundError: If there is no such list.
+        ValueError: If the pipeline takes no prompts but the task has some, or a class number is invalid.
     """
     source = task.prompts
     if not isinstance(source, str):
@@ -397,9 +402,9 @@ def _check_classes(texts: Sequence[str], pipeline: str, count: int) -> None:
 
 
 def _class_count(model: Any) -> int:
-    """Return how many classes a pipeline has: those that it names, else those that fit its table.
+    """Return the number of classes of a pipeline: those that have names, else those that fit its table.
 
-    A table may be longer than what was trained, so names go first.
+    A table may be longer than the trained embedding, so names go first.
     """
     if isinstance(model, Path):
         index = json.loads((model / "model_index.json").read_text(encoding="utf-8"))

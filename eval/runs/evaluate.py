@@ -42,7 +42,7 @@ FOLDER = Path("runs")
 STAGES = ("draw", "score", "time")
 WARM_UP = 1  # untimed rounds before the timed ones
 LATENT_SAMPLES = 16  # the first ones, whose latents are compared step by step
-_LATENT_BYTES = 1 << 28  # of a batch; larger ones are not kept
+_LATENT_BYTES = 1 << 28  # most bytes of a batch's latents that are kept
 _ROUNDING = 1e-6
 
 
@@ -50,7 +50,7 @@ _ROUNDING = 1e-6
 class Plan:
     """Plan of an evaluation."""
 
-    task: Task  # task that is drawn
+    task: Task
     methods: Mapping[str, Method | Peer]  # name in the table -> method
     out: Path | None = None  # folder of the run; None is `runs/<model>-<hash of the task>`
     # Real pictures or films: a folder, an npz of pictures, or one of statistics; None is the scenes of stickers
@@ -91,10 +91,10 @@ class Plan:
 class Run:
     """A run under way: the objects that its parts share."""
 
-    plan: Plan  # plan of the run
-    drawer: Drawer  # drawer of the samples
+    plan: Plan
+    drawer: Drawer
     ranks: Ranks  # this process among those of the run
-    progress: Progress  # display of the progress
+    progress: Progress
     real: Source | None = None  # real samples that `plan.reference` names, checked; None without a reference
     parts_seconds: dict[str, float] = field(default_factory=dict)  # wall time of every part
 
@@ -170,7 +170,7 @@ def start(plan: Plan, progress: Progress) -> Run:
             raise ValueError(f"reward {plan.reward}: scores pictures, not films; leave it out")
         reward.load(plan.reward)
     if ranks.is_first and "score" in plan.stages:
-        networks = run.networks("cpu")  # loaded to see that they can be, and let go
+        networks = run.networks("cpu")  # only to check that they can be loaded
         if run.real is not None:
             run.real.check(networks)
         for line in summary(list(networks.entries), lacking(run, networks)):
@@ -182,7 +182,7 @@ def start(plan: Plan, progress: Progress) -> Run:
 
 
 def lacking(run: Run, networks: Extractors) -> dict[str, str]:
-    """Return the real metrics that are left out, and why."""
+    """Return the real metrics that are left out, with the reason."""
     return networks.lacking | ({} if run.real is None else run.real.lacking())
 
 
@@ -212,7 +212,7 @@ def draw_all(run: Run) -> list[Case]:
 
 
 def _timed(run: Run, rows: int) -> int:
-    """Return how many samples the timed calls of so many rows draw, which come last."""
+    """Return the number of samples that the timed calls of `rows` rows draw at the end."""
     if not run.plan.rounds or not run.ranks.is_first or "time" not in run.plan.stages:
         return 0
     return rows * (run.plan.rounds + WARM_UP) * len(run.batches[0].ids)
@@ -268,7 +268,7 @@ def draw(run: Run, case: Case, uncached: Case | None = None) -> None:
 
 
 def _latents(run: Run, folder: CaseFolder, batch: Batch, latents: Tensor, uncached: Case | None) -> dict[str, Any]:
-    """Keep the latents of the uncached case; compare those of a method with them."""
+    """Keep the latents of the uncached case; for a method, return their errors relative to those."""
     name = f"latents/{batch.number:05d}.safetensors"
     if uncached is None:
         if latents.nbytes <= _LATENT_BYTES:
@@ -282,14 +282,14 @@ def _latents(run: Run, folder: CaseFolder, batch: Batch, latents: Tensor, uncach
     except (OSError, LookupError, SafetensorError) as error:
         place = kept.parents[1]
         raise ManifestError(f"cannot read {kept}: {error}; delete the folder {place}") from error
-    # Half precision may overflow, and JSON has no word for what comes of it.
+    # Half precision may overflow, and JSON has no infinities.
     if theirs.shape != latents.shape or not (theirs - latents).isfinite().all():
         return {}
     return {"latent_error": relative_errors(theirs, latents)}
 
 
 def fewer_steps(run: Run, cases: Sequence[Case]) -> list[Case]:
-    """Return uncached cases with as many evaluations as each method took, rounded up."""
+    """Return uncached cases with the number of evaluations that each method took, rounded up."""
     full = step_flops(run)
     found: dict[int, list[str]] = {}
     for case in cases:

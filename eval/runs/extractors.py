@@ -60,10 +60,11 @@ class Extractors:
         return [lite.ENTRY, self.entries, self.reward_name, kind]
 
     def of_pictures(self, pictures: Tensor, prompts: Sequence[str]) -> Columns:
-        """Return everything that is known of pictures by themselves.
+        """Return the columns of pictures by themselves.
 
-        They are uint8 [N, 3, H, W], with a prompt for each. Columns are `features_lite` [N, D], `probabilities_lite`
-        [N, C], and of the real networks `features`, `probabilities`, `clip_score`, and every reward under its key.
+        Pictures are uint8 [N, 3, H, W], with a prompt for each. Columns are `features_lite` [N, D],
+        `probabilities_lite` [N, C], and of the real networks `features`, `probabilities`, `clip_score`, and every
+        reward under its key.
         """
         there = self.placed(pictures)
         found: Columns = {"features_lite": lite.embed(there), "probabilities_lite": lite.class_probabilities(there)}
@@ -95,9 +96,9 @@ class Extractors:
         return found
 
     def of_films(self, films: Sequence[Tensor], prompts: Sequence[str]) -> Columns:
-        """Return everything that is known of films by themselves.
+        """Return the columns of films by themselves.
 
-        They are uint8 [F, 3, H, W] each, with a prompt for each. Columns are `features_lite` [N, D], with I3D
+        Each film is uint8 [F, 3, H, W], with a prompt for each. Columns are `features_lite` [N, D], with I3D
         `features` [N, 400], and every reward under its key.
         """
         found = self._features_of_films(films)
@@ -128,7 +129,8 @@ def _rewarded(scorer: reward.Reward, samples: Tensor, prompts: Sequence[str]) ->
 def at_hand(device: str, films: bool, reward_name: str = "", convention: str = "torch-fidelity") -> Extractors:
     """Return the networks whose weights are found here; a wrong weight file is an error.
 
-    `reward_name` is for `reward.load`, `convention` prepares pictures for Inception.
+    `reward_name` are names of rewards, for `reward.load`; `convention` is `torch-fidelity` or `clean`, the way of
+    preparing pictures for Inception.
 
     Raises:
         WrongWeightsError: If a weight file is another one than it should be.
@@ -167,7 +169,7 @@ Recursive = Annotated[bool, typer.Option("--recursive", help="Look into folders 
 
 @dataclass(frozen=True)
 class Choice:
-    """Choice of the user."""
+    """Choice of the user: the back end and where its weights are."""
 
     kind: str = "auto"  # `auto` (the real one where its weights and packages are), `real` or `lite`
     weights: str = ""  # path of the weights, which means `real`; empty to look in the usual places

@@ -37,7 +37,7 @@ class RunError(DiffcacheError):
 
 
 class ManifestError(DiffcacheError):
-    """A manifest does not fit the samples it is about."""
+    """A manifest does not match its samples."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Batch:
     """Samples that are drawn in one call."""
 
     number: int  # number of the batch, from 0
-    ids: tuple[int, ...]  # numbers of the samples
-    prompts: tuple[str, ...]  # prompt of each sample
-    seeds: tuple[int, ...]  # seed of each sample
+    ids: tuple[int, ...]
+    prompts: tuple[str, ...]
+    seeds: tuple[int, ...]
 
     @cached_property
     def digest(self) -> str:
@@ -134,8 +134,8 @@ class CaseFolder:
     def write(self, batch: Batch, samples: Sequence[Tensor], about: Mapping[str, Any]) -> None:
         """Write the samples of a batch, then its line.
 
-        Pictures are uint8 [3, H, W], films uint8 [F, 3, H, W]; `about` is more of the line: what the cache did
-        and how long it took.
+        Pictures are uint8 [3, H, W], films uint8 [F, 3, H, W]; `about` are further fields of the line: the report of
+        the cache and the seconds.
         """
         files = [self._save(i, sample) for i, sample in zip(batch.ids, samples, strict=True)]
         line = {
@@ -153,7 +153,7 @@ class CaseFolder:
             os.fsync(manifest.fileno())
 
     def _drop_cut_line(self) -> None:
-        """Take a line that was cut off by a kill out of this process's manifest."""
+        """Remove a line that was cut off by a kill from this process's manifest."""
         if not self.manifest.exists():
             return
         data = self.manifest.read_bytes()
@@ -183,8 +183,8 @@ class CaseFolder:
     def read(self, ids: Sequence[int], sums: Mapping[int, str] | None = None) -> list[Tensor]:
         """Read samples back: pictures uint8 [3, H, W] or films uint8 [F, 3, H, W].
 
-        `sums` are the SHA-256 of the files; without them damage that can still be read goes unseen. Raises
-        ManifestError if a file is missing or damaged; it is named.
+        `sums` are the SHA-256 of the files; without them damage that can still be decoded goes unseen. Raises
+        ManifestError, with the name of the file, if one is missing or damaged.
         """
         return [self._load(i, None if sums is None else sums[i]) for i in ids]
 
@@ -253,10 +253,10 @@ def remember(path: Path, key: str, compute: Callable[[], Any]) -> Any:
 
 
 def evaluations(lines: Sequence[Mapping[str, Any]], steps: int, full: float | None) -> float:
-    """Return how many full steps cost as much as a run, as a mean over samples.
+    """Return the number of full steps that cost as much as a run, as a mean over samples.
 
-    Counted in FLOPs of the whole denoiser; where they are unknown, computed steps are counted. `lines` are of
-    the case's manifest; `full` are the FLOPs of one uncached step and sample.
+    It is counted in FLOPs of the whole denoiser; where they are unknown, computed steps are counted. `lines` are those
+    of the case's manifest; `full` are the FLOPs of one uncached step and sample.
     """
     total = weight = 0.0
     for line in lines:

@@ -74,7 +74,7 @@ class Drawn:
     """Samples of a run, and the networks that read them."""
 
     samples: Mapping[str, score.Samples]  # samples of every case, by its name
-    networks: Extractors  # networks that read them
+    networks: Extractors
     place: Path  # folder of the features of real samples
 
 
@@ -194,18 +194,18 @@ def previews(run: Run, cases: Sequence[Case], rows: Sequence[Mapping[str, Any]])
             if not target.exists():
                 target.parent.mkdir(exist_ok=True)
                 film = read_clip(folder.path / FILM.format(number))
-                assert run.drawer.fps is not None  # or no film had been written
+                assert run.drawer.fps is not None  # without it no film could have been written
                 write_preview(target, film, run.drawer.fps)
 
 
-UNTIMED_STEPS = 4  # masks of steps are for no fewer
+UNTIMED_STEPS = 4  # masks of steps need at least as many
 
 
 def costs(run: Run, cases: Sequence[Case]) -> dict[str, Any]:
     """Return `rows` (case -> seconds, ratio, throughput, bytes) and a `warning` or None.
 
-    Kept until settings or device change; empty where nothing is to be timed. Raises MeasureError if a process whose
-    memory was to be measured failed.
+    They are kept until settings or device change, and empty where nothing is to be timed. Raises MeasureError if a
+    process failed whose memory was to be measured.
     """
     setting = Setting(run.drawer.device, DTYPES[run.drawer.dtype])
     names = [(case.name, case.digest(run.drawer.about)) for case in cases]
@@ -214,7 +214,7 @@ def costs(run: Run, cases: Sequence[Case]) -> dict[str, Any]:
     if run.plan.rounds:
         place = run.folder / "times.json"
         kept = remember(place, key, lambda: _times(run, cases, setting))
-        left = run.progress.total - run.progress.done  # times that were kept
+        left = run.progress.total - run.progress.done  # calls whose times were kept
         run.progress.advance(left, "time", drawn=False)
     if run.plan.memory or setting.device.type == "cuda":
         key = digest([names, setting.device_name])
@@ -306,8 +306,8 @@ def _peaks(run: Run, cases: Sequence[Case]) -> dict[str, int]:
 
 
 def _spelled(method: Method) -> str:
-    """Return the words from which `parse_method` makes a method: its name and all its settings.
+    """Return the text from which `parse_method` makes a method: its name and all its settings.
 
-    A method that is in no catalogue has no name, and the words are refused as such.
+    A method that is in no catalogue has no name, and `parse_method` refuses the text.
     """
     return f"{method.name}:{repr(method).partition('(')[2][:-1]}"

@@ -1,8 +1,8 @@
-"""Put what is no cache of ours into a pipeline, as a row: `diffusers/taylorseer:cache_interval=5`.
+"""Put caches of other libraries into a pipeline, as rows: `diffusers/taylorseer:cache_interval=5`.
 
-`diffusers/NAME` is put in with the denoiser's own `enable_cache`, `cache-dit/dbcache` with that of
-cache-dit, both configured by the names of their classes' arguments. `kernels/int8` is attention on
-8 bits. What a run computes is counted, operation by operation, as they do not tell.
+`diffusers/NAME` is put in with the denoiser's own `enable_cache`, `cache-dit/dbcache` with that of cache-dit, both
+configured by the names of their classes' arguments. `kernels/int8` is attention on 8 bits. They do not report the
+computed steps, so operations are counted here.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _REFUSALS = (ValueError, AttributeError, LookupError, TypeError, AssertionError)
 
 @dataclasses.dataclass(frozen=True)
 class Peer(ABC):
-    """A cache of another library.
+    """A cache of another library, by its name in a row, with its prefix, and the settings of its configuration.
 
     Raises:
         UnknownMethodError: If there is no such cache, here or in the installed library.
@@ -88,13 +88,13 @@ class Peer(ABC):
     def applied(self, pipe: Any, steps: int | None = None) -> Iterator[None]:
         """Put the cache into every denoiser of a pipeline, and take it out again.
 
-        The sampling steps of its runs are checked if they are given. Raises AttachError if a denoiser takes no such
-        cache, and ValueError if the cache is made for runs of another number of steps.
+        `steps` are the sampling steps of its runs; None does not check them. Raises AttachError if a denoiser takes no
+        such cache, and ValueError if the cache is made for runs of another number of steps.
         """
         if steps is not None and self.total not in (None, steps):
             raise ValueError(f"{self.name}: made for {self.total} steps, and the run has {steps}")
         models = denoisers(pipe)
-        # What a library leaves behind must not stand in the way of the next row.
+        # Remove everything that a library leaves behind: it would disturb the next row.
         modules = [module for model in models.values() for module in model.modules()]
         before = [(m, dict(vars(m)), dict(children_of(m))) for m in modules]
         try:
@@ -231,7 +231,7 @@ class CacheDit(Peer):
 
 
 def _cache_dit() -> Any:
-    """Return the library, which is told to be quiet."""
+    """Return the library, with its messages turned off."""
     os.environ.setdefault("CACHE_DIT_LOG_LEVEL", "error")  # it is read once, at import
     import cache_dit
 
@@ -239,7 +239,7 @@ def _cache_dit() -> Any:
 
 
 class RoundedAttention(Peer):
-    """Attention on 8 bits: what it does to pictures, by plain PyTorch where there is no kernel."""
+    """Attention on 8 bits, to measure its effect on pictures; plain PyTorch where there is no kernel."""
 
     @property
     def fields(self) -> list[str]:
@@ -251,7 +251,7 @@ class RoundedAttention(Peer):
 
     @contextmanager
     def attached(self, pipe: Any, models: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Take all attention that can be taken; a call of which none can be is refused."""
+        """Replace all attention that can be replaced; raise an error for a call in which none can."""
         with Int8Attention(always=True) as mode, ExitStack() as hooks:
 
             def check(*_: Any) -> None:
@@ -259,7 +259,7 @@ class RoundedAttention(Peer):
                     told = "the model has no attention without a mask; leave this row out"
                     raise AttachError(f"{self.name}: {told}")
 
-            for model in models.values():  # before a sample is kept
+            for model in models.values():  # fail before a sample is kept
                 hooks.callback(model.register_forward_hook(check).remove)
             yield
 
@@ -280,13 +280,13 @@ def make_peer(name: str, settings: Mapping[str, Any]) -> Peer:
 def mag_ratios_of(pipe: Any, call: Mapping[str, Any]) -> list[float]:
     """Measure the ratios that MagCache of diffusers needs, in its own calibration mode.
 
-    `num_inference_steps` is among the arguments of the call. There is one ratio for every step; of the first
-    guidance branch, where there are several.
+    `call` are the arguments of one call, with `num_inference_steps`. There is one ratio for every step, measured on
+    the first guidance branch where there are several.
     """
     settings = {"calibrate": True, "num_inference_steps": call["num_inference_steps"]}
     cache = DiffusersCache(MAG_CACHE, settings)
     with cache.applied(pipe), torch.no_grad(), redirect_stdout(io.StringIO()) as printed:
-        pipe(**call)  # diffusers prints them, and says them nowhere else
+        pipe(**call)  # diffusers prints the ratios, and returns them nowhere
     lists = [line for line in printed.getvalue().splitlines() if line.startswith("[")]
     return [float(ratio) for ratio in ast.literal_eval(lists[-1])]
 

@@ -1,4 +1,4 @@
-"""The processes of a run under `accelerate launch`, without it one; samples done, and the time left."""
+"""The processes of a run under `accelerate launch`, or a single one; a count of samples, and the time left."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Say whether this process reports."""
+        """Return whether this process reports."""
         return self.index == 0
 
     def wait(self) -> None:
@@ -99,7 +99,7 @@ class Progress:
             print(text, file=sys.stderr, flush=True)  # above a bar, which redirects it
 
     def say(self, label: str) -> None:
-        """Name the work under way."""
+        """Show the name of the work under way."""
         if self._show_samples is not None:
             left = self.seconds_left
             eta = "" if left is None else f", {left // 60:.0f}:{left % 60:02.0f} left"

@@ -76,10 +76,9 @@ def assemble(
 ) -> dict[str, Any]:
     """Return the record.
 
-    Values that depend on time or machine stand under keys of their own, so that the rest can be compared
-    between runs. `rows` are of `row`, the uncached one first; `timing` has `rows` (row name -> seconds, ratio,
-    throughput) and `warning`, and is empty if untimed; `first` is one of the samples, a picture [3, H, W] or a
-    film [F, 3, H, W].
+    Values that depend on time or machine have keys of their own, so that the rest can be compared between runs. The
+    uncached row comes first; `timing` has `rows` (row name -> seconds, ratio, throughput) and `warning`, and is empty
+    if untimed; `first` is one of the samples, a picture [3, H, W] or a film [F, 3, H, W].
     """
     size = (first.shape[-2], first.shape[-1])
     task, drawer = run.plan.task, run.drawer
@@ -141,9 +140,9 @@ def reference_name(run: Run) -> str | None:
 
 
 def describe(rows: Sequence[Mapping[str, Any]], extractors: Extractors, size: tuple[int, int]) -> dict[str, Any]:
-    """Return title, unit, direction and back end of every metric that the rows hold.
+    """Return title, unit, direction and back end of every metric in the rows.
 
-    `size` are height and width of a picture or frame, which decide on the variant of MS-SSIM.
+    `size` is height and width of a picture or frame; it decides the variant of MS-SSIM.
     """
     keys = dict.fromkeys(k for r in rows for part in ("fidelity", "quality") for k in r[part])
     found = {}

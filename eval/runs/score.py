@@ -1,8 +1,8 @@
 """Measure fidelity and quality of the samples of a case.
 
-Values of samples are computed a drawn batch at a time, on one thread or on an accelerator, whoever does it, so that
-they are the same however the batches are shared out. They are kept beside the samples under a key that changes with
-the samples, the networks and the definition; intervals are taken from them.
+Values are computed one drawn batch at a time, on one thread or on an accelerator, so that they do not depend on the
+way in which batches are shared out. They are kept beside the samples under a key that changes with the samples, the
+networks and the definition; intervals are computed from them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from diffcache.eval.runs.folder import Batch, CaseFolder
 from diffcache.eval.runs.task import digest
 from diffcache.psnr import decibels
 
-DEFINITION = 3  # of the values kept beside samples; a change of a metric's definition raises it
+DEFINITION = 3  # version of the values kept beside samples; raise it when a metric's definition changes
 _BYTES_AT_ONCE = 1 << 23  # of 8-bit samples in memory; metrics need some twenty times as much
 _SHOWN = 8  # samples named as worst, median and best
 _SMALLEST_FOR_SCALES = 22  # pixels; MS-SSIM needs two scales
@@ -38,7 +38,7 @@ CLOSENESS = ("psnr_db", "mse", "ssim", "lpips_lite", "lpips", "ms_ssim", "tempor
 class Samples:
     """The samples of a case, complete."""
 
-    folder: CaseFolder  # folder of the samples
+    folder: CaseFolder
     batches: tuple[Batch, ...]  # all of them, in order
     sums: Mapping[int, str]  # SHA-256 of the file of each, by number
 
@@ -72,7 +72,7 @@ class Samples:
 
 def kept(path: Path, key: str, compute: Callable[[], Columns]) -> Columns:
     """Return the columns that a file keeps under this key, else compute and keep them."""
-    # What cannot be read is computed again, as in `remember`.
+    # A file that cannot be read is computed again, as in `remember`.
     with suppress(OSError, SafetensorError), safe_open(path, "pt") as file:
         if (file.metadata() or {}).get("key") == key:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -87,12 +87,12 @@ def kept(path: Path, key: str, compute: Callable[[], Columns]) -> Columns:
 def values(samples: Samples, uncached: Samples | None, extractors: Extractors) -> Columns:
     """Return per-sample values of a case, kept or computed.
 
-    Of the uncached case itself there are no counterparts (`uncached` is None).
+    `uncached` are the counterparts of the samples; None for the uncached case itself.
 
     Returns:
-        Values of the extractors for every sample by itself; and beside counterparts, float64 [N] each, films as
-        means over their frames: `psnr_db`, `mse` (full range is 1), `ssim`, `ms_ssim` where the pictures are large
-        enough, `lpips_lite`, `lpips` where its weights are, and of films `temporal_error`.
+        Values of the extractors for every sample by itself; and beside counterparts, float64 [N] each, films as means
+        over their frames: `psnr_db`, `mse` (full range is 1), `ssim`, `ms_ssim` where the pictures are large enough,
+        `lpips_lite`, `lpips` where its weights are, and of films `temporal_error`.
     """
     return joined([batch_values(samples, b, uncached, extractors) for b in samples.batches])
 
@@ -128,10 +128,10 @@ def _beside(theirs: list[Tensor], mine: list[Tensor], extractors: Extractors) ->
 
 
 def closeness(theirs: Tensor, mine: Tensor, extractors: Extractors, wanted: Collection[str] = CLOSENESS) -> Columns:
-    """Return how close pictures are to their counterparts, float64 [N] each.
+    """Return measures of the closeness of pictures to their counterparts, float64 [N] each.
 
-    Both are uint8 [N, 3, H, W]. `wanted` are keys of `CLOSENESS`; `lpips` is both of its kinds, `psnr_db` comes with
-    `mse`. Raises ValueError if the pictures are too small for one of them.
+    Both are uint8 [N, 3, H, W]. `wanted` are keys of `CLOSENESS`; `lpips` includes `lpips_lite`, and `psnr_db` comes
+    with `mse`. Raises ValueError if the pictures are too small for one of them.
     """
     theirs, mine = extractors.placed(theirs), extractors.placed(mine)
     found: Columns = {}
@@ -162,7 +162,7 @@ def _film_pair(theirs: Tensor, mine: Tensor, extractors: Extractors) -> Columns:
 
 
 def joined(parts: Sequence[Columns]) -> Columns:
-    """Join columns; one that any part lacks (a prompt in other words) is left out."""
+    """Join columns; a column that any part lacks, such as the score for prompts in words, is left out."""
     names = [name for name in parts[0] if all(name in part for part in parts)]
     return {name: torch.cat([part[name] for part in parts]) for name in names}
 

@@ -35,14 +35,16 @@ _PLAN = {"rounds", "memory", "reference", "resize", "convention", "stages", "rew
 _TOP = _TASK | _PLAN | {"method"}
 _TEXTS = {"model", "prompts", "dtype", "device", "reference", "convention", "reward"}
 _FLAGS = {"memory"}
-MOST = 10_000  # combinations of lists; more is a slip
+MOST = 10_000  # combinations of lists; more are taken for a mistake
 
 
 def read_sweep(file: Path, out: Path, instead: Mapping[str, Any] | None = None) -> list[Plan]:
-    """Read a sweep.
+    """Read a sweep; return one plan for each combination of the task's lists.
 
-    Each run gets a folder of its own in `out`; `instead` stands in place of keys of the file. There is one plan for
-    each combination of the task's lists.
+    Args:
+        file: TOML or YAML.
+        out: Folder of the runs; each gets a folder of its own in it.
+        instead: Keys and values that replace those of the file; None for none.
 
     Raises:
         FileNotFoundError: If there is no such file.
@@ -73,9 +75,9 @@ def read_sweep(file: Path, out: Path, instead: Mapping[str, Any] | None = None) 
 
 
 def _check_values(file: Path, found: Mapping[str, Any], said: Set[str]) -> None:
-    """Raise ValueError for a value of another kind, or for code that a file names.
+    """Raise ValueError for a value of a wrong type, or for code that a file names.
 
-    `said` are keys that are the user's own, whatever the file has.
+    `said` are keys that the user gave, which may name code.
     """
     for name, value in found.items():
         swept = isinstance(value, list) and name in _TASK

@@ -81,7 +81,7 @@ class Case:
 
     name: str  # name in tables; unique in a run
     kind: Kind  # kind of row, one of the three
-    steps: int  # sampling steps
+    steps: int
     method: Method | Peer | None = None  # the cache, ours or one of another library, None for the other two
     matches: tuple[str, ...] = ()  # names of the methods whose evaluations a case of fewer steps has
 

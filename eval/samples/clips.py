@@ -40,10 +40,12 @@ Picture = npt.NDArray[np.uint8]
 
 
 def write_clip(path: str | Path, frames: torch.Tensor, fps: float) -> Path:
-    """Write a film without loss.
+    """Write a film without loss, and return its path.
 
-    The path ends in `.mp4` (H.264 RGB, quantizer 0) or `.mkv` (FFV1). Frames are uint8 [F, 3, H, W], RGB; any
-    height and width, odd ones too.
+    Args:
+        path: Path that ends in `.mp4` (H.264 RGB, quantizer 0) or `.mkv` (FFV1).
+        frames: uint8 [F, 3, H, W], RGB; any height and width, odd ones too.
+        fps: Frames per second.
 
     Raises:
         ValueError: The ending, the frames or the frame rate cannot be written.
@@ -108,9 +110,7 @@ def read_clip(path: str | Path) -> torch.Tensor:
 
 
 def read_fps(path: str | Path) -> float | None:
-    """Read the frame rate of a film.
-
-    None is for a folder or a file that does not say.
+    """Return the frame rate of a film; None for a folder, or a file that does not tell.
 
     Raises:
         FileNotFoundError: Nothing is there.
@@ -161,7 +161,7 @@ def _encode(path: Path, frames: torch.Tensor, fps: float, how: tuple[str, str, s
             stream.pix_fmt = pixel_format
             stream.options = options
             if pixel_format == "yuv420p":
-                colors = stream.codec_context  # players guess what is not said
+                colors = stream.codec_context  # set explicitly, since players guess missing values
                 colors.colorspace = colors.color_primaries = colors.color_trc = _BT709
                 colors.color_range = _LIMITED
             for picture in pictures:
@@ -183,7 +183,7 @@ def open_film(path: Path) -> Iterator[tuple[Any, Any]]:
     """Open a film and its video stream; a failure inside names the file."""
     av = _av()
     try:
-        # Absolute, since libav takes what stands before a colon for a protocol.
+        # Absolute, since libav takes the text before a colon for a protocol.
         with av.open(os.path.abspath(path)) as container:
             if not container.streams.video:
                 raise ValueError(f"{path} holds no video stream")
@@ -267,7 +267,7 @@ _SIXTEEN_BITS = 2**16
 
 
 def is_picture(file: Path) -> bool:
-    """Say whether a file has a picture's ending; files that systems hide do not count."""
+    """Return whether a file has a picture's ending; hidden files of the system do not count."""
     return file.suffix.lower() in PICTURE_ENDINGS and not file.name.startswith(".")
 
 
@@ -298,10 +298,10 @@ def read_size(path: str | Path) -> tuple[int, int]:
 
 
 def resized(picture: Tensor, side: int) -> Tensor:
-    """Return the square in the middle, `side` pixels: antialiased bicubic, no change of shape.
+    """Return the square in the middle of a picture, uint8 [3, side, side], by antialiased bicubic scaling.
 
-    The shorter side of the picture, uint8 [3, H, W], is brought to `side` before the longer one is cut. The result
-    is uint8 [3, side, side].
+    The shorter side of the picture, uint8 [3, H, W], is scaled to `side` pixels before the longer one is cut;
+    proportions stay.
     """
     height, width = picture.shape[1:]
     shorter = min(height, width)

@@ -1,6 +1,6 @@
-"""Read folders of pictures and films that others made; pair two of them by file name.
+"""Read folders of pictures and films that other tools made; pair two of them by file name.
 
-Few pictures are in memory at a time. `diffcache.eval.samples.clips` says how each is read.
+Few pictures are in memory at a time. `diffcache.eval.samples.clips` describes how each is read.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Folder:
         yield from map(clips.read_size, self.files)
 
     def picture(self, index: int, side: int | None = None) -> Tensor:
-        """Return a picture, uint8 [3, H, W] (errors: `read_picture`)."""
+        """Return a picture, uint8 [3, H, W], `resized` to `side` pixels if that is given (errors: `read_picture`)."""
         stored = self.stored
         found = clips.read_picture(self.files[index]) if stored is None else stored[index]
         return found if side is None else clips.resized(found, side)
@@ -125,9 +125,9 @@ def is_film(file: Path) -> bool:
 
 
 def pair(a: Folder, b: Folder) -> list[tuple[int, int]]:
-    """Return which sample of `b` belongs to which of `a`: the one of the same name.
+    """Return pairs of indices: a sample of `a`, and the sample of `b` with the same name.
 
-    Single files are a pair whatever their names. Raises ValueError if a sample has no counterpart; names those.
+    Single files are a pair whatever their names. Raises ValueError, with their names, if samples have no counterpart.
     """
     if len(a) == len(b) == 1 and a.path.is_file() and b.path.is_file():
         return [(0, 0)]
@@ -142,7 +142,7 @@ def pair(a: Folder, b: Folder) -> list[tuple[int, int]]:
 
 
 def common_size(folder: Folder, progress: Callable[[Iterable[Size]], Iterable[Size]] = iter) -> Size:
-    """Return the height and width that all pictures have; raises ValueError if one has another; names it."""
+    """Return the height and width that all pictures have; raise ValueError, with its name, if one has another."""
     first: Size | None = None
     for index, size in enumerate(progress(folder.sizes())):
         first = first or size

@@ -1,7 +1,7 @@
-"""Pictures and statistics in `.npz` files, as the evaluator of guided-diffusion (ADM) has them.
+"""Pictures and statistics in `.npz` files, in the format of the evaluator of guided-diffusion (ADM).
 
-Pictures are `arr_0`, uint8 [N, H, W, 3]; statistics are `mu` [D] and `sigma` [D, D], as pytorch-fid and clean-fid
-write them, too. A file may hold both. Files of ours say in `about` what the features are, and hold some of them.
+Pictures are `arr_0`, uint8 [N, H, W, 3]; statistics are `mu` [D] and `sigma` [D, D], as in files of pytorch-fid and
+clean-fid. A file may hold both. Files of ours describe the features in `about`, and hold some of them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, OSError, RuntimeError, Look
 class StoredPictures:
     """The pictures of an `.npz` file."""
 
-    path: Path  # the file
+    path: Path
     count: int  # number of pictures
     size: tuple[int, int]  # height and width, pixels
 
@@ -123,9 +123,9 @@ def write_statistics(path: Path, statistics: Statistics) -> None:
 
 
 def check_about(path: str, statistics: Statistics, entry: Mapping[str, Any]) -> None:
-    """Check that statistics are of the network that reads the other set, where they say.
+    """Check that statistics were made by the network that reads the other set, if they tell their network.
 
-    Raises ValueError if they are of another one.
+    Raises ValueError if they were made by another one.
     """
     for key in ("extractor", "convention", "sha256"):
         if key in statistics.about and statistics.about[key] != entry.get(key):
@@ -146,7 +146,7 @@ def _header(path: Path) -> tuple[tuple[int, ...], np.dtype[np.generic]]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Name the file in the errors of reading it."""
+    """Put the file's name into the errors of reading it."""
     try:
         yield
     except _BROKEN as error:

@@ -56,12 +56,12 @@ def load_prompts(source: str | Path, limit: int | None = None) -> Prompts:
     """Load a list of prompts.
 
     Args:
-        source: One of `SHIPPED`, or a file: `.txt` (one a line; blank lines and those that begin with # are left
-            out), `.csv` and `.tsv` with a header, `.json` (COCO captions, of which one a picture is drawn at random:
-            `RULE`; VBench's full info, a list of texts or of objects), `.jsonl`. `FILE:COLUMN` names the column of a
-            table, or the field of objects, if it is not one of the usual names; `held-out:FILE` is the half of its
-            prompts that `calibration_prompts` leaves.
-        limit: Only so many, from the start.
+        source: One of `SHIPPED`, or a file: `.txt` (one a line; blank lines and those that begin with # are left out),
+            `.csv` and `.tsv` with a header, `.json` (COCO captions, one drawn at random for each picture: `RULE`;
+            VBench's full info, a list of texts or of objects), `.jsonl`. `FILE:COLUMN` names the column of a table, or
+            the field of objects, if it is not one of the usual names; `held-out:FILE` is the half of its prompts that
+            `calibration_prompts` does not take.
+        limit: Number of prompts to take, from the start; None for all.
 
     Raises:
         FileNotFoundError: If there is neither such a list nor such a file.
@@ -87,11 +87,14 @@ def load_prompts(source: str | Path, limit: int | None = None) -> Prompts:
 
 
 def calibration_prompts(source: str) -> Prompts:
-    """Load prompts to calibrate on, none of which is to be evaluated on.
+    """Load prompts to calibrate on, which no evaluation should use.
 
-    Of the built-in lists these are lists of their own; of any other list the half that a hash of each prompt tells,
-    wherever the prompt stands. Raises FileNotFoundError if there is neither such a list nor such a file, and
-    ValueError if the file cannot be read, or no prompt falls into the half.
+    Built-in lists have separate lists for this; of any other list it is the half that a hash of each prompt selects,
+    wherever the prompt stands. `source` is as for `load_prompts`.
+
+    Raises:
+        FileNotFoundError: If there is neither such a list nor such a file.
+        ValueError: If the file cannot be read, or no prompt falls into the half.
     """
     if source in SHIPPED:
         texts, _ = _read(_FOLDER / f"{source}-calibration.txt", None)

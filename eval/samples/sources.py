@@ -27,7 +27,7 @@ from diffcache.eval.samples import folders, npz
 from diffcache.eval.samples.clips import read_clip
 
 _PART = {False: 64, True: 4}  # pictures or films at once
-_EXACT = 2**62  # count of statistics that do not say; they are taken as exact
+_EXACT = 2**62  # count for statistics without one, which are taken as exact
 
 
 @dataclass(frozen=True)
@@ -104,16 +104,15 @@ class Source:
         return Reference(self.path.name, sets)
 
     def check(self, extractors: Extractors) -> None:
-        """Check that statistics are of the network that reads the samples here.
+        """Check that statistics were made by the network that reads the samples here.
 
-        Raises MissingError if they are of a network that is missing here, and ValueError if they are of another
-        network, or of no known one.
+        Raises MissingError if that network is missing here, and ValueError if it is another or an unknown one.
         """
         if self.statistics is None:
             return
         ending, name = self.ending, self._distance
         entry = extractors.describe(f"{name}{ending}")
-        if entry["backend"] == "exact":  # no entry
+        if entry["backend"] == "exact":  # there is no network for this metric
             reason = extractors.lacking.get(name, "")
             raise MissingError(
                 f"--reference {self.path}: statistics of {len(self.statistics.mean)} features "
@@ -143,7 +142,7 @@ class Source:
         return about
 
     def lacking(self) -> dict[str, str]:
-        """Return the metrics that the reference does not allow, and why."""
+        """Return the metrics that the reference does not allow, with the reason."""
         if self.folder is not None or self.statistics is None:
             return {}
         if self.statistics.features is not None:
@@ -169,7 +168,7 @@ class Source:
     def ending(self) -> str:
         """The ending of the keys that the statistics belong to.
 
-        Raises ValueError if they are of features that no network here makes.
+        Raises ValueError if no network here makes such features.
         """
         assert self.statistics is not None
         real = i3d.DIMENSIONS if self.is_film else inception.DIMENSIONS
@@ -183,10 +182,10 @@ class Source:
 
 
 def open_source(path: str | Path, wish: Wish | None = None) -> Source:
-    """Look at samples: names, sizes from headers, statistics.
+    """Look at samples, which are pictures, films or statistics: names, sizes from headers, statistics.
 
-    Raises FileNotFoundError if nothing is there, and ValueError if it holds nothing that can be used, or pictures
-    differ in size.
+    `wish` of None takes all pictures as they are. Raises FileNotFoundError if nothing is there, and ValueError if it
+    holds nothing that can be used, or pictures differ in size.
     """
     path, wish = Path(path).expanduser(), wish or Wish()
     stored = None
@@ -219,7 +218,7 @@ def open_source(path: str | Path, wish: Wish | None = None) -> Source:
 
 
 def summary(names: Sequence[str], lacking: dict[str, str]) -> list[str]:
-    """Tell which real metrics will run, and why the others will not."""
+    """Return lines on the real metrics that will run, and on those that will not, with the reason."""
     lines = [f"real metrics: {', '.join(names) if names else 'none'}"]
     reasons: dict[str, list[str]] = {}
     for name, reason in lacking.items():

@@ -71,12 +71,12 @@ def read_info(path: str | Path) -> list[Prompt]:
 
 
 def film_name(prompt: str, index: int) -> str:
-    """Return the name VBench looks for.
+    """Return the name that VBench looks for.
 
-    The prompt is taken as it is, a final full stop stays; samples are numbered from 0.
+    The prompt is taken as it is, with a final full stop if it has one; samples are numbered from 0.
 
     Raises:
-        ValueError: No file can safely carry the prompt as its name.
+        ValueError: The prompt cannot safely be the name of a file.
     """
     if index < 0:
         raise ValueError(f"index of a film must not be negative, but is {index}")
@@ -99,7 +99,7 @@ def expected(
 ) -> list[str]:
     """Return the name of every film that these dimensions need, in the order of the prompts.
 
-    `dimensions` of None are all; of flickering there are five times as many `samples` of a prompt.
+    `dimensions` of None are all. `samples` is the number of films of a prompt; flickering needs five times as many.
     """
     wanted = set(suite.choose(dimensions))
     names: dict[str, None] = {}

@@ -42,14 +42,16 @@ class Suite:
 def draw_suite(job: Suite, progress: Progress) -> tuple[int, float] | None:
     """Draw every film that is not there yet; processes of a launcher share them out.
 
-    Film `i` of the whole suite has seed `seed + i`, so no two share one. The number of films and their frames per
-    second are returned in the first process; None in all others.
+    Film `i` of the whole suite has seed `seed + i`, so no two share one.
+
+    Returns:
+        Number of films, and their frames per second; None in all processes but the first.
 
     Raises:
         FileNotFoundError: There is no such model or list of prompts.
         RunError: The folder holds films of other settings.
-        ValueError: The list cannot be read, the pipeline draws pictures, or something else lies in
-            the folder of films.
+        ValueError: The list cannot be read, the pipeline draws pictures, or something else lies in the folder of
+            films.
     """
     prompts = film_names.read_info(str(job.task.prompts))
     texts = _texts(prompts, job.rewritten)

@@ -108,7 +108,7 @@ def choose(names: Sequence[str] | None, custom: bool = False) -> list[str]:
 
 
 def samples(dimensions: Iterable[str], each: int = SAMPLES) -> int:
-    """Return how many films a prompt of these dimensions needs."""
+    """Return the number of films that a prompt of these dimensions needs; `each` for all but flickering."""
     return each * FLICKER_TIMES if FLICKER in dimensions else each
 
 
@@ -154,7 +154,7 @@ def normalize(name: str, raw: float) -> float:
 
 
 def summarize(raw: Mapping[str, float]) -> Scores:
-    """Normalize raw scores and form those of the three scores that can be formed.
+    """Normalize raw scores, and compute the total scores whose dimensions are all there.
 
     Scores are shares from 0 to 1 by name of dimension; `imaging_quality` too (VBench divides it by 100 over the
     films).

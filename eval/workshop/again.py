@@ -1,11 +1,11 @@
 """Make a part of the samples of a record again, by the code that made all of them.
 
-Samples are those of the record: the same prompts, the same noise. Where a record keeps a value for each
-sample, the two are compared one by one, and so where all or none of its samples are right. Older records
-keep an interval alone (`WEAK` says which), and then the published number must lie in the interval of the
-part that was made again, or for a stamp within twice its width, as many numbers are looked at. A batch is
-one computation: a sample that is drawn beside others rounds otherwise, which moves a picture by some
-tenths of a dB, so that less is asked of those that are.
+Samples are those of the record: the same prompts, the same noise. Where a record keeps a value for each sample, the
+two are compared one by one; so they are where all or none of its samples are right. Older records keep only an
+interval (`WEAK` lists them), and then the published number must lie in the interval of the part that was made again;
+for a stamp, within twice its width, as many numbers are looked at. A batch is one computation: a sample that is drawn
+beside other samples is rounded differently, which moves a picture by some tenths of a dB, so that the comparison is
+looser for such samples.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from diffcache.pipelines.small.recall import RecallBatch
 Record = Mapping[str, Any]
 Value = TypeVar("Value")
 SETTING = Setting(torch.device("cpu"))
-METHOD = "taylorseer"  # of the demo
+METHOD = "taylorseer"  # method of the demo
 SOLE = ("exact_match", "taken", "answers")  # numbers whose rows keep values of nothing else
 FEW = 2  # contexts, windows or prompts of each recipe
 SHARE = 0.05
@@ -58,7 +58,7 @@ MANY = 20  # rows; of a record with more, one of each method is made again
 STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571)  # 97.5 % quantiles for 1 to 5 degrees of freedom
 # How far values may be off on average, and what share of outcomes may differ, by whether the
 # samples were drawn in the batches of the record.
-WIDER = 1.0  # of the interval, on both sides together
+WIDER = 1.0  # widening, as a share of the interval, on both sides together
 SLACK = {True: (0.05, 0.02), False: (0.3, 0.1)}
 
 
@@ -109,7 +109,7 @@ class Made:
 
     @property
     def is_inside(self) -> bool:
-        """Return whether values are the same, or the published one is in the interval made now."""
+        """Return whether values are the same, or the published one lies in the interval of the values made now."""
         low, high = self.interval
         value = float(self.published["value"])
         return self.holds if self.kept is not None or self.is_all else low <= value <= high
@@ -121,7 +121,7 @@ class Made:
 
     @property
     def is_all(self) -> bool:
-        """Return whether as many samples were made as the published number is of."""
+        """Return whether all samples of the published number were made."""
         return self.published.get("n") == len(self.now)
 
     @property
@@ -167,7 +167,7 @@ def _quality(record: Record, rows: Sequence[Row], share: float, seed: int) -> It
             if before is not None and before.ndim == 2:  # streams are made from their beginning
                 before = before[:, : now.shape[1]]
             elif key == "frame_right" and "chunks" in row and share < 1:
-                continue  # the first frames of films are not like all
+                continue  # the first frames of films differ from later ones
             yield Made(row["name"], key, published, now, before, alike=False)
 
 
@@ -388,7 +388,7 @@ WEAK: Mapping[str, str] = {
 
 
 def again_of(name: str) -> Again | None:
-    """Return what makes a part of a record again; None where nothing does."""
+    """Return the function that makes a part of a record again; None where there is none."""
     return _found(AGAIN, name)
 
 

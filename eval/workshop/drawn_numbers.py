@@ -140,7 +140,7 @@ def pool() -> dict[str, list[Number]]:
 
 
 def is_weak(number: Number) -> bool:
-    """Say whether a number is tested by its interval alone: no values, and neither all nor none."""
+    """Return whether a number is tested by its interval alone: it has no values, and is neither all nor none."""
     if any(key in number.row for key in KEPT) or number.key == "right_after_a_second":
         return False
     groups = [number.row, number.row.get("fidelity") or {}, number.row.get("quality") or {}]

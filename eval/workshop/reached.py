@@ -22,7 +22,7 @@ from typing import Any
 
 from diffcache.eval.record import CODE, ROOT
 
-# Command lines, lists of names, reports, clocks and records: what a value is does not hang on them.
+# Command lines, lists of names, reports, clocks and records: no value depends on them.
 LEFT_OUT = (
     "diffcache/attach/provenance.py", "diffcache/catalog.py", "diffcache/cli.py",
     "diffcache/command.py", "diffcache/errors.py", "diffcache/files.py", "diffcache/registry.py",

@@ -52,8 +52,8 @@ BESIDE = {
     "chain-": ("models/chain-guide",),
     "chain-llada-probe": ("models/chain-guide-probe",),
 }
-MODEL_OF = {"demo": "sticker-flux", "judge": "sticker-judge"}  # of records that name none
-LEFT_OUT = (".md", ".lock", "grid.png")  # and records of trainings
+MODEL_OF = {"demo": "sticker-flux", "judge": "sticker-judge"}  # models of records that name none
+LEFT_OUT = (".md", ".lock", "grid.png")  # not hashed, as records of trainings are not
 
 
 def stamp_of(name: str) -> Path:
@@ -246,7 +246,7 @@ def records(
     words = ["--seed", str(seed), *(["--keep"] if keep else [])]
     words += [] if share is None else ["--share", str(share)]
     stamps = {name: read_json(stamp_of(name)) or {} for name in chosen}
-    # In processes of their own: what one has cached, another would not reach.
+    # Each in a process of its own: functions whose results are cached already would not run and be noted.
     jobs = {name: partial(in_fork, partial(main, [name, *words])) for name in chosen}
     last = {name: one["cpu_seconds"] for name, one in stamps.items() if "cpu_seconds" in one}
     failed, _ = run_each(jobs, budget, last)

@@ -39,11 +39,7 @@ PROMPTS = (
 class Drawer:
     """A pipeline of pictures, which draws for one viewer at a time; it is loaded when it is needed.
 
-    Args:
-        model: Path, shipped name or Hugging Face model ID.
-        dtype: Name of the dtype, for `diffcache.pipelines.load.load`.
-        device: Name of the device, for the same.
-        prompts: Examples.
+    Model, dtype and device are names for `diffcache.pipelines.load.load`; `prompts` are examples.
 
     Raises:
         FileNotFoundError: If there is no such pipeline.

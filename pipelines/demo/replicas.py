@@ -373,10 +373,7 @@ def place_of(films: Sequence[int], least: int) -> int:
 
 
 def _spread(handles: list[Any], films: weakref.WeakSet[RemoteFilm], folder: str, least: int) -> Make:
-    """Return a function that makes a film in the replica with the fewest, and adds it to `films`.
-
-    `least` is the number of replicas that always run: the first ones.
-    """
+    """Return a function that makes a film in the replica with the fewest and adds it to `films`; see `place_of`."""
     lock = threading.Lock()
 
     def make(asked: Any) -> Film:

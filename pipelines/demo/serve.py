@@ -271,12 +271,8 @@ def run(
 ) -> None:
     """Serve a page until the process is interrupted; only saved films are left then.
 
-    Args:
-        program: Films that the page shows.
-        hosts: Address, and further names by which browsers ask for it.
-        port: Port, a free one.
-        tell: Prints a line.
-        kept: Saved films, from which viewers go on; None to save none.
+    `hosts` are the address and further names by which browsers ask for it; the port is free; `tell` prints a line;
+    viewers go on from the films in `kept`, None to save none.
     """
 
     def end(*_: object) -> None:

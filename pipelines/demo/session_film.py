@@ -27,10 +27,7 @@ def policies() -> list[str]:
 
 
 def program_of(video: CausalVideo, name: str, viewers: int, most_bytes: int) -> Program:
-    """Return the films and settings of a model called `name` that a page can show.
-
-    `most_bytes` bounds the keys and values of each film.
-    """
+    """Return the films and settings of a model that a page can show; `most_bytes` bounds a film's keys and values."""
     way = video.way
     names = [way.policy, *(other for other in policies() if other != way.policy)]
     sizes = {f"{size[0]} x {size[1]}": size for size in (way.size, way.size[::-1])}

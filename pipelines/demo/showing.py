@@ -82,10 +82,7 @@ class Viewers:
         self.waited_for = 0  # number of pages; each wait holds a thread of the server
 
     def begin(self, who: str, showing: Showing) -> None:
-        """Note a showing, in place of the viewer's last one.
-
-        Raises ValueError if as many viewers as may watch already do.
-        """
+        """Note a showing in place of the viewer's last one; raise ValueError if too many viewers watch already."""
         self._end(who)
         with self._lock:
             if len(self) >= self.most:

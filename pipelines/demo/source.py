@@ -108,13 +108,8 @@ class Source:
 class Reader:
     """One film's way through the pictures of a source, from the moment that it is made.
 
-    Where two chunks wait, it skips to the later one, so that a film falls no further behind.
-
-    Args:
-        source: Pictures that come in.
-        size: Height and width in pixels.
-        first: Number of pictures of the first chunk.
-        later: Number of pictures of each later one.
+    Where two chunks wait, it skips to the later one, so that a film falls no further behind. The first chunk takes
+    `first` pictures, each later one `later`; `size` is their height and width in pixels.
 
     Attributes:
         dropped: Number of pictures that were left out, here or by the page.

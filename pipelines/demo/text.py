@@ -80,12 +80,7 @@ class Order:
 
 @dataclass
 class Done:
-    """Answer of a cached run, and its cost.
-
-    Attributes:
-        plain: The uncached answer; None where it was not asked for, as are its seconds.
-        place: Device and dtype of the model.
-    """
+    """Answer of a cached run, its seconds and place, and the same of an uncached run; None unless asked for."""
 
     answer: Answer
     seconds: float
@@ -136,10 +131,7 @@ class Done:
 
 
 def find(model: str) -> str | None:
-    """Return the folder or model ID of a diffusion language model; None for anything else.
-
-    `model` is a directory, a shipped name, or a Hugging Face model ID.
-    """
+    """Return the folder or model ID of a diffusion language model, given by path, shipped name or ID; else None."""
     for path in places(model):
         if path.is_dir():
             is_pipeline = (path / "model_index.json").exists()

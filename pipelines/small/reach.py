@@ -135,7 +135,7 @@ class Reach:
     def act(self, actions: Tensor) -> None:
         """Make moves one after the other, `[E, n, 2]`; episodes that are over stay as they are.
 
-        A move is a distance ahead and one to the left, in the direction of the goal before the first move.
+        A move goes ahead and to the left as seen from the point, looking at the goal, before the first move.
         """
         scenes = self.scenes
         for move in turned(actions, heading(scenes, self.position)).unbind(1):

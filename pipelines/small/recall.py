@@ -126,10 +126,7 @@ class RecallBatch:
         return self.marks.gather(1, self.asked)
 
     def aware(self, query: int = 0) -> Tensor:
-        """Return the context followed by one question, int64 `[B, context + 2]`, for compression that knows it.
-
-        `query` is the number of the question, 0..N-1.
-        """
+        """Return the context and question number `query`, for compression that knows it, int64 `[B, context + 2]`."""
         return torch.cat([self.context, self.questions[:, query]], 1)
 
     def fact_slots(self, chosen: Tensor | None = None) -> Tensor:
@@ -144,10 +141,7 @@ class RecallBatch:
         return held
 
     def answer_logits(self, logits: Tensor) -> Tensor:
-        """Return the logits that predict answers, `[B, N, 2, V]`.
-
-        `logits` are those of all tokens of `ids`, `[B, context + 4 N, V]`.
-        """
+        """Return the logits that predict answers, `[B, N, 2, V]`, from those of all tokens, `[B, context + 4N, V]`."""
         return logits[:, self.answers - 1]
 
 

@@ -78,12 +78,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 def load(
     dtype: torch.dtype = torch.float32, directory: str | Path = DIRECTORY, attention: str = "sdpa"
 ) -> LlamaForCausalLM:
-    """Load the trained model, in evaluation mode.
+    """Load the trained model in a dtype, in evaluation mode; the file holds bfloat16.
 
-    Args:
-        dtype: Dtype of the weights; the file holds bfloat16.
-        directory: Directory of the saved model.
-        attention: transformers' name of the attention.
+    `attention` is transformers' name of the attention.
     """
     model = LlamaForCausalLM.from_pretrained(present(directory), dtype=dtype, attn_implementation=attention)
     return model.eval()

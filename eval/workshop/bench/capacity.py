@@ -42,7 +42,7 @@ def bounded() -> dict[str, Recipe]:
 
 @torch.no_grad()
 def measure(setting: Setting, *, tokens: int = TOKENS) -> dict[str, Any]:
-    """Measure generated tokens one by one, at least 9, and what is held after each third of them."""
+    """Measure the generation of `tokens` tokens one by one, at least 9, and the bytes held after each third."""
     if tokens < 9:
         raise ValueError(f"tokens={tokens}: must be at least 9")
     chosen = {name: Decoded(recipe) for name, recipe in bounded().items()}

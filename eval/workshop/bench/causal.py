@@ -44,8 +44,8 @@ def measure(
 ) -> dict[str, Any]:
     """Measure films and chunks.
 
-    Rounds are timed chunks of every policy, at least 3; samples are films that are judged, at least 2, of
-    so many chunks. The stock policy comes first.
+    `rounds` is the number of timed chunks of every policy, at least 3; `samples` that of films that are judged, at
+    least 2, each of `length` chunks. The stock policy is the first row.
     """
     if rounds < 3 or samples < 2:
         raise ValueError(f"rounds={rounds}, samples={samples}: must be at least 3 and 2")
@@ -86,9 +86,9 @@ def _clock(steps: Mapping[str, Call | Turn], rounds: int, setting: Setting) -> d
 
 
 def anew(video: CausalVideo, text: Tensor, depths: Sequence[int], setting: Setting) -> list[dict[str, Any]]:
-    """Return how long a chunk takes whose history is computed anew, against cached histories.
+    """Return the time of a chunk whose history is computed anew, against cached histories.
 
-    Depths are chunks of history. One clean pass over the history a chunk is counted; without any cache it
+    `depths` are chunks of history. One clean pass over the history is counted for a chunk; without any cache there
     would be one in every step.
     """
     found = []
@@ -119,7 +119,7 @@ def anew(video: CausalVideo, text: Tensor, depths: Sequence[int], setting: Setti
 
 
 def stream_batch(video: CausalVideo, text: Tensor, rounds: int, setting: Setting) -> dict[str, Any]:
-    """Return how much faster all noise levels are in one batch than one after the other."""
+    """Return the speed of all noise levels in one batch relative to one after the other."""
     levels = len(video.sampler.levels)
     streams = {
         name: StreamBatch(video, text, policy=Window(12, 3), rows=rows, size=SIZE)

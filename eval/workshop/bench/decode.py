@@ -135,7 +135,7 @@ def build(layers: int, tokens: int, setting: Setting) -> LlamaForCausalLM:
 
 
 def contenders(chosen: Mapping[str, Decoded], model: LlamaForCausalLM, tokens: int) -> dict[str, Contender]:
-    """Return what is timed, by name, the stock cache first: a copy of the model each, which shares its weights."""
+    """Return the contenders by name, the stock cache first; each has a copy of the model that shares its weights."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, model.config.vocab_size, (1, tokens), generator=generator)
     given = ids.to(model.device)
@@ -157,10 +157,10 @@ def measure(
     recipes: Sequence[str] | None = None,
     model: str = BAR,
 ) -> dict[str, Any]:
-    """Measure a prompt of at least 256 tokens, the first token after it, and those that follow, one a round.
+    """Measure the time of a prompt of at least 256 tokens, the first token after it, and later ones, one a round.
 
-    The bar has so many layers, SmolLM2, once it was fetched, its own 30. Recipes beside the stock one are
-    all without names.
+    `layers` are those of the bar; SmolLM2, once it was fetched, has its own 30. `recipes` are names of caches beside
+    the stock one; None for all.
     """
     for name, value, least in (("layers", layers, 2), ("prompt", prompt, 256)):
         if value < least:
@@ -208,7 +208,7 @@ def measure(
 def rows(
     run: Mapping[str, Contender], chosen: Mapping[str, Decoded], taken: Sequence[Mapping[str, list[float]]]
 ) -> list[dict[str, Any]]:
-    """Return what each cache took, in seconds of the prompt, the first token and each later one, and what it holds."""
+    """Return the seconds of each cache for the prompt, the first token and later ones, and the bytes that it holds."""
     prefill, first, later = taken
     rows = []
     for name, each in run.items():

@@ -55,8 +55,8 @@ class FullSizeModel:
     """A pipeline without encoders and decoder, and the arguments of a run."""
 
     name: str  # whose sizes it has
-    pipe: Any  # the pipeline
-    call: dict[str, Any]  # its arguments
+    pipe: Any
+    call: dict[str, Any]
     counted: nn.Module  # A module of the last block: a step that is computed calls it once a branch
     branches: int = 1  # calls of the denoiser in a step
 
@@ -139,7 +139,7 @@ def caches(model: FullSizeModel) -> dict[str, Callable[[], AbstractContextManage
 
 @torch.no_grad()
 def measure(setting: Setting, *, rounds: int = 3) -> dict[str, Any]:
-    """Measure whole runs, so many with each cache."""
+    """Measure whole runs, `rounds` with each cache."""
     tiny = setting.device.type == "cpu"
     found = []
     for make in (flux, wan):

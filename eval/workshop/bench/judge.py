@@ -110,7 +110,7 @@ def likenesses(kind: str, numbers: Sequence[int], seed: int) -> NDArray[np.float
 
 
 def measure(setting: Setting, *, samples: int = 200, seed: int = 0) -> dict[str, Any]:
-    """Measure on the CPU how many of so many objects of every kind are taken for whole."""
+    """Measure on the CPU how many of `samples` objects of every kind the judge takes for whole."""
     rows = []
     for number, (kind, about) in enumerate(KINDS.items()):
         if setting.progress is not None:

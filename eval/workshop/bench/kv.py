@@ -123,7 +123,7 @@ def _buffers(x: Inputs) -> Callable[[int], tuple[Tensor, Tensor]]:
 
 
 def _decoding(store: KVStore) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """Return what decodes a layer and joins it to one more token, as any cache of codes must."""
+    """Return a function that decodes a layer and joins it to one more token, as any cache of codes must."""
 
     def decoded(index: int) -> tuple[Tensor, Tensor]:
         layer = store.layers[index]

@@ -120,7 +120,7 @@ def hollow_out(model: nn.Module, paths: list[str], call: dict[str, Any]) -> None
 
 
 class Ticker:
-    """The least that counts as a scheduler: it says how many steps there are, and when one ends."""
+    """The least that counts as a scheduler: it has a number of steps, and marks the end of each."""
 
     timesteps = range(0)
 
@@ -156,7 +156,7 @@ class Variant:
     """One model to time."""
 
     floor: str  # name of the variant that it is compared with, empty for floors themselves
-    model: Any  # the model
+    model: Any
     tick: Callable[[], None] = lambda: None  # what happens between calls; not timed
     sites: int = 0  # module sites that a skipped step estimates, 0 where the floor is a model's
     calls: int = 5  # timed calls in a row
@@ -211,7 +211,7 @@ def peers(steps: int) -> dict[str, tuple[Any, str]]:
 
 
 class Variants(dict[str, Variant]):
-    """Variants by name, on models of the same weights, of which so many calls will be made; the stack unwraps them."""
+    """Variants by name, on models of the same weights, each to be called `steps` times; `stack` unwraps them."""
 
     def __init__(self, setting: Setting, shape: Shape, steps: int, stack: ExitStack) -> None:
         super().__init__()
@@ -270,8 +270,8 @@ def measure(
 ) -> dict[str, Any]:
     """Measure the host time of skipped steps.
 
-    Rounds are turns of every variant; whole runs, of batches of pictures and so many steps, take a quarter
-    as many, at least 2. The model has the depth of FLUX.1 by default.
+    `rounds` are turns of every variant; whole runs, of each of `batches` pictures and of `length` steps, take a
+    quarter as many, at least 2. The model has the depth of FLUX.1 by default.
     """
     shape = shape or Shape()
     with ExitStack() as stack:

@@ -96,8 +96,8 @@ def measure(
 ) -> dict[str, Any]:
     """Search at every factor, and measure the choice and all single methods on held-out sentences.
 
-    Samples are held-out sentences, a multiple of 4; a factor says how many times fewer FLOPs there may be;
-    a search may take so many trials of all its sentences.
+    `samples` is the number of held-out sentences, a multiple of 4; the FLOPs must fall by each factor; a search takes
+    at most `trials` trials, each on all of its sentences.
     """
     pipe = sticker_flux.load(dtype=setting.dtype).to(setting.device)
     call = {**sticker_flux.CALL, "num_inference_steps": STEPS}
@@ -191,7 +191,7 @@ def batches_of(samples: int) -> list[list[str]]:
 
 
 def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return rows with their mean PSNR, and how much more the search's choice has in pairs."""
+    """Return rows with their mean PSNR, and the advantage of the search's choice over each in pairs."""
     tuned = {row["factor"]: torch.tensor(row["each"]) for row in rows if row["name"] == "tuned"}
     found = []
     for row in rows:

@@ -44,7 +44,10 @@ UNCACHED, FEWER = "uncached", "fewer steps"
 
 
 def methods(ratios: Sequence[float]) -> dict[str, Callable[[int], Method]]:
-    """Return what makes a method for a factor, by name, given ratios of neighboring residuals of step 1 on."""
+    """Return functions that make the method for a factor, by name, given ratios of neighboring residuals.
+
+    The ratios are magnitudes on this model, from step 1 on.
+    """
     return {
         "reuse": lambda n: Interval(every=n),
         "TaylorSeer, order 1": lambda n: TaylorSeer(every=n, warmup=1),
@@ -54,7 +57,7 @@ def methods(ratios: Sequence[float]) -> dict[str, Callable[[int], Method]]:
 
 
 def magcache(ratios: Sequence[float], factor: int) -> MagCache:
-    """Return MagCache with the least threshold that computes at most one step in `factor`; ValueError without one."""
+    """Return MagCache with the least threshold that computes at most one step in `factor`; ValueError if none does."""
     for threshold in np.geomspace(1e-3, 30, 400):
         method = MagCache(threshold=float(f"{threshold:.3g}"), longest=STEPS, retention=0.0, ratios=(1.0, *ratios))
         if len(computed(method)) <= -(-STEPS // factor):

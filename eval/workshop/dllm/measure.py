@@ -111,7 +111,7 @@ def runners(model: str, chosen: Sequence[Row], setting: Setting) -> dict[str, Ru
 def quality(
     found: Mapping[str, Runner], model: str, samples: int, kept: Parts, progress: Progress | None
 ) -> dict[str, Tensor]:
-    """Return which answers to the same prompts are right from the first token to the last, bool `[samples]` by row."""
+    """Return whether each answer to the same prompts is right in all of its tokens, bool `[samples]` by row."""
     generator = torch.Generator().manual_seed(HELD_OUT)
     batch = draw(samples, WORLDS[model], generator)
     hits = {}
@@ -167,10 +167,10 @@ def measure(
     named: Sequence[str] | None = None,
     unfinished: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure the rows of a shipped model, all or some and what those are compared with, and their replay.
+    """Measure the rows of a shipped model, all or the named ones and those they are compared with, and their replay.
 
-    Rounds are timed batches of one prompt; a quarter as many have `BATCH`. Answers to 400 prompts are
-    judged by default, of chain-llada 128. Judged rows are kept in the file, until all is done.
+    `rounds` batches of one prompt are timed, and a quarter as many of `BATCH` prompts. By default 400 answers are
+    judged, 128 of chain-llada. The file `unfinished` keeps judged rows until all is done.
     """
     if model not in MODELS:
         raise ValueError(f"no model {model!r}; there are {', '.join(MODELS)}")
@@ -236,7 +236,7 @@ class Errors:
     same: int = 0  # masks of the block whose most probable token is that of the uncached run
     masks: int = 0  # masks of the block that were computed
     first: int = 0  # steps at which the token that the uncached run committed has rank 0
-    commits: int = 0  # commits
+    commits: int = 0
     # Steps since all rows were computed -> relative errors of keys and values
     by_age: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
 

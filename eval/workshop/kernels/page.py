@@ -87,11 +87,11 @@ def _key(row: Mapping[str, Any]) -> tuple[str, str, str]:
 
 @dataclass(frozen=True)
 class Published:
-    """A published time of a kernel, to hold expected ones against; our own of the same attention stands for it."""
+    """A published time of a kernel, to compare with the expected time of our own kernel for the same attention."""
 
     name: str  # whose kernel, and of what
     device: str  # one of `diffcache.eval.cost.expected.CHIPS`
-    us: float  # microseconds
+    us: float
     source: str  # paper or page, and the number in it
     sizes: Sizes  # query heads, key heads, queries, keys, channels
     operator: Operator = FORWARD  # our kernel of the same attention

@@ -50,7 +50,7 @@ class Verdict:
 class Row:
     """Verdicts on one class."""
 
-    name: str  # name of the class
+    name: str
     verdicts: tuple[Verdict, ...] = ()  # verdict for each of `COLUMNS`; empty where nothing could be tried
     why: str = ""  # reason why nothing could be tried
 

@@ -99,7 +99,7 @@ def _read(name: str, folder: Path) -> dict[str, Any]:
 
 
 def _unit(row: Mapping[str, Any], what: str) -> str:
-    """Return what the samples of a row are called."""
+    """Return the name of a row's samples."""
     return f"contexts' {what}" if "tokens" in row else f"held-out {what}"
 
 

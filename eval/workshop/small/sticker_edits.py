@@ -120,7 +120,7 @@ def judge(pictures: NDArray[np.uint8], edits: Sequence[Edit]) -> dict[str, Tenso
 
 
 def target_shown(edit: Edit, reading: Reading) -> bool:
-    """Tell whether what a picture shows has what the instruction asked for."""
+    """Return whether a picture shows the change that the instruction asked for."""
     gone, new = changed(edit)
     if edit.kind == "ground":
         return reading.ground == edit.after.ground

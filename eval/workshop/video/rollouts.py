@@ -38,7 +38,7 @@ def held_sentences(samples: int, seed: int = 0) -> list[str]:
 
 
 class Rollouts:
-    """Films of sentences, with the same noise under every policy, by a pipeline, the shipped one by default."""
+    """Films of sentences, made with the same noise under every policy; `pipe` of None is the shipped pipeline."""
 
     def __init__(self, said: Sequence[str], setting: Setting, seed: int = 0, pipe: Any = None) -> None:
         self.pipe = (pipe or load(setting.dtype)).to(setting.device)
@@ -66,7 +66,7 @@ class Rollouts:
         return ((film + 1) * 127.5).round().permute(0, 2, 3, 4, 1).byte()
 
     def table(self, rows: Sequence[Row], chunks: int, kept: Parts, progress: Progress | None) -> dict[str, Any]:
-        """Return what every row's films of so many chunks keep, by name; rows that were made before are kept."""
+        """Return the scores of every row's films of `chunks` chunks, by name; rows in `kept` were made before."""
         found: dict[str, Any] = {}
         with self.video() as video:
             for number, row in enumerate(rows):
@@ -112,7 +112,7 @@ def frames_right(films: NDArray[np.uint8], said: Sequence[str]) -> Tensor:
 
 
 def films_right(films: Tensor, prompts: Sequence[str]) -> Tensor:
-    """Reward films in all of whose frames the judge finds nothing wrong with 1, others with 0, float64 [N].
+    """Reward films with 1 if the judge finds nothing wrong in any frame, else with 0, float64 [N].
 
     Films are uint8 [N, F, 3, 64, 64], with a sentence each.
     """
