@@ -50,6 +50,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "reuse.cachecraft": ("Chunk",),
     "reuse.piece": ("Piece",),
 }
+_RENAMED = {"codec.heads": "codec.joined_heads"}  # modules as older files name them
 _PACKAGE = "diffcache.kv."
 
 
@@ -428,6 +429,7 @@ def _name(item: object) -> str:
 
 def _class(name: str) -> Any:
     module, _, kind = name.rpartition(".")
+    module = _RENAMED.get(module, module)
     if kind not in CLASSES.get(module, ()):
         raise ValueError(f"{name!r} is no class that a saved cache is made of")
     return getattr(import_module(_PACKAGE + module), kind)

@@ -29,7 +29,7 @@ from diffcache.kv.codec.rotate import ChannelPermute, Hadamard
 from diffcache.kv.codec.scaled import ChannelSeparable
 from diffcache.kv.codec.sparse import BitmapSparse, Outliers
 from diffcache.kv.hf.cache import cache_for
-from diffcache.kv.life.save import CLASSES, SavedCacheError, _digest, load, read, save, write
+from diffcache.kv.life.save import CLASSES, SavedCacheError, _class, _digest, load, read, save, write
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import snapkv
 from diffcache.kv.segment import Flat, Segment
@@ -104,6 +104,7 @@ def test_every_payload_and_segment_has_a_place_in_the_table() -> None:
     for name, kinds in CLASSES.items():
         for kind in kinds:
             assert hasattr(importlib.import_module(f"diffcache.kv.{name}"), kind)
+    assert _class("codec.heads.JoinHeads") is JoinHeads  # as older files name it
 
 
 def test_ragged_rows_and_shared_tensors_survive(tmp_path: Path) -> None:
