@@ -200,7 +200,7 @@ def _wanted(value: Any, kind: Any, limits: Any) -> str | None:
     origin = get_origin(kind)
     if kind in (int, float):
         known = isinstance(value, (int, kind)) and not isinstance(value, bool)
-        known = known and (math.isfinite(value) or (value == math.inf and getattr(limits, "endless", False)))
+        known = known and (abs(value) < math.inf or (value == value and getattr(limits, "endless", False)))
         if known and (limits is None or value in limits):
             return None
         return ("a whole number" if kind is int else "a number") + allowed
