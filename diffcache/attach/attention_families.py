@@ -7,7 +7,7 @@ plain attention gives the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -50,26 +50,22 @@ def _pairs(given: Any, like: Tensor, first: int = 0, *, some: bool = False) -> C
 
 def _own(attn: Any, rows: Tensor, *shape: int) -> list[Tensor]:
     """Return the normed projections of an image's rows by heads, `[B, T, H, D]` each."""
-    q, k, v = attn.to_q(rows), attn.to_k(rows), attn.to_v(rows)
-    q, k, v = q.unflatten(-1, shape), k.unflatten(-1, shape), v.unflatten(-1, shape)
-    return _normed(q, k, v, attn.norm_q, attn.norm_k)
+    return _heads((attn.to_q(rows), attn.to_k(rows), attn.to_v(rows)), shape, attn.norm_q, attn.norm_k)
 
 
 def _added(attn: Any, rows: Tensor, *shape: int) -> list[Tensor]:
     """Return those of text rows, which have weights of their own."""
-    q, k, v = attn.add_q_proj(rows), attn.add_k_proj(rows), attn.add_v_proj(rows)
-    q, k, v = q.unflatten(-1, shape), k.unflatten(-1, shape), v.unflatten(-1, shape)
-    return _normed(q, k, v, attn.norm_added_q, attn.norm_added_k)
+    parts = attn.add_q_proj(rows), attn.add_k_proj(rows), attn.add_v_proj(rows)
+    return _heads(parts, shape, attn.norm_added_q, attn.norm_added_k)
 
 
 def _fused(rows: Tensor, q_norm: Any, k_norm: Any, *shape: int) -> list[Tensor]:
     """Return those of rows that one layer projected."""
-    q, k, v = rows.chunk(3, dim=-1)
-    q, k, v = q.unflatten(-1, shape), k.unflatten(-1, shape), v.unflatten(-1, shape)
-    return _normed(q, k, v, q_norm, k_norm)
+    return _heads(rows.chunk(3, dim=-1), shape, q_norm, k_norm)
 
 
-def _normed(q: Tensor, k: Tensor, v: Tensor, q_norm: Any, k_norm: Any) -> list[Tensor]:
+def _heads(parts: Iterable[Tensor], shape: tuple[int, ...], q_norm: Any, k_norm: Any) -> list[Tensor]:
+    q, k, v = (part.unflatten(-1, shape) for part in parts)
     return [q if q_norm is None else q_norm(q), k if k_norm is None else k_norm(k), v]
 
 
@@ -339,10 +335,8 @@ def _plain(
         source = hidden_states
     elif attn.norm_cross:
         source = attn.norm_encoder_hidden_states(source)
-    heads = (attn.heads, -1)
-    q = attn.to_q(hidden_states).unflatten(-1, heads)
-    k, v = attn.to_k(source).unflatten(-1, heads), attn.to_v(source).unflatten(-1, heads)
-    q, k, v = _normed(q, k, v, attn.norm_q, attn.norm_k)
+    parts = attn.to_q(hidden_states), attn.to_k(source), attn.to_v(source)
+    q, k, v = _heads(parts, (attn.heads, -1), attn.norm_q, attn.norm_k)
     out = yield AttentionCall(q, k, v, fused, mask=mask)
     made = _out(attn, out.flatten(2, 3).to(q.dtype))
     if len(shape) == 4:

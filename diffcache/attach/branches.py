@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from diffcache.attach.run import Branch, Timeline
+from diffcache.attach.tree import leaves
 from diffcache.foreign import version_of
 
 _NAME = 'name its guidance branches: with diffcache.branch("uncond"): ...'
@@ -281,7 +282,7 @@ def note_output(timeline: Timeline, out: Any) -> None:
     index, outputs = timeline.index, timeline.outputs
     while outputs and outputs[0][0] <= index - REACH:
         outputs.pop(0)
-    batch = out if isinstance(out, Tensor) else _first_of(out)
+    batch = next(iter(leaves(out)), None)
     if batch is None or not batch.dim():
         return
     size = len(batch)
@@ -303,7 +304,7 @@ def glance(sample: Any, item: int | None = None) -> Tensor | None:
 
     Of tensors in lists the first counts, and of a batch all of it, or one `item`.
     """
-    sample = sample if isinstance(sample, Tensor) else _first_of(sample)
+    sample = next(iter(leaves(sample)), None)
     if sample is not None and item is not None:
         sample = sample[item] if sample.dim() and item < len(sample) else None
     if sample is None or not sample.is_floating_point() or sample.numel() < FEWEST:
@@ -324,16 +325,6 @@ def goes_on(before: Tensor | None, now: Tensor | None) -> bool:
         return False
     least = max(_LEAST, _CHANCE / math.sqrt(len(now)))
     return float((before * now).sum()) >= least  # false where a sample is zero or not finite
-
-
-def _first_of(values: Any) -> Tensor | None:
-    """Return the first tensor in nested tuples, lists and dicts, None where there is none."""
-    inside = values.values() if isinstance(values, dict) else values
-    for value in inside if isinstance(values, (tuple, list, dict)) else ():
-        first = value if isinstance(value, Tensor) else _first_of(value)
-        if first is not None:
-            return first
-    return None
 
 
 def outside(now: Tensor, before: list[Tensor]) -> float:

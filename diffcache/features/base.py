@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from torch import Tensor
 
+from diffcache.errors import AttachError
 from diffcache.method import Ability as Ability
 from diffcache.method import Method as Method
 from diffcache.method import check_int as check_int
@@ -28,6 +29,13 @@ def tensors_in(state: object) -> list[Tensor]:
     fields = getattr(state, "__dict__", {}).values()
     parts = (each if isinstance(each, list) else [each] for each in fields)
     return [part for each in parts for part in each if isinstance(part, Tensor)]
+
+
+def length_of(step: Step, needs: str) -> int:
+    """Return the length of a step's run in steps; raise AttachError with what `needs` it if nobody said it."""
+    if step.total is None:
+        raise AttachError(f"{needs}; wrap the pipeline, or say it: diffcache.run(model, steps=...)")
+    return step.total
 
 
 class When(Settings, ABC):

@@ -31,6 +31,13 @@ class RunInfo:
     sigmas: Tensor | None  # float [T + 1], or None where the scheduler has none
     total: int  # number of steps T
 
+    def check_length(self, before: int) -> None:
+        """Raise ValueError unless the runs before had as many steps, which are 0 where there was none."""
+        if before not in (0, self.total):
+            raise ValueError(
+                f"a run of {self.total} steps after one of {before}: calibrate with prompts of one num_inference_steps"
+            )
+
 
 class Observer:
     """Observe a wrapped denoiser's computations; methods do nothing unless they are overridden."""

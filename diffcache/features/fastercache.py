@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from diffcache.errors import AttachError
-from diffcache.features.base import Instead, Spacing, When
+from diffcache.features.base import Instead, Spacing, When, length_of
 from diffcache.features.combine import Combine, FeatureMethod
 from diffcache.features.parts.when import Every
 from diffcache.ranges import Range, Share
@@ -97,12 +97,8 @@ class GuidedEvery(When):
         """Return whether the branch is the first one, or computed at this step of a run whose length must be known."""
         if step.branch == 0 or step.index % self.every == 0:
             return True
-        if step.total is None:
-            raise AttachError(
-                f"start={self.start}: a share of a run whose length nobody said; wrap the "
-                "pipeline, or say it: diffcache.run(model, steps=...)"
-            )
-        return step.index / step.total < self.start
+        total = length_of(step, f"start={self.start}: a share of a run whose length nobody said")
+        return step.index / total < self.start
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,7 @@ from typing import Annotated, ClassVar
 
 from torch import Tensor
 
-from diffcache.errors import AttachError
-from diffcache.features.base import When, check_int
+from diffcache.features.base import When, check_int, length_of
 from diffcache.features.combine import Combine, FeatureMethod
 from diffcache.ranges import Range, Share
 from diffcache.step import Site, Step
@@ -43,12 +42,8 @@ class ByKind(When):
 
     def computes_at(self, step: Step, site: str) -> bool:
         """Return whether a kind of attention is computed; raise AttachError if nobody said how long the run is."""
-        if step.total is None:
-            raise AttachError(
-                f"start={self.start}, end={self.end}: shares of a run whose length nobody said; "
-                "wrap the pipeline, or say it: diffcache.run(model, steps=...)"
-            )
-        within = self.start * step.total < step.index < self.end * step.total
+        total = length_of(step, f"start={self.start}, end={self.end}: shares of a run whose length nobody said")
+        within = self.start * total < step.index < self.end * total
         return not within or step.index % dict(self.every).get(site, 1) == 0
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, get_args
 from torch import Tensor
 
 from diffcache.errors import AttachError
-from diffcache.features.base import Change, Order, Probe, When
+from diffcache.features.base import Change, Order, Probe, When, length_of
 from diffcache.features.combine import Combine, FeatureMethod
 from diffcache.features.parts.instead import Taylor
 from diffcache.features.parts.when import Gate, LastComputed
@@ -101,12 +101,8 @@ class Masked(When):
 
     def should_compute(self, state: Any, step: Step, probe: Tensor | None) -> bool:
         """Return whether the mask or the gate wants the step; raise AttachError if nobody said how long the run is."""
-        if step.total is None:
-            raise AttachError(
-                f"level={self.level!r}: a mask is for runs whose length is known; wrap the "
-                "pipeline, or say it: diffcache.run(model, steps=...)"
-            )
-        mask = mask_of(self.level, step.total)
+        total = length_of(step, f"level={self.level!r}: a mask is for runs whose length is known")
+        mask = mask_of(self.level, total)
         if state.index is None or step.index >= len(mask) or mask[step.index]:
             return True
         return self.gate is not None and self.gate.should_compute(state, step, probe)

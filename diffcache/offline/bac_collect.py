@@ -38,9 +38,7 @@ class PairCollector(Collector):
     def begin(self, run: RunInfo) -> None:
         """Start a run with nothing seen, of as many steps as those before."""
         for sums in self.sums.values():
-            if sums.shape[1] != run.total:
-                made = sums.shape[1]
-                raise ValueError(f"a run of {run.total} steps after one of {made}: use one length")
+            run.check_length(sums.shape[1])
         self._total, self._seen = run.total, {}
 
     def feature(self, step: Step, site: str, index: int, value: Tensor) -> None:

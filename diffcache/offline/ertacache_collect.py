@@ -62,8 +62,7 @@ class Profile(Collector):
 
     def begin(self, run: RunInfo) -> None:
         """Start a run with nothing kept."""
-        if self.total not in (0, run.total):
-            raise ValueError(f"a run of {run.total} steps after runs of {self.total}: use one length")
+        run.check_length(self.total)
         if not self.total:
             self.total, self._sums = run.total, torch.zeros(3, run.total, dtype=torch.float64)
         self._run, self._live = run, dict[int, Live]()

@@ -31,11 +31,7 @@ class Products(Collector):
 
     def begin(self, run: RunInfo) -> None:
         """Learn how far the solver moves in every step of a run, which must be as long as those before."""
-        if self._sum is not None and len(self._sum) != run.total:
-            raise ValueError(
-                f"a run of {run.total} steps after one of {len(self._sum)}: calibrate with prompts "
-                "of one num_inference_steps"
-            )
+        run.check_length(0 if self._sum is None else len(self._sum))
         self._run = {}
         self._weights = moves(run)
         if self._sum is None:

@@ -32,9 +32,7 @@ class Ratios(Collector):
 
     def begin(self, run: RunInfo) -> None:
         """Start a run with nothing kept."""
-        if self.sums.shape[1] not in (0, run.total):
-            made = self.sums.shape[1]
-            raise ValueError(f"a run of {run.total} steps after one of {made}: use one length")
+        run.check_length(self.sums.shape[1])
         if not self.sums.shape[1]:
             self.sums = torch.zeros(2, run.total, dtype=torch.float64)
         self._sums = torch.zeros_like(self.sums)

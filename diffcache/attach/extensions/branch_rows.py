@@ -8,7 +8,7 @@ the linear layers are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -32,7 +32,6 @@ from diffcache.attach.extensions.partial import (
     linear_weights,
 )
 from diffcache.attach.record import TOKEN_LAYERS
-from diffcache.attach.run import Run
 from diffcache.attach.tap import ServedTap, Tap, tap_children, untap_children
 from diffcache.dllm.dllm_cache import BranchPlan, BranchRows
 from diffcache.dllm.rows import ALL, RowPlan
@@ -65,6 +64,10 @@ class HeldLayer(HeldKV):
     attention: Tensor | None = None  # output of its attention, `[B, T, D]`
     mlp: Tensor | None = None  # output of its feed-forward, `[B, T, D]`
     products: int = 0  # multiply-adds of a row's attention
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the held tensors."""
+        yield from (x for x in (*super().tensors(), self.attention, self.mlp) if x is not None)
 
     def renew_values(self, start: int, values: Tensor) -> None:
         """Write the values of rows from `start` on, `[B, T, D]`; their keys stay."""
@@ -127,17 +130,6 @@ class Branches(Partial):
         super().remove()
         for parent in self.parents:
             untap_children(parent)
-
-    def tensors(self, run: Run) -> Iterable[Tensor]:
-        """Return the tensors held of a run."""
-        held: HeldRun[HeldLayer] | None = run.storage.get(self)
-        found = list(super().tensors(run))
-        for layer in held.layers if held else []:
-            if layer.attention is not None:
-                found.append(layer.attention)
-            if layer.mlp is not None:
-                found.append(layer.mlp)
-        return found
 
     # a call ----------------------------------------------------------------------------------
 

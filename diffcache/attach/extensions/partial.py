@@ -177,13 +177,9 @@ class Partial(Extension):
         self.door.remove()
 
     def tensors(self, run: Run) -> Iterable[Tensor]:
-        """Return the keys and values of a run."""
+        """Return what is held of the layers of a run."""
         held: HeldRun[Any] | None = run.storage.get(self)
-        found = []
-        for layer in [] if held is None else held.layers:
-            if layer.k is not None:
-                found += [layer.k, layer.v]
-        return found
+        return [] if held is None else [tensor for layer in held.layers for tensor in layer.tensors()]
 
     # a call ----------------------------------------------------------------------------------
 

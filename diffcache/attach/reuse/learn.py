@@ -18,7 +18,7 @@ from diffcache.attach.call import in_call
 from diffcache.attach.reuse.frame import FRAME, Frame
 from diffcache.attach.reuse.gated import main_stream
 from diffcache.attach.reuse.layout import Layout
-from diffcache.attach.reuse.modulated_probe import Peek, PlainTap, UnwatchedTap, plain
+from diffcache.attach.reuse.modulated_probe import Peek, plain, run_plain, run_unwatched
 from diffcache.attach.reuse.plan import keep, plan, protect_all
 from diffcache.attach.reuse.setup import Setup, use_sites
 from diffcache.attach.reuse.trace import BlockCall, Reach, Trace
@@ -223,7 +223,7 @@ def learn(frame: Frame, trace: Trace, call: tuple[Any, Any]) -> None:
         again(frame, layout.compute, call)
     if setup.peek is not None:
         items = {
-            key: [PlainTap(b) if key in layout.streams else UnwatchedTap(b) for b in group]
+            key: [ServedTap(b, run_plain if key in layout.streams else run_unwatched) for b in group]
             for key, group in setup.blocks.items()
         }
         probe = again(frame, items, call, setup.peek.look)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from diffcache.attach.anatomy import Anatomy
-from diffcache.attach.tap import Tap
 from diffcache.errors import AttachError
 from diffcache.foreign import take_hooks, uncompiled, version_of
 
@@ -129,33 +128,23 @@ class Peek:
         )
 
 
-class PlainTap(Tap):
-    """A block that runs as written, even where it is compiled."""
-
-    __slots__ = ()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer the model's call of the block."""
-        return plain(self.module)(*args, **kwargs)
-
-
-class UnwatchedTap(Tap):
-    """A block that runs in full in a peek, as the probe comes after it."""
-
-    __slots__ = ()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer the model's call of the block."""
-        token = PEEKING.set(False)
-        try:
-            return self.module(*args, **kwargs)
-        finally:
-            PEEKING.reset(token)
-
-
 def plain(block: nn.Module) -> Any:
     """Return a block's forward as written, which `torch.compile` would run without its hooks."""
     return uncompiled(block).forward
+
+
+def run_plain(block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """Run a block as written, even where it is compiled."""
+    return plain(block)(*args, **kwargs)
+
+
+def run_unwatched(block: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """Run a block in full in a peek, as the probe comes after it."""
+    token = PEEKING.set(False)
+    try:
+        return block(*args, **kwargs)
+    finally:
+        PEEKING.reset(token)
 
 
 def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

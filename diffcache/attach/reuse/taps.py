@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -9,25 +10,16 @@ from torch import nn
 from diffcache.attach.anatomy import Anatomy
 from diffcache.attach.reuse.frame import FRAME, Frame
 from diffcache.attach.reuse.span import OWN, BlockFeatures, estimates, store_features
-from diffcache.attach.tap import ITEMS, Tap, tap_children, tap_list, untap_children, untap_list
+from diffcache.attach.tap import ITEMS, ServedTap, Tap, tap_children, tap_list, untap_children, untap_list
 from diffcache.attach.tree import Template, hollow, leaves
 from diffcache.foreign import children_of
 from diffcache.step import CURRENT, Site
 
 
-class SingleTap(Tap):
-    """A block that is no member of a list, such as a UNet's middle."""
-
-    __slots__ = ("key",)
-
-    def __init__(self, module: nn.Module, key: str) -> None:
-        super().__init__(module)
-        self.key = key
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer the model's call of the block."""
-        items = CURRENT.get().storage.get(ITEMS, {}).get(self.key)
-        return (self.module if items is None else items[0])(*args, **kwargs)
+def _single(key: str, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """Run a block that is no member of a list, such as a UNet's middle, or what stands in for it."""
+    items = CURRENT.get().storage.get(ITEMS, {}).get(key)
+    return (module if items is None else items[0])(*args, **kwargs)
 
 
 def observed(frame: Frame, name: str, out: Any) -> Any:
@@ -129,7 +121,7 @@ class Taps:
         for key in anatomy.singles:
             module = self.model.get_submodule(key)
             self.blocks[key] = [module]
-            self._tap_children(self.model, {key: SingleTap(module, key)})
+            self._tap_children(self.model, {key: ServedTap(module, partial(_single, key))})
 
     def _tap_modules(self, anatomy: Anatomy, site: Site) -> None:
         sites = anatomy.modules_at(site)
