@@ -337,19 +337,12 @@ held_bytes | Held memory | bytes | down | bytes of the features that a cache kee
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the registry.
-
-    Attributes:
-        kind: Kind of what it names.
-        name: Name, as users write it.
-        family: Heading that it stands under.
-        cells: Its other cells, by the names of their columns.
-    """
+    """One row of the registry."""
 
     kind: Kind
-    name: str
-    family: str
-    cells: Mapping[str, str]
+    name: str  # name, as users write it
+    family: str  # heading that it stands under
+    cells: Mapping[str, str]  # its other cells, by the names of their columns
 
     @property
     def place(self) -> str:

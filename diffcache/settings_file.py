@@ -30,21 +30,13 @@ _DEEPEST = 24  # lists and mappings in each other
 
 @dataclass(frozen=True)
 class Saved:
-    """Contents of a file of settings.
+    """Contents of a file of settings."""
 
-    Attributes:
-        method: Name of a method, policy or recipe, or a method put together from parts.
-        settings: Settings of one that is named.
-        components: Names of the pipeline's denoisers; None for all of them.
-        hold: Form of the held features; None for as they are.
-        text_bytes: Most bytes of outputs of text encoders to keep; None keeps none.
-    """
-
-    method: str | Method
-    settings: dict[str, Any] = field(default_factory=dict)
-    components: tuple[str, ...] | None = None
-    hold: Form | None = None
-    text_bytes: int | None = None
+    method: str | Method  # name of a method, policy or recipe, or a method put together from parts
+    settings: dict[str, Any] = field(default_factory=dict)  # settings of one that is named
+    components: tuple[str, ...] | None = None  # names of the pipeline's denoisers; None for all of them
+    hold: Form | None = None  # form of the held features; None for as they are
+    text_bytes: int | None = None  # most bytes of outputs of text encoders to keep; None keeps none
 
 
 def is_settings_file(method: object) -> TypeGuard[str | os.PathLike[str]]:

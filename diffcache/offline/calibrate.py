@@ -38,27 +38,17 @@ GUIDANCE = ("guidance_scale", "true_cfg_scale")
 
 @dataclass(frozen=True)
 class CollectPlan:
-    """Settings of a calibration.
+    """Settings of a calibration."""
 
-    Attributes:
-        prompts: Texts, class numbers, or keyword arguments of the pipeline's call, one a sample.
-        steps: Sampling steps; None leaves the pipeline's default.
-        batch_size: Samples a run.
-        seed: Seed of the noise; batch i is drawn with `seed + i`.
-        call: Further arguments of the pipeline's call.
-        out: File of the tables, None to keep them in memory only.
-        resume: Whether to go on from `<out>.part`, which an interrupted calibration leaves.
-        progress: Called with what is done, what there is in all, and a word on it.
-    """
-
+    # texts, class numbers, or keyword arguments of the pipeline's call, one a sample
     prompts: Sequence[str | int | Mapping[str, Any]]
-    steps: int | None = None
-    batch_size: int = BATCH_SIZE
-    seed: int = 0
-    call: Mapping[str, Any] = field(default_factory=dict)
-    out: Path | None = None
-    resume: bool = True
-    progress: Progress | None = None
+    steps: int | None = None  # sampling steps; None leaves the pipeline's default
+    batch_size: int = BATCH_SIZE  # samples a run
+    seed: int = 0  # seed of the noise; batch i is drawn with `seed + i`
+    call: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the pipeline's call
+    out: Path | None = None  # file of the tables, None to keep them in memory only
+    resume: bool = True  # whether to go on from `<out>.part`, which an interrupted calibration leaves
+    progress: Progress | None = None  # called with what is done, what there is in all, and a word on it
 
     def __post_init__(self) -> None:
         if isinstance(self.prompts, str) or not self.prompts:

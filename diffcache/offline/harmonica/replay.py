@@ -31,25 +31,16 @@ class _EnoughError(Exception):
 
 @dataclass
 class Moment:
-    """One step of a recorded run.
+    """One step of a recorded run."""
 
-    Attributes:
-        calls: Named arguments of the denoiser's calls.
-        outs: Their samples.
-        time: The timestep the solver was given.
-        guided: The output the solver was given.
-        sample: The sample the solver was given.
-        after: Sample that the solver returned; empty where the run ended before.
-        options: Further arguments of the solver's step.
-    """
-
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    outs: list[Tensor] = field(default_factory=list)
-    time: Any = None
-    guided: Tensor = field(default_factory=lambda: torch.empty(0))
-    sample: Tensor = field(default_factory=lambda: torch.empty(0))
+    calls: list[dict[str, Any]] = field(default_factory=list)  # named arguments of the denoiser's calls
+    outs: list[Tensor] = field(default_factory=list)  # their samples
+    time: Any = None  # the timestep the solver was given
+    guided: Tensor = field(default_factory=lambda: torch.empty(0))  # the output the solver was given
+    sample: Tensor = field(default_factory=lambda: torch.empty(0))  # the sample the solver was given
+    # sample that the solver returned; empty where the run ended before
     after: Tensor = field(default_factory=lambda: torch.empty(0))
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # further arguments of the solver's step
 
 
 class Recorder:

@@ -39,23 +39,15 @@ Run = Callable[[Method, int], Trial | None]  # of a batch
 
 @dataclass(frozen=True)
 class Goal:
-    """Goal of a search; one of all but the last.
+    """Goal of a search; one of all but the last."""
 
-    Attributes:
-        speedup: Least ratio of the uncached run's floating-point operations of the denoiser to the cached run's.
-        psnr: Least mean PSNR to the uncached output, in dB.
-        seconds: Most seconds a batch.
-        lpips: Most mean LPIPS to the uncached output.
-        right: Whether samples have to be right where the uncached output is; needs a confidence.
-        confidence: Share of the samples that are close enough, each for itself; None for their mean.
-    """
-
+    # least ratio of the uncached run's floating-point operations of the denoiser to the cached run's
     speedup: float | None = None
-    psnr: float | None = None
-    seconds: float | None = None
-    lpips: float | None = None
-    right: bool = False
-    confidence: float | None = None
+    psnr: float | None = None  # least mean PSNR to the uncached output, in dB
+    seconds: float | None = None  # most seconds a batch
+    lpips: float | None = None  # most mean LPIPS to the uncached output
+    right: bool = False  # whether samples have to be right where the uncached output is; needs a confidence
+    confidence: float | None = None  # share of the samples that are close enough, each for itself; None for their mean
 
     def __post_init__(self) -> None:
         given = {name: getattr(self, name) for name in ("speedup", "psnr", "seconds", "lpips")}
@@ -115,34 +107,21 @@ class Goal:
 
 @dataclass
 class Search:
-    """A search in progress.
+    """A search in progress."""
 
-    Attributes:
-        bench: Runs the methods.
-        goal: Goal of the search.
-        batches: Batches to search on; the others validate.
-        trials: Budget: as many methods as may be run on all batches; a run on one is a part of one.
-        progress: Called with the trials done, their number in all, and the best so far.
-        glance: Number of batches of a first look.
-        seen: Methods that ran on all search batches, with their trials.
-        first: Methods that had a first look, with its trial on the first batches.
-        refused: Method -> reason for which this model cannot run it.
-        skipped: Family that was not looked at -> reason.
-        stopped: Number of trials that were stopped early, as they could not win any more.
-        leaders: Methods that were left when halving was over, before any was refined.
-    """
-
-    bench: Trials
+    bench: Trials  # runs the methods
     goal: Goal
-    batches: list[int]
-    trials: int
+    batches: list[int]  # batches to search on; the others validate
+    trials: int  # budget: as many methods as may be run on all batches; a run on one is a part of one
+    # called with the trials done, their number in all, and the best so far
     progress: Callable[[int, int, str], None] | None = None
-    glance: int = 1
-    seen: Tried = field(default_factory=dict)
-    first: Tried = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
-    skipped: dict[str, str] = field(default_factory=dict)
-    stopped: int = 0
+    glance: int = 1  # number of batches of a first look
+    seen: Tried = field(default_factory=dict)  # methods that ran on all search batches, with their trials
+    first: Tried = field(default_factory=dict)  # methods that had a first look, with its trial on the first batches
+    refused: dict[str, str] = field(default_factory=dict)  # method -> reason for which this model cannot run it
+    skipped: dict[str, str] = field(default_factory=dict)  # family that was not looked at -> reason
+    stopped: int = 0  # number of trials that were stopped early, as they could not win any more
+    # methods that were left when halving was over, before any was refined
     leaders: list[str] = field(default_factory=list)
     _allowed: int = 0
     _ran: dict[str, dict[int, Trial]] = field(default_factory=dict)  # method -> batch -> trial

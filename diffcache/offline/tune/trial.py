@@ -33,28 +33,18 @@ RESAMPLES = 1000  # of the samples, for the interval of a mean
 
 @dataclass(frozen=True)
 class Trial:
-    """Outcome of one method on some prompts.
+    """Outcome of one method on some prompts."""
 
-    Attributes:
-        method: Repr of the method.
-        cost: Floating-point operations of the denoiser, as a share of the uncached run's.
-        psnr_db: PSNR to the uncached output, in dB, mean over samples; of 8-bit pictures where the pipeline draws any.
-        low_db: Lower end of the 95 % bootstrap interval of that mean over samples.
-        high_db: Upper end.
-        seconds: Median of the runs of a batch.
-        samples: Number of samples that it drew.
-        each: PSNR of every sample, in dB.
-        scores: Score of every sample where another measure than the PSNR is the goal, higher for the better.
-    """
-
-    method: str
-    cost: float
+    method: str  # repr of the method
+    cost: float  # floating-point operations of the denoiser, as a share of the uncached run's
+    # PSNR to the uncached output, in dB, mean over samples; of 8-bit pictures where the pipeline draws any
     psnr_db: float
-    low_db: float
-    high_db: float
-    seconds: float
-    samples: int
-    each: Sequence[float] = ()
+    low_db: float  # lower end of the 95 % bootstrap interval of that mean over samples
+    high_db: float  # upper end
+    seconds: float  # median of the runs of a batch
+    samples: int  # number of samples that it drew
+    each: Sequence[float] = ()  # PSNR of every sample, in dB
+    # score of every sample where another measure than the PSNR is the goal, higher for the better
     scores: Sequence[float] = ()
 
     @property
