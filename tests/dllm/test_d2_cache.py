@@ -6,17 +6,13 @@ from itertools import pairwise
 from math import exp
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-import diffcache
-from diffcache.dllm import D2Cache, RowPlan, Sampler, Schedule, Threshold
+from diffcache.dllm import D2Cache, Sampler, Schedule, Threshold
 from diffcache.dllm.d2_cache import NotedPlan
-from diffcache.errors import AttachError
-from diffcache.pipelines.diffusion_lm import DiffusionLM
 from tests.dllm.cases import ANSWER, LENGTHS, LONGEST, VALID, WIDTH, model
-from tests.dllm.toys import MASK, Compared, Noted, after, bidirectional, check_step, following, prompts, trace
+from tests.dllm.toys import MASK, Compared, Noted, after, check_step, following, prompts, trace
 
 CASES: dict[str, tuple[D2Cache, Schedule, Sampler]] = {
     "narrow": (D2Cache(3, 2.0, 0.3, 3), Schedule(ANSWER, 8), Sampler()),
@@ -112,13 +108,3 @@ def compared(name: str) -> Compared:
         kept = now.kept
     assert any(len(now.fed(0)) < WIDTH // 2 for now in notes)
     return found
-
-
-@torch.no_grad()
-def test_what_does_not_go_together_is_refused() -> None:
-    model = bidirectional()
-    with diffcache.wrapped(model, D2Cache(current_k=3)):
-        with pytest.raises(ValueError, match="current_k=3: a step commits 4 masks"):
-            DiffusionLM(model).generate(prompts(5), Schedule(8, 8, 2))
-        with pytest.raises(AttachError, match="must be a NotedPlan"):
-            model(torch.tensor(prompts(5)), row_plan=RowPlan())

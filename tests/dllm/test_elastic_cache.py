@@ -8,23 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import diffcache
-from diffcache.dllm import (
-    Decoding,
-    DKVCache,
-    ElasticCache,
-    Quota,
-    RowPlan,
-    Sampler,
-    Schedule,
-    Threshold,
-    check_coverage,
-)
+from diffcache.dllm import Decoding, ElasticCache, Quota, Sampler, Schedule, Threshold, check_coverage
 from diffcache.dllm.rules import Rule
-from diffcache.errors import AttachError
-from diffcache.pipelines.diffusion_lm import DiffusionLM
 from diffcache.targets import handle_of
 from tests.dllm.toys import MASK, Compared, bidirectional, padded, prompts
 
@@ -274,22 +261,3 @@ class Lexical(torch.nn.Module):
     def forward(self, x: Tensor, position_ids: Tensor) -> Any:
         cosine, sine = self.inner(x, position_ids=position_ids)
         return cosine + 0 * sine, sine + 1e-3 * x[..., :SIZE]
-
-
-@torch.no_grad()
-def test_models_and_plans_that_do_not_fit_are_refused() -> None:
-    model = toy()
-    model.model.rotary_emb = Lexical(model.model.rotary_emb)
-    with diffcache.wrapped(model, ElasticCache()), pytest.raises(AttachError, match="block 0 is g"):
-        DiffusionLM(model).generate(prompts(6), SCHEDULE)
-    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, is_causal=False, mask_token_id=MASK)
-    model = bidirectional(config=config, network=GPT2LMHeadModel)
-    with diffcache.wrapped(model, ElasticCache()):
-        for _ in range(2):  # however often it is asked
-            with pytest.raises(AttachError, match="counts on as many rows after its last block"):
-                DiffusionLM(model).generate(prompts(6), SCHEDULE)
-    with diffcache.wrapped(model, DKVCache()):
-        DiffusionLM(model).generate(prompts(6), SCHEDULE)
-    model = toy()
-    with diffcache.wrapped(model, ElasticCache()), pytest.raises(AttachError, match="must be a WatchedPlan"):
-        model(torch.tensor(prompts(5)), row_plan=RowPlan())

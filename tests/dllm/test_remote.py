@@ -17,8 +17,7 @@ from torch.nn import functional
 import diffcache
 from diffcache import dllm
 from diffcache.dllm import ALL, D2Cache, DKVCache, DLLMCache, FastDLLM, Policy, Quota, RowPlan, Schedule, Uncached
-from diffcache.errors import AttachError, CacheWarning
-from diffcache.kv.hf import cache_for
+from diffcache.errors import CacheWarning
 from diffcache.pipelines.demo.describe import find
 from diffcache.pipelines.diffusion_lm import DiffusionLM
 from diffcache.pipelines.language_model import _earlier_transformers, load_language_model
@@ -201,43 +200,6 @@ def test_copies_are_the_original(name: str) -> None:
         for other in (copy.deepcopy(own), pickle.loads(pickle.dumps(own))):
             with pytest.warns(CacheWarning, match="is a copy of a wrapped one"):
                 assert torch.equal(alone(other, ids), wanted)
-
-
-def test_attention_that_cannot_be_taken_is_refused() -> None:
-    ids = torch.tensor(prompts(5))
-
-    def refused(own: Any, match: str) -> None:
-        diffcache.wrap(own, Uncached())
-        with torch.no_grad(), pytest.raises(AttachError, match=match):
-            own(ids, row_plan=ALL, use_cache=False)
-
-    own = made("dream")
-    attn = own.model.layers[1].self_attn
-    attn.forward = lambda hidden_states, **_: (hidden_states, None, None)
-    refused(own, "2 of 3 attention modules took part")
-    own = made("dream")
-    core, base = own.model, type(own.model).forward
-    core.forward = lambda ids, mask, at: base(core, ids, mask, None)
-    with diffcache.wrapped(own, FastDLLM()), pytest.raises(AttachError, match="counts rows where it has position_ids"):
-        DiffusionLM(own).generate(ids, SCHEDULE)
-    with pytest.raises(AttachError, match="fills in masks, .* such as diffcache.wrap"):
-        cache_for(own, "knorm", budget=8)
-    own = made("llada")
-    block = own.model.transformer.blocks[0]
-    block.attention = lambda q, k, v, bias: sum(type(block).attention(block, q, k, v) for _ in range(2))
-    refused(own, r"blocks\.0 attends more than once a call")
-    own = made("llada")
-    for block in own.model.transformer.blocks:
-        block.rotary_emb = torch.nn.Identity()
-    with pytest.raises(AttachError, match=r"takes no position_ids, and .*blocks\.0 has no rotary"):
-        diffcache.wrap(own, Uncached())
-    assert "forward" not in own.model.transformer.blocks[0].__dict__
-    own = made("llada")
-    block = own.model.transformer.blocks[1]
-    block.act = torch.nn.Softmax(dim=1)  # of tokens, which it mixes
-    mixes = r"blocks\.0 computes another output for a row alone"
-    with diffcache.wrapped(own, DLLMCache()), pytest.raises(AttachError, match=mixes):
-        DiffusionLM(own).generate(ids, SCHEDULE)
 
 
 @pytest.mark.parametrize("name", NAMES)

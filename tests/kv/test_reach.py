@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from diffcache import kv
 from diffcache.errors import AttachError
@@ -254,32 +254,6 @@ def test_what_is_handed_out_goes_on_as_stock(make: Any, recipe: Recipe) -> None:
             with pytest.raises(ValueError, match="12 slots of 20 tokens.* go on with this cache"):
                 cache.to_dynamic()
         kv.detach(model)
-
-
-def test_a_past_that_does_not_fit_is_refused(model: Any) -> None:
-    past = in_two(model, DynamicCache(config=model.config), ROWS)
-    refused = [
-        (StaticCache(config=model.config, max_cache_len=64), "past=StaticCache: must be a Dynam"),
-        (QuantizedLike(), "past=QuantizedLike: must be a DynamicCache, whose keys and values"),
-        (kv.cache_for(model, SNAP), "cache_for already; go on from past.fork"),
-        (DynamicCache(config=model.config, offloading=True), "must be on the device"),
-        (in_two(gemma(), DynamicCache(config=gemma().config), ROWS), "of 6 layers .DynamicLayer,"),
-        (((), ()), "past=tuple: must be a DynamicCache"),
-    ]
-    for wrong, why in refused:
-        with pytest.raises(AttachError, match=why):
-            kv.cache_for(model, SNAP, past=wrong)
-    with pytest.raises(AttachError, match="h2o notes how every query of the prompt attended"):
-        kv.cache_for(model, kv.h2o(12), past=past)
-    with pytest.raises(ValueError, match=r"past_mask=\[3, 4\]: must be \[3, 20\], 0 for padd"):
-        kv.cache_for(model, SNAP, past=past, past_mask=torch.ones(3, 4))
-    with pytest.raises(ValueError, match="hides tokens of `past` .*past_mask"):
-        model.generate(**ROWS, past_key_values=kv.cache_for(model, SNAP, past=past), **GREEDY)
-    one = in_two(model, DynamicCache(config=model.config), ONE, 46)
-    cache = kv.cache_for(model, SNAP, past=one)
-    with pytest.raises(ValueError, match="the last 4 queries, and 2 came after the tokens"):
-        model.generate(**ONE, past_key_values=cache, **GREEDY)
-    assert not kv.cache_for(model, SNAP, past=DynamicCache(config=model.config)).get_seq_length()
 
 
 class QuantizedLike(Cache):

@@ -8,7 +8,6 @@ import torch
 import transformers
 from diffusers.models.transformers import transformer_wan as wan
 
-from diffcache.errors import AttachError
 from diffcache.kv.hf.rotary import PairLayout, rotary_of
 from diffcache.kv.rotary import Rotary
 from diffcache.kv.rotary_nd import RotaryND
@@ -294,37 +293,3 @@ def test_multimodal_rotary(kind, alternate):
     cos, sin = embedding(keys, later[:, None])
     moved = rotation.shift(theirs, (5, 0, 0))
     torch.testing.assert_close(moved, _apply(attention, keys, cos, sin), rtol=0, atol=2e-6)
-
-
-def test_an_unknown_layout_is_refused(monkeypatch):
-    attention, embedding = _parts(_llama("default"))
-    module = sys.modules[type(attention).__module__]
-    original, order = module.apply_rotary_pos_emb, torch.randperm(16, generator=torch.Generator().manual_seed(1))
-
-    def swapped(q, k, cos, sin, **kwargs):
-        turned = original(q[..., order], k[..., order], cos, sin)
-        return tuple(tensor[..., order.argsort()] for tensor in turned)
-
-    monkeypatch.setattr(module, "apply_rotary_pos_emb", swapped)
-    with pytest.raises(AttachError, match="turn neither in halves nor in adjacent pairs"):
-        rotary_of(attention, embedding)
-
-
-@pytest.mark.parametrize(
-    ("kind", "changed", "said"),
-    [
-        (
-            "default",
-            lambda own, x, ids: _parts(_model("llama", rope_parameters={"rope_theta": 100.0}))[1](x, ids),
-            "LlamaAttention turns keys: its keys of 16 channels",
-        ),
-        ("yarn", lambda own, x, ids: tuple(2 * t for t in own(x, ids)), "cos at position 0 is"),
-        ("default", lambda own, x, ids: own(x, ids.clamp(max=127)), "turn otherwise at positions above"),
-    ],
-)
-def test_embeddings_that_turn_otherwise_than_they_say_are_refused(kind, changed, said):
-    attention, embedding = _parts(_llama(kind))
-    own = embedding.forward
-    embedding.forward = lambda x, ids: changed(own, x, ids)
-    with pytest.raises(AttachError, match=said):
-        rotary_of(attention, embedding)

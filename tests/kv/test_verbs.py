@@ -11,8 +11,7 @@ from diffcache.kv.budget import Uniform
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.plan import TopK
 from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.eviction import h2o, pyramidkv, snapkv
-from diffcache.kv.recipes.merging import d2o
+from diffcache.kv.recipes.eviction import h2o, snapkv
 from diffcache.kv.recipes.quantized import kivi
 from diffcache.kv.retrieval.quest import Quest
 from diffcache.kv.retrieval.select import asked
@@ -144,15 +143,6 @@ def test_a_layer_is_compressed_by_the_queries_of_the_block_that_is_computed() ->
         one.compress_layer(index)
         a, b = whole.layers[index].read(), one.layers[index].read()
         assert torch.equal(a.k, b.k) and torch.equal(a.pos, b.pos)
-
-
-def test_only_layers_that_can_be_compressed_alone_are() -> None:
-    alone = "does more than drop slots of one layer"
-    for recipe, said in ((pyramidkv(8), alone), (d2o(8), alone), (Recipe("full"), "it has no score")):
-        store = KVStore(2, recipe)
-        step(store, 24, 1)
-        with pytest.raises(ValueError, match=said):
-            store.compress_layer(0)
 
 
 def test_what_is_not_to_be_observed_leaves_no_trace() -> None:

@@ -1,6 +1,5 @@
 """The adapter where versions of transformers differ."""
 
-import importlib
 import warnings
 from typing import Any
 
@@ -9,9 +8,8 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from diffcache import kv
-from diffcache.errors import AttachError, MissingError
+from diffcache.errors import AttachError
 from diffcache.foreign import cache_name, with_cache
-from diffcache.kv import hf
 from diffcache.kv.hf import versions
 from diffcache.kv.recipe import Recipe
 from tests.kv.tiny import prompts
@@ -56,12 +54,6 @@ def test_caches_are_given_by_the_name_that_a_model_knows(model: Any) -> None:
             assert torch.equal(out, wanted) and used.count == 0
             model(input_ids=given[:, :1], **{str(name): cache})
             assert used.count == 0 and cache.get_seq_length() == given.shape[1] + 3
-
-
-def test_versions_that_lack_what_caches_need_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "5.13.2")
-    with pytest.raises(MissingError, match=r"need transformers 5.14 or newer, and 5.13.2 is inst"):
-        importlib.reload(hf)
 
 
 def test_guesses_that_nobody_announced_are_refused_where_slots_are_dropped(model: Any, monkeypatch) -> None:

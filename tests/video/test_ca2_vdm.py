@@ -11,11 +11,9 @@ from torch.nn import functional
 
 from diffcache.pipelines import ca2_vdm
 from diffcache.pipelines.ca2_vdm import FactorizedSession, FactorizedTransformer, FactorizedVideo
-from diffcache.pipelines.causal_video import CausalVideo
-from diffcache.pipelines.stream_batch import StreamBatch
 from diffcache.video import Ca2VDM, FewSteps, Keep
 from diffcache.video.ca2_vdm import OnePass
-from tests.video.toys import cut_off, wan
+from tests.video.toys import cut_off
 
 CHANNELS, SIZE, HEADS, WIDTH, TEXT = 3, (4, 6), 2, 16, 8
 CHUNK, POLICY = 2, Ca2VDM(queue=6, prefix=3, length=8)
@@ -270,13 +268,3 @@ def test_a_saved_stream_goes_on_to_the_bit_under_its_prompt(tmp_path: Path) -> N
 def passed(count: int, **change: Any) -> Tensor:
     given = {"sample": frames(count), "timestep": torch.ones(1), "history": OnePass(POLICY, 2)}
     return made()(text=text(), **{**given, **change})
-
-
-def test_it_is_refused_where_it_does_not_belong() -> None:
-    video = FactorizedVideo(made(), chunk=CHUNK)
-    with pytest.raises(ValueError, match=r"give the first with take\(\)"):
-        video.session(text(), size=SIZE, policy=POLICY).next()
-    with pytest.raises(ValueError, match="StreamBatch has a cache for every noise level"):
-        StreamBatch(video, text(), size=SIZE, policy=POLICY).next()
-    with CausalVideo(wan(layers=1)) as other, pytest.raises(ValueError, match="FactorizedVideo"):
-        other.session(drawn(1, 5, 32), size=(8, 8), policy=Ca2VDM())

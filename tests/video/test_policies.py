@@ -212,12 +212,3 @@ def test_no_number_ends_with_a_table(video: CausalVideo, policy: VideoPolicy) ->
             layer.seen = start
         films.append(torch.cat([session.next() for _ in range(2)], 2))
     torch.testing.assert_close(*films, atol=1e-4, rtol=1e-4)
-
-
-def test_more_than_a_table_has_is_refused(video: CausalVideo) -> None:
-    narrow = video.session(text(), size=(2, 2))
-    with pytest.raises(ValueError, match="frames=65: the transformer numbers at most 64"):
-        narrow.next(65)
-    with pytest.raises(ValueError, match=r"size=\(2, 130\): is 1 rows and 65 columns of tokens"):
-        video.session(text(), size=(2, 130))
-    assert narrow.next(1).shape[2] == 1

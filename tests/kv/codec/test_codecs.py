@@ -13,7 +13,6 @@ from diffcache.kv.codec.base import Exact, nbytes
 from diffcache.kv.codec.fourier import FourierSigns, real_fourier
 from diffcache.kv.codec.lowrank import LowRank, StaticLowRank, steady_product
 from diffcache.kv.codec.quant import GroupQuant
-from diffcache.kv.codec.residual import Gear
 from diffcache.kv.codec.rotate import ChannelPermute, Hadamard, hadamard, rotatekv
 from diffcache.kv.codec.scaled import balancer
 from diffcache.kv.codec.sparse import BitmapSparse, Outliers
@@ -176,15 +175,6 @@ def test_outliers_equal_a_loop(share: float, length: int, half: int) -> None:
     assert torch.equal(found, wanted)
     turned = Outliers(share, "tokens").encode(x.mT.contiguous()).decode()
     assert torch.equal(turned, wanted.mT)
-
-
-def heavy(*shape: int) -> Tensor:
-    """Numbers with heavy tails of both signs."""
-    return torch.randn(*shape) / torch.rand(*shape).clamp(min=0.02)
-
-
-def error(codec: Gear, x: Tensor) -> float:
-    return float((codec.encode(x).decode() - x).norm())
 
 
 def sylvester(size: int) -> Tensor:

@@ -15,9 +15,8 @@ from diffcache.kv.life.on_request import compress_by_probe, prefill_by_blocks
 from diffcache.kv.merge import Compensation
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes import eviction
-from diffcache.kv.recipes.eviction import epicache, kvzip, prefixkv, snapkv, windowkv
+from diffcache.kv.recipes.eviction import epicache, kvzip, prefixkv, windowkv
 from diffcache.kv.recipes.streaming import razor_attention
-from diffcache.kv.score.most_attention import Asked
 from diffcache.kv.segment import Flat
 from diffcache.kv.store import KVStore
 from tests.kv.eviction.plain import Text
@@ -173,24 +172,6 @@ def test_several_probes_and_heads_of_their_own_size(exact: Any) -> None:
     detach(exact)
     lengths = torch.stack([(layer.read().pos >= 0).sum(-1)[0] for layer in cache.store.layers])
     assert bool((lengths.sum(1) == 24).all()) and len(lengths.unique()) > 1
-
-
-def test_probes_are_checked(exact: Any) -> None:
-    run, ids = forward(exact), prompts(1, 20)["input_ids"][:, 17:]
-    cache = cache_for(exact, snapkv(4, window=2), mode="native")
-    run(ids, cache)
-    with pytest.raises(ValueError, match="needs a recipe that scores by"):
-        compress_by_probe(cache, lambda fork: run(ids, fork))
-    asked = cache_for(exact, epicache(4), mode="native")
-    run(ids, asked)
-    with pytest.raises(ValueError, match="0 probes"):
-        compress_by_probe(asked)
-    with pytest.raises(ValueError, match="without the fork"):
-        compress_by_probe(asked, lambda fork: None)
-    with pytest.raises(ValueError, match="compress_by_probe"):
-        asked.store.compress()
-    detach(exact)
-    assert asked.store.recipe.score == Asked()
 
 
 @pytest.mark.parametrize("made", [kvzip(12), epicache(12)], ids=["kvzip", "epicache"])

@@ -44,14 +44,6 @@ def write(store: KVStore, count: int, seed: int, batch: int = 1, size: int = SIZ
         store.attend(layer.index, Query(q, start, size**-0.5))
 
 
-def grid(x: Tensor, axis: int, bits: int = 2) -> Tensor:
-    """Round one group to its grid, as the paper has it."""
-    low, high = x.amin(axis, keepdim=True), x.amax(axis, keepdim=True)
-    scale = ((high - low) / (2**bits - 1)).half().float()
-    low = low.half().float()
-    return ((x - low) / scale).round().clamp(0, 2**bits - 1) * scale + low
-
-
 def small_kivi() -> Recipe:
     return kivi(2, group=GROUP, residual=RESIDUAL)
 

@@ -129,12 +129,6 @@ def test_no_logit_is_above_the_bound_of_its_block() -> None:
     torch.testing.assert_close(exact, logits(query, made(67)))
 
 
-def best(k: Tensor, q: Tensor, free: range, count: int) -> Tensor:
-    """Return the slots of the highest mean logits, sorted, [B, H, count]."""
-    score = torch.einsum("bhgd,bhsd->bhs", q.reshape(B, H, G, D), k[:, :, free.start : free.stop])
-    return score.topk(count).indices.sort(-1).values + free.start
-
-
 def test_the_channels_that_matter_are_found() -> None:
     watch = LabelCalibration()
     k, v, q = (x * 0.1 for x in tokens(60))
