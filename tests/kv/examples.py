@@ -6,11 +6,10 @@ from typing import Any
 
 import torch
 
+from diffcache.kv import Recipe, make_recipe
 from diffcache.kv.learn import lococo as mixing
 from diffcache.kv.learn import locret as retaining
 from diffcache.kv.learn.cskv import Bases
-from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.by_name import make_recipe
 from diffcache.registry import rows_of
 
 Make = Callable[[], Recipe]

@@ -12,11 +12,9 @@ from torch import Tensor
 
 from diffcache.errors import AttachError
 from diffcache.eval.workshop.kv import oracle
+from diffcache.kv import Recipe, a2ats, load, save
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
-from diffcache.kv.life.save import load, save
-from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.by_name import recipe_function, recipes
-from diffcache.kv.recipes.retrieval import a2ats
 from tests.kv import tiny
 from tests.kv.examples import APART, examples, lossless, variants
 from tests.kv.tiny import SHORT, given, llama, prompts, row, same, second_turn

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from diffcache.foreign import with_cache
-from diffcache.kv import cache_for, kivi, rapid, snapkv, triforce
+from diffcache.kv import Recipe, cache_for, kivi, rapid, snapkv, triforce
 from diffcache.kv.hf.rapid import overlap
-from diffcache.kv.recipe import Recipe
 from tests.kv.tiny import GREEDY, llama
 
 IDS = torch.randint(3, 250, (1, 120), generator=torch.Generator().manual_seed(1))

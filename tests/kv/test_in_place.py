@@ -9,12 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from diffcache.kv import Recipe, h2o, keyformer, kivi, streaming_llm, tova
 from diffcache.kv import store as store_module
 from diffcache.kv.attend import Query
-from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.eviction import h2o, keyformer, tova
-from diffcache.kv.recipes.quantized import kivi
-from diffcache.kv.recipes.streaming import streaming_llm
 from diffcache.kv.rotary import Rotary
 from diffcache.kv.store import KVStore
 from tests.kv.examples import examples

@@ -10,8 +10,7 @@ import transformers as hf
 
 from diffcache.errors import AttachError
 from diffcache.eval.workshop.kv import oracle
-from diffcache.kv import keydiff, kivi, quest, snapkv
-from diffcache.kv.hf.cache import cache_for, detach
+from diffcache.kv import cache_for, detach, keydiff, kivi, quest, snapkv
 from diffcache.kv.life import save as life
 from tests.kv.tiny import ALL, GREEDY, IDS, ONE, generate, same, zoo
 

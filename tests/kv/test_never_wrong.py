@@ -12,10 +12,8 @@ from transformers.models.llama import modeling_llama
 from diffcache.errors import AttachError, CacheWarning
 from diffcache.eval.workshop.kv import oracle
 from diffcache.foreign import attention_names
-from diffcache.kv import kivi, quest, snapkv, streaming_llm
-from diffcache.kv.hf.cache import cache_for, detach
+from diffcache.kv import Recipe, cache_for, detach, kivi, quest, snapkv, streaming_llm
 from diffcache.kv.hf.refresh import recompute
-from diffcache.kv.recipe import Recipe
 from tests.kv.tiny import ALL, GREEDY, IDS, ONE, generate, llama, prompts, row, same, zoo
 from tests.zoo.language import build
 

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from diffcache.errors import AttachError
 from diffcache.eval.workshop.kv import oracle
-from diffcache.kv import snapkv, streaming_llm, xkv
+from diffcache.kv import cache_for, detach, snapkv, streaming_llm, xkv
 from diffcache.kv.attend import Query, attend
-from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.life import save as life
 from diffcache.kv.positions import Absolute, BlockRelativistic, Cyclic, PositionMap, Refresh, Slot

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from diffcache.eval.workshop.kv import oracle
+from diffcache.kv import Recipe, static_cache_for
 from diffcache.kv.budget import Uniform
-from diffcache.kv.hf import static_cache_for
 from diffcache.kv.hf.static import StaticWindow
 from diffcache.kv.plan import TopK
-from diffcache.kv.recipe import Recipe
 from diffcache.kv.score.recency import Recency
 from diffcache.kv.trigger import EveryStep
 from tests.kv.tiny import GREEDY, gemma, llama, prompts, row, same

@@ -6,13 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from diffcache.kv import Recipe, h2o, kivi, snapkv
 from diffcache.kv.attend import Query, attend, over_groups
 from diffcache.kv.budget import Uniform
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.plan import TopK
-from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.eviction import h2o, snapkv
-from diffcache.kv.recipes.quantized import kivi
 from diffcache.kv.retrieval.quest import Quest
 from diffcache.kv.retrieval.select import asked
 from diffcache.kv.score.attention import Window

@@ -13,9 +13,7 @@ from typer.testing import CliRunner
 from diffcache import cli
 from diffcache.errors import MissingError
 from diffcache.eval.kv.texts import TextModel
-from diffcache.kv.hf.cache import cache_for, detach
-from diffcache.kv.recipes.eviction import snapkv
-from diffcache.kv.recipes.quantized import kivi
+from diffcache.kv import cache_for, detach, kivi, snapkv
 from diffcache.pipelines import fetched
 from tests.kv.tiny import peaked
 

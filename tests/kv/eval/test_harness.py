@@ -11,10 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from diffcache import cli
-from diffcache.kv.hf.cache import cache_for, detach
-from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.eviction import h2o, snapkv
-from diffcache.kv.recipes.quantized import kivi
+from diffcache.kv import Recipe, cache_for, detach, h2o, kivi, snapkv
 from diffcache.pipelines.small.recall import Task, draw
 from diffcache.pipelines.small.recall_llama import words
 

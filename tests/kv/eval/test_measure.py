@@ -8,11 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from diffcache.eval.kv import peer, recall_cost
-from diffcache.kv.hf.cache import cache_for, detach
-from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.eviction import keydiff, kvzip
-from diffcache.kv.recipes.retrieval import quest
-from diffcache.kv.recipes.streaming import streaming_llm
+from diffcache.kv import Recipe, cache_for, detach, keydiff, kvzip, quest, streaming_llm
 from tests.kv.eval.small import CONTEXT, task
 
 

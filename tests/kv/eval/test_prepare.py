@@ -17,13 +17,9 @@ from diffcache.eval.kv.contexts import RecallSamples, TextSamples, Work, seen_by
 from diffcache.eval.kv.recall_cost import KVTask, measure
 from diffcache.eval.kv.stages import lococo, locret
 from diffcache.eval.kv.texts import TextModel, read_texts, windows
-from diffcache.kv.hf.cache import cache_for, detach
-from diffcache.kv.recipes.eviction import compresskv, prefixkv
-from diffcache.kv.recipes.low_rank import cskv
+from diffcache.kv import cache_for, compresskv, cskv, detach, double_sparsity, duo_attention, prefixkv, razor_attention
 from diffcache.kv.recipes.merging import lococo as lococo_recipe
 from diffcache.kv.recipes.merging import locret as locret_recipe
-from diffcache.kv.recipes.retrieval import double_sparsity
-from diffcache.kv.recipes.streaming import duo_attention, razor_attention
 from tests.kv.eval.small import CONTEXT, FACTS, task
 
 SAMPLES = RecallSamples(CONTEXT, FACTS, 4, 2)

@@ -14,11 +14,9 @@ from diffcache.eval.kv import peer, recall_cost, recipe_words
 from diffcache.eval.kv.choose_recipe import candidates, pick
 from diffcache.eval.kv.recipe_words import parse_recipe
 from diffcache.eval.record import ROOT
+from diffcache.kv import Recipe, adakv, keydiff, snapkv, streaming_llm
 from diffcache.kv.learn.cskv import Bases
-from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes import merging
-from diffcache.kv.recipes.eviction import adakv, keydiff, snapkv
-from diffcache.kv.recipes.streaming import streaming_llm
 from diffcache.kv.score.learned import RetainingHeads
 from diffcache.pipelines.small.recall_llama import DIRECTORY
 from tests.kv.eval.small import task

@@ -16,12 +16,8 @@ from diffcache.eval.kv import text_task
 from diffcache.eval.kv.asked import DEPTHS, Asked, Spelled, score
 from diffcache.eval.kv.text_task import CUE, FOLLOWING, TextTask, measure, spans
 from diffcache.eval.kv.texts import TextModel
-from diffcache.kv.hf.cache import cache_for
+from diffcache.kv import Recipe, cache_for, kivi, snapkv, streaming_llm
 from diffcache.kv.hf.questions import feed, read_context
-from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.eviction import snapkv
-from diffcache.kv.recipes.quantized import kivi
-from diffcache.kv.recipes.streaming import streaming_llm
 from diffcache.pipelines.demo import console
 
 CONTEXT = 48

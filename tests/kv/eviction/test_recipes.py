@@ -8,15 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from diffcache.kv import Recipe, epicache, kvzip, prefixkv, razor_attention, windowkv
 from diffcache.kv.attend import Query
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.learn.scalekv import capacities
 from diffcache.kv.life.on_request import compress_by_probe, prefill_by_blocks
 from diffcache.kv.merge import Compensation
-from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes import eviction
-from diffcache.kv.recipes.eviction import epicache, kvzip, prefixkv, windowkv
-from diffcache.kv.recipes.streaming import razor_attention
 from diffcache.kv.segment import Flat
 from diffcache.kv.store import KVStore
 from tests.kv.eviction.plain import Text

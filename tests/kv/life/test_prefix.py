@@ -3,10 +3,7 @@
 import pytest
 import torch
 
-from diffcache.kv.hf.cache import cache_for
-from diffcache.kv.life.prefix import PrefixTree, time_to_live
-from diffcache.kv.recipe import Recipe
-from diffcache.kv.reuse.piece import Piece, cut, joined, lay_out
+from diffcache.kv import Piece, PrefixTree, Recipe, cache_for, cut, joined, lay_out, time_to_live
 from tests.kv.tiny import llama
 
 

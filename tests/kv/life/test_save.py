@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import diffcache.kv
+from diffcache.kv import Recipe, cache_for, snapkv
 from diffcache.kv.attend import Query
 from diffcache.kv.codec.base import Exact, Parts, Payload, TensorCodec, nbytes
 from diffcache.kv.codec.joined_heads import JoinHeads
@@ -28,10 +29,7 @@ from diffcache.kv.codec.residual import Gear
 from diffcache.kv.codec.rotate import ChannelPermute, Hadamard
 from diffcache.kv.codec.scaled import ChannelSeparable
 from diffcache.kv.codec.sparse import BitmapSparse, Outliers
-from diffcache.kv.hf.cache import cache_for
 from diffcache.kv.life.save import CLASSES, SavedCacheError, _class, _digest, load, read, save, write
-from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.eviction import snapkv
 from diffcache.kv.segment import Flat, Segment
 from diffcache.kv.slots import Slots
 from diffcache.kv.store import KVStore

@@ -8,14 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from diffcache.kv import Recipe, cache_for, h2o, pack, snapkv
 from diffcache.kv.attend import Query
 from diffcache.kv.codec.held import Pair
 from diffcache.kv.codec.quant import GroupQuant
-from diffcache.kv.hf.cache import cache_for
-from diffcache.kv.life.prepacking import pack
 from diffcache.kv.life.tiers import Tiers, moved
-from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.eviction import h2o, snapkv
 from diffcache.kv.rotary import Rotary
 from diffcache.kv.segment import Coded, Dense
 from diffcache.kv.slots import Slots

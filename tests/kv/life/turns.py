@@ -8,12 +8,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from diffcache.kv import Recipe, h2o, load, snapkv
 from diffcache.kv.codec.held import Pair
 from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.hf.cache import KVCache, cache_for
-from diffcache.kv.life.save import load
-from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.eviction import h2o, snapkv
 from tests.kv.tiny import GREEDY, llama, prompts, second_turn
 
 _TWO = Recipe("two-bit", codec=Pair(GroupQuant(2, "tokens", 8), GroupQuant(2, "channels", 8), block=8, slide=True))

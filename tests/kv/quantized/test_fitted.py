@@ -4,11 +4,10 @@ from typing import Any
 
 import torch
 
-from diffcache.kv.hf.cache import cache_for, detach
+from diffcache.kv import cache_for, cskv, detach, kv_heads, xquant_latent
 from diffcache.kv.learn import cskv as learn
 from diffcache.kv.learn import kv_heads as heads
 from diffcache.kv.learn.latents import latents
-from diffcache.kv.recipes.low_rank import cskv, kv_heads, xquant_latent
 from tests.kv.tiny import prompts, same, shortly, stock
 
 

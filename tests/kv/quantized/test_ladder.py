@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from diffcache.kernels.pack import unpack
+from diffcache.kv import Recipe, mikv, staircase, zipcache
 from diffcache.kv.attend import Query
 from diffcache.kv.budget import Uniform
 from diffcache.kv.codec.held import Pair
@@ -17,8 +18,6 @@ from diffcache.kv.codec.stairs import BalancedRung, Stair, shifted
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.observe import Observation, observe
 from diffcache.kv.plan import ByAge, Demote, Planner
-from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.quantized import mikv, staircase, zipcache
 from diffcache.kv.score.history import Salience
 from diffcache.kv.score.recency import Recency
 from diffcache.kv.segment import Coded

@@ -6,13 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from diffcache.kv import Recipe, adakv, cache_for, detach, make_recipe, snapkv
 from diffcache.kv.codec.held import Pair
 from diffcache.kv.codec.quant import GroupQuant
-from diffcache.kv.hf.cache import cache_for, detach
 from diffcache.kv.layer import KVLayer
-from diffcache.kv.recipe import Recipe
-from diffcache.kv.recipes.by_name import make_recipe
-from diffcache.kv.recipes.eviction import adakv, snapkv
 from diffcache.kv.retrieval.summary import known
 from diffcache.kv.settings import Size
 from diffcache.registry import rows_of

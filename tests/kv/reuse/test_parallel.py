@@ -6,12 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from diffcache.kv import Piece, Recipe, ape, cut, hydragen
 from diffcache.kv.attend import Query, attend
 from diffcache.kv.hf.cache import KVCache, cache_for
-from diffcache.kv.recipe import Recipe
-from diffcache.kv.reuse.ape import ape
-from diffcache.kv.reuse.hydragen import hydragen
-from diffcache.kv.reuse.piece import Piece, cut
 from diffcache.kv.segment import Traits
 from diffcache.kv.slots import Slots
 from diffcache.kv.view import View

@@ -7,13 +7,11 @@ import torch
 from torch import Tensor
 
 from diffcache.errors import AttachError
+from diffcache.kv import Piece, Recipe, cacheblend, cut, kvshare, pie
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.hf.refresh import recompute
-from diffcache.kv.recipe import Recipe
 from diffcache.kv.refresh import align, most_changed
 from diffcache.kv.reuse.cachecraft import Chunk, cachecraft, chunks_of, to_fix
-from diffcache.kv.reuse.piece import Piece, cut
-from diffcache.kv.reuse.recompute import cacheblend, kvshare, pie
 from tests.kv.tiny import llama
 
 SPACES = ("pre", "post")
