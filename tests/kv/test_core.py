@@ -22,22 +22,20 @@ def drawn(count: int, seed: int = 0, heads: int = H) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def filled(count: int, **settings: Any) -> KVLayer:
-    layer = KVLayer(**settings)
-    layer.write(*drawn(count))
+def filled(count: int, **given: Any) -> KVLayer:
+    layer = KVLayer()
+    layer.write(*drawn(count), **given)
     return layer
 
 
-def asked(count: int, start: int, heads: int = 2 * H, **settings: Any) -> Query:
-    generator = torch.Generator().manual_seed(7)
-    q = torch.randn(B, heads, count, D, generator=generator, dtype=torch.float64)
-    return Query(q, start, D**-0.5, **settings)
+def asked(count: int, start: int, seed: int = 7, **settings: Any) -> Query:
+    return Query(drawn(count, seed, 2 * H)[0], start, D**-0.5, **settings)
 
 
 def plain(query: Query, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    """Attention written out, seen [B, H, n, S]."""
-    groups = query.q.shape[1] // k.shape[1]
-    k, v, seen = (x.repeat_interleave(groups, 1) for x in (k, v, seen))
+    """Attention written out, `seen` of each slot [B, H, S], or of each query [B, H, n, S]."""
+    seen = (seen if seen.dim() == 4 else seen[:, :, None]).expand(*k.shape[:2], -1, -1)
+    k, v, seen = (x.repeat_interleave(2, 1) for x in (k, v, seen))
     logits = (query.q @ k.mT * query.scale).masked_fill(~seen, float("-inf"))
     return logits.softmax(-1) @ v
 

@@ -6,29 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffcache.kv.attend import Query, _seen, attend
+from diffcache.kv.attend import _seen, attend
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.slots import SlotIndex, checked
 from diffcache.kv.view import View
+from tests.kv.test_core import B, H, asked, drawn, filled, plain
 from tests.kv.test_in_place import HostReads
-
-B, H, D = 2, 2, 8
-
-
-def drawn(count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    k, v = torch.randn(2, B, H, count, D, generator=generator, dtype=torch.float64)
-    return k, v
-
-
-def filled(count: int, **given: Any) -> KVLayer:
-    layer = KVLayer()
-    layer.write(*drawn(count), **given)
-    return layer
-
-
-def asked(count: int, start: int, **given: Any) -> Query:
-    return Query(drawn(count, 7)[0], start, D**-0.5, **given)
 
 
 def gapped() -> KVLayer:
@@ -116,8 +99,7 @@ def test_there_is_a_mask_exactly_where_something_is_hidden(made: Any, given: dic
     seen = (whole.pos >= 0) & ((whole.pos <= last) | (not query.causal))
     if query.window is not None:
         seen = seen & (whole.pos > last - query.window)
-    weights = (query.q @ whole.k.mT * query.scale).masked_fill(~seen[:, :, None], float("-inf"))
-    torch.testing.assert_close(out, weights.softmax(-1) @ whole.v, atol=1e-14, rtol=0)
+    torch.testing.assert_close(out, plain(query, whole.k, whole.v, seen), atol=1e-14, rtol=0)
 
 
 def test_metadata_of_new_tokens_take_no_reading() -> None:

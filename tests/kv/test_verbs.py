@@ -12,25 +12,18 @@ from diffcache.kv.budget import Uniform
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.plan import TopK
 from diffcache.kv.retrieval.quest import Quest
-from diffcache.kv.retrieval.select import asked
+from diffcache.kv.retrieval.select import asked as worth
 from diffcache.kv.score.attention import Window
 from diffcache.kv.segment import Coded, Dense, Flat
 from diffcache.kv.slots import Slots, span
 from diffcache.kv.store import KVStore
 from diffcache.kv.tail import Tail
 from diffcache.kv.trigger import Overflow
-
-B, H, G, D = 2, 2, 2, 8
-
-
-def drawn(count: int, seed: int, heads: int = H) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    k, v = torch.randn(2, B, heads, count, D, generator=generator, dtype=torch.float64)
-    return k, v
+from tests.kv.test_core import B, H, asked, drawn, plain
 
 
 def query(count: int, start: int, seed: int = 5, **given: Any) -> Query:
-    return Query(drawn(count, seed, H * G)[0], start, D**-0.5, causal=False, **given)
+    return asked(count, start, seed, causal=False, **given)
 
 
 def step(store: KVStore, count: int, seed: int, **given: Any) -> list[Tensor]:
@@ -40,12 +33,6 @@ def step(store: KVStore, count: int, seed: int, **given: Any) -> list[Tensor]:
         layer.write(*drawn(count, seed + layer.index))
         outs.append(store.attend(layer.index, query(count, layer.seen - count, seed), **given))
     return outs
-
-
-def masked(asked: Query, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-    k, v, seen = (x.repeat_interleave(G, 1) for x in (k, v, seen.expand(B, H, -1)))
-    weights = (asked.q @ k.mT * asked.scale).masked_fill(~seen[:, :, None], float("-inf"))
-    return weights.softmax(-1) @ v
 
 
 @pytest.mark.parametrize("flat", [False, True])
@@ -64,14 +51,14 @@ def test_named_slots_are_what_is_seen_and_the_last_can_be_written(way: str, flat
     assert layer.seen == 20 and layer.tail.loose == 4
     assert any(isinstance(x, Flat) for x in layer.segments) is (flat and way == "of each head")
     ask = query(4, 16)
-    torch.testing.assert_close(attend(ask, layer.views()), masked(ask, k, v, seen), atol=1e-14, rtol=0)
+    torch.testing.assert_close(attend(ask, layer.views()), plain(ask, k, v, seen), atol=1e-14, rtol=0)
     pos = layer.meta()["pos"].expand(B, H, -1)
     mass = torch.arange(B * H * 20.0).view(B, H, 20).gather(2, pos.clamp_min(0).long()) * (pos >= 0)
     assert torch.equal(layer.stats["mass"], mass)
     fresh = drawn(4, 2)
     layer.overwrite(range(layer.held - 4, layer.held), *fresh)
     k[:, :, 16:], v[:, :, 16:] = fresh
-    torch.testing.assert_close(attend(ask, layer.views()), masked(ask, k, v, seen), atol=1e-14, rtol=0)
+    torch.testing.assert_close(attend(ask, layer.views()), plain(ask, k, v, seen), atol=1e-14, rtol=0)
     layer.rollback(4)
     assert layer.seen == 16
     said = ["which=", "which=", "of torch.float32"]
@@ -172,19 +159,19 @@ def test_queries_that_choose_together_read_what_their_mean_chooses() -> None:
     layer.write(k, v)
     chunk = 10
     alone, together = (query(chunk, 30, together=flag) for flag in (False, True))
-    dense = masked(alone, k, v, torch.ones(B, H, 40, dtype=torch.bool))
+    dense = plain(alone, k, v, torch.ones(B, H, 40, dtype=torch.bool))
     torch.testing.assert_close(attend(alone, chooser.views(alone, layer, [layer])), dense, atol=1e-14, rtol=0)
     views = chooser.views(together, layer, [layer])
     always = torch.tensor([0, 1, *range(27, 40)])
     mean = Query(together.q.mean(2, keepdim=True), 30, together.scale)
-    score = over_groups(asked(mean, k), "max")[:, :, 0]
+    score = over_groups(worth(mean, k), "max")[:, :, 0]
     score[..., always] = float("-inf")
     seen = torch.zeros(B, H, 40, dtype=torch.bool)
     seen[..., always] = True
     seen.scatter_(2, score.topk(12 - (len(always) - chunk + 1)).indices, True)
     assert sum(view.slots.width for view in views) == int(seen.sum(-1).amax()) == 21
     out = attend(together, views)
-    torch.testing.assert_close(out, masked(together, k, v, seen), atol=1e-14, rtol=0)
+    torch.testing.assert_close(out, plain(together, k, v, seen), atol=1e-14, rtol=0)
 
 
 def test_a_segment_that_rows_share_is_kept_by_each_row() -> None:

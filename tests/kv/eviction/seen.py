@@ -5,10 +5,8 @@ from torch import Tensor
 
 from diffcache.kv.attend import Query
 from diffcache.kv.observe import Observation
-from diffcache.kv.recipe import Recipe
 from diffcache.kv.slots import Slots
-from diffcache.kv.store import KVStore
-from tests.kv.kvpress_golden import GROUPS, HEADS, LAYERS, SIZE, TOKENS, golden
+from tests.kv.kvpress_golden import LAYERS, golden
 
 
 def observed(
@@ -44,22 +42,3 @@ def golden_score(name: str) -> Tensor:
 def golden_kept(name: str, percent: int) -> Tensor:
     """Return the slots that kvpress keeps at a ratio removed, bool [L, B, H, S]."""
     return golden()[0][f"kept.{name}.{percent}"]
-
-
-def filled(recipe: Recipe, tokens: int = TOKENS, layers: int = 2, dtype=torch.float32, size: int = SIZE, out=False):
-    """Return a store of random tokens that were attended to as a prompt is."""
-    weights = [torch.randn(32, HEADS * GROUPS * size, dtype=dtype) for _ in range(layers)]
-    store = KVStore(layers, recipe, out=weights if out else None)
-    store.begin(tokens)
-    for index in range(layers):
-        feed(store, index, tokens, HEADS, GROUPS, size, dtype)
-    return store
-
-
-def feed(store: KVStore, index: int, tokens: int, heads: int, groups: int, size: int, dtype: torch.dtype) -> Tensor:
-    """Write random tokens to a layer and attend to it."""
-    layer = store.layers[index]
-    start = layer.seen
-    layer.write(*(torch.randn(1, heads, tokens, size, dtype=dtype) for _ in "kv"))
-    q = 2 * torch.randn(1, heads * groups, tokens, size, dtype=dtype)
-    return store.attend(index, Query(q, start, size**-0.5))

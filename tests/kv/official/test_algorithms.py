@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from diffcache.kv.attend import Query
 from diffcache.kv.codec.held import Pair
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.eviction import adakv, cake, h2o, pyramidkv, scalekv, snapkv
@@ -22,58 +21,14 @@ from diffcache.kv.recipes.merging import d2o, elastic_cache, look_m
 from diffcache.kv.recipes.quantized import gear, kivi, rotatekv, zipcache
 from diffcache.kv.recipes.retrieval import double_sparsity, sentence_kv, tidal_decode
 from diffcache.kv.store import KVStore
+from tests.kv.eviction.plain import SIZE, Text
 
-SIZE = 8
 Kept = list[list[list[int]]]  # of each layer and head, the positions that are held
 
 
-class Prompt:
-    """Queries [L, 1, H * G, T, D], keys and values [L, 1, H, T, D] of one text."""
-
-    def __init__(self, tokens: int, layers: int = 1, heads: int = 2, groups: int = 1, seed: int = 0) -> None:
-        drawn = torch.Generator().manual_seed(seed)
-
-        def draw(count: int) -> Tensor:
-            return torch.randn(layers, 1, count, tokens, SIZE, generator=drawn)
-
-        # Layers and heads differ in how sharply they attend.
-        sharp = torch.linspace(1, 4, layers * heads).view(layers, 1, heads, 1, 1)
-        self.q = draw(heads * groups) * sharp.repeat_interleave(groups, 2)
-        self.k, self.v = draw(heads), draw(heads)
-        self.tags: Tensor | None = None  # int32 [T]
-        self.layers, self.heads, self.groups, self.tokens = layers, heads, groups, tokens
-
-    def feed(self, store: KVStore, start: int, stop: int) -> list[Tensor]:
-        """Run one forward over some of the tokens; return the attention of each layer."""
-        store.begin(stop - start)
-        found = []
-        for index, layer in enumerate(store.layers):
-            meta = {} if self.tags is None else {"tag": self.tags[None, None, start:stop]}
-            layer.write(*(x[index, :, :, start:stop] for x in (self.k, self.v)), meta=meta)
-            asked = Query(self.q[index, :, :, start:stop], start, SIZE**-0.5)
-            found.append(store.attend(index, asked))
-        return found
-
-    def after(self, recipe: Recipe, prompt: int | None = None) -> KVStore:
-        """Return a store of a prompt and single tokens, when the next token is about to come."""
-        store = KVStore(self.layers, recipe)
-        first = prompt or self.tokens
-        self.feed(store, 0, first)
-        for token in range(first, self.tokens):
-            self.feed(store, token, token + 1)
-        store.begin(1)
-        return store
-
-    def logits(self, layer: int, mask: bool = True) -> Tensor:
-        """Return the logits of all queries, [H, G, T, T], causal ones."""
-        q = self.q[layer, 0].unflatten(0, (self.heads, self.groups))
-        found = q @ self.k[layer, 0][:, None].mT * SIZE**-0.5
-        late = torch.ones(self.tokens, self.tokens, dtype=torch.bool).triu(1)
-        return found.masked_fill(late, float("-inf")) if mask else found
-
-    def attention(self, layer: int) -> Tensor:
-        """Return causal attention, [H, G, T, T]."""
-        return self.logits(layer).softmax(-1)
+def drawn(tokens: int, layers: int = 1, heads: int = 2, groups: int = 1) -> Text:
+    """Return one text whose layers and heads differ in how sharply they attend."""
+    return Text(tokens, layers=layers, heads=heads, groups=groups, sharp=True)
 
 
 def held(store: KVStore) -> Kept:
@@ -108,11 +63,9 @@ def best(row: list[float], count: int) -> list[int]:
 WINDOW = 8
 
 
-def windowed(
-    text: Prompt, layer: int, kernel: int = 5, pooling: str = "avg", groups: str = "mean"
-) -> list[list[float]]:
+def windowed(text: Text, layer: int, kernel: int = 5, pooling: str = "avg", groups: str = "mean") -> list[list[float]]:
     """Return what the last queries attend to before them: query heads reduced, then pooled."""
-    seen = text.attention(layer)[..., -WINDOW:, :-WINDOW].mean(2)
+    seen = text.attention(layer=layer)[..., -WINDOW:, :-WINDOW].mean(2)
     seen = seen.amax(1) if groups == "max" else seen.mean(1)
     return [pool(row.tolist(), kernel, pooling) for row in seen]
 
@@ -120,7 +73,7 @@ def windowed(
 @pytest.mark.parametrize(("pooling", "groups"), [("avg", "mean"), ("max", "max"), ("avg", "max")])
 def test_official_snapkv(pooling: Any, groups: Any) -> None:
     """Slots kept, with each way of pooling and of reducing query heads."""
-    text = Prompt(70, groups=3)
+    text = drawn(70, groups=3)
     recipe = snapkv(24, window=WINDOW, kernel=5, pooling=pooling, groups=groups)
     tail = list(range(70 - WINDOW, 70))
     scores = windowed(text, 0, 5, pooling, groups)
@@ -134,7 +87,7 @@ def test_official_pyramidkv(tokens: int) -> None:
     130 tokens give steps that are rounded down, 70 a flatter pyramid, 50 the same for all layers.
     """
     layers, size, beta = 5, 40, 20
-    text = Prompt(tokens, layers=layers)
+    text = drawn(tokens, layers=layers)
     found = held(text.after(pyramidkv(size, beta=beta, window=WINDOW, mode="official")))
     spare = size - WINDOW
     least = spare // beta
@@ -167,11 +120,11 @@ def shares(preferences: list[float], size: int, layers: int, room: int) -> list[
 def test_official_cake(size: int) -> None:
     """Budgets and slots kept, of prompts that the code compresses."""
     layers, tokens, tau1, tau2 = 4, 90, 1.6, 0.6
-    text = Prompt(tokens, layers=layers, groups=2)
+    text = drawn(tokens, layers=layers, groups=2)
     found = held(text.after(cake(size, window=WINDOW, gamma=200.0, tau1=tau1, tau2=tau2)))
     preferences, scores = [], []
     for layer in range(layers):
-        seen = text.attention(layer)[..., -WINDOW:, :-WINDOW]
+        seen = text.attention(layer=layer)[..., -WINDOW:, :-WINDOW]
         entropy = -(seen * (seen + 1e-10).log()).sum()
         preferences.append(float(entropy ** (1 / tau1) * seen.var(2).sum() ** (1 / tau2)))
         row = (seen.mean(2) + 200 * seen.var(2)).flatten(0, 1)
@@ -187,7 +140,7 @@ def test_official_cake(size: int) -> None:
 @pytest.mark.parametrize("floor", [0.0, 0.2, 0.5, 0.9])
 def test_official_adakv(floor: float) -> None:
     """Budgets and slots kept, with `safeguard="blend"` over SnapKV pooled as in the code."""
-    text = Prompt(90, heads=4, groups=2)
+    text = drawn(90, heads=4, groups=2)
     base = snapkv(32, window=WINDOW, kernel=7, pooling="max")
     found = held(text.after(adakv(floor=floor, base=base)))
     scores = windowed(text, 0, 7, "max")
@@ -202,9 +155,9 @@ def test_official_adakv(floor: float) -> None:
 
 def test_official_h2o() -> None:
     """Slots kept after the prompt and after every token, one query head to a key-value head."""
-    text, size, prompt = Prompt(60), 12, 40
+    text, size, prompt = drawn(60), 12, 40
     found = held(text.after(h2o(size), prompt=prompt))
-    logits = text.logits(0)[:, 0]
+    logits = text.logits()[:, 0]
     for head in range(2):
         score = logits[head, :prompt, :prompt].softmax(-1).sum(0).tolist()
         slots = list(range(prompt))
@@ -225,12 +178,12 @@ def test_official_scalekv(side: int) -> None:
     """Slots kept of square maps, given the same queries, in `"official"` mode."""
     scales, size = ((2, 2), (side, side)), 40
     earlier, tokens = 4, 4 + side * side
-    text = Prompt(tokens, heads=3)
+    text = drawn(tokens, heads=3)
     store = text.after(scalekv(size, scales=scales, mode="official"), prompt=4 + side * side)
     patch = side // 4
     places = [i * patch + (patch - 1) // 2 for i in range(4)]
     asked = [earlier + row * side + column for row in places for column in places]
-    logits = text.logits(0, mask=False)[:, 0]
+    logits = text.logits(mask=False)[:, 0]
     for head in range(3):
         score = logits[head, asked].sum(0)
         score[asked] = float("-inf")
@@ -256,7 +209,7 @@ def pair(recipe: Recipe) -> Pair:
 def test_official_kivi(bits: int, tokens: int) -> None:
     """Keys and values as read, after a prompt and single tokens."""
     group, rest, prompt = 4, 8, 21
-    text = Prompt(tokens)
+    text = drawn(tokens)
     found = rows(text.after(kivi(bits, group=group, residual=rest), prompt=prompt), 0)
     k, v = text.k[0, 0], text.v[0, 0]
     coded = tokens - tokens % rest
@@ -347,9 +300,9 @@ def split(score: list[float], sinks: int, size: int, recent: int) -> list[int]:
 def test_official_d2o() -> None:
     """Slots kept of a prompt and what they take over, in `"official"` mode."""
     layers, heads, prompt, size = 5, 3, 50, 24
-    text = Prompt(prompt, layers=layers, heads=heads)
+    text = drawn(prompt, layers=layers, heads=heads)
     store = text.after(d2o(size, recent=0.25, mode="official"))
-    mass = [text.attention(layer)[:, 0].sum(1) for layer in range(layers)]
+    mass = [text.attention(layer=layer)[:, 0].sum(1) for layer in range(layers)]
     spread = []
     for column in mass:
         variance = column.var(-1)
@@ -385,10 +338,10 @@ def test_official_d2o() -> None:
 def test_official_elastic_cache() -> None:
     """Slots kept of a prompt and what they take over, in `"official"` mode."""
     prompt, size, sinks = 40, 16, 3
-    text = Prompt(prompt, heads=2)
+    text = drawn(prompt, heads=2)
     recipe = elastic_cache(size, sinks=sinks, recent=1, mode="official")
     store = text.after(recipe)
-    score = text.attention(0)[:, 0].mean(0).sum(0)
+    score = text.attention()[:, 0].mean(0).sum(0)
     order = score[sinks : prompt - 1].argsort()
     forget = prompt - size
     middle = [place + sinks for place, value in enumerate(order.tolist()) if value > forget]
@@ -409,7 +362,7 @@ def test_official_elastic_cache() -> None:
 def test_official_look_m(images: tuple[int, int] | None) -> None:
     """Slots kept and what they take over, by pivot, and with `sinks=4` where nothing has a tag."""
     prompt, size = 50, 20
-    text, recipe = Prompt(prompt, heads=2), look_m(size, sinks=4)
+    text, recipe = drawn(prompt, heads=2), look_m(size, sinks=4)
     image = range(*images) if images else range(0)
     if images:  # all text stays, and images within the budget
         text.tags = torch.tensor([slot in image for slot in range(prompt)], dtype=torch.int32)
@@ -417,7 +370,7 @@ def test_official_look_m(images: tuple[int, int] | None) -> None:
     store = text.after(recipe)
     for h in range(2):
         k = text.k[0, 0, h]
-        score = text.attention(0)[h, 0].sum(0)
+        score = text.attention()[h, 0].sum(0)
         score[list(image)] -= 65516
         kept = split(score.tolist(), 0 if images else 4, size, size // 2)
         if images:
@@ -434,7 +387,7 @@ def test_official_look_m(images: tuple[int, int] | None) -> None:
             torch.testing.assert_close(new[h], merged, rtol=1e-4, atol=1e-5)
 
 
-def last(text: Prompt, recipe: Recipe, prompt: int) -> list[Tensor]:
+def last(text: Text, recipe: Recipe, prompt: int) -> list[Tensor]:
     """Return what the last query of every layer gets, [H, D], tokens coming one by one."""
     store = KVStore(text.layers, recipe)
     edges = [0, prompt, *range(prompt + 1, text.tokens + 1)]
@@ -443,9 +396,9 @@ def last(text: Prompt, recipe: Recipe, prompt: int) -> list[Tensor]:
     return [out[0, :, -1] for out in found]
 
 
-def read(text: Prompt, layer: int, head: int, slots: list[int]) -> Tensor:
+def read(text: Text, layer: int, head: int, slots: list[int]) -> Tensor:
     """Return what the last query gets of some slots."""
-    weight = text.logits(layer)[head, 0, -1, slots].softmax(-1)
+    weight = text.logits(layer=layer)[head, 0, -1, slots].softmax(-1)
     return weight @ text.v[layer, 0, head, slots]
 
 
@@ -459,7 +412,7 @@ def coded(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("bits", [None, 4])
 def test_official_double_sparsity(bits: int | None) -> None:
     """Slots read beside the token itself, one query head to a key-value head."""
-    text, size = Prompt(60, layers=4), 12
+    text, size = drawn(60, layers=4), 12
     channels = ((0, 2, 5), (1, 6, 7))
     found = last(text, double_sparsity((channels,) * 4, size, bits=bits), 50)
     for layer in range(4):
@@ -475,14 +428,14 @@ def test_official_double_sparsity(bits: int | None) -> None:
 
 def test_official_tidal_decode() -> None:
     """Slots read beside the token itself, one query head to a key-value head."""
-    text, size = Prompt(60, layers=5), 12
+    text, size = drawn(60, layers=5), 12
     found = last(text, tidal_decode(size, select=(1, 3)), 50)
     for layer in range(5):
         lead = {2: 1, 4: 3}.get(layer)
         for head in range(2):
             slots = list(range(60))
             if lead is not None:
-                best = text.logits(lead)[head, 0, -1, :-1].topk(size - 1).indices
+                best = text.logits(layer=lead)[head, 0, -1, :-1].topk(size - 1).indices
                 slots = [*best.tolist(), 59]
             torch.testing.assert_close(found[layer][head], read(text, layer, head, slots))
 
@@ -491,7 +444,7 @@ def test_official_tidal_decode() -> None:
 def test_official_sentence_kv(tokens: int) -> None:
     """The query and the order of sentences, without the pruning of the prompt."""
     prompt, sinks, recent, block, size = 48, 2, 4, 8, 24
-    text = Prompt(tokens)
+    text = drawn(tokens)
     tags = torch.zeros(tokens, dtype=torch.int32)
     tags[:prompt] = torch.arange(prompt) // 6 + 1
     recipe = sentence_kv(size, sinks=sinks, recent=recent, block=block)
