@@ -3,12 +3,14 @@
 import gc
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from diffcache.attach.attention import Door, attention_sites
 from diffcache.errors import AttachError
 from diffcache.eval.workshop.kv import oracle
 from diffcache.kv import cache_for, detach, snapkv, streaming_llm, xkv
@@ -18,6 +20,7 @@ from diffcache.kv.life import save as life
 from diffcache.kv.positions import Absolute, BlockRelativistic, Cyclic, PositionMap, Refresh, Slot
 from diffcache.kv.rotary_nd import RotaryND, RotaryTable
 from tests.kv.tiny import GREEDY, IDS, generate, same
+from tests.zoo.catalog import cases
 from tests.zoo.language import build
 
 GRID, UNIT = (2, 3), 6
@@ -161,3 +164,30 @@ def test_gaps_close_on_all_axes_and_images_keep_their_shape() -> None:
     k = torch.randn(1, 2, 10, 6)
     inner = RotaryND(rotary.inv_freq, axes=(0, 1, 2))
     assert torch.equal(rotary.rotate(k, whole), inner.rotate(k, table))
+
+
+def cached(held, site, call):  # over all that a layer holds, the call's rows at `held.rows`
+    q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
+    layer, rows = held.layers[site.layer], held.rows
+    layer.write(k, v) if rows[-1] >= layer.held else layer.overwrite(rows, k, v)
+    q = layer.rotary.rotate(q, rows) if layer.rotary else q
+    return attend(Query(q, 0, call.scale, causal=False), layer.views()).transpose(1, 2)
+
+
+@torch.no_grad()
+def test_a_video_model_with_cached_chunks_is_the_whole():
+    model = cases()["WanTransformer3DModel"].build(0)
+    sites = [site for site in attention_sites(model) if site.kind == "self"]
+    rotary = replace(RotaryND.sections((4, 4, 4)), grid=(3, 4))
+    held = SimpleNamespace(layers=[KVLayer(rotary=rotary) for _ in sites])
+    frames, text, time = torch.randn(2, 4, 6, 6, 8), torch.randn(2, 5, 24), torch.full((2,), 500)
+    ends = torch.tensor([24, 24, 36, 72, 72, 72]).repeat_interleave(12)  # of each token's chunk
+    mask = torch.arange(72) < ends[:, None]
+    with Door(model, SimpleNamespace(attend=lambda _, c: c.attend(*c.rotated(), c.v, mask)), sites):
+        expected = model(frames, time, text)[0].split([2, 1, 3], 2)
+    parts = zip(frames.split([2, 1, 3], 2), torch.arange(72).split([24, 12, 36]), strict=True)
+    with Door(model, SimpleNamespace(attend=lambda *given: cached(held, *given)), sites):
+        for (part, held.rows), wanted in zip(parts, expected, strict=True):
+            model(part + torch.randn_like(part), time, text)  # a denoising step before the last
+            torch.testing.assert_close(model(part, time, text)[0], wanted, rtol=1e-5, atol=1e-5)
+    assert held.layers[3].seen == held.layers[3].held == 72
