@@ -23,6 +23,7 @@ from diffcache import cli, errors
 from diffcache.eval.kv.recall_cost import KVTask
 from diffcache.eval.kv.texts import TextModel
 from diffcache.pipelines import load
+from tests.dllm import test_command
 from tests.kv.eval import small
 from tests.zoo.catalog import cases
 
@@ -79,12 +80,13 @@ FIND = importlib.util.find_spec
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = tmp_path_factory.mktemp("places")
-    for name in ("reader", "recall"):
+    for name in ("reader", "recall", "decoder"):
         (made / name).mkdir()
     (made / "short.txt").write_text("Hello.")
     return {
         "reader": small.save_with_words(made / "reader"),
         "recall": small.save(made / "recall"),
+        "decoder": test_command.save(made / "decoder"),
         "texts": small.texts(made),
         "short": made / "short.txt",
     }

@@ -21,18 +21,9 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast, MaskedLMOutput
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaRMSNorm as RMSNorm
 from transformers.models.llama.modeling_llama import rotate_half as halves_turned
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.float32)
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
 
 
 class LLaDAConfig(PretrainedConfig):
@@ -179,6 +170,7 @@ class DreamConfig(PretrainedConfig):
     def __init__(self, **settings: Any) -> None:
         sizes = dict(hidden_size=32, num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=3)
         sizes |= dict(intermediate_size=48, vocab_size=64, rope_theta=10000.0, rms_norm_eps=1e-6, mask_token_id=63)
+        sizes |= dict(hidden_act="silu", mlp_bias=False)
         super().__init__(**{**sizes, **settings})
 
 
@@ -248,22 +240,11 @@ class DreamSdpaAttention(nn.Module):
         return self.o_proj(out.transpose(1, 2).contiguous().flatten(2)), None, past_key_value
 
 
-class DreamMLP(nn.Module):
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class DreamDecoderLayer(nn.Module):
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__()
         self.self_attn = ATTENTIONS[config.model_type](config, layer_idx)
-        self.mlp = DreamMLP(config)
+        self.mlp = LlamaMLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
@@ -433,8 +414,8 @@ class LLaDA2MoeSparseMoeBlock(nn.Module):
         super().__init__()
         self.count = config.num_experts_per_tok
         self.gate = nn.Linear(config.hidden_size, config.num_experts, bias=False)
-        self.experts = nn.ModuleList(DreamMLP(config) for _ in range(config.num_experts))
-        self.shared_experts = DreamMLP(config)
+        self.experts = nn.ModuleList(LlamaMLP(config) for _ in range(config.num_experts))
+        self.shared_experts = LlamaMLP(config)
 
     def forward(self, x: Tensor) -> Tensor:
         scores = self.gate(x).sigmoid()

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from diffcache.kv import cache_for, cskv, detach, kv_heads, xquant_latent
-from diffcache.kv.hf.cache import detach
 from diffcache.kv.hf.layer_inputs import remat_cache_for
 from diffcache.kv.learn import cskv as learn
 from diffcache.kv.learn import kv_heads as heads
