@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
+from diffcache import cli
 from diffcache.eval.kv.recall_cost import KVTask
 from diffcache.pipelines.small.recall import VOCABULARY
 from tests.kv.tiny import peaked
@@ -54,3 +56,8 @@ def texts(folder: Path, count: int = 6, sentences: int = 20) -> Path:
     file = folder / "texts.txt"
     file.write_text("\n".join(lines), encoding="utf-8")
     return file
+
+
+def call(*words: object) -> Any:
+    """Run `diffcache kv`."""
+    return CliRunner().invoke(cli.app, ["kv", *map(str, words)])

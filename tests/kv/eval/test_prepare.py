@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from typer.testing import CliRunner
 
-from diffcache import cli
 from diffcache.errors import TablesError
 from diffcache.eval.kv import recipe_words, stages
 from diffcache.eval.kv.contexts import RecallSamples, TextSamples, Work, seen_by
@@ -20,7 +18,7 @@ from diffcache.eval.kv.texts import TextModel, read_texts, windows
 from diffcache.kv import cache_for, compresskv, cskv, detach, double_sparsity, duo_attention, prefixkv, razor_attention
 from diffcache.kv.recipes.merging import lococo as lococo_recipe
 from diffcache.kv.recipes.merging import locret as locret_recipe
-from tests.kv.eval.small import CONTEXT, FACTS, task
+from tests.kv.eval.small import CONTEXT, FACTS, call, task
 
 SAMPLES = RecallSamples(CONTEXT, FACTS, 4, 2)
 DIGEST = "0" * 16
@@ -178,10 +176,6 @@ def test_shipped_tables_are_of_the_shipped_model() -> None:
         assert (about["recipe"], about["weights"]) == (name, weights)
         for entries in about["gives"].values():
             assert recipe_words.settings_of(f"{name}#{entries[-1]}", name, weights)
-
-
-def call(*given: object) -> Any:
-    return CliRunner().invoke(cli.app, ["kv", *map(str, given)])
 
 
 def test_the_command_measures_and_says_how_to_take_it(reader: Path, texts: Path, tmp_path: Path) -> None:

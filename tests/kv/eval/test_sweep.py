@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from diffcache import cli, kv
+from diffcache import kv
 from diffcache.errors import TablesError
 from diffcache.eval.kv import peer, recall_cost, recipe_words
 from diffcache.eval.kv.choose_recipe import candidates, pick
@@ -19,7 +18,7 @@ from diffcache.kv.learn.cskv import Bases
 from diffcache.kv.recipes import merging
 from diffcache.kv.score.learned import RetainingHeads
 from diffcache.pipelines.small.recall_llama import DIRECTORY
-from tests.kv.eval.small import task
+from tests.kv.eval.small import call, task
 
 TEXT = """
 context = 33
@@ -73,10 +72,6 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path: Path, folder: Path, monkeypatc
     other = recall_cost.RecipeSweep(task(folder, seed=1), wanted.families)
     recall_cost.run(other, out)
     assert len(asked) == 7  # of another task nothing is kept
-
-
-def call(*words: object) -> Any:
-    return CliRunner().invoke(cli.app, ["kv", *map(str, words)])
 
 
 def test_the_command_prints_a_table_and_writes_a_record(tmp_path: Path, folder: Path) -> None:
@@ -192,11 +187,8 @@ def test_a_choice_on_texts_of_ones_own_is_a_recipe(reader: Path, texts: Path, tm
     made = kv.choose(reader, texts, 0.6, out=out, **given)
     assert made.word == "snapkv:budget=0.4" and made.recipe == snapkv(0.4)
     assert [one.fits for one in made.tried] == [True, False] and made.best is made.tried[0]
-    found = CliRunner().invoke(cli.app, [
-        "kv", "choose", "--model", str(reader), "--texts", str(texts), "--memory", "0.6",
-        "--context", "48", "--samples", "4", "--recipe", "snapkv:budget=0.4",
-        "--recipe", "keydiff:budget=0.9", "--out", str(out),
-    ])  # fmt: skip
+    given = ["--model", reader, "--texts", texts, "--memory", 0.6, "--context", 48, "--samples", 4, "--out", out]
+    found = call("choose", *given, "--recipe", "snapkv:budget=0.4", "--recipe", "keydiff:budget=0.9")
     said = " ".join(found.output.split())
     assert found.exit_code == 0 and "held out" in said
     assert "snapkv:budget=0.4 keeps most within 60% of the memory" in said

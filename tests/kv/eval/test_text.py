@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from diffcache import cli
 from diffcache.errors import AttachError
 from diffcache.eval.kv import text_task
 from diffcache.eval.kv.asked import DEPTHS, Asked, Spelled, score
@@ -19,6 +17,7 @@ from diffcache.eval.kv.texts import TextModel
 from diffcache.kv import Recipe, cache_for, kivi, snapkv, streaming_llm
 from diffcache.kv.hf.questions import feed, read_context
 from diffcache.pipelines.demo import console
+from tests.kv.eval.small import call
 
 CONTEXT = 48
 
@@ -133,10 +132,6 @@ def test_a_question_that_is_known_decides_what_is_kept(reader: Path) -> None:
     seen = raw.store.seen
     assert spelled.aware_hits(model, tokenizer, raw, recipe) == spelled.hits(model, exact, whole)
     assert raw.store.seen == seen  # every question had a fork
-
-
-def call(*given: object) -> Any:
-    return CliRunner().invoke(cli.app, ["kv", *map(str, given)])
 
 
 def test_a_row_that_fails_is_told_and_the_others_go_on(reader: Path, texts: Path, tmp_path: Path) -> None:

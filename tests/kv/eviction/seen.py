@@ -5,8 +5,9 @@ from torch import Tensor
 
 from diffcache.kv.attend import Query
 from diffcache.kv.observe import Observation
+from diffcache.kv.rotary import Rotary
 from diffcache.kv.slots import Slots
-from tests.kv.kvpress_golden import LAYERS, golden
+from tests.kv.kvpress_golden import HEADS, LAYERS, golden
 
 
 def observed(
@@ -27,11 +28,25 @@ def observed(
 
 
 def stored(layer: int, *, window: int = 8, pad: int = 0) -> Observation:
-    """Return what scorers see of a layer of the golden file."""
+    """Return what scorers see of a layer of the golden file, with the rotation of its model."""
     tensors, _ = golden()
     k, v, q = (tensors[name][layer] for name in "kvq")
     wo = tensors["wo"][layer]
-    return observed(k, v, q, window=window, pad=pad, out=wo, layer=layer, layers=LAYERS)
+    seen = observed(k, v, q, window=window, pad=pad, out=wo, layer=layer, layers=LAYERS)
+    seen.slots.meta["rpos"] = (seen.slots.pos - pad).clamp_min(0)  # as a model counts positions of a padded row
+    seen.rotary = Rotary(tensors["inv_freq"])
+    return seen
+
+
+def held(lengths: list[int], tokens: int | None = None, layers: int = 1) -> list[Observation]:
+    """Return layers whose rows hold so many slots, right-aligned, of as many tokens or of `tokens`."""
+    width = max(lengths)
+    pos = torch.arange(width).expand(len(lengths), 1, -1) - (width - torch.tensor(lengths))[:, None, None]
+    pos = pos.clamp_min(-1).to(torch.int32)
+    empty = torch.zeros(len(lengths), HEADS, width, 2)
+    seen = torch.tensor(lengths) if tokens is None else torch.full((len(lengths),), tokens)
+    slots, each = Slots(empty, empty, {"pos": pos}), seen[:, None].expand(-1, HEADS)
+    return [Observation(index, layers, slots, {}, each) for index in range(layers)]
 
 
 def golden_score(name: str) -> Tensor:

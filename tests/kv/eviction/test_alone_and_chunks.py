@@ -7,10 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from diffcache.kv.attend import Query
-from diffcache.kv.observe import Observation
 from diffcache.kv.plan import FixedSlot, Windows
-from diffcache.kv.rotary import Rotary
 from diffcache.kv.score.attention import HeadVote, LastQuery, Mass, PatchCenters, Window, WindowVariance
 from diffcache.kv.score.compactor import Compactor, leverage, standard
 from diffcache.kv.score.history import LowCount, NoisyMass, Recurrence
@@ -18,10 +15,11 @@ from diffcache.kv.score.most_attention import Asked, MaxAttention
 from diffcache.kv.score.recency import Recency
 from diffcache.kv.score.revised import Shared
 from diffcache.kv.score.vectors import KeyDifference, KeyNorm, Lag, NormProduct, ValueNorm
-from diffcache.kv.slots import Slots
 from diffcache.kv.store import KVStore
 from tests.kv.eviction.plain import GROUPS, HEADS, Text, recipe, scores
+from tests.kv.eviction.seen import held, stored
 from tests.kv.kvpress_golden import golden
+from tests.kv.merging import rows
 
 PROMPT = [14, 1, 1, 1]  # tokens of each forward
 TOKENS = sum(PROMPT)
@@ -115,18 +113,7 @@ def test_chosen_heads_vote(heads: Any) -> None:
         assert bool((found[layer][..., before:] == float("inf")).all())
 
 
-LAYERS = range(2)
-
-
-def stored(layer: int) -> Observation:
-    """Return a layer of the golden file, with all its queries."""
-    tensors, _ = golden()
-    k, v, q = (tensors[name][layer] for name in "kvq")
-    place = torch.arange(k.shape[2])[None].expand(len(k), -1)
-    slots = Slots(k, v, {"pos": place[:, None].int(), "rpos": place[:, None].int()})
-    asked = Query(q, 0, 0.25, pos=place)
-    seen = torch.full(k.shape[:2], k.shape[2])
-    return Observation(layer, 2, slots, {}, seen, asked, rotary=Rotary(tensors["inv_freq"]))
+LAYERS, WHOLE = range(2), 79  # of the golden file, and its tokens
 
 
 def close(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
@@ -138,14 +125,14 @@ def close(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_norm_product_is_what_kvpress_computes(layer: int) -> None:
-    found = NormProduct()(stored(layer))
+    found = NormProduct()(stored(layer, window=WHOLE))
     assert bool((found[..., :4] == float("inf")).all()) and bool(found[..., 4:].isfinite().all())
     close(found, golden()[0]["score.cur"][layer], 1e-8)
 
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_leverage_and_chunks_are_what_kvpress_computes(layer: int) -> None:
-    tensors, seen = golden()[0], stored(layer)
+    tensors, seen = golden()[0], stored(layer, window=WHOLE)
     assert seen.rotary is not None
     k = seen.rotary.unrotate(seen.slots.k, seen.slots.rpos)
     every = torch.ones(k.shape[:3], dtype=torch.bool)
@@ -173,7 +160,7 @@ def test_leverage_is_the_diagonal_of_the_projection() -> None:
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_what_a_chunk_lacks_counts_for_nothing(layer: int) -> None:
-    tensors, seen = golden()[0], stored(layer)
+    tensors, seen = golden()[0], stored(layer, window=WHOLE)
     found = Compactor(blend=0, chunk=32, first=0, last=0)(seen)
     q, k, v = (tensors[name][layer] for name in "qkv")
     mass = torch.zeros(v.shape[:3])
@@ -234,26 +221,10 @@ def test_lag_is_what_kvpress_computes() -> None:
 
 
 def test_the_projection_follows_its_seed() -> None:
-    seen = stored(0)
+    seen = stored(0, window=WHOLE)
     one, same, other = (Compactor(attention=0, seed=seed)(seen) for seed in (0, 0, 1))
     assert torch.equal(one, same) and not torch.equal(one, other)
     assert Compactor(attention=0).window == 0 and Compactor(queries=7).window == 7
-
-
-def layer(lengths: list[int], tokens: int = 0) -> Observation:
-    """Return a layer whose rows hold so many slots, right-aligned."""
-    width = max(lengths)
-    place = torch.arange(width).expand(len(lengths), 1, -1)
-    pos = (place - (width - torch.tensor(lengths))[:, None, None]).clamp_min(-1).to(torch.int32)
-    empty = torch.zeros(len(lengths), HEADS, width, 2)
-    seen = torch.full((len(lengths), HEADS), tokens or width)
-    return Observation(0, 1, Slots(empty, empty, {"pos": pos}), {}, seen)
-
-
-def drawn(seen: Observation, seed: int = 0) -> Tensor:
-    shape = seen.slots.k.shape[:3]
-    score = torch.rand(shape, generator=torch.Generator().manual_seed(seed))
-    return score.masked_fill(~seen.valid, float("-inf"))
 
 
 def by_hand(plan: Windows, score: list[float], budget: int) -> list[bool]:
@@ -280,8 +251,8 @@ def by_hand(plan: Windows, score: list[float], budget: int) -> list[bool]:
 @pytest.mark.parametrize("best", [None, 1, 2])
 @pytest.mark.parametrize("budget", [2, 5, 9, 14, 16, 22, 23])
 def test_windows_are_kept_whole(budget: int, best: int | None) -> None:
-    seen = layer([23, 16, 4])
-    score, plan = drawn(seen), Windows(4, 5, best)
+    (seen,) = held([23, 16, 4], 23)
+    score, plan = rows.scores(seen), Windows(4, 5, best)
     budgets = torch.full((3, HEADS), budget).minimum(seen.lengths)
     keep = plan(score, budgets, seen) == 0
     for row, length in enumerate([23, 16, 4]):
@@ -295,7 +266,7 @@ def test_windows_are_kept_whole(budget: int, best: int | None) -> None:
 
 @pytest.mark.parametrize(("distance", "gone"), [(1, 11), (4, 8), (12, 0), (25, 0)])
 def test_the_slot_at_a_distance_goes(distance: int, gone: int) -> None:
-    seen = layer([12], tokens=20)
-    score = drawn(seen)
+    (seen,) = held([12], 20)
+    score = rows.scores(seen)
     plan = FixedSlot(distance, 2, 1)(score, torch.full((1, HEADS), 11), seen)
     assert plan[0].eq(-1).nonzero()[:, 1].tolist() == [gone] * HEADS

@@ -13,8 +13,7 @@ from diffcache.kv.budgets.layers import Arithmetic, CDFLevel, EntropyVariance, L
 from diffcache.kv.learn import compresskv, epicache, prefixkv, scalekv
 from diffcache.kv.observe import Observation
 from diffcache.kv.plan import TopK, TwoStage
-from diffcache.kv.slots import Slots
-from tests.kv.eviction.seen import golden_kept, golden_score, observed, stored
+from tests.kv.eviction.seen import golden_kept, golden_score, held, observed, stored
 from tests.kv.kvpress_golden import LAYERS
 
 
@@ -110,18 +109,7 @@ def test_head_table() -> None:
     assert HeadTable(table, 500).allot([], seen)[1].tolist() == [[100, 100]]
 
 
-DEPTH, HEADS = 5, 2
-
-
-def held(lengths: list[int], tokens: int | None = None, layers: int = DEPTH) -> list[Observation]:
-    """Return layers whose rows hold so many slots."""
-    width = max(lengths)
-    pos = torch.arange(width).expand(len(lengths), 1, -1) - (width - torch.tensor(lengths))[:, None, None]
-    pos = pos.clamp_min(-1).to(torch.int32)
-    empty = torch.zeros(len(lengths), HEADS, width, 2)
-    seen = torch.tensor(lengths) if tokens is None else torch.full((len(lengths),), tokens)
-    slots, each = Slots(empty, empty, {"pos": pos}), seen[:, None].expand(-1, HEADS)
-    return [Observation(index, layers, slots, {}, each) for index in range(layers)]
+DEPTH = 5
 
 
 def drawn(seen: list[Observation], seed: int = 0, power: float = 4.0) -> list[Tensor]:
@@ -136,7 +124,7 @@ def drawn(seen: list[Observation], seed: int = 0, power: float = 4.0) -> list[Te
 
 @pytest.mark.parametrize("size", [2, 20, 40, 0.1, 0.83])
 def test_one_level_for_all_layers_holds_what_uniform_holds(size: Any) -> None:
-    seen = held([40, 25])
+    seen = held([40, 25], layers=DEPTH)
     scores = drawn(seen)
     budgets = torch.stack(CDFLevel(size, least=0).allot(scores, seen))
     for row, tokens in enumerate([40, 25]):
@@ -152,7 +140,7 @@ def test_one_level_for_all_layers_holds_what_uniform_holds(size: Any) -> None:
 @pytest.mark.parametrize("size", [3, 24, 0.25])
 @pytest.mark.parametrize("weights", [(), (5.0, 3.0, 1.0, 0.0, 1.0), (1.0, 0.0, 0.0, 0.0, 0.0)])
 def test_tables_share_out_every_slot(size: Any, weights: Any) -> None:
-    seen = held([40, 24])
+    seen = held([40, 24], layers=DEPTH)
     budgets = torch.stack(LayerTable(size, weights).allot(drawn(seen), seen))
     for row, tokens in enumerate([40, 24]):
         one = int(tokens * size + 1e-9) if isinstance(size, float) else size
@@ -179,7 +167,7 @@ def test_the_scale_decides() -> None:
 
 
 def test_shares_are_averaged_over_samples() -> None:
-    seen = held([50])
+    seen = held([50], layers=DEPTH)
     samples = [drawn(seen, seed) for seed in range(3)]
     shares = prefixkv.layer_shares(samples, 0.2)
     one = [prefixkv.layer_shares([sample], 0.2) for sample in samples]

@@ -7,7 +7,6 @@ from diffcache.kv.attend import probabilities
 from diffcache.kv.budgets.layers import EntropyVariance
 from diffcache.kv.observe import Observation
 from diffcache.kv.plan import TopK, TwoStage
-from diffcache.kv.rotary import Rotary
 from diffcache.kv.score.attention import LastQuery, Mass, Window, WindowVariance
 from diffcache.kv.score.base import Score
 from diffcache.kv.score.expected_attention import Expected
@@ -87,22 +86,13 @@ def test_the_first_stage_has_at_least_one_slot_and_infinite_scores_stay() -> Non
     assert plan.tolist() == [-1, -1, -1, 0, 0, 0]
 
 
-def to_come(layer: int, pad: int = 0) -> Observation:
-    """Return a layer of the file with all its queries and the rotation of its model."""
-    seen = stored(layer, window=TOKENS, pad=pad)
-    rpos = (seen.slots.pos - pad).clamp_min(0)
-    seen.slots.meta["rpos"] = rpos  # as a model counts positions of a padded row
-    seen.rotary = Rotary(golden()[0]["inv_freq"])
-    return seen
-
-
 @pytest.mark.parametrize("layer", range(LAYERS))
 @pytest.mark.parametrize("name", ["expected_attention", "expected_attention_mean"])
 def test_expected_attention_is_that_of_kvpress(name: str, layer: int) -> None:
     both = name == "expected_attention"
     score = Expected(TOKENS, 512, 4, both, both, 0.02 if both else 0.0)
     for pad in (0, 9):
-        found = score(to_come(layer, pad))[..., pad:]
+        found = score(stored(layer, window=TOKENS, pad=pad))[..., pad:]
         assert found[..., :4].isposinf().all()
         wanted = golden_score(name)[layer][..., 4:]
         torch.testing.assert_close(found[..., 4:], wanted, rtol=1e-4, atol=1e-7)
