@@ -40,7 +40,7 @@ class Setting:
     device: torch.device
     dtype: torch.dtype = torch.float32  # dtype of the models
     # Callback for the progress, given (turns done, turns in all, name of the next)
-    progress: Progress | None = field(default=None, compare=False, repr=False)
+    progress: Progress = field(default=lambda *_: None, compare=False, repr=False)
 
     @property
     def clock(self) -> str:

@@ -53,7 +53,6 @@ CHIPS = {
     "4090": Chip(89, 128, 2.52, 100, 48, 2600, CONSUMER),
     "5090": Chip(120, 170, 2.41, 100, 48, 3000, CONSUMER),
 }
-BY_ARCH = {str(chip.arch): name for name, chip in CHIPS.items() if name != "h100"}
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,6 @@ class Timings:
     cpu_seconds: dict[str, list[float]] = field(default_factory=dict)
     # Contender -> name -> what its turns said besides
     readings: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    warmup: int = 0  # untimed rounds before
     load: float | None = None  # highest load average (one minute) seen, None where the system has none
     cores: int = 1  # processor cores of this process
 
@@ -163,10 +162,9 @@ def measure(contenders: Mapping[str, Call | Turn], rounds: int, warmup: int, set
         raise ValueError(f"rounds={rounds}: must be at least 1")
     if warmup < 0:
         raise ValueError(f"warmup={warmup}: must be 0 or more")
-    progress = setting.progress
     turns = {n: c if isinstance(c, Turn) else Turn(c) for n, c in contenders.items()}
     names = list(turns)
-    timings = Timings(warmup=warmup, load=_load(), cores=cores_here())
+    timings = Timings(load=_load(), cores=cores_here())
     for name in names:
         timings.seconds[name], timings.cpu_seconds[name] = [], []
         timings.readings[name] = {}
@@ -174,13 +172,11 @@ def measure(contenders: Mapping[str, Call | Turn], rounds: int, warmup: int, set
     for number in range(rounds + warmup):
         first = number % len(names)
         for place, name in enumerate(names[first:] + names[:first]):
-            if progress is not None:
-                progress(number * len(names) + place, total, name)
+            setting.progress(number * len(names) + place, total, name)
             _take(timings, name, turns[name], setting, number >= warmup)
         loads = (load for load in (timings.load, _load()) if load is not None)
         timings.load = max(loads, default=None)
-    if progress is not None:
-        progress(total, total, "")
+    setting.progress(total, total, "")
     return timings
 
 

@@ -206,8 +206,7 @@ def measure(setting: Setting, *, rounds: int = 30) -> dict[str, Any]:
     limits = ceilings(setting.device, tiny)
     rows, cases = [], all_cases()
     for number, case in enumerate(cases):
-        if setting.progress is not None:
-            setting.progress(number, len(cases), f"{case.operator}, {case.model}")
+        setting.progress(number, len(cases), f"{case.operator}, {case.model}")
         rows.append(row(case, setting.device, rounds, limits))
     return {
         "shapes": {"calls": CALLS},

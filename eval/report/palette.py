@@ -125,10 +125,9 @@ def legend_columns(names: Sequence[str], width: float) -> int:
     return max(1, min(len(names), 4, int(width / (0.078 * longest + 0.62))))
 
 
-def short(name: str, most: int = 44) -> str:
+def short(name: str) -> str:
     """Return a name cut in its middle to fit a label; a `$` in it is escaped, so that it starts no formula."""
-    half = (most - 1) // 2
-    cut = name if len(name) <= most else f"{name[:half]}…{name[-half:]}"
+    cut = name if len(name) <= 44 else f"{name[:21]}…{name[-21:]}"
     return " ".join(cut.split()).replace("$", r"\$")
 
 

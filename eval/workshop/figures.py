@@ -71,10 +71,10 @@ GPU = "NVIDIA"
 PAGES = ("kv.page", "method_page", "dllm.page", "kernels.page", "video.page", "shipped.cards", "shipped.telling_page")
 
 
-def models(folder: Path = FOLDER) -> list[str]:
+def models() -> list[str]:
     """Return the names of the models that have a sweep."""
     start, end = NAME.split("{}")
-    return sorted(path.stem.removeprefix(start).removesuffix(end) for path in folder.glob(NAME.format("*") + ".toml"))
+    return sorted(path.stem.removeprefix(start).removesuffix(end) for path in FOLDER.glob(NAME.format("*") + ".toml"))
 
 
 def missing_tables(sweep: Path) -> list[tuple[str, dict[str, Any], Path]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import multiprocessing
 import sys
 import time
@@ -10,9 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-import torch
 import typer
-from torch import nn
 
 from diffcache.eval.record import commit
 from diffcache.files import read_json, write_json
@@ -57,15 +54,6 @@ class Parts:
         if self.file is not None:
             self.file.unlink(missing_ok=True)
         return {name: part["commit"] for name, part in self.found.items()}
-
-
-def digest_of(model: nn.Module) -> str:
-    """Return a short digest of a model's weights, by name, shape and value."""
-    found = hashlib.sha256()
-    for name, weight in sorted(model.state_dict().items()):
-        found.update(f"{name} {list(weight.shape)} {weight.dtype}".encode())
-        found.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return found.hexdigest()[:16]
 
 
 def run_each(

@@ -18,10 +18,11 @@ from torch import Tensor
 from diffcache.eval.cost.interleave import Call, Turn, summary
 from diffcache.eval.cost.interleave import measure as take_turns
 from diffcache.eval.record import Setting
+from diffcache.eval.runs.task import directory_sha256
 from diffcache.eval.workshop.bench.runner import by_thirds
-from diffcache.eval.workshop.parts import Parts, digest_of
+from diffcache.eval.workshop.parts import Parts
 from diffcache.eval.workshop.small.sticker_causal import CHUNK
-from diffcache.eval.workshop.video.rollouts import EVERY, SIZE, Rollouts, held_sentences
+from diffcache.eval.workshop.video.rollouts import DIRECTORY, EVERY, SIZE, Rollouts, held_sentences
 from diffcache.eval.workshop.video.rows import ROWS, Row
 from diffcache.pipelines.causal_video import CausalVideo
 from diffcache.pipelines.stream_batch import StreamBatch
@@ -50,10 +51,8 @@ def measure(
     if rounds < 3 or samples < 2:
         raise ValueError(f"rounds={rounds}, samples={samples}: must be at least 3 and 2")
     rollouts = Rollouts(held_sentences(samples), setting)
-    model = rollouts.pipe.transformer
-    kept = Parts(
-        unfinished, {"samples": samples, "length": length, "dtype": str(setting.dtype), "model": digest_of(model)}
-    )
+    about = {"samples": samples, "length": length, "dtype": str(setting.dtype)}
+    kept = Parts(unfinished, about | {"model": directory_sha256(DIRECTORY)})
     found = rollouts.table(rows, length, kept, setting.progress)
     text = rollouts.text[:1]
     with rollouts.video() as video:

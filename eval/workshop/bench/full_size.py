@@ -34,7 +34,6 @@ from diffcache.features.interval import Interval
 from diffcache.features.taylorseer import TaylorSeer
 
 STEPS, EVERY = 21, 5
-COMPUTED = -(-STEPS // EVERY)  # 0, 5, 10, ...
 PEERS: dict[str, tuple[str, dict[str, Any]]] = {
     f"diffusers TaylorSeer{' lite' if lite else ''}": ("diffusers/taylorseer", {
         "cache_interval": EVERY, "disable_cache_before_step": 1, "max_order": 1,

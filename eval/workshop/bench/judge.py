@@ -113,8 +113,7 @@ def measure(setting: Setting, *, samples: int = 200, seed: int = 0) -> dict[str,
     """Measure on the CPU how many of `samples` objects of every kind the judge takes for whole."""
     rows = []
     for number, (kind, about) in enumerate(KINDS.items()):
-        if setting.progress is not None:
-            setting.progress(number, len(KINDS), kind)
+        setting.progress(number, len(KINDS), kind)
         found = likenesses(kind, range(samples), seed)
         taken = torch.from_numpy(found >= LEAST_LIKENESS)
         cuts = np.quantile(found, (0.05, 0.5, 0.95)).round(3).tolist()

@@ -136,8 +136,7 @@ def measure(
     for number, factor in enumerate(factors):
         found: dict[str, dict[str, Any]] = {}
         for place, name in enumerate(chosen):
-            if setting.progress is not None:
-                setting.progress(number * len(chosen) + place, len(chosen) * len(factors), name)
+            setting.progress(number * len(chosen) + place, len(chosen) * len(factors), name)
             make = partial(single, name, 1 / factor, whole[:LOOK])
             found[name] = kept.take(f"{factor} {name}", make)
         measured = [name for name in found if "each" in found[name]]

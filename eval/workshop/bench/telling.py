@@ -131,8 +131,7 @@ def measure(
     rows, shown = [], {UNCACHED: base[:SHOWN]}
     for number, (name, factor, method) in enumerate(wanted):
         title = f"{name}, {factor} times"
-        if setting.progress is not None:
-            setting.progress(number, len(wanted), title)
+        setting.progress(number, len(wanted), title)
 
         def make_row(factor: int = factor, method: Method | None = method) -> dict[str, Any]:
             if method is None:

@@ -26,8 +26,9 @@ from diffcache.eval.cost.interleave import Call, Turn, summary
 from diffcache.eval.cost.interleave import measure as take_turns
 from diffcache.eval.metrics.intervals import share_change, share_interval
 from diffcache.eval.record import Progress, Setting, values
+from diffcache.eval.runs.task import directory_sha256
 from diffcache.eval.workshop.dllm.rows import Row, rows
-from diffcache.eval.workshop.parts import Parts, digest_of
+from diffcache.eval.workshop.parts import Parts
 from diffcache.eval.workshop.small.chain import (
     BLOCKS,
     CAUSAL,
@@ -42,6 +43,7 @@ from diffcache.eval.workshop.small.chain import (
 )
 from diffcache.pipelines.diffusion_lm import Answer, DiffusionLM
 from diffcache.pipelines.guide import ModelGuide
+from diffcache.pipelines.shipped_models import MODELS as SHIPPED
 from diffcache.targets import handle_of
 
 BATCH = 8  # of those that are timed, beside one
@@ -109,15 +111,14 @@ def runners(model: str, chosen: Sequence[Row], setting: Setting) -> dict[str, Ru
 
 
 def quality(
-    found: Mapping[str, Runner], model: str, samples: int, kept: Parts, progress: Progress | None
+    found: Mapping[str, Runner], model: str, samples: int, kept: Parts, progress: Progress
 ) -> dict[str, Tensor]:
     """Return whether each answer to the same prompts is right in all of its tokens, bool `[samples]` by row."""
     generator = torch.Generator().manual_seed(HELD_OUT)
     batch = draw(samples, WORLDS[model], generator)
     hits = {}
     for number, (name, runner) in enumerate(found.items()):
-        if progress is not None:
-            progress(number, len(found), name)
+        progress(number, len(found), name)
         hits[name] = torch.tensor(kept.take(f"answers: {name}", partial(_hits, runner, batch)))
     return hits
 
@@ -176,7 +177,7 @@ def measure(
         raise ValueError(f"no model {model!r}; there are {', '.join(MODELS)}")
     samples = samples or FEWER.get(model, SAMPLES)
     chosen = _chosen(model, named)
-    digest = digest_of(load(model, setting.dtype))
+    digest = directory_sha256(SHIPPED / model)
     kept = Parts(unfinished, {"samples": samples, "dtype": str(setting.dtype), "model": digest})
     found = runners(model, chosen, setting)
     hits = quality(found, model, samples, kept, setting.progress)

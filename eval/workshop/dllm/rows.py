@@ -46,12 +46,12 @@ class Row:
         size = block if self.block is None else self.block
         return Schedule(length, size or None, round(length * self.share), window=self.window)
 
-    def sampler(self, seed: int = 0) -> Sampler:
-        """Return how tokens are chosen; the seed is that of orders that are drawn."""
+    def sampler(self) -> Sampler:
+        """Return how tokens are chosen."""
         rule: Rule = Quota() if self.threshold is None else Threshold(self.threshold)
         if self.guided:
             rule = Guided()
-        return Sampler(by=self.by, rule=self.rule or rule, seed=seed)
+        return Sampler(by=self.by, rule=self.rule or rule)
 
 
 def rows(model: str) -> list[Row]:

@@ -235,14 +235,10 @@ def configuration(name: str) -> LlamaConfig:
     )
 
 
-def build_model(name: str, attention: str = "eager") -> LlamaForCausalLM:
-    """Build a model with random weights.
-
-    Args:
-        name: Name of a model, as in `SIZES`.
-        attention: transformers' name of the attention; compiled, eager trains fastest on a CPU.
-    """
-    return LlamaForCausalLM._from_config(configuration(name), attn_implementation=attention)
+def build_model(name: str) -> LlamaForCausalLM:
+    """Build a model of a name, as in `SIZES`, with random weights."""
+    # Compiled, eager attention trains fastest on a CPU.
+    return LlamaForCausalLM._from_config(configuration(name), attn_implementation="eager")
 
 
 def build_tokenizer(world: World) -> PreTrainedTokenizerFast:

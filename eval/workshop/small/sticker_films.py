@@ -100,13 +100,12 @@ def sample_film(
     )
 
 
-def render_film(film: Film, count: int, start: int = 0) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-    """Draw frames of a film.
+def render_film(film: Film, count: int) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+    """Draw the first frames of a film.
 
     Args:
         film: What to draw.
         count: Number of frames.
-        start: Number of the first of them.
 
     Returns:
         Pictures uint8 [F, 64, 64, 3], and where the object is, bool [F, 64, 64].
@@ -115,8 +114,7 @@ def render_film(film: Film, count: int, start: int = 0) -> tuple[NDArray[np.uint
     pictures = np.zeros((count, SIDE, SIDE, 3), np.uint8)
     masks = np.zeros((count, SIDE, SIDE), bool)
     (first,) = film.scene.stickers
-    for index in range(count):
-        frame = start + index
+    for frame in range(count):
         turned = film.sway * np.sin(2 * np.pi * frame / film.period)
         sticker = replace(
             first,
@@ -126,8 +124,8 @@ def render_film(film: Film, count: int, start: int = 0) -> tuple[NDArray[np.uint
             tilt=first.tilt + float(turned),
         )
         picture, cover = put(behind, sticker)
-        pictures[index] = to_bytes(picture)
-        masks[index] = cover > 0.5
+        pictures[frame] = to_bytes(picture)
+        masks[frame] = cover > 0.5
     return pictures, masks
 
 

@@ -32,7 +32,7 @@ from torch.nn import functional
 from diffcache.eval.workshop.small.job import Job, Settings, spread
 from diffcache.eval.workshop.small.shipping import loader
 from diffcache.eval.workshop.small.sticker_autoencoder import CHANNELS, load_autoencoder, to_unit
-from diffcache.eval.workshop.small.sticker_text import TEXT_TOKENS, Encoder, load_text
+from diffcache.eval.workshop.small.sticker_text import TEXT_TOKENS, TEXT_WIDTH, Encoder, load_text
 from diffcache.eval.workshop.small.stickers import Scene, caption, draw_scenes, render, say
 from diffcache.pipelines.shipped_models import MODELS
 
@@ -52,12 +52,8 @@ _WIDTH = 160
 load = loader(FluxPipeline, DIRECTORY, side=CALL["height"])
 
 
-def build_transformer(text_width: int = 64) -> FluxTransformer2DModel:
-    """Build the denoiser: 2 double and 7 single blocks of width 160, adaLN-zero start.
-
-    Args:
-        text_width: Width of the text states and of the pooled vector.
-    """
+def build_transformer() -> FluxTransformer2DModel:
+    """Build the denoiser: 2 double and 7 single blocks of width 160, adaLN-zero start."""
     model = FluxTransformer2DModel(
         patch_size=1,
         in_channels=4 * CHANNELS,
@@ -65,8 +61,8 @@ def build_transformer(text_width: int = 64) -> FluxTransformer2DModel:
         num_single_layers=7,
         attention_head_dim=32,
         num_attention_heads=_WIDTH // 32,
-        joint_attention_dim=text_width,
-        pooled_projection_dim=text_width,
+        joint_attention_dim=TEXT_WIDTH,
+        pooled_projection_dim=TEXT_WIDTH,
         guidance_embeds=False,
         axes_dims_rope=(8, 12, 12),
     )

@@ -22,7 +22,6 @@ from diffcache.eval.workshop.small.film_job import TEXT_TOKENS, FilmJob
 from diffcache.eval.workshop.small.job import Settings, draw_each
 from diffcache.eval.workshop.small.shipping import loader
 from diffcache.eval.workshop.small.sticker_films import Film, sample_film
-from diffcache.eval.workshop.small.sticker_video_autoencoder import TIMES
 from diffcache.pipelines.shipped_models import MODELS
 
 DIRECTORY = MODELS / "sticker-wan"
@@ -39,7 +38,6 @@ CALL: dict[str, Any] = {
 }
 PROMPT_DROPOUT = 0.1
 HELD = 128
-_LATENTS = (FRAMES - 1) // TIMES + 1
 load = loader(WanPipeline, DIRECTORY)
 
 

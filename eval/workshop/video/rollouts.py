@@ -65,13 +65,12 @@ class Rollouts:
         film = torch.cat(made, 2).clamp(-1, 1)
         return ((film + 1) * 127.5).round().permute(0, 2, 3, 4, 1).byte()
 
-    def table(self, rows: Sequence[Row], chunks: int, kept: Parts, progress: Progress | None) -> dict[str, Any]:
+    def table(self, rows: Sequence[Row], chunks: int, kept: Parts, progress: Progress) -> dict[str, Any]:
         """Return the scores of every row's films of `chunks` chunks, by name; rows in `kept` were made before."""
         found: dict[str, Any] = {}
         with self.video() as video:
             for number, row in enumerate(rows):
-                if progress is not None:
-                    progress(number, len(rows), row.name)
+                progress(number, len(rows), row.name)
                 make = partial(self._row, video, row.policy, chunks)
                 found[row.name] = kept.take(f"films: {row.name}", make)
         return found
