@@ -18,7 +18,7 @@ from PIL import Image, ImageDraw, ImageFont
 import diffcache
 from diffcache.eval.cost.clock import DenoiserClock
 from diffcache.eval.cost.interleave import Turn, measure
-from diffcache.eval.record import Progress, Setting
+from diffcache.eval.record import Progress, Setting, untold
 from diffcache.features.base import Method
 from diffcache.pipelines.demo.generate import closeness, decibels
 from diffcache.pipelines.demo.saved import locate, pipeline_of
@@ -153,7 +153,7 @@ class Comparison:
         }
 
 
-def compare(task: Task, method: Method, progress: Progress | None = None) -> Comparison:
+def compare(task: Task, method: Method, progress: Progress = untold) -> Comparison:
     """Draw all pictures, as one batch, with and without the method in turn, both warmed up.
 
     Each side runs three times, so that its median is meaningful. `progress` is called with (runs done, runs in all,

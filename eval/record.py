@@ -33,6 +33,10 @@ _FIELDS: dict[str, Any] = {
 }  # fmt: skip
 
 
+def untold(done: int, total: int, name: str) -> None:
+    """Tell nobody of the progress."""
+
+
 @dataclass(frozen=True)
 class Setting:
     """Device and precision of a measurement, and where its progress is told."""
@@ -40,7 +44,7 @@ class Setting:
     device: torch.device
     dtype: torch.dtype = torch.float32  # dtype of the models
     # Callback for the progress, given (turns done, turns in all, name of the next)
-    progress: Progress = field(default=lambda *_: None, compare=False, repr=False)
+    progress: Progress = field(default=untold, compare=False, repr=False)
 
     @property
     def clock(self) -> str:

@@ -314,28 +314,23 @@ def run(sweep: RecipeSweep, out: Path | None = None, progress: Progress | None =
     weights = weights_digest(sweep.task.directory)
     wanted_rows = {word: parse_row(word, weights) for word in sweep.words() if word not in rows}
     model = sweep.task.load()
-    for word in sweep.words():
-        if word not in rows:
-            row = measure(model, wanted_rows[word], sweep.task, progress)
-            rows[word] = {**row, "name": word}
-            if out is not None:
-                write_record(list(rows.values()), sweep.task, out)
+    for word, row in wanted_rows.items():
+        rows[word] = {**measure(model, row, sweep.task, progress), "name": word}
+        _write(list(rows.values()), sweep, out)
     wanted = [rows[word] for word in sweep.words()]
-    if out is not None:
-        write_record(wanted, sweep.task, out, sweep.families)
+    _write(wanted, sweep, out)
     return wanted
 
 
-def write_record(
-    rows: list[dict[str, Any]], task: KVTask, out: Path, families: Mapping[str, list[str]] | None = None
-) -> None:
+def _write(rows: list[dict[str, Any]], sweep: RecipeSweep, out: Path | None) -> None:
     """Write the measured rows with the task and the setting."""
-    setting = Setting(torch.device("cpu"), DTYPES[task.dtype])
-    shapes, seconds = asdict(task), sum(row["seconds"]["all"] for row in rows)
-    body = {"shapes": {"device": "cpu", **shapes}, "rounds": 1, "seed": task.seed}
+    if out is None:
+        return
+    task, seconds = sweep.task, sum(row["seconds"]["all"] for row in rows)
+    body = {"shapes": {"device": "cpu", **asdict(task)}, "rounds": 1, "seed": task.seed}
     body |= {"seconds": seconds, "rows": rows}
-    body |= {"fingerprint": fingerprint(task), "families": dict(families or {})}
-    write_rows(BENCHMARK, setting, body, out)
+    body |= {"fingerprint": fingerprint(task), "families": dict(sweep.families)}
+    write_rows(BENCHMARK, Setting(torch.device("cpu"), DTYPES[task.dtype]), body, out)
 
 
 def write_rows(benchmark: str, setting: Setting, body: dict[str, Any], out: Path, *libraries: str) -> None:

@@ -12,7 +12,6 @@ import posixpath
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +52,9 @@ class Website:
         ValueError: If a page links to what is not there.
     """
 
-    def __init__(self, root: Path = ROOT) -> None:
-        self.root = root
+    def __init__(self) -> None:
         self.files: dict[str, Path] = {}
-        texts = dict(_texts(root))
+        texts = dict(_texts())
         self._places: dict[str, str] = {}
         for place, (source, _) in texts.items():
             self._places.setdefault(source, place)
@@ -78,7 +76,7 @@ class Website:
                 raise ValueError(f"{source}: a link to {to}, which is not there")
             if target == place:  # the notebook from its page
                 target = posixpath.basename(source)
-                self.files[target] = self.root / source
+                self.files[target] = ROOT / source
             link = posixpath.relpath(target, posixpath.dirname(place) or ".")
             return f"{found['text']}{link}{'#' if anchor else ''}{anchor})"
 
@@ -86,23 +84,23 @@ class Website:
 
     def _place(self, source: str) -> str | None:
         """Return where a file of the repository stands on the site, None where it is not there."""
-        if source in self._places or not (self.root / source).is_file():
+        if source in self._places or not (ROOT / source).is_file():
             return self._places.get(source)
         place = source.removeprefix("docs/")
-        self.files[place] = self.root / source
+        self.files[place] = ROOT / source
         return place
 
 
-def _texts(root: Path) -> Iterator[tuple[str, tuple[str, str]]]:
+def _texts() -> Iterator[tuple[str, tuple[str, str]]]:
     """Yield place of each page -> its file in the repository, if it has one, and its text."""
     named = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
-    named |= {file.name: f"docs/{file.name}" for file in sorted((root / "docs").glob("*.md"))}
-    for file in sorted((root / "assets" / "models").glob("*/README.md")):
-        named[f"models/{file.parent.name}.md"] = file.relative_to(root).as_posix()
+    named |= {file.name: f"docs/{file.name}" for file in sorted((ROOT / "docs").glob("*.md"))}
+    for file in sorted((ROOT / "assets" / "models").glob("*/README.md")):
+        named[f"models/{file.parent.name}.md"] = file.relative_to(ROOT).as_posix()
     for place, source in named.items():
-        text = (root / source).read_text(encoding="utf-8")
+        text = (ROOT / source).read_text(encoding="utf-8")
         yield place, (source, re.sub(r"\A---\n.*?\n---\n", "", text, flags=re.DOTALL))
-    notebook = json.loads((root / "docs" / "tour.ipynb").read_text(encoding="utf-8"))
+    notebook = json.loads((ROOT / "docs" / "tour.ipynb").read_text(encoding="utf-8"))
     yield "tour.md", ("docs/tour.ipynb", "\n\n".join(_cells(notebook)) + "\n")
     yield from ((place, ("", text)) for place, text in _reference())
 
@@ -160,62 +158,29 @@ def _entry(path: str) -> str:
     return f"::: {path}\n    options:\n      heading_level: 2\n"
 
 
-def nav_of(entries: list[Any], places: list[str]) -> list[Any]:
-    """Return the navigation with `folder/*` replaced by the pages of the folder.
-
-    Args:
-        entries: `nav` of `mkdocs.yml`.
-        places: Pages of the site.
-    """
-    found: list[Any] = []
-    for entry in entries:
-        title, value = next(iter(entry.items())) if isinstance(entry, dict) else (None, entry)
-        if isinstance(value, list):
-            found.append({title: nav_of(value, places)})
-        elif value.endswith("/*"):
-            found += [place for place in places if place.startswith(value[:-1])]
-        else:
-            found.append(entry)
-    return found
-
-
-@cache
-def _site() -> Website:
-    return Website()
-
-
-def copy_package(place: Path, root: Path = ROOT) -> None:
-    """Copy the modules of the package, as mkdocstrings follows no links and needs `__init__.py`."""
+def on_startup(command: str, dirty: bool) -> None:
+    """Copy the modules of the package, as mkdocstrings follows no links and needs `__init__.py`; called by mkdocs."""
 
     def left_out(folder: str, names: list[str]) -> list[str]:
         files = [n for n in names if not n.endswith(".py") and Path(folder, n).is_file()]
         return [*files, "__pycache__", "assets", "workshop"]
 
+    place = ROOT / "build" / "package"
     shutil.rmtree(place, ignore_errors=True)
-    shutil.copytree(root / "diffcache", place / "diffcache", ignore=left_out)
+    shutil.copytree(ROOT / "diffcache", place / "diffcache", ignore=left_out)
     for folder in (path for path in place.rglob("*") if path.is_dir()):
         (folder / "__init__.py").touch()
-
-
-def on_startup(command: str, dirty: bool) -> None:
-    """Copy the package for the reference; called by mkdocs."""
-    copy_package(ROOT / "build" / "package")
-
-
-def on_config(config: Any) -> Any:
-    """Complete the navigation; called by mkdocs."""
-    config.nav = nav_of(config.nav, list(_site().pages))
-    return config
 
 
 def on_files(files: Any, config: Any) -> Any:
     """Put pages and files in the place of those of `docs/`; called by mkdocs."""
     from mkdocs.structure.files import File
 
+    site = Website()
     for file in [file for file in files if file.src_dir == config.docs_dir]:  # not the theme's
         files.remove(file)
-    for place, text in _site().pages.items():
+    for place, text in site.pages.items():
         files.append(File.generated(config, place, content=text))
-    for place, path in _site().files.items():
+    for place, path in site.files.items():
         files.append(File.generated(config, place, abs_src_path=str(path)))
     return files
