@@ -21,7 +21,7 @@ from diffcache.eval.runs.evaluate import Plan, start
 from diffcache.eval.runs.ranks import Progress
 from diffcache.eval.runs.task import Case, Task
 from diffcache.eval.workshop.bench import __main__ as bench
-from diffcache.eval.workshop.bench import capacity, decode, full_size, overhead
+from diffcache.eval.workshop.bench import decode, full_size, overhead
 from diffcache.eval.workshop.bench.overhead import Shape
 from diffcache.eval.workshop.bench.runner import Bench, tables, thirds
 from diffcache.eval.workshop.bench.telling import FACTORS, STEPS, computed, magcache
@@ -74,7 +74,7 @@ def test_decode(tmp_path: Path):
 
 
 def test_capacity(tmp_path: Path):
-    body = capacity.measure(SETTING, tokens=9)
+    body = decode.capacity(SETTING, tokens=9)
     found = written("capacity", body, tmp_path)
     stock, *bounded = found["rows"]
     # 512 tokens of the prompt and a third of 9 each time, of one layer

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
 
-from diffcache.foreign import with_cache
+from diffcache.foreign import attention_names, set_attention_names, with_cache
 from diffcache.kv.attend import Query, probabilities
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
+from diffcache.kv.hf.model import decoder_of
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.observe import Observation, observe
 from diffcache.kv.recipe import Recipe
@@ -193,3 +197,16 @@ def observations(cache: KVCache) -> list[Observation]:
     """Return every layer of a cache as scorers see it, without queries."""
     layers = cache.store.layers
     return [observe(layer, len(layers)) for layer in layers]
+
+
+@contextmanager
+def attending(model: Any, name: str, attention: Callable[..., Any]) -> Iterator[None]:
+    """Have a model attend by a function of transformers' form, registered under a name, with the masks of sdpa."""
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, sdpa_mask)
+    before = attention_names(model)
+    decoder_of(model).set_attn_implementation(name)  # type: ignore[operator]
+    try:
+        yield
+    finally:
+        set_attention_names(before)

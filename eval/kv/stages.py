@@ -16,18 +16,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from diffcache.errors import AttachError
-from diffcache.eval.kv.contexts import Prepared, Report, Sample, Work, observations, read, seen_by
+from diffcache.eval.kv.contexts import Prepared, Report, Sample, Work, attending, observations, read, seen_by
 from diffcache.eval.kv.recipe_words import basis_tensors, write_table
 from diffcache.eval.methods import naming
-from diffcache.foreign import attention_names, set_attention_names, with_cache
+from diffcache.foreign import with_cache
 from diffcache.kv.attend import Query, attend
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
-from diffcache.kv.hf.model import attentions, decoder_of
+from diffcache.kv.hf.model import attentions
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.learn import codebook, latents, razor
 from diffcache.kv.learn import compresskv as heads_that_retrieve
@@ -310,9 +308,6 @@ def _read_block(model: Any, noted: KVCache, keys: list[list[Tensor]], ids: Tenso
         keys.append([k[:, :, -new:].clone() for k in read_slots])
 
 
-NAME = "diffcache-gates"
-
-
 def duo_attention(work: Work, *, share: float = 0.5, sinks: int = 4, recent: int = 32, epochs: int = 4) -> Prepared:
     """Return the heads that hold everything, and the gates, trained in `epochs` passes over the contexts.
 
@@ -385,15 +380,8 @@ def _gated(model: Any, gates: dict[int, Tensor], sinks: int, recent: int) -> Ite
         out = mixed_attention(Query(q, 0, scale), slots, gate.to(q.device), sinks, recent)
         return out.transpose(1, 2).contiguous(), None
 
-    decoder: Any = decoder_of(model)
-    before = attention_names(decoder)
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-    decoder.set_attn_implementation(NAME)
-    try:
+    with attending(model, "diffcache-gates", attention):
         yield
-    finally:
-        set_attention_names(before)
 
 
 def lococo(

@@ -23,7 +23,7 @@ from rich.console import Console
 from diffcache.command import Device, Threads, device_of, script
 from diffcache.eval.kernels import timing
 from diffcache.eval.record import FOLDER, ROOT, Setting, write
-from diffcache.eval.workshop.bench import capacity, causal, decode, full_size, judge, kv, overhead, search, telling
+from diffcache.eval.workshop.bench import causal, decode, full_size, judge, kv, overhead, search, telling
 from diffcache.eval.workshop.bench.overhead import Shape
 from diffcache.eval.workshop.bench.runner import Bench, tables
 from diffcache.eval.workshop.dllm import measure as dllm
@@ -48,7 +48,7 @@ BENCHMARKS: dict[str, Bench] = {
             ("-smollm2-4096", "SmolLM2 and 4,096", decode.SMOLLM2, 4096),
         )
     },
-    "capacity": Bench(capacity.measure, "whether time and bytes stay flat for 10,000 tokens", dict(tokens=30)),
+    "capacity": Bench(decode.capacity, "whether time and bytes stay flat for 10,000 tokens", dict(tokens=30)),
     "kernels": Bench(
         timing.measure,
         "every kernel beside plain PyTorch and rivals; on a CPU only whether they are right",

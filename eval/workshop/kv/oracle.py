@@ -12,19 +12,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
-from transformers.masking_utils import sdpa_mask
 
-from diffcache.foreign import attention_names, set_attention_names, with_cache
+from diffcache.eval.kv.contexts import attending
+from diffcache.foreign import with_cache
 from diffcache.kv.attend import Query
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
-from diffcache.kv.hf.model import CacheSetup, decoder_of
+from diffcache.kv.hf.model import CacheSetup
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.store import KVStore
 
 Log = dict[tuple[int, int], Tensor]  # (layer, first position of the queries) -> pos [B, H, S]
-NAME = "oracle"
 
 
 class Full(DynamicCache):  # type: ignore[misc]
@@ -77,14 +76,8 @@ def masked(model: Any, log: Log, setup: CacheSetup, full: Full) -> Iterator[None
                 seen = seen & (torch.arange(key.shape[2]) > start - window)
         return _softmax(query, key, value, seen, kwargs), None
 
-    AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
-    before = attention_names(model)
-    decoder_of(model).set_attn_implementation(NAME)  # type: ignore[operator]
-    try:
+    with attending(model, "oracle", attention):
         yield
-    finally:
-        set_attention_names(before)
 
 
 def run(model: Any, recipe: Recipe, inputs: Any, **settings: Any) -> tuple[Any, KVCache, Log]:
