@@ -24,9 +24,10 @@ from diffcache.eval.workshop.bench import __main__ as bench
 from diffcache.eval.workshop.bench import decode, full_size, overhead
 from diffcache.eval.workshop.bench.overhead import Shape
 from diffcache.eval.workshop.bench.runner import Bench, tables, thirds
-from diffcache.eval.workshop.bench.telling import FACTORS, STEPS, computed, magcache
+from diffcache.eval.workshop.bench.telling import FACTORS, STEPS, magcache
 from diffcache.eval.workshop.parts import Parts
 from diffcache.eval.workshop.shipped.telling_page import RECORD, page
+from diffcache.features.parts.when import steps_of
 from diffcache.files import read_json
 
 SETTING = record.Setting(torch.device("cpu"))
@@ -247,7 +248,7 @@ def test_on_an_accelerator():
 def test_the_gate_computes_as_few_steps_as_the_others(factor: int):
     ratios = [1 + 0.2 / step for step in range(1, STEPS)]
     method = magcache(ratios, factor)
-    steps = computed(method)
+    steps = steps_of(method.parts().when, STEPS)
     assert steps[0] == 0 and 2 <= len(steps) <= -(-STEPS // factor)
     assert len(steps) >= -(-STEPS // factor) - 2  # no coarser than it has to be
 

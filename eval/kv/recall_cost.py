@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from diffcache.kv.view import View
 from diffcache.pipelines.shipped_models import present
 from diffcache.pipelines.small.recall import F0, RecallBatch, Task, draw, filler
 from diffcache.pipelines.small.recall_llama import DIRECTORY, load
+from diffcache.ranges import Count, Settings, Several
 
 SHIPPED = "recall-llama"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -44,7 +45,7 @@ Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
-class KVTask:
+class KVTask(Settings):
     """Task of recall for a model whose cache follows a recipe.
 
     A context with facts is read, the cache is compressed while nobody knows what will be asked,
@@ -55,20 +56,14 @@ class KVTask:
     context: int = 513  # tokens
     facts: int = 64  # number of facts in the context
     queries: int = 4  # number of questions about every context, each asked alone
-    samples: int = 64  # contexts
-    batch: int = 16  # contexts at once
+    samples: Several = 64  # contexts; an interval needs two
+    batch: Count = 16  # contexts at once
     seed: int = 0  # seed of the contexts and questions
-    dtype: str = "bfloat16"  # dtype of the model, and so of an exact cache
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # dtype of the model, and so of an exact cache
 
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype={self.dtype!r}: must be one of {', '.join(DTYPES)}")
-        for name in ("samples", "batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
-        if self.samples < 2:
-            raise ValueError(f"samples={self.samples}: an interval needs at least 2")
-        Task(self.context, self.facts, self.queries)  # checks its own numbers
+    def check(self) -> None:
+        """Raise ValueError unless contexts can be drawn."""
+        Task(self.context, self.facts, self.queries)
 
     @property
     def directory(self) -> Path:

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from diffcache.errors import TablesError
 from diffcache.eval.kv.peer import PREFIX, PressPeer, peer
 from diffcache.eval.methods import naming
 from diffcache.eval.record import ROOT
+from diffcache.files import write_file
 from diffcache.kv.learn.codebook import Codebook
 from diffcache.kv.learn.cskv import Bases
 from diffcache.kv.merging.lococo import MixWeights
@@ -131,11 +132,8 @@ def write_table(file: Path, tensors: Mapping[str, Tensor], about: Mapping[str, A
     `about` are plain values: `kind`, `"table"` or the name of a class; `recipe`, `gives` (setting -> entries)
     and `weights`, see `weights_digest`; how they were found.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_suffix(".part")
     ready = {name: value.contiguous() for name, value in tensors.items()}
-    save_file(ready, part, metadata={"about": json.dumps(dict(about), sort_keys=True)})
-    part.replace(file)
+    write_file(file, save(ready, metadata={"about": json.dumps(dict(about), sort_keys=True)}))
 
 
 def basis_tensors(entry: str, bases: Sequence[Bases]) -> dict[str, Tensor]:

@@ -7,7 +7,6 @@ networks and the definition; intervals are computed from them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from diffcache.eval.metrics import pixels
@@ -25,6 +24,7 @@ from diffcache.eval.metrics.sets import summarized
 from diffcache.eval.runs.extractors import Columns, Extractors
 from diffcache.eval.runs.folder import Batch, CaseFolder
 from diffcache.eval.runs.task import digest
+from diffcache.files import write_file
 from diffcache.psnr import decibels
 
 DEFINITION = 3  # version of the values kept beside samples; raise it when a metric's definition changes
@@ -77,10 +77,7 @@ def kept(path: Path, key: str, compute: Callable[[], Columns]) -> Columns:
         if (file.metadata() or {}).get("key") == key:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     found = {name: column.contiguous() for name, column in compute().items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    save_file(found, beside, {"key": key})
-    os.replace(beside, path)
+    write_file(path, save(found, {"key": key}))
     return found
 
 

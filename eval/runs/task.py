@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from torch import Tensor, nn
 
@@ -20,20 +20,18 @@ from diffcache.eval.runs.peers import Peer
 from diffcache.features.base import Method
 from diffcache.pipelines.demo.saved import check_dtype
 from diffcache.pipelines.load import Loading
+from diffcache.ranges import Count, Range, Settings
 
 Kind = Literal["uncached", "method", "fewer steps"]
 _PACKAGE = Path(diffcache.__file__).parent
 _CODE = ("step.py", "digest.py", "features", "attach", "kernels", "quant")
 _SMALL_BYTES = 1 << 20
 _SOME_VALUES = 64
-
-
-MOST_SAMPLES = 10_000_000
 MOST_SEED = 2**62  # of a generator, with room for those of the batches
 
 
 @dataclass(frozen=True)
-class Task:
+class Task(Settings):
     """Samples that every case of a run draws."""
 
     model: str  # directory of a saved pipeline, name of a shipped model, or a Hugging Face model ID
@@ -41,38 +39,29 @@ class Task:
     prompts: str | tuple[str, ...] = ""
     # Number of samples; sample `i` is drawn from prompt `i` (the list is repeated) and from noise with seed `seed
     # + i`
-    samples: int = 256
-    seed: int = 0  # seed of the first sample
+    samples: Annotated[int, Range(1, 10_000_000)] = 256
+    seed: Annotated[int, Range(0, MOST_SEED)] = 0  # seed of the first sample
     # Prompts a call. Part of what is drawn: a batch is one computation, and a method may decide by its mean.
-    batch_size: int = 8
-    steps: int | None = None  # sampling steps; None is the pipeline's default
+    batch_size: Count = 8
+    steps: Count | None = None  # sampling steps; None is the pipeline's default
     call: Mapping[str, Any] = field(default_factory=dict)  # more arguments of the pipeline's call
     dtype: str = "auto"  # dtype of the model, or `auto` (`diffcache.pipelines.demo.saved.dtype_of`)
     device: str = "auto"  # device of the run: `auto`, or as torch names it
-    threads: int = 1  # CPU threads of torch; they change the order of sums
-    fps: float | None = None  # frames per second of films on disk; None is the pipeline's own
+    threads: Count = 1  # CPU threads of torch; they change the order of sums
+    # Frames per second of films on disk; None is the pipeline's own
+    fps: Annotated[float, Range(0.01, 1000)] | None = None
     loading: Loading = field(default_factory=Loading)  # options for loading the model; a mapping of its fields will do
 
     def __post_init__(self) -> None:
         if isinstance(self.loading, Mapping):
             object.__setattr__(self, "loading", Loading(**self.loading))
-        for name, least in (("samples", 1), ("batch_size", 1), ("threads", 1), ("seed", 0)):
-            if not _is_whole(getattr(self, name), least):
-                raise ValueError(f"{name}={getattr(self, name)!r}: must be at least {least}")
-        for name, most in (("samples", MOST_SAMPLES), ("seed", MOST_SEED)):
-            if getattr(self, name) > most:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at most {most}")
-        if self.steps is not None and not _is_whole(self.steps, 1):
-            raise ValueError(f"steps={self.steps!r}: must be at least 1")
-        if self.fps is not None and not 0.01 <= self.fps <= 1000:
-            raise ValueError(f"fps={self.fps!r}: must be from 0.01 to 1000 frames per second")
+        super().__post_init__()
+
+    def check(self) -> None:
+        """Raise ValueError unless the call has arguments by name, and the dtype is one."""
         if not isinstance(self.call, Mapping):
             raise ValueError(f"call={self.call!r}: must be arguments by name")
         check_dtype(self.dtype)
-
-
-def _is_whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 @dataclass(frozen=True)

@@ -32,9 +32,9 @@ from diffcache.eval.workshop.small.stickers import held_out_captions
 from diffcache.features.base import Method
 from diffcache.features.interval import Interval
 from diffcache.features.magcache import MagCache
+from diffcache.features.parts.when import steps_of
 from diffcache.features.taylorseer import TaylorSeer
 from diffcache.psnr import psnr
-from diffcache.step import Step
 
 STEPS, SEED = 28, 4
 FACTORS = (2, 3, 4, 6, 8)
@@ -60,21 +60,9 @@ def magcache(ratios: Sequence[float], factor: int) -> MagCache:
     """Return MagCache with the least threshold that computes at most one step in `factor`; ValueError if none does."""
     for threshold in np.geomspace(1e-3, 30, 400):
         method = MagCache(threshold=float(f"{threshold:.3g}"), longest=STEPS, retention=0.0, ratios=(1.0, *ratios))
-        if len(computed(method)) <= -(-STEPS // factor):
+        if len(steps_of(method.parts().when, STEPS)) <= -(-STEPS // factor):
             return method
     raise ValueError(f"factor={factor}: no threshold skips as much with these ratios")
-
-
-def computed(method: MagCache) -> list[int]:
-    """Return the steps that MagCache computes, which follow from its ratios alone."""
-    when = method.parts().when
-    state, found = when.init(), []
-    for index in range(STEPS):
-        step = Step(index, total=STEPS)
-        if when.should_compute(state, step, None):
-            when.computed(state, step, None)
-            found.append(index)
-    return found
 
 
 @torch.no_grad()

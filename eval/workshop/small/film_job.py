@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from transformers import T5TokenizerFast, UMT5Config, UMT5EncoderModel
 
@@ -19,6 +19,7 @@ from diffcache.eval.workshop.small.sticker_films import Film, render_film
 from diffcache.eval.workshop.small.sticker_text import TEXT_WIDTH, build_tokenizers, t5_settings
 from diffcache.eval.workshop.small.sticker_video_autoencoder import CHANNELS, load_autoencoder, to_film
 from diffcache.eval.workshop.small.stickers import words
+from diffcache.files import write_file
 
 TEXT_TOKENS = 8
 _PART = 16  # films that are encoded at once
@@ -99,15 +100,12 @@ class FilmJob(Job):
         """
         made_by = weights_digest(self.autoencoder.cpu().parameters())
         self.autoencoder.to(torch.get_default_device())
-        name = f"film-latents-{len(self.films)}-{frames}-{made_by}.safetensors"
-        path = self.folder / name
+        path = self.folder / f"film-latents-{len(self.films)}-{frames}-{made_by}.safetensors"
         if not path.exists():
             kept = {"latents": self._encode(self.films, frames), "held": self._encode(self.held_films, frames)}
             sample = kept["latents"][:2000].float()
             kept["mean"], kept["std"] = sample.mean((0, 2, 3, 4)), sample.std((0, 2, 3, 4))
-            part = path.with_name(f"part-{name}")
-            save_file(kept, part)
-            part.replace(path)  # whole or not at all: another training may wait for it
+            write_file(path, save(kept))  # whole or not at all: another training may wait for it
         kept = load_file(path)
         mean, std = (kept[name].view(1, -1, 1, 1, 1) for name in ("mean", "std"))
         self.autoencoder.register_to_config(
