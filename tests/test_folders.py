@@ -65,14 +65,6 @@ def test_folders_are_paired_by_name(tmp_path: Path) -> None:
     assert folders.pair(one, other) == [(0, 0)]
 
 
-def test_a_link_that_leads_nowhere_is_named(tmp_path: Path) -> None:
-    Image.new("RGB", (8, 8)).save(tmp_path / "0.png")
-    (tmp_path / "1.png").symlink_to(tmp_path / "gone.png")
-    found = folders.open_pictures(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"no picture .*1\.png"):
-        folders.common_size(found)
-
-
 def test_films_are_files_and_folders_of_frames(tmp_path: Path) -> None:
     film = torch.stack([noise(seed=s) for s in range(3)])
     write_clip(tmp_path / "b.mkv", film, 8)
@@ -98,19 +90,6 @@ def test_npz_of_numpy_is_read(tmp_path: Path) -> None:
     assert torch.stack(list(found.pictures([1, 4]))).equal(made[[1, 4]])
 
 
-def test_damaged_npz_is_an_error(tmp_path: Path) -> None:
-    made = torch.stack([noise(seed=s) for s in range(3)])
-    file = save_npz(tmp_path / "a.npz", made)
-    whole = file.read_bytes()
-    file.write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=r"a\.npz cannot be read as \.npz"):
-        folders.open_pictures(file)
-    middle = len(whole) // 2
-    file.write_bytes(whole[:middle] + bytes([whole[middle] ^ 0xFF]) + whole[middle + 1 :])
-    with pytest.raises(ValueError, match=r"a\.npz cannot be read as \.npz.*CRC"):
-        list(folders.open_pictures(file).pictures())
-
-
 def test_npz_pairs_with_npz_only(tmp_path: Path) -> None:
     for name, count in (("a", 3), ("b", 3), ("c", 2)):
         save_npz(tmp_path / f"{name}.npz", torch.stack([noise(seed=s) for s in range(count)]))
@@ -132,15 +111,6 @@ def test_statistics(tmp_path: Path) -> None:
     assert np.allclose(found.mean, mu) and np.allclose(found.cov, sigma)
     np.savez(tmp_path / "b.npz", arr_0=np.zeros((2, 4, 4, 3), np.uint8))
     assert npz.read_statistics(tmp_path / "b.npz") is None
-    skew = sigma + np.triu(np.ones((4, 4)), 1)
-    for arrays, message in (
-        ({"mu": mu[:3], "sigma": sigma}, r"c\.npz: mu \[3\] and sigma \[4, 4\]"),
-        ({"mu": mu * np.nan, "sigma": sigma}, r"c\.npz: mu or sigma holds NaN"),
-        ({"mu": mu, "sigma": skew}, r"c\.npz: sigma must be symmetric"),
-    ):
-        np.savez(tmp_path / "c.npz", **arrays)
-        with pytest.raises(ValueError, match=message):
-            npz.read_statistics(tmp_path / "c.npz")
 
 
 @pytest.mark.parametrize("name", ["a.png", "a.PNG", "a.bmp", "a.tiff", "a.tif"])
@@ -190,23 +160,6 @@ def test_of_sixteen_bits_the_upper_eight_are_kept(shape: tuple[int, ...], tmp_pa
     upper = torch.from_numpy(values >> 8).to(torch.uint8)
     expected = upper.expand(3, 12, 16) if upper.ndim == 2 else upper.permute(2, 0, 1)
     assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("ending", ["png", "jpg", "webp", "bmp", "tif", "flipped.png"])
-def test_a_damaged_picture_is_an_error(ending: str, tmp_path: Path) -> None:
-    file = save(tmp_path / f"cut.{ending}", noise(64, 64))
-    whole, middle = file.read_bytes(), file.stat().st_size // 2
-    flipped = whole[:middle] + bytes([whole[middle] ^ 0xFF]) + whole[middle + 1 :]
-    file.write_bytes(flipped if "flipped" in ending else whole[:middle])
-    with pytest.raises(ValueError, match=rf"cut\.{ending} is damaged or no picture"):
-        clips.read_picture(file)
-
-
-def test_a_film_is_no_picture(tmp_path: Path) -> None:
-    frames = [Image.fromarray(noise(seed=s).permute(1, 2, 0).numpy()) for s in (0, 1)]
-    frames[0].save(tmp_path / "film.webp", save_all=True, append_images=frames[1:])
-    with pytest.raises(ValueError, match=r"film\.webp holds 2 pictures"):
-        clips.read_picture(tmp_path / "film.webp")
 
 
 def test_resizing_scales_the_shorter_side_and_cuts_the_middle() -> None:
@@ -391,29 +344,3 @@ def test_a_gif_is_read(tmp_path: Path) -> None:
     assert film.shape == (3, 3, 5, 9)
     assert [tuple(frame[:, 2, 4].tolist()) for frame in film] == colors
     assert read_fps(path) == 10
-
-
-@pytest.mark.parametrize("ending", [".mp4", ".mkv"])
-@pytest.mark.parametrize("share", [0.1, 0.97])
-def test_a_film_cut_off_anywhere_is_an_error(tmp_path: Path, ending: str, share: float) -> None:
-    path = write_clip(tmp_path / f"a{ending}", clips_noise(12), 8)
-    data = path.read_bytes()
-    path.write_bytes(data[: int(len(data) * share)])
-    with pytest.raises(ValueError, match=r"a\.(mp4|mkv) "):
-        read_clip(path)
-
-
-def test_one_flipped_byte_is_an_error_in_a_film_with_checksums(tmp_path: Path) -> None:
-    path = write_clip(tmp_path / "a.mkv", clips_noise(12), 8)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 255
-    path.write_bytes(data)
-    with pytest.raises(ValueError, match=r"a\.mkv"):
-        read_clip(path)
-
-
-def test_frames_of_different_sizes_are_an_error(tmp_path: Path) -> None:
-    for side in (4, 5):
-        Image.fromarray(np.zeros((side, 4, 3), dtype=np.uint8)).save(tmp_path / f"{side}.png")
-    with pytest.raises(ValueError, match=r"differ.*\(4, 4\), \(5, 4\)"):
-        read_clip(tmp_path)

@@ -74,8 +74,6 @@ def test_classes_are_the_objects_of_the_pictures(drawn):
     named = torch.tensor([OBJECTS.index(scene.stickers[0].name) for scene in drawn[0]])
     assert (found.argmax(1) == named)[torch.tensor(alone)].float().mean() > 0.5
     assert 1 < inception_score(found, splits=1)[0] <= lite.CLASSES
-    with pytest.raises(ValueError, match="must be uint8"):
-        lite.class_probabilities(drawn[1].float())
 
 
 class TestFilms:
@@ -106,15 +104,6 @@ class TestShippedFiles:
         assert hashlib.sha256(file.read_bytes()).hexdigest() == lite.ENTRY["sha256"]
         assert lite.ENTRY["extractor"] == "sticker-features"
         assert sum(one.stat().st_size for one in lite.DIRECTORY.iterdir()) < 1_000_000
-
-    def test_changed_weights_are_refused(self, tmp_path):
-        for name in ("model.safetensors", "config.json"):
-            (tmp_path / name).write_bytes((lite.DIRECTORY / name).read_bytes())
-        broken = bytearray((tmp_path / "model.safetensors").read_bytes())
-        broken[-1] ^= 1
-        (tmp_path / "model.safetensors").write_bytes(broken)
-        with pytest.raises(ValueError, match=r"model.safetensors has sha256 .* train again with"):
-            lite.load(tmp_path)
 
     def test_reference_is_reproduced(self):
         kept = lite.reference()
@@ -149,9 +138,3 @@ class TestCorruptions:
         assert torch.equal(strong, corrupt(pictures, kind, greatest))
         change = [(one.float() - pictures.float()).square().mean() for one in (mild, strong)]
         assert change[0] < change[1]
-
-    def test_errors(self, drawn):
-        with pytest.raises(ValueError, match="unknown kind 'dust'; use one of blur, noise"):
-            corrupt(drawn[1], "dust", 0.1)
-        with pytest.raises(ValueError, match="pass at least 2"):
-            corrupt(drawn[1][:1], "ghost", 0.1)

@@ -93,8 +93,6 @@ def test_the_limit_for_many_samples_is_nearer_the_truth() -> None:
         assert abs(limit - truth) < 0.5 * abs(plain - truth)
         # The last bits of eigenvalues depend on where the memory lies.
         assert limit == pytest.approx(at_infinity(features, reference, seed=0), abs=1e-12)
-    with pytest.raises(ValueError, match="10 samples of 8 features are too few.*need 18"):
-        at_infinity(features[:10], reference)
 
 
 # KID, Inception Score

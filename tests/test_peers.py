@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from diffcache.errors import AttachError, MissingError, UnknownMethodError
+from diffcache.errors import MissingError, UnknownMethodError
 from diffcache.eval.cost.flops import count
 from diffcache.eval.methods import parse_row
 from diffcache.eval.runs import peers
@@ -14,7 +14,7 @@ from diffcache.eval.runs.draw import Drawer
 from diffcache.eval.runs.evaluate import Plan
 from diffcache.eval.runs.folder import batches
 from diffcache.eval.runs.measure import evaluate
-from diffcache.eval.runs.peers import DiffusersCache, mag_ratios_of
+from diffcache.eval.runs.peers import mag_ratios_of
 from diffcache.eval.runs.ranks import Progress
 from diffcache.eval.runs.sweep import read_sweep
 from diffcache.eval.runs.task import Case, Task
@@ -161,11 +161,3 @@ class TestCacheDit:
     def test_a_mask_of_another_length_is_refused(self, drawer: Drawer) -> None:
         with pytest.raises(ValueError, match="made for 9 steps, and the run has 8"):
             draw(drawer, f"{self.MASK}1")
-
-
-def test_a_model_without_such_caches_is_an_error() -> None:
-    drawer = Drawer(Task("sticker-dit", samples=1, steps=2))
-    cache = DiffusersCache("diffusers/first-block", {"threshold": 0.1})
-    refused = pytest.raises(AttachError, match="has no enable_cache; leave this row out")
-    with refused, cache.applied(drawer.pipe):
-        pass

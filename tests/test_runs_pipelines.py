@@ -200,10 +200,3 @@ class TestRefused:
         with pytest.raises(RunError, match=r"cannot draw from prompts.*image must be passed"):
             evaluate(task, tmp_path / "run")
         assert not (tmp_path / "run" / "cases").exists()
-
-    def test_class_numbers_that_are_none(self, tmp_path: Path) -> None:
-        task = saved(tmp_path, "DiTPipeline")
-        file = tmp_path / "classes.txt"
-        file.write_text("7\n1000\n")
-        with pytest.raises(ValueError, match="class numbers from 0 to 999, not '1000'"):
-            evaluate(Task(**{**vars(task), "prompts": str(file)}), tmp_path / "run")

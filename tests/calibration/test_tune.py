@@ -98,8 +98,6 @@ def test_a_goal_that_nothing_meets_says_so(pipe):
     methods = [Combine(Listed((0, 2), STEPS), Taylor(0), site="stack")]
     with pytest.raises(AttachError, match=r"none meets Goal\(.*psnr=99"):
         diffcache.tune(pipe, PROMPTS, psnr=99.0, methods=methods, trials=3, **SETTINGS)
-    with pytest.raises(ValueError, match="trials=0: must be a whole number of at least 1"):
-        diffcache.tune(pipe, PROMPTS, psnr=99.0, methods=methods, trials=0, **SETTINGS)
 
 
 class Landscape:
@@ -305,8 +303,6 @@ def test_samples_may_be_scored_by_lpips_or_by_a_judge(monkeypatch):
     judge = {("a", 0): True, ("a", 51): False, ("b", 51): True, ("c", 102): False, ("c", 0): False, ("d", 102): True}
     right = _score(None, lambda picture, prompt: judge[prompt, int(picture[0, 0, 0])])
     assert right(drawn, plain, prompts) == [0.0, 1.0, 1.0, 1.0]  # spoilt; as it was wrong before
-    with pytest.raises(ValueError, match=r"lpips=0.1: needs pictures, .*float32"):
-        _score(0.1, None)(drawn.float(), plain.float(), prompts)
     assert _score(None, None) is None
 
     def above(least):

@@ -6,10 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
-from diffcache.errors import AttachError
 from diffcache.presets.choose import presets
 from tests.comfyui.node_folder import FOLDER, load
 
@@ -94,18 +92,6 @@ def test_what_is_not_told_falls_back_and_says_so() -> None:
         method, why = CODE.method_for(model, "preset", "", "auto", "as computed")
         assert type(method).__name__ == "TaylorSeer"
         assert words in why
-
-
-@pytest.mark.parametrize(("model", "preset"), [(flux(depth=3), "flux.1-dev/fast"), (wan(40, 40), "flux.1-dev/fast")])
-def test_a_preset_of_another_model_is_refused(model: nn.Module, preset: str) -> None:
-    with pytest.raises(AttachError, match="another model"):
-        CODE.method_for(model, "preset", "", preset, "as computed")
-
-
-def test_a_report_needs_a_cached_model() -> None:
-    bare = SimpleNamespace(get_attachment=lambda key: None)
-    with pytest.raises(AttachError, match="no cache"):
-        REPORT().tell(bare, {"samples": torch.zeros(1)})
 
 
 def test_the_registry_finds_what_it_needs() -> None:

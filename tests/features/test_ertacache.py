@@ -173,28 +173,6 @@ def test_the_model_is_asked_at_the_adjusted_times(flux):
     assert torch.equal(pipe.scheduler.sigmas, nominal)
 
 
-def test_other_schedulers_and_lengths_are_refused_and_told_the_way_out(flux):
-    case, pipe = flux
-    method, _ = method_for(pipe, [2], s2=0.5)
-    with (
-        diffcache.wrapped(pipe, method),
-        pytest.raises(AttachError, match="measured in runs of 8 steps, the scheduler has 9"),
-    ):
-        case.run(pipe, steps=9)
-    with pytest.raises(AttachError, match="bare model has no scheduler.*set time=False"):
-        diffcache.wrap(pipe.transformer, method)
-    sd3 = PIPES["StableDiffusion3Pipeline-heun"].build(0)
-    other, _ = method_for(sd3, [2], s2=0.5)
-    with pytest.raises(AttachError, match="not with FlowMatchHeun.*set time=False"):
-        diffcache.wrap(sd3, other)
-    diffcache.unwrap(diffcache.wrap(sd3, replace(other, time=False)))
-    scheduler = pipe.scheduler
-    pipe.scheduler = type(scheduler).from_config(scheduler.config, stochastic_sampling=True)
-    noisy, _ = method_for(pipe, [2], s2=0.5)
-    with pytest.raises(AttachError, match="with stochastic_sampling; set time=False"):
-        diffcache.wrap(pipe, noisy)
-
-
 def test_a_scheduler_that_cannot_be_adjusted_is_refused_before_a_pass_is_spent():
     case = PIPES["WanPipeline"]
     pipe, calls = case.build(0), []
@@ -204,6 +182,9 @@ def test_a_scheduler_that_cannot_be_adjusted_is_refused_before_a_pass_is_spent()
     with pytest.raises(AttachError, match="not with UniPCMultistep.*set time=False"):
         diffcache.calibrate(pipe, ERTACache(10.0), [prompt], steps=6)
     assert not calls
+    sd3 = PIPES["StableDiffusion3Pipeline-heun"].build(0)
+    method, _ = method_for(sd3, [2], s2=0.5)
+    diffcache.unwrap(diffcache.wrap(sd3, replace(method, time=False)))  # the way out
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 3, 5), (2, 4, 2, 3, 3), (2, 7, 4)])
@@ -316,8 +297,6 @@ def test_outputs_of_other_shapes_are_taken_against_what_they_share():
     assert torch.equal(fitted(more, given), more[:, :4])
     wide = fitted(given, more)
     assert torch.equal(wide[:, :4], given) and not wide[:, 4:].any()
-    with pytest.raises(AttachError, match=r"\[2, 9\] cannot be taken against the sample"):
-        fitted(given, torch.zeros(2, 9))
 
 
 def test_uniform_computes_as_many_steps_at_even_distances():

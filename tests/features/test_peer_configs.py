@@ -164,9 +164,6 @@ def test_configurations_are_methods_for_every_verb() -> None:
     assert steps_of(DiffusersInterval(5, 3, after=11), 13) == (0, 1, 2, 4, 9, 11, 12)
     pipe = pipes()["FluxPipeline"].build(0)
     assert diffcache.expected_bytes(pipe, TaylorSeerCacheConfig())["transformer"] > 0
-    for other in (object(), 3, {"threshold": 0.1}.items()):
-        with pytest.raises(TypeError, match="must be a name.*or a configuration of diffusers"):
-            make_method(other)
 
 
 PEER_CALIBRATION_STEPS = 6

@@ -99,7 +99,7 @@ def test_grids_are_found_where_a_call_speaks_of_them():
 
 
 def test_noise_levels_of_schedulers():
-    from diffusers import DDIMScheduler, EDMEulerScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
+    from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler, UniPCMultistepScheduler
 
     flow = FlowMatchEulerDiscreteScheduler(shift=3.0)
     flow.set_timesteps(5)
@@ -115,10 +115,6 @@ def test_noise_levels_of_schedulers():
     levels = weights_of(ddim)
     assert all(a**2 + b**2 == pytest.approx(1) for a, b in levels)
     assert levels[0][1] > 0.9 and levels[-1][0] > 0.9
-    edm = EDMEulerScheduler()
-    edm.set_timesteps(5)
-    with pytest.raises(AttachError, match="EDMEulerScheduler: neither"):
-        weights_of(edm)
 
 
 PIPES = pipes()
@@ -144,12 +140,6 @@ def test_a_bare_model_is_told_its_noise_levels_as_a_pipeline_is():
     with diffcache.wrapped(model, method) as handle:
         assert computed(handle, sigmas=sigmas) == expected
         assert computed(handle, steps=STEPS, sigmas=sigmas[:-1].tolist()) == expected
-        for wrong in ([2.0], [float("nan")]):
-            with pytest.raises(ValueError, match=r"must be noise levels of flow matching, 0 to 1"):
-                diffcache.run(model, sigmas=wrong)
-        for wrong in ([], [1.0, 0.5]):
-            with pytest.raises(ValueError, match=r"must be one a step, steps=8"):
-                diffcache.run(model, steps=STEPS, sigmas=wrong)
 
 
 def test_comfyui_tells_the_noise_level_in_an_argument():

@@ -133,26 +133,7 @@ def test_missing_films_are_counted_and_a_part_is_refused(tmp_path: Path, info: P
         film_names.require_complete(folder, [p for p in prompts if p.text != "background_consistency 8."], ["scene"])
 
 
-def test_nothing_but_films_may_lie_in_the_folder(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="no folder"):
-        film_names.check_folder(tmp_path / "films")
-    folder = tmp_path / "films"
-    folder.mkdir()
-    with pytest.raises(ValueError, match="holds no film"):
-        film_names.check_folder(folder)
-    (folder / "a-0.mp4").touch()
-    assert [file.name for file in film_names.check_folder(folder)] == ["a-0.mp4"]
-    for name in ("manifest.jsonl", "a-0.preview.mp4"):
-        (folder / name).touch()
-        with pytest.raises(ValueError, match=f"nothing but .mp4 films, but has '{name}'"):
-            film_names.check_folder(folder)
-        (folder / name).unlink()
-
-
-@pytest.mark.parametrize("mark", ["/", "?", "\0"])
-def test_a_prompt_that_is_no_file_name_is_an_error(mark: str) -> None:
-    with pytest.raises(ValueError, match=r"prompt 'a.+b' cannot be a file name.*take it out of the list"):
-        film_names.film_name(f"a{mark}b", 0)
+def test_a_film_is_called_as_its_prompt_as_far_as_names_go() -> None:
     assert film_names.film_name("x" * 210, 24) == "x" * 210 + "-24.mp4"
     assert len(film_names.film_name("x" * 249, 0)) == 255
 
@@ -160,10 +141,6 @@ def test_a_prompt_that_is_no_file_name_is_an_error(mark: str) -> None:
 def test_the_list_of_prompts_is_found_in_the_installed_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("importlib.util.find_spec", lambda name: None)
-        with pytest.raises(FileNotFoundError, match=r"VBench_full_info.json.*github.com/Vchitect"):
-            film_names.find_info()
     (tmp_path / "vbench").mkdir()
     (tmp_path / "vbench" / "__init__.py").write_text("raise ImportError('not to be imported')")
     (tmp_path / "vbench" / film_names.INFO).touch()
@@ -462,14 +439,6 @@ def test_dimensions_are_shared_out_over_gpus(
     assert {call[8] for call in calls(other)} == devices
 
 
-def test_gpus_that_are_not_there_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="--gpus 2: --device must be cuda, not 'cpu'"):
-        driver.DriverJob(Path("films"), Path("out"), device="cpu", gpus=2)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    with pytest.raises(ValueError, match="--gpus 2: .CUDA_VISIBLE_DEVICES names fewer .* '3'"):
-        driver.DriverJob(Path("films"), Path("out"), gpus=2)
-
-
 def test_the_command_runs_vbench(tmp_path: Path, other: Path, run: Any) -> None:
     films = some_films(tmp_path / "films")
     command = [str(films), "--backend", "official", "--device", "cpu", "--json", "-"]
@@ -598,15 +567,6 @@ def test_results_are_read_in_both_forms(tmp_path: Path) -> None:
     (flat / "all_results.json").write_text(json.dumps(named))
     assert suite.read_results(folder) == suite.read_results(flat) == raw
     assert suite.read_results(folder / "scene_eval_results.json") == {"scene": raw["scene"]}
-
-
-def test_results_that_disagree_are_an_error(tmp_path: Path) -> None:
-    for place, value in (("a", 0.5), ("b", 0.25)):
-        (tmp_path / place).mkdir()
-        write(tmp_path / place, "scene", value)
-        (tmp_path / place / "scene_eval_results.json").rename(tmp_path / f"{place}_eval_results.json")
-    with pytest.raises(ValueError, match=r"a_eval.*b_eval.*disagree on scene: 0.5 and 0.25"):
-        suite.read_results(tmp_path)
 
 
 def test_the_command_scores_results(tmp_path: Path, run: Any) -> None:
