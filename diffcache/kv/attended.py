@@ -70,7 +70,8 @@ class Attended:
             float32 [B, H, S], the mean over the query heads of a key-value head.
         """
         query, slots = self.query, self.slots
-        if change is None and self._is_plain and takes(query.q, slots.k, None):
+        is_plain = change is None and query.softcap is None and "logn" not in slots.meta  # logits are products
+        if is_plain and takes(query.q, slots.k, None):
             return self._streamed()
         batch, heads, width = query.q.shape[0], *slots.k.shape[1:3]
         dtype = torch.promote_types(query.q.dtype, torch.float32)
@@ -114,16 +115,28 @@ class Attended:
             part: Queries.
             change: See `sums`.
         """
-        groups = q.shape[2]
+        groups, softcap, meta = q.shape[2], self.query.softcap, self.slots.meta
         found = (q.to(k.dtype) * self.query.scale).flatten(2, 3) @ k.mT
         found = found.unflatten(2, (groups, len(part)))
-        probs = self._hidden(self._changed(found, heads, part, change), heads, part).softmax(-1)
-        if not self._is_causal and not self.sees_all:
+        if softcap is not None:
+            found = softcap * (found / softcap).tanh()
+        if "logn" in meta:
+            many = meta["logn"]
+            many = many[:, heads.start : heads.stop] if many.shape[1] > 1 else many
+            found = found + many[:, :, None, None, : found.shape[-1]].to(found.dtype)
+        if change is not None:
+            found = change(found, heads, part)
+        probs = self._hidden(found, heads, part).softmax(-1)
+        if not self.sees_all and not self._is_causal:
             probs = probs.nan_to_num_(0.0)  # a query that sees nothing
         probs = probs.flatten(2, 3)
-        if self.valid is None and probs.shape[2] < _LEAST:
+        if self.valid is not None:
+            weights = self.valid[:, None, None, part.start : part.stop].to(probs.dtype).repeat(1, 1, 1, groups)
+        elif probs.shape[2] >= _LEAST:
+            weights = probs.new_ones(1, 1, 1, probs.shape[2])
+        else:
             return probs.sum(2)
-        return (self._rows(part, groups, probs) @ probs)[:, :, 0]
+        return (weights @ probs)[:, :, 0]
 
     def counts(self) -> Tensor:
         """Return how many queries could see each slot, float32 [B, 1 or H, S]."""
@@ -153,11 +166,6 @@ class Attended:
         plain = query.mask is None and query.window is None and query.pos is None
         return plain and query.causal and self.view.start is not None
 
-    @property
-    def _is_plain(self) -> bool:
-        """Return whether logits are products and no more."""
-        return self.query.softcap is None and "logn" not in self.slots.meta
-
     def _sizes(self, a_query: int, heads: int) -> tuple[int, int]:
         """Return how many heads and queries are looked at together.
 
@@ -177,16 +185,6 @@ class Attended:
         assert self.view.start is not None
         return min(self.query.start + part.stop - self.view.start, self.slots.width)
 
-    def _changed(self, found: Tensor, heads: range, part: range, change: Change | None) -> Tensor:
-        softcap, meta = self.query.softcap, self.slots.meta
-        if softcap is not None:
-            found = softcap * (found / softcap).tanh()
-        if "logn" in meta:
-            many = meta["logn"]
-            many = many[:, heads.start : heads.stop] if many.shape[1] > 1 else many
-            found = found + many[:, :, None, None, : found.shape[-1]].to(found.dtype)
-        return found if change is None else change(found, heads, part)
-
     def _hidden(self, found: Tensor, heads: range, part: range) -> Tensor:
         """Return logits, -inf where a query does not see a slot."""
         if self.sees_all:
@@ -202,10 +200,3 @@ class Attended:
         pos = pos[:, heads.start : heads.stop] if pos.shape[1] > 1 else pos
         seen = visible(self.query.narrow(part.start, part.stop), pos)
         return found.masked_fill_(~seen[:, :, None], float("-inf"))
-
-    def _rows(self, part: range, groups: int, probs: Tensor) -> Tensor:
-        """Return the weight of each query of a block, [B or 1, 1, 1, G * n]."""
-        if self.valid is None:
-            return probs.new_ones(1, 1, 1, probs.shape[2])
-        weights = self.valid[:, None, None, part.start : part.stop].to(probs.dtype)
-        return weights.repeat(1, 1, 1, groups)
