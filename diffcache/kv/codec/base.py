@@ -99,11 +99,16 @@ class Parts(Payload):
         return self._changed(lambda part: part[index] if isinstance(part, Tensor) else part.rows(index))
 
     def _changed(self: Q, change: Callable[[Any], Any]) -> Q:
-        new = copy(self)
-        for name, part in vars(self).items():
-            if name not in self.fixed and isinstance(part, (Tensor, Payload, SlotTable)):
-                object.__setattr__(new, name, change(part))
-        return new
+        parts = {name: part for name, part in vars(self).items() if name not in self.fixed}
+        kinds = (Tensor, Payload, SlotTable)
+        return _replaced(self, {name: change(part) for name, part in parts.items() if isinstance(part, kinds)})
+
+
+def _replaced(payload: Q, changes: Mapping[str, Any]) -> Q:
+    new = copy(payload)
+    for name, part in changes.items():
+        object.__setattr__(new, name, part)
+    return new
 
 
 def appended(parts: Sequence[Q], **inner: TensorCodec) -> Q:
@@ -119,10 +124,19 @@ def appended(parts: Sequence[Q], **inner: TensorCodec) -> Q:
             changes[name] = torch.cat(each, 2)
         elif isinstance(value, Payload):
             changes[name] = inner[name].join(each)
-    new = copy(parts[0])
-    for name, value in changes.items():
-        object.__setattr__(new, name, value)
-    return new
+    return _replaced(parts[0], changes)
+
+
+def same(one: Payload | Tensor, other: Payload | Tensor) -> bool:
+    """Return whether two tensors or payloads hold the same numbers."""
+    mine, theirs = list(tensors(one)), list(tensors(other))
+    return len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
+
+
+def sharing(parts: Sequence[Q], name: str) -> list[Q]:
+    """Return payloads that refer to one part of a name where they hold the same in it as the first."""
+    lead = getattr(parts[0], name)
+    return [_replaced(part, {name: lead}) if same(lead, getattr(part, name)) else part for part in parts]
 
 
 class TensorCodec(Settings, ABC):

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from diffcache.kernels.move import gather_slots
 from diffcache.kernels.pack import pack, unpack
-from diffcache.kv.codec.base import Parts, Payload, TensorCodec, all_of, checked, work_dtype
+from diffcache.kv.codec.base import Parts, Payload, TensorCodec, all_of, appended, checked, work_dtype
 from diffcache.kv.codec.lowrank import steady_product
 from diffcache.kv.codec.quant import GroupQuant
-from diffcache.kv.codec.table import SlotTable, compact, join_tables, narrow
+from diffcache.kv.codec.table import SlotTable, compact, narrow
 from diffcache.kv.settings import FloatType, Several, Share
 
 
@@ -209,11 +209,4 @@ class RangeSplit(TensorCodec):
 
     def join(self, parts: Sequence[Payload]) -> SplitChannels:
         """Append slots; each keeps the split it was encoded with."""
-        found = all_of(SplitChannels, parts)
-        wide = [part.wide for part in found if part.wide is not None]
-        rest = [part.rest for part in found if part.rest is not None]
-        return SplitChannels(
-            self.wide.join(wide) if wide else None,
-            self.rest.join(rest) if rest else None,
-            join_tables([part.order for part in found]),
-        )
+        return appended(all_of(SplitChannels, parts), wide=self.wide, rest=self.rest)

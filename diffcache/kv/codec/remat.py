@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from diffcache.kv.attend import Query
-from diffcache.kv.codec.base import Parts, Payload, TensorCodec, all_of, work_dtype
+from diffcache.kv.codec.base import Parts, Payload, TensorCodec, all_of, same, work_dtype
 from diffcache.kv.codec.joined_layers import LayersCodec
-from diffcache.kv.codec.shared import same
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.retrieve import Retriever
 from diffcache.kv.slots import Slots

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from diffcache.kv.codec.base import Exact, Parts, Payload, TensorCodec, all_of, appended, checked, work_dtype
-from diffcache.kv.codec.lowrank import Factors
+from diffcache.kv.codec.lowrank import Factors, LowRank
 from diffcache.kv.codec.quant import GroupQuant, Quantized
 from diffcache.kv.codec.sparse import Outliers, Scattered
 from diffcache.kv.codec.table import SlotTable
@@ -137,12 +137,4 @@ class Gear(TensorCodec):
 
     def join(self, parts: Sequence[Payload]) -> Geared:
         """Append slots of every part."""
-        found = all_of(Geared, parts)
-        factors = [part.factors for part in found if part.factors is not None]
-        outliers = [part.outliers for part in found if part.outliers is not None]
-        return replace(
-            found[0],
-            quantized=self.quant.join([part.quantized for part in found]),
-            factors=appended(factors, left=Exact()) if factors else None,
-            outliers=self.sparse.join(outliers) if outliers else None,
-        )
+        return appended(all_of(Geared, parts), quantized=self.quant, factors=LowRank(1), outliers=self.sparse)

@@ -9,19 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from diffcache.kv.codec.base import Exact, Parts, Payload, TensorCodec, all_of, appended, checked, tensors, work_dtype
+from diffcache.kv.codec.base import Exact, Parts, Payload, TensorCodec, all_of, appended, checked, sharing, work_dtype
 from diffcache.kv.codec.joined_heads import JoinedHeads, JoinHeads
 from diffcache.kv.codec.joined_layers import LayersCodec
 from diffcache.kv.codec.lowrank import Factors, LowRank
-from diffcache.kv.codec.quant import GroupQuant, Quantized
+from diffcache.kv.codec.quant import GroupQuant
 from diffcache.kv.codec.table import SlotTable, narrow
 from diffcache.kv.settings import Mode, Share, Size
-
-
-def same(one: Payload, other: Payload) -> bool:
-    """Return whether two payloads hold the same numbers."""
-    mine, theirs = list(tensors(one)), list(tensors(other))
-    return len(mine) == len(theirs) and all(map(torch.equal, mine, theirs))
 
 
 @dataclass(frozen=True)
@@ -43,12 +37,7 @@ class SharedCodes(LayersCodec):
 
     def join(self, layers: Sequence[Sequence[Payload]]) -> list[Payload]:
         """Append, and share the codes that are the same."""
-        joined = [self.inner.join(parts) for parts in layers]
-        return [self._shared(joined[0], each) for each in joined]
-
-    def _shared(self, first: Quantized, other: Quantized) -> Payload:
-        alike = torch.equal(first.codes, other.codes)
-        return replace(other, codes=first.codes) if alike else other
+        return [*sharing([self.inner.join(parts) for parts in layers], "codes")]
 
 
 @dataclass(frozen=True)
@@ -97,16 +86,8 @@ class SharedBasis(LayersCodec):
     def join(self, layers: Sequence[Sequence[Payload]]) -> list[Payload]:
         """Append, and share the coordinates that are the same."""
         joined = [JoinHeads(LowRank(1)).join(parts) for parts in layers]
-        (first, *_) = all_of(JoinedHeads, joined)
-        return [self._shared(first, each) for each in joined]
-
-    def _shared(self, first: JoinedHeads, other: JoinedHeads) -> Payload:
-        lead, factors = first.inner, other.inner
-        assert isinstance(lead, Factors)
-        assert isinstance(factors, Factors)
-        if not same(lead.left, factors.left):
-            return other
-        return replace(other, inner=replace(factors, left=lead.left))
+        factors = sharing(all_of(Factors, [each.inner for each in joined]), "left")
+        return [replace(each, inner=inner) for each, inner in zip(joined, factors, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,9 +165,7 @@ class SharedDirection(LayersCodec):
     def join(self, layers: Sequence[Sequence[Payload]]) -> list[Payload]:
         """Append, and share the directions that are the same."""
         inner = self.inner or Exact()
-        joined = [appended(all_of(Directed, parts), direction=inner) for parts in layers]
-        lead = joined[0].direction
-        return [replace(each, direction=lead) if same(lead, each.direction) else each for each in joined]
+        return [*sharing([appended(all_of(Directed, parts), direction=inner) for parts in layers], "direction")]
 
 
 def slerp(first: Tensor, second: Tensor, angle: Tensor, t: float) -> Tensor:
