@@ -57,10 +57,7 @@ class Compensation(Merger):
         gone = (plan < KEEP) & slots.valid
         if not bool(gone.any()):
             return slots, plan
-        logn = slots.meta.get("logn")
-        if logn is None:
-            logn = torch.zeros(gone.shape, device=gone.device)
-        logn = logn.expand(gone.shape).to(work_dtype(slots.k.dtype))
+        logn = slots.column("logn").expand(gone.shape).to(work_dtype(slots.k.dtype))
         place = torch.arange(gone.shape[-1], device=gone.device)
         host = (place == (place * gone).amax(-1, keepdim=True)) & gone
         weight = logn.masked_fill(~gone, float("-inf"))

@@ -173,8 +173,7 @@ def _merge_coded(layer: KVLayer, seen: Observation, merged: tuple[Slots, Slots],
     before, slots = merged
     changed = (slots.k != before.k).any(-1) | (slots.v != before.v).any(-1)
     if "logn" in slots.meta:
-        old = before.meta.get("logn", torch.zeros_like(slots.meta["logn"]))
-        changed = changed | (slots.meta["logn"] != old)
+        changed = changed | (slots.meta["logn"] != before.column("logn"))
     # Back to the order of `read`, in which the segments and the tail follow one another.
     place = torch.arange(slots.width, device=plan.device).expand_as(plan)
     slots = slots.gather(_unsorted(place, seen.order))

@@ -57,6 +57,10 @@ class Slots:
         """Rotary positions, int32 [B, 1 or H, S]; 0 in empty slots."""
         return self.meta.get("rpos", self.meta["pos"]).clamp_min(0)
 
+    def column(self, name: str) -> Tensor:
+        """Return metadata of a name, [B, 1 or H, S], filled in where nothing was said of it."""
+        return self.meta[name] if name in self.meta else filled(name, self.pos)
+
     def gather(self, index: Tensor, keep: Tensor | None = None) -> Slots:
         """Return slots in another order.
 

@@ -105,7 +105,7 @@ class Tail:
         self._make_room(slots.width)
         stop = self.length + slots.width
         for name, buffer in self._buffers.items():
-            buffer[:, :, self.length : stop] = self._column(name, slots)
+            buffer[:, :, self.length : stop] = getattr(slots, name) if name in ("k", "v") else slots.column(name)
         self.length = stop
 
     def extend(self, k: Tensor, v: Tensor, start: int, meta: Mapping[str, Tensor] | None = None) -> None:
@@ -289,11 +289,6 @@ class Tail:
             heads = wanted[name].shape[1] if name in wanted else 1
             if heads > buffer.shape[1]:
                 self._buffers[name] = buffer.expand(-1, heads, *buffer.shape[2:]).clone()
-
-    def _column(self, name: str, slots: Slots) -> Tensor:
-        if name in ("k", "v"):
-            return slots.k if name == "k" else slots.v
-        return slots.meta[name] if name in slots.meta else filled(name, slots.pos)
 
     def _make_room(self, count: int) -> None:
         need, fits = self.length + count, True

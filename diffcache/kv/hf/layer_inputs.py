@@ -31,20 +31,16 @@ def projections_of(model: nn.Module, owned: list[int]) -> tuple[Projections, ...
     Raises:
         AttachError: If a layer has no such projections.
     """
-    found = attentions(model, owned)
-    return tuple(_projections(model, found, index) for index in owned)
-
-
-def _projections(model: nn.Module, found: dict[int, nn.Module], index: int) -> Projections:
-    module = found.get(index)
-    k, v = (getattr(module, name, None) for name in ("k_proj", "v_proj"))
-    size = getattr(module, "head_dim", None)
-    if not isinstance(k, nn.Linear) or not isinstance(v, nn.Linear) or not isinstance(size, int):
-        raise AttachError(
-            f"{type(model).__name__}: layer {index} has no linear k_proj and v_proj of a known "
-            "head_dim; keys and values cannot be made again: use a recipe that holds them"
-        )
-    return Projections(k.weight, v.weight, k.out_features // size, k.bias, v.bias)
+    modules, found = attentions(model, owned), []
+    for index in owned:
+        k, v, size = (getattr(modules.get(index), name, None) for name in ("k_proj", "v_proj", "head_dim"))
+        if not isinstance(k, nn.Linear) or not isinstance(v, nn.Linear) or not isinstance(size, int):
+            raise AttachError(
+                f"{type(model).__name__}: layer {index} has no linear k_proj and v_proj of a known "
+                "head_dim; keys and values cannot be made again: use a recipe that holds them"
+            )
+        found.append(Projections(k.weight, v.weight, k.out_features // size, k.bias, v.bias))
+    return tuple(found)
 
 
 def remat_cache_for(model: nn.Module, bits: float | None = 4, **settings: Any) -> KVCache:

@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicCache
 
 from diffcache.errors import AttachError
 from diffcache.foreign import with_cache
+from diffcache.kernels.move import gather_slots
 from diffcache.kv.attend import Query
 from diffcache.kv.hf.cache import KVCache, set_up
 from diffcache.kv.hf.drafts import Draft
@@ -43,7 +44,7 @@ class _Chunks(Retriever):
         slots = layer.rotated(layer.read())
         slots = slots.narrow(0, slots.width - query.count)
         _check_slots(slots)
-        heads, size = slots.k.shape[1], slots.k.shape[3]
+        heads = slots.k.shape[1]
         whole = slots.width // self.chunk
         most = min(self.budget // self.chunk, whole)
         mean = slots.k[:, :, : whole * self.chunk].unflatten(2, (whole, self.chunk)).mean(3)
@@ -53,10 +54,8 @@ class _Chunks(Retriever):
         places = score.topk(most, -1).indices.sort(-1).values[..., None] * self.chunk
         places = (places + torch.arange(self.chunk, device=places.device)).flatten(2)
         rest = torch.arange(whole * self.chunk, slots.width, device=places.device)
-        places = torch.cat([places, rest.expand(*places.shape[:2], -1)], 2)[..., None]
-        k = slots.k.gather(2, places.expand(-1, -1, -1, size))
-        v = slots.v.gather(2, places.expand(-1, -1, -1, slots.v.shape[3]))
-        self.found[layer.index] = k, v
+        places = torch.cat([places, rest.expand(*places.shape[:2], -1)], 2)
+        self.found[layer.index] = gather_slots(slots.k, places), gather_slots(slots.v, places)
         return layer.views()
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from diffcache.kernels.move import gather_slots
 from diffcache.kv.codec.base import work_dtype
 from diffcache.kv.plan import KEEP
 from diffcache.kv.slots import Slots, chosen
@@ -57,10 +58,10 @@ def by_cosine(k: Tensor, goes: Tensor, stays: Tensor) -> Match:
         zero = torch.zeros_like(source)
         return Match(source, zero, none, zero.to(work_dtype(k.dtype)))
     unit = normalize(k.to(work_dtype(k.dtype)), dim=-1)
-    anchors = picked(unit, kept).transpose(-1, -2)
+    anchors = gather_slots(unit, kept).transpose(-1, -2)
     best, where = [], []
     for first in range(0, source.shape[2], _BLOCK):
-        part = picked(unit, source[..., first : first + _BLOCK]) @ anchors
+        part = gather_slots(unit, source[..., first : first + _BLOCK]) @ anchors
         top = part.masked_fill(~there[..., None, :], float("-inf")).max(-1)
         best.append(top.values)
         where.append(top.indices)
@@ -93,11 +94,6 @@ def by_position(pos: Tensor, goes: Tensor, stays: Tensor) -> Match:
     target = before.where(left <= right, after).clamp(0, max(width - 1, 0))
     distance = left.minimum(right)
     return Match(source, target, found & (distance < far), -distance.float())
-
-
-def picked(x: Tensor, index: Tensor) -> Tensor:
-    """Return slots int64 [B, H, n] of [B, H, S, D]."""
-    return x.gather(2, index[..., None].expand(-1, -1, -1, x.shape[-1]))
 
 
 def total(match: Match, weight: Tensor, width: int) -> Tensor:
@@ -144,5 +140,5 @@ def _mixed(x: Tensor, match: Match, weight: Tensor, own: Tensor, at: tuple[Tenso
     share = share.where(match.found, 0).to(work.dtype)
     new = work * own[..., None].to(work.dtype)
     place = match.target[..., None].expand(-1, -1, -1, x.shape[-1])
-    new = new.scatter_add(2, place, picked(work, match.source) * share[..., None])
+    new = new.scatter_add(2, place, gather_slots(work, match.source) * share[..., None])
     return new.to(x.dtype).where(hit[..., None], x)

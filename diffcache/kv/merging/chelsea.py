@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, pad
 
+from diffcache.kernels.move import gather_slots
 from diffcache.kv.codec.base import work_dtype
 from diffcache.kv.merge import Merger
-from diffcache.kv.merging.absorb import picked
 from diffcache.kv.observe import Observation
 from diffcache.kv.plan import DROP, KEEP, ranks
 from diffcache.kv.settings import Several, Whole
@@ -86,9 +86,9 @@ class SoftMatching(Merger):
         """Return what is left of the slots that may be merged."""
         index, there = chosen(free)
         work = work_dtype(slots.k.dtype)
-        logn = slots.meta.get("logn", slots.pos * 0.0).expand(free.shape)
+        logn = slots.column("logn").expand(free.shape)
         count = logn.gather(2, index).exp().to(work)
-        k, v = (picked(x, index).to(work) for x in (slots.k, slots.v))
+        k, v = (gather_slots(x, index).to(work) for x in (slots.k, slots.v))
         now = _Clusters(index, there, k, v, count, torch.zeros_like(there))
         while bool((need > 0).any()):
             gone = self._round(now, need)
@@ -97,7 +97,7 @@ class SoftMatching(Merger):
             need = need - gone.sum(-1)
             index, there = chosen(now.there & ~gone)
             slot, count, grown = (x.gather(2, index) for x in (now.slot, now.count, now.grown))
-            k, v = (picked(x, index) for x in (now.k, now.v))
+            k, v = (gather_slots(x, index) for x in (now.k, now.v))
             now = _Clusters(slot, there, k, v, count, grown)
         return now
 
@@ -123,7 +123,7 @@ class SoftMatching(Merger):
         hit = torch.zeros_like(whole).scatter_add(2, b, merged.to(whole.dtype)) > 0
         for name in ("k", "v"):
             x = getattr(now, name)
-            more = picked(x, a) * count[..., None]
+            more = gather_slots(x, a) * count[..., None]
             new = (x * now.count[..., None]).scatter_add(2, b[..., None].expand_as(more), more)
             setattr(now, name, torch.where(hit[..., None], new / whole[..., None], x))
         now.count, now.grown = whole, now.grown | hit
@@ -131,7 +131,7 @@ class SoftMatching(Merger):
 
     def _written(self, slots: Slots, left: _Clusters) -> Slots:
         """Return slots with their centroids; what was not merged is as it was, bit for bit."""
-        before = slots.meta.get("logn", slots.pos * 0.0).expand(slots.k.shape[:3]).float()
+        before = slots.column("logn").expand(slots.k.shape[:3]).float()
         hit = left.there & left.grown
         meta = dict(slots.meta)
         if self.count:
@@ -139,7 +139,7 @@ class SoftMatching(Merger):
             meta["logn"] = _put(before, left, logn)
         columns = {}
         for name, x, new in (("k", slots.k, left.k), ("v", slots.v, left.v)):
-            fresh = new.to(x.dtype).where(hit[..., None], picked(x, left.slot))
+            fresh = new.to(x.dtype).where(hit[..., None], gather_slots(x, left.slot))
             columns[name] = _put(x, left, fresh)
         return replace(slots, k=columns["k"], v=columns["v"], meta=meta)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from diffcache.kernels.move import gather_slots
 from diffcache.kv.codec.base import work_dtype
 from diffcache.kv.merge import Merger
 from diffcache.kv.merging.absorb import Match, absorb, total
@@ -83,8 +84,7 @@ class ContiguousMerge(Merger):
         """Return slots in which pivots have taken over the members of their sets."""
         place = torch.arange(slots.width, device=pivot.device).expand_as(pivot)
         k = slots.k.to(work_dtype(slots.k.dtype))
-        lead = k.gather(2, pivot[..., None].expand(-1, -1, -1, k.shape[-1]))
-        square = (k - lead).square().sum(-1)
+        square = (k - gather_slots(k, pivot)).square().sum(-1)
         match = Match(place, pivot, member & (place != pivot), torch.zeros_like(square))
         many = total(match, torch.ones_like(square), slots.width)
         mean = total(match, square.sqrt(), slots.width) / many.clamp_min(1)
@@ -93,8 +93,6 @@ class ContiguousMerge(Merger):
         merged = absorb(slots, match, weight, weight.new_ones(()))
         if not self.count:
             return merged
-        before = slots.meta.get("logn")
-        logn = torch.zeros_like(square, dtype=torch.float32) if before is None else before
-        logn = logn.expand(pivot.shape)
+        logn = slots.column("logn").expand(pivot.shape)
         tokens = logn.exp() + total(match, logn.exp().to(weight.dtype), slots.width).float()
         return replace(merged, meta={**slots.meta, "logn": tokens.log().where(many > 0, logn)})

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d
 
+from diffcache.kernels.move import gather_slots
 from diffcache.kv.codec.base import work_dtype
 from diffcache.kv.merge import Merger
-from diffcache.kv.merging.absorb import parted, picked
+from diffcache.kv.merging.absorb import parted
 from diffcache.kv.observe import Observation
 from diffcache.kv.settings import Settings, Whole
 from diffcache.kv.slots import Slots, chosen
@@ -87,7 +88,7 @@ class ConvolutionMerge(Merger):
         columns = {}
         for name, x in (("k", slots.k), ("v", slots.v)):
             work = x.to(mix.dtype)
-            new = own * picked(work, index) + (1 - own) * (mix @ work)
+            new = own * gather_slots(work, index) + (1 - own) * (mix @ work)
             slot = index.where(there, slots.width)[..., None].expand_as(new)
             longer = torch.cat([x, torch.zeros_like(x[:, :, :1])], 2)
             columns[name] = longer.scatter(2, slot, new.to(x.dtype))[:, :, :-1]

@@ -96,7 +96,4 @@ class AllText(Planner):
 
 def is_text(seen: Observation, text: int) -> Tensor:
     """Return which slots are text, bool [B, 1 or H, S]."""
-    tag = seen.slots.meta.get("tag")
-    if tag is None:
-        return torch.full_like(seen.slots.pos, text == 0, dtype=torch.bool)
-    return tag == text
+    return seen.slots.column("tag") == text

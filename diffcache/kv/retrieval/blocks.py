@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from diffcache.kv.retrieval.select import Ask
-from diffcache.kv.retrieval.summary import Summary, tags
+from diffcache.kv.retrieval.summary import Summary
 from diffcache.kv.slots import Slots, level_heads
 
 Kind = Literal["bounds", "mean"]
@@ -73,7 +73,7 @@ class Blocks:
         """Return the block of each new slot, -1 for empty ones, and where each row has come to."""
         pos, tag = fresh.pos, torch.zeros_like(fresh.pos)
         if self.tagged is not None:
-            pos, tag = level_heads([pos, tags(fresh)])
+            pos, tag = level_heads([pos, fresh.column("tag")])
         valid = pos >= 0
         reached = [state.get(name) for name in ("top", "run", "tag")]
         top, run, last = (

@@ -14,7 +14,7 @@ from diffcache.kv.layer import KVLayer
 from diffcache.kv.retrieval.blocks import Blocks, mean_keys, sizes, slots_of
 from diffcache.kv.retrieval.gather import at_positions
 from diffcache.kv.retrieval.select import Ask, Selecting, fill
-from diffcache.kv.retrieval.summary import Summary, news, probe, query_valid, stored_query, tags
+from diffcache.kv.retrieval.summary import Summary, news, probe, query_valid, stored_query
 from diffcache.kv.settings import Count
 from diffcache.kv.slots import Slots
 
@@ -57,7 +57,7 @@ class Frames(Selecting):
             later = ask.summary.pos >= state["since"]
             return at_positions(state["chosen"], ask.summary.pos) | later
         own = news(ask.layer, ask.layer.held - count, stored=True)
-        if count > self.few and bool((tags(own) > 0).where(own.valid, True).all()):
+        if count > self.few and bool((own.column("tag") > 0).where(own.valid, True).all()):
             return torch.zeros_like(ask.free)  # frames see the last tokens only
         first = ask.query.start - self.recent + 1
         since = torch.full((len(own.k), 1, 1), first, device=own.k.device)

@@ -10,7 +10,7 @@ from torch import Tensor
 from diffcache.kv.attend import Query
 from diffcache.kv.codec.base import Payload
 from diffcache.kv.layer import KVLayer, LayerSummary
-from diffcache.kv.slots import Slots, filled, level_heads
+from diffcache.kv.slots import Slots, level_heads
 
 
 @dataclass(frozen=True)
@@ -91,12 +91,6 @@ def news(layer: KVLayer, first: int, *, stored: bool) -> Slots:
         slots = layer.read()
         slots = slots.narrow(first, slots.width)
     return slots if stored else layer.rotated(slots)
-
-
-def tags(slots: Slots) -> Tensor:
-    """Return what the user says of each token, int32 [B, 1 or H, S]; 0 where nothing was said."""
-    found = slots.meta.get("tag")
-    return filled("tag", slots.pos) if found is None else found
 
 
 def stored_query(query: Query, layer: KVLayer) -> Query:
