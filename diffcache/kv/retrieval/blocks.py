@@ -37,7 +37,7 @@ class Blocks:
         """Return a summary, made with these settings, whose blocks have new slots too."""
         block, state = self._number(old.state, fresh)
         found = replace(old, slots=old.slots_with(block=block), state=state)
-        count = int(state["top"].max()) + 1
+        count = max(int(state["top"].max()) + 1, 1)  # one that is empty where all is padding
         if old.blocks:  # the row of the most blocks may be gone
             count = max(count, old.blocks["count"].shape[2])
         heads = fresh.k.shape[1]
