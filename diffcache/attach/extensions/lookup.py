@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -48,29 +48,20 @@ class TimeTap(Tap):
         return self.lookup.answer(self, args, kwargs)
 
 
+@dataclass(eq=False)
 class RunState:
-    """State of one run.
+    """State of one run."""
 
-    Attributes:
-        number: Number of the run, counted over all threads.
-        fresh: Whether the weights are still to be looked at.
-        writes: Entries that the run wrote into the table.
-        contents: Contents of the tensors that its calls are given.
-        conditions: Site -> the entries of its condition in this call.
-        record: Record of the call.
-        called: Calls of sites in this call.
-        counts: Number of sites that ran in this call, and of those that were looked up.
-    """
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.fresh = True
-        self.writes = RunWrites()
-        self.contents = Contents()
-        self.conditions: dict[str, ConditionEntries] = {}
-        self.record: CallRecord | None = None
-        self.called: set[tuple[Any, str]] = set()
-        self.counts = [0, 0]
+    number: int  # number of the run, counted over all threads
+    fresh: bool = True  # whether the weights are still to be looked at
+    writes: RunWrites = field(default_factory=RunWrites)  # entries that the run wrote into the table
+    contents: Contents = field(default_factory=Contents)  # contents of the tensors that its calls are given
+    # site -> the entries of its condition in this call
+    conditions: dict[str, ConditionEntries] = field(default_factory=dict)
+    record: CallRecord | None = None  # record of the call
+    called: set[tuple[Any, str]] = field(default_factory=set)  # calls of sites in this call
+    # number of sites that ran in this call, and of those that were looked up
+    counts: list[int] = field(default_factory=lambda: [0, 0])
 
 
 class Lookup(Extension):
