@@ -11,11 +11,14 @@ from typing import Any
 
 
 def write_file(path: Path, data: bytes | str) -> None:
-    """Write a file in one piece; its folder is made."""
+    """Write a file in one piece, or nothing; its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    beside.write_bytes(data.encode() if isinstance(data, str) else data)
-    os.replace(beside, path)
+    try:
+        beside.write_bytes(data.encode() if isinstance(data, str) else data)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def write_json(path: Path, data: Any, indent: int = 1) -> None:

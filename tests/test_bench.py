@@ -28,7 +28,7 @@ from diffcache.eval.workshop.bench.telling import FACTORS, STEPS, magcache
 from diffcache.eval.workshop.parts import Parts
 from diffcache.eval.workshop.shipped.telling_page import RECORD, page
 from diffcache.features.parts.when import steps_of
-from diffcache.files import read_json
+from diffcache.files import read_json, write_file
 
 SETTING = record.Setting(torch.device("cpu"))
 TINY = Shape(double=2, single=3, image_tokens=4, text_tokens=3)
@@ -264,3 +264,10 @@ def row(method: str, factor: int, right: float, decibels: float) -> dict[str, An
 def test_the_page_is_that_of_its_record():
     text = (ROOT / "docs" / "telling_power.md").read_text(encoding="utf-8")
     assert text == page(read_json(FOLDER / RECORD))
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError):
+        write_file(tmp_path / "folder", "text")
+    assert [each.name for each in tmp_path.iterdir()] == ["folder"]
