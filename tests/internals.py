@@ -1,10 +1,13 @@
 """Looks inside methods and wrapped denoisers: schedules, calls, and what a cache would leave behind."""
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffcache.attach.handle import Handle
 from diffcache.attach.reuse.reusing import FeatureReuse
@@ -36,6 +39,44 @@ def noting(module: nn.Module) -> Iterator[list[dict[str, Any]]]:
         yield seen
     finally:
         hook.remove()
+
+
+@contextmanager
+def cut_off(modules: Iterable[nn.Module], at: int = 1, error: BaseException | None = None) -> Iterator[None]:
+    """Interrupt the call of modules that comes at a place, counted from 1; it has to come."""
+    calls: list[int] = []
+    error = error or KeyboardInterrupt()
+
+    def stop(*_: Any) -> None:
+        calls.append(0)
+        if len(calls) == at:
+            raise error
+
+    hooks = [module.register_forward_pre_hook(stop) for module in modules]
+    try:
+        with pytest.raises(type(error)):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+class HostReads(TorchDispatchMode):
+    """Counts what would make the host wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "equal", "nonzero", "is_nonzero", "masked_select"):
+            self.found[name] += 1
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def count(self) -> int:
+        return self.found.total()
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:

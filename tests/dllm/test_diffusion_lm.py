@@ -8,7 +8,6 @@ import torch
 import transformers as hf
 from accelerate import cpu_offload
 from rich.progress import Progress
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import diffcache
 from diffcache import dllm
@@ -20,6 +19,7 @@ from diffcache.pipelines.diffusion_lm import DiffusionLM
 from diffcache.registry import rows_of
 from diffcache.timeline import lanes_of, timeline_text
 from tests.dllm.toys import EOS, LAYERS, MASK, SIZES, bidirectional, padded, prompts, trace
+from tests.internals import HostReads
 
 SCHEDULE = Schedule(8, 4)
 LENGTHS = (6, 3)
@@ -191,19 +191,6 @@ def test_other_padding_than_that_of_what_is_held_is_refused(policy: Policy, whol
         model(ids, attention_mask=torch.ones_like(ids), row_plan=some, use_cache=False)
 
 
-class Reads(TorchDispatchMode):
-    """Counts the operations that make the host wait for a device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func)
-        self.count += any(part in name for part in ("_local_scalar", "nonzero", "aten.equal"))
-        return func(*args, **(kwargs or {}))
-
-
 SOME = torch.tensor([[1, 3, 4], [1, 2, 5]])
 PLANS: dict[Any, list[RowPlan]] = {
     Uncached(): [RowPlan(range(2, 5)), RowPlan(SOME), RowPlan()],
@@ -221,7 +208,7 @@ def test_no_layer_reads_the_device(policy: Policy, lengths: tuple[int, ...]) -> 
         given: dict[str, Any] = dict(attention_mask=valid, use_cache=False)
         model(ids, row_plan=PLANS[policy][-1], **given)  # the first one checks the model
         for plan in PLANS[policy]:
-            with Reads() as reads:
+            with HostReads() as reads:
                 model(ids, row_plan=plan, **given)
             # transformers reads a padding mask once when it makes its own; on a CPU, where nobody
             # waits, both ends of rows that are no range are looked at once, for all layers

@@ -17,9 +17,9 @@ from diffcache.pipelines.demo.describe import find
 from diffcache.pipelines.diffusion_lm import DiffusionLM
 from diffcache.targets import handle_of
 from tests.dllm.remote_models import DreamModel
-from tests.dllm.test_diffusion_lm import Reads
 from tests.dllm.test_remote import made
 from tests.dllm.toys import LAYERS, MASK, bidirectional, blocks_of, by_hand
+from tests.internals import HostReads, cut_off
 
 BLOCK = 8
 
@@ -150,29 +150,13 @@ def test_tokens_that_a_callback_writes_are_computed() -> None:
     assert 2 * sum(fed.taken()) < uncached
 
 
-class Words:
-    """A tokenizer that the pipeline decodes with."""
-
-    def batch_decode(self, rows: Any, **_: Any) -> list[str]:
-        return [" ".join(map(str, row.tolist())) for row in rows]
-
-
 def test_a_call_that_fails_leaves_nothing_behind() -> None:
     model = block_causal()
     pipe = pipeline(model)
     wanted = ask(pipe, prompt(2, 13))
     diffcache.wrap(pipe, BlockCache())
-    calls = []
-
-    def stop(*_: Any) -> None:
-        calls.append(1)
-        if len(calls) == 7:
-            raise KeyboardInterrupt
-
-    hook = model.model.layers[1].mlp.register_forward_pre_hook(stop)
-    with pytest.raises(KeyboardInterrupt):
+    with cut_off([model.model.layers[1].mlp], 7):
         ask(pipe, prompt(2, 16))
-    hook.remove()
     assert handle_of(pipe).held_bytes() == 0
     assert torch.equal(ask(pipe, prompt(2, 13)), wanted)
 
@@ -251,7 +235,7 @@ def test_a_bare_model_is_served_in_a_run() -> None:
         assert torch.equal(model(**arguments(long)).logits, plain(**arguments(long)).logits)
         with diffcache.run(model):
             model(**arguments(long))
-            with Reads() as reads:
+            with HostReads() as reads:
                 model(**arguments(long))
         assert reads.count <= 3  # however many layers: three numbers of one tensor
 

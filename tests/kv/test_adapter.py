@@ -5,7 +5,6 @@ import gc
 import pickle
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes import eviction, quantized, streaming
 from diffcache.kv.score.recency import Recency
 from diffcache.kv.trigger import EveryStep
+from tests.internals import cut_off
 from tests.kv.test_generate import Lots
 from tests.kv.tiny import ALL, GREEDY, SHORT, gemma, llama, prompts, row, same
 from tests.zoo.language import build
@@ -50,21 +50,6 @@ def filled(model: Any, recipe: Recipe | None = None, inputs: Any = ONE, mode: An
     return cache
 
 
-@contextmanager
-def cut_off(module: Any, error: BaseException) -> Iterator[None]:
-    """Have a forward end where it comes to a module."""
-
-    def stop(*_: Any) -> None:
-        raise error
-
-    handle = module.register_forward_pre_hook(stop)
-    try:
-        with pytest.raises(type(error)):
-            yield
-    finally:
-        handle.remove()
-
-
 def stepped(model: Any, cache: Any) -> Any:
     return model(input_ids=TOKEN, past_key_values=cache).logits
 
@@ -81,7 +66,7 @@ def test_a_cut_off_forward_is_noticed(model: Any, layer: int, error: Any, mode: 
     recipe = keep(12) if mode == "native" else Recipe()
     cache, intact = (filled(model, recipe, mode=mode) for _ in range(2))
     spare = cache.fork()
-    with cut_off(model.model.layers[layer].self_attn.o_proj, error):
+    with cut_off([model.model.layers[layer].self_attn.o_proj], error=error):
         stepped(model, cache)
     expected = stepped(model, intact)
     assert torch.equal(stepped(model, spare), expected), "a fork made before goes on"
@@ -95,7 +80,7 @@ def test_a_cut_off_forward_is_noticed(model: Any, layer: int, error: Any, mode: 
 def test_a_cut_off_forward_of_a_hybrid_is_noticed_and_its_sliding_layers_are_not_cropped_alone() -> None:
     model = gemma().double()
     cache, other = filled(model), filled(model)
-    with cut_off(model.model.layers[1].mlp, KeyboardInterrupt()):
+    with cut_off([model.model.layers[1].mlp]):
         stepped(model, cache)
     with pytest.raises(ValueError, match="cut off"):
         stepped(model, cache)

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from diffcache.kv import Recipe, h2o, keyformer, kivi, streaming_llm, tova
 from diffcache.kv import store as store_module
 from diffcache.kv.attend import Query
 from diffcache.kv.rotary import Rotary
 from diffcache.kv.store import KVStore
+from tests.internals import HostReads
 from tests.kv.examples import examples
 
 LAYERS, HEADS, GROUPS, SIZE = 2, 2, 2, 8
@@ -93,20 +93,6 @@ def test_keys_held_rotated_are_read_as_those_rotated_on_reading(rotary: Rotary) 
                 given = valid if count == 40 and pad else None
                 one, other = (run.feed(count, given)[:, :, :, -1:] for run in (held, read))
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-
-
-class HostReads(TorchDispatchMode):
-    """Counts what would make the host wait for a device."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in ("_local_scalar_dense", "equal", "nonzero", "is_nonzero", "masked_select"):
-            self.found[name] += 1
-        return func(*args, **(kwargs or {}))
 
 
 ONES = (streaming_llm(16), streaming_llm(16, rotate=False), h2o(16), tova(16), keyformer(16))

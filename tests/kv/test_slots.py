@@ -10,8 +10,8 @@ from diffcache.kv.attend import _seen, attend
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.slots import SlotIndex, checked
 from diffcache.kv.view import View
+from tests.internals import HostReads
 from tests.kv.test_core import B, H, asked, drawn, filled, plain
-from tests.kv.test_in_place import HostReads
 
 
 def gapped() -> KVLayer:

@@ -13,7 +13,7 @@ from diffcache.pipelines import ca2_vdm
 from diffcache.pipelines.ca2_vdm import FactorizedSession, FactorizedTransformer, FactorizedVideo
 from diffcache.video import Ca2VDM, FewSteps, Keep
 from diffcache.video.ca2_vdm import OnePass
-from tests.video.toys import cut_off
+from tests.internals import cut_off
 
 CHANNELS, SIZE, HEADS, WIDTH, TEXT = 3, (4, 6), 2, 16, 8
 CHUNK, POLICY = 2, Ca2VDM(queue=6, prefix=3, length=8)

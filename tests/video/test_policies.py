@@ -30,8 +30,9 @@ from diffcache.video import (
     VideoPolicy,
     Window,
 )
+from tests.internals import cut_off
 from tests.video.cases import APART, POLICIES
-from tests.video.toys import CHUNK, HEAD, SIZE, UNIT, by_frames, check_calls, cut_off, rollout, text, turned, wan
+from tests.video.toys import CHUNK, HEAD, SIZE, UNIT, by_frames, check_calls, rollout, text, turned, wan
 
 
 @pytest.mark.parametrize("window", [3, None])

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import pytest
 import torch
 from diffusers import WanTransformer3DModel
 from torch import Tensor
@@ -49,23 +48,6 @@ def noted(model: Any) -> Iterator[list[Call]]:
     try:
         yield calls
     finally:
-        handle.remove()
-
-
-@contextmanager
-def cut_off(blocks: Any, at: int) -> Iterator[None]:
-    """Interrupt the call of blocks that comes at a place, counted from 1; it has to come."""
-    calls: list[int] = []
-
-    def stop(*_: Any) -> None:
-        calls.append(0)
-        if len(calls) == at:
-            raise KeyboardInterrupt
-
-    handles = [block.register_forward_pre_hook(stop) for block in blocks]
-    with pytest.raises(KeyboardInterrupt):
-        yield
-    for handle in handles:
         handle.remove()
 
 
