@@ -13,6 +13,7 @@ from diffcache.dllm import Decoding, DLLMCache
 from diffcache.dllm.dllm_cache import BranchPlan
 from diffcache.errors import AttachError
 from diffcache.pipelines.diffusion_lm import DiffusionLM
+from tests.dllm import toys
 from tests.dllm.cases import ANSWER, CONFIDENT, LENGTHS, LONGEST, SCHEDULE, VALID, WIDTH, model
 from tests.dllm.toys import LAYERS, MASK, SIZES, Compared, Noted, after, bidirectional, following, prompts, trace
 
@@ -28,25 +29,13 @@ def traced(method: DLLMCache) -> tuple[Decoding, list[Noted]]:
     return trace(model(), method, prompts(*LENGTHS), SCHEDULE)
 
 
-def attended(layer: Any, q: Tensor, k: Tensor, v: Tensor, turn: Tensor) -> Tensor:
-    """Return attention of one sequence, `[n, D]`: `q` [n, D] of rows that `turn` says, 0 to T-1."""
-    attn = layer.self_attn
-    size = attn.head_dim
-
-    def rotated(x: Tensor, angles: Tensor) -> Tensor:
-        first, second = x.unflatten(-1, (-1, size)).chunk(2, dim=-1)
-        cosine, sine = angles.real[:, None], angles.imag[:, None]
-        return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
-
-    rows, every = turn
-    heads = []
-    queries, keys = rotated(q, rows), rotated(k, every)
-    values = v.unflatten(-1, (-1, size))
-    for head in range(queries.shape[1]):
-        own = head * keys.shape[1] // queries.shape[1]
-        weights = (queries[:, head] @ keys[:, own].T / size**0.5).softmax(-1)
-        heads.append(weights @ values[:, own])
-    return attn.o_proj(torch.cat(heads, -1))
+def attended(attn: Any, q: Tensor, k: Tensor, v: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    """Return attention of one sequence, `[n, C]`: `q` [n, C] of rows, which `turn` rotates as it does all of 0 to T-1."""
+    queries, keys, values = (x.unflatten(-1, (-1, attn.head_dim)) for x in (q, k, v))
+    queries, keys = (toys.rotated(x, angles[:, None]) for x, angles in zip((queries, keys), turn, strict=True))
+    keys, values = (x.repeat_interleave(queries.shape[1] // x.shape[1], 1) for x in (keys, values))
+    weights = torch.einsum("nhd,thd->hnt", queries, keys).div(attn.head_dim**0.5).softmax(-1)
+    return attn.o_proj(torch.einsum("hnt,thd->nhd", weights, values).flatten(1))
 
 
 class Sequence:
@@ -63,8 +52,7 @@ class Sequence:
         core, method = model().model, self.method
         x = core.embed_tokens(ids)
         at = torch.arange(len(ids))
-        cosine, sine = core.rotary_emb(x[None], position_ids=at[None])
-        angles = torch.complex(cosine, sine)[0, :, : cosine.shape[-1] // 2]
+        angles = toys.turns(core, x[None], at[None])[0]
         due = [self.step == 0 or (n and self.step % n == 0) for n in (method.prompt_every, method.answer_every)]
         self.rows = []
         for number, (layer, kept) in enumerate(zip(core.layers, self.kept, strict=True)):
@@ -84,7 +72,7 @@ class Sequence:
                 kept |= {n: torch.zeros_like(attn.k_proj(inner)) for n in ("k", "v")}
             for name, project in (("k", attn.k_proj), ("v", attn.v_proj)):
                 kept[name] = kept[name].index_copy(0, some, project(inner[some]))
-            fresh = attended(layer, attn.q_proj(inner[some]), kept["k"], kept["v"], (angles[some], angles))
+            fresh = attended(attn, attn.q_proj(inner[some]), kept["k"], kept["v"], (angles[some], angles))
             kept["attention"] = kept["attention"].index_copy(0, some, fresh)
             x = x + kept["attention"]
             fresh = layer.mlp(layer.post_attention_layernorm(x[some]))

@@ -13,7 +13,7 @@ import diffcache
 from diffcache.dllm import Decoding, ElasticCache, Quota, Sampler, Schedule, Threshold, check_coverage
 from diffcache.dllm.rules import Rule
 from diffcache.targets import handle_of
-from tests.dllm.toys import MASK, Compared, bidirectional, padded, prompts
+from tests.dllm.toys import MASK, Compared, bidirectional, padded, prompts, rotated, turns
 
 LAYERS, HEADS, SIZE, CHANNELS = 4, 4, 8, 32
 LENGTHS = (9, 5)  # of the prompts
@@ -83,8 +83,7 @@ class Oracle:
     def __init__(self, model: Any, policy: ElasticCache, width: int) -> None:
         self.core, self.head, self.policy, self.width = model.model, model.lm_head, policy, width
         x = torch.zeros(1, width, CHANNELS, dtype=torch.float64)
-        cosine, sine = self.core.rotary_emb(x, position_ids=torch.arange(width)[None])
-        self.turn = torch.complex(cosine, sine)[0, :, : SIZE // 2]
+        self.turn = turns(self.core, x, torch.arange(width)[None])[0, :, None]
         nothing = torch.full((LAYERS, width, CHANNELS), torch.nan, dtype=torch.float64)
         self.x = nothing.clone()
         self.q = nothing.clone().view(LAYERS, width, HEADS, SIZE)
@@ -96,10 +95,6 @@ class Oracle:
     def attention(self, q: Tensor, layer: int, keys: Tensor) -> Tensor:
         """Return weights [H, n, T]."""
         return torch.einsum("nhd,thd->hnt", q, keys).div(SIZE**0.5).softmax(-1)
-
-    def rotated(self, x: Tensor) -> Tensor:
-        pair = torch.complex(*x.chunk(2, dim=-1)) * self.turn[:, None]
-        return torch.cat([pair.real, pair.imag], dim=-1)
 
     def step(self, ids: Tensor, wanted: set[int] | None, window: set[int]) -> Tensor:
         """Return logits [T, V]; `wanted` is None for the first step."""
@@ -121,7 +116,7 @@ class Oracle:
                 for project, repeats in ((attn.q_proj, 1), (attn.k_proj, 2), (attn.v_proj, 2))
             )
             old = self.attention(self.q[number, tracked], number, self.k[number])
-            self.q[number, fed], self.k[number, fed] = self.rotated(q)[fed], self.rotated(k)[fed]
+            self.q[number, fed], self.k[number, fed] = (rotated(x, self.turn)[fed] for x in (q, k))
             self.v[number, fed] = v[fed]
             weights = self.attention(self.q[number], number, self.k[number])
             if number < self.start:

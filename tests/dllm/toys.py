@@ -128,8 +128,20 @@ def held_besides(model: Any) -> list[Tensor]:
     return list(handle.denoisers[0].tensors(handle.run()))[2 * len(held(model)) :]
 
 
+def turns(core: Any, x: Tensor, at: Tensor) -> Tensor:
+    """Return what pairs of channels at positions [B, n] are multiplied by, complex [B, n, D / 2], of float32's angles."""
+    cosine, sine = core.rotary_emb(x, position_ids=at)
+    return torch.complex(cosine, sine)[..., : cosine.shape[-1] // 2]
+
+
+def rotated(x: Tensor, turn: Tensor) -> Tensor:
+    """Rotate the halves of channels."""
+    pair = torch.complex(*x.chunk(2, dim=-1)) * turn
+    return torch.cat([pair.real, pair.imag], dim=-1)
+
+
 @torch.no_grad()
-def by_hand(  # noqa: C901
+def by_hand(
     model: Any,
     ids: Tensor,
     rows: Tensor,
@@ -161,18 +173,12 @@ def by_hand(  # noqa: C901
         at = (valid.long().cumsum(1) - 1).clamp_min(0)
     hidden = core.embed_tokens(ids.gather(1, rows))
     size = core.layers[0].self_attn.head_dim
-    cosine, sine = core.rotary_emb(hidden, position_ids=at.gather(1, rows))  # float32's angles
-    turn = torch.complex(cosine, sine)[:, None, :, : size // 2]
-
-    def rotated(x: Tensor) -> Tensor:
-        pair = torch.complex(*x.chunk(2, dim=-1)) * turn
-        return torch.cat([pair.real, pair.imag], dim=-1)
-
+    turn = turns(core, hidden, at.gather(1, rows))[:, None]
     for number, layer in enumerate(core.layers):
         inner, attn = layer.input_layernorm(hidden), layer.self_attn
         projections = attn.q_proj, attn.k_proj, attn.v_proj
         q, k, v = (project(inner).unflatten(2, (-1, size)).transpose(1, 2) for project in projections)
-        q, k = rotated(q), rotated(k)
+        q, k = rotated(q, turn), rotated(k, turn)
         if queries is not None:
             queries.append(q)
         if kept is None:
