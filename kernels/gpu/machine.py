@@ -7,11 +7,12 @@ own path is taken, a launch or `warmup`, so that arguments are specialized as th
 from __future__ import annotations
 
 import re
+import struct
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ class Nowhere:
         """Return a module, a function, registers, spills and most threads; the function is read."""
         if self.target.backend == "hip":  # its facts are in its text
             return None, None, 0, 0, THREADS
-        found = read(code, shared, disassembled=False)
+        found = needs(code, shared)
         return None, found, found.registers, 0, THREADS
 
 
@@ -110,8 +111,8 @@ class Machine:
     stack: int
     local: int
     shared: float
-    instructions: list[str]
-    spans: list[tuple[int, int]]
+    instructions: list[str] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
     text: str = ""
 
     @property
@@ -124,8 +125,8 @@ class Machine:
         return sum(instruction.startswith(name) for instruction in self.instructions)
 
 
-def machine(kernel: Any, arch: int, *args: Any, **options: Any) -> Machine:
-    """Compile a kernel and read its machine code.
+def compiled(kernel: Any, arch: int, *args: Any, **options: Any) -> Any:
+    """Compile a kernel and return what Triton made of it, for `read`.
 
     Args:
         kernel: Function that Triton compiles.
@@ -137,7 +138,7 @@ def machine(kernel: Any, arch: int, *args: Any, **options: Any) -> Machine:
     kernel.device_caches.clear()  # they know the device by its number, which stays the same
     made = kernel.warmup(*args, grid=(1,), **options)
     assert made.metadata.target.arch == arch
-    return replace(read(made.asm["cubin"], made.metadata.shared), text=made.asm["ptx"])
+    return made
 
 
 def launched(run: Callable[[], Any], arch: int | str) -> list[Machine]:
@@ -185,35 +186,68 @@ def _nowhere(arch: int | str) -> Nowhere:
     return Nowhere(arch)
 
 
-def read(cubin: bytes, shared: int, disassembled: bool = True) -> Machine:
-    """Read the machine code of a kernel.
+def read(made: Sequence[Any], arch: int) -> list[Machine]:
+    """Read the machine code of compiled kernels, all of one architecture of NVIDIA's.
 
-    Args:
-        cubin: What the assembler wrote.
-        shared: Bytes of shared memory of a block.
-        disassembled: Read instructions and loops as well, which takes longer.
+    The disassembler takes most of a second to begin: kernels that are read together begin it once.
     """
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+    codes = [sections(one.asm["cubin"]) for one in made]
+    with tempfile.NamedTemporaryFile(suffix=".bin") as file:
+        file.write(b"".join(codes))
         file.flush()
-        used, code = (
-            subprocess.run([TOOLS / "cuobjdump", flag, file.name], capture_output=True, text=True, check=True).stdout
-            if wanted
-            else ""
-            for flag, wanted in (("--dump-resource-usage", True), ("-sass", disassembled))
-        )
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", used)
-    assert found is not None, used
+        target = f"SM{arch}" + "a" * (arch >= 90)  # with the instructions that later ones do not have
+        tool = TOOLS / "nvdisasm", "--binary", target, file.name
+        code = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
     lines = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", code)]
+    found, begin = [], 0
+    for one, own in zip(made, codes, strict=True):
+        names, spans = parsed([line for line in lines if begin <= line[0] < begin + len(own)])
+        whole = needs(one.asm["cubin"], one.metadata.shared)
+        found.append(replace(whole, instructions=names, spans=spans, text=one.asm["ptx"]))
+        begin += len(own)
+    return found
+
+
+def sections(cubin: bytes) -> bytes:
+    """Return the code of a file of machine code, which is an ELF file of 64 bits: its sections `.text`."""
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names = struct.unpack_from("<HHH", cubin, 58)
+    headers = [struct.unpack_from("<IIQQQQ", cubin, table + number * size) for number in range(count)]
+    strings = headers[names][4]
+    return b"".join(
+        cubin[offset : offset + length]
+        for name, _, _, _, offset, length in headers
+        if cubin.startswith(b".text", strings + name)
+    )
+
+
+def parsed(lines: list[tuple[int, str]]) -> tuple[list[str], list[tuple[int, int]]]:
+    """Return the names of instructions, and first and last instruction of each loop; `lines`: places and texts."""
     numbers = {at: number for number, (at, _) in enumerate(lines)}
     spans = []
     for number, (at, text) in enumerate(lines):
         jump = re.search(r"\bBRA\S*\s+(?:\S+,\s*)?0x([0-9a-f]+)", text)
         if jump and int(jump[1], 16) < at:
             spans.append((numbers[int(jump[1], 16)], number))
-    names = [re.sub(r"^@!?\S+\s+", "", text).split()[0] for _, text in lines]
+    return [re.sub(r"^@!?\S+\s+", "", text).split()[0] for _, text in lines], spans
+
+
+def needs(cubin: bytes, shared: int) -> Machine:
+    """Read what machine code needs of registers and memory, without its instructions.
+
+    Args:
+        cubin: What the assembler wrote.
+        shared: Bytes of shared memory of a block.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = TOOLS / "cuobjdump", "--dump-resource-usage", file.name
+        used = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", used)
+    assert found is not None, used
     registers, stack, local = map(int, found.groups())
-    return Machine(registers, stack, local, shared / 1024, names, spans)
+    return Machine(registers, stack, local, shared / 1024)
 
 
 def read_amd(text: str, shared: int) -> Machine:

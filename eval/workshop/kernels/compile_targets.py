@@ -87,13 +87,16 @@ def row(case: KernelCase, archs: Sequence[int | str] = ARCHS) -> dict[str, Any]:
 def compiled(case: KernelCase, arch: int | str) -> list[tuple[str, tuple[int, ...], Tiles, dict[str, Any]]]:
     """Compile what a row launches: names, grids, work of a program, and facts of the code."""
     given = case.make(torch.device("meta"), False)
-    found = []
     with machine.noted() as noted, Launched(*OPERATORS), _muted(isinstance(arch, str)):
         machine.launched(lambda: case.ways["kernel"](*given), arch)
-    for kernel, made, grid, numbers in noted:
+    whole = [made for _, made, _, _ in noted]
+    if isinstance(arch, int):
+        codes = machine.read(whole, arch)
+    else:
+        codes = [machine.read_amd(made.asm["amdgcn"], made.metadata.shared) for made in whole]
+    found = []
+    for (kernel, made, grid, numbers), code in zip(noted, codes, strict=True):
         work = _tiles(made.asm["ttir"], tuple(sorted(numbers.items())), grid)
-        shared, text = made.metadata.shared, made.asm.get("amdgcn")
-        code = machine.read_amd(text, shared) if text else machine.read(made.asm["cubin"], shared)
         found.append((kernel, grid, work, facts(code, made.metadata.num_warps, work, arch)))
     return found
 

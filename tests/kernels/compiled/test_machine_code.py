@@ -9,7 +9,7 @@ from diffcache.eval.kernels.launch_options import ARCH, built, choices_of
 from diffcache.eval.workshop.kernels import compile_targets, page
 from diffcache.files import read_json
 from diffcache.kernels.dispatch import OPERATORS
-from diffcache.kernels.gpu.machine import SHARED, machine
+from diffcache.kernels.gpu.machine import SHARED, Machine, compiled, read
 from tests.kernels.compiled.launches import LAUNCHES, Launch
 
 WIDE = ("LDG.E.128", "LDGSTS", "UTMALDG")  # loads of 16 bytes, asynchronous ones, whole tiles
@@ -42,9 +42,16 @@ ARCHS = (80, 89, 100, 120, "gfx942")
 LONGER = 1.15  # by which another version of the compiler may differ
 
 
+@pytest.fixture(scope="module")
+def machines() -> dict[str, Machine]:
+    """Return the machine code of all launches by name: the disassembler runs once."""
+    made = [compiled(one.kernel, 90, *one.args, **one.options) for one in LAUNCHES]
+    return {one.name: code for one, code in zip(LAUNCHES, read(made, 90), strict=True)}
+
+
 @pytest.mark.parametrize("launch", LAUNCHES, ids=lambda launch: launch.name)
-def test_machine_code(launch: Launch) -> None:
-    found = machine(launch.kernel, 90, *launch.args, **launch.options)
+def test_machine_code(launch: Launch, machines: dict[str, Machine]) -> None:
+    found = machines[launch.name]
     assert (found.stack, found.local) == (0, 0)
     assert found.shared <= SHARED[90]
     if launch.wide:
