@@ -6,6 +6,7 @@ comes after `TRITON_INTERPRET=1` is set and before the first launch.
 """
 
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import ml_dtypes
@@ -70,8 +71,24 @@ def store(self: Any, places: Handle, value: Handle, mask: Handle, *_: Any, **__:
     return interpreter._interpreter.store(places.data, given, mask.data)
 
 
+def patch_once() -> None:
+    """Leave the language as the interpreter has it, which else patches it at every call of a function in a kernel."""
+    patch, done = interpreter._patch_lang, set[tuple[bool, bool]]()
+
+    def patched(fn: Any) -> Any:
+        modules = [value for value in fn.__globals__.values() if inspect.ismodule(value)]
+        known = tl in modules, tl.core in modules
+        if known not in done:
+            done.add(known)
+            patch(fn)
+        return SimpleNamespace(restore=lambda: None)
+
+    interpreter._patch_lang = patched
+
+
 def install() -> None:
     """Put these functions in the place of the interpreter's."""
+    patch_once()
     interpreter._get_np_dtype = numpy_dtype
     builder = interpreter.InterpreterBuilder
     builder.cast_impl = builder.create_fp_to_fp = cast
