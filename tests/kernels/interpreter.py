@@ -20,14 +20,16 @@ BITS = {dtype: np.dtype(f"u{dtype.itemsize}") for dtype in SMALL.values()}
 LARGEST = {tl.float8e4nv: 448.0, tl.float8e5: 57344.0}  # beyond these a cast saturates
 Handle = interpreter.TensorHandle
 known_dtype = interpreter._get_np_dtype
+known_names: dict[str, np.dtype] = {}
 
 
 def numpy_dtype(kind: Any) -> np.dtype:
     """Return the numpy dtype of values of a Triton type."""
     element = kind.element_ty if isinstance(kind, tl.block_type) else kind
-    if not isinstance(element, tl.pointer_type) and element in SMALL:
-        return SMALL[element]
-    return known_dtype(kind)
+    if element.name not in known_names:
+        small = not isinstance(element, tl.pointer_type) and element in SMALL
+        known_names[element.name] = SMALL[element] if small else known_dtype(kind)
+    return known_names[element.name]
 
 
 def cast(self: Any, source: Handle, kind: Any, *_: Any) -> Handle:
@@ -73,13 +75,11 @@ def store(self: Any, places: Handle, value: Handle, mask: Handle, *_: Any, **__:
 
 def patch_once() -> None:
     """Leave the language as the interpreter has it, which else patches it at every call of a function in a kernel."""
-    patch, done = interpreter._patch_lang, set[tuple[bool, bool]]()
+    patch, done = interpreter._patch_lang, set[int]()  # names of modules: dictionaries that stay where they are
 
     def patched(fn: Any) -> Any:
-        modules = [value for value in fn.__globals__.values() if inspect.ismodule(value)]
-        known = tl in modules, tl.core in modules
-        if known not in done:
-            done.add(known)
+        if id(fn.__globals__) not in done:
+            done.add(id(fn.__globals__))
             patch(fn)
         return SimpleNamespace(restore=lambda: None)
 
