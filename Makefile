@@ -26,7 +26,7 @@ demo: $(READY) ## Run the shipped model with and without a cache
 	$(BIN)/diffcache demo $(ARGS)
 
 test: $(READY) ## Run the tests on two cores (WORKERS=0: in one process), without a network
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile \
+	PYTHONDONTWRITEBYTECODE= HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile \
 	  --no-loadscope-reorder $(ARGS)
 
 # The bounds, then what SGLang and vLLM-Omni pin (torch 2.6 without a GPU fails in transformers 5.19).

@@ -19,6 +19,7 @@ def run(folder: str, cache: Path, **settings: str) -> None:
     env = os.environ | settings | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
     env |= {"PYTHONPATH": str(HERE.parents[1]), "TRITON_CACHE_DIR": str(cache)}
     env.pop("PYTEST_XDIST_WORKER", None)
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", HERE / folder]
+    # The mark of the test that waits for it is its limit.
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout=0", HERE / folder]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
