@@ -29,7 +29,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer
@@ -44,7 +44,6 @@ from diffcache.eval.workshop.small.job import Job
 from diffcache.eval.workshop.small.shipping import save_language_model
 from diffcache.files import write_json
 from diffcache.pipelines.shipped_models import MODELS
-from diffcache.ranges import Count, Range, Settings
 
 STATES, LETTERS = 16, 8  # the most of any world; tokens 0..15 are states, 16..23 letters
 BOS, EQ, EOS, MASK, PAD, UNK = range(STATES + LETTERS, STATES + LETTERS + 6)
@@ -56,7 +55,7 @@ HELD_OUT = 1 << 40  # seeds from here on are never trained on
 
 
 @dataclass(frozen=True)
-class World(Settings):
+class World:
     """A task: an automaton and the length of its prompts.
 
     Args:
@@ -70,14 +69,21 @@ class World(Settings):
     """
 
     kind: Literal["automaton", "walk"] = "automaton"
-    states: Annotated[int, Range(ROUND, STATES)] = 8
-    letters: Annotated[int, Range(3, LETTERS)] = 6
-    length: Count = 128
+    states: int = 8
+    letters: int = 6
+    length: int = 128
 
-    def check(self) -> None:
-        """Raise ValueError unless a walk has a letter for every move."""
+    def __post_init__(self) -> None:
+        if self.kind not in ("automaton", "walk"):
+            raise ValueError(f"kind={self.kind!r}: must be one of 'automaton', 'walk'")
+        if not ROUND <= self.states <= STATES:
+            raise ValueError(f"states={self.states}: must be in {ROUND}..{STATES}")
         if self.kind == "walk" and self.letters != 2 * REACH + 1:
             raise ValueError(f"letters={self.letters}: must be {2 * REACH + 1}, the moves of a walk")
+        if not 3 <= self.letters <= LETTERS:
+            raise ValueError(f"letters={self.letters}: must be in 3..{LETTERS}")
+        if self.length < 1:
+            raise ValueError(f"length={self.length}: must be at least 1")
 
     @property
     def start(self) -> int:
