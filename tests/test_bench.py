@@ -70,8 +70,6 @@ def test_decode(tmp_path: Path):
     assert stock["bytes"] == 2 * 2 * 4 * 64 * 4 * (256 + 1 + 2 + 1) <= full["bytes"]
     assert evicting["share"] < 0.35 and evicting["target"] == 0.85
     assert evicting["missed"] == (evicting["ratio"]["median"] > 0.85)
-    with pytest.raises(ValueError, match=r"no cache 'h3o' is timed; there are full, snapkv"):
-        decode.measure(SETTING, **sizes, recipes=["h3o"])
 
 
 def test_capacity(tmp_path: Path):
@@ -251,14 +249,6 @@ def test_the_gate_computes_as_few_steps_as_the_others(factor: int):
     steps = steps_of(method.parts().when, STEPS)
     assert steps[0] == 0 and 2 <= len(steps) <= -(-STEPS // factor)
     assert len(steps) >= -(-STEPS // factor) - 2  # no coarser than it has to be
-
-
-def row(method: str, factor: int, right: float, decibels: float) -> dict[str, Any]:
-    ends = {"low": right - 0.1, "high": right + 0.1}
-    close = {"value": decibels, "low": decibels - 1, "high": decibels + 1}
-    return dict(
-        method=method, factor=factor, steps=STEPS // factor, psnr_db=close, whole_right={"value": right, **ends}
-    )
 
 
 def test_the_page_is_that_of_its_record():

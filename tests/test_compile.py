@@ -9,14 +9,19 @@ import torch
 from torch import Tensor, nn
 
 import diffcache
-from diffcache import AttachError, Combine, Every, FirstBlock, Interval, Taylor
+from diffcache import AttachError, Combine, Every, FirstBlock, Interval, Taylor, TeaCache
 from diffcache.targets import handle_of
 from tests.zoo.catalog import cases
 from tests.zoo_runs import sample
 
 CASES = cases()
 STEPS = 6
-METHODS = [Interval(every=3), Combine(Every(3), Taylor(2), site="block"), FirstBlock(threshold=5.0)]
+METHODS = [
+    Interval(every=3),
+    Combine(Every(3), Taylor(2), site="block"),
+    FirstBlock(threshold=5.0),
+    TeaCache(0.5, (1.0, 0.0)),  # which looks into the first block
+]
 
 
 @pytest.fixture(autouse=True)
@@ -56,7 +61,7 @@ def graphs_of(name: str) -> int:
 @pytest.mark.parametrize(
     ("method", "order"),
     [(method, "compile first") for method in METHODS] + [(METHODS[0], "cache first")],
-    ids=["interval", "taylor", "first-block", "interval, cache first"],
+    ids=["interval", "taylor", "first-block", "teacache", "interval, cache first"],
 )
 def test_compiled_blocks_have_the_same_graphs_and_numbers(method: Any, order: str):
     name = "FluxTransformer2DModel"

@@ -35,8 +35,6 @@ def test_what_is_shown_is_there_and_no_module_hides_behind_a_function() -> None:
     assert set(diffcache.methods()) == set(rows_of("method"))
     modules = {found.name for found in pkgutil.iter_modules(diffcache.__path__)}
     assert modules & set(diffcache.__all__) == {"dllm", "kv", "quant", "video"}
-    with pytest.raises(AttributeError, match="no attribute 'wrapp'"):
-        diffcache.wrapp  # noqa: B018
 
 
 def test_a_fresh_interpreter_has_the_packages_and_imports_nothing_heavy() -> None:

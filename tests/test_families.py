@@ -26,19 +26,12 @@ def built():
         if kind not in made:
             case = pipes()[kind]
             pipe = case.build(0)
-            pipe.set_progress_bar_config(disable=True)
             made[kind] = case, pipe, case.run(pipe, 0, STEPS)
         return made[kind]
 
     yield build
     for case, pipe, plain in made.values():
         assert torch.equal(case.run(pipe, 0, STEPS), plain)
-
-
-def inputs(case, pipe, seed=1):
-    """A prompt for a calibration, whose noise the calibration draws."""
-    call = case.call(pipe, seed, STEPS)
-    return [{key: value for key, value in call.items() if key != "generator"}]
 
 
 def ready(name, kind, case, pipe, *, off=False):
@@ -48,7 +41,7 @@ def ready(name, kind, case, pipe, *, off=False):
         try:
             made.parts()
         except diffcache.UncalibratedError:
-            return diffcache.calibrate(pipe, made, inputs(case, pipe))
+            return diffcache.calibrate(pipe, made, [case.prompt(pipe, 1, STEPS)])
     return made
 
 
@@ -60,7 +53,7 @@ def test_a_calibration_that_breaks_off_goes_on(built, tmp_path, name):
     kind = pipelines_of(name)[0]
     case, pipe, _ = built(kind)
     made, out = method(name, kind), tmp_path / "tables.safetensors"
-    prompts = [*inputs(case, pipe), *inputs(case, pipe, seed=2)]
+    prompts = [case.prompt(pipe, seed, STEPS) for seed in (1, 2)]
     whole = diffcache.calibrate(pipe, made, prompts, batch_size=1)
 
     def stop(done, total, word):

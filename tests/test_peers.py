@@ -5,10 +5,9 @@ import json
 import pytest
 import torch
 
-from diffcache.errors import MissingError, UnknownMethodError
+from diffcache.errors import UnknownMethodError
 from diffcache.eval.cost.flops import count
 from diffcache.eval.methods import parse_row
-from diffcache.eval.runs import peers
 from diffcache.eval.runs import record as records
 from diffcache.eval.runs.draw import Drawer
 from diffcache.eval.runs.evaluate import Plan
@@ -16,7 +15,6 @@ from diffcache.eval.runs.folder import batches
 from diffcache.eval.runs.measure import evaluate
 from diffcache.eval.runs.peers import mag_ratios_of
 from diffcache.eval.runs.ranks import Progress
-from diffcache.eval.runs.sweep import read_sweep
 from diffcache.eval.runs.task import Case, Task
 
 pytestmark = pytest.mark.usefixtures("no_report")
@@ -107,17 +105,6 @@ def test_mag_cache_is_calibrated_by_its_own_mode(drawer: Drawer, tmp_path) -> No
     assert steps == [1, 0, 0, 1, 0, 0, 1, 0]
     with pytest.raises(ValueError, match="mag-cache: made for 8 steps, and the run has 6"):
         drawer.wrapped(Case(text, "method", 6, parse_row(text))).__enter__()
-
-
-def test_without_cache_dit_its_rows_are_refused(monkeypatch, tmp_path, capsys) -> None:
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
-    way_out = "cache-dit is not installed: pip install cache-dit"
-    with pytest.raises(MissingError, match=way_out):
-        parse_row("cache-dit/dbcache")
-    sweep = tmp_path / "sweep.toml"
-    sweep.write_text('model = "sticker-flux"\n[[method]]\nname = "cache-dit/dbcache"\n')
-    with pytest.raises(MissingError, match=f"sweep.toml: cache-dit/dbcache: {way_out}"):
-        read_sweep(sweep, tmp_path)
 
 
 class TestCacheDit:

@@ -328,20 +328,6 @@ def test_a_call_that_is_refused_before_it_writes_drops_the_stream() -> None:
         assert torch.equal(model(*track(0)[0]), PLAIN(*track(0)[0]))
 
 
-def test_streams_that_do_not_fit_are_errors() -> None:
-    model = Toy()
-    diffcache.wrap(model, EVERY)
-    with diffcache.stream(model):
-        with pytest.raises(AttachError, match=r"diffcache\.stream of this model is open"):
-            diffcache.stream(model).__enter__()
-        with diffcache.run(model), pytest.raises(AttachError, match=r"diffcache\.stream of this model is open"):
-            diffcache.stream(model).__enter__()
-    with diffcache.run(model), pytest.raises(AttachError, match="a stream is made of runs"):
-        diffcache.stream(model).__enter__()
-    with diffcache.stream(model):
-        pass
-
-
 def test_streams_of_threads_do_not_meet() -> None:
     method = Kept()
     model = diffcache.wrap(Toy(), method)
@@ -537,7 +523,6 @@ def test_a_unet_computes_a_call_that_writes(site: str) -> None:
 def built() -> Any:
     case = pipes()[FLUX]
     pipe = case.build(0)
-    pipe.set_progress_bar_config(disable=True)
     return case, pipe
 
 
@@ -563,9 +548,7 @@ def on_method(name: str, case: Any, pipe: Any) -> Method:
         }
         return diffcache.Tuned(tables=Tables(header, {}))
     if name == "a quantized model":
-        given = case.call(pipe, 1, PIPE_STEPS)
-        del given["generator"]
-        return diffcache.calibrate(pipe, MORE[name], [given])
+        return diffcache.calibrate(pipe, MORE[name], [case.prompt(pipe, 1, PIPE_STEPS)])
     if name in MORE:
         return MORE[name]
     with torch.enable_grad():
@@ -595,7 +578,6 @@ def test_methods_compute_a_call_that_writes_in_a_pipeline(built: Any, name: str)
 
 def test_regione_computes_a_call_that_writes() -> None:
     pipe = region_pipelines.kontext()
-    pipe.set_progress_bar_config(disable=True)
     given = region_pipelines.kontext_call
 
     with diffcache.wrapped(pipe, region_pipelines.method(pipe, threshold=0.9)) as handle:

@@ -22,8 +22,8 @@ def method(pipe: Any, **settings: Any) -> RegionE:
     return RegionE(tables=tables, **{"threshold": 0.0, "morphology": False, **settings})
 
 
-def kontext() -> Any:
-    model = denoiser("FluxTransformer2DModel", 0, num_layers=2, num_single_layers=2)
+def kontext(layers: int = 2) -> Any:
+    model = denoiser("FluxTransformer2DModel", 0, num_layers=layers, num_single_layers=2)
     return assemble("FluxKontextPipeline", flow_euler(), transformer=model, vae=tiny_vae(0, 2))
 
 

@@ -176,11 +176,9 @@ def test_the_model_is_asked_at_the_adjusted_times(flux):
 def test_a_scheduler_that_cannot_be_adjusted_is_refused_before_a_pass_is_spent():
     case = PIPES["WanPipeline"]
     pipe, calls = case.build(0), []
-    prompt = case.call(pipe, 0, 6)
-    prompt.pop("generator", None)
     pipe.transformer.register_forward_pre_hook(lambda *_: calls.append(1))
     with pytest.raises(AttachError, match="not with UniPCMultistep.*set time=False"):
-        diffcache.calibrate(pipe, ERTACache(10.0), [prompt], steps=6)
+        diffcache.calibrate(pipe, ERTACache(10.0), [case.prompt(pipe, 0, 6)], steps=6)
     assert not calls
     sd3 = PIPES["StableDiffusion3Pipeline-heun"].build(0)
     method, _ = method_for(sd3, [2], s2=0.5)

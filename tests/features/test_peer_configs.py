@@ -175,13 +175,8 @@ pytestmark = pytest.mark.usefixtures("quiet")
 def made():
     case = pipes()["FluxPipeline"]
     pipe = case.build(0)
-    prompts = []
-    for seed in range(2):
-        prompt = case.call(pipe, seed, PEER_CALIBRATION_STEPS)
-        prompt.pop("generator", None)
-        prompt["latents"] = latents_of(case, pipe, seed)
-        prompts.append(prompt)
-    return case, pipe, prompts
+    prompts = [case.prompt(pipe, seed, PEER_CALIBRATION_STEPS) for seed in range(2)]
+    return case, pipe, [prompt | {"latents": latents_of(case, pipe, seed)} for seed, prompt in enumerate(prompts)]
 
 
 def latents_of(case, pipe, seed):

@@ -34,7 +34,6 @@ from tests.features.region_pipelines import (
     qwen_call,
 )
 from tests.internals import state_of
-from tests.zoo.pipe import assemble, denoiser, flow_euler, tiny_vae
 from tests.zoo_runs import in_threads
 
 
@@ -409,12 +408,7 @@ def test_ratios_are_fitted_to_a_pipeline_and_serve_its_number_of_steps() -> None
     skipped = {call.index for call in handle.last.calls if not call.computed}
     assert skipped == set(plan.skips(pipe.scheduler.timesteps.tolist()))
     with pytest.raises(TablesError, match="measured on .* with config="):
-        diffcache.wrap(kontext_of_another_depth(), fitted)
-
-
-def kontext_of_another_depth() -> Any:
-    model = denoiser("FluxTransformer2DModel", 0, num_layers=1, num_single_layers=2)
-    return assemble("FluxKontextPipeline", flow_euler(), transformer=model, vae=tiny_vae(0, 2))
+        diffcache.wrap(kontext(layers=1), fitted)
 
 
 def test_foreign_attention_is_refused() -> None:

@@ -189,7 +189,6 @@ def test_timesteps_tell_what_the_scheduler_does(family):
     if case is None:
         pytest.skip("not in this diffusers")
     pipe = case.build(0)
-    pipe.set_progress_bar_config(disable=True)
     timesteps, name = [], diffcache.inspect(pipe.transformer).timestep
 
     def keep(module, args, kwargs):
@@ -207,7 +206,6 @@ def test_timesteps_tell_what_the_scheduler_does(family):
 def test_seacache_decides_in_a_bare_loop_as_in_a_pipeline(name):
     case = pipes()[name]
     pipe = case.build(0)
-    pipe.set_progress_bar_config(disable=True)
     with diffcache.wrapped(pipe, "seacache", threshold=0.8, warmup=2) as handle:
         seen, outs = watched(pipe, case)
         expected = {call.index: call.computed for call in handle.last.calls}

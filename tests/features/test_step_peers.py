@@ -21,6 +21,7 @@ from diffcache.features.step_mask import LEVELS, StepMask, mask_of
 from diffcache.features.step_reuse import StepReuse
 from diffcache.offline.fitted_collect import Lines
 from diffcache.step import Site, Step
+from tests.features.test_profilingdit import Toy
 from tests.internals import computed_steps, reuse_in
 from tests.zoo.catalog import cases
 from tests.zoo_runs import sample
@@ -470,26 +471,15 @@ def test_bytes_are_told_before_a_run(hold, outputs):
 SPECA_STEPS = 24
 
 
-class Block(nn.Module):
+class Headed(Toy):
+    """Blocks and a layer behind them, which always runs."""
+
     def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(16, 16)
-
-    def forward(self, hidden_states, temb):
-        return hidden_states + 0.3 * torch.tanh(self.inner(hidden_states) + temb)
-
-
-class Toy(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(4)])
+        super().__init__(4, 16)
         self.head = nn.Linear(16, 16)
 
     def forward(self, hidden_states, timestep):
-        temb = torch.sin(timestep * torch.arange(1, 17) / 6)
-        for block in self.blocks:
-            hidden_states = block(hidden_states, temb)
-        return self.head(hidden_states)
+        return self.head(super().forward(hidden_states, timestep))
 
 
 def forecast(factors, distance):
@@ -519,12 +509,11 @@ def official(model, samples, times, threshold, decay, floor, shortest, longest, 
             else:
                 kind, counter = "taylor", counter + 1
         last_type = kind
-        temb = torch.sin(time * torch.arange(1, 17) / 6)
         if kind == "full":
             hidden = x
             for block in model.blocks[:-1]:
-                hidden = block(hidden, temb)
-            out = model.head(model.blocks[-1](hidden, temb))
+                hidden = block(hidden, time)
+            out = model.head(model.blocks[-1](hidden, time))
             taken = order if step >= warmup - 1 and step > anchor else 0
             features = differences(features, hidden - x, step - anchor, taken)
             outputs = differences(outputs, out, step - anchor, taken)
@@ -532,7 +521,7 @@ def official(model, samples, times, threshold, decay, floor, shortest, longest, 
             computed.append(step)
         else:
             hidden = x + forecast(features, step - anchor)
-            out = model.head(model.blocks[-1](hidden, temb))
+            out = model.head(model.blocks[-1](hidden, time))
             if check:
                 guess = forecast(outputs, step - anchor)
                 error = ((guess - out).abs().mean() / out.abs().mean()).item()
@@ -544,7 +533,7 @@ def official(model, samples, times, threshold, decay, floor, shortest, longest, 
 @pytest.mark.parametrize(("shortest", "longest", "warmup"), [(2, 8, 3), (1, 4, 1), (3, 6, 6)])
 def test_official_steps_one_by_one(threshold, shortest, longest, warmup, agrees):
     torch.manual_seed(0)
-    model = Toy().eval()
+    model = Headed().eval()
     first, second = torch.randn(2, 1, 20, 16)
     shares = [(step / SPECA_STEPS) ** 2 for step in range(SPECA_STEPS)]
     samples = [(1 - share) * first + share * second for share in shares]

@@ -133,9 +133,6 @@ def test_settings_of_a_request_are_for_each():
         with diffcache.settings(pipe, every=3):
             assert computed(handle, pipe)[1] == [0, 0, 3, 3]
         assert computed(handle, pipe)[1] == [0, 0, 2, 2, 4, 4]
-    said = "Interval has no setting 'order'"
-    with diffcache.wrapped(pipe, BOTH), pytest.raises(ValueError, match=said):
-        diffcache.settings(pipe, order=2)
 
 
 def test_bytes_are_those_of_each():

@@ -40,6 +40,10 @@ class PipeCase:
         """Call a pipeline and return its result as one tensor."""
         return result(pipe(**self.call(pipe, seed, steps)))
 
+    def prompt(self, pipe: Any, seed: int, steps: int) -> dict[str, Any]:
+        """Make the arguments of a call as a calibration takes them: it draws the noise."""
+        return {name: value for name, value in self.call(pipe, seed, steps).items() if name != "generator"}
+
 
 def result(output: Any) -> torch.Tensor:
     """Return the images or frames of a pipeline's output as one tensor."""
