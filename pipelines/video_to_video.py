@@ -191,7 +191,7 @@ class VideoToVideo:
         state, about = read(Path(folder) / PICTURES, self.decoder.vae.device)
         policy = about.get("policy") or self.policy
         expected = self._expected(policy, len(self.batch.levels))
-        before = vars(self.batch).copy()
+        before, came = vars(self.batch).copy(), (self.encoder.held(), self.encoder.frames)
         self.batch.resume(folder, policy)
         try:
             with refusing(folder, "film"):
@@ -205,6 +205,7 @@ class VideoToVideo:
                 self.decoder.hold(*state["decoder"])
         except BaseException:
             vars(self.batch).update(before)
+            self.encoder.hold(*came)
             raise
         self.level, self._last, self._undecoded = level, last, undecoded
         self.policy, self.prompt, self.expected_bytes = policy, prompt, expected

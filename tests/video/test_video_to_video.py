@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -159,6 +160,11 @@ def test_chunks_on_their_way_come_later_take_orders_and_are_saved(video: CausalV
     other = replace(video.sampler, shift=video.sampler.shift + 1)  # of as many levels
     with pytest.raises(SavedCacheError, match="a stream goes on with what it began with"):
         VideoToVideo(video, "a fox", size=SIZE, sampler=other).resume(tmp_path)
+    fresh = VideoToVideo(video, "a fox", size=SIZE, policy=SHORT["policy"])
+    refused = patch.object(fresh.decoder, "hold", side_effect=ValueError("of another"))
+    with refused, pytest.raises(SavedCacheError):
+        fresh.resume(tmp_path)
+    assert fresh.encoder.frames == 0 and not any(isinstance(x, Tensor) for x in fresh.encoder.held())
     for group in taken:
         before = plain.next(group)
     others = [before, *plain.finish()]

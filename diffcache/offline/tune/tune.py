@@ -67,7 +67,7 @@ def tune(
         prompts: Texts, class numbers or mappings of the call, one a sample; at least two batches.
         speedup: The closest method that needs at most `1 / speedup` of the operations.
         psnr: The cheapest method that stays this close, in dB.
-        seconds: The closest method that takes at most so long a batch.
+        seconds: The closest method that takes at most as long for a batch.
         lpips: The cheapest method whose pictures stay this close by LPIPS, with the weights that `diffcache eval`
             finds.
         right: The cheapest method that spoils no picture: a function that takes a picture, uint8 [3, H, W] (a film [F,
