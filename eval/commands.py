@@ -57,9 +57,7 @@ def evaluate(
     convention: Annotated[
         str, typer.Option(help="How Inception gets pictures: torch-fidelity or clean.")
     ] = "torch-fidelity",
-    stages: Annotated[
-        str, typer.Option(help="What is done now, of draw,score,time; the rest another time.")
-    ] = "draw,score,time",
+    stages: Annotated[str, typer.Option(help="Stages to run now, some of draw,score,time.")] = "draw,score,time",
     rounds: Annotated[int, typer.Option(min=0, help="Timed rounds; 0 times nothing.")] = 10,
     memory: Memory = False,
     reward: Annotated[

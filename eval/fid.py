@@ -44,13 +44,14 @@ def fid(
     kid: Annotated[bool, typer.Option("--kid", help="Also KID.")] = False,
     prdc: Annotated[bool, typer.Option("--prdc", help="Also precision, recall, density, coverage.")] = False,
     inception_score: Annotated[bool, typer.Option("--is", help="Also the Inception score of FAKE.")] = False,
-    samples: Annotated[int | None, typer.Option(min=2, help="Use so many, by --seed.")] = None,
+    samples: Annotated[int | None, typer.Option(min=2, help="Number to use, drawn by --seed.")] = None,
     resize: Annotated[
         int | None, typer.Option(min=8, metavar="SIDE", help="Scale shorter sides to it, cut out the middle.")
     ] = None,
     recursive: Recursive = False,
     resamples: Annotated[
-        int | None, typer.Option(min=0, help="Of intervals, 0 for none.", show_default="1000 lite, 100 real")
+        int | None,
+        typer.Option(min=0, help="Resamples for intervals, 0 for none.", show_default="1000 lite, 100 real"),
     ] = None,
     seed: Seed = 0,
     device: Device = "auto",

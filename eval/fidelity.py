@@ -63,13 +63,13 @@ def fidelity(
     b: Annotated[str, typer.Argument(help="The other.")],
     films: Annotated[bool, typer.Option("--films", help="Pictures of a folder are the frames of one film.")] = False,
     metrics: Annotated[
-        str, typer.Option(metavar="NAME,...", help=f"Of {', '.join(KEYS)} (default: that apply).")
+        str, typer.Option(metavar="NAME,...", help=f"Of {', '.join(KEYS)} (default: all that apply).")
     ] = "",
     backend: Backend = "auto",
     weights: Weights = "",
     recursive: Recursive = False,
     batch_size: Annotated[int, typer.Option(min=1, help="Pairs of pictures at once.")] = 16,
-    resamples: Annotated[int, typer.Option(min=0, help="Of intervals, 0 for none.")] = intervals.RESAMPLES,
+    resamples: Annotated[int, typer.Option(min=0, help="Resamples for intervals, 0 for none.")] = intervals.RESAMPLES,
     seed: Seed = 0,
     device: Device = "auto",
     threads: Threads = 1,

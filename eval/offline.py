@@ -163,10 +163,10 @@ def calibrate(
 @guarded
 @with_task("model", "steps", "prompts", "seed", "call", "dtype", "device", samples=48, batch_size=8)
 def tune(
-    speedup: Annotated[float | None, typer.Option(help="Closest method with so many times fewer operations.")] = None,
-    psnr: Annotated[float | None, typer.Option(help="Cheapest method that stays so close, in dB.")] = None,
-    seconds: Annotated[float | None, typer.Option(help="Closest method that takes at most so long a batch.")] = None,
-    lpips: Annotated[float | None, typer.Option(help="Cheapest method that stays this close by LPIPS.")] = None,
+    speedup: Annotated[float | None, typer.Option(help="Closest method with N times fewer operations.")] = None,
+    psnr: Annotated[float | None, typer.Option(help="Cheapest method with at least this PSNR, in dB.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="Closest method with at most N seconds a batch.")] = None,
+    lpips: Annotated[float | None, typer.Option(help="Cheapest method with at most this LPIPS.")] = None,
     right: Annotated[
         str | None,
         typer.Option(
@@ -176,7 +176,7 @@ def tune(
     ] = None,
     confidence: Annotated[
         float | None,
-        typer.Option(help="With --psnr, --lpips or --right: probability that a new prompt stays so close."),
+        typer.Option(help="With --psnr, --lpips or --right: probability that a new prompt stays this close."),
     ] = None,
     methods: Annotated[list[str], typer.Option("--method", metavar=METHOD, help="Try these instead.")] = EMPTY,
     trials: Annotated[int, typer.Option(min=1, help="Budget: methods run on all of the search.")] = 100,

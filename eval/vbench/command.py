@@ -49,7 +49,7 @@ def draw(
     info: Annotated[str, typer.Option(help="VBench_full_info.json, or the one of the installed package.")] = INSTALLED,
     dimensions: Dimensions = EMPTY,
     samples: Annotated[
-        int, typer.Option("--samples-per-prompt", min=1, max=5, help="Films; 5 times as many of flickering.")
+        int, typer.Option("--samples-per-prompt", min=1, max=5, help="Films; 5 times as many for flickering.")
     ] = 5,
     rewritten: Annotated[
         Path | None, typer.Option(help="Prompts to draw from, a line for each of the list, in its order.")
