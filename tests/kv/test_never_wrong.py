@@ -62,17 +62,11 @@ def test_what_attention_is_given_beside_is_refused_by_name() -> None:
     model(**ONE, past_key_values=cache, position_bias=None, alibi=False)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "what"),
-    [
-        ("DiffLlamaForCausalLM", "diffllama", "DiffLlamaAttention changes values between"),
-        ("JetMoeForCausalLM", "jetmoe", "JetMoeAttention changes keys and values between"),
-    ],
-)
-def test_keys_and_values_changed_after_the_cache_are_refused(name: str, kind: str, what: str) -> None:
-    model = zoo(name, kind)
+@pytest.mark.parametrize(("name", "what"), [("DiffLlama", "values"), ("JetMoe", "keys and values")])
+def test_keys_and_values_changed_after_the_cache_are_refused(name: str, what: str) -> None:
+    model = zoo(f"{name}ForCausalLM", name.lower())
     before = attention_names(model)
-    with pytest.raises(AttachError, match=f"{what} .* mode='stock'"):
+    with pytest.raises(AttachError, match=f"{name}Attention changes {what} between .* mode='stock'"):
         cache_for(model, ALL)
     assert attention_names(model) == before
     same(generate(model, cache_for(model, kivi(2, group=8, residual=4096))), generate(model))
@@ -134,27 +128,19 @@ def test_each_part_of_a_composite_model_is_given_back_what_it_had(text: str, vis
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [("Step3p7ForConditionalGeneration", "step3p7"), ("MiniMaxM3SparseForConditionalGeneration", "minimax_m3_vl")],
+    "name", ["Step3p7ForConditionalGeneration step3p7", "MiniMaxM3SparseForConditionalGeneration minimax_m3_vl"]
 )
-def test_the_rotary_embedding_is_that_of_the_text(name: str, kind: str) -> None:
-    model = zoo(name, kind)
+def test_the_rotary_embedding_is_that_of_the_text(name: str) -> None:
+    model = zoo(*name.split())
     expected = generate(model)
     same(generate(model, cache_for(model, streaming_llm(4096))), expected, 1e-3)
     detach(model)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("MistralForCausalLM", "mistral"),
-        ("Phi3ForCausalLM", "phi3"),
-        ("Starcoder2ForCausalLM", "starcoder2"),
-        ("MoshiForCausalLM", "moshi"),  # has no window in its mask, but in its cache
-    ],
-)
-def test_layers_that_all_have_a_window_are_served(name: str, kind: str) -> None:
-    model = build(name, kind, sliding_window=12)
+# Moshi has no window in its mask, but in its cache.
+@pytest.mark.parametrize("name", ["Mistral", "Phi3", "Starcoder2", "Moshi"])
+def test_layers_that_all_have_a_window_are_served(name: str) -> None:
+    model = build(f"{name}ForCausalLM", name.lower(), sliding_window=12)
     inputs = {key: value[:2] for key, value in prompts().items()}
     inputs["input_ids"] = inputs["input_ids"] % 120
     inputs = {key: value[:, -36:] for key, value in inputs.items()}

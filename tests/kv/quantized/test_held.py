@@ -160,23 +160,6 @@ def test_sinks_stay_exact_in_every_row(valid: list[bool] | None) -> None:
     assert [type(s) for s in layer.segments] == [Dense, Coded]
 
 
-def test_a_rollback_takes_back_the_tail_alone_and_forks_are_apart() -> None:
-    store = KVStore(1, small_kivi())
-    write(store, 20, 0)
-    store.begin(3)
-    there = store.layers[0].read()
-    other = store.fork()
-    store.layers[0].write(*draw(1, 3, 7))
-    store.rollback(3)
-    for each in (store, other):
-        found = each.layers[0].read()
-        assert torch.equal(found.k, there.k) and torch.equal(found.v, there.v)
-    write(other, 9, 5)
-    assert torch.equal(store.layers[0].read().k, there.k)
-    with pytest.raises(ValueError, match="settled"):
-        store.rollback(5)
-
-
 @pytest.mark.parametrize("tokens", [3, 9, 24])
 def test_a_prompt_leaves_t_mod_r_keys_and_r_values(tokens: int) -> None:
     store = KVStore(1, small_kivi())
