@@ -1,5 +1,6 @@
 """Settings that every test shares: one thread, one seed, no network, and no GPU tests without a GPU."""
 
+import atexit
 import gc
 import os
 import warnings
@@ -31,6 +32,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=gpu_tests)
         items[:] = [item for item in items if item not in gpu_tests]
     items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+def pytest_collection_finish() -> None:
+    # What was imported stays: where a test collects garbage it need not be walked through again.
+    gc.freeze()
+    atexit.register(gc.unfreeze)
 
 
 @pytest.fixture
