@@ -116,16 +116,14 @@ def trace(
 
 def held(model: Any) -> Kept:
     """Return the keys and values that a wrapped model holds in this thread's run."""
-    handle = handle_of(model)
-    tensors = list(handle.denoisers[0].tensors(handle.run()))
-    tensors = tensors[: 2 * model.config.num_hidden_layers]  # what else is held comes after them
-    return list(zip(tensors[::2], tensors[1::2], strict=True))
+    (run,) = (kept for kept in handle_of(model).run().storage.values() if hasattr(kept, "layers"))
+    return [(layer.k, layer.v) for layer in run.layers]
 
 
 def held_besides(model: Any) -> list[Tensor]:
     """Return what a wrapped model holds in this thread's run besides keys and values."""
-    handle = handle_of(model)
-    return list(handle.denoisers[0].tensors(handle.run()))[2 * len(held(model)) :]
+    handle, known = handle_of(model), {id(tensor) for pair in held(model) for tensor in pair}
+    return [tensor for tensor in handle.denoisers[0].tensors(handle.run()) if id(tensor) not in known]
 
 
 def turns(core: Any, x: Tensor, at: Tensor) -> Tensor:
