@@ -65,6 +65,7 @@ def _fused(rows: Tensor, q_norm: Any, k_norm: Any, *shape: int) -> list[Tensor]:
 
 
 def _heads(parts: Iterable[Tensor], shape: tuple[int, ...], q_norm: Any, k_norm: Any) -> list[Tensor]:
+    """Return queries, keys and values by heads, `[B, T, H, D]` each; `shape` is (H, D) with -1 for one of them."""
     q, k, v = (part.unflatten(-1, shape) for part in parts)
     return [q if q_norm is None else q_norm(q), k if k_norm is None else k_norm(k), v]
 

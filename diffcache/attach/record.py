@@ -11,22 +11,35 @@ TOKEN_LAYERS = "token-layers"  # site of a call that computes some tokens of eve
 
 @dataclass
 class CallRecord:
-    """One denoiser call."""
+    """One denoiser call.
 
-    denoiser: str  # name of the denoiser in its pipeline
-    index: int  # step index, from 0
-    timestep: float | None  # timestep in model units, None where reading it would make an accelerator wait
-    branch: int | str  # guidance branch, from 0, or the name its pipeline gave it
-    computed: bool | None = None  # whether the sites were computed; None until it is decided
-    reason: str = ""  # reason for it: `method`, `first call`, `inputs changed`, `missed a step` and so on
-    seconds: float = 0.0  # wall time of the call on the host
-    # per site, evaluations that ran and that were skipped
+    Attributes:
+        denoiser: Name of the denoiser in its pipeline.
+        index: Step index, from 0.
+        timestep: Timestep in model units, None where reading it would make an accelerator wait.
+        branch: Guidance branch, from 0, or the name its pipeline gave it.
+        computed: Whether the sites were computed; None until it is decided.
+        reason: Reason for it: `method`, `first call`, `inputs changed`, `missed a step`, ...
+        seconds: Wall time of the call on the host.
+        counts: Per site, evaluations that ran and that were skipped.
+        flops: Floating-point operations of the sites that ran, a gate's look at them included, and
+            of those that were skipped, less that look. None where they could not be counted
+            (compiled blocks, flex attention).
+        started: Clock of the host at its start, in seconds.
+        writes: Whether it wrote to a stream, so that it was no step; `index` is of the last one.
+    """
+
+    denoiser: str
+    index: int
+    timestep: float | None
+    branch: int | str
+    computed: bool | None = None
+    reason: str = ""
+    seconds: float = 0.0
     counts: dict[str, tuple[int, int]] = field(default_factory=dict)
-    # floating-point operations of the sites that ran, a gate's look at them included, and of those that were skipped,
-    # less that look. None where they could not be counted (compiled blocks, flex attention).
     flops: tuple[float, float] | None = None
-    started: float = field(default=0.0, repr=False)  # clock of the host at its start, in seconds
-    writes: bool = False  # whether it wrote to a stream, so that it was no step; `index` is of the last one
+    started: float = field(default=0.0, repr=False)
+    writes: bool = False
 
     @property
     def share(self) -> float:
@@ -37,13 +50,21 @@ class CallRecord:
 
 @dataclass
 class RunRecord:
-    """Record of one sampling run: computed and skipped work."""
+    """Record of one sampling run: computed and skipped work.
 
-    calls: list[CallRecord] = field(default_factory=list)  # the denoiser calls in order
-    peak_bytes: int = 0  # most bytes held at the end of any call
-    finished: bool = False  # whether the run ended without an exception
+    Attributes:
+        calls: The denoiser calls in order.
+        peak_bytes: Most bytes held at the end of any call.
+        finished: Whether the run ended without an exception.
+        remarks: Remarks on the run.
+        method: Method with which the run started, None before.
+    """
+
+    calls: list[CallRecord] = field(default_factory=list)
+    peak_bytes: int = 0
+    finished: bool = False
     remarks: list[str] = field(default_factory=list)
-    method: Method | None = None  # method with which the run started, None before
+    method: Method | None = None
 
     @property
     def computed(self) -> int:

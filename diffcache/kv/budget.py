@@ -18,7 +18,7 @@ _ROUNDING = 1e-9
 
 
 def slots_for(size: Size, tokens: Tensor) -> Tensor:
-    """Return the slots that a size allows each row, of as many tokens as `tokens` says; int64 like it.
+    """Return the slots that a size allows rows of `tokens` tokens each, int64 like `tokens`.
 
     A share is rounded down, as kvpress rounds it, and is never less than one slot.
     """
@@ -52,7 +52,7 @@ class Budget(Settings, ABC):
         return isinstance(self.size, int)
 
     def steady(self, tokens: int, held: int) -> int | None:
-        """Return the slots of rows that saw `tokens` and hold `held`, where it takes no scores to know; else None."""
+        """Return the slots of rows that saw `tokens` and hold `held` if they do not depend on scores; else None."""
         return None
 
     @abstractmethod

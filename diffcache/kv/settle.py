@@ -360,7 +360,7 @@ def _due(recipe: Recipe, layers: Sequence[KVLayer]) -> tuple[int, int, int] | No
             lead = None if layer.mover is None else layer.mover.lead(layer.tail, layer.seen)
             if lead is None or lead < ends[0]:
                 return None
-    # Many at once, as after a prompt, are cheaper to gather than to fill one by one.
+    # `refill` moves a slot for each that goes; where many go, `carry_out` gathers those that stay.
     count = held - allowed
     return (count, *ends) if count <= max(allowed // _SHARE, 1) else None
 

@@ -134,7 +134,7 @@ class FeatureReuse(Extension):
         reason = record.reason = self.must_compute(call, state)
         decision = state.decision
         frame.decides = decision.index != call.step.index
-        if not frame.decides:  # another branch decided this step for all; one that was forced to compute, too
+        if not frame.decides:  # another branch decided this step for all, even if it was forced to compute
             frame.computes = decision.computes or bool(reason)
         elif reason:
             frame.computes = True

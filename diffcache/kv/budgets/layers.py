@@ -316,7 +316,7 @@ class Scheduled(Budget):
         return found
 
     def scale(self, tokens: Tensor) -> Tensor:
-        """Return the scale to which the last token of each row belongs; int64 like `tokens`, their numbers."""
+        """Return the scale that the last of each row's `tokens` tokens belongs to, int64 like `tokens`."""
         ends = list(accumulate(self.scales, initial=self.prompt))[1:]
         edges = torch.tensor(ends, device=tokens.device)
         return torch.searchsorted(edges, tokens.contiguous()).clamp_max(len(ends) - 1)

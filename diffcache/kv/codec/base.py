@@ -105,6 +105,7 @@ class Parts(Payload):
 
 
 def _replaced(payload: Q, changes: Mapping[str, Any]) -> Q:
+    """Return a copy of a payload with some parts changed."""
     new = copy(payload)
     for name, part in changes.items():
         object.__setattr__(new, name, part)
@@ -134,7 +135,7 @@ def same(one: Payload | Tensor, other: Payload | Tensor) -> bool:
 
 
 def sharing(parts: Sequence[Q], name: str) -> list[Q]:
-    """Return payloads that refer to one part of a name where they hold the same in it as the first."""
+    """Return payloads that share the first one's part `name` where theirs holds the same numbers."""
     lead = getattr(parts[0], name)
     return [_replaced(part, {name: lead}) if same(lead, getattr(part, name)) else part for part in parts]
 

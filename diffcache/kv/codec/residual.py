@@ -137,4 +137,5 @@ class Gear(TensorCodec):
 
     def join(self, parts: Sequence[Payload]) -> Geared:
         """Append slots of every part."""
+        # Factors are joined as they are, whatever the rank of the codec that joins them.
         return appended(all_of(Geared, parts), quantized=self.quant, factors=LowRank(1), outliers=self.sparse)
