@@ -1,9 +1,10 @@
 """diffcache: feature and KV caches for diffusion models.
 
->>> pipe = diffcache.wrap(pipe, TaylorSeer(every=5, order=1))  # doctest: +SKIP
->>> images = pipe(prompt).images  # doctest: +SKIP
->>> print(diffcache.report(pipe))  # doctest: +SKIP
->>> diffcache.unwrap(pipe)  # doctest: +SKIP
+Examples:
+    >>> pipe = diffcache.wrap(pipe, TaylorSeer(every=5, order=1))  # doctest: +SKIP
+    >>> images = pipe(prompt).images  # doctest: +SKIP
+    >>> print(diffcache.report(pipe))  # doctest: +SKIP
+    >>> diffcache.unwrap(pipe)  # doctest: +SKIP
 """
 
 import importlib

@@ -116,7 +116,7 @@ def wrap(
         UnknownMethodError: If nothing has that name.
         ValueError: If a setting is unknown or out of its range.
 
-    Example:
+    Examples:
         >>> pipe = diffcache.wrap(pipe)  # doctest: +SKIP
         >>> pipe = diffcache.wrap(pipe, TaylorSeer(every=5, order=1))  # doctest: +SKIP
         >>> model = diffcache.wrap(model, "snapkv", budget=256)  # doctest: +SKIP
@@ -250,7 +250,7 @@ def save(target: Any, path: str | os.PathLike[str]) -> None:
         ValueError: If the file cannot be written, or there is something in the method that cannot
             be made again: a class of yours, or a recipe that was given as an object.
 
-    Example:
+    Examples:
         >>> diffcache.save(pipe, "cache.yaml")  # doctest: +SKIP
         >>> pipe = diffcache.wrap(pipe, "cache.yaml")  # doctest: +SKIP
     """
@@ -415,7 +415,7 @@ def expected_bytes(
         ValueError: If the inputs of the denoiser's class are not known, the size does not fit it, or a setting is out
             of its range.
 
-    Example:
+    Examples:
         >>> diffcache.expected_bytes(pipe, "taylorseer", height=1024, width=1024)  # doctest: +SKIP
     """
     check_int("branches", branches, 1)
@@ -475,7 +475,7 @@ def run(
         AttachError: If the target is not wrapped, a run of it is open already in this thread, or more steps are taken.
         ValueError: If `steps` is no whole number of 1 or more, or `sigmas` are no noise levels or not as many.
 
-    Example:
+    Examples:
         >>> with diffcache.run(model, steps=len(timesteps)):  # doctest: +SKIP
         ...     for t in timesteps:
         ...         x = step(model(x, t, cond), t, x)
@@ -508,7 +508,7 @@ def settings(target: Any = None, **settings: Any) -> AbstractContextManager[None
         ValueError: If a setting is unknown, out of its range, or says where features are taken or how many steps a run
             has.
 
-    Example:
+    Examples:
         >>> with diffcache.settings(pipe, every=6):  # doctest: +SKIP
         ...     image = pipe(prompt).images[0]
     """
@@ -558,7 +558,7 @@ def update(target: T, **settings: Any) -> T:
         ValueError: If there is no setting, one is unknown, out of its range, or says where features
             are taken or how many steps a run has.
 
-    Example:
+    Examples:
         >>> pipe = diffcache.update(pipe, every=6)  # doctest: +SKIP
     """
     handle = handle_of(target)
@@ -596,7 +596,7 @@ def stream(target: Any) -> AbstractContextManager[RunStream]:
     Raises:
         AttachError: If the target is not wrapped, or a stream or run of it is open already in this thread.
 
-    Example:
+    Examples:
         >>> with diffcache.stream(pipe):  # doctest: +SKIP
         ...     for chunk in chunks:
         ...         pipe.scheduler.set_timesteps(4)

@@ -24,7 +24,7 @@ def cite(target: Any) -> str:
         UnknownMethodError: If the registry has no such name.
         ValueError: If no paper describes it, such as your own combination.
 
-    Example:
+    Examples:
         >>> print(diffcache.cite("taylorseer"))  # doctest: +SKIP
     """
     if isinstance(target, str):

@@ -125,7 +125,7 @@ def evaluate(
         UnknownMethodError: If there is no method of a name.
         ValueError: If an argument or setting is out of its range, or not taken by the pipeline.
 
-    Example:
+    Examples:
         >>> diffcache.evaluate(pipe, ["taylorseer:every=4", "first-block"], prompts).print()
         ... # doctest: +SKIP
     """
@@ -166,7 +166,7 @@ def latency(
         UnknownMethodError: If there is no method of a name.
         ValueError: If an argument or setting is out of its range, or not taken by the pipeline.
 
-    Example:
+    Examples:
         >>> diffcache.latency(pipe, ["taylorseer", "first-block"]).print()  # doctest: +SKIP
     """
     count = settings.pop("batch_size", 1 if isinstance(prompts, str) else len(prompts))

@@ -43,7 +43,7 @@ class DiffusionPolicyPipeline(DiffusionPipeline):  # type: ignore[misc]
             `observation * scale + offset`; None changes nothing.
         action: The same for actions: the denoiser draws `action * scale + offset`.
 
-    Example:
+    Examples:
         >>> pipe = DiffusionPolicyPipeline.from_pretrained(DIRECTORY)  # doctest: +SKIP
         >>> actions = pipe(observation, num_inference_steps=100).actions  # doctest: +SKIP
     """

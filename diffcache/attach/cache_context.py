@@ -49,7 +49,7 @@ def branch(name: str, step: int | None = None) -> AbstractContextManager[None]:
     Raises:
         ValueError: If the name is no text, or empty, or the step is no whole number of 0 or more.
 
-    Example:
+    Examples:
         >>> with diffcache.branch("uncond"):  # doctest: +SKIP
         ...     noise = model(x, t, encoder_hidden_states=blank)
     """
@@ -70,7 +70,7 @@ def writing() -> AbstractContextManager[None]:
     commits a chunk; `diffcache.stream` says which chunks belong together. It does nothing for a
     denoiser that is not wrapped.
 
-    Example:
+    Examples:
         >>> with diffcache.writing():  # doctest: +SKIP
         ...     model(clean_chunk, zero, cond)
     """

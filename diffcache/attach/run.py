@@ -60,7 +60,17 @@ class RunStream:
 
 
 class Run:
-    """One sampling run: the scheduler's timesteps, and a timeline for every denoiser."""
+    """One sampling run: the scheduler's timesteps, and a timeline for every denoiser.
+
+    Attributes:
+        stream: The stream that it is a part of.
+        storage: Data that extensions keep of the run, until it ends, `set_timesteps` starts it anew
+            or its timestep turns back.
+        left_out: Steps that an extension plans not to compute.
+        starts: Most first steps that one of its denoisers began, since the run was said to begin.
+        is_counted: Whether the stream counts it as a chunk.
+        sigmas: Noise level at every step of flow matching, none where the user did not say them.
+    """
 
     def __init__(
         self,
@@ -70,17 +80,15 @@ class Run:
         stream: RunStream | None = None,
     ) -> None:
         self.in_pipeline, self.is_told, self.steps = in_pipeline, is_told, steps
-        # noise level at every step of flow matching, none where the user did not say them
         self.sigmas: Sequence[float] = ()
-        self.stream = RunStream() if stream is None else stream  # the stream that it is a part of
+        self.stream = RunStream() if stream is None else stream
         self.record = RunRecord()
         self.timelines: dict[Any, Timeline] = {}
         self.epoch = 0
-        # data of extensions, until it ends, `set_timesteps` starts it anew or its timestep turns back
         self.storage: dict[Any, Any] = {}
-        self.left_out: set[int] = set()  # steps that an extension plans not to compute
-        self.starts = 0  # most first steps that one of its denoisers began, since the run was said to begin
-        self.is_counted = False  # whether the stream counts it as a chunk
+        self.left_out: set[int] = set()
+        self.starts = 0
+        self.is_counted = False
         self._clear()
         if in_pipeline or is_told:
             self._count()
@@ -159,11 +167,16 @@ class Timeline:
     """Place of one denoiser in a run, and its guidance branches.
 
     A denoiser counts its own steps: of two that share a run, the second starts at 0.
+
+    Attributes:
+        ranks: Process group that shares the sample, None where one process has all of it.
+        starts: Number of first steps that the denoiser began.
+        storage: Data that extensions keep of the denoiser, until the run ends.
     """
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.starts = 0  # number of first steps that the denoiser began
+        self.starts = 0
         self.clear()
 
     def clear(self) -> None:
@@ -176,8 +189,8 @@ class Timeline:
         self.at: float | None = None
         self.direction = 0
         self.started_at = 0
-        self.ranks: Any = None  # process group that shares the sample, None where one process has all of it
-        self.storage: dict[Any, Any] = {}  # data that extensions keep of the denoiser, until the run ends
+        self.ranks: Any = None
+        self.storage: dict[Any, Any] = {}
         self.doubt = ""  # why nothing tells which run or branch the calls belong to
         self.stride = 0.0  # the longest step so far, in units of the timestep
         # where the run before turned back, from which it may still go on, and its direction

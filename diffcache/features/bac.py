@@ -60,7 +60,7 @@ class BAC(Calibrated):
     Raises:
         TablesError: If the tables are of another metric.
 
-    Example:
+    Examples:
         >>> seen = [{"observation": o} for o in observations]  # doctest: +SKIP
         >>> method = diffcache.calibrate(pipe, BAC(count=10), seen)  # doctest: +SKIP
         >>> pipe = diffcache.wrap(pipe, method)  # doctest: +SKIP

@@ -18,7 +18,7 @@ class FeatureMethod(Settings, Method):
     This is all that most methods ask for; one that asks for more extends `abilities`. The parts
     check their own numbers, so that a method is made of good ones or not at all.
 
-    Example:
+    Examples:
         >>> pipe = diffcache.wrap(pipe, TaylorSeer(every=5))  # doctest: +SKIP
     """
 
@@ -60,7 +60,7 @@ class Combine(FeatureMethod, Ability):
     Raises:
         ValueError: If a part does not fit the others.
 
-    Example:
+    Examples:
         >>> Combine(when=Every(4, warmup=2), instead=Newton(2), site="stack")  # doctest: +SKIP
     """
 

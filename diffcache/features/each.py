@@ -22,7 +22,7 @@ class Each(Method):
     Raises:
         ValueError: If there is none.
 
-    Example:
+    Examples:
         >>> both = {"transformer": "dbcache:warmup=4", "transformer_2": "dbcache:warmup=2"}
         >>> pipe = diffcache.wrap(pipe, both)  # doctest: +SKIP
     """

@@ -182,7 +182,7 @@ class ERTACache(Calibrated):
         ValueError: If `uniform` is asked for with a correction.
         TablesError: If the tables are another method's, or of another threshold.
 
-    Example:
+    Examples:
         >>> method = diffcache.calibrate(pipe, ERTACache(0.3), prompts=[...])  # doctest: +SKIP
         >>> pipe = diffcache.wrap(pipe, method)  # doctest: +SKIP
     """

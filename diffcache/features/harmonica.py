@@ -63,7 +63,7 @@ class HarmoniCa(Calibrated):
     Raises:
         TablesError: If `tables` is no router.
 
-    Example:
+    Examples:
         >>> method = HarmoniCa(tables="harmonica-20.safetensors")  # doctest: +SKIP
     """
 

@@ -145,7 +145,7 @@ class MagCache(Calibrated):
         TablesError: If the tables are another method's.
         AttachError: If the ratios are for other models.
 
-    Example:
+    Examples:
         >>> method = diffcache.calibrate(pipe, MagCache(), prompts=["a cat"])  # doctest: +SKIP
         >>> pipe = diffcache.wrap(pipe, method)  # doctest: +SKIP
         >>> pipe = diffcache.wrap(pipe, MagCache.published("flux.1-dev"))  # doctest: +SKIP

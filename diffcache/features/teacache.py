@@ -77,7 +77,7 @@ class TeaCache(Calibrated):
         AttachError: If the model shows no such `input`, it must be named, or the coefficients
             are for other models.
 
-    Example:
+    Examples:
         >>> method = diffcache.calibrate(pipe, TeaCache(0.25), prompts=[...])  # doctest: +SKIP
         >>> pipe = diffcache.wrap(pipe, method)  # doctest: +SKIP
         >>> pipe = diffcache.wrap(pipe, TeaCache.published("flux.1-dev"))  # doctest: +SKIP

@@ -1,9 +1,10 @@
 """Key-value caches: one store for language models, diffusion language models and causal video.
 
->>> cache = diffcache.kv.cache_for(model, "snapkv", budget=256)  # doctest: +SKIP
->>> cache = diffcache.kv.cache_for(model, diffcache.kv.snapkv(256))  # doctest: +SKIP
->>> model.generate(**inputs, past_key_values=cache)  # doctest: +SKIP
->>> diffcache.kv.detach(model)  # doctest: +SKIP
+Examples:
+    >>> cache = diffcache.kv.cache_for(model, "snapkv", budget=256)  # doctest: +SKIP
+    >>> cache = diffcache.kv.cache_for(model, diffcache.kv.snapkv(256))  # doctest: +SKIP
+    >>> model.generate(**inputs, past_key_values=cache)  # doctest: +SKIP
+    >>> diffcache.kv.detach(model)  # doctest: +SKIP
 
 Every recipe is here by its name: `recipe_names()` lists them.
 """

@@ -126,7 +126,7 @@ def calibrate(pipe: Any, method: Any, prompts: Sequence[Any], **settings: Any) -
         ValueError: If a method takes no tables, a setting is out of its range, or something that is measured is not
             finite.
 
-    Example:
+    Examples:
         >>> method = diffcache.calibrate(pipe, ERTACache(), prompts)  # doctest: +SKIP
         >>> pipe = diffcache.wrap(pipe, method)  # doctest: +SKIP
     """

@@ -200,7 +200,7 @@ def predict(
         ValueError: If the model's inputs are not known, it has two denoisers, the method does more
             than reuse features, or the size or a setting does not fit.
 
-    Example:
+    Examples:
         >>> diffcache.predict("FluxPipeline", preset="fast", device="h200")  # doctest: +SKIP
     """
     check_int("batch", batch, 1)

@@ -126,7 +126,7 @@ def _cells(notebook: Mapping[str, Any]) -> Iterator[str]:
 def _reference() -> Iterator[tuple[str, str]]:
     """Yield place and text of the pages of the reference, as mkdocstrings reads them."""
     methods = {row.load().__name__ for row in rows_of("method").values()}
-    lines = ["# diffcache", "", "Methods have [a page of their own](../methods.md).", ""]
+    lines = ["# diffcache", "", _about("diffcache"), "Methods have [a page of their own](../methods.md).", ""]
     names = [name for name in diffcache.__all__ if name not in PACKAGES]
     paths = [_path_of(getattr(diffcache, name)) for name in names]
     lines += [_entry(path) for path in paths if path.rpartition(".")[2] not in methods]
@@ -141,8 +141,7 @@ def _reference() -> Iterator[tuple[str, str]]:
             if name not in rows_of("recipe") and _is_ours(getattr(module, name))
         ]
         entries = [_entry(path) for path in dict.fromkeys([*first, *paths])]
-        about = (module.__doc__ or "").strip()
-        yield f"api/{package}.md", "\n".join([f"# diffcache.{package}", "", about, "", *entries])
+        yield f"api/{package}.md", "\n".join([f"# diffcache.{package}", "", _about(module.__name__), *entries])
 
 
 def _is_ours(value: Any) -> bool:
@@ -152,6 +151,11 @@ def _is_ours(value: Any) -> bool:
 
 def _path_of(value: Any) -> str:
     return f"{value.__module__}.{value.__qualname__}"
+
+
+def _about(module: str) -> str:
+    options = "members: false", "show_root_heading: false", "show_root_toc_entry: false"
+    return "\n".join([f"::: {module}", "    options:", *(f"      {option}" for option in options), ""])
 
 
 def _entry(path: str) -> str:

@@ -35,7 +35,7 @@ def best_starts(
         ValueError: If `cost` is not square or holds a number that is not finite, a setting is
             below its least value, or no split has segments of the lengths asked for.
 
-    Example:
+    Examples:
         >>> best_starts(anchor_costs(1 - similarity), 10)  # doctest: +SKIP
     """
     table = _checked(cost)

@@ -98,7 +98,7 @@ def tune(
         ValueError: If there are too few prompts, or a setting is out of its range, or prompts are not apart as
             `confidence` needs them.
 
-    Example:
+    Examples:
         >>> best = diffcache.tune(pipe, prompts, speedup=3.0)  # doctest: +SKIP
         >>> pipe = diffcache.wrap(pipe, best)  # doctest: +SKIP
     """
