@@ -76,9 +76,10 @@ def test_a_dead_link_is_an_error() -> None:
 def test_the_reference_has_every_public_name() -> None:
     text = site().pages["api/diffcache.md"]
     methods = {row.load().__name__ for row in rows_of("method").values()}
-    named = {line.rpartition(".")[2] for line in text.splitlines() if line.startswith("::: ")}
+    named = {line.rpartition(".")[2] for line in text.splitlines() if line.startswith("::: diffcache.")}
     assert named == {*diffcache.__all__} - methods - {*PACKAGES}
-    assert all(site().pages[f"api/{name}.md"].count("\n::: ") > 3 for name in PACKAGES)
+    assert all(f"::: diffcache.{name}\n" in site().pages[f"api/{name}.md"] for name in PACKAGES)
+    assert all(site().pages[f"api/{name}.md"].count("\n::: ") > 4 for name in PACKAGES)
 
 
 def test_compatibility_names_tests_that_are_there() -> None:
