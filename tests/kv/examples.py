@@ -1,7 +1,7 @@
 """Settings for every recipe of the catalogue that do something in prompts of 48 tokens."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -78,17 +78,20 @@ LOSSLESS_VARIANTS = {
 }
 
 
+@cache
 def examples() -> dict[str, Make]:
     """Return one recipe for each name, with `skips` of its row."""
     known = {name: row for name, row in rows_of("recipe").items() if row.skips is not None}
     return {name: partial(make_recipe, name, **TABLES.get(name, {}) | row.skips) for name, row in known.items()}
 
 
+@cache
 def variants() -> dict[str, Make]:
     """Return the same recipes under settings that take another way through the code."""
     return {name: partial(make_recipe, word) for name, word in VARIANTS.items()}
 
 
+@cache
 def lossless() -> dict[str, tuple[Make, float]]:
     """Return recipes that lose nothing, with how far from stock their logits may be."""
     found: dict[str, tuple[Make, float]] = {

@@ -36,6 +36,7 @@ GREEDY = {
     "pad_token_id": 0,
 }
 Inputs = dict[str, Tensor]
+Stock = dict[int, Any]  # rows -> what the model generates from `prompts` of so many without a cache of ours
 
 
 @dataclass(frozen=True)
@@ -79,22 +80,19 @@ def _compare(ours: Any, theirs: Any) -> Verdict:
     return Verdict("wrong", f"logits differ by {off:.0e}")
 
 
-def _keeps(recipe: Recipe, rows: int) -> Callable[[Any], Verdict]:
+def _keeps(recipe: Recipe, rows: int) -> Callable[[Any, Stock], Verdict]:
     """Compare a recipe that loses nothing with stock."""
 
-    def look(model: Any) -> Verdict:
-        inputs = prompts(rows)
-        ours = _generate(model, inputs, **with_cache(model, cache_for(model, recipe)))
-        detach(model)
-        return _compare(ours, _generate(model, inputs))
+    def look(model: Any, stock: Stock) -> Verdict:
+        return _compare(_generate(model, prompts(rows), **with_cache(model, cache_for(model, recipe))), stock[rows])
 
     return look
 
 
-def _drops(recipe: Recipe, rows: int) -> Callable[[Any], Verdict]:
+def _drops(recipe: Recipe, rows: int) -> Callable[[Any, Stock], Verdict]:
     """Compare a recipe that drops slots with a full cache in which these are hidden."""
 
-    def look(model: Any) -> Verdict:
+    def look(model: Any, stock: Stock) -> Verdict:
         inputs = prompts(rows)
         ours, cache, log = oracle.run(model, recipe, inputs, **GREEDY)
         if cache.store.layers[0].held >= cache.get_seq_length():
@@ -104,7 +102,7 @@ def _drops(recipe: Recipe, rows: int) -> Callable[[Any], Verdict]:
     return look
 
 
-COLUMNS: dict[str, Callable[[Any], Verdict]] = {
+COLUMNS: dict[str, Callable[[Any, Stock], Verdict]] = {
     "keeps, one": _keeps(snapkv(1.0, window=4), 1),
     "keeps, padded": _keeps(snapkv(1.0, window=4), 2),
     "drops, one": _drops(snapkv(0.4, window=4), 1),
@@ -114,10 +112,10 @@ COLUMNS: dict[str, Callable[[Any], Verdict]] = {
 }
 
 
-def judge(model: Any, look: Callable[[Any], Verdict]) -> Verdict:
+def judge(model: Any, stock: Stock, look: Callable[[Any, Stock], Verdict]) -> Verdict:
     """Return how a cache did in a model, whatever came of it."""
     try:
-        return look(model)
+        return look(model, stock)
     except AttachError as error:
         return Verdict("refused", str(error))
     except Exception as error:  # a crash is a finding
@@ -136,13 +134,13 @@ def row_of(name: str, kind: str) -> Row:
         return Row(name, why=f"no tiny model of it: {_line(error)}")
     with _quiet(), torch.no_grad():
         try:
-            for rows in (1, 2):
-                _generate(model, prompts(rows))
+            stock = {rows: _generate(model, prompts(rows)) for rows in (1, 2)}
+            for rows in stock:
                 full = DynamicCache(config=model.config)
                 _generate(model, prompts(rows), **with_cache(model, full))
         except Exception as error:
             return Row(name, why=f"stock generate fails: {_line(error)}")
-        return Row(name, tuple(judge(model, look) for look in COLUMNS.values()))
+        return Row(name, tuple(judge(model, stock, look) for look in COLUMNS.values()))
 
 
 def _line(error: Exception) -> str:
