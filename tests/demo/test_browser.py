@@ -32,7 +32,8 @@ CANVAS = """() => {
 def server(folder: Path, *arguments: str, port: str = "0") -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Run `diffcache serve` on a free port; give the process and its address, and end it."""
     for name in ("cwd", "tmp"):
-        (folder / name).mkdir(exist_ok=True)
+        shutil.rmtree(folder / name, ignore_errors=True)  # of a server that was killed
+        (folder / name).mkdir()
     command = [sys.executable, "-m", "diffcache", "serve", *arguments, "--port", port]
     command += ["--keep", str(folder / "films")]
     # diffusers imports torch's compiler, which makes its folder wherever temporary files are.
@@ -87,6 +88,51 @@ def replicas_of(process: subprocess.Popen[str]) -> list[int]:
     """Return the processes of Ray that films are made in."""
     children = psutil.Process(process.pid).children(recursive=True)
     return [child.pid for child in children if "ServeReplica" in " ".join(child.cmdline())]
+
+
+def a_film_of_a_killed_server(page: Any, folder: Path) -> str:
+    """Begin a film, and kill the server with `kill -9`; return its port."""
+    with server(folder, "--images", "") as (_, address):
+        page.goto(address, wait_until="domcontentloaded")
+        page.locator("#prompt textarea").fill("a frog on grass")
+        page.click("#start")
+        page.wait_for_function(f"{SHOWN} >= 30")  # five chunks, of which the fourth is saved
+        assert page.locator("#back").count() == 0
+    page.goto("about:blank")
+    return address.split(":")[-1].strip("/")
+
+
+def it_goes_on(page: Any, address: str) -> None:
+    """Go on with that film, in the same browser, and in no other one."""
+    page.goto(address, wait_until="domcontentloaded")
+    page.locator("#note", has_text="your film of 'a frog on grass' was saved").wait_for()
+    if os.environ.get("DIFFCACHE_SCREENS"):
+        draw_screen(page, Path(os.environ["DIFFCACHE_SCREENS"]) / "serve-restart.png")
+    page.click("#back")
+    page.locator("#note", has_text=re.compile("goes on from chunk .*, as saved")).wait_for()
+    page.wait_for_function(f"{SHOWN} >= 6")
+    other = page.context.browser.new_page()  # of a profile of its own
+    other.goto(address, wait_until="domcontentloaded")
+    other.locator("#start").wait_for()
+    other.wait_for_timeout(2000)
+    assert other.locator("#back").count() == 0
+    other.close()
+    page.click("#stop")
+    page.locator("#player .status", has_text="stopped").wait_for()
+
+
+def two_policies(page: Any, address: str) -> None:
+    """Show two policies side by side, on a page that shows nothing yet."""
+    page.goto(address, wait_until="domcontentloaded")
+    page.click("#other input")
+    page.get_by_role("option", name="window", exact=True).click()
+    page.click("#start")
+    page.wait_for_function(f"{SHOWN} >= 3")
+    assert page.locator("#player figcaption").all_inner_texts()[1:] == ["window"]
+    page.click("#stop")
+    page.locator("#player .status", has_text="stopped").wait_for()
+    page.click("#other input")
+    page.get_by_role("option", name="nothing").click()
 
 
 def films_from_pictures(page: Any, folder: Path) -> None:
@@ -169,7 +215,7 @@ def draw_screens(page: Any, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(CHROMIUM is None, reason=f"none of {', '.join(NAMES)} is on the path")
 @pytest.mark.parametrize("replicas", [0, 2])
 def test_a_page_streams_takes_orders_stops_and_leaves_nothing(replicas: int, tmp_path: Path) -> None:
@@ -177,8 +223,15 @@ def test_a_page_streams_takes_orders_stops_and_leaves_nothing(replicas: int, tmp
     if replicas:
         pytest.importorskip("ray.serve", reason="needs ray[serve]")
     problems: list[str] = []
-    with server(tmp_path, *(["--ray", "2"] if replicas else [])) as (process, address):
-        with browser_page(problems) as page:
+    with browser_page(problems) as page:
+        port = "0" if replicas else a_film_of_a_killed_server(page, tmp_path)
+        problems.clear()  # of a page whose server is gone
+        with server(tmp_path, *(["--ray", "2"] if replicas else []), port=port) as (process, address):
+            if not replicas:
+                it_goes_on(page, address)
+                two_policies(page, address)
+                films_from_pictures(page, tmp_path)
+                an_image(page)
             page.goto(address, wait_until="domcontentloaded")
             prompt, note = page.locator("#prompt textarea"), page.locator("#note")
             prompt.fill("x" * 10_000)
@@ -228,63 +281,11 @@ def test_a_page_streams_takes_orders_stops_and_leaves_nothing(replicas: int, tmp
             note.get_by_text("nothing is running").wait_for()
             page.click("#start")
             page.wait_for_function(f"{SHOWN} >= 3 && {SHOWN} < {last}")
-        process.send_signal(signal.SIGINT)  # while a film runs whose page was closed
-        told, _ = process.communicate(timeout=120)
+            page.close()
+            process.send_signal(signal.SIGINT)  # while a film runs whose page was closed
+            told, _ = process.communicate(timeout=120)
         # Ray tells of its end, and of the replica that was killed.
         own = [line for line in told.splitlines() if not re.search(r"\(raylet\)| serve \d+ -- ", line)]
         assert (process.returncode, "".join(own)) == (0, "ended"), told
     assert problems == []
     assert [list((tmp_path / name).iterdir()) for name in ("cwd", "tmp")] == [[], []]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(CHROMIUM is None, reason=f"none of {', '.join(NAMES)} is on the path")
-def test_a_page_shows_two_policies_makes_films_from_pictures_and_draws_images(tmp_path: Path) -> None:
-    pytest.importorskip("gradio", reason="gradio is not installed")
-    problems: list[str] = []
-    with server(tmp_path) as (_, address), browser_page(problems) as page:
-        page.goto(address, wait_until="domcontentloaded")
-        page.click("#other input")
-        page.get_by_role("option", name="window", exact=True).click()
-        page.click("#start")
-        page.wait_for_function(f"{SHOWN} >= 3")
-        assert page.locator("#player figcaption").all_inner_texts()[1:] == ["window"]
-        page.click("#stop")
-        page.locator("#player .status", has_text="stopped").wait_for()
-        page.click("#other input")
-        page.get_by_role("option", name="nothing").click()
-        films_from_pictures(page, tmp_path)
-        an_image(page)
-    assert problems == []
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.skipif(CHROMIUM is None, reason=f"none of {', '.join(NAMES)} is on the path")
-def test_a_film_goes_on_after_the_server_was_killed(tmp_path: Path) -> None:
-    """With `kill -9`, at the same port, in the same browser, and in no other one."""
-    pytest.importorskip("gradio", reason="gradio is not installed")
-    problems: list[str] = []
-    with browser_page(problems) as page:
-        with server(tmp_path, "--images", "") as (process, address):
-            page.goto(address, wait_until="domcontentloaded")
-            page.locator("#prompt textarea").fill("a frog on grass")
-            page.click("#start")
-            page.wait_for_function(f"{SHOWN} >= 30")  # five chunks, of which the fourth is saved
-            assert page.locator("#back").count() == 0
-            process.kill()
-            process.wait()
-        with server(tmp_path, "--images", "", port=address.split(":")[-1].strip("/")):
-            page.goto(address, wait_until="domcontentloaded")
-            page.locator("#note", has_text="your film of 'a frog on grass' was saved").wait_for()
-            if os.environ.get("DIFFCACHE_SCREENS"):
-                draw_screen(page, Path(os.environ["DIFFCACHE_SCREENS"]) / "serve-restart.png")
-            page.click("#back")
-            page.locator("#note", has_text=re.compile("goes on from chunk .*, as saved")).wait_for()
-            page.wait_for_function(f"{SHOWN} >= 6")
-            other = page.context.browser.new_page()  # of a profile of its own
-            other.goto(address, wait_until="domcontentloaded")
-            other.locator("#start").wait_for()
-            other.wait_for_timeout(2000)
-            assert other.locator("#back").count() == 0
