@@ -59,7 +59,7 @@ class Run:
 
 @pytest.mark.parametrize(("name", "batch"), [("h2o", 1), *((name, 2) for name in RECIPES)])
 def test_what_is_kept_is_what_sorting_all_slots_keeps(name: str, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    chunks = [40] + [1 if step % 7 else 2 for step in range(44)]
+    chunks = [40] + [1 if step % 7 else 2 for step in range(28)]
     quick, sorting = Run(RECIPES[name], batch), Run(RECIPES[name], batch)
     choose, done = store_module.slots_to_drop, Counter[bool]()
 
@@ -89,7 +89,7 @@ def test_keys_held_rotated_are_read_as_those_rotated_on_reading(rotary: Rotary) 
             valid[0, :pad] = False
             held = Run(recipe, 2, rotary)
             read = Run(replace(recipe, space="pre"), 2, rotary)
-            for count in (40, 1, 1, 3, *[1] * 8):
+            for count in (40, 1, 1, 3, *[1] * 3):
                 given = valid if count == 40 and pad else None
                 one, other = (run.feed(count, given)[:, :, :, -1:] for run in (held, read))
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
@@ -119,7 +119,7 @@ def test_a_recipe_that_bounds_what_is_held_holds_no_more_after_2000_tokens(name:
     run = Run(recipe, size=16, layers=1 if recipe.bounded else 4)
     run.feed(48)
     held = []
-    for _ in range(20 if recipe.bounded else 8):
+    for _ in range(20 if recipe.bounded else 6):
         for count in (99, 1):
             run.feed(count)
         held.append(run.store.nbytes)
@@ -127,7 +127,7 @@ def test_a_recipe_that_bounds_what_is_held_holds_no_more_after_2000_tokens(name:
         assert run.store.seen == 48 + 2000
         assert max(held[10:]) <= max(held[:10])
     else:
-        assert held[-1] > 2 * held[2]
+        assert held[-1] > 2 * held[1]
 
 
 def test_recipes_say_whether_they_bound_what_is_held() -> None:

@@ -1,7 +1,6 @@
 """Offline stages run on a tiny model, write tables that recipes take, and leave the model alone."""
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from diffcache.errors import TablesError
 from diffcache.eval.kv import recipe_words, stages
 from diffcache.eval.kv.contexts import RecallSamples, TextSamples, Work, seen_by
 from diffcache.eval.kv.recall_cost import KVTask, measure
-from diffcache.eval.kv.stages import lococo, locret
 from diffcache.eval.kv.texts import TextModel, read_texts, windows
 from diffcache.kv import cache_for, compresskv, cskv, detach, double_sparsity, duo_attention, prefixkv, razor_attention
 from diffcache.kv.recipes.merging import lococo as lococo_recipe
@@ -29,15 +27,9 @@ def made(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     into = tmp_path_factory.mktemp("tables")
     model = task(folder).load()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    patch = pytest.MonkeyPatch()
-    patch.setitem(stages.MAKERS, "lococo", partial(lococo, steps=16))
-    patch.setitem(stages.MAKERS, "locret", partial(locret, steps=40))
-    try:
-        work = Work(model, SAMPLES, lambda *_: None)
-        for file in recipe_words.FOLDER.glob("*.safetensors"):  # those that are shipped
-            stages.make(file.stem, work, into / file.name, DIGEST)
-    finally:
-        patch.undo()
+    work = Work(model, SAMPLES, lambda *_: None)
+    for file in recipe_words.FOLDER.glob("*.safetensors"):  # those that are shipped
+        stages.make(file.stem, work, into / file.name, DIGEST, **SHORT.get(file.stem, {}))
     after = model.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
     assert model.config._attn_implementation == "sdpa"
@@ -59,7 +51,7 @@ def test_recipes_take_what_was_made(made: Path, folder: Path) -> None:
         ),
         prefixkv(0.5, shares=table("prefixkv", "shares", "#0.5")),  # type: ignore[arg-type]
         double_sparsity(table("double_sparsity", "channels"), 0.5, recent=4),  # type: ignore[arg-type]
-        cskv(table("cskv", "bases", "#16"), recent=4),  # type: ignore[arg-type]
+        cskv(table("cskv", "bases", "#8"), recent=4),  # type: ignore[arg-type]
         locret_recipe(table("locret", "heads"), 0.5, stabilizers=4),  # type: ignore[arg-type]
         lococo_recipe(table("lococo", "weights"), 16, recent=4),  # type: ignore[arg-type]
     ]

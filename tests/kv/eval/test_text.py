@@ -134,7 +134,8 @@ def test_a_question_that_is_known_decides_what_is_kept(reader: Path) -> None:
     assert raw.store.seen == seen  # every question had a fork
 
 
-def test_a_row_that_fails_is_told_and_the_others_go_on(reader: Path, texts: Path, tmp_path: Path) -> None:
+def test_a_row_that_fails_is_told_and_the_others_go_on(reader: Path, texts: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(text_task, "ROUNDS", 2)
     out = tmp_path / "record.json"
     wrong = "duo_attention:heads=((True,False),)"  # of one layer, and there are three
     found = call(
