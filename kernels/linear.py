@@ -60,9 +60,11 @@ def linear_twin(
 def float_matmul(left: Tensor, right: Tensor) -> Tensor:
     """Return `left @ right.T` of int8 codes `[M, K]` and `[N, K]` as int32, through exact float32 products."""
     total = torch.zeros(left.shape[0], right.shape[0], dtype=torch.int32, device=left.device)
+    product = torch.empty_like(total, dtype=torch.float32)
     for first in range(0, left.shape[1], EXACT):
         part = slice(first, first + EXACT)
-        total += (left[:, part].float() @ right[:, part].float().t()).to(torch.int32)
+        torch.mm(left[:, part].float(), right[:, part].float().t(), out=product)  # which autocast leaves in float32
+        total += product.to(torch.int32)
     return total
 
 

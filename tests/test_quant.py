@@ -109,6 +109,9 @@ def test_both_products_are_exact(shape: tuple[int, int, int]) -> None:
     exact = (a.double() @ b.double().t()).to(torch.int32)
     assert torch.equal(int_matmul(a, b), exact)
     assert torch.equal(float_matmul(a, b), exact)
+    with torch.autocast("cpu", torch.float16):
+        assert torch.equal(int_matmul(a, b), exact)
+        assert torch.equal(float_matmul(a, b), exact)
 
 
 @pytest.mark.parametrize("groups", [1, 3])

@@ -86,10 +86,12 @@ class Collector(Observer, ABC):
     Attributes:
         passes: Number of passes over the prompts.
         wants_attention: Whether `attention` is to be called, which costs a little.
+        one_shape: Whether it compares steps whose outputs have to be of one shape.
     """
 
     passes: int = 1
     wants_attention: ClassVar[bool] = False
+    one_shape: ClassVar[bool] = True
 
     @abstractmethod
     def site(self) -> Combine:

@@ -21,6 +21,7 @@ class BudgetState:
 
     gate: Any
     computed: int = 0
+    first: int = 0  # index of the first of them, which a late guidance branch has not at 0
     index: int = -1
 
 
@@ -52,12 +53,14 @@ class Limited(When):
         """Return whether a limit is reached or the gate is open."""
         if self.longest is not None and step.index - state.index > self.longest:
             return True
-        if self.skips is not None and step.index - state.computed >= self.skips:
+        if self.skips is not None and step.index - state.first - state.computed >= self.skips:
             return True
         return self.gate.should_compute(state.gate, step, probe)
 
     def computed(self, state: BudgetState, step: Step, probe: Tensor | None) -> None:
         """Count the step and let the gate know."""
+        if not state.computed:
+            state.first = step.index
         state.computed, state.index = state.computed + 1, step.index
         self.gate.computed(state.gate, step, probe)
 

@@ -36,7 +36,7 @@ def key_steps(
 
     def costs(keys: tuple[int, ...]) -> list[float]:
         now, before = keys
-        skipped = errors[before, now].double()
+        skipped = errors[before, now].double().clone()  # the tables stay as they are
         skipped[: now + 1] = 0.0
         sums = [0.0, *skipped.cumsum(0).tolist()]
         sums[now + far + 1 :] = [math.inf] * (total - now - far)

@@ -131,8 +131,8 @@ class Rectified(Instead):
         last = channels_last(value)
         if last.shape[-1] != scale.shape[1]:
             raise TablesError(
-                f"tables={self.tables!r}: made for {scale.shape[1]} channels, the output "
-                f"{tuple(value.shape)} has {last.shape[-1]}; calibrate on this pipeline"
+                f"tables={self.tables!r}: made for {scale.shape[1]} channels (frames, where these come first), "
+                f"the output {tuple(value.shape)} has {last.shape[-1]}; calibrate on such runs of this pipeline"
             )
         mapped = torch.addcmul(shift[step.index], last.to(scale), scale[step.index])
         return mapped.movedim(-1, channel_axis(value)).to(value)
@@ -158,7 +158,8 @@ class ERTACache(Calibrated):
       nominal schedule and the last step closes the trajectory, so that the total is kept exactly;
       the denoiser is evaluated at the adjusted times.
     - The paper linearises `sigmoid(K * v + B)`; fitted by least squares that is the ordinary
-      affine regression, which is what is used, with one map a step and channel.
+      affine regression, which is what is used, with one map a step and channel; a step and frame
+      where frames come before channels (CogVideoX).
     - First and last steps are never in the list.
     - With guidance in separate calls the first branch makes the list; factors and maps are shared
       by the branches and measured on all of them; each branch keeps its own residual.

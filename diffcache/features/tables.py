@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -35,7 +36,9 @@ class Tables:
 
     def __init__(self, header: Mapping[str, Any], tensors: Mapping[str, Tensor], path: Path | None = None) -> None:
         self._header = MappingProxyType(dict(header))
-        self._tensors = MappingProxyType({name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()})
+        with torch.inference_mode(False):  # copies that may be used in any mode
+            copies = {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()}
+        self._tensors = MappingProxyType(copies)
         self.path = path
         try:
             found = hashlib.sha256(json.dumps(self._plain(), sort_keys=True).encode())

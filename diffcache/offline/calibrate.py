@@ -124,7 +124,7 @@ def calibrate(pipe: Any, method: Any, prompts: Sequence[Any], **settings: Any) -
         AttachError: If the pipeline has several denoisers, is wrapped, or cannot be cached with the method.
         TablesError: If `<out>.part` is damaged, or of another calibration.
         ValueError: If a method takes no tables, a setting is out of its range, or something that is measured is not
-            finite.
+            finite or changes its shape in a run.
 
     Examples:
         >>> method = diffcache.calibrate(pipe, ERTACache(), prompts)  # doctest: +SKIP

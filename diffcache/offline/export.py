@@ -175,7 +175,7 @@ def _dual_block(method: DBCache | FirstBlock) -> dict[str, Any]:
 def _mask(parts: Combine, method: Method, run: _Run) -> tuple[dict[str, Any], list[str]]:
     """Return a fixed list of computed steps as cache-dit's mask, and notes."""
     when, order = parts.when, getattr(parts.instead, "order", 0)
-    if when.probe is not None or when.sites or when.by_branch:
+    if when.probe is not None or when.sites or when.by_branch or when.reads_output:
         raise run.refuse(method, "its steps are no fixed list that all blocks share")
     if type(parts.instead) not in (Reuse, Taylor):
         raise run.refuse(method, f"{parts.instead!r}; it reuses a residual or forecasts by Taylor")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ class Ratios(Collector):
     taken to be so where place and shape agree.
     """
 
+    one_shape: ClassVar[bool] = False
+
     def __init__(self, method: MagCache) -> None:
         self.sums = torch.zeros(2, 0, dtype=torch.float64)
 
@@ -38,7 +40,7 @@ class Ratios(Collector):
         self._sums = torch.zeros_like(self.sums)
         self._at: dict[int, int] = {}
         self._now: dict[int, dict[tuple[str, int], Tensor]] = {}
-        self._before: dict[int, dict[Any, Tensor]] = {}
+        self._before: dict[int, tuple[int, dict[Any, Tensor]]] = {}
 
     def feature(self, step: Step, site: str, index: int, value: Tensor) -> None:
         """Add one list's residual of one stream to that of the step."""
@@ -58,11 +60,12 @@ class Ratios(Collector):
         for (_, index), value in seen.items():
             key = (index, value.shape)
             now[key] = now[key] + value if key in now else value
-        if before is not None and now.keys() == before.keys():
-            ratios = [token_norms(now[key]) / (token_norms(before[key]) + 1e-8) for key in now]
-            self._sums[0, self._at[branch]] += float(torch.cat(ratios).mean())
-            self._sums[1, self._at[branch]] += 1
-        self._before[branch] = now
+        at = self._at[branch]
+        if before is not None and now.keys() == before[1].keys() and before[0] == at - 1:
+            ratios = [token_norms(now[key]) / (token_norms(before[1][key]) + 1e-8) for key in now]
+            self._sums[0, at] += float(torch.cat(ratios).mean())
+            self._sums[1, at] += 1
+        self._before[branch] = at, now
 
     def end(self) -> None:
         """Add the run to the sums."""

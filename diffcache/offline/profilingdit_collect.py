@@ -40,6 +40,7 @@ class ProfileCollector(Collector):
     """
 
     wants_attention: ClassVar[bool] = True
+    one_shape: ClassVar[bool] = False
 
     def __init__(self, method: ProfilingDiT) -> None:
         self.sampled, self.text, self.foreground = method.sampled, method.text, method.foreground

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ class Changes(Collector):
     Pairs of neighboring steps in the first guidance branch, as the decision is taken there.
     """
 
+    one_shape: ClassVar[bool] = False
+
     def __init__(self, method: TeaCache) -> None:
         self.degree, self.of = method.degree, method.compared()
         self.points = torch.zeros(0, 2, dtype=torch.float64)
@@ -37,15 +39,15 @@ class Changes(Collector):
         """Start a run without pairs."""
         self._probe: Tensor | None = None
         self._index = -1
-        self._now: dict[tuple[str, int], Tensor] = {}
-        self._before: dict[tuple[str, int], Tensor] = {}
+        self._now: dict[Any, Tensor] = {}
+        self._before: dict[Any, Tensor] = {}
         self._inputs: dict[int, float] = {}
         self._outputs: dict[int, float] = {}
 
     def probe(self, step: Step, value: Tensor) -> None:
         """Note the change of the input."""
         before, self._probe = self._probe, value.detach().clone()
-        if before is not None:
+        if before is not None and before.shape == value.shape:
             self._inputs[step.index] = relative_l1(before, self._probe, "forecast")
 
     def feature(self, step: Step, site: str, index: int, value: Tensor) -> None:
@@ -55,7 +57,7 @@ class Changes(Collector):
         if step.index != self._index:
             self._close()
             self._index = step.index
-        self._now[site, index] = value.detach().float().clone()
+        self._now[site, index, value.shape] = value.detach().float().clone()
 
     def _close(self) -> None:
         """Compare a finished step's output with that of the step before."""

@@ -75,6 +75,7 @@ class Tracer(Observer):
         self._handle: Handle | None = None
         self._times: tuple[Tensor, Tensor | None] | None = None
         self._waits = False
+        self._shapes: dict[int, torch.Size] = {}  # of the outputs of each branch
 
     def run(
         self,
@@ -136,7 +137,7 @@ class Tracer(Observer):
         assert self._handle is not None
         (timesteps, sigmas), first = self._times, self._handle.run().begin
         timesteps, sigmas = timesteps[first:], None if sigmas is None else sigmas[first:]
-        self.steps, self._waits = len(timesteps), False
+        self.steps, self._waits, self._shapes = len(timesteps), False, {}
         for collector in self._collectors:
             collector.begin(RunInfo(*self._place, timesteps, sigmas, self.steps))
 
@@ -158,6 +159,12 @@ class Tracer(Observer):
     def output(self, step: Step, given: Tensor, value: Tensor) -> Tensor | None:
         """Show an output; a lone collector may replace it."""
         self._check("the denoiser's output", step, value)
+        before = self._shapes.setdefault(step.branch, value.shape)
+        if value.shape != before and any(c.one_shape for c in self._collectors):
+            raise ValueError(
+                f"the denoiser's output is {list(value.shape)} at step {step.index} and was {list(before)}: steps "
+                "of a run are compared, so calibrate without what changes it, such as a callback that ends guidance"
+            )
         self.shape = list(given.shape[1:])
         seen = [c.output(step, given, value) for c in self._collectors]
         return seen[0] if len(seen) == 1 else None

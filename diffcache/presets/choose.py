@@ -166,7 +166,7 @@ def choose(facts: Mapping[str, Any], wanted: str | None = None) -> ChosenMethod:
 
 def _wanted(facts: Mapping[str, Any], wanted: str) -> Preset:
     """Return the preset that was asked for."""
-    name, _, level = wanted.rpartition("/")
+    name, _, level = str(wanted).rpartition("/")
     if level not in LEVELS:
         raise ValueError(f"preset={wanted!r}: must be {', '.join(LEVELS)}, or such as 'flux.1-dev/fast'")
     if name and name not in presets():

@@ -177,6 +177,23 @@ def test_numbers_that_are_not_finite_are_refused(pipe):
             see()
 
 
+@pytest.mark.parametrize("method", ["fitted-forecast", "ertacache", "magcache", "teacache"])
+def test_a_run_whose_guidance_ends_is_measured_only_where_steps_need_not_be_alike(method):
+    from diffusers.callbacks import SD3CFGCutoffCallback
+
+    cut = SD3CFGCutoffCallback(cutoff_step_ratio=None, cutoff_step_index=2)
+    case = pipes()["StableDiffusion3Pipeline"]
+    pipe = case.build(0)
+    call = {"callback_on_step_end": cut, "callback_on_step_end_tensor_inputs": cut.tensor_inputs}
+    prompts = [{**case.prompt(pipe, 0, 5), **call}]
+    if method in ("magcache", "teacache"):
+        tables = diffcache.calibrate(pipe, method, prompts).tables
+        assert method == "magcache" or len(tables["points"]) == 3  # of steps 0 to 2, and 3 to 4
+        return
+    with pytest.raises(ValueError, match=r"is \[1, 4, 8, 8\] at step 3 and was \[2"):
+        diffcache.calibrate(pipe, method, prompts)
+
+
 @pytest.mark.parametrize("prompts", ["", "pictures", "sticker-films", "own.txt"])
 @pytest.mark.parametrize("own", [True, False])
 def test_the_command_line_draws_no_prompts_and_noise_of_an_evaluation(prompts: str, own: bool, tmp_path: Path) -> None:

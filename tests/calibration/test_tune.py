@@ -13,6 +13,7 @@ from diffcache import Combine, Every, FirstBlock, FittedForecast, Listed, Newton
 from diffcache.errors import AttachError, TablesError
 from diffcache.features.combine import reuse_of
 from diffcache.features.tuned import Guarantee
+from diffcache.offline.tracing import batches_of
 from diffcache.offline.tune.guarantee import certify, most_strayed, samples_needed
 from diffcache.offline.tune.search import Goal, Search, front_of
 from diffcache.offline.tune.space import LEFT_OUT, additions, drops, families, moves, schedules, sites, steps_listed
@@ -255,6 +256,14 @@ def test_a_log_of_trials_that_was_cut_off(tmp_path, monkeypatch):
         bench("y").measure(method, [0])
         bench("y").measure(method, [0])
     assert len(measured) == 6
+
+
+def test_a_smaller_batch_costs_as_large_a_share(pipe):
+    bench = Trials(pipe, batches_of(PROMPTS, 2), 0, {**CALL, "num_inference_steps": STEPS})
+    method = Combine(Listed((0, 2), STEPS), Taylor(0), site="stack")
+    costs = [bench.measure(method, [number]).cost for number in (0, 1)]
+    assert costs[0] == pytest.approx(costs[1], rel=1e-6) and costs[0] < 0.6
+    assert steps_listed(diffcache.RegionE(), 28) == ()  # which its plan tells
 
 
 def test_trials_count_by_the_tables_in_a_file(calibrated, tmp_path, monkeypatch):

@@ -96,6 +96,16 @@ def test_ratios_in_closed_form(streams, branches):
     assert found.tolist() == pytest.approx([1.0, 0.9, 1.5 / 1.8, 0.2], rel=1e-5)
 
 
+def test_a_branch_that_misses_steps_is_compared_with_the_step_before_alone():
+    collector = Ratios(MagCache())
+    collector.begin(RunInfo(0, 0, torch.zeros(4), None, 4))
+    for index, branches in enumerate(((0, 1), (0,), (0, 1), (0, 1))):
+        for branch in branches:
+            collector.feature(Step(index, branch=branch), "blocks.3", 0, torch.ones(1, 2, 4) * 0.9**index)
+    collector.end()
+    assert collector.tables()["ratios"].tolist() == pytest.approx([1.0, 0.9, 0.9, 0.9])
+
+
 def test_a_wrapped_pipeline_runs_at_other_lengths_than_the_calibration():
     from diffcache.attach.fingerprint import facts_of
 

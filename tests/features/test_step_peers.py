@@ -19,6 +19,7 @@ from diffcache.features.pab import PAB
 from diffcache.features.speca import SpeCa
 from diffcache.features.step_mask import LEVELS, StepMask, mask_of
 from diffcache.features.step_reuse import StepReuse
+from diffcache.features.tables import Tables
 from diffcache.offline.fitted_collect import Lines
 from diffcache.step import Site, Step
 from tests.features.test_profilingdit import Toy
@@ -296,6 +297,11 @@ def test_the_calibration_measures_lines():
         expected = sum((guess[n] - features[n, t]).abs().mean() for n in range(2))
         assert errors[i, j, t] == pytest.approx(float(expected), rel=1e-5)
     assert errors[5, 3, 8] == errors[2, 5, 4] == 0
+    with torch.inference_mode():
+        tables = Tables({"method": "dpcache", "steps": TOTAL, "site": "stack"}, {"errors": table()})
+    before = tables["errors"].clone()
+    assert DPCache(5, tables=tables).parts().when.steps[:3] == (0, 1, 2)
+    assert torch.equal(tables["errors"], before)
 
 
 def probes(total):
@@ -318,6 +324,16 @@ def test_the_schedule_follows_an_independent_trace(threshold, longest, skips, wa
     method = DBCache(threshold, warmup=warmup, longest=longest, skips=skips)
     assert computed_steps(method, 30, probes(30)) == steps
     assert skips is None or 30 - len(steps) <= skips
+
+
+def test_steps_before_a_late_branch_are_none_that_it_skipped():
+    when = DBCache(math.inf, warmup=1, skips=3, by_branch=True).parts().when
+    state, seen = when.init(), []
+    for index, probe in enumerate(probes(12)[5:], start=5):
+        seen.append(when.should_compute(state, Step(index), probe))
+        if seen[-1]:
+            when.computed(state, Step(index), probe)
+    assert seen == [True, False, False, False, True, True, True]
 
 
 @pytest.fixture(scope="module")

@@ -321,16 +321,11 @@ def test_calibrate_trains_saves_and_leaves_the_pipeline_alone(pipe, tmp_path):
     modules = [dict(module.__dict__) for module in pipe.transformer.modules()]
     wanted = [p.requires_grad for p in pipe.transformer.parameters()]
     seen = []
-    method = calibrate(
-        pipe,
-        HarmoniCa(0.5, epochs=2, beta=1e-4),
-        [1, 3],
-        steps=3,
-        batch_size=1,
-        guidance_scale=4.0,
-        out=tmp_path / "router.safetensors",
-        progress=lambda *given: seen.append(given),
-    )
+    settings = {"steps": 3, "batch_size": 1, "guidance_scale": 4.0, "out": tmp_path / "router.safetensors"}
+    with torch.inference_mode():
+        method = calibrate(
+            pipe, HarmoniCa(0.5, epochs=2, beta=1e-4), [1, 3], progress=lambda *given: seen.append(given), **settings
+        )
     assert [dict(module.__dict__) for module in pipe.transformer.modules()] == modules
     assert [p.requires_grad for p in pipe.transformer.parameters()] == wanted
     assert [given[:2] for given in seen] == [(1, 2), (2, 2)]

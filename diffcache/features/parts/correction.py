@@ -103,7 +103,10 @@ class AffineSums:
 
 
 def channel_axis(value: Tensor) -> int:
-    """Return where the channels are: 1 in `[B, C, (F,) H, W]`, the last in packed `[B, T, C]`."""
+    """Return where the channels are: 1 in `[B, C, (F,) H, W]`, the last in packed `[B, T, C]`.
+
+    In films of the layout `[B, F, C, H, W]`, which shapes do not tell apart, it is the axis of frames.
+    """
     return 1 if value.ndim > 3 else value.ndim - 1
 
 

@@ -241,7 +241,7 @@ def train(pipe: Any, method: HarmoniCa, plan: CollectPlan) -> HarmoniCa:
     call = plan.arguments()
     _check_steps(call.get("num_inference_steps"))
     model, _ = denoiser_of(pipe)
-    with frozen(model):
+    with torch.inference_mode(False), frozen(model):
         replay = Replay(pipe, call, _drawn(plan, _generator(plan.seed, 0)))
         _check_steps(replay.total)
         trainer = _Trainer(replay, method, plan)

@@ -19,7 +19,8 @@ schedules with every other forecast at every other site; the best gates with oth
 steps are dropped or added, and one or two adjacent ones moved by one.
 
 Not in it: the site `block`, at which these forecasts do what they do at `stack` and hold more; the site `run`, whose
-blocks have to be named; and the methods in `LEFT_OUT`, with the reasons. All of them can be given in `methods`.
+blocks have to be named; and the methods in `LEFT_OUT`, with the reasons. All of them but `temporal-table` can be given
+in `methods`.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from diffcache.features.combine import Combine, FeatureMethod, reuse_of
 from diffcache.features.fitted import Weighted
 from diffcache.features.parts.fit import Fit
 from diffcache.features.parts.instead import Newton
+from diffcache.features.parts.region_mask import Planned
 from diffcache.features.parts.when import Every, Listed, steps_of
 from diffcache.features.step_mask import LEVELS
 from diffcache.features.step_reuse import StepReuse
@@ -243,7 +245,7 @@ def additions(steps: tuple[int, ...], total: int) -> list[tuple[int, ...]]:
 def steps_listed(method: Method, total: int) -> tuple[int, ...]:
     """Return the computed steps of a method whose schedule is fixed, none of another."""
     reuse = reuse_of(method)
-    if reuse is None:
+    if reuse is None or isinstance(reuse.when, Planned):  # the plan of a region leaves out steps by their times
         return ()
     if isinstance(reuse.when, Listed):
         return tuple(sorted({0, *reuse.when.steps}))

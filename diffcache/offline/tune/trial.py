@@ -97,7 +97,8 @@ class Trials:
         self.total = 0
         self.uncached_seconds = 0.0
         self._references: dict[int, Tensor] = {}
-        self._flops: dict[str, float | None] = {}
+        # batch -> operations of one uncached call of every denoiser; batches differ in size
+        self._flops: dict[int, dict[str, float | None]] = {}
         self._known: dict[str, Trial] = {}
 
     def open_log(self, about: Any) -> None:
@@ -146,7 +147,7 @@ class Trials:
             start = time.perf_counter()
             drawn = self._draw(number)
             seconds = time.perf_counter() - start
-            cost = self._cost()
+            cost = self._cost(number)
         each = closeness(drawn, reference)
         scores = [] if self.score is None else self.score(drawn, reference, self.batches[number])
         interval = mean_interval(each)
@@ -156,11 +157,8 @@ class Trials:
         """Return the uncached output of a batch."""
         if number not in self._references:
             if not self._flops:
-                self._count(number)
-            start = time.perf_counter()
-            self._references[number] = self._draw(number)
-            seconds = time.perf_counter() - start
-            self.uncached_seconds = min(self.uncached_seconds or seconds, seconds)
+                self._draw(number)  # the first run takes longer than others
+            self._references[number] = self._count(number)
         return self._references[number]
 
     def _draw(self, number: int) -> Tensor:
@@ -169,8 +167,8 @@ class Trials:
         drawn = call_pipeline(self.pipe, self.batches[number], self.seed + number, call)
         return outputs(drawn, call.get("output_type", "latent") != "latent")
 
-    def _count(self, number: int) -> None:
-        """Count the operations of one uncached call of every denoiser, and the steps of a run."""
+    def _count(self, number: int) -> Tensor:
+        """Return the uncached output of a batch; note its time, its steps and the operations of a call."""
         seen: dict[str, tuple[Any, Any]] = {}
         hooks = []
         found: dict[str, nn.Module] = denoisers_of(self.pipe)
@@ -181,22 +179,27 @@ class Trials:
 
             hooks.append(model.register_forward_pre_hook(note, with_kwargs=True))
         try:
-            self._draw(number)
+            start = time.perf_counter()
+            drawn = self._draw(number)
+            seconds = time.perf_counter() - start
         finally:
             for hook in hooks:
                 hook.remove()
-        with torch.no_grad():
-            self._flops = {name: counted(found[name], args, kwargs)[1] for name, (args, kwargs) in seen.items()}
+        self.uncached_seconds = min(self.uncached_seconds or seconds, seconds)
         scheduler = getattr(self.pipe, "scheduler", None)
         timesteps, first = (getattr(scheduler, name, None) for name in ("timesteps", "begin_index"))
-        self.total = 0 if timesteps is None else len(timesteps) - (first or 0)
+        if not self._flops:
+            self.total = 0 if timesteps is None else len(timesteps) - (first or 0)
+        with torch.no_grad():
+            self._flops[number] = {name: counted(found[name], args, kw)[1] for name, (args, kw) in seen.items()}
+        return drawn
 
-    def _cost(self) -> float:
-        """Return the cost of the last run as a share of the uncached run's."""
-        done = report(self.pipe)
-        if done.flops_saved is None or None in self._flops.values():
+    def _cost(self, number: int) -> float:
+        """Return the cost of the last run, of this batch, as a share of the uncached run's."""
+        done, flops = report(self.pipe), self._flops[number]
+        if done.flops_saved is None or None in flops.values():
             return done.computed / max(done.computed + done.skipped, 1)
-        full = sum(self._flops.get(call.denoiser) or 0.0 for call in done.calls)
+        full = sum(flops.get(call.denoiser) or 0.0 for call in done.calls)
         return 1 - done.flops_saved / full if full else 1.0
 
 

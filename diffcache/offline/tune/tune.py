@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from diffcache.attach.fingerprint import facts_of
+from diffcache.catalog import make_method
 from diffcache.digest import digest
 from diffcache.errors import AttachError, CacheWarning
 from diffcache.features.base import Method
 from diffcache.features.collect import Calibrated
+from diffcache.features.combine import FeatureMethod
 from diffcache.features.serialize import to_plain
 from diffcache.features.tables import Tables
 from diffcache.features.tuned import Guarantee, Tuned
@@ -104,6 +106,12 @@ def tune(
     """
     goal = Goal(speedup, psnr, seconds, lpips, right is not None, confidence)
     check_int("trials", trials, 1)
+    if methods is not None:
+        methods = [make_method(method) for method in methods]
+        for method in methods:  # what could not be written in the end is not searched for
+            if not isinstance(method, FeatureMethod):
+                raise ValueError(f"methods: {method!r} is no method of reuse by itself, which a search chooses")
+            to_plain(method, {})
     score = _score(lpips, right)
     plan = _plan(prompts, settings, 1 if goal.confidence is not None else BATCH_SIZE)
     batches = batches_of(plan.prompts, plan.batch_size)
