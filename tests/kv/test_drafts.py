@@ -11,7 +11,7 @@ from diffcache.kv.hf.rapid import overlap
 from tests.kv.tiny import GREEDY, llama
 
 IDS = torch.randint(3, 250, (1, 120), generator=torch.Generator().manual_seed(1))
-SETTINGS = {**GREEDY, "max_new_tokens": 20}
+SETTINGS = {**GREEDY, "max_new_tokens": 12}
 
 
 def said(model: Any, cache: Any, **settings: Any) -> list[int]:
@@ -44,10 +44,7 @@ def test_drafts_change_no_token(recipe: Recipe) -> None:
     cache = cache_for(model, recipe)
     assert forwards(model, cache, triforce(model, cache, budget=16))[0] == expected
     cache = cache_for(model, recipe)
-    tokens, count = forwards(model, cache, triforce(model, cache, budget=120))
-    assert tokens == expected
-    if recipe.codec is None and not recipe.evicts:  # it reads what the model reads, so all is right
-        assert count == 5  # 1, 3, 5, 7 and 4 tokens
+    assert forwards(model, cache, triforce(model, cache, budget=120))[0] == expected
     draft = rapid(model, IDS, 16, keep=64, chunk=8)
     assert draft.prompt.shape[1] == 80
     for _ in range(2):  # a draft of a prompt serves several calls
@@ -71,7 +68,10 @@ def test_samples_pass_through_the_same_processors() -> None:
     cache = cache_for(model, Recipe())
     draft = triforce(model, cache, budget=64)
     one = {"do_sample": True, "top_k": 1, "output_logits": False}
-    assert said(model, cache, assistant_model=draft, **one) == said(model, cache_for(model, Recipe()))
+    expected = said(model, cache_for(model, Recipe()))
+    assert said(model, cache, assistant_model=draft, **one) == expected
+    cache = cache_for(model, Recipe())  # a draft that reads what the model reads is right each time
+    assert forwards(model, cache, triforce(model, cache, budget=120)) == (expected, 4)  # 1, 3, 5 and 3 tokens
 
 
 def test_models_learn_from_a_draft_as_much_as_they_are_told() -> None:

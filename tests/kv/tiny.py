@@ -10,12 +10,12 @@ from diffcache.foreign import with_cache
 from diffcache.kv import detach, snapkv
 from tests.zoo.language import build
 
-GREEDY = dict(max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0)
+GREEDY = dict(max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0)
 GREEDY |= dict(return_dict_in_generate=True, output_logits=True)
 SIZES: dict[str, Any] = dict(num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
 SIZES |= dict(hidden_size=64, intermediate_size=128, vocab_size=256, max_position_embeddings=4096)
 SIZES |= dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
-SHORT = {**GREEDY, "max_new_tokens": 6}
+SHORT = {**GREEDY, "max_new_tokens": 4}
 WAYS: dict[str, dict[str, Any]] = {"greedy": {}, "beams": {"num_beams": 3}}
 WAYS |= {"chunks": {"prefill_chunk_size": 16}, "assisted": {"prompt_lookup_num_tokens": 3}}
 ALL = snapkv(1.0, window=4)  # drops nothing
@@ -36,12 +36,12 @@ def generate(model: Any, cache: Any = None, inputs: Any = ONE) -> Any:
 
 
 def shortly(model: Any, cache: Any, inputs: Any, **settings: Any) -> Any:
-    """Return six tokens that a model generates with a cache."""
+    """Return four tokens that a model generates with a cache."""
     return model.generate(**inputs, **with_cache(model, cache), **SHORT, **settings)
 
 
 def stock(model: Any, inputs: Any, **settings: Any) -> Any:
-    """Return what a model generates without a cache of ours, six tokens by default."""
+    """Return what a model generates without a cache of ours, four tokens by default."""
     detach(model)
     return model.generate(**inputs, **{**SHORT, **settings})
 
