@@ -1,5 +1,6 @@
 """Benches and timings: what they write and print."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from diffcache.eval.workshop.bench.runner import Bench, tables, thirds
 from diffcache.eval.workshop.bench.telling import FACTORS, STEPS, magcache
 from diffcache.eval.workshop.parts import Parts
 from diffcache.eval.workshop.shipped.telling_page import RECORD, page
+from diffcache.eval.workshop.small import sticker_flux
 from diffcache.features.parts.when import steps_of
 from diffcache.files import read_json, write_file
 
@@ -40,13 +42,16 @@ def written(name, body, folder: Path):
     return json.loads(file.read_text())
 
 
-def test_overhead(tmp_path: Path):
-    body = overhead.measure(SETTING, rounds=2, shape=TINY, batches=[1], length=11)
+def test_overhead(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(sticker_flux, "CALL", {**sticker_flux.CALL, "height": 32, "width": 32})
+    loaded = sticker_flux.load()
+    monkeypatch.setattr(sticker_flux, "load", lambda dtype: copy.deepcopy(loaded))
+    body = overhead.measure(SETTING, rounds=2, shape=TINY, batches=[1], length=6)
     runs = {run["name"]: run for run in body["runs"]}
     assert runs["uncached"]["efficiency"]["median"] == runs[overhead.HOLLOW]["efficiency"]["median"] == 1
     assert {name: run["computed_steps"] for name, run in runs.items() if "/" not in name} == {
-        "uncached": 11,
-        **dict.fromkeys((overhead.HOLLOW, "TaylorSeer", "Interval"), 3),
+        "uncached": 6,
+        **dict.fromkeys((overhead.HOLLOW, "TaylorSeer", "Interval"), 2),
     }
     found = written("overhead", body, tmp_path)
     rows = {row["name"]: row for row in found["rows"]}
@@ -155,6 +160,7 @@ def interrupted() -> None:
 STACK = "taylorseer:every=2,warmup=1,site=stack"
 PEER = "diffusers/taylorseer:cache_interval=2,disable_cache_before_step=1,use_lite_mode=True"
 WORDS = ["sticker-flux", "--device", "cpu", "--steps", "4", "--rounds", "2", "--batch-size", "2"]
+WORDS += ["--call", "height=32", "--call", "width=32"]
 LATENCY_SETTING = Setting(torch.device("cpu"))
 
 

@@ -28,7 +28,7 @@ from tests.zoo.pipes import pipes
 
 METHOD = "taylorseer:every=2,warmup=1"
 LENGTH = 16
-FILM = {"height": 64, "width": 64, "num_frames": 5, "max_sequence_length": LENGTH}
+FILM = {"height": 32, "width": 32, "num_frames": 5, "max_sequence_length": LENGTH}
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

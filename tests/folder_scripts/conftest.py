@@ -24,7 +24,7 @@ def no_weights_and_no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root = tmp_path_factory.mktemp("shapes")
-    real, fake = drawn(160, 0), drawn(160, 1)
+    real, fake = drawn(80, 0), drawn(80, 1)
     ghost = (0.6 * fake.float() + 0.4 * fake.roll(1, 0).float()).round().to(torch.uint8)
     sides = {"real": real, "fake": fake, "ghost": ghost}
     return {"pictures": sides} | {name: str(saved(root / name, x)) for name, x in sides.items()}

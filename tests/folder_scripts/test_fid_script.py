@@ -36,7 +36,7 @@ def test_fid_is_that_of_the_features_and_sees_ghosts(capsys: Any, shapes: dict[s
         expected = intervals.frechet_interval(features[name], reference, 50)
         assert distance["low"] == pytest.approx(expected.low, rel=1e-4)
         assert distance["high"] == pytest.approx(expected.high, rel=1e-4)
-        assert distance["n"] == found["fake"]["count"] == 160
+        assert distance["n"] == found["fake"]["count"] == 80
         values[name] = distance
     # Another draw of the same scenes is about at the floor, and ghosts are above it.
     assert values["fake"]["value"] == pytest.approx(values["fake"]["floor"], rel=0.3)
@@ -52,7 +52,7 @@ def test_fid_other_metrics_and_warnings(capsys: Any, shapes: dict[str, Any]) -> 
     assert 1 <= found["metrics"]["is_lite"]["value"] <= 5
     fallback, few = found["warnings"]
     assert "FID-lite in place of FID" in fallback and "weights-inception-2015-12-05-6726825d.pth" in fallback
-    assert "160 samples are few for FID-lite (2,000 are enough)" in few
+    assert "80 samples are few for FID-lite (2,000 are enough)" in few
     assert found["backend"]["backend"] == "lite"
 
 
@@ -110,7 +110,7 @@ def test_fid_with_a_real_network_has_the_real_names(
     assert list(found["metrics"]) == ["fid", "is"]
     assert found["metrics"]["fid"]["value"] == pytest.approx(frechet(*map(moments, means)), rel=1e-5)
     assert found["backend"]["convention"] == "torch-fidelity"
-    assert "160 samples are few for FID (10,000 are enough)" in found["warnings"][0]
+    assert "80 samples are few for FID (10,000 are enough)" in found["warnings"][0]
 
 
 def test_fid_without_weights_says_which_where_from_and_the_hash(capsys: Any, shapes: dict[str, Any]) -> None:
@@ -137,7 +137,7 @@ def test_fid_errors_name_the_file_or_the_option(capsys: Any, shapes: dict[str, A
         ((real, str(odd)), "wide.png is 64 x 65"),
         ((real, str(corrupt), "--backend", "lite"), "1.png is damaged or no picture"),
         ((real, str(one)), "one holds one picture"),
-        ((real, fake, "--samples", "161"), "--samples 161"),
+        ((real, fake, "--samples", "81"), "--samples 81"),
         ((real, fake, "--backend", "lite", "--weights", "w"), "--weights has no effect"),
         ((real, fake, "--backend", "lite", "--device", "gpu"), "--device has no effect"),
         ((real, fake, "--is", "--convention", "clean", "--backend", "real"), "--convention clean"),
