@@ -13,6 +13,8 @@ from tests.methods import ALONE, COMPUTED, OFF, ON, STEPS, TENSORS
 from tests.zoo.catalog import cases
 from tests.zoo_runs import sample
 
+FIRST = [*range(4)]  # by the last of these every method that is on has skipped a step
+
 
 @pytest.fixture(scope="module", params=ALONE)
 def made(request):
@@ -54,7 +56,7 @@ def test_off_is_bit_exact_and_detaching_leaves_no_trace(made, plain, name):
         assert handle.last.skipped == 0
         handle.reset()  # starts a new run, which closes the record
     assert state_of(model) == before
-    assert torch.equal(sample(case, model, STEPS), plain)
+    assert torch.equal(sample(case, model, STEPS, order=FIRST), plain[FIRST])
 
 
 def test_on_skips_what_the_schedule_says_and_repeats(made, plain, alone, name):
@@ -69,7 +71,7 @@ def test_on_skips_what_the_schedule_says_and_repeats(made, plain, alone, name):
         assert not torch.equal(first, plain)
         assert handle.last.skipped > 0
         assert not torch.equal(other, first)
-    assert torch.equal(sample(case, model, STEPS), plain)
+    assert torch.equal(sample(case, model, STEPS, order=FIRST), plain[FIRST])
     assert torch.equal(alone(name, 0), first)
 
 

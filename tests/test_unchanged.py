@@ -29,9 +29,8 @@ TABLE_STEPS = 2  # the first learns the wiring, from the second on a step may be
 ALWAYS = 20.0  # a router's logit: the sigmoid is 1 in float32
 
 
-def off_method(name: str, model: nn.Module) -> Method:
+def off_method(name: str, model: nn.Module, anatomy: Anatomy) -> Method:
     """Return a method that computes everything, with tables that say so where it needs them."""
-    anatomy = anatomy_of(model)
     if name == "profilingdit":  # all blocks are background, so that every list is tapped
         blocks = tuple(f"{entry.key}.0-{entry.depth - 1}" for entry in anatomy.lists)
         return method_class(name)(background=blocks, every=1, warmup=0)
@@ -198,18 +197,20 @@ def test_every_method_that_is_off_changes_nothing(made: Made):
 
 def check_all(names: list[str], made: Made) -> None:
     case, model, expected = made
+    anatomy = anatomy_of(model)
     for name in names:
         refused = REFUSED.get(name, USUAL)
         reason = refused.get("") or refused.get(case.name)
         with pytest.raises(AttachError, match=reason) if reason else nullcontext():
-            check_off(name, made)
+            check_off(off_method(name, model, anatomy), made)
     assert all(map(torch.equal, output_tensors(model(**inputs(case, model, step=0))), expected[0]))
 
 
-def check_off(name: str, made: Made) -> None:
+def check_off(method: Method, made: Made) -> None:
     case, model, expected = made
+    name = method.name
     tabled = name == "temporal-table"
-    with diffcache.wrapped(model, off_method(name, model)) as handle, diffcache.branch("the only one"):
+    with diffcache.wrapped(model, method) as handle, diffcache.branch("the only one"):
         for _ in range(2 if tabled else 1):  # the first run fills tables, the next reads them
             for step in steps(handle, TABLE_STEPS):
                 with diffcache.branch("one"):

@@ -93,7 +93,7 @@ MODELS = {  # denoiser -> modules to look up
     "FluxTransformer2DModel": 14,
     "WanTransformer3DModel": 2,
     "DiTTransformer2DModel": 8,
-    "UNet2DConditionModel": 23,
+    "UNet2DConditionModel": 15,
 }
 LIGHT = ["FluxTransformer2DModel", "DiTTransformer2DModel"]
 
