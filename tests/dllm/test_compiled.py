@@ -32,20 +32,20 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("policy", "lengths", "block"),
+    ("policy", "lengths", "block", "length"),
     [
-        (FastDLLM(dual=True), (9,), None),  # a run of rows
-        (D2Cache(9), (9,), None),  # attention is noted
-        (BlockCache(), (9,), 8),  # a text that grows
-        (ElasticCache(0.6, "key", 2), (9, 5), None),  # some steps widen, and padding
+        (FastDLLM(dual=True), (9,), None, 16),  # a run of rows
+        (D2Cache(9), (9,), None, 8),  # attention is noted
+        (BlockCache(), (9,), 8, 16),  # a text that grows
+        (ElasticCache(0.6, "key", 2), (9, 5), None, 16),  # some steps widen, and padding
     ],
 )
 def test_compiled_rows_are_the_same(
-    graphs: list[Any], policy: Policy, lengths: tuple[int, ...], block: int | None
+    graphs: list[Any], policy: Policy, lengths: tuple[int, ...], block: int | None, length: int
 ) -> None:
     model = bidirectional(num_hidden_layers=2)
     before = dict(model.__dict__)
-    schedule = Schedule(16, 8, 8, multiple=8)
+    schedule = Schedule(length, 8, length // 2, multiple=8)
     noted: dict[bool, list[Tensor]] = {}
     counts = []
     for compiled in (False, True):

@@ -117,9 +117,14 @@ def refusals(video: CausalVideo, before: Session, rank: int, folder: Path) -> di
     return found
 
 
+def both(_: int, folder: str) -> None:
+    """Run two processes, which share what this one imported."""
+    torch.set_num_threads(1)
+    multiprocessing.start_processes(share, (folder,), 2, start_method="fork")
+
+
 def share(rank: int, folder: str) -> None:
     """Run one of two processes; what it found lies in the folder."""
-    torch.set_num_threads(1)
     place = Path(folder)
     init_method = f"file://{place / 'meet'}"
     distributed.init_process_group(
@@ -152,7 +157,7 @@ def two() -> list[dict[str, Any]]:
     """Films, bytes and refusals of two processes."""
     paths = [str(Path(__file__).parents[2]), *sys.path]  # the processes import this file as tests.*
     with tempfile.TemporaryDirectory() as folder, patch.object(sys, "path", paths):
-        multiprocessing.spawn(share, (folder,), 2)
+        multiprocessing.spawn(both, (folder,), 1)
         return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(2)]
 
 

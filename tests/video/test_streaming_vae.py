@@ -27,7 +27,7 @@ from tests.video.test_checkpoint import published
 
 NAMES = policies()
 
-CUTS = ([3, 3, 3], [1, 2, 6], [1] * 9)
+CUTS = ([2, 2, 2], [1, 2, 3], [1] * 6)
 
 
 def autoencoder(**settings: Any) -> Any:
@@ -46,7 +46,7 @@ def at_once(vae: Any, latents: Tensor) -> Tensor:
     return made.clamp(-1, 1)
 
 
-def latents(seed: int = 0, frames: int = 9) -> Tensor:
+def latents(seed: int = 0, frames: int = 6) -> Tensor:
     """Return latents of a film of two rows."""
     return torch.randn(2, 4, frames, 4, 6, generator=torch.Generator().manual_seed(seed))
 
@@ -60,7 +60,7 @@ def test_any_cut_decodes_to_the_same_film(settings: dict[str, Any]) -> None:
     vae = autoencoder(**settings)
     films = [latents(seed) for seed in range(len(CUTS))]
     whole = [at_once(vae, film) for film in films]
-    assert whole[0].shape[:3] == (2, 3, 33)
+    assert whole[0].shape[:3] == (2, 3, 21)
     streams = [WanDecoder(vae) for _ in CUTS]
     pictures: list[list[Tensor]] = [[] for _ in CUTS]
     pieces = [list(film.split(cut, 2)) for film, cut in zip(films, CUTS, strict=True)]
@@ -70,7 +70,7 @@ def test_any_cut_decodes_to_the_same_film(settings: dict[str, Any]) -> None:
                 pictures[number].append(stream.decode(pieces[number].pop(0)))
     for made, wanted, stream in zip(pictures, whole, streams, strict=True):
         assert torch.equal(torch.cat(made, 2), wanted)
-        assert stream.frames == 9
+        assert stream.frames == 6
 
 
 def test_what_is_held_does_not_grow_and_a_failed_frame_can_be_given_again() -> None:
@@ -116,25 +116,25 @@ def test_the_documented_lines_make_the_pictures_of_the_pipeline(
         "self_forcing_dmd.pt": str(weights),
         '"cuda"': '"cpu", dtype=torch.bfloat16',
         "print(frames.shape)": "film.append(frames)",
-        "chunks=7": "chunks=3",
+        "chunks=7": "chunks=2",
     }.items():
         assert lines.count(name) == 1
         lines = lines.replace(name, here)
     made: dict[str, Any] = {"torch": torch, "film": []}
     exec(lines, made)
     video, film = made["video"], np.concatenate(made["film"])
-    assert film.shape == (33, 32, 48, 3) and film.dtype == np.uint8
+    assert film.shape == (21, 32, 48, 3) and film.dtype == np.uint8
     assert "float32" not in capsys.readouterr().err  # which diffusers warns of
     dtypes = {n: x.dtype for n, x in video.transformer.named_parameters() if x.dim() == 3}
     assert dtypes == dict.fromkeys(dtypes, torch.float32) and dtypes  # the modulation
     text = video.embed(made["prompt"])
     assert text.shape[:2] == (1, 512)
     session = video.session(text, size=(4, 6), policy="infinity-rope", seed=0)
-    latents = torch.cat([session.next() for _ in range(3)], 2)
+    latents = torch.cat([session.next() for _ in range(2)], 2)
     pipe = video.pipe
     video.close()
     pipe.scheduler.step = lambda _, time, x, **rest: (x,)  # the latents are finished
-    asked = dict(height=32, width=48, num_frames=33, num_inference_steps=1, guidance_scale=1.0, output_type="np")
+    asked = dict(height=32, width=48, num_frames=21, num_inference_steps=1, guidance_scale=1.0, output_type="np")
     wanted = pipe(prompt_embeds=text, latents=latents, **asked).frames[0]
     assert np.array_equal(film, (255 * wanted).round().astype(np.uint8))
 
@@ -149,8 +149,11 @@ def video() -> Iterator[CausalVideo]:
 SHORT = {"size": (16, 16)}
 
 
-@pytest.mark.parametrize("name", [*NAMES[::3], "full", "quantized", "layer-budgets"])
-def test_the_bytes_that_are_told_before_are_those_that_are_held(video: CausalVideo, name: str) -> None:
+@pytest.mark.parametrize("name", dict.fromkeys([*NAMES[::3], "full", "quantized", "layer-budgets"]))
+def test_the_bytes_that_are_told_before_are_those_that_are_held(
+    video: CausalVideo, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(WanDecoder, "decode", lambda self, x: torch.zeros(1, 3, 1, 1, 1))
     for read_once in (False, True) if name == "quantized" else (False,):
         stream = video.stream("a fox", policy=name, chunks=12, read_once=read_once, **SHORT)
         held = []
