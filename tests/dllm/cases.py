@@ -101,9 +101,9 @@ LIMITS |= {n: Case(of(n, off=True)) for n, row in rows_of("dllm").items() if row
 
 
 @cache
-def model() -> Any:
-    """Return the model, in float64."""
-    return bidirectional()
+def model(dtype: torch.dtype = torch.float64) -> Any:
+    """Return the model."""
+    return bidirectional(dtype)
 
 
 @cache

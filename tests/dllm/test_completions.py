@@ -47,7 +47,7 @@ class Numbers:
 
 @pytest.fixture(scope="module")
 def lm() -> DiffusionLM:
-    return DiffusionLM(diffcache.wrap(made("llada2"), BlockCache()), Numbers())
+    return DiffusionLM(diffcache.wrap(made("llada2", num_hidden_layers=2), BlockCache()), Numbers())
 
 
 @pytest.fixture(scope="module")
@@ -183,7 +183,7 @@ def test_a_forward_that_fails_ends_those_under_way_alone(
     idle(completions)
 
 
-def test_a_hundred_clients_that_cancel_and_drop_leave_nothing(lm: DiffusionLM, served: tuple[Completions, str]):
+def test_clients_that_cancel_and_drop_leave_nothing(lm: DiffusionLM, served: tuple[Completions, str]):
     """A third reads a piece and closes, a third drops its connection, the others are answered."""
     completions, address = served
     before = threading.active_count()
@@ -207,7 +207,7 @@ def test_a_hundred_clients_that_cancel_and_drop_leave_nothing(lm: DiffusionLM, s
         return bool(answer.json()["choices"][0]["text"] == wanted[number % len(ROWS)])
 
     with ThreadPoolExecutor(25) as pool:
-        assert all(pool.map(come, range(100)))
+        assert all(pool.map(come, range(48)))
     idle(completions)
     assert threading.active_count() <= before + 2
     assert ask(address, prompt=ROWS[0]).json()["choices"][0]["text"] == wanted[0]

@@ -26,7 +26,7 @@ def test_prompts_that_take_turns_are_answered_as_alone(name: str) -> None:
     """Three places for nine prompts of other lengths, some of which end early."""
     code, policy, sampler, block = SERVED[name]
     rows = prompts(13, 3, 16, 40, 1, 8, 27, 5, 33)
-    lm = DiffusionLM(diffcache.wrap(made(code), policy))
+    lm = DiffusionLM(diffcache.wrap(made(code, num_hidden_layers=2), policy))
     end = lm.generate([rows[0]], Schedule(20, block), sampler).ids[0, 6].item()
     how = Schedule(20, block, eos_id=int(end)), sampler
     alone = [lm.generate([row], *how) for row in rows]

@@ -27,13 +27,13 @@ every_policy = pytest.mark.parametrize("name", CASES)
 @cache
 def uncached(schedule: Schedule, sampler: Sampler, lengths: tuple[int, ...]) -> Any:
     """Return a decoding without a cache, in float32, and its steps."""
-    return trace(bidirectional(torch.float32), None, prompts(*lengths), schedule, sampler)
+    return trace(model(torch.float32), None, prompts(*lengths), schedule, sampler)
 
 
 @pytest.mark.parametrize("lengths", [(9,), LENGTHS], ids=["alone", "padded"])
 @pytest.mark.parametrize("name", LIMITS)
 def test_limits_are_the_uncached_model_bit_for_bit(name: str, lengths: tuple[int, ...]) -> None:
-    case, network = LIMITS[name], bidirectional(torch.float32)
+    case, network = LIMITS[name], model(torch.float32)
     ours, notes = trace(network, case.policy, prompts(*lengths), case.schedule, case.sampler)
     stock, plain = uncached(case.schedule, case.sampler, lengths)
     assert len(notes) == len(plain)

@@ -32,6 +32,7 @@ def test_every_row_stands_behind_the_one_it_is_compared_with(model: str) -> None
 
 def test_a_measured_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dllm, "replay", lambda *given: {})
+    monkeypatch.setattr(dllm, "BATCH", 2)
     found = dllm.measure(
         SETTING, model=PROBE, rounds=1, samples=1, named=["Fast-dLLM dual", "dKV-Cache, no delay", "the guide alone"]
     )
@@ -40,8 +41,8 @@ def test_a_measured_row(monkeypatch: pytest.MonkeyPatch) -> None:
     uncached, control, dual, alone = told.values()
     assert alone["batch_1"]["token_layers"] == WIDTH - 1 and alone["batch_1"]["forwards"] == ANSWER
     assert uncached["batch_1"]["token_layers"] == WIDTH * ANSWER * LAYERS
-    assert dual["batch_8"]["token_layers"] == 3 * (WIDTH + 15 * BLOCK) * LAYERS
-    assert uncached["batch_1"]["forwards"] == dual["batch_8"]["forwards"] == ANSWER
+    assert dual["batch_2"]["token_layers"] == 3 * (WIDTH + 15 * BLOCK) * LAYERS
+    assert uncached["batch_1"]["forwards"] == dual["batch_2"]["forwards"] == ANSWER
     assert uncached["exact_match"]["value"] == dual["exact_match"]["value"] == 1
     assert control["exact_match"]["value"] == 0 and control["change"]["value"] == -1
     assert next(tables({"benchmark": "dllm", **found})).row_count == 4
@@ -51,10 +52,11 @@ def test_a_measured_row(monkeypatch: pytest.MonkeyPatch) -> None:
         dllm.measure(SETTING, model="x")
 
 
-def test_rows_of_steps_are_counted() -> None:
+def test_rows_of_steps_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "MODEL", PROBE)
     found = steps.measure(SETTING, rounds=1, named=["uncached", "Fast-dLLM dual"])
     uncached, dual = found["rows"]
-    assert uncached["rows"] == 258 and dual["rows"] == (258 + 31 * 32) / 32
+    assert uncached["rows"] == WIDTH and dual["rows"] == (WIDTH + 15 * BLOCK) / BLOCK
     assert uncached["faster"]["median"] == 1
     assert next(tables({"benchmark": "dllm-steps", **found})).row_count == 2
 

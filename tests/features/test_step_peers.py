@@ -480,7 +480,7 @@ def test_bytes_are_told_before_a_run(hold, outputs):
     size = {"height": 64, "width": 64, "frames": 5, "text_tokens": 6, "batch": 1}
     expected = diffcache.expected_bytes(model, "fastercache", hold=hold, branches=2, **size)
     with diffcache.wrapped(model, FasterCache(), hold=hold) as handle:
-        run(case, model)
+        run(case, model, total=8)
         assert handle.last.peak_bytes == expected["model"] == outputs * output
 
 

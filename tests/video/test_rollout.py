@@ -49,12 +49,12 @@ def test_a_rollout_is_the_masked_recompute(name: str) -> None:
     by_slot = isinstance(policy, Window) and policy.positions == "slot"
     model, prompt = wan(), text(2)
     with CausalVideo(model, chunk=CHUNK) as video:
-        session, made, calls = rollout(video, 7, policy=policy, prompt=prompt)
-    kept = [held_before(chunk, window, sinks) for chunk in range(7)]
+        session, made, calls = rollout(video, 5, policy=policy, prompt=prompt)
+    kept = [held_before(chunk, window, sinks) for chunk in range(5)]
     named = [numbers(chunk, frames, by_slot) for chunk, frames in enumerate(kept)]
-    assert session.frames == 7 * CHUNK
+    assert session.frames == 5 * CHUNK
     assert session.store.layers[0].held == (len(kept[-1]) + CHUNK) * UNIT
-    for chunk in (0, 3, 6):
+    for chunk in (0, 2, 4):
         parts = kept[: chunk + 1], named[: chunk + 1]
         some = [calls[chunk][step] for step in (0, 3, 4)]
         check_calls(model, made[:chunk], some, prompt, by_frames(*parts))
@@ -122,13 +122,14 @@ def test_a_restored_stream_goes_on_as_it_would_have(policy: Any, tmp_path: Path)
         settings: dict[str, Any] = {"size": SIZE, "policy": policy, "seed": 7}
         guided = video.session(text(2), negative=text(1, 9), guidance=2.0, **settings)
         plain = video.session(text(), **settings)
-        for name, session in (("guided", guided), ("plain", plain)):
-            for _ in range(4):
+        is_plain = isinstance(policy, FullHistory | Window)  # as the others would be
+        for name, session in (("guided", guided), ("plain", plain))[: 1 + is_plain]:
+            for _ in range(3):
                 session.next()
             session.save(tmp_path / name)
             wanted = torch.cat([session.next() for _ in range(2)], 2)
             restored = video.restore(tmp_path / name, policy)
-            assert restored.frames == 12
+            assert restored.frames == 9
             assert torch.equal(torch.cat([restored.next() for _ in range(2)], 2), wanted)
             restored.save(tmp_path / name)  # over what is there
             again = video.restore(tmp_path / name, policy)

@@ -115,21 +115,21 @@ def by_hand(video: CausalVideo, film: Any, noise: MotionNoise) -> tuple[Any, lis
 
 
 def test_a_video_is_made_anew_as_stream_diffusion_v2_does(video: CausalVideo) -> None:
-    film, noise = pictures(5 + 4 * 6 + 3), MotionNoise(scale=0.5)  # 3 pictures make no chunk
+    film, noise = pictures(5 + 3 * 6 + 3), MotionNoise(scale=0.5)  # 3 pictures make no chunk
     wanted, levels = by_hand(video, film[:-3], noise)
     assert max(levels) - min(levels) > 0.01  # motion is seen
     told = []
     for rows in (None, 1):
         live = VideoToVideo(video, "a crab", seed=1, noise=noise, rows=rows, **SHORT)
         chunks = list(live.of(iter(film)))
-        assert [len(chunk) for chunk in chunks] == [5, 6, 6, 6, 6]
+        assert [len(chunk) for chunk in chunks] == [5, 6, 6, 6]
         apart = np.abs(np.concatenate(chunks).astype(int) - wanted)
         assert apart.max() <= 1, rows
         assert live.level == pytest.approx(levels[-1], abs=1e-5)
         told.append(live.nbytes)
     assert len(live.batch.levels) == 3 and told[0] == told[1] <= live.expected_bytes
     still = VideoToVideo(video, "a crab", seed=1, noise=MotionNoise(0.7, 0.7), **SHORT)
-    assert np.abs(np.concatenate(list(still.of(film))).astype(int) - wanted).max() > 8
+    assert np.abs(np.concatenate(list(still.of(film[:11]))).astype(int) - wanted[:11]).max() > 8
 
 
 def test_chunks_on_their_way_come_later_take_orders_and_are_saved(video: CausalVideo, tmp_path: Path) -> None:
