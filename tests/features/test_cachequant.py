@@ -181,7 +181,7 @@ def dit() -> nn.Module:
         attention_head_dim=8,
         in_channels=2,
         out_channels=2,
-        num_layers=2,
+        num_layers=3,
         sample_size=8,
         patch_size=2,
         num_embeds_ada_norm=1000,
@@ -402,7 +402,7 @@ def test_maps_of_named_layers_only() -> None:
     plain = calibrated(model, CacheQuant(every=1, bits="w4a8", corrected=()))
     mapped = calibrated(model, CacheQuant(every=1, bits="w4a8", corrected="*.ff.*"))
     names = [n for n in mapped.tables.names() if n.endswith("/gain")]
-    assert len(names) == 4 and all(".ff." in n for n in names)
+    assert len(names) == 6 and all(".ff." in n for n in names)
     assert not any(n.endswith("/gain") for n in plain.tables.names())
     assert mapped.tables["starts"].tolist() == list(range(STEPS))
     assert mapped.collector().passes == 3 and plain.collector().passes == 2
