@@ -48,8 +48,10 @@ assert tops <= {"diffcache", "safetensors", "torch", "numpy"}, tops
 assert len(new) < 120  # whatever the machine: seconds would tell of its other work
 assert not {"diffcache.kv", "diffcache.quant", "numpy.testing"} & set(sys.modules)
 assert diffcache.kv.__name__ == "diffcache.kv" and diffcache.quant.__name__ == "diffcache.quant"
-diffcache.video.Window, diffcache.dllm.DKVCache, diffcache.kv.snapkv
-assert not {"diffusers", "transformers"} & set(sys.modules)
+diffcache.video.Window, diffcache.dllm.DKVCache, diffcache.kv.snapkv(8) | diffcache.kv.kivi()
+import diffcache.kv.life.lmcache, diffcache.eval.kv.command
+dir(diffcache.kv), diffcache.kv.recipe_names()
+assert not {"diffusers", "transformers", "lmcache"} & set(sys.modules)
 from diffcache import *
 assert wrap is diffcache.wrap and report is diffcache.report
 """

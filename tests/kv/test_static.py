@@ -54,7 +54,7 @@ def test_a_chunk_later_on_sees_what_is_held() -> None:
 
 @pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="torch 2.6 cannot trace transformers' own wrappers")
 def test_one_graph_serves_every_step() -> None:
-    model = llama(num_hidden_layers=2)
+    model = llama(num_hidden_layers=1)
     inputs = row(prompts(), 1)
     token = torch.tensor([[5]])
     plain, compiled = static_cache_for(model, 12), static_cache_for(model, 12)

@@ -119,13 +119,14 @@ def test_take_join_and_rows_are_bit_for_bit(codec: TensorCodec, dtype: torch.dty
     torch.testing.assert_close(whole.near().float(), near, **rest)
     torch.testing.assert_close(whole.dot(q), q @ near.mT, atol=4 * rest["atol"], rtol=0.001)
     torch.testing.assert_close(whole.mix(weights), weights @ near, atol=4 * rest["atol"], rtol=0.001)
-    for index in (
+    indices = [
         torch.randint(0, 32, (B, H, 5)),
         torch.arange(8, 24).expand(B, H, -1),
         torch.arange(3, 19).expand(B, H, -1),  # across groups
         torch.tensor([31, 3, 3, 30]).expand(B, H, -1),
         torch.zeros(B, H, 0, dtype=torch.int64),
-    ):
+    ]
+    for index in indices if dtype == torch.float32 else indices[:1]:
         taken, wanted = whole.take(index), gathered(plain, index)
         same(taken.decode(), wanted)
         same(whole.decode_at(index), wanted)

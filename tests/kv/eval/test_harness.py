@@ -109,8 +109,8 @@ def test_what_drops_nothing_scores_as_the_stock_model(lm: harness.RecipeLM, stoc
 
 
 def test_what_acts_while_tokens_come_is_scored_token_by_token(lm: harness.RecipeLM) -> None:
-    ids = BATCH.context[0, :60].tolist()
-    ((value, _),) = scores(lm, h2o(8), [(text(BATCH.context[0, :20]), " " + text(BATCH.context[0, 20:60]))])
+    ids = BATCH.context[0, :36].tolist()
+    ((value, _),) = scores(lm, h2o(8), [(text(BATCH.context[0, :20]), " " + text(BATCH.context[0, 20:36]))])
     cache, wanted = cache_for(lm.model, h2o(8)), 0.0
     with torch.no_grad():
         lm.model(input_ids=torch.tensor([ids[:19]]), past_key_values=cache)
@@ -138,15 +138,15 @@ def test_padded_batches_generate_what_the_model_generates_alone(lm: harness.Reci
     lm.recipe = recipe
     contexts = [context for context, _ in questions()]
     contexts[1] = " ".join(contexts[1].split()[40:])  # shorter: padded beside the others
-    settings = {"until": ["f0 f0 f0"], "do_sample": False, "max_gen_toks": 6}
+    settings = {"until": ["f0 f0 f0"], "do_sample": False, "max_gen_toks": 4}
     requests = [Instance("generate_until", {}, (each, settings), 0) for each in contexts]
     found = lm.generate_until(requests, disable_tqdm=True)
     for context, answer in zip(contexts, found, strict=True):
         ids = lm.tokenizer(context, return_tensors="pt").input_ids
         cache = cache_for(lm.model, recipe)
-        out = lm.model.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=False, pad_token_id=0)
+        out = lm.model.generate(ids, past_key_values=cache, max_new_tokens=4, do_sample=False, pad_token_id=0)
         alone = lm.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-        assert answer == alone and len(alone.split()) == 6
+        assert answer == alone and len(alone.split()) == 4
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import torch
 
 from diffcache import kv
 from diffcache.errors import TablesError
-from diffcache.eval.kv import peer, recall_cost, recipe_words
+from diffcache.eval.kv import peer, recall_cost, recipe_words, text_task
 from diffcache.eval.kv.choose_recipe import candidates, pick
 from diffcache.eval.kv.recipe_words import parse_recipe
 from diffcache.eval.record import ROOT
@@ -181,7 +181,8 @@ def test_what_is_tried_fits_by_its_own_words() -> None:
     assert "snapkv:budget=0.47" in candidates(0.5)
 
 
-def test_a_choice_on_texts_of_ones_own_is_a_recipe(reader: Path, texts: Path, tmp_path: Path) -> None:
+def test_a_choice_on_texts_of_ones_own_is_a_recipe(reader: Path, texts: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(text_task, "ROUNDS", 2)
     given = {"recipes": ["snapkv:budget=0.4", "keydiff:budget=0.9"], "context": 48, "samples": 4}
     out = tmp_path / "record.json"
     made = kv.choose(reader, texts, 0.6, out=out, **given)

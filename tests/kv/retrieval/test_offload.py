@@ -11,9 +11,7 @@ from diffcache.kv.life.tiers import Tiers
 from diffcache.kv.recipes import retrieval as recipes
 from diffcache.kv.retrieval.offload import InTiers
 from tests.kv.retrieval.setting import noise
-from tests.kv.tiny import GREEDY, llama, prompts, same
-
-SHORT = {**GREEDY, "max_new_tokens": 4}
+from tests.kv.tiny import SHORT, llama, prompts, same
 
 
 @pytest.fixture

@@ -134,8 +134,8 @@ def test_what_other_weights_made_is_forgotten(tokenizer: Any, method: str) -> No
         lambda: second.v_proj.enable_adapters(False),
         lambda: model.double(),
     )
+    ask(shelf, RHINE, SEA)
     for change in changes if method == "cacheblend" else changes[:1]:  # noticed by one object for all methods
-        ask(shelf, RHINE, SEA)
         change()
         fresh = Documents(model, tokenizer, method, **settings)
         found, wanted = ask(shelf, RHINE, SEA), ask(fresh, RHINE, SEA)
