@@ -44,14 +44,15 @@ class CollectPlan:
     prompts: Sequence[str | int | Mapping[str, Any]]
     steps: int | None = None  # sampling steps; None leaves the pipeline's default
     batch_size: int = BATCH_SIZE  # samples a run
-    seed: int = 0  # seed of the noise; batch i is drawn with `seed + i`
+    # seed of the noise; batch i is drawn with `seed + i`, but a `generator` in the call is used as it is for all
+    seed: int = 0
     call: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the pipeline's call
     out: Path | None = None  # file of the tables, None to keep them in memory only
     resume: bool = True  # whether to go on from `<out>.part`, which an interrupted calibration leaves
     progress: Progress | None = None  # called with what is done, what there is in all, and a word on it
 
     def __post_init__(self) -> None:
-        if isinstance(self.prompts, str) or not self.prompts:
+        if isinstance(self.prompts, (str, Mapping)) or not self.prompts:
             raise ValueError(f"prompts={self.prompts!r}: must be a list of at least one prompt")
         if self.batch_size < 1:
             raise ValueError(f"batch_size={self.batch_size}: must be at least 1")
@@ -135,7 +136,7 @@ def calibrate(pipe: Any, method: Any, prompts: Sequence[Any], **settings: Any) -
     own = {key: settings.pop(key) for key in list(settings) if key in names - {"prompts", "call"}}
     if own.get("out") is not None:
         own["out"] = Path(own["out"])
-    texts = prompts if isinstance(prompts, str) else list(prompts)
+    texts: Any = prompts if isinstance(prompts, (str, Mapping)) else list(prompts)
     plan = CollectPlan(prompts=texts, call=settings, **own)
     several = not isinstance(method, (str, Method))
     chosen = [_checked(make_method(m)) for m in (method if several else [method])]

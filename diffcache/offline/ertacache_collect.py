@@ -73,7 +73,7 @@ class Profile(Collector):
     def output(self, step: Step, given: Tensor, value: Tensor) -> Tensor | None:
         """Measure a step; return the stand-in where the closed loop reuses."""
         live = self._live.setdefault(step.branch, Live())
-        value = value.detach()
+        value = value.detach().clone()  # which the pipeline may write to
         given = fitted(given, value)
         if self._run.number == 0:
             if step.branch == 0:

@@ -182,6 +182,8 @@ def _mask(parts: Combine, method: Method, run: _Run) -> tuple[dict[str, Any], li
     if Site.of(parts.site) is not Site.STACK or parts.feature != "residual":
         raise run.refuse(method, f"site={Site.of(parts.site).value!r}; it keeps that of the stack")
     total = run.known_steps(method)
+    if when.total not in (None, total):
+        raise run.refuse(method, f"its steps are of runs of {when.total}, not of {total}")
     computed = set(steps_of(when, total))
     forecast = {"enable_taylorseer": True, "taylorseer_order": order} if order else {}
     notes = [] if parts.lead else ["the first block always runs there"]
@@ -216,7 +218,7 @@ def _cache_dit(method: Method, run: _Run) -> Exported:
     if isinstance(method, (DBCache, FirstBlock)):
         return Exported({"cache_config": _dual_block(method)}, "yaml", (_OWN_LISTS,))
     parts = reuse_of(method)
-    if parts is None:
+    if parts is None or method.abilities() != (parts,):
         raise run.refuse(method, "it does more than reuse features")
     mask, notes = _mask(parts, method, run)
     return Exported({"cache_config": mask}, "yaml", tuple(notes))

@@ -50,7 +50,7 @@ class Products(Collector):
         return None
 
     def _keep(self, step: Step, site: str, index: int, value: Tensor) -> None:
-        self._run.setdefault((step.branch, site, index), {})[step.index] = value.detach().cpu()
+        self._run.setdefault((step.branch, site, index), {})[step.index] = value.detach().to("cpu", copy=True)
 
     def end(self) -> None:
         """Add the run's inner products."""

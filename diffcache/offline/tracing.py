@@ -238,8 +238,11 @@ class _AttentionMode(TorchFunctionMode):
         step = current_step()
         if func is functional.scaled_dot_product_attention and self.inside and step is not None:
             given = dict(zip(("query", "key"), args, strict=False)) | kwargs
+            query, key = (given[name].detach() for name in ("query", "key"))
+            if query.dim() == 3:  # [B, N, D], of one head
+                query, key = query[:, None], key[:, None]
             for collector in self.collectors:
-                collector.attention(step, self.inside[-1], given["query"].detach(), given["key"].detach())
+                collector.attention(step, self.inside[-1], query, key)
         return func(*args, **kwargs)
 
 
@@ -258,7 +261,8 @@ def batches_of(prompts: Sequence[Any], size: int) -> list[list[Any]]:
 def call_pipeline(pipe: Any, prompts: list[Any], seed: int, given: Mapping[str, Any]) -> Any:
     """Draw one batch as latents where the pipeline can leave it at that; noise is drawn on the CPU.
 
-    Prompts are texts (`prompt=`), numbers (`class_labels=`), or one mapping of arguments.
+    Prompts are texts (`prompt=`), numbers (`class_labels=`), or one mapping of arguments. A `generator` among
+    the arguments stays as it is, so that every run of a batch draws the same noise.
 
     Raises:
         ValueError: If the pipeline's call takes no such prompts.
@@ -275,8 +279,17 @@ def call_pipeline(pipe: Any, prompts: list[Any], seed: int, given: Mapping[str, 
                 f"its arguments: {', '.join(list(names)[1:])}"
             )
         kwargs[key] = prompts
-    if "generator" in names and "generator" not in kwargs:
+    if "generator" in kwargs:
+        kwargs["generator"] = _copied(kwargs["generator"])
+    elif "generator" in names:
         kwargs["generator"] = torch.Generator().manual_seed(seed)
     if "output_type" in names and "output_type" not in kwargs:
         kwargs["output_type"] = "latent"
     return pipe(**kwargs)
+
+
+def _copied(generator: Any) -> Any:
+    """Return copies of generators, alone or in a list."""
+    if isinstance(generator, (list, tuple)):
+        return [_copied(one) for one in generator]
+    return generator.clone_state() if isinstance(generator, torch.Generator) else generator

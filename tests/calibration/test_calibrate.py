@@ -22,7 +22,7 @@ from diffcache.eval.runs.draw import Drawer
 from diffcache.eval.runs.folder import batches
 from diffcache.eval.runs.record import calibrated_on
 from diffcache.eval.runs.task import Task
-from diffcache.features.collect import Collector
+from diffcache.features.collect import Collector, RunInfo
 from diffcache.offline.calibrate import CollectPlan, header_of, prompt_hash
 from diffcache.offline.tracing import Tracer, call_pipeline
 from diffcache.offline.tune.trial import Trials
@@ -331,3 +331,18 @@ def test_a_view_counts_as_what_it_shows(view: torch.Tensor) -> None:
     assert content(view) == content(plain) != content(plain.new_ones(9))
     assert torch.equal(bits_of(view), bits_of(plain))
     assert Tables({}, {"a": view}).digest == Tables({}, {"a": plain}).digest
+
+
+@pytest.mark.parametrize("method", [FittedForecast(site="model"), diffcache.ERTACache(9.0)])
+def test_a_pipeline_may_write_to_the_outputs_that_are_measured(method):
+    states = []
+    for factor in (1.0, 3.0):
+        collector, outs = method.collector(), torch.arange(1.0, 9).view(4, 1, 2)
+        for number in range(collector.passes):
+            collector.begin(RunInfo(number, 0, torch.ones(4), None, 4))
+            for index, out in enumerate(outs.clone()):
+                collector.output(Step(index), torch.zeros(1, 2), out)
+                out *= factor
+            collector.end()
+        states.append(collector.tables())
+    assert all(torch.equal(one, states[1][name]) for name, one in states[0].items())

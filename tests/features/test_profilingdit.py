@@ -390,6 +390,19 @@ def test_what_the_door_does_not_know_is_seen_where_torch_attends(name: str) -> N
     assert noted(name, by_mode=False)
 
 
+def test_attention_without_an_axis_of_heads_is_of_one_head() -> None:
+    class Plain(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.scaled_dot_product_attention(x, x, x)
+
+    model, collector = nn.ModuleList([Plain()]), Noted()
+    token = CURRENT.set(SimpleNamespace(step=Step(0, total=1)))
+    with tracing._AttentionMode(model, [collector], ["0"]):  # type: ignore[list-item]
+        model[0](torch.ones(2, 5, 8))
+    CURRENT.reset(token)
+    assert collector.calls[0][1].shape == (2, 1, 5, 8)
+
+
 def test_token_grids_follow_from_shapes_and_counts():
     assert token_grid((1, 30, 8), 36) == (1, 30, 1, 1)
     assert token_grid((1, 30, 8), 20) is None

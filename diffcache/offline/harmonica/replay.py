@@ -150,7 +150,7 @@ class Replay:
 
     Args:
         pipe: A diffusers pipeline with one denoiser, uncached, and a solver that draws no noise.
-        call: Arguments of its call, such as `num_inference_steps`, without prompts and generator.
+        call: Arguments of its call, such as `num_inference_steps`, without prompts; noise is that of seeds.
         prompts: One batch: texts, class numbers, or one mapping of the call's arguments; later batches have as many
             samples.
 
@@ -165,7 +165,7 @@ class Replay:
     """
 
     def __init__(self, pipe: Any, call: Mapping[str, Any], prompts: Sequence[Any]) -> None:
-        self.pipe, self.call = pipe, dict(call)
+        self.pipe, self.call = pipe, {k: v for k, v in call.items() if k != "generator"}
         self.model, self.anatomy = denoiser_of(pipe)
         moments, recorder = self._watch(prompts, seed=0, whole=True)
         first = moments[0]

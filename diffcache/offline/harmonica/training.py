@@ -236,8 +236,10 @@ def train(pipe: Any, method: HarmoniCa, plan: CollectPlan) -> HarmoniCa:
     Raises:
         AttachError: If the pipeline's loop cannot be replayed.
         TablesError: If `<out>.part` is damaged, holds the state of another training, or of one that is longer.
-        ValueError: If a run has one step, which is always computed.
+        ValueError: If a run has one step, which is always computed, or prompts are of two kinds.
     """
+    if len({isinstance(prompt, Mapping) for prompt in plan.prompts}) > 1:
+        raise ValueError("prompts: texts and mappings at once, and batches are drawn of either; give one kind")
     call = plan.arguments()
     _check_steps(call.get("num_inference_steps"))
     model, _ = denoiser_of(pipe)
@@ -276,7 +278,7 @@ class _Trainer:
         self.beta = method.beta * (of / len(self.sites) if of else 1.0)
         out = plan.out
         self.path = None if out is None else out.with_name(out.name + ".part")
-        self.about = self._about()  # now: runs move the state of a generator in the call
+        self.about = self._about()
 
     def logits(self) -> Tensor:
         """Return the router, `[T, sites]`, detached."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import marshal
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib import import_module
 from itertools import chain
@@ -201,7 +201,7 @@ def _plan(prompts: Sequence[Any], settings: dict[str, Any], batch_size: int) -> 
     own = {key: settings.pop(key) for key in names & set(settings)}
     if own.get("out") is not None:
         own["out"] = Path(own["out"])
-    given = list(prompts) if not isinstance(prompts, str) else prompts
+    given: Any = prompts if isinstance(prompts, (str, Mapping)) else list(prompts)
     return CollectPlan(prompts=given, call=settings, **{"batch_size": batch_size, **own})
 
 
