@@ -14,7 +14,7 @@ from diffcache.eval.workshop.kv import oracle
 from diffcache.foreign import attention_names
 from diffcache.kv import Recipe, cache_for, detach, kivi, quest, snapkv, streaming_llm
 from diffcache.kv.hf.refresh import recompute
-from tests.kv.tiny import ALL, GREEDY, IDS, ONE, generate, llama, prompts, row, same, zoo
+from tests.kv.tiny import ALL, IDS, ONE, SHORT, generate, llama, prompts, row, same, zoo
 from tests.zoo.language import build
 
 
@@ -29,8 +29,8 @@ def test_a_prompt_that_sees_itself_in_both_directions_is_stock(text: str) -> Non
     expected = generate(model)
     same(generate(model, cache_for(model, ALL)), expected, 1e-4)
     detach(model)
-    ours, cache, log = oracle.run(model, snapkv(0.4, window=4), ONE, **GREEDY)
-    same(ours, oracle.expected(model, cache, log, ONE, **GREEDY), 1e-4)
+    ours, cache, log = oracle.run(model, snapkv(0.4, window=4), ONE, **SHORT)
+    same(ours, oracle.expected(model, cache, log, ONE, **SHORT), 1e-4)
 
 
 @pytest.mark.parametrize("said", ["in the configuration", "by the module"])
@@ -148,9 +148,9 @@ def test_layers_that_all_have_a_window_are_served(name: str) -> None:
     for recipe in (ALL, kivi(2, group=8, residual=4096)):
         same(generate(model, cache_for(model, recipe), inputs), expected, 1e-4)
         detach(model)
-    ours, cache, log = oracle.run(model, snapkv(0.4, window=4), inputs, **GREEDY)
+    ours, cache, log = oracle.run(model, snapkv(0.4, window=4), inputs, **SHORT)
     assert cache.store.layers[0].held < cache.get_seq_length()
-    same(ours, oracle.expected(model, cache, log, inputs, **GREEDY), 1e-4)
+    same(ours, oracle.expected(model, cache, log, inputs, **SHORT), 1e-4)
 
 
 def test_a_share_that_leaves_nothing_to_choose_is_told_once() -> None:

@@ -30,13 +30,8 @@ def zoo(name: str, kind: str) -> Any:
     return build(name, kind)
 
 
-def generate(model: Any, cache: Any = None, inputs: Any = ONE) -> Any:
-    """Return what a model generates with a cache, or with its own."""
-    return model.generate(**inputs, **with_cache(model, cache), **GREEDY)
-
-
-def shortly(model: Any, cache: Any, inputs: Any, **settings: Any) -> Any:
-    """Return four tokens that a model generates with a cache."""
+def generate(model: Any, cache: Any = None, inputs: Any = ONE, **settings: Any) -> Any:
+    """Return four tokens that a model generates with a cache, or with its own."""
     return model.generate(**inputs, **with_cache(model, cache), **SHORT, **settings)
 
 

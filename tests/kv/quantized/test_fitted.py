@@ -11,7 +11,7 @@ from diffcache.kv.hf.layer_inputs import remat_cache_for
 from diffcache.kv.learn import cskv as learn
 from diffcache.kv.learn import kv_heads as heads
 from diffcache.kv.learn.latents import latents
-from tests.kv.tiny import WAYS, given, llama, prompts, same, shortly, stock
+from tests.kv.tiny import WAYS, generate, given, llama, prompts, same, stock
 
 
 def noted(model: Any) -> tuple[list[Any], list[list[torch.Tensor]]]:
@@ -38,7 +38,7 @@ def test_training_lowers_the_error_of_every_layer_and_goes_on_where_it_stopped(m
     again = learn.fit(projections, inputs, how, done={0: bases[0]}, report=report)
     assert again[0] is bases[0]
     assert torch.equal(again[1].key_down, bases[1].key_down)
-    out = shortly(model, cache_for(model, cskv(bases, recent=8, bits=8)), prompts())
+    out = generate(model, cache_for(model, cskv(bases, recent=8, bits=8)), prompts())
     assert torch.stack(out.logits).isfinite().all()
 
 
@@ -47,9 +47,9 @@ def test_full_bases_are_stock(model: Any) -> None:
     projections, inputs = noted(model)
     want = stock(model, prompts())
     full = learn.fit(projections, inputs, learn.BasisFit(32, steps=0))
-    same(shortly(model, cache_for(model, cskv(full, recent=4)), prompts()), want, 2e-3)
+    same(generate(model, cache_for(model, cskv(full, recent=4)), prompts()), want, 2e-3)
     all_heads = heads.fit(projections, inputs, 2, 2)
-    same(shortly(model, cache_for(model, kv_heads(all_heads)), prompts()), want, 2e-3)
+    same(generate(model, cache_for(model, kv_heads(all_heads)), prompts()), want, 2e-3)
 
 
 def test_latents_lose_nothing_before_they_are_quantized(model: Any) -> None:
@@ -63,9 +63,9 @@ def test_latents_lose_nothing_before_they_are_quantized(model: Any) -> None:
         assert torch.allclose(found.abs(), left.abs(), atol=1e-3)  # up to the sign of each vector
     want = stock(model, prompts())
     exact = cskv(bases, recent=0)
-    same(shortly(model, cache_for(model, exact), prompts()), want, 2e-3)
+    same(generate(model, cache_for(model, exact), prompts()), want, 2e-3)
     eight = xquant_latent(bases, 8, group=8, residual=8)
-    ours = shortly(model, cache_for(model, eight), prompts())
+    ours = generate(model, cache_for(model, eight), prompts())
     assert torch.equal(ours.sequences, want.sequences)
 
 
@@ -85,7 +85,7 @@ def test_exact_inputs_are_stock(way: str, layers: int) -> None:
     inputs = given(way)
     want = stock(model, inputs, **WAYS[way])
     cache = remat_cache_for(model, None, residual=8, layers=layers)
-    ours = shortly(model, cache, inputs, **WAYS[way])
+    ours = generate(model, cache, inputs, **WAYS[way])
     same(ours, want, tolerance=1e-6)  # logits are rounded to float32
     assert cache.store.layers[0].read().k.shape[1:] == (1, cache.store.seen, 64)
     detach(model)
@@ -93,7 +93,7 @@ def test_exact_inputs_are_stock(way: str, layers: int) -> None:
 
 def test_keys_and_values_are_projections_of_what_the_codes_say(model: Any) -> None:
     cache = remat_cache_for(model, 4, group=16, residual=8)
-    shortly(model, cache, prompts())
+    generate(model, cache, prompts())
     layer = cache.store.layers[2]
     x = layer.segments[0].read().k[:, 0]
     (view,) = cache.store.recipe.retrieve.views(None, layer, [])  # type: ignore[union-attr, arg-type]

@@ -23,7 +23,7 @@ from diffcache.kv.segment import Coded, Dense, Flat
 from diffcache.kv.slots import Slots
 from diffcache.kv.store import KVStore
 from diffcache.kv.view import Unread
-from tests.kv.tiny import SHORT, WAYS, given, llama, prompts, same, shortly, stock
+from tests.kv.tiny import SHORT, WAYS, generate, given, llama, prompts, same, stock
 
 GROUP, RESIDUAL, SIZE = 4, 8, 8
 
@@ -244,7 +244,7 @@ def test_coding_what_is_left_changes_nothing_of_what_was_dropped(codec: Any) -> 
 def test_exact_codecs_are_stock_bit_for_bit(model: Any, theirs: dict[str, Any], name: str, mode: Any) -> None:
     for way, settings in WAYS.items():
         cache = cache_for(model, PLUMBING[name], mode=mode)
-        ours = shortly(model, cache, given(way), **settings)
+        ours = generate(model, cache, given(way), **settings)
         assert cache.store.layers[0].segments
         same(ours, theirs[way])
 
@@ -256,6 +256,6 @@ def test_stock_and_native_modes_say_the_same(model: Any, name: str, monkeypatch:
     held: list[int] = []
     whole = Unread.held
     monkeypatch.setattr(Unread, "held", lambda self: held.append(1) or whole(self))
-    outs = [shortly(model, cache_for(model, RECIPES[name], mode=mode), inputs) for mode in ("stock", "native")]
+    outs = [generate(model, cache_for(model, RECIPES[name], mode=mode), inputs) for mode in ("stock", "native")]
     assert len(held) == (0 if name in ("kivi", "xquant", "minicache") else 12)
     same(*outs, tolerance=2e-4)

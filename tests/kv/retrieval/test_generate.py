@@ -14,7 +14,7 @@ from diffcache.kv.retrieval.summary import known
 from diffcache.kv.settings import Size
 from diffcache.registry import rows_of
 from tests.kv.examples import TABLES
-from tests.kv.tiny import SHORT, WAYS, given, prompts, same, shortly
+from tests.kv.tiny import SHORT, WAYS, generate, given, prompts, same
 
 RECIPES = [name for name, row in rows_of("recipe").items() if ".retrieval:" in row.place]
 
@@ -79,5 +79,5 @@ def test_retrieval_composes_with_dropping_and_coding(model: Any, name: str, othe
 def test_a_block_that_is_all_padding_is_coded(model: Any, stock: Any) -> None:
     alone = {name: value[:1] for name, value in given("greedy").items()}  # 17 tokens of padding
     settings = {**rows_of("recipe")["shadowkv"].off, "block": 8}
-    out = shortly(model, cache_for(model, "shadowkv", **settings), alone)
+    out = generate(model, cache_for(model, "shadowkv", **settings), alone)
     assert torch.equal(out.sequences, stock["greedy"].sequences[:1])
