@@ -6,6 +6,7 @@ import functools
 import inspect
 import math
 import numbers
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from types import NoneType, UnionType
@@ -211,7 +212,7 @@ def _wanted(value: Any, kind: Any, limits: Any) -> str | None:
     if origin in (tuple, Sequence):
         if not isinstance(value, (tuple, list)):
             return "a tuple or a list"
-        return None if _nested(value, kind) else f"of the form {kind}"
+        return None if _nested(value, kind) else "of the form " + re.sub(r"(\w+\.)+(?=\w)", "", str(kind))
     # On Python 3.10 `tuple[int, ...]` passes for a type.
     if origin or not isinstance(kind, type):
         return None

@@ -30,7 +30,7 @@ def slots_for(size: Size, tokens: Tensor) -> Tensor:
 
 def count_for(size: Size, tokens: int) -> int:
     """Return the slots that a size allows a row of `tokens` tokens, as `slots_for` does."""
-    return max(math.floor(tokens * size + 1e-9), 1) if isinstance(size, float) else size
+    return max(math.floor(tokens * size + _ROUNDING), 1) if isinstance(size, float) else size
 
 
 class Budget(Settings, ABC):
