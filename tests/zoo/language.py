@@ -91,6 +91,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     "DbrxForCausalLM": {"attn_config": {"kv_n_heads": 2}},
     "Dots3NoteForCausalLM": _EQUAL_HEADS,
     "Dots3NoteForConditionalGeneration": _within("text_config", _EQUAL_HEADS),
+    "HrmTextForCausalLM": {"num_hidden_layers": 2, "L_cycles": 2},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
     "Mamba2ForCausalLM": {"num_heads": 8},
     "Qwen4ExpForCausalLM": _QSA,
