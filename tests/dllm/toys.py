@@ -183,10 +183,9 @@ def by_hand(
             keys, values = k.new_zeros(2, *k.shape[:2], ids.shape[1], size).unbind()
         else:
             keys, values = kept[number][0].clone(), kept[number][1].clone()
-        for batch, places in enumerate(rows.tolist()):
-            for column, place in enumerate(places):
-                keys[batch, :, place] = k[batch, :, column]
-                values[batch, :, place] = v[batch, :, column]
+        for batch, places in enumerate(rows):
+            keys[batch].index_copy_(1, places, k[batch])
+            values[batch].index_copy_(1, places, v[batch])
         made.append((keys, values))
         groups = q.shape[1] // keys.shape[1]
         logits = q @ keys.repeat_interleave(groups, 1).mT / size**0.5
@@ -210,10 +209,8 @@ def check_step(
     there = valid.gather(1, now.rows)
     torch.testing.assert_close(now.logits[there], logits[there], rtol=0, atol=1e-10)
     found.step(now.tokens, now.logits[there], logits[there])
-    for ours, theirs in zip(now.kept, fresh, strict=True):
-        for one, other in zip(ours, theirs, strict=True):
-            one, other = one.transpose(1, 2)[valid], other.transpose(1, 2)[valid]
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+    both = (torch.stack([x.transpose(1, 2)[valid] for pair in all_ for x in pair]) for all_ in (now.kept, fresh))
+    torch.testing.assert_close(*both, rtol=0, atol=1e-10)
     return logits, fresh
 
 

@@ -203,7 +203,7 @@ def test_threads_share_a_table(made):
     plains = [sample(case, model, STEPS, seed=seed) for seed in (0, 1)]
 
     def work(number):
-        return [sample(case, model, STEPS, seed=number % 2) for _ in range(3)]
+        return [sample(case, model, STEPS, seed=number % 2) for _ in range(2)]
 
     with diffcache.wrapped(model, TemporalTable()) as handle:
         found = in_threads(*(partial(work, number) for number in range(4)))
