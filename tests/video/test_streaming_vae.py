@@ -162,7 +162,7 @@ def test_the_bytes_that_are_told_before_are_those_that_are_held(
         assert stream.expected_bytes >= max(held) and len(held) == 12
         if name not in ("semantic-bank", "layer-budgets"):  # which hold less, by what they see
             assert stream.expected_bytes == max(held)
-    longer = video.expected_bytes(name, frames=72, **SHORT)
+    longer = video.expected_bytes(name, frames=48, **SHORT)
     assert (longer > video.expected_bytes(name, **SHORT)) == (name == "full")
 
 
