@@ -535,7 +535,7 @@ def built() -> Any:
 
 
 MORE: dict[str, Any] = {
-    "a quantized model": diffcache.CacheQuant(every=3, bits="w8a8"),
+    "a quantized model": diffcache.CacheQuant(every=3, bits="w8a8", exempt="single_transformer_blocks.*"),
     "rounded tables": diffcache.TemporalTable(bits=8, keep="layer"),
     "tables of few pages": diffcache.TemporalTable(entries=PIPE_STEPS),
     "tables and a skipping method": diffcache.TemporalTable(method=Interval(every=3)),

@@ -260,9 +260,7 @@ def built(case: str) -> Any:
 
 
 @pytest.mark.usefixtures("small_qwen")
-@pytest.mark.parametrize(
-    ("case", "kind"), [(c, k) for k in METHODS for c in CASES if k.startswith("pub") or c in FEW]
-)
+@pytest.mark.parametrize(("case", "kind"), [(c, k) for k in METHODS for c in CASES if k.startswith("pub") or c in FEW])
 def test_runs_are_those_of_the_dense_loop(case: str, kind: str, monkeypatch: Any, agrees: Any) -> None:
     _, call, branches, where = CASES[case]
     pipe = built(case)
