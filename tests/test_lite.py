@@ -15,7 +15,7 @@ from diffcache.eval.workshop.small import sticker_features
 from diffcache.eval.workshop.small.sticker_features import RANGES, corrupt, draw, draw_films
 from diffcache.eval.workshop.small.stickers import OBJECTS, draw_scenes, render
 
-COUNT = 500
+COUNT = 300
 LADDER = (1.0, 0.25, 0.05)
 
 
@@ -45,8 +45,8 @@ class TestFid:
         assert fid(clean[kept]) > 1.2 * fid(clean[even])
 
     def test_a_picture_does_not_depend_on_its_batch(self, drawn, clean):
-        alone = torch.cat([lite.embed(drawn[1][index : index + 1]) for index in (0, 31, 32, 499)])
-        assert torch.allclose(alone, clean[[0, 31, 32, 499]], atol=1e-4)
+        alone = torch.cat([lite.embed(drawn[1][index : index + 1]) for index in (0, 31, 32, 299)])
+        assert torch.allclose(alone, clean[[0, 31, 32, 299]], atol=1e-4)
         assert torch.equal(lite.embed(drawn[1][:8]), lite.embed(drawn[1][:8]))
 
     def test_larger_pictures_are_brought_to_size(self, drawn, clean):
@@ -93,7 +93,7 @@ class TestFilms:
         real = lite.reference().films
         value = frechet(moments(lite.clip_features(films)), real)
         shuffled = [film[torch.randperm(len(film))] for film in films]
-        frozen = [film[:1].expand_as(film) for film in films]
+        frozen = [film[:1].expand(3, -1, -1, -1) for film in films]
         assert frechet(moments(lite.clip_features(shuffled)), real) > 3 * value
         assert frechet(moments(lite.clip_features(frozen)), real) > 1.5 * value
 

@@ -18,7 +18,7 @@ from diffcache.eval.runs.ranks import Progress
 from diffcache.eval.runs.task import Case, Task
 
 pytestmark = pytest.mark.usefixtures("no_report")
-TASK = Task("sticker-flux", samples=2, batch_size=2, steps=8, call={"true_cfg_scale": 1.0})
+TASK = Task("sticker-flux", samples=2, batch_size=2, steps=8, call={"true_cfg_scale": 1.0, "height": 32, "width": 32})
 LITE = "diffusers/taylorseer:cache_interval=3,disable_cache_before_step=2,use_lite_mode=True"
 
 

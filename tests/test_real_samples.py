@@ -10,9 +10,9 @@ from PIL import Image
 
 from diffcache.errors import MissingError
 from diffcache.eval import fid
-from diffcache.eval.metrics import lite
+from diffcache.eval.metrics import lite, sets
 from diffcache.eval.metrics.distances import moments
-from diffcache.eval.metrics.sets import MOST_NEIGHBORS, kernel_distance, neighbors, some
+from diffcache.eval.metrics.sets import kernel_distance, neighbors, some
 from diffcache.eval.runs import measure
 from diffcache.eval.runs.draw import Drawer
 from diffcache.eval.runs.evaluate import Plan
@@ -46,7 +46,7 @@ def mixed(tmp_path: Path) -> Path:
 
 
 def plan(tmp_path: Path, **changes: object) -> Plan:
-    task = Task(model="sticker-flux", samples=32, batch_size=16, steps=1)
+    task = Task(model="sticker-flux", samples=32, batch_size=16, steps=1, call={"height": 32, "width": 32})
     return replace(Plan(task, {}, tmp_path / "run", rounds=0), **changes)
 
 
@@ -116,16 +116,18 @@ def test_statistics_stand_for_pictures(tmp_path: Path, capsys: pytest.CaptureFix
         open_source(saved).check(networks)
 
 
-def test_neighbors_are_looked_for_among_samples_drawn_at_random() -> None:
+def test_neighbors_are_looked_for_among_samples_drawn_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    most = 500
+    monkeypatch.setattr(sets, "MOST_NEIGHBORS", most)
     generator = torch.Generator().manual_seed(0)
     classes = torch.randn(10, 16, generator=generator) * 3
-    by_class = torch.cat([c + torch.randn(500, 16, generator=generator) for c in classes])
-    order = torch.randint(10, (2000,), generator=generator)
-    fake = classes[order] + torch.randn(2000, 16, generator=generator)
+    by_class = torch.cat([c + torch.randn(125, 16, generator=generator) for c in classes])
+    order = torch.randint(10, (most,), generator=generator)
+    fake = classes[order] + torch.randn(most, 16, generator=generator)
     real, fake = by_class.double(), fake.double()  # a folder sorted by class, equal distributions
     distance, near = kernel_distance(real, fake), neighbors(real, fake, resamples=0)
-    assert abs(distance["value"]) < 0.1 * kernel_distance(real[:MOST_NEIGHBORS], fake)["value"]
+    assert abs(distance["value"]) < 0.1 * kernel_distance(real[:most], fake)["value"]
     assert near["precision"]["value"] > 0.7
-    assert neighbors(real[:MOST_NEIGHBORS], fake, resamples=0)["precision"]["value"] < 0.5
-    assert near["recall"]["drawn"] == {"real": 2000, "fake": 2000, "seed": 0}
-    assert torch.equal(some(real, 3), some(real, 3)) and len(some(real, 3)) == MOST_NEIGHBORS
+    assert neighbors(real[:most], fake, resamples=0)["precision"]["value"] < 0.5
+    assert near["recall"]["drawn"] == {"real": most, "fake": most, "seed": 0}
+    assert torch.equal(some(real, 3), some(real, 3)) and len(some(real, 3)) == most

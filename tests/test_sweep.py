@@ -98,6 +98,10 @@ model = "sticker-flux"
 samples = 2
 steps = 6
 rounds = 0
+[call]
+height = 32
+width = 32
+true_cfg_scale = 1.0
 [[method]]
 name = "interval"
 [[method]]

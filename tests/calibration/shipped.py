@@ -2,9 +2,10 @@
 
 import torch
 
-from tests.shipped import CALL
+from tests.shipped import CALL as LARGE
 
 STEPS = 5
+CALL = {**LARGE, "height": 32, "width": 32}
 PROMPTS = ["a fox left of an owl on grass"] * 3
 SETTINGS = {"steps": STEPS, "batch_size": 2, **CALL}
 

@@ -27,8 +27,8 @@ from diffcache.offline.calibrate import CollectPlan, header_of, prompt_hash
 from diffcache.offline.tracing import Tracer, call_pipeline
 from diffcache.offline.tune.trial import Trials
 from diffcache.step import Step
-from tests.calibration.shipped import PROMPTS, SETTINGS, STEPS, draw
-from tests.shipped import CALL, DIRECTORY
+from tests.calibration.shipped import CALL, PROMPTS, SETTINGS, STEPS, draw
+from tests.shipped import DIRECTORY
 from tests.zoo.pipes import pipes
 
 
@@ -55,7 +55,7 @@ def test_the_tables_are_inner_products_of_the_features(pipe, calibrated):
     found = calibrated.tables["products"]
     assert torch.allclose(found, expected, rtol=1e-9)
     assert calibrated.tables.steps == STEPS
-    assert calibrated.tables.header["shape"] == [64, 48]
+    assert calibrated.tables.header["shape"] == [16, 48]
 
 
 def test_several_methods_share_a_pass(pipe, calibrated):
@@ -130,13 +130,13 @@ def test_tables_of_another_run_or_model_are_refused(pipe, calibrated):
         pipe.scheduler = mine
 
 
-@pytest.mark.parametrize("method", ["bac", "fitted-forecast", "harmonica"])
-def test_a_wrapped_pipeline_is_refused_and_stays_wrapped(pipe, method):
+def test_a_wrapped_pipeline_is_refused_and_stays_wrapped(pipe):
     plain = draw(pipe)
     diffcache.wrap(pipe, "interval", every=2, warmup=1)
     wrapped = draw(pipe)
-    with pytest.raises(AttachError, match="unwrap it"):
-        diffcache.calibrate(pipe, method, PROMPTS[:1], **SETTINGS)
+    for method in ("bac", "fitted-forecast", "harmonica"):
+        with pytest.raises(AttachError, match="unwrap it"):
+            diffcache.calibrate(pipe, method, PROMPTS[:1], **SETTINGS)
     with pytest.raises(AttachError, match="unwrap it"):
         diffcache.tune(pipe, PROMPTS, speedup=2, **SETTINGS)
     assert torch.equal(draw(pipe), wrapped)

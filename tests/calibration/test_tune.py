@@ -20,8 +20,7 @@ from diffcache.offline.tune.space import LEFT_OUT, additions, drops, families, m
 from diffcache.offline.tune.trial import Trial, Trials, closeness, joined, mean_interval, outputs
 from diffcache.offline.tune.tune import _name, _score
 from diffcache.registry import rows_of
-from tests.calibration.shipped import PROMPTS, SETTINGS, STEPS, draw
-from tests.shipped import CALL
+from tests.calibration.shipped import CALL, PROMPTS, SETTINGS, STEPS, draw
 
 
 @pytest.mark.filterwarnings("ignore::diffcache.CacheWarning")
