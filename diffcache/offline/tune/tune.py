@@ -212,13 +212,14 @@ def _check_apart(plan: CollectPlan, confidence: float) -> None:
             f"batch_size={plan.batch_size}: must be 1 with confidence=, since samples of one batch "
             "share the decisions of a method and are not apart"
         )
-    seen: list[Any] = []
+    seen: set[str] = set()
     for prompt in plan.prompts:
-        if prompt in seen:
+        key = digest(prompt)  # of what it holds: tensors tell no equality
+        if key in seen:
             raise ValueError(
                 f"prompts: {prompt!r} is there twice; with confidence= no prompt may be both searched and validated on"
             )
-        seen.append(prompt)
+        seen.add(key)
     needed = samples_needed(confidence)
     searched = -(-len(seen) // 3)
     if len(seen) - searched < needed:
