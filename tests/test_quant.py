@@ -316,6 +316,17 @@ def test_a_model_cast_meanwhile_fits_together() -> None:
     assert model(torch.randn(2, 4).double()).dtype == torch.float64
 
 
+def test_weights_that_are_changed_meanwhile_are_refused() -> None:
+    model = Model()
+    layers = QuantizedLayers(model, plan_for(model, "first", "blocks.0.0"))
+    for dtype in (torch.half, torch.bfloat16, torch.double):
+        model.to(dtype)
+        layers.start(None)  # type: ignore[arg-type]
+    layers.layers["first"].weight.data += 0.1  # as an adapter is fused
+    with pytest.raises(AttachError, match="first was quantized"):
+        layers.start(None)  # type: ignore[arg-type]
+
+
 def test_bytes_are_reported() -> None:
     model = Model()
     layers = QuantizedLayers(model, plan_for(model, "first", "blocks.0.0"))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from diffcache.attach.call import Call, current_call, in_call
 from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extension import Extension
+from diffcache.attach.run import Timeline
 from diffcache.attach.tree import unshared
 from diffcache.errors import AttachError
 from diffcache.features.parts.quantize import LayerWatcher, Quantize, WatchLayers
@@ -21,6 +22,7 @@ from diffcache.quant.linear import QuantizedLinear
 from diffcache.quant.plan import QuantPlan
 from diffcache.step import current_step
 
+SAMPLE = 64  # numbers by which a weight is known again
 KINDS: dict[type, type[QuantizedLayer]] = {nn.Linear: QuantizedLinear, nn.Conv2d: QuantizedConv2d}
 
 
@@ -58,7 +60,17 @@ class QuantizedLayers(Extension):
     def __init__(self, model: nn.Module, plan: QuantPlan) -> None:
         self.model = model
         self.layers = {name: _quantized(model, name, plan) for name in plan.layers}
+        self._samples = {name: _sample(layer.weight) for name, layer in self.layers.items()}
         self.put()
+
+    def start(self, timeline: Timeline) -> None:
+        """Start a run; raise AttachError if weights were written to, which the codes do not show."""
+        for name, layer in self.layers.items():
+            if not layer.weight.is_meta and _differ(self._samples[name], _sample(layer.weight)):
+                raise AttachError(
+                    f"{name} was quantized, and its weights were changed since, as by fusing an adapter: unwrap the "
+                    "model, and calibrate with these weights"
+                )
 
     @property
     def dense_bytes(self) -> int:
@@ -202,6 +214,17 @@ def _check_dense(name: str, module: nn.Module) -> None:
             f"{name} has its weight on {weight.device} in {weight.dtype}: quantize before the "
             "model is offloaded or quantized by something else"
         )
+
+
+def _sample(weight: Tensor) -> Tensor:
+    """Return some numbers of a weight, float32 on the host."""
+    return weight.detach().flatten()[:: max(weight.numel() // SAMPLE, 1)].clone().float().cpu()
+
+
+def _differ(before: Tensor, now: Tensor) -> bool:
+    """Return whether numbers of a weight are others, by more than a cast to half precision makes of them."""
+    far = (now - before).abs() > before.abs() / 64 + before.abs().mean() / 512
+    return bool(far.any())
 
 
 def _bias(module: nn.Module) -> Tensor | None:
