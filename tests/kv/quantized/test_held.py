@@ -239,7 +239,7 @@ def test_coding_what_is_left_changes_nothing_of_what_was_dropped(codec: Any) -> 
     same(out, oracle.expected(model, cache, log, prompts(), **SHORT), 1e-6)
 
 
-@pytest.mark.parametrize(("turn", "name"), enumerate(PLUMBING))
+@pytest.mark.parametrize(("turn", "name"), list(enumerate(PLUMBING)))
 def test_exact_codecs_are_stock_bit_for_bit(model: Any, theirs: dict[str, Any], turn: int, name: str) -> None:
     for number, (way, settings) in enumerate(WAYS.items(), turn):  # all ways, in each mode by turns
         cache = cache_for(model, PLUMBING[name], mode=("stock", "native")[number % 2])
