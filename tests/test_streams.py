@@ -488,9 +488,8 @@ class Writes:
             self.inside = False
         self.pairs.append((args, given, [t.clone() for t in output_tensors(out)]))
 
-    def check(self, known: dict[Any, list[Tensor]] | None = None) -> int:
+    def check(self, known: dict[Any, list[Tensor]]) -> int:
         """Compare with the model, which is not wrapped any more, or with what is known of it; return how many there were."""
-        known = {} if known is None else known
         for args, kwargs, outs in self.pairs:
             key = tuple(x.numpy().tobytes() if isinstance(x, Tensor) else repr(x) for x in (*args, *kwargs.values()))
             if key not in known:
@@ -525,7 +524,7 @@ def test_a_unet_computes_a_call_that_writes(site: str) -> None:
         handle.reset()
         with Writes(model, "sample") as writes:
             assert all(map(torch.equal, [model(**kwargs)[0] for kwargs in given], own))
-    assert writes.check() == 3
+    assert writes.check({}) == 3
 
 
 @pytest.fixture(scope="module")
@@ -594,7 +593,7 @@ def test_regione_computes_a_call_that_writes() -> None:
         with Writes(pipe.transformer) as writes:
             assert torch.equal(pipe(**given()).images, own)
         assert told_of(handle.last.calls) == alone
-    assert writes.check() == region_pipelines.STEPS
+    assert writes.check({}) == region_pipelines.STEPS
 
 
 @pytest.mark.filterwarnings("ignore::diffcache.CacheWarning")

@@ -398,9 +398,8 @@ def test_schedule_adds_runs_features_and_branches() -> None:
 
 
 def test_maps_of_named_layers_only() -> None:
-    model = dit()
-    plain = calibrated(model, CacheQuant(every=1, bits="w4a8", corrected=()))
-    mapped = calibrated(model, CacheQuant(every=1, bits="w4a8", corrected="*.ff.*"))
+    _, plain = quantized_unet()
+    mapped = calibrated(dit(), CacheQuant(every=1, bits="w4a8", corrected="*.ff.*"))
     names = [n for n in mapped.tables.names() if n.endswith("/gain")]
     assert len(names) == 6 and all(".ff." in n for n in names)
     assert not any(n.endswith("/gain") for n in plain.tables.names())

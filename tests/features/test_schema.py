@@ -61,17 +61,13 @@ GOOD = {
 }
 
 
-# Layers of the quantized model whose tables are as those of its first block.
-LIKE_OTHERS = ("quant/transformer_blocks.2", "quant/transformer_blocks.3")
-
-
 def good(name):
     """Return good tables of a method: header, tensors, and the settings that go with them."""
     source, settings = GOOD[name]
     tables = source() if callable(source) else Tables.load(MEASURED / f"{source}.safetensors")
     header = json.loads(json.dumps(dict(tables.header)))
-    names = [n for n in tables.names() if not n.startswith(LIKE_OTHERS)]
-    return header, {n: tables[n] for n in names}, settings
+    # Of the layers of a quantized model those of the first block, which others are like.
+    return header, {n: tables[n] for n in tables.names() if not n.startswith("quant/") or "blocks.0" in n}, settings
 
 
 def use(name, header, tensors, settings):
