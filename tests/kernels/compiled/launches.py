@@ -175,17 +175,17 @@ def slots() -> Iterator[Call]:
         given = x, t(precise, 1, 1, count, pairs), 1.0, False, start, interleaved
         yield f"rotate-{name}", partial(rotary.rotate, *given), {}
     x = t(bfloat16, 1, HEADS, SLOTS, 128)
-    for bits, group in ((2, 32), (4, 128)):
-        for way, each, width in (("tokens", group, 1), ("channels", 1, group)):
-            held = t(uint8, 1, HEADS, SLOTS, 16 * bits)
-            grid = t(float16, 1, HEADS, SLOTS // each, 2, 128 // width)
-            numbers = bits, each, width, 2.0**bits - 1, False, float16
-            yield (f"quant_groups-{way}-{bits}", partial(quantize.quant_groups, x, *numbers), {})
-            yield (
-                f"dequant_groups-{way}-{bits}",
-                partial(quantize.dequant_groups, held, grid, x, bits, each, width, 0.0, None),
-                {"wide": width == 1},
-            )
+    for way, bits, each, width in (("tokens", 2, 32, 1), ("channels", 4, 1, 128)):
+        numbers = bits, each, width, 2.0**bits - 1, False, float16
+        yield (f"quant_groups-{way}-{bits}", partial(quantize.quant_groups, x, *numbers), {})
+    for way, bits, each, width in (("tokens", 4, 128, 1), ("channels", 2, 1, 32)):
+        held = t(uint8, 1, HEADS, SLOTS, 16 * bits)
+        grid = t(float16, 1, HEADS, SLOTS // each, 2, 128 // width)
+        yield (
+            f"dequant_groups-{way}-{bits}",
+            partial(quantize.dequant_groups, held, grid, x, bits, each, width, 0.0, None),
+            {"wide": width == 1},
+        )
 
 
 def launches() -> Iterator[Launch]:

@@ -37,7 +37,7 @@ LOOPS = {
     "rotate-half": 91,
     "rotate-interleaved": 88,
 }
-SAMPLE = {("kv_gather", "DeepSeek-V3"), ("attn_mass", "Wan2.1-1.3B")}
+SAMPLE = {("kv_gather", "DeepSeek-V3"), ("linear_of_codes", "FLUX.1-dev")}
 ARCHS = (80, 89, 100, 120, "gfx942")
 LONGER = 1.15  # by which another version of the compiler may differ
 

@@ -20,15 +20,15 @@ from diffcache.kv.segment import Traits
 from diffcache.kv.slots import Slots, span
 from diffcache.kv.view import View
 
-B, HQ, H, N, D = 2, 4, 2, 140, 32
+HQ, H, N, D = 4, 2, 140, 32
 SCALE = D**-0.5
 CLOSE: dict[str, Any] = {"rtol": 2e-5, "atol": 2e-6}
 
 
-def drawn(count: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    fixed = torch.Generator().manual_seed(seed)
-    q = torch.randn(B, HQ, count, D, generator=fixed)
-    k, v = torch.randn(2, B, H, N, D, generator=fixed).unbind()
+def drawn(count: int, rows: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    fixed = torch.Generator().manual_seed(0)
+    q = torch.randn(rows, HQ, count, D, generator=fixed)
+    k, v = torch.randn(2, rows, H, N, D, generator=fixed).unbind()
     return 2 * q, k, v
 
 
@@ -46,7 +46,7 @@ def test_numbers_that_are_none_are_not_hidden(wrong: str, monkeypatch: pytest.Mo
     q, k, v = drawn(2)
     (q if wrong == "a query" else k)[0, 0, 1, 3] = math.nan
     found = [*attn_forward(q, k, v, SCALE), attn_forward(q, k, None, SCALE)[1]]
-    outs, lses = [torch.ones(B, HQ, 2, D)] * 2, [torch.zeros(B, HQ, 2), found[1]]
+    outs, lses = [torch.ones(1, HQ, 2, D)] * 2, [torch.zeros(1, HQ, 2), found[1]]
     assert torch.equal(lse_merge(outs, lses)[1].isnan(), found[1].isnan())
     monkeypatch.setenv("DIFFCACHE_KERNELS", "torch")
     out, lse = attn_forward(q, k, v, SCALE)
@@ -65,7 +65,7 @@ def test_a_key_that_no_query_attends_to_gets_no_mass() -> None:
 @pytest.mark.parametrize("way", ["window", "listed", "mask"])
 def test_what_is_not_seen_may_be_nan(way: str) -> None:
     q, k, v = drawn(1)
-    slots = torch.arange(N, dtype=torch.int32).expand(B, 1, N).clone() if way == "listed" else None
+    slots = torch.arange(N, dtype=torch.int32).expand(1, 1, N).clone() if way == "listed" else None
     limits: dict[str, Any] = {"offset": 100, "window": 20, "slots": slots}
     if way == "mask":
         place = torch.arange(N)
@@ -77,16 +77,16 @@ def test_what_is_not_seen_may_be_nan(way: str) -> None:
         slots[:, :, 101:] = N + 7
     found = attn_forward(q, k, v, SCALE, **limits)
     assert all(map(torch.equal, found, expected))
-    assert torch.equal(attn_mass(q, k, found[1], SCALE, **limits).isnan(), torch.zeros(B, H, N) > 0)
+    assert torch.equal(attn_mass(q, k, found[1], SCALE, **limits).isnan(), torch.zeros(1, H, N) > 0)
 
 
 @pytest.mark.parametrize("case", ["plain", "last", "all", "padded"])
 def test_sums_of_a_layer_are_those_of_plain_pytorch(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     width = 40
     count = {"last": 9, "all": 1}.get(case, width)
-    q, k, v = (x[:, :, :width] for x in drawn(count))
-    slots = Slots(k, v, {"pos": span(5, width + 5, B, k.device)})
-    valid = torch.rand(B, count) > 0.3 if case == "padded" else None
+    q, k, v = (x[:, :, :width] for x in drawn(count, 2))
+    slots = Slots(k, v, {"pos": span(5, width + 5, 2, k.device)})
+    valid = torch.rand(2, count) > 0.3 if case == "padded" else None
     query = Query(q, width + 5 - count, SCALE, causal=case != "plain")
     asked = Attended(query, View(slots, 5, below=width + 5), valid)
     names = launched(monkeypatch, FORWARD, MASS)
@@ -99,7 +99,7 @@ def test_sums_of_a_layer_are_those_of_plain_pytorch(case: str, monkeypatch: pyte
 
 def test_kernels_attend_where_something_is_spared_or_parts_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = drawn(3)
-    slots = Slots(k, v, {"pos": span(7, N + 7, B, k.device)})
+    slots = Slots(k, v, {"pos": span(7, N + 7, 1, k.device)})
     last, whole = N + 4, View(slots, 7)  # position of the first query, and all slots
     parts = [View(slots.narrow(0, 50), None, Traits(apart=True)), View(slots.narrow(50, N))]
     calls = [
@@ -112,7 +112,7 @@ def test_kernels_attend_where_something_is_spared_or_parts_are_merged(monkeypatc
     names = launched(monkeypatch, FORWARD, merge.MERGE)
     found = [attend(query, views) for query, views in calls]
     assert names == ["attn_forward"] * 6 + ["lse_merge"]
-    mask = torch.rand(B, 1, 3, N + 7) > 0.3
+    mask = torch.rand(1, 1, 3, N + 7) > 0.3
     others = [
         (Query(q, last, SCALE, causal=False), whole),
         (Query(q, last, SCALE, mask=mask), whole),
@@ -132,9 +132,9 @@ def test_kernels_attend_where_something_is_spared_or_parts_are_merged(monkeypatc
 
 @pytest.mark.parametrize("kind", ["runs", "rows", "tidal"])
 def test_chosen_slots_are_attended_to_where_they_are(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, v = drawn(1)
+    q, k, v = drawn(1, 2)
     layers = [KVLayer(number) for number in range(2)]
-    valid = torch.ones(B, N, dtype=torch.bool)
+    valid = torch.ones(2, N, dtype=torch.bool)
     valid[1, :9] = kind != "rows"  # rows with gaps choose by mask
     for layer in layers:
         layer.write(k, v, valid=valid if kind == "rows" else None)
