@@ -143,7 +143,7 @@ def evaluate(
 def latency(
     pipe: Any,
     methods: Sequence[Any] | Mapping[str, Any],
-    prompts: Sequence[Any] | str = "",
+    prompts: Sequence[Any] | str | os.PathLike[str] = "",
     *,
     quiet: bool = False,
     **settings: Any,
@@ -169,7 +169,7 @@ def latency(
     Examples:
         >>> diffcache.latency(pipe, ["taylorseer", "first-block"]).print()  # doctest: +SKIP
     """
-    count = settings.pop("batch_size", 1 if isinstance(prompts, str) else len(prompts))
+    count = settings.pop("batch_size", 1 if isinstance(prompts, (str, os.PathLike)) else len(prompts))
     given = {"samples": count, "batch_size": count, **settings}
     if settings.get("rounds", 1) == 0:
         raise ValueError("rounds=0: nothing would be timed; use 1 or more")

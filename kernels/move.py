@@ -12,7 +12,7 @@ def kv_scatter(k: Tensor, v: Tensor, new_k: Tensor, new_v: Tensor, index: Tensor
     """Write keys and values over those of some slots, in place.
 
     The kernel takes one launch for both. It leaves out slots that are not there, where plain
-    PyTorch raises an error; so it does where shapes do not fit.
+    PyTorch raises an error, or counts from the end; an error is raised where shapes do not fit.
 
     Args:
         k: `[B, H, S, D]`, is written to.
@@ -47,7 +47,7 @@ def write_slots(index: Tensor, *pairs: tuple[Tensor, Tensor]) -> None:
             same dtype.
 
     Raises:
-        IndexError: If a slot is not there.
+        IndexError: If a slot is not there; one below 0 counts from the end in a list for each row.
     """
     rows: Tensor | None = None
     if index.dim() == 2:
@@ -64,7 +64,8 @@ def kv_gather(k: Tensor, v: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     """Return the keys and values of some slots, in the order they are named in.
 
     The kernel takes one launch for both. It gives zeros for slots that are not there, where plain
-    PyTorch raises an error; so it does where shapes do not fit.
+    PyTorch raises an error, or reads the slot of another head; an error is raised where shapes do
+    not fit.
 
     Args:
         k: `[B, H, S, D]`.

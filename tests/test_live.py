@@ -123,7 +123,8 @@ def test_a_pipeline_is_timed_as_it_stands_and_settings_files_are_rows_too(pipe: 
     diffcache.save(diffcache.wrap(pipe, Interval(every=3)), path)
     diffcache.unwrap(pipe)
     methods = {"saved": path, "same": "interval:every=3"}
-    found = diffcache.latency(pipe, methods, PROMPTS[:1], rounds=1, **SMALL)
+    (tmp_path / "prompts.txt").write_text(PROMPTS[0])
+    found = diffcache.latency(pipe, methods, tmp_path / "prompts.txt", rounds=1, **SMALL)
     assert [row["evaluations"] for row in found.record["rows"]] == [6, *[pytest.approx(2, abs=0.1)] * 2]
     assert "same" in str(found) and found.folder is None
 

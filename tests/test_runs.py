@@ -262,6 +262,16 @@ def test_two_processes_killed_once_give_the_same_record(run: Path, tmp_path: Pat
         assert all(torch.equal(column, two[name][key]) for key, column in columns.items())
 
 
+def test_latents_of_the_first_samples_are_compared_whatever_the_size_of_a_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diffcache.eval.runs.evaluate.LATENT_SAMPLES", 1)
+    record = evaluate(tmp_path, samples=2, batch_size=2, steps=3, methods=("interval:every=2",))
+    (file,) = tmp_path.rglob("latents/*.safetensors")
+    assert load_file(file)["latents"].shape[:2] == (3, 1)
+    assert record["rows"][1]["latent_error"][1] > 0
+
+
 def test_peak_memory_is_that_of_a_process_for_each_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = replace(TASK, samples=2, batch_size=2, steps=3)
     methods = {"interval:every=2": parse_method("interval:every=2")}

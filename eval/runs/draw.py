@@ -195,18 +195,18 @@ class Drawer:
             return case.method.applied(self.pipe, case.steps)
         return diffcache.wrapped(self.pipe, case.method)
 
-    def draw(self, case: Case, batch: Batch, keep_latents: bool = False, timed: bool = False) -> Drawn:
+    def draw(self, case: Case, batch: Batch, keep_latents: int = 0, timed: bool = False) -> Drawn:
         """Draw a batch; call it within `wrapped(case)`.
 
-        `keep_latents` keeps the latents of every step, where the pipeline shows them. In a call that is `timed`, a
-        cache of another library, which counts nothing itself, is not watched.
+        Of the first `keep_latents` samples the latents of every step are kept, where the pipeline shows them. In a
+        call that is `timed`, a cache of another library, which counts nothing itself, is not watched.
         """
         given = self.arguments(batch, case.steps)
         kept: list[Tensor] = []
         if keep_latents and "callback_on_step_end" in self.parameters:
 
             def keep(pipe: Any, step: int, timestep: Any, inner: dict[str, Any]) -> dict[str, Any]:
-                kept.append(inner["latents"].detach().float().cpu())
+                kept.append(inner["latents"][:keep_latents].detach().float().cpu())
                 return {}
 
             given["callback_on_step_end"] = keep

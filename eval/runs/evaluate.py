@@ -259,7 +259,7 @@ def draw(run: Run, case: Case, uncached: Case | None = None) -> None:
         )
     with run.timed(f"{case.name}: draw"), run.drawer.wrapped(case):
         for batch in todo:
-            wanted = case.kind != "fewer steps" and batch.ids[-1] < LATENT_SAMPLES
+            wanted = 0 if case.kind == "fewer steps" else max(LATENT_SAMPLES - batch.ids[0], 0)
             drawn = run.drawer.draw(case, batch, keep_latents=wanted)
             if drawn.latents is not None:
                 drawn.about |= _latents(run, folder, batch, drawn.latents, uncached)

@@ -302,7 +302,7 @@ class Count:
     def summary(self) -> dict[str, Any]:
         """Return a run's entry in the manifest, as `draw.summary` does for one of ours.
 
-        A step counts as computed if no call of it left anything out. The first call computes
+        A step counts as computed if one of its calls left nothing out. The first call computes
         everything in each of these caches, so that it is what the others are compared with.
         """
         flops = [count for _, count in self.tally.calls]

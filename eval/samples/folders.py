@@ -127,9 +127,10 @@ def is_film(file: Path) -> bool:
 def pair(a: Folder, b: Folder) -> list[tuple[int, int]]:
     """Return pairs of indices: a sample of `a`, and the sample of `b` with the same name.
 
-    Single files are a pair whatever their names. Raises ValueError, with their names, if samples have no counterpart.
+    Single files, and folders that are a film each, are a pair whatever their names. Raises ValueError, with their
+    names, if samples have no counterpart.
     """
-    if len(a) == len(b) == 1 and a.path.is_file() and b.path.is_file():
+    if a.files == (a.path,) and b.files == (b.path,):
         return [(0, 0)]
     if (a.stored is None) != (b.stored is None):
         raise ValueError(f"{a.path} and {b.path}: an .npz has no file names; pair it with an .npz")

@@ -268,6 +268,10 @@ def test_fidelity_of_films(capsys: Any, tmp_path: Path) -> None:
     frames = [str(tmp_path / name / "second") for name in "ab"]
     single = report(capsys, fidelity.main, *frames, "--films", "--metrics", "temporal-error")
     assert single["metrics"]["temporal_error"]["value"] == pytest.approx(change[1])
+    (tmp_path / "b" / "second").rename(tmp_path / "cached")  # frames of one film, whatever their folder is called
+    frames[1] = str(tmp_path / "cached")
+    again = report(capsys, fidelity.main, *frames, "--films", "--metrics", "temporal-error")
+    assert again["metrics"] == single["metrics"]
     as_pictures = report(capsys, fidelity.main, *frames, "--metrics", "psnr")
     assert as_pictures["kind"] == "pictures" and as_pictures["count"] == 4
 
