@@ -13,7 +13,7 @@ its kernel is imported at the first launch. `DIFFCACHE_KERNELS` chooses:
 stay the same; ratios of `choices.json` count with the torch and the Triton they were measured with.
 `DIFFCACHE_KERNELS_CHOICES=FILE` adds ratios that were measured elsewhere:
 `{device: {operator: ratio}}`, or a file of that command.
-`DIFFCACHE_KERNELS_OFF=taylor_predict,lse_merge` takes single kernels out. `DIFFCACHE_CHECK=1`
+`DIFFCACHE_KERNELS_OFF=weighted_sum,lse_merge` takes single kernels out. `DIFFCACHE_CHECK=1`
 compares the first launch of every operator, dtype and size with the twin and turns a kernel off
 that differs.
 """

@@ -109,6 +109,8 @@ def _heads(name: str) -> list[str]:
     """Return lines that give the grounds of the choice."""
     versions = ", ".join(f"{key} {value}" for key, value in dispatch.versions().items())
     lines = [f"{name}: {versions}", f"DIFFCACHE_KERNELS={dispatch.chosen()}"]
+    if unknown := dispatch.turned_off() - {"", *rows_of("kernel")}:
+        lines.append(f"DIFFCACHE_KERNELS_OFF names no operator of ours: {', '.join(sorted(unknown))}")
     file = dispatch.kept_file(name)
     if dispatch.kept(name):
         lines.append(f"measured on this machine: {file}")

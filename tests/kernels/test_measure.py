@@ -246,6 +246,9 @@ def test_the_command_says_what_is_used_and_why(monkeypatch, cache) -> None:
     monkeypatch.setenv("DIFFCACHE_KERNELS_OFF", "rotate")
     assert said("rotate") == ("plain PyTorch", "DIFFCACHE_KERNELS_OFF")
     assert "measured on this machine" in "".join(command._heads("a GPU"))
+    assert "KERNELS_OFF names" not in "".join(command._heads("a GPU"))
+    monkeypatch.setenv("DIFFCACHE_KERNELS_OFF", "rotate, rotat")
+    assert "names no operator of ours: rotat" in command._heads("a GPU")[2]
 
 
 def test_candidates_that_are_right_are_timed_beside_the_defaults() -> None:
