@@ -145,8 +145,12 @@ def value(found: Any, keys: tuple[str, str, str] = ("value", "low", "high")) -> 
 
 def metric_of(row: dict[str, Any], key: str) -> Value | None:
     """Return a metric of a row, from its fidelity or its quality."""
+    return value(_entry(row, key))
+
+
+def _entry(row: dict[str, Any], key: str) -> Any:
     found = (row.get("fidelity") or {}).get(key)
-    return value((row.get("quality") or {}).get(key) if found is None else found)
+    return (row.get("quality") or {}).get(key) if found is None else found
 
 
 def speed_of(record: Record, row: dict[str, Any], key: str) -> Value | None:
@@ -348,7 +352,7 @@ def flat(record: Record, row: dict[str, Any]) -> dict[str, Any]:
         cells |= {f"{key}.{part}": found.get(part) for part in ("median", "q1", "q3", "n")}
     cells |= {key: timed.get(key) for key in ("throughput", "peak_bytes")}
     for key in metric_keys(record):
-        found = (row.get("fidelity") or {}).get(key) or (row.get("quality") or {}).get(key)
+        found = _entry(row, key)
         whole = value(found)
         cells[key] = None if whole is None else whole.middle
         parts = found if isinstance(found, dict) else {}

@@ -157,10 +157,13 @@ def test_footnotes_name_back_ends_and_warnings() -> None:
 def test_csv_holds_full_precision() -> None:
     record = make_record()
     record["rows"][1]["fidelity"]["psnr_db"]["value"] = 1 / 3
+    record["rows"][2]["fidelity"]["psnr_db"] = 0.0  # a number without an interval
     read = list(csv.DictReader(io.StringIO(to_csv(record))))
-    assert [line["name"] for line in read] == [row_["name"] for row_ in ordered(record)]
+    names = [line["name"] for line in read]
+    assert names == [row_["name"] for row_ in ordered(record)]
     assert float(read[1]["psnr_db"]) == 1 / 3
     assert read[0]["psnr_db"] == ""
+    assert read[names.index(record["rows"][2]["name"])]["psnr_db"] == "0.0"
     assert float(read[1]["psnr_db.p5"]) == 28.5
     assert float(read[1]["kid_lite.spread"]) == 0.0002
     assert float(read[1]["seconds.median"]) == pytest.approx(0.3)
