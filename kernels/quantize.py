@@ -9,6 +9,7 @@ codes keys) or along channels (`width` consecutive channels of one slot, as it c
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,6 +111,12 @@ def quant_twin(
     return pack(codes.flatten(axis - 1, axis)[..., :size], bits), grid
 
 
+def _quant_twin(*given: Any) -> tuple[Tensor, Tensor]:
+    """Compute `quant_twin` with the strides that compilers were told."""
+    codes, grid = quant_twin(*given)
+    return codes.contiguous(), grid
+
+
 def _parts(grid: Tensor, shift: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return scales and the values of code 0."""
     scale, *low = grid.to(dtype).unbind(3)
@@ -178,7 +185,7 @@ def _like_codes(
 QUANT = define(
     "quant_groups(Tensor x, int bits, int each, int width, float intervals, bool symmetric, "
     "ScalarType dtype) -> (Tensor, Tensor)",
-    quant_twin,
+    _quant_twin,
     _like_codes,
     "quantize:quant_groups",
     no_products,

@@ -62,7 +62,8 @@ def rotate_twin(x: Tensor, angles: Tensor, scale: float, back: bool, start: int,
         parts.insert(0, x[..., :start])
     if end < x.shape[-1]:
         parts.append(x[..., end:])
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+    # Parts whose heads lie innermost, as channels of pictures may, are joined so.
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1).contiguous()
 
 
 def _factors(angles: Tensor, scale: float, back: bool) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ def inputs(args):
     return found
 
 
-FIRST = {case.operator.name: case for case in reversed(cases(torch.float32))}
+LAST = {case.operator.name: case for case in cases(torch.float32)}
 
 
 @pytest.fixture(autouse=True)
@@ -69,9 +69,9 @@ def test_options_change_the_launch_and_not_the_result(monkeypatch):
     torch.testing.assert_close(found[1:3], found[4:])
 
 
-@pytest.mark.parametrize("name", sorted(FIRST))
+@pytest.mark.parametrize("name", sorted(LAST))
 def test_every_candidate_gives_the_same_numbers(name):
-    case, tried = FIRST[name], choices_of(name)
+    case, tried = LAST[name], choices_of(name)
     for options in (tried[0], tried[-1]):
         with configs.trying(name, options) as asked:
             args, before = copied(case.args), copied(case.args)
