@@ -34,7 +34,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("policy")
     reach.build().save_pretrained(folder)
-    return Policy(folder, episodes=2, steps=12)
+    return Policy(folder, episodes=2, steps=6)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_rows_of_the_policy_hold_what_was_measured(of_policy: Path) -> None:
     plain, *others = record["rows"]
     assert plain["flops_ratio"] == 1 and not plain["fidelity"]
     for row in others:
-        assert row["flops_ratio"] > 1 and row["held_bytes"] > 0 and row["computed_steps"] < 12
+        assert row["flops_ratio"] > 1 and row["held_bytes"] > 0 and row["computed_steps"] < 6
         assert row["fidelity"]["action_error"]["value"] > 0 and "Tables" not in row["method"]
         times = record["timing"]["rows"][row["name"]]
         assert times["ratio"]["n"] == 2 and times["cpu_seconds"]["median"] > 0
@@ -126,7 +126,7 @@ def test_rows_are_kept(policy: Policy, of_policy: Path, tmp_path: Path, monkeypa
     record = table.run(policy, more, "again", 1, ["interval:every=4,site=module"])
     assert drawn == ["uncached", "interval"] and len(record["rows"]) == 4
     assert record["rows"][:3] == before["rows"]
-    other = Policy(policy.directory, 4, 1, 12)
+    other = Policy(policy.directory, 4, 1, 6)
     assert len(table.run(other, more, "again", 1, ON_POLICY[:1])["rows"]) == 2
 
 
@@ -139,7 +139,7 @@ def test_pages_and_a_plot_are_made_of_the_records(of_policy: Path) -> None:
     text = figures.page(of_policy.parent)
     assert "## reach-policy" in text and "Success rate" in text and "Action error" in text
     lines = method_page._measured("bac", [load(of_policy)])
-    assert lines[2].startswith("| reach-policy, 12 steps, 4 samples | ")
+    assert lines[2].startswith("| reach-policy, 6 steps, 4 samples | ")
 
 
 ROOT = Path(__file__).parents[1]

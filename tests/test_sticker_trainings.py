@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from diffcache.eval.workshop.small import sticker_flux, sticker_video_autoencoder, sticker_wan
+from diffcache.eval.workshop.small import sticker_flux, sticker_kontext, sticker_video_autoencoder, sticker_wan
 from diffcache.eval.workshop.small.job import Settings, seeded
 from diffcache.eval.workshop.small.sticker_autoencoder import build_autoencoder
 from diffcache.eval.workshop.small.sticker_dit import CLASSES, Dit
@@ -81,7 +81,8 @@ def make(folder: Path) -> Iterator[Callable[[Any], Any]]:
     """Make each training once, on few examples."""
     made: dict[Any, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sticker_wan, "HELD", 2)
+        for module in (sticker_flux, sticker_kontext, sticker_wan):
+            patch.setattr(module, "HELD", 2)
         places = {Kontext: folder / "textless"}
         yield (lambda kind: made.get(kind) or made.setdefault(kind, kind(SETTINGS, places.get(kind, folder))))
 
