@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import json
 import re
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -274,7 +274,9 @@ def test_the_doctor_prints_a_table_and_json(
     assert [row["key"] for row in printed["metrics"]] == list(METRICS)
 
 
-def test_the_doctor_runs_as_a_script() -> None:
-    command = [sys.executable, "-m", "diffcache.eval.doctor", "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "--json" in done.stdout
+def test_the_doctor_runs_as_a_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["doctor", "--help"])
+    monkeypatch.delitem(sys.modules, "diffcache.eval.doctor")
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("diffcache.eval.doctor", run_name="__main__")
+    assert not ended.value.code and "--json" in capsys.readouterr().out
