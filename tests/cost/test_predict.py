@@ -87,18 +87,22 @@ def asked(said):
     return dict(size, steps=said.steps, guidance=said.calls * said.size.batch == 2)
 
 
-@pytest.mark.parametrize("cls", INPUTS)
-def test_every_class_is_counted_as_a_real_run(cls):
-    """Blocks that are alike run once, and the count is that of all of them."""
-    case, known = cases()[cls], INPUTS[cls]
-    model = case.build(0)
+@pytest.fixture(scope="module", params=INPUTS)
+def sized(request):
+    """A model of each class, a size that it takes, and what a prediction of that is asked for."""
+    model, known = cases()[request.param].build(0), INPUTS[request.param]
     text = model.config.get("max_text_seq_length", 6)
     frames = 1 + known.temporal * (known.temporal > 1)
     size = Size(8 * known.spatial, 4 * known.spatial, frames, text, batch=2)
-    asked = {key: getattr(size, key) for key in ("height", "width", "frames", "text_tokens", "batch")}
+    return model, size, {key: getattr(size, key) for key in ("height", "width", "frames", "text_tokens", "batch")}
+
+
+def test_every_class_is_counted_as_a_real_run(sized):
+    """Blocks that are alike run once, and the count is that of all of them."""
+    model, size, asked = sized
     said = diffcache.predict(model, "first-block", steps=7, guidance=False, **asked)
     with torch.no_grad(), flops.counting({"": model}) as real:
-        model(**inputs_of(cls, model.config, size, device="cpu"))
+        model(**inputs_of(type(model).__name__, model.config, size, device="cpu"))
     assert said.uncached.flops == said.most.flops == 7 * real.total
     assert (said.most.steps, said.least.steps, said.is_exact) == (7, 1, False)
     assert {"model": said.held_bytes} == diffcache.expected_bytes(model, "first-block", **asked)
@@ -273,21 +277,16 @@ EXPECTED_BYTES_METHODS = [
 ]
 
 
-@pytest.mark.parametrize("cls", INPUTS)
-def test_a_run_holds_what_was_expected(cls):
-    case, known = cases()[cls], INPUTS[cls]
-    model = case.build(0)
-    text = model.config.get("max_text_seq_length", 6)
-    frames = 1 + known.temporal if known.temporal > 1 else 1
-    size = Size(8 * known.spatial, 4 * known.spatial, frames, text, batch=2)
+def test_a_run_holds_what_was_expected(sized):
+    model, size, asked = sized
+    cls = type(model).__name__
     inputs = inputs_of(cls, model.config, size, device="cpu")
     inputs |= {key: torch.ones_like(value) for key, value in inputs.items() if "mask" in key}
     turn = sorted(INPUTS).index(cls)
     for name, settings in (EXPECTED_BYTES_METHODS * 2)[turn % 5 : turn % 5 + 3]:
         if settings.get("site") == "module" and not diffcache.inspect(model).supports(Site.MODULE):
             continue
-        given = dict(height=size.height, width=size.width, frames=size.frames, text_tokens=text, batch=2)
-        expected = diffcache.expected_bytes(model, name, **given, **settings)
+        expected = diffcache.expected_bytes(model, name, **asked, **settings)
         with diffcache.wrapped(model, name, **settings) as handle, torch.no_grad():
             with diffcache.run(model):  # the samples are all zero
                 for step in range(7):
