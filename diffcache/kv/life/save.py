@@ -17,8 +17,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from diffcache.digest import digest
 from diffcache.errors import DiffcacheError
 from diffcache.kv.attend import Query, attend
+from diffcache.kv.codec.base import tensors
 from diffcache.kv.layer import Form, KVLayer, LayerSummary
 from diffcache.kv.rotary_nd import RotaryTable
 from diffcache.kv.segment import Segment
@@ -92,7 +94,8 @@ def save(path: str | os.PathLike[str], store: KVStore, about: Mapping[str, str] 
         }
         for layer in store.layers
     ]
-    said = {"recipe": repr(store.recipe), "origin": dict(store.origin()), "about": dict(about or {})}
+    said = {"recipe": repr(store.recipe), "tables": _tables(store), "origin": dict(store.origin())}
+    said["about"] = dict(about or {})
     write(path, state, said)
 
 
@@ -128,10 +131,19 @@ def _check_store(store: object) -> None:
         raise ValueError(f"store: is a {type(store).__name__}; of a cache of cache_for(model, ...) give cache.store")
 
 
+def _tables(store: KVStore) -> str:
+    """Return a digest of the tensors of a recipe, which its `repr` shortens."""
+    return digest(list(tensors(store.recipe)))
+
+
 def _check_origin(path: str | os.PathLike[str], header: Mapping[str, Any], store: KVStore) -> None:
     """Refuse what was saved by another recipe, or of another model as far as both are known."""
     if header["recipe"] != repr(store.recipe):
         raise SavedCacheError(f"{path} was saved with {header['recipe']}; this cache is of {store.recipe!r}")
+    if header.get("tables", _tables(store)) != _tables(store):
+        raise SavedCacheError(
+            f"{path} was saved with other tables of {store.recipe.name}: load it into a cache of those"
+        )
     theirs, ours = header.get("origin", {}), store.origin()
     other = [name for name in theirs if name in ours and theirs[name] != ours[name]]
     if other:

@@ -7,9 +7,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields, is_dataclass, replace
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -207,8 +207,8 @@ class Tiers:
         if self._folder is None or key in self._files:
             return
         self._folder.mkdir(parents=True, exist_ok=True)
-        name = blake2b(repr(key).encode(), digest_size=16).hexdigest()
-        file = self._folder / f"{name}.safetensors"
+        # Not named after its key: others may have the same in the same folder.
+        file = self._folder / f"{uuid4().hex}.safetensors"
         write(file, block, {"key": repr(key)})
         self._files[key] = file
 

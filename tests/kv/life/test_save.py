@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import diffcache.kv
-from diffcache.kv import Recipe, cache_for, snapkv
+from diffcache.kv import Recipe, cache_for, make_recipe, snapkv
 from diffcache.kv.attend import Query
 from diffcache.kv.codec.base import Exact, Parts, Payload, TensorCodec, nbytes
 from diffcache.kv.codec.joined_heads import JoinHeads
@@ -29,6 +29,7 @@ from diffcache.kv.codec.residual import Gear
 from diffcache.kv.codec.rotate import ChannelPermute, Hadamard
 from diffcache.kv.codec.scaled import ChannelSeparable
 from diffcache.kv.codec.sparse import BitmapSparse, Outliers
+from diffcache.kv.learn.locret import fresh
 from diffcache.kv.life.save import CLASSES, SavedCacheError, _class, _digest, load, read, save, write
 from diffcache.kv.segment import Flat, Segment
 from diffcache.kv.slots import Slots
@@ -254,6 +255,15 @@ def test_a_cache_of_a_model_of_other_weights_is_refused(tmp_path: Path) -> None:
     model.model.layers[0].self_attn.v_proj.enable_adapters(False)
     with pytest.raises(SavedCacheError, match="is of a model of other adapters: load it"):
         load(tmp_path / "y", cache_for(model, recipe).store)
+
+
+def test_a_cache_of_other_tables_is_refused(tmp_path: Path) -> None:
+    """The `repr` of a recipe says only how large they are."""
+    one, two = (make_recipe("locret", heads=fresh(2, 24, 2, width=8, seed=seed)) for seed in range(2))
+    save(tmp_path / "x", KVStore(2, one))
+    load(tmp_path / "x", KVStore(2, one))
+    with pytest.raises(SavedCacheError, match="other tables of locret: load it"):
+        load(tmp_path / "x", KVStore(2, two))
 
 
 def test_parts_that_do_not_go_together_are_refused(tmp_path: Path) -> None:

@@ -130,6 +130,14 @@ def test_the_least_recent_goes_down_and_comes_back(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_two_of_one_folder_do_not_write_over_each_other(tmp_path: Path) -> None:
+    one, two = (Tiers(0, 0, folder=tmp_path) for _ in range(2))
+    for number, tiers in enumerate((one, two)):
+        tiers.put("a", block(number))
+    two.drop("a")
+    assert same(one.get("a"), block(0))
+
+
 def test_a_use_makes_a_block_recent_and_what_has_no_tier_is_forgotten() -> None:
     tiers = Tiers(1600)
     tiers.put("a", block(0))
