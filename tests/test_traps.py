@@ -264,6 +264,23 @@ def test_the_step_count_is_that_of_the_solver(name: str, more: dict[str, Any], t
     assert totals(pipe, name, **more) == [total] * total
 
 
+@pytest.mark.parametrize("name", ["StableDiffusionPipeline", "WanPipeline"])
+def test_the_step_count_of_a_late_start_is_known_where_no_begin_index_is_told(name: str):
+    """DDIM has none, and some video-to-video pipelines tell none."""
+    pipe = diffcache.wrap(PIPES[name].build(0), EVERY)
+    kind, model = (
+        ("UNet2DConditionModel", pipe.unet) if "Stable" in name else ("WanTransformer3DModel", pipe.transformer)
+    )
+    handle = handle_of(pipe)
+    pipe.scheduler.set_timesteps(6)
+    for t in pipe.scheduler.timesteps[2:]:
+        given = {**CASES[kind].kwargs(model, 0), "timestep": t.expand(1)}
+        out = model(**given).sample
+        assert handle.run().timelines[handle.denoisers[0]].total == 4
+        sample = given["sample" if "Stable" in name else "hidden_states"]
+        pipe.scheduler.step(out, t, sample[:, : out.shape[1]])
+
+
 def test_pipelines_that_share_a_scheduler_take_turns():
     """Each call claims the scheduler; unwrapping one pipeline spares the other."""
     case = PIPES["WanPipeline"]
@@ -380,7 +397,7 @@ def test_many_views_a_step_are_branches():
     model, views = case.build(0), 11
     with diffcache.wrapped(model, Interval(every=2)) as handle, torch.no_grad():
         handle.begin(in_pipeline=True)
-        handle.restart(4)
+        handle.restart(range(4))
         for step in range(4):
             handle.run().ticks = step
             for view in range(views):

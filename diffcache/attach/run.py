@@ -18,6 +18,7 @@ from torch import Tensor
 from diffcache.attach.cache_context import Context
 from diffcache.attach.record import RunRecord
 from diffcache.errors import AttachError
+from diffcache.foreign import storage_of
 from diffcache.step import Step
 
 LONG = 4  # times the longest step so far: a longer one may be another run's
@@ -101,16 +102,16 @@ class Run:
     def _clear(self) -> None:
         self.ticks = 0
         self.begin = 0
-        self.length: int | None = None
+        self.times: Any = None  # those of the scheduler
         self.scheduled = False
         self.by_timestep = False
 
-    def restart(self, length: int | None) -> None:
-        """Start anew at `set_timesteps`, whose scheduler has `length` timesteps."""
+    def restart(self, times: Any) -> None:
+        """Start anew at `set_timesteps`, whose scheduler has these timesteps, None for unknown ones."""
         self.drop()
         self._end_own_stream()
         self.scheduled = True
-        self.length = length
+        self.times = times
         self.epoch += 1
         if self.starts:
             self.is_counted = False
@@ -128,6 +129,22 @@ class Run:
                 self.is_counted = False
             self.starts = timeline.starts
         self._count()
+
+    def seek(self, timestep: Any) -> None:
+        """Begin where the first timestep, a view of those of the scheduler, stands among them.
+
+        Not every scheduler can be told its `begin_index`, and not every pipeline tells it.
+        """
+        if self.begin or not (isinstance(timestep, Tensor) and isinstance(self.times, Tensor)):
+            return
+        if storage_of(timestep) == storage_of(self.times):
+            ahead = timestep.storage_offset() - self.times.storage_offset()
+            self.begin = min(max(ahead // (self.times.stride(0) or 1), 0), len(self.times) - 1)
+
+    @property
+    def length(self) -> int | None:
+        """Number of timesteps of the scheduler, None when unknown."""
+        return None if self.times is None else len(self.times)
 
     def _count(self) -> None:
         """Count the run as a chunk of the stream, once for all who say that it begins."""
@@ -246,6 +263,8 @@ class Timeline:
         if mark[1] == "timestep":
             self.timestep, self.at = timestep_value(timestep), mark[2]
         else:
+            if self.index == 0 and not run.ticks:
+                run.seek(timestep)
             self.timestep = cheap_value(timestep)
             self.at = None if run.ticks else clock_value(timestep)
         return True
