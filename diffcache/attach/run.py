@@ -102,16 +102,17 @@ class Run:
     def _clear(self) -> None:
         self.ticks = 0
         self.begin = 0
+        self.length: int | None = None
         self.times: Any = None  # those of the scheduler
         self.scheduled = False
         self.by_timestep = False
 
-    def restart(self, times: Any) -> None:
-        """Start anew at `set_timesteps`, whose scheduler has these timesteps, None for unknown ones."""
+    def restart(self, length: int | None, times: Any = None) -> None:
+        """Start anew at `set_timesteps`, whose scheduler has `length` timesteps, at `times`."""
         self.drop()
         self._end_own_stream()
         self.scheduled = True
-        self.times = times
+        self.length, self.times = length, times
         self.epoch += 1
         if self.starts:
             self.is_counted = False
@@ -140,11 +141,6 @@ class Run:
         if storage_of(timestep) == storage_of(self.times):
             ahead = timestep.storage_offset() - self.times.storage_offset()
             self.begin = min(max(ahead // (self.times.stride(0) or 1), 0), len(self.times) - 1)
-
-    @property
-    def length(self) -> int | None:
-        """Number of timesteps of the scheduler, None when unknown."""
-        return None if self.times is None else len(self.times)
 
     def _count(self) -> None:
         """Count the run as a chunk of the stream, once for all who say that it begins."""

@@ -262,11 +262,11 @@ class Runs(Attached):
 
         return apart
 
-    def restart(self, times: Any) -> None:
+    def restart(self, length: int | None, times: Any = None) -> None:
         """Start the run anew at `set_timesteps`; within a pipeline's call it stays one record."""
         self.settle()
         run = self.run()
-        run.restart(times)
+        run.restart(length, times)
         if not run.in_pipeline:
             self.new_record(run)
 
