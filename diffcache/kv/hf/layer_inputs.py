@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from threading import get_ident
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from diffcache.kv.hf.model import attentions
 from diffcache.kv.recipe import Recipe
 from diffcache.kv.recipes.low_rank import rematerialised
 
+_Noted: TypeAlias = dict[tuple[int, int], Tensor]  # by thread, as others run the model too, and by layer
 _NEAR = 1e-2  # of the largest key; rotating there and back in bfloat16 is off by up to 4e-3
 
 
@@ -64,7 +66,7 @@ def remat_cache_for(model: nn.Module, bits: float | None = 4, **settings: Any) -
     recipe = rematerialised(projections, bits, **settings)
     cache = cache_for(model, recipe)
     found = attentions(model, cache.owned)
-    noted: dict[int, Tensor] = {}
+    noted: _Noted = {}
     handles: list[RemovableHandle] = []
     for number, index in enumerate(cache.owned):
         projection = found[index].k_proj
@@ -76,17 +78,17 @@ def remat_cache_for(model: nn.Module, bits: float | None = 4, **settings: Any) -
     return cache
 
 
-def _note(noted: dict[int, Tensor], number: int, _: nn.Module, given: tuple[Tensor, ...]) -> None:
-    noted[number] = given[0].detach()
+def _note(noted: _Noted, number: int, _: nn.Module, given: tuple[Tensor, ...]) -> None:
+    noted[get_ident(), number] = given[0].detach()
 
 
 def _exchange(
-    projections: tuple[Projections, ...], noted: dict[int, Tensor]
+    projections: tuple[Projections, ...], noted: _Noted
 ) -> Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]:
     checked: set[int] = set()
 
     def exchange(number: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        x = noted.pop(number)
+        x = noted.pop((get_ident(), number))
         if number not in checked:
             _check(projections[number], x, k, v)
             checked.add(number)
@@ -99,7 +101,7 @@ def _check(projection: Projections, x: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise unless the projections give the keys and values that the model used."""
     for name, ours, theirs in zip(("keys", "values"), projection(x), (k, v), strict=True):
         fits = ours.shape == theirs.shape
-        if not fits or not torch.allclose(ours, theirs, atol=_NEAR * float(theirs.abs().max())):
+        if not fits or not torch.allclose(ours.to(theirs.dtype), theirs, atol=_NEAR * float(theirs.abs().max())):
             raise AttachError(
                 f"the {name} are not what the projections give: the model changes them afterwards "
                 "(as by normalization); use a recipe that holds keys and values"

@@ -1,6 +1,7 @@
 """Bases and heads that are fitted to a model, and inputs of layers in place of keys and values."""
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -88,6 +89,24 @@ def test_exact_inputs_are_stock(way: str, layers: int) -> None:
     ours = generate(model, cache, inputs, **WAYS[way])
     same(ours, want, tolerance=1e-6)  # logits are rounded to float32
     assert cache.store.layers[0].read().k.shape[1:] == (1, cache.store.seen, 64)
+    detach(model)
+
+
+def test_inputs_are_those_of_the_thread_and_autocast_is_no_change_of_keys(model: Any) -> None:
+    want, calls = stock(model, prompts()), []
+
+    def meet(*_: Any) -> None:
+        calls.append(0)
+        if len(calls) == 3:  # another thread runs the model between two projections of this one
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(generate, model, other, prompts(seed=5)).result()
+
+    cache, other = remat_cache_for(model, None), remat_cache_for(model, None)
+    handle = model.model.layers[0].self_attn.v_proj.register_forward_pre_hook(meet)
+    same(generate(model, cache, prompts()), want, tolerance=1e-5)
+    handle.remove()
+    with torch.autocast("cpu", torch.bfloat16):
+        same(generate(model, remat_cache_for(model, None), prompts()), generate(model, None, prompts()), 1e-5)
     detach(model)
 
 
