@@ -130,6 +130,17 @@ def test_guidance_switched_off_by_a_callback(name: str):
     assert marks(pipe, "uncond") == ("Css" if in_two_calls else "")
 
 
+@pytest.mark.parametrize(("name", "branch"), [("FluxPipeline", "cond"), ("StableDiffusion3Pipeline", 0)])
+def test_a_prompt_that_a_callback_changes_is_not_answered_by_features_of_the_one_before(name: str, branch: Any):
+    pipe = wrapped_pipe(name)
+
+    def change(pipe: Any, step: int, t: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {key: -held for key, held in kwargs.items()} if step == 1 else kwargs
+
+    run(pipe, name, callback_on_step_end=change, callback_on_step_end_tensor_inputs=["prompt_embeds"])
+    assert marks(pipe, branch) == "CsCssC"
+
+
 def test_features_of_an_earlier_run_are_gone(flux: Any):
     """Poison every tensor a run holds: the next run must not see it."""
     model, calls = flux

@@ -375,7 +375,7 @@ class Timeline:
         The pipeline's own name for the branch decides; then which branch was given the very same
         condition tensors; then the order of the calls, which a pipeline keeps. Where condition
         tensors that a branch was given again and again are others, as where guidance sets in or
-        ends, the branch starts anew.
+        ends or a callback changes the prompt, the branch starts anew.
         """
         index = self.index
         name = context.name if context is not None else None
@@ -389,14 +389,12 @@ class Timeline:
         if not alike:
             branch = Branch(len(self.branches), name, conditions())
             self.branches.append(branch)
-        elif len(alike) == 1 and name is not None:
-            branch = alike[0]
         else:
             given = conditions()
             branch = max(alike, key=lambda b: (len(_shared(b.conditions, given)), -b.number))
-            if name is None and branch.signature == signature:
+            if branch.signature == signature:
                 _check_steady(branch, given)
-            elif name is None:  # of another look, so that this call is computed
+            else:  # of another look, so that this call is computed
                 branch.conditions, branch.steady = given, None
         branch.seen_at = index
         return branch
