@@ -20,6 +20,7 @@ from diffcache.kv.attend import Query
 from diffcache.kv.store import KVStore
 from diffcache.method import check_int
 from diffcache.pipelines.causal_video import CausalVideo, Session
+from diffcache.pipelines.pretrained_video import Streaming
 from diffcache.pipelines.video_inputs import checked_size
 from diffcache.video import Ca2VDM, FewSteps, Keep, Switch, VideoPolicy
 from diffcache.video.ca2_vdm import History, attention, enhanced, last_frames
@@ -360,6 +361,7 @@ class FactorizedVideo(CausalVideo):
         self.transformer: Any = transformer
         self.chunk, self.sampler = chunk, sampler
         self.policy: VideoPolicy = Ca2VDM()
+        self.pipe, self.way = None, Streaming()  # prompts are embeddings, films latents
 
     def check_policy(self, policy: VideoPolicy) -> None:
         """Raise ValueError unless it is a `Ca2VDM` with room for a chunk."""
@@ -367,6 +369,12 @@ class FactorizedVideo(CausalVideo):
             raise ValueError(f"policy={policy!r}: must be a Ca2VDM")
         if self.chunk > policy.room:
             raise ValueError(f"chunk={self.chunk}: must be at most {policy.room}, length - queue of {policy!r}")
+
+    def expected_bytes(self, *given: Any, **settings: Any) -> int:
+        """Raise ValueError: what is held is bounded by the policy's frames, and not counted beforehand."""
+        raise ValueError(
+            "expected_bytes: is not known of a FactorizedVideo; look at session.store.nbytes after some chunks"
+        )
 
     def close(self) -> None:
         """Do nothing: nothing was put into the transformer."""

@@ -86,7 +86,7 @@ def text_rows(transformer: Any, prompt: Tensor, negative: Tensor | None, guidanc
         guidance: Scale of classifier-free guidance; 1 for none.
 
     Raises:
-        ValueError: If guidance is no finite number, or has no negative prompt.
+        ValueError: If guidance is no finite number, or has no negative prompt of the prompt's shape.
     """
     if not is_number(guidance) or not isfinite(guidance):
         raise ValueError(f"guidance={guidance!r}: must be a finite number")
@@ -98,6 +98,10 @@ def text_rows(transformer: Any, prompt: Tensor, negative: Tensor | None, guidanc
             f"guidance={guidance}: takes negative, the text embeddings of the unguided branch; or leave guidance=1"
         )
     check_text("negative", negative, transformer.config.text_dim)
+    if negative.shape[0] not in (1, len(prompt)) or negative.shape[1] not in (1, prompt.shape[1]):
+        raise ValueError(
+            f"negative={list(negative.shape)}: must be {list(prompt.shape)} as the prompt; pad the shorter"
+        )
     return torch.cat([prompt, negative.to(prompt).expand_as(prompt)])
 
 
