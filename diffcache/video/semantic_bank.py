@@ -173,7 +173,8 @@ class Recalled(Retriever):
         pos = layer.meta()["pos"][:, :1]
         read = (_statistic(layer, _RECALLED)[:, :1] > 0) | (pos >= query.start - self.window)
         index, there = chosen(read & (pos >= 0))
-        return [View(layer.rotated(layer.read().gather(index, there)), below=layer.seen)]
+        is_full = bool(there.all())  # rows that were filled up have slots that nothing sees
+        return [View(layer.rotated(layer.read().gather(index, there)), below=layer.seen if is_full else None)]
 
 
 def _statistic(layer: KVLayer, name: str) -> Tensor:

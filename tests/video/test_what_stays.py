@@ -399,5 +399,18 @@ def test_of_what_is_not_read_nothing_is_seen_and_rows_are_apart(video: CausalVid
     torch.testing.assert_close(ahead(batch=2)[:1], plain, atol=1e-5, rtol=0)
 
 
+def test_rows_that_hold_fewer_salient_tokens_than_others_see_no_filling(video: CausalVideo) -> None:
+    film = torch.randn(2, CHANNELS, 3 * CHUNK, *SIZE, generator=torch.Generator().manual_seed(5))
+    made = []
+    for rows in (slice(2), slice(1), slice(1, 2)):
+        session = video.session(text(2)[rows], size=SIZE, policy=SemanticBank(3, 9, 1, 9, 0.7))
+        session.take(film[rows])
+        session.noise = lambda count, rows=rows: film[rows, :, :count]  # type: ignore[method-assign]
+        made.append(session.next())
+        counts = (session.store.layers[0].meta()["pos"][:, 0] >= 0).sum(1).tolist()
+        assert len(counts) == 1 or counts[0] != counts[1]
+    torch.testing.assert_close(made[0], torch.cat(made[1:]), atol=1e-5, rtol=0)
+
+
 def frames_of_slots(pos: Tensor) -> list[int]:
     return [place // UNIT for place in pos.tolist() if place >= 0]
