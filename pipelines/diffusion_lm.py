@@ -262,15 +262,16 @@ class DiffusionLM(Loop):
             ValueError: If the prompts are empty or too long, contain the mask or ids that are no tokens of the model,
                 the sampler does not fit the policy, or the model's logits are not finite.
         """
-        streamer, rows = Streamer(on_settled, None if self.tokenizer is None else self.text), 0
+        rows = 0
         with progress_bar(progress) as show:
             decoding = self._begun(prompts, schedule, sampler)
+            streamer = self._streamer(on_settled, decoding)
             for count in self._forwards(decoding, check):
                 rows += count
                 show(decoding)
                 streamer.show(decoding)
         ids = decoding.answer
-        texts = None if self.tokenizer is None else [self.text(row) for row in ids.tolist()]
+        texts = None if self.tokenizer is None else [self.text(row, decoding.schedule.eos_id) for row in ids.tolist()]
         made = None if self.policy is None else report(self.model)
         guided = 0 if decoding.guide is None else decoding.guide.rows
         batch = len(ids) * (2 if decoding.sampler.cfg_scale else 1)
@@ -353,7 +354,7 @@ class DiffusionLM(Loop):
             decoding.leave(slot)
         if not taken:
             return
-        streamer = Streamer(on_settled, None if self.tokenizer is None else self.text)
+        streamer = self._streamer(on_settled, decoding)
         size = max(fill, self.block or 1)
         with closing(self._forwards(decoding)) as forwards:
             for _ in forwards:
@@ -384,13 +385,17 @@ class DiffusionLM(Loop):
                 numbers[slot] = pair[0]
                 decoding.place(slot, pair[1], fill)
 
-    def text(self, ids: Sequence[int]) -> str:
-        """Return the text of an answer up to its end."""
+    def text(self, ids: Sequence[int], eos_id: int | None = None) -> str:
+        """Return the text of an answer up to its end, the model's own or the schedule's `eos_id`."""
         kept = list(ids)
-        if self.eos_id in kept:
-            kept = kept[: kept.index(self.eos_id)]
+        kept = kept[: min((kept.index(end) for end in (self.eos_id, eos_id) if end in kept), default=len(kept))]
         found: str = self.tokenizer.decode(kept, skip_special_tokens=True)
         return found
+
+    def _streamer(self, on_settled: OnSettled | None, decoding: Decoding) -> Streamer:
+        """Return what tells the tokens of a decoding that settle, or their text."""
+        end = decoding.schedule.eos_id
+        return Streamer(on_settled, None if self.tokenizer is None else lambda ids: self.text(ids, end))
 
     # one decoding --------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ def tokens_of(prompts: Prompts, tokenizer: Any, vocabulary: int) -> list[list[in
     if rows and not isinstance(rows[0], Iterable):
         rows = [rows]
     for row in rows:
-        if isinstance(row, bytes) or not isinstance(row, Iterable):
+        if isinstance(row, bytes) or not isinstance(row, Iterable) or not getattr(row, "ndim", 1):
             raise ValueError(f"prompts: hold {row!r} for a prompt; give each as a text, or a list of its tokens")
     if any(isinstance(row, str) for row in rows) and tokenizer is None:
         raise ValueError(f"prompts={rows[0]!r}: is text, and there is no tokenizer; give one, or token ids")

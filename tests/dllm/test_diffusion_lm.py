@@ -135,6 +135,11 @@ def test_texts_go_in_and_come_out_as_they_settle() -> None:
     assert answer.report is None and answer.texts is not None
     for row in range(2):
         assert "".join(text for number, text in told if number == row) == answer.texts[row]
+    first = int(answer.ids[0, 1])  # a schedule's own end is left out as the tokenizer's is
+    told.clear()
+    ended = lm.generate("ABCD", Schedule(8, 4, eos_id=first), on_settled=lambda *what: told.append(what))
+    assert ended.texts == ["".join(text for _, text in told)] == [lm.text(ended.ids[0].tolist(), first)]
+    assert chr(64 + first) not in ended.texts[0]
     half = DiffusionLM(model, HalfLetters())  # what ends within a character is told to its end
     told.clear()
     wanted = half.generate("ABCD", Schedule(8, 4), on_settled=lambda *what: told.append(what)).texts
