@@ -281,6 +281,19 @@ def test_the_step_count_of_a_late_start_is_known_where_no_begin_index_is_told(na
         pipe.scheduler.step(out, t, sample[:, : out.shape[1]])
 
 
+def test_a_step_too_many_is_refused_where_a_scheduler_steps():
+    pipe = diffcache.wrap(PIPES["WanPipeline"].build(0), EVERY)
+    given = CASES["WanTransformer3DModel"].kwargs(pipe.transformer, 0)
+    pipe.scheduler.set_timesteps(3)
+    times = pipe.scheduler.timesteps[:, None]
+    with diffcache.run(pipe, steps=2):
+        for t in times[:2]:
+            out = pipe.transformer(**{**given, "timestep": t}).sample
+            pipe.scheduler.step(out, t[0], given["hidden_states"][:, : out.shape[1]])
+        with pytest.raises(AttachError, match="a step more than that began"):
+            pipe.transformer(**{**given, "timestep": times[2]})
+
+
 def test_pipelines_that_share_a_scheduler_take_turns():
     """Each call claims the scheduler; unwrapping one pipeline spares the other."""
     case = PIPES["WanPipeline"]
