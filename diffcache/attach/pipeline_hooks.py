@@ -241,7 +241,7 @@ def _step(watch: _Watch, base: Callable[..., Any]) -> Callable[..., Any]:
         out = base(self, *args, **kwargs)
         if handle is not None:
             run = handle.run()
-            if not (run.in_pipeline or run.is_told) and run.ticks == run.total:  # nobody will say that it ends
+            if not run.in_pipeline and run.steps is None and run.ticks == run.total:  # nobody will say that it ends
                 run.drop()
         return out
 
