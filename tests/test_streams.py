@@ -24,7 +24,7 @@ from diffcache.targets import handle_of
 from tests.bare.toys import COND, EVERY, PLAIN, Toy, alone, noise, track
 from tests.features import region_pipelines
 from tests.internals import marks
-from tests.methods import STEPS as PIPE_STEPS
+from tests.test_families import FEWER as PIPE_STEPS
 from tests.test_families import ready
 from tests.zoo.case import output_tensors
 from tests.zoo.catalog import cases
