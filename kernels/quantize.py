@@ -9,7 +9,6 @@ codes keys) or along channels (`width` consecutive channels of one slot, as it c
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,13 +107,8 @@ def quant_twin(
     # A scale of 0 gives code 0, which stands for the group's one value; 0 / 0 would be NaN.
     step = scale.masked_fill(scale <= 0, math.inf)
     codes = (wide - low).div_(step).round_().clamp_(0, min(intervals, chunk_of(bits)[2] - 1)).to(torch.uint8)
-    return pack(codes.flatten(axis - 1, axis)[..., :size], bits), grid
-
-
-def _quant_twin(*given: Any) -> tuple[Tensor, Tensor]:
-    """Compute `quant_twin` with the strides that compilers were told."""
-    codes, grid = quant_twin(*given)
-    return codes.contiguous(), grid
+    # Contiguous, as compilers are told, whatever the layout of `x`.
+    return pack(codes.flatten(axis - 1, axis)[..., :size], bits).contiguous(), grid
 
 
 def _parts(grid: Tensor, shift: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -185,7 +179,7 @@ def _like_codes(
 QUANT = define(
     "quant_groups(Tensor x, int bits, int each, int width, float intervals, bool symmetric, "
     "ScalarType dtype) -> (Tensor, Tensor)",
-    _quant_twin,
+    quant_twin,
     _like_codes,
     "quantize:quant_groups",
     no_products,

@@ -34,7 +34,7 @@ def inputs(name: str, model: nn.Module, extra: str = "", step: int = 0) -> dict[
 def run(model: nn.Module, given: list[dict[str, Any]], handle: Handle) -> list[Tensor]:
     """Walk through a run that a scheduler would announce; the outputs."""
     outs = []
-    handle.restart(len(given))
+    handle.restart(given)
     for kwargs in given:
         with diffcache.branch("one"):  # whose conditions may change with the step
             outs += output_tensors(model(**kwargs))
@@ -123,7 +123,7 @@ def test_every_guidance_call_runs_the_layers_that_the_last_ones_read(site: str) 
     expected = [output_tensors(model(**kwargs))[0] for kwargs in given]
     method = Combine(Every(2), site=site, lead=2, tail=2, feature="output")
     with Handle(model, {"model": model}, method) as handle:
-        handle.restart(2)
+        handle.restart(range(2))
         for _ in range(2):
             for kwargs, wanted in zip(given, expected, strict=True):
                 assert gap(output_tensors(model(**kwargs))[0], wanted) < 1e-6

@@ -52,7 +52,7 @@ def test_off_is_bit_exact_and_on_repeats(made, site):
 def test_a_static_schedule_never_waits_for_the_device(made, site):
     case, model = made
     with diffcache.wrapped(model, "taylorseer", every=3, site=site) as handle, torch.no_grad():
-        handle.restart(STEPS)
+        handle.restart(range(STEPS))
         calls = [kwargs_at(case, model, step) for step in range(STEPS)]
         conditions = calls[0].keys() - {case.timestep, *case.latents}
         for given in calls:  # as a sampling loop has them: others would be read, which waits

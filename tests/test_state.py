@@ -102,7 +102,7 @@ def test_a_call_that_takes_the_place_of_another_is_not_given_its_features(flux: 
     plan = [(0,), (0,), (1, 0), (1, 0)]  # guidance from the third step on, its call the first
     with diffcache.wrapped(model, Interval(every=4)) as handle:
         run, token = handle.begin(in_pipeline=True)  # of a pipeline that names no branches
-        handle.restart(len(plan))
+        handle.restart(plan)
         outs = []
         for step, row in enumerate(plan):
             outs.append([model(**calls(step, w)[0] | held[w]).sample.clone() for w in row])

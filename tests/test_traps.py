@@ -410,7 +410,7 @@ def test_many_views_a_step_are_branches():
     model, views = case.build(0), 11
     with diffcache.wrapped(model, Interval(every=2)) as handle, torch.no_grad():
         handle.begin(in_pipeline=True)
-        handle.restart(4)
+        handle.restart(range(4))
         for step in range(4):
             handle.run().ticks = step
             for view in range(views):

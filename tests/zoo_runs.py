@@ -53,7 +53,7 @@ def inputs(case: Case, model: nn.Module, extra: str = "", step: int = 4, seed: i
 
 def steps(handle: Handle, count: int) -> Iterator[int]:
     """Walk through the steps of a run that a scheduler would announce."""
-    handle.restart(count)
+    handle.restart(range(count))
     for index in range(count):
         yield index
         handle.run().ticks += 1

@@ -208,14 +208,16 @@ def doubted(timeline: Timeline, name: str | None) -> tuple[Branch, str]:
     return Branch(timeline.calls - 1, name, {}), f"{_COMPUTED}: {DOUBTS[timeline.doubt]}"
 
 
-def watch(timeline: Timeline, sample: Any) -> None:
+def watch(timeline: Timeline, sample: Tensor | None) -> None:
     """Count the steps in a row, in doubt, whose samples go on from the one before."""
     if timeline.calls == 1:
         before, timeline.glance = timeline.glance, glance(sample)
         timeline.steady = timeline.steady + 1 if goes_on(before, timeline.glance) else 0
 
 
-def is_broken(timeline: Timeline, branch: Branch, signature: Any, conditions: dict[str, Any], sample: Any) -> bool:
+def is_broken(
+    timeline: Timeline, branch: Branch, signature: Any, conditions: dict[str, Any], sample: Tensor | None
+) -> bool:
     """Return whether a call is given a sample that is no next step of its branch's.
 
     A sample that has moved so far and does not any more is none either: inversion ends, and
@@ -299,12 +301,8 @@ def turned(timeline: Timeline) -> str:
     return TURNED if goes_on(left, timeline.glance) else ""
 
 
-def glance(sample: Any, item: int | None = None) -> Tensor | None:
-    """Return some values of a sample as a copy of length 1, None where they tell too little.
-
-    Of tensors in lists the first counts, and of a batch all of it, or one `item`.
-    """
-    sample = next(iter(leaves(sample)), None)
+def glance(sample: Tensor | None, item: int | None = None) -> Tensor | None:
+    """Return some values of a batch, or of one `item`, as a copy of length 1, None where they tell too little."""
     if sample is not None and item is not None:
         sample = sample[item] if sample.dim() and item < len(sample) else None
     if sample is None or not sample.is_floating_point() or sample.numel() < FEWEST:

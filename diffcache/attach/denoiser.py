@@ -153,18 +153,19 @@ class Denoiser:
         conditions = all_conditions_of(given, self.anatomy)
         branch, said = tell(timeline, name, signature, conditions)
         if timeline.is_guessed:
+            seen = next(iter(leaves(sample)), None)  # of samples in lists, the first
             doubt = timeline.doubt
             if doubt:
-                watch(timeline, sample)
-            elif is_broken(timeline, branch, signature, conditions, sample):
+                watch(timeline, seen)
+            elif is_broken(timeline, branch, signature, conditions, seen):
                 if timeline.doubt:
                     branch, said = doubted(timeline, name)
                 else:
                     timeline.restart()
                     self._start(timeline, sample)
                     branch, said = tell(timeline, name, signature, conditions)
-                    branch.glance = timeline.glance = glance(sample)
-                    first = glance(sample, 0)
+                    branch.glance = timeline.glance = glance(seen)
+                    first = glance(seen, 0)
                     branch.samples = [] if first is None else [first]
         if not said and timeline.left is not None:
             said = turned(timeline)

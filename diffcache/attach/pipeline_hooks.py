@@ -210,8 +210,7 @@ def _set_timesteps(watch: _Watch, base: Callable[..., Any]) -> Callable[..., Any
         result = base(self, *args, **kwargs)
         handle = watch.handle_of(self)
         if handle is not None:
-            timesteps = getattr(self, "timesteps", None)
-            handle.restart(None if timesteps is None else len(timesteps), timesteps)
+            handle.restart(getattr(self, "timesteps", None))
             handle.set_times(self)
         return result
 

@@ -9,7 +9,7 @@ be wrong, the timeline is in doubt, and everything is computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +71,7 @@ class Run:
         starts: Most first steps that one of its denoisers began, since the run was said to begin.
         is_counted: Whether the stream counts it as a chunk.
         sigmas: Noise level at every step of flow matching, none where the user did not say them.
+        times: Timesteps of the scheduler, None when it was not seen to set them.
     """
 
     def __init__(
@@ -102,17 +103,16 @@ class Run:
     def _clear(self) -> None:
         self.ticks = 0
         self.begin = 0
-        self.length: int | None = None
-        self.times: Any = None  # those of the scheduler
+        self.times: Sized | None = None
         self.scheduled = False
         self.by_timestep = False
 
-    def restart(self, length: int | None, times: Any = None) -> None:
-        """Start anew at `set_timesteps`, whose scheduler has `length` timesteps, at `times`."""
+    def restart(self, times: Sized | None) -> None:
+        """Start anew at `set_timesteps`, whose scheduler has the timesteps `times`."""
         self.drop()
         self._end_own_stream()
         self.scheduled = True
-        self.length, self.times = length, times
+        self.times = times
         self.epoch += 1
         if self.starts:
             self.is_counted = False
@@ -167,6 +167,11 @@ class Run:
         self.storage.clear()
         self.left_out.clear()
         self.timelines = {}
+
+    @property
+    def length(self) -> int | None:
+        """Number of timesteps of the scheduler, None when it was not seen to set them."""
+        return None if self.times is None else len(self.times)
 
     @property
     def total(self) -> int | None:

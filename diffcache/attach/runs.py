@@ -8,7 +8,7 @@ import threading
 import warnings
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -262,11 +262,11 @@ class Runs(Attached):
 
         return apart
 
-    def restart(self, length: int | None, times: Any = None) -> None:
+    def restart(self, times: Sized | None) -> None:
         """Start the run anew at `set_timesteps`; within a pipeline's call it stays one record."""
         self.settle()
         run = self.run()
-        run.restart(length, times)
+        run.restart(times)
         if not run.in_pipeline:
             self.new_record(run)
 

@@ -45,6 +45,7 @@ class CollectPlan:
     steps: int | None = None  # sampling steps; None leaves the pipeline's default
     batch_size: int = BATCH_SIZE  # samples a run
     # seed of the noise; batch i is drawn with `seed + i`, but a `generator` in the call is used as it is for all
+    # (not by HarmoniCa's training, which draws new noise for every run)
     seed: int = 0
     call: Mapping[str, Any] = field(default_factory=dict)  # further arguments of the pipeline's call
     out: Path | None = None  # file of the tables, None to keep them in memory only

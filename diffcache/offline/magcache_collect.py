@@ -53,7 +53,7 @@ class Ratios(Collector):
 
     def _close(self, branch: int) -> None:
         """Compare a finished step's residual with that of the step before."""
-        seen, before = self._now.pop(branch, None), self._before.get(branch)
+        seen = self._now.pop(branch, None)
         if seen is None:
             return
         now: dict[Any, Tensor] = {}
@@ -61,8 +61,9 @@ class Ratios(Collector):
             key = (index, value.shape)
             now[key] = now[key] + value if key in now else value
         at = self._at[branch]
-        if before is not None and now.keys() == before[1].keys() and before[0] == at - 1:
-            ratios = [token_norms(now[key]) / (token_norms(before[1][key]) + 1e-8) for key in now]
+        last, before = self._before.get(branch, (-1, {}))
+        if last == at - 1 and now.keys() == before.keys():
+            ratios = [token_norms(now[key]) / (token_norms(before[key]) + 1e-8) for key in now]
             self._sums[0, at] += float(torch.cat(ratios).mean())
             self._sums[1, at] += 1
         self._before[branch] = at, now

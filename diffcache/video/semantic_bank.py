@@ -173,7 +173,7 @@ class Recalled(Retriever):
         pos = layer.meta()["pos"][:, :1]
         read = (_statistic(layer, _RECALLED)[:, :1] > 0) | (pos >= query.start - self.window)
         index, there = chosen(read & (pos >= 0))
-        is_full = bool(there.all())  # rows that were filled up have slots that nothing sees
+        is_full = len(there) == 1 or bool(there.all())  # rows that were filled up have slots that nothing sees
         return [View(layer.rotated(layer.read().gather(index, there)), below=layer.seen if is_full else None)]
 
 

@@ -149,6 +149,7 @@ def metric_of(row: dict[str, Any], key: str) -> Value | None:
 
 
 def _entry(row: dict[str, Any], key: str) -> Any:
+    """Return what a row says of a metric, a number or a mapping; None if it says nothing."""
     found = (row.get("fidelity") or {}).get(key)
     return (row.get("quality") or {}).get(key) if found is None else found
 

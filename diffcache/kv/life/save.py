@@ -140,7 +140,8 @@ def _check_origin(path: str | os.PathLike[str], header: Mapping[str, Any], store
     """Refuse what was saved by another recipe, or of another model as far as both are known."""
     if header["recipe"] != repr(store.recipe):
         raise SavedCacheError(f"{path} was saved with {header['recipe']}; this cache is of {store.recipe!r}")
-    if header.get("tables", _tables(store)) != _tables(store):
+    tables = _tables(store)
+    if header.get("tables", tables) != tables:
         raise SavedCacheError(
             f"{path} was saved with other tables of {store.recipe.name}: load it into a cache of those"
         )
