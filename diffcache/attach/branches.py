@@ -229,7 +229,8 @@ def is_broken(
     is_first = branch.signature != signature  # or of another look, which is computed
     before, now = branch.glance, glance(sample)
     branch.glance = timeline.glance = now
-    strays = _strays(timeline, branch, glance(sample, 0))
+    is_one = sample is not None and sample.shape[:1] == (1,)  # a batch of one item
+    strays = _strays(timeline, branch, now if is_one else glance(sample, 0))
     if is_first:
         return False
     if before is None or now is None:

@@ -169,16 +169,11 @@ class Run:
         self.timelines = {}
 
     @property
-    def length(self) -> int | None:
-        """Number of timesteps of the scheduler, None when it was not seen to set them."""
-        return None if self.times is None else len(self.times)
-
-    @property
     def total(self) -> int | None:
         """Number of steps the user said or the scheduler will take, None when nobody said it."""
         if self.steps is not None:
             return self.steps
-        return None if self.length is None else self.length - self.begin
+        return None if self.times is None else len(self.times) - self.begin
 
 
 class Timeline:
@@ -330,7 +325,7 @@ class Timeline:
         run = self.run
         if run.steps is not None:
             return run.steps - self.started_at
-        return None if run.length is None else run.length - run.begin - self.started_at
+        return None if run.times is None else len(run.times) - run.begin - self.started_at
 
     def aside(self, timestep: Any) -> Step:
         """Return the step of a call that belongs to none, with the index of the last."""
@@ -340,7 +335,7 @@ class Timeline:
     def step(self, branch: int) -> Step:
         """Return the current step for a method."""
         run = self.run
-        total = None if run.steps is None and run.length is None else self.total
+        total = None if run.steps is None and run.times is None else self.total
         chunk, left_out = max(run.stream.chunk, 0), self.index in run.left_out
         return Step(self.index, self.timestep, total, branch, chunk, self.ranks, None, left_out, self.started_at)
 

@@ -33,18 +33,11 @@ class RunPlace:
     So a run ends with whichever goes first, and no context keeps a model alive.
     """
 
-    __slots__ = ("__weakref__", "run", "task", "thread")
+    __slots__ = ("__weakref__", "origin", "run")
 
     def __init__(self, run: Run) -> None:
         self.run = weakref.ref(run)
-        self.thread, self.task = threading.get_ident(), _task()
-
-    @property
-    def is_here(self) -> bool:
-        """Return whether this very thread and task started the run."""
-        if self.thread != threading.get_ident():
-            return False
-        return bool(self.task == _task())
+        self.origin = _here()  # thread and task that started the run
 
 
 Places = weakref.WeakKeyDictionary["Runs", RunPlace]
@@ -117,7 +110,7 @@ class Runs(Attached):
         run = None if place is None else place.run()
         if place is None or run is None:
             return self.begin()[0]
-        return run if run.in_pipeline or run.is_told or place.is_here else self.begin()[0]
+        return run if run.in_pipeline or run.is_told or place.origin == _here() else self.begin()[0]
 
     def _place(self) -> RunPlace | None:
         places = _PLACES.get()
@@ -131,7 +124,7 @@ class Runs(Attached):
     def _check_no_run(self, way_out: str) -> None:
         """Raise AttachError if the user opened a run in this thread or task."""
         place, around = self._place(), self._around()
-        if place is not None and around is not None and around.is_told and place.is_here:
+        if place is not None and around is not None and around.is_told and place.origin == _here():
             raise AttachError(f"a diffcache.run of this model is open in this thread{way_out}")
 
     def begin(
@@ -182,7 +175,7 @@ class Runs(Attached):
 
     def check_idle(self) -> None:
         """Raise AttachError if another thread or task is in a run whose end will be said."""
-        if any(run.is_said and not place.is_here for place, run in self.live()):
+        if any(run.is_said and place.origin != _here() for place, run in self.live()):
             raise AttachError(
                 "a sampling run of this model is open in another thread or task; unwrap it when "
                 "that has ended, or give runs settings of their own: diffcache.settings"
@@ -309,7 +302,7 @@ class Runs(Attached):
         """
         self.leave()
         for place, run in self.live():
-            if place.is_here or not run.is_said:
+            if place.origin == _here() or not run.is_said:
                 run.drop()
                 run.stream.drop()
 
@@ -344,10 +337,10 @@ def _warn(message: str) -> None:
     warnings.warn(message, CacheWarning, stacklevel=5)
 
 
-def _task() -> Any:
-    """Return a weak reference to the task that is running, None outside of tasks."""
+def _here() -> tuple[int, Any]:
+    """Return the thread, and a weak reference to the task that is running; None outside of tasks."""
     try:
         task = asyncio.current_task()
     except RuntimeError:  # no loop runs in this thread
-        return None
-    return None if task is None else weakref.ref(task)
+        task = None
+    return threading.get_ident(), None if task is None else weakref.ref(task)
