@@ -252,7 +252,7 @@ def run(
         name, parameters = type(live).__name__, signatures.signature(live).parameters
     given = generate.read_images(images, name, parameters)
     target = output.target_of(out, "num_frames" in parameters or "video_length" in parameters)
-    pipe, defaults = (live, {}) if live else load.load(model, dtype, str(place), loading)
+    pipe, defaults = (live, saved.live_defaults(live)) if live else load.load(model, dtype, str(place), loading)
     order = generate.Order(prompt, steps, seed, height, width, given)
     done = generate.run(pipe, word, order, defaults, preset=preset, compare=compare)
     _tell(done, record)

@@ -99,8 +99,9 @@ def evaluate(
 ) -> Evaluation:
     """Measure cost and savings of methods on a loaded pipeline, as `diffcache eval` does.
 
-    The pipeline runs as it stands: with its adapters, offloaded, quantized, or with compiled blocks. Samples are kept
-    in a folder and never drawn twice; the same call goes on after an interrupt.
+    The pipeline runs as it stands: with its adapters, offloaded, quantized, or with compiled blocks; of a
+    `diffcache.json` in the folder that it was loaded from it takes the defaults of its call. Samples are kept in a
+    folder and never drawn twice; the same call goes on after an interrupt.
 
     Args:
         pipe: A pipeline of diffusers, not wrapped.

@@ -67,7 +67,8 @@ class TestLpips:
 
 
 def test_classes_are_the_objects_of_the_pictures(drawn):
-    found = lite.class_probabilities(drawn[1])
+    features, found = lite.embed_and_classify(drawn[1])
+    assert torch.equal(features, lite.embed(drawn[1]))
     assert found.shape == (COUNT, lite.CLASSES) and len(OBJECTS) == lite.CLASSES
     assert torch.allclose(found.sum(1), torch.ones(COUNT, dtype=torch.float64))
     alone = [len(scene.stickers) == 1 for scene in drawn[0]]

@@ -96,6 +96,7 @@ def test_adapters_compiled_blocks_and_offload_stay(change: Any, plain: Evaluatio
         with pytest.raises(RunError, match="holds a run with another model"):
             diffcache.evaluate(pipe, ["interval"], PROMPTS[:1], out=plain.folder, **QUICK)
     found = diffcache.evaluate(pipe, ["interval"], PROMPTS[:1], out=tmp_path / "run", **QUICK)
+    assert found.record["task"]["call"]["max_sequence_length"] == 12  # of the folder that it was loaded from
     before, after = (cases_of(one)["interval"]["fidelity"]["psnr_db"]["value"] for one in (plain, found))
     assert (before == after) is (change is not adapted)
 

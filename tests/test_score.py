@@ -99,8 +99,8 @@ def test_values_are_kept_until_a_sample_changes(
 ) -> None:
     score.values(cases["same"], None, NETWORKS)
     calls: list[int] = []
-    embed = lite.embed
-    monkeypatch.setattr(lite, "embed", lambda pictures: calls.append(1) or embed(pictures))
+    embed = lite.embed_and_classify
+    monkeypatch.setattr(lite, "embed_and_classify", lambda pictures: calls.append(1) or embed(pictures))
     score.values(cases["same"], None, NETWORKS)
     assert not calls
     other = written(tmp_path, list(drawn[0].flip(0)), drawn[1])

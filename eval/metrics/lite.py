@@ -87,7 +87,11 @@ class Extractor(nn.Module):
 
     def forward(self, pictures: Tensor) -> Tensor:
         """Return standardized features [B, 64] of pictures in [-1, 1], [B, 3, 64, 64]."""
-        return (self.raw(self.maps(pictures)) - self.center) / self.scale
+        return self.standard(self.maps(pictures))
+
+    def standard(self, maps: Sequence[Tensor]) -> Tensor:
+        """Return standardized features [B, 64] of maps."""
+        return (self.raw(maps) - self.center) / self.scale
 
     def classes(self, last: Tensor) -> Tensor:
         """Return logits [B, 24] of the objects in pictures, from the last map [B, 96, 8, 8]."""
@@ -218,20 +222,26 @@ def lpips_lite(a: Tensor, b: Tensor) -> Tensor:
     return in_batches(distance, a, b)
 
 
-def class_probabilities(pictures: Tensor) -> Tensor:
-    """Return the probabilities behind IS-lite: which sticker a picture shows most clearly.
+def embed_and_classify(pictures: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the features of `embed`, and the probabilities behind IS-lite: which sticker is shown most clearly.
 
     Args:
         pictures: uint8 [N, 3, H, W].
 
     Returns:
-        float64 [N, 24]; each row sums to 1.
+        float32 [N, 64], and float64 [N, 24] of which each row sums to 1.
 
     Raises:
         ValueError: if these are no pictures.
     """
     extractor = _extractor(pictures)
-    return in_batches(lambda part: extractor.classes(extractor.maps(part)[-1]).double().softmax(-1), pictures)
+
+    def both(part: Tensor) -> Tensor:
+        maps = extractor.maps(part)
+        return torch.cat([extractor.standard(maps).double(), extractor.classes(maps[-1]).double().softmax(-1)], 1)
+
+    features, probabilities = in_batches(both, pictures).tensor_split([DIMENSIONS], 1)
+    return features.float(), probabilities
 
 
 def film_statistics(frames: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ class Drawer:
             self.device = torch.device(getattr(live, "_execution_device", live.device))
             dtype = next(iter(denoisers_of(live).values())).dtype
             self.dtype = str(dtype).removeprefix("torch.")
-        defaults = {} if self.directory is None else saved.call_defaults(self.directory)
+        defaults = saved.live_defaults(live) if self.directory is None else saved.call_defaults(self.directory)
         self.call = {name: value for name, value in defaults.items() if name in self.parameters}
         self.call |= task.call
         check_call(self.pipeline, self.parameters, task, self.call, self.inputs)

@@ -117,6 +117,11 @@ class Run:
         return "num_frames" in self.drawer.parameters
 
     @property
+    def in_words(self) -> bool:
+        """Say whether prompts are texts, no class numbers."""
+        return "prompt" in self.drawer.parameters
+
+    @property
     def batches(self) -> list[Batch]:
         """All batches of a case."""
         task = self.plan.task
@@ -130,7 +135,7 @@ class Run:
     def networks(self, device: str) -> Extractors:
         """Return the back end that reads the samples, on a device."""
         plan = self.plan
-        return at_hand(device, self.is_film, plan.reward, plan.convention)
+        return at_hand(device, self.is_film, plan.reward, plan.convention, self.in_words)
 
     def case_folder(self, case: Case) -> CaseFolder:
         """Return the folder of a case."""
@@ -166,8 +171,8 @@ def start(plan: Plan, progress: Progress) -> Run:
         run.real = open_source(plan.reference, Wish(run.is_film, plan.resize))
     if plan.reward:
         named = {name.strip() for name in plan.reward.split(",")}
-        if run.drawer.fps is not None and named & set(reward.NAMES):
-            raise ValueError(f"reward {plan.reward}: scores pictures, not films; leave it out")
+        if named & set(reward.NAMES) and (run.is_film or not run.in_words):
+            raise ValueError(f"reward {plan.reward}: scores pictures for texts, not films or classes; leave it out")
         reward.load(plan.reward)
     if ranks.is_first and "score" in plan.stages:
         networks = run.networks("cpu")  # only to check that they can be loaded

@@ -67,19 +67,17 @@ class Extractors:
         reward under its key.
         """
         there = self.placed(pictures)
-        found: Columns = {"features_lite": lite.embed(there), "probabilities_lite": lite.class_probabilities(there)}
-        # Class numbers are prompts without words.
-        in_words = all(any(map(str.isalpha, text)) for text in prompts)
+        features, probabilities = lite.embed_and_classify(there)
+        found: Columns = {"features_lite": features, "probabilities_lite": probabilities}
         if self.inception is not None:
             seen = self.inception(there)
             found["features"] = seen.pool
             if seen.logits is not None:
                 found["probabilities"] = seen.probabilities()
-        if self.clip is not None and in_words:
+        if self.clip is not None:
             found["clip_score"] = self.clip(pictures, prompts)
         for key, scorer in self.rewards.items():
-            if in_words or key.startswith(reward.OWN):  # functions of the user's may take numbers
-                found[key] = _rewarded(scorer, pictures, prompts)
+            found[key] = _rewarded(scorer, pictures, prompts)
         return found
 
     def of_real(self, samples: Tensor | Sequence[Tensor]) -> Columns:
@@ -126,11 +124,13 @@ def _rewarded(scorer: reward.Reward, samples: Tensor, prompts: Sequence[str]) ->
         return reward.score(scorer, samples, prompts)
 
 
-def at_hand(device: str, films: bool, reward_name: str = "", convention: str = "torch-fidelity") -> Extractors:
+def at_hand(
+    device: str, films: bool, reward_name: str = "", convention: str = "torch-fidelity", in_words: bool = True
+) -> Extractors:
     """Return the networks whose weights are found here; a wrong weight file is an error.
 
     `reward_name` are names of rewards, for `reward.load`; `convention` is `torch-fidelity` or `clean`, the way of
-    preparing pictures for Inception.
+    preparing pictures for Inception; CLIP reads prompts that are `in_words`, no class numbers.
 
     Raises:
         WrongWeightsError: If a weight file is another one than it should be.
@@ -145,7 +145,8 @@ def at_hand(device: str, films: bool, reward_name: str = "", convention: str = "
     else:
         load_inception = partial(inception.load, convention=convention, device=device)
         loaders["inception"] = (load_inception, _REAL_SETS)
-        loaders["clip"] = (lambda: clip.ClipScore(device=device), ("clip_score",))
+        if in_words:
+            loaders["clip"] = (lambda: clip.ClipScore(device=device), ("clip_score",))
     networks, entries, lacking = dict[str, Any](), dict[str, Any](), dict[str, str]()
     for name, (load, metrics) in loaders.items():
         try:

@@ -64,7 +64,7 @@ def _lines(run: Run, case: Case) -> list[dict[str, Any]]:
 
 
 def _latent_error(lines: Sequence[Mapping[str, Any]]) -> list[float] | None:
-    """Return the mean over the kept samples for every step."""
+    """Return the mean over the kept samples, the first ones, for every step."""
     parts = [line["latent_error"] for line in lines if line.get("latent_error")]
     if not parts:
         return None

@@ -263,7 +263,6 @@ def _read_folder(path: Path) -> list[Picture]:
 
 PICTURE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 _UNREADABLE = (OSError, SyntaxError, EOFError, struct.error, Image.DecompressionBombError)
-_SIXTEEN_BITS = 2**16
 
 
 def is_picture(file: Path) -> bool:
@@ -335,10 +334,9 @@ def _opened(path: Path, is_film: bool = False) -> Iterator[Image.Image]:
 def _rgb(picture: Image.Image, path: Path) -> Image.Image:
     """Return a picture as RGB."""
     if picture.mode.startswith("I"):
-        values = np.asarray(picture)
-        if values.min() < 0 or values.max() >= _SIXTEEN_BITS:
-            raise ValueError(f"{path} holds values beyond 16 bits: save it with 8 bits a channel")
-        return Image.fromarray((values >> 8).astype(np.uint8)).convert("RGB")
+        if picture.mode == "I" and picture.format != "PNG":  # Pillow may read 16 bits of a PNG as 32
+            raise ValueError(f"{path} holds values of 32 bits: save it with 8 bits a channel")
+        return Image.fromarray((np.asarray(picture) >> 8).astype(np.uint8)).convert("RGB")
     if picture.mode == "F":
         raise ValueError(f"{path} holds floating-point values: save it with 8 bits a channel")
     if picture.has_transparency_data:

@@ -75,7 +75,7 @@ def class_rows(scenes: Sequence[Scene], pictures: Tensor) -> Iterator[Row]:
     foxes = [any(one.name == "fox" for one in scene.stickers) for scene in scenes]
     sets = {"clean": pictures, "blur 1": corrupt(pictures, "blur", 1.0), "foxes only": pictures[torch.tensor(foxes)]}
     for name, chosen in sets.items():
-        yield name, inception_score(lite.class_probabilities(chosen), splits=1)[0]
+        yield name, inception_score(lite.embed_and_classify(chosen)[1], splits=1)[0]
 
 
 def film_rows(films: Sequence[Tensor]) -> Iterator[Row]:

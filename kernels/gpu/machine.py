@@ -10,6 +10,7 @@ import re
 import struct
 import subprocess
 import tempfile
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -199,9 +200,10 @@ def read(made: Sequence[Any], arch: int) -> list[Machine]:
         tool = TOOLS / "nvdisasm", "--binary", target, file.name
         code = subprocess.run(tool, capture_output=True, text=True, check=True).stdout
     lines = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", code)]
+    places = [at for at, _ in lines]
     found, begin = [], 0
     for one, own in zip(made, codes, strict=True):
-        names, spans = parsed([line for line in lines if begin <= line[0] < begin + len(own)])
+        names, spans = parsed(lines[bisect_left(places, begin) : bisect_left(places, begin + len(own))])
         whole = needs(one.asm["cubin"], one.metadata.shared)
         found.append(replace(whole, instructions=names, spans=spans, text=one.asm["ptx"]))
         begin += len(own)

@@ -171,6 +171,12 @@ def call_defaults(path: Path) -> dict[str, Any]:
     return call
 
 
+def live_defaults(pipe: Any) -> dict[str, Any]:
+    """Return `call_defaults` of the folder that a live pipeline was loaded from; none where it does not tell."""
+    folder = getattr(pipe, "name_or_path", None)
+    return call_defaults(Path(folder)) if folder and Path(folder).is_dir() else {}
+
+
 def check_depth(path: Path) -> None:
     """Refuse a pipeline whose parts claim more layers than any model has, and would take hours to build.
 

@@ -379,7 +379,7 @@ def test_pick_score_is_the_scaled_cosine(tmp_path: Path, monkeypatch: pytest.Mon
     model, tokenizer = save_clip(tmp_path / "PickScore_v1", logit_scale_init_value=4.6)
     monkeypatch.setenv("DIFFCACHE_WEIGHTS", str(tmp_path))
     networks = at_hand("cpu", films=False, reward_name="pickscore")
-    given, prompts = pictures(3, 32, 32), ["a fox left of an owl", "a car on grass", "a frog"]
+    given, prompts = pictures(3, 32, 32), ["a fox left of an owl", "a car on grass", "1984"]
     found = networks.of_pictures(given, prompts)["pick_score"]
     # CLIP's own logits are what PickScore's model card computes: exp(logit scale) times cosines.
     for place, prompt in enumerate(prompts):
