@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ LARGEST = 127
 # one part in 256 up: rounding the scale to bfloat16 must not push a number past 127
 ROOM = 1 + 2**-8
 LEAST = 1e-30
+# in float16, of numbers above 65024: 127 times the next scale in bfloat16 is infinite there
+MOST_HALF = 512.0
 
 
 def pack_rows(tensor: Tensor, axis: int = -1) -> tuple[Tensor, Tensor]:
@@ -42,9 +45,15 @@ def pack_twin(tensor: Tensor, axis: int = -1) -> tuple[Tensor, Tensor]:
     """Compute `pack_rows` in plain PyTorch."""
     wide = tensor.float()
     largest = wide.abs().amax(dim=axis, keepdim=True) if tensor.dim() else wide.abs()
-    scale = (largest * ROOM / LARGEST).clamp_min(LEAST).to(torch.bfloat16)
+    scale = (largest * ROOM / LARGEST).clamp_min(LEAST)
+    scale = scale.clamp_max(most_scale(tensor.dtype)).where(largest.isfinite(), scale).to(torch.bfloat16)
     codes = (wide / scale.float()).round().clamp(-LARGEST, LARGEST).to(torch.int8)
     return codes, scale
+
+
+def most_scale(dtype: torch.dtype) -> float:
+    """Return the largest scale of finite numbers of a dtype."""
+    return MOST_HALF if dtype == torch.float16 else math.inf
 
 
 def unpack_rows(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from diffcache.kernels.configs import combinations, tuned
 from diffcache.kernels.forecast import MOST
 from diffcache.kernels.gpu.launch import programs, row_tile
-from diffcache.kernels.rows import LARGEST, LEAST, ROOM
+from diffcache.kernels.rows import LARGEST, LEAST, ROOM, most_scale
 
 DEFAULT = {"TILE": 4096, "num_warps": 4}  # numbers of a program, and the fewest warps of it
 CANDIDATES = dict.fromkeys(("pack_rows", "weighted_sum_int8"), combinations(TILE=(2048, 4096, 8192), num_warps=(4, 8)))
@@ -27,6 +27,7 @@ def pack_kernel(
     ROOM: tl.constexpr,
     LARGEST: tl.constexpr,
     LEAST: tl.constexpr,
+    MOST: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -38,7 +39,8 @@ def pack_kernel(
     wide = tl.load(tensor + at, mask=live, other=0).to(tl.float32)
     # a maximum passes over NaN: it counts as an infinity, which unpacks to NaN as well
     size = tl.max(tl.where(wide == wide, tl.abs(wide), float("inf")), axis=1)
-    scale = tl.maximum(tl.div_rn(size * ROOM, LARGEST), LEAST).to(tl.bfloat16)
+    scale = tl.maximum(tl.div_rn(size * ROOM, LARGEST), LEAST)
+    scale = tl.where(size < float("inf"), tl.minimum(scale, MOST), scale).to(tl.bfloat16)
     tl.store(scales + row, scale, mask=row < rows)
     step = scale.to(tl.float32)[:, None]
     share = tl.div_rn(1.0, step)
@@ -47,7 +49,7 @@ def pack_kernel(
     half = (wide * share * 2 + NEAREST - NEAREST) * 0.5
     quotient = half + (wide - half * step) * share
     quotient = tl.where(quotient == quotient, quotient, 0)  # of infinities
-    whole = quotient + NEAREST - NEAREST
+    whole = tl.clamp(quotient + NEAREST - NEAREST, -LARGEST, LARGEST)
     tl.store(codes + at, whole.to(tl.int8), mask=live)
 
 
@@ -97,8 +99,9 @@ def pack_rows(tensor: Tensor) -> tuple[Tensor, Tensor]:
     key = tensor.dtype, width, scale.numel()
     tile = pack_tile(width, tuned("pack_rows", key, DEFAULT, tensor.device))
     pack_kernel[programs(scale.numel(), tile["ROWS"])](
-        codes, scale, tensor.contiguous(), scale.numel(), width, ROOM=ROOM, LARGEST=LARGEST, LEAST=LEAST, **tile
-    )
+        codes, scale, tensor.contiguous(), scale.numel(), width,
+        ROOM=ROOM, LARGEST=LARGEST, LEAST=LEAST, MOST=most_scale(tensor.dtype), **tile,
+    )  # fmt: skip
     return codes, scale
 
 

@@ -144,6 +144,18 @@ def test_windows_softcaps_and_sinks() -> None:
     assert torch.allclose(attend(capped, half), expected), "a sink counts once, not once a part"
 
 
+def test_a_query_sees_its_own_slot_the_window_before_it_and_no_position_beyond_its_mask() -> None:
+    def shown(**settings: Any) -> list[list[int]]:
+        found = visible(asked(2, 3, **settings), torch.tensor([[[4, -1, 0, 3, 2, 5, 1]]]))
+        return found[0, 0].int().tolist()
+
+    assert shown() == [[0, 0, 1, 1, 1, 0, 1], [1, 0, 1, 1, 1, 0, 1]]
+    assert shown(window=2) == [[0, 0, 0, 1, 1, 0, 0], [1, 0, 0, 1, 0, 0, 0]]
+    assert shown(window=2, causal=False) == [[1, 0, 0, 1, 1, 1, 0], [1, 0, 0, 1, 0, 1, 0]]
+    mask = torch.tensor([[1, 1, 1, 1, 0], [0, 1, 1, 1, 1]]).bool()[None, None]
+    assert shown(mask=mask) == [[0, 0, 1, 1, 1, 0, 1], [1, 0, 0, 1, 1, 0, 1]]
+
+
 BATCH, HEADS, GROUPS, TOKENS, SIZE = 2, 3, 2, 50, 4
 
 

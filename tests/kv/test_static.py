@@ -39,6 +39,16 @@ def test_nothing_is_lost_while_there_is_room(model: Any) -> None:
         same(ours, model.generate(**inputs, **GREEDY, **way), 1e-6)
 
 
+def test_last_tokens_are_taken_back_while_there_is_room() -> None:
+    model, ids = llama().double(), row(prompts(), 1)["input_ids"]
+    cache = static_cache_for(model, 64)
+    with torch.no_grad():
+        expected = model(input_ids=ids, past_key_values=cache).logits
+        cache.crop(-5)
+        again = model(input_ids=ids[:, 43:], past_key_values=cache).logits
+    torch.testing.assert_close(again, expected[:, 43:])
+
+
 def test_a_chunk_later_on_sees_what_is_held() -> None:
     core = StaticWindow(6, 2)
     k = torch.arange(20.0).view(1, 1, 20, 1)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import sys
+from types import FrameType
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +27,8 @@ def static_cache_for(model: nn.Module, capacity: int, *, sinks: int = 4) -> Cach
     Raises:
         AttachError: If it is no model of transformers, has an encoder as well, or has layers of
             states and full attention in one.
-        ValueError: If `capacity` does not hold the `sinks` and one more.
+        ValueError: If `capacity` does not hold the `sinks` and one more; later, by the cache, of padded
+            prompts, of other rows, and of tokens taken back once others were dropped.
     """
     config = decoder_config(model)
     layers = StaticCache(config=config, max_cache_len=2**30).layers  # nothing is allocated yet
@@ -35,7 +38,42 @@ def static_cache_for(model: nn.Module, capacity: int, *, sinks: int = 4) -> Cach
             f"{type(model).__name__} has layers of states and full attention in one, whose memory "
             "is that of the whole text; use cache_for(model, ...)"
         )
-    return Cache([StaticWindow(capacity, sinks) if type(x) is StaticLayer else x for x in layers])
+    return StaticWindows([StaticWindow(capacity, sinks) if type(x) is StaticLayer else x for x in layers])
+
+
+class StaticWindows(Cache):  # type: ignore[misc]
+    """A cache whose layers of full attention have fixed memory."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens, up to -`tokens_to_remove`; raise ValueError if others were dropped for them."""
+        lost = [x for x in self.layers if isinstance(x, StaticWindow) and int(x.seen) > x.capacity]
+        whole = all(getattr(x, "is_croppable", False) for x in self.layers if not isinstance(x, StaticWindow))
+        if tokens_to_remove > 0 or (tokens_to_remove and (lost or not whole)):
+            raise ValueError(
+                f"tokens_to_remove={tokens_to_remove}: must be negative, and nothing dropped yet: the memory of "
+                "the last tokens held others before; use cache_for(model, ...)"
+            )
+        super().crop(tokens_to_remove)
+
+    def batch_repeat_interleave(self, repeats: int) -> NoReturn:
+        """Refuse: memory that never moves has the rows of the prompt."""
+        raise ValueError(
+            "rows of fixed memory stay those of the prompt: repeat the prompt, or use cache_for(model, ...)"
+        )
+
+    batch_select_indices = batch_repeat_interleave
+
+
+def _check_whole(frame: FrameType | None) -> None:
+    """Raise ValueError if the attention mask of the first frame that has one names padding."""
+    while frame is not None and "attention_mask" not in frame.f_locals:
+        frame = frame.f_back
+    mask = None if frame is None else frame.f_locals["attention_mask"]
+    if isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all()):
+        raise ValueError(
+            "attention_mask: names padding, which a cache of fixed memory cannot hide once its slots are full; give "
+            "prompts of one length, or use cache_for(model, ...)"
+        )
 
 
 class StaticWindow(CacheLayerMixin):  # type: ignore[misc]
@@ -109,6 +147,7 @@ class StaticWindow(CacheLayerMixin):  # type: ignore[misc]
         count = query_count(query_length)
         if count == 1:
             return self.capacity, 0
+        _check_whole(sys._getframe(1))
         before = int(self.seen)
         held = min(before, self.capacity)
         return held + count, before - held
@@ -122,6 +161,10 @@ class StaticWindow(CacheLayerMixin):  # type: ignore[misc]
     def reset(self) -> None:
         """Forget everything, in place."""
         self.seen.zero_()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens, where no slot was written twice."""
+        self.seen.add_(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder rows for beam search, in place."""

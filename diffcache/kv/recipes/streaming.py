@@ -25,7 +25,9 @@ def streaming_llm(budget: Size = 516, *, sinks: int = 4, rotate: bool = True, ev
         every: Tokens from one eviction to the next.
 
     Reference: StreamingLLM, arXiv 2309.17453, section 3.2. Departure: the token being computed
-    comes on top of the budget; a prompt is read whole before anything is dropped.
+    comes on top of the budget; a prompt is read whole before anything is dropped. Where frequencies
+    vary with the length (dynamic NTK, LongRoPE) all keys are rotated by those of now, while caches of
+    transformers keep each as it was written: the two then differ even if nothing is dropped.
     """
     plan, trigger, positions = TopK(sinks=sinks), EveryStep(every), Slot() if rotate else None
     budgets = Uniform(budget)

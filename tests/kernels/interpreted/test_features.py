@@ -81,6 +81,13 @@ def test_codes_scales_and_what_is_unpacked_are_those_of_the_twin(dtype, launched
     assert len(launched) == 9
 
 
+def test_the_largest_numbers_of_float16_come_back_finite():
+    tensor = torch.tensor([[65504.0, 7], [-65504, 7], [65056, -65024], [65504, torch.inf]], dtype=torch.float16)
+    for pair in (rows.pack_rows(tensor), rows.pack_twin(tensor)):
+        found = rows.unpack_twin(*pair, torch.float16)
+        assert found.tolist()[:3] == [[65024, 0], [-65024, 0], [65024, -65024]] and found[3].isnan().all()
+
+
 @pytest.mark.parametrize("bad", [math.nan, -math.inf])
 def test_a_row_that_is_not_finite_is_held_as_nan_and_alone(bad):
     tensor = guarded((3, 40), torch.float32, 1).clone()
