@@ -266,6 +266,17 @@ def was_interrupted(pipeline: Any) -> bool:
     return bool(getattr(pipeline, "_interrupt", False))
 
 
+def planned_steps(pipeline: Any) -> int | None:
+    """Return the number of steps that a pipeline said for its call, None before it did (diffusers)."""
+    return getattr(pipeline, "_num_timesteps", None)
+
+
+def forget_planned_steps(pipeline: Any) -> None:
+    """Forget the number of steps of a run before, which not every pipeline says anew in time (diffusers)."""
+    if planned_steps(pipeline) is not None:
+        pipeline._num_timesteps = None
+
+
 def in_float32(model: nn.Module) -> list[str]:
     """Return names of the parts of a model that half precision leaves in float32 (diffusers)."""
     return getattr(model, "_keep_in_fp32_modules", None) or []

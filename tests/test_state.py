@@ -130,15 +130,35 @@ def test_guidance_switched_off_by_a_callback(name: str):
     assert marks(pipe, "uncond") == ("Css" if in_two_calls else "")
 
 
-@pytest.mark.parametrize(("name", "branch"), [("FluxPipeline", "cond"), ("StableDiffusion3Pipeline", 0)])
-def test_a_prompt_that_a_callback_changes_is_not_answered_by_features_of_the_one_before(name: str, branch: Any):
+@pytest.mark.parametrize("how", ["anew", "in place"])
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("FluxPipeline", "prompt_embeds"),
+        ("StableDiffusion3Pipeline", "prompt_embeds"),
+        ("StableDiffusionXLPipeline", "add_text_embeds"),
+    ],
+)
+def test_a_prompt_that_a_callback_changes_is_not_answered_by_features_of_the_one_before(
+    name: str, text: str, at: int, how: str
+):
     pipe = wrapped_pipe(name)
 
     def change(pipe: Any, step: int, t: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-        return {key: -held for key, held in kwargs.items()} if step == 1 else kwargs
+        held = kwargs[text]
+        return {text: held.neg_() if how == "in place" else -held} if step == at else kwargs
 
-    run(pipe, name, callback_on_step_end=change, callback_on_step_end_tensor_inputs=["prompt_embeds"])
-    assert marks(pipe, branch) == "CsCssC"
+    run(pipe, name, callback_on_step_end=change, callback_on_step_end_tensor_inputs=[text])
+    assert marks(pipe) == ("CsCssC" if at else "CCssCs")
+
+
+def test_steps_that_a_pipeline_leaves_out_at_its_end_are_none_of_the_run():
+    pipe, total = wrapped_pipe("StableDiffusionXLPipeline", Combine(Listed((0, 2), total=3))), 7
+    with pytest.raises(AttachError, match="this one has 7"):
+        run(pipe, "StableDiffusionXLPipeline", steps=total)
+    run(pipe, "StableDiffusionXLPipeline", steps=total, denoising_end=0.5)
+    assert marks(pipe) == "CsC"
 
 
 def test_features_of_an_earlier_run_are_gone(flux: Any):

@@ -18,6 +18,7 @@ from torch import nn
 import diffcache
 from diffcache import AttachError, CacheWarning, Interval
 from diffcache.anchor import owner_of
+from diffcache.attach import pipeline_hooks
 from diffcache.targets import handle_of
 from tests.internals import marks
 from tests.zoo.catalog import cases
@@ -418,3 +419,11 @@ def test_many_views_a_step_are_branches():
         calls = handle.last.calls
         assert [call.index for call in calls] == [step for step in range(4) for _ in range(views)]
         assert [call.computed for call in calls] == [step % 2 == 0 for step in range(4) for _ in range(views)]
+
+
+def test_a_scheduler_whose_attributes_were_put_back_from_a_copy_is_let_go():
+    """Panoramas do so for every view."""
+    pipe = diffcache.wrap(flux(), EVERY)
+    vars(pipe.scheduler).update(copy.deepcopy(vars(pipe.scheduler)))
+    diffcache.unwrap(pipe)
+    assert "_diffcache" not in vars(pipe.scheduler) and id(pipe.scheduler) not in pipeline_hooks._TAPPED

@@ -136,8 +136,11 @@ def called_elsewhere(denoisers: Collection[nn.Module]) -> str | None:
 
 
 def untap(tapped: Any, handle: Any) -> None:
-    """Let go of a pipeline or scheduler, unless another handle took it over."""
-    if owner_of(tapped) is handle:
+    """Let go of a pipeline or scheduler, unless another handle took it over.
+
+    One whose attributes the pipeline put back from a copy, as panoramas do for every view, has no owner any more.
+    """
+    if owner_of(tapped) in (handle, None):
         release(tapped)
         _leave(id(tapped))
 
@@ -170,10 +173,10 @@ def _call(watch: _Watch, base: Callable[..., Any]) -> Callable[..., Any]:
             handle.follow(self)
         handle.settle()
         run, token = handle.begin(in_pipeline=own is not None, is_told=own is None)
-        finished = False
+        run.caller, finished = self, False
         for name in _CALLBACKS:  # official ones are told by their class, and run no pipeline
             if callable(kwargs.get(name)) and not hasattr(kwargs[name], "tensor_inputs"):
-                kwargs[name] = handle.aside(kwargs[name])
+                kwargs[name] = handle.aside(run, kwargs[name])
         try:
             if own is not None:
                 handle.remark(run, handle.replaced(self))

@@ -18,7 +18,7 @@ from torch import Tensor
 from diffcache.attach.cache_context import Context
 from diffcache.attach.record import RunRecord
 from diffcache.errors import AttachError
-from diffcache.foreign import storage_of
+from diffcache.foreign import forget_planned_steps, planned_steps, storage_of
 from diffcache.step import Step
 
 LONG = 4  # times the longest step so far: a longer one may be another run's
@@ -72,6 +72,7 @@ class Run:
         is_counted: Whether the stream counts it as a chunk.
         sigmas: Noise level at every step of flow matching, none where the user did not say them.
         times: Timesteps of the scheduler, None when it was not seen to set them.
+        caller: Pipeline whose call it is, None outside of one.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Run:
     ) -> None:
         self.in_pipeline, self.is_told, self.steps = in_pipeline, is_told, steps
         self.sigmas: Sequence[float] = ()
+        self.caller: Any = None
         self.stream = RunStream() if stream is None else stream
         self.record = RunRecord()
         self.timelines: dict[Any, Timeline] = {}
@@ -111,6 +113,7 @@ class Run:
         """Start anew at `set_timesteps`, whose scheduler has the timesteps `times`."""
         self.drop()
         self._end_own_stream()
+        forget_planned_steps(self.caller)
         self.scheduled = True
         self.times = times
         self.epoch += 1
@@ -134,13 +137,16 @@ class Run:
     def seek(self, timestep: Any) -> None:
         """Begin where the first timestep, a view of those of the scheduler, stands among them.
 
-        Not every scheduler can be told its `begin_index`, and not every pipeline tells it.
+        Not every scheduler can be told its `begin_index`, and not every pipeline tells it. Times that a pipeline
+        leaves out at their end (`denoising_end`) are none of the run's.
         """
-        if self.begin or not (isinstance(timestep, Tensor) and isinstance(self.times, Tensor)):
+        if not isinstance(self.times, Tensor):
             return
-        if storage_of(timestep) == storage_of(self.times):
+        if not self.begin and isinstance(timestep, Tensor) and storage_of(timestep) == storage_of(self.times):
             ahead = timestep.storage_offset() - self.times.storage_offset()
             self.begin = min(max(ahead // (self.times.stride(0) or 1), 0), len(self.times) - 1)
+        count = planned_steps(self.caller)
+        self.times = self.times if count is None else self.times[: self.begin + count]
 
     def _count(self) -> None:
         """Count the run as a chunk of the stream, once for all who say that it begins."""

@@ -14,10 +14,12 @@ from contextvars import ContextVar
 from typing import Any
 
 from diffcache.anchor import Attached
+from diffcache.attach.branches import alike, keep
 from diffcache.attach.call import Call
 from diffcache.attach.provenance import tables_of
 from diffcache.attach.record import RunRecord
 from diffcache.attach.run import Run, RunStream
+from diffcache.attach.signature import tensors_in
 from diffcache.errors import AttachError, CacheWarning
 from diffcache.features.base import Method
 from diffcache.features.collect import Observer
@@ -240,18 +242,29 @@ class Runs(Attached):
             stream.is_told = False  # threads that it was handed to have streams of their own now
             self.end(run, token, finished)
 
-    def aside(self, callback: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a pipeline's callback whose own calls of the denoisers are no part of its run."""
+    def aside(self, run: Run, callback: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a pipeline's callback whose own calls of the denoisers are no part of its run.
+
+        Where it changes the prompt, by other tensors or in place, the guidance branches of the run start anew.
+        """
 
         @functools.wraps(callback)
         def apart(*args: Any, **kwargs: Any) -> Any:
+            given = next((each for each in (*args, *kwargs.values()) if isinstance(each, dict)), {})
+            names = [name for name in given if "latents" not in name]
+            before = keep(tensors_in({name: given[name] for name in names}))
             places: Places = weakref.WeakKeyDictionary(_PLACES.get() or {})
             places.pop(self, None)
             token = _PLACES.set(places)
             try:
-                return callback(*args, **kwargs)
+                made = callback(*args, **kwargs)
             finally:
                 _PLACES.reset(token)
+            after = {**given, **made} if isinstance(made, dict) else given
+            if not alike(before, tensors_in({name: after.get(name) for name in names})):
+                for timeline in run.timelines.values():
+                    timeline.branches.clear()
+            return made
 
         return apart
 
