@@ -103,9 +103,8 @@ site: $(SITE) ## Build the pages as a site in build/site, without a network; a d
 gpu-test: $(READY) $(TRITON) ## Run the tests that need a CUDA device
 	HF_HUB_OFFLINE=1 $(BIN)/pytest -m gpu $(ARGS)
 
-gpu-bench: $(PEERS) $(TRITON) ## Measure kernels and full-sized models on a CUDA device, beside other libraries
-	$(BIN)/python -m diffcache.eval.workshop.bench kernels full-size \
-	  --device cuda --dtype bfloat16 $(ARGS)
+gpu-bench: $(PEERS) $(TRITON) ## Measure kernels on a CUDA device, beside other libraries
+	$(BIN)/python -m diffcache.eval.workshop.bench kernels --device cuda --dtype bfloat16 $(ARGS)
 	$(BIN)/python -m diffcache.eval.workshop.kernels.page --write
 
 clean: ## Remove build products and caches; .venv stays

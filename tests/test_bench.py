@@ -22,7 +22,7 @@ from diffcache.eval.runs.evaluate import Plan, start
 from diffcache.eval.runs.ranks import Progress
 from diffcache.eval.runs.task import Case, Task
 from diffcache.eval.workshop.bench import __main__ as bench
-from diffcache.eval.workshop.bench import decode, full_size, overhead
+from diffcache.eval.workshop.bench import decode, overhead
 from diffcache.eval.workshop.bench.overhead import Shape
 from diffcache.eval.workshop.bench.runner import Bench, tables, thirds
 from diffcache.eval.workshop.bench.telling import FACTORS, STEPS, magcache
@@ -127,17 +127,6 @@ def test_every_way_to_a_kernels_result_is_right(tmp_path: Path, monkeypatch):
         assert row["ways"]["kernel"]["error"] == row["ways"]["plain"]["error"] == 0  # both plain here
         assert all("us" in way for way in row["ways"].values()), row
     assert found["choices"] == {} and next(tables(found)).row_count == len(found["rows"])
-
-
-def test_full_size_counts_what_is_computed(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(full_size, "STEPS", 6)
-    found = written("full-size", full_size.measure(SETTING, rounds=1), tmp_path)
-    rows = {row["name"]: row for row in found["rows"]}
-    for model in ("FLUX.1-dev", "Wan2.1-1.3B"):
-        assert rows[f"{model}, uncached"]["computed"] == 6
-        for name in ("Interval", *(f"TaylorSeer {s}" for s in ("stack", "model", "block", "module"))):
-            assert rows[f"{model}, {name}"]["computed"] == 2
-    assert next(tables(found)).row_count == len(rows)
 
 
 def test_parts_are_kept_until_the_end(tmp_path: Path) -> None:

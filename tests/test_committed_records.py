@@ -20,7 +20,7 @@ import torch
 import diffcache
 from diffcache.eval import pages, record
 from diffcache.eval.record import FOLDER, ROOT
-from diffcache.eval.workshop import again, drawn_numbers, reached, records
+from diffcache.eval.workshop import again, reached, records
 from diffcache.features.taylorseer import TaylorSeer
 from diffcache.pipelines.shipped_models import MODELS
 from diffcache.step import Step
@@ -79,32 +79,6 @@ def test_every_record_can_be_made_again_or_is_of_times_of_this_release() -> None
     for name in again.NOT_MADE:
         found = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
         assert found["versions"]["diffcache"] == diffcache.__version__, f"measure {name} again"
-
-
-def test_every_number_is_drawn_or_left_out_for_a_reason() -> None:
-    every = drawn_numbers.pool()
-    assert list(every) == records.names()
-    assert all(every.values()) and len(every["kv-recall"]) == 336
-    numbers = [one for each in every.values() for one in each if one.record != "demo"]
-    assert {one.record for one in numbers if drawn_numbers.is_weak(one)} == set(again.WEAK)
-    for name in again.NOT_MADE:  # times alone
-        found = json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
-        assert not any(any(drawn_numbers.numbers_of(row).values()) for row in found["rows"]), name
-    assert drawn_numbers.numbers_of({"name": "a", "kind": drawn_numbers.FEWER, "psnr_db": 1.0}) == {"psnr_db": False}
-    chosen = drawn_numbers.drawn(4, 40)
-    assert chosen == drawn_numbers.drawn(4, 40) != drawn_numbers.drawn(5, 40)
-    assert len({(one.record, one.row["name"], one.key) for one in chosen}) == 40
-    with pytest.raises(ValueError, match=f"count={10**6}: must be at most {len(numbers) + 1}"):
-        drawn_numbers.drawn(4, 10**6)
-
-
-def test_a_number_is_made_again_from_its_own_samples() -> None:
-    (number, _) = drawn_numbers.pool()["chain-guide-quality"]
-    made = drawn_numbers.remade(number, 0.01, 0)
-    assert made is not None and made.now.tolist() == [True] * 4
-    assert drawn_numbers.line(number, made, 0.0)[-2] == "same"
-    wrong = replace(made, now=~made.now)
-    assert drawn_numbers.line(number, wrong, 0.0)[-2] == "NO" and not wrong.holds
 
 
 # What changes in a file -> whether the picture of the demo, drawn with TaylorSeer, depends on it.

@@ -2,10 +2,9 @@
 
 Samples are those of the record: the same prompts, the same noise. Where a record keeps a value for each sample, the
 two are compared one by one; so they are where all or none of its samples are right. Older records keep only an
-interval (`WEAK` lists them), and then the published number must lie in the interval of the part that was made again;
-for a stamp, within twice its width, as many numbers are looked at. A batch is one computation: a sample that is drawn
-beside other samples is rounded differently, which moves a picture by some tenths of a dB, so that the comparison is
-looser for such samples.
+interval, and then the published number must lie within twice the width of the interval of the part that was made
+again, as many numbers are looked at. A batch is one computation: a sample drawn beside other samples is rounded
+differently, which moves a picture by some tenths of a dB, so that the comparison is looser for such samples.
 """
 
 from __future__ import annotations
@@ -106,13 +105,6 @@ class Made:
     def is_share(self) -> bool:
         """Return whether the values are outcomes."""
         return self.now.dtype == torch.bool
-
-    @property
-    def is_inside(self) -> bool:
-        """Return whether values are the same, or the published one lies in the interval of the values made now."""
-        low, high = self.interval
-        value = float(self.published["value"])
-        return self.holds if self.kept is not None or self.is_all else low <= value <= high
 
     @property
     def is_whole(self) -> bool:
@@ -373,17 +365,6 @@ NOT_MADE: Mapping[str, str] = {
     "capacity": "times; 40 minutes",
     **dict.fromkeys(STEPS, "times of steps"),
     "causal": "films of 80 chunks, judged whole: 40 minutes; sticker-causal-quality has those of the whole history",
-}
-# Records with numbers that are tested by their intervals alone -> what the values of all samples
-# take, which `records NAME --keep` makes, but for hours of a sweep: its command keeps them, too.
-WEAK: Mapping[str, str] = {
-    "sticker-flux-quality": "20 CPU minutes",
-    "reach-policy-quality": "10 CPU minutes",
-    "recall-llama-quality": "10 CPU minutes",
-    "telling": "40 CPU minutes",
-    "eval-sticker-flux-methods": "hours",
-    "judge": "2 CPU minutes",
-    "kv-reuse": "4 CPU minutes",
 }
 
 

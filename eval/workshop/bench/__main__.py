@@ -23,7 +23,7 @@ from rich.console import Console
 from diffcache.command import Device, Threads, device_of, script
 from diffcache.eval.kernels import timing
 from diffcache.eval.record import FOLDER, ROOT, Setting, write
-from diffcache.eval.workshop.bench import causal, decode, full_size, judge, kv, overhead, search, telling
+from diffcache.eval.workshop.bench import causal, decode, judge, kv, overhead, search, telling
 from diffcache.eval.workshop.bench.overhead import Shape
 from diffcache.eval.workshop.bench.runner import Bench, tables
 from diffcache.eval.workshop.dllm import measure as dllm
@@ -53,12 +53,6 @@ BENCHMARKS: dict[str, Bench] = {
         timing.measure,
         "every kernel beside plain PyTorch and rivals; on a CPU only whether they are right",
         dict(rounds=2),
-        needs_gpu=True,
-    ),
-    "full-size": Bench(
-        full_size.measure,
-        "runs of FLUX.1-dev and Wan2.1-1.3B with random weights; tiny ones on a CPU",
-        dict(rounds=1),
         needs_gpu=True,
     ),
     "judge": Bench(
@@ -113,7 +107,7 @@ def bench(
     device: Device = "cpu",
     dtype: Annotated[Literal["float32", "float16", "bfloat16"], typer.Option()] = "float32",
     threads: Threads = 1,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Timed rounds (50, dllm: 16, full-size: 3).")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Timed rounds (50, dllm: 16).")] = None,
     layers: Annotated[int | None, typer.Option(help=f"decode: layers of the model ({decode.LAYERS}).")] = None,
     prompt: Annotated[int | None, typer.Option(help="decode: tokens of the prompt.")] = None,
     recipes: Annotated[str, typer.Option(help="decode: caches, with commas (all).")] = "",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -99,8 +99,7 @@ class Job(ABC):
         folder: Folder of the run, where examples are kept.
 
     Attributes:
-        on_gpu: Whether `draw` puts all that the loss needs into tensors, and the loss makes none
-            from numbers of Python, so that it can be captured.
+        on_gpu: Whether `draw` puts all that the loss needs into tensors, so that it may be on a GPU.
         held: Held-out examples, as `draw` returns them where `measure` is this one.
         together: Held-out examples that are measured at once.
         call: Arguments that every call of the pipeline needs.
@@ -139,15 +138,6 @@ class Job(ABC):
         """
         del generator
         return {"chosen": chosen}
-
-    def way(self, drawn: Mapping[str, Any]) -> tuple[Hashable, ...]:
-        """Return the choices that the loss of drawn examples follows, beside its tensors.
-
-        Losses of one way run the same operations on tensors of the same shapes, so that one CUDA
-        graph serves them all.
-        """
-        del drawn
-        return ()
 
     @abstractmethod
     def loss(self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator) -> Tensor:

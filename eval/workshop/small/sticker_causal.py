@@ -235,14 +235,10 @@ class Causal(FilmJob):
             "held": draw_held(generator, 3),
         }
 
-    def way(self, drawn: Mapping[str, Any]) -> tuple[int, HeldChunks]:
-        """Return how often histories are made anew, and what a cache holds."""
-        late = self.step >= _OWN_FROM * self.settings.steps
-        return drawn["own"] if late else 0, drawn["held"]
-
     def loss(self, models: nn.ModuleDict, drawn: Mapping[str, Any], generator: torch.Generator) -> Tensor:
         """Return the mean square error of clean frames."""
-        own, self.attention(models["transformer"]).held = self.way(drawn)
+        own = drawn["own"] if self.step >= _OWN_FROM * self.settings.steps else 0
+        self.attention(models["transformer"]).held = drawn["held"]
         return self._error(models, drawn["latents"].float(), drawn, generator, own)
 
     def _error(

@@ -7,9 +7,8 @@ trained and what its loss is; the loop takes care of precision, learning rates, 
 checkpoints and the curve. Seed, settings and precision give the same
 weights on one machine, broken off or not.
 
-With `--device cuda` models and losses are there, and a whole step (loss, gradients, optimizers) is
-captured as a CUDA graph, since steps of models this small take longer to launch than to compute.
-Examples are drawn on the CPU, by `--workers` processes ahead of the step that needs them.
+With `--device cuda` models and losses are there. Examples are drawn on the CPU, by `--workers`
+processes ahead of the step that needs them.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
@@ -54,28 +53,15 @@ def build_optimizers(models: nn.ModuleDict, settings: Settings) -> list[torch.op
         rest.append({"params": plain, "peak": settings.rate * factor})
         if taken := [weight for name, weight in own if name in matrices]:
             orthogonalized.append({"params": taken, "peak": settings.muon * factor})
-    on_gpu = torch.get_default_device().type == "cuda"
-    adam = torch.optim.AdamW(
-        rest,
-        torch.tensor(settings.rate) if on_gpu else settings.rate,
-        betas=(0.9, 0.99),
-        weight_decay=0.01,
-        fused=True,
-        capturable=on_gpu,
-    )
+    adam = torch.optim.AdamW(rest, settings.rate, betas=(0.9, 0.99), weight_decay=0.01, fused=True)
     return [adam, Muon(orthogonalized, settings.muon)] if orthogonalized else [adam]
 
 
 def set_rates(optimizers: list[torch.optim.Optimizer], share: float) -> None:
-    """Set learning rates to a share of their peaks; on a GPU as tensors, which graphs read."""
+    """Set learning rates to a share of their peaks."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            if torch.get_default_device().type == "cuda":
-                if not group.get("own_rate"):  # groups start with one tensor for all of them
-                    group |= {"lr": torch.zeros(()), "own_rate": True}
-                group["lr"].fill_(group["peak"] * share)
-            else:
-                group["lr"] = group["peak"] * share
+            group["lr"] = group["peak"] * share
 
 
 def pace(step: int, settings: Settings) -> float:
@@ -128,9 +114,7 @@ def moved(drawn: Mapping[str, Any]) -> dict[str, Any]:
 def autocast(precision: str) -> contextlib.AbstractContextManager[Any]:
     """Return the context in which a loss is computed in a precision."""
     if precision.endswith("bfloat16"):
-        kind = torch.get_default_device().type
-        # Casts that are kept from one use to the next would outlive a graph's memory.
-        return torch.autocast(kind, dtype=torch.bfloat16, cache_enabled=kind != "cuda")
+        return torch.autocast(torch.get_default_device().type, dtype=torch.bfloat16)
     return contextlib.nullcontext()
 
 
@@ -180,16 +164,6 @@ def orthogonal(matrices: Tensor) -> Tensor:
     return wide.mT if high else wide
 
 
-class _Graph:
-    """A step captured on a GPU, with the tensors that it reads and its loss."""
-
-    def __init__(self) -> None:
-        self.graph = torch.cuda.CUDAGraph()
-        self.warm = 0
-        self.drawn: dict[str, Any] = {}
-        self.loss: Tensor | None = None
-
-
 class Training:
     """A training under way: weights, their average, optimizers and the curve.
 
@@ -212,9 +186,6 @@ class Training:
         self.commits: list[str] = []  # of the code of each part of a run
         self.device = Setting(torch.get_default_device()).device_name
         self.generator = seeded(0)
-        self._graphs: dict[tuple[Hashable, ...], _Graph] = {}
-        self._pool: Any = None  # memory that graphs share, as only one runs at a time
-        self._side: Any = None  # stream of the steps before a graph
         self.precision = precision
         job.compiled = precision.startswith("compiled")
 
@@ -224,48 +195,16 @@ class Training:
         self.job.step = self.step
         self.generator.manual_seed(settings.seed * 1_000_003 + self.step)
         set_rates(self.optimizers, pace(self.step, settings))
-        if torch.get_default_device().type == "cuda":
-            loss = self._replay(drawn)
-        else:
-            loss = self._take(drawn)
-        self.step += 1
-        self._average()
-        return loss
-
-    def _take(self, drawn: Mapping[str, Any]) -> Tensor:
-        """Run loss, gradients and optimizers."""
         with autocast(self.precision):
-            loss = self.job.loss(self.models, drawn, self.generator)
+            loss = self.job.loss(self.models, moved(drawn), self.generator)
         self.models.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(self.models.parameters(), 1.0)
         for optimizer in self.optimizers:
             optimizer.step()
+        self.step += 1
+        self._average()
         return loss.detach()
-
-    def _replay(self, drawn: Mapping[str, Any]) -> Tensor:
-        """Take the step by the graph of its way; the first steps of a way prepare it."""
-        kept = self._graphs.setdefault(self.job.way(drawn), _Graph())
-        if kept.loss is None:
-            kept.warm += 1
-            if kept.warm <= 3:
-                self._side = self._side or torch.cuda.Stream()
-                self._side.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(self._side):
-                    loss = self._take(moved(drawn))
-                torch.cuda.current_stream().wait_stream(self._side)
-                return loss
-            kept.drawn = {k: v.clone() if isinstance(v, Tensor) else v for k, v in moved(drawn).items()}
-            kept.graph.register_generator_state(self.generator)
-            self.models.zero_grad(set_to_none=True)
-            with torch.cuda.graph(kept.graph, pool=self._pool):
-                kept.loss = self._take(kept.drawn)
-            self._pool = kept.graph.pool()
-        for name, value in drawn.items():
-            if isinstance(value, Tensor):
-                kept.drawn[name].copy_(value, non_blocking=True)
-        kept.graph.replay()
-        return kept.loss.clone()
 
     @torch.no_grad()
     def _average(self) -> None:
@@ -304,9 +243,7 @@ class Training:
             optimizer.load_state_dict(saved)
             for group, peak in zip(optimizer.param_groups, peaks, strict=True):
                 group["peak"] = peak  # settings may be changed between two parts of a run
-                group.pop("own_rate", None)
-                if "capturable" in group:
-                    group["capturable"] = torch.get_default_device().type == "cuda"
+                group |= {"capturable": False} if "capturable" in group else {}  # of older checkpoints
         self.step, self.rows, self.seconds = state["step"], state["rows"], state["seconds"]
         self.precision = state["precision"]
         self.job.compiled = self.precision.startswith("compiled")
