@@ -213,7 +213,7 @@ class Decoding:
         chunk = self.sampler.rule.weighed(chunk, may, self.rows, self._memory)
         tokens, sure = self.sampler.candidates(chunk, self.mask_id, self._generator)
         if self._order is not None:
-            scores = self._drawn_scores(may)
+            scores = self._drawn_scores(may & sure.isfinite())
         else:
             scores = sure.masked_fill(~may, float("-inf"))
         if self.guide is not None:

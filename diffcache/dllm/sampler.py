@@ -83,7 +83,8 @@ class Sampler(Settings):
             generator: Source of the noise, where there is any.
 
         Returns:
-            Tokens int64 `[B, n]` and scores `[B, n]`; scores are zero where the order is random.
+            Tokens int64 `[B, n]` and scores `[B, n]`; scores are zero where the order is random,
+            and NaN where the logits are not finite.
 
         Raises:
             ValueError: If a banned or late token is none of the `V`, or none is left to choose.
@@ -95,13 +96,13 @@ class Sampler(Settings):
         dtype = logits.dtype if self.softmax == "model" else getattr(torch, self.softmax)
         tokens = self._tokens(logits, mask_id, generator)
         if self.by == "random":
-            return tokens, torch.zeros(tokens.shape, dtype=torch.float64, device=logits.device)
+            return tokens, logits.gather(-1, tokens[..., None])[..., 0].double() * 0
         if self.late:
             late = torch.tensor(self.late, device=logits.device)
             logits = logits.index_fill(-1, late, float("-inf"))
         logs = logits.to(dtype).log_softmax(-1) if self.by == "entropy" else None
         if logs is not None:
-            return tokens, torch.nan_to_num(logs.exp() * logs).sum(-1).double()
+            return tokens, (logs.exp() * logs).masked_fill(logs == float("-inf"), 0).sum(-1).double()
         probabilities = logits.to(dtype).softmax(-1)
         if self.by == "margin":
             best = probabilities.topk(2, dim=-1).values

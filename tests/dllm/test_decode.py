@@ -257,19 +257,21 @@ def test_the_nearest_masks_are_found() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "rule", "step"),
+    ("schedule", "sampler", "step"),
     [
-        (Schedule(8, 4), Quota(), 3),
-        (Schedule(8, 4, eos_id=1), Quota(), 3),
-        (Schedule(8, None, 4, eos_id=1, window=3), Quota("time"), 3),
-        (Schedule(8, 4), Threshold(), 0),
-        (Schedule(8, None), Factor(), 0),
+        (Schedule(8, 4), Sampler(), 3),
+        (Schedule(8, 4), Sampler(by="random"), 3),
+        (Schedule(8, 4), Sampler(by="entropy"), 3),
+        (Schedule(8, 4, eos_id=1), Sampler(by="margin"), 3),
+        (Schedule(8, None, 4, eos_id=1, window=3), Sampler(rule=Quota("time")), 3),
+        (Schedule(8, 4), Sampler(rule=Threshold()), 0),
+        (Schedule(8, None), Sampler(rule=Factor()), 0),
     ],
     ids=str,
 )
-def test_masks_that_nothing_decides_are_noticed(schedule: Schedule, rule: Any, step: int) -> None:
+def test_masks_that_nothing_decides_are_noticed(schedule: Schedule, sampler: Sampler, step: int) -> None:
     """Logits that are not finite would end in an answer of masks, or in no answer ever."""
-    decoding = Decoding(torch.tensor([[1, 2]]), schedule, Sampler(rule=rule), MASK)
+    decoding = Decoding(torch.tensor([[1, 2]]), schedule, sampler, MASK)
     logits = torch.full((1, decoding.ids.shape[1], 16), float("nan"))
     for _ in range(step):
         decoding.commit(logits, ALL)
