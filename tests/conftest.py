@@ -2,14 +2,17 @@
 
 import atexit
 import gc
+import logging
 import os
 import warnings
 from collections.abc import Iterator
+from functools import cache
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
+import typer.testing
 
 from diffcache.errors import CacheWarning
 
@@ -24,6 +27,10 @@ def pytest_configure() -> None:
     # A collection walks through all that torch, diffusers and transformers made when they were
     # imported: at Python's own threshold that takes an eighth of the time of the suite.
     gc.set_threshold(50_000, 20, 100)
+    # Typer makes all commands anew for each one that is called, which takes longer than most of them.
+    typer.testing._get_command = cache(typer.main.get_command)
+    if not torch.cuda.is_available():  # torch would keep the traceback of each seed for when there is one
+        torch.manual_seed = torch.default_generator.manual_seed
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -46,6 +53,19 @@ def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
     from diffcache.eval.runs import measure
 
     monkeypatch.setattr(measure, "write_report", lambda *given: [])
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """Give what diffcache logs, as it comes. Pytest's own plugin takes a tenth of the time of a short test."""
+    said: list[str] = []
+    handler, logger = logging.Handler(), logging.getLogger("diffcache")
+    handler.emit = lambda record: said.append(handler.format(record))  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield said
+    logger.removeHandler(handler)
+    logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -123,17 +122,14 @@ def test_of_a_bare_model_of_two_names_one_is_to_be_said() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in pipes() if "-" not in name or name == "WanPipeline-two"])
-def test_every_pipeline_names_its_preset_or_says_that_it_fell_back(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "diffcache")
+def test_every_pipeline_names_its_preset_or_says_that_it_fell_back(name: str, logged: list[str]) -> None:
     pipe = pipes()[name].build(0)
     denoiser = next(iter(denoisers_of(pipe).values()))
     facts = facts_of(denoiser, None, pipe)
     with diffcache.wrapped(pipe) as handle:
         assert handle.method.name == FALLBACK
         why = f"preset: none; fell back to {FALLBACK} with its defaults: this {facts['model']} of"
-        assert caplog.messages[-1].startswith(why)
+        assert logged[-1].startswith(why)
     with pytest.raises(AttachError, match="preset='fast': this .* is none of the models that have"):
         diffcache.wrap(pipe, preset="fast")
     tiny: Mapping[str, Any] = dict(getattr(denoiser, "config", {}))
@@ -146,7 +142,7 @@ def test_every_pipeline_names_its_preset_or_says_that_it_fell_back(
         try:
             with diffcache.wrapped(pipe) as handle:
                 assert handle.choice is not None
-                assert model in caplog.messages[-1] and handle.choice.why in caplog.messages[-1]
+                assert model in logged[-1] and handle.choice.why in logged[-1]
                 taken = handle.choice.preset
                 assert taken is None if known.without else taken.model == model  # type: ignore[union-attr]
         finally:

@@ -1,7 +1,6 @@
 """The choice of implementations, its settings, and wrong kernels that turn themselves off."""
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -81,7 +80,7 @@ def test_a_kernel_is_not_asked_for_where_it_would_lose_a_tangent(asked_for, tran
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-def test_a_check_turns_a_wrong_kernel_off(monkeypatch, caplog, wrong: bool) -> None:
+def test_a_check_turns_a_wrong_kernel_off(monkeypatch, logged, wrong: bool) -> None:
     """The kernel adds to its first argument in place and returns the double of its second."""
 
     def twin(place, other):
@@ -99,11 +98,10 @@ def test_a_check_turns_a_wrong_kernel_off(monkeypatch, caplog, wrong: bool) -> N
     monkeypatch.setenv("DIFFCACHE_CHECK", "1")
     operator = Operator("own", twin, "nowhere:run", dispatch.no_products)
     place, other = torch.zeros(3), torch.ones(3)
-    with caplog.at_level(logging.WARNING):
-        assert torch.equal(operator.launch(place, other), 2 * torch.ones(3))
+    assert torch.equal(operator.launch(place, other), 2 * torch.ones(3))
     assert torch.equal(place, torch.ones(3))  # once, whoever did it
     assert operator.off is wrong
-    assert ("turned off" in caplog.text) is wrong
+    assert any("turned off" in line for line in logged) is wrong
     assert launched == [None]
 
 

@@ -138,7 +138,7 @@ def test_shipped_ratios_count_with_their_torch_and_triton_alone(monkeypatch, cac
 
 
 @pytest.mark.parametrize("name", ["driver", "torch"])
-def test_another_version_drops_what_was_measured(monkeypatch, cache, caplog, name: str) -> None:
+def test_another_version_drops_what_was_measured(monkeypatch, cache, logged, name: str) -> None:
     known, forget = cache
     monkeypatch.setattr(dispatch, "has_triton", lambda: True)
     body = FIRST | {"choices": {"a GPU": {"own": 2.0}}, "configs": {"a GPU": {"own": {"16": {"TILE": 2}}}}}
@@ -150,7 +150,7 @@ def test_another_version_drops_what_was_measured(monkeypatch, cache, caplog, nam
     forget()
     assert dispatch.ratio("own", device) == dispatch.ratio("other", device) == 0
     assert configs.tuned("own", (9,), {"TILE": 1}, device) == {"TILE": 1}
-    assert caplog.text.count("`diffcache kernels measure`") == 1  # a hint, once
+    assert "".join(logged).count("`diffcache kernels measure`") == 1  # a hint, once
     found = watch.Found(dispatch.kept_file)
     for line in (FIRST | {"versions": dict(known)}, {"task": ["check", "own"], "failed": "no"}):
         found.take(line)
