@@ -319,7 +319,7 @@ class CausalVideo(Films):
             text: Text embeddings, `[B, S, E]`.
 
         Raises:
-            ValueError: If the chunk is too large for the transformer, or this was closed.
+            ValueError: If the chunk is too large for the transformer, or this was closed, before or meanwhile.
         """
         self._check_open()
         check_places(self.transformer.config, x.shape)
@@ -329,6 +329,7 @@ class CausalVideo(Films):
             found: Tensor = self.transformer(x, times, text, return_dict=False)[0]
         finally:
             _CURRENT.reset(token)
+        self._check_open()  # else layers after the close saw no cache
         return found
 
     def _check_open(self) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -89,12 +90,14 @@ class StreamBatch:
         self._switch: Change | None = None  # of the next chunk that comes in
         self._brought: dict[int, Change] = {}  # level -> switch that its next chunk brings
         self._running: list[int] = []  # levels of the call, in the order of its rows
+        self._finished: list[Tensor] = []  # chunks of a `finish` that was cut off
+        self._busy = Lock()  # while a step is made
 
     __reduce_ex__ = refuse_copy
 
     def reset(self) -> None:
         """Forget the film and the chunks on their way; begin another under the latest prompt."""
-        self._waiting, self._brought = {}, {}
+        self._waiting, self._brought, self._finished = {}, {}, []
         for session in self.levels:
             session.prompt = self.levels[0].prompt
             session.reset()
@@ -115,7 +118,8 @@ class StreamBatch:
             frames: Latent frames of a chunk made from noise; None for a chunk.
 
         Raises:
-            ValueError: If an argument is out of its range.
+            ValueError: If an argument is out of its range, a `finish` was cut off and has to be called again, or
+                another thread is making a step.
         """
         first = self._first_level(latents, level)
         if latents is None:
@@ -131,6 +135,8 @@ class StreamBatch:
                 "chunks of another length"
             )
         with self._whole():
+            if self._finished:
+                raise ValueError("next: chunks of a finish() that was cut off wait; call finish() again")
             noise = self.levels[0].noise(count)
             x = noise if latents is None else (1 - first) * latents.to(noise) + first * noise
             self._waiting[0] = x
@@ -140,13 +146,16 @@ class StreamBatch:
 
     @torch.no_grad()
     def finish(self) -> list[Tensor]:
-        """Return the chunks that are still on their way, first ones first; nothing new begins."""
-        found = []
+        """Return the chunks that are still on their way, first ones first; nothing new begins.
+
+        Where an error cuts it off, the next call returns them all.
+        """
         while self._waiting:
             with self._whole():
                 done = self._step(self.sampler.levels[0])
             if done is not None:
-                found.append(done)
+                self._finished.append(done)
+        found, self._finished = self._finished, []
         return found
 
     def switch(self, prompt: Tensor, mode: Switch | None = None, *, negative: Tensor | None = None) -> None:
@@ -190,6 +199,7 @@ class StreamBatch:
             "waiting": [[*each] for each in self._waiting.items()],
             "brought": brought,
             "switch": switch_state(self._switch),
+            "finished": self._finished,
         }
         about = {"frames": [each.frames for each in self.levels], "sampler": repr(self.sampler)}
         write(Path(folder) / WAITING, state, about)
@@ -223,9 +233,10 @@ class StreamBatch:
             waiting = {known[level]: x for level, x in state["waiting"]}
             brought = {int(level): switch_of(each) for level, each in state["brought"]}
             switch = switch_of(state["switch"])
-            for x in waiting.values():
+            finished = state.get("finished", [])  # not in older files
+            for x in [*waiting.values(), *finished]:
                 check_latents(x, first.shape)
-        self.levels, self._waiting = levels, waiting
+        self.levels, self._waiting, self._finished = levels, waiting, finished
         self._brought, self._switch = brought, switch
 
     def attend(self, number: int, call: AttentionCall) -> Tensor:
@@ -245,7 +256,13 @@ class StreamBatch:
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """Undo the effects of a step that is cut off; sessions restore their own caches."""
+        """Undo the effects of a step that is cut off; sessions restore their own caches.
+
+        Raises:
+            ValueError: If another thread is making one.
+        """
+        if not self._busy.acquire(blocking=False):
+            raise ValueError("this stream batch makes a step in another thread: wait for that, or open one for each")
         before, brought, switch = dict(self._waiting), dict(self._brought), self._switch
         states = [(session.frames, session.generator.get_state()) for session in self.levels]
         try:
@@ -257,6 +274,8 @@ class StreamBatch:
                 session.frames, session._switch = frames, None
                 session.generator.set_state(noise)
             raise
+        finally:
+            self._busy.release()
 
     def _step(self, first: float) -> Tensor | None:
         """Make the step of every level, group after group; return the finished chunk."""

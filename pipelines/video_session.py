@@ -106,9 +106,13 @@ class Session:
         """Forget the film, and begin another under the latest prompt; the noise goes on.
 
         A stream whose cache was left half changed by an interrupt can be used again after it.
+
+        Raises:
+            ValueError: If another thread is making a chunk.
         """
-        self.store = self.empty_store(self.store.read_once)
-        self.frames, self.latents, self.prompts = 0, None, []
+        with self._alone():
+            self.store = self.empty_store(self.store.read_once)
+            self.frames, self.latents, self.prompts = 0, None, []
 
     @torch.no_grad()
     def next(self, frames: int | None = None) -> Tensor:
@@ -138,14 +142,15 @@ class Session:
         """Commit frames that were not made here, such as an image or the start of a film.
 
         Args:
-            latents: Clean latents, `[B, C, F, H, W]`.
+            latents: Clean latents, `[B, C, F, H, W]`, committed a chunk at a time; `frames` says how many were, should
+                one be cut off.
 
         Raises:
             ValueError: If they have another size, or numbers that are not finite.
         """
         check_latents(latents, self.shape)
         check_alike(self, latents)
-        for part in latents.split(self.video.chunk, 2):
+        for part in latents.to(self.prompt).split(self.video.chunk, 2):
             with self.chunk(part.shape[2]):
                 self._commit(part)
 
@@ -157,9 +162,10 @@ class Session:
 
         Raises:
             ValueError: If something in the cache, or the mode of a switch that has not taken
-                effect, has no place in a file.
+                effect, has no place in a file, or another thread is making a chunk.
         """
-        write_stream(folder, self.store, state_of(self), facts(self.video, self.policy, self.sampler))
+        with self._alone():
+            write_stream(folder, self.store, state_of(self), facts(self.video, self.policy, self.sampler))
 
     def switch(self, prompt: Tensor, mode: Switch | None = None, *, negative: Tensor | None = None) -> None:
         """Change the prompt from the next chunk on; of several calls before it the last one counts.
@@ -181,16 +187,22 @@ class Session:
     def chunk(self, frames: int) -> Iterator[None]:
         """Let the policy decide, then make a chunk; one that is cut off leaves nothing behind.
 
+        But frames that the policy drops, or averages into others, for a chunk are so from then on.
+
         Raises:
             ValueError: If another thread is making one.
         """
+        with self._alone(), self._chunk(frames):
+            yield
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
         if not self._busy.acquire(blocking=False):
             raise ValueError(
                 "this session is making a chunk in another thread: wait for that, or open a session for each thread"
             )
         try:
-            with self._chunk(frames):
-                yield
+            yield
         finally:
             self._busy.release()
 
@@ -205,8 +217,8 @@ class Session:
         before = self.store.seen
         try:
             if switch is not None:
+                self._switch = None  # first: another one may be ordered meanwhile
                 apply(self, *switch)
-                self._switch = None
             if switch is not None or not self.prompts:
                 self._take_prompt(None if switch is None else switch[1])
             self.store.begin(frames * self.unit)
@@ -278,7 +290,7 @@ class Session:
         start = layer.seen - count
         at = torch.arange(start, layer.seen, device=q.device)
         query = Query(layer.rotate(q, at), start, call.scale, causal=False)
-        if is_first and not self._clean:
+        if is_first and (not self._clean or count <= self.video.chunk * self.unit):  # or a re-cache in one pass
             self.policy.first_step(self.store, number, query)
         return self.store.attend(number, query, observe=self._clean).transpose(1, 2)
 

@@ -16,6 +16,7 @@ from diffcache.kv.life.save import SavedCacheError, read, refusing, write
 from diffcache.method import check_int
 from diffcache.pipelines.source_pictures import begin_with, to_tensor
 from diffcache.pipelines.streaming_vae import WanDecoder, WanEncoder
+from diffcache.pipelines.video_inputs import check_latents
 from diffcache.pipelines.video_memory import HORIZON, check_fits, check_grown, free_bytes
 from diffcache.video import Switch, VideoPolicy, make_policy
 
@@ -85,9 +86,10 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
             first = begin_with(start, size or way.size, encoder.pictures, way.fps)
         if encoder is not None and first is not None:
             self._begins = 1 + (len(first) - 1) // encoder.pictures
-        self.expected_bytes = self._expected(self.policy, self._begins)
+        self.expected_bytes = self._expected(self.policy, self._begins, read_once)
         self.session = self._begun(text)
         self._first: NDArray[np.uint8] | None = None  # pictures to show before those of a chunk
+        self._undecoded: Tensor | None = None  # latents of a chunk that was made, and could not be decoded
         if encoder is not None and first is not None:
             latents = encoder.encode(to_tensor(first, text.device)).to(text)
             self.session.take(latents)
@@ -96,15 +98,19 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
     def __next__(self) -> NDArray[np.uint8]:
         """Return the pictures of the next chunk, uint8 `[F, H, W, 3]`.
 
-        The pictures that the film begins with come before the first chunk, as the autoencoder decodes them.
+        The pictures that the film begins with come before the first chunk, as the autoencoder decodes them. A chunk
+        that could not be decoded is tried again by the next call.
 
         Raises:
             ValueError: If the cache has grown beyond the bytes that it may hold.
         """
         if self.made == self.chunks:
             raise StopIteration
-        check_grown(self.policy, self.nbytes, self.most_bytes, self.session.frames)
-        pictures = to_pictures(self.decoder.decode(self.session.next()))
+        if self._undecoded is None:
+            check_grown(self.policy, self.nbytes, self.most_bytes, self.session.frames)
+            self._undecoded = self.session.next()
+        pictures = to_pictures(self.decoder.decode(self._undecoded))
+        self._undecoded = None
         self.made += 1
         first, self._first = self._first, None
         return pictures if first is None else np.concatenate([first, pictures])
@@ -130,7 +136,7 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
         """
         before, known = self.session, (self.policy, self.expected_bytes)
         try:
-            self.expected_bytes = self._expected(policy, self._begins)
+            self.expected_bytes = self._expected(policy, self._begins, self._read_once)
             self.policy = policy
             session = self._begun(before.prompt)
             session.sampler = before.sampler
@@ -160,7 +166,7 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
         self.session.save(folder)
         state = {"held": self.decoder.held(), "frames": self.decoder.frames, "made": self.made}
         first = None if self._first is None else torch.from_numpy(self._first)
-        state |= {"first": first, "begins": self._begins}
+        state |= {"first": first, "begins": self._begins, "undecoded": self._undecoded}
         policy = self.policy if isinstance(self.policy, str) else ""
         about = {"prompt": self.prompt, "policy": policy, "frames": str(self.session.frames)}
         write(Path(folder) / PICTURES, state, about)
@@ -186,14 +192,16 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
             prompt, made = str(about["prompt"]), int(state["made"])
             first, begins = state.get("first"), int(state.get("begins", 0))  # not in older files
             first = None if first is None else first.cpu().numpy()
-        expected = self._expected(policy, begins)
+            if (undecoded := state.get("undecoded")) is not None:
+                check_latents(undecoded, session.shape)
+        expected = self._expected(policy, begins, session.store.read_once)
         with refusing(folder, "stream"):
             self.decoder.hold(state["held"], state["frames"])
-        self._first, self._begins = first, begins
-        self.policy, self.expected_bytes = policy, expected
+        self._first, self._begins, self._undecoded = first, begins, undecoded
+        self.policy, self.expected_bytes, self._read_once = policy, expected, session.store.read_once
         self.session, self.prompt, self.made = session, prompt, made
 
-    def _expected(self, policy: VideoPolicy | str, begins: int) -> int:
+    def _expected(self, policy: VideoPolicy | str, begins: int, read_once: bool) -> int:
         """Return the bytes that the stream will hold under a policy.
 
         `begins` is the number of latent frames that it begins with.
@@ -205,7 +213,7 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
         def size_of(name: VideoPolicy | str) -> int:
             made = begins + (self.chunks or 1) * self.video.chunk
             frames = max(HORIZON, made) if self.chunks is None else made
-            found: int = self.video.expected_bytes(name, size=self._size, frames=frames, read_once=self._read_once)
+            found: int = self.video.expected_bytes(name, size=self._size, frames=frames, read_once=read_once)
             return found
 
         needed = size_of(policy)

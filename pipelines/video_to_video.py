@@ -121,13 +121,13 @@ class VideoToVideo:
         self.level, self._last = level, film[:, :, -1:]
         if done is not None:
             self._undecoded.append(done)
-        return self._shown()
+        return self._shown(len(self._undecoded))
 
     def finish(self) -> Iterator[Pictures]:
         """Yield the pictures of the chunks that are still on their way."""
-        for done in self.batch.finish():
-            self._undecoded.append(done)
-            yield self._shown()
+        self._undecoded += self.batch.finish()
+        while self._undecoded:
+            yield self._shown(1)
 
     def of(self, source: Any) -> Iterator[Pictures]:
         """Yield the pictures that are made from a source, chunk by chunk.
@@ -216,7 +216,7 @@ class VideoToVideo:
         No chunk of the other film may be on its way.
         """
         self.encoder, self.decoder = other.encoder, other.decoder
-        self.level, self._last = other.level, other._last
+        self.level, self._last, self._undecoded = other.level, other._last, other._undecoded
 
     @property
     def nbytes(self) -> int:
@@ -233,13 +233,13 @@ class VideoToVideo:
         check_fits(named(policy), expected, self.most_bytes, {})
         return expected
 
-    def _shown(self) -> Pictures:
-        """Decode the finished latents; latents that fail to be decoded are tried again with the next chunk."""
-        shown = [np.zeros((0, *self.size, 3), np.uint8)]
-        while self._undecoded:
-            shown.append(to_pictures(self.decoder.decode(self._undecoded[0])))
-            del self._undecoded[0]
-        return np.concatenate(shown)
+    def _shown(self, count: int) -> Pictures:
+        """Decode the first finished latents; latents that fail to be decoded are tried again with the next chunk."""
+        if not count:
+            return np.zeros((0, *self.size, 3), np.uint8)
+        shown = to_pictures(self.decoder.decode(torch.cat(self._undecoded[:count], 2)))
+        del self._undecoded[:count]
+        return shown
 
 
 def below(sampler: FewSteps, level: float) -> FewSteps:

@@ -11,6 +11,7 @@ from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from diffcache.kv.codec.base import tensors
 from diffcache.kv.mover import Mover
@@ -223,8 +224,8 @@ class KVLayer:
         self.segments[:0] = held
         origin = torch.cat(origins, -1)
         for name, value in self.stats.items():
-            there = (origin >= 0) & (origin < value.shape[2])  # newer have none yet
-            self.stats[name] = value.gather(2, origin.where(there, 0)) * there
+            value = functional.pad(value, (0, mask.shape[2] - value.shape[2]))  # newer have none yet
+            self.stats[name] = value.gather(2, origin.clamp_min(0)) * (origin >= 0)
 
     def replace(self, slots: Slots, *, flat: bool = False) -> None:
         """Hold these slots instead of all there are."""

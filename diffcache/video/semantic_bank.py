@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import final
 
 import torch
@@ -92,20 +93,22 @@ class SemanticBank(VideoPolicy):
 
         if any(not bool(stays(layer).all()) for layer in store.layers):
             store.keep(stays)
-        frames = store.layers[0].meta()["pos"].div(unit, rounding_mode="floor")
-        earlier = frames[(frames >= 0) & (frames * unit < first)].unique().long()
-        wanted = earlier[self._ranked(earlier * unit, prompts)[:, : self.count]]
-        for layer in store.layers:
-            frame = layer.meta()["pos"][:, :1].div(unit, rounding_mode="floor")
+        frames = [layer.meta()["pos"][:, :1].div(unit, rounding_mode="floor") for layer in store.layers]
+        earlier = torch.cat([frame.flatten() for frame in frames]).unique().long()
+        earlier = earlier[(earlier >= 0) & (earlier * unit < first)]
+        # Of a frame that others hold, a row may hold no token in any layer.
+        there = reduce(torch.logical_or, [(frame[..., None] == earlier).any(2)[:, 0] for frame in frames])
+        wanted = earlier[self._ranked(earlier * unit, there, prompts)[:, : self.count]]
+        for layer, frame in zip(store.layers, frames, strict=True):
             read = (frame[..., None] == wanted[:, None, None]).any(-1)
             lengthen(layer, (_FAINT, _RECALLED))
             layer.stats[_RECALLED][:] = read.float()
 
     @staticmethod
-    def _ranked(starts: Tensor, prompts: Prompts) -> Tensor:
+    def _ranked(starts: Tensor, there: Tensor, prompts: Prompts) -> Tensor:
         """Return the order of frames by their prompts, then the latest first, int64 [B or 1, n].
 
-        Frames are given by their first tokens, oldest first, int64 [n].
+        Frames are given by their first tokens, oldest first, int64 [n]; those not `there`, bool like these, come last.
         """
         latest = torch.arange(len(starts) - 1, -1, -1, device=starts.device)[None]
         if not prompts:
@@ -115,7 +118,8 @@ class SemanticBank(VideoPolicy):
         like = functional.cosine_similarity(means, means[:, -1:], dim=-1)
         of = (torch.searchsorted(begins, starts, right=True) - 1).clamp_min(0)
         # Rounded, as one prompt has to be equally like itself everywhere.
-        order = (like[:, of] * 1e4).round().flip(1).argsort(dim=1, descending=True, stable=True)
+        like = (like[:, of] * 1e4).round().masked_fill(~there, -torch.inf)
+        order = like.flip(1).argsort(dim=1, descending=True, stable=True)
         return latest.expand(len(like), -1).gather(1, order)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -238,3 +239,25 @@ def test_an_error_leaves_the_stream_as_it_was(video: CausalVideo) -> None:
         stream.reset()
         for one, two in zip(filmed(stream, 2), filmed(again, 2), strict=True):
             assert torch.equal(one, two)
+
+
+def test_finished_chunks_outlive_an_error(video: CausalVideo) -> None:
+    stream, other = (StreamBatch(video, text(), size=SIZE) for _ in "ab")
+    for each in (stream, other):
+        assert [each.next() for _ in range(2)] == [None] * 2
+    calls = count()
+
+    def fails(*_: Any) -> None:
+        with pytest.raises(ValueError, match="makes a step in another thread"):
+            stream.next()
+        if next(calls) == 1:
+            raise ZeroDivisionError
+
+    handle = video.transformer.blocks[1].register_forward_pre_hook(fails)
+    with pytest.raises(ZeroDivisionError):
+        stream.finish()
+    handle.remove()
+    with pytest.raises(ValueError, match=r"call finish\(\) again"):
+        stream.next()
+    for one, two in zip(stream.finish(), other.finish(), strict=True):
+        assert torch.equal(one, two)

@@ -14,6 +14,7 @@ from diffcache.video import (
     InfinityRoPE,
     Keep,
     Recache,
+    SemanticBank,
     StreamDiffusionV2,
     Switch,
     VideoPolicy,
@@ -35,6 +36,7 @@ def test_a_flush_leaves_sinks_and_the_latest_and_nothing_of_the_others(video: Ca
         (InfinityRoPE(3, 1), 2, [0, 7, 8]),
         (FullHistory(), 2, [7, 8]),
         (Window(3, 3), 0, [0, 1, 2]),
+        (SemanticBank(3, 9, 0, mass=1), 0, []),
     ):
         one, other = (opened(video, 3, policy) for _ in range(2))
         there = frames(other)
@@ -46,6 +48,7 @@ def test_a_flush_leaves_sinks_and_the_latest_and_nothing_of_the_others(video: Ca
             session.switch(NEW, Flush(last))
         assert torch.equal(one.next(), other.next())
         assert frames(one) == [*wanted, 9, 10, 11]
+        assert torch.equal(one.next(), other.next())
 
 
 def test_a_flush_of_little_shows_only_what_was_written(video: CausalVideo) -> None:
@@ -161,6 +164,16 @@ def test_a_switch_that_is_cut_off_is_made_again(video: CausalVideo, mode: Switch
     for _ in range(2):
         assert torch.equal(one.next(), other.next())  # they take turns, too
     assert torch.equal(one.prompt, NEW)
+
+
+def test_a_switch_that_is_ordered_during_a_recache_counts_for_the_next_chunk(video: CausalVideo) -> None:
+    session = opened(video, 2, Window(3, 2))
+    session.switch(NEW, Recache(6))
+    block = video.transformer.blocks[1]
+    handle = block.register_forward_pre_hook(lambda *_: handle.remove() or session.switch(OLD))
+    for prompt in (NEW, OLD):
+        session.next()
+        assert torch.equal(session.prompt, prompt)
 
 
 def fails(*_: Any) -> None:

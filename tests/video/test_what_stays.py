@@ -97,6 +97,13 @@ def test_the_tokens_of_the_largest_dot_product_with_all_recent_queries_stay() ->
     assert not set(wanted[0]) <= {*range(4), *range(16, 32)}
 
 
+def test_frames_that_are_shown_are_cut_to_the_window_too(video: CausalVideo) -> None:
+    session = video.session(text(), size=SIZE, policy=POLICY)
+    session.take(torch.randn(1, CHANNELS, 24, *SIZE, dtype=torch.float64))
+    assert session.store.layers[0].held == POLICY.budget * UNIT
+    assert session.latents is not None and session.latents.dtype == torch.float32
+
+
 @pytest.mark.parametrize("phase", ["original", "contiguous"])
 def test_what_is_held_stays_constant_and_reuse_has_a_bound(phase: Any) -> None:
     policy = DeepForcing(window=9, sinks=3, budget=8, recent=4, topc_phase=phase, max_reuse=2)
@@ -399,11 +406,14 @@ def test_of_what_is_not_read_nothing_is_seen_and_rows_are_apart(video: CausalVid
     torch.testing.assert_close(ahead(batch=2)[:1], plain, atol=1e-5, rtol=0)
 
 
-def test_rows_that_hold_fewer_salient_tokens_than_others_see_no_filling(video: CausalVideo) -> None:
+@pytest.mark.parametrize("policy", [SemanticBank(3, 9, 1, 9, 0.7), SemanticBank(1, 4, 0, 2, 0.1)], ids=repr)
+def test_rows_that_hold_fewer_salient_tokens_than_others_see_no_filling(
+    video: CausalVideo, policy: SemanticBank
+) -> None:
     film = torch.randn(2, CHANNELS, 3 * CHUNK, *SIZE, generator=torch.Generator().manual_seed(5))
     made = []
     for rows in (slice(2), slice(1), slice(1, 2)):
-        session = video.session(text(2)[rows], size=SIZE, policy=SemanticBank(3, 9, 1, 9, 0.7))
+        session = video.session(text(2)[rows], size=SIZE, policy=policy)
         session.take(film[rows])
         session.noise = lambda count, rows=rows: film[rows, :, :count]  # type: ignore[method-assign]
         made.append(session.next())
