@@ -161,6 +161,13 @@ def test_steps_that_a_pipeline_leaves_out_at_its_end_are_none_of_the_run():
     assert marks(pipe) == "CsC"
 
 
+def test_a_control_network_whose_control_ends_is_not_answered_by_what_it_gave_before():
+    name = "StableDiffusionControlNetPipeline"
+    pipe = diffcache.wrap(PIPES[name].build(0), Combine(Every(6), site="model"), components="controlnet")
+    run(pipe, name, control_guidance_end=0.5)
+    assert marks(pipe) == "CssCss"
+
+
 def test_features_of_an_earlier_run_are_gone(flux: Any):
     """Poison every tensor a run holds: the next run must not see it."""
     model, calls = flux

@@ -107,8 +107,9 @@ def signature_of(given: dict[str, Any], timestep: str | None) -> Any:
     """Return a hashable description of a call by its arguments, but for the timestep.
 
     Tensors count with shape, dtype and device, None and strings and whole numbers inside lists
-    (skipped layers, image shapes) with their value, other numbers with their type. Features of a
-    call stand in for those of another only if both look alike.
+    (skipped layers, image shapes) and numbers called `..._scale` (of control networks) with their
+    value, other numbers with their type. Features of a call stand in for those of another only if
+    both look alike.
     """
     parts: list[Any] = []
     for name, value in given.items():
@@ -118,7 +119,8 @@ def signature_of(given: dict[str, Any], timestep: str | None) -> Any:
             parts += (name, value.shape, value.dtype, value.device)
         else:
             plain = value is None or value is True or value is False
-            parts += (name, value if plain else _look(value))
+            scales = type(value) is float and name.endswith("_scale")
+            parts += (name, value if plain or scales else _look(value))
     return tuple(parts)
 
 
