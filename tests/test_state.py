@@ -12,6 +12,7 @@ from weakref import WeakSet
 import pytest
 import torch
 from diffusers import FlowMatchHeunDiscreteScheduler
+from diffusers.callbacks import PipelineCallback
 from torch import Tensor
 
 import diffcache
@@ -130,7 +131,7 @@ def test_guidance_switched_off_by_a_callback(name: str):
     assert marks(pipe, "uncond") == ("Css" if in_two_calls else "")
 
 
-@pytest.mark.parametrize("how", ["anew", "in place"])
+@pytest.mark.parametrize("how", ["anew", "in place", "as an object"])
 @pytest.mark.parametrize("at", [0, 1])
 @pytest.mark.parametrize(
     ("name", "text"),
@@ -149,7 +150,15 @@ def test_a_prompt_that_a_callback_changes_is_not_answered_by_features_of_the_one
         held = kwargs[text]
         return {text: held.neg_() if how == "in place" else -held} if step == at else kwargs
 
-    run(pipe, name, callback_on_step_end=change, callback_on_step_end_tensor_inputs=[text])
+    class Change(PipelineCallback):
+        tensor_inputs = property(lambda self: [text])
+
+        def callback_fn(self, *given: Any) -> Any:
+            return change(*given)
+
+    as_object = how == "as an object"
+    given = {} if as_object else {"callback_on_step_end_tensor_inputs": [text]}
+    run(pipe, name, callback_on_step_end=Change() if as_object else change, **given)
     assert marks(pipe) == ("CsCssC" if at else "CCssCs")
 
 

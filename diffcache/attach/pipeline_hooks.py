@@ -174,9 +174,11 @@ def _call(watch: _Watch, base: Callable[..., Any]) -> Callable[..., Any]:
         handle.settle()
         run, token = handle.begin(in_pipeline=own is not None, is_told=own is None)
         run.caller, finished = self, False
-        for name in _CALLBACKS:  # official ones are told by their class, and run no pipeline
-            if callable(kwargs.get(name)) and not hasattr(kwargs[name], "tensor_inputs"):
-                kwargs[name] = handle.aside(run, kwargs[name])
+        for name in _CALLBACKS:
+            if callable(given := kwargs.get(name)):
+                if hasattr(given, "tensor_inputs"):  # which a pipeline reads off objects of diffusers
+                    kwargs["callback_on_step_end_tensor_inputs"] = given.tensor_inputs
+                kwargs[name] = handle.aside(run, given)
         try:
             if own is not None:
                 handle.remark(run, handle.replaced(self))
