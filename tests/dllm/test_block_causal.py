@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from itertools import pairwise, product
 from typing import Any
 
@@ -13,6 +14,9 @@ from torch.nn import functional
 import diffcache
 from diffcache import dllm
 from diffcache.dllm import BlockCache, DKVCache, Dynamic, FastDLLM, Policy, Sampler, Schedule, Threshold, Uncached
+from diffcache.dllm.block_cache import within_blocks
+from diffcache.dllm.rows import RowPlan
+from diffcache.dllm.state import RowState, State
 from diffcache.pipelines.diffusion_lm import DiffusionLM
 from tests.dllm.remote_models import LLaDA2MoeModelLM
 from tests.dllm.test_llada2 import ask, pipeline
@@ -362,3 +366,17 @@ def test_llada2s_pipeline_goes_through_the_same_door(policy: Policy | None) -> N
 
 def test_a_models_own_blocks_are_found() -> None:
     assert DiffusionLM(made("llada2")).generate([1], Schedule(32, 16)).ids.shape == (1, 32)  # of 8
+
+
+def test_a_sequence_that_begins_a_block_computes_it_and_the_one_before_whatever_is_planned() -> None:
+    ids = torch.zeros(2, 16, dtype=torch.int64)
+    rows = (
+        RowState(8, 12, 3, 1, span=range(8, 12), final=8, known=12),
+        RowState(12, 16, 0, 2, span=range(12, 16), final=8, known=12),  # its last commit is not computed yet
+    )
+    every, few = ids == 0, ids.index_fill(1, torch.tensor([9]), 1) == 1
+    plan = replace(RowPlan.of(few), seen=few)
+    plan = within_blocks(State(ids, every, every, every, ids, 4, 5, rows, every), plan)
+    wanted = torch.stack([few[0], torch.arange(16) >= 8])
+    assert torch.equal(plan.mask(2, 16, ids.device), wanted)
+    assert plan.seen is not None and torch.equal(plan.seen, few | torch.tensor([[False], [True]]))
