@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from diffcache.kv.observe import Observation
-from diffcache.kv.settings import Settings, Size
+from diffcache.kv.settings import Count, Settings, Size
 
 # A share of 0.1 of 30 tokens is 3, not the 2 that 0.1 * 30 - 1e-16 would give.
 _ROUNDING = 1e-9
@@ -85,6 +85,27 @@ class Uniform(Budget):
     def allot(self, scores: Sequence[Tensor], seen: Sequence[Observation]) -> list[Tensor]:
         """Return the size everywhere."""
         return [slots_for(self.size, each.tokens).minimum(each.lengths) for each in seen]
+
+
+@dataclass(frozen=True)
+class WhenFull(Uniform):
+    """The same number of slots for every layer and head, in rows that hold more than `full`; others stay.
+
+    Args:
+        size: Slots of a row that is cut.
+        full: Slots up to which a row stays as it is, whatever rows beside it hold.
+    """
+
+    full: Count
+
+    def steady(self, tokens: int, held: int) -> int:
+        """Return the size, or what is held."""
+        return super().steady(tokens, held) if held > self.full else held
+
+    def allot(self, scores: Sequence[Tensor], seen: Sequence[Observation]) -> list[Tensor]:
+        """Return the size of full rows, and what others hold."""
+        cut = super().allot(scores, seen)
+        return [few.where(each.lengths > self.full, each.lengths) for few, each in zip(cut, seen, strict=True)]
 
 
 @dataclass(frozen=True)

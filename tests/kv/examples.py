@@ -50,6 +50,7 @@ VARIANTS = {
     "criticalkv of adakv": """criticalkv:base="adakv:base='snapkv:budget=12,window=4'\"""",
     "streaming_llm, unturned": "streaming_llm:budget=12,rotate=False",
     "scissorhands of a share": "scissorhands:budget=0.3,history=16,recent=4",
+    "scissorhands, one row full": "scissorhands:budget=47,history=16,recent=4",
     "keyformer of a share": "keyformer:budget=0.3",
     "windowkv, aggregation": "windowkv:budget=16,window=4,size=4,task=aggregation,best=2,group=3,beta=1.5",
     "prefixkv, table": f"prefixkv:budget=14,sinks=2,shares={SHARES}",

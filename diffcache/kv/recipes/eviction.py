@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Literal
 
 from diffcache.kv.attend import Groups
-from diffcache.kv.budget import Steady, Uniform
+from diffcache.kv.budget import Steady, Uniform, WhenFull
 from diffcache.kv.budgets.heads import AdaHead, Safeguard
 from diffcache.kv.budgets.layers import Arithmetic, CDFLevel, EntropyVariance, LayerTable, Pyramid, Scheduled
 from diffcache.kv.life.on_request import AfterProbe
@@ -286,7 +286,7 @@ def scissorhands(budget: Size = 1024, *, history: int = 400, recent: int = 10, d
             f"budget={budget}, drop={drop}: leaves {left} slots; it must be 2 or more, and above "
             f"recent={recent}, which always stay: give a larger budget or a smaller drop"
         )
-    return Recipe("scissorhands", score, Uniform(left), plan, trigger=Overflow(budget))
+    return Recipe("scissorhands", score, WhenFull(left, budget), plan, trigger=Overflow(budget))
 
 
 @checked
