@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from diffcache.cli import app
 from diffcache.eval.cost.peak_memory import Place
-from diffcache.eval.methods import parse_method
+from diffcache.eval.methods import parse_method, rows_of
 from diffcache.eval.report.record_files import load
 from diffcache.eval.runs import folder, measure, score
 from diffcache.eval.runs.draw import Drawer, relative_errors, samples_of
@@ -274,12 +274,12 @@ def test_latents_of_the_first_samples_are_compared_whatever_the_size_of_a_batch(
 
 def test_peak_memory_is_that_of_a_process_for_each_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = replace(TASK, samples=2, batch_size=2, steps=3)
-    methods = {"interval:every=2": parse_method("interval:every=2")}
+    methods = rows_of(["interval:every=2", "even:computed=2,steps=3"])  # the other is in no catalogue
     watched = Plan(task, methods, tmp_path / "memory", rounds=0, memory=True)
     asked = []
 
     def peak_bytes(model: str, method: str | None, call: dict, place: Place) -> int:
-        assert (model, place.dtype, place.threads) == ("sticker-flux", "float32", 1)
+        assert (Path(model).name, place.dtype, place.threads) == ("sticker-flux", "float32", 1)
         json.dumps(call)  # a fresh process is told everything in words
         asked.append((method and parse_method(method), call["num_inference_steps"]))
         return len(asked)
@@ -289,7 +289,7 @@ def test_peak_memory_is_that_of_a_process_for_each_case(tmp_path: Path, monkeypa
     assert record is not None
     assert asked == [(None, 3), (methods["interval:every=2"], 3)]
     rows = record["timing"]["rows"]
-    assert [rows[row["name"]]["peak_bytes"] for row in record["rows"]] == [1, 2]
+    assert {name: row["peak_bytes"] for name, row in rows.items()} == {"uncached": 1, "interval:every=2": 2}
 
 
 class TestCaseFolder:

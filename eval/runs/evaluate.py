@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
@@ -70,12 +69,6 @@ class Plan:
     def __post_init__(self) -> None:
         if self.rounds < 0:
             raise ValueError(f"rounds={self.rounds}: must be 0 (nothing is timed) or more")
-        is_live = self.pipe is not None or bool(self.inputs)
-        if is_live and self.memory and not torch.cuda.is_available():
-            raise ValueError(
-                "memory=True: the memory of a CPU is measured in fresh processes, which cannot "
-                "be given a live pipeline or a picture; leave memory out"
-            )
         if "uncached" in self.methods:
             raise ValueError("methods: 'uncached' is the name of the first row; use another")
         for stage in self.stages or ("",):
@@ -165,6 +158,11 @@ def start(plan: Plan, progress: Progress) -> Run:
     """
     ranks = join(plan.task.device)
     run = Run(plan, Drawer(plan.task, ranks, plan.pipe, plan.inputs), ranks, progress)
+    if plan.memory and (plan.pipe is not None or plan.inputs) and run.drawer.device.type != "cuda":
+        raise ValueError(
+            "memory=True: the memory of a CPU is measured in fresh processes, which cannot "
+            "be given a live pipeline or a picture; leave memory out"
+        )
     mine = {"identity": run.identity, **run.drawer.about, "steps": run.drawer.steps}
     is_new = check_claim(run.folder, mine)
     if plan.reference is not None:

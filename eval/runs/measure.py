@@ -25,7 +25,6 @@ from diffcache.eval.runs import score
 from diffcache.eval.runs.evaluate import WARM_UP, Plan, Run, draw_all, start
 from diffcache.eval.runs.extractors import Columns, Extractors
 from diffcache.eval.runs.folder import FILM, PREVIEW, ManifestError, remember
-from diffcache.eval.runs.peers import Peer
 from diffcache.eval.runs.ranks import Progress
 from diffcache.eval.runs.task import Case, digest
 from diffcache.eval.samples.clips import read_clip, write_preview
@@ -33,6 +32,7 @@ from diffcache.features.base import Method
 from diffcache.features.combine import reuse_of
 from diffcache.files import write_json
 from diffcache.pipelines.demo.saved import DTYPES
+from diffcache.registry import rows_of
 
 _VALUES = 1024  # most samples of which a record keeps every value
 _PREVIEWS = 3  # films of every case that a report plays
@@ -295,19 +295,17 @@ def _peaks(run: Run, cases: Sequence[Case]) -> dict[str, int]:
                 turns.prepare()
                 found[case.name] = peak(turns.draw, run.drawer.device)
             continue
-        if isinstance(case.method, Peer):
+        if case.method is not None and case.method.name not in rows_of("method"):
             continue  # the fresh process makes methods of the catalogue only
         call = run.drawer.arguments(batch, case.steps)
         call.pop("generator", None)  # noise takes the same memory whatever its seed
         method = None if case.method is None else _spelled(case.method)
-        place = Place("cpu", run.drawer.dtype, task.threads, task.loading)
-        found[case.name] = peak_bytes(task.model, method, call, place)
+        # The folder is that of the revision already.
+        place = Place("cpu", run.drawer.dtype, task.threads, replace(task.loading, revision=""))
+        found[case.name] = peak_bytes(str(run.drawer.directory), method, call, place)
     return found
 
 
 def _spelled(method: Method) -> str:
-    """Return the text from which `parse_method` makes a method: its name and all its settings.
-
-    A method that is in no catalogue has no name, and `parse_method` refuses the text.
-    """
+    """Return the text from which `parse_method` makes a method of the catalogue: its name and all its settings."""
     return f"{method.name}:{repr(method).partition('(')[2][:-1]}"
