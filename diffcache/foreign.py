@@ -272,7 +272,7 @@ def planned_steps(pipeline: Any) -> int | None:
 
 
 def forget_planned_steps(pipeline: Any) -> None:
-    """Forget the number of steps of a run before, which not every pipeline says anew in time (diffusers)."""
+    """Forget the number of steps of the call before, which not every pipeline says anew in time (diffusers)."""
     if planned_steps(pipeline) is not None:
         pipeline._num_timesteps = None
 

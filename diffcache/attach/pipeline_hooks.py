@@ -23,7 +23,7 @@ from diffcache.attach.call import in_call
 from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.provenance import effective, other_guidance
 from diffcache.attach.runs import Runs
-from diffcache.foreign import CALLS, frames_of_threads, is_pipeline, was_interrupted
+from diffcache.foreign import CALLS, forget_planned_steps, frames_of_threads, is_pipeline, was_interrupted
 
 _CALLBACKS = ("callback_on_step_end", "callback")
 Make = Callable[["_Watch", Callable[..., Any]], Callable[..., Any]]
@@ -174,6 +174,7 @@ def _call(watch: _Watch, base: Callable[..., Any]) -> Callable[..., Any]:
         handle.settle()
         run, token = handle.begin(in_pipeline=own is not None, is_told=own is None)
         run.caller, finished = self, False
+        forget_planned_steps(self)
         for name in _CALLBACKS:
             if callable(given := kwargs.get(name)):
                 if hasattr(given, "tensor_inputs"):  # which a pipeline reads off objects of diffusers

@@ -18,7 +18,7 @@ from torch import Tensor
 from diffcache.attach.cache_context import Context
 from diffcache.attach.record import RunRecord
 from diffcache.errors import AttachError
-from diffcache.foreign import forget_planned_steps, planned_steps, storage_of
+from diffcache.foreign import planned_steps, storage_of
 from diffcache.step import Step
 
 LONG = 4  # times the longest step so far: a longer one may be another run's
@@ -113,7 +113,6 @@ class Run:
         """Start anew at `set_timesteps`, whose scheduler has the timesteps `times`."""
         self.drop()
         self._end_own_stream()
-        forget_planned_steps(self.caller)
         self.scheduled = True
         self.times = times
         self.epoch += 1
@@ -145,7 +144,7 @@ class Run:
         if not self.begin and isinstance(timestep, Tensor) and storage_of(timestep) == storage_of(self.times):
             ahead = timestep.storage_offset() - self.times.storage_offset()
             self.begin = min(max(ahead // (self.times.stride(0) or 1), 0), len(self.times) - 1)
-        count = planned_steps(self.caller)
+        count = planned_steps(self.caller) if self.epoch == 1 else None  # a pipeline of several runs may say it once
         self.times = self.times if count is None else self.times[: self.begin + count]
 
     def _count(self) -> None:
