@@ -386,6 +386,19 @@ def test_an_exception_in_a_region_step_leaves_nothing_behind() -> None:
         assert torch.equal(pipe(**kontext_call())[0], wanted)
 
 
+def test_all_rows_are_computed_behind_a_prompt_that_a_callback_changes() -> None:
+    pipe = kontext()
+
+    def change(pipe: Any, index: int, timestep: Any, given: dict[str, Any]) -> dict[str, Any]:
+        return {name: -held if index == 3 else held for name, held in given.items()}
+
+    with wrapped(pipe, method(pipe)) as handle:
+        inputs = ["prompt_embeds"]
+        pipe(**kontext_call(), callback_on_step_end=change, callback_on_step_end_tensor_inputs=inputs)
+        third, fourth = (call.counts["tokens"] for call in handle.last.calls[3:5])
+    assert third[1] > 0 == fourth[1]
+
+
 def test_ratios_are_fitted_to_a_pipeline_and_serve_its_number_of_steps() -> None:
     pipe, steps = kontext(), 9
     calls = [{**kontext_call((number,)), "num_inference_steps": steps} for number in (0, 1)]

@@ -221,7 +221,7 @@ class Regions(Extension):
             progress.stores.clear()
             return call
         store = progress.stores.get(call.branch.number)
-        fits = store is not None and store.signature == call.signature
+        fits = store is not None and store.signature == call.signature == call.branch.signature
         fits = fits and progress.rows is not None and len(progress.rows) == len(given[SAMPLE])
         if phase == "region" and fits and not call.learns:
             return replace(call, args=(), kwargs=self._rows_only(progress, store, given))
