@@ -56,7 +56,7 @@ class CausalVideo(Films):
         way: Size, length of prompts and frames a second that the model was trained with.
 
     Raises:
-        AttachError: If the transformer is of another class, or has a door already.
+        AttachError: If the transformer is of another class, takes a condition beside latents, or has a door already.
         ValueError: If `chunk` is less than 1.
     """
 
@@ -70,6 +70,12 @@ class CausalVideo(Films):
                 "of diffusers, whose self-attention can be given frames of its own"
             )
         self.transformer: Any = transformer
+        config = self.transformer.config
+        if config.in_channels != config.out_channels:
+            raise AttachError(
+                f"in_channels={config.in_channels}: the transformer takes a condition beside its "
+                f"{config.out_channels} channels of latents; give one that films from text alone"
+            )
         self.chunk = chunk
         self.sampler = FewSteps() if sampler is None else sampler
         self.policy: VideoPolicy = FullHistory()

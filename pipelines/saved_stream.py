@@ -145,7 +145,7 @@ def _fill(session: Any, state: Mapping[str, Any]) -> None:
     if latents is not None:
         check_latents(latents, session.shape)
     session.frames, session.latents = state["frames"], latents
-    session.prompts = [(start, mean) for start, mean in state.get("prompts", [])]
+    session.prompts = [(start, mean) for start, mean in state["prompts"]]
     for start, mean in session.prompts:
         check_int("prompts", start, 0)
         wanted = (len(session.prompt), session.prompt.shape[2])

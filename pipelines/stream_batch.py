@@ -218,9 +218,9 @@ class StreamBatch:
         policy = first.policy if policy is None else policy
         levels = [self.video.restore(place / str(n), policy) for n in range(len(self.levels))]
         frames, here = [session.frames for session in levels], repr(self.sampler)
-        if about.get("sampler", here) != here:  # older files have none
+        if about.get("sampler") != here:
             raise SavedCacheError(
-                f"{os.fspath(folder)} was saved with sampler={about['sampler']}, here is "
+                f"{os.fspath(folder)} was saved with sampler={about.get('sampler')}, here is "
                 f"sampler={here}: a stream goes on with what it began with"
             )
         if levels[0].shape != first.shape or about.get("frames") != frames:
@@ -233,7 +233,7 @@ class StreamBatch:
             waiting = {known[level]: x for level, x in state["waiting"]}
             brought = {int(level): switch_of(each) for level, each in state["brought"]}
             switch = switch_of(state["switch"])
-            finished = state.get("finished", [])  # not in older files
+            finished = list(state["finished"])
             for x in [*waiting.values(), *finished]:
                 check_latents(x, first.shape)
         self.levels, self._waiting, self._finished = levels, waiting, finished

@@ -190,9 +190,9 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
             )
         with refusing(folder, "stream"):
             prompt, made = str(about["prompt"]), int(state["made"])
-            first, begins = state.get("first"), int(state.get("begins", 0))  # not in older files
+            first, begins, undecoded = state["first"], int(state["begins"]), state["undecoded"]
             first = None if first is None else first.cpu().numpy()
-            if (undecoded := state.get("undecoded")) is not None:
+            if undecoded is not None:
                 check_latents(undecoded, session.shape)
         expected = self._expected(policy, begins, session.store.read_once)
         with refusing(folder, "stream"):

@@ -569,7 +569,7 @@ class Reads:
 def _put(buffer: Tensor, fresh: Tensor, first: int) -> Tensor:
     """Return a buffer with slots from `first` on, the others being as they were."""
     stop = first + fresh.shape[2]
-    if buffer.shape[2] < stop:
+    if buffer.shape[2] < stop or (buffer.is_inference() and not torch.is_inference_mode_enabled()):
         larger = buffer.new_empty(*buffer.shape[:2], stop + stop // _SHARE, buffer.shape[3])
         larger[:, :, :first] = buffer[:, :, :first]
         buffer = larger

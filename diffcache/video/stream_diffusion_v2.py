@@ -82,7 +82,7 @@ class StreamDiffusionV2(VideoPolicy):
     def begin(self, store: KVStore, unit: int, prompts: Prompts = ()) -> None:
         """Hold the sinks and the window, in this order; raise ValueError if `back` is too small for the chunks."""
         room = self.sinks + self.window
-        new = store.layers[0].held // unit - room
+        new = max(layer.held for layer in store.layers) // unit - room  # an error may leave some layers as they were
         if new <= 0:
             return
         if self.window + new - 1 > self.back:

@@ -114,6 +114,14 @@ def test_a_reset_stream_goes_on_as_a_new_one(video: CausalVideo) -> None:
     assert session.frames == 3 * CHUNK
 
 
+def test_a_stream_goes_on_outside_of_inference_mode(video: CausalVideo) -> None:
+    one, other = (rollout(video, 3, read_once=True)[0] for _ in "ab")
+    with torch.inference_mode():
+        one.next()
+    other.next()
+    assert torch.equal(one.next(1), other.next(1))  # into the room that is left
+
+
 @dataclass(frozen=True)
 class Other(Switch):
     """A switch that a user wrote."""

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import count
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from diffcache.pipelines.causal_video import CausalVideo
 from diffcache.pipelines.stream_batch import StreamBatch
 from diffcache.video import Cut, FewSteps, Flush, FullHistory, Keep, MotionNoise, StreamDiffusionV2, Window
 from tests.internals import cut_off
-from tests.video.toys import CHANNELS, CHUNK, SIZE, noted, text, wan
+from tests.video.toys import CHANNELS, CHUNK, SIZE, noted, rollout, text, wan
 
 UNIT, HEADS, WIDTH = 4, 2, 12
 
@@ -261,3 +262,10 @@ def test_finished_chunks_outlive_an_error(video: CausalVideo) -> None:
         stream.next()
     for one, two in zip(stream.finish(), other.finish(), strict=True):
         assert torch.equal(one, two)
+
+
+def test_frames_that_went_from_one_layer_alone_go_from_all(video: CausalVideo) -> None:
+    one, other = (rollout(video, 3, policy=StreamDiffusionV2(2, 3))[0] for _ in "ab")
+    with patch.object(one.store.layers[1], "replace", side_effect=MemoryError), pytest.raises(MemoryError):
+        one.next()
+    assert torch.equal(one.next(), other.next())
