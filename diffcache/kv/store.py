@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from operator import attrgetter
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +24,24 @@ from diffcache.kv.trigger import Event
 from diffcache.kv.view import View
 
 _SEEN = attrgetter("seen")
+P = ParamSpec("P")
+T = TypeVar("T")
 CUT_OFF = "an earlier forward was cut off and left the cache half changed: reset it, or use a fork"
+
+
+def plainly(method: Callable[Concatenate[KVStore, P], T]) -> Callable[Concatenate[KVStore, P], T]:
+    """Have a method score and code in the dtypes that it says, under autocast too."""
+
+    @wraps(method)
+    def run(self: KVStore, *args: P.args, **kwargs: P.kwargs) -> T:
+        form = self.layers[0].form if self.layers else None
+        kind = "cpu" if form is None else form.device.type
+        if not torch.is_autocast_enabled(kind):
+            return method(self, *args, **kwargs)
+        with torch.autocast(kind, enabled=False):
+            return method(self, *args, **kwargs)
+
+    return run
 
 
 class KVStore:
@@ -162,6 +180,7 @@ class KVStore:
             self.compress()
         self._flush()
 
+    @plainly
     def compress(self) -> None:
         """Score all slots and carry out the plan, due or not; ValueError without a score or any slots."""
         self._commit()
@@ -188,6 +207,7 @@ class KVStore:
             for ring in self._rings:
                 ring.reset(self.seen)
 
+    @plainly
     def compress_layer(
         self,
         index: int,
@@ -235,6 +255,7 @@ class KVStore:
             wanted = torch.zeros_like(wanted).scatter_(-1, seen.order.expand_as(wanted), wanted)
         layer.keep(wanted, last=last, flat=recipe.layout == "flat")
 
+    @plainly
     def keep(self, choose: Callable[[KVLayer], Tensor], *, last: int = 0) -> None:
         """Hold the slots that are named in each layer and no others.
 
@@ -376,6 +397,7 @@ class KVStore:
                 self._note(layer, each.query, each.valid)
             ring.pending.clear()
 
+    @plainly
     def _flush(self) -> None:
         codec, trigger = self.recipe.codec, self.recipe.trigger
         if codec is None or not self.seen:
@@ -388,6 +410,7 @@ class KVStore:
             self._settled = self.seen
         self.torn = False
 
+    @plainly
     def _note(
         self, layer: KVLayer, query: Query, valid: Tensor | None, view: View | None = None, lse: Tensor | None = None
     ) -> None:

@@ -22,6 +22,7 @@ from diffcache.kv.recipes import eviction, quantized, streaming
 from diffcache.kv.score.recency import Recency
 from diffcache.kv.trigger import EveryStep
 from tests.internals import cut_off
+from tests.kv.examples import examples, variants
 from tests.kv.test_generate import Lots
 from tests.kv.tiny import ALL, GREEDY, SHORT, gemma, llama, prompts, row, same
 from tests.zoo.language import build
@@ -202,6 +203,20 @@ def test_codes_are_appended_within_autocast(recipe: Recipe) -> None:
         for _ in range(20):
             assert stepped(model, cache).isfinite().all()
     assert cache.store.layers[0].tail.length < 40
+
+
+@pytest.mark.parametrize("name", ["cake", "compactor", "d2o", "gear", "snapkv | kivi"])
+def test_autocast_changes_neither_scores_nor_codes(name: str) -> None:
+    model = llama()
+    cache = cache_for(model, (examples() | variants())[name]())
+    with torch.no_grad():
+        model(**ROWS, past_key_values=cache)
+    other = cache.fork()
+    cache.settle()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        other.settle()
+    for one, two in zip(cache.store.layers, other.store.layers, strict=True):
+        assert all(map(torch.equal, one.tensors(), two.tensors()))
 
 
 def test_a_reset_forgets_what_became_of_tags_and_of_what_was_taken_over(model: Any) -> None:

@@ -138,8 +138,7 @@ class FourierSigns(TensorCodec):
         """Append groups and slots."""
         found = all_of(Spectrum, parts)
         signs = torch.cat([part.signs for part in found], 2)
-        with torch.autocast(found[0].grid.device.type, enabled=False):  # it joins its own dtypes
-            grid = torch.cat([part.grid for part in found], 2)
+        grid = torch.cat([part.grid for part in found], 2)
         at = None
         if any(part.at is not None for part in found):
             start, places = 0, []
