@@ -33,7 +33,7 @@ def plainly(method: Callable[Concatenate[KVStore, P], T]) -> Callable[Concatenat
     """Have a method score and code in the dtypes that it says, under autocast too."""
 
     @wraps(method)
-    def run(self: KVStore, *args: P.args, **kwargs: P.kwargs) -> T:
+    def run(self: KVStore, /, *args: P.args, **kwargs: P.kwargs) -> T:
         form = self.layers[0].form if self.layers else None
         kind = "cpu" if form is None else form.device.type
         if not torch.is_autocast_enabled(kind):
