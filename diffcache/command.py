@@ -41,7 +41,7 @@ METHOD = "NAME[:KEY=VALUE,...]"
 # The options that several commands have, with one meaning.
 Device = Annotated[str, typer.Option(help=f"Device of torch: {DEVICES}")]
 Dtype = Annotated[str, typer.Option(help=f"Dtype of the models: {DTYPES}.")]
-Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the noise.")]
+Seed = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the noise; torch reads its lowest 32 bits.")]
 Threads = Annotated[int, typer.Option(min=1, help="CPU threads of torch.")]
 Json = Annotated[str, typer.Option("--json", metavar="FILE|-", help="Write JSON to a file, or - for only JSON.")]
 DEBUG: ContextVar[bool] = ContextVar("diffcache_debug", default=False)

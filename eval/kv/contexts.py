@@ -25,7 +25,7 @@ from diffcache.kv.slots import Slots
 from diffcache.kv.view import View
 from diffcache.pipelines.small.recall import Task, draw
 
-SEED = 3 << 41  # apart from those of every measurement
+SEED = 3 << 41  # torch reads 32 bits of it: measurements draw from the same streams, but other sizes
 Report = Callable[[int, int, str], None]  # steps done, steps in all, what is being done
 
 

@@ -54,6 +54,8 @@ class Questions:
             raise ValueError(f"--tasks {','.join(self.tasks)!r}: a name is empty")
         if self.limit is not None and self.limit < 2:
             raise ValueError(f"--limit {self.limit}: an interval needs at least 2 questions")
+        if self.seed >= 1 << 32:  # NumPy's most
+            raise ValueError(f"--seed {self.seed}: must be below 2**32")
         if self.batch < 1:
             raise ValueError(f"--batch {self.batch}: must be at least 1")
         if self.include_path is not None and not Path(self.include_path).is_dir():

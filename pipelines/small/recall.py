@@ -28,7 +28,8 @@ BLOCK = 4  # tokens of a fact, of a query, and of what a fact replaces
 SUCCESSORS = 4
 MARKED = 0.5  # share of facts
 BESIDES = 0.03  # weight of all tokens that are not answers
-HELD_OUT = 1 << 40  # seeds from here on are never trained on
+# torch's generator reads 32 bits, so that streams are those of small seeds, but of other sizes than in training.
+HELD_OUT = 1 << 40
 
 
 @dataclass(frozen=True)
