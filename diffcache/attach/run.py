@@ -327,10 +327,8 @@ class Timeline:
     @property
     def total(self) -> int | None:
         """Number of steps this denoiser has if no other takes over, None when unknown."""
-        run = self.run
-        if run.steps is not None:
-            return run.steps - self.started_at
-        return None if run.times is None else len(run.times) - run.begin - self.started_at
+        total = self.run.total
+        return None if total is None else total - self.started_at
 
     def aside(self, timestep: Any) -> Step:
         """Return the step of a call that belongs to none, with the index of the last."""
