@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from diffcache.anchor import owner_of
 from diffcache.attach.anatomy import anatomy_of
 from diffcache.attach.attention import Door, attention_sites
 from diffcache.attach.attention_call import AttentionCall, AttentionSite
@@ -63,7 +64,7 @@ class Tracer(Observer):
 
     Attributes:
         steps: Length of the last run, in steps that were taken: of a run that starts in the middle
-            of its schedule (`strength=0.6`) those from there on.
+            of its schedule (`strength=0.6`) or ends there (`denoising_end=0.8`) those between.
         shape: Shape of its sample, without the batch.
     """
 
@@ -101,7 +102,7 @@ class Tracer(Observer):
             self._handle = stack.enter_context(Handle(pipe, denoisers, method, observer=self))
             stack.callback(setattr, self, "_handle", None)
             for model in denoisers.values():  # before the wrap's own hook, which shows layers
-                hook = model.register_forward_pre_hook(self._arrive, prepend=True)
+                hook = model.register_forward_pre_hook(self._arrive, prepend=True, with_kwargs=True)
                 stack.callback(hook.remove)
             if any(c.wants_attention for c in collectors):
                 for model in denoisers.values():
@@ -129,14 +130,16 @@ class Tracer(Observer):
             sigmas = torch.as_tensor(sigmas).detach().cpu().float()
         self._times, self._waits = (timesteps, sigmas), True
 
-    def _arrive(self, *_: Any) -> None:
+    def _arrive(self, model: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Tell the collectors that a run starts, at the first call of the denoiser."""
         if not self._waits:
             return
         assert self._times is not None
         assert self._handle is not None
-        (timesteps, sigmas), first = self._times, self._handle.run().begin
-        timesteps, sigmas = timesteps[first:], None if sigmas is None else sigmas[first:]
+        denoiser, run = owner_of(model), self._handle.run()
+        run.seek(denoiser.named(args, kwargs).get(denoiser.anatomy.timestep))
+        (timesteps, sigmas), first, last = self._times, run.begin, run.begin + (run.total or 0)
+        timesteps, sigmas = timesteps[first:last], None if sigmas is None else sigmas[first : last + 1]
         self.steps, self._waits, self._shapes = len(timesteps), False, {}
         for collector in self._collectors:
             collector.begin(RunInfo(*self._place, timesteps, sigmas, self.steps))

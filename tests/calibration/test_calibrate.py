@@ -194,6 +194,15 @@ def test_a_run_whose_guidance_ends_is_measured_only_where_steps_need_not_be_alik
         diffcache.calibrate(pipe, method, prompts)
 
 
+def test_a_run_that_its_pipeline_ends_early_has_the_steps_that_are_taken():
+    case = pipes()["StableDiffusionXLPipeline"]
+    pipe = case.build(0)
+    call = {**case.prompt(pipe, 0, 7), "denoising_end": 0.5}
+    with diffcache.wrapped(pipe, diffcache.calibrate(pipe, FittedForecast(computed=2), [call])) as handle:
+        pipe(**call)
+    assert handle.method.tables.header["steps"] == len(handle.last.calls) == 3
+
+
 @pytest.mark.parametrize("prompts", ["", "pictures", "sticker-films", "own.txt"])
 @pytest.mark.parametrize("own", [True, False])
 def test_the_command_line_draws_no_prompts_and_noise_of_an_evaluation(prompts: str, own: bool, tmp_path: Path) -> None:
