@@ -87,7 +87,7 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
         if encoder is not None and first is not None:
             self._begins = 1 + (len(first) - 1) // encoder.pictures
         self.expected_bytes = self._expected(self.policy, self._begins, read_once)
-        self.session = self._begun(text)
+        self.session = self._begun(text, self.policy)
         self._first: NDArray[np.uint8] | None = None  # pictures to show before those of a chunk
         self._undecoded: Tensor | None = None  # latents of a chunk that was made, and could not be decoded
         if encoder is not None and first is not None:
@@ -134,22 +134,16 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
         Raises:
             ValueError: If there is no such policy, or it would hold too much; nothing is changed.
         """
-        before, known = self.session, (self.policy, self.expected_bytes)
-        try:
-            self.expected_bytes = self._expected(policy, self._begins, self._read_once)
-            self.policy = policy
-            session = self._begun(before.prompt)
-            session.sampler = before.sampler
-            if before.latents is not None:
-                session.take(before.latents)
-            if before._switch is not None:  # a new prompt was ordered for the next chunk
-                session.switch(*before._switch)
-        except BaseException:
-            self.policy, self.expected_bytes = known
-            raise
+        before, expected = self.session, self._expected(policy, self._begins, self._read_once)
+        session = self._begun(before.prompt, policy)
+        session.sampler = before.sampler
+        if before.latents is not None:
+            session.take(before.latents)
+        if before._switch is not None:  # a new prompt was ordered for the next chunk
+            session.switch(*before._switch)
         session.frames = before.frames
         session.generator.set_state(before.generator.get_state())
-        self.session = session
+        self.session, self.policy, self.expected_bytes = session, policy, expected
 
     @property
     def nbytes(self) -> int:
@@ -222,15 +216,9 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
             check_fits(named(policy), needed, self.most_bytes, others)
         return needed
 
-    def _begun(self, text: Tensor) -> Any:
-        return self.video.session(
-            text,
-            size=self.video.latent_size(self._size),
-            policy=self.policy,
-            seed=self._seed,
-            read_once=self._read_once,
-            recall=RECALL,
-        )
+    def _begun(self, text: Tensor, policy: VideoPolicy | str) -> Any:
+        kept: dict[str, Any] = {"seed": self._seed, "read_once": self._read_once, "recall": RECALL}
+        return self.video.session(text, size=self.video.latent_size(self._size), policy=policy, **kept)
 
 
 def named(policy: VideoPolicy | str) -> str:
