@@ -42,8 +42,8 @@ def test_nothing_is_lost_while_there_is_room(model: Any) -> None:
 def test_last_tokens_are_taken_back_while_there_is_room() -> None:
     model, ids = llama().double(), row(prompts(), 1)["input_ids"]
     cache = static_cache_for(model, 64)
-    with torch.no_grad():
-        expected = model(input_ids=ids, past_key_values=cache).logits
+    with torch.no_grad():  # a prompt may be read compiled
+        expected = torch.compile(model.forward, backend="eager")(input_ids=ids, past_key_values=cache).logits
         cache.crop(-5)
         again = model(input_ids=ids[:, 43:], past_key_values=cache).logits
     torch.testing.assert_close(again, expected[:, 43:])

@@ -104,11 +104,11 @@ class StaticWindow(CacheLayerMixin):  # type: ignore[misc]
         self.seen = torch.zeros((), dtype=torch.int64)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make the buffers, and mark them as never moving."""
+        """Make the buffers, and mark them as never moving, unless this is compiled already."""
         given = (key_states, value_states)
         self.keys, self.values = (x.new_zeros(*x.shape[:2], self.capacity, x.shape[3]) for x in given)
         self.seen = self.seen.to(key_states.device)
-        for tensor in (self.keys, self.values, self.seen):
+        for tensor in () if torch.compiler.is_compiling() else (self.keys, self.values, self.seen):
             torch._dynamo.mark_static_address(tensor)
         self.is_initialized = True
 
