@@ -70,7 +70,7 @@ class CausalVideo(Films):
                 "of diffusers, whose self-attention can be given frames of its own"
             )
         self.transformer: Any = transformer
-        config = self.transformer.config
+        config: Any = self.transformer.config
         if config.in_channels != config.out_channels:
             raise AttachError(
                 f"in_channels={config.in_channels}: the transformer takes a condition beside its "
