@@ -16,8 +16,8 @@ from diffcache import Ability, Call, Extension, Method, TaylorSeer
 from diffcache.attach.attention import Door, DoorProcessor, attention_sites
 from diffcache.attach.attention_call import AttentionCall, AttentionSite
 from diffcache.attach.attention_families import FAMILIES
-from diffcache.attach.call import current_call
 from diffcache.errors import AttachError
+from diffcache.step import CURRENT
 from tests.internals import state_of
 from tests.zoo.case import output_tensors
 from tests.zoo.catalog import cases
@@ -281,7 +281,7 @@ class Noting(Extension):
         self.door = Door(model, self)
 
     def attend(self, site: AttentionSite, call: AttentionCall) -> Tensor | None:
-        around = current_call()
+        around = CURRENT.get()
         assert around is not None
         if not around.repeats:
             place = around.step.index, around.branch.number

@@ -100,10 +100,10 @@ def current_context(model: nn.Module) -> Context | None:
     return replace(heard[1], writes=True)
 
 
-def listen(model: nn.Module) -> bool:
-    """Start to hear the contexts of a model that can open them; return whether it can."""
+def listen(model: nn.Module) -> None:
+    """Start to hear the contexts of a model, if it can open them."""
     if not hasattr(model, "cache_context"):
-        return False
+        return
     from diffusers.hooks import HookRegistry
     from diffusers.hooks.hooks import HookFunctionReference, StateManager
 
@@ -112,7 +112,6 @@ def listen(model: nn.Module) -> bool:
     if _NAME in registry.hooks:  # the deaf one of a copy
         take_out(registry, _NAME)
     put_below(registry, _NAME, _listener(StateManager, model, had), HookFunctionReference())
-    return True
 
 
 def unlisten(model: nn.Module) -> None:

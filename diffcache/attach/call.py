@@ -52,12 +52,6 @@ class Call:
         return self.timeline.run
 
 
-def current_call() -> Call | None:
-    """Return the denoiser call that this thread is in, None outside of one."""
-    call: Call | None = CURRENT.get()
-    return call
-
-
 @contextmanager
 def in_call(call: Call | None) -> Iterator[None]:
     """Let the code inside belong to a call, or to none."""

@@ -70,12 +70,6 @@ def others_in(given: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
     return tuple((path, hashable(value)) for path, value in _walk(given) if not isinstance(value, Tensor))
 
 
-def values_in(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors of an argument, and its other values, hashable, with their paths."""
-    for path, inner in _walk(value, name):
-        yield path, inner if isinstance(inner, Tensor) else hashable(inner)
-
-
 def hashable(value: Any) -> Any:
     """Return a key of a value that is no tensor: number and text by content."""
     return (type(value), value) if _is_plain(value) else Same(value)
@@ -162,7 +156,7 @@ def all_conditions_of(given: dict[str, Any], anatomy: Anatomy) -> dict[str, Any]
         elif _is_plain(value):
             found[name] = type(value), value
         elif not isinstance(value, (dict, list, tuple)) or value:  # an empty one has no values
-            found.update(values_in(name, value))
+            found |= {p: v if isinstance(v, Tensor) else hashable(v) for p, v in _walk(value, name)}
     return found
 
 

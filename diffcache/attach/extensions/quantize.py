@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diffcache.attach.call import Call, current_call, in_call
+from diffcache.attach.call import Call, in_call
 from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extension import Extension
 from diffcache.attach.run import Timeline
@@ -20,7 +20,7 @@ from diffcache.quant.conv import QuantizedConv2d
 from diffcache.quant.layer import QuantizedLayer
 from diffcache.quant.linear import QuantizedLinear
 from diffcache.quant.plan import QuantPlan
-from diffcache.step import current_step
+from diffcache.step import CURRENT, current_step
 
 SAMPLE = 64  # numbers by which a weight is known again
 KINDS: dict[type, type[QuantizedLayer]] = {nn.Linear: QuantizedLinear, nn.Conv2d: QuantizedConv2d}
@@ -154,7 +154,7 @@ class WatchedLayers(Extension):
 
     def _watcher_of(self, name: str) -> Any:
         def see(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
-            call = current_call()
+            call: Call | None = CURRENT.get()
             if call is None or call.repeats or call.writes:
                 return
             step, given = call.step, args[0].detach()
