@@ -295,11 +295,13 @@ def _peaks(run: Run, cases: Sequence[Case]) -> dict[str, int]:
                 turns.prepare()
                 found[case.name] = peak(turns.draw, run.drawer.device)
             continue
-        if case.method is not None and case.method.name not in rows_of("method"):
-            continue  # the fresh process makes methods of the catalogue only
+        method = None
+        if case.method is not None:
+            if not isinstance(case.method, Method) or case.method.name not in rows_of("method"):
+                continue  # the fresh process makes methods of the catalogue only
+            method = _spelled(case.method)
         call = run.drawer.arguments(batch, case.steps)
         call.pop("generator", None)  # noise takes the same memory whatever its seed
-        method = None if case.method is None else _spelled(case.method)
         # The folder is that of the revision already.
         place = Place("cpu", run.drawer.dtype, task.threads, replace(task.loading, revision=""))
         found[case.name] = peak_bytes(str(run.drawer.directory), method, call, place)
