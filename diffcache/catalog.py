@@ -26,7 +26,7 @@ def method_class(name: str) -> type[Method]:
 
 
 def make_method(
-    method: str | Method | Configuration, facts: Callable[[], Mapping[str, Any]] | None = None, **settings: Any
+    method: str | Method | Configuration, /, facts: Callable[[], Mapping[str, Any]] | None = None, **settings: Any
 ) -> Method:
     """Return a method from its name and settings, or from another library's configuration.
 

@@ -19,6 +19,7 @@ from accelerate import PartialState
 from PIL import Image
 from safetensors.torch import load_file
 
+from diffcache.catalog import make_method
 from diffcache.cli import app
 from diffcache.eval.cost.peak_memory import Place
 from diffcache.eval.methods import parse_method, rows_of
@@ -290,6 +291,8 @@ def test_peak_memory_is_that_of_a_process_for_each_case(tmp_path: Path, monkeypa
     assert asked == [(None, 3), (methods["interval:every=2"], 3)]
     rows = record["timing"]["rows"]
     assert {name: row["peak_bytes"] for name, row in rows.items()} == {"uncached": 1, "interval:every=2": 2}
+    assert measure._spelled(make_method("temporal-table", method=make_method("interval"))) is None
+    assert measure._spelled(make_method("temporal-table")) is not None
 
 
 class TestCaseFolder:

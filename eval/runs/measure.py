@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from diffcache.errors import UnknownMethodError
 from diffcache.eval.cost.clock import DenoiserClock
 from diffcache.eval.cost.interleave import Turn, measure
 from diffcache.eval.cost.peak_memory import Place, peak, peak_bytes
+from diffcache.eval.methods import parse_method
 from diffcache.eval.metrics import lite
 from diffcache.eval.metrics.sets import Reference, quality
 from diffcache.eval.record import Setting
@@ -25,6 +27,7 @@ from diffcache.eval.runs import score
 from diffcache.eval.runs.evaluate import WARM_UP, Plan, Run, draw_all, start
 from diffcache.eval.runs.extractors import Columns, Extractors
 from diffcache.eval.runs.folder import FILM, PREVIEW, ManifestError, remember
+from diffcache.eval.runs.peers import Peer
 from diffcache.eval.runs.ranks import Progress
 from diffcache.eval.runs.task import Case, digest
 from diffcache.eval.samples.clips import read_clip, write_preview
@@ -32,7 +35,6 @@ from diffcache.features.base import Method
 from diffcache.features.combine import reuse_of
 from diffcache.files import write_json
 from diffcache.pipelines.demo.saved import DTYPES
-from diffcache.registry import rows_of
 
 _VALUES = 1024  # most samples of which a record keeps every value
 _PREVIEWS = 3  # films of every case that a report plays
@@ -295,11 +297,9 @@ def _peaks(run: Run, cases: Sequence[Case]) -> dict[str, int]:
                 turns.prepare()
                 found[case.name] = peak(turns.draw, run.drawer.device)
             continue
-        method = None
-        if case.method is not None:
-            if not isinstance(case.method, Method) or case.method.name not in rows_of("method"):
-                continue  # the fresh process makes methods of the catalogue only
-            method = _spelled(case.method)
+        method = None if case.method is None else _spelled(case.method)
+        if method is None and case.method is not None:
+            continue  # the fresh process makes what words can say
         call = run.drawer.arguments(batch, case.steps)
         call.pop("generator", None)  # noise takes the same memory whatever its seed
         # The folder is that of the revision already.
@@ -308,6 +308,13 @@ def _peaks(run: Run, cases: Sequence[Case]) -> dict[str, int]:
     return found
 
 
-def _spelled(method: Method) -> str:
-    """Return the text from which `parse_method` makes a method of the catalogue: its name and all its settings."""
-    return f"{method.name}:{repr(method).partition('(')[2][:-1]}"
+def _spelled(method: Method | Peer) -> str | None:
+    """Return the text from which `parse_method` makes a method: its name and all its settings, None for no such text.
+
+    There is none for peers, for methods that are in no catalogue, and for those that hold another method.
+    """
+    text = f"{method.name}:{repr(method).partition('(')[2][:-1]}"
+    try:
+        return text if repr(parse_method(text)) == repr(method) else None
+    except (UnknownMethodError, ValueError):
+        return None
