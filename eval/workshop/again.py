@@ -41,7 +41,7 @@ from diffcache.eval.workshop.dllm.page import STEPS
 from diffcache.eval.workshop.dllm.rows import rows as dllm_rows
 from diffcache.eval.workshop.figures import REWARDS
 from diffcache.eval.workshop.shipped import guarantee, quality, reach
-from diffcache.eval.workshop.small.chain import HELD_OUT, WORLDS, draw, is_exact
+from diffcache.eval.workshop.small.chain import WORLDS, draw, is_exact
 from diffcache.eval.workshop.small.sticker_judge import LEAST_LIKENESS
 from diffcache.features.base import Method
 from diffcache.pipelines.small.recall import RecallBatch
@@ -291,7 +291,7 @@ def _judge(record: Record, rows: Sequence[Row], share: float, seed: int) -> Iter
 def _dllm(record: Record, rows: Sequence[Row], share: float, seed: int) -> Iterator[Made]:
     model, samples = record["shapes"]["model"], record["shapes"]["samples"]
     numbers, world = some(samples, share, seed), WORLDS[model]
-    batch = draw(samples, world, torch.Generator().manual_seed(HELD_OUT + record["seed"]))
+    batch = draw(samples, world, torch.Generator().manual_seed(dllm.PROMPTS + record["seed"]))
     part = replace(batch, prompts=batch.prompts[numbers], answers=batch.answers[numbers])
     known = {row.name: row for row in dllm_rows(model)}
     for row in rows:

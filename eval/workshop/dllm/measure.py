@@ -29,18 +29,7 @@ from diffcache.eval.record import Progress, Setting, values
 from diffcache.eval.runs.task import directory_sha256
 from diffcache.eval.workshop.dllm.rows import Row, rows
 from diffcache.eval.workshop.parts import Parts
-from diffcache.eval.workshop.small.chain import (
-    BLOCKS,
-    CAUSAL,
-    GUIDES,
-    HELD_OUT,
-    MASK,
-    WORLDS,
-    ChainBatch,
-    draw,
-    is_exact,
-    load,
-)
+from diffcache.eval.workshop.small.chain import BLOCKS, CAUSAL, GUIDES, MASK, WORLDS, ChainBatch, draw, is_exact, load
 from diffcache.pipelines.diffusion_lm import Answer, DiffusionLM
 from diffcache.pipelines.guide import ModelGuide
 from diffcache.pipelines.shipped_models import MODELS as SHIPPED
@@ -51,7 +40,9 @@ JUDGED = 40  # answers that are decoded at once to be judged
 MODELS = tuple(BLOCKS)
 SAMPLES, REPLAYED = 400, 4
 FEWER = {"chain-llada": 128}  # its answers are 128 tokens and take ten times as long
-_TIMED = 1  # seed of the prompts that are timed, after HELD_OUT
+# Seed of the prompts that are answered; the first of them are those of the first training step.
+PROMPTS = 0
+_TIMED = 1  # seed of the prompts that are timed
 
 
 @dataclass
@@ -114,7 +105,7 @@ def quality(
     found: Mapping[str, Runner], model: str, samples: int, kept: Parts, progress: Progress
 ) -> dict[str, Tensor]:
     """Return whether each answer to the same prompts is right in all of its tokens, bool `[samples]` by row."""
-    generator = torch.Generator().manual_seed(HELD_OUT)
+    generator = torch.Generator().manual_seed(PROMPTS)
     batch = draw(samples, WORLDS[model], generator)
     hits = {}
     for number, (name, runner) in enumerate(found.items()):
@@ -183,7 +174,7 @@ def measure(
     hits = quality(found, model, samples, kept, setting.progress)
     times = {}
     for size, count in ((1, rounds), (BATCH, max(1, rounds // 4))):
-        generator = torch.Generator().manual_seed(HELD_OUT + _TIMED)
+        generator = torch.Generator().manual_seed(_TIMED)
         prompts = draw(size * (count + 1), WORLDS[model], generator).prompts
         times[size] = timing(found, prompts, size, setting)
     made = []
@@ -257,7 +248,7 @@ def replay(
     model: str, chosen: Sequence[Row], setting: Setting, samples: int, kept: Parts
 ) -> dict[str, dict[str, Any]]:
     """Return the errors of every row with a policy, by name; rows that decode in one order share a trajectory."""
-    generator = torch.Generator().manual_seed(HELD_OUT)
+    generator = torch.Generator().manual_seed(PROMPTS)
     prompts = draw(samples, WORLDS[model], generator).prompts.to(setting.device)
     with_policy = [row for row in chosen if row.made() is not None]
     return {
