@@ -64,7 +64,7 @@ def handle_of(target: Any) -> Handle:
 
 def denoisers_of(target: Any, names: str | Sequence[str] | None = None) -> dict[str, nn.Module]:
     """Return the denoisers of a pipeline by name, or a bare one as `model`."""
-    names = [names] if isinstance(names, str) else names
+    names = [names] if isinstance(names, str) else names if names is None else list(names)
     if isinstance(target, Loop):
         target = target.network
     if isinstance(target, nn.Module):

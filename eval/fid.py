@@ -117,6 +117,10 @@ def _check(wanted: Wanted, real: Source, fake: Source) -> None:
         for name, is_wanted in (("--kid", wanted.kid), ("--prdc", wanted.prdc)):
             if is_wanted:
                 raise ValueError(f"{name} needs pictures, and {real.path} holds statistics (mu, sigma) only")
+    counts = [sum(map(len, source.parts)) for source in (real, fake) if source.folder is not None]
+    for name, is_wanted, least in (("--prdc", wanted.prdc, 6), ("--is", wanted.inception_score, 10)):
+        if is_wanted and min(counts) < least:
+            raise ValueError(f"{name} needs {least} pictures or more of each set, not {min(counts)}")
 
 
 def _notes(real: Source, fake: Source) -> list[str]:

@@ -63,6 +63,10 @@ class KVTask(Settings):
 
     def check(self) -> None:
         """Raise ValueError unless contexts can be drawn."""
+        if self.facts < self.queries:
+            raise ValueError(
+                f"facts={self.facts}: must be at least {self.queries}, as many different ones are asked for"
+            )
         Task(self.context, self.facts, self.queries)
 
     @property
