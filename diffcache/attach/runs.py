@@ -107,7 +107,9 @@ class Runs(Attached):
         One that began with a call, not with `told`, is its thread's or task's alone: those that are
         started later copy the context, but do their own sampling.
         """
-        place, run = self._place(), self._around()
+        places = _PLACES.get()  # as `_around`, with no call: every step comes here
+        place = None if places is None else places.get(self)
+        run = None if place is None else place.run()
         if place is None or run is None:
             return self.begin()[0]
         return run if run.in_pipeline or run.is_told or place.origin == _here() else self.begin()[0]
