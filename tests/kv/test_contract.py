@@ -113,8 +113,10 @@ def held(thing: object) -> Iterator[Tensor]:
         seen.add(id(item))
         if isinstance(item, Tensor):
             yield item
-        elif isinstance(item, (dict, list, tuple, set)) or type(item).__module__.startswith("diffcache.kv"):
-            todo += gc.get_referents(item)
+        elif isinstance(item, dict):  # from Python 3.13 on that of an object has no referents
+            todo += [*item, *item.values()]
+        elif isinstance(item, (list, tuple, set)) or type(item).__module__.startswith("diffcache.kv"):
+            todo += [*gc.get_referents(item), getattr(item, "__dict__", None)]
 
 
 @pytest.mark.parametrize("name", NAMES)
