@@ -155,17 +155,11 @@ class KVStore:
             out, lse = attend_noting(query, views, note=scored)
             whole = views[0] if len(views) == 1 else None
         if observe and index >= self.recipe.skip:
-            self._take_note(layer, noted or query, valid, whole, lse)
+            if not self.speculative:
+                self._note(layer, noted or query, valid, whole, lse)
+            elif self.recipe.observes or self.recipe.retrieve is not None:  # until nothing can be taken back any more
+                self._rings[index].pending.append(Pending(noted or query, valid))
         return out
-
-    def _take_note(
-        self, layer: KVLayer, query: Query, valid: Tensor | None, view: View | None, lse: Tensor | None
-    ) -> None:
-        """Let scorers look at queries, at once or when their tokens can no more be taken back."""
-        if not self.speculative:
-            self._note(layer, query, valid, view, lse)
-        elif self.recipe.observes or self.recipe.retrieve is not None:
-            self._rings[layer.index].pending.append(Pending(query, valid))
 
     def views(self, index: int, query: Query) -> list[View]:
         """Return what queries of a layer read."""
