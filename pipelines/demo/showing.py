@@ -9,6 +9,7 @@ import base64
 import threading
 import time
 import uuid
+import weakref
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -77,6 +78,7 @@ class Viewers:
     def __init__(self, most: int, listeners: Container[str] | None = None, kept: Kept | None = None) -> None:
         self.most, self._listeners, self.kept = most, listeners, kept
         self._showings: dict[str, Showing] = {}
+        self._begun: weakref.WeakSet[Showing] = weakref.WeakSet()  # those too that end in another thread
         self._sources: dict[str, Source] = {}  # ordered by when each sent something, the latest last
         self._lock = threading.Lock()
         self.waited_for = 0  # number of pages; each wait holds a thread of the server
@@ -92,6 +94,7 @@ class Viewers:
                 del self._showings[name]  # its page has not said that it was closed
             before = self._showings.get(who)  # begun at the same moment
             self._showings[who] = showing
+            self._begun.add(showing)
         if before is not None:
             before.close()
 
@@ -182,9 +185,16 @@ class Viewers:
             showing.close()
 
     def close(self) -> None:
-        """End all films and forget them."""
+        """End all films, wait for them, forget them, and let nobody begin another.
+
+        A thread that still films as the process ends would abort it.
+        """
+        with self._lock:
+            self.most, begun = 0, list(self._begun)
         for who in list(self._showings):
             self.leave(who)
+        for showing in begun:
+            showing.close()
 
     def __len__(self) -> int:
         return sum(not showing.over for showing in list(self._showings.values()))

@@ -2,8 +2,10 @@
 
 import base64
 import io
+import time
 from collections.abc import Mapping
 from dataclasses import replace
+from threading import Event, Thread
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,8 @@ from PIL import Image
 from diffcache.pipelines.demo import recording
 from diffcache.pipelines.demo.program import Asked, Program, checked_prompt
 from diffcache.pipelines.demo.recording import Recording
-from diffcache.pipelines.demo.showing import AGAIN, ALONE, Viewers, show
+from diffcache.pipelines.demo.showing import AGAIN, ALONE, Showing, Viewers, show
+from diffcache.pipelines.demo.stream import Stream
 from tests.demo.test_stream import films
 
 
@@ -46,6 +49,35 @@ RED = PROGRAM.asked("red", "window", 0, 4, "16 x 24")
 
 def color(jpeg: str) -> int:
     return int(np.asarray(Image.open(io.BytesIO(base64.b64decode(jpeg)))).mean().round())
+
+
+def test_the_end_waits_for_a_film_that_its_viewer_is_leaving() -> None:
+    inside, gate, viewers = Event(), Event(), Viewers(2)
+
+    class Slow(Plain):
+        def next(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+            inside.set()
+            gate.wait()
+            return super().next()
+
+    stream = Stream(lambda: Slow(RED))
+    viewers.begin("me", Showing(["window"], [stream], Recording(1, 8)))
+    stream.start()
+    inside.wait()
+    leaving = Thread(target=viewers.leave, args=("me",))
+    leaving.start()
+    while viewers.find("me") is not None:
+        time.sleep(0.01)
+    closing = Thread(target=viewers.close)
+    closing.start()
+    closing.join(0.2)
+    assert closing.is_alive()  # as the film is
+    gate.set()
+    closing.join()
+    leaving.join()
+    assert not stream._thread.is_alive()
+    with pytest.raises(ValueError, match="served already"):
+        next(show(PROGRAM, viewers, "you", RED))
 
 
 def test_two_films_side_by_side_a_new_prompt_and_a_new_policy() -> None:
@@ -96,6 +128,7 @@ def test_a_viewer_has_one_showing_and_there_are_no_more_than_places() -> None:
     viewers.leave("me")
     viewers.close()
     assert viewers.find("me") is None and viewers.find("you") is None and not films()
+    viewers = Viewers(2)
     for number in range(20):  # whose pages never say that they were closed
         next(show(PROGRAM, viewers, str(number), RED))
     assert len(viewers._showings) <= 9
