@@ -118,9 +118,13 @@ def _check(wanted: Wanted, real: Source, fake: Source) -> None:
             if is_wanted:
                 raise ValueError(f"{name} needs pictures, and {real.path} holds statistics (mu, sigma) only")
     counts = [sum(map(len, source.parts)) for source in (real, fake) if source.folder is not None]
-    for name, is_wanted, least in (("--prdc", wanted.prdc, 6), ("--is", wanted.inception_score, 10)):
-        if is_wanted and min(counts) < least:
-            raise ValueError(f"{name} needs {least} pictures or more of each set, not {min(counts)}")
+    # One more than the neighbors of density and coverage; as many as the splits of the score, which is of FAKE alone.
+    for name, is_wanted, least, count in (
+        ("--prdc", wanted.prdc, 6, min(counts)),
+        ("--is", wanted.inception_score, 10, counts[-1]),
+    ):
+        if is_wanted and count < least:
+            raise ValueError(f"{name} needs {least} pictures or more, not {count}: give more, or leave it out")
 
 
 def _notes(real: Source, fake: Source) -> list[str]:

@@ -197,6 +197,7 @@ class Session:
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
+        """Refuse other threads, which would meet a chunk that is half made; raise ValueError in them."""
         if not self._busy.acquire(blocking=False):
             raise ValueError(
                 "this session is making a chunk in another thread: wait for that, or open a session for each thread"

@@ -217,8 +217,14 @@ class VideoStream(Iterator[NDArray[np.uint8]]):
         return needed
 
     def _begun(self, text: Tensor, policy: VideoPolicy | str) -> Any:
-        kept: dict[str, Any] = {"seed": self._seed, "read_once": self._read_once, "recall": RECALL}
-        return self.video.session(text, size=self.video.latent_size(self._size), policy=policy, **kept)
+        return self.video.session(
+            text,
+            size=self.video.latent_size(self._size),
+            policy=policy,
+            seed=self._seed,
+            read_once=self._read_once,
+            recall=RECALL,
+        )
 
 
 def named(policy: VideoPolicy | str) -> str:

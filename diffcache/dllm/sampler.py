@@ -84,7 +84,7 @@ class Sampler(Settings):
 
         Returns:
             Tokens int64 `[B, n]` and scores `[B, n]`; scores are zero where the order is random,
-            and NaN where the logits are not finite.
+            and NaN where the logit of the token is not finite.
 
         Raises:
             ValueError: If a banned or late token is none of the `V`, or none is left to choose.
@@ -95,7 +95,7 @@ class Sampler(Settings):
             logits = logits.index_fill(-1, banned, float("-inf"))
         dtype = logits.dtype if self.softmax == "model" else getattr(torch, self.softmax)
         tokens = self._tokens(logits, mask_id, generator)
-        if self.by == "random":
+        if self.by == "random":  # 0, but NaN where the logit is NaN or infinite
             return tokens, logits.gather(-1, tokens[..., None])[..., 0].double() * 0
         if self.late:
             late = torch.tensor(self.late, device=logits.device)

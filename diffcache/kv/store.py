@@ -30,7 +30,7 @@ CUT_OFF = "an earlier forward was cut off and left the cache half changed: reset
 
 
 def plainly(method: Callable[Concatenate[KVStore, P], T]) -> Callable[Concatenate[KVStore, P], T]:
-    """Have a method score and code in the dtypes that it says, under autocast too."""
+    """Turn autocast off inside a method, so that scores, merges and codes are made in the dtypes that they say."""
 
     @wraps(method)
     def run(self: KVStore, /, *args: P.args, **kwargs: P.kwargs) -> T:

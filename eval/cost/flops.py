@@ -1,7 +1,7 @@
 """Floating-point operations of a run: counted in a real call, less those that a cache saved.
 
 A multiply-add is two operations. Matrix products, convolutions and attention are counted, as
-`torch.utils.flop_counter` does, with the attention kernel of the CPU that it leaves out;
+`torch.utils.flop_counter` does, with the attention kernel of the CPU, which it leaves out before torch 2.15;
 element-wise work and kernels of other libraries are not.
 """
 

@@ -78,7 +78,7 @@ def test_fid_takes_stored_statistics(capsys: Any, shapes: dict[str, Any], tmp_pa
     message = error(capsys, 2, fid.main, str(file), shapes["fake"], "--kid")
     assert "--kid needs pictures" in message and "real.npz" in message
     few = (shapes["real"], shapes["fake"], "--samples", "9")
-    assert "--is needs 10 pictures or more of each set, not 9" in error(capsys, 2, fid.main, *few, "--is")
+    assert "--is needs 10 pictures or more, not 9: give more" in error(capsys, 2, fid.main, *few, "--is")
     assert "--prdc needs 6" in error(capsys, 2, fid.main, *few[:3], "5", "--prdc")
 
 

@@ -65,7 +65,10 @@ class StaticWindows(Cache):  # type: ignore[misc]
 
 
 def _check_whole(frame: FrameType | None) -> None:
-    """Raise ValueError if the attention mask of the first frame that has one names padding."""
+    """Raise ValueError if the attention mask of the first frame that has one names padding.
+
+    The model hands layers no mask while it asks how long one has to be, so that it is found on the stack.
+    """
     while frame is not None and "attention_mask" not in frame.f_locals:
         frame = frame.f_back
     mask = None if frame is None else frame.f_locals["attention_mask"]
