@@ -65,13 +65,12 @@ class Refreshing:
         self._slots = checked(self.index, layer.held, self._slots)
         self._store.torn = True
         layer.overwrite(self._slots, k, v)
-        layer.summary = None
         if number == self._last:
             raise _Enough
         query = replace(asked, pos=slots.pos.gather(2, place)[:, 0], mask=None)
         if self._watch is not None:
             self._watch(number, query, layer.rotated(layer.read()))
-        return attend(query, self._store.views(number, query))
+        return attend(query, layer.views())  # everything, as a prompt does, whatever a retriever chooses
 
 
 def recompute(

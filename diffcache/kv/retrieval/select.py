@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from diffcache.errors import CacheWarning
-from diffcache.kv.attend import Groups, Query
+from diffcache.kv.attend import Groups, Query, visible
 from diffcache.kv.budget import count_for, slots_for
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.retrieval.gapless import Pick, Run, heads_of, is_gapless, views_at
@@ -35,7 +35,7 @@ class Ask:
         layer: Layer that the queries read.
         others: All layers.
         summary: Summary of the layer's slots, the newest included.
-        free: Slots that may be chosen, bool [B, 1 or H, S]; the others are empty, or read anyway.
+        free: Slots that may be chosen, bool [B, 1 or H, S]; the others are empty, hidden, or read anyway.
         room: Number of slots to choose, int64 [B, 1 or H].
     """
 
@@ -80,7 +80,9 @@ class Selecting(Retriever):
         if layer.index < self.skip:
             return layer.views()
         together = query.together and query.count > 1
-        one_or_all = query.count == 1 or (query.count > self.few and not together)
+        one_or_all = query.count > self.few and not together
+        if query.count == 1:  # without a mask or window it sees all slots
+            one_or_all = query.mask is None and query.window is None
         if self.whole and one_or_all and is_gapless(layer):
             return self._of_run(query, layer, others)
         summary = known(layer)
@@ -94,7 +96,7 @@ class Selecting(Retriever):
         chunk = together or (self.chunks and query.start > 0)
         if query.count > self.few and not chunk:
             return layer.views()
-        valid = summary.pos >= 0
+        valid = _seen(query, summary.pos)  # no room for what a window or mask hides
         always = self._always(summary.pos, query.count) & valid
         tokens = valid.sum(-1)
         own = always.sum(-1) - query.count + 1  # the budget is of the last of several queries
@@ -190,6 +192,14 @@ class Selecting(Retriever):
             CacheWarning,
             stacklevel=2,
         )
+
+
+def _seen(query: Query, pos: Tensor) -> Tensor:
+    """Return which slots at positions [B, 1 or H, S] any of the queries sees, bool like them."""
+    count = query.count
+    window = None if query.window is None else query.window + count - 1
+    mask = None if query.mask is None else query.mask.any(2, keepdim=True)
+    return visible(replace(query.narrow(count - 1, count), mask=mask, window=window), pos)[:, :, 0]
 
 
 def _mean(query: Query) -> Query:

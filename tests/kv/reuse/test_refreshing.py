@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from diffcache.errors import AttachError
-from diffcache.kv import Piece, Recipe, cacheblend, cut, kvshare, pie
+from diffcache.kv import Piece, Recipe, cacheblend, cut, kvshare, pie, quest
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.hf.refresh import recompute
 from diffcache.kv.refresh import align, most_changed
@@ -179,6 +179,15 @@ def test_impact_and_overlap_follow_their_formulas() -> None:
     assert to_fix(chunk, ["a", "b", "c"], 1.0).tolist() == []
     assert to_fix(chunk, ["c", "x"], 1.0).tolist() == [1, 3]
     assert to_fix(chunk, [], 100.0).tolist() == [0, 1, 2, 3]
+
+
+def test_few_tokens_read_everything_whatever_a_retriever_chooses(model: Any) -> None:
+    ids, cache = text(40, 0), cache_for(model, quest(8, page=4, skip=0))
+    with torch.no_grad():
+        model(input_ids=ids[None], past_key_values=cache)
+    before = cache.store.layers[-1].read().v.clone()
+    recompute(model, cache, ids[None], torch.tensor([5, 20]))
+    torch.testing.assert_close(cache.store.layers[-1].read().v, before, atol=1e-5, rtol=1e-5)
 
 
 def test_a_model_that_was_released_is_refused() -> None:
