@@ -15,6 +15,7 @@ from diffcache.eval.report.table import LEAST_SAVED, is_rival
 _HEADLINES = ("fid", "fvd", "lpips", "psnr_db", "clip_score")
 _MOST_LABELS = 48  # names of rows beside a timeline
 _MOST_LABEL = 24  # characters beside a point
+_MOST_OUTLINED = 200  # steps of a timeline; the lines around more would hide them
 _BYTES = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"), (1, "B"))
 _FLOPS = ((1e15, "PFLOPs"), (1e12, "TFLOPs"), (1e9, "GFLOPs"), (1e6, "MFLOPs"), (1, "FLOPs"))
 
@@ -167,12 +168,12 @@ def _draw_timeline(lanes: Mapping[str, Sequence[tuple[float | None, float]]]) ->
         shares = [share for _, share in lane]
         grid[row, : len(lane)] = shares
         words = f"{sum(shares):.4g} of {len(lane)}"
-        axis.text(columns - 0.3, row, words, va="center", fontsize=9, color=palette.GREY)
+        side = {"xycoords": axis.get_yaxis_transform(), "textcoords": "offset points", "va": "center"}
+        axis.annotate(words, (1, row), (6, 0), **side, fontsize=9, color=palette.GREY)
     colors = LinearSegmentedColormap.from_list("computed", [palette.PALE, palette.COMPUTED])
     edges = [0.5 + np.arange(-1, count) for count in (columns, len(lanes))]
-    mesh = axis.pcolormesh(
-        *edges, np.ma.masked_invalid(grid), cmap=colors, vmin=0, vmax=1, edgecolor="white", linewidth=0.8
-    )
+    lines = {"edgecolor": "white", "linewidth": 0.8} if columns <= _MOST_OUTLINED else {}
+    mesh = axis.pcolormesh(*edges, np.ma.masked_invalid(grid), cmap=colors, vmin=0, vmax=1, **lines)
     every = -(-len(names) // _MOST_LABELS)  # where there are too many rows, every second, third... of them is named
     axis.set_yticks(range(0, len(names), every), names[::every])
     axis.set_ylim(len(names) - 0.5, -0.5)
@@ -239,7 +240,7 @@ def _draw_growth(curves: Mapping[str, Sequence[float]], looks: Mapping[str, pale
     axis.set_yscale("log")
     axis.set_xlabel("step")
     axis.set_ylabel("relative L2 error of the latents\n(log scale, less is better ↓)")
-    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     figure.legend(loc="outside lower center", ncols=columns, handlelength=3.4)
     return figure
 

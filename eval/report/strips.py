@@ -79,7 +79,7 @@ def picks(methods: Sequence[dict[str, Any]], group: str, most: int) -> list[tupl
 
 
 def _caption(samples: Samples, number: int, of: str) -> str:
-    prompt = samples.prompts.get(number)
+    prompt = " ".join(samples.prompts.get(number, "").split())
     return f"sample {number}, {of}" + (f": {prompt}" if prompt else "")
 
 
@@ -92,14 +92,14 @@ def _picture_block(
     if base is None:
         return None
     panel = _enlarged(base)
-    wide, high = panel.size
+    wide, high = _SIDE, panel.height  # the words under a narrow picture need more room than it
     width = (len(methods) + 1) * (wide + _GAP) - _GAP
     canvas = Image.new("RGB", (width, 22 + 2 * high + 3 * 22), "white")
     pen = ImageDraw.Draw(canvas)
     _write(pen, (0, 0), f"sample {number}, {of}", (width, _SMALL, _GREY))
     _place(canvas, panel, (0, 22), ("uncached", ""))
     prompt = samples.prompts.get(number, "")
-    words = "\n".join(_wrapped(prompt, wide, high // 18))
+    words = "\n".join(_wrapped(prompt, wide, high // 18 + 2))
     pen.multiline_text((0, 22 + high + 26), words, fill=_GREY, font=_font(_SMALL), spacing=4)
     for place, row in enumerate(methods, 1):
         left = place * (wide + _GAP)
@@ -170,11 +170,11 @@ def _place(canvas: Image.Image, panel: Image.Image, at: tuple[int, int], words: 
     """Paste a panel with a hairline and two short texts under it, the second to the right."""
     pen = ImageDraw.Draw(canvas)
     canvas.paste(panel, at)
-    right, bottom = at[0] + panel.width, at[1] + panel.height
-    pen.rectangle((at[0], at[1], right - 1, bottom - 1), outline=_LINE)
+    bottom = at[1] + panel.height
+    pen.rectangle((at[0], at[1], at[0] + panel.width - 1, bottom - 1), outline=_LINE)
     taken = _font(_SMALL).getlength(words[1]) + 6 if words[1] else 0
-    _write(pen, (at[0], bottom + 3), words[0], (int(panel.width - taken), _SMALL, _INK))
-    pen.text((right, bottom + 3), words[1], fill=_GREY, font=_font(_SMALL), anchor="ra")
+    _write(pen, (at[0], bottom + 3), words[0], (int(_SIDE - taken), _SMALL, _INK))
+    pen.text((at[0] + _SIDE, bottom + 3), words[1], fill=_GREY, font=_font(_SMALL), anchor="ra")
 
 
 def _write(pen: Any, at: tuple[int, int], text: str, how: tuple[int, int, Any]) -> None:

@@ -280,6 +280,24 @@ def test_sheet_shows_the_pixels_and_their_difference(tmp_path: Path) -> None:
         assert np.array_equal(panel, wanted)
 
 
+def test_narrow_pictures_leave_room_for_the_words_below(tmp_path: Path) -> None:
+    record = make_record()
+    record["rows"] = record["rows"][:2]
+    for file in make_run(tmp_path, record, "two\nlines").glob("cases/*/samples/*.png"):
+        Image.open(file).resize((8, 128)).save(file)
+    sheet = strips.draw(record, [tmp_path])[0][0]
+    assert pixels_of(sheet).shape[1] == 2 * (2 * (192 + 12) - 12 + 2 * 16)
+    assert sheet.lines[0].endswith(": two lines, 1")
+
+
+def test_a_timeline_of_many_steps_shows_its_cells() -> None:
+    record = make_record()
+    record["rows"][1]["timeline"] = [{"step": step, "computed": 1.0} for step in range(1000)]
+    (shown,) = (plot for plot in plots.draw(record)[0] if plot.stem == "timeline")
+    red, _, blue = pixels_of(shown)[..., :3].astype(int).transpose(2, 0, 1)
+    assert ((blue - red) > 100).mean() > 0.1
+
+
 def test_methods_take_turns_in_the_choice_of_samples() -> None:
     methods = [
         {"name": "a", "samples": {"worst": [7, 2, 9]}},
@@ -405,6 +423,12 @@ def test_every_text_is_escaped_and_the_same_record_gives_the_same_bytes(tmp_path
 def test_only_what_was_asked_for_is_written(tmp_path: Path) -> None:
     files = write_report(make_record(), tmp_path, formats=["csv"])
     assert files == [tmp_path / "report" / "table.csv"] and len(list(files[0].parent.iterdir())) == 1
+    record = make_record()
+    record["rows"] = record["rows"][:1]
+    for shown in (True, False):  # stand-ins are explained where there are some
+        page = next(f for f in write_report(record, tmp_path, formats=["md"]) if f.suffix == ".md")
+        assert ("stand-ins" in page.read_text()) is (words.LITE in page.read_text()) is shown
+        record["metrics"] = {}
 
 
 def test_command_line(run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
