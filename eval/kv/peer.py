@@ -221,6 +221,7 @@ def showing(model: Any) -> Iterator[None]:
     finally:
         for attention in attentions:
             del attention.rotary_emb
+            vars(attention).pop("masked_key_indices", None)  # which presses set
         model.set_attn_implementation(before)
 
 
@@ -265,12 +266,11 @@ def installed() -> str | None:
 @functools.cache
 def press_class(file: str, cls: str) -> Any:
     """Import one press file without the package's `__init__` and without its heavy imports."""
-    if "kvpress" not in sys.modules:
-        spec = importlib.util.find_spec("kvpress")
-        if spec is None or spec.origin is None:
-            raise ModuleNotFoundError(f"kvpress is missing: {INSTALL}")
-        sys.modules["kvpress"] = _stub("kvpress", __path__=[str(Path(spec.origin).parent)])
+    spec = importlib.util.find_spec("kvpress")
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(f"kvpress is missing: {INSTALL}")
     stubs = {
+        "kvpress": _stub("kvpress", __path__=[str(Path(spec.origin).parent)]),
         "cachetools": _stub("cachetools", LRUCache=dict, cached=lambda *_, **__: lambda function: function),
         "datasets": _stub("datasets", load_dataset=None),
     }
@@ -302,13 +302,14 @@ def build(spec: Spec, ratio: float, settings: Mapping[str, Any] | None = None) -
         ValueError: If there is no such setting.
     """
     cls = press_class(spec.file, spec.cls)
-    known = {each.name for each in dataclasses.fields(cls)}
+    # The budget is a press' ratio, and wrappers are given the press inside them.
+    known = {each.name for each in dataclasses.fields(cls)} - {"compression_ratio", "press"}
     left = dict(settings or {})
     own = {**spec.settings, **{key: left.pop(key) for key in sorted(known & left.keys())}}
     if spec.base is not None:
         return cls(press=build(PRESSES[spec.base], ratio, left), **own)
     if left:
-        taken = ", ".join(sorted(known - {"compression_ratio"})) or "none"
+        taken = ", ".join(sorted(known)) or "none"
         raise ValueError(f"kvpress' {spec.cls} has no setting {min(left)!r}; it has: {taken}")
     return cls(**{"compression_ratio": ratio, **own})
 
@@ -340,7 +341,7 @@ def compress(row: Seen, press: Any, attentions: bool = False) -> tuple[Tensor, T
         k, v = press.compress(row.module, row.hidden, row.k, row.v, weights, row.rotation)
     masked = row.module.masked_key_indices
     if masked is not None:
-        mask = torch.ones(whole.shape[:3], dtype=torch.bool)
+        mask = torch.ones(whole.shape[:3], dtype=torch.bool, device=whole.device)
         mask[masked] = False
         return k, v, mask
     # These rows are copies, and no two slots are alike.

@@ -16,10 +16,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from diffcache import kv
 from diffcache.eval.kv.peer import PressPeer
-from diffcache.eval.kv.recipe_words import NONE, parse_row, weights_digest
+from diffcache.eval.kv.recipe_words import NONE, parse_row, tables_digest, weights_digest
 from diffcache.eval.metrics.intervals import share_interval
-from diffcache.eval.record import ROOT, Setting, check, envelope
+from diffcache.eval.record import Setting, check, envelope
 from diffcache.eval.runs.sweep import read_values
 from diffcache.files import read_json, write_json
 from diffcache.foreign import with_cache
@@ -291,12 +292,17 @@ def read_sweep(file: Path) -> RecipeSweep:
         raise ValueError(f"{file}: unknown key {unknown[0]!r}; use {known}")
     if not families:
         raise ValueError(f"{file}: [family.NAME] with recipes = [...] is missing")
+    if not isinstance(budgets, list) or not isinstance(families, dict):
+        raise ValueError(f"{file}: budgets={budgets!r}: must be a list, and family={families!r} tables")
     spelled = {}
     for name, family in families.items():
+        texts = family.get("recipes") if isinstance(family, dict) else None
+        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+            raise ValueError(f"{file}: [family.{name}]: recipes={texts!r}: must be a list of words")
+        if not budgets and any("{}" in text for text in texts):
+            raise ValueError(f"{file}: [family.{name}]: budgets = [...], which {{}} takes in turn, is missing")
         spelled[name] = [
-            text.replace("{}", repr(budget))
-            for text in family.get("recipes", [])
-            for budget in (budgets if "{}" in text else [None])
+            text.replace("{}", repr(budget)) for text in texts for budget in (budgets if "{}" in text else [None])
         ]
         for word in spelled[name]:
             parse_row(word)
@@ -307,28 +313,29 @@ def run(sweep: RecipeSweep, out: Path | None = None, progress: Progress | None =
     """Measure every recipe of a sweep that the record `out` does not have yet.
 
     The record is written after every row, so that a run that was cut off goes on. Rows are kept while neither the task
-    nor the code of caches has changed.
+    nor the model's weights, their tables or the code have changed.
     """
-    rows = rows_before(out, fingerprint(sweep.task))
     weights = weights_digest(sweep.task.directory)
+    key = fingerprint((sweep.task, weights))
+    rows = rows_before(out, key)
     wanted_rows = {word: parse_row(word, weights) for word in sweep.words() if word not in rows}
     model = sweep.task.load()
     for word, row in wanted_rows.items():
-        rows[word] = {**measure(model, row, sweep.task, progress), "name": word}
-        _write(list(rows.values()), sweep, out)
+        rows[word] = named(measure(model, row, sweep.task, progress), word)
+        _write(list(rows.values()), sweep, key, out)
     wanted = [rows[word] for word in sweep.words()]
-    _write(wanted, sweep, out)
+    _write(wanted, sweep, key, out)
     return wanted
 
 
-def _write(rows: list[dict[str, Any]], sweep: RecipeSweep, out: Path | None) -> None:
+def _write(rows: list[dict[str, Any]], sweep: RecipeSweep, key: str, out: Path | None) -> None:
     """Write the measured rows with the task and the setting."""
     if out is None:
         return
     task, seconds = sweep.task, sum(row["seconds"]["all"] for row in rows)
     body = {"shapes": {"device": "cpu", **asdict(task)}, "rounds": 1, "seed": task.seed}
     body |= {"seconds": seconds, "rows": rows}
-    body |= {"fingerprint": fingerprint(task), "families": dict(sweep.families)}
+    body |= {"fingerprint": key, "families": dict(sweep.families)}
     write_rows(BENCHMARK, Setting(torch.device("cpu"), DTYPES[task.dtype]), body, out)
 
 
@@ -344,16 +351,22 @@ def write_rows(benchmark: str, setting: Setting, body: dict[str, Any], out: Path
 
 
 def rows_before(out: Path | None, key: str | None) -> dict[str, dict[str, Any]]:
-    """Return the rows of a record by their words, none of one with another `fingerprint`."""
+    """Return the rows of a record by their words, none of one with another `fingerprint`, or of other tables."""
     record = None if out is None else read_json(out)
     if record is None or record.get("fingerprint") != key:
         return {}
-    return {row["name"]: row for row in record["rows"]}
+    return {row["name"]: row for row in record["rows"] if row.get("tables") == tables_digest(row["name"])}
+
+
+def named(row: dict[str, Any], word: str) -> dict[str, Any]:
+    """Return a row under its word, with the digest of the tables that it was measured with."""
+    tables = tables_digest(word)
+    return {**row, "name": word} | ({} if tables is None else {"tables": tables})
 
 
 def fingerprint(task: object) -> str:
-    """Return a digest of a task, by its `repr`, and of the code of caches."""
+    """Return a digest of a task, by its `repr`, and of the code that measures and of caches."""
     found = hashlib.sha256(repr(task).encode())
-    for file in sorted((ROOT / "diffcache" / "kv").rglob("*.py")):
+    for file in sorted(file for path in (*kv.__path__, Path(__file__).parent) for file in Path(path).rglob("*.py")):
         found.update(file.read_bytes())
     return found.hexdigest()[:16]

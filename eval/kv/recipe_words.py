@@ -7,9 +7,9 @@ single setting is read by `heads=@FILE`, of the tensor that is named as the sett
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,14 @@ def names_tables(text: str) -> bool:
     return f"{TABLES}=" in text or f"={MARK}" in text
 
 
+def tables_digest(text: str) -> str | None:
+    """Return 16 hexadecimal digits of the files of tables that a word refers to; None where it refers to none."""
+    names = re.findall(rf"(?:\b{TABLES}={MARK}?|={MARK})([^,#|'\"]+)", text)
+    files = [Path(name) if name.endswith(".safetensors") else FOLDER / f"{name}.safetensors" for name in names]
+    contents = b"".join(file.read_bytes() for file in files if file.is_file())
+    return hashlib.sha256(contents).hexdigest()[:16] if names else None
+
+
 def _value(key: str, value: Any, weights: str | None) -> Any:
     if isinstance(value, str) and value.startswith(MARK):
         return read_table(value, key, weights)
@@ -108,7 +116,6 @@ _BASES = ("key_down", "key_up", "value_down", "value_up")
 _CHUNK_BYTES = 1 << 22
 
 
-@functools.cache
 def weights_digest(directory: Path) -> str:
     """Return 16 hexadecimal digits of the weight files of a saved model.
 

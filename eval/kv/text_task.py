@@ -21,7 +21,7 @@ from transformers import DynamicCache
 from diffcache.eval.cost.interleave import Call, Timings, Turn, summary
 from diffcache.eval.cost.interleave import measure as take_turns
 from diffcache.eval.kv.asked import Asked, Spelled, score, spells
-from diffcache.eval.kv.recall_cost import exact_bytes, fingerprint, rows_before, write_rows
+from diffcache.eval.kv.recall_cost import exact_bytes, fingerprint, named, rows_before, write_rows
 from diffcache.eval.kv.recipe_words import NONE, names_tables, parse_recipe
 from diffcache.eval.kv.texts import TextModel, TextWindows, windows
 from diffcache.eval.metrics.intervals import Interval, mean_interval, share_change, share_interval
@@ -210,7 +210,7 @@ def _row(found: _Found, kinds: Sequence[str] | None) -> dict[str, Any]:
         row["needle_by_depth"] = table[:, places].float().mean(0).tolist()
     if row["able"]:
         row["whole"] = share_interval(hits_of(row)).to_dict()
-    if found.aware:
+    if found.aware and row["able"]:
         row["aware"] = share_interval(torch.tensor(found.aware)).to_dict()
     return row
 
@@ -265,7 +265,7 @@ def run(
     """Measure recipes on texts; the exact cache comes first, and tells which questions the model can answer.
 
     The record is written after every row, so that a run that was cut off goes on: rows are kept while neither the task
-    nor the code of caches has changed. `each` is called with the results so far and the word of the latest row.
+    nor weights, tables or the code have changed. `each` is called with the results so far and the latest row's word.
 
     Raises:
         AttachError: If no cache of ours serves the model.
@@ -275,11 +275,11 @@ def run(
     for word in words:
         parse_recipe(word)  # raises before anything is loaded
     started, drawn = time.monotonic(), task.windows()
-    weights = task.model.weights if any(map(names_tables, words)) else None
+    weights = task.model.weights if out is not None or any(map(names_tables, words)) else None
     recipes = {NONE: Recipe()} | {word: parse_recipe(word, weights) for word in words}
     model = task.model.load()
     cache_for(model, Recipe(), mode="stock")  # raises where no cache of ours serves the model
-    key = None if out is None else fingerprint((task, drawn.source, task.model.weights))
+    key = None if out is None else fingerprint((task, drawn.source, weights))
     before, found = rows_before(out, key), Measured(count=len(drawn.ids))
     told: Progress = progress or (lambda *_: None)
     total, kinds = len(recipes) * len(drawn.ids), None
@@ -287,7 +287,7 @@ def run(
     for place, (word, recipe) in enumerate(recipes.items()):
         step = partial(_step, told, place * len(drawn.ids), total, word)
         try:
-            found.rows[word] = before.get(word) or {**measure(model, recipe, task, drawn, step, kinds), "name": word}
+            found.rows[word] = before.get(word) or named(measure(model, recipe, task, drawn, step, kinds), word)
         except Exception as error:  # a row may fail in any way a model can
             if word == NONE:
                 raise

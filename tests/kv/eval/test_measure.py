@@ -1,5 +1,6 @@
 """What is measured of a recipe: the same each time, with honest bytes, and peers alike."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,8 @@ def test_what_a_press_keeps_is_what_our_store_holds(model: nn.Module, folder: Pa
 def test_kvpress_answers_for_every_press(name: str, model: nn.Module, folder: Path) -> None:
     found = measured(model, peer.peer(f"kvpress/{name}", 0.5), folder, samples=2)
     assert 0.2 * CONTEXT < found["slots"] < 0.7 * CONTEXT
+    assert not hasattr(model.model.layers[0].self_attn, "masked_key_indices")  # type: ignore[union-attr]
+    assert "kvpress" not in sys.modules  # the stub would be what a later import finds
 
 
 @pytest.mark.skipif(peer.installed() is None, reason="kvpress is not installed")
@@ -119,3 +122,6 @@ def test_settings_go_to_the_press_that_has_them() -> None:
     assert dict(peer.peer("kvpress/adakv", 0.5, window_size=4).settings) == {"window_size": 4}
     with pytest.raises(ValueError, match="KnormPress has no setting 'window'"):
         peer.peer("kvpress/knorm", 0.5, window=4)
+    for wrong in ("compression_ratio", "press"):  # the budget says it, and the name
+        with pytest.raises(ValueError, match=f"SnapKVPress has no setting '{wrong}'"):
+            peer.peer("kvpress/adakv", 0.5, **{wrong: 0.9})

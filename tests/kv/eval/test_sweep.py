@@ -72,6 +72,36 @@ def test_a_run_that_was_cut_off_goes_on(tmp_path: Path, folder: Path, monkeypatc
     other = recall_cost.RecipeSweep(task(folder, seed=1), wanted.families)
     recall_cost.run(other, out)
     assert len(asked) == 7  # of another task nothing is kept
+    monkeypatch.setattr(recall_cost, "tables_digest", lambda word: "other" if "random" in word else None)
+    recall_cost.run(other, out)
+    assert asked[7:] == ["random"]  # nor is a row of other tables
+    monkeypatch.setattr(recall_cost, "weights_digest", lambda directory: "other")
+    recall_cost.run(other, out)
+    assert len(asked) == 11  # nor anything of other weights
+
+
+def test_the_digest_of_tables_is_of_what_the_files_hold(tmp_path: Path) -> None:
+    file, word = tmp_path / "t.safetensors", "duo_attention:heads=@{0}#heads,sinks=4|cskv:tables={0}"
+    digest = lambda: recipe_words.tables_digest(word.format(file))  # noqa: E731
+    missing = digest()
+    file.write_bytes(b"one")
+    assert missing != digest() == recipe_words.tables_digest(f"cskv:tables=@{file}|cskv:bases=@{file}")
+    assert recipe_words.tables_digest("snapkv:budget=0.5|kivi") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('budgets = 0.5\n[family.a]\nrecipes = ["keydiff:budget={}"]', "budgets=0.5: must be a list"),
+        ('[family.a]\nrecipes = ["keydiff:budget={}"]', r"budgets = \[...\], which {} takes in turn, is missing"),
+        ('[family.a]\nrecipes = "keydiff"', "recipes='keydiff': must be a list of words"),
+        ('[family.a]\nrecip = ["keydiff"]', "recipes=None: must be a list of words"),
+        ("family = 3", "family=3 tables"),
+    ],
+)
+def test_a_sweep_that_would_measure_less_than_it_says_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        recall_cost.read_sweep(written(tmp_path, text))
 
 
 def test_the_command_prints_a_table_and_writes_a_record(tmp_path: Path, folder: Path) -> None:

@@ -56,6 +56,11 @@ def test_an_exact_cache_scores_as_the_stock_model(task: TextTask, model: Any, mo
     assert model.config._attn_implementation == "sdpa"
 
 
+def test_a_model_that_can_answer_nothing_is_asked_nothing_first(task: TextTask, model: Any) -> None:
+    found = measure(model, snapkv(0.5, window=4), replace(task, aware=True), task.windows(), kinds=[])
+    assert found["aware"] is None and found["whole"] is None
+
+
 def test_a_log_is_told_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(console, "SECONDS", 0.01)
     told = ""
