@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from diffcache.attach.call import in_call
 from diffcache.attach.reuse.frame import FRAME, Frame
-from diffcache.attach.reuse.gated import main_stream
 from diffcache.attach.reuse.layout import Layout
 from diffcache.attach.reuse.modulated_probe import Peek, plain, run_plain, run_unwatched
 from diffcache.attach.reuse.plan import keep, plan, protect_all
 from diffcache.attach.reuse.setup import Setup, use_sites
+from diffcache.attach.reuse.stand_in import main_stream
 from diffcache.attach.reuse.trace import BlockCall, Reach, Trace
 from diffcache.attach.signature import writes_cache
 from diffcache.attach.tap import ITEMS, ServedTap, Tap

@@ -13,12 +13,12 @@ from diffcache.attach.denoiser import Denoiser
 from diffcache.attach.extension import Extension
 from diffcache.attach.reuse.deep import split
 from diffcache.attach.reuse.frame import FRAME, Frame, Random
-from diffcache.attach.reuse.gated import gated_items
 from diffcache.attach.reuse.layout import work_of
 from diffcache.attach.reuse.learn import learn, verify
 from diffcache.attach.reuse.modulated_probe import Peek
 from diffcache.attach.reuse.setup import BranchState, Decision, Setup, use_sites
 from diffcache.attach.reuse.span import keep_output, stand_in
+from diffcache.attach.reuse.stand_in import gated_items
 from diffcache.attach.reuse.taps import Taps
 from diffcache.attach.reuse.time_probe import time_peek
 from diffcache.attach.reuse.trace import Trace
