@@ -53,7 +53,7 @@ class Website:
     """
 
     def __init__(self) -> None:
-        self.files: dict[str, Path] = {}
+        self.files = {"site.css": ROOT / "docs" / "site.css"}
         texts = dict(_texts())
         self._places: dict[str, str] = {}
         for place, (source, _) in texts.items():
