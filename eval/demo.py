@@ -21,18 +21,12 @@ from diffcache.eval.cost.interleave import Turn, measure
 from diffcache.eval.record import Progress, Setting, untold
 from diffcache.features.base import Method
 from diffcache.pipelines.demo.generate import closeness, decibels
+from diffcache.pipelines.demo.images import PROMPTS
 from diffcache.pipelines.demo.saved import locate, pipeline_of
 from diffcache.pipelines.load import load
 from diffcache.run_report import Report, human, share
 
 MODEL = "sticker-flux"
-# Prompts of that model where nobody says any; these pairs of stickers are held out of training.
-PROMPTS = (
-    "a guitar above a mushroom on grass",
-    "a frog right of a rocket on gravel",
-    "a fox left of a pineapple on wood",
-    "a fox below a pumpkin in the sky",
-)
 MOST = 4  # pictures
 ROUNDS = 3
 WARMUP_STEPS = 4

@@ -28,6 +28,7 @@ from diffcache.eval.workshop.small.stickers import (
     sample_scene,
 )
 from diffcache.pipelines.causal_video import CausalVideo
+from diffcache.pipelines.demo.images import PROMPTS
 from diffcache.pipelines.pretrained_video import streaming
 from diffcache.pipelines.shipped_models import MODELS
 from diffcache.video import FewSteps, FullHistory, VideoPolicy, Window
@@ -43,6 +44,7 @@ def test_no_combination_is_both_trained_on_and_held_out(scenes, held):
         names = tuple(sticker.name for sticker in scene.stickers)
         assert held_out(names, scene.ground) == held
         assert held_out(names[::-1], scene.ground) == held
+    assert all(held_out(parse(prompt)[0], "") for prompt in PROMPTS)  # of the demo, as README.md says
 
 
 def test_most_objects_are_held_out_somewhere_and_all_are_seen_elsewhere():

@@ -28,10 +28,12 @@ AUTOMATIC = "what fits the model"
 LONGEST = 200  # letters of a method with its settings
 MOST_TIMES = 64  # largest factor that a difference is scaled by
 BRIGHT = 200  # gray value, of 255, up to which a difference is scaled
+# Pairs of stickers that are held out of training, of objects that the shipped model draws well.
 PROMPTS = (
-    "a fox left of a pineapple on wood",
-    "a guitar above a mushroom on grass",
-    "a frog right of a rocket on gravel",
+    "a cupcake left of a car on gravel",
+    "a fox above a sunflower in the sky",
+    "a lion below an owl in space",
+    "a pineapple right of a sunflower on grass",
 )
 
 
