@@ -29,7 +29,7 @@ T = TypeVar("T")
 CUT_OFF = "an earlier forward was cut off and left the cache half changed: reset it, or use a fork"
 
 
-def plainly(method: Callable[Concatenate[KVStore, P], T]) -> Callable[Concatenate[KVStore, P], T]:
+def without_autocast(method: Callable[Concatenate[KVStore, P], T]) -> Callable[Concatenate[KVStore, P], T]:
     """Turn autocast off inside a method, so that scores, merges and codes are made in the dtypes that they say."""
 
     @wraps(method)
@@ -174,7 +174,7 @@ class KVStore:
             self.compress()
         self._flush()
 
-    @plainly
+    @without_autocast
     def compress(self) -> None:
         """Score all slots and carry out the plan, due or not; ValueError without a score or any slots."""
         self._commit()
@@ -201,7 +201,7 @@ class KVStore:
             for ring in self._rings:
                 ring.reset(self.seen)
 
-    @plainly
+    @without_autocast
     def compress_layer(
         self,
         index: int,
@@ -249,7 +249,7 @@ class KVStore:
             wanted = torch.zeros_like(wanted).scatter_(-1, seen.order.expand_as(wanted), wanted)
         layer.keep(wanted, last=last, flat=recipe.layout == "flat")
 
-    @plainly
+    @without_autocast
     def keep(self, choose: Callable[[KVLayer], Tensor], *, last: int = 0) -> None:
         """Hold the slots that are named in each layer and no others.
 
@@ -391,7 +391,7 @@ class KVStore:
                 self._note(layer, each.query, each.valid)
             ring.pending.clear()
 
-    @plainly
+    @without_autocast
     def _flush(self) -> None:
         codec, trigger = self.recipe.codec, self.recipe.trigger
         if codec is None or not self.seen:
@@ -404,7 +404,7 @@ class KVStore:
             self._settled = self.seen
         self.torn = False
 
-    @plainly
+    @without_autocast
     def _note(
         self, layer: KVLayer, query: Query, valid: Tensor | None, view: View | None = None, lse: Tensor | None = None
     ) -> None:
