@@ -174,7 +174,15 @@ def probabilities(query: Query, slots: Slots, block: int) -> Iterator[tuple[Quer
     for start in range(0, query.count, block):
         part = query.narrow(start, min(start + block, query.count))
         found = logits(part, slots)
-        yield part, found, found.softmax(-1).nan_to_num(0.0)
+        yield part, found, softmax(found, query.sinks).nan_to_num(0.0)
+
+
+def softmax(found: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the softmax of logits [B, H, G, n, S]; sinks [H * G], None for none, take a part that no slot gets."""
+    if sinks is None:
+        return found.softmax(-1)
+    beside = sinks.to(found.dtype).view(*found.shape[1:3], 1, 1).expand(*found.shape[:-1], 1)
+    return torch.cat([found, beside], -1).softmax(-1)[..., :-1]
 
 
 def _joined(views: Sequence[View]) -> View:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from diffcache.kernels.attention import attn_forward, attn_mass, takes
-from diffcache.kv.attend import Query, is_open, limits, probabilities, visible
+from diffcache.kv.attend import Query, is_open, limits, probabilities, softmax, visible
 from diffcache.kv.slots import Slots
 from diffcache.kv.view import View
 
@@ -101,6 +101,8 @@ class Attended:
         seen, lse = limits(self.query, self.view), self.lse
         if lse is None:
             lse = attn_forward(q, k, None, scale, **seen)[1]
+        if self.query.sinks is not None:
+            lse = torch.logaddexp(lse, self.query.sinks.to(lse.dtype)[:, None])
         if self.valid is not None:
             lse = lse.masked_fill(~self.valid[:, None], torch.inf)
         return attn_mass(q, k, lse, scale, **seen) * (k.shape[1] / q.shape[1])
@@ -126,7 +128,9 @@ class Attended:
             found = found + many[:, :, None, None, : found.shape[-1]].to(found.dtype)
         if change is not None:
             found = change(found, heads, part)
-        probs = self._hidden(found, heads, part).softmax(-1)
+        sinks = self.query.sinks
+        sinks = None if sinks is None else sinks[heads.start * groups : heads.stop * groups]
+        probs = softmax(self._hidden(found, heads, part), sinks)
         if not self.sees_all and not self._is_causal:
             probs = probs.nan_to_num_(0.0)  # a query that sees nothing
         probs = probs.flatten(2, 3)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from diffcache.kv.attend import Query, logits
+from diffcache.kv.attend import Query, logits, softmax
 from diffcache.kv.attended import Attended
 from diffcache.kv.layer import KVLayer
 from diffcache.kv.rotary import Rotation
@@ -94,7 +94,7 @@ class Observation:
     def probs(self, count: int) -> Tensor:
         """Return how the last `count` queries attend, [B, H, G, w, S] float32, zero for padding."""
         asked = self.last(count)
-        found = logits(asked, self.slots).float().softmax(-1).nan_to_num(0.0)
+        found = softmax(logits(asked, self.slots).float(), asked.sinks).nan_to_num(0.0)
         return found * (asked.positions() >= 0)[:, None, None, :, None]
 
     def mass(self, count: int) -> Tensor:
@@ -170,7 +170,7 @@ class Ring:
         pos = new.positions().expand(len(new.q), -1)
         if valid is not None:
             pos = pos.where(valid[:, -new.count :], -1)
-        new = replace(new, pos=pos, mask=None, sinks=None)
+        new = replace(new, pos=pos, mask=None)
         if self.query is not None:
             old = self.query.narrow(max(self.query.count + new.count - self.size, 0), self.query.count)
             new = replace(new, q=torch.cat([old.q, new.q], 2), pos=torch.cat([old.positions(), pos], 1))

@@ -24,6 +24,7 @@ from diffcache.eval.kv.recipe_words import basis_tensors, write_table
 from diffcache.eval.methods import naming
 from diffcache.foreign import with_cache
 from diffcache.kv.attend import Query, attend
+from diffcache.kv.hf.attention import attention as stock
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
 from diffcache.kv.hf.model import attentions
 from diffcache.kv.layer import KVLayer
@@ -368,8 +369,7 @@ def _gated(model: Any, gates: dict[int, Tensor], sinks: int, recent: int) -> Ite
     ) -> tuple[Tensor, None]:
         gate = gates.get(module.layer_idx)  # type: ignore[call-overload]
         if gate is None:
-            plain: tuple[Tensor, None] = sdpa_attention_forward(module, q, k, v, mask, **kwargs)
-            return plain
+            return stock(sdpa_attention_forward, module, q, k, v, mask, **kwargs)
         slots = Slots(k, v, {"pos": span(0, k.shape[2], len(k), k.device)})
         if len(gate) != k.shape[1]:
             raise AttachError(
@@ -377,7 +377,8 @@ def _gated(model: Any, gates: dict[int, Tensor], sinks: int, recent: int) -> Ite
                 "heads: gates of heads are not of what it holds; take another recipe"
             )
         scale = kwargs.get("scaling") or q.shape[-1] ** -0.5
-        out = mixed_attention(Query(q, 0, scale), slots, gate.to(q.device), sinks, recent)
+        query = Query(q, 0, scale, mask=mask, softcap=kwargs.get("softcap"), sinks=kwargs.get("s_aux"))
+        out = mixed_attention(query, slots, gate.to(q.device), sinks, recent)
         return out.transpose(1, 2).contiguous(), None
 
     with attending(model, "diffcache-gates", attention):

@@ -131,12 +131,13 @@ def attention(
     )
     noted = asked
     if window is not None and (writer.store.recipe.observes or not in_order):
-        noted = replace(asked, mask=_reached(asked, window), window=None)
+        # Scorers keep no masks; a window that the model names is in its mask as well.
+        noted = replace(asked, mask=_reached(asked, window), window=kwargs.get("sliding_window"))
     if in_order:
         asked = replace(asked, mask=None, causal=True)
         noted = asked if window is None else noted  # scorers are told the same with kernels on
     else:
-        asked = noted
+        asked = noted if noted.window is None else replace(noted, window=None)
     valid = None
     if attention_mask is not None:
         if window is None or start + count <= window:
@@ -266,9 +267,9 @@ def _foreign(
         return stock(module, query, key, value, mask, **kwargs)
     width, scaling = key.shape[2], kwargs.get("scaling")
     slots = Slots(key, value, {"pos": span(0, width, len(key), key.device)})
-    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+    softcap, sinks, causal = kwargs.get("softcap"), kwargs.get("s_aux"), _causal(module, kwargs, eager=True)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    asked = Query(query, width - query.shape[2], scale, mask=mask, softcap=softcap, sinks=sinks)
+    asked = Query(query, width - query.shape[2], scale, mask=mask, causal=causal, softcap=softcap, sinks=sinks)
     return attend(asked, [View(slots)]).transpose(1, 2).contiguous(), None
 
 

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from diffcache.kv.attend import Query, logits
+from diffcache.kv.attend import Query, logits, softmax
 from diffcache.kv.budgets.heads import Heads
 from diffcache.kv.settings import Count, NotNegative, Positive, Settings
 from diffcache.kv.slots import Slots
@@ -80,7 +80,7 @@ def mixed_attention(query: Query, slots: Slots, gate: Tensor, sinks: int, recent
     near = (first[:, :, None] | (age < recent))[:, :, None]
     few = found.masked_fill(~near, float("-inf"))
     share = gate.to(found.dtype).view(1, -1, 1, 1, 1)
-    probs = share * _softmax(found) + (1 - share) * _softmax(few)
+    probs = share * _softmax(found, query.sinks) + (1 - share) * _softmax(few, query.sinks)
     out = torch.einsum("bhgns,bhsd->bhgnd", probs, slots.v.to(found.dtype))
     return out.flatten(1, 2).to(query.q.dtype)
 
@@ -159,8 +159,8 @@ def retrieval_heads(gates: Tensor, share: float = 0.5) -> Heads:
     return tuple(tuple(bool(head) for head in row) for row in whole.view(gates.shape))
 
 
-def _softmax(found: Tensor) -> Tensor:
+def _softmax(found: Tensor, sinks: Tensor | None) -> Tensor:
     """Return probabilities, zero where nothing is seen, with gradients that are finite."""
     seen = found > float("-inf")
     some = seen.any(-1, keepdim=True)
-    return found.where(some, 0.0).softmax(-1) * some
+    return softmax(found.where(some, 0.0), sinks) * some

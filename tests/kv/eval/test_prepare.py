@@ -1,6 +1,7 @@
 """Offline stages run on a tiny model, write tables that recipes take, and leave the model alone."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,26 @@ from safetensors import safe_open
 
 from diffcache.errors import TablesError
 from diffcache.eval.kv import recipe_words, stages
-from diffcache.eval.kv.contexts import RecallSamples, TextSamples, Work, seen_by
+from diffcache.eval.kv.contexts import RecallSamples, TextSamples, Work, read, seen_by
 from diffcache.eval.kv.recall_cost import KVTask, measure
 from diffcache.eval.kv.texts import TextModel, read_texts, windows
-from diffcache.kv import cache_for, compresskv, cskv, detach, double_sparsity, duo_attention, prefixkv, razor_attention
+from diffcache.kv import (
+    cache_for,
+    compresskv,
+    cskv,
+    detach,
+    double_sparsity,
+    duo_attention,
+    h2o,
+    prefixkv,
+    razor_attention,
+    snapkv,
+)
 from diffcache.kv.recipes.merging import lococo as lococo_recipe
 from diffcache.kv.recipes.merging import locret as locret_recipe
 from tests.kv.eval.small import CONTEXT, FACTS, call, task
+from tests.kv.tiny import peaked
+from tests.zoo.language import build
 
 SAMPLES = RecallSamples(CONTEXT, FACTS, 4, 2)
 DIGEST = "0" * 16
@@ -98,15 +112,25 @@ def test_texts_are_read_from_files_and_folders(tmp_path: Path) -> None:
     assert read_texts(tmp_path) == ["one text\n\ntwo\n"]
 
 
-def test_what_a_watch_sees_is_what_the_model_attends_to(reader: Path) -> None:
-    model = TextModel(str(reader)).load()
-    ids = torch.randint(2, 258, (1, 20), generator=torch.Generator().manual_seed(0))
-    found = seen_by(model, ids)
+@pytest.mark.parametrize("name", ["Gemma2 gemma2", "GptOss gpt_oss", "Mistral mistral"])
+def test_softcaps_sinks_and_windows_are_those_of_the_model(name: str) -> None:
+    model = peaked(build(f"{name.split()[0]}ForCausalLM", name.split()[1])).requires_grad_(False)
+    for key, each in model.named_parameters():
+        if key.endswith("sinks"):
+            each.copy_(torch.linspace(-2, 8, 4))
+    ids = torch.randint(3, 120, (1, 40), generator=torch.Generator().manual_seed(0))
     model.set_attn_implementation("eager")
-    wanted = model(input_ids=ids, output_attentions=True, use_cache=False).attentions
-    places = torch.arange(5, 12)
-    for seen, each in zip(found, wanted, strict=True):
-        assert torch.allclose(seen.attention(places), each[:, :, places], atol=1e-5)
+    wanted = model(input_ids=ids, output_attentions=True, use_cache=False)
+    cache, window = read(model, h2o(1.0), ids), read(model, snapkv(1.0, window=4), ids).store
+    near = partial(torch.testing.assert_close, atol=5e-3, rtol=5e-3)
+    for number, (index, seen) in enumerate(zip(cache.owned, seen_by(model, ids), strict=True)):
+        each = wanted.attentions[index]
+        last = window._observation(window.layers[number], window._rings[number])
+        near(seen.attention(torch.arange(5, 40)), each[:, :, 5:])
+        near(last.probs(4).flatten(1, 2), each[:, :, -4:])
+        near(cache.store.layers[number].stats["mass"], each.unflatten(1, (2, 2)).mean(2).sum(2))
+    with stages._gated(model, dict.fromkeys(cache.owned, torch.ones(2)), 2, 8):
+        near(model(input_ids=ids, use_cache=False).logits, wanted.logits)
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Heads are told apart: by gates that are trained, and by what they look at in repeated tokens."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,13 +29,14 @@ def prompt(tokens: int = 30, pad: int = 0) -> tuple[Query, Slots]:
 
 def test_mixed_attention_mixes_two_attentions() -> None:
     query, slots = prompt(pad=6)
+    query = replace(query, softcap=2.0, sinks=torch.randn(4))
     gate = torch.tensor([0.3, 0.9])
     order = torch.arange(30)
     near = order[:, None] - order < 7
     sinks = torch.stack([order < 3, order < 9])  # the second row begins at 6
     causal = order <= order[:, None]
     mask = (causal & (near | sinks[:, None])) & (slots.pos >= 0)
-    few = Query(query.q, 0, query.scale, mask=mask[:, None])
+    few = replace(query, mask=mask[:, None])
     whole = attend(query, [View(slots)])
     share = gate.repeat_interleave(2).view(1, 4, 1, 1)
     wanted = share * whole + (1 - share) * attend(few, [View(slots)])
