@@ -367,6 +367,7 @@ def named(row: dict[str, Any], word: str) -> dict[str, Any]:
 def fingerprint(task: object) -> str:
     """Return a digest of a task, by its `repr`, and of the code that measures and of caches."""
     found = hashlib.sha256(repr(task).encode())
-    for file in sorted(file for path in (*kv.__path__, Path(__file__).parent) for file in Path(path).rglob("*.py")):
+    folders = Path(str(kv.__file__)).parent, Path(__file__).parent
+    for file in sorted(file for folder in folders for file in folder.rglob("*.py")):
         found.update(file.read_bytes())
     return found.hexdigest()[:16]

@@ -168,8 +168,8 @@ def _draw_timeline(lanes: Mapping[str, Sequence[tuple[float | None, float]]]) ->
         shares = [share for _, share in lane]
         grid[row, : len(lane)] = shares
         words = f"{sum(shares):.4g} of {len(lane)}"
-        side = {"xycoords": axis.get_yaxis_transform(), "textcoords": "offset points", "va": "center"}
-        axis.annotate(words, (1, row), (6, 0), **side, fontsize=9, color=palette.GREY)
+        beside = {"xycoords": axis.get_yaxis_transform(), "textcoords": "offset points", "va": "center"}
+        axis.annotate(words, (1, row), (6, 0), **beside, fontsize=9, color=palette.GREY)
     colors = LinearSegmentedColormap.from_list("computed", [palette.PALE, palette.COMPUTED])
     edges = [0.5 + np.arange(-1, count) for count in (columns, len(lanes))]
     lines = {"edgecolor": "white", "linewidth": 0.8} if columns <= _MOST_OUTLINED else {}
