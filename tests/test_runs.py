@@ -291,6 +291,10 @@ def test_peak_memory_is_that_of_a_process_for_each_case(tmp_path: Path, monkeypa
     assert asked == [(None, 3), (methods["interval:every=2"], 3)]
     rows = record["timing"]["rows"]
     assert {name: row["peak_bytes"] for name, row in rows.items()} == {"uncached": 1, "interval:every=2": 2}
+    measure.evaluate(watched, Progress())
+    assert len(asked) == 2
+    measure.evaluate(replace(watched, task=replace(task, samples=1)), Progress())
+    assert len(asked) == 4  # calls of other sizes
     assert measure._spelled(make_method("temporal-table", method=make_method("interval"))) is None
     assert measure._spelled(make_method("temporal-table")) is not None
 

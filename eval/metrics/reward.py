@@ -7,6 +7,8 @@ other versions of transformers: run those where they are installed, on the sampl
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -107,8 +109,13 @@ class Own:
         return torch.as_tensor(self.function(samples, prompts)).detach().double().cpu()
 
     def entry(self) -> dict[str, Any]:
-        """Return the back end's entry in a record, with the title of the metric."""
-        return {"backend": "user", "extractor": self.named, "title": self.named.partition(":")[2]}
+        """Return the back end's entry in a record, with the title of the metric and a SHA-256 of the code's files."""
+        module, _, title = self.named.partition(":")
+        names = {module, getattr(self.function, "__module__", None)}
+        files = sorted({getattr(sys.modules.get(str(name)), "__file__", None) or "" for name in names} - {""})
+        code = "".join(weight_files.sha256(Path(file)) for file in files)
+        found = {"backend": "user", "extractor": self.named, "title": title}
+        return found | ({"sha256": hashlib.sha256(code.encode()).hexdigest()} if code else {})
 
 
 def load(names: str, device: str = "cpu") -> dict[str, PickScore | Own]:

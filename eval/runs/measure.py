@@ -206,12 +206,13 @@ UNTIMED_STEPS = 4  # masks of steps need at least as many
 def costs(run: Run, cases: Sequence[Case]) -> dict[str, Any]:
     """Return `rows` (case -> seconds, ratio, throughput, bytes) and a `warning` or None.
 
-    They are kept until settings or device change, and empty where nothing is to be timed. Raises MeasureError if a
-    process failed whose memory was to be measured.
+    They are kept until settings, device or the samples of a call change, and empty where nothing is to be timed.
+    Raises MeasureError if a process failed whose memory was to be measured.
     """
     setting = Setting(run.drawer.device, DTYPES[run.drawer.dtype])
     names = [(case.name, case.digest(run.drawer.about)) for case in cases]
-    key = digest([names, run.plan.rounds, setting.device_name])
+    size = len(run.batches[0].ids)  # of few samples it is less than that of a batch
+    key = digest([names, run.plan.rounds, setting.device_name, size])
     kept: dict[str, Any] = {"rows": {}, "warning": None}
     if run.plan.rounds:
         place = run.folder / "times.json"
@@ -219,7 +220,7 @@ def costs(run: Run, cases: Sequence[Case]) -> dict[str, Any]:
         left = run.progress.total - run.progress.done  # calls whose times were kept
         run.progress.advance(left, "time", drawn=False)
     if run.plan.memory or setting.device.type == "cuda":
-        key = digest([names, setting.device_name])
+        key = digest([names, setting.device_name, size])
         peaks = remember(run.folder / "memory.json", key, lambda: _peaks(run, cases))
         for name, count in peaks.items():
             kept["rows"].setdefault(name, {})["peak_bytes"] = count

@@ -329,9 +329,12 @@ def test_a_reward_goes_by_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(found["reward_bright"], given.double().mean(dim=(1, 2, 3)), rtol=1e-6, atol=0)
     rows = [{"fidelity": {}, "quality": quality(found, found | {}, None, is_film=False)}]
     told = describe(rows, networks, (40, 48))
+    code = told["reward_bright"].pop("sha256")
     assert told["reward_bright"] == dict(
         title="bright", unit="", direction="up", backend="user", extractor="my_rewards:bright"
     )
+    monkeypatch.setattr(reward.weight_files, "sha256", lambda file: "another")  # of code that was changed meanwhile
+    assert at_hand("cpu", films=False, reward_name="my_rewards:bright").entries["reward_bright"]["sha256"] != code
     assert told["reward_bright_change"]["title"] == "bright, change"
 
 
