@@ -161,6 +161,7 @@ class KVStore:
                 self._rings[index].pending.append(Pending(noted or query, valid))
         return out
 
+    @without_autocast
     def views(self, index: int, query: Query) -> list[View]:
         """Return what queries of a layer read."""
         layer, retrieve = self.layers[index], self.recipe.retrieve

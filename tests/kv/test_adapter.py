@@ -5,6 +5,7 @@ import gc
 import pickle
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import transformers as hf
 
 from diffcache.errors import AttachError
+from diffcache.kv.attend import Query
 from diffcache.kv.budget import Uniform
 from diffcache.kv.hf import remat_cache_for
 from diffcache.kv.hf.cache import KVCache, cache_for, detach
@@ -217,6 +219,23 @@ def test_autocast_changes_neither_scores_nor_codes(name: str) -> None:
         other.settle()
     for one, two in zip(cache.store.layers, other.store.layers, strict=True):
         assert all(map(torch.equal, one.tensors(), two.tensors()))
+
+
+@pytest.mark.parametrize("name", ["mpcache_select", "quest"])
+def test_autocast_changes_nothing_that_is_chosen(name: str) -> None:
+    model = llama()
+    cache = cache_for(model, replace(examples()[name](), codec=None))
+    with torch.no_grad():
+        model(**ROWS, past_key_values=cache)
+    for layer in cache.store.layers:
+        q = torch.randn(3, 4, 1, 16, generator=torch.Generator().manual_seed(layer.index))
+        read = []
+        for enabled in (False, True):
+            layer.summary = None
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+                (view,) = cache.store.views(layer.index, Query(3 * q, layer.seen - 1, 1.0))
+            read.append(view.slots.pos)
+        assert torch.equal(*read)
 
 
 def test_a_reset_forgets_what_became_of_tags_and_of_what_was_taken_over(model: Any) -> None:
