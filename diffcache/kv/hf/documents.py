@@ -19,7 +19,7 @@ from diffcache.kv.hf.questions import answer, around, feed, one_answer, tokens_o
 from diffcache.kv.hf.refresh import check_whole
 from diffcache.kv.life.prefix import PrefixTree
 from diffcache.kv.life.prepacking import pack
-from diffcache.kv.recipe import Recipe
+from diffcache.kv.recipe import Recipe, Space
 from diffcache.kv.reuse.ape import ape
 from diffcache.kv.reuse.cachecraft import Chunk, cachecraft, chunks_of
 from diffcache.kv.reuse.hydragen import hydragen
@@ -108,6 +108,7 @@ class Documents:
         self._tree: PrefixTree[Piece] = PrefixTree("", self._budget, self._settings.get("chunk", 1))
         self._held: dict[str | None, Piece | Chunk] = {}  # the least recently used first
         self._last: tuple[KVCache, Tensor] | None = None
+        self._space: Space = "post"
         if self.method != "recompute":
             cache = self._empty("post" if self.method in ("prefix", "hydragen") else "pre")
             check_whole(cache)
@@ -119,6 +120,8 @@ class Documents:
                 )
             # As keys are held before rotation, every layer of this cache knows its own.
             self._rotary = [each.rotary for each in cache.store.layers if each.rotary is not None]
+            if any(each.varies for each in self._rotary):
+                self._space = "pre"
         holds = self.method not in ("recompute", "hydragen")
         # Last, since all above is of these weights.
         self._weights = all_of(self._model, few=True) if holds else None
@@ -310,8 +313,8 @@ class Documents:
     def _tokens(self, text: str) -> Tensor:
         return tokens_of(self._tokenizer, text)[0].to(self._device)
 
-    def _empty(self, space: Any = "post") -> KVCache:
-        return cache_for(self._model, Recipe(space=space), mode="native")
+    def _empty(self, space: Space | None = None) -> KVCache:
+        return cache_for(self._model, Recipe(space=space or self._space), mode="native")
 
 
 def methods() -> dict[str, dict[str, Any]]:

@@ -108,7 +108,7 @@ def turns_of(store: KVStore, piece: Piece, source: Tensor, rotary: Sequence[Rota
     """Return how the keys of each layer are turned, None where they need not be, given what `lay_out` is.
 
     Raises:
-        ValueError: If keys move and `rotary` is missing, or the piece is of another model.
+        ValueError: If keys move and `rotary` is missing or its frequencies change, or the piece is of another model.
     """
     if len(piece.layers) != len(store.layers):
         raise ValueError(
@@ -124,6 +124,12 @@ def turns_of(store: KVStore, piece: Piece, source: Tensor, rotary: Sequence[Rota
             "rotary=None: keys move and are held rotated; give the rotation of each layer, or hold "
             "them before rotation (space='pre')"
         )
+    for layer, turn in zip(store.layers, turns, strict=True):
+        if turn is not None and turn.varies and (moves or piece.rotated != (layer.rotary is None)):
+            raise ValueError(
+                "this model's frequencies change with the length, so that rotated keys are not turned: hold "
+                "those of pieces and of the store before rotation (space='pre')"
+            )
     return turns
 
 

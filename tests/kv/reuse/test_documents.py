@@ -52,6 +52,16 @@ def test_answers_are_those_of_recomputation(model: Any, tokenizer: Any, method: 
         assert wanted.computed == wanted.tokens and wanted.first_seconds <= wanted.seconds
 
 
+def test_keys_of_frequencies_that_change_with_the_length_are_turned_when_they_are_read(tokenizer: Any) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0, 6.0, 8.0, 8.0, 10.0, 10.0, 12.0, 12.0]}
+    # Of a single layer, whose keys and values depend on nothing but their tokens.
+    model = llama(vocab_size=260, num_hidden_layers=1, rope_parameters=rope, max_position_embeddings=128)
+    full, shelf = (Documents(model, tokenizer, method) for method in ("recompute", "concatenate"))
+    shelf.read([RHINE[:20], SEA])
+    assert ask(shelf, RHINE[:20], SEA).texts == ask(full, RHINE[:20], SEA).texts
+
+
 def test_a_beginning_that_is_held_is_not_computed(model: Any, tokenizer: Any) -> None:
     shelf = Documents(model, tokenizer, "prefix", chunk=8)
     first, again, other = (ask(shelf, *x) for x in ((RHINE, SEA), (RHINE, SEA), (RHINE, ROME)))
